@@ -1,0 +1,42 @@
+// Element-wise kernels on host memory: what every reduction and copy in the engine comes down to.
+//
+// One source (kernels.inc.h) is compiled once per instruction set and chosen at run time by what the processor has.
+// All of them give the same bits: no contraction, and 16- and 8-bit floats are computed in float32 and rounded once,
+// to nearest even, on store.
+#pragma once
+
+#include <cstddef>
+
+#include "engine/types.h"
+
+namespace hetcoll {
+
+// dst[i] = a[i] (+) b[i] for i < count elements. dst may be the same pointer as a or b (or neither), never a shifted
+// overlap. `stream` asks for stores that bypass the cache: for destinations larger than it that are not read soon.
+using ReduceFn = void (*)(void* dst, const void* a, const void* b, std::size_t count, bool stream);
+
+// The same, and dst2[i] gets the same value: a reduction whose result also goes to a transport's slot. dst2 overlaps
+// nothing and is always stored through the cache.
+using Reduce2Fn = void (*)(void* dst, void* dst2, const void* a, const void* b, std::size_t count, bool stream);
+
+// x[i] = x[i] / divisor, in place: AVG's second half. Integers truncate toward zero; complex numbers by parts.
+using ScaleFn = void (*)(void* x, std::size_t count, unsigned divisor);
+
+struct Kernels {
+  ReduceFn reduce;
+  Reduce2Fn reduce2;
+  ScaleFn scale;
+};
+
+// The kernels for one type and operation (kAvg reduces as kSum), or null where the pair is undefined (types.py:
+// supports). Unaligned pointers are allowed.
+const Kernels* FindKernels(DType dtype, ReduceOp op);
+
+// memcpy; with `stream`, stores bypass the cache. Regions do not overlap.
+void CopyBytes(void* dst, const void* src, std::size_t nbytes, bool stream);
+
+// The instruction set chosen at start: "avx512", "avx2" or "baseline" (HETCOLL_ISA can only lower it; Python passes it).
+const char* KernelIsa();
+bool SetKernelIsa(const char* name);  // false when the processor lacks it or the name is unknown
+
+}  // namespace hetcoll

@@ -1,0 +1,55 @@
+"""Every error hetcoll raises.
+
+Argument errors are `ValueError` or `TypeError` subclasses, raised before anything is sent. The rest are what a job
+meets: they name ranks, operations and edges, and leave the communicator unusable except for `close` and `shrink`.
+"""
+
+from __future__ import annotations
+
+
+class HetcollError(Exception):
+    """Base class of everything raised on purpose."""
+
+
+class ArgumentError(HetcollError, ValueError):
+    """An argument has a value that cannot work: says what was wanted and what came."""
+
+
+class BufferTypeError(HetcollError, TypeError):
+    """An object that cannot serve as a buffer: wrong type, strided, read-only, unsupported dtype."""
+
+
+class ClosedError(HetcollError):
+    """The communicator was closed, or belongs to the parent of this forked process."""
+
+
+class InitError(HetcollError):
+    """The job did not come together: names the ranks that are missing or what could not be reached."""
+
+
+class AuthenticationError(InitError):
+    """A connection could not prove that it knows the job's secret."""
+
+
+class CommunicationError(HetcollError):
+    """An operation failed after it had begun; the communicator is poisoned."""
+
+
+class PeerLostError(CommunicationError):
+    """A rank died or left while others needed it. `rank` names it."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class CollectiveMismatchError(CommunicationError):
+    """Ranks called different operations, or the same with different types, counts, roots or orders."""
+
+
+class CollectiveTimeoutError(CommunicationError, TimeoutError):
+    """An operation did not finish in time: says who is missing, where it stands and over which edge."""
+
+
+class AbortedError(CommunicationError):
+    """`abort()` was called here or on a peer."""

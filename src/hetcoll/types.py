@@ -1,0 +1,131 @@
+"""The vocabulary shared by every layer: data types, reductions, collectives.
+
+The numbers are wire values: they travel in plans and in frame signatures, and ``native/engine/types.h``
+holds the same ones (``tests/test_types.py`` compares them). The first twelve data types and the first five
+reductions are NCCL's own numbers (nccl.h), so that an island can hand them through unchanged.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class DType(IntEnum):
+    """Element types. Values 0-11 are ``ncclDataType_t``."""
+
+    INT8 = 0
+    UINT8 = 1
+    INT32 = 2
+    UINT32 = 3
+    INT64 = 4
+    UINT64 = 5
+    FLOAT16 = 6
+    FLOAT32 = 7
+    FLOAT64 = 8
+    BFLOAT16 = 9
+    FLOAT8_E4M3FN = 10
+    FLOAT8_E5M2 = 11
+    INT16 = 12
+    UINT16 = 13
+    COMPLEX64 = 14
+    COMPLEX128 = 15
+    FLOAT8_E4M3FNUZ = 16
+    FLOAT8_E5M2FNUZ = 17
+    BOOL = 18
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return _ITEMSIZE[self]
+
+    @property
+    def label(self) -> str:
+        """The NumPy/ml_dtypes name, e.g. ``float8_e4m3fn``."""
+        return self.name.lower()
+
+
+_ITEMSIZE = {
+    DType.INT8: 1, DType.UINT8: 1, DType.INT16: 2, DType.UINT16: 2, DType.INT32: 4, DType.UINT32: 4,
+    DType.INT64: 8, DType.UINT64: 8, DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FLOAT32: 4, DType.FLOAT64: 8,
+    DType.COMPLEX64: 8, DType.COMPLEX128: 16, DType.FLOAT8_E4M3FN: 1, DType.FLOAT8_E5M2: 1,
+    DType.FLOAT8_E4M3FNUZ: 1, DType.FLOAT8_E5M2FNUZ: 1, DType.BOOL: 1,
+}  # fmt: skip
+
+
+class ReduceOp(IntEnum):
+    """Reductions. Values 0-4 are ``ncclRedOp_t``; AVG is a sum followed by a scale."""
+
+    SUM = 0
+    PROD = 1
+    MAX = 2
+    MIN = 3
+    AVG = 4
+    LAND = 5
+    LOR = 6
+    LXOR = 7
+    BAND = 8
+    BOR = 9
+    BXOR = 10
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+FLOATS = frozenset(
+    {
+        DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64, DType.FLOAT8_E4M3FN,
+        DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2FNUZ,
+    }
+)  # fmt: skip
+COMPLEX = frozenset({DType.COMPLEX64, DType.COMPLEX128})
+
+
+def supports(dtype: DType, op: ReduceOp) -> bool:
+    """Whether `op` is defined on `dtype`.
+
+    Integers: every op (AVG truncates toward zero, as NCCL's does). Floats: SUM PROD MAX MIN AVG. Complex: SUM PROD
+    AVG (no order). Bool: everything but AVG, with NumPy's meaning (SUM and MAX are or, PROD and MIN are and).
+    """
+    if dtype in COMPLEX:
+        return op in (ReduceOp.SUM, ReduceOp.PROD, ReduceOp.AVG)
+    if dtype in FLOATS:
+        return op <= ReduceOp.AVG
+    return not (dtype is DType.BOOL and op is ReduceOp.AVG)
+
+
+class Collective(IntEnum):
+    """What a plan computes. The v-forms run the plan of their plain form over a table of counts."""
+
+    ALLREDUCE = 0
+    ALLGATHER = 1
+    REDUCE_SCATTER = 2
+    BROADCAST = 3
+    REDUCE = 4
+    GATHER = 5
+    SCATTER = 6
+    ALLTOALL = 7
+    BARRIER = 8
+    P2P = 9
+    ALLGATHERV = 10
+    REDUCE_SCATTERV = 11
+    ALLTOALLV = 12
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+    @property
+    def plain(self) -> Collective:
+        """The collective whose plans this one runs."""
+        return _PLAIN.get(self, self)
+
+
+_PLAIN = {
+    Collective.ALLGATHERV: Collective.ALLGATHER,
+    Collective.REDUCE_SCATTERV: Collective.REDUCE_SCATTER,
+    Collective.ALLTOALLV: Collective.ALLTOALL,
+}
+
+REDUCING = frozenset({Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE, Collective.REDUCE_SCATTERV})
+ROOTED = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER})
