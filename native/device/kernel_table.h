@@ -1,0 +1,27 @@
+// What each instruction set's translation unit offers to the dispatcher. It holds no code, so it may be shared.
+#pragma once
+
+#include <cstddef>
+
+#include "device/kernels.h"
+
+namespace hetcoll {
+
+struct KernelTable {
+  Kernels entry[kDTypes][kReduceOps];  // reduce is null where the pair is undefined
+  void (*copy_stream)(void* dst, const void* src, std::size_t nbytes);
+};
+
+namespace baseline {
+const KernelTable& Table();
+}
+#ifdef __x86_64__
+namespace avx2 {
+const KernelTable& Table();
+}
+namespace avx512 {
+const KernelTable& Table();
+}
+#endif
+
+}  // namespace hetcoll

@@ -1,0 +1,74 @@
+#include "device/kernels.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "device/kernel_table.h"
+
+namespace hetcoll {
+namespace {
+
+struct Isa {
+  const char* name;
+  const KernelTable& (*table)();
+  bool (*present)();
+};
+
+// Best first. What counts as present is what CMakeLists.txt compiles the files with.
+constexpr Isa kIsas[] = {
+#ifdef __x86_64__
+    {"avx512", avx512::Table,
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+              __builtin_cpu_supports("f16c");
+     }},
+    {"avx2", avx2::Table, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }},
+#endif
+    {"baseline", baseline::Table, [] { return true; }},
+};
+
+const Isa* BestIsa() {
+#ifdef __x86_64__
+  __builtin_cpu_init();
+#endif
+  for (const Isa& isa : kIsas) {
+    if (isa.present()) return &isa;
+  }
+  return nullptr;  // not reached: the last is always present
+}
+
+std::atomic<const Isa*>& Chosen() {
+  static std::atomic<const Isa*> chosen{BestIsa()};
+  return chosen;
+}
+
+const KernelTable& Table() { return Chosen().load(std::memory_order_relaxed)->table(); }
+
+}  // namespace
+
+const Kernels* FindKernels(DType dtype, ReduceOp op) {
+  const auto row = static_cast<unsigned>(dtype), column = static_cast<unsigned>(op);
+  if (row >= kDTypes || column >= kReduceOps) return nullptr;
+  const Kernels& kernels = Table().entry[row][column];
+  return kernels.reduce ? &kernels : nullptr;
+}
+
+void CopyBytes(void* dst, const void* src, std::size_t nbytes, bool stream) {
+  if (stream) return Table().copy_stream(dst, src, nbytes);
+  std::memcpy(dst, src, nbytes);
+}
+
+const char* KernelIsa() { return Chosen().load(std::memory_order_relaxed)->name; }
+
+bool SetKernelIsa(const char* name) {
+  for (const Isa& isa : kIsas) {
+    if (std::strcmp(isa.name, name) == 0 && isa.present()) {
+      Chosen().store(&isa, std::memory_order_relaxed);
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace hetcoll
