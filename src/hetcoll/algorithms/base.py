@@ -1,0 +1,211 @@
+"""What an algorithm is: a function that draws one rank's plan, and its entry in the table.
+
+An algorithm takes a `Draft` (who I am, which root, whether to average) and adds steps to it. Lanes run beside each
+other, steps in a lane one after another; `after` names the steps of other lanes whose data a step needs or destroys.
+What messages already order needs no `after`: a reply that was computed from what I sent cannot come before I sent it.
+
+Examples
+--------
+A user's own algorithm, the whole of it (`tests/test_algorithms.py` runs it):
+
+>>> @register(Collective.BROADCAST, "star")                                               # doctest: +SKIP
+... def star(p: Draft) -> None:
+...     for peer in p.others():
+...         if p.rank == p.root:
+...             p.send(0, inp(), peer)
+...     if p.rank != p.root:
+...         p.recv(0, out(), p.root)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from ..errors import ArgumentError
+from ..plan import Buf, Builder, Op, Plan, Span
+from ..types import Collective
+
+After = Iterable[int | None]
+
+
+def inp(start: int = 0, count: int = 1) -> Span:
+    """`count` units of the caller's input (SEND). Never written."""
+    return Span(Buf.SEND, start, count)
+
+
+def out(start: int = 0, count: int = 1) -> Span:
+    """`count` units of the caller's output (RECV). In place it is the same memory as the input."""
+    return Span(Buf.RECV, start, count)
+
+
+def tmp(start: int = 0, count: int = 1) -> Span:
+    """`count` units of the communicator's scratch memory."""
+    return Span(Buf.SCRATCH, start, count)
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft(Builder):
+    """A plan in the making. `units` counts only where the number of units is free: see `_units`."""
+
+    collective: Collective
+    algorithm: str
+    size: int
+    rank: int
+    root: int = 0
+    average: bool = False
+    units: int = 1
+    scratch_copies: int = 0
+    scratch_like: Buf = Buf.SEND
+    credits: int = 0
+
+    def others(self) -> list[int]:
+        """Every rank but this one, in order."""
+        return [r for r in range(self.size) if r != self.rank]
+
+    def after_me(self) -> list[int]:
+        """The others from rank + 1 on, round the ring: whom to send to, so that nobody is everybody's first."""
+        return [(self.rank + d) % self.size for d in range(1, self.size)]
+
+    def before_me(self) -> list[int]:
+        """The others from rank - 1 down, round the ring: whose message comes first when they send in `after_me`."""
+        return [(self.rank - d) % self.size for d in range(1, self.size)]
+
+    def send(self, lane: int, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
+        return self.add(Op.SEND, lane, src=src, peer=peer, channel=channel, deps=after)
+
+    def recv(self, lane: int, dst: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
+        return self.add(Op.RECV, lane, dst=dst, peer=peer, channel=channel, deps=after)
+
+    def recv_reduce(self, lane: int, dst: Span, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
+        return self.add(Op.RECV_REDUCE, lane, src=src, dst=dst, peer=peer, channel=channel, deps=after)
+
+    def copy(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
+        return self.add(Op.COPY, lane, src=src, dst=dst, deps=after)
+
+    def reduce(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
+        return self.add(Op.REDUCE, lane, src=src, dst=dst, deps=after)
+
+    def scaled(self, lane: int, dst: Span, reduced: int | None) -> int | None:
+        """The step after which `dst` is final: a division when the collective averages, else `reduced` itself."""
+        return self.add(Op.SCALE, lane, dst=dst, deps=[reduced]) if self.average else reduced
+
+    def finish(self) -> Plan:
+        send_units, recv_units = _units(self.collective, self.size, self.units)
+        return Plan(
+            self.collective, self.algorithm, self.size, self.rank, send_units, recv_units, tuple(self.steps),
+            self.root, self.scratch_copies, self.scratch_like, self.credits,
+        )  # fmt: skip
+
+
+def _units(collective: Collective, size: int, units: int) -> tuple[int, int]:
+    """Into how many units SEND and RECV are cut. The same on all ranks, also where a rank lacks one of the two."""
+    match collective:
+        case Collective.ALLGATHER | Collective.GATHER:
+            return 1, size
+        case Collective.REDUCE_SCATTER | Collective.SCATTER:
+            return size, 1
+        case Collective.ALLTOALL:
+            return size, size
+        case Collective.BARRIER:
+            return 1, 1
+        case _:
+            return units, units
+
+
+class Reach(Enum):
+    """Whom an algorithm talks to: it decides how many ranks of a host share its network card at a time."""
+
+    NEIGHBOURS = "rank - 1 and rank + 1"
+    ANYONE = "anyone"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What an algorithm takes from the busiest rank; bytes are in multiples of the collective's `nbytes`.
+
+    `hops` is the longest chain of messages that wait for each other, `messages` how many one rank sends and receives.
+    The simulator counts the same on the plans themselves; ``tests/test_tuner.py`` holds both equal.
+    """
+
+    hops: int
+    messages: int
+    sent: float
+    received: float
+    reduced: float = 0.0
+    reach: Reach = Reach.ANYONE
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One entry of the table. Without a `cost` it is taken only by name, never by itself."""
+
+    name: str
+    collective: Collective
+    draw: Callable[[Draft], None]
+    supports: Callable[[int], bool]
+    cost: Callable[[int], Cost] | None = None
+
+    def build(self, size: int, rank: int, *, root: int = 0, scale: bool = False) -> Plan:
+        """The plan of `rank` among `size`. `scale` divides the result by `size` (AVG).
+
+        Raises
+        ------
+        ArgumentError
+            `rank` or `root` is not a rank, or the algorithm does not support `size`.
+        """
+        if not (0 <= rank < size and 0 <= root < size):
+            raise ArgumentError(f"rank and root must lie in 0..{size - 1}, got rank {rank} and root {root}")
+        if not self.supports(size):
+            raise ArgumentError(f"{self.collective.label} by {self.name} does not support {size} ranks")
+        draft = Draft(collective=self.collective, algorithm=self.name, size=size, rank=rank, root=root, average=scale)
+        if size > 1:
+            self.draw(draft)
+        elif self.collective not in (Collective.BROADCAST, Collective.BARRIER):
+            draft.copy(0, out(), inp())
+        return draft.finish()
+
+
+ALGORITHMS: dict[Collective, dict[str, Algorithm]] = {}
+
+
+def any_size(size: int) -> bool:
+    return size >= 1
+
+
+def power_of_two(size: int) -> bool:
+    return size >= 1 and size & (size - 1) == 0
+
+
+def register(
+    collective: Collective,
+    name: str,
+    *,
+    supports: Callable[[int], bool] = any_size,
+    cost: Callable[[int], Cost] | None = None,
+) -> Callable[[Callable[[Draft], None]], Callable[..., Plan]]:
+    """Enter a drawing function into the table under `name`; it is replaced by the `build` of its entry."""
+
+    def enter(draw: Callable[[Draft], None]) -> Callable[..., Plan]:
+        entry = Algorithm(name, collective, draw, supports, cost)
+        if ALGORITHMS.setdefault(collective, {}).setdefault(name, entry) is not entry:
+            raise ArgumentError(f"{collective.label} has an algorithm called {name} already")
+        return entry.build
+
+    return enter
+
+
+def find(collective: Collective, name: str) -> Algorithm:
+    """The entry called `name`.
+
+    Raises
+    ------
+    ArgumentError
+        There is none; says which there are.
+    """
+    table = ALGORITHMS.get(collective.plain, {})
+    if name not in table:
+        known = ", ".join(sorted(table)) or "none"
+        raise ArgumentError(f"no algorithm {name!r} for {collective.label}: there are {known}")
+    return table[name]
