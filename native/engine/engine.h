@@ -1,0 +1,139 @@
+// The engine of one communicator on one rank: it owns the links, runs plans and decides how to wait.
+//
+// A blocking call runs its plan on the caller's own thread. Collectives run one after another in the order of the
+// calls; point-to-point tasks run beside them, in turn on each port. Whoever waits drives everything that is in flight;
+// a thread of the engine's own drives asynchronous work that nobody waits for, and sleeps otherwise.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/plan.h"
+#include "engine/task.h"
+#include "transport/doorbell.h"
+#include "transport/shm.h"
+#include "transport/transport.h"
+
+namespace hetcoll {
+
+struct EngineOptions {
+  int rank;
+  int size;
+  std::uint64_t identity;     // hash of the communicator's id and epoch
+  std::string doorbell_name;  // random, shared by the ranks of this host
+  int local_rank;
+  double spin_seconds;  // how long to spin before giving the processor away
+  bool oversubscribed;  // more ranks here than cores: give it away almost at once
+};
+
+enum class Outcome : int { kDone, kPending, kFailed };
+
+// What went wrong first; kept for the life of the communicator.
+struct Failure {
+  FaultKind kind = FaultKind::kNone;
+  int peer = -1;
+  std::string text;
+};
+
+class Engine {
+ public:
+  explicit Engine(const EngineOptions& options);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Links. `local_ranks` are the ranks of this host in the segment's order.
+  void AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks);
+  void AttachTcp(int peer, int channel, std::span<const int> fds);
+  bool Linked(int peer, int channel) const;
+
+  int AddPlan(std::span<const std::byte> encoded);
+  std::shared_ptr<Shape> Bind(int plan, DType dtype, ReduceOp op, std::size_t send_count, std::size_t recv_count,
+                              std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table,
+                              std::uint64_t descriptor, bool p2p);
+
+  // Starts a task. The memory must stay valid until it is finished.
+  std::shared_ptr<Task> Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv);
+
+  // The short way for a blocking collective: runs it to the end on this thread if nothing else is in flight and its
+  // peers are prompt. Otherwise `task` is what was submitted instead, and the outcome kPending.
+  Outcome RunPrompt(const std::shared_ptr<Shape>& shape, const void* send, void* recv, std::shared_ptr<Task>& task);
+
+  // Drives the engine until the task is finished, `until` (NowNs) has come, or the engine has failed.
+  Outcome Drive(const Task& task, std::int64_t until);
+
+  // Lets the engine's own thread finish what was submitted so far.
+  void DriveInBackground();
+
+  // Ends every wait here at once with this failure; the first one is kept. Callable from any thread.
+  void Fail(FaultKind kind, int peer, const std::string& text);
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+  Failure failure() const;
+
+  // `peer` will send nothing more: waits for it fail once what it sent before is used up.
+  void PeerLeft(int peer);
+
+  // For people: the operation in flight and how far it is. Callable from any thread.
+  std::string Describe();
+
+  // Counters for tests and `explain`.
+  std::uint64_t collectives() const { return sequence_; }
+  std::size_t scratch_bytes() const { return scratch_size_; }
+  static bool forked();
+
+ private:
+  std::shared_ptr<Task> TakeTask(Shape& shape);
+  std::uint64_t NextSignature(const Shape& shape);
+  bool PassAll();             // the five below: under mutex_
+  bool PassTask(Task& task);  // false also when it failed the engine
+  void RingDoorbells();
+  void CheckDeparted();
+  bool Idle() const { return collectives_.empty() && p2p_.empty(); }
+  void DropTasks();
+  template <class Done>
+  void DriveUntil(Done&& done, std::int64_t until);
+  void Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until);
+  void BackgroundLoop();
+  std::byte* Scratch(std::size_t bytes);
+
+  EngineOptions options_;
+  std::int64_t spin_ns_ = 0;
+  int prompt_spins_ = 0;
+  Doorbell doorbell_;
+  std::unique_ptr<ShmSegment> segment_;
+  ShmDoorbell* own_bell_ = nullptr;
+  Links links_;
+  std::vector<std::unique_ptr<Plan>> plans_;
+  int shapes_ = 0;
+
+  std::mutex mutex_;  // tasks, ports, scratch
+  std::atomic<int> contenders_{0};
+  std::deque<std::shared_ptr<Task>> collectives_;
+  std::vector<std::shared_ptr<Task>> p2p_;
+  std::uint64_t sequence_ = 0;
+  std::unique_ptr<std::byte, void (*)(std::byte*)> scratch_;
+  std::size_t scratch_size_ = 0;
+
+  std::atomic<bool> failed_{false};
+  mutable std::mutex failure_mutex_;
+  Failure failure_;
+  std::vector<std::atomic<bool>> departed_;
+  std::atomic<bool> any_departed_{false};
+
+  std::mutex background_mutex_;
+  std::condition_variable background_wake_;
+  std::thread background_;
+  bool background_stop_ = false;
+  bool background_work_ = false;
+  std::atomic<bool> background_driving_{false};
+  std::atomic<int> drivers_{0};  // threads inside Drive, the engine's own not counted
+};
+
+}  // namespace hetcoll

@@ -1,0 +1,179 @@
+#include "engine/plan.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+namespace hetcoll {
+namespace {
+
+// Messages above this are larger than a core's share of the last-level cache on most machines: what is stored once and
+// not read again by the plan goes around the cache.
+constexpr std::size_t kStreamBytes = std::size_t{12} << 20;
+
+bool SameSpan(const SpanRecord& a, const SpanRecord& b) {
+  return a.buf >= 0 && a.buf == b.buf && a.start == b.start && a.count == b.count;
+}
+
+bool Overlaps(const SpanRecord& a, const SpanRecord& b) {
+  return a.buf >= 0 && a.buf == b.buf && a.start < b.start + b.count && b.start < a.start + a.count;
+}
+
+// SEND and RECV may be the same memory. In place, the smaller of the two is this rank's part of the larger (NCCL's
+// convention), so a span of either has one name in the larger one's units.
+SpanRecord InPlaceName(SpanRecord s, const PlanHeader& head, int rank) {
+  if (s.buf != 0 && s.buf != 1) return s;
+  const bool send_is_larger = head.send_units > head.recv_units;
+  const int larger = send_is_larger ? 0 : 1;
+  const std::uint32_t smaller_units = send_is_larger ? head.recv_units : head.send_units;
+  if (head.send_units != head.recv_units && s.buf != larger) s.start += rank * static_cast<std::int32_t>(smaller_units);
+  s.buf = larger;
+  return s;
+}
+
+void CheckSpan(const SpanRecord& s, const PlanHeader& head, std::size_t step) {
+  if (s.buf < 0) return;
+  const std::uint32_t like = head.scratch_like == 0 ? head.send_units : head.recv_units;
+  const std::uint64_t units = s.buf == 0   ? head.send_units
+                              : s.buf == 1 ? head.recv_units
+                                           : std::uint64_t{head.scratch_copies} * like;
+  const bool inside = s.start >= 0 && s.count >= 1 && std::uint64_t(s.start) + std::uint64_t(s.count) <= units;
+  const bool one_copy =
+      s.buf != 2 || (inside && std::uint32_t(s.start) / like == std::uint32_t(s.start + s.count - 1) / like);
+  if (s.buf > 2 || !inside || !one_copy) {
+    throw PlanError("plan step " + std::to_string(step) + ": span outside its buffer");
+  }
+}
+
+}  // namespace
+
+std::size_t CutOffset(std::size_t count, std::uint32_t units, std::uint32_t unit) {
+  // 128-bit, so that count * unit cannot overflow.
+  return static_cast<std::size_t>(static_cast<unsigned __int128>(count) * unit / units);
+}
+
+Plan::Plan(std::span<const std::byte> encoded, int size) {
+  if (encoded.size() < sizeof head) throw PlanError("plan: shorter than its header");
+  std::memcpy(&head, encoded.data(), sizeof head);
+  if (head.magic != kPlanMagic) throw PlanError("plan: wrong magic number");
+  const std::size_t want = sizeof head + sizeof(StepRecord) * head.steps + sizeof(std::uint32_t) * head.deps;
+  if (encoded.size() != want || head.lanes > kMaxLanes) throw PlanError("plan: wrong length or too many lanes");
+  steps.resize(head.steps);
+  deps.resize(head.deps);
+  const std::byte* at = encoded.data() + sizeof head;
+  if (!steps.empty()) std::memcpy(steps.data(), at, sizeof(StepRecord) * steps.size());
+  if (!deps.empty())
+    std::memcpy(deps.data(), at + sizeof(StepRecord) * steps.size(), sizeof(std::uint32_t) * deps.size());
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    const StepRecord& s = steps[i];
+    const bool talks = s.op <= std::uint8_t(Op::kRecvReduce);
+    if (s.op > std::uint8_t(Op::kLocal) || s.lane >= head.lanes || s.channel >= kChannels ||
+        (talks && (s.peer < 0 || s.peer >= size)) || s.dep_begin > deps.size() ||
+        s.dep_count > deps.size() - s.dep_begin) {
+      throw PlanError("plan step " + std::to_string(i) + ": field out of range");
+    }
+    CheckSpan(s.src, head, i);
+    CheckSpan(s.dst, head, i);
+    for (std::uint32_t d = 0; d < s.dep_count; ++d) {
+      if (deps[s.dep_begin + d] >= steps.size()) throw PlanError("plan step " + std::to_string(i) + ": unknown dep");
+    }
+  }
+}
+
+BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_count, std::size_t recv_count,
+                     std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table) {
+  const std::size_t item = ItemSize(dtype);
+  const PlanHeader& h = plan.head;
+  auto offset = [&](int buf, std::uint32_t unit) -> std::size_t {
+    const bool send = buf == 0;
+    const auto table = send ? send_table : recv_table;
+    if (!table.empty()) return table[unit] * item;
+    return CutOffset(send ? send_count : recv_count, send ? h.send_units : h.recv_units, unit) * item;
+  };
+  const int like = static_cast<int>(h.scratch_like);
+  const std::uint32_t like_units = like == 0 ? h.send_units : h.recv_units;
+  const std::size_t like_bytes = h.scratch_copies == 0 ? 0 : offset(like, like_units);
+  scratch_bytes = like_bytes * h.scratch_copies;
+  send_bytes = send_count * item;
+  recv_bytes = recv_count * item;
+
+  struct Bytes {
+    std::size_t off;
+    std::size_t len;
+  };
+  auto bytes = [&](const SpanRecord& s) -> Bytes {
+    if (s.buf < 0) return {0, 0};
+    const auto start = static_cast<std::uint32_t>(s.start);
+    const auto count = static_cast<std::uint32_t>(s.count);
+    if (s.buf != 2) {
+      const std::size_t begin = offset(s.buf, start);
+      return {begin, offset(s.buf, start + count) - begin};
+    }
+    const std::uint32_t unit = start % like_units;
+    const std::size_t begin = offset(like, unit);
+    return {start / like_units * like_bytes + begin, offset(like, unit + count) - begin};
+  };
+
+  const bool large = std::max(send_bytes, recv_bytes) > kStreamBytes;
+  steps.reserve(plan.steps.size());
+  for (const StepRecord& r : plan.steps) {
+    BoundStep s;
+    s.op = static_cast<Op>(r.op);
+    s.channel = r.channel;
+    s.peer = r.peer;
+    const Bytes src = bytes(r.src);
+    const Bytes dst = bytes(r.dst);
+    s.src_buf = static_cast<Buf>(r.src.buf);
+    s.dst_buf = static_cast<Buf>(r.dst.buf);
+    s.src_off = src.off;
+    s.dst_off = dst.off;
+    s.len = r.dst.buf >= 0 ? dst.len : src.len;
+    if (r.src.buf >= 0 && src.len != s.len) throw PlanError("plan: a step's spans differ in length");
+    s.dep_begin = static_cast<std::uint32_t>(deps.size());
+    for (std::uint32_t d = 0; d < r.dep_count; ++d) {
+      const std::uint32_t on = plan.deps[r.dep_begin + d];
+      const StepRecord& q = plan.steps[on];
+      const auto name = [&](const SpanRecord& span) { return InPlaceName(span, h, rank); };
+      bool same = false;
+      bool skewed = false;
+      const auto hazard = [&](const SpanRecord& x, const SpanRecord& y) {
+        same |= SameSpan(name(x), name(y));
+        skewed |= Overlaps(name(x), name(y)) && !SameSpan(name(x), name(y));
+      };
+      hazard(q.dst, r.src);
+      hazard(q.src, r.dst);
+      hazard(q.dst, r.dst);
+      deps.push_back({on, same && !skewed});
+    }
+    s.dep_end = static_cast<std::uint32_t>(deps.size());
+    steps.push_back(s);
+  }
+
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    const StepRecord& r = plan.steps[i];
+    if (r.dst.buf < 0) continue;
+    bool read_later = false;
+    for (std::size_t j = 0; j < steps.size(); ++j) {
+      const StepRecord& t = plan.steps[j];
+      if (j == i || !SameSpan(r.dst, t.src)) continue;
+      const bool pair = steps[i].op == Op::kRecvReduce && steps[j].op == Op::kSend && r.lane != t.lane;
+      if (pair && steps[i].fuse < 0 && t.dep_count > 0) {
+        steps[i].fuse = static_cast<std::int32_t>(j);
+      } else {
+        read_later = true;
+      }
+    }
+    steps[i].stream_stores = large && !read_later && r.dst.buf == int(Buf::kRecv);
+  }
+
+  lane_begin.assign(h.lanes + 1u, 0);
+  order.reserve(steps.size());
+  for (std::uint32_t lane = 0; lane < h.lanes; ++lane) {
+    for (std::uint32_t i = 0; i < plan.steps.size(); ++i) {
+      if (plan.steps[i].lane == lane) order.push_back(i);
+    }
+    lane_begin[lane + 1] = static_cast<std::uint32_t>(order.size());
+  }
+}
+
+}  // namespace hetcoll

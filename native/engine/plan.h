@@ -1,0 +1,107 @@
+// Plans as the engine sees them: decoded from src/hetcoll/plan.py's records, then bound to byte counts.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <vector>
+
+#include "engine/types.h"
+
+namespace hetcoll {
+
+enum class Op : std::uint8_t { kSend = 0, kRecv = 1, kRecvReduce = 2, kCopy = 3, kReduce = 4, kScale = 5, kLocal = 6 };
+enum class Buf : std::int8_t { kNone = -1, kSend = 0, kRecv = 1, kScratch = 2 };
+inline constexpr int kMaxLanes = 32;
+inline constexpr int kChannels = 3;  // two phases of collectives, and point to point
+
+// The records of plan.py, little-endian.
+struct PlanHeader {
+  std::uint32_t magic;
+  std::uint16_t lanes;
+  std::uint16_t collective;
+  std::uint32_t steps;
+  std::uint32_t deps;
+  std::uint32_t send_units;
+  std::uint32_t recv_units;
+  std::uint32_t scratch_copies;
+  std::uint32_t scratch_like;
+};
+static_assert(sizeof(PlanHeader) == 32);
+inline constexpr std::uint32_t kPlanMagic = 0x48435031;
+
+struct SpanRecord {
+  std::int32_t buf;
+  std::int32_t start;
+  std::int32_t count;
+};
+
+struct StepRecord {
+  std::uint8_t op;
+  std::uint8_t lane;
+  std::uint16_t channel;
+  std::int32_t peer;
+  SpanRecord src;
+  SpanRecord dst;
+  std::uint32_t dep_begin;
+  std::uint32_t dep_count;
+};
+static_assert(sizeof(StepRecord) == 40);
+
+struct PlanError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Where each unit begins: the C++ half of plan.py's `cut`.
+std::size_t CutOffset(std::size_t count, std::uint32_t units, std::uint32_t unit);
+
+// A decoded plan. Immutable after construction.
+struct Plan {
+  explicit Plan(std::span<const std::byte> encoded, int size);  // throws PlanError
+
+  PlanHeader head{};
+  std::vector<StepRecord> steps;
+  std::vector<std::uint32_t> deps;
+};
+
+// One step with its bytes: what a plan becomes for given counts. `done` and `complete` are the state of a run.
+struct BoundStep {
+  Op op;
+  Buf src_buf = Buf::kNone;
+  Buf dst_buf = Buf::kNone;
+  bool stream_stores = false;  // nobody reads dst again soon, and the message is larger than the cache
+  bool complete = false;
+  std::uint16_t channel = 0;
+  std::int32_t peer = -1;
+  std::int32_t fuse = -1;  // a kRecvReduce's result is what step `fuse` sends
+  std::uint32_t dep_begin = 0;
+  std::uint32_t dep_end = 0;
+  std::size_t src_off = 0;
+  std::size_t dst_off = 0;
+  std::size_t len = 0;
+  std::size_t done = 0;
+};
+
+// A dep whose step touches the very same span: the dependent may follow it element by element.
+struct BoundDep {
+  std::uint32_t step;
+  bool follows;
+};
+
+struct BoundPlan {
+  // `send_table` and `recv_table` are element offsets of units (units + 1 entries); empty means the even cut.
+  BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_count, std::size_t recv_count,
+            std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table);
+
+  std::vector<BoundStep> steps;
+  std::vector<BoundDep> deps;
+  std::vector<std::uint32_t> order;       // step indices, lane by lane
+  std::vector<std::uint32_t> lane_begin;  // lanes + 1 entries into `order`
+  std::size_t scratch_bytes = 0;
+  std::size_t send_bytes = 0;
+  std::size_t recv_bytes = 0;
+};
+
+}  // namespace hetcoll

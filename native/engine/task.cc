@@ -1,0 +1,223 @@
+#include "engine/task.h"
+
+#include <algorithm>
+
+namespace hetcoll {
+namespace {
+
+constexpr std::size_t kLocalBytes = std::size_t{64} << 10;  // a copy or reduction in place moves this much a turn
+
+const char* Name(Op op) {
+  switch (op) {
+    case Op::kSend:
+      return "send to";
+    case Op::kRecv:
+      return "receive from";
+    case Op::kRecvReduce:
+      return "receive and reduce from";
+    default:
+      return "local step";
+  }
+}
+
+template <class End>
+void Touch(Links& links, Port<End>& port) {
+  if (port.touched || port.doorbell == nullptr) return;
+  port.touched = true;
+  links.touched.push_back({port.doorbell, port.local_peer, &port.touched});
+}
+
+}  // namespace
+
+Task::Task(const Shape& shape)
+    : bound_(shape.bound),
+      kernels_(shape.kernels),
+      divisor_(shape.divisor),
+      p2p_(shape.p2p),
+      shape_id_(shape.id),
+      item_(ItemSize(shape.dtype)),
+      steps_(shape.bound.steps) {}
+
+void Task::Prepare(Links& links, const void* send, void* recv, std::uint64_t signature) {
+  // SEND is only ever read unless it is RECV as well.
+  base_ = {static_cast<std::byte*>(const_cast<void*>(send)), static_cast<std::byte*>(recv), nullptr};
+  signature_ = signature;
+  begun = false;
+  state.store(State::kRunning, std::memory_order_relaxed);
+  for (BoundStep& s : steps_) {
+    s.done = 0;
+    s.complete = false;
+  }
+  const auto& lanes = bound_.lane_begin;
+  lanes_left_ = 0;
+  for (std::size_t lane = 0; lane + 1 < lanes.size(); ++lane) {
+    heads_[lane] = lanes[lane];
+    lanes_left_ += lanes[lane] < lanes[lane + 1];
+  }
+  if (!p2p_) return;
+  tickets_.resize(steps_.size());
+  for (std::uint32_t i : bound_.order) {
+    const BoundStep& s = steps_[i];
+    if (s.op == Op::kSend) tickets_[i] = links.tx(s.peer, s.channel).tickets++;
+    if (s.op == Op::kRecv) tickets_[i] = links.rx(s.peer, s.channel).tickets++;
+  }
+}
+
+bool Task::Pass(Links& links) {
+  bool moved = false;
+  for (std::size_t lane = 0; lane + 1 < bound_.lane_begin.size(); ++lane) moved |= AdvanceLane(links, lane);
+  return moved;
+}
+
+bool Task::AdvanceLane(Links& links, std::size_t lane) {
+  const std::uint32_t end = bound_.lane_begin[lane + 1];
+  bool moved = false;
+  while (heads_[lane] < end) {
+    const std::uint32_t index = bound_.order[heads_[lane]];
+    BoundStep& s = steps_[index];
+    std::size_t limit = s.len;
+    if (!s.complete) {  // a send may have been finished by the reduction that it was fused with
+      if (!Limit(s, limit) || !Move(links, index, limit)) return moved;
+      moved = true;
+      if (!s.complete) return moved;
+    }
+    if (++heads_[lane] == end) --lanes_left_;
+  }
+  return moved;
+}
+
+bool Task::Limit(const BoundStep& s, std::size_t& limit) const {
+  for (std::uint32_t d = s.dep_begin; d < s.dep_end; ++d) {
+    const BoundDep& dep = bound_.deps[d];
+    const BoundStep& on = steps_[dep.step];
+    if (on.complete) continue;
+    if (!dep.follows || s.len == 0) return false;  // an empty step has no elements to follow
+    limit = std::min(limit, on.done / item_ * item_);
+  }
+  return limit > s.done || s.len == 0;
+}
+
+bool Task::Move(Links& links, std::uint32_t index, std::size_t limit) {
+  BoundStep& s = steps_[index];
+  if (p2p_ && s.peer >= 0) {
+    const std::uint32_t turn =
+        s.op == Op::kSend ? links.tx(s.peer, s.channel).serving : links.rx(s.peer, s.channel).serving;
+    if (turn != tickets_[index]) return false;
+  }
+  bool moved = false;
+  switch (s.op) {
+    case Op::kSend:
+      moved = MoveSend(links, s, limit);
+      break;
+    case Op::kRecv:
+      moved = MoveRecv(links, s, limit);
+      break;
+    case Op::kRecvReduce:
+      moved = MoveRecvReduce(links, s, index, limit);
+      break;
+    default:
+      moved = MoveLocal(s, limit);
+  }
+  if (moved && s.complete && p2p_ && s.peer >= 0) {
+    ++(s.op == Op::kSend ? links.tx(s.peer, s.channel).serving : links.rx(s.peer, s.channel).serving);
+  }
+  return moved;
+}
+
+bool Task::MoveSend(Links& links, BoundStep& s, std::size_t limit) {
+  Port<SendEnd>& port = links.tx(s.peer, s.channel);
+  const std::ptrdiff_t n = port.end->Push({signature_, s.len}, s.done, Src(s) + s.done, limit - s.done);
+  if (n == kWouldBlock) return false;
+  s.done += static_cast<std::size_t>(n);
+  s.complete = s.done == s.len;
+  Touch(links, port);
+  return true;
+}
+
+bool Task::MoveRecv(Links& links, BoundStep& s, std::size_t limit) {
+  Port<RecvEnd>& port = links.rx(s.peer, s.channel);
+  const std::ptrdiff_t n =
+      port.end->Pull({signature_, s.len}, s.done, Dst(s) + s.done, limit - s.done, s.stream_stores);
+  if (n == kWouldBlock) return false;
+  s.done += static_cast<std::size_t>(n);
+  s.complete = s.done == s.len;
+  Touch(links, port);
+  return true;
+}
+
+bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::size_t limit) {
+  Port<RecvEnd>& port = links.rx(s.peer, s.channel);
+  const View v = port.end->Peek({signature_, s.len}, s.done, limit - s.done);
+  if (v.n == kWouldBlock) return false;
+  const std::size_t n = static_cast<std::size_t>(v.n) / item_ * item_;
+  if (n == 0 && s.len > 0) return false;  // less than an element has arrived
+  if (n > 0) {
+    std::byte* dst = Dst(s) + s.done;
+    const std::byte* src = Src(s) + s.done;
+    if (std::byte* slot = FuseSlot(links, s, index, n)) {
+      BoundStep& next = steps_[static_cast<std::size_t>(s.fuse)];
+      kernels_->reduce2(dst, slot, src, v.data, n / item_, s.stream_stores);
+      Port<SendEnd>& out = links.tx(next.peer, next.channel);
+      out.end->Commit({signature_, next.len}, next.done, n);
+      next.done += n;
+      next.complete = next.done == next.len;
+      Touch(links, out);
+    } else {
+      kernels_->reduce(dst, src, v.data, n / item_, s.stream_stores);
+    }
+  }
+  port.end->Consume(n);
+  s.done += n;
+  s.complete = s.done == s.len;
+  Touch(links, port);
+  return true;
+}
+
+// The slot of the send that follows this reduction, if that send is next on its lane, has kept up, waits for nothing
+// else, and its transport has room: then the sum is written to both places in one pass.
+std::byte* Task::FuseSlot(Links& links, const BoundStep& s, std::uint32_t index, std::size_t n) {
+  if (s.fuse < 0) return nullptr;
+  const auto target = static_cast<std::uint32_t>(s.fuse);
+  BoundStep& next = steps_[target];
+  if (next.done != s.done || next.complete) return nullptr;
+  bool at_head = false;
+  for (std::size_t lane = 0; lane + 1 < bound_.lane_begin.size(); ++lane) {
+    at_head |= heads_[lane] < bound_.lane_begin[lane + 1] && bound_.order[heads_[lane]] == target;
+  }
+  if (!at_head) return nullptr;
+  for (std::uint32_t d = next.dep_begin; d < next.dep_end; ++d) {
+    const BoundDep& dep = bound_.deps[d];
+    if (dep.step != index && !steps_[dep.step].complete) return nullptr;
+  }
+  return links.tx(next.peer, next.channel).end->Reserve(n);
+}
+
+bool Task::MoveLocal(BoundStep& s, std::size_t limit) {
+  std::byte* dst = Dst(s) + s.done;
+  const std::byte* src = s.src_buf == Buf::kNone ? dst : Src(s) + s.done;
+  const bool nothing = s.op == Op::kCopy && src == dst;
+  const std::size_t n = nothing ? limit - s.done : std::min(limit - s.done, kLocalBytes);
+  if (n > 0 && !nothing) {
+    if (s.op == Op::kCopy) CopyBytes(dst, src, n, s.stream_stores);
+    if (s.op == Op::kReduce) kernels_->reduce(dst, dst, src, n / item_, false);
+    if (s.op == Op::kScale) kernels_->scale(dst, n / item_, divisor_);
+  }
+  s.done += n;
+  s.complete = s.done == s.len;
+  return true;
+}
+
+std::string Task::Describe() const {
+  std::string out;
+  std::size_t complete = 0;
+  for (const BoundStep& s : steps_) complete += s.complete;
+  out = std::to_string(complete) + " of " + std::to_string(steps_.size()) + " steps done";
+  ForEachBlocked([&](const BoundStep& s) {
+    if (s.peer < 0) return;
+    out += "; " + std::string(Name(s.op)) + " rank " + std::to_string(s.peer) + " at byte " + std::to_string(s.done) +
+           " of " + std::to_string(s.len);
+  });
+  return out;
+}
+
+}  // namespace hetcoll

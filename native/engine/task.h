@@ -1,0 +1,129 @@
+// One run of a bound plan over actual memory.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device/kernels.h"
+#include "engine/plan.h"
+#include "transport/shm.h"
+#include "transport/transport.h"
+
+namespace hetcoll {
+
+// One direction of a link to a peer. `doorbell` is the peer's, where it may sleep on shared memory.
+template <class End>
+struct Port {
+  std::unique_ptr<End> end;
+  ShmDoorbell* doorbell = nullptr;
+  int local_peer = -1;
+  bool touched = false;       // since doorbells were last looked at
+  std::uint32_t tickets = 0;  // point to point: steps that were given a turn
+  std::uint32_t serving = 0;  // point to point: the turn that may move
+};
+
+// What the engine's transports offer a task, and what it reports back: which ports it touched.
+struct Links {
+  explicit Links(int size)
+      : send(static_cast<std::size_t>(size) * kChannels), recv(static_cast<std::size_t>(size) * kChannels) {}
+
+  Port<SendEnd>& tx(int peer, int channel) { return send[Index(peer, channel)]; }
+  Port<RecvEnd>& rx(int peer, int channel) { return recv[Index(peer, channel)]; }
+
+  std::vector<Port<SendEnd>> send;
+  std::vector<Port<RecvEnd>> recv;
+  struct Touched {
+    ShmDoorbell* doorbell;
+    int local_peer;
+    bool* flag;  // the port's `touched`
+  };
+  std::vector<Touched> touched;  // whose doorbells to look at before waiting
+
+ private:
+  static std::size_t Index(int peer, int channel) {
+    return static_cast<std::size_t>(peer) * kChannels + static_cast<std::size_t>(channel);
+  }
+};
+
+class Task;
+
+// A bound plan with everything that every call of this shape shares.
+struct Shape {
+  BoundPlan bound;
+  DType dtype;
+  const Kernels* kernels;    // null when the plan reduces nothing
+  unsigned divisor;          // for kScale
+  std::uint64_t descriptor;  // hash of what all ranks must agree on
+  bool p2p;
+  int id;
+  std::shared_ptr<Task> spare = nullptr;  // reused by calls that do not overlap
+};
+
+class Task {
+ public:
+  enum class State : int { kRunning, kDone, kFailed };
+
+  explicit Task(const Shape& shape);
+
+  // A fresh run over this memory. Point to point: also takes its turn on each port, in the order of the calls.
+  void Prepare(Links& links, const void* send, void* recv, std::uint64_t signature);
+  void SetScratch(std::byte* scratch) { base_[static_cast<std::size_t>(Buf::kScratch)] = scratch; }
+
+  // Moves whatever can move without waiting; true if anything did. Throws Fault.
+  bool Pass(Links& links);
+
+  bool finished() const { return lanes_left_ == 0; }
+  std::size_t scratch_bytes() const { return bound_.scratch_bytes; }
+  bool p2p() const { return p2p_; }
+  int shape_id() const { return shape_id_; }
+  std::atomic<State> state{State::kRunning};
+  bool begun = false;                // it has its scratch
+  std::shared_ptr<Shape> keepalive;  // while it is queued
+
+  // The steps that wait at the heads of lanes: for sleeping, for departed peers and for messages to people.
+  template <class Fn>
+  void ForEachBlocked(Fn&& fn) const {
+    for (std::size_t lane = 0; lane + 1 < bound_.lane_begin.size(); ++lane) {
+      if (heads_[lane] < bound_.lane_begin[lane + 1]) fn(steps_[bound_.order[heads_[lane]]]);
+    }
+  }
+  // Whether nothing but its peer keeps this step from moving.
+  bool Ready(const BoundStep& s) const {
+    std::size_t limit = s.len;
+    return Limit(s, limit);
+  }
+  std::string Describe() const;
+
+ private:
+  bool AdvanceLane(Links& links, std::size_t lane);
+  bool Move(Links& links, std::uint32_t index, std::size_t limit);
+  bool MoveSend(Links& links, BoundStep& s, std::size_t limit);
+  bool MoveRecv(Links& links, BoundStep& s, std::size_t limit);
+  bool MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::size_t limit);
+  bool MoveLocal(BoundStep& s, std::size_t limit);
+  std::byte* FuseSlot(Links& links, const BoundStep& s, std::uint32_t index, std::size_t n);
+  // How far a step may go given its deps; false when it must not move at all.
+  bool Limit(const BoundStep& s, std::size_t& limit) const;
+  std::byte* Src(const BoundStep& s) const { return base_[static_cast<std::size_t>(s.src_buf)] + s.src_off; }
+  std::byte* Dst(const BoundStep& s) const { return base_[static_cast<std::size_t>(s.dst_buf)] + s.dst_off; }
+
+  const BoundPlan& bound_;  // the shape's, as are the next five
+  const Kernels* kernels_;
+  unsigned divisor_;
+  bool p2p_;
+  int shape_id_;
+  std::size_t item_;
+  std::vector<BoundStep> steps_;
+  std::vector<std::uint32_t> tickets_;  // of each step's port; point to point only
+  std::array<std::uint32_t, kMaxLanes> heads_{};
+  std::array<std::byte*, 3> base_{};
+  std::size_t lanes_left_ = 0;
+  std::uint64_t signature_ = 0;
+};
+
+}  // namespace hetcoll

@@ -1,0 +1,70 @@
+// Which bound plan a repeated call runs: the key is what a call is, without its memory.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <unordered_map>
+
+#include "engine/task.h"
+
+namespace hetcoll {
+
+struct CallKey {
+  std::uint8_t collective;
+  DType dtype;
+  std::uint8_t op;
+  std::int32_t root;
+  std::size_t send_count;
+  std::size_t recv_count;
+  bool operator==(const CallKey&) const = default;
+};
+
+struct CallKeyHash {
+  std::size_t operator()(const CallKey& k) const {
+    std::uint64_t h = k.send_count * 0x9e3779b97f4a7c15u;
+    h = (h ^ k.recv_count) * 0xff51afd7ed558ccdu;
+    h ^= std::uint64_t{k.collective} | std::uint64_t(k.dtype) << 8 | std::uint64_t{k.op} << 16 |
+         std::uint64_t(static_cast<std::uint32_t>(k.root)) << 24;
+    h *= 0xc4ceb9fe1a85ec53u;
+    return static_cast<std::size_t>(h ^ (h >> 32));
+  }
+};
+
+// Least recently inserted entries go first once there are `kCapacity`: a job that calls with ever new sizes must not
+// grow. A small direct-mapped table in front makes a hit cost a few nanoseconds.
+class CallCache {
+ public:
+  const std::shared_ptr<Shape>* Find(const CallKey& key) {
+    Slot& slot = front_[CallKeyHash{}(key) % front_.size()];
+    if (slot.shape && slot.key == key) return &slot.shape;
+    const auto it = map_.find(key);
+    if (it == map_.end()) return nullptr;
+    slot = {key, it->second};
+    return &slot.shape;
+  }
+
+  void Insert(const CallKey& key, std::shared_ptr<Shape> shape) {
+    if (!map_.insert_or_assign(key, std::move(shape)).second) return;
+    age_.push_back(key);
+    if (age_.size() <= kCapacity) return;
+    Slot& slot = front_[CallKeyHash{}(age_.front()) % front_.size()];
+    if (slot.key == age_.front()) slot = {};
+    map_.erase(age_.front());
+    age_.pop_front();
+  }
+
+ private:
+  struct Slot {
+    CallKey key{};
+    std::shared_ptr<Shape> shape;
+  };
+  static constexpr std::size_t kCapacity = 1024;
+  std::array<Slot, 64> front_;
+  std::unordered_map<CallKey, std::shared_ptr<Shape>, CallKeyHash> map_;
+  std::list<CallKey> age_;
+};
+
+}  // namespace hetcoll

@@ -1,0 +1,273 @@
+// The Python face of the engine: src/hetcoll/_native.pyi says what each thing here is for.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "engine/clock.h"
+#include "engine/engine.h"
+#include "python/call_cache.h"
+#include "python/host_buffer.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace hetcoll {
+namespace {
+
+constexpr std::size_t kHoldGilBytes = 16 << 10;  // longer messages release the interpreter's lock before they start
+constexpr std::int64_t kSignalSliceNs = 50'000'000;
+
+// What a call ended with. kUnknown: nothing was done, take the long way.
+enum class Status : int { kUnknown = 0, kDone = 1, kFailed = 2, kTimedOut = 3 };
+
+struct Ticket {
+  std::shared_ptr<Task> task;
+};
+
+// Where the two buffers of a collective may coincide: the same rule as communicator.py's.
+bool AliasingAllowed(int collective, const HostBuffer& send, const HostBuffer& recv, int rank) {
+  const std::byte* s = send.data();
+  const std::byte* r = recv.data();
+  if (s + send.nbytes() <= r || r + recv.nbytes() <= s) return true;
+  switch (collective) {
+    case 1:  // allgather
+    case 5:  // gather
+      return s == r + static_cast<std::size_t>(rank) * send.nbytes();
+    case 2:  // reduce_scatter
+    case 6:  // scatter
+      return r == s + static_cast<std::size_t>(rank) * recv.nbytes();
+    default:
+      return s == r && send.nbytes() == recv.nbytes();
+  }
+}
+
+class PyEngine {
+ public:
+  PyEngine(const EngineOptions& options, double timeout) : rank_(options.rank), timeout_(timeout), engine_(options) {}
+
+  Engine& engine() { return engine_; }
+
+  // Runs a collective that was run before with the same counts; see communicator.py for what happens otherwise.
+  Status Call(int collective, nb::handle send, nb::handle recv, nb::handle op, int root, nb::handle timeout) {
+    if (Engine::forked() || !op_labels_) return Status::kUnknown;
+    const bool in_place = recv.is_none();
+    HostBuffer send_buffer;
+    HostBuffer recv_buffer;
+    if (!send_buffer.Read(send.ptr(), in_place)) return Status::kUnknown;
+    if (!in_place) {
+      if (!recv_buffer.Read(recv.ptr(), true) || recv_buffer.dtype() != send_buffer.dtype() ||
+          !AliasingAllowed(collective, send_buffer, recv_buffer, rank_)) {
+        return Status::kUnknown;
+      }
+    }
+    const int redop = OpNumber(op.ptr());
+    if (redop < 0) return Status::kUnknown;
+    const HostBuffer& out = in_place ? send_buffer : recv_buffer;
+    const CallKey key{static_cast<std::uint8_t>(collective),
+                      send_buffer.dtype(),
+                      static_cast<std::uint8_t>(redop),
+                      root,
+                      send_buffer.count(),
+                      out.count()};
+    const std::shared_ptr<Shape>* shape = cache_.Find(key);
+    if (shape == nullptr) return Status::kUnknown;
+    return Run(*shape, send_buffer.data(), out.data(), std::max(send_buffer.nbytes(), out.nbytes()), timeout);
+  }
+
+  Status RunShape(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv, nb::handle timeout) {
+    const std::size_t nbytes = std::max(shape->bound.send_bytes, shape->bound.recv_bytes);
+    return Run(shape, reinterpret_cast<void*>(send), reinterpret_cast<void*>(recv), nbytes, timeout);
+  }
+
+  Ticket Submit(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv) {
+    nb::gil_scoped_release release;
+    Ticket ticket{engine_.Submit(shape, reinterpret_cast<void*>(send), reinterpret_cast<void*>(recv))};
+    engine_.DriveInBackground();
+    return ticket;
+  }
+
+  Status Wait(const Ticket& ticket, double timeout) { return DriveTo(*ticket.task, DeadlineNs(timeout)); }
+
+  void Remember(int collective, int dtype, int op, int root, std::size_t send_count, std::size_t recv_count,
+                std::shared_ptr<Shape> shape) {
+    cache_.Insert({static_cast<std::uint8_t>(collective), static_cast<DType>(dtype), static_cast<std::uint8_t>(op),
+                   root, send_count, recv_count},
+                  std::move(shape));
+  }
+
+  // The interned strings that name the reductions, by number.
+  void SetOps(nb::tuple labels, nb::callable on_interrupt) {
+    op_labels_ = std::move(labels);
+    on_interrupt_ = std::move(on_interrupt);
+  }
+
+ private:
+  int OpNumber(PyObject* op) const {
+    for (int i = 0; i < kReduceOps; ++i) {
+      if (PyTuple_GET_ITEM(op_labels_.ptr(), i) == op) return i;
+    }
+    return -1;
+  }
+
+  Status Run(const std::shared_ptr<Shape>& shape, void* send, void* recv, std::size_t nbytes, nb::handle timeout) {
+    std::shared_ptr<Task> pending;
+    Outcome outcome;
+    if (nbytes <= kHoldGilBytes) {
+      outcome = engine_.RunPrompt(shape, send, recv, pending);
+    } else {
+      nb::gil_scoped_release release;
+      outcome = engine_.RunPrompt(shape, send, recv, pending);
+    }
+    if (outcome == Outcome::kDone) return Status::kDone;
+    if (outcome == Outcome::kFailed) return Status::kFailed;
+    return DriveTo(*pending, DeadlineNs(timeout.is_none() ? timeout_ : nb::cast<double>(timeout)));
+  }
+
+  // Waits without the interpreter's lock, looking at signals now and then.
+  Status DriveTo(const Task& task, std::int64_t deadline) {
+    for (;;) {
+      const std::int64_t until = std::min(deadline, NowNs() + kSignalSliceNs);
+      Outcome outcome;
+      {
+        nb::gil_scoped_release release;
+        outcome = engine_.Drive(task, until);
+      }
+      if (outcome == Outcome::kDone) return Status::kDone;
+      if (outcome == Outcome::kFailed) return Status::kFailed;
+      if (PyErr_CheckSignals() != 0) Interrupt(task);
+      if (NowNs() >= deadline) return Status::kTimedOut;
+    }
+  }
+
+  // A signal handler raised: nothing of ours may touch the caller's memory any more once the exception leaves here.
+  [[noreturn]] void Interrupt(const Task& task) {
+    nb::python_error error;
+    engine_.Fail(FaultKind::kAborted, rank_, "rank " + std::to_string(rank_) + " was interrupted");
+    {
+      nb::gil_scoped_release release;
+      static_cast<void>(engine_.Drive(task, NowNs() + 1'000'000'000));
+    }
+    if (on_interrupt_) on_interrupt_();
+    throw error;
+  }
+
+  int rank_;
+  double timeout_;
+  Engine engine_;
+  CallCache cache_;
+  nb::object op_labels_;
+  nb::object on_interrupt_;
+};
+
+std::span<const std::byte> AsBytes(const nb::bytes& b) {
+  return {reinterpret_cast<const std::byte*>(b.c_str()), b.size()};
+}
+
+void ReduceBytes(nb::handle dst, nb::handle a, nb::handle b, int dtype, int op, bool stream) {
+  HostBuffer d;
+  HostBuffer x;
+  HostBuffer y;
+  const auto type = static_cast<DType>(dtype);
+  const bool read = d.Read(dst.ptr(), true) && x.Read(a.ptr(), false) && y.Read(b.ptr(), false);
+  if (!read || d.nbytes() != x.nbytes() || d.nbytes() != y.nbytes() || d.nbytes() % ItemSize(type) != 0) {
+    throw nb::value_error("three contiguous buffers of one size were wanted");
+  }
+  const Kernels* kernels = FindKernels(type, static_cast<ReduceOp>(op));
+  if (kernels == nullptr) throw nb::value_error("this reduction is not defined on this type");
+  kernels->reduce(d.data(), x.data(), y.data(), d.nbytes() / ItemSize(type), stream);
+}
+
+void ScaleBytes(nb::handle x, int dtype, unsigned divisor) {
+  HostBuffer d;
+  const auto type = static_cast<DType>(dtype);
+  const Kernels* kernels = FindKernels(type, ReduceOp::kAvg);
+  if (!d.Read(x.ptr(), true) || kernels == nullptr) throw nb::value_error("a writable buffer of numbers was wanted");
+  kernels->scale(d.data(), d.nbytes() / ItemSize(type), divisor);
+}
+
+nb::tuple Wire() {
+  nb::list sizes;
+  for (int i = 0; i < kDTypes; ++i) sizes.append(ItemSize(static_cast<DType>(i)));
+  return nb::make_tuple(sizes, kReduceOps, kChannels, kMaxLanes, sizeof(PlanHeader), sizeof(StepRecord), kPlanMagic);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::exception<PlanError>(m, "PlanError", PyExc_ValueError);
+  nb::exception<Fault>(m, "Fault", PyExc_OSError);
+  nb::enum_<Status>(m, "Status", nb::is_arithmetic())
+      .value("UNKNOWN", Status::kUnknown)
+      .value("DONE", Status::kDone)
+      .value("FAILED", Status::kFailed)
+      .value("TIMED_OUT", Status::kTimedOut);
+  nb::class_<Shape>(m, "Shape").def_ro("id", &Shape::id);
+  nb::class_<Ticket>(m, "Ticket").def_prop_ro("state", [](const Ticket& t) {
+    return static_cast<int>(t.task->state.load());
+  });
+
+  nb::class_<PyEngine>(m, "Engine")
+      .def(
+          "__init__",
+          [](PyEngine* self, int rank, int size, std::uint64_t identity, const std::string& doorbell_name,
+             int local_rank, double spin_seconds, bool oversubscribed, double timeout) {
+            new (self)
+                PyEngine({rank, size, identity, doorbell_name, local_rank, spin_seconds, oversubscribed}, timeout);
+          },
+          nb::kw_only(), "rank"_a, "size"_a, "identity"_a, "doorbell_name"_a, "local_rank"_a, "spin_seconds"_a,
+          "oversubscribed"_a, "timeout"_a)
+      .def("call", &PyEngine::Call, "collective"_a, "send"_a, "recv"_a.none(), "op"_a, "root"_a, "timeout"_a.none())
+      .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a.none())
+      .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a)
+      .def("wait", &PyEngine::Wait, "ticket"_a, "timeout"_a)
+      .def("remember", &PyEngine::Remember)
+      .def("set_ops", &PyEngine::SetOps)
+      .def("attach_shm", [](PyEngine& e, int fd, std::size_t ring_bytes,
+                            const std::vector<int>& local_ranks) { e.engine().AttachShm(fd, ring_bytes, local_ranks); })
+      .def("attach_tcp", [](PyEngine& e, int peer, int channel,
+                            const std::vector<int>& fds) { e.engine().AttachTcp(peer, channel, fds); })
+      .def("linked", [](PyEngine& e, int peer, int channel) { return e.engine().Linked(peer, channel); })
+      .def("add_plan", [](PyEngine& e, const nb::bytes& encoded) { return e.engine().AddPlan(AsBytes(encoded)); })
+      .def(
+          "bind",
+          [](PyEngine& e, int plan, int dtype, int op, std::size_t send_count, std::size_t recv_count,
+             const std::vector<std::size_t>& send_table, const std::vector<std::size_t>& recv_table,
+             std::uint64_t descriptor, bool p2p) {
+            return e.engine().Bind(plan, static_cast<DType>(dtype), static_cast<ReduceOp>(op), send_count, recv_count,
+                                   send_table, recv_table, descriptor, p2p);
+          },
+          "plan"_a, "dtype"_a, "op"_a, "send_count"_a, "recv_count"_a, "send_table"_a, "recv_table"_a, "descriptor"_a,
+          "p2p"_a)
+      .def("fail", [](PyEngine& e, int kind, int peer,
+                      const std::string& text) { e.engine().Fail(static_cast<FaultKind>(kind), peer, text); })
+      .def_prop_ro("failed", [](PyEngine& e) { return e.engine().failed(); })
+      .def_prop_ro("failure",
+                   [](PyEngine& e) {
+                     const Failure f = e.engine().failure();
+                     return nb::make_tuple(static_cast<int>(f.kind), f.peer, f.text);
+                   })
+      .def("peer_left", [](PyEngine& e, int peer) { e.engine().PeerLeft(peer); })
+      .def(
+          "describe", [](PyEngine& e) { return e.engine().Describe(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("collectives", [](PyEngine& e) { return e.engine().collectives(); })
+      .def_prop_ro("scratch_bytes", [](PyEngine& e) { return e.engine().scratch_bytes(); });
+
+  m.def("shm_bytes",
+        [](int local_size, std::size_t ring_bytes) { return ShmLayout(local_size, ring_bytes).total_bytes; });
+  m.def("cut_offset",
+        [](std::size_t count, std::uint32_t units, std::uint32_t unit) { return CutOffset(count, units, unit); });
+  m.def("kernel_isa", &KernelIsa);
+  m.def("set_kernel_isa", &SetKernelIsa);
+  m.def("reduce_bytes", &ReduceBytes);
+  m.def("scale_bytes", &ScaleBytes);
+  m.def("wire", &Wire);
+  m.def("forked", &Engine::forked);
+}
+
+}  // namespace hetcoll

@@ -1,0 +1,211 @@
+#include "transport/shm.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include "device/kernels.h"
+#include "engine/plan.h"
+
+namespace hetcoll {
+namespace {
+
+constexpr std::size_t AlignUp(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
+
+// How a message is cut on its way: large enough to amortise, small enough that the peer works on one fragment while the
+// next is written, and that all that are in flight stay in the L2 cache. Measured in docs/performance.md.
+std::size_t FragmentBytes(std::size_t total) {
+  constexpr std::size_t kKiB = 1024;
+  if (total <= 16 * kKiB) return 8 * kKiB;
+  if (total <= 64 * kKiB) return 16 * kKiB;
+  if (total <= 256 * kKiB) return 32 * kKiB;
+  return 64 * kKiB;
+}
+
+struct Edge {
+  Edge(std::byte* at, std::size_t ring_bytes)
+      : credit(reinterpret_cast<ShmCredit*>(at)),
+        lines(reinterpret_cast<ShmLine*>(at + sizeof(ShmCredit))),
+        data(at + sizeof(ShmCredit) + kLines * sizeof(ShmLine)),
+        capacity(ring_bytes) {}
+
+  ShmCredit* credit;
+  ShmLine* lines;
+  std::byte* data;
+  std::size_t capacity;
+};
+
+// Where a fragment of n bytes lies when the ring has been filled up to `pos`. A fragment is contiguous: one that would
+// cross the end starts over at the beginning. Both ends follow this rule, so offsets need not travel.
+std::uint64_t Place(std::uint64_t pos, std::size_t n, std::size_t capacity) {
+  const std::size_t offset = pos % capacity;
+  return offset + AlignUp(n, 64) > capacity ? pos + (capacity - offset) : pos;
+}
+
+class ShmSend final : public SendEnd {
+ public:
+  ShmSend(std::byte* at, std::size_t ring_bytes) : edge_(at, ring_bytes) {}
+
+  std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) override {
+    static_cast<void>(at);
+    if (n <= kInlineBytes) {
+      if (!LineFree()) return kWouldBlock;
+      ShmLine& line = Line();
+      CopyBytes(line.payload, data, n, false);
+      Publish(line, m, n);
+      return static_cast<std::ptrdiff_t>(n);
+    }
+    n = std::min({n, FragmentBytes(m.total), edge_.capacity / 4});
+    std::byte* slot = Reserve(n);
+    if (slot == nullptr) return kWouldBlock;
+    CopyBytes(slot, data, n, false);
+    Commit(m, at, n);
+    return static_cast<std::ptrdiff_t>(n);
+  }
+
+  std::byte* Reserve(std::size_t n) override {
+    if (n > edge_.capacity / 2 || n <= kInlineBytes || !LineFree()) return nullptr;
+    place_ = Place(pos_, n, edge_.capacity);
+    const std::uint64_t end = place_ + AlignUp(n, 64);
+    if (end - freed_ > edge_.capacity) {
+      freed_ = edge_.credit->bytes.load(std::memory_order_acquire);
+      if (end - freed_ > edge_.capacity) return nullptr;
+    }
+    return edge_.data + place_ % edge_.capacity;
+  }
+
+  void Commit(const Message& m, std::size_t at, std::size_t n) override {
+    static_cast<void>(at);
+    pos_ = place_ + AlignUp(n, 64);
+    Publish(Line(), m, n);
+  }
+
+ private:
+  ShmLine& Line() const { return edge_.lines[sent_ % kLines]; }
+
+  bool LineFree() {
+    if (sent_ - consumed_ < kLines) return true;
+    consumed_ = edge_.credit->lines.load(std::memory_order_acquire);
+    return sent_ - consumed_ < kLines;
+  }
+
+  void Publish(ShmLine& line, const Message& m, std::size_t n) {
+    line.signature = m.signature;
+    line.nbytes = static_cast<std::uint32_t>(n);
+    line.total = static_cast<std::uint32_t>(m.total);
+    line.stamp.store(++sent_, std::memory_order_release);
+    __builtin_prefetch(&Line(), 1);  // take the next line from the receiver's cache ahead of time
+  }
+
+  Edge edge_;
+  std::uint64_t sent_ = 0;      // fragments published
+  std::uint64_t consumed_ = 0;  // last seen of credit->lines
+  std::uint64_t pos_ = 0;       // data ring filled up to here
+  std::uint64_t freed_ = 0;     // last seen of credit->bytes
+  std::uint64_t place_ = 0;     // of the reserved slot
+};
+
+class ShmRecv final : public RecvEnd {
+ public:
+  ShmRecv(std::byte* at, std::size_t ring_bytes, int peer) : edge_(at, ring_bytes), peer_(peer) {}
+
+  View Peek(const Message& m, std::size_t at, std::size_t n) override {
+    if (!open_ && !Open(m, at)) return {nullptr, kWouldBlock};
+    return {data_ + taken_, static_cast<std::ptrdiff_t>(std::min(n, size_ - taken_))};
+  }
+
+  void Consume(std::size_t n) override {
+    taken_ += n;
+    if (taken_ < size_) return;
+    open_ = false;
+    ++seen_;
+    edge_.credit->bytes.store(pos_, std::memory_order_relaxed);
+    edge_.credit->lines.store(seen_, std::memory_order_release);
+  }
+
+  std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) override {
+    const View v = Peek(m, at, n);
+    if (v.n == kWouldBlock) return kWouldBlock;
+    CopyBytes(dst, v.data, static_cast<std::size_t>(v.n), stream);
+    Consume(static_cast<std::size_t>(v.n));
+    return v.n;
+  }
+
+ private:
+  bool Open(const Message& m, std::size_t at) {
+    ShmLine& line = edge_.lines[seen_ % kLines];
+    const std::uint64_t stamp = line.stamp.load(std::memory_order_acquire);
+    if (stamp != seen_ + 1) {
+      if (stamp > seen_ + 1) throw Fault(FaultKind::kCorrupt, peer_, "shared memory: a fragment was skipped");
+      return false;
+    }
+    if (line.signature != m.signature || line.total != static_cast<std::uint32_t>(m.total)) {
+      throw Fault(FaultKind::kMismatch, peer_, "shared memory: the frame belongs to another operation");
+    }
+    size_ = line.nbytes;
+    if (size_ > m.total - at) throw Fault(FaultKind::kCorrupt, peer_, "shared memory: a fragment is too long");
+    if (size_ <= kInlineBytes) {
+      data_ = line.payload;
+    } else {
+      const std::uint64_t place = Place(pos_, size_, edge_.capacity);
+      data_ = edge_.data + place % edge_.capacity;
+      pos_ = place + AlignUp(size_, 64);
+    }
+    taken_ = 0;
+    open_ = true;
+    return true;
+  }
+
+  Edge edge_;
+  int peer_;
+  bool open_ = false;  // a fragment was opened and not yet taken whole
+  const std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+  std::size_t taken_ = 0;
+  std::uint64_t seen_ = 0;  // fragments consumed
+  std::uint64_t pos_ = 0;   // data ring consumed up to here once the open fragment is
+};
+
+}  // namespace
+
+ShmLayout::ShmLayout(int local, std::size_t ring)
+    : local_size(local),
+      ring_bytes(ring),
+      edge_bytes(sizeof(ShmCredit) + kLines * sizeof(ShmLine) + ring),
+      total_bytes(EdgeOffset(local, 0, 0)) {}
+
+std::size_t ShmLayout::EdgeOffset(int src, int dst, int channel) const {
+  const std::size_t head = AlignUp(sizeof(ShmDoorbell) * static_cast<std::size_t>(local_size), 4096);
+  const auto index =
+      (static_cast<std::size_t>(src) * static_cast<std::size_t>(local_size) + static_cast<std::size_t>(dst)) *
+          kChannels +
+      static_cast<std::size_t>(channel);
+  return head + index * AlignUp(edge_bytes, 4096);
+}
+
+ShmSegment::ShmSegment(int fd, const ShmLayout& layout) : layout_(layout) {
+  void* at = mmap(nullptr, layout.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (at == MAP_FAILED) {
+    throw Fault(FaultKind::kSystem, -1,
+                "mapping " + std::to_string(layout.total_bytes) + " bytes of shared memory: " + std::strerror(errno));
+  }
+  base_ = static_cast<std::byte*>(at);
+}
+
+ShmSegment::~ShmSegment() { munmap(base_, layout_.total_bytes); }
+
+ShmDoorbell& ShmSegment::doorbell(int local_rank) const { return reinterpret_cast<ShmDoorbell*>(base_)[local_rank]; }
+
+std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int src, int dst, int channel, int peer) {
+  static_cast<void>(peer);
+  return std::make_unique<ShmSend>(segment.edge(src, dst, channel), segment.layout().ring_bytes);
+}
+
+std::unique_ptr<RecvEnd> MakeShmRecv(const ShmSegment& segment, int src, int dst, int channel, int peer) {
+  return std::make_unique<ShmRecv>(segment.edge(src, dst, channel), segment.layout().ring_bytes, peer);
+}
+
+}  // namespace hetcoll

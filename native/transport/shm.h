@@ -1,0 +1,74 @@
+// Shared memory: one segment a communicator and host, laid out for every ordered pair of local ranks and channel.
+//
+// A directed edge has a ring of header lines and a ring of data. A header line is one cache line that carries a stamp,
+// the signature and, for small fragments, the payload itself: one line moves from core to core and nothing else. Stamps
+// only grow and lie where no payload ever does, so a receiver cannot take old bytes for news (DESIGN M1-M3). The
+// segment is a memfd: it has no name, so nothing is left when a job is killed, and /dev/shm's size does not matter. Its
+// pages come into being when they are first touched, so edges that no plan uses cost nothing.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace hetcoll {
+
+inline constexpr std::size_t kInlineBytes = 40;
+
+struct alignas(64) ShmLine {
+  std::atomic<std::uint64_t> stamp;  // index of this fragment + 1, written last
+  std::uint64_t signature;
+  std::uint32_t nbytes;
+  std::uint32_t total;  // low 32 bits of the message's length, as a check
+  std::byte payload[kInlineBytes];
+};
+static_assert(sizeof(ShmLine) == 64);
+
+// Written by the receiver only.
+struct alignas(128) ShmCredit {
+  std::atomic<std::uint64_t> lines;  // header lines consumed
+  std::atomic<std::uint64_t> bytes;  // position in the data ring up to which it was consumed
+};
+
+struct alignas(128) ShmDoorbell {
+  std::atomic<std::uint32_t> sleeping;  // the rank is in poll(2); whoever has news for it rings
+};
+
+struct ShmLayout {
+  ShmLayout(int local_size, std::size_t ring_bytes);
+
+  std::size_t EdgeOffset(int src, int dst, int channel) const;
+
+  int local_size;
+  std::size_t ring_bytes;
+  std::size_t edge_bytes;
+  std::size_t total_bytes;
+};
+
+inline constexpr std::uint64_t kLines = 64;
+
+// The mapping. Closing the descriptor is the caller's business.
+class ShmSegment {
+ public:
+  ShmSegment(int fd, const ShmLayout& layout);
+  ~ShmSegment();
+  ShmSegment(const ShmSegment&) = delete;
+  ShmSegment& operator=(const ShmSegment&) = delete;
+
+  ShmDoorbell& doorbell(int local_rank) const;
+  std::byte* edge(int src, int dst, int channel) const { return base_ + layout_.EdgeOffset(src, dst, channel); }
+  const ShmLayout& layout() const { return layout_; }
+
+ private:
+  ShmLayout layout_;
+  std::byte* base_;
+};
+
+std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int src, int dst, int channel, int peer);
+std::unique_ptr<RecvEnd> MakeShmRecv(const ShmSegment& segment, int src, int dst, int channel, int peer);
+
+}  // namespace hetcoll
