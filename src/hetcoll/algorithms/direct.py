@@ -1,10 +1,10 @@
 """One hop: whoever has data sends it straight to whoever needs it.
 
-The fewest dependent hops and the most messages: best between few ranks, and where a hop costs more than its bytes (more
-ranks than cores). Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH"
-(IJHPCA 2005), compare such linear algorithms with trees and rings. Sends go round the ring from rank + 1 on and receives
-from rank - 1 down, so nobody is everybody's first target; a message then waits only for messages over a shorter
-distance, which is why nothing can deadlock even without buffers.
+The fewest dependent hops and the most messages: best between few ranks, and where a hop costs more than its bytes
+(more ranks than cores). Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH" (IJHPCA 2005), compare such linear algorithms with trees and rings. Sends go round the ring from rank + 1 on
+and receives from rank - 1 down, so nobody is everybody's first target; a message then waits only for messages over a
+shorter distance, which is why nothing can deadlock even without buffers.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def broadcast(p: Draft) -> None:
 
 @register(Collective.REDUCE, "direct", cost=lambda n: Cost(1, n - 1, 1, n - 1, n - 1))
 def reduce(p: Draft) -> None:
-    """Everyone sends all to the root, which adds in rank order from itself on: 1 hop, n-1 messages."""
+    """Everyone sends all to the root, which adds round the ring from itself on: 1 hop, n-1 messages."""
     if p.rank != p.root:
         p.send(0, inp(), p.root)
         return

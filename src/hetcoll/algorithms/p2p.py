@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import ArgumentError
-from ..plan import Builder, Buf, Op, Plan, Span
+from ..plan import Buf, Builder, Op, Plan, Span
 from ..types import Collective
 
 CHANNEL = 2

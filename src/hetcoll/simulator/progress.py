@@ -1,0 +1,85 @@
+"""Runs a network: to see that it ends, and how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..plan import Op, Plan
+from ..types import Collective
+from .network import RECEIVES, Node, PlanError
+
+
+def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int) -> list[Node]:
+    """Run all steps with `slots` in each FIFO; the order in which they ended. Raises when they cannot end.
+
+    With slots, every message is cut into more pieces than there are slots: nothing may rely on a message fitting in.
+    Without, whole messages meet (finer pieces could only help). A barrier's messages are empty and always fit.
+    """
+    pieces = 1 if slots == 0 or plans[0].collective is Collective.BARRIER else slots + 2
+    lanes: dict[tuple[int, int], list[Node]] = {}
+    for row in nodes:
+        for node in row:
+            lanes.setdefault((node.rank, node.step.lane), []).append(node)
+    waiting = [lane[::-1] for lane in lanes.values()]
+    flying: dict[tuple[int, int, int], int] = {}
+    order: list[Node] = []
+    moved = True
+    while moved:
+        moved = False
+        for lane in waiting:
+            while lane and (lane[-1].done == pieces or _advance(lane[-1], pieces, slots, flying, order)):
+                moved = True
+                if lane[-1].done == pieces:
+                    lane.pop()
+    stuck = [lane[-1] for lane in waiting if lane]
+    if stuck:
+        names = "; ".join(f"rank {n.rank} step {n}" for n in stuck[:8])
+        raise PlanError(plans[stuck[0].rank], stuck[0].index, f"deadlock with {slots} slots: {names}")
+    return order
+
+
+def _advance(node: Node, pieces: int, slots: int, flying: dict[tuple[int, int, int], int], order: list[Node]) -> bool:
+    """Move one piece of a step, if its deps and its FIFO allow. A step that ends joins `order`."""
+    other, step = node.other, node.step
+    if not _ready(node, pieces):
+        return False
+    if other is not None and slots == 0:
+        if step.op is not Op.SEND or not _ready(other, pieces):
+            return False
+        node.done = other.done = pieces
+        order += (node, other)
+        return True
+    if other is not None and step.op is Op.SEND:
+        fifo = (node.rank, step.peer, step.channel)
+        if flying.get(fifo, 0) == slots:
+            return False
+        flying[fifo] = flying.get(fifo, 0) + 1
+    elif other is not None:
+        if other.done == node.done:
+            return False
+        flying[step.peer, node.rank, step.channel] -= 1
+    node.done += 1
+    if node.done == pieces:
+        order.append(node)
+    return True
+
+
+def _ready(node: Node, pieces: int) -> bool:
+    if node.before is not None and node.before.done < pieces:
+        return False
+    return all(dep.done == pieces or (follow and dep.done > node.done) for dep, follow in node.deps)
+
+
+def order_node(node: Node) -> None:
+    """What has happened before `node`, from what happened before the steps it waits for."""
+    whole = [] if node.before is None else [node.before]
+    paced = [] if node.other is None or node.step.op is Op.SEND else [node.other]
+    for dep, follow in node.deps:
+        (paced if follow else whole).append(dep)
+    for n in whole:
+        node.full |= n.full | n.paced | 1 << n.id
+    for n in paced:
+        node.full |= n.full
+        node.paced |= n.paced | 1 << n.id
+    receives = node.step.op in RECEIVES
+    node.hops = max((n.hops + (receives and n is node.other) for n in whole + paced), default=0)
