@@ -12,11 +12,11 @@ allgather by ring: rank 0 of 2
   2  2:copy send[0:1] -> recv[0:1]
 """
 
-from . import direct, dissemination, pairwise, ring
+from . import binomial, direct, dissemination, pairwise, recursive, ring, tree
 from .base import ALGORITHMS, Algorithm, Cost, Draft, Reach, find, inp, out, power_of_two, register, tmp
 from .p2p import p2p
 
 __all__ = [
-    "ALGORITHMS", "Algorithm", "Cost", "Draft", "Reach", "direct", "dissemination", "find", "inp", "out", "p2p",
-    "pairwise", "power_of_two", "register", "ring", "tmp",
+    "ALGORITHMS", "Algorithm", "Cost", "Draft", "Reach", "binomial", "direct", "dissemination", "find", "inp", "out",
+    "p2p", "pairwise", "power_of_two", "recursive", "register", "ring", "tmp", "tree",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ round k, which works for any n.
 from __future__ import annotations
 
 from ..types import Collective
-from .base import Cost, Draft, inp, out, register, tmp
+from .base import Cost, Draft, inp, out, register
 
 
 @register(
@@ -18,18 +18,13 @@ from .base import Cost, Draft, inp, out, register, tmp
 def alltoall(p: Draft) -> None:
     """1 hop, n-1 messages a rank, each a share of 1/n.
 
-    In place, what goes to a peer and what comes from it share their memory. So the higher rank of each pair sets its
-    own unit aside first: it can then take the other's before its own has left.
+    In place, what goes to a peer and what comes from it share their memory, so a message must fit between.
     """
-    p.scratch_copies = 1 if p.rank > 0 else 0
+    p.credits = 1
     for k in range(p.size):
         peer = (k - p.rank) % p.size
         if peer == p.rank:
             p.copy(2, out(peer), inp(peer))
-        elif p.rank < peer:
+        else:
             sent = p.send(0, inp(peer), peer)
             p.recv(1, out(peer), peer, after=[sent])
-        else:
-            aside = p.copy(2, tmp(peer), inp(peer))
-            p.send(0, tmp(peer), peer, after=[aside])
-            p.recv(1, out(peer), peer, after=[aside])

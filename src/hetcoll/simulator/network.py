@@ -58,24 +58,28 @@ class Node:
 def follows(plan: Plan, first: Step, second: Step) -> bool:
     """Whether `second`, which depends on `first`, may follow it element by element instead of as a whole.
 
-    It may when every hazard between them is about one and the same span. SEND and RECV units correspond where both
-    buffers have the same number of units: the same memory in place, disjoint otherwise.
+    It may when every hazard between them is about one and the same span. ``native/engine/plan.cc`` has the same rule.
     """
-    hazards = [(first.dst, second.src), (first.src, second.dst), (first.dst, second.dst)]
-    verdicts = [_meet(plan, a, b) for a, b in hazards if a is not None and b is not None]
-    return "same" in verdicts and "overlap" not in verdicts
+    same = False
+    for x, y in ((first.dst, second.src), (first.src, second.dst), (first.dst, second.dst)):
+        if x is None or y is None:
+            continue
+        (buf, start), (other, begin) = _inplace_name(plan, x), _inplace_name(plan, y)
+        if buf is not other or start >= begin + y.count or begin >= start + x.count:
+            continue
+        if (start, x.count) != (begin, y.count):
+            return False
+        same = True
+    return same
 
 
-def _meet(plan: Plan, a: Span, b: Span) -> str:
-    """How two spans of one rank lie to each other, whether or not the buffers are the same memory."""
-    if a.buf is not b.buf:
-        if Buf.SCRATCH in (a.buf, b.buf):
-            return "apart"
-        if plan.send_units != plan.recv_units:
-            return "overlap"
-    if (a.start, a.count) == (b.start, b.count):
-        return "same"
-    return "overlap" if a.start < b.start + b.count and b.start < a.start + a.count else "apart"
+def _inplace_name(plan: Plan, span: Span) -> tuple[Buf, int]:
+    """Buffer and first unit as they are in place, where the smaller of SEND and RECV is this rank's part of the other."""
+    if span.buf is Buf.SCRATCH:
+        return span.buf, span.start
+    larger = Buf.SEND if plan.send_units > plan.recv_units else Buf.RECV
+    shift = plan.send_units != plan.recv_units and span.buf is not larger
+    return larger, span.start + shift * plan.rank * min(plan.send_units, plan.recv_units)
 
 
 def network(plans: Sequence[Plan]) -> list[list[Node]]:

@@ -1,0 +1,109 @@
+"""Trees: double binary trees for streams, binomial trees for small messages.
+
+Two binary trees carry half the buffer each. A rank that is inner in one is a leaf in the other, so nobody sends or
+receives more than the buffer's size: full bandwidth with about log2 n hops. Sanders, Speck and Träff, "Two-tree
+algorithms for full bandwidth broadcast, reduction and scan" (Parallel Computing 2009).
+
+Each child has a lane of its own, so that an inner rank streams: what it gets from one it adds to what came from the
+other at the pace of elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..plan import Span
+from ..types import Collective
+from .base import Draft, inp, out, register, tmp
+
+
+def _parent(place: int, n: int) -> int:
+    """The in-order binary tree of places 1..n-1, hung below place 0: odd places are leaves."""
+    bit = place & -place
+    up = (place ^ bit) | (bit << 1)
+    return up if up < n else place ^ bit
+
+
+def _place(v: int, n: int, tree: int) -> int:
+    """Where rank v (counted from the root) stands in `tree`. In the second tree, inner places go to the first's leaves.
+
+    With an even number of places below the root they are mirrored, with an odd number shifted by one.
+    """
+    if tree == 0 or v == 0:
+        return v
+    return n - v if n % 2 else v % (n - 1) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A rank's neighbours in one tree; the root's parent is None."""
+
+    parent: int | None
+    children: tuple[int, ...]
+
+
+def family(size: int, rank: int, root: int, tree: int) -> Family:
+    """The neighbours of `rank` in the first or second tree over all ranks, both with `root` on top."""
+    place = {r: _place((r - root) % size, size, tree) for r in range(size)}
+    who = {p: r for r, p in place.items()}
+    up = who[_parent(place[rank], size)] if rank != root else None
+    below = (p for p in range(1, size) if _parent(p, size) == place[rank])
+    return Family(up, tuple(who[p] for p in below))
+
+
+def depth(n: int) -> int:
+    """Hops from the root of one of the two trees to its furthest leaf: 1 + floor(log2(n - 1))."""
+    return (n - 1).bit_length()
+
+
+def _up(p: Draft, tree: int, lane: int, mine: Family, partial: Span) -> int | None:
+    """Adds what the children send to the own input, in lanes `lane` and `lane + 1`; the root's total goes to RECV."""
+    total, ready = inp(tree), None
+    for i, child in enumerate(mine.children):
+        ready = p.recv_reduce(lane + i, partial, total, child, channel=tree, after=[ready])
+        total = partial
+    if mine.parent is not None:
+        p.send(lane + 2, total, mine.parent, channel=tree, after=[ready])
+    return ready
+
+
+def _down(p: Draft, tree: int, lane: int, mine: Family, held: Span, ready: int | None) -> None:
+    """Takes the parent's result and hands it to the children, in lanes `lane` to `lane + 2`."""
+    if mine.parent is not None:
+        ready = p.recv(lane, out(tree), mine.parent, channel=tree)
+    for i, child in enumerate(mine.children):
+        p.send(lane + 1 + i, held, child, channel=tree, after=[ready])
+
+
+@register(Collective.ALLREDUCE, "tree")
+def allreduce(p: Draft) -> None:
+    """Up and down both trees, 2 hops a level. No rank sends or receives more than twice the buffer."""
+    p.units = 2
+    for tree in (0, 1):
+        lane, mine = 8 * tree, family(p.size, p.rank, 0, tree)
+        ready = _up(p, tree, lane, mine, out(tree))
+        if mine.parent is None:
+            ready = p.scaled(lane + 3, out(tree), ready)
+        _down(p, tree, lane + 4, mine, out(tree), ready)
+
+
+@register(Collective.BROADCAST, "tree")
+def broadcast(p: Draft) -> None:
+    """Down both trees. No rank sends more than the buffer's size, the root sends each half once."""
+    p.units = 2
+    for tree in (0, 1):
+        mine = family(p.size, p.rank, p.root, tree)
+        _down(p, tree, 4 * tree, mine, inp(tree) if mine.parent is None else out(tree), None)
+
+
+@register(Collective.REDUCE, "tree")
+def reduce(p: Draft) -> None:
+    """Up both trees. No rank receives more than the buffer's size, the root receives each half once."""
+    p.units = 2
+    for tree in (0, 1):
+        mine = family(p.size, p.rank, p.root, tree)
+        if mine.parent is not None and mine.children:
+            p.scratch_copies = 1
+        ready = _up(p, tree, 4 * tree, mine, out(tree) if mine.parent is None else tmp(tree))
+        if mine.parent is None:
+            p.scaled(4 * tree + 3, out(tree), ready)
