@@ -1,0 +1,382 @@
+"""A rank's connection to the store: exchanges, verdicts, questions, keys, and news of the other ranks.
+
+One daemon thread reads. It sleeps in the kernel while nothing comes, hands replies to the threads that wait for them,
+and calls the event handler of the group that a push is for. Handlers run on that thread: they must be quick, and must
+not call back into the client.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from . import lifetime
+from .auth import VERDICT, Response, Service
+from .errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError
+from .probe import Search
+from .sockets import receive, receive_exactly, send_all, spell_address, spell_error
+from .store import hosted_here
+from .unique_id import UniqueId
+from .wire import F64, NOBODY, U32, Frame, FrameReader, Op, Status, header, pack, unpack
+
+log = logging.getLogger("hetcoll.control")
+
+WORLD = b"world"
+_SLACK = 5.0  # seconds that the store's answer may be later than the deadline it was given
+_SEND_SECONDS = 30.0
+_GOODBYE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A rank of the group died, or its host vanished."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A rank of the group said goodbye."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The group's first verdict: what `rank` posted. All members get the same one, late ones too."""
+
+    kind: bytes
+    blob: bytes
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A rank asks all members; the handler returns the answer."""
+
+    rank: int
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLost:
+    """The store is gone. Calls that need it fail from now on; `orderly` when its process ended in order."""
+
+    reason: str
+    orderly: bool
+
+
+Event = Lost | Left | Verdict | Query | StoreLost
+Handler = Callable[[bytes, Event], bytes | None]
+
+
+@dataclass(slots=True)
+class _Membership:
+    rank: int
+    handler: Handler | None
+    host: int = NOBODY
+    gone: set[int] = field(default_factory=set)
+
+
+class _Call:
+    """A request whose reply a thread waits for."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.frame: Frame | None = None
+        self.error: HetcollError | None = None
+
+    def finish(self, frame: Frame | None, error: HetcollError | None = None) -> None:
+        self.frame, self.error = frame, error
+        self._done.set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
+
+
+class ControlClient:
+    """Joins `group` of the job as `rank` of `size` within `timeout` seconds. Thread-safe.
+
+    Raises InitError when the store cannot be reached or refuses the rank, AuthenticationError when the secrets differ.
+    `timeout` is also what calls without one of their own are given.
+    """
+
+    def __init__(
+        self,
+        unique_id: UniqueId,
+        rank: int,
+        size: int,
+        timeout: float,
+        on_event: Handler | None = None,
+        group: bytes = WORLD,
+    ) -> None:
+        self._id, self._timeout = unique_id, timeout
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, _Call] = {}
+        self._groups: dict[bytes, _Membership] = {}
+        self._lock = threading.Lock()  # of the two tables and _end
+        self._send_lock = threading.Lock()
+        self._end: StoreLost | None = None
+        self._closing = self._forked = False
+        deadline = time.monotonic() + timeout
+        self._sock, self.store_address = connect_store(unique_id, deadline)
+        self._thread = threading.Thread(target=self._read, name="hetcoll-control", daemon=True)
+        lifetime.watch(self)
+        self._thread.start()
+        try:
+            self.join(group, rank, size, on_event, timeout=max(deadline - time.monotonic(), 0.1))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def unique_id(self) -> UniqueId:
+        """The job that this is connected to."""
+        return self._id
+
+    def join(
+        self, group: bytes, rank: int, size: int, on_event: Handler | None = None, *, timeout: float | None = None
+    ) -> None:
+        """Become `rank` of a group of `size`. InitError where another process is that rank, or named another size."""
+        with self._lock:
+            if group in self._groups:
+                raise InitError(f"this process is already rank {self._groups[group].rank} of the group {group!r}")
+            self._groups[group] = membership = _Membership(rank, on_event)
+        hosts = b"\1" if hosted_here(self._id.job_id) else b"\0"
+        try:
+            frame = self._call(Op.JOIN, (group, U32.pack(rank), U32.pack(size), hosts), timeout, group)
+        except BaseException:
+            with self._lock:
+                self._groups.pop(group, None)
+            raise
+        if membership.host == NOBODY:
+            (membership.host,) = U32.unpack(frame.fields[0])
+
+    def leave(self, group: bytes, *, timeout: float | None = None) -> None:
+        """Say goodbye to a group: its other members see `Left`."""
+        self._call(Op.LEAVE, (group,), timeout, group)
+        with self._lock:
+            self._groups.pop(group, None)
+
+    def exchange(self, group: bytes, tag: bytes, blob: bytes, timeout: float | None = None) -> list[bytes]:
+        """Every rank's `blob`, in the order of ranks: an all-gather, which all members call with the same `tag`.
+
+        InitError names the ranks that did not come within `timeout` seconds; PeerLostError a rank that is gone. A tag
+        whose exchange failed stays failed.
+        """
+        seconds = self._timeout if timeout is None else timeout
+        return self._call(Op.EXCHANGE, (group, tag, blob, F64.pack(seconds)), seconds, group).fields
+
+    def post_verdict(self, group: bytes, kind: bytes, blob: bytes, timeout: float | None = None) -> Verdict:
+        """Tell all members, this one too, what became of the group. The first verdict wins, and is returned."""
+        _, kind, blob, rank = self._call(Op.POST, (group, kind, blob), timeout, group).fields
+        return Verdict(kind, blob, U32.unpack(rank)[0])
+
+    def query(self, group: bytes, blob: bytes, timeout: float) -> dict[int, bytes | None]:
+        """Ask all members, this one too; each rank's answer, or None from one that did not give any in `timeout`."""
+        answers = self._call(Op.QUERY, (group, blob, F64.pack(timeout)), timeout, group).fields
+        return {rank: answer[1:] if answer else None for rank, answer in enumerate(answers)}
+
+    def put(self, key: bytes, value: bytes, timeout: float | None = None) -> None:
+        """Set a key of the whole job."""
+        self._call(Op.PUT, (key, value), timeout)
+
+    def get(self, key: bytes, timeout: float | None = None) -> bytes:
+        """The value of a key, waiting until someone puts it; InitError after `timeout` seconds."""
+        seconds = self._timeout if timeout is None else timeout
+        return self._call(Op.GET, (key, F64.pack(seconds)), seconds).fields[0]
+
+    def close(self) -> None:
+        """Leave all groups in order and end the thread. Takes a few seconds at most; more than once is fine."""
+        lifetime.forget(self)
+        if self._forked:
+            return
+        with self._lock:
+            first, self._closing = not self._closing, True
+        if first and self._end is None:
+            try:
+                self._send(Op.BYE, b"", 0, _GOODBYE_SECONDS)
+            except OSError as error:
+                log.debug("goodbye: %s", spell_error(error))
+        if threading.current_thread() is self._thread:
+            return
+        self._thread.join(_GOODBYE_SECONDS)  # the store closes the connection when it has read the goodbye
+        if self._thread.is_alive():
+            self._shut_down()
+            self._thread.join(5.0)
+
+    def abandon(self) -> None:
+        """In a forked child: close the inherited socket; every call raises ClosedError."""
+        self._forked = self._closing = True
+        self._sock.close()
+
+    # Requests.
+
+    def _call(self, op: Op, fields: tuple[bytes, ...], timeout: float | None, group: bytes | None = None) -> Frame:
+        seconds = self._timeout if timeout is None else timeout
+        self._check_usable(group)
+        number, call = next(self._numbers), _Call()
+        with self._lock:
+            self._calls[number] = call
+        try:
+            self._check_usable(group)  # the thread may have ended before it could see this call
+            self._send(op, pack(fields), number, min(seconds + _SLACK, _SEND_SECONDS))
+            if not call.wait(seconds + _SLACK):
+                raise InitError(f"the store at {spell_address(self.store_address)} did not answer in {seconds:g} s")
+        except OSError as error:
+            self._shut_down()
+            raise CommunicationError(f"the store could not be told: {spell_error(error)}") from error
+        finally:
+            with self._lock:
+                self._calls.pop(number, None)
+        if call.error is not None:
+            raise call.error
+        assert call.frame is not None
+        return _checked(call.frame, seconds)
+
+    def _check_usable(self, group: bytes | None) -> None:
+        if self._forked:
+            raise ClosedError("this control connection belongs to the parent of this forked process")
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("an event handler called its ControlClient: that would wait for itself")
+        if self._closing:
+            raise ClosedError("the control connection was closed")
+        if self._end is not None:
+            raise self._store_error(group)
+
+    def _store_error(self, group: bytes | None) -> PeerLostError:
+        assert self._end is not None
+        membership = self._groups.get(group) if group is not None else next(iter(self._groups.values()), None)
+        host = NOBODY if membership is None else membership.host
+        who = (
+            "the process that hosts the job's store" if host == NOBODY else f"rank {host}, which hosts the job's store,"
+        )
+        what = "has ended" if self._end.orderly else f"was lost: {self._end.reason}"
+        return PeerLostError(f"{who} {what}", -1 if host == NOBODY else host)
+
+    def _send(self, op: Op, body: bytes, number: int, seconds: float) -> None:
+        with self._send_lock:
+            send_all(self._sock, header(op, body, number) + body, time.monotonic() + seconds)
+
+    def _shut_down(self) -> None:
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            log.debug("shutting the control connection down: %s", spell_error(error))
+
+    # The reader thread.
+
+    def _read(self) -> None:
+        end = StoreLost("the connection ended", False)
+        frames = FrameReader()
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        try:
+            while not end.orderly:
+                poll.poll()
+                data = receive(self._sock)
+                if data == b"":
+                    break
+                for frame in frames.feed(data or b""):
+                    if frame.op == Op.CLOSING:
+                        end = StoreLost("its process ended in order", True)
+                        break
+                    self._dispatch(frame)
+        except (OSError, HetcollError, struct.error, ValueError) as error:
+            end = StoreLost(spell_error(error), False)
+        finally:
+            self._finish(end)
+
+    def _dispatch(self, frame: Frame) -> None:
+        if frame.op == Op.REPLY:
+            with self._lock:
+                call = self._calls.get(frame.request)
+            if call is not None:
+                call.finish(frame)
+            return
+        group, *rest = frame.fields
+        membership = self._groups.get(group)
+        if membership is None:
+            return
+        if frame.op == Op.HOST:
+            (membership.host,) = U32.unpack(rest[0])
+        elif frame.op == Op.LOST or frame.op == Op.LEFT:
+            (rank,) = U32.unpack(rest[0])
+            membership.gone.add(rank)
+            self._tell(group, membership, Lost(rank, rest[1].decode()) if frame.op == Op.LOST else Left(rank))
+        elif frame.op == Op.VERDICT:
+            self._tell(group, membership, Verdict(rest[0], rest[1], U32.unpack(rest[2])[0]))
+        elif frame.op == Op.ASK:
+            answer = self._tell(group, membership, Query(U32.unpack(rest[0])[0], rest[1]))
+            if answer is not None:
+                self._send(Op.ANSWER, pack((rest[2], answer)), 0, _SEND_SECONDS)
+
+    def _tell(self, group: bytes, membership: _Membership, event: Event) -> bytes | None:
+        if membership.handler is None:
+            return None
+        try:
+            return membership.handler(group, event)
+        except Exception:
+            log.exception("the event handler of %r failed on %r", group, event)
+            return None
+
+    def _finish(self, end: StoreLost) -> None:
+        with self._lock:
+            self._end = end
+            calls, closing = list(self._calls.values()), self._closing
+        self._sock.close()
+        for call in calls:
+            error = ClosedError("the control connection was closed") if closing else self._store_error(None)
+            call.finish(None, error)
+        if closing:
+            return
+        for group, membership in list(self._groups.items()):
+            host = membership.host
+            if host not in (NOBODY, membership.rank) and host not in membership.gone:
+                reason = f"its process hosted the job's store: {end.reason}"
+                self._tell(group, membership, Left(host) if end.orderly else Lost(host, reason))
+            self._tell(group, membership, end)
+
+
+def _checked(frame: Frame, seconds: float) -> Frame:
+    """The reply, or the error that it stands for."""
+    if frame.status == Status.OK:
+        return frame
+    if frame.status == Status.LOST:
+        rank, text = unpack(frame.body)
+        raise PeerLostError(text.decode(), U32.unpack(rank)[0])
+    text = frame.body
+    if frame.status == Status.TIMEOUT:
+        raise InitError(f"{text.decode()} within {seconds:g} s")
+    raise InitError(text.decode())
+
+
+def connect_store(unique_id: UniqueId, deadline: float) -> tuple[socket.socket, tuple[str, int]]:
+    """A connection to the job's store that has proven the secret, and the address it goes to."""
+    search_for = unique_id.job_id
+    while True:
+        search = Search(Service.STORE, lambda context: context[:16] == search_for, unique_id.addresses)
+        found = search.run(deadline)
+        try:
+            response = Response(unique_id.secret, found.greeting)
+            send_all(found.sock, response.claim, deadline)
+            response.check(receive_exactly(found.sock, VERDICT.size, deadline))
+        except OSError as error:  # it may be under load
+            found.sock.close()
+            text = f"the store at {spell_address(found.address)}: {spell_error(error)}"
+            if time.monotonic() >= deadline:
+                raise InitError(text) from error
+            log.debug("%s; trying again", text)
+            continue
+        except BaseException:
+            found.sock.close()
+            raise
+        return found.sock, found.address

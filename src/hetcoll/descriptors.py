@@ -1,0 +1,139 @@
+"""File descriptors between processes of one host: a rank makes a segment and hands it to its neighbours.
+
+The descriptor travels over an abstract Unix socket (unix(7), SCM_RIGHTS) whose random name the ranks exchange through
+the store. Both ends must run as the same user (SO_PEERCRED) and prove the job's secret.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Collection
+
+from .auth import CLAIM, GREETING, HANDSHAKE_SECONDS, VERDICT, Challenge, Response, Service, greeting_context
+from .errors import AuthenticationError, InitError
+from .sockets import receive_exactly, send_all, spell_error, wait_ready
+
+log = logging.getLogger("hetcoll.descriptors")
+
+_RANK = struct.Struct("<I")
+_UCRED = struct.Struct("3i")
+_RETRY = 0.01  # seconds between attempts to reach a socket that is not bound yet
+
+
+def new_name() -> str:
+    """A name for `share_fd` that nobody can guess."""
+    return f"hetcoll-{secrets.token_hex(16)}"
+
+
+def peer_is_us(sock: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket runs as our user, or as root."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    uid: int = _UCRED.unpack(raw)[1]
+    return uid in (os.geteuid(), 0)
+
+
+def host_identity(override: str | None = None) -> str:
+    """What ranks of one host have in common: the boot's id and the network namespace. `override`: HETCOLL_HOST_ID."""
+    if override:
+        return override
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/net')}"
+
+
+def share_fd(name: str, fd: int, peers: Collection[int], secret: bytes, timeout: float) -> None:
+    """Hand `fd` to each rank of `peers`, which call `receive_fd` with the same `name` and `secret`.
+
+    Blocks until all have it. InitError names those that have not come within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    missing = set(peers)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind("\0" + name)
+        listener.listen(max(len(missing), 1) + 16)
+        listener.setblocking(False)
+        while missing:
+            try:
+                wait_ready(listener, select.POLLIN, deadline)
+                sock, _ = listener.accept()
+            except BlockingIOError:
+                continue
+            except TimeoutError:
+                ranks = ", ".join(map(str, sorted(missing)))
+                raise InitError(
+                    f"sharing memory: ranks {ranks} of this host did not fetch it in {timeout:g} s"
+                ) from None
+            with sock:
+                missing.discard(_hand_over(sock, fd, secret, missing, deadline))
+
+
+def _hand_over(sock: socket.socket, fd: int, secret: bytes, missing: set[int], deadline: float) -> int:
+    """Give `fd` to who proves to be one of the `missing` ranks; its rank, or -1."""
+    sock.setblocking(False)
+    soon = min(deadline, time.monotonic() + HANDSHAKE_SECONDS)
+    try:
+        if not peer_is_us(sock):
+            return -1
+        challenge = Challenge(secret, Service.DESCRIPTOR)
+        send_all(sock, challenge.greeting, soon)
+        judgement = challenge.judge(receive_exactly(sock, CLAIM.size, soon))
+        (rank,) = _RANK.unpack_from(judgement.context)
+        if judgement.proven and rank in missing:
+            socket.send_fds(sock, [judgement.verdict], [fd])
+            return int(rank)
+        send_all(sock, VERDICT.pack(0, bytes(32)), soon)
+    except OSError as error:
+        log.debug("sharing a descriptor: %s", spell_error(error))
+    return -1
+
+
+def receive_fd(name: str, rank: int, secret: bytes, timeout: float) -> int:
+    """The descriptor that another rank of this host shares under `name`. The caller closes it.
+
+    InitError when nobody shares it within `timeout` seconds; AuthenticationError when the other side has another
+    secret, refuses this rank or runs as another user.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                sock.connect("\0" + name)
+                sock.setblocking(False)
+                return _fetch(sock, rank, secret, deadline)
+            except ConnectionRefusedError:  # not bound yet
+                if time.monotonic() + _RETRY >= deadline:
+                    raise InitError(f"shared memory {name}: nobody offers it after {timeout:g} s") from None
+            except OSError as error:
+                raise InitError(f"shared memory {name}: {spell_error(error)}") from error
+        time.sleep(_RETRY)
+
+
+def _fetch(sock: socket.socket, rank: int, secret: bytes, deadline: float) -> int:
+    if not peer_is_us(sock):
+        raise AuthenticationError("shared memory: the process that offers it runs as another user")
+    greeting = receive_exactly(sock, GREETING.size, deadline)
+    if greeting_context(greeting, Service.DESCRIPTOR) is None:
+        raise AuthenticationError("shared memory: what offers it is not hetcoll")
+    response = Response(secret, greeting, _RANK.pack(rank))
+    send_all(sock, response.claim, deadline)
+    wait_ready(sock, select.POLLIN, deadline)
+    verdict, fds, _, _ = socket.recv_fds(sock, VERDICT.size, 1)
+    try:
+        if len(verdict) != VERDICT.size:
+            raise ConnectionResetError("the process that offers it closed the connection")
+        response.check(verdict)
+        if len(fds) != 1:
+            raise ConnectionResetError("no descriptor came")
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    os.set_inheritable(fds[0], False)
+    return fds[0]

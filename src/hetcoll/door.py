@@ -1,0 +1,176 @@
+"""Accepting connections: who proves the job's secret is let in, everyone else is kept cheap.
+
+Until it has proven something a connection costs one socket, CLAIM.size bytes and HANDSHAKE_SECONDS. There are at most
+MAX_PENDING of them; more wait in the kernel's backlog. A door shares its owner's selector and thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .auth import CLAIM, HANDSHAKE_SECONDS, MAX_PENDING, Challenge, Service
+from .descriptors import peer_is_us
+from .sockets import spell_address, spell_error, tune
+
+log = logging.getLogger("hetcoll.door")
+
+BACKLOG = 4096
+_RETRY = 0.1  # seconds until the next accept when descriptors ran out
+
+Admit = Callable[[socket.socket, str, bytes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What a FETCH of the door's context gets after the verdict: processes of our user over a Unix socket always, all
+    others only through an `open` door."""
+
+    reply: bytes
+    open: bool
+
+
+@dataclass(slots=True)
+class _Guest:
+    sock: socket.socket
+    name: str
+    local: bool
+    challenge: Challenge
+    deadline: float
+    claim: bytes = b""
+
+
+class Door:
+    """Guards the `listeners` (bound, listening), which it owns.
+
+    `admit` is called with a non-blocking socket, the peer's address for people and the claim's context.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        listeners: Sequence[socket.socket],
+        secret: bytes,
+        service: Service,
+        context: bytes,
+        admit: Admit,
+        fetch: Fetch | None = None,
+    ) -> None:
+        self._selector, self._listeners = selector, listeners
+        self._secret, self._service, self._context = secret, service, context
+        self._admit, self._fetch = admit, fetch
+        self._guests: dict[int, _Guest] = {}  # oldest first
+        self._open = False
+        self._open_at = 0.0
+        for listener in listeners:
+            listener.setblocking(False)
+
+    def prepare(self) -> float | None:
+        """Call before each select; gives the seconds until the next call is due, or None."""
+        now = time.monotonic()
+        while self._guests and (guest := next(iter(self._guests.values()))).deadline <= now:
+            self._turn_away(guest, "it proved nothing in time")
+        if len(self._guests) >= MAX_PENDING:
+            self._shut()
+        elif not self._open and now >= self._open_at:
+            for listener in self._listeners:
+                self._selector.register(listener, selectors.EVENT_READ, self._accept)
+            self._open = True
+        waits = [guest.deadline - now for guest in list(self._guests.values())[:1]]
+        if not self._open and now < self._open_at:
+            waits.append(self._open_at - now)
+        return min(waits, default=None)
+
+    def close(self) -> None:
+        """Close the listeners and all connections that were not let in."""
+        self._shut()
+        for guest in list(self._guests.values()):
+            self._turn_away(guest, "the listener ends")
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the descriptors without touching the selector."""
+        for guest in list(self._guests.values()):
+            guest.sock.close()
+        for listener in self._listeners:
+            listener.close()
+
+    def _shut(self) -> None:
+        if self._open:
+            for listener in self._listeners:
+                self._selector.unregister(listener)
+        self._open = False
+
+    def _accept(self, key: selectors.SelectorKey) -> None:
+        listener = key.fileobj
+        assert isinstance(listener, socket.socket)
+        while self._open and len(self._guests) < MAX_PENDING:
+            try:
+                sock, address = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # out of descriptors, or the peer has gone already
+                log.debug("accept: %s", spell_error(error))
+                self._shut()
+                self._open_at = time.monotonic() + _RETRY
+                return
+            challenge = Challenge(self._secret, self._service, self._context)
+            local = listener.family == socket.AF_UNIX
+            deadline = time.monotonic() + HANDSHAKE_SECONDS
+            guest = _Guest(sock, spell_address(address), local, challenge, deadline)
+            try:
+                tune(sock)
+                sock.send(challenge.greeting, socket.MSG_NOSIGNAL)
+            except OSError as error:
+                log.debug("%s: %s", guest.name, spell_error(error))
+                sock.close()
+                continue
+            self._guests[sock.fileno()] = guest
+            self._selector.register(sock, selectors.EVENT_READ, lambda _, guest=guest: self._read(guest))
+
+    def _read(self, guest: _Guest) -> None:
+        if self._guests.get(guest.sock.fileno()) is not guest:
+            return  # turned away by an earlier event of the same round
+        try:
+            part = guest.sock.recv(CLAIM.size - len(guest.claim))
+            guest.claim += part
+            if not part:
+                self._turn_away(guest, "it ended before it proved anything")
+            elif len(guest.claim) == CLAIM.size:
+                self._judge(guest)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._turn_away(guest, spell_error(error))
+
+    def _judge(self, guest: _Guest) -> None:
+        judgement = guest.challenge.judge(guest.claim, open_fetch=self._may_fetch(guest))
+        reply = self._fetch.reply if self._fetch and judgement.accepted and not judgement.proven else b""
+        guest.sock.send(judgement.verdict + reply, socket.MSG_NOSIGNAL)
+        if not judgement.proven:
+            self._turn_away(guest, "it was told the unique id" if reply else "it did not prove the job's secret")
+            return
+        del self._guests[guest.sock.fileno()]
+        self._selector.unregister(guest.sock)
+        self._admit(guest.sock, guest.name, judgement.context)
+
+    def _may_fetch(self, guest: _Guest) -> bool:
+        if self._fetch is None or guest.claim[8:40] != self._context:
+            return False
+        return peer_is_us(guest.sock) if guest.local else self._fetch.open
+
+    def _turn_away(self, guest: _Guest, reason: str) -> None:
+        log.debug("%s: closed, %s", guest.name, reason)
+        del self._guests[guest.sock.fileno()]
+        self._selector.unregister(guest.sock)
+        guest.sock.close()
+
+
+def choose_wait(*waits: float | None) -> float | None:
+    """The shortest of some times to wait, none of them below 0; None when there is nothing to wait for."""
+    known = [max(0.0, wait) for wait in waits if wait is not None]
+    return min(known, default=None)

@@ -1,0 +1,71 @@
+"""What a data-plane connection is for, and where it can be made: the vocabulary of `listener` and `connector`."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .errors import ArgumentError
+from .wire import U32, pack, unpack
+
+_KEY = struct.Struct("<16sIIIHH")
+assert _KEY.size == 32  # it is the context of the connection's claim
+
+
+class EdgeKey(NamedTuple):
+    """One socket between two ranks. `src` connects, `dst` listens; bytes may go both ways. `comm` is 16 bytes."""
+
+    comm: bytes
+    epoch: int
+    src: int
+    dst: int
+    channel: int = 0
+    stripe: int = 0
+
+    def encode(self) -> bytes:
+        """32 bytes."""
+        if len(self.comm) != 16:
+            raise ArgumentError(f"a communicator's id: wanted 16 bytes, got {len(self.comm)}")
+        return _KEY.pack(*self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> EdgeKey:
+        """What `encode` made."""
+        return cls(*_KEY.unpack(data))
+
+    def __str__(self) -> str:
+        return f"{self.src} to {self.dst}, channel {self.channel}, stripe {self.stripe}"
+
+
+class Address(NamedTuple):
+    """Where a rank listens. `token`, 16 bytes, is the listener's own: another process may have the same address."""
+
+    host: str
+    port: int
+    interface: str
+    token: bytes
+
+
+class Request(NamedTuple):
+    """An edge to make, and where the rank at its other end listens."""
+
+    key: EdgeKey
+    addresses: Sequence[Address]
+
+
+def pack_addresses(addresses: Iterable[Address]) -> bytes:
+    """A listener's addresses as bytes, to be exchanged."""
+    parts: list[bytes] = []
+    for host, port, interface, token in addresses:
+        parts += (host.encode(), U32.pack(port), interface.encode(), token)
+    return pack(parts)
+
+
+def unpack_addresses(data: bytes) -> tuple[Address, ...]:
+    """What `pack_addresses` made."""
+    rows = iter(unpack(data))
+    return tuple(
+        Address(host.decode(), U32.unpack(port)[0], interface.decode(), token)
+        for host, port, interface, token in zip(rows, rows, rows, rows, strict=True)
+    )

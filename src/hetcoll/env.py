@@ -1,0 +1,131 @@
+"""The one place that reads the environment, once, into frozen dataclasses.
+
+`Config` is what a user sets (``HETCOLL_*``), `Launch` is what a launcher says about this process. Both come from pure
+functions of a mapping; `environment()` applies them to ``os.environ`` and remembers the answer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, cast
+
+from .errors import ArgumentError
+from .launchers import Launch, read_launch
+from .variables import Environ, InterfaceFilter, auto, choice, endpoint, flag, nbytes, read, seconds, whole
+
+__all__ = ["Config", "Environment", "InterfaceFilter", "Launch", "environment", "read_config", "read_launch"]
+
+log = logging.getLogger("hetcoll")
+
+Transport = Literal["auto", "shm", "tcp"]
+Debug = Literal["none", "warn", "info", "debug", "trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What the user chose. `None` means that the library chooses.
+
+    Times are seconds, sizes bytes. `socket_stripes` is the number of sockets of one TCP edge. `secret` authenticates
+    every connection of the job. `fault` configures the fault-injecting transport of the tests. `master` is where
+    rank 0 listens for the others, when the launcher cannot say it.
+    """
+
+    debug: Debug = "warn"
+    algo: str | None = None
+    transport: Transport = "auto"
+    socket_ifname: InterfaceFilter = field(default_factory=InterfaceFilter)
+    socket_stripes: int | None = None
+    timeout: float = 300.0
+    init_timeout: float = 120.0
+    secret: bytes | None = field(default=None, repr=False)
+    islands: str | None = None
+    fault: str | None = None
+    shm_bytes: int | None = None
+    host_id: str | None = None
+    isa: str | None = None
+    check: bool = False
+    spin_us: int | None = None
+    master: tuple[str, int] | None = None
+
+
+def read_config(environ: Environ) -> Config:
+    """`environ`'s ``HETCOLL_*`` variables. A value that cannot be read is an ArgumentError that names it."""
+
+    def word(name: str, wanted: str) -> str | None:
+        return read(environ, name, wanted, auto(str), None)
+
+    debug = choice("none", "warn", "info", "debug", "trace")
+    names = "interface names such as eth,ib or ^docker or =eth0"
+    return Config(
+        debug=cast(Debug, read(environ, "HETCOLL_DEBUG", "none, warn, info, debug or trace", debug, "warn")),
+        algo=word("HETCOLL_ALGO", "an algorithm's name"),
+        transport=cast(
+            Transport, read(environ, "HETCOLL_TRANSPORT", "auto, shm or tcp", choice("auto", "shm", "tcp"), "auto")
+        ),
+        socket_ifname=read(environ, "HETCOLL_SOCKET_IFNAME", names, InterfaceFilter.parse, InterfaceFilter()),
+        socket_stripes=read(environ, "HETCOLL_SOCKET_STRIPES", "auto or 1 to 64", auto(whole(1, 64)), None),
+        timeout=read(environ, "HETCOLL_TIMEOUT", "seconds above 0", seconds, 300.0),
+        init_timeout=read(environ, "HETCOLL_INIT_TIMEOUT", "seconds above 0", seconds, 120.0),
+        secret=_secret(environ),
+        islands=word("HETCOLL_ISLANDS", "a description of islands"),
+        fault=word("HETCOLL_FAULT", "a fault to inject"),
+        shm_bytes=read(environ, "HETCOLL_SHM_BYTES", "bytes such as 4194304 or 4M", auto(nbytes), None),
+        host_id=word("HETCOLL_HOST_ID", "a host's name"),
+        isa=word("HETCOLL_ISA", "an instruction set"),
+        check=read(environ, "HETCOLL_CHECK", "0 or 1", flag, False),
+        spin_us=read(environ, "HETCOLL_SPIN_US", "whole microseconds, 0 or more", auto(whole(0, 10**9)), None),
+        master=read(environ, "HETCOLL_MASTER", "host:port", endpoint, None),
+    )
+
+
+def _secret(environ: Environ) -> bytes | None:
+    text, path = environ.get("HETCOLL_SECRET", "").strip(), environ.get("HETCOLL_SECRET_FILE", "").strip()
+    if text and path:
+        raise ArgumentError("HETCOLL_SECRET, HETCOLL_SECRET_FILE: wanted one of them, got both")
+    if not path:
+        return text.encode() or None
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ArgumentError(f"HETCOLL_SECRET_FILE: wanted a readable file, got {path!r}: {error.strerror}") from error
+    if not secret:
+        raise ArgumentError(f"HETCOLL_SECRET_FILE: wanted a file that holds the secret, got {path!r}, which is empty")
+    return secret
+
+
+_NAMES = """
+    DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT SECRET SECRET_FILE ISLANDS FAULT SHM_BYTES
+    HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE
+"""
+_VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())
+
+
+def unknown_variables(environ: Environ) -> list[str]:
+    """What to say about each ``HETCOLL_*`` variable that nothing reads: most often a misspelt name."""
+    messages = []
+    for name in sorted(set(environ) - _VARIABLES):
+        if name.startswith("HETCOLL_"):
+            near = difflib.get_close_matches(name, sorted(_VARIABLES), 1)
+            messages.append(f"{name} is not a variable of hetcoll" + (f"; is it {near[0]}?" if near else ""))
+    return messages
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Both halves of what the environment says."""
+
+    config: Config
+    launch: Launch
+
+
+@functools.cache
+def environment() -> Environment:
+    """This process's environment, read at the first call; later changes of ``os.environ`` are not seen."""
+    for message in unknown_variables(os.environ):
+        log.warning("%s", message)
+    return Environment(read_config(os.environ), read_launch(os.environ))

@@ -1,0 +1,344 @@
+"""What the store does, without its sockets: groups of ranks, exchanges, verdicts, questions and keys.
+
+A member is one connection; it may be a rank of several groups. Everything a member waits for has a deadline, and is
+answered sooner when a rank it waits for is gone. A group is forgotten when all of its ranks have come and gone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import struct
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .wire import F64, MAX_BODY, MAX_ID, NOBODY, U32, Frame, Op, Status, pack
+
+MAX_GROUPS = 1 << 16
+MAX_KEYS = 1 << 20
+MAX_EXCHANGE = MAX_BODY // 2  # bytes in all blobs of one exchange
+MAX_SIZE = 1 << 20
+MAX_SECONDS = 7 * 86400.0
+
+
+class Member(Protocol):
+    """A connection that has proven the secret. `ranks` says which rank it is in each of its groups."""
+
+    name: str
+    ranks: dict[bytes, int]
+
+    def send(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK) -> None: ...
+
+
+class RefusedError(Exception):
+    """A request that cannot be served. Becomes an InitError at the member."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One all-gather in progress: the blobs so far, and the requests that wait for the rest.
+
+    `failed` is why it did not complete in time. It stays, so that a late rank gets the same answer as the others.
+    """
+
+    blobs: dict[int, bytes] = field(default_factory=dict)
+    nbytes: int = 0
+    failed: bytes = b""
+    waiting: dict[int, tuple[Member, int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Question:
+    """One question to all members: who has yet to answer, and what came."""
+
+    asker: Member
+    request: int
+    waiting: set[int]
+    answers: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Group:
+    """Ranks that know each other. `gone` has the reason of each rank that was lost, and "" for one that left."""
+
+    size: int
+    members: dict[int, Member] = field(default_factory=dict)
+    gone: dict[int, str] = field(default_factory=dict)
+    host: int = NOBODY
+    verdict: bytes | None = None
+    exchanges: dict[bytes, Exchange] = field(default_factory=dict)
+    questions: dict[int, Question] = field(default_factory=dict)
+
+
+def spell_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks 3, 5-7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    many = len(runs) > 1 or len(runs[0]) > 1 if runs else False
+    return ("ranks " if many else "rank ") + ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def spell_gone(rank: int, reason: str) -> str:
+    """What became of a rank."""
+    return f"rank {rank} was lost: {reason}" if reason else f"rank {rank} has left"
+
+
+class Groups:
+    """The store's state. Not thread-safe: one thread calls it. `clock` is `time.monotonic`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._groups: dict[bytes, Group] = {}
+        self._values: dict[bytes, bytes] = {}
+        self._value_bytes = 0
+        self._getters: dict[bytes, dict[int, tuple[Member, int]]] = {}
+        self._numbers = itertools.count(1)
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._handlers: dict[int, tuple[int, Callable[..., None]]] = {
+            Op.JOIN: (4, self._join),
+            Op.LEAVE: (1, self._leave),
+            Op.EXCHANGE: (4, self._exchange),
+            Op.POST: (3, self._post),
+            Op.QUERY: (3, self._query),
+            Op.ANSWER: (2, self._answer),
+            Op.PUT: (2, self._put),
+            Op.GET: (2, self._get),
+        }
+
+    # What the server calls.
+
+    def handle(self, member: Member, frame: Frame) -> None:
+        """Serve one frame. A frame that makes no sense is refused, and does no harm."""
+        try:
+            fields = frame.fields
+            arity, handler = self._handlers.get(frame.op, (None, None))
+            if handler is None or len(fields) != arity:
+                raise RefusedError(f"a frame of operation {frame.op} with {len(fields)} fields: wanted {arity}")
+            if len(fields[0]) > MAX_ID:
+                raise RefusedError(f"a name of {len(fields[0])} bytes: wanted at most {MAX_ID}")
+            handler(member, frame.request, *fields)
+        except (RefusedError, struct.error) as error:
+            member.send(Op.REPLY, str(error).encode(), frame.request, Status.REFUSED)
+
+    def drop(self, member: Member, reason: str) -> None:
+        """`member` is gone: lost for `reason`, or in order where that is empty."""
+        for getters in self._getters.values():
+            for number in [number for number, (who, _) in getters.items() if who is member]:
+                del getters[number]
+        for name in list(member.ranks):
+            self._part(member, name, reason)
+
+    def tick(self) -> float | None:
+        """Do what is due; give the seconds until the next deadline, or `None`."""
+        now = self._clock()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        return self._timers[0][0] - now if self._timers else None
+
+    # Membership.
+
+    def _join(self, member: Member, request: int, name: bytes, rank4: bytes, size4: bytes, hosts: bytes) -> None:
+        (rank,), (size,) = U32.unpack(rank4), U32.unpack(size4)
+        if not (1 <= size <= MAX_SIZE and rank < size):
+            raise RefusedError(f"rank {rank} of {size}: wanted a rank below the size, and a size from 1 to {MAX_SIZE}")
+        group = self._groups.get(name)
+        if group is None:
+            if len(self._groups) >= MAX_GROUPS:
+                raise RefusedError(f"{len(self._groups)} groups are open: wanted fewer than {MAX_GROUPS}")
+            group = self._groups[name] = Group(size)
+        if group.size != size:
+            others = spell_ranks(group.members) if group.members else "an earlier rank"
+            raise RefusedError(
+                f"rank {rank} ({member.name}) says that the job has {size} ranks; {others} said {group.size}"
+            )
+        if rank in group.members:
+            other = group.members[rank].name
+            raise RefusedError(f"two processes say that they are rank {rank}: {other} came first, then {member.name}")
+        if rank in group.gone:
+            raise RefusedError(f"{spell_gone(rank, group.gone[rank])}, and cannot come back to this group")
+        if name in member.ranks:
+            raise RefusedError(
+                f"{member.name} is rank {member.ranks[name]} of this group, and cannot be rank {rank} too"
+            )
+        if hosts == b"\1":
+            group.host = rank
+            self._push(group, Op.HOST, name, rank4)
+        group.members[rank] = member
+        member.ranks[name] = rank
+        member.send(Op.REPLY, pack([U32.pack(group.host)]), request)
+        for gone, reason in group.gone.items():
+            member.send(*_parting(name, gone, reason))
+        if group.verdict is not None:
+            member.send(Op.VERDICT, group.verdict)
+
+    def _leave(self, member: Member, request: int, name: bytes) -> None:
+        self._of(member, name)
+        self._part(member, name, "")
+        member.send(Op.REPLY, b"", request)
+
+    def _part(self, member: Member, name: bytes, reason: str) -> None:
+        group, rank = self._groups[name], member.ranks.pop(name)
+        del group.members[rank]
+        group.gone[rank] = reason
+        op, body = _parting(name, rank, reason)
+        for other in group.members.values():
+            other.send(op, body)
+        for tag, exchange in list(group.exchanges.items()):
+            exchange.waiting.pop(rank, None)
+            if rank not in exchange.blobs:
+                self._fail_exchange(group, tag, rank)
+        for number, question in list(group.questions.items()):
+            question.waiting.discard(rank)
+            if not question.waiting or question.asker is member:
+                self._close_question(group, number)
+        if not group.members and len(group.gone) == group.size:
+            del self._groups[name]
+
+    def _of(self, member: Member, name: bytes) -> tuple[Group, int]:
+        if name not in member.ranks:
+            raise RefusedError(f"{member.name} is not a member of the group {name!r}")
+        return self._groups[name], member.ranks[name]
+
+    def _push(self, group: Group, op: Op, *fields: bytes) -> None:
+        body = pack(fields)
+        for member in group.members.values():
+            member.send(op, body)
+
+    def _after(self, seconds8: bytes, action: Callable[[], None]) -> None:
+        (seconds,) = F64.unpack(seconds8)
+        if not math.isfinite(seconds):
+            raise RefusedError(f"a timeout of {seconds} seconds: wanted a finite one")
+        due = self._clock() + min(max(seconds, 0.0), MAX_SECONDS)
+        heapq.heappush(self._timers, (due, next(self._numbers), action))
+
+    # Exchanges.
+
+    def _exchange(self, member: Member, request: int, name: bytes, tag: bytes, blob: bytes, seconds8: bytes) -> None:
+        group, rank = self._of(member, name)
+        if len(tag) > MAX_ID:
+            raise RefusedError(f"a tag of {len(tag)} bytes: wanted at most {MAX_ID}")
+        exchange = group.exchanges.setdefault(tag, Exchange())
+        if rank in exchange.waiting:
+            raise RefusedError(f"rank {rank} exchanges {tag!r} twice at a time")
+        if exchange.failed:
+            member.send(Op.REPLY, exchange.failed, request, Status.TIMEOUT)
+            return
+        exchange.nbytes += len(blob)
+        if exchange.nbytes > MAX_EXCHANGE:
+            raise RefusedError(f"the blobs of {tag!r} are too large: wanted at most {MAX_EXCHANGE} bytes in all")
+        exchange.blobs[rank] = blob
+        exchange.waiting[rank] = (member, request)
+        if len(exchange.blobs) == group.size:
+            self._finish_exchange(group, tag)
+            return
+        gone = [other for other in group.gone if other not in exchange.blobs]
+        if gone:
+            self._fail_exchange(group, tag, gone[0])
+            return
+        self._after(seconds8, lambda: self._expire_exchange(group, tag, exchange))
+
+    def _finish_exchange(self, group: Group, tag: bytes) -> None:
+        exchange = group.exchanges.pop(tag)
+        body = pack(exchange.blobs[rank] for rank in range(group.size))  # built once, shared by all replies
+        for member, request in exchange.waiting.values():
+            member.send(Op.REPLY, body, request)
+        exchange.blobs.clear()  # its timer still refers to it
+
+    def _fail_exchange(self, group: Group, tag: bytes, rank: int) -> None:
+        exchange = group.exchanges.pop(tag)
+        body = pack([U32.pack(rank), f"{spell_gone(rank, group.gone[rank])}; {tag!r} needed it".encode()])
+        for member, request in exchange.waiting.values():
+            member.send(Op.REPLY, body, request, Status.LOST)
+        exchange.blobs.clear()
+
+    def _expire_exchange(self, group: Group, tag: bytes, exchange: Exchange) -> None:
+        if group.exchanges.get(tag) is not exchange or exchange.failed:
+            return
+        late = [rank for rank in range(group.size) if rank not in exchange.blobs]
+        absent = [rank for rank in late if rank not in group.members]
+        text = f"{spell_ranks(late)} never came to {tag.decode(errors='replace')!r}"
+        if absent:
+            text += f"; {spell_ranks(absent)} of {group.size} never joined the job"
+        exchange.failed = text.encode()
+        for member, request in exchange.waiting.values():
+            member.send(Op.REPLY, exchange.failed, request, Status.TIMEOUT)
+        exchange.waiting.clear()
+        exchange.blobs.clear()
+
+    # Verdicts and questions.
+
+    def _post(self, member: Member, request: int, name: bytes, kind: bytes, blob: bytes) -> None:
+        group, rank = self._of(member, name)
+        if group.verdict is None:
+            group.verdict = pack([name, kind, blob, U32.pack(rank)])
+            for other in group.members.values():
+                other.send(Op.VERDICT, group.verdict)
+        member.send(Op.REPLY, group.verdict, request)
+
+    def _query(self, member: Member, request: int, name: bytes, blob: bytes, seconds8: bytes) -> None:
+        group, rank = self._of(member, name)
+        number = next(self._numbers)
+        self._after(seconds8, lambda: self._close_question(group, number))
+        group.questions[number] = Question(member, request, set(group.members))
+        self._push(group, Op.ASK, name, U32.pack(rank), blob, struct.pack("<Q", number))
+
+    def _answer(self, member: Member, request: int, number8: bytes, blob: bytes) -> None:
+        (number,) = struct.unpack("<Q", number8)
+        for name, rank in member.ranks.items():
+            group = self._groups[name]
+            question = group.questions.get(number)
+            if question is None or rank not in question.waiting:
+                continue
+            question.answers[rank] = blob
+            question.waiting.discard(rank)
+            if not question.waiting:
+                self._close_question(group, number)
+            return
+
+    def _close_question(self, group: Group, number: int) -> None:
+        question = group.questions.pop(number, None)
+        if question is None:
+            return
+        answers = (question.answers.get(rank) for rank in range(group.size))
+        body = pack(b"" if answer is None else b"\1" + answer for answer in answers)
+        question.asker.send(Op.REPLY, body, question.request)
+
+    # Keys.
+
+    def _put(self, member: Member, request: int, key: bytes, value: bytes) -> None:
+        size = self._value_bytes + len(value) - len(self._values.get(key, b""))
+        if size > MAX_BODY or (key not in self._values and len(self._values) >= MAX_KEYS):
+            raise RefusedError(f"the store is full: {len(self._values)} keys, {self._value_bytes} bytes")
+        self._value_bytes = size
+        self._values[key] = value
+        member.send(Op.REPLY, b"", request)
+        for getter, waiting in self._getters.pop(key, {}).values():
+            getter.send(Op.REPLY, pack([value]), waiting)
+
+    def _get(self, member: Member, request: int, key: bytes, seconds8: bytes) -> None:
+        if key in self._values:
+            member.send(Op.REPLY, pack([self._values[key]]), request)
+            return
+        number = next(self._numbers)
+        self._after(seconds8, lambda: self._expire_get(key, number))
+        self._getters.setdefault(key, {})[number] = (member, request)
+
+    def _expire_get(self, key: bytes, number: int) -> None:
+        waiting = self._getters.get(key, {}).pop(number, None)
+        if waiting is None:
+            return
+        text = f"nobody put {key.decode(errors='replace')!r}"
+        waiting[0].send(Op.REPLY, text.encode(), waiting[1], Status.TIMEOUT)
+
+
+def _parting(name: bytes, rank: int, reason: str) -> tuple[Op, bytes]:
+    if reason:
+        return Op.LOST, pack([name, U32.pack(rank), reason.encode()])
+    return Op.LEFT, pack([name, U32.pack(rank)])

@@ -1,0 +1,49 @@
+"""What must be closed when the interpreter ends, and what a forked child must let go of.
+
+A child made by ``os.fork`` inherits copies of our sockets, but not our threads. If it kept them open, peers would not
+notice the death of the parent; if it used them, it would speak in the parent's name. So it closes its copies, at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from typing import Protocol
+
+
+class Resource(Protocol):
+    """Something with sockets or threads."""
+
+    def close(self) -> None:
+        """Give everything back, in order and in bounded time. More than once is fine."""
+
+    def abandon(self) -> None:
+        """In a forked child: close the inherited descriptors and nothing else, without taking a lock."""
+
+
+_open: dict[int, Resource] = {}
+
+
+def watch(resource: Resource) -> None:
+    """Close `resource` at exit, newest first, and abandon it in forked children."""
+    _open[id(resource)] = resource
+
+
+def forget(resource: Resource) -> None:
+    """`resource` is closed."""
+    _open.pop(id(resource), None)
+
+
+def _close_all() -> None:
+    for resource in reversed(list(_open.values())):
+        resource.close()
+
+
+def _abandon_all() -> None:
+    for resource in list(_open.values()):
+        resource.abandon()
+    _open.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_abandon_all)

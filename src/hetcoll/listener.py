@@ -1,0 +1,183 @@
+"""The data plane's TCP connections: listening, connecting, and matching the two by what they are for."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from . import lifetime
+from .auth import Service
+from .connector import connect_all
+from .door import BACKLOG, Door
+from .edges import Address, EdgeKey, Request
+from .env import Config
+from .errors import ClosedError, InitError
+from .groups import spell_ranks
+from .interfaces import choose_interfaces
+
+log = logging.getLogger("hetcoll.listener")
+
+_POLL = 0.05  # seconds between looks at `check` while waiting for peers
+
+
+def _nothing() -> None:
+    return None
+
+
+class Listener:
+    """Accepts the data-plane connections of this process: one socket an address of the chosen interfaces.
+
+    Interfaces are HETCOLL_SOCKET_IFNAME's, or loopback's with `loopback` (all ranks are on this host), or all but
+    loopback's. `secret` is the job's (`UniqueId.secret`). InitError where no interface is up.
+
+    Connections come with an `EdgeKey`; `take` and `ensure` give them out. A second one with the same key replaces the
+    first, whose connector must have given up. Sockets are given out non-blocking and with TCP_NODELAY, and belong to
+    the caller; those that nobody took are closed by `close`.
+    """
+
+    def __init__(self, config: Config, secret: bytes, *, loopback: bool = False) -> None:
+        self._secret = secret
+        self._local = choose_interfaces(config.socket_ifname, loopback=loopback)
+        if not self._local:
+            raise InitError("no network interface is up: wanted one to listen at")
+        token = secrets.token_bytes(16)
+        listeners: list[socket.socket] = []
+        addresses: list[Address] = []
+        try:
+            for interface in self._local:
+                listeners.append(socket.socket(interface.family, socket.SOCK_STREAM))
+                listeners[-1].bind((interface.host, 0))
+                listeners[-1].listen(BACKLOG)
+                port = listeners[-1].getsockname()[1]
+                addresses.append(Address(interface.host, port, interface.name, token))
+        except OSError as error:
+            for sock in listeners:
+                sock.close()
+            raise InitError(f"listening at {interface.host} ({interface.name}): {error.strerror}") from error
+        self.addresses: tuple[Address, ...] = tuple(addresses)
+        self._arrived: dict[EdgeKey, socket.socket] = {}
+        self._connecting: set[socket.socket] = set()
+        self._news = threading.Condition()
+        self._closing = False
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._wake_read.recv(64))
+        self._door = Door(self._selector, listeners, secret, Service.DATA, token.ljust(32, b"\0"), self._admit)
+        self._thread = threading.Thread(target=self._run, name="hetcoll-listener", daemon=True)
+        lifetime.watch(self)
+        self._thread.start()
+
+    def connect_many(
+        self, requests: Iterable[Request], deadline: float, check: Callable[[], None] = _nothing
+    ) -> dict[EdgeKey, socket.socket]:
+        """A socket for each request, all of them made at once.
+
+        `deadline` is a time of `time.monotonic`. InitError names the rank, the addresses and what each answered;
+        AuthenticationError when the reason is the secret. `check` is called now and then, and raises to end the wait
+        (a rank was lost, the operation aborted).
+        """
+
+        def check_both() -> None:
+            self._check_open()
+            check()
+
+        return connect_all(requests, self._secret, self._local, deadline, check_both, self._connecting)
+
+    def take(
+        self, keys: Collection[EdgeKey], deadline: float, check: Callable[[], None] = _nothing
+    ) -> dict[EdgeKey, socket.socket]:
+        """The sockets that peers made for `keys`; InitError at `deadline` names the ranks that did not come."""
+        with self._news:
+            while True:
+                self._check_open()
+                missing = [key for key in keys if key not in self._arrived]
+                if not missing:
+                    return {key: self._arrived.pop(key) for key in keys}
+                check()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    ranks = spell_ranks({key.src for key in missing})
+                    edges = "; ".join(map(str, missing[:3])) + ("; ..." if len(missing) > 3 else "")
+                    raise InitError(f"{ranks} did not connect in time ({edges})")
+                self._news.wait(min(left, _POLL))
+
+    def ensure(
+        self, rank: int, requests: Sequence[Request], deadline: float, check: Callable[[], None] = _nothing
+    ) -> dict[EdgeKey, socket.socket]:
+        """Both ends' call for edges that `rank` is one end of: connects those whose `src` it is, takes the others.
+
+        By convention the lower rank is `src`. Each peer must ask for the same keys. All or nothing.
+        """
+        made = self.connect_many([each for each in requests if each.key.src == rank], deadline, check)
+        try:
+            return made | self.take([each.key for each in requests if each.key.src != rank], deadline, check)
+        except BaseException:
+            for sock in made.values():
+                sock.close()
+            raise
+
+    def discard(self, comm: bytes) -> None:
+        """Close the sockets that came for a communicator and that nobody took."""
+        with self._news:
+            for key in [key for key in self._arrived if key.comm == comm]:
+                self._arrived.pop(key).close()
+
+    def close(self) -> None:
+        """Stop listening and close what nobody took. Takes a few seconds at most; more than once is fine."""
+        lifetime.forget(self)
+        with self._news:
+            first, self._closing = not self._closing, True
+            self._news.notify_all()
+        if first:
+            self._wake_write.send(b"\0")
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
+            self._thread.join(5.0)
+
+    def abandon(self) -> None:
+        """In a forked child: close the inherited descriptors."""
+        self._closing = True
+        self._news = threading.Condition()  # the parent's may have been locked
+        self._selector.close()
+        self._door.abandon()
+        for sock in (*self._arrived.values(), *self._connecting, self._wake_read, self._wake_write):
+            sock.close()
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ClosedError("the listener was closed")
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                for key, _ in self._selector.select(self._wait()):
+                    key.data(key)
+        finally:
+            with self._news:
+                self._closing = True
+                self._door.close()
+                for sock in self._arrived.values():
+                    sock.close()
+                self._arrived.clear()
+                self._news.notify_all()
+            self._selector.close()
+            self._wake_read.close()
+            self._wake_write.close()
+
+    def _wait(self) -> float | None:
+        wait = self._door.prepare()
+        return None if wait is None else max(0.0, wait)
+
+    def _admit(self, sock: socket.socket, name: str, context: bytes) -> None:
+        key = EdgeKey.decode(context)
+        log.debug("%s: %s", key, name)
+        with self._news:
+            older = self._arrived.pop(key, None)
+            self._arrived[key] = sock
+            self._news.notify_all()
+        if older is not None:
+            older.close()

@@ -1,0 +1,187 @@
+"""Finding the store: connects to all places where it may listen, all at once, until one greets as the right one.
+
+What listens there instead is left alone: the store speaks first, so a foreign service sees a connection that opens,
+says nothing and closes. A place that refuses is tried again, because rank 0 may simply not be there yet.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .auth import GREETING, HANDSHAKE_SECONDS, Service, greeting_context
+from .errors import InitError
+from .sockets import spell_address, spell_error, tune
+
+_FIRST_RETRY, _LAST_RETRY = 0.02, 0.5  # seconds between attempts, doubling
+_FOREIGN_RETRY = 2.0  # where something else answered
+
+
+class Found(NamedTuple):
+    """A connected, non-blocking socket whose listener has sent `greeting`, which is of the right service."""
+
+    sock: socket.socket
+    greeting: bytes
+    context: bytes
+    address: tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Place:
+    """One address: when to try it next, and the attempt in progress."""
+
+    family: int
+    address: tuple[Any, ...]
+    due: float
+    pause: float = _FIRST_RETRY
+    outcome: str = "not tried"
+    sock: socket.socket | None = None
+    deadline: float = 0.0
+    connected: bool = False
+    data: bytes = b""
+
+
+@dataclass(slots=True)
+class Search:
+    """A search for the listener of `service` whose greeting's context `matches`, at `endpoints`.
+
+    The first `eager` ports of each host are tried at once, the rest a little later: most often they are not needed.
+    """
+
+    service: Service
+    matches: Callable[[bytes], bool]
+    endpoints: Sequence[tuple[str, int]]
+    eager: int = 4
+    _places: dict[tuple[Any, ...], _Place] = field(default_factory=dict)
+    _unresolved: dict[str, str] = field(default_factory=dict)
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+
+    def run(self, deadline: float) -> Found:
+        """The first match. InitError at `deadline` says what each place answered."""
+        started, resolve_at = time.monotonic(), 0.0
+        try:
+            while time.monotonic() < deadline:
+                if time.monotonic() >= resolve_at:
+                    self._resolve()
+                    resolve_at = time.monotonic() + 1.0 if self._unresolved or not self._places else float("inf")
+                found = self._step(min(deadline, resolve_at))
+                if found is not None:
+                    return found
+            waited = time.monotonic() - started
+            raise InitError(f"the store of rank 0 was not found within {waited:.1f} s: {self._spell_outcomes()}")
+        finally:
+            self._close()
+
+    def _resolve(self) -> None:
+        """Look the hosts up. A name that is not known yet may become known: the search tries again."""
+        now = time.monotonic()
+        self._unresolved.clear()
+        for host in dict.fromkeys(host for host, _ in self.endpoints):
+            try:
+                answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            except OSError as error:
+                self._unresolved[host] = spell_error(error)
+                continue
+            ports = [port for name, port in self.endpoints if name == host]
+            for family, _, _, _, address in answers:
+                for index, port in enumerate(ports):
+                    place = (address[0], port, *address[2:])
+                    due = now if index < self.eager else now + 10 * _FIRST_RETRY
+                    self._places.setdefault(place, _Place(family, place, due))
+
+    def _step(self, until: float) -> Found | None:
+        """Start what is due, then sleep until something happens."""
+        now = time.monotonic()
+        times = [until]
+        for place in self._places.values():
+            if place.sock is not None and now >= place.deadline:
+                self._retry(place, "it accepts but does not greet" if place.connected else "no answer", _FOREIGN_RETRY)
+            if place.sock is None and now >= place.due:
+                self._start(place)
+            times.append(place.due if place.sock is None else place.deadline)
+        for key, _ in self._selector.select(max(0.0, min(times) - now)):
+            found = self._advance(key.data)
+            if found is not None:
+                return found
+        return None
+
+    def _start(self, place: _Place) -> None:
+        try:
+            sock = socket.socket(place.family, socket.SOCK_STREAM)
+        except OSError as error:
+            self._retry(place, spell_error(error))
+            return
+        place.sock, place.connected, place.data = sock, False, b""
+        place.deadline = time.monotonic() + HANDSHAKE_SECONDS
+        try:
+            tune(sock)
+            code = sock.connect_ex(place.address)
+            if code not in (0, errno.EINPROGRESS):
+                raise OSError(code, os.strerror(code))
+            self._selector.register(sock, selectors.EVENT_WRITE, place)
+        except OSError as error:
+            self._retry(place, spell_error(error))
+
+    def _advance(self, place: _Place) -> Found | None:
+        sock = place.sock
+        assert sock is not None
+        try:
+            if not place.connected:
+                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if code:
+                    raise OSError(code, os.strerror(code))
+                place.connected = True
+                self._selector.modify(sock, selectors.EVENT_READ, place)
+                return None
+            part = sock.recv(GREETING.size - len(place.data))
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self._retry(place, spell_error(error))
+            return None
+        place.data += part
+        if part and len(place.data) < GREETING.size:
+            return None
+        context = greeting_context(place.data, self.service) if part else None
+        if context is None or not self.matches(context):
+            what = "another job's store" if context else "something else" if part else "it closed the connection"
+            self._retry(place, what, _FOREIGN_RETRY if part else 0.0)
+            return None
+        self._selector.unregister(sock)
+        place.sock = None
+        return Found(sock, place.data, context, (str(place.address[0]), int(place.address[1])))
+
+    def _retry(self, place: _Place, outcome: str, pause: float = 0.0) -> None:
+        if place.sock is not None:
+            if place.sock in self._selector.get_map():
+                self._selector.unregister(place.sock)
+            place.sock.close()
+        place.sock, place.outcome = None, outcome
+        place.due = time.monotonic() + (pause or place.pause)
+        place.pause = min(2 * place.pause, _LAST_RETRY)
+
+    def _close(self) -> None:
+        for place in self._places.values():
+            if place.sock is not None:
+                place.sock.close()
+        self._selector.close()
+
+    def _spell_outcomes(self) -> str:
+        """What happened, places with the same outcome together."""
+        groups: dict[str, list[str]] = {}
+        for place in self._places.values():
+            groups.setdefault(place.outcome, []).append(spell_address(place.address))
+        parts = [f"{_first_few(places)}: {outcome}" for outcome, places in groups.items()]
+        parts += [f"{host}: {reason}" for host, reason in self._unresolved.items()]
+        return "; ".join(parts) or "there is no address to try"
+
+
+def _first_few(items: Iterable[str]) -> str:
+    items = list(items)
+    return ", ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")

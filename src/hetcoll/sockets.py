@@ -1,0 +1,80 @@
+"""Non-blocking sockets with deadlines. A deadline is a time of `time.monotonic`, in seconds."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+
+_CHUNK = 256 << 10
+_KEEP_ALIVE = 5  # seconds: between probes of an idle connection
+_USER_TIMEOUT = 30  # seconds without an acknowledgement until the peer's host counts as lost
+
+
+def tune(sock: socket.socket) -> None:
+    """Non-blocking, no delay for small messages, and a peer whose host vanished is noticed within half a minute."""
+    sock.setblocking(False)
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_ALIVE)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT * 1000)
+
+
+def spell_address(address: object) -> str:
+    """``10.0.0.2:4123`` or ``[fe80::1]:4123``; "a local process" for a Unix socket."""
+    if not isinstance(address, tuple):
+        return "a local process"
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def spell_error(error: Exception) -> str:
+    """What went wrong, in lower case and without the number."""
+    text = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    return text[:1].lower() + text[1:]
+
+
+def receive(sock: socket.socket) -> bytes | None:
+    """What a non-blocking socket has for us: bytes, `b""` at its end, `None` when there is nothing now."""
+    try:
+        return sock.recv(_CHUNK)
+    except (BlockingIOError, InterruptedError):
+        return None
+
+
+def wait_ready(sock: socket.socket, events: int, deadline: float) -> None:
+    """Sleep until `sock` is ready for poll `events`; TimeoutError at `deadline`."""
+    left = deadline - time.monotonic()
+    poll = select.poll()
+    poll.register(sock, events)
+    if left <= 0 or not poll.poll(left * 1000):
+        raise TimeoutError("timed out")
+
+
+def send_all(sock: socket.socket, data: bytes, deadline: float) -> None:
+    """Send everything over a non-blocking socket; TimeoutError at `deadline`."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[sock.send(view, socket.MSG_NOSIGNAL) :]
+        except BlockingIOError:
+            wait_ready(sock, select.POLLOUT, deadline)
+
+
+def receive_exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
+    """`nbytes` from a non-blocking socket; ConnectionError where it ends before, TimeoutError at `deadline`."""
+    data = bytearray()
+    while len(data) < nbytes:
+        try:
+            part = sock.recv(nbytes - len(data))
+        except BlockingIOError:
+            wait_ready(sock, select.POLLIN, deadline)
+            continue
+        if not part:
+            raise ConnectionResetError(f"closed after {len(data)} of {nbytes} bytes")
+        data += part
+    return bytes(data)

@@ -1,0 +1,201 @@
+"""The store: one thread in rank 0's process through which the ranks of a job find and watch each other.
+
+Who proves the job's secret (`door`) becomes a member. What members can ask for is in `groups`.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from . import lifetime
+from .auth import Service
+from .door import Door, Fetch, choose_wait
+from .errors import CommunicationError
+from .groups import Groups
+from .sockets import receive, spell_error
+from .wire import FrameReader, Op, Status, header, pack
+
+log = logging.getLogger("hetcoll.store")
+
+_MAX_UNSENT = 256 << 20  # bytes queued for a member that does not read
+_FAREWELL = 1.0  # seconds that the last messages may take
+
+_hosted: dict[bytes, StoreServer] = {}
+
+
+def hosted_here(job_id: bytes) -> bool:
+    """Whether the store of this job lives in this process."""
+    return job_id in _hosted
+
+
+class Connection:
+    """A member's socket and what is to be sent over it. A `groups.Member`."""
+
+    def __init__(self, sock: socket.socket, name: str, dirty: set[Connection]) -> None:
+        self.sock, self.name = sock, name
+        self.ranks: dict[bytes, int] = {}
+        self.reader = FrameReader()
+        self.queue: deque[memoryview] = deque()
+        self.unsent = 0
+        self._dirty = dirty
+
+    def send(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK) -> None:
+        """Queue one frame; the server flushes the queues before it sleeps."""
+        for part in (header(op, body, request, status), body):
+            if part:
+                self.queue.append(memoryview(part))
+                self.unsent += len(part)
+        self._dirty.add(self)
+
+    def flush(self) -> None:
+        """Send what the socket takes now."""
+        while self.queue:
+            try:
+                sent = self.sock.sendmsg(list(islice(self.queue, 64)), (), socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            self.unsent -= sent
+            while sent:
+                head = self.queue.popleft()
+                if sent < len(head):
+                    self.queue.appendleft(head[sent:])
+                sent -= min(sent, len(head))
+
+
+class StoreServer:
+    """Serves a job over `listeners` (bound, listening; it owns them) until `close`.
+
+    `context` is the 32 bytes by which probes recognise the store: the job's id, 16 bytes, and the key of its launch.
+    `unique_id` is what FETCH hands out: to processes of this user over a Unix listener, and with `open_fetch` to
+    whoever asks for this job.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        secret: bytes,
+        context: bytes,
+        unique_id: bytes = b"",
+        *,
+        open_fetch: bool = False,
+    ) -> None:
+        self._job_id = context[:16]
+        self._groups = Groups()
+        self._connections: dict[int, Connection] = {}
+        self._dirty: set[Connection] = set()  # have something queued since the last flush
+        self._closing = False
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._wake_read.recv(64))
+        body = pack([unique_id])
+        fetch = Fetch(header(Op.REPLY, body) + body, open_fetch)
+        self._door = Door(self._selector, listeners, secret, Service.STORE, context, self._admit, fetch)
+        self._thread = threading.Thread(target=self._run, name="hetcoll-store", daemon=True)
+        _hosted[self._job_id] = self
+        lifetime.watch(self)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell the members that the store ends, and end it. Takes a few seconds at most; more than once is fine."""
+        lifetime.forget(self)
+        _hosted.pop(self._job_id, None)
+        if not self._closing:
+            self._closing = True
+            self._wake_write.send(b"\0")
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
+            self._thread.join(_FAREWELL + 5)
+
+    def abandon(self) -> None:
+        """In a forked child: close the inherited descriptors."""
+        self._closing = True
+        _hosted.pop(self._job_id, None)
+        self._selector.close()  # never unregister: the epoll set is shared with the parent
+        self._door.abandon()
+        for sock in (self._wake_read, self._wake_write, *(each.sock for each in list(self._connections.values()))):
+            sock.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn(choose_wait(self._groups.tick(), self._door.prepare()))
+            self._say_farewell()
+        finally:
+            self._door.close()
+            for connection in list(self._connections.values()):
+                connection.sock.close()
+            self._selector.close()
+            self._wake_read.close()
+            self._wake_write.close()
+
+    def _turn(self, wait: float | None) -> None:
+        """Send what is queued, sleep, and serve what came."""
+        while self._dirty:  # a lost connection makes others dirty
+            connection = self._dirty.pop()
+            self._guarded(connection, self._flush)
+        for key, events in self._selector.select(wait):
+            if not isinstance(key.data, Connection):
+                key.data(key)
+                continue
+            if events & selectors.EVENT_WRITE:
+                self._guarded(key.data, self._flush)
+            if events & selectors.EVENT_READ:
+                self._guarded(key.data, self._read)
+
+    def _admit(self, sock: socket.socket, name: str, context: bytes) -> None:
+        connection = Connection(sock, name, self._dirty)
+        self._connections[sock.fileno()] = connection
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _guarded(self, connection: Connection, action: Callable[[Connection], None]) -> None:
+        """`action`, whose failure costs this connection and no other."""
+        if self._connections.get(connection.sock.fileno()) is not connection:
+            return  # closed by an earlier event of the same round
+        try:
+            action(connection)
+        except (OSError, CommunicationError) as error:
+            self._disconnect(connection, spell_error(error))
+        except Exception as error:
+            log.exception("serving %s", connection.name)
+            self._disconnect(connection, f"the store failed: {error!r}")
+
+    def _read(self, connection: Connection) -> None:
+        data = receive(connection.sock)
+        if data == b"":
+            raise ConnectionResetError("its process died: the connection ended without a goodbye")
+        for frame in connection.reader.feed(data or b""):
+            if frame.op == Op.BYE:
+                self._disconnect(connection, "")
+                return
+            self._groups.handle(connection, frame)
+
+    def _flush(self, connection: Connection) -> None:
+        connection.flush()
+        if connection.unsent > _MAX_UNSENT:
+            raise ConnectionResetError(f"it left {connection.unsent} bytes unread")
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.queue else 0)
+        if self._selector.get_key(connection.sock).events != events:
+            self._selector.modify(connection.sock, events, connection)
+
+    def _disconnect(self, connection: Connection, reason: str) -> None:
+        """Close a connection and tell its groups. An empty reason is a goodbye."""
+        del self._connections[connection.sock.fileno()]
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+        log.debug("%s is gone: %s", connection.name, reason or "goodbye")
+        self._groups.drop(connection, reason)
+
+    def _say_farewell(self) -> None:
+        self._door.close()
+        for connection in self._connections.values():
+            connection.send(Op.CLOSING, b"")
+        deadline = time.monotonic() + _FAREWELL
+        self._turn(0.0)
+        while any(each.queue for each in self._connections.values()) and time.monotonic() < deadline:
+            self._turn(0.05)

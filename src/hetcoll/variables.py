@@ -1,0 +1,132 @@
+"""How the text of an environment variable becomes a value. Pure functions; `env.py` is what reads the environment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .errors import ArgumentError
+
+Environ = Mapping[str, str]
+T = TypeVar("T")
+
+_SUFFIX = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def read(environ: Environ, name: str, wanted: str, parse: Callable[[str], T], default: T) -> T:
+    """The variable `name` of `environ`, parsed; `default` when it is unset or blank.
+
+    `parse` raises ValueError or KeyError for what it cannot read, which becomes an ArgumentError that says what was
+    `wanted` and what came.
+    """
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        return parse(text)
+    except (ValueError, KeyError) as error:
+        raise ArgumentError(f"{name}: wanted {wanted}, got {text!r}") from error
+
+
+def auto(parse: Callable[[str], T]) -> Callable[[str], T | None]:
+    """The parser that also takes ``auto``, which is `None`: the library chooses."""
+    return lambda text: None if text.lower() == "auto" else parse(text)
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """A parser of whole numbers from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        value = int(text, 10)
+        if not low <= value <= high:
+            raise ValueError(text)
+        return value
+
+    return parse
+
+
+def choice(*choices: str) -> Callable[[str], str]:
+    """A parser of one word out of `choices`, in any case."""
+
+    def parse(text: str) -> str:
+        if text.lower() not in choices:
+            raise ValueError(text)
+        return text.lower()
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    """A finite time above 0."""
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(text)
+    return value
+
+
+def nbytes(text: str) -> int:
+    """A size above 0: ``4194304``, ``4096K``, ``4M``, ``4MiB``."""
+    digits = text.upper().removesuffix("B").removesuffix("I")
+    suffix = digits[-1:] if digits[-1:].isalpha() else ""
+    value = int(digits.removesuffix(suffix), 10) * _SUFFIX[suffix]
+    if value <= 0:
+        raise ValueError(text)
+    return value
+
+
+def flag(text: str) -> bool:
+    """0 or 1, and the usual words for them."""
+    return _FLAGS[text.lower()]
+
+
+def endpoint(text: str) -> tuple[str, int]:
+    """``host:port`` or ``[IPv6 address]:port``."""
+    host, _, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(text)
+    if not host:
+        raise ValueError(text)
+    return host, whole(1, 65535)(port)
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceFilter:
+    """Which network interfaces to use, in NCCL's syntax: a list of prefixes; ``^`` leaves out, ``=`` means whole names.
+
+    Examples
+    --------
+    >>> InterfaceFilter.parse("^docker,lo").allows("docker0")
+    False
+    >>> InterfaceFilter.parse("=eth0").allows("eth01")
+    False
+    """
+
+    names: tuple[str, ...] = ()
+    exclude: bool = False
+    exact: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> InterfaceFilter:
+        exclude = text.startswith("^")
+        rest = text[1:] if exclude else text
+        exact = rest.startswith("=")
+        rest = rest[1:] if exact else rest
+        names = tuple(name.strip() for name in rest.split(",") if name.strip())
+        if not names:
+            raise ValueError(text)
+        return cls(names, exclude, exact)
+
+    def allows(self, name: str) -> bool:
+        """Whether the interface `name` may be used. The empty filter allows all."""
+        if not self.names:
+            return True
+        found = name in self.names if self.exact else name.startswith(self.names)
+        return found != self.exclude
+
+    def __str__(self) -> str:
+        return ("^" if self.exclude else "") + ("=" if self.exact else "") + ",".join(self.names)
