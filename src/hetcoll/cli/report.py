@@ -91,7 +91,7 @@ def header(env: Mapping[str, Any], plans: Iterable[PlanLine], notes: Iterable[st
         f"# host {hosts}: {env['cpu']}, {env['cpus']} CPUs here",
         f"# {env['ranks']} ranks on {len(env['hosts'])} host(s), device {env['device']}, transport {env['transport']}",
         *(f"# plan {line}" for line in plan_lines(plans)),
-        "# time: mean over the timed calls on the slowest rank (nccl-tests averages over ranks); p50, p99: that rank's.",
+        "# time: mean over the timed calls on the slowest rank (nccl-tests averages over ranks); p50, p99: its own.",
         "#       Calls under 10 us are timed in batches of 10. Every element of every buffer is verified.",
     ]
     return lines + [f"# {note}" for note in notes]
@@ -145,7 +145,8 @@ class Table:
         """One line: the out-of-place and in-place measurements of one size, either of which may be missing."""
         first = rows[0]
         by_place = {row.place: row for row in rows}
-        text = f"{first.nbytes:>12}  {first.count:>12}  {first.dtype:>{self._type_width}}  {first.redop:>6}  {first.root:>6}"
+        text = f"{first.nbytes:>12}  {first.count:>12}  {first.dtype:>{self._type_width}}"
+        text += f"  {first.redop:>6}  {first.root:>6}"
         for place in ("out", "in"):
             row = by_place.get(place)
             cells = ("N/A",) * 4 if row is None else (_time(row.time_us), f"{row.algbw_gbs:.2f}",

@@ -1,0 +1,195 @@
+"""The benchmark against peers: from the ranks' files to tables, the limits' probe, and the worker over hetcoll."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import libraries  # noqa: E402
+import peers  # noqa: E402
+import results  # noqa: E402
+import worker  # noqa: E402
+
+LIMITS = {
+    "memcpy_gbs": {"65536": {"one": 40.0, "both": 32.0}, "1048576": {"one": 20.0, "both": 10.0}},
+    "add_gbs": {"65536": {"one": 30.0, "both": 16.0}, "1048576": {"one": 20.0, "both": 5.0}},
+    "loopback_gbs": {"one_way": 5.0, "each_way": 2.5},
+    "loopback_latency_us": 5.0,
+    "flag_us": 0.05,
+}
+
+
+def point(name: str, median: float, nbytes: int = 8, transport: str = "shm", wrong: int = 0) -> results.Point:
+    return results.Point(name, "1", transport, 2, "allreduce", nbytes, median, wrong)
+
+
+def write_ranks(folder: Path, medians: list[list[float]]) -> Path:
+    for rank, row in enumerate(medians):
+        rows = [{"op": "allreduce", "nbytes": 8 << i, "median_us": m, "wrong": rank} for i, m in enumerate(row)]
+        (folder / f"x.{rank}.json").write_text(json.dumps({"version": "9", "rows": rows}))
+    return folder / "x"
+
+
+def test_a_point_is_the_slowest_ranks_and_everyones_errors(tmp_path: Path) -> None:
+    points = results.read_launch(write_ranks(tmp_path, [[1.0, 5.0], [2.0, 4.0]]), "MPICH", "tcp", 2)
+    assert [(p.nbytes, p.median_us, p.wrong, p.version) for p in points] == [(8, 2.0, 1, "9"), (16, 5.0, 1, "9")]
+
+
+def test_a_launch_without_all_ranks_results_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rank 2 of 3 wrote no results"):
+        results.read_launch(write_ranks(tmp_path, [[1.0], [2.0]]), "MPICH", "tcp", 3)
+
+
+def test_the_ratio_is_to_the_best_round_of_the_best_peer() -> None:
+    points = [point("hetcoll", us) for us in (0.5, 0.4, 0.9)]
+    points += [point("MPICH", us) for us in (1.0, 0.8, 3.0)] + [point("Gloo", us) for us in (0.9, 0.9, 0.9)]
+    (line,) = results.summarise(points, LIMITS)
+    assert (line.best_us, line.mid_us) == (0.4, 0.5)
+    assert line.peers == {"MPICH": (0.8, 1.0), "Gloo": (0.9, 0.9)}
+    assert line.best_peer == "MPICH"
+    assert line.ratio == pytest.approx(2.0)
+    assert line.ratio_mid == pytest.approx(0.9 / 0.5)
+
+
+def test_without_us_there_is_no_line_and_without_peers_no_ratio() -> None:
+    assert results.summarise([point("MPICH", 1.0)], LIMITS) == []
+    (line,) = results.summarise([point("hetcoll", 1.0)], LIMITS)
+    assert (line.ratio, line.best_peer) == (0.0, "")
+
+
+def test_limits_follow_the_model() -> None:
+    mib = 1 << 20
+    shm = results.limit_us(LIMITS, "allreduce", "shm", 2, mib)
+    assert shm == pytest.approx(0.05 + mib / 2 / 10e3 + mib / 2 / 5e3)  # half is copied, half is added
+    assert results.limit_us(LIMITS, "allgather", "shm", 2, 4096) == pytest.approx(0.05 + 4096 / 32e3)
+    assert results.limit_us(LIMITS, "allreduce", "tcp", 2, mib) == pytest.approx(5.0 + mib / 2.5e3)
+    assert results.limit_us(LIMITS, "allgather", "tcp", 2, mib) == pytest.approx(5.0 + mib / 2 / 2.5e3)
+    assert results.limit_us(LIMITS, "broadcast", "tcp", 2, mib) == pytest.approx(5.0 + mib / 5e3)
+    assert results.limit_us(LIMITS, "allreduce", "shm", 4, mib) == 0.0
+
+
+def test_the_best_limits_are_the_largest_rates_and_the_smallest_times() -> None:
+    other = json.loads(json.dumps(LIMITS))
+    other["flag_us"], other["loopback_gbs"]["one_way"], other["add_gbs"]["65536"]["both"] = 0.04, 6.0, 3.0
+    best = results.best_limits([LIMITS, other])
+    assert (best["flag_us"], best["loopback_gbs"]["one_way"], best["add_gbs"]["65536"]["both"]) == (0.04, 6.0, 16.0)
+
+
+def test_markdown_has_a_table_for_each_transport() -> None:
+    points = [point(name, us, transport=t) for t in ("shm", "tcp") for name, us in (("hetcoll", 0.5), ("Gloo", 100.0))]
+    text = results.markdown(results.summarise(points, LIMITS))
+    assert "### 2 ranks, shm" in text
+    assert "### 2 ranks, tcp" in text
+    assert "| allreduce | 8 B | 0.5 | 100 | Gloo | 200.00 | 10 % |" in text
+
+
+def test_text_between_marks_is_replaced_and_nothing_else() -> None:
+    begin, end = results.MARK.format(which="sweep begins: output"), results.MARK.format(which="sweep ends: output")
+    page = f"before\n{begin}\nold\n{end}\nafter\n"
+    once = results.replace_between_marks(page, "sweep", "new")
+    assert once == f"before\n{begin}\nnew\n{end}\nafter\n"
+    assert results.replace_between_marks(once, "sweep", "new") == once
+    with pytest.raises(ValueError, match="found none of them"):
+        results.replace_between_marks("no marks", "sweep", "new")
+
+
+def test_every_transport_has_us_and_every_peer() -> None:
+    for transport in libraries.TRANSPORTS:
+        names = {variant.name for variant in libraries.VARIANTS if transport in variant.transports}
+        assert names >= {"hetcoll", "Gloo", "Open MPI", "MPICH", "Intel MPI"}
+    assert all(v.environment in libraries.ENVIRONMENTS for v in libraries.VARIANTS if v.environment)
+
+
+def test_a_hanging_launch_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    script = f"""
+import pathlib, subprocess, sys
+process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({str(child)!r}).write_text(str(process.pid))
+process.wait()
+"""
+    with pytest.raises(subprocess.TimeoutExpired):
+        libraries.run_group([sys.executable, "-c", script], {}, 2.0)
+    stat = Path(f"/proc/{child.read_text()}/stat")
+    deadline = time.monotonic() + 10
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":  # init has yet to bury it
+        assert time.monotonic() < deadline, "the launched process's own child still runs"
+        time.sleep(0.01)
+
+
+def test_the_reason_of_a_failed_launch_is_what_it_said() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        libraries.run_group([sys.executable, "-c", "import sys; sys.exit('no such fabric')"], {}, 30.0)
+    assert peers.reason(caught.value) == "exit status 1: no such fabric"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_limits_probe_measures(tmp_path: Path) -> None:
+    probe = peers.build_limits(tmp_path)
+    limits = json.loads(libraries.run_group([str(probe)], {}, 100.0))
+    rates = [r for key in ("memcpy_gbs", "add_gbs") for sizes in limits[key].values() for r in sizes.values()]
+    assert len(rates) == 20
+    assert all(0.05 < rate < 2000 for rate in [*rates, *limits["loopback_gbs"].values()])
+    assert 0 < limits["flag_us"] < 10000
+    assert results.limit_us(limits, "allreduce", "shm", 2, 1 << 20) > 0
+
+
+class Alone:
+    """A library with one rank, for the worker's loop. `spoil` breaks one element of every result."""
+
+    rank, size, version = 0, 1, "0"
+
+    def __init__(self, spoil: bool = False) -> None:
+        self.spoil = spoil
+
+    def barrier(self) -> None:
+        pass
+
+    def bind(self, op: str, send: np.ndarray, recv: np.ndarray) -> worker.Call:
+        def call() -> None:
+            if op != "broadcast":
+                recv[:] = send
+            recv[recv.size // 2] += self.spoil
+
+        return call
+
+
+@pytest.mark.parametrize("op", worker.OPS)
+@pytest.mark.parametrize("nbytes", [8, 4096, 1 << 20])
+def test_the_worker_verifies_what_it_times(op: str, nbytes: int) -> None:
+    row = worker.measure(Alone(), worker.Case(Alone(), op, nbytes, False), 2000.0)
+    assert (row["op"], row["nbytes"], row["wrong"]) == (op, nbytes, 0)
+    assert row["samples"] >= worker.FEWEST_SAMPLES
+    assert 0 < row["best_us"] <= row["median_us"]
+    assert worker.measure(Alone(True), worker.Case(Alone(True), op, nbytes, False), 2000.0)["wrong"] == 2
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("op", worker.OPS)
+def test_the_worker_knows_what_every_rank_must_get(op: str, size: int) -> None:
+    nothing = {"bind": lambda *_: None}
+    ranks = [worker.Case(SimpleNamespace(rank=r, size=size, **nothing), op, 12 * 1000, False) for r in range(size)]
+    for case in ranks:
+        case.fill(3)
+    total = sum(case.send for case in ranks)
+    for case in ranks:
+        mine = slice(case.rank * case.part, (case.rank + 1) * case.part)
+        if op in ("allreduce", "reduce_scatter"):
+            right = total if op == "allreduce" else total[mine]
+        elif op in ("allgather", "alltoall"):
+            right = np.concatenate([other.send if op == "allgather" else other.send[mine] for other in ranks])
+        else:
+            right = ranks[0].recv if op == "broadcast" else ranks[case.rank - 1].send
+        case.recv[:] = right
+    assert [case.wrong(3) for case in ranks] == [0] * size
