@@ -230,7 +230,7 @@ def test_jobs_leave_out_what_a_type_has_not() -> None:
     with pytest.raises(SystemExit, match="from 0 to 1"):
         perf.expand(arguments("broadcast", "-r", "2"), 2)
     with pytest.raises(SystemExit, match="nothing to measure"):
-        perf.expand(arguments("alltoall", "--inplace"), 2)
+        perf.expand(arguments("sendrecv", "--inplace"), 2)
 
 
 # The patterns -------------------------------------------------------------------------------------------------------
@@ -428,19 +428,19 @@ def test_a_whole_run_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_p
     lines = [line.split() for line in out.splitlines() if not line.startswith("#")]
     assert [line[0] for line in lines] == ["8", "512", "32768", "8", "512", "32768", "0"]
     assert lines[0][1:5] == ["4", "float16", "sum", "-1"]
-    assert lines[3][9:13] == ["N/A"] * 4  # all-to-all has no in-place form
+    assert lines[6][9:13] == ["N/A"] * 4  # a barrier has no in-place form
     assert len(lines[0]) == 17
 
     document = json.loads(json_file.read_text())
     assert document["schema"] == 1
     assert document["env"]["hetcoll"] == "0.0.test"
-    assert [list(row) for row in document["rows"]] == [ROW_KEYS] * 10
+    assert [list(row) for row in document["rows"]] == [ROW_KEYS] * 13
     first = document["rows"][0]
     assert (first["op"], first["ranks"], first["nbytes"], first["count"]) == ("allreduce", 2, 8, 4)
     assert (first["dtype"], first["place"], first["wrong"], first["device"]) == ("float16", "out", 0, "host")
     assert first["busbw_gbs"] == pytest.approx(first["nbytes"] / first["time_us"] / 1e3)
     assert csv_file.read_text().splitlines()[0] == ",".join(ROW_KEYS)
-    assert len(csv_file.read_text().splitlines()) == 11
+    assert len(csv_file.read_text().splitlines()) == 14
 
 
 def test_a_wrong_element_makes_the_status_non_zero_on_every_rank(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,9 +21,9 @@ OPS = (
 REDUCING = frozenset({"allreduce", "reduce_scatter", "reduce", "reduce_scatterv"})
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 ONLY_IN_PLACE = frozenset({"broadcast"})
-ONLY_OUT_OF_PLACE = frozenset({"alltoall", "alltoallv", "sendrecv", "barrier"})
+ONLY_OUT_OF_PLACE = frozenset({"alltoallv", "sendrecv", "barrier"})
 # In place these overwrite their own input, so a repeated call starts from other values.
-CONSUMES_INPUT = REDUCING
+CONSUMES_INPUT = REDUCING | {"alltoall"}
 
 GUARD = 64  # bytes before and after every buffer, which nobody may touch
 ALIGN = 4096

@@ -255,7 +255,7 @@ def _one(
     algbw, busbw = bandwidths(job.op, comm.size, case.nbytes, timing.mean_us)
     return Row(
         job.op, args.device, plan.transport, plan.algorithm, comm.size, case.nbytes, case.shape.count,
-        "" if job.op == "barrier" else job.dtype.label, "none" if job.redop is None else job.redop.label,
+        "none" if job.op == "barrier" else job.dtype.label, "none" if job.redop is None else job.redop.label,
         job.root if job.op in ROOTED else -1, place, timing.mean_us, timing.p50_us, timing.p99_us, algbw, busbw, wrong,
     )  # fmt: skip
 
