@@ -2,7 +2,11 @@
 //
 // Everything has internal linkage: this file is compiled once per instruction set, and a shared inline function would
 // let the linker hand AVX-512 code to a processor that lacks it. For the same reason nothing of <bit> or <algorithm> is
-// called. The arithmetic is written without branches, on U and F that may be scalars or vectors of 32-bit lanes.
+// called.
+//
+// The functions are free of branches and work on U and F: uint32_t and float, or vectors of them. A code sits in the
+// highest bits of its U; Decode ignores the bits below, Encode leaves zeros there. No float32 subnormal comes up on the
+// way, so that a processor set to flush them gives the same results (bfloat16 has float32's own subnormals).
 #pragma once
 
 #include <cstdint>
@@ -11,7 +15,7 @@ namespace hetcoll {
 namespace {
 
 template <class To, class From>
-inline To BitCast(From x) {
+inline __attribute__((always_inline)) To BitCast(From x) {
   return __builtin_bit_cast(To, x);
 }
 
@@ -22,89 +26,80 @@ enum class Specials {
   kFnuz,  // no infinity, no negative zero, whose code is the only NaN; overflow gives NaN
 };
 
-// A format of 1 sign bit, `kExponent` bits and `kMantissa` bits, held in the low bits of a wider lane.
-// Overflow and NaN are as in ml_dtypes' conversion from float32.
+// A format of 1 sign bit, `kExponent` bits and `kMantissa` bits. Overflow and NaN are as in ml_dtypes' conversion from
+// float32.
 template <class StorageT, int kExponent, int kMantissa, int kBias, Specials kSpecials>
 struct SmallFloat {
   using Storage = StorageT;
-  static constexpr std::uint32_t kSign = 1u << (kExponent + kMantissa);
-  static constexpr std::uint32_t kMagnitude = kSign - 1;
+  static constexpr int kBits = 1 + kExponent + kMantissa;
+  static constexpr std::uint32_t kMagnitude = (1u << (kBits - 1)) - 1;
   static constexpr std::uint32_t kInfinity = kMagnitude >> kMantissa << kMantissa;  // kIeee only
-  static constexpr std::uint32_t kNan = kSpecials == Specials::kIeee ? kInfinity | 1u << (kMantissa - 1)
-                                        : kSpecials == Specials::kFn ? kMagnitude
-                                                                     : kSign;
-  static constexpr std::uint32_t kLargest = kSpecials == Specials::kIeee ? kInfinity - 1
-                                            : kSpecials == Specials::kFn ? kMagnitude - 1
-                                                                         : kMagnitude;
-  static constexpr std::uint32_t kOverflow = kSpecials == Specials::kIeee ? kInfinity : kNan;
-
-  static bool IsNan(std::uint32_t x) {
-    if constexpr (kSpecials == Specials::kFnuz) return x == kNan;
-    return (x & kMagnitude) > (kSpecials == Specials::kIeee ? kInfinity : kLargest);
-  }
+  static constexpr std::uint32_t kTop = kSpecials == Specials::kIeee ? kInfinity
+                                        : kSpecials == Specials::kFn ? kMagnitude - 1
+                                                                     : kMagnitude;  // the highest that is no NaN
+  static constexpr std::uint32_t kNan = kSpecials == Specials::kIeee ? kInfinity | 1u << (kMantissa - 1) : kTop + 1;
 
   template <class U, class F>
-  static F Decode(U x) {
-    constexpr int kShift = 23 - kMantissa;
-    constexpr std::uint32_t kOne = 1u << 23;                                    // one step of a float32's exponent
-    constexpr std::uint32_t kRebias = static_cast<std::uint32_t>(127 - kBias);  // between the two exponents
-    const U magnitude = (x & kMagnitude) << kShift;
-    // A subnormal m * 2^(1 - bias) is (1 + m) * 2^(1 - bias) less its leading one: no float32 subnormal comes up.
-    constexpr std::uint32_t kLowest = (kRebias + 1) << 23;
-    const U normal = magnitude + (kRebias << 23);
+  static inline __attribute__((always_inline)) F Decode(U x) {
+    constexpr std::uint32_t kLowest = (128u - kBias) << 23;  // the smallest normal number
+    const U magnitude = (x >> (8 - kExponent)) & (kMagnitude << kDropped);
+    // A subnormal m * 2^(1 - bias) is (1 + m) * 2^(1 - bias) less its leading one.
+    const U normal = magnitude + ((127u - kBias) << 23);
     const U subnormal = BitCast<U>(BitCast<F>(magnitude + kLowest) - BitCast<float>(kLowest));
-    U bits = magnitude < kOne ? subnormal : normal;
+    U bits = magnitude < (1u << 23) ? subnormal : normal;
     if constexpr (kSpecials == Specials::kIeee) {
-      bits = magnitude >= (kInfinity << kShift) ? magnitude | 0x7f800000u : bits;
+      bits = magnitude >= (kInfinity << kDropped) ? magnitude | 0x7f800000u : bits;
     } else if constexpr (kSpecials == Specials::kFn) {
-      bits = magnitude == (kNan << kShift) ? magnitude | 0x7fc00000u : bits;
+      bits = magnitude == (kNan << kDropped) ? magnitude | 0x7fc00000u : bits;
     } else {
-      bits = x == kNan ? (magnitude | 0x7fc00000u) : bits;
+      bits = (x >> (32 - kBits)) == kNan ? magnitude | 0x7fc00000u : bits;
     }
-    const U sign = (x & kSign) << (31 - kExponent - kMantissa);
-    return BitCast<F>(bits | sign);
+    return BitCast<F>(bits | (x & 0x80000000u));
   }
 
   template <class U, class F>
-  static U Encode(F value) {
-    constexpr int kShift = 23 - kMantissa;
+  static inline __attribute__((always_inline)) U Encode(F value) {
+    // The code after the largest finite one is infinity (kIeee) or NaN (the others). Whatever is larger than the number
+    // it would stand for overflows as that does.
+    constexpr std::uint32_t kOverflow = kSpecials == Specials::kIeee ? kInfinity : kNan;
+    constexpr std::uint32_t kBeyond = (kOverflow << kDropped) + ((127u - kBias) << 23);
+    constexpr std::uint32_t kLowest = (128u - kBias) << 23;
     const U x = BitCast<U>(value);
-    const U magnitude = x & 0x7fffffffu;
-    // The last place that stays is rounded by adding just under half of it, and a little more where it is odd; a carry
-    // runs into the exponent, as it should.
-    constexpr std::uint32_t kHalf = (1u << (kShift - 1)) - 1u - (static_cast<std::uint32_t>(127 - kBias) << 23);
-    const U normal = (magnitude + kHalf + ((magnitude >> kShift) & 1u)) >> kShift;
-    // Below the smallest normal number, adding 2^23 smallest subnormals makes the addition itself round.
-    constexpr std::uint32_t kMagic = static_cast<std::uint32_t>(127 + 23 + 1 - kBias - kMantissa) << 23;
-    const U subnormal = BitCast<U>(BitCast<F>(magnitude) + BitCast<float>(kMagic)) - kMagic;
-    constexpr std::uint32_t kSmallestNormal = static_cast<std::uint32_t>(128 - kBias) << 23;
-    U code = magnitude < kSmallestNormal ? subnormal : normal;
-    code = code > kLargest ? code - code + kOverflow : code;
-    code = magnitude > 0x7f800000u ? code - code + kNan : code;
-    const U sign = (x >> (31 - kExponent - kMantissa)) & kSign;
-    if constexpr (kSpecials == Specials::kFnuz) return code == 0u ? code : code | sign;
-    return code | sign;
+    const U finite = x & 0x7fffffffu;
+    const U magnitude = finite < kBeyond ? finite : U{} + kBeyond;
+    // Adding a power of two whose last place is that of the result makes the addition round.
+    const U exponent = magnitude & 0x7f800000u;
+    const U place = exponent > kLowest ? exponent : U{} + kLowest;
+    const U power = place + (static_cast<std::uint32_t>(kDropped) << 23);
+    const U significand = BitCast<U>(BitCast<F>(magnitude) + BitCast<F>(power)) - power;
+    U code = significand + (place >> kDropped) - (kLowest >> kDropped);
+    if constexpr (kSpecials == Specials::kIeee) code = finite > 0x7f800000u ? U{} + kNan : code;
+    const U sign = x & 0x80000000u;
+    if constexpr (kSpecials == Specials::kFnuz) return code == 0u ? code : (code << (32 - kBits)) | sign;
+    return (code << (32 - kBits)) | sign;
   }
+
+ private:
+  static constexpr int kDropped = 23 - kMantissa;  // bits of a float32's significand that the format lacks
 };
 
-// bfloat16 is float32's upper half: its exponent needs no care, its subnormals are float32's.
+// bfloat16 is float32's upper half.
 struct Bfloat16 {
   using Storage = std::uint16_t;
-  static constexpr std::uint32_t kSign = 0x8000, kMagnitude = 0x7fff, kInfinity = 0x7f80, kNan = 0x7fc0;
-
-  static bool IsNan(std::uint32_t x) { return (x & kMagnitude) > kInfinity; }
+  static constexpr std::uint32_t kMagnitude = 0x7fff, kTop = 0x7f80, kNan = 0x7fc0;
 
   template <class U, class F>
-  static F Decode(U x) {
-    return BitCast<F>(x << 16);
+  static inline __attribute__((always_inline)) F Decode(U x) {
+    return BitCast<F>(x & 0xffff0000u);
   }
 
   template <class U, class F>
-  static U Encode(F value) {
+  static inline __attribute__((always_inline)) U Encode(F value) {
     const U x = BitCast<U>(value);
-    const U rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
-    const U nan = (x >> 16) | 0x40u;
-    return (x & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
+    // Just under half of the last place that stays, and a little more where it is odd.
+    const U rounded = x + 0x7fffu + ((x >> 16) & 1u);
+    const U result = (x & 0x7fffffffu) > 0x7f800000u ? x | 0x400000u : rounded;
+    return result & 0xffff0000u;
   }
 };
 

@@ -9,7 +9,7 @@ namespace hetcoll {
 
 struct KernelTable {
   Kernels entry[kDTypes][kReduceOps];  // reduce is null where the pair is undefined
-  void (*copy_stream)(void* dst, const void* src, std::size_t nbytes);
+  void (*copy)(char* dst, const char* src, std::size_t nbytes, bool stream);
 };
 
 namespace baseline {

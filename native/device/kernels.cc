@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "device/kernel_table.h"
+#include "device/vectors.h"
 
 namespace hetcoll {
 namespace {
@@ -55,8 +56,10 @@ const Kernels* FindKernels(DType dtype, ReduceOp op) {
 }
 
 void CopyBytes(void* dst, const void* src, std::size_t nbytes, bool stream) {
-  if (stream) return Table().copy_stream(dst, src, nbytes);
-  std::memcpy(dst, src, nbytes);
+  auto* d = static_cast<char*>(dst);
+  const auto* s = static_cast<const char*>(src);
+  if (nbytes <= kSmallCopy) return CopySmall(d, s, nbytes);
+  Table().copy(d, s, nbytes, stream);
 }
 
 const char* KernelIsa() { return Chosen().load(std::memory_order_relaxed)->name; }

@@ -1,6 +1,5 @@
 // The kernels, compiled once per instruction set: kernels_<isa>.cc defines HETCOLL_ISA_NAMESPACE and includes this.
-//
-// Everything but the table and CopyStreaming has internal linkage (floats.h says why).
+// Everything but Table() has internal linkage (floats.h says why).
 
 #include <cstddef>
 #include <cstdint>
@@ -8,436 +7,258 @@
 #include <initializer_list>
 #include <type_traits>
 
-#include "device/floats.h"
 #include "device/kernel_table.h"
-
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
-
-// dst may be a or b, so one element's store may hit the loads of the same element, and of no other.
-#ifdef __clang__
-#define HETCOLL_VECTORIZE _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define HETCOLL_VECTORIZE _Pragma("GCC ivdep")
-#endif
+#include "device/operations.h"
 
 namespace hetcoll::HETCOLL_ISA_NAMESPACE {
 namespace {
 
-// ---- Element-wise operations: Storage, and Apply on two elements ----
+// ---- Reductions ----
 
-// Integers are summed and multiplied unsigned, which wraps; types narrower than int must not be promoted to it.
-template <class T>
-using Wide = decltype(T{} + 0u);
+// Where results go: Put takes whole vectors, PutPart the first bytes of one of 16.
+struct One {
+  char* dst;
 
-template <class T>
-struct Sum {
-  using Storage = T;
-  static T Apply(T a, T b) { return static_cast<T>(Wide<T>{a} + Wide<T>{b}); }
-};
-
-template <class T>
-struct Prod {
-  using Storage = T;
-  static T Apply(T a, T b) { return static_cast<T>(Wide<T>{a} * Wide<T>{b}); }
-};
-
-template <class T>
-struct Max {
-  using Storage = T;
-  static T Apply(T a, T b) { return a > b ? a : b; }
-};
-
-template <class T>
-struct Min {
-  using Storage = T;
-  static T Apply(T a, T b) { return a < b ? a : b; }
-};
-
-template <class T>
-struct LogicalAnd {
-  using Storage = T;
-  static T Apply(T a, T b) { return static_cast<T>((a != 0) & (b != 0)); }
-};
-
-template <class T>
-struct LogicalOr {
-  using Storage = T;
-  static T Apply(T a, T b) { return static_cast<T>((a | b) != 0); }
-};
-
-template <class T>
-struct LogicalXor {
-  using Storage = T;
-  static T Apply(T a, T b) { return static_cast<T>((a != 0) ^ (b != 0)); }
-};
-
-template <class T>
-struct BitAnd {
-  using Storage = T;
-  static T Apply(T a, T b) { return static_cast<T>(a & b); }
-};
-
-template <class T>
-struct BitOr {
-  using Storage = T;
-  static T Apply(T a, T b) { return static_cast<T>(a | b); }
-};
-
-template <class T>
-struct BitXor {
-  using Storage = T;
-  static T Apply(T a, T b) { return static_cast<T>(a ^ b); }
-};
-
-// float and double. Max and min propagate NaN and put -0 below +0, so that the order of the operands never shows.
-template <class T>
-struct FloatSum {
-  using Storage = T;
-  static T Apply(T a, T b) { return a + b; }
-};
-
-template <class T>
-struct FloatProd {
-  using Storage = T;
-  static T Apply(T a, T b) { return a * b; }
-};
-
-template <class T>
-struct BitsOf;
-template <>
-struct BitsOf<float> {
-  using Type = std::uint32_t;
-};
-template <>
-struct BitsOf<double> {
-  using Type = std::uint64_t;
-};
-
-template <class T>
-struct FloatMax {
-  using Storage = T;
-  static T Apply(T a, T b) {
-    using Bits = typename BitsOf<T>::Type;
-    const T larger = a > b ? a : b;
-    const T equal = BitCast<T>(static_cast<Bits>(BitCast<Bits>(a) & BitCast<Bits>(b)));
-    const T ordered = a == b ? equal : larger;
-    return (a != a) | (b != b) ? static_cast<T>(__builtin_nan("")) : ordered;
+  template <class V>
+  HETCOLL_INLINE void Put(std::size_t at, V v) const {
+    Store(dst + at, v);
+  }
+  template <class V>
+  HETCOLL_INLINE void PutPart(V v, std::size_t nbytes) const {
+    StorePart(dst, v, nbytes);
   }
 };
 
-template <class T>
-struct FloatMin {
-  using Storage = T;
-  static T Apply(T a, T b) {
-    using Bits = typename BitsOf<T>::Type;
-    const T smaller = a < b ? a : b;
-    const T equal = BitCast<T>(static_cast<Bits>(BitCast<Bits>(a) | BitCast<Bits>(b)));
-    const T ordered = a == b ? equal : smaller;
-    return (a != a) | (b != b) ? static_cast<T>(__builtin_nan("")) : ordered;
+struct Both {
+  char *dst, *dst2;
+
+  template <class V>
+  HETCOLL_INLINE void Put(std::size_t at, V v) const {
+    Store(dst + at, v);
+    Store(dst2 + at, v);
+  }
+  template <class V>
+  HETCOLL_INLINE void PutPart(V v, std::size_t nbytes) const {
+    StorePart(dst, v, nbytes);
+    StorePart(dst2, v, nbytes);
   }
 };
 
-template <class T>
-struct Complex {
-  T re, im;
-};
-
-template <class T>
-struct ComplexProd {
-  using Storage = Complex<T>;
-  static Storage Apply(Storage a, Storage b) { return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re}; }
-};
-
-// The narrow formats of floats.h: arithmetic in float32, comparisons on the codes.
-template <class Format>
-struct NarrowSum {
-  using Storage = typename Format::Storage;
-  static Storage Apply(Storage a, Storage b) {
-    return static_cast<Storage>(Format::template Encode<std::uint32_t, float>(
-        Format::template Decode<std::uint32_t, float>(a) + Format::template Decode<std::uint32_t, float>(b)));
-  }
-};
-
-template <class Format>
-struct NarrowProd {
-  using Storage = typename Format::Storage;
-  static Storage Apply(Storage a, Storage b) {
-    return static_cast<Storage>(Format::template Encode<std::uint32_t, float>(
-        Format::template Decode<std::uint32_t, float>(a) * Format::template Decode<std::uint32_t, float>(b)));
-  }
-};
-
-template <class Bits>
-struct SignedOf;
-template <>
-struct SignedOf<std::uint8_t> {
-  using Type = std::int8_t;
-};
-template <>
-struct SignedOf<std::uint16_t> {
-  using Type = std::int16_t;
-};
-
-// Sign and magnitude to two's complement order, and back: flips the magnitude of negative codes.
-template <class Bits>
-inline Bits SortKey(Bits x) {
-  using Signed = typename SignedOf<Bits>::Type;
-  constexpr int kTop = 8 * sizeof(Bits) - 1;
-  return static_cast<Bits>(x ^ (static_cast<Bits>(static_cast<Signed>(x) >> kTop) >> 1));
+// At least one vector of kBytes. The last one may overlap the one before it, so it is computed before anything is
+// stored: dst may be a or b.
+template <std::size_t kBytes, class E, class Out>
+HETCOLL_INLINE void Vectors(E op, Out out, const char* a, const char* b, std::size_t nbytes) {
+  using V = Vector<typename E::Element, kBytes>;
+  const std::size_t end = nbytes - kBytes;
+  const V last = op.Apply(Load<V>(a + end), Load<V>(b + end));
+#pragma GCC unroll 2
+  for (std::size_t i = 0; i < end; i += kBytes) out.Put(i, op.Apply(Load<V>(a + i), Load<V>(b + i)));
+  out.Put(end, last);
 }
 
-template <class Format, bool kLargest>
-struct NarrowExtreme {
-  using Storage = typename Format::Storage;
-  static Storage Apply(Storage a, Storage b) {
-    using Signed = typename SignedOf<Storage>::Type;
-    const auto x = static_cast<Signed>(SortKey(a));
-    const auto y = static_cast<Signed>(SortKey(b));
-    const Signed best = kLargest ? (x > y ? x : y) : (x < y ? x : y);
-    const Storage ordered = SortKey(static_cast<Storage>(best));
-    return Format::IsNan(a) | Format::IsNan(b) ? static_cast<Storage>(Format::kNan) : ordered;
+template <class E, class Out>
+HETCOLL_INLINE void Run(E op, Out out, const char* a, const char* b, std::size_t nbytes) {
+  if (nbytes < 16) {
+    using V = Vector<typename E::Element, 16>;
+    out.PutPart(op.Apply(LoadPart<V>(a, nbytes), LoadPart<V>(b, nbytes)), nbytes);
+  } else if (nbytes < E::kStep) {
+    Vectors<16>(op, out, a, b, nbytes);
+  } else {
+    Vectors<E::kStep>(op, out, a, b, nbytes);
+  }
+}
+
+template <class E>
+void Plain(char* dst, const char* a, const char* b, std::size_t nbytes) {
+  Run(E{}, One{dst}, a, b, nbytes);
+}
+
+// ---- Copies, and what goes past the cache ----
+
+// At least kLine bytes. The first and the last line are unaligned and may overlap the aligned ones between them.
+template <bool kStream>
+HETCOLL_INLINE void CopyLines(char* dst, const char* src, std::size_t nbytes) {
+  CopyEnds<kLine>(dst, src, nbytes);
+  std::size_t i = kLine - reinterpret_cast<std::uintptr_t>(dst) % kLine;
+#pragma GCC unroll 4
+  for (; i + kLine < nbytes; i += kLine) {
+#pragma GCC unroll 4
+    for (std::size_t j = 0; j < kLine; j += kWidth) {
+      const auto v = Load<Vector<char, kWidth>>(src + i + j);
+      kStream ? StoreStream(dst + i + j, v) : Store(dst + i + j, v);
+    }
+  }
+}
+
+void Copy(char* dst, const char* src, std::size_t nbytes, bool stream) {
+  if (nbytes <= kSmallCopy) return CopySmall(dst, src, nbytes);
+  if (!stream) return CopyLines<false>(dst, src, nbytes);
+  CopyLines<true>(dst, src, nbytes);
+  StoreFence();
+}
+
+// Below this nothing is gained.
+constexpr std::size_t kStreamBytes = 4096;
+
+template <class E>
+__attribute__((noinline)) void Stream(char* dst, const char* a, const char* b, std::size_t nbytes) {
+  using V = Vector<typename E::Element, E::kStep>;
+  const std::size_t head = -reinterpret_cast<std::uintptr_t>(dst) % kLine;
+  // Elements that straddle cache lines go through the cache.
+  if (head % E::kUnit != 0) return Plain<E>(dst, a, b, nbytes);
+  Plain<E>(dst, a, b, head);
+  const std::size_t end = head + (nbytes - head) / kLine * kLine;
+#pragma GCC unroll 2
+  for (std::size_t i = head; i < end; i += E::kStep) StoreStream(dst + i, E{}.Apply(Load<V>(a + i), Load<V>(b + i)));
+  Plain<E>(dst + end, a + end, b + end, nbytes - end);
+  StoreFence();
+}
+
+// dst2 is stored through the cache, and still there when it is copied to dst, a small block at a time.
+void Stream2(void (*plain)(char*, const char*, const char*, std::size_t), char* dst, char* dst2, const char* a,
+             const char* b, std::size_t nbytes) {
+  constexpr std::size_t kBlock = 1024;
+  for (std::size_t done = 0; done < nbytes; done += kBlock) {
+    const std::size_t n = nbytes - done < kBlock ? nbytes - done : kBlock;
+    plain(dst2 + done, a + done, b + done, n);
+    n <= kSmallCopy ? CopySmall(dst + done, dst2 + done, n) : CopyLines<true>(dst + done, dst2 + done, n);
+  }
+  StoreFence();
+}
+
+// kSize is the size of the caller's elements: E's may be halves of complex numbers, or words of bits.
+template <class E, std::size_t kSize>
+void Reduce(void* dst, const void* a, const void* b, std::size_t count, bool stream) {
+  auto* d = static_cast<char*>(dst);
+  const auto *x = static_cast<const char*>(a), *y = static_cast<const char*>(b);
+  if (stream && count * kSize >= kStreamBytes) return Stream<E>(d, x, y, count * kSize);
+  Plain<E>(d, x, y, count * kSize);
+}
+
+template <class E>
+void Two(char* dst, char* dst2, const char* a, const char* b, std::size_t nbytes) {
+  Run(E{}, Both{dst, dst2}, a, b, nbytes);
+}
+
+template <class E, std::size_t kSize>
+void Reduce2(void* dst, void* dst2, const void* a, const void* b, std::size_t count, bool stream) {
+  auto *d = static_cast<char*>(dst), *d2 = static_cast<char*>(dst2);
+  const auto *x = static_cast<const char*>(a), *y = static_cast<const char*>(b);
+  if (stream && count * kSize >= kStreamBytes) return Stream2(&Plain<E>, d, d2, x, y, count * kSize);
+  Two<E>(d, d2, x, y, count * kSize);
+}
+
+// ---- Division by a small integer ----
+
+template <class T>
+struct Quotient : Operation<T> {
+  T divisor;
+
+  template <class V>
+  HETCOLL_INLINE V Apply(V x, V) const {
+    return x / divisor;
   }
 };
 
 template <class Format>
-using NarrowMax = NarrowExtreme<Format, true>;
-template <class Format>
-using NarrowMin = NarrowExtreme<Format, false>;
+struct NarrowQuotient : InFloat32<Format> {
+  float divisor;
 
-// ---- Loops ----
+  template <class V>
+  HETCOLL_INLINE V Apply(V x, V) const {
+    return InFloat32<Format>::Call([by = divisor](auto value) HETCOLL_LAMBDA { return value / by; }, x);
+  }
+};
 
-// An element at any address, of any declared type.
+template <class E, std::size_t kSize>
+void Scale(void* data, std::size_t count, unsigned divisor) {
+  E op;
+  op.divisor = static_cast<decltype(op.divisor)>(divisor);
+  auto* x = static_cast<char*>(data);
+  Run(op, One{x}, x, x, count * kSize);
+}
+
+// An integer at any address, of any declared type.
 template <class T>
 struct __attribute__((packed, may_alias)) Unaligned {
   T value;
 };
 
-// Element counts below this go one by one: entering a vectorised loop costs more than it saves.
-constexpr std::size_t kShort = 8;
-
-template <class E>
-void Loop(void* dst, const void* a, const void* b, std::size_t count) {
-  using Slot = Unaligned<typename E::Storage>;
-  auto* d = static_cast<Slot*>(dst);
-  const auto* x = static_cast<const Slot*>(a);
-  const auto* y = static_cast<const Slot*>(b);
-  HETCOLL_VECTORIZE
-  for (std::size_t i = 0; i < count; ++i) d[i].value = E::Apply(x[i].value, y[i].value);
-}
-
-template <class E>
-void Loop2(void* dst, void* dst2, const void* a, const void* b, std::size_t count) {
-  using Slot = Unaligned<typename E::Storage>;
-  auto* d = static_cast<Slot*>(dst);
-  auto* e = static_cast<Slot*>(dst2);
-  const auto* x = static_cast<const Slot*>(a);
-  const auto* y = static_cast<const Slot*>(b);
-  HETCOLL_VECTORIZE
-  for (std::size_t i = 0; i < count; ++i) {
-    const auto value = E::Apply(x[i].value, y[i].value);
-    d[i].value = value;
-    e[i].value = value;
-  }
-}
-
-// ---- Streaming: results are made in a block that stays in L1 and leave from there, past the cache ----
-
-constexpr std::size_t kBlockBytes = 4096;
-
-void StreamFence() {
-#ifdef __x86_64__
-  _mm_sfence();
-#endif
-}
-
-// memcpy past the cache; the caller fences.
-void CopyStream(void* dst, const void* src, std::size_t nbytes) {
-#ifdef __x86_64__
-  auto* d = static_cast<char*>(dst);
-  const auto* s = static_cast<const char*>(src);
-  std::size_t head = -reinterpret_cast<std::uintptr_t>(d) & 63;
-  if (head > nbytes) head = nbytes;
-  std::memcpy(d, s, head);
-  d += head, s += head, nbytes -= head;
-  for (; nbytes >= 64; d += 64, s += 64, nbytes -= 64) {
-#if defined(__AVX512F__)
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(d), _mm512_loadu_si512(s));
-#elif defined(__AVX2__)
-    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i_u*>(s));
-    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i_u*>(s + 32));
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(d), low);
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(d + 32), high);
-#else
-    for (int i = 0; i < 64; i += 16) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(d + i), _mm_loadu_si128(reinterpret_cast<const __m128i_u*>(s + i)));
-    }
-#endif
-  }
-  std::memcpy(d, s, nbytes);
-#else
-  std::memcpy(dst, src, nbytes);
-#endif
-}
-
-template <class E>
-void Reduce(void* dst, const void* a, const void* b, std::size_t count, bool stream) {
-  constexpr std::size_t kSize = sizeof(typename E::Storage);
-  if (!stream || count * kSize < kBlockBytes) return Loop<E>(dst, a, b, count);
-  alignas(64) char block[kBlockBytes];
-  for (std::size_t done = 0; done < count;) {
-    const std::size_t n = count - done < kBlockBytes / kSize ? count - done : kBlockBytes / kSize;
-    Loop<E>(block, static_cast<const char*>(a) + done * kSize, static_cast<const char*>(b) + done * kSize, n);
-    CopyStream(static_cast<char*>(dst) + done * kSize, block, n * kSize);
-    done += n;
-  }
-  StreamFence();
-}
-
-template <class E>
-void Reduce2(void* dst, void* dst2, const void* a, const void* b, std::size_t count, bool stream) {
-  constexpr std::size_t kSize = sizeof(typename E::Storage);
-  if (!stream || count * kSize < kBlockBytes) return Loop2<E>(dst, dst2, a, b, count);
-  for (std::size_t done = 0; done < count;) {
-    const std::size_t n = count - done < kBlockBytes / kSize ? count - done : kBlockBytes / kSize;
-    char* block = static_cast<char*>(dst2) + done * kSize;
-    Loop<E>(block, static_cast<const char*>(a) + done * kSize, static_cast<const char*>(b) + done * kSize, n);
-    CopyStream(static_cast<char*>(dst) + done * kSize, block, n * kSize);
-    done += n;
-  }
-  StreamFence();
-}
-
-// Complex numbers are summed by parts, and bits have no width: `kTimes` elements of E for each of the caller's.
-template <class E, std::size_t kTimes>
-void ReduceParts(void* dst, const void* a, const void* b, std::size_t count, bool stream) {
-  Reduce<E>(dst, a, b, count * kTimes, stream);
-}
-template <class E, std::size_t kTimes>
-void Reduce2Parts(void* dst, void* dst2, const void* a, const void* b, std::size_t count, bool stream) {
-  Reduce2<E>(dst, dst2, a, b, count * kTimes, stream);
-}
-
-// ---- Division by a small integer ----
-
 // A quotient of integers below 2^16 (2^32) is truncated right out of a float (double): rounding moves it by less than
 // its distance from the next integer.
 template <class T>
-using Quotient = std::conditional_t<sizeof(T) <= 2, float, double>;
-
-template <class T>
-struct ScaleInt {
-  using Storage = T;
-  using Divisor = Quotient<T>;
-  static T Apply(T x, Divisor divisor) { return static_cast<T>(static_cast<Divisor>(x) / divisor); }
-};
-template <>
-struct ScaleInt<std::int64_t> {
-  using Storage = std::int64_t;
-  using Divisor = std::int64_t;
-  static Storage Apply(Storage x, Divisor divisor) { return x / divisor; }
-};
-template <>
-struct ScaleInt<std::uint64_t> {
-  using Storage = std::uint64_t;
-  using Divisor = std::uint64_t;
-  static Storage Apply(Storage x, Divisor divisor) { return x / divisor; }
-};
-
-template <class T>
-struct ScaleFloat {
-  using Storage = T;
-  using Divisor = T;
-  static T Apply(T x, T divisor) { return x / divisor; }
-};
-
-template <class Format>
-struct ScaleNarrow {
-  using Storage = typename Format::Storage;
-  using Divisor = float;
-  static Storage Apply(Storage x, float divisor) {
-    return static_cast<Storage>(
-        Format::template Encode<std::uint32_t, float>(Format::template Decode<std::uint32_t, float>(x) / divisor));
-  }
-};
-
-template <class E, std::size_t kTimes = 1>
-void Scale(void* data, std::size_t count, unsigned divisor) {
-  auto* x = static_cast<Unaligned<typename E::Storage>*>(data);
-  const auto by = static_cast<typename E::Divisor>(divisor);
-  HETCOLL_VECTORIZE
-  for (std::size_t i = 0; i < count * kTimes; ++i) x[i].value = E::Apply(x[i].value, by);
+void ScaleInt(void* data, std::size_t count, unsigned divisor) {
+  using Divisor = std::conditional_t<sizeof(T) <= 2, float, std::conditional_t<sizeof(T) == 4, double, T>>;
+  const auto by = static_cast<Divisor>(divisor);
+  auto* x = static_cast<Unaligned<T>*>(data);
+  for (std::size_t i = 0; i < count; ++i) x[i].value = static_cast<T>(static_cast<Divisor>(x[i].value) / by);
 }
 
 // ---- The table ----
 
-template <class E, std::size_t kTimes = 1>
+template <class E, std::size_t kSize>
 constexpr Kernels Make(ScaleFn scale) {
-  if constexpr (kTimes == 1) return {&Reduce<E>, &Reduce2<E>, scale};
-  return {&ReduceParts<E, kTimes>, &Reduce2Parts<E, kTimes>, scale};
+  return {&Reduce<E, kSize>, &Reduce2<E, kSize>, scale};
 }
 
 constexpr Kernels& At(KernelTable& table, DType dtype, ReduceOp op) {
   return table.entry[static_cast<int>(dtype)][static_cast<int>(op)];
 }
 
-// T orders and divides; its unsigned counterpart U does the rest, so that both signs share code.
+// T orders and divides; its unsigned counterpart U does the rest: it wraps, and both signs share code.
 template <class T, class U>
 constexpr void AddInt(KernelTable& table, DType dtype) {
-  constexpr ScaleFn kScale = &Scale<ScaleInt<T>>;
-  At(table, dtype, ReduceOp::kSum) = At(table, dtype, ReduceOp::kAvg) = Make<Sum<U>>(kScale);
-  At(table, dtype, ReduceOp::kProd) = Make<Prod<U>>(kScale);
-  At(table, dtype, ReduceOp::kMax) = Make<Max<T>>(kScale);
-  At(table, dtype, ReduceOp::kMin) = Make<Min<T>>(kScale);
-  At(table, dtype, ReduceOp::kLand) = Make<LogicalAnd<U>>(kScale);
-  At(table, dtype, ReduceOp::kLor) = Make<LogicalOr<U>>(kScale);
-  At(table, dtype, ReduceOp::kLxor) = Make<LogicalXor<U>>(kScale);
-  At(table, dtype, ReduceOp::kBand) = Make<BitAnd<std::uint8_t>, sizeof(T)>(kScale);
-  At(table, dtype, ReduceOp::kBor) = Make<BitOr<std::uint8_t>, sizeof(T)>(kScale);
-  At(table, dtype, ReduceOp::kBxor) = Make<BitXor<std::uint8_t>, sizeof(T)>(kScale);
+  constexpr ScaleFn kScale = &ScaleInt<T>;
+  constexpr std::size_t kSize = sizeof(T);
+  At(table, dtype, ReduceOp::kSum) = At(table, dtype, ReduceOp::kAvg) = Make<Sum<U>, kSize>(kScale);
+  At(table, dtype, ReduceOp::kProd) = Make<Prod<U>, kSize>(kScale);
+  At(table, dtype, ReduceOp::kMax) = Make<Max<T>, kSize>(kScale);
+  At(table, dtype, ReduceOp::kMin) = Make<Min<T>, kSize>(kScale);
+  At(table, dtype, ReduceOp::kLand) = Make<LogicalAnd<U>, kSize>(kScale);
+  At(table, dtype, ReduceOp::kLor) = Make<LogicalOr<U>, kSize>(kScale);
+  At(table, dtype, ReduceOp::kLxor) = Make<LogicalXor<U>, kSize>(kScale);
+  At(table, dtype, ReduceOp::kBand) = Make<BitAnd, kSize>(kScale);
+  At(table, dtype, ReduceOp::kBor) = Make<BitOr, kSize>(kScale);
+  At(table, dtype, ReduceOp::kBxor) = Make<BitXor, kSize>(kScale);
 }
 
 template <class T>
 constexpr void AddFloat(KernelTable& table, DType dtype) {
-  constexpr ScaleFn kScale = &Scale<ScaleFloat<T>>;
-  At(table, dtype, ReduceOp::kSum) = At(table, dtype, ReduceOp::kAvg) = Make<FloatSum<T>>(kScale);
-  At(table, dtype, ReduceOp::kProd) = Make<FloatProd<T>>(kScale);
-  At(table, dtype, ReduceOp::kMax) = Make<FloatMax<T>>(kScale);
-  At(table, dtype, ReduceOp::kMin) = Make<FloatMin<T>>(kScale);
+  constexpr ScaleFn kScale = &Scale<Quotient<T>, sizeof(T)>;
+  At(table, dtype, ReduceOp::kSum) = At(table, dtype, ReduceOp::kAvg) = Make<Sum<T>, sizeof(T)>(kScale);
+  At(table, dtype, ReduceOp::kProd) = Make<Prod<T>, sizeof(T)>(kScale);
+  At(table, dtype, ReduceOp::kMax) = Make<FloatExtreme<T, true>, sizeof(T)>(kScale);
+  At(table, dtype, ReduceOp::kMin) = Make<FloatExtreme<T, false>, sizeof(T)>(kScale);
 }
 
 template <class Format>
 constexpr void AddNarrow(KernelTable& table, DType dtype) {
-  constexpr ScaleFn kScale = &Scale<ScaleNarrow<Format>>;
-  At(table, dtype, ReduceOp::kSum) = At(table, dtype, ReduceOp::kAvg) = Make<NarrowSum<Format>>(kScale);
-  At(table, dtype, ReduceOp::kProd) = Make<NarrowProd<Format>>(kScale);
-  At(table, dtype, ReduceOp::kMax) = Make<NarrowMax<Format>>(kScale);
-  At(table, dtype, ReduceOp::kMin) = Make<NarrowMin<Format>>(kScale);
+  constexpr std::size_t kSize = sizeof(typename Format::Storage);
+  constexpr ScaleFn kScale = &Scale<NarrowQuotient<Format>, kSize>;
+  At(table, dtype, ReduceOp::kSum) = At(table, dtype, ReduceOp::kAvg) = Make<NarrowSum<Format>, kSize>(kScale);
+  At(table, dtype, ReduceOp::kProd) = Make<NarrowProd<Format>, kSize>(kScale);
+  At(table, dtype, ReduceOp::kMax) = Make<NarrowExtreme<Format, true>, kSize>(kScale);
+  At(table, dtype, ReduceOp::kMin) = Make<NarrowExtreme<Format, false>, kSize>(kScale);
 }
 
 template <class T>
 constexpr void AddComplex(KernelTable& table, DType dtype) {
-  constexpr ScaleFn kScale = &Scale<ScaleFloat<T>, 2>;
-  At(table, dtype, ReduceOp::kSum) = At(table, dtype, ReduceOp::kAvg) = Make<FloatSum<T>, 2>(kScale);
-  At(table, dtype, ReduceOp::kProd) = Make<ComplexProd<T>>(kScale);
+  constexpr std::size_t kSize = 2 * sizeof(T);
+  constexpr ScaleFn kScale = &Scale<Quotient<T>, kSize>;
+  At(table, dtype, ReduceOp::kSum) = At(table, dtype, ReduceOp::kAvg) = Make<Sum<T>, kSize>(kScale);
+  At(table, dtype, ReduceOp::kProd) = Make<ComplexProd<T>, kSize>(kScale);
 }
 
 constexpr void AddBool(KernelTable& table) {
   for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kLor, ReduceOp::kBor}) {
-    At(table, DType::kBool, op) = Make<LogicalOr<std::uint8_t>>(nullptr);
+    At(table, DType::kBool, op) = Make<LogicalOr<std::uint8_t>, 1>(nullptr);
   }
   for (ReduceOp op : {ReduceOp::kProd, ReduceOp::kMin, ReduceOp::kLand, ReduceOp::kBand}) {
-    At(table, DType::kBool, op) = Make<LogicalAnd<std::uint8_t>>(nullptr);
+    At(table, DType::kBool, op) = Make<LogicalAnd<std::uint8_t>, 1>(nullptr);
   }
   for (ReduceOp op : {ReduceOp::kLxor, ReduceOp::kBxor}) {
-    At(table, DType::kBool, op) = Make<LogicalXor<std::uint8_t>>(nullptr);
+    At(table, DType::kBool, op) = Make<LogicalXor<std::uint8_t>, 1>(nullptr);
   }
-}
-
-void CopyStreamFenced(void* dst, const void* src, std::size_t nbytes) {
-  CopyStream(dst, src, nbytes);
-  StreamFence();
 }
 
 constexpr KernelTable MakeTable() {
@@ -461,7 +282,7 @@ constexpr KernelTable MakeTable() {
   AddComplex<float>(table, DType::kComplex64);
   AddComplex<double>(table, DType::kComplex128);
   AddBool(table);
-  table.copy_stream = &CopyStreamFenced;
+  table.copy = &Copy;
   return table;
 }
 
