@@ -114,19 +114,28 @@ def _units(collective: Collective, size: int, units: int) -> tuple[int, int]:
             return units, units
 
 
+def floor_log2(n: int) -> int:
+    return n.bit_length() - 1
+
+
+def ceil_log2(n: int) -> int:
+    return (n - 1).bit_length()
+
+
 class Reach(Enum):
     """Whom an algorithm talks to: it decides how many ranks of a host share its network card at a time."""
 
-    NEIGHBOURS = "rank - 1 and rank + 1"
+    NEAR = "ranks that are next to each other: few messages leave a host"
     ANYONE = "anyone"
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What an algorithm takes from the busiest rank; bytes are in multiples of the collective's `nbytes`.
+    """What an algorithm takes. Bytes are in multiples of the larger of the collective's two buffers.
 
-    `hops` is the longest chain of messages that wait for each other, `messages` how many one rank sends and receives.
-    The simulator counts the same on the plans themselves; ``tests/test_tuner.py`` holds both equal.
+    `hops` is the longest chain of messages that wait for each other; the rest is about the rank that moves the most:
+    messages sent and received, bytes sent, bytes received, and how many of these are added on arrival. The simulator
+    counts the same on the plans themselves; ``tests/test_tuner.py`` holds these formulas to that.
     """
 
     hops: int

@@ -1,4 +1,4 @@
-"""Binomial trees: ceil(log2 n) hops and messages, for messages whose bytes cost less than their hops.
+"""Binomial trees: about log2 n hops and messages, for messages whose bytes cost less than their hops.
 
 Rank v (counted from the root) is over v + 1, v + 2, v + 4, ... up to its own lowest bit, and so over the interval that
 they cover. Everything runs in one lane: nothing streams, nothing needs a dep. Thakur, Rabenseifner and Gropp (IJHPCA
@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from ..plan import Buf
 from ..types import Collective
-from .base import Cost, Draft, inp, out, register, tmp
+from .base import Cost, Draft, Reach, ceil_log2, floor_log2, inp, out, register, tmp
 
-
-def rounds(n: int) -> int:
-    """ceil(log2 n)."""
-    return (n - 1).bit_length()
+NEAR = Reach.NEAR
 
 
 def _family(p: Draft) -> tuple[int | None, list[int]]:
     """My parent, and my children, nearest first."""
     v = (p.rank - p.root) % p.size
-    low = v & -v if v else 1 << rounds(p.size)
+    low = v & -v if v else 1 << ceil_log2(p.size)
     below = [v + (1 << k) for k in range(low.bit_length() - 1) if v + (1 << k) < p.size]
     parent = (v - low + p.root) % p.size if v else None
     return parent, [(c + p.root) % p.size for c in below]
@@ -34,9 +31,9 @@ def _interval(p: Draft, rank: int) -> list[tuple[int, int]]:
     return [(rank, first), (0, count - first)] if count > first else [(rank, count)]
 
 
-@register(Collective.BROADCAST, "binomial", cost=lambda n: Cost(rounds(n), rounds(n), rounds(n), 1))
+@register(Collective.BROADCAST, "binomial", cost=lambda n: Cost(floor_log2(n), ceil_log2(n), ceil_log2(n), 0, 0, NEAR))
 def broadcast(p: Draft) -> None:
-    """ceil(log2 n) hops; the furthest child first, since it has the most below it."""
+    """floor(log2 n) hops; the furthest child first, since it has the most below it."""
     parent, children = _family(p)
     if parent is not None:
         p.recv(0, out(), parent)
@@ -44,9 +41,11 @@ def broadcast(p: Draft) -> None:
         p.send(0, inp() if parent is None else out(), child)
 
 
-@register(Collective.REDUCE, "binomial", cost=lambda n: Cost(rounds(n), rounds(n), 1, rounds(n), rounds(n)))
+@register(
+    Collective.REDUCE, "binomial", cost=lambda n: Cost(floor_log2(n), ceil_log2(n), 0, ceil_log2(n), ceil_log2(n), NEAR)
+)
 def reduce(p: Draft) -> None:
-    """ceil(log2 n) hops; the nearest child first, since it has the least to wait for."""
+    """floor(log2 n) hops; the nearest child first, since it has the least to wait for."""
     parent, children = _family(p)
     partial = out() if parent is None else tmp()
     if parent is not None and children:
@@ -61,9 +60,13 @@ def reduce(p: Draft) -> None:
         p.send(0, total, parent)
 
 
-@register(Collective.GATHER, "binomial")
+@register(
+    Collective.GATHER,
+    "binomial",
+    cost=lambda n: Cost(floor_log2(n), ceil_log2(n), 0, (n - 1) / n, 0, NEAR),
+)
 def gather(p: Draft) -> None:
-    """ceil(log2 n) hops; each rank hands on all that lies below it, so the root gets ceil(log2 n) messages or twice
+    """floor(log2 n) hops; each rank hands on all that lies below it, so the root gets ceil(log2 n) messages or twice
     that. Scratch holds what is on its way."""
     parent, children = _family(p)
     if parent is not None and not children:
@@ -81,9 +84,13 @@ def gather(p: Draft) -> None:
             p.send(0, tmp(start, count), parent)
 
 
-@register(Collective.SCATTER, "binomial")
+@register(
+    Collective.SCATTER,
+    "binomial",
+    cost=lambda n: Cost(floor_log2(n), ceil_log2(n), (n - 1) / n, 0, 0, NEAR),
+)
 def scatter(p: Draft) -> None:
-    """ceil(log2 n) hops; each rank gets all that belongs below it. Scratch holds what is on its way."""
+    """floor(log2 n) hops; each rank gets all that belongs below it. Scratch holds what is on its way."""
     parent, children = _family(p)
     if parent is not None and not children:
         p.recv(0, out(), parent)

@@ -100,7 +100,7 @@ def allgather(p: Draft) -> None:
     p.copy(2, out(p.rank), inp())
 
 
-@register(Collective.BROADCAST, "direct", cost=lambda n: Cost(1, n - 1, n - 1, 1))
+@register(Collective.BROADCAST, "direct", cost=lambda n: Cost(1, n - 1, n - 1, 0))
 def broadcast(p: Draft) -> None:
     """The root sends all to everyone: 1 hop, n-1 messages."""
     if p.rank != p.root:
@@ -110,7 +110,7 @@ def broadcast(p: Draft) -> None:
         p.send(0, inp(), peer)
 
 
-@register(Collective.REDUCE, "direct", cost=lambda n: Cost(1, n - 1, 1, n - 1, n - 1))
+@register(Collective.REDUCE, "direct", cost=lambda n: Cost(1, n - 1, 0, n - 1, n - 1))
 def reduce(p: Draft) -> None:
     """Everyone sends all to the root, which adds round the ring from itself on: 1 hop, n-1 messages."""
     if p.rank != p.root:
@@ -123,7 +123,7 @@ def reduce(p: Draft) -> None:
     p.scaled(1, out(), reduced)
 
 
-@register(Collective.GATHER, "direct", cost=lambda n: Cost(1, n - 1, 1 / n, (n - 1) / n))
+@register(Collective.GATHER, "direct", cost=lambda n: Cost(1, n - 1, 0, (n - 1) / n))
 def gather(p: Draft) -> None:
     """Everyone sends its unit to the root: 1 hop, n-1 messages."""
     if p.rank != p.root:
@@ -134,7 +134,7 @@ def gather(p: Draft) -> None:
     p.copy(1, out(p.root), inp())
 
 
-@register(Collective.SCATTER, "direct", cost=lambda n: Cost(1, n - 1, (n - 1) / n, 1 / n))
+@register(Collective.SCATTER, "direct", cost=lambda n: Cost(1, n - 1, (n - 1) / n, 0))
 def scatter(p: Draft) -> None:
     """The root sends everyone its unit: 1 hop, n-1 messages."""
     if p.rank != p.root:

@@ -6,21 +6,16 @@ Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988).
 from __future__ import annotations
 
 from ..types import Collective
-from .base import Cost, Draft, inp, out, register
+from .base import Cost, Draft, ceil_log2, inp, out, register
 
 
-def rounds(n: int) -> int:
-    """ceil(log2 n)."""
-    return (n - 1).bit_length()
-
-
-@register(Collective.BARRIER, "dissemination", cost=lambda n: Cost(rounds(n), 2 * rounds(n), 0, 0))
+@register(Collective.BARRIER, "dissemination", cost=lambda n: Cost(ceil_log2(n), 2 * ceil_log2(n), 0, 0))
 def barrier(p: Draft) -> None:
     """Round k tells rank + 2^k all that is known so far: ceil(log2 n) hops, one empty message a round and rank.
 
     One lane, so an empty message must fit between.
     """
     p.credits = 1
-    for k in range(rounds(p.size)):
+    for k in range(ceil_log2(p.size)):
         p.send(0, inp(), (p.rank + (1 << k)) % p.size)
         p.recv(0, out(), (p.rank - (1 << k)) % p.size)

@@ -8,7 +8,7 @@ rank, sits the rounds out and gets the result back: two more hops.
 from __future__ import annotations
 
 from ..types import Collective
-from .base import Cost, Draft, inp, out, power_of_two, register, tmp
+from .base import Cost, Draft, floor_log2, inp, out, power_of_two, register, tmp
 
 
 class Fold:
@@ -36,7 +36,18 @@ def _fold_in(p: Draft, fold: Fold) -> int | None:
     return p.recv_reduce(1, out(0, p.units), inp(0, p.units), p.rank - 1)
 
 
-@register(Collective.ALLREDUCE, "doubling")
+def _doubling_cost(n: int) -> Cost:
+    k, folded = floor_log2(n), n & (n - 1) > 0
+    return Cost(k + 2 * folded, 2 * (k + folded), k + folded, k + folded, k + folded)
+
+
+def _halving_cost(n: int) -> Cost:
+    k, folded = floor_log2(n), n & (n - 1) > 0
+    once = 1 - 1 / (1 << k)
+    return Cost(2 * k + 2 * folded, 4 * k + 2 * folded, 2 * once + folded, 2 * once + folded, once + folded)
+
+
+@register(Collective.ALLREDUCE, "doubling", cost=_doubling_cost)
 def allreduce_doubling(p: Draft) -> None:
     """log2 n rounds, in each of which partners swap the whole buffer and both add: all hold the same bits, since
     reductions commute bit for bit. Both overwrite what they send, so a message must fit between."""
@@ -56,7 +67,7 @@ def allreduce_doubling(p: Draft) -> None:
         p.send(0, out(), p.rank - 1, after=[ready])
 
 
-@register(Collective.ALLREDUCE, "halving_doubling")
+@register(Collective.ALLREDUCE, "halving_doubling", cost=_halving_cost)
 def allreduce_halving(p: Draft) -> None:
     """Rabenseifner's: log2 n rounds that swap halves, quarters, ... and add, then the same backwards without adding."""
     fold = Fold(p.size, p.rank)
@@ -87,7 +98,7 @@ def allreduce_halving(p: Draft) -> None:
     Collective.REDUCE_SCATTER,
     "halving",
     supports=power_of_two,
-    cost=lambda n: Cost((n - 1).bit_length(), 2 * (n - 1).bit_length(), (n - 1) / n, (n - 1) / n, (n - 1) / n),
+    cost=lambda n: Cost(floor_log2(n), 2 * floor_log2(n), (n - 1) / n, (n - 1) / n, (n - 1) / n),
 )
 def reduce_scatter(p: Draft) -> None:
     """log2 n rounds that swap half, a quarter, ... of the buffer; powers of two only."""
@@ -106,7 +117,7 @@ def reduce_scatter(p: Draft) -> None:
     Collective.ALLGATHER,
     "doubling",
     supports=power_of_two,
-    cost=lambda n: Cost((n - 1).bit_length(), 2 * (n - 1).bit_length(), (n - 1) / n, (n - 1) / n),
+    cost=lambda n: Cost(floor_log2(n), 2 * floor_log2(n), (n - 1) / n, (n - 1) / n),
 )
 def allgather(p: Draft) -> None:
     """log2 n rounds that swap all that is known so far: 1, 2, 4, ... units; powers of two only."""

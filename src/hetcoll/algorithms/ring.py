@@ -12,7 +12,7 @@ from ..plan import Span
 from ..types import Collective
 from .base import Cost, Draft, Reach, inp, out, register, tmp
 
-NEAR = Reach.NEIGHBOURS
+NEAR = Reach.NEAR
 
 
 def _reduce_phase(p: Draft, partial: Callable[[int], Span], result: Span) -> int:
@@ -71,7 +71,7 @@ def allgather(p: Draft) -> None:
     p.copy(2, out(p.rank), inp())
 
 
-@register(Collective.BROADCAST, "ring", cost=lambda n: Cost(n - 1, min(n - 1, 2), 1, 1, 0, NEAR))
+@register(Collective.BROADCAST, "ring", cost=lambda n: Cost(n - 1, min(n - 1, 2), 1, int(n > 2), 0, NEAR))
 def broadcast(p: Draft) -> None:
     """A chain from the root on: n-1 hops, the whole buffer streams through every rank once."""
     n, place = p.size, (p.rank - p.root) % p.size
@@ -80,7 +80,7 @@ def broadcast(p: Draft) -> None:
         p.send(1, inp() if place == 0 else out(), (p.rank + 1) % n, after=[got])
 
 
-@register(Collective.REDUCE, "ring", cost=lambda n: Cost(n - 1, min(n - 1, 2), 1, 1, 1, NEAR))
+@register(Collective.REDUCE, "ring", cost=lambda n: Cost(n - 1, min(n - 1, 2), int(n > 2), 1, 1, NEAR))
 def reduce(p: Draft) -> None:
     """A chain that ends at the root: n-1 hops, each rank adds its own as the buffer streams through."""
     n, place = p.size, (p.rank - p.root) % p.size

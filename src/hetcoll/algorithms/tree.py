@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..plan import Span
 from ..types import Collective
-from .base import Draft, inp, out, register, tmp
+from .base import Cost, Draft, Reach, ceil_log2, inp, out, register, tmp
 
 
 def _parent(place: int, n: int) -> int:
@@ -51,11 +51,6 @@ def family(size: int, rank: int, root: int, tree: int) -> Family:
     return Family(up, tuple(who[p] for p in below))
 
 
-def depth(n: int) -> int:
-    """Hops from the root of one of the two trees to its furthest leaf: 1 + floor(log2(n - 1))."""
-    return (n - 1).bit_length()
-
-
 def _up(p: Draft, tree: int, lane: int, mine: Family, partial: Span) -> int | None:
     """Adds what the children send to the own input, in lanes `lane` and `lane + 1`; the root's total goes to RECV."""
     total, ready = inp(tree), None
@@ -75,9 +70,13 @@ def _down(p: Draft, tree: int, lane: int, mine: Family, held: Span, ready: int |
         p.send(lane + 1 + i, held, child, channel=tree, after=[ready])
 
 
-@register(Collective.ALLREDUCE, "tree")
+@register(
+    Collective.ALLREDUCE,
+    "tree",
+    cost=lambda n: Cost(2 * ceil_log2(n), min(2 * n, 8), min(n, 4) / 2, min(n, 4) / 2, 1, Reach.NEAR),
+)
 def allreduce(p: Draft) -> None:
-    """Up and down both trees, 2 hops a level. No rank sends or receives more than twice the buffer."""
+    """Up and down both trees: 2 ceil(log2 n) hops. No rank sends or receives more than twice the buffer."""
     p.units = 2
     for tree in (0, 1):
         lane, mine = 8 * tree, family(p.size, p.rank, 0, tree)
@@ -87,18 +86,24 @@ def allreduce(p: Draft) -> None:
         _down(p, tree, lane + 4, mine, out(tree), ready)
 
 
-@register(Collective.BROADCAST, "tree")
+@register(
+    Collective.BROADCAST, "tree", cost=lambda n: Cost(ceil_log2(n), min(n, 4), 1, min(n - 2, 2) / 2, 0, Reach.NEAR)
+)
 def broadcast(p: Draft) -> None:
-    """Down both trees. No rank sends more than the buffer's size, the root sends each half once."""
+    """Down both trees: ceil(log2 n) hops. No rank sends more than the buffer's size, the root sends each half once."""
     p.units = 2
     for tree in (0, 1):
         mine = family(p.size, p.rank, p.root, tree)
         _down(p, tree, 4 * tree, mine, inp(tree) if mine.parent is None else out(tree), None)
 
 
-@register(Collective.REDUCE, "tree")
+@register(
+    Collective.REDUCE,
+    "tree",
+    cost=lambda n: Cost(ceil_log2(n), min(n, 4), 1, min(n - 2, 2) / 2, min(n - 2, 2) / 2, Reach.NEAR),
+)
 def reduce(p: Draft) -> None:
-    """Up both trees. No rank receives more than the buffer's size, the root receives each half once."""
+    """Up both trees: ceil(log2 n) hops. No rank receives more than the buffer's size, the root gets each half once."""
     p.units = 2
     for tree in (0, 1):
         mine = family(p.size, p.rank, p.root, tree)

@@ -1,4 +1,4 @@
-"""Proves plans, and predicts their time.
+"""Proves plans, and predicts their time (`predict`, in `timing`).
 
 `check` takes one plan a rank and proves, for every timing there can be, that they finish, that no two steps race for
 memory, and that the result is right. That one run is enough follows from the plans' form: FIFOs with one writer and one
@@ -22,8 +22,9 @@ from ..types import Collective
 from .memory import Memory, check_races, check_values
 from .network import RECEIVES, Node, PlanError, follows, network
 from .progress import order_node, run
+from .timing import Link, Machine, predict
 
-__all__ = ["PlanError", "Report", "check", "follows"]
+__all__ = ["Link", "Machine", "PlanError", "Report", "check", "follows", "predict"]
 
 
 @dataclass(frozen=True, slots=True)

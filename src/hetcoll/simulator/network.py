@@ -74,7 +74,7 @@ def follows(plan: Plan, first: Step, second: Step) -> bool:
 
 
 def _inplace_name(plan: Plan, span: Span) -> tuple[Buf, int]:
-    """Buffer and first unit as they are in place, where the smaller of SEND and RECV is this rank's part of the other."""
+    """Buffer and first unit in place, where the smaller of SEND and RECV is this rank's part of the other."""
     if span.buf is Buf.SCRATCH:
         return span.buf, span.start
     larger = Buf.SEND if plan.send_units > plan.recv_units else Buf.RECV

@@ -1,0 +1,123 @@
+"""How long plans take, by a discrete-event simulation of the work that each piece of each step makes."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..plan import Op, Plan
+from ..topology import Topology
+from .network import RECEIVES, Node, network
+
+PIECE = 64 << 10  # bytes that move at a time
+PIECES = 8  # at most: more make the simulation slower, not better
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """An edge: seconds until a message is seen, seconds of work for one at either end, bytes per second.
+
+    `duplex` says whether a rank sends and receives at that rate at the same time (a network card) or not (a core that
+    copies).
+    """
+
+    latency: float
+    overhead: float
+    bandwidth: float
+    duplex: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The numbers behind every prediction. Defaults are for a server of 2020 or later.
+
+    `reduce` is in bytes per second of the result. `switch` is how many seconds longer a hop takes for each rank that
+    shares a core and must be scheduled first.
+    """
+
+    shm: Link = Link(latency=0.3e-6, overhead=0.1e-6, bandwidth=25e9, duplex=False)
+    tcp: Link = Link(latency=8e-6, overhead=2e-6, bandwidth=3.5e9, duplex=True)
+    reduce: float = 20e9
+    switch: float = 2e-6
+
+
+def predict(plans: Sequence[Plan], nbytes: int, topology: Topology, machine: Machine | None = None) -> float:
+    """Seconds until the last rank is done; `nbytes` is the larger of the two buffers, used in place.
+
+    A rank's core does its copies and additions one after another; what goes over TCP occupies the host's card instead,
+    each direction by itself. FIFOs are as long as need be. Raises PlanError when the plans do not fit together.
+    """
+    clock = _Clock(plans, nbytes, topology, machine or Machine())
+    return clock.run()
+
+
+class _Clock:
+    def __init__(self, plans: Sequence[Plan], nbytes: int, topology: Topology, machine: Machine) -> None:
+        self.unit = nbytes / max(1, *(max(plan.send_units, plan.recv_units) for plan in plans))
+        self.topology, self.machine = topology, machine
+        self.nodes = [node for row in network(plans) for node in row]
+        self.host = {rank: i for i, host in enumerate(topology.hosts) for rank in host}
+        self.then: list[list[tuple[Node, bool]]] = [[] for _ in self.nodes]  # who waits, and whether for each piece
+        for node in self.nodes:
+            for dep, follow in node.deps:
+                self.then[dep.id].append((node, follow and self.pieces(dep) == self.pieces(node)))
+            if node.before is not None:
+                self.then[node.before.id].append((node, False))
+            if node.other is not None and node.step.op is Op.SEND:
+                self.then[node.id].append((node.other, True))
+        self.missing = [[int(j > 0) for j in range(self.pieces(node))] for node in self.nodes]
+        self.ready = [[0.0] * self.pieces(node) for node in self.nodes]
+        for waiting in self.then:
+            for node, each in waiting:
+                for j in range(self.pieces(node) if each else 1):
+                    self.missing[node.id][j] += 1
+
+    def bytes(self, node: Node) -> float:
+        span = node.step.dst or node.step.src
+        return span.count * self.unit if span is not None else 0.0
+
+    def pieces(self, node: Node) -> int:
+        return min(PIECES, max(1, math.ceil(self.bytes(node) / PIECE)))
+
+    def run(self) -> float:
+        queue = [(0.0, n.id, 0) for n in self.nodes if self.missing[n.id][0] == 0]
+        free: dict[tuple[str, int], float] = {}
+        end = 0.0
+        while queue:
+            now, i, j = heapq.heappop(queue)
+            node = self.nodes[i]
+            server, work, delay = self.work(node, j)
+            done = max(now, free.get(server, 0.0)) + work
+            free[server] = done
+            end = max(end, done)
+            last = self.pieces(node) - 1
+            following = [(node, j + 1, done)] if j < last else []
+            for waiting, each in self.then[i]:
+                if each or j == last:
+                    following.append((waiting, j if each else 0, done + (delay if waiting is node.other else 0.0)))
+            for waiting, k, when in following:
+                self.ready[waiting.id][k] = max(self.ready[waiting.id][k], when)
+                self.missing[waiting.id][k] -= 1
+                if self.missing[waiting.id][k] == 0:
+                    heapq.heappush(queue, (self.ready[waiting.id][k], waiting.id, k))
+        return end
+
+    def work(self, node: Node, j: int) -> tuple[tuple[str, int], float, float]:
+        """Who does piece `j` of a step, for how long, and how much later the other end sees it."""
+        step, machine, crowding = node.step, self.machine, self.topology.crowding
+        nbytes = self.bytes(node) / self.pieces(node)
+        adds = nbytes / machine.reduce * crowding if step.op not in (Op.SEND, Op.RECV, Op.COPY) else 0.0
+        if step.peer < 0:
+            return ("core", node.rank), adds, 0.0
+        shm = self.topology.transport(node.rank, step.peer) == "shm"
+        link = machine.shm if shm else machine.tcp
+        moves = nbytes / link.bandwidth * (crowding if shm else 1.0)
+        if shm and step.op is Op.RECV_REDUCE:
+            moves = 0.0  # added straight from where the peer put it
+        work = moves + adds + (link.overhead * crowding if j == 0 else 0.0)
+        delay = link.latency + machine.switch * (crowding - 1)
+        if not link.duplex:
+            return ("core", node.rank), work, delay
+        return ("in" if step.op in RECEIVES else "out", self.host[node.rank]), work, delay
