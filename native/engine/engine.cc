@@ -134,8 +134,19 @@ std::shared_ptr<Task> Engine::TakeTask(Shape& shape) {
 
 std::uint64_t Engine::NextSignature(const Shape& shape) {
   // Point-to-point messages carry no sequence number: the channel's order is theirs.
-  const std::uint64_t sequence = shape.p2p ? 0 : ++sequence_;
+  std::uint64_t sequence = 0;
+  if (!shape.p2p) {
+    sequence = sequence_.load(std::memory_order_relaxed) + 1;
+    history_[sequence % history_.size()].store(shape.id, std::memory_order_relaxed);
+    sequence_.store(sequence, std::memory_order_release);
+  }
   return Mix(options_.identity ^ shape.descriptor ^ (sequence * 0x9e3779b97f4a7c15u));
+}
+
+int Engine::History(std::uint64_t sequence) const {
+  const std::uint64_t now = sequence_.load(std::memory_order_acquire);
+  if (sequence == 0 || sequence > now || now - sequence >= history_.size()) return -1;
+  return history_[sequence % history_.size()].load(std::memory_order_relaxed);
 }
 
 std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv) {
@@ -157,7 +168,7 @@ Outcome Engine::RunPrompt(const std::shared_ptr<Shape>& shape, const void* send,
                           std::shared_ptr<Task>& pending) {
   if (failed()) return Outcome::kFailed;
   std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock.owns_lock() || !Idle() || shape->p2p) {
+  if (!lock.owns_lock() || !Idle()) {
     if (lock.owns_lock()) lock.unlock();
     pending = Submit(shape, send, recv);
     return Outcome::kPending;
@@ -182,7 +193,11 @@ Outcome Engine::RunPrompt(const std::shared_ptr<Shape>& shape, const void* send,
   if (failed()) return Outcome::kFailed;
   pending = spare_is_free ? shape->spare : std::move(fresh);
   pending->keepalive = shape;
-  collectives_.push_back(pending);
+  if (shape->p2p) {
+    p2p_.push_back(pending);
+  } else {
+    collectives_.push_back(pending);
+  }
   return Outcome::kPending;
 }
 
@@ -418,7 +433,7 @@ std::string Engine::Describe() {
   contenders_.fetch_sub(1);
   if (!collectives_.empty()) return collectives_.front()->Describe();
   if (!p2p_.empty()) return p2p_.front()->Describe();
-  return "nothing in flight";
+  return "";
 }
 
 }  // namespace hetcoll

@@ -5,6 +5,7 @@
 // a thread of the engine's own drives asynchronous work that nobody waits for, and sleeps otherwise.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -84,7 +85,9 @@ class Engine {
   std::string Describe();
 
   // Counters for tests and `explain`.
-  std::uint64_t collectives() const { return sequence_; }
+  std::uint64_t collectives() const { return sequence_.load(std::memory_order_relaxed); }
+  // The shape of the collective with this number, or -1 where that is long ago.
+  int History(std::uint64_t sequence) const;
   std::size_t scratch_bytes() const { return scratch_size_; }
   static bool forked();
 
@@ -117,7 +120,8 @@ class Engine {
   std::atomic<int> contenders_{0};
   std::deque<std::shared_ptr<Task>> collectives_;
   std::vector<std::shared_ptr<Task>> p2p_;
-  std::uint64_t sequence_ = 0;
+  std::atomic<std::uint64_t> sequence_{0};  // written under mutex_
+  std::array<std::atomic<int>, 1024> history_{};
   std::unique_ptr<std::byte, void (*)(std::byte*)> scratch_;
   std::size_t scratch_size_ = 0;
 

@@ -21,10 +21,12 @@ namespace hetcoll {
 namespace {
 
 constexpr std::size_t kHoldGilBytes = 16 << 10;  // longer messages release the interpreter's lock before they start
+// The two halves of Collective.P2P, as src/hetcoll/selection.py calls them.
+constexpr int kCallSend = 13;
 constexpr std::int64_t kSignalSliceNs = 50'000'000;
 
-// What a call ended with. kUnknown: nothing was done, take the long way.
-enum class Status : int { kUnknown = 0, kDone = 1, kFailed = 2, kTimedOut = 3 };
+// What a call ended with. kTimedOut: it is still in flight.
+enum class Status : int { kDone = 1, kFailed = 2, kTimedOut = 3 };
 
 struct Ticket {
   std::shared_ptr<Task> task;
@@ -53,21 +55,21 @@ class PyEngine {
 
   Engine& engine() { return engine_; }
 
-  // Runs a collective that was run before with the same counts; see communicator.py for what happens otherwise.
-  Status Call(int collective, nb::handle send, nb::handle recv, nb::handle op, int root, nb::handle timeout) {
-    if (Engine::forked() || !op_labels_) return Status::kUnknown;
+  // Runs a collective that was run before with the same counts. False: it was not, and nothing was done.
+  bool Call(int collective, nb::handle send, nb::handle recv, nb::handle op, int root) {
+    if (Engine::forked() || !op_labels_) return false;
     const bool in_place = recv.is_none();
     HostBuffer send_buffer;
     HostBuffer recv_buffer;
-    if (!send_buffer.Read(send.ptr(), in_place)) return Status::kUnknown;
+    if (!send_buffer.Read(send.ptr(), in_place && collective != kCallSend)) return false;
     if (!in_place) {
       if (!recv_buffer.Read(recv.ptr(), true) || recv_buffer.dtype() != send_buffer.dtype() ||
           !AliasingAllowed(collective, send_buffer, recv_buffer, rank_)) {
-        return Status::kUnknown;
+        return false;
       }
     }
     const int redop = OpNumber(op.ptr());
-    if (redop < 0) return Status::kUnknown;
+    if (redop < 0) return false;
     const HostBuffer& out = in_place ? send_buffer : recv_buffer;
     const CallKey key{static_cast<std::uint8_t>(collective),
                       send_buffer.dtype(),
@@ -76,11 +78,15 @@ class PyEngine {
                       send_buffer.count(),
                       out.count()};
     const std::shared_ptr<Shape>* shape = cache_.Find(key);
-    if (shape == nullptr) return Status::kUnknown;
-    return Run(*shape, send_buffer.data(), out.data(), std::max(send_buffer.nbytes(), out.nbytes()), timeout);
+    if (shape == nullptr) return false;
+    // A message's shape has one buffer; which of the two it is, its plan knows.
+    const std::size_t nbytes = std::max(send_buffer.nbytes(), out.nbytes());
+    const Status status = Run(*shape, send_buffer.data(), out.data(), nbytes, timeout_);
+    if (status != Status::kDone) on_stuck_(status);  // raises, or has waited until it was done
+    return true;
   }
 
-  Status RunShape(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv, nb::handle timeout) {
+  Status RunShape(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv, double timeout) {
     const std::size_t nbytes = std::max(shape->bound.send_bytes, shape->bound.recv_bytes);
     return Run(shape, reinterpret_cast<void*>(send), reinterpret_cast<void*>(recv), nbytes, timeout);
   }
@@ -101,10 +107,24 @@ class PyEngine {
                   std::move(shape));
   }
 
+  // What the last call that timed out has in flight.
+  Ticket pending() const { return pending_; }
+
   // The interned strings that name the reductions, by number.
-  void SetOps(nb::tuple labels, nb::callable on_interrupt) {
+  void SetOps(nb::tuple labels, nb::callable on_stuck, nb::callable on_interrupt) {
     op_labels_ = std::move(labels);
+    on_stuck_ = std::move(on_stuck);
     on_interrupt_ = std::move(on_interrupt);
+  }
+
+  // Ends what is in flight and lets go of Python objects, which would otherwise hold each other for ever.
+  void Close() {
+    engine_.Fail(FaultKind::kAborted, rank_, "the communicator was closed");
+    op_labels_.reset();
+    on_interrupt_.reset();
+    on_stuck_.reset();
+    pending_ = {};
+    cache_ = {};
   }
 
  private:
@@ -115,7 +135,7 @@ class PyEngine {
     return -1;
   }
 
-  Status Run(const std::shared_ptr<Shape>& shape, void* send, void* recv, std::size_t nbytes, nb::handle timeout) {
+  Status Run(const std::shared_ptr<Shape>& shape, void* send, void* recv, std::size_t nbytes, double timeout) {
     std::shared_ptr<Task> pending;
     Outcome outcome;
     if (nbytes <= kHoldGilBytes) {
@@ -126,7 +146,9 @@ class PyEngine {
     }
     if (outcome == Outcome::kDone) return Status::kDone;
     if (outcome == Outcome::kFailed) return Status::kFailed;
-    return DriveTo(*pending, DeadlineNs(timeout.is_none() ? timeout_ : nb::cast<double>(timeout)));
+    const Status status = DriveTo(*pending, DeadlineNs(timeout));
+    if (status == Status::kTimedOut) pending_ = {pending};
+    return status;
   }
 
   // Waits without the interpreter's lock, looking at signals now and then.
@@ -161,8 +183,10 @@ class PyEngine {
   double timeout_;
   Engine engine_;
   CallCache cache_;
+  Ticket pending_;
   nb::object op_labels_;
   nb::object on_interrupt_;
+  nb::object on_stuck_;
 };
 
 std::span<const std::byte> AsBytes(const nb::bytes& b) {
@@ -203,13 +227,12 @@ NB_MODULE(_native, m) {
   nb::exception<PlanError>(m, "PlanError", PyExc_ValueError);
   nb::exception<Fault>(m, "Fault", PyExc_OSError);
   nb::enum_<Status>(m, "Status", nb::is_arithmetic())
-      .value("UNKNOWN", Status::kUnknown)
       .value("DONE", Status::kDone)
       .value("FAILED", Status::kFailed)
       .value("TIMED_OUT", Status::kTimedOut);
   nb::class_<Shape>(m, "Shape").def_ro("id", &Shape::id);
   nb::class_<Ticket>(m, "Ticket").def_prop_ro("state", [](const Ticket& t) {
-    return static_cast<int>(t.task->state.load());
+    return static_cast<int>(t.task ? t.task->state.load() : Task::State::kDone);
   });
 
   nb::class_<PyEngine>(m, "Engine")
@@ -222,12 +245,13 @@ NB_MODULE(_native, m) {
           },
           nb::kw_only(), "rank"_a, "size"_a, "identity"_a, "doorbell_name"_a, "local_rank"_a, "spin_seconds"_a,
           "oversubscribed"_a, "timeout"_a)
-      .def("call", &PyEngine::Call, "collective"_a, "send"_a, "recv"_a.none(), "op"_a, "root"_a, "timeout"_a.none())
-      .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a.none())
+      .def("call", &PyEngine::Call, "collective"_a, "send"_a, "recv"_a.none(), "op"_a, "root"_a)
+      .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a)
       .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a)
       .def("wait", &PyEngine::Wait, "ticket"_a, "timeout"_a)
       .def("remember", &PyEngine::Remember)
       .def("set_ops", &PyEngine::SetOps)
+      .def("close", &PyEngine::Close)
       .def("attach_shm", [](PyEngine& e, int fd, std::size_t ring_bytes,
                             const std::vector<int>& local_ranks) { e.engine().AttachShm(fd, ring_bytes, local_ranks); })
       .def("attach_tcp", [](PyEngine& e, int peer, int channel,
@@ -255,6 +279,8 @@ NB_MODULE(_native, m) {
       .def("peer_left", [](PyEngine& e, int peer) { e.engine().PeerLeft(peer); })
       .def(
           "describe", [](PyEngine& e) { return e.engine().Describe(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("pending", &PyEngine::pending)
+      .def("history", [](PyEngine& e, std::uint64_t sequence) { return e.engine().History(sequence); })
       .def_prop_ro("collectives", [](PyEngine& e) { return e.engine().collectives(); })
       .def_prop_ro("scratch_bytes", [](PyEngine& e) { return e.engine().scratch_bytes(); });
 
@@ -266,6 +292,9 @@ NB_MODULE(_native, m) {
   m.def("set_kernel_isa", &SetKernelIsa);
   m.def("reduce_bytes", &ReduceBytes);
   m.def("scale_bytes", &ScaleBytes);
+  m.def("copy_bytes", [](std::uintptr_t dst, std::uintptr_t src, std::size_t n) {
+    CopyBytes(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), n, false);
+  });
   m.def("wire", &Wire);
   m.def("forked", &Engine::forked);
 }

@@ -32,7 +32,7 @@ from .types import Collective
 MAGIC = 0x48435031  # "HCP1"
 HEADER = struct.Struct("<IHHIIIIII")
 STEP = struct.Struct("<BBHiiiiiiiII")
-assert HEADER.size == 32 and STEP.size == 40  # native/engine/plan.h asserts the same
+assert (HEADER.size, STEP.size) == (32, 40)  # native/engine/plan.h asserts the same
 
 
 class Buf(IntEnum):

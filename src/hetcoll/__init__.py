@@ -1,0 +1,37 @@
+"""Collective communication for jobs whose ranks run on NVIDIA GPUs, AMD GPUs and CPUs at once.
+
+>>> import hetcoll, numpy as np
+>>> comm = hetcoll.init()      # torchrun, mpirun, srun, `hetcoll run`, or alone
+>>> x = np.full(4, comm.rank + 1.0)
+>>> comm.allreduce(x)          # in place
+<hetcoll.Work done>
+>>> comm.close()
+"""
+
+from .communicator import Communicator
+from .errors import (
+    AbortedError,
+    ArgumentError,
+    AuthenticationError,
+    BufferTypeError,
+    ClosedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    HetcollError,
+    InitError,
+    PeerLostError,
+)
+from .job import init
+from .rendezvous import get_unique_id
+from .types import DType, ReduceOp
+from .unique_id import UniqueId
+from .version import __version__
+from .work import Work
+
+__all__ = [
+    "AbortedError", "ArgumentError", "AuthenticationError", "BufferTypeError", "ClosedError",
+    "CollectiveMismatchError", "CollectiveTimeoutError", "CommunicationError", "Communicator", "DType",
+    "HetcollError", "InitError", "PeerLostError", "ReduceOp", "UniqueId", "Work", "__version__", "get_unique_id",
+    "init",
+]  # fmt: skip

@@ -1,0 +1,163 @@
+"""Any array as memory: address, count, element type.
+
+Order of trial: NumPy arrays directly; then DLPack (dmlc/dlpack, ``dlpack.h``), which PyTorch, JAX and CuPy speak; then
+the buffer protocol (bytes-likes, memoryview, array.array). NumPy arrays of ml_dtypes types are known by their dtype's
+name, since neither DLPack nor the buffer protocol can carry them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .errors import BufferTypeError
+from .types import DType
+
+_BY_NAME = {t.label: t for t in DType}
+_FORMATS = {
+    "f": DType.FLOAT32, "d": DType.FLOAT64, "e": DType.FLOAT16, "?": DType.BOOL, "b": DType.INT8, "B": DType.UINT8,
+    "c": DType.UINT8, "h": DType.INT16, "H": DType.UINT16, "Zf": DType.COMPLEX64, "Zd": DType.COMPLEX128,
+}  # fmt: skip
+_INTEGERS = {("i", 4): DType.INT32, ("i", 8): DType.INT64, ("u", 4): DType.UINT32, ("u", 8): DType.UINT64}
+_DLPACK = {  # (DLDataTypeCode, bits), dlpack.h 1.1
+    (0, 8): DType.INT8, (0, 16): DType.INT16, (0, 32): DType.INT32, (0, 64): DType.INT64,
+    (1, 8): DType.UINT8, (1, 16): DType.UINT16, (1, 32): DType.UINT32, (1, 64): DType.UINT64,
+    (2, 16): DType.FLOAT16, (2, 32): DType.FLOAT32, (2, 64): DType.FLOAT64, (4, 16): DType.BFLOAT16,
+    (5, 64): DType.COMPLEX64, (5, 128): DType.COMPLEX128, (6, 8): DType.BOOL,
+    (10, 8): DType.FLOAT8_E4M3FN, (11, 8): DType.FLOAT8_E4M3FNUZ, (12, 8): DType.FLOAT8_E5M2,
+    (13, 8): DType.FLOAT8_E5M2FNUZ,
+}  # fmt: skip
+_CPU, _CUDA, _CUDA_HOST, _ROCM = 1, 2, 3, 10
+_DEVICES = {_CPU: "cpu", _CUDA: "cuda", _CUDA_HOST: "cpu", _ROCM: "rocm", 11: "cpu"}
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """`count` elements of `dtype` from address `ptr` on, contiguous. `owner` keeps the memory alive."""
+
+    ptr: int
+    count: int
+    dtype: DType
+    owner: Any
+    device: str = "cpu"
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    def overlaps(self, other: Buffer) -> bool:
+        return self.ptr < other.ptr + other.nbytes and other.ptr < self.ptr + self.nbytes
+
+
+def read_buffer(obj: Any, name: str, *, writable: bool) -> Buffer:
+    """`obj` as a buffer. `name` is the parameter's name, for errors.
+
+    Raises BufferTypeError where `obj` is no array, is not contiguous in C order, holds an unsupported type, or is
+    read-only although the operation writes it.
+    """
+    if isinstance(obj, np.ndarray):
+        return _from_numpy(obj, name, writable)
+    if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
+        return _from_dlpack(obj, name, writable)
+    if isinstance(obj, np.generic):
+        raise BufferTypeError(f"{name}: wanted an array, got the NumPy scalar {obj!r} (scalars cannot be written)")
+    try:
+        view = memoryview(obj)
+    except TypeError:
+        raise BufferTypeError(
+            f"{name}: wanted an array (NumPy, DLPack or the buffer protocol), got {type(obj).__name__}"
+        ) from None
+    return _from_memoryview(view, name, writable)
+
+
+def _from_numpy(array: np.ndarray[Any, Any], name: str, writable: bool) -> Buffer:
+    dtype = _BY_NAME.get(array.dtype.name)
+    if dtype is None or not array.dtype.isnative:
+        raise BufferTypeError(f"{name}: dtype {array.dtype} is not supported; supported: {', '.join(_BY_NAME)}")
+    if not array.flags.c_contiguous:
+        raise BufferTypeError(
+            f"{name}: wanted a C-contiguous array, got shape {array.shape} with strides {array.strides} bytes;"
+            " pass numpy.ascontiguousarray(...)"
+        )
+    if writable and not array.flags.writeable:
+        raise BufferTypeError(f"{name}: wanted a writable array, got a read-only one")
+    return Buffer(array.ctypes.data, array.size, dtype, array)
+
+
+def _from_memoryview(view: memoryview, name: str, writable: bool) -> Buffer:
+    code = view.format.lstrip("@=<") if view.format.lstrip("@=<") else view.format
+    dtype = _FORMATS.get(code)
+    if dtype is None and code in "ilqILQn" and len(code) == 1:
+        dtype = _INTEGERS.get(("i" if code.islower() else "u", view.itemsize))
+    if dtype is None:
+        raise BufferTypeError(f"{name}: buffer format {view.format!r} is not supported")
+    if not view.c_contiguous:
+        raise BufferTypeError(f"{name}: wanted a C-contiguous buffer, got strides {view.strides} bytes")
+    if writable and view.readonly:
+        raise BufferTypeError(f"{name}: wanted a writable buffer, got a read-only {type(view.obj).__name__}")
+    address = np.frombuffer(view, np.uint8).ctypes.data if view.nbytes else 0
+    return Buffer(address, view.nbytes // view.itemsize, dtype, view)
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+class _VersionedTensor(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64), ("tensor", _DLTensor),
+    )  # fmt: skip
+
+
+_READ_ONLY_FLAG = 1
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_capsule_valid = ctypes.pythonapi.PyCapsule_IsValid
+_capsule_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+def _from_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
+    """The capsule is read and left unconsumed: its destructor gives the exporter's reference back."""
+    device = _DEVICES.get(int(obj.__dlpack_device__()[0]))
+    if device != "cpu":
+        raise BufferTypeError(f"{name}: memory on {device or 'an unknown device'} is not supported by this build")
+    try:
+        capsule = obj.__dlpack__(max_version=(1, 1))
+    except TypeError:
+        capsule = obj.__dlpack__()
+    read_only = False
+    if _capsule_valid(capsule, b"dltensor_versioned"):
+        versioned = _VersionedTensor.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
+        read_only = bool(versioned.flags & _READ_ONLY_FLAG)
+        tensor = versioned.tensor
+    else:
+        tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+    dtype = _DLPACK.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if dtype is None:
+        raise BufferTypeError(f"{name}: DLPack type (code {tensor.code}, {tensor.bits} bits) is not supported")
+    shape = [tensor.shape[i] for i in range(tensor.ndim)]
+    if tensor.strides and not _is_contiguous(shape, [tensor.strides[i] for i in range(tensor.ndim)]):
+        raise BufferTypeError(f"{name}: wanted a C-contiguous tensor, got shape {tuple(shape)} with other strides")
+    if writable and (read_only or type(obj).__module__.startswith("jax")):
+        raise BufferTypeError(f"{name}: wanted a writable array, got a read-only {type(obj).__name__}")
+    count = int(np.prod(shape, dtype=np.int64))
+    return Buffer((tensor.data or 0) + tensor.byte_offset, count, dtype, obj)
+
+
+def _is_contiguous(shape: list[int], strides: list[int]) -> bool:
+    expected = 1
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent not in (0, 1) and stride != expected:
+            return False
+        expected *= extent
+    return True

@@ -1,0 +1,231 @@
+"""What a user asked for, checked: every argument error is found here, before anything is sent.
+
+Each function takes the user's arguments and returns a `Call`; `communicator.py` runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from .buffers import Buffer, read_buffer
+from .errors import ArgumentError, BufferTypeError
+from .types import REDUCING, ROOTED, Collective, DType, ReduceOp, supports
+
+_OPS = {op.label: op for op in ReduceOp}
+OP_LABELS = tuple(_OPS)
+"""The reductions' names in the order of their numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation of one rank. A buffer that this rank does not have is None."""
+
+    collective: Collective
+    send: Buffer | None
+    recv: Buffer | None
+    dtype: DType
+    count: int
+    """Elements that all ranks must agree on: a rank's share, the whole for allreduce; -1 where ranks may differ."""
+    nbytes: int
+    """The size that algorithms are chosen by; the same on every rank."""
+    op: ReduceOp = ReduceOp.SUM
+    root: int = 0
+    send_table: tuple[int, ...] = ()
+    recv_table: tuple[int, ...] = ()
+
+    def describe(self) -> str:
+        """What all ranks must agree on, for people and for the hash that travels with every frame."""
+        parts = [self.dtype.label]
+        if self.count >= 0:
+            parts.append(f"count={self.count}")
+        if self.collective in (Collective.ALLGATHERV, Collective.REDUCE_SCATTERV):
+            parts.append(f"offsets={self.recv_table or self.send_table}")
+        if self.collective in REDUCING:
+            parts.append(f"op={self.op.label}")
+        if self.collective in ROOTED:
+            parts.append(f"root={self.root}")
+        if self.collective is Collective.BARRIER:
+            parts = []
+        return f"{self.collective.label}({', '.join(parts)})"
+
+
+def parse_op(op: object, dtype: DType) -> ReduceOp:
+    """`op` as a ReduceOp that is defined on `dtype`."""
+    if isinstance(op, ReduceOp):
+        found: ReduceOp | None = op
+    else:
+        found = _OPS.get(op.lower()) if isinstance(op, str) else None
+    if found is None:
+        raise ArgumentError(f"op: wanted one of {', '.join(_OPS)}, got {op!r}")
+    if not supports(dtype, found):
+        raise ArgumentError(f"op: {found.label} is not defined on {dtype.label}")
+    return found
+
+
+def check_rank(rank: object, size: int, name: str) -> int:
+    """`rank` as an int in [0, size)."""
+    if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+        raise BufferTypeError(f"{name}: wanted a rank, got {rank!r}")
+    value = int(rank.__index__())
+    if not 0 <= value < size:
+        raise ArgumentError(f"{name}: wanted a rank in [0, {size}), got {value}")
+    return value
+
+
+def _same_dtype(send: Buffer, recv: Buffer) -> None:
+    if send.dtype is not recv.dtype:
+        raise BufferTypeError(f"sendbuf and recvbuf: wanted one dtype, got {send.dtype.label} and {recv.dtype.label}")
+
+
+def _check_overlap(send: Buffer, recv: Buffer, in_place_offset: int | None) -> None:
+    """In place, the smaller buffer is this rank's part of the larger one; any other overlap would corrupt data."""
+    if not send.overlaps(recv):
+        return
+    if in_place_offset is None or send.ptr - recv.ptr != in_place_offset:
+        raise ArgumentError(
+            "sendbuf and recvbuf overlap; in place, wanted the smaller one to be this rank's part of the larger one"
+        )
+
+
+def _wanted(name: str, buffer: Buffer, count: int, why: str) -> None:
+    if buffer.count != count:
+        raise ArgumentError(f"{name}: wanted {count} elements ({why}), got {buffer.count}")
+
+
+def allreduce(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object) -> Call:
+    send = read_buffer(sendbuf, "sendbuf", writable=recvbuf is None)
+    recv = send if recvbuf is None else read_buffer(recvbuf, "recvbuf", writable=True)
+    _same_dtype(send, recv)
+    _wanted("recvbuf", recv, send.count, "as many as sendbuf")
+    _check_overlap(send, recv, 0)
+    redop = parse_op(op, send.dtype)
+    return Call(Collective.ALLREDUCE, send, recv, send.dtype, send.count, send.nbytes, redop)
+
+
+def allgather(rank: int, size: int, sendbuf: Any, recvbuf: Any) -> Call:
+    send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
+    _same_dtype(send, recv)
+    _wanted("recvbuf", recv, send.count * size, f"{size} ranks x {send.count}")
+    _check_overlap(send, recv, rank * send.nbytes)
+    return Call(Collective.ALLGATHER, send, recv, send.dtype, send.count, recv.nbytes)
+
+
+def reduce_scatter(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object) -> Call:
+    send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
+    _same_dtype(send, recv)
+    _wanted("sendbuf", send, recv.count * size, f"{size} ranks x {recv.count}")
+    _check_overlap(send, recv, -rank * recv.nbytes)
+    redop = parse_op(op, send.dtype)
+    return Call(Collective.REDUCE_SCATTER, send, recv, send.dtype, recv.count, send.nbytes, redop)
+
+
+def broadcast(rank: int, size: int, buf: Any, root: object) -> Call:
+    at = check_rank(root, size, "root")
+    buffer = read_buffer(buf, "buf", writable=rank != at)
+    return Call(Collective.BROADCAST, buffer, buffer, buffer.dtype, buffer.count, buffer.nbytes, root=at)
+
+
+def reduce(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object, root: object) -> Call:
+    at = check_rank(root, size, "root")
+    send = read_buffer(sendbuf, "sendbuf", writable=rank == at and recvbuf is None)
+    recv = None
+    if rank == at:
+        recv = send if recvbuf is None else read_buffer(recvbuf, "recvbuf", writable=True)
+        _same_dtype(send, recv)
+        _wanted("recvbuf", recv, send.count, "as many as sendbuf")
+        _check_overlap(send, recv, 0)
+    redop = parse_op(op, send.dtype)
+    return Call(Collective.REDUCE, send, recv, send.dtype, send.count, send.nbytes, redop, at)
+
+
+def gather(rank: int, size: int, sendbuf: Any, recvbuf: Any, root: object) -> Call:
+    at = check_rank(root, size, "root")
+    send = read_buffer(sendbuf, "sendbuf", writable=False)
+    recv = None
+    if rank == at:
+        if recvbuf is None:
+            raise ArgumentError("recvbuf: wanted an array on the root, got None")
+        recv = read_buffer(recvbuf, "recvbuf", writable=True)
+        _same_dtype(send, recv)
+        _wanted("recvbuf", recv, send.count * size, f"{size} ranks x {send.count}")
+        _check_overlap(send, recv, rank * send.nbytes)
+    return Call(Collective.GATHER, send, recv, send.dtype, send.count, send.nbytes * size, root=at)
+
+
+def scatter(rank: int, size: int, sendbuf: Any, recvbuf: Any, root: object) -> Call:
+    at = check_rank(root, size, "root")
+    if recvbuf is None:
+        raise ArgumentError("recvbuf: wanted an array, got None")
+    recv = read_buffer(recvbuf, "recvbuf", writable=True)
+    send = None
+    if rank == at:
+        if sendbuf is None:
+            raise ArgumentError("sendbuf: wanted an array on the root, got None")
+        send = read_buffer(sendbuf, "sendbuf", writable=False)
+        _same_dtype(send, recv)
+        _wanted("sendbuf", send, recv.count * size, f"{size} ranks x {recv.count}")
+        _check_overlap(send, recv, -rank * recv.nbytes)
+    return Call(Collective.SCATTER, send, recv, recv.dtype, recv.count, recv.nbytes * size, root=at)
+
+
+def _counts(counts: Sequence[int], size: int, name: str) -> list[int]:
+    values = [int(c) for c in counts]
+    if len(values) != size or min(values) < 0:
+        raise ArgumentError(f"{name}: wanted {size} counts of 0 or more, one a rank, got {values}")
+    return values
+
+
+def _offsets(counts: list[int]) -> tuple[int, ...]:
+    return (0, *accumulate(counts))
+
+
+def alltoall(
+    rank: int, size: int, sendbuf: Any, recvbuf: Any, sendcounts: Sequence[int] | None, recvcounts: Sequence[int] | None
+) -> Call:
+    send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
+    _same_dtype(send, recv)
+    if (sendcounts is None) != (recvcounts is None):
+        raise ArgumentError("sendcounts and recvcounts: wanted both or neither, got one")
+    if sendcounts is None or recvcounts is None:
+        _wanted("recvbuf", recv, send.count, "as many as sendbuf")
+        if send.count % size:
+            raise ArgumentError(f"sendbuf: wanted a multiple of {size} elements, got {send.count}")
+        _check_overlap(send, recv, 0)
+        return Call(Collective.ALLTOALL, send, recv, send.dtype, send.count // size, send.nbytes)
+    out, into = _counts(sendcounts, size, "sendcounts"), _counts(recvcounts, size, "recvcounts")
+    _wanted("sendbuf", send, sum(out), "the sum of sendcounts")
+    _wanted("recvbuf", recv, sum(into), "the sum of recvcounts")
+    if out[rank] != into[rank]:
+        raise ArgumentError(f"recvcounts: wanted sendcounts[{rank}] = {out[rank]} for this rank, got {into[rank]}")
+    _check_overlap(send, recv, None)
+    return Call(
+        Collective.ALLTOALLV, send, recv, send.dtype, -1, -1, send_table=_offsets(out), recv_table=_offsets(into)
+    )
+
+
+def allgatherv(rank: int, size: int, sendbuf: Any, recvbuf: Any, counts: Sequence[int]) -> Call:
+    send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
+    _same_dtype(send, recv)
+    table = _offsets(_counts(counts, size, "counts"))
+    _wanted("sendbuf", send, table[rank + 1] - table[rank], f"counts[{rank}]")
+    _wanted("recvbuf", recv, table[-1], "the sum of counts")
+    _check_overlap(send, recv, table[rank] * send.dtype.itemsize)
+    return Call(Collective.ALLGATHERV, send, recv, send.dtype, -1, recv.nbytes, recv_table=table)
+
+
+def reduce_scatterv(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object, counts: Sequence[int]) -> Call:
+    send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
+    _same_dtype(send, recv)
+    table = _offsets(_counts(counts, size, "counts"))
+    _wanted("sendbuf", send, table[-1], "the sum of counts")
+    _wanted("recvbuf", recv, table[rank + 1] - table[rank], f"counts[{rank}]")
+    _check_overlap(send, recv, -table[rank] * send.dtype.itemsize)
+    redop = parse_op(op, send.dtype)
+    return Call(Collective.REDUCE_SCATTERV, send, recv, send.dtype, -1, send.nbytes, redop, send_table=table)
+
+
+def barrier() -> Call:
+    return Call(Collective.BARRIER, None, None, DType.UINT8, 0, 0)

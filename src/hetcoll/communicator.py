@@ -1,0 +1,263 @@
+"""The communicator: what users call.
+
+A call that was made before with the same type and counts is one C++ call (`Engine.call`). Everything else takes the
+long way: `calls.py` checks the arguments, and `core.py` has an algorithm chosen, its plan made and connected, and runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from . import calls
+from .calls import OP_LABELS
+from .core import Core
+from .types import Collective
+from .work import DONE, Work
+
+_SUM = OP_LABELS[0]
+_ALLREDUCE, _ALLGATHER, _REDUCE_SCATTER = map(
+    int, (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER)
+)
+_BROADCAST, _REDUCE, _ALLTOALL = map(int, (Collective.BROADCAST, Collective.REDUCE, Collective.ALLTOALL))
+_GATHER, _SCATTER = map(int, (Collective.GATHER, Collective.SCATTER))
+_SEND, _RECV = 13, 14  # native/python/module.cc: the two halves of Collective.P2P
+
+Array = Any
+"""NumPy, anything with DLPack or the buffer protocol; C-contiguous."""
+
+
+class Communicator(Core):
+    """A group of ranks that run collectives together. Made by `hetcoll.init`, `Communicator.init` and `split`.
+
+    Every rank must call the same collectives in the same order; a mismatch is a `CollectiveMismatchError` on every
+    rank. `sendbuf` is never written unless it is also where the result goes. Results are bitwise the same on all ranks.
+    `timeout` is in seconds (default: HETCOLL_TIMEOUT, 300). Errors after a call has begun are `CommunicationError`s and
+    leave the communicator fit only for `close`. `stream` is ignored for host buffers.
+    """
+
+    @classmethod
+    def init(cls, size: int, rank: int, unique_id: Any, *, timeout: float | None = None) -> Communicator:
+        """Join as `rank` of `size` the job that `hetcoll.get_unique_id` on one rank described.
+
+        Blocks until all ranks are there; `InitError` after `timeout` seconds (default: HETCOLL_INIT_TIMEOUT, 120) names
+        those that never came.
+        """
+        from .job import join
+
+        return join(size, rank, unique_id, timeout)
+
+    # Collectives.
+
+    def allreduce(
+        self,
+        sendbuf: Array,
+        recvbuf: Array | None = None,
+        op: str = _SUM,
+        *,
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Reduce `sendbuf` over all ranks, element by element, into `recvbuf` on every rank; in place without one.
+
+        Both have the same dtype and count, which is the same on all ranks. `op`: sum, prod, max, min, avg, land, lor,
+        lxor, band, bor, bxor, where the dtype has it (`hetcoll.types.supports`). 8- and 16-bit floats are computed in
+        float32 and rounded once per reduction.
+        """
+        if not async_op and timeout is None and self._call(_ALLREDUCE, sendbuf, recvbuf, op, 0):
+            return DONE
+        return self._launch(calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op), async_op, timeout)
+
+    def allgather(
+        self,
+        sendbuf: Array,
+        recvbuf: Array,
+        *,
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Gather every rank's `sendbuf` (count elements) into `recvbuf` (size x count) on every rank, by rank.
+
+        In place when `sendbuf` is ``recvbuf[rank * count : (rank + 1) * count]``.
+        """
+        if not async_op and timeout is None and self._call(_ALLGATHER, sendbuf, recvbuf, _SUM, 0):
+            return DONE
+        return self._launch(calls.allgather(self._rank, self._size, sendbuf, recvbuf), async_op, timeout)
+
+    def reduce_scatter(
+        self,
+        sendbuf: Array,
+        recvbuf: Array,
+        op: str = _SUM,
+        *,
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Reduce `sendbuf` (size x count elements) over all ranks and leave part `rank` of it in `recvbuf` (count).
+
+        In place when `recvbuf` is ``sendbuf[rank * count : (rank + 1) * count]``. `op` as in `allreduce`.
+        """
+        if not async_op and timeout is None and self._call(_REDUCE_SCATTER, sendbuf, recvbuf, op, 0):
+            return DONE
+        return self._launch(calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op), async_op, timeout)
+
+    def broadcast(
+        self,
+        buf: Array,
+        root: int = 0,
+        *,
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Copy the root's `buf` into every other rank's. Only the root may pass a read-only array."""
+        if not async_op and timeout is None and self._call(_BROADCAST, buf, None, _SUM, root):
+            return DONE
+        return self._launch(calls.broadcast(self._rank, self._size, buf, root), async_op, timeout)
+
+    def reduce(
+        self,
+        sendbuf: Array,
+        recvbuf: Array | None = None,
+        op: str = _SUM,
+        root: int = 0,
+        *,
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Reduce `sendbuf` over all ranks into the root's `recvbuf`; in place there without one.
+
+        Other ranks' `recvbuf` is not looked at, and their `sendbuf` is not written.
+        """
+        into = recvbuf if self._rank == root else None
+        if not async_op and timeout is None and self._call(_REDUCE, sendbuf, into, op, root):
+            return DONE
+        return self._launch(calls.reduce(self._rank, self._size, sendbuf, into, op, root), async_op, timeout)
+
+    def gather(
+        self,
+        sendbuf: Array,
+        recvbuf: Array | None = None,
+        root: int = 0,
+        *,
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Gather every rank's `sendbuf` (count elements) into the root's `recvbuf` (size x count), by rank."""
+        into = recvbuf if self._rank == root else None
+        plain = not async_op and timeout is None and (into is None) == (self._rank != root)
+        if plain and self._call(_GATHER, sendbuf, into, _SUM, root):
+            return DONE
+        return self._launch(calls.gather(self._rank, self._size, sendbuf, recvbuf, root), async_op, timeout)
+
+    def scatter(
+        self,
+        sendbuf: Array | None = None,
+        recvbuf: Array | None = None,
+        root: int = 0,
+        *,
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Send part r of the root's `sendbuf` (size x count elements) to rank r's `recvbuf` (count)."""
+        if not async_op and timeout is None and recvbuf is not None:
+            source, into = (sendbuf, recvbuf) if self._rank == root else (recvbuf, None)
+            if self._call(_SCATTER, source, into, _SUM, root):
+                return DONE
+        return self._launch(calls.scatter(self._rank, self._size, sendbuf, recvbuf, root), async_op, timeout)
+
+    def alltoall(
+        self,
+        sendbuf: Array,
+        recvbuf: Array,
+        *,
+        sendcounts: Sequence[int] | None = None,
+        recvcounts: Sequence[int] | None = None,
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Send part r of `sendbuf` to rank r, and receive part r of `recvbuf` from rank r.
+
+        Parts are equal, or as long as `sendcounts` and `recvcounts` say (elements, one a rank; rank a's
+        ``sendcounts[b]`` must be rank b's ``recvcounts[a]``). In place (the same array) only with equal parts.
+        """
+        plain = sendcounts is None and recvcounts is None and not async_op and timeout is None
+        if plain and self._call(_ALLTOALL, sendbuf, recvbuf, _SUM, 0):
+            return DONE
+        call = calls.alltoall(self._rank, self._size, sendbuf, recvbuf, sendcounts, recvcounts)
+        return self._launch(call, async_op, timeout)
+
+    def allgatherv(
+        self,
+        sendbuf: Array,
+        recvbuf: Array,
+        counts: Sequence[int],
+        *,
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """`allgather` of unequal parts: rank r contributes ``counts[r]`` elements; the same `counts` on all ranks."""
+        return self._launch(calls.allgatherv(self._rank, self._size, sendbuf, recvbuf, counts), async_op, timeout)
+
+    def reduce_scatterv(
+        self,
+        sendbuf: Array,
+        recvbuf: Array,
+        op: str = _SUM,
+        *,
+        counts: Sequence[int],
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """`reduce_scatter` into unequal parts: rank r receives ``counts[r]`` elements; the same on all ranks."""
+        call = calls.reduce_scatterv(self._rank, self._size, sendbuf, recvbuf, op, counts)
+        return self._launch(call, async_op, timeout)
+
+    def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work:
+        """Return (or be done) only when every rank has called it."""
+        return self._launch(calls.barrier(), async_op, timeout)
+
+    # Point to point.
+
+    def send(
+        self,
+        buf: Array,
+        peer: int,
+        *,
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Send `buf` to `peer`, which calls `recv` with as many elements. Returns when `buf` may be reused.
+
+        Messages between two ranks arrive in order. A send may or may not wait for its receive: ranks that send to each
+        other first must use `group` or ``async_op=True``.
+        """
+        plain = not async_op and timeout is None and self._batch is None
+        if plain and self._call(_SEND, buf, None, _SUM, peer):
+            return DONE
+        return self._point(buf, peer, True, async_op, timeout)
+
+    def recv(
+        self,
+        buf: Array,
+        peer: int,
+        *,
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Receive `buf` from `peer`, which calls `send` with as many elements."""
+        plain = not async_op and timeout is None and self._batch is None
+        if plain and self._call(_RECV, buf, None, _SUM, peer):
+            return DONE
+        return self._point(buf, peer, False, async_op, timeout)

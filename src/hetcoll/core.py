@@ -1,0 +1,291 @@
+"""What every communicator does beneath its operations: come to be, run calls, wait, fail, split, end."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from . import _native, lifetime
+from .buffers import Buffer, read_buffer
+from .calls import OP_LABELS, Call, check_rank
+from .diagnosis import Diagnosis, Kind
+from .env import Config
+from .errors import ArgumentError, ClosedError, CommunicationError
+from .selection import Explanation, Selection
+from .session import Session
+from .wiring import PATIENCE, Wiring
+from .work import DONE, Work
+
+log = logging.getLogger("hetcoll")
+
+
+class Core:
+    """See `hetcoll.Communicator`."""
+
+    def __init__(self, session: Session, group: bytes, rank: int, size: int, config: Config, timeout: float) -> None:
+        self._session, self._group, self._config = session, group, config
+        self._rank, self._size = rank, size
+        self._closed = False
+        self._current = ""  # the call that took the long way and is not over
+        self._splits = 0
+        self._batch: list[tuple[Buffer, int, bool, Work]] | None = None
+        self._pending: list[Work] = []  # keeps the memory of asynchronous calls alive
+        self._pending_lock = threading.Lock()
+        self._diagnosis = Diagnosis(session, group, rank, size)
+        deadline = time.monotonic() + timeout
+        session.join(group, rank, size, self._diagnosis.on_event, timeout)
+        try:
+            self._wiring = Wiring(session.control, group, rank, size, config, deadline - time.monotonic())
+        except BaseException:
+            session.leave(group)
+            raise
+        self._engine = self._wiring.engine
+        self._engine.set_ops(OP_LABELS, self._stuck, self._interrupted)
+        self._call: Callable[..., bool] = self._engine.call
+        self._selection = Selection(self._wiring, config)
+        self._diagnosis.attach(self._engine, self._selection.describe, lambda: self._current)
+        lifetime.watch(self)
+        log.info("rank %d of %d: %s", rank, size, self._wiring.topology)
+
+    @property
+    def rank(self) -> int:
+        """This rank, in [0, size)."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's position among those of its host."""
+        return self._wiring.locals.index(self._rank)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    # Running calls.
+
+    def _launch(self, call: Call, async_op: bool, timeout: float | None) -> Work:
+        """The long way: for shapes not seen before, asynchronous calls and deadlines of their own."""
+        self._check_usable()
+        self._current = call.describe()
+        try:
+            shape = self._selection.shape(call, self._seconds(timeout), self._check_failed)
+            send = 0 if call.send is None else call.send.ptr
+            recv = 0 if call.recv is None else call.recv.ptr
+            return self._run(shape, send, recv, async_op, timeout, (call.send, call.recv))
+        finally:
+            self._current = ""
+
+    def _run(
+        self, shape: _native.Shape, send: int, recv: int, async_op: bool, timeout: float | None, keep: Any
+    ) -> Work:
+        engine = self._engine
+        if async_op:
+            work = Work(self, engine.submit(shape, send, recv), keep, self._current)
+            with self._pending_lock:
+                self._pending = [w for w in self._pending if not w.done]
+                self._pending.append(work)
+            return work
+        seconds = self._seconds(timeout)
+        status = engine.run(shape, send, recv, min(seconds, PATIENCE))
+        if status is not _native.Status.DONE:
+            self._finish(status, engine.pending, seconds, min(seconds, PATIENCE), self._current)
+        return DONE
+
+    def _finish(
+        self, status: _native.Status, ticket: _native.Ticket | None, seconds: float, waited: float, what: str
+    ) -> None:
+        """Wait on after a first attempt that gave up after `waited` of `seconds`; raises what went wrong."""
+        while status is _native.Status.TIMED_OUT and ticket is not None:
+            if waited >= seconds:
+                raise self._diagnosis.timeout(what, seconds)
+            if self._diagnosis.suspicious():
+                raise self._diagnosis.error()
+            slice_seconds = min(seconds - waited, 6 * PATIENCE)
+            status = self._engine.wait(ticket, slice_seconds)
+            waited += slice_seconds
+        if status is _native.Status.FAILED:
+            raise self._diagnosis.error()
+
+    def _stuck(self, status: _native.Status) -> None:
+        """The short way's second half, when a call was not complete in time: waits on, or raises."""
+        what = self._selection.describe(self._engine.history(self._engine.collectives))
+        self._finish(status, self._engine.pending, self._config.timeout, min(PATIENCE, self._config.timeout), what)
+
+    def _wait(self, ticket: _native.Ticket, timeout: float | None, what: str) -> None:
+        seconds = self._seconds(timeout)
+        first = min(seconds, PATIENCE)
+        self._finish(self._engine.wait(ticket, first), ticket, seconds, first, what)
+
+    def _point(self, buf: Any, peer: object, sends: bool, async_op: bool, timeout: float | None) -> Work:
+        """One half of a message; in a `group` it is only noted."""
+        self._check_usable()
+        other = check_rank(peer, self._size, "peer")
+        buffer = read_buffer(buf, "buf", writable=not sends)
+        if self._batch is not None:
+            work = Work()
+            self._batch.append((buffer, other, sends, work))
+            return work
+        if other == self._rank:
+            raise ArgumentError(f"peer: rank {other} is this rank; a message to oneself needs both halves in a group()")
+        return self._start_point(buffer, other, sends, async_op, timeout)
+
+    def _start_point(self, buffer: Buffer, peer: int, sends: bool, async_op: bool, timeout: float | None) -> Work:
+        verb = f"send({buffer.dtype.label}, count={buffer.count}, to rank {peer})"
+        self._current = verb if sends else verb.replace("send", "recv").replace(" to ", " from ")
+        try:
+            shape = self._selection.point(buffer, peer, sends, self._seconds(timeout), self._check_failed)
+            ptrs = (buffer.ptr, 0) if sends else (0, buffer.ptr)
+            return self._run(shape, *ptrs, async_op, timeout, buffer)
+        finally:
+            self._current = ""
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        """Sends and receives inside the ``with`` block start together at its end, which waits for all of them.
+
+        So their order does not matter: every rank may send before it receives. Messages to oneself are allowed here.
+        """
+        self._check_usable()
+        if self._batch is not None:
+            raise ArgumentError("group(): already inside a group")
+        self._batch = []
+        try:
+            yield
+            batch = self._batch
+        finally:
+            self._batch = None
+        self._deliver_to_self(batch)
+        works = [
+            self._start_point(buffer, peer, sends, True, None) for buffer, peer, sends, _ in batch if peer != self._rank
+        ]
+        for work in works:
+            work.wait()
+
+    def _deliver_to_self(self, batch: list[tuple[Buffer, int, bool, Work]]) -> None:
+        mine = [(buffer, sends) for buffer, peer, sends, _ in batch if peer == self._rank]
+        outgoing, incoming = [b for b, sends in mine if sends], [b for b, sends in mine if not sends]
+        if [(b.count, b.dtype) for b in outgoing] != [(b.count, b.dtype) for b in incoming]:
+            raise ArgumentError(f"group(): the sends of rank {self._rank} to itself do not match its receives")
+        for source, target in zip(outgoing, incoming, strict=True):
+            self._selection.copy(source, target)
+
+    # Ending and failing.
+
+    def _seconds(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self._config.timeout
+        if not timeout > 0:
+            raise ArgumentError(f"timeout: wanted seconds above 0, got {timeout!r}")
+        return float(timeout)
+
+    def _check_usable(self) -> None:
+        if _native.forked():
+            raise ClosedError("this communicator belongs to the parent of this forked process")
+        if self._closed:
+            raise ClosedError("this communicator was closed")
+        self._check_failed()
+
+    def _check_failed(self) -> None:
+        if self._engine.failed:
+            raise self._diagnosis.error()
+
+    def _failure(self) -> CommunicationError | None:
+        return self._diagnosis.error() if self._engine.failed else None
+
+    def _interrupted(self) -> None:
+        """A signal handler raised inside a call (Ctrl-C): the others must not wait for this rank."""
+        self._diagnosis.post(Kind.ABORTED, self._rank, f"rank {self._rank} was interrupted")
+
+    def abort(self, reason: str = "") -> None:
+        """End every operation in flight, here at once and on the other ranks as soon as they hear of it.
+
+        May be called from any thread, also while another one is stuck in a call, which then raises `AbortedError`.
+        Needs no other rank's help. Afterwards only `close` is of use.
+        """
+        if self._closed or _native.forked():
+            return
+        text = f"rank {self._rank} called abort()" + (f": {reason}" if reason else "")
+        self._engine.fail(Kind.ABORTED, self._rank, text)
+        self._diagnosis.post(Kind.ABORTED, self._rank, text)
+
+    def close(self) -> None:
+        """Give everything back: links, threads, shared memory. Does not wait for other ranks. More than once is fine.
+
+        Operations still in flight here fail with `AbortedError`; ranks that need this one get a `PeerLostError`.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        lifetime.forget(self)
+        if _native.forked():
+            return
+        self._engine.close()
+        self._call = _refuse
+        with self._pending_lock:
+            self._pending.clear()
+        self._selection.close()
+        self._session.leave(self._group)
+        self._wiring.close()
+
+    def abandon(self) -> None:
+        """In a forked child: nothing of the parent's may be touched."""
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is not None and not self._closed and not issubclass(kind, CommunicationError):
+            self.abort(f"{kind.__name__}: {error}")
+        self.close()
+
+    # Other communicators.
+
+    def split(self, color: int | None, key: int = 0) -> Self | None:
+        """A communicator for each `color`: this rank's, with ranks ordered by `key` and then by rank here.
+
+        Collective over this communicator. A rank with `color` None belongs to none and gets None.
+        """
+        self._check_usable()
+        self._splits += 1
+        tag = f"split/{self._splits}".encode()
+        blob = json.dumps([color, key]).encode()
+        rows = [
+            json.loads(b) for b in self._session.control.exchange(self._group, tag, blob, self._config.init_timeout)
+        ]
+        if color is None:
+            return None
+        members = [r for _, r in sorted((row[1], r) for r, row in enumerate(rows) if row[0] == color)]
+        name = hashlib.blake2b(self._group + tag + str(color).encode(), digest_size=16).digest()
+        return type(self)(
+            self._session, name, members.index(self._rank), len(members), self._config, self._config.init_timeout
+        )
+
+    # Telling.
+
+    def explain(self, op: str, nbytes: int) -> Explanation:
+        """Which algorithm, channels and transports a collective of `nbytes` uses, and why. Local; sends nothing."""
+        self._check_usable()
+        return self._selection.explain(op, nbytes)
+
+    def __repr__(self) -> str:
+        state = " closed" if self._closed else ""
+        return f"<hetcoll.{type(self).__name__} rank {self._rank} of {self._size}{state}>"
+
+
+def _refuse(*args: object) -> bool:
+    """Stands in for the engine's call after `close`, so that the short way needs no test of its own."""
+    return False

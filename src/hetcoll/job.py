@@ -1,0 +1,73 @@
+"""How a process enters a job: `init` for launched jobs, `join` for those that carry the unique id themselves."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from . import _native
+from .communicator import Communicator
+from .control import WORLD
+from .env import Config, environment
+from .errors import ArgumentError, InitError
+from .rendezvous import bootstrap
+from .session import Session
+from .unique_id import UniqueId
+
+_world: Communicator | None = None
+
+
+def init(*, timeout: float | None = None) -> Communicator:
+    """The communicator of all ranks of this job, as the launcher's environment describes it.
+
+    Understands torchrun, ``hetcoll run``, Open MPI's and Hydra's mpirun and srun; alone, the size is 1. Blocks until
+    all ranks are there; `InitError` after `timeout` seconds (default: HETCOLL_INIT_TIMEOUT, 120) names those that never
+    came. Calling it again while that communicator is open is an error: use `Communicator.split`.
+    """
+    global _world
+    if _world is not None and not _world.closed:
+        raise InitError("hetcoll.init() was called already and its communicator is open; use comm.split(0) for another")
+    env = environment()
+    configure(env.config)
+    seconds = env.config.init_timeout if timeout is None else timeout
+    start = time.monotonic()
+    unique_id = bootstrap(env.launch, env.config)
+    left = seconds - (time.monotonic() - start)
+    _world = _enter(unique_id, env.launch.rank, env.launch.size, env.config, left)
+    return _world
+
+
+def join(size: int, rank: int, unique_id: UniqueId | str | bytes, timeout: float | None = None) -> Communicator:
+    """See `Communicator.init`. `unique_id` may be what `str` or `to_bytes` made of one."""
+    if size < 1 or not 0 <= rank < size:
+        raise ArgumentError(f"rank and size: wanted 0 <= rank < size, got rank {rank} of size {size}")
+    if isinstance(unique_id, str):
+        unique_id = UniqueId.parse(unique_id)
+    elif isinstance(unique_id, bytes):
+        unique_id = UniqueId.from_bytes(unique_id)
+    config = environment().config
+    configure(config)
+    return _enter(unique_id, rank, size, config, config.init_timeout if timeout is None else timeout)
+
+
+def configure(config: Config) -> None:
+    """Settings that hold for the whole process: logging and the kernels' instruction set."""
+    log = logging.getLogger("hetcoll")
+    level = {"none": logging.CRITICAL, "warn": logging.WARNING, "info": logging.INFO}.get(config.debug, logging.DEBUG)
+    if config.debug != "warn" and not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(name)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(level)
+    if config.isa is not None and not _native.set_kernel_isa(config.isa):
+        raise ArgumentError(f"HETCOLL_ISA: wanted an instruction set that this processor has, got {config.isa!r}")
+
+
+def _enter(unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> Communicator:
+    deadline = time.monotonic() + timeout
+    session = Session(unique_id, rank, size, timeout)
+    try:
+        return Communicator(session, WORLD, rank, size, config, deadline - time.monotonic())
+    except BaseException:
+        session.control.close()
+        raise

@@ -1,0 +1,50 @@
+"""One process's membership in a job: the control connection that its communicators share."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+from .control import WORLD, ControlClient, Event, Handler
+from .errors import HetcollError
+from .unique_id import UniqueId
+
+
+class Session:
+    """Joins a job's first group, WORLD; closes the connection when the last communicator of the job has left."""
+
+    def __init__(self, unique_id: UniqueId, rank: int, size: int, timeout: float) -> None:
+        self._handlers: dict[bytes, Handler] = {}
+        self._early: list[tuple[bytes, Event]] = []  # news of WORLD that came before its communicator was there
+        self._lock = threading.Lock()
+        self.control = ControlClient(unique_id, rank, size, timeout, self._dispatch)
+
+    def join(self, group: bytes, rank: int, size: int, handler: Handler, timeout: float) -> None:
+        """Make `handler` the one that news of `group` goes to; other groups than WORLD are joined first."""
+        if group != WORLD:
+            self.control.join(group, rank, size, self._dispatch, timeout=timeout)
+        with self._lock:
+            self._handlers[group] = handler
+            early = [event for name, event in self._early if name == group]
+            self._early = [(name, event) for name, event in self._early if name != group]
+        for event in early:
+            handler(group, event)
+
+    def leave(self, group: bytes) -> None:
+        """Say goodbye to the group; to the store as well when it was the last."""
+        with self._lock:
+            self._handlers.pop(group, None)
+            last = not self._handlers
+        if last:
+            self.control.close()
+        else:
+            with contextlib.suppress(HetcollError):  # the store may be gone already
+                self.control.leave(group, timeout=2.0)
+
+    def _dispatch(self, group: bytes, event: Event) -> bytes | None:
+        with self._lock:
+            handler = self._handlers.get(group)
+            if handler is None:
+                self._early.append((group, event))
+                return None
+        return handler(group, event)

@@ -1,0 +1,154 @@
+"""From a control connection to an engine with links: who runs where, shared memory, TCP.
+
+Ranks of one host share one segment, made by the lowest of them and handed to the others as a descriptor. Other
+pairs get TCP sockets when a plan first needs them, all at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+from . import _native
+from .control import ControlClient
+from .descriptors import host_identity, new_name, receive_fd, share_fd
+from .edges import EdgeKey, Request, pack_addresses, unpack_addresses
+from .env import Config
+from .errors import InitError
+from .listener import Listener
+from .topology import RankInfo, Topology
+from .version import __version__
+
+_SPIN_SECONDS = 50e-6
+PATIENCE = 5.0
+"""Seconds after which a stuck call asks what the other ranks do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Introduction:
+    """What a rank tells the others first. `settings` must be equal everywhere."""
+
+    host: str
+    pid: int
+    cores: int
+    doorbell: str
+    settings: str
+
+
+def ring_bytes(local_size: int, configured: int | None) -> int:
+    """The data ring of one directed edge and channel: large enough to keep both ends busy, small enough for the L2
+    cache, and smaller where there are many."""
+    if configured is not None:
+        return max(4096, 1 << (configured.bit_length() - 1))
+    return 512 << 10 if local_size <= 8 else 256 << 10 if local_size <= 32 else 128 << 10
+
+
+class Wiring:
+    """One communicator's topology, engine and links. `rank` and `size` are those of `group`."""
+
+    def __init__(self, control: ControlClient, group: bytes, rank: int, size: int, config: Config, timeout: float):
+        self._control, self._config = control, config
+        self.group, self.rank, self.size = group, rank, size
+        self._deadline = time.monotonic() + timeout
+        self._listener: Listener | None = None
+        intros = self._introduce()
+        infos = (RankInfo(r, i.host, i.pid, i.cores, version=__version__) for r, i in enumerate(intros))
+        self.topology = Topology(tuple(infos), config.transport)
+        self._stripes = config.socket_stripes or 1
+        self.locals = list(next(host for host in self.topology.hosts if rank in host))
+        spin = _SPIN_SECONDS if config.spin_us is None else config.spin_us * 1e-6
+        self.oversubscribed = len(self.locals) > intros[rank].cores
+        patience = min(PATIENCE, config.timeout)
+        self.engine = _native.Engine(
+            rank=rank,
+            size=size,
+            identity=int.from_bytes(
+                hashlib.blake2b(control.unique_id.job_id + group, digest_size=8).digest(), "little"
+            ),
+            doorbell_name=intros[self.locals[0]].doorbell,
+            local_rank=self.locals.index(rank),
+            spin_seconds=spin,
+            oversubscribed=self.oversubscribed,
+            timeout=patience,
+        )
+        try:
+            if config.transport != "tcp" and len(self.locals) > 1:
+                self._attach_shm(intros[self.locals[0]].doorbell)
+            if size > 1 and (config.transport == "tcp" or len(self.topology.hosts) > 1):
+                self._listen()
+        except BaseException:
+            self.close()
+            raise
+
+    def _left(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.1)
+
+    def _introduce(self) -> list[_Introduction]:
+        c = self._config
+        chosen = {"HETCOLL_ALGO": c.algo, "HETCOLL_TRANSPORT": c.transport, "HETCOLL_SHM_BYTES": c.shm_bytes,
+                  "HETCOLL_SOCKET_STRIPES": c.socket_stripes, "HETCOLL_ISLANDS": c.islands}  # fmt: skip
+        mine = _Introduction(
+            host_identity(c.host_id), os.getpid(), len(os.sched_getaffinity(0)), new_name(), json.dumps(chosen)
+        )
+        blobs = self._control.exchange(self.group, b"introduce", json.dumps(asdict(mine)).encode(), self._left())
+        intros = [_Introduction(**json.loads(blob)) for blob in blobs]
+        for rank, other in enumerate(intros):
+            if other.settings != intros[0].settings:
+                ours, theirs = json.loads(intros[0].settings), json.loads(other.settings)
+                unequal = [k for k in ours if ours[k] != theirs.get(k)]
+                raise InitError(
+                    "; ".join(f"{k} is {ours[k]!r} on rank 0 and {theirs.get(k)!r} on rank {rank}" for k in unequal)
+                )
+        return intros
+
+    def _attach_shm(self, name: str) -> None:
+        ring = ring_bytes(len(self.locals), self._config.shm_bytes)
+        secret = self._control.unique_id.secret
+        if self.rank == self.locals[0]:
+            # A memfd: not limited by the size of /dev/shm, and gone with the last process that maps it.
+            fd = os.memfd_create("hetcoll", os.MFD_CLOEXEC)
+        else:
+            fd = receive_fd(name, self.rank, secret, self._left())
+        try:
+            if self.rank == self.locals[0]:
+                os.ftruncate(fd, _native.shm_bytes(len(self.locals), ring))
+                share_fd(name, fd, self.locals[1:], secret, self._left())
+            self.engine.attach_shm(fd, ring, self.locals)
+        finally:
+            os.close(fd)
+
+    def _listen(self) -> None:
+        loopback = len(self.topology.hosts) == 1
+        self._listener = Listener(self._config, self._control.unique_id.secret, loopback=loopback)
+        blobs = self._control.exchange(self.group, b"addresses", pack_addresses(self._listener.addresses), self._left())
+        self._addresses = [unpack_addresses(blob) for blob in blobs]
+
+    def ensure(self, edges: Iterable[tuple[int, int]], timeout: float, check: Callable[[], None]) -> None:
+        """Links for these (peer, channel) pairs. Both ends must ask; `check` may raise to end the wait."""
+        missing = [(p, c) for p, c in edges if not self.engine.linked(p, c)]
+        if not missing:
+            return
+        if self._listener is None:
+            raise InitError(f"no transport links rank {self.rank} to {sorted({p for p, _ in missing})}")
+        comm = hashlib.blake2b(self.group, digest_size=16).digest()
+        requests = [
+            Request(EdgeKey(comm, 0, min(self.rank, p), max(self.rank, p), c, s), self._addresses[p])
+            for p, c in missing
+            for s in range(self._stripes)
+        ]
+        made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, check)
+        for p, c in missing:
+            low, high = min(self.rank, p), max(self.rank, p)
+            self.engine.attach_tcp(
+                p, c, [made[EdgeKey(comm, 0, low, high, c, s)].detach() for s in range(self._stripes)]
+            )
+
+    def close(self) -> None:
+        """Close the listener; the links go with the engine when its last user lets go."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None

@@ -1,0 +1,69 @@
+"""The handle of an operation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import _native
+
+if TYPE_CHECKING:
+    from .core import Core
+
+_RUNNING, _DONE, _FAILED = 0, 1, 2
+
+
+class Work:
+    """An operation that was started. Every collective returns one.
+
+    With ``async_op=False`` on host buffers it is done when the call returns. With ``async_op=True`` the buffers belong
+    to the operation until `wait` returns or `done` is true; the communicator keeps them alive until then, also when the
+    Work itself is dropped. Works may be waited for in any order, from any thread.
+    """
+
+    __slots__ = ("_comm", "_keep", "_ticket", "_what")
+
+    def __init__(
+        self, comm: Core | None = None, ticket: _native.Ticket | None = None, keep: Any = None, what: str = ""
+    ) -> None:
+        self._comm, self._ticket, self._keep, self._what = comm, ticket, keep, what
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the operation is complete.
+
+        Raises what the operation failed with: `PeerLostError`, `CollectiveMismatchError`, `AbortedError`, or
+        `CollectiveTimeoutError` when `timeout` seconds (default: the communicator's) pass first, after which the
+        communicator is unusable.
+        """
+        if self._ticket is None or self._comm is None:
+            return
+        if self._ticket.state == _RUNNING or self._ticket.state == _FAILED:
+            self._comm._wait(self._ticket, timeout, self._what)
+        self._release()
+
+    def wait_stream(self, stream: object = None) -> None:
+        """Make `stream` wait for the operation. Host buffers have no stream: this is `wait`."""
+        self.wait()
+
+    @property
+    def done(self) -> bool:
+        """Whether the operation is over, successfully or not. Never blocks."""
+        if self._ticket is None or self._ticket.state == _RUNNING:
+            return self._ticket is None
+        return True
+
+    @property
+    def error(self) -> Exception | None:
+        """What the operation failed with, or None while it runs and when it succeeded. Never blocks."""
+        if self._ticket is None or self._comm is None or self._ticket.state != _FAILED:
+            return None
+        return self._comm._failure()
+
+    def _release(self) -> None:
+        self._ticket = self._keep = None
+
+    def __repr__(self) -> str:
+        return f"<hetcoll.Work {self._what or 'done'}{'' if self.done else ' in flight'}>"
+
+
+DONE = Work()
+"""What a call returns that was complete on return: there is nothing in it that could differ from one to the next."""
