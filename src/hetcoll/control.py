@@ -95,8 +95,10 @@ class _Call:
         self.error: HetcollError | None = None
 
     def finish(self, frame: Frame | None, error: HetcollError | None = None) -> None:
-        self.frame, self.error = frame, error
-        self._done.set()
+        """The first answer counts. Only the reader thread calls this."""
+        if not self._done.is_set():
+            self.frame, self.error = frame, error
+            self._done.set()
 
     def wait(self, seconds: float) -> bool:
         return self._done.wait(seconds)
@@ -145,14 +147,19 @@ class ControlClient:
     def join(
         self, group: bytes, rank: int, size: int, on_event: Handler | None = None, *, timeout: float | None = None
     ) -> None:
-        """Become `rank` of a group of `size`. InitError where another process is that rank, or named another size."""
+        """Become `rank` of a group of `size`. InitError where another process is that rank, or named another size.
+
+        A rank that left a group may come back when the others have left it too, which it waits for.
+        """
         with self._lock:
             if group in self._groups:
                 raise InitError(f"this process is already rank {self._groups[group].rank} of the group {group!r}")
             self._groups[group] = membership = _Membership(rank, on_event)
         hosts = b"\1" if hosted_here(self._id.job_id) else b"\0"
         try:
-            frame = self._call(Op.JOIN, (group, U32.pack(rank), U32.pack(size), hosts), timeout, group)
+            seconds = self._timeout if timeout is None else timeout
+            fields = (group, U32.pack(rank), U32.pack(size), hosts, F64.pack(seconds))
+            frame = self._call(Op.JOIN, fields, seconds, group)
         except BaseException:
             with self._lock:
                 self._groups.pop(group, None)

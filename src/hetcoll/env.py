@@ -129,3 +129,8 @@ def environment() -> Environment:
     for message in unknown_variables(os.environ):
         log.warning("%s", message)
     return Environment(read_config(os.environ), read_launch(os.environ))
+
+
+def child_environment(changes: Environ) -> dict[str, str]:
+    """The environment for a process that we start: ours with `changes`."""
+    return {**os.environ, **changes}

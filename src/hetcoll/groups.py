@@ -1,7 +1,8 @@
 """What the store does, without its sockets: groups of ranks, exchanges, verdicts, questions and keys.
 
 A member is one connection; it may be a rank of several groups. Everything a member waits for has a deadline, and is
-answered sooner when a rank it waits for is gone. A group is forgotten when all of its ranks have come and gone.
+answered sooner when a rank it waits for is gone. A group is forgotten when all of its ranks have come and gone, or when
+those that came have gone and one of them is back: then it begins anew, for ranks that close and start again.
 """
 
 from __future__ import annotations
@@ -96,13 +97,14 @@ class Groups:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._groups: dict[bytes, Group] = {}
+        self._returning: dict[bytes, list[tuple[Member, int, tuple[bytes, ...]]]] = {}  # JOINs that wait for that
         self._values: dict[bytes, bytes] = {}
         self._value_bytes = 0
         self._getters: dict[bytes, dict[int, tuple[Member, int]]] = {}
         self._numbers = itertools.count(1)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._handlers: dict[int, tuple[int, Callable[..., None]]] = {
-            Op.JOIN: (4, self._join),
+            Op.JOIN: (5, self._join),
             Op.LEAVE: (1, self._leave),
             Op.EXCHANGE: (4, self._exchange),
             Op.POST: (3, self._post),
@@ -132,6 +134,8 @@ class Groups:
         for getters in self._getters.values():
             for number in [number for number, (who, _) in getters.items() if who is member]:
                 del getters[number]
+        for returning in self._returning.values():
+            returning[:] = [each for each in returning if each[0] is not member]
         for name in list(member.ranks):
             self._part(member, name, reason)
 
@@ -144,7 +148,8 @@ class Groups:
 
     # Membership.
 
-    def _join(self, member: Member, request: int, name: bytes, rank4: bytes, size4: bytes, hosts: bytes) -> None:
+    def _join(self, member: Member, request: int, name: bytes, *rest: bytes) -> None:
+        rank4, size4, hosts, seconds8 = rest
         (rank,), (size,) = U32.unpack(rank4), U32.unpack(size4)
         if not (1 <= size <= MAX_SIZE and rank < size):
             raise RefusedError(f"rank {rank} of {size}: wanted a rank below the size, and a size from 1 to {MAX_SIZE}")
@@ -153,6 +158,24 @@ class Groups:
             if len(self._groups) >= MAX_GROUPS:
                 raise RefusedError(f"{len(self._groups)} groups are open: wanted fewer than {MAX_GROUPS}")
             group = self._groups[name] = Group(size)
+        if group.gone.get(rank) == "":
+            self._returning.setdefault(name, []).append((member, request, rest))
+            self._after(seconds8, lambda: self._expire_return(name, member, request, rank))
+            self._begin_anew(name)
+            return
+        self._check_joining(group, name, member, rank, size)
+        if hosts == b"\1":
+            group.host = rank
+            self._push(group, Op.HOST, name, rank4)
+        group.members[rank] = member
+        member.ranks[name] = rank
+        member.send(Op.REPLY, pack([U32.pack(group.host)]), request)
+        for gone, reason in group.gone.items():
+            member.send(*_parting(name, gone, reason))
+        if group.verdict is not None:
+            member.send(Op.VERDICT, group.verdict)
+
+    def _check_joining(self, group: Group, name: bytes, member: Member, rank: int, size: int) -> None:
         if group.size != size:
             others = spell_ranks(group.members) if group.members else "an earlier rank"
             raise RefusedError(
@@ -164,19 +187,27 @@ class Groups:
         if rank in group.gone:
             raise RefusedError(f"{spell_gone(rank, group.gone[rank])}, and cannot come back to this group")
         if name in member.ranks:
-            raise RefusedError(
-                f"{member.name} is rank {member.ranks[name]} of this group, and cannot be rank {rank} too"
-            )
-        if hosts == b"\1":
-            group.host = rank
-            self._push(group, Op.HOST, name, rank4)
-        group.members[rank] = member
-        member.ranks[name] = rank
-        member.send(Op.REPLY, pack([U32.pack(group.host)]), request)
-        for gone, reason in group.gone.items():
-            member.send(*_parting(name, gone, reason))
-        if group.verdict is not None:
-            member.send(Op.VERDICT, group.verdict)
+            raise RefusedError(f"{member.name} is rank {member.ranks[name]} of this group, and cannot be {rank} too")
+
+    def _begin_anew(self, name: bytes) -> None:
+        """Forget a group that nobody is in any more; who waited for that enters the new one."""
+        group = self._groups[name]
+        if group.members or (len(group.gone) < group.size and not self._returning.get(name)):
+            return
+        del self._groups[name]
+        for member, request, rest in self._returning.pop(name, []):
+            try:
+                self._join(member, request, name, *rest)
+            except RefusedError as error:
+                member.send(Op.REPLY, str(error).encode(), request, Status.REFUSED)
+
+    def _expire_return(self, name: bytes, member: Member, request: int, rank: int) -> None:
+        returning = self._returning.get(name, [])
+        left = [each for each in returning if each[0] is not member or each[1] != request]
+        if len(left) < len(returning):
+            returning[:] = left
+            text = f"rank {rank} left and is back, but {spell_ranks(self._groups[name].members)} did not leave"
+            member.send(Op.REPLY, text.encode(), request, Status.TIMEOUT)
 
     def _leave(self, member: Member, request: int, name: bytes) -> None:
         self._of(member, name)
@@ -198,8 +229,7 @@ class Groups:
             question.waiting.discard(rank)
             if not question.waiting or question.asker is member:
                 self._close_question(group, number)
-        if not group.members and len(group.gone) == group.size:
-            del self._groups[name]
+        self._begin_anew(name)
 
     def _of(self, member: Member, name: bytes) -> tuple[Group, int]:
         if name not in member.ranks:

@@ -67,7 +67,7 @@ def _torch_style(environ: Environ) -> Launch:
         rank, size, _optional(environ, "LOCAL_RANK", _INDEX), _optional(environ, "LOCAL_WORLD_SIZE", _COUNT), master,
         launcher="hetcoll" if own else "torchrun",
         job=f"hetcoll {own}" if own else " ".join(("torchrun", *parts, str(master))),
-        agent_store=elastic and environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
+        agent_store=elastic and not own and environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ F64 = struct.Struct("<d")
 class Op(IntEnum):
     """What a frame is. Below 64: from a member to the store; from 64 on: from the store to a member."""
 
-    JOIN = 1  # group, rank, size, whether the store lives in this process -> rank that hosts the store, or NOBODY
+    JOIN = 1  # group, rank, size, 1 where this process hosts the store, seconds -> rank that hosts it, or NOBODY
     LEAVE = 2  # group
     EXCHANGE = 3  # group, tag, blob, seconds -> blobs in the order of ranks
     POST = 4  # group, kind, blob -> kind, blob and rank of the group's first verdict

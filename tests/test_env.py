@@ -1,0 +1,189 @@
+"""What the environment says: our own variables and the launchers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetcoll.env import Config, InterfaceFilter, Launch, environment, read_config, read_launch, unknown_variables
+from hetcoll.errors import ArgumentError
+from hetcoll.launchers import first_host
+
+
+def test_defaults_leave_the_choice_to_the_library() -> None:
+    assert read_config({}) == Config()
+    assert read_config({"HETCOLL_ALGO": "", "HETCOLL_SOCKET_STRIPES": "auto", "HETCOLL_ISA": "AUTO"}) == Config()
+
+
+def test_every_variable_is_read() -> None:
+    config = read_config({
+        "HETCOLL_DEBUG": "INFO", "HETCOLL_ALGO": "ring", "HETCOLL_TRANSPORT": "tcp", "HETCOLL_SOCKET_IFNAME": "^docker",
+        "HETCOLL_SOCKET_STRIPES": "4", "HETCOLL_TIMEOUT": "1.5", "HETCOLL_INIT_TIMEOUT": "7", "HETCOLL_SECRET": "s",
+        "HETCOLL_ISLANDS": "0-3,4-7", "HETCOLL_FAULT": "drop=1", "HETCOLL_SHM_BYTES": "4M", "HETCOLL_HOST_ID": "a",
+        "HETCOLL_ISA": "avx2", "HETCOLL_CHECK": "yes", "HETCOLL_SPIN_US": "0", "HETCOLL_MASTER": "[::1]:4000",
+    })  # fmt: skip
+    assert config == Config(
+        debug="info", algo="ring", transport="tcp", socket_ifname=InterfaceFilter(("docker",), exclude=True),
+        socket_stripes=4, timeout=1.5, init_timeout=7.0, secret=b"s", islands="0-3,4-7", fault="drop=1",
+        shm_bytes=4 << 20, host_id="a", isa="avx2", check=True, spin_us=0, master=("::1", 4000),
+    )  # fmt: skip
+    assert "secret" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HETCOLL_DEBUG", "loud"), ("HETCOLL_TRANSPORT", "udp"), ("HETCOLL_SOCKET_IFNAME", "^"),
+        ("HETCOLL_SOCKET_STRIPES", "0"), ("HETCOLL_SOCKET_STRIPES", "65"), ("HETCOLL_TIMEOUT", "0"),
+        ("HETCOLL_TIMEOUT", "inf"), ("HETCOLL_TIMEOUT", "nan"), ("HETCOLL_INIT_TIMEOUT", "soon"),
+        ("HETCOLL_SHM_BYTES", "4X"), ("HETCOLL_SHM_BYTES", "-1"), ("HETCOLL_SHM_BYTES", "K"), ("HETCOLL_CHECK", "2"),
+        ("HETCOLL_SPIN_US", "1.5"), ("HETCOLL_MASTER", "host"), ("HETCOLL_MASTER", "::1:4000"),
+        ("HETCOLL_MASTER", "host:0"), ("HETCOLL_MASTER", "host:65536"),
+    ],
+)  # fmt: skip
+def test_a_bad_value_names_the_variable_and_what_came(name: str, value: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        read_config({name: value})
+    assert str(caught.value).startswith(f"{name}: wanted ")
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed", "refused"),
+    [
+        ("eth,ib", ["eth0", "eth1", "ib0"], ["lo", "docker0", "xeth0"]),
+        ("^docker,lo", ["eth0", "ib0"], ["docker0", "lo"]),
+        ("=eth0", ["eth0"], ["eth01", "eth1"]),
+        ("^=eth0", ["eth01", "lo"], ["eth0"]),
+    ],
+)
+def test_interface_filters_read_as_in_nccl(text: str, allowed: list[str], refused: list[str]) -> None:
+    names = InterfaceFilter.parse(text)
+    assert all(map(names.allows, allowed))
+    assert not any(map(names.allows, refused))
+    assert str(names) == text
+
+
+def test_the_secret_comes_from_a_file_or_a_variable_but_not_both(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"\xffsesame\n")
+    assert read_config({"HETCOLL_SECRET_FILE": str(path)}).secret == b"\xffsesame"
+    with pytest.raises(ArgumentError, match="got both"):
+        read_config({"HETCOLL_SECRET_FILE": str(path), "HETCOLL_SECRET": "x"})
+    path.write_bytes(b"\n")
+    with pytest.raises(ArgumentError, match="which is empty"):
+        read_config({"HETCOLL_SECRET_FILE": str(path)})
+    with pytest.raises(ArgumentError, match="No such file"):
+        read_config({"HETCOLL_SECRET_FILE": str(tmp_path / "none")})
+
+
+def test_a_misspelt_variable_is_pointed_out() -> None:
+    assert unknown_variables({"HETCOLL_TIMEOT": "3", "HETCOLL_TIMEOUT": "3", "HOME": "/"}) == [
+        "HETCOLL_TIMEOT is not a variable of hetcoll; is it HETCOLL_TIMEOUT?"
+    ]
+
+
+def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment.cache_clear()
+    try:
+        monkeypatch.setenv("HETCOLL_TIMEOUT", "17")
+        assert environment().config.timeout == 17
+        monkeypatch.setenv("HETCOLL_TIMEOUT", "18")
+        assert environment().config.timeout == 17
+    finally:
+        environment.cache_clear()
+
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1", "PMIX_RANK": "3",
+    "PMIX_NAMESPACE": "prterun-node-10408@1",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+SRUN = {
+    "SLURM_PROCID": "6", "SLURM_NTASKS": "7", "SLURM_LOCALID": "0", "SLURM_NODEID": "3", "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[007-009,12]-ib", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+}  # fmt: skip
+
+
+def test_open_mpi() -> None:
+    assert read_launch(OPEN_MPI) == Launch(3, 8, 1, 2, None, "openmpi", "openmpi prterun-node-10408@1")
+    assert read_launch(OPEN_MPI | {"MASTER_ADDR": "a", "MASTER_PORT": "1"}).master == ("a", 1)
+
+
+def test_hydra() -> None:
+    launch = read_launch(HYDRA)
+    assert launch == Launch(1, 4, 1, 4, None, "hydra")
+    assert launch.one_host
+    assert not read_launch({"PMI_RANK": "1", "PMI_SIZE": "4"}).one_host
+
+
+def test_torchrun() -> None:
+    launch = read_launch(TORCHRUN)
+    assert (launch.rank, launch.size, launch.local_rank, launch.local_size) == (5, 8, 1, 4)
+    assert (launch.launcher, launch.master, launch.agent_store) == ("torchrun", ("node7", 29500), True)
+    again = read_launch(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert again.job != launch.job
+
+
+def test_variables_set_by_hand() -> None:
+    launch = read_launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"})
+    assert (launch.launcher, launch.local_rank, launch.one_host, launch.agent_store) == ("torchrun", None, False, False)
+
+
+def test_our_own_launcher() -> None:
+    launch = read_launch(TORCHRUN | {"HETCOLL_JOB": "abc"})
+    assert (launch.launcher, launch.job, launch.agent_store) == ("hetcoll", "hetcoll abc", False)
+
+
+def test_srun() -> None:
+    launch = read_launch(SRUN)
+    assert (launch.rank, launch.size, launch.local_rank, launch.local_size) == (6, 7, 0, 1)
+    assert (launch.launcher, launch.job) == ("slurm", "slurm 77.0")
+    assert launch.master is not None
+    host, port = launch.master
+    assert host == "gpu007-ib"
+    assert 12000 <= port < 28000
+    assert read_launch(SRUN | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}).master == launch.master
+    assert read_launch(SRUN | {"SLURM_STEP_ID": "1"}).master != launch.master
+
+
+def test_the_most_specific_launcher_wins() -> None:
+    assert read_launch({}) == Launch()
+    batch_script = {name: value for name, value in SRUN.items() if not name.startswith("SLURM_STEP")}
+    assert read_launch(batch_script) == Launch()
+    assert read_launch(SRUN | OPEN_MPI).launcher == "openmpi"
+    assert read_launch(SRUN | HYDRA).launcher == "hydra"
+    assert read_launch(SRUN | {"PMI_RANK": "6", "PMI_SIZE": "7"}).launcher == "slurm"
+    assert read_launch(SRUN | OPEN_MPI | TORCHRUN).launcher == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE: wanted a number"),
+        ({"WORLD_SIZE": "1"}, "RANK: wanted a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: wanted a rank below WORLD_SIZE=2, got 2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK: wanted a rank, 0 or more, got '-1'"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT: wanted a port from 1 to 65535, got 'http'"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2x3"}, "SLURM_STEP_TASKS_PER_NODE: wanted counts"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_SIZE: wanted a number"),
+    ],
+)
+def test_half_a_launch_is_an_error(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        read_launch(environ)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [("a", "a"), ("a,b", "a"), ("n[1-4]", "n1"), ("n[003,7],m", "n003"), ("r[1-2]n[5-6]x", "r1n5x"), ("n[9],a", "n9")],
+)
+def test_first_host_of_a_node_list(nodelist: str, first: str) -> None:
+    assert first_host(nodelist) == first

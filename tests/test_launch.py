@@ -1,0 +1,252 @@
+"""`hetcoll run`: the environment it makes, the output it shows, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hetcoll import launch
+from hetcoll.errors import ArgumentError
+from hetcoll.launch import run
+from hetcoll.watchdog import find_job
+
+SOURCE = str(Path(launch.__file__).parents[1])
+
+
+def run_python(code: str, nproc: int, **options: object) -> tuple[int, list[str], list[str]]:
+    """The code, stdout's lines and stderr's lines of a job of `python -c code`."""
+    out, err = io.BytesIO(), io.BytesIO()
+    options = {"stdout": out, "stderr": err, **options}
+    code_of_job = run([sys.executable, "-I", "-c", code], nproc, **options)  # type: ignore[arg-type]
+    return code_of_job, out.getvalue().decode().splitlines(), err.getvalue().decode().splitlines()
+
+
+@contextmanager
+def launcher(code: str, nproc: int, *, grace: float = 5.0) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher in a process of its own, whose ranks run `code`. Killed at the end, if it is still there."""
+    program = f"""
+import sys
+from hetcoll.launch import run
+sys.exit(run([sys.executable, "-I", "-c", {code!r}], {nproc}, grace={grace}))
+"""
+    env = os.environ | {"PYTHONPATH": SOURCE}
+    process = subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read_lines(process: subprocess.Popen[bytes], count: int, seconds: float = 20.0) -> list[str]:
+    """The first `count` lines of a process's stdout."""
+    assert process.stdout is not None
+    data, deadline = b"", time.monotonic() + seconds
+    while data.count(b"\n") < count:
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"only {data!r} within {seconds} s"
+        part = os.read(process.stdout.fileno(), 65536)
+        assert part, f"only {data!r} until its end"
+        data += part
+    return data.decode().splitlines()
+
+
+def gone_within(pids: list[int], seconds: float) -> bool:
+    """Whether none of the processes runs any more after at most `seconds`; one that nobody reaped counts as gone."""
+    deadline = time.monotonic() + seconds
+    while any(map(runs, pids)):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_ranks_are_told_who_they_are() -> None:
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR EXTRA"
+    code, out, err = run_python(f"import os; print(*map(os.environ.get, {names.split()}))", 3, env={"EXTRA": "x"})
+    assert (code, err) == (0, [])
+    assert sorted(out) == [f"[{rank}] {rank} 3 {rank} 3 127.0.0.1 x" for rank in range(3)]
+
+
+def test_ranks_share_a_job_a_port_and_a_secret_that_are_new_each_time() -> None:
+    show = "import os; print(*map(os.environ.get, ['HETCOLL_JOB', 'MASTER_PORT', 'HETCOLL_SECRET']))"
+    first, second = (run_python(show, 2, prefix=False)[1] for _ in range(2))
+    assert len(set(first)) == len(set(second)) == 1
+    job, port, secret = first[0].split()
+    assert 0 < int(port) < 65536
+    assert len(secret) == 64
+    assert job != second[0].split()[0]
+    assert secret != second[0].split()[2]
+    assert run_python(show, 1, env={"HETCOLL_SECRET": "mine"})[1][0].split()[3] == "mine"
+
+
+def test_a_script_is_run_by_this_python(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text("import sys; print(sys.executable, *sys.argv[1:])")
+    out = io.BytesIO()
+    assert run([str(script), "-a", "b"], 1, stdout=out) == 0
+    assert out.getvalue().decode() == f"[0] {sys.executable} -a b\n"
+
+
+def test_lines_are_whole_and_the_streams_apart() -> None:
+    code = """
+import os, sys
+for i in range(300):
+    for part in (b"out ", b"%d " % i, b"x" * 500, b"\\n"):
+        os.write(1, part)
+    os.write(2, b"err %d\\n" % i)
+os.write(1, b"\\xff no newline")
+"""
+    status, out, err = 0, io.BytesIO(), io.BytesIO()
+    status = run([sys.executable, "-I", "-c", code], 3, stdout=out, stderr=err)
+    assert status == 0
+    for rank in range(3):
+        head = b"[%d] " % rank
+        mine = [line for line in out.getvalue().splitlines() if line.startswith(head)]
+        assert mine == [head + b"out %d " % i + b"x" * 500 for i in range(300)] + [head + b"\xff no newline"]
+        assert [line for line in err.getvalue().splitlines() if line.startswith(head)] == [
+            head + b"err %d" % i for i in range(300)
+        ]
+    assert len(out.getvalue().splitlines()) == 3 * 301
+
+
+def test_the_prefix_can_be_turned_off() -> None:
+    assert run_python("print('hello')", 2, prefix=False)[1] == ["hello", "hello"]
+
+
+def test_the_first_failure_ends_the_job_and_is_shown_last() -> None:
+    code = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    print("before"); print("the reason", file=sys.stderr); sys.exit(7)
+time.sleep(60)
+"""
+    started = time.monotonic()
+    status, out, err = run_python(code, 3)
+    assert status == 7
+    assert time.monotonic() - started < 20
+    assert out == ["[1] before"]
+    last = err.index("hetcoll run: rank 1 failed with exit code 7; its last lines:")
+    assert sorted(err[last + 1 :]) == ["[1] before", "[1] the reason"]
+
+
+def test_a_rank_that_dies_of_a_signal() -> None:
+    status, _, err = run_python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 1)
+    assert status == 128 + signal.SIGSEGV
+    assert err == ["hetcoll run: rank 0 was killed by SIGSEGV; it printed nothing"]
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace() -> None:
+    code = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.environ["RANK"] == "0":
+    sys.stdin.read(); time.sleep(0.5); sys.exit(3)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    started = time.monotonic()
+    assert run_python(code, 2, grace=0.5)[0] == 3
+    assert time.monotonic() - started < 20
+
+
+GRANDCHILDREN = """
+import os, subprocess, sys, time
+nap = [sys.executable, "-I", "-c", "import time; time.sleep(60)"]
+pids = [subprocess.Popen(nap, start_new_session=own).pid for own in (False, True)]
+print(os.getpid(), *pids, flush=True)
+"""
+
+
+def test_what_the_ranks_left_running_ends_with_them() -> None:
+    started = time.monotonic()
+    status, out, _ = run_python(GRANDCHILDREN, 2)
+    assert status == 0
+    assert time.monotonic() - started < 20
+    assert gone_within([int(pid) for line in out for pid in line.split()[1:]], 5)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda v: str(int(v))
+)
+def test_signals_to_the_launcher_leave_nothing_behind(number: int, status: int) -> None:
+    with launcher(GRANDCHILDREN + "time.sleep(60)", 2) as process:
+        pids = [int(pid) for line in read_lines(process, 2) for pid in line.split()[1:]]
+        assert len(pids) == 6
+        assert all(map(runs, pids))
+        process.send_signal(number)
+        assert process.wait(20) == status
+        assert gone_within(pids, 5)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_grace() -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('no', flush=True)); "
+    with launcher(code + "print('ready', flush=True); time.sleep(60)", 1, grace=60) as process:
+        read_lines(process, 1)
+        process.send_signal(signal.SIGINT)
+        read_lines(process, 1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+
+
+def test_a_killed_launcher_leaves_nothing_behind() -> None:
+    with launcher(GRANDCHILDREN + "print(os.environ['HETCOLL_JOB'], flush=True); time.sleep(60)", 2) as process:
+        lines = [line.split()[1:] for line in read_lines(process, 4)]
+        pids = [int(pid) for words in lines if len(words) == 3 for pid in words]
+        (job,) = {words[0] for words in lines if len(words) == 1}
+        assert len(pids) == 6
+        assert set(pids) <= set(find_job(job))
+        process.kill()
+        assert gone_within(pids, 5)
+        assert find_job(job) == []
+
+
+def test_output_that_nobody_reads_any_more_ends_the_job() -> None:
+    with launcher("while True: print('y' * 1000)", 2) as process:
+        read_lines(process, 1)
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None  # nothing for communicate to read
+        assert process.wait(20) == 141
+
+
+def test_a_command_that_cannot_be_started(tmp_path: Path) -> None:
+    err = io.BytesIO()
+    assert run(["/no/such/program"], 2, stderr=err) == 127
+    assert err.getvalue() == b"hetcoll run: /no/such/program: No such file or directory\n"
+    (tmp_path / "data").write_text("")
+    assert run([str(tmp_path / "data")], 1, stderr=err) == 126
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ArgumentError, match="nproc: wanted 1 or more, got 0"):
+        run(["true"], 0)
+    with pytest.raises(ArgumentError, match="got nothing"):
+        run([], 1)
+
+
+def test_nothing_is_left_in_the_launchers_own_process() -> None:
+    run(["true"], 2)
+    before = (set(os.listdir("/proc/self/fd")), threading.active_count(), signal.getsignal(signal.SIGINT))
+    assert run(["true"], 4) == 0
+    assert (set(os.listdir("/proc/self/fd")), threading.active_count(), signal.getsignal(signal.SIGINT)) == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)

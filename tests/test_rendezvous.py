@@ -1,0 +1,292 @@
+"""How ranks find rank 0's store, whatever started them and whatever else listens there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetcoll import rendezvous, store
+from hetcoll.control import WORLD, ControlClient
+from hetcoll.env import Config, Launch
+from hetcoll.errors import ArgumentError, AuthenticationError, InitError
+from hetcoll.rendezvous import bootstrap, get_unique_id
+from hetcoll.unique_id import UniqueId
+
+PEERS = Path(os.environ.get("PEERS_CACHE", Path.home() / ".cache/hetcoll-bench"))  # where `make bench` installs MPIs
+SCRIPT = """
+from hetcoll.control import WORLD, ControlClient
+from hetcoll.env import environment
+from hetcoll.rendezvous import bootstrap
+
+launch, config = environment().launch, environment().config
+client = ControlClient(bootstrap(launch, config), launch.rank, launch.size, config.init_timeout)
+ranks = client.exchange(WORLD, b"ranks", str(launch.rank).encode())
+print(launch.launcher, launch.rank, "sees", b" ".join(ranks).decode(), flush=True)
+client.close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean_slate() -> Iterator[None]:
+    """Each test is a process of its own, as far as stores go."""
+    yield
+    for server in list(store._hosted.values()):
+        server.close()
+    rendezvous._found.clear()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def meet(launches: list[Launch], configs: list[Config]) -> list[list[bytes]]:
+    """Every rank finds the store and joins; what each got from an exchange."""
+
+    def one(launch: Launch, config: Config) -> list[bytes]:
+        client = ControlClient(bootstrap(launch, config), launch.rank, launch.size, config.init_timeout)
+        try:
+            return client.exchange(WORLD, b"ranks", b"%d" % launch.rank)
+        finally:
+            client.exchange(WORLD, b"end", b"")
+            client.close()
+
+    with ThreadPoolExecutor(len(launches)) as pool:
+        return [job.result(30) for job in [pool.submit(one, *each) for each in zip(launches, configs, strict=True)]]
+
+
+def torch_style(size: int, port: int, job: str = "j", **changes: object) -> list[Launch]:
+    return [Launch(r, size, r, size, ("127.0.0.1", port), "torchrun", job, **changes) for r in range(size)]  # type: ignore[arg-type]
+
+
+ids = st.builds(
+    UniqueId,
+    st.lists(st.tuples(st.text(max_size=60), st.integers(0, 65535)), max_size=20).map(tuple),
+    st.binary(min_size=16, max_size=16),
+    st.binary(min_size=32, max_size=32),
+)
+
+
+@given(ids)
+def test_a_unique_id_survives_bytes_and_text(unique_id: UniqueId) -> None:
+    assert UniqueId.from_bytes(unique_id.to_bytes()) == unique_id
+    assert UniqueId.parse(str(unique_id)) == unique_id
+    assert str(unique_id).isprintable()
+    assert unique_id.secret.hex() not in repr(unique_id)
+    assert repr(unique_id.secret) not in repr(unique_id)
+
+
+@given(ids, st.data())
+def test_a_cut_unique_id_is_refused(unique_id: UniqueId, data: st.DataObject) -> None:
+    whole = unique_id.to_bytes()
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(ArgumentError, match="unique id: wanted"):
+        UniqueId.from_bytes(whole[:cut])
+    with pytest.raises(ArgumentError, match="unique id: wanted"):
+        UniqueId.from_bytes(whole + b"x")
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "é", "AAAA" * 20])
+def test_text_that_is_no_unique_id_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentError, match="unique id: wanted"):
+        UniqueId.parse(text)
+
+
+def test_ranks_meet_at_the_master_port() -> None:
+    assert meet(torch_style(3, free_port()), [Config()] * 3) == [[b"0", b"1", b"2"]] * 3
+
+
+def test_a_shared_secret_is_enough() -> None:
+    launches, config = torch_style(2, free_port()), Config(secret=b"sesame", init_timeout=10)
+    assert meet(launches, [config] * 2) == [[b"0", b"1"]] * 2
+
+
+def test_without_the_secret_nobody_gets_in() -> None:
+    launches = torch_style(2, free_port())
+    bootstrap(launches[0], Config(secret=b"sesame"))
+    with pytest.raises(AuthenticationError, match="rank 0 has a HETCOLL_SECRET and this process has none"):
+        bootstrap(launches[1], Config())
+    wrong = bootstrap(launches[1], Config(secret=b"guess"))
+    with pytest.raises(AuthenticationError, match="different secrets"):
+        ControlClient(wrong, 1, 2, 10)
+
+
+def test_a_second_call_in_a_process_gives_the_same_store() -> None:
+    launch = torch_style(2, free_port())[0]
+    assert bootstrap(launch, Config()) is bootstrap(launch, Config())
+
+
+@contextmanager
+def foreign_service(port: int, greeting: bytes = b"") -> Iterator[tuple[list[bytes], threading.Event]]:
+    """Something else that listens at a port; what its connections sent it."""
+    heard: list[bytes] = []
+    reached = threading.Event()
+    with socket.create_server(("127.0.0.1", port)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    sock, _ = server.accept()
+                except OSError:
+                    return
+                reached.set()
+                with sock:
+                    sock.settimeout(0.5)
+                    try:
+                        sock.sendall(greeting)
+                        while data := sock.recv(1000):
+                            heard.append(data)
+                    except OSError:
+                        continue
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield heard, reached
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(10)
+
+
+@pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.6\r\n", bytes(200)])
+def test_a_foreign_service_at_the_master_port_is_passed_over_without_a_word(greeting: bytes) -> None:
+    port = free_port()
+    with foreign_service(port, greeting) as (heard, reached):
+        assert meet(torch_style(3, port), [Config(init_timeout=20)] * 3) == [[b"0", b"1", b"2"]] * 3
+        assert reached.wait(5)  # it was looked at
+    assert not any(heard)
+
+
+def test_the_port_of_torchruns_agent_is_not_touched() -> None:
+    port = free_port()
+    with foreign_service(port) as (_, reached):
+        assert meet(torch_style(2, port, agent_store=True), [Config()] * 2) == [[b"0", b"1"]] * 2
+    assert not reached.is_set()
+
+
+def test_two_jobs_at_the_same_ports_do_not_mix() -> None:
+    port = free_port()
+    launches = [*torch_style(2, port, "one"), *torch_style(2, port, "two"), *torch_style(3, port, "one")]
+    assert meet(launches, [Config(init_timeout=20)] * 7) == [[b"0", b"1"]] * 4 + [[b"0", b"1", b"2"]] * 3
+
+
+def test_a_late_rank_0_is_waited_for() -> None:
+    launches = torch_style(2, free_port())
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(bootstrap, launches[1], Config())
+        time.sleep(0.3)  # so that its first attempts are refused
+        late = bootstrap(launches[0], Config())
+        assert early.result(10).job_id == late.job_id
+
+
+def test_the_error_says_where_rank_0_was_looked_for() -> None:
+    port = free_port()
+    with pytest.raises(
+        InitError, match=rf"not found within 0\.[34].* 127.0.0.1:{port}.* and 30 more: connection refused"
+    ):
+        bootstrap(torch_style(2, port)[1], Config(init_timeout=0.3))
+    launch = Launch(1, 2, None, None, ("no-such-host.invalid", port), "torchrun", "j")
+    with pytest.raises(InitError, match=r"no-such-host\.invalid: "):
+        bootstrap(launch, Config(init_timeout=0.3))
+
+
+def test_mpi_ranks_of_one_host_need_no_address() -> None:
+    launches = [Launch(r, 3, r, 3, None, "openmpi", f"openmpi test-{os.getpid()}") for r in range(3)]
+    assert meet(launches, [Config()] * 3) == [[b"0", b"1", b"2"]] * 3
+
+
+def test_mpi_ranks_of_one_host_that_have_no_rank_0() -> None:
+    launch = Launch(1, 3, 1, 3, None, "openmpi", f"openmpi absent-{os.getpid()}")
+    with pytest.raises(InitError, match="rank 0 did not announce its store on this host"):
+        bootstrap(launch, Config(init_timeout=0.2))
+
+
+def test_mpi_on_several_hosts_needs_mpi4py_or_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(InitError, match="HETCOLL_MASTER=host:port"):
+        bootstrap(Launch(1, 4, 1, 2, None, "hydra"), Config(init_timeout=5))
+    port = free_port()
+    launches = [Launch(r, 2, 0, 1, None, "hydra") for r in range(2)]
+    assert meet(launches, [Config(master=("127.0.0.1", port))] * 2) == [[b"0", b"1"]] * 2
+
+
+def test_a_job_of_one_needs_nothing() -> None:
+    assert meet([Launch()], [Config()]) == [[b"0"]]
+
+
+def test_waiting_costs_no_cpu() -> None:
+    client = ControlClient(get_unique_id(Config()), 0, 1, 10)
+    threads = [t.native_id for t in threading.enumerate() if t.name in ("hetcoll-store", "hetcoll-control")]
+
+    def switches() -> list[str]:
+        rows = [Path(f"/proc/self/task/{thread}/status").read_text().splitlines() for thread in threads]
+        return [line for row in rows for line in row if "ctxt_switches" in line]
+
+    client.exchange(WORLD, b"t", b"")
+    time.sleep(0.1)  # the store goes back to sleep after its reply
+    before = switches()
+    time.sleep(0.5)
+    assert len(threads) == 2
+    assert switches() == before
+    client.close()
+
+
+def run_ranks(command: list[str], tmp_path: Path, **variables: str) -> list[str]:
+    script = tmp_path / "rank.py"
+    script.write_text(SCRIPT)
+    source = str(Path(rendezvous.__file__).parents[1])
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("HETCOLL_", "MASTER_"))}
+    done = subprocess.run(
+        [*command, str(script)],
+        env=env | {"PYTHONPATH": source} | variables,
+        capture_output=True,
+        timeout=60,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(line for line in done.stdout.splitlines() if " sees " in line)
+
+
+def find(program: str, environment: str, accept: Callable[[str], bool] = lambda _: True) -> str:
+    """A launcher of another library; skips the test where it is not installed."""
+    for path in (PEERS / environment / "bin" / program, Path(shutil.which(program) or "/nonexistent")):
+        if path.exists():
+            version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
+            if accept(version):
+                return str(path)
+    pytest.skip(f"{program} of {environment} is not installed; `make bench` does it")
+
+
+def test_open_mpi_itself(tmp_path: Path) -> None:
+    mpirun = find("mpirun", "openmpi", lambda version: "Open MPI" in version)
+    command = [mpirun, "--allow-run-as-root", "-n", "3", "--map-by", ":OVERSUBSCRIBE", sys.executable]
+    assert run_ranks(command, tmp_path) == [f"openmpi {rank} sees 0 1 2" for rank in range(3)]
+
+
+def test_mpich_itself_also_through_a_shell(tmp_path: Path) -> None:
+    mpirun = find("mpirun", "mpich", lambda version: "HYDRA" in version)
+    expected = [f"hydra {rank} sees 0 1 2" for rank in range(3)]
+    assert run_ranks([mpirun, "-n", "3", sys.executable], tmp_path) == expected
+    shell = [mpirun, "-n", "3", "sh", "-c", f"{sys.executable} $0; true"]
+    assert run_ranks(shell, tmp_path) == expected
+
+
+def test_torchrun_itself(tmp_path: Path) -> None:
+    torchrun = find("torchrun", "gloo")
+    command = [torchrun, "--standalone", "--nproc-per-node", "3", "--no-python", sys.executable]
+    assert run_ranks(command, tmp_path) == [f"torchrun {rank} sees 0 1 2" for rank in range(3)]
