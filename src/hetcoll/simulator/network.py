@@ -141,6 +141,8 @@ def _check_step(plan: Plan, i: int) -> None:
             _check_span(plan, i, span)
     if step.dst is not None and step.dst.buf is Buf.SEND:
         raise PlanError(plan, i, "writes the caller's input")
+    if step.src is not None and step.dst is not None and _lengths(plan, step.src) != _lengths(plan, step.dst):
+        raise PlanError(plan, i, "src and dst differ in length")
 
 
 def _check_span(plan: Plan, i: int, span: Span) -> None:
@@ -172,10 +174,6 @@ def _match(plans: Sequence[Plan], fifo: tuple[int, int, int], sends: list[Node],
         went, came = _lengths(plans[send.rank], send.step.src), _lengths(plans[recv.rank], recv.step.dst)
         if went != came:
             raise PlanError(plans[recv.rank], recv.index, f"wanted a message as long as {came}, got {went} on {name}")
-    for node in recvs:
-        src = node.step.src
-        if src is not None and _lengths(plans[node.rank], src) != _lengths(plans[node.rank], node.step.dst):
-            raise PlanError(plans[node.rank], node.index, "src and dst differ in length")
 
 
 def _lengths(plan: Plan, span: Span | None) -> list[tuple[int, ...]]:

@@ -1,0 +1,339 @@
+"""The simulator: it passes every plan that is shipped, and catches every way to break one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetcoll.algorithms import ALGORITHMS, Algorithm, find, p2p
+from hetcoll.plan import Buf, Op, Plan, Span, Step
+from hetcoll.simulator import PlanError, check, follows, predict
+from hetcoll.topology import RankInfo, Topology
+from hetcoll.types import REDUCING, ROOTED, Collective
+
+SHIPPED = [pytest.param(a, id=f"{k.label}-{a.name}") for k, table in ALGORITHMS.items() for a in table.values()]
+
+
+def build(algorithm: Algorithm, n: int, *, root: int = 0, scale: bool = False) -> list[Plan]:
+    return [algorithm.build(n, rank, root=root, scale=scale) for rank in range(n)]
+
+
+def variants(algorithm: Algorithm, n: int) -> Iterator[tuple[list[Plan], bool]]:
+    """The plans for the first, second and last root, for a sum and for an average."""
+    roots = sorted({0, 1 % n, n - 1}) if algorithm.collective in ROOTED else [0]
+    for root in roots:
+        for scale in (False, True) if algorithm.collective in REDUCING else (False,):
+            yield build(algorithm, n, root=root, scale=scale), scale
+
+
+# ---------------------------------------------------------------------------------------------------- right plans
+
+
+@pytest.mark.parametrize("algorithm", SHIPPED)
+def test_every_shipped_plan_is_proved(algorithm: Algorithm) -> None:
+    sizes = [n for n in range(1, 17) if algorithm.supports(n)]
+    assert {1, 2, 4, 8, 16} <= set(sizes)
+    for n in sizes:
+        for plans, scale in variants(algorithm, n):
+            for inplace in (False, True):
+                check(plans, inplace=inplace, scale=scale)
+
+
+@pytest.mark.parametrize("algorithm", SHIPPED)
+def test_declared_credits_are_the_least(algorithm: Algorithm) -> None:
+    for n in (2, 3, 4, 5):
+        if not algorithm.supports(n):
+            continue
+        plans = build(algorithm, n)
+        for credits in (1, 3):
+            check(plans, credits=credits, inplace=True)
+        if plans[0].credits:
+            with pytest.raises(PlanError, match="deadlock with 0 slots"):
+                check(plans, credits=plans[0].credits - 1)
+
+
+messages = st.integers(1, 6).flatmap(
+    lambda n: st.tuples(st.just(n), st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), max_size=40))
+)
+
+
+@given(messages)
+@settings(max_examples=60, deadline=None)
+def test_any_group_of_messages_is_proved(job: tuple[int, list[tuple[int, int]]]) -> None:
+    n, pairs = job
+    check([p2p(n, r, [d for s, d in pairs if s == r], [s for s, d in pairs if d == r]) for r in range(n)])
+
+
+def test_a_group_with_more_peers_than_lanes_is_proved() -> None:
+    n = 40
+    plans = [p2p(n, r, list(range(n)) * 2, list(reversed(range(n))) * 2) for r in range(n)]
+    assert max(plan.lanes for plan in plans) == 31
+    assert check(plans).messages == 2 * n * (n - 1)
+
+
+# ---------------------------------------------------------------------------------------------------- wrong plans
+
+
+def edited(plan: Plan, i: int, **changes: object) -> Plan:
+    steps = list(plan.steps)
+    steps[i] = replace(steps[i], **changes)  # type: ignore[arg-type]
+    return replace(plan, steps=tuple(steps))
+
+
+def reordered(plan: Plan, order: Sequence[int]) -> Plan:
+    """The plan with its steps as listed, by their old indices; deps go with them, to the first of repeated steps."""
+    new: dict[int, int] = {}
+    for position, old in enumerate(order):
+        new.setdefault(old, position)
+    steps = [replace(plan.steps[i], deps=tuple(sorted(new[d] for d in plan.steps[i].deps if d in new))) for i in order]
+    return replace(plan, steps=tuple(steps))
+
+
+def commute(plan: Plan, a: Step, b: Step) -> bool:
+    """Whether two steps of a lane may change places: they share no FIFO and no data, or add into the same place."""
+    if a.peer >= 0 and (a.op is Op.SEND, a.peer, a.channel) == (b.op is Op.SEND, b.peer, b.channel):
+        return False
+    if a.op is b.op is Op.RECV_REDUCE and (a.src, a.dst) == (b.src, b.dst) and plan.algorithm != "oneshot":
+        return True
+
+    def first(x: Span) -> int:
+        """Where a span begins in place, where the smaller buffer is this rank's part of the larger."""
+        if x.buf is Buf.SCRATCH:
+            return x.start - 1000
+        smaller = plan.send_units < plan.recv_units if x.buf is Buf.SEND else plan.recv_units < plan.send_units
+        return x.start + plan.rank * smaller
+
+    def hits(x: Span | None, y: Span | None) -> bool:
+        return x is not None and y is not None and first(x) < first(y) + y.count and first(y) < first(x) + x.count
+
+    return not (hits(a.dst, b.src) or hits(a.src, b.dst) or hits(a.dst, b.dst))
+
+
+def structural_mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Every plan with one step dropped, doubled, or exchanged with the next of its lane (unless these commute)."""
+    n = len(plan.steps)
+    for i, step in enumerate(plan.steps):
+        yield f"without step {i}", reordered(plan, [j for j in range(n) if j != i])
+        yield f"step {i} twice", reordered(plan, [*range(i + 1), i, *range(i + 1, n)])
+        j = next((j for j in range(i + 1, n) if plan.steps[j].lane == step.lane), n)
+        if j < n and plan.collective is not Collective.BARRIER and not commute(plan, step, plan.steps[j]):
+            order = list(range(n))
+            order[i], order[j] = j, i
+            yield f"steps {i} and {j} exchanged", reordered(plan, order)
+
+
+def field_mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Every plan with one field of one step changed, or with the peers of two steps exchanged."""
+    same_memory = plan.collective in (Collective.BROADCAST, Collective.BARRIER)
+    for i, step in enumerate(plan.steps):
+        for d in step.deps:
+            yield f"step {i} not after {d}", edited(plan, i, deps=tuple(x for x in step.deps if x != d))
+        for op in Op:
+            if op not in (step.op, Op.LOCAL):
+                yield f"step {i} as {op.name}", edited(plan, i, op=op)
+        for name in ("src", "dst"):
+            span = getattr(step, name)
+            for by in (-1, 1) if span else ():
+                moved, resized = replace(span, start=span.start + by), replace(span, count=span.count + by)
+                yield f"{name} of step {i} moved by {by}", edited(plan, i, **{name: moved})
+                yield f"{name} of step {i} {by} units longer", edited(plan, i, **{name: resized})
+            for buf in Buf if span else ():
+                if span.buf is not buf and not (same_memory and buf is not Buf.SCRATCH):
+                    yield f"{name} of step {i} in {buf.name}", edited(plan, i, **{name: replace(span, buf=buf)})
+        if step.peer < 0:
+            continue
+        yield f"step {i} on another channel", edited(plan, i, channel=1 - step.channel)
+        for peer in set(range(plan.size)) - {step.peer}:
+            yield f"step {i} with peer {peer}", edited(plan, i, peer=peer)
+        for j, other in enumerate(plan.steps[i + 1 :], i + 1):
+            if other.peer >= 0 and other.peer != step.peer and not interchangeable(plan, step, other):
+                first = edited(plan, i, peer=other.peer)
+                yield f"peers of steps {i} and {j} exchanged", edited(first, j, peer=step.peer)
+
+
+def interchangeable(plan: Plan, a: Step, b: Step) -> bool:
+    """Whether two messages mean the same: equal contents, terms of one sum, or the empty ones of a barrier."""
+    if plan.collective is Collective.BARRIER:
+        return True
+    if a.op is b.op:
+        return a.src == b.src if a.op is Op.SEND else a.dst == b.dst
+    return Op.SEND not in (a.op, b.op) and a.dst == b.dst  # the first term comes alone: additions commute
+
+
+def passes(plans: Sequence[Plan], scale: bool) -> bool:
+    try:
+        for inplace in (False, True):
+            check(plans, inplace=inplace, scale=scale)
+    except PlanError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("mutants", [structural_mutants, field_mutants])
+@pytest.mark.parametrize("algorithm", SHIPPED)
+def test_every_single_edit_is_caught(
+    algorithm: Algorithm, mutants: Callable[[Plan], Iterator[tuple[str, Plan]]]
+) -> None:
+    seen, missed = 0, []
+    for n in (2, 3, 4):
+        if not algorithm.supports(n):
+            continue
+        root = n - 1 if algorithm.collective in ROOTED else 0
+        for scale in (False, True) if algorithm.collective in REDUCING else (False,):
+            plans = build(algorithm, n, root=root, scale=scale)
+            for rank, plan in enumerate(plans):
+                for what, mutant in mutants(plan):
+                    seen += 1
+                    if passes([*plans[:rank], mutant, *plans[rank + 1 :]], scale):
+                        missed.append(f"{n} ranks, rank {rank}: {what}")
+    assert not missed
+    assert seen > 10
+
+
+def test_every_single_edit_of_a_group_is_caught() -> None:
+    pairs = [(0, 1), (1, 0), (0, 1), (0, 2), (2, 2), (1, 2), (2, 0)]
+    plans = [p2p(3, r, [d for s, d in pairs if s == r], [s for s, d in pairs if d == r]) for r in range(3)]
+    for rank, plan in enumerate(plans):
+        for i, step in enumerate(plan.steps):
+            bad = [reordered(plan, [j for j in range(len(plan.steps)) if j != i]), edited(plan, i, channel=0)]
+            bad += [edited(plan, i, peer=peer) for peer in range(3) if peer != step.peer >= 0]
+            for mutant in bad if step.peer >= 0 else bad[:1]:
+                assert not passes([*plans[:rank], mutant, *plans[rank + 1 :]], False), (rank, i)
+
+
+def test_a_barrier_that_lets_a_rank_go_early_is_caught() -> None:
+    plans = build(find(Collective.BARRIER, "dissemination"), 4)
+    plans[2] = reordered(plans[2], [0, 2, 1, 3])  # speaks for the second time before it has listened
+    with pytest.raises(PlanError, match="leaves without having heard of rank"):
+        check(plans)
+
+
+def test_another_order_of_additions_is_caught() -> None:
+    plans = build(find(Collective.ALLREDUCE, "oneshot"), 4)
+    check(plans)
+    i, j = (k for k, s in enumerate(plans[0].steps) if s.op is Op.RECV_REDUCE and s.peer in (2, 3))
+    plans[0] = edited(edited(plans[0], i, peer=3), j, peer=2)
+    with pytest.raises(PlanError, match="another order than on rank 0"):
+        check(plans)
+
+
+# ---------------------------------------------------------------------------------------- what the checker says
+
+
+def pair(*steps: Step, units: int = 1, **more: object) -> list[Plan]:
+    """Two ranks that do the same with each other."""
+    plans = []
+    for r in range(2):
+        mine = tuple(replace(s, peer=1 - r if s.peer >= 0 else -1) for s in steps)
+        plans.append(Plan(Collective.ALLREDUCE, "test", 2, r, units, units, mine, **more))  # type: ignore[arg-type]
+    return plans
+
+
+SEND0 = Step(Op.SEND, 0, src=Span(Buf.SEND, 0), peer=1)
+ADD1 = Step(Op.RECV_REDUCE, 1, Span(Buf.SEND, 0), Span(Buf.RECV, 0), 1, deps=(0,))
+
+
+HALF = Step(Op.SCALE, 1, dst=Span(Buf.RECV, 0))
+ASIDE = Step(Op.COPY, 1, Span(Buf.RECV, 0), Span(Buf.SCRATCH, 0))
+ACROSS = Step(Op.COPY, 0, Span(Buf.SEND, 0, 2), Span(Buf.SCRATCH, 1, 2))
+GROW = Step(Op.REDUCE, 0, Span(Buf.SEND, 0), Span(Buf.SCRATCH, 0))
+AGAIN = replace(ADD1, src=ADD1.dst)
+
+
+@pytest.mark.parametrize(
+    ("plans", "problem"),
+    [
+        (pair(SEND0, ADD1), "deadlock with 0 slots: rank 0 step 0 .* rank 1 step 0"),
+        (pair(SEND0, replace(ADD1, deps=()), credits=1), "writes while step 0 .* may use it"),
+        (pair(SEND0, SEND0, ADD1, credits=1), "carries 2 messages but 1 are received"),
+        (pair(SEND0, replace(SEND0, lane=2), ADD1, AGAIN, credits=1), "is used by lane 0 too"),
+        (pair(SEND0, replace(ADD1, src=Span(Buf.SEND, 1)), units=2, credits=1), "differ in length"),
+        (pair(replace(SEND0, src=Span(Buf.SEND, 1)), ADD1, units=2, credits=1), "wanted a message as long as"),
+        (pair(SEND0, replace(ADD1, dst=Span(Buf.SEND, 0)), credits=1), "writes the caller's input"),
+        (pair(SEND0, replace(ADD1, dst=Span(Buf.RECV, 1)), credits=1), r"recv\[1:2\] is outside the 1 units"),
+        (pair(SEND0, replace(ADD1, src=None), credits=1), "wanted .src, dst, peer. to be"),
+        (pair(SEND0, replace(ADD1, lane=31), credits=1), "lane or channel"),
+        (pair(replace(SEND0, channel=2), ADD1, credits=1), "channel 2 is not for allreduce"),
+        (pair(SEND0, replace(ADD1, deps=(1,)), credits=1), "wanted deps to be earlier steps"),
+        (
+            pair(SEND0, replace(ADD1, op=Op.RECV, src=None), credits=1),
+            "wanted recv.0. to be rank 0's unit 0 . rank",
+        ),
+        (pair(SEND0, ADD1, HALF, HALF, credits=1), "averaged; it holds something else"),
+        (pair(SEND0, ADD1, ASIDE, scratch_copies=1, credits=1), "nobody uses the result"),
+        (pair(Step(Op.LOCAL, 0)), "cannot be simulated"),
+        (pair(GROW, scratch_copies=1), "holds nothing yet"),
+        (pair(ACROSS, units=2, scratch_copies=2), "crosses the end of a copy of 2 units"),
+    ],
+)
+def test_problems_are_named(plans: list[Plan], problem: str) -> None:
+    with pytest.raises(PlanError, match=problem) as caught:
+        check(plans, inplace=True)
+    assert caught.value.rank in (0, 1)
+    assert "allreduce by test, rank" in str(caught.value)
+
+
+def test_only_the_root_has_its_second_buffer() -> None:
+    plans = build(find(Collective.REDUCE, "direct"), 2, root=0)
+    plans[1] = replace(plans[1], steps=(Step(Op.COPY, 0, Span(Buf.SEND, 0), Span(Buf.RECV, 0)), *plans[1].steps))
+    with pytest.raises(PlanError, match=r"only the root has recv\[0:1\]"):
+        check(plans)
+
+
+def test_overwriting_what_nobody_used_is_named() -> None:
+    plans = build(find(Collective.ALLGATHER, "direct"), 2)
+    copy = len(plans[0].steps) - 1
+    plans[0] = reordered(plans[0], [0, 1, copy, copy])
+    with pytest.raises(PlanError, match="before any use"):
+        check(plans)
+
+
+def test_plans_of_different_ranks_must_fit_together() -> None:
+    plans = build(find(Collective.ALLREDUCE, "ring"), 2)
+    with pytest.raises(PlanError, match="is plan 0 of 2"):
+        check([plans[1], plans[0]])
+    with pytest.raises(PlanError, match="algorithm is other, but ring on rank 0"):
+        check([plans[0], replace(plans[1], algorithm="other")])
+
+
+def test_following_needs_one_and_the_same_span() -> None:
+    plan = Plan(Collective.ALLREDUCE, "x", 2, 0, 4, 4, (), scratch_copies=1)
+    write = Step(Op.RECV, 0, dst=Span(Buf.RECV, 1, 2), peer=1)
+
+    def read(buf: Buf, start: int, count: int) -> Step:
+        return Step(Op.SEND, 1, src=Span(buf, start, count), peer=1)
+
+    assert follows(plan, write, read(Buf.RECV, 1, 2))
+    assert follows(plan, write, read(Buf.SEND, 1, 2))  # the same memory in place
+    assert not follows(plan, write, read(Buf.RECV, 1, 1))
+    assert not follows(plan, write, read(Buf.RECV, 3, 1))
+    assert not follows(plan, write, read(Buf.SCRATCH, 1, 2))
+    part = replace(plan, collective=Collective.ALLGATHER, send_units=1, rank=3)
+    assert follows(part, replace(write, dst=Span(Buf.RECV, 3)), read(Buf.SEND, 0, 1))
+    assert not follows(part, replace(write, dst=Span(Buf.RECV, 0)), read(Buf.SEND, 0, 1))
+
+
+# ----------------------------------------------------------------------------------------------------------- time
+
+
+def host(n: int, cores: int = 64) -> Topology:
+    return Topology(tuple(RankInfo(r, "a", cores=cores) for r in range(n)))
+
+
+@pytest.mark.parametrize("algorithm", SHIPPED)
+def test_predicted_times_grow_with_size_and_crowding(algorithm: Algorithm) -> None:
+    plans = build(algorithm, 4)
+    times = [predict(plans, nbytes, host(4)) for nbytes in (0, 1 << 10, 1 << 16, 1 << 20, 1 << 24)]
+    assert times[0] > 0
+    assert times == sorted(times)
+    assert predict(plans, 1 << 16, host(4, cores=1)) > times[2]
+
+
+def test_rings_stream() -> None:
+    """A chain takes little longer than one hop: its ranks work beside each other."""
+    chain = find(Collective.BROADCAST, "ring")
+    assert predict(build(chain, 8), 1 << 24, host(8)) < 4 * predict(build(chain, 2), 1 << 24, host(2))
