@@ -19,12 +19,14 @@ def kill_job(name: str, groups: list[int]) -> None:
     for group in groups:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
+    quiet = 0
     for _ in range(50):
         left = find_job(name)
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if not left:
+        quiet = 0 if left else quiet + 1
+        if quiet == 2:  # a process in the middle of execve shows no environment
             return
         time.sleep(0.02)
 
