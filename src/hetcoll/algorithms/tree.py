@@ -70,11 +70,16 @@ def _down(p: Draft, tree: int, lane: int, mine: Family, held: Span, ready: int |
         p.send(lane + 1 + i, held, child, channel=tree, after=[ready])
 
 
-@register(
-    Collective.ALLREDUCE,
-    "tree",
-    cost=lambda n: Cost(2 * ceil_log2(n), min(2 * n, 8), min(n, 4) / 2, min(n, 4) / 2, 1, Reach.NEAR),
-)
+def _below(n: int) -> float:
+    """How often the buffer goes to the children of an inner rank: two halves, but one or none among few ranks."""
+    return min(n - 2, 2) / 2
+
+
+def _allreduce_cost(n: int) -> Cost:
+    return Cost(2 * ceil_log2(n), min(2 * n, 8), 1 + _below(n), 1 + _below(n), _below(n), Reach.NEAR)
+
+
+@register(Collective.ALLREDUCE, "tree", cost=_allreduce_cost)
 def allreduce(p: Draft) -> None:
     """Up and down both trees: 2 ceil(log2 n) hops. No rank sends or receives more than twice the buffer."""
     p.units = 2
@@ -86,9 +91,7 @@ def allreduce(p: Draft) -> None:
         _down(p, tree, lane + 4, mine, out(tree), ready)
 
 
-@register(
-    Collective.BROADCAST, "tree", cost=lambda n: Cost(ceil_log2(n), min(n, 4), 1, min(n - 2, 2) / 2, 0, Reach.NEAR)
-)
+@register(Collective.BROADCAST, "tree", cost=lambda n: Cost(ceil_log2(n), min(n, 4), _below(n), 1, 0, Reach.NEAR))
 def broadcast(p: Draft) -> None:
     """Down both trees: ceil(log2 n) hops. No rank sends more than the buffer's size, the root sends each half once."""
     p.units = 2
@@ -100,7 +103,7 @@ def broadcast(p: Draft) -> None:
 @register(
     Collective.REDUCE,
     "tree",
-    cost=lambda n: Cost(ceil_log2(n), min(n, 4), 1, min(n - 2, 2) / 2, min(n - 2, 2) / 2, Reach.NEAR),
+    cost=lambda n: Cost(ceil_log2(n), min(n, 4), 1, _below(n), _below(n), Reach.NEAR),
 )
 def reduce(p: Draft) -> None:
     """Up both trees: ceil(log2 n) hops. No rank receives more than the buffer's size, the root gets each half once."""

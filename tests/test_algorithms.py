@@ -1,0 +1,501 @@
+"""The algorithms: their schedules first, then the bytes that come out, against NumPy."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from hetcoll.algorithms import ALGORITHMS, Algorithm, Draft, direct, find, inp, out, p2p, register, ring, tree
+from hetcoll.errors import ArgumentError
+from hetcoll.plan import Buf, Op, Plan, Span, Step, cut
+from hetcoll.simulator import Report, check, follows
+from hetcoll.types import REDUCING, ROOTED, Collective
+
+SIZES = [2, 3, 4, 5, 7, 8, 12, 16]
+Array = NDArray[np.float64]
+REDUCTIONS = [a for kind, table in ALGORITHMS.items() if kind in REDUCING for a in table.values()]
+
+
+def build(collective: Collective, name: str, n: int, *, root: int = 0, scale: bool = False) -> list[Plan]:
+    return [find(collective, name).build(n, r, root=root, scale=scale) for r in range(n)]
+
+
+def proved(collective: Collective, name: str, n: int, *, root: int = 0) -> Report:
+    return check(build(collective, name, n, root=root))
+
+
+def count(plan: Plan, *ops: Op) -> int:
+    return sum(step.op in ops for step in plan.steps)
+
+
+def peers(plan: Plan, op: Op, channel: int | None = None) -> list[int]:
+    return [s.peer for s in plan.steps if s.op is op and channel in (None, s.channel)]
+
+
+# ------------------------------------------------------------------------------------------------------ schedules
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_ring_allreduce_is_two_rounds_of_one_ring(n: int) -> None:
+    for plan in build(Collective.ALLREDUCE, "ring", n):
+        assert count(plan, Op.SEND) == count(plan, Op.RECV, Op.RECV_REDUCE) == 2 * (n - 1)
+        assert set(peers(plan, Op.SEND)) == {(plan.rank + 1) % n}
+        assert set(peers(plan, Op.RECV) + peers(plan, Op.RECV_REDUCE)) == {(plan.rank - 1) % n}
+        assert [s.channel for s in plan.steps if s.op is Op.SEND] == [0] * (n - 1) + [1] * (n - 1)
+        assert (plan.send_units, plan.recv_units, plan.lanes) == (n, n, 4)
+    report = proved(Collective.ALLREDUCE, "ring", n)
+    assert report.sent == report.received == (2 * (n - 1),) * n  # of n units: 2(n-1)/n of the buffer
+    assert report.reduced == (n - 1,) * n
+    assert report.hops == 2 * (n - 1)
+
+
+def test_ring_allreduce_streams_from_lane_to_lane() -> None:
+    """Every dep of a ring may be followed element by element, and every phase has a channel of its own."""
+    for plan in build(Collective.ALLREDUCE, "ring", 5, scale=True):
+        deps = [(plan.steps[d], step) for step in plan.steps for d in step.deps]
+        assert len(deps) == 2 * 4
+        assert all(follows(plan, first, second) for first, second in deps)
+        assert {(s.lane, s.op, s.channel) for s in plan.steps} == {
+            (0, Op.SEND, 0), (1, Op.RECV_REDUCE, 0), (4, Op.SCALE, 0), (2, Op.SEND, 1), (3, Op.RECV, 1),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ring", "direct"])
+def test_allreduce_of_two_is_four_steps(name: str) -> None:
+    for r in range(2):
+        plan = find(Collective.ALLREDUCE, name).build(2, r)
+        other, mine = 1 - r, Span(Buf.RECV, r)
+        assert plan.steps == (
+            Step(Op.SEND, 0, src=Span(Buf.SEND, other), peer=other),
+            Step(Op.RECV_REDUCE, 1, Span(Buf.SEND, r), mine, other),
+            Step(Op.SEND, 2, src=mine, peer=other, channel=1, deps=(1,)),
+            Step(Op.RECV, 3, dst=Span(Buf.RECV, other), peer=other, channel=1),
+        )
+
+
+def test_oneshot_allreduce_of_two_is_two_steps_without_scratch() -> None:
+    for r in range(2):
+        plan = direct.oneshot_allreduce(2, r)
+        assert [str(s) for s in plan.steps] == [
+            f"0:send send[0:1] peer {1 - r}",
+            f"1:recv_reduce send[0:1] -> recv[0:1] peer {1 - r} after 0",
+        ]
+        assert (plan.scratch_copies, plan.credits) == (0, 1)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(
+    ("collective", "name"),
+    [
+        (Collective.REDUCE_SCATTER, "ring"),
+        (Collective.ALLGATHER, "ring"),
+        (Collective.REDUCE_SCATTER, "direct"),
+        (Collective.ALLGATHER, "direct"),
+        (Collective.ALLTOALL, "pairwise"),
+    ],
+)
+def test_shares_move_once(collective: Collective, name: str, n: int) -> None:
+    """n - 1 shares of 1/n leave and reach every rank: no algorithm can move less."""
+    report = proved(collective, name, n)
+    assert report.sent == report.received == (n - 1,) * n
+    assert report.hops == (n - 1 if name == "ring" else 1)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_direct_allreduce_spreads_its_targets(n: int) -> None:
+    plans = build(Collective.ALLREDUCE, "direct", n)
+    for channel in (0, 1):
+        for k in range(n - 1):  # at every moment each rank is the target of one other
+            assert {peers(plan, Op.SEND, channel)[k] for plan in plans} == set(range(n))
+    assert check(plans).hops == 2
+    assert all(count(plan, Op.SEND) == 2 * (n - 1) for plan in plans)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_oneshot_allreduce_is_one_hop_in_rank_order(n: int) -> None:
+    report = proved(Collective.ALLREDUCE, "oneshot", n)
+    assert (report.hops, report.messages) == (1, n * (n - 1))
+    for plan in build(Collective.ALLREDUCE, "oneshot", n):
+        sources = [s.peer for s in plan.steps if s.op in (Op.RECV, Op.RECV_REDUCE)]
+        assert sources == sorted(sources)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_doubling_meets_partners_at_powers_of_two(n: int) -> None:
+    k = n.bit_length() - 1
+    folded = n - (1 << k)
+    plans = build(Collective.ALLREDUCE, "doubling", n)
+    report = check(plans)
+    assert k <= report.hops <= k + 2 * (folded > 0)
+    assert report.messages == (1 << k) * k + 2 * folded
+    if not folded:
+        assert all(peers(p, Op.SEND) == [p.rank ^ (1 << i) for i in range(k)] for p in plans)
+    for plan in plans[: 2 * folded : 2]:
+        assert [(s.op, s.peer) for s in plan.steps] == [(Op.SEND, plan.rank + 1), (Op.RECV, plan.rank + 1)]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_halving_doubling_moves_twice_the_buffer_in_few_rounds(n: int) -> None:
+    k = n.bit_length() - 1
+    m, folded = 1 << k, n > 1 << k
+    report = proved(Collective.ALLREDUCE, "halving_doubling", n)
+    assert report.hops == 2 * k + 2 * folded
+    assert max(report.sent) == 2 * (m - 1) + m * folded  # of m units
+    assert max(report.reduced) == m - 1 + m * folded
+
+
+@pytest.mark.parametrize(
+    ("collective", "name"), [(Collective.REDUCE_SCATTER, "halving"), (Collective.ALLGATHER, "doubling")]
+)
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_recursive_shares_take_log2_rounds(collective: Collective, name: str, n: int) -> None:
+    plans = build(collective, name, n)
+    assert check(plans).hops == n.bit_length() - 1
+    distances = [1 << i for i in range(n.bit_length() - 1)]
+    for plan in plans:
+        assert [p ^ plan.rank for p in peers(plan, Op.SEND)] == (distances if name == "doubling" else distances[::-1])
+
+
+@pytest.mark.parametrize("n", [*range(2, 34), 100])
+def test_double_binary_trees(n: int) -> None:
+    """Two trees over all ranks, about log2 n deep; nobody but the root is inner in both."""
+    for root in {0, 1, n - 1}:
+        inner = []
+        for t in (0, 1):
+            families = [tree.family(n, r, root, t) for r in range(n)]
+            assert [r for r, f in enumerate(families) if f.parent is None] == [root]
+            for r, f in enumerate(families):
+                assert len(f.children) <= 2
+                assert all(families[c].parent == r for c in f.children)
+            depths = [_depth(families, r) for r in range(n)]
+            assert max(depths) <= (n - 1).bit_length()
+            inner.append({r for r, f in enumerate(families) if f.children} - {root})
+        assert not inner[0] & inner[1]
+
+
+def _depth(families: Sequence[tree.Family], rank: int) -> int:
+    depth = 0
+    parent = families[rank].parent
+    while parent is not None:
+        depth, parent = depth + 1, families[parent].parent
+        assert depth <= len(families)
+    return depth
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_trees_load_nobody_more_than_the_buffer(n: int) -> None:
+    for root in (0, n - 1):
+        down, up = proved(Collective.BROADCAST, "tree", n, root=root), proved(Collective.REDUCE, "tree", n, root=root)
+        assert max(down.sent) <= 2
+        assert max(up.received) <= 2  # of two units
+        assert down.sent[root] == up.received[root] == 2
+        assert down.hops == up.hops == (n - 1).bit_length()
+    both = proved(Collective.ALLREDUCE, "tree", n)
+    assert max(both.sent) <= 4
+    assert both.hops <= 2 * (n - 1).bit_length()
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("collective", [Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER])
+def test_rooted_algorithms_by_hops(collective: Collective, n: int) -> None:
+    floor, ceil = n.bit_length() - 1, (n - 1).bit_length()
+    for root in {0, n - 1}:
+        assert proved(collective, "direct", n, root=root).hops == 1
+        plans = build(collective, "binomial", n, root=root)
+        assert check(plans).hops == floor
+        assert len(plans[root].edges) == ceil
+        assert all(plan.lanes == 1 for plan in plans)
+        if collective in (Collective.BROADCAST, Collective.REDUCE):
+            chain = proved(collective, "ring", n, root=root)
+            assert (chain.hops, chain.messages) == (n - 1, n - 1)
+
+
+@pytest.mark.parametrize("algorithm", REDUCTIONS, ids=lambda a: f"{a.collective.label}-{a.name}")
+def test_averages_divide_each_result_once(algorithm: Algorithm) -> None:
+    for n in (2, 3, 4, 8):
+        if not algorithm.supports(n):
+            continue
+        root = n - 1 if algorithm.collective in ROOTED else 0
+        plans = [algorithm.build(n, r, root=root, scale=True) for r in range(n)]
+        scaled = sum(s.dst.count for p in plans for s in p.steps if s.op is Op.SCALE and s.dst)
+        if algorithm.name == "oneshot":  # every rank computes all of it
+            assert scaled == n
+        elif algorithm.collective is Collective.ALLREDUCE and algorithm.name == "doubling":
+            assert scaled == 1 << (n.bit_length() - 1)
+        else:
+            assert scaled == max(plans[0].send_units, plans[0].recv_units)
+
+
+def test_what_does_not_reduce_never_divides() -> None:
+    for kind in ALGORITHMS.keys() - REDUCING:
+        for a in ALGORITHMS[kind].values():
+            assert a.build(4, 1, scale=True) == a.build(4, 1)
+
+
+def test_alone_everything_is_one_copy_or_nothing() -> None:
+    for table in ALGORITHMS.values():
+        for a in table.values():
+            plan = a.build(1, 0, scale=True)
+            nothing = a.collective in (Collective.BROADCAST, Collective.BARRIER)
+            assert [str(s) for s in plan.steps] == ([] if nothing else ["0:copy send[0:1] -> recv[0:1]"])
+
+
+# ------------------------------------------------------------------------------------------------------- the table
+
+
+def test_errors_name_what_there_is() -> None:
+    with pytest.raises(ArgumentError, match="no algorithm 'rng' for allgatherv: there are direct, doubling, ring"):
+        find(Collective.ALLGATHERV, "rng")
+    with pytest.raises(ArgumentError, match="reduce_scatter by halving does not support 6 ranks"):
+        find(Collective.REDUCE_SCATTER, "halving").build(6, 0)
+    with pytest.raises(ArgumentError, match=r"must lie in 0\.\.3, got rank 4 and root 0"):
+        ring.allreduce(4, 4)
+    with pytest.raises(ArgumentError, match="got rank 0 and root -1"):
+        ring.broadcast(4, 0, root=-1)
+    with pytest.raises(ArgumentError, match="allreduce has an algorithm called ring already"):
+        register(Collective.ALLREDUCE, "ring")(lambda p: None)
+
+
+def test_a_users_algorithm_takes_its_place_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, Collective.BROADCAST, dict(ALGORITHMS[Collective.BROADCAST]))
+
+    @register(Collective.BROADCAST, "star")
+    def star(p: Draft) -> None:
+        for peer in p.others():
+            if p.rank == p.root:
+                p.send(0, inp(), peer)
+        if p.rank != p.root:
+            p.recv(0, out(), p.root)
+
+    check([star(5, r, root=2) for r in range(5)])
+    execute(build(Collective.BROADCAST, "star", 3, root=1), [5] * 3, False, random.Random(0))
+
+
+def test_p2p_gives_each_peer_and_direction_a_lane() -> None:
+    plan = p2p(8, 2, [3, 4, 3], [1, 3])
+    assert [str(s) for s in plan.steps] == [
+        "0:send send[0:1] peer 3 channel 2",
+        "0:send send[2:3] peer 3 channel 2",
+        "1:send send[1:2] peer 4 channel 2",
+        "15:recv -> recv[0:1] peer 1 channel 2",
+        "21:recv -> recv[1:2] peer 3 channel 2",
+    ]
+    assert (plan.send_units, plan.recv_units) == (3, 2)
+
+
+def test_p2p_refuses_what_cannot_match() -> None:
+    with pytest.raises(ArgumentError, match=r"peer must lie in 0\.\.3, got 4"):
+        p2p(4, 0, [4], [])
+    with pytest.raises(ArgumentError, match="rank 1 sends itself 2 messages but receives 1 from itself"):
+        p2p(4, 1, [1, 1], [1])
+
+
+# ----------------------------------------------------------------------------------------------------------- bytes
+
+
+@dataclass
+class Running:
+    """A step on its way. Elements move one at a time, as far as deps and room allow, in any order of the lanes."""
+
+    step: Step
+    source: Array
+    target: Array
+    deps: list[tuple[Running, bool]] = field(default_factory=list)
+    done: int = 0
+    begun: bool = False
+    complete: bool = False
+
+    @property
+    def length(self) -> int:
+        return len(self.target if self.step.dst is not None else self.source)
+
+    def limit(self) -> int:
+        length = self.length
+        for dep, follow in self.deps:
+            if not dep.complete:
+                if not follow or length == 0:
+                    return -1
+                length = min(length, dep.done)
+        return length
+
+
+def execute(plans: Sequence[Plan], counts: Sequence[int], inplace: bool, rng: random.Random, slots: int = 2) -> None:
+    """Run plans on arrays, in a random order of lanes and elements, and compare with NumPy.
+
+    `counts`: elements of each rank's share where the collective cuts a buffer by rank, else all equal.
+    """
+    memories = [Memory(plan, counts, inplace) for plan in plans]
+    lanes: list[tuple[int, deque[Running]]] = []
+    for plan, memory in zip(plans, memories, strict=True):
+        running: list[Running] = []
+        queues: dict[int, deque[Running]] = {}
+        for step in plan.steps:
+            deps = [(running[d], follows(plan, plan.steps[d], step)) for d in step.deps]
+            running.append(Running(step, memory.view(step.src), memory.view(step.dst), deps))
+            queues.setdefault(step.lane, deque()).append(running[-1])
+        lanes += [(plan.rank, queue) for queue in queues.values()]
+    wires: dict[tuple[int, int, int], deque[float]] = {}
+    while lanes:
+        rng.shuffle(lanes)
+        moved = [advance(rank, queue[0], wires, len(plans), slots, rng) for rank, queue in lanes]
+        assert any(moved), "stuck"
+        for _, queue in lanes:
+            if queue[0].complete:
+                queue.popleft()
+        lanes = [(rank, queue) for rank, queue in lanes if queue]
+    assert not any(wires.values())
+    averaged = any(s.op is Op.SCALE for p in plans for s in p.steps)
+    for memory in memories:
+        memory.compare(memories, averaged, counts)
+
+
+def advance(
+    rank: int, r: Running, wires: dict[tuple[int, int, int], deque[float]], size: int, slots: int, rng: random.Random
+) -> bool:
+    """Move a few elements of one step. A message is its length, then its elements."""
+    step, limit = r.step, r.limit()
+    if limit < 0:
+        return False
+    length = r.length
+    sends = step.op is Op.SEND
+    wire = wires.setdefault((rank, step.peer, step.channel) if sends else (step.peer, rank, step.channel), deque())
+    before = r.done, r.begun
+    if step.peer >= 0 and not r.begun:
+        if sends and len(wire) < slots + 1:
+            wire.append(length)
+            r.begun = True
+        elif not sends and wire:
+            assert wire.popleft() == length, f"rank {rank}: {step}: lengths differ"
+            r.begun = True
+    for _ in range(rng.randint(1, 4)):
+        if r.done == limit or (step.peer >= 0 and not r.begun):
+            break
+        if sends and len(wire) < slots + 1:
+            wire.append(r.source[r.done])
+        elif step.peer >= 0 and not sends and wire:
+            came = wire.popleft()
+            r.target[r.done] = came if step.op is Op.RECV else r.source[r.done] + came
+        elif step.op is Op.SCALE:
+            r.target[r.done] /= size
+        elif step.op is Op.COPY:
+            r.target[r.done] = r.source[r.done]
+        elif step.op is Op.REDUCE:
+            r.target[r.done] += r.source[r.done]
+        else:
+            break
+        r.done += 1
+    r.complete = r.done == length and (step.peer < 0 or r.begun) and limit == length
+    return (r.done, r.begun) != before or r.complete
+
+
+class Memory:
+    """One rank's arrays: random inputs, outputs of nan, and shared memory where the collective works in place."""
+
+    def __init__(self, plan: Plan, counts: Sequence[int], inplace: bool) -> None:
+        self.plan, me, n, kind = plan, plan.rank, plan.size, plan.collective
+        shares = (0, *accumulate(counts))
+        even = {u: cut(counts[0], u) for u in (plan.send_units, plan.recv_units)}
+        send, recv = even[plan.send_units], even[plan.recv_units]
+        if kind in (Collective.ALLGATHER, Collective.GATHER):
+            send, recv = (0, counts[me]), shares
+        elif kind in (Collective.REDUCE_SCATTER, Collective.SCATTER):
+            send, recv = shares, (0, counts[me])
+        elif kind is Collective.ALLTOALL:
+            send = recv = tuple(counts[0] * i for i in range(n + 1))
+        self.tables = {Buf.SEND: send, Buf.RECV: recv}
+        rng = np.random.default_rng(1000 + me)
+        self.input = rng.standard_normal(send[-1])
+        memory = {Buf.SEND: self.input.copy(), Buf.RECV: np.full(recv[-1], np.nan)}
+        if kind is Collective.BROADCAST:
+            memory[Buf.RECV] = memory[Buf.SEND] if me == plan.root else memory[Buf.RECV]
+            memory[Buf.SEND] = memory[Buf.RECV]
+        elif inplace and send == recv:
+            memory[Buf.RECV] = memory[Buf.SEND]
+        elif inplace and (kind is Collective.ALLGATHER or (kind is Collective.GATHER and me == plan.root)):
+            part = memory[Buf.RECV][recv[me] : recv[me + 1]]
+            part[:] = self.input
+            memory[Buf.SEND] = part
+        elif inplace and (kind is Collective.REDUCE_SCATTER or (kind is Collective.SCATTER and me == plan.root)):
+            memory[Buf.RECV] = memory[Buf.SEND][send[me] : send[me + 1]]
+        like = self.tables[plan.scratch_like]
+        memory[Buf.SCRATCH] = np.full(plan.scratch_copies * like[-1], np.nan)
+        self.memory, self.shared = memory, np.shares_memory(memory[Buf.SEND], memory[Buf.RECV])
+
+    def view(self, span: Span | None) -> Array:
+        if span is None:
+            return np.empty(0)
+        if span.buf is not Buf.SCRATCH:
+            table = self.tables[span.buf]
+            return self.memory[span.buf][table[span.start] : table[span.start + span.count]]
+        table = self.tables[self.plan.scratch_like]
+        copy, unit = divmod(span.start, len(table) - 1)
+        start = copy * table[-1]
+        return self.memory[Buf.SCRATCH][start + table[unit] : start + table[unit + span.count]]
+
+    def compare(self, all_ranks: Sequence[Memory], averaged: bool, counts: Sequence[int]) -> None:
+        plan, me = self.plan, self.plan.rank
+        inputs = [m.input for m in all_ranks]
+        got = self.memory[Buf.RECV]
+        share = slice(sum(counts[:me]), sum(counts[: me + 1]))
+        if not self.shared:
+            np.testing.assert_array_equal(self.memory[Buf.SEND], self.input)
+        match plan.collective:
+            case Collective.ALLREDUCE:
+                np.testing.assert_array_equal(got, all_ranks[0].memory[Buf.RECV])  # the same bits everywhere
+                want = np.sum(inputs, axis=0)
+            case Collective.REDUCE:
+                want = np.sum(inputs, axis=0)
+            case Collective.REDUCE_SCATTER:
+                want = np.sum(inputs, axis=0)[share]
+            case Collective.ALLGATHER | Collective.GATHER:
+                want = np.concatenate(inputs)
+            case Collective.SCATTER:
+                want = inputs[plan.root][share]
+            case Collective.ALLTOALL:
+                want = np.concatenate([x[counts[0] * me : counts[0] * (me + 1)] for x in inputs])
+            case _:
+                want = inputs[plan.root]
+        if plan.collective in (Collective.REDUCE, Collective.GATHER) and me != plan.root:
+            return
+        np.testing.assert_allclose(got, want / plan.size if averaged else want, rtol=1e-12, atol=1e-12)
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None)
+def test_any_plan_gives_numpys_result_in_any_order(data: st.DataObject) -> None:
+    tables = [t for kind, t in ALGORITHMS.items() if kind is not Collective.BARRIER]
+    algorithm = data.draw(st.sampled_from([a for t in tables for a in t.values()]))
+    n = data.draw(st.sampled_from([n for n in range(1, 9) if algorithm.supports(n)]))
+    count = data.draw(st.integers(0, 2 * n + 3))
+    counts = [count] * n
+    if algorithm.collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER):  # the v forms
+        counts = data.draw(st.lists(st.integers(0, 7), min_size=n, max_size=n))
+    root = data.draw(st.integers(0, n - 1)) if algorithm.collective in ROOTED else 0
+    scale = data.draw(st.booleans()) and algorithm.collective in REDUCING
+    plans = [algorithm.build(n, r, root=root, scale=scale) for r in range(n)]
+    rng = random.Random(data.draw(st.integers(0, 1 << 30)))
+    slots = max(plans[0].credits, data.draw(st.integers(1, 3)))
+    execute(plans, counts, data.draw(st.booleans()), rng, slots)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 64])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS[Collective.ALLREDUCE]))
+def test_allreduce_of_few_elements_among_many_ranks(name: str, count: int) -> None:
+    execute(build(Collective.ALLREDUCE, name, 6, scale=True), [count] * 6, True, random.Random(count))
+
+
+def test_the_executor_sees_a_wrong_plan() -> None:
+    plans = build(Collective.ALLREDUCE, "ring", 3)
+    wrong = [replace(s, op=Op.RECV, src=None) if s.op is Op.RECV_REDUCE else s for s in plans[1].steps]
+    plans[1] = replace(plans[1], steps=tuple(wrong))
+    with pytest.raises(AssertionError, match="Not equal"):
+        execute(plans, [5] * 3, False, random.Random(1))

@@ -1,0 +1,213 @@
+"""The tuner and what it goes by: costs against the plans themselves, the choice against its own predictions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetcoll.algorithms import ALGORITHMS, Algorithm, Draft, register
+from hetcoll.errors import ArgumentError, InitError
+from hetcoll.plan import Op, Plan
+from hetcoll.simulator import Link, Machine, check, predict
+from hetcoll.topology import RankInfo, Topology
+from hetcoll.tuner import UNLIMITED, choose, named, table
+from hetcoll.types import Collective
+
+SHIPPED = [pytest.param(a, id=f"{k.label}-{a.name}") for k, entries in ALGORITHMS.items() for a in entries.values()]
+KINDS = list(ALGORITHMS)
+
+
+def cluster(*hosts: int, cores: int = 64, setting: str = "auto") -> Topology:
+    """Hosts with these numbers of ranks, one host's ranks after the other's."""
+    names = [f"host{h}" for h, n in enumerate(hosts) for _ in range(n)]
+    return Topology(tuple(RankInfo(r, name, pid=r, cores=cores) for r, name in enumerate(names)), setting)  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------------------------- costs
+
+
+@pytest.mark.parametrize("algorithm", SHIPPED)
+def test_stated_costs_are_those_of_the_plans(algorithm: Algorithm) -> None:
+    assert algorithm.cost is not None
+    for n in (n for n in range(2, 18) if algorithm.supports(n)):
+        plans = [algorithm.build(n, r) for r in range(n)]
+        report, cost = check(plans), algorithm.cost(n)
+        whole = max(plans[0].send_units, plans[0].recv_units)
+        assert cost.messages == max(sum(s.peer >= 0 for s in p.steps) for p in plans)
+        if algorithm.name == "doubling":  # an odd rank's own input may overtake its partner's
+            assert cost.hops - 1 <= report.hops <= cost.hops
+        else:
+            assert cost.hops == report.hops
+        if algorithm.collective is Collective.BARRIER:
+            assert (cost.sent, cost.received, cost.reduced) == (0, 0, 0)
+            continue
+        loads = list(zip(report.sent, report.received, report.reduced, strict=True))
+        stated = (cost.sent * whole, cost.received * whole, cost.reduced * whole)
+        assert pytest.approx(max(sent + received for sent, received, _ in loads)) == stated[0] + stated[1]
+        assert any(load == pytest.approx(stated) for load in loads)
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (8,), (1, 1), (2, 2)])
+@pytest.mark.parametrize("algorithm", SHIPPED)
+def test_costs_agree_with_the_simulated_time(algorithm: Algorithm, shape: tuple[int, ...]) -> None:
+    """Straight lines against a simulation of every piece: within a factor of 2.5 for the smallest and the largest."""
+    topology = cluster(*shape)
+    plans = [algorithm.build(topology.size, r) for r in range(topology.size)]
+    for nbytes in (8, 1 << 26):
+        if algorithm.collective is Collective.BARRIER:
+            nbytes = 0
+        stated = choose(algorithm.collective, nbytes, topology, algorithm.name).seconds
+        assert 1 / 2.5 < stated / predict(plans, nbytes, topology) < 2.5
+
+
+# ---------------------------------------------------------------------------------------------------------- choice
+
+
+@given(st.sampled_from(KINDS), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 16), st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_choice_is_the_fastest_for_every_size(
+    kind: Collective, hosts: list[int], cores: int, data: st.DataObject
+) -> None:
+    topology = cluster(*hosts, cores=cores)
+    rows = table(kind, topology)
+    uppers = [upper for upper, _ in rows]
+    assert uppers == sorted(set(uppers))
+    assert uppers[-1] == UNLIMITED
+    edges = [u + d for u in uppers[:-1] for d in (0, 1)]
+    nbytes = data.draw(st.sampled_from([0, 1, 1 << 20, 1 << 34, *edges]) | st.integers(0, 1 << 40))
+    choice = choose(kind, nbytes, topology)
+    assert choice.name == next(name for upper, name in rows if nbytes <= upper)
+    usable = [a for a in ALGORITHMS[kind].values() if a.supports(topology.size)]
+    best = min(choose(kind, nbytes, topology, a.name).seconds for a in usable)
+    assert choice.seconds == pytest.approx(best, rel=1e-6, abs=1e-12)
+
+
+def test_small_messages_take_few_hops_and_large_ones_little_traffic() -> None:
+    for topology in (cluster(4), cluster(8), cluster(16), cluster(1, 1, 1, 1)):
+        rows = table(Collective.ALLREDUCE, topology)
+        costs = [ALGORITHMS[Collective.ALLREDUCE][name].cost for _, name in rows]
+        steps = [cost(topology.size) for cost in costs if cost]
+        assert steps[0].hops < steps[-1].hops
+        assert steps[0].sent > steps[-1].sent
+
+
+def test_more_ranks_than_cores_ask_for_fewer_hops() -> None:
+    roomy, crowded = cluster(8), cluster(8, cores=2)
+    assert (roomy.crowding, crowded.crowding) == (1.0, 4.0)
+    reach = [
+        sum(upper for upper, name in table(Collective.ALLREDUCE, t) if name == "oneshot") for t in (roomy, crowded)
+    ]
+    assert reach[0] < reach[1]
+
+
+def test_a_ring_joins_hosts_for_large_messages() -> None:
+    assert table(Collective.ALLREDUCE, cluster(4, 4))[-1][1] == "ring"
+    assert table(Collective.ALLREDUCE, cluster(8))[-1][1] != "ring"
+
+
+def test_a_slower_network_moves_the_thresholds() -> None:
+    slow = Machine(tcp=Link(latency=1e-3, overhead=2e-6, bandwidth=3.5e9, duplex=True))
+    topology = cluster(1, 1, 1, 1)
+    first = table(Collective.ALLREDUCE, topology)[0]
+    assert table(Collective.ALLREDUCE, topology, machine=slow)[0][0] > first[0]
+
+
+def test_v_forms_choose_among_their_plain_forms() -> None:
+    for kind in (Collective.ALLGATHERV, Collective.REDUCE_SCATTERV, Collective.ALLTOALLV):
+        assert table(kind, cluster(5)) == table(kind.plain, cluster(5))
+
+
+def test_what_is_asked_for_is_taken_or_refused() -> None:
+    choice = choose(Collective.ALLREDUCE, 8, cluster(4), "ring")
+    assert (choice.name, choice.reason) == ("ring", "asked for")
+    assert table(Collective.ALLREDUCE, cluster(4), "ring") == [(UNLIMITED, "ring")]
+    with pytest.raises(ArgumentError, match="no algorithm 'rign' for allreduce: there are direct, doubling"):
+        choose(Collective.ALLREDUCE, 8, cluster(4), "rign")
+    with pytest.raises(ArgumentError, match="allgather by doubling does not support 3 ranks"):
+        table(Collective.ALLGATHER, cluster(3), "doubling")
+
+
+def test_reasons_name_the_runner_up() -> None:
+    assert choose(Collective.ALLTOALL, 8, cluster(4)).reason == "the only one"
+    assert choose(Collective.BARRIER, 0, cluster(16)).reason.startswith("before direct (")
+
+
+def test_without_a_cost_an_algorithm_is_taken_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, Collective.ALLTOALL, {})
+
+    @register(Collective.ALLTOALL, "odd")
+    def odd(p: Draft) -> None:
+        raise NotImplementedError
+
+    assert choose(Collective.ALLTOALL, 8, cluster(2), "odd").name == "odd"
+    with pytest.raises(ArgumentError, match="no algorithm for alltoall among 2 ranks states its cost"):
+        table(Collective.ALLTOALL, cluster(2))
+
+
+def test_settings_name_algorithms() -> None:
+    assert set(named("ring")) == {k for k in Collective if "ring" in ALGORITHMS.get(k.plain, {})}
+    assert named("ring, allreduce:tree") == {**named("ring"), Collective.ALLREDUCE: "tree"}
+    assert named("allgatherv:doubling") == {Collective.ALLGATHERV: "doubling"}
+    for setting, problem in (
+        ("rong", "names no algorithm: 'rong'; there are binomial, direct"),
+        ("allreduces:ring", "names no collective: 'allreduces'"),
+        ("alltoall:ring", "no algorithm 'ring' for alltoall: there are pairwise"),
+        ("", "names no algorithm: ''"),
+    ):
+        with pytest.raises(ArgumentError, match=problem):
+            named(setting)
+
+
+# -------------------------------------------------------------------------------------------------------- topology
+
+
+def test_hosts_and_transports() -> None:
+    names = ["b", "a", "b", "c", "a"]
+    t = Topology(tuple(RankInfo(r, h) for r, h in enumerate(names)))
+    assert t.hosts == ((0, 2), (1, 4), (3,))
+    assert [t.local_rank(r) for r in range(5)] == [0, 0, 1, 0, 1]
+    assert (t.same_host(0, 2), t.same_host(0, 1)) == (True, False)
+    assert (t.transport(0, 2), t.transport(0, 1)) == ("shm", "tcp")
+    assert replace(t, setting="tcp").transport(0, 2) == "tcp"
+    assert cluster(2, setting="shm").transport(0, 1) == "shm"
+    part = t.select([4, 0, 1])
+    assert [info.rank for info in part.ranks] == [0, 1, 2]
+    assert part.hosts == ((0, 2), (1,))
+
+
+def test_topologies_refuse_what_cannot_be() -> None:
+    with pytest.raises(ArgumentError, match=r"wanted ranks 0, 1, 2, \.\.\. in order, got \[0, 2\]"):
+        Topology((RankInfo(0, "a"), RankInfo(2, "a")))
+    with pytest.raises(ArgumentError, match="shared memory is asked for, but rank 2 is on host host1"):
+        cluster(2, 1, setting="shm")
+    with pytest.raises(InitError, match="rank 1 runs version '2', but rank 0 runs '1'"):
+        Topology((RankInfo(0, "a", version="1"), RankInfo(1, "a", version="2")))
+
+
+def test_digests_are_equal_exactly_for_equal_descriptions() -> None:
+    t = cluster(2, 1)
+    assert t.digest() == cluster(2, 1).digest()
+    assert len(t.digest()) == 32
+    one = t.ranks[1]
+    changed = [replace(one, host="x"), replace(one, pid=9), replace(one, cores=3)]
+    others = [Topology((t.ranks[0], info, t.ranks[2])) for info in changed] + [replace(t, setting="tcp"), cluster(3)]
+    assert len({t.digest(), *(other.digest() for other in others)}) == 6
+
+
+def test_descriptions_travel_as_bytes() -> None:
+    info = RankInfo(3, "häst", 77, 16, ("10.0.0.1:80", "[::1]:9"), "1.2")
+    assert RankInfo.decode(info.encode()) == info
+    text = info.encode()
+    for bad in (b"", b"[]", b"{}", b"\xff", text.replace(b"77", b'"77"'), text.replace(b"pid", b"pit")):
+        with pytest.raises(InitError, match="the description of a rank"):
+            RankInfo.decode(bad)
+
+
+def test_predictions_refuse_plans_that_do_not_fit_together() -> None:
+    plans = [ALGORITHMS[Collective.ALLREDUCE]["ring"].build(2, r) for r in range(2)]
+    broken: Plan = replace(plans[0], steps=tuple(s for s in plans[0].steps if s.op is not Op.SEND))
+    with pytest.raises(AssertionError, match="carries 0 messages but 1 are received"):
+        predict([broken, plans[1]], 8, cluster(2))
