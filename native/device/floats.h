@@ -15,7 +15,7 @@ namespace hetcoll {
 namespace {
 
 template <class To, class From>
-inline __attribute__((always_inline)) To BitCast(From x) {
+constexpr inline __attribute__((always_inline)) To BitCast(From x) {
   return __builtin_bit_cast(To, x);
 }
 
@@ -40,7 +40,7 @@ struct SmallFloat {
   static constexpr std::uint32_t kNan = kSpecials == Specials::kIeee ? kInfinity | 1u << (kMantissa - 1) : kTop + 1;
 
   template <class U, class F>
-  static inline __attribute__((always_inline)) F Decode(U x) {
+  static constexpr inline __attribute__((always_inline)) F Decode(U x) {
     constexpr std::uint32_t kLowest = (128u - kBias) << 23;  // the smallest normal number
     const U magnitude = (x >> (8 - kExponent)) & (kMagnitude << kDropped);
     // A subnormal m * 2^(1 - bias) is (1 + m) * 2^(1 - bias) less its leading one.
@@ -58,7 +58,7 @@ struct SmallFloat {
   }
 
   template <class U, class F>
-  static inline __attribute__((always_inline)) U Encode(F value) {
+  static constexpr inline __attribute__((always_inline)) U Encode(F value) {
     // The code after the largest finite one is infinity (kIeee) or NaN (the others). Whatever is larger than the number
     // it would stand for overflows as that does.
     constexpr std::uint32_t kOverflow = kSpecials == Specials::kIeee ? kInfinity : kNan;
@@ -66,7 +66,7 @@ struct SmallFloat {
     constexpr std::uint32_t kLowest = (128u - kBias) << 23;
     const U x = BitCast<U>(value);
     const U finite = x & 0x7fffffffu;
-    const U magnitude = finite < kBeyond ? finite : U{} + kBeyond;
+    const U magnitude = finite > kBeyond ? U{} + kBeyond : finite;
     // Adding a power of two whose last place is that of the result makes the addition round.
     const U exponent = magnitude & 0x7f800000u;
     const U place = exponent > kLowest ? exponent : U{} + kLowest;
@@ -89,12 +89,12 @@ struct Bfloat16 {
   static constexpr std::uint32_t kMagnitude = 0x7fff, kTop = 0x7f80, kNan = 0x7fc0;
 
   template <class U, class F>
-  static inline __attribute__((always_inline)) F Decode(U x) {
+  static constexpr inline __attribute__((always_inline)) F Decode(U x) {
     return BitCast<F>(x & 0xffff0000u);
   }
 
   template <class U, class F>
-  static inline __attribute__((always_inline)) U Encode(F value) {
+  static constexpr inline __attribute__((always_inline)) U Encode(F value) {
     const U x = BitCast<U>(value);
     // Just under half of the last place that stays, and a little more where it is odd.
     const U rounded = x + 0x7fffu + ((x >> 16) & 1u);

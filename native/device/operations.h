@@ -144,24 +144,84 @@ struct ComplexProd : Operation<T> {
 
 // ---- The formats of floats.h: arithmetic in float32, comparisons on the codes ----
 
+// The float32 values of a vector of codes. Each 32-bit lane holds two or four: taking them in turn needs no widening,
+// which would cross lanes.
+template <class Format, class V>
+struct Widened {
+  static constexpr int kBits = 8 * sizeof(typename Format::Storage), kCodes = 32 / kBits;
+  using U = Vector<std::uint32_t, sizeof(V)>;
+  using F = Vector<float, sizeof(V)>;
+  F part[kCodes];
+
+  explicit HETCOLL_INLINE Widened(V x) {
+#if defined(__AVX512BW__)
+    if constexpr (kCodes == 4 && sizeof(V) == 64) {
+      LookUp(BitCast<__m512i>(x));
+      return;
+    }
+#endif
+#pragma GCC unroll 4
+    for (int i = 0; i < kCodes; ++i) part[i] = Format::template Decode<U, F>(BitCast<U>(x) << (32 - kBits * (i + 1)));
+  }
+
+#if defined(__AVX512BW__)
+  // bfloat16 holds every number of 8 bits: two tables of 64 words, by the sixth bit of the code, and the sign.
+  struct Table {
+    alignas(64) std::uint16_t word[128];
+    constexpr Table() {
+      for (std::uint32_t i = 0; i < 128; ++i) {
+        word[i] = BitCast<std::uint32_t>(Format::template Decode<std::uint32_t, float>(i << 24)) >> 16;
+      }
+    }
+  };
+  static constexpr Table kTable{};
+
+  static HETCOLL_INLINE __m512i Words(__m512i code) {
+    const __m512i low =
+        _mm512_permutex2var_epi16(_mm512_load_si512(kTable.word), code, _mm512_load_si512(kTable.word + 32));
+    const __m512i high =
+        _mm512_permutex2var_epi16(_mm512_load_si512(kTable.word + 64), code, _mm512_load_si512(kTable.word + 96));
+    return _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40)), low, high);
+  }
+
+  static HETCOLL_INLINE __m512i Signed(__m512i word, __m512i sign_bit) {
+    const __m512i word_and_sign = _mm512_or_si512(word, sign_bit);
+    if constexpr (Format::kNan <= Format::kMagnitude) return word_and_sign;
+    const __mmask32 nan = _mm512_cmpeq_epi16_mask(word_and_sign, _mm512_set1_epi16(-0x8000));  // the code of -0
+    return _mm512_mask_mov_epi16(word_and_sign, nan, _mm512_set1_epi16(0x7fc0));
+  }
+
+  HETCOLL_INLINE void LookUp(__m512i x) {
+    const __m512i sign = _mm512_set1_epi16(-0x8000), upper = _mm512_set1_epi32(-0x10000);
+    const __m512i even = Signed(Words(x), _mm512_and_si512(_mm512_slli_epi16(x, 8), sign));
+    const __m512i odd = Signed(Words(_mm512_srli_epi16(x, 8)), _mm512_and_si512(x, sign));
+    part[0] = BitCast<F>(_mm512_slli_epi32(even, 16));
+    part[1] = BitCast<F>(_mm512_slli_epi32(odd, 16));
+    part[2] = BitCast<F>(_mm512_and_si512(even, upper));
+    part[3] = BitCast<F>(_mm512_and_si512(odd, upper));
+  }
+#endif
+};
+
 // Calls f on the float32 values of the codes in `x...`, and rounds what it returns.
 template <class Format>
 struct InFloat32 {
   using Element = typename Format::Storage;
   static constexpr std::size_t kStep = kWidth, kUnit = sizeof(Element);
 
+  template <class Function, class... Vs>
+  static HETCOLL_INLINE auto Call(Function f, Vs... x) {
+    return Round(f, Widened<Format, Vs>(x)...);
+  }
+
   template <class Function, class V, class... Vs>
-  static HETCOLL_INLINE V Call(Function f, V first, Vs... rest) {
-    using U = Vector<std::uint32_t, sizeof(V)>;
-    using F = Vector<float, sizeof(V)>;
-    // Each 32-bit lane holds two or four codes. Taking them in turn needs no widening, which crosses lanes.
-    constexpr int kBits = 8 * sizeof(typename Format::Storage);
-    U result{};
+  static HETCOLL_INLINE V Round(Function f, Widened<Format, V> first, Widened<Format, Vs>... rest) {
+    using W = Widened<Format, V>;
+    typename W::U result{};
 #pragma GCC unroll 4
-    for (int shift = 32 - kBits; shift >= 0; shift -= kBits) {
-      const F value = f(Format::template Decode<U, F>(BitCast<U>(first) << shift),
-                        Format::template Decode<U, F>(BitCast<U>(rest) << shift)...);
-      result |= Format::template Encode<U, F>(value) >> shift;
+    for (int i = 0; i < W::kCodes; ++i) {
+      const auto value = f(first.part[i], rest.part[i]...);
+      result |= Format::template Encode<typename W::U, typename W::F>(value) >> (32 - W::kBits * (i + 1));
     }
     return BitCast<V>(result);
   }
@@ -247,23 +307,23 @@ struct NarrowExtreme : Operation<typename Format::Storage> {
 
   template <class V>
   static HETCOLL_INLINE V Apply(V a, V b) {
-    using S = decltype(a == b);
+    using S = Vector<Signed, sizeof(V)>;  // not decltype(a == b), whose char may have no sign
     const S x = Ordered(BitCast<S>(a)), y = Ordered(BitCast<S>(b));
     const V best = BitCast<V>(Ordered(kLargest ? (x > y ? x : y) : (x < y ? x : y)));
     const V nan = V{} + static_cast<typename Format::Storage>(Format::kNan);
-    return (IsNan(BitCast<S>(a)) | IsNan(BitCast<S>(b))) ? nan : best;
+    if constexpr (Format::kNan > Format::kMagnitude) {
+      return ((a == nan) | (b == nan)) ? nan : best;
+    } else {
+      const auto magnitude = static_cast<Signed>(Format::kMagnitude);
+      const S p = BitCast<S>(a) & magnitude, q = BitCast<S>(b) & magnitude;
+      return (p > q ? p : q) > static_cast<Signed>(Format::kTop) ? nan : best;
+    }
   }
 
   // From sign and magnitude to two's complement and back: flips the magnitude of negative codes.
   template <class S>
   static HETCOLL_INLINE S Ordered(S x) {
-    return x ^ ((x < 0) & static_cast<Signed>(Format::kMagnitude));
-  }
-
-  template <class S>
-  static HETCOLL_INLINE S IsNan(S x) {
-    if constexpr (Format::kNan > Format::kMagnitude) return x == static_cast<Signed>(Format::kNan);
-    return (x & static_cast<Signed>(Format::kMagnitude)) > static_cast<Signed>(Format::kTop);
+    return x ^ (BitCast<S>(x < 0) & static_cast<Signed>(Format::kMagnitude));
   }
 };
 
