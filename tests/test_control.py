@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
-from hetcoll import store
-from hetcoll.control import WORLD, ControlClient, Event, Left, Query, Verdict
+from hetcoll import auth, control, store
+from hetcoll.control import WORLD, ControlClient, Event, Left, Lost, Query, StoreLost, Verdict
 from hetcoll.env import Config
-from hetcoll.errors import InitError, PeerLostError
+from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
 from hetcoll.rendezvous import get_unique_id
 from hetcoll.unique_id import UniqueId
 
@@ -51,9 +60,46 @@ def unique_id() -> Iterator[UniqueId]:
     store._hosted[made.job_id].close()
 
 
+# A rank in a process of its own: joins, answers questions, says so, and lives until its stdin ends.
+MEMBER = """
+import sys
+from hetcoll.control import WORLD, ControlClient
+from hetcoll.env import Config
+from hetcoll.rendezvous import get_unique_id
+from hetcoll.unique_id import UniqueId
+
+rank, size, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+unique_id = UniqueId.parse(text) if text else get_unique_id(Config())
+client = ControlClient(unique_id, rank, size, 20, lambda group, event: b"here")
+print(unique_id, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def member(rank: int, size: int, unique_id: UniqueId | None, ending: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Rank `rank` in a process of its own; it hosts the store where there is no unique id. `ending`: more code."""
+    command = [sys.executable, "-c", MEMBER + ending, str(rank), str(size), str(unique_id or "")]
+    env = os.environ | {"PYTHONPATH": str(Path(control.__file__).parents[1])}
+    with subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def first_line(process: subprocess.Popen[str], seconds: float = 30.0) -> str:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], seconds)
+    assert ready
+    return process.stdout.readline().strip()
+
+
 def join_all(unique_id: UniqueId, size: int) -> tuple[list[ControlClient], list[Events]]:
     events = [Events(rank) for rank in range(size)]
-    clients = in_parallel([lambda r=r: ControlClient(unique_id, r, size, 20, events[r]) for r in range(size)])
+    clients = in_parallel([lambda r=r: ControlClient(unique_id, r, size, 60, events[r]) for r in range(size)])
     return clients, events
 
 
@@ -128,3 +174,254 @@ def test_a_goodbye_is_seen_and_ends_exchanges(unique_id: UniqueId) -> None:
     assert caught.value.rank == 1
     for client in clients:
         client.close()
+
+
+def test_ranks_that_all_left_may_come_back(unique_id: UniqueId) -> None:
+    clients, _ = join_all(unique_id, 2)
+    clients[0].close()
+    with pytest.raises(InitError, match=r"rank 0 left and is back, but rank 1 did not leave within 0\.\d+ s"):
+        ControlClient(unique_id, 0, 2, 0.2)
+    with ThreadPoolExecutor(1) as pool:
+        back = pool.submit(ControlClient, unique_id, 0, 2, 10)
+        clients[1].close()
+        again = [back.result(10), ControlClient(unique_id, 1, 2, 10)]
+    assert in_parallel([lambda c=c: c.exchange(WORLD, b"t", b"x") for c in again]) == [[b"x", b"x"]] * 2
+    for client in again:
+        client.close()
+
+
+def test_256_ranks_join_and_exchange_in_little_time(unique_id: UniqueId) -> None:
+    size, blob = 256, bytes(1000)
+    started = time.process_time()
+    clients, _ = join_all(unique_id, size)
+    results = in_parallel([lambda c=c: c.exchange(WORLD, b"topology", blob, 60) for c in clients])
+    took = time.process_time() - started  # of all clients and the store, and whatever else the machine does
+    assert all(result == [blob] * size for result in results)
+    in_parallel([client.close for client in clients])
+    assert took < 5, took  # about one second
+
+
+def test_a_killed_rank_is_noticed_at_once(unique_id: UniqueId) -> None:
+    events = Events(0)
+    client = ControlClient(unique_id, 0, 2, 20, events)
+    with member(1, 2, unique_id) as process, ThreadPoolExecutor(1) as pool:
+        first_line(process)
+        waiting = pool.submit(client.exchange, WORLD, b"t", b"", 60)
+        process.kill()
+        killed = time.monotonic()
+        lost = events.wait_for(lambda e: isinstance(e, Lost))
+        with pytest.raises(PeerLostError, match="rank 1 was lost: its process died") as caught:
+            waiting.result(5)
+        assert time.monotonic() - killed < 1
+    assert isinstance(lost, Lost)
+    assert (lost.rank, caught.value.rank) == (1, 1)
+    client.close()
+
+
+def test_a_stopped_rank_does_not_answer(unique_id: UniqueId) -> None:
+    client = ControlClient(unique_id, 0, 2, 20, Events(0))
+    with member(1, 2, unique_id) as process:
+        first_line(process)
+        assert client.query(WORLD, b"?", 10) == {0: b"answer of 0", 1: b"here"}
+        process.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        assert client.query(WORLD, b"?", 0.3) == {0: b"answer of 0", 1: None}
+        assert time.monotonic() - started < 3
+    client.close()
+
+
+def test_the_death_of_the_stores_host_is_the_loss_of_its_rank() -> None:
+    events = Events(1)
+    with member(0, 2, None) as process:
+        client = ControlClient(UniqueId.parse(first_line(process)), 1, 2, 20, events)
+        process.kill()
+        lost = events.wait_for(lambda e: isinstance(e, Lost))
+        gone = events.wait_for(lambda e: isinstance(e, StoreLost))
+    assert isinstance(lost, Lost)
+    assert lost.rank == 0
+    assert gone == StoreLost("the connection ended", False)
+    with pytest.raises(PeerLostError, match="rank 0, which hosts the job's store, was lost") as caught:
+        client.exchange(WORLD, b"t", b"")
+    assert caught.value.rank == 0
+    client.close()
+
+
+def test_the_ordered_end_of_the_stores_host_is_told_as_such() -> None:
+    events = Events(1)
+    with member(0, 2, None) as process:
+        client = ControlClient(UniqueId.parse(first_line(process)), 1, 2, 20, events)
+        assert process.stdin is not None
+        process.stdin.close()
+        events.wait_for(lambda e: isinstance(e, StoreLost))
+        assert process.wait(10) == 0
+    assert events.seen == [Left(0), StoreLost("its process ended in order", True)]
+    with pytest.raises(PeerLostError, match="rank 0, which hosts the job's store, has ended"):
+        client.put(b"k", b"v")
+    client.close()
+
+
+def test_the_interpreter_ends_cleanly_and_quickly_with_open_clients(unique_id: UniqueId) -> None:
+    events = Events(0)
+    client = ControlClient(unique_id, 0, 2, 20, events)
+    with member(1, 2, unique_id) as process:
+        first_line(process)
+        started = time.monotonic()
+        _, errors = process.communicate("", 10)
+        assert (process.returncode, errors) == (0, "")
+        assert time.monotonic() - started < 3
+    assert events.wait_for(lambda e: True) == Left(1)
+    client.close()
+
+
+FORK = """
+pid = os.fork()
+if pid == 0:
+    try:
+        client.put(b"k", b"v")
+    except ClosedError as error:
+        os.write(1, f"{error}\\n".encode())
+    sockets = [fd for fd in os.listdir("/proc/self/fd") if "socket" in target(fd)]
+    os.write(1, f"{sockets}\\n".encode())
+    time.sleep(60)
+client.put(b"pid", str(pid).encode())
+time.sleep(60)
+"""
+
+
+def test_a_forked_child_keeps_nothing_of_the_parent(unique_id: UniqueId) -> None:
+    """Not only on paper: the child lives on, and the parent's death is seen all the same."""
+    setup = """
+import os, time
+from hetcoll.errors import ClosedError
+from hetcoll.listener import Listener
+listener = Listener(Config(), unique_id.secret)
+get_unique_id(Config())
+def target(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+"""
+    events = Events(0)
+    client = ControlClient(unique_id, 0, 2, 20, events)
+    with member(1, 2, unique_id, setup + FORK) as process:
+        first_line(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        child = int(client.get(b"pid", 20))
+        try:
+            lines = [process.stdout.readline() for _ in range(2)]
+            assert lines == ["this control connection belongs to the parent of this forked process\n", "[]\n"]
+            process.kill()
+            assert isinstance(events.wait_for(lambda e: isinstance(e, Lost), 1.0), Lost)
+        finally:
+            os.kill(child, signal.SIGKILL)
+    client.close()
+
+
+def test_strangers_cost_little_and_do_not_get_in(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence, garbage, and more connections than are looked at at a time: the job comes together all the same."""
+    address = unique_id.addresses[-1]
+    silent = [socket.create_connection(address) for _ in range(auth.MAX_PENDING - 10)]
+    talkative = [socket.create_connection(address) for _ in range(9)]
+    for sock in talkative:
+        sock.sendall(os.urandom(5000))
+    clients, _ = join_all(unique_id, 2)
+    for sock in talkative:
+        sock.settimeout(10)
+        try:
+            while sock.recv(1000):  # its greeting, our refusal, the end
+                pass
+        except ConnectionResetError:
+            continue
+    for sock in (*silent, *talkative):
+        sock.close()
+    for client in clients:
+        client.close()
+
+
+def test_a_silent_connection_is_closed_after_its_time(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetcoll.door.HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr("hetcoll.door.MAX_PENDING", 4)
+    silent = [socket.create_connection(unique_id.addresses[-1]) for _ in range(20)]
+    client = ControlClient(unique_id, 0, 1, 10)  # waits for its turn behind them
+    for sock in silent:
+        sock.settimeout(10)
+        assert len(sock.recv(1000)) == auth.GREETING.size
+        assert sock.recv(1000) == b""
+        sock.close()
+    client.close()
+
+
+def test_another_secret_is_refused(unique_id: UniqueId) -> None:
+    stranger = UniqueId(unique_id.addresses, unique_id.job_id, bytes(32))
+    with pytest.raises(AuthenticationError, match="different secrets"):
+        ControlClient(stranger, 0, 1, 10)
+
+
+def test_a_store_that_does_not_know_the_secret_is_refused(unique_id: UniqueId) -> None:
+    """A listener that accepts every proof, and cannot give its own."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept_anything() -> None:
+            sock, _ = server.accept()
+            with sock:
+                sock.sendall(auth.Challenge(bytes(32), auth.Service.STORE, unique_id.job_id).greeting)
+                sock.recv(auth.CLAIM.size)
+                sock.sendall(auth.VERDICT.pack(1, bytes(32)))
+                sock.recv(1)
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(accept_anything)
+            impostor = UniqueId((server.getsockname(),), unique_id.job_id, unique_id.secret)
+            with pytest.raises(AuthenticationError, match="could not prove that it knows"):
+                ControlClient(impostor, 0, 1, 10)
+
+
+@pytest.mark.parametrize("garbage", [b"\xff" * 16, b"\3" + bytes(15), b"\1\0\0\0\5\0\0\0" + bytes(8) + b"\xff\0\0\0x"])
+def test_a_member_that_talks_nonsense_hurts_nobody_else(unique_id: UniqueId, garbage: bytes) -> None:
+    sock, _ = control.connect_store(unique_id, time.monotonic() + 10)
+    sock.sendall(garbage)
+    client = ControlClient(unique_id, 0, 1, 10)
+    assert client.exchange(WORLD, b"t", b"x") == [b"x"]
+    sock.close()
+    client.close()
+
+
+def test_a_store_that_is_not_there() -> None:
+    nowhere = UniqueId((("127.0.0.1", 9),), bytes(16), bytes(32))
+    with pytest.raises(InitError, match=r"not found within \d\.\d s: 127\.0\.0\.1:9: connection refused"):
+        ControlClient(nowhere, 0, 1, 0.2)
+
+
+def test_a_handler_that_calls_its_client_is_told_so(unique_id: UniqueId, caplog: pytest.LogCaptureFixture) -> None:
+    def handler(group: bytes, event: Event) -> bytes | None:
+        client.put(b"k", b"v")
+        return None
+
+    client = ControlClient(unique_id, 0, 1, 10, handler)
+    assert client.query(WORLD, b"?", 0.2) == {0: None}
+    assert "an event handler called its ControlClient" in caplog.text
+    client.close()
+
+
+def test_close_is_idempotent_ends_waiting_calls_and_leaves_nothing(unique_id: UniqueId) -> None:
+    ControlClient(unique_id, 0, 1, 10).close()
+    fds, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
+    server = get_unique_id(Config())
+    clients, _ = join_all(server, 3)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(clients[0].get, b"never", 60)
+        while not clients[0]._calls:
+            time.sleep(0.001)
+        clients[0].close()
+        with pytest.raises(ClosedError):
+            waiting.result(5)
+    for client in clients * 2:
+        client.close()
+    with pytest.raises(ClosedError, match="was closed"):
+        clients[0].put(b"k", b"v")
+    store._hosted[server.job_id].close()
+    assert threading.active_count() == threads
+    assert set(os.listdir("/proc/self/fd")) == fds

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hetcoll.descriptors import new_name, receive_fd, share_fd
-from hetcoll.edges import EdgeKey, Request, pack_addresses, unpack_addresses
-from hetcoll.env import Config
-from hetcoll.errors import AuthenticationError, InitError
+from hetcoll import auth
+from hetcoll.connector import choose_source, order_addresses
+from hetcoll.descriptors import host_identity, new_name, receive_fd, share_fd
+from hetcoll.edges import Address, EdgeKey, Request, pack_addresses, unpack_addresses
+from hetcoll.env import Config, InterfaceFilter
+from hetcoll.errors import AuthenticationError, ClosedError, InitError
+from hetcoll.interfaces import Interface, choose_interfaces
 from hetcoll.listener import Listener
 
 SECRET = b"s" * 32
@@ -104,3 +109,120 @@ def test_descriptors_stay_from_strangers_and_absent_ranks_are_named() -> None:
     with pytest.raises(InitError, match="nobody offers it"):
         receive_fd(name, 1, SECRET, 0.1)
     os.close(memory)
+
+
+def test_a_connection_that_proves_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetcoll.door.HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr("hetcoll.door.MAX_PENDING", 3)
+    ours, theirs = Listener(Config(), SECRET, loopback=True), Listener(Config(), SECRET, loopback=True)
+    silent = [socket.create_connection(theirs.addresses[0][:2]) for _ in range(10)]
+    silent[0].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(200))
+    key = EdgeKey(COMM, 0, 0, 1)
+    made = ours.connect_many([Request(key, theirs.addresses)], soon())  # waits for its turn behind them
+    taken = theirs.take([key], soon())
+    for sock in silent:
+        sock.settimeout(10)
+        try:
+            while sock.recv(1000):
+                pass
+        except ConnectionResetError:
+            pass
+    for sock in (*silent, made[key], taken[key]):
+        sock.close()
+    ours.close()
+    theirs.close()
+
+
+def test_a_claim_for_another_edge_does_not_verify() -> None:
+    """The proof covers the key: a claim whose key was changed on the way is refused."""
+    challenge = auth.Challenge(SECRET, auth.Service.DATA)
+    claim = auth.Response(SECRET, challenge.greeting, EdgeKey(COMM, 0, 0, 1).encode()).claim
+    assert challenge.judge(claim).proven
+    for place in range(len(claim)):
+        assert not challenge.judge(claim[:place] + bytes([claim[place] ^ 1]) + claim[place + 1 :]).proven
+    assert not auth.Challenge(SECRET, auth.Service.DATA).judge(claim).proven  # nor does an old proof
+
+
+def test_another_process_at_a_published_address_is_noticed() -> None:
+    """Two hosts may have the same address (a bridge to their guests): the listener's token tells them apart."""
+    ours, wrong, right = (Listener(Config(), SECRET, loopback=True) for _ in range(3))
+    stale = wrong.addresses[0]._replace(token=right.addresses[0].token)
+    key = EdgeKey(COMM, 0, 0, 1)
+    made = ours.connect_many([Request(key, (stale, right.addresses[0]._replace(interface="other")))], soon())
+    right.take([key], soon())[key].close()
+    made[key].close()
+    with pytest.raises(InitError, match="another process listens there"):
+        ours.connect_many([Request(key, (stale,))], soon(0.3))
+    for listener in (ours, wrong, right):
+        listener.close()
+
+
+def test_stripes_use_the_addresses_in_turn() -> None:
+    addresses = [Address(f"10.0.{i}.1", 1000 + i, f"eth{i}", b"") for i in range(3)]
+    addresses.append(Address("fd00::1", 1003, "eth1", b""))
+    assert [order_addresses(addresses, stripe)[0] for stripe in range(4)] == [*addresses[:3], addresses[0]]
+    assert order_addresses(addresses, 1) == [addresses[1], addresses[2], addresses[0], addresses[3]]
+
+
+def test_stripes_leave_by_the_interface_of_the_same_network() -> None:
+    local = [
+        Interface(f"eth{i}", f"10.0.{i}.9", ipaddress.ip_network(f"10.0.{i}.0/24"), loopback=False) for i in range(2)
+    ]
+    assert [choose_source("10.0.1.1", local, stripe) for stripe in (0, 1)] == ["10.0.1.9", "10.0.1.9"]
+    assert [choose_source("192.168.7.1", local, stripe) for stripe in (0, 1)] == ["10.0.0.9", "10.0.1.9"]
+    assert choose_source("10.0.1.9", local, 0) is None  # our own
+    assert choose_source("127.0.0.1", local, 0) is None
+    assert choose_source("10.0.0.1", local[:1], 0) is None  # there is no choice
+    assert choose_source("fd00::1", local, 0) is None
+
+
+def test_waiting_can_be_ended_from_outside() -> None:
+    class LostError(Exception):
+        pass
+
+    def check() -> None:
+        raise LostError
+
+    listener = Listener(Config(), SECRET, loopback=True)
+    with pytest.raises(LostError):
+        listener.take([EdgeKey(COMM, 0, 0, 1)], soon(60), check)
+    with pytest.raises(LostError):
+        listener.connect_many([Request(EdgeKey(COMM, 0, 1, 2), listener.addresses)], soon(60), check)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(listener.take, [EdgeKey(COMM, 0, 0, 1)], soon(60))
+        listener.close()
+        with pytest.raises(ClosedError):
+            waiting.result(5)
+
+
+def test_nothing_is_left_behind() -> None:
+    Listener(Config(), SECRET).close()
+    fds, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
+    ours, theirs = Listener(Config(), SECRET), Listener(Config(), SECRET)
+    keys = [EdgeKey(COMM, 0, 0, 1, channel) for channel in range(20)]
+    made = ours.connect_many([Request(key, theirs.addresses) for key in keys], soon())
+    theirs.take(keys[:1], soon())[keys[0]].close()
+    for sock in made.values():
+        sock.close()
+    with pytest.raises(InitError):
+        ours.ensure(0, [Request(keys[0], theirs.addresses), Request(EdgeKey(COMM, 0, 9, 0), ())], soon(0.2))
+    for listener in (ours, theirs) * 2:
+        listener.close()
+    assert threading.active_count() == threads
+    assert set(os.listdir("/proc/self/fd")) == fds
+
+
+def test_interfaces_are_chosen_by_name() -> None:
+    assert {each.name for each in choose_interfaces(InterfaceFilter.parse("=lo"))} == {"lo"}
+    assert {each.name for each in choose_interfaces(InterfaceFilter(), loopback=True)} == {"lo"}
+    with pytest.raises(InitError, match="HETCOLL_SOCKET_IFNAME: wanted an interface of 'nosuch' that is up, got lo"):
+        Listener(Config(socket_ifname=InterfaceFilter.parse("nosuch")), SECRET)
+    outside = choose_interfaces(InterfaceFilter())
+    assert outside
+    assert all(each.loopback for each in outside) or not any(each.loopback for each in outside)
+
+
+def test_a_hosts_identity() -> None:
+    assert host_identity() == host_identity()
+    assert host_identity("node-7") == "node-7"
+    assert "net:[" in host_identity()

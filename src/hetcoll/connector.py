@@ -30,7 +30,10 @@ _POLL = 0.05  # seconds between looks at `check`
 
 def order_addresses(addresses: Sequence[Address], stripe: int) -> list[Address]:
     """The order in which to try a rank's addresses: one an interface, rotated by `stripe`, then the others."""
-    firsts = list({address.interface: address for address in reversed(addresses)}.values())[::-1]
+    by_interface: dict[str, Address] = {}
+    for address in addresses:
+        by_interface.setdefault(address.interface, address)
+    firsts = list(by_interface.values())
     turn = stripe % len(firsts) if firsts else 0
     return [*firsts[turn:], *firsts[:turn], *(address for address in addresses if address not in firsts)]
 

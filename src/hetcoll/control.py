@@ -237,7 +237,7 @@ class ControlClient:
             self._check_usable(group)  # the thread may have ended before it could see this call
             self._send(op, pack(fields), number, min(seconds + _SLACK, _SEND_SECONDS))
             if not call.wait(seconds + _SLACK):
-                raise InitError(f"the store at {spell_address(self.store_address)} did not answer in {seconds:g} s")
+                raise InitError(f"the store at {spell_address(self.store_address)} did not answer in {seconds:.3g} s")
         except OSError as error:
             self._shut_down()
             raise CommunicationError(f"the store could not be told: {spell_error(error)}") from error
@@ -362,7 +362,7 @@ def _checked(frame: Frame, seconds: float) -> Frame:
         raise PeerLostError(text.decode(), U32.unpack(rank)[0])
     text = frame.body
     if frame.status == Status.TIMEOUT:
-        raise InitError(f"{text.decode()} within {seconds:g} s")
+        raise InitError(f"{text.decode()} within {seconds:.3g} s")
     raise InitError(text.decode())
 
 
