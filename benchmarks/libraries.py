@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 import venv
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 TRANSPORTS = ("shm", "tcp")
+MARK = "BENCHMARK_RUN"  # in the environment of every process of a launch
 
 
 @dataclass(frozen=True)
@@ -112,18 +117,33 @@ def run_ranks(variant: Variant, home: Path, ranks: int, words: Sequence[str], ti
 
 
 def run_group(command: Sequence[str], env: Mapping[str, str], timeout: float) -> str:
-    """Run a command in a session of its own, so that after a time-out nothing of it is left; its standard output."""
+    """Run a command to its end; its standard output. Whatever ends it, none of its descendants is left."""
+    mark = secrets.token_hex(16)
     with subprocess.Popen(
-        command, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+        command, env={**env, MARK: mark}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
         try:
             out, err = process.communicate(timeout=timeout)
-        except BaseException:
-            os.killpg(process.pid, 9)
-            raise
+        finally:
+            kill_marked(mark)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command, out, err)
     return out
+
+
+def kill_marked(mark: str) -> None:
+    """Kill every process that has `mark` in its environment: MPI's launchers put ranks into sessions of their own."""
+    wanted = f"{MARK}={mark}".encode()
+    found = True
+    while found:  # again, for what was started meanwhile
+        found = False
+        for folder in Path("/proc").iterdir():
+            with suppress(OSError):  # it has ended, or is not ours
+                if folder.name.isdecimal() and wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(folder.name), signal.SIGKILL)
+                    found = True
+        time.sleep(0.01 if found else 0)
 
 
 def main(words: Sequence[str]) -> int:

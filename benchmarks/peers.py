@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -166,6 +167,9 @@ def write_docs(
 
 def main() -> int:
     args = parse_arguments()
+    if os.sched_getscheduler(0) == os.SCHED_FIFO:
+        raise SystemExit("peers.py: under SCHED_FIFO ranks that spin starve their launchers; wanted chrt --rr, or none")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
     points, limits, failures = measure(args)
     lines = results.summarise(points, limits)
     env = describe(args, points)

@@ -115,7 +115,7 @@ def test_a_hanging_launch_ends_and_leaves_nothing(tmp_path: Path) -> None:
     child = tmp_path / "child"
     script = f"""
 import pathlib, subprocess, sys
-process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 pathlib.Path({str(child)!r}).write_text(str(process.pid))
 process.wait()
 """

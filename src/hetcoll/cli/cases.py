@@ -247,7 +247,7 @@ class Case:
 def _bind(comm: Any, case: Case) -> Callable[[], object]:
     """The call with all its arguments bound, so that a timed loop pays for nothing but the call."""
     send, recv = case.buffers
-    redop = None if case.redop is None else sys.intern(case.redop.label)  # a literal in user code is interned
+    redop = None if case.redop is None else sys.intern(case.redop.label)  # as a literal is
     match case.op:
         case "allreduce":
             return partial(comm.allreduce, send, None if case.inplace else recv, redop)
@@ -269,6 +269,8 @@ def _bind(comm: Any, case: Case) -> Callable[[], object]:
             counts = {"sendcounts": case.shape.sends, "recvcounts": case.shape.receives}
             return partial(comm.alltoall, send, recv, **counts)
         case "sendrecv":
+            assert send is not None
+            assert recv is not None
             return partial(_exchange, comm, send, recv, (case.rank + 1) % case.size, (case.rank - 1) % case.size)
         case "barrier":
             return partial(comm.barrier)

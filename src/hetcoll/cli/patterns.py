@@ -34,11 +34,12 @@ Array = NDArray[Any]
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """The NumPy type of `dtype`. bfloat16 and fp8 come from ml_dtypes: ImportError without it."""
     try:
-        return np.dtype(dtype.label)
+        found: np.dtype[Any] = np.dtype(dtype.label)
     except TypeError:
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, dtype.label))
+        found = np.dtype(getattr(ml_dtypes, dtype.label))
+    return found
 
 
 def exact_limit(dtype: DType) -> int:
@@ -46,8 +47,8 @@ def exact_limit(dtype: DType) -> int:
     if dtype is DType.BOOL:
         return 1
     if dtype in FLOATS | COMPLEX:
-        return min(_LARGEST, 2 ** _SIGNIFICAND[dtype])
-    return min(_LARGEST, int(np.iinfo(numpy_dtype(dtype)).max))
+        return min(_LARGEST, 1 << _SIGNIFICAND[dtype])
+    return min(_LARGEST, (1 << (8 * dtype.itemsize - (dtype not in _UNSIGNED))) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,4 +187,5 @@ def _within_one_ulp(got: Array, want: Array) -> Array:
     bits = np.dtype(f"i{got.dtype.itemsize}")
     distance = np.ascontiguousarray(got).view(bits).astype(np.int64) - np.ascontiguousarray(want).view(bits)
     same_sign: Array = np.signbit(got.astype(np.float64)) == np.signbit(want.astype(np.float64))
-    return same_sign & (np.abs(distance) <= 1)
+    near: Array = same_sign & (np.abs(distance) <= 1)
+    return near

@@ -17,7 +17,8 @@ import numpy as np
 from ..types import DType, ReduceOp, supports
 from .cases import OPS, REDUCING, ROOTED, Case, bandwidths, places, shape
 from .patterns import numpy_dtype
-from .report import PlanLine, Progress, Row, Table, describe_run, header, human_size, write_csv, write_json
+from .report import PlanLine, Row, Table, describe_run, header, human_size, write_csv, write_json
+from .terminal import Progress, Screen
 from .timing import Schedule, Timing, agree_on_estimate, slowest, take_samples
 
 T = TypeVar("T")
@@ -113,6 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("host",), default="host", help="where the buffers are")
     add("--json", metavar="FILE", help="write the results as JSON, too")
     add("--csv", metavar="FILE", help="write the results as CSV, too")
+    add("--progress", choices=("auto", "lines"), default="auto", help=argparse.SUPPRESS)  # lines: terminal.py
 
 
 def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -134,7 +136,14 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
 def _start_ranks(ranks: int, argv: Sequence[str]) -> int:
     from .. import launch
 
-    return launch.run([sys.executable, "-m", "hetcoll", *argv], ranks)
+    command = [sys.executable, "-m", "hetcoll", *argv]
+    if not sys.stderr.isatty():
+        return launch.run(command, ranks, prefix=False)
+    screen = Screen(sys.stdout.buffer, sys.stderr.buffer)
+    command += ["--progress", "lines"]
+    status = launch.run(command, ranks, prefix=False, stdout=screen.stdout, stderr=screen.stderr)
+    screen.clear()
+    return status
 
 
 def expand(args: argparse.Namespace, size: int) -> list[Job]:
@@ -183,7 +192,7 @@ def measure(comm: Any, args: argparse.Namespace, argv: Sequence[str], version: s
     first = comm.rank == 0
     table = Table(sys.stdout if first else None, [job.dtype.label for job in jobs])
     table.comment(header(env, plans, _notes(args)))
-    progress = Progress(sum(len(counts) for _, counts in sweeps), enabled=first and sys.stderr.isatty())
+    progress = Progress(sum(len(counts) for _, counts in sweeps), _progress_mode(args, first))
     rows: list[Row] = []
     by_size = {(plan.op, plan.nbytes): plan for plan in plans}
     for index, (job, counts) in enumerate(sweeps):
@@ -204,6 +213,14 @@ def measure(comm: Any, args: argparse.Namespace, argv: Sequence[str], version: s
     return 1 if any(row.wrong for row in rows) else 0
 
 
+def _progress_mode(args: argparse.Namespace, first: bool) -> str:
+    if not first:
+        return "off"
+    if args.progress == "lines":
+        return "lines"
+    return "terminal" if sys.stderr.isatty() else "off"
+
+
 def _notes(args: argparse.Namespace) -> list[str]:
     if len(args.datatype) > 1 and not have_ml_dtypes():
         return ["without bfloat16 and float8: they need the package ml_dtypes"]
@@ -217,7 +234,7 @@ def _plans(comm: Any, sweeps: Sequence[tuple[Job, list[int]]]) -> Iterator[PlanL
             nbytes = shape(job.op, comm.size, comm.rank, elements, job.root).total * job.dtype.itemsize
             if (job.op, nbytes) not in seen:
                 seen.add((job.op, nbytes))
-                told = comm.explain(job.op, nbytes)
+                told = comm.explain("p2p" if job.op == "sendrecv" else job.op, nbytes)
                 yield PlanLine(job.op, nbytes, told.algorithm, told.transport, told.channels)
 
 

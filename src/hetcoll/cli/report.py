@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import platform
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
@@ -89,7 +88,8 @@ def header(env: Mapping[str, Any], plans: Iterable[PlanLine], notes: Iterable[st
     lines = [
         f"# hetcoll {env['hetcoll']}, Python {env['python']}, NumPy {env['numpy']}, {env['system']}",
         f"# host {hosts}: {env['cpu']}, {env['cpus']} CPUs here",
-        f"# {env['ranks']} ranks on {len(env['hosts'])} host(s), device {env['device']}, transport {env['transport']}",
+        f"# {_plural(env['ranks'], 'rank')} on {_plural(len(env['hosts']), 'host')}, device {env['device']}, "
+        f"transport {env['transport']}",
         *(f"# plan {line}" for line in plan_lines(plans)),
         "# time: mean over the timed calls on the slowest rank (nccl-tests averages over ranks); p50, p99: its own.",
         "#       Calls under 10 us are timed in batches of 10. Every element of every buffer is verified.",
@@ -105,9 +105,12 @@ def plan_lines(plans: Iterable[PlanLine]) -> list[str]:
     ):
         sizes = [plan.nbytes for plan in group]
         span = human_size(sizes[0]) + (f" to {human_size(sizes[-1])}" if len(sizes) > 1 else "")
-        plural = "" if channels == 1 else "s"
-        lines.append(f"{op} {span}: {algorithm} over {transport}, {channels} channel{plural}")
+        lines.append(f"{op} {span}: {algorithm} over {transport}, {_plural(channels, 'channel')}")
     return lines
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def human_size(nbytes: int) -> str:
@@ -149,12 +152,13 @@ class Table:
         text += f"  {first.redop:>6}  {first.root:>6}"
         for place in ("out", "in"):
             row = by_place.get(place)
-            cells = ("N/A",) * 4 if row is None else (_time(row.time_us), f"{row.algbw_gbs:.2f}",
-                                                      f"{row.busbw_gbs:.2f}", str(row.wrong))  # fmt: skip
+            cells = ["N/A"] * 4
+            if row is not None:
+                cells = [_time(row.time_us), f"{row.algbw_gbs:.2f}", f"{row.busbw_gbs:.2f}", str(row.wrong)]
             text += "  " + " ".join(f"{cell:>7}" for cell in cells)
         for place in ("out", "in"):
             row = by_place.get(place)
-            cells = ("N/A",) * 2 if row is None else (_time(row.p50_us), _time(row.p99_us))
+            cells = ["N/A"] * 2 if row is None else [_time(row.p50_us), _time(row.p99_us)]
             text += "  " + " ".join(f"{cell:>8}" for cell in cells)
         self._line(text)
 
@@ -178,24 +182,6 @@ class Table:
 def _time(microseconds: float) -> str:
     digits = 3 if microseconds < 10 else 2 if microseconds < 100 else 1 if microseconds < 10000 else 0
     return f"{microseconds:.{digits}f}"
-
-
-class Progress:
-    """One line on a terminal's stderr that says what is being measured; nothing elsewhere."""
-
-    def __init__(self, total: int, out: TextIO = sys.stderr, *, enabled: bool) -> None:
-        self._total, self._out, self._enabled, self._done = total, out, enabled, 0
-
-    def show(self, what: str) -> None:
-        """The next measurement begins."""
-        self._done += 1
-        if self._enabled:
-            print(f"\r\x1b[K[{self._done}/{self._total}] {what}", end="", file=self._out, flush=True)
-
-    def clear(self) -> None:
-        """Remove the line, for output to take its place."""
-        if self._enabled:
-            print("\r\x1b[K", end="", file=self._out, flush=True)
 
 
 def write_json(path: str, env: Mapping[str, Any], rows: Iterable[Row]) -> None:

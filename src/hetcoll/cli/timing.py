@@ -63,7 +63,8 @@ def take_samples(call: Callable[[], object], schedule: Schedule) -> NDArray[np.f
             for _ in repeat(None, calls):
                 call()
             stamps[i] = now()
-    return np.diff(np.asarray(stamps, dtype=np.int64)) / (1e3 * calls)
+    spent = np.diff(np.asarray(stamps, dtype=np.int64)).astype(np.float64)
+    return spent / (1e3 * calls)
 
 
 def slowest(comm: Any, own: Timing, wrong: int) -> tuple[Timing, int]:

@@ -1,0 +1,28 @@
+"""`hetcoll run`: start ranks of a program on this host."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .. import launch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many ranks of what. Everything after the script belongs to it."""
+    parser.usage = "hetcoll run [-n N] [--no-prefix] [--grace SECONDS] (SCRIPT.py | PROGRAM | -m MODULE) [ARGUMENT ...]"
+    parser.add_argument("-n", "--ranks", type=int, default=2, metavar="N", help="number of ranks (default 2)")
+    parser.add_argument("--no-prefix", action="store_true", help="do not begin lines with the rank that printed them")
+    parser.add_argument(
+        "--grace", type=float, default=5.0, metavar="SECONDS",
+        help="time that ranks have to end when one has failed, before they are killed (default 5)",
+    )  # fmt: skip
+    parser.add_argument("-m", "--module", help="run a Python module instead of a script")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the script or program, and its arguments")
+
+
+def main(args: argparse.Namespace, _argv: Sequence[str]) -> int:
+    """Run the ranks to their end; the job's exit status, that of the rank that failed first."""
+    command = [sys.executable, "-m", args.module, *args.command] if args.module else args.command
+    return launch.run(command, args.ranks, prefix=not args.no_prefix, grace=args.grace)

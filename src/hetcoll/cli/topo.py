@@ -1,0 +1,87 @@
+"""`hetcoll topo`: the ranks of a job, their hosts, and what carries data between them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..topology import Topology
+
+_WIDEST = 32  # ranks up to which every pair is shown
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many ranks to start, where no launcher did, and the form of the answer."""
+    parser.add_argument("-n", "--ranks", type=int, default=2, help="ranks to start on this host (default 2)")
+    parser.add_argument("--transport", choices=("auto", "shm", "tcp"), help="how ranks reach each other")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Under a launcher describe its job, else that of a job started here; rank 0 prints."""
+    from ..env import environment
+
+    if args.transport is not None:
+        os.environ["HETCOLL_TRANSPORT"] = args.transport  # before anyone reads it; the ranks inherit it
+    if environment().launch.launcher == "single" and args.ranks > 1:
+        from .. import launch
+
+        return launch.run([sys.executable, "-m", "hetcoll", *argv], args.ranks, prefix=False)
+    import hetcoll
+
+    with hetcoll.init() as comm:
+        topology = comm._wiring.topology
+        if comm.rank == 0:
+            print(json.dumps(document(topology), indent=1) if args.json else text(topology), flush=True)
+        comm.barrier()
+    return 0
+
+
+def document(topology: Topology) -> dict[str, Any]:
+    """The topology as JSON values. `transports[a][b]` is what carries data from rank a to rank b."""
+    return {
+        "schema": 1,
+        "setting": topology.setting,
+        "hosts": [list(ranks) for ranks in topology.hosts],
+        "ranks": [
+            {"rank": info.rank, "host": info.host, "pid": info.pid, "cores": info.cores} for info in topology.ranks
+        ],
+        "transports": [[_transport(topology, a, b) for b in range(topology.size)] for a in range(topology.size)],
+    }
+
+
+def text(topology: Topology) -> str:
+    """The topology for people: hosts with their ranks, then the transport of every pair."""
+    hosts = topology.hosts
+    lines = [f"{topology.size} ranks on {len(hosts)} host{'s' * (len(hosts) != 1)}, transport {topology.setting}"]
+    for number, ranks in enumerate(hosts):
+        first = topology.ranks[ranks[0]]
+        lines.append(f"host {number} ({first.host}), {first.cores} cores: ranks {_spans(ranks)}")
+    if topology.crowding > 1:
+        lines.append(f"{topology.crowding:g} ranks share a core: whoever waits sleeps instead of spinning")
+    if topology.size <= _WIDEST:
+        width = max(4, len(str(topology.size - 1)))
+        lines.append("     " + "".join(f"{b:>{width}}" for b in range(topology.size)))
+        for a in range(topology.size):
+            cells = (_transport(topology, a, b) for b in range(topology.size))
+            lines.append(f"{a:>4} " + "".join(f"{cell:>{width}}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _transport(topology: Topology, a: int, b: int) -> str:
+    return "-" if a == b else topology.transport(a, b)
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """`0-3, 6` for 0, 1, 2, 3, 6."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -1,0 +1,161 @@
+"""`hetcoll run`, `topo`, `simulate` and the command itself, as a shell sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetcoll.algorithms import ALGORITHMS
+from hetcoll.cli import main, simulate
+from hetcoll.cli.topo import text
+from hetcoll.simulator import PlanError
+from hetcoll.topology import RankInfo, Topology
+from hetcoll.types import Collective
+
+
+def command(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HETCOLL_")}
+    return subprocess.run(
+        [sys.executable, "-m", "hetcoll", *words], env=env, cwd=cwd, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_help_names_the_commands_and_the_version_is_the_packages() -> None:
+    done = command("--help")
+    assert done.returncode == 0
+    assert all(f"\n    {name}" in done.stdout for name in ("perf", "run", "topo", "simulate"))
+    import hetcoll
+
+    assert command("--version").stdout == f"hetcoll {hetcoll.__version__}\n"
+    assert command("launch").returncode == 2
+
+
+# run ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_runs_as_ranks_with_its_own_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "sum.py"
+    script.write_text(
+        "import sys, numpy as np, hetcoll\n"
+        "with hetcoll.init() as comm:\n"
+        "    x = np.full(3, comm.rank + 1.0)\n"
+        "    comm.allreduce(x)\n"
+        "    print(comm.rank, 'of', comm.size, x.tolist(), sys.argv[1:])\n"
+    )
+    done = command("run", "-n", "3", str(script), "-n", "7", "--flag")
+    assert done.returncode == 0, done.stderr
+    want = [f"[{r}] {r} of 3 [6.0, 6.0, 6.0] ['-n', '7', '--flag']" for r in range(3)]
+    assert sorted(done.stdout.splitlines()) == want
+
+
+def test_output_without_prefix_and_a_module(tmp_path: Path) -> None:
+    (tmp_path / "who.py").write_text("import os, sys\nprint(os.environ['RANK'], *sys.argv[1:])\n")
+    done = command("run", "-n", "2", "--no-prefix", "-m", "who", "a", "--b", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 a --b", "1 a --b"]
+
+
+def test_the_first_failure_is_the_status_and_what_is_shown(tmp_path: Path) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1': sys.exit('rank one has had enough')\n"
+        "time.sleep(600)\n"
+    )  # fmt: skip
+    done = command("run", "-n", "3", "--grace", "0.5", str(script))
+    assert done.returncode == 1
+    assert "rank 1 failed with exit code 1" in done.stderr
+    assert done.stderr.rstrip().endswith("rank one has had enough")
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"), [([], "wanted a program or a script"), (["-n", "0", "x.py"], "wanted 1 or more")]
+)
+def test_nothing_to_run_is_one_line(words: list[str], complaint: str) -> None:
+    done = command("run", *words)
+    assert done.returncode == 1
+    assert complaint in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_program_that_is_not_there_is_127() -> None:
+    assert command("run", "/no/such/program").returncode == 127
+
+
+# topo ---------------------------------------------------------------------------------------------------------------
+
+
+def test_topo_shows_a_real_job() -> None:
+    done = command("topo", "-n", "3", "--transport", "tcp", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["hosts"] == [[0, 1, 2]]
+    assert len({rank["pid"] for rank in document["ranks"]}) == 3
+    assert document["transports"] == [["-", "tcp", "tcp"], ["tcp", "-", "tcp"], ["tcp", "tcp", "-"]]
+
+
+def test_topo_for_people() -> None:
+    ranks = (RankInfo(0, "a", cores=2), RankInfo(1, "b", cores=8), RankInfo(2, "a", cores=2), RankInfo(3, "a", cores=2))
+    lines = text(Topology(ranks)).splitlines()
+    assert lines[0] == "4 ranks on 2 hosts, transport auto"
+    assert lines[1] == "host 0 (a), 2 cores: ranks 0, 2-3"
+    assert lines[2] == "host 1 (b), 8 cores: ranks 1"
+    assert lines[3].startswith("1.5 ranks share a core")
+    assert lines[5].split() == ["0", "-", "tcp", "shm", "shm"]
+    assert lines[6].split() == ["1", "tcp", "-", "tcp", "tcp"]
+
+
+# simulate -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("collective", "name"), [(c.label, name) for c, table in ALGORITHMS.items() for name in sorted(table)]
+)
+def test_every_algorithm_is_printed_and_proved(collective: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", collective, name, "-n", "4"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(f"{collective} by {name}: rank ") == 4
+    assert "proved for every timing" in out
+
+
+def test_simulate_lists_names_and_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "allreduce"]) == 0
+    assert capsys.readouterr().out.split() == sorted(ALGORITHMS[Collective.ALLREDUCE])
+    assert main(["simulate", "allreduce", "ring", "-n", "3", "--avg", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["proved"], document["ranks"], document["problem"]) == (True, 3, "")
+    assert document["report"]["sent"] == [4, 4, 4]  # 2 (n - 1) units a rank
+    assert any("scale" in step for step in document["plans"][0]["steps"])
+
+
+def test_simulate_says_what_the_checker_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = simulate.check
+
+    def refuse(plans, **options):  # type: ignore[no-untyped-def]
+        right(plans, **options)
+        raise PlanError(plans[1], 0, "wanted a peer")
+
+    monkeypatch.setattr(simulate, "check", refuse)
+    assert main(["simulate", "allreduce", "ring", "-n", "2"]) == 1
+    assert "REFUSED: allreduce by ring, rank 1 of 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["allreduce", "circle"], "no algorithm 'circle' for allreduce: there are"),
+        (["allreduce", "ring", "-n", "0"], "from 1"), (["broadcast", "direct", "-n", "2", "-r", "2"], "root 2"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *words]) == 1
+    captured = capsys.readouterr()
+    assert complaint in captured.err
+    assert len(captured.err.splitlines()) == 1
