@@ -19,7 +19,8 @@ constexpr std::int64_t kSleepSliceNs = 100'000'000;      // an upper bound on no
 constexpr std::int64_t kSharedSleepSliceNs = 1'000'000;  // another thread may finish our task while we sleep
 constexpr std::size_t kKeepScratch = std::size_t{8} << 20;
 constexpr int kSpinsPerClock = 64;
-constexpr double kPromptSeconds = 20e-6;    // how long a call may keep the interpreter's lock while it waits
+constexpr double kPromptSeconds = 20e-6;  // how long a call may keep the interpreter's lock while it waits
+constexpr std::size_t kLargestItem = 16;
 constexpr std::int64_t kYieldNs = 200'000;  // between spinning and sleeping
 
 std::atomic<bool> g_forked{false};
@@ -40,6 +41,7 @@ std::uint64_t Mix(std::uint64_t x) {  // the finaliser of splitmix64
 Engine::Engine(const EngineOptions& options)
     : options_(options),
       doorbell_(options.doorbell_name, options.local_rank),
+      injector_(FaultSpec::Parse(options.fault), options.rank),
       links_(options.size),
       scratch_(nullptr, [](std::byte* p) { std::free(p); }),
       departed_(static_cast<std::size_t>(options.size)) {
@@ -69,10 +71,13 @@ void Engine::AttachShm(int fd, std::size_t ring_bytes, std::span<const int> loca
     const int peer = local_ranks[static_cast<std::size_t>(i)];
     if (peer == options_.rank) continue;
     for (int channel = 0; channel < kChannels; ++channel) {
+      LinkEnds ends = injector_.Wrap({MakeShmSend(*segment_, options_.local_rank, i, channel, peer),
+                                      MakeShmRecv(*segment_, i, options_.local_rank, channel, peer)},
+                                     kLargestItem, peer, channel);
       auto& tx = links_.tx(peer, channel);
-      tx.end = MakeShmSend(*segment_, options_.local_rank, i, channel, peer);
+      tx.end = std::move(ends.send);
       auto& rx = links_.rx(peer, channel);
-      rx.end = MakeShmRecv(*segment_, i, options_.local_rank, channel, peer);
+      rx.end = std::move(ends.recv);
       tx.doorbell = rx.doorbell = &segment_->doorbell(i);
       tx.local_peer = rx.local_peer = i;
     }
@@ -80,7 +85,7 @@ void Engine::AttachShm(int fd, std::size_t ring_bytes, std::span<const int> loca
 }
 
 void Engine::AttachTcp(int peer, int channel, std::span<const int> fds) {
-  TcpEnds ends = MakeTcp(fds, peer);
+  LinkEnds ends = injector_.Wrap(MakeTcp(fds, peer), 1, peer, channel);
   std::lock_guard lock(mutex_);
   links_.tx(peer, channel).end = std::move(ends.send);
   links_.rx(peer, channel).end = std::move(ends.recv);
@@ -278,6 +283,9 @@ void Engine::CheckDeparted() {
   const auto check = [&](const std::shared_ptr<Task>& task) {
     task->ForEachBlocked([&](const BoundStep& s) {
       if (s.peer < 0 || !departed_[static_cast<std::size_t>(s.peer)].load() || !task->Ready(s)) return;
+      const bool final = s.op == Op::kSend ? links_.tx(s.peer, s.channel).end->FinalWithoutPeer()
+                                           : links_.rx(s.peer, s.channel).end->FinalWithoutPeer();
+      if (!final) return;
       Fail(FaultKind::kPeerGone, s.peer,
            "rank " + std::to_string(s.peer) + " left while it was needed (" + task->Describe() + ")");
     });
@@ -414,6 +422,17 @@ void Engine::Fail(FaultKind kind, int peer, const std::string& text) {
     failed_.store(true, std::memory_order_release);
   }
   doorbell_.Ring(options_.local_rank);
+}
+
+void Engine::Close() {
+  Fail(FaultKind::kAborted, options_.rank, "the communicator was closed");
+  contenders_.fetch_add(1);
+  std::lock_guard lock(mutex_);
+  contenders_.fetch_sub(1);
+  DropTasks();
+  for (Port<SendEnd>& port : links_.send) {
+    if (port.end != nullptr) port.end->Finish();
+  }
 }
 
 Failure Engine::failure() const {

@@ -19,6 +19,7 @@
 #include "engine/plan.h"
 #include "engine/task.h"
 #include "transport/doorbell.h"
+#include "transport/fault.h"
 #include "transport/shm.h"
 #include "transport/transport.h"
 
@@ -32,6 +33,7 @@ struct EngineOptions {
   int local_rank;
   double spin_seconds;  // how long to spin before giving the processor away
   bool oversubscribed;  // more ranks here than cores: give it away almost at once
+  std::string fault{};  // what goes wrong on purpose: FaultSpec::Parse
 };
 
 enum class Outcome : int { kDone, kPending, kFailed };
@@ -78,6 +80,9 @@ class Engine {
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   Failure failure() const;
 
+  // Ends everything here for good, and lets the peers see the end of what was sent.
+  void Close();
+
   // `peer` will send nothing more: waits for it fail once what it sent before is used up.
   void PeerLeft(int peer);
 
@@ -110,6 +115,7 @@ class Engine {
   std::int64_t spin_ns_ = 0;
   int prompt_spins_ = 0;
   Doorbell doorbell_;
+  FaultInjector injector_;
   std::unique_ptr<ShmSegment> segment_;
   ShmDoorbell* own_bell_ = nullptr;
   Links links_;

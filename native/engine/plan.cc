@@ -2,7 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <string>
+#include <tuple>
+
+#include "transport/transport.h"
 
 namespace hetcoll {
 namespace {
@@ -114,6 +118,7 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
     return {start / like_units * like_bytes + begin, offset(like, unit + count) - begin};
   };
 
+  std::map<std::tuple<bool, std::int32_t, std::uint16_t>, std::uint64_t> messages;  // so far, on each FIFO
   const bool large = std::max(send_bytes, recv_bytes) > kStreamBytes;
   steps.reserve(plan.steps.size());
   for (const StepRecord& r : plan.steps) {
@@ -121,6 +126,7 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
     s.op = static_cast<Op>(r.op);
     s.channel = r.channel;
     s.peer = r.peer;
+    if (s.op <= Op::kRecvReduce) s.number = kNumberStep * messages[{s.op == Op::kSend, r.peer, r.channel}]++;
     const Bytes src = bytes(r.src);
     const Bytes dst = bytes(r.dst);
     s.src_buf = static_cast<Buf>(r.src.buf);

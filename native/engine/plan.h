@@ -78,6 +78,7 @@ struct BoundStep {
   std::int32_t fuse = -1;  // a kRecvReduce's result is what step `fuse` sends
   std::uint32_t dep_begin = 0;
   std::uint32_t dep_end = 0;
+  std::uint64_t number = 0;  // of its message on this FIFO, in kNumberSteps; point to point: set by each run
   std::size_t src_off = 0;
   std::size_t dst_off = 0;
   std::size_t len = 0;

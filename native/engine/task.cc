@@ -57,9 +57,10 @@ void Task::Prepare(Links& links, const void* send, void* recv, std::uint64_t sig
   if (!p2p_) return;
   tickets_.resize(steps_.size());
   for (std::uint32_t i : bound_.order) {
-    const BoundStep& s = steps_[i];
+    BoundStep& s = steps_[i];
     if (s.op == Op::kSend) tickets_[i] = links.tx(s.peer, s.channel).tickets++;
     if (s.op == Op::kRecv) tickets_[i] = links.rx(s.peer, s.channel).tickets++;
+    s.number = kNumberStep * tickets_[i];
   }
 }
 
@@ -126,7 +127,7 @@ bool Task::Move(Links& links, std::uint32_t index, std::size_t limit) {
 
 bool Task::MoveSend(Links& links, BoundStep& s, std::size_t limit) {
   Port<SendEnd>& port = links.tx(s.peer, s.channel);
-  const std::ptrdiff_t n = port.end->Push({signature_, s.len}, s.done, Src(s) + s.done, limit - s.done);
+  const std::ptrdiff_t n = port.end->Push(MessageOf(s), s.done, Src(s) + s.done, limit - s.done);
   if (n == kWouldBlock) return false;
   s.done += static_cast<std::size_t>(n);
   s.complete = s.done == s.len;
@@ -136,8 +137,7 @@ bool Task::MoveSend(Links& links, BoundStep& s, std::size_t limit) {
 
 bool Task::MoveRecv(Links& links, BoundStep& s, std::size_t limit) {
   Port<RecvEnd>& port = links.rx(s.peer, s.channel);
-  const std::ptrdiff_t n =
-      port.end->Pull({signature_, s.len}, s.done, Dst(s) + s.done, limit - s.done, s.stream_stores);
+  const std::ptrdiff_t n = port.end->Pull(MessageOf(s), s.done, Dst(s) + s.done, limit - s.done, s.stream_stores);
   if (n == kWouldBlock) return false;
   s.done += static_cast<std::size_t>(n);
   s.complete = s.done == s.len;
@@ -147,7 +147,7 @@ bool Task::MoveRecv(Links& links, BoundStep& s, std::size_t limit) {
 
 bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::size_t limit) {
   Port<RecvEnd>& port = links.rx(s.peer, s.channel);
-  const View v = port.end->Peek({signature_, s.len}, s.done, limit - s.done);
+  const View v = port.end->Peek(MessageOf(s), s.done, limit - s.done);
   if (v.n == kWouldBlock) return false;
   const std::size_t n = static_cast<std::size_t>(v.n) / item_ * item_;
   if (n == 0 && s.len > 0) return false;  // less than an element has arrived
@@ -158,7 +158,7 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
       BoundStep& next = steps_[static_cast<std::size_t>(s.fuse)];
       kernels_->reduce2(dst, slot, src, v.data, n / item_, s.stream_stores);
       Port<SendEnd>& out = links.tx(next.peer, next.channel);
-      out.end->Commit({signature_, next.len}, next.done, n);
+      out.end->Commit(MessageOf(next), next.done, n);
       next.done += n;
       next.complete = next.done == next.len;
       Touch(links, out);

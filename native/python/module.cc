@@ -119,7 +119,7 @@ class PyEngine {
 
   // Ends what is in flight and lets go of Python objects, which would otherwise hold each other for ever.
   void Close() {
-    engine_.Fail(FaultKind::kAborted, rank_, "the communicator was closed");
+    engine_.Close();
     op_labels_.reset();
     on_interrupt_.reset();
     on_stuck_.reset();
@@ -239,12 +239,12 @@ NB_MODULE(_native, m) {
       .def(
           "__init__",
           [](PyEngine* self, int rank, int size, std::uint64_t identity, const std::string& doorbell_name,
-             int local_rank, double spin_seconds, bool oversubscribed, double timeout) {
-            new (self)
-                PyEngine({rank, size, identity, doorbell_name, local_rank, spin_seconds, oversubscribed}, timeout);
+             int local_rank, double spin_seconds, bool oversubscribed, double timeout, const std::string& fault) {
+            new (self) PyEngine({rank, size, identity, doorbell_name, local_rank, spin_seconds, oversubscribed, fault},
+                                timeout);
           },
           nb::kw_only(), "rank"_a, "size"_a, "identity"_a, "doorbell_name"_a, "local_rank"_a, "spin_seconds"_a,
-          "oversubscribed"_a, "timeout"_a)
+          "oversubscribed"_a, "timeout"_a, "fault"_a = "")
       .def("call", &PyEngine::Call, "collective"_a, "send"_a, "recv"_a.none(), "op"_a, "root"_a)
       .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a)
       .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a)

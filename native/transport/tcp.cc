@@ -50,6 +50,10 @@ class Sockets {
   int fd(std::size_t stripe) const { return fds_[stripe]; }
   int peer() const { return peer_; }
 
+  void Shutdown() const {
+    for (int fd : fds_) shutdown(fd, SHUT_WR);
+  }
+
   [[noreturn]] void Fail(const char* what) const {
     const int err = errno;
     const bool gone = err == EPIPE || err == ECONNRESET || err == ETIMEDOUT || err == EHOSTUNREACH || err == ENETDOWN;
@@ -90,6 +94,7 @@ class TcpSend final : public SendEnd {
   }
 
   void AddPoll(std::vector<pollfd>& fds) const override { fds.push_back({sockets_->fd(stripe_), POLLOUT, 0}); }
+  void Finish() override { sockets_->Shutdown(); }
 
  private:
   std::ptrdiff_t PushBlock(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
@@ -166,6 +171,7 @@ class TcpRecv final : public RecvEnd {
   }
 
   void AddPoll(std::vector<pollfd>& fds) const override { fds.push_back({sockets_->fd(stripe_), POLLIN, 0}); }
+  bool FinalWithoutPeer() const override { return false; }  // the end of the stream comes behind the data
 
  private:
   // Reads within one block; its header first, in the same call.
@@ -204,7 +210,7 @@ class TcpRecv final : public RecvEnd {
                   "TCP: block " + std::to_string(header_.stamp) + " came, " + std::to_string(stamp) + " was due");
     }
     if (header_.signature != m.signature || header_.total != m.total) {
-      throw Fault(FaultKind::kMismatch, sockets_->peer(), "TCP: the frame belongs to another operation");
+      throw WrongFrame(m, header_.signature, header_.total, sockets_->peer());
     }
     if (header_.offset != turn.begin) {
       throw Fault(FaultKind::kCorrupt, sockets_->peer(), "TCP: a block is out of place");
@@ -224,7 +230,7 @@ class TcpRecv final : public RecvEnd {
 
 }  // namespace
 
-TcpEnds MakeTcp(std::span<const int> fds, int peer) {
+LinkEnds MakeTcp(std::span<const int> fds, int peer) {
   auto sockets = std::make_shared<Sockets>(fds, peer);
   return {std::make_unique<TcpSend>(sockets), std::make_unique<TcpRecv>(sockets)};
 }

@@ -5,19 +5,13 @@
 // staging buffer, which stays in the L2 cache.
 #pragma once
 
-#include <memory>
 #include <span>
 
 #include "transport/transport.h"
 
 namespace hetcoll {
 
-struct TcpEnds {
-  std::unique_ptr<SendEnd> send;
-  std::unique_ptr<RecvEnd> recv;
-};
-
 // Takes over the descriptors: they are set non-blocking and closed with the last of the two ends.
-TcpEnds MakeTcp(std::span<const int> fds, int peer);
+LinkEnds MakeTcp(std::span<const int> fds, int peer);
 
 }  // namespace hetcoll

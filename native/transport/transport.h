@@ -1,14 +1,16 @@
 // What the engine asks of a transport: the two ends of a (source, destination, channel) FIFO of messages.
 //
 // A message is what one step of a plan sends: `total` bytes with a 64-bit signature that says which operation it
-// belongs to. Ends never wait: they move what they can and say so. A message may move in fragments; where they fall is
-// the sender's affair. A receiver names the signature and the length that it expects; anything else is a MismatchFault.
+// belongs to and which of that operation's messages on this FIFO it is. Ends never wait: they move what they can and
+// say so. A message may move in fragments; where they fall is the sender's affair. A receiver names the signature and
+// the length that it expects; anything else is a Fault.
 #pragma once
 
 #include <poll.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -34,9 +36,27 @@ struct Fault : std::runtime_error {
 };
 
 struct Message {
-  std::uint64_t signature;
+  std::uint64_t signature;  // of the operation, plus kNumberStep for each message of it that went before
   std::size_t total;
 };
+
+inline constexpr std::uint64_t kNumberStep = 0x9e3779b97f4a7c15u;
+
+// For a frame that is not the one that was due. Signatures of different operations are random; those of one operation
+// lie a few steps apart.
+inline Fault WrongFrame(const Message& due, std::uint64_t signature, std::size_t total, int peer) {
+  constexpr std::uint64_t kInverse = 0xf1de83e19937733du;
+  static_assert(kNumberStep * kInverse == 1);
+  const auto ahead = static_cast<std::int64_t>((signature - due.signature) * kInverse);
+  if (ahead == 0 || ahead < -(1 << 20) || ahead > (1 << 20)) {
+    const bool same = ahead == 0;
+    return {FaultKind::kMismatch, peer,
+            same ? "a message of " + std::to_string(total) + " bytes came, " + std::to_string(due.total) + " were due"
+                 : "the frame belongs to another operation"};
+  }
+  const std::string what = ahead > 0 ? std::to_string(ahead) + " of its messages are missing" : "a message came twice";
+  return {FaultKind::kCorrupt, peer, "the frame is of this operation, but " + what};
+}
 
 class SendEnd {
  public:
@@ -63,6 +83,12 @@ class SendEnd {
 
   // The descriptor to wait on while blocked, where there is one.
   virtual void AddPoll(std::vector<pollfd>& fds) const { static_cast<void>(fds); }
+
+  // Once the peer has left: whether a kWouldBlock is the last word.
+  virtual bool FinalWithoutPeer() const { return true; }
+
+  // Nothing more will be pushed: the peer may see the end behind what was.
+  virtual void Finish() {}
 };
 
 struct View {
@@ -87,6 +113,14 @@ class RecvEnd {
   virtual void Consume(std::size_t n) = 0;
 
   virtual void AddPoll(std::vector<pollfd>& fds) const { static_cast<void>(fds); }
+
+  // Once the peer has left: whether a kWouldBlock is the last word. Not where data may still be under way.
+  virtual bool FinalWithoutPeer() const { return true; }
+};
+
+struct LinkEnds {
+  std::unique_ptr<SendEnd> send;
+  std::unique_ptr<RecvEnd> recv;
 };
 
 }  // namespace hetcoll

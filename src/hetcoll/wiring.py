@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -18,10 +19,12 @@ from .control import ControlClient
 from .descriptors import host_identity, new_name, receive_fd, share_fd
 from .edges import EdgeKey, Request, pack_addresses, unpack_addresses
 from .env import Config
-from .errors import InitError
+from .errors import ArgumentError, InitError
 from .listener import Listener
 from .topology import RankInfo, Topology
 from .version import __version__
+
+log = logging.getLogger("hetcoll")
 
 _SPIN_SECONDS = 50e-6
 PATIENCE = 5.0
@@ -63,18 +66,23 @@ class Wiring:
         spin = _SPIN_SECONDS if config.spin_us is None else config.spin_us * 1e-6
         self.oversubscribed = len(self.locals) > intros[rank].cores
         patience = min(PATIENCE, config.timeout)
-        self.engine = _native.Engine(
-            rank=rank,
-            size=size,
-            identity=int.from_bytes(
-                hashlib.blake2b(control.unique_id.job_id + group, digest_size=8).digest(), "little"
-            ),
-            doorbell_name=intros[self.locals[0]].doorbell,
-            local_rank=self.locals.index(rank),
-            spin_seconds=spin,
-            oversubscribed=self.oversubscribed,
-            timeout=patience,
-        )
+        identity = hashlib.blake2b(control.unique_id.job_id + group, digest_size=8).digest()
+        try:
+            self.engine = _native.Engine(
+                rank=rank,
+                size=size,
+                identity=int.from_bytes(identity, "little"),
+                doorbell_name=intros[self.locals[0]].doorbell,
+                local_rank=self.locals.index(rank),
+                spin_seconds=spin,
+                oversubscribed=self.oversubscribed,
+                timeout=patience,
+                fault=config.fault or "",
+            )
+        except ValueError as error:
+            raise ArgumentError(f"HETCOLL_FAULT: {error}") from None
+        if config.fault is not None:
+            log.warning("rank %d: links misbehave on purpose: HETCOLL_FAULT=%s", rank, config.fault)
         try:
             if config.transport != "tcp" and len(self.locals) > 1:
                 self._attach_shm(intros[self.locals[0]].doorbell)

@@ -1,0 +1,54 @@
+// Links that misbehave on purpose, for tests: HETCOLL_FAULT.
+//
+// `delay`, `short` and `reorder` are what any transport may do; they must never change a result. `duplicate`, `drop`
+// and `close` are what none may do; they must end in an error that names the peer, in bounded time, and never in wrong
+// data.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "transport/transport.h"
+
+namespace hetcoll {
+
+struct FaultSpec {
+  // Reads "delay=0.2,short=0.5,seed=7"; nothing is no fault. Throws std::invalid_argument that says what was wanted and
+  // what came.
+  static FaultSpec Parse(const std::string& text);
+
+  bool any() const { return delay > 0 || cut > 0 || reorder > 0 || duplicate > 0 || drop > 0 || close > 0; }
+
+  double delay = 0;    // how often an end that has moved something rests, for up to 100 us
+  double cut = 0;      // "short": how often an end moves fewer bytes than it could, down to one
+  double reorder = 0;  // how often a message waits before its first byte, for up to 1 ms: other channels overtake it
+  // Messages are counted on each end from 1; 0 is never.
+  std::uint64_t duplicate = 0;  // the message that is sent twice
+  std::uint64_t drop = 0;       // the message that is not sent
+  std::uint64_t close = 0;      // the message before which the link is closed
+  int rank = -1;                // the rank whose links misbehave; -1: every rank's
+  std::uint64_t seed = 1;
+};
+
+// Wraps the links of one rank.
+class FaultInjector {
+ public:
+  FaultInjector(const FaultSpec& spec, int rank);
+  ~FaultInjector();
+  FaultInjector(const FaultInjector&) = delete;
+  FaultInjector& operator=(const FaultInjector&) = delete;
+
+  // `ends` themselves where this rank's links are to behave. What is sent is cut to multiples of `grain` bytes: 1 where
+  // the transport joins the pieces again, the largest element's size where the receiver sees them as they are. The
+  // injector must outlive the ends.
+  LinkEnds Wrap(LinkEnds ends, std::size_t grain, int peer, int channel) const;
+
+ private:
+  FaultSpec spec_;
+  int rank_;
+  int ready_fd_ = -1;  // always readable: nobody sleeps on an end that only rests
+};
+
+}  // namespace hetcoll
