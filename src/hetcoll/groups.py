@@ -222,7 +222,10 @@ class Groups:
         for other in group.members.values():
             other.send(op, body)
         for tag, exchange in list(group.exchanges.items()):
-            exchange.waiting.pop(rank, None)
+            _, request = exchange.waiting.pop(rank, (member, 0))
+            if request:  # of another of its threads
+                text = f"rank {rank} left the group while it exchanged {tag!r}"
+                member.send(Op.REPLY, text.encode(), request, Status.REFUSED)
             if rank not in exchange.blobs:
                 self._fail_exchange(group, tag, rank)
         for number, question in list(group.questions.items()):

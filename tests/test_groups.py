@@ -1,0 +1,167 @@
+"""The store's state machine under random histories: every request is answered once, whatever dies in between."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hetcoll.groups import Groups, spell_ranks
+from hetcoll.wire import F64, U32, Frame, Op, Status, pack, unpack
+
+SIZE = 3
+names = st.sampled_from([b"world", b"sub"])
+tags = st.sampled_from([b"a", b"b"])
+ranks = st.integers(0, SIZE - 1)
+seconds = st.sampled_from([0.0, 1.0, 5.0])
+
+
+class FakeMember:
+    """What it was sent, with the questions that it has not answered."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ranks: dict[bytes, int] = {}
+        self.sent: list[tuple[Op, bytes, int, Status]] = []
+        self.questions: list[bytes] = []
+        self.asked: list[int] = []
+
+    def send(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK) -> None:
+        self.sent.append((op, body, request, status))
+        if op is Op.ASK:
+            self.questions.append(unpack(body)[3])
+
+
+class Store(RuleBasedStateMachine):
+    """Members come, ask for things, answer and go; time passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.groups = Groups(lambda: self.now)
+        self.members: list[FakeMember] = []
+        self.everyone: list[FakeMember] = []
+        self.request = 0
+
+    def ask(self, who: int, op: Op, *fields: bytes) -> None:
+        member = self.members[who % len(self.members)]
+        self.request += 1
+        member.asked.append(self.request)
+        self.groups.handle(member, Frame(op, 0, self.request, pack(fields)))
+
+    @rule()
+    def connect(self) -> None:
+        if len(self.members) < 6:
+            self.members.append(FakeMember(f"member {len(self.everyone)}"))
+            self.everyone.append(self.members[-1])
+
+    @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), reason=st.sampled_from(["", "it died"]))
+    def drop(self, who: int, reason: str) -> None:
+        member = self.members.pop(who % len(self.members))
+        self.groups.drop(member, reason)
+        member.sent.clear()
+        assert member.ranks == {}
+
+    @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), name=names, rank=ranks, wait=seconds, hosts=st.booleans())
+    def join(self, who: int, name: bytes, rank: int, wait: float, hosts: bool) -> None:
+        self.ask(who, Op.JOIN, name, U32.pack(rank), U32.pack(SIZE), b"\1" if hosts else b"\0", F64.pack(wait))
+
+    @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), name=names)
+    def leave(self, who: int, name: bytes) -> None:
+        self.ask(who, Op.LEAVE, name)
+
+    @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), name=names, tag=tags, wait=seconds)
+    def exchange(self, who: int, name: bytes, tag: bytes, wait: float) -> None:
+        self.ask(who, Op.EXCHANGE, name, tag, b"blob", F64.pack(wait))
+
+    @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), name=names, kind=tags)
+    def post(self, who: int, name: bytes, kind: bytes) -> None:
+        self.ask(who, Op.POST, name, kind, b"why")
+
+    @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), name=names, wait=seconds)
+    def query(self, who: int, name: bytes, wait: float) -> None:
+        self.ask(who, Op.QUERY, name, b"where", F64.pack(wait))
+
+    @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), wait=seconds, key=tags)
+    def get(self, who: int, wait: float, key: bytes) -> None:
+        self.ask(who, Op.GET, key, F64.pack(wait))
+
+    @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), key=tags)
+    def put(self, who: int, key: bytes) -> None:
+        self.ask(who, Op.PUT, key, b"value")
+
+    @precondition(lambda self: any(member.questions for member in self.members))
+    @rule()
+    def answer(self) -> None:
+        member = next(member for member in self.members if member.questions)
+        self.groups.handle(member, Frame(Op.ANSWER, 0, 0, pack([member.questions.pop(0), b"here"])))
+
+    @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), op=st.integers(0, 80), body=st.binary(max_size=40))
+    def nonsense(self, who: int, op: int, body: bytes) -> None:
+        try:
+            fields = unpack(body)
+        except Exception:  # the server drops such a connection
+            return
+        if op not in (Op.ANSWER, Op.BYE):
+            self.ask(who, Op(op) if op in set(Op) else op, *fields)  # type: ignore[arg-type]
+
+    @rule(step=st.sampled_from([0.5, 5.0]))
+    def time_passes(self, step: float) -> None:
+        self.now += step
+        due = self.groups.tick()
+        assert due is None or due > 0
+
+    @invariant()
+    def nobody_is_answered_twice_or_for_nothing(self) -> None:
+        for member in self.members:
+            replies = Counter(request for op, _, request, _ in member.sent if op is Op.REPLY)
+            assert set(replies.values()) <= {1}
+            assert set(replies) <= {*member.asked, 0}
+
+    @invariant()
+    def the_same_verdict_for_all(self) -> None:
+        for member in self.members:
+            for name in member.ranks:
+                verdicts = {body for op, body, _, _ in member.sent if op is Op.VERDICT and unpack(body)[0] == name}
+                group = self.groups._groups[name]
+                assert group.verdict is None or group.verdict in verdicts
+
+    def teardown(self) -> None:
+        """When all deadlines have passed, nobody waits any more, and when all have gone, nothing is kept."""
+        self.now += 1e7
+        assert self.groups.tick() is None
+        for member in self.members:
+            assert {request for op, _, request, _ in member.sent if op is Op.REPLY} >= set(member.asked)
+        for member in list(self.members):
+            self.groups.drop(member, "")
+        assert not any(group.members or group.questions for group in self.groups._groups.values())
+        assert not any(self.groups._returning.values())
+
+
+TestStore = Store.TestCase
+TestStore.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_ranks_are_spelt_as_runs() -> None:
+    assert spell_ranks([3]) == "rank 3"
+    assert spell_ranks([0, 1]) == "ranks 0-1"
+    assert spell_ranks([7, 3, 5, 6]) == "ranks 3, 5-7"
+
+
+def test_endless_timeouts_are_refused() -> None:
+    groups, member = Groups(lambda: 0.0), FakeMember("m")
+    for wait in (float("nan"), float("inf")):
+        groups.handle(member, Frame(Op.GET, 0, 1, pack([b"key", struct.pack("<d", wait)])))
+    assert [status for _, _, _, status in member.sent] == [Status.REFUSED] * 2
