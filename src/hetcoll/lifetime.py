@@ -7,8 +7,11 @@ notice the death of the parent; if it used them, it would speak in the parent's 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from typing import Protocol
+
+log = logging.getLogger("hetcoll")
 
 
 class Resource(Protocol):
@@ -36,7 +39,10 @@ def forget(resource: Resource) -> None:
 
 def _close_all() -> None:
     for resource in reversed(list(_open.values())):
-        resource.close()
+        try:
+            resource.close()
+        except Exception:  # the others must be closed all the same
+            log.exception("closing %r at exit", resource)
 
 
 def _abandon_all() -> None:

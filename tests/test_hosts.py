@@ -1,0 +1,150 @@
+"""Two hosts with two networks between them, made of network namespaces: rendezvous, striping, a network that fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hetcoll import control
+
+RANK = """
+import socket, sys, time
+from hetcoll.control import WORLD, ControlClient
+from hetcoll.descriptors import host_identity
+from hetcoll.edges import EdgeKey, Request, pack_addresses, unpack_addresses
+from hetcoll.env import environment
+from hetcoll.listener import Listener
+from hetcoll.rendezvous import bootstrap
+
+launch, config = environment().launch, environment().config
+unique_id = bootstrap(launch, config)
+client = ControlClient(unique_id, launch.rank, launch.size, 20)
+listener = Listener(config, unique_id.secret)
+published = client.exchange(WORLD, b"addresses", pack_addresses(listener.addresses))
+peer = 1 - launch.rank
+requests = [Request(EdgeKey(bytes(16), 0, 0, 1, 0, i), unpack_addresses(published[peer])) for i in range(4)]
+made = listener.ensure(launch.rank, requests, time.monotonic() + 20)
+paths = [f"{made[r.key].getsockname()[0]}>{made[r.key].getpeername()[0]}" for r in requests]
+print(launch.rank, len(set(client.exchange(WORLD, b"host", host_identity().encode()))), *paths, flush=True)
+client.exchange(WORLD, b"end", b"")
+client.close()
+listener.close()
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two namespaces, joined by eth0 (10.77.0.0/24) and eth1 (10.77.1.0/24)."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and ip(8) to make network namespaces")
+    made = [f"hetcoll-{os.getpid()}-{i}" for i in range(2)]
+    try:
+        for name in made:
+            ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+    try:
+        for net in range(2):
+            ip("-n", made[0], "link", "add", f"eth{net}", "type", "veth", "peer", "name", f"eth{net}", "netns", made[1])
+        for host, name in enumerate(made):
+            ip("-n", name, "link", "set", "lo", "up")
+            for net in range(2):
+                ip("-n", name, "addr", "add", f"10.77.{net}.{host + 1}/24", "dev", f"eth{net}")
+                ip("-n", name, "link", "set", f"eth{net}", "up")
+        yield made
+    finally:
+        for name in made:
+            ip("netns", "delete", name)
+
+
+def start_ranks(hosts: list[str], script: str, **variables: str) -> list[subprocess.Popen[str]]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HETCOLL_")}
+    env |= {"PYTHONPATH": str(Path(control.__file__).parents[1]), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
+    env |= {"WORLD_SIZE": "2", "HETCOLL_INIT_TIMEOUT": "20"} | variables
+    return [
+        subprocess.Popen(
+            ["ip", "netns", "exec", host, sys.executable, "-c", script],
+            env=env | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank, host in enumerate(hosts)
+    ]  # fmt: skip
+
+
+def run_ranks(hosts: list[str], **variables: str) -> list[list[str]]:
+    """The words that each rank of RANK prints."""
+    ranks = start_ranks(hosts, RANK, **variables)
+    try:
+        outputs = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), outputs
+    return [out.split() for out, _ in outputs]
+
+
+def test_stripes_use_both_networks(hosts: list[str]) -> None:
+    first, second = run_ranks(hosts)
+    assert first[:2] == ["0", "2"]  # host identities differ
+    assert first[2:] == ["10.77.0.1>10.77.0.2", "10.77.1.1>10.77.1.2"] * 2
+    assert second[2:] == ["10.77.0.2>10.77.0.1", "10.77.1.2>10.77.1.1"] * 2
+
+
+def test_the_interface_filter_keeps_to_one_network(hosts: list[str]) -> None:
+    first, _ = run_ranks(hosts, HETCOLL_SOCKET_IFNAME="=eth1", HETCOLL_SECRET="sesame")
+    assert first[2:] == ["10.77.1.1>10.77.1.2"] * 4
+
+
+def test_a_network_that_does_not_carry_is_passed_over(hosts: list[str]) -> None:
+    ip("-n", hosts[1], "addr", "del", "10.77.1.2/24", "dev", "eth1")
+    ip("-n", hosts[1], "addr", "add", "10.78.1.2/24", "dev", "eth1")  # rank 0 has no route there
+    first, _ = run_ranks(hosts)
+    assert first[2:] == ["10.77.0.1>10.77.0.2"] * 4
+
+
+WATCH = """
+import sys, threading
+from hetcoll import sockets
+sockets._KEEP_ALIVE, sockets._USER_TIMEOUT = 1, 3  # instead of 5 and 30 s
+from hetcoll.control import WORLD, ControlClient, Lost
+from hetcoll.env import environment
+from hetcoll.rendezvous import bootstrap
+
+launch, config = environment().launch, environment().config
+lost = threading.Event()
+def note(group, event):
+    if isinstance(event, Lost):
+        print(launch.rank, event.rank, event.reason, flush=True)
+        lost.set()
+client = ControlClient(bootstrap(launch, config), launch.rank, 2, 20, note)
+client.exchange(WORLD, b"all here", b"")
+print("ready", flush=True)
+lost.wait(30)
+client.close()
+"""
+
+
+def test_a_host_that_vanishes_is_noticed_on_both_sides(hosts: list[str]) -> None:
+    """Nobody says goodbye and no packet comes back: the link is cut."""
+    ranks = start_ranks(hosts, WATCH)
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n"
+        for net in range(2):
+            ip("-n", hosts[1], "link", "set", f"eth{net}", "down")
+        outputs = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert outputs[0][0].startswith("0 1 connection timed out"), outputs
+    assert outputs[1][0].startswith("1 0 its process hosted the job's store: "), outputs
