@@ -191,6 +191,23 @@ def _depth(families: Sequence[tree.Family], rank: int) -> int:
     return depth
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (4, 2), (8, 3), (1, 7), (2, 2, 1), (3, 5, 2, 1)])
+def test_hierarchical_crosses_hosts_once_each_way(shape: tuple[int, ...]) -> None:
+    """2(m-1)/m of the buffer leaves each of m hosts and no less can; in four hops, in parts of one span each."""
+    n, m = sum(shape), len(shape)
+    host = [i for i, k in enumerate(shape) for _ in range(k)]
+    hosts = tuple(tuple(r for r in range(n) if host[r] == i) for i in range(m))
+    plans = [find(Collective.ALLREDUCE, "hierarchical").build(n, r, hosts=hosts) for r in range(n)]
+    assert check(plans).hops == 4
+    leaving = [0] * m
+    for plan in plans:
+        leaving[host[plan.rank]] += sum(
+            s.src.count for s in plan.steps if s.op is Op.SEND and s.src and host[s.peer] != host[plan.rank]
+        )
+        assert all(follows(plan, plan.steps[d], s) for s in plan.steps for d in s.deps)
+    assert leaving == [2 * (m - 1) * plans[0].recv_units // m] * m
+
+
 @pytest.mark.parametrize("n", SIZES)
 def test_trees_load_nobody_more_than_the_buffer(n: int) -> None:
     for root in (0, n - 1):
@@ -253,7 +270,7 @@ def test_alone_everything_is_one_copy_or_nothing() -> None:
 
 
 def test_errors_name_what_there_is() -> None:
-    with pytest.raises(ArgumentError, match="no algorithm 'rng' for allgatherv: there are direct, doubling, ring"):
+    with pytest.raises(ArgumentError, match="no algorithm 'rng' for allgatherv: there are direct, doubling, hier"):
         find(Collective.ALLGATHERV, "rng")
     with pytest.raises(ArgumentError, match="reduce_scatter by halving does not support 6 ranks"):
         find(Collective.REDUCE_SCATTER, "halving").build(6, 0)
@@ -261,6 +278,8 @@ def test_errors_name_what_there_is() -> None:
         ring.allreduce(4, 4)
     with pytest.raises(ArgumentError, match="got rank 0 and root -1"):
         ring.broadcast(4, 0, root=-1)
+    with pytest.raises(ArgumentError, match=r"wanted hosts that hold each of 3 ranks once, got \(\(0, 1\),\)"):
+        ring.allreduce(3, 0, hosts=((0, 1),))
     with pytest.raises(ArgumentError, match="allreduce has an algorithm called ring already"):
         register(Collective.ALLREDUCE, "ring")(lambda p: None)
 
@@ -481,7 +500,11 @@ def test_any_plan_gives_numpys_result_in_any_order(data: st.DataObject) -> None:
         counts = data.draw(st.lists(st.integers(0, 7), min_size=n, max_size=n))
     root = data.draw(st.integers(0, n - 1)) if algorithm.collective in ROOTED else 0
     scale = data.draw(st.booleans()) and algorithm.collective in REDUCING
-    plans = [algorithm.build(n, r, root=root, scale=scale) for r in range(n)]
+    hosts: dict[int, list[int]] = {}
+    for r in range(n):
+        hosts.setdefault(data.draw(st.integers(0, 2)), []).append(r)
+    islands = tuple(map(tuple, hosts.values()))
+    plans = [algorithm.build(n, r, root=root, scale=scale, hosts=islands) for r in range(n)]
     rng = random.Random(data.draw(st.integers(0, 1 << 30)))
     slots = max(plans[0].credits, data.draw(st.integers(1, 3)))
     execute(plans, counts, data.draw(st.booleans()), rng, slots)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetcoll.algorithms import ALGORITHMS, Algorithm, find, p2p
+from hetcoll.algorithms import ALGORITHMS, Algorithm, Hosts, find, p2p
 from hetcoll.plan import Buf, Op, Plan, Span, Step
 from hetcoll.simulator import PlanError, check, follows, predict
 from hetcoll.topology import RankInfo, Topology
@@ -18,8 +19,19 @@ from hetcoll.types import REDUCING, ROOTED, Collective
 SHIPPED = [pytest.param(a, id=f"{k.label}-{a.name}") for k, table in ALGORITHMS.items() for a in table.values()]
 
 
-def build(algorithm: Algorithm, n: int, *, root: int = 0, scale: bool = False) -> list[Plan]:
-    return [algorithm.build(n, rank, root=root, scale=scale) for rank in range(n)]
+TWO_LEVELS = [pytest.param(a, id=k.label) for k, table in ALGORITHMS.items() for a in table.values() if a.levels]
+
+
+def build(
+    algorithm: Algorithm, n: int, *, root: int = 0, scale: bool = False, hosts: Hosts | None = None
+) -> list[Plan]:
+    return [algorithm.build(n, rank, root=root, scale=scale, hosts=hosts) for rank in range(n)]
+
+
+def side_by_side(*sizes: int) -> Hosts:
+    """Hosts of these sizes, one's ranks after the other's."""
+    ends = list(accumulate(sizes))
+    return tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
 
 
 def variants(algorithm: Algorithm, n: int) -> Iterator[tuple[list[Plan], bool]]:
@@ -41,6 +53,19 @@ def test_every_shipped_plan_is_proved(algorithm: Algorithm) -> None:
         for plans, scale in variants(algorithm, n):
             for inplace in (False, True):
                 check(plans, inplace=inplace, scale=scale)
+
+
+SHAPES = [(1, 1), (2, 2), (4, 2), (8, 3), (1, 7), (2, 2, 1), (3, 5, 2, 1), (1, 1, 1, 1), (4, 4, 4, 4)]
+
+
+@pytest.mark.parametrize("algorithm", TWO_LEVELS)
+def test_two_levels_are_proved_for_hosts_of_any_sizes(algorithm: Algorithm) -> None:
+    shapes = [side_by_side(*shape) for shape in SHAPES] + [((0, 2, 4), (1, 3)), ((3, 1), (0,), (2, 4, 5))]
+    for hosts in shapes:
+        n = sum(map(len, hosts))
+        for scale in (False, True) if algorithm.collective in REDUCING else (False,):
+            for inplace in (False, True):
+                check(build(algorithm, n, scale=scale, hosts=hosts), credits=0, inplace=inplace, scale=scale)
 
 
 @pytest.mark.parametrize("algorithm", SHIPPED)
@@ -192,6 +217,21 @@ def test_every_single_edit_is_caught(
                         missed.append(f"{n} ranks, rank {rank}: {what}")
     assert not missed
     assert seen > 10
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2), (1, 1, 1)])
+@pytest.mark.parametrize("algorithm", TWO_LEVELS)
+def test_every_single_edit_of_two_levels_is_caught(algorithm: Algorithm, shape: tuple[int, ...]) -> None:
+    n, scale = sum(shape), algorithm.collective in REDUCING
+    plans = build(algorithm, n, scale=scale, hosts=side_by_side(*shape))
+    missed = [
+        f"rank {rank}: {what}"
+        for rank, plan in enumerate(plans)
+        for mutants in (structural_mutants, field_mutants)
+        for what, mutant in mutants(plan)
+        if passes([*plans[:rank], mutant, *plans[rank + 1 :]], scale)
+    ]
+    assert not missed
 
 
 def test_every_single_edit_of_a_group_is_caught() -> None:

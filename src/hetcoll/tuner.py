@@ -114,21 +114,38 @@ def named(setting: str) -> dict[Collective, str]:
 
 def _lines(collective: Collective, topology: Topology, machine: Machine) -> dict[str, tuple[float, float]]:
     """For each algorithm that can be chosen: seconds of an empty message, and seconds for each byte."""
-    return {
-        name: _line(algorithm.cost(topology.size), topology, machine, rooted=collective in ROOTED)
-        for name, algorithm in ALGORITHMS.get(collective.plain, {}).items()
-        if algorithm.cost is not None and algorithm.supports(topology.size)
-    }
+    lines = {}
+    for name, algorithm in ALGORITHMS.get(collective.plain, {}).items():
+        if algorithm.supports(topology.size):
+            if algorithm.cost is not None:
+                lines[name] = _line(algorithm.cost(topology.size), topology, machine, rooted=collective in ROOTED)
+            elif algorithm.levels is not None and 1 < len(topology.hosts) < topology.size:
+                lines[name] = _two_lines(*algorithm.levels(topology.hosts), topology, machine)
+    return lines
+
+
+def _two_lines(inside: Cost, between: Cost, topology: Topology, machine: Machine) -> tuple[float, float]:
+    """The work inside a host, then that between hosts: some of it overlaps, which is not counted on."""
+    shm, tcp, crowding = machine.shm, machine.tcp, topology.crowding
+    if topology.setting == "tcp":
+        shm = tcp
+    fixed = inside.hops * shm.latency + between.hops * tcp.latency
+    fixed += (inside.hops + between.hops) * machine.switch * (crowding - 1)
+    fixed += (inside.messages * shm.overhead + between.messages * tcp.overhead) * crowding
+    slope = (inside.sent + inside.received - inside.reduced) / shm.bandwidth * crowding
+    slope += max(between.sent, between.received) / tcp.bandwidth
+    return fixed, slope + (inside.reduced + between.reduced) / machine.reduce * crowding
 
 
 def _line(cost: Cost, topology: Topology, machine: Machine, *, rooted: bool) -> tuple[float, float]:
     """Hops one after another, and the busiest rank's work, which the ranks of a core share; or its host's card."""
     near, crowding = cost.reach is Reach.NEAR, topology.crowding
-    far = _far_neighbours(topology) / topology.size if near else float(len(topology.hosts) > 1)
+    far = float(len(topology.hosts) > 1)
+    if near and cost.hops > 0:  # a chain of neighbours leaves its host now and then, but once for each host at least
+        borders = _far_neighbours(topology)
+        far = max(borders / topology.size, min(1.0, borders / cost.hops))
     if topology.setting == "tcp":
         far = 1.0
-    if far > 0 and cost.hops > 0:
-        far = max(far, 1 / cost.hops)  # at least one hop leaves the host
     latency = machine.shm.latency + far * (machine.tcp.latency - machine.shm.latency) + machine.switch * (crowding - 1)
     overhead = machine.shm.overhead + far * (machine.tcp.overhead - machine.shm.overhead)
     fixed = cost.hops * latency + cost.messages * overhead * crowding

@@ -1,8 +1,9 @@
 """What an algorithm is: a function that draws one rank's plan, and its entry in the table.
 
-An algorithm takes a `Draft` (who I am, which root, whether to average) and adds steps to it. Lanes run beside each
-other, steps in a lane one after another; `after` names the steps of other lanes whose data a step needs or destroys.
-What messages already order needs no `after`: a reply that was computed from what I sent cannot come before I sent it.
+An algorithm takes a `Draft` (who I am, on which host, which root, whether to average) and adds steps to it. Lanes run
+beside each other, steps in a lane one after another; `after` names the steps of other lanes whose data a step needs or
+destroys. What messages already order needs no `after`: a reply that was computed from what I sent cannot come before I
+sent it.
 
 Examples
 --------
@@ -28,6 +29,7 @@ from ..plan import Buf, Builder, Op, Plan, Span
 from ..types import Collective
 
 After = Iterable[int | None]
+Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host: `Topology.hosts`
 
 
 def inp(start: int = 0, count: int = 1) -> Span:
@@ -53,6 +55,7 @@ class Draft(Builder):
     algorithm: str
     size: int
     rank: int
+    hosts: Hosts
     root: int = 0
     average: bool = False
     units: int = 1
@@ -148,16 +151,24 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One entry of the table. Without a `cost` it is taken only by name, never by itself."""
+    """One entry of the table. Without `cost` and `levels` it is taken only by name, never by itself.
+
+    `levels` is the cost of an algorithm that is made for several hosts: what it takes inside them, and what between
+    them. Bytes between are those of a whole host.
+    """
 
     name: str
     collective: Collective
     draw: Callable[[Draft], None]
     supports: Callable[[int], bool]
     cost: Callable[[int], Cost] | None = None
+    levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None
 
-    def build(self, size: int, rank: int, *, root: int = 0, scale: bool = False) -> Plan:
-        """The plan of `rank` among `size`. `scale` divides the result by `size` (AVG).
+    def build(self, size: int, rank: int, *, root: int = 0, scale: bool = False, hosts: Hosts | None = None) -> Plan:
+        """The plan of `rank` among `size`.
+
+        `scale` divides the result by `size` (AVG). `hosts` are the ranks of each host, by default one; all ranks must
+        give the same.
 
         Raises
         ------
@@ -168,7 +179,13 @@ class Algorithm:
             raise ArgumentError(f"rank and root must lie in 0..{size - 1}, got rank {rank} and root {root}")
         if not self.supports(size):
             raise ArgumentError(f"{self.collective.label} by {self.name} does not support {size} ranks")
-        draft = Draft(collective=self.collective, algorithm=self.name, size=size, rank=rank, root=root, average=scale)
+        hosts = hosts or (tuple(range(size)),)
+        if sorted(r for host in hosts for r in host) != list(range(size)) or not all(hosts):
+            raise ArgumentError(f"wanted hosts that hold each of {size} ranks once, got {hosts}")
+        draft = Draft(
+            collective=self.collective, algorithm=self.name, size=size, rank=rank, hosts=hosts, root=root,
+            average=scale,
+        )  # fmt: skip
         if size > 1:
             self.draw(draft)
         elif self.collective not in (Collective.BROADCAST, Collective.BARRIER):
@@ -193,11 +210,12 @@ def register(
     *,
     supports: Callable[[int], bool] = any_size,
     cost: Callable[[int], Cost] | None = None,
+    levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None,
 ) -> Callable[[Callable[[Draft], None]], Callable[..., Plan]]:
     """Enter a drawing function into the table under `name`; it is replaced by the `build` of its entry."""
 
     def enter(draw: Callable[[Draft], None]) -> Callable[..., Plan]:
-        entry = Algorithm(name, collective, draw, supports, cost)
+        entry = Algorithm(name, collective, draw, supports, cost, levels)
         if ALGORITHMS.setdefault(collective, {}).setdefault(name, entry) is not entry:
             raise ArgumentError(f"{collective.label} has an algorithm called {name} already")
         return entry.build

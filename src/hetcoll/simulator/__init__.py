@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..plan import Op, Plan
-from ..types import Collective
+from ..types import REDUCING, Collective
 from .memory import Memory, check_races, check_values
 from .network import RECEIVES, Node, PlanError, follows, network
 from .progress import order_node, run
@@ -53,7 +53,7 @@ def check(
     inplace
         Whether each rank's input and output are the same memory.
     scale
-        Whether the result is an average. By default it is if any plan divides.
+        Whether the result is an average, where there is a sum. By default it is if any plan divides.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def check(
         if plans[0].collective is not Collective.BARRIER:  # its units are empty
             check_races(plans[node.rank], memories[node.rank], node)
     averaged = any(s.op is Op.SCALE for p in plans for s in p.steps) if scale is None else scale
-    check_values(plans, order, memories, averaged)
+    check_values(plans, order, memories, averaged and plans[0].collective in REDUCING)
     return _report(plans, order)
 
 
