@@ -1,0 +1,268 @@
+"""The element-wise kernels against NumPy and ml_dtypes: every type, operation and instruction set of this processor.
+
+`native/tests/kernels_test.cc` compares the same kernels with a scalar reference, over every short count and alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetcoll import _native
+from hetcoll.types import COMPLEX, FLOATS, DType, ReduceOp, supports
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+NUMPY: dict[DType, np.dtype[Any]] = {
+    d: np.dtype(getattr(ml_dtypes, d.label, None) or ("bool" if d is DType.BOOL else d.label)) for d in DType
+}
+NARROW = sorted(d for d in FLOATS if d not in (DType.FLOAT32, DType.FLOAT64))
+PAIRS = [(d, op) for d in DType for op in ReduceOp if supports(d, op) and op is not ReduceOp.AVG]
+AVERAGED = [d for d in DType if supports(d, ReduceOp.AVG)]
+ISAS = ("baseline", "avx2", "avx512")
+
+
+def pair_id(value: DType | ReduceOp) -> str:
+    return value.label
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _native.kernel_isa()
+    if not _native.set_kernel_isa(request.param):
+        pytest.skip(f"this processor lacks {request.param}")
+    yield request.param
+    assert _native.set_kernel_isa(before)
+
+
+def part_type(dtype: DType) -> np.dtype[Any]:
+    """The type whose elements are compared: of complex numbers, their halves; of bool, its bytes."""
+    if dtype is DType.BOOL:
+        return np.dtype(np.uint8)
+    return {DType.COMPLEX64: np.dtype(np.float32), DType.COMPLEX128: np.dtype(np.float64)}.get(dtype, NUMPY[dtype])
+
+
+def integers_like(x: Array) -> Array:
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def assert_same(dtype: DType, got: Array, want: Array, *inputs: Array) -> None:
+    """The same bits, but that any NaN is as good as another."""
+    same = integers_like(got) == integers_like(want)
+    if dtype in FLOATS | COMPLEX:
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            same |= np.isnan(got) & np.isnan(want)
+    if not same.all():
+        i = int(np.argmin(same))
+        raise AssertionError(f"element {i}: {got[i]!r}, not {want[i]!r}, from {[x[i] for x in inputs]}")
+
+
+def extreme(op: ReduceOp, a: Array, b: Array) -> Array:
+    """NumPy's maximum or minimum, with -0 below +0."""
+    result = (np.maximum if op is ReduceOp.MAX else np.minimum)(a, b)
+    if np.issubdtype(a.dtype, np.integer):
+        return result
+    negative = np.signbit(a) & np.signbit(b) if op is ReduceOp.MAX else np.signbit(a) | np.signbit(b)
+    return np.where((a == 0) & (b == 0), np.where(negative, -0.0, 0.0).astype(a.dtype), result)
+
+
+def arithmetic(op: ReduceOp, a: Array, b: Array) -> Array:
+    match op:
+        case ReduceOp.SUM:
+            return a + b
+        case ReduceOp.PROD:
+            return a * b
+        case ReduceOp.MAX | ReduceOp.MIN:
+            return extreme(op, a, b)
+        case ReduceOp.LAND:
+            return ((a != 0) & (b != 0)).astype(a.dtype)
+        case ReduceOp.LOR:
+            return ((a != 0) | (b != 0)).astype(a.dtype)
+        case ReduceOp.LXOR:
+            return ((a != 0) ^ (b != 0)).astype(a.dtype)
+        case ReduceOp.BAND:
+            return a & b
+        case ReduceOp.BOR:
+            return a | b
+        case ReduceOp.BXOR:
+            return a ^ b
+    raise AssertionError(op)
+
+
+BOOL_AS = {
+    ReduceOp.SUM: ReduceOp.LOR, ReduceOp.MAX: ReduceOp.LOR, ReduceOp.BOR: ReduceOp.LOR, ReduceOp.PROD: ReduceOp.LAND,
+    ReduceOp.MIN: ReduceOp.LAND, ReduceOp.BAND: ReduceOp.LAND, ReduceOp.BXOR: ReduceOp.LXOR,
+}  # fmt: skip
+
+
+def reference(dtype: DType, op: ReduceOp, a: Array, b: Array) -> Array:
+    with np.errstate(all="ignore"):
+        if dtype is DType.BOOL:
+            return arithmetic(BOOL_AS.get(op, op), a, b)
+        if dtype in NARROW:
+            return arithmetic(op, a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
+        if dtype in COMPLEX and op is ReduceOp.PROD:
+            (ar, ai), (br, bi) = a.reshape(-1, 2).T, b.reshape(-1, 2).T
+            # NumPy's own product may contract; by parts it cannot.
+            return np.stack([ar * br - ai * bi, ar * bi + ai * br], axis=1).reshape(-1)
+        return arithmetic(op, a, b)
+
+
+def reference_scale(dtype: DType, x: Array, divisor: int) -> Array:
+    with np.errstate(all="ignore"):
+        if dtype in NARROW:
+            return (x.astype(np.float32) / np.float32(divisor)).astype(x.dtype)
+        if dtype in FLOATS | COMPLEX:
+            return x / x.dtype.type(divisor)
+        return np.array([(abs(v) // divisor) * (-1 if v < 0 else 1) for v in x.tolist()], dtype=x.dtype)
+
+
+def bit_patterns(dtype: DType, count: int, seed: int) -> Array:
+    """Random bits, and among them small numbers that meet without overflow."""
+    rng = np.random.default_rng(seed + 100 * dtype)
+    part = part_type(dtype)
+    parts = count * dtype.itemsize // part.itemsize
+    x = np.frombuffer(rng.bytes(count * dtype.itemsize), part).copy()
+    if dtype is DType.BOOL:
+        return np.where(rng.random(parts) < 0.5, x, 0).astype(np.uint8)
+    small = rng.integers(-20, 20, parts) if dtype in FLOATS | COMPLEX else rng.integers(0, 20, parts)
+    return np.where(rng.random(parts) < 0.4, small.astype(part), x)
+
+
+@pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=pair_id)
+def test_reduce_matches_numpy(isa: str, dtype: DType, op: ReduceOp) -> None:
+    for count in (0, 1, 2, 3, 7, 15, 31, 64, 257, 4099):
+        a, b = bit_patterns(dtype, count, 1), bit_patterns(dtype, count, 2)
+        want = reference(dtype, op, a, b)
+        for stream in (False, True):
+            apart, over_a, over_b = np.full_like(a, 1), a.copy(), b.copy()
+            _native.reduce_bytes(apart.view(np.uint8), a.view(np.uint8), b.view(np.uint8), dtype, op, stream)
+            _native.reduce_bytes(over_a.view(np.uint8), over_a.view(np.uint8), b.view(np.uint8), dtype, op, stream)
+            _native.reduce_bytes(over_b.view(np.uint8), a.view(np.uint8), over_b.view(np.uint8), dtype, op, stream)
+            for got in (apart, over_a, over_b):
+                assert_same(dtype, got, want, a, b)
+
+
+@pytest.mark.parametrize("dtype", AVERAGED, ids=pair_id)
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 8, 100, 1000, 16777217, 3000000000])
+def test_scale_matches_numpy(isa: str, dtype: DType, divisor: int) -> None:
+    for count in (0, 1, 5, 31, 1003):
+        x = bit_patterns(dtype, count, 3)
+        got = x.copy()
+        _native.scale_bytes(got.view(np.uint8), dtype, divisor)
+        assert_same(dtype, got, reference_scale(dtype, x, divisor), x)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"), [(d, op) for d in DType for op in ReduceOp if not supports(d, op)], ids=pair_id
+)
+def test_undefined_pairs_are_refused(dtype: DType, op: ReduceOp) -> None:
+    x = bytearray(dtype.itemsize)
+    with pytest.raises(ValueError, match="not defined"):
+        _native.reduce_bytes(x, bytes(x), bytes(x), dtype, op, False)
+
+
+def all_codes(dtype: DType) -> Array:
+    return np.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}").view(NUMPY[dtype])
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=pair_id)
+def test_every_code_survives_multiplication_by_one(isa: str, dtype: DType) -> None:
+    """Decoding and encoding are each other's inverse, on every code."""
+    codes = all_codes(dtype)
+    got = np.zeros_like(codes)
+    one = np.ones_like(codes)
+    _native.reduce_bytes(got.view(np.uint8), codes.view(np.uint8), one.view(np.uint8), dtype, ReduceOp.PROD, False)
+    assert_same(dtype, got, codes, codes)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=pair_id)
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MAX, ReduceOp.MIN], ids=pair_id)
+def test_every_code_rounds_as_ml_dtypes(isa: str, dtype: DType, op: ReduceOp) -> None:
+    """Every pair of 8-bit codes; every 16-bit code with partners that make ties, carries, overflow and underflow."""
+    codes = all_codes(dtype)
+    if dtype.itemsize == 1:
+        a, b = np.repeat(codes, 256), np.tile(codes, 256)
+    else:
+        exact = codes.astype(np.float32)
+        with np.errstate(all="ignore"):
+            near = [(exact * np.float32(2.0**-k)).astype(codes.dtype) for k in (1, 7, 8, 9, 10, 11, 12)]
+        a = np.tile(codes, len(near) + 1)
+        b = np.concatenate([*near, np.random.default_rng(5).permutation(codes)])
+    got = np.zeros_like(a)
+    _native.reduce_bytes(got.view(np.uint8), a.view(np.uint8), b.view(np.uint8), dtype, op, False)
+    assert_same(dtype, got, reference(dtype, op, a, b), a, b)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=pair_id)
+@pytest.mark.parametrize("divisor", [2, 3, 5, 16, 31, 1024])
+def test_every_code_divides_as_ml_dtypes(isa: str, dtype: DType, divisor: int) -> None:
+    codes = all_codes(dtype)
+    got = codes.copy()
+    _native.scale_bytes(got.view(np.uint8), dtype, divisor)
+    assert_same(dtype, got, reference_scale(dtype, codes, divisor), codes)
+
+
+def special_values(dtype: DType) -> list[int]:
+    """The bit patterns where formats bend: zeros, the smallest and largest numbers, infinities, NaNs, one."""
+    bits = 8 * part_type(dtype).itemsize
+    ends = [0, 1, 2, (1 << bits - 1) - 1, 1 << bits - 1, (1 << bits - 1) + 1, (1 << bits) - 1]
+    if dtype not in FLOATS | COMPLEX:
+        return ends
+    info = ml_dtypes.finfo(part_type(dtype))
+    one = np.ones(1, part_type(dtype))
+    numbers = [info.max, info.min, info.smallest_normal, info.smallest_subnormal, one[0], -one[0]]
+    edges = [int(integers_like(np.array([v], part_type(dtype)))[0]) for v in numbers]
+    around = [(e + step) % (1 << bits) for e in edges for step in (-1, 0, 1)]
+    return ends + around
+
+
+@st.composite
+def operands(draw: st.DrawFn) -> tuple[DType, ReduceOp, Array, Array]:
+    dtype, op = draw(st.sampled_from(PAIRS))
+    part = part_type(dtype)
+    bits = st.one_of(st.sampled_from(special_values(dtype)), st.integers(0, (1 << 8 * part.itemsize) - 1))
+    per_element = dtype.itemsize // part.itemsize
+    count = draw(st.integers(1, 40)) * per_element
+    pair = [np.array(draw(st.lists(bits, min_size=count, max_size=count)), f"u{part.itemsize}") for _ in range(2)]
+    return dtype, op, pair[0].view(part), pair[1].view(part)
+
+
+@settings(max_examples=400, deadline=None)
+@given(operands())
+def test_any_bits_reduce_as_numpy_and_alike_on_all_instruction_sets(case: tuple[DType, ReduceOp, Array, Array]) -> None:
+    dtype, op, a, b = case
+    want = reference(dtype, op, a, b)
+    before = _native.kernel_isa()
+    try:
+        for name in ISAS:
+            if _native.set_kernel_isa(name):
+                got = np.zeros_like(a)
+                _native.reduce_bytes(got.view(np.uint8), a.view(np.uint8), b.view(np.uint8), dtype, op, False)
+                assert_same(dtype, got, want, a, b)
+    finally:
+        assert _native.set_kernel_isa(before)
+
+
+def test_the_order_of_operands_never_shows_in_extremes() -> None:
+    """Ranks that reduce in different orders must get the same bits: of zeros and of NaNs too."""
+    for dtype in FLOATS:
+        bits = np.array(special_values(dtype), f"u{dtype.itemsize}")
+        a, b = np.repeat(bits, bits.size), np.tile(bits, bits.size)
+        for op in (ReduceOp.MAX, ReduceOp.MIN):
+            forward, backward = np.zeros_like(a), np.zeros_like(a)
+            _native.reduce_bytes(forward.view(np.uint8), a.view(np.uint8), b.view(np.uint8), dtype, op, False)
+            _native.reduce_bytes(backward.view(np.uint8), b.view(np.uint8), a.view(np.uint8), dtype, op, False)
+            np.testing.assert_array_equal(forward, backward, err_msg=f"{dtype.label} {op.label}")
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    before = _native.kernel_isa()
+    assert not _native.set_kernel_isa("mmx")
+    assert _native.kernel_isa() == before
