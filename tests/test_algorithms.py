@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from plan_executor import execute
 
 from hetcoll.algorithms import ALGORITHMS, Algorithm, Draft, direct, find, inp, out, p2p, register, ring, tree
 from hetcoll.errors import ArgumentError
-from hetcoll.plan import Buf, Op, Plan, Span, Step, cut
+from hetcoll.plan import Buf, Op, Plan, Span, Step
 from hetcoll.simulator import Report, check, follows
 from hetcoll.types import REDUCING, ROOTED, Collective
 
 SIZES = [2, 3, 4, 5, 7, 8, 12, 16]
-Array = NDArray[np.float64]
 REDUCTIONS = [a for kind, table in ALGORITHMS.items() if kind in REDUCING for a in table.values()]
 
 
@@ -319,173 +315,6 @@ def test_p2p_refuses_what_cannot_match() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- bytes
-
-
-@dataclass
-class Running:
-    """A step on its way. Elements move one at a time, as far as deps and room allow, in any order of the lanes."""
-
-    step: Step
-    source: Array
-    target: Array
-    deps: list[tuple[Running, bool]] = field(default_factory=list)
-    done: int = 0
-    begun: bool = False
-    complete: bool = False
-
-    @property
-    def length(self) -> int:
-        return len(self.target if self.step.dst is not None else self.source)
-
-    def limit(self) -> int:
-        length = self.length
-        for dep, follow in self.deps:
-            if not dep.complete:
-                if not follow or length == 0:
-                    return -1
-                length = min(length, dep.done)
-        return length
-
-
-def execute(plans: Sequence[Plan], counts: Sequence[int], inplace: bool, rng: random.Random, slots: int = 2) -> None:
-    """Run plans on arrays, in a random order of lanes and elements, and compare with NumPy.
-
-    `counts`: elements of each rank's share where the collective cuts a buffer by rank, else all equal.
-    """
-    memories = [Memory(plan, counts, inplace) for plan in plans]
-    lanes: list[tuple[int, deque[Running]]] = []
-    for plan, memory in zip(plans, memories, strict=True):
-        running: list[Running] = []
-        queues: dict[int, deque[Running]] = {}
-        for step in plan.steps:
-            deps = [(running[d], follows(plan, plan.steps[d], step)) for d in step.deps]
-            running.append(Running(step, memory.view(step.src), memory.view(step.dst), deps))
-            queues.setdefault(step.lane, deque()).append(running[-1])
-        lanes += [(plan.rank, queue) for queue in queues.values()]
-    wires: dict[tuple[int, int, int], deque[float]] = {}
-    while lanes:
-        rng.shuffle(lanes)
-        moved = [advance(rank, queue[0], wires, len(plans), slots, rng) for rank, queue in lanes]
-        assert any(moved), "stuck"
-        for _, queue in lanes:
-            if queue[0].complete:
-                queue.popleft()
-        lanes = [(rank, queue) for rank, queue in lanes if queue]
-    assert not any(wires.values())
-    averaged = any(s.op is Op.SCALE for p in plans for s in p.steps)
-    for memory in memories:
-        memory.compare(memories, averaged, counts)
-
-
-def advance(
-    rank: int, r: Running, wires: dict[tuple[int, int, int], deque[float]], size: int, slots: int, rng: random.Random
-) -> bool:
-    """Move a few elements of one step. A message is its length, then its elements."""
-    step, limit = r.step, r.limit()
-    if limit < 0:
-        return False
-    length = r.length
-    sends = step.op is Op.SEND
-    wire = wires.setdefault((rank, step.peer, step.channel) if sends else (step.peer, rank, step.channel), deque())
-    before = r.done, r.begun
-    if step.peer >= 0 and not r.begun:
-        if sends and len(wire) < slots + 1:
-            wire.append(length)
-            r.begun = True
-        elif not sends and wire:
-            assert wire.popleft() == length, f"rank {rank}: {step}: lengths differ"
-            r.begun = True
-    for _ in range(rng.randint(1, 4)):
-        if r.done == limit or (step.peer >= 0 and not r.begun):
-            break
-        if sends and len(wire) < slots + 1:
-            wire.append(r.source[r.done])
-        elif step.peer >= 0 and not sends and wire:
-            came = wire.popleft()
-            r.target[r.done] = came if step.op is Op.RECV else r.source[r.done] + came
-        elif step.op is Op.SCALE:
-            r.target[r.done] /= size
-        elif step.op is Op.COPY:
-            r.target[r.done] = r.source[r.done]
-        elif step.op is Op.REDUCE:
-            r.target[r.done] += r.source[r.done]
-        else:
-            break
-        r.done += 1
-    r.complete = r.done == length and (step.peer < 0 or r.begun) and limit == length
-    return (r.done, r.begun) != before or r.complete
-
-
-class Memory:
-    """One rank's arrays: random inputs, outputs of nan, and shared memory where the collective works in place."""
-
-    def __init__(self, plan: Plan, counts: Sequence[int], inplace: bool) -> None:
-        self.plan, me, n, kind = plan, plan.rank, plan.size, plan.collective
-        shares = (0, *accumulate(counts))
-        even = {u: cut(counts[0], u) for u in (plan.send_units, plan.recv_units)}
-        send, recv = even[plan.send_units], even[plan.recv_units]
-        if kind in (Collective.ALLGATHER, Collective.GATHER):
-            send, recv = (0, counts[me]), shares
-        elif kind in (Collective.REDUCE_SCATTER, Collective.SCATTER):
-            send, recv = shares, (0, counts[me])
-        elif kind is Collective.ALLTOALL:
-            send = recv = tuple(counts[0] * i for i in range(n + 1))
-        self.tables = {Buf.SEND: send, Buf.RECV: recv}
-        rng = np.random.default_rng(1000 + me)
-        self.input = rng.standard_normal(send[-1])
-        memory = {Buf.SEND: self.input.copy(), Buf.RECV: np.full(recv[-1], np.nan)}
-        if kind is Collective.BROADCAST:
-            memory[Buf.RECV] = memory[Buf.SEND] if me == plan.root else memory[Buf.RECV]
-            memory[Buf.SEND] = memory[Buf.RECV]
-        elif inplace and send == recv:
-            memory[Buf.RECV] = memory[Buf.SEND]
-        elif inplace and (kind is Collective.ALLGATHER or (kind is Collective.GATHER and me == plan.root)):
-            part = memory[Buf.RECV][recv[me] : recv[me + 1]]
-            part[:] = self.input
-            memory[Buf.SEND] = part
-        elif inplace and (kind is Collective.REDUCE_SCATTER or (kind is Collective.SCATTER and me == plan.root)):
-            memory[Buf.RECV] = memory[Buf.SEND][send[me] : send[me + 1]]
-        like = self.tables[plan.scratch_like]
-        memory[Buf.SCRATCH] = np.full(plan.scratch_copies * like[-1], np.nan)
-        self.memory, self.shared = memory, np.shares_memory(memory[Buf.SEND], memory[Buf.RECV])
-
-    def view(self, span: Span | None) -> Array:
-        if span is None:
-            return np.empty(0)
-        if span.buf is not Buf.SCRATCH:
-            table = self.tables[span.buf]
-            return self.memory[span.buf][table[span.start] : table[span.start + span.count]]
-        table = self.tables[self.plan.scratch_like]
-        copy, unit = divmod(span.start, len(table) - 1)
-        start = copy * table[-1]
-        return self.memory[Buf.SCRATCH][start + table[unit] : start + table[unit + span.count]]
-
-    def compare(self, all_ranks: Sequence[Memory], averaged: bool, counts: Sequence[int]) -> None:
-        plan, me = self.plan, self.plan.rank
-        inputs = [m.input for m in all_ranks]
-        got = self.memory[Buf.RECV]
-        share = slice(sum(counts[:me]), sum(counts[: me + 1]))
-        if not self.shared:
-            np.testing.assert_array_equal(self.memory[Buf.SEND], self.input)
-        match plan.collective:
-            case Collective.ALLREDUCE:
-                np.testing.assert_array_equal(got, all_ranks[0].memory[Buf.RECV])  # the same bits everywhere
-                want = np.sum(inputs, axis=0)
-            case Collective.REDUCE:
-                want = np.sum(inputs, axis=0)
-            case Collective.REDUCE_SCATTER:
-                want = np.sum(inputs, axis=0)[share]
-            case Collective.ALLGATHER | Collective.GATHER:
-                want = np.concatenate(inputs)
-            case Collective.SCATTER:
-                want = inputs[plan.root][share]
-            case Collective.ALLTOALL:
-                want = np.concatenate([x[counts[0] * me : counts[0] * (me + 1)] for x in inputs])
-            case _:
-                want = inputs[plan.root]
-        if plan.collective in (Collective.REDUCE, Collective.GATHER) and me != plan.root:
-            return
-        np.testing.assert_allclose(got, want / plan.size if averaged else want, rtol=1e-12, atol=1e-12)
 
 
 @given(st.data())

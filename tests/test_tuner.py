@@ -32,6 +32,12 @@ def cluster(*hosts: int, cores: int = 64, setting: str = "auto") -> Topology:
 # ----------------------------------------------------------------------------------------------------------- costs
 
 
+def test_what_is_taken_only_by_name() -> None:
+    assert {(k.label, a.name) for k, a in ALL if not (a.cost or a.levels)} == {
+        ("gather", "binomial"), ("scatter", "binomial"),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("algorithm", SHIPPED)
 def test_stated_costs_are_those_of_the_plans(algorithm: Algorithm) -> None:
     assert algorithm.cost

@@ -3,6 +3,9 @@
 Rank v (counted from the root) is over v + 1, v + 2, v + 4, ... up to its own lowest bit, and so over the interval that
 they cover. Everything runs in one lane: nothing streams, nothing needs a dep. Thakur, Rabenseifner and Gropp (IJHPCA
 2005) describe all four.
+
+Gather and scatter are taken only by name: what is on its way needs scratch as large as the root's buffer, on ranks
+whose own buffers are small.
 """
 
 from __future__ import annotations
@@ -60,14 +63,9 @@ def reduce(p: Draft) -> None:
         p.send(0, total, parent)
 
 
-@register(
-    Collective.GATHER,
-    "binomial",
-    cost=lambda n: Cost(floor_log2(n), ceil_log2(n), 0, (n - 1) / n, 0, NEAR),
-)
+@register(Collective.GATHER, "binomial")
 def gather(p: Draft) -> None:
-    """floor(log2 n) hops; each rank hands on all that lies below it, so the root gets ceil(log2 n) messages or twice
-    that. Scratch holds what is on its way."""
+    """floor(log2 n) hops; each rank hands on all that lies below it, in one message or two."""
     parent, children = _family(p)
     if parent is not None and not children:
         p.send(0, inp(), parent)
@@ -84,13 +82,9 @@ def gather(p: Draft) -> None:
             p.send(0, tmp(start, count), parent)
 
 
-@register(
-    Collective.SCATTER,
-    "binomial",
-    cost=lambda n: Cost(floor_log2(n), ceil_log2(n), (n - 1) / n, 0, 0, NEAR),
-)
+@register(Collective.SCATTER, "binomial")
 def scatter(p: Draft) -> None:
-    """floor(log2 n) hops; each rank gets all that belongs below it. Scratch holds what is on its way."""
+    """floor(log2 n) hops; each rank gets all that belongs below it, in one message or two."""
     parent, children = _family(p)
     if parent is not None and not children:
         p.recv(0, out(), parent)
