@@ -27,6 +27,7 @@ from hetcoll.unique_id import UniqueId
 
 PEERS = Path(os.environ.get("PEERS_CACHE", Path.home() / ".cache/hetcoll-bench"))  # where `make bench` installs MPIs
 SCRIPT = """
+import os
 from hetcoll.control import WORLD, ControlClient
 from hetcoll.env import environment
 from hetcoll.rendezvous import bootstrap
@@ -34,7 +35,7 @@ from hetcoll.rendezvous import bootstrap
 launch, config = environment().launch, environment().config
 client = ControlClient(bootstrap(launch, config), launch.rank, launch.size, config.init_timeout)
 ranks = client.exchange(WORLD, b"ranks", str(launch.rank).encode())
-print(launch.launcher, launch.rank, "sees", b" ".join(ranks).decode(), flush=True)
+os.write(1, f"{launch.launcher} {launch.rank} sees {b' '.join(ranks).decode()}\\n".encode())  # untorn
 client.close()
 """
 
@@ -266,7 +267,8 @@ def find(program: str, environment: str, accept: Callable[[str], bool] = lambda 
     """A launcher of another library; skips the test where it is not installed."""
     for path in (PEERS / environment / "bin" / program, Path(shutil.which(program) or "/nonexistent")):
         if path.exists():
-            version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
+            env = os.environ | {"PATH": f"{path.parent}:{os.environ['PATH']}"}
+            version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, env=env).stdout
             if accept(version):
                 return str(path)
     pytest.skip(f"{program} of {environment} is not installed; `make bench` does it")
@@ -284,6 +286,29 @@ def test_mpich_itself_also_through_a_shell(tmp_path: Path) -> None:
     assert run_ranks([mpirun, "-n", "3", sys.executable], tmp_path) == expected
     shell = [mpirun, "-n", "3", "sh", "-c", f"{sys.executable} $0; true"]
     assert run_ranks(shell, tmp_path) == expected
+
+
+def test_intel_mpi_itself(tmp_path: Path) -> None:
+    mpirun = find("mpirun", "impi", lambda version: "Intel" in version)
+    home = Path(mpirun).parents[1]
+    variables = {"I_MPI_ROOT": str(home), "I_MPI_FABRICS": "shm", "PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
+    found = run_ranks([mpirun, "-n", "3", sys.executable], tmp_path, **variables)
+    assert found == [f"hydra {rank} sees 0 1 2" for rank in range(3)]
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+def test_a_broadcast_through_mpi4py(tmp_path: Path, name: str) -> None:
+    """What ranks on several hosts do: each is told that it is alone on its host."""
+    mpirun = find("mpirun", name, lambda version: ("Open MPI" in version) == (name == "openmpi"))
+    python = Path(mpirun).parent / "python"
+    if subprocess.run([python, "-c", "import mpi4py"], capture_output=True, timeout=60).returncode:
+        pytest.skip(f"{python} has no mpi4py")
+    options = ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"] if name == "openmpi" else []
+    alone = "import os, sys; os.environ |= {'OMPI_COMM_WORLD_LOCAL_SIZE': '1', 'MPI_LOCALNRANKS': '1'}; "
+    script = [str(python), "-c", alone + "exec(open(sys.argv[1]).read())"]
+    launcher = "openmpi" if name == "openmpi" else "hydra"
+    found = run_ranks([mpirun, *options, "-n", "3", *script], tmp_path)
+    assert found == [f"{launcher} {rank} sees 0 1 2" for rank in range(3)]
 
 
 def test_torchrun_itself(tmp_path: Path) -> None:
