@@ -8,6 +8,7 @@
 #include <string>
 
 #include "device/kernels.h"
+#include "engine/clock.h"
 #include "engine/plan.h"
 
 namespace hetcoll {
@@ -19,10 +20,9 @@ constexpr std::size_t AlignUp(std::size_t n, std::size_t to) { return (n + to - 
 // next is written, and that all that are in flight stay in the L2 cache. Measured in docs/performance.md.
 std::size_t FragmentBytes(std::size_t total) {
   constexpr std::size_t kKiB = 1024;
-  if (total <= 16 * kKiB) return 8 * kKiB;
-  if (total <= 64 * kKiB) return 16 * kKiB;
-  if (total <= 256 * kKiB) return 32 * kKiB;
-  return 64 * kKiB;
+  if (total <= 32 * kKiB) return 16 * kKiB;
+  if (total <= 256 * kKiB) return 64 * kKiB;
+  return 128 * kKiB;
 }
 
 struct Edge {
@@ -47,7 +47,7 @@ std::uint64_t Place(std::uint64_t pos, std::size_t n, std::size_t capacity) {
 
 class ShmSend final : public SendEnd {
  public:
-  ShmSend(std::byte* at, std::size_t ring_bytes) : edge_(at, ring_bytes) {}
+  ShmSend(std::byte* at, std::size_t ring_bytes, StorePolicy& policy) : edge_(at, ring_bytes), policy_(policy) {}
 
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) override {
     static_cast<void>(at);
@@ -59,22 +59,17 @@ class ShmSend final : public SendEnd {
       return static_cast<std::ptrdiff_t>(n);
     }
     n = std::min({n, FragmentBytes(m.total), edge_.capacity / 4});
-    std::byte* slot = Reserve(n);
+    std::byte* slot = Slot(n);
     if (slot == nullptr) return kWouldBlock;
-    CopyBytes(slot, data, n, false);
+    policy_.Copy(slot, data, n);
     Commit(m, at, n);
     return static_cast<std::ptrdiff_t>(n);
   }
 
+  // Nothing while slots are written around the cache: what a kernel stores there goes through it.
   std::byte* Reserve(std::size_t n) override {
-    if (n > edge_.capacity / 2 || n <= kInlineBytes || !LineFree()) return nullptr;
-    place_ = Place(pos_, n, edge_.capacity);
-    const std::uint64_t end = place_ + AlignUp(n, 64);
-    if (end - freed_ > edge_.capacity) {
-      freed_ = edge_.credit->bytes.load(std::memory_order_acquire);
-      if (end - freed_ > edge_.capacity) return nullptr;
-    }
-    return edge_.data + place_ % edge_.capacity;
+    if (n > edge_.capacity / 2 || n <= kInlineBytes || policy_.around_cache()) return nullptr;
+    return Slot(n);
   }
 
   void Commit(const Message& m, std::size_t at, std::size_t n) override {
@@ -84,6 +79,17 @@ class ShmSend final : public SendEnd {
   }
 
  private:
+  std::byte* Slot(std::size_t n) {
+    if (!LineFree()) return nullptr;
+    place_ = Place(pos_, n, edge_.capacity);
+    const std::uint64_t end = place_ + AlignUp(n, 64);
+    if (end - freed_ > edge_.capacity) {
+      freed_ = edge_.credit->bytes.load(std::memory_order_acquire);
+      if (end - freed_ > edge_.capacity) return nullptr;
+    }
+    return edge_.data + place_ % edge_.capacity;
+  }
+
   ShmLine& Line() const { return edge_.lines[sent_ % kLines]; }
 
   bool LineFree() {
@@ -101,6 +107,7 @@ class ShmSend final : public SendEnd {
   }
 
   Edge edge_;
+  StorePolicy& policy_;
   std::uint64_t sent_ = 0;      // fragments published
   std::uint64_t consumed_ = 0;  // last seen of credit->lines
   std::uint64_t pos_ = 0;       // data ring filled up to here
@@ -143,7 +150,7 @@ class ShmRecv final : public RecvEnd {
       return false;
     }
     if (line.signature != m.signature || line.total != static_cast<std::uint32_t>(m.total)) {
-      throw Fault(FaultKind::kMismatch, peer_, "shared memory: the frame belongs to another operation");
+      throw WrongFrame(m, line.signature, line.total, peer_);
     }
     size_ = line.nbytes;
     if (size_ > m.total - at) throw Fault(FaultKind::kCorrupt, peer_, "shared memory: a fragment is too long");
@@ -170,6 +177,31 @@ class ShmRecv final : public RecvEnd {
 };
 
 }  // namespace
+
+void StorePolicy::Copy(std::byte* slot, const std::byte* data, std::size_t n) {
+  constexpr int kSampleEvery = 4;
+  constexpr int kStrikes = 4;  // a page fault or a lost time slice is slow as well, but not four times
+  constexpr int kAroundFor = 1024;
+  constexpr double kSlowNsPerByte = 0.2;  // 5 GB/s; a copy from memory into a shared cache does better
+  constexpr double kClockNs = 100;
+  constexpr std::size_t kSampleBytes = 2048;
+  if (around_left_ > 0 && n >= 512) {
+    --around_left_;
+    CopyBytes(slot, data, n, true);
+    return;
+  }
+  if (n < kSampleBytes || ++copies_ % kSampleEvery != 0) {
+    CopyBytes(slot, data, n, false);
+    return;
+  }
+  const std::int64_t start = NowNs();
+  CopyBytes(slot, data, n, false);
+  const double allowed = kClockNs + kSlowNsPerByte * static_cast<double>(n);
+  slow_ = static_cast<double>(NowNs() - start) > allowed ? slow_ + 1 : 0;
+  if (slow_ < kStrikes) return;
+  slow_ = kStrikes - 1;  // the next sample decides
+  around_left_ = kAroundFor;
+}
 
 ShmLayout::ShmLayout(int local, std::size_t ring)
     : local_size(local),
@@ -201,7 +233,7 @@ ShmDoorbell& ShmSegment::doorbell(int local_rank) const { return reinterpret_cas
 
 std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int src, int dst, int channel, int peer) {
   static_cast<void>(peer);
-  return std::make_unique<ShmSend>(segment.edge(src, dst, channel), segment.layout().ring_bytes);
+  return std::make_unique<ShmSend>(segment.edge(src, dst, channel), segment.layout().ring_bytes, segment.policy());
 }
 
 std::unique_ptr<RecvEnd> MakeShmRecv(const ShmSegment& segment, int src, int dst, int channel, int peer) {

@@ -51,6 +51,23 @@ struct ShmLayout {
 
 inline constexpr std::uint64_t kLines = 64;
 
+// How the slots of this host are best written.
+//
+// Ordinary stores fetch each line from wherever it was last: a few nanoseconds where that is a shared cache, but tens
+// where the reader's core is behind another one, and a virtual machine's cores move about. There, stores around the
+// cache are several times faster. Which it is shows in how long a copy into a slot takes, so some are timed.
+class StorePolicy {
+ public:
+  bool around_cache() const { return around_left_ > 0; }
+  // Copies into a slot by the better way.
+  void Copy(std::byte* slot, const std::byte* data, std::size_t n);
+
+ private:
+  int copies_ = 0;
+  int slow_ = 0;         // consecutive samples
+  int around_left_ = 0;  // copies until ordinary stores are tried again
+};
+
 // The mapping. Closing the descriptor is the caller's business.
 class ShmSegment {
  public:
@@ -62,8 +79,10 @@ class ShmSegment {
   ShmDoorbell& doorbell(int local_rank) const;
   std::byte* edge(int src, int dst, int channel) const { return base_ + layout_.EdgeOffset(src, dst, channel); }
   const ShmLayout& layout() const { return layout_; }
+  StorePolicy& policy() const { return *policy_; }
 
  private:
+  std::unique_ptr<StorePolicy> policy_ = std::make_unique<StorePolicy>();
   ShmLayout layout_;
   std::byte* base_;
 };

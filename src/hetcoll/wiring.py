@@ -43,11 +43,14 @@ class _Introduction:
 
 
 def ring_bytes(local_size: int, configured: int | None) -> int:
-    """The data ring of one directed edge and channel: large enough to keep both ends busy, small enough for the L2
-    cache, and smaller where there are many."""
+    """The data ring of one directed edge and channel: a power of two.
+
+    Larger than a core's L2 cache where there are few: a slot that the reader's cache has long evicted is written at the
+    speed of the shared cache, one that it still holds at the speed of the cores' conversation about it (a quarter).
+    """
     if configured is not None:
         return max(4096, 1 << (configured.bit_length() - 1))
-    return 512 << 10 if local_size <= 8 else 256 << 10 if local_size <= 32 else 128 << 10
+    return int(min(2 << 20, max(128 << 10, (8 << 20) >> (local_size - 1).bit_length())))
 
 
 class Wiring:
