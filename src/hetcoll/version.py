@@ -1,8 +1,3 @@
-"""The version, as the package's metadata has it."""
+"""The version; pyproject.toml reads it from here."""
 
-from importlib import metadata
-
-try:
-    __version__ = metadata.version("hetcoll")
-except metadata.PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0+unknown"
+__version__ = "0.1.0"
