@@ -56,6 +56,8 @@ def test_stated_costs_are_those_of_the_plans(algorithm: Algorithm) -> None:
         loads = list(zip(report.sent, report.received, report.reduced, strict=True))
         stated = (cost.sent * whole, cost.received * whole, cost.reduced * whole)
         assert pytest.approx(max(sent + received for sent, received, _ in loads)) == stated[0] + stated[1]
+        busiest = max(loads, key=lambda load: (load[0] + load[1], load[2]))
+        assert busiest[2] == pytest.approx(stated[2])
         assert any(load == pytest.approx(stated) for load in loads)
 
 

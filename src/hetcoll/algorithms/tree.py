@@ -76,7 +76,13 @@ def _below(n: int) -> float:
 
 
 def _allreduce_cost(n: int) -> Cost:
-    return Cost(2 * ceil_log2(n), min(2 * n, 8), 1 + _below(n), 1 + _below(n), _below(n), Reach.NEAR)
+    added = 1 if n == 2 else _below(n)  # of two ranks, one adds both halves
+    return Cost(2 * ceil_log2(n), min(2 * n, 8), 1 + _below(n), 1 + _below(n), added, Reach.NEAR)
+
+
+def _reduce_cost(n: int) -> Cost:
+    sent, received = (0, 1) if n == 2 else (1, _below(n))
+    return Cost(ceil_log2(n), min(n, 4), sent, received, received, Reach.NEAR)
 
 
 @register(Collective.ALLREDUCE, "tree", cost=_allreduce_cost)
@@ -100,11 +106,7 @@ def broadcast(p: Draft) -> None:
         _down(p, tree, 4 * tree, mine, inp(tree) if mine.parent is None else out(tree), None)
 
 
-@register(
-    Collective.REDUCE,
-    "tree",
-    cost=lambda n: Cost(ceil_log2(n), min(n, 4), 1, _below(n), _below(n), Reach.NEAR),
-)
+@register(Collective.REDUCE, "tree", cost=_reduce_cost)
 def reduce(p: Draft) -> None:
     """Up both trees: ceil(log2 n) hops. No rank receives more than the buffer's size, the root gets each half once."""
     p.units = 2
