@@ -46,7 +46,8 @@ Engine::Engine(const EngineOptions& options)
       scratch_(nullptr, [](std::byte* p) { std::free(p); }),
       departed_(static_cast<std::size_t>(options.size)) {
   WatchForks();
-  spin_ns_ = static_cast<std::int64_t>(options.spin_seconds * 1e9);
+  // With more ranks than cores, whoever spins keeps a peer from running.
+  spin_ns_ = options.oversubscribed ? 0 : static_cast<std::int64_t>(options.spin_seconds * 1e9);
   // A pass with a pause takes about 40 ns.
   prompt_spins_ = options.oversubscribed ? 4 : static_cast<int>(std::min(kPromptSeconds, options.spin_seconds) / 40e-9);
 }
