@@ -36,6 +36,26 @@ class Call:
     send_table: tuple[int, ...] = ()
     recv_table: tuple[int, ...] = ()
 
+    @property
+    def send_count(self) -> int:
+        """Elements of SEND as the plan sees it: the root's, where only the root has that buffer."""
+        return self.nbytes // self.dtype.itemsize if self.send is None else self.send.count
+
+    @property
+    def recv_count(self) -> int:
+        """Elements of RECV as the plan sees it: the root's, where only the root has that buffer."""
+        return self.nbytes // self.dtype.itemsize if self.recv is None else self.recv.count
+
+    def counts(self, size: int) -> tuple[int, int]:
+        """Elements of the two buffers, on the ranks that lack one as well: plans are cut alike everywhere."""
+        send = -1 if self.send is None else self.send.count
+        recv = -1 if self.recv is None else self.recv.count
+        if self.collective is Collective.GATHER:
+            return send, send * size
+        if self.collective is Collective.SCATTER:
+            return recv * size, recv
+        return max(send, 0), recv if recv >= 0 else max(send, 0)
+
     def describe(self) -> str:
         """What all ranks must agree on, for people and for the hash that travels with every frame."""
         parts = [self.dtype.label]

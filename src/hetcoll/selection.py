@@ -55,15 +55,13 @@ class Selection:
 
     def shape(self, call: Call, timeout: float, check: Callable[[], None]) -> _native.Shape:
         """The bound plan of a call; connects what it needs within `timeout` seconds on the first use."""
-        send_count = 0 if call.send is None else call.send.count
-        recv_count = 0 if call.recv is None else call.recv.count
         key = (
             call.collective,
             call.dtype,
             call.op,
             call.root,
-            send_count,
-            recv_count,
+            call.send_count,
+            call.recv_count,
             call.send_table,
             call.recv_table,
         )
@@ -79,8 +77,8 @@ class Selection:
             plan=number,
             dtype=call.dtype,
             op=call.op,
-            send_count=send_count,
-            recv_count=recv_count,
+            send_count=call.send_count,
+            recv_count=call.recv_count,
             send_table=call.send_table,
             recv_table=call.recv_table,
             descriptor=_descriptor(f"{what} by {name}"),
@@ -140,7 +138,7 @@ class Selection:
                 op, nbytes, "direct", self._transports(range(topology.size)), 1, math.nan, "the only one"
             )
         choice = tuner.choose(collective, nbytes, topology, self._forced.get(collective))
-        plan = find(collective.plain, choice.name).build(topology.size, rank)
+        plan = find(collective.plain, choice.name).build(topology.size, rank, hosts=topology.hosts)
         channels = len({channel for _, channel in plan.edges})
         transport = self._transports(peer for peer, _ in plan.edges)
         return Explanation(op, nbytes, choice.name, transport, channels, choice.seconds, choice.reason)
@@ -170,7 +168,9 @@ class Selection:
             case (Collective.P2P, kind, int(peer)):
                 return p2p(size, rank, [peer], []) if kind == _SEND else p2p(size, rank, [], [peer])
             case (Collective() as collective, str(name), int(root), bool(scale)):
-                return find(collective, name).build(size, rank, root=root, scale=scale)
+                return find(collective, name).build(
+                    size, rank, root=root, scale=scale, hosts=self._wiring.topology.hosts
+                )
         raise AssertionError(key)
 
     def _keep(self, key: tuple[object, ...], shape: _native.Shape, what: str) -> None:
