@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from .algorithms import ALGORITHMS, Cost, Reach, find
 from .errors import ArgumentError
-from .simulator import Machine
+from .machine import Machine
 from .topology import Topology
 from .types import ROOTED, Collective
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..machine import Link, Machine
 from ..plan import Op, Plan
 from ..types import REDUCING, Collective
 from .memory import Memory, check_races, check_values
 from .network import RECEIVES, Node, PlanError, follows, network
 from .progress import order_node, run
-from .timing import Link, Machine, predict
+from .timing import predict
 
 __all__ = ["Link", "Machine", "PlanError", "Report", "check", "follows", "predict"]
 

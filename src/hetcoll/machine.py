@@ -1,0 +1,33 @@
+"""The numbers that predictions start from: how fast edges and cores are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """An edge: seconds until a message is seen, seconds of work for one at either end, bytes per second.
+
+    `duplex` says whether a rank sends and receives at that rate at the same time (a network card) or not (a core that
+    copies).
+    """
+
+    latency: float
+    overhead: float
+    bandwidth: float
+    duplex: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The numbers behind every prediction. Defaults are for a server of 2020 or later.
+
+    `reduce` is in bytes per second of the result. `switch` is how many seconds longer a hop takes for each rank that
+    shares a core and must be scheduled first.
+    """
+
+    shm: Link = Link(latency=0.3e-6, overhead=0.1e-6, bandwidth=25e9, duplex=False)
+    tcp: Link = Link(latency=8e-6, overhead=2e-6, bandwidth=3.5e9, duplex=True)
+    reduce: float = 20e9
+    switch: float = 2e-6
