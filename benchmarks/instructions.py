@@ -5,12 +5,14 @@
 
 Times on a shared machine say little about a change of one per cent; instruction counts do. Rank 1 of 2 runs under
 callgrind and so some fifty times slower than rank 0, which spins and never sleeps: whatever rank 1 asks for is there
-already, and it does not wait. What starting and ending cost is measured with no calls at all, and subtracted.
+already, and it does not wait, unless rank 0 has just lost its core. So rank 1 counts many short batches one by one and
+the smallest count stands. The difference between long and short batches leaves out what counting itself costs.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -26,30 +28,40 @@ from pathlib import Path
 BASELINE = Path(__file__).resolve().with_name("instructions.json")
 MOST_RISE = 0.03
 LAUNCH_TIMEOUT = 240.0
-SMALL_BYTES, SMALL_CALLS = 8, 20_000
-LARGE_BYTES, LARGE_CALLS = 1 << 20, 40
+SMALL_BYTES, SMALL_BATCHES = 8, (2, 12)  # calls in a short and in a long batch
+LARGE_BYTES, LARGE_BATCHES = 1 << 20, (1, 3)
+REPEATS = 60
 WARM_UP = 20
+COUNTER = """
+#include <valgrind/callgrind.h>
+void begin(void) { CALLGRIND_ZERO_STATS; }
+void end(void) { CALLGRIND_DUMP_STATS; }
+"""
 
 
-def rank_body(nbytes: int, calls: int) -> None:
-    """What both ranks run: `calls` out-of-place all-reduces of `nbytes`, after a few to warm up."""
+def rank_body(counter: str, nbytes: int, short: int, long: int) -> None:
+    """What both ranks run: out-of-place all-reduces of `nbytes`, in short and long batches by turns."""
     import numpy as np
 
     import hetcoll
 
+    count = ctypes.CDLL(counter)
     send, recv = np.ones(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
     with hetcoll.init() as comm:
         for _ in range(WARM_UP):
             comm.allreduce(send, recv)
-        for _ in range(calls):
-            comm.allreduce(send, recv)
+        for calls in (short, long) * REPEATS:
+            count.begin()
+            for _ in range(calls):
+                comm.allreduce(send, recv)
+            count.end()
         comm.barrier()
     if not (recv == 2).all():
         raise SystemExit("the sum is wrong")
 
 
-def count(nbytes: int, calls: int) -> int:
-    """Instructions of rank 1, from its first to its last."""
+def count(counter: Path, nbytes: int, batches: tuple[int, int]) -> float:
+    """Instructions of rank 1 for one call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -57,10 +69,9 @@ def count(nbytes: int, calls: int) -> int:
         "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "PYTHONHASHSEED": "0", "HETCOLL_SPIN_US": "100000000", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
     }  # fmt: skip
-    command = [sys.executable, __file__, "--rank", str(nbytes), str(calls)]
+    command = [sys.executable, __file__, "--rank", str(counter), str(nbytes), *map(str, batches)]
     with tempfile.TemporaryDirectory(prefix="hetcoll-callgrind-") as folder:
-        out = Path(folder) / "out"
-        callgrind = ["valgrind", "-q", "--tool=callgrind", f"--callgrind-out-file={out}"]
+        callgrind = ["valgrind", "-q", "--tool=callgrind", f"--callgrind-out-file={folder}/out"]
         ranks = [
             subprocess.Popen(words, env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank})
             for rank, words in (("0", command), ("1", callgrind + command))
@@ -73,7 +84,8 @@ def count(nbytes: int, calls: int) -> int:
                 rank.wait()
         if any(codes):
             raise SystemExit(f"instructions.py: the ranks ended with {codes}")
-        return total(out.read_text())
+        totals = [total(Path(f"{folder}/out.{i}").read_text()) for i in range(1, 2 * REPEATS + 1)]
+    return (min(totals[1::2]) - min(totals[::2])) / (batches[1] - batches[0])
 
 
 def total(profile: str) -> int:
@@ -86,13 +98,15 @@ def total(profile: str) -> int:
 
 def measure() -> dict[str, float]:
     """Both figures, in instructions."""
-    small_start, small_end = count(SMALL_BYTES, 0), count(SMALL_BYTES, SMALL_CALLS)
-    large_start, large_end = count(LARGE_BYTES, 0), count(LARGE_BYTES, LARGE_CALLS)
+    with tempfile.TemporaryDirectory(prefix="hetcoll-callgrind-") as folder:
+        counter = Path(folder) / "counter.so"
+        compile_words = ["cc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(counter)]
+        subprocess.run(compile_words, input=COUNTER, text=True, check=True)
+        small = count(counter, SMALL_BYTES, SMALL_BATCHES)
+        large = count(counter, LARGE_BYTES, LARGE_BATCHES)
     return {
-        f"allreduce of {SMALL_BYTES} B": round((small_end - small_start) / SMALL_CALLS, 1),
-        f"KiB of an allreduce of {LARGE_BYTES >> 20} MiB": round(
-            (large_end - large_start) / LARGE_CALLS / (LARGE_BYTES >> 10), 1
-        ),
+        f"allreduce of {SMALL_BYTES} B": round(small, 1),
+        f"KiB of an allreduce of {LARGE_BYTES >> 20} MiB": round(large / (LARGE_BYTES >> 10), 1),
     }
 
 
@@ -116,13 +130,15 @@ def compare(now: Mapping[str, float], then: Mapping[str, float]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", action="store_true", help="write instructions.json instead of comparing")
-    parser.add_argument("--rank", nargs=2, type=int, metavar=("BYTES", "CALLS"), help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        rank_body(*args.rank)
+        rank_body(args.rank[0], *map(int, args.rank[1:]))
         return 0
-    if shutil.which("valgrind") is None:
-        raise SystemExit("instructions.py: valgrind is needed: apt install valgrind")
+    if shutil.which("valgrind") is None or shutil.which("cc") is None:
+        raise SystemExit("instructions.py: valgrind and a C compiler are needed: apt install valgrind gcc")
+    if not (args.update or BASELINE.exists()):
+        raise SystemExit("instructions.py: there is no instructions.json to compare with; --update writes it")
     now = measure()
     for name, value in now.items():
         print(f"{name}: {value:.1f} instructions")

@@ -16,6 +16,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import instructions  # noqa: E402
 import libraries  # noqa: E402
 import peers  # noqa: E402
 import results  # noqa: E402
@@ -143,6 +144,19 @@ def test_the_limits_probe_measures(tmp_path: Path) -> None:
     assert all(0.05 < rate < 2000 for rate in [*rates, *limits["loopback_gbs"].values()])
     assert 0 < limits["flag_us"] < 10000
     assert results.limit_us(limits, "allreduce", "shm", 2, 1 << 20) > 0
+
+
+def test_a_rise_of_more_than_three_per_cent_is_told() -> None:
+    then = {"small": 1000.0, "large": 200.0}
+    assert instructions.compare({"small": 1029.0, "large": 100.0}, then) == []
+    (line,) = instructions.compare({"small": 1031.0, "large": 200.0}, then)
+    assert line == "small: 1031.0 instructions, 1000.0 before: +3.1 %"
+
+
+def test_the_total_of_a_callgrind_file() -> None:
+    assert instructions.total("events: Ir\nfn=(1) main\n7 12\ntotals: 4242\n") == 4242
+    with pytest.raises(ValueError, match="no callgrind file"):
+        instructions.total("")
 
 
 class Alone:
