@@ -29,22 +29,22 @@ constexpr Isa kIsas[] = {
     {"baseline", baseline::Table, [] { return true; }},
 };
 
-const Isa* BestIsa() {
+const KernelTable* BestTable() {
 #ifdef __x86_64__
   __builtin_cpu_init();
 #endif
   for (const Isa& isa : kIsas) {
-    if (isa.present()) return &isa;
+    if (isa.present()) return &isa.table();
   }
-  return nullptr;  // not reached: the last is always present
+  return &baseline::Table();
 }
 
-std::atomic<const Isa*>& Chosen() {
-  static std::atomic<const Isa*> chosen{BestIsa()};
+std::atomic<const KernelTable*>& Chosen() {
+  static std::atomic<const KernelTable*> chosen{BestTable()};
   return chosen;
 }
 
-const KernelTable& Table() { return Chosen().load(std::memory_order_relaxed)->table(); }
+const KernelTable& Table() { return *Chosen().load(std::memory_order_relaxed); }
 
 }  // namespace
 
@@ -58,16 +58,21 @@ const Kernels* FindKernels(DType dtype, ReduceOp op) {
 void CopyBytes(void* dst, const void* src, std::size_t nbytes, bool stream) {
   auto* d = static_cast<char*>(dst);
   const auto* s = static_cast<const char*>(src);
-  if (nbytes <= kSmallCopy) return CopySmall(d, s, nbytes);
+  if (nbytes <= 64) return CopySmall(d, s, nbytes);
   Table().copy(d, s, nbytes, stream);
 }
 
-const char* KernelIsa() { return Chosen().load(std::memory_order_relaxed)->name; }
+const char* KernelIsa() {
+  for (const Isa& isa : kIsas) {
+    if (&isa.table() == &Table()) return isa.name;
+  }
+  return "baseline";
+}
 
 bool SetKernelIsa(const char* name) {
   for (const Isa& isa : kIsas) {
     if (std::strcmp(isa.name, name) == 0 && isa.present()) {
-      Chosen().store(&isa, std::memory_order_relaxed);
+      Chosen().store(&isa.table(), std::memory_order_relaxed);
       return true;
     }
   }

@@ -51,7 +51,6 @@ HETCOLL_INLINE void Vectors(E op, Out out, const char* a, const char* b, std::si
   using V = Vector<typename E::Element, kBytes>;
   const std::size_t end = nbytes - kBytes;
   const V last = op.Apply(Load<V>(a + end), Load<V>(b + end));
-#pragma GCC unroll 2
   for (std::size_t i = 0; i < end; i += kBytes) out.Put(i, op.Apply(Load<V>(a + i), Load<V>(b + i)));
   out.Put(end, last);
 }
@@ -90,15 +89,15 @@ HETCOLL_INLINE void CopyLines(char* dst, const char* src, std::size_t nbytes) {
   }
 }
 
+// Below this, waiting for the stores to arrive costs more than the cache gains.
+constexpr std::size_t kStreamBytes = 4096;
+
 void Copy(char* dst, const char* src, std::size_t nbytes, bool stream) {
   if (nbytes <= kSmallCopy) return CopySmall(dst, src, nbytes);
-  if (!stream) return CopyLines<false>(dst, src, nbytes);
+  if (!stream || nbytes < kStreamBytes) return CopyLines<false>(dst, src, nbytes);
   CopyLines<true>(dst, src, nbytes);
   StoreFence();
 }
-
-// Below this nothing is gained.
-constexpr std::size_t kStreamBytes = 4096;
 
 template <class E>
 __attribute__((noinline)) void Stream(char* dst, const char* a, const char* b, std::size_t nbytes) {
@@ -108,7 +107,6 @@ __attribute__((noinline)) void Stream(char* dst, const char* a, const char* b, s
   if (head % E::kUnit != 0) return Plain<E>(dst, a, b, nbytes);
   Plain<E>(dst, a, b, head);
   const std::size_t end = head + (nbytes - head) / kLine * kLine;
-#pragma GCC unroll 2
   for (std::size_t i = head; i < end; i += E::kStep) StoreStream(dst + i, E{}.Apply(Load<V>(a + i), Load<V>(b + i)));
   Plain<E>(dst + end, a + end, b + end, nbytes - end);
   StoreFence();
