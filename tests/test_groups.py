@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hetcoll.groups import Groups, spell_ranks
+from hetcoll.errors import spell_ranks
+from hetcoll.groups import Groups
 from hetcoll.wire import F64, U32, Frame, Op, Status, pack, unpack
 
 SIZE = 3

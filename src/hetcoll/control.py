@@ -22,8 +22,7 @@ from .auth import VERDICT, Response, Service
 from .errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError
 from .probe import Search
 from .sockets import receive, receive_exactly, send_all, spell_address, spell_error
-from .store import hosted_here
-from .unique_id import UniqueId
+from .unique_id import UniqueId, hosted_here
 from .wire import F64, NOBODY, U32, Frame, FrameReader, Op, Status, header, pack, unpack
 
 log = logging.getLogger("hetcoll.control")

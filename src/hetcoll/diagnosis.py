@@ -25,8 +25,8 @@ from .errors import (
     CommunicationError,
     HetcollError,
     PeerLostError,
+    spell_ranks,
 )
-from .groups import spell_ranks
 
 if TYPE_CHECKING:
     from .session import Session

@@ -6,6 +6,8 @@ meets: they name ranks, operations and edges, and leave the communicator unusabl
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class HetcollError(Exception):
     """Base class of everything raised on purpose."""
@@ -53,3 +55,15 @@ class CollectiveTimeoutError(CommunicationError, TimeoutError):
 
 class AbortedError(CommunicationError):
     """`abort()` was called here or on a peer."""
+
+
+def spell_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks 3, 5-7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    many = len(runs) > 1 or len(runs[0]) > 1 if runs else False
+    return ("ranks " if many else "rank ") + ", ".join("-".join(map(str, run)) for run in runs)

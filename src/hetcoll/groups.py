@@ -12,10 +12,11 @@ import itertools
 import math
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from .errors import spell_ranks
 from .wire import F64, MAX_BODY, MAX_ID, NOBODY, U32, Frame, Op, Status, pack
 
 MAX_GROUPS = 1 << 16
@@ -72,18 +73,6 @@ class Group:
     verdict: bytes | None = None
     exchanges: dict[bytes, Exchange] = field(default_factory=dict)
     questions: dict[int, Question] = field(default_factory=dict)
-
-
-def spell_ranks(ranks: Iterable[int]) -> str:
-    """``rank 3`` or ``ranks 3, 5-7``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    many = len(runs) > 1 or len(runs[0]) > 1 if runs else False
-    return ("ranks " if many else "rank ") + ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def spell_gone(rank: int, reason: str) -> str:

@@ -16,8 +16,7 @@ from .connector import connect_all
 from .door import BACKLOG, Door
 from .edges import Address, EdgeKey, Request
 from .env import Config
-from .errors import ClosedError, InitError
-from .groups import spell_ranks
+from .errors import ClosedError, InitError, spell_ranks
 from .interfaces import choose_interfaces
 
 log = logging.getLogger("hetcoll.listener")

@@ -34,8 +34,7 @@ from .errors import AuthenticationError, InitError
 from .interfaces import choose_interfaces
 from .probe import Search
 from .sockets import receive_exactly, send_all, spell_address, spell_error
-from .store import StoreServer, hosted_here
-from .unique_id import UniqueId, job_secret
+from .unique_id import UniqueId, hosted_here, job_secret
 from .wire import HEADER, unpack
 
 PORTS = 33  # the master port and the next 32
@@ -301,5 +300,7 @@ def _start_store(listeners: list[socket.socket], config: Config, key: bytes | No
     unique_id = UniqueId(tuple(addresses), job_id, job_secret(config.secret, job_id))
     context = job_id + (key or bytes(16))
     open_fetch = key is not None and config.secret is None
+    from .store import StoreServer  # only rank 0 needs it, and imports count
+
     StoreServer(listeners, unique_id.secret, context, unique_id.to_bytes(), open_fetch=open_fetch)
     return unique_id

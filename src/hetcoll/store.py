@@ -20,6 +20,7 @@ from .door import Door, Fetch, choose_wait
 from .errors import CommunicationError
 from .groups import Groups
 from .sockets import receive, spell_error
+from .unique_id import HOSTED
 from .wire import FrameReader, Op, Status, header, pack
 
 log = logging.getLogger("hetcoll.store")
@@ -28,11 +29,6 @@ _MAX_UNSENT = 256 << 20  # bytes queued for a member that does not read
 _FAREWELL = 1.0  # seconds that the last messages may take
 
 _hosted: dict[bytes, StoreServer] = {}
-
-
-def hosted_here(job_id: bytes) -> bool:
-    """Whether the store of this job lives in this process."""
-    return job_id in _hosted
 
 
 class Connection:
@@ -99,6 +95,7 @@ class StoreServer:
         self._door = Door(self._selector, listeners, secret, Service.STORE, context, self._admit, fetch)
         self._thread = threading.Thread(target=self._run, name="hetcoll-store", daemon=True)
         _hosted[self._job_id] = self
+        HOSTED.add(self._job_id)
         lifetime.watch(self)
         self._thread.start()
 
@@ -106,6 +103,7 @@ class StoreServer:
         """Tell the members that the store ends, and end it. Takes a few seconds at most; more than once is fine."""
         lifetime.forget(self)
         _hosted.pop(self._job_id, None)
+        HOSTED.discard(self._job_id)
         if not self._closing:
             self._closing = True
             self._wake_write.send(b"\0")
@@ -116,6 +114,7 @@ class StoreServer:
         """In a forked child: close the inherited descriptors."""
         self._closing = True
         _hosted.pop(self._job_id, None)
+        HOSTED.discard(self._job_id)
         self._selector.close()  # never unregister: the epoll set is shared with the parent
         self._door.abandon()
         for sock in (self._wake_read, self._wake_write, *(each.sock for each in list(self._connections.values()))):

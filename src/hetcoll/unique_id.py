@@ -17,6 +17,15 @@ _ADDRESS = struct.Struct("<HB")
 _MAGIC = b"HCI1"
 
 
+HOSTED: set[bytes] = set()
+"""The ids of the jobs whose store lives in this process."""
+
+
+def hosted_here(job_id: bytes) -> bool:
+    """Whether the store of this job lives in this process."""
+    return job_id in HOSTED
+
+
 @dataclass(frozen=True, slots=True)
 class UniqueId:
     """Where a job's store listens, the job's id (16 bytes) and the key of all its proofs (32 bytes).
