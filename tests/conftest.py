@@ -1,0 +1,59 @@
+"""Fixtures that give tests their ranks; `ranks.py` says how these work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+from ranks import Ranks
+
+_MOST = 32  # idle processes kept for later tests
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[Any, Ranks]]:
+    pools: dict[Any, Ranks] = {}
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: close_all(pools.values()))
+        yield pools
+
+
+def close_all(ranks: Iterable[Ranks]) -> None:
+    """Close all that are whole; what they find to complain about comes after the others were closed, too."""
+    with contextlib.ExitStack() as stack:
+        for each in ranks:
+            stack.callback(each.kill_all if each.broken else each.close)
+
+
+@pytest.fixture
+def pool(_pools: dict[Any, Ranks]) -> Callable[..., Ranks]:
+    """Ranks that stay for the tests that follow: ``pool(3, HETCOLL_TRANSPORT="tcp")``. For what leaves them whole."""
+
+    def get(size: int, **env: str | tuple[str, ...]) -> Ranks:
+        key = (size, *sorted(env.items()))
+        found = _pools.pop(key, None)
+        if found is not None and found.broken:
+            found.kill_all()
+            found = None
+        while found is None and _pools and sum(p.size for p in _pools.values()) + size > _MOST:
+            _pools.pop(next(iter(_pools))).close()  # the one used longest ago
+        _pools[key] = found or Ranks(size, env)
+        return _pools[key]
+
+    return get
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Ranks]]:
+    """Ranks for one test, closed at its end: ``launch(3, join=False, HETCOLL_TIMEOUT="2")``."""
+    launched: list[Ranks] = []
+
+    def start(size: int, *, join: bool = True, **env: str | tuple[str, ...]) -> Ranks:
+        launched.append(Ranks(size, env, join=join))
+        return launched[-1]
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: close_all(launched))
+        yield start

@@ -1,0 +1,204 @@
+"""Every collective, algorithm, transport, type and place gives what NumPy gives, and touches nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from cases import result_of, run_cases, variant
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import Ranks
+from reference import Case, blank_output, interpret, make_input
+
+from hetcoll.algorithms import ALGORITHMS
+from hetcoll.types import REDUCING, ROOTED, Collective, DType, ReduceOp, supports
+
+Pool = Callable[..., Ranks]
+
+SIZES = (1, 2, 3, 4, 5)
+LINKS: dict[str, dict[str, Any]] = {
+    "shm": {},
+    "shm-small": {"shm_bytes": 4096},
+    "tcp": {"transport": "tcp"},
+    "tcp-stripes": {"transport": "tcp", "socket_stripes": 3},
+}
+
+
+def check(pool: Ranks, cases: list[Case], config: dict[str, Any], *, async_op: bool = False) -> None:
+    """Run the cases; where all ranks get the same, it must be the same bits."""
+    rows = pool.run(run_cases, cases, config, async_op, timeout=60)
+    for case, digests in zip(cases, zip(*rows, strict=True), strict=True):
+        if case.collective in ("allreduce", "allgather", "allgatherv", "broadcast"):
+            assert len(set(digests)) == 1, f"{case}: ranks hold different bits"
+
+
+def counts_for(size: int, *, large: int) -> list[int]:
+    return sorted({0, 1, size - 1, size, size + 1, 7, 61, 1009, large})
+
+
+def cases_of(collective: Collective, size: int, counts: list[int]) -> Iterator[Case]:
+    """Counts x places, and every root with one of the counts; the types and reductions taking turns."""
+    types, turn = ["float32", "int64", "bfloat16", "uint8", "complex64", "float64"], 0
+    for count in counts:
+        every = collective in ROOTED and count == size + 1
+        for root in range(size) if every else [turn % size if collective in ROOTED else 0]:
+            for inplace in (False, True) if collective is not Collective.BROADCAST else (False,):
+                turn += 1
+                op = ("sum", "max", "avg", "prod")[turn % 4] if collective in REDUCING else "sum"
+                dtype = types[turn % len(types)] if op != "max" else "float32"
+                yield Case(collective.label, dtype, count, op, root, inplace, seed=turn, shift=turn % 5)
+
+
+def collectives_of(name: str, size: int) -> list[Collective]:
+    """The collectives that have such an algorithm for so many ranks. Barriers have no result: see test_async.py."""
+    found = [kind for kind, table in ALGORITHMS.items() if name in table and table[name].supports(size)]
+    return [kind for kind in found if kind is not Collective.BARRIER]
+
+
+NAMES = sorted({name for table in ALGORITHMS.values() for name in table})
+SUPPORTED = [(name, size) for name in NAMES for size in SIZES[1:] if collectives_of(name, size)]
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize(("name", "size"), SUPPORTED)
+def test_every_algorithm_over_every_link(pool: Pool, name: str, size: int, link: str) -> None:
+    kinds = collectives_of(name, size)
+    counts = counts_for(size, large=20011) if link == "shm" else [0, 1, size + 1, 4099]
+    config = {"algo": name, **LINKS[link]}
+    check(pool(size), [case for kind in kinds for case in cases_of(kind, size, counts)], config)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_the_library_chooses(pool: Pool, size: int) -> None:
+    kinds = [kind for kind in ALGORITHMS if kind is not Collective.BARRIER]
+    counts = [*counts_for(size, large=10007), 100_000]
+    check(pool(size), [case for kind in kinds for case in cases_of(kind, size, counts)], {})
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("size", SIZES)
+def test_unequal_parts(pool: Pool, size: int, link: str) -> None:
+    """The v-collectives: parts of 0, all the parts on one rank, parts that differ; AVG and MAX as well."""
+    rows = [[0] * size, [5] * size, [0, *[3] * (size - 1)], [*[0] * (size - 1), 1000], list(range(size))]
+    rows.append([(7919 * (rank + 1)) % 2003 for rank in range(size)])
+    cases = []
+    for turn, (counts, inplace) in enumerate((row, place) for row in rows for place in (False, True)):
+        op = ("sum", "max", "avg")[turn % 3]
+        settings = {"counts": tuple(counts), "inplace": inplace, "seed": turn, "shift": turn % 3}
+        cases.append(Case("allgatherv", ("int16", "complex128")[turn % 2], **settings))
+        cases.append(Case("reduce_scatterv", ("float32", "float16")[turn % 2], op=op, **settings))
+    cases += [Case("alltoallv", "int32", count, seed=count) for count in (0, 1, 2, 5, 1000, 9001)]
+    check(pool(size), cases, LINKS[link])
+
+
+TABLE = [(dtype.label, op.label) for dtype in DType for op in ReduceOp if supports(dtype, op)]
+
+
+@pytest.mark.parametrize("dtype", [dtype.label for dtype in DType])
+def test_every_type_with_every_reduction(pool: Pool, dtype: str) -> None:
+    """Counts around the width of vectors, odd alignments, and the streaming sizes; two ranks, so one addition each."""
+    ops = [op for name, op in TABLE if name == dtype]
+    counts = (1, 3, 17, 64, 1021, 40_000)
+    cases = [Case("allreduce", dtype, n, op, seed=n, shift=n % 7, inplace=n % 2 == 0) for op in ops for n in counts]
+    check(pool(2), cases, {})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("size", [3, 5])
+def test_rounded_sums_are_the_same_bits_on_all_ranks(pool: Pool, size: int, dtype: str) -> None:
+    cases = [
+        Case("allreduce", dtype, n, op, seed=n, exact=False) for n in (1, 6, 1000, 30_011) for op in ("sum", "avg")
+    ]
+    for name in (None, *collectives_names("allreduce", size)):
+        check(pool(size), cases, {} if name is None else {"algo": name})
+
+
+def collectives_names(label: str, size: int) -> list[str]:
+    """The algorithms of a collective for so many ranks."""
+    return [name for name, each in ALGORITHMS[Collective[label.upper()]].items() if each.supports(size)]
+
+
+HOSTS = {"2+1": "aab", "2+2": "abab", "1+3": "abbb", "2+1+2": "aabcc"}
+
+
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+def test_shared_memory_and_tcp_in_one_communicator(pool: Pool, hosts: str) -> None:
+    """Ranks that say that they are on different hosts are linked by TCP, the others by shared memory."""
+    size = len(hosts)
+    kinds = [kind for kind in ALGORITHMS if kind is not Collective.BARRIER]
+    cases = [case for kind in kinds for case in cases_of(kind, size, [0, 1, size + 1, 5003])]
+    ranks = pool(size, HETCOLL_HOST_ID=tuple(hosts))
+    check(ranks, cases, {})
+    assert set(ranks.run(transports)) <= {("shm", "tcp"), ("tcp",)}
+
+
+def transports(comm: Any) -> tuple[str, ...]:
+    return tuple(comm.explain("alltoall", 8).transport.split("+"))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_messages(pool: Pool, size: int) -> None:
+    """Beyond the cache, where results are stored around it, and beyond the ring many times over."""
+    count = (13 << 20) // 4
+    kinds = ("allreduce", "broadcast", "reduce_scatter", "allgather", "alltoall")
+    cases = [Case(kind, "float32", count if kind in ("allreduce", "broadcast") else count // size) for kind in kinds]
+    check(pool(size), [*cases, Case("allreduce", "float32", count, "avg", inplace=True)], {})
+
+
+def test_asynchronous_calls_give_the_same(pool: Pool) -> None:
+    kinds = [kind for kind in ALGORITHMS if kind is not Collective.BARRIER]
+    cases = [case for kind in kinds for case in cases_of(kind, 3, [0, 1, 1009, 50_000])]
+    check(pool(3), cases, {}, async_op=True)
+    check(pool(3), cases, {"transport": "tcp"}, async_op=True)
+
+
+# The engine against a plain run of the same plans: the same additions in the same order give the same bits.
+
+PLANNED = [
+    (kind, name)
+    for kind, table in ALGORITHMS.items()
+    for name in table
+    if kind is not Collective.BARRIER and table[name].cost is not None
+]
+
+
+def run_planned(comm: Any, case: Case, config: dict[str, Any]) -> bytes:
+    return result_of(variant(comm, **config), case)
+
+
+@st.composite
+def planned_cases(draw: st.DrawFn) -> tuple[int, Case, str, dict[str, Any]]:
+    size = draw(st.integers(2, 5))
+    kind, name = draw(st.sampled_from([(k, a) for k, a in PLANNED if ALGORITHMS[k][a].supports(size)]))
+    dtype = draw(st.sampled_from(["float32", "float64", "float16", "bfloat16", "float8_e5m2", "int32", "uint8"]))
+    count = draw(
+        st.one_of(st.integers(0, 2 * size + 1), st.sampled_from([61, 997, 4096, 10_007]), st.integers(0, 9000))
+    )
+    case = Case(
+        kind.label,
+        dtype,
+        count,
+        draw(st.sampled_from(["sum", "prod", "max", "avg"])) if kind in REDUCING else "sum",
+        draw(st.integers(0, size - 1)) if kind in ROOTED else 0,
+        seed=draw(st.integers(0, 1 << 30)),
+        shift=draw(st.integers(0, 7)),
+        exact=False,
+    )
+    return size, case, name, draw(st.sampled_from(list(LINKS.values())))
+
+
+@given(planned_cases())
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_engine_does_what_the_plans_say(pool: Pool, drawn: tuple[int, Case, str, dict[str, Any]]) -> None:
+    size, case, name, link = drawn
+    got = pool(size).run(run_planned, case, {"algo": name, **link})
+    kind = Collective[case.collective.upper()]
+    plans = [ALGORITHMS[kind][name].build(size, rank, root=case.root, scale=case.op == "avg") for rank in range(size)]
+    sends = [make_input(case, rank, size) for rank in range(size)]
+    recvs = [sends[rank] if kind is Collective.BROADCAST else blank_output(case, size) for rank in range(size)]
+    interpret(plans, sends, recvs, case.op)
+    for rank in range(size):
+        has_result = rank == case.root or kind not in (Collective.REDUCE, Collective.GATHER)
+        assert got[rank] == (recvs[rank].tobytes() if has_result else b""), f"rank {rank} of {size}"
