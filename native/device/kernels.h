@@ -2,7 +2,8 @@
 //
 // One source (kernels.inc.h) is compiled once per instruction set and chosen at run time by what the processor has.
 // All of them give the same bits: no contraction, and 16- and 8-bit floats are computed in float32 and rounded once,
-// to nearest even, on store.
+// to nearest even, on store. Max and min of floats propagate NaN and put -0 below +0, so that they give the same bits
+// whatever the order of the operands.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +20,8 @@ using ReduceFn = void (*)(void* dst, const void* a, const void* b, std::size_t c
 // nothing and is always stored through the cache.
 using Reduce2Fn = void (*)(void* dst, void* dst2, const void* a, const void* b, std::size_t count, bool stream);
 
-// x[i] = x[i] / divisor, in place: AVG's second half. Integers truncate toward zero; complex numbers by parts.
+// x[i] = x[i] / divisor, in place: AVG's second half. Integers truncate toward zero; complex numbers by parts. The
+// divisor is at least 1.
 using ScaleFn = void (*)(void* x, std::size_t count, unsigned divisor);
 
 struct Kernels {
@@ -35,7 +37,8 @@ const Kernels* FindKernels(DType dtype, ReduceOp op);
 // memcpy; with `stream`, stores bypass the cache. Regions do not overlap.
 void CopyBytes(void* dst, const void* src, std::size_t nbytes, bool stream);
 
-// The instruction set chosen at start: "avx512", "avx2" or "baseline" (HETCOLL_ISA can only lower it; Python passes it).
+// The instruction set chosen at start: "avx512", "avx2" or "baseline" (HETCOLL_ISA can only lower it; Python passes
+// it). What FindKernels gave before stays as it was.
 const char* KernelIsa();
 bool SetKernelIsa(const char* name);  // false when the processor lacks it or the name is unknown
 
