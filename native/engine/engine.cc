@@ -60,6 +60,7 @@ Engine::~Engine() {
   }
   background_wake_.notify_all();
   if (background_.joinable()) background_.join();
+  DropTasks();  // a queued task and its shape hold each other
 }
 
 bool Engine::forked() { return g_forked.load(std::memory_order_relaxed); }

@@ -15,6 +15,8 @@ namespace {
 // not read again by the plan goes around the cache.
 constexpr std::size_t kStreamBytes = std::size_t{12} << 20;
 
+constexpr std::uint32_t kMostUnits = 1 << 15;  // of a buffer, and copies of it in SCRATCH: products fit 32 bits
+
 bool SameSpan(const SpanRecord& a, const SpanRecord& b) {
   return a.buf >= 0 && a.buf == b.buf && a.start == b.start && a.count == b.count;
 }
@@ -35,17 +37,35 @@ SpanRecord InPlaceName(SpanRecord s, const PlanHeader& head, int rank) {
   return s;
 }
 
-void CheckSpan(const SpanRecord& s, const PlanHeader& head, std::size_t step) {
-  if (s.buf < 0) return;
+void CheckHeader(const PlanHeader& head) {
+  if (head.magic != kPlanMagic) throw PlanError("plan: wrong magic number");
+  const std::uint32_t like = head.scratch_like == 0 ? head.send_units : head.recv_units;
+  if (head.lanes > kMaxLanes || head.send_units > kMostUnits || head.recv_units > kMostUnits ||
+      head.scratch_copies > kMostUnits || head.scratch_like > 1 || (head.scratch_copies > 0 && like == 0)) {
+    throw PlanError("plan: too many lanes, units or copies, or scratch like nothing");
+  }
+}
+
+void CheckSpan(const SpanRecord& s, bool needed, const PlanHeader& head, std::size_t step) {
+  if (s.buf == -1 && !needed) return;
   const std::uint32_t like = head.scratch_like == 0 ? head.send_units : head.recv_units;
   const std::uint64_t units = s.buf == 0   ? head.send_units
                               : s.buf == 1 ? head.recv_units
                                            : std::uint64_t{head.scratch_copies} * like;
-  const bool inside = s.start >= 0 && s.count >= 1 && std::uint64_t(s.start) + std::uint64_t(s.count) <= units;
+  const bool inside = s.buf >= 0 && s.buf <= 2 && s.start >= 0 && s.count >= 1 &&
+                      std::uint64_t(s.start) + std::uint64_t(s.count) <= units;
   const bool one_copy =
       s.buf != 2 || (inside && std::uint32_t(s.start) / like == std::uint32_t(s.start + s.count - 1) / like);
-  if (s.buf > 2 || !inside || !one_copy) {
-    throw PlanError("plan step " + std::to_string(step) + ": span outside its buffer");
+  if (!inside || !one_copy) {
+    throw PlanError("plan step " + std::to_string(step) + ": span missing or outside its buffer");
+  }
+}
+
+void CheckTable(std::span<const std::size_t> table, std::uint32_t units, std::size_t count) {
+  if (table.empty()) return;
+  if (table.size() != units + 1u || !std::is_sorted(table.begin(), table.end()) || table.back() > count) {
+    throw PlanError("plan: " + std::to_string(units + 1u) + " rising offsets up to " + std::to_string(count) +
+                    " were wanted");
   }
 }
 
@@ -59,9 +79,9 @@ std::size_t CutOffset(std::size_t count, std::uint32_t units, std::uint32_t unit
 Plan::Plan(std::span<const std::byte> encoded, int size) {
   if (encoded.size() < sizeof head) throw PlanError("plan: shorter than its header");
   std::memcpy(&head, encoded.data(), sizeof head);
-  if (head.magic != kPlanMagic) throw PlanError("plan: wrong magic number");
+  CheckHeader(head);
   const std::size_t want = sizeof head + sizeof(StepRecord) * head.steps + sizeof(std::uint32_t) * head.deps;
-  if (encoded.size() != want || head.lanes > kMaxLanes) throw PlanError("plan: wrong length or too many lanes");
+  if (encoded.size() != want) throw PlanError("plan: wrong length");
   steps.resize(head.steps);
   deps.resize(head.deps);
   const std::byte* at = encoded.data() + sizeof head;
@@ -76,8 +96,9 @@ Plan::Plan(std::span<const std::byte> encoded, int size) {
         s.dep_count > deps.size() - s.dep_begin) {
       throw PlanError("plan step " + std::to_string(i) + ": field out of range");
     }
-    CheckSpan(s.src, head, i);
-    CheckSpan(s.dst, head, i);
+    const auto op = static_cast<Op>(s.op);
+    CheckSpan(s.src, op != Op::kRecv && op != Op::kScale && op != Op::kLocal, head, i);
+    CheckSpan(s.dst, op != Op::kSend && op != Op::kLocal, head, i);
     for (std::uint32_t d = 0; d < s.dep_count; ++d) {
       if (deps[s.dep_begin + d] >= steps.size()) throw PlanError("plan step " + std::to_string(i) + ": unknown dep");
     }
@@ -88,6 +109,8 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
                      std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table) {
   const std::size_t item = ItemSize(dtype);
   const PlanHeader& h = plan.head;
+  CheckTable(send_table, h.send_units, send_count);
+  CheckTable(recv_table, h.recv_units, recv_count);
   auto offset = [&](int buf, std::uint32_t unit) -> std::size_t {
     const bool send = buf == 0;
     const auto table = send ? send_table : recv_table;

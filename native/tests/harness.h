@@ -1,0 +1,293 @@
+// For the engine's tests: checks, plans, numbers in every type, and ranks as threads of one process.
+#pragma once
+
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <bit>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/clock.h"
+#include "engine/engine.h"
+
+namespace hetcoll::testing {
+
+inline std::atomic<long> passed{0};
+inline std::atomic<long> failed{0};
+
+#define CHECK(condition, ...)                                     \
+  do {                                                            \
+    if (condition) {                                              \
+      ++::hetcoll::testing::passed;                               \
+    } else if (++::hetcoll::testing::failed <= 20) {              \
+      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+      std::printf(__VA_ARGS__);                                   \
+      std::printf("\n");                                          \
+    }                                                             \
+  } while (0)
+
+// ---- Plans: the C++ twin of src/hetcoll/plan.py's builder and of a few algorithms ----
+
+class Draft {
+ public:
+  Draft(int size, int rank, std::uint32_t send_units, std::uint32_t recv_units) : size_(size), rank_(rank) {
+    head_ = {kPlanMagic, 0, 0, 0, 0, send_units, recv_units, 0, 0};
+  }
+
+  static SpanRecord In(int unit) { return {0, unit, 1}; }
+  static SpanRecord Out(int unit) { return {1, unit, 1}; }
+  static SpanRecord Tmp(int unit) { return {2, unit, 1}; }
+  static constexpr SpanRecord kNone{-1, 0, 0};
+
+  int Send(int lane, SpanRecord src, int peer, int channel, std::initializer_list<int> after = {}) {
+    return Add(Op::kSend, lane, src, kNone, peer, channel, after);
+  }
+  int Recv(int lane, SpanRecord dst, int peer, int channel, std::initializer_list<int> after = {}) {
+    return Add(Op::kRecv, lane, kNone, dst, peer, channel, after);
+  }
+  int RecvReduce(int lane, SpanRecord dst, SpanRecord src, int peer, int channel,
+                 std::initializer_list<int> after = {}) {
+    return Add(Op::kRecvReduce, lane, src, dst, peer, channel, after);
+  }
+  int Local(Op op, int lane, SpanRecord dst, SpanRecord src, std::initializer_list<int> after = {}) {
+    return Add(op, lane, src, dst, -1, 0, after);
+  }
+  void Scratch(std::uint32_t copies) { head_.scratch_copies = copies; }
+
+  std::vector<std::byte> Encode() const {
+    PlanHeader head = head_;
+    head.steps = static_cast<std::uint32_t>(steps_.size());
+    head.deps = static_cast<std::uint32_t>(deps_.size());
+    std::vector<std::byte> out(sizeof head + steps_.size() * sizeof(StepRecord) + deps_.size() * 4);
+    std::memcpy(out.data(), &head, sizeof head);
+    if (!steps_.empty()) std::memcpy(out.data() + sizeof head, steps_.data(), steps_.size() * sizeof(StepRecord));
+    if (!deps_.empty()) std::memcpy(out.data() + out.size() - deps_.size() * 4, deps_.data(), deps_.size() * 4);
+    return out;
+  }
+
+ private:
+  int Add(Op op, int lane, SpanRecord src, SpanRecord dst, int peer, int channel, std::initializer_list<int> after) {
+    const auto begin = static_cast<std::uint32_t>(deps_.size());
+    for (int step : after) {
+      if (step >= 0 && steps_[static_cast<std::size_t>(step)].lane != lane) {
+        deps_.push_back(static_cast<std::uint32_t>(step));
+      }
+    }
+    steps_.push_back({static_cast<std::uint8_t>(op), static_cast<std::uint8_t>(lane),
+                      static_cast<std::uint16_t>(channel), peer, src, dst, begin,
+                      static_cast<std::uint32_t>(deps_.size()) - begin});
+    head_.lanes = std::max<std::uint16_t>(head_.lanes, static_cast<std::uint16_t>(lane + 1));
+    return static_cast<int>(steps_.size()) - 1;
+  }
+
+  int size_;
+  int rank_;
+  PlanHeader head_;
+  std::vector<StepRecord> steps_;
+  std::vector<std::uint32_t> deps_;
+};
+
+using Encoded = std::vector<std::byte>;
+using Algorithm = Encoded (*)(int size, int rank);
+
+// algorithms/ring.py: reduce-scatter on channel 0, all-gather on channel 1.
+inline Encoded RingAllreduce(int n, int r) {
+  Draft p(n, r, static_cast<std::uint32_t>(n), static_cast<std::uint32_t>(n));
+  int grown = -1;
+  for (int s = 1; s < n; ++s) {
+    const int sent = (r - s + n) % n, got = (r - s - 1 + 2 * n) % n;
+    p.Send(0, s == 1 ? Draft::In(sent) : Draft::Out(sent), (r + 1) % n, 0, {grown});
+    grown = p.RecvReduce(1, Draft::Out(got), Draft::In(got), (r + n - 1) % n, 0);
+  }
+  int ready = grown;
+  for (int s = 0; s < n - 1; ++s) {
+    const int sent = (r - s + n) % n, got = (r - s - 1 + 2 * n) % n;
+    p.Send(2, Draft::Out(sent), (r + 1) % n, 1, {ready});
+    ready = p.Recv(3, Draft::Out(got), (r + n - 1) % n, 1);
+  }
+  return p.Encode();
+}
+
+// algorithms/direct.py: reduce-scatter and all-gather in one hop each.
+inline Encoded DirectAllreduce(int n, int r) {
+  Draft p(n, r, static_cast<std::uint32_t>(n), static_cast<std::uint32_t>(n));
+  for (int d = 1; d < n; ++d) p.Send(0, Draft::In((r + d) % n), (r + d) % n, 0);
+  int reduced = -1;
+  for (int d = 1; d < n; ++d) {
+    reduced = p.RecvReduce(1, Draft::Out(r), d == 1 ? Draft::In(r) : Draft::Out(r), (r - d + n) % n, 0);
+  }
+  for (int d = 1; d < n; ++d) p.Send(2, Draft::Out(r), (r + d) % n, 1, {reduced});
+  for (int d = 1; d < n; ++d) p.Recv(3, Draft::Out((r - d + n) % n), (r - d + n) % n, 1);
+  return p.Encode();
+}
+
+// Everyone sends all to everyone, who keeps what came in scratch and then adds: local steps as well.
+inline Encoded ScratchAllreduce(int n, int r) {
+  Draft p(n, r, 1, 1);
+  p.Scratch(static_cast<std::uint32_t>(n));
+  for (int d = 1; d < n; ++d) p.Send(0, Draft::In(0), (r + d) % n, 0);
+  int last = p.Local(Op::kCopy, 1, Draft::Tmp(r), Draft::In(0));
+  for (int d = 1; d < n; ++d) last = p.Recv(1, Draft::Tmp((r - d + n) % n), (r - d + n) % n, 0);
+  for (int i = 1; i < n; ++i) last = p.Local(Op::kReduce, 1, Draft::Tmp(0), Draft::Tmp(i));
+  p.Local(Op::kCopy, 2, Draft::Out(0), Draft::Tmp(0), {last, n - 2});
+  return p.Encode();
+}
+
+inline Encoded Message(int n, int r, int peer, bool sends) {
+  Draft p(n, r, sends ? 1 : 0, sends ? 0 : 1);
+  if (sends) {
+    p.Send(0, Draft::In(0), peer, 2);
+  } else {
+    p.Recv(0, Draft::Out(0), peer, 2);
+  }
+  return p.Encode();
+}
+
+// ---- Numbers that every type holds exactly ----
+
+inline std::uint32_t Hash(std::uint64_t x) {
+  x = (x ^ (x >> 31)) * 0x7fb5d329728ea185u;
+  x = (x ^ (x >> 27)) * 0x81dadef4bc2dd44du;
+  return static_cast<std::uint32_t>(x ^ (x >> 33));
+}
+
+// Element i of a rank: small enough that sums over four ranks stay exact in 8-bit floats.
+inline unsigned Value(int rank, std::size_t i, DType dtype) {
+  return Hash(i * 8 + static_cast<std::size_t>(rank) + 1) % (ItemSize(dtype) == 1 ? 2 : 60);
+}
+
+inline void Store(DType dtype, unsigned value, std::byte* at) {
+  const auto store = [at](auto x) { std::memcpy(at, &x, sizeof x); };
+  const auto narrow = [value](int mantissa, int bias) -> unsigned {
+    if (value == 0) return 0;
+    const int e = std::bit_width(value) - 1;
+    return static_cast<unsigned>(e + bias) << mantissa | ((value ^ (1u << e)) << mantissa >> e);
+  };
+  std::memset(at, 0, ItemSize(dtype));
+  switch (dtype) {
+    case DType::kFloat16:
+      return store(static_cast<std::uint16_t>(narrow(10, 15)));
+    case DType::kBfloat16:
+      return store(static_cast<std::uint16_t>(narrow(7, 127)));
+    case DType::kFloat8E4m3fn:
+      return store(static_cast<std::uint8_t>(narrow(3, 7)));
+    case DType::kFloat8E5m2:
+      return store(static_cast<std::uint8_t>(narrow(2, 15)));
+    case DType::kFloat8E4m3fnuz:
+      return store(static_cast<std::uint8_t>(narrow(3, 8)));
+    case DType::kFloat8E5m2fnuz:
+      return store(static_cast<std::uint8_t>(narrow(2, 16)));
+    case DType::kFloat32:
+    case DType::kComplex64:
+      return store(static_cast<float>(value));
+    case DType::kFloat64:
+    case DType::kComplex128:
+      return store(static_cast<double>(value));
+    default:  // little-endian integers
+      std::memcpy(at, &value, std::min<std::size_t>(sizeof value, ItemSize(dtype)));
+  }
+}
+
+using Bytes = std::vector<std::byte>;
+
+inline Bytes Input(int rank, std::size_t count, DType dtype) {
+  Bytes out(count * ItemSize(dtype));
+  for (std::size_t i = 0; i < count; ++i) Store(dtype, Value(rank, i, dtype), out.data() + i * ItemSize(dtype));
+  return out;
+}
+
+inline Bytes Sum(int size, std::size_t count, DType dtype) {
+  Bytes out(count * ItemSize(dtype));
+  for (std::size_t i = 0; i < count; ++i) {
+    unsigned sum = 0;
+    for (int rank = 0; rank < size; ++rank) sum += Value(rank, i, dtype);
+    if (dtype == DType::kBool) sum = sum > 0;
+    Store(dtype, sum, out.data() + i * ItemSize(dtype));
+  }
+  return out;
+}
+
+// ---- Ranks ----
+
+struct JobOptions {
+  int size = 2;
+  bool tcp = false;  // over socket pairs instead of shared memory
+  int stripes = 1;
+  std::size_t ring_bytes = 64 << 10;
+  double spin_seconds = 20e-6;
+  std::string fault = {};
+};
+
+class Job {
+ public:
+  explicit Job(const JobOptions& o) : size_(o.size) {
+    static std::atomic<int> jobs{0};
+    const std::string name = "hetcoll-test-" + std::to_string(getpid()) + "-" + std::to_string(jobs++);
+    const bool crowded = o.size > static_cast<int>(std::thread::hardware_concurrency());
+    for (int r = 0; r < o.size; ++r) {
+      engines_.push_back(
+          std::make_unique<Engine>(EngineOptions{r, o.size, 0x1234, name, r, o.spin_seconds, crowded, o.fault}));
+    }
+    if (o.tcp) {
+      ConnectAll(o.stripes);
+    } else {
+      MapAll(o.ring_bytes);
+    }
+  }
+
+  int size() const { return size_; }
+  Engine& engine(int rank) { return *engines_[static_cast<std::size_t>(rank)]; }
+
+  // Calls body(rank, its engine) on a thread for each rank, and waits for all.
+  void Run(const std::function<void(int, Engine&)>& body) {
+    std::vector<std::thread> threads;
+    for (int r = 0; r < size_; ++r) threads.emplace_back([&, r] { body(r, engine(r)); });
+    for (std::thread& t : threads) t.join();
+  }
+
+ private:
+  void MapAll(std::size_t ring_bytes) {
+    const ShmLayout layout(size_, ring_bytes);
+    const int fd = memfd_create("hetcoll-test", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, static_cast<off_t>(layout.total_bytes)) != 0) std::abort();
+    std::vector<int> ranks(static_cast<std::size_t>(size_));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    for (auto& engine : engines_) engine->AttachShm(fd, ring_bytes, ranks);
+    close(fd);
+  }
+
+  void ConnectAll(int stripes) {
+    for (int a = 0; a < size_; ++a) {
+      for (int b = a + 1; b < size_; ++b) {
+        for (int channel = 0; channel < kChannels; ++channel) {
+          std::vector<int> mine, theirs;
+          for (int s = 0; s < stripes; ++s) {
+            int pair[2];
+            if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) std::abort();
+            mine.push_back(pair[0]);
+            theirs.push_back(pair[1]);
+          }
+          engine(a).AttachTcp(b, channel, mine);
+          engine(b).AttachTcp(a, channel, theirs);
+        }
+      }
+    }
+  }
+
+  int size_;
+  std::vector<std::unique_ptr<Engine>> engines_;
+};
+
+}  // namespace hetcoll::testing

@@ -1,0 +1,115 @@
+// Plans that come in from outside: what is refused, and that no bytes at all can make the decoder or the binder step
+// outside their memory.
+
+#include <random>
+
+#include "harness.h"
+
+namespace hetcoll::testing {
+namespace {
+
+bool Refused(const Encoded& encoded, int size) {
+  try {
+    Plan plan(encoded, size);
+  } catch (const PlanError&) {
+    return true;
+  }
+  return false;
+}
+
+// Every byte of a bound plan lies inside its buffer.
+void CheckBounds(const BoundPlan& bound) {
+  const auto inside = [&](Buf buf, std::size_t off, std::size_t len) {
+    const std::size_t size = buf == Buf::kSend   ? bound.send_bytes
+                             : buf == Buf::kRecv ? bound.recv_bytes
+                                                 : bound.scratch_bytes;
+    return buf == Buf::kNone || (off <= size && len <= size - off);
+  };
+  bool ok = true;
+  for (const BoundStep& s : bound.steps) {
+    ok &= inside(s.src_buf, s.src_off, s.len) && inside(s.dst_buf, s.dst_off, s.len);
+    const bool reads = s.op != Op::kRecv && s.op != Op::kScale && s.op != Op::kLocal;
+    const bool writes = s.op != Op::kSend && s.op != Op::kLocal;
+    ok &= (!reads || s.src_buf != Buf::kNone) && (!writes || s.dst_buf != Buf::kNone);
+  }
+  CHECK(ok, "a step outside its buffers");
+}
+
+}  // namespace
+
+void CheckPlans() {
+  const Encoded good = RingAllreduce(3, 1);
+  CHECK(!Refused(good, 3), "a good plan");
+  CHECK(Refused(good, 2), "a peer beyond the last rank");
+  CHECK(Refused(Encoded(good.begin(), good.begin() + 20), 3), "shorter than its header");
+  CHECK(Refused(Encoded(good.begin(), good.end() - 1), 3), "cut short");
+  const auto broken = [&](auto change) {
+    Encoded plan = good;
+    StepRecord step;
+    std::byte* at = plan.data() + sizeof(PlanHeader);
+    std::memcpy(&step, at, sizeof step);
+    change(step);
+    std::memcpy(at, &step, sizeof step);
+    return plan;
+  };
+  CHECK(Refused(broken([](StepRecord& s) { s.op = 7; }), 3), "an unknown operation");
+  CHECK(Refused(broken([](StepRecord& s) { s.lane = 40; }), 3), "a lane too many");
+  CHECK(Refused(broken([](StepRecord& s) { s.channel = kChannels; }), 3), "a channel too many");
+  CHECK(Refused(broken([](StepRecord& s) { s.peer = -1; }), 3), "a send to nobody");
+  CHECK(Refused(broken([](StepRecord& s) { s.src.buf = -1; }), 3), "a send of nothing");
+  CHECK(Refused(broken([](StepRecord& s) { s.src.start = 3; }), 3), "a span behind the end");
+  CHECK(Refused(broken([](StepRecord& s) { s.src.count = 0; }), 3), "a span of nothing");
+  CHECK(Refused(broken([](StepRecord& s) { s.dep_count = 99; }), 3), "deps behind the end");
+
+  const Plan plan(good, 3);
+  const std::vector<std::size_t> table{0, 4, 4, 10}, disordered{0, 5, 4, 10}, shorter{0, 10};
+  const BoundPlan bound(plan, 1, DType::kInt16, 10, 10, table, table);
+  CheckBounds(bound);
+  for (const auto& bad : {disordered, shorter, std::vector<std::size_t>{0, 4, 4, 11}}) {
+    bool refused = false;
+    try {
+      BoundPlan(plan, 1, DType::kInt16, 10, 10, bad, bad);
+    } catch (const PlanError&) {
+      refused = true;
+    }
+    CHECK(refused, "a table of offsets that fits neither plan nor buffer");
+  }
+}
+
+void FuzzPlans() {
+  std::mt19937 random(20261120);
+  const auto below = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
+  int bound_plans = 0;
+  for (int round = 0; round < 20000; ++round) {
+    const int size = 2 + static_cast<int>(below(3));
+    const Algorithm algorithms[] = {RingAllreduce, DirectAllreduce, ScratchAllreduce};
+    Encoded plan = algorithms[below(3)](size, static_cast<int>(below(static_cast<std::size_t>(size))));
+    for (std::size_t edits = below(4); edits > 0; --edits) {
+      switch (below(4)) {
+        case 0:
+          plan[below(plan.size())] = static_cast<std::byte>(random());
+          break;
+        case 1: {  // a whole field, with the values that break arithmetic
+          const std::uint32_t values[] = {0, 1, 2, 0x7fffffff, 0x80000000, 0xffffffff, 0x10000};
+          std::memcpy(plan.data() + below(plan.size() / 4) * 4, &values[below(7)], 4);
+          break;
+        }
+        case 2:  // a small step away
+          plan[below(plan.size())] = static_cast<std::byte>(below(5));
+          break;
+        default:
+          if (below(8) == 0) plan.resize(plan.size() - std::min<std::size_t>(below(60), plan.size() - 4));
+      }
+    }
+    try {
+      const Plan decoded(plan, size);
+      const std::size_t send = below(1000), recv = below(4) == 0 ? below(1000) : send;
+      CheckBounds(BoundPlan(decoded, 0, static_cast<DType>(below(kDTypes)), send, recv, {}, {}));
+      ++bound_plans;
+    } catch (const PlanError&) {
+    }
+  }
+  CHECK(bound_plans > 1000, "only %d of the mutants were bound", bound_plans);
+}
+
+}  // namespace hetcoll::testing
