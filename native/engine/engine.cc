@@ -23,11 +23,12 @@ constexpr double kPromptSeconds = 20e-6;  // how long a call may keep the interp
 constexpr std::size_t kLargestItem = 16;
 constexpr std::int64_t kYieldNs = 200'000;  // between spinning and sleeping
 
-std::atomic<bool> g_forked{false};
+std::atomic<int> g_forks{0};
 
-void WatchForks() {
+int WatchForks() {
   static std::once_flag once;
-  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { g_forked.store(true); }); });
+  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { g_forks.fetch_add(1); }); });
+  return g_forks.load();
 }
 
 std::uint64_t Mix(std::uint64_t x) {  // the finaliser of splitmix64
@@ -40,12 +41,12 @@ std::uint64_t Mix(std::uint64_t x) {  // the finaliser of splitmix64
 
 Engine::Engine(const EngineOptions& options)
     : options_(options),
+      forks_(WatchForks()),
       doorbell_(options.doorbell_name, options.local_rank),
       injector_(FaultSpec::Parse(options.fault), options.rank),
       links_(options.size),
       scratch_(nullptr, [](std::byte* p) { std::free(p); }),
       departed_(static_cast<std::size_t>(options.size)) {
-  WatchForks();
   // With more ranks than cores, whoever spins keeps a peer from running.
   spin_ns_ = options.oversubscribed ? 0 : static_cast<std::int64_t>(options.spin_seconds * 1e9);
   // A pass with a pause takes about 40 ns.
@@ -53,17 +54,23 @@ Engine::Engine(const EngineOptions& options)
 }
 
 Engine::~Engine() {
-  Fail(FaultKind::kAborted, -1, "the communicator was closed");
+  if (forked()) {  // neither the thread nor whoever held a lock exists here
+    if (background_.joinable()) background_.detach();
+    return;
+  }
+  Close();
+}
+
+void Engine::StopBackground() {
   {
     std::lock_guard lock(background_mutex_);
     background_stop_ = true;
   }
   background_wake_.notify_all();
   if (background_.joinable()) background_.join();
-  DropTasks();  // a queued task and its shape hold each other
 }
 
-bool Engine::forked() { return g_forked.load(std::memory_order_relaxed); }
+bool Engine::forked() const { return g_forks.load(std::memory_order_relaxed) != forks_; }
 
 void Engine::AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks) {
   const int local_size = static_cast<int>(local_ranks.size());
@@ -89,6 +96,7 @@ void Engine::AttachShm(int fd, std::size_t ring_bytes, std::span<const int> loca
 void Engine::AttachTcp(int peer, int channel, std::span<const int> fds) {
   LinkEnds ends = injector_.Wrap(MakeTcp(fds, peer), 1, peer, channel);
   std::lock_guard lock(mutex_);
+  if (failed()) return;  // perhaps closed: then nobody would close them
   links_.tx(peer, channel).end = std::move(ends.send);
   links_.rx(peer, channel).end = std::move(ends.recv);
 }
@@ -162,6 +170,10 @@ std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const 
   contenders_.fetch_sub(1, std::memory_order_relaxed);
   std::shared_ptr<Task> task = TakeTask(*shape);
   task->Prepare(links_, send, recv, NextSignature(*shape));
+  if (failed()) {
+    task->state.store(Task::State::kFailed, std::memory_order_release);
+    return task;
+  }
   task->keepalive = shape;
   if (shape->p2p) {
     p2p_.push_back(task);
@@ -388,6 +400,7 @@ Outcome Engine::Drive(const Task& task, std::int64_t until) {
 
 void Engine::DriveInBackground() {
   std::lock_guard lock(background_mutex_);
+  if (background_stop_) return;
   background_work_ = true;
   if (!background_.joinable()) background_ = std::thread([this] { BackgroundLoop(); });
   background_wake_.notify_one();
@@ -417,24 +430,38 @@ void Engine::BackgroundLoop() {
 }
 
 void Engine::Fail(FaultKind kind, int peer, const std::string& text) {
-  {
-    std::lock_guard lock(failure_mutex_);
-    if (failure_.kind != FaultKind::kNone) return;
-    failure_ = {kind, peer, text};
-    failed_.store(true, std::memory_order_release);
-  }
+  std::lock_guard lock(failure_mutex_);
+  if (failure_.kind != FaultKind::kNone) return;
+  failure_ = {kind, peer, text};
+  failed_.store(true, std::memory_order_release);
   doorbell_.Ring(options_.local_rank);
 }
 
-void Engine::Close() {
-  Fail(FaultKind::kAborted, options_.rank, "the communicator was closed");
+void Engine::Halt(FaultKind kind, int peer, const std::string& text) {
+  Fail(kind, peer, text);
   contenders_.fetch_add(1);
-  std::lock_guard lock(mutex_);
+  std::lock_guard lock(mutex_);  // whoever holds it may be copying
   contenders_.fetch_sub(1);
   DropTasks();
+}
+
+void Engine::Close() {
+  Halt(FaultKind::kAborted, options_.rank, "the communicator was closed");
+  StopBackground();
+  while (drivers_.load() > 0) sched_yield();  // they are on their way out, and use links and doorbell until then
+  std::lock_guard lock(mutex_);
+  links_.touched.clear();
   for (Port<SendEnd>& port : links_.send) {
     if (port.end != nullptr) port.end->Finish();
+    port.end.reset();
   }
+  for (Port<RecvEnd>& port : links_.recv) port.end.reset();
+  own_bell_ = nullptr;
+  segment_.reset();
+  scratch_.reset();
+  scratch_size_ = 0;
+  std::lock_guard failure_lock(failure_mutex_);
+  doorbell_.Close();
 }
 
 Failure Engine::failure() const {
@@ -443,6 +470,10 @@ Failure Engine::failure() const {
 }
 
 void Engine::PeerLeft(int peer) {
+  contenders_.fetch_add(1);
+  std::lock_guard lock(mutex_);
+  contenders_.fetch_sub(1);
+  if (failed()) return;
   departed_.at(static_cast<std::size_t>(peer)).store(true);
   any_departed_.store(true, std::memory_order_release);
   doorbell_.Ring(options_.local_rank);

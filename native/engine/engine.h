@@ -75,12 +75,14 @@ class Engine {
   // Lets the engine's own thread finish what was submitted so far.
   void DriveInBackground();
 
-  // Ends every wait here at once with this failure; the first one is kept. Callable from any thread.
-  void Fail(FaultKind kind, int peer, const std::string& text);
+  // Ends every wait here at once with this failure; the first one is kept. Callable from any thread. When it returns,
+  // nothing here touches a caller's memory any more.
+  void Halt(FaultKind kind, int peer, const std::string& text);
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   Failure failure() const;
 
-  // Ends everything here for good, and lets the peers see the end of what was sent.
+  // Ends everything here for good, lets the peers see the end of what was sent, and gives links, memory, descriptors and
+  // the thread back. Callable from any thread, while others wait as well.
   void Close();
 
   // `peer` will send nothing more: waits for it fail once what it sent before is used up.
@@ -94,7 +96,8 @@ class Engine {
   // The shape of the collective with this number, or -1 where that is long ago.
   int History(std::uint64_t sequence) const;
   std::size_t scratch_bytes() const { return scratch_size_; }
-  static bool forked();
+  // Whether this process is a fork of the one that made the engine: then nothing here may be used.
+  bool forked() const;
 
  private:
   std::shared_ptr<Task> TakeTask(Shape& shape);
@@ -102,6 +105,8 @@ class Engine {
   bool PassAll();             // the five below: under mutex_
   bool PassTask(Task& task);  // false also when it failed the engine
   void RingDoorbells();
+  void Fail(FaultKind kind, int peer, const std::string& text);
+  void StopBackground();
   void CheckDeparted();
   bool Idle() const { return collectives_.empty() && p2p_.empty(); }
   void DropTasks();
@@ -112,6 +117,7 @@ class Engine {
   std::byte* Scratch(std::size_t bytes);
 
   EngineOptions options_;
+  int forks_;  // that this process is away from the one where its program began
   std::int64_t spin_ns_ = 0;
   int prompt_spins_ = 0;
   Doorbell doorbell_;

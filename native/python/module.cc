@@ -4,6 +4,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <pthread.h>
 
 #include <memory>
 #include <string>
@@ -57,7 +58,7 @@ class PyEngine {
 
   // Runs a collective that was run before with the same counts. False: it was not, and nothing was done.
   bool Call(int collective, nb::handle send, nb::handle recv, nb::handle op, int root) {
-    if (Engine::forked() || !op_labels_) return false;
+    if (engine_.forked() || !op_labels_) return false;
     const bool in_place = recv.is_none();
     HostBuffer send_buffer;
     HostBuffer recv_buffer;
@@ -117,16 +118,6 @@ class PyEngine {
     on_interrupt_ = std::move(on_interrupt);
   }
 
-  // Ends what is in flight and lets go of Python objects, which would otherwise hold each other for ever.
-  void Close() {
-    engine_.Close();
-    op_labels_.reset();
-    on_interrupt_.reset();
-    on_stuck_.reset();
-    pending_ = {};
-    cache_ = {};
-  }
-
  private:
   int OpNumber(PyObject* op) const {
     for (int i = 0; i < kReduceOps; ++i) {
@@ -141,8 +132,9 @@ class PyEngine {
     if (nbytes <= kHoldGilBytes) {
       outcome = engine_.RunPrompt(shape, send, recv, pending);
     } else {
+      const std::shared_ptr<Shape> held = shape;  // another thread may change the cache that it lies in
       nb::gil_scoped_release release;
-      outcome = engine_.RunPrompt(shape, send, recv, pending);
+      outcome = engine_.RunPrompt(held, send, recv, pending);
     }
     if (outcome == Outcome::kDone) return Status::kDone;
     if (outcome == Outcome::kFailed) return Status::kFailed;
@@ -162,19 +154,15 @@ class PyEngine {
       }
       if (outcome == Outcome::kDone) return Status::kDone;
       if (outcome == Outcome::kFailed) return Status::kFailed;
-      if (PyErr_CheckSignals() != 0) Interrupt(task);
+      if (PyErr_CheckSignals() != 0) Interrupt();
       if (NowNs() >= deadline) return Status::kTimedOut;
     }
   }
 
   // A signal handler raised: nothing of ours may touch the caller's memory any more once the exception leaves here.
-  [[noreturn]] void Interrupt(const Task& task) {
+  [[noreturn]] void Interrupt() {
     nb::python_error error;
-    engine_.Fail(FaultKind::kAborted, rank_, "rank " + std::to_string(rank_) + " was interrupted");
-    {
-      nb::gil_scoped_release release;
-      static_cast<void>(engine_.Drive(task, NowNs() + 1'000'000'000));
-    }
+    engine_.Halt(FaultKind::kAborted, rank_, "rank " + std::to_string(rank_) + " was interrupted");
     if (on_interrupt_) on_interrupt_();
     throw error;
   }
@@ -224,6 +212,9 @@ nb::tuple Wire() {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // A forked child has the objects of the parent's threads, but not the threads that would let go of them.
+  pthread_atfork(nullptr, nullptr, [] { nb::set_leak_warnings(false); });
+
   nb::exception<PlanError>(m, "PlanError", PyExc_ValueError);
   nb::exception<Fault>(m, "Fault", PyExc_OSError);
   nb::enum_<Status>(m, "Status", nb::is_arithmetic())
@@ -251,7 +242,7 @@ NB_MODULE(_native, m) {
       .def("wait", &PyEngine::Wait, "ticket"_a, "timeout"_a)
       .def("remember", &PyEngine::Remember)
       .def("set_ops", &PyEngine::SetOps)
-      .def("close", &PyEngine::Close)
+      .def("close", [](PyEngine& e) { e.engine().Close(); })
       .def("attach_shm", [](PyEngine& e, int fd, std::size_t ring_bytes,
                             const std::vector<int>& local_ranks) { e.engine().AttachShm(fd, ring_bytes, local_ranks); })
       .def("attach_tcp", [](PyEngine& e, int peer, int channel,
@@ -269,8 +260,9 @@ NB_MODULE(_native, m) {
           "plan"_a, "dtype"_a, "op"_a, "send_count"_a, "recv_count"_a, "send_table"_a, "recv_table"_a, "descriptor"_a,
           "p2p"_a)
       .def("fail", [](PyEngine& e, int kind, int peer,
-                      const std::string& text) { e.engine().Fail(static_cast<FaultKind>(kind), peer, text); })
+                      const std::string& text) { e.engine().Halt(static_cast<FaultKind>(kind), peer, text); })
       .def_prop_ro("failed", [](PyEngine& e) { return e.engine().failed(); })
+      .def_prop_ro("forked", [](PyEngine& e) { return e.engine().forked(); })
       .def_prop_ro("failure",
                    [](PyEngine& e) {
                      const Failure f = e.engine().failure();
@@ -296,7 +288,6 @@ NB_MODULE(_native, m) {
     CopyBytes(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), n, false);
   });
   m.def("wire", &Wire);
-  m.def("forked", &Engine::forked);
 }
 
 }  // namespace hetcoll

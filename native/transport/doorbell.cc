@@ -36,7 +36,10 @@ Doorbell::Doorbell(const std::string& prefix, int index) : prefix_(prefix) {
   }
 }
 
-Doorbell::~Doorbell() { close(fd_); }
+void Doorbell::Close() {
+  if (fd_ >= 0) close(fd_);
+  fd_ = -1;
+}
 
 void Doorbell::Ring(int index) const {
   sockaddr_un address;

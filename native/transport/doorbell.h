@@ -11,13 +11,14 @@ class Doorbell {
  public:
   // `prefix` is the job's random name; the socket is "\0prefix-index".
   Doorbell(const std::string& prefix, int index);
-  ~Doorbell();
+  ~Doorbell() { Close(); }
   Doorbell(const Doorbell&) = delete;
   Doorbell& operator=(const Doorbell&) = delete;
 
   int fd() const { return fd_; }
   void Ring(int index) const;  // never waits; a full queue means that the sleeper is being woken already
   void Drain() const;
+  void Close();
 
  private:
   std::string prefix_;

@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -47,7 +48,8 @@ class Core:
             session.leave(group)
             raise
         self._engine = self._wiring.engine
-        self._engine.set_ops(OP_LABELS, self._stuck, self._interrupted)
+        # Weakly, since the engine must not keep its communicator alive.
+        self._engine.set_ops(OP_LABELS, _weakly(self._stuck), _weakly(self._interrupted))
         self._call: Callable[..., bool] = self._engine.call
         self._selection = Selection(self._wiring, config)
         self._diagnosis.attach(self._engine, self._selection.describe, lambda: self._current)
@@ -192,7 +194,7 @@ class Core:
         return float(timeout)
 
     def _check_usable(self) -> None:
-        if _native.forked():
+        if self._engine.forked:
             raise ClosedError("this communicator belongs to the parent of this forked process")
         if self._closed:
             raise ClosedError("this communicator was closed")
@@ -215,7 +217,7 @@ class Core:
         May be called from any thread, also while another one is stuck in a call, which then raises `AbortedError`.
         Needs no other rank's help. Afterwards only `close` is of use.
         """
-        if self._closed or _native.forked():
+        if self._closed or self._engine.forked:
             return
         text = f"rank {self._rank} called abort()" + (f": {reason}" if reason else "")
         self._engine.fail(Kind.ABORTED, self._rank, text)
@@ -230,10 +232,10 @@ class Core:
             return
         self._closed = True
         lifetime.forget(self)
-        if _native.forked():
-            return
-        self._engine.close()
         self._call = _refuse
+        if self._engine.forked:
+            return
+        self._engine.close()  # from here on nothing of ours touches the memory of calls in flight
         with self._pending_lock:
             self._pending.clear()
         self._selection.close()
@@ -242,7 +244,7 @@ class Core:
 
     def abandon(self) -> None:
         """In a forked child: nothing of the parent's may be touched."""
-        self._closed = True
+        self._closed, self._call = True, _refuse
 
     def __enter__(self) -> Self:
         return self
@@ -284,6 +286,18 @@ class Core:
     def __repr__(self) -> str:
         state = " closed" if self._closed else ""
         return f"<hetcoll.{type(self).__name__} rank {self._rank} of {self._size}{state}>"
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a method of an object that it does not keep alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: object) -> None:
+        found = reference()
+        assert found is not None, "it is in a call"
+        found(*args)
+
+    return call
 
 
 def _refuse(*args: object) -> bool:
