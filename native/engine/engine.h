@@ -81,8 +81,8 @@ class Engine {
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   Failure failure() const;
 
-  // Ends everything here for good, lets the peers see the end of what was sent, and gives links, memory, descriptors and
-  // the thread back. Callable from any thread, while others wait as well.
+  // Ends everything here for good, lets the peers see the end of what was sent, and gives links, memory, descriptors
+  // and the thread back. Callable from any thread, while others wait as well.
   void Close();
 
   // `peer` will send nothing more: waits for it fail once what it sent before is used up.

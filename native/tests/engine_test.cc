@@ -212,8 +212,8 @@ void Failing() {
       std::thread other([&] {
         SleepMs(20);
         asked = NowNs();
-        e.Fail(FaultKind::kTimeout, 1, "first");
-        e.Fail(FaultKind::kAborted, -1, "second");
+        e.Halt(FaultKind::kTimeout, 1, "first");
+        e.Halt(FaultKind::kAborted, -1, "second");
       });
       CHECK(e.Drive(*first, DeadlineNs(kPatience)) == Outcome::kFailed, "failed by another thread");
       other.join();
@@ -332,7 +332,7 @@ void HarmfulFaults() {
               const FaultKind found = e.failure().kind;
               CHECK(found != FaultKind::kSystem && found != FaultKind::kAborted, "%s: %s", fault.c_str(),
                     e.failure().text.c_str());
-              for (int other = 0; other < 3; ++other) job.engine(other).Fail(FaultKind::kAborted, rank, "told");
+              for (int other = 0; other < 3; ++other) job.engine(other).Halt(FaultKind::kAborted, rank, "told");
             }
             break;
           }
