@@ -74,13 +74,14 @@ bool Engine::forked() const { return g_forks.load(std::memory_order_relaxed) != 
 
 void Engine::AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks) {
   const int local_size = static_cast<int>(local_ranks.size());
-  segment_ = std::make_unique<ShmSegment>(fd, ShmLayout(local_size, ring_bytes));
+  segment_ = std::make_shared<ShmSegment>(fd, ShmLayout(local_size, ring_bytes));
+  heap_ = std::make_shared<Heap>(segment_, options_.local_rank);
   own_bell_ = &segment_->doorbell(options_.local_rank);
   for (int i = 0; i < local_size; ++i) {
     const int peer = local_ranks[static_cast<std::size_t>(i)];
     if (peer == options_.rank) continue;
     for (int channel = 0; channel < kChannels; ++channel) {
-      LinkEnds ends = injector_.Wrap({MakeShmSend(*segment_, options_.local_rank, i, channel, peer),
+      LinkEnds ends = injector_.Wrap({MakeShmSend(*segment_, options_.local_rank, i, channel),
                                       MakeShmRecv(*segment_, i, options_.local_rank, channel, peer)},
                                      kLargestItem, peer, channel);
       auto& tx = links_.tx(peer, channel);

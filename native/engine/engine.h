@@ -19,6 +19,7 @@
 #include "engine/plan.h"
 #include "engine/task.h"
 #include "transport/doorbell.h"
+#include "transport/heap.h"
 #include "transport/fault.h"
 #include "transport/shm.h"
 #include "transport/transport.h"
@@ -91,6 +92,9 @@ class Engine {
   // For people: the operation in flight and how far it is. Callable from any thread.
   std::string Describe();
 
+  // Memory that the ranks of this host share; null before AttachShm.
+  std::shared_ptr<Heap> heap() const { return heap_; }
+
   // Counters for tests and `explain`.
   std::uint64_t collectives() const { return sequence_.load(std::memory_order_relaxed); }
   // The shape of the collective with this number, or -1 where that is long ago.
@@ -122,7 +126,8 @@ class Engine {
   int prompt_spins_ = 0;
   Doorbell doorbell_;
   FaultInjector injector_;
-  std::unique_ptr<ShmSegment> segment_;
+  std::shared_ptr<ShmSegment> segment_;
+  std::shared_ptr<Heap> heap_;
   ShmDoorbell* own_bell_ = nullptr;
   Links links_;
   std::vector<std::unique_ptr<Plan>> plans_;

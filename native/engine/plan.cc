@@ -117,6 +117,7 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
     if (!table.empty()) return table[unit] * item;
     return CutOffset(send ? send_count : recv_count, send ? h.send_units : h.recv_units, unit) * item;
   };
+  may_lend = h.credits == 0;
   const int like = static_cast<int>(h.scratch_like);
   const std::uint32_t like_units = like == 0 ? h.send_units : h.recv_units;
   const std::size_t like_bytes = h.scratch_copies == 0 ? 0 : offset(like, like_units);

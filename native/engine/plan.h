@@ -27,7 +27,8 @@ struct PlanHeader {
   std::uint32_t send_units;
   std::uint32_t recv_units;
   std::uint32_t scratch_copies;
-  std::uint32_t scratch_like;
+  std::uint16_t scratch_like;
+  std::uint16_t credits;  // 0: the plan completes even when every send waits for its receive
 };
 static_assert(sizeof(PlanHeader) == 32);
 inline constexpr std::uint32_t kPlanMagic = 0x48435031;
@@ -82,7 +83,8 @@ struct BoundStep {
   std::size_t src_off = 0;
   std::size_t dst_off = 0;
   std::size_t len = 0;
-  std::size_t done = 0;
+  std::size_t done = 0;    // bytes that others may rely on: received, or sent and free to be written again
+  std::size_t posted = 0;  // sends: bytes handed to the transport
 };
 
 // A dep whose step touches the very same span: the dependent may follow it element by element.
@@ -100,6 +102,7 @@ struct BoundPlan {
   std::vector<BoundDep> deps;
   std::vector<std::uint32_t> order;       // step indices, lane by lane
   std::vector<std::uint32_t> lane_begin;  // lanes + 1 entries into `order`
+  bool may_lend = false;                  // sends may wait for their receives
   std::size_t scratch_bytes = 0;
   std::size_t send_bytes = 0;
   std::size_t recv_bytes = 0;

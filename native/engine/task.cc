@@ -45,7 +45,7 @@ void Task::Prepare(Links& links, const void* send, void* recv, std::uint64_t sig
   begun = false;
   state.store(State::kRunning, std::memory_order_relaxed);
   for (BoundStep& s : steps_) {
-    s.done = 0;
+    s.done = s.posted = 0;
     s.complete = false;
   }
   const auto& lanes = bound_.lane_begin;
@@ -127,12 +127,20 @@ bool Task::Move(Links& links, std::uint32_t index, std::size_t limit) {
 
 bool Task::MoveSend(Links& links, BoundStep& s, std::size_t limit) {
   Port<SendEnd>& port = links.tx(s.peer, s.channel);
-  const std::ptrdiff_t n = port.end->Push(MessageOf(s), s.done, Src(s) + s.done, limit - s.done);
-  if (n == kWouldBlock) return false;
-  s.done += static_cast<std::size_t>(n);
+  std::ptrdiff_t n = 0;
+  if (limit > s.posted || s.len == 0) {
+    n = port.end->Push(MessageOf(s), s.posted, Src(s) + s.posted, limit - s.posted);
+    if (n == kWouldBlock && s.len == 0) return false;
+    if (n != kWouldBlock) {
+      s.posted += static_cast<std::size_t>(n);
+      Touch(links, port);
+    }
+  }
+  const std::size_t free = s.posted - std::min(s.posted, port.end->Lent());
+  const bool moved = free > s.done || n > 0 || s.len == 0;
+  s.done = free;
   s.complete = s.done == s.len;
-  Touch(links, port);
-  return true;
+  return moved;
 }
 
 bool Task::MoveRecv(Links& links, BoundStep& s, std::size_t limit) {
@@ -159,7 +167,7 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
       kernels_->reduce2(dst, slot, src, v.data, n / item_, s.stream_stores);
       Port<SendEnd>& out = links.tx(next.peer, next.channel);
       out.end->Commit(MessageOf(next), next.done, n);
-      next.done += n;
+      next.done = next.posted += n;
       next.complete = next.done == next.len;
       Touch(links, out);
     } else {
@@ -179,7 +187,7 @@ std::byte* Task::FuseSlot(Links& links, const BoundStep& s, std::uint32_t index,
   if (s.fuse < 0) return nullptr;
   const auto target = static_cast<std::uint32_t>(s.fuse);
   BoundStep& next = steps_[target];
-  if (next.done != s.done || next.complete) return nullptr;
+  if (next.done != s.done || next.posted != s.done || next.complete) return nullptr;
   bool at_head = false;
   for (std::size_t lane = 0; lane + 1 < bound_.lane_begin.size(); ++lane) {
     at_head |= heads_[lane] < bound_.lane_begin[lane + 1] && bound_.order[heads_[lane]] == target;
@@ -189,7 +197,7 @@ std::byte* Task::FuseSlot(Links& links, const BoundStep& s, std::uint32_t index,
     const BoundDep& dep = bound_.deps[d];
     if (dep.step != index && !steps_[dep.step].complete) return nullptr;
   }
-  return links.tx(next.peer, next.channel).end->Reserve(n);
+  return links.tx(next.peer, next.channel).end->Reserve(Src(next) + next.posted, n);
 }
 
 bool Task::MoveLocal(BoundStep& s, std::size_t limit) {

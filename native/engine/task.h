@@ -109,7 +109,7 @@ class Task {
   std::byte* FuseSlot(Links& links, const BoundStep& s, std::uint32_t index, std::size_t n);
   // How far a step may go given its deps; false when it must not move at all.
   bool Limit(const BoundStep& s, std::size_t& limit) const;
-  Message MessageOf(const BoundStep& s) const { return {signature_ + s.number, s.len}; }
+  Message MessageOf(const BoundStep& s) const { return {signature_ + s.number, s.len, bound_.may_lend}; }
   std::byte* Src(const BoundStep& s) const { return base_[static_cast<std::size_t>(s.src_buf)] + s.src_off; }
   std::byte* Dst(const BoundStep& s) const { return base_[static_cast<std::size_t>(s.dst_buf)] + s.dst_off; }
 

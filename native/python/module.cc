@@ -1,6 +1,7 @@
 // The Python face of the engine: src/hetcoll/_native.pyi says what each thing here is for.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -106,6 +107,30 @@ class PyEngine {
     cache_.Insert({static_cast<std::uint8_t>(collective), static_cast<DType>(dtype), static_cast<std::uint8_t>(op),
                    root, send_count, recv_count},
                   std::move(shape));
+  }
+
+  // `nbytes` of memory that this host's ranks share, or nothing where there is none (a single rank, or TCP only).
+  nb::object Empty(std::size_t nbytes) {
+    std::shared_ptr<Heap> heap = engine_.heap();
+    if (heap == nullptr) return nb::none();
+    std::byte* at = heap->Allocate(nbytes);
+    if (at == nullptr) {
+      throw nb::value_error(("shared memory: wanted " + std::to_string(nbytes) + " bytes in one piece of this rank's " +
+                             std::to_string(heap->capacity()))
+                                .c_str());
+    }
+    struct Loan {
+      std::shared_ptr<Heap> heap;
+      std::byte* at;
+      std::size_t nbytes;
+    };
+    auto loan = std::make_unique<Loan>(Loan{std::move(heap), at, nbytes});
+    nb::capsule owner(loan.get(), [](void* p) noexcept {
+      const std::unique_ptr<Loan> ended(static_cast<Loan*>(p));
+      ended->heap->Free(ended->at, ended->nbytes);
+    });
+    static_cast<void>(loan.release());  // the capsule's now
+    return nb::cast(nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(at, {nbytes}, owner));
   }
 
   // What the last call that timed out has in flight.
@@ -243,6 +268,7 @@ NB_MODULE(_native, m) {
       .def("remember", &PyEngine::Remember)
       .def("set_ops", &PyEngine::SetOps)
       .def("close", [](PyEngine& e) { e.engine().Close(); })
+      .def("empty", &PyEngine::Empty)
       .def("attach_shm", [](PyEngine& e, int fd, std::size_t ring_bytes,
                             const std::vector<int>& local_ranks) { e.engine().AttachShm(fd, ring_bytes, local_ranks); })
       .def("attach_tcp", [](PyEngine& e, int peer, int channel,

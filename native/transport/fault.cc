@@ -145,6 +145,7 @@ class FaultySend final : public SendEnd {
   bool FinalWithoutPeer() const override {
     return !mood_.resting() && link_->ends.send != nullptr && link_->ends.send->FinalWithoutPeer();
   }
+  std::size_t Lent() override { return link_->ends.send != nullptr ? link_->ends.send->Lent() : 0; }
   void Finish() override {
     if (link_->ends.send != nullptr) link_->ends.send->Finish();
   }

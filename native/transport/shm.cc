@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <string>
@@ -13,6 +14,12 @@
 
 namespace hetcoll {
 namespace {
+
+// Shorter messages are copied: waiting until the peer has read them would cost more.
+constexpr std::size_t kLendBytes = 16 << 10;
+constexpr std::size_t kLentFragment = 256 << 10;
+constexpr std::size_t kHeapBytes = std::size_t{64} << 30;  // of all ranks of a host together
+constexpr std::size_t kLeastHeapBytes = std::size_t{1} << 30;
 
 constexpr std::size_t AlignUp(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
 
@@ -47,7 +54,12 @@ std::uint64_t Place(std::uint64_t pos, std::size_t n, std::size_t capacity) {
 
 class ShmSend final : public SendEnd {
  public:
-  ShmSend(std::byte* at, std::size_t ring_bytes, StorePolicy& policy) : edge_(at, ring_bytes), policy_(policy) {}
+  ShmSend(const ShmSegment& segment, int src, int dst, int channel)
+      : edge_(segment.edge(src, dst, channel), segment.layout().ring_bytes),
+        policy_(segment.policy()),
+        base_(segment.base()),
+        heap_(segment.base() + segment.layout().HeapOffset(src)),
+        heap_bytes_(segment.layout().heap_bytes) {}
 
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) override {
     static_cast<void>(at);
@@ -58,6 +70,7 @@ class ShmSend final : public SendEnd {
       Publish(line, m, n);
       return static_cast<std::ptrdiff_t>(n);
     }
+    if (m.may_lend && m.total >= kLendBytes && OnHeap(data)) return Lend(m, data, std::min(n, kLentFragment));
     n = std::min({n, FragmentBytes(m.total), edge_.capacity / 4});
     std::byte* slot = Slot(n);
     if (slot == nullptr) return kWouldBlock;
@@ -67,8 +80,8 @@ class ShmSend final : public SendEnd {
   }
 
   // Nothing while slots are written around the cache: what a kernel stores there goes through it.
-  std::byte* Reserve(std::size_t n) override {
-    if (n > edge_.capacity / 2 || n <= kInlineBytes || policy_.around_cache()) return nullptr;
+  std::byte* Reserve(const std::byte* data, std::size_t n) override {
+    if (n > edge_.capacity / 2 || n <= kInlineBytes || policy_.around_cache() || OnHeap(data)) return nullptr;
     return Slot(n);
   }
 
@@ -78,7 +91,27 @@ class ShmSend final : public SendEnd {
     Publish(Line(), m, n);
   }
 
+  std::size_t Lent() override {
+    if (lent_ == 0) return 0;
+    consumed_ = edge_.credit->lines.load(std::memory_order_acquire);
+    for (; lent_line_ < std::min(consumed_, sent_); ++lent_line_) lent_ -= lent_bytes_[lent_line_ % kLines];
+    return lent_;
+  }
+
  private:
+  bool OnHeap(const std::byte* data) const { return data >= heap_ && data < heap_ + heap_bytes_; }
+
+  std::ptrdiff_t Lend(const Message& m, const std::byte* data, std::size_t n) {
+    if (!LineFree()) return kWouldBlock;
+    if (Lent() == 0) lent_line_ = sent_;
+    lent_ += n;
+    ShmLine& line = Line();
+    const std::uint64_t offset = static_cast<std::uint64_t>(data - base_);
+    std::memcpy(line.payload, &offset, sizeof offset);
+    Publish(line, m, n | kLentBit);
+    return static_cast<std::ptrdiff_t>(n);
+  }
+
   std::byte* Slot(std::size_t n) {
     if (!LineFree()) return nullptr;
     place_ = Place(pos_, n, edge_.capacity);
@@ -101,6 +134,7 @@ class ShmSend final : public SendEnd {
   void Publish(ShmLine& line, const Message& m, std::size_t n) {
     line.signature = m.signature;
     line.nbytes = static_cast<std::uint32_t>(n);
+    lent_bytes_[sent_ % kLines] = (n & kLentBit) != 0 ? n & ~std::size_t{kLentBit} : 0;
     line.total = static_cast<std::uint32_t>(m.total);
     line.stamp.store(++sent_, std::memory_order_release);
     __builtin_prefetch(&Line(), 1);  // take the next line from the receiver's cache ahead of time
@@ -113,11 +147,21 @@ class ShmSend final : public SendEnd {
   std::uint64_t pos_ = 0;       // data ring filled up to here
   std::uint64_t freed_ = 0;     // last seen of credit->bytes
   std::uint64_t place_ = 0;     // of the reserved slot
+  std::byte* base_;
+  const std::byte* heap_;
+  std::size_t heap_bytes_;
+  std::size_t lent_ = 0;         // bytes that the receiver still reads where they lie
+  std::uint64_t lent_line_ = 0;  // the first fragment among them
+  std::array<std::size_t, kLines> lent_bytes_{};
 };
 
 class ShmRecv final : public RecvEnd {
  public:
-  ShmRecv(std::byte* at, std::size_t ring_bytes, int peer) : edge_(at, ring_bytes), peer_(peer) {}
+  ShmRecv(const ShmSegment& segment, int src, int dst, int channel, int peer)
+      : edge_(segment.edge(src, dst, channel), segment.layout().ring_bytes),
+        peer_(peer),
+        base_(segment.base()),
+        total_(segment.layout().total_bytes) {}
 
   View Peek(const Message& m, std::size_t at, std::size_t n) override {
     if (!open_ && !Open(m, at)) return {nullptr, kWouldBlock};
@@ -152,9 +196,16 @@ class ShmRecv final : public RecvEnd {
     if (line.signature != m.signature || line.total != static_cast<std::uint32_t>(m.total)) {
       throw WrongFrame(m, line.signature, line.total, peer_);
     }
-    size_ = line.nbytes;
+    const bool lent = (line.nbytes & kLentBit) != 0;
+    size_ = line.nbytes & ~kLentBit;
     if (size_ > m.total - at) throw Fault(FaultKind::kCorrupt, peer_, "shared memory: a fragment is too long");
-    if (size_ <= kInlineBytes) {
+    if (lent) {
+      std::uint64_t offset = 0;
+      std::memcpy(&offset, line.payload, sizeof offset);
+      if (offset > total_ || size_ > total_ - offset)
+        throw Fault(FaultKind::kCorrupt, peer_, "shared memory: bad offset");
+      data_ = base_ + offset;
+    } else if (size_ <= kInlineBytes) {
       data_ = line.payload;
     } else {
       const std::uint64_t place = Place(pos_, size_, edge_.capacity);
@@ -174,6 +225,8 @@ class ShmRecv final : public RecvEnd {
   std::size_t taken_ = 0;
   std::uint64_t seen_ = 0;  // fragments consumed
   std::uint64_t pos_ = 0;   // data ring consumed up to here once the open fragment is
+  const std::byte* base_;
+  std::size_t total_;
 };
 
 }  // namespace
@@ -207,7 +260,12 @@ ShmLayout::ShmLayout(int local, std::size_t ring)
     : local_size(local),
       ring_bytes(ring),
       edge_bytes(sizeof(ShmCredit) + kLines * sizeof(ShmLine) + ring),
-      total_bytes(EdgeOffset(local, 0, 0)) {}
+      heap_bytes(std::max(kLeastHeapBytes, kHeapBytes / static_cast<std::size_t>(local) / 4096 * 4096)),
+      total_bytes(HeapOffset(local)) {}
+
+std::size_t ShmLayout::HeapOffset(int local_rank) const {
+  return EdgeOffset(local_size, 0, 0) + heap_bytes * static_cast<std::size_t>(local_rank);
+}
 
 std::size_t ShmLayout::EdgeOffset(int src, int dst, int channel) const {
   const std::size_t head = AlignUp(sizeof(ShmDoorbell) * static_cast<std::size_t>(local_size), 4096);
@@ -225,19 +283,19 @@ ShmSegment::ShmSegment(int fd, const ShmLayout& layout) : layout_(layout) {
                 "mapping " + std::to_string(layout.total_bytes) + " bytes of shared memory: " + std::strerror(errno));
   }
   base_ = static_cast<std::byte*>(at);
+  static_cast<void>(madvise(at, layout.total_bytes, MADV_DONTDUMP));  // mostly holes; a core file need not have them
 }
 
 ShmSegment::~ShmSegment() { munmap(base_, layout_.total_bytes); }
 
 ShmDoorbell& ShmSegment::doorbell(int local_rank) const { return reinterpret_cast<ShmDoorbell*>(base_)[local_rank]; }
 
-std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int src, int dst, int channel, int peer) {
-  static_cast<void>(peer);
-  return std::make_unique<ShmSend>(segment.edge(src, dst, channel), segment.layout().ring_bytes, segment.policy());
+std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int src, int dst, int channel) {
+  return std::make_unique<ShmSend>(segment, src, dst, channel);
 }
 
 std::unique_ptr<RecvEnd> MakeShmRecv(const ShmSegment& segment, int src, int dst, int channel, int peer) {
-  return std::make_unique<ShmRecv>(segment.edge(src, dst, channel), segment.layout().ring_bytes, peer);
+  return std::make_unique<ShmRecv>(segment, src, dst, channel, peer);
 }
 
 }  // namespace hetcoll

@@ -22,11 +22,12 @@ inline constexpr std::size_t kInlineBytes = 40;
 struct alignas(64) ShmLine {
   std::atomic<std::uint64_t> stamp;  // index of this fragment + 1, written last
   std::uint64_t signature;
-  std::uint32_t nbytes;
-  std::uint32_t total;  // low 32 bits of the message's length, as a check
+  std::uint32_t nbytes;  // kLentBit: the payload is where it was, at the segment offset that `payload` holds
+  std::uint32_t total;   // low 32 bits of the message's length, as a check
   std::byte payload[kInlineBytes];
 };
 static_assert(sizeof(ShmLine) == 64);
+inline constexpr std::uint32_t kLentBit = 1u << 31;
 
 // Written by the receiver only.
 struct alignas(128) ShmCredit {
@@ -42,10 +43,12 @@ struct ShmLayout {
   ShmLayout(int local_size, std::size_t ring_bytes);
 
   std::size_t EdgeOffset(int src, int dst, int channel) const;
+  std::size_t HeapOffset(int local_rank) const;
 
   int local_size;
   std::size_t ring_bytes;
   std::size_t edge_bytes;
+  std::size_t heap_bytes;  // one rank's: address space, not memory
   std::size_t total_bytes;
 };
 
@@ -76,6 +79,7 @@ class ShmSegment {
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
 
+  std::byte* base() const { return base_; }
   ShmDoorbell& doorbell(int local_rank) const;
   std::byte* edge(int src, int dst, int channel) const { return base_ + layout_.EdgeOffset(src, dst, channel); }
   const ShmLayout& layout() const { return layout_; }
@@ -87,7 +91,7 @@ class ShmSegment {
   std::byte* base_;
 };
 
-std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int src, int dst, int channel, int peer);
+std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int src, int dst, int channel);
 std::unique_ptr<RecvEnd> MakeShmRecv(const ShmSegment& segment, int src, int dst, int channel, int peer);
 
 }  // namespace hetcoll

@@ -38,6 +38,7 @@ struct Fault : std::runtime_error {
 struct Message {
   std::uint64_t signature;  // of the operation, plus kNumberStep for each message of it that went before
   std::size_t total;
+  bool may_lend = false;  // the sender can wait until the receiver has read it
 };
 
 inline constexpr std::uint64_t kNumberStep = 0x9e3779b97f4a7c15u;
@@ -65,13 +66,19 @@ class SendEnd {
   SendEnd(const SendEnd&) = delete;
   SendEnd& operator=(const SendEnd&) = delete;
 
-  // Offers bytes [at, at + n) of a message. Returns how many were taken (they may be reused at once), or kWouldBlock.
+  // Offers bytes [at, at + n) of a message. Returns how many were taken (but see Lent), or kWouldBlock.
   // An empty message (total 0) is taken as a whole and returns 0.
   virtual std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) = 0;
 
-  // A place for exactly n further bytes that the caller fills before Commit, or null (no room now, or no such place in
-  // this transport). It lets a reduction write its result straight into the slot.
-  virtual std::byte* Reserve(std::size_t n) {
+  // How many of the bytes taken last are still read where they lie: memory that the peer can reach is lent, not copied,
+  // and must not be written until it is given back.
+  virtual std::size_t Lent() { return 0; }
+
+  // A place for exactly n further bytes, which will also be at `data`, that the caller fills before Commit; or null (no
+  // room now, or no need or no such place in this transport). It lets a reduction write its result straight into a
+  // slot.
+  virtual std::byte* Reserve(const std::byte* data, std::size_t n) {
+    static_cast<void>(data);
     static_cast<void>(n);
     return nullptr;
   }

@@ -52,6 +52,18 @@ class Buffer:
         return self.ptr < other.ptr + other.nbytes and other.ptr < self.ptr + self.nbytes
 
 
+def element_type(dtype: Any) -> np.dtype[Any]:
+    """`dtype` as NumPy's; names of ml_dtypes' types need that package. BufferTypeError for what is not supported."""
+    if isinstance(dtype, str) and dtype in _BY_NAME and not hasattr(np, dtype) and dtype != "bool":
+        import ml_dtypes
+
+        dtype = getattr(ml_dtypes, dtype)
+    found: np.dtype[Any] = np.dtype(dtype)
+    if found.name not in _BY_NAME:
+        raise BufferTypeError(f"dtype: {found} is not supported; supported: {', '.join(_BY_NAME)}")
+    return found
+
+
 def read_buffer(obj: Any, name: str, *, writable: bool) -> Buffer:
     """`obj` as a buffer. `name` is the parameter's name, for errors.
 

@@ -5,6 +5,7 @@ Each function takes the user's arguments and returns a `Call`; `communicator.py`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,7 +16,7 @@ from .errors import ArgumentError, BufferTypeError
 from .types import REDUCING, ROOTED, Collective, DType, ReduceOp, supports
 
 _OPS = {op.label: op for op in ReduceOp}
-OP_LABELS = tuple(_OPS)
+OP_LABELS = tuple(map(sys.intern, _OPS))  # as literals are: the engine knows them by identity
 """The reductions' names in the order of their numbers."""
 
 

@@ -1,7 +1,8 @@
 """The communicator: what users call.
 
 A call that was made before with the same type and counts is one C++ call (`Engine.call`). Everything else takes the
-long way: `calls.py` checks the arguments, and `core.py` has an algorithm chosen, its plan made and connected, and runs it.
+long way: `calls.py` checks the arguments, and `core.py` has an algorithm chosen, its plan made and connected, and runs
+it.
 """
 
 from __future__ import annotations

@@ -6,19 +6,23 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from . import _native, lifetime
-from .buffers import Buffer, read_buffer
+from .buffers import Buffer, element_type, read_buffer
 from .calls import OP_LABELS, Call, check_rank
 from .diagnosis import Diagnosis, Kind
 from .env import Config
 from .errors import ArgumentError, ClosedError, CommunicationError
+from .registration import Registration
 from .selection import Explanation, Selection
 from .session import Session
 from .wiring import PATIENCE, Wiring
@@ -183,6 +187,32 @@ class Core:
             raise ArgumentError(f"group(): the sends of rank {self._rank} to itself do not match its receives")
         for source, target in zip(outgoing, incoming, strict=True):
             self._selection.copy(source, target)
+
+    # Memory.
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32", *, device: str = "cpu") -> np.ndarray[Any, Any]:
+        """An uninitialised array in memory that all ranks of this host have mapped: it moves without a staging copy.
+
+        `dtype` is a NumPy dtype, or the name of one of ml_dtypes'. The memory is given back when the last array that
+        uses it is gone, which may be after `close`. Alone on a host, or over TCP only, it is ordinary memory.
+        """
+        self._check_usable()
+        if device != "cpu":
+            raise ArgumentError(f"device: wanted 'cpu', got {device!r}")
+        kind = element_type(dtype)
+        extents = (shape,) if isinstance(shape, int) else tuple(shape)
+        raw = self._engine.empty(math.prod(extents) * kind.itemsize)
+        return np.empty(extents, kind) if raw is None else raw.view(kind).reshape(extents)
+
+    def register(self, buf: Any) -> Registration:
+        """Announce memory that will be sent from or received into again and again, so that transports that must
+        prepare memory do so once. It stays announced until the result's `close`, or the end of its ``with`` block.
+
+        Shared memory and TCP need no preparation, so there it changes nothing; `empty` gives memory that shared memory
+        moves without a staging copy.
+        """
+        self._check_usable()
+        return Registration(read_buffer(buf, "buf", writable=False))
 
     # Ending and failing.
 

@@ -30,7 +30,7 @@ from enum import IntEnum
 from .types import Collective
 
 MAGIC = 0x48435031  # "HCP1"
-HEADER = struct.Struct("<IHHIIIIII")
+HEADER = struct.Struct("<IHHIIIIIHH")
 STEP = struct.Struct("<BBHiiiiiiiII")
 assert (HEADER.size, STEP.size) == (32, 40)  # native/engine/plan.h asserts the same
 
@@ -149,7 +149,7 @@ class Plan:
             deps.extend(step.deps)
         head = HEADER.pack(
             MAGIC, self.lanes, self.collective, len(self.steps), len(deps), self.send_units, self.recv_units,
-            self.scratch_copies, self.scratch_like,
+            self.scratch_copies, self.scratch_like, self.credits,
         )  # fmt: skip
         return head + b"".join(rows) + struct.pack(f"<{len(deps)}I", *deps)
 
