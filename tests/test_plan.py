@@ -57,14 +57,14 @@ def example() -> Plan:
     got = b.add(Op.RECV_REDUCE, 1, src=Span(Buf.SEND, 2, 3), dst=Span(Buf.SCRATCH, 4, 3), peer=5, channel=1)
     scaled = b.add(Op.SCALE, 3, dst=Span(Buf.SCRATCH, 4, 3), deps=[got])
     b.add(Op.SEND, 0, src=Span(Buf.SCRATCH, 4, 3), peer=6, deps=[scaled, got])
-    return Plan(Collective.REDUCE_SCATTER, "x", 7, 2, 7, 1, tuple(b.steps), 0, 1, Buf.SEND, 0)
+    return Plan(Collective.REDUCE_SCATTER, "x", 7, 2, 7, 1, tuple(b.steps), 0, 1, Buf.SEND, 2)
 
 
 def test_encoded_records_hold_every_field() -> None:
     plan = example()
     data = plan.encode()
     head = HEADER.unpack_from(data)
-    assert head == (MAGIC, 4, Collective.REDUCE_SCATTER, 3, 3, 7, 1, 1, Buf.SEND)
+    assert head == (MAGIC, 4, Collective.REDUCE_SCATTER, 3, 3, 7, 1, 1, Buf.SEND, plan.credits)
     rows = [STEP.unpack_from(data, HEADER.size + i * STEP.size) for i in range(3)]
     tail = data[HEADER.size + 3 * STEP.size :]
     deps = struct.unpack(f"<{len(tail) // 4}I", tail)
