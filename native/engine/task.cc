@@ -164,7 +164,7 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
     const std::byte* src = Src(s) + s.done;
     if (std::byte* slot = FuseSlot(links, s, index, n)) {
       BoundStep& next = steps_[static_cast<std::size_t>(s.fuse)];
-      kernels_->reduce2(dst, slot, src, v.data, n / item_, s.stream_stores);
+      ReduceTwice(dst, slot, src, v.data, n, s.stream_stores);
       Port<SendEnd>& out = links.tx(next.peer, next.channel);
       out.end->Commit(MessageOf(next), next.done, n);
       next.done = next.posted += n;
@@ -179,6 +179,21 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
   s.complete = s.done == s.len;
   Touch(links, port);
   return true;
+}
+
+// dst = slot = a (+) b. Around the cache dst is copied from the slot while that is in the L2 cache: a kernel that
+// stores to both at once keeps too many streams open (measured: 4.8 against 7.6 GB/s).
+void Task::ReduceTwice(std::byte* dst, std::byte* slot, const std::byte* a, const std::byte* b, std::size_t n,
+                       bool stream) {
+  if (!stream) {
+    kernels_->reduce2(dst, slot, a, b, n / item_, false);
+    return;
+  }
+  for (std::size_t at = 0; at < n; at += kLocalBytes) {
+    const std::size_t part = std::min(kLocalBytes, n - at);
+    kernels_->reduce(slot + at, a + at, b + at, part / item_, false);
+    CopyBytes(dst + at, slot + at, part, true);
+  }
 }
 
 // The slot of the send that follows this reduction, if that send is next on its lane, has kept up, waits for nothing

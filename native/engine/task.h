@@ -106,6 +106,7 @@ class Task {
   bool MoveRecv(Links& links, BoundStep& s, std::size_t limit);
   bool MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::size_t limit);
   bool MoveLocal(BoundStep& s, std::size_t limit);
+  void ReduceTwice(std::byte* dst, std::byte* slot, const std::byte* a, const std::byte* b, std::size_t n, bool stream);
   std::byte* FuseSlot(Links& links, const BoundStep& s, std::uint32_t index, std::size_t n);
   // How far a step may go given its deps; false when it must not move at all.
   bool Limit(const BoundStep& s, std::size_t& limit) const;

@@ -23,13 +23,11 @@ constexpr std::size_t kLeastHeapBytes = std::size_t{1} << 30;
 
 constexpr std::size_t AlignUp(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
 
-// How a message is cut on its way: large enough to amortise, small enough that the peer works on one fragment while the
-// next is written, and that all that are in flight stay in the L2 cache. Measured in docs/performance.md.
+// How a message is cut on its way. Both ends of an exchange are busy all the time, so large fragments cost no overlap
+// and save bookkeeping, until what is in flight no longer fits the L2 cache beside the user's buffers. Measured in
+// docs/performance.md.
 std::size_t FragmentBytes(std::size_t total) {
-  constexpr std::size_t kKiB = 1024;
-  if (total <= 32 * kKiB) return 16 * kKiB;
-  if (total <= 256 * kKiB) return 64 * kKiB;
-  return 128 * kKiB;
+  return total <= std::size_t{4} << 20 ? std::size_t{512} << 10 : std::size_t{128} << 10;
 }
 
 struct Edge {
