@@ -9,7 +9,7 @@ PERF ?= allreduce -n 2 -b 8 -e 64M
 TESTS ?=
 BENCH ?= --write-docs
 SANITIZERS := address,undefined thread
-NATIVE_TESTS := hetcoll_kernels_test
+NATIVE_TESTS := hetcoll_kernels_test hetcoll_engine_test
 
 CPUS := $(shell nproc 2>/dev/null || echo 2)
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(CPUS)
@@ -55,7 +55,7 @@ types: $(VENV)/installed $(VENV)/test $(VENV)/dev
 
 sanitize: $(VENV)/dev
 	set -e; for sanitizer in $(SANITIZERS); do \
-	  $(BIN)/cmake -S native -B build/$$sanitizer -DHETCOLL_BUILD_TESTS=ON -DHETCOLL_SANITIZE=$$sanitizer \
+	  $(BIN)/cmake -S native -B build/$$sanitizer -DHETCOLL_BUILD_TESTS=ON -DHETCOLL_SANITIZE=$$sanitizer -DHETCOLL_WERROR=ON \
 	    -DCMAKE_BUILD_TYPE=RelWithDebInfo; \
 	  $(BIN)/cmake --build build/$$sanitizer --target $(NATIVE_TESTS); \
 	  for name in $(NATIVE_TESTS); do \
