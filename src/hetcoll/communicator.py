@@ -149,7 +149,11 @@ class Communicator(Core):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work:
-        """Gather every rank's `sendbuf` (count elements) into the root's `recvbuf` (size x count), by rank."""
+        """Gather every rank's `sendbuf` (count elements) into the root's `recvbuf` (size x count), by rank.
+
+        In place on the root when `sendbuf` is ``recvbuf[rank * count : (rank + 1) * count]``. Other ranks' `recvbuf`
+        is not looked at.
+        """
         into = recvbuf if self._rank == root else None
         plain = not async_op and timeout is None and (into is None) == (self._rank != root)
         if plain and self._call(_GATHER, sendbuf, into, _SUM, root):
@@ -166,7 +170,11 @@ class Communicator(Core):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work:
-        """Send part r of the root's `sendbuf` (size x count elements) to rank r's `recvbuf` (count)."""
+        """Send part r of the root's `sendbuf` (size x count elements) to rank r's `recvbuf` (count).
+
+        In place on the root when `recvbuf` is ``sendbuf[rank * count : (rank + 1) * count]``. Other ranks' `sendbuf`
+        is not looked at.
+        """
         if not async_op and timeout is None and recvbuf is not None:
             source, into = (sendbuf, recvbuf) if self._rank == root else (recvbuf, None)
             if self._call(_SCATTER, source, into, _SUM, root):
