@@ -10,7 +10,6 @@
 #include <new>
 
 #include "engine/clock.h"
-#include "transport/tcp.h"
 
 namespace hetcoll {
 namespace {
@@ -95,7 +94,7 @@ void Engine::AttachShm(int fd, std::size_t ring_bytes, std::span<const int> loca
 }
 
 void Engine::AttachTcp(int peer, int channel, std::span<const int> fds) {
-  LinkEnds ends = injector_.Wrap(MakeTcp(fds, peer), 1, peer, channel);
+  LinkEnds ends = injector_.Wrap(MakeTcp(fds, peer, staging_), 1, peer, channel);
   std::lock_guard lock(mutex_);
   if (failed()) return;  // perhaps closed: then nobody would close them
   links_.tx(peer, channel).end = std::move(ends.send);

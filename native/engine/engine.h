@@ -19,9 +19,10 @@
 #include "engine/plan.h"
 #include "engine/task.h"
 #include "transport/doorbell.h"
-#include "transport/heap.h"
 #include "transport/fault.h"
+#include "transport/heap.h"
 #include "transport/shm.h"
+#include "transport/tcp.h"
 #include "transport/transport.h"
 
 namespace hetcoll {
@@ -128,6 +129,7 @@ class Engine {
   FaultInjector injector_;
   std::shared_ptr<ShmSegment> segment_;
   std::shared_ptr<Heap> heap_;
+  std::shared_ptr<TcpStaging> staging_ = std::make_shared<TcpStaging>();
   ShmDoorbell* own_bell_ = nullptr;
   Links links_;
   std::vector<std::unique_ptr<Plan>> plans_;

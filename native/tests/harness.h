@@ -43,7 +43,9 @@ inline std::atomic<long> failed{0};
 class Draft {
  public:
   Draft(int size, int rank, std::uint32_t send_units, std::uint32_t recv_units) : size_(size), rank_(rank) {
-    head_ = {kPlanMagic, 0, 0, 0, 0, send_units, recv_units, 0, 0};
+    head_.magic = kPlanMagic;
+    head_.send_units = send_units;
+    head_.recv_units = recv_units;
   }
 
   static SpanRecord In(int unit) { return {0, unit, 1}; }
@@ -94,7 +96,7 @@ class Draft {
 
   int size_;
   int rank_;
-  PlanHeader head_;
+  PlanHeader head_{};
   std::vector<StepRecord> steps_;
   std::vector<std::uint32_t> deps_;
 };
