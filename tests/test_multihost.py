@@ -1,0 +1,161 @@
+"""Three hosts with two ranks and two network interfaces each: shared memory and striped TCP in one communicator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import netns
+import numpy as np
+import pytest
+from cases import run_cases
+from ranks import Job, Ranks
+from reference import Case
+
+import hetcoll
+from hetcoll import store
+from hetcoll.algorithms import ALGORITHMS
+from hetcoll.errors import CollectiveTimeoutError, CommunicationError
+from hetcoll.types import REDUCING, ROOTED, Collective
+
+Launch = Callable[..., Ranks]
+HOSTS, LOCAL = 3, 2
+SIZE = HOSTS * LOCAL
+
+
+def enter(job: Job, hosts: list[str]) -> Any:
+    """Go to this rank's host; rank 0 has the job's store there, instead of the one that it has outside."""
+    netns.enter(hosts[job.rank // LOCAL])
+    if job.rank != 0:
+        return None
+    store._hosted[job.unique_id.job_id].close()
+    return hetcoll.get_unique_id()
+
+
+def meet(job: Job, unique_id: Any) -> list[str]:
+    """Join; how data goes to each other rank."""
+    job.unique_id = unique_id
+    comm = job.join()
+    topology = comm._wiring.topology
+    return ["" if peer == job.rank else topology.transport(job.rank, peer) for peer in range(job.size)]
+
+
+def leave(job: Job) -> None:
+    assert job.comm is not None
+    job.comm.close()
+
+
+def close_store(job: Job) -> None:
+    store._hosted[job.unique_id.job_id].close()
+
+
+@contextmanager
+def joined(launch: Launch, net: netns.Network, **env: str) -> Iterator[tuple[Ranks, list[list[str]]]]:
+    """The ranks, each on its host, and how data goes from each to each."""
+    ranks = launch(SIZE, join=False, HETCOLL_SOCKET_STRIPES="2", **env)
+    unique_id = ranks.run(enter, net.hosts)[0]
+    yield ranks, ranks.run(meet, unique_id)
+    ranks.run(leave)
+    ranks.start(close_store, only=[0])
+    ranks.finish(only=[0])
+
+
+@pytest.fixture
+def net() -> Iterator[netns.Network]:
+    with netns.network(HOSTS) as made:
+        yield made
+
+
+def with_comm(job: Job, function: Callable[..., Any], *args: Any) -> Any:
+    assert job.comm is not None
+    return function(job.comm, *args)
+
+
+def cases() -> list[Case]:
+    found: list[Case] = []
+    for turn, kind in enumerate(kind for kind in ALGORITHMS if kind is not Collective.BARRIER):
+        for count in (1, SIZE + 1, 20_011):
+            op = "avg" if kind in REDUCING and turn % 2 else "sum"
+            root = (turn + count) % SIZE if kind in ROOTED else 0
+            found.append(Case(kind.label, ("float32", "int64")[op == "sum"], count, op, root, seed=turn))
+    counts = (5, 0, 4099, 1, 0, 70)
+    found += [Case(name, "bfloat16", 9, counts=counts) for name in ("allgatherv", "reduce_scatterv")]
+    return [*found, Case("alltoallv", "uint8", 3000)]
+
+
+def exchange(comm: hetcoll.Communicator, a: int, b: int, nbytes: int) -> dict[str, int]:
+    """Rank a sends to rank b; what each interface of this host sent meanwhile."""
+    comm.barrier()
+    before = netns.sent_bytes()
+    data = np.arange(nbytes, dtype=np.uint8)
+    if comm.rank == a:
+        comm.send(data, b)
+    elif comm.rank == b:
+        got = np.zeros_like(data)
+        comm.recv(got, a)
+        assert (got == data).all()
+    comm.barrier()
+    return {name: count - before[name] for name, count in netns.sent_bytes().items()}
+
+
+def test_three_hosts_with_two_networks(launch: Launch, net: netns.Network) -> None:
+    with joined(launch, net) as (ranks, paths):
+        for rank, row in enumerate(paths):
+            for peer, path in enumerate(row):
+                assert path == ("" if peer == rank else "shm" if peer // LOCAL == rank // LOCAL else "tcp")
+
+        rows = ranks.run(with_comm, run_cases, cases(), {}, timeout=60)
+        for case, digests in zip(cases(), zip(*rows, strict=True), strict=True):
+            if case.collective in ("allreduce", "allgather", "allgatherv", "broadcast"):
+                assert len(set(digests)) == 1, f"{case}: ranks hold different bits"
+
+        nbytes = 8 << 20
+        far = ranks.run(with_comm, exchange, 0, 2, nbytes)[0]
+        for name in ("eth0", "eth1"):  # each carried its half, and little else
+            assert 0.4 * nbytes < far[name] < 0.7 * nbytes, far
+        near = ranks.run(with_comm, exchange, 0, 1, nbytes)[0]
+        assert near["eth0"] + near["eth1"] + near["lo"] < 0.1 * nbytes, near
+
+
+def test_a_slower_network_gets_less(launch: Launch, net: netns.Network) -> None:
+    net.set_rate(0, 0, "100mbit")
+    nbytes = 48 << 20
+    with joined(launch, net) as (ranks, _):
+        sent = ranks.run(with_comm, exchange, 0, 2, nbytes)[0]
+    assert sent["eth0"] > nbytes // 20, sent
+    assert sent["eth1"] > 2 * sent["eth0"], sent  # it is four times as fast
+
+
+def add_up(comm: hetcoll.Communicator, seconds: float) -> None:
+    """All-reduces until one fails."""
+    end = time.monotonic() + seconds
+    x = np.ones(300_000, np.float32)
+    while time.monotonic() < end:
+        x[:] = 1
+        comm.allreduce(x)
+        assert (x == comm.size).all()
+
+
+@pytest.mark.parametrize("nets", [(1,), (0, 1)])
+def test_a_network_that_is_cut_is_an_error_on_every_rank(
+    launch: Launch, net: netns.Network, nets: tuple[int, ...]
+) -> None:
+    """With one network the control connections live on; with both, host 1 is cut off altogether."""
+    with joined(launch, net, HETCOLL_TIMEOUT="3") as (ranks, _):
+        ranks.start(with_comm, add_up, 20)
+        time.sleep(0.5)
+        net.cut(1, *nets)
+        outcomes = ranks.finish(40)
+        lost = (2, 3) if len(nets) == 2 else ()
+        for outcome in outcomes:
+            assert isinstance(outcome.error, CommunicationError), outcome.trace or "no error"
+            text = str(outcome.error)
+            if lost and outcome.rank not in lost:
+                assert isinstance(outcome.error, CollectiveTimeoutError), text
+                assert "ranks 2-3 did not answer" in text, text
+            else:
+                assert "from rank" in text, text
+            # Whoever cannot reach the job's store any more also waits for that in vain.
+            assert outcome.seconds < (25 if outcome.rank in lost else 12), (outcome.seconds, text)
