@@ -17,6 +17,7 @@ namespace {
 constexpr std::int64_t kSleepSliceNs = 100'000'000;      // an upper bound on noticing what no doorbell announces
 constexpr std::int64_t kSharedSleepSliceNs = 1'000'000;  // another thread may finish our task while we sleep
 constexpr std::size_t kKeepScratch = std::size_t{8} << 20;
+constexpr int kPreparedRanks = 64;  // of a host; among more, links are many and mostly idle
 constexpr int kSpinsPerClock = 64;
 constexpr double kPromptSeconds = 20e-6;  // how long a call may keep the interpreter's lock while it waits
 constexpr std::size_t kLargestItem = 16;
@@ -110,8 +111,18 @@ int Engine::AddPlan(std::span<const std::byte> encoded) {
       throw PlanError("plan: no link to rank " + std::to_string(s.peer) + " on channel " + std::to_string(s.channel));
     }
   }
+  Prepare(*plan);
   plans_.push_back(std::move(plan));
   return static_cast<int>(plans_.size()) - 1;
+}
+
+void Engine::Prepare(const Plan& plan) {
+  if (segment_ != nullptr && segment_->layout().local_size > kPreparedRanks) return;
+  for (const StepRecord& s : plan.steps) {
+    const auto op = static_cast<Op>(s.op);
+    if (op == Op::kSend) links_.tx(s.peer, s.channel).end->Prepare();
+    if (op == Op::kRecv || op == Op::kRecvReduce) links_.rx(s.peer, s.channel).end->Prepare();
+  }
 }
 
 std::shared_ptr<Shape> Engine::Bind(int plan, DType dtype, ReduceOp op, std::size_t send_count, std::size_t recv_count,
@@ -124,9 +135,8 @@ std::shared_ptr<Shape> Engine::Bind(int plan, DType dtype, ReduceOp op, std::siz
     const bool reduces = o == Op::kRecvReduce || o == Op::kReduce || o == Op::kScale;
     if (reduces && kernels == nullptr) throw PlanError("plan: this reduction is not defined on this type");
   }
-  return std::make_shared<Shape>(
-      Shape{BoundPlan(p, options_.rank, dtype, send_count, recv_count, send_table, recv_table), dtype, kernels,
-            static_cast<unsigned>(options_.size), Mix(descriptor), p2p, shapes_++});
+  return std::make_shared<Shape>(BoundPlan(p, options_.rank, dtype, send_count, recv_count, send_table, recv_table),
+                                 dtype, kernels, static_cast<unsigned>(options_.size), Mix(descriptor), p2p, shapes_++);
 }
 
 std::byte* Engine::Scratch(std::size_t bytes) {
@@ -150,18 +160,12 @@ std::shared_ptr<Task> Engine::TakeTask(Shape& shape) {
 std::uint64_t Engine::NextSignature(const Shape& shape) {
   // Point-to-point messages carry no sequence number: the channel's order is theirs.
   std::uint64_t sequence = 0;
-  if (!shape.p2p) {
-    sequence = sequence_.load(std::memory_order_relaxed) + 1;
-    history_[sequence % history_.size()].store(shape.id, std::memory_order_relaxed);
-    sequence_.store(sequence, std::memory_order_release);
+  if (shape.p2p) {
+    messages_.Add(shape.id);
+  } else {
+    sequence = history_.Add(shape.id);
   }
   return Mix(options_.identity ^ shape.descriptor ^ (sequence * 0x9e3779b97f4a7c15u));
-}
-
-int Engine::History(std::uint64_t sequence) const {
-  const std::uint64_t now = sequence_.load(std::memory_order_acquire);
-  if (sequence == 0 || sequence > now || now - sequence >= history_.size()) return -1;
-  return history_[sequence % history_.size()].load(std::memory_order_relaxed);
 }
 
 std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv) {
@@ -457,6 +461,7 @@ void Engine::Close() {
   }
   for (Port<RecvEnd>& port : links_.recv) port.end.reset();
   own_bell_ = nullptr;
+  heap_.reset();
   segment_.reset();
   scratch_.reset();
   scratch_size_ = 0;

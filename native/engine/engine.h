@@ -47,6 +47,27 @@ struct Failure {
   std::string text;
 };
 
+// The shapes of the last calls by number, from 1 on. Written by one thread at a time, read by any.
+class CallHistory {
+ public:
+  std::uint64_t count() const { return count_.load(std::memory_order_acquire); }
+  std::uint64_t Add(int shape) {
+    const std::uint64_t number = count_.load(std::memory_order_relaxed) + 1;
+    shapes_[number % shapes_.size()].store(shape, std::memory_order_relaxed);
+    count_.store(number, std::memory_order_release);
+    return number;
+  }
+  int Find(std::uint64_t number) const {  // -1 where it is to come, or long ago
+    const std::uint64_t now = count();
+    if (number == 0 || number > now || now - number >= shapes_.size()) return -1;
+    return shapes_[number % shapes_.size()].load(std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<std::uint64_t> count_{0};
+  std::array<std::atomic<int>, 1024> shapes_{};
+};
+
 class Engine {
  public:
   explicit Engine(const EngineOptions& options);
@@ -97,14 +118,18 @@ class Engine {
   std::shared_ptr<Heap> heap() const { return heap_; }
 
   // Counters for tests and `explain`.
-  std::uint64_t collectives() const { return sequence_.load(std::memory_order_relaxed); }
+  std::uint64_t collectives() const { return history_.count(); }
   // The shape of the collective with this number, or -1 where that is long ago.
-  int History(std::uint64_t sequence) const;
+  int History(std::uint64_t sequence) const { return history_.Find(sequence); }
+  // The same for sends and receives, which are counted together.
+  std::uint64_t messages() const { return messages_.count(); }
+  int MessageHistory(std::uint64_t number) const { return messages_.Find(number); }
   std::size_t scratch_bytes() const { return scratch_size_; }
   // Whether this process is a fork of the one that made the engine: then nothing here may be used.
   bool forked() const;
 
  private:
+  void Prepare(const Plan& plan);
   std::shared_ptr<Task> TakeTask(Shape& shape);
   std::uint64_t NextSignature(const Shape& shape);
   bool PassAll();             // the five below: under mutex_
@@ -139,8 +164,8 @@ class Engine {
   std::atomic<int> contenders_{0};
   std::deque<std::shared_ptr<Task>> collectives_;
   std::vector<std::shared_ptr<Task>> p2p_;
-  std::atomic<std::uint64_t> sequence_{0};  // written under mutex_
-  std::array<std::atomic<int>, 1024> history_{};
+  CallHistory history_;   // of collectives
+  CallHistory messages_;  // of sends and receives
   std::unique_ptr<std::byte, void (*)(std::byte*)> scratch_;
   std::size_t scratch_size_ = 0;
 

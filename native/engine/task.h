@@ -52,8 +52,13 @@ struct Links {
 
 class Task;
 
-// A bound plan with everything that every call of this shape shares.
-struct Shape {
+// A bound plan with everything that every call of this shape shares. It finds its own shared_ptr, so that the binding
+// layer hands out that one: a pointer made from the Python object would need the interpreter's lock to die, on threads
+// that must not wait for it.
+struct Shape : std::enable_shared_from_this<Shape> {
+  Shape(BoundPlan plan, DType type, const Kernels* table, unsigned ranks, std::uint64_t hash, bool point, int number)
+      : bound(std::move(plan)), dtype(type), kernels(table), divisor(ranks), descriptor(hash), p2p(point), id(number) {}
+
   BoundPlan bound;
   DType dtype;
   const Kernels* kernels;    // null when the plan reduces nothing

@@ -133,8 +133,8 @@ class PyEngine {
     return nb::cast(nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(at, {nbytes}, owner));
   }
 
-  // What the last call that timed out has in flight.
-  Ticket pending() const { return pending_; }
+  // What the last call of this thread that timed out has in flight.
+  static Ticket pending() { return std::move(t_pending); }
 
   // The interned strings that name the reductions, by number.
   void SetOps(nb::tuple labels, nb::callable on_stuck, nb::callable on_interrupt) {
@@ -164,7 +164,7 @@ class PyEngine {
     if (outcome == Outcome::kDone) return Status::kDone;
     if (outcome == Outcome::kFailed) return Status::kFailed;
     const Status status = DriveTo(*pending, DeadlineNs(timeout));
-    if (status == Status::kTimedOut) pending_ = {pending};
+    if (status == Status::kTimedOut) t_pending = {pending};
     return status;
   }
 
@@ -196,11 +196,13 @@ class PyEngine {
   double timeout_;
   Engine engine_;
   CallCache cache_;
-  Ticket pending_;
+  static thread_local Ticket t_pending;
   nb::object op_labels_;
   nb::object on_interrupt_;
   nb::object on_stuck_;
 };
+
+thread_local Ticket PyEngine::t_pending;
 
 std::span<const std::byte> AsBytes(const nb::bytes& b) {
   return {reinterpret_cast<const std::byte*>(b.c_str()), b.size()};
@@ -297,9 +299,11 @@ NB_MODULE(_native, m) {
       .def("peer_left", [](PyEngine& e, int peer) { e.engine().PeerLeft(peer); })
       .def(
           "describe", [](PyEngine& e) { return e.engine().Describe(); }, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("pending", &PyEngine::pending)
+      .def_prop_ro("pending", [](const PyEngine&) { return PyEngine::pending(); })
       .def("history", [](PyEngine& e, std::uint64_t sequence) { return e.engine().History(sequence); })
       .def_prop_ro("collectives", [](PyEngine& e) { return e.engine().collectives(); })
+      .def("message_history", [](PyEngine& e, std::uint64_t number) { return e.engine().MessageHistory(number); })
+      .def_prop_ro("messages", [](PyEngine& e) { return e.engine().messages(); })
       .def_prop_ro("scratch_bytes", [](PyEngine& e) { return e.engine().scratch_bytes(); });
 
   m.def("shm_bytes",

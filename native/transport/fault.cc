@@ -138,6 +138,10 @@ class FaultySend final : public SendEnd {
     return taken;
   }
 
+  void Prepare() override {
+    if (link_->ends.send != nullptr) link_->ends.send->Prepare();
+  }
+
   void AddPoll(std::vector<pollfd>& fds) const override {
     if (mood_.resting()) fds.push_back({link_->ready_fd, POLLIN, 0});
     if (link_->ends.send != nullptr) link_->ends.send->AddPoll(fds);

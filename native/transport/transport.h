@@ -66,6 +66,9 @@ class SendEnd {
   SendEnd(const SendEnd&) = delete;
   SendEnd& operator=(const SendEnd&) = delete;
 
+  // Called when a plan that uses this end is loaded, perhaps more than once: what the first message need not wait for.
+  virtual void Prepare() {}
+
   // Offers bytes [at, at + n) of a message. Returns how many were taken (but see Lent), or kWouldBlock.
   // An empty message (total 0) is taken as a whole and returns 0.
   virtual std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) = 0;
@@ -109,6 +112,8 @@ class RecvEnd {
   RecvEnd() = default;
   RecvEnd(const RecvEnd&) = delete;
   RecvEnd& operator=(const RecvEnd&) = delete;
+
+  virtual void Prepare() {}
 
   // Copies up to n bytes of the message, from offset `at` on, to dst. Returns how many, or kWouldBlock; 0 only for an
   // empty message, whose frame is then consumed. `stream` asks for stores around the cache.

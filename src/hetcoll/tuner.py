@@ -151,7 +151,9 @@ def _line(cost: Cost, topology: Topology, machine: Machine, *, rooted: bool) -> 
     fixed = cost.hops * latency + cost.messages * overhead * crowding
     link = machine.tcp if far > 0 else machine.shm
     moved = max(cost.sent, cost.received) if link.duplex else cost.sent + cost.received - cost.reduced
-    work = (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding
+    work = (
+        (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * (machine.stall if cost.stepwise else 1.0)
+    )
     return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * _senders(near, rooted, topology))
 
 

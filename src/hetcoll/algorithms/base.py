@@ -138,7 +138,8 @@ class Cost:
 
     `hops` is the longest chain of messages that wait for each other; the rest is about the rank that moves the most:
     messages sent and received, bytes sent, bytes received, and how many of these are added on arrival. The simulator
-    counts the same on the plans themselves; ``tests/test_tuner.py`` holds these formulas to that.
+    counts the same on the plans themselves; ``tests/test_tuner.py`` holds these formulas to that. `stepwise` says that
+    whole messages wait for each other: nothing streams from one step into the next, so ranks wait for the slowest.
     """
 
     hops: int
@@ -147,6 +148,7 @@ class Cost:
     received: float
     reduced: float = 0.0
     reach: Reach = Reach.ANYONE
+    stepwise: bool = False
 
 
 @dataclass(frozen=True, slots=True)

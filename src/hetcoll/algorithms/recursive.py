@@ -44,7 +44,8 @@ def _doubling_cost(n: int) -> Cost:
 def _halving_cost(n: int) -> Cost:
     k, folded = floor_log2(n), n & (n - 1) > 0
     once = 1 - 1 / (1 << k)
-    return Cost(2 * k + 2 * folded, 4 * k + 2 * folded, 2 * once + folded, 2 * once + folded, once + folded)
+    moved = 2 * once + folded
+    return Cost(2 * k + 2 * folded, 4 * k + 2 * folded, moved, moved, once + folded, stepwise=True)
 
 
 @register(Collective.ALLREDUCE, "doubling", cost=_doubling_cost)
@@ -98,7 +99,7 @@ def allreduce_halving(p: Draft) -> None:
     Collective.REDUCE_SCATTER,
     "halving",
     supports=power_of_two,
-    cost=lambda n: Cost(floor_log2(n), 2 * floor_log2(n), (n - 1) / n, (n - 1) / n, (n - 1) / n),
+    cost=lambda n: Cost(floor_log2(n), 2 * floor_log2(n), (n - 1) / n, (n - 1) / n, (n - 1) / n, stepwise=True),
 )
 def reduce_scatter(p: Draft) -> None:
     """log2 n rounds that swap half, a quarter, ... of the buffer; powers of two only."""
@@ -117,7 +118,7 @@ def reduce_scatter(p: Draft) -> None:
     Collective.ALLGATHER,
     "doubling",
     supports=power_of_two,
-    cost=lambda n: Cost(floor_log2(n), 2 * floor_log2(n), (n - 1) / n, (n - 1) / n),
+    cost=lambda n: Cost(floor_log2(n), 2 * floor_log2(n), (n - 1) / n, (n - 1) / n, stepwise=True),
 )
 def allgather(p: Draft) -> None:
     """log2 n rounds that swap all that is known so far: 1, 2, 4, ... units; powers of two only."""
