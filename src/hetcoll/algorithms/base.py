@@ -139,7 +139,7 @@ class Cost:
     `hops` is the longest chain of messages that wait for each other; the rest is about the rank that moves the most:
     messages sent and received, bytes sent, bytes received, and how many of these are added on arrival. The simulator
     counts the same on the plans themselves; ``tests/test_tuner.py`` holds these formulas to that. `stepwise` says that
-    whole messages wait for each other: nothing streams from one step into the next, so ranks wait for the slowest.
+    ranks wait for each other at every step: whole messages depend on each other, or several streams meet in one rank.
     """
 
     hops: int

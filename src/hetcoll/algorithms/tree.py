@@ -77,12 +77,12 @@ def _below(n: int) -> float:
 
 def _allreduce_cost(n: int) -> Cost:
     added = 1 if n == 2 else _below(n)  # of two ranks, one adds both halves
-    return Cost(2 * ceil_log2(n), min(2 * n, 8), 1 + _below(n), 1 + _below(n), added, Reach.NEAR)
+    return Cost(2 * ceil_log2(n), min(2 * n, 8), 1 + _below(n), 1 + _below(n), added, Reach.NEAR, stepwise=True)
 
 
 def _reduce_cost(n: int) -> Cost:
     sent, received = (0, 1) if n == 2 else (1, _below(n))
-    return Cost(ceil_log2(n), min(n, 4), sent, received, received, Reach.NEAR)
+    return Cost(ceil_log2(n), min(n, 4), sent, received, received, Reach.NEAR, stepwise=True)
 
 
 @register(Collective.ALLREDUCE, "tree", cost=_allreduce_cost)
@@ -97,7 +97,11 @@ def allreduce(p: Draft) -> None:
         _down(p, tree, lane + 4, mine, out(tree), ready)
 
 
-@register(Collective.BROADCAST, "tree", cost=lambda n: Cost(ceil_log2(n), min(n, 4), _below(n), 1, 0, Reach.NEAR))
+@register(
+    Collective.BROADCAST,
+    "tree",
+    cost=lambda n: Cost(ceil_log2(n), min(n, 4), _below(n), 1, 0, Reach.NEAR, stepwise=True),
+)
 def broadcast(p: Draft) -> None:
     """Down both trees: ceil(log2 n) hops. No rank sends more than the buffer's size, the root sends each half once."""
     p.units = 2
