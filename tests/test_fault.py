@@ -76,7 +76,9 @@ def exchange(comm: hetcoll.Communicator, rounds: int) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_messages_and_calls_in_flight(launch: Pool, transport: str) -> None:
-    ranks = launch(3, HETCOLL_TRANSPORT=transport, HETCOLL_FAULT="delay=0.2,short=0.5,reorder=0.3")
+    ranks = launch(
+        3, HETCOLL_TRANSPORT=transport, HETCOLL_DEBUG="info", HETCOLL_FAULT="delay=0.2,short=0.5,reorder=0.3"
+    )
     ranks.run(exchange, 8)
     assert "misbehave on purpose" in ranks.output(0)
 

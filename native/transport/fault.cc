@@ -51,6 +51,25 @@ class Dice {
   std::uint64_t state_;
 };
 
+}  // namespace
+
+// A descriptor that is always readable: nobody falls asleep over an end that only rests.
+class ReadyFd {
+ public:
+  ReadyFd() : fd_(eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (fd_ < 0) throw Fault(FaultKind::kSystem, -1, std::string("eventfd: ") + std::strerror(errno));
+  }
+  ~ReadyFd() { close(fd_); }
+  ReadyFd(const ReadyFd&) = delete;
+  ReadyFd& operator=(const ReadyFd&) = delete;
+  pollfd Poll() const { return {fd_, POLLIN, 0}; }
+
+ private:
+  int fd_;
+};
+
+namespace {
+
 // What the two ends of one link share.
 struct Link {
   void Close() { ends = {}; }
@@ -68,7 +87,7 @@ struct Link {
   FaultSpec spec;
   std::size_t grain;
   int peer;
-  int ready_fd;
+  std::shared_ptr<ReadyFd> ready;
 };
 
 // When an end rests, and how much it moves at a time.
@@ -143,7 +162,7 @@ class FaultySend final : public SendEnd {
   }
 
   void AddPoll(std::vector<pollfd>& fds) const override {
-    if (mood_.resting()) fds.push_back({link_->ready_fd, POLLIN, 0});
+    if (mood_.resting()) fds.push_back(link_->ready->Poll());
     if (link_->ends.send != nullptr) link_->ends.send->AddPoll(fds);
   }
   bool FinalWithoutPeer() const override {
@@ -202,7 +221,7 @@ class FaultyRecv final : public RecvEnd {
   }
 
   void AddPoll(std::vector<pollfd>& fds) const override {
-    if (Held()) fds.push_back({link_->ready_fd, POLLIN, 0});
+    if (Held()) fds.push_back(link_->ready->Poll());
     if (link_->ends.recv != nullptr) link_->ends.recv->AddPoll(fds);
   }
   bool FinalWithoutPeer() const override {
@@ -259,19 +278,11 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
   return spec;
 }
 
-FaultInjector::FaultInjector(const FaultSpec& spec, int rank) : spec_(spec), rank_(rank) {
-  if (!spec.any()) return;
-  ready_fd_ = eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (ready_fd_ < 0) throw Fault(FaultKind::kSystem, -1, std::string("eventfd: ") + std::strerror(errno));
-}
-
-FaultInjector::~FaultInjector() {
-  if (ready_fd_ >= 0) close(ready_fd_);
-}
-
-LinkEnds FaultInjector::Wrap(LinkEnds ends, std::size_t grain, int peer, int channel) const {
+LinkEnds FaultInjector::Wrap(LinkEnds ends, std::size_t grain, int peer, int channel) {
   if (!spec_.any() || (spec_.rank >= 0 && spec_.rank != rank_)) return ends;
-  auto link = std::make_shared<Link>(Link{std::move(ends), spec_, grain, peer, ready_fd_});
+  std::shared_ptr<ReadyFd> ready = ready_.lock();
+  if (ready == nullptr) ready_ = ready = std::make_shared<ReadyFd>();
+  auto link = std::make_shared<Link>(Link{std::move(ends), spec_, grain, peer, std::move(ready)});
   Dice seeds(spec_.seed ^ (static_cast<std::uint64_t>(rank_) << 40 | static_cast<std::uint64_t>(peer) << 8 |
                            static_cast<std::uint64_t>(channel)));
   auto send = std::make_unique<FaultySend>(link, seeds.Next());

@@ -32,23 +32,21 @@ struct FaultSpec {
   std::uint64_t seed = 1;
 };
 
+class ReadyFd;
+
 // Wraps the links of one rank.
 class FaultInjector {
  public:
-  FaultInjector(const FaultSpec& spec, int rank);
-  ~FaultInjector();
-  FaultInjector(const FaultInjector&) = delete;
-  FaultInjector& operator=(const FaultInjector&) = delete;
+  FaultInjector(const FaultSpec& spec, int rank) : spec_(spec), rank_(rank) {}
 
   // `ends` themselves where this rank's links are to behave. What is sent is cut to multiples of `grain` bytes: 1 where
-  // the transport joins the pieces again, the largest element's size where the receiver sees them as they are. The
-  // injector must outlive the ends.
-  LinkEnds Wrap(LinkEnds ends, std::size_t grain, int peer, int channel) const;
+  // the transport joins the pieces again, the largest element's size where the receiver sees them as they are.
+  LinkEnds Wrap(LinkEnds ends, std::size_t grain, int peer, int channel);
 
  private:
   FaultSpec spec_;
   int rank_;
-  int ready_fd_ = -1;  // always readable: nobody sleeps on an end that only rests
+  std::weak_ptr<ReadyFd> ready_;  // the links'
 };
 
 }  // namespace hetcoll

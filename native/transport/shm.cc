@@ -75,6 +75,8 @@ class ShmSend final : public SendEnd {
 
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) override {
     static_cast<void>(at);
+    // All of a message or nothing: what was lent must be what was taken last.
+    if (m.may_lend && m.total >= kLendBytes && OnHeap(data)) return Lend(m, data, std::min(n, kLentFragment));
     if (n <= kInlineBytes) {
       if (!LineFree()) return kWouldBlock;
       ShmLine& line = Line();
@@ -82,7 +84,6 @@ class ShmSend final : public SendEnd {
       Publish(line, m, n);
       return static_cast<std::ptrdiff_t>(n);
     }
-    if (m.may_lend && m.total >= kLendBytes && OnHeap(data)) return Lend(m, data, std::min(n, kLentFragment));
     n = std::min({n, FragmentBytes(m.total), edge_.capacity / 4});
     std::byte* slot = Slot(n);
     if (slot == nullptr) return kWouldBlock;

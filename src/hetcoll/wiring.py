@@ -85,7 +85,7 @@ class Wiring:
         except ValueError as error:
             raise ArgumentError(f"HETCOLL_FAULT: {error}") from None
         if config.fault is not None:
-            log.warning("rank %d: links misbehave on purpose: HETCOLL_FAULT=%s", rank, config.fault)
+            log.info("rank %d: links misbehave on purpose: HETCOLL_FAULT=%s", rank, config.fault)
         try:
             if config.transport != "tcp" and len(self.locals) > 1:
                 self._attach_shm(intros[self.locals[0]].doorbell)
