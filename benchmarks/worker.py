@@ -42,15 +42,10 @@ class Hetcoll:
     def bind(self, op: str, send: np.ndarray, recv: np.ndarray) -> Call:
         comm = self.comm
         if op == "sendrecv":
-            return partial(self._exchange, send, recv, (self.rank + 1) % self.size, (self.rank - 1) % self.size)
+            return partial(comm.sendrecv, send, (self.rank + 1) % self.size, recv, (self.rank - 1) % self.size)
         if op == "broadcast":
             return partial(comm.broadcast, recv)
         return partial(getattr(comm, op), send, recv)
-
-    def _exchange(self, send: np.ndarray, recv: np.ndarray, to: int, source: int) -> None:
-        with self.comm.group():
-            self.comm.send(send, to)
-            self.comm.recv(recv, source)
 
     def close(self) -> None:
         self.comm.close()

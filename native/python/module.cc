@@ -25,6 +25,7 @@ namespace {
 constexpr std::size_t kHoldGilBytes = 16 << 10;  // longer messages release the interpreter's lock before they start
 // The two halves of Collective.P2P, as src/hetcoll/selection.py calls them.
 constexpr int kCallSend = 13;
+constexpr int kCallSendRecv = 15;
 constexpr std::int64_t kSignalSliceNs = 50'000'000;
 
 // What a call ended with. kTimedOut: it is still in flight.
@@ -46,6 +47,8 @@ bool AliasingAllowed(int collective, const HostBuffer& send, const HostBuffer& r
     case 2:  // reduce_scatter
     case 6:  // scatter
       return r == s + static_cast<std::size_t>(rank) * recv.nbytes();
+    case kCallSendRecv:
+      return false;
     default:
       return s == r && send.nbytes() == recv.nbytes();
   }
@@ -93,10 +96,10 @@ class PyEngine {
     return Run(shape, reinterpret_cast<void*>(send), reinterpret_cast<void*>(recv), nbytes, timeout);
   }
 
-  Ticket Submit(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv) {
+  Ticket Submit(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv, bool background) {
     nb::gil_scoped_release release;
     Ticket ticket{engine_.Submit(shape, reinterpret_cast<void*>(send), reinterpret_cast<void*>(recv))};
-    engine_.DriveInBackground();
+    if (background) engine_.DriveInBackground();
     return ticket;
   }
 
@@ -265,7 +268,7 @@ NB_MODULE(_native, m) {
           "oversubscribed"_a, "timeout"_a, "fault"_a = "")
       .def("call", &PyEngine::Call, "collective"_a, "send"_a, "recv"_a.none(), "op"_a, "root"_a)
       .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a)
-      .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a)
+      .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a, "background"_a)
       .def("wait", &PyEngine::Wait, "ticket"_a, "timeout"_a)
       .def("remember", &PyEngine::Remember)
       .def("set_ops", &PyEngine::SetOps)

@@ -21,8 +21,9 @@ _ALLREDUCE, _ALLGATHER, _REDUCE_SCATTER = map(
     int, (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER)
 )
 _BROADCAST, _REDUCE, _ALLTOALL = map(int, (Collective.BROADCAST, Collective.REDUCE, Collective.ALLTOALL))
-_GATHER, _SCATTER = map(int, (Collective.GATHER, Collective.SCATTER))
-_SEND, _RECV = 13, 14  # native/python/module.cc: the two halves of Collective.P2P
+_GATHER, _SCATTER, _BARRIER = map(int, (Collective.GATHER, Collective.SCATTER, Collective.BARRIER))
+_NOTHING = bytearray()
+_SEND, _RECV, _SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's forms
 
 Array = Any
 """NumPy, anything with DLPack or the buffer protocol; C-contiguous."""
@@ -233,6 +234,8 @@ class Communicator(Core):
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work:
         """Return (or be done) only when every rank has called it."""
+        if not async_op and timeout is None and self._call(_BARRIER, _NOTHING, None, _SUM, 0):
+            return DONE
         return self._launch(calls.barrier(), async_op, timeout)
 
     # Point to point.
@@ -270,3 +273,23 @@ class Communicator(Core):
         if plain and self._call(_RECV, buf, None, _SUM, peer):
             return DONE
         return self._point(buf, peer, False, async_op, timeout)
+
+    def sendrecv(
+        self,
+        sendbuf: Array,
+        dest: int,
+        recvbuf: Array,
+        source: int,
+        *,
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Send `sendbuf` to `dest` and receive `recvbuf` from `source` at the same time.
+
+        The other halves may be `send`, `recv` or `sendrecv` calls. Both buffers have one dtype; they do not overlap.
+        """
+        plain = not async_op and timeout is None and isinstance(dest, int) and isinstance(source, int)
+        if plain and self._call(_SENDRECV, sendbuf, recvbuf, _SUM, dest << 16 | source):
+            return DONE
+        return self._sendrecv(sendbuf, dest, recvbuf, source, async_op, timeout)

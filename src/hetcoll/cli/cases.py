@@ -271,13 +271,7 @@ def _bind(comm: Any, case: Case) -> Callable[[], object]:
         case "sendrecv":
             assert send is not None
             assert recv is not None
-            return partial(_exchange, comm, send, recv, (case.rank + 1) % case.size, (case.rank - 1) % case.size)
+            return partial(comm.sendrecv, send, (case.rank + 1) % case.size, recv, (case.rank - 1) % case.size)
         case "barrier":
             return partial(comm.barrier)
     raise ValueError(f"unknown operation {case.op!r}: expected one of {', '.join(OPS)}")
-
-
-def _exchange(comm: Any, send: Array, recv: Array, to: int, source: int) -> None:
-    with comm.group():
-        comm.send(send, to)
-        comm.recv(recv, source)
