@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -36,6 +36,8 @@ class Call:
     root: int = 0
     send_table: tuple[int, ...] = ()
     recv_table: tuple[int, ...] = ()
+    label: str = ""
+    """What the user called it, where that is not `collective`."""
 
     @property
     def send_count(self) -> int:
@@ -59,6 +61,8 @@ class Call:
 
     def describe(self) -> str:
         """What all ranks must agree on, for people and for the hash that travels with every frame."""
+        if self.label:
+            return self.label
         parts = [self.dtype.label]
         if self.count >= 0:
             parts.append(f"count={self.count}")
@@ -94,6 +98,16 @@ def check_rank(rank: object, size: int, name: str) -> int:
     if not 0 <= value < size:
         raise ArgumentError(f"{name}: wanted a rank in [0, {size}), got {value}")
     return value
+
+
+def check_int(value: object, name: str) -> int:
+    """`value` as a 64-bit int."""
+    if not hasattr(value, "__index__"):
+        raise BufferTypeError(f"{name}: wanted a whole number, got {value!r}")
+    number = int(value.__index__())
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ArgumentError(f"{name}: wanted 64 bits, got {number}")
+    return number
 
 
 def _same_dtype(send: Buffer, recv: Buffer) -> None:
@@ -246,6 +260,12 @@ def reduce_scatterv(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object
     _check_overlap(send, recv, -table[rank] * send.dtype.itemsize)
     redop = parse_op(op, send.dtype)
     return Call(Collective.REDUCE_SCATTERV, send, recv, send.dtype, -1, send.nbytes, redop, send_table=table)
+
+
+def split(rank: int, mine: Any, all_rows: Any) -> Call:
+    """What every rank must know before a communicator is split."""
+    call = allgather(rank, len(all_rows), mine, all_rows)
+    return replace(call, label="split()")
 
 
 def barrier() -> Call:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from . import _native, lifetime
+from . import _native, calls, lifetime
 from .buffers import Buffer, element_type, read_buffer
-from .calls import OP_LABELS, Call, check_rank
-from .diagnosis import Diagnosis, Kind
+from .calls import OP_LABELS, Call, check_int, check_rank
+from .diagnosis import Diagnosis, Kind, Vigil
 from .env import Config
-from .errors import ArgumentError, ClosedError, CommunicationError
+from .errors import ArgumentError, ClosedError, CommunicationError, HetcollError, InitError
 from .registration import Registration
-from .selection import Explanation, Selection
+from .selection import Explanation, Selection, describe_message
 from .session import Session
-from .wiring import PATIENCE, Wiring
+from .wiring import PATIENCE, Check, Wiring
+from .witness import Witness
 from .work import DONE, Work
 
 log = logging.getLogger("hetcoll")
@@ -38,11 +38,12 @@ class Core:
         self._session, self._group, self._config = session, group, config
         self._rank, self._size = rank, size
         self._closed = False
-        self._current = ""  # the call that took the long way and is not over
         self._splits = 0
-        self._batch: list[tuple[Buffer, int, bool, Work]] | None = None
+        self._batch: list[tuple[Buffer, int, bool]] | None = None
+        self._batcher = 0  # the thread that is in a group()
         self._pending: list[Work] = []  # keeps the memory of asynchronous calls alive
         self._pending_lock = threading.Lock()
+        self._prune_at = 16
         self._diagnosis = Diagnosis(session, group, rank, size)
         deadline = time.monotonic() + timeout
         session.join(group, rank, size, self._diagnosis.on_event, timeout)
@@ -56,7 +57,8 @@ class Core:
         self._engine.set_ops(OP_LABELS, _weakly(self._stuck), _weakly(self._interrupted))
         self._call: Callable[..., bool] = self._engine.call
         self._selection = Selection(self._wiring, config)
-        self._diagnosis.attach(self._engine, self._selection.describe, lambda: self._current)
+        self._witness = Witness(self, self._engine, self._selection.describe)
+        self._diagnosis.attach(self._engine, self._witness)
         lifetime.watch(self)
         log.info("rank %d of %d: %s", rank, size, self._wiring.topology)
 
@@ -85,78 +87,101 @@ class Core:
     def _launch(self, call: Call, async_op: bool, timeout: float | None) -> Work:
         """The long way: for shapes not seen before, asynchronous calls and deadlines of their own."""
         self._check_usable()
-        self._current = call.describe()
+        seconds = self._seconds(timeout)
+        self._witness.current, self._witness.preparing = call.describe(), True
         try:
-            shape = self._selection.shape(call, self._seconds(timeout), self._check_failed)
+            shape = self._prepare(lambda check: self._selection.shape(call, seconds, check), seconds)
+            self._witness.preparing = False
             send = 0 if call.send is None else call.send.ptr
             recv = 0 if call.recv is None else call.recv.ptr
-            return self._run(shape, send, recv, async_op, timeout, (call.send, call.recv))
+            return self._run(shape, send, recv, async_op, seconds, (call.send, call.recv))
         finally:
-            self._current = ""
+            self._witness.current, self._witness.preparing = "", False
 
-    def _run(
-        self, shape: _native.Shape, send: int, recv: int, async_op: bool, timeout: float | None, keep: Any
-    ) -> Work:
+    def _prepare(self, find: Callable[[Check], _native.Shape], seconds: float) -> _native.Shape:
+        """`find` a bound plan. The first one between two ranks may have to wait until the other one connects."""
+        deadline = time.monotonic() + seconds
+        vigil: Vigil | None = None
+
+        def check(peers: Collection[int]) -> None:
+            nonlocal vigil
+            vigil = vigil or self._diagnosis.vigil()
+            self._check_usable()
+            self._diagnosis.check_present(peers)
+            vigil.look()
+
+        try:
+            return find(check)
+        except InitError as error:
+            raise self._diagnosis.unconnected(error, deadline, seconds) from error
+        except (HetcollError, _native.PlanError):
+            self._check_usable()
+            raise
+        except BaseException:  # a signal handler raised
+            self._engine.fail(Kind.ABORTED, self._rank, f"rank {self._rank} was interrupted")
+            self._interrupted()
+            raise
+
+    def _run(self, shape: _native.Shape, send: int, recv: int, async_op: bool, seconds: float, keep: Any) -> Work:
         engine = self._engine
         if async_op:
-            work = Work(self, engine.submit(shape, send, recv), keep, self._current)
+            work = Work(self, engine.submit(shape, send, recv), keep, self._witness.current)
             with self._pending_lock:
-                self._pending = [w for w in self._pending if not w.done]
+                if len(self._pending) >= self._prune_at:
+                    self._pending = [w for w in self._pending if not w.done]
+                    self._prune_at = 2 * len(self._pending) + 16
                 self._pending.append(work)
             return work
-        seconds = self._seconds(timeout)
-        status = engine.run(shape, send, recv, min(seconds, PATIENCE))
+        first = min(seconds, PATIENCE)
+        status = engine.run(shape, send, recv, first)
         if status is not _native.Status.DONE:
-            self._finish(status, engine.pending, seconds, min(seconds, PATIENCE), self._current)
+            self._finish(status, engine.pending, seconds, first)
         return DONE
 
-    def _finish(
-        self, status: _native.Status, ticket: _native.Ticket | None, seconds: float, waited: float, what: str
-    ) -> None:
+    def _finish(self, status: _native.Status, ticket: _native.Ticket, seconds: float, waited: float) -> None:
         """Wait on after a first attempt that gave up after `waited` of `seconds`; raises what went wrong."""
-        while status is _native.Status.TIMED_OUT and ticket is not None:
-            if waited >= seconds:
-                raise self._diagnosis.timeout(what, seconds)
-            if self._diagnosis.suspicious():
-                raise self._diagnosis.error()
-            slice_seconds = min(seconds - waited, 6 * PATIENCE)
-            status = self._engine.wait(ticket, slice_seconds)
-            waited += slice_seconds
+        deadline = time.monotonic() + seconds - waited
+        vigil = self._diagnosis.vigil(waited)
+        while status is _native.Status.TIMED_OUT:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._diagnosis.timeout(seconds)
+            vigil.look()
+            status = self._engine.wait(ticket, min(left, vigil.seconds()))
         if status is _native.Status.FAILED:
             raise self._diagnosis.error()
 
     def _stuck(self, status: _native.Status) -> None:
         """The short way's second half, when a call was not complete in time: waits on, or raises."""
-        what = self._selection.describe(self._engine.history(self._engine.collectives))
-        self._finish(status, self._engine.pending, self._config.timeout, min(PATIENCE, self._config.timeout), what)
+        seconds = self._config.timeout
+        self._finish(status, self._engine.pending, seconds, min(PATIENCE, seconds))
 
-    def _wait(self, ticket: _native.Ticket, timeout: float | None, what: str) -> None:
+    def _wait(self, ticket: _native.Ticket, timeout: float | None) -> None:
         seconds = self._seconds(timeout)
         first = min(seconds, PATIENCE)
-        self._finish(self._engine.wait(ticket, first), ticket, seconds, first, what)
+        self._finish(self._engine.wait(ticket, first), ticket, seconds, first)
 
     def _point(self, buf: Any, peer: object, sends: bool, async_op: bool, timeout: float | None) -> Work:
         """One half of a message; in a `group` it is only noted."""
         self._check_usable()
         other = check_rank(peer, self._size, "peer")
         buffer = read_buffer(buf, "buf", writable=not sends)
-        if self._batch is not None:
-            work = Work()
-            self._batch.append((buffer, other, sends, work))
-            return work
+        if self._batch is not None and self._batcher == threading.get_ident():
+            self._batch.append((buffer, other, sends))
+            return DONE
         if other == self._rank:
             raise ArgumentError(f"peer: rank {other} is this rank; a message to oneself needs both halves in a group()")
         return self._start_point(buffer, other, sends, async_op, timeout)
 
     def _start_point(self, buffer: Buffer, peer: int, sends: bool, async_op: bool, timeout: float | None) -> Work:
-        verb = f"send({buffer.dtype.label}, count={buffer.count}, to rank {peer})"
-        self._current = verb if sends else verb.replace("send", "recv").replace(" to ", " from ")
+        seconds = self._seconds(timeout)
+        self._witness.current = describe_message(buffer, peer, sends)
         try:
-            shape = self._selection.point(buffer, peer, sends, self._seconds(timeout), self._check_failed)
+            shape = self._prepare(lambda check: self._selection.point(buffer, peer, sends, seconds, check), seconds)
             ptrs = (buffer.ptr, 0) if sends else (0, buffer.ptr)
-            return self._run(shape, *ptrs, async_op, timeout, buffer)
+            return self._run(shape, *ptrs, async_op, seconds, buffer)
         finally:
-            self._current = ""
+            self._witness.current = ""
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
@@ -167,7 +192,7 @@ class Core:
         self._check_usable()
         if self._batch is not None:
             raise ArgumentError("group(): already inside a group")
-        self._batch = []
+        self._batch, self._batcher = [], threading.get_ident()
         try:
             yield
             batch = self._batch
@@ -175,13 +200,13 @@ class Core:
             self._batch = None
         self._deliver_to_self(batch)
         works = [
-            self._start_point(buffer, peer, sends, True, None) for buffer, peer, sends, _ in batch if peer != self._rank
+            self._start_point(buffer, peer, sends, True, None) for buffer, peer, sends in batch if peer != self._rank
         ]
         for work in works:
             work.wait()
 
-    def _deliver_to_self(self, batch: list[tuple[Buffer, int, bool, Work]]) -> None:
-        mine = [(buffer, sends) for buffer, peer, sends, _ in batch if peer == self._rank]
+    def _deliver_to_self(self, batch: list[tuple[Buffer, int, bool]]) -> None:
+        mine = [(buffer, sends) for buffer, peer, sends in batch if peer == self._rank]
         outgoing, incoming = [b for b, sends in mine if sends], [b for b, sends in mine if not sends]
         if [(b.count, b.dtype) for b in outgoing] != [(b.count, b.dtype) for b in incoming]:
             raise ArgumentError(f"group(): the sends of rank {self._rank} to itself do not match its receives")
@@ -235,7 +260,7 @@ class Core:
             raise self._diagnosis.error()
 
     def _failure(self) -> CommunicationError | None:
-        return self._diagnosis.error() if self._engine.failed else None
+        return self._diagnosis.known_error() if self._engine.failed else None
 
     def _interrupted(self) -> None:
         """A signal handler raised inside a call (Ctrl-C): the others must not wait for this rank."""
@@ -289,19 +314,17 @@ class Core:
     def split(self, color: int | None, key: int = 0) -> Self | None:
         """A communicator for each `color`: this rank's, with ranks ordered by `key` and then by rank here.
 
-        Collective over this communicator. A rank with `color` None belongs to none and gets None.
+        Collective over this communicator. A rank with `color` None belongs to none and gets None. Both are 64-bit.
         """
         self._check_usable()
+        mine = [0, 0] if color is None else [1, check_int(color, "color")]
+        rows = np.empty((self._size, 3), np.int64)
+        self._launch(calls.split(self._rank, np.array([*mine, check_int(key, "key")]), rows), False, None)
         self._splits += 1
-        tag = f"split/{self._splits}".encode()
-        blob = json.dumps([color, key]).encode()
-        rows = [
-            json.loads(b) for b in self._session.control.exchange(self._group, tag, blob, self._config.init_timeout)
-        ]
         if color is None:
             return None
-        members = [r for _, r in sorted((row[1], r) for r, row in enumerate(rows) if row[0] == color)]
-        name = hashlib.blake2b(self._group + tag + str(color).encode(), digest_size=16).digest()
+        members = [r for _, r in sorted((row[2], r) for r, row in enumerate(rows.tolist()) if row[:2] == mine)]
+        name = hashlib.blake2b(self._group + f"split {self._splits} {color}".encode(), digest_size=16).digest()
         return type(self)(
             self._session, name, members.index(self._rank), len(members), self._config, self._config.init_timeout
         )

@@ -1,20 +1,18 @@
 """What went wrong, for people: turns the engine's failures and the control channel's news into errors.
 
 The data path can only say "this frame is not mine" or "nothing came". Who did what instead is found out of band: every
-rank answers a query from the thread of its control connection, also while its main thread is stuck in a call.
+rank answers questions from the thread of its control connection, also while its main thread is stuck in a call. What
+one rank finds out it posts as a verdict, so that all ranks raise the same.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import threading
-from collections import defaultdict
-from collections.abc import Callable
+import time
+from collections.abc import Collection
 from enum import IntEnum
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import _native
 from .control import Event, Left, Lost, Query, StoreLost, Verdict
@@ -24,17 +22,22 @@ from .errors import (
     CollectiveTimeoutError,
     CommunicationError,
     HetcollError,
+    InitError,
     PeerLostError,
     spell_ranks,
 )
+from .inquiry import Answer, Answers, Called, find_deadlock, find_mismatch, find_wrong_message
+from .wiring import PATIENCE
+from .witness import Witness
 
 if TYPE_CHECKING:
     from .session import Session
 
-_PACKAGE = os.path.dirname(__file__)
-_CALLS = {os.path.join(_PACKAGE, name) for name in ("communicator.py", "work.py", "core.py")}
 _QUERY_SECONDS = 2.0
 _VERDICT_SECONDS = 2.0
+_REASON_SECONDS = 2.0
+_STAGGER = 0.5  # seconds between the first and the last of many stuck ranks to ask
+_LONGEST_PAUSE = 30.0
 
 
 class Kind(IntEnum):
@@ -56,22 +59,30 @@ _ERRORS: dict[Kind, type[CommunicationError]] = {
 }
 
 
-def call_site(frame: FrameType | None) -> str:
-    """``file.py:12`` of the innermost frame outside this package."""
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+class Vigil:
+    """Over one call that does not end: asks the others what they do after 2, 4, 8, ... seconds of waiting.
 
+    Many ranks get stuck at once. They begin to ask one after another, and who was asked a moment ago does not ask.
+    """
 
-def _blocked_call_site() -> str:
-    """Where the thread that is inside a call of the communicator stands."""
-    for frame in sys._current_frames().values():
-        inner: FrameType | None = frame
-        while inner is not None:
-            if inner.f_code.co_filename in _CALLS:
-                return call_site(inner)
-            inner = inner.f_back
-    return ""
+    def __init__(self, diagnosis: Diagnosis, turn: float, waited: float) -> None:
+        self._diagnosis = diagnosis
+        self._start = time.monotonic() - waited
+        self._pause = PATIENCE
+        self._next = self._start + PATIENCE + _STAGGER * turn
+        self._answers: Answers = {}
+
+    def seconds(self) -> float:
+        """Until the next look."""
+        return max(0.0, self._next - time.monotonic())
+
+    def look(self) -> None:
+        """Ask, if it is time to; raises when the answers say that the call cannot end."""
+        if time.monotonic() < self._next:
+            return
+        self._next += self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._answers = self._diagnosis.look(self._answers)
 
 
 class Diagnosis:
@@ -79,19 +90,17 @@ class Diagnosis:
 
     def __init__(self, session: Session, group: bytes, rank: int, size: int) -> None:
         self._session, self._group, self._rank, self._size = session, group, rank, size
-        self._lock = threading.Lock()
+        self._news = threading.Condition()  # guards what follows
         self._engine: _native.Engine | None = None
         self._early: list[Lost | Left | Verdict | StoreLost] = []
-        self._verdict = threading.Event()
+        self._left: set[int] = set()
         self._report: tuple[Kind, int, str] | None = None
+        self._asked = -PATIENCE  # when another rank asked last
 
-    def attach(self, engine: _native.Engine, describe: Callable[[int], str], current: Callable[[], str]) -> None:
-        """From now on there is something to fail: news that came earlier is delivered now.
-
-        `describe` turns a shape's id into the call that it stands for; `current` is the call that is being set up.
-        """
-        self._describe, self._current = describe, current
-        with self._lock:
+    def attach(self, engine: _native.Engine, witness: Witness) -> None:
+        """From now on there is something to fail: news that came earlier is delivered now."""
+        self._witness = witness
+        with self._news:
             self._engine = engine
             early, self._early = self._early, []
         for event in early:
@@ -100,49 +109,56 @@ class Diagnosis:
     # News from the control connection; on its thread.
 
     def on_event(self, group: bytes, event: Event) -> bytes | None:
-        with self._lock:
+        with self._news:
             engine = self._engine
             if engine is None and not isinstance(event, Query):
                 self._early.append(event)
         if engine is None:
-            return None
+            return Answer(0).encode() if isinstance(event, Query) else None
         if isinstance(event, Query):
-            return json.dumps(self._answer(engine, json.loads(event.blob))).encode()
+            if event.rank != self._rank:
+                self._asked = time.monotonic()
+            return self._witness.testify(json.loads(event.blob), event.rank).encode()
         self._apply(engine, event)
         return None
 
     def _apply(self, engine: _native.Engine, event: Lost | Left | Verdict | StoreLost) -> None:
         if isinstance(event, Lost):
-            self._settle(engine, Kind.PEER_GONE, event.rank, f"rank {event.rank} was lost: {event.reason}")
+            self._settle(engine, Kind.PEER_GONE, event.rank, self._add_state(event.reason, event.rank))
         elif isinstance(event, Left):
             engine.peer_left(event.rank)
+            with self._news:
+                self._left.add(event.rank)
+                self._news.notify_all()
         elif isinstance(event, Verdict):
             kind, peer, text = json.loads(event.blob)
             self._settle(engine, Kind(kind), peer, text)
         elif not event.orderly:
-            self._settle(engine, Kind.PEER_GONE, -1, f"the process that hosts the job's store was lost: {event.reason}")
+            text = f"the process that hosts the job's store was lost: {event.reason}"
+            self._settle(engine, Kind.PEER_GONE, -1, text)
+
+    def _add_state(self, reason: str, peer: int) -> str:
+        """What became of a rank, and what was in flight here then."""
+        text = f"rank {peer} was lost: {reason}"
+        assert self._engine is not None
+        state, inside = self._engine.describe(), self._witness.inside()
+        if not state:
+            return text
+        return f"{text}; rank {self._rank} was in {inside or 'an asynchronous call'}: {state}"
 
     def _settle(self, engine: _native.Engine, kind: Kind, peer: int, text: str) -> None:
-        with self._lock:
+        with self._news:
             if self._report is None:
                 self._report = (kind, peer, text)
+            self._news.notify_all()
         engine.fail(kind, peer, text)
-        self._verdict.set()
-
-    def _answer(self, engine: _native.Engine, question: dict[str, Any]) -> dict[str, Any]:
-        """What this rank did at the sequence number asked for, and what it does now."""
-        sequence = engine.collectives
-        state = engine.describe()
-        inside = self._current() or (self._describe(engine.history(sequence)) if state else "")
-        called = self._describe(engine.history(question["sequence"])) if question["sequence"] <= sequence else ""
-        site = _blocked_call_site() if inside else ""
-        return {"now": sequence, "called": called, "inside": inside, "site": site}
 
     # Verdicts.
 
     def post(self, kind: Kind, peer: int, text: str) -> None:
         """Tell every rank, as far as the control channel still works; the first verdict of the group wins."""
         assert self._engine is not None
+        self._engine.fail(kind, peer, text)
         try:
             blob = json.dumps([kind, peer, text]).encode()
             verdict = self._session.control.post_verdict(self._group, b"failed", blob, _VERDICT_SECONDS)
@@ -151,76 +167,116 @@ class Diagnosis:
         except HetcollError:
             self._settle(self._engine, kind, peer, text)
 
-    def _ask(self, sequence: int) -> dict[int, dict[str, Any] | None]:
-        """Every rank's answer; None from one that is stopped or cut off. Empty when the control channel is gone."""
-        try:
-            blob = json.dumps({"sequence": sequence}).encode()
-            answers = self._session.control.query(self._group, blob, _QUERY_SECONDS)
-        except HetcollError:
-            return {}
-        return {rank: json.loads(a) if a else None for rank, a in answers.items()}
-
     def error(self) -> CommunicationError:
         """The error for the failure that the engine holds. May ask the other ranks what they did."""
         assert self._engine is not None
         number, peer, text = self._engine.failure
-        kind = Kind(number)
-        if self._report is None:
-            if kind is Kind.MISMATCH:
-                self.post(kind, peer, self._mismatch(text))
-            elif kind is Kind.ABORTED:
-                self.post(kind, peer, text)
-            elif not self._verdict.wait(_VERDICT_SECONDS):
-                # A closed connection has a reason, and the control channel would have told it: a death, an abort.
-                self.post(kind, peer, f"rank {self._rank}: {text}")
-        kind, peer, text = self._report or (kind, peer, text)
-        return PeerLostError(text, peer) if kind is Kind.PEER_GONE else _ERRORS.get(kind, CommunicationError)(text)
+        if self._report is None and number == Kind.MISMATCH:
+            self.post(Kind.MISMATCH, peer, self._explain_mismatch(peer, text))
+        elif self._report is None and number != Kind.ABORTED:  # who aborts or closes says so, or has nothing to say
+            if number == Kind.PEER_GONE:
+                self._await_reason({peer})
+            if self._report is None:
+                self.post(Kind(number), peer, f"{self._here()}: {text}")
+        return self.known_error()
 
-    def _mismatch(self, text: str) -> str:
+    def known_error(self) -> CommunicationError:
+        """`error` as far as it is known, at once."""
         assert self._engine is not None
-        sequence = self._engine.collectives
-        sides: dict[str, list[int]] = defaultdict(list)
-        for rank, answer in self._ask(sequence).items():
-            sides[_side(answer, sequence)].append(rank)
-        what = "; ".join(f"{spell_ranks(ranks)} {side}" for side, ranks in sides.items())
-        return f"operation #{sequence}: {what or text}"
+        kind, peer, text = self._report or self._engine.failure
+        return (
+            PeerLostError(text, peer) if kind == Kind.PEER_GONE else _ERRORS.get(Kind(kind), CommunicationError)(text)
+        )
 
-    def timeout(self, what: str, seconds: float) -> CommunicationError:
+    def unconnected(self, problem: InitError, deadline: float, seconds: float) -> CommunicationError:
+        """For a call whose links could not be made by `deadline` (time.monotonic), or not at all."""
+        if time.monotonic() >= deadline:
+            return self.timeout(seconds)
+        self._await_reason(range(self._size))
+        if self._report is None:
+            self.post(Kind.SYSTEM, -1, f"{self._here()}: {problem}")
+        return self.error()
+
+    def check_present(self, peers: Collection[int]) -> None:
+        """Raise when one of the ranks that a call needs has left in order: it will not connect any more."""
+        gone = self._left.intersection(peers)
+        if gone:
+            self.post(Kind.PEER_GONE, min(gone), f"{self._here()}: {spell_ranks(gone)} left while it was needed")
+            raise self.error()
+
+    def _await_reason(self, peers: Collection[int]) -> None:
+        """A closed connection has a reason, and the control channel will tell it: a death, a goodbye, an abort."""
+        with self._news:
+            self._news.wait_for(lambda: self._report is not None or self._left.intersection(peers), _REASON_SECONDS)
+
+    def _here(self) -> str:
+        inside = self._witness.inside(threading.get_ident())
+        return f"rank {self._rank}" if inside is None else f"rank {self._rank} in {inside}"
+
+    # Questions.
+
+    def vigil(self, waited: float = 0.0) -> Vigil:
+        """For a call that has already waited for so many seconds."""
+        return Vigil(self, self._rank / self._size, waited)
+
+    def look(self, before: Answers) -> Answers:
+        """Ask all ranks, unless one of them did so just now; raises when they cannot go on. `before` is what they said
+        at the last look."""
+        if time.monotonic() - self._asked < PATIENCE / 2:
+            return before
+        answers = self._ask()
+        found = find_mismatch(answers) or find_deadlock(before, answers)
+        if found:
+            self.post(Kind.MISMATCH, -1, found)
+            raise self.error()
+        return answers
+
+    def timeout(self, seconds: float) -> CommunicationError:
         """For a call that did not finish in time: says who is missing and poisons the communicator everywhere."""
         assert self._engine is not None
-        sequence, state = self._engine.collectives, self._engine.describe()
-        silent: list[int] = []
-        behind: list[int] = []
-        for rank, answer in self._ask(sequence).items():
-            if answer is None:
-                silent.append(rank)
-            elif answer["now"] < sequence and not answer["inside"]:
-                behind.append(rank)
-        parts = [f"{what} did not finish in {seconds:g} s on rank {self._rank}"]
+        inside = self._witness.inside(threading.get_ident()) or Called("a call")
+        answers, state = self._ask(), self._engine.describe()
+        mismatch = find_mismatch(answers)
+        if mismatch:
+            self.post(Kind.MISMATCH, -1, mismatch)
+            return self.error()
+        parts = [f"{inside} did not finish in {seconds:g} s on rank {self._rank}" + (f": {state}" if state else "")]
+        silent = [rank for rank, answer in answers.items() if answer is None]
+        others = {rank: answer for rank, answer in answers.items() if answer is not None and rank != self._rank}
+        if not answers:
+            parts.append("the job's store did not answer (its process is stopped, cut off or busy)")
         if silent:
-            parts.append(f"{spell_ranks(silent)} did not answer (stopped or cut off)")
+            parts.append(f"{spell_ranks(silent)} did not answer (stopped, cut off or busy)")
+        behind = [] if inside.what.startswith(("send(", "recv(")) else self._behind(others)
         if behind:
             parts.append(f"{spell_ranks(behind)} did not call it")
-        parts.append(f"rank {self._rank}: {state}")
+        parts += [
+            f"rank {rank} is in {answer.inside}" + (f": {answer.state}" if answer.state else "")
+            for rank, answer in list(others.items())[:8]
+            if answer.inside is not None
+        ]
         self.post(Kind.TIMEOUT, (silent + behind + [-1])[0], "; ".join(parts))
         return self.error()
 
-    def suspicious(self) -> bool:
-        """Whether ranks are stuck in different operations; if so the verdict has been posted."""
+    def _behind(self, others: dict[int, Answer]) -> list[int]:
+        """Who has not come to the collective that this rank is in."""
         assert self._engine is not None
-        sequence = self._engine.collectives
-        answers = [a for a in self._ask(sequence).values() if a is not None and a["inside"]]
-        if len({a["inside"] for a in answers if a["now"] == sequence}) < 2:
-            return False
-        self.post(Kind.MISMATCH, -1, self._mismatch("ranks are stuck in different operations"))
-        return True
+        now = self._engine.collectives + self._witness.preparing
+        return [rank for rank, answer in others.items() if now not in answer.calls and answer.now < now]
 
+    def _ask(self) -> Answers:
+        """Every rank's answer; None from one that is stopped or cut off. Empty when the control channel is gone."""
+        try:
+            blob = json.dumps(self._witness.since()).encode()
+            answers = self._session.control.query(self._group, blob, _QUERY_SECONDS)
+        except HetcollError:
+            return {}
+        return {rank: Answer.decode(blob) if blob else None for rank, blob in answers.items()}
 
-def _side(answer: dict[str, Any] | None, sequence: int) -> str:
-    if answer is None:
-        return "gave no answer"
-    what = answer["called"] or answer["inside"]
-    if not what:
-        return "did not call it"
-    still_there = answer["site"] and answer["now"] <= sequence
-    return f"called {what}" + (f" at {answer['site']}" if still_there else "")
+    def _explain_mismatch(self, peer: int, text: str) -> str:
+        answers = self._ask()
+        found = find_mismatch(answers)
+        if found:
+            return found
+        mine = self._witness.inside(threading.get_ident()) or Called("an asynchronous call")
+        return f"{find_wrong_message(answers, self._rank, peer, mine)} ({text})"

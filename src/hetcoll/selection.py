@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from . import _native, tuner
@@ -14,9 +14,11 @@ from .buffers import Buffer
 from .calls import Call
 from .env import Config
 from .errors import ArgumentError
+from .inquiry import Called
 from .plan import Plan
 from .types import Collective, ReduceOp
-from .wiring import Wiring
+from .wiring import Check, Wiring
+from .witness import call_site
 
 _KEEP = 1024  # bound plans kept; the least recently used go first
 _SEND, _RECV = 13, 14  # native/python/module.cc: the two halves of Collective.P2P
@@ -51,9 +53,9 @@ class Selection:
         self._tables: dict[Collective, list[tuple[int, str]]] = {}
         self._plans: dict[tuple[object, ...], int] = {}
         self._shapes: OrderedDict[tuple[object, ...], _native.Shape] = OrderedDict()
-        self._described: OrderedDict[int, str] = OrderedDict()
+        self._described: OrderedDict[int, Called] = OrderedDict()
 
-    def shape(self, call: Call, timeout: float, check: Callable[[], None]) -> _native.Shape:
+    def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """The bound plan of a call; connects what it needs within `timeout` seconds on the first use."""
         key = (
             call.collective,
@@ -64,6 +66,7 @@ class Selection:
             call.recv_count,
             call.send_table,
             call.recv_table,
+            call.label,
         )
         shape = self._shapes.get(key)
         if shape is not None:
@@ -85,7 +88,7 @@ class Selection:
             p2p=False,
         )
         self._keep(key, shape, what)
-        if not call.send_table and not call.recv_table and (call.send or call.recv):
+        if not call.label and not call.send_table and not call.recv_table and (call.send or call.recv):
             # The short way sees one buffer as both where this rank has only one of the two.
             first, second = call.send or call.recv, call.recv or call.send
             assert first is not None
@@ -93,7 +96,7 @@ class Selection:
             self._engine.remember(call.collective, call.dtype, call.op, call.root, first.count, second.count, shape)
         return shape
 
-    def point(self, buffer: Buffer, peer: int, sends: bool, timeout: float, check: Callable[[], None]) -> _native.Shape:
+    def point(self, buffer: Buffer, peer: int, sends: bool, timeout: float, check: Check) -> _native.Shape:
         """The bound plan of a send to, or a receive from, `peer`."""
         kind = _SEND if sends else _RECV
         key = (kind, buffer.dtype, peer, buffer.count)
@@ -113,8 +116,7 @@ class Selection:
             descriptor=_descriptor(f"p2p {buffer.dtype.label} {buffer.count}"),
             p2p=True,
         )
-        verb = f"send({{}}) to rank {peer}" if sends else f"recv({{}}) from rank {peer}"
-        self._keep(key, shape, verb.format(f"{buffer.dtype.label}, count={buffer.count}"))
+        self._keep(key, shape, describe_message(buffer, peer, sends))
         self._engine.remember(kind, buffer.dtype, ReduceOp.SUM, peer, buffer.count, buffer.count, shape)
         return shape
 
@@ -122,9 +124,9 @@ class Selection:
         """A message to oneself."""
         _native.copy_bytes(target.ptr, source.ptr, source.nbytes)
 
-    def describe(self, shape_id: int) -> str:
-        """The call that a shape was bound for, or nothing where that is forgotten."""
-        return self._described.get(shape_id, "")
+    def describe(self, shape_id: int) -> Called | None:
+        """The call that a shape was bound for, and where it was first made; None where that is forgotten."""
+        return self._described.get(shape_id)
 
     def explain(self, op: str, nbytes: int) -> Explanation:
         """See `Communicator.explain`."""
@@ -154,7 +156,7 @@ class Selection:
             self._tables[call.collective] = table
         return next(name for upper, name in table if call.nbytes <= upper)
 
-    def _plan(self, key: tuple[object, ...], timeout: float, check: Callable[[], None]) -> int:
+    def _plan(self, key: tuple[object, ...], timeout: float, check: Check) -> int:
         number = self._plans.get(key)
         if number is None:
             plan = self._build(key)
@@ -175,7 +177,7 @@ class Selection:
 
     def _keep(self, key: tuple[object, ...], shape: _native.Shape, what: str) -> None:
         self._shapes[key] = shape
-        self._described[shape.id] = what
+        self._described[shape.id] = Called(what, call_site(), exactly=False)
         if len(self._shapes) > _KEEP:
             self._shapes.popitem(last=False)
         if len(self._described) > 2 * _KEEP:
@@ -185,6 +187,12 @@ class Selection:
         topology, rank = self._wiring.topology, self._wiring.rank
         found = sorted({topology.transport(rank, p) for p in peers if p != rank})
         return "+".join(found) or "self"
+
+
+def describe_message(buffer: Buffer, peer: int, sends: bool) -> str:
+    """A send or a receive, for people."""
+    what = f"({buffer.dtype.label}, count={buffer.count})"
+    return f"send{what} to rank {peer}" if sends else f"recv{what} from rank {peer}"
 
 
 def _descriptor(text: str) -> int:

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 
 from . import _native
@@ -27,8 +27,12 @@ from .version import __version__
 log = logging.getLogger("hetcoll")
 
 _SPIN_SECONDS = 50e-6
-PATIENCE = 5.0
+PATIENCE = 2.0
 """Seconds after which a stuck call asks what the other ranks do."""
+
+
+Check = Callable[[Collection[int]], None]
+"""Called now and then, with the ranks that are waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ class Wiring:
         blobs = self._control.exchange(self.group, b"addresses", pack_addresses(self._listener.addresses), self._left())
         self._addresses = [unpack_addresses(blob) for blob in blobs]
 
-    def ensure(self, edges: Iterable[tuple[int, int]], timeout: float, check: Callable[[], None]) -> None:
+    def ensure(self, edges: Iterable[tuple[int, int]], timeout: float, check: Check) -> None:
         """Links for these (peer, channel) pairs. Both ends must ask; `check` may raise to end the wait."""
         missing = [(p, c) for p, c in edges if not self.engine.linked(p, c)]
         if not missing:
@@ -151,7 +155,8 @@ class Wiring:
             for p, c in missing
             for s in range(self._stripes)
         ]
-        made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, check)
+        peers = {p for p, _ in missing}
+        made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, lambda: check(peers))
         for p, c in missing:
             low, high = min(self.rank, p), max(self.rank, p)
             self.engine.attach_tcp(

@@ -37,7 +37,7 @@ class Work:
         if self._ticket is None or self._comm is None:
             return
         if self._ticket.state == _RUNNING or self._ticket.state == _FAILED:
-            self._comm._wait(self._ticket, timeout, self._what)
+            self._comm._wait(self._ticket, timeout)
         self._release()
 
     def wait_stream(self, stream: object = None) -> None:
