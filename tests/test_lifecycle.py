@@ -167,7 +167,7 @@ def join(rank):  # both ranks live in this process
 threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
-works = [comm.allreduce(np.ones(1 << 20), async_op=True) for comm in ranks.values() for _ in range(3)]
+works = [ranks[rank].allreduce(np.ones(1 << 20), async_op=True) for rank in range(2) for _ in range(3)]
 pid = os.fork()
 if pid == 0:
     works.clear()
