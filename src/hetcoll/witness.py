@@ -1,0 +1,105 @@
+"""What this rank tells about its own calls when others ask (`inquiry`), from the thread of its control connection."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from . import _native
+from .inquiry import WINDOW, Answer, Called
+from .work import Work
+
+_PACKAGE = os.path.dirname(__file__)
+_CALLS = {os.path.join(_PACKAGE, name) for name in ("communicator.py", "core.py", "work.py")}
+
+
+def call_site(frame: FrameType | None = None) -> str:
+    """``file.py:12`` of the innermost frame outside this package; of the caller's own frames by default."""
+    frame = sys._getframe(1) if frame is None else frame
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class Witness:
+    """Knows what one communicator is doing. `describe` turns the engine's number of a shape into the call it is for.
+
+    `current` is the call that took the long way and is not over, `preparing` whether it is a collective that has no
+    number yet.
+    """
+
+    def __init__(self, comm: object, engine: _native.Engine, describe: Callable[[int], Called | None]) -> None:
+        self._comm, self._engine, self._describe = comm, engine, describe
+        self.current = ""
+        self.preparing = False
+
+    def since(self) -> int:
+        """The first collective that a question of this rank is about."""
+        return max(1, self._engine.collectives - WINDOW // 2)
+
+    def testify(self, since: int, asker: int) -> Answer:
+        """This rank's answer to a question of rank `asker`."""
+        engine = self._engine
+        now, state, inside = engine.collectives, engine.describe(), self.inside()
+        calls: dict[int, Called] = {}
+        for number in range(since, min(now, since + WINDOW) + 1):
+            called = self._describe(engine.history(number))
+            if called is not None:
+                calls[number] = called
+        if self.preparing and inside is not None:
+            calls[now + 1] = inside
+        elif inside is not None and now in calls and calls[now].what == inside.what:
+            calls[now] = inside  # with the place where it is now
+        return Answer(
+            now=now,
+            calls=calls,
+            inside=inside,
+            progress=f"{now} {engine.messages} {state}",
+            alone=sum(not thread.name.startswith("hetcoll-") for thread in threading.enumerate()) == 1,
+            state=state,
+            sent=tuple(self._sent_to(asker)),
+        )
+
+    def inside(self, thread: int | None = None) -> Called | None:
+        """The call of the communicator that this thread of the program is in; without one, that any thread is in."""
+        frames = sys._current_frames()
+        for frame in frames.values() if thread is None else [frames[thread]]:
+            outermost, what = None, ""
+            inner: FrameType | None = frame
+            while inner is not None:
+                if inner.f_code.co_filename in _CALLS:
+                    owner = inner.f_locals.get("self")
+                    if isinstance(owner, Work) and owner._comm is self._comm:
+                        outermost, what = inner, owner._what
+                    elif owner is self._comm:
+                        outermost = inner
+                inner = inner.f_back
+            if outermost is not None:
+                name = outermost.f_code.co_name
+                return Called(what or self.current or self._latest(name), call_site(outermost))
+        return None
+
+    def _latest(self, method: str) -> str:
+        """The call of `method` that took the short way, and so is the last one that the engine knows."""
+        engine = self._engine
+        if method in ("send", "recv"):
+            called = self._describe(engine.message_history(engine.messages))
+        else:
+            called = self._describe(engine.history(engine.collectives))
+        same = called is not None and called.what.startswith(method)
+        return called.what if called is not None and same else f"{method}()"
+
+    def _sent_to(self, peer: int) -> Iterator[Called]:
+        """The last sends to `peer`, the latest first, each kind of them once."""
+        seen: set[str] = set()
+        newest = self._engine.messages
+        for number in range(newest, max(0, newest - 256), -1):
+            called = self._describe(self._engine.message_history(number))
+            if called is None or called.what in seen or not called.what.startswith("send("):
+                continue
+            seen.add(called.what)
+            if called.what.endswith(f" to rank {peer}"):
+                yield called
