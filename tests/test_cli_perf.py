@@ -9,8 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,21 +125,11 @@ class FakeComm:
             assert recvcounts is None or len(parts[-1]) == recvcounts[source]
         self._deliver(recv, np.concatenate(parts))
 
-    @contextmanager
-    def group(self) -> Iterator[None]:
-        self.pending: list[tuple[str, np.ndarray, int]] = []
-        yield
-        everyone = self._everyone([(kind, buf.copy(), peer) for kind, buf, peer in self.pending])
-        for kind, buf, peer in self.pending:
-            if kind == "recv":
-                sent = [data for what, data, to in everyone[peer] if what == "send" and to == self.rank]
-                self._deliver(buf, sent[0])
-
-    def send(self, buf, peer):
-        self.pending.append(("send", buf, peer))
-
-    def recv(self, buf, peer):
-        self.pending.append(("recv", buf, peer))
+    def sendrecv(self, sendbuf, dest, recvbuf, source):
+        everyone = self._everyone((sendbuf.copy(), dest))
+        data, to = everyone[source]
+        assert to == self.rank
+        self._deliver(recvbuf, data)
 
     def barrier(self):
         self.world.meeting.wait()

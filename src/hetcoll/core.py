@@ -20,7 +20,7 @@ from .buffers import Buffer, element_type, read_buffer
 from .calls import OP_LABELS, Call, check_int, check_rank
 from .diagnosis import Diagnosis, Kind, Vigil
 from .env import Config
-from .errors import ArgumentError, ClosedError, CommunicationError, HetcollError, InitError
+from .errors import ArgumentError, BufferTypeError, ClosedError, CommunicationError, HetcollError, InitError
 from .registration import Registration
 from .selection import Explanation, Selection, describe_message
 from .session import Session
@@ -122,10 +122,20 @@ class Core:
             self._interrupted()
             raise
 
-    def _run(self, shape: _native.Shape, send: int, recv: int, async_op: bool, seconds: float, keep: Any) -> Work:
+    def _run(
+        self,
+        shape: _native.Shape,
+        send: int,
+        recv: int,
+        async_op: bool,
+        seconds: float,
+        keep: Any,
+        *,
+        background: bool = True,
+    ) -> Work:
         engine = self._engine
         if async_op:
-            work = Work(self, engine.submit(shape, send, recv), keep, self._witness.current)
+            work = Work(self, engine.submit(shape, send, recv, background), keep, self._witness.current)
             with self._pending_lock:
                 if len(self._pending) >= self._prune_at:
                     self._pending = [w for w in self._pending if not w.done]
@@ -174,14 +184,52 @@ class Core:
         return self._start_point(buffer, other, sends, async_op, timeout)
 
     def _start_point(self, buffer: Buffer, peer: int, sends: bool, async_op: bool, timeout: float | None) -> Work:
+        if sends:
+            return self._messages(buffer, peer, None, -1, async_op, timeout)
+        return self._messages(None, -1, buffer, peer, async_op, timeout)
+
+    def _messages(
+        self,
+        send: Buffer | None,
+        dest: int,
+        recv: Buffer | None,
+        source: int,
+        async_op: bool,
+        timeout: float | None,
+        *,
+        background: bool = True,
+    ) -> Work:
+        """The long way for a message to `dest`, one from `source`, or both at once."""
         seconds = self._seconds(timeout)
-        self._witness.current = describe_message(buffer, peer, sends)
+        self._witness.current = describe_message(send, dest, recv, source)
         try:
-            shape = self._prepare(lambda check: self._selection.point(buffer, peer, sends, seconds, check), seconds)
-            ptrs = (buffer.ptr, 0) if sends else (0, buffer.ptr)
-            return self._run(shape, *ptrs, async_op, seconds, buffer)
+            shape = self._prepare(
+                lambda check: self._selection.point(send, dest, recv, source, seconds, check), seconds
+            )
+            ptrs = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
+            return self._run(shape, *ptrs, async_op, seconds, (send, recv), background=background)
         finally:
             self._witness.current = ""
+
+    def _sendrecv(
+        self, sendbuf: Any, dest: object, recvbuf: Any, source: object, async_op: bool, timeout: float | None
+    ) -> Work:
+        self._check_usable()
+        to, origin = check_rank(dest, self._size, "dest"), check_rank(source, self._size, "source")
+        send = read_buffer(sendbuf, "sendbuf", writable=False)
+        recv = read_buffer(recvbuf, "recvbuf", writable=True)
+        if send.dtype is not recv.dtype:
+            raise BufferTypeError(
+                f"sendbuf and recvbuf: wanted one dtype, got {send.dtype.label} and {recv.dtype.label}"
+            )
+        if send.overlaps(recv):
+            raise ArgumentError("sendbuf and recvbuf overlap")
+        if (to == self._rank) != (origin == self._rank):
+            raise ArgumentError(f"dest and source: a message to oneself needs both to be rank {self._rank}")
+        if to == self._rank:
+            self._deliver_to_self([(send, to, True), (recv, origin, False)])
+            return DONE
+        return self._messages(send, to, recv, origin, async_op, timeout)
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
@@ -200,7 +248,9 @@ class Core:
             self._batch = None
         self._deliver_to_self(batch)
         works = [
-            self._start_point(buffer, peer, sends, True, None) for buffer, peer, sends in batch if peer != self._rank
+            self._messages(b if sends else None, peer, None if sends else b, peer, True, None, background=False)
+            for b, peer, sends in batch
+            if peer != self._rank
         ]
         for work in works:
             work.wait()

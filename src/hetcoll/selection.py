@@ -21,7 +21,7 @@ from .wiring import Check, Wiring
 from .witness import call_site
 
 _KEEP = 1024  # bound plans kept; the least recently used go first
-_SEND, _RECV = 13, 14  # native/python/module.cc: the two halves of Collective.P2P
+_SEND, _RECV, _SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's forms
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,9 @@ class Selection:
             p2p=False,
         )
         self._keep(key, shape, what)
-        if not call.label and not call.send_table and not call.recv_table and (call.send or call.recv):
+        if call.collective is Collective.BARRIER and not call.label:
+            self._engine.remember(call.collective, call.dtype, call.op, 0, 0, 0, shape)
+        elif not call.label and not call.send_table and not call.recv_table and (call.send or call.recv):
             # The short way sees one buffer as both where this rank has only one of the two.
             first, second = call.send or call.recv, call.recv or call.send
             assert first is not None
@@ -96,28 +98,35 @@ class Selection:
             self._engine.remember(call.collective, call.dtype, call.op, call.root, first.count, second.count, shape)
         return shape
 
-    def point(self, buffer: Buffer, peer: int, sends: bool, timeout: float, check: Check) -> _native.Shape:
-        """The bound plan of a send to, or a receive from, `peer`."""
-        kind = _SEND if sends else _RECV
-        key = (kind, buffer.dtype, peer, buffer.count)
+    def point(
+        self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, timeout: float, check: Check
+    ) -> _native.Shape:
+        """The bound plan of a message to `dest`, one from `source`, or both at once; of one type."""
+        first, second = send or recv, recv or send
+        assert first is not None
+        assert second is not None
+        kind = _SENDRECV if send and recv else _SEND if send else _RECV
+        where = dest << 16 | source if send and recv else dest if send else source
+        key = (kind, first.dtype, where, first.count, second.count)
         shape = self._shapes.get(key)
         if shape is not None:
             self._shapes.move_to_end(key)
             return shape
-        number = self._plan((Collective.P2P, kind, peer), timeout, check)
+        peers = ((dest,) if send else (), (source,) if recv else ())
+        number = self._plan((Collective.P2P, *peers), timeout, check)
         shape = self._engine.bind(
             plan=number,
-            dtype=buffer.dtype,
+            dtype=first.dtype,
             op=ReduceOp.SUM,
-            send_count=buffer.count if sends else 0,
-            recv_count=0 if sends else buffer.count,
+            send_count=send.count if send else 0,
+            recv_count=recv.count if recv else 0,
             send_table=(),
             recv_table=(),
-            descriptor=_descriptor(f"p2p {buffer.dtype.label} {buffer.count}"),
+            descriptor=_descriptor(f"p2p {first.dtype.label}"),
             p2p=True,
         )
-        self._keep(key, shape, describe_message(buffer, peer, sends))
-        self._engine.remember(kind, buffer.dtype, ReduceOp.SUM, peer, buffer.count, buffer.count, shape)
+        self._keep(key, shape, describe_message(send, dest, recv, source))
+        self._engine.remember(kind, first.dtype, ReduceOp.SUM, where, first.count, second.count, shape)
         return shape
 
     def copy(self, source: Buffer, target: Buffer) -> None:
@@ -167,8 +176,8 @@ class Selection:
     def _build(self, key: tuple[object, ...]) -> Plan:
         size, rank = self._wiring.size, self._wiring.rank
         match key:
-            case (Collective.P2P, kind, int(peer)):
-                return p2p(size, rank, [peer], []) if kind == _SEND else p2p(size, rank, [], [peer])
+            case (Collective.P2P, tuple(sends), tuple(recvs)):
+                return p2p(size, rank, sends, recvs)
             case (Collective() as collective, str(name), int(root), bool(scale)):
                 return find(collective, name).build(
                     size, rank, root=root, scale=scale, hosts=self._wiring.topology.hosts
@@ -189,10 +198,14 @@ class Selection:
         return "+".join(found) or "self"
 
 
-def describe_message(buffer: Buffer, peer: int, sends: bool) -> str:
-    """A send or a receive, for people."""
-    what = f"({buffer.dtype.label}, count={buffer.count})"
-    return f"send{what} to rank {peer}" if sends else f"recv{what} from rank {peer}"
+def describe_message(send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> str:
+    """A send, a receive, or both, for people."""
+    parts = []
+    if send is not None:
+        parts.append(f"send({send.dtype.label}, count={send.count}) to rank {dest}")
+    if recv is not None:
+        parts.append(f"recv({recv.dtype.label}, count={recv.count}) from rank {source}")
+    return " and ".join(parts)
 
 
 def _descriptor(text: str) -> int:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 
@@ -26,7 +27,7 @@ from .version import __version__
 
 log = logging.getLogger("hetcoll")
 
-_SPIN_SECONDS = 50e-6
+_SPIN_SECONDS = 10e-6  # then it yields: its peer may be waiting for the very same core
 PATIENCE = 2.0
 """Seconds after which a stuck call asks what the other ranks do."""
 
@@ -41,7 +42,7 @@ class _Introduction:
 
     host: str
     pid: int
-    cores: int
+    cores: list[int]  # that it may run on
     doorbell: str
     settings: str
 
@@ -66,12 +67,15 @@ class Wiring:
         self._deadline = time.monotonic() + timeout
         self._listener: Listener | None = None
         intros = self._introduce()
-        infos = (RankInfo(r, i.host, i.pid, i.cores, version=__version__) for r, i in enumerate(intros))
+        cores: dict[str, set[int]] = defaultdict(set)  # a launcher may have given each rank one of its host's cores
+        for intro in intros:
+            cores[intro.host].update(intro.cores)
+        infos = (RankInfo(r, i.host, i.pid, len(cores[i.host]), version=__version__) for r, i in enumerate(intros))
         self.topology = Topology(tuple(infos), config.transport)
         self._stripes = config.socket_stripes or 1
         self.locals = list(next(host for host in self.topology.hosts if rank in host))
         spin = _SPIN_SECONDS if config.spin_us is None else config.spin_us * 1e-6
-        self.oversubscribed = len(self.locals) > intros[rank].cores
+        self.oversubscribed = len(self.locals) > len(cores[intros[rank].host])
         patience = min(PATIENCE, config.timeout)
         identity = hashlib.blake2b(control.unique_id.job_id + group, digest_size=8).digest()
         try:
@@ -107,7 +111,7 @@ class Wiring:
         chosen = {"HETCOLL_ALGO": c.algo, "HETCOLL_TRANSPORT": c.transport, "HETCOLL_SHM_BYTES": c.shm_bytes,
                   "HETCOLL_SOCKET_STRIPES": c.socket_stripes, "HETCOLL_ISLANDS": c.islands}  # fmt: skip
         mine = _Introduction(
-            host_identity(c.host_id), os.getpid(), len(os.sched_getaffinity(0)), new_name(), json.dumps(chosen)
+            host_identity(c.host_id), os.getpid(), sorted(os.sched_getaffinity(0)), new_name(), json.dumps(chosen)
         )
         blobs = self._control.exchange(self.group, b"introduce", json.dumps(asdict(mine)).encode(), self._left())
         intros = [_Introduction(**json.loads(blob)) for blob in blobs]
