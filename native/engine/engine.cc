@@ -17,6 +17,7 @@ namespace {
 constexpr std::int64_t kSleepSliceNs = 100'000'000;      // an upper bound on noticing what no doorbell announces
 constexpr std::int64_t kSharedSleepSliceNs = 1'000'000;  // another thread may finish our task while we sleep
 constexpr std::size_t kKeepScratch = std::size_t{8} << 20;
+constexpr int kPromptYields = 32;   // in place of spinning, where a peer waits for our core
 constexpr int kPreparedRanks = 64;  // of a host; among more, links are many and mostly idle
 constexpr int kSpinsPerClock = 64;
 constexpr double kPromptSeconds = 20e-6;  // how long a call may keep the interpreter's lock while it waits
@@ -73,8 +74,13 @@ void Engine::StopBackground() {
 bool Engine::forked() const { return g_forks.load(std::memory_order_relaxed) != forks_; }
 
 void Engine::AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks) {
+  const ShmLayout layout(static_cast<int>(local_ranks.size()), ring_bytes);
+  AttachShm(std::make_shared<ShmSegment>(fd, layout), local_ranks);
+}
+
+void Engine::AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int> local_ranks) {
   const int local_size = static_cast<int>(local_ranks.size());
-  segment_ = std::make_shared<ShmSegment>(fd, ShmLayout(local_size, ring_bytes));
+  segment_ = std::move(segment);
   heap_ = std::make_shared<Heap>(segment_, options_.local_rank);
   own_bell_ = &segment_->doorbell(options_.local_rank);
   for (int i = 0; i < local_size; ++i) {
@@ -202,12 +208,22 @@ Outcome Engine::RunPrompt(const std::shared_ptr<Shape>& shape, const void* send,
   Task& task = spare_is_free ? *shape->spare : *fresh;
   task.Prepare(links_, send, recv, NextSignature(*shape));
   int idle = 0;
+  bool crowded = false;
+  NoteCore();
   while (!task.finished() && !failed()) {
     if (PassTask(task)) {
       idle = 0;
+      continue;
+    }
+    if (idle == 0) {
+      RingDoorbells();
+      crowded = WaitsForOwnCore(task);
+    }
+    if (++idle > (crowded ? kPromptYields : prompt_spins_)) break;
+    if (contenders_.load(std::memory_order_relaxed) > 0) break;
+    if (crowded) {
+      sched_yield();
     } else {
-      if (idle == 0) RingDoorbells();
-      if (++idle > prompt_spins_ || contenders_.load(std::memory_order_relaxed) > 0) break;
       CpuRelax();
     }
   }
@@ -222,6 +238,28 @@ Outcome Engine::RunPrompt(const std::shared_ptr<Shape>& shape, const void* send,
     collectives_.push_back(pending);
   }
   return Outcome::kPending;
+}
+
+// Tells the ranks of this host on which core this one runs.
+void Engine::NoteCore() {
+  const int core = own_bell_ == nullptr ? -1 : sched_getcpu();
+  if (core == core_) return;
+  core_ = core;
+  own_bell_->core.store(static_cast<std::uint32_t>(core) + 1, std::memory_order_relaxed);
+}
+
+// Whether a rank that this task waits for was last seen on the very core that we run on: then it cannot move before we
+// let it, and spinning would only keep it out.
+bool Engine::WaitsForOwnCore(const Task& task) {
+  NoteCore();
+  if (core_ < 0) return false;
+  bool found = false;
+  task.ForEachBlocked([&](const BoundStep& s) {
+    if (s.peer < 0) return;
+    const ShmDoorbell* bell = links_.rx(s.peer, s.channel).doorbell;
+    found |= bell != nullptr && bell->core.load(std::memory_order_relaxed) == static_cast<std::uint32_t>(core_) + 1;
+  });
+  return found;
 }
 
 bool Engine::PassTask(Task& task) {

@@ -77,6 +77,7 @@ class Engine {
 
   // Links. `local_ranks` are the ranks of this host in the segment's order.
   void AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks);
+  void AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int> local_ranks);
   void AttachTcp(int peer, int channel, std::span<const int> fds);
   bool Linked(int peer, int channel) const;
 
@@ -132,7 +133,9 @@ class Engine {
   void Prepare(const Plan& plan);
   std::shared_ptr<Task> TakeTask(Shape& shape);
   std::uint64_t NextSignature(const Shape& shape);
-  bool PassAll();             // the five below: under mutex_
+  bool PassAll();  // the five below: under mutex_
+  void NoteCore();
+  bool WaitsForOwnCore(const Task& task);
   bool PassTask(Task& task);  // false also when it failed the engine
   void RingDoorbells();
   void Fail(FaultKind kind, int peer, const std::string& text);
@@ -150,6 +153,7 @@ class Engine {
   int forks_;  // that this process is away from the one where its program began
   std::int64_t spin_ns_ = 0;
   int prompt_spins_ = 0;
+  int core_ = -1;  // what NoteCore said last; under mutex_
   Doorbell doorbell_;
   FaultInjector injector_;
   std::shared_ptr<ShmSegment> segment_;

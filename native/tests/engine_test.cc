@@ -292,6 +292,29 @@ void Mismatches() {
   }
 }
 
+// Memory that is lent instead of copied, written again as soon as each call is over.
+void Lending() {
+  for (const char* fault : {"", "short=0.5,delay=0.1", "duplicate=3,rank=7"}) {
+    Job job({.size = 3, .ring_bytes = 16384, .fault = fault});
+    for (const Algorithm algorithm : {RingAllreduce, DirectAllreduce, ScratchAllreduce}) {
+      constexpr std::size_t kCount = 65537;
+      const Bytes want = Sum(3, kCount, DType::kInt64);
+      job.Run([&](int rank, Engine& e) {
+        const auto shape = BindAllreduce(e, 3, rank, algorithm, DType::kInt64, kCount);
+        const Bytes in = Input(rank, kCount, DType::kInt64);
+        std::byte* buffers[] = {e.heap()->Allocate(in.size()), e.heap()->Allocate(in.size())};
+        for (int round = 0; round < 4; ++round) {
+          std::byte* recv = buffers[round % 2];  // in place every other time
+          std::memcpy(buffers[0], in.data(), in.size());
+          CHECK(RunToEnd(e, shape, buffers[0], recv) == Outcome::kDone, "%s", e.failure().text.c_str());
+          CHECK(std::memcmp(recv, want.data(), want.size()) == 0, "%s: round %d, rank %d", fault, round, rank);
+        }
+        for (std::byte* buffer : buffers) e.heap()->Free(buffer, in.size());
+      });
+    }
+  }
+}
+
 void HarmlessFaults() {
   const char* faults[] = {"delay=0.3", "short=0.8,seed=5", "reorder=0.5", "delay=0.1,short=0.5,reorder=0.2,seed=3"};
   for (const char* fault : faults) {
@@ -367,10 +390,10 @@ struct Scenario {
 };
 
 constexpr Scenario kScenarios[] = {
-    {"plans", CheckPlans},        {"fuzz", FuzzPlans},        {"types", Types},           {"sizes", Sizes},
-    {"flight", Flight},           {"messages", Messages},     {"background", Background}, {"wakeups", Wakeups},
-    {"failing", Failing},         {"leaving", Leaving},       {"mismatches", Mismatches}, {"faultspecs", FaultSpecs},
-    {"harmless", HarmlessFaults}, {"harmful", HarmfulFaults},
+    {"plans", CheckPlans}, {"fuzz", FuzzPlans},          {"types", Types},           {"sizes", Sizes},
+    {"flight", Flight},    {"messages", Messages},       {"background", Background}, {"wakeups", Wakeups},
+    {"failing", Failing},  {"leaving", Leaving},         {"mismatches", Mismatches}, {"faultspecs", FaultSpecs},
+    {"lending", Lending},  {"harmless", HarmlessFaults}, {"harmful", HarmfulFaults},
 };
 
 }  // namespace

@@ -266,7 +266,9 @@ class Job {
     if (fd < 0 || ftruncate(fd, static_cast<off_t>(layout.total_bytes)) != 0) std::abort();
     std::vector<int> ranks(static_cast<std::size_t>(size_));
     std::iota(ranks.begin(), ranks.end(), 0);
-    for (auto& engine : engines_) engine->AttachShm(fd, ring_bytes, ranks);
+    // One mapping for all: TSan knows memory by its address.
+    const auto segment = std::make_shared<ShmSegment>(fd, layout);
+    for (auto& engine : engines_) engine->AttachShm(segment->Share(), ranks);
     close(fd);
   }
 

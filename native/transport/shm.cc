@@ -188,7 +188,7 @@ class ShmRecv final : public RecvEnd {
     if (taken_ < size_) return;
     open_ = false;
     ++seen_;
-    edge_.credit->bytes.store(pos_, std::memory_order_relaxed);
+    edge_.credit->bytes.store(pos_, std::memory_order_release);  // both: a sender may look at either alone
     edge_.credit->lines.store(seen_, std::memory_order_release);
   }
 
@@ -297,13 +297,15 @@ ShmSegment::ShmSegment(int fd, const ShmLayout& layout) : layout_(layout) {
     throw Fault(FaultKind::kSystem, -1,
                 "mapping " + std::to_string(layout.total_bytes) + " bytes of shared memory: " + std::strerror(errno));
   }
-  base_ = static_cast<std::byte*>(at);
+  base_ = {static_cast<std::byte*>(at), [n = layout.total_bytes](std::byte* p) { munmap(p, n); }};
   static_cast<void>(madvise(at, layout.total_bytes, MADV_DONTDUMP));  // mostly holes; a core file need not have them
 }
 
-ShmSegment::~ShmSegment() { munmap(base_, layout_.total_bytes); }
+std::shared_ptr<ShmSegment> ShmSegment::Share() const {
+  return std::shared_ptr<ShmSegment>(new ShmSegment(base_, layout_));
+}
 
-ShmDoorbell& ShmSegment::doorbell(int local_rank) const { return reinterpret_cast<ShmDoorbell*>(base_)[local_rank]; }
+ShmDoorbell& ShmSegment::doorbell(int local_rank) const { return reinterpret_cast<ShmDoorbell*>(base())[local_rank]; }
 
 std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int src, int dst, int channel) {
   return std::make_unique<ShmSend>(segment, src, dst, channel);

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "transport/transport.h"
@@ -37,6 +38,7 @@ struct alignas(128) ShmCredit {
 
 struct alignas(128) ShmDoorbell {
   std::atomic<std::uint32_t> sleeping;  // the rank is in poll(2); whoever has news for it rings
+  std::atomic<std::uint32_t> core;      // where it last began to wait, plus one
 };
 
 struct ShmLayout {
@@ -75,20 +77,24 @@ class StorePolicy {
 class ShmSegment {
  public:
   ShmSegment(int fd, const ShmLayout& layout);
-  ~ShmSegment();
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
 
-  std::byte* base() const { return base_; }
+  // The same memory at the same place, for another rank of this process.
+  std::shared_ptr<ShmSegment> Share() const;
+
+  std::byte* base() const { return base_.get(); }
   ShmDoorbell& doorbell(int local_rank) const;
-  std::byte* edge(int src, int dst, int channel) const { return base_ + layout_.EdgeOffset(src, dst, channel); }
+  std::byte* edge(int src, int dst, int channel) const { return base() + layout_.EdgeOffset(src, dst, channel); }
   const ShmLayout& layout() const { return layout_; }
   StorePolicy& policy() const { return *policy_; }
 
  private:
+  ShmSegment(std::shared_ptr<std::byte> base, const ShmLayout& layout) : layout_(layout), base_(std::move(base)) {}
+
   std::unique_ptr<StorePolicy> policy_ = std::make_unique<StorePolicy>();
   ShmLayout layout_;
-  std::byte* base_;
+  std::shared_ptr<std::byte> base_;
 };
 
 std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int src, int dst, int channel);
