@@ -100,7 +100,8 @@ def find_wrong_message(answers: Answers, receiver: int, sender: int, wanted: Cal
     answer = answers.get(sender)
     sides = {receiver: wanted}
     if answer is not None:
-        payload = wanted.what[wanted.what.find("(") : wanted.what.find(")") + 1]  # the type and the count
+        received = wanted.what.rpartition("recv")[2]
+        payload = received[: received.find(")") + 1]  # the type and the count
         other = next((call for call in answer.sent if payload not in call.what), None)
         if other is not None:
             sides[sender] = other

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 
 from . import _native
@@ -85,12 +86,11 @@ class Witness:
     def _latest(self, method: str) -> str:
         """The call of `method` that took the short way, and so is the last one that the engine knows."""
         engine = self._engine
-        if method in ("send", "recv"):
+        if method in ("send", "recv", "sendrecv", "group"):
             called = self._describe(engine.message_history(engine.messages))
         else:
             called = self._describe(engine.history(engine.collectives))
-        same = called is not None and called.what.startswith(method)
-        return called.what if called is not None and same else f"{method}()"
+        return f"{method}()" if called is None else called.what
 
     def _sent_to(self, peer: int) -> Iterator[Called]:
         """The last sends to `peer`, the latest first, each kind of them once."""
@@ -98,8 +98,9 @@ class Witness:
         newest = self._engine.messages
         for number in range(newest, max(0, newest - 256), -1):
             called = self._describe(self._engine.message_history(number))
-            if called is None or called.what in seen or not called.what.startswith("send("):
+            if called is None or called.what in seen:
                 continue
             seen.add(called.what)
-            if called.what.endswith(f" to rank {peer}"):
-                yield called
+            half = called.what.split(" and ")[0]
+            if half.startswith("send(") and half.endswith(f" to rank {peer}"):
+                yield replace(called, what=half)
