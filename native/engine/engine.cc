@@ -17,7 +17,10 @@ namespace {
 constexpr std::int64_t kSleepSliceNs = 100'000'000;      // an upper bound on noticing what no doorbell announces
 constexpr std::int64_t kSharedSleepSliceNs = 1'000'000;  // another thread may finish our task while we sleep
 constexpr std::size_t kKeepScratch = std::size_t{8} << 20;
-constexpr int kPromptYields = 32;   // in place of spinning, where a peer waits for our core
+constexpr int kPromptYields = 32;  // in place of spinning, where a peer waits for our core
+// Two ranks that take turns on one core may stay there beside an idle one: the kernel looks for a better place when it
+// wakes a sleeper, so one of them sleeps now and then.
+constexpr int kMoveAfter = 64;
 constexpr int kPreparedRanks = 64;  // of a host; among more, links are many and mostly idle
 constexpr int kSpinsPerClock = 64;
 constexpr double kPromptSeconds = 20e-6;  // how long a call may keep the interpreter's lock while it waits
@@ -218,6 +221,10 @@ Outcome Engine::RunPrompt(const std::shared_ptr<Shape>& shape, const void* send,
     if (idle == 0) {
       RingDoorbells();
       crowded = WaitsForOwnCore(task);
+      if (crowded && ++crowded_waits_ % kMoveAfter == 0) {
+        sleep_at_once_ = true;
+        break;
+      }
     }
     if (++idle > (crowded ? kPromptYields : prompt_spins_)) break;
     if (contenders_.load(std::memory_order_relaxed) > 0) break;
@@ -364,6 +371,11 @@ void Engine::DriveUntil(Done&& done, std::int64_t until) {
     }
     if (departed) CheckDeparted();
     RingDoorbells();
+    if (sleep_at_once_) {
+      sleep_at_once_ = false;
+      Sleep(lock, until);
+      continue;
+    }
     if (contenders_.load(std::memory_order_relaxed) > 0) {
       lock.unlock();
       sched_yield();

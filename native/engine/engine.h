@@ -153,7 +153,9 @@ class Engine {
   int forks_;  // that this process is away from the one where its program began
   std::int64_t spin_ns_ = 0;
   int prompt_spins_ = 0;
-  int core_ = -1;  // what NoteCore said last; under mutex_
+  int core_ = -1;  // what NoteCore said last; under mutex_, as are the next two
+  int crowded_waits_ = 0;
+  bool sleep_at_once_ = false;
   Doorbell doorbell_;
   FaultInjector injector_;
   std::shared_ptr<ShmSegment> segment_;
