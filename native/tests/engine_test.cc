@@ -1,62 +1,24 @@
 // The engine end to end: ranks are threads of this process, over one memfd segment or over socket pairs. Meant to be
 // run under ASan, UBSan and TSan as well. `hetcoll_engine_test [NAME]` runs the scenarios whose names begin so.
 
-#include <chrono>
-#include <mutex>
 #include <string_view>
 
 #include "harness.h"
 
 namespace hetcoll::testing {
 
-void FuzzPlans();
+// plan_test.cc
 void CheckPlans();
+void FuzzPlans();
+
+// fault_test.cc
+void Mismatches();
+void Garbage();
+void FaultSpecs();
+void HarmlessFaults();
+void HarmfulFaults();
 
 namespace {
-
-constexpr double kPatience = 30;  // seconds until a scenario counts as hung
-
-std::uint64_t Descriptor(Algorithm algorithm, DType dtype, std::size_t count) {
-  return reinterpret_cast<std::uintptr_t>(algorithm) ^ (static_cast<std::uint64_t>(dtype) << 56) ^ count;
-}
-
-std::shared_ptr<Shape> BindAllreduce(Engine& e, int size, int rank, Algorithm algorithm, DType dtype,
-                                     std::size_t count) {
-  return e.Bind(e.AddPlan(algorithm(size, rank)), dtype, ReduceOp::kSum, count, count, {}, {},
-                Descriptor(algorithm, dtype, count), false);
-}
-
-std::shared_ptr<Shape> BindMessage(Engine& e, int size, int rank, int peer, bool sends, std::size_t nbytes) {
-  return e.Bind(e.AddPlan(Message(size, rank, peer, sends)), DType::kUint8, ReduceOp::kSum, sends ? nbytes : 0,
-                sends ? 0 : nbytes, {}, {}, nbytes, true);
-}
-
-Outcome RunToEnd(Engine& e, const std::shared_ptr<Shape>& shape, const void* send, void* recv,
-                 double seconds = kPatience) {
-  std::shared_ptr<Task> pending;
-  const Outcome outcome = e.RunPrompt(shape, send, recv, pending);
-  return outcome == Outcome::kPending ? e.Drive(*pending, DeadlineNs(seconds)) : outcome;
-}
-
-double Seconds(std::int64_t since) { return static_cast<double>(NowNs() - since) * 1e-9; }
-
-void SleepMs(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
-
-// One all-reduce on every rank, out of place and in place, against the sums.
-void Allreduce(Job& job, Algorithm algorithm, DType dtype, std::size_t count, const char* what) {
-  const Bytes want = Sum(job.size(), count, dtype);
-  job.Run([&](int rank, Engine& e) {
-    const auto shape = BindAllreduce(e, job.size(), rank, algorithm, dtype, count);
-    const Bytes in = Input(rank, count, dtype);
-    Bytes out(in.size());
-    Outcome outcome = RunToEnd(e, shape, in.data(), out.data());
-    CHECK(outcome == Outcome::kDone, "%s: type %d, count %zu: %s", what, int(dtype), count, e.failure().text.c_str());
-    CHECK(out == want, "%s: type %d, count %zu, rank %d", what, int(dtype), count, rank);
-    out = in;
-    outcome = RunToEnd(e, shape, out.data(), out.data());
-    CHECK(outcome == Outcome::kDone && out == want, "%s: in place, type %d, count %zu", what, int(dtype), count);
-  });
-}
 
 void Types() {
   for (const bool tcp : {false, true}) {
@@ -255,43 +217,6 @@ void Leaving() {
   }
 }
 
-// Ranks that do not call the same get an error instead of each other's data.
-void Mismatches() {
-  struct Case {
-    const char* what;
-    DType dtype;
-    std::size_t count;
-  };
-  for (const bool tcp : {false, true}) {
-    for (const Case& c : {Case{"type", DType::kInt32, 64}, Case{"count", DType::kFloat32, 65},
-                          Case{"much longer", DType::kFloat32, 300000}}) {
-      Job job({.size = 2, .tcp = tcp});
-      std::atomic<int> mismatches{0};
-      job.Run([&](int rank, Engine& e) {
-        const std::size_t count = rank == 0 ? 64 : c.count;
-        const DType dtype = rank == 0 ? DType::kFloat32 : c.dtype;
-        const auto shape = BindAllreduce(e, 2, rank, RingAllreduce, dtype, count);
-        Bytes in = Input(rank, count, dtype), out(in.size());
-        const Outcome outcome = RunToEnd(e, shape, in.data(), out.data(), 0.5);
-        CHECK(outcome != Outcome::kDone, "%s: rank %d got something", c.what, rank);
-        mismatches += e.failure().kind == FaultKind::kMismatch && e.failure().peer == 1 - rank;
-      });
-      CHECK(mismatches > 0, "%s: nobody saw it", c.what);
-    }
-    Job job({.size = 2, .tcp = tcp});
-    job.Run([&](int rank, Engine& e) {
-      const auto shape = BindMessage(e, 2, rank, 1 - rank, rank == 0, rank == 0 ? 100 : 200);
-      Bytes buffer(200);
-      if (rank == 0) {
-        CHECK(RunToEnd(e, shape, buffer.data(), nullptr) == Outcome::kDone, "sent");
-      } else {
-        CHECK(RunToEnd(e, shape, nullptr, buffer.data()) == Outcome::kFailed, "a shorter message");
-        CHECK(e.failure().kind == FaultKind::kMismatch, "%s", e.failure().text.c_str());
-      }
-    });
-  }
-}
-
 // Memory that is lent instead of copied, written again as soon as each call is over.
 void Lending() {
   for (const char* fault : {"", "short=0.5,delay=0.1", "duplicate=3,rank=7"}) {
@@ -315,85 +240,18 @@ void Lending() {
   }
 }
 
-void HarmlessFaults() {
-  const char* faults[] = {"delay=0.3", "short=0.8,seed=5", "reorder=0.5", "delay=0.1,short=0.5,reorder=0.2,seed=3"};
-  for (const char* fault : faults) {
-    for (const bool tcp : {false, true}) {
-      Job job({.size = 3, .tcp = tcp, .stripes = 2, .ring_bytes = 16384, .fault = fault});
-      for (const std::size_t count : {0, 1, 5, 3001}) {
-        Allreduce(job, RingAllreduce, DType::kComplex128, count, fault);
-        Allreduce(job, DirectAllreduce, DType::kBfloat16, count, fault);
-        Allreduce(job, ScratchAllreduce, DType::kInt8, count, fault);
-      }
-      Job sleepy({.size = 2, .tcp = tcp, .ring_bytes = 16384, .spin_seconds = 0, .fault = fault});
-      Allreduce(sleepy, RingAllreduce, DType::kFloat32, 20011, fault);
-    }
-  }
-}
-
-// What no transport may do: never a wrong result, and somebody sees it, by an error or by waiting in vain.
-void HarmfulFaults() {
-  constexpr int kOps = 4;
-  constexpr std::size_t kCount = 3001;
-  for (const bool tcp : {false, true}) {
-    for (const char* kind : {"duplicate", "drop", "close"}) {
-      for (int message = 1; message <= 5; ++message) {
-        const std::string fault = std::string(kind) + "=" + std::to_string(message) + ",rank=1";
-        Job job({.size = 3, .tcp = tcp, .fault = fault});
-        std::atomic<int> seen{0};
-        std::atomic<bool> over{false};
-        job.Run([&](int rank, Engine& e) {
-          const auto shape = BindAllreduce(e, 3, rank, RingAllreduce, DType::kFloat32, kCount);
-          for (int i = 0; i < kOps; ++i) {
-            Bytes buffer = Input(rank, kCount, DType::kFloat32);
-            if (RunToEnd(e, shape, buffer.data(), buffer.data(), 1) == Outcome::kDone) {
-              CHECK(buffer == Sum(3, kCount, DType::kFloat32), "%s: wrong data on rank %d", fault.c_str(), rank);
-              continue;
-            }
-            ++seen;
-            if (!over.exchange(true)) {  // what the control plane does: the others hear of it
-              const FaultKind found = e.failure().kind;
-              CHECK(found != FaultKind::kSystem && found != FaultKind::kAborted, "%s: %s", fault.c_str(),
-                    e.failure().text.c_str());
-              for (int other = 0; other < 3; ++other) job.engine(other).Halt(FaultKind::kAborted, rank, "told");
-            }
-            break;
-          }
-        });
-        CHECK(seen == 3, "%s: seen by %d ranks (tcp %d)", fault.c_str(), seen.load(), tcp);
-      }
-    }
-  }
-}
-
-void FaultSpecs() {
-  const FaultSpec spec = FaultSpec::Parse("delay=0.25,short=1,reorder=1e-3,duplicate=2,drop=3,close=4,rank=5,seed=6");
-  CHECK(spec.delay == 0.25 && spec.cut == 1 && spec.reorder == 1e-3 && spec.duplicate == 2 && spec.drop == 3 &&
-            spec.close == 4 && spec.rank == 5 && spec.seed == 6 && spec.any(),
-        "all fields");
-  CHECK(!FaultSpec::Parse("").any() && !FaultSpec::Parse("seed=3,rank=0").any(), "nothing goes wrong");
-  for (const char* text : {"delay", "delay=", "delay=2", "delay=-0.1", "delay=nan", "delay=x", "short=0.1x", "drop=0",
-                           "drop=-1", "close=1.5", "rank=-1", "seed=", "late=1", ",", "delay=0.1;short=0.2"}) {
-    bool refused = false;
-    try {
-      FaultSpec::Parse(text);
-    } catch (const std::invalid_argument& error) {
-      refused = std::string_view(error.what()).find("wanted") == 0;
-    }
-    CHECK(refused, "'%s' was read", text);
-  }
-}
-
 struct Scenario {
   const char* name;
   void (*run)();
 };
 
 constexpr Scenario kScenarios[] = {
-    {"plans", CheckPlans}, {"fuzz", FuzzPlans},          {"types", Types},           {"sizes", Sizes},
-    {"flight", Flight},    {"messages", Messages},       {"background", Background}, {"wakeups", Wakeups},
-    {"failing", Failing},  {"leaving", Leaving},         {"mismatches", Mismatches}, {"faultspecs", FaultSpecs},
-    {"lending", Lending},  {"harmless", HarmlessFaults}, {"harmful", HarmfulFaults},
+    {"plans", CheckPlans},      {"fuzz", FuzzPlans},        {"types", Types},
+    {"sizes", Sizes},           {"flight", Flight},         {"messages", Messages},
+    {"background", Background}, {"wakeups", Wakeups},       {"failing", Failing},
+    {"leaving", Leaving},       {"mismatches", Mismatches}, {"garbage", Garbage},
+    {"faultspecs", FaultSpecs}, {"lending", Lending},       {"harmless", HarmlessFaults},
+    {"harmful", HarmfulFaults},
 };
 
 }  // namespace

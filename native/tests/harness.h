@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <bit>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -293,5 +294,51 @@ class Job {
   int size_;
   std::vector<std::unique_ptr<Engine>> engines_;
 };
+
+// ---- Calls ----
+
+inline constexpr double kPatience = 30;  // seconds until a scenario counts as hung
+
+inline std::uint64_t Descriptor(Algorithm algorithm, DType dtype, std::size_t count) {
+  return reinterpret_cast<std::uintptr_t>(algorithm) ^ (static_cast<std::uint64_t>(dtype) << 56) ^ count;
+}
+
+inline std::shared_ptr<Shape> BindAllreduce(Engine& e, int size, int rank, Algorithm algorithm, DType dtype,
+                                            std::size_t count) {
+  return e.Bind(e.AddPlan(algorithm(size, rank)), dtype, ReduceOp::kSum, count, count, {}, {},
+                Descriptor(algorithm, dtype, count), false);
+}
+
+inline std::shared_ptr<Shape> BindMessage(Engine& e, int size, int rank, int peer, bool sends, std::size_t nbytes) {
+  return e.Bind(e.AddPlan(Message(size, rank, peer, sends)), DType::kUint8, ReduceOp::kSum, sends ? nbytes : 0,
+                sends ? 0 : nbytes, {}, {}, nbytes, true);
+}
+
+inline Outcome RunToEnd(Engine& e, const std::shared_ptr<Shape>& shape, const void* send, void* recv,
+                        double seconds = kPatience) {
+  std::shared_ptr<Task> pending;
+  const Outcome outcome = e.RunPrompt(shape, send, recv, pending);
+  return outcome == Outcome::kPending ? e.Drive(*pending, DeadlineNs(seconds)) : outcome;
+}
+
+inline double Seconds(std::int64_t since) { return static_cast<double>(NowNs() - since) * 1e-9; }
+
+inline void SleepMs(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+
+// One all-reduce on every rank, out of place and in place, against the sums.
+inline void Allreduce(Job& job, Algorithm algorithm, DType dtype, std::size_t count, const char* what) {
+  const Bytes want = Sum(job.size(), count, dtype);
+  job.Run([&](int rank, Engine& e) {
+    const auto shape = BindAllreduce(e, job.size(), rank, algorithm, dtype, count);
+    const Bytes in = Input(rank, count, dtype);
+    Bytes out(in.size());
+    Outcome outcome = RunToEnd(e, shape, in.data(), out.data());
+    CHECK(outcome == Outcome::kDone, "%s: type %d, count %zu: %s", what, int(dtype), count, e.failure().text.c_str());
+    CHECK(out == want, "%s: type %d, count %zu, rank %d", what, int(dtype), count, rank);
+    out = in;
+    outcome = RunToEnd(e, shape, out.data(), out.data());
+    CHECK(outcome == Outcome::kDone && out == want, "%s: in place, type %d, count %zu", what, int(dtype), count);
+  });
+}
 
 }  // namespace hetcoll::testing
