@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import hetcoll
-from hetcoll import lifetime
-from hetcoll.unique_id import UniqueId
+from hetcoll import UniqueId, lifetime
 
 Env = Mapping[str, str | tuple[str, ...]]
 
@@ -53,13 +52,14 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What a call came to on one rank. `died` is the exit status of a process that is gone."""
+    """What a call came to on one rank. `died` is the exit status of a process that is gone; times are monotonic."""
 
     rank: int
     value: Any = None
     error: BaseException | None = None
     trace: str = ""
     seconds: float = 0.0
+    ended: float = 0.0
     died: int | None = None
 
     def problem(self) -> str:
@@ -194,11 +194,13 @@ class Ranks:
         self._processes[rank].join(_CLOSING)
         self._stopped.add(rank)
 
-    def expect_death(self, rank: int) -> int | None:
-        """Wait for a process that ends by itself; its exit status."""
+    def end(self, rank: int) -> None:
+        """Let a rank that is in no call come to its end as a program does, without closing anything itself."""
+        self._pipes[rank].send("end")
         self._processes[rank].join(_CLOSING)
         self._stopped.add(rank)
-        return self._processes[rank].exitcode
+        if self._processes[rank].exitcode != 0:
+            raise RankError(f"rank {rank}: exit status {self._processes[rank].exitcode}\n{self.output(rank)}")
 
     def close(self) -> None:
         """Close the communicators; nothing may be left of them, and every process must end in order."""
@@ -312,6 +314,8 @@ def _main(pipe: Connection, rank: int, size: int, env: Mapping[str, str], output
     before = Resources.now()
     _answer(pipe, Outcome(rank), lambda: bool(join and job.join()))
     while (request := pipe.recv()) is not None:
+        if request == "end":
+            return
         function, args = request
         _answer(pipe, Outcome(rank), lambda f=function, a=args: f(job.comm if join else job, *a))
     _answer(pipe, Outcome(rank), lambda: _leave(job, before))
@@ -323,7 +327,8 @@ def _answer(pipe: Connection, outcome: Outcome, call: Callable[[], Any]) -> None
         outcome.value = call()
     except BaseException as error:
         outcome.error, outcome.trace = error, traceback.format_exc()
-    outcome.seconds = time.monotonic() - start
+    outcome.ended = time.monotonic()
+    outcome.seconds = outcome.ended - start
     try:
         data = pickle.dumps(outcome)
     except Exception as error:

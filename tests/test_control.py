@@ -18,12 +18,12 @@ from typing import TypeVar
 
 import pytest
 
-from hetcoll import auth, control, store
-from hetcoll.control import WORLD, ControlClient, Event, Left, Lost, Query, StoreLost, Verdict
 from hetcoll.env import Config
 from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
-from hetcoll.rendezvous import get_unique_id
-from hetcoll.unique_id import UniqueId
+from hetcoll.rendezvous import auth, control, store
+from hetcoll.rendezvous.bootstrap import get_unique_id
+from hetcoll.rendezvous.control import WORLD, ControlClient, Event, Left, Lost, Query, StoreLost, Verdict
+from hetcoll.rendezvous.unique_id import UniqueId
 
 T = TypeVar("T")
 
@@ -63,10 +63,10 @@ def unique_id() -> Iterator[UniqueId]:
 # A rank in a process of its own: joins, answers questions, says so, and lives until its stdin ends.
 MEMBER = """
 import sys
-from hetcoll.control import WORLD, ControlClient
+from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.env import Config
-from hetcoll.rendezvous import get_unique_id
-from hetcoll.unique_id import UniqueId
+from hetcoll.rendezvous.bootstrap import get_unique_id
+from hetcoll.rendezvous.unique_id import UniqueId
 
 rank, size, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 unique_id = UniqueId.parse(text) if text else get_unique_id(Config())
@@ -80,7 +80,7 @@ sys.stdin.read()
 def member(rank: int, size: int, unique_id: UniqueId | None, ending: str = "") -> Iterator[subprocess.Popen[str]]:
     """Rank `rank` in a process of its own; it hosts the store where there is no unique id. `ending`: more code."""
     command = [sys.executable, "-c", MEMBER + ending, str(rank), str(size), str(unique_id or "")]
-    env = os.environ | {"PYTHONPATH": str(Path(control.__file__).parents[1])}
+    env = os.environ | {"PYTHONPATH": str(Path(control.__file__).parents[2])}
     with subprocess.Popen(
         command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -293,7 +293,7 @@ def test_a_forked_child_keeps_nothing_of_the_parent(unique_id: UniqueId) -> None
     setup = """
 import os, time
 from hetcoll.errors import ClosedError
-from hetcoll.listener import Listener
+from hetcoll.rendezvous.listener import Listener
 listener = Listener(Config(), unique_id.secret)
 get_unique_id(Config())
 def target(fd):
@@ -342,8 +342,8 @@ def test_strangers_cost_little_and_do_not_get_in(unique_id: UniqueId, monkeypatc
 
 
 def test_a_silent_connection_is_closed_after_its_time(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetcoll.door.HANDSHAKE_SECONDS", 0.3)
-    monkeypatch.setattr("hetcoll.door.MAX_PENDING", 4)
+    monkeypatch.setattr("hetcoll.rendezvous.door.HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr("hetcoll.rendezvous.door.MAX_PENDING", 4)
     silent = [socket.create_connection(unique_id.addresses[-1]) for _ in range(20)]
     client = ControlClient(unique_id, 0, 1, 10)  # waits for its turn behind them
     for sock in silent:

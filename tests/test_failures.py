@@ -6,15 +6,18 @@ After each of these tests `launch` sees to it that no thread, descriptor, mappin
 from __future__ import annotations
 
 import re
+import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Outcome, Ranks
+from ranks import Outcome, Ranks, elapsed, wait_until
 
 import hetcoll
-from hetcoll import CollectiveMismatchError
+from hetcoll import AbortedError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 
 Launch = Callable[..., Ranks]
 TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])
@@ -111,3 +114,340 @@ def test_mismatch(launch: Launch, size: int, warm: bool, transport: str) -> None
             check_mismatch(outcomes)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
+
+
+WRONG_MESSAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    # what rank 0 sends, and how rank 1 receives it
+    "count": (lambda c: c.send(f32(4), peer=1), lambda c: c.recv(f32(5), peer=0)),
+    "shorter": (lambda c: c.send(f32(1 << 20), peer=1), lambda c: c.recv(f32(5), peer=0)),
+    "dtype": (lambda c: c.send(f32(4), peer=1), lambda c: c.recv(np.ones(4, np.int32), peer=0)),
+    "empty": (lambda c: c.send(f32(0), peer=1), lambda c: c.recv(f32(1), peer=0)),
+    "sendrecv": (
+        lambda c: c.sendrecv(f32(4), 1, f32(6), 1),
+        lambda c: c.sendrecv(f32(6), 0, f32(5), 0),
+    ),
+}
+
+
+def exchange_wrongly(comm: hetcoll.Communicator, name: str) -> None:
+    comm.sendrecv(f32(3), 1 - comm.rank, f32(3), 1 - comm.rank)  # a right one goes before it
+    WRONG_MESSAGES[name][comm.rank](comm)
+    comm.barrier()
+
+
+@TRANSPORTS
+def test_messages_that_do_not_fit(launch: Launch, transport: str) -> None:
+    jobs = {name: launch(2, HETCOLL_TRANSPORT=transport) for name in WRONG_MESSAGES}
+    for name, ranks in jobs.items():
+        ranks.start(exchange_wrongly, name)
+    for name, ranks in jobs.items():
+        try:
+            check_mismatch(ranks.finish(20))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+# Ranks that die.
+
+
+def work_until_told(comm: hetcoll.Communicator, count: int) -> None:
+    x = np.ones(count, np.float32)
+    for _ in range(1_000_000):
+        comm.allreduce(x, op="max")
+
+
+def idle_then_call(comm: hetcoll.Communicator) -> None:
+    comm.barrier()
+    wait_until(lambda: comm._engine.failed, 10)
+    comm.barrier()
+
+
+WAYS_TO_WAIT = ("collective", "not yet connected", "message", "asynchronous", "split")
+
+
+def wait_for_rank(comm: hetcoll.Communicator, rank: int, how: str) -> None:
+    """All wait in one kind of call for `rank`, which does nothing."""
+    comm.barrier()
+    if comm.rank == rank:
+        time.sleep(60)
+    elif how == "collective":
+        comm.allreduce(f32(100_000))
+    elif how == "not yet connected":
+        comm.alltoall(f32(3 * comm.size), f32(3 * comm.size))
+    elif how == "message":
+        comm.recv(f32(4), peer=rank)
+    elif how == "asynchronous":
+        comm.allreduce(f32(4), async_op=True).wait()
+    elif how == "split":
+        comm.split(0)
+
+
+def check_lost(outcomes: list[Outcome], rank: int, asked: float, within: float) -> None:
+    """All but `rank` name it in a PeerLostError; `asked` is when it was killed (time.monotonic)."""
+    for outcome in outcomes:
+        if outcome.rank == rank:
+            continue
+        assert isinstance(outcome.error, PeerLostError), f"{outcome.value!r} {outcome.trace}"
+        assert outcome.error.rank == rank, outcome.error
+        assert f"rank {rank} was lost: " in str(outcome.error)
+        assert outcome.ended - asked < within, f"rank {outcome.rank} took {outcome.ended - asked:.2f} s"
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_is_named_at_once(launch: Launch, victim: int, transport: str) -> None:
+    """Rank 0 hosts the store as well. Within 1 s where memory is shared, within 5 s over TCP."""
+    hows = ("working", "working on long ones", "idle", *WAYS_TO_WAIT)
+    jobs = {how: launch(3, HETCOLL_TRANSPORT=transport) for how in hows}
+    calls: dict[str, tuple[Any, ...]] = {
+        "working": (work_until_told, 10), "working on long ones": (work_until_told, 1 << 20), "idle": (idle_then_call,)
+    }  # fmt: skip
+    for how, ranks in jobs.items():
+        ranks.start(*calls.get(how, (wait_for_rank, victim, how)))
+    time.sleep(1.0)
+    killed = {}
+    for how, ranks in jobs.items():
+        killed[how] = time.monotonic()
+        ranks.kill(victim)
+    for how, ranks in jobs.items():
+        try:
+            check_lost(ranks.finish(15), victim, killed[how], 1.0 if transport == "auto" else 5.0)
+        except AssertionError as error:
+            raise AssertionError(f"{how}: {error}") from error
+
+
+# Ranks that stop, and ranks that do not come.
+
+
+def call_with_timeout(comm: hetcoll.Communicator, how: str, seconds: float, silent: int) -> None:
+    """All but rank `silent` call; they wait `seconds`."""
+    x = f32(50_000)
+    comm.allreduce(x)
+    if comm.rank == silent:
+        return
+    if how == "timeout=":
+        comm.allreduce(x, timeout=seconds)
+    elif how == "wait(timeout)":
+        comm.allreduce(x, async_op=True).wait(seconds)
+    elif how == "recv":
+        comm.recv(x, silent, timeout=seconds)
+    elif how == "first use":
+        comm.alltoall(f32(comm.size), f32(comm.size), timeout=seconds)
+    else:
+        comm.allreduce(x)
+
+
+HOWS = ("timeout=", "wait(timeout)", "recv", "first use", "HETCOLL_TIMEOUT")
+
+
+def check_timeout(outcomes: list[Outcome], silent: int, seconds: float, says: str) -> None:
+    texts = set()
+    for outcome in outcomes:
+        if outcome.rank == silent:
+            continue
+        assert isinstance(outcome.error, CollectiveTimeoutError), f"{outcome.value!r} {outcome.trace}"
+        assert isinstance(outcome.error, TimeoutError)
+        assert seconds <= outcome.seconds < seconds + 5.0
+        texts.add(str(outcome.error))
+    (text,) = texts
+    assert re.search(rf"\w+\(.*count=.*\) .*at {re.escape(__file__)}:\d+ did not finish in {seconds:g} s", text), text
+    assert says in text, text
+    assert re.search(r"\d+ of \d+ steps done|did not connect", text), text
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_stopped_rank_is_named_when_the_time_is_over(launch: Launch, silent: int, transport: str) -> None:
+    env = {"HETCOLL_TRANSPORT": transport, "HETCOLL_TIMEOUT": "1.5"}
+    jobs = {how: launch(3, **env) for how in HOWS}
+    for how, ranks in jobs.items():
+        ranks.start(call_with_timeout, how, 1.5, silent)
+    for ranks in jobs.values():
+        ranks.finish(10, only=[silent])
+        ranks.signal(silent, signal.SIGSTOP)
+    for how, ranks in jobs.items():
+        others = [rank for rank in range(3) if rank != silent]
+        says = "store did not answer" if silent == 0 else "rank 2 did not answer"
+        try:
+            check_timeout(ranks.finish(15, only=others), silent, 1.5, says)
+        except AssertionError as error:
+            raise AssertionError(f"{how}: {error}") from error
+        ranks.signal(silent, signal.SIGCONT)
+
+
+@TRANSPORTS
+def test_a_rank_that_does_not_call_is_named_when_the_time_is_over(launch: Launch, transport: str) -> None:
+    jobs = {how: launch(3, HETCOLL_TRANSPORT=transport, HETCOLL_TIMEOUT="1.5") for how in HOWS}
+    for how, ranks in jobs.items():
+        ranks.start(call_with_timeout, how, 1.5, 1)
+    for how, ranks in jobs.items():
+        outcomes = ranks.finish(15)
+        try:
+            check_timeout(outcomes, 1, 1.5, "" if how == "recv" else "rank 1 did not call it")
+        except AssertionError as error:
+            raise AssertionError(f"{how}: {error}") from error
+
+
+def wait_short_then_long(comm: hetcoll.Communicator) -> float:
+    """A look at what the others do finds nothing wrong where a rank is just late."""
+    x = np.full(4, comm.rank + 1.0)
+    comm.allreduce(x)
+    if comm.rank == 1:
+        time.sleep(5.5)
+    comm.allreduce(x)
+    if comm.rank == 0:
+        time.sleep(3)
+    comm.recv(x, 0) if comm.rank == 1 else comm.send(x, 1)
+    return float(x[0])
+
+
+@TRANSPORTS
+def test_patience_with_late_ranks(launch: Launch, transport: str) -> None:
+    assert launch(2, HETCOLL_TRANSPORT=transport).run(wait_short_then_long) == [6.0, 6.0]
+
+
+# Ranks that leave.
+
+
+def leave_early(comm: hetcoll.Communicator, how: str, leaver: int) -> None:
+    comm.barrier()
+    if comm.rank == leaver:
+        if how == "close":
+            comm.close()
+        return
+    if how == "close":
+        wait_until(lambda: leaver in comm._diagnosis._left)
+    comm.allreduce(f32(10))
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_leaves_while_it_is_needed_is_named(launch: Launch, leaver: int, transport: str) -> None:
+    """By close(), and by the end of its process; before the others call, or while they wait for it."""
+    closing, ending = (launch(3, HETCOLL_TRANSPORT=transport) for _ in range(2))
+    closing.start(leave_early, "close", leaver)
+    ending.start(leave_early, "end", leaver)
+    ending.finish(10, only=[leaver])
+    time.sleep(0.3)  # the others wait
+    asked = time.monotonic()
+    ending.end(leaver)
+    others = [rank for rank in range(3) if rank != leaver]
+    for outcome in [*closing.finish(10, only=others), *ending.finish(10, only=others)]:
+        assert isinstance(outcome.error, PeerLostError), f"{outcome.value!r} {outcome.trace}"
+        assert outcome.error.rank == leaver, outcome.error
+        assert f"rank {leaver} left while it was needed" in str(outcome.error)
+        assert outcome.ended - asked < 2.0
+    closing.finish(10, only=[leaver])
+
+
+def finish_before_others(comm: hetcoll.Communicator) -> list[float]:
+    """Rank 0, with the store, closes at once; what it sent still arrives, and the others go on among themselves."""
+    x = np.full(100_000, comm.rank + 1.0)
+    comm.broadcast(x, root=0)
+    rest = comm.split(None if comm.rank == 0 else 0)
+    if rest is None:
+        comm.close()
+        return [float(x[0])]
+    time.sleep(0.5)
+    y = np.full(4, rest.rank + 1.0)
+    rest.allreduce(y)
+    rest.close()
+    return [float(x[0]), float(y[0])]
+
+
+@TRANSPORTS
+def test_who_needs_no_one_may_leave(launch: Launch, transport: str) -> None:
+    ranks = launch(3, HETCOLL_TRANSPORT=transport)
+    assert ranks.run(finish_before_others) == [[1.0], [1.0, 3.0], [1.0, 3.0]]
+
+
+# Ranks that give up.
+
+
+def abort_from_a_thread(comm: hetcoll.Communicator, how: str) -> None:
+    comm.barrier()
+    if comm.rank == 1:
+        thread = threading.Thread(target=lambda: (time.sleep(0.5), comm.abort("enough")))
+        thread.start()
+        try:
+            wait_for_rank(comm, 0, how)
+        finally:
+            thread.join()
+    else:
+        wait_for_rank(comm, 0, how) if comm.rank else wait_until(lambda: comm._engine.failed, 20)
+    comm.barrier()
+
+
+@TRANSPORTS
+def test_abort_ends_every_wait_everywhere(launch: Launch, transport: str) -> None:
+    jobs = {how: launch(3, HETCOLL_TRANSPORT=transport) for how in WAYS_TO_WAIT}
+    for how, ranks in jobs.items():
+        ranks.start(abort_from_a_thread, how)
+    for how, ranks in jobs.items():
+        for outcome in ranks.finish(15):
+            assert isinstance(outcome.error, AbortedError), f"{how}: {outcome.value!r} {outcome.trace}"
+            assert str(outcome.error) == "rank 1 called abort(): enough"
+            assert outcome.seconds < 3.0
+
+
+def abort_without_help(comm: hetcoll.Communicator) -> float:
+    comm.barrier()
+    if comm.rank == 0:
+        return 0.0
+    time.sleep(0.5)  # rank 0 is being stopped
+    with elapsed() as took:
+        comm.abort()
+    with pytest.raises(AbortedError), elapsed() as failing:
+        comm.barrier()
+    assert failing[0] < 0.1
+    return took[0]
+
+
+def test_abort_needs_nobody(launch: Launch) -> None:
+    """With the process that hosts the store stopped, and so nobody to tell the others."""
+    ranks = launch(3)
+    ranks.start(abort_without_help)
+    ranks.finish(10, only=[0])
+    ranks.signal(0, signal.SIGSTOP)
+    for outcome in ranks.finish(20, only=[1, 2]):
+        assert outcome.error is None, outcome.trace
+        assert outcome.value < 4.0
+    ranks.signal(0, signal.SIGCONT)
+
+
+def raise_inside(comm: hetcoll.Communicator) -> str:
+    try:
+        with comm:
+            comm.barrier()
+            if comm.rank == 1:
+                raise ZeroDivisionError("of the user's own")
+            comm.allreduce(f32(10))
+    except (ZeroDivisionError, AbortedError) as error:
+        return f"{type(error).__name__}: {error}; {comm.closed}"
+    return "nothing"
+
+
+@TRANSPORTS
+def test_an_exception_inside_the_with_block_aborts(launch: Launch, transport: str) -> None:
+    other = "AbortedError: rank 1 called abort(): ZeroDivisionError: of the user's own; True"
+    ranks = launch(3, HETCOLL_TRANSPORT=transport)
+    assert ranks.run(raise_inside) == [other, "ZeroDivisionError: of the user's own; True", other]
+
+
+@TRANSPORTS
+def test_ctrl_c_in_a_call(launch: Launch, transport: str) -> None:
+    jobs = {how: launch(3, HETCOLL_TRANSPORT=transport) for how in WAYS_TO_WAIT}
+    for how, ranks in jobs.items():
+        ranks.start(wait_for_rank, 0, how)
+    time.sleep(1.0)
+    for ranks in jobs.values():
+        ranks.signal(2, signal.SIGINT)
+    asked = time.monotonic()
+    for how, ranks in jobs.items():
+        one, two = ranks.finish(10, only=[1, 2])
+        assert isinstance(two.error, KeyboardInterrupt), f"{how}: {two.value!r} {two.trace}"
+        assert isinstance(one.error, AbortedError), f"{how}: {one.value!r} {one.trace}"
+        assert str(one.error) == "rank 2 was interrupted"
+        assert max(one.ended, two.ended) - asked < 2.0, how
+        ranks.signal(0, signal.SIGINT)
+        assert isinstance(ranks.finish(10, only=[0])[0].error, KeyboardInterrupt)

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from hetcoll import control
+from hetcoll.rendezvous import control
 
 RANK = """
 import socket, sys, time
-from hetcoll.control import WORLD, ControlClient
-from hetcoll.descriptors import host_identity
-from hetcoll.edges import EdgeKey, Request, pack_addresses, unpack_addresses
+from hetcoll.rendezvous.control import WORLD, ControlClient
+from hetcoll.rendezvous.descriptors import host_identity
+from hetcoll.rendezvous.edges import EdgeKey, Request, pack_addresses, unpack_addresses
 from hetcoll.env import environment
-from hetcoll.listener import Listener
-from hetcoll.rendezvous import bootstrap
+from hetcoll.rendezvous.listener import Listener
+from hetcoll.rendezvous.bootstrap import bootstrap
 
 launch, config = environment().launch, environment().config
 unique_id = bootstrap(launch, config)
@@ -69,7 +69,7 @@ def hosts() -> Iterator[list[str]]:
 
 def start_ranks(hosts: list[str], script: str, **variables: str) -> list[subprocess.Popen[str]]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("HETCOLL_")}
-    env |= {"PYTHONPATH": str(Path(control.__file__).parents[1]), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
+    env |= {"PYTHONPATH": str(Path(control.__file__).parents[2]), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
     env |= {"WORLD_SIZE": "2", "HETCOLL_INIT_TIMEOUT": "20"} | variables
     return [
         subprocess.Popen(
@@ -113,11 +113,11 @@ def test_a_network_that_does_not_carry_is_passed_over(hosts: list[str]) -> None:
 
 WATCH = """
 import sys, threading
-from hetcoll import sockets
+from hetcoll.rendezvous import sockets
 sockets._KEEP_ALIVE, sockets._USER_TIMEOUT = 1, 3  # instead of 5 and 30 s
-from hetcoll.control import WORLD, ControlClient, Lost
+from hetcoll.rendezvous.control import WORLD, ControlClient, Lost
 from hetcoll.env import environment
-from hetcoll.rendezvous import bootstrap
+from hetcoll.rendezvous.bootstrap import bootstrap
 
 launch, config = environment().launch, environment().config
 lost = threading.Event()

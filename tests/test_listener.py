@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hetcoll import auth
-from hetcoll.connector import choose_source, order_addresses
-from hetcoll.descriptors import host_identity, new_name, receive_fd, share_fd
-from hetcoll.edges import Address, EdgeKey, Request, pack_addresses, unpack_addresses
 from hetcoll.env import Config, InterfaceFilter
 from hetcoll.errors import AuthenticationError, ClosedError, InitError
-from hetcoll.interfaces import Interface, choose_interfaces
-from hetcoll.listener import Listener
+from hetcoll.rendezvous import auth
+from hetcoll.rendezvous.connector import choose_source, order_addresses
+from hetcoll.rendezvous.descriptors import host_identity, new_name, receive_fd, share_fd
+from hetcoll.rendezvous.edges import Address, EdgeKey, Request, pack_addresses, unpack_addresses
+from hetcoll.rendezvous.interfaces import Interface, choose_interfaces
+from hetcoll.rendezvous.listener import Listener
 
 SECRET = b"s" * 32
 COMM = b"c" * 16
@@ -112,8 +112,8 @@ def test_descriptors_stay_from_strangers_and_absent_ranks_are_named() -> None:
 
 
 def test_a_connection_that_proves_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetcoll.door.HANDSHAKE_SECONDS", 0.3)
-    monkeypatch.setattr("hetcoll.door.MAX_PENDING", 3)
+    monkeypatch.setattr("hetcoll.rendezvous.door.HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr("hetcoll.rendezvous.door.MAX_PENDING", 3)
     ours, theirs = Listener(Config(), SECRET, loopback=True), Listener(Config(), SECRET, loopback=True)
     silent = [socket.create_connection(theirs.addresses[0][:2]) for _ in range(10)]
     silent[0].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(200))

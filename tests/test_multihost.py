@@ -15,9 +15,9 @@ from ranks import Job, Ranks
 from reference import Case
 
 import hetcoll
-from hetcoll import store
 from hetcoll.algorithms import ALGORITHMS
 from hetcoll.errors import CollectiveTimeoutError, CommunicationError
+from hetcoll.rendezvous import store
 from hetcoll.types import REDUCING, ROOTED, Collective
 
 Launch = Callable[..., Ranks]

@@ -18,19 +18,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetcoll import rendezvous, store
-from hetcoll.control import WORLD, ControlClient
 from hetcoll.env import Config, Launch
 from hetcoll.errors import ArgumentError, AuthenticationError, InitError
-from hetcoll.rendezvous import bootstrap, get_unique_id
-from hetcoll.unique_id import UniqueId
+from hetcoll.rendezvous import bootstrap as rendezvous
+from hetcoll.rendezvous import store
+from hetcoll.rendezvous.bootstrap import bootstrap, get_unique_id
+from hetcoll.rendezvous.control import WORLD, ControlClient
+from hetcoll.rendezvous.unique_id import UniqueId
 
 PEERS = Path(os.environ.get("PEERS_CACHE", Path.home() / ".cache/hetcoll-bench"))  # where `make bench` installs MPIs
 SCRIPT = """
 import os
-from hetcoll.control import WORLD, ControlClient
+from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.env import environment
-from hetcoll.rendezvous import bootstrap
+from hetcoll.rendezvous.bootstrap import bootstrap
 
 launch, config = environment().launch, environment().config
 client = ControlClient(bootstrap(launch, config), launch.rank, launch.size, config.init_timeout)
@@ -250,7 +251,7 @@ def test_waiting_costs_no_cpu() -> None:
 def run_ranks(command: list[str], tmp_path: Path, **variables: str) -> list[str]:
     script = tmp_path / "rank.py"
     script.write_text(SCRIPT)
-    source = str(Path(rendezvous.__file__).parents[1])
+    source = str(Path(rendezvous.__file__).parents[2])
     env = {name: value for name, value in os.environ.items() if not name.startswith(("HETCOLL_", "MASTER_"))}
     done = subprocess.run(
         [*command, str(script)],

@@ -23,9 +23,9 @@ from .errors import (
     PeerLostError,
 )
 from .job import init
-from .rendezvous import get_unique_id
+from .rendezvous.bootstrap import get_unique_id
+from .rendezvous.unique_id import UniqueId
 from .types import DType, ReduceOp
-from .unique_id import UniqueId
 from .version import __version__
 from .work import Work
 

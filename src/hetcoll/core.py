@@ -22,8 +22,8 @@ from .diagnosis import Diagnosis, Kind, Vigil
 from .env import Config
 from .errors import ArgumentError, BufferTypeError, ClosedError, CommunicationError, HetcollError, InitError
 from .registration import Registration
+from .rendezvous.session import Session
 from .selection import Explanation, Selection, describe_message
-from .session import Session
 from .wiring import PATIENCE, Check, Wiring
 from .witness import Witness
 from .work import DONE, Work

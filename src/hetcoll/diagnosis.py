@@ -15,7 +15,6 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from . import _native
-from .control import Event, Left, Lost, Query, StoreLost, Verdict
 from .errors import (
     AbortedError,
     CollectiveMismatchError,
@@ -27,11 +26,12 @@ from .errors import (
     spell_ranks,
 )
 from .inquiry import Answer, Answers, Called, find_deadlock, find_mismatch, find_wrong_message
+from .rendezvous.control import Event, Left, Lost, Query, StoreLost, Verdict
 from .wiring import PATIENCE
 from .witness import Witness
 
 if TYPE_CHECKING:
-    from .session import Session
+    from .rendezvous.session import Session
 
 _QUERY_SECONDS = 2.0
 _VERDICT_SECONDS = 2.0
@@ -139,12 +139,14 @@ class Diagnosis:
 
     def _add_state(self, reason: str, peer: int) -> str:
         """What became of a rank, and what was in flight here then."""
-        text = f"rank {peer} was lost: {reason}"
         assert self._engine is not None
-        state, inside = self._engine.describe(), self._witness.inside()
-        if not state:
+        text, inside = f"rank {peer} was lost: {reason}", self._witness.inside()
+        # A broken link may have told the engine first.
+        state = self._engine.failure[2] if self._engine.failed else self._engine.describe()
+        if inside is None and not state:
             return text
-        return f"{text}; rank {self._rank} was in {inside or 'an asynchronous call'}: {state}"
+        where = f"rank {self._rank} was in {inside or 'an asynchronous call'}"
+        return "; ".join([text, f"{where}: {state}" if state else where])
 
     def _settle(self, engine: _native.Engine, kind: Kind, peer: int, text: str) -> None:
         with self._news:

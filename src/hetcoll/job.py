@@ -7,12 +7,12 @@ import time
 
 from . import _native
 from .communicator import Communicator
-from .control import WORLD
 from .env import Config, environment
 from .errors import ArgumentError, InitError
-from .rendezvous import bootstrap
-from .session import Session
-from .unique_id import UniqueId
+from .rendezvous.bootstrap import bootstrap
+from .rendezvous.control import WORLD
+from .rendezvous.session import Session
+from .rendezvous.unique_id import UniqueId
 
 _world: Communicator | None = None
 

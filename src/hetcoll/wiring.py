@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 
 from . import _native
-from .control import ControlClient
-from .descriptors import host_identity, new_name, receive_fd, share_fd
-from .edges import EdgeKey, Request, pack_addresses, unpack_addresses
 from .env import Config
 from .errors import ArgumentError, InitError
-from .listener import Listener
+from .rendezvous.control import ControlClient
+from .rendezvous.descriptors import host_identity, new_name, receive_fd, share_fd
+from .rendezvous.edges import EdgeKey, Request, pack_addresses, unpack_addresses
+from .rendezvous.listener import Listener
 from .topology import RankInfo, Topology
 from .version import __version__
 

@@ -10,7 +10,7 @@ import secrets
 import struct
 from dataclasses import dataclass, field
 
-from .errors import ArgumentError
+from ..errors import ArgumentError
 
 _HEAD = struct.Struct("<4s16s32sB")
 _ADDRESS = struct.Struct("<HB")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .errors import spell_ranks
+from ..errors import spell_ranks
 from .wire import F64, MAX_BODY, MAX_ID, NOBODY, U32, Frame, Op, Status, pack
 
 MAX_GROUPS = 1 << 16

@@ -15,8 +15,8 @@ import struct
 import time
 from collections.abc import Collection
 
+from ..errors import AuthenticationError, InitError
 from .auth import CLAIM, GREETING, HANDSHAKE_SECONDS, VERDICT, Challenge, Response, Service, greeting_context
-from .errors import AuthenticationError, InitError
 from .sockets import receive_exactly, send_all, spell_error, wait_ready
 
 log = logging.getLogger("hetcoll.descriptors")

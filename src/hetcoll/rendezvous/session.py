@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 
+from ..errors import HetcollError
 from .control import WORLD, ControlClient, Event, Handler
-from .errors import HetcollError
 from .unique_id import UniqueId
 
 

@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from . import lifetime
+from .. import lifetime
+from ..env import Config
+from ..errors import ClosedError, InitError, spell_ranks
 from .auth import Service
 from .connector import connect_all
 from .door import BACKLOG, Door
 from .edges import Address, EdgeKey, Request
-from .env import Config
-from .errors import ClosedError, InitError, spell_ranks
 from .interfaces import choose_interfaces
 
 log = logging.getLogger("hetcoll.listener")

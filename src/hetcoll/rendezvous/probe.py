@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..errors import InitError
 from .auth import GREETING, HANDSHAKE_SECONDS, Service, greeting_context
-from .errors import InitError
 from .sockets import spell_address, spell_error, tune
 
 _FIRST_RETRY, _LAST_RETRY = 0.02, 0.5  # seconds between attempts, doubling

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from . import lifetime
+from .. import lifetime
+from ..errors import CommunicationError
 from .auth import Service
 from .door import Door, Fetch, choose_wait
-from .errors import CommunicationError
 from .groups import Groups
 from .sockets import receive, spell_error
 from .unique_id import HOSTED

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from . import lifetime
+from .. import lifetime
+from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError
 from .auth import VERDICT, Response, Service
-from .errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError
 from .probe import Search
 from .sockets import receive, receive_exactly, send_all, spell_address, spell_error
 from .unique_id import UniqueId, hosted_here

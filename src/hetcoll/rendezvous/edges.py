@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .errors import ArgumentError
+from ..errors import ArgumentError
 from .wire import U32, pack, unpack
 
 _KEY = struct.Struct("<16sIIIHH")

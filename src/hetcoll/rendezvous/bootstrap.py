@@ -26,11 +26,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..env import Config, Launch, environment
+from ..errors import AuthenticationError, InitError
 from .auth import GREETING, VERDICT, Response, Service, Verb, greeting_context
 from .descriptors import peer_is_us
 from .door import BACKLOG
-from .env import Config, Launch, environment
-from .errors import AuthenticationError, InitError
 from .interfaces import choose_interfaces
 from .probe import Search
 from .sockets import receive_exactly, send_all, spell_address, spell_error

@@ -16,9 +16,9 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from ..errors import AuthenticationError, InitError
 from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, greeting_context
 from .edges import Address, EdgeKey, Request
-from .errors import AuthenticationError, InitError
 from .interfaces import Interface
 from .sockets import spell_address, spell_error, tune
 
