@@ -134,8 +134,9 @@ class Listener:
             self._news.notify_all()
         if first:
             self._wake_write.send(b"\0")
-        if threading.current_thread() is not self._thread and self._thread.is_alive():
+        if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
+            self._wake_write.close()  # not by the thread: it may end between our flag and our byte
 
     def abandon(self) -> None:
         """In a forked child: close the inherited descriptors."""
@@ -165,7 +166,6 @@ class Listener:
                 self._news.notify_all()
             self._selector.close()
             self._wake_read.close()
-            self._wake_write.close()
 
     def _wait(self) -> float | None:
         wait = self._door.prepare()

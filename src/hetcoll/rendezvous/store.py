@@ -107,8 +107,9 @@ class StoreServer:
         if not self._closing:
             self._closing = True
             self._wake_write.send(b"\0")
-        if threading.current_thread() is not self._thread and self._thread.is_alive():
+        if threading.current_thread() is not self._thread:
             self._thread.join(_FAREWELL + 5)
+            self._wake_write.close()  # not by the thread: it may end between our flag and our byte
 
     def abandon(self) -> None:
         """In a forked child: close the inherited descriptors."""
@@ -131,7 +132,6 @@ class StoreServer:
                 connection.sock.close()
             self._selector.close()
             self._wake_read.close()
-            self._wake_write.close()
 
     def _turn(self, wait: float | None) -> None:
         """Send what is queued, sleep, and serve what came."""
