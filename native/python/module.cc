@@ -211,26 +211,34 @@ std::span<const std::byte> AsBytes(const nb::bytes& b) {
   return {reinterpret_cast<const std::byte*>(b.c_str()), b.size()};
 }
 
+const Kernels& KernelsOf(int dtype, ReduceOp op) {
+  const Kernels* kernels = dtype < 0 || dtype >= kDTypes ? nullptr : FindKernels(static_cast<DType>(dtype), op);
+  if (kernels == nullptr) throw nb::value_error("this reduction is not defined on this type");
+  return *kernels;
+}
+
 void ReduceBytes(nb::handle dst, nb::handle a, nb::handle b, int dtype, int op, bool stream) {
+  if (op < 0 || op >= kReduceOps) throw nb::value_error("no such reduction");
+  const Kernels& kernels = KernelsOf(dtype, static_cast<ReduceOp>(op));
+  const std::size_t item = ItemSize(static_cast<DType>(dtype));
   HostBuffer d;
   HostBuffer x;
   HostBuffer y;
-  const auto type = static_cast<DType>(dtype);
   const bool read = d.Read(dst.ptr(), true) && x.Read(a.ptr(), false) && y.Read(b.ptr(), false);
-  if (!read || d.nbytes() != x.nbytes() || d.nbytes() != y.nbytes() || d.nbytes() % ItemSize(type) != 0) {
+  if (!read || d.nbytes() != x.nbytes() || d.nbytes() != y.nbytes() || d.nbytes() % item != 0) {
     throw nb::value_error("three contiguous buffers of one size were wanted");
   }
-  const Kernels* kernels = FindKernels(type, static_cast<ReduceOp>(op));
-  if (kernels == nullptr) throw nb::value_error("this reduction is not defined on this type");
-  kernels->reduce(d.data(), x.data(), y.data(), d.nbytes() / ItemSize(type), stream);
+  kernels.reduce(d.data(), x.data(), y.data(), d.nbytes() / item, stream);
 }
 
 void ScaleBytes(nb::handle x, int dtype, unsigned divisor) {
+  const Kernels& kernels = KernelsOf(dtype, ReduceOp::kAvg);
+  const std::size_t item = ItemSize(static_cast<DType>(dtype));
   HostBuffer d;
-  const auto type = static_cast<DType>(dtype);
-  const Kernels* kernels = FindKernels(type, ReduceOp::kAvg);
-  if (!d.Read(x.ptr(), true) || kernels == nullptr) throw nb::value_error("a writable buffer of numbers was wanted");
-  kernels->scale(d.data(), d.nbytes() / ItemSize(type), divisor);
+  if (!d.Read(x.ptr(), true) || d.nbytes() % item != 0 || divisor == 0) {
+    throw nb::value_error("a writable buffer of whole elements and a divisor above 0 were wanted");
+  }
+  kernels.scale(d.data(), d.nbytes() / item, divisor);
 }
 
 nb::tuple Wire() {
