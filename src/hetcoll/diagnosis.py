@@ -167,7 +167,12 @@ class Diagnosis:
             won = json.loads(verdict.blob)
             self._settle(self._engine, Kind(won[0]), won[1], won[2])
         except HetcollError:
-            self._settle(self._engine, kind, peer, text)
+            self._keep(kind, peer, text)
+
+    def _keep(self, kind: Kind, peer: int, text: str) -> None:
+        """The verdict of this rank alone."""
+        assert self._engine is not None
+        self._settle(self._engine, kind, peer, text)
 
     def error(self) -> CommunicationError:
         """The error for the failure that the engine holds. May ask the other ranks what they did."""
@@ -178,6 +183,8 @@ class Diagnosis:
         elif self._report is None and number != Kind.ABORTED:  # who aborts or closes says so, or has nothing to say
             if number == Kind.PEER_GONE:
                 self._await_reason({peer})
+                what = "left while it was needed" if peer in self._left else "closed its connection"
+                text = f"rank {peer} {what}: {text}"
             if self._report is None:
                 self.post(Kind(number), peer, f"{self._here()}: {text}")
         return self.known_error()
@@ -193,7 +200,7 @@ class Diagnosis:
     def unconnected(self, problem: InitError, deadline: float, seconds: float) -> CommunicationError:
         """For a call whose links could not be made by `deadline` (time.monotonic), or not at all."""
         if time.monotonic() >= deadline:
-            return self.timeout(seconds)
+            return self.timeout(seconds, str(problem))
         self._await_reason(range(self._size))
         if self._report is None:
             self.post(Kind.SYSTEM, -1, f"{self._here()}: {problem}")
@@ -233,11 +240,14 @@ class Diagnosis:
             raise self.error()
         return answers
 
-    def timeout(self, seconds: float) -> CommunicationError:
-        """For a call that did not finish in time: says who is missing and poisons the communicator everywhere."""
+    def timeout(self, seconds: float, state: str = "") -> CommunicationError:
+        """For a call that did not finish in time: says who is missing and poisons the communicator everywhere.
+
+        `state` is how far it has come, where the engine does not know.
+        """
         assert self._engine is not None
         inside = self._witness.inside(threading.get_ident()) or Called("a call")
-        answers, state = self._ask(), self._engine.describe()
+        answers, state = self._ask(), state or self._engine.describe()
         mismatch = find_mismatch(answers)
         if mismatch:
             self.post(Kind.MISMATCH, -1, mismatch)
@@ -257,7 +267,8 @@ class Diagnosis:
             for rank, answer in list(others.items())[:8]
             if answer.inside is not None
         ]
-        self.post(Kind.TIMEOUT, (silent + behind + [-1])[0], "; ".join(parts))
+        tell = self.post if answers else self._keep  # whom, if nobody hears us
+        tell(Kind.TIMEOUT, (silent + behind + [-1])[0], "; ".join(parts))
         return self.error()
 
     def _behind(self, others: dict[int, Answer]) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 from typing import Protocol
 
 log = logging.getLogger("hetcoll")
@@ -25,10 +26,12 @@ class Resource(Protocol):
 
 
 _open: dict[int, Resource] = {}
+_watching = 0  # the process whose multiprocessing finalizer is in place
 
 
 def watch(resource: Resource) -> None:
     """Close `resource` at exit, newest first, and abandon it in forked children."""
+    _watch_multiprocessing()
     _open[id(resource)] = resource
 
 
@@ -49,6 +52,16 @@ def _abandon_all() -> None:
     for resource in list(_open.values()):
         resource.abandon()
     _open.clear()
+
+
+def _watch_multiprocessing() -> None:
+    """Children of multiprocessing leave without what is registered with atexit; they have finalizers of their own."""
+    global _watching
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None and _watching != os.getpid():
+        _watching = os.getpid()
+        if sys.modules["multiprocessing.process"].parent_process() is not None:
+            util.Finalize(None, _close_all, exitpriority=100)
 
 
 atexit.register(_close_all)

@@ -29,6 +29,7 @@ log = logging.getLogger("hetcoll.control")
 
 WORLD = b"world"
 _SLACK = 5.0  # seconds that the store's answer may be later than the deadline it was given
+_HASTE = 0.5  # the same for questions, verdicts and goodbyes: who has these does not want to wait for a stopped store
 _SEND_SECONDS = 30.0
 _GOODBYE_SECONDS = 1.0
 
@@ -168,7 +169,7 @@ class ControlClient:
 
     def leave(self, group: bytes, *, timeout: float | None = None) -> None:
         """Say goodbye to a group: its other members see `Left`."""
-        self._call(Op.LEAVE, (group,), timeout, group)
+        self._call(Op.LEAVE, (group,), timeout, group, _HASTE)
         with self._lock:
             self._groups.pop(group, None)
 
@@ -183,12 +184,12 @@ class ControlClient:
 
     def post_verdict(self, group: bytes, kind: bytes, blob: bytes, timeout: float | None = None) -> Verdict:
         """Tell all members, this one too, what became of the group. The first verdict wins, and is returned."""
-        _, kind, blob, rank = self._call(Op.POST, (group, kind, blob), timeout, group).fields
+        _, kind, blob, rank = self._call(Op.POST, (group, kind, blob), timeout, group, _HASTE).fields
         return Verdict(kind, blob, U32.unpack(rank)[0])
 
     def query(self, group: bytes, blob: bytes, timeout: float) -> dict[int, bytes | None]:
         """Ask all members, this one too; each rank's answer, or None from one that did not give any in `timeout`."""
-        answers = self._call(Op.QUERY, (group, blob, F64.pack(timeout)), timeout, group).fields
+        answers = self._call(Op.QUERY, (group, blob, F64.pack(timeout)), timeout, group, _HASTE).fields
         return {rank: answer[1:] if answer else None for rank, answer in enumerate(answers)}
 
     def put(self, key: bytes, value: bytes, timeout: float | None = None) -> None:
@@ -226,7 +227,14 @@ class ControlClient:
 
     # Requests.
 
-    def _call(self, op: Op, fields: tuple[bytes, ...], timeout: float | None, group: bytes | None = None) -> Frame:
+    def _call(
+        self,
+        op: Op,
+        fields: tuple[bytes, ...],
+        timeout: float | None,
+        group: bytes | None = None,
+        slack: float = _SLACK,
+    ) -> Frame:
         seconds = self._timeout if timeout is None else timeout
         self._check_usable(group)
         number, call = next(self._numbers), _Call()
@@ -234,8 +242,8 @@ class ControlClient:
             self._calls[number] = call
         try:
             self._check_usable(group)  # the thread may have ended before it could see this call
-            self._send(op, pack(fields), number, min(seconds + _SLACK, _SEND_SECONDS))
-            if not call.wait(seconds + _SLACK):
+            self._send(op, pack(fields), number, min(seconds + slack, _SEND_SECONDS))
+            if not call.wait(seconds + slack):
                 raise InitError(f"the store at {spell_address(self.store_address)} did not answer in {seconds:.3g} s")
         except OSError as error:
             self._shut_down()
