@@ -58,7 +58,10 @@ def element_type(dtype: Any) -> np.dtype[Any]:
         import ml_dtypes
 
         dtype = getattr(ml_dtypes, dtype)
-    found: np.dtype[Any] = np.dtype(dtype)
+    try:
+        found: np.dtype[Any] = np.dtype(dtype)
+    except TypeError as error:
+        raise BufferTypeError(f"dtype: {error}; supported: {', '.join(_BY_NAME)}") from None
     if found.name not in _BY_NAME:
         raise BufferTypeError(f"dtype: {found} is not supported; supported: {', '.join(_BY_NAME)}")
     return found
@@ -72,7 +75,7 @@ def read_buffer(obj: Any, name: str, *, writable: bool) -> Buffer:
     """
     if isinstance(obj, np.ndarray):
         return _from_numpy(obj, name, writable)
-    if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
+    if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__") and not isinstance(obj, type):
         return _from_dlpack(obj, name, writable)
     if isinstance(obj, np.generic):
         raise BufferTypeError(f"{name}: wanted an array, got the NumPy scalar {obj!r} (scalars cannot be written)")
@@ -144,9 +147,12 @@ def _from_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
     if device != "cpu":
         raise BufferTypeError(f"{name}: memory on {device or 'an unknown device'} is not supported by this build")
     try:
-        capsule = obj.__dlpack__(max_version=(1, 1))
-    except TypeError:
-        capsule = obj.__dlpack__()
+        try:
+            capsule = obj.__dlpack__(max_version=(1, 1))
+        except TypeError:  # written before DLPack had versions
+            capsule = obj.__dlpack__()
+    except BufferError as error:
+        raise BufferTypeError(f"{name}: this {type(obj).__name__} cannot be exported by DLPack: {error}") from error
     read_only = False
     if _capsule_valid(capsule, b"dltensor_versioned"):
         versioned = _VersionedTensor.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
@@ -167,9 +173,11 @@ def _from_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
 
 
 def _is_contiguous(shape: list[int], strides: list[int]) -> bool:
+    if 0 in shape:
+        return True
     expected = 1
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if extent not in (0, 1) and stride != expected:
+        if extent != 1 and stride != expected:
             return False
         expected *= extent
     return True

@@ -207,7 +207,12 @@ def scatter(rank: int, size: int, sendbuf: Any, recvbuf: Any, root: object) -> C
 
 
 def _counts(counts: Sequence[int], size: int, name: str) -> list[int]:
-    values = [int(c) for c in counts]
+    try:
+        values = [check_int(c, name) for c in counts]
+    except TypeError as error:
+        if isinstance(error, BufferTypeError):
+            raise
+        raise BufferTypeError(f"{name}: wanted {size} counts, one a rank, got {counts!r}") from None
     if len(values) != size or min(values) < 0:
         raise ArgumentError(f"{name}: wanted {size} counts of 0 or more, one a rank, got {values}")
     return values
