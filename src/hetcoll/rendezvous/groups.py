@@ -215,7 +215,7 @@ class Groups:
             if request:  # of another of its threads
                 text = f"rank {rank} left the group while it exchanged {tag!r}"
                 member.send(Op.REPLY, text.encode(), request, Status.REFUSED)
-            if rank not in exchange.blobs:
+            if reason or rank not in exchange.blobs:
                 self._fail_exchange(group, tag, rank)
         for number, question in list(group.questions.items()):
             question.waiting.discard(rank)

@@ -15,18 +15,23 @@ class Session:
 
     def __init__(self, unique_id: UniqueId, rank: int, size: int, timeout: float) -> None:
         self._handlers: dict[bytes, Handler] = {}
-        self._early: list[tuple[bytes, Event]] = []  # news of WORLD that came before its communicator was there
+        self._early: dict[bytes, list[Event]] = {WORLD: []}  # of groups being joined: news that came before a handler
         self._lock = threading.Lock()
         self.control = ControlClient(unique_id, rank, size, timeout, self._dispatch)
 
     def join(self, group: bytes, rank: int, size: int, handler: Handler, timeout: float) -> None:
         """Make `handler` the one that news of `group` goes to; other groups than WORLD are joined first."""
         if group != WORLD:
-            self.control.join(group, rank, size, self._dispatch, timeout=timeout)
+            with self._lock:
+                self._early[group] = []
+            try:
+                self.control.join(group, rank, size, self._dispatch, timeout=timeout)
+            except BaseException:
+                self._early.pop(group, None)
+                raise
         with self._lock:
             self._handlers[group] = handler
-            early = [event for name, event in self._early if name == group]
-            self._early = [(name, event) for name, event in self._early if name != group]
+            early = self._early.pop(group, [])
         for event in early:
             handler(group, event)
 
@@ -45,6 +50,6 @@ class Session:
         with self._lock:
             handler = self._handlers.get(group)
             if handler is None:
-                self._early.append((group, event))
+                self._early.get(group, []).append(event)
                 return None
         return handler(group, event)
