@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Job, Ranks, Resources, wait_until
+from ranks import Job, Ranks, Resources, elapsed, wait_until
 
 import hetcoll
+from hetcoll.rendezvous import store
 
 Launch = Callable[..., Ranks]
 LINKS = pytest.mark.parametrize("transport", ["auto", "tcp"])
@@ -220,3 +225,251 @@ def fork_with_new_job(comm: hetcoll.Communicator) -> tuple[int, float]:
 
 def test_a_forked_child_may_start_a_job_of_its_own(launch: Launch) -> None:
     assert launch(2).run(fork_with_new_job) == [(0, 3.0)] * 2
+
+
+# Beginnings.
+
+
+def join_late(job: Job, absent: tuple[int, ...], timeout: float) -> str:
+    """`absent` ranks never come; the error's text, and what is left of the attempt."""
+    if job.rank in absent:
+        return ""
+    before = Resources.now()
+    try:
+        job.join(timeout)
+    except hetcoll.InitError as error:
+        wait_until(lambda: not Resources.now().left_over(before))
+        return str(error)
+    return "joined"
+
+
+def test_ranks_that_never_come_are_named(launch: Launch) -> None:
+    ranks = launch(4, join=False)
+    with elapsed() as took:
+        zero, one, two, three = ranks.run(join_late, (1, 2), 1.0)
+    assert took[0] < 4.0
+    assert (one, two) == ("", "")
+    assert "ranks 1-2 of 4 never joined the job" in zero
+    assert "ranks 1-2 of 4 never joined the job" in three
+
+
+def join_until_interrupted(job: Job) -> None:
+    """Waits for rank 1, which never comes; Ctrl-C must leave nothing."""
+    if job.rank == 0:
+        job.join(30)
+
+
+def test_ctrl_c_while_joining(launch: Launch) -> None:
+    ranks = launch(2, join=False)
+    ranks.start(join_until_interrupted)
+    time.sleep(0.5)
+    ranks.signal(0, signal.SIGINT)
+    zero, one = ranks.finish(10)
+    assert isinstance(zero.error, KeyboardInterrupt), zero.trace
+    assert one.error is None
+
+
+def test_a_rank_that_dies_while_others_join_is_named(launch: Launch) -> None:
+    ranks = launch(3, join=False)
+    ranks.start(join_late, (1,), 20.0)
+    time.sleep(0.5)
+    ranks.kill(2)
+    zero = ranks.finish(10, only=[0])[0]
+    assert isinstance(zero.error, hetcoll.PeerLostError), zero.trace
+    assert zero.error.rank == 2
+    assert zero.seconds < 5
+
+
+def test_the_death_of_the_stores_host_ends_joining(launch: Launch) -> None:
+    ranks = launch(3, join=False)
+    ranks.start(join_late, (1,), 20.0)
+    time.sleep(0.5)
+    ranks.kill(0)
+    two = ranks.finish(10, only=[2])[0]
+    assert isinstance(two.error, hetcoll.PeerLostError), two.trace
+    assert "hosts the job's store" in str(two.error)
+    assert two.seconds < 5
+
+
+def join_twice(comm: hetcoll.Communicator) -> list[str]:
+    """Another process cannot be a rank that is there already; sizes must agree."""
+    said = []
+    unique_id = comm._session.control.unique_id
+    for size, rank in ((2, 0), (3, 2), (2, 5), (0, 0)):
+        try:
+            hetcoll.Communicator.init(size, rank, unique_id, timeout=5)
+            said.append("joined")
+        except hetcoll.HetcollError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_wrong_ranks_and_sizes(launch: Launch) -> None:
+    for taken, larger, outside, empty in launch(2).run(join_twice):
+        assert re.match(r"InitError: two processes say that they are rank 0: .*", taken)
+        assert re.match(r"InitError: rank 2 .* says that the job has 3 ranks", larger)
+        assert outside == "ArgumentError: rank and size: wanted 0 <= rank < size, got rank 5 of size 2"
+        assert empty == "ArgumentError: rank and size: wanted 0 <= rank < size, got rank 0 of size 0"
+
+
+SETTINGS = {
+    "HETCOLL_ALGO": ("ring", "tree"),
+    "HETCOLL_TRANSPORT": ("auto", "tcp"),
+    "HETCOLL_SHM_BYTES": ("4096", "8192"),
+    "HETCOLL_SOCKET_STRIPES": ("1", "2"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_must_be_equal(launch: Launch, name: str) -> None:
+    """Found at init, and not by data at the wrong place."""
+    ranks = launch(2, join=False, **{name: SETTINGS[name]})
+    for said in ranks.run(join_late, (), 20.0):
+        assert re.match(rf"{name} is '?\w+'? on rank 0 and '?\w+'? on rank 1", said), said
+
+
+PROGRAM = """
+import sys, threading, atexit
+import numpy as np
+import hetcoll
+comm = hetcoll.init()
+x = np.full(4, comm.rank + 1.0)
+comm.allreduce(x)
+assert x.tolist() == [3.0] * 4
+{}
+"""
+
+ENDINGS = {
+    "at its end": "",
+    "by sys.exit": "sys.exit(0)",
+    "with work in flight": "work = comm.allreduce(np.ones(1 << 20), async_op=True)",
+    "with work in flight and dropped": "comm.allreduce(np.ones(1 << 20), async_op=True)",
+    "with splits open": "other = comm.split(0); other.allreduce(x); third = other.split(comm.rank)",
+    "in a with block": "with comm: comm.barrier()",
+    "closing at exit itself": "atexit.register(comm.close)",
+    "with a cycle": "comm.me = comm; comm = None",
+    "after init again": "comm.close(); comm = hetcoll.init(); comm.barrier()",
+    "after an argument error": "try: comm.allreduce(x[::2])\nexcept TypeError: pass",
+}
+
+
+def run_program(text: str, size: int = 2, **env: str) -> list[subprocess.CompletedProcess[str]]:
+    """Ranks as a launcher starts them, each an interpreter of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = str(sock.getsockname()[1])
+    common = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **env}
+    common |= {"LOCAL_WORLD_SIZE": str(size)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", text],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    done = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=30)
+            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return done
+
+
+@LINKS
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_program_may_end(ending: str, transport: str) -> None:
+    """Without close(), with whatever is in flight: both ranks end with status 0 and say nothing."""
+    for done in run_program(PROGRAM.format(ENDINGS[ending]), HETCOLL_TRANSPORT=transport):
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_an_uncaught_exception_is_what_the_user_sees() -> None:
+    zero, one = run_program(PROGRAM.format("if comm.rank == 1: raise KeyError('mine')\ncomm.barrier()"))
+    assert one.returncode == 1
+    assert one.stderr.strip().endswith("KeyError: 'mine'")
+    assert "hetcoll" not in one.stderr.split("Traceback")[0]
+    assert zero.returncode == 1
+    assert "PeerLostError: " in zero.stderr
+    assert "rank 1 left while it was needed" in zero.stderr
+
+
+def test_init_refuses_a_second_one_while_the_first_is_open() -> None:
+    text = "try: hetcoll.init()\nexcept hetcoll.InitError as error: print(error)"
+    for done in run_program(PROGRAM.format(text)):
+        assert done.returncode == 0
+        assert done.stdout.startswith("hetcoll.init() was called already and its communicator is open")
+
+
+# Endings of a communicator while it is in use.
+
+
+def close_under_a_call(comm: hetcoll.Communicator, how: str) -> str:
+    """One thread is in a call that cannot end; another closes the communicator."""
+    x = np.ones(10)
+    comm.allreduce(x)
+    if comm.rank == 0:
+        return ""
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            if how == "hot":
+                comm.allreduce(x)
+            elif how == "long":
+                comm.allreduce(np.ones(1 << 20))
+            elif how == "wait":
+                comm.allreduce(np.ones(1 << 20), async_op=True).wait()
+            else:
+                comm.alltoall(np.ones(2), np.ones(2))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(0.3)
+    comm.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    (error,) = errors
+    assert isinstance(error, hetcoll.AbortedError | hetcoll.ClosedError), error
+    return str(error)
+
+
+@LINKS
+@pytest.mark.parametrize("how", ["hot", "long", "wait", "first use"])
+def test_close_while_another_thread_is_in_a_call(launch: Launch, how: str, transport: str) -> None:
+    said = launch(2, HETCOLL_TRANSPORT=transport).run(close_under_a_call, how)
+    assert re.fullmatch("(the|this) communicator was closed", said[1])
+
+
+def open_and_close_many(comm: hetcoll.Communicator, times: int) -> str:
+    """Communicators that come and go leave nothing, on any rank and in the store."""
+    for i in range(times):
+        if i == 5:
+            comm.barrier()  # so that nobody is still about to close the one before
+            before = Resources.now()
+        other = comm.split(comm.rank % 2 if i % 3 else 0)
+        assert other is not None
+        other.allreduce(np.ones(100))
+        other.allreduce(np.ones(100), async_op=True).wait()
+        other.close()
+    comm.barrier()
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not Resources.now().left_over(before))
+    if comm.rank == 0:
+        (server,) = store._hosted.values()
+        assert len(server._groups._groups) <= 3
+    assert len(comm._session._handlers) == 1
+    assert not comm._session._early
+    return Resources.now().left_over(before)
+
+
+@LINKS
+def test_communicators_that_come_and_go(launch: Launch, transport: str) -> None:
+    assert launch(3, HETCOLL_TRANSPORT=transport).run(open_and_close_many, 40) == [""] * 3
