@@ -1,0 +1,282 @@
+"""A wrong argument is an error on the caller's line before anything is sent: the ranks stay fit for the next call."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import Ranks
+
+import hetcoll
+from hetcoll import ArgumentError, BufferTypeError
+from hetcoll.types import Collective
+
+Pool = Callable[..., Ranks]
+Mistake = tuple[type[hetcoll.HetcollError], str, Callable[[hetcoll.Communicator], object]]
+COUNT = 4
+
+
+def new(ranks: int = 1, dtype: Any = np.float64) -> Any:
+    return np.ones(COUNT * ranks, dtype)
+
+
+def read_only() -> Any:
+    values = new()
+    values.flags.writeable = False
+    return values
+
+
+def overlapping(first: int = 1, second: int = 1) -> tuple[Any, Any]:
+    """Two arrays that share all but one element of the smaller one, in neither's part for a rank."""
+    whole = np.ones(COUNT * max(first, second) + 1)
+    return whole[: COUNT * first], whole[1 : 1 + COUNT * second]
+
+
+DTYPES = (BufferTypeError, "sendbuf and recvbuf: wanted one dtype, got float64 and int64")
+OVERLAP = (ArgumentError, "sendbuf and recvbuf overlap")
+INT = np.int64
+
+MISTAKES: dict[str, Mistake] = {
+    # Each of the collectives: two types, counts that do not fit, memory shared in a way that cannot work.
+    "allreduce dtypes": (*DTYPES, lambda c: c.allreduce(new(), new(dtype=INT))),
+    "allreduce counts": (ArgumentError, "recvbuf: wanted 4 elements (as many", lambda c: c.allreduce(new(), new()[1:])),
+    "allreduce overlap": (*OVERLAP, lambda c: c.allreduce(*overlapping())),
+    "allgather dtypes": (*DTYPES, lambda c: c.allgather(new(), new(c.size, INT))),
+    "allgather counts": (ArgumentError, "recvbuf: wanted", lambda c: c.allgather(new(), new(c.size + 1))),
+    "allgather overlap": (*OVERLAP, lambda c: c.allgather(*overlapping(1, c.size))),
+    "reduce_scatter dtypes": (*DTYPES, lambda c: c.reduce_scatter(new(c.size), new(dtype=INT))),
+    "reduce_scatter counts": (ArgumentError, "sendbuf: wanted", lambda c: c.reduce_scatter(new(c.size + 1), new())),
+    "reduce_scatter overlap": (*OVERLAP, lambda c: c.reduce_scatter(*overlapping(c.size, 1))),
+    "reduce dtypes": (*DTYPES, lambda c: c.reduce(new(), new(dtype=INT), root=c.rank)),
+    "reduce counts": (ArgumentError, "recvbuf: wanted 4", lambda c: c.reduce(new(), new()[1:], root=c.rank)),
+    "reduce overlap": (*OVERLAP, lambda c: c.reduce(*overlapping(), root=c.rank)),
+    "gather dtypes": (*DTYPES, lambda c: c.gather(new(), new(c.size, INT), c.rank)),
+    "gather counts": (ArgumentError, "recvbuf: wanted", lambda c: c.gather(new(), new(c.size + 1), c.rank)),
+    "gather nothing": (ArgumentError, "recvbuf: wanted an array on the root", lambda c: c.gather(new(), root=c.rank)),
+    "gather overlap": (*OVERLAP, lambda c: c.gather(*overlapping(1, c.size), c.rank)),
+    "scatter dtypes": (*DTYPES, lambda c: c.scatter(new(c.size), new(dtype=INT), c.rank)),
+    "scatter counts": (ArgumentError, "sendbuf: wanted", lambda c: c.scatter(new(c.size + 1), new(), c.rank)),
+    "scatter nowhere": (ArgumentError, "recvbuf: wanted an array, got None", lambda c: c.scatter(new(c.size))),
+    "scatter overlap": (*OVERLAP, lambda c: c.scatter(*overlapping(c.size, 1), c.rank)),
+    "alltoall dtypes": (*DTYPES, lambda c: c.alltoall(new(c.size), new(c.size, INT))),
+    "alltoall counts": (ArgumentError, "recvbuf: wanted", lambda c: c.alltoall(new(c.size), new(c.size + 1))),
+    "alltoall overlap": (*OVERLAP, lambda c: c.alltoall(*overlapping(c.size, c.size))),
+    "alltoall one table": (
+        ArgumentError, "wanted both or neither", lambda c: c.alltoall(new(c.size), new(c.size), sendcounts=[4] * c.size)
+    ),
+    "alltoall tables": (
+        ArgumentError, "sendbuf: wanted",
+        lambda c: c.alltoall(new(c.size), new(c.size), sendcounts=[5] * c.size, recvcounts=[4] * c.size),
+    ),
+    "alltoall own part": (
+        ArgumentError, "recvcounts: wanted sendcounts",
+        lambda c: c.alltoall(new(2 * c.size), new(c.size), sendcounts=[8] * c.size, recvcounts=[4] * c.size),
+    ),
+    "alltoall unequal in place": (
+        *OVERLAP, lambda c: c.alltoall(a := new(c.size), a, sendcounts=[4] * c.size, recvcounts=[4] * c.size)
+    ),
+    "allgatherv dtypes": (*DTYPES, lambda c: c.allgatherv(new(), new(c.size, INT), [4] * c.size)),
+    "allgatherv send": (ArgumentError, "sendbuf: wanted 3", lambda c: c.allgatherv(new(), new(c.size), [3] * c.size)),
+    "allgatherv recv": (
+        ArgumentError, "recvbuf: wanted", lambda c: c.allgatherv(new(), new(c.size + 1), [4] * c.size)
+    ),
+    "allgatherv overlap": (*OVERLAP, lambda c: c.allgatherv(*overlapping(1, c.size), [4] * c.size)),
+    "counts too few": (ArgumentError, "counts of 0 or more, one a rank, got", lambda c: c.allgatherv(new(), new(), [])),
+    "counts negative": (
+        ArgumentError, "counts of 0 or more, one a rank, got", lambda c: c.allgatherv(new(), new(), [-4] * c.size)
+    ),
+    "counts of parts": (
+        BufferTypeError, "counts: wanted a whole number, got 4.5",
+        lambda c: c.allgatherv(new(), new(c.size), [4.5] * c.size),
+    ),
+    "counts alone": (
+        BufferTypeError, "one a rank, got 4", lambda c: c.allgatherv(new(), new(), 4)
+    ),
+    "reduce_scatterv dtypes": (
+        *DTYPES, lambda c: c.reduce_scatterv(new(c.size), new(dtype=INT), counts=[4] * c.size)
+    ),
+    "reduce_scatterv send": (
+        ArgumentError, "sendbuf: wanted", lambda c: c.reduce_scatterv(new(c.size + 1), new(), counts=[4] * c.size)
+    ),
+    "reduce_scatterv recv": (
+        ArgumentError, "recvbuf: wanted 4", lambda c: c.reduce_scatterv(new(c.size), new()[1:], counts=[4] * c.size)
+    ),
+    "reduce_scatterv overlap": (
+        *OVERLAP, lambda c: c.reduce_scatterv(*overlapping(c.size, 1), counts=[4] * c.size)
+    ),
+    # What is no array, or cannot be one here.
+    "not an array": (BufferTypeError, "sendbuf: wanted an array", lambda c: c.allreduce([1.0, 2.0])),
+    "no receiver": (BufferTypeError, "recvbuf: wanted an array", lambda c: c.allgather(new(), 3)),
+    "strided": (BufferTypeError, "sendbuf: wanted a C-contiguous", lambda c: c.allreduce(new(2)[::2])),
+    "read-only": (BufferTypeError, "sendbuf: wanted a writable array", lambda c: c.allreduce(read_only())),
+    "read-only receiver": (BufferTypeError, "recvbuf: wanted a writable", lambda c: c.allreduce(new(), read_only())),
+    "read-only root": (BufferTypeError, "sendbuf: wanted a writable", lambda c: c.reduce(read_only(), root=c.rank)),
+    "no such type": (BufferTypeError, "buf: dtype datetime64", lambda c: c.broadcast(np.zeros(3, "datetime64[s]"))),
+    "register": (BufferTypeError, "buf: wanted an array", lambda c: c.register("text")),
+    # Reductions.
+    "op name": (ArgumentError, "op: wanted one of sum, prod, max", lambda c: c.allreduce(new(), op="mean")),
+    "op number": (ArgumentError, "got 3", lambda c: c.allreduce(new(), op=3)),
+    "op on floats": (ArgumentError, "op: band is not defined on float64", lambda c: c.reduce(new(), op="band")),
+    "op on complex": (
+        ArgumentError, "op: max is not defined on complex64",
+        lambda c: c.reduce_scatter(new(c.size, np.complex64), new(dtype=np.complex64), "max"),
+    ),
+    "op on bool": (ArgumentError, "op: avg is not defined on bool", lambda c: c.allreduce(new(dtype=bool), op="avg")),
+    # Ranks.
+    "root above": (ArgumentError, "root: wanted a rank in [0, ", lambda c: c.broadcast(new(), c.size)),
+    "root below": (ArgumentError, "got -1", lambda c: c.reduce(new(), root=-1)),
+    "gather root": (ArgumentError, "root: wanted", lambda c: c.gather(new(), None, c.size)),
+    "scatter root": (ArgumentError, "root: wanted", lambda c: c.scatter(None, new(), -1)),
+    "send to nobody": (ArgumentError, "peer: wanted a rank in [0, ", lambda c: c.send(new(), c.size)),
+    "recv from nobody": (ArgumentError, "peer: wanted a rank in [0, ", lambda c: c.recv(new(), -1)),
+    "send to oneself": (ArgumentError, "needs both halves in a group()", lambda c: c.send(new(), c.rank)),
+    "send what": (BufferTypeError, "buf: wanted an array", lambda c: c.send(3, c.size - 1)),
+    "recv into read-only": (BufferTypeError, "buf: wanted a writable", lambda c: c.recv(read_only(), 0)),
+    "sendrecv dest": (ArgumentError, "dest: wanted a rank", lambda c: c.sendrecv(new(), c.size, new(), 0)),
+    "sendrecv source": (ArgumentError, "source: wanted a rank", lambda c: c.sendrecv(new(), 0, new(), -1)),
+    "sendrecv dest type": (
+        BufferTypeError, "dest: wanted a rank, got 'a'",
+        lambda c: c.sendrecv(new(), "a", new(), 0),
+    ),
+    "sendrecv dtypes": (*DTYPES, lambda c: c.sendrecv(new(), 0, new(dtype=INT), 0)),
+    "sendrecv overlap": (*OVERLAP, lambda c: c.sendrecv(a := new(), 0, a, 0)),
+    "sendrecv with oneself": (
+        ArgumentError, "do not match", lambda c: c.sendrecv(new(), c.rank, new()[1:], c.rank)
+    ),
+    # Everything else.
+    "timeout zero": (ArgumentError, "timeout: wanted seconds above 0, got 0", lambda c: c.allreduce(new(), timeout=0)),
+    "timeout below": (ArgumentError, "got -1", lambda c: c.barrier(timeout=-1)),
+    "timeout nan": (ArgumentError, "got nan", lambda c: c.broadcast(new(), timeout=math.nan)),
+    "asynchronous": (ArgumentError, "recvbuf: wanted 4", lambda c: c.allreduce(new(), new()[1:], async_op=True)),
+    "asynchronous message": (ArgumentError, "peer: wanted", lambda c: c.send(new(), c.size, async_op=True)),
+    "split color": (
+        BufferTypeError, "color: wanted a whole number, got 1.5", lambda c: c.split(1.5)
+    ),
+    "split key": (ArgumentError, "key: wanted 64 bits", lambda c: c.split(0, 1 << 63)),
+    "empty type": (BufferTypeError, "dtype: ", lambda c: c.empty(3, "float7")),
+    "empty device": (ArgumentError, "device: wanted 'cpu', got 'tpu'", lambda c: c.empty(3, device="tpu")),
+    "explain op": (ArgumentError, "op: wanted one of allreduce, allgather", lambda c: c.explain("reduce_all", 8)),
+}  # fmt: skip
+
+
+def _still_works(comm: hetcoll.Communicator) -> None:
+    values = np.arange(COUNT, dtype=np.float64) + comm.rank
+    comm.allreduce(values)
+    assert (values == comm.size * np.arange(COUNT) + comm.size * (comm.size - 1) / 2).all()
+
+
+def _make(comm: hetcoll.Communicator, name: str) -> None:
+    kind, text, call = MISTAKES[name]
+    with pytest.raises(kind) as caught:
+        call(comm)
+    assert type(caught.value) is kind, name
+    assert text in str(caught.value), name
+    assert traceback.extract_tb(caught.value.__traceback__)[1].filename == __file__, name
+    assert isinstance(caught.value, ValueError if kind is ArgumentError else TypeError)
+
+
+def _mistakes(comm: hetcoll.Communicator, who: str) -> None:
+    """All that a repeated call remembers is there before the second round."""
+    for _ in range(2):
+        for name in MISTAKES:
+            if who == "all" or comm.rank == comm.size - 1:
+                _make(comm, name)
+            _still_works(comm)
+        comm.allgather(new(), new(comm.size))
+        comm.reduce_scatter(new(comm.size), new())
+        comm.alltoall(new(comm.size), new(comm.size))
+        comm.broadcast(new())
+        for root in range(comm.size):
+            comm.reduce(new(), new(), root=root)
+            comm.gather(new(), new(comm.size), root)
+            comm.scatter(new(comm.size), new(), root)
+
+
+@pytest.mark.parametrize(("size", "who"), [(1, "all"), (2, "all"), (2, "one")])
+def test_a_mistake_leaves_the_ranks_whole(pool: Pool, size: int, who: str) -> None:
+    pool(size).run(_mistakes, who)
+
+
+def _indivisible(comm: hetcoll.Communicator) -> None:
+    with pytest.raises(ArgumentError, match="sendbuf: wanted a multiple of 2 elements, got 3"):
+        comm.alltoall(np.ones(3), np.ones(3))
+    with pytest.raises(ArgumentError, match="dest and source: a message to oneself needs both"):
+        comm.sendrecv(new(), comm.rank, new(), 1 - comm.rank)
+    with pytest.raises(ArgumentError, match="already inside a group"), comm.group(), comm.group():
+        pass
+    with pytest.raises(ArgumentError, match="to itself do not match its receives"), comm.group():
+        comm.send(new(), comm.rank)
+    _still_works(comm)
+
+
+def test_mistakes_that_take_two_ranks(pool: Pool) -> None:
+    pool(2).run(_indivisible)
+
+
+def _in_place(comm: hetcoll.Communicator) -> None:
+    n, me = comm.size, comm.rank
+    part = slice(COUNT * me, COUNT * (me + 1))
+    mine, total = np.arange(COUNT) + 10.0 * me, n * np.arange(COUNT) + 5.0 * n * (n - 1)
+    everyone = (np.arange(COUNT) + 10.0 * np.arange(n)[:, None]).ravel()
+    counts = [COUNT] * n
+    for _ in range(2):  # the second time they are repeated calls
+        for recvbuf in (None, "same"):
+            a = mine.copy()
+            comm.allreduce(a, None if recvbuf is None else a)
+            assert (a == total).all()
+            a = mine.copy()
+            comm.reduce(a, None if recvbuf is None else a, root=n - 1)
+            assert (a == (total if me == n - 1 else mine)).all()
+        for gathers in (comm.allgather, lambda s, r: comm.allgatherv(s, r, counts)):
+            a = np.zeros(COUNT * n)
+            a[part] = mine
+            gathers(a[part], a)
+            assert (a == everyone).all()
+        for reduces in (comm.reduce_scatter, lambda s, r: comm.reduce_scatterv(s, r, counts=counts)):
+            a = everyone.copy()
+            reduces(a, a[part])
+            assert (a[part] == n * mine).all()
+        for root in range(n):
+            a = np.zeros(COUNT * n)
+            a[part] = mine
+            comm.gather(a[part], a, root)
+            assert me != root or (a == everyone).all()
+            a = everyone.copy() if me == root else np.zeros(COUNT * n)
+            comm.scatter(a, a[part], root)
+            assert (a[part] == mine).all()
+        a = np.repeat(10.0 * me + np.arange(n), COUNT)
+        comm.alltoall(a, a)
+        assert (a == np.repeat(me + 10.0 * np.arange(n), COUNT)).all()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_in_place_where_it_is_allowed(pool: Pool, size: int) -> None:
+    pool(size).run(_in_place)
+
+
+def _explained(comm: hetcoll.Communicator) -> None:
+    for collective in Collective:
+        for nbytes in (0, 8, 1 << 20):
+            found = comm.explain(collective.label, nbytes)
+            assert (found.collective, found.nbytes) == (collective.label, nbytes)
+            assert found.algorithm
+            assert found.reason
+            assert found.transport == ("self" if comm.size == 1 else "shm")
+            assert found.channels >= (comm.size > 1)
+            assert math.isnan(found.seconds) or found.seconds >= 0
+            text = str(found)
+            assert text.startswith(f"{collective.label} of {nbytes} bytes: {found.algorithm} over {found.transport}, ")
+            assert text.endswith(f"({found.reason})")
+    assert comm.explain("allreduce", 1 << 24).seconds >= comm.explain("allreduce", 8).seconds
+    for op in (None, 3, "", "sum"):
+        with pytest.raises(ArgumentError, match=r"op: wanted one of allreduce, .*, got"):
+            comm.explain(op, 8)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_explain(pool: Pool, size: int) -> None:
+    pool(size, HETCOLL_TRANSPORT="shm").run(_explained)
