@@ -86,7 +86,7 @@ def _growth(comm: hetcoll.Communicator, operations: int) -> int:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_memory_does_not_grow(pool: Pool, transport: str) -> None:
-    grown = max(pool(2, HETCOLL_TRANSPORT=transport).run(_growth, 20_000))
+    grown = max(pool(2, HETCOLL_TRANSPORT=transport).run(_growth, 20_000, timeout=60))
     print(f"20,000 operations, {transport}: {grown / MIB:.2f} MiB more")
     assert grown < 2 * MIB
 
