@@ -18,7 +18,8 @@ namespace {
 // Shorter messages are copied: waiting until the peer has read them would cost more.
 constexpr std::size_t kLendBytes = 16 << 10;
 constexpr std::size_t kLentFragment = 256 << 10;
-constexpr std::size_t kHeapBytes = std::size_t{64} << 30;  // of all ranks of a host together
+// Of all ranks of a host together. Address space only, but valgrind refuses to map more than 32 GiB at once.
+constexpr std::size_t kHeapBytes = std::size_t{24} << 30;
 constexpr std::size_t kLeastHeapBytes = std::size_t{1} << 30;
 
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, absent from older headers
