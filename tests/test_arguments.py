@@ -280,3 +280,39 @@ def _explained(comm: hetcoll.Communicator) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_explain(pool: Pool, size: int) -> None:
     pool(size, HETCOLL_TRANSPORT="shm").run(_explained)
+
+
+def _wrong_kinds(comm: hetcoll.Communicator) -> None:
+    x, y = np.zeros(4), np.zeros(4 * comm.size)
+    comm.allreduce(x)
+    comm.broadcast(x)
+    for wrong in (
+        lambda: comm.allreduce(None),
+        lambda: comm.allreduce(x, op=None),
+        lambda: comm.broadcast(x, root="0"),
+        lambda: comm.broadcast(x, root=None),
+        lambda: comm.broadcast(x, root=0.0),
+        lambda: comm.broadcast(x, root=False),
+        lambda: comm.broadcast(x, root=1 << 40),
+        lambda: comm.send(x, 1.5),
+        lambda: comm.scatter(None, x, root=comm.rank),
+        lambda: comm.sendrecv(x, 1 << 40, y, 0),
+        lambda: comm.allreduce(x, timeout="a"),
+        lambda: comm.explain("allreduce", "a"),
+        lambda: comm.explain("allreduce", -1),
+        lambda: comm.empty(-1),
+        lambda: comm.empty((2, -2)),
+        lambda: comm.empty(1.5),
+    ):
+        with pytest.raises((ArgumentError, BufferTypeError)):
+            wrong()
+    assert comm.empty(np.int64(3)).shape == (3,)
+    assert comm.explain("ALLREDUCE", 8).collective == "allreduce"
+    x[:] = 1
+    comm.allreduce(x)
+    assert (x == comm.size).all()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_no_number_or_no_array_is_refused_in_our_words(pool: Callable[..., Ranks], size: int) -> None:
+    pool(size).run(_wrong_kinds)

@@ -61,8 +61,12 @@ class PyEngine {
   Engine& engine() { return engine_; }
 
   // Runs a collective that was run before with the same counts. False: it was not, and nothing was done.
-  bool Call(int collective, nb::handle send, nb::handle recv, nb::handle op, int root) {
-    if (engine_.forked() || !op_labels_) return false;
+  bool Call(int collective, nb::handle send, nb::handle recv, nb::handle op, nb::handle where) {
+    // Only what needs no conversion: the rest is for the long way, and so are all errors.
+    if (engine_.forked() || !op_labels_ || !PyLong_CheckExact(where.ptr())) return false;
+    int overflow = 0;
+    const long root = PyLong_AsLongAndOverflow(where.ptr(), &overflow);
+    if (overflow != 0 || root < 0 || root > INT32_MAX) return false;
     const bool in_place = recv.is_none();
     HostBuffer send_buffer;
     HostBuffer recv_buffer;
@@ -76,12 +80,8 @@ class PyEngine {
     const int redop = OpNumber(op.ptr());
     if (redop < 0) return false;
     const HostBuffer& out = in_place ? send_buffer : recv_buffer;
-    const CallKey key{static_cast<std::uint8_t>(collective),
-                      send_buffer.dtype(),
-                      static_cast<std::uint8_t>(redop),
-                      root,
-                      send_buffer.count(),
-                      out.count()};
+    const CallKey key{static_cast<std::uint8_t>(collective), send_buffer.dtype(), static_cast<std::uint8_t>(redop),
+                      static_cast<std::int32_t>(root),       send_buffer.count(), out.count()};
     const std::shared_ptr<Shape>* shape = cache_.Find(key);
     if (shape == nullptr) return false;
     // A message's shape has one buffer; which of the two it is, its plan knows.
@@ -274,7 +274,7 @@ NB_MODULE(_native, m) {
           },
           nb::kw_only(), "rank"_a, "size"_a, "identity"_a, "doorbell_name"_a, "local_rank"_a, "spin_seconds"_a,
           "oversubscribed"_a, "timeout"_a, "fault"_a = "")
-      .def("call", &PyEngine::Call, "collective"_a, "send"_a, "recv"_a.none(), "op"_a, "root"_a)
+      .def("call", &PyEngine::Call, "collective"_a, "send"_a.none(), "recv"_a.none(), "op"_a.none(), "root"_a.none())
       .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a)
       .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a, "background"_a)
       .def("wait", &PyEngine::Wait, "ticket"_a, "timeout"_a)

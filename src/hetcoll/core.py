@@ -88,15 +88,17 @@ class Core:
         """The long way: for shapes not seen before, asynchronous calls and deadlines of their own."""
         self._check_usable()
         seconds = self._seconds(timeout)
-        self._witness.current, self._witness.preparing = call.describe(), True
+        witness, thread = self._witness, threading.get_ident()
+        witness.calls[thread], witness.preparing = call.describe(), thread
         try:
             shape = self._prepare(lambda check: self._selection.shape(call, seconds, check), seconds)
-            self._witness.preparing = False
+            witness.preparing = None
             send = 0 if call.send is None else call.send.ptr
             recv = 0 if call.recv is None else call.recv.ptr
             return self._run(shape, send, recv, async_op, seconds, (call.send, call.recv))
         finally:
-            self._witness.current, self._witness.preparing = "", False
+            witness.preparing = None
+            witness.calls.pop(thread, None)
 
     def _prepare(self, find: Callable[[Check], _native.Shape], seconds: float) -> _native.Shape:
         """`find` a bound plan. The first one between two ranks may have to wait until the other one connects."""
@@ -135,7 +137,8 @@ class Core:
     ) -> Work:
         engine = self._engine
         if async_op:
-            work = Work(self, engine.submit(shape, send, recv, background), keep, self._witness.current)
+            ticket = engine.submit(shape, send, recv, background)
+            work = Work(self, ticket, keep, self._witness.calls.get(threading.get_ident(), ""))
             with self._pending_lock:
                 if len(self._pending) >= self._prune_at:
                     self._pending = [w for w in self._pending if not w.done]
@@ -201,7 +204,8 @@ class Core:
     ) -> Work:
         """The long way for a message to `dest`, one from `source`, or both at once."""
         seconds = self._seconds(timeout)
-        self._witness.current = describe_message(send, dest, recv, source)
+        calls, thread = self._witness.calls, threading.get_ident()
+        calls[thread] = describe_message(send, dest, recv, source)
         try:
             shape = self._prepare(
                 lambda check: self._selection.point(send, dest, recv, source, seconds, check), seconds
@@ -209,7 +213,7 @@ class Core:
             ptrs = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
             return self._run(shape, *ptrs, async_op, seconds, (send, recv), background=background)
         finally:
-            self._witness.current = ""
+            calls.pop(thread, None)
 
     def _sendrecv(
         self, sendbuf: Any, dest: object, recvbuf: Any, source: object, async_op: bool, timeout: float | None
@@ -275,7 +279,9 @@ class Core:
         if device != "cpu":
             raise ArgumentError(f"device: wanted 'cpu', got {device!r}")
         kind = element_type(dtype)
-        extents = (shape,) if isinstance(shape, int) else tuple(shape)
+        extents = [check_int(n, "shape") for n in (shape if isinstance(shape, Sequence) else (shape,))]
+        if min(extents, default=0) < 0:
+            raise ArgumentError(f"shape: wanted extents of 0 or more, got {shape!r}")
         raw = self._engine.empty(math.prod(extents) * kind.itemsize)
         return np.empty(extents, kind) if raw is None else raw.view(kind).reshape(extents)
 
@@ -294,7 +300,7 @@ class Core:
     def _seconds(self, timeout: float | None) -> float:
         if timeout is None:
             return self._config.timeout
-        if not timeout > 0:
+        if not isinstance(timeout, int | float) or not timeout > 0:
             raise ArgumentError(f"timeout: wanted seconds above 0, got {timeout!r}")
         return float(timeout)
 

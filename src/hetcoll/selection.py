@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from . import _native, tuner
 from .algorithms import find, p2p
 from .buffers import Buffer
-from .calls import Call
+from .calls import Call, check_int
 from .env import Config
 from .errors import ArgumentError
 from .inquiry import Called
@@ -143,6 +143,9 @@ class Selection:
             collective = Collective[op.upper()]
         except (KeyError, AttributeError):
             raise ArgumentError(f"op: wanted one of {', '.join(c.label for c in Collective)}, got {op!r}") from None
+        if check_int(nbytes, "nbytes") < 0:
+            raise ArgumentError(f"nbytes: wanted 0 or more, got {nbytes}")
+        op = collective.label
         topology, rank = self._wiring.topology, self._wiring.rank
         if collective is Collective.P2P:
             return Explanation(
