@@ -274,7 +274,7 @@ class Diagnosis:
     def _behind(self, others: dict[int, Answer]) -> list[int]:
         """Who has not come to the collective that this rank is in."""
         assert self._engine is not None
-        now = self._engine.collectives + self._witness.preparing
+        now = self._engine.collectives + (self._witness.preparing is not None)
         return [rank for rank, answer in others.items() if now not in answer.calls and answer.now < now]
 
     def _ask(self) -> Answers:

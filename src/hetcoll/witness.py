@@ -28,14 +28,14 @@ def call_site(frame: FrameType | None = None) -> str:
 class Witness:
     """Knows what one communicator is doing. `describe` turns the engine's number of a shape into the call it is for.
 
-    `current` is the call that took the long way and is not over, `preparing` whether it is a collective that has no
-    number yet.
+    `calls` are the calls that took the long way and are not over, by thread. `preparing` is the thread whose call is a
+    collective that has no number yet.
     """
 
     def __init__(self, comm: object, engine: _native.Engine, describe: Callable[[int], Called | None]) -> None:
         self._comm, self._engine, self._describe = comm, engine, describe
-        self.current = ""
-        self.preparing = False
+        self.calls: dict[int, str] = {}
+        self.preparing: int | None = None
 
     def since(self) -> int:
         """The first collective that a question of this rank is about."""
@@ -45,13 +45,14 @@ class Witness:
         """This rank's answer to a question of rank `asker`."""
         engine = self._engine
         now, state, inside = engine.collectives, engine.describe(), self.inside()
+        preparing = None if self.preparing is None else self.inside(self.preparing)
         calls: dict[int, Called] = {}
         for number in range(since, min(now, since + WINDOW) + 1):
             called = self._describe(engine.history(number))
             if called is not None:
                 calls[number] = called
-        if self.preparing and inside is not None:
-            calls[now + 1] = inside
+        if preparing is not None:
+            calls[now + 1] = preparing
         elif inside is not None and now in calls and calls[now].what == inside.what:
             calls[now] = inside  # with the place where it is now
         return Answer(
@@ -66,8 +67,9 @@ class Witness:
 
     def inside(self, thread: int | None = None) -> Called | None:
         """The call of the communicator that this thread of the program is in; without one, that any thread is in."""
-        frames = sys._current_frames()
-        for frame in frames.values() if thread is None else [frames[thread]]:
+        for number, frame in sys._current_frames().items():
+            if thread not in (None, number):
+                continue
             outermost, what = None, ""
             inner: FrameType | None = frame
             while inner is not None:
@@ -80,7 +82,7 @@ class Witness:
                 inner = inner.f_back
             if outermost is not None:
                 name = outermost.f_code.co_name
-                return Called(what or self.current or self._latest(name), call_site(outermost))
+                return Called(what or self.calls.get(number) or self._latest(name), call_site(outermost))
         return None
 
     def _latest(self, method: str) -> str:
