@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -57,6 +58,46 @@ def test_every_edge_joins_the_two_ranks_that_asked_for_it() -> None:
     for listener in listeners:
         listener.close()
     assert threading.active_count() == threads
+
+
+def check_pairs(ends: Sequence[dict[EdgeKey, socket.socket]]) -> None:
+    """Two ranks: what goes in at one end comes out at the other, for each key."""
+    assert ends[0].keys() == ends[1].keys()
+    for key, sock in ends[0].items():
+        sock.send(key.encode())
+    for key, sock in ends[1].items():
+        sock.setblocking(True)
+        assert sock.recv(100) == key.encode()
+        sock.close()
+        ends[0][key].close()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_neither_end_waits_until_the_other_asks(first: int) -> None:
+    listeners = [Listener(Config(), SECRET, loopback=True) for _ in range(2)]
+    ends = [{}, {}]
+    for rank in (first, 1 - first):
+        started = time.monotonic()
+        ends[rank] = listeners[rank].ensure(rank, requests_of(rank, listeners, 2, 3), soon())
+        assert time.monotonic() - started < 2
+    check_pairs(ends)
+    for listener in listeners:
+        listener.close()
+
+
+def test_of_two_connections_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends connect at the same time, many times over."""
+    monkeypatch.setattr("hetcoll.rendezvous.listener._GRACE", 0.0)
+    listeners = [Listener(Config(), SECRET, loopback=True) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for channel in range(30):
+            every = [requests_of(rank, listeners, 30, 4) for rank in range(2)]
+            some = [[each for each in row if each.key.channel == channel] for row in every]
+            jobs = [pool.submit(listeners[rank].ensure, rank, some[rank], soon()) for rank in range(2)]
+            check_pairs([job.result(20) for job in jobs])
+    assert not any(listener._arrived for listener in listeners)
+    for listener in listeners:
+        listener.close()
 
 
 def test_addresses_survive_the_exchange() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -20,7 +21,7 @@ _CALLS = {os.path.join(_PACKAGE, name) for name in ("communicator.py", "core.py"
 def call_site(frame: FrameType | None = None) -> str:
     """``file.py:12`` of the innermost frame outside this package; of the caller's own frames by default."""
     frame = sys._getframe(1) if frame is None else frame
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

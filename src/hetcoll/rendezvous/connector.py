@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import AuthenticationError, InitError
 from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, greeting_context
-from .edges import Address, EdgeKey, Request
+from .edges import ADMITTED, Address, EdgeKey, Request
 from .interfaces import Interface
 from .sockets import spell_address, spell_error, tune
 
@@ -54,10 +54,14 @@ def choose_source(host: str, local: Sequence[Interface], stripe: int) -> str | N
 
 
 class _Attempt:
-    """One edge in the making. `fail` moves it to its next address, `due` says when that is tried."""
+    """One edge in the making. `fail` moves it to its next address, `due` says when that is tried.
+
+    `yielded` is set when the other end connects as well: its connection counts, and this one is closed.
+    """
 
     def __init__(self, request: Request, secret: bytes, local: Sequence[Interface]) -> None:
-        self.key = request.key
+        self.key, self._request = request.key, request
+        self.yielded = False
         self._secret, self._local = secret, local
         self._places = order_addresses(request.addresses, request.key.stripe)
         self._next = 0
@@ -68,13 +72,13 @@ class _Attempt:
         self.sock: socket.socket | None = None
         self.due = 0.0  # when to start, or when to give the address up
         if not self._places:
-            raise InitError(f"rank {self.key.dst} published no address to connect to")
+            raise InitError(f"rank {request.peer} published no address to connect to")
 
     def start(self) -> None:
         """Begin to connect to the next address."""
         self._address = address = self._places[self._next % len(self._places)]
         self._next += 1
-        self._response, self._data = None, b""
+        self._response, self._data, self._proven = None, b"", False
         self.due = time.monotonic() + HANDSHAKE_SECONDS
         try:
             self.sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
@@ -96,7 +100,7 @@ class _Attempt:
             code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, os.strerror(code))
-        wanted = GREETING.size if self._response is None else VERDICT.size
+        wanted = 1 if self._proven else GREETING.size if self._response is None else VERDICT.size
         part = self.sock.recv(wanted - len(self._data))
         if not part:
             raise ConnectionResetError("it closed the connection")
@@ -104,12 +108,16 @@ class _Attempt:
         if len(self._data) < wanted:
             return False
         data, self._data = self._data, b""
+        if self._proven:
+            self.yielded = data != ADMITTED
+            return True
         if self._response is not None:
             self._response.check(data)
-            return True
+            self._proven = True
+            return self.advance()
         if greeting_context(data, Service.DATA) != self._address.token.ljust(32, b"\0"):
             raise ConnectionResetError("another process listens there")
-        self._response = Response(self._secret, data, self.key.encode())
+        self._response = Response(self._secret, data, self.key.encode(hurried=self._request.hurried))
         self.sock.send(self._response.claim, socket.MSG_NOSIGNAL)
         return False
 
@@ -133,7 +141,7 @@ class _Attempt:
         parts = [f"{spell_address(address)}: {spell_error(error)}" for address, error in self._failures.items()]
         if self.sock is not None and self._address is not None and self._address not in self._failures:
             parts.append(f"{spell_address(self._address)}: no answer")
-        text = f"rank {self.key.dst} at {', at '.join(parts) or 'its address: not tried'}"
+        text = f"rank {self._request.peer} at {', at '.join(parts) or 'its address: not tried'}"
         proof = any(isinstance(error, AuthenticationError) for error in self._failures.values())
         return AuthenticationError(text) if proof else InitError(text)
 
@@ -146,12 +154,13 @@ def connect_all(
     check: Callable[[], None],
     watch: set[socket.socket],
 ) -> dict[EdgeKey, socket.socket]:
-    """A connected, non-blocking socket for each request; `listener.Listener.connect_many` says what it raises.
+    """A connected, non-blocking socket for each request but those whose other end connects as well;
+    `listener.Listener.connect_many` says what it raises.
 
     `check` is called every _POLL seconds and raises to end the wait. Sockets in the making are in `watch`, for `fork`.
     """
     attempts = [_Attempt(request, secret, local) for request in requests]
-    done: dict[EdgeKey, socket.socket] = {}
+    done: dict[EdgeKey, socket.socket | None] = {}  # None where the other end's connection counts
     idle, look_at = set(attempts), 0.0
     with selectors.DefaultSelector() as selector:
         try:
@@ -168,16 +177,16 @@ def connect_all(
                 for key, _ in selector.select(min(deadline, look_at) - now):
                     _advance(key.data, idle, selector, done)
         except BaseException:
-            for sock in done.values():
+            for sock in filter(None, done.values()):
                 sock.close()
             raise
         finally:
             for attempt in attempts:
                 if attempt.sock is not None:
                     watch.discard(attempt.sock)
-                    if attempt.key not in done:
+                    if done.get(attempt.key) is None:
                         attempt.sock.close()
-    return done
+    return {key: sock for key, sock in done.items() if sock is not None}
 
 
 def _give_up(attempts: list[_Attempt], idle: set[_Attempt], selector: selectors.BaseSelector, now: float) -> None:
@@ -200,14 +209,14 @@ def _start_due(idle: set[_Attempt], selector: selectors.BaseSelector, watch: set
 
 
 def _advance(
-    attempt: _Attempt, idle: set[_Attempt], selector: selectors.BaseSelector, done: dict[EdgeKey, socket.socket]
+    attempt: _Attempt, idle: set[_Attempt], selector: selectors.BaseSelector, done: dict[EdgeKey, socket.socket | None]
 ) -> None:
     sock = attempt.sock
     assert sock is not None
     try:
         if attempt.advance():
             selector.unregister(sock)
-            done[attempt.key] = sock
+            done[attempt.key] = None if attempt.yielded else sock
     except BlockingIOError:
         return
     except (OSError, AuthenticationError) as error:

@@ -11,10 +11,16 @@ from .wire import U32, pack, unpack
 
 _KEY = struct.Struct("<16sIIIHH")
 assert _KEY.size == 32  # it is the context of the connection's claim
+_HURRIED = 1 << 15  # of the stripe's bits
+
+
+ADMITTED, YIELD = b"\1", b"\0"
+"""A listener's last byte of the handshake: whether the connection is taken, or the listener's own counts instead."""
 
 
 class EdgeKey(NamedTuple):
-    """One socket between two ranks. `src` connects, `dst` listens; bytes may go both ways. `comm` is 16 bytes."""
+    """One socket between two ranks. `src` connects, or `dst` where it is in a hurry; bytes go both ways. `comm` is 16
+    bytes."""
 
     comm: bytes
     epoch: int
@@ -23,16 +29,17 @@ class EdgeKey(NamedTuple):
     channel: int = 0
     stripe: int = 0
 
-    def encode(self) -> bytes:
-        """32 bytes."""
+    def encode(self, *, hurried: bool = False) -> bytes:
+        """32 bytes. `hurried` says that `dst` connects."""
         if len(self.comm) != 16:
             raise ArgumentError(f"a communicator's id: wanted 16 bytes, got {len(self.comm)}")
-        return _KEY.pack(*self)
+        return _KEY.pack(*self[:5], self.stripe | (_HURRIED if hurried else 0))
 
     @classmethod
-    def decode(cls, data: bytes) -> EdgeKey:
-        """What `encode` made."""
-        return cls(*_KEY.unpack(data))
+    def decode(cls, data: bytes) -> tuple[EdgeKey, bool]:
+        """What `encode` made: the key, and whether `dst` connects."""
+        comm, epoch, src, dst, channel, stripe = _KEY.unpack(data)
+        return cls(comm, epoch, src, dst, channel, stripe & ~_HURRIED), bool(stripe & _HURRIED)
 
     def __str__(self) -> str:
         return f"{self.src} to {self.dst}, channel {self.channel}, stripe {self.stripe}"
@@ -48,10 +55,16 @@ class Address(NamedTuple):
 
 
 class Request(NamedTuple):
-    """An edge to make, and where the rank at its other end listens."""
+    """An edge to make, and where the rank at its other end listens. `hurried`: that is `src`, and we do not wait."""
 
     key: EdgeKey
     addresses: Sequence[Address]
+    hurried: bool = False
+
+    @property
+    def peer(self) -> int:
+        """The rank at the other end."""
+        return self.key.src if self.hurried else self.key.dst
 
 
 def pack_addresses(addresses: Iterable[Address]) -> bytes:

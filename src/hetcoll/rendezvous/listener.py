@@ -16,12 +16,14 @@ from ..errors import ClosedError, InitError, spell_ranks
 from .auth import Service
 from .connector import connect_all
 from .door import BACKLOG, Door
-from .edges import Address, EdgeKey, Request
+from .edges import ADMITTED, YIELD, Address, EdgeKey, Request
 from .interfaces import choose_interfaces
+from .sockets import spell_error
 
 log = logging.getLogger("hetcoll.listener")
 
 _POLL = 0.05  # seconds between looks at `check` while waiting for peers
+_GRACE = 0.1  # seconds until `dst` connects by itself
 
 
 def _nothing() -> None:
@@ -60,6 +62,7 @@ class Listener:
             raise InitError(f"listening at {interface.host} ({interface.name}): {error.strerror}") from error
         self.addresses: tuple[Address, ...] = tuple(addresses)
         self._arrived: dict[EdgeKey, socket.socket] = {}
+        self._outgoing: set[EdgeKey] = set()  # that we connect as `src`: then a hurried `dst` must yield
         self._connecting: set[socket.socket] = set()
         self._news = threading.Condition()
         self._closing = False
@@ -92,29 +95,45 @@ class Listener:
     ) -> dict[EdgeKey, socket.socket]:
         """The sockets that peers made for `keys`; InitError at `deadline` names the ranks that did not come."""
         with self._news:
-            while True:
-                self._check_open()
-                missing = [key for key in keys if key not in self._arrived]
-                if not missing:
-                    return {key: self._arrived.pop(key) for key in keys}
-                check()
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    ranks = spell_ranks({key.src for key in missing})
-                    edges = "; ".join(map(str, missing[:3])) + ("; ..." if len(missing) > 3 else "")
-                    raise InitError(f"{ranks} did not connect in time ({edges})")
-                self._news.wait(min(left, _POLL))
+            missing = self._await(keys, deadline, check)
+            if missing:
+                ranks = spell_ranks({key.src for key in missing})
+                edges = "; ".join(map(str, missing[:3])) + ("; ..." if len(missing) > 3 else "")
+                raise InitError(f"{ranks} did not connect in time ({edges})")
+            return {key: self._arrived.pop(key) for key in keys}
+
+    def _await(self, keys: Collection[EdgeKey], deadline: float, check: Callable[[], None]) -> list[EdgeKey]:
+        """Wait for connections, and give those that have not come by `deadline`. Under `_news`."""
+        while True:
+            self._check_open()
+            missing = [key for key in keys if key not in self._arrived]
+            left = deadline - time.monotonic()
+            if not missing or left <= 0:
+                return missing
+            check()
+            self._news.wait(min(left, _POLL))
 
     def ensure(
         self, rank: int, requests: Sequence[Request], deadline: float, check: Callable[[], None] = _nothing
     ) -> dict[EdgeKey, socket.socket]:
         """Both ends' call for edges that `rank` is one end of: connects those whose `src` it is, takes the others.
 
-        By convention the lower rank is `src`. Each peer must ask for the same keys. All or nothing.
+        By convention the lower rank is `src`. Each peer must ask for the same keys, but no end waits until the other
+        one does: what does not come soon `dst` connects itself. Of two connections `src`'s counts. All or nothing.
         """
-        made = self.connect_many([each for each in requests if each.key.src == rank], deadline, check)
+        ours, theirs = [each for each in requests if each.key.src == rank], [r for r in requests if r.key.src != rank]
+        made: dict[EdgeKey, socket.socket] = {}
         try:
-            return made | self.take([each.key for each in requests if each.key.src != rank], deadline, check)
+            with self._news:
+                here = [each.key for each in ours if each.key in self._arrived]
+                made |= {key: self._arrived.pop(key) for key in here}
+                ours = [each for each in ours if each.key not in made]
+                self._outgoing.update(each.key for each in ours)
+            made |= self.connect_many(ours, deadline, check)
+            with self._news:
+                late = set(self._await([r.key for r in theirs], min(deadline, time.monotonic() + _GRACE), check))
+            made |= self.connect_many([r._replace(hurried=True) for r in theirs if r.key in late], deadline, check)
+            return made | self.take([r.key for r in theirs if r.key not in made], deadline, check)
         except BaseException:
             for sock in made.values():
                 sock.close()
@@ -172,11 +191,18 @@ class Listener:
         return None if wait is None else max(0.0, wait)
 
     def _admit(self, sock: socket.socket, name: str, context: bytes) -> None:
-        key = EdgeKey.decode(context)
+        key, hurried = EdgeKey.decode(context)
         log.debug("%s: %s", key, name)
         with self._news:
-            older = self._arrived.pop(key, None)
-            self._arrived[key] = sock
-            self._news.notify_all()
+            yields = hurried and key in self._outgoing
+            try:
+                sock.send(YIELD if yields else ADMITTED, socket.MSG_NOSIGNAL)
+            except OSError as error:
+                log.debug("%s: %s", name, spell_error(error))
+                yields = True
+            older = sock if yields else self._arrived.pop(key, None)
+            if not yields:
+                self._arrived[key] = sock
+                self._news.notify_all()
         if older is not None:
             older.close()
