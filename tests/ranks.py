@@ -209,7 +209,7 @@ class Ranks:
             for rank in alive:
                 with contextlib.suppress(OSError):
                     self._pipes[rank].send(None)
-            self._raise(self._receive(alive, time.monotonic() + _CLOSING))
+            self._raise(self._receive(alive, time.monotonic() + _CLOSING + 0.2 * self.size))
             for rank in alive:
                 self._processes[rank].join(_CLOSING)
             codes = {rank: self._processes[rank].exitcode for rank in alive}
@@ -343,7 +343,7 @@ def _leave(job: Job, before: Resources) -> None:
         if isinstance(resource, hetcoll.Communicator):
             resource.close()
             del resource
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 5.0 + 0.1 * job.size
     while left := Resources.now().left_over(before):  # rank 0's store lets go of the others when they have left
         if time.monotonic() >= deadline:
             raise RankError(f"after close() there are still {left}")

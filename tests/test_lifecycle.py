@@ -253,6 +253,21 @@ def test_ranks_that_never_come_are_named(launch: Launch) -> None:
     assert "ranks 1-2 of 4 never joined the job" in three
 
 
+def join_and_add(job: Job) -> tuple[float, float]:
+    with elapsed() as took:
+        comm = job.join(60)
+    return took[0], add(comm)
+
+
+@pytest.mark.slow
+def test_256_ranks(launch: Launch) -> None:
+    found = launch(256, join=False).run(join_and_add, timeout=100)
+    slowest = max(seconds for seconds, _ in found)
+    print(f"init of 256 ranks: {slowest:.2f} s")
+    assert slowest < 40  # 15 where nothing else runs
+    assert {total for _, total in found} == {256 * 257 / 2}
+
+
 def join_until_interrupted(job: Job) -> None:
     """Waits for rank 1, which never comes; Ctrl-C must leave nothing."""
     if job.rank == 0:
