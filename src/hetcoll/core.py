@@ -46,19 +46,20 @@ class Core:
         self._prune_at = 16
         self._diagnosis = Diagnosis(session, group, rank, size)
         deadline = time.monotonic() + timeout
-        session.join(group, rank, size, self._diagnosis.on_event, timeout)
-        try:
+        with contextlib.ExitStack() as undo:
+            session.join(group, rank, size, self._diagnosis.on_event, timeout)
+            undo.callback(session.leave, group)
             self._wiring = Wiring(session.control, group, rank, size, config, deadline - time.monotonic())
-        except BaseException:
-            session.leave(group)
-            raise
-        self._engine = self._wiring.engine
-        # Weakly, since the engine must not keep its communicator alive.
-        self._engine.set_ops(OP_LABELS, _weakly(self._stuck), _weakly(self._interrupted))
-        self._call: Callable[..., bool] = self._engine.call
-        self._selection = Selection(self._wiring, config)
-        self._witness = Witness(self, self._engine, self._selection.describe)
-        self._diagnosis.attach(self._engine, self._witness)
+            undo.callback(self._wiring.close)
+            self._engine = self._wiring.engine
+            undo.callback(self._engine.close)
+            # Weakly, since the engine must not keep its communicator alive.
+            self._engine.set_ops(OP_LABELS, _weakly(self._stuck), _weakly(self._interrupted))
+            self._call: Callable[..., bool] = self._engine.call
+            self._selection = Selection(self._wiring, config)
+            self._witness = Witness(self, self._engine, self._selection.describe)
+            self._diagnosis.attach(self._engine, self._witness)
+            undo.pop_all()
         lifetime.watch(self)
         log.info("rank %d of %d: %s", rank, size, self._wiring.topology)
 

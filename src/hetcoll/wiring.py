@@ -100,6 +100,7 @@ class Wiring:
             if size > 1 and (config.transport == "tcp" or len(self.topology.hosts) > 1):
                 self._listen()
         except BaseException:
+            self.engine.close()
             self.close()
             raise
 
