@@ -118,7 +118,8 @@ class Ranks:
 
     def output(self, rank: int) -> str:
         """What the rank has written to stdout and stderr."""
-        return Path(self._output(rank)).read_text(errors="replace")
+        path = Path(self._output(rank))
+        return path.read_text(errors="replace") if path.exists() else ""
 
     # Calls.
 

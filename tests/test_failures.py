@@ -455,3 +455,104 @@ def test_ctrl_c_in_a_call(launch: Launch, transport: str) -> None:
         assert max(one.ended, two.ended) - asked < 2.0, how
         ranks.signal(0, signal.SIGINT)
         assert isinstance(ranks.finish(10, only=[0])[0].error, KeyboardInterrupt)
+
+
+# After a failure.
+
+
+def say(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def use_after_failure(comm: hetcoll.Communicator) -> tuple[set[str], str, bool, str]:
+    """What every further call says, the call that failed, and a Work that was done before."""
+    before = comm.allreduce(f32(4), async_op=True)
+    before.wait()
+    caught = say(lambda: comm.allreduce(f32(4 + comm.rank)))
+    x = f32(4)
+    calls: list[Callable[[], Any]] = [
+        lambda: comm.allreduce(x),
+        lambda: comm.allreduce(x, async_op=True),
+        comm.barrier,
+        lambda: comm.send(x, 1 - comm.rank),
+        lambda: comm.recv(x, 1 - comm.rank),
+        lambda: comm.split(0),
+    ]
+    before.wait()
+    return {say(call) for call in calls}, caught, before.done and before.error is None, repr(comm)
+
+
+@TRANSPORTS
+def test_a_failed_communicator_is_fit_only_for_close(launch: Launch, transport: str) -> None:
+    for said, caught, fine, name in launch(2, HETCOLL_TRANSPORT=transport).run(use_after_failure):
+        assert said == {caught}
+        assert caught.startswith("CollectiveMismatchError: operation #2: ")
+        assert fine
+        assert name.startswith("<hetcoll.Communicator rank ")
+
+
+def fail_with_works_in_flight(comm: hetcoll.Communicator) -> list[str]:
+    """Several asynchronous calls of which the second is wrong: what each says, waited for out of order."""
+    comm.barrier()
+    counts = [1000, 1000 + comm.rank, 1000, 50_000]
+    works = [comm.allreduce(f32(count), async_op=True) for count in counts]
+    said = [say(works[i].wait) for i in (3, 1, 2)]
+    assert all(work.done for work in works[1:])
+    assert {f"{type(work.error).__name__}: {work.error}" for work in works[1:]} == set(said)
+    return said
+
+
+@TRANSPORTS
+def test_works_in_flight_all_say_what_failed(launch: Launch, transport: str) -> None:
+    said = launch(2, HETCOLL_TRANSPORT=transport).run(fail_with_works_in_flight)
+    (text,) = set(said[0] + said[1])
+    assert text.startswith(
+        "CollectiveMismatchError: operation #3: rank 0 called allreduce(float32, count=1000, op=sum)"
+    )
+
+
+def fail_in_a_split(comm: hetcoll.Communicator) -> tuple[str, float]:
+    """A mistake in one communicator leaves its parent and its siblings alone."""
+    child, sibling = comm.split(0), comm.split(comm.rank % 2)
+    assert child is not None
+    assert sibling is not None
+    said = say(lambda: child.allreduce(f32(4 + comm.rank)))
+    x, y = np.full(4, comm.rank + 1.0), np.ones(3)
+    comm.allreduce(x)
+    sibling.allreduce(y)
+    child.close()
+    comm.allreduce(x)
+    return said[: said.find(":")], float(x[0] + y[0])
+
+
+@TRANSPORTS
+def test_a_failure_stays_in_its_communicator(launch: Launch, transport: str) -> None:
+    said = launch(3, HETCOLL_TRANSPORT=transport).run(fail_in_a_split)
+    assert said == [("CollectiveMismatchError", 6.0 * 3 + n) for n in (2, 1, 2)]
+
+
+def lose_a_rank_of_the_parent(comm: hetcoll.Communicator) -> tuple[str, float]:
+    survivors = comm.split(0 if comm.rank < 2 else 1)
+    assert survivors is not None
+    comm.barrier()
+    if comm.rank == 2:
+        time.sleep(60)
+    said = say(comm.barrier)
+    x = np.full(100_000, comm.rank + 1.0)
+    for _ in range(10):
+        survivors.allreduce(x)
+    return said[: said.find(":")], float(x[0])
+
+
+@TRANSPORTS
+def test_who_has_nothing_to_do_with_a_lost_rank_goes_on(launch: Launch, transport: str) -> None:
+    ranks = launch(3, HETCOLL_TRANSPORT=transport)
+    ranks.start(lose_a_rank_of_the_parent)
+    time.sleep(0.5)
+    ranks.kill(2)
+    for outcome in ranks.finish(10, only=[0, 1]):
+        assert outcome.value == ("PeerLostError", 3.0 * 2**9), outcome.trace

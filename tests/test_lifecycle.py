@@ -343,6 +343,31 @@ def test_settings_that_must_be_equal(launch: Launch, name: str) -> None:
         assert re.match(rf"{name} is '?\w+'? on rank 0 and '?\w+'? on rank 1", said), said
 
 
+def join_badly(job: Job, message: str) -> str:
+    before = Resources.now()
+    with pytest.raises(hetcoll.HetcollError, match=message) as caught:
+        job.join(20)
+    del caught
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not Resources.now().left_over(before))
+    return Resources.now().left_over(before)
+
+
+WRONG_SETTINGS = {
+    "HETCOLL_ALGO": ("quantum", "names no algorithm: 'quantum'; there are "),
+    "HETCOLL_FAULT": ("delay=often", "HETCOLL_FAULT: "),
+    "HETCOLL_ISA": ("abacus", "HETCOLL_ISA: wanted an instruction set that this processor has, got 'abacus'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SETTINGS)
+def test_settings_that_cannot_be_obeyed(launch: Launch, name: str) -> None:
+    """Said at init by name; nothing is left of the attempt."""
+    value, message = WRONG_SETTINGS[name]
+    ranks = launch(2, join=False, HETCOLL_TRANSPORT="tcp", **{name: value})
+    assert ranks.run(join_badly, message) == ["", ""]
+
+
 PROGRAM = """
 import sys, threading, atexit
 import numpy as np
@@ -359,7 +384,7 @@ ENDINGS = {
     "by sys.exit": "sys.exit(0)",
     "with work in flight": "work = comm.allreduce(np.ones(1 << 20), async_op=True)",
     "with work in flight and dropped": "comm.allreduce(np.ones(1 << 20), async_op=True)",
-    "with splits open": "other = comm.split(0); other.allreduce(x); third = other.split(comm.rank)",
+    "with splits open": "other = comm.split(0); other.allreduce(x); third = other.split(comm.rank); comm.barrier()",
     "in a with block": "with comm: comm.barrier()",
     "closing at exit itself": "atexit.register(comm.close)",
     "with a cycle": "comm.me = comm; comm = None",
