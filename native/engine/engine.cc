@@ -316,6 +316,7 @@ bool Engine::PassAll() {
     scratch_.reset();
     scratch_size_ = 0;
   }
+  if (moved) moves_.store(moves_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   return moved;
 }
 

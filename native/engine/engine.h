@@ -120,6 +120,8 @@ class Engine {
 
   // Counters for tests and `explain`.
   std::uint64_t collectives() const { return history_.count(); }
+  // Grows while anything that is waited for moves, by however little.
+  std::uint64_t moves() const { return moves_.load(std::memory_order_relaxed); }
   // The shape of the collective with this number, or -1 where that is long ago.
   int History(std::uint64_t sequence) const { return history_.Find(sequence); }
   // The same for sends and receives, which are counted together.
@@ -170,8 +172,9 @@ class Engine {
   std::atomic<int> contenders_{0};
   std::deque<std::shared_ptr<Task>> collectives_;
   std::vector<std::shared_ptr<Task>> p2p_;
-  CallHistory history_;   // of collectives
-  CallHistory messages_;  // of sends and receives
+  std::atomic<std::uint64_t> moves_{0};  // written under mutex_
+  CallHistory history_;                  // of collectives
+  CallHistory messages_;                 // of sends and receives
   std::unique_ptr<std::byte, void (*)(std::byte*)> scratch_;
   std::size_t scratch_size_ = 0;
 

@@ -60,7 +60,7 @@ class Witness:
             now=now,
             calls=calls,
             inside=inside,
-            progress=f"{now} {engine.messages} {state}",
+            progress=f"{now} {engine.messages} {engine.moves}",
             alone=sum(not thread.name.startswith("hetcoll-") for thread in threading.enumerate()) == 1,
             state=state,
             sent=tuple(self._sent_to(asker)),
