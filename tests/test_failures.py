@@ -556,3 +556,31 @@ def test_who_has_nothing_to_do_with_a_lost_rank_goes_on(launch: Launch, transpor
     ranks.kill(2)
     for outcome in ranks.finish(10, only=[0, 1]):
         assert outcome.value == ("PeerLostError", 3.0 * 2**9), outcome.trace
+
+
+def slowly_but_surely(comm: hetcoll.Communicator, count: int) -> float:
+    """All ranks wait in calls, most of what is in flight is stuck, but one long message crawls on."""
+    large, small = f32(count), f32(4)
+    with elapsed() as took:
+        if comm.rank == 0:
+            first = comm.recv(f32(4), 2, async_op=True)
+            comm.recv(large, 1)
+            comm.send(small, 2)
+            first.wait()
+        elif comm.rank == 1:
+            first = comm.recv(f32(4), 2, async_op=True)
+            comm.send(large, 0)
+            first.wait()
+        else:
+            comm.recv(small, 0)
+            comm.send(small, 0)
+            comm.send(small, 1)
+    return took[0]
+
+
+def test_slow_is_not_stuck(launch: Launch) -> None:
+    ranks = launch(3, HETCOLL_FAULT="delay=1,short=1", HETCOLL_SHM_BYTES="4096")
+    count, took = 1 << 20, 0.0
+    while took < 4.5:  # it must go on for longer than it takes to look twice
+        took = min(ranks.run(slowly_but_surely, count, timeout=60))
+        count *= 2
