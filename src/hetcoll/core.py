@@ -120,9 +120,8 @@ class Core:
         except (HetcollError, _native.PlanError):
             self._check_usable()
             raise
-        except BaseException:  # a signal handler raised
-            self._engine.fail(Kind.ABORTED, self._rank, f"rank {self._rank} was interrupted")
-            self._interrupted()
+        except BaseException:
+            self._give_up()
             raise
 
     def _run(
@@ -156,14 +155,25 @@ class Core:
         """Wait on after a first attempt that gave up after `waited` of `seconds`; raises what went wrong."""
         deadline = time.monotonic() + seconds - waited
         vigil = self._diagnosis.vigil(waited)
-        while status is _native.Status.TIMED_OUT:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._diagnosis.timeout(seconds)
-            vigil.look()
-            status = self._engine.wait(ticket, min(left, vigil.seconds()))
-        if status is _native.Status.FAILED:
-            raise self._diagnosis.error()
+        try:
+            while status is _native.Status.TIMED_OUT:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self._diagnosis.timeout(seconds)
+                vigil.look()
+                status = self._engine.wait(ticket, min(left, vigil.seconds()))
+            if status is _native.Status.FAILED:
+                raise self._diagnosis.error()
+        except HetcollError:
+            raise
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """A signal handler raised while a call was under way: nothing may touch its memory any more, nobody wait."""
+        self._engine.fail(Kind.ABORTED, self._rank, f"rank {self._rank} was interrupted")
+        self._interrupted()
 
     def _stuck(self, status: _native.Status) -> None:
         """The short way's second half, when a call was not complete in time: waits on, or raises."""
