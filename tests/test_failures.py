@@ -5,6 +5,7 @@ After each of these tests `launch` sees to it that no thread, descriptor, mappin
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
@@ -584,3 +585,30 @@ def test_slow_is_not_stuck(launch: Launch) -> None:
     while took < 4.5:  # it must go on for longer than it takes to look twice
         took = min(ranks.run(slowly_but_surely, count, timeout=60))
         count *= 2
+
+
+def interrupt_while_asking(comm: hetcoll.Communicator) -> tuple[str, bool]:
+    """The signal comes while the call asks what the others do, and not while the engine waits."""
+    x = f32(4)
+    comm.allreduce(x)
+    if comm.rank == 0:
+        return "", True
+    asked = comm._session.control.query
+
+    def query(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return asked(*args)
+
+    comm._session.control.query = query  # type: ignore[method-assign]
+    try:
+        comm.allreduce(x)
+    except KeyboardInterrupt:
+        return say(lambda: comm.allreduce(x)), comm._engine.failed
+    return "nothing", comm._engine.failed
+
+
+@TRANSPORTS
+def test_ctrl_c_while_a_call_asks_the_others(launch: Launch, transport: str) -> None:
+    zero, one = launch(2, HETCOLL_TRANSPORT=transport).run(interrupt_while_asking)
+    assert zero == ("", True)
+    assert one == ("AbortedError: rank 1 was interrupted", True)
