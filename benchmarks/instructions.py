@@ -67,7 +67,8 @@ def count(counter: Path, nbytes: int, batches: tuple[int, int]) -> float:
         port = probe.getsockname()[1]
     shared = {
         "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "PYTHONHASHSEED": "0", "HETCOLL_SPIN_US": "100000000", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0", "HETCOLL_SPIN_US": "100000000",
+        "HETCOLL_SHM_STORES": "cached", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
     }  # fmt: skip
     command = [sys.executable, __file__, "--rank", str(counter), str(nbytes), *map(str, batches)]
     with tempfile.TemporaryDirectory(prefix="hetcoll-callgrind-") as folder:

@@ -77,6 +77,13 @@ def test_what_the_library_chooses(pool: Pool, size: int) -> None:
     check(pool(size), [case for kind in kinds for case in cases_of(kind, size, counts)], {})
 
 
+@pytest.mark.parametrize("stores", ["cached", "streaming"])
+def test_slots_written_either_way(pool: Pool, stores: str) -> None:
+    counts = [1009, 100_003]
+    cases = [case for kind in ALGORITHMS if kind is not Collective.BARRIER for case in cases_of(kind, 3, counts)]
+    check(pool(3, HETCOLL_SHM_STORES=stores), cases, {})
+
+
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("size", SIZES)
 def test_unequal_parts(pool: Pool, size: int, link: str) -> None:

@@ -76,9 +76,9 @@ void Engine::StopBackground() {
 
 bool Engine::forked() const { return g_forks.load(std::memory_order_relaxed) != forks_; }
 
-void Engine::AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks) {
+void Engine::AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks, SlotStores stores) {
   const ShmLayout layout(static_cast<int>(local_ranks.size()), ring_bytes);
-  AttachShm(std::make_shared<ShmSegment>(fd, layout), local_ranks);
+  AttachShm(std::make_shared<ShmSegment>(fd, layout, stores), local_ranks);
 }
 
 void Engine::AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int> local_ranks) {

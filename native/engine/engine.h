@@ -76,7 +76,7 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // Links. `local_ranks` are the ranks of this host in the segment's order.
-  void AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks);
+  void AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks, SlotStores stores);
   void AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int> local_ranks);
   void AttachTcp(int peer, int channel, std::span<const int> fds);
   bool Linked(int peer, int channel) const;

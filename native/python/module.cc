@@ -282,8 +282,10 @@ NB_MODULE(_native, m) {
       .def("set_ops", &PyEngine::SetOps)
       .def("close", [](PyEngine& e) { e.engine().Close(); })
       .def("empty", &PyEngine::Empty)
-      .def("attach_shm", [](PyEngine& e, int fd, std::size_t ring_bytes,
-                            const std::vector<int>& local_ranks) { e.engine().AttachShm(fd, ring_bytes, local_ranks); })
+      .def("attach_shm",
+           [](PyEngine& e, int fd, std::size_t ring_bytes, const std::vector<int>& local_ranks, int stores) {
+             e.engine().AttachShm(fd, ring_bytes, local_ranks, static_cast<SlotStores>(stores));
+           })
       .def("attach_tcp", [](PyEngine& e, int peer, int channel,
                             const std::vector<int>& fds) { e.engine().AttachTcp(peer, channel, fds); })
       .def("linked", [](PyEngine& e, int peer, int channel) { return e.engine().Linked(peer, channel); })

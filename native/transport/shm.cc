@@ -255,11 +255,11 @@ void StorePolicy::Copy(std::byte* slot, const std::byte* data, std::size_t n) {
   constexpr double kClockNs = 100;
   constexpr std::size_t kSampleBytes = 2048;
   if (around_left_ > 0 && n >= 512) {
-    --around_left_;
+    if (stores_ == SlotStores::kAuto) --around_left_;
     CopyBytes(slot, data, n, true);
     return;
   }
-  if (n < kSampleBytes || ++copies_ % kSampleEvery != 0) {
+  if (stores_ == SlotStores::kCached || n < kSampleBytes || ++copies_ % kSampleEvery != 0) {
     CopyBytes(slot, data, n, false);
     return;
   }
@@ -292,7 +292,7 @@ std::size_t ShmLayout::EdgeOffset(int src, int dst, int channel) const {
   return head + index * AlignUp(edge_bytes, 4096);
 }
 
-ShmSegment::ShmSegment(int fd, const ShmLayout& layout) : layout_(layout) {
+ShmSegment::ShmSegment(int fd, const ShmLayout& layout, SlotStores stores) : stores_(stores), layout_(layout) {
   void* at = mmap(nullptr, layout.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (at == MAP_FAILED) {
     throw Fault(FaultKind::kSystem, -1,
@@ -303,7 +303,7 @@ ShmSegment::ShmSegment(int fd, const ShmLayout& layout) : layout_(layout) {
 }
 
 std::shared_ptr<ShmSegment> ShmSegment::Share() const {
-  return std::shared_ptr<ShmSegment>(new ShmSegment(base_, layout_));
+  return std::shared_ptr<ShmSegment>(new ShmSegment(base_, layout_, stores_));
 }
 
 ShmDoorbell& ShmSegment::doorbell(int local_rank) const { return reinterpret_cast<ShmDoorbell*>(base())[local_rank]; }

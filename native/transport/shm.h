@@ -56,6 +56,8 @@ struct ShmLayout {
 
 inline constexpr std::uint64_t kLines = 64;
 
+enum class SlotStores : int { kAuto, kCached, kStreaming };  // as in Python: wiring.py
+
 // How the slots of this host are best written.
 //
 // Ordinary stores fetch each line from wherever it was last: a few nanoseconds where that is a shared cache, but tens
@@ -63,20 +65,22 @@ inline constexpr std::uint64_t kLines = 64;
 // cache are several times faster. Which it is shows in how long a copy into a slot takes, so some are timed.
 class StorePolicy {
  public:
+  explicit StorePolicy(SlotStores stores) : stores_(stores), around_left_(stores == SlotStores::kStreaming) {}
   bool around_cache() const { return around_left_ > 0; }
   // Copies into a slot by the better way.
   void Copy(std::byte* slot, const std::byte* data, std::size_t n);
 
  private:
+  SlotStores stores_;
   int copies_ = 0;
-  int slow_ = 0;         // consecutive samples
-  int around_left_ = 0;  // copies until ordinary stores are tried again
+  int slow_ = 0;     // consecutive samples
+  int around_left_;  // copies until ordinary stores are tried again
 };
 
 // The mapping. Closing the descriptor is the caller's business.
 class ShmSegment {
  public:
-  ShmSegment(int fd, const ShmLayout& layout);
+  ShmSegment(int fd, const ShmLayout& layout, SlotStores stores = SlotStores::kAuto);
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
 
@@ -90,9 +94,11 @@ class ShmSegment {
   StorePolicy& policy() const { return *policy_; }
 
  private:
-  ShmSegment(std::shared_ptr<std::byte> base, const ShmLayout& layout) : layout_(layout), base_(std::move(base)) {}
+  ShmSegment(std::shared_ptr<std::byte> base, const ShmLayout& layout, SlotStores stores)
+      : stores_(stores), layout_(layout), base_(std::move(base)) {}
 
-  std::unique_ptr<StorePolicy> policy_ = std::make_unique<StorePolicy>();
+  SlotStores stores_;
+  std::unique_ptr<StorePolicy> policy_ = std::make_unique<StorePolicy>(stores_);
   ShmLayout layout_;
   std::shared_ptr<std::byte> base_;
 };

@@ -24,6 +24,7 @@ log = logging.getLogger("hetcoll")
 
 Transport = Literal["auto", "shm", "tcp"]
 Debug = Literal["none", "warn", "info", "debug", "trace"]
+SHM_STORES = ("auto", "cached", "streaming")  # in the order of native/transport/shm.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Config:
     islands: str | None = None
     fault: str | None = None
     shm_bytes: int | None = None
+    shm_stores: str = "auto"
     host_id: str | None = None
     isa: str | None = None
     check: bool = False
@@ -75,6 +77,7 @@ def read_config(environ: Environ) -> Config:
         islands=word("HETCOLL_ISLANDS", "a description of islands"),
         fault=word("HETCOLL_FAULT", "a fault to inject"),
         shm_bytes=read(environ, "HETCOLL_SHM_BYTES", "bytes such as 4194304 or 4M", auto(nbytes), None),
+        shm_stores=read(environ, "HETCOLL_SHM_STORES", "auto, cached or streaming", choice(*SHM_STORES), "auto"),
         host_id=word("HETCOLL_HOST_ID", "a host's name"),
         isa=word("HETCOLL_ISA", "an instruction set"),
         check=read(environ, "HETCOLL_CHECK", "0 or 1", flag, False),
@@ -100,7 +103,7 @@ def _secret(environ: Environ) -> bytes | None:
 
 _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT SECRET SECRET_FILE ISLANDS FAULT SHM_BYTES
-    HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE
+    SHM_STORES HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 
 from . import _native
-from .env import Config
+from .env import SHM_STORES, Config
 from .errors import ArgumentError, InitError
 from .rendezvous.control import ControlClient
 from .rendezvous.descriptors import host_identity, new_name, receive_fd, share_fd
@@ -137,7 +137,7 @@ class Wiring:
             if self.rank == self.locals[0]:
                 os.ftruncate(fd, _native.shm_bytes(len(self.locals), ring))
                 share_fd(name, fd, self.locals[1:], secret, self._left())
-            self.engine.attach_shm(fd, ring, self.locals)
+            self.engine.attach_shm(fd, ring, self.locals, SHM_STORES.index(self._config.shm_stores))
         finally:
             os.close(fd)
 
