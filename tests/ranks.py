@@ -305,6 +305,7 @@ def _main(pipe: Connection, rank: int, size: int, env: Mapping[str, str], output
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     os.environ.update(env)
