@@ -124,6 +124,8 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
   scratch_bytes = like_bytes * h.scratch_copies;
   send_bytes = send_count * item;
   recv_bytes = recv_count * item;
+  if (h.send_units > h.recv_units) part_off = offset(0, static_cast<std::uint32_t>(rank) * h.recv_units);
+  if (h.recv_units > h.send_units) part_off = offset(1, static_cast<std::uint32_t>(rank) * h.send_units);
 
   struct Bytes {
     std::size_t off;

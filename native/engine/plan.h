@@ -106,6 +106,7 @@ struct BoundPlan {
   std::size_t scratch_bytes = 0;
   std::size_t send_bytes = 0;
   std::size_t recv_bytes = 0;
+  std::size_t part_off = 0;  // in place: where the smaller of SEND and RECV lies in the larger
 };
 
 }  // namespace hetcoll

@@ -14,6 +14,7 @@
 #include "engine/clock.h"
 #include "engine/engine.h"
 #include "python/call_cache.h"
+#include "python/devices.h"
 #include "python/host_buffer.h"
 
 namespace nb = nanobind;
@@ -332,6 +333,7 @@ NB_MODULE(_native, m) {
     CopyBytes(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), n, false);
   });
   m.def("wire", &Wire);
+  BindDevices(m);
 }
 
 }  // namespace hetcoll

@@ -1,6 +1,6 @@
 """The engine (native/python/module.cc). Internal: users meet `hetcoll.Communicator`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -21,6 +21,52 @@ class Ticket:
     """A submitted task. state: 0 running, 1 done, 2 failed."""
 
     state: int
+
+class DeviceShape:
+    """A plan compiled for the streams of a GPU."""
+
+    @property
+    def scratch_bytes(self) -> int: ...
+    @property
+    def actions(self) -> int: ...
+
+class DeviceQueue:
+    """Runs plans on a GPU. Streams, memory and functions are addresses; see native/engine/device_queue.h."""
+
+    def __init__(
+        self,
+        *,
+        vendor: str,
+        functions: Mapping[str, int],
+        streams_out: int,
+        streams_in: int,
+        streams: Sequence[int],
+        staging: int,
+        slot_bytes: int,
+        slots: int,
+        staging_slots: int,
+    ) -> None: ...
+    def add_edge(self, slots: int, ready: int, credit: int) -> int: ...
+    def bind(
+        self,
+        *,
+        plan: bytes,
+        rank: int,
+        size: int,
+        dtype: int,
+        send_count: int,
+        recv_count: int,
+        send_table: Sequence[int],
+        recv_table: Sequence[int],
+        order: Sequence[int],
+        edges: Sequence[int],
+        reduce: tuple[int, int, int, int] | None,
+        scale: tuple[int, int, int, int] | None,
+        divisor: int,
+    ) -> DeviceShape: ...
+    def run(self, shape: DeviceShape, send: int, recv: int, scratch: int, stream: int, join: bool) -> None: ...
+    def join(self, stream: int) -> None: ...
+    def idle(self) -> bool: ...
 
 class Engine:
     def __init__(

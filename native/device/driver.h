@@ -1,0 +1,77 @@
+// One vendor's GPU driver, as far as the engine calls it: everything here is enqueued on a stream and returns at once.
+//
+// Nothing is linked and no vendor header is read. Python has opened the library (src/hetcoll/devices/) and passes the
+// addresses of its functions by name; cuda.cc and hip.cc know their signatures. Streams, events and functions are the
+// driver's own handles. A call that fails is a Fault that names the function and the driver's error.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+
+namespace hetcoll {
+
+using DriverFunctions = std::map<std::string, std::uintptr_t>;
+using DeviceStream = void*;
+using DeviceEvent = void*;
+using DeviceFunction = void*;
+
+class Driver {
+ public:
+  virtual ~Driver() = default;
+  Driver() = default;
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
+
+  // Makes the device this thread's own. Before anything else, on every thread.
+  virtual void Activate() = 0;
+
+  // Any direction; host memory must be page-locked.
+  virtual void Copy(void* dst, const void* src, std::size_t n, DeviceStream stream) = 0;
+  virtual void Launch(DeviceFunction function, unsigned grid, unsigned block, void** params, DeviceStream stream) = 0;
+
+  // Counters in host memory that the device has mapped. A write becomes visible after everything before it on the
+  // stream; a wait ends when the counter has reached `value`.
+  virtual void WriteValue(std::uint64_t* counter, std::uint64_t value, DeviceStream stream) = 0;
+  virtual void WaitValue(std::uint64_t* counter, std::uint64_t value, DeviceStream stream) = 0;
+
+  virtual DeviceEvent MakeEvent() = 0;
+  virtual void DestroyEvent(DeviceEvent event) noexcept = 0;
+  virtual void Record(DeviceEvent event, DeviceStream stream) = 0;
+  virtual void WaitEvent(DeviceEvent event, DeviceStream stream) = 0;
+
+  // Whether all work on the stream is done. A Fault when the device has failed.
+  virtual bool Idle(DeviceStream stream) = 0;
+  virtual bool Capturing(DeviceStream stream) = 0;
+};
+
+// `vendor` is "cuda" or "hip". PlanError-free, but throws Fault where a function is missing.
+std::unique_ptr<Driver> MakeDriver(const std::string& vendor, const DriverFunctions& functions);
+
+std::unique_ptr<Driver> MakeCudaDriver(const DriverFunctions& functions);
+std::unique_ptr<Driver> MakeHipDriver(const DriverFunctions& functions);
+
+// The function called `name`. A Fault where it is missing.
+std::uintptr_t Find(const DriverFunctions& functions, const char* name);
+
+// An event of a driver, destroyed with its owner.
+class Event {
+ public:
+  explicit Event(std::shared_ptr<Driver> driver) : driver_(std::move(driver)), event_(driver_->MakeEvent()) {}
+  Event(Event&& other) noexcept : driver_(std::move(other.driver_)), event_(other.event_) { other.event_ = nullptr; }
+  Event& operator=(Event&&) = delete;
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  ~Event() {
+    if (event_ != nullptr) driver_->DestroyEvent(event_);
+  }
+  DeviceEvent get() const { return event_; }
+
+ private:
+  std::shared_ptr<Driver> driver_;
+  DeviceEvent event_;
+};
+
+}  // namespace hetcoll

@@ -1,0 +1,189 @@
+// From a bound plan to a list of actions: streams, and events only where two streams touch the same memory.
+#include <algorithm>
+#include <map>
+#include <string>
+#include <tuple>
+
+#include "engine/device_queue.h"
+
+namespace hetcoll {
+namespace {
+
+struct Touch {
+  Area area;
+  std::size_t begin;
+  std::size_t end;
+  bool writes;
+  std::uint8_t stream;
+  std::uint32_t when;  // position on its stream, from 1 on
+};
+
+class Compiler {
+ public:
+  Compiler(DeviceProgram& program, const BoundPlan& plan, const StreamRoles& roles, unsigned staging_slots)
+      : program_(program),
+        plan_(plan),
+        roles_(roles),
+        staging_slots_(staging_slots),
+        position_(roles.size(), 0),
+        waited_(roles.size(), std::vector<std::uint32_t>(roles.size(), 0)) {}
+
+  void Step(const BoundStep& s, std::uint16_t edge, std::size_t slot_bytes) {
+    const Place src{static_cast<Area>(s.src_buf), s.src_off};
+    const Place dst{static_cast<Area>(s.dst_buf), s.dst_off};
+    switch (s.op) {
+      case Op::kSend: {
+        const std::uint8_t stream = static_cast<std::uint8_t>(sends_++ % roles_.out);
+        Touches(stream, {Read(src, s.len)});
+        Add({.step = DeviceStep::kWaitCredit, .stream = stream, .edge = edge});
+        Add({.step = DeviceStep::kCopyOut, .stream = stream, .edge = edge, .src = src, .n = s.len});
+        Add({.step = DeviceStep::kPublish, .stream = stream, .edge = edge});
+        break;
+      }
+      case Op::kRecv: {
+        const std::uint8_t stream = In();
+        Touches(stream, {Write(dst, s.len)});
+        Add({.step = DeviceStep::kWaitReady, .stream = stream, .edge = edge});
+        Add({.step = DeviceStep::kCopyIn, .stream = stream, .edge = edge, .dst = dst, .n = s.len});
+        Add({.step = DeviceStep::kGrant, .stream = stream, .edge = edge});
+        break;
+      }
+      case Op::kRecvReduce: {
+        const std::uint8_t stream = In();
+        const Place staged{Area::kStaging, slot_bytes * (reductions_++ % staging_slots_)};
+        Touches(stream, {Write(staged, s.len)});
+        Add({.step = DeviceStep::kWaitReady, .stream = stream, .edge = edge});
+        Add({.step = DeviceStep::kCopyIn, .stream = stream, .edge = edge, .dst = staged, .n = s.len});
+        Add({.step = DeviceStep::kGrant, .stream = stream, .edge = edge});
+        Done(stream);
+        Touches(Work(), {Read(staged, s.len), Read(src, s.len), Write(dst, s.len)});
+        Add({.step = DeviceStep::kReduce, .stream = Work(), .dst = dst, .src = src, .other = staged, .n = s.len});
+        break;
+      }
+      case Op::kCopy:
+        Touches(Work(), {Read(src, s.len), Write(dst, s.len)});
+        Add({.step = DeviceStep::kCopy, .stream = Work(), .dst = dst, .src = src, .n = s.len});
+        break;
+      case Op::kReduce:
+        Touches(Work(), {Read(src, s.len), Write(dst, s.len)});
+        Add({.step = DeviceStep::kReduce, .stream = Work(), .dst = dst, .src = dst, .other = src, .n = s.len});
+        break;
+      case Op::kScale:
+        Touches(Work(), {Write(dst, s.len)});
+        Add({.step = DeviceStep::kScale, .stream = Work(), .dst = dst, .n = s.len});
+        break;
+      case Op::kLocal:
+        throw PlanError("plan: a local step needs an island");
+    }
+    Done(program_.actions.back().stream);
+  }
+
+ private:
+  std::uint8_t Work() const { return static_cast<std::uint8_t>(roles_.work()); }
+  std::uint8_t In() { return static_cast<std::uint8_t>(roles_.out + receives_++ % roles_.in); }
+
+  // SEND and RECV may be the same memory: then the smaller is this rank's part of the larger.
+  Touch Named(const Place& at, std::size_t n, bool writes) const {
+    Touch t{at.area, at.offset, at.offset + n, writes, 0, 0};
+    if (at.area != Area::kSend && at.area != Area::kRecv) return t;
+    const Area larger = plan_.send_bytes > plan_.recv_bytes ? Area::kSend : Area::kRecv;
+    if (at.area != larger) {
+      t.begin += plan_.part_off;
+      t.end += plan_.part_off;
+    }
+    t.area = larger;
+    return t;
+  }
+  Touch Read(const Place& at, std::size_t n) const { return Named(at, n, false); }
+  Touch Write(const Place& at, std::size_t n) const { return Named(at, n, true); }
+
+  // What comes next on `stream` touches this memory: wait for those on other streams that it must not overtake.
+  void Touches(std::uint8_t stream, std::initializer_list<Touch> touches) {
+    std::vector<std::uint32_t> last(roles_.size(), 0);
+    for (const Touch& t : touches) {
+      for (const Touch& before : touched_) {
+        const bool meet = before.area == t.area && before.begin < t.end && t.begin < before.end;
+        if (meet && (before.writes || t.writes)) last[before.stream] = std::max(last[before.stream], before.when);
+      }
+    }
+    for (std::uint8_t other = 0; other < roles_.size(); ++other) {
+      if (other != stream && last[other] > waited_[stream][other]) Follow(stream, other, last[other]);
+    }
+    for (Touch t : touches) {
+      t.stream = stream;
+      t.when = position_[stream] + 1;
+      touched_.push_back(t);
+    }
+  }
+
+  void Follow(std::uint8_t stream, std::uint8_t other, std::uint32_t when) {
+    Event& event = recorded_.at({other, when});
+    if (!event.used) {
+      event.used = true;
+      program_.actions[event.action].event = program_.events++;
+    }
+    Add({.step = DeviceStep::kWaitEvent, .stream = stream, .event = program_.actions[event.action].event});
+    for (std::size_t third = 0; third < waited_.size(); ++third) {  // what `other` had waited for is over as well
+      waited_[stream][third] = std::max(waited_[stream][third], event.had_waited[third]);
+    }
+    waited_[stream][other] = when;
+  }
+
+  void Add(const DeviceAction& action) {
+    program_.actions.push_back(action);
+    program_.used[action.stream] = true;
+  }
+
+  // A place where others may wait for what `stream` has done so far; dropped at the end where nobody does.
+  void Done(std::uint8_t stream) {
+    recorded_[{stream, ++position_[stream]}] = {program_.actions.size(), false, waited_[stream]};
+    Add({.step = DeviceStep::kRecord, .stream = stream, .event = kNobody});
+  }
+
+ public:
+  static constexpr std::uint32_t kNobody = ~std::uint32_t{0};
+
+ private:
+  struct Event {
+    std::size_t action;
+    bool used;
+    std::vector<std::uint32_t> had_waited;
+  };
+
+  DeviceProgram& program_;
+  const BoundPlan& plan_;
+  const StreamRoles& roles_;
+  unsigned staging_slots_;
+  unsigned sends_ = 0;
+  unsigned receives_ = 0;
+  unsigned reductions_ = 0;
+  std::vector<std::uint32_t> position_;
+  std::vector<std::vector<std::uint32_t>> waited_;  // [stream][other]: position of `other` that `stream` comes after
+  std::vector<Touch> touched_;
+  std::map<std::pair<std::uint8_t, std::uint32_t>, Event> recorded_;
+};
+
+}  // namespace
+
+DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, const StreamRoles& roles,
+                             std::span<const std::uint16_t> edges, std::size_t slot_bytes, unsigned staging_slots)
+    : used(roles.size(), false), scratch_bytes(plan.scratch_bytes) {
+  if (order.size() != plan.steps.size() || edges.size() != plan.steps.size()) {
+    throw PlanError("plan: an order and an edge for each of " + std::to_string(plan.steps.size()) + " steps wanted");
+  }
+  Compiler compiler(*this, plan, roles, staging_slots);
+  for (const std::uint32_t index : order) {
+    const BoundStep& s = plan.steps.at(index);
+    if (s.len == 0) continue;  // on both ends alike
+    const bool talks = s.op <= Op::kRecvReduce;
+    if (talks && s.len > slot_bytes) {
+      throw PlanError("plan: a message of " + std::to_string(s.len) + " bytes does not fit a slot of " +
+                      std::to_string(slot_bytes));
+    }
+    compiler.Step(s, talks ? edges[index] : std::uint16_t{0}, slot_bytes);
+  }
+  std::erase_if(actions,
+                [](const DeviceAction& a) { return a.step == DeviceStep::kRecord && a.event == Compiler::kNobody; });
+}
+
+}  // namespace hetcoll

@@ -1,0 +1,131 @@
+#include "engine/device_queue.h"
+
+#include <algorithm>
+
+namespace hetcoll {
+
+DeviceQueue::DeviceQueue(std::shared_ptr<Driver> driver, const StreamRoles& roles, std::vector<DeviceStream> streams,
+                         std::byte* staging, std::size_t slot_bytes, unsigned slots, unsigned staging_slots)
+    : driver_(std::move(driver)),
+      roles_(roles),
+      streams_(std::move(streams)),
+      staging_(staging),
+      slot_bytes_(slot_bytes),
+      slots_(slots),
+      staging_slots_(staging_slots),
+      start_((driver_->Activate(), driver_)),
+      ended_(roles.size(), false) {
+  if (streams_.size() != roles.size()) throw PlanError("a GPU queue needs a stream for each of its roles");
+  for (unsigned i = 0; i < roles.size(); ++i) ends_.emplace_back(driver_);
+}
+
+std::uint16_t DeviceQueue::AddEdge(const SlotEdge& edge) {
+  edges_.push_back(edge);
+  return static_cast<std::uint16_t>(edges_.size() - 1);
+}
+
+DeviceEvent DeviceQueue::EventAt(std::uint32_t index) {
+  while (events_.size() <= index) events_.emplace_back(driver_);
+  return events_[index].get();
+}
+
+void DeviceQueue::Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
+                          DeviceStream user, bool join) {
+  driver_->Activate();
+  Begin(shape, user);
+  const std::array<std::byte*, 4> bases{const_cast<std::byte*>(send), recv, scratch, staging_};
+  for (const DeviceAction& action : shape.program.actions) Run(shape, action, bases);
+  for (std::size_t i = 0; i < streams_.size(); ++i) {
+    if (!shape.program.used[i]) continue;
+    driver_->Record(ends_[i].get(), streams_[i]);
+    ended_[i] = true;
+  }
+  is_joined_ = false;
+  if (join) Join(user);
+}
+
+// What this call's streams do comes after the user's work so far, and after the last call: the two share staging
+// memory, and scratch.
+void DeviceQueue::Begin(const DeviceShape& shape, DeviceStream user) {
+  if (!is_joined_ || joined_ != user) Join(user);
+  driver_->Record(start_.get(), user);
+  for (std::size_t i = 0; i < streams_.size(); ++i) {
+    if (shape.program.used[i]) driver_->WaitEvent(start_.get(), streams_[i]);
+  }
+}
+
+void DeviceQueue::Join(DeviceStream user) {
+  for (std::size_t i = 0; i < streams_.size(); ++i) {
+    if (ended_[i]) driver_->WaitEvent(ends_[i].get(), user);
+  }
+  joined_ = user;
+  is_joined_ = true;
+}
+
+bool DeviceQueue::Idle() {
+  driver_->Activate();
+  return std::all_of(streams_.begin(), streams_.end(), [&](DeviceStream s) { return driver_->Idle(s); });
+}
+
+void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const std::array<std::byte*, 4>& bases) {
+  const auto at = [&](const Place& p) { return bases[static_cast<std::size_t>(p.area)] + p.offset; };
+  const DeviceStream stream = streams_[a.stream];
+  SlotEdge* edge = a.edge < edges_.size() ? &edges_[a.edge] : nullptr;
+  const std::size_t slot = edge == nullptr ? 0 : edge->messages % slots_;
+  switch (a.step) {
+    case DeviceStep::kWaitEvent:
+      driver_->WaitEvent(EventAt(a.event), stream);
+      break;
+    case DeviceStep::kRecord:
+      driver_->Record(EventAt(a.event), stream);
+      break;
+    case DeviceStep::kWaitCredit:
+      if (edge->messages >= slots_) {
+        driver_->WaitValue(edge->credit + slot * kWordStride, edge->messages + 1 - slots_, stream);
+      }
+      break;
+    case DeviceStep::kWaitReady:
+      driver_->WaitValue(edge->ready + slot * kWordStride, edge->messages + 1, stream);
+      break;
+    case DeviceStep::kCopy:
+      driver_->Copy(at(a.dst), at(a.src), a.n, stream);
+      break;
+    case DeviceStep::kCopyOut:
+      driver_->Copy(edge->slots + slot * slot_bytes_, at(a.src), a.n, stream);
+      break;
+    case DeviceStep::kCopyIn:
+      driver_->Copy(at(a.dst), edge->slots + slot * slot_bytes_, a.n, stream);
+      break;
+    case DeviceStep::kPublish:
+      driver_->WriteValue(edge->ready + slot * kWordStride, ++edge->messages, stream);
+      break;
+    case DeviceStep::kGrant:
+      driver_->WriteValue(edge->credit + slot * kWordStride, ++edge->messages, stream);
+      break;
+    case DeviceStep::kReduce: {
+      void* dst = at(a.dst);
+      const void* x = at(a.src);
+      const void* y = at(a.other);
+      unsigned long long count = a.n / shape.item;
+      void* params[] = {&dst, &x, &y, &count};
+      Launch(shape.reduce, a.n, params, stream);
+      break;
+    }
+    case DeviceStep::kScale: {
+      void* dst = at(a.dst);
+      unsigned long long count = a.n / shape.item;
+      unsigned divisor = shape.divisor;
+      void* params[] = {&dst, &dst, &count, &divisor};
+      Launch(shape.scale, a.n, params, stream);
+      break;
+    }
+  }
+}
+
+void DeviceQueue::Launch(const DeviceKernel& kernel, std::size_t n, void** params, DeviceStream stream) {
+  const std::size_t blocks = (n + kernel.per_block - 1) / kernel.per_block;
+  const unsigned grid = static_cast<unsigned>(std::clamp<std::size_t>(blocks, 1, kernel.most_blocks));
+  driver_->Launch(kernel.function, grid, kernel.block, params, stream);
+}
+
+}  // namespace hetcoll

@@ -1,0 +1,146 @@
+// Runs plans on a GPU by enqueuing them: copies, reductions and signals on streams, in an order computed beforehand.
+//
+// Between GPUs of one host a message goes through a slot of host memory that both drivers have mapped. The sender's
+// copy engine fills the slot and the stream then writes the slot's `ready` word; the receiver's stream waits for that
+// word, empties the slot and writes its `credit` word. No processor takes part. Words are numbers of messages on the
+// edge, which only grow.
+//
+// A plan is compiled once for its counts into a list of actions: which stream does what, and which events order them
+// where they touch the same memory. The order of the steps is a linear extension of the order in which all ranks'
+// steps depend on each other (algorithms/pipelined.py), so that the list makes progress even on a device that runs all
+// streams of the process one action after another.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "device/driver.h"
+#include "engine/plan.h"
+
+namespace hetcoll {
+
+// One direction of the way between this rank and a peer. All addresses are the device's.
+struct SlotEdge {
+  std::byte* slots = nullptr;
+  std::uint64_t* ready = nullptr;   // a word for each slot, kWordStride apart; the sender writes it
+  std::uint64_t* credit = nullptr;  // the same; the receiver writes it
+  std::uint64_t messages = 0;
+};
+
+inline constexpr std::size_t kWordStride = 64 / sizeof(std::uint64_t);
+
+struct DeviceKernel {
+  DeviceFunction function = nullptr;
+  unsigned block = 1;
+  unsigned most_blocks = 1;
+  unsigned per_block = 1;  // bytes of one operand
+};
+
+enum class DeviceStep : std::uint8_t {
+  kWaitEvent,   // until `event` of another stream
+  kRecord,      // `event`
+  kWaitCredit,  // until the edge's next slot is empty
+  kWaitReady,   // until it is full
+  kCopy,        // src -> dst
+  kCopyOut,     // src -> the next slot
+  kCopyIn,      // the next slot -> dst
+  kPublish,     // the slot is full: on to the next one
+  kGrant,       // the slot is empty: on to the next one
+  kReduce,      // dst = src (+) other
+  kScale,       // dst = dst / divisor
+};
+
+enum class Area : std::int8_t { kSend = 0, kRecv = 1, kScratch = 2, kStaging = 3 };
+
+struct Place {
+  Area area = Area::kSend;
+  std::size_t offset = 0;
+};
+
+struct DeviceAction {
+  DeviceStep step;
+  std::uint8_t stream;
+  std::uint16_t edge = 0;
+  std::uint32_t event = 0;
+  Place dst{};
+  Place src{};
+  Place other{};
+  std::size_t n = 0;
+};
+
+// Which streams of a queue do what.
+struct StreamRoles {
+  unsigned out;  // streams that fill slots, the first ones
+  unsigned in;   // that empty them, the next ones
+  unsigned size() const { return out + in + 1; }
+  unsigned work() const { return out + in; }
+};
+
+struct DeviceProgram {
+  // `order` names each step of the plan once. Throws PlanError where a message is larger than a slot.
+  DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, const StreamRoles& roles,
+                std::span<const std::uint16_t> edges, std::size_t slot_bytes, unsigned staging_slots);
+
+  std::vector<DeviceAction> actions;
+  std::vector<bool> used;  // streams
+  std::uint32_t events = 0;
+  std::size_t scratch_bytes = 0;
+};
+
+struct DeviceShape {
+  DeviceProgram program;
+  DeviceKernel reduce;
+  DeviceKernel scale;
+  std::size_t item;
+  unsigned divisor;
+};
+
+class DeviceQueue {
+ public:
+  // `streams` are the roles' in order; `staging` is device memory of `staging_slots` slots.
+  DeviceQueue(std::shared_ptr<Driver> driver, const StreamRoles& roles, std::vector<DeviceStream> streams,
+              std::byte* staging, std::size_t slot_bytes, unsigned slots, unsigned staging_slots);
+
+  // Returns the edge's number.
+  std::uint16_t AddEdge(const SlotEdge& edge);
+
+  // Enqueues one run over this device memory. It begins after what is on `user` now, and whatever comes on `user` later
+  // begins after it where `join` says so.
+  void Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch, DeviceStream user,
+               bool join);
+
+  // Makes `user` wait for everything enqueued so far.
+  void Join(DeviceStream user);
+  bool Idle();
+
+  const StreamRoles& roles() const { return roles_; }
+  std::size_t slot_bytes() const { return slot_bytes_; }
+  unsigned staging_slots() const { return staging_slots_; }
+
+ private:
+  void Begin(const DeviceShape& shape, DeviceStream user);
+  void Run(const DeviceShape& shape, const DeviceAction& action, const std::array<std::byte*, 4>& bases);
+  DeviceEvent EventAt(std::uint32_t index);
+  void Launch(const DeviceKernel& kernel, std::size_t n, void** params, DeviceStream stream);
+
+  std::shared_ptr<Driver> driver_;
+  StreamRoles roles_;
+  std::vector<DeviceStream> streams_;
+  std::byte* staging_;
+  std::size_t slot_bytes_;
+  unsigned slots_;
+  unsigned staging_slots_;
+  std::vector<SlotEdge> edges_;
+  std::vector<Event> events_;
+  Event start_;
+  std::vector<Event> ends_;        // of each stream's last call
+  std::vector<bool> ended_;        // which of them were recorded
+  DeviceStream joined_ = nullptr;  // the stream that waits for the last call already
+  bool is_joined_ = true;
+};
+
+}  // namespace hetcoll

@@ -1,0 +1,121 @@
+// The GPU half of the engine for Python: src/hetcoll/_native.pyi says what each thing here is for.
+#include "python/devices.h"
+
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "engine/device_queue.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace hetcoll {
+namespace {
+
+using Address = std::uintptr_t;
+using KernelArgs = std::optional<std::tuple<Address, unsigned, unsigned, unsigned>>;
+
+template <class Pointer>
+Pointer As(Address address) {
+  return reinterpret_cast<Pointer>(address);
+}
+
+DeviceKernel KernelOf(const KernelArgs& args) {
+  if (!args) return {};
+  const auto& [function, block, most_blocks, per_block] = *args;
+  return {As<DeviceFunction>(function), block, most_blocks, per_block};
+}
+
+// A queue that several threads may use: calls take turns, and none holds the interpreter's lock while the driver is at
+// work, since a driver whose own queue is full waits for the GPU.
+class PyDeviceQueue {
+ public:
+  PyDeviceQueue(const std::string& vendor, const DriverFunctions& functions, unsigned out, unsigned in,
+                const std::vector<Address>& streams, Address staging, std::size_t slot_bytes, unsigned slots,
+                unsigned staging_slots)
+      : driver_(MakeDriver(vendor, functions)),
+        queue_(driver_, {out, in}, Streams(streams), As<std::byte*>(staging), slot_bytes, slots, staging_slots) {}
+
+  std::uint16_t AddEdge(Address slots, Address ready, Address credit) {
+    std::lock_guard lock(mutex_);
+    return queue_.AddEdge({As<std::byte*>(slots), As<std::uint64_t*>(ready), As<std::uint64_t*>(credit)});
+  }
+
+  std::shared_ptr<DeviceShape> Bind(const nb::bytes& encoded, int rank, int size, int dtype, std::size_t send_count,
+                                    std::size_t recv_count, const std::vector<std::size_t>& send_table,
+                                    const std::vector<std::size_t>& recv_table, const std::vector<std::uint32_t>& order,
+                                    const std::vector<std::uint16_t>& edges, const KernelArgs& reduce,
+                                    const KernelArgs& scale, unsigned divisor) {
+    const Plan plan({reinterpret_cast<const std::byte*>(encoded.c_str()), encoded.size()}, size);
+    const auto type = static_cast<DType>(dtype);
+    const BoundPlan bound(plan, rank, type, send_count, recv_count, send_table, recv_table);
+    DeviceProgram program(bound, order, queue_.roles(), edges, queue_.slot_bytes(), queue_.staging_slots());
+    return std::make_shared<DeviceShape>(
+        DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale), ItemSize(type), divisor});
+  }
+
+  void Run(const std::shared_ptr<DeviceShape>& shape, Address send, Address recv, Address scratch, Address stream,
+           bool join) {
+    nb::gil_scoped_release release;
+    std::lock_guard lock(mutex_);
+    queue_.Enqueue(*shape, As<const std::byte*>(send), As<std::byte*>(recv), As<std::byte*>(scratch),
+                   As<DeviceStream>(stream), join);
+  }
+
+  void Join(Address stream) {
+    nb::gil_scoped_release release;
+    std::lock_guard lock(mutex_);
+    driver_->Activate();
+    queue_.Join(As<DeviceStream>(stream));
+  }
+
+  bool Idle() {
+    nb::gil_scoped_release release;
+    std::lock_guard lock(mutex_);
+    return queue_.Idle();
+  }
+
+ private:
+  static std::vector<DeviceStream> Streams(const std::vector<Address>& addresses) {
+    std::vector<DeviceStream> streams;
+    for (const Address address : addresses) streams.push_back(As<DeviceStream>(address));
+    return streams;
+  }
+
+  std::shared_ptr<Driver> driver_;
+  std::mutex mutex_;
+  DeviceQueue queue_;
+};
+
+}  // namespace
+
+void BindDevices(nb::module_& m) {
+  nb::class_<DeviceShape>(m, "DeviceShape")
+      .def_prop_ro("scratch_bytes", [](const DeviceShape& s) { return s.program.scratch_bytes; })
+      .def_prop_ro("actions", [](const DeviceShape& s) { return s.program.actions.size(); });
+  nb::class_<PyDeviceQueue>(m, "DeviceQueue")
+      .def(nb::init<const std::string&, const DriverFunctions&, unsigned, unsigned, const std::vector<Address>&,
+                    Address, std::size_t, unsigned, unsigned>(),
+           nb::kw_only(), "vendor"_a, "functions"_a, "streams_out"_a, "streams_in"_a, "streams"_a, "staging"_a,
+           "slot_bytes"_a, "slots"_a, "staging_slots"_a)
+      .def("add_edge", &PyDeviceQueue::AddEdge, "slots"_a, "ready"_a, "credit"_a)
+      .def("bind", &PyDeviceQueue::Bind, nb::kw_only(), "plan"_a, "rank"_a, "size"_a, "dtype"_a, "send_count"_a,
+           "recv_count"_a, "send_table"_a, "recv_table"_a, "order"_a, "edges"_a, "reduce"_a.none(), "scale"_a.none(),
+           "divisor"_a)
+      .def("run", &PyDeviceQueue::Run, "shape"_a, "send"_a, "recv"_a, "scratch"_a, "stream"_a, "join"_a)
+      .def("join", &PyDeviceQueue::Join, "stream"_a)
+      .def("idle", &PyDeviceQueue::Idle);
+}
+
+}  // namespace hetcoll
