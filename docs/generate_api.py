@@ -7,6 +7,7 @@ import enum
 import importlib
 import inspect
 import re
+import typing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,7 @@ class Source:
     """Text that stands for itself in a signature."""
 
     def __init__(self, text: object) -> None:
+        text = text.__forward_arg__ if isinstance(text, typing.ForwardRef) else text
         self.text = text if isinstance(text, str) else inspect.formatannotation(text)
 
     def __repr__(self) -> str:
@@ -132,7 +134,7 @@ def describe_class(name: str, cls: type) -> list[str]:
             f"`{m.name}`" + (f" = {m.value}" if isinstance(m.value, int) else f": {m.value}") for m in cls
         )
         out = [*entry(3, name, None, cls.__doc__), values, ""]
-    elif dataclasses.is_dataclass(cls):
+    elif dataclasses.is_dataclass(cls) or issubclass(cls, tuple):
         out = entry(3, name, signature(name, cls, returns=False), cls.__doc__)
     else:
         out = entry(3, name, None, cls.__doc__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def test_the_first_call_that_differs_counts() -> None:
         {0: Answer(3, {3: called(SUM)}), 1: None},
         {0: Answer(3, {3: called(SUM)}), 1: Answer(2, {2: called(MAX)})},  # not the same call
         {0: Answer(3, {3: called(SUM, "a.py:1")}), 1: Answer(3, {3: called(SUM, "b.py:2")})},  # from other lines
-        {0: Answer(0), 1: Answer(0)},
+        {0: Answer(0, {}), 1: Answer(0, {})},
     ],
 )
 def test_ranks_that_agree_or_say_nothing_of_it(rows: dict[int, Answer | None]) -> None:
@@ -61,7 +60,7 @@ def test_ranks_that_agree_or_say_nothing_of_it(rows: dict[int, Answer | None]) -
 
 
 def waiting(what: str, **changes: Any) -> Answer:
-    return replace(Answer(4, {}, called(what), "4 0 0 of 1 steps done", True), **changes)
+    return Answer(4, {}, called(what), "4 0 0 of 1 steps done", True)._replace(**changes)
 
 
 RECEIVES = {0: waiting("recv(float32, count=4) from rank 1"), 1: waiting("recv(float32, count=4) from rank 0")}
@@ -86,7 +85,7 @@ def test_ranks_that_wait_for_each_other() -> None:
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_deadlock_where_one_may_go_on(rank: int, change: dict[str, Any] | None) -> None:
-    now = RECEIVES | {rank: None if change is None else replace(RECEIVES[rank], **change)}
+    now = RECEIVES | {rank: None if change is None else RECEIVES[rank]._replace(**change)}
     assert find_deadlock(RECEIVES, now) == ""
     assert find_deadlock(RECEIVES | {rank: None}, RECEIVES) == "", "the first look must have seen it, too"
 
@@ -105,10 +104,12 @@ def test_both_sides_of_a_wrong_message() -> None:
         called("send(float32, count=55) to rank 1", "a.py:1", False),
         called("send(float32, count=3) to rank 1"),
     )
-    assert find_wrong_message({0: Answer(0, sent=sent), 1: Answer(0)}, 1, 0, wanted) == (
+    assert find_wrong_message({0: Answer(0, {}, sent=sent), 1: Answer(0, {})}, 1, 0, wanted) == (
         "rank 0 called send(float32, count=55) to rank 1 as first called at a.py:1;"
         " rank 1 called recv(float32, count=5) from rank 0 at b.py:2"
     )
     both = called("send(float32, count=1) to rank 0 and recv(float32, count=55) from rank 0")
-    assert "rank 0 called send(float32, count=5) to rank 1" in find_wrong_message({0: Answer(0, sent=sent)}, 1, 0, both)
+    assert "rank 0 called send(float32, count=5) to rank 1" in find_wrong_message(
+        {0: Answer(0, {}, sent=sent)}, 1, 0, both
+    )
     assert find_wrong_message({0: None}, 1, 0, wanted) == f"rank 1 called {wanted}"

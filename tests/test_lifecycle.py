@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,28 @@ def works_after_close(comm: hetcoll.Communicator) -> list[str]:
 def test_use_after_close(launch: Launch) -> None:
     for said in launch(2).run(works_after_close):
         assert set(said) == {"this communicator was closed"}
+
+
+IMPORT = """
+import time
+import numpy
+start = time.thread_time()
+import hetcoll, sys
+print(time.thread_time() - start, "argparse" in sys.modules, "hetcoll.simulator" in sys.modules)
+"""
+
+
+def test_import_costs_little(tmp_path: Path) -> None:
+    """Processor time beside NumPy's, which is 60 ms of the 150 that both may take where nothing else runs."""
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    times = []
+    for _ in range(4):  # the first compiles
+        done = subprocess.run([sys.executable, "-c", IMPORT], env=env, capture_output=True, text=True, check=True)
+        seconds, *loaded = done.stdout.split()
+        assert loaded == ["False", "False"]
+        times.append(float(seconds))
+    assert min(times) < 0.09, times
 
 
 # Forks.

@@ -114,7 +114,7 @@ class Diagnosis:
             if engine is None and not isinstance(event, Query):
                 self._early.append(event)
         if engine is None:
-            return Answer(0).encode() if isinstance(event, Query) else None
+            return Answer(0, {}).encode() if isinstance(event, Query) else None
         if isinstance(event, Query):
             if event.rank != self._rank:
                 self._asked = time.monotonic()

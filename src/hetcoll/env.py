@@ -6,13 +6,11 @@ functions of a mapping; `environment()` applies them to ``os.environ`` and remem
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from .errors import ArgumentError
 from .launchers import Launch, read_launch
@@ -93,7 +91,8 @@ def _secret(environ: Environ) -> bytes | None:
     if not path:
         return text.encode() or None
     try:
-        secret = Path(path).read_bytes().strip()
+        with open(path, "rb") as file:
+            secret = file.read().strip()
     except OSError as error:
         raise ArgumentError(f"HETCOLL_SECRET_FILE: wanted a readable file, got {path!r}: {error.strerror}") from error
     if not secret:
@@ -113,13 +112,14 @@ def unknown_variables(environ: Environ) -> list[str]:
     messages = []
     for name in sorted(set(environ) - _VARIABLES):
         if name.startswith("HETCOLL_"):
+            import difflib  # imports count, and most environments are in order
+
             near = difflib.get_close_matches(name, sorted(_VARIABLES), 1)
             messages.append(f"{name} is not a variable of hetcoll" + (f"; is it {near[0]}?" if near else ""))
     return messages
 
 
-@dataclass(frozen=True, slots=True)
-class Environment:
+class Environment(NamedTuple):
     """Both halves of what the environment says."""
 
     config: Config

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from .errors import spell_ranks
 
 WINDOW = 64  # calls that an answer covers
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
+class Called(NamedTuple):
     """A call of the communicator, and where in the user's program (``file.py:12``) it was made; "" if not known.
 
     `exactly` tells the place of this very call from that of the first one with the same arguments.
@@ -32,8 +31,7 @@ class Called:
         return f"{self.what} {'at' if self.exactly else 'as first called at'} {self.site}"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What one rank tells about itself.
 
     `calls` are collectives by number, those that the question was about; the last may be one that is being set up.
@@ -43,7 +41,7 @@ class Answer:
     """
 
     now: int
-    calls: dict[int, Called] = field(default_factory=dict)
+    calls: Mapping[int, Called]
     inside: Called | None = None
     progress: str = ""
     alone: bool = False
@@ -51,16 +49,16 @@ class Answer:
     sent: tuple[Called, ...] = ()
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(self).encode()
 
     @classmethod
     def decode(cls, blob: bytes) -> Answer:
         """What `encode` made."""
-        values = json.loads(blob)
-        values["calls"] = {int(number): Called(**call) for number, call in values["calls"].items()}
-        values["inside"] = values["inside"] and Called(**values["inside"])
-        values["sent"] = tuple(Called(**call) for call in values["sent"])
-        return cls(**values)
+        now, calls, inside, progress, alone, state, sent = json.loads(blob)
+        return cls(
+            now, {int(number): Called(*call) for number, call in calls.items()}, inside and Called(*inside), progress,
+            alone, state, tuple(Called(*call) for call in sent),
+        )  # fmt: skip
 
 
 Answers = Mapping[int, Answer | None]

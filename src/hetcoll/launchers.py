@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 from zlib import crc32
 
 from .errors import ArgumentError
@@ -15,8 +15,7 @@ _INDEX = whole(0, (1 << 24) - 1)
 _SLURM_PORTS = range(12000, 28000, 40)  # below Linux's ephemeral ports; each job may try the 33 from its own on
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """What the launcher says about this process. `None` means that it did not say.
 
     `launcher` is "hetcoll", "torchrun", "openmpi", "hydra" (MPICH and Intel MPI), "slurm" or "single". `job` names

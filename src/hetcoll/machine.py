@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """An edge: seconds until a message is seen, seconds of work for one at either end, bytes per second.
 
     `duplex` says whether a rank sends and receives at that rate at the same time (a network card) or not (a core that
@@ -19,8 +18,7 @@ class Link:
     duplex: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(NamedTuple):
     """The numbers behind every prediction. Defaults are for a server of 2020 or later.
 
     `reduce` is in bytes per second of the result. `switch` is how many seconds longer a hop takes for each rank that

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import _native, tuner
 from .algorithms import find, p2p
@@ -24,8 +24,7 @@ _KEEP = 1024  # bound plans kept; the least recently used go first
 _SEND, _RECV, _SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's forms
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(NamedTuple):
     """What a call will use. `seconds` is the cost model's prediction (nan when it has none)."""
 
     collective: str

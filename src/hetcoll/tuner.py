@@ -18,7 +18,7 @@ Examples
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .algorithms import ALGORITHMS, Cost, Reach, find
 from .errors import ArgumentError
@@ -29,8 +29,7 @@ from .types import ROOTED, Collective
 UNLIMITED = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """An algorithm, its predicted seconds (nan when it was named and states no cost), and why it was taken."""
 
     name: str

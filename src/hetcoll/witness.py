@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import FrameType
 
 from . import _native
@@ -106,4 +105,4 @@ class Witness:
             seen.add(called.what)
             half = called.what.split(" and ")[0]
             if half.startswith("send(") and half.endswith(f" to rank {peer}"):
-                yield replace(called, what=half)
+                yield called._replace(what=half)

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from ..errors import ArgumentError
 from ..plan import Buf, Builder, Op, Plan, Span
@@ -132,8 +133,7 @@ class Reach(Enum):
     ANYONE = "anyone"
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """What an algorithm takes. Bytes are in multiples of the larger of the collective's two buffers.
 
     `hops` is the longest chain of messages that wait for each other; the rest is about the rank that moves the most:
@@ -151,8 +151,7 @@ class Cost:
     stepwise: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
+class Algorithm(NamedTuple):
     """One entry of the table. Without `cost` and `levels` it is taken only by name, never by itself.
 
     `levels` is the cost of an algorithm that is made for several hosts: what it takes inside them, and what between

@@ -10,7 +10,7 @@ other at the pace of elements.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..plan import Span
 from ..types import Collective
@@ -34,8 +34,7 @@ def _place(v: int, n: int, tree: int) -> int:
     return n - v if n % 2 else v % (n - 1) + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """A rank's neighbours in one tree; the root's parent is None."""
 
     parent: int | None

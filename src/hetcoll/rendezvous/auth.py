@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
+import os
 import struct
 from enum import IntEnum
 from typing import NamedTuple
@@ -67,7 +67,7 @@ class Challenge:
 
     def __init__(self, secret: bytes, service: Service, context: bytes = b"") -> None:
         self._secret = secret
-        self.greeting = GREETING.pack(_MAGIC, service, context.ljust(CONTEXT_BYTES, b"\0"), secrets.token_bytes(32))
+        self.greeting = GREETING.pack(_MAGIC, service, context.ljust(CONTEXT_BYTES, b"\0"), os.urandom(32))
 
     def judge(self, claim: bytes, *, open_fetch: bool = False) -> Judgement:
         """Whether `claim` proves the secret. With `open_fetch` a FETCH is accepted without a proof."""
@@ -90,7 +90,7 @@ class Response:
 
     def __init__(self, secret: bytes, greeting: bytes, context: bytes = b"", verb: Verb = Verb.PROVE) -> None:
         self._secret, self._greeting = secret, greeting
-        head = CLAIM.pack(verb, context.ljust(CONTEXT_BYTES, b"\0"), secrets.token_bytes(32), _NOTHING)[:-32]
+        head = CLAIM.pack(verb, context.ljust(CONTEXT_BYTES, b"\0"), os.urandom(32), _NOTHING)[:-32]
         proof = _NOTHING if verb is Verb.FETCH else _proof(secret, b"connector", greeting, head)
         self.claim = head + proof
 

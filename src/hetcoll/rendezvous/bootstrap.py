@@ -20,11 +20,9 @@ import errno
 import hashlib
 import importlib
 import os
-import secrets
 import socket
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 from ..env import Config, Launch, environment
 from ..errors import AuthenticationError, InitError
@@ -221,7 +219,8 @@ def launcher_pid() -> int:
     pid = os.getppid()
     while pid > 1:
         try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
+            with open(f"/proc/{pid}/stat") as file:
+                stat = file.read()
         except OSError:  # it has just ended
             break
         if stat[stat.index("(") + 1 : stat.rindex(")")] in (name[:15] for name in managers):
@@ -296,7 +295,7 @@ def _start_store(listeners: list[socket.socket], config: Config, key: bytes | No
         addresses += [(each, port) for each in hosts]
     if not addresses:
         raise InitError("no network interface is up: wanted one to listen at")
-    job_id = secrets.token_bytes(16)
+    job_id = os.urandom(16)
     unique_id = UniqueId(tuple(addresses), job_id, job_secret(config.secret, job_id))
     context = job_id + (key or bytes(16))
     open_fetch = key is not None and config.secret is None

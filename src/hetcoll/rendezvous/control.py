@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .. import lifetime
 from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError
@@ -34,23 +35,20 @@ _SEND_SECONDS = 30.0
 _GOODBYE_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(NamedTuple):
     """A rank of the group died, or its host vanished."""
 
     rank: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(NamedTuple):
     """A rank of the group said goodbye."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The group's first verdict: what `rank` posted. All members get the same one, late ones too."""
 
     kind: bytes
@@ -58,16 +56,14 @@ class Verdict:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(NamedTuple):
     """A rank asks all members; the handler returns the answer."""
 
     rank: int
     blob: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class StoreLost:
+class StoreLost(NamedTuple):
     """The store is gone. Calls that need it fail from now on; `orderly` when its process ended in order."""
 
     reason: str

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import select
 import socket
 import struct
@@ -28,7 +27,7 @@ _RETRY = 0.01  # seconds between attempts to reach a socket that is not bound ye
 
 def new_name() -> str:
     """A name for `share_fd` that nobody can guess."""
-    return f"hetcoll-{secrets.token_hex(16)}"
+    return f"hetcoll-{os.urandom(16).hex()}"
 
 
 def peer_is_us(sock: socket.socket) -> bool:

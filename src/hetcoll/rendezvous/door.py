@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .auth import CLAIM, HANDSHAKE_SECONDS, MAX_PENDING, Challenge, Service
 from .descriptors import peer_is_us
@@ -25,8 +26,7 @@ _RETRY = 0.1  # seconds until the next accept when descriptors ran out
 Admit = Callable[[socket.socket, str, bytes], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(NamedTuple):
     """What a FETCH of the door's context gets after the verdict: processes of our user over a Unix socket always, all
     others only through an `open` door."""
 

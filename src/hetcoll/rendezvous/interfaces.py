@@ -6,7 +6,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import InitError
 from ..variables import InterfaceFilter
@@ -18,8 +18,7 @@ _IFREQ = struct.Struct("16s24x")
 _VIRTUAL = ("docker", "virbr")  # bridges to this host's own guests: a last resort, as in NCCL
 
 
-@dataclass(frozen=True, slots=True)
-class Interface:
+class Interface(NamedTuple):
     """One address of an interface that is up."""
 
     name: str

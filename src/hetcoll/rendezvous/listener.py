@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 import selectors
 import socket
 import threading
@@ -46,7 +46,7 @@ class Listener:
         self._local = choose_interfaces(config.socket_ifname, loopback=loopback)
         if not self._local:
             raise InitError("no network interface is up: wanted one to listen at")
-        token = secrets.token_bytes(16)
+        token = os.urandom(16)
         listeners: list[socket.socket] = []
         addresses: list[Address] = []
         try:

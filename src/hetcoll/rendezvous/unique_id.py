@@ -6,7 +6,7 @@ import base64
 import binascii
 import hashlib
 import hmac
-import secrets
+import os
 import struct
 from dataclasses import dataclass, field
 
@@ -76,5 +76,5 @@ class UniqueId:
 def job_secret(shared: bytes | None, job_id: bytes) -> bytes:
     """The key of a job's proofs: from HETCOLL_SECRET and the job's id, or random where there is no such secret."""
     if shared is None:
-        return secrets.token_bytes(32)
+        return os.urandom(32)
     return hmac.digest(shared, b"hetcoll job " + job_id, hashlib.sha256)
