@@ -9,6 +9,7 @@ stand, and is killed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import multiprocessing as mp
@@ -21,6 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
@@ -300,7 +302,17 @@ def elapsed() -> Iterator[list[float]]:
         took.append(time.monotonic() - start)
 
 
+def _die_with_pytest() -> None:
+    """The server that forked this process ends with the last user of a pipe, which would be us although pytest was
+    killed; and the kernel kills us when the server ends (prctl(2))."""
+    alive: int = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
+    os.close(alive)
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def _main(pipe: Connection, rank: int, size: int, env: Mapping[str, str], output: str) -> None:
+    _die_with_pytest()
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -308,6 +320,7 @@ def _main(pipe: Connection, rank: int, size: int, env: Mapping[str, str], output
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
     os.environ.update(env)
     if rank == 0:
         _answer(pipe, Outcome(0), hetcoll.get_unique_id)

@@ -137,6 +137,35 @@ def test_import_costs_little(tmp_path: Path) -> None:
     assert min(times) < 0.09, times
 
 
+def sleep(job: Job, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+KILLED = """
+import time
+from ranks import Ranks
+from test_lifecycle import sleep
+ranks = Ranks(2, join=False)
+ranks.start(sleep, 60)
+print(ranks.pid(0), ranks.pid(1), flush=True)
+time.sleep(60)
+"""
+
+
+def test_ranks_of_a_killed_test_run_are_gone_too() -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", KILLED], env=env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process:
+        try:
+            pids = [int(pid) for pid in process.stdout.readline().split()]
+            assert len(pids) == 2
+            os.kill(pids[1], signal.SIGSTOP)
+        finally:
+            process.kill()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+
+
 # Forks.
 
 
