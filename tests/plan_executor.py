@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,6 +113,12 @@ def advance(
     return (r.done, r.begun) != before or r.complete
 
 
+def refined(shares: Sequence[int], plan: Plan) -> tuple[int, ...]:
+    """The offsets of shares, each cut into the plan's pieces."""
+    inner = [a + x for a, b in pairwise(shares) for x in cut(b - a, plan.pieces)[1:]]
+    return (shares[0], *inner)
+
+
 class Memory:
     """One rank's arrays: random inputs, outputs of nan, and shared memory where the collective works in place."""
 
@@ -127,7 +133,7 @@ class Memory:
             send, recv = shares, (0, counts[me])
         elif kind is Collective.ALLTOALL:
             send = recv = tuple(counts[0] * i for i in range(n + 1))
-        self.tables = {Buf.SEND: send, Buf.RECV: recv}
+        self.tables = {Buf.SEND: refined(send, plan), Buf.RECV: refined(recv, plan)}
         rng = np.random.default_rng(1000 + me)
         self.input = rng.standard_normal(send[-1])
         memory = {Buf.SEND: self.input.copy(), Buf.RECV: np.full(recv[-1], np.nan)}

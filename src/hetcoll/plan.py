@@ -102,7 +102,8 @@ class Plan:
 
     `send_units` and `recv_units` are the numbers of units that the user's buffers are cut into. SCRATCH is
     `scratch_copies` copies of `scratch_like`. `credits` is the least number of slots a channel needs; 0 means that
-    the plan completes even when every send waits for its receive.
+    the plan completes even when every send waits for its receive. Where a buffer consists of shares, one for each rank
+    or message, every share is cut into `pieces` units.
     """
 
     collective: Collective
@@ -116,6 +117,7 @@ class Plan:
     scratch_copies: int = 0
     scratch_like: Buf = Buf.SEND
     credits: int = 0
+    pieces: int = 1
 
     @property
     def lanes(self) -> int:

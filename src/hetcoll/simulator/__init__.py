@@ -10,6 +10,8 @@ programming", 1974), and more room in the FIFOs cannot add a deadlock.
 * Values: inputs are random integers modulo a prime, so a contribution that is missing, doubled or in the wrong place
   changes the sum; a second value per unit depends on the order of the additions, to prove that all ranks hold the
   same bits.
+
+`serialisable` proves, beside that, orders in which the steps of plans may be enqueued on devices.
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ from ..types import REDUCING, Collective
 from .memory import Memory, check_races, check_values
 from .network import RECEIVES, Node, PlanError, follows, network
 from .progress import order_node, run
+from .serial import serialisable
 from .timing import predict
 
-__all__ = ["Link", "Machine", "PlanError", "Report", "check", "follows", "predict"]
+__all__ = [
+    "RECEIVES", "Link", "Machine", "PlanError", "Report", "check", "follows", "predict", "serialisable",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

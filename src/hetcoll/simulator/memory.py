@@ -11,7 +11,7 @@ from ..types import Collective
 from .network import Node, PlanError
 
 PRIME = (1 << 61) - 1
-WHOLE = (Collective.ALLREDUCE, Collective.REDUCE, Collective.ALLTOALL)  # in place, unit u of SEND is unit u of RECV
+SAME = (Collective.ALLREDUCE, Collective.REDUCE, Collective.ALLTOALL)  # in place, unit u of SEND is unit u of RECV
 Value = tuple[int, int]  # the sum, and a number that knows the order of additions
 
 
@@ -25,12 +25,13 @@ class Memory:
             self.cells[buf] = list(range(size, size + plan.units(buf)))
             size += plan.units(buf)
         send, recv, kind, root = self.cells[Buf.SEND], self.cells[Buf.RECV], plan.collective, plan.rank == plan.root
-        if kind is Collective.BROADCAST or (inplace and kind in WHOLE):
+        mine = slice(plan.rank * plan.pieces, (plan.rank + 1) * plan.pieces)
+        if kind is Collective.BROADCAST or (inplace and kind in SAME):
             recv[:] = send
         elif inplace and (kind is Collective.ALLGATHER or (kind is Collective.GATHER and root)):
-            send[0] = recv[plan.rank]
+            send[:] = recv[mine]
         elif inplace and (kind is Collective.REDUCE_SCATTER or (kind is Collective.SCATTER and root)):
-            recv[0] = send[plan.rank]
+            recv[:] = send[mine]
         self.values: list[Value | None] = [None] * size
         self.writer: list[Access | None] = [None] * size
         self.readers: list[list[Access]] = [[] for _ in range(size)]
@@ -166,28 +167,35 @@ def _check_result(plans: Sequence[Plan], plan: Plan, memory: Memory, first: Memo
 
 def _sources(plan: Plan, unit: int) -> list[tuple[int, int]]:
     """The (rank, unit) whose sum belongs into this rank's RECV unit."""
+    share, piece = divmod(unit, plan.pieces)
+    mine = plan.rank * plan.pieces + piece
     match plan.collective:
         case Collective.ALLREDUCE | Collective.REDUCE:
             return [(q, unit) for q in range(plan.size)]
         case Collective.REDUCE_SCATTER:
-            return [(q, plan.rank) for q in range(plan.size)]
+            return [(q, mine) for q in range(plan.size)]
         case Collective.ALLGATHER | Collective.GATHER:
-            return [(unit, 0)]
+            return [(share, piece)]
         case Collective.ALLTOALL:
-            return [(unit, plan.rank)]
+            return [(share, mine)]
         case Collective.SCATTER:
-            return [(plan.root, plan.rank)]
+            return [(plan.root, mine)]
         case _:
             return [(plan.root, unit)]
 
 
 def _p2p_inputs(plans: Sequence[Plan], rank: int) -> list[list[tuple[int, int]]]:
     """For each RECV unit the SEND unit that it should get: those between one pair match in the order of units."""
+
+    def units(span: Span) -> range:
+        return range(span.start, span.start + span.count)
+
     given: dict[int, list[int]] = {}
     for peer, plan in enumerate(plans):
-        to_me = {s.src.start for s in plan.steps if s.src and (s.peer if s.op is Op.SEND else plan.rank) == rank}
-        given[peer] = sorted(to_me, reverse=True)
-    from_whom = {s.dst.start: s.peer if s.peer >= 0 else rank for s in plans[rank].steps if s.dst}
+        to_me = [s.src for s in plan.steps if s.src and (s.peer if s.op is Op.SEND else plan.rank) == rank]
+        given[peer] = sorted({u for span in to_me for u in units(span)}, reverse=True)
+    steps = plans[rank].steps
+    from_whom = {u: s.peer if s.peer >= 0 else rank for s in steps if s.dst for u in units(s.dst)}
     wanted = []
     for unit in range(plans[rank].recv_units):
         peer = from_whom.get(unit, rank)

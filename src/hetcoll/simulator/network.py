@@ -113,7 +113,7 @@ def _check_header(plans: Sequence[Plan], rank: int) -> None:
     plan, first = plans[rank], plans[0]
     if (plan.rank, plan.size) != (rank, len(plans)):
         raise PlanError(plan, None, f"is plan {rank} of {len(plans)}")
-    same = ["collective", "algorithm", "root", "credits"]
+    same = ["collective", "algorithm", "root", "credits", "pieces"]
     if plan.collective is not Collective.P2P:
         same += ["send_units", "recv_units"]
     for name in same:
@@ -183,11 +183,11 @@ def _lengths(plan: Plan, span: Span | None) -> list[tuple[int, ...]]:
     if buf is Buf.SCRATCH:
         buf = plan.scratch_like
         units = range(span.start % plan.units(buf), span.start % plan.units(buf) + span.count)
-    me, kind = plan.rank, plan.collective
+    me, kind, n = plan.rank, plan.collective, plan.pieces
     if kind is Collective.ALLTOALL:
-        return [(me, u) if buf is Buf.SEND else (u, me) for u in units]
+        return [(me, u // n, u % n) if buf is Buf.SEND else (u // n, me, u % n) for u in units]
     if kind in (Collective.GATHER, Collective.SCATTER, Collective.BARRIER, Collective.P2P):
-        return [()] * span.count
+        return [(u % n,) for u in units]
     if (kind, buf) in ((Collective.ALLGATHER, Buf.SEND), (Collective.REDUCE_SCATTER, Buf.RECV)):
-        return [(me,)] * span.count
+        return [(me * n + u,) for u in units]
     return [(u,) for u in units]

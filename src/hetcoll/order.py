@@ -1,0 +1,87 @@
+"""The order in which a rank enqueues the steps of a plan on its device.
+
+A device may run all streams of a process one operation after another, because streams share hardware queues
+(CUDA_DEVICE_MAX_CONNECTIONS, GPU_MAX_HW_QUEUES), and a waiting operation blocks whatever shares its queue. So each rank
+must enqueue what its peers need before what it waits for from them. Orders that are cut out of one order of the steps
+of *all* ranks, in which everything comes after what it waits for, have that property: run one operation after another
+on each rank, the global order itself is a way to the end; and since plans are Kahn networks, every other way ends too.
+With more queues than one, less waits. `simulator.serialisable` proves an order without relying on this argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .errors import ArgumentError
+from .plan import Op, Plan
+from .simulator import RECEIVES, PlanError
+
+
+def enqueue_order(plans: Sequence[Plan], credits: int) -> tuple[tuple[int, ...], ...]:
+    """For each rank, its steps in the order in which to enqueue them.
+
+    Steps are ordered by how many others they wait for in a chain, as if each took as long as any other; of equals,
+    sends come first. That interleaves the lanes the way they will run.
+
+    Parameters
+    ----------
+    plans
+        Of all ranks, in rank order, proved by `simulator.check`.
+    credits
+        Slots of each channel and direction. Every message must fit in one (see `pipeline`).
+
+    Raises
+    ------
+    ArgumentError
+        There are no slots.
+    PlanError
+        The plans cannot complete with this many slots.
+    """
+    if credits < 1:
+        raise ArgumentError(f"credits: wanted at least one slot, got {credits}")
+    names = [(plan.rank, i) for plan in plans for i in range(len(plan.steps))]
+    before = _waits(plans, credits)
+    after: dict[tuple[int, int], list[tuple[int, int]]] = {name: [] for name in names}
+    missing = {name: len(before[name]) for name in names}
+    for name in names:
+        for earlier in before[name]:
+            after[earlier].append(name)
+    level = {name: 0 for name in names if not missing[name]}
+    ready = list(level)
+    for name in ready:  # grows as steps become ready
+        for later in after[name]:
+            level[later] = max(level.get(later, 0), level[name] + 1)
+            missing[later] -= 1
+            if missing[later] == 0:
+                ready.append(later)
+    if len(ready) < len(names):
+        rank, i = next(name for name in names if missing[name])
+        raise PlanError(plans[rank], i, f"deadlock with {credits} slots of one message each")
+    orders = []
+    for plan in plans:
+        keys = [(level[plan.rank, i], step.op, step.lane, i) for i, step in enumerate(plan.steps)]
+        orders.append(tuple(key[-1] for key in sorted(keys)))
+    return tuple(orders)
+
+
+def _waits(plans: Sequence[Plan], credits: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """For each (rank, step) what it waits for: its lane, its deps, its message, and the slot it needs."""
+    before: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    sends: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    recvs: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    for plan in plans:
+        heads: dict[int, int] = {}
+        for i, step in enumerate(plan.steps):
+            waits = [*step.deps, *([heads[step.lane]] if step.lane in heads else [])]
+            before[plan.rank, i] = [(plan.rank, d) for d in waits]
+            heads[step.lane] = i
+            if step.op is Op.SEND:
+                sends.setdefault((plan.rank, step.peer, step.channel), []).append((plan.rank, i))
+            elif step.op in RECEIVES:
+                recvs.setdefault((step.peer, plan.rank, step.channel), []).append((plan.rank, i))
+    for fifo, sent in sends.items():
+        for k, (send, recv) in enumerate(zip(sent, recvs[fifo], strict=True)):
+            before[recv].append(send)
+            if k >= credits:
+                before[send].append(recvs[fifo][k - credits])
+    return before
