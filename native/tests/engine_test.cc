@@ -17,6 +17,7 @@ void Garbage();
 void FaultSpecs();
 void HarmlessFaults();
 void HarmfulFaults();
+void Gpus();
 
 namespace {
 
@@ -246,12 +247,23 @@ struct Scenario {
 };
 
 constexpr Scenario kScenarios[] = {
-    {"plans", CheckPlans},      {"fuzz", FuzzPlans},        {"types", Types},
-    {"sizes", Sizes},           {"flight", Flight},         {"messages", Messages},
-    {"background", Background}, {"wakeups", Wakeups},       {"failing", Failing},
-    {"leaving", Leaving},       {"mismatches", Mismatches}, {"garbage", Garbage},
-    {"faultspecs", FaultSpecs}, {"lending", Lending},       {"harmless", HarmlessFaults},
+    {"plans", CheckPlans},
+    {"fuzz", FuzzPlans},
+    {"types", Types},
+    {"sizes", Sizes},
+    {"flight", Flight},
+    {"messages", Messages},
+    {"background", Background},
+    {"wakeups", Wakeups},
+    {"failing", Failing},
+    {"leaving", Leaving},
+    {"mismatches", Mismatches},
+    {"garbage", Garbage},
+    {"faultspecs", FaultSpecs},
+    {"lending", Lending},
+    {"harmless", HarmlessFaults},
     {"harmful", HarmfulFaults},
+    {"gpus", Gpus},
 };
 
 }  // namespace
