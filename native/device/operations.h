@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "device/floats.h"
+#include "devices/kernels/floats.h"
 #include "device/vectors.h"
 
 namespace hetcoll {

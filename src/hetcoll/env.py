@@ -31,7 +31,8 @@ class Config:
 
     Times are seconds, sizes bytes. `socket_stripes` is the number of sockets of one TCP edge. `secret` authenticates
     every connection of the job. `fault` configures the fault-injecting transport of the tests. `master` is where
-    rank 0 listens for the others, when the launcher cannot say it.
+    rank 0 listens for the others, when the launcher cannot say it. `cache` is the directory of compiled GPU kernels,
+    None: they are not kept.
     """
 
     debug: Debug = "warn"
@@ -51,6 +52,7 @@ class Config:
     check: bool = False
     spin_us: int | None = None
     master: tuple[str, int] | None = None
+    cache: Path | None = None
 
 
 def read_config(environ: Environ) -> Config:
@@ -81,6 +83,7 @@ def read_config(environ: Environ) -> Config:
         check=read(environ, "HETCOLL_CHECK", "0 or 1", flag, False),
         spin_us=read(environ, "HETCOLL_SPIN_US", "whole microseconds, 0 or more", auto(whole(0, 10**9)), None),
         master=read(environ, "HETCOLL_MASTER", "host:port", endpoint, None),
+        cache=_cache(environ),
     )
 
 
@@ -100,9 +103,20 @@ def _secret(environ: Environ) -> bytes | None:
     return secret
 
 
+def _cache(environ: Environ) -> Path | None:
+    """Where compiled kernels are kept: XDG's place, unless HETCOLL_CACHE names another or none."""
+    text = environ.get("HETCOLL_CACHE", "").strip()
+    if text:
+        return None if text.lower() == "none" else Path(text).absolute()
+    base, home = environ.get("XDG_CACHE_HOME", ""), environ.get("HOME", "")
+    if base.startswith("/"):  # the specification: a relative path is to be ignored
+        return Path(base, "hetcoll")
+    return Path(home, ".cache", "hetcoll") if home else None
+
+
 _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT SECRET SECRET_FILE ISLANDS FAULT SHM_BYTES
-    SHM_STORES HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE
+    SHM_STORES HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE CACHE
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())
 

@@ -25,6 +25,10 @@ class ClosedError(HetcollError):
     """The communicator was closed, or belongs to the parent of this forked process."""
 
 
+class DeviceError(HetcollError):
+    """A GPU's driver or compiler refused a call, or is not there: names the call and the reason."""
+
+
 class InitError(HetcollError):
     """The job did not come together: names the ranks that are missing or what could not be reached."""
 

@@ -9,7 +9,7 @@
 // way, so that a processor set to flush them gives the same results (bfloat16 has float32's own subnormals).
 #pragma once
 
-#include <cstdint>
+#include "devices/kernels/integers.h"
 
 namespace hetcoll {
 namespace {

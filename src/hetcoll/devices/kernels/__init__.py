@@ -1,0 +1,40 @@
+"""The kernels of a GPU: which there are, their source, how they are compiled and where the results are kept.
+
+A module holds all kernels of one data type and is compiled when one of them is first asked for; ``signals`` holds the
+rest. What a compiler makes is kept on disk, under a name made from everything that it depends on.
+
+Kernels (native signatures stand in ``*.h`` beside this file; counts are elements, 64 bits):
+
+``reduce_<dtype>_<op>(dst, a, b, count)``
+    dst = a (op) b, any alignment; dst may be a or b. AVG reduces as SUM.
+``scale_<dtype>(dst, src, count, divisor)``
+    dst = src / divisor, AVG's second half; dst may be src; integers truncate toward zero.
+``oneshot_<dtype>_<op>(Oneshot)``
+    The all-reduce of small messages in one host (``oneshot.h``). AVG is SUM with a divisor.
+``bump(counter, base, offset)``, ``await(counter, base, offset, abort)``, ``advance(base, delta)``
+    Signals and waits as kernels of one thread (``signals.h``).
+
+16- and 8-bit floats are computed in float32 and rounded once. The results have the bits of the host's kernels, but
+that any NaN is as good as another.
+"""
+
+from __future__ import annotations
+
+from .cache import Cache
+from .source import modules, oneshot_name, reduce_name, reductions, scale_name, source
+from .table import ONESHOT_RANKS, Compiler, KernelTable, Loader, Oneshot
+
+__all__ = [
+    "ONESHOT_RANKS",
+    "Cache",
+    "Compiler",
+    "KernelTable",
+    "Loader",
+    "Oneshot",
+    "modules",
+    "oneshot_name",
+    "reduce_name",
+    "reductions",
+    "scale_name",
+    "source",
+]

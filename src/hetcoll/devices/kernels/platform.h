@@ -1,0 +1,153 @@
+// What differs between the compilers of this source: NVRTC (CUDA), hipRTC or Clang (HIP), and any C++ compiler, for
+// which a shim takes a GPU's part: it runs all threads of a launch one after another, block after block.
+//
+// Nothing here depends on the width of a wavefront, and no header of a vendor is needed.
+#pragma once
+
+#include "devices/kernels/integers.h"
+
+namespace hetcoll {
+using U64 = unsigned long long;
+constexpr unsigned kMaxThreads = 512;   // in a block
+constexpr unsigned kAbortEvery = 1024;  // looks at a word of memory between two at the abort word
+}  // namespace hetcoll
+
+#if defined(__CUDACC__)
+
+#define HETCOLL_DEVICE static __device__ inline
+#define HETCOLL_KERNEL extern "C" __global__ void __launch_bounds__(hetcoll::kMaxThreads)
+#define HETCOLL_CONSTANT const __grid_constant__
+#define HETCOLL_ENTRY(name)
+#define HETCOLL_UNROLL _Pragma("unroll")
+#define HETCOLL_MEMCPY memcpy
+
+namespace hetcoll {
+HETCOLL_DEVICE U64 ThreadIndex() { return U64{blockIdx.x} * blockDim.x + threadIdx.x; }
+HETCOLL_DEVICE U64 ThreadCount() { return U64{gridDim.x} * blockDim.x; }
+HETCOLL_DEVICE bool LastInBlock() { return threadIdx.x == blockDim.x - 1; }
+HETCOLL_DEVICE unsigned Blocks() { return gridDim.x; }
+HETCOLL_DEVICE void Barrier() { __syncthreads(); }
+HETCOLL_DEVICE void Relax() {}
+
+// PTX: ld.volatile and st.volatile are relaxed accesses of system scope.
+template <class T>
+HETCOLL_DEVICE T LoadRelaxed(const T* from) {
+  return *static_cast<const volatile T*>(from);
+}
+template <class T>
+HETCOLL_DEVICE void StoreRelaxed(T* to, T value) {
+  *static_cast<volatile T*>(to) = value;
+}
+HETCOLL_DEVICE U64 LoadAcquire(const U64* from) {
+  U64 value;
+  asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+HETCOLL_DEVICE void StoreRelease(U64* to, U64 value) {
+  asm volatile("st.release.sys.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return atomicAdd(at, more); }
+}  // namespace hetcoll
+
+#else
+
+#define HETCOLL_MEMCPY __builtin_memcpy
+
+namespace hetcoll {
+// Clang's atomics of plain pointers have system scope on AMD GPUs; GCC's and Clang's are the usual ones on a host.
+#if defined(__HIP__)
+#define HETCOLL_DEVICE static __attribute__((device)) inline
+#else
+#define HETCOLL_DEVICE static inline
+#endif
+template <class T>
+HETCOLL_DEVICE T LoadRelaxed(const T* from) {
+  return __atomic_load_n(from, __ATOMIC_RELAXED);
+}
+template <class T>
+HETCOLL_DEVICE void StoreRelaxed(T* to, T value) {
+  __atomic_store_n(to, value, __ATOMIC_RELAXED);
+}
+HETCOLL_DEVICE U64 LoadAcquire(const U64* from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
+HETCOLL_DEVICE void StoreRelease(U64* to, U64 value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
+HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return __atomic_fetch_add(at, more, __ATOMIC_RELAXED); }
+}  // namespace hetcoll
+
+#if defined(__HIP__)
+
+#define HETCOLL_CONSTANT const
+#define HETCOLL_KERNEL extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, hetcoll::kMaxThreads))) void
+#define HETCOLL_ENTRY(name)
+#define HETCOLL_UNROLL _Pragma("unroll")
+
+namespace hetcoll {
+HETCOLL_DEVICE unsigned BlockSize() { return __builtin_amdgcn_workgroup_size_x(); }
+HETCOLL_DEVICE U64 ThreadIndex() {
+  return U64{__builtin_amdgcn_workgroup_id_x()} * BlockSize() + __builtin_amdgcn_workitem_id_x();
+}
+HETCOLL_DEVICE U64 ThreadCount() { return __builtin_amdgcn_grid_size_x(); }
+HETCOLL_DEVICE bool LastInBlock() { return __builtin_amdgcn_workitem_id_x() == BlockSize() - 1; }
+HETCOLL_DEVICE unsigned Blocks() { return __builtin_amdgcn_grid_size_x() / BlockSize(); }
+HETCOLL_DEVICE void Barrier() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+HETCOLL_DEVICE void Relax() { __builtin_amdgcn_s_sleep(1); }
+}  // namespace hetcoll
+
+#else
+
+#include <sched.h>
+
+#define HETCOLL_CONSTANT const
+#define HETCOLL_KERNEL extern "C" __attribute__((visibility("default"))) void
+// A kernel's way in: void launch_NAME(const unsigned grid[3], const unsigned block[3], void** params), where params
+// points to the arguments, as cuLaunchKernel's kernelParams does.
+#define HETCOLL_ENTRY(name)                                                                      \
+  HETCOLL_KERNEL launch_##name(const unsigned grid[3], const unsigned block[3], void** params) { \
+    hetcoll::Launch(grid, block, params, name);                                                  \
+  }
+#define HETCOLL_UNROLL
+
+namespace hetcoll {
+struct Geometry {
+  unsigned blocks, threads, block, thread;  // the last two are this thread's own
+};
+inline thread_local Geometry geometry{};
+
+HETCOLL_DEVICE U64 ThreadIndex() { return U64{geometry.block} * geometry.threads + geometry.thread; }
+HETCOLL_DEVICE U64 ThreadCount() { return U64{geometry.blocks} * geometry.threads; }
+HETCOLL_DEVICE bool LastInBlock() { return geometry.thread == geometry.threads - 1; }
+HETCOLL_DEVICE unsigned Blocks() { return geometry.blocks; }
+// The threads before this one have ended. No thread waits for a later one of its own launch.
+HETCOLL_DEVICE void Barrier() {}
+HETCOLL_DEVICE void Relax() { sched_yield(); }
+
+template <int... kIndex>
+struct Indices {};
+template <int kCount, int... kIndex>
+struct MakeIndices : MakeIndices<kCount - 1, kCount - 1, kIndex...> {};
+template <int... kIndex>
+struct MakeIndices<0, kIndex...> {
+  using Type = Indices<kIndex...>;
+};
+
+template <class... Arguments, int... kIndex>
+void Call(void (*kernel)(Arguments...), void** params, Indices<kIndex...>) {
+  kernel(*static_cast<Arguments*>(params[kIndex])...);
+}
+
+template <class... Arguments>
+void Launch(const unsigned* grid, const unsigned* block, void** params, void (*kernel)(Arguments...)) {
+  for (unsigned i = 0; i < grid[0]; ++i) {
+    for (unsigned j = 0; j < block[0]; ++j) {
+      geometry = {grid[0], block[0], i, j};
+      Call(kernel, params, typename MakeIndices<sizeof...(Arguments)>::Type());
+    }
+  }
+}
+}  // namespace hetcoll
+
+#endif
+#endif
