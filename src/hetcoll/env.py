@@ -52,7 +52,7 @@ class Config:
     check: bool = False
     spin_us: int | None = None
     master: tuple[str, int] | None = None
-    cache: Path | None = None
+    cache: str | None = None
 
 
 def read_config(environ: Environ) -> Config:
@@ -103,15 +103,15 @@ def _secret(environ: Environ) -> bytes | None:
     return secret
 
 
-def _cache(environ: Environ) -> Path | None:
+def _cache(environ: Environ) -> str | None:
     """Where compiled kernels are kept: XDG's place, unless HETCOLL_CACHE names another or none."""
     text = environ.get("HETCOLL_CACHE", "").strip()
     if text:
-        return None if text.lower() == "none" else Path(text).absolute()
+        return None if text.lower() == "none" else os.path.abspath(text)
     base, home = environ.get("XDG_CACHE_HOME", ""), environ.get("HOME", "")
     if base.startswith("/"):  # the specification: a relative path is to be ignored
-        return Path(base, "hetcoll")
-    return Path(home, ".cache", "hetcoll") if home else None
+        return os.path.join(base, "hetcoll")
+    return os.path.join(home, ".cache", "hetcoll") if home else None
 
 
 _NAMES = """
