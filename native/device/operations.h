@@ -8,8 +8,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "devices/kernels/floats.h"
 #include "device/vectors.h"
+#include "devices/kernels/floats.h"
 
 namespace hetcoll {
 namespace {

@@ -1,5 +1,6 @@
-// What differs between the compilers of this source: NVRTC (CUDA), hipRTC or Clang (HIP), and any C++ compiler, for
-// which a shim takes a GPU's part: it runs all threads of a launch one after another, block after block.
+// What differs between the compilers of this source: NVRTC (CUDA), hipRTC or Clang (HIP), and any C++ compiler. For the
+// last, a shim takes a GPU's part: it runs the threads of a launch one after another, block after block. A compiler
+// that defines HETCOLL_STANDIN has CUDA's words for blocks and threads, and GCC's atomics.
 //
 // Nothing here depends on the width of a wavefront, and no header of a vendor is needed.
 #pragma once
@@ -12,23 +13,15 @@ constexpr unsigned kMaxThreads = 512;   // in a block
 constexpr unsigned kAbortEvery = 1024;  // looks at a word of memory between two at the abort word
 }  // namespace hetcoll
 
+// ---- Functions, memory ----
+
 #if defined(__CUDACC__)
 
 #define HETCOLL_DEVICE static __device__ inline
-#define HETCOLL_KERNEL extern "C" __global__ void __launch_bounds__(hetcoll::kMaxThreads)
-#define HETCOLL_CONSTANT const __grid_constant__
-#define HETCOLL_ENTRY(name)
-#define HETCOLL_UNROLL _Pragma("unroll")
 #define HETCOLL_MEMCPY memcpy
+#define HETCOLL_UNROLL _Pragma("unroll")
 
 namespace hetcoll {
-HETCOLL_DEVICE U64 ThreadIndex() { return U64{blockIdx.x} * blockDim.x + threadIdx.x; }
-HETCOLL_DEVICE U64 ThreadCount() { return U64{gridDim.x} * blockDim.x; }
-HETCOLL_DEVICE bool LastInBlock() { return threadIdx.x == blockDim.x - 1; }
-HETCOLL_DEVICE unsigned Blocks() { return gridDim.x; }
-HETCOLL_DEVICE void Barrier() { __syncthreads(); }
-HETCOLL_DEVICE void Relax() {}
-
 // PTX: ld.volatile and st.volatile are relaxed accesses of system scope.
 template <class T>
 HETCOLL_DEVICE T LoadRelaxed(const T* from) {
@@ -51,15 +44,17 @@ HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return atomicAdd
 
 #else
 
+#if defined(__HIP__)
+#define HETCOLL_DEVICE static __attribute__((device)) inline
+#define HETCOLL_UNROLL _Pragma("unroll")
+#else
+#define HETCOLL_DEVICE static inline
+#define HETCOLL_UNROLL
+#endif
 #define HETCOLL_MEMCPY __builtin_memcpy
 
 namespace hetcoll {
-// Clang's atomics of plain pointers have system scope on AMD GPUs; GCC's and Clang's are the usual ones on a host.
-#if defined(__HIP__)
-#define HETCOLL_DEVICE static __attribute__((device)) inline
-#else
-#define HETCOLL_DEVICE static inline
-#endif
+// Of system scope, on AMD's GPUs too.
 template <class T>
 HETCOLL_DEVICE T LoadRelaxed(const T* from) {
   return __atomic_load_n(from, __ATOMIC_RELAXED);
@@ -73,12 +68,27 @@ HETCOLL_DEVICE void StoreRelease(U64* to, U64 value) { __atomic_store_n(to, valu
 HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return __atomic_fetch_add(at, more, __ATOMIC_RELAXED); }
 }  // namespace hetcoll
 
-#if defined(__HIP__)
+#endif
 
-#define HETCOLL_CONSTANT const
+// ---- Kernels, blocks and threads ----
+
+#if defined(__CUDACC__) || defined(HETCOLL_STANDIN)
+
+#define HETCOLL_KERNEL extern "C" __global__ void __launch_bounds__(hetcoll::kMaxThreads)
+#define HETCOLL_ENTRY(name)
+
+namespace hetcoll {
+HETCOLL_DEVICE U64 ThreadIndex() { return U64{blockIdx.x} * blockDim.x + threadIdx.x; }
+HETCOLL_DEVICE U64 ThreadCount() { return U64{gridDim.x} * blockDim.x; }
+HETCOLL_DEVICE bool LastInBlock() { return threadIdx.x == blockDim.x - 1; }
+HETCOLL_DEVICE unsigned Blocks() { return gridDim.x; }
+HETCOLL_DEVICE void Barrier() { __syncthreads(); }
+}  // namespace hetcoll
+
+#elif defined(__HIP__)
+
 #define HETCOLL_KERNEL extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, hetcoll::kMaxThreads))) void
 #define HETCOLL_ENTRY(name)
-#define HETCOLL_UNROLL _Pragma("unroll")
 
 namespace hetcoll {
 HETCOLL_DEVICE unsigned BlockSize() { return __builtin_amdgcn_workgroup_size_x(); }
@@ -93,14 +103,10 @@ HETCOLL_DEVICE void Barrier() {
   __builtin_amdgcn_s_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
-HETCOLL_DEVICE void Relax() { __builtin_amdgcn_s_sleep(1); }
 }  // namespace hetcoll
 
 #else
 
-#include <sched.h>
-
-#define HETCOLL_CONSTANT const
 #define HETCOLL_KERNEL extern "C" __attribute__((visibility("default"))) void
 // A kernel's way in: void launch_NAME(const unsigned grid[3], const unsigned block[3], void** params), where params
 // points to the arguments, as cuLaunchKernel's kernelParams does.
@@ -108,7 +114,6 @@ HETCOLL_DEVICE void Relax() { __builtin_amdgcn_s_sleep(1); }
   HETCOLL_KERNEL launch_##name(const unsigned grid[3], const unsigned block[3], void** params) { \
     hetcoll::Launch(grid, block, params, name);                                                  \
   }
-#define HETCOLL_UNROLL
 
 namespace hetcoll {
 struct Geometry {
@@ -122,7 +127,6 @@ HETCOLL_DEVICE bool LastInBlock() { return geometry.thread == geometry.threads -
 HETCOLL_DEVICE unsigned Blocks() { return geometry.blocks; }
 // The threads before this one have ended. No thread waits for a later one of its own launch.
 HETCOLL_DEVICE void Barrier() {}
-HETCOLL_DEVICE void Relax() { sched_yield(); }
 
 template <int... kIndex>
 struct Indices {};
@@ -150,4 +154,35 @@ void Launch(const unsigned* grid, const unsigned* block, void** params, void (*k
 }  // namespace hetcoll
 
 #endif
+
+// ---- Between two looks at a word that others write, and arguments that are structs ----
+
+#if defined(__CUDACC__)
+
+#define HETCOLL_CONSTANT const __grid_constant__
+
+namespace hetcoll {
+HETCOLL_DEVICE void Relax() {}
+}  // namespace hetcoll
+
+#else
+
+#define HETCOLL_CONSTANT const
+
+#if !defined(__HIP__) && !defined(HETCOLL_STANDIN)
+#include <sched.h>
+#endif
+
+namespace hetcoll {
+HETCOLL_DEVICE void Relax() {
+#if defined(__HIP__)
+  __builtin_amdgcn_s_sleep(1);
+#elif defined(HETCOLL_STANDIN)
+  __nanosleep(20);
+#else
+  sched_yield();
+#endif
+}
+}  // namespace hetcoll
+
 #endif
