@@ -6,14 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from hetcoll.env import Config, InterfaceFilter, Launch, environment, read_config, read_launch, unknown_variables
+from hetcoll.env import (
+    Config,
+    DeviceFilter,
+    InterfaceFilter,
+    Launch,
+    environment,
+    read_config,
+    read_launch,
+    unknown_variables,
+)
 from hetcoll.errors import ArgumentError
 from hetcoll.launchers import first_host
 
 
 def test_defaults_leave_the_choice_to_the_library() -> None:
     assert read_config({}) == Config()
-    assert read_config({"HETCOLL_ALGO": "", "HETCOLL_SOCKET_STRIPES": "auto", "HETCOLL_ISA": "AUTO"}) == Config()
+    assert (
+        read_config(
+            {"HETCOLL_ALGO": "", "HETCOLL_SOCKET_STRIPES": "auto", "HETCOLL_ISA": "AUTO", "HETCOLL_IB_GID_INDEX": "-1"}
+        )
+        == Config()
+    )
 
 
 def test_every_variable_is_read() -> None:
@@ -22,12 +36,16 @@ def test_every_variable_is_read() -> None:
         "HETCOLL_SOCKET_STRIPES": "4", "HETCOLL_TIMEOUT": "1.5", "HETCOLL_INIT_TIMEOUT": "7", "HETCOLL_SECRET": "s",
         "HETCOLL_ISLANDS": "0-3,4-7", "HETCOLL_FAULT": "drop=1", "HETCOLL_SHM_BYTES": "4M", "HETCOLL_HOST_ID": "a",
         "HETCOLL_SHM_STORES": "Streaming",
+        "HETCOLL_IB_HCA": "^=mlx5_0:2,rxe0", "HETCOLL_IB_GID_INDEX": "3", "HETCOLL_IB_TIMEOUT": "20",
+        "HETCOLL_IB_RETRY_CNT": "3", "HETCOLL_IB_SL": "4", "HETCOLL_IB_TC": "106",
         "HETCOLL_ISA": "avx2", "HETCOLL_CHECK": "yes", "HETCOLL_SPIN_US": "0", "HETCOLL_MASTER": "[::1]:4000",
     })  # fmt: skip
     assert config == Config(
         debug="info", algo="ring", transport="tcp", socket_ifname=InterfaceFilter(("docker",), exclude=True),
         socket_stripes=4, timeout=1.5, init_timeout=7.0, secret=b"s", islands="0-3,4-7", fault="drop=1",
         shm_bytes=4 << 20, shm_stores="streaming", host_id="a", isa="avx2", check=True, spin_us=0, master=("::1", 4000),
+        ib_hca=DeviceFilter((("mlx5_0", 2), ("rxe0", None)), exclude=True, exact=True), ib_gid_index=3, ib_timeout=20,
+        ib_retry_cnt=3, ib_sl=4, ib_tc=106,
     )  # fmt: skip
     assert "secret" not in repr(config)
 
@@ -42,6 +60,9 @@ def test_every_variable_is_read() -> None:
         ("HETCOLL_SHM_STORES", "warm"), ("HETCOLL_CHECK", "2"),
         ("HETCOLL_SPIN_US", "1.5"), ("HETCOLL_MASTER", "host"), ("HETCOLL_MASTER", "::1:4000"),
         ("HETCOLL_MASTER", "host:0"), ("HETCOLL_MASTER", "host:65536"),
+        ("HETCOLL_IB_HCA", "="), ("HETCOLL_IB_HCA", "mlx5_0:0"), ("HETCOLL_IB_HCA", ":1"),
+        ("HETCOLL_IB_GID_INDEX", "-2"), ("HETCOLL_IB_TIMEOUT", "0"), ("HETCOLL_IB_RETRY_CNT", "8"),
+        ("HETCOLL_IB_SL", "16"), ("HETCOLL_IB_TC", "256"),
     ],
 )  # fmt: skip
 def test_a_bad_value_names_the_variable_and_what_came(name: str, value: str) -> None:

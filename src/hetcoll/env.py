@@ -14,9 +14,30 @@ from typing import Literal, NamedTuple, cast
 
 from .errors import ArgumentError
 from .launchers import Launch, read_launch
-from .variables import Environ, InterfaceFilter, auto, choice, endpoint, flag, nbytes, read, seconds, whole
+from .variables import (
+    DeviceFilter,
+    Environ,
+    InterfaceFilter,
+    auto,
+    choice,
+    endpoint,
+    flag,
+    nbytes,
+    read,
+    seconds,
+    whole,
+)
 
-__all__ = ["Config", "Environment", "InterfaceFilter", "Launch", "environment", "read_config", "read_launch"]
+__all__ = [
+    "Config",
+    "DeviceFilter",
+    "Environment",
+    "InterfaceFilter",
+    "Launch",
+    "environment",
+    "read_config",
+    "read_launch",
+]
 
 log = logging.getLogger("hetcoll")
 
@@ -32,7 +53,8 @@ class Config:
     Times are seconds, sizes bytes. `socket_stripes` is the number of sockets of one TCP edge. `secret` authenticates
     every connection of the job. `fault` configures the fault-injecting transport of the tests. `master` is where
     rank 0 listens for the others, when the launcher cannot say it. `cache` is the directory of compiled GPU kernels,
-    None: they are not kept.
+    None: they are not kept. `ib_timeout` is InfiniBand's code for an acknowledgement's time,
+    4.096 us << code; 16 are 0.27 s.
     """
 
     debug: Debug = "warn"
@@ -53,6 +75,12 @@ class Config:
     spin_us: int | None = None
     master: tuple[str, int] | None = None
     cache: str | None = None
+    ib_hca: DeviceFilter | None = None
+    ib_gid_index: int | None = None
+    ib_timeout: int = 16
+    ib_retry_cnt: int = 7
+    ib_sl: int = 0
+    ib_tc: int = 0
 
 
 def read_config(environ: Environ) -> Config:
@@ -84,7 +112,17 @@ def read_config(environ: Environ) -> Config:
         spin_us=read(environ, "HETCOLL_SPIN_US", "whole microseconds, 0 or more", auto(whole(0, 10**9)), None),
         master=read(environ, "HETCOLL_MASTER", "host:port", endpoint, None),
         cache=_cache(environ),
+        ib_hca=read(environ, "HETCOLL_IB_HCA", "devices such as mlx5_0:1,mlx5_2 or ^mlx5_3", DeviceFilter.parse, None),
+        ib_gid_index=read(environ, "HETCOLL_IB_GID_INDEX", "auto, -1 for the same, or 0 to 65535", _gid_index, None),
+        ib_timeout=read(environ, "HETCOLL_IB_TIMEOUT", "1 to 31", whole(1, 31), 16),
+        ib_retry_cnt=read(environ, "HETCOLL_IB_RETRY_CNT", "0 to 7", whole(0, 7), 7),
+        ib_sl=read(environ, "HETCOLL_IB_SL", "0 to 15", whole(0, 15), 0),
+        ib_tc=read(environ, "HETCOLL_IB_TC", "0 to 255", whole(0, 255), 0),
     )
+
+
+def _gid_index(text: str) -> int | None:
+    return None if text == "-1" else auto(whole(0, 65535))(text)
 
 
 def _secret(environ: Environ) -> bytes | None:
@@ -117,6 +155,7 @@ def _cache(environ: Environ) -> str | None:
 _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT SECRET SECRET_FILE ISLANDS FAULT SHM_BYTES
     SHM_STORES HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE CACHE
+    IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())
 

@@ -112,13 +112,7 @@ class InterfaceFilter:
 
     @classmethod
     def parse(cls, text: str) -> InterfaceFilter:
-        exclude = text.startswith("^")
-        rest = text[1:] if exclude else text
-        exact = rest.startswith("=")
-        rest = rest[1:] if exact else rest
-        names = tuple(name.strip() for name in rest.split(",") if name.strip())
-        if not names:
-            raise ValueError(text)
+        names, exclude, exact = _names(text)
         return cls(names, exclude, exact)
 
     def allows(self, name: str) -> bool:
@@ -130,3 +124,51 @@ class InterfaceFilter:
 
     def __str__(self) -> str:
         return ("^" if self.exclude else "") + ("=" if self.exact else "") + ",".join(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFilter:
+    """Which ports of RDMA devices to use, in NCCL's syntax: as an `InterfaceFilter`, and each name may have a port.
+
+    Examples
+    --------
+    >>> DeviceFilter.parse("=mlx5_0:1,mlx5_2").allows("mlx5_0", 2)
+    False
+    >>> DeviceFilter.parse("^mlx5_1:2").allows("mlx5_1", 1)
+    True
+    """
+
+    names: tuple[tuple[str, int | None], ...]
+    exclude: bool = False
+    exact: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceFilter:
+        names, exclude, exact = _names(text)
+        pairs = [name.partition(":") for name in names]
+        if not all(device for device, _, _ in pairs):
+            raise ValueError(text)
+        return cls(tuple((d, whole(1, 255)(port) if colon else None) for d, colon, port in pairs), exclude, exact)
+
+    def allows(self, device: str, port: int) -> bool:
+        """Whether the `port` (from 1 on) of `device` may be used."""
+        found = any(
+            (device == name if self.exact else device.startswith(name)) and number in (None, port)
+            for name, number in self.names
+        )
+        return found != self.exclude
+
+    def __str__(self) -> str:
+        names = ",".join(name if port is None else f"{name}:{port}" for name, port in self.names)
+        return ("^" if self.exclude else "") + ("=" if self.exact else "") + names
+
+
+def _names(text: str) -> tuple[tuple[str, ...], bool, bool]:
+    """The names of a list in NCCL's syntax, whether they are to be left out, and whether they are whole names."""
+    exclude = text.startswith("^")
+    rest = text[1:] if exclude else text
+    exact = rest.startswith("=")
+    names = tuple(name.strip() for name in rest.removeprefix("=").split(",") if name.strip())
+    if not names:
+        raise ValueError(text)
+    return names, exclude, exact

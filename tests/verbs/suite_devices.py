@@ -1,0 +1,102 @@
+"""In a guest: what the discovery says of real devices, and memory that they take."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetcoll.checks import Level, rdma
+from hetcoll.variables import DeviceFilter
+from hetcoll.verbs import Distance, Port, choose_gid, choose_ports, list_ports, load
+from hetcoll.verbs.pci import device_folder, to_cores
+
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+@pytest.fixture(scope="module")
+def ports() -> list[Port]:
+    found, problems = list_ports(load())
+    assert problems == {}
+    return found
+
+
+def test_ports_are_what_the_kernel_says(ports: list[Port]) -> None:
+    assert [port.name for port in ports] == ["rxe0:1", "rxe1:1", "rxe2:1", "rxe3:1"]
+    for port in ports:
+        folder = INFINIBAND / port.device / f"ports/{port.number}"
+        assert (folder / "state").read_text().split()[1].lower() == port.state == "active"
+        assert (folder / "link_layer").read_text().strip() == port.layer
+        assert float((folder / "rate").read_text().split()[0]) == port.gbps
+        assert port.mtu == 4096
+        for gid in port.gids:
+            text = (folder / f"gids/{gid.index}").read_text().strip().replace(":", "")
+            assert bytes.fromhex(text) == gid.raw
+            assert (folder / f"gid_attrs/types/{gid.index}").read_text().strip() == gid.kind
+            assert (folder / f"gid_attrs/ndevs/{gid.index}").read_text().strip() == socket.if_indextoname(gid.interface)
+
+
+def test_the_address_follows_the_family(ports: list[Port]) -> None:
+    chosen = [str(choose_gid(port).address) for port in ports]
+    assert chosen == ["10.77.0.1", "10.77.0.2", "10.77.1.1", "10.77.1.2"]
+    assert choose_gid(ports[0], family=socket.AF_INET6).address.is_link_local  # there is no other
+    assert choose_gid(ports[0], index=0).address.is_link_local
+
+
+def test_the_nearest_device_of_software_is_everywhere_as_near() -> None:
+    assert device_folder("rxe0") is None
+    assert to_cores(None, os.sched_getaffinity(0)) is Distance.NODE  # the guest has one NUMA node
+
+
+@pytest.fixture
+def down() -> Iterator[str]:
+    """veth2, without a link while the test runs."""
+    subprocess.run(["ip", "link", "set", "veth2", "down"], check=True, timeout=10)
+    yield "rxe2:1"
+    subprocess.run(["ip", "link", "set", "veth2", "up"], check=True, timeout=10)
+
+
+def test_a_link_that_is_down_is_passed_over(down: str) -> None:
+    found, _ = list_ports(load())
+    chosen, passed = choose_ports(found, DeviceFilter.parse("=rxe1,rxe2,rxe3:1"))
+    assert passed["rxe2:1"] == "its link is down"
+    assert passed["rxe0:1"] == "HETCOLL_IB_HCA==rxe1,rxe2,rxe3:1 leaves it out"
+    assert "rxe1:1" in [port.name for port, _ in chosen]
+
+
+def doctor() -> tuple[int, dict[str, Any]]:
+    words = [sys.executable, "-m", "hetcoll", "doctor", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_the_doctor_is_content() -> None:
+    status, told = doctor()
+    assert (status, told["problems"]) == (0, 0)
+    lines = {finding["about"]: finding for finding in told["findings"]}
+    assert lines["rxe1:1"]["level"] == "fine"
+    assert lines["rxe1:1"]["text"].endswith("GID 1: 10.77.0.2 (RoCE v2)")
+    assert lines["ib_uverbs"]["level"] == lines["pyverbs"]["level"] == "fine"
+
+
+def test_soft_roce_takes_no_dma_buf() -> None:
+    assert rdma.takes_dma_buf(load(), "rxe0") is False
+    assert {finding.level for finding in rdma.gpu_memory()} == {Level.NOTE}
+
+
+def test_too_little_memory_to_lock_is_a_problem() -> None:
+    """As another user, since root may lock what it likes."""
+    code = (
+        "import os, resource; from hetcoll.checks import rdma; "
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536)); os.setuid(65534); "
+        "(finding,) = rdma.locked_memory(); print(finding.level, finding.text)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "problem 64 KiB: too little to register memory for RDMA\n", done.stderr
