@@ -14,6 +14,7 @@ DeviceQueue::DeviceQueue(std::shared_ptr<Driver> driver, const StreamRoles& role
       slots_(slots),
       staging_slots_(staging_slots),
       start_((driver_->Activate(), driver_)),
+      oneshot_(driver_),
       ended_(roles.size(), false) {
   if (streams_.size() != roles.size()) throw PlanError("a GPU queue needs a stream for each of its roles");
   for (unsigned i = 0; i < roles.size(); ++i) ends_.emplace_back(driver_);
@@ -60,6 +61,18 @@ void DeviceQueue::Join(DeviceStream user) {
   }
   joined_ = user;
   is_joined_ = true;
+}
+
+void DeviceQueue::EnqueueOneshot(const OneshotShape& shape, const std::byte* send, std::byte* recv, DeviceStream user) {
+  driver_->Activate();
+  if (oneshot_stream_ != user) driver_->WaitEvent(oneshot_.get(), user);
+  Oneshot call = shape.call;
+  call.src = send;
+  call.dst = recv;
+  void* params[] = {&call};
+  driver_->Launch(shape.function, shape.blocks, shape.threads, params, user);
+  driver_->Record(oneshot_.get(), user);  // now, since the stream may be gone when the next call comes
+  oneshot_stream_ = user;
 }
 
 bool DeviceQueue::Idle() {

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "device/driver.h"
+#include "devices/kernels/arguments.h"
 #include "engine/plan.h"
 
 namespace hetcoll {
@@ -99,6 +100,14 @@ struct DeviceShape {
   unsigned divisor;
 };
 
+// A small all-reduce: `call` with everything but its buffers.
+struct OneshotShape {
+  DeviceFunction function;
+  Oneshot call;
+  unsigned blocks;
+  unsigned threads;
+};
+
 class DeviceQueue {
  public:
   // `streams` are the roles' in order; `staging` is device memory of `staging_slots` slots.
@@ -112,6 +121,10 @@ class DeviceQueue {
   // begins after it where `join` says so.
   void Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch, DeviceStream user,
                bool join);
+
+  // One kernel on the user's own stream, for small messages among the ranks of this host. Calls on different streams
+  // come one after another: they share their state.
+  void EnqueueOneshot(const OneshotShape& shape, const std::byte* send, std::byte* recv, DeviceStream user);
 
   // Makes `user` wait for everything enqueued so far.
   void Join(DeviceStream user);
@@ -137,6 +150,8 @@ class DeviceQueue {
   std::vector<SlotEdge> edges_;
   std::vector<Event> events_;
   Event start_;
+  Event oneshot_;  // the end of the last one-shot call
+  DeviceStream oneshot_stream_ = nullptr;
   std::vector<Event> ends_;        // of each stream's last call
   std::vector<bool> ended_;        // which of them were recorded
   DeviceStream joined_ = nullptr;  // the stream that waits for the last call already

@@ -267,10 +267,10 @@ def reduce_scatterv(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object
     return Call(Collective.REDUCE_SCATTERV, send, recv, send.dtype, -1, send.nbytes, redop, send_table=table)
 
 
-def split(rank: int, mine: Any, all_rows: Any) -> Call:
-    """What every rank must know before a communicator is split."""
+def meeting(rank: int, label: str, mine: Any, all_rows: Any) -> Call:
+    """What every rank must know of all others before it can go on; `label` is what they do together."""
     call = allgather(rank, len(all_rows), mine, all_rows)
-    return replace(call, label="split()")
+    return replace(call, label=label)
 
 
 def barrier() -> Call:

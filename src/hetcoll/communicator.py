@@ -12,8 +12,7 @@ from typing import Any
 
 from . import calls
 from .calls import OP_LABELS
-from .messages import Messages
-from .selection import RECV, SEND, SENDRECV
+from .core import Core
 from .types import Collective
 from .work import DONE, Work
 
@@ -24,12 +23,13 @@ _ALLREDUCE, _ALLGATHER, _REDUCE_SCATTER = map(
 _BROADCAST, _REDUCE, _ALLTOALL = map(int, (Collective.BROADCAST, Collective.REDUCE, Collective.ALLTOALL))
 _GATHER, _SCATTER, _BARRIER = map(int, (Collective.GATHER, Collective.SCATTER, Collective.BARRIER))
 _NOTHING = bytearray()
+_SEND, _RECV, _SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's forms
 
 Array = Any
 """NumPy, anything with DLPack or the buffer protocol; C-contiguous."""
 
 
-class Communicator(Messages):
+class Communicator(Core):
     """A group of ranks that run collectives together. Made by `hetcoll.init`, `Communicator.init` and `split`.
 
     Every rank must call the same collectives in the same order; a mismatch is a `CollectiveMismatchError` on every
@@ -69,7 +69,7 @@ class Communicator(Messages):
         """
         if not async_op and timeout is None and self._call(_ALLREDUCE, sendbuf, recvbuf, op, 0):
             return DONE
-        return self._launch(calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op), async_op, timeout)
+        return self._launch(calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op), async_op, timeout, stream)
 
     def allgather(
         self,
@@ -86,7 +86,7 @@ class Communicator(Messages):
         """
         if not async_op and timeout is None and self._call(_ALLGATHER, sendbuf, recvbuf, _SUM, 0):
             return DONE
-        return self._launch(calls.allgather(self._rank, self._size, sendbuf, recvbuf), async_op, timeout)
+        return self._launch(calls.allgather(self._rank, self._size, sendbuf, recvbuf), async_op, timeout, stream)
 
     def reduce_scatter(
         self,
@@ -104,7 +104,9 @@ class Communicator(Messages):
         """
         if not async_op and timeout is None and self._call(_REDUCE_SCATTER, sendbuf, recvbuf, op, 0):
             return DONE
-        return self._launch(calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op), async_op, timeout)
+        return self._launch(
+            calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op), async_op, timeout, stream
+        )
 
     def broadcast(
         self,
@@ -118,7 +120,7 @@ class Communicator(Messages):
         """Copy the root's `buf` into every other rank's. Only the root may pass a read-only array."""
         if not async_op and timeout is None and self._call(_BROADCAST, buf, None, _SUM, root):
             return DONE
-        return self._launch(calls.broadcast(self._rank, self._size, buf, root), async_op, timeout)
+        return self._launch(calls.broadcast(self._rank, self._size, buf, root), async_op, timeout, stream)
 
     def reduce(
         self,
@@ -138,7 +140,7 @@ class Communicator(Messages):
         into = recvbuf if self._rank == root else None
         if not async_op and timeout is None and self._call(_REDUCE, sendbuf, into, op, root):
             return DONE
-        return self._launch(calls.reduce(self._rank, self._size, sendbuf, into, op, root), async_op, timeout)
+        return self._launch(calls.reduce(self._rank, self._size, sendbuf, into, op, root), async_op, timeout, stream)
 
     def gather(
         self,
@@ -159,7 +161,7 @@ class Communicator(Messages):
         plain = not async_op and timeout is None and (into is None) == (self._rank != root)
         if plain and self._call(_GATHER, sendbuf, into, _SUM, root):
             return DONE
-        return self._launch(calls.gather(self._rank, self._size, sendbuf, recvbuf, root), async_op, timeout)
+        return self._launch(calls.gather(self._rank, self._size, sendbuf, recvbuf, root), async_op, timeout, stream)
 
     def scatter(
         self,
@@ -180,7 +182,7 @@ class Communicator(Messages):
             source, into = (sendbuf, recvbuf) if self._rank == root else (recvbuf, None)
             if self._call(_SCATTER, source, into, _SUM, root):
                 return DONE
-        return self._launch(calls.scatter(self._rank, self._size, sendbuf, recvbuf, root), async_op, timeout)
+        return self._launch(calls.scatter(self._rank, self._size, sendbuf, recvbuf, root), async_op, timeout, stream)
 
     def alltoall(
         self,
@@ -202,7 +204,7 @@ class Communicator(Messages):
         if plain and self._call(_ALLTOALL, sendbuf, recvbuf, _SUM, 0):
             return DONE
         call = calls.alltoall(self._rank, self._size, sendbuf, recvbuf, sendcounts, recvcounts)
-        return self._launch(call, async_op, timeout)
+        return self._launch(call, async_op, timeout, stream)
 
     def allgatherv(
         self,
@@ -215,7 +217,9 @@ class Communicator(Messages):
         timeout: float | None = None,
     ) -> Work:
         """`allgather` of unequal parts: rank r contributes ``counts[r]`` elements; the same `counts` on all ranks."""
-        return self._launch(calls.allgatherv(self._rank, self._size, sendbuf, recvbuf, counts), async_op, timeout)
+        return self._launch(
+            calls.allgatherv(self._rank, self._size, sendbuf, recvbuf, counts), async_op, timeout, stream
+        )
 
     def reduce_scatterv(
         self,
@@ -230,7 +234,7 @@ class Communicator(Messages):
     ) -> Work:
         """`reduce_scatter` into unequal parts: rank r receives ``counts[r]`` elements; the same on all ranks."""
         call = calls.reduce_scatterv(self._rank, self._size, sendbuf, recvbuf, op, counts)
-        return self._launch(call, async_op, timeout)
+        return self._launch(call, async_op, timeout, stream)
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work:
         """Return (or be done) only when every rank has called it."""
@@ -255,9 +259,9 @@ class Communicator(Messages):
         other first must use `group` or ``async_op=True``.
         """
         plain = not async_op and timeout is None and self._batch is None
-        if plain and self._call(SEND, buf, None, _SUM, peer):
+        if plain and self._call(_SEND, buf, None, _SUM, peer):
             return DONE
-        return self._message(SEND, buf, peer, async_op, timeout)
+        return self._point(buf, peer, True, async_op, timeout, stream)
 
     def recv(
         self,
@@ -270,9 +274,9 @@ class Communicator(Messages):
     ) -> Work:
         """Receive `buf` from `peer`, which calls `send` with as many elements."""
         plain = not async_op and timeout is None and self._batch is None
-        if plain and self._call(RECV, buf, None, _SUM, peer):
+        if plain and self._call(_RECV, buf, None, _SUM, peer):
             return DONE
-        return self._message(RECV, buf, peer, async_op, timeout)
+        return self._point(buf, peer, False, async_op, timeout, stream)
 
     def sendrecv(
         self,
@@ -290,6 +294,6 @@ class Communicator(Messages):
         The other halves may be `send`, `recv` or `sendrecv` calls. Both buffers have one dtype; they do not overlap.
         """
         plain = not async_op and timeout is None and isinstance(dest, int) and isinstance(source, int)
-        if plain and self._call(SENDRECV, sendbuf, recvbuf, _SUM, dest << 16 | source):
+        if plain and self._call(_SENDRECV, sendbuf, recvbuf, _SUM, dest << 16 | source):
             return DONE
-        return self._sendrecv(sendbuf, dest, recvbuf, source, async_op, timeout)
+        return self._sendrecv(sendbuf, dest, recvbuf, source, async_op, timeout, stream)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -96,6 +96,7 @@ class Diagnosis:
         self._left: set[int] = set()
         self._report: tuple[Kind, int, str] | None = None
         self._asked = -PATIENCE  # when another rank asked last
+        self.on_failure: Callable[[], None] | None = None  # ends what the engine does not know of
 
     def attach(self, engine: _native.Engine, witness: Witness) -> None:
         """From now on there is something to fail: news that came earlier is delivered now."""
@@ -154,6 +155,8 @@ class Diagnosis:
                 self._report = (kind, peer, text)
             self._news.notify_all()
         engine.fail(kind, peer, text)
+        if self.on_failure is not None:
+            self.on_failure()
 
     # Verdicts.
 

@@ -104,6 +104,11 @@ class Wiring:
             self.close()
             raise
 
+    @property
+    def secret(self) -> bytes:
+        """What authenticates every connection of the job."""
+        return self._control.unique_id.secret
+
     def _left(self) -> float:
         return max(self._deadline - time.monotonic(), 0.1)
 

@@ -1,0 +1,105 @@
+"""Host memory that the GPUs of one host have mapped: the slots through which they pass messages to each other.
+
+Every pair of ranks has a few slots in each direction and channel, each with two 64-bit words on cache lines of their
+own: `ready`, which the sender writes when the slot is full, and `credit`, which the receiver writes when it is empty.
+The same few megabytes are used again and again, so they stay in the last-level cache: that is what lets several GPUs
+of a host talk at full speed at once. An edge is mapped by a driver when the first plan uses it.
+
+In front of the edges lie an area of each rank for messages that are too small for copy engines, which a kernel on each
+GPU writes and reads (``devices/kernels/oneshot.h``), and a word of each rank that makes its kernels give up.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import InitError
+
+if TYPE_CHECKING:
+    from .devices.base import Device
+
+SLOT_BYTES = 4 << 20
+SLOTS = 4
+CHANNELS = 3  # native/engine/plan.h
+_WORD = 64  # bytes from one slot's word to the next: native/engine/device_queue.h
+_WORDS = 4096  # bytes in front of an edge's slots
+_EDGE = _WORDS + SLOTS * SLOT_BYTES
+_RELEASED = 1 << 62  # above the number of any message
+AREA_WORDS = 16 << 10  # of 4 bytes of data each, in a half of a rank's area
+_AREA = 2 * 8 * AREA_WORDS
+
+assert 2 * SLOTS * _WORD <= _WORDS
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The device's addresses of one direction between two ranks."""
+
+    slots: int
+    ready: int
+    credit: int
+
+
+class SlotSegment:
+    """The slots of one host, in a file of memory that its ranks share.
+
+    `fd` is not kept. `size` is the number of ranks of the host, which are named by their place among them here.
+    """
+
+    def __init__(self, fd: int, size: int, device: Device) -> None:
+        self._size, self._device = size, device
+        self._edges: dict[tuple[int, int, int], Edge] = {}
+        try:
+            self._head = _WORDS + size * _AREA
+            self._map = mmap.mmap(fd, self.nbytes(size), mmap.MAP_SHARED)
+        except OSError as error:
+            raise InitError(f"mapping {self.nbytes(size)} bytes for the slots of GPUs: {error.strerror}") from error
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._address = int(self._bytes.ctypes.data)
+        self._registered: list[int] = []  # offsets
+        head = self._register(0, self._head)
+        self.aborts = [head + _WORD * r for r in range(size)]
+        self.areas = [head + _WORDS + _AREA * r for r in range(size)]
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Address space for a host of `size` ranks; memory is taken only by edges in use."""
+        return _WORDS + size * _AREA + size * size * CHANNELS * _EDGE
+
+    def _register(self, offset: int, nbytes: int) -> int:
+        """Map this part; returns the device's address of it."""
+        self._bytes[offset : offset + nbytes : mmap.PAGESIZE].sum()  # drivers pin pages that exist
+        at = self._device.register_host(self._address + offset, nbytes)
+        self._registered.append(offset)
+        return at
+
+    def _offset(self, src: int, dst: int, channel: int) -> int:
+        return self._head + ((src * self._size + dst) * CHANNELS + channel) * _EDGE
+
+    def edge(self, src: int, dst: int, channel: int) -> Edge:
+        """The way from `src` to `dst`, mapped by this rank's driver on the first use."""
+        found = self._edges.get((src, dst, channel))
+        if found is None:
+            at = self._register(self._offset(src, dst, channel), _EDGE)
+            found = self._edges[src, dst, channel] = Edge(at + _WORDS, at, at + SLOTS * _WORD)
+        return found
+
+    def release(self, rank: int) -> None:
+        """Let every stream and kernel of `rank` go that waits for a peer: nothing of value comes any more."""
+        words = self._bytes.view(np.uint64)
+        words[rank * _WORD // 8] = 1
+        for edge in self._edges:
+            first = self._offset(*edge) // 8
+            words[first : first + 2 * SLOTS * _WORD // 8 : _WORD // 8] = _RELEASED
+
+    def close(self) -> None:
+        """Unmap. The device must be done with all slots."""
+        for offset in self._registered:
+            self._device.unregister_host(self._address + offset)
+        self._registered.clear()
+        del self._bytes
+        self._map.close()

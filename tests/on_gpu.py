@@ -1,0 +1,77 @@
+"""A communicator for tests that takes NumPy arrays to the GPU and back: the host suite's cases run on device memory.
+
+Arrays that share memory share it there as well, so that in-place calls are in place. Memory around the arrays goes
+along and comes back, so that what a call must not touch is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import hetcoll
+from hetcoll.buffers import Buffer, read_buffer
+from hetcoll.devices.base import Device
+
+Array = NDArray[Any]
+_AROUND = 64  # bytes of the host's memory before and behind each array that take part
+
+
+class OnGpu:
+    """The collectives of `comm`, on `device`, enqueued on `stream`."""
+
+    def __init__(self, comm: hetcoll.Communicator, device: Device, stream: int = 0) -> None:
+        self._comm, self._device, self._stream = comm, device, stream
+        self.rank, self.size = comm.rank, comm.size
+
+    def __getattr__(self, name: str) -> Callable[..., hetcoll.Work]:
+        method = getattr(self._comm, name)
+
+        def call(*args: Any, **options: Any) -> hetcoll.Work:
+            arrays = [a for a in args if isinstance(a, np.ndarray)]
+            with Copies(self._device, arrays) as copies:
+                moved = [copies.buffer(a) if isinstance(a, np.ndarray) else a for a in args]
+                work = method(*moved, stream=self._stream, **options)
+                work.wait(60)
+                self._device.synchronize()
+                copies.fetch()
+            return hetcoll.Work()
+
+        return call
+
+
+class Copies:
+    """The memory of some arrays on the device, each stretch of it once."""
+
+    def __init__(self, device: Device, arrays: Sequence[Array]) -> None:
+        self._device = device
+        kind = "cuda" if device.vendor == "cuda" else "rocm"
+        self._place = (kind, device.index)
+        spans: list[list[int]] = []
+        for at, end in sorted((a.ctypes.data - _AROUND, a.ctypes.data + a.nbytes + _AROUND) for a in arrays):
+            if spans and at < spans[-1][1]:
+                spans[-1][1] = max(spans[-1][1], end)
+            else:
+                spans.append([at, end])
+        self._spans = [(at, end, device.allocate(end - at)) for at, end in spans]
+
+    def __enter__(self) -> Copies:
+        for at, end, there in self._spans:
+            self._device.copy(there, at, end - at)
+        return self
+
+    def buffer(self, array: Array) -> Buffer:
+        host = read_buffer(array, "array", writable=False)
+        at, _, there = next(s for s in self._spans if s[0] <= host.ptr < s[1])
+        return Buffer(there + host.ptr - at, host.count, host.dtype, array, *self._place)
+
+    def fetch(self) -> None:
+        for at, end, there in self._spans:
+            self._device.copy(at, there, end - at)
+
+    def __exit__(self, *_: object) -> None:
+        for _, _, there in self._spans:
+            self._device.free(there)
