@@ -1,15 +1,17 @@
-// Reading a Python object through the buffer protocol, for the path that a repeated call takes.
+// Reading a Python object's memory, for the path that a repeated call takes.
 //
-// Whatever this does not understand at once (DLPack exporters, ml_dtypes arrays, strided or read-only memory) is left
-// to src/hetcoll/buffers.py, which either understands it or says what is wrong.
+// Whatever this does not understand at once (other DLPack exporters, strided or read-only memory) is left to
+// src/hetcoll/buffers.py, which either understands it or says what is wrong.
 #pragma once
 
 #include <Python.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 
 #include "engine/types.h"
+#include "python/known_types.h"
 
 namespace hetcoll {
 
@@ -22,26 +24,119 @@ class HostBuffer {
   HostBuffer(const HostBuffer&) = delete;
   HostBuffer& operator=(const HostBuffer&) = delete;
 
-  // False (and no Python error set) where the object is not a plain C-contiguous buffer of a known type.
+  // False (and no Python error set) where the object is not plain C-contiguous memory of a known type. The memory stays
+  // as long as this and `object` do.
   bool Read(PyObject* object, bool writable) {
-    const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
+    const KnownTypes& known = KnownTypes::Instance();
+    if (known.IsArray(object)) return ReadBuffer(object, writable, known.FindDtype(object));
+    if (const KnownTypes::Export function = known.FindExport(Py_TYPE(object))) return ReadTensor(object, function);
+    return ReadBuffer(object, writable, std::nullopt);
+  }
+
+  std::byte* data() const { return data_; }
+  std::size_t nbytes() const { return nbytes_; }
+  std::size_t count() const { return count_; }
+  DType dtype() const { return dtype_; }
+
+ private:
+  // By the buffer protocol; with `known` it need not say what the elements are.
+  bool ReadBuffer(PyObject* object, bool writable, std::optional<DType> known) {
+    const int flags = PyBUF_C_CONTIGUOUS | (known ? 0 : PyBUF_FORMAT) | (writable ? PyBUF_WRITABLE : 0);
     if (PyObject_GetBuffer(object, &view_, flags) != 0) {
       PyErr_Clear();
       return false;
     }
     held_ = true;
-    const std::optional<DType> type = ParseFormat(view_.format, view_.itemsize);
+    const std::optional<DType> type = known ? known : ParseFormat(view_.format, view_.itemsize);
     if (!type) return false;
+    data_ = static_cast<std::byte*>(view_.buf);
+    nbytes_ = static_cast<std::size_t>(view_.len);
+    count_ = nbytes_ / static_cast<std::size_t>(view_.itemsize);
     dtype_ = *type;
     return true;
   }
 
-  std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
-  std::size_t nbytes() const { return static_cast<std::size_t>(view_.len); }
-  std::size_t count() const { return nbytes() / static_cast<std::size_t>(view_.itemsize); }
-  DType dtype() const { return dtype_; }
+  // PyTorch's, which writes wherever it can read. The function does not refuse what its `__dlpack__` does: tensors with
+  // a gradient, and lazily conjugated ones, which only complex numbers can be.
+  bool ReadTensor(PyObject* object, KnownTypes::Export function) {
+    static PyObject* const name = PyUnicode_InternFromString("requires_grad");
+    PyObject* gradient = PyObject_GetAttr(object, name);
+    const bool plain = gradient == Py_False;
+    Py_XDECREF(gradient);
+    DlTensor t{};
+    if (!plain || function(object, &t) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    const std::optional<DType> type = ParseDlpack(t);
+    if (!type || !OnHost(t)) return false;
+    std::int64_t count = 1;
+    for (std::int32_t i = 0; i < t.ndim; ++i) count *= t.shape[i];
+    if (count > 0 && !Contiguous(t)) return false;
+    data_ = static_cast<std::byte*>(t.data) + t.byte_offset;
+    count_ = static_cast<std::size_t>(count);
+    nbytes_ = count_ * ItemSize(*type);
+    dtype_ = *type;
+    return true;
+  }
 
- private:
+  static bool Contiguous(const DlTensor& t) {
+    std::int64_t stride = 1;
+    for (std::int32_t i = t.ndim - 1; i >= 0; --i) {
+      if (t.strides != nullptr && t.shape[i] != 1 && t.strides[i] != stride) return false;
+      stride *= t.shape[i];
+    }
+    return true;
+  }
+
+  static bool OnHost(const DlTensor& t) {
+    constexpr std::int32_t kCpu = 1, kCudaHost = 3, kRocmHost = 11;
+    return t.device_type == kCpu || t.device_type == kCudaHost || t.device_type == kRocmHost;
+  }
+
+  // buffers.py has the whole table; complex numbers are missing here on purpose.
+  static std::optional<DType> ParseDlpack(const DlTensor& t) {
+    if (t.lanes != 1) return std::nullopt;
+    switch (t.code << 8 | t.bits) {
+      case 0x0008:
+        return DType::kInt8;
+      case 0x0010:
+        return DType::kInt16;
+      case 0x0020:
+        return DType::kInt32;
+      case 0x0040:
+        return DType::kInt64;
+      case 0x0108:
+        return DType::kUint8;
+      case 0x0110:
+        return DType::kUint16;
+      case 0x0120:
+        return DType::kUint32;
+      case 0x0140:
+        return DType::kUint64;
+      case 0x0210:
+        return DType::kFloat16;
+      case 0x0220:
+        return DType::kFloat32;
+      case 0x0240:
+        return DType::kFloat64;
+      case 0x0410:
+        return DType::kBfloat16;
+      case 0x0608:
+        return DType::kBool;
+      case 0x0a08:
+        return DType::kFloat8E4m3fn;
+      case 0x0b08:
+        return DType::kFloat8E4m3fnuz;
+      case 0x0c08:
+        return DType::kFloat8E5m2;
+      case 0x0d08:
+        return DType::kFloat8E5m2fnuz;
+      default:
+        return std::nullopt;
+    }
+  }
+
   static std::optional<DType> ParseFormat(const char* f, Py_ssize_t itemsize) {
     if (f == nullptr) return DType::kUint8;
     if (*f == '@' || *f == '=' || *f == '<') ++f;
@@ -85,6 +180,9 @@ class HostBuffer {
 
   Py_buffer view_{};
   bool held_ = false;
+  std::byte* data_ = nullptr;
+  std::size_t nbytes_ = 0;
+  std::size_t count_ = 0;
   DType dtype_ = DType::kUint8;
 };
 

@@ -7,9 +7,11 @@
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
 
+#include <deque>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "engine/clock.h"
 #include "engine/engine.h"
@@ -55,6 +57,14 @@ bool AliasingAllowed(int collective, const HostBuffer& send, const HostBuffer& r
   }
 }
 
+// A Python int from 0 on that fits; -1 for any other object.
+std::int32_t SmallNumber(PyObject* object) {
+  if (!PyLong_CheckExact(object)) return -1;
+  int overflow = 0;
+  const long value = PyLong_AsLongAndOverflow(object, &overflow);
+  return overflow != 0 || value < 0 || value > INT32_MAX ? -1 : static_cast<std::int32_t>(value);
+}
+
 class PyEngine {
  public:
   PyEngine(const EngineOptions& options, double timeout) : rank_(options.rank), timeout_(timeout), engine_(options) {}
@@ -64,10 +74,8 @@ class PyEngine {
   // Runs a collective that was run before with the same counts. False: it was not, and nothing was done.
   bool Call(int collective, nb::handle send, nb::handle recv, nb::handle op, nb::handle where) {
     // Only what needs no conversion: the rest is for the long way, and so are all errors.
-    if (engine_.forked() || !op_labels_ || !PyLong_CheckExact(where.ptr())) return false;
-    int overflow = 0;
-    const long root = PyLong_AsLongAndOverflow(where.ptr(), &overflow);
-    if (overflow != 0 || root < 0 || root > INT32_MAX) return false;
+    const std::int32_t root = SmallNumber(where.ptr());
+    if (engine_.forked() || !op_labels_ || root < 0) return false;
     const bool in_place = recv.is_none();
     HostBuffer send_buffer;
     HostBuffer recv_buffer;
@@ -81,14 +89,52 @@ class PyEngine {
     const int redop = OpNumber(op.ptr());
     if (redop < 0) return false;
     const HostBuffer& out = in_place ? send_buffer : recv_buffer;
-    const CallKey key{static_cast<std::uint8_t>(collective), send_buffer.dtype(), static_cast<std::uint8_t>(redop),
-                      static_cast<std::int32_t>(root),       send_buffer.count(), out.count()};
+    const CallKey key{static_cast<std::uint8_t>(collective),
+                      send_buffer.dtype(),
+                      static_cast<std::uint8_t>(redop),
+                      root,
+                      send_buffer.count(),
+                      out.count()};
     const std::shared_ptr<Shape>* shape = cache_.Find(key);
     if (shape == nullptr) return false;
     // A message's shape has one buffer; which of the two it is, its plan knows.
     const std::size_t nbytes = std::max(send_buffer.nbytes(), out.nbytes());
     const Status status = Run(*shape, send_buffer.data(), out.data(), nbytes, timeout_);
     if (status != Status::kDone) on_stuck_(status);  // raises, or has waited until it was done
+    return true;
+  }
+
+  // Whether a message such as this went over the short way before: then RunMessages will know it, too.
+  bool Knows(int kind, nb::handle object, nb::handle peer) {
+    HostBuffer buffer;
+    const std::int32_t rank = SmallNumber(peer.ptr());
+    return rank >= 0 && buffer.Read(object.ptr(), kind != kCallSend) && FindMessage(kind, buffer, rank) != nullptr;
+  }
+
+  // Runs messages, each (kind, object, peer), beside each other to their end. False: one of them is not known, and
+  // nothing was done.
+  bool RunMessages(const nb::list& messages) {
+    std::deque<HostBuffer> buffers;  // never moved
+    std::vector<std::pair<std::shared_ptr<Shape>, void*>> parts;
+    for (nb::handle message : messages) {
+      const int kind = nb::cast<int>(message[0]);
+      HostBuffer& buffer = buffers.emplace_back();
+      if (!buffer.Read(nb::object(message[1]).ptr(), kind != kCallSend)) return false;
+      const std::shared_ptr<Shape>* shape = FindMessage(kind, buffer, nb::cast<int>(message[2]));
+      if (shape == nullptr) return false;
+      parts.emplace_back(*shape, buffer.data());
+    }
+    std::vector<Ticket> tickets;
+    {
+      nb::gil_scoped_release release;
+      for (const auto& [shape, data] : parts) tickets.push_back({engine_.Submit(shape, data, data)});
+    }
+    const std::int64_t deadline = DeadlineNs(timeout_);
+    for (Ticket& ticket : tickets) {
+      const Status status = DriveTo(*ticket.task, deadline);
+      if (status == Status::kTimedOut) t_pending = ticket;
+      if (status != Status::kDone) on_stuck_(status);  // raises, or has waited until it was done
+    }
     return true;
   }
 
@@ -148,6 +194,11 @@ class PyEngine {
   }
 
  private:
+  const std::shared_ptr<Shape>* FindMessage(int kind, const HostBuffer& buffer, int peer) {
+    return cache_.Find({static_cast<std::uint8_t>(kind), buffer.dtype(), static_cast<std::uint8_t>(ReduceOp::kSum),
+                        peer, buffer.count(), buffer.count()});
+  }
+
   int OpNumber(PyObject* op) const {
     for (int i = 0; i < kReduceOps; ++i) {
       if (PyTuple_GET_ITEM(op_labels_.ptr(), i) == op) return i;
@@ -242,6 +293,14 @@ void ScaleBytes(nb::handle x, int dtype, unsigned divisor) {
   kernels.scale(d.data(), d.nbytes() / item, divisor);
 }
 
+// What the short way sees in an object: its address, count and type; None where it leaves it to the long way.
+nb::object ReadMemory(nb::handle object, bool writable) {
+  HostBuffer buffer;
+  if (!buffer.Read(object.ptr(), writable)) return nb::none();
+  return nb::make_tuple(reinterpret_cast<std::uintptr_t>(buffer.data()), buffer.count(),
+                        static_cast<int>(buffer.dtype()));
+}
+
 nb::tuple Wire() {
   nb::list sizes;
   for (int i = 0; i < kDTypes; ++i) sizes.append(ItemSize(static_cast<DType>(i)));
@@ -276,6 +335,8 @@ NB_MODULE(_native, m) {
           nb::kw_only(), "rank"_a, "size"_a, "identity"_a, "doorbell_name"_a, "local_rank"_a, "spin_seconds"_a,
           "oversubscribed"_a, "timeout"_a, "fault"_a = "")
       .def("call", &PyEngine::Call, "collective"_a, "send"_a.none(), "recv"_a.none(), "op"_a.none(), "root"_a.none())
+      .def("knows", &PyEngine::Knows, "kind"_a, "buffer"_a.none(), "peer"_a.none())
+      .def("run_messages", &PyEngine::RunMessages, "messages"_a)
       .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a)
       .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a, "background"_a)
       .def("wait", &PyEngine::Wait, "ticket"_a, "timeout"_a)
@@ -321,6 +382,11 @@ NB_MODULE(_native, m) {
       .def_prop_ro("messages", [](PyEngine& e) { return e.engine().messages(); })
       .def_prop_ro("scratch_bytes", [](PyEngine& e) { return e.engine().scratch_bytes(); });
 
+  m.def("read_memory", &ReadMemory, "object"_a.none(), "writable"_a);
+  m.def("know_dtype", [](nb::type_object array_type, nb::object dtype, int number) {
+    KnownTypes::Instance().AddDtype(array_type.ptr(), dtype.ptr(), static_cast<DType>(number));
+  });
+  m.def("know_tensor_type", [](nb::type_object type) { return KnownTypes::Instance().AddTensorType(type.ptr()); });
   m.def("shm_bytes",
         [](int local_size, std::size_t ring_bytes) { return ShmLayout(local_size, ring_bytes).total_bytes; });
   m.def("cut_offset",

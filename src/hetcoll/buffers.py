@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from . import _native
 from .errors import BufferTypeError
 from .types import DType
 
@@ -30,6 +31,7 @@ _DLPACK = {  # (DLDataTypeCode, bits), dlpack.h 1.1
     (10, 8): DType.FLOAT8_E4M3FN, (11, 8): DType.FLOAT8_E4M3FNUZ, (12, 8): DType.FLOAT8_E5M2,
     (13, 8): DType.FLOAT8_E5M2FNUZ,
 }  # fmt: skip
+_FIRST_USER_TYPE = 256  # numpy: NPY_USERDEF; below, the buffer protocol knows them
 _CPU, _CUDA, _CUDA_HOST, _ROCM = 1, 2, 3, 10
 _DEVICES = {_CPU: "cpu", _CUDA: "cuda", _CUDA_HOST: "cpu", _ROCM: "rocm", 11: "cpu"}
 
@@ -103,6 +105,8 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str, writable: bool) -> Buffe
         )
     if writable and not array.flags.writeable:
         raise BufferTypeError(f"{name}: wanted a writable array, got a read-only one")
+    if array.dtype.num >= _FIRST_USER_TYPE:
+        _native.know_dtype(np.ndarray, array.dtype, dtype)
     return Buffer(array.ctypes.data, array.size, dtype, array)
 
 
@@ -173,6 +177,8 @@ def _from_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
     if writable and (read_only or type(obj).__module__.startswith("jax")):
         raise BufferTypeError(f"{name}: wanted a writable array, got a read-only {type(obj).__name__}")
     count = int(np.prod(shape, dtype=np.int64))
+    if type(obj).__module__ in ("torch", "torch.nn.parameter"):  # what else exports may be read-only
+        _native.know_tensor_type(type(obj))
     return Buffer((tensor.data or 0) + tensor.byte_offset, count, dtype, obj)
 
 

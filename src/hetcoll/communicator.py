@@ -12,7 +12,8 @@ from typing import Any
 
 from . import calls
 from .calls import OP_LABELS
-from .core import Core
+from .messages import Messages
+from .selection import RECV, SEND, SENDRECV
 from .types import Collective
 from .work import DONE, Work
 
@@ -23,13 +24,12 @@ _ALLREDUCE, _ALLGATHER, _REDUCE_SCATTER = map(
 _BROADCAST, _REDUCE, _ALLTOALL = map(int, (Collective.BROADCAST, Collective.REDUCE, Collective.ALLTOALL))
 _GATHER, _SCATTER, _BARRIER = map(int, (Collective.GATHER, Collective.SCATTER, Collective.BARRIER))
 _NOTHING = bytearray()
-_SEND, _RECV, _SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's forms
 
 Array = Any
 """NumPy, anything with DLPack or the buffer protocol; C-contiguous."""
 
 
-class Communicator(Core):
+class Communicator(Messages):
     """A group of ranks that run collectives together. Made by `hetcoll.init`, `Communicator.init` and `split`.
 
     Every rank must call the same collectives in the same order; a mismatch is a `CollectiveMismatchError` on every
@@ -259,9 +259,9 @@ class Communicator(Core):
         other first must use `group` or ``async_op=True``.
         """
         plain = not async_op and timeout is None and self._batch is None
-        if plain and self._call(_SEND, buf, None, _SUM, peer):
+        if plain and self._call(SEND, buf, None, _SUM, peer):
             return DONE
-        return self._point(buf, peer, True, async_op, timeout, stream)
+        return self._message(SEND, buf, peer, async_op, timeout, stream)
 
     def recv(
         self,
@@ -274,9 +274,9 @@ class Communicator(Core):
     ) -> Work:
         """Receive `buf` from `peer`, which calls `send` with as many elements."""
         plain = not async_op and timeout is None and self._batch is None
-        if plain and self._call(_RECV, buf, None, _SUM, peer):
+        if plain and self._call(RECV, buf, None, _SUM, peer):
             return DONE
-        return self._point(buf, peer, False, async_op, timeout, stream)
+        return self._message(RECV, buf, peer, async_op, timeout, stream)
 
     def sendrecv(
         self,
@@ -294,6 +294,6 @@ class Communicator(Core):
         The other halves may be `send`, `recv` or `sendrecv` calls. Both buffers have one dtype; they do not overlap.
         """
         plain = not async_op and timeout is None and isinstance(dest, int) and isinstance(source, int)
-        if plain and self._call(_SENDRECV, sendbuf, recvbuf, _SUM, dest << 16 | source):
+        if plain and self._call(SENDRECV, sendbuf, recvbuf, _SUM, dest << 16 | source):
             return DONE
         return self._sendrecv(sendbuf, dest, recvbuf, source, async_op, timeout, stream)

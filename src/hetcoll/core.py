@@ -9,7 +9,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,13 +17,13 @@ import numpy as np
 
 from . import _native, calls, lifetime
 from .buffers import Buffer, element_type, read_buffer
-from .calls import OP_LABELS, Call, check_int, check_rank
+from .calls import OP_LABELS, Call, check_int
 from .diagnosis import Diagnosis, Kind, Vigil
 from .env import Config
-from .errors import ArgumentError, BufferTypeError, ClosedError, CommunicationError, HetcollError, InitError
+from .errors import ArgumentError, ClosedError, CommunicationError, HetcollError, InitError
 from .registration import Registration
 from .rendezvous.session import Session
-from .selection import Explanation, Selection, describe_message
+from .selection import Explanation, Selection
 from .wiring import PATIENCE, Check, Wiring
 from .witness import Witness
 from .work import DONE, Work
@@ -44,8 +44,6 @@ class Core:
         self._rank, self._size = rank, size
         self._closed = False
         self._splits = 0
-        self._batch: list[tuple[Buffer, int, bool]] | None = None
-        self._batcher = 0  # the thread that is in a group()
         self._pending: list[Work] = []  # keeps the memory of asynchronous calls alive
         self._pending_lock = threading.Lock()
         self._prune_at = 16
@@ -211,115 +209,6 @@ class Core:
         seconds = self._seconds(timeout)
         first = min(seconds, PATIENCE)
         self._finish(self._engine.wait(ticket, first), ticket, seconds, first)
-
-    def _point(
-        self, buf: Any, peer: object, sends: bool, async_op: bool, timeout: float | None, stream: object
-    ) -> Work:
-        """One half of a message; in a `group` it is only noted."""
-        self._check_usable()
-        other = check_rank(peer, self._size, "peer")
-        buffer = read_buffer(buf, "buf", writable=not sends)
-        if self._batch is not None and self._batcher == threading.get_ident():
-            self._batch.append((buffer, other, sends))
-            return DONE
-        if other == self._rank:
-            raise ArgumentError(f"peer: rank {other} is this rank; a message to oneself needs both halves in a group()")
-        return self._start_point(buffer, other, sends, async_op, timeout, stream)
-
-    def _start_point(
-        self, buffer: Buffer, peer: int, sends: bool, async_op: bool, timeout: float | None, stream: object
-    ) -> Work:
-        if sends:
-            return self._messages(buffer, peer, None, -1, async_op, timeout, stream)
-        return self._messages(None, -1, buffer, peer, async_op, timeout, stream)
-
-    def _messages(
-        self,
-        send: Buffer | None,
-        dest: int,
-        recv: Buffer | None,
-        source: int,
-        async_op: bool,
-        timeout: float | None,
-        stream: object = None,
-        *,
-        background: bool = True,
-    ) -> Work:
-        """The long way for a message to `dest`, one from `source`, or both at once."""
-        seconds = self._seconds(timeout)
-        buffer = send or recv
-        assert buffer is not None
-        if buffer.device != "cpu":
-            return self._gpu_path(buffer, seconds).message(send, dest, recv, source, stream, async_op)
-        calls, thread = self._witness.calls, threading.get_ident()
-        calls[thread] = describe_message(send, dest, recv, source)
-        try:
-            shape = self._prepare(
-                lambda check: self._selection.point(send, dest, recv, source, seconds, check), seconds
-            )
-            ptrs = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
-            return self._run(shape, *ptrs, async_op, seconds, (send, recv), background=background)
-        finally:
-            calls.pop(thread, None)
-
-    def _sendrecv(
-        self,
-        sendbuf: Any,
-        dest: object,
-        recvbuf: Any,
-        source: object,
-        async_op: bool,
-        timeout: float | None,
-        stream: object,
-    ) -> Work:
-        self._check_usable()
-        to, origin = check_rank(dest, self._size, "dest"), check_rank(source, self._size, "source")
-        send = read_buffer(sendbuf, "sendbuf", writable=False)
-        recv = read_buffer(recvbuf, "recvbuf", writable=True)
-        if send.dtype is not recv.dtype:
-            raise BufferTypeError(
-                f"sendbuf and recvbuf: wanted one dtype, got {send.dtype.label} and {recv.dtype.label}"
-            )
-        if send.overlaps(recv):
-            raise ArgumentError("sendbuf and recvbuf overlap")
-        if (to == self._rank) != (origin == self._rank):
-            raise ArgumentError(f"dest and source: a message to oneself needs both to be rank {self._rank}")
-        if to == self._rank:
-            self._deliver_to_self([(send, to, True), (recv, origin, False)])
-            return DONE
-        return self._messages(send, to, recv, origin, async_op, timeout, stream)
-
-    @contextlib.contextmanager
-    def group(self) -> Iterator[None]:
-        """Sends and receives inside the ``with`` block start together at its end, which waits for all of them.
-
-        So their order does not matter: every rank may send before it receives. Messages to oneself are allowed here.
-        """
-        self._check_usable()
-        if self._batch is not None:
-            raise ArgumentError("group(): already inside a group")
-        self._batch, self._batcher = [], threading.get_ident()
-        try:
-            yield
-            batch = self._batch
-        finally:
-            self._batch = None
-        self._deliver_to_self(batch)
-        works = [
-            self._messages(b if sends else None, peer, None if sends else b, peer, True, None, background=False)
-            for b, peer, sends in batch
-            if peer != self._rank
-        ]
-        for work in works:
-            work.wait()
-
-    def _deliver_to_self(self, batch: list[tuple[Buffer, int, bool]]) -> None:
-        mine = [(buffer, sends) for buffer, peer, sends in batch if peer == self._rank]
-        outgoing, incoming = [b for b, sends in mine if sends], [b for b, sends in mine if not sends]
-        if [(b.count, b.dtype) for b in outgoing] != [(b.count, b.dtype) for b in incoming]:
-            raise ArgumentError(f"group(): the sends of rank {self._rank} to itself do not match its receives")
-        for source, target in zip(outgoing, incoming, strict=True):
-            self._selection.copy(source, target)
 
     # Memory.
 

@@ -152,6 +152,10 @@ class GpuPath:
         grain = max(1, _GRAIN // dtype.itemsize)
         cuts = [ramp(-(-max(1, n * dtype.itemsize) // _SMALLEST), SLOT_BYTES // _SMALLEST) for n in counts]
         steps = []
+        if dest == self._wiring.rank:
+            cuts = [(0, 1), (0, 1)]
+            steps.append(Step(Op.COPY, 0, Span(Buf.SEND, 0), Span(Buf.RECV, 0)))
+            dest = source = -1
         for k in range(max(map(len, cuts)) - 1):
             for op, buf, peer, ends in ((Op.SEND, Buf.SEND, dest, cuts[0]), (Op.RECV, Buf.RECV, source, cuts[1])):
                 if peer >= 0 and k + 1 < len(ends):

@@ -21,7 +21,7 @@ from .wiring import Check, Wiring
 from .witness import call_site
 
 _KEEP = 1024  # bound plans kept; the least recently used go first
-_SEND, _RECV, _SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's forms
+SEND, RECV, SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's forms
 
 
 class Explanation(NamedTuple):
@@ -104,7 +104,7 @@ class Selection:
         first, second = send or recv, recv or send
         assert first is not None
         assert second is not None
-        kind = _SENDRECV if send and recv else _SEND if send else _RECV
+        kind = SENDRECV if send and recv else SEND if send else RECV
         where = dest << 16 | source if send and recv else dest if send else source
         key = (kind, first.dtype, where, first.count, second.count)
         shape = self._shapes.get(key)

@@ -14,7 +14,7 @@ from .inquiry import WINDOW, Answer, Called
 from .work import Work
 
 _PACKAGE = os.path.dirname(__file__)
-_CALLS = {os.path.join(_PACKAGE, name) for name in ("communicator.py", "core.py", "work.py")}
+_CALLS = {os.path.join(_PACKAGE, name) for name in ("communicator.py", "core.py", "messages.py", "work.py")}
 
 
 def call_site(frame: FrameType | None = None) -> str:
@@ -88,11 +88,11 @@ class Witness:
     def _latest(self, method: str) -> str:
         """The call of `method` that took the short way, and so is the last one that the engine knows."""
         engine = self._engine
-        if method in ("send", "recv", "sendrecv", "group"):
+        if method in ("send", "recv", "sendrecv", "_end_group"):
             called = self._describe(engine.message_history(engine.messages))
         else:
             called = self._describe(engine.history(engine.collectives))
-        return f"{method}()" if called is None else called.what
+        return f"{method.removeprefix('_end_')}()" if called is None else called.what
 
     def _sent_to(self, peer: int) -> Iterator[Called]:
         """The last sends to `peer`, the latest first, each kind of them once."""

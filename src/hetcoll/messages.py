@@ -1,0 +1,176 @@
+"""Messages between two ranks: send, receive, both at once, and groups of them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from typing import Any
+
+from .buffers import Buffer, read_buffer
+from .calls import check_rank
+from .core import Core
+from .errors import ArgumentError, BufferTypeError
+from .selection import RECV, SEND, describe_message
+from .work import DONE, Work
+
+
+class Group(contextlib.AbstractContextManager[None]):
+    """What `Communicator.group` gives: notes the messages of the ``with`` block, and starts them at its end."""
+
+    def __init__(self, comm: Messages) -> None:
+        self._comm = comm
+
+    def __enter__(self) -> None:
+        self._comm._begin_group()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._comm._end_group(kind is None)
+
+
+class Messages(Core):
+    """The point-to-point part of `hetcoll.Communicator`."""
+
+    _batch: list[tuple[int, Any, int]] | None = None  # of the group() that is open: SEND or RECV, buffer, peer
+    _batcher = 0  # the thread that is in it
+
+    def group(self) -> contextlib.AbstractContextManager[None]:
+        """Sends and receives inside the ``with`` block start together at its end, which waits for all of them.
+
+        So their order does not matter: every rank may send before it receives. Messages to oneself are allowed here.
+        """
+        return Group(self)
+
+    def _begin_group(self) -> None:
+        self._check_usable()
+        if self._batch is not None:
+            raise ArgumentError("group(): already inside a group")
+        self._batch, self._batcher = [], threading.get_ident()
+
+    def _end_group(self, run: bool) -> None:
+        batch, self._batch = self._batch, None
+        assert batch is not None
+        self._check_usable()
+        if not run or not batch or self._engine.run_messages(batch):
+            return
+        every = [(kind, read_buffer(buf, "buf", writable=kind == RECV), peer) for kind, buf, peer in batch]
+        read = [message for message in every if message[1].device == "cpu"]
+        self._pair_up([message for message in every if message[1].device != "cpu"])
+        self._deliver_to_self(read)
+        works = [
+            self._start_message(kind, buffer, peer, True, None, background=False)
+            for kind, buffer, peer in read
+            if peer != self._rank
+        ]
+        for work in works:
+            work.wait()
+
+    def _pair_up(self, messages: list[tuple[int, Buffer, int]]) -> None:
+        """Messages of GPU buffers, a send and a receive at a time: their pieces are enqueued by turns."""
+        for others in (False, True):  # messages to oneself have both halves
+            sends, recvs = (
+                [(b, p) for kind, b, p in messages if kind == half and (p != self._rank) == others]
+                for half in (SEND, RECV)
+            )
+            if not others and [(b.count, b.dtype) for b, _ in sends] != [(b.count, b.dtype) for b, _ in recvs]:
+                raise ArgumentError(f"group(): the sends of rank {self._rank} to itself do not match its receives")
+            for out, into in itertools.zip_longest(sends, recvs):
+                send, dest = out or (None, -1)
+                recv, source = into or (None, -1)
+                self._exchange(send, dest, recv, source, False, None)
+
+    def _message(self, kind: int, buf: Any, peer: int, async_op: bool, timeout: float | None, stream: object) -> Work:
+        """One half of a message, `kind` is SEND or RECV; in a `group` it is only noted."""
+        if self._batch is not None and self._batcher == threading.get_ident():
+            if not self._engine.knows(kind, buf, peer):
+                self._check_usable()
+                peer = check_rank(peer, self._size, "peer")
+                read_buffer(buf, "buf", writable=kind == RECV)
+            self._batch.append((kind, buf, peer))
+            return DONE
+        self._check_usable()
+        other = check_rank(peer, self._size, "peer")
+        buffer = read_buffer(buf, "buf", writable=kind == RECV)
+        if other == self._rank:
+            raise ArgumentError(f"peer: rank {other} is this rank; a message to oneself needs both halves in a group()")
+        return self._start_message(kind, buffer, other, async_op, timeout, stream)
+
+    def _start_message(
+        self,
+        kind: int,
+        buffer: Buffer,
+        peer: int,
+        async_op: bool,
+        timeout: float | None,
+        stream: object = None,
+        *,
+        background: bool = True,
+    ) -> Work:
+        if kind == SEND:
+            return self._exchange(buffer, peer, None, -1, async_op, timeout, stream, background=background)
+        return self._exchange(None, -1, buffer, peer, async_op, timeout, stream, background=background)
+
+    def _exchange(
+        self,
+        send: Buffer | None,
+        dest: int,
+        recv: Buffer | None,
+        source: int,
+        async_op: bool,
+        timeout: float | None,
+        stream: object = None,
+        *,
+        background: bool = True,
+    ) -> Work:
+        """The long way for a message to `dest`, one from `source`, or both at once."""
+        seconds = self._seconds(timeout)
+        buffer = send or recv
+        assert buffer is not None
+        if buffer.device != "cpu":
+            return self._gpu_path(buffer, seconds).message(send, dest, recv, source, stream, async_op)
+        calls, thread = self._witness.calls, threading.get_ident()
+        calls[thread] = describe_message(send, dest, recv, source)
+        try:
+            shape = self._prepare(
+                lambda check: self._selection.point(send, dest, recv, source, seconds, check), seconds
+            )
+            ptrs = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
+            return self._run(shape, *ptrs, async_op, seconds, (send, recv), background=background)
+        finally:
+            calls.pop(thread, None)
+
+    def _sendrecv(
+        self,
+        sendbuf: Any,
+        dest: object,
+        recvbuf: Any,
+        source: object,
+        async_op: bool,
+        timeout: float | None,
+        stream: object,
+    ) -> Work:
+        self._check_usable()
+        to, origin = check_rank(dest, self._size, "dest"), check_rank(source, self._size, "source")
+        send = read_buffer(sendbuf, "sendbuf", writable=False)
+        recv = read_buffer(recvbuf, "recvbuf", writable=True)
+        if send.dtype is not recv.dtype:
+            raise BufferTypeError(
+                f"sendbuf and recvbuf: wanted one dtype, got {send.dtype.label} and {recv.dtype.label}"
+            )
+        if send.overlaps(recv):
+            raise ArgumentError("sendbuf and recvbuf overlap")
+        if (to == self._rank) != (origin == self._rank):
+            raise ArgumentError(f"dest and source: a message to oneself needs both to be rank {self._rank}")
+        if to == self._rank and send.device == "cpu":
+            self._deliver_to_self([(SEND, send, to), (RECV, recv, origin)])
+            return DONE
+        return self._exchange(send, to, recv, origin, async_op, timeout, stream)
+
+    def _deliver_to_self(self, batch: list[tuple[int, Buffer, int]]) -> None:
+        mine = [(kind, buffer) for kind, buffer, peer in batch if peer == self._rank]
+        outgoing = [buffer for kind, buffer in mine if kind == SEND]
+        incoming = [buffer for kind, buffer in mine if kind == RECV]
+        if [(b.count, b.dtype) for b in outgoing] != [(b.count, b.dtype) for b in incoming]:
+            raise ArgumentError(f"group(): the sends of rank {self._rank} to itself do not match its receives")
+        for source, target in zip(outgoing, incoming, strict=True):
+            self._selection.copy(source, target)
