@@ -1,0 +1,128 @@
+"""Stand-ins for the vendors' drivers: shared libraries that the real cuda-python and hip-python call in their place.
+
+`build` makes them from the sources beside this file, with the machine's C++ compiler, into a directory that later
+sessions find again. `environment` says what a process must find in its environment to get them: devices whose memory
+is host memory, whose streams are threads and whose kernels g++ compiles. Every load and store of a kernel is checked.
+
+Settings (environment variables; ``STANDIN_CUDA_<NAME>`` and ``STANDIN_HIP_<NAME>`` go before ``STANDIN_<NAME>``):
+
+DEVICES         how many there are (1); CUDA_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES choose among them
+MEMORY          bytes of each (2 GiB)
+ARCH            ``sm_90``, ``gfx942``
+PEER            0: no device reaches another's memory
+STREAM_WAITS    0: no wait-value and write-value
+DMABUF          0: memory is not exported as a file descriptor
+TIMEOUT         seconds that a stream waits for one thing (60); then the device fails and stderr says what for
+JITTER          ``SEED[:MICROSECONDS]``: operations begin late, every queue at its own random pace
+FAIL            ``NAME:N:CODE,...``: the N-th call of NAME (``3+``: and later ones) returns CODE; CODE ``late719``: it
+                succeeds and what it enqueued fails
+LOG             a file that gets one line a call: process, thread, name
+
+Streams share CUDA_DEVICE_MAX_CONNECTIONS (8) or GPU_MAX_HW_QUEUES (4) hardware queues, round robin: what waits in one
+stream holds up whatever shares its queue. With GPU_STREAMOPS_CP_WAIT=1 a HIP stream waits for signal memory alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+_FLAGS = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden", "-pthread")
+_FOLDERS = ("runtime", "compiler", "cuda")
+# Each library: its name, the folders whose objects it is made of, further objects, and the map of what it exports.
+_LIBRARIES = (
+    ("libcuda.so.1", ("runtime", "cuda"), (), "cuda/libcuda.map"),
+    ("libnvrtc.so.13", (), ("compiler/compile", "compiler/nvrtc"), None),
+)
+_HEADERS = ("runtime/hooks.h", "compiler/shim.h", "compiler/tail.h")  # what compiled kernels include
+
+
+def why_not(vendor: str) -> str | None:
+    """Why the stand-ins of ``"cuda"`` or ``"hip"`` cannot be used here, or None when they can."""
+    if os.uname().machine != "x86_64":
+        return "the stand-ins compile kernels for x86-64 only"
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler) is None:
+        return f"the stand-ins need a C++ compiler ({compiler})"
+    for module in {"cuda": ("cuda", "cuda.bindings"), "hip": ("rocm", "rocm.bindings")}[vendor]:
+        if importlib.util.find_spec(module) is None:
+            return f"{'cuda-python' if vendor == 'cuda' else 'hip-python'} is not installed"
+    return None
+
+
+def build() -> Path:
+    """The directory of the libraries, made if need be (some seconds)."""
+    sources = sorted(path for path in _HERE.rglob("*") if path.suffix in (".cc", ".h", ".map"))
+    compiler = os.environ.get("CXX") or "g++"
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=20).stdout
+    state = hashlib.sha256(version + repr((_FLAGS, _LIBRARIES)).encode())
+    for path in sources:
+        state.update(str(path.relative_to(_HERE)).encode() + b"\0" + path.read_bytes())
+    root = Path(tempfile.gettempdir()) / f"hetcoll-standins-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    made = root / state.hexdigest()[:16]
+    with open(root / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.is_dir():
+            partial = Path(tempfile.mkdtemp(dir=root))
+            try:
+                _compile(compiler, partial)
+                partial.rename(made)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+    return made
+
+
+def _compile(compiler: str, out: Path) -> None:
+    includes = [f"-I{_HERE / folder}" for folder in ("runtime", "compiler")]
+
+    def run(*words: str) -> None:
+        done = subprocess.run([compiler, *words], capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            raise RuntimeError(f"{compiler} {' '.join(words)}\n{done.stderr}")
+
+    def compile_one(source: Path) -> None:
+        target = out / "objects" / source.parent.name / f"{source.stem}.o"
+        run(*_FLAGS, *includes, "-c", str(source), "-o", str(target))
+
+    for folder in _FOLDERS:
+        (out / "objects" / folder).mkdir(parents=True)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(compile_one, [path for folder in _FOLDERS for path in (_HERE / folder).glob("*.cc")]))
+    (out / "lib").mkdir()
+    for name, folders, more, exports in _LIBRARIES:
+        objects = [str(path) for folder in folders for path in sorted((out / "objects" / folder).glob("*.o"))]
+        objects += [str(out / "objects" / f"{each}.o") for each in more]
+        script = [f"-Wl,--version-script={_HERE / exports}"] if exports else []
+        run("-shared", "-pthread", f"-Wl,-soname,{name}", "-Wl,-z,defs", *script, *objects, "-o", str(out / "lib" / name))
+    for header in _HEADERS:
+        shutil.copy(_HERE / header, out / "lib")
+    shutil.rmtree(out / "objects")
+
+
+def environment(vendor: str | None, **settings: object) -> dict[str, str]:
+    """What a process needs to have stand-in devices of ``"cuda"``, ``"hip"``, ``"both"``, or none at all.
+
+    `settings` are those above in lower case (``devices=2``, ``jitter="7:300"``). Give it to a new process, or call
+    `load` in one that has imported neither vendor's package yet.
+    """
+    lib = build() / "lib"
+    env = {f"STANDIN_{name.upper()}": str(value) for name, value in settings.items()}
+    preload = []
+    if vendor in ("cuda", "both"):
+        preload += [lib / "libcuda.so.1", lib / "libnvrtc.so.13"]
+    else:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    if vendor not in ("hip", "both"):
+        env["HIP_VISIBLE_DEVICES"] = ""
+    env["LD_PRELOAD"] = ":".join(map(str, preload))
+    return env
