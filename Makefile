@@ -16,7 +16,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(CPUS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 SOURCES := pyproject.toml $(shell find src native -type f -not -name '*.so' -not -path '*/__pycache__/*')
-NATIVE_FILES := $(shell find native benchmarks src -name '*.cc' -o -name '*.h' -o -name '*.c')
+NATIVE_FILES := $(shell find native benchmarks src tests -name '*.cc' -o -name '*.h' -o -name '*.c')
 PIP := $(BIN)/python -m pip install -q
 # The requirements of an extra in pyproject.toml, but for the package itself.
 EXTRA = $(BIN)/python -c "import tomllib; \

@@ -27,6 +27,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
+import standins
+
 import hetcoll
 from hetcoll import UniqueId, lifetime
 
@@ -322,6 +324,7 @@ def _main(pipe: Connection, rank: int, size: int, env: Mapping[str, str], output
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
     os.environ.update(env)
+    standins.load()
     if rank == 0:
         _answer(pipe, Outcome(0), hetcoll.get_unique_id)
     unique_id, join = pipe.recv()

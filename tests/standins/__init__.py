@@ -24,6 +24,7 @@ stream holds up whatever shares its queue. With GPU_STREAMOPS_CP_WAIT=1 a HIP st
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import importlib.util
@@ -42,6 +43,7 @@ _LIBRARIES = (
     ("libcuda.so.1", ("runtime", "cuda"), (), "cuda/libcuda.map"),
     ("libnvrtc.so.13", (), ("compiler/compile", "compiler/nvrtc"), None),
 )
+_PRELOAD = {"cuda": ("libcuda.so.1", "libnvrtc.so.13")}
 _HEADERS = ("runtime/hooks.h", "compiler/shim.h", "compiler/tail.h")  # what compiled kernels include
 
 
@@ -103,26 +105,45 @@ def _compile(compiler: str, out: Path) -> None:
         objects = [str(path) for folder in folders for path in sorted((out / "objects" / folder).glob("*.o"))]
         objects += [str(out / "objects" / f"{each}.o") for each in more]
         script = [f"-Wl,--version-script={_HERE / exports}"] if exports else []
-        run("-shared", "-pthread", f"-Wl,-soname,{name}", "-Wl,-z,defs", *script, *objects, "-o", str(out / "lib" / name))
+        run(
+            "-shared",
+            "-pthread",
+            f"-Wl,-soname,{name}",
+            "-Wl,-z,defs",
+            *script,
+            *objects,
+            "-o",
+            str(out / "lib" / name),
+        )
     for header in _HEADERS:
         shutil.copy(_HERE / header, out / "lib")
     shutil.rmtree(out / "objects")
 
 
-def environment(vendor: str | None, **settings: object) -> dict[str, str]:
+def environment(vendor: str | None, devices: int = 1, **settings: object) -> dict[str, str]:
     """What a process needs to have stand-in devices of ``"cuda"``, ``"hip"``, ``"both"``, or none at all.
 
-    `settings` are those above in lower case (``devices=2``, ``jitter="7:300"``). Give it to a new process, or call
-    `load` in one that has imported neither vendor's package yet.
+    `settings` are those above in lower case (``jitter="7:300"``). Give it to a new process, or put it into the
+    environment of one that has imported neither vendor's package yet and call `load` there, as `ranks` does.
     """
     lib = build() / "lib"
-    env = {f"STANDIN_{name.upper()}": str(value) for name, value in settings.items()}
-    preload = []
-    if vendor in ("cuda", "both"):
-        preload += [lib / "libcuda.so.1", lib / "libnvrtc.so.13"]
-    else:
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    if vendor not in ("hip", "both"):
-        env["HIP_VISIBLE_DEVICES"] = ""
-    env["LD_PRELOAD"] = ":".join(map(str, preload))
-    return env
+    everything = ",".join(map(str, range(devices)))
+    preload = _PRELOAD["cuda"] if vendor in ("cuda", "both") else ()
+    return {
+        "LD_PRELOAD": ":".join(str(lib / name) for name in preload),
+        "CUDA_VISIBLE_DEVICES": everything if vendor in ("cuda", "both") else "",
+        "HIP_VISIBLE_DEVICES": everything if vendor in ("hip", "both") else "",
+        "STANDIN_DEVICES": str(devices),
+        **{f"STANDIN_{name.upper()}": str(value) for name, value in settings.items()},
+    }
+
+
+def load() -> None:
+    """Load what the environment says, as the dynamic linker would at a program's start, and start the devices.
+
+    A driver's threads stay until its process ends: whoever counts what is left over begins to after this.
+    """
+    for path in filter(None, os.environ.get("LD_PRELOAD", "").split(":")):
+        library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+        if Path(path).name == "libcuda.so.1":
+            library.cuInit(0)

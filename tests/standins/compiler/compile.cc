@@ -97,7 +97,8 @@ std::set<std::string> kernels_in(const std::string& text) {
     std::string name;
     while (open != std::string::npos) {
       std::size_t end = text.find_last_not_of(" \t\n", open - 1) + 1, start = end;
-      while (start > at && (std::isalnum(static_cast<unsigned char>(text[start - 1])) || text[start - 1] == '_')) --start;
+      while (start > at && (std::isalnum(static_cast<unsigned char>(text[start - 1])) || text[start - 1] == '_'))
+        --start;
       name = text.substr(start, end - start);
       if (name != "__attribute__") break;
       open = text.find('(', text.find("))", open));  // __attribute__((...)) name(
@@ -114,13 +115,41 @@ struct Command {
 
 // Options of NVRTC and hipRTC that mean something to g++; those that only tune the vendors' code are dropped.
 bool translate(const std::vector<std::string>& options, Command* command) {
-  static const char* const dropped[] = {"--fmad", "-fmad", "--use_fast_math", "-use_fast_math", "--maxrregcount",
-                                        "-maxrregcount", "--device-debug", "-G", "--generate-line-info", "-lineinfo",
-                                        "--restrict", "-restrict", "--extra-device-vectorization", "-default-device",
-                                        "--device-as-default-execution-space", "--relocatable-device-code", "-rdc",
-                                        "--ptxas-options", "-Xptxas", "--ftz", "--prec-div", "--prec-sqrt", "-O",
-                                        "-W", "-f", "-m", "--split-compile", "-split-compile", "--no-", "--minimal",
-                                        "--disable-warnings", "--diag-", "-dopt", "--dopt", "-w"};
+  static const char* const dropped[] = {"--fmad",
+                                        "-fmad",
+                                        "--use_fast_math",
+                                        "-use_fast_math",
+                                        "--maxrregcount",
+                                        "-maxrregcount",
+                                        "--device-debug",
+                                        "-G",
+                                        "--generate-line-info",
+                                        "-lineinfo",
+                                        "--restrict",
+                                        "-restrict",
+                                        "--extra-device-vectorization",
+                                        "-default-device",
+                                        "--device-as-default-execution-space",
+                                        "--relocatable-device-code",
+                                        "-rdc",
+                                        "--ptxas-options",
+                                        "-Xptxas",
+                                        "--ftz",
+                                        "--prec-div",
+                                        "--prec-sqrt",
+                                        "-O",
+                                        "-W",
+                                        "-f",
+                                        "-m",
+                                        "--split-compile",
+                                        "-split-compile",
+                                        "--no-",
+                                        "--minimal",
+                                        "--disable-warnings",
+                                        "--diag-",
+                                        "-dopt",
+                                        "--dopt",
+                                        "-w"};
   for (std::size_t i = 0; i < options.size(); ++i) {
     const std::string& option = options[i];
     auto is = [&](const char* prefix) { return option.compare(0, std::strlen(prefix), prefix) == 0; };
@@ -158,8 +187,8 @@ Outcome build(Program& program, const Command& command, const std::string& vendo
   for (const Header& header : program.headers) {
     if (!write_file(work + "/" + header.name, header.text)) return Outcome::kBroken;
   }
-  std::string whole = "#line 1 \"" + (program.name.empty() ? "default_program" : program.name) + "\"\n" +
-                      program.source + "\n";
+  std::string whole =
+      "#line 1 \"" + (program.name.empty() ? "default_program" : program.name) + "\"\n" + program.source + "\n";
   if (!write_file(source, whole)) return Outcome::kBroken;
   std::vector<std::string> scan = common;
   for (const char* option : {"-E", "-P", "-DSTANDIN_SCAN", "-o", text.c_str(), source.c_str()}) scan.push_back(option);
@@ -174,11 +203,29 @@ Outcome build(Program& program, const Command& command, const std::string& vendo
     std::vector<std::string> full = common;
     std::string vendor_macro = "-DSTANDIN_VENDOR=\"" + vendor + "\"";
     std::string arch_macro = "-DSTANDIN_IMAGE_ARCH=\"" + command.arch + "\"";
-    for (const char* option :
-         {"-O2", "-fno-strict-aliasing", "-fno-exceptions", "-fno-rtti", "-fno-gnu-unique", "-ffp-contract=off", "-w", "-fPIC", "-shared",
-          "-fsanitize=kernel-address", "--param", "asan-instrumentation-with-call-threshold=0", "--param",
-          "asan-stack=0", "--param", "asan-globals=0", "-Wl,-Bsymbolic", "-nostartfiles", vendor_macro.c_str(),
-          arch_macro.c_str(), "-o", output.c_str(), source.c_str()}) {
+    for (const char* option : {"-O2",
+                               "-fno-strict-aliasing",
+                               "-fno-exceptions",
+                               "-fno-rtti",
+                               "-fno-gnu-unique",
+                               "-ffp-contract=off",
+                               "-w",
+                               "-fPIC",
+                               "-shared",
+                               "-fsanitize=kernel-address",
+                               "--param",
+                               "asan-instrumentation-with-call-threshold=0",
+                               "--param",
+                               "asan-stack=0",
+                               "--param",
+                               "asan-globals=0",
+                               "-Wl,-Bsymbolic",
+                               "-nostartfiles",
+                               vendor_macro.c_str(),
+                               arch_macro.c_str(),
+                               "-o",
+                               output.c_str(),
+                               source.c_str()}) {
       full.push_back(option);
     }
     compiled = run(full, log);

@@ -8,6 +8,7 @@
 using standin::Outcome;
 using standin::Program;
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 enum nvrtcResult {
@@ -137,3 +138,4 @@ nvrtcResult nvrtcGetProgramLog(Program* program, char* log) {
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

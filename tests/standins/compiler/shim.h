@@ -25,10 +25,10 @@
 
 extern const standin::Hooks* standin_hooks __attribute__((visibility("hidden")));
 
-#define STANDIN_VECTOR(type, name, alignment)                                      \
-  struct alignas(2 * sizeof(type)) name##2 { type x, y; };                         \
-  struct alignas(alignment) name##4 { type x, y, z, w; };                          \
-  inline name##2 make_##name##2(type x, type y) { return {x, y}; }                 \
+#define STANDIN_VECTOR(type, name, alignment)                      \
+  struct alignas(2 * sizeof(type)) name##2 { type x, y; };         \
+  struct alignas(alignment) name##4 { type x, y, z, w; };          \
+  inline name##2 make_##name##2(type x, type y) { return {x, y}; } \
   inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
 STANDIN_VECTOR(signed char, char, 4)
 STANDIN_VECTOR(unsigned char, uchar, 4)
@@ -41,8 +41,12 @@ STANDIN_VECTOR(long long, longlong, 16)
 STANDIN_VECTOR(unsigned long long, ulonglong, 16)
 STANDIN_VECTOR(double, double, 16)
 #undef STANDIN_VECTOR
-struct uint3 { unsigned x, y, z; };
-struct dim3 { unsigned x = 1, y = 1, z = 1; };
+struct uint3 {
+  unsigned x, y, z;
+};
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
 
 STANDIN_OWN inline uint3 standin_index(const unsigned (standin::ThreadView::*array)[3]) {
   const unsigned* a = standin_hooks->view()->*array;
@@ -74,7 +78,9 @@ inline unsigned standin_lane() {
   return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % static_cast<unsigned>(warpSize);
 }
 STANDIN_OWN inline void standin_warp_barrier(unsigned long long mask) { standin_hooks->warp_barrier(mask); }
-STANDIN_OWN inline void standin_put(unsigned lane, unsigned long long word) { standin_hooks->warp_slots()[lane] = word; }
+STANDIN_OWN inline void standin_put(unsigned lane, unsigned long long word) {
+  standin_hooks->warp_slots()[lane] = word;
+}
 STANDIN_OWN inline unsigned long long standin_get(unsigned lane) { return standin_hooks->warp_slots()[lane]; }
 inline void __syncwarp(unsigned long long mask = ~0ull) { standin_warp_barrier(mask); }
 template <class T>
@@ -122,10 +128,19 @@ inline unsigned long long __ballot_sync(unsigned long long mask, int predicate) 
 inline int __any_sync(unsigned long long mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned long long mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
 
-#define STANDIN_ATOMIC(name, operation)                                                                         \
-  template <class T> T atomic##name(T* at, T value) { return operation(at, value, __ATOMIC_SEQ_CST); }          \
-  template <class T> T atomic##name##_system(T* at, T value) { return operation(at, value, __ATOMIC_SEQ_CST); } \
-  template <class T> T atomic##name##_block(T* at, T value) { return operation(at, value, __ATOMIC_SEQ_CST); }
+#define STANDIN_ATOMIC(name, operation)            \
+  template <class T>                               \
+  T atomic##name(T* at, T value) {                 \
+    return operation(at, value, __ATOMIC_SEQ_CST); \
+  }                                                \
+  template <class T>                               \
+  T atomic##name##_system(T* at, T value) {        \
+    return operation(at, value, __ATOMIC_SEQ_CST); \
+  }                                                \
+  template <class T>                               \
+  T atomic##name##_block(T* at, T value) {         \
+    return operation(at, value, __ATOMIC_SEQ_CST); \
+  }
 STANDIN_ATOMIC(Add, __atomic_fetch_add)
 STANDIN_ATOMIC(Sub, __atomic_fetch_sub)
 STANDIN_ATOMIC(And, __atomic_fetch_and)
@@ -139,7 +154,9 @@ T atomicCAS(T* at, T expected, T value) {
   return expected;
 }
 template <class T>
-T atomicCAS_system(T* at, T expected, T value) { return atomicCAS(at, expected, value); }
+T atomicCAS_system(T* at, T expected, T value) {
+  return atomicCAS(at, expected, value);
+}
 template <class T>
 T atomicMax(T* at, T value) {
   T seen = *at;
@@ -169,12 +186,12 @@ inline unsigned atomicInc(unsigned* at, unsigned limit) {
   }
 }
 
-#define STANDIN_BITS(name, from, to)                \
-  inline to name(from value) {                      \
-    static_assert(sizeof(from) == sizeof(to));      \
-    to bits;                                        \
-    __builtin_memcpy(&bits, &value, sizeof bits);   \
-    return bits;                                    \
+#define STANDIN_BITS(name, from, to)              \
+  inline to name(from value) {                    \
+    static_assert(sizeof(from) == sizeof(to));    \
+    to bits;                                      \
+    __builtin_memcpy(&bits, &value, sizeof bits); \
+    return bits;                                  \
   }
 STANDIN_BITS(__float_as_uint, float, unsigned)
 STANDIN_BITS(__float_as_int, float, int)
@@ -184,15 +201,17 @@ STANDIN_BITS(__double_as_longlong, double, long long)
 STANDIN_BITS(__longlong_as_double, long long, double)
 #undef STANDIN_BITS
 template <class T>
-T __ldg(const T* at) { return *at; }
+T __ldg(const T* at) {
+  return *at;
+}
 inline int __clz(int value) { return value ? __builtin_clz(static_cast<unsigned>(value)) : 32; }
 inline int __clzll(long long v) { return v ? __builtin_clzll(static_cast<unsigned long long>(v)) : 64; }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline int __popcll(unsigned long long value) { return __builtin_popcountll(value); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
 
-#define STANDIN_EXTREMES(type)                                   \
-  inline type min(type a, type b) { return b < a ? b : a; }      \
+#define STANDIN_EXTREMES(type)                              \
+  inline type min(type a, type b) { return b < a ? b : a; } \
   inline type max(type a, type b) { return a < b ? b : a; }
 STANDIN_EXTREMES(int)
 STANDIN_EXTREMES(unsigned)
@@ -205,12 +224,15 @@ inline float min(float a, float b) { return __builtin_fminf(a, b); }
 inline float max(float a, float b) { return __builtin_fmaxf(a, b); }
 inline double min(double a, double b) { return __builtin_fmin(a, b); }
 inline double max(double a, double b) { return __builtin_fmax(a, b); }
-#define STANDIN_MATH(name) \
+#define STANDIN_MATH(name)                                         \
   inline float name##f(float a) { return __builtin_##name##f(a); } \
   inline double name(double a) { return __builtin_##name(a); }
-STANDIN_MATH(fabs) STANDIN_MATH(floor) STANDIN_MATH(ceil) STANDIN_MATH(trunc) STANDIN_MATH(rint) STANDIN_MATH(sqrt)
+STANDIN_MATH(fabs)
+STANDIN_MATH(floor) STANDIN_MATH(ceil) STANDIN_MATH(trunc) STANDIN_MATH(rint) STANDIN_MATH(sqrt)
 #undef STANDIN_MATH
-inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
+    inline float fminf(float a, float b) {
+  return __builtin_fminf(a, b);
+}
 inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 inline double fmin(double a, double b) { return __builtin_fmin(a, b); }
 inline double fmax(double a, double b) { return __builtin_fmax(a, b); }

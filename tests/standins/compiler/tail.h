@@ -8,12 +8,12 @@
 const standin::Hooks* standin_hooks = nullptr;
 
 // g++ calls these before each access (-fsanitize=kernel-address, without its inlined checks).
-#define STANDIN_CHECK(size)                                                                         \
-  extern "C" STANDIN_OWN void __asan_load##size##_noabort(unsigned long address) {                  \
-    standin_hooks->access(address, size, 0);                                                        \
-  }                                                                                                 \
-  extern "C" STANDIN_OWN void __asan_store##size##_noabort(unsigned long address) {                 \
-    standin_hooks->access(address, size, 1);                                                        \
+#define STANDIN_CHECK(size)                                                         \
+  extern "C" STANDIN_OWN void __asan_load##size##_noabort(unsigned long address) {  \
+    standin_hooks->access(address, size, 0);                                        \
+  }                                                                                 \
+  extern "C" STANDIN_OWN void __asan_store##size##_noabort(unsigned long address) { \
+    standin_hooks->access(address, size, 1);                                        \
   }
 STANDIN_CHECK(1)
 STANDIN_CHECK(2)
@@ -58,12 +58,12 @@ STANDIN_OWN void bind(const standin::Hooks* hooks) { standin_hooks = hooks; }
 }  // namespace standin_shim
 
 #define STANDIN_EXPORT extern "C" __attribute__((visibility("default")))
-#define STANDIN_KERNEL(name) \
+#define STANDIN_KERNEL(name)                                  \
   STANDIN_EXPORT const standin::Kernel standin_kernel_##name; \
   const standin::Kernel standin_kernel_##name = standin_shim::described<&name>::about;
 // A name expression (nvrtcAddNameExpression), under a name of its own.
-#define STANDIN_EXPRESSION(lowered, ...) \
-  STANDIN_EXPORT void lowered() {} \
+#define STANDIN_EXPRESSION(lowered, ...)                         \
+  STANDIN_EXPORT void lowered() {}                               \
   STANDIN_EXPORT const standin::Kernel standin_kernel_##lowered; \
   const standin::Kernel standin_kernel_##lowered = standin_shim::described<&__VA_ARGS__>::about;
 

@@ -8,6 +8,7 @@
 
 #include "driver.h"
 #include "memory.h"
+#include "operations.h"
 
 namespace standin {
 
@@ -172,6 +173,7 @@ STANDIN_API cuInit(unsigned flags) {
   if (flags != 0) return kInvalidValue;
   if (settings().devices.empty()) return kNoDevice;
   devices();
+  start_host_thread();
   initialised = true;
   return kOk;
 }

@@ -38,10 +38,10 @@ Error stream_argument(CUstream handle, Stream** stream);
 // What every function begins with, and most go on with.
 #define BEGIN() \
   if (::standin::Error begun = ::standin::cuda::begin(__func__)) return begun
-#define DEVICE(name)              \
+#define DEVICE(name)                 \
   ::standin::Device* name = nullptr; \
   if (::standin::Error found = ::standin::cuda::current_device(&name)) return found
-#define STREAM(name, handle)      \
+#define STREAM(name, handle)         \
   ::standin::Stream* name = nullptr; \
   if (::standin::Error found = ::standin::cuda::stream_argument(handle, &name)) return found
 

@@ -244,17 +244,17 @@ STANDIN_API cuPointerSetAttribute(const void*, int which, CUdeviceptr address) {
   return memory().find(address).on_device() ? kOk : kInvalidValue;
 }
 
-#define COPY(suffix, destination_type, source_type, direction)                                                      \
-  STANDIN_API cuMemcpy##suffix##_v2(destination_type destination, source_type source, std::size_t nbytes) {         \
-    BEGIN();                                                                                                        \
-    STREAM(stream, nullptr);                                                                                        \
+#define COPY(suffix, destination_type, source_type, direction)                                                       \
+  STANDIN_API cuMemcpy##suffix##_v2(destination_type destination, source_type source, std::size_t nbytes) {          \
+    BEGIN();                                                                                                         \
+    STREAM(stream, nullptr);                                                                                         \
     return copy_and_wait(stream, (std::uintptr_t)destination, (std::uintptr_t)source, nbytes, Direction::direction); \
-  }                                                                                                                 \
-  STANDIN_API cuMemcpy##suffix##Async_v2(destination_type destination, source_type source, std::size_t nbytes,      \
-                                         CUstream handle) {                                                         \
-    BEGIN();                                                                                                        \
-    STREAM(stream, handle);                                                                                         \
-    return copy(stream, (std::uintptr_t)destination, (std::uintptr_t)source, nbytes, Direction::direction);         \
+  }                                                                                                                  \
+  STANDIN_API cuMemcpy##suffix##Async_v2(destination_type destination, source_type source, std::size_t nbytes,       \
+                                         CUstream handle) {                                                          \
+    BEGIN();                                                                                                         \
+    STREAM(stream, handle);                                                                                          \
+    return copy(stream, (std::uintptr_t)destination, (std::uintptr_t)source, nbytes, Direction::direction);          \
   }
 COPY(HtoD, CUdeviceptr, const void*, kHostToDevice)
 COPY(DtoH, void*, CUdeviceptr, kDeviceToHost)
@@ -286,16 +286,16 @@ STANDIN_API cuMemcpyPeerAsync(CUdeviceptr destination, void*, CUdeviceptr source
   return copy(stream, destination, source, nbytes, Direction::kDeviceToDevice);
 }
 
-#define FILL(bits, type)                                                                                           \
-  STANDIN_API cuMemsetD##bits##_v2(CUdeviceptr destination, type value, std::size_t count) {                       \
-    BEGIN();                                                                                                       \
-    STREAM(stream, nullptr);                                                                                       \
-    return fill(stream, destination, value, bits / 8, count);                                                      \
-  }                                                                                                                \
-  STANDIN_API cuMemsetD##bits##Async(CUdeviceptr destination, type value, std::size_t count, CUstream handle) {    \
-    BEGIN();                                                                                                       \
-    STREAM(stream, handle);                                                                                        \
-    return fill(stream, destination, value, bits / 8, count);                                                      \
+#define FILL(bits, type)                                                                                        \
+  STANDIN_API cuMemsetD##bits##_v2(CUdeviceptr destination, type value, std::size_t count) {                    \
+    BEGIN();                                                                                                    \
+    STREAM(stream, nullptr);                                                                                    \
+    return fill(stream, destination, value, bits / 8, count);                                                   \
+  }                                                                                                             \
+  STANDIN_API cuMemsetD##bits##Async(CUdeviceptr destination, type value, std::size_t count, CUstream handle) { \
+    BEGIN();                                                                                                    \
+    STREAM(stream, handle);                                                                                     \
+    return fill(stream, destination, value, bits / 8, count);                                                   \
   }
 FILL(8, unsigned char)
 FILL(16, unsigned short)
@@ -311,8 +311,7 @@ STANDIN_API cuMemAllocAsync(CUdeviceptr* out, std::size_t nbytes, CUstream handl
     if (stream->capture) return kNotSupported;  // memory nodes are not among what graphs do here
   }
   std::uintptr_t base = 0;
-  Error error =
-      memory().allocate(Kind::kPool, stream->device->ordinal, nbytes, 0, settings().memory, &base);
+  Error error = memory().allocate(Kind::kPool, stream->device->ordinal, nbytes, 0, settings().memory, &base);
   if (error == kOk) *out = base;
   return error;
 }

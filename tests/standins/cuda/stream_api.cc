@@ -9,8 +9,8 @@
 using namespace standin;
 using namespace standin::cuda;
 
-#define EVENT(name, handle)                        \
-  auto* name = static_cast<Event*>(handle);        \
+#define EVENT(name, handle)                 \
+  auto* name = static_cast<Event*>(handle); \
   if (!name || !known_event(name)) return kInvalidHandle
 
 STANDIN_API cuStreamCreateWithPriority(CUstream* out, unsigned flags, int priority) {
@@ -281,8 +281,8 @@ STANDIN_API cuThreadExchangeStreamCaptureMode(int* mode) {
   return exchange_capture_mode(mode);
 }
 
-#define GRAPH(name, handle, executable)       \
-  auto* name = static_cast<Graph*>(handle);   \
+#define GRAPH(name, handle, executable)     \
+  auto* name = static_cast<Graph*>(handle); \
   if (!known_graph(name, executable)) return kInvalidValue
 
 STANDIN_API cuGraphInstantiateWithFlags(void** out, void* handle, unsigned long long) {

@@ -22,9 +22,8 @@ thread_local CaptureMode interaction = CaptureMode::kGlobal;
 
 // Streams that joined must be waited for by the origin before the capture ends.
 bool unjoined(const Capture& capture) {
-  return std::any_of(capture.tips.begin(), capture.tips.end(), [&](const auto& tip) {
-    return tip.first != capture.origin && !capture.joined.count(tip.first);
-  });
+  return std::any_of(capture.tips.begin(), capture.tips.end(),
+                     [&](const auto& tip) { return tip.first != capture.origin && !capture.joined.count(tip.first); });
 }
 
 }  // namespace

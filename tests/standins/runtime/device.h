@@ -30,8 +30,8 @@ struct Stream {
 };
 
 struct Device {
-  int ordinal = 0;   // as this process counts
-  int physical = 0;  // as the machine does
+  int ordinal = 0;            // as this process counts
+  int physical = 0;           // as the machine does
   std::atomic<int> fault{0};  // sticky: a kernel's fault fails everything after it
   std::vector<std::unique_ptr<Queue>> queues;
   std::size_t next_queue = 0;

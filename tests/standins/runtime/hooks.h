@@ -22,7 +22,7 @@ struct Hooks {
 
 struct Kernel {  // exported as standin_kernel_<name>
   unsigned parameters;
-  const unsigned* sizes;           // of each, bytes
+  const unsigned* sizes;  // of each, bytes
   const unsigned* alignments;
   void (*call)(void** arguments);  // one thread's
 };

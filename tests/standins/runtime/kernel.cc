@@ -234,9 +234,7 @@ void Block3::warp_barrier(unsigned long long lanes) {
   leave(State::kWarpBarrier);
 }
 
-void Block3::allow(std::uintptr_t address, std::size_t nbytes) {
-  known_[next_known_++ % 4] = {address, nbytes};
-}
+void Block3::allow(std::uintptr_t address, std::size_t nbytes) { known_[next_known_++ % 4] = {address, nbytes}; }
 
 // The kernel's own: its stack, and the variables of its module.
 bool Block3::own_data(std::uintptr_t address, std::size_t nbytes) {
@@ -253,11 +251,11 @@ bool Block3::own_data(std::uintptr_t address, std::size_t nbytes) {
         auto inside = [&](std::uintptr_t begin, std::size_t size, std::uintptr_t what) { return what - begin < size; };
         bool ours = false;
         for (int i = 0; i < info->dlpi_phnum; ++i) {
-          const ElfW(Phdr)& part = info->dlpi_phdr[i];
+          const ElfW(Phdr) & part = info->dlpi_phdr[i];
           ours |= part.p_type == PT_LOAD && inside(info->dlpi_addr + part.p_vaddr, part.p_memsz, wanted.code);
         }
         for (int i = 0; ours && i < info->dlpi_phnum; ++i) {
-          const ElfW(Phdr)& part = info->dlpi_phdr[i];
+          const ElfW(Phdr) & part = info->dlpi_phdr[i];
           auto begin = part.p_type == PT_TLS ? reinterpret_cast<std::uintptr_t>(info->dlpi_tls_data)
                                              : info->dlpi_addr + part.p_vaddr;
           bool holds = (part.p_type == PT_TLS || part.p_type == PT_LOAD) && begin && part.p_memsz >= wanted.nbytes;

@@ -15,8 +15,8 @@
 namespace standin {
 namespace {
 
-constexpr std::size_t kGuard = 65536;   // on either side, so that a stray access hits it
-constexpr std::size_t kAlignment = 256;  // of every allocation, as cuMemAlloc's
+constexpr std::size_t kGuard = 65536;     // on either side, so that a stray access hits it
+constexpr std::size_t kAlignment = 256;   // of every allocation, as cuMemAlloc's
 constexpr std::size_t kPoison = 1 << 20;  // so many bytes of fresh memory are not zero
 
 std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }

@@ -33,7 +33,7 @@ struct Block {
   std::uintptr_t map = 0;  // where its pages begin
   std::size_t mapped = 0;
   int fd = -1;
-  int references = 1;   // of imported memory
+  int references = 1;    // of imported memory
   char origin[64] = {};  // of imported memory: its handle
 
   bool on_device() const {

@@ -26,26 +26,26 @@ std::size_t image_bytes(const void* image) {
   return header.e_shoff + static_cast<std::size_t>(header.e_shnum) * header.e_shentsize;
 }
 
-void* open_image(const void* image, std::size_t nbytes) {
-  int fd = memfd_create("standin-module", MFD_CLOEXEC);
-  if (fd < 0) return nullptr;
+// The file stays open as long as the library: dlopen takes an equal path for the library it has already.
+void open_image(const void* image, std::size_t nbytes, Module* module) {
+  module->fd = memfd_create("standin-module", MFD_CLOEXEC);
+  if (module->fd < 0) return;
   std::size_t written = 0;
   while (written < nbytes) {
-    ssize_t count = write(fd, static_cast<const char*>(image) + written, nbytes - written);
+    ssize_t count = write(module->fd, static_cast<const char*>(image) + written, nbytes - written);
     if (count <= 0) break;
     written += static_cast<std::size_t>(count);
   }
-  std::string path = "/proc/self/fd/" + std::to_string(fd);
-  void* library = written == nbytes ? dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
-  if (!library) complain("an image cannot be loaded: %s", dlerror());
-  close(fd);
-  return library;
+  std::string path = "/proc/self/fd/" + std::to_string(module->fd);
+  if (written == nbytes) module->library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!module->library) complain("an image cannot be loaded: %s", dlerror());
 }
 
 }  // namespace
 
 Module::~Module() {
   if (library) dlclose(library);
+  if (fd >= 0) close(fd);
 }
 
 Error load_module(const void* image, Module** out) {
@@ -53,7 +53,7 @@ Error load_module(const void* image, Module** out) {
   std::size_t nbytes = image_bytes(image);
   if (nbytes == 0) return kInvalidImage;
   auto module = std::make_shared<Module>();
-  module->library = open_image(image, nbytes);
+  open_image(image, nbytes, module.get());
   if (!module->library) return kInvalidImage;
   auto* about = static_cast<const Image*>(dlsym(module->library, "standin_image"));
   if (!about || std::strcmp(about->vendor, kVendor.name) != 0) return kInvalidImage;

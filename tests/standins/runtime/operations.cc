@@ -77,7 +77,7 @@ class HostThread {
   };
 
   HostThread() {
-    std::thread([this] { run(); }).detach();
+    start_thread([this] { run(); });
   }
 
   [[noreturn]] void run() {
@@ -192,6 +192,8 @@ Error write_value(Stream* stream, std::uintptr_t address, std::uint64_t value, s
     return kOk;
   });
 }
+
+void start_host_thread() { HostThread::instance(); }
 
 Error host_function(Stream* stream, void (*function)(void*), void* argument) {
   if (!function) return kInvalidValue;

@@ -26,6 +26,8 @@ Error wait_value(Stream* stream, std::uintptr_t address, std::uint64_t value, Co
                  std::size_t width);
 Error write_value(Stream* stream, std::uintptr_t address, std::uint64_t value, std::size_t width);
 
+// Of the one thread that runs host functions: a driver starts it with its devices.
+void start_host_thread();
 Error host_function(Stream* stream, void (*function)(void*), void* argument);
 
 // Frees when the stream gets there.

@@ -50,15 +50,18 @@ void Execution::report(const char* what) const {
   complain("device %d, stream %d waited %g s (STANDIN_TIMEOUT) %s", device_.ordinal, stream_, settings().timeout, what);
 }
 
-Queue::Queue(Device& device, int number)
-    : device_(device),
-      random_(settings().seed * 0x9E3779B97F4A7C15u + static_cast<unsigned>(64 * device.physical + number + 1)) {
-  // Signals are the program's business, not that of a driver's thread.
+void start_thread(std::function<void()> run) {
   sigset_t all, old;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);
-  std::thread([this] { run(); }).detach();
+  std::thread(std::move(run)).detach();
   pthread_sigmask(SIG_SETMASK, &old, nullptr);
+}
+
+Queue::Queue(Device& device, int number)
+    : device_(device),
+      random_(settings().seed * 0x9E3779B97F4A7C15u + static_cast<unsigned>(64 * device.physical + number + 1)) {
+  start_thread([this] { run(); });
 }
 
 void Queue::push(Operation operation) {

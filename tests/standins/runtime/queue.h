@@ -82,6 +82,9 @@ struct Operation {
   CompletionPtr done;
 };
 
+// A thread of the driver's own, for as long as the process lives: no signal is delivered to it.
+void start_thread(std::function<void()> run);
+
 class Queue {
  public:
   Queue(Device& device, int number);
