@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import standins
 from ranks import Job, RankError, Ranks, wait_until
-from standins.drivers import Cuda, Refused
+from standins.drivers import Cuda, DriverError
 
 pytestmark = pytest.mark.standins
 
@@ -69,7 +69,7 @@ def refused(call: Callable[..., Any], *args: Any) -> int:
     """The code that a call is refused with; 0 when it is not."""
     try:
         call(*args)
-    except Refused as error:
+    except DriverError as error:
         return error.code
     return 0
 

@@ -1,6 +1,6 @@
 """The vendors' drivers through their real Python packages, in the same words: what the tests of the stand-ins call.
 
-Addresses, streams and events are ints. A call that fails raises `Refused`, which holds the vendor's number.
+Addresses, streams and events are ints. A call that fails raises `DriverError`, which holds the vendor's number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 HANDLE_BYTES = 64
 
 
-class Refused(Exception):
+class DriverError(Exception):
     def __init__(self, code: int, call: str) -> None:
         super().__init__(f"{call}: {code}")
         self.code = code
@@ -50,7 +50,7 @@ class Cuda:
     def call(self, name: str, *args: Any) -> Any:
         code, *values = getattr(self.api, name)(*args)
         if int(code):
-            raise Refused(int(code), name)
+            raise DriverError(int(code), name)
         return values[0] if len(values) == 1 else tuple(values)
 
     def count(self) -> int:
@@ -136,7 +136,7 @@ class Cuda:
     def _ready(self, name: str, handle: int) -> bool:
         try:
             self.call(name, handle)
-        except Refused as refused:
+        except DriverError as refused:
             if refused.code != 600:
                 raise
             return False
@@ -196,7 +196,7 @@ class Cuda:
         if int(code):
             log = b" " * self.nvrtc.nvrtcGetProgramLogSize(program)[1]
             self.nvrtc.nvrtcGetProgramLog(program, log)
-            raise Refused(int(code), log.decode())
+            raise DriverError(int(code), log.decode())
         image = b" " * self.nvrtc.nvrtcGetCUBINSize(program)[1]
         self.nvrtc.nvrtcGetCUBIN(program, image)
         self.nvrtc.nvrtcDestroyProgram(program)
