@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from hetcoll.plan import Buf, Op, Plan, Span, Step, cut
+from hetcoll.plan import Buf, Local, Op, Plan, Span, Step, cut
 from hetcoll.simulator import follows
 from hetcoll.types import Collective
 
@@ -29,6 +29,8 @@ class Running:
     done: int = 0
     begun: bool = False
     complete: bool = False
+    parts: list[Array | None] = field(default_factory=list)
+    members: list[Running] = field(default_factory=list)  # of the island, in its order: its k-th LOCAL step on each
 
     @property
     def length(self) -> int:
@@ -51,6 +53,7 @@ def execute(plans: Sequence[Plan], counts: Sequence[int], inplace: bool, rng: ra
     """
     memories = [Memory(plan, counts, inplace) for plan in plans]
     lanes: list[tuple[int, deque[Running]]] = []
+    locals: dict[int, list[Running]] = {plan.rank: [] for plan in plans}
     for plan, memory in zip(plans, memories, strict=True):
         running: list[Running] = []
         queues: dict[int, deque[Running]] = {}
@@ -58,7 +61,14 @@ def execute(plans: Sequence[Plan], counts: Sequence[int], inplace: bool, rng: ra
             deps = [(running[d], follows(plan, plan.steps[d], step)) for d in step.deps]
             running.append(Running(step, memory.view(step.src), memory.view(step.dst), deps))
             queues.setdefault(step.lane, deque()).append(running[-1])
+            if step.local is not None:
+                running[-1].parts = [memory.view(part) if part else None for part in step.local.parts]
+                locals[plan.rank].append(running[-1])
         lanes += [(plan.rank, queue) for queue in queues.values()]
+    for island in plans[0].islands:
+        for members in zip(*(locals[rank] for rank in island), strict=True):
+            for r in members:
+                r.members = list(members)
     wires: dict[tuple[int, int, int], deque[float]] = {}
     while lanes:
         rng.shuffle(lanes)
@@ -79,6 +89,12 @@ def advance(
 ) -> bool:
     """Move a few elements of one step. A message is its length, then its elements."""
     step, limit = r.step, r.limit()
+    if step.local is not None:
+        r.begun = all(dep.complete for dep, _ in r.deps)
+        if r.complete or not all(member.begun for member in r.members):
+            return False
+        together(step.local, r.members, rng)
+        return True
     if limit < 0:
         return False
     length = r.length
@@ -111,6 +127,44 @@ def advance(
         r.done += 1
     r.complete = r.done == length and (step.peer < 0 or r.begun) and limit == length
     return (r.done, r.begun) != before or r.complete
+
+
+def together(local: Local, members: list[Running], rng: random.Random) -> None:
+    """A vendor's collective, once all members of the island have come to it. It adds up in an order of its own."""
+    for member in members:
+        assert member.step.local
+        assert (member.step.local.kind, member.step.local.root) == (local.kind, local.root)
+        member.complete = True
+    order = rng.sample(range(len(members)), len(members))
+    sources = [m.source.copy() for m in members]
+    parts = [[None if p is None else p.copy() for p in m.parts] for m in members]
+    match local.kind:
+        case Collective.ALLREDUCE | Collective.REDUCE:
+            total = sum(sources[j] for j in order)
+            for member in members:
+                if member.step.dst is not None:
+                    member.target[:] = total
+        case Collective.BROADCAST:
+            given = next(source for source, m in zip(sources, members, strict=True) if m.step.src is not None)
+            for member in members:
+                if member.step.dst is not None:
+                    member.target[:] = given
+        case Collective.ALLGATHER | Collective.GATHER:
+            for member in members:
+                for part, source, giver in zip(member.parts, sources, members, strict=bool(member.parts)):
+                    assert (part is None) == (giver.step.src is None)
+                    if part is not None:
+                        part[:] = source
+        case Collective.REDUCE_SCATTER:
+            for j, member in enumerate(members):
+                if member.step.dst is not None:
+                    member.target[:] = sum(parts[k][j] for k in order)  # type: ignore[arg-type]
+        case Collective.SCATTER:
+            given_parts = next(row for row in parts if row)
+            for member, part in zip(members, given_parts, strict=True):
+                assert (part is None) == (member.step.dst is None)
+                if part is not None:
+                    member.target[:] = part
 
 
 def refined(shares: Sequence[int], plan: Plan) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetcoll import _native
-from hetcoll.plan import HEADER, MAGIC, STEP, Buf, Builder, Op, Plan, Span, Step, cut
+from hetcoll.plan import HEADER, MAGIC, SPAN, STEP, Buf, Builder, Local, Op, Plan, Span, Step, cut
 from hetcoll.types import Collective
 
 counts = st.integers(0, 1 << 62)
@@ -57,24 +57,36 @@ def example() -> Plan:
     got = b.add(Op.RECV_REDUCE, 1, src=Span(Buf.SEND, 2, 3), dst=Span(Buf.SCRATCH, 4, 3), peer=5, channel=1)
     scaled = b.add(Op.SCALE, 3, dst=Span(Buf.SCRATCH, 4, 3), deps=[got])
     b.add(Op.SEND, 0, src=Span(Buf.SCRATCH, 4, 3), peer=6, deps=[scaled, got])
-    return Plan(Collective.REDUCE_SCATTER, "x", 7, 2, 7, 1, tuple(b.steps), 0, 1, Buf.SEND, 2)
+    parts = (None, Span(Buf.SEND, 2, 4))
+    b.add(Op.LOCAL, 2, dst=Span(Buf.RECV, 0), local=Local(Collective.SCATTER, 2, parts), deps=[got])
+    islands = ((0, 1, 3), (4, 5, 6), (1, 2))
+    return Plan(Collective.REDUCE_SCATTER, "x", 7, 2, 7, 1, tuple(b.steps), 0, 1, Buf.SEND, 2, 1, islands)
 
 
 def test_encoded_records_hold_every_field() -> None:
     plan = example()
     data = plan.encode()
     head = HEADER.unpack_from(data)
-    assert head == (MAGIC, 4, Collective.REDUCE_SCATTER, 3, 3, 7, 1, 1, Buf.SEND, plan.credits)
-    rows = [STEP.unpack_from(data, HEADER.size + i * STEP.size) for i in range(3)]
-    tail = data[HEADER.size + 3 * STEP.size :]
-    deps = struct.unpack(f"<{len(tail) // 4}I", tail)
+    assert head == (MAGIC, 4, Collective.REDUCE_SCATTER, 4, 4, 7, 1, 1, Buf.SEND, plan.credits, 2)
+    rows = [STEP.unpack_from(data, HEADER.size + i * STEP.size) for i in range(4)]
+    tail = data[HEADER.size + 4 * STEP.size :]
+    deps = struct.unpack_from("<4I", tail)
+    parts = [span(*SPAN.unpack_from(tail, 16 + i * SPAN.size)) for i in range(2)]
+    assert len(tail) == 16 + 2 * SPAN.size
     decoded = []
-    for op, lane, channel, peer, sb, ss, sc, db, ds, dc, first, number in rows:
-        src = None if sb < 0 else Span(Buf(sb), ss, sc)
-        dst = None if db < 0 else Span(Buf(db), ds, dc)
-        decoded.append(Step(Op(op), lane, src, dst, peer, channel, deps[first : first + number]))
+    for op, lane, channel, peer, sb, ss, sc, db, ds, dc, first, number, part, many in rows:
+        local = None
+        if op == Op.LOCAL:
+            root = plan.island[peer]
+            local, channel, peer = Local(Collective(channel), root, tuple(parts[part : part + many])), 0, -1
+        ends = span(sb, ss, sc), span(db, ds, dc)
+        decoded.append(Step(Op(op), lane, *ends, peer, channel, deps[first : first + number], local))
     assert tuple(decoded) == plan.steps
-    assert deps == (0, 0, 1)
+    assert deps == (0, 0, 1, 0)
+
+
+def span(buf: int, start: int, count: int) -> Span | None:
+    return None if buf < 0 else Span(Buf(buf), start, count)
 
 
 def test_dump_names_steps_spans_peers_and_deps() -> None:
@@ -82,6 +94,7 @@ def test_dump_names_steps_spans_peers_and_deps() -> None:
     assert lines[0] == "reduce_scatter by x: rank 2 of 7"
     assert lines[1] == "  0  1:recv_reduce send[2:5] -> scratch[4:7] peer 5 channel 1"
     assert lines[3] == "  2  0:send scratch[4:7] peer 6 after 0,1"
+    assert lines[4] == "  3  2:local scatter root 2 of -,send[2:6] -> recv[0:1] after 0"
 
 
 def test_edges_are_pairs_of_peer_and_channel() -> None:

@@ -116,6 +116,7 @@ bool Engine::Linked(int peer, int channel) const { return const_cast<Links&>(lin
 int Engine::AddPlan(std::span<const std::byte> encoded) {
   auto plan = std::make_unique<Plan>(encoded, options_.size);
   for (const StepRecord& s : plan->steps) {
+    if (s.op == std::uint8_t(Op::kLocal)) throw PlanError("plan: a local step needs an island of devices");
     if (s.op <= std::uint8_t(Op::kRecvReduce) && !Linked(s.peer, s.channel)) {
       throw PlanError("plan: no link to rank " + std::to_string(s.peer) + " on channel " + std::to_string(s.channel));
     }

@@ -80,29 +80,44 @@ Plan::Plan(std::span<const std::byte> encoded, int size) {
   if (encoded.size() < sizeof head) throw PlanError("plan: shorter than its header");
   std::memcpy(&head, encoded.data(), sizeof head);
   CheckHeader(head);
-  const std::size_t want = sizeof head + sizeof(StepRecord) * head.steps + sizeof(std::uint32_t) * head.deps;
+  const std::size_t want = sizeof head + sizeof(StepRecord) * head.steps + sizeof(std::uint32_t) * head.deps +
+                           sizeof(SpanRecord) * head.parts;
   if (encoded.size() != want) throw PlanError("plan: wrong length");
-  steps.resize(head.steps);
-  deps.resize(head.deps);
   const std::byte* at = encoded.data() + sizeof head;
-  if (!steps.empty()) std::memcpy(steps.data(), at, sizeof(StepRecord) * steps.size());
-  if (!deps.empty())
-    std::memcpy(deps.data(), at + sizeof(StepRecord) * steps.size(), sizeof(std::uint32_t) * deps.size());
+  const auto read = [&at](auto& records, std::size_t count) {
+    records.resize(count);
+    const std::size_t bytes = sizeof(records[0]) * count;
+    if (bytes > 0) std::memcpy(records.data(), at, bytes);
+    at += bytes;
+  };
+  read(steps, head.steps);
+  read(deps, head.deps);
+  read(parts, head.parts);
   for (std::size_t i = 0; i < steps.size(); ++i) {
     const StepRecord& s = steps[i];
     const bool talks = s.op <= std::uint8_t(Op::kRecvReduce);
-    if (s.op > std::uint8_t(Op::kLocal) || s.lane >= head.lanes || s.channel >= kChannels ||
+    const bool local = s.op == std::uint8_t(Op::kLocal);
+    if (s.op > std::uint8_t(Op::kLocal) || s.lane >= head.lanes || (!local && s.channel >= kChannels) ||
         (talks && (s.peer < 0 || s.peer >= size)) || s.dep_begin > deps.size() ||
         s.dep_count > deps.size() - s.dep_begin) {
       throw PlanError("plan step " + std::to_string(i) + ": field out of range");
     }
     const auto op = static_cast<Op>(s.op);
-    CheckSpan(s.src, op != Op::kRecv && op != Op::kScale && op != Op::kLocal, head, i);
-    CheckSpan(s.dst, op != Op::kSend && op != Op::kLocal, head, i);
+    CheckSpan(s.src, op != Op::kRecv && op != Op::kScale && !local, head, i);
+    CheckSpan(s.dst, op != Op::kSend && !local, head, i);
+    if (local) CheckLocal(s, i);
     for (std::uint32_t d = 0; d < s.dep_count; ++d) {
       if (deps[s.dep_begin + d] >= steps.size()) throw PlanError("plan step " + std::to_string(i) + ": unknown dep");
     }
   }
+}
+
+void Plan::CheckLocal(const StepRecord& s, std::size_t index) const {
+  const bool inside = s.part_begin <= parts.size() && s.part_count <= parts.size() - s.part_begin;
+  if (!inside || s.channel > std::uint16_t(Collective::kScatter) || s.peer < -1) {
+    throw PlanError("plan step " + std::to_string(index) + ": no collective of an island");
+  }
+  for (std::uint32_t k = 0; k < s.part_count; ++k) CheckSpan(parts[s.part_begin + k], false, head, index);
 }
 
 BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_count, std::size_t recv_count,
@@ -151,7 +166,7 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
     BoundStep s;
     s.op = static_cast<Op>(r.op);
     s.channel = r.channel;
-    s.peer = r.peer;
+    s.peer = s.op == Op::kLocal ? -1 : r.peer;
     if (s.op <= Op::kRecvReduce) s.number = kNumberStep * messages[{s.op == Op::kSend, r.peer, r.channel}]++;
     const Bytes src = bytes(r.src);
     const Bytes dst = bytes(r.dst);
@@ -175,9 +190,19 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
       hazard(q.dst, r.src);
       hazard(q.src, r.dst);
       hazard(q.dst, r.dst);
-      deps.push_back({on, same && !skewed});
+      const bool local = s.op == Op::kLocal || q.op == std::uint8_t(Op::kLocal);
+      deps.push_back({on, same && !skewed && !local});
     }
     s.dep_end = static_cast<std::uint32_t>(deps.size());
+    if (s.op == Op::kLocal) {
+      BoundLocal local{static_cast<std::uint32_t>(steps.size()), static_cast<Collective>(r.channel), r.peer, {}};
+      for (std::uint32_t k = 0; k < r.part_count; ++k) {
+        const SpanRecord& part = plan.parts[r.part_begin + k];
+        const Bytes b = bytes(part);
+        local.parts.push_back({static_cast<Buf>(part.buf), b.off, b.len});
+      }
+      locals.push_back(std::move(local));
+    }
     steps.push_back(s);
   }
 

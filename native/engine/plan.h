@@ -29,9 +29,10 @@ struct PlanHeader {
   std::uint32_t scratch_copies;
   std::uint16_t scratch_like;
   std::uint16_t credits;  // 0: the plan completes even when every send waits for its receive
+  std::uint32_t parts;    // of local steps, all together
 };
-static_assert(sizeof(PlanHeader) == 32);
-inline constexpr std::uint32_t kPlanMagic = 0x48435031;
+static_assert(sizeof(PlanHeader) == 36);
+inline constexpr std::uint32_t kPlanMagic = 0x48435032;
 
 struct SpanRecord {
   std::int32_t buf;
@@ -39,17 +40,21 @@ struct SpanRecord {
   std::int32_t count;
 };
 
+static_assert(sizeof(SpanRecord) == 12);
+
 struct StepRecord {
   std::uint8_t op;
   std::uint8_t lane;
-  std::uint16_t channel;
-  std::int32_t peer;
+  std::uint16_t channel;  // local steps: which collective
+  std::int32_t peer;      // local steps: the root's place in the island, or -1
   SpanRecord src;
   SpanRecord dst;
   std::uint32_t dep_begin;
   std::uint32_t dep_count;
+  std::uint32_t part_begin;
+  std::uint32_t part_count;
 };
-static_assert(sizeof(StepRecord) == 40);
+static_assert(sizeof(StepRecord) == 48);
 
 struct PlanError : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -65,6 +70,10 @@ struct Plan {
   PlanHeader head{};
   std::vector<StepRecord> steps;
   std::vector<std::uint32_t> deps;
+  std::vector<SpanRecord> parts;
+
+ private:
+  void CheckLocal(const StepRecord& step, std::size_t index) const;
 };
 
 // One step with its bytes: what a plan becomes for given counts. `done` and `complete` are the state of a run.
@@ -93,6 +102,21 @@ struct BoundDep {
   bool follows;
 };
 
+// What a local step has for each member of the island, with its bytes; nothing where `buf` is kNone.
+struct BoundPart {
+  Buf buf;
+  std::size_t off;
+  std::size_t len;
+};
+
+// A local step: a collective among the members of this rank's island. plan.py's `Local` says who has what.
+struct BoundLocal {
+  std::uint32_t step;
+  Collective kind;
+  std::int32_t root;  // place in the island, or -1
+  std::vector<BoundPart> parts;
+};
+
 struct BoundPlan {
   // `send_table` and `recv_table` are element offsets of units (units + 1 entries); empty means the even cut.
   BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_count, std::size_t recv_count,
@@ -102,6 +126,7 @@ struct BoundPlan {
   std::vector<BoundDep> deps;
   std::vector<std::uint32_t> order;       // step indices, lane by lane
   std::vector<std::uint32_t> lane_begin;  // lanes + 1 entries into `order`
+  std::vector<BoundLocal> locals;         // in the order of their steps
   bool may_lend = false;                  // sends may wait for their receives
   std::size_t scratch_bytes = 0;
   std::size_t send_bytes = 0;

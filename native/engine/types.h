@@ -44,6 +44,16 @@ enum class ReduceOp : std::uint8_t {
 };
 inline constexpr int kReduceOps = 11;
 
+enum class Collective : std::uint8_t {
+  kAllreduce = 0,
+  kAllgather = 1,
+  kReduceScatter = 2,
+  kBroadcast = 3,
+  kReduce = 4,
+  kGather = 5,
+  kScatter = 6,
+};  // those that an island's members do among themselves
+
 constexpr std::size_t ItemSize(DType t) {
   switch (t) {
     case DType::kInt8:

@@ -9,6 +9,7 @@ namespace hetcoll::testing {
 
 // plan_test.cc
 void CheckPlans();
+void CheckLocals();
 void FuzzPlans();
 
 // fault_test.cc
@@ -247,23 +248,15 @@ struct Scenario {
 };
 
 constexpr Scenario kScenarios[] = {
-    {"plans", CheckPlans},
-    {"fuzz", FuzzPlans},
-    {"types", Types},
-    {"sizes", Sizes},
-    {"flight", Flight},
-    {"messages", Messages},
-    {"background", Background},
-    {"wakeups", Wakeups},
-    {"failing", Failing},
-    {"leaving", Leaving},
-    {"mismatches", Mismatches},
-    {"garbage", Garbage},
-    {"faultspecs", FaultSpecs},
-    {"lending", Lending},
-    {"harmless", HarmlessFaults},
-    {"harmful", HarmfulFaults},
-    {"gpus", Gpus},
+    {"plans", CheckPlans},      {"locals", CheckLocals},
+    {"fuzz", FuzzPlans},        {"types", Types},
+    {"sizes", Sizes},           {"flight", Flight},
+    {"messages", Messages},     {"background", Background},
+    {"wakeups", Wakeups},       {"failing", Failing},
+    {"leaving", Leaving},       {"mismatches", Mismatches},
+    {"garbage", Garbage},       {"faultspecs", FaultSpecs},
+    {"lending", Lending},       {"harmless", HarmlessFaults},
+    {"harmful", HarmfulFaults}, {"gpus", Gpus},
 };
 
 }  // namespace

@@ -67,16 +67,30 @@ class Draft {
   int Local(Op op, int lane, SpanRecord dst, SpanRecord src, std::initializer_list<int> after = {}) {
     return Add(op, lane, src, dst, -1, 0, after);
   }
+  int LocalStep(int lane, Collective kind, SpanRecord src, SpanRecord dst, int root,
+                std::initializer_list<SpanRecord> parts) {
+    const int step = Add(Op::kLocal, lane, src, dst, root, static_cast<int>(kind), {});
+    steps_.back().part_begin = static_cast<std::uint32_t>(parts_.size());
+    steps_.back().part_count = static_cast<std::uint32_t>(parts.size());
+    parts_.insert(parts_.end(), parts);
+    return step;
+  }
   void Scratch(std::uint32_t copies) { head_.scratch_copies = copies; }
 
   std::vector<std::byte> Encode() const {
     PlanHeader head = head_;
     head.steps = static_cast<std::uint32_t>(steps_.size());
     head.deps = static_cast<std::uint32_t>(deps_.size());
-    std::vector<std::byte> out(sizeof head + steps_.size() * sizeof(StepRecord) + deps_.size() * 4);
+    head.parts = static_cast<std::uint32_t>(parts_.size());
+    std::vector<std::byte> out(sizeof head);
     std::memcpy(out.data(), &head, sizeof head);
-    if (!steps_.empty()) std::memcpy(out.data() + sizeof head, steps_.data(), steps_.size() * sizeof(StepRecord));
-    if (!deps_.empty()) std::memcpy(out.data() + out.size() - deps_.size() * 4, deps_.data(), deps_.size() * 4);
+    const auto append = [&out](const auto& records) {
+      const auto bytes = std::as_bytes(std::span(records));
+      out.insert(out.end(), bytes.begin(), bytes.end());
+    };
+    append(steps_);
+    append(deps_);
+    append(parts_);
     return out;
   }
 
@@ -90,7 +104,7 @@ class Draft {
     }
     steps_.push_back({static_cast<std::uint8_t>(op), static_cast<std::uint8_t>(lane),
                       static_cast<std::uint16_t>(channel), peer, src, dst, begin,
-                      static_cast<std::uint32_t>(deps_.size()) - begin});
+                      static_cast<std::uint32_t>(deps_.size()) - begin, 0, 0});
     head_.lanes = std::max<std::uint16_t>(head_.lanes, static_cast<std::uint16_t>(lane + 1));
     return static_cast<int>(steps_.size()) - 1;
   }
@@ -100,10 +114,21 @@ class Draft {
   PlanHeader head_{};
   std::vector<StepRecord> steps_;
   std::vector<std::uint32_t> deps_;
+  std::vector<SpanRecord> parts_;
 };
 
 using Encoded = std::vector<std::byte>;
 using Algorithm = Encoded (*)(int size, int rank);
+
+// algorithms/islands.py with two ranks that are one island: each adds up its half, then gives it to the other.
+inline Encoded IslandAllreduce(int n, int r) {
+  Draft p(n, r, 2, 2);
+  const int half = r % 2;
+  p.LocalStep(0, Collective::kReduceScatter, Draft::kNone, Draft::Out(half), -1, {Draft::In(0), Draft::In(1)});
+  p.LocalStep(0, Collective::kAllgather, Draft::Out(half), Draft::kNone, -1, {Draft::Out(0), Draft::Out(1)});
+  p.LocalStep(0, Collective::kGather, Draft::kNone, Draft::kNone, 1, {});
+  return p.Encode();
+}
 
 // algorithms/ring.py: reduce-scatter on channel 0, all-gather on channel 1.
 inline Encoded RingAllreduce(int n, int r) {

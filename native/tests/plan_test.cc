@@ -32,6 +32,10 @@ void CheckBounds(const BoundPlan& bound) {
     const bool writes = s.op != Op::kSend && s.op != Op::kLocal;
     ok &= (!reads || s.src_buf != Buf::kNone) && (!writes || s.dst_buf != Buf::kNone);
   }
+  for (const BoundLocal& local : bound.locals) {
+    ok &= local.step < bound.steps.size() && bound.steps[local.step].op == Op::kLocal;
+    for (const BoundPart& part : local.parts) ok &= inside(part.buf, part.off, part.len);
+  }
   CHECK(ok, "a step outside its buffers");
 }
 
@@ -76,14 +80,42 @@ void CheckPlans() {
   }
 }
 
+void CheckLocals() {
+  const Encoded good = IslandAllreduce(2, 1);
+  const BoundPlan bound(Plan(good, 2), 1, DType::kFloat32, 5, 5, {}, {});
+  CheckBounds(bound);
+  CHECK(bound.locals.size() == 3 && bound.steps[0].len == 12 && bound.steps[0].dst_off == 8, "the second half");
+  const BoundLocal& scatter = bound.locals[0];
+  CHECK(scatter.kind == Collective::kReduceScatter && scatter.root == -1 && scatter.parts.size() == 2, "its parts");
+  CHECK(scatter.parts[0].len == 8 && scatter.parts[1].off == 8 && scatter.parts[1].len == 12, "cut like the buffer");
+  CHECK(bound.locals[2].kind == Collective::kGather && bound.locals[2].root == 1, "its root");
+  const auto broken = [&](auto change) {
+    Encoded plan = good;
+    StepRecord step;
+    std::byte* at = plan.data() + sizeof(PlanHeader);
+    std::memcpy(&step, at, sizeof step);
+    change(step);
+    std::memcpy(at, &step, sizeof step);
+    return plan;
+  };
+  CHECK(Refused(broken([](StepRecord& s) { s.channel = 7; }), 2), "not a collective of islands");
+  CHECK(Refused(broken([](StepRecord& s) { s.part_count = 5; }), 2), "parts behind the end");
+  CHECK(Refused(broken([](StepRecord& s) { s.part_begin = 0xffffffff; }), 2), "parts far behind the end");
+  CHECK(Refused(broken([](StepRecord& s) { s.peer = -2; }), 2), "no root");
+  Encoded beyond = good;
+  const SpanRecord part{0, 2, 1};
+  std::memcpy(beyond.data() + beyond.size() - sizeof part, &part, sizeof part);
+  CHECK(Refused(beyond, 2), "a part outside its buffer");
+}
+
 void FuzzPlans() {
   std::mt19937 random(20261120);
   const auto below = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
   int bound_plans = 0;
   for (int round = 0; round < 20000; ++round) {
     const int size = 2 + static_cast<int>(below(3));
-    const Algorithm algorithms[] = {RingAllreduce, DirectAllreduce, ScratchAllreduce};
-    Encoded plan = algorithms[below(3)](size, static_cast<int>(below(static_cast<std::size_t>(size))));
+    const Algorithm algorithms[] = {RingAllreduce, DirectAllreduce, ScratchAllreduce, IslandAllreduce};
+    Encoded plan = algorithms[below(4)](size, static_cast<int>(below(static_cast<std::size_t>(size))));
     for (std::size_t edits = below(4); edits > 0; --edits) {
       switch (below(4)) {
         case 0:

@@ -65,23 +65,31 @@ def enqueue_order(plans: Sequence[Plan], credits: int) -> tuple[tuple[int, ...],
 
 
 def _waits(plans: Sequence[Plan], credits: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """For each (rank, step) what it waits for: its lane, its deps, its message, and the slot it needs."""
+    """For each (rank, step) what it waits for: its lane, its deps, its message, the slot it needs, its island."""
     before: dict[tuple[int, int], list[tuple[int, int]]] = {}
     sends: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     recvs: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    locals: dict[tuple[int, ...], dict[int, list[tuple[int, int]]]] = {}
     for plan in plans:
         heads: dict[int, int] = {}
         for i, step in enumerate(plan.steps):
-            waits = [*step.deps, *([heads[step.lane]] if step.lane in heads else [])]
-            before[plan.rank, i] = [(plan.rank, d) for d in waits]
+            mine = [*step.deps, *([heads[step.lane]] if step.lane in heads else [])]
+            before[plan.rank, i] = [(plan.rank, d) for d in mine]
             heads[step.lane] = i
             if step.op is Op.SEND:
                 sends.setdefault((plan.rank, step.peer, step.channel), []).append((plan.rank, i))
             elif step.op in RECEIVES:
                 recvs.setdefault((step.peer, plan.rank, step.channel), []).append((plan.rank, i))
+            elif step.op is Op.LOCAL:
+                locals.setdefault(plan.island, {}).setdefault(plan.rank, []).append((plan.rank, i))
     for fifo, sent in sends.items():
         for k, (send, recv) in enumerate(zip(sent, recvs[fifo], strict=True)):
             before[recv].append(send)
             if k >= credits:
                 before[send].append(recvs[fifo][k - credits])
+    for rows in locals.values():
+        for group in zip(*rows.values(), strict=True):  # members wait for what any of them waits for
+            waits = sorted({name for member in group for name in before[member]})
+            for member in group:
+                before[member] = waits
     return before

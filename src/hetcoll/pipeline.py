@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 
 from .errors import ArgumentError
 from .plan import Plan, Span, Step
@@ -138,13 +138,11 @@ def _pipelined(plan: Plan, cuts: tuple[int, ...]) -> Plan:
     for step in plan.steps:
         mine: list[list[int]] = []
         for k, (begin, end) in enumerate(pairwise(cuts)):
-            sources, targets = (_cut(plan, span, begin, end, n) for span in (step.src, step.dst))
             mine.append([])
-            for i in range(len(sources or targets)):
-                src, dst = (spans[i] if spans else None for spans in (sources, targets))
+            for i, new in enumerate(_piece(plan, step, begin, end, n)):
                 deps = tuple(sorted({_last(plan, pieces[d][k], plan.steps[d], step, i) for d in step.deps}))
                 mine[-1].append(len(steps))
-                steps.append(replace(step, src=src, dst=dst, deps=deps))
+                steps.append(replace(new, deps=deps))
         pieces.append(mine)
     return replace(
         plan,
@@ -153,6 +151,16 @@ def _pipelined(plan: Plan, cuts: tuple[int, ...]) -> Plan:
         recv_units=plan.recv_units * n,
         pieces=plan.pieces if plan.collective in WHOLE else plan.pieces * n,
     )
+
+
+def _piece(plan: Plan, step: Step, begin: int, end: int, n: int) -> list[Step]:
+    """What the parts [begin, end) of n are of a step: one step for each share that its longest span touches."""
+    spans = [step.src, step.dst, *(step.local.parts if step.local else ())]
+    rows = list(zip_longest(*(_cut(plan, span, begin, end, n) for span in spans))) or [(None,) * len(spans)]
+    return [
+        replace(step, src=row[0], dst=row[1], local=replace(step.local, parts=row[2:]) if step.local else None)
+        for row in rows
+    ]
 
 
 def _cut(plan: Plan, span: Span | None, begin: int, end: int, n: int) -> list[Span]:

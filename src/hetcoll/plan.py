@@ -29,10 +29,11 @@ from enum import IntEnum
 
 from .types import Collective
 
-MAGIC = 0x48435031  # "HCP1"
-HEADER = struct.Struct("<IHHIIIIIHH")
-STEP = struct.Struct("<BBHiiiiiiiII")
-assert (HEADER.size, STEP.size) == (32, 40)  # native/engine/plan.h asserts the same
+MAGIC = 0x48435032  # "HCP2"
+HEADER = struct.Struct("<IHHIIIIIHHI")
+STEP = struct.Struct("<BBHiiiiiiiIIII")
+SPAN = struct.Struct("<iii")
+assert (HEADER.size, STEP.size) == (36, 48)  # native/engine/plan.h asserts the same
 
 
 class Buf(IntEnum):
@@ -72,8 +73,39 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Local:
+    """Which collective a LOCAL step is. All members of the rank's island take part, also those it gives nothing to do.
+
+    `root` is a rank, for a rooted collective. `parts` has one span, or None for nothing, for each member of the island
+    in its order. Who has which spans:
+
+    ==============  ============================================================================
+    ALLREDUCE       src, dst on everyone
+    REDUCE          src on everyone; dst on the root
+    BROADCAST       src on the root; dst on the others
+    ALLGATHER       src: what I give; parts: where I put what each member gives (mine may be src)
+    REDUCE_SCATTER  parts: my terms of what each member gets; dst: what I get (may be my part)
+    GATHER          src: what I give; parts on the root: where it puts what each member gives
+    SCATTER         parts on the root: what it gives each member; dst: what I get
+    ==============  ============================================================================
+
+    Reductions are those of the call, except that of an average they are the sum. Vendor libraries have calls for equal
+    parts that lie side by side in the order of members; everything else is a group of rooted calls.
+    """
+
+    kind: Collective
+    root: int = -1
+    parts: tuple[Span | None, ...] = ()
+
+    def __str__(self) -> str:
+        root = f" root {self.root}" if self.root >= 0 else ""
+        parts = " of " + ",".join("-" if part is None else str(part) for part in self.parts) if self.parts else ""
+        return self.kind.label + root + parts
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """One step. `deps` are indices into the same plan's steps."""
+    """One step. `deps` are indices into the same plan's steps. LOCAL steps of a rank are all in one lane."""
 
     op: Op
     lane: int
@@ -82,9 +114,12 @@ class Step:
     peer: int = -1
     channel: int = 0
     deps: tuple[int, ...] = ()
+    local: Local | None = None
 
     def __str__(self) -> str:
         parts = [f"{self.lane}:{self.op.name.lower()}"]
+        if self.local is not None:
+            parts.append(str(self.local))
         if self.src is not None:
             parts.append(str(self.src))
         if self.dst is not None:
@@ -103,7 +138,8 @@ class Plan:
     `send_units` and `recv_units` are the numbers of units that the user's buffers are cut into. SCRATCH is
     `scratch_copies` copies of `scratch_like`. `credits` is the least number of slots a channel needs; 0 means that
     the plan completes even when every send waits for its receive. Where a buffer consists of shares, one for each rank
-    or message, every share is cut into `pieces` units.
+    or message, every share is cut into `pieces` units. `islands` are the ranks of each island, in a plan with LOCAL
+    steps.
     """
 
     collective: Collective
@@ -118,6 +154,7 @@ class Plan:
     scratch_like: Buf = Buf.SEND
     credits: int = 0
     pieces: int = 1
+    islands: tuple[tuple[int, ...], ...] = ()
 
     @property
     def lanes(self) -> int:
@@ -134,26 +171,46 @@ class Plan:
             return self.scratch_copies * self.units(self.scratch_like)
         return self.send_units if buf is Buf.SEND else self.recv_units
 
+    @property
+    def island(self) -> tuple[int, ...]:
+        """The members of this rank's island, in order."""
+        return next((island for island in self.islands if self.rank in island), (self.rank,))
+
+    def _place(self, rank: int) -> int:
+        return self.island.index(rank) if rank in self.island else -1
+
     def dump(self) -> str:
         """The plan for people, a line a step."""
         head = f"{self.collective.label} by {self.algorithm}: rank {self.rank} of {self.size}"
         return "\n".join([head, *(f"{i:3d}  {step}" for i, step in enumerate(self.steps))])
 
     def encode(self) -> bytes:
-        """The fixed little-endian records that the engine loads: header, steps, then all deps."""
+        """The fixed little-endian records that the engine loads: header, steps, all deps, then all parts.
+
+        A LOCAL step has the number of its collective in `channel`, and its root's place in the island, or -1, in
+        `peer`.
+        """
         deps: list[int] = []
+        parts: list[Span | None] = []
         rows: list[bytes] = []
         for step in self.steps:
-            src = (-1, 0, 0) if step.src is None else (step.src.buf, step.src.start, step.src.count)
-            dst = (-1, 0, 0) if step.dst is None else (step.dst.buf, step.dst.start, step.dst.count)
-            row = (step.op, step.lane, step.channel, step.peer, *src, *dst, len(deps), len(step.deps))
+            mine = () if step.local is None else step.local.parts
+            where = (step.channel, step.peer) if step.local is None else (step.local.kind, self._place(step.local.root))
+            spans = (*_record(step.src), *_record(step.dst))
+            row = (step.op, step.lane, *where, *spans, len(deps), len(step.deps), len(parts), len(mine))
             rows.append(STEP.pack(*row))
             deps.extend(step.deps)
+            parts.extend(mine)
         head = HEADER.pack(
             MAGIC, self.lanes, self.collective, len(self.steps), len(deps), self.send_units, self.recv_units,
-            self.scratch_copies, self.scratch_like, self.credits,
+            self.scratch_copies, self.scratch_like, self.credits, len(parts),
         )  # fmt: skip
-        return head + b"".join(rows) + struct.pack(f"<{len(deps)}I", *deps)
+        tail = [struct.pack(f"<{len(deps)}I", *deps), *(SPAN.pack(*_record(part)) for part in parts)]
+        return b"".join([head, *rows, *tail])
+
+
+def _record(span: Span | None) -> tuple[int, int, int]:
+    return (-1, 0, 0) if span is None else (span.buf, span.start, span.count)
 
 
 def cut(count: int, units: int) -> tuple[int, ...]:
@@ -170,6 +227,7 @@ class Builder:
     """Collects steps; `add` returns the index to name in later `deps`."""
 
     steps: list[Step] = field(default_factory=list)
+    waited: dict[tuple[int, int], int] = field(default_factory=dict)  # (lane, other lane): its last step waited for
 
     def add(
         self,
@@ -181,8 +239,15 @@ class Builder:
         peer: int = -1,
         channel: int = 0,
         deps: Iterable[int | None] = (),
+        local: Local | None = None,
     ) -> int:
-        """Append a step. `None` among the deps stands for "nothing to wait for"; same-lane deps are dropped."""
-        kept = tuple(sorted({d for d in deps if d is not None and self.steps[d].lane != lane}))
-        self.steps.append(Step(op, lane, src, dst, peer, channel, kept))
+        """Append a step. `None` among the deps stands for "nothing to wait for".
+
+        Deps on the same lane, and on what an earlier step of this lane has waited for, are dropped.
+        """
+        wanted = {d: (lane, self.steps[d].lane) for d in deps if d is not None}
+        kept = tuple(sorted(d for d, ends in wanted.items() if ends[1] != lane and d > self.waited.get(ends, -1)))
+        for d in kept:
+            self.waited[wanted[d]] = d
+        self.steps.append(Step(op, lane, src, dst, peer, channel, kept, local))
         return len(self.steps) - 1

@@ -26,7 +26,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ..errors import ArgumentError
-from ..plan import Buf, Builder, Op, Plan, Span
+from ..plan import Buf, Builder, Local, Op, Plan, Span
 from ..types import Collective
 
 After = Iterable[int | None]
@@ -50,7 +50,7 @@ def tmp(start: int = 0, count: int = 1) -> Span:
 
 @dataclass(slots=True, kw_only=True)
 class Draft(Builder):
-    """A plan in the making. `units` counts only where the number of units is free: see `_units`."""
+    """A plan in the making. `units` counts only where buffers are not cut by rank, `pieces` where they are."""
 
     collective: Collective
     algorithm: str
@@ -60,9 +60,11 @@ class Draft(Builder):
     root: int = 0
     average: bool = False
     units: int = 1
+    pieces: int = 1
     scratch_copies: int = 0
     scratch_like: Buf = Buf.SEND
     credits: int = 0
+    islands: Hosts = ()
 
     def others(self) -> list[int]:
         """Every rank but this one, in order."""
@@ -91,27 +93,42 @@ class Draft(Builder):
     def reduce(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
         return self.add(Op.REDUCE, lane, src=src, dst=dst, deps=after)
 
+    def local(
+        self,
+        lane: int,
+        kind: Collective,
+        *,
+        src: Span | None = None,
+        dst: Span | None = None,
+        root: int = -1,
+        parts: Iterable[Span | None] = (),
+        after: After = (),
+    ) -> int:
+        last = {self.steps[step].lane: step for step in sorted(s for s in after if s is not None)}
+        what = Local(kind, root, tuple(parts))
+        return self.add(Op.LOCAL, lane, src=src, dst=dst, deps=last.values(), local=what)
+
     def scaled(self, lane: int, dst: Span, reduced: int | None) -> int | None:
         """The step after which `dst` is final: a division when the collective averages, else `reduced` itself."""
         return self.add(Op.SCALE, lane, dst=dst, deps=[reduced]) if self.average else reduced
 
     def finish(self) -> Plan:
-        send_units, recv_units = _units(self.collective, self.size, self.units)
+        send_units, recv_units = _units(self.collective, self.size, self.units, self.pieces)
         return Plan(
             self.collective, self.algorithm, self.size, self.rank, send_units, recv_units, tuple(self.steps),
-            self.root, self.scratch_copies, self.scratch_like, self.credits,
+            self.root, self.scratch_copies, self.scratch_like, self.credits, self.pieces, self.islands,
         )  # fmt: skip
 
 
-def _units(collective: Collective, size: int, units: int) -> tuple[int, int]:
+def _units(collective: Collective, size: int, units: int, pieces: int) -> tuple[int, int]:
     """Into how many units SEND and RECV are cut. The same on all ranks, also where a rank lacks one of the two."""
     match collective:
         case Collective.ALLGATHER | Collective.GATHER:
-            return 1, size
+            return pieces, size * pieces
         case Collective.REDUCE_SCATTER | Collective.SCATTER:
-            return size, 1
+            return size * pieces, pieces
         case Collective.ALLTOALL:
-            return size, size
+            return size * pieces, size * pieces
         case Collective.BARRIER:
             return 1, 1
         case _:

@@ -97,8 +97,8 @@ def allreduce(p: Draft) -> None:
     outward = [at.host_after(d) for d in range(1, at.m + 1)]  # the next host's parts first, the own last
     inward = [at.host_after(-d) for d in range(at.m)]  # the own parts first, then the previous host's
     partial = _reduce_inside(p, at, outward)
-    final = _reduce_between(p, at, partial)
-    _gather_between(p, at, final)
+    final = reduce_between(p, at, partial)
+    gather_between(p, at, final)
     _gather_inside(p, at, inward, final)
 
 
@@ -117,7 +117,7 @@ def _reduce_inside(p: Draft, at: Place, order: list[int]) -> dict[Part, int | No
     return partial
 
 
-def _reduce_between(p: Draft, at: Place, partial: dict[Part, int | None]) -> dict[Part, int | None]:
+def reduce_between(p: Draft, at: Place, partial: dict[Part, int | None]) -> dict[Part, int | None]:
     """Lanes 2, 3 and 8. When each of my parts that is added up on this host is final."""
     held = {part: part.input if at.k == 1 else part.output for part in partial}
     final = {part: step for part, step in partial.items() if part.host == at.i}
@@ -132,7 +132,7 @@ def _reduce_between(p: Draft, at: Place, partial: dict[Part, int | None]) -> dic
     return {part: p.scaled(8, part.output, step) for part, step in final.items()}
 
 
-def _gather_between(p: Draft, at: Place, final: dict[Part, int | None]) -> None:
+def gather_between(p: Draft, at: Place, final: dict[Part, int | None]) -> None:
     """Lanes 4 and 5. Adds to `final` when each of my other parts has come from its host."""
     own = dict(final)
     for d in range(1, at.m):

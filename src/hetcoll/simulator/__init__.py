@@ -23,7 +23,8 @@ from ..machine import Link, Machine
 from ..plan import Op, Plan
 from ..types import REDUCING, Collective
 from .memory import Memory, check_races, check_values
-from .network import RECEIVES, Node, PlanError, follows, network
+from .network import network
+from .node import RECEIVES, Node, PlanError, follows
 from .progress import order_node, run
 from .serial import serialisable
 from .timing import predict

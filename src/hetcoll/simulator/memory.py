@@ -8,7 +8,8 @@ from functools import lru_cache
 
 from ..plan import Buf, Op, Plan, Span, Step
 from ..types import Collective
-from .network import Node, PlanError
+from .local import flows, reads, writes
+from .node import Node, PlanError
 
 PRIME = (1 << 61) - 1
 SAME = (Collective.ALLREDUCE, Collective.REDUCE, Collective.ALLTOALL)  # in place, unit u of SEND is unit u of RECV
@@ -51,36 +52,37 @@ class Access:
         return bool(node.full & bit) or (self.cells == cells and bool(node.paced & bit))
 
 
-def _accesses(memory: Memory, step: Step) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-    """The cells that a step reads, span by span, and those that it writes. A copy onto itself writes nothing."""
-    reads = [] if step.src is None else [memory.where(step.src)]
-    writes = () if step.dst is None else memory.where(step.dst)
-    if step.op in (Op.REDUCE, Op.SCALE):
-        reads.append(writes)
-    if step.op is Op.COPY and reads[0] == writes:
-        writes = ()
-    return reads, writes
+def _accesses(memory: Memory, step: Step) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The cells that a step reads and those that it writes, span by span. A copy onto itself writes nothing."""
+    read = [memory.where(span) for span in reads(step)]
+    written = [memory.where(span) for span in writes(step)]
+    if step.op is Op.COPY or (step.local is not None and step.local.kind in (Collective.ALLGATHER, Collective.GATHER)):
+        written = [cells for cells in written if cells not in read]
+    return read, written
 
 
 def check_races(plan: Plan, memory: Memory, node: Node) -> None:
     """Every earlier access to what this step touches must be ordered before it, unless both only read."""
-    reads, writes = _accesses(memory, node.step)
-    for span in reads:
-        if span != writes and not set(span).isdisjoint(writes):
+    read, written = _accesses(memory, node.step)
+    if len({cell for cells in written for cell in cells}) < sum(map(len, written)):
+        raise PlanError(plan, node.index, "writes something twice")
+    for cells in read:
+        if any(cells != target and not set(cells).isdisjoint(target) for target in written):
             raise PlanError(plan, node.index, "src and dst overlap, but are not the same")
-        for cell in span:
+        for cell in cells:
             last = memory.writer[cell]
-            if last is not None and not last.precedes(node, span):
+            if last is not None and not last.precedes(node, cells):
                 raise PlanError(plan, node.index, f"reads while step {last.node} may write")
-            memory.readers[cell].append(Access(node, span))
-    for cell in writes:
-        last, readers = memory.writer[cell], memory.readers[cell]
-        for access in readers if last is None else [last, *readers]:
-            if access.node is not node and not access.precedes(node, writes):
-                raise PlanError(plan, node.index, f"writes while step {access.node} may use it")
-        if last is not None and not readers:
-            raise PlanError(plan, last.node.index, f"overwritten by step {node} before any use")
-        memory.writer[cell], memory.readers[cell] = Access(node, writes), []
+            memory.readers[cell].append(Access(node, cells))
+    for cells in written:
+        for cell in cells:
+            last, readers = memory.writer[cell], memory.readers[cell]
+            for access in readers if last is None else [last, *readers]:
+                if access.node is not node and not access.precedes(node, cells):
+                    raise PlanError(plan, node.index, f"writes while step {access.node} may use it")
+            if last is not None and not readers:
+                raise PlanError(plan, last.node.index, f"overwritten by step {node} before any use")
+            memory.writer[cell], memory.readers[cell] = Access(node, cells), []
 
 
 @lru_cache(maxsize=1 << 16)
@@ -109,7 +111,10 @@ def check_values(plans: Sequence[Plan], order: list[Node], memories: list[Memory
                 memory.values[cell] = _input(plan.rank, unit)
     messages: dict[int, list[Value]] = {}
     for node in order:
-        _execute(plans[node.rank], memories[node.rank], node, messages)
+        if not node.group:
+            _execute(plans[node.rank], memories[node.rank], node, messages)
+        elif node is node.group[0]:
+            _execute_local(plans, memories, node.group)
     for plan, memory in zip(plans, memories, strict=True):
         for cell in memory.cells[Buf.SCRATCH]:
             last = memory.writer[cell]
@@ -119,13 +124,35 @@ def check_values(plans: Sequence[Plan], order: list[Node], memories: list[Memory
             _check_result(plans, plan, memory, memories[0], averaged)
 
 
+def _read(plan: Plan, memory: Memory, node: Node, span: Span | None) -> list[Value]:
+    assert span is not None
+    values = [memory.values[cell] for cell in memory.where(span)]
+    if None in values:
+        raise PlanError(plan, node.index, f"reads {span}, which holds nothing yet")
+    return [value for value in values if value is not None]
+
+
+def _execute_local(plans: Sequence[Plan], memories: list[Memory], group: tuple[Node, ...]) -> None:
+    """All members at once. Who adds what in which order only the library knows: the second number says so."""
+    results: list[tuple[list[Value], Memory, Span]] = []
+    for flow in flows(group):
+        if flow.target is None:
+            continue
+        terms = [_read(plans[n.rank], memories[n.rank], n, span) for n, span in flow.terms]
+        total = terms[0]
+        for term in terms[1:]:
+            total = [_add(a, b) for a, b in zip(total, term, strict=True)]
+        if len(terms) > 1:
+            total = [(a, pow(b + group[0].id, 3, PRIME)) for a, b in total]
+        results.append((total, memories[flow.to.rank], flow.target))
+    for total, memory, target in results:
+        for cell, value in zip(memory.where(target), total, strict=True):
+            memory.values[cell] = value
+
+
 def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Value]]) -> None:
     def read(span: Span | None) -> list[Value]:
-        assert span is not None
-        values = [memory.values[cell] for cell in memory.where(span)]
-        if None in values:
-            raise PlanError(plan, node.index, f"reads {span}, which holds nothing yet")
-        return [value for value in values if value is not None]
+        return _read(plan, memory, node, span)
 
     step = node.step
     result: list[Value] = []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ..errors import HetcollError
-from ..plan import Buf, Op, Plan, Span, Step
+from ..plan import Buf, Op, Plan, Span
 from ..types import Collective
+from .local import check_local, join, writes
+from .node import RECEIVES, Node, PlanError, follows, lengths
 
 LANES = 31
 CHANNELS = 3
@@ -20,66 +20,6 @@ NEEDS = {  # op -> (has src, has dst, has peer)
     Op.REDUCE: (True, True, False),
     Op.SCALE: (False, True, False),
 }
-RECEIVES = (Op.RECV, Op.RECV_REDUCE)
-
-
-class PlanError(HetcollError, AssertionError):
-    """A set of plans is wrong: says which rank and step, what was wanted and what was found."""
-
-    def __init__(self, plan: Plan, step: int | None, problem: str) -> None:
-        where = f"{plan.collective.label} by {plan.algorithm}, rank {plan.rank} of {plan.size}"
-        if step is not None:
-            where += f", step {step} ({plan.steps[step]})"
-        super().__init__(f"{where}: {problem}")
-        self.rank = plan.rank
-        self.step = step
-
-
-@dataclass(slots=True)
-class Node:
-    """A step of one rank, its place in the network, and how far it has come."""
-
-    rank: int
-    index: int
-    step: Step
-    before: Node | None  # the previous step of its lane
-    deps: list[tuple[Node, bool]]  # and whether this step may follow it element by element
-    id: int
-    other: Node | None = None  # the other end of its message
-    done: int = 0  # pieces
-    full: int = 0  # bit set of the nodes that end before this one begins
-    paced: int = 0  # bit set of the nodes of which each element is done before the same element of this one
-    hops: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.index} ({self.step})"
-
-
-def follows(plan: Plan, first: Step, second: Step) -> bool:
-    """Whether `second`, which depends on `first`, may follow it element by element instead of as a whole.
-
-    It may when every hazard between them is about one and the same span. ``native/engine/plan.cc`` has the same rule.
-    """
-    same = False
-    for x, y in ((first.dst, second.src), (first.src, second.dst), (first.dst, second.dst)):
-        if x is None or y is None:
-            continue
-        (buf, start), (other, begin) = _inplace_name(plan, x), _inplace_name(plan, y)
-        if buf is not other or start >= begin + y.count or begin >= start + x.count:
-            continue
-        if (start, x.count) != (begin, y.count):
-            return False
-        same = True
-    return same
-
-
-def _inplace_name(plan: Plan, span: Span) -> tuple[Buf, int]:
-    """Buffer and first unit in place, where the smaller of SEND and RECV is this rank's part of the other."""
-    if span.buf is Buf.SCRATCH:
-        return span.buf, span.start
-    larger = Buf.SEND if plan.send_units > plan.recv_units else Buf.RECV
-    shift = plan.send_units != plan.recv_units and span.buf is not larger
-    return larger, span.start + shift * plan.rank * min(plan.send_units, plan.recv_units)
 
 
 def network(plans: Sequence[Plan]) -> list[list[Node]]:
@@ -87,6 +27,7 @@ def network(plans: Sequence[Plan]) -> list[list[Node]]:
     nodes: list[list[Node]] = []
     sends: dict[tuple[int, int, int], list[Node]] = {}
     recvs: dict[tuple[int, int, int], list[Node]] = {}
+    locals: dict[int, list[Node]] = {rank: [] for rank in range(len(plans))}
     count = 0
     for rank, plan in enumerate(plans):
         _check_header(plans, rank)
@@ -103,9 +44,12 @@ def network(plans: Sequence[Plan]) -> list[list[Node]]:
                 sends.setdefault((rank, step.peer, step.channel), []).append(node)
             elif step.op in RECEIVES:
                 recvs.setdefault((step.peer, rank, step.channel), []).append(node)
+            elif step.op is Op.LOCAL:
+                locals[rank].append(node)
         nodes.append(row)
     for fifo in sorted(sends.keys() | recvs.keys()):
         _match(plans, fifo, sends.get(fifo, []), recvs.get(fifo, []))
+    join(plans, locals)
     return nodes
 
 
@@ -113,19 +57,21 @@ def _check_header(plans: Sequence[Plan], rank: int) -> None:
     plan, first = plans[rank], plans[0]
     if (plan.rank, plan.size) != (rank, len(plans)):
         raise PlanError(plan, None, f"is plan {rank} of {len(plans)}")
-    same = ["collective", "algorithm", "root", "credits", "pieces"]
+    same = ["collective", "algorithm", "root", "credits", "pieces", "islands"]
     if plan.collective is not Collective.P2P:
         same += ["send_units", "recv_units"]
     for name in same:
         if getattr(plan, name) != getattr(first, name):
             raise PlanError(plan, None, f"{name} is {getattr(plan, name)}, but {getattr(first, name)} on rank 0")
+    if plan.islands and sorted(r for island in plan.islands for r in island) != list(range(plan.size)):
+        raise PlanError(plan, None, f"islands {plan.islands} do not hold each rank once")
 
 
 def _check_step(plan: Plan, i: int) -> None:
     step = plan.steps[i]
-    if step.op not in NEEDS:
-        raise PlanError(plan, i, "cannot be simulated")
-    if (step.src is not None, step.dst is not None, step.peer >= 0) != NEEDS[step.op]:
+    if step.op is Op.LOCAL:
+        check_local(plan, i)
+    elif step.local is not None or (step.src is not None, step.dst is not None, step.peer >= 0) != NEEDS[step.op]:
         raise PlanError(plan, i, f"wanted (src, dst, peer) to be {NEEDS[step.op]}")
     if step.peer >= plan.size or step.peer == plan.rank:
         raise PlanError(plan, i, "wanted another rank as peer")
@@ -136,12 +82,12 @@ def _check_step(plan: Plan, i: int) -> None:
     for d in step.deps:
         if not (0 <= d < i and plan.steps[d].lane != step.lane):
             raise PlanError(plan, i, f"wanted deps to be earlier steps of other lanes, got {d}")
-    for span in (step.src, step.dst):
+    for span in (step.src, step.dst, *(step.local.parts if step.local else ())):
         if span is not None:
             _check_span(plan, i, span)
-    if step.dst is not None and step.dst.buf is Buf.SEND:
+    if any(span.buf is Buf.SEND for span in writes(step)):
         raise PlanError(plan, i, "writes the caller's input")
-    if step.src is not None and step.dst is not None and _lengths(plan, step.src) != _lengths(plan, step.dst):
+    if step.src is not None and step.dst is not None and lengths(plan, step.src) != lengths(plan, step.dst):
         raise PlanError(plan, i, "src and dst differ in length")
 
 
@@ -171,23 +117,6 @@ def _match(plans: Sequence[Plan], fifo: tuple[int, int, int], sends: list[Node],
             if end.step.lane != first.step.lane:
                 raise PlanError(plans[end.rank], end.index, f"{name} is used by lane {first.step.lane} too")
         send.other, recv.other = recv, send
-        went, came = _lengths(plans[send.rank], send.step.src), _lengths(plans[recv.rank], recv.step.dst)
+        went, came = lengths(plans[send.rank], send.step.src), lengths(plans[recv.rank], recv.step.dst)
         if went != came:
             raise PlanError(plans[recv.rank], recv.index, f"wanted a message as long as {came}, got {went} on {name}")
-
-
-def _lengths(plan: Plan, span: Span | None) -> list[tuple[int, ...]]:
-    """The length of each unit, as a name: units of the same name are of the same length, whatever the counts are."""
-    assert span is not None
-    buf, units = span.buf, range(span.start, span.start + span.count)
-    if buf is Buf.SCRATCH:
-        buf = plan.scratch_like
-        units = range(span.start % plan.units(buf), span.start % plan.units(buf) + span.count)
-    me, kind, n = plan.rank, plan.collective, plan.pieces
-    if kind is Collective.ALLTOALL:
-        return [(me, u // n, u % n) if buf is Buf.SEND else (u // n, me, u % n) for u in units]
-    if kind in (Collective.GATHER, Collective.SCATTER, Collective.BARRIER, Collective.P2P):
-        return [(u % n,) for u in units]
-    if (kind, buf) in ((Collective.ALLGATHER, Buf.SEND), (Collective.REDUCE_SCATTER, Buf.RECV)):
-        return [(me * n + u,) for u in units]
-    return [(u,) for u in units]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..plan import Op, Plan
 from ..types import Collective
-from .network import RECEIVES, Node, PlanError
+from .node import RECEIVES, Node, PlanError
 
 
 def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int) -> list[Node]:
@@ -43,6 +43,13 @@ def _advance(node: Node, pieces: int, slots: int, flying: dict[tuple[int, int, i
     other, step = node.other, node.step
     if not _ready(node, pieces):
         return False
+    if step.op is Op.LOCAL:  # the members wait for each other, whether or not the library makes them
+        if not all(_ready(member, pieces) for member in node.group):
+            return False
+        for member in node.group:
+            member.done = pieces
+        order += node.group
+        return True
     if other is not None and slots == 0:
         if step.op is not Op.SEND or not _ready(other, pieces):
             return False
@@ -73,6 +80,8 @@ def _ready(node: Node, pieces: int) -> bool:
 def order_node(node: Node) -> None:
     """What has happened before `node`, from what happened before the steps it waits for."""
     whole = [] if node.before is None else [node.before]
+    for source in node.sources:
+        whole += ([] if source.before is None else [source.before]) + [dep for dep, _ in source.deps]
     paced = [] if node.other is None or node.step.op is Op.SEND else [node.other]
     for dep, follow in node.deps:
         (paced if follow else whole).append(dep)

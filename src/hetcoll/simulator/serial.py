@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..plan import Op, Plan
-from .network import Node, PlanError, network
+from .network import network
+from .node import Node, PlanError
 
 
 def serialisable(plans: Sequence[Plan], orders: Sequence[Sequence[int]], credits: int) -> None:
@@ -38,8 +39,9 @@ def serialisable(plans: Sequence[Plan], orders: Sequence[Sequence[int]], credits
     while moved:
         moved = False
         for queue in waiting:
-            while queue and _passes(queue[-1], over, flying, credits):
-                over.add(queue.pop().id)
+            while queue and _passes(queue[-1], waiting, over, flying, credits):
+                for node in queue[-1].group or (queue[-1],):
+                    over.add(waiting[node.rank].pop().id)
                 moved = True
     stuck = [queue[-1] for queue in waiting if queue]
     if stuck:
@@ -58,8 +60,12 @@ def _check_order(plan: Plan, row: list[Node], order: Sequence[int]) -> None:
                 raise PlanError(plan, node.index, f"is enqueued before step {earlier}, which it waits for")
 
 
-def _passes(node: Node, over: set[int], flying: dict[tuple[int, int, int], int], credits: int) -> bool:
+def _passes(
+    node: Node, waiting: list[list[Node]], over: set[int], flying: dict[tuple[int, int, int], int], credits: int
+) -> bool:
     step = node.step
+    if step.op is Op.LOCAL:  # when it is the next step of all members
+        return all(waiting[member.rank][-1:] == [member] for member in node.group)
     if step.op is Op.SEND:
         fifo = (node.rank, step.peer, step.channel)
         if flying.get(fifo, 0) == credits:

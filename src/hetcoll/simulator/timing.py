@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from ..machine import Machine
 from ..plan import Op, Plan
 from ..topology import Topology
-from .network import RECEIVES, Node, network
+from .network import network
+from .node import RECEIVES, Node
 
 PIECE = 64 << 10  # bytes that move at a time
 PIECES = 8  # at most: more make the simulation slower, not better
@@ -35,8 +36,12 @@ class _Clock:
         for node in self.nodes:
             for dep, follow in node.deps:
                 self.then[dep.id].append((node, follow and self.pieces(dep) == self.pieces(node)))
-            if node.before is not None:
-                self.then[node.before.id].append((node, False))
+            for member in node.group or (node,):
+                if member.before is not None:
+                    self.then[member.before.id].append((node, False))
+                if member is not node:
+                    for dep, _ in member.deps:
+                        self.then[dep.id].append((node, False))
             if node.other is not None and node.step.op is Op.SEND:
                 self.then[node.id].append((node.other, True))
         self.missing = [[int(j > 0) for j in range(self.pieces(node))] for node in self.nodes]
@@ -47,10 +52,13 @@ class _Clock:
                     self.missing[node.id][j] += 1
 
     def bytes(self, node: Node) -> float:
-        span = node.step.dst or node.step.src
-        return span.count * self.unit if span is not None else 0.0
+        step = node.step
+        spans = step.local.parts if step.local and step.local.parts else (step.dst or step.src,)
+        return sum(span.count * self.unit for span in spans if span is not None)
 
     def pieces(self, node: Node) -> int:
+        if node.step.op is Op.LOCAL:
+            return 1
         return min(PIECES, max(1, math.ceil(self.bytes(node) / PIECE)))
 
     def run(self) -> float:
@@ -80,6 +88,8 @@ class _Clock:
         """Who does piece `j` of a step, for how long, and how much later the other end sees it."""
         step, machine, crowding = node.step, self.machine, self.topology.crowding
         nbytes = self.bytes(node) / self.pieces(node)
+        if step.op is Op.LOCAL:
+            return ("island", node.rank), machine.island.latency + nbytes / machine.island.bandwidth, 0.0
         adds = nbytes / machine.reduce * crowding if step.op not in (Op.SEND, Op.RECV, Op.COPY) else 0.0
         if step.peer < 0:
             return ("core", node.rank), adds, 0.0
