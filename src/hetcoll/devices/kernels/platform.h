@@ -107,12 +107,12 @@ HETCOLL_DEVICE void Barrier() {
 
 #else
 
-#define HETCOLL_KERNEL extern "C" __attribute__((visibility("default"))) void
+#define HETCOLL_KERNEL static void
 // A kernel's way in: void launch_NAME(const unsigned grid[3], const unsigned block[3], void** params), where params
 // points to the arguments, as cuLaunchKernel's kernelParams does.
-#define HETCOLL_ENTRY(name)                                                                      \
-  HETCOLL_KERNEL launch_##name(const unsigned grid[3], const unsigned block[3], void** params) { \
-    hetcoll::Launch(grid, block, params, name);                                                  \
+#define HETCOLL_ENTRY(name)                                                                       \
+  extern "C" void launch_##name(const unsigned grid[3], const unsigned block[3], void** params) { \
+    hetcoll::Launch(grid, block, params, name);                                                   \
   }
 
 namespace hetcoll {

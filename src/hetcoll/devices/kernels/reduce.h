@@ -48,45 +48,50 @@ HETCOLL_DEVICE Pack<typename F::T> Apply(const Pack<typename F::T>& a, const Pac
 }
 
 // dst may be a or b: a thread reads all that it will overwrite before it writes.
-template <class F, unsigned kAlign>
+template <class F>
 HETCOLL_DEVICE void ForPacks(char* dst, const char* a, const char* b, U64 packs, unsigned divisor) {
   using P = Pack<typename F::T>;
-  // Reads under way in a thread. Unaligned ones are many anyway, and small elements take their time to compute.
-  constexpr unsigned kDeep = kAlign < kPack || P::kElements > 8 ? 1 : P::kElements == 8 ? 2 : 4;
+  constexpr unsigned kDeep = P::kElements > 8 ? 1 : P::kElements == 8 ? 2 : 4;  // packs of each operand under way
   const U64 step = ThreadCount() * kPack, end = packs * kPack;
   U64 at = ThreadIndex() * kPack;
   for (; at + (kDeep - 1) * step < end; at += kDeep * step) {
     P x[kDeep], y[kDeep];
     HETCOLL_UNROLL
     for (unsigned i = 0; i < kDeep; ++i) {
-      x[i] = Load<P, kAlign>(a + at + i * step);
-      y[i] = Load<P, kAlign>(b + at + i * step);
+      x[i] = Load<P, kPack>(a + at + i * step);
+      y[i] = Load<P, kPack>(b + at + i * step);
     }
     HETCOLL_UNROLL
-    for (unsigned i = 0; i < kDeep; ++i) Store<kAlign>(dst + at + i * step, Apply<F>(x[i], y[i], divisor));
+    for (unsigned i = 0; i < kDeep; ++i) Store<kPack>(dst + at + i * step, Apply<F>(x[i], y[i], divisor));
   }
   for (; at < end; at += step) {
-    Store<kAlign>(dst + at, Apply<F>(Load<P, kAlign>(a + at), Load<P, kAlign>(b + at), divisor));
+    Store<kPack>(dst + at, Apply<F>(Load<P, kPack>(a + at), Load<P, kPack>(b + at), divisor));
+  }
+}
+
+template <class F, unsigned kAlign>
+HETCOLL_DEVICE void ForElements(char* dst, const char* a, const char* b, U64 first, U64 count, unsigned divisor) {
+  using T = typename F::T;
+  for (U64 i = first + ThreadIndex(); i < count; i += ThreadCount()) {
+    const U64 at = i * sizeof(T);
+    Store<kAlign>(dst + at, F::Apply(Load<T, kAlign>(a + at), Load<T, kAlign>(b + at), divisor));
   }
 }
 
 template <class F>
 HETCOLL_DEVICE void ForAll(void* dst, const void* a, const void* b, U64 count, unsigned divisor) {
   using T = typename F::T;
+  constexpr unsigned kElements = Pack<T>::kElements;
   auto* d = static_cast<char*>(dst);
   const auto *x = static_cast<const char*>(a), *y = static_cast<const char*>(b);
   const auto address = reinterpret_cast<U64>(d) | reinterpret_cast<U64>(x) | reinterpret_cast<U64>(y);
-  const U64 packs = count / Pack<T>::kElements;
   if (address % kPack == 0) {
-    ForPacks<F, kPack>(d, x, y, packs, divisor);
-  } else if (address % 4 == 0) {
-    ForPacks<F, 4>(d, x, y, packs, divisor);
+    ForPacks<F>(d, x, y, count / kElements, divisor);
+    ForElements<F, alignof(T)>(d, x, y, count / kElements * kElements, count, divisor);
+  } else if (address % alignof(T) == 0) {
+    ForElements<F, alignof(T)>(d, x, y, 0, count, divisor);
   } else {
-    ForPacks<F, 1>(d, x, y, packs, divisor);
-  }
-  for (U64 i = packs * Pack<T>::kElements + ThreadIndex(); i < count; i += ThreadCount()) {
-    const U64 at = i * sizeof(T);
-    Store<1>(d + at, F::Apply(Load<T, 1>(x + at), Load<T, 1>(y + at), divisor));
+    ForElements<F, 1>(d, x, y, 0, count, divisor);
   }
 }
 

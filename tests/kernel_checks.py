@@ -1,0 +1,319 @@
+"""What every build of the GPU kernels must do, wherever it runs: compiled as plain C++, over a stand-in, on a GPU.
+
+The host's kernels are the reference: the same bits, but that any NaN is as good as another.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from elements import AVERAGED, NARROW, NUMPY, Array, assert_same, bit_patterns, integers_like, part_type, special_values
+
+from hetcoll import _native
+from hetcoll.devices.kernels import (
+    ONESHOT_RANKS,
+    KernelTable,
+    Oneshot,
+    oneshot_name,
+    reduce_name,
+    reductions,
+    scale_name,
+)
+from hetcoll.types import DType, ReduceOp
+
+GUARD = 32  # bytes before and after a result that must stay as they were
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class Machine(Protocol):
+    """Memory that kernels reach, and a way to run them."""
+
+    def allocate(self, nbytes: int) -> int:
+        """Memory until the machine goes, at a multiple of 256."""
+
+    def write(self, address: int, data: Bytes) -> None: ...
+
+    def read(self, address: int, nbytes: int) -> Bytes: ...
+
+    def run(self, launches: Sequence[Launch]) -> None:
+        """Run all of them at the same time, each on a stream of its own, to their ends."""
+
+
+class Launch:
+    """A kernel and its arguments, as bytes."""
+
+    def __init__(self, name: str, grid: int, block: int, *arguments: int | bytes | tuple[int, str]) -> None:
+        self.name, self.grid, self.block = name, grid, block
+        self.arguments = [self._pack(x) for x in arguments]
+
+    @staticmethod
+    def _pack(x: int | bytes | tuple[int, str]) -> bytes:
+        if isinstance(x, bytes):
+            return x
+        return struct.pack("Q", x) if isinstance(x, int) else struct.pack(x[1], x[0])
+
+
+def as_bytes(x: Array) -> Bytes:
+    return np.ascontiguousarray(x).view(np.uint8)
+
+
+class Operands:
+    """Three stretches of a machine's memory, at chosen distances from a multiple of 256; guards around the first."""
+
+    def __init__(self, machine: Machine, nbytes: int = 1 << 20) -> None:
+        self.machine = machine
+        self.size = nbytes
+        self.bases = [machine.allocate(nbytes) for _ in range(3)]
+
+    def run(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        places: Sequence[tuple[int, int]],
+        inputs: Sequence[Bytes],
+        dtype: DType,
+        *extra: tuple[int, str],
+    ) -> Array:
+        """dst, inputs... each at (stretch, offset); returns dst after the launch."""
+        nbytes = inputs[0].size
+        addresses = [self.bases[i] + 64 + offset for i, offset in places]
+        guarded = np.full(nbytes + 2 * GUARD, 0xA5, np.uint8)
+        self.machine.write(addresses[0] - GUARD, guarded)
+        for address, data in zip(addresses[1:], inputs, strict=True):
+            self.machine.write(address, data)
+        self.machine.run([Launch(name, *shape, *addresses, nbytes // dtype.itemsize, *extra)])
+        after = self.machine.read(addresses[0] - GUARD, guarded.size)
+        assert (after[:GUARD] == 0xA5).all(), f"{name} wrote before its result"
+        assert (after[GUARD + nbytes :] == 0xA5).all(), f"{name} wrote after its result"
+        return after[GUARD : GUARD + nbytes].view(part_type(dtype))
+
+
+def pairs_of(dtype: DType, count: int) -> tuple[Array, Array]:
+    """`count` random elements a side, then every pair of the values where formats bend."""
+    special = np.array(special_values(dtype), f"u{part_type(dtype).itemsize}").view(part_type(dtype))
+    per_element = dtype.itemsize // part_type(dtype).itemsize
+    a = np.concatenate([bit_patterns(dtype, count, 1), np.repeat(special, special.size * per_element)])
+    b = np.concatenate([bit_patterns(dtype, count, 2), np.tile(special, special.size * per_element)])
+    return a, b
+
+
+def host_reduce(dtype: DType, op: ReduceOp, a: Array, b: Array) -> Array:
+    result = np.empty_like(a)
+    _native.reduce_bytes(as_bytes(result), as_bytes(a), as_bytes(b), dtype, op, False)
+    return result
+
+
+def host_scale(dtype: DType, x: Array, divisor: int) -> Array:
+    result = x.copy()
+    _native.scale_bytes(as_bytes(result), dtype, divisor)
+    return result
+
+
+# dst, a, b: which stretch each is in, and how far from a multiple of 16 bytes, in bytes or (as text) in elements.
+PLACES: tuple[tuple[tuple[int, int | str], ...], ...] = (
+    ((0, 0), (1, 0), (2, 0)),
+    ((0, 0), (0, 0), (1, 0)),
+    ((0, 0), (1, 0), (0, 0)),
+    ((0, "1"), (1, "1"), (2, "1")),
+    ((0, 0), (1, "1"), (2, "3")),
+    ((0, 3), (1, 0), (2, 0)),
+    ((0, 0), (1, 5), (2, 0)),
+    ((0, 7), (0, 7), (2, 1)),
+)
+
+
+def in_bytes(places: Sequence[tuple[int, int | str]], dtype: DType) -> list[tuple[int, int]]:
+    return [(i, offset if isinstance(offset, int) else int(offset) * dtype.itemsize) for i, offset in places]
+
+
+def check_reduce(operands: Operands, dtype: DType, op: ReduceOp, shape: Callable[[int, int], tuple[int, int]]) -> None:
+    """Any place, any count, any number of threads."""
+    a, b = pairs_of(dtype, 1003)
+    want = host_reduce(dtype, op, a, b)
+    name = reduce_name(dtype, op)
+    count = as_bytes(a).size // dtype.itemsize
+    for places in PLACES:
+        where = in_bytes(places, dtype)
+        got = operands.run(name, shape(count, dtype.itemsize), where, [as_bytes(a), as_bytes(b)], dtype)
+        # An input that is the destination was overwritten with a guard: it is what was written last that counts.
+        assert_same(dtype, got, want, a, b)
+    for few in (0, 1, 2, 3, 5, 16, 17, 63, 129):
+        x, y = (as_bytes(v)[: few * dtype.itemsize].view(part_type(dtype)) for v in (a, b))
+        for launch in ((1, 1), (1, 33), (3, 64)):
+            got = operands.run(name, launch, [(0, 0), (1, 0), (2, 0)], [as_bytes(x), as_bytes(y)], dtype)
+            assert_same(dtype, got, as_bytes(want)[: few * dtype.itemsize].view(want.dtype), x, y)
+
+
+def check_scale(operands: Operands, dtype: DType, shape: Callable[[int, int], tuple[int, int]]) -> None:
+    x, _ = pairs_of(dtype, 517)
+    count = as_bytes(x).size // dtype.itemsize
+    for divisor in (1, 2, 3, 7, 1000, 16777217, 3000000000):
+        want = host_scale(dtype, x, divisor)
+        for places in (((0, 0), (1, 0)), ((0, 0), (0, 0)), ((0, "1"), (1, "1")), ((0, 1), (1, 2))):
+            where = in_bytes(places, dtype)
+            launch = shape(count, dtype.itemsize)
+            got = operands.run(scale_name(dtype), launch, where, [as_bytes(x)], dtype, (divisor, "I"))
+            assert_same(dtype, got, want, x)
+
+
+def check_every_code(operands: Operands, dtype: DType, shape: Callable[[int, int], tuple[int, int]]) -> None:
+    """Of a narrow type: every pair of 8-bit codes; every 16-bit code with partners near and far."""
+    codes = np.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}").view(NUMPY[dtype])
+    if dtype.itemsize == 1:
+        a, b = np.repeat(codes, 256), np.tile(codes, 256)
+    else:
+        with np.errstate(all="ignore"):
+            near = [(codes.astype(np.float32) * np.float32(2.0**-k)).astype(codes.dtype) for k in (1, 8, 11)]
+        a, b = np.tile(codes, 4), np.concatenate([*near, np.random.default_rng(5).permutation(codes)])
+    launch = shape(a.size, dtype.itemsize)
+    for op in reductions(dtype):
+        where = [(0, 0), (1, 0), (2, 0)]
+        got = operands.run(reduce_name(dtype, op), launch, where, [as_bytes(a), as_bytes(b)], dtype)
+        assert_same(dtype, got, host_reduce(dtype, op, a, b), a, b)
+    for divisor in (3, 16, 31):
+        got = operands.run(scale_name(dtype), launch, [(0, 0), (1, 0)], [as_bytes(codes)], dtype, (divisor, "I"))
+        assert_same(dtype, got, host_scale(dtype, codes, divisor), codes)
+
+
+# ---- One-shot ----
+
+
+def expected(dtype: DType, op: ReduceOp, operands: Sequence[Array], divisor: int) -> Array:
+    """Combined in rank order; sums and products of narrow floats in float32, rounded once."""
+    if dtype in NARROW and op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD):
+        with np.errstate(all="ignore"):
+            total = operands[0].astype(np.float32)
+            for x in operands[1:]:
+                total = total * x.astype(np.float32) if op is ReduceOp.PROD else total + x.astype(np.float32)
+            return (total / np.float32(divisor)).astype(operands[0].dtype)
+    result = operands[0]
+    for x in operands[1:]:
+        result = host_reduce(dtype, op, result, x)
+    return host_scale(dtype, result, divisor) if divisor > 1 else result
+
+
+class Ring:
+    """The ranks of a one-shot all-reduce on one machine, with all that they share."""
+
+    def __init__(self, machine: Machine, size: int, nbytes: int) -> None:
+        self.machine, self.size = machine, size
+        self.words = KernelTable.oneshot_words(nbytes)
+        self.areas = [machine.allocate(16 * self.words) for _ in range(size)]
+        self.states = [machine.allocate(8) for _ in range(size)]
+        self.abort = machine.allocate(4)
+        self.buffers = [(machine.allocate(nbytes + 512), machine.allocate(nbytes + 512)) for _ in range(size)]
+        for area in self.areas:
+            machine.write(area, np.zeros(16 * self.words, np.uint8))
+        self.set_calls(0)
+        machine.write(self.abort, np.zeros(4, np.uint8))
+
+    def set_calls(self, number: int) -> None:
+        for state in self.states:
+            self.machine.write(state, np.array([number, 0], np.uint32).view(np.uint8))
+
+    def calls(self) -> list[tuple[int, int]]:
+        """What each rank's state says: calls made, blocks done."""
+        found = [self.machine.read(state, 8).view(np.uint32) for state in self.states]
+        return [(int(x[0]), int(x[1])) for x in found]
+
+    def launch(self, rank: int, dtype: DType, op: ReduceOp, count: int, divisor: int, dst: int, src: int) -> Launch:
+        areas = self.areas + [0] * (ONESHOT_RANKS - self.size)
+        arguments = Oneshot(
+            dst, src, count, tuple(areas), self.states[rank], self.abort, rank, self.size, divisor, self.words
+        )
+        shape = KernelTable.oneshot_launch(count, dtype.itemsize)
+        return Launch(oneshot_name(dtype, op), *shape, bytes(arguments))
+
+    def check(
+        self, dtype: DType, op: ReduceOp, count: int, divisor: int = 1, offset: int = 0, inplace: bool = False
+    ) -> None:
+        """One call on all ranks: the right bits, the same on every rank, and nothing beside them touched."""
+        inputs = [bit_patterns(dtype, count, 10 + rank) for rank in range(self.size)]
+        nbytes = count * dtype.itemsize
+        launches = []
+        for rank, (dst, src) in enumerate(self.buffers):
+            place = (dst if inplace else src) + 64 + offset
+            self.machine.write(dst + 64 + offset - GUARD, np.full(nbytes + 2 * GUARD, 0x5A, np.uint8))
+            self.machine.write(place, as_bytes(inputs[rank]))
+            launches.append(self.launch(rank, dtype, op, count, divisor, dst + 64 + offset, place))
+        self.machine.run(launches)
+        results = []
+        for dst, _ in self.buffers:
+            after = self.machine.read(dst + 64 + offset - GUARD, nbytes + 2 * GUARD)
+            assert (after[:GUARD] == 0x5A).all()
+            assert (after[GUARD + nbytes :] == 0x5A).all()
+            results.append(after[GUARD : GUARD + nbytes])
+        for result in results[1:]:
+            np.testing.assert_array_equal(result, results[0], err_msg="ranks hold different bits")
+        assert_same(dtype, results[0].view(part_type(dtype)), expected(dtype, op, inputs, divisor), *inputs)
+
+
+def check_oneshot(machine: Machine, dtype: DType, size: int) -> None:
+    """Every reduction, several counts, places and divisors, one call after another on the same areas."""
+    ring = Ring(machine, size, 8192)
+    counts = (1, 3, 67, 8192 // dtype.itemsize)
+    calls = 0
+    for op in reductions(dtype):
+        for count in counts:
+            offset = (0, 0, 1, 0)[counts.index(count)]
+            ring.check(dtype, op, count, offset=offset, inplace=count == 67)
+            calls += 1
+    if dtype in AVERAGED:
+        ring.check(dtype, ReduceOp.AVG, 61, divisor=size)
+        ring.check(dtype, ReduceOp.AVG, 61, divisor=1000)
+        calls += 2
+    assert ring.calls() == [(calls, 0)] * size
+
+
+def check_oneshot_numbers(machine: Machine) -> None:
+    """Numbers pass 2^32, and every 2^16 calls no word of an area is older than the call."""
+    ring = Ring(machine, 2, 4096)
+    ring.set_calls(2**32 - 3)
+    for _ in range(6):
+        ring.check(DType.FLOAT32, ReduceOp.SUM, 5)
+    assert ring.calls() == [(3, 0)] * 2
+    for area in ring.areas:  # calls 0 and 1 swept both halves; 2 and 3 wrote five words each
+        numbers = machine.read(area, 16 * ring.words).view(np.uint32)[1::2].reshape(2, ring.words)
+        assert numbers[0].tolist() == [2] * 5 + [0] * (ring.words - 5)
+        assert numbers[1].tolist() == [3] * 5 + [1] * (ring.words - 5)
+
+
+def integers(machine: Machine, *values: int) -> list[int]:
+    """A word of 8 bytes for each value; returns their addresses."""
+    addresses = [machine.allocate(8) for _ in values]
+    for address, value in zip(addresses, values, strict=True):
+        machine.write(address, np.array([value], np.uint64).view(np.uint8))
+    return addresses
+
+
+def read_integer(machine: Machine, address: int) -> int:
+    return int(machine.read(address, 8).view(np.uint64)[0])
+
+
+def check_signals(machine: Machine) -> None:
+    """bump, await and advance, as the replays of a graph use them: two streams that take turns."""
+    counters = integers(machine, 0, 0)
+    bases = integers(machine, 0, 0)
+    (abort,) = integers(machine, 0)
+    for replay in range(3):
+        # Each raises its own counter to 1 past its base, then waits for the other's.
+        machine.run([Launch("bump", 1, 1, counters[i], bases[i], 1) for i in (0, 1)])
+        machine.run([Launch("await", 1, 1, counters[1 - i], bases[i], 1, abort) for i in (0, 1)])
+        machine.run([Launch("advance", 1, 1, bases[i], 1) for i in (0, 1)])
+        assert [read_integer(machine, x) for x in counters + bases] == [replay + 1] * 4
+    machine.run(
+        [
+            Launch("await", 1, 1, counters[0], bases[0], 7, abort),
+            Launch("bump", 1, 1, counters[0], bases[0], 7),
+        ]
+    )
+    assert read_integer(machine, counters[0]) == 10
+
+
+__all__ = [
+    "Launch", "Machine", "Operands", "Ring", "check_every_code", "check_oneshot", "check_oneshot_numbers",
+    "check_reduce", "check_scale", "check_signals", "integers", "integers_like", "read_integer",
+]  # fmt: skip

@@ -1,0 +1,115 @@
+"""The GPU kernels' one source: as plain C++ against the host's kernels, and through the compilers of both vendors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import kernel_checks as checks
+import numpy as np
+import pytest
+from elements import AVERAGED, NARROW, PAIRS, pair_id
+from plain_kernels import PlainMachine, build
+
+from hetcoll.devices.kernels import KernelTable, modules, source
+from hetcoll.types import DType, ReduceOp
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainMachine]:
+    made = PlainMachine(build(tmp_path_factory.mktemp("kernels")))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def operands(machine: PlainMachine) -> checks.Operands:
+    return checks.Operands(machine)
+
+
+def shape(count: int, itemsize: int) -> tuple[int, int]:
+    """Some blocks, and fewer threads than packs."""
+    return 3, 16
+
+
+@pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=pair_id)
+def test_reductions_match_the_hosts(operands: checks.Operands, dtype: DType, op: ReduceOp) -> None:
+    checks.check_reduce(operands, dtype, op, shape)
+
+
+@pytest.mark.parametrize("dtype", AVERAGED, ids=pair_id)
+def test_divisions_match_the_hosts(operands: checks.Operands, dtype: DType) -> None:
+    checks.check_scale(operands, dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=pair_id)
+def test_every_code_of_narrow_types(operands: checks.Operands, dtype: DType) -> None:
+    checks.check_every_code(operands, dtype, shape)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("dtype", list(DType), ids=pair_id)
+def test_oneshot_all_reduces(machine: PlainMachine, dtype: DType, size: int) -> None:
+    checks.check_oneshot(machine, dtype, size)
+
+
+def test_oneshot_takes_as_many_ranks_as_there_are_areas(machine: PlainMachine) -> None:
+    ring = checks.Ring(machine, 16, 1024)
+    for _ in range(3):
+        ring.check(DType.INT32, ReduceOp.SUM, 100)
+        ring.check(DType.BFLOAT16, ReduceOp.AVG, 99, divisor=16)
+
+
+def test_oneshot_numbers_wrap_and_old_words_are_swept(machine: PlainMachine) -> None:
+    checks.check_oneshot_numbers(machine)
+
+
+def test_oneshot_ends_when_aborted(machine: PlainMachine) -> None:
+    """A peer that never comes: the kernel spins until the abort word is set."""
+    ring = checks.Ring(machine, 2, 1024)
+    dst, src = ring.buffers[0]
+    alone = ring.launch(0, DType.FLOAT32, ReduceOp.SUM, 100, 1, dst, src)
+    running = threading.Thread(target=machine.run, args=([alone],))
+    running.start()
+    time.sleep(0.1)
+    assert running.is_alive()
+    machine.write(ring.abort, np.array([1], np.uint32).view(np.uint8))
+    running.join(20)
+    assert not running.is_alive()
+
+
+def test_signals(machine: PlainMachine) -> None:
+    checks.check_signals(machine)
+
+
+def test_await_ends_when_aborted(machine: PlainMachine) -> None:
+    counter, base, abort = checks.integers(machine, 0, 0, 0)
+    running = threading.Thread(target=machine.run, args=([checks.Launch("await", 1, 1, counter, base, 1, abort)],))
+    running.start()
+    time.sleep(0.05)
+    assert running.is_alive()
+    machine.write(abort, np.array([1], np.uint32).view(np.uint8))
+    running.join(20)
+    assert not running.is_alive()
+
+
+def test_every_kernel_stands_in_one_module() -> None:
+    names = [name for each in modules().values() for name in each]
+    assert len(names) == len(set(names))
+    assert set(modules()) == {d.label for d in DType} | {"signals"}
+
+
+def test_a_source_needs_no_file_of_ours() -> None:
+    for module in modules():
+        assert '#include "' not in source(module)
+
+
+def test_oneshot_launches_serve_every_size() -> None:
+    for dtype in DType:
+        for nbytes in (8, 100, 4096, 32768):
+            count = -(-nbytes // dtype.itemsize)
+            grid, block = KernelTable.oneshot_launch(count, dtype.itemsize)
+            assert 1 <= grid <= 32
+            assert block <= 512
+            assert KernelTable.oneshot_words(count * dtype.itemsize) * 4 >= count * dtype.itemsize
