@@ -26,7 +26,14 @@ class ClosedError(HetcollError):
 
 
 class DeviceError(HetcollError):
-    """A GPU's driver or compiler refused a call, or is not there: names the call and the reason."""
+    """A GPU's driver or compiler refused a call, or is not there: names the call and the reason.
+
+    `code` is the driver's word for the error (``CUDA_ERROR_OUT_OF_MEMORY``), where it gave one.
+    """
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class InitError(HetcollError):

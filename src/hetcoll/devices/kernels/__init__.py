@@ -20,7 +20,7 @@ that any NaN is as good as another.
 
 from __future__ import annotations
 
-from .cache import Cache
+from .cache import Cache, kept
 from .source import modules, oneshot_name, reduce_name, reductions, scale_name, source
 from .table import ONESHOT_RANKS, Compiler, KernelTable, Loader, Oneshot
 
@@ -31,6 +31,7 @@ __all__ = [
     "KernelTable",
     "Loader",
     "Oneshot",
+    "kept",
     "modules",
     "oneshot_name",
     "reduce_name",

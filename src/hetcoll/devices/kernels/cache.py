@@ -8,6 +8,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+from ...env import environment
+
 log = logging.getLogger("hetcoll")
 
 
@@ -67,3 +69,9 @@ class Cache:
     def _give_up(self, why: str) -> None:
         self._broken = True
         log.warning("%s %s: every process compiles its GPU kernels anew (HETCOLL_CACHE)", self._directory, why)
+
+
+def kept() -> Cache | None:
+    """The cache that the environment asks for."""
+    directory = environment().config.cache
+    return Cache(Path(directory)) if directory else None
