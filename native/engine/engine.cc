@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -25,6 +26,7 @@ constexpr int kPreparedRanks = 64;  // of a host; among more, links are many and
 constexpr int kSpinsPerClock = 64;
 constexpr double kPromptSeconds = 20e-6;  // how long a call may keep the interpreter's lock while it waits
 constexpr std::size_t kLargestItem = 16;
+constexpr double kDrainSeconds = 2;         // how long closing waits for peers' NICs to have what was sent
 constexpr std::int64_t kYieldNs = 200'000;  // between spinning and sleeping
 
 std::atomic<int> g_forks{0};
@@ -60,6 +62,7 @@ Engine::Engine(const EngineOptions& options)
 Engine::~Engine() {
   if (forked()) {  // neither the thread nor whoever held a lock exists here
     if (background_.joinable()) background_.detach();
+    if (keeper_ != nullptr) keeper_->Abandon();
     return;
   }
   Close();
@@ -109,6 +112,52 @@ void Engine::AttachTcp(int peer, int channel, std::span<const int> fds) {
   if (failed()) return;  // perhaps closed: then nobody would close them
   links_.tx(peer, channel).end = std::move(ends.send);
   links_.rx(peer, channel).end = std::move(ends.recv);
+}
+
+int Engine::AddNic(NicInfo info, const VerbsApi& api) {
+  std::lock_guard lock(mutex_);
+  if (verbs_ == nullptr) verbs_ = std::make_unique<VerbsHost>(api, options_.rank, staging_);
+  return verbs_->AddNic(std::move(info));
+}
+
+void Engine::AttachVerbs(int peer, int channel, std::span<const std::pair<int, std::string>> rails,
+                         std::size_t ring_bytes, std::span<const int> fds) {
+  contenders_.fetch_add(1);
+  std::lock_guard lock(mutex_);
+  contenders_.fetch_sub(1);
+  if (failed() || verbs_ == nullptr) {  // perhaps closed
+    for (const int fd : fds) close(fd);
+    return;
+  }
+  LinkEnds ends = injector_.Wrap(verbs_->Attach({options_.rank, peer, channel, ring_bytes}, rails, fds), kLargestItem,
+                                 peer, channel);
+  links_.tx(peer, channel).end = std::move(ends.send);
+  links_.rx(peer, channel).end = std::move(ends.recv);
+  if (keeper_ == nullptr) keeper_ = std::make_unique<Keeper>([this](auto& fds) { ServeLinks(fds); });
+  keeper_->Wake();
+}
+
+// On the keeper's thread.
+void Engine::ServeLinks(std::vector<pollfd>& fds) {
+  contenders_.fetch_add(1);
+  std::lock_guard lock(mutex_);
+  contenders_.fetch_sub(1);
+  if (failed()) return;
+  try {
+    if (verbs_->Service()) doorbell_.Ring(options_.local_rank);
+    verbs_->AddWatch(fds);
+  } catch (const Fault& fault) {
+    Fail(fault.kind, fault.peer, fault.what());
+  }
+}
+
+int Engine::RegisterMemory(std::uintptr_t address, std::size_t nbytes,
+                           const std::vector<std::pair<int, std::uint32_t>>& lkeys) {
+  return AskVerbs([&](VerbsHost& verbs) { return verbs.regions().Add(address, nbytes, lkeys); }, 0);
+}
+
+bool Engine::UnregisterMemory(int handle) {
+  return AskVerbs([&](VerbsHost& verbs) { return verbs.regions().Remove(handle); }, true);
 }
 
 bool Engine::Linked(int peer, int channel) const { return const_cast<Links&>(links_).tx(peer, channel).end != nullptr; }
@@ -502,16 +551,25 @@ void Engine::Halt(FaultKind kind, int peer, const std::string& text) {
 }
 
 void Engine::Close() {
+  const bool sound = !failed();
   Halt(FaultKind::kAborted, options_.rank, "the communicator was closed");
   StopBackground();
   while (drivers_.load() > 0) sched_yield();  // they are on their way out, and use links and doorbell until then
+  std::unique_ptr<Keeper> keeper;
+  {
+    std::lock_guard lock(mutex_);
+    keeper = std::move(keeper_);
+  }
+  keeper.reset();
   std::lock_guard lock(mutex_);
+  if (sound && verbs_ != nullptr) verbs_->Drain(DeadlineNs(kDrainSeconds));
   links_.touched.clear();
   for (Port<SendEnd>& port : links_.send) {
     if (port.end != nullptr) port.end->Finish();
     port.end.reset();
   }
   for (Port<RecvEnd>& port : links_.recv) port.end.reset();
+  verbs_.reset();
   own_bell_ = nullptr;
   heap_.reset();
   segment_.reset();

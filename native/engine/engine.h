@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/keeper.h"
 #include "engine/plan.h"
 #include "engine/task.h"
 #include "transport/doorbell.h"
@@ -24,6 +25,7 @@
 #include "transport/shm.h"
 #include "transport/tcp.h"
 #include "transport/transport.h"
+#include "transport/verbs.h"
 
 namespace hetcoll {
 
@@ -79,7 +81,25 @@ class Engine {
   void AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks, SlotStores stores);
   void AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int> local_ranks);
   void AttachTcp(int peer, int channel, std::span<const int> fds);
+  // A port that verbs links may use; its number. `api` stands for the system's libibverbs in tests.
+  int AddNic(NicInfo info, const VerbsApi& api);
+  void AttachVerbs(int peer, int channel, std::span<const std::pair<int, std::string>> rails, std::size_t ring_bytes,
+                   std::span<const int> fds);
   bool Linked(int peer, int channel) const;
+
+  // User memory that NICs may read where it lies: pairs of a NIC and its local key. Unregister: false while it is in
+  // use.
+  int RegisterMemory(std::uintptr_t address, std::size_t nbytes,
+                     const std::vector<std::pair<int, std::uint32_t>>& lkeys);
+  bool UnregisterMemory(int handle);
+  // Asks the verbs links under the engine's lock; `none` where there are none.
+  template <class Fn, class Result>
+  Result AskVerbs(Fn&& ask, Result none) {
+    contenders_.fetch_add(1);
+    std::lock_guard lock(mutex_);
+    contenders_.fetch_sub(1);
+    return verbs_ == nullptr ? none : ask(*verbs_);
+  }
 
   int AddPlan(std::span<const std::byte> encoded);
   std::shared_ptr<Shape> Bind(int plan, DType dtype, ReduceOp op, std::size_t send_count, std::size_t recv_count,
@@ -135,6 +155,7 @@ class Engine {
   void Prepare(const Plan& plan);
   std::shared_ptr<Task> TakeTask(Shape& shape);
   std::uint64_t NextSignature(const Shape& shape);
+  void ServeLinks(std::vector<pollfd>& fds);
   bool PassAll();  // the five below: under mutex_
   void NoteCore();
   bool WaitsForOwnCore(const Task& task);
@@ -164,7 +185,9 @@ class Engine {
   std::shared_ptr<Heap> heap_;
   std::shared_ptr<TcpStaging> staging_ = std::make_shared<TcpStaging>();
   ShmDoorbell* own_bell_ = nullptr;
+  std::unique_ptr<VerbsHost> verbs_;
   Links links_;
+  std::unique_ptr<Keeper> keeper_;
   std::vector<std::unique_ptr<Plan>> plans_;
   int shapes_ = 0;
 

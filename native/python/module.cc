@@ -2,14 +2,18 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -183,6 +187,48 @@ class PyEngine {
     return nb::cast(nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(at, {nbytes}, owner));
   }
 
+  int AddNic(std::uintptr_t pd, int port, int gid_index, const nb::bytes& gid, int lid, std::uint32_t mtu,
+             bool ethernet, const std::string& device, int traffic_class, int service_level, int timeout, int retries,
+             int rnr_retries, double gbps) {
+    std::string why;
+    const VerbsApi* api = SystemVerbs(why);
+    if (api == nullptr) throw Fault(FaultKind::kSystem, -1, why);
+    if (gid.size() != 16) throw nb::value_error("a GID of 16 bytes was wanted");
+    NicInfo info;
+    info.device = device;
+    info.pd = reinterpret_cast<ibv::Pd*>(pd);
+    info.port = static_cast<std::uint8_t>(port);
+    info.gid_index = static_cast<std::uint8_t>(gid_index);
+    std::copy_n(reinterpret_cast<const std::uint8_t*>(gid.c_str()), 16, info.gid.begin());
+    info.lid = static_cast<std::uint16_t>(lid);
+    info.mtu = mtu;
+    info.ethernet = ethernet;
+    info.traffic_class = static_cast<std::uint8_t>(traffic_class);
+    info.service_level = static_cast<std::uint8_t>(service_level);
+    info.timeout = static_cast<std::uint8_t>(timeout);
+    info.retries = static_cast<std::uint8_t>(retries);
+    info.rnr_retries = static_cast<std::uint8_t>(rnr_retries);
+    if (gbps > 0) info.gbps = gbps;
+    return engine_.AddNic(std::move(info), *api);
+  }
+
+  // Keys are (NIC, local key, remote key). Remote keys are not used so far.
+  int RegisterMemory(std::uintptr_t address, std::size_t nbytes,
+                     const std::vector<std::tuple<int, std::uint32_t, std::uint32_t>>& keys) {
+    std::vector<std::pair<int, std::uint32_t>> lkeys;
+    for (const auto& [nic, lkey, rkey] : keys) lkeys.emplace_back(nic, lkey);
+    return engine_.RegisterMemory(address, nbytes, lkeys);
+  }
+
+  nb::dict Counters() {
+    using List = std::vector<std::pair<std::string, std::uint64_t>>;
+    nb::dict out;
+    for (const auto& [name, value] : engine_.AskVerbs([](VerbsHost& verbs) { return verbs.Counters(); }, List{})) {
+      out[name.c_str()] = value;
+    }
+    return out;
+  }
+
   // What the last call of this thread that timed out has in flight.
   static Ticket pending() { return std::move(t_pending); }
 
@@ -342,7 +388,8 @@ NB_MODULE(_native, m) {
       .def("wait", &PyEngine::Wait, "ticket"_a, "timeout"_a)
       .def("remember", &PyEngine::Remember)
       .def("set_ops", &PyEngine::SetOps)
-      .def("close", [](PyEngine& e) { e.engine().Close(); })
+      .def(
+          "close", [](PyEngine& e) { e.engine().Close(); }, nb::call_guard<nb::gil_scoped_release>())
       .def("empty", &PyEngine::Empty)
       .def("attach_shm",
            [](PyEngine& e, int fd, std::size_t ring_bytes, const std::vector<int>& local_ranks, int stores) {
@@ -350,6 +397,27 @@ NB_MODULE(_native, m) {
            })
       .def("attach_tcp", [](PyEngine& e, int peer, int channel,
                             const std::vector<int>& fds) { e.engine().AttachTcp(peer, channel, fds); })
+      .def("add_nic", &PyEngine::AddNic, nb::kw_only(), "pd"_a, "port"_a, "gid_index"_a, "gid"_a, "lid"_a, "mtu"_a,
+           "ethernet"_a, "device"_a, "traffic_class"_a, "service_level"_a, "timeout"_a, "retries"_a, "rnr_retries"_a,
+           "gbps"_a)
+      .def(
+          "attach_verbs",
+          [](PyEngine& e, int peer, int channel, const std::vector<int>& fds,
+             const std::vector<std::pair<int, std::string>>& rails,
+             std::size_t ring_bytes) { e.engine().AttachVerbs(peer, channel, rails, ring_bytes, fds); },
+          "peer"_a, "channel"_a, "fds"_a, "rails"_a, "ring_bytes"_a)
+      .def("register_memory", &PyEngine::RegisterMemory, "address"_a, "nbytes"_a, "keys"_a)
+      .def("unregister_memory", [](PyEngine& e, int handle) { return e.engine().UnregisterMemory(handle); })
+      .def("links",
+           [](PyEngine& e) {
+             return e.engine().AskVerbs([](VerbsHost& verbs) { return verbs.Describe(); }, std::string("[]"));
+           })
+      .def("counters", &PyEngine::Counters)
+      .def("events",
+           [](PyEngine& e) {
+             return e.engine().AskVerbs([](VerbsHost& verbs) { return verbs.TakeEvents(); },
+                                        std::vector<std::string>{});
+           })
       .def("linked", [](PyEngine& e, int peer, int channel) { return e.engine().Linked(peer, channel); })
       .def("add_plan", [](PyEngine& e, const nb::bytes& encoded) { return e.engine().AddPlan(AsBytes(encoded)); })
       .def(
@@ -387,6 +455,11 @@ NB_MODULE(_native, m) {
     KnownTypes::Instance().AddDtype(array_type.ptr(), dtype.ptr(), static_cast<DType>(number));
   });
   m.def("know_tensor_type", [](nb::type_object type) { return KnownTypes::Instance().AddTensorType(type.ptr()); });
+  m.def("verbs_library", [] {
+    std::string why;
+    static_cast<void>(SystemVerbs(why));
+    return why;
+  });
   m.def("shm_bytes",
         [](int local_size, std::size_t ring_bytes) { return ShmLayout(local_size, ring_bytes).total_bytes; });
   m.def("cut_offset",

@@ -23,8 +23,8 @@ void Gpus();
 namespace {
 
 void Types() {
-  for (const bool tcp : {false, true}) {
-    Job job({.size = 3, .tcp = tcp});
+  for (const Over over : kAllLinks) {
+    Job job({.size = 3, .over = over});
     for (int t = 0; t < kDTypes; ++t) {
       const auto dtype = static_cast<DType>(t);
       if (FindKernels(dtype, ReduceOp::kSum) == nullptr) continue;
@@ -35,8 +35,9 @@ void Types() {
 }
 
 void Sizes() {
-  const JobOptions links[] = {
-      {.ring_bytes = 4096}, {.ring_bytes = 256 << 10}, {.tcp = true}, {.tcp = true, .stripes = 3}};
+  const JobOptions links[] = {{.ring_bytes = 4096},   {.ring_bytes = 256 << 10},
+                              {.over = Over::kTcp},   {.over = Over::kTcp, .stripes = 3},
+                              {.over = Over::kVerbs}, {.over = Over::kVerbs, .rails = 3}};
   for (JobOptions options : links) {
     for (options.size = 2; options.size <= 4; ++options.size) {
       Job job(options);
@@ -54,8 +55,8 @@ void Sizes() {
 // Many tasks submitted at once, of several shapes, finished by the user in another order.
 void Flight() {
   constexpr int kTasks = 24;
-  for (const bool tcp : {false, true}) {
-    Job job({.size = 3, .tcp = tcp, .ring_bytes = 8192});
+  for (const Over over : kAllLinks) {
+    Job job({.size = 3, .over = over, .ring_bytes = 8192});
     job.Run([&](int rank, Engine& e) {
       const std::size_t counts[] = {5, 30011, 0, 777};
       std::vector<std::shared_ptr<Shape>> shapes;
@@ -83,8 +84,8 @@ void Flight() {
 // Point to point in a ring, both directions at once, many messages in order, beside collectives of another thread.
 void Messages() {
   constexpr int kRounds = 20;
-  for (const bool tcp : {false, true}) {
-    Job job({.size = 3, .tcp = tcp, .ring_bytes = 8192});
+  for (const Over over : kAllLinks) {
+    Job job({.size = 3, .over = over, .ring_bytes = 8192});
     const int n = job.size();
     job.Run([&](int rank, Engine& e) {
       const int next = (rank + 1) % n, before = (rank + n - 1) % n;
@@ -144,8 +145,8 @@ void Background() {
 // A rank that comes late wakes the others from their sleep: each wait takes about as long as it is late.
 void Wakeups() {
   constexpr int kRounds = 10;
-  for (const bool tcp : {false, true}) {
-    Job job({.size = 3, .tcp = tcp, .ring_bytes = 8192, .spin_seconds = 0});
+  for (const Over over : kAllLinks) {
+    Job job({.size = 3, .over = over, .ring_bytes = 8192, .spin_seconds = 0});
     const std::int64_t start = NowNs();
     job.Run([&](int rank, Engine& e) {
       const auto shape = BindAllreduce(e, 3, rank, RingAllreduce, DType::kInt32, 10007);
@@ -157,13 +158,13 @@ void Wakeups() {
       }
     });
     // A lost doorbell costs the engine's longest sleep, 100 ms.
-    CHECK(Seconds(start) < 0.1 * kRounds, "%.3f s for %d rounds (tcp %d)", Seconds(start), kRounds, tcp);
+    CHECK(Seconds(start) < 0.1 * kRounds, "%.3f s for %d rounds (links %d)", Seconds(start), kRounds, int(over));
   }
 }
 
 void Failing() {
-  for (const bool tcp : {false, true}) {
-    Job job({.size = 2, .tcp = tcp});
+  for (const Over over : kAllLinks) {
+    Job job({.size = 2, .over = over});
     job.Run([&](int rank, Engine& e) {
       if (rank == 1) return;  // never calls it
       const auto shape = BindAllreduce(e, 2, rank, RingAllreduce, DType::kFloat32, 1000003);
@@ -192,8 +193,8 @@ void Failing() {
 
 // A rank that leaves in order: what it sent before still arrives, what it did not send is an error that names it.
 void Leaving() {
-  for (const bool tcp : {false, true}) {
-    Job job({.size = 3, .tcp = tcp});
+  for (const Over over : kAllLinks) {
+    Job job({.size = 3, .over = over});
     std::atomic<bool> left{false};
     job.Run([&](int rank, Engine& e) {
       if (rank == 2) return;

@@ -15,10 +15,10 @@ void Mismatches() {
     DType dtype;
     std::size_t count;
   };
-  for (const bool tcp : {false, true}) {
+  for (const Over over : kAllLinks) {
     for (const Case& c : {Case{"type", DType::kInt32, 64}, Case{"count", DType::kFloat32, 65},
                           Case{"much longer", DType::kFloat32, 300000}}) {
-      Job job({.size = 2, .tcp = tcp});
+      Job job({.size = 2, .over = over});
       std::atomic<int> mismatches{0};
       job.Run([&](int rank, Engine& e) {
         const std::size_t count = rank == 0 ? 64 : c.count;
@@ -31,7 +31,7 @@ void Mismatches() {
       });
       CHECK(mismatches > 0, "%s: nobody saw it", c.what);
     }
-    Job job({.size = 2, .tcp = tcp});
+    Job job({.size = 2, .over = over});
     job.Run([&](int rank, Engine& e) {
       const auto shape = BindMessage(e, 2, rank, 1 - rank, rank == 0, rank == 0 ? 100 : 200);
       Bytes buffer(200);
@@ -73,14 +73,14 @@ void Garbage() {
 void HarmlessFaults() {
   const char* faults[] = {"delay=0.3", "short=0.8,seed=5", "reorder=0.5", "delay=0.1,short=0.5,reorder=0.2,seed=3"};
   for (const char* fault : faults) {
-    for (const bool tcp : {false, true}) {
-      Job job({.size = 3, .tcp = tcp, .stripes = 2, .ring_bytes = 16384, .fault = fault});
+    for (const Over over : kAllLinks) {
+      Job job({.size = 3, .over = over, .stripes = 2, .ring_bytes = 16384, .fault = fault});
       for (const std::size_t count : {0, 1, 5, 3001}) {
         Allreduce(job, RingAllreduce, DType::kComplex128, count, fault);
         Allreduce(job, DirectAllreduce, DType::kBfloat16, count, fault);
         Allreduce(job, ScratchAllreduce, DType::kInt8, count, fault);
       }
-      Job sleepy({.size = 2, .tcp = tcp, .ring_bytes = 16384, .spin_seconds = 0, .fault = fault});
+      Job sleepy({.size = 2, .over = over, .ring_bytes = 16384, .spin_seconds = 0, .fault = fault});
       Allreduce(sleepy, RingAllreduce, DType::kFloat32, 20011, fault);
     }
   }
@@ -90,11 +90,11 @@ void HarmlessFaults() {
 void HarmfulFaults() {
   constexpr int kOps = 4;
   constexpr std::size_t kCount = 3001;
-  for (const bool tcp : {false, true}) {
+  for (const Over over : kAllLinks) {
     for (const char* kind : {"duplicate", "drop", "close"}) {
       for (int message = 1; message <= 5; ++message) {
         const std::string fault = std::string(kind) + "=" + std::to_string(message) + ",rank=1";
-        Job job({.size = 3, .tcp = tcp, .fault = fault});
+        Job job({.size = 3, .over = over, .fault = fault});
         std::atomic<int> seen{0};
         std::atomic<bool> over{false};
         job.Run([&](int rank, Engine& e) {
@@ -115,7 +115,7 @@ void HarmfulFaults() {
             break;
           }
         });
-        CHECK(seen == 3, "%s: seen by %d ranks (tcp %d)", fault.c_str(), seen.load(), tcp);
+        CHECK(seen == 3, "%s: seen by %d ranks (links %d)", fault.c_str(), seen.load(), int(over));
       }
     }
   }

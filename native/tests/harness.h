@@ -22,6 +22,7 @@
 
 #include "engine/clock.h"
 #include "engine/engine.h"
+#include "fake_verbs.h"
 
 namespace hetcoll::testing {
 
@@ -249,13 +250,18 @@ inline Bytes Sum(int size, std::size_t count, DType dtype) {
 
 // ---- Ranks ----
 
+enum class Over { kShm, kTcp, kVerbs };  // TCP: socket pairs; verbs: fake devices
+inline constexpr Over kAllLinks[] = {Over::kShm, Over::kTcp, Over::kVerbs};
+
 struct JobOptions {
   int size = 2;
-  bool tcp = false;  // over socket pairs instead of shared memory
-  int stripes = 1;
+  Over over = Over::kShm;
+  int stripes = 1;  // of TCP
+  int rails = 1;    // of verbs: NICs of each rank
   std::size_t ring_bytes = 64 << 10;
   double spin_seconds = 20e-6;
   std::string fault = {};
+  FabricOptions fabric = {};
 };
 
 class Job {
@@ -268,15 +274,17 @@ class Job {
       engines_.push_back(
           std::make_unique<Engine>(EngineOptions{r, o.size, 0x1234, name, r, o.spin_seconds, crowded, o.fault}));
     }
-    if (o.tcp) {
-      ConnectAll(o.stripes);
-    } else {
+    if (o.over == Over::kShm) {
       MapAll(o.ring_bytes);
+    } else {
+      if (o.over == Over::kVerbs) AddNics(o);
+      ConnectAll(o);
     }
   }
 
   int size() const { return size_; }
   Engine& engine(int rank) { return *engines_[static_cast<std::size_t>(rank)]; }
+  Fabric& fabric() { return *fabric_; }
 
   // Calls body(rank, its engine) on a thread for each rank, and waits for all.
   void Run(const std::function<void(int, Engine&)>& body) {
@@ -298,25 +306,44 @@ class Job {
     close(fd);
   }
 
-  void ConnectAll(int stripes) {
+  // NIC k of rank r is the fabric's number r * rails + k.
+  void AddNics(const JobOptions& o) {
+    fabric_ = std::make_unique<Fabric>(o.fabric);
+    for (int r = 0; r < size_; ++r) {
+      for (int k = 0; k < o.rails; ++k) {
+        const NicInfo nic = fabric_->AddNic("fake" + std::to_string(r) + "-" + std::to_string(k));
+        if (engine(r).AddNic(nic, Fabric::Api()) != k) std::abort();
+      }
+    }
+  }
+
+  void ConnectAll(const JobOptions& o) {
     for (int a = 0; a < size_; ++a) {
       for (int b = a + 1; b < size_; ++b) {
         for (int channel = 0; channel < kChannels; ++channel) {
           std::vector<int> mine, theirs;
-          for (int s = 0; s < stripes; ++s) {
+          for (int s = 0; s < o.stripes; ++s) {
             int pair[2];
             if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) std::abort();
             mine.push_back(pair[0]);
             theirs.push_back(pair[1]);
           }
-          engine(a).AttachTcp(b, channel, mine);
-          engine(b).AttachTcp(a, channel, theirs);
+          Attach(o, a, b, channel, mine);
+          Attach(o, b, a, channel, theirs);
         }
       }
     }
   }
 
+  void Attach(const JobOptions& o, int rank, int peer, int channel, const std::vector<int>& fds) {
+    if (o.over == Over::kTcp) return engine(rank).AttachTcp(peer, channel, fds);
+    std::vector<std::pair<int, std::string>> rails;
+    for (int k = 0; k < o.rails; ++k) rails.emplace_back(k, "fake" + std::to_string(peer) + "-" + std::to_string(k));
+    engine(rank).AttachVerbs(peer, channel, rails, o.ring_bytes, fds);
+  }
+
   int size_;
+  std::unique_ptr<Fabric> fabric_;
   std::vector<std::unique_ptr<Engine>> engines_;
 };
 

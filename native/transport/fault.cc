@@ -1,12 +1,7 @@
 #include "transport/fault.h"
 
-#include <sys/eventfd.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <charconv>
-#include <cstring>
 #include <optional>
 #include <stdexcept>
 #include <string_view>
@@ -14,6 +9,7 @@
 #include <vector>
 
 #include "engine/clock.h"
+#include "transport/ready.h"
 
 namespace hetcoll {
 namespace {
@@ -50,25 +46,6 @@ class Dice {
  private:
   std::uint64_t state_;
 };
-
-}  // namespace
-
-// A descriptor that is always readable: nobody falls asleep over an end that only rests.
-class ReadyFd {
- public:
-  ReadyFd() : fd_(eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK)) {
-    if (fd_ < 0) throw Fault(FaultKind::kSystem, -1, std::string("eventfd: ") + std::strerror(errno));
-  }
-  ~ReadyFd() { close(fd_); }
-  ReadyFd(const ReadyFd&) = delete;
-  ReadyFd& operator=(const ReadyFd&) = delete;
-  pollfd Poll() const { return {fd_, POLLIN, 0}; }
-
- private:
-  int fd_;
-};
-
-namespace {
 
 // What the two ends of one link share.
 struct Link {

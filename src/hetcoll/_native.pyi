@@ -116,6 +116,52 @@ class Engine:
     def empty(self, nbytes: int) -> Any: ...
     def attach_shm(self, fd: int, ring_bytes: int, local_ranks: Sequence[int], stores: int) -> None: ...
     def attach_tcp(self, peer: int, channel: int, fds: Sequence[int]) -> None: ...
+    def add_nic(
+        self,
+        *,
+        pd: int,
+        port: int,
+        gid_index: int,
+        gid: bytes,
+        lid: int,
+        mtu: int,
+        ethernet: bool,
+        device: str,
+        traffic_class: int,
+        service_level: int,
+        timeout: int,
+        retries: int,
+        rnr_retries: int,
+        gbps: float,
+    ) -> int:
+        """A port for verbs links; its number. `pd` is the address of its `ibv_pd`, which must outlive the engine.
+
+        `gid` is 16 raw bytes, `mtu` the active one in bytes, `timeout` the code of ibv_qp_attr (4.096 us * 2**timeout),
+        `gbps` the nominal rate: striping starts from it. Raises Fault where it cannot be used.
+        """
+
+    def attach_verbs(
+        self, peer: int, channel: int, fds: Sequence[int], rails: Sequence[tuple[int, str]], ring_bytes: int
+    ) -> None:
+        """A link to `peer`; `rails` pairs a NIC's number with the peer's device for it. Both ends: as many, in order.
+
+        Takes over the sockets: fds[0] carries the handshake, all of them the data once no rail is left. Returns at
+        once. `ring_bytes`: a power of two from 64 KiB to 256 MiB; each rail pins twice that.
+        """
+
+    def register_memory(self, address: int, nbytes: int, keys: Sequence[tuple[int, int, int]]) -> int:
+        """A handle for memory that NICs may read where it lies; keys are (NIC, local key, remote key)."""
+
+    def unregister_memory(self, handle: int) -> bool:
+        """False, and nothing is done, while something sent from there may be needed again."""
+
+    def links(self) -> str:
+        """The verbs links and their rails, as JSON."""
+
+    def counters(self) -> dict[str, int]: ...
+    def events(self) -> list[str]:
+        """What verbs links lost, and how they went on, since the last call."""
+
     def linked(self, peer: int, channel: int) -> bool: ...
     def add_plan(self, encoded: bytes) -> int: ...
     def bind(
@@ -155,6 +201,9 @@ class Engine:
 def read_memory(object: Any, writable: bool) -> tuple[int, int, int] | None: ...
 def know_dtype(array_type: type, dtype: Any, number: int) -> None: ...
 def know_tensor_type(type: type) -> bool: ...
+def verbs_library() -> str:
+    """Nothing, or why libibverbs cannot be used."""
+
 def shm_bytes(local_size: int, ring_bytes: int) -> int: ...
 def cut_offset(count: int, units: int, unit: int) -> int: ...
 def kernel_isa() -> str: ...

@@ -1,0 +1,115 @@
+// RDMA devices in memory, behind the same table of functions as libibverbs.
+//
+// Strict where devices are: queue pairs must be brought up in order and with matching parameters, keys and bounds are
+// checked, queues overflow. Kind where it helps a test: it can be slow, overtake between queue pairs, lose a link, fail
+// a request (delivered or not), and run out of anything.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "transport/verbs/nic.h"
+
+namespace hetcoll::testing {
+
+struct FabricOptions {
+  bool threaded = false;  // a thread of its own delivers, a little later; otherwise whoever posts
+  bool overtake = false;  // threaded: between queue pairs, in any order
+  std::uint32_t seed = 1;
+  std::uint32_t max_inline = 128;
+};
+
+struct FakeQp;
+struct FakeCq;
+struct FakeMr;
+
+class Fabric;
+
+// One device with one port.
+struct FakeNic : ibv::Context {
+  Fabric* fabric = nullptr;
+  ibv::Pd pd{};
+  int number = 0;
+  // What goes wrong; under the fabric's lock.
+  bool down = false;             // nothing comes through
+  bool corrupt = false;          // a byte of what it sends changes on the way
+  std::int64_t fail_after = -1;  // requests until one fails
+  bool fail_delivered = false;   // though it was delivered
+  ibv::WcStatus fail_status = ibv::WcStatus::kRetryExcErr;
+  std::int64_t refuse_after = -1;  // requests until post_send refuses
+  double ns_per_byte = 0;          // threaded: its line's speed
+  int queue_pairs_left = 1 << 20;  // until there is no memory
+  int registrations_left = 1 << 20;
+  std::int64_t busy_until_ns = 0;
+  std::uint64_t bytes = 0;  // that it sent
+};
+
+class Fabric {
+ public:
+  explicit Fabric(const FabricOptions& options = {});
+  ~Fabric();  // complains about what was not given back
+  Fabric(const Fabric&) = delete;
+  Fabric& operator=(const Fabric&) = delete;
+
+  static const VerbsApi& Api();
+
+  // A new device, as Python would describe it.
+  NicInfo AddNic(const std::string& name);
+  FakeNic& nic(int number) { return *nics_[static_cast<std::size_t>(number)]; }
+  // Changes a device while it is in use.
+  template <class Fn>
+  void Change(int number, Fn&& change) {
+    const std::lock_guard lock(mutex_);
+    change(nic(number));
+  }
+  // What no correct user does, and what was never to happen.
+  std::string complaints();
+
+ private:
+  friend struct FakeCalls;
+  friend struct FakeQp;
+
+  struct Op {
+    std::uint64_t wr_id;
+    std::vector<std::pair<const std::byte*, std::size_t>> parts;
+    std::vector<std::byte> inlined;
+    bool signalled;
+    std::uint32_t imm;
+    std::uint64_t remote_addr;
+    std::uint32_t rkey;
+    std::int64_t ready_ns;
+  };
+
+  void Complain(const std::string& what);
+  void DeliverAll(FakeQp& qp);
+  void Deliver(FakeQp& qp);
+  ibv::WcStatus Write(FakeQp& qp, const Op& op);
+  void Break(FakeQp& qp);
+  void Push(FakeQp& qp, FakeCq& cq, std::uint64_t wr_id, ibv::WcStatus status, const ibv::Wc& rest = {});
+  void Loop();
+
+  FabricOptions options_;
+  std::mutex mutex_;
+  std::mt19937 random_;
+  std::vector<std::unique_ptr<FakeNic>> nics_;
+  std::map<std::uint32_t, FakeQp*> qps_;
+  std::map<std::uint32_t, FakeMr*> mrs_;
+  std::set<FakeCq*> cqs_;
+  int channels_ = 0;
+  std::uint32_t next_key_ = 100;
+  std::uint32_t next_qpn_ = 17;
+  std::vector<std::string> complaints_;
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+};
+
+}  // namespace hetcoll::testing

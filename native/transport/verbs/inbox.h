@@ -1,0 +1,62 @@
+// The receiving half of a link: puts frames that rails bring into the link's order and drops what came twice.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "transport/transport.h"
+#include "transport/verbs/outbox.h"
+#include "transport/verbs/rail.h"
+
+namespace hetcoll {
+
+class Inbox {
+ public:
+  explicit Inbox(int peer) : peer_(peer) {}
+
+  void Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload);
+
+  // Whether the frame that is due is here.
+  bool ready() const { return At(due_).present; }
+  // Up to n bytes of the message that is due: its frame must be here. Throws Fault where it is of another one.
+  View Peek(const Message& m, std::size_t at, std::size_t n);
+  void Consume(std::size_t n);
+
+  // The first frame that has not arrived.
+  std::uint64_t missing() const;
+  // From `seq` on frames come over TCP; whether all before it are used up.
+  void Cut(std::uint64_t seq) { cut_ = seq; }
+  bool exhausted() const { return due_ == cut_; }
+
+  // Copies what waits for an earlier frame, so that there is room in the rails' rings for that one: it may have to be
+  // sent again behind them.
+  void MakeRoom();
+
+  std::uint64_t twice() const { return twice_; }
+
+ private:
+  struct Arrival {
+    bool present = false;
+    Frame frame;
+    const std::byte* payload;
+    Rail* rail;  // null once copied
+    std::uint64_t index;
+    std::unique_ptr<std::byte[]> copy;
+  };
+
+  Arrival& At(std::uint64_t seq) { return arrivals_[seq % kWindow]; }
+  const Arrival& At(std::uint64_t seq) const { return arrivals_[seq % kWindow]; }
+
+  int peer_;
+  std::array<Arrival, kWindow> arrivals_;
+  std::uint64_t due_ = 0;
+  std::uint64_t end_ = 0;  // behind the last that arrived
+  std::uint64_t cut_ = UINT64_MAX;
+  std::size_t taken_ = 0;  // bytes of the frame that is due
+  bool open_ = false;      // it was compared with the message
+  std::uint64_t twice_ = 0;
+};
+
+}  // namespace hetcoll

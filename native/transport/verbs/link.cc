@@ -1,0 +1,242 @@
+#include "transport/verbs/link.h"
+
+#include <sys/mman.h>
+
+#include <bit>
+#include <cerrno>
+#include <cstring>
+
+#include "engine/clock.h"
+
+namespace hetcoll {
+namespace {
+
+constexpr double kProbeSeconds = 10;  // more than a queue pair tries by itself, unless it was told to be patient
+
+std::shared_ptr<std::byte> Map(std::size_t nbytes, int peer) {
+  void* at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (at == MAP_FAILED) {
+    throw Fault(FaultKind::kSystem, peer,
+                "verbs: no " + std::to_string(nbytes) + " bytes for rings: " + std::strerror(errno));
+  }
+  // A child of fork must not share it: pages that a device writes would be copied under it.
+  static_cast<void>(madvise(at, nbytes, MADV_DONTFORK));
+  return {static_cast<std::byte*>(at), [nbytes](std::byte* p) { munmap(p, nbytes); }};
+}
+
+Rails MakeRails(const VerbsLinkOptions& options, std::span<const std::pair<Nic*, std::string>> peers,
+                std::byte* memory) {
+  Rails rails;
+  std::byte* staging = memory + peers.size() * options.ring_bytes;
+  for (std::size_t i = 0; i < peers.size(); ++i) {
+    const RailMemory part{memory + i * options.ring_bytes, staging + i * options.ring_bytes, staging,
+                          options.ring_bytes, peers.size() * options.ring_bytes};
+    rails.push_back(std::make_unique<Rail>(*peers[i].first, part, static_cast<int>(i), options.peer, peers[i].second));
+  }
+  return rails;
+}
+
+}  // namespace
+
+VerbsLink::VerbsLink(const VerbsLinkOptions& options, std::span<const std::pair<Nic*, std::string>> rails,
+                     std::span<const int> fds, VerbsShared& shared)
+    : options_(options),
+      shared_(shared),
+      lifeline_(fds, options.peer),
+      memory_(Map(2 * rails.size() * options.ring_bytes, options.peer)),
+      rails_(MakeRails(options, rails, memory_.get())),
+      outbox_(rails_, shared.regions, options.ring_bytes),
+      inbox_(options.peer) {
+  SendHello();
+}
+
+void VerbsLink::Drive() {
+  if (fault_) throw *fault_;
+  try {
+    DriveOnce();
+  } catch (const Fault& fault) {
+    fault_ = fault;
+    ++news_;
+    throw;
+  }
+}
+
+void VerbsLink::DriveOnce() {
+  Word word{};
+  if (state_ == State::kHello) TakeHello();
+  if (state_ == State::kConnect && ReceiveWord(kReady, word)) {
+    KillRails(~word.mask, "the peer could not connect its end");
+    for (const auto& rail : rails_) {
+      if (rail->alive()) SendProbe(*rail);
+    }
+    probe_until_ = DeadlineNs(kProbeSeconds);
+    state_ = State::kProbe;
+  }
+  if (state_ == State::kProbe) Probe();
+  if (state_ == State::kUp) {
+    PollRails();
+    if (outbox_.resending()) outbox_.Resend();
+  }
+  if (state_ == State::kSwitch) {
+    LookForSwitch();
+    if (!agreed_ && peer_switch_) TakeSwitch();
+    if (agreed_ && lifeline_.Flush()) GoOverTcp();
+  }
+  if (state_ == State::kTcp && !outbox_.empty()) outbox_.PushRest(*tcp_.send);
+}
+
+bool VerbsLink::Service() {
+  if (fault_) return false;
+  const std::uint64_t news = news_;
+  const bool ended = lifeline_.ended();
+  if (state_ == State::kUp) {
+    LookForSwitch();
+    if (peer_switch_) KillRails(~0u, "the peer has lost all rails");
+  }
+  Drive();
+  return news != news_ || ended != lifeline_.ended();
+}
+
+bool VerbsLink::ReceiveWord(WordKind kind, Word& word) {
+  if (!lifeline_.Receive(word)) return false;
+  if (word.kind != kind) {
+    throw Fault(FaultKind::kCorrupt, options_.peer,
+                "verbs: word " + std::to_string(word.kind) + " came, " + std::to_string(kind) + " was due");
+  }
+  return true;
+}
+
+// ---- What rails report ----
+
+void VerbsLink::OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) {
+  ++news_;
+  if ((frame.flags & kFrameProbe) == 0) return inbox_.Arrived(rail, index, frame, payload);
+  TakeProbe(rail, frame, payload);
+  rail.Release(index, true);
+}
+
+void VerbsLink::OnDelivered(std::uint64_t seq) {
+  ++news_;
+  outbox_.Delivered(seq);
+}
+
+void VerbsLink::OnLost(std::uint32_t rails) { KillRails(rails, "the peer has given it up"); }
+
+// ---- When rails die ----
+
+void VerbsLink::PollRails() {
+  for (const auto& rail : rails_) rail->Poll(*this);
+  for (const auto& rail : rails_) {
+    if (!rail->alive() && (buried_ & 1u << rail->number()) == 0) Bury(*rail);
+  }
+}
+
+void VerbsLink::Bury(Rail& rail) {
+  buried_ |= 1u << rail.number();
+  ++news_;
+  LookForSwitch();
+  if (lifeline_.ended()) return;  // the peer has left: nothing is lost
+  ++lost_rails_;
+  outbox_.Lost(rail);
+  const std::uint32_t left = Alive();
+  Tell("lost a rail, " + std::to_string(std::popcount(left)) + " left" + (left == 0 ? ", going on over TCP" : "") +
+       ": " + rail.error());
+  for (const auto& other : rails_) {
+    if (other->alive()) other->PostLost(buried_);
+  }
+  if (left != 0) return;
+  inbox_.Cut(inbox_.missing());
+  lifeline_.Send(Word{kSwitchWord, 0, inbox_.missing()});
+  state_ = State::kSwitch;
+}
+
+void VerbsLink::LookForSwitch() {
+  Word word{};
+  if (!peer_switch_ && ReceiveWord(kSwitchWord, word)) peer_switch_ = word;
+}
+
+void VerbsLink::TakeSwitch() {
+  if (peer_switch_->seq > outbox_.next()) {
+    throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: the peer has frames that were not sent");
+  }
+  outbox_.DeliveredBefore(peer_switch_->seq);
+  agreed_ = true;
+  ++news_;
+}
+
+void VerbsLink::GoOverTcp() {
+  const std::vector<int> fds = lifeline_.Release();
+  tcp_ = MakeTcp(fds, options_.peer, shared_.staging);
+  state_ = State::kTcp;
+  ++news_;
+}
+
+void VerbsLink::KillRails(std::uint32_t mask, const std::string& why) {
+  for (const auto& rail : rails_) {
+    if ((mask & 1u << rail->number()) != 0) rail->Kill(rail->Name() + ": " + why);
+  }
+}
+
+std::uint32_t VerbsLink::Alive() const {
+  std::uint32_t mask = 0;
+  for (const auto& rail : rails_) mask |= rail->alive() ? 1u << rail->number() : 0;
+  return mask;
+}
+
+void VerbsLink::Tell(const std::string& event) {
+  shared_.events.push_back("rank " + std::to_string(options_.rank) + ", link to rank " + std::to_string(options_.peer) +
+                           ", channel " + std::to_string(options_.channel) + ": " + event);
+}
+
+void VerbsLink::PeerGone() const {
+  throw Fault(FaultKind::kPeerGone, options_.peer, "verbs: the peer closed the connection");
+}
+
+// ---- Sleeping, and the end ----
+
+// While it is up, what the lifeline brings is the keeper's business; it wakes the others.
+void VerbsLink::AddWatch(std::vector<pollfd>& fds) const {
+  if (fault_) return;
+  if (state_ != State::kTcp) return lifeline_.AddPoll(fds);
+  if (!outbox_.empty()) tcp_.send->AddPoll(fds);
+}
+
+void VerbsLink::AddPoll(std::vector<pollfd>& fds) {
+  const std::uint64_t news = news_;
+  bool awake = false;
+  try {
+    if (state_ == State::kProbe || state_ == State::kUp) {
+      for (const auto& rail : rails_) {
+        if (!rail->alive()) continue;
+        awake |= rail->nic().Drain();  // perhaps another link's news, which it has not been told of then
+        rail->Arm();
+        fds.push_back(rail->nic().Poll());
+      }
+    }
+    Drive();  // what came before the queues were armed announces itself to nobody
+  } catch (const Fault&) {
+    awake = true;  // it is thrown again where it can be caught
+  }
+  if (awake || news != news_) fds.push_back(shared_.ready.Poll());
+  if (state_ != State::kUp) AddWatch(fds);
+}
+
+bool VerbsLink::Drained() {
+  if (fault_ || lifeline_.ended() || state_ < State::kUp) return true;
+  Drive();
+  if (state_ == State::kTcp) return outbox_.empty();
+  if (state_ != State::kUp || outbox_.resending()) return false;
+  bool drained = true;
+  for (const auto& rail : rails_) drained &= !rail->alive() || rail->Drained();
+  return drained;
+}
+
+void VerbsLink::Shutdown() {
+  if (tcp_.send != nullptr) {
+    tcp_.send->Finish();
+  } else {
+    lifeline_.Shutdown();
+  }
+}
+
+}  // namespace hetcoll

@@ -1,0 +1,141 @@
+// One link over verbs: its rails, its lifeline, and what happens to it from the handshake to the last rail's death.
+//
+//   kHello -> kConnect -> kProbe -> kUp -> kSwitch -> kTcp
+//
+// Each end sends a Hello with the addresses of its queue pairs, connects them, says which it could (Ready), sends a
+// probe over those that both could, and says which of them brought the peer's probe whole (Verified). A rail is used
+// when both ends verified it. Where none is, or once the last has died, the two tell each other which frame they miss
+// (Switch), and the link goes on as a plain TCP link from there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/ready.h"
+#include "transport/tcp.h"
+#include "transport/transport.h"
+#include "transport/verbs/inbox.h"
+#include "transport/verbs/lifeline.h"
+#include "transport/verbs/outbox.h"
+#include "transport/verbs/rail.h"
+
+namespace hetcoll {
+
+// What the links of an engine share.
+struct VerbsShared {
+  Regions regions;
+  std::shared_ptr<TcpStaging> staging;
+  ReadyFd ready;
+  std::vector<std::string> events;  // for the log: what was lost, and how it went on
+};
+
+struct VerbsLinkOptions {
+  int rank;
+  int peer;
+  int channel;
+  std::size_t ring_bytes;  // of each rail, in each direction: a power of two
+};
+
+class VerbsLink final : private RailListener {
+ public:
+  enum class State : int { kHello, kConnect, kProbe, kUp, kSwitch, kTcp };
+
+  // Rails are pairs of a NIC and the name of the peer's device.
+  VerbsLink(const VerbsLinkOptions& options, std::span<const std::pair<Nic*, std::string>> rails,
+            std::span<const int> fds, VerbsShared& shared);
+
+  // Does whatever can be done without waiting. Throws Fault; then again whenever it is called.
+  void Drive();
+  // The same, and looks at the lifeline. For the engine's keeper, while nobody may be using the link.
+  // Whether anything changed.
+  bool Service();
+  void AddWatch(std::vector<pollfd>& fds) const;
+  // Descriptors to sleep on. Whoever sleeps is woken when something arrives.
+  void AddPoll(std::vector<pollfd>& fds);
+
+  // Whether messages go through the outbox: not while the link is being made or mended.
+  bool open() const { return state_ == State::kUp && !outbox_.resending() && !lifeline_.ended(); }
+  bool over_tcp() const { return state_ == State::kTcp; }
+  SendEnd* tcp_send() const { return over_tcp() && outbox_.empty() ? tcp_.send.get() : nullptr; }
+  RecvEnd* tcp_recv() const { return over_tcp() && inbox_.exhausted() ? tcp_.recv.get() : nullptr; }
+  Outbox& outbox() { return outbox_; }
+  Inbox& inbox() { return inbox_; }
+  // Whether the peer has left and nothing of its is on the way.
+  [[noreturn]] void PeerGone() const;
+  bool ended() const { return lifeline_.ended(); }
+
+  // Whether the peer's NICs, or its TCP, have all that was sent. Asks them first where no answer is due.
+  bool Drained();
+  void Shutdown();
+
+  State state() const { return state_; }
+  const VerbsLinkOptions& options() const { return options_; }
+  const Rails& rails() const { return rails_; }
+  int lost_rails() const { return lost_rails_; }
+
+ private:
+  struct Hello {
+    std::uint32_t magic;
+    std::uint32_t rails;
+    std::uint64_t ring_bytes;
+    RailAddress addresses[kMaxRails];
+  };
+  struct Word {
+    std::uint32_t kind;
+    std::uint32_t mask;
+    std::uint64_t seq;
+  };
+  enum WordKind : std::uint32_t { kReady = 1, kVerified = 2, kSwitchWord = 3 };
+
+  void OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) override;
+  void OnDelivered(std::uint64_t seq) override;
+  void OnLost(std::uint32_t rails) override;
+
+  void DriveOnce();
+  bool ReceiveWord(WordKind kind, Word& word);
+  // handshake.cc
+  void SendHello();
+  void TakeHello();
+  void SendProbe(Rail& rail);
+  void TakeProbe(Rail& rail, const Frame& frame, const std::byte* payload);
+  void Probe();
+  void FinishProbe(std::uint32_t mask);
+
+  void PollRails();
+  void Bury(Rail& rail);
+  void LookForSwitch();
+  void TakeSwitch();
+  void GoOverTcp();
+  void KillRails(std::uint32_t mask, const std::string& why);
+  std::uint32_t Alive() const;
+  void Tell(const std::string& event);
+
+  VerbsLinkOptions options_;
+  VerbsShared& shared_;
+  State state_ = State::kHello;
+  Lifeline lifeline_;
+  std::shared_ptr<std::byte> memory_;  // rings, then staging
+  Rails rails_;
+  Outbox outbox_;
+  Inbox inbox_;
+  LinkEnds tcp_;
+  Hello peer_hello_{};
+  std::uint32_t verified_ = 0;          // rails that brought the peer's probe
+  std::optional<std::uint32_t> told_;   // of them, as the peer was told
+  std::optional<std::uint32_t> heard_;  // what the peer said of them
+  std::int64_t probe_until_ = 0;
+  std::optional<Word> peer_switch_;
+  bool agreed_ = false;  // both ends know where TCP goes on
+  std::uint32_t buried_ = 0;
+  int lost_rails_ = 0;      // after they were in use
+  std::uint64_t news_ = 0;  // grows with whatever a sleeper would want to know
+  std::optional<Fault> fault_;
+};
+
+}  // namespace hetcoll

@@ -1,0 +1,91 @@
+// One port of one RDMA device, and the user memory that is registered with it.
+#pragma once
+
+#include <poll.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/transport.h"
+#include "transport/verbs/api.h"
+
+namespace hetcoll {
+
+inline constexpr int kMaxNics = 16;
+
+// What Python knows of a port. The protection domain and its device stay its own: it closes them after the engine.
+struct NicInfo {
+  std::string device;
+  ibv::Pd* pd = nullptr;
+  std::uint8_t port = 1;
+  std::uint8_t gid_index = 0;
+  std::array<std::uint8_t, 16> gid{};
+  std::uint16_t lid = 0;
+  std::uint32_t mtu = 1024;  // bytes, the port's active one
+  bool ethernet = true;      // RoCE: addressed by GID; else InfiniBand
+  std::uint8_t traffic_class = 0;
+  std::uint8_t service_level = 0;
+  std::uint8_t timeout = 16;  // 4.096 us * 2^timeout until a packet is sent again
+  std::uint8_t retries = 7;
+  std::uint8_t rnr_retries = 7;
+  double gbps = 10;  // a first guess
+
+  // "rxe0 port 1 GID ::ffff:10.77.0.1": for messages.
+  std::string Name() const;
+};
+
+class Nic {
+ public:
+  Nic(const VerbsApi& api, NicInfo info, int index);
+
+  const VerbsApi& api() const { return api_; }
+  const NicInfo& info() const { return info_; }
+  int index() const { return index_; }
+  ibv::Context& context() const { return *info_.pd->context; }
+  ibv::CompChannel* channel() const { return channel_.get(); }
+
+  // Becomes readable when a completion queue that was armed gets something. Of several threads that wait, any may take
+  // the news: what follows a wait looks at the queues themselves.
+  pollfd Poll() const { return {channel_->fd, POLLIN, 0}; }
+  bool Drain();  // whether there was any
+
+  [[noreturn]] void Fail(const std::string& what, int error) const;
+
+ private:
+  const VerbsApi& api_;
+  NicInfo info_;
+  int index_;
+  VerbsOwned<ibv::CompChannel> channel_;
+};
+
+// User memory that NICs may read where it lies.
+struct Region {
+  std::uintptr_t address;
+  std::size_t nbytes;
+  std::array<std::uint32_t, kMaxNics> lkey;
+  std::uint32_t nics = 0;  // bit i: lkey[i] is valid
+  int uses = 0;            // fragments that were sent from here and may be needed again
+};
+
+class Regions {
+ public:
+  // Keys are (NIC, lkey). Regions may overlap; the one that covers most is found.
+  int Add(std::uintptr_t address, std::size_t nbytes, const std::vector<std::pair<int, std::uint32_t>>& keys);
+  // False, and nothing happens, while the region is in use.
+  bool Remove(int handle);
+  // The region that holds all of these bytes and is known to all of `nics`, or null.
+  Region* Find(const std::byte* data, std::size_t n, std::uint32_t nics);
+
+ private:
+  int next_ = 1;
+  std::map<int, std::unique_ptr<Region>> regions_;
+  std::multimap<std::uintptr_t, Region*> by_address_;
+  std::size_t longest_ = 0;  // no region reaches further than this behind its address
+};
+
+}  // namespace hetcoll

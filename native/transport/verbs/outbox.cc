@@ -1,0 +1,158 @@
+#include "transport/verbs/outbox.h"
+
+#include <algorithm>
+
+#include "device/kernels.h"
+
+namespace hetcoll {
+namespace {
+
+constexpr std::size_t kFragment = std::size_t{128} << 10;
+constexpr std::size_t kLendBytes = std::size_t{16} << 10;  // shorter messages are copied: waiting would cost more
+constexpr std::size_t kSpread = std::size_t{8} << 10;      // shorter frames take the first rail
+
+}  // namespace
+
+Outbox::Outbox(const Rails& rails, Regions& regions, std::size_t ring_bytes)
+    : rails_(rails), regions_(regions), fragment_(std::min(kFragment, ring_bytes / 4)) {
+  for (const auto& rail : rails_) nics_ |= 1u << rail->nic().index();
+}
+
+Outbox::~Outbox() { DeliveredBefore(next_); }
+
+std::ptrdiff_t Outbox::Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
+  n = std::min(n, fragment_);
+  Frame* frame = nullptr;
+  Rail* rail = Pick(n, frame);
+  if (rail == nullptr) return kWouldBlock;
+  // All of a message or nothing: what was lent must be what was taken last.
+  Region* region = nullptr;
+  if (m.may_lend && m.total >= kLendBytes) region = regions_.Find(data - at, m.total, nics_);
+  const std::byte* payload = data;
+  if (region == nullptr) {
+    std::byte* place = reinterpret_cast<std::byte*>(frame + 1);
+    CopyBytes(place, data, n, false);
+    payload = place;
+  }
+  Send(*rail, frame, payload, region, m, at, n);
+  return static_cast<std::ptrdiff_t>(n);
+}
+
+std::byte* Outbox::Reserve(const std::byte* data, std::size_t n) {
+  if (n > fragment_ || regions_.Find(data, n, nics_) != nullptr) return nullptr;  // that will be lent
+  reserved_rail_ = Pick(n, reserved_);
+  return reserved_rail_ == nullptr ? nullptr : reinterpret_cast<std::byte*>(reserved_ + 1);
+}
+
+void Outbox::Commit(const Message& m, std::size_t at, std::size_t n) {
+  Send(*reserved_rail_, reserved_, reinterpret_cast<std::byte*>(reserved_ + 1), nullptr, m, at, n);
+}
+
+// The rail that will be through with it first.
+Rail* Outbox::Pick(std::size_t n, Frame*& frame) {
+  if (next_ - oldest_ == kWindow) return nullptr;
+  Rail* best = nullptr;
+  double least = 0;
+  for (const auto& rail : rails_) {
+    if (!rail->alive()) continue;
+    Frame* slot = rail->Slot(n);
+    if (slot == nullptr) continue;
+    const double wait = static_cast<double>(rail->queued() + n) / rail->bytes_per_ns();
+    if (best != nullptr && wait >= least) continue;
+    best = rail.get();
+    frame = slot;
+    least = wait;
+    if (n < kSpread) break;
+  }
+  counters_.full += best == nullptr;
+  return best;
+}
+
+void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,
+                  std::size_t n) {
+  *frame = {m.signature, m.total, next_, static_cast<std::uint32_t>(n), region != nullptr ? kFrameLent : 0};
+  At(next_) = {frame, payload, region, at, lent_total_, static_cast<std::uint8_t>(rail.number()), false, false};
+  ++next_;
+  std::uint32_t lkey = rail.staging_lkey();
+  if (region != nullptr) {
+    lkey = region->lkey[static_cast<std::size_t>(rail.nic().index())];
+    ++region->uses;
+    lent_total_ += n;
+    counters_.lent_bytes += n;
+  } else {
+    counters_.copied_bytes += n;
+  }
+  rail.Post(frame, payload, lkey);
+}
+
+void Outbox::Delivered(std::uint64_t seq) {
+  if (seq < oldest_ || seq >= next_ || At(seq).delivered) return;
+  Sent& sent = At(seq);
+  sent.delivered = true;
+  lost_ -= sent.lost;
+  if (sent.region != nullptr) --sent.region->uses;
+  while (oldest_ < next_ && At(oldest_).delivered) ++oldest_;
+}
+
+std::size_t Outbox::Lent() {
+  lent_seq_ = std::max(lent_seq_, oldest_);
+  while (lent_seq_ < next_ && (At(lent_seq_).delivered || At(lent_seq_).region == nullptr)) ++lent_seq_;
+  return lent_seq_ == next_ ? 0 : lent_total_ - At(lent_seq_).lent_before;
+}
+
+void Outbox::Lost(const Rail& rail) {
+  for (std::uint64_t seq = oldest_; seq < next_; ++seq) {
+    Sent& sent = At(seq);
+    if (sent.rail != rail.number() || sent.delivered || sent.lost) continue;
+    sent.lost = true;
+    ++lost_;
+  }
+  resend_from_ = oldest_;
+}
+
+void Outbox::Resend() {
+  for (resend_from_ = std::max(resend_from_, oldest_); lost_ > 0 && resend_from_ < next_; ++resend_from_) {
+    Sent& sent = At(resend_from_);
+    if (sent.delivered || !sent.lost) continue;
+    Rail* best = nullptr;
+    Frame* frame = nullptr;
+    for (const auto& rail : rails_) {
+      if (!rail->alive() || (best != nullptr && rail->queued() >= best->queued())) continue;
+      Frame* slot = rail->Slot(sent.frame->nbytes);
+      if (slot == nullptr) continue;
+      best = rail.get();
+      frame = slot;
+    }
+    if (best == nullptr) return;
+    *frame = *sent.frame;
+    sent.frame = frame;
+    sent.rail = static_cast<std::uint8_t>(best->number());
+    sent.lost = false;
+    --lost_;
+    ++counters_.resent;
+    const auto nic = static_cast<std::size_t>(best->nic().index());
+    best->Post(frame, sent.payload, sent.region != nullptr ? sent.region->lkey[nic] : best->staging_lkey());
+  }
+}
+
+void Outbox::DeliveredBefore(std::uint64_t seq) {
+  for (std::uint64_t s = oldest_; s < std::min(seq, next_); ++s) Delivered(s);
+}
+
+bool Outbox::PushRest(SendEnd& tcp) {
+  while (oldest_ < next_) {
+    const Sent& sent = At(oldest_);
+    const Frame& frame = *sent.frame;
+    const std::ptrdiff_t n = tcp.Push({frame.signature, static_cast<std::size_t>(frame.total)}, sent.at + rest_at_,
+                                      sent.payload + rest_at_, frame.nbytes - rest_at_);
+    if (n == kWouldBlock) return false;
+    rest_at_ += static_cast<std::size_t>(n);
+    if (rest_at_ < frame.nbytes) continue;
+    rest_at_ = 0;
+    ++counters_.resent;
+    Delivered(oldest_);
+  }
+  return true;
+}
+
+}  // namespace hetcoll

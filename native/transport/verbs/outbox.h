@@ -1,0 +1,93 @@
+// The sending half of a link: which rail carries what, and what may have to be sent again.
+//
+// Frames are numbered along the link and kept until the peer has consumed them: copied ones in the staging memory of
+// the rail that carried them first, lent ones where the user has them. When a rail dies, what it carried and the peer
+// did not confirm goes again on the others. Neither end uses a dead rail's ring any more, so a late write into it does
+// no harm, and the receiver drops what it has already.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "transport/transport.h"
+#include "transport/verbs/rail.h"
+
+namespace hetcoll {
+
+inline constexpr int kMaxRails = 8;
+inline constexpr std::uint64_t kWindow = std::uint64_t{kRailDepth} * kMaxRails;  // frames between the ends of a link
+
+using Rails = std::vector<std::unique_ptr<Rail>>;
+
+class Outbox {
+ public:
+  Outbox(const Rails& rails, Regions& regions, std::size_t ring_bytes);
+  ~Outbox();
+
+  // As SendEnd's. kWouldBlock: no rail has room.
+  std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n);
+  std::byte* Reserve(const std::byte* data, std::size_t n);
+  void Commit(const Message& m, std::size_t at, std::size_t n);
+  std::size_t Lent();
+
+  void Delivered(std::uint64_t seq);
+
+  // What this rail carried has to go again.
+  void Lost(const Rail& rail);
+  bool resending() const { return lost_ > 0; }
+  // Sends again what rails have room for.
+  void Resend();
+
+  // Over TCP instead: the peer has everything before `seq`. Then pushes the rest; true when nothing is left.
+  void DeliveredBefore(std::uint64_t seq);
+  bool PushRest(SendEnd& tcp);
+
+  bool empty() const { return oldest_ == next_; }
+  std::uint64_t next() const { return next_; }
+
+  struct Counters {
+    std::uint64_t lent_bytes = 0;
+    std::uint64_t copied_bytes = 0;
+    std::uint64_t resent = 0;  // frames, on other rails or over TCP
+    std::uint64_t full = 0;    // times that no rail had room
+  };
+  const Counters& counters() const { return counters_; }
+
+ private:
+  struct Sent {
+    const Frame* frame;
+    const std::byte* payload;
+    Region* region;  // where the payload is the user's
+    std::size_t at;
+    std::uint64_t lent_before;
+    std::uint8_t rail;
+    bool delivered;
+    bool lost;
+  };
+
+  Sent& At(std::uint64_t seq) { return sent_[seq % kWindow]; }
+  Rail* Pick(std::size_t n, Frame*& frame);
+  void Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,
+            std::size_t n);
+
+  const Rails& rails_;
+  Regions& regions_;
+  std::uint32_t nics_ = 0;  // bit mask of those that the rails use
+  std::size_t fragment_;
+  std::array<Sent, kWindow> sent_;
+  std::uint64_t oldest_ = 0;  // not delivered
+  std::uint64_t next_ = 0;
+  std::size_t lost_ = 0;
+  std::uint64_t resend_from_ = 0;
+  std::size_t rest_at_ = 0;  // bytes of the oldest that TCP has taken
+  std::uint64_t lent_total_ = 0;
+  std::uint64_t lent_seq_ = 0;
+  Rail* reserved_rail_ = nullptr;
+  Frame* reserved_ = nullptr;
+  Counters counters_;
+};
+
+}  // namespace hetcoll

@@ -1,0 +1,374 @@
+#include "transport/verbs/rail.h"
+
+#include <arpa/inet.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <random>
+#include <utility>
+
+#include "engine/clock.h"
+
+namespace hetcoll {
+namespace {
+
+constexpr std::size_t kAlign = 64;
+constexpr std::size_t kFrameAt = kAlign - sizeof(Frame);  // so that payload is aligned
+constexpr std::uint32_t kKindShift = 30;
+constexpr std::uint32_t kCountMask = (1u << kKindShift) - 1;
+constexpr std::uint32_t kPlaceBits = 22;
+constexpr std::uint32_t kCheckMask = (1u << (kKindShift - kPlaceBits)) - 1;
+static_assert(kLargestRing / kAlign == std::size_t{1} << kPlaceBits);
+constexpr std::uint32_t kSignalEvery = 16;
+constexpr std::size_t kMeasured = std::size_t{32} << 10;  // frames from here on are timed
+
+std::size_t SlotBytes(std::size_t n) { return kAlign + (n + kAlign - 1) / kAlign * kAlign; }
+
+std::uint32_t MtuCode(std::uint32_t bytes) {
+  const std::uint32_t mtu = std::clamp<std::uint32_t>(std::bit_floor(bytes), 256, 4096);
+  return static_cast<std::uint32_t>(std::countr_zero(mtu)) - 7;
+}
+
+}  // namespace
+
+Rail::Rail(Nic& nic, const RailMemory& memory, int number, int peer, std::string peer_device)
+    : nic_(nic),
+      memory_(memory),
+      number_(number),
+      peer_(peer),
+      peer_device_(std::move(peer_device)),
+      psn_(std::random_device{}() & 0xffffff),
+      bytes_per_ns_(nic.info().gbps / 8) {
+  try {
+    Make();
+  } catch (const Fault& fault) {
+    error_ = fault.what();
+  }
+}
+
+void Rail::Make() {
+  const VerbsApi& api = nic_.api();
+  ibv::Pd* pd = nic_.info().pd;
+  ring_mr_ = {api.reg_mr(pd, memory_.ring, memory_.ring_bytes, ibv::kAccessLocalWrite | ibv::kAccessRemoteWrite),
+              {api.dereg_mr}};
+  if (ring_mr_ == nullptr) nic_.Fail("registering " + std::to_string(memory_.ring_bytes) + " bytes", errno);
+  staging_mr_ = {api.reg_mr(pd, memory_.all_staging, memory_.all_staging_bytes, ibv::kAccessLocalWrite),
+                 {api.dereg_mr}};
+  if (staging_mr_ == nullptr) nic_.Fail("registering " + std::to_string(memory_.all_staging_bytes) + " bytes", errno);
+  MakeQueues();
+  ibv::QpAttr attr{};
+  attr.qp_state = ibv::QpState::kInit;
+  attr.port_num = nic_.info().port;
+  attr.qp_access_flags = ibv::kAccessRemoteWrite;
+  Modify(attr, ibv::kQpState | ibv::kQpPkeyIndex | ibv::kQpPort | ibv::kQpAccessFlags, "INIT");
+  for (std::uint32_t i = 0; i + 1 < kRepost; ++i) recv_wrs_[i].next = &recv_wrs_[i + 1];
+  for (std::uint32_t i = 0; i < kRecvDepth; i += kRepost) PostRecvs();
+}
+
+Rail::~Rail() {
+  qp_.reset();  // before its queues
+  nic_.Drain();
+}
+
+void Rail::MakeQueues() {
+  const VerbsApi& api = nic_.api();
+  send_cq_ = {api.create_cq(&nic_.context(), kSendDepth, nullptr, nullptr, 0), {api.destroy_cq}};
+  if (send_cq_ == nullptr) nic_.Fail("no completion queue", errno);
+  recv_cq_ = {api.create_cq(&nic_.context(), kRecvDepth, &armed_, nic_.channel(), 0), {api.destroy_cq}};
+  if (recv_cq_ == nullptr) nic_.Fail("no completion queue", errno);
+  for (const std::uint32_t inlined : {224u, 96u, 0u}) {  // as much as the device allows
+    ibv::QpInitAttr init{};
+    init.send_cq = send_cq_.get();
+    init.recv_cq = recv_cq_.get();
+    init.cap = {kSendDepth, kRecvDepth, 2, 1, inlined};
+    init.qp_type = ibv::kQpTypeRc;
+    qp_ = {api.create_qp(nic_.info().pd, &init), {api.destroy_qp}};
+    inline_bytes_ = init.cap.max_inline_data;
+    if (qp_ != nullptr) return;
+  }
+  nic_.Fail("no queue pair", errno);
+}
+
+RailAddress Rail::address() const {
+  const NicInfo& nic = nic_.info();
+  RailAddress a{};
+  if (!alive()) return a;
+  a.ring = reinterpret_cast<std::uintptr_t>(memory_.ring);
+  a.rkey = ring_mr_->rkey;
+  a.qpn = qp_->qp_num;
+  a.psn = psn_;
+  a.mtu = nic.mtu;
+  std::copy(nic.gid.begin(), nic.gid.end(), a.gid);
+  a.lid = nic.lid;
+  a.ethernet = nic.ethernet;
+  a.usable = 1;
+  return a;
+}
+
+void Rail::Modify(ibv::QpAttr& attr, int mask, const char* what) {
+  const int error = nic_.api().modify_qp(qp_.get(), &attr, mask);
+  if (error == 0) return;
+  throw Fault(FaultKind::kSystem, peer_,
+              Name() + ": to " + what + ": " + std::strerror(error) +
+                  " (is the link down, or the GID not of the peer's network?)");
+}
+
+void Rail::Connect(const RailAddress& remote) {
+  const NicInfo& nic = nic_.info();
+  remote_ = remote;
+  ibv::QpAttr rtr{};
+  rtr.qp_state = ibv::QpState::kRtr;
+  rtr.path_mtu = MtuCode(std::min(nic.mtu, remote.mtu));
+  rtr.dest_qp_num = remote.qpn;
+  rtr.rq_psn = remote.psn & 0xffffff;
+  rtr.max_dest_rd_atomic = 1;
+  rtr.min_rnr_timer = 12;  // 0.64 ms; there is always a receive
+  rtr.ah_attr.dlid = remote.lid;
+  rtr.ah_attr.sl = nic.service_level;
+  rtr.ah_attr.port_num = nic.port;
+  if (nic.ethernet) {
+    rtr.ah_attr.is_global = 1;
+    std::copy(std::begin(remote.gid), std::end(remote.gid), rtr.ah_attr.grh.dgid);
+    rtr.ah_attr.grh.sgid_index = nic.gid_index;
+    rtr.ah_attr.grh.hop_limit = 64;
+    rtr.ah_attr.grh.traffic_class = nic.traffic_class;
+  }
+  Modify(rtr,
+         ibv::kQpState | ibv::kQpAv | ibv::kQpPathMtu | ibv::kQpDestQpn | ibv::kQpRqPsn | ibv::kQpMaxDestRdAtomic |
+             ibv::kQpMinRnrTimer,
+         "RTR");
+  ibv::QpAttr rts{};
+  rts.qp_state = ibv::QpState::kRts;
+  rts.timeout = nic.timeout;
+  rts.retry_cnt = nic.retries;
+  rts.rnr_retry = nic.rnr_retries;
+  rts.sq_psn = psn_;
+  rts.max_rd_atomic = 1;
+  Modify(rts,
+         ibv::kQpState | ibv::kQpTimeout | ibv::kQpRetryCnt | ibv::kQpRnrRetry | ibv::kQpSqPsn | ibv::kQpMaxQpRdAtomic,
+         "RTS");
+}
+
+std::string Rail::Name() const {
+  return "verbs: " + nic_.info().Name() + " QP " + std::to_string(qp_ == nullptr ? 0 : qp_->qp_num) + " to rank " +
+         std::to_string(peer_) + "'s " + peer_device_;
+}
+
+void Rail::Kill(const std::string& why) {
+  if (!alive()) return;
+  error_ = why;
+  if (qp_ == nullptr) return;
+  ibv::QpAttr attr{};
+  attr.qp_state = ibv::QpState::kErr;
+  static_cast<void>(nic_.api().modify_qp(qp_.get(), &attr, ibv::kQpState));
+}
+
+void Rail::Failed(const ibv::Wc& wc, const char* doing) {
+  Kill(Name() + ": " + doing + ": " + StatusName(wc.status) + ", vendor error " + std::to_string(wc.vendor_err) + ": " +
+       LikelyCause(wc.status));
+}
+
+void Rail::Corrupt(const char* what) const { throw Fault(FaultKind::kCorrupt, peer_, Name() + ": " + what); }
+
+// ---- Sending ----
+
+Frame* Rail::Slot(std::size_t n) {
+  // Grants keep a part of the send queue to themselves.
+  if (posted_ - credited_ == kRailDepth || sq_posted_ - sq_done_ >= kSendDepth - 2 * kRailDepth) return nullptr;
+  const std::size_t need = SlotBytes(n);
+  const std::size_t offset = pos_ % memory_.ring_bytes;
+  place_ = offset + need > memory_.ring_bytes ? pos_ + (memory_.ring_bytes - offset) : pos_;
+  if (place_ + need - freed_ > memory_.ring_bytes) return nullptr;
+  return reinterpret_cast<Frame*>(memory_.staging + place_ % memory_.ring_bytes + kFrameAt);
+}
+
+void Rail::Post(Frame* frame, const std::byte* payload, std::uint32_t lkey) {
+  const std::size_t offset = place_ % memory_.ring_bytes;
+  const std::uint32_t nbytes = frame->nbytes;
+  pos_ = place_ + SlotBytes(nbytes);
+  flights_[posted_ % kRailDepth] = {frame->seq, pos_};
+  ibv::Sge sge[2] = {{reinterpret_cast<std::uintptr_t>(frame), sizeof(Frame), staging_mr_->lkey},
+                     {reinterpret_cast<std::uintptr_t>(payload), nbytes, lkey}};
+  ibv::SendWr wr{};
+  wr.num_sge = nbytes > 0 ? 2 : 1;
+  if (payload == reinterpret_cast<const std::byte*>(frame + 1)) {
+    sge[0].length += nbytes;
+    wr.num_sge = 1;
+  }
+  wr.sg_list = sge;
+  wr.opcode = ibv::kWrRdmaWriteWithImm;
+  wr.imm_data = htonl(kData << kKindShift | (static_cast<std::uint32_t>(posted_) & kCheckMask) << kPlaceBits |
+                      static_cast<std::uint32_t>(offset / kAlign));
+  wr.remote_addr = remote_.ring + offset + kFrameAt;
+  wr.rkey = remote_.rkey;
+  // Memory that a device owns cannot be inlined: the processor would have to read it.
+  if (sizeof(Frame) + nbytes <= inline_bytes_ && wr.num_sge == 1) {
+    wr.send_flags = ibv::kSendInline;
+    ++counters_.inlined;
+  }
+  ++posted_;
+  ++counters_.frames;
+  counters_.bytes += nbytes;
+  bytes_posted_ += nbytes;
+  PostSend(wr, false, nbytes >= kMeasured);
+}
+
+void Rail::PostImmediate(Kind kind, std::uint32_t bits, bool signalled) {
+  ibv::SendWr wr{};
+  wr.opcode = ibv::kWrRdmaWriteWithImm;
+  wr.imm_data = htonl(kind << kKindShift | bits);
+  wr.remote_addr = remote_.ring;
+  wr.rkey = remote_.rkey;
+  PostSend(wr, signalled, false);
+}
+
+void Rail::PostLost(std::uint32_t rails) { PostImmediate(kLost, rails, false); }
+
+bool Rail::Drained() {
+  if (sq_done_ != sq_posted_ && sq_signalled_ != sq_posted_) PostImmediate(kEnd, 0, true);
+  PollSend();
+  return sq_done_ == sq_posted_;
+}
+
+void Rail::PostSend(ibv::SendWr& wr, bool signalled, bool measured) {
+  if (!alive()) return;
+  wr.wr_id = ++sq_posted_;
+  if (signalled || measured || sq_posted_ - sq_signalled_ >= kSignalEvery) {
+    wr.send_flags |= ibv::kSendSignaled;
+    sq_signalled_ = sq_posted_;
+    marks_[sq_posted_ % kSendDepth] = {bytes_posted_, measured ? NowNs() : 0};
+    ++counters_.signalled;
+  }
+  ibv::SendWr* bad = nullptr;
+  const int error = qp_->context->ops.post_send(qp_.get(), &wr, &bad);
+  if (error != 0) Kill(Name() + ": post_send: " + std::strerror(error));
+}
+
+void Rail::PollSend() {
+  constexpr int kBatch = 8;
+  ibv::Wc wcs[kBatch];
+  int n;
+  do {
+    n = qp_->context->ops.poll_cq(send_cq_.get(), kBatch, wcs);
+    if (n < 0) Kill(Name() + ": poll_cq: " + std::strerror(n < -1 ? -n : EIO));
+    for (int i = 0; i < n; ++i) {
+      if (wcs[i].status != ibv::WcStatus::kSuccess) return Failed(wcs[i], "send");
+      sq_done_ = wcs[i].wr_id;
+      const Mark& mark = marks_[sq_done_ % kSendDepth];
+      if (mark.posted_ns != 0) Measure(mark);
+      bytes_done_ = mark.bytes;
+    }
+  } while (n == kBatch);
+  if (queued() >= kMeasured) polled_ns_ = NowNs();
+}
+
+// Only where we looked shortly before, so that we know when it was done.
+void Rail::Measure(const Mark& mark) {
+  const std::int64_t now = NowNs();
+  const std::int64_t took = now - std::max(mark.posted_ns, done_ns_);
+  if (took > 0 && (now - polled_ns_) * 4 < took) {
+    bytes_per_ns_ += (static_cast<double>(mark.bytes - bytes_done_) / static_cast<double>(took) - bytes_per_ns_) / 8;
+  }
+  done_ns_ = now;
+}
+
+// ---- Receiving ----
+
+void Rail::PostRecvs() {
+  ibv::RecvWr* bad = nullptr;
+  const int error = qp_->context->ops.post_recv(qp_.get(), recv_wrs_.data(), &bad);
+  if (error != 0) Kill(Name() + ": post_recv: " + std::strerror(error));
+}
+
+void Rail::PollRecv(RailListener& listener) {
+  constexpr int kBatch = 8;
+  ibv::Wc wcs[kBatch];
+  int n;
+  do {
+    n = qp_->context->ops.poll_cq(recv_cq_.get(), kBatch, wcs);
+    if (n < 0) Kill(Name() + ": poll_cq: " + std::strerror(n < -1 ? -n : EIO));
+    for (int i = 0; i < n; ++i) {
+      if (wcs[i].status != ibv::WcStatus::kSuccess) {
+        PollSend();  // the cause, if it is there
+        return Failed(wcs[i], "receive");
+      }
+      if (wcs[i].opcode != ibv::kWcRecvRdmaWithImm || (wcs[i].wc_flags & ibv::kWcWithImm) == 0) {
+        Corrupt("a message without an immediate came");
+      }
+      if (++spent_recvs_ == kRepost) {
+        spent_recvs_ = 0;
+        PostRecvs();
+      }
+      Receive(ntohl(wcs[i].imm_data), listener);
+    }
+  } while (n == kBatch);
+  if (grant_due_ && n >= 0) Grant();
+}
+
+void Rail::Receive(std::uint32_t imm, RailListener& listener) {
+  const std::uint32_t bits = imm & kCountMask;
+  switch (static_cast<Kind>(imm >> kKindShift)) {
+    case kCredit:
+      return Credit(bits, listener);
+    case kLost:
+      return listener.OnLost(bits);
+    case kEnd:
+      return;
+    case kData:
+      break;
+  }
+  const std::size_t offset = std::size_t{bits & ((1u << kPlaceBits) - 1)} * kAlign;
+  if (bits >> kPlaceBits != (arrived_ & kCheckMask)) Corrupt("a frame was skipped");
+  if (arrived_ - granted_ == kRailDepth || offset + kAlign > memory_.ring_bytes) Corrupt("a frame outside of the ring");
+  const std::byte* payload = memory_.ring + offset + kAlign;
+  Frame frame;
+  std::memcpy(&frame, payload - sizeof frame, sizeof frame);
+  if (frame.nbytes > memory_.ring_bytes - offset - kAlign) Corrupt("a frame outside of the ring");
+  sizes_[arrived_ % kRailDepth] = static_cast<std::uint32_t>(SlotBytes(frame.nbytes));
+  ++counters_.received;
+  listener.OnFrame(*this, arrived_++, frame, payload);
+}
+
+void Rail::Release(std::uint64_t index, bool at_once) {
+  released_.set(index % kRailDepth);
+  while (consumed_ < arrived_ && released_.test(consumed_ % kRailDepth)) {
+    released_.reset(consumed_ % kRailDepth);
+    ungranted_bytes_ += sizes_[consumed_++ % kRailDepth];
+  }
+  if (at_once || consumed_ - granted_ >= kRailDepth / 4 || ungranted_bytes_ >= memory_.ring_bytes / 4) Grant();
+}
+
+void Rail::Grant() {
+  if (consumed_ == granted_ || !alive()) return;
+  grant_due_ = sq_posted_ - sq_done_ >= kSendDepth - kRepost;
+  if (grant_due_) {
+    PollSend();
+    if (sq_posted_ - sq_done_ >= kSendDepth - kRepost) return;
+    grant_due_ = false;
+  }
+  granted_ = consumed_;
+  ungranted_bytes_ = 0;
+  ++counters_.credits;
+  PostImmediate(kCredit, static_cast<std::uint32_t>(granted_) & kCountMask, false);
+}
+
+void Rail::Credit(std::uint32_t bits, RailListener& listener) {
+  const std::uint32_t more = (bits - static_cast<std::uint32_t>(credited_)) & kCountMask;
+  if (more > posted_ - credited_) Corrupt("room was granted that nobody uses");
+  for (std::uint32_t i = 0; i < more; ++i) {
+    const Flight& flight = flights_[credited_++ % kRailDepth];
+    freed_ = flight.end;
+    listener.OnDelivered(flight.seq);
+  }
+}
+
+void Rail::Arm() {
+  if (armed_ || !alive()) return;
+  armed_ = true;
+  const int error = qp_->context->ops.req_notify_cq(recv_cq_.get(), 0);
+  if (error != 0) Kill(Name() + ": req_notify_cq: " + std::strerror(error));
+}
+
+}  // namespace hetcoll

@@ -1,0 +1,205 @@
+// One queue pair of a link: a reliable connection between a port here and a port of the peer's, with a ring of memory
+// at each end that the other end writes.
+//
+// A frame (header and payload) is one RDMA write with immediate into the peer's ring. The immediate says where it lies
+// and bears the low bits of its number, so that nothing is ever inferred from payload (DESIGN M3) and a wrong number is
+// seen (M7). The receiver grants room with further writes: empty ones, whose immediate is the count of frames that it
+// is done with. At most kDepth frames, and so at most kDepth grants, are on their way in each direction, and the
+// receive queue has a place for all of them.
+#pragma once
+
+#include <array>
+#include <bitset>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "transport/verbs/nic.h"
+
+namespace hetcoll {
+
+inline constexpr std::uint32_t kRailDepth = 64;
+inline constexpr std::size_t kLeastRing = std::size_t{8} << 10;
+inline constexpr std::size_t kLargestRing = std::size_t{256} << 20;
+
+// What the peer must know of an end.
+struct RailAddress {
+  std::uint64_t ring;
+  std::uint32_t rkey;
+  std::uint32_t qpn;
+  std::uint32_t psn;
+  std::uint32_t mtu;
+  std::uint8_t gid[16];
+  std::uint16_t lid;
+  std::uint8_t ethernet;
+  std::uint8_t usable;  // 0: this end could not make it
+  std::uint32_t pad;
+};
+static_assert(sizeof(RailAddress) == 48);
+
+struct Frame {
+  std::uint64_t signature;
+  std::uint64_t total;
+  std::uint64_t seq;     // of the link, whichever rail carries it
+  std::uint32_t nbytes;  // of payload, which follows
+  std::uint32_t flags;
+};
+static_assert(sizeof(Frame) == 32);
+inline constexpr std::uint32_t kFrameLent = 1;   // the sender waits until it is consumed
+inline constexpr std::uint32_t kFrameProbe = 2;  // of the handshake: not part of the stream
+
+struct RailMemory {
+  std::byte* ring;
+  std::byte* staging;      // of this rail: mirrors the peer's ring
+  std::byte* all_staging;  // of the link: any rail may have to send again what another one carried
+  std::size_t ring_bytes;
+  std::size_t all_staging_bytes;
+};
+
+class Rail;
+
+// What a rail reports while it is polled.
+class RailListener {
+ public:
+  virtual ~RailListener() = default;
+  virtual void OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) = 0;
+  virtual void OnDelivered(std::uint64_t seq) = 0;  // the peer is done with this frame
+  virtual void OnLost(std::uint32_t rails) = 0;     // the peer found these rails dead
+};
+
+class Rail {
+ public:
+  // Where the queue pair cannot be made, the rail is born dead.
+  Rail(Nic& nic, const RailMemory& memory, int number, int peer, std::string peer_device);
+  ~Rail();
+  Rail(const Rail&) = delete;
+  Rail& operator=(const Rail&) = delete;
+
+  RailAddress address() const;
+  void Connect(const RailAddress& remote);
+
+  int number() const { return number_; }
+  Nic& nic() const { return nic_; }
+  const std::string& peer_device() const { return peer_device_; }
+  bool alive() const { return error_.empty(); }
+  const std::string& error() const { return error_; }
+  std::string Name() const;
+  // No more of it in either direction.
+  void Kill(const std::string& why);
+
+  // ---- Sending ----
+
+  // The place for a frame with n bytes of payload, which may be written behind it; null when there is no room. Post
+  // takes the one given last.
+  Frame* Slot(std::size_t n);
+  // `payload` may lie behind the frame, or wherever `lkey` allows the NIC to read.
+  void Post(Frame* frame, const std::byte* payload, std::uint32_t lkey);
+  void PostLost(std::uint32_t rails);
+  bool Drained();  // whether the peer's NIC has everything; asks for an answer where none is due
+  std::uint32_t staging_lkey() const { return staging_mr_->lkey; }
+  std::size_t queued() const { return bytes_posted_ - bytes_done_; }
+  double bytes_per_ns() const { return bytes_per_ns_; }
+
+  // ---- Receiving ----
+
+  // Frame `index` is consumed; `at_once` if the sender waits for that.
+  void Release(std::uint64_t index, bool at_once);
+
+  // ---- Both ----
+
+  void Poll(RailListener& listener) {
+    if (!alive()) return;
+    PollRecv(listener);
+    if (sq_signalled_ > sq_done_) PollSend();
+  }
+  // Has the NIC's channel announce what comes next.
+  void Arm();
+
+  struct Counters {
+    std::uint64_t frames = 0;
+    std::uint64_t bytes = 0;
+    std::uint64_t received = 0;
+    std::uint64_t credits = 0;
+    std::uint64_t signalled = 0;
+    std::uint64_t inlined = 0;
+  };
+  const Counters& counters() const { return counters_; }
+
+ private:
+  enum Kind : std::uint32_t { kData = 0, kCredit = 1, kLost = 2, kEnd = 3 };
+  static constexpr std::uint32_t kSendDepth = 4 * kRailDepth;
+  static constexpr std::uint32_t kRecvDepth = 4 * kRailDepth;
+  static constexpr std::uint32_t kRepost = 16;
+
+  struct Flight {
+    std::uint64_t seq;
+    std::uint64_t end;  // of the ring's use
+  };
+  struct Mark {  // of a signalled request
+    std::uint64_t bytes;
+    std::int64_t posted_ns;  // 0: not measured
+  };
+
+  void Make();
+  void MakeQueues();
+  void Modify(ibv::QpAttr& attr, int mask, const char* what);
+  void PostRecvs();
+  void PollSend();
+  void PollRecv(RailListener& listener);
+  void Receive(std::uint32_t imm, RailListener& listener);
+  void Credit(std::uint32_t bits, RailListener& listener);
+  void Grant();
+  void PostImmediate(Kind kind, std::uint32_t bits, bool signalled);
+  void PostSend(ibv::SendWr& wr, bool signalled, bool measured);
+  void Measure(const Mark& mark);
+  [[noreturn]] void Corrupt(const char* what) const;
+  void Failed(const ibv::Wc& wc, const char* doing);
+
+  Nic& nic_;
+  const RailMemory memory_;
+  int number_;
+  int peer_;
+  std::string peer_device_;
+  bool armed_ = false;
+  std::string error_;
+  std::uint32_t psn_;
+  std::uint32_t inline_bytes_ = 0;
+  RailAddress remote_{};
+  VerbsOwned<ibv::Mr> ring_mr_;
+  VerbsOwned<ibv::Mr> staging_mr_;
+  VerbsOwned<ibv::Cq> send_cq_;
+  VerbsOwned<ibv::Cq> recv_cq_;
+  VerbsOwned<ibv::Qp> qp_;
+  std::array<ibv::RecvWr, kRepost> recv_wrs_{};
+
+  // Sending.
+  std::uint64_t posted_ = 0;    // frames
+  std::uint64_t credited_ = 0;  // frames that the peer is done with
+  std::uint64_t place_ = 0;     // of the slot given last
+  std::uint64_t pos_ = 0;       // the ring is used up to here
+  std::uint64_t freed_ = 0;     // and free again up to here
+  std::array<Flight, kRailDepth> flights_;
+  std::uint64_t sq_posted_ = 0;  // requests
+  std::uint64_t sq_signalled_ = 0;
+  std::uint64_t sq_done_ = 0;
+  std::uint64_t bytes_posted_ = 0;
+  std::uint64_t bytes_done_ = 0;
+  std::array<Mark, kSendDepth> marks_;
+  std::int64_t polled_ns_ = 0;
+  std::int64_t done_ns_ = 0;
+  double bytes_per_ns_;
+
+  // Receiving.
+  std::uint64_t arrived_ = 0;   // frames
+  std::uint64_t consumed_ = 0;  // frames, without a gap
+  std::uint64_t granted_ = 0;   // frames that the sender was told of
+  std::size_t ungranted_bytes_ = 0;
+  bool grant_due_ = false;  // there was no room in the send queue
+  std::bitset<kRailDepth> released_;
+  std::array<std::uint32_t, kRailDepth> sizes_;
+  std::uint32_t spent_recvs_ = 0;
+
+  Counters counters_;
+};
+
+}  // namespace hetcoll
