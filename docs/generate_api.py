@@ -17,6 +17,7 @@ PAGE = Path(__file__).with_name("api.md")
 SECTIONS: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
     ("hetcoll", "hetcoll", ("init", "get_unique_id", "Communicator", "Work", "UniqueId")),
     ("hetcoll.types", "Types and reductions", ("DType", "ReduceOp", "supports", "Collective")),
+    ("hetcoll.topology", "Who is where", ("Topology", "RankInfo")),
     ("hetcoll.selection", "What a call will use", ("Explanation",)),
     ("hetcoll.errors", "Errors", None),
     ("hetcoll.plan", "Plans", ("Plan", "Step", "Span", "Op", "Buf", "cut")),

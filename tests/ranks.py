@@ -315,6 +315,7 @@ def _die_with_pytest() -> None:
 
 def _main(pipe: Connection, rank: int, size: int, env: Mapping[str, str], output: str) -> None:
     _die_with_pytest()
+    gc.freeze()  # what the server loaded is nobody's garbage, and 256 ranks would each look through it
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -323,7 +324,7 @@ def _main(pipe: Connection, rank: int, size: int, env: Mapping[str, str], output
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
-    os.environ.update(env)
+    os.environ.update({"HETCOLL_LINGER": "0", **env})
     standins.load()
     if rank == 0:
         _answer(pipe, Outcome(0), hetcoll.get_unique_id)
@@ -357,7 +358,7 @@ def _answer(pipe: Connection, outcome: Outcome, call: Callable[[], Any]) -> None
 def _leave(job: Job, before: Resources) -> None:
     """Close all communicators and look whether anything stayed."""
     job.comm = None
-    for resource in reversed(list(lifetime._open.values())):
+    for resource, _ in reversed(list(lifetime._open.values())):
         if isinstance(resource, hetcoll.Communicator):
             resource.close()
             del resource

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -55,7 +55,7 @@ def in_parallel(calls: list[Callable[[], T]]) -> list[T]:
 
 @pytest.fixture
 def unique_id() -> Iterator[UniqueId]:
-    made = get_unique_id(Config())
+    made = get_unique_id(Config(linger=0))
     yield made
     store._hosted[made.job_id].close()
 
@@ -69,7 +69,7 @@ from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.unique_id import UniqueId
 
 rank, size, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-unique_id = UniqueId.parse(text) if text else get_unique_id(Config())
+unique_id = UniqueId.parse(text) if text else get_unique_id(Config(linger=0))
 client = ControlClient(unique_id, rank, size, 20, lambda group, event: b"here")
 print(unique_id, flush=True)
 sys.stdin.read()
@@ -231,6 +231,27 @@ def test_a_stopped_rank_does_not_answer(unique_id: UniqueId) -> None:
     client.close()
 
 
+def test_a_stopped_store_costs_little_more_than_the_timeout() -> None:
+    with member(0, 2, None) as process:
+        client = ControlClient(UniqueId.parse(first_line(process)), 1, 2, 20)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        calls: list[Callable[[], Any]] = [
+            lambda: client.exchange(WORLD, b"t", b"", 1.0),
+            lambda: client.post_verdict(WORLD, b"k", b"", 1.0),
+            lambda: client.get(b"k", 1.0),
+            lambda: client.join(b"other", 0, 1, timeout=1.0),
+            lambda: client.leave(WORLD, timeout=1.0),
+        ]
+        for call in calls:
+            started = time.monotonic()
+            with pytest.raises(InitError, match="did not answer in 1 s"):
+                call()
+            assert 1.0 < time.monotonic() - started < 3.0
+        process.send_signal(signal.SIGCONT)
+        client.close()
+
+
 def test_the_death_of_the_stores_host_is_the_loss_of_its_rank() -> None:
     events = Events(1)
     with member(0, 2, None) as process:
@@ -296,7 +317,7 @@ import os, time
 from hetcoll.errors import ClosedError
 from hetcoll.rendezvous.listener import Listener
 listener = Listener(Config(), unique_id.secret)
-get_unique_id(Config())
+get_unique_id(Config(linger=0))
 def target(fd):
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
@@ -410,7 +431,7 @@ def test_a_handler_that_calls_its_client_is_told_so(unique_id: UniqueId, caplog:
 def test_close_is_idempotent_ends_waiting_calls_and_leaves_nothing(unique_id: UniqueId) -> None:
     ControlClient(unique_id, 0, 1, 10).close()
     fds, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
-    server = get_unique_id(Config())
+    server = get_unique_id(Config(linger=0))
     clients, _ = join_all(server, 3)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(clients[0].get, b"never", 60)

@@ -34,6 +34,7 @@ def test_every_variable_is_read() -> None:
     config = read_config({
         "HETCOLL_DEBUG": "INFO", "HETCOLL_ALGO": "ring", "HETCOLL_TRANSPORT": "tcp", "HETCOLL_SOCKET_IFNAME": "^docker",
         "HETCOLL_SOCKET_STRIPES": "4", "HETCOLL_TIMEOUT": "1.5", "HETCOLL_INIT_TIMEOUT": "7", "HETCOLL_SECRET": "s",
+        "HETCOLL_LINGER": "0",
         "HETCOLL_ISLANDS": "0-3,4-7", "HETCOLL_FAULT": "drop=1", "HETCOLL_SHM_BYTES": "4M", "HETCOLL_HOST_ID": "a",
         "HETCOLL_SHM_STORES": "Streaming",
         "HETCOLL_IB_HCA": "^=mlx5_0:2,rxe0", "HETCOLL_IB_GID_INDEX": "3", "HETCOLL_IB_TIMEOUT": "20",
@@ -42,7 +43,7 @@ def test_every_variable_is_read() -> None:
     })  # fmt: skip
     assert config == Config(
         debug="info", algo="ring", transport="tcp", socket_ifname=InterfaceFilter(("docker",), exclude=True),
-        socket_stripes=4, timeout=1.5, init_timeout=7.0, secret=b"s", islands="0-3,4-7", fault="drop=1",
+        socket_stripes=4, timeout=1.5, init_timeout=7.0, linger=0.0, secret=b"s", islands="0-3,4-7", fault="drop=1",
         shm_bytes=4 << 20, shm_stores="streaming", host_id="a", isa="avx2", check=True, spin_us=0, master=("::1", 4000),
         ib_hca=DeviceFilter((("mlx5_0", 2), ("rxe0", None)), exclude=True, exact=True), ib_gid_index=3, ib_timeout=20,
         ib_retry_cnt=3, ib_sl=4, ib_tc=106,
@@ -56,6 +57,7 @@ def test_every_variable_is_read() -> None:
         ("HETCOLL_DEBUG", "loud"), ("HETCOLL_TRANSPORT", "udp"), ("HETCOLL_SOCKET_IFNAME", "^"),
         ("HETCOLL_SOCKET_STRIPES", "0"), ("HETCOLL_SOCKET_STRIPES", "65"), ("HETCOLL_TIMEOUT", "0"),
         ("HETCOLL_TIMEOUT", "inf"), ("HETCOLL_TIMEOUT", "nan"), ("HETCOLL_INIT_TIMEOUT", "soon"),
+        ("HETCOLL_LINGER", "-1"), ("HETCOLL_LINGER", "inf"),
         ("HETCOLL_SHM_BYTES", "4X"), ("HETCOLL_SHM_BYTES", "-1"), ("HETCOLL_SHM_BYTES", "K"),
         ("HETCOLL_SHM_STORES", "warm"), ("HETCOLL_CHECK", "2"),
         ("HETCOLL_SPIN_US", "1.5"), ("HETCOLL_MASTER", "host"), ("HETCOLL_MASTER", "::1:4000"),

@@ -516,6 +516,29 @@ def test_works_in_flight_all_say_what_failed(launch: Launch, transport: str) -> 
     )
 
 
+def fail_in_the_background(comm: hetcoll.Communicator) -> None:
+    """Rank 0 has something in flight that goes wrong, and does not look at it; rank 1 waits for rank 0."""
+    comm.barrier()
+    if comm.rank == 0:
+        for _ in range(3):
+            comm.allreduce(f32(1000), async_op=True)
+        wait_until(lambda: comm._engine.failed, 10)
+        time.sleep(60)
+    for _ in range(4):
+        comm.allreduce(f32(1000))
+
+
+@TRANSPORTS
+def test_what_fails_unseen_is_told_to_who_asks(launch: Launch, transport: str) -> None:
+    ranks = launch(2, HETCOLL_TRANSPORT=transport, HETCOLL_FAULT="duplicate=2,rank=1")
+    ranks.start(fail_in_the_background)
+    (one,) = ranks.finish(15, only=[1])
+    assert isinstance(one.error, hetcoll.CommunicationError), one.trace
+    assert str(one.error).startswith("rank 0: the frame belongs to another operation")
+    assert one.seconds < FOUND_WITHIN
+    ranks.kill(0)
+
+
 def fail_in_a_split(comm: hetcoll.Communicator) -> tuple[str, float]:
     """A mistake in one communicator leaves its parent and its siblings alone."""
     child, sibling = comm.split(0), comm.split(comm.rank % 2)

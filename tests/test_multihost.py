@@ -38,7 +38,7 @@ def meet(job: Job, unique_id: Any) -> list[str]:
     """Join; how data goes to each other rank."""
     job.unique_id = unique_id
     comm = job.join()
-    topology = comm._wiring.topology
+    topology = comm.topology
     return ["" if peer == job.rank else topology.transport(job.rank, peer) for peer in range(job.size)]
 
 
@@ -158,5 +158,4 @@ def test_a_network_that_is_cut_is_an_error_on_every_rank(
                 assert "ranks 2-3 did not answer" in text, text
             else:
                 assert "rank" in text, text
-            # Whoever cannot reach the job's store any more also waits for that in vain.
-            assert outcome.seconds < (35 if cut_off else 15), (outcome.seconds, text)
+            assert outcome.seconds < 15, (outcome.seconds, text)  # 3, and some for questions that nobody answers

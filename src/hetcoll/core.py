@@ -24,6 +24,7 @@ from .errors import ArgumentError, ClosedError, CommunicationError, HetcollError
 from .registration import Registration
 from .rendezvous.session import Session
 from .selection import Explanation, Selection
+from .topology import Topology
 from .wiring import PATIENCE, Check, Wiring
 from .witness import Witness
 from .work import DONE, Work
@@ -81,6 +82,11 @@ class Core:
     def local_rank(self) -> int:
         """This rank's position among those of its host."""
         return self._wiring.locals.index(self._rank)
+
+    @property
+    def topology(self) -> Topology:
+        """Who the ranks are, on which hosts, and what carries data between them."""
+        return self._wiring.topology
 
     @property
     def closed(self) -> bool:

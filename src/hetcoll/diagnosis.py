@@ -25,7 +25,7 @@ from .errors import (
     PeerLostError,
     spell_ranks,
 )
-from .inquiry import Answer, Answers, Called, find_deadlock, find_mismatch, find_wrong_message
+from .inquiry import Answer, Answers, Called, find_deadlock, find_failure, find_mismatch, find_wrong_message
 from .rendezvous.control import Event, Left, Lost, Query, StoreLost, Verdict
 from .wiring import PATIENCE
 from .witness import Witness
@@ -237,11 +237,21 @@ class Diagnosis:
         if time.monotonic() - self._asked < PATIENCE / 2:
             return before
         answers = self._ask()
-        found = find_mismatch(answers) or find_deadlock(before, answers)
+        wrong = self._judge(answers, before)
+        if wrong is not None:
+            raise wrong
+        return answers
+
+    def _judge(self, answers: Answers, before: Answers) -> CommunicationError | None:
+        """What the answers say is wrong, if anything; then every rank is told."""
+        found, failure = find_mismatch(answers) or find_deadlock(before, answers), find_failure(answers)
         if found:
             self.post(Kind.MISMATCH, -1, found)
-            raise self.error()
-        return answers
+        elif failure:
+            self.post(Kind(failure[0]), *failure[1:])
+        else:
+            return None
+        return self.error()
 
     def timeout(self, seconds: float, state: str = "") -> CommunicationError:
         """For a call that did not finish in time: says who is missing and poisons the communicator everywhere.
@@ -250,11 +260,11 @@ class Diagnosis:
         """
         assert self._engine is not None
         inside = self._witness.inside(threading.get_ident()) or Called("a call")
-        answers, state = self._ask(), state or self._engine.describe()
-        mismatch = find_mismatch(answers)
-        if mismatch:
-            self.post(Kind.MISMATCH, -1, mismatch)
-            return self.error()
+        state = state or self._engine.describe()
+        answers = self._ask()
+        wrong = self._judge(answers, {})
+        if wrong is not None:
+            return wrong
         parts = [f"{inside} did not finish in {seconds:g} s on rank {self._rank}" + (f": {state}" if state else "")]
         silent = [rank for rank, answer in answers.items() if answer is None]
         others = {rank: answer for rank, answer in answers.items() if answer is not None and rank != self._rank}

@@ -25,6 +25,7 @@ from .variables import (
     nbytes,
     read,
     seconds,
+    span,
     whole,
 )
 
@@ -51,7 +52,8 @@ class Config:
     """What the user chose. `None` means that the library chooses.
 
     Times are seconds, sizes bytes. `socket_stripes` is the number of sockets of one TCP edge. `secret` authenticates
-    every connection of the job. `fault` configures the fault-injecting transport of the tests. `master` is where
+    every connection of the job. `linger` is how long the process with the job's store outlives its own work for others.
+    `fault` configures the fault-injecting transport of the tests. `master` is where
     rank 0 listens for the others, when the launcher cannot say it. `cache` is the directory of compiled GPU kernels,
     None: they are not kept. `ib_timeout` is InfiniBand's code for an acknowledgement's time,
     4.096 us << code; 16 are 0.27 s.
@@ -64,6 +66,7 @@ class Config:
     socket_stripes: int | None = None
     timeout: float = 300.0
     init_timeout: float = 120.0
+    linger: float = 10.0
     secret: bytes | None = field(default=None, repr=False)
     islands: str | None = None
     fault: str | None = None
@@ -101,6 +104,7 @@ def read_config(environ: Environ) -> Config:
         socket_stripes=read(environ, "HETCOLL_SOCKET_STRIPES", "auto or 1 to 64", auto(whole(1, 64)), None),
         timeout=read(environ, "HETCOLL_TIMEOUT", "seconds above 0", seconds, 300.0),
         init_timeout=read(environ, "HETCOLL_INIT_TIMEOUT", "seconds above 0", seconds, 120.0),
+        linger=read(environ, "HETCOLL_LINGER", "seconds, 0 or more", span, 10.0),
         secret=_secret(environ),
         islands=word("HETCOLL_ISLANDS", "a description of islands"),
         fault=word("HETCOLL_FAULT", "a fault to inject"),
@@ -153,8 +157,8 @@ def _cache(environ: Environ) -> str | None:
 
 
 _NAMES = """
-    DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT SECRET SECRET_FILE ISLANDS FAULT SHM_BYTES
-    SHM_STORES HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE CACHE
+    DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS FAULT
+    SHM_BYTES SHM_STORES HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE CACHE
     IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())

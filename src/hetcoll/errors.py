@@ -68,6 +68,11 @@ class AbortedError(CommunicationError):
     """`abort()` was called here or on a peer."""
 
 
+def spell_gone(rank: int, reason: str) -> str:
+    """What became of a rank; an empty reason is that it left in order."""
+    return f"rank {rank} was lost: {reason}" if reason else f"rank {rank} has left"
+
+
 def spell_ranks(ranks: Iterable[int]) -> str:
     """``rank 3`` or ``ranks 3, 5-7``."""
     runs: list[list[int]] = []

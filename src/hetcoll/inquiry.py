@@ -37,7 +37,8 @@ class Answer(NamedTuple):
     `calls` are collectives by number, those that the question was about; the last may be one that is being set up.
     `inside` is the call that a thread of it waits in. `progress` changes whenever it gets any further. `alone` says
     that it has no other thread that could help it on. `state` is for people: how far what is in flight has come.
-    `sent` are its last sends to the rank that asks, the latest first.
+    `sent` are its last sends to the rank that asks, the latest first. `failed` is what went wrong there (the engine's
+    kind, the rank to blame, for people) where nobody waits who would find it and tell.
     """
 
     now: int
@@ -47,6 +48,7 @@ class Answer(NamedTuple):
     alone: bool = False
     state: str = ""
     sent: tuple[Called, ...] = ()
+    failed: tuple[int, int, str] | None = None
 
     def encode(self) -> bytes:
         return json.dumps(self).encode()
@@ -54,10 +56,10 @@ class Answer(NamedTuple):
     @classmethod
     def decode(cls, blob: bytes) -> Answer:
         """What `encode` made."""
-        now, calls, inside, progress, alone, state, sent = json.loads(blob)
+        now, calls, inside, progress, alone, state, sent, failed = json.loads(blob)
         return cls(
             now, {int(number): Called(*call) for number, call in calls.items()}, inside and Called(*inside), progress,
-            alone, state, tuple(Called(*call) for call in sent),
+            alone, state, tuple(Called(*call) for call in sent), failed and tuple(failed),
         )  # fmt: skip
 
 
@@ -73,6 +75,15 @@ def find_mismatch(answers: Answers) -> str:
         if len({call.what for call in calls.values()}) > 1:
             return f"operation #{number}: {_spell_sides(calls)}"
     return ""
+
+
+def find_failure(answers: Answers) -> tuple[int, int, str] | None:
+    """What went wrong on another rank, told as by that rank; None where nothing did."""
+    for rank, answer in answers.items():
+        if answer is not None and answer.failed is not None:
+            kind, peer, text = answer.failed
+            return kind, peer, f"rank {rank}: {text}"
+    return None
 
 
 def find_deadlock(before: Answers, now: Answers) -> str:

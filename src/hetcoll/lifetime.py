@@ -10,6 +10,7 @@ import atexit
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Protocol
 
 log = logging.getLogger("hetcoll")
@@ -25,14 +26,14 @@ class Resource(Protocol):
         """In a forked child: close the inherited descriptors and nothing else, without taking a lock."""
 
 
-_open: dict[int, Resource] = {}
+_open: dict[int, tuple[Resource, Callable[[], None]]] = {}
 _watching = 0  # the process whose multiprocessing finalizer is in place
 
 
-def watch(resource: Resource) -> None:
-    """Close `resource` at exit, newest first, and abandon it in forked children."""
+def watch(resource: Resource, at_exit: Callable[[], None] | None = None) -> None:
+    """Close `resource` at exit (or call `at_exit`), newest first, and abandon it in forked children."""
     _watch_multiprocessing()
-    _open[id(resource)] = resource
+    _open[id(resource)] = (resource, at_exit or resource.close)
 
 
 def forget(resource: Resource) -> None:
@@ -41,15 +42,15 @@ def forget(resource: Resource) -> None:
 
 
 def _close_all() -> None:
-    for resource in reversed(list(_open.values())):
+    for resource, close in reversed(list(_open.values())):
         try:
-            resource.close()
+            close()
         except Exception:  # the others must be closed all the same
             log.exception("closing %r at exit", resource)
 
 
 def _abandon_all() -> None:
-    for resource in list(_open.values()):
+    for resource, _ in list(_open.values()):
         resource.abandon()
     _open.clear()
 

@@ -67,6 +67,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def span(text: str) -> float:
+    """A finite time, 0 or more."""
+    value = float(text)
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(text)
+    return value
+
+
 def nbytes(text: str) -> int:
     """A size above 0: ``4194304``, ``4096K``, ``4M``, ``4MiB``."""
     digits = text.upper().removesuffix("B").removesuffix("I")

@@ -133,15 +133,19 @@ class Wiring:
     def _attach_shm(self, name: str) -> None:
         ring = ring_bytes(len(self.locals), self._config.shm_bytes)
         secret = self._control.unique_id.secret
+
+        def check() -> None:
+            self._control.check_present(self.group, self.locals)
+
         if self.rank == self.locals[0]:
             # A memfd: not limited by the size of /dev/shm, and gone with the last process that maps it.
             fd = os.memfd_create("hetcoll", os.MFD_CLOEXEC)
         else:
-            fd = receive_fd(name, self.rank, secret, self._left())
+            fd = receive_fd(name, self.rank, secret, self._left(), check)
         try:
             if self.rank == self.locals[0]:
                 os.ftruncate(fd, _native.shm_bytes(len(self.locals), ring))
-                share_fd(name, fd, self.locals[1:], secret, self._left())
+                share_fd(name, fd, self.locals[1:], secret, self._left(), check)
             self.engine.attach_shm(fd, ring, self.locals, SHM_STORES.index(self._config.shm_stores))
         finally:
             os.close(fd)

@@ -63,6 +63,7 @@ class Witness:
             alone=sum(not thread.name.startswith("hetcoll-") for thread in threading.enumerate()) == 1,
             state=state,
             sent=tuple(self._sent_to(asker)),
+            failed=engine.failure if engine.failed and inside is None else None,
         )
 
     def inside(self, thread: int | None = None) -> Called | None:

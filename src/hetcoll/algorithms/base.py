@@ -79,18 +79,23 @@ class Draft(Builder):
         return [(self.rank - d) % self.size for d in range(1, self.size)]
 
     def send(self, lane: int, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
+        """Send `src` to `peer`. Like the next four it gives the step's index, to be named in a later `after`."""
         return self.add(Op.SEND, lane, src=src, peer=peer, channel=channel, deps=after)
 
     def recv(self, lane: int, dst: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
+        """Receive into `dst` what `peer` sends next on this channel, which has as many units."""
         return self.add(Op.RECV, lane, dst=dst, peer=peer, channel=channel, deps=after)
 
     def recv_reduce(self, lane: int, dst: Span, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
+        """Receive from `peer` and write the reduction of that and `src` to `dst`, which may be `src`."""
         return self.add(Op.RECV_REDUCE, lane, src=src, dst=dst, peer=peer, channel=channel, deps=after)
 
     def copy(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
+        """Copy `src` to `dst`, which may be the same memory: then nothing is moved."""
         return self.add(Op.COPY, lane, src=src, dst=dst, deps=after)
 
     def reduce(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
+        """Reduce `src` into `dst`."""
         return self.add(Op.REDUCE, lane, src=src, dst=dst, deps=after)
 
     def local(
@@ -104,6 +109,7 @@ class Draft(Builder):
         parts: Iterable[Span | None] = (),
         after: After = (),
     ) -> int:
+        """The vendor's collective `kind` inside this rank's island, from `src` to `dst`; see `hetcoll.plan.Local`."""
         last = {self.steps[step].lane: step for step in sorted(s for s in after if s is not None)}
         what = Local(kind, root, tuple(parts))
         return self.add(Op.LOCAL, lane, src=src, dst=dst, deps=last.values(), local=what)
@@ -113,6 +119,7 @@ class Draft(Builder):
         return self.add(Op.SCALE, lane, dst=dst, deps=[reduced]) if self.average else reduced
 
     def finish(self) -> Plan:
+        """The plan of the steps so far. `Algorithm.build` calls it."""
         send_units, recv_units = _units(self.collective, self.size, self.units, self.pieces)
         return Plan(
             self.collective, self.algorithm, self.size, self.rank, send_units, recv_units, tuple(self.steps),

@@ -34,7 +34,7 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     import hetcoll
 
     with hetcoll.init() as comm:
-        topology = comm._wiring.topology
+        topology = comm.topology
         if comm.rank == 0:
             print(json.dumps(document(topology), indent=1) if args.json else text(topology), flush=True)
         comm.barrier()

@@ -43,7 +43,7 @@ _found: dict[Launch, UniqueId] = {}
 
 
 def get_unique_id(config: Config | None = None, *, loopback: bool = False) -> UniqueId:
-    """Start a store in this process and return what others need to join it, by `Communicator.init` or `ControlClient`.
+    """Start a job's store in this process and return what its ranks need to join: see `Communicator.init`.
 
     It listens at the chosen interfaces (HETCOLL_SOCKET_IFNAME) and at loopback, or with `loopback` only there, until
     this process ends; waiting costs no CPU. The job's key is made from HETCOLL_SECRET, or random where there is none.
@@ -301,5 +301,6 @@ def _start_store(listeners: list[socket.socket], config: Config, key: bytes | No
     open_fetch = key is not None and config.secret is None
     from .store import StoreServer  # only rank 0 needs it, and imports count
 
-    StoreServer(listeners, unique_id.secret, context, unique_id.to_bytes(), open_fetch=open_fetch)
+    told = unique_id.to_bytes()
+    StoreServer(listeners, unique_id.secret, context, told, open_fetch=open_fetch, linger=config.linger)
     return unique_id

@@ -14,12 +14,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .. import lifetime
-from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError
+from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError, spell_gone
 from .auth import VERDICT, Response, Service
 from .probe import Search
 from .sockets import receive, receive_exactly, send_all, spell_address, spell_error
@@ -29,8 +29,6 @@ from .wire import F64, NOBODY, U32, Frame, FrameReader, Op, Status, header, pack
 log = logging.getLogger("hetcoll.control")
 
 WORLD = b"world"
-_SLACK = 5.0  # seconds that the store's answer may be later than the deadline it was given
-_HASTE = 0.5  # the same for questions, verdicts and goodbyes: who has these does not want to wait for a stopped store
 _SEND_SECONDS = 30.0
 _GOODBYE_SECONDS = 1.0
 
@@ -79,7 +77,7 @@ class _Membership:
     rank: int
     handler: Handler | None
     host: int = NOBODY
-    gone: set[int] = field(default_factory=set)
+    gone: dict[int, str] = field(default_factory=dict)  # why, "" for one that left
 
 
 class _Call:
@@ -165,7 +163,7 @@ class ControlClient:
 
     def leave(self, group: bytes, *, timeout: float | None = None) -> None:
         """Say goodbye to a group: its other members see `Left`."""
-        self._call(Op.LEAVE, (group,), timeout, group, _HASTE)
+        self._call(Op.LEAVE, (group,), timeout, group)
         with self._lock:
             self._groups.pop(group, None)
 
@@ -180,13 +178,20 @@ class ControlClient:
 
     def post_verdict(self, group: bytes, kind: bytes, blob: bytes, timeout: float | None = None) -> Verdict:
         """Tell all members, this one too, what became of the group. The first verdict wins, and is returned."""
-        _, kind, blob, rank = self._call(Op.POST, (group, kind, blob), timeout, group, _HASTE).fields
+        _, kind, blob, rank = self._call(Op.POST, (group, kind, blob), timeout, group).fields
         return Verdict(kind, blob, U32.unpack(rank)[0])
 
     def query(self, group: bytes, blob: bytes, timeout: float) -> dict[int, bytes | None]:
         """Ask all members, this one too; each rank's answer, or None from one that did not give any in `timeout`."""
-        answers = self._call(Op.QUERY, (group, blob, F64.pack(timeout)), timeout, group, _HASTE).fields
+        answers = self._call(Op.QUERY, (group, blob, F64.pack(timeout)), timeout, group).fields
         return {rank: answer[1:] if answer else None for rank, answer in enumerate(answers)}
+
+    def check_present(self, group: bytes, ranks: Collection[int]) -> None:
+        """PeerLostError where the store has told that one of `ranks` died or left."""
+        membership = self._groups.get(group)
+        for rank in ranks if membership is not None else ():
+            if rank in membership.gone:
+                raise PeerLostError(spell_gone(rank, membership.gone[rank]), rank)
 
     def put(self, key: bytes, value: bytes, timeout: float | None = None) -> None:
         """Set a key of the whole job."""
@@ -223,23 +228,17 @@ class ControlClient:
 
     # Requests.
 
-    def _call(
-        self,
-        op: Op,
-        fields: tuple[bytes, ...],
-        timeout: float | None,
-        group: bytes | None = None,
-        slack: float = _SLACK,
-    ) -> Frame:
+    def _call(self, op: Op, fields: tuple[bytes, ...], timeout: float | None, group: bytes | None = None) -> Frame:
         seconds = self._timeout if timeout is None else timeout
+        patience = seconds + _slack(seconds)
         self._check_usable(group)
         number, call = next(self._numbers), _Call()
         with self._lock:
             self._calls[number] = call
         try:
             self._check_usable(group)  # the thread may have ended before it could see this call
-            self._send(op, pack(fields), number, min(seconds + slack, _SEND_SECONDS))
-            if not call.wait(seconds + slack):
+            self._send(op, pack(fields), number, min(patience, _SEND_SECONDS))
+            if not call.wait(patience):
                 raise InitError(f"the store at {spell_address(self.store_address)} did not answer in {seconds:.3g} s")
         except OSError as error:
             self._shut_down()
@@ -320,8 +319,9 @@ class ControlClient:
             (membership.host,) = U32.unpack(rest[0])
         elif frame.op == Op.LOST or frame.op == Op.LEFT:
             (rank,) = U32.unpack(rest[0])
-            membership.gone.add(rank)
-            self._tell(group, membership, Lost(rank, rest[1].decode()) if frame.op == Op.LOST else Left(rank))
+            reason = rest[1].decode() if frame.op == Op.LOST else ""
+            membership.gone[rank] = reason
+            self._tell(group, membership, Lost(rank, reason) if reason else Left(rank))
         elif frame.op == Op.VERDICT:
             self._tell(group, membership, Verdict(rest[0], rest[1], U32.unpack(rest[2])[0]))
         elif frame.op == Op.ASK:
@@ -354,6 +354,11 @@ class ControlClient:
                 reason = f"its process hosted the job's store: {end.reason}"
                 self._tell(group, membership, Left(host) if end.orderly else Lost(host, reason))
             self._tell(group, membership, end)
+
+
+def _slack(seconds: float) -> float:
+    """How much later than the deadline that the store was given its answer may come: it says who was missing."""
+    return min(5.0, max(0.5, seconds / 10))
 
 
 def _checked(frame: Frame, seconds: float) -> Frame:

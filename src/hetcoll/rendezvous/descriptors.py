@@ -12,9 +12,9 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
-from ..errors import AuthenticationError, InitError
+from ..errors import AuthenticationError, InitError, spell_ranks
 from .auth import CLAIM, GREETING, HANDSHAKE_SECONDS, VERDICT, Challenge, Response, Service, greeting_context
 from .sockets import receive_exactly, send_all, spell_error, wait_ready
 
@@ -23,6 +23,11 @@ log = logging.getLogger("hetcoll.descriptors")
 _RANK = struct.Struct("<I")
 _UCRED = struct.Struct("3i")
 _RETRY = 0.01  # seconds between attempts to reach a socket that is not bound yet
+_POLL = 0.05  # seconds between looks at `check`
+
+
+def _nothing() -> None:
+    return None
 
 
 def new_name() -> str:
@@ -46,10 +51,13 @@ def host_identity(override: str | None = None) -> str:
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
 
 
-def share_fd(name: str, fd: int, peers: Collection[int], secret: bytes, timeout: float) -> None:
+def share_fd(
+    name: str, fd: int, peers: Collection[int], secret: bytes, timeout: float, check: Callable[[], None] = _nothing
+) -> None:
     """Hand `fd` to each rank of `peers`, which call `receive_fd` with the same `name` and `secret`.
 
-    Blocks until all have it. InitError names those that have not come within `timeout` seconds.
+    Blocks until all have it. InitError names those that have not come within `timeout` seconds. `check` is called now
+    and then, and raises to end the wait (a rank was lost).
     """
     deadline = time.monotonic() + timeout
     missing = set(peers)
@@ -58,16 +66,17 @@ def share_fd(name: str, fd: int, peers: Collection[int], secret: bytes, timeout:
         listener.listen(max(len(missing), 1) + 16)
         listener.setblocking(False)
         while missing:
+            check()
             try:
-                wait_ready(listener, select.POLLIN, deadline)
+                wait_ready(listener, select.POLLIN, min(deadline, time.monotonic() + _POLL))
                 sock, _ = listener.accept()
             except BlockingIOError:
                 continue
             except TimeoutError:
-                ranks = ", ".join(map(str, sorted(missing)))
-                raise InitError(
-                    f"sharing memory: ranks {ranks} of this host did not fetch it in {timeout:g} s"
-                ) from None
+                if time.monotonic() < deadline:
+                    continue
+                text = f"sharing memory: {spell_ranks(missing)} of this host did not fetch it in {timeout:g} s"
+                raise InitError(text) from None
             with sock:
                 missing.discard(_hand_over(sock, fd, secret, missing, deadline))
 
@@ -92,14 +101,15 @@ def _hand_over(sock: socket.socket, fd: int, secret: bytes, missing: set[int], d
     return -1
 
 
-def receive_fd(name: str, rank: int, secret: bytes, timeout: float) -> int:
+def receive_fd(name: str, rank: int, secret: bytes, timeout: float, check: Callable[[], None] = _nothing) -> int:
     """The descriptor that another rank of this host shares under `name`. The caller closes it.
 
     InitError when nobody shares it within `timeout` seconds; AuthenticationError when the other side has another
-    secret, refuses this rank or runs as another user.
+    secret, refuses this rank or runs as another user. `check` as in `share_fd`.
     """
     deadline = time.monotonic() + timeout
     while True:
+        check()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(max(deadline - time.monotonic(), 0.001))
             try:

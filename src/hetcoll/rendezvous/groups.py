@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..errors import spell_ranks
+from ..errors import spell_gone, spell_ranks
 from .wire import F64, MAX_BODY, MAX_ID, NOBODY, U32, Frame, Op, Status, pack
 
 MAX_GROUPS = 1 << 16
@@ -73,11 +73,6 @@ class Group:
     verdict: bytes | None = None
     exchanges: dict[bytes, Exchange] = field(default_factory=dict)
     questions: dict[int, Question] = field(default_factory=dict)
-
-
-def spell_gone(rank: int, reason: str) -> str:
-    """What became of a rank."""
-    return f"rank {rank} was lost: {reason}" if reason else f"rank {rank} has left"
 
 
 class Groups:

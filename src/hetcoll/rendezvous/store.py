@@ -5,9 +5,11 @@ Who proves the job's secret (`door`) becomes a member. What members can ask for 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -70,7 +72,7 @@ class StoreServer:
 
     `context` is the 32 bytes by which probes recognise the store: the job's id, 16 bytes, and the key of its launch.
     `unique_id` is what FETCH hands out: to processes of this user over a Unix listener, and with `open_fetch` to
-    whoever asks for this job.
+    whoever asks for this job. When this process ends the store waits up to `linger` seconds for those who still use it.
     """
 
     def __init__(
@@ -81,7 +83,11 @@ class StoreServer:
         unique_id: bytes = b"",
         *,
         open_fetch: bool = False,
+        linger: float = 0.0,
     ) -> None:
+        self._linger = linger
+        self._idle = threading.Event()  # nobody is connected
+        self._idle.set()
         self._job_id = context[:16]
         self._groups = Groups()
         self._connections: dict[int, Connection] = {}
@@ -96,7 +102,7 @@ class StoreServer:
         self._thread = threading.Thread(target=self._run, name="hetcoll-store", daemon=True)
         _hosted[self._job_id] = self
         HOSTED.add(self._job_id)
-        lifetime.watch(self)
+        lifetime.watch(self, self._end)
         self._thread.start()
 
     def close(self) -> None:
@@ -110,6 +116,14 @@ class StoreServer:
         if threading.current_thread() is not self._thread:
             self._thread.join(_FAREWELL + 5)
             self._wake_write.close()  # not by the thread: it may end between our flag and our byte
+
+    def _end(self) -> None:
+        """At exit: ranks that are still at work may need the store. An exception is for all to hear of, at once."""
+        if not self._idle.is_set() and not hasattr(sys, "last_value"):
+            log.info("the store waits up to %g s for %d connections to end", self._linger, len(self._connections))
+            with contextlib.suppress(KeyboardInterrupt):  # enough of it
+                self._idle.wait(self._linger)
+        self.close()
 
     def abandon(self) -> None:
         """In a forked child: close the inherited descriptors."""
@@ -150,6 +164,7 @@ class StoreServer:
     def _admit(self, sock: socket.socket, name: str, context: bytes) -> None:
         connection = Connection(sock, name, self._dirty)
         self._connections[sock.fileno()] = connection
+        self._idle.clear()
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
     def _guarded(self, connection: Connection, action: Callable[[Connection], None]) -> None:
@@ -189,6 +204,8 @@ class StoreServer:
         connection.sock.close()
         log.debug("%s is gone: %s", connection.name, reason or "goodbye")
         self._groups.drop(connection, reason)
+        if not self._connections:
+            self._idle.set()
 
     def _say_farewell(self) -> None:
         self._door.close()
