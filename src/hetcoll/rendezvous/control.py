@@ -189,9 +189,10 @@ class ControlClient:
     def check_present(self, group: bytes, ranks: Collection[int]) -> None:
         """PeerLostError where the store has told that one of `ranks` died or left."""
         membership = self._groups.get(group)
-        for rank in ranks if membership is not None else ():
-            if rank in membership.gone:
-                raise PeerLostError(spell_gone(rank, membership.gone[rank]), rank)
+        gone = {} if membership is None else membership.gone
+        for rank in ranks:
+            if rank in gone:
+                raise PeerLostError(spell_gone(rank, gone[rank]), rank)
 
     def put(self, key: bytes, value: bytes, timeout: float | None = None) -> None:
         """Set a key of the whole job."""
