@@ -37,13 +37,14 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _FLAGS = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden", "-pthread")
-_FOLDERS = ("runtime", "compiler", "cuda")
+_FOLDERS = ("runtime", "compiler", "cuda", "nccl")
 # Each library: its name, the folders whose objects it is made of, further objects, and the map of what it exports.
 _LIBRARIES = (
     ("libcuda.so.1", ("runtime", "cuda"), (), "cuda/libcuda.map"),
     ("libnvrtc.so.13", (), ("compiler/compile", "compiler/nvrtc"), None),
+    ("libnccl.so.2", ("runtime", "nccl"), ("cuda/vendor",), None),
 )
-_PRELOAD = {"cuda": ("libcuda.so.1", "libnvrtc.so.13")}
+_PRELOAD = {"cuda": ("libcuda.so.1", "libnvrtc.so.13", "libnccl.so.2")}
 _HEADERS = ("runtime/hooks.h", "compiler/shim.h", "compiler/tail.h")  # what compiled kernels include
 
 

@@ -6,14 +6,12 @@
 #include <string>
 #include <vector>
 
+#include "access.h"
 #include "driver.h"
 #include "memory.h"
 #include "operations.h"
 
 namespace standin {
-
-const Vendor kVendor = {"CUDA", "cu", "sm_90", "Stand-in GPU", "CUDA_DEVICE_MAX_CONNECTIONS", 8, "CUDA_VISIBLE_DEVICES",
-                        32,     0x10};
 
 namespace cuda {
 namespace {
@@ -361,4 +359,9 @@ STANDIN_API cuCtxDisablePeerAccess(void* peer) {
   if (!known_context(peer)) return kInvalidContext;
   std::uint64_t bit = 1ull << static_cast<Context*>(peer)->device->ordinal;
   return device->peers.fetch_and(~bit) & bit ? kOk : kPeerNotEnabled;
+}
+
+extern "C" __attribute__((visibility("default"))) const DriverAccess* standin_driver() {
+  static const DriverAccess access = driver_access(current_device);
+  return &access;
 }

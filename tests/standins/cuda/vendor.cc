@@ -1,0 +1,8 @@
+#include "settings.h"
+
+namespace standin {
+
+const Vendor kVendor = {"CUDA", "cu", "sm_90", "Stand-in GPU", "CUDA_DEVICE_MAX_CONNECTIONS", 8, "CUDA_VISIBLE_DEVICES",
+                        32,     0x10};
+
+}  // namespace standin
