@@ -37,7 +37,14 @@ Env = Mapping[str, str | tuple[str, ...]]
 SECONDS = 30.0  # for a call, where the test does not say
 _CLOSING = 10.0
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["hetcoll", "hetcoll.cli.patterns", "ml_dtypes", "hypothesis", "pytest"])
+
+
+def preload(*modules: str) -> None:
+    """What the ranks' processes have from the start; to be called before there are any."""
+    _context.set_forkserver_preload(list(modules))
+
+
+preload("hetcoll", "hetcoll.cli.patterns", "ml_dtypes", "hypothesis", "pytest")
 
 
 @dataclass

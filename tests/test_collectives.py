@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cases import result_of, run_cases, variant
+from cases import result_of, variant
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
 from reference import Case, blank_output, interpret, make_input
+from sweep import KINDS, NAMES, cases_of, check, collectives_of, counts_for
 
 from hetcoll.algorithms import ALGORITHMS
 from hetcoll.types import REDUCING, ROOTED, Collective, DType, ReduceOp, supports
@@ -26,38 +27,6 @@ LINKS: dict[str, dict[str, Any]] = {
 }
 
 
-def check(pool: Ranks, cases: list[Case], config: dict[str, Any], *, async_op: bool = False) -> None:
-    """Run the cases; where all ranks get the same, it must be the same bits."""
-    rows = pool.run(run_cases, cases, config, async_op, timeout=60)
-    for case, digests in zip(cases, zip(*rows, strict=True), strict=True):
-        if case.collective in ("allreduce", "allgather", "allgatherv", "broadcast"):
-            assert len(set(digests)) == 1, f"{case}: ranks hold different bits"
-
-
-def counts_for(size: int, *, large: int) -> list[int]:
-    return sorted({0, 1, size - 1, size, size + 1, 7, 61, 1009, large})
-
-
-def cases_of(collective: Collective, size: int, counts: list[int]) -> Iterator[Case]:
-    """Counts x places, and every root with one of the counts; the types and reductions taking turns."""
-    types, turn = ["float32", "int64", "bfloat16", "uint8", "complex64", "float64"], 0
-    for count in counts:
-        every = collective in ROOTED and count == size + 1
-        for root in range(size) if every else [turn % size if collective in ROOTED else 0]:
-            for inplace in (False, True) if collective is not Collective.BROADCAST else (False,):
-                turn += 1
-                op = ("sum", "max", "avg", "prod")[turn % 4] if collective in REDUCING else "sum"
-                dtype = types[turn % len(types)] if op != "max" else "float32"
-                yield Case(collective.label, dtype, count, op, root, inplace, seed=turn, shift=turn % 5)
-
-
-def collectives_of(name: str, size: int) -> list[Collective]:
-    """The collectives that have such an algorithm for so many ranks. Barriers have no result: see test_async.py."""
-    found = [kind for kind, table in ALGORITHMS.items() if name in table and table[name].supports(size)]
-    return [kind for kind in found if kind is not Collective.BARRIER]
-
-
-NAMES = sorted({name for table in ALGORITHMS.values() for name in table})
 SUPPORTED = [(name, size) for name in NAMES for size in SIZES[1:] if collectives_of(name, size)]
 
 
@@ -72,15 +41,14 @@ def test_every_algorithm_over_every_link(pool: Pool, name: str, size: int, link:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_the_library_chooses(pool: Pool, size: int) -> None:
-    kinds = [kind for kind in ALGORITHMS if kind is not Collective.BARRIER]
     counts = [*counts_for(size, large=10007), 100_000]
-    check(pool(size), [case for kind in kinds for case in cases_of(kind, size, counts)], {})
+    check(pool(size), [case for kind in KINDS for case in cases_of(kind, size, counts)], {})
 
 
 @pytest.mark.parametrize("stores", ["cached", "streaming"])
 def test_slots_written_either_way(pool: Pool, stores: str) -> None:
     counts = [1009, 100_003]
-    cases = [case for kind in ALGORITHMS if kind is not Collective.BARRIER for case in cases_of(kind, 3, counts)]
+    cases = [case for kind in KINDS for case in cases_of(kind, 3, counts)]
     check(pool(3, HETCOLL_SHM_STORES=stores), cases, {})
 
 
@@ -134,8 +102,7 @@ HOSTS = {"2+1": "aab", "2+2": "abab", "1+3": "abbb", "2+1+2": "aabcc"}
 def test_shared_memory_and_tcp_in_one_communicator(pool: Pool, hosts: str) -> None:
     """Ranks that say that they are on different hosts are linked by TCP, the others by shared memory."""
     size = len(hosts)
-    kinds = [kind for kind in ALGORITHMS if kind is not Collective.BARRIER]
-    cases = [case for kind in kinds for case in cases_of(kind, size, [0, 1, size + 1, 5003])]
+    cases = [case for kind in KINDS for case in cases_of(kind, size, [0, 1, size + 1, 5003])]
     ranks = pool(size, HETCOLL_HOST_ID=tuple(hosts))
     check(ranks, cases, {})
     assert set(ranks.run(transports)) <= {("shm", "tcp"), ("tcp",)}
@@ -155,8 +122,7 @@ def test_large_messages(pool: Pool, size: int) -> None:
 
 
 def test_asynchronous_calls_give_the_same(pool: Pool) -> None:
-    kinds = [kind for kind in ALGORITHMS if kind is not Collective.BARRIER]
-    cases = [case for kind in kinds for case in cases_of(kind, 3, [0, 1, 1009, 50_000])]
+    cases = [case for kind in KINDS for case in cases_of(kind, 3, [0, 1, 1009, 50_000])]
     check(pool(3), cases, {}, async_op=True)
     check(pool(3), cases, {"transport": "tcp"}, async_op=True)
 
