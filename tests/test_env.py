@@ -35,7 +35,7 @@ def test_every_variable_is_read() -> None:
         "HETCOLL_DEBUG": "INFO", "HETCOLL_ALGO": "ring", "HETCOLL_TRANSPORT": "tcp", "HETCOLL_SOCKET_IFNAME": "^docker",
         "HETCOLL_SOCKET_STRIPES": "4", "HETCOLL_TIMEOUT": "1.5", "HETCOLL_INIT_TIMEOUT": "7", "HETCOLL_SECRET": "s",
         "HETCOLL_LINGER": "0",
-        "HETCOLL_ISLANDS": "0-3,4-7", "HETCOLL_FAULT": "drop=1", "HETCOLL_SHM_BYTES": "4M", "HETCOLL_HOST_ID": "a",
+        "HETCOLL_ISLANDS": "0-3|7,4-6", "HETCOLL_FAULT": "drop=1", "HETCOLL_SHM_BYTES": "4M", "HETCOLL_HOST_ID": "a",
         "HETCOLL_SHM_STORES": "Streaming",
         "HETCOLL_IB_HCA": "^=mlx5_0:2,rxe0", "HETCOLL_IB_GID_INDEX": "3", "HETCOLL_IB_TIMEOUT": "20",
         "HETCOLL_IB_RETRY_CNT": "3", "HETCOLL_IB_SL": "4", "HETCOLL_IB_TC": "106",
@@ -43,8 +43,10 @@ def test_every_variable_is_read() -> None:
     })  # fmt: skip
     assert config == Config(
         debug="info", algo="ring", transport="tcp", socket_ifname=InterfaceFilter(("docker",), exclude=True),
-        socket_stripes=4, timeout=1.5, init_timeout=7.0, linger=0.0, secret=b"s", islands="0-3,4-7", fault="drop=1",
-        shm_bytes=4 << 20, shm_stores="streaming", host_id="a", isa="avx2", check=True, spin_us=0, master=("::1", 4000),
+        socket_stripes=4, timeout=1.5, init_timeout=7.0, linger=0.0, secret=b"s",
+        islands=((0, 1, 2, 3), (7, 4, 5, 6)), fault="drop=1", shm_bytes=4 << 20, shm_stores="streaming", host_id="a",
+        isa="avx2", check=True, spin_us=0,
+        master=("::1", 4000),
         ib_hca=DeviceFilter((("mlx5_0", 2), ("rxe0", None)), exclude=True, exact=True), ib_gid_index=3, ib_timeout=20,
         ib_retry_cnt=3, ib_sl=4, ib_tc=106,
     )  # fmt: skip

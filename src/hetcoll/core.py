@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,7 +25,7 @@ from .errors import ArgumentError, ClosedError, CommunicationError, HetcollError
 from .registration import Registration
 from .rendezvous.session import Session
 from .selection import Explanation, Selection
-from .topology import Topology
+from .topology import Topology, restrict
 from .wiring import PATIENCE, Check, Wiring
 from .witness import Witness
 from .work import DONE, Work
@@ -332,9 +333,8 @@ class Core:
             return None
         members = [r for _, r in sorted((row[2], r) for r, row in enumerate(rows.tolist()) if row[:2] == mine)]
         name = hashlib.blake2b(self._group + f"split {self._splits} {color}".encode(), digest_size=16).digest()
-        return type(self)(
-            self._session, name, members.index(self._rank), len(members), self._config, self._config.init_timeout
-        )
+        config = replace(self._config, islands=restrict(self._config.islands, members))
+        return type(self)(self._session, name, members.index(self._rank), len(members), config, config.init_timeout)
 
     # Telling.
 

@@ -22,6 +22,7 @@ from .variables import (
     choice,
     endpoint,
     flag,
+    islands,
     nbytes,
     read,
     seconds,
@@ -56,7 +57,7 @@ class Config:
     `fault` configures the fault-injecting transport of the tests. `master` is where
     rank 0 listens for the others, when the launcher cannot say it. `cache` is the directory of compiled GPU kernels,
     None: they are not kept. `ib_timeout` is InfiniBand's code for an acknowledgement's time,
-    4.096 us << code; 16 are 0.27 s.
+    4.096 us << code; 16 are 0.27 s. `islands` are the ranks of each island.
     """
 
     debug: Debug = "warn"
@@ -68,7 +69,7 @@ class Config:
     init_timeout: float = 120.0
     linger: float = 10.0
     secret: bytes | None = field(default=None, repr=False)
-    islands: str | None = None
+    islands: tuple[tuple[int, ...], ...] | None = None
     fault: str | None = None
     shm_bytes: int | None = None
     shm_stores: str = "auto"
@@ -106,7 +107,7 @@ def read_config(environ: Environ) -> Config:
         init_timeout=read(environ, "HETCOLL_INIT_TIMEOUT", "seconds above 0", seconds, 120.0),
         linger=read(environ, "HETCOLL_LINGER", "seconds, 0 or more", span, 10.0),
         secret=_secret(environ),
-        islands=word("HETCOLL_ISLANDS", "a description of islands"),
+        islands=read(environ, "HETCOLL_ISLANDS", "auto or ranks such as 0,1|2,3 or 0-3|4-7", auto(islands), None),
         fault=word("HETCOLL_FAULT", "a fault to inject"),
         shm_bytes=read(environ, "HETCOLL_SHM_BYTES", "bytes such as 4194304 or 4M", auto(nbytes), None),
         shm_stores=read(environ, "HETCOLL_SHM_STORES", "auto, cached or streaming", choice(*SHM_STORES), "auto"),

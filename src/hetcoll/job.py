@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import index
 
-from . import _native
+from . import _native, variables
 from .communicator import Communicator
 from .env import Config, environment
 from .errors import ArgumentError, InitError
@@ -17,12 +20,15 @@ from .rendezvous.unique_id import UniqueId
 _world: Communicator | None = None
 
 
-def init(*, timeout: float | None = None) -> Communicator:
+def init(*, timeout: float | None = None, islands: str | Sequence[Sequence[int]] | None = None) -> Communicator:
     """The communicator of all ranks of this job, as the launcher's environment describes it.
 
     Understands torchrun, ``hetcoll run``, Open MPI's and Hydra's mpirun and srun; alone, the size is 1. Blocks until
     all ranks are there; `InitError` after `timeout` seconds (default: HETCOLL_INIT_TIMEOUT, 120) names those that never
     came. Calling it again while that communicator is open is an error: use `Communicator.split`.
+
+    `islands` are the ranks whose GPUs one vendor's library serves: ``"0,1|2,3"`` or ``[[0, 1], [2, 3]]``, the same on
+    all ranks, each rank once. Default: HETCOLL_ISLANDS, else all GPUs of a vendor.
     """
     global _world
     if _world is not None and not _world.closed:
@@ -33,7 +39,7 @@ def init(*, timeout: float | None = None) -> Communicator:
     start = time.monotonic()
     unique_id = bootstrap(env.launch, env.config)
     left = seconds - (time.monotonic() - start)
-    _world = _enter(unique_id, env.launch.rank, env.launch.size, env.config, left)
+    _world = _enter(unique_id, env.launch.rank, env.launch.size, _with_islands(env.config, islands), left)
     return _world
 
 
@@ -48,6 +54,16 @@ def join(size: int, rank: int, unique_id: UniqueId | str | bytes, timeout: float
     config = environment().config
     configure(config)
     return _enter(unique_id, rank, size, config, config.init_timeout if timeout is None else timeout)
+
+
+def _with_islands(config: Config, asked: str | Sequence[Sequence[int]] | None) -> Config:
+    if asked is None:
+        return config
+    try:
+        text = asked if isinstance(asked, str) else "|".join(",".join(str(index(r)) for r in part) for part in asked)
+        return replace(config, islands=variables.islands(text))
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"islands: wanted ranks such as '0,1|2,3' or [[0, 1], [2, 3]], got {asked!r}") from error
 
 
 def configure(config: Config) -> None:

@@ -13,6 +13,8 @@ from .errors import ArgumentError, InitError
 
 Path = Literal["shm", "tcp"]
 Setting = Literal["auto", "shm", "tcp"]
+Islands = tuple[tuple[int, ...], ...]
+"""The ranks of each island, in the order in which its members count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class RankInfo:
     """What one rank tells all others.
 
     `host` is equal on ranks that can share memory. `cores` is the number of cores that the ranks of its host can use
-    together. `addresses` is where it listens, in its own notation. `version` must be the same everywhere.
+    together. `addresses` is where it listens, in its own notation. `version` must be the same everywhere. `vendor` is
+    whose library serves its GPU (``cuda``, ``hip``) and `device` which GPU of the host it is; empty while it has none.
     """
 
     rank: int
@@ -29,6 +32,8 @@ class RankInfo:
     cores: int = 1
     addresses: tuple[str, ...] = ()
     version: str = ""
+    vendor: str = ""
+    device: str = ""
 
     def encode(self) -> bytes:
         """The same bytes for equal descriptions."""
@@ -52,20 +57,22 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Topology:
-    """All ranks of a communicator, in order, and the transport that was asked for.
+    """All ranks of a communicator, in order, and the transport and the islands that were asked for.
 
     Everything derived from it is a pure function of what all ranks hold alike (`digest` proves that they do).
 
     Raises
     ------
     ArgumentError
-        The ranks are not 0, 1, 2, ...; or shared memory is asked for between hosts.
+        The ranks are not 0, 1, 2, ...; shared memory is asked for between hosts; or islands are asked for that do not
+        hold each rank once, or hold ranks that no one library serves.
     InitError
         Ranks run different versions.
     """
 
     ranks: tuple[RankInfo, ...]
     setting: Setting = "auto"
+    asked: Islands | None = None
 
     def __post_init__(self) -> None:
         numbers = [info.rank for info in self.ranks]
@@ -82,6 +89,24 @@ class Topology:
                     f"{self.ranks[0].host}"
                 )
 
+        if self.asked is not None:
+            self._check_asked(self.asked)
+
+    def _check_asked(self, asked: Islands) -> None:
+        if not all(asked) or sorted(r for island in asked for r in island) != list(range(self.size)):
+            raise ArgumentError(f"islands: wanted each of the ranks 0-{self.size - 1} once, got {spell_islands(asked)}")
+        for island in asked:
+            first = self.ranks[island[0]]
+            for k, info in enumerate(self.ranks[r] for r in island):
+                ranks = f"islands: {spell_islands(asked)} has ranks {first.rank} and {info.rank} in one island, but"
+                if info.vendor != first.vendor:
+                    vendors = " and ".join(i.vendor or "no GPU" for i in (first, info))
+                    raise ArgumentError(f"{ranks} no one library serves {vendors}")
+                if info.vendor and not self._one_library(info, island[:k] or (info.rank,)) and k > 0:
+                    raise ArgumentError(
+                        f"{ranks} a library takes each GPU once, and {info.host} {info.device} is taken"
+                    )
+
     @property
     def size(self) -> int:
         return len(self.ranks)
@@ -93,6 +118,35 @@ class Topology:
         for info in self.ranks:
             hosts.setdefault(info.host, []).append(info.rank)
         return tuple(map(tuple, hosts.values()))
+
+    @cached_property
+    def islands(self) -> Islands:
+        """The ranks of each island: those that one vendor's library serves, on all hosts; others are alone.
+
+        Vendor libraries take each GPU once: ranks that share one are in different islands. In the order of their first
+        ranks, unless islands were asked for.
+        """
+        if self.asked is not None:
+            return self.asked
+        islands: list[list[int]] = []
+        for info in self.ranks:
+            fitting = (island for island in islands if self._one_library(info, island))
+            island = next(fitting, None)
+            if island is None:
+                islands.append([info.rank])
+            else:
+                island.append(info.rank)
+        return tuple(map(tuple, islands))
+
+    def _one_library(self, info: RankInfo, island: Sequence[int]) -> bool:
+        others = [self.ranks[r] for r in island]
+        if not info.vendor or others[0].vendor != info.vendor:
+            return False
+        return not any(info.device and (o.host, o.device) == (info.host, info.device) for o in others)
+
+    def island(self, rank: int) -> tuple[int, ...]:
+        """The members of the island of `rank`."""
+        return next(island for island in self.islands if rank in island)
 
     @cached_property
     def crowding(self) -> float:
@@ -115,11 +169,31 @@ class Topology:
 
     def select(self, ranks: Sequence[int]) -> Topology:
         """The topology of some of these ranks, numbered anew in the order given."""
-        return Topology(tuple(replace(self.ranks[r], rank=i) for i, r in enumerate(ranks)), self.setting)
+        infos = tuple(replace(self.ranks[r], rank=i) for i, r in enumerate(ranks))
+        return Topology(infos, self.setting, restrict(self.asked, ranks))
+
+    def equipped(self, gpus: Sequence[tuple[str, str]]) -> Topology:
+        """The same with the (vendor, device) of each rank's GPU, which ranks learn when they first use one."""
+        infos = (replace(info, vendor=v, device=d) for info, (v, d) in zip(self.ranks, gpus, strict=True))
+        return Topology(tuple(infos), self.setting, self.asked)
 
     def digest(self) -> bytes:
         """32 bytes that are equal exactly when the descriptions are: SHA-256 of all of them."""
-        state = hashlib.sha256(self.setting.encode())
+        asked = "" if self.asked is None else spell_islands(self.asked)
+        state = hashlib.sha256(f"{self.setting} {asked}".encode())
         for info in self.ranks:
             state.update(b"\n" + info.encode())
         return state.digest()
+
+
+def restrict(islands: Islands | None, ranks: Sequence[int]) -> Islands | None:
+    """The islands of some of the ranks, numbered anew in the order given."""
+    if islands is None:
+        return None
+    new = {old: i for i, old in enumerate(ranks)}
+    return tuple(found for island in islands if (found := tuple(new[r] for r in island if r in new)))
+
+
+def spell_islands(islands: Islands) -> str:
+    """``0,1|2,3``: as HETCOLL_ISLANDS has it."""
+    return "|".join(",".join(map(str, island)) for island in islands)

@@ -102,6 +102,26 @@ def endpoint(text: str) -> tuple[str, int]:
     return host, whole(1, 65535)(port)
 
 
+def islands(text: str) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each island, islands apart by ``|``: ``0,1|2,3`` or ``0-3|4-7``.
+
+    Examples
+    --------
+    >>> islands("0-2,5|3,4")
+    ((0, 1, 2, 5), (3, 4))
+    """
+    return tuple(tuple(rank for word in part.split(",") for rank in _ranks(word)) for part in text.split("|"))
+
+
+def _ranks(word: str) -> range:
+    low, dash, high = word.strip().partition("-")
+    rank = whole(0, 1 << 31)
+    found = range(rank(low), rank(high if dash else low) + 1)
+    if not found:
+        raise ValueError(word)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class InterfaceFilter:
     """Which network interfaces to use, in NCCL's syntax: a list of prefixes; ``^`` leaves out, ``=`` means whole names.

@@ -22,7 +22,7 @@ from .rendezvous.control import ControlClient
 from .rendezvous.descriptors import host_identity, new_name, receive_fd, share_fd
 from .rendezvous.edges import EdgeKey, Request, pack_addresses, unpack_addresses
 from .rendezvous.listener import Listener
-from .topology import RankInfo, Topology
+from .topology import RankInfo, Topology, spell_islands
 from .version import __version__
 
 log = logging.getLogger("hetcoll")
@@ -71,7 +71,7 @@ class Wiring:
         for intro in intros:
             cores[intro.host].update(intro.cores)
         infos = (RankInfo(r, i.host, i.pid, len(cores[i.host]), version=__version__) for r, i in enumerate(intros))
-        self.topology = Topology(tuple(infos), config.transport)
+        self.topology = Topology(tuple(infos), config.transport, config.islands)
         self._stripes = config.socket_stripes or 1
         self.locals = list(next(host for host in self.topology.hosts if rank in host))
         spin = _SPIN_SECONDS if config.spin_us is None else config.spin_us * 1e-6
@@ -114,8 +114,9 @@ class Wiring:
 
     def _introduce(self) -> list[_Introduction]:
         c = self._config
+        islands = None if c.islands is None else spell_islands(c.islands)
         chosen = {"HETCOLL_ALGO": c.algo, "HETCOLL_TRANSPORT": c.transport, "HETCOLL_SHM_BYTES": c.shm_bytes,
-                  "HETCOLL_SOCKET_STRIPES": c.socket_stripes, "HETCOLL_ISLANDS": c.islands}  # fmt: skip
+                  "HETCOLL_SOCKET_STRIPES": c.socket_stripes, "HETCOLL_ISLANDS": islands}  # fmt: skip
         mine = _Introduction(
             host_identity(c.host_id), os.getpid(), sorted(os.sched_getaffinity(0)), new_name(), json.dumps(chosen)
         )

@@ -1,0 +1,138 @@
+"""Islands: whose GPUs one vendor's library serves, as a pure function of what ranks told each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import RankError, Ranks
+
+import hetcoll
+from hetcoll.env import Config
+from hetcoll.errors import ArgumentError
+from hetcoll.job import _with_islands
+from hetcoll.topology import Islands, RankInfo, Topology, restrict, spell_islands
+from hetcoll.variables import islands as parse
+
+Pool = Callable[..., Ranks]
+
+
+def ranks(*vendors: str, devices: str = "") -> tuple[RankInfo, ...]:
+    """One rank for each vendor, on one host; `devices` has a letter for each."""
+    named = zip(vendors, devices or " " * len(vendors), strict=True)
+    return tuple(RankInfo(r, "h", vendor=v, device=d.strip()) for r, (v, d) in enumerate(named))
+
+
+@pytest.mark.parametrize(
+    ("infos", "islands"),
+    [
+        (ranks("cuda", "cuda", "hip", "hip"), ((0, 1), (2, 3))),
+        (ranks("hip", "cuda", "hip", "cuda", "cuda"), ((0, 2), (1, 3, 4))),
+        (ranks("", "cuda", "", "cuda"), ((0,), (1, 3), (2,))),
+        (ranks("", ""), ((0,), (1,))),
+        (ranks("cuda", "cuda", "cuda", devices="aba"), ((0, 1), (2,))),
+        (ranks("cuda", "cuda", "cuda", "cuda", devices="aabb"), ((0, 2), (1, 3))),
+        (ranks("cuda", "hip", devices="aa"), ((0,), (1,))),
+    ],
+)
+def test_one_vendor_is_one_island(infos: tuple[RankInfo, ...], islands: Islands) -> None:
+    topology = Topology(infos)
+    assert topology.islands == islands
+    assert [topology.island(r) for r in range(len(infos))] == [
+        next(i for i in islands if r in i) for r in range(len(infos))
+    ]
+
+
+def test_islands_reach_over_hosts() -> None:
+    infos = tuple(RankInfo(r, "ab"[r % 2], vendor="cuda", device="0000:01") for r in range(2))
+    assert Topology(infos).islands == ((0, 1),)
+
+
+def test_gpus_are_told_later() -> None:
+    before = Topology(ranks("", "", ""), "auto", ((0, 1), (2,)))
+    after = before.equipped([("cuda", "a"), ("cuda", "b"), ("hip", "a")])
+    assert after.islands == before.islands == ((0, 1), (2,))
+    assert [(i.vendor, i.device) for i in after.ranks] == [("cuda", "a"), ("cuda", "b"), ("hip", "a")]
+    assert after.digest() != before.digest()
+    assert Topology(after.ranks).islands == ((0, 1), (2,))
+
+
+@pytest.mark.parametrize("text", ["0,1|2", "0|1|2,2", "0,1|2,3|4", "0,1,2,3|3", "0,1|2,3,4"])
+def test_asked_islands_hold_each_rank_once(text: str) -> None:
+    with pytest.raises(ArgumentError, match="islands: wanted each of the ranks 0-3 once, got "):
+        Topology(ranks(*["cuda"] * 4), asked=parse(text))
+
+
+def test_asked_islands_are_taken_as_they_are() -> None:
+    assert Topology(ranks(*["cuda"] * 4), asked=((3, 0), (1,), (2,))).islands == ((3, 0), (1,), (2,))
+
+
+def test_asked_islands_that_no_library_serves_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"0,1\|2 has ranks 0 and 1 in one island, but no .* serves cuda and hip"):
+        Topology(ranks("cuda", "hip", "hip"), asked=((0, 1), (2,)))
+    with pytest.raises(ArgumentError, match="no one library serves cuda and no GPU"):
+        Topology(ranks("cuda", ""), asked=((0, 1),))
+    with pytest.raises(ArgumentError, match="ranks 0 and 2 in one island, but a library takes each GPU once, and h a"):
+        Topology(ranks("cuda", "cuda", "cuda", devices="aba"), asked=((0, 1, 2),))
+
+
+@given(st.permutations(range(6)), st.sets(st.integers(1, 5)), st.data())
+def test_spelling_and_restricting(order: list[int], cuts: set[int], data: st.DataObject) -> None:
+    ends = [0, *sorted(cuts), 6]
+    islands = tuple(tuple(order[a:b]) for a, b in pairwise(ends))
+    assert parse(spell_islands(islands)) == islands
+    some = data.draw(st.lists(st.integers(0, 5), unique=True, min_size=1))
+    fewer = restrict(islands, some)
+    assert fewer is not None
+    assert sorted(r for island in fewer for r in island) == list(range(len(some)))
+    for a in range(len(some)):
+        for b in range(len(some)):
+            together = any(some[a] in i and some[b] in i for i in islands)
+            assert together == any(a in i and b in i for i in fewer)
+    assert restrict(None, some) is None
+    assert Topology(ranks(*["cuda"] * 6), asked=islands).select(some).islands == fewer
+
+
+@pytest.mark.parametrize("text", ["", "|", "0,|1", "0-", "a", "0;1", "3-1", "-1", "0,,1"])
+def test_what_names_no_ranks_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentError, match="islands: wanted ranks such as"):
+        _with_islands(Config(), text)
+
+
+def test_the_argument_wins_over_the_variable() -> None:
+    config = Config(islands=((0,), (1,)))
+    assert _with_islands(config, None) is config
+    assert _with_islands(config, "0-1").islands == ((0, 1),)
+    assert _with_islands(config, [[1], np.array([0])]).islands == ((1,), (0,))
+    for wrong in ([["0"]], [0, 1], [[0.5]], 3):
+        with pytest.raises(ArgumentError, match="islands: wanted ranks such as"):
+            _with_islands(config, wrong)  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------------------------------- processes
+
+
+def _islands(comm: hetcoll.Communicator) -> tuple[Islands, Islands | None]:
+    """Those of the communicator, and of the one of its odd or even ranks, backwards."""
+    with comm.split(comm.rank % 2, -comm.rank) as child:  # type: ignore[union-attr]
+        return comm._wiring.topology.islands, child._wiring.topology.asked
+
+
+def test_islands_of_a_job_and_its_parts(pool: Pool) -> None:
+    rows = pool(4, HETCOLL_ISLANDS="0-2|3").run(_islands)
+    assert [whole for whole, _ in rows] == [((0, 1, 2), (3,))] * 4
+    assert [part for _, part in rows] == [((1, 0),), ((1,), (0,)), ((1, 0),), ((1,), (0,))]
+
+
+def test_ranks_must_ask_for_the_same_islands() -> None:
+    with pytest.raises(RankError, match=r"HETCOLL_ISLANDS is '0,1' on rank 0 and '0.1' on rank 1"):
+        Ranks(2, {"HETCOLL_ISLANDS": ("0,1", "0|1")})
+
+
+def test_islands_that_miss_a_rank_are_refused_by_all() -> None:
+    with pytest.raises(RankError, match="islands: wanted each of the ranks 0-1 once, got 0,2"):
+        Ranks(2, {"HETCOLL_ISLANDS": "0,2"})
