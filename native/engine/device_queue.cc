@@ -5,13 +5,12 @@
 namespace hetcoll {
 
 DeviceQueue::DeviceQueue(std::shared_ptr<Driver> driver, const StreamRoles& roles, std::vector<DeviceStream> streams,
-                         std::byte* staging, std::size_t slot_bytes, unsigned slots, unsigned staging_slots)
+                         std::byte* staging, std::size_t slot_bytes, unsigned staging_slots)
     : driver_(std::move(driver)),
       roles_(roles),
       streams_(std::move(streams)),
       staging_(staging),
       slot_bytes_(slot_bytes),
-      slots_(slots),
       staging_slots_(staging_slots),
       start_((driver_->Activate(), driver_)),
       oneshot_(driver_),
@@ -31,11 +30,12 @@ DeviceEvent DeviceQueue::EventAt(std::uint32_t index) {
 }
 
 void DeviceQueue::Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
-                          DeviceStream user, bool join) {
+                          std::uint64_t signature, DeviceStream user, bool join) {
   driver_->Activate();
+  ++calls_;
   Begin(shape, user);
   const std::array<std::byte*, 4> bases{const_cast<std::byte*>(send), recv, scratch, staging_};
-  for (const DeviceAction& action : shape.program.actions) Run(shape, action, bases);
+  for (const DeviceAction& action : shape.program.actions) Run(shape, action, bases, signature);
   for (std::size_t i = 0; i < streams_.size(); ++i) {
     if (!shape.program.used[i]) continue;
     driver_->Record(ends_[i].get(), streams_[i]);
@@ -80,11 +80,23 @@ bool DeviceQueue::Idle() {
   return std::all_of(streams_.begin(), streams_.end(), [&](DeviceStream s) { return driver_->Idle(s); });
 }
 
-void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const std::array<std::byte*, 4>& bases) {
+// Before the stream gets to it, so that a thread is awake by then.
+void DeviceQueue::Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n, std::uint64_t signature) {
+  if (edge.relay == nullptr) return;
+  if (edge.call != calls_) {
+    edge.call = calls_;
+    edge.begun = edge.messages;
+  }
+  const std::uint64_t step = shape.p2p ? edge.messages : edge.messages - edge.begun;
+  edge.relay->Post({edge.messages, signature + kNumberStep * step, n});
+}
+
+void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const std::array<std::byte*, 4>& bases,
+                      std::uint64_t signature) {
   const auto at = [&](const Place& p) { return bases[static_cast<std::size_t>(p.area)] + p.offset; };
   const DeviceStream stream = streams_[a.stream];
   SlotEdge* edge = a.edge < edges_.size() ? &edges_[a.edge] : nullptr;
-  const std::size_t slot = edge == nullptr ? 0 : edge->messages % slots_;
+  const std::uint64_t number = edge == nullptr ? 0 : edge->messages;
   switch (a.step) {
     case DeviceStep::kWaitEvent:
       driver_->WaitEvent(EventAt(a.event), stream);
@@ -93,27 +105,31 @@ void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const std
       driver_->Record(EventAt(a.event), stream);
       break;
     case DeviceStep::kWaitCredit:
-      if (edge->messages >= slots_) {
-        driver_->WaitValue(edge->credit + slot * kWordStride, edge->messages + 1 - slots_, stream);
+      if (number >= edge->slots.count) {
+        driver_->WaitValue(edge->slots.Credit(number), number + 1 - edge->slots.count, stream);
       }
       break;
     case DeviceStep::kWaitReady:
-      driver_->WaitValue(edge->ready + slot * kWordStride, edge->messages + 1, stream);
+      driver_->WaitValue(edge->slots.Ready(number), number + 1, stream);
       break;
     case DeviceStep::kCopy:
       driver_->Copy(at(a.dst), at(a.src), a.n, stream);
       break;
     case DeviceStep::kCopyOut:
-      driver_->Copy(edge->slots + slot * slot_bytes_, at(a.src), a.n, stream);
+      Expect(shape, *edge, a.n, signature);
+      driver_->Copy(edge->slots.At(number), at(a.src), a.n, stream);
       break;
     case DeviceStep::kCopyIn:
-      driver_->Copy(at(a.dst), edge->slots + slot * slot_bytes_, a.n, stream);
+      Expect(shape, *edge, a.n, signature);
+      driver_->Copy(at(a.dst), edge->slots.At(number), a.n, stream);
       break;
     case DeviceStep::kPublish:
-      driver_->WriteValue(edge->ready + slot * kWordStride, ++edge->messages, stream);
+      driver_->WriteValue(edge->slots.Ready(number), number + 1, stream);
+      ++edge->messages;
       break;
     case DeviceStep::kGrant:
-      driver_->WriteValue(edge->credit + slot * kWordStride, ++edge->messages, stream);
+      driver_->WriteValue(edge->slots.Credit(number), number + 1, stream);
+      ++edge->messages;
       break;
     case DeviceStep::kReduce: {
       void* dst = at(a.dst);

@@ -21,18 +21,20 @@
 #include "device/driver.h"
 #include "devices/kernels/arguments.h"
 #include "engine/plan.h"
+#include "engine/relay.h"
+#include "transport/slots.h"
 
 namespace hetcoll {
 
-// One direction of the way between this rank and a peer. All addresses are the device's.
+// One direction of the way between this rank and a peer. All addresses are the device's. Where `relay` is set, the
+// slots are this process's own, at one address for the host as well, and the relay carries what is in them.
 struct SlotEdge {
-  std::byte* slots = nullptr;
-  std::uint64_t* ready = nullptr;   // a word for each slot, kWordStride apart; the sender writes it
-  std::uint64_t* credit = nullptr;  // the same; the receiver writes it
+  Slots slots;
+  std::shared_ptr<RelayEdge> relay = nullptr;
   std::uint64_t messages = 0;
+  std::uint64_t call = 0;   // the last one that used it, and
+  std::uint64_t begun = 0;  // the messages before that
 };
-
-inline constexpr std::size_t kWordStride = 64 / sizeof(std::uint64_t);
 
 struct DeviceKernel {
   DeviceFunction function = nullptr;
@@ -98,6 +100,7 @@ struct DeviceShape {
   DeviceKernel scale;
   std::size_t item;
   unsigned divisor;
+  bool p2p = false;  // messages are numbered along the edge, not within the call
 };
 
 // A small all-reduce: `call` with everything but its buffers.
@@ -112,15 +115,15 @@ class DeviceQueue {
  public:
   // `streams` are the roles' in order; `staging` is device memory of `staging_slots` slots.
   DeviceQueue(std::shared_ptr<Driver> driver, const StreamRoles& roles, std::vector<DeviceStream> streams,
-              std::byte* staging, std::size_t slot_bytes, unsigned slots, unsigned staging_slots);
+              std::byte* staging, std::size_t slot_bytes, unsigned staging_slots);
 
-  // Returns the edge's number.
+  // Slots of `slot_bytes`, at least as many as the order of the steps counts on. Returns the edge's number.
   std::uint16_t AddEdge(const SlotEdge& edge);
 
   // Enqueues one run over this device memory. It begins after what is on `user` now, and whatever comes on `user` later
-  // begins after it where `join` says so.
-  void Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch, DeviceStream user,
-               bool join);
+  // begins after it where `join` says so. `signature` is the call's, for what travels between hosts.
+  void Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
+               std::uint64_t signature, DeviceStream user, bool join);
 
   // One kernel on the user's own stream, for small messages among the ranks of this host. Calls on different streams
   // come one after another: they share their state.
@@ -136,7 +139,9 @@ class DeviceQueue {
 
  private:
   void Begin(const DeviceShape& shape, DeviceStream user);
-  void Run(const DeviceShape& shape, const DeviceAction& action, const std::array<std::byte*, 4>& bases);
+  void Run(const DeviceShape& shape, const DeviceAction& action, const std::array<std::byte*, 4>& bases,
+           std::uint64_t signature);
+  void Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n, std::uint64_t signature);
   DeviceEvent EventAt(std::uint32_t index);
   void Launch(const DeviceKernel& kernel, std::size_t n, void** params, DeviceStream stream);
 
@@ -145,9 +150,9 @@ class DeviceQueue {
   std::vector<DeviceStream> streams_;
   std::byte* staging_;
   std::size_t slot_bytes_;
-  unsigned slots_;
   unsigned staging_slots_;
   std::vector<SlotEdge> edges_;
+  std::uint64_t calls_ = 0;
   std::vector<Event> events_;
   Event start_;
   Event oneshot_;  // the end of the last one-shot call

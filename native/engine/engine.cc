@@ -216,15 +216,22 @@ std::shared_ptr<Task> Engine::TakeTask(Shape& shape) {
   return shape.spare.use_count() == 1 ? shape.spare : std::make_shared<Task>(shape);
 }
 
-std::uint64_t Engine::NextSignature(const Shape& shape) {
+std::uint64_t Engine::Sign(int shape, std::uint64_t hash, bool p2p) {
   // Point-to-point messages carry no sequence number: the channel's order is theirs.
   std::uint64_t sequence = 0;
-  if (shape.p2p) {
-    messages_.Add(shape.id);
+  if (p2p) {
+    messages_.Add(shape);
   } else {
-    sequence = history_.Add(shape.id);
+    sequence = history_.Add(shape);
   }
-  return Mix(options_.identity ^ shape.descriptor ^ (sequence * 0x9e3779b97f4a7c15u));
+  return Mix(options_.identity ^ hash ^ (sequence * 0x9e3779b97f4a7c15u));
+}
+
+std::uint64_t Engine::Enter(int shape, std::uint64_t descriptor, bool p2p) {
+  contenders_.fetch_add(1, std::memory_order_relaxed);
+  std::lock_guard lock(mutex_);
+  contenders_.fetch_sub(1, std::memory_order_relaxed);
+  return Sign(shape, Mix(descriptor), p2p);
 }
 
 std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv) {

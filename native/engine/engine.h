@@ -42,13 +42,6 @@ struct EngineOptions {
 
 enum class Outcome : int { kDone, kPending, kFailed };
 
-// What went wrong first; kept for the life of the communicator.
-struct Failure {
-  FaultKind kind = FaultKind::kNone;
-  int peer = -1;
-  std::string text;
-};
-
 // The shapes of the last calls by number, from 1 on. Written by one thread at a time, read by any.
 class CallHistory {
  public:
@@ -116,6 +109,11 @@ class Engine {
   // Drives the engine until the task is finished, `until` (NowNs) has come, or the engine has failed.
   Outcome Drive(const Task& task, std::int64_t until);
 
+  // For a call whose bytes others move: gives it the number that it has on every rank, and returns the signature of its
+  // messages. `shape` is a number of NewShape's.
+  std::uint64_t Enter(int shape, std::uint64_t descriptor, bool p2p);
+  int NewShape() { return shapes_++; }
+
   // Lets the engine's own thread finish what was submitted so far.
   void DriveInBackground();
 
@@ -154,7 +152,8 @@ class Engine {
  private:
   void Prepare(const Plan& plan);
   std::shared_ptr<Task> TakeTask(Shape& shape);
-  std::uint64_t NextSignature(const Shape& shape);
+  std::uint64_t NextSignature(const Shape& shape) { return Sign(shape.id, shape.descriptor, shape.p2p); }
+  std::uint64_t Sign(int shape, std::uint64_t hash, bool p2p);
   void ServeLinks(std::vector<pollfd>& fds);
   bool PassAll();  // the five below: under mutex_
   void NoteCore();
@@ -189,7 +188,7 @@ class Engine {
   Links links_;
   std::unique_ptr<Keeper> keeper_;
   std::vector<std::unique_ptr<Plan>> plans_;
-  int shapes_ = 0;
+  std::atomic<int> shapes_{0};
 
   std::mutex mutex_;  // tasks, ports, scratch
   std::atomic<int> contenders_{0};

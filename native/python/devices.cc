@@ -16,6 +16,7 @@
 #include <tuple>
 #include <vector>
 
+#include "engine/clock.h"
 #include "engine/device_queue.h"
 
 namespace nb = nanobind;
@@ -32,6 +33,10 @@ Pointer As(Address address) {
   return reinterpret_cast<Pointer>(address);
 }
 
+Slots SlotsAt(Address slots, Address ready, Address credit, std::size_t slot_bytes, unsigned count) {
+  return {As<std::byte*>(slots), As<std::uint64_t*>(ready), As<std::uint64_t*>(credit), slot_bytes, count};
+}
+
 DeviceKernel KernelOf(const KernelArgs& args) {
   if (!args) return {};
   const auto& [function, block, most_blocks, per_block] = *args;
@@ -43,34 +48,35 @@ DeviceKernel KernelOf(const KernelArgs& args) {
 class PyDeviceQueue {
  public:
   PyDeviceQueue(const std::string& vendor, const DriverFunctions& functions, unsigned out, unsigned in,
-                const std::vector<Address>& streams, Address staging, std::size_t slot_bytes, unsigned slots,
-                unsigned staging_slots)
+                const std::vector<Address>& streams, Address staging, std::size_t slot_bytes, unsigned staging_slots)
       : driver_(MakeDriver(vendor, functions)),
-        queue_(driver_, {out, in}, Streams(streams), As<std::byte*>(staging), slot_bytes, slots, staging_slots) {}
+        queue_(driver_, {out, in}, Streams(streams), As<std::byte*>(staging), slot_bytes, staging_slots) {}
 
-  std::uint16_t AddEdge(Address slots, Address ready, Address credit) {
+  std::uint16_t AddEdge(Address slots, Address ready, Address credit, unsigned count,
+                        std::shared_ptr<RelayEdge> relay) {
+    nb::gil_scoped_release release;
     std::lock_guard lock(mutex_);
-    return queue_.AddEdge({As<std::byte*>(slots), As<std::uint64_t*>(ready), As<std::uint64_t*>(credit)});
+    return queue_.AddEdge({SlotsAt(slots, ready, credit, queue_.slot_bytes(), count), std::move(relay)});
   }
 
   std::shared_ptr<DeviceShape> Bind(const nb::bytes& encoded, int rank, int size, int dtype, std::size_t send_count,
                                     std::size_t recv_count, const std::vector<std::size_t>& send_table,
                                     const std::vector<std::size_t>& recv_table, const std::vector<std::uint32_t>& order,
                                     const std::vector<std::uint16_t>& edges, const KernelArgs& reduce,
-                                    const KernelArgs& scale, unsigned divisor) {
+                                    const KernelArgs& scale, unsigned divisor, bool p2p) {
     const Plan plan({reinterpret_cast<const std::byte*>(encoded.c_str()), encoded.size()}, size);
     const auto type = static_cast<DType>(dtype);
     const BoundPlan bound(plan, rank, type, send_count, recv_count, send_table, recv_table);
     DeviceProgram program(bound, order, queue_.roles(), edges, queue_.slot_bytes(), queue_.staging_slots());
     return std::make_shared<DeviceShape>(
-        DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale), ItemSize(type), divisor});
+        DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale), ItemSize(type), divisor, p2p});
   }
 
-  void Run(const std::shared_ptr<DeviceShape>& shape, Address send, Address recv, Address scratch, Address stream,
-           bool join) {
+  void Run(const std::shared_ptr<DeviceShape>& shape, Address send, Address recv, Address scratch,
+           std::uint64_t signature, Address stream, bool join) {
     nb::gil_scoped_release release;
     std::lock_guard lock(mutex_);
-    queue_.Enqueue(*shape, As<const std::byte*>(send), As<std::byte*>(recv), As<std::byte*>(scratch),
+    queue_.Enqueue(*shape, As<const std::byte*>(send), As<std::byte*>(recv), As<std::byte*>(scratch), signature,
                    As<DeviceStream>(stream), join);
   }
 
@@ -124,20 +130,55 @@ class PyDeviceQueue {
 }  // namespace
 
 void BindDevices(nb::module_& m) {
+  nb::class_<RelayEdge>(m, "RelayEdge");
+  nb::class_<Relay>(m, "Relay")
+      .def(nb::new_([](unsigned threads, bool oversubscribed, int rank, const std::string& fault) {
+             return std::make_shared<Relay>(RelayOptions{threads, oversubscribed, rank, fault});
+           }),
+           nb::kw_only(), "threads"_a, "oversubscribed"_a, "rank"_a, "fault"_a = "")
+      .def(
+          "connect",
+          [](Relay& r, int peer, int channel, const std::vector<int>& fds) { r.Connect(peer, channel, fds); }, "peer"_a,
+          "channel"_a, "fds"_a)
+      .def(
+          "add_edge",
+          [](Relay& r, int peer, int channel, bool out, Address slots, Address ready, Address credit,
+             std::size_t slot_bytes, unsigned count) {
+            return r.AddEdge(peer, channel, out, SlotsAt(slots, ready, credit, slot_bytes, count));
+          },
+          nb::kw_only(), "peer"_a, "channel"_a, "out"_a, "slots"_a, "ready"_a, "credit"_a, "slot_bytes"_a, "count"_a)
+      .def_prop_ro("idle", &Relay::Idle)
+      .def("fail", [](Relay& r, int kind, int peer,
+                      const std::string& text) { r.Fail(static_cast<FaultKind>(kind), peer, text); })
+      .def(
+          "await_failure",
+          [](Relay& r, double seconds) {
+            Failure f;
+            {
+              nb::gil_scoped_release release;
+              f = r.AwaitFailure(DeadlineNs(seconds));
+            }
+            return nb::make_tuple(static_cast<int>(f.kind), f.peer, f.text);
+          },
+          "seconds"_a)
+      .def("close", &Relay::Close, nb::call_guard<nb::gil_scoped_release>())
+      .def("describe", &Relay::Describe)
+      .def_prop_ro("moves", &Relay::moves);
   nb::class_<DeviceShape>(m, "DeviceShape")
       .def_prop_ro("scratch_bytes", [](const DeviceShape& s) { return s.program.scratch_bytes; })
       .def_prop_ro("actions", [](const DeviceShape& s) { return s.program.actions.size(); });
   nb::class_<OneshotShape>(m, "OneshotShape");
   nb::class_<PyDeviceQueue>(m, "DeviceQueue")
       .def(nb::init<const std::string&, const DriverFunctions&, unsigned, unsigned, const std::vector<Address>&,
-                    Address, std::size_t, unsigned, unsigned>(),
+                    Address, std::size_t, unsigned>(),
            nb::kw_only(), "vendor"_a, "functions"_a, "streams_out"_a, "streams_in"_a, "streams"_a, "staging"_a,
-           "slot_bytes"_a, "slots"_a, "staging_slots"_a)
-      .def("add_edge", &PyDeviceQueue::AddEdge, "slots"_a, "ready"_a, "credit"_a)
+           "slot_bytes"_a, "staging_slots"_a)
+      .def("add_edge", &PyDeviceQueue::AddEdge, "slots"_a, "ready"_a, "credit"_a, "count"_a,
+           "relay"_a.none() = nb::none())
       .def("bind", &PyDeviceQueue::Bind, nb::kw_only(), "plan"_a, "rank"_a, "size"_a, "dtype"_a, "send_count"_a,
            "recv_count"_a, "send_table"_a, "recv_table"_a, "order"_a, "edges"_a, "reduce"_a.none(), "scale"_a.none(),
-           "divisor"_a)
-      .def("run", &PyDeviceQueue::Run, "shape"_a, "send"_a, "recv"_a, "scratch"_a, "stream"_a, "join"_a)
+           "divisor"_a, "p2p"_a = false)
+      .def("run", &PyDeviceQueue::Run, "shape"_a, "send"_a, "recv"_a, "scratch"_a, "signature"_a, "stream"_a, "join"_a)
       .def_static("bind_oneshot", &PyDeviceQueue::BindOneshot, nb::kw_only(), "function"_a, "areas"_a, "state"_a,
                   "abort"_a, "rank"_a, "words"_a, "divisor"_a, "count"_a, "blocks"_a, "threads"_a)
       .def("run_oneshot", &PyDeviceQueue::RunOneshot, "shape"_a, "send"_a, "recv"_a, "stream"_a)

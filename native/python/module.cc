@@ -386,6 +386,13 @@ NB_MODULE(_native, m) {
       .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a)
       .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a, "background"_a)
       .def("wait", &PyEngine::Wait, "ticket"_a, "timeout"_a)
+      .def(
+          "enter",
+          [](PyEngine& e, int shape, std::uint64_t descriptor, bool p2p) {
+            return e.engine().Enter(shape, descriptor, p2p);
+          },
+          "shape"_a, "descriptor"_a, "p2p"_a)
+      .def("new_shape", [](PyEngine& e) { return e.engine().NewShape(); })
       .def("remember", &PyEngine::Remember)
       .def("set_ops", &PyEngine::SetOps)
       .def(

@@ -18,7 +18,9 @@ void Garbage();
 void FaultSpecs();
 void HarmlessFaults();
 void HarmfulFaults();
-void Gpus();
+void GpusOfOneHost();
+void GpusOfManyHosts();
+void BrokenRelays();
 
 namespace {
 
@@ -249,15 +251,26 @@ struct Scenario {
 };
 
 constexpr Scenario kScenarios[] = {
-    {"plans", CheckPlans},      {"locals", CheckLocals},
-    {"fuzz", FuzzPlans},        {"types", Types},
-    {"sizes", Sizes},           {"flight", Flight},
-    {"messages", Messages},     {"background", Background},
-    {"wakeups", Wakeups},       {"failing", Failing},
-    {"leaving", Leaving},       {"mismatches", Mismatches},
-    {"garbage", Garbage},       {"faultspecs", FaultSpecs},
-    {"lending", Lending},       {"harmless", HarmlessFaults},
-    {"harmful", HarmfulFaults}, {"gpus", Gpus},
+    {"plans", CheckPlans},
+    {"locals", CheckLocals},
+    {"fuzz", FuzzPlans},
+    {"types", Types},
+    {"sizes", Sizes},
+    {"flight", Flight},
+    {"messages", Messages},
+    {"background", Background},
+    {"wakeups", Wakeups},
+    {"failing", Failing},
+    {"leaving", Leaving},
+    {"mismatches", Mismatches},
+    {"garbage", Garbage},
+    {"faultspecs", FaultSpecs},
+    {"lending", Lending},
+    {"harmless", HarmlessFaults},
+    {"harmful", HarmfulFaults},
+    {"gpus", GpusOfOneHost},
+    {"gpus: relay", GpusOfManyHosts},
+    {"gpus: broken", BrokenRelays},
 };
 
 }  // namespace

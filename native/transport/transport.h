@@ -35,6 +35,13 @@ struct Fault : std::runtime_error {
   int peer;
 };
 
+// What went wrong first; kept until the end.
+struct Failure {
+  FaultKind kind = FaultKind::kNone;
+  int peer = -1;
+  std::string text;
+};
+
 struct Message {
   std::uint64_t signature;  // of the operation, plus kNumberStep for each message of it that went before
   std::size_t total;

@@ -90,7 +90,6 @@ class GpuPath:
                 streams=streams,
                 staging=staging,
                 slot_bytes=SLOT_BYTES,
-                slots=SLOTS,
                 staging_slots=_STAGING_SLOTS,
             )
             self._undo = undo.pop_all()
@@ -127,7 +126,7 @@ class GpuPath:
             self._grow_scratch(shape.scratch_bytes)
         send = 0 if call.send is None else call.send.ptr
         recv = 0 if call.recv is None else call.recv.ptr
-        self._queue.run(shape, send, recv, self._scratch, handle, not async_op)
+        self._queue.run(shape, send, recv, self._scratch, 0, handle, not async_op)
         return GpuWork(self._queue, (call.send, call.recv), call.collective.label)
 
     def message(
@@ -137,7 +136,7 @@ class GpuPath:
         handle = self._stream(stream, sendbuf=send, recvbuf=recv)
         shape = self._message(send, dest, recv, source)
         addresses = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
-        self._queue.run(shape, *addresses, self._scratch, handle, not async_op)
+        self._queue.run(shape, *addresses, self._scratch, 0, handle, not async_op)
         return GpuWork(self._queue, (send, recv), "a message")
 
     def _message(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> _native.DeviceShape:
@@ -298,7 +297,7 @@ class GpuPath:
         number = self._edges.get((src, dst, channel))
         if number is None:
             edge = self._segment.edge(src, dst, channel)
-            number = self._edges[src, dst, channel] = self._queue.add_edge(edge.slots, edge.ready, edge.credit)
+            number = self._edges[src, dst, channel] = self._queue.add_edge(edge.slots, edge.ready, edge.credit, SLOTS)
         return number
 
     def _grow_scratch(self, nbytes: int) -> None:

@@ -1,0 +1,49 @@
+// Slots of host memory through which messages pass to and from a GPU: the host's view of src/hetcoll/slots.py.
+//
+// Message k of an edge lies in slot k % count. Its sender writes k + 1 to the slot's `ready` word when it is there, its
+// receiver to the `credit` word when it has gone: words only grow. On a GPU it is a stream that writes and waits.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace hetcoll {
+
+inline constexpr std::size_t kWordStride = 64 / sizeof(std::uint64_t);
+inline constexpr std::uint64_t kReleased = std::uint64_t{1} << 62;  // above the number of any message
+
+struct Slots {
+  std::byte* slots = nullptr;
+  std::uint64_t* ready = nullptr;   // a word for each slot, kWordStride apart
+  std::uint64_t* credit = nullptr;  // the same
+  std::size_t slot_bytes = 0;
+  unsigned count = 1;
+
+  std::size_t Index(std::uint64_t message) const { return message % count; }
+  std::byte* At(std::uint64_t message) const { return slots + Index(message) * slot_bytes; }
+  std::uint64_t* Ready(std::uint64_t message) const { return ready + Index(message) * kWordStride; }
+  std::uint64_t* Credit(std::uint64_t message) const { return credit + Index(message) * kWordStride; }
+
+  // Whether the message is in its slot, and whether the slot is free for it.
+  bool Full(std::uint64_t message) const { return Load(Ready(message)) > message; }
+  bool Free(std::uint64_t message) const { return message < count || Load(Credit(message)) + count > message; }
+  void Publish(std::uint64_t message) const { Store(Ready(message), message + 1); }
+  void Grant(std::uint64_t message) const { Store(Credit(message), message + 1); }
+
+  // Whoever waits for such a word, now or later, waits no more.
+  void ReleaseReady() const {
+    for (unsigned slot = 0; slot < count; ++slot) Store(Ready(slot), kReleased);
+  }
+  void ReleaseCredit() const {
+    for (unsigned slot = 0; slot < count; ++slot) Store(Credit(slot), kReleased);
+  }
+
+ private:
+  static std::uint64_t Load(std::uint64_t* word) { return std::atomic_ref(*word).load(std::memory_order_acquire); }
+  static void Store(std::uint64_t* word, std::uint64_t value) {
+    std::atomic_ref(*word).store(value, std::memory_order_release);
+  }
+};
+
+}  // namespace hetcoll
