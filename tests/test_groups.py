@@ -46,6 +46,7 @@ class Store(RuleBasedStateMachine):
         self.members: list[FakeMember] = []
         self.everyone: list[FakeMember] = []
         self.request = 0
+        self.rolls: dict[int, tuple[object, int]] = {}  # by request: the group and the rank that asked who goes on
 
     def ask(self, who: int, op: Op, *fields: bytes) -> None:
         member = self.members[who % len(self.members)]
@@ -93,6 +94,13 @@ class Store(RuleBasedStateMachine):
         self.ask(who, Op.QUERY, name, b"where", F64.pack(wait))
 
     @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), name=names, wait=seconds)
+    def shrink(self, who: int, name: bytes, wait: float) -> None:
+        member = self.members[who % len(self.members)]
+        self.rolls[self.request + 1] = (self.groups._groups.get(name), member.ranks.get(name, -1))
+        self.ask(who, Op.SHRINK, name, F64.pack(wait))
+
+    @precondition(lambda self: self.members)
     @rule(who=st.integers(0, 5), wait=seconds, key=tags)
     def get(self, who: int, wait: float, key: bytes) -> None:
         self.ask(who, Op.GET, key, F64.pack(wait))
@@ -132,6 +140,17 @@ class Store(RuleBasedStateMachine):
             assert set(replies) <= {*member.asked, 0}
 
     @invariant()
+    def all_go_on_with_the_same_ranks(self) -> None:
+        told: dict[tuple[int, int], list[int]] = {}
+        for member in self.members:
+            for op, body, request, status in member.sent:
+                if op is Op.REPLY and request in self.rolls and status is Status.OK:
+                    group, rank = self.rolls[request]
+                    number, *ranks = (U32.unpack(field)[0] for field in unpack(body))
+                    assert rank in ranks
+                    assert ranks == told.setdefault((id(group), number), ranks)
+
+    @invariant()
     def the_same_verdict_for_all(self) -> None:
         for member in self.members:
             for name in member.ranks:
@@ -147,7 +166,7 @@ class Store(RuleBasedStateMachine):
             assert {request for op, _, request, _ in member.sent if op is Op.REPLY} >= set(member.asked)
         for member in list(self.members):
             self.groups.drop(member, "")
-        assert not any(group.members or group.questions for group in self.groups._groups.values())
+        assert not any(group.members or group.questions or group.roll for group in self.groups._groups.values())
         assert not any(self.groups._returning.values())
 
 

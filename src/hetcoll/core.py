@@ -21,7 +21,7 @@ from .buffers import Buffer, element_type, read_buffer
 from .calls import OP_LABELS, Call, check_int
 from .diagnosis import Diagnosis, Kind, Vigil
 from .env import Config
-from .errors import ArgumentError, ClosedError, CommunicationError, HetcollError, InitError
+from .errors import ArgumentError, ClosedError, CommunicationError, HetcollError, InitError, PeerLostError
 from .registration import Registration
 from .rendezvous.session import Session
 from .selection import Explanation, Selection
@@ -335,6 +335,45 @@ class Core:
         name = hashlib.blake2b(self._group + f"split {self._splits} {color}".encode(), digest_size=16).digest()
         config = replace(self._config, islands=restrict(self._config.islands, members))
         return type(self)(self._session, name, members.index(self._rank), len(members), config, config.init_timeout)
+
+    def shrink(self, *, timeout: float | None = None) -> Self:
+        """A communicator of the ranks that are left after a failure, in the order of their ranks here.
+
+        Every rank that goes on calls it; it returns when all ranks of this communicator have called it or are gone.
+        Ranks that do not call it within `timeout` seconds (default: HETCOLL_INIT_TIMEOUT) are left out, and when they
+        call it later they get an `InitError`. The new communicator has memory, connections and signatures of its own,
+        so nothing that is still under way from before can reach it. This one is afterwards good for `close` only.
+
+        Raises PeerLostError where the process that hosts the job's store is gone, most often rank 0's: there is nobody
+        left to decide.
+        """
+        if self._closed or self._engine.forked:
+            self._check_usable()
+        seconds = self._config.init_timeout if timeout is None else self._seconds(timeout)
+        deadline = time.monotonic() + seconds
+        self._engine.fail(Kind.ABORTED, self._rank, "shrink() replaced this communicator")
+        attempts = self._size
+        while True:
+            left = max(deadline - time.monotonic(), 0.1)
+            number, ranks = self._session.control.shrink(self._group, left)
+            try:
+                return self._regroup(number, ranks, deadline)
+            except (PeerLostError, InitError):  # one more is gone: all of them notice, and try again
+                attempts -= 1
+                if attempts == 0 or time.monotonic() >= deadline:
+                    raise
+
+    def _regroup(self, number: int, ranks: list[int], deadline: float) -> Self:
+        """The communicator that follows the roll call `number`, or an error on every rank that is alive."""
+        name = hashlib.blake2b(self._group + f"shrink {number}".encode(), digest_size=16).digest()
+        left = deadline - time.monotonic()
+        comm = type(self)(self._session, name, ranks.index(self._rank), len(ranks), self._config, left)
+        try:
+            self._session.control.exchange(name, b"shrink", b"", max(deadline - time.monotonic(), 0.1))
+        except BaseException:
+            comm.close()
+            raise
+        return comm
 
     # Telling.
 

@@ -186,6 +186,16 @@ class ControlClient:
         answers = self._call(Op.QUERY, (group, blob, F64.pack(timeout)), timeout, group).fields
         return {rank: answer[1:] if answer else None for rank, answer in enumerate(answers)}
 
+    def shrink(self, group: bytes, timeout: float) -> tuple[int, list[int]]:
+        """Which ranks of `group` go on: all of them that call this, once no other is alive or `timeout` has passed.
+
+        All get the same answer: the number of this roll call, and the ranks in rising order. InitError where the others
+        have gone on already.
+        """
+        frame = self._call(Op.SHRINK, (group, F64.pack(timeout)), timeout, group)
+        number, *ranks = (U32.unpack(field)[0] for field in frame.fields)
+        return number, ranks
+
     def check_present(self, group: bytes, ranks: Collection[int]) -> None:
         """PeerLostError where the store has told that one of `ranks` died or left."""
         membership = self._groups.get(group)

@@ -64,7 +64,11 @@ class Question:
 
 @dataclass(slots=True)
 class Group:
-    """Ranks that know each other. `gone` has the reason of each rank that was lost, and "" for one that left."""
+    """Ranks that know each other. `gone` has the reason of each rank that was lost, and "" for one that left.
+
+    `roll` are the requests of ranks that want to go on with those that are left, `rolls` the number of such calls so
+    far, and `late` who is there but did not come to one in time.
+    """
 
     size: int
     members: dict[int, Member] = field(default_factory=dict)
@@ -73,6 +77,9 @@ class Group:
     verdict: bytes | None = None
     exchanges: dict[bytes, Exchange] = field(default_factory=dict)
     questions: dict[int, Question] = field(default_factory=dict)
+    roll: dict[int, tuple[Member, int]] = field(default_factory=dict)
+    rolls: int = 0
+    late: set[int] = field(default_factory=set)
 
 
 class Groups:
@@ -96,6 +103,7 @@ class Groups:
             Op.ANSWER: (2, self._answer),
             Op.PUT: (2, self._put),
             Op.GET: (2, self._get),
+            Op.SHRINK: (2, self._shrink),
         }
 
     # What the server calls.
@@ -212,6 +220,11 @@ class Groups:
                 member.send(Op.REPLY, text.encode(), request, Status.REFUSED)
             if reason or rank not in exchange.blobs:
                 self._fail_exchange(group, tag, rank)
+        _, request = group.roll.pop(rank, (member, 0))
+        if request:
+            text = f"rank {rank} left the group while it waited for those who go on"
+            member.send(Op.REPLY, text.encode(), request, Status.REFUSED)
+        self._close_roll(group)
         for number, question in list(group.questions.items()):
             question.waiting.discard(rank)
             if not question.waiting or question.asker is member:
@@ -326,6 +339,31 @@ class Groups:
         answers = (question.answers.get(rank) for rank in range(group.size))
         body = pack(b"" if answer is None else b"\1" + answer for answer in answers)
         question.asker.send(Op.REPLY, body, question.request)
+
+    # Roll calls: who goes on after a failure.
+
+    def _shrink(self, member: Member, request: int, name: bytes, seconds8: bytes) -> None:
+        group, rank = self._of(member, name)
+        if rank in group.late:
+            raise RefusedError(f"rank {rank} did not come to shrink() in time: the others went on without it")
+        if rank in group.roll:
+            raise RefusedError(f"rank {rank} calls shrink() twice at a time")
+        turn = group.rolls
+        self._after(seconds8, lambda: self._close_roll(group, now=group.rolls == turn))
+        group.roll[rank] = (member, request)
+        self._close_roll(group)
+
+    def _close_roll(self, group: Group, *, now: bool = False) -> None:
+        """Tell those who came to a roll call who they are, once all have come that can, or `now`."""
+        missing = group.members.keys() - group.roll.keys() - group.late
+        if not group.roll or (missing and not now):
+            return
+        group.late |= missing
+        group.rolls += 1
+        body = pack(map(U32.pack, (group.rolls, *sorted(group.roll))))
+        for member, request in group.roll.values():
+            member.send(Op.REPLY, body, request)
+        group.roll.clear()
 
     # Keys.
 

@@ -32,6 +32,7 @@ class Op(IntEnum):
     GET = 7  # key, seconds -> value
     ANSWER = 8  # the number of the question, blob; has no reply
     BYE = 9  # this member leaves all its groups; has no reply
+    SHRINK = 10  # group, seconds -> the number of the roll call, and who answered it: a field a rank, in rising order
     REPLY = 64
     LOST = 65  # group, rank, reason
     LEFT = 66  # group, rank
