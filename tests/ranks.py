@@ -285,8 +285,12 @@ class Resources:
         ):
             if now > then:
                 parts.append(f"{now - then} {name}")
-        parts += [f"{n} descriptors of {what}" for what, n in (self.descriptors - before.descriptors).items()]
-        parts += [f"{n} mappings of {what}" for what, n in (self.maps - before.maps).items()]
+        for kind, held in (
+            ("descriptors", self.descriptors - before.descriptors),
+            ("mappings", self.maps - before.maps),
+        ):
+            # Kernels stay loaded until the process ends.
+            parts += [f"{n} {kind} of {what}" for what, n in held.items() if "standin-module" not in what]
         return ", ".join(parts)
 
 

@@ -97,7 +97,7 @@ def test_await_ends_when_aborted(machine: PlainMachine) -> None:
 def test_every_kernel_stands_in_one_module() -> None:
     names = [name for each in modules().values() for name in each]
     assert len(names) == len(set(names))
-    assert set(modules()) == {d.label for d in DType} | {"signals"}
+    assert set(modules()) == {d.label + end for d in DType for end in ("", "_exchange")} | {"signals"}
 
 
 def test_a_source_needs_no_file_of_ours() -> None:

@@ -25,6 +25,7 @@ class CudaDriver final : public Driver {
     Take(f, "cuEventDestroy", destroy_event_);
     Take(f, "cuEventRecord", record_);
     Take(f, "cuStreamWaitEvent", wait_event_);
+    Take(f, "cuEventQuery", query_event_);
     Take(f, "cuStreamQuery", query_);
     Take(f, "cuStreamIsCapturing", capturing_);
     Take(f, "cuGetErrorName", error_name_);
@@ -58,6 +59,13 @@ class CudaDriver final : public Driver {
   void Record(DeviceEvent event, DeviceStream stream) override { Check(record_(event, stream), "cuEventRecord"); }
   void WaitEvent(DeviceEvent event, DeviceStream stream) override {
     Check(wait_event_(stream, event, 0), "cuStreamWaitEvent");
+  }
+
+  bool Done(DeviceEvent event) override {
+    const int code = query_event_(event);
+    if (code == kNotReady) return false;
+    Check(code, "cuEventQuery");
+    return true;
   }
 
   bool Idle(DeviceStream stream) override {
@@ -97,6 +105,7 @@ class CudaDriver final : public Driver {
   int (*destroy_event_)(void*);
   int (*record_)(void*, void*);
   int (*wait_event_)(void*, void*, unsigned);
+  int (*query_event_)(void*);
   int (*query_)(void*);
   int (*capturing_)(void*, int*);
   int (*error_name_)(int, const char**);

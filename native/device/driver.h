@@ -42,6 +42,9 @@ class Driver {
   virtual void Record(DeviceEvent event, DeviceStream stream) = 0;
   virtual void WaitEvent(DeviceEvent event, DeviceStream stream) = 0;
 
+  // Whether what was recorded is done; what never was is.
+  virtual bool Done(DeviceEvent event) = 0;
+
   // Whether all work on the stream is done. A Fault when the device has failed.
   virtual bool Idle(DeviceStream stream) = 0;
   virtual bool Capturing(DeviceStream stream) = 0;

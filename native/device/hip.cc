@@ -24,6 +24,7 @@ class HipDriver final : public Driver {
     Take(f, "hipEventDestroy", destroy_event_);
     Take(f, "hipEventRecord", record_);
     Take(f, "hipStreamWaitEvent", wait_event_);
+    Take(f, "hipEventQuery", query_event_);
     Take(f, "hipStreamQuery", query_);
     Take(f, "hipStreamIsCapturing", capturing_);
     Take(f, "hipGetErrorName", error_name_);
@@ -57,6 +58,13 @@ class HipDriver final : public Driver {
   void Record(DeviceEvent event, DeviceStream stream) override { Check(record_(event, stream), "hipEventRecord"); }
   void WaitEvent(DeviceEvent event, DeviceStream stream) override {
     Check(wait_event_(stream, event, 0), "hipStreamWaitEvent");
+  }
+
+  bool Done(DeviceEvent event) override {
+    const int code = query_event_(event);
+    if (code == kNotReady) return false;
+    Check(code, "hipEventQuery");
+    return true;
   }
 
   bool Idle(DeviceStream stream) override {
@@ -95,6 +103,7 @@ class HipDriver final : public Driver {
   int (*destroy_event_)(void*);
   int (*record_)(void*, void*);
   int (*wait_event_)(void*, void*, unsigned);
+  int (*query_event_)(void*);
   int (*query_)(void*);
   int (*capturing_)(void*, int*);
   const char* (*error_name_)(int);

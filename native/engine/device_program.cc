@@ -85,7 +85,7 @@ class Compiler {
   // SEND and RECV may be the same memory: then the smaller is this rank's part of the larger.
   Touch Named(const Place& at, std::size_t n, bool writes) const {
     Touch t{at.area, at.offset, at.offset + n, writes, 0, 0};
-    if (at.area != Area::kSend && at.area != Area::kRecv) return t;
+    if (!plan_.may_alias || (at.area != Area::kSend && at.area != Area::kRecv)) return t;
     const Area larger = plan_.send_bytes > plan_.recv_bytes ? Area::kSend : Area::kRecv;
     if (at.area != larger) {
       t.begin += plan_.part_off;

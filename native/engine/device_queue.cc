@@ -1,6 +1,7 @@
 #include "engine/device_queue.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace hetcoll {
 
@@ -13,7 +14,7 @@ DeviceQueue::DeviceQueue(std::shared_ptr<Driver> driver, const StreamRoles& role
       slot_bytes_(slot_bytes),
       staging_slots_(staging_slots),
       start_((driver_->Activate(), driver_)),
-      oneshot_(driver_),
+      kernel_(driver_),
       ended_(roles.size(), false) {
   if (streams_.size() != roles.size()) throw PlanError("a GPU queue needs a stream for each of its roles");
   for (unsigned i = 0; i < roles.size(); ++i) ends_.emplace_back(driver_);
@@ -63,21 +64,22 @@ void DeviceQueue::Join(DeviceStream user) {
   is_joined_ = true;
 }
 
-void DeviceQueue::EnqueueOneshot(const OneshotShape& shape, const std::byte* send, std::byte* recv, DeviceStream user) {
+void DeviceQueue::EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user) {
   driver_->Activate();
-  if (oneshot_stream_ != user) driver_->WaitEvent(oneshot_.get(), user);
-  Oneshot call = shape.call;
-  call.src = send;
-  call.dst = recv;
-  void* params[] = {&call};
+  if (kernel_stream_ != user) driver_->WaitEvent(kernel_.get(), user);
+  kernel_arguments_ = shape.arguments;
+  std::memcpy(kernel_arguments_.data(), &recv, sizeof recv);
+  std::memcpy(kernel_arguments_.data() + sizeof recv, &send, sizeof send);
+  void* params[] = {kernel_arguments_.data()};
   driver_->Launch(shape.function, shape.blocks, shape.threads, params, user);
-  driver_->Record(oneshot_.get(), user);  // now, since the stream may be gone when the next call comes
-  oneshot_stream_ = user;
+  driver_->Record(kernel_.get(), user);  // now, since the stream may be gone when the next call comes
+  kernel_stream_ = user;
 }
 
 bool DeviceQueue::Idle() {
   driver_->Activate();
-  return std::all_of(streams_.begin(), streams_.end(), [&](DeviceStream s) { return driver_->Idle(s); });
+  return driver_->Done(kernel_.get()) &&
+         std::all_of(streams_.begin(), streams_.end(), [&](DeviceStream s) { return driver_->Idle(s); });
 }
 
 // Before the stream gets to it, so that a thread is awake by then.

@@ -19,7 +19,6 @@
 #include <vector>
 
 #include "device/driver.h"
-#include "devices/kernels/arguments.h"
 #include "engine/plan.h"
 #include "engine/relay.h"
 #include "transport/slots.h"
@@ -103,10 +102,11 @@ struct DeviceShape {
   bool p2p = false;  // messages are numbered along the edge, not within the call
 };
 
-// A small all-reduce: `call` with everything but its buffers.
-struct OneshotShape {
+// A collective in one kernel. Its only argument is a struct (devices/kernels/arguments.h) that begins with the
+// addresses of the two buffers, dst and src, which each call fills in.
+struct KernelShape {
   DeviceFunction function;
-  Oneshot call;
+  std::vector<std::byte> arguments;
   unsigned blocks;
   unsigned threads;
 };
@@ -125,9 +125,8 @@ class DeviceQueue {
   void Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
                std::uint64_t signature, DeviceStream user, bool join);
 
-  // One kernel on the user's own stream, for small messages among the ranks of this host. Calls on different streams
-  // come one after another: they share their state.
-  void EnqueueOneshot(const OneshotShape& shape, const std::byte* send, std::byte* recv, DeviceStream user);
+  // A kernel on the user's own stream. Calls on different streams come one after another: they share their state.
+  void EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user);
 
   // Makes `user` wait for everything enqueued so far.
   void Join(DeviceStream user);
@@ -155,8 +154,9 @@ class DeviceQueue {
   std::uint64_t calls_ = 0;
   std::vector<Event> events_;
   Event start_;
-  Event oneshot_;  // the end of the last one-shot call
-  DeviceStream oneshot_stream_ = nullptr;
+  Event kernel_;  // the end of the last EnqueueKernel
+  DeviceStream kernel_stream_ = nullptr;
+  std::vector<std::byte> kernel_arguments_;
   std::vector<Event> ends_;        // of each stream's last call
   std::vector<bool> ended_;        // which of them were recorded
   DeviceStream joined_ = nullptr;  // the stream that waits for the last call already

@@ -15,6 +15,8 @@ namespace {
 // not read again by the plan goes around the cache.
 constexpr std::size_t kStreamBytes = std::size_t{12} << 20;
 
+constexpr std::uint16_t kPointToPoint = 9;  // types.py: Collective.P2P
+
 constexpr std::uint32_t kMostUnits = 1 << 15;  // of a buffer, and copies of it in SCRATCH: products fit 32 bits
 
 bool SameSpan(const SpanRecord& a, const SpanRecord& b) {
@@ -139,8 +141,9 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
   scratch_bytes = like_bytes * h.scratch_copies;
   send_bytes = send_count * item;
   recv_bytes = recv_count * item;
-  if (h.send_units > h.recv_units) part_off = offset(0, static_cast<std::uint32_t>(rank) * h.recv_units);
-  if (h.recv_units > h.send_units) part_off = offset(1, static_cast<std::uint32_t>(rank) * h.send_units);
+  may_alias = h.collective != kPointToPoint;
+  const std::uint32_t part = static_cast<std::uint32_t>(rank) * std::min(h.send_units, h.recv_units);
+  if (may_alias && h.send_units != h.recv_units) part_off = offset(h.send_units > h.recv_units ? 0 : 1, part);
 
   struct Bytes {
     std::size_t off;

@@ -131,7 +131,8 @@ struct BoundPlan {
   std::size_t scratch_bytes = 0;
   std::size_t send_bytes = 0;
   std::size_t recv_bytes = 0;
-  std::size_t part_off = 0;  // in place: where the smaller of SEND and RECV lies in the larger
+  bool may_alias = true;     // SEND and RECV may be the same memory: then the smaller is a part of the larger
+  std::size_t part_off = 0;  // ... which begins there
 };
 
 }  // namespace hetcoll

@@ -8,7 +8,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -18,6 +17,7 @@
 
 #include "engine/clock.h"
 #include "engine/device_queue.h"
+#include "engine/ledger.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -80,26 +80,18 @@ class PyDeviceQueue {
                    As<DeviceStream>(stream), join);
   }
 
-  static std::shared_ptr<OneshotShape> BindOneshot(Address function, const std::vector<Address>& areas, Address state,
-                                                   Address abort, int rank, unsigned words, unsigned divisor,
-                                                   std::size_t count, unsigned blocks, unsigned threads) {
-    if (areas.size() > kOneshotRanks) throw PlanError("too many ranks for one kernel");
-    OneshotShape shape{As<DeviceFunction>(function), {}, blocks, threads};
-    shape.call.count = count;
-    std::transform(areas.begin(), areas.end(), shape.call.areas, As<unsigned long long*>);
-    shape.call.state = As<unsigned*>(state);
-    shape.call.abort = As<const unsigned*>(abort);
-    shape.call.rank = rank;
-    shape.call.size = static_cast<int>(areas.size());
-    shape.call.divisor = divisor;
-    shape.call.words = words;
-    return std::make_shared<OneshotShape>(shape);
+  static std::shared_ptr<KernelShape> BindKernel(Address function, const nb::bytes& arguments, unsigned blocks,
+                                                 unsigned threads) {
+    const auto* bytes = reinterpret_cast<const std::byte*>(arguments.c_str());
+    if (arguments.size() < 2 * sizeof(void*)) throw PlanError("a kernel's arguments begin with its two buffers");
+    return std::make_shared<KernelShape>(
+        KernelShape{As<DeviceFunction>(function), {bytes, bytes + arguments.size()}, blocks, threads});
   }
 
-  void RunOneshot(const std::shared_ptr<OneshotShape>& shape, Address send, Address recv, Address stream) {
+  void RunKernel(const std::shared_ptr<KernelShape>& shape, Address send, Address recv, Address stream) {
     nb::gil_scoped_release release;
     std::lock_guard lock(mutex_);
-    queue_.EnqueueOneshot(*shape, As<const std::byte*>(send), As<std::byte*>(recv), As<DeviceStream>(stream));
+    queue_.EnqueueKernel(*shape, As<const std::byte*>(send), As<std::byte*>(recv), As<DeviceStream>(stream));
   }
 
   void Join(Address stream) {
@@ -167,7 +159,17 @@ void BindDevices(nb::module_& m) {
   nb::class_<DeviceShape>(m, "DeviceShape")
       .def_prop_ro("scratch_bytes", [](const DeviceShape& s) { return s.program.scratch_bytes; })
       .def_prop_ro("actions", [](const DeviceShape& s) { return s.program.actions.size(); });
-  nb::class_<OneshotShape>(m, "OneshotShape");
+  m.attr("LEDGER_BYTES") = kLedgerBytes;
+  nb::class_<LedgerEntry>(m, "LedgerEntry").def_static("make", [](std::uint64_t signature, const std::string& text) {
+    return Ledger::Entry(signature, text);
+  });
+  nb::class_<Ledger>(m, "Ledger")
+      .def("__init__", [](Ledger* self, Address pages, int rank,
+                          int size) { new (self) Ledger(As<LedgerPage*>(pages), rank, size); })
+      .def("note", &Ledger::Note, "entry"_a)
+      .def("calls", &Ledger::calls, "rank"_a)
+      .def("text", &Ledger::Text, "rank"_a, "number"_a);
+  nb::class_<KernelShape>(m, "KernelShape");
   nb::class_<PyDeviceQueue>(m, "DeviceQueue")
       .def(nb::init<const std::string&, const DriverFunctions&, unsigned, unsigned, const std::vector<Address>&,
                     Address, std::size_t, unsigned>(),
@@ -179,9 +181,9 @@ void BindDevices(nb::module_& m) {
            "recv_count"_a, "send_table"_a, "recv_table"_a, "order"_a, "edges"_a, "reduce"_a.none(), "scale"_a.none(),
            "divisor"_a, "p2p"_a = false)
       .def("run", &PyDeviceQueue::Run, "shape"_a, "send"_a, "recv"_a, "scratch"_a, "signature"_a, "stream"_a, "join"_a)
-      .def_static("bind_oneshot", &PyDeviceQueue::BindOneshot, nb::kw_only(), "function"_a, "areas"_a, "state"_a,
-                  "abort"_a, "rank"_a, "words"_a, "divisor"_a, "count"_a, "blocks"_a, "threads"_a)
-      .def("run_oneshot", &PyDeviceQueue::RunOneshot, "shape"_a, "send"_a, "recv"_a, "stream"_a)
+      .def_static("bind_kernel", &PyDeviceQueue::BindKernel, nb::kw_only(), "function"_a, "arguments"_a, "blocks"_a,
+                  "threads"_a)
+      .def("run_kernel", &PyDeviceQueue::RunKernel, "shape"_a, "send"_a, "recv"_a, "stream"_a)
       .def("join", &PyDeviceQueue::Join, "stream"_a)
       .def("idle", &PyDeviceQueue::Idle);
 }

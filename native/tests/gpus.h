@@ -68,6 +68,10 @@ class ThreadDriver final : public Driver {
       while (flag && !flag->load(std::memory_order_acquire)) std::this_thread::yield();
     });
   }
+  bool Done(DeviceEvent e) override {
+    const auto flag = *static_cast<std::shared_ptr<std::atomic<bool>>*>(e);
+    return !flag || flag->load(std::memory_order_acquire);
+  }
   bool Idle(DeviceStream s) override {
     Queue& queue = *static_cast<Stream*>(s)->queue;
     std::lock_guard lock(queue.mutex);

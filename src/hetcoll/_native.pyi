@@ -30,8 +30,24 @@ class DeviceShape:
     @property
     def actions(self) -> int: ...
 
-class OneshotShape:
-    """A small all-reduce as one kernel, but for its buffers."""
+LEDGER_BYTES: int
+
+class LedgerEntry:
+    """One call as it stands in a ledger."""
+
+    @staticmethod
+    def make(signature: int, text: str) -> LedgerEntry: ...
+
+class Ledger:
+    """What the ranks of one host have called; see native/engine/ledger.h. `pages` is the address of shared memory."""
+
+    def __init__(self, pages: int, rank: int, size: int) -> None: ...
+    def note(self, entry: LedgerEntry) -> int: ...
+    def calls(self, rank: int) -> int: ...
+    def text(self, rank: int, number: int) -> str: ...
+
+class KernelShape:
+    """A collective in one kernel, but for its buffers."""
 
 class RelayEdge:
     """One direction of a relay's edge to another rank."""
@@ -91,20 +107,8 @@ class DeviceQueue:
         self, shape: DeviceShape, send: int, recv: int, scratch: int, signature: int, stream: int, join: bool
     ) -> None: ...
     @staticmethod
-    def bind_oneshot(
-        *,
-        function: int,
-        areas: Sequence[int],
-        state: int,
-        abort: int,
-        rank: int,
-        words: int,
-        divisor: int,
-        count: int,
-        blocks: int,
-        threads: int,
-    ) -> OneshotShape: ...
-    def run_oneshot(self, shape: OneshotShape, send: int, recv: int, stream: int) -> None: ...
+    def bind_kernel(*, function: int, arguments: bytes, blocks: int, threads: int) -> KernelShape: ...
+    def run_kernel(self, shape: KernelShape, send: int, recv: int, stream: int) -> None: ...
     def join(self, stream: int) -> None: ...
     def idle(self) -> bool: ...
 

@@ -120,8 +120,8 @@ class Core:
         if self._gpus is None:
             from .gpu import GpuPath, device_of
 
-            self._gpus = GpuPath(self._wiring, device_of(buffer), self._meet, seconds)
-            self._diagnosis.on_failure = self._gpus.abort
+            self._gpus = GpuPath(self._wiring, self._diagnosis, device_of(buffer), self._meet, self._config.timeout)
+            self._diagnosis.on_failure = self._gpus.failed
         return self._gpus
 
     def _meet(self, label: str, blob: bytes) -> list[bytes]:

@@ -12,31 +12,32 @@ queues can turn into a deadlock (`order`), and compiled once for its counts into
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import json
+import math
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
 from . import _native
-from .algorithms import find
-from .algorithms.p2p import CHANNEL
 from .buffers import Buffer
 from .calls import Call
-from .devices.kernels.table import ONESHOT_RANKS
-from .errors import ArgumentError, BufferTypeError, CollectiveTimeoutError
-from .order import enqueue_order
-from .pipeline import offsets, parts, pipelined, ramp
-from .plan import Buf, Op, Plan, Span, Step
+from .devices.kernels.source import exchange_name, oneshot_name
+from .devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot
+from .diagnosis import Diagnosis, Kind
+from .errors import BufferTypeError, CollectiveTimeoutError
+from .gpu_plans import GpuPlans, Kept
+from .gpu_watch import GpuWatch
+from .plan import Op
 from .rendezvous.descriptors import new_name, receive_fd, share_fd
-from .slots import AREA_WORDS, SLOT_BYTES, SLOTS, SlotSegment
-from .types import REDUCING, WHOLE, Collective, DType, ReduceOp
+from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS, SLOT_BYTES, SLOTS, SlotSegment
+from .types import Collective, ReduceOp
 from .wiring import Wiring
+from .witness import call_site
 from .work import Work
 
 if TYPE_CHECKING:
@@ -44,32 +45,30 @@ if TYPE_CHECKING:
 
 _STREAMS_OUT, _STREAMS_IN = 2, 2
 _STAGING_SLOTS = 4
-_SMALLEST = 256 << 10  # bytes of the first and the last piece of a message
-_GRAIN = 256  # bytes: units begin at multiples, as copy engines and vector loads like it
 _SMALL = 32 << 10  # bytes up to which one kernel beats copies
-_STATE_BYTES = 256
-_KEEP = 256  # bound plans kept; the least recently used go first
-_BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 64, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
+_MEDIUM = 8 << 20  # bytes that a rank reads up to which a larger kernel does
+_LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
+_ONESHOT_STATE = 256
+_STATE_BYTES = _ONESHOT_STATE + 8 * BLOCKS
 
-
-Kernel = tuple[int, int, int, int]  # function, threads in a block, most blocks, bytes for each
-Exchange = Callable[[str, bytes], Sequence[bytes]]
+Meet = Callable[[str, bytes], Sequence[bytes]]
 
 
 class GpuPath:
     """What one communicator keeps on this rank's GPU. All of it is made in `__init__` and given back by `close`."""
 
-    def __init__(self, wiring: Wiring, device: Device, exchange: Exchange, timeout: float) -> None:
-        self._wiring, self._device = wiring, device
+    def __init__(self, wiring: Wiring, diagnosis: Diagnosis, device: Device, meet: Meet, timeout: float) -> None:
+        self._wiring, self._diagnosis, self._device = wiring, diagnosis, device
+        self._engine = wiring.engine
+        self._here = wiring.locals.index(wiring.rank)
         self._kind = "cuda" if device.vendor == "cuda" else "rocm"
-        self._shapes: OrderedDict[tuple[object, ...], _native.DeviceShape] = OrderedDict()
-        self._plans: dict[tuple[object, ...], tuple[list[Plan], tuple[tuple[int, ...], ...]]] = {}
+        self._calls: Kept[_Bound] = Kept()
+        self._messages: Kept[_native.DeviceShape] = Kept()
         self._edges: dict[tuple[int, int, int], int] = {}
-        self._oneshots: dict[tuple[object, ...], _native.OneshotShape] = {}
         self._scratch, self._scratch_bytes = 0, 0
         self._undo = contextlib.ExitStack()
         mine = {"vendor": device.vendor, "bus": device.bus_id, "name": device.name, "doorbell": new_name()}
-        self._ranks = [json.loads(blob) for blob in exchange("gpus()", json.dumps(mine).encode())]
+        self._ranks = [json.loads(blob) for blob in meet("gpus()", json.dumps(mine).encode())]
         with contextlib.ExitStack() as undo:
             device.activate()
             streams = [device.stream() for _ in range(_STREAMS_OUT + _STREAMS_IN + 1)]
@@ -91,6 +90,11 @@ class GpuPath:
                 staging=staging,
                 slot_bytes=SLOT_BYTES,
                 staging_slots=_STAGING_SLOTS,
+            )
+            self._plans = GpuPlans(wiring.rank, wiring.size, self._queue, device, self._edge)
+            self._ledger = _native.Ledger(self._segment.ledger, self._here, len(wiring.locals))
+            self._watch = GpuWatch(
+                self._queue.idle, lambda: self._segment.progress(self._here), self._stuck, self._release, timeout
             )
             self._undo = undo.pop_all()
 
@@ -116,56 +120,73 @@ class GpuPath:
     def launch(self, call: Call, stream: object, async_op: bool) -> GpuWork:
         """Enqueue `call` after what is on `stream` now; what comes on it later begins after it, unless `async_op`."""
         handle = self._stream(stream, sendbuf=call.send, recvbuf=call.recv)
-        if self._is_small(call):
-            assert call.send is not None
-            assert call.recv is not None
-            self._queue.run_oneshot(self._small(call), call.send.ptr, call.recv.ptr, handle)
-            return GpuWork(self._queue, (call.send, call.recv), call.collective.label)
-        shape = self._shape(call)
-        if shape.scratch_bytes > self._scratch_bytes:
-            self._grow_scratch(shape.scratch_bytes)
-        send = 0 if call.send is None else call.send.ptr
-        recv = 0 if call.recv is None else call.recv.ptr
-        self._queue.run(shape, send, recv, self._scratch, 0, handle, not async_op)
-        return GpuWork(self._queue, (call.send, call.recv), call.collective.label)
+        key = (
+            call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
+            call.recv_table,
+        )  # fmt: skip
+        bound = self._calls.get_or(key, lambda: self._bind(call))
+        self._note(bound)
+        keep = (call.send, call.recv)
+        send, recv = (0 if buffer is None else buffer.ptr for buffer in keep)
+        self._watch.started()
+        if isinstance(bound.shape, _native.KernelShape):
+            self._queue.run_kernel(bound.shape, send, recv, handle)
+        else:
+            self._run(bound.shape, send, recv, handle, async_op)
+        return GpuWork(self, keep, call.collective.label)
 
     def message(
         self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, stream: object, async_op: bool
     ) -> GpuWork:
         """Enqueue a message to `dest`, one from `source`, or both at once."""
         handle = self._stream(stream, sendbuf=send, recvbuf=recv)
-        shape = self._message(send, dest, recv, source)
-        addresses = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
-        self._queue.run(shape, *addresses, self._scratch, 0, handle, not async_op)
-        return GpuWork(self._queue, (send, recv), "a message")
-
-    def _message(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> _native.DeviceShape:
         first = send or recv
         assert first is not None
-        counts = (0 if send is None else send.count, 0 if recv is None else recv.count)
-        key = (first.dtype, *counts, dest, source)
-        return self._keep(key, lambda: self._bind_message(first.dtype, counts, dest, source))
+        ends = ((-1 if send is None else dest, _count(send)), (-1 if recv is None else source, _count(recv)))
+        shape = self._messages.get_or((first.dtype, *ends), lambda: self._plans.messages(first.dtype, *ends))
+        self._watch.started()
+        self._run(shape, 0 if send is None else send.ptr, 0 if recv is None else recv.ptr, handle, async_op)
+        return GpuWork(self, (send, recv), "a message")
 
-    def _bind_message(self, dtype: DType, counts: tuple[int, int], dest: int, source: int) -> _native.DeviceShape:
-        """Piece by piece, sends before receives: what a peer needs is enqueued before what this rank waits for."""
-        grain = max(1, _GRAIN // dtype.itemsize)
-        cuts = [ramp(-(-max(1, n * dtype.itemsize) // _SMALLEST), SLOT_BYTES // _SMALLEST) for n in counts]
-        steps = []
-        if dest == self._wiring.rank:
-            cuts = [(0, 1), (0, 1)]
-            steps.append(Step(Op.COPY, 0, Span(Buf.SEND, 0), Span(Buf.RECV, 0)))
-            dest = source = -1
-        for k in range(max(map(len, cuts)) - 1):
-            for op, buf, peer, ends in ((Op.SEND, Buf.SEND, dest, cuts[0]), (Op.RECV, Buf.RECV, source, cuts[1])):
-                if peer >= 0 and k + 1 < len(ends):
-                    span = Span(buf, ends[k], ends[k + 1] - ends[k])
-                    src, dst = (span, None) if op is Op.SEND else (None, span)
-                    steps.append(Step(op, int(op is Op.RECV), src, dst, peer, CHANNEL))
-        units = (cuts[0][-1], cuts[1][-1])
-        rank, size = self._wiring.rank, self._wiring.size
-        plan = Plan(Collective.P2P, "p2p", size, rank, *units, tuple(steps))
-        tables = [offsets([n], u, grain) for n, u in zip(counts, units, strict=True)]
-        return self._compile(plan, tuple(range(len(steps))), dtype, counts, tables, None, None)
+    def _run(self, shape: _native.DeviceShape, send: int, recv: int, stream: int, async_op: bool) -> None:
+        if shape.scratch_bytes > self._scratch_bytes:
+            self._grow_scratch(shape.scratch_bytes)
+        self._queue.run(shape, send, recv, self._scratch, 0, stream, not async_op)
+
+    def _bind(self, call: Call) -> _Bound:
+        what = call.describe()
+        signature = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little")
+        entry = _native.LedgerEntry.make(signature, f"{what} (first called at {call_site()})")
+        return _Bound(self._one_kernel(call) or self._plans.compile(call), entry)
+
+    def _one_kernel(self, call: Call) -> _native.KernelShape | None:
+        """The call as one kernel a rank, where that is faster than copies."""
+        size = self._wiring.size
+        one_host = len(self._wiring.locals) == size <= ONESHOT_RANKS
+        if call.collective is not Collective.ALLREDUCE or call.count == 0 or not one_host:
+            return None
+        arguments: Oneshot | Exchange
+        table, segment, item = self._device.kernels(), self._segment, call.dtype.itemsize
+        if call.nbytes <= _SMALL:
+            name = oneshot_name(call.dtype, call.op)
+            blocks, threads = table.oneshot_launch(call.count, item)
+            arguments = Oneshot(state=self._state, words=AREA_WORDS)
+            arguments.areas[:size] = segment.areas
+        elif call.nbytes * (size - 1) <= _MEDIUM:
+            name = exchange_name(call.dtype, call.op)
+            chunk = max(_LEAST_CHUNK, min(RING_SLOT_BYTES, -(-call.nbytes // (BLOCKS * _PACK)) * _PACK))
+            blocks, threads = min(BLOCKS, -(-call.nbytes // chunk)), _THREADS
+            arguments = Exchange(slots=RING_SLOTS, slot_bytes=RING_SLOT_BYTES, chunk_bytes=chunk)
+            arguments.state = self._state + _ONESHOT_STATE
+            arguments.rings[:size], arguments.words[:size] = segment.rings, segment.ring_words
+        else:
+            return None
+        arguments.count, arguments.rank, arguments.size = call.count, self._wiring.rank, size
+        arguments.divisor = size if call.op is ReduceOp.AVG else 1
+        arguments.abort = segment.aborts[self._here]
+        return self._queue.bind_kernel(
+            function=table.function(name), arguments=bytes(arguments), blocks=blocks, threads=threads
+        )
 
     def _stream(self, stream: object, **buffers: Buffer | None) -> int:
         for name, buffer in buffers.items():
@@ -174,123 +195,7 @@ class GpuPath:
                 raise BufferTypeError(f"{name}: wanted {wanted}, got some of {buffer.device}:{buffer.index}")
         return int(stream) if stream is not None else 0  # type: ignore[call-overload]
 
-    def _is_small(self, call: Call) -> bool:
-        one_host = len(self._wiring.locals) == self._wiring.size <= ONESHOT_RANKS
-        return call.collective is Collective.ALLREDUCE and 0 < call.nbytes <= _SMALL and one_host
-
-    def _small(self, call: Call) -> _native.OneshotShape:
-        key = (call.dtype, call.op, call.count)
-        shape = self._oneshots.get(key)
-        if shape is None:
-            segment, rank = self._segment, self._wiring.rank
-            op = ReduceOp.SUM if call.op is ReduceOp.AVG else call.op
-            table = self._device.kernels()
-            blocks, threads = table.oneshot_launch(call.count, call.dtype.itemsize)
-            shape = self._oneshots[key] = self._queue.bind_oneshot(
-                function=table.function(f"oneshot_{call.dtype.label}_{op.label}"),
-                areas=segment.areas,
-                state=self._state,
-                abort=segment.aborts[rank],
-                rank=rank,
-                words=AREA_WORDS,
-                divisor=self._wiring.size if call.op is ReduceOp.AVG else 1,
-                count=call.count,
-                blocks=blocks,
-                threads=threads,
-            )
-        return shape
-
-    def _shape(self, call: Call) -> _native.DeviceShape:
-        key = (
-            call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
-            call.recv_table,
-        )  # fmt: skip
-        return self._keep(key, lambda: self._bind(call))
-
-    def _keep(self, key: tuple[object, ...], bind: Callable[[], _native.DeviceShape]) -> _native.DeviceShape:
-        shape = self._shapes.get(key)
-        if shape is None:
-            shape = self._shapes[key] = bind()
-            if len(self._shapes) > _KEEP:
-                self._shapes.popitem(last=False)
-        else:
-            self._shapes.move_to_end(key)
-        return shape
-
-    def _bind(self, call: Call) -> _native.DeviceShape:
-        rank, size = self._wiring.rank, self._wiring.size
-        item = call.dtype.itemsize
-        grain = max(1, _GRAIN // item)
-        send_shares, recv_shares = _shares(call, size)
-        base = self._base(call)
-        longest = item * max(*send_shares, *recv_shares)
-        length = parts(base, longest, _SMALLEST, grain * item)
-        plans, orders = self._pipelined(call, base, length)
-        plan = plans[rank]
-        tables = [
-            offsets(shares, units // len(shares), grain)
-            for shares, units in ((send_shares, plan.send_units), (recv_shares, plan.recv_units))
-        ]
-        counts = (sum(send_shares), sum(recv_shares))
-        return self._compile(plan, orders[rank], call.dtype, counts, tables, *self._kernels(call))
-
-    def _compile(
-        self,
-        plan: Plan,
-        order: Sequence[int],
-        dtype: DType,
-        counts: tuple[int, int],
-        tables: Sequence[Sequence[int]],
-        reduce: Kernel | None,
-        scale: Kernel | None,
-    ) -> _native.DeviceShape:
-        return self._queue.bind(
-            plan=plan.encode(),
-            rank=plan.rank,
-            size=plan.size,
-            dtype=dtype,
-            send_count=counts[0],
-            recv_count=counts[1],
-            send_table=tables[0],
-            recv_table=tables[1],
-            order=order,
-            edges=[self._edge(step.op, step.peer, step.channel) for step in plan.steps],
-            reduce=reduce,
-            scale=scale,
-            divisor=plan.size,
-        )
-
-    def _base(self, call: Call) -> list[Plan]:
-        size = self._wiring.size
-        collective = call.collective.plain
-        name = _ALGORITHMS.get(collective, "direct")
-        if collective is Collective.ALLREDUCE and size == 2:
-            name = "oneshot"  # as many bytes each way as in two phases, and nothing to wait for in between
-        scale = call.op is ReduceOp.AVG
-        entry = find(collective, name)
-        return [entry.build(size, r, root=call.root, scale=scale) for r in range(size)]
-
-    def _pipelined(self, call: Call, base: list[Plan], length: int) -> tuple[list[Plan], tuple[tuple[int, ...], ...]]:
-        key = (call.collective.plain, call.root, call.op is ReduceOp.AVG, length)
-        found = self._plans.get(key)
-        if found is None:
-            plans = pipelined(base, ramp(length, SLOT_BYTES // _SMALLEST))
-            found = self._plans[key] = plans, enqueue_order(plans, SLOTS)
-        return found
-
-    def _kernels(self, call: Call) -> tuple[Kernel | None, Kernel | None]:
-        if call.collective not in REDUCING:
-            return None, None
-        op = ReduceOp.SUM if call.op is ReduceOp.AVG else call.op
-        table, shape = self._device.kernels(), (_BLOCK, _MOST_BLOCKS, _PER_BLOCK)
-        reduce = (table.function(f"reduce_{call.dtype.label}_{op.label}"), *shape)
-        if call.op is not ReduceOp.AVG:
-            return reduce, None
-        return reduce, (table.function(f"scale_{call.dtype.label}"), *shape)
-
     def _edge(self, op: Op, peer: int, channel: int) -> int:
-        if peer < 0:
-            return 0
         local = self._wiring.locals
         me, other = local.index(self._wiring.rank), local.index(peer)
         src, dst = (me, other) if op is Op.SEND else (other, me)
@@ -300,6 +205,55 @@ class GpuPath:
             number = self._edges[src, dst, channel] = self._queue.add_edge(edge.slots, edge.ready, edge.credit, SLOTS)
         return number
 
+    # Failing.
+
+    def _note(self, bound: _Bound) -> None:
+        """Write the call down for the other ranks of this host; raises where one of them called something else."""
+        peer = self._ledger.note(bound.entry)
+        if peer >= 0:
+            number = self._ledger.calls(self._here)
+            texts = [f"rank {r} called {self._text(r, number)}" for r in (self._wiring.rank, self._wiring.locals[peer])]
+            self._diagnosis.post(Kind.MISMATCH, self._wiring.locals[peer], "; ".join(texts))
+            raise self._diagnosis.error()
+
+    def _text(self, rank: int, number: int) -> str:
+        return self._ledger.text(self._wiring.locals.index(rank), number) or "something else"
+
+    def _stuck(self, seconds: float) -> None:
+        """Nothing has moved for so long: the verdict says where everyone stands."""
+        ledger, ranks = self._ledger, self._wiring.locals
+        where = [(rank, ledger.calls(i)) for i, rank in enumerate(ranks)]
+        parts = [f"rank {rank} is at GPU call {n}: {self._text(rank, n)}" if n else f"rank {rank} has called nothing"
+                 for rank, n in where]  # fmt: skip
+        behind = min(where, key=lambda pair: pair[1])[0]
+        text = f"GPU calls of rank {self._wiring.rank} have not moved for {seconds:.3g} s; " + "; ".join(parts)
+        self._diagnosis.post(Kind.TIMEOUT, behind, text)
+
+    def failed(self) -> None:
+        """The communicator has failed: let every stream and kernel go that waits for a peer, until all are idle.
+
+        What is in the buffers of calls in flight is undefined from now on.
+        """
+        self._release()
+        self._watch.fail()
+
+    def _release(self) -> None:
+        self._segment.release(self._here)
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything enqueued so far is done."""
+        return self._queue.idle()
+
+    def check(self) -> None:
+        """Raise what the communicator failed with, if it did."""
+        if self._engine.failed:
+            raise self._diagnosis.error()
+
+    def join(self, stream: object) -> None:
+        """What comes on `stream` later begins after everything enqueued so far."""
+        self._queue.join(self._stream(stream))
+
     def _grow_scratch(self, nbytes: int) -> None:
         """At least twice as much as before; the old one stays until `close`, since streams may still use it."""
         nbytes = max(nbytes, 2 * self._scratch_bytes)
@@ -307,41 +261,26 @@ class GpuPath:
         self._scratch_bytes = nbytes
         self._undo.callback(self._device.free, self._scratch)
 
-    def abort(self) -> None:
-        """Let every stream go that waits for a peer. What is in the buffers afterwards is undefined."""
-        self._segment.release(self._wiring.locals.index(self._wiring.rank))
-
     def close(self, timeout: float = 5.0) -> None:
         """Give everything back, once the device is done or, after `timeout` seconds, made to be."""
         deadline = time.monotonic() + timeout
         while not self._queue.idle():
             if time.monotonic() > deadline:
-                self.abort()
+                self._release()
             time.sleep(0.001)
-        self._shapes.clear()
+        self._watch.close()
         self._undo.close()
 
 
-_ALGORITHMS = {Collective.ALLTOALL: "pairwise"}
+class _Bound(NamedTuple):
+    """A call that is ready to be enqueued, and how it is written down for the others."""
+
+    shape: _native.DeviceShape | _native.KernelShape
+    entry: _native.LedgerEntry
 
 
-def _shares(call: Call, size: int) -> tuple[list[int], list[int]]:
-    """The parts by rank that SEND and RECV consist of, in elements; one part where they are not cut by rank."""
-    send, recv = call.counts(size)
-    if call.collective.plain in WHOLE:
-        return [send], [recv]
-    match call.collective.plain:
-        case Collective.ALLGATHER | Collective.GATHER:
-            many = [b - a for a, b in pairwise(call.recv_table)] or [send] * size
-            return [send], many
-        case Collective.REDUCE_SCATTER | Collective.SCATTER:
-            many = [b - a for a, b in pairwise(call.send_table)] or [recv] * size
-            return many, [recv]
-        case Collective.ALLTOALL if call.send_table:
-            return [b - a for a, b in pairwise(call.send_table)], [b - a for a, b in pairwise(call.recv_table)]
-        case Collective.ALLTOALL:
-            return [send // size] * size, [recv // size] * size
-    raise ArgumentError(f"{call.collective.label} on GPU buffers is not supported")
+def _count(buffer: Buffer | None) -> int:
+    return 0 if buffer is None else buffer.count
 
 
 def _clear(device: Device, address: int, nbytes: int) -> None:
@@ -364,27 +303,28 @@ def device_of(buffer: Buffer) -> Device:
 class GpuWork(Work):
     """An operation on streams. It was enqueued when the call returned."""
 
-    __slots__ = ("_queue",)
+    __slots__ = ("_path",)
 
-    def __init__(self, queue: _native.DeviceQueue, keep: object, what: str) -> None:
+    def __init__(self, path: GpuPath, keep: object, what: str) -> None:
         super().__init__(None, None, keep, what)
-        self._queue = queue
+        self._path = path
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block the host until the operation is complete."""
-        deadline = time.monotonic() + (300.0 if timeout is None else timeout)
+        """Block the host until the operation, and what was enqueued since, is complete."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout  # the watch ends what gets stuck
         pause = 20e-6
-        while not self._queue.idle():
+        while not self._path.idle:
             if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(f"{self._what}: not complete after {timeout} s")
+                raise CollectiveTimeoutError(f"{self._what}: not complete after {timeout:g} s")
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
+        self._path.check()
         self._keep = None
 
     def wait_stream(self, stream: object = None) -> None:
         """What comes on `stream` later begins after the operation."""
-        self._queue.join(int(stream) if stream else 0)  # type: ignore[call-overload]
+        self._path.join(stream)
 
     @property
     def done(self) -> bool:
-        return self._queue.idle()
+        return self._path.idle

@@ -5,8 +5,9 @@ own: `ready`, which the sender writes when the slot is full, and `credit`, which
 The same few megabytes are used again and again, so they stay in the last-level cache: that is what lets several GPUs
 of a host talk at full speed at once. An edge is mapped by a driver when the first plan uses it.
 
-In front of the edges lie an area of each rank for messages that are too small for copy engines, which a kernel on each
-GPU writes and reads (``devices/kernels/oneshot.h``), and a word of each rank that makes its kernels give up.
+In front of the edges lie areas and rings of each rank for messages that are too small for copy engines, which kernels
+on the GPUs write and read (``devices/kernels/oneshot.h``, ``exchange.h``), a word of each rank that makes its kernels
+give up, and a page of each rank where it writes down what it calls (``native/engine/ledger.h``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from . import _native
+from .devices.kernels.table import ONESHOT_RANKS
 from .errors import InitError
 
 if TYPE_CHECKING:
@@ -29,6 +32,10 @@ _WORD = 64  # bytes from one slot's word to the next: native/engine/device_queue
 _WORDS = 4096  # bytes in front of an edge's slots
 _EDGE = _WORDS + SLOTS * SLOT_BYTES
 _RELEASED = 1 << 62  # above the number of any message
+_PAGE = 4096
+BLOCKS, RING_SLOTS, RING_SLOT_BYTES = 32, 4, 32 << 10  # of an exchange kernel: devices/kernels/exchange.h
+_RING = BLOCKS * RING_SLOTS * RING_SLOT_BYTES
+_RING_WORDS = BLOCKS * RING_SLOTS * (1 + ONESHOT_RANKS) * _WORD
 AREA_WORDS = 16 << 10  # of 4 bytes of data each, in a half of a rank's area
 _AREA = 2 * 8 * AREA_WORDS
 
@@ -52,9 +59,11 @@ class SlotSegment:
 
     def __init__(self, fd: int, size: int, device: Device) -> None:
         self._size, self._device = size, device
+        self._areas = _PAGE + -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
+        self._rings = self._areas + size * _AREA
+        self._head = self._rings + size * (_RING + _RING_WORDS)
         self._edges: dict[tuple[int, int, int], Edge] = {}
         try:
-            self._head = _WORDS + size * _AREA
             self._map = mmap.mmap(fd, self.nbytes(size), mmap.MAP_SHARED)
         except OSError as error:
             raise InitError(f"mapping {self.nbytes(size)} bytes for the slots of GPUs: {error.strerror}") from error
@@ -63,12 +72,16 @@ class SlotSegment:
         self._registered: list[int] = []  # offsets
         head = self._register(0, self._head)
         self.aborts = [head + _WORD * r for r in range(size)]
-        self.areas = [head + _WORDS + _AREA * r for r in range(size)]
+        self.rings = [head + self._rings + _RING * r for r in range(size)]
+        self.ring_words = [head + self._rings + _RING * size + _RING_WORDS * r for r in range(size)]
+        self.areas = [head + self._areas + _AREA * r for r in range(size)]
+        self.ledger = self._address + _PAGE  # for the host
 
     @staticmethod
     def nbytes(size: int) -> int:
         """Address space for a host of `size` ranks; memory is taken only by edges in use."""
-        return _WORDS + size * _AREA + size * size * CHANNELS * _EDGE
+        ledger = -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
+        return _PAGE + ledger + size * (_AREA + _RING + _RING_WORDS) + size * size * CHANNELS * _EDGE
 
     def _register(self, offset: int, nbytes: int) -> int:
         """Map this part; returns the device's address of it."""
@@ -87,6 +100,18 @@ class SlotSegment:
             at = self._register(self._offset(src, dst, channel), _EDGE)
             found = self._edges[src, dst, channel] = Edge(at + _WORDS, at, at + SLOTS * _WORD)
         return found
+
+    def progress(self, rank: int) -> int:
+        """A number that grows while messages of `rank` move."""
+        words = self._bytes.view(np.uint64)
+        moved = 0
+        for edge in self._edges:
+            first = self._offset(*edge) // 8
+            moved += int(words[first : first + 2 * SLOTS * _WORD // 8 : _WORD // 8].sum())
+        ring = (self._rings + _RING * self._size + _RING_WORDS * rank) // 8
+        moved += int(words[ring : ring + _RING_WORDS // 8 : _WORD // 8].sum())
+        area = (self._areas + _AREA * rank) // 8
+        return moved + sum(int(words[area + half * AREA_WORDS] >> np.uint64(32)) for half in (0, 1))
 
     def release(self, rank: int) -> None:
         """Let every stream and kernel of `rank` go that waits for a peer: nothing of value comes any more."""

@@ -20,4 +20,22 @@ struct Oneshot {
 };
 static_assert(sizeof(Oneshot) == 24 + 8 * kOneshotRanks + 32, "hetcoll/devices/kernels.py has the same layout");
 
+// What the exchange kernels take (exchange.h). Every rank has a ring of `slots` slots for each block, and their words,
+// zeroed at first, in memory that all devices have mapped.
+struct Exchange {
+  void* dst;        // count elements; may be src
+  const void* src;  // count elements, at any address
+  unsigned long long count;
+  char* rings[kOneshotRanks];
+  unsigned long long* words[kOneshotRanks];
+  unsigned long long* state;  // a word for each block, in this device's memory, zeroed at first: its chunks so far
+  const unsigned* abort;      // as above
+  int rank, size;
+  unsigned divisor;
+  unsigned slots;
+  unsigned slot_bytes;   // from one slot to the next
+  unsigned chunk_bytes;  // at most slot_bytes; of the size of the message alone
+};
+static_assert(sizeof(Exchange) == 24 + 16 * kOneshotRanks + 40, "hetcoll/devices/kernels.py has the same layout");
+
 }  // namespace hetcoll

@@ -39,6 +39,14 @@ HETCOLL_DEVICE U64 LoadAcquire(const U64* from) {
 HETCOLL_DEVICE void StoreRelease(U64* to, U64 value) {
   asm volatile("st.release.sys.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
+// After all that the block has stored before its last barrier.
+HETCOLL_DEVICE void PublishRelease(U64* to, U64 value) {
+  __threadfence_system();
+  StoreRelease(to, value);
+}
+HETCOLL_DEVICE void LoadRelaxedPair(const void* from, U64* pair) {
+  asm volatile("ld.volatile.v2.u64 {%0, %1}, [%2];" : "=l"(pair[0]), "=l"(pair[1]) : "l"(from) : "memory");
+}
 HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return atomicAdd(at, more); }
 }  // namespace hetcoll
 
@@ -65,6 +73,15 @@ HETCOLL_DEVICE void StoreRelaxed(T* to, T value) {
 }
 HETCOLL_DEVICE U64 LoadAcquire(const U64* from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
 HETCOLL_DEVICE void StoreRelease(U64* to, U64 value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
+// After all that the block has stored before its last barrier: fences are cumulative.
+HETCOLL_DEVICE void PublishRelease(U64* to, U64 value) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  StoreRelease(to, value);
+}
+HETCOLL_DEVICE void LoadRelaxedPair(const void* from, U64* pair) {
+  pair[0] = LoadRelaxed(static_cast<const U64*>(from));
+  pair[1] = LoadRelaxed(static_cast<const U64*>(from) + 1);
+}
 HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return __atomic_fetch_add(at, more, __ATOMIC_RELAXED); }
 }  // namespace hetcoll
 
@@ -76,8 +93,12 @@ HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return __atomic_
 
 #define HETCOLL_KERNEL extern "C" __global__ void __launch_bounds__(hetcoll::kMaxThreads)
 #define HETCOLL_ENTRY(name)
+#define HETCOLL_SHARED __shared__
 
 namespace hetcoll {
+HETCOLL_DEVICE unsigned BlockSize() { return blockDim.x; }
+HETCOLL_DEVICE unsigned BlockIndex() { return blockIdx.x; }
+HETCOLL_DEVICE unsigned ThreadInBlock() { return threadIdx.x; }
 HETCOLL_DEVICE U64 ThreadIndex() { return U64{blockIdx.x} * blockDim.x + threadIdx.x; }
 HETCOLL_DEVICE U64 ThreadCount() { return U64{gridDim.x} * blockDim.x; }
 HETCOLL_DEVICE bool LastInBlock() { return threadIdx.x == blockDim.x - 1; }
@@ -89,9 +110,12 @@ HETCOLL_DEVICE void Barrier() { __syncthreads(); }
 
 #define HETCOLL_KERNEL extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, hetcoll::kMaxThreads))) void
 #define HETCOLL_ENTRY(name)
+#define HETCOLL_SHARED static __attribute__((shared))
 
 namespace hetcoll {
 HETCOLL_DEVICE unsigned BlockSize() { return __builtin_amdgcn_workgroup_size_x(); }
+HETCOLL_DEVICE unsigned BlockIndex() { return __builtin_amdgcn_workgroup_id_x(); }
+HETCOLL_DEVICE unsigned ThreadInBlock() { return __builtin_amdgcn_workitem_id_x(); }
 HETCOLL_DEVICE U64 ThreadIndex() {
   return U64{__builtin_amdgcn_workgroup_id_x()} * BlockSize() + __builtin_amdgcn_workitem_id_x();
 }
@@ -120,6 +144,11 @@ struct Geometry {
   unsigned blocks, threads, block, thread;  // the last two are this thread's own
 };
 inline thread_local Geometry geometry{};
+
+#define HETCOLL_SHARED static thread_local
+HETCOLL_DEVICE unsigned BlockSize() { return geometry.threads; }
+HETCOLL_DEVICE unsigned BlockIndex() { return geometry.block; }
+HETCOLL_DEVICE unsigned ThreadInBlock() { return geometry.thread; }
 
 HETCOLL_DEVICE U64 ThreadIndex() { return U64{geometry.block} * geometry.threads + geometry.thread; }
 HETCOLL_DEVICE U64 ThreadCount() { return U64{geometry.blocks} * geometry.threads; }

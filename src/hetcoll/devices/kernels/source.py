@@ -10,6 +10,7 @@ from ...errors import ArgumentError
 from ...types import DType, ReduceOp, supports
 
 SIGNALS = "signals"
+_EXCHANGE = "_exchange"  # modules of their own, as few programs need them
 _SIGNAL_KERNELS = ("bump", "await", "advance")
 
 
@@ -21,6 +22,11 @@ def reduce_name(dtype: DType, op: ReduceOp) -> str:
 def oneshot_name(dtype: DType, op: ReduceOp) -> str:
     """The kernel that all-reduces small messages."""
     return _name("oneshot", dtype, op)
+
+
+def exchange_name(dtype: DType, op: ReduceOp) -> str:
+    """The kernel that all-reduces medium messages."""
+    return _name("exchange", dtype, op)
 
 
 def scale_name(dtype: DType) -> str:
@@ -50,6 +56,7 @@ def modules() -> dict[str, tuple[str, ...]]:
         if supports(dtype, ReduceOp.AVG):
             names.append(scale_name(dtype))
         table[dtype.label] = tuple(names)
+        table[dtype.label + _EXCHANGE] = tuple(exchange_name(dtype, op) for op in reductions(dtype))
     return table
 
 
@@ -67,7 +74,10 @@ def source(module: str) -> str:
     """One module's whole source: no compiler needs a path to our headers."""
     if module == SIGNALS:
         return _expand("devices/kernels/signals.h", set())
-    dtype = DType[module.upper()]
+    dtype = DType[module.removesuffix(_EXCHANGE).upper()]
+    if module.endswith(_EXCHANGE):
+        lines = [_expand("devices/kernels/exchange.h", set()), f'#line 1 "{module}"\n']
+        return "".join([*lines, *(f"HETCOLL_EXCHANGE({dtype.label}, {op.label})\n" for op in reductions(dtype))])
     lines = [_expand("devices/kernels/oneshot.h", set()), f'#line 1 "{module}"\n']
     lines += [
         f"HETCOLL_REDUCE({module}, {op.label})\nHETCOLL_ONESHOT({module}, {op.label})\n" for op in reductions(dtype)

@@ -37,6 +37,26 @@ class Oneshot(ctypes.Structure):
     )
 
 
+class Exchange(ctypes.Structure):
+    """The argument of the exchange kernels: ``arguments.h`` says what each field is."""
+
+    _fields_ = (
+        ("dst", ctypes.c_uint64),
+        ("src", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("rings", ctypes.c_uint64 * ONESHOT_RANKS),
+        ("words", ctypes.c_uint64 * ONESHOT_RANKS),
+        ("state", ctypes.c_uint64),
+        ("abort", ctypes.c_uint64),
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("divisor", ctypes.c_uint32),
+        ("slots", ctypes.c_uint32),
+        ("slot_bytes", ctypes.c_uint32),
+        ("chunk_bytes", ctypes.c_uint32),
+    )
+
+
 class Compiler(Protocol):
     """A vendor's run-time compiler, set up for one architecture."""
 

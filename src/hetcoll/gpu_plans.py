@@ -1,0 +1,210 @@
+"""From a call on GPU buffers to a list of driver calls: which algorithm, in which pieces, in which order.
+
+Plans are cut into pieces that fit a slot (`pipeline`); small pieces first and last fill and drain the way quickly. The
+order is one that no number of hardware queues can turn into a deadlock (`order`). What was compiled is kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from . import _native
+from .algorithms import find
+from .algorithms.p2p import CHANNEL
+from .calls import Call
+from .errors import BufferTypeError
+from .order import enqueue_order
+from .pipeline import offsets, parts, pipelined, ramp
+from .plan import Buf, Op, Plan, Span, Step
+from .slots import SLOT_BYTES, SLOTS
+from .types import REDUCING, WHOLE, Collective, DType, ReduceOp
+
+if TYPE_CHECKING:
+    from .devices.base import Device
+
+_SMALLEST = 256 << 10  # bytes of the first and the last piece of a message
+_GRAIN = 256  # bytes: units begin at multiples, as copy engines and vector loads like it
+_KEEP = 256  # compiled plans kept; the least recently used go first
+_BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 64, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
+
+Edge = Callable[[Op, int, int], int]
+Kernel = tuple[int, int, int, int]  # function, threads in a block, most blocks, bytes for each
+T = TypeVar("T")
+
+
+class Kept(OrderedDict[tuple[object, ...], T]):
+    """The values made last, by key."""
+
+    def get_or(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        found = super().get(key)
+        if found is None:
+            found = self[key] = make()
+            if len(self) > _KEEP:
+                self.popitem(last=False)
+        else:
+            self.move_to_end(key)
+        return found
+
+
+class Share(NamedTuple):
+    """A message to or from `peer`: so many elements, in pieces that end at these of its units."""
+
+    peer: int
+    elements: int
+    cuts: tuple[int, ...]
+
+
+class GpuPlans:
+    """The plans of rank `rank` of `size`. `edge` gives the queue's number for a send or receive on a channel."""
+
+    def __init__(self, rank: int, size: int, queue: _native.DeviceQueue, device: Device, edge: Edge) -> None:
+        self._rank, self._size = rank, size
+        self._queue, self._device, self._edge = queue, device, edge
+        self._drawn: Kept[tuple[list[Plan], tuple[tuple[int, ...], ...]]] = Kept()
+
+    def compile(self, call: Call) -> _native.DeviceShape:
+        """A collective."""
+        if call.collective is Collective.ALLTOALLV:
+            return self._alltoallv(call)
+        item = call.dtype.itemsize
+        grain = max(1, _GRAIN // item)
+        send_shares, recv_shares = _shares(call, self._size)
+        base = self._base(call)
+        length = parts(base, item * max(*send_shares, *recv_shares), _SMALLEST, grain * item)
+        key = (call.collective.plain, call.root, call.op is ReduceOp.AVG, length)
+        plans, orders = self._drawn.get_or(key, lambda: self._draw(base, length))
+        plan = plans[self._rank]
+        tables = [
+            offsets(shares, units // len(shares), grain)
+            for shares, units in ((send_shares, plan.send_units), (recv_shares, plan.recv_units))
+        ]
+        return self._bind(plan, orders[self._rank], call.dtype, tables, *self._kernels(call))
+
+    def messages(self, dtype: DType, send: tuple[int, int], recv: tuple[int, int]) -> _native.DeviceShape:
+        """A message to a peer, one from a peer, or both at once: (peer, count) each, peer -1 for none."""
+        if send[0] == self._rank:
+            copy = Step(Op.COPY, 0, Span(Buf.SEND, 0), Span(Buf.RECV, 0))
+            plan = Plan(Collective.P2P, "copy", self._size, self._rank, 1, 1, (copy,))
+            return self._bind(plan, (0,), dtype, [(0, send[1]), (0, recv[1])], None, None)
+        return self._exchange(dtype, [send], [recv])
+
+    def _alltoallv(self, call: Call) -> _native.DeviceShape:
+        """Each pair of ranks knows its own count, so the pieces are theirs, too."""
+        sends, recvs = (
+            [(peer, 0 if peer == self._rank else b - a) for peer, (a, b) in enumerate(pairwise(table))]
+            for table in (call.send_table, call.recv_table)
+        )
+        return self._exchange(call.dtype, sends, recvs, (call.send_table, call.recv_table))
+
+    def _exchange(
+        self,
+        dtype: DType,
+        sends: Sequence[tuple[int, int]],
+        recvs: Sequence[tuple[int, int]],
+        tables: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> _native.DeviceShape:
+        """Piece by piece, sends before receives: what peers need is enqueued before what this rank waits for.
+
+        With `tables`, the buffers' parts by rank, this rank's own part is copied.
+        """
+        out, into = ([_share(peer, count, dtype) for peer, count in each] for each in (sends, recvs))
+        steps: list[Step] = []
+        rounds = max(len(share.cuts) for share in (*out, *into)) - 1
+        for k in range(rounds):
+            for op, buf, shares in ((Op.SEND, Buf.SEND, out), (Op.RECV, Buf.RECV, into)):
+                first = 0
+                for share in shares:
+                    if share.peer >= 0 and share.elements > 0 and k + 1 < len(share.cuts):
+                        span = Span(buf, first + share.cuts[k], share.cuts[k + 1] - share.cuts[k])
+                        src, dst = (span, None) if op is Op.SEND else (None, span)
+                        steps.append(Step(op, int(op is Op.RECV), src, dst, share.peer, CHANNEL))
+                    first += share.cuts[-1]
+        units = [sum(share.cuts[-1] for share in shares) for shares in (out, into)]
+        grain = max(1, _GRAIN // dtype.itemsize)
+        bounds = [_table(shares, grain, None if tables is None else tables[i]) for i, shares in enumerate((out, into))]
+        if tables is not None:
+            own = [sum(share.cuts[-1] for share in shares[: self._rank]) for shares in (out, into)]
+            steps.append(Step(Op.COPY, 2, Span(Buf.SEND, own[0]), Span(Buf.RECV, own[1])))
+        plan = Plan(Collective.P2P, "messages", self._size, self._rank, units[0], units[1], tuple(steps))
+        return self._bind(plan, tuple(range(len(steps))), dtype, bounds, None, None)
+
+    def _base(self, call: Call) -> list[Plan]:
+        collective = call.collective.plain
+        name = "pairwise" if collective is Collective.ALLTOALL else "direct"
+        if collective is Collective.ALLREDUCE and self._size == 2:
+            name = "oneshot"  # as many bytes each way as in two phases, and nothing to wait for in between
+        entry, scale = find(collective, name), call.op is ReduceOp.AVG
+        return [entry.build(self._size, r, root=call.root, scale=scale) for r in range(self._size)]
+
+    @staticmethod
+    def _draw(base: list[Plan], length: int) -> tuple[list[Plan], tuple[tuple[int, ...], ...]]:
+        plans = pipelined(base, ramp(length, SLOT_BYTES // _SMALLEST))
+        return plans, enqueue_order(plans, SLOTS)
+
+    def _kernels(self, call: Call) -> tuple[Kernel | None, Kernel | None]:
+        if call.collective not in REDUCING:
+            return None, None
+        op = ReduceOp.SUM if call.op is ReduceOp.AVG else call.op
+        table, shape = self._device.kernels(), (_BLOCK, _MOST_BLOCKS, _PER_BLOCK)
+        reduce = (table.function(f"reduce_{call.dtype.label}_{op.label}"), *shape)
+        if call.op is not ReduceOp.AVG:
+            return reduce, None
+        return reduce, (table.function(f"scale_{call.dtype.label}"), *shape)
+
+    def _bind(
+        self,
+        plan: Plan,
+        order: Sequence[int],
+        dtype: DType,
+        tables: Sequence[Sequence[int]],
+        reduce: Kernel | None,
+        scale: Kernel | None,
+    ) -> _native.DeviceShape:
+        return self._queue.bind(
+            plan=plan.encode(),
+            rank=plan.rank,
+            size=plan.size,
+            dtype=dtype,
+            send_count=tables[0][-1],
+            recv_count=tables[1][-1],
+            send_table=tables[0],
+            recv_table=tables[1],
+            order=order,
+            edges=[0 if step.peer < 0 else self._edge(step.op, step.peer, step.channel) for step in plan.steps],
+            reduce=reduce,
+            scale=scale,
+            divisor=plan.size,
+        )
+
+
+def _shares(call: Call, size: int) -> tuple[list[int], list[int]]:
+    """The parts by rank that SEND and RECV consist of, in elements; one part where they are not cut by rank."""
+    send, recv = call.counts(size)
+    if call.collective.plain in WHOLE:
+        return [send], [recv]
+    match call.collective.plain:
+        case Collective.ALLGATHER | Collective.GATHER:
+            return [send], [b - a for a, b in pairwise(call.recv_table)] or [send] * size
+        case Collective.REDUCE_SCATTER | Collective.SCATTER:
+            return [b - a for a, b in pairwise(call.send_table)] or [recv] * size, [recv]
+        case Collective.ALLTOALL:
+            return [send // size] * size, [recv // size] * size
+    raise BufferTypeError(f"{call.collective.label} does not take GPU buffers")
+
+
+def _share(peer: int, count: int, dtype: DType) -> Share:
+    length = -(-max(1, count * dtype.itemsize) // _SMALLEST)
+    return Share(peer, count, ramp(length, SLOT_BYTES // _SMALLEST))
+
+
+def _table(shares: Sequence[Share], grain: int, given: Sequence[int] | None) -> list[int]:
+    """Where each unit of each share begins, and the end. `given` says where the shares begin."""
+    table = [0]
+    for i, share in enumerate(shares):
+        count = share.elements if given is None else given[i + 1] - given[i]
+        begin = table[-1]
+        table += [begin + at for at in offsets([count], share.cuts[-1], grain)[1:]]
+    return table

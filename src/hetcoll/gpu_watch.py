@@ -1,0 +1,76 @@
+"""Over what runs on a GPU: streams cannot raise errors or know the time, so a thread looks after them.
+
+It sleeps while nothing is in flight. What does not move for the communicator's timeout is ended on every rank, by a
+verdict that says who called what; what failed elsewhere lets the streams here go, again and again until they are idle,
+since a peer's stream may still write a word after we did.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+_PAUSE = 0.25  # seconds between looks while something is in flight
+_RELEASE_PAUSE = 0.01
+
+
+class GpuWatch:
+    """`idle` and `progress` are asked; `stuck` is told the seconds that nothing moved, `release` lets go of streams."""
+
+    def __init__(
+        self,
+        idle: Callable[[], bool],
+        progress: Callable[[], int],
+        stuck: Callable[[float], None],
+        release: Callable[[], None],
+        timeout: float,
+    ) -> None:
+        self._idle, self._progress, self._stuck, self._release = idle, progress, stuck, release
+        self._timeout = timeout
+        self._wake = threading.Event()
+        self._failed = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="hetcoll-gpu-watch", daemon=True)
+        self._thread.start()
+
+    def started(self) -> None:
+        """Something was enqueued."""
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def fail(self) -> None:
+        """The communicator has failed: from now on nothing here waits for a peer."""
+        self._failed.set()
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread. Nothing may be in flight any more."""
+        self._ended = True
+        self._wake.set()
+        self._failed.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            if self._ended:
+                return
+            self._wake.clear()
+            self._look_after()
+
+    def _look_after(self) -> None:
+        moved, since = -1, time.monotonic()
+        while not self._ended and not self._idle():
+            if self._failed.is_set():
+                self._release()
+                time.sleep(_RELEASE_PAUSE)
+                continue
+            now = self._progress()
+            if now != moved:
+                moved, since = now, time.monotonic()
+            elif time.monotonic() - since > self._timeout:
+                self._stuck(time.monotonic() - since)
+                self._failed.set()
+            self._failed.wait(_PAUSE)

@@ -1,0 +1,164 @@
+"""Collectives and messages on device memory: what NumPy gives, on stand-in GPUs everywhere and on real ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import standins
+from cases import run_case
+from on_gpu import OnGpu
+from ranks import Ranks
+from reference import Case
+
+import hetcoll
+from hetcoll.devices.array import DeviceArray
+from hetcoll.devices.base import Device
+from hetcoll.types import DType, ReduceOp, supports
+
+pytestmark = pytest.mark.standins
+
+KINDS = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "alltoall")
+ODD = (0, 1, 5, 1009, 70_001)
+
+
+def device_of_rank(rank: int) -> Device:
+    from hetcoll.devices import cuda
+
+    found = cuda.devices()
+    return found[rank % len(found)]
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Any]:
+    """Ranks with a stand-in GPU each: ``gpus(3)``; settings as in `standins.environment`."""
+    why_not = standins.why_not("cuda")
+    if why_not:
+        pytest.skip(why_not)
+    made: dict[Any, Ranks] = {}
+
+    def get(size: int, *, env: dict[str, str] | None = None, **settings: Any) -> Ranks:
+        key = (size, *sorted(settings.items()), *sorted((env or {}).items()))
+        if key not in made or made[key].broken:
+            made[key] = Ranks(size, {**standins.environment("cuda", devices=size, **settings), **(env or {})})
+        return made[key]
+
+    yield get
+    for ranks in made.values():
+        (ranks.kill_all if ranks.broken else ranks.close)()
+
+
+def run_on_gpu(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
+    device = device_of_rank(comm.rank)
+    stream = device.stream()
+    try:
+        return [run_case(OnGpu(comm, device, stream), case) for case in cases]  # type: ignore[arg-type]
+    finally:
+        device.destroy_stream(stream)
+
+
+def check(ranks: Ranks, cases: list[Case]) -> None:
+    rows = ranks.run(run_on_gpu, cases, timeout=100)
+    for case, digests in zip(cases, zip(*rows, strict=True), strict=True):
+        if case.collective in ("allreduce", "allgather", "allgatherv", "broadcast"):
+            assert len(set(digests)) == 1, f"{case}: ranks hold different bits"
+
+
+def cases_of(size: int, counts: tuple[int, ...]) -> Iterator[Case]:
+    turn = 0
+    for kind, count, inplace in itertools.product(KINDS, counts, (False, True)):
+        if kind in ("broadcast", "alltoall") and inplace:
+            continue
+        turn += 1
+        op = ("sum", "max", "avg")[turn % 3] if "reduce" in kind else "sum"
+        yield Case(kind, ("float32", "bfloat16", "int64")[turn % 3], count, op, turn % size, inplace, seed=turn)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_collective(gpus: Any, size: int) -> None:
+    check(gpus(size), list(cases_of(size, ODD)))
+
+
+def test_messages_larger_than_all_slots(gpus: Any) -> None:
+    count = (40 << 20) // 4 + 3
+    kinds = [Case("allreduce", count=count, seed=1), Case("allreduce", count=count, inplace=True, seed=2)]
+    check(gpus(2), [*kinds, Case("allgather", count=count, seed=3), Case("alltoall", count=count // 2, seed=4)])
+
+
+@pytest.mark.parametrize("dtype", [d.label for d in DType])
+def test_every_type_with_every_reduction(gpus: Any, dtype: str) -> None:
+    ops = [op.label for op in ReduceOp if supports(DType[dtype.upper()], op)]
+    check(gpus(2), [Case("allreduce", dtype, n, op, seed=n) for op in ops for n in (7, 40_001)])
+
+
+def test_parts_of_unequal_size(gpus: Any) -> None:
+    cases = []
+    for turn, counts in enumerate([(0, 5, 1), (70_001, 0, 300_000), (3, 3, 3)]):
+        cases.append(Case("allgatherv", "int16", counts=counts, seed=turn))
+        cases.append(Case("reduce_scatterv", "float32", op="avg", counts=counts, seed=turn, inplace=turn == 1))
+        cases.append(Case("alltoallv", "int32", 1 + 90_000 * turn, seed=turn))
+    check(gpus(3), cases)
+
+
+@pytest.mark.parametrize("queues", ["1", "2"])
+def test_streams_that_share_hardware_queues(gpus: Any, queues: str) -> None:
+    ranks = gpus(3, env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, jitter=f"{queues}:100", timeout=20)
+    check(ranks, list(cases_of(3, (1009, 3_000_001))))
+
+
+def exchange(comm: hetcoll.Communicator) -> None:
+    """Rings of messages, both ways at once and in groups, to oneself as well."""
+    device, size, rank = device_of_rank(comm.rank), comm.size, comm.rank
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for count in (1, 7_000_003):
+        mine = DeviceArray.of(device, np.arange(count, dtype=np.int32) + rank)
+        got, other = (DeviceArray(device, count, "int32") for _ in range(2))
+        comm.sendrecv(mine.buffer(), right, got.buffer(), left).wait(60)
+        assert (got.get() == np.arange(count) + left).all()
+        with comm.group():
+            comm.send(mine.buffer(), left)
+            comm.send(mine.buffer(), rank)
+            comm.recv(got.buffer(), right)
+            comm.recv(other.buffer(), rank)
+        assert (got.get() == np.arange(count) + right).all()
+        assert (other.get() == mine.get()).all()
+        if rank == 0:
+            comm.send(mine.buffer(), 1)
+        elif rank == 1:
+            comm.recv(got.buffer(), 0)
+            assert (got.get() == np.arange(count)).all()
+
+
+def test_messages(gpus: Any) -> None:
+    gpus(3).run(exchange, timeout=100)
+
+
+def overlap(comm: hetcoll.Communicator) -> None:
+    """Calls on several streams with work of the user's before and behind, none waited for by the host."""
+    device = device_of_rank(comm.rank)
+    streams = [device.stream() for _ in range(3)]
+    count = 400_003
+    sources = [DeviceArray.of(device, np.full(count, 1 + i + comm.rank, np.float32)) for i in range(3)]
+    work = [DeviceArray(device, count) for _ in range(3)]
+    results = [DeviceArray(device, count) for _ in range(12)]
+    device.synchronize()
+    works = []
+    for turn, result in enumerate(results):
+        i, stream = turn % 3, streams[turn % 3]
+        device.copy(work[i].ptr, sources[i].ptr, work[i].nbytes, stream)
+        works.append(comm.allreduce(work[i].buffer(), stream=stream, async_op=turn % 2 == 1))
+        if turn % 2 == 1:
+            works[-1].wait_stream(stream)
+        device.copy(result.ptr, work[i].ptr, result.nbytes, stream)
+    for each in works:
+        each.wait(60)
+    for turn, result in enumerate(results):
+        want = sum(1 + turn % 3 + rank for rank in range(comm.size))
+        assert (result.get() == want).all(), f"call {turn}"
+
+
+def test_order_on_streams(gpus: Any) -> None:
+    gpus(2, jitter="3:200", timeout=20).run(overlap, timeout=60)
