@@ -386,6 +386,7 @@ SETTINGS = {
     "HETCOLL_TRANSPORT": ("auto", "tcp"),
     "HETCOLL_SHM_BYTES": ("4096", "8192"),
     "HETCOLL_SOCKET_STRIPES": ("1", "2"),
+    "HETCOLL_CHECK": ("0", "1"),
 }
 
 

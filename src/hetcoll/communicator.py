@@ -13,6 +13,7 @@ from typing import Any
 from . import calls
 from .calls import OP_LABELS
 from .messages import Messages
+from .regroup import Regrouping
 from .selection import RECV, SEND, SENDRECV
 from .types import Collective
 from .work import DONE, Work
@@ -29,7 +30,7 @@ Array = Any
 """NumPy, anything with DLPack or the buffer protocol; C-contiguous."""
 
 
-class Communicator(Messages):
+class Communicator(Messages, Regrouping):
     """A group of ranks that run collectives together. Made by `hetcoll.init`, `Communicator.init` and `split`.
 
     Every rank must call the same collectives in the same order; a mismatch is a `CollectiveMismatchError` on every

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,13 +17,14 @@ import numpy as np
 from . import _native, calls, lifetime
 from .buffers import Buffer, element_type, read_buffer
 from .calls import OP_LABELS, Call, check_int
+from .crosscheck import CrossCheck
 from .diagnosis import Diagnosis, Kind, Vigil
 from .env import Config
-from .errors import ArgumentError, ClosedError, CommunicationError, HetcollError, InitError, PeerLostError
+from .errors import ArgumentError, ClosedError, CommunicationError, HetcollError, InitError
 from .registration import Registration
 from .rendezvous.session import Session
 from .selection import Explanation, Selection
-from .topology import Topology, restrict
+from .topology import Topology
 from .wiring import PATIENCE, Check, Wiring
 from .witness import Witness
 from .work import DONE, Work
@@ -45,7 +44,6 @@ class Core:
         self._session, self._group, self._config = session, group, config
         self._rank, self._size = rank, size
         self._closed = False
-        self._splits = 0
         self._pending: list[Work] = []  # keeps the memory of asynchronous calls alive
         self._pending_lock = threading.Lock()
         self._prune_at = 16
@@ -61,11 +59,12 @@ class Core:
             undo.callback(self._engine.close)
             # Weakly, since the engine must not keep its communicator alive.
             self._engine.set_ops(OP_LABELS, _weakly(self._stuck), _weakly(self._interrupted))
-            self._call: Callable[..., bool] = self._engine.call
+            self._call: Callable[..., bool] = _refuse if config.check else self._engine.call
             self._selection = Selection(self._wiring, config)
             self._witness = Witness(self, self._engine, self._selection.describe)
             self._diagnosis.attach(self._engine, self._witness)
             undo.pop_all()
+        self._cross = CrossCheck(rank, self._meet, self._diagnosis) if config.check else None
         lifetime.watch(self)
         log.info("rank %d of %d: %s", rank, size, self._wiring.topology)
 
@@ -100,6 +99,14 @@ class Core:
         """The long way: for shapes not seen before, asynchronous calls, deadlines of their own and GPU buffers."""
         self._check_usable()
         seconds = self._seconds(timeout)
+        if self._cross is None or async_op or call.label:
+            return self._start(call, async_op, seconds, stream)
+        self._cross.before(call)
+        work = self._start(call, async_op, seconds, stream)
+        self._cross.after(call)
+        return work
+
+    def _start(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         buffer = call.send or call.recv
         if buffer is not None and buffer.device != "cpu":
             return self._gpu_path(buffer, seconds).launch(call, stream, async_op)
@@ -276,7 +283,7 @@ class Core:
         """End every operation in flight, here at once and on the other ranks as soon as they hear of it.
 
         May be called from any thread, also while another one is stuck in a call, which then raises `AbortedError`.
-        Needs no other rank's help. Afterwards only `close` is of use.
+        Needs no other rank's help. Afterwards only `close` and `shrink` are of use.
         """
         if self._closed or self._engine.forked:
             return
@@ -317,64 +324,6 @@ class Core:
             self.abort(f"{kind.__name__}: {error}")
         self.close()
 
-    # Other communicators.
-
-    def split(self, color: int | None, key: int = 0) -> Self | None:
-        """A communicator for each `color`: this rank's, with ranks ordered by `key` and then by rank here.
-
-        Collective over this communicator. A rank with `color` None belongs to none and gets None. Both are 64-bit.
-        """
-        self._check_usable()
-        mine = [0, 0] if color is None else [1, check_int(color, "color")]
-        rows = np.empty((self._size, 3), np.int64)
-        self._launch(calls.meeting(self._rank, "split()", np.array([*mine, check_int(key, "key")]), rows), False, None)
-        self._splits += 1
-        if color is None:
-            return None
-        members = [r for _, r in sorted((row[2], r) for r, row in enumerate(rows.tolist()) if row[:2] == mine)]
-        name = hashlib.blake2b(self._group + f"split {self._splits} {color}".encode(), digest_size=16).digest()
-        config = replace(self._config, islands=restrict(self._config.islands, members))
-        return type(self)(self._session, name, members.index(self._rank), len(members), config, config.init_timeout)
-
-    def shrink(self, *, timeout: float | None = None) -> Self:
-        """A communicator of the ranks that are left after a failure, in the order of their ranks here.
-
-        Every rank that goes on calls it; it returns when all ranks of this communicator have called it or are gone.
-        Ranks that do not call it within `timeout` seconds (default: HETCOLL_INIT_TIMEOUT) are left out, and when they
-        call it later they get an `InitError`. The new communicator has memory, connections and signatures of its own,
-        so nothing that is still under way from before can reach it. This one is afterwards good for `close` only.
-
-        Raises PeerLostError where the process that hosts the job's store is gone, most often rank 0's: there is nobody
-        left to decide.
-        """
-        if self._closed or self._engine.forked:
-            self._check_usable()
-        seconds = self._config.init_timeout if timeout is None else self._seconds(timeout)
-        deadline = time.monotonic() + seconds
-        self._engine.fail(Kind.ABORTED, self._rank, "shrink() replaced this communicator")
-        attempts = self._size
-        while True:
-            left = max(deadline - time.monotonic(), 0.1)
-            number, ranks = self._session.control.shrink(self._group, left)
-            try:
-                return self._regroup(number, ranks, deadline)
-            except (PeerLostError, InitError):  # one more is gone: all of them notice, and try again
-                attempts -= 1
-                if attempts == 0 or time.monotonic() >= deadline:
-                    raise
-
-    def _regroup(self, number: int, ranks: list[int], deadline: float) -> Self:
-        """The communicator that follows the roll call `number`, or an error on every rank that is alive."""
-        name = hashlib.blake2b(self._group + f"shrink {number}".encode(), digest_size=16).digest()
-        left = deadline - time.monotonic()
-        comm = type(self)(self._session, name, ranks.index(self._rank), len(ranks), self._config, left)
-        try:
-            self._session.control.exchange(name, b"shrink", b"", max(deadline - time.monotonic(), 0.1))
-        except BaseException:
-            comm.close()
-            raise
-        return comm
-
     # Telling.
 
     def explain(self, op: str, nbytes: int) -> Explanation:
@@ -400,5 +349,5 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse(*args: object) -> bool:
-    """Stands in for the engine's call after `close`, so that the short way needs no test of its own."""
+    """Stands in for the engine's call after `close` and under HETCOLL_CHECK: the short way needs no test of its own."""
     return False

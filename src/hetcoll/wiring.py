@@ -116,7 +116,8 @@ class Wiring:
         c = self._config
         islands = None if c.islands is None else spell_islands(c.islands)
         chosen = {"HETCOLL_ALGO": c.algo, "HETCOLL_TRANSPORT": c.transport, "HETCOLL_SHM_BYTES": c.shm_bytes,
-                  "HETCOLL_SOCKET_STRIPES": c.socket_stripes, "HETCOLL_ISLANDS": islands}  # fmt: skip
+                  "HETCOLL_SOCKET_STRIPES": c.socket_stripes, "HETCOLL_ISLANDS": islands,
+                  "HETCOLL_CHECK": c.check}  # fmt: skip
         mine = _Introduction(
             host_identity(c.host_id), os.getpid(), sorted(os.sched_getaffinity(0)), new_name(), json.dumps(chosen)
         )

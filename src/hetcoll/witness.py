@@ -14,7 +14,7 @@ from .inquiry import WINDOW, Answer, Called
 from .work import Work
 
 _PACKAGE = os.path.dirname(__file__)
-_CALLS = {os.path.join(_PACKAGE, name) for name in ("communicator.py", "core.py", "messages.py", "work.py")}
+_CALLS = {os.path.join(_PACKAGE, f"{name}.py") for name in ("communicator", "core", "messages", "regroup", "work")}
 
 
 def call_site(frame: FrameType | None = None) -> str:
