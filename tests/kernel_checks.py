@@ -5,12 +5,15 @@ The host's kernels are the reference: the same bits, but that any NaN is as good
 
 from __future__ import annotations
 
+import ctypes
 import struct
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
-from elements import AVERAGED, NARROW, NUMPY, Array, assert_same, bit_patterns, integers_like, part_type, special_values
+from elements import AVERAGED, NARROW, NUMPY, Array, assert_same, bit_patterns, part_type, special_values
 
 from hetcoll import _native
 from hetcoll.devices.kernels import (
@@ -31,8 +34,8 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class Machine(Protocol):
     """Memory that kernels reach, and a way to run them."""
 
-    def allocate(self, nbytes: int) -> int:
-        """Memory until the machine goes, at a multiple of 256."""
+    def allocate(self, nbytes: int, shared: bool = False) -> int:
+        """Memory until the machine goes, at a multiple of 256; `shared`: of the host, and mapped."""
 
     def write(self, address: int, data: Bytes) -> None: ...
 
@@ -201,9 +204,9 @@ class Ring:
     def __init__(self, machine: Machine, size: int, nbytes: int) -> None:
         self.machine, self.size = machine, size
         self.words = KernelTable.oneshot_words(nbytes)
-        self.areas = [machine.allocate(16 * self.words) for _ in range(size)]
+        self.areas = [machine.allocate(16 * self.words, shared=True) for _ in range(size)]
         self.states = [machine.allocate(8) for _ in range(size)]
-        self.abort = machine.allocate(4)
+        self.abort = machine.allocate(4, shared=True)
         self.buffers = [(machine.allocate(nbytes + 512), machine.allocate(nbytes + 512)) for _ in range(size)]
         for area in self.areas:
             machine.write(area, np.zeros(16 * self.words, np.uint8))
@@ -282,8 +285,8 @@ def check_oneshot_numbers(machine: Machine) -> None:
 
 
 def integers(machine: Machine, *values: int) -> list[int]:
-    """A word of 8 bytes for each value; returns their addresses."""
-    addresses = [machine.allocate(8) for _ in values]
+    """A mapped word of 8 bytes for each value; returns their addresses."""
+    addresses = [machine.allocate(8, shared=True) for _ in values]
     for address, value in zip(addresses, values, strict=True):
         machine.write(address, np.array([value], np.uint64).view(np.uint8))
     return addresses
@@ -291,6 +294,25 @@ def integers(machine: Machine, *values: int) -> list[int]:
 
 def read_integer(machine: Machine, address: int) -> int:
     return int(machine.read(address, 8).view(np.uint64)[0])
+
+
+def check_abort(machine: Machine, launch: Launch, abort: int) -> None:
+    """A kernel that waits in vain ends when the abort word is set."""
+    running = threading.Thread(target=machine.run, args=([launch],))
+    running.start()
+    time.sleep(0.1)
+    assert running.is_alive()
+    ctypes.c_uint32.from_address(abort).value = 1
+    running.join(20)
+    assert not running.is_alive()
+
+
+def check_aborts(machine: Machine) -> None:
+    """A peer that never comes, a counter that nobody moves."""
+    ring = Ring(machine, 2, 1024)
+    check_abort(machine, ring.launch(0, DType.FLOAT32, ReduceOp.SUM, 100, 1, *ring.buffers[0]), ring.abort)
+    counter, base, abort = integers(machine, 0, 0, 0)
+    check_abort(machine, Launch("await", 1, 1, counter, base, 1, abort), abort)
 
 
 def check_signals(machine: Machine) -> None:
@@ -311,9 +333,3 @@ def check_signals(machine: Machine) -> None:
         ]
     )
     assert read_integer(machine, counters[0]) == 10
-
-
-__all__ = [
-    "Launch", "Machine", "Operands", "Ring", "check_every_code", "check_oneshot", "check_oneshot_numbers",
-    "check_reduce", "check_scale", "check_signals", "integers", "integers_like", "read_integer",
-]  # fmt: skip

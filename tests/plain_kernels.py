@@ -47,7 +47,7 @@ class PlainMachine:
     def close(self) -> None:
         self._pool.shutdown()
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, shared: bool = False) -> int:
         memory = np.empty(nbytes + 255, np.uint8)
         address = -(-memory.ctypes.data // 256) * 256
         self._memory[address] = memory

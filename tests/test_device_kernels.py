@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 
 import kernel_checks as checks
-import numpy as np
 import pytest
 from elements import AVERAGED, NARROW, PAIRS, pair_id
 from plain_kernels import PlainMachine, build
@@ -65,33 +62,12 @@ def test_oneshot_numbers_wrap_and_old_words_are_swept(machine: PlainMachine) -> 
     checks.check_oneshot_numbers(machine)
 
 
-def test_oneshot_ends_when_aborted(machine: PlainMachine) -> None:
-    """A peer that never comes: the kernel spins until the abort word is set."""
-    ring = checks.Ring(machine, 2, 1024)
-    dst, src = ring.buffers[0]
-    alone = ring.launch(0, DType.FLOAT32, ReduceOp.SUM, 100, 1, dst, src)
-    running = threading.Thread(target=machine.run, args=([alone],))
-    running.start()
-    time.sleep(0.1)
-    assert running.is_alive()
-    machine.write(ring.abort, np.array([1], np.uint32).view(np.uint8))
-    running.join(20)
-    assert not running.is_alive()
-
-
 def test_signals(machine: PlainMachine) -> None:
     checks.check_signals(machine)
 
 
-def test_await_ends_when_aborted(machine: PlainMachine) -> None:
-    counter, base, abort = checks.integers(machine, 0, 0, 0)
-    running = threading.Thread(target=machine.run, args=([checks.Launch("await", 1, 1, counter, base, 1, abort)],))
-    running.start()
-    time.sleep(0.05)
-    assert running.is_alive()
-    machine.write(abort, np.array([1], np.uint32).view(np.uint8))
-    running.join(20)
-    assert not running.is_alive()
+def test_waiting_kernels_end_when_aborted(machine: PlainMachine) -> None:
+    checks.check_aborts(machine)
 
 
 def test_every_kernel_stands_in_one_module() -> None:

@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from ..errors import ArgumentError
+
 if TYPE_CHECKING:
     from .kernels import KernelTable
 
 Vendor = Literal["cuda", "hip"]
+IPC_BYTES = 64  # of a memory handle, with both vendors
 
 # The names under which the engine looks for a driver's functions; `Device.functions` gives their addresses.
 CUDA_FUNCTIONS = (
@@ -54,6 +57,12 @@ class DmaBuf:
     fd: int
     offset: int
     nbytes: int
+
+
+def check_handle(handle: bytes) -> None:
+    """ArgumentError unless `handle` can be one that `Device.ipc_handle` gave."""
+    if len(handle) != IPC_BYTES:
+        raise ArgumentError(f"handle: wanted {IPC_BYTES} bytes, got {len(handle)}")
 
 
 class Device(Protocol):

@@ -5,20 +5,21 @@ The driver's API alone is used, on primary contexts, so that whatever else uses 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from mmap import PAGESIZE
 from typing import Any
 
 from ..errors import DeviceError
-from .base import CUDA_FUNCTIONS, DmaBuf, Pointer, Vendor
+from .base import CUDA_FUNCTIONS, IPC_BYTES, DmaBuf, Pointer, Vendor, check_handle
 from .calls import Arguments, Calls
 from .kernels import KernelTable, kept
 
 INSTALL = "pip install 'hetcoll[cuda]'"
 _ABI = 12000  # the functions' signatures are those of CUDA 12.0
-_PAGE = 65536  # what dma-buf wants addresses and sizes to be multiples of: the host's largest usual page
 
 
 @functools.cache
@@ -190,12 +191,13 @@ class CudaDevice:
             raise
 
     def ipc_handle(self, address: int) -> bytes:
-        with self._active() as calls:
-            return bytes(calls("cuIpcGetMemHandle", address).reserved)
+        with self._active() as calls:  # cuda-python shows where the handle's bytes are, not what they are
+            return ctypes.string_at(calls("cuIpcGetMemHandle", address).getPtr(), IPC_BYTES)
 
     def open_ipc(self, handle: bytes) -> int:
         native = self._calls.module.CUipcMemHandle()
-        native.reserved = handle
+        check_handle(handle)
+        ctypes.memmove(native.getPtr(), handle, IPC_BYTES)
         flags = self._calls.module.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         with self._during_capture() as calls:
             return int(calls("cuIpcOpenMemHandle", native, int(flags)))
@@ -205,8 +207,9 @@ class CudaDevice:
             calls("cuIpcCloseMemHandle", address)
 
     def dmabuf(self, address: int, nbytes: int) -> DmaBuf:
-        start = address // _PAGE * _PAGE
-        end = -(-(address + nbytes) // _PAGE) * _PAGE
+        # Whole pages of the host, as the driver wants them.
+        start = address // PAGESIZE * PAGESIZE
+        end = -(-(address + nbytes) // PAGESIZE) * PAGESIZE
         kind = self._calls.module.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
         with self._active() as calls:
             fd = int(calls("cuMemGetHandleForAddressRange", start, end - start, kind, 0))

@@ -12,15 +12,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from mmap import PAGESIZE
 from typing import Any
 
 from ..errors import DeviceError
-from .base import HIP_FUNCTIONS, DmaBuf, Pointer, Vendor
+from .base import HIP_FUNCTIONS, DmaBuf, Pointer, Vendor, check_handle
 from .calls import Arguments, Calls
 from .kernels import KernelTable, kept
 
 INSTALL = "pip install 'hetcoll[rocm]'"
-_PAGE = 65536  # what dma-buf wants addresses and sizes to be multiples of: the host's largest usual page
 
 
 def _import(name: str) -> Calls:
@@ -209,6 +209,7 @@ class HipDevice:
             return _raw(calls("hipIpcGetMemHandle", address).reserved)
 
     def open_ipc(self, handle: bytes) -> int:
+        check_handle(handle)
         native = self._calls.module.hipIpcMemHandle_st.fromObj(handle)
         with self._during_capture() as calls:
             return int(calls("hipIpcOpenMemHandle", native, calls.module.hipIpcMemLazyEnablePeerAccess))
@@ -218,8 +219,9 @@ class HipDevice:
             calls("hipIpcCloseMemHandle", address)
 
     def dmabuf(self, address: int, nbytes: int) -> DmaBuf:
-        start = address // _PAGE * _PAGE
-        end = -(-(address + nbytes) // _PAGE) * _PAGE
+        # Whole pages of the host, as the driver wants them.
+        start = address // PAGESIZE * PAGESIZE
+        end = -(-(address + nbytes) // PAGESIZE) * PAGESIZE
         kind = self._calls.module.hipMemRangeHandleType.hipMemRangeHandleTypeDmaBufFd
         fd = ctypes.c_int(-1)
         with self._active() as calls:

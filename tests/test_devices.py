@@ -1,0 +1,79 @@
+"""Devices over stand-ins for the vendors' drivers: the real cuda-python and hip-python, every check of theirs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import device_checks
+import pytest
+import standins
+from elements import pair_id
+from ranks import Job, Ranks
+
+from hetcoll.types import DType
+
+pytestmark = pytest.mark.standins
+
+VENDORS = ("cuda",)
+SOME = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT8_E4M3FN, DType.INT16, DType.COMPLEX128, DType.BOOL)
+
+
+@pytest.fixture(scope="module", params=VENDORS)
+def on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """Calls ``f(vendor, ...)`` in a process that has two stand-in devices of the vendor."""
+    missing = standins.why_not(request.param)
+    if missing:
+        pytest.skip(missing)
+    env = {
+        **standins.environment(request.param, devices=2, timeout=20),
+        "HETCOLL_CACHE": str(tmp_path_factory.mktemp("cache") / "kernels"),
+    }
+    with Ranks(1, env, join=False) as process:
+        yield lambda function, *args, **how: process.run(function, request.param, *args, **how)[0]
+
+
+def _check(job: Job, vendor: str, name: str) -> str | None:
+    try:
+        device_checks.CHECKS[name](device_checks.open_device(vendor))
+    except pytest.skip.Exception as skipped:
+        return str(skipped)
+    return None
+
+
+@pytest.mark.parametrize("name", device_checks.CHECKS)
+def test_device(on: Callable[..., Any], name: str) -> None:
+    why_not = on(_check, name, timeout=100)
+    if why_not:
+        pytest.skip(why_not)
+
+
+def _kernels(job: Job, vendor: str, dtype: DType) -> None:
+    device_checks.check_kernels(device_checks.open_device(vendor), dtype)
+
+
+@pytest.mark.parametrize("dtype", SOME, ids=pair_id)
+def test_kernels(on: Callable[..., Any], dtype: DType) -> None:
+    """Some types: test_device_kernels.py has them all, and here every access is checked."""
+    on(_kernels, dtype, timeout=100)
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage()
+
+
+def _cache(job: Job, vendor: str, directory: str) -> None:
+    records = _Records()
+    logging.getLogger("hetcoll").addHandler(records)
+    device_checks.check_cache(device_checks.open_device(vendor), directory, lambda: records.text)
+
+
+def test_compiled_kernels_are_kept(on: Callable[..., Any], tmp_path: Path) -> None:
+    on(_cache, str(tmp_path / "cache"))
