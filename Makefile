@@ -23,11 +23,12 @@ EXTRA = $(BIN)/python -c "import tomllib; \
 	print(*(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'] \
 	if not r.startswith('hetcoll')), sep='\n')" | $(PIP) -r /dev/stdin
 
-.PHONY: help perf test lint types format sanitize bench instructions clean tools
+.PHONY: help perf test vendors lint types format sanitize bench instructions clean tools
 
 help:
 	@echo "make perf          measure all-reduce with two ranks here (PERF=\"...\": other arguments of hetcoll perf)"
 	@echo "make test          run the tests (TESTS=\"...\": arguments for pytest)"
+	@echo "make vendors       install cuda-python, NVRTC and hip-python for the tests that need them (no GPU)"
 	@echo "make lint types    ruff, clang-format; mypy"
 	@echo "make sanitize      the native tests under ASan, UBSan and TSan"
 	@echo "make bench         against Gloo, Open MPI, MPICH, Intel MPI; writes docs/benchmarks.md (BENCH=\"...\")"
@@ -95,6 +96,13 @@ $(VENV)/installed: $(VENV)/made $(SOURCES) | tools
 
 $(VENV)/test: $(VENV)/made pyproject.toml
 	$(call EXTRA,test)
+	touch $@
+
+# cuda-python, NVRTC and hip-python: tests of GPU code skip without them.
+vendors: $(VENV)/vendors
+
+$(VENV)/vendors: $(VENV)/made pyproject.toml
+	$(call EXTRA,vendors)
 	touch $@
 
 $(VENV)/dev: $(VENV)/made pyproject.toml

@@ -337,7 +337,6 @@ class Nvrtc:
             "--std=c++17",
             "--fmad=false",  # a product and a sum are rounded each, as on the host
             "-default-device",
-            "--diag-suppress=177",  # functions that a module has no use for
         )
         self.key = f"nvrtc {version[0]}.{version[1]} {' '.join(self._options)}"
 

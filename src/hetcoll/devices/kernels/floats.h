@@ -86,7 +86,7 @@ struct SmallFloat {
 // bfloat16 is float32's upper half.
 struct Bfloat16 {
   using Storage = std::uint16_t;
-  static constexpr std::uint32_t kMagnitude = 0x7fff, kTop = 0x7f80, kNan = 0x7fc0;
+  [[maybe_unused]] static constexpr std::uint32_t kMagnitude = 0x7fff, kTop = 0x7f80, kNan = 0x7fc0;
 
   template <class U, class F>
   static constexpr inline __attribute__((always_inline)) F Decode(U x) {

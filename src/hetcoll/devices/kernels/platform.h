@@ -17,7 +17,7 @@ constexpr unsigned kAbortEvery = 1024;  // looks at a word of memory between two
 
 #if defined(__CUDACC__)
 
-#define HETCOLL_DEVICE static __device__ inline
+#define HETCOLL_DEVICE [[maybe_unused]] static __device__ inline
 #define HETCOLL_MEMCPY memcpy
 #define HETCOLL_UNROLL _Pragma("unroll")
 
@@ -53,10 +53,10 @@ HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return atomicAdd
 #else
 
 #if defined(__HIP__)
-#define HETCOLL_DEVICE static __attribute__((device)) inline
+#define HETCOLL_DEVICE [[maybe_unused]] static __attribute__((device)) inline
 #define HETCOLL_UNROLL _Pragma("unroll")
 #else
-#define HETCOLL_DEVICE static inline
+#define HETCOLL_DEVICE [[maybe_unused]] static inline
 #define HETCOLL_UNROLL
 #endif
 #define HETCOLL_MEMCPY __builtin_memcpy
