@@ -31,8 +31,11 @@ def on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
         **standins.environment(request.param, devices=2, timeout=20),
         "HETCOLL_CACHE": str(tmp_path_factory.mktemp("cache") / "kernels"),
     }
-    with Ranks(1, env, join=False) as process:
+    process = Ranks(1, env, join=False)
+    try:
         yield lambda function, *args, **how: process.run(function, request.param, *args, **how)[0]
+    finally:
+        process.kill_all()  # a device's kernels stay loaded for as long as its process lives
 
 
 def _check(job: Job, vendor: str, name: str) -> str | None:
