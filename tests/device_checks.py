@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kernel_checks
@@ -284,12 +285,14 @@ def check_dmabuf(device: Device) -> None:
 
 
 def check_refusals(device: Device) -> None:
-    """What a driver refuses names the call and the reason."""
+    """What a driver refuses names the call and the reason, such as opening one's own memory as another process's."""
     with pytest.raises(DeviceError, match=r"Al+oc") as caught:
         device.allocate(1 << 60)
     assert "emory" in caught.value.code or "EMORY" in caught.value.code
+    own = device.allocate(64)
     with pytest.raises(DeviceError):
-        device.open_ipc(bytes(64))
+        device.open_ipc(device.ipc_handle(own))
+    device.free(own)
     with pytest.raises(ArgumentError, match="wanted 64 bytes, got 63"):
         device.open_ipc(bytes(63))
     with pytest.raises(DeviceError):
@@ -483,8 +486,6 @@ class _Counting:
 
 def check_cache(device: Device, directory: str, records: Callable[[], str]) -> None:
     """A module is compiled once; what the driver does not take is compiled again, and that is said."""
-    from pathlib import Path
-
     compiler = _Counting(device.kernels()._compiler)
     for _ in range(2):
         table = KernelTable(device, compiler, Cache(Path(directory)))
@@ -493,12 +494,19 @@ def check_cache(device: Device, directory: str, records: Callable[[], str]) -> N
         assert table.function("await") != table.function("bump")
         assert compiler.compiled == ["signals"]
     (kept,) = Path(directory).iterdir()
-    kept.write_bytes(b"torn")
+    whole = kept.read_bytes()
+    for damaged, words in ((whole[:1000], "damaged"), (b"", "damaged")):
+        kept.write_bytes(damaged)
+        assert KernelTable(device, compiler, Cache(Path(directory))).function("bump")
+        assert words in records()
+        assert kept.read_bytes() == whole
+    # An image that is whole, and that the driver does not take.
+    Cache(Path(directory)).put(kept.name, b"made for something else\0")
     assert KernelTable(device, compiler, Cache(Path(directory))).function("bump")
-    assert compiler.compiled == ["signals"] * 2
     assert "compiled again" in records()
+    assert compiler.compiled == ["signals"] * 4
     assert KernelTable(device, compiler, Cache(Path(directory))).function("bump")
-    assert compiler.compiled == ["signals"] * 2
+    assert compiler.compiled == ["signals"] * 4
 
 
 def check_kernels(device: Device, dtype: DType) -> None:

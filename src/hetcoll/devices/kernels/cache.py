@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import stat
@@ -12,9 +13,12 @@ from ...env import environment
 
 log = logging.getLogger("hetcoll")
 
+_DIGEST = 32  # bytes in front of the data
+
 
 class Cache:
-    """Files of a directory, by name; each appears as a whole or not at all, whoever else writes it.
+    """Files of a directory, by name; each appears as a whole or not at all, whoever else writes it, and bears a digest:
+    a driver is not told how long an image is, and reads past the end of a torn one.
 
     What lies there runs on a GPU as it is, so a directory that others can write to is not used. A cache that cannot be
     used costs time and nothing else: it is said once, as a warning.
@@ -29,12 +33,17 @@ class Cache:
         if not self._usable():
             return None
         try:
-            return (self._directory / key).read_bytes()
+            kept = (self._directory / key).read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
             self._give_up(f"cannot be read ({error.strerror})")
             return None
+        digest, data = kept[:_DIGEST], kept[_DIGEST:]
+        if hashlib.sha256(data).digest() != digest:
+            log.warning("%s in %s is damaged: it is made anew", key, self._directory)
+            return None
+        return data
 
     def put(self, key: str, data: bytes) -> None:
         """Keep `data` under `key`, in place of what was there."""
@@ -44,7 +53,7 @@ class Cache:
             descriptor, path = tempfile.mkstemp(dir=self._directory, prefix=".")
             try:
                 with open(descriptor, "wb") as file:
-                    file.write(data)
+                    file.write(hashlib.sha256(data).digest() + data)
                 os.replace(path, self._directory / key)
             except BaseException:
                 os.unlink(path)
