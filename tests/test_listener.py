@@ -7,13 +7,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hetcoll.env import Config, InterfaceFilter
-from hetcoll.errors import AuthenticationError, ClosedError, InitError
+from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
 from hetcoll.rendezvous import auth
 from hetcoll.rendezvous.connector import choose_source, order_addresses
 from hetcoll.rendezvous.descriptors import host_identity, new_name, receive_fd, share_fd
@@ -150,6 +150,26 @@ def test_descriptors_stay_from_strangers_and_absent_ranks_are_named() -> None:
     with pytest.raises(InitError, match="nobody offers it"):
         receive_fd(name, 1, SECRET, 0.1)
     os.close(memory)
+
+
+def test_sharing_ends_when_a_rank_that_is_waited_for_is_lost() -> None:
+    asked: list[list[int]] = []
+
+    def check(ranks: Collection[int]) -> None:
+        asked.append(sorted(ranks))
+        if len(asked) > 2:
+            raise PeerLostError("rank 2 was lost", 2)
+
+    for wait in (
+        lambda: receive_fd(new_name(), 1, SECRET, 60, 0, check),
+        lambda: share_fd(new_name(), 0, [1, 2], SECRET, 60, check),
+    ):
+        asked.clear()
+        started = time.monotonic()
+        with pytest.raises(PeerLostError):
+            wait()
+        assert time.monotonic() - started < 10
+    assert asked == [[1, 2]] * 3
 
 
 def test_a_connection_that_proves_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

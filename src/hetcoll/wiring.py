@@ -136,14 +136,14 @@ class Wiring:
         ring = ring_bytes(len(self.locals), self._config.shm_bytes)
         secret = self._control.unique_id.secret
 
-        def check() -> None:
-            self._control.check_present(self.group, self.locals)
+        def check(ranks: Collection[int]) -> None:
+            self._control.check_present(self.group, ranks)
 
         if self.rank == self.locals[0]:
             # A memfd: not limited by the size of /dev/shm, and gone with the last process that maps it.
             fd = os.memfd_create("hetcoll", os.MFD_CLOEXEC)
         else:
-            fd = receive_fd(name, self.rank, secret, self._left(), check)
+            fd = receive_fd(name, self.rank, secret, self._left(), self.locals[0], check)
         try:
             if self.rank == self.locals[0]:
                 os.ftruncate(fd, _native.shm_bytes(len(self.locals), ring))

@@ -26,7 +26,11 @@ _RETRY = 0.01  # seconds between attempts to reach a socket that is not bound ye
 _POLL = 0.05  # seconds between looks at `check`
 
 
-def _nothing() -> None:
+Check = Callable[[Collection[int]], None]
+"""Called now and then with the ranks that are waited for; raises to end the wait (one of them was lost)."""
+
+
+def _nothing(ranks: Collection[int]) -> None:
     return None
 
 
@@ -52,12 +56,11 @@ def host_identity(override: str | None = None) -> str:
 
 
 def share_fd(
-    name: str, fd: int, peers: Collection[int], secret: bytes, timeout: float, check: Callable[[], None] = _nothing
+    name: str, fd: int, peers: Collection[int], secret: bytes, timeout: float, check: Check = _nothing
 ) -> None:
     """Hand `fd` to each rank of `peers`, which call `receive_fd` with the same `name` and `secret`.
 
-    Blocks until all have it. InitError names those that have not come within `timeout` seconds. `check` is called now
-    and then, and raises to end the wait (a rank was lost).
+    Blocks until all have it. InitError names those that have not come within `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     missing = set(peers)
@@ -66,7 +69,7 @@ def share_fd(
         listener.listen(max(len(missing), 1) + 16)
         listener.setblocking(False)
         while missing:
-            check()
+            check(missing)
             try:
                 wait_ready(listener, select.POLLIN, min(deadline, time.monotonic() + _POLL))
                 sock, _ = listener.accept()
@@ -101,15 +104,15 @@ def _hand_over(sock: socket.socket, fd: int, secret: bytes, missing: set[int], d
     return -1
 
 
-def receive_fd(name: str, rank: int, secret: bytes, timeout: float, check: Callable[[], None] = _nothing) -> int:
-    """The descriptor that another rank of this host shares under `name`. The caller closes it.
+def receive_fd(name: str, rank: int, secret: bytes, timeout: float, sharer: int = -1, check: Check = _nothing) -> int:
+    """The descriptor that rank `sharer` of this host shares under `name` with us, `rank`. The caller closes it.
 
     InitError when nobody shares it within `timeout` seconds; AuthenticationError when the other side has another
-    secret, refuses this rank or runs as another user. `check` as in `share_fd`.
+    secret, refuses this rank or runs as another user.
     """
     deadline = time.monotonic() + timeout
     while True:
-        check()
+        check([sharer])
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
