@@ -12,6 +12,7 @@
 
 #include "engine/types.h"
 #include "python/known_types.h"
+#include "python/plain_tensor.h"
 
 namespace hetcoll {
 
@@ -59,82 +60,19 @@ class HostBuffer {
   // PyTorch's, which writes wherever it can read. The function does not refuse what its `__dlpack__` does: tensors with
   // a gradient, and lazily conjugated ones, which only complex numbers can be.
   bool ReadTensor(PyObject* object, KnownTypes::Export function) {
-    static PyObject* const name = PyUnicode_InternFromString("requires_grad");
-    PyObject* gradient = PyObject_GetAttr(object, name);
-    const bool plain = gradient == Py_False;
-    Py_XDECREF(gradient);
     DlTensor t{};
-    if (!plain || function(object, &t) != 0) {
-      PyErr_Clear();
-      return false;
-    }
-    const std::optional<DType> type = ParseDlpack(t);
-    if (!type || !OnHost(t)) return false;
-    std::int64_t count = 1;
-    for (std::int32_t i = 0; i < t.ndim; ++i) count *= t.shape[i];
-    if (count > 0 && !Contiguous(t)) return false;
-    data_ = static_cast<std::byte*>(t.data) + t.byte_offset;
-    count_ = static_cast<std::size_t>(count);
-    nbytes_ = count_ * ItemSize(*type);
-    dtype_ = *type;
-    return true;
-  }
-
-  static bool Contiguous(const DlTensor& t) {
-    std::int64_t stride = 1;
-    for (std::int32_t i = t.ndim - 1; i >= 0; --i) {
-      if (t.strides != nullptr && t.shape[i] != 1 && t.strides[i] != stride) return false;
-      stride *= t.shape[i];
-    }
+    const std::optional<PlainTensor> plain = PlainTensor::Read(object, function, t);
+    if (!plain || !OnHost(t)) return false;
+    data_ = plain->data;
+    count_ = plain->count;
+    nbytes_ = count_ * ItemSize(plain->dtype);
+    dtype_ = plain->dtype;
     return true;
   }
 
   static bool OnHost(const DlTensor& t) {
     constexpr std::int32_t kCpu = 1, kCudaHost = 3, kRocmHost = 11;
     return t.device_type == kCpu || t.device_type == kCudaHost || t.device_type == kRocmHost;
-  }
-
-  // buffers.py has the whole table; complex numbers are missing here on purpose.
-  static std::optional<DType> ParseDlpack(const DlTensor& t) {
-    if (t.lanes != 1) return std::nullopt;
-    switch (t.code << 8 | t.bits) {
-      case 0x0008:
-        return DType::kInt8;
-      case 0x0010:
-        return DType::kInt16;
-      case 0x0020:
-        return DType::kInt32;
-      case 0x0040:
-        return DType::kInt64;
-      case 0x0108:
-        return DType::kUint8;
-      case 0x0110:
-        return DType::kUint16;
-      case 0x0120:
-        return DType::kUint32;
-      case 0x0140:
-        return DType::kUint64;
-      case 0x0210:
-        return DType::kFloat16;
-      case 0x0220:
-        return DType::kFloat32;
-      case 0x0240:
-        return DType::kFloat64;
-      case 0x0410:
-        return DType::kBfloat16;
-      case 0x0608:
-        return DType::kBool;
-      case 0x0a08:
-        return DType::kFloat8E4m3fn;
-      case 0x0b08:
-        return DType::kFloat8E4m3fnuz;
-      case 0x0c08:
-        return DType::kFloat8E5m2;
-      case 0x0d08:
-        return DType::kFloat8E5m2fnuz;
-      default:
-        return std::nullopt;
-    }
   }
 
   static std::optional<DType> ParseFormat(const char* f, Py_ssize_t itemsize) {

@@ -35,7 +35,7 @@ struct DlTensor {
 };
 static_assert(sizeof(DlTensor) == 48);
 
-// dlpack.h: DLPackExchangeAPI, of which only one function is of use here.
+// dlpack.h: DLPackExchangeAPI, of which two functions are of use here. Non-zero: a Python error is set.
 struct DlExchange {
   std::uint32_t major;
   std::uint32_t minor;
@@ -43,8 +43,8 @@ struct DlExchange {
   void* allocate;
   void* export_owned;
   void* import_owned;
-  int (*export_borrowed)(void* object, DlTensor* out);  // non-zero: a Python error is set
-  void* current_stream;
+  int (*export_borrowed)(void* object, DlTensor* out);
+  int (*current_stream)(std::int32_t device_type, std::int32_t device_id, void** out);
 };
 
 // One per process, used under the interpreter's lock. What it refers to is never given back: there are few.
@@ -72,7 +72,7 @@ class KnownTypes {
     const auto* api = static_cast<const DlExchange*>(table);
     while (api != nullptr && api->major != 1) api = api->previous;
     if (api == nullptr || api->export_borrowed == nullptr || tensors_.size() >= kMost) return false;
-    tensors_.push_back({reinterpret_cast<PyTypeObject*>(Py_NewRef(type)), api->export_borrowed});
+    tensors_.push_back({reinterpret_cast<PyTypeObject*>(Py_NewRef(type)), api->export_borrowed, api->current_stream});
     return true;
   }
 
@@ -91,21 +91,26 @@ class KnownTypes {
   }
 
   using Export = int (*)(void*, DlTensor*);
-  Export FindExport(PyTypeObject* type) const {
+  struct TensorType {
+    PyTypeObject* type;
+    Export function;
+    int (*current_stream)(std::int32_t, std::int32_t, void**);
+  };
+  const TensorType* FindTensorType(PyTypeObject* type) const {
     for (const TensorType& known : tensors_) {
-      if (known.type == type) return known.function;
+      if (known.type == type) return &known;
     }
     return nullptr;
+  }
+  Export FindExport(PyTypeObject* type) const {
+    const TensorType* known = FindTensorType(type);
+    return known == nullptr ? nullptr : known->function;
   }
 
  private:
   struct KnownDtype {
     PyObject* dtype;
     DType number;
-  };
-  struct TensorType {
-    PyTypeObject* type;
-    Export function;
   };
   static constexpr std::size_t kMost = 16;
 

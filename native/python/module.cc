@@ -347,6 +347,16 @@ nb::object ReadMemory(nb::handle object, bool writable) {
                         static_cast<int>(buffer.dtype()));
 }
 
+// A tensor of a known type on a GPU: address, count, type, DLPack's device type and number, current stream. None for
+// all else.
+nb::object ReadGpuTensor(nb::handle object) {
+  const std::optional<GpuTensor> tensor = GpuTensor::Read(object.ptr());
+  if (!tensor) return nb::none();
+  const PlainTensor& plain = tensor->plain;
+  return nb::make_tuple(reinterpret_cast<std::uintptr_t>(plain.data), plain.count, static_cast<int>(plain.dtype),
+                        tensor->device_type, tensor->device_id, reinterpret_cast<std::uintptr_t>(tensor->stream));
+}
+
 nb::tuple Wire() {
   nb::list sizes;
   for (int i = 0; i < kDTypes; ++i) sizes.append(ItemSize(static_cast<DType>(i)));
@@ -462,6 +472,7 @@ NB_MODULE(_native, m) {
     KnownTypes::Instance().AddDtype(array_type.ptr(), dtype.ptr(), static_cast<DType>(number));
   });
   m.def("know_tensor_type", [](nb::type_object type) { return KnownTypes::Instance().AddTensorType(type.ptr()); });
+  m.def("read_gpu_tensor", &ReadGpuTensor, "object"_a.none());
   m.def("verbs_library", [] {
     std::string why;
     static_cast<void>(SystemVerbs(why));

@@ -1,13 +1,16 @@
-"""Any array as memory: address, count, element type.
+"""Any array as memory: address, count, element type, device.
 
 Order of trial: NumPy arrays directly; then DLPack (dmlc/dlpack, ``dlpack.h``), which PyTorch, JAX and CuPy speak; then
-the buffer protocol (bytes-likes, memoryview, array.array). NumPy arrays of ml_dtypes types are known by their dtype's
-name, since neither DLPack nor the buffer protocol can carry them.
+Numba's `__cuda_array_interface__`, which does not say whose GPU it is; then the buffer protocol
+(bytes-likes, memoryview, array.array). NumPy arrays of ml_dtypes types are known by their dtype's name, since neither
+DLPack nor the buffer protocol can carry them. No array's library is asked to wait for anything: `streams` says how
+calls are ordered after the work that fills a GPU's buffers.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,7 @@ from . import _native
 from .errors import BufferTypeError
 from .types import DType
 
+_DTYPES = tuple(DType)
 _BY_NAME = {t.label: t for t in DType}
 _FORMATS = {
     "f": DType.FLOAT32, "d": DType.FLOAT64, "e": DType.FLOAT16, "?": DType.BOOL, "b": DType.INT8, "B": DType.UINT8,
@@ -32,8 +36,9 @@ _DLPACK = {  # (DLDataTypeCode, bits), dlpack.h 1.1
     (13, 8): DType.FLOAT8_E5M2FNUZ,
 }  # fmt: skip
 _FIRST_USER_TYPE = 256  # numpy: NPY_USERDEF; below, the buffer protocol knows them
-_CPU, _CUDA, _CUDA_HOST, _ROCM = 1, 2, 3, 10
-_DEVICES = {_CPU: "cpu", _CUDA: "cuda", _CUDA_HOST: "cpu", _ROCM: "rocm", 11: "cpu"}
+_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 10: "rocm", 11: "cpu"}  # DLDeviceType; 3 and 11 are pinned host memory
+_CUDA_MANAGED = 13
+_NO_WAITING = -1  # what `__dlpack__` takes for `stream`, array API standard
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +49,16 @@ class Buffer:
     count: int
     dtype: DType
     owner: Any
-    device: str = "cpu"
+    device: str = "cpu"  # or cuda, rocm
     index: int = 0
     """Of the GPU, in this process."""
+    stream: int | None = None
+    """On which the array's library worked when the buffer was read, where that came for free: see `streams`."""
+
+    @property
+    def place(self) -> str:
+        """The device, for people."""
+        return self.device if self.device == "cpu" else f"{self.device}:{self.index}"
 
     @property
     def nbytes(self) -> int:
@@ -81,15 +93,24 @@ def read_buffer(obj: Any, name: str, *, writable: bool) -> Buffer:
         return _from_numpy(obj, name, writable)
     if isinstance(obj, Buffer):
         return obj
+    if (known := _native.read_gpu_tensor(obj)) is not None:
+        address, count, dtype, kind, index, stream = known
+        return Buffer(address, count, _DTYPES[dtype], obj, _DEVICES[kind], index, stream)
+    if hasattr(obj, "__hetcoll_buffer__"):
+        own: Buffer = obj.__hetcoll_buffer__()
+        return own
     if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__") and not isinstance(obj, type):
         return _from_dlpack(obj, name, writable)
+    if hasattr(obj, "__cuda_array_interface__") and not isinstance(obj, type):
+        return _from_cuda_interface(obj, name, writable)
     if isinstance(obj, np.generic):
         raise BufferTypeError(f"{name}: wanted an array, got the NumPy scalar {obj!r} (scalars cannot be written)")
     try:
         view = memoryview(obj)
     except TypeError:
         raise BufferTypeError(
-            f"{name}: wanted an array (NumPy, DLPack or the buffer protocol), got {type(obj).__name__}"
+            f"{name}: wanted an array (NumPy, DLPack, CUDA array interface or the buffer protocol), got"
+            f" {type(obj).__name__}"
         ) from None
     return _from_memoryview(view, name, writable)
 
@@ -151,15 +172,17 @@ _capsule_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 def _from_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
     """The capsule is read and left unconsumed: its destructor gives the exporter's reference back."""
-    device = _DEVICES.get(int(obj.__dlpack_device__()[0]))
-    if device != "cpu":
-        raise BufferTypeError(f"{name}: memory on {device or 'an unknown device'} is not supported by this build")
+    kind, index = map(int, obj.__dlpack_device__())
+    device = _DEVICES.get(kind)
+    if device is None:
+        raise BufferTypeError(f"{name}: {_foreign(kind)}")
+    options = {} if device == "cpu" else {"stream": _stream_for_export(obj, device)}
     try:
         try:
-            capsule = obj.__dlpack__(max_version=(1, 1))
+            capsule = obj.__dlpack__(max_version=(1, 1), **options)
         except TypeError:  # written before DLPack had versions
-            capsule = obj.__dlpack__()
-    except BufferError as error:
+            capsule = obj.__dlpack__(**options)
+    except (BufferError, RuntimeError) as error:
         raise BufferTypeError(f"{name}: this {type(obj).__name__} cannot be exported by DLPack: {error}") from error
     read_only = False
     if _capsule_valid(capsule, b"dltensor_versioned"):
@@ -179,7 +202,55 @@ def _from_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
     count = int(np.prod(shape, dtype=np.int64))
     if type(obj).__module__ in ("torch", "torch.nn.parameter"):  # what else exports may be read-only
         _native.know_tensor_type(type(obj))
-    return Buffer((tensor.data or 0) + tensor.byte_offset, count, dtype, obj)
+    return Buffer((tensor.data or 0) + tensor.byte_offset, count, dtype, obj, device, 0 if device == "cpu" else index)
+
+
+def _foreign(kind: int) -> str:
+    if kind == _CUDA_MANAGED:
+        return "managed memory is not supported, since the driver moves it: pass a copy in device memory"
+    return f"memory on an unknown device (DLPack type {kind}) is not supported"
+
+
+def _stream_for_export(obj: Any, device: str) -> int:
+    """JAX has no current stream and runs behind: it is made to order its work before the default stream's."""
+    if type(obj).__module__.startswith("jax"):
+        return 1 if device == "cuda" else 0
+    return _NO_WAITING
+
+
+def _from_cuda_interface(obj: Any, name: str, writable: bool) -> Buffer:
+    """Version 3 and before. The driver knows which GPU's memory it is."""
+    described = obj.__cuda_array_interface__
+    try:
+        dtype = _BY_NAME.get(np.dtype(described["typestr"]).name)
+    except TypeError:
+        dtype = None
+    if dtype is None or described["typestr"].startswith(">"):
+        raise BufferTypeError(f"{name}: type {described['typestr']!r} of a CUDA array interface is not supported")
+    if described.get("mask") is not None:
+        raise BufferTypeError(f"{name}: wanted an array without a mask")
+    shape, strides, size = list(described["shape"]), described.get("strides"), dtype.itemsize
+    if strides is not None and not _is_contiguous([*shape, size], [*strides, 1]):
+        raise BufferTypeError(f"{name}: wanted a C-contiguous array, got shape {tuple(shape)} with other strides")
+    address, read_only = described["data"] or (0, False)
+    if writable and read_only:
+        raise BufferTypeError(f"{name}: wanted a writable array, got a read-only {type(obj).__name__}")
+    return Buffer(address or 0, math.prod(shape), dtype, obj, *_place(address, math.prod(shape), name))
+
+
+def _place(address: int, count: int, name: str) -> tuple[str, int]:
+    """Device and index of memory that does not say so itself. What is empty lies nowhere, that is on the first GPU."""
+    from .devices.owner import owner
+
+    vendor, found = owner(address)
+    kind = "cuda" if vendor == "cuda" else "rocm"
+    if found.kind == "managed":
+        raise BufferTypeError(f"{name}: {_foreign(_CUDA_MANAGED)}")
+    if found.kind == "host":
+        return "cpu", 0
+    if found.kind == "unknown" and count > 0:
+        raise BufferTypeError(f"{name}: no GPU's driver knows the memory at {address:#x}")
+    return kind, max(0, found.device)
 
 
 def _is_contiguous(shape: list[int], strides: list[int]) -> bool:

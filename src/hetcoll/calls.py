@@ -110,9 +110,11 @@ def check_int(value: object, name: str) -> int:
     return number
 
 
-def _same_dtype(send: Buffer, recv: Buffer) -> None:
+def _alike(send: Buffer, recv: Buffer) -> None:
     if send.dtype is not recv.dtype:
         raise BufferTypeError(f"sendbuf and recvbuf: wanted one dtype, got {send.dtype.label} and {recv.dtype.label}")
+    if (send.device, send.index) != (recv.device, recv.index):
+        raise BufferTypeError(f"sendbuf and recvbuf: wanted memory of one device, got {send.place} and {recv.place}")
 
 
 def _check_overlap(send: Buffer, recv: Buffer, in_place_offset: int | None) -> None:
@@ -133,7 +135,7 @@ def _wanted(name: str, buffer: Buffer, count: int, why: str) -> None:
 def allreduce(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object) -> Call:
     send = read_buffer(sendbuf, "sendbuf", writable=recvbuf is None)
     recv = send if recvbuf is None else read_buffer(recvbuf, "recvbuf", writable=True)
-    _same_dtype(send, recv)
+    _alike(send, recv)
     _wanted("recvbuf", recv, send.count, "as many as sendbuf")
     _check_overlap(send, recv, 0)
     redop = parse_op(op, send.dtype)
@@ -142,7 +144,7 @@ def allreduce(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object) -> C
 
 def allgather(rank: int, size: int, sendbuf: Any, recvbuf: Any) -> Call:
     send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
-    _same_dtype(send, recv)
+    _alike(send, recv)
     _wanted("recvbuf", recv, send.count * size, f"{size} ranks x {send.count}")
     _check_overlap(send, recv, rank * send.nbytes)
     return Call(Collective.ALLGATHER, send, recv, send.dtype, send.count, recv.nbytes)
@@ -150,7 +152,7 @@ def allgather(rank: int, size: int, sendbuf: Any, recvbuf: Any) -> Call:
 
 def reduce_scatter(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object) -> Call:
     send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
-    _same_dtype(send, recv)
+    _alike(send, recv)
     _wanted("sendbuf", send, recv.count * size, f"{size} ranks x {recv.count}")
     _check_overlap(send, recv, -rank * recv.nbytes)
     redop = parse_op(op, send.dtype)
@@ -169,7 +171,7 @@ def reduce(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object, root: o
     recv = None
     if rank == at:
         recv = send if recvbuf is None else read_buffer(recvbuf, "recvbuf", writable=True)
-        _same_dtype(send, recv)
+        _alike(send, recv)
         _wanted("recvbuf", recv, send.count, "as many as sendbuf")
         _check_overlap(send, recv, 0)
     redop = parse_op(op, send.dtype)
@@ -184,7 +186,7 @@ def gather(rank: int, size: int, sendbuf: Any, recvbuf: Any, root: object) -> Ca
         if recvbuf is None:
             raise ArgumentError("recvbuf: wanted an array on the root, got None")
         recv = read_buffer(recvbuf, "recvbuf", writable=True)
-        _same_dtype(send, recv)
+        _alike(send, recv)
         _wanted("recvbuf", recv, send.count * size, f"{size} ranks x {send.count}")
         _check_overlap(send, recv, rank * send.nbytes)
     return Call(Collective.GATHER, send, recv, send.dtype, send.count, send.nbytes * size, root=at)
@@ -200,7 +202,7 @@ def scatter(rank: int, size: int, sendbuf: Any, recvbuf: Any, root: object) -> C
         if sendbuf is None:
             raise ArgumentError("sendbuf: wanted an array on the root, got None")
         send = read_buffer(sendbuf, "sendbuf", writable=False)
-        _same_dtype(send, recv)
+        _alike(send, recv)
         _wanted("sendbuf", send, recv.count * size, f"{size} ranks x {recv.count}")
         _check_overlap(send, recv, -rank * recv.nbytes)
     return Call(Collective.SCATTER, send, recv, recv.dtype, recv.count, recv.nbytes * size, root=at)
@@ -226,7 +228,7 @@ def alltoall(
     rank: int, size: int, sendbuf: Any, recvbuf: Any, sendcounts: Sequence[int] | None, recvcounts: Sequence[int] | None
 ) -> Call:
     send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
-    _same_dtype(send, recv)
+    _alike(send, recv)
     if (sendcounts is None) != (recvcounts is None):
         raise ArgumentError("sendcounts and recvcounts: wanted both or neither, got one")
     if sendcounts is None or recvcounts is None:
@@ -248,7 +250,7 @@ def alltoall(
 
 def allgatherv(rank: int, size: int, sendbuf: Any, recvbuf: Any, counts: Sequence[int]) -> Call:
     send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
-    _same_dtype(send, recv)
+    _alike(send, recv)
     table = _offsets(_counts(counts, size, "counts"))
     _wanted("sendbuf", send, table[rank + 1] - table[rank], f"counts[{rank}]")
     _wanted("recvbuf", recv, table[-1], "the sum of counts")
@@ -258,7 +260,7 @@ def allgatherv(rank: int, size: int, sendbuf: Any, recvbuf: Any, counts: Sequenc
 
 def reduce_scatterv(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object, counts: Sequence[int]) -> Call:
     send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
-    _same_dtype(send, recv)
+    _alike(send, recv)
     table = _offsets(_counts(counts, size, "counts"))
     _wanted("sendbuf", send, table[-1], "the sum of counts")
     _wanted("recvbuf", recv, table[rank + 1] - table[rank], f"counts[{rank}]")

@@ -68,6 +68,9 @@ class DeviceArray:
         kind = "cuda" if self.device.vendor == "cuda" else "rocm"
         return Buffer(self.ptr + start * self.dtype.itemsize, count, dtype, self, kind, self.device.index)
 
+    def __hetcoll_buffer__(self) -> Buffer:
+        return self.buffer()
+
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         if self.device.vendor != "cuda" or self.dtype.kind == "V":
