@@ -187,6 +187,10 @@ def test_known_tensors_are_read_without_python() -> None:
         assert not array.options  # `__dlpack__` was not called
         assert streams.handle(None, read(array)) == 0x1000 * kind + 5
         assert streams.handle(77, read(array)) == 77
+        later = read(array)
+        array.held.tensor.device_id = 6  # stands for another current stream
+        assert streams.handle(None, later) == 0x1000 * kind + 5  # that of the call
+        assert streams.current(later) == 0x1000 * kind + 6  # that of now
     assert _native.read_memory(Quick(2), True) is None
     assert read(Quick(3)).device == "cpu"
 

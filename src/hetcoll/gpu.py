@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from . import _native
+from . import _native, streams
 from .buffers import Buffer
 from .calls import Call
 from .devices.kernels.source import exchange_name, oneshot_name
@@ -193,7 +193,7 @@ class GpuPath:
             if buffer is not None and (buffer.device, buffer.index) != (self._kind, self._device.index):
                 wanted = f"memory of {self._kind}:{self._device.index}, the GPU of rank {self._wiring.rank}"
                 raise BufferTypeError(f"{name}: wanted {wanted}, got some of {buffer.device}:{buffer.index}")
-        return int(stream) if stream is not None else 0  # type: ignore[call-overload]
+        return streams.handle(stream, next(filter(None, buffers.values()), None))
 
     def _edge(self, op: Op, peer: int, channel: int) -> int:
         local = self._wiring.locals
@@ -252,7 +252,7 @@ class GpuPath:
 
     def join(self, stream: object) -> None:
         """What comes on `stream` later begins after everything enqueued so far."""
-        self._queue.join(self._stream(stream))
+        self._queue.join(streams.handle(stream, None))
 
     def _grow_scratch(self, nbytes: int) -> None:
         """At least twice as much as before; the old one stays until `close`, since streams may still use it."""
@@ -322,7 +322,9 @@ class GpuWork(Work):
         self._keep = None
 
     def wait_stream(self, stream: object = None) -> None:
-        """What comes on `stream` later begins after the operation."""
+        """What comes on `stream` later begins after the operation. None: on the current one of the arrays' library."""
+        if stream is None and self._keep is not None:
+            stream = next((streams.current(buffer) for buffer in self._keep if buffer is not None), None)
         self._path.join(stream)
 
     @property

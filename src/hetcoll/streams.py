@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from . import _native
 from .buffers import Buffer
 from .errors import ArgumentError
 
@@ -31,9 +32,11 @@ def handle(stream: Any, buffer: Buffer | None) -> int:
     ArgumentError
         `stream` is nothing of that.
     """
-    if stream is None:
-        return 0 if buffer is None else current(buffer)
-    return _named(stream)
+    if stream is not None:
+        return _named(stream)
+    if buffer is None:
+        return 0
+    return current(buffer) if buffer.stream is None else buffer.stream
 
 
 def _named(stream: Any) -> int:
@@ -55,8 +58,8 @@ def _named(stream: Any) -> int:
 
 def current(buffer: Buffer) -> int:
     """The current stream of the library that made the buffer's array, on the buffer's GPU and this thread."""
-    if buffer.stream is not None:
-        return buffer.stream
+    if (known := _native.read_gpu_tensor(buffer.owner)) is not None:
+        return known[5]
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer.owner, torch.Tensor):
         return int(torch.cuda.current_stream(buffer.index).cuda_stream)
