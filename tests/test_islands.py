@@ -196,6 +196,16 @@ def test_equal_islands_talk_to_one_rank_each() -> None:
             assert {peer for peer, _ in plan.edges} == {(plan.rank + 4) % 8}
 
 
+def test_pieces_of_local_steps_that_wait_for_nothing_take_turns() -> None:
+    """A reduce-scatter adds up another island's piece, then its own, and so on: both are needed at the same time."""
+    plans = pipelined(build(ISLANDS[Collective.REDUCE_SCATTER], side_by_side(2, 2)), (0, 1, 2, 3))
+    results = [s.dst.buf for s in plans[0].steps if s.op is Op.LOCAL and s.dst]
+    assert results == [Buf.SCRATCH, Buf.RECV] * 3
+    plans = pipelined(build(ISLANDS[Collective.ALLREDUCE], side_by_side(2, 2)), (0, 1, 2, 3))
+    kinds = [s.local.kind for s in plans[0].steps if s.local]
+    assert kinds == [Collective.REDUCE_SCATTER] * 3 + [Collective.ALLGATHER] * 3  # the second waits for messages
+
+
 def test_one_island_is_one_call_of_the_vendor() -> None:
     for a in ISLANDS.values():
         for plan in build(a, side_by_side(4)):

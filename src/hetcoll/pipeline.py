@@ -25,7 +25,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise, zip_longest
 
 from .errors import ArgumentError
-from .plan import Plan, Span, Step
+from .plan import Op, Plan, Span, Step
 from .simulator import follows
 from .types import WHOLE, Collective
 
@@ -106,12 +106,12 @@ def offsets(shares: Sequence[int], units: int, grain: int) -> tuple[int, ...]:
 
 
 def pipelined(plans: Sequence[Plan], cuts: Sequence[int]) -> list[Plan]:
-    """The plans of all ranks, or of some, with every message cut into pieces.
+    """The plans of all ranks with every message cut into pieces.
 
     Parameters
     ----------
     plans
-        Any plans; those of a barrier carry nothing and stay as they are.
+        Of all ranks, in rank order; those of a barrier carry nothing and stay as they are.
     cuts
         Rising offsets from 0 to the number of parts, one piece between two of them (see `ramp`). Each unit is cut into
         that many units. Piece i is a stretch of the whole buffer where buffers are not cut by rank (all-reduce,
@@ -124,26 +124,35 @@ def pipelined(plans: Sequence[Plan], cuts: Sequence[int]) -> list[Plan]:
     """
     if len(cuts) < 2 or cuts[0] != 0 or any(a >= b for a, b in pairwise(cuts)):
         raise ArgumentError(f"wanted rising cuts from 0 on, got {tuple(cuts)}")
-    return [_pipelined(plan, tuple(cuts)) for plan in plans]
+    for plan in plans:
+        if max(plan.send_units, plan.recv_units) * cuts[-1] > MOST_UNITS:
+            raise ArgumentError(f"{plan.collective.label} by {plan.algorithm}: {cuts[-1]} parts of a unit are too many")
+    if cuts[-1] == 1 or any(plan.collective is Collective.BARRIER for plan in plans):
+        return list(plans)
+    return [_pipelined(plan, tuple(cuts), _starts(plans, plan.island)) for plan in plans]
 
 
-def _pipelined(plan: Plan, cuts: tuple[int, ...]) -> Plan:
+def _starts(plans: Sequence[Plan], island: tuple[int, ...]) -> list[bool]:
+    """For each LOCAL step of an island, whether it waits for anything but its lane, on any member."""
+    rows = [[bool(step.deps) for step in plans[r].steps if step.op is Op.LOCAL] for r in island]
+    return [any(waits) for waits in zip_longest(*rows)]
+
+
+def _pipelined(plan: Plan, cuts: tuple[int, ...], starts: list[bool]) -> Plan:
     n = cuts[-1]
-    if plan.collective is Collective.BARRIER or n == 1:
-        return plan
-    if max(plan.send_units, plan.recv_units) * n > MOST_UNITS:
-        raise ArgumentError(f"{plan.collective.label} by {plan.algorithm}: {n} parts of each unit are too many")
     steps: list[Step] = []
-    pieces: list[list[list[int]]] = []  # of each old step, of each piece: its new steps
-    for step in plan.steps:
-        mine: list[list[int]] = []
+    pieces: dict[int, list[list[int]]] = {}  # of each old step, of each piece: its new steps
+    for together in _batches(plan, starts):
+        pieces.update((old, []) for old in together)
         for k, (begin, end) in enumerate(pairwise(cuts)):
-            mine.append([])
-            for i, new in enumerate(_piece(plan, step, begin, end, n)):
-                deps = tuple(sorted({_last(plan, pieces[d][k], plan.steps[d], step, i) for d in step.deps}))
-                mine[-1].append(len(steps))
-                steps.append(replace(new, deps=deps))
-        pieces.append(mine)
+            for old in together:
+                step = plan.steps[old]
+                mine: list[int] = []
+                for i, new in enumerate(_piece(plan, step, begin, end, n)):
+                    deps = tuple(sorted({_last(plan, pieces[d][k], plan.steps[d], step, i) for d in step.deps}))
+                    mine.append(len(steps))
+                    steps.append(replace(new, deps=deps))
+                pieces[old].append(mine)
     return replace(
         plan,
         steps=tuple(steps),
@@ -151,6 +160,25 @@ def _pipelined(plan: Plan, cuts: tuple[int, ...]) -> Plan:
         recv_units=plan.recv_units * n,
         pieces=plan.pieces if plan.collective in WHOLE else plan.pieces * n,
     )
+
+
+def _batches(plan: Plan, starts: list[bool]) -> list[list[int]]:
+    """The steps in an order, those together whose pieces take turns: LOCAL steps of which only the first waits.
+
+    Else all pieces of one would be through before the first of the next, which is ready no later. The members of an
+    island must batch alike, since their LOCAL steps must come in the same order.
+    """
+    batches: list[list[int]] = []
+    last: list[int] | None = None  # batch of LOCAL steps
+    waits = iter(starts)
+    for i, step in enumerate(plan.steps):
+        if step.op is Op.LOCAL and not next(waits) and last is not None:
+            last.append(i)
+            continue
+        batches.append([i])
+        if step.op is Op.LOCAL:
+            last = batches[-1]
+    return batches
 
 
 def _piece(plan: Plan, step: Step, begin: int, end: int, n: int) -> list[Step]:
