@@ -14,7 +14,7 @@ import pytest
 
 from hetcoll.checks import CHECKS, Finding, Level, machine, rdma, run_checks
 from hetcoll.cli import doctor
-from hetcoll.verbs import UnavailableError
+from hetcoll.verbs.library import UnavailableError
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_every_variable_is_read() -> None:
         "HETCOLL_ISLANDS": "0-3|7,4-6", "HETCOLL_FAULT": "drop=1", "HETCOLL_SHM_BYTES": "4M", "HETCOLL_HOST_ID": "a",
         "HETCOLL_SHM_STORES": "Streaming",
         "HETCOLL_IB_HCA": "^=mlx5_0:2,rxe0", "HETCOLL_IB_GID_INDEX": "3", "HETCOLL_IB_TIMEOUT": "20",
-        "HETCOLL_IB_RETRY_CNT": "3", "HETCOLL_IB_SL": "4", "HETCOLL_IB_TC": "106",
+        "HETCOLL_IB_RETRY_CNT": "3", "HETCOLL_IB_SL": "4", "HETCOLL_IB_TC": "106", "HETCOLL_IB_BYTES": "64K",
         "HETCOLL_ISA": "avx2", "HETCOLL_CHECK": "yes", "HETCOLL_SPIN_US": "0", "HETCOLL_MASTER": "[::1]:4000",
     })  # fmt: skip
     assert config == Config(
@@ -48,7 +48,7 @@ def test_every_variable_is_read() -> None:
         isa="avx2", check=True, spin_us=0,
         master=("::1", 4000),
         ib_hca=DeviceFilter((("mlx5_0", 2), ("rxe0", None)), exclude=True, exact=True), ib_gid_index=3, ib_timeout=20,
-        ib_retry_cnt=3, ib_sl=4, ib_tc=106,
+        ib_retry_cnt=3, ib_sl=4, ib_tc=106, ib_bytes=65536,
     )  # fmt: skip
     assert "secret" not in repr(config)
 

@@ -14,7 +14,10 @@ from typing import Any, Self
 import pytest
 
 from hetcoll.variables import DeviceFilter
-from hetcoll.verbs import Distance, Library, Port, UnavailableError, choose_gid, choose_ports, library, list_ports, pci
+from hetcoll.verbs import library, pci
+from hetcoll.verbs.library import Library, UnavailableError
+from hetcoll.verbs.pci import Distance
+from hetcoll.verbs.ports import Port, choose_gid, choose_ports, list_ports
 
 IPV4 = "::ffff:10.0.0.7"
 

@@ -227,10 +227,12 @@ class Core:
     # Memory.
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32", *, device: str = "cpu") -> np.ndarray[Any, Any]:
-        """An uninitialised array in memory that all ranks of this host have mapped: it moves without a staging copy.
+        """An uninitialised array in memory that all ranks of this host have mapped, and that is registered with the
+        RDMA devices in use: it moves without a staging copy.
 
         `dtype` is a NumPy dtype, or the name of one of ml_dtypes'. The memory is given back when the last array that
-        uses it is gone, which may be after `close`. Alone on a host, or over TCP only, it is ordinary memory.
+        uses it is gone, which may be after `close`. Alone on a host without RDMA, or over TCP only, it is ordinary
+        memory.
         """
         self._check_usable()
         if device != "cpu":
@@ -239,18 +241,36 @@ class Core:
         extents = [check_int(n, "shape") for n in (shape if isinstance(shape, Sequence) else (shape,))]
         if min(extents, default=0) < 0:
             raise ArgumentError(f"shape: wanted extents of 0 or more, got {shape!r}")
-        raw = self._engine.empty(math.prod(extents) * kind.itemsize)
+        nbytes, memory = math.prod(extents) * kind.itemsize, self._wiring.memory
+        raw = self._engine.empty(nbytes)
+        if memory is not None and nbytes >= memory.least:
+            raw = memory.empty(nbytes, raw)
         return np.empty(extents, kind) if raw is None else raw.view(kind).reshape(extents)
 
     def register(self, buf: Any) -> Registration:
         """Announce memory that will be sent from or received into again and again, so that transports that must
         prepare memory do so once. It stays announced until the result's `close`, or the end of its ``with`` block.
 
-        Shared memory and TCP need no preparation, so there it changes nothing; `empty` gives memory that shared memory
-        moves without a staging copy.
+        RDMA devices then read and write it where it is, without a staging copy. Shared memory and TCP need no
+        preparation, so there it changes nothing; `empty` gives memory that shared memory moves without a staging copy.
+        RegistrationError where it cannot be had.
         """
         self._check_usable()
-        return Registration(read_buffer(buf, "buf", writable=False))
+        buffer, memory = read_buffer(buf, "buf", writable=False), self._wiring.memory
+        if memory is None or buffer.nbytes == 0 or buffer.device != "cpu":
+            return Registration(buffer)
+        return Registration(buffer, memory.lease(buffer.ptr, buffer.nbytes, buffer.owner))
+
+    def counters(self) -> dict[str, int]:
+        """What this rank has counted since the communicator came to be, for tests and for people.
+
+        ``collectives`` and ``messages`` that were started; with RDMA also pieces and bytes sent, copied and lent,
+        pieces that were sent again, rails lost, and under ``memory_`` what is registered.
+        """
+        self._check_usable()
+        memory = self._wiring.memory
+        found = {"collectives": self._engine.collectives, "messages": self._engine.messages} | self._engine.counters()
+        return found | ({} if memory is None else {f"memory_{name}": n for name, n in memory.counters.items()})
 
     # Ending and failing.
 
@@ -303,6 +323,7 @@ class Core:
         self._call = _refuse
         if self._engine.forked:
             return
+        self._log_news()
         if self._gpus is not None:
             self._gpus.close()
         self._engine.close()  # from here on nothing of ours touches the memory of calls in flight
@@ -329,7 +350,13 @@ class Core:
     def explain(self, op: str, nbytes: int) -> Explanation:
         """Which algorithm, channels and transports a collective of `nbytes` uses, and why. Local; sends nothing."""
         self._check_usable()
+        self._log_news()
         return self._selection.explain(op, nbytes)
+
+    def _log_news(self) -> None:
+        """Tell what links lost, and how they went on: once each."""
+        for text in self._engine.events():
+            log.warning("rank %d: %s", self._rank, text)
 
     def __repr__(self) -> str:
         state = " closed" if self._closed else ""

@@ -43,7 +43,7 @@ __all__ = [
 
 log = logging.getLogger("hetcoll")
 
-Transport = Literal["auto", "shm", "tcp"]
+Transport = Literal["auto", "shm", "tcp", "verbs"]
 Debug = Literal["none", "warn", "info", "debug", "trace"]
 SHM_STORES = ("auto", "cached", "streaming")  # in the order of native/transport/shm.h
 
@@ -85,6 +85,7 @@ class Config:
     ib_retry_cnt: int = 7
     ib_sl: int = 0
     ib_tc: int = 0
+    ib_bytes: int | None = None
 
 
 def read_config(environ: Environ) -> Config:
@@ -99,7 +100,10 @@ def read_config(environ: Environ) -> Config:
         debug=cast(Debug, read(environ, "HETCOLL_DEBUG", "none, warn, info, debug or trace", debug, "warn")),
         algo=word("HETCOLL_ALGO", "an algorithm's name"),
         transport=cast(
-            Transport, read(environ, "HETCOLL_TRANSPORT", "auto, shm or tcp", choice("auto", "shm", "tcp"), "auto")
+            Transport,
+            read(
+                environ, "HETCOLL_TRANSPORT", "auto, shm, tcp or verbs", choice("auto", "shm", "tcp", "verbs"), "auto"
+            ),
         ),
         socket_ifname=read(environ, "HETCOLL_SOCKET_IFNAME", names, InterfaceFilter.parse, InterfaceFilter()),
         socket_stripes=read(environ, "HETCOLL_SOCKET_STRIPES", "auto or 1 to 64", auto(whole(1, 64)), None),
@@ -118,16 +122,17 @@ def read_config(environ: Environ) -> Config:
         master=read(environ, "HETCOLL_MASTER", "host:port", endpoint, None),
         cache=_cache(environ),
         ib_hca=read(environ, "HETCOLL_IB_HCA", "devices such as mlx5_0:1,mlx5_2 or ^mlx5_3", DeviceFilter.parse, None),
-        ib_gid_index=read(environ, "HETCOLL_IB_GID_INDEX", "auto, -1 for the same, or 0 to 65535", _gid_index, None),
+        ib_gid_index=read(environ, "HETCOLL_IB_GID_INDEX", "auto, -1 for the same, or 0 to 255", _gid_index, None),
         ib_timeout=read(environ, "HETCOLL_IB_TIMEOUT", "1 to 31", whole(1, 31), 16),
         ib_retry_cnt=read(environ, "HETCOLL_IB_RETRY_CNT", "0 to 7", whole(0, 7), 7),
         ib_sl=read(environ, "HETCOLL_IB_SL", "0 to 15", whole(0, 15), 0),
         ib_tc=read(environ, "HETCOLL_IB_TC", "0 to 255", whole(0, 255), 0),
+        ib_bytes=read(environ, "HETCOLL_IB_BYTES", "bytes such as 1048576 or 1M", auto(nbytes), None),
     )
 
 
 def _gid_index(text: str) -> int | None:
-    return None if text == "-1" else auto(whole(0, 65535))(text)
+    return None if text == "-1" else auto(whole(0, 255))(text)
 
 
 def _secret(environ: Environ) -> bytes | None:
@@ -160,7 +165,7 @@ def _cache(environ: Environ) -> str | None:
 _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS FAULT
     SHM_BYTES SHM_STORES HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE CACHE
-    IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC
+    IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())
 

@@ -44,6 +44,10 @@ class AuthenticationError(InitError):
     """A connection could not prove that it knows the job's secret."""
 
 
+class RegistrationError(HetcollError):
+    """Memory could not be registered with a device, most often for a limit: says which, and what to do about it."""
+
+
 class CommunicationError(HetcollError):
     """An operation failed after it had begun; the communicator is poisoned."""
 

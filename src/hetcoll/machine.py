@@ -26,12 +26,14 @@ class Machine(NamedTuple):
 
     The numbers for shared memory were fitted to sweeps of all algorithms over 4, 8 and 16 ranks on 16 cores of a Xeon:
     what is chosen is, on average, 4 to 8 % slower than the fastest, for collectives that everyone waits for.
-    `island` is a vendor's collective among its GPUs: what NCCL takes over NVLink.
+    `island` is a vendor's collective among its GPUs: what NCCL takes over NVLink. `verbs` is what a card of 100 Gb/s is
+    said to do, not measured.
     """
 
     shm: Link = Link(latency=0.25e-6, overhead=0.06e-6, bandwidth=22e9, duplex=False)
     tcp: Link = Link(latency=8e-6, overhead=2e-6, bandwidth=3.5e9, duplex=True)
     island: Link = Link(latency=15e-6, overhead=0.0, bandwidth=200e9, duplex=True)
+    verbs: Link = Link(latency=2.5e-6, overhead=0.5e-6, bandwidth=11e9, duplex=True)
     reduce: float = 20e9
     switch: float = 2e-6
     stall: float = 1.6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
 from . import _native, tuner
@@ -25,7 +25,11 @@ SEND, RECV, SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's f
 
 
 class Explanation(NamedTuple):
-    """What a call will use. `seconds` is the cost model's prediction (nan when it has none)."""
+    """What a call will use. `seconds` is the cost model's prediction (nan when it has none).
+
+    `transport` is what carries its data now. `paths` says of each rank of another host, in words, over which devices
+    it is reached, what they did so far, and what is wrong with those that are not used.
+    """
 
     collective: str
     nbytes: int
@@ -34,12 +38,14 @@ class Explanation(NamedTuple):
     channels: int
     seconds: float
     reason: str
+    paths: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         time = "" if math.isnan(self.seconds) else f", about {self.seconds * 1e6:.1f} us"
         return (
             f"{self.collective} of {self.nbytes} bytes: {self.algorithm} over {self.transport},"
             f" {self.channels} channel{'s' * (self.channels != 1)}{time} ({self.reason})"
+            + "".join(f"\n  {path}" for path in self.paths)
         )
 
 
@@ -147,14 +153,13 @@ class Selection:
         op = collective.label
         topology, rank = self._wiring.topology, self._wiring.rank
         if collective is Collective.P2P:
-            return Explanation(
-                op, nbytes, "direct", self._transports(range(topology.size)), 1, math.nan, "the only one"
-            )
+            over, paths = self._paths(range(topology.size))
+            return Explanation(op, nbytes, "direct", over, 1, math.nan, "the only one", paths)
         choice = tuner.choose(collective, nbytes, topology, self._forced.get(collective))
         plan = find(collective.plain, choice.name).build(topology.size, rank, hosts=topology.hosts)
         channels = len({channel for _, channel in plan.edges})
-        transport = self._transports(peer for peer, _ in plan.edges)
-        return Explanation(op, nbytes, choice.name, transport, channels, choice.seconds, choice.reason)
+        over, paths = self._paths({peer for peer, _ in plan.edges})
+        return Explanation(op, nbytes, choice.name, over, channels, choice.seconds, choice.reason, paths)
 
     def close(self) -> None:
         """Forget the bound plans."""
@@ -194,10 +199,8 @@ class Selection:
         if len(self._described) > 2 * _KEEP:
             self._described.popitem(last=False)
 
-    def _transports(self, peers: Iterable[int]) -> str:
-        topology, rank = self._wiring.topology, self._wiring.rank
-        found = sorted({topology.transport(rank, p) for p in peers if p != rank})
-        return "+".join(found) or "self"
+    def _paths(self, peers: Collection[int]) -> tuple[str, tuple[str, ...]]:
+        return self._wiring.transports(peers), self._wiring.paths(peers)
 
 
 def describe_message(send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> str:

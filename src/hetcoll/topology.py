@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -10,11 +11,12 @@ from functools import cached_property
 from typing import Literal
 
 from .errors import ArgumentError, InitError
+from .verbs.rails import Nic, pair_up
 
-Path = Literal["shm", "tcp"]
-Setting = Literal["auto", "shm", "tcp"]
 Islands = tuple[tuple[int, ...], ...]
 """The ranks of each island, in the order in which its members count."""
+Path = Literal["shm", "tcp", "verbs"]
+Setting = Literal["auto", "shm", "tcp", "verbs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class RankInfo:
     `host` is equal on ranks that can share memory. `cores` is the number of cores that the ranks of its host can use
     together. `addresses` is where it listens, in its own notation. `version` must be the same everywhere. `vendor` is
     whose library serves its GPU (``cuda``, ``hip``) and `device` which GPU of the host it is; empty while it has none.
+    `nics` are the ports of RDMA devices that it has opened, and `no_nics` says why there are none.
     """
 
     rank: int
@@ -34,6 +37,8 @@ class RankInfo:
     version: str = ""
     vendor: str = ""
     device: str = ""
+    nics: tuple[Nic, ...] = ()
+    no_nics: str = ""
 
     def encode(self) -> bytes:
         """The same bytes for equal descriptions."""
@@ -45,6 +50,7 @@ class RankInfo:
         try:
             values = json.loads(data)
             values["addresses"] = tuple(values["addresses"])
+            values["nics"] = tuple(Nic(**nic) for nic in values["nics"])
             info = cls(**values)
         except (ValueError, TypeError, KeyError) as error:
             raise InitError(f"wanted the description of a rank, got {data[:80]!r}: {error}") from error
@@ -107,6 +113,17 @@ class Topology:
                         f"{ranks} a library takes each GPU once, and {info.host} {info.device} is taken"
                     )
 
+    def check_rails(self) -> None:
+        """ArgumentError where RDMA is asked for and two ranks have none between them: says which, and why."""
+        if self.setting != "verbs" or self.size == 1:
+            return
+        for info in self.ranks:
+            if not info.nics:
+                raise ArgumentError(f"RDMA is asked for, but rank {info.rank} has none: {info.no_nics or 'not found'}")
+        for a, b in itertools.combinations(range(self.size), 2):
+            if not self.rails(a, b):
+                raise ArgumentError(f"RDMA is asked for, but {self.without_rails(a, b)}")
+
     @property
     def size(self) -> int:
         return len(self.ranks)
@@ -164,8 +181,34 @@ class Topology:
     def transport(self, a: int, b: int) -> Path:
         """What carries data between two ranks."""
         if self.setting == "auto":
-            return "shm" if self.same_host(a, b) else "tcp"
+            return "shm" if self.same_host(a, b) else "verbs" if self.rails(a, b) else "tcp"
         return self.setting
+
+    def rails(self, a: int, b: int) -> tuple[tuple[int, int], ...]:
+        """The RDMA paths of an edge: places in the `nics` of `a` and of `b`, in the order of the lower rank."""
+        key = self.ranks[min(a, b)].nics, self.ranks[max(a, b)].nics
+        if key not in self._rails:
+            self._rails[key] = pair_up(*key)
+        return self._rails[key] if a < b else tuple((j, i) for i, j in self._rails[key])
+
+    @cached_property
+    def _rails(self) -> dict[tuple[tuple[Nic, ...], tuple[Nic, ...]], tuple[tuple[int, int], ...]]:
+        return {}
+
+    @cached_property
+    def between_hosts(self) -> Path:
+        """What carries data between hosts: TCP where it does between some of them."""
+        firsts = [host[0] for host in self.hosts]
+        paths = {self.transport(a, b) for a, b in itertools.combinations(firsts, 2)}
+        return "verbs" if paths == {"verbs"} else "tcp"
+
+    def without_rails(self, a: int, b: int) -> str:
+        """Why two ranks have no RDMA path to each other."""
+        for rank in (a, b):
+            if not self.ranks[rank].nics:
+                return f"rank {rank}: {self.ranks[rank].no_nics or 'RDMA was not looked for'}"
+        mine, theirs = (", ".join(f"{n.name} {n.address}" for n in self.ranks[r].nics) for r in (a, b))
+        return f"no device of rank {a} ({mine}) reaches one of rank {b} ({theirs})"
 
     def select(self, ranks: Sequence[int]) -> Topology:
         """The topology of some of these ranks, numbered anew in the order given."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from .algorithms import ALGORITHMS, Cost, Reach, find
 from .errors import ArgumentError
-from .machine import Machine
+from .machine import Link, Machine
 from .topology import Topology
 from .types import ROOTED, Collective
 
@@ -125,35 +125,40 @@ def _lines(collective: Collective, topology: Topology, machine: Machine) -> dict
 
 def _two_lines(inside: Cost, between: Cost, topology: Topology, machine: Machine) -> tuple[float, float]:
     """The work inside a host, then that between hosts: some of it overlaps, which is not counted on."""
-    shm, tcp, crowding = machine.shm, machine.tcp, topology.crowding
-    if topology.setting == "tcp":
-        shm = tcp
-    fixed = inside.hops * shm.latency + between.hops * tcp.latency
+    (near, far), crowding = _links(topology, machine), topology.crowding
+    fixed = inside.hops * near.latency + between.hops * far.latency
     fixed += (inside.hops + between.hops) * machine.switch * (crowding - 1)
-    fixed += (inside.messages * shm.overhead + between.messages * tcp.overhead) * crowding
-    slope = (inside.sent + inside.received - inside.reduced) / shm.bandwidth * crowding
-    slope += max(between.sent, between.received) / tcp.bandwidth
+    fixed += (inside.messages * near.overhead + between.messages * far.overhead) * crowding
+    slope = (inside.sent + inside.received - inside.reduced) / near.bandwidth * crowding
+    slope += max(between.sent, between.received) / far.bandwidth
     return fixed, slope + (inside.reduced + between.reduced) / machine.reduce * crowding
 
 
 def _line(cost: Cost, topology: Topology, machine: Machine, *, rooted: bool) -> tuple[float, float]:
     """Hops one after another, and the busiest rank's work, which the ranks of a core share; or its host's card."""
     near, crowding = cost.reach is Reach.NEAR, topology.crowding
+    inside, between = _links(topology, machine)
     far = float(len(topology.hosts) > 1)
     if near and cost.hops > 0:  # a chain of neighbours leaves its host now and then, but once for each host at least
         borders = _far_neighbours(topology)
         far = max(borders / topology.size, min(1.0, borders / cost.hops))
-    if topology.setting == "tcp":
-        far = 1.0
-    latency = machine.shm.latency + far * (machine.tcp.latency - machine.shm.latency) + machine.switch * (crowding - 1)
-    overhead = machine.shm.overhead + far * (machine.tcp.overhead - machine.shm.overhead)
+    latency = inside.latency + far * (between.latency - inside.latency) + machine.switch * (crowding - 1)
+    overhead = inside.overhead + far * (between.overhead - inside.overhead)
     fixed = cost.hops * latency + cost.messages * overhead * crowding
-    link = machine.tcp if far > 0 else machine.shm
+    link = between if far > 0 else inside
     moved = max(cost.sent, cost.received) if link.duplex else cost.sent + cost.received - cost.reduced
     work = (
         (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * (machine.stall if cost.stepwise else 1.0)
     )
     return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * _senders(near, rooted, topology))
+
+
+def _links(topology: Topology, machine: Machine) -> tuple[Link, Link]:
+    """What edges are like inside hosts and between them."""
+    every = {"tcp": machine.tcp, "verbs": machine.verbs}.get(topology.setting)
+    if every is not None:
+        return every, every
+    return machine.shm, machine.verbs if topology.between_hosts == "verbs" else machine.tcp
 
 
 def _far_neighbours(topology: Topology) -> int:

@@ -1,7 +1,9 @@
-"""From a control connection to an engine with links: who runs where, shared memory, TCP.
+"""From a control connection to an engine with links: who runs where, shared memory, TCP, RDMA.
 
-Ranks of one host share one segment, made by the lowest of them and handed to the others as a descriptor. Other
-pairs get TCP sockets when a plan first needs them, all at once.
+Ranks of one host share one segment, made by the lowest of them and handed to the others as a descriptor. Other pairs
+get TCP sockets when a plan first needs them, all at once. Where both have RDMA devices that reach each other, the
+engine makes queue pairs too: the two ends introduce them to each other through the socket, which then rests until the
+last queue pair has died.
 """
 
 from __future__ import annotations
@@ -10,20 +12,29 @@ import hashlib
 import json
 import logging
 import os
+import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from . import _native
 from .env import SHM_STORES, Config
 from .errors import ArgumentError, InitError
 from .rendezvous.control import ControlClient
 from .rendezvous.descriptors import host_identity, new_name, receive_fd, share_fd
-from .rendezvous.edges import EdgeKey, Request, pack_addresses, unpack_addresses
+from .rendezvous.edges import Address, EdgeKey, Request, pack_addresses, unpack_addresses
 from .rendezvous.listener import Listener
+from .rendezvous.wire import pack, unpack
 from .topology import RankInfo, Topology, spell_islands
+from .verbs.rails import Nic
+from .verbs.report import by_peer, describe, fell_back
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .verbs.memory import Memory
+    from .verbs.offer import Offer
 
 log = logging.getLogger("hetcoll")
 
@@ -31,6 +42,12 @@ _SPIN_SECONDS = 10e-6  # then it yields: its peer may be waiting for the very sa
 PATIENCE = 2.0
 """Seconds after which a stuck call asks what the other ranks do."""
 
+
+_AGREED = (
+    *("algo", "transport", "shm_bytes", "socket_stripes", "check"),
+    *("ib_bytes", "ib_retry_cnt", "ib_sl", "ib_tc", "ib_timeout"),
+)
+"""What must be the same in the configurations of all ranks; islands as well."""
 
 Check = Callable[[Collection[int]], None]
 """Called now and then, with the ranks that are waited for."""
@@ -56,6 +73,13 @@ def ring_bytes(local_size: int, configured: int | None) -> int:
     if configured is not None:
         return max(4096, 1 << (configured.bit_length() - 1))
     return int(min(2 << 20, max(128 << 10, (8 << 20) >> (local_size - 1).bit_length())))
+
+
+def rail_bytes(size: int, configured: int | None) -> int:
+    """The ring of one rail in one direction, in a communicator of `size` ranks: a power of two. It is locked memory."""
+    if configured is not None:
+        return min(256 << 20, max(64 << 10, 1 << (configured.bit_length() - 1)))
+    return int(min(1 << 20, max(64 << 10, (16 << 20) >> (size - 1).bit_length())))
 
 
 class Wiring:
@@ -94,10 +118,11 @@ class Wiring:
             raise ArgumentError(f"HETCOLL_FAULT: {error}") from None
         if config.fault is not None:
             log.info("rank %d: links misbehave on purpose: HETCOLL_FAULT=%s", rank, config.fault)
+        self._offer: Offer | None = None
         try:
-            if config.transport != "tcp" and len(self.locals) > 1:
+            if config.transport in ("auto", "shm") and len(self.locals) > 1:
                 self._attach_shm(intros[self.locals[0]].doorbell)
-            if size > 1 and (config.transport == "tcp" or len(self.topology.hosts) > 1):
+            if size > 1 and (config.transport in ("tcp", "verbs") or len(self.topology.hosts) > 1):
                 self._listen()
         except BaseException:
             self.engine.close()
@@ -115,9 +140,7 @@ class Wiring:
     def _introduce(self) -> list[_Introduction]:
         c = self._config
         islands = None if c.islands is None else spell_islands(c.islands)
-        chosen = {"HETCOLL_ALGO": c.algo, "HETCOLL_TRANSPORT": c.transport, "HETCOLL_SHM_BYTES": c.shm_bytes,
-                  "HETCOLL_SOCKET_STRIPES": c.socket_stripes, "HETCOLL_ISLANDS": islands,
-                  "HETCOLL_CHECK": c.check}  # fmt: skip
+        chosen = {f"HETCOLL_{name.upper()}": getattr(c, name) for name in _AGREED} | {"HETCOLL_ISLANDS": islands}
         mine = _Introduction(
             host_identity(c.host_id), os.getpid(), sorted(os.sched_getaffinity(0)), new_name(), json.dumps(chosen)
         )
@@ -155,8 +178,42 @@ class Wiring:
     def _listen(self) -> None:
         loopback = len(self.topology.hosts) == 1
         self._listener = Listener(self._config, self._control.unique_id.secret, loopback=loopback)
-        blobs = self._control.exchange(self.group, b"addresses", pack_addresses(self._listener.addresses), self._left())
-        self._addresses = [unpack_addresses(blob) for blob in blobs]
+        no_nics = self._open_nics(self._listener.addresses)
+        nics = [asdict(nic) for nic in self.nics]
+        mine = pack([pack_addresses(self._listener.addresses), json.dumps([nics, no_nics]).encode()])
+        blobs = [unpack(blob) for blob in self._control.exchange(self.group, b"addresses", mine, self._left())]
+        self._addresses = [unpack_addresses(addresses) for addresses, _ in blobs]
+        infos = []
+        for info, (_, blob) in zip(self.topology.ranks, blobs, strict=True):
+            nics, no_nics = json.loads(blob)
+            infos.append(replace(info, nics=tuple(Nic(**nic) for nic in nics), no_nics=no_nics))
+        self.topology = replace(self.topology, ranks=tuple(infos))
+        self.topology.check_rails()
+
+    def _open_nics(self, addresses: Sequence[Address]) -> str:
+        """Open this rank's RDMA devices, unless they cannot be needed; why there are none."""
+        if self._config.transport not in ("auto", "verbs"):
+            return f"HETCOLL_TRANSPORT is {self._config.transport}"
+        from .verbs.library import UnavailableError  # few jobs need it, and imports count
+        from .verbs.offer import Offer
+
+        four = any(":" not in address.host for address in addresses)
+        try:
+            self._offer = Offer(self.engine, self._config, socket.AF_INET if four else socket.AF_INET6)
+        except UnavailableError as error:
+            log.info("rank %d: no RDMA: %s", self.rank, error)
+            return str(error)
+        return ""
+
+    @property
+    def nics(self) -> tuple[Nic, ...]:
+        """This rank's open ports of RDMA devices."""
+        return () if self._offer is None else self._offer.nics
+
+    @property
+    def memory(self) -> Memory | None:
+        """Where memory is registered, if it needs to be."""
+        return None if self._offer is None else self._offer.memory
 
     def ensure(self, edges: Iterable[tuple[int, int]], timeout: float, check: Check) -> None:
         """Links for these (peer, channel) pairs. Both ends must ask; `check` may raise to end the wait."""
@@ -175,12 +232,33 @@ class Wiring:
         made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, lambda: check(peers))
         for p, c in missing:
             low, high = min(self.rank, p), max(self.rank, p)
-            self.engine.attach_tcp(
-                p, c, [made[EdgeKey(comm, 0, low, high, c, s)].detach() for s in range(self._stripes)]
-            )
+            fds = [made[EdgeKey(comm, 0, low, high, c, s)].detach() for s in range(self._stripes)]
+            if self.topology.transport(self.rank, p) == "verbs":
+                self._attach_verbs(p, c, fds)
+            else:
+                self.engine.attach_tcp(p, c, fds)
+
+    def _attach_verbs(self, peer: int, channel: int, fds: list[int]) -> None:
+        assert self._offer is not None
+        pairs, theirs = self.topology.rails(self.rank, peer), self.topology.ranks[peer].nics
+        rails = self._offer.rails([mine for mine, _ in pairs], [theirs[place] for _, place in pairs])
+        self.engine.attach_verbs(peer, channel, fds, rails, rail_bytes(self.size, self._config.ib_bytes))
+
+    def transports(self, peers: Iterable[int]) -> str:
+        """What carries data to these ranks now, such as ``shm+tcp``; ``self`` where there are none."""
+        links = by_peer(self.engine.links())
+        planned = {p: self.topology.transport(self.rank, p) for p in peers if p != self.rank}
+        return "+".join(sorted({"tcp" if fell_back(links, p) else path for p, path in planned.items()})) or "self"
+
+    def paths(self, peers: Iterable[int]) -> tuple[str, ...]:
+        """For people: how data goes to those of these ranks that are not reached through shared memory, and why."""
+        return describe(by_peer(self.engine.links()), self.topology, self.rank, peers)
 
     def close(self) -> None:
-        """Close the listener; the links go with the engine when its last user lets go."""
+        """Close the listener and give RDMA's devices and memory back. The engine must be closed."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        if self._offer is not None:
+            self._offer.close()
+            self._offer = None

@@ -15,8 +15,9 @@ import pytest
 
 from hetcoll.checks import Level, rdma
 from hetcoll.variables import DeviceFilter
-from hetcoll.verbs import Distance, Port, choose_gid, choose_ports, list_ports, load
-from hetcoll.verbs.pci import device_folder, to_cores
+from hetcoll.verbs.library import load
+from hetcoll.verbs.pci import Distance, device_folder, to_cores
+from hetcoll.verbs.ports import Port, choose_gid, choose_ports, list_ports
 
 INFINIBAND = Path("/sys/class/infiniband")
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..env import environment
-from ..verbs import Library, UnavailableError, choose_ports, list_ports, load
+from ..verbs.library import Library, UnavailableError, load
 from ..verbs.pci import SYSFS
-from ..verbs.ports import list_names
+from ..verbs.ports import choose_ports, list_names, list_ports
 from .finding import Finding, Level
 
 _DEV = Path("/dev/infiniband")

@@ -110,7 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-r", "--root", type=_at_least(-1), default=0, help="the root (default 0); -1 means each in turn")
     add("-c", "--check", type=_at_least(1), default=1, metavar="N", help="verified calls before and after (default 1)")
     add("--inplace", action="store_true", help="measure in place only")
-    add("--transport", choices=("auto", "shm", "tcp"), help="how ranks reach each other (default: the fastest)")
+    add(
+        "--transport", choices=("auto", "shm", "tcp", "verbs"), help="how ranks reach each other (default: the fastest)"
+    )
     add("--device", choices=("host",), default="host", help="where the buffers are")
     add("--json", metavar="FILE", help="write the results as JSON, too")
     add("--csv", metavar="FILE", help="write the results as CSV, too")

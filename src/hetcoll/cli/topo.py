@@ -17,7 +17,7 @@ _WIDEST = 32  # ranks up to which every pair is shown
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many ranks to start, where no launcher did, and the form of the answer."""
     parser.add_argument("-n", "--ranks", type=int, default=2, help="ranks to start on this host (default 2)")
-    parser.add_argument("--transport", choices=("auto", "shm", "tcp"), help="how ranks reach each other")
+    parser.add_argument("--transport", choices=("auto", "shm", "tcp", "verbs"), help="how ranks reach each other")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 

@@ -93,8 +93,9 @@ class _Clock:
         adds = nbytes / machine.reduce * crowding if step.op not in (Op.SEND, Op.RECV, Op.COPY) else 0.0
         if step.peer < 0:
             return ("core", node.rank), adds, 0.0
-        shm = self.topology.transport(node.rank, step.peer) == "shm"
-        link = machine.shm if shm else machine.tcp
+        path = self.topology.transport(node.rank, step.peer)
+        shm = path == "shm"
+        link = {"shm": machine.shm, "tcp": machine.tcp, "verbs": machine.verbs}[path]
         moves = nbytes / link.bandwidth * (crowding if shm else 1.0)
         if shm and step.op is Op.RECV_REDUCE:
             moves = 0.0  # added straight from where the peer put it

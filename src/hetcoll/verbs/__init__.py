@@ -2,23 +2,6 @@
 
 Everything that happens once is here, on pyverbs; what happens for every message is the engine's (native/transport).
 
-`library` finds pyverbs, `ports` asks it what the machine has and chooses, `pci` says how near a device is.
+`library` finds pyverbs, `ports` asks it what the machine has and chooses, `pci` says how near a device is, `nics` makes
+of it what a rank offers to the others, `rails` which port talks to which.
 """
-
-from __future__ import annotations
-
-from .library import Library, UnavailableError, load
-from .pci import Distance
-from .ports import Gid, Port, choose_gid, choose_ports, list_ports
-
-__all__ = [
-    "Distance",
-    "Gid",
-    "Library",
-    "Port",
-    "UnavailableError",
-    "choose_gid",
-    "choose_ports",
-    "list_ports",
-    "load",
-]

@@ -17,9 +17,8 @@ from typing import Any
 from ..variables import DeviceFilter
 from .library import Library, UnavailableError
 from .pci import SYSFS
+from .rails import ETHERNET, INFINIBAND
 
-ETHERNET = "Ethernet"
-INFINIBAND = "InfiniBand"
 ROCE_V1, ROCE_V2 = "RoCE v1", "RoCE v2"
 
 # infiniband/verbs.h

@@ -1,0 +1,107 @@
+"""What one rank brings to a communicator's RDMA: its open ports, known to the engine, and its registered memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from socket import AF_INET, AddressFamily
+from typing import TYPE_CHECKING
+
+from .. import lifetime
+from ..env import Config
+from .devices import Device, abandon, hold, release
+from .library import UnavailableError, load
+from .memory import Memory
+from .nics import Chosen, choose, networks
+from .rails import ETHERNET, Nic
+
+if TYPE_CHECKING:
+    from .. import _native
+
+log = logging.getLogger("hetcoll")
+
+
+class Offer:
+    """The chosen ports of this host, opened for `engine`: `nics` is what to tell the others, in the engine's order.
+
+    Raises
+    ------
+    UnavailableError
+        No port can be used: says why. Nothing is left open.
+    """
+
+    def __init__(
+        self, engine: _native.Engine, config: Config, family: AddressFamily = AF_INET, near: Path | None = None
+    ) -> None:
+        chosen, self.passed = choose(config, family, near)
+        known = networks()
+        self._devices: list[Device] = []
+        self.nics: tuple[Nic, ...] = ()
+        numbers: list[tuple[Device, int]] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._release)
+            for each in chosen:
+                try:
+                    number = self._open(engine, config, each)
+                except (UnavailableError, OSError, RuntimeError, ValueError) as error:
+                    self.passed[each.port.name] = str(error)
+                    continue
+                numbers.append((self._devices[-1], number))
+                self.nics += (each.nic(known),)
+            if not self.nics:
+                told = "; ".join(f"{name}: {reason}" for name, reason in self.passed.items())
+                raise UnavailableError(f"no port of an RDMA device can be used: {told}")
+            undo.pop_all()
+        self._numbers = [number for _, number in numbers]
+        self.memory = Memory(engine, numbers)
+        for name, reason in self.passed.items():
+            log.info("%s is not used: %s", name, reason)
+        lifetime.watch(self)
+
+    def _open(self, engine: _native.Engine, config: Config, chosen: Chosen) -> int:
+        port, gid = chosen.port, chosen.gid
+        device = hold(load(), port.device)
+        try:
+            number = engine.add_nic(
+                pd=device.pd_address,
+                port=port.number,
+                gid_index=gid.index,
+                gid=gid.raw,
+                lid=port.lid,
+                mtu=port.mtu,
+                ethernet=port.layer == ETHERNET,
+                device=port.device,
+                traffic_class=config.ib_tc,
+                service_level=config.ib_sl,
+                timeout=config.ib_timeout,
+                retries=config.ib_retry_cnt,
+                rnr_retries=7,
+                gbps=port.gbps,
+            )
+        except BaseException:
+            release(device)
+            raise
+        self._devices.append(device)
+        return number
+
+    def rails(self, mine: Sequence[int], theirs: Sequence[Nic]) -> list[tuple[int, str]]:
+        """For the engine: each rail's port here, by place in `nics`, and the name of the peer's device."""
+        return [(self._numbers[place], nic.device) for place, nic in zip(mine, theirs, strict=True)]
+
+    def close(self) -> None:
+        """Give memory and devices back. The engine must be closed."""
+        lifetime.forget(self)
+        self.memory.close()
+        self._release()
+
+    def abandon(self) -> None:
+        """In a forked child: all of it is the parent's."""
+        self.memory.abandon()
+        self._devices.clear()
+        abandon()
+
+    def _release(self) -> None:
+        while self._devices:
+            release(self._devices.pop())

@@ -1,0 +1,61 @@
+"""What the suites share: ranks at both ends of a guest's two cables, and what can happen to cables."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ranks
+from ranks import Ranks
+
+Pool = Callable[..., Ranks]
+
+ENDS = ("=rxe0,rxe2", "=rxe1,rxe3")  # of both cables, in HETCOLL_IB_HCA's words
+_FAR = {"veth0": "10.77.0.2", "veth1": "10.77.0.1", "veth2": "10.77.1.2", "veth3": "10.77.1.1"}
+
+# Emulated processors take seconds to import what is not needed here.
+ranks.preload("hetcoll", "hetcoll.cli.patterns", "hetcoll.verbs.offer", "ml_dtypes", "pytest")
+
+
+def verbs(pool: Pool, size: int, **env: Any) -> Ranks:
+    """Ranks whose data crosses the cables: those with even numbers are at one end, the others at the other."""
+    ends = tuple(ENDS[rank % 2] for rank in range(size))
+    small = {"HETCOLL_IB_BYTES": "128K"}  # a guest has little memory, and a test many communicators
+    return pool(size, **{"HETCOLL_TRANSPORT": "verbs", "HETCOLL_IB_HCA": ends, **small, **env})
+
+
+def tool(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, f"{words}: {done.stderr}"
+    return done.stdout
+
+
+def unplug(ethernet: str) -> None:
+    """Take an Ethernet device down: the port of its RDMA device is down, and the other end of the cable sees it."""
+    tool("ip", "link", "set", ethernet, "down")
+
+
+def plug(ethernet: str) -> None:
+    """Bring it back, and what the kernel forgot of its neighbour."""
+    tool("ip", "link", "set", ethernet, "up")
+    number = int(ethernet[-1])
+    other = f"02:77:00:00:0{number // 2}:0{2 - number % 2}"
+    tool("ip", "neigh", "replace", _FAR[ethernet], "lladdr", other, "dev", ethernet, "nud", "permanent")
+
+
+@contextmanager
+def netem(ethernet: str, *words: str) -> Iterator[None]:
+    """netem(8) on what the device sends: ``loss 2%``, ``delay 5ms reorder 30%``."""
+    tool("tc", "qdisc", "replace", "dev", ethernet, "root", "netem", *words)
+    try:
+        yield
+    finally:
+        tool("tc", "qdisc", "del", "dev", ethernet, "root")
+
+
+def hardware(device: str) -> dict[str, int]:
+    """The device's own counters: packets sent, received, sent again, ..."""
+    words = tool("rdma", "statistic", "show", "link", f"{device}/1").split()[2:]
+    return dict(zip(words[::2], map(int, words[1::2]), strict=True))
