@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
+from standins.harness import on, vendor
+
+__all__ = ["on", "vendor"]
 
 _MOST = 32  # idle processes kept for later tests
 
@@ -31,15 +34,15 @@ def close_all(ranks: Iterable[Ranks]) -> None:
 def pool(_pools: dict[Any, Ranks]) -> Callable[..., Ranks]:
     """Ranks that stay for the tests that follow: ``pool(3, HETCOLL_TRANSPORT="tcp")``. For what leaves them whole."""
 
-    def get(size: int, **env: str | tuple[str, ...]) -> Ranks:
-        key = (size, *sorted(env.items()))
+    def get(size: int, *, join: bool = True, **env: str | tuple[str, ...]) -> Ranks:
+        key = (size, join, *sorted(env.items()))
         found = _pools.pop(key, None)
         if found is not None and found.broken:
             found.kill_all()
             found = None
         while found is None and _pools and sum(p.size for p in _pools.values()) + size > _MOST:
             _pools.pop(next(iter(_pools))).close()  # the one used longest ago
-        _pools[key] = found or Ranks(size, env)
+        _pools[key] = found or Ranks(size, env, join=join)
         return _pools[key]
 
     return get

@@ -37,14 +37,21 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _FLAGS = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden", "-pthread")
-_FOLDERS = ("runtime", "compiler", "cuda", "nccl")
+_FOLDERS = ("runtime", "compiler", "cuda", "hip", "nccl")
 # Each library: its name, the folders whose objects it is made of, further objects, and the map of what it exports.
 _LIBRARIES = (
     ("libcuda.so.1", ("runtime", "cuda"), (), "cuda/libcuda.map"),
     ("libnvrtc.so.13", (), ("compiler/compile", "compiler/nvrtc"), None),
     ("libnccl.so.2", ("runtime", "nccl"), ("cuda/vendor",), None),
+    ("libamdhip64.so", ("runtime", "hip"), (), "hip/libamdhip64.map"),
+    ("libhiprtc.so", (), ("compiler/compile", "compiler/hiprtc"), None),
+    ("librccl.so", ("runtime", "nccl"), ("hip/vendor",), None),
 )
-_PRELOAD = {"cuda": ("libcuda.so.1", "libnvrtc.so.13", "libnccl.so.2")}
+_PRELOAD = {
+    "cuda": ("libcuda.so.1", "libnvrtc.so.13", "libnccl.so.2"),
+    "hip": ("libamdhip64.so", "libhiprtc.so", "librccl.so"),
+}
+_START = {"libcuda.so.1": "cuInit", "libamdhip64.so": "hipInit"}
 _HEADERS = ("runtime/hooks.h", "compiler/shim.h", "compiler/tail.h")  # what compiled kernels include
 
 
@@ -129,11 +136,12 @@ def environment(vendor: str | None, devices: int = 1, **settings: object) -> dic
     """
     lib = build() / "lib"
     everything = ",".join(map(str, range(devices)))
-    preload = _PRELOAD["cuda"] if vendor in ("cuda", "both") else ()
+    preload = [name for each, names in _PRELOAD.items() if vendor in (each, "both") for name in names]
     return {
         "LD_PRELOAD": ":".join(str(lib / name) for name in preload),
         "CUDA_VISIBLE_DEVICES": everything if vendor in ("cuda", "both") else "",
         "HIP_VISIBLE_DEVICES": everything if vendor in ("hip", "both") else "",
+        "ROCM_PATH": str(lib.parent) if vendor in ("hip", "both") else "",
         "STANDIN_DEVICES": str(devices),
         **{f"STANDIN_{name.upper()}": str(value) for name, value in settings.items()},
     }
@@ -146,5 +154,5 @@ def load() -> None:
     """
     for path in filter(None, os.environ.get("LD_PRELOAD", "").split(":")):
         library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-        if Path(path).name == "libcuda.so.1":
-            library.cuInit(0)
+        if start := _START.get(Path(path).name):
+            getattr(library, start)(0)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 SUCCESS, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, IN_PROGRESS = 0, 2, 3, 4, 5, 7
 SUM, PROD, MAX, MIN, AVG = range(5)
@@ -23,8 +27,10 @@ class Config(ctypes.Structure):
 
 
 class CollectiveError(Exception):
+    """A call was refused: the library's number, the call, the library's words."""
+
     def __init__(self, code: int, call: str, why: str) -> None:
-        super().__init__(f"{call}: {code} ({why})")
+        super().__init__(code, call, why)
         self.code = code
 
 
@@ -57,7 +63,11 @@ class Comm:
         held = UniqueId.from_buffer_copy(unique_id)
         config = Config(ctypes.sizeof(Config), 0xCAFEBEEF, 22809, _UNDEFINED if blocking else 0)
         where = ctypes.byref(self.handle)
-        library.call("ncclCommInitRankConfig", where, size, held, rank, ctypes.byref(config))
+        try:
+            library.call("ncclCommInitRankConfig", where, size, held, rank, ctypes.byref(config))
+        except CollectiveError as error:
+            if blocking or error.code != IN_PROGRESS:
+                raise
 
     def call(self, name: str, *args: Any) -> None:
         """A collective whose last two arguments, communicator and stream, are `self` and the last of `args`."""
@@ -76,7 +86,34 @@ class Comm:
         return state.value
 
     def abort(self) -> None:
-        self.library.call("ncclCommAbort", self.handle)
+        handle, self.handle = self.handle, _P()
+        self.library.call("ncclCommAbort", handle)
 
     def destroy(self) -> None:
-        self.library.call("ncclCommDestroy", self.handle)
+        handle, self.handle = self.handle, _P()
+        self.library.call("ncclCommDestroy", handle)
+
+    def split(self, color: int, key: int) -> Comm | None:
+        out = _P()
+        self.library.call("ncclCommSplit", self.handle, _I(color), _I(key), ctypes.byref(out), None)
+        if not out:
+            return None
+        part = Comm.__new__(Comm)
+        part.library, part.handle = self.library, out
+        return part
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        self.library.call("ncclGroupStart")
+        yield
+        self.library.call("ncclGroupEnd")
+
+    @contextlib.contextmanager
+    def scaled(self, factor: float, dtype: str) -> Iterator[int]:
+        """A sum whose operands are multiplied by `factor` first."""
+        op = _I()
+        value = np.array([factor], dtype)
+        kind = _I(TYPES.index(dtype))
+        self.library.call("ncclRedOpCreatePreMulSum", ctypes.byref(op), _P(value.ctypes.data), kind, _I(1), self.handle)
+        yield op.value
+        self.library.call("ncclRedOpDestroy", op, self.handle)

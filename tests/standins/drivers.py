@@ -5,6 +5,7 @@ Addresses, streams and events are ints. A call that fails raises `DriverError`, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Any
 
@@ -14,8 +15,10 @@ HANDLE_BYTES = 64
 
 
 class DriverError(Exception):
+    """A call was refused: the vendor's number, and the call (or what a compiler said)."""
+
     def __init__(self, code: int, call: str) -> None:
-        super().__init__(f"{call}: {code}")
+        super().__init__(code, call)
         self.code = code
 
 
@@ -30,7 +33,59 @@ def arguments(*values: int | np.generic | ctypes.Structure) -> tuple[ctypes.Arra
     return (ctypes.c_void_p * max(1, len(held)))(*(ctypes.addressof(each) for each in held)), held
 
 
-class Cuda:
+class Driver:
+    """What both have: it frees whatever it allocated."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self._blocks: list[int] = []
+        self._host_blocks: list[int] = []
+
+    def allocate(self, nbytes: int) -> int:
+        self._blocks.append(self._allocate(nbytes))
+        return self._blocks[-1]
+
+    def free(self, address: int) -> None:
+        self._free(address)
+        self._blocks.remove(address)
+
+    def allocate_host(self, nbytes: int) -> int:
+        self._host_blocks.append(self._allocate_host(nbytes))
+        return self._host_blocks[-1]
+
+    def free_host(self, address: int) -> None:
+        self._free_host(address)
+        self._host_blocks.remove(address)
+
+    def close(self) -> None:
+        self.use()
+        with contextlib.suppress(DriverError):  # a device that failed says so once more
+            self.synchronize_device()
+        for free, blocks in ((self._free, self._blocks), (self._free_host, self._host_blocks)):
+            while blocks:
+                with contextlib.suppress(DriverError):
+                    free(blocks.pop())
+
+    def ready(self, name: str, handle: int) -> bool:
+        """A query: False when it answers "not ready"."""
+        try:
+            self.call(name, handle)
+        except DriverError as error:
+            if error.code != 600:
+                raise
+            return False
+        return True
+
+    use: Any
+    call: Any
+    synchronize_device: Any
+    _allocate: Any
+    _free: Any
+    _allocate_host: Any
+    _free_host: Any
+
+
+class Cuda(Driver):
     """cuda.bindings.driver and cuda.bindings.nvrtc."""
 
     arch = "sm_90"
@@ -38,10 +93,10 @@ class Cuda:
     def __init__(self, device: int = 0) -> None:
         from cuda.bindings import driver, nvrtc
 
+        super().__init__(device)
         self.api, self.nvrtc = driver, nvrtc
         self.call("cuInit", 0)
         self.context = self.call("cuDevicePrimaryCtxRetain", device)
-        self.device = device
         self.use()
 
     def use(self) -> None:
@@ -59,10 +114,10 @@ class Cuda:
     def bus_id(self) -> str:
         return bytes(self.call("cuDeviceGetPCIBusId", 32, self.device)).split(b"\0")[0].decode()
 
-    def allocate(self, nbytes: int) -> int:
+    def _allocate(self, nbytes: int) -> int:
         return int(self.call("cuMemAlloc", nbytes))
 
-    def free(self, address: int) -> None:
+    def _free(self, address: int) -> None:
         self.call("cuMemFree", address)
 
     def allocate_in_order(self, nbytes: int, stream: int) -> int:
@@ -71,10 +126,10 @@ class Cuda:
     def free_in_order(self, address: int, stream: int) -> None:
         self.call("cuMemFreeAsync", address, stream)
 
-    def allocate_host(self, nbytes: int) -> int:
+    def _allocate_host(self, nbytes: int) -> int:
         return int(self.call("cuMemHostAlloc", nbytes, 3))
 
-    def free_host(self, address: int) -> None:
+    def _free_host(self, address: int) -> None:
         self.call("cuMemFreeHost", address)
 
     def register(self, address: int, nbytes: int) -> int:
@@ -108,7 +163,8 @@ class Cuda:
         return int(base), int(nbytes)
 
     def ipc_handle(self, address: int) -> bytes:
-        return ctypes.string_at(self.call("cuIpcGetMemHandle", address).getPtr(), HANDLE_BYTES)
+        handle = self.call("cuIpcGetMemHandle", address)  # which owns the bytes
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
     def open_ipc(self, data: bytes) -> int:
         handle = self.api.CUipcMemHandle()
@@ -131,16 +187,7 @@ class Cuda:
         self.call("cuStreamDestroy", stream)
 
     def idle(self, stream: int) -> bool:
-        return self._ready("cuStreamQuery", stream)
-
-    def _ready(self, name: str, handle: int) -> bool:
-        try:
-            self.call(name, handle)
-        except DriverError as refused:
-            if refused.code != 600:
-                raise
-            return False
-        return True
+        return self.ready("cuStreamQuery", stream)
 
     def synchronize(self, stream: int) -> None:
         self.call("cuStreamSynchronize", stream)
@@ -158,7 +205,7 @@ class Cuda:
         self.call("cuEventRecord", event, stream)
 
     def reached(self, event: int) -> bool:
-        return self._ready("cuEventQuery", event)
+        return self.ready("cuEventQuery", event)
 
     def synchronize_event(self, event: int) -> None:
         self.call("cuEventSynchronize", event)
@@ -170,7 +217,8 @@ class Cuda:
         self.call("cuStreamWaitEvent", stream, event, 0)
 
     def event_handle(self, event: int) -> bytes:
-        return ctypes.string_at(self.call("cuIpcGetEventHandle", event).getPtr(), HANDLE_BYTES)
+        handle = self.call("cuIpcGetEventHandle", event)  # which owns the bytes
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
     def open_event(self, data: bytes) -> int:
         handle = self.api.CUipcEventHandle()

@@ -229,7 +229,10 @@ inline double max(double a, double b) { return __builtin_fmax(a, b); }
   inline double name(double a) { return __builtin_##name(a); }
 STANDIN_MATH(fabs)
 STANDIN_MATH(floor)
-STANDIN_MATH(ceil) STANDIN_MATH(trunc) STANDIN_MATH(rint) STANDIN_MATH(sqrt)
+STANDIN_MATH(ceil)
+STANDIN_MATH(trunc)
+STANDIN_MATH(rint)
+STANDIN_MATH(sqrt)
 #undef STANDIN_MATH
     inline float fminf(float a, float b) {
   return __builtin_fminf(a, b);

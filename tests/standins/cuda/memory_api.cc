@@ -15,8 +15,8 @@ Memory& memory() { return Memory::instance(); }
 // Freeing waits for whatever still runs, on every driver.
 Error drain() {
   Device* device = nullptr;
-  if (Error error = current_device(&device)) return error;
-  return synchronize_device(*device);
+  Error error = current_device(&device);
+  return error == kOk ? synchronize_device(*device) : error;
 }
 
 Error allocate(CUdeviceptr* out, Kind kind, std::size_t nbytes, unsigned flags = 0) {
@@ -33,8 +33,9 @@ Error allocate(CUdeviceptr* out, Kind kind, std::size_t nbytes, unsigned flags =
 }
 
 Error free_block(std::uintptr_t base, Kind kind) {
-  if (Error error = drain()) return error;
-  return memory().release(base, kind);
+  Error failed = drain();  // it is freed all the same
+  Error error = memory().release(base, kind);
+  return failed != kOk ? failed : error;
 }
 
 }  // namespace
@@ -93,8 +94,9 @@ STANDIN_API cuMemHostRegister_v2(void* address, std::size_t nbytes, unsigned fla
 
 STANDIN_API cuMemHostUnregister(void* address) {
   BEGIN();
-  if (Error error = drain()) return error;
-  return memory().unregister_host(reinterpret_cast<std::uintptr_t>(address));
+  Error failed = drain();
+  Error error = memory().unregister_host(reinterpret_cast<std::uintptr_t>(address));
+  return failed != kOk ? failed : error;
 }
 
 STANDIN_API cuMemHostGetDevicePointer_v2(CUdeviceptr* out, void* address, unsigned flags) {
@@ -151,8 +153,9 @@ STANDIN_API cuIpcOpenMemHandle_v2(CUdeviceptr* out, IpcHandle handle, unsigned f
 
 STANDIN_API cuIpcCloseMemHandle(CUdeviceptr address) {
   BEGIN();
-  if (Error error = drain()) return error;
-  return memory().close_imported(address);
+  Error failed = drain();
+  Error error = memory().close_imported(address);
+  return failed != kOk ? failed : error;
 }
 
 namespace {

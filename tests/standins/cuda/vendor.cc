@@ -2,7 +2,8 @@
 
 namespace standin {
 
-const Vendor kVendor = {"CUDA", "cu", "sm_90", "Stand-in GPU", "CUDA_DEVICE_MAX_CONNECTIONS", 8, "CUDA_VISIBLE_DEVICES",
-                        32,     0x10};
+const Vendor kVendor = {
+    "CUDA", "cu", "sm_90", "Stand-in GPU", "CUDA_DEVICE_MAX_CONNECTIONS", 8, "CUDA_VISIBLE_DEVICES", 32, 0x10, true,
+};
 
 }  // namespace standin

@@ -116,7 +116,7 @@ Result Comm::meet(const Id& id) {
     return kInvalidArgument;
   }
   Result result = check_devices();
-  if (result == kSuccess || result == kInvalidUsage) forget(id);  // all have opened it
+  forget(id);  // all have opened it, or the meeting has failed
   return result;
 }
 

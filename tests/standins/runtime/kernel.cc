@@ -287,7 +287,7 @@ void Block3::access(std::uintptr_t address, std::size_t nbytes, bool write) {
   if (address - shared < shared_.size() && nbytes <= shared + shared_.size() - address) return;
   if (own_data(address, nbytes)) return;
   Block near = Memory::instance().find(address);
-  complain("kernel %s, block %u, thread %u: a %s of %zu bytes at %#zx, %s", function_.name.c_str(), view_.block[0],
+  complain("kernel %s, block %u, thread %u: a %s of %zu bytes at 0x%zx, %s", function_.name.c_str(), view_.block[0],
            view_.thread[0], write ? "store" : "load", nbytes, address,
            near.size ? "across the end of an allocation, or of a device that is no peer" : "in no allocation");
   stop(kIllegalAddress);

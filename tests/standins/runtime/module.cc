@@ -26,26 +26,33 @@ std::size_t image_bytes(const void* image) {
   return header.e_shoff + static_cast<std::size_t>(header.e_shnum) * header.e_shentsize;
 }
 
-// The file stays open as long as the library: dlopen takes an equal path for the library it has already.
-void open_image(const void* image, std::size_t nbytes, Module* module) {
-  module->fd = memfd_create("standin-module", MFD_CLOEXEC);
-  if (module->fd < 0) return;
+// dlopen takes an equal path for the library it has already, and descriptors come again: so no two paths are equal.
+std::string unique_path(int fd) {
+  static std::atomic<unsigned> next{1};
+  std::string path = "/proc/self/fd/";
+  for (unsigned bits = next++; bits != 0; bits /= 2) path += bits % 2 ? "./" : "../fd/";
+  return path + std::to_string(fd);
+}
+
+void* open_image(const void* image, std::size_t nbytes) {
+  int fd = memfd_create("standin-module", MFD_CLOEXEC);
+  if (fd < 0) return nullptr;
   std::size_t written = 0;
   while (written < nbytes) {
-    ssize_t count = write(module->fd, static_cast<const char*>(image) + written, nbytes - written);
+    ssize_t count = write(fd, static_cast<const char*>(image) + written, nbytes - written);
     if (count <= 0) break;
     written += static_cast<std::size_t>(count);
   }
-  std::string path = "/proc/self/fd/" + std::to_string(module->fd);
-  if (written == nbytes) module->library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!module->library) complain("an image cannot be loaded: %s", dlerror());
+  void* library = written == nbytes ? dlopen(unique_path(fd).c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
+  if (!library) complain("an image cannot be loaded: %s", dlerror());
+  close(fd);
+  return library;
 }
 
 }  // namespace
 
 Module::~Module() {
   if (library) dlclose(library);
-  if (fd >= 0) close(fd);
 }
 
 Error load_module(const void* image, Module** out) {
@@ -53,7 +60,7 @@ Error load_module(const void* image, Module** out) {
   std::size_t nbytes = image_bytes(image);
   if (nbytes == 0) return kInvalidImage;
   auto module = std::make_shared<Module>();
-  open_image(image, nbytes, module.get());
+  module->library = open_image(image, nbytes);
   if (!module->library) return kInvalidImage;
   auto* about = static_cast<const Image*>(dlsym(module->library, "standin_image"));
   if (!about || std::strcmp(about->vendor, kVendor.name) != 0) return kInvalidImage;

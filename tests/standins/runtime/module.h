@@ -20,7 +20,6 @@ struct Function {
 
 struct Module {
   void* library = nullptr;
-  int fd = -1;  // of the file that it lies in
   std::map<std::string, std::unique_ptr<Function>> functions;
   ~Module();
 };

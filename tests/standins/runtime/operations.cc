@@ -35,7 +35,8 @@ bool holds(std::uint64_t now, std::uint64_t value, Compare compare, std::uint64_
   now &= mask;
   value &= mask;
   switch (compare) {
-    case Compare::kGreaterOrEqual:  // cyclic, as the driver's documentation has it
+    case Compare::kGreaterOrEqual:
+      if (!kVendor.cyclic) return now >= value;
       return width == 4 ? static_cast<std::int32_t>(now - value) >= 0 : static_cast<std::int64_t>(now - value) >= 0;
     case Compare::kEqual:
       return now == value;

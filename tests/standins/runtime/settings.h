@@ -21,6 +21,7 @@ struct Vendor {
   const char* visible_variable;  // which devices a process sees
   unsigned warp;                 // threads that run in lock step
   unsigned bus;                  // PCI bus of device 0
+  bool cyclic;                   // wait-values compare as counters that wrap around
 };
 extern const Vendor kVendor;
 

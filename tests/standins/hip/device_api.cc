@@ -1,0 +1,395 @@
+// libamdhip64: initialisation, devices, errors.
+#include <dlfcn.h>
+#include <strings.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "access.h"
+#include "hip.h"
+#include "memory.h"
+#include "operations.h"
+
+namespace standin::hip {
+namespace {
+
+thread_local int device_ordinal = 0;
+thread_local int last_error = 0;
+
+}  // namespace
+
+Status::Status(Error error) : code(error) {
+  if (error == kNotPermitted) code = kNotSupported;  // HIP has no number for it
+  if (code != 0 && code != kNotReady) last_error = code;
+}
+
+Error begin(const char* function) {
+  if (Error error = enter(function)) return error;
+  static const bool any = [] {  // HIP initialises itself at the first call
+    if (!devices().empty()) start_host_thread();
+    return !devices().empty();
+  }();
+  return any ? kOk : kNoDevice;
+}
+
+Error current_device(Device** device) {
+  *device = device_at(device_ordinal);
+  return static_cast<Error>((*device)->fault.load());
+}
+
+Error stream_argument(hipStream_t handle, Stream** stream) {
+  *stream = stream_of(*device_at(device_ordinal), handle);
+  if (!*stream) return kInvalidHandle;
+  return static_cast<Error>((*stream)->device->fault.load());
+}
+
+namespace {
+
+struct Named {
+  int code;
+  const char* name;
+  const char* text;
+};
+
+const Named kErrors[] = {
+    {0, "hipSuccess", "no error"},
+    {1, "hipErrorInvalidValue", "invalid argument"},
+    {2, "hipErrorOutOfMemory", "out of memory"},
+    {3, "hipErrorNotInitialized", "initialization error"},
+    {100, "hipErrorNoDevice", "no ROCm-capable device is detected"},
+    {101, "hipErrorInvalidDevice", "invalid device ordinal"},
+    {200, "hipErrorInvalidImage", "device kernel image is invalid"},
+    {201, "hipErrorInvalidContext", "invalid device context"},
+    {209, "hipErrorNoBinaryForGpu", "no kernel image is available for execution on the device"},
+    {214, "hipErrorECCNotCorrectable", "uncorrectable ECC error encountered"},
+    {217, "hipErrorPeerAccessUnsupported", "peer access is not supported between these two devices"},
+    {400, "hipErrorInvalidHandle", "invalid resource handle"},
+    {401, "hipErrorIllegalState", "the operation cannot be performed in the present state"},
+    {500, "hipErrorNotFound", "named symbol not found"},
+    {600, "hipErrorNotReady", "device not ready"},
+    {700, "hipErrorIllegalAddress", "an illegal memory access was encountered"},
+    {702, "hipErrorLaunchTimeOut", "the launch timed out and was terminated"},
+    {704, "hipErrorPeerAccessAlreadyEnabled", "peer access is already enabled"},
+    {705, "hipErrorPeerAccessNotEnabled", "peer access has not been enabled"},
+    {710, "hipErrorAssert", "device-side assert triggered"},
+    {712, "hipErrorHostMemoryAlreadyRegistered", "part or all of the requested memory range is already mapped"},
+    {713, "hipErrorHostMemoryNotRegistered", "pointer does not correspond to a registered memory region"},
+    {719, "hipErrorLaunchFailure", "unspecified launch failure"},
+    {801, "hipErrorNotSupported", "operation not supported"},
+    {900, "hipErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
+    {901, "hipErrorStreamCaptureInvalidated", "operation failed due to a previous error during capture"},
+    {902, "hipErrorStreamCaptureMerge", "operation would result in a merge of separate capture sequences"},
+    {903, "hipErrorStreamCaptureUnmatched", "capture was not ended in the same stream as it began"},
+    {904, "hipErrorStreamCaptureUnjoined", "capturing stream has unjoined work"},
+    {905, "hipErrorStreamCaptureIsolation", "dependency created on uncaptured work in another stream"},
+    {906, "hipErrorStreamCaptureImplicit", "operation would make the legacy stream depend on a capturing one"},
+    {907, "hipErrorCapturedEvent", "operation not permitted on an event last recorded in a capturing stream"},
+    {908, "hipErrorStreamCaptureWrongThread", "attempt to terminate a thread-local capture from another thread"},
+    {999, "hipErrorUnknown", "unknown error"},
+};
+
+const Named& named(int code) {
+  for (const Named& each : kErrors) {
+    if (each.code == code) return each;
+  }
+  return kErrors[sizeof kErrors / sizeof *kErrors - 1];
+}
+
+// By the numbers of hipDeviceAttribute_t; 0 for whatever is not here, which the runtime would have.
+int attribute(const Device& device, int which) {
+  switch (which) {
+    case 2:  // AsyncEngineCount
+      return 2;
+    case 3:      // CanMapHostMemory
+    case 4:      // CanUseHostPointerForRegisteredMem
+    case 8:      // ConcurrentKernels
+    case 24:     // ManagedMemory
+    case 78:     // StreamPrioritiesSupported
+    case 85:     // UnifiedAddressing
+    case 88:     // MemoryPoolsSupported
+    case 90:     // HostRegisterSupported
+    case 10011:  // IsLargeBar
+    case 10016:  // FineGrainSupport
+      return 1;
+    case 5:
+      return 2100000;
+    case 19:  // L2CacheSize
+      return 4 << 20;
+    case 23:  // ComputeCapabilityMajor: gfx942 is 9.4
+      return settings().arch[3] - '0';
+    case 61:
+      return settings().arch[4] - '0';
+    case 25:
+      return 16;
+    case 26:  // MaxBlockDimX, Y, Z
+    case 27:
+    case 28:
+    case 56:  // MaxThreadsPerBlock
+      return 1024;
+    case 29:
+      return 2147483647;
+    case 30:
+    case 31:
+      return 65535;
+    case 57:
+      return 2048;
+    case 63:  // MultiprocessorCount
+    case 10015:
+      return 4;
+    case 67:  // PciBusId
+      return static_cast<int>(kVendor.bus) + device.physical;
+    case 74:
+    case 75:
+      return 49152;
+    case 87:  // WarpSize
+      return static_cast<int>(kVendor.warp);
+    case 93:  // DmaBufSupported
+      return settings().dmabuf;
+    case 10013:  // CanUseStreamWaitValue
+      return settings().stream_waits;
+    default:
+      return 0;
+  }
+}
+
+// hipDeviceProp_tR0600, by name where something is said.
+struct Properties {
+  char name[256];
+  char uuid[16];
+  char luid[8];
+  unsigned luid_mask;
+  std::size_t total_memory, shared_per_block;
+  int registers, warp_size;
+  std::size_t pitch;
+  int threads_per_block, block[3], grid[3], clock;
+  std::size_t constant;
+  int major, minor;
+  std::size_t alignment, pitch_alignment;
+  int overlap, multiprocessors, timeout, integrated, maps_host_memory, mode;
+  int textures[40];
+  std::size_t surface_alignment;
+  int concurrent_kernels, ecc, bus, device, domain, tcc, engines, unified, memory_clock, bus_width, l2, persisting;
+  int threads_per_multiprocessor, priorities, l1, local_l1;
+  std::size_t shared_per_multiprocessor;
+  int registers_per_multiprocessor, managed, multi_board, board, native_atomics, ratio, pageable, concurrent_managed;
+  int preemption, host_pointers, cooperative, cooperative_multi;
+  std::size_t shared_optin;
+  int page_tables, direct_managed, blocks_per_multiprocessor, window;
+  std::size_t reserved_shared;
+  int registers_host, sparse, read_only, timeline, pools, rdma;
+  unsigned rdma_flush;
+  int rdma_order;
+  unsigned pool_handles;
+  int deferred, ipc_events, clusters, function_pointers, reserved[63], hip_reserved[32];
+  char arch[256];
+  std::size_t shared_max;
+  int instruction_clock;
+  unsigned features;
+  unsigned *memory_flush, *register_flush;
+  int unmatched[4], large_bar, revision;
+};
+static_assert(offsetof(Properties, arch) == 1160 && sizeof(Properties) == 1472, "as hip_runtime_api.h has it");
+
+}  // namespace
+}  // namespace standin::hip
+
+using namespace standin;
+using namespace standin::hip;
+
+extern "C" __attribute__((visibility("default"))) const DriverAccess* standin_driver() {
+  static const DriverAccess access = driver_access(current_device);
+  return &access;
+}
+
+extern "C" __attribute__((visibility("default"))) const char* hipGetErrorName(int code) { return named(code).name; }
+
+extern "C" __attribute__((visibility("default"))) const char* hipGetErrorString(int code) { return named(code).text; }
+
+extern "C" __attribute__((visibility("default"))) int hipGetLastError() {
+  int error = hip::last_error;
+  hip::last_error = 0;
+  return error;
+}
+
+extern "C" __attribute__((visibility("default"))) int hipPeekAtLastError() { return hip::last_error; }
+
+STANDIN_API hipInit(unsigned flags) {
+  BEGIN();
+  return flags == 0 ? kOk : kInvalidValue;
+}
+
+STANDIN_API hipDriverGetVersion(int* version) {
+  if (Error error = enter(__func__)) return error;
+  *version = 70000000;  // 7.0.0
+  return kOk;
+}
+
+STANDIN_API hipRuntimeGetVersion(int* version) { return hipDriverGetVersion(version); }
+
+STANDIN_API hipGetProcAddress(const char* name, void** function, int, std::uint64_t, int* status) {
+  static void* const self = [] {
+    Dl_info info;
+    dladdr(reinterpret_cast<const void*>(&begin), &info);
+    return dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+  }();
+  *function = std::strncmp(name, "hip", 3) == 0 ? dlsym(self, name) : nullptr;
+  if (status) *status = *function ? 0 : 1;
+  return *function ? kOk : kNotFound;
+}
+
+STANDIN_API hipGetDeviceCount(int* count) {
+  *count = 0;
+  BEGIN();
+  *count = static_cast<int>(devices().size());
+  return kOk;
+}
+
+STANDIN_API hipSetDevice(int ordinal) {
+  BEGIN();
+  if (!device_at(ordinal)) return kInvalidDevice;
+  device_ordinal = ordinal;
+  return kOk;
+}
+
+STANDIN_API hipGetDevice(int* ordinal) {
+  BEGIN();
+  *ordinal = device_ordinal;
+  return kOk;
+}
+
+STANDIN_API hipDeviceGet(int* device, int ordinal) {
+  BEGIN();
+  *device = ordinal;
+  return device_at(ordinal) ? kOk : kInvalidDevice;
+}
+
+STANDIN_API hipDeviceReset() {
+  BEGIN();
+  Device* device = device_at(device_ordinal);
+  synchronize_device(*device);
+  device->fault = kOk;
+  return kOk;
+}
+
+STANDIN_API hipDeviceSynchronize() {
+  BEGIN();
+  DEVICE(device);
+  return synchronize_device(*device);
+}
+
+STANDIN_API hipDeviceGetName(char* name, int length, int ordinal) {
+  BEGIN();
+  if (!device_at(ordinal) || length < 1) return kInvalidDevice;
+  std::strncpy(name, kVendor.device_name, static_cast<std::size_t>(length));
+  name[length - 1] = 0;
+  return kOk;
+}
+
+STANDIN_API hipDeviceGetUuid(char* uuid, int ordinal) {
+  BEGIN();
+  Device* device = device_at(ordinal);
+  if (!device) return kInvalidDevice;
+  device->uuid(uuid);
+  return kOk;
+}
+
+STANDIN_API hipDeviceTotalMem(std::size_t* nbytes, int ordinal) {
+  BEGIN();
+  if (!device_at(ordinal)) return kInvalidDevice;
+  *nbytes = settings().memory;
+  return kOk;
+}
+
+STANDIN_API hipDeviceGetPCIBusId(char* text, int length, int ordinal) {
+  BEGIN();
+  Device* device = device_at(ordinal);
+  if (!device) return kInvalidDevice;
+  std::string id = device->bus_id();
+  if (static_cast<std::size_t>(length) <= id.size()) return kInvalidValue;
+  std::memcpy(text, id.c_str(), id.size() + 1);
+  return kOk;
+}
+
+STANDIN_API hipDeviceGetByPCIBusId(int* ordinal, const char* text) {
+  BEGIN();
+  for (auto& device : devices()) {
+    if (strcasecmp(device->bus_id().c_str(), text) != 0) continue;
+    *ordinal = device->ordinal;
+    return kOk;
+  }
+  return kInvalidValue;
+}
+
+STANDIN_API hipDeviceGetAttribute(int* value, int which, int ordinal) {
+  BEGIN();
+  Device* device = device_at(ordinal);
+  if (!device) return kInvalidDevice;
+  *value = attribute(*device, which);
+  return kOk;
+}
+
+STANDIN_API hipGetDevicePropertiesR0600(Properties* properties, int ordinal) {
+  BEGIN();
+  Device* device = device_at(ordinal);
+  if (!device) return kInvalidDevice;
+  *properties = {};
+  Properties& p = *properties;
+  std::strncpy(p.name, kVendor.device_name, sizeof p.name - 1);
+  device->uuid(p.uuid);
+  std::strncpy(p.arch, settings().arch.c_str(), sizeof p.arch - 1);
+  p.total_memory = settings().memory;
+  p.shared_per_block = 49152;
+  p.warp_size = attribute(*device, 87);
+  p.threads_per_block = 1024;
+  p.threads_per_multiprocessor = 2048;
+  for (int& size : p.block) size = 1024;
+  p.grid[0] = 2147483647;
+  p.grid[1] = p.grid[2] = 65535;
+  p.major = attribute(*device, 23);
+  p.minor = attribute(*device, 61);
+  p.multiprocessors = attribute(*device, 63);
+  p.bus = attribute(*device, 67);
+  p.l2 = attribute(*device, 19);
+  p.maps_host_memory = p.concurrent_kernels = p.unified = p.managed = p.host_pointers = p.large_bar = 1;
+  p.registers_host = p.ipc_events = 1;
+  return kOk;
+}
+
+STANDIN_API hipDeviceCanAccessPeer(int* can, int ordinal, int peer) {
+  BEGIN();
+  if (!device_at(ordinal) || !device_at(peer)) return kInvalidDevice;
+  *can = settings().peer && ordinal != peer;
+  return kOk;
+}
+
+STANDIN_API hipDeviceGetP2PAttribute(int* value, int which, int source, int destination) {
+  BEGIN();
+  if (!device_at(source) || !device_at(destination) || source == destination) return kInvalidDevice;
+  *value = which == 0 ? 0 : settings().peer;
+  return kOk;
+}
+
+STANDIN_API hipDeviceEnablePeerAccess(int peer, unsigned flags) {
+  BEGIN();
+  DEVICE(device);
+  if (flags != 0) return kInvalidValue;
+  if (!device_at(peer)) return kInvalidDevice;
+  if (!settings().peer || peer == device->ordinal) return kPeerUnsupported;
+  std::uint64_t bit = 1ull << peer;
+  return device->peers.fetch_or(bit) & bit ? kPeerAlreadyEnabled : kOk;
+}
+
+STANDIN_API hipDeviceDisablePeerAccess(int peer) {
+  BEGIN();
+  DEVICE(device);
+  if (!device_at(peer)) return kInvalidDevice;
+  std::uint64_t bit = 1ull << peer;
+  return device->peers.fetch_and(~bit) & bit ? kOk : kPeerNotEnabled;
+}
+
+STANDIN_API hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  BEGIN();
+  if (least) *least = 1;
+  if (greatest) *greatest = -1;
+  return kOk;
+}
