@@ -129,6 +129,7 @@ def stream_ordered_memory(driver: Driver, job: Job) -> int:
     stream = driver.stream()
     address = driver.allocate_in_order(1000, stream)
     driver.fill(address, 3, 1000, stream)
+    driver.synchronize(stream)
     assert download(driver, address, np.empty(1000, np.uint8)).sum() == 3000
     code = refused(driver.ipc_handle, address)
     driver.free_in_order(address, stream)
@@ -268,7 +269,7 @@ def two_devices(driver: Driver, job: Job) -> list[int]:
     driver.use()
     ours = upload(driver, np.ones(100, np.float32))
     assert driver.pointer(theirs) == ("device", 1)
-    driver.copy(ours, theirs, 400, driver.stream())  # copies reach anything
+    driver.copy(ours, theirs, 400)  # copies reach anything
     driver.enable_peer(1)
     driver.launch(kernel(driver, "add"), 1, 32, 0, ours, ours, theirs, 100)
     assert (download(driver, ours, np.empty(100, np.float32)) == 2).all()
