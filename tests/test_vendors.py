@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import standins
-from ranks import Job, Ranks, elapsed
+from ranks import Job, Ranks, elapsed, wait_until
 
 from hetcoll.errors import ArgumentError, CommunicationError, DeviceError, InitError
 from hetcoll.islands import nccl, rccl
@@ -28,6 +28,7 @@ from hetcoll.islands.native import BYTES, Native, native
 from hetcoll.types import COMPLEX, FLOATS, DType, ReduceOp, supports
 
 FINDERS = {"cuda": nccl, "hip": rccl}
+VERSIONS = {"cuda": "2.28.9", "hip": "2.27.7"}  # of the stand-ins
 SECONDS = 10.0
 _P, _I, _Z = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _ALL_REDUCE = ctypes.CFUNCTYPE(_I, _P, _P, _Z, _I, _I, _P, _P)
@@ -187,14 +188,18 @@ def _join(job: Job, unique_id: bytes, timeout: float = SECONDS, late: int = -1) 
         _here["island"] = Island(_here["library"], job.size, job.rank, unique_id, _here["device"], timeout)
 
 
-def _allreduce(array: np.ndarray[Any, Any], op: int, dtype: int, count: int) -> np.ndarray[Any, Any]:
-    """One all-reduce in place, by its address as the engine calls it."""
+def _allreduce(
+    array: np.ndarray[Any, Any], op: int, dtype: int, count: int, then: Callable[[], None] = lambda: None
+) -> np.ndarray[Any, Any]:
+    """One all-reduce in place, by its address as the engine calls it; `then` is called when it is enqueued."""
     island, device = _here["island"], _here["device"]
     memory, stream = device.allocate(max(1, array.nbytes)), device.stream()
     try:
         device.copy(memory, array.ctypes.data, array.nbytes)
         function = _ALL_REDUCE(island.functions()["ncclAllReduce"])
-        island.library.words(function(memory, memory, count, dtype, op, island.handle, stream))
+        code = function(memory, memory, count, dtype, op, island.handle, stream)
+        assert code == 0, island.library.words(code)
+        then()
         device.synchronize(stream)
         out = np.empty_like(array)
         device.copy(out.ctypes.data, memory, array.nbytes)
@@ -253,9 +258,9 @@ def _formed(members: Callable[..., Ranks], size: int = 3, **settings: object) ->
 
 
 @pytest.mark.parametrize("settings", [{}, {"jitter": "3:2000"}])
-def test_an_island_reduces_and_ends(members: Callable[..., Ranks], settings: dict[str, object]) -> None:
+def test_an_island_reduces_and_ends(vendor: str, members: Callable[..., Ranks], settings: dict[str, object]) -> None:
     ranks = _formed(members, **settings)
-    assert ranks.run(_about) == [("2.28.9", True, None)] * 3
+    assert ranks.run(_about) == [(VERSIONS[vendor], True, None)] * 3
     ranks.run(_reduces)
     ranks.run(_end)
 
@@ -273,7 +278,7 @@ def test_those_who_wait_for_a_member_give_up_in_time(members: Callable[..., Rank
     outcomes = ranks.outcomes(_join, ranks.run(_unique_id)[0], 0.6, 2)
     for outcome in outcomes[:2]:
         assert isinstance(outcome.error, InitError)
-        assert "NCCL among 3 ranks: not all have come within 0.6 s" in str(outcome.error)
+        assert "CCL among 3 ranks: not all have come within 0.6 s" in str(outcome.error)
         assert 0.5 < outcome.seconds < 3
     assert outcomes[2].error is None
     ranks.run(_join, ranks.run(_unique_id)[0])  # the next one works
@@ -285,7 +290,8 @@ def test_two_on_one_gpu_are_refused_in_the_librarys_words(members: Callable[...,
     ranks = members(2, devices=1)
     for outcome in ranks.outcomes(_join, ranks.run(_unique_id)[0]):
         assert isinstance(outcome.error, InitError)
-        assert "NCCL among 2 ranks: NCCL 2.28.9: invalid usage" in str(outcome.error)
+        assert "CCL 2.2" in str(outcome.error)
+        assert ": invalid usage" in str(outcome.error)
 
 
 @pytest.mark.parametrize("function", ["ncclCommInitRankConfig", "ncclCommSplit", "ncclCommFinalize"])
@@ -293,7 +299,8 @@ def test_what_the_library_refuses_leaves_nothing_behind(members: Callable[..., R
     ranks = members(3, fail=f"{function}:1:2")
     for outcome in ranks.outcomes(_join, ranks.run(_unique_id)[0]):
         assert isinstance(outcome.error, InitError)
-        assert f"NCCL among 3 ranks: {function}: NCCL 2.28.9: unhandled system error" in str(outcome.error)
+        assert f"CCL among 3 ranks: {function}: " in str(outcome.error)
+        assert ": unhandled system error" in str(outcome.error)
     ranks.broken = function == "ncclCommInitRankConfig"  # the library keeps a unique id that not all have used
 
 
@@ -301,19 +308,16 @@ def _hang_and_abort(job: Job) -> float:
     """Rank 0 calls a collective that nobody else does; another thread ends it."""
     if job.rank > 0:
         return 0.0
-    island = _here["island"]
-    timer = threading.Timer(0.3, island.abort)
-    timer.start()
-    with elapsed() as took:
-        with pytest.raises((DeviceError, AssertionError)):
-            np.testing.assert_array_equal(_allreduce(np.ones(4, np.float32), 0, 7, 4), 3)
-        timer.join()
+    other = threading.Thread(target=_here["island"].abort)
+    with elapsed() as took, pytest.raises((DeviceError, AssertionError), match=r"cu|hip|equal"):
+        np.testing.assert_array_equal(_allreduce(np.ones(4, np.float32), 0, 7, 4, other.start), 3)
+    other.join()
     return took[0]
 
 
 def test_abort_ends_what_waits_for_a_peer(members: Callable[..., Ranks]) -> None:
     ranks = _formed(members)
-    assert 0.2 < ranks.run(_hang_and_abort)[0] < 4
+    assert ranks.run(_hang_and_abort)[0] < 7  # the stand-in itself would end it after 8
     ranks.run(_end_quietly)
 
 
@@ -322,31 +326,24 @@ def _end_quietly(job: Job) -> None:
 
 
 def _fails_late(job: Job) -> str:
-    island = _here["island"]
-    timer = threading.Timer(1.0, island.abort)
-    timer.start()
-    problem = []
-    watch = threading.Thread(target=lambda: problem.append(_poll(island)))
-    watch.start()
-    with pytest.raises((DeviceError, AssertionError)):
-        np.testing.assert_array_equal(_allreduce(np.ones(4, np.float32), 0, 7, 4), 3)
-    watch.join()
-    timer.join()
-    return str(problem[0])
+    """What a watching thread hears of, before it ends the island."""
+    island, heard = _here["island"], list[str]()
 
+    def watch() -> None:
+        heard.append(wait_until(island.async_error, 20.0))
+        island.abort()
 
-def _poll(island: Island) -> str | None:
-    for _ in range(400):
-        if problem := island.async_error():
-            return problem
-        threading.Event().wait(0.002)
-    return None
+    watcher = threading.Thread(target=watch)
+    with pytest.raises((DeviceError, AssertionError), match=r"cu|hip|equal"):
+        np.testing.assert_array_equal(_allreduce(np.ones(4, np.float32), 0, 7, 4, watcher.start), 3)
+    watcher.join()
+    return heard[0]
 
 
 def test_asynchronous_errors_come_in_the_librarys_words(members: Callable[..., Ranks]) -> None:
-    ranks = _formed(members, fail="ncclAllReduce:1:late6")
+    ranks = _formed(members, fail="ncclAllReduce:1:late6", timeout=30)
     for problem in ranks.run(_fails_late):
-        assert problem.startswith("NCCL 2.28.9: remote process exited or there was a network error")
+        assert ": remote process exited or there was a network error" in problem
 
 
 def _weights(job: Job) -> None:
@@ -358,7 +355,7 @@ def _weights(job: Job) -> None:
         got = _allreduce(np.full(5, 6, kind), op, int(dtype), 5)
         island.drop(op)
         np.testing.assert_allclose(got.astype(float), 6 / 2 + 6 / 3 + 6 / 4, rtol=0.02)
-        with pytest.raises(CommunicationError, match=r"ncclRedOpDestroy: NCCL .* invalid argument"):
+        with pytest.raises(CommunicationError, match=r"ncclRedOpDestroy: R?N?CCL .* invalid argument"):
             island.drop(op)
     with pytest.raises(ArgumentError, match="weights of int32 are not supported"):
         island.weighted_sum(0.5, DType.INT32)
