@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from . import machine, rdma
+from . import gpu, machine, rdma
 from .finding import Finding, Level
 
 Check = Callable[[], Iterable[Finding]]
@@ -16,12 +16,15 @@ Check = Callable[[], Iterable[Finding]]
 CHECKS: tuple[Check, ...] = (
     machine.shared_memory,
     machine.network,
+    gpu.nvidia,
+    gpu.amd,
     rdma.devices,
     rdma.modules,
     rdma.libraries,
     rdma.ports,
     rdma.locked_memory,
     rdma.gpu_memory,
+    gpu.kernel_options,
 )
 
 

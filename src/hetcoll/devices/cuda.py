@@ -35,7 +35,9 @@ def _start() -> Calls | str:
         if not calls("cuDeviceGetCount"):
             return "NVIDIA's driver sees no GPU (CUDA_VISIBLE_DEVICES may hide it)"
     except DeviceError as error:
-        return f"NVIDIA's driver cannot be used: {error}"
+        if error.code:
+            return f"NVIDIA's driver cannot be used: {error}"
+        return "NVIDIA's driver is not installed, or too old: libcuda.so.1 with cuInit cannot be loaded"
     return calls
 
 

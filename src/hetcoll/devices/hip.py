@@ -43,8 +43,10 @@ def _start() -> Calls | str:
         calls("hipInit", 0)
         if not calls("hipGetDeviceCount"):
             return "AMD's runtime sees no GPU (HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES may hide it)"
+        _library()
     except DeviceError as error:
-        return f"AMD's runtime cannot be used: {error}"
+        said = re.search(r"failed to dlopen .*: b'(.*)'", str(error))
+        return f"AMD's runtime cannot be loaded: {said[1]}" if said else f"AMD's runtime cannot be used: {error}"
     return calls
 
 
@@ -325,8 +327,8 @@ def _library() -> ctypes.CDLL:
     """The runtime that hip-python has loaded, for what only its addresses can do."""
     with open("/proc/self/maps") as maps:
         paths = sorted(set(re.findall(r"(/\S*/libamdhip64\.so\S*)", maps.read())))
-    if len(paths) != 1:
-        raise DeviceError(f"wanted one libamdhip64 in this process, got {', '.join(paths) or 'none'}")
+    if len(paths) != 1:  # two runtimes know nothing of each other's memory and streams
+        raise DeviceError(f"wanted one libamdhip64.so in this process, got {', '.join(paths) or 'none'}")
     return ctypes.CDLL(paths[0])
 
 

@@ -112,6 +112,11 @@ class KernelTable:
         packs = -(-count * itemsize // _PACK)
         return max(1, min(2 * self._device.multiprocessors, -(-packs // _BLOCK))), _BLOCK
 
+    @property
+    def compiler(self) -> str:
+        """Which compiler makes them, its version and options."""
+        return self._compiler.key
+
     @staticmethod
     def oneshot_launch(count: int, itemsize: int) -> tuple[int, int]:
         """Blocks and threads for a one-shot all-reduce: of the size alone, so the same on all ranks."""
