@@ -50,6 +50,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--cache", type=Path, default=Path.home() / ".cache/hetcoll-bench", help="where the peers are installed")
     add("--json", type=Path, help="where to write the results (default: results.json in the cache)")
     add("--write-docs", action="store_true", help="write docs/benchmarks.md and docs/figures/sweep.svg")
+    add("--install", action="store_true", help="only install the peers")
     return parser.parse_args(words)
 
 
@@ -93,11 +94,17 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:300]
 
 
+def install(args: argparse.Namespace) -> dict[str, Path]:
+    """The environments of the chosen libraries, installed where they are missing."""
+    names = dict.fromkeys(variant.environment for variant, _ in chosen_variants(args) if variant.environment)
+    return {name: prepare(name, args.cache) for name in names}
+
+
 def measure(args: argparse.Namespace) -> tuple[list[Point], dict[str, Any], list[str]]:
     """All rounds: the points, the machine's limits, what failed."""
     probe = build_limits(args.cache)
     variants = chosen_variants(args)
-    homes = {name: prepare(name, args.cache) for name in {v.environment for v, _ in variants} if name}
+    homes = install(args)
     points: list[Point] = []
     failures: list[str] = []
     limits = []
@@ -169,6 +176,9 @@ def main() -> int:
     args = parse_arguments()
     if os.sched_getscheduler(0) == os.SCHED_FIFO:
         raise SystemExit("peers.py: under SCHED_FIFO ranks that spin starve their launchers; wanted chrt --rr, or none")
+    if args.install:
+        install(args)
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
     points, limits, failures = measure(args)
     lines = results.summarise(points, limits)

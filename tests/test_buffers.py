@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from installed import import_torch
 
 from hetcoll.buffers import Buffer, element_type, read_buffer
 from hetcoll.errors import BufferTypeError
@@ -152,7 +153,7 @@ def test_what_an_exporter_itself_refuses() -> None:
 
 
 def test_torch_tensors() -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    torch = import_torch()
     tensor = torch.zeros(3, 4, dtype=torch.bfloat16)
     found = read(tensor)
     assert (found.ptr, found.count, found.dtype) == (tensor.data_ptr(), 12, DType.BFLOAT16)

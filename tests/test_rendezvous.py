@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from installed import find_program
 
 from hetcoll.env import Config, Launch
 from hetcoll.errors import ArgumentError, AuthenticationError, InitError
@@ -26,7 +26,6 @@ from hetcoll.rendezvous.bootstrap import bootstrap, get_unique_id
 from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.rendezvous.unique_id import UniqueId
 
-PEERS = Path(os.environ.get("PEERS_CACHE", Path.home() / ".cache/hetcoll-bench"))  # where `make bench` installs MPIs
 SCRIPT = """
 import os
 from hetcoll.rendezvous.control import WORLD, ControlClient
@@ -264,25 +263,14 @@ def run_ranks(command: list[str], tmp_path: Path, **variables: str) -> list[str]
     return sorted(line for line in done.stdout.splitlines() if " sees " in line)
 
 
-def find(program: str, environment: str, accept: Callable[[str], bool] = lambda _: True) -> str:
-    """A launcher of another library; skips the test where it is not installed."""
-    for path in (PEERS / environment / "bin" / program, Path(shutil.which(program) or "/nonexistent")):
-        if path.exists():
-            env = os.environ | {"PATH": f"{path.parent}:{os.environ['PATH']}"}
-            version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, env=env).stdout
-            if accept(version):
-                return str(path)
-    pytest.skip(f"{program} of {environment} is not installed; `make bench` does it")
-
-
 def test_open_mpi_itself(tmp_path: Path) -> None:
-    mpirun = find("mpirun", "openmpi", lambda version: "Open MPI" in version)
+    mpirun = find_program("mpirun", "openmpi", lambda version: "Open MPI" in version)
     command = [mpirun, "--allow-run-as-root", "-n", "3", "--map-by", ":OVERSUBSCRIBE", sys.executable]
     assert run_ranks(command, tmp_path) == [f"openmpi {rank} sees 0 1 2" for rank in range(3)]
 
 
 def test_mpich_itself_also_through_a_shell(tmp_path: Path) -> None:
-    mpirun = find("mpirun", "mpich", lambda version: "HYDRA" in version)
+    mpirun = find_program("mpirun", "mpich", lambda version: "HYDRA" in version)
     expected = [f"hydra {rank} sees 0 1 2" for rank in range(3)]
     assert run_ranks([mpirun, "-n", "3", sys.executable], tmp_path) == expected
     shell = [mpirun, "-n", "3", "sh", "-c", f"{sys.executable} $0; true"]
@@ -290,7 +278,7 @@ def test_mpich_itself_also_through_a_shell(tmp_path: Path) -> None:
 
 
 def test_intel_mpi_itself(tmp_path: Path) -> None:
-    mpirun = find("mpirun", "impi", lambda version: "Intel" in version)
+    mpirun = find_program("mpirun", "impi", lambda version: "Intel" in version)
     home = Path(mpirun).parents[1]
     variables = {"I_MPI_ROOT": str(home), "I_MPI_FABRICS": "shm", "PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
     found = run_ranks([mpirun, "-n", "3", sys.executable], tmp_path, **variables)
@@ -300,7 +288,7 @@ def test_intel_mpi_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
 def test_a_broadcast_through_mpi4py(tmp_path: Path, name: str) -> None:
     """What ranks on several hosts do: each is told that it is alone on its host."""
-    mpirun = find("mpirun", name, lambda version: ("Open MPI" in version) == (name == "openmpi"))
+    mpirun = find_program("mpirun", name, lambda version: ("Open MPI" in version) == (name == "openmpi"))
     python = Path(mpirun).parent / "python"
     if subprocess.run([python, "-c", "import mpi4py"], capture_output=True, timeout=60).returncode:
         pytest.skip(f"{python} has no mpi4py")
@@ -313,6 +301,6 @@ def test_a_broadcast_through_mpi4py(tmp_path: Path, name: str) -> None:
 
 
 def test_torchrun_itself(tmp_path: Path) -> None:
-    torchrun = find("torchrun", "gloo")
+    torchrun = find_program("torchrun", "gloo")
     command = [torchrun, "--standalone", "--nproc-per-node", "3", "--no-python", sys.executable]
     assert run_ranks(command, tmp_path) == [f"torchrun {rank} sees 0 1 2" for rank in range(3)]

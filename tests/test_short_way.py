@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from installed import import_torch
 from ranks import Ranks
 
 import hetcoll
@@ -185,7 +186,7 @@ def test_what_other_libraries_export_may_be_read_only() -> None:
 
 
 def test_torch_tensors() -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    torch = import_torch()
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn):
         assert both(torch.zeros(2, 3, dtype=dtype)) is not None
         assert both(torch.nn.Parameter(torch.zeros(4), requires_grad=False)) is not None
