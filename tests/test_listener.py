@@ -31,7 +31,7 @@ def soon(seconds: float = 10.0) -> float:
 
 def requests_of(rank: int, listeners: list[Listener], channels: int, stripes: int) -> list[Request]:
     return [
-        Request(EdgeKey(COMM, 0, min(rank, peer), max(rank, peer), channel, stripe), listener.addresses)
+        Request(EdgeKey(COMM, min(rank, peer), max(rank, peer), channel, stripe), listener.addresses)
         for peer, listener in enumerate(listeners)
         if peer != rank
         for channel in range(channels)
@@ -109,7 +109,7 @@ def test_addresses_survive_the_exchange() -> None:
 def test_another_secret_is_refused_by_name() -> None:
     ours, theirs = Listener(Config(), SECRET, loopback=True), Listener(Config(), b"x" * 32, loopback=True)
     with pytest.raises(AuthenticationError, match=r"rank 3 at 127\.0\.0\.1:\d+: it refused our proof"):
-        ours.connect_many([Request(EdgeKey(COMM, 0, 1, 3), theirs.addresses)], soon())
+        ours.connect_many([Request(EdgeKey(COMM, 1, 3), theirs.addresses)], soon())
     ours.close()
     theirs.close()
 
@@ -119,10 +119,10 @@ def test_who_is_gone_is_named_at_once_and_who_never_comes_at_the_deadline() -> N
     gone.close()
     started = time.monotonic()
     with pytest.raises(InitError, match=r"rank 3 at 127\.0\.0\.1:\d+: connection refused"):
-        ours.connect_many([Request(EdgeKey(COMM, 0, 1, 3), gone.addresses)], soon(60))
+        ours.connect_many([Request(EdgeKey(COMM, 1, 3), gone.addresses)], soon(60))
     assert time.monotonic() - started < 5
     with pytest.raises(InitError, match=r"ranks 0, 2 did not connect in time"):
-        ours.take([EdgeKey(COMM, 0, 0, 1), EdgeKey(COMM, 0, 2, 1)], soon(0.1))
+        ours.take([EdgeKey(COMM, 0, 1), EdgeKey(COMM, 2, 1)], soon(0.1))
     ours.close()
 
 
@@ -178,7 +178,7 @@ def test_a_connection_that_proves_nothing_is_closed(monkeypatch: pytest.MonkeyPa
     ours, theirs = Listener(Config(), SECRET, loopback=True), Listener(Config(), SECRET, loopback=True)
     silent = [socket.create_connection(theirs.addresses[0][:2]) for _ in range(10)]
     silent[0].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(200))
-    key = EdgeKey(COMM, 0, 0, 1)
+    key = EdgeKey(COMM, 0, 1)
     made = ours.connect_many([Request(key, theirs.addresses)], soon())  # waits for its turn behind them
     taken = theirs.take([key], soon())
     for sock in silent:
@@ -197,7 +197,7 @@ def test_a_connection_that_proves_nothing_is_closed(monkeypatch: pytest.MonkeyPa
 def test_a_claim_for_another_edge_does_not_verify() -> None:
     """The proof covers the key: a claim whose key was changed on the way is refused."""
     challenge = auth.Challenge(SECRET, auth.Service.DATA)
-    claim = auth.Response(SECRET, challenge.greeting, EdgeKey(COMM, 0, 0, 1).encode()).claim
+    claim = auth.Response(SECRET, challenge.greeting, EdgeKey(COMM, 0, 1).encode()).claim
     assert challenge.judge(claim).proven
     for place in range(len(claim)):
         assert not challenge.judge(claim[:place] + bytes([claim[place] ^ 1]) + claim[place + 1 :]).proven
@@ -208,7 +208,7 @@ def test_another_process_at_a_published_address_is_noticed() -> None:
     """Two hosts may have the same address (a bridge to their guests): the listener's token tells them apart."""
     ours, wrong, right = (Listener(Config(), SECRET, loopback=True) for _ in range(3))
     stale = wrong.addresses[0]._replace(token=right.addresses[0].token)
-    key = EdgeKey(COMM, 0, 0, 1)
+    key = EdgeKey(COMM, 0, 1)
     made = ours.connect_many([Request(key, (stale, right.addresses[0]._replace(interface="other")))], soon())
     right.take([key], soon())[key].close()
     made[key].close()
@@ -246,11 +246,11 @@ def test_waiting_can_be_ended_from_outside() -> None:
 
     listener = Listener(Config(), SECRET, loopback=True)
     with pytest.raises(LostError):
-        listener.take([EdgeKey(COMM, 0, 0, 1)], soon(60), check)
+        listener.take([EdgeKey(COMM, 0, 1)], soon(60), check)
     with pytest.raises(LostError):
-        listener.connect_many([Request(EdgeKey(COMM, 0, 1, 2), listener.addresses)], soon(60), check)
+        listener.connect_many([Request(EdgeKey(COMM, 1, 2), listener.addresses)], soon(60), check)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(listener.take, [EdgeKey(COMM, 0, 0, 1)], soon(60))
+        waiting = pool.submit(listener.take, [EdgeKey(COMM, 0, 1)], soon(60))
         listener.close()
         with pytest.raises(ClosedError):
             waiting.result(5)
@@ -260,13 +260,13 @@ def test_nothing_is_left_behind() -> None:
     Listener(Config(), SECRET).close()
     fds, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
     ours, theirs = Listener(Config(), SECRET), Listener(Config(), SECRET)
-    keys = [EdgeKey(COMM, 0, 0, 1, channel) for channel in range(20)]
+    keys = [EdgeKey(COMM, 0, 1, channel) for channel in range(20)]
     made = ours.connect_many([Request(key, theirs.addresses) for key in keys], soon())
     theirs.take(keys[:1], soon())[keys[0]].close()
     for sock in made.values():
         sock.close()
     with pytest.raises(InitError):
-        ours.ensure(0, [Request(keys[0], theirs.addresses), Request(EdgeKey(COMM, 0, 9, 0), ())], soon(0.2))
+        ours.ensure(0, [Request(keys[0], theirs.addresses), Request(EdgeKey(COMM, 9, 0), ())], soon(0.2))
     for listener in (ours, theirs) * 2:
         listener.close()
     assert threading.active_count() == threads

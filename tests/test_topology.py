@@ -57,7 +57,6 @@ def test_gpus_are_told_later() -> None:
     after = before.equipped([("cuda", "a"), ("cuda", "b"), ("hip", "a")])
     assert after.islands == before.islands == ((0, 1), (2,))
     assert [(i.vendor, i.device) for i in after.ranks] == [("cuda", "a"), ("cuda", "b"), ("hip", "a")]
-    assert after.digest() != before.digest()
     assert Topology(after.ranks).islands == ((0, 1), (2,))
 
 
@@ -94,7 +93,6 @@ def test_spelling_and_restricting(order: list[int], cuts: set[int], data: st.Dat
             together = any(some[a] in i and some[b] in i for i in islands)
             assert together == any(a in i and b in i for i in fewer)
     assert restrict(None, some) is None
-    assert Topology(ranks(*["cuda"] * 6), asked=islands).select(some).islands == fewer
 
 
 @pytest.mark.parametrize("text", ["", "|", "0,|1", "0-", "a", "0;1", "3-1", "-1", "0,,1"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -24,7 +22,7 @@ class RankInfo:
     """What one rank tells all others.
 
     `host` is equal on ranks that can share memory. `cores` is the number of cores that the ranks of its host can use
-    together. `addresses` is where it listens, in its own notation. `version` must be the same everywhere. `vendor` is
+    together. `version` must be the same everywhere. `vendor` is
     whose library serves its GPU (``cuda``, ``hip``) and `device` which GPU of the host it is; empty while it has none.
     `nics` are the ports of RDMA devices that it has opened, and `no_nics` says why there are none.
     """
@@ -33,39 +31,18 @@ class RankInfo:
     host: str
     pid: int = 0
     cores: int = 1
-    addresses: tuple[str, ...] = ()
     version: str = ""
     vendor: str = ""
     device: str = ""
     nics: tuple[Nic, ...] = ()
     no_nics: str = ""
 
-    def encode(self) -> bytes:
-        """The same bytes for equal descriptions."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> RankInfo:
-        """What `encode` made. InitError when it is no description of a rank."""
-        try:
-            values = json.loads(data)
-            values["addresses"] = tuple(values["addresses"])
-            values["nics"] = tuple(Nic(**nic) for nic in values["nics"])
-            info = cls(**values)
-        except (ValueError, TypeError, KeyError) as error:
-            raise InitError(f"wanted the description of a rank, got {data[:80]!r}: {error}") from error
-        for field in fields(cls):
-            wanted = {"int": int, "str": str}.get(str(field.type), tuple)
-            if not isinstance(getattr(info, field.name), wanted):
-                raise InitError(f"the description of a rank has {field.name} {getattr(info, field.name)!r}")
-        return info
-
 
 @dataclass(frozen=True)
 class Topology:
     """All ranks of a communicator, in order, and the transport and the islands that were asked for.
 
-    Everything derived from it is a pure function of what all ranks hold alike (`digest` proves that they do).
+    Everything derived from it is a pure function of what all ranks hold alike.
 
     Raises
     ------
@@ -210,23 +187,10 @@ class Topology:
         mine, theirs = (", ".join(f"{n.name} {n.address}" for n in self.ranks[r].nics) for r in (a, b))
         return f"no device of rank {a} ({mine}) reaches one of rank {b} ({theirs})"
 
-    def select(self, ranks: Sequence[int]) -> Topology:
-        """The topology of some of these ranks, numbered anew in the order given."""
-        infos = tuple(replace(self.ranks[r], rank=i) for i, r in enumerate(ranks))
-        return Topology(infos, self.setting, restrict(self.asked, ranks))
-
     def equipped(self, gpus: Sequence[tuple[str, str]]) -> Topology:
         """The same with the (vendor, device) of each rank's GPU, which ranks learn when they first use one."""
         infos = (replace(info, vendor=v, device=d) for info, (v, d) in zip(self.ranks, gpus, strict=True))
         return Topology(tuple(infos), self.setting, self.asked)
-
-    def digest(self) -> bytes:
-        """32 bytes that are equal exactly when the descriptions are: SHA-256 of all of them."""
-        asked = "" if self.asked is None else spell_islands(self.asked)
-        state = hashlib.sha256(f"{self.setting} {asked}".encode())
-        for info in self.ranks:
-            state.update(b"\n" + info.encode())
-        return state.digest()
 
 
 def restrict(islands: Islands | None, ranks: Sequence[int]) -> Islands | None:

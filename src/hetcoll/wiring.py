@@ -224,7 +224,7 @@ class Wiring:
             raise InitError(f"no transport links rank {self.rank} to {sorted({p for p, _ in missing})}")
         comm = hashlib.blake2b(self.group, digest_size=16).digest()
         requests = [
-            Request(EdgeKey(comm, 0, min(self.rank, p), max(self.rank, p), c, s), self._addresses[p])
+            Request(EdgeKey(comm, min(self.rank, p), max(self.rank, p), c, s), self._addresses[p])
             for p, c in missing
             for s in range(self._stripes)
         ]
@@ -232,7 +232,7 @@ class Wiring:
         made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, lambda: check(peers))
         for p, c in missing:
             low, high = min(self.rank, p), max(self.rank, p)
-            fds = [made[EdgeKey(comm, 0, low, high, c, s)].detach() for s in range(self._stripes)]
+            fds = [made[EdgeKey(comm, low, high, c, s)].detach() for s in range(self._stripes)]
             if self.topology.transport(self.rank, p) == "verbs":
                 self._attach_verbs(p, c, fds)
             else:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..errors import ArgumentError
 from .wire import U32, pack, unpack
 
-_KEY = struct.Struct("<16sIIIHH")
+_KEY = struct.Struct("<16sIIHH4x")
 assert _KEY.size == 32  # it is the context of the connection's claim
 _HURRIED = 1 << 15  # of the stripe's bits
 
@@ -23,7 +23,6 @@ class EdgeKey(NamedTuple):
     bytes."""
 
     comm: bytes
-    epoch: int
     src: int
     dst: int
     channel: int = 0
@@ -33,13 +32,13 @@ class EdgeKey(NamedTuple):
         """32 bytes. `hurried` says that `dst` connects."""
         if len(self.comm) != 16:
             raise ArgumentError(f"a communicator's id: wanted 16 bytes, got {len(self.comm)}")
-        return _KEY.pack(*self[:5], self.stripe | (_HURRIED if hurried else 0))
+        return _KEY.pack(*self[:4], self.stripe | (_HURRIED if hurried else 0))
 
     @classmethod
     def decode(cls, data: bytes) -> tuple[EdgeKey, bool]:
         """What `encode` made: the key, and whether `dst` connects."""
-        comm, epoch, src, dst, channel, stripe = _KEY.unpack(data)
-        return cls(comm, epoch, src, dst, channel, stripe & ~_HURRIED), bool(stripe & _HURRIED)
+        comm, src, dst, channel, stripe = _KEY.unpack(data)
+        return cls(comm, src, dst, channel, stripe & ~_HURRIED), bool(stripe & _HURRIED)
 
     def __str__(self) -> str:
         return f"{self.src} to {self.dst}, channel {self.channel}, stripe {self.stripe}"

@@ -139,12 +139,6 @@ class Listener:
                 sock.close()
             raise
 
-    def discard(self, comm: bytes) -> None:
-        """Close the sockets that came for a communicator and that nobody took."""
-        with self._news:
-            for key in [key for key in self._arrived if key.comm == comm]:
-                self._arrived.pop(key).close()
-
     def close(self) -> None:
         """Stop listening and close what nobody took. Takes a few seconds at most; more than once is fine."""
         lifetime.forget(self)
