@@ -2,50 +2,44 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import ctypes
 import os
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from kernel_checks import Bytes, Launch
 
 from hetcoll.devices.kernels import modules, source
+from hetcoll.devices.kernels.source import module_of
 
-FLAGS = "-std=c++20 -O2 -ffp-contract=off -Wall -Wextra -Werror -fPIC -shared -x c++"
+FLAGS = "-std=c++20 -ffp-contract=off -Wall -Wextra -fPIC -shared -x c++"
+SECONDS = 100.0
 
 
-def build(directory: Path) -> dict[str, ctypes.CDLL]:
-    """Every module as a shared object."""
-
-    def one(module: str) -> ctypes.CDLL:
-        path = directory / f"{module}.so"
-        compiler = shlex.split(os.environ.get("CXX", "g++"))
-        done = subprocess.run(
-            [*compiler, *FLAGS.split(), "-", "-o", str(path)], input=source(module), capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return ctypes.CDLL(str(path))
-
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(modules(), pool.map(one, modules()), strict=True))
+def _compile(module: str, options: str, directory: Path) -> ctypes.CDLL:
+    path = directory / f"{module}.so"
+    words = [*shlex.split(os.environ.get("CXX", "g++")), *FLAGS.split(), *options.split(), "-", "-o", str(path)]
+    done = subprocess.run(words, input=source(module), capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(path))
 
 
 class PlainMachine:
-    """Host memory, and threads for streams."""
+    """Host memory, and threads for streams. Modules are compiled behind its user's back; a launch waits for its own."""
 
-    def __init__(self, libraries: dict[str, ctypes.CDLL]) -> None:
-        self._entries = {
-            name: getattr(libraries[module], f"launch_{name}") for module, names in modules().items() for name in names
-        }
+    def __init__(self, directory: Path, names: Iterable[str] = modules(), options: str = "-O2 -Werror") -> None:
         self._memory: dict[int, Bytes] = {}
-        self._pool = concurrent.futures.ThreadPoolExecutor(16)
+        self._streams = ThreadPoolExecutor(16)
+        self._compilers = ThreadPoolExecutor(os.cpu_count())
+        self._libraries = {name: self._compilers.submit(_compile, name, options, directory) for name in names}
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._compilers.shutdown(cancel_futures=True)
+        self._streams.shutdown()
 
     def allocate(self, nbytes: int, shared: bool = False) -> int:
         memory = np.empty(nbytes + 255, np.uint8)
@@ -62,14 +56,20 @@ class PlainMachine:
         return result
 
     def run(self, launches: Sequence[Launch]) -> None:
-        if len(launches) == 1:
-            return self._run(launches[0])
-        for future in [self._pool.submit(self._run, each) for each in launches]:
-            future.result(60)
+        calls = [self._prepare(each) for each in launches]
+        if len(calls) == 1:
+            return calls[0]()
+        for future in [self._streams.submit(call) for call in calls]:
+            future.result(SECONDS)
         return None
 
-    def _run(self, launch: Launch) -> None:
+    def _prepare(self, launch: Launch) -> Callable[[], None]:
+        entry = getattr(self._libraries[module_of()[launch.name]].result(SECONDS), f"launch_{launch.name}")
         storage = [ctypes.create_string_buffer(x, len(x)) for x in launch.arguments]
         params = (ctypes.c_void_p * len(storage))(*map(ctypes.addressof, storage))
-        dims = [(ctypes.c_uint * 3)(n, 1, 1) for n in (launch.grid, launch.block)]
-        self._entries[launch.name](*dims, params)
+        grid, block = ((ctypes.c_uint * 3)(n, 1, 1) for n in (launch.grid, launch.block))
+
+        def call(_keep: object = storage) -> None:
+            entry(grid, block, params)
+
+        return call
