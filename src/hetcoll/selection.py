@@ -1,4 +1,7 @@
-"""From a checked call to a bound plan: which algorithm, its plan, its links. Everything is kept for the next call."""
+"""From a checked call to a bound plan: which algorithm, its plan, its links. Everything is kept for the next call.
+
+What draws and chooses plans is imported by the first call that needs a new one: `import hetcoll` costs less without.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,20 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from . import _native, tuner
-from .algorithms import find, p2p
+from . import _native
 from .buffers import Buffer
 from .calls import Call, check_int
 from .env import Config
 from .errors import ArgumentError
 from .inquiry import Called
-from .plan import Plan
 from .types import Collective, ReduceOp
 from .wiring import Check, Wiring
 from .witness import call_site
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 _KEEP = 1024  # bound plans kept; the least recently used go first
 SEND, RECV, SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's forms
@@ -54,7 +58,11 @@ class Selection:
 
     def __init__(self, wiring: Wiring, config: Config) -> None:
         self._wiring, self._engine = wiring, wiring.engine
-        self._forced = {} if config.algo is None else tuner.named(config.algo)
+        self._forced: dict[Collective, str] = {}
+        if config.algo is not None:
+            from . import tuner
+
+            self._forced = tuner.named(config.algo)
         self._tables: dict[Collective, list[tuple[int, str]]] = {}
         self._plans: dict[tuple[object, ...], int] = {}
         self._shapes: OrderedDict[tuple[object, ...], _native.Shape] = OrderedDict()
@@ -155,6 +163,9 @@ class Selection:
         if collective is Collective.P2P:
             over, paths = self._paths(range(topology.size))
             return Explanation(op, nbytes, "direct", over, 1, math.nan, "the only one", paths)
+        from . import tuner
+        from .algorithms import find
+
         choice = tuner.choose(collective, nbytes, topology, self._forced.get(collective))
         plan = find(collective.plain, choice.name).build(topology.size, rank, hosts=topology.hosts)
         channels = len({channel for _, channel in plan.edges})
@@ -168,6 +179,8 @@ class Selection:
     def _choose(self, call: Call) -> str:
         table = self._tables.get(call.collective)
         if table is None:
+            from . import tuner
+
             table = tuner.table(call.collective, self._wiring.topology, self._forced.get(call.collective))
             self._tables[call.collective] = table
         return next(name for upper, name in table if call.nbytes <= upper)
@@ -181,6 +194,8 @@ class Selection:
         return number
 
     def _build(self, key: tuple[object, ...]) -> Plan:
+        from .algorithms import find, p2p
+
         size, rank = self._wiring.size, self._wiring.rank
         match key:
             case (Collective.P2P, tuple(sends), tuple(recvs)):
