@@ -102,11 +102,13 @@ $(VENV)/test: $(VENV)/made pyproject.toml
 	$(call EXTRA,test)
 	touch $@
 
-# cuda-python, NVRTC and hip-python: tests of GPU code skip without them.
+# cuda-python, NVRTC and hip-python: tests of GPU code skip without them. nccl4py comes without NCCL, which is large and
+# does nothing without a GPU.
 vendors: $(VENV)/vendors
 
 $(VENV)/vendors: $(VENV)/made pyproject.toml
 	$(call EXTRA,vendors)
+	$(PIP) --no-deps nccl4py
 	touch $@
 
 $(VENV)/dev: $(VENV)/made pyproject.toml

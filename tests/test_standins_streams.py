@@ -232,6 +232,7 @@ def timing(driver: Driver, job: Job) -> tuple[float, int]:
     driver.record(start, stream)
     driver.wait(stream, at, 1)
     driver.record(end, stream)
+    driver.synchronize_event(start)
     time.sleep(0.05)
     early = refused(driver.elapsed, start, end)
     word[0] = 1
@@ -241,7 +242,7 @@ def timing(driver: Driver, job: Job) -> tuple[float, int]:
 
 def test_events_measure_time(on: On) -> None:
     milliseconds, early = on(timing)
-    assert 40 < milliseconds < 2000
+    assert milliseconds > 49
     assert early == 600
 
 

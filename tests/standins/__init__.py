@@ -26,12 +26,14 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
 import shutil
 import subprocess
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,35 +70,54 @@ def why_not(vendor: str) -> str | None:
     return None
 
 
-def build() -> Path:
-    """The directory of the libraries, made if need be (some seconds)."""
+@functools.cache
+def build(sanitize: str = "") -> Path:
+    """The directory of the libraries, made if need be (some seconds). `sanitize` is for ``-fsanitize=``."""
     sources = sorted(path for path in _HERE.rglob("*") if path.suffix in (".cc", ".h", ".map"))
     compiler = os.environ.get("CXX") or "g++"
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=20).stdout
-    state = hashlib.sha256(version + repr((_FLAGS, _LIBRARIES)).encode())
+    state = hashlib.sha256(version + repr((_FLAGS, _LIBRARIES, sanitize)).encode())
     for path in sources:
         state.update(str(path.relative_to(_HERE)).encode() + b"\0" + path.read_bytes())
     root = Path(tempfile.gettempdir()) / f"hetcoll-standins-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
+    if root.stat().st_uid != os.getuid():
+        raise PermissionError(f"{root} is another user's: what lies there would run here")
     made = root / state.hexdigest()[:16]
-    with open(root / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.is_dir():
-            partial = Path(tempfile.mkdtemp(dir=root))
-            try:
-                _compile(compiler, partial)
-                partial.rename(made)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
+    if not made.is_dir():
+        with open(root / f"{made.name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.is_dir():
+                _forget_old(root)
+                _compile(compiler, made, ("-g", f"-fsanitize={sanitize}") if sanitize else ())
+    os.utime(made)
     return made
 
 
-def _compile(compiler: str, out: Path) -> None:
+def _forget_old(root: Path) -> None:
+    """Remove what nobody has used for two days."""
+    for path in root.iterdir():
+        if path.is_dir() and path.stat().st_mtime < time.time() - 2 * 86400:
+            shutil.rmtree(path, ignore_errors=True)
+            path.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _compile(compiler: str, made: Path, sanitize: tuple[str, ...]) -> None:
+    """Compile and link beside `made`, which comes to be when all is done."""
+    out = Path(tempfile.mkdtemp(dir=made.parent))
+    try:
+        _compile_into(out, compiler, sanitize)
+        out.rename(made)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+
+
+def _compile_into(out: Path, compiler: str, sanitize: tuple[str, ...]) -> None:
     includes = [f"-I{_HERE / folder}" for folder in ("runtime", "compiler")]
 
     def run(*words: str) -> None:
-        done = subprocess.run([compiler, *words], capture_output=True, text=True, timeout=600)
+        done = subprocess.run([compiler, *sanitize, *words], capture_output=True, text=True, timeout=600)
         if done.returncode:
             raise RuntimeError(f"{compiler} {' '.join(words)}\n{done.stderr}")
 
@@ -113,16 +134,8 @@ def _compile(compiler: str, out: Path) -> None:
         objects = [str(path) for folder in folders for path in sorted((out / "objects" / folder).glob("*.o"))]
         objects += [str(out / "objects" / f"{each}.o") for each in more]
         script = [f"-Wl,--version-script={_HERE / exports}"] if exports else []
-        run(
-            "-shared",
-            "-pthread",
-            f"-Wl,-soname,{name}",
-            "-Wl,-z,defs",
-            *script,
-            *objects,
-            "-o",
-            str(out / "lib" / name),
-        )
+        linker = ["-shared", "-pthread", f"-Wl,-soname,{name}", "-Wl,-z,defs", *script]
+        run(*linker, *objects, "-o", str(out / "lib" / name))
     for header in _HEADERS:
         shutil.copy(_HERE / header, out / "lib")
     shutil.rmtree(out / "objects")

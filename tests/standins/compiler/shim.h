@@ -234,9 +234,7 @@ STANDIN_MATH(trunc)
 STANDIN_MATH(rint)
 STANDIN_MATH(sqrt)
 #undef STANDIN_MATH
-    inline float fminf(float a, float b) {
-  return __builtin_fminf(a, b);
-}
+inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
 inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 inline double fmin(double a, double b) { return __builtin_fmin(a, b); }
 inline double fmax(double a, double b) { return __builtin_fmax(a, b); }

@@ -4,12 +4,12 @@
 #include <link.h>
 #include <sched.h>
 #include <time.h>
-#include <ucontext.h>
 
 #include <cstring>
 #include <memory>
 #include <vector>
 
+#include "fiber.h"
 #include "memory.h"
 #include "module.h"
 #include "operations.h"
@@ -18,16 +18,15 @@
 namespace standin {
 namespace {
 
-constexpr std::size_t kStack = 64 * 1024;
 constexpr unsigned kLoadsInARow = 256;  // so many loads and no store: it waits for somebody
 
 enum class State : unsigned char { kFresh, kReady, kSpinning, kBarrier, kWarpBarrier, kDone };
 
-struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<unsigned char[]> stack = std::make_unique_for_overwrite<unsigned char[]>(kStack);
+struct Worker {  // runs threads of the block, one after another, until one has to wait
+  Fiber fiber;
   unsigned thread = 0;  // the one it runs
   bool finished = true;
+  explicit Worker(void (*run)()) : fiber(run) {}
 };
 
 struct Range {
@@ -35,9 +34,9 @@ struct Range {
   std::size_t size = 0;
 };
 
-class Block3 {
+class BlockRun {
  public:
-  Block3(Execution& execution, const Function& function, const Shape& shape, void** arguments)
+  BlockRun(Execution& execution, const Function& function, const Shape& shape, void** arguments)
       : execution_(execution), function_(function), arguments_(arguments), shared_(shape.shared_bytes) {
     view_.warp_size = kVendor.warp;
     view_.shared = shared_.data();
@@ -63,10 +62,10 @@ class Block3 {
   static void enter();
   void work();
   void leave(State state);
-  void resume(Fiber& fiber);
+  void resume(Worker& worker);
   void set_thread(unsigned thread);
-  Fiber* pick(State state);
-  Fiber& idle();
+  Worker* pick(State state);
+  Worker& idle();
   bool release_barrier();
   bool release_warps();
   void allow(std::uintptr_t address, std::size_t nbytes);
@@ -85,28 +84,28 @@ class Block3 {
   std::vector<unsigned long long> lanes_;  // that a thread waits for in its warp
   std::vector<unsigned long long> slots_;
   unsigned votes_ = 0, result_ = 0;
-  std::vector<std::unique_ptr<Fiber>> fibers_;
-  Fiber* current_ = nullptr;
-  ucontext_t scheduler_;
+  std::vector<std::unique_ptr<Worker>> workers_;
+  Worker* current_ = nullptr;
+  Fiber scheduler_;
   Range known_[4];
   unsigned next_known_ = 0;
   std::uint64_t epoch_ = 0;
   unsigned loads_ = 0;
 };
 
-thread_local Block3* running = nullptr;
+thread_local BlockRun* running = nullptr;
 
-void Block3::set_thread(unsigned thread) {
+void BlockRun::set_thread(unsigned thread) {
   view_.thread[0] = thread % view_.block_dim[0];
   view_.thread[1] = thread / view_.block_dim[0] % view_.block_dim[1];
   view_.thread[2] = thread / view_.block_dim[0] / view_.block_dim[1];
 }
 
-void Block3::enter() { running->work(); }
+void BlockRun::enter() { running->work(); }
 
-// A fiber runs fresh threads until one has to wait; the next fiber goes on from there.
-void Block3::work() {
-  Fiber* self = current_;
+// A worker runs fresh threads until one has to wait; the next worker goes on from there.
+void BlockRun::work() {
+  Worker* self = current_;
   while (next_ < threads_ && error_ == kOk) {
     self->thread = next_++;
     set_thread(self->thread);
@@ -115,53 +114,48 @@ void Block3::work() {
     ++ended_;
   }
   self->finished = true;
-  swapcontext(&self->context, &scheduler_);
+  scheduler_.resume(self->fiber);
 }
 
-void Block3::leave(State state) {
-  Fiber* self = current_;
-  states_[self->thread] = state;
+void BlockRun::leave(State state) {
+  states_[current_->thread] = state;
   loads_ = 0;
-  swapcontext(&self->context, &scheduler_);
+  scheduler_.resume(current_->fiber);
 }
 
-// Ends the block from within a thread; whatever its fibers were doing is forgotten.
-void Block3::stop(Error error) {
+// Ends the block from within a thread; whatever its workers were doing is forgotten.
+void BlockRun::stop(Error error) {
   error_ = error;
-  swapcontext(&current_->context, &scheduler_);
+  scheduler_.resume(current_->fiber);
 }
 
-void Block3::resume(Fiber& fiber) {
-  current_ = &fiber;
-  if (fiber.finished) {
-    fiber.finished = false;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStack;
-    fiber.context.uc_link = &scheduler_;
-    makecontext(&fiber.context, &Block3::enter, 0);
+void BlockRun::resume(Worker& worker) {
+  current_ = &worker;
+  if (worker.finished) {
+    worker.finished = false;
+    worker.fiber.restart(&BlockRun::enter);
   } else {
-    set_thread(fiber.thread);
-    states_[fiber.thread] = State::kReady;
+    set_thread(worker.thread);
+    states_[worker.thread] = State::kReady;
   }
-  swapcontext(&scheduler_, &fiber.context);
+  worker.fiber.resume(scheduler_);
 }
 
-Fiber* Block3::pick(State state) {
-  for (auto& fiber : fibers_) {
-    if (!fiber->finished && states_[fiber->thread] == state) return fiber.get();
+Worker* BlockRun::pick(State state) {
+  for (auto& worker : workers_) {
+    if (!worker->finished && states_[worker->thread] == state) return worker.get();
   }
   return nullptr;
 }
 
-Fiber& Block3::idle() {
-  for (auto& fiber : fibers_) {
-    if (fiber->finished) return *fiber;
+Worker& BlockRun::idle() {
+  for (auto& worker : workers_) {
+    if (worker->finished) return *worker;
   }
-  return *fibers_.emplace_back(std::make_unique<Fiber>());
+  return *workers_.emplace_back(std::make_unique<Worker>(&BlockRun::enter));
 }
 
-bool Block3::release_barrier() {
+bool BlockRun::release_barrier() {
   unsigned waiting = 0;
   for (State state : states_) waiting += state == State::kBarrier;
   if (waiting == 0 || waiting + ended_ != threads_) return false;
@@ -174,7 +168,7 @@ bool Block3::release_barrier() {
 }
 
 // Lanes that wait with one mask go on when all of that mask (but those that ended) have come.
-bool Block3::release_warps() {
+bool BlockRun::release_warps() {
   bool released = false;
   for (unsigned thread = 0; thread < threads_; ++thread) {
     if (states_[thread] != State::kWarpBarrier) continue;
@@ -194,14 +188,14 @@ bool Block3::release_warps() {
   return released;
 }
 
-Error Block3::run(unsigned x, unsigned y, unsigned z) {
+Error BlockRun::run(unsigned x, unsigned y, unsigned z) {
   view_.block[0] = x, view_.block[1] = y, view_.block[2] = z;
   next_ = ended_ = votes_ = 0;
   std::fill(states_.begin(), states_.end(), State::kFresh);
   running = this;
   Execution::Pause pause(execution_);
   while (ended_ < threads_ && error_ == kOk) {
-    if (Fiber* ready = pick(State::kReady)) {
+    if (Worker* ready = pick(State::kReady)) {
       resume(*ready);
     } else if (next_ < threads_) {
       resume(idle());
@@ -223,23 +217,22 @@ Error Block3::run(unsigned x, unsigned y, unsigned z) {
   return error_;
 }
 
-unsigned Block3::barrier(unsigned predicate) {
+unsigned BlockRun::barrier(unsigned predicate) {
   votes_ += predicate != 0;
   leave(State::kBarrier);
   return result_;
 }
 
-void Block3::warp_barrier(unsigned long long lanes) {
+void BlockRun::warp_barrier(unsigned long long lanes) {
   lanes_[current_->thread] = lanes;
   leave(State::kWarpBarrier);
 }
 
-void Block3::allow(std::uintptr_t address, std::size_t nbytes) { known_[next_known_++ % 4] = {address, nbytes}; }
+void BlockRun::allow(std::uintptr_t address, std::size_t nbytes) { known_[next_known_++ % 4] = {address, nbytes}; }
 
 // The kernel's own: its stack, and the variables of its module.
-bool Block3::own_data(std::uintptr_t address, std::size_t nbytes) {
-  auto stack = reinterpret_cast<std::uintptr_t>(current_->stack.get());
-  if (address - stack < kStack) return true;
+bool BlockRun::own_data(std::uintptr_t address, std::size_t nbytes) {
+  if (current_->fiber.holds(address)) return true;
   struct Search {
     std::uintptr_t code, address;
     std::size_t nbytes;
@@ -268,7 +261,7 @@ bool Block3::own_data(std::uintptr_t address, std::size_t nbytes) {
   return search.found.size != 0;
 }
 
-void Block3::access(std::uintptr_t address, std::size_t nbytes, bool write) {
+void BlockRun::access(std::uintptr_t address, std::size_t nbytes, bool write) {
   loads_ = write ? 0 : loads_ + 1;
   if (loads_ > kLoadsInARow) spin();
   if (epoch_ != Memory::instance().epoch()) {
@@ -312,7 +305,7 @@ const Hooks& hooks() {
 }
 
 Error run_kernel(Execution& execution, const Function& function, const Shape& shape, void** arguments) {
-  Block3 block(execution, function, shape, arguments);
+  BlockRun block(execution, function, shape, arguments);
   for (unsigned z = 0; z < shape.grid[2]; ++z) {
     for (unsigned y = 0; y < shape.grid[1]; ++y) {
       for (unsigned x = 0; x < shape.grid[0]; ++x) {
