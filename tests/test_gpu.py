@@ -34,16 +34,21 @@ def device_of_rank(rank: int) -> Device:
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Any]:
-    """Ranks with a stand-in GPU each: ``gpus(3)``; settings as in `standins.environment`."""
+    """Ranks with a stand-in GPU each: ``gpus(3)``, every one an island unless said otherwise.
+
+    Settings are those of `standins.environment`.
+    """
     why_not = standins.why_not("cuda")
     if why_not:
         pytest.skip(why_not)
     made: dict[Any, Ranks] = {}
 
-    def get(size: int, *, env: dict[str, str] | None = None, **settings: Any) -> Ranks:
-        key = (size, *sorted(settings.items()), *sorted((env or {}).items()))
+    def get(size: int, islands: str | None = None, *, env: dict[str, str] | None = None, **settings: Any) -> Ranks:
+        asked = "|".join(map(str, range(size))) if islands is None else islands
+        key = (size, asked, *sorted(settings.items()), *sorted((env or {}).items()))
         if key not in made or made[key].broken:
-            made[key] = Ranks(size, {**standins.environment("cuda", devices=size, **settings), **(env or {})})
+            more = {**(env or {}), **({"HETCOLL_ISLANDS": asked} if asked else {})}
+            made[key] = Ranks(size, {**standins.environment("cuda", devices=size, **settings), **more})
         return made[key]
 
     yield get
@@ -162,3 +167,27 @@ def overlap(comm: hetcoll.Communicator) -> None:
 
 def test_order_on_streams(gpus: Any) -> None:
     gpus(2, jitter="3:200", timeout=20).run(overlap, timeout=60)
+
+
+@pytest.mark.parametrize("islands", ["", "0,1|2,3", "0,1,2|3", "0|1|2,3", "0,2|1,3"])
+def test_islands(gpus: Any, islands: str) -> None:
+    check(gpus(4, islands, timeout=30), list(cases_of(4, (1, 1009, 100_003))))
+
+
+def test_islands_that_cannot_reduce_a_type(gpus: Any) -> None:
+    """int16, bitwise operations: no vendor's library has them, so every rank is on its own."""
+    cases = [Case("allreduce", "int16", 20_011), Case("reduce_scatter", "int32", 20_011, "bxor")]
+    check(gpus(4, "0,1|2,3", timeout=30), [*cases, Case("allreduce", "bool", 20_011, "lor")])
+
+
+def test_parts_of_unequal_size_over_islands(gpus: Any) -> None:
+    cases = [Case("allgatherv", "int16", counts=(70_001, 0, 3, 5), seed=1)]
+    cases.append(Case("reduce_scatterv", "float32", op="avg", counts=(3, 70_001, 0, 5), seed=2))
+    cases.append(Case("alltoallv", "int32", 30_001, seed=3))
+    for islands in ("", "0,1,2|3"):
+        check(gpus(4, islands, timeout=30), cases)
+
+
+def test_islands_on_shared_hardware_queues(gpus: Any) -> None:
+    ranks = gpus(4, "0,1|2,3", env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, jitter="5:100", timeout=30)
+    check(ranks, [Case("allreduce", count=3_000_001), Case("allgather", count=1_000_003)])

@@ -5,12 +5,6 @@
 #include "transport/transport.h"
 
 namespace hetcoll {
-namespace {
-
-constexpr int kInProgress = 7;  // ncclInProgress: a communicator that does not block goes on by itself
-
-}  // namespace
-
 VendorCollectives::VendorCollectives(const DriverFunctions& functions, std::uintptr_t handle)
     : comm_(reinterpret_cast<void*>(handle)) {
   const auto take = [&](const char* name, auto& pointer) {
@@ -30,7 +24,7 @@ VendorCollectives::VendorCollectives(const DriverFunctions& functions, std::uint
 }
 
 void VendorCollectives::Check(int code, const char* function) const {
-  if (code == 0 || code == kInProgress) return;
+  if (code == 0) return;
   const char* detail = last_error_(comm_);
   std::string text = std::string(function) + ": " + error_(code);
   if (detail != nullptr && *detail != '\0') text += std::string(" (") + detail + ")";

@@ -1,5 +1,6 @@
 // From a bound plan to a list of actions: streams, and events only where two streams touch the same memory.
 #include <algorithm>
+#include <array>
 #include <map>
 #include <string>
 #include <tuple>
@@ -20,11 +21,10 @@ struct Touch {
 
 class Compiler {
  public:
-  Compiler(DeviceProgram& program, const BoundPlan& plan, const StreamRoles& roles, unsigned staging_slots)
+  Compiler(DeviceProgram& program, const BoundPlan& plan, const StreamRoles& roles)
       : program_(program),
         plan_(plan),
         roles_(roles),
-        staging_slots_(staging_slots),
         position_(roles.size(), 0),
         waited_(roles.size(), std::vector<std::uint32_t>(roles.size(), 0)) {}
 
@@ -34,7 +34,7 @@ class Compiler {
     switch (s.op) {
       case Op::kSend: {
         const std::uint8_t stream = static_cast<std::uint8_t>(sends_++ % roles_.out);
-        Touches(stream, {Read(src, s.len)});
+        Touches(stream, std::array{Read(src, s.len)});
         Add({.step = DeviceStep::kWaitCredit, .stream = stream, .edge = edge});
         Add({.step = DeviceStep::kCopyOut, .stream = stream, .edge = edge, .src = src, .n = s.len});
         Add({.step = DeviceStep::kPublish, .stream = stream, .edge = edge});
@@ -42,7 +42,7 @@ class Compiler {
       }
       case Op::kRecv: {
         const std::uint8_t stream = In();
-        Touches(stream, {Write(dst, s.len)});
+        Touches(stream, std::array{Write(dst, s.len)});
         Add({.step = DeviceStep::kWaitReady, .stream = stream, .edge = edge});
         Add({.step = DeviceStep::kCopyIn, .stream = stream, .edge = edge, .dst = dst, .n = s.len});
         Add({.step = DeviceStep::kGrant, .stream = stream, .edge = edge});
@@ -50,32 +50,57 @@ class Compiler {
       }
       case Op::kRecvReduce: {
         const std::uint8_t stream = In();
-        const Place staged{Area::kStaging, slot_bytes * (reductions_++ % staging_slots_)};
-        Touches(stream, {Write(staged, s.len)});
+        const Place staged{Area::kStaging, slot_bytes * (stream - roles_.out)};  // the stream's own
+        Touches(stream, std::array{Read(src, s.len), Write(dst, s.len)});
         Add({.step = DeviceStep::kWaitReady, .stream = stream, .edge = edge});
         Add({.step = DeviceStep::kCopyIn, .stream = stream, .edge = edge, .dst = staged, .n = s.len});
         Add({.step = DeviceStep::kGrant, .stream = stream, .edge = edge});
-        Done(stream);
-        Touches(Work(), {Read(staged, s.len), Read(src, s.len), Write(dst, s.len)});
-        Add({.step = DeviceStep::kReduce, .stream = Work(), .dst = dst, .src = src, .other = staged, .n = s.len});
+        Add({.step = DeviceStep::kReduce, .stream = stream, .dst = dst, .src = src, .other = staged, .n = s.len});
         break;
       }
       case Op::kCopy:
-        Touches(Work(), {Read(src, s.len), Write(dst, s.len)});
+        Touches(Work(), std::array{Read(src, s.len), Write(dst, s.len)});
         Add({.step = DeviceStep::kCopy, .stream = Work(), .dst = dst, .src = src, .n = s.len});
         break;
       case Op::kReduce:
-        Touches(Work(), {Read(src, s.len), Write(dst, s.len)});
+        Touches(Work(), std::array{Read(src, s.len), Write(dst, s.len)});
         Add({.step = DeviceStep::kReduce, .stream = Work(), .dst = dst, .src = dst, .other = src, .n = s.len});
         break;
       case Op::kScale:
-        Touches(Work(), {Write(dst, s.len)});
+        Touches(Work(), std::array{Write(dst, s.len)});
         Add({.step = DeviceStep::kScale, .stream = Work(), .dst = dst, .n = s.len});
         break;
       case Op::kLocal:
-        throw PlanError("plan: a local step needs an island");
+        return;  // see Local
     }
     Done(program_.actions.back().stream);
+  }
+
+  void Local(const BoundStep& s, const BoundLocal& local) {
+    LocalAction action{local.kind, local.root, {}, {}, {}, true};
+    std::vector<Touch> touches;
+    const auto part = [&](Buf buf, std::size_t off, std::size_t n, bool writes) -> LocalPart {
+      if (buf == Buf::kNone || n == 0) return {};
+      const Place at{static_cast<Area>(buf), off};
+      touches.push_back(Named(at, n, writes));
+      return {at, n};
+    };
+    action.src = part(s.src_buf, s.src_off, s.len, false);
+    action.dst = part(s.dst_buf, s.dst_off, s.len, true);
+    const bool collects = local.kind == Collective::kAllgather || local.kind == Collective::kGather;
+    for (const BoundPart& p : local.parts) {
+      action.parts.push_back(part(p.buf, p.off, p.len, collects));
+      const LocalPart& first = action.parts.front();
+      const LocalPart& last = action.parts.back();
+      action.even &= p.len > 0 && last.n == first.n && last.at.area == first.at.area &&
+                     last.at.offset == first.at.offset + first.n * (action.parts.size() - 1);
+    }
+    if (touches.empty()) return;  // nothing to do, on all members alike
+    const auto stream = static_cast<std::uint8_t>(roles_.local());
+    Touches(stream, touches);
+    Add({.step = DeviceStep::kLocal, .stream = stream, .edge = static_cast<std::uint16_t>(program_.locals.size())});
+    program_.locals.push_back(std::move(action));
+    Done(stream);
   }
 
  private:
@@ -98,7 +123,7 @@ class Compiler {
   Touch Write(const Place& at, std::size_t n) const { return Named(at, n, true); }
 
   // What comes next on `stream` touches this memory: wait for those on other streams that it must not overtake.
-  void Touches(std::uint8_t stream, std::initializer_list<Touch> touches) {
+  void Touches(std::uint8_t stream, std::span<const Touch> touches) {
     std::vector<std::uint32_t> last(roles_.size(), 0);
     for (const Touch& t : touches) {
       for (const Touch& before : touched_) {
@@ -130,6 +155,7 @@ class Compiler {
   }
 
   void Add(const DeviceAction& action) {
+    program_.all_local &= action.stream == roles_.local();
     program_.actions.push_back(action);
     program_.used[action.stream] = true;
   }
@@ -153,10 +179,8 @@ class Compiler {
   DeviceProgram& program_;
   const BoundPlan& plan_;
   const StreamRoles& roles_;
-  unsigned staging_slots_;
   unsigned sends_ = 0;
   unsigned receives_ = 0;
-  unsigned reductions_ = 0;
   std::vector<std::uint32_t> position_;
   std::vector<std::vector<std::uint32_t>> waited_;  // [stream][other]: position of `other` that `stream` comes after
   std::vector<Touch> touched_;
@@ -166,14 +190,20 @@ class Compiler {
 }  // namespace
 
 DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, const StreamRoles& roles,
-                             std::span<const std::uint16_t> edges, std::size_t slot_bytes, unsigned staging_slots)
+                             std::span<const std::uint16_t> edges, std::size_t slot_bytes)
     : used(roles.size(), false), scratch_bytes(plan.scratch_bytes) {
   if (order.size() != plan.steps.size() || edges.size() != plan.steps.size()) {
     throw PlanError("plan: an order and an edge for each of " + std::to_string(plan.steps.size()) + " steps wanted");
   }
-  Compiler compiler(*this, plan, roles, staging_slots);
+  Compiler compiler(*this, plan, roles);
   for (const std::uint32_t index : order) {
     const BoundStep& s = plan.steps.at(index);
+    if (s.op == Op::kLocal) {
+      const auto local = std::find_if(plan.locals.begin(), plan.locals.end(),
+                                      [&](const BoundLocal& each) { return each.step == index; });
+      compiler.Local(s, *local);
+      continue;
+    }
     if (s.len == 0) continue;  // on both ends alike
     const bool talks = s.op <= Op::kRecvReduce;
     if (talks && s.len > slot_bytes) {

@@ -6,15 +6,15 @@
 namespace hetcoll {
 
 DeviceQueue::DeviceQueue(std::shared_ptr<Driver> driver, const StreamRoles& roles, std::vector<DeviceStream> streams,
-                         std::byte* staging, std::size_t slot_bytes, unsigned staging_slots)
+                         std::byte* staging, std::size_t slot_bytes)
     : driver_(std::move(driver)),
       roles_(roles),
       streams_(std::move(streams)),
       staging_(staging),
       slot_bytes_(slot_bytes),
-      staging_slots_(staging_slots),
       start_((driver_->Activate(), driver_)),
       kernel_(driver_),
+      local_(driver_),
       ended_(roles.size(), false) {
   if (streams_.size() != roles.size()) throw PlanError("a GPU queue needs a stream for each of its roles");
   for (unsigned i = 0; i < roles.size(); ++i) ends_.emplace_back(driver_);
@@ -34,8 +34,9 @@ void DeviceQueue::Enqueue(const DeviceShape& shape, const std::byte* send, std::
                           std::uint64_t signature, DeviceStream user, bool join) {
   driver_->Activate();
   ++calls_;
-  Begin(shape, user);
   const std::array<std::byte*, 4> bases{const_cast<std::byte*>(send), recv, scratch, staging_};
+  if (shape.program.all_local) return EnqueueLocal(shape, bases, user);
+  Begin(shape, user);
   for (const DeviceAction& action : shape.program.actions) Run(shape, action, bases, signature);
   for (std::size_t i = 0; i < streams_.size(); ++i) {
     if (!shape.program.used[i]) continue;
@@ -44,6 +45,12 @@ void DeviceQueue::Enqueue(const DeviceShape& shape, const std::byte* send, std::
   }
   is_joined_ = false;
   if (join) Join(user);
+}
+
+// The library itself orders its calls on different streams.
+void DeviceQueue::EnqueueLocal(const DeviceShape& shape, const std::array<std::byte*, 4>& bases, DeviceStream user) {
+  for (const LocalAction& local : shape.program.locals) RunLocal(shape, local, bases, user);
+  driver_->Record(local_.get(), user);
 }
 
 // What this call's streams do comes after the user's work so far, and after the last call: the two share staging
@@ -78,7 +85,7 @@ void DeviceQueue::EnqueueKernel(const KernelShape& shape, const std::byte* send,
 
 bool DeviceQueue::Idle() {
   driver_->Activate();
-  return driver_->Done(kernel_.get()) &&
+  return driver_->Done(kernel_.get()) && driver_->Done(local_.get()) &&
          std::all_of(streams_.begin(), streams_.end(), [&](DeviceStream s) { return driver_->Idle(s); });
 }
 
@@ -142,6 +149,9 @@ void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const std
       Launch(shape.reduce, a.n, params, stream);
       break;
     }
+    case DeviceStep::kLocal:
+      RunLocal(shape, shape.program.locals[a.edge], bases, stream);
+      break;
     case DeviceStep::kScale: {
       void* dst = at(a.dst);
       unsigned long long count = a.n / shape.item;
@@ -151,6 +161,74 @@ void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const std
       break;
     }
   }
+}
+
+// plan.py's `Local` says who has src, dst and parts. What is not reduced moves as bytes.
+void DeviceQueue::RunLocal(const DeviceShape& shape, const LocalAction& local, const std::array<std::byte*, 4>& bases,
+                           DeviceStream stream) {
+  constexpr int kBytes = 1;  // ncclUint8
+  if (island_ == nullptr) throw PlanError("plan: a local step needs an island");
+  VendorCollectives& island = *island_;
+  const auto at = [&](const LocalPart& p) {
+    return p.n == 0 ? nullptr : bases[static_cast<std::size_t>(p.at.area)] + p.at.offset;
+  };
+  const auto count = [&](const LocalPart& p) { return p.n / shape.item * shape.local.elements; };
+  const auto& [dtype, op, elements] = shape.local;
+  const bool root = local.root == place_;
+  const auto for_parts = [&](auto&& call) {
+    island.GroupStart();
+    for (int m = 0; m < members_; ++m) {
+      const LocalPart& part = local.parts[static_cast<std::size_t>(m)];
+      if (part.n > 0) call(m, part);
+    }
+    island.GroupEnd();
+  };
+  const auto copy = [&](std::byte* to, const std::byte* from, std::size_t n) {
+    if (to != from) driver_->Copy(to, from, n, stream);
+  };
+  switch (local.kind) {
+    case Collective::kAllreduce:
+      return island.AllReduce(at(local.src), at(local.dst), count(local.src), dtype, op, stream);
+    case Collective::kReduce:
+      return island.Reduce(at(local.src), root ? at(local.dst) : nullptr, count(local.src), dtype, op, local.root,
+                           stream);
+    case Collective::kBroadcast: {
+      const LocalPart& mine = root ? local.src : local.dst;
+      return island.Broadcast(at(mine), at(mine), mine.n, kBytes, local.root, stream);
+    }
+    case Collective::kAllgather:
+      if (local.even) return island.AllGather(at(local.src), at(local.parts[0]), local.src.n, kBytes, stream);
+      return for_parts([&](int m, const LocalPart& part) {
+        island.Broadcast(m == place_ ? at(local.src) : at(part), at(part), part.n, kBytes, m, stream);
+      });
+    case Collective::kReduceScatter:
+      if (local.even) {
+        return island.ReduceScatter(at(local.parts[0]), at(local.dst), count(local.dst), dtype, op, stream);
+      }
+      return for_parts([&](int m, const LocalPart& part) {
+        island.Reduce(at(part), m == place_ ? at(local.dst) : nullptr, count(part), dtype, op, m, stream);
+      });
+    case Collective::kGather:
+      if (!root) return island.Send(at(local.src), local.src.n, kBytes, local.root, stream);
+      return for_parts([&](int m, const LocalPart& part) {
+        if (m == place_) return copy(at(part), at(local.src), part.n);
+        island.Recv(at(part), part.n, kBytes, m, stream);
+      });
+    case Collective::kScatter:
+      if (!root) return island.Recv(at(local.dst), local.dst.n, kBytes, local.root, stream);
+      return for_parts([&](int m, const LocalPart& part) {
+        if (m == place_) return copy(at(local.dst), at(part), part.n);
+        island.Send(at(part), part.n, kBytes, m, stream);
+      });
+    default:
+      throw PlanError("plan: a local step of an unknown kind");
+  }
+}
+
+void DeviceQueue::SetIsland(std::unique_ptr<VendorCollectives> island, int place, int members) {
+  island_ = std::move(island);
+  place_ = place;
+  members_ = members;
 }
 
 void DeviceQueue::Launch(const DeviceKernel& kernel, std::size_t n, void** params, DeviceStream stream) {

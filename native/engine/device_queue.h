@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "device/driver.h"
+#include "device/vendor.h"
 #include "engine/plan.h"
 #include "engine/relay.h"
 #include "transport/slots.h"
@@ -54,6 +55,7 @@ enum class DeviceStep : std::uint8_t {
   kGrant,       // the slot is empty: on to the next one
   kReduce,      // dst = src (+) other
   kScale,       // dst = dst / divisor
+  kLocal,       // a collective of the island: `edge` is its number in the program
 };
 
 enum class Area : std::int8_t { kSend = 0, kRecv = 1, kScratch = 2, kStaging = 3 };
@@ -78,19 +80,44 @@ struct DeviceAction {
 struct StreamRoles {
   unsigned out;  // streams that fill slots, the first ones
   unsigned in;   // that empty them, the next ones
-  unsigned size() const { return out + in + 1; }
+  unsigned size() const { return out + in + 2; }
   unsigned work() const { return out + in; }
+  unsigned local() const { return out + in + 1; }  // what the vendor's library does
+};
+
+// A part of a local step; nothing where n is 0.
+struct LocalPart {
+  Place at{};
+  std::size_t n = 0;
+};
+
+struct LocalAction {
+  Collective kind;
+  int root;
+  LocalPart src;
+  LocalPart dst;
+  std::vector<LocalPart> parts;
+  bool even;  // the parts are equally long and adjacent
 };
 
 struct DeviceProgram {
   // `order` names each step of the plan once. Throws PlanError where a message is larger than a slot.
   DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, const StreamRoles& roles,
-                std::span<const std::uint16_t> edges, std::size_t slot_bytes, unsigned staging_slots);
+                std::span<const std::uint16_t> edges, std::size_t slot_bytes);
 
   std::vector<DeviceAction> actions;
+  std::vector<LocalAction> locals;
   std::vector<bool> used;  // streams
+  bool all_local = true;   // nothing but local steps: they can run on the user's own stream
   std::uint32_t events = 0;
   std::size_t scratch_bytes = 0;
+};
+
+// How the vendor's library sees a reduction: islands/native.py.
+struct LocalReduction {
+  int dtype = 0;
+  int op = 0;
+  unsigned elements = 1;  // of its that make one of ours
 };
 
 struct DeviceShape {
@@ -99,6 +126,7 @@ struct DeviceShape {
   DeviceKernel scale;
   std::size_t item;
   unsigned divisor;
+  LocalReduction local{};
   bool p2p = false;  // messages are numbered along the edge, not within the call
 };
 
@@ -113,9 +141,12 @@ struct KernelShape {
 
 class DeviceQueue {
  public:
-  // `streams` are the roles' in order; `staging` is device memory of `staging_slots` slots.
+  // `streams` are the roles' in order; `staging` is device memory of a slot for each stream that empties slots.
   DeviceQueue(std::shared_ptr<Driver> driver, const StreamRoles& roles, std::vector<DeviceStream> streams,
-              std::byte* staging, std::size_t slot_bytes, unsigned staging_slots);
+              std::byte* staging, std::size_t slot_bytes);
+
+  // The communicator of this rank's island, where it has one.
+  void SetIsland(std::unique_ptr<VendorCollectives> island, int place, int members);
 
   // Slots of `slot_bytes`, at least as many as the order of the steps counts on. Returns the edge's number.
   std::uint16_t AddEdge(const SlotEdge& edge);
@@ -134,14 +165,16 @@ class DeviceQueue {
 
   const StreamRoles& roles() const { return roles_; }
   std::size_t slot_bytes() const { return slot_bytes_; }
-  unsigned staging_slots() const { return staging_slots_; }
 
  private:
   void Begin(const DeviceShape& shape, DeviceStream user);
+  void EnqueueLocal(const DeviceShape& shape, const std::array<std::byte*, 4>& bases, DeviceStream user);
   void Run(const DeviceShape& shape, const DeviceAction& action, const std::array<std::byte*, 4>& bases,
            std::uint64_t signature);
   void Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n, std::uint64_t signature);
   DeviceEvent EventAt(std::uint32_t index);
+  void RunLocal(const DeviceShape& shape, const LocalAction& local, const std::array<std::byte*, 4>& bases,
+                DeviceStream stream);
   void Launch(const DeviceKernel& kernel, std::size_t n, void** params, DeviceStream stream);
 
   std::shared_ptr<Driver> driver_;
@@ -149,12 +182,15 @@ class DeviceQueue {
   std::vector<DeviceStream> streams_;
   std::byte* staging_;
   std::size_t slot_bytes_;
-  unsigned staging_slots_;
   std::vector<SlotEdge> edges_;
+  std::unique_ptr<VendorCollectives> island_;
+  int place_ = 0;  // of this rank in its island
+  int members_ = 1;
   std::uint64_t calls_ = 0;
   std::vector<Event> events_;
   Event start_;
   Event kernel_;  // the end of the last EnqueueKernel
+  Event local_;   // the end of the last EnqueueLocal
   DeviceStream kernel_stream_ = nullptr;
   std::vector<std::byte> kernel_arguments_;
   std::vector<Event> ends_;        // of each stream's last call

@@ -28,6 +28,14 @@ namespace {
 using Address = std::uintptr_t;
 using KernelArgs = std::optional<std::tuple<Address, unsigned, unsigned, unsigned>>;
 
+using LocalArgs = std::optional<std::tuple<int, int, unsigned>>;
+
+LocalReduction LocalOf(const LocalArgs& args) {
+  if (!args) return {};
+  const auto& [dtype, op, elements] = *args;
+  return {dtype, op, elements};
+}
+
 template <class Pointer>
 Pointer As(Address address) {
   return reinterpret_cast<Pointer>(address);
@@ -48,9 +56,9 @@ DeviceKernel KernelOf(const KernelArgs& args) {
 class PyDeviceQueue {
  public:
   PyDeviceQueue(const std::string& vendor, const DriverFunctions& functions, unsigned out, unsigned in,
-                const std::vector<Address>& streams, Address staging, std::size_t slot_bytes, unsigned staging_slots)
+                const std::vector<Address>& streams, Address staging, std::size_t slot_bytes)
       : driver_(MakeDriver(vendor, functions)),
-        queue_(driver_, {out, in}, Streams(streams), As<std::byte*>(staging), slot_bytes, staging_slots) {}
+        queue_(driver_, {out, in}, Streams(streams), As<std::byte*>(staging), slot_bytes) {}
 
   std::uint16_t AddEdge(Address slots, Address ready, Address credit, unsigned count,
                         std::shared_ptr<RelayEdge> relay) {
@@ -59,17 +67,22 @@ class PyDeviceQueue {
     return queue_.AddEdge({SlotsAt(slots, ready, credit, queue_.slot_bytes(), count), std::move(relay)});
   }
 
+  void SetIsland(const DriverFunctions& functions, Address handle, int place, int members) {
+    std::lock_guard lock(mutex_);
+    queue_.SetIsland(std::make_unique<VendorCollectives>(functions, handle), place, members);
+  }
+
   std::shared_ptr<DeviceShape> Bind(const nb::bytes& encoded, int rank, int size, int dtype, std::size_t send_count,
                                     std::size_t recv_count, const std::vector<std::size_t>& send_table,
                                     const std::vector<std::size_t>& recv_table, const std::vector<std::uint32_t>& order,
                                     const std::vector<std::uint16_t>& edges, const KernelArgs& reduce,
-                                    const KernelArgs& scale, unsigned divisor, bool p2p) {
+                                    const KernelArgs& scale, unsigned divisor, bool p2p, const LocalArgs& local) {
     const Plan plan({reinterpret_cast<const std::byte*>(encoded.c_str()), encoded.size()}, size);
     const auto type = static_cast<DType>(dtype);
     const BoundPlan bound(plan, rank, type, send_count, recv_count, send_table, recv_table);
-    DeviceProgram program(bound, order, queue_.roles(), edges, queue_.slot_bytes(), queue_.staging_slots());
-    return std::make_shared<DeviceShape>(
-        DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale), ItemSize(type), divisor, p2p});
+    DeviceProgram program(bound, order, queue_.roles(), edges, queue_.slot_bytes());
+    return std::make_shared<DeviceShape>(DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale),
+                                                     ItemSize(type), divisor, LocalOf(local), p2p});
   }
 
   void Run(const std::shared_ptr<DeviceShape>& shape, Address send, Address recv, Address scratch,
@@ -172,14 +185,15 @@ void BindDevices(nb::module_& m) {
   nb::class_<KernelShape>(m, "KernelShape");
   nb::class_<PyDeviceQueue>(m, "DeviceQueue")
       .def(nb::init<const std::string&, const DriverFunctions&, unsigned, unsigned, const std::vector<Address>&,
-                    Address, std::size_t, unsigned>(),
+                    Address, std::size_t>(),
            nb::kw_only(), "vendor"_a, "functions"_a, "streams_out"_a, "streams_in"_a, "streams"_a, "staging"_a,
-           "slot_bytes"_a, "staging_slots"_a)
+           "slot_bytes"_a)
+      .def("set_island", &PyDeviceQueue::SetIsland, "functions"_a, "handle"_a, "place"_a, "members"_a)
       .def("add_edge", &PyDeviceQueue::AddEdge, "slots"_a, "ready"_a, "credit"_a, "count"_a,
            "relay"_a.none() = nb::none())
       .def("bind", &PyDeviceQueue::Bind, nb::kw_only(), "plan"_a, "rank"_a, "size"_a, "dtype"_a, "send_count"_a,
            "recv_count"_a, "send_table"_a, "recv_table"_a, "order"_a, "edges"_a, "reduce"_a.none(), "scale"_a.none(),
-           "divisor"_a, "p2p"_a = false)
+           "divisor"_a, "p2p"_a = false, "local"_a.none() = nb::none())
       .def("run", &PyDeviceQueue::Run, "shape"_a, "send"_a, "recv"_a, "scratch"_a, "signature"_a, "stream"_a, "join"_a)
       .def_static("bind_kernel", &PyDeviceQueue::BindKernel, nb::kw_only(), "function"_a, "arguments"_a, "blocks"_a,
                   "threads"_a)

@@ -29,7 +29,7 @@ void GpusOfOneHost() {
   const std::vector<std::uint16_t> edges(4, 0);
   bool refused = false;
   try {
-    DeviceProgram(big, order, {1, 1}, edges, 1024, 2);
+    DeviceProgram(big, order, {1, 1}, edges, 1024);
   } catch (const PlanError&) {
     refused = true;
   }

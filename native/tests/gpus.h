@@ -177,11 +177,10 @@ struct Gpus {
     for (int rank = 0; rank < n; ++rank) {
       const int streams = static_cast<int>(roles.size());
       drivers.push_back(std::make_shared<ThreadDriver>(streams + 2, folded, seed + unsigned(rank), late));
-      staging.emplace_back(kSlotBytes * kStaging);
+      staging.emplace_back(kSlotBytes * roles.in);
       std::vector<DeviceStream> own;
       for (int i = 0; i < streams; ++i) own.push_back(drivers.back()->stream(i));
-      queues.push_back(
-          std::make_unique<DeviceQueue>(drivers.back(), roles, own, staging.back().data(), kSlotBytes, kStaging));
+      queues.push_back(std::make_unique<DeviceQueue>(drivers.back(), roles, own, staging.back().data(), kSlotBytes));
       relays.push_back(std::make_shared<Relay>(RelayOptions{2, true, rank, fault}));
     }
     for (int a = 0; a < n; ++a) {
@@ -232,7 +231,6 @@ struct Gpus {
 
   static constexpr std::size_t kSlotBytes = 1024;
   static constexpr unsigned kSlots = 2;
-  static constexpr unsigned kStaging = 2;
   static constexpr std::size_t kEdge = 4096 + kSlots * kSlotBytes;
 
   int size;
@@ -266,7 +264,7 @@ struct Reduction {
         const bool sends = s.op == Op::kSend;
         edges.push_back(talks ? gpus.Edge(rank, sends ? rank : s.peer, sends ? s.peer : rank, s.channel) : 0);
       }
-      DeviceProgram program(bound[r], orders[r], gpus.roles, edges, Gpus::kSlotBytes, Gpus::kStaging);
+      DeviceProgram program(bound[r], orders[r], gpus.roles, edges, Gpus::kSlotBytes);
       const auto* kernels = FindKernels(kType, ReduceOp::kSum);
       const DeviceKernel reduce{const_cast<Kernels*>(kernels), 1, 1, 1};
       shapes.push_back(std::make_unique<DeviceShape>(DeviceShape{std::move(program), reduce, {}, ItemSize(kType), 1}));

@@ -82,8 +82,8 @@ class DeviceQueue:
         streams: Sequence[int],
         staging: int,
         slot_bytes: int,
-        staging_slots: int,
     ) -> None: ...
+    def set_island(self, functions: Mapping[str, int], handle: int, place: int, members: int) -> None: ...
     def add_edge(self, slots: int, ready: int, credit: int, count: int, relay: RelayEdge | None = None) -> int: ...
     def bind(
         self,
@@ -102,6 +102,7 @@ class DeviceQueue:
         scale: tuple[int, int, int, int] | None,
         divisor: int,
         p2p: bool = False,
+        local: tuple[int, int, int] | None = None,
     ) -> DeviceShape: ...
     def run(
         self, shape: DeviceShape, send: int, recv: int, scratch: int, signature: int, stream: int, join: bool

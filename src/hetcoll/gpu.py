@@ -18,7 +18,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
@@ -30,6 +30,7 @@ from .devices.kernels.source import exchange_name, oneshot_name
 from .devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot
 from .diagnosis import Diagnosis, Kind
 from .errors import BufferTypeError, CollectiveTimeoutError
+from .gpu_islands import Gpu, GpuIslands, Meet
 from .gpu_plans import GpuPlans, Kept
 from .gpu_watch import GpuWatch
 from .plan import Op
@@ -44,14 +45,11 @@ if TYPE_CHECKING:
     from .devices.base import Device
 
 _STREAMS_OUT, _STREAMS_IN = 2, 2
-_STAGING_SLOTS = 4
 _SMALL = 32 << 10  # bytes up to which one kernel beats copies
 _MEDIUM = 8 << 20  # bytes that a rank reads up to which a larger kernel does
 _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
 _ONESHOT_STATE = 256
 _STATE_BYTES = _ONESHOT_STATE + 8 * BLOCKS
-
-Meet = Callable[[str, bytes], Sequence[bytes]]
 
 
 class GpuPath:
@@ -67,14 +65,14 @@ class GpuPath:
         self._edges: dict[tuple[int, int, int], int] = {}
         self._scratch, self._scratch_bytes = 0, 0
         self._undo = contextlib.ExitStack()
-        mine = {"vendor": device.vendor, "bus": device.bus_id, "name": device.name, "doorbell": new_name()}
-        self._ranks = [json.loads(blob) for blob in meet("gpus()", json.dumps(mine).encode())]
+        mine = json.dumps(asdict(Gpu.here(device, new_name())))
+        self._gpus = [Gpu(**json.loads(blob)) for blob in meet("gpus()", mine.encode())]
         with contextlib.ExitStack() as undo:
             device.activate()
-            streams = [device.stream() for _ in range(_STREAMS_OUT + _STREAMS_IN + 1)]
+            streams = [device.stream() for _ in range(_STREAMS_OUT + _STREAMS_IN + 2)]
             for stream in streams:
                 undo.callback(device.destroy_stream, stream)
-            staging = device.allocate(_STAGING_SLOTS * SLOT_BYTES)
+            staging = device.allocate(_STREAMS_IN * SLOT_BYTES)
             undo.callback(device.free, staging)
             self._segment = self._share(timeout)
             undo.callback(self._segment.close)
@@ -89,9 +87,13 @@ class GpuPath:
                 streams=streams,
                 staging=staging,
                 slot_bytes=SLOT_BYTES,
-                staging_slots=_STAGING_SLOTS,
             )
-            self._plans = GpuPlans(wiring.rank, wiring.size, self._queue, device, self._edge)
+            self._islands = GpuIslands(wiring.topology, wiring.rank, self._gpus, device, meet, timeout)
+            undo.callback(self._islands.close)
+            island = self._islands.island
+            if island is not None:
+                self._queue.set_island(island.functions(), island.handle, island.rank, island.size)
+            self._plans = GpuPlans(wiring.rank, wiring.size, self._queue, device, self._islands, self._edge)
             self._ledger = _native.Ledger(self._segment.ledger, self._here, len(wiring.locals))
             self._watch = GpuWatch(
                 self._queue.idle, lambda: self._segment.progress(self._here), self._stuck, self._release, timeout
@@ -104,7 +106,7 @@ class GpuPath:
 
     def _share(self, timeout: float) -> SlotSegment:
         wiring, locals_ = self._wiring, self._wiring.locals
-        name, secret = self._ranks[locals_[0]]["doorbell"], wiring.secret
+        name, secret = self._gpus[locals_[0]].doorbell, wiring.secret
         if wiring.rank == locals_[0]:
             fd = os.memfd_create("hetcoll-slots", os.MFD_CLOEXEC)
         else:
@@ -163,7 +165,8 @@ class GpuPath:
         """The call as one kernel a rank, where that is faster than copies."""
         size = self._wiring.size
         one_host = len(self._wiring.locals) == size <= ONESHOT_RANKS
-        if call.collective is not Collective.ALLREDUCE or call.count == 0 or not one_host:
+        small = call.collective is Collective.ALLREDUCE and call.count > 0
+        if not small or not one_host or self._islands.whole:
             return None
         arguments: Oneshot | Exchange
         table, segment, item = self._device.kernels(), self._segment, call.dtype.itemsize

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from . import _native
 from .algorithms import find
+from .algorithms.islands import ISLANDS
 from .algorithms.p2p import CHANNEL
 from .calls import Call
 from .errors import BufferTypeError
@@ -20,10 +21,13 @@ from .order import enqueue_order
 from .pipeline import offsets, parts, pipelined, ramp
 from .plan import Buf, Op, Plan, Span, Step
 from .slots import SLOT_BYTES, SLOTS
+from .topology import Islands
 from .types import REDUCING, WHOLE, Collective, DType, ReduceOp
 
 if TYPE_CHECKING:
     from .devices.base import Device
+    from .gpu_islands import GpuIslands
+    from .islands.native import Native
 
 _SMALLEST = 256 << 10  # bytes of the first and the last piece of a message
 _GRAIN = 256  # bytes: units begin at multiples, as copy engines and vector loads like it
@@ -60,8 +64,16 @@ class Share(NamedTuple):
 class GpuPlans:
     """The plans of rank `rank` of `size`. `edge` gives the queue's number for a send or receive on a channel."""
 
-    def __init__(self, rank: int, size: int, queue: _native.DeviceQueue, device: Device, edge: Edge) -> None:
-        self._rank, self._size = rank, size
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        queue: _native.DeviceQueue,
+        device: Device,
+        islands: GpuIslands,
+        edge: Edge,
+    ) -> None:
+        self._rank, self._size, self._islands = rank, size, islands
         self._queue, self._device, self._edge = queue, device, edge
         self._drawn: Kept[tuple[list[Plan], tuple[tuple[int, ...], ...]]] = Kept()
 
@@ -72,16 +84,19 @@ class GpuPlans:
         item = call.dtype.itemsize
         grain = max(1, _GRAIN // item)
         send_shares, recv_shares = _shares(call, self._size)
-        base = self._base(call)
-        length = parts(base, item * max(*send_shares, *recv_shares), _SMALLEST, grain * item)
-        key = (call.collective.plain, call.root, call.op is ReduceOp.AVG, length)
+        islands, local = self._islands.serving(call.collective, call.dtype, call.op)
+        base = self._base(call, islands)
+        length = 1
+        if len(islands) > 1:
+            length = parts(base, item * max(*send_shares, *recv_shares), _SMALLEST, grain * item)
+        key = (call.collective.plain, call.root, call.op is ReduceOp.AVG, len(islands), length)
         plans, orders = self._drawn.get_or(key, lambda: self._draw(base, length))
         plan = plans[self._rank]
         tables = [
             offsets(shares, units // len(shares), grain)
             for shares, units in ((send_shares, plan.send_units), (recv_shares, plan.recv_units))
         ]
-        return self._bind(plan, orders[self._rank], call.dtype, tables, *self._kernels(call))
+        return self._bind(plan, orders[self._rank], call.dtype, tables, *self._kernels(call), local)
 
     def messages(self, dtype: DType, send: tuple[int, int], recv: tuple[int, int]) -> _native.DeviceShape:
         """A message to a peer, one from a peer, or both at once: (peer, count) each, peer -1 for none."""
@@ -131,12 +146,19 @@ class GpuPlans:
         plan = Plan(Collective.P2P, "messages", self._size, self._rank, units[0], units[1], tuple(steps))
         return self._bind(plan, tuple(range(len(steps))), dtype, bounds, None, None)
 
-    def _base(self, call: Call) -> list[Plan]:
-        collective = call.collective.plain
+    def _base(self, call: Call, islands: Islands) -> list[Plan]:
+        collective, scale = call.collective.plain, call.op is ReduceOp.AVG
+        if len(islands) < self._size:
+            whole = len(islands) == 1  # then the library averages by itself
+            entry = ISLANDS[collective]
+            return [
+                entry.build(self._size, r, root=call.root, scale=scale and not whole, hosts=islands)
+                for r in range(self._size)
+            ]
         name = "pairwise" if collective is Collective.ALLTOALL else "direct"
         if collective is Collective.ALLREDUCE and self._size == 2:
             name = "oneshot"  # as many bytes each way as in two phases, and nothing to wait for in between
-        entry, scale = find(collective, name), call.op is ReduceOp.AVG
+        entry = find(collective, name)
         return [entry.build(self._size, r, root=call.root, scale=scale) for r in range(self._size)]
 
     @staticmethod
@@ -162,6 +184,7 @@ class GpuPlans:
         tables: Sequence[Sequence[int]],
         reduce: Kernel | None,
         scale: Kernel | None,
+        local: Native | None = None,
     ) -> _native.DeviceShape:
         return self._queue.bind(
             plan=plan.encode(),
@@ -177,6 +200,7 @@ class GpuPlans:
             reduce=reduce,
             scale=scale,
             divisor=plan.size,
+            local=local,
         )
 
 

@@ -1,0 +1,107 @@
+"""Which GPUs one vendor's library serves together, and this rank's communicator of that library."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .islands import nccl, rccl
+from .islands.library import Island
+from .islands.native import BYTES, Native, native
+from .topology import Islands, Topology, spell_islands
+from .types import REDUCING, DType, ReduceOp
+
+if TYPE_CHECKING:
+    from .devices.base import Device
+
+log = logging.getLogger("hetcoll")
+
+Meet = Callable[[str, bytes], Sequence[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What every rank knows of another one's GPU. `library` is its NCCL's or RCCL's version, 0 where there is none."""
+
+    vendor: str
+    bus: str
+    arch: str
+    name: str
+    doorbell: str
+    library: int
+
+    @classmethod
+    def here(cls, device: Device, doorbell: str) -> Gpu:
+        """This rank's."""
+        finder = nccl if device.vendor == "cuda" else rccl
+        reason = finder.why_not()
+        if reason is not None:
+            log.info("GPUs of %s are on their own: %s", device.vendor, reason)
+        version = 0 if reason is not None else finder.library().version_code
+        return cls(device.vendor, device.bus_id, device.arch, device.name, doorbell, version)
+
+
+class GpuIslands:
+    """The islands of one communicator. `island` is this rank's communicator of the vendor's library, if it has one.
+
+    Making it is collective over all ranks.
+    """
+
+    def __init__(
+        self, topology: Topology, rank: int, gpus: Sequence[Gpu], device: Device, meet: Meet, timeout: float
+    ) -> None:
+        self._gpus = gpus
+        self.alone: Islands = tuple((r,) for r in range(topology.size))
+        found = topology.equipped([(gpu.vendor, gpu.bus) for gpu in gpus]).islands
+        # A library that some member lacks serves none of them.
+        self.islands: Islands = tuple(
+            part for one in found for part in ([one] if all(gpus[r].library for r in one) else [(r,) for r in one])
+        )
+        mine = next(island for island in self.islands if rank in island)
+        self.place, self.members = mine.index(rank), len(mine)
+        self.island: Island | None = None
+        if all(len(island) == 1 for island in self.islands):
+            return
+        library = (nccl if device.vendor == "cuda" else rccl).library() if len(mine) > 1 else None
+        first = library is not None and mine[0] == rank
+        ids = meet("islands()", library.unique_id() if library is not None and first else b"")
+        if library is not None:
+            self.island = Island(library, len(mine), self.place, ids[mine[0]], device, timeout)
+            log.info("rank %d: %s in island %s", rank, library, spell_islands((mine,)))
+
+    @property
+    def whole(self) -> bool:
+        """Whether one library serves all ranks."""
+        return len(self.islands) == 1 and len(self.islands[0]) > 1
+
+    def reduction(self, dtype: DType, op: ReduceOp) -> Native | None:
+        """How the libraries do it, or None where one of them does not; the same on all ranks."""
+        if op is ReduceOp.AVG and not self.whole:
+            op = ReduceOp.SUM
+        members = [self._gpus[r] for island in self.islands if len(island) > 1 for r in island]
+        answers = {native(dtype, op, gpu.arch, gpu.library) for gpu in members}
+        return answers.pop() if len(answers) == 1 else None
+
+    def serving(self, collective: object, dtype: DType, op: ReduceOp) -> tuple[Islands, Native | None]:
+        """The islands that a call's plan is drawn for, and how their libraries reduce."""
+        if all(len(island) == 1 for island in self.islands):
+            return self.alone, None
+        if collective not in REDUCING:
+            return self.islands, Native(BYTES, ReduceOp.SUM)
+        reduction = self.reduction(dtype, op)
+        return (self.alone, None) if reduction is None else (self.islands, reduction)
+
+    def error(self) -> str | None:
+        """What the library failed with since, or None."""
+        return None if self.island is None else self.island.async_error()
+
+    def abort(self) -> None:
+        """End what the library has under way; streams must not wait for anything of ours any more."""
+        if self.island is not None:
+            self.island.abort()
+
+    def close(self) -> None:
+        if self.island is not None:
+            self.island.close()
