@@ -51,10 +51,10 @@ class Compiler {
       case Op::kRecvReduce: {
         const std::uint8_t stream = In();
         const Place staged{Area::kStaging, slot_bytes * (stream - roles_.out)};  // the stream's own
-        Touches(stream, std::array{Read(src, s.len), Write(dst, s.len)});
         Add({.step = DeviceStep::kWaitReady, .stream = stream, .edge = edge});
         Add({.step = DeviceStep::kCopyIn, .stream = stream, .edge = edge, .dst = staged, .n = s.len});
         Add({.step = DeviceStep::kGrant, .stream = stream, .edge = edge});
+        Touches(stream, std::array{Read(src, s.len), Write(dst, s.len)});
         Add({.step = DeviceStep::kReduce, .stream = stream, .dst = dst, .src = src, .other = staged, .n = s.len});
         break;
       }

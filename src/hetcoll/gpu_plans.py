@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .gpu_islands import GpuIslands
     from .islands.native import Native
 
-_SMALLEST = 256 << 10  # bytes of the first and the last piece of a message
+_SMALLEST = 256 << 10  # bytes of a piece
 _GRAIN = 256  # bytes: units begin at multiples, as copy engines and vector loads like it
 _KEEP = 256  # compiled plans kept; the least recently used go first
 _BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 64, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
@@ -86,11 +86,11 @@ class GpuPlans:
         send_shares, recv_shares = _shares(call, self._size)
         islands, local = self._islands.serving(call.collective, call.dtype, call.op)
         base = self._base(call, islands)
-        length = 1
+        length, smallest = 1, _smallest(call.nbytes)
         if len(islands) > 1:
-            length = parts(base, item * max(*send_shares, *recv_shares), _SMALLEST, grain * item)
-        key = (call.collective.plain, call.root, call.op is ReduceOp.AVG, len(islands), length)
-        plans, orders = self._drawn.get_or(key, lambda: self._draw(base, length))
+            length = parts(base, item * max(*send_shares, *recv_shares), smallest, grain * item)
+        key = (call.collective.plain, call.root, call.op is ReduceOp.AVG, len(islands), length, smallest)
+        plans, orders = self._drawn.get_or(key, lambda: self._draw(base, length, smallest))
         plan = plans[self._rank]
         tables = [
             offsets(shares, units // len(shares), grain)
@@ -162,8 +162,8 @@ class GpuPlans:
         return [entry.build(self._size, r, root=call.root, scale=scale) for r in range(self._size)]
 
     @staticmethod
-    def _draw(base: list[Plan], length: int) -> tuple[list[Plan], tuple[tuple[int, ...], ...]]:
-        plans = pipelined(base, ramp(length, SLOT_BYTES // _SMALLEST))
+    def _draw(base: list[Plan], length: int, smallest: int) -> tuple[list[Plan], tuple[tuple[int, ...], ...]]:
+        plans = pipelined(base, ramp(length, SLOT_BYTES // smallest))
         return plans, enqueue_order(plans, SLOTS)
 
     def _kernels(self, call: Call) -> tuple[Kernel | None, Kernel | None]:
@@ -219,9 +219,16 @@ def _shares(call: Call, size: int) -> tuple[list[int], list[int]]:
     raise BufferTypeError(f"{call.collective.label} does not take GPU buffers")
 
 
+def _smallest(nbytes: int) -> int:
+    """Bytes of the first and the last piece of a message: each piece costs some microseconds, and so does waiting for
+    the first."""
+    return min(max(_SMALLEST, 1 << max(nbytes >> 5, 0).bit_length()), SLOT_BYTES // 2)
+
+
 def _share(peer: int, count: int, dtype: DType) -> Share:
-    length = -(-max(1, count * dtype.itemsize) // _SMALLEST)
-    return Share(peer, count, ramp(length, SLOT_BYTES // _SMALLEST))
+    nbytes = max(1, count * dtype.itemsize)
+    smallest = _smallest(nbytes)
+    return Share(peer, count, ramp(-(-nbytes // smallest), SLOT_BYTES // smallest))
 
 
 def _table(shares: Sequence[Share], grain: int, given: Sequence[int] | None) -> list[int]:

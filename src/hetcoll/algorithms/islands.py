@@ -76,8 +76,8 @@ def _both(x: range, y: range) -> range:
 
 @_register(Collective.ALLREDUCE)
 def allreduce(p: Draft) -> None:
-    """Reduce-scatter inside; reduce and gather each interval among its owners, one an island; all-gather inside."""
-    at = Split(p, parts=len(p.hosts))
+    """Reduce-scatter inside; all-reduce each interval among its owners, one an island; all-gather inside."""
+    at = Split(p, parts=len(p.hosts) if len(p.hosts) > 2 else 1)
     if at.m == 1:
         p.scaled(LAST, out(0, at.units), p.local(0, Collective.ALLREDUCE, src=inp(0, at.units), dst=out(0, at.units)))
         return
@@ -85,11 +85,28 @@ def allreduce(p: Draft) -> None:
     summed = None
     if at.k > 1:
         summed = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=mine, parts=at.intervals(inp))
+    if at.m == 2:
+        p.credits = 1  # both send first
+        final = list(_exchange(p, at, summed))
+        if at.k > 1:
+            p.local(LOCAL, Collective.ALLGATHER, src=mine, parts=at.intervals(out), after=final)
+        return
     outward = [at.host_after(d) for d in range(1, at.m + 1)]
-    final = reduce_between(p, at, dict.fromkeys(at.parts(p.rank, outward), summed))
-    gather_between(p, at, final)
+    ready = reduce_between(p, at, dict.fromkeys(at.parts(p.rank, outward), summed))
+    gather_between(p, at, ready)
     if at.k > 1:
-        p.local(LOCAL, Collective.ALLGATHER, src=mine, parts=at.intervals(out), after=final.values())
+        p.local(LOCAL, Collective.ALLGATHER, src=mine, parts=at.intervals(out), after=ready.values())
+
+
+def _exchange(p: Draft, at: Split, summed: int | None) -> Iterator[int | None]:
+    """Of two islands: both owners of a piece send it and add what comes. As many bytes each way as in two phases, and
+    nothing to wait for in between; a + b has the same bits as b + a."""
+    held, pieces = inp if at.k == 1 else out, at.crossing(1 - at.i)
+    sent = [p.send(2, held(start, count), peer, after=[summed]) for peer, start, count in pieces]
+    for step, (peer, start, count) in zip(sent, pieces, strict=True):
+        yield p.scaled(
+            8, out(start, count), p.recv_reduce(3, out(start, count), held(start, count), peer, after=[step])
+        )
 
 
 @_register(Collective.BROADCAST)
