@@ -35,7 +35,7 @@ from .gpu_plans import GpuPlans, Kept
 from .gpu_watch import GpuWatch
 from .plan import Op
 from .rendezvous.descriptors import new_name, receive_fd, share_fd
-from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS, SLOT_BYTES, SLOTS, SlotSegment
+from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS, SLOTS, SlotSegment, slot_bytes
 from .types import Collective, ReduceOp
 from .wiring import Wiring
 from .witness import call_site
@@ -64,6 +64,7 @@ class GpuPath:
         self._messages: Kept[_native.DeviceShape] = Kept()
         self._edges: dict[tuple[int, int, int], int] = {}
         self._scratch, self._scratch_bytes = 0, 0
+        self._slot_bytes = slot_bytes(max(map(len, wiring.topology.hosts)))  # the same on all ranks
         self._undo = contextlib.ExitStack()
         mine = json.dumps(asdict(Gpu.here(device, new_name())))
         self._gpus = [Gpu(**json.loads(blob)) for blob in meet("gpus()", mine.encode())]
@@ -72,7 +73,7 @@ class GpuPath:
             streams = [device.stream() for _ in range(_STREAMS_OUT + _STREAMS_IN + 2)]
             for stream in streams:
                 undo.callback(device.destroy_stream, stream)
-            staging = device.allocate(_STREAMS_IN * SLOT_BYTES)
+            staging = device.allocate(_STREAMS_IN * self._slot_bytes)
             undo.callback(device.free, staging)
             self._segment = self._share(timeout)
             undo.callback(self._segment.close)
@@ -86,14 +87,16 @@ class GpuPath:
                 streams_in=_STREAMS_IN,
                 streams=streams,
                 staging=staging,
-                slot_bytes=SLOT_BYTES,
+                slot_bytes=self._slot_bytes,
             )
             self._islands = GpuIslands(wiring.topology, wiring.rank, self._gpus, device, meet, timeout)
             undo.callback(self._islands.close)
             island = self._islands.island
             if island is not None:
                 self._queue.set_island(island.functions(), island.handle, island.rank, island.size)
-            self._plans = GpuPlans(wiring.rank, wiring.size, self._queue, device, self._islands, self._edge)
+            self._plans = GpuPlans(
+                wiring.rank, wiring.size, self._queue, device, self._islands, self._slot_bytes, self._edge
+            )
             self._ledger = _native.Ledger(self._segment.ledger, self._here, len(wiring.locals))
             self._watch = GpuWatch(
                 self._queue.idle, lambda: self._segment.progress(self._here), self._stuck, self._release, timeout
@@ -113,9 +116,9 @@ class GpuPath:
             fd = receive_fd(name, wiring.rank, secret, timeout)
         try:
             if wiring.rank == locals_[0]:
-                os.ftruncate(fd, SlotSegment.nbytes(len(locals_)))
+                os.ftruncate(fd, SlotSegment.nbytes(len(locals_), self._slot_bytes))
                 share_fd(name, fd, locals_[1:], secret, timeout)
-            return SlotSegment(fd, len(locals_), self._device)
+            return SlotSegment(fd, len(locals_), self._slot_bytes, self._device)
         finally:
             os.close(fd)
 

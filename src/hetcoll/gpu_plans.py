@@ -20,7 +20,7 @@ from .errors import BufferTypeError
 from .order import enqueue_order
 from .pipeline import offsets, parts, pipelined, ramp
 from .plan import Buf, Op, Plan, Span, Step
-from .slots import SLOT_BYTES, SLOTS
+from .slots import SLOTS
 from .topology import Islands
 from .types import REDUCING, WHOLE, Collective, DType, ReduceOp
 
@@ -71,9 +71,10 @@ class GpuPlans:
         queue: _native.DeviceQueue,
         device: Device,
         islands: GpuIslands,
+        slot_bytes: int,
         edge: Edge,
     ) -> None:
-        self._rank, self._size, self._islands = rank, size, islands
+        self._rank, self._size, self._islands, self._slot_bytes = rank, size, islands, slot_bytes
         self._queue, self._device, self._edge = queue, device, edge
         self._drawn: Kept[tuple[list[Plan], tuple[tuple[int, ...], ...]]] = Kept()
 
@@ -86,7 +87,7 @@ class GpuPlans:
         send_shares, recv_shares = _shares(call, self._size)
         islands, local = self._islands.serving(call.collective, call.dtype, call.op)
         base = self._base(call, islands)
-        length, smallest = 1, _smallest(call.nbytes)
+        length, smallest = 1, _smallest(call.nbytes, self._slot_bytes)
         if len(islands) > 1:
             length = parts(base, item * max(*send_shares, *recv_shares), smallest, grain * item)
         key = (call.collective.plain, call.root, call.op is ReduceOp.AVG, len(islands), length, smallest)
@@ -125,7 +126,7 @@ class GpuPlans:
 
         With `tables`, the buffers' parts by rank, this rank's own part is copied.
         """
-        out, into = ([_share(peer, count, dtype) for peer, count in each] for each in (sends, recvs))
+        out, into = ([_share(peer, count, dtype, self._slot_bytes) for peer, count in each] for each in (sends, recvs))
         steps: list[Step] = []
         rounds = max(len(share.cuts) for share in (*out, *into)) - 1
         for k in range(rounds):
@@ -161,9 +162,8 @@ class GpuPlans:
         entry = find(collective, name)
         return [entry.build(self._size, r, root=call.root, scale=scale) for r in range(self._size)]
 
-    @staticmethod
-    def _draw(base: list[Plan], length: int, smallest: int) -> tuple[list[Plan], tuple[tuple[int, ...], ...]]:
-        plans = pipelined(base, ramp(length, SLOT_BYTES // smallest))
+    def _draw(self, base: list[Plan], length: int, smallest: int) -> tuple[list[Plan], tuple[tuple[int, ...], ...]]:
+        plans = pipelined(base, ramp(length, self._slot_bytes // smallest))
         return plans, enqueue_order(plans, SLOTS)
 
     def _kernels(self, call: Call) -> tuple[Kernel | None, Kernel | None]:
@@ -219,16 +219,16 @@ def _shares(call: Call, size: int) -> tuple[list[int], list[int]]:
     raise BufferTypeError(f"{call.collective.label} does not take GPU buffers")
 
 
-def _smallest(nbytes: int) -> int:
+def _smallest(nbytes: int, slot_bytes: int) -> int:
     """Bytes of the first and the last piece of a message: each piece costs some microseconds, and so does waiting for
     the first."""
-    return min(max(_SMALLEST, 1 << max(nbytes >> 5, 0).bit_length()), SLOT_BYTES // 2)
+    return min(max(_SMALLEST, 1 << max(nbytes >> 5, 0).bit_length()), slot_bytes // 2)
 
 
-def _share(peer: int, count: int, dtype: DType) -> Share:
+def _share(peer: int, count: int, dtype: DType, slot_bytes: int) -> Share:
     nbytes = max(1, count * dtype.itemsize)
-    smallest = _smallest(nbytes)
-    return Share(peer, count, ramp(-(-nbytes // smallest), SLOT_BYTES // smallest))
+    smallest = _smallest(nbytes, slot_bytes)
+    return Share(peer, count, ramp(-(-nbytes // smallest), slot_bytes // smallest))
 
 
 def _table(shares: Sequence[Share], grain: int, given: Sequence[int] | None) -> list[int]:

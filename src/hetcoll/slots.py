@@ -25,12 +25,10 @@ from .errors import InitError
 if TYPE_CHECKING:
     from .devices.base import Device
 
-SLOT_BYTES = 4 << 20
 SLOTS = 4
 CHANNELS = 3  # native/engine/plan.h
 _WORD = 64  # bytes from one slot's word to the next: native/engine/device_queue.h
 _WORDS = 4096  # bytes in front of an edge's slots
-_EDGE = _WORDS + SLOTS * SLOT_BYTES
 _RELEASED = 1 << 62  # above the number of any message
 _PAGE = 4096
 BLOCKS, RING_SLOTS, RING_SLOT_BYTES = 32, 4, 32 << 10  # of an exchange kernel: devices/kernels/exchange.h
@@ -40,6 +38,12 @@ AREA_WORDS = 16 << 10  # of 4 bytes of data each, in a half of a rank's area
 _AREA = 2 * 8 * AREA_WORDS
 
 assert 2 * SLOTS * _WORD <= _WORDS
+
+
+def slot_bytes(ranks: int) -> int:
+    """Bytes of a slot where `ranks` share a host: large enough to hide what a message costs, and so small that the
+    slots of all of them stay in the last-level cache together."""
+    return 4 << 20 if ranks <= 2 else 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +61,18 @@ class SlotSegment:
     `fd` is not kept. `size` is the number of ranks of the host, which are named by their place among them here.
     """
 
-    def __init__(self, fd: int, size: int, device: Device) -> None:
+    def __init__(self, fd: int, size: int, slot_bytes: int, device: Device) -> None:
         self._size, self._device = size, device
+        self._edge_bytes = _WORDS + SLOTS * slot_bytes
+        nbytes = self.nbytes(size, slot_bytes)
         self._areas = _PAGE + -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
         self._rings = self._areas + size * _AREA
         self._head = self._rings + size * (_RING + _RING_WORDS)
         self._edges: dict[tuple[int, int, int], Edge] = {}
         try:
-            self._map = mmap.mmap(fd, self.nbytes(size), mmap.MAP_SHARED)
+            self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
         except OSError as error:
-            raise InitError(f"mapping {self.nbytes(size)} bytes for the slots of GPUs: {error.strerror}") from error
+            raise InitError(f"mapping {nbytes} bytes for the slots of GPUs: {error.strerror}") from error
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._address = int(self._bytes.ctypes.data)
         self._registered: list[int] = []  # offsets
@@ -78,10 +84,15 @@ class SlotSegment:
         self.ledger = self._address + _PAGE  # for the host
 
     @staticmethod
-    def nbytes(size: int) -> int:
+    def nbytes(size: int, slot_bytes: int) -> int:
         """Address space for a host of `size` ranks; memory is taken only by edges in use."""
         ledger = -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
-        return _PAGE + ledger + size * (_AREA + _RING + _RING_WORDS) + size * size * CHANNELS * _EDGE
+        return (
+            _PAGE
+            + ledger
+            + size * (_AREA + _RING + _RING_WORDS)
+            + size * size * CHANNELS * (_WORDS + SLOTS * slot_bytes)
+        )
 
     def _register(self, offset: int, nbytes: int) -> int:
         """Map this part; returns the device's address of it."""
@@ -91,13 +102,13 @@ class SlotSegment:
         return at
 
     def _offset(self, src: int, dst: int, channel: int) -> int:
-        return self._head + ((src * self._size + dst) * CHANNELS + channel) * _EDGE
+        return self._head + ((src * self._size + dst) * CHANNELS + channel) * self._edge_bytes
 
     def edge(self, src: int, dst: int, channel: int) -> Edge:
         """The way from `src` to `dst`, mapped by this rank's driver on the first use."""
         found = self._edges.get((src, dst, channel))
         if found is None:
-            at = self._register(self._offset(src, dst, channel), _EDGE)
+            at = self._register(self._offset(src, dst, channel), self._edge_bytes)
             found = self._edges[src, dst, channel] = Edge(at + _WORDS, at, at + SLOTS * _WORD)
         return found
 
