@@ -18,6 +18,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -99,7 +100,13 @@ class GpuPath:
             )
             self._ledger = _native.Ledger(self._segment.ledger, self._here, len(wiring.locals))
             self._watch = GpuWatch(
-                self._queue.idle, lambda: self._segment.progress(self._here), self._stuck, self._release, timeout
+                self._queue.idle,
+                lambda: self._segment.progress(self._here),
+                self._islands.error,
+                self._stuck,
+                self._broken,
+                self._release,
+                timeout,
             )
             self._undo = undo.pop_all()
 
@@ -134,10 +141,11 @@ class GpuPath:
         keep = (call.send, call.recv)
         send, recv = (0 if buffer is None else buffer.ptr for buffer in keep)
         self._watch.started()
-        if isinstance(bound.shape, _native.KernelShape):
-            self._queue.run_kernel(bound.shape, send, recv, handle)
-        else:
-            self._run(bound.shape, send, recv, handle, async_op)
+        with self._guarded():
+            if isinstance(bound.shape, _native.KernelShape):
+                self._queue.run_kernel(bound.shape, send, recv, handle)
+            else:
+                self._run(bound.shape, send, recv, handle, async_op)
         return GpuWork(self, keep, call.collective.label)
 
     def message(
@@ -150,8 +158,19 @@ class GpuPath:
         ends = ((-1 if send is None else dest, _count(send)), (-1 if recv is None else source, _count(recv)))
         shape = self._messages.get_or((first.dtype, *ends), lambda: self._plans.messages(first.dtype, *ends))
         self._watch.started()
-        self._run(shape, 0 if send is None else send.ptr, 0 if recv is None else recv.ptr, handle, async_op)
+        with self._guarded():
+            self._run(shape, 0 if send is None else send.ptr, 0 if recv is None else recv.ptr, handle, async_op)
         return GpuWork(self, (send, recv), "a message")
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What a driver or a library refuses in the middle of a call ends the communicator: others wait for this."""
+        try:
+            yield
+        except _native.Fault as error:
+            if not self._engine.failed:
+                self._broken(str(error))
+            raise self._diagnosis.error() from error
 
     def _run(self, shape: _native.DeviceShape, send: int, recv: int, stream: int, async_op: bool) -> None:
         if shape.scratch_bytes > self._scratch_bytes:
@@ -235,12 +254,17 @@ class GpuPath:
         text = f"GPU calls of rank {self._wiring.rank} have not moved for {seconds:.3g} s; " + "; ".join(parts)
         self._diagnosis.post(Kind.TIMEOUT, behind, text)
 
+    def _broken(self, problem: str) -> None:
+        rank = self._wiring.rank
+        self._diagnosis.post(Kind.SYSTEM, rank, f"rank {rank}: {problem}")
+
     def failed(self) -> None:
         """The communicator has failed: let every stream and kernel go that waits for a peer, until all are idle.
 
         What is in the buffers of calls in flight is undefined from now on.
         """
         self._release()
+        self._islands.abort()
         self._watch.fail()
 
     def _release(self) -> None:

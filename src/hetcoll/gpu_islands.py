@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .errors import HetcollError
 from .islands import nccl, rccl
 from .islands.library import Island
 from .islands.native import BYTES, Native, native
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from .devices.base import Device
 
 log = logging.getLogger("hetcoll")
+
+_ABORT_SECONDS = 10.0
 
 Meet = Callable[[str, bytes], Sequence[bytes]]
 
@@ -62,6 +66,7 @@ class GpuIslands:
         mine = next(island for island in self.islands if rank in island)
         self.place, self.members = mine.index(rank), len(mine)
         self.island: Island | None = None
+        self._ending: threading.Thread | None = None
         if all(len(island) == 1 for island in self.islands):
             return
         library = (nccl if device.vendor == "cuda" else rccl).library() if len(mine) > 1 else None
@@ -98,10 +103,21 @@ class GpuIslands:
         return None if self.island is None else self.island.async_error()
 
     def abort(self) -> None:
-        """End what the library has under way; streams must not wait for anything of ours any more."""
-        if self.island is not None:
+        """Begin to end what the library has under way, on a thread: it waits until streams of ours were let go."""
+        if self.island is not None and self._ending is None:
+            self._ending = threading.Thread(target=self._abort, name="hetcoll-island-abort", daemon=True)
+            self._ending.start()
+
+    def _abort(self) -> None:
+        assert self.island is not None
+        try:
             self.island.abort()
+        except HetcollError as error:
+            log.warning("ending a communicator of %s: %s", self.island.library, error)
 
     def close(self) -> None:
-        if self.island is not None:
+        """End the library's communicator, or wait until it was aborted."""
+        if self._ending is not None:
+            self._ending.join(_ABORT_SECONDS)
+        elif self.island is not None:
             self.island.close()

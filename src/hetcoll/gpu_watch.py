@@ -16,17 +16,23 @@ _RELEASE_PAUSE = 0.01
 
 
 class GpuWatch:
-    """`idle` and `progress` are asked; `stuck` is told the seconds that nothing moved, `release` lets go of streams."""
+    """`idle`, `progress` and `problem` (what a library failed with, or None) are asked while something is in flight.
+
+    `stuck` is told the seconds that nothing moved, `broken` the problem; `release` lets go of streams.
+    """
 
     def __init__(
         self,
         idle: Callable[[], bool],
         progress: Callable[[], int],
+        problem: Callable[[], str | None],
         stuck: Callable[[float], None],
+        broken: Callable[[str], None],
         release: Callable[[], None],
         timeout: float,
     ) -> None:
-        self._idle, self._progress, self._stuck, self._release = idle, progress, stuck, release
+        self._idle, self._progress, self._problem = idle, progress, problem
+        self._stuck, self._broken, self._release = stuck, broken, release
         self._timeout = timeout
         self._wake = threading.Event()
         self._failed = threading.Event()
@@ -67,8 +73,11 @@ class GpuWatch:
                 self._release()
                 time.sleep(_RELEASE_PAUSE)
                 continue
-            now = self._progress()
-            if now != moved:
+            now, problem = self._progress(), self._problem()
+            if problem is not None:
+                self._broken(problem)
+                self._failed.set()
+            elif now != moved:
                 moved, since = now, time.monotonic()
             elif time.monotonic() - since > self._timeout:
                 self._stuck(time.monotonic() - since)

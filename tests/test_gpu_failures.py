@@ -1,0 +1,134 @@
+"""What goes wrong on GPUs has a name, on every rank, in bounded time, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import standins
+from ranks import Ranks
+from test_gpu import device_of_rank
+
+import hetcoll
+from hetcoll.devices.array import DeviceArray
+from hetcoll.errors import (
+    AbortedError,
+    BufferTypeError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    PeerLostError,
+)
+
+pytestmark = pytest.mark.standins
+
+Launch = Callable[..., Ranks]
+APART, TOGETHER = "0|1|2", ""
+LARGE = 3_000_001  # elements: copies through slots
+WAYS = pytest.mark.parametrize(("islands", "count"), [(APART, 100), (APART, LARGE), (TOGETHER, LARGE)])
+
+
+@pytest.fixture
+def gpus(launch: Launch) -> Launch:
+    why_not = standins.why_not("cuda")
+    if why_not:
+        pytest.skip(why_not)
+
+    def start(islands: str, **env: str) -> Ranks:
+        asked = {"HETCOLL_ISLANDS": islands} if islands else {}
+        return launch(3, **standins.environment("cuda", devices=3, timeout=60), **asked, **env)
+
+    return start
+
+
+def array(comm: hetcoll.Communicator, count: int) -> DeviceArray:
+    return DeviceArray.of(device_of_rank(comm.rank), np.ones(count, np.float32))
+
+
+def warm_up(comm: hetcoll.Communicator, count: int) -> DeviceArray:
+    """Kernels are compiled and links made before anything goes wrong."""
+    made = array(comm, count)
+    comm.allreduce(made.buffer()).wait(60)
+    return made
+
+
+def wait_in_vain(comm: hetcoll.Communicator, count: int, absent: int, then: str) -> Any:
+    """An all-reduce that `absent` does not make: it does something else."""
+    made = warm_up(comm, count)
+    comm.barrier()
+    if comm.rank == absent:
+        time.sleep(0.3)
+        if then == "die":
+            os._exit(3)
+        if then == "abort":
+            comm.abort("enough")
+        time.sleep(8.0 if then == "nothing" else 0.0)
+        return None
+    begun = time.monotonic()
+    try:
+        comm.allreduce(made.buffer()).wait(30)
+    except CommunicationError as error:
+        return error, time.monotonic() - begun
+    return None, 0.0
+
+
+@WAYS
+@pytest.mark.parametrize(("then", "wanted"), [("die", PeerLostError), ("abort", AbortedError)])
+def test_a_rank_that_is_gone(gpus: Launch, islands: str, count: int, then: str, wanted: type[Exception]) -> None:
+    ranks = gpus(islands)
+    ranks.start(wait_in_vain, count, 1, then)
+    for outcome in ranks.finish(60, only=[0, 2]):
+        error, seconds = outcome.value
+        assert isinstance(error, wanted), error
+        assert "rank 1" in str(error)
+        assert seconds < 8
+
+
+@WAYS
+def test_a_rank_that_never_calls(gpus: Launch, islands: str, count: int) -> None:
+    ranks = gpus(islands, HETCOLL_TIMEOUT="2")
+    ranks.start(wait_in_vain, count, 1, "nothing")
+    for outcome in ranks.finish(60, only=[0, 2]):
+        error, seconds = outcome.value
+        assert isinstance(error, CollectiveTimeoutError), error
+        assert "rank 1 is at GPU call 1" in str(error)
+        assert seconds < 8
+
+
+def differ(comm: hetcoll.Communicator, count: int) -> Any:
+    made = warm_up(comm, count)
+    try:
+        comm.allreduce(made.buffer(), op="max" if comm.rank == 1 else "sum").wait(30)
+        comm.allreduce(made.buffer()).wait(30)
+    except CommunicationError as error:
+        return error
+    return None
+
+
+@WAYS
+def test_ranks_that_call_different_things(gpus: Launch, islands: str, count: int) -> None:
+    for outcome in gpus(islands).run(differ, count, timeout=60):
+        assert isinstance(outcome, CollectiveMismatchError), outcome
+        assert "op=max" in str(outcome)
+        assert "op=sum" in str(outcome)
+        assert "test_gpu_failures.py" in str(outcome)
+
+
+def pass_wrong_things(comm: hetcoll.Communicator) -> None:
+    made = warm_up(comm, 100)
+    elsewhere = DeviceArray(device_of_rank(comm.rank + 1), 100)
+    with pytest.raises(BufferTypeError, match="the GPU of rank"):
+        comm.allreduce(elsewhere.buffer())
+    host = np.ones(100, np.float32)
+    with pytest.raises(BufferTypeError):
+        comm.allreduce(made.buffer(), host)
+    comm.allreduce(made.buffer()).wait(30)
+    comm.allreduce(host)
+
+
+def test_wrong_arguments_leave_all_well(gpus: Launch) -> None:
+    gpus(APART).run(pass_wrong_things, timeout=60)
