@@ -267,7 +267,10 @@ class Resources:
     def now(cls) -> Resources:
         gc.collect()
         tasks = os.listdir("/proc/self/task")
-        children = sum(len(Path(f"/proc/self/task/{task}/children").read_text().split()) for task in tasks)
+        children = 0
+        for task in tasks:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+                children += len(Path(f"/proc/self/task/{task}/children").read_text().split())
         descriptors: Counter[str] = Counter()
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):  # the one that listed them

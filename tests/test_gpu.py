@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -52,8 +53,9 @@ def gpus() -> Iterator[Any]:
         return made[key]
 
     yield get
-    for ranks in made.values():
-        (ranks.kill_all if ranks.broken else ranks.close)()
+    with contextlib.ExitStack() as stack:
+        for ranks in made.values():
+            stack.callback(ranks.kill_all if ranks.broken else ranks.close)
 
 
 def run_on_gpu(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:

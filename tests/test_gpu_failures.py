@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -56,17 +55,19 @@ def warm_up(comm: hetcoll.Communicator, count: int) -> DeviceArray:
     return made
 
 
+def warm_up_only(comm: hetcoll.Communicator, count: int) -> None:
+    warm_up(comm, count)
+
+
 def wait_in_vain(comm: hetcoll.Communicator, count: int, absent: int, then: str) -> Any:
     """An all-reduce that `absent` does not make: it does something else."""
     made = warm_up(comm, count)
     comm.barrier()
     if comm.rank == absent:
         time.sleep(0.3)
-        if then == "die":
-            os._exit(3)
         if then == "abort":
             comm.abort("enough")
-        time.sleep(8.0 if then == "nothing" else 0.0)
+        time.sleep(0.0 if then == "abort" else 8.0)
         return None
     begun = time.monotonic()
     try:
@@ -80,7 +81,11 @@ def wait_in_vain(comm: hetcoll.Communicator, count: int, absent: int, then: str)
 @pytest.mark.parametrize(("then", "wanted"), [("die", PeerLostError), ("abort", AbortedError)])
 def test_a_rank_that_is_gone(gpus: Launch, islands: str, count: int, then: str, wanted: type[Exception]) -> None:
     ranks = gpus(islands)
+    ranks.run(warm_up_only, count, timeout=60)
     ranks.start(wait_in_vain, count, 1, then)
+    if then == "die":
+        time.sleep(2.0)
+        ranks.kill(1)
     for outcome in ranks.finish(60, only=[0, 2]):
         error, seconds = outcome.value
         assert isinstance(error, wanted), error
@@ -97,6 +102,7 @@ def test_a_rank_that_never_calls(gpus: Launch, islands: str, count: int) -> None
         assert isinstance(error, CollectiveTimeoutError), error
         assert "rank 1 is at GPU call 1" in str(error)
         assert seconds < 8
+    ranks.finish(30, only=[1])
 
 
 def differ(comm: hetcoll.Communicator, count: int) -> Any:

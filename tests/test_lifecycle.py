@@ -502,7 +502,8 @@ def test_init_refuses_a_second_one_while_the_first_is_open() -> None:
 
 
 STAY = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
 import hetcoll
 comm = hetcoll.init()
 others = comm.split(min(comm.rank, 1))
