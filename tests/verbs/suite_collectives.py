@@ -87,7 +87,7 @@ def test_both_cables_carry(pool: Pool) -> None:
         for line in paths:
             assert "rxe0 to rxe1" in line or "rxe1 to rxe0" in line
             assert "rxe2 to rxe3" in line or "rxe3 to rxe2" in line
-            assert "0 bytes sent" not in line
+            assert " 0 bytes sent" not in line
 
 
 def split(comm: hetcoll.Communicator) -> None:
