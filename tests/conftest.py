@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from ranks import Ranks
+from ranks import Ranks, close_all
 from standins.harness import on, vendor
 
 __all__ = ["on", "vendor"]
@@ -21,13 +21,6 @@ def _pools() -> Iterator[dict[Any, Ranks]]:
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: close_all(pools.values()))
         yield pools
-
-
-def close_all(ranks: Iterable[Ranks]) -> None:
-    """Close all that are whole; what they find to complain about comes after the others were closed, too."""
-    with contextlib.ExitStack() as stack:
-        for each in ranks:
-            stack.callback(each.kill_all if each.broken else each.close)
 
 
 @pytest.fixture

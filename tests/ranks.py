@@ -44,7 +44,7 @@ def preload(*modules: str) -> None:
     _context.set_forkserver_preload(list(modules))
 
 
-preload("hetcoll", "hetcoll.cli.patterns", "ml_dtypes", "hypothesis", "pytest")
+preload("hetcoll", "hetcoll.tuner", "hetcoll.cli.patterns", "ml_dtypes", "hypothesis", "pytest")
 
 
 @dataclass
@@ -249,6 +249,13 @@ class Ranks:
             self.close()
         else:
             self.kill_all()
+
+
+def close_all(ranks: Iterable[Ranks]) -> None:
+    """Close all that are whole; what they find to complain about comes after the others were closed, too."""
+    with contextlib.ExitStack() as stack:
+        for each in ranks:
+            stack.callback(each.kill_all if each.broken else each.close)
 
 
 # What follows runs in the ranks' processes.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import standins
 from cases import run_case
 from on_gpu import OnGpu
-from ranks import Ranks
+from ranks import Ranks, close_all
 from reference import Case
 
 import hetcoll
@@ -47,15 +46,15 @@ def gpus() -> Iterator[Any]:
     def get(size: int, islands: str | None = None, *, env: dict[str, str] | None = None, **settings: Any) -> Ranks:
         asked = "|".join(map(str, range(size))) if islands is None else islands
         key = (size, asked, *sorted(settings.items()), *sorted((env or {}).items()))
-        if key not in made or made[key].broken:
+        if key in made and made[key].broken:
+            made.pop(key).kill_all()
+        if key not in made:
             more = {**(env or {}), **({"HETCOLL_ISLANDS": asked} if asked else {})}
             made[key] = Ranks(size, {**standins.environment("cuda", devices=size, **settings), **more})
         return made[key]
 
     yield get
-    with contextlib.ExitStack() as stack:
-        for ranks in made.values():
-            stack.callback(ranks.kill_all if ranks.broken else ranks.close)
+    close_all(made.values())
 
 
 def run_on_gpu(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:

@@ -21,6 +21,7 @@ from ranks import Job, Ranks, Resources, elapsed, wait_until
 
 import hetcoll
 from hetcoll.rendezvous import store
+from hetcoll.rendezvous.control import ControlClient
 
 Launch = Callable[..., Ranks]
 LINKS = pytest.mark.parametrize("transport", ["auto", "tcp"])
@@ -322,42 +323,51 @@ def test_256_ranks(launch: Launch) -> None:
     assert {total for _, _, total in found} == {256 * 257 / 2}
 
 
-def join_until_interrupted(job: Job) -> None:
-    """Waits for rank 1, which never comes; Ctrl-C must leave nothing."""
-    if job.rank == 0:
+def join_and_tell(job: Job, absent: tuple[int, ...], folder: Path) -> None:
+    """`absent` ranks never come; the others leave their name in the folder when they have joined and wait."""
+    exchange = ControlClient.exchange
+
+    def tell(self: ControlClient, *args: Any) -> list[bytes]:
+        (folder / str(job.rank)).mkdir()
+        return exchange(self, *args)
+
+    if job.rank not in absent:
+        ControlClient.exchange = tell  # type: ignore[method-assign, assignment]
         job.join(30)
 
 
-def test_ctrl_c_while_joining(launch: Launch) -> None:
+def test_ctrl_c_while_joining(launch: Launch, tmp_path: Path) -> None:
     ranks = launch(2, join=False)
-    ranks.start(join_until_interrupted)
-    time.sleep(0.5)
+    ranks.start(join_and_tell, (1,), tmp_path)
+    wait_until((tmp_path / "0").exists, 20)
     ranks.signal(0, signal.SIGINT)
     zero, one = ranks.finish(10)
     assert isinstance(zero.error, KeyboardInterrupt), zero.trace
     assert one.error is None
 
 
-def test_a_rank_that_dies_while_others_join_is_named(launch: Launch) -> None:
+def test_a_rank_that_dies_while_others_join_is_named(launch: Launch, tmp_path: Path) -> None:
     ranks = launch(3, join=False)
-    ranks.start(join_late, (1,), 20.0)
-    time.sleep(0.5)
+    ranks.start(join_and_tell, (1,), tmp_path)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 20)
+    killed = time.monotonic()
     ranks.kill(2)
     zero = ranks.finish(10, only=[0])[0]
     assert isinstance(zero.error, hetcoll.PeerLostError), zero.trace
     assert zero.error.rank == 2
-    assert zero.seconds < 5
+    assert zero.ended - killed < 5
 
 
-def test_the_death_of_the_stores_host_ends_joining(launch: Launch) -> None:
+def test_the_death_of_the_stores_host_ends_joining(launch: Launch, tmp_path: Path) -> None:
     ranks = launch(3, join=False)
-    ranks.start(join_late, (1,), 20.0)
-    time.sleep(0.5)
+    ranks.start(join_and_tell, (1,), tmp_path)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 20)
+    killed = time.monotonic()
     ranks.kill(0)
     two = ranks.finish(10, only=[2])[0]
     assert isinstance(two.error, hetcoll.PeerLostError), two.trace
     assert "hosts the job's store" in str(two.error)
-    assert two.seconds < 5
+    assert two.ended - killed < 5
 
 
 def join_twice(comm: hetcoll.Communicator) -> list[str]:

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import standins
-from ranks import Job, Ranks, elapsed, wait_until
+from ranks import Job, Ranks, close_all, elapsed, wait_until
 
 from hetcoll.errors import ArgumentError, CommunicationError, DeviceError, InitError
 from hetcoll.islands import nccl, rccl
@@ -165,8 +165,7 @@ def members(vendor: str) -> Iterator[Callable[..., Ranks]]:
         return ranks
 
     yield start
-    for ranks in made:
-        ranks.kill_all() if ranks.broken else ranks.close()
+    close_all(made)
 
 
 _here: dict[str, Any] = {}
