@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -539,22 +540,24 @@ def test_works_in_flight_all_say_what_failed(launch: Launch, transport: str) -> 
     )
 
 
-def fail_in_the_background(comm: hetcoll.Communicator) -> None:
+def fail_in_the_background(comm: hetcoll.Communicator, begun: Path) -> None:
     """Rank 0 has something in flight that goes wrong, and does not look at it; rank 1 waits for rank 0."""
     comm.barrier()
     if comm.rank == 0:
         for _ in range(3):
             comm.allreduce(f32(1000), async_op=True)
+        begun.touch()
         wait_until(lambda: comm._engine.failed, 10)
         time.sleep(60)
+    wait_until(begun.exists, 10)
     for _ in range(4):
         comm.allreduce(f32(1000))
 
 
 @TRANSPORTS
-def test_what_fails_unseen_is_told_to_who_asks(launch: Launch, transport: str) -> None:
+def test_what_fails_unseen_is_told_to_who_asks(launch: Launch, transport: str, tmp_path: Path) -> None:
     ranks = launch(2, HETCOLL_TRANSPORT=transport, HETCOLL_FAULT="duplicate=2,rank=1")
-    ranks.start(fail_in_the_background)
+    ranks.start(fail_in_the_background, tmp_path / "begun")
     (one,) = ranks.finish(15, only=[1])
     assert isinstance(one.error, hetcoll.CommunicationError), one.trace
     assert str(one.error).startswith("rank 0: the frame belongs to another operation")
