@@ -17,7 +17,7 @@ from hetcoll.buffers import Buffer, read_buffer
 from hetcoll.devices.base import Device
 
 Array = NDArray[Any]
-_AROUND = 64  # bytes of the host's memory before and behind each array that take part
+_AROUND = 64  # bytes of the host's memory before and behind each array that take part, as far as they are NumPy's
 
 
 class OnGpu:
@@ -43,6 +43,19 @@ class OnGpu:
         return call
 
 
+def _extent(array: Array) -> tuple[int, int]:
+    """The memory that takes part: never beyond what NumPy allocated for the array, since it is written back later.
+
+    An empty slice points to the begin of what it was cut from, wherever the slice was.
+    """
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    first, last = np.lib.array_utils.byte_bounds(owner)
+    at = array.ctypes.data
+    return max(first, at - _AROUND), min(last, at + array.nbytes + _AROUND)
+
+
 class Copies:
     """The memory of some arrays on the device, each stretch of it once."""
 
@@ -51,12 +64,12 @@ class Copies:
         kind = "cuda" if device.vendor == "cuda" else "rocm"
         self._place = (kind, device.index)
         spans: list[list[int]] = []
-        for at, end in sorted((a.ctypes.data - _AROUND, a.ctypes.data + a.nbytes + _AROUND) for a in arrays):
+        for at, end in sorted(map(_extent, arrays)):
             if spans and at < spans[-1][1]:
                 spans[-1][1] = max(spans[-1][1], end)
             else:
                 spans.append([at, end])
-        self._spans = [(at, end, device.allocate(end - at)) for at, end in spans]
+        self._spans = [(at, end, device.allocate(max(1, end - at))) for at, end in spans]
 
     def __enter__(self) -> Copies:
         for at, end, there in self._spans:
@@ -65,7 +78,8 @@ class Copies:
 
     def buffer(self, array: Array) -> Buffer:
         host = read_buffer(array, "array", writable=False)
-        at, _, there = next(s for s in self._spans if s[0] <= host.ptr < s[1])
+        first, last = _extent(array)
+        at, _, there = next(s for s in self._spans if s[0] <= first and last <= s[1])
         return Buffer(there + host.ptr - at, host.count, host.dtype, array, *self._place)
 
     def fetch(self) -> None:
