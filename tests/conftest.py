@@ -7,12 +7,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import standins
 from ranks import Ranks, close_all
 from standins.harness import on, vendor
 
 __all__ = ["on", "vendor"]
 
 _MOST = 32  # idle processes kept for later tests
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the stand-ins before the first test that uses them, so that its timeout is its own."""
+    wanted = any(item.get_closest_marker("standins") for item in session.items)
+    if wanted and not session.config.option.collectonly and not all(map(standins.why_not, ("cuda", "hip"))):
+        standins.build()
 
 
 @pytest.fixture(scope="session")

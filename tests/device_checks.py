@@ -286,7 +286,7 @@ def check_dmabuf(device: Device) -> None:
 
 def check_refusals(device: Device) -> None:
     """What a driver refuses names the call and the reason, such as opening one's own memory as another process's."""
-    with pytest.raises(DeviceError, match=r"Al+oc") as caught:
+    with pytest.raises(DeviceError, match=r"[Aa]l+oc") as caught:
         device.allocate(1 << 60)
     assert "emory" in caught.value.code or "EMORY" in caught.value.code
     own = device.allocate(64)

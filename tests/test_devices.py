@@ -17,7 +17,7 @@ from hetcoll.types import DType
 
 pytestmark = pytest.mark.standins
 
-VENDORS = ("cuda",)
+VENDORS = ("cuda", "hip")
 SOME = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT8_E4M3FN, DType.INT16, DType.COMPLEX128, DType.BOOL)
 
 
@@ -30,6 +30,8 @@ def on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     env = {
         **standins.environment(request.param, devices=2, timeout=20),
         "HETCOLL_CACHE": str(tmp_path_factory.mktemp("cache") / "kernels"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # ranks that are streams of one device wait for each other
+        "GPU_MAX_HW_QUEUES": "32",
     }
     process = Ranks(1, env, join=False)
     try:

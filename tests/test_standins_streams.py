@@ -282,3 +282,39 @@ def test_events_are_shared_between_processes(vendor: str, tmp_path: Path) -> Non
         for rank, function in enumerate((shared_event, awaited_event)):
             ranks.start(call, vendor, function, 0, (str(tmp_path / "event"),), only=[rank])
         assert finish(ranks) == [1, 2]
+
+
+def torn_copy(driver: Driver, job: Job) -> bool:
+    """Whether a reader that does not wait sees a copy half done."""
+    stream = driver.stream()
+    source, to = driver.allocate_host(1 << 20), driver.allocate_host(1 << 20)
+    ctypes.memset(source, 1, 1 << 20)
+    ctypes.memset(to, 0, 1 << 20)
+    first, last = (ctypes.c_ubyte.from_address(to + at) for at in (0, (1 << 20) - 1))
+    driver.copy(to, source, 1 << 20, stream)
+    wait_until(lambda: last.value == 1)
+    torn = first.value == 0
+    driver.synchronize(stream)
+    assert first.value == 1
+    return torn
+
+
+def test_copies_take_their_time(on: On) -> None:
+    assert on(torn_copy, jitter="1:20000", fresh=True)
+
+
+def allocation_waits(driver: Driver, job: Job) -> bool:
+    at, word = words(driver, 2)
+    stream = driver.stream()
+    driver.wait(stream, at, 1)
+    release = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: time.sleep(0.1) or word.__setitem__(0, 1))
+    driver.host_function(driver.stream(), ctypes.cast(release, ctypes.c_void_p).value or 0, 0)
+    driver.allocate(8)
+    waited = bool(word[0] == 1)
+    driver.synchronize_device()
+    return waited
+
+
+@pytest.mark.parametrize("strict", [0, 1])
+def test_allocation_may_wait_for_the_device(on: On, strict: int) -> None:
+    assert on(allocation_waits, strict=strict) == bool(strict)

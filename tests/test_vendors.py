@@ -144,7 +144,7 @@ pytestmark = pytest.mark.standins
 Call = Callable[..., list[Any]]
 
 
-@pytest.fixture(params=["cuda"])
+@pytest.fixture(params=["cuda", "hip"])
 def vendor(request: pytest.FixtureRequest) -> str:
     reason = standins.why_not(request.param)
     if reason:

@@ -12,8 +12,11 @@ ARCH            ``sm_90``, ``gfx942``
 PEER            0: no device reaches another's memory
 STREAM_WAITS    0: no wait-value and write-value
 DMABUF          0: memory is not exported as a file descriptor
+LARGE_BAR       0: HIP says that the host does not reach device memory
+STRICT          1: what may wait for the device to be idle does: allocation, registration of memory, loading of code
 TIMEOUT         seconds that a stream waits for one thing (60); then the device fails and stderr says what for
-JITTER          ``SEED[:MICROSECONDS]``: operations begin late, every queue at its own random pace
+JITTER          ``SEED[:MICROSECONDS]``: operations begin late, every queue at its own random pace, and copies move
+                their last bytes first
 FAIL            ``NAME:N:CODE,...``: the N-th call of NAME (``3+``: and later ones) returns CODE; CODE ``late719``: it
                 succeeds and what it enqueued fails
 LOG             a file that gets one line a call: process, thread, name
@@ -34,6 +37,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -158,6 +162,12 @@ def environment(vendor: str | None, devices: int = 1, **settings: object) -> dic
         "STANDIN_DEVICES": str(devices),
         **{f"STANDIN_{name.upper()}": str(value) for name, value in settings.items()},
     }
+
+
+def environments(vendors: Sequence[str | None], devices: int = 1, **settings: object) -> dict[str, tuple[str, ...]]:
+    """`environment` for ranks of different vendors (None: a CPU), as `Ranks` takes it."""
+    each = [environment(vendor, devices, **settings) for vendor in vendors]
+    return {name: tuple(env[name] for env in each) for name in each[0]}
 
 
 def load() -> None:

@@ -26,6 +26,7 @@ Error allocate(CUdeviceptr* out, Kind kind, std::size_t nbytes, unsigned flags =
     std::lock_guard lock(state_mutex());
     if (Error error = refuse_any_capture()) return error;
   }
+  if (Error error = may_synchronize(*device)) return error;
   std::uintptr_t base = 0;
   Error error = memory().allocate(kind, device->ordinal, nbytes, flags, settings().memory, &base);
   if (error == kOk) *out = base;
@@ -89,6 +90,7 @@ STANDIN_API cuMemHostRegister_v2(void* address, std::size_t nbytes, unsigned fla
   BEGIN();
   DEVICE(device);
   if (flags > 15) return kInvalidValue;
+  if (Error error = may_synchronize(*device)) return error;
   return memory().register_host(reinterpret_cast<std::uintptr_t>(address), nbytes, device->ordinal, flags);
 }
 

@@ -21,6 +21,10 @@ using namespace standin::cuda;
 namespace {
 
 int load(void** out, const void* image) {
+  Device* device = nullptr;
+  if (current_device(&device) == kOk) {  // a library needs none
+    if (Error error = may_synchronize(*device)) return error;
+  }
   Module* module = nullptr;
   Error error = load_module(image, &module);
   *out = module;

@@ -9,19 +9,14 @@
 #include "hip.h"
 #include "memory.h"
 #include "operations.h"
+#include "properties.h"
 
 namespace standin::hip {
 namespace {
 
 thread_local int device_ordinal = 0;
-thread_local int last_error = 0;
 
 }  // namespace
-
-Status::Status(Error error) : code(error) {
-  if (error == kNotPermitted) code = kNotSupported;  // HIP has no number for it
-  if (code != 0 && code != kNotReady) last_error = code;
-}
 
 Error begin(const char* function) {
   if (Error error = enter(function)) return error;
@@ -45,56 +40,6 @@ Error stream_argument(hipStream_t handle, Stream** stream) {
 
 namespace {
 
-struct Named {
-  int code;
-  const char* name;
-  const char* text;
-};
-
-const Named kErrors[] = {
-    {0, "hipSuccess", "no error"},
-    {1, "hipErrorInvalidValue", "invalid argument"},
-    {2, "hipErrorOutOfMemory", "out of memory"},
-    {3, "hipErrorNotInitialized", "initialization error"},
-    {100, "hipErrorNoDevice", "no ROCm-capable device is detected"},
-    {101, "hipErrorInvalidDevice", "invalid device ordinal"},
-    {200, "hipErrorInvalidImage", "device kernel image is invalid"},
-    {201, "hipErrorInvalidContext", "invalid device context"},
-    {209, "hipErrorNoBinaryForGpu", "no kernel image is available for execution on the device"},
-    {214, "hipErrorECCNotCorrectable", "uncorrectable ECC error encountered"},
-    {217, "hipErrorPeerAccessUnsupported", "peer access is not supported between these two devices"},
-    {400, "hipErrorInvalidHandle", "invalid resource handle"},
-    {401, "hipErrorIllegalState", "the operation cannot be performed in the present state"},
-    {500, "hipErrorNotFound", "named symbol not found"},
-    {600, "hipErrorNotReady", "device not ready"},
-    {700, "hipErrorIllegalAddress", "an illegal memory access was encountered"},
-    {702, "hipErrorLaunchTimeOut", "the launch timed out and was terminated"},
-    {704, "hipErrorPeerAccessAlreadyEnabled", "peer access is already enabled"},
-    {705, "hipErrorPeerAccessNotEnabled", "peer access has not been enabled"},
-    {710, "hipErrorAssert", "device-side assert triggered"},
-    {712, "hipErrorHostMemoryAlreadyRegistered", "part or all of the requested memory range is already mapped"},
-    {713, "hipErrorHostMemoryNotRegistered", "pointer does not correspond to a registered memory region"},
-    {719, "hipErrorLaunchFailure", "unspecified launch failure"},
-    {801, "hipErrorNotSupported", "operation not supported"},
-    {900, "hipErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
-    {901, "hipErrorStreamCaptureInvalidated", "operation failed due to a previous error during capture"},
-    {902, "hipErrorStreamCaptureMerge", "operation would result in a merge of separate capture sequences"},
-    {903, "hipErrorStreamCaptureUnmatched", "capture was not ended in the same stream as it began"},
-    {904, "hipErrorStreamCaptureUnjoined", "capturing stream has unjoined work"},
-    {905, "hipErrorStreamCaptureIsolation", "dependency created on uncaptured work in another stream"},
-    {906, "hipErrorStreamCaptureImplicit", "operation would make the legacy stream depend on a capturing one"},
-    {907, "hipErrorCapturedEvent", "operation not permitted on an event last recorded in a capturing stream"},
-    {908, "hipErrorStreamCaptureWrongThread", "attempt to terminate a thread-local capture from another thread"},
-    {999, "hipErrorUnknown", "unknown error"},
-};
-
-const Named& named(int code) {
-  for (const Named& each : kErrors) {
-    if (each.code == code) return each;
-  }
-  return kErrors[sizeof kErrors / sizeof *kErrors - 1];
-}
-
 // By the numbers of hipDeviceAttribute_t; 0 for whatever is not here, which the runtime would have.
 int attribute(const Device& device, int which) {
   switch (which) {
@@ -108,9 +53,10 @@ int attribute(const Device& device, int which) {
     case 85:     // UnifiedAddressing
     case 88:     // MemoryPoolsSupported
     case 90:     // HostRegisterSupported
-    case 10011:  // IsLargeBar
     case 10016:  // FineGrainSupport
       return 1;
+    case 10011:  // IsLargeBar
+      return settings().large_bar;
     case 5:
       return 2100000;
     case 19:  // L2CacheSize
@@ -152,44 +98,6 @@ int attribute(const Device& device, int which) {
   }
 }
 
-// hipDeviceProp_tR0600, by name where something is said.
-struct Properties {
-  char name[256];
-  char uuid[16];
-  char luid[8];
-  unsigned luid_mask;
-  std::size_t total_memory, shared_per_block;
-  int registers, warp_size;
-  std::size_t pitch;
-  int threads_per_block, block[3], grid[3], clock;
-  std::size_t constant;
-  int major, minor;
-  std::size_t alignment, pitch_alignment;
-  int overlap, multiprocessors, timeout, integrated, maps_host_memory, mode;
-  int textures[40];
-  std::size_t surface_alignment;
-  int concurrent_kernels, ecc, bus, device, domain, tcc, engines, unified, memory_clock, bus_width, l2, persisting;
-  int threads_per_multiprocessor, priorities, l1, local_l1;
-  std::size_t shared_per_multiprocessor;
-  int registers_per_multiprocessor, managed, multi_board, board, native_atomics, ratio, pageable, concurrent_managed;
-  int preemption, host_pointers, cooperative, cooperative_multi;
-  std::size_t shared_optin;
-  int page_tables, direct_managed, blocks_per_multiprocessor, window;
-  std::size_t reserved_shared;
-  int registers_host, sparse, read_only, timeline, pools, rdma;
-  unsigned rdma_flush;
-  int rdma_order;
-  unsigned pool_handles;
-  int deferred, ipc_events, clusters, function_pointers, reserved[63], hip_reserved[32];
-  char arch[256];
-  std::size_t shared_max;
-  int instruction_clock;
-  unsigned features;
-  unsigned *memory_flush, *register_flush;
-  int unmatched[4], large_bar, revision;
-};
-static_assert(offsetof(Properties, arch) == 1160 && sizeof(Properties) == 1472, "as hip_runtime_api.h has it");
-
 }  // namespace
 }  // namespace standin::hip
 
@@ -200,18 +108,6 @@ extern "C" __attribute__((visibility("default"))) const DriverAccess* standin_dr
   static const DriverAccess access = driver_access(current_device);
   return &access;
 }
-
-extern "C" __attribute__((visibility("default"))) const char* hipGetErrorName(int code) { return named(code).name; }
-
-extern "C" __attribute__((visibility("default"))) const char* hipGetErrorString(int code) { return named(code).text; }
-
-extern "C" __attribute__((visibility("default"))) int hipGetLastError() {
-  int error = hip::last_error;
-  hip::last_error = 0;
-  return error;
-}
-
-extern "C" __attribute__((visibility("default"))) int hipPeekAtLastError() { return hip::last_error; }
 
 STANDIN_API hipInit(unsigned flags) {
   BEGIN();
@@ -350,7 +246,8 @@ STANDIN_API hipGetDevicePropertiesR0600(Properties* properties, int ordinal) {
   p.multiprocessors = attribute(*device, 63);
   p.bus = attribute(*device, 67);
   p.l2 = attribute(*device, 19);
-  p.maps_host_memory = p.concurrent_kernels = p.unified = p.managed = p.host_pointers = p.large_bar = 1;
+  p.maps_host_memory = p.concurrent_kernels = p.unified = p.managed = p.host_pointers = 1;
+  p.large_bar = settings().large_bar;
   p.registers_host = p.ipc_events = 1;
   return kOk;
 }

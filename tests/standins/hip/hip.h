@@ -1,4 +1,4 @@
-// What the files of the stand-in libamdhip64 share: HIP's status, the current device, and how calls begin.
+// What the files of the stand-in libamdhip64 share: the current device, and how calls begin.
 #pragma once
 
 #include <cstddef>
@@ -7,23 +7,16 @@
 #include "device.h"
 #include "errors.h"
 #include "settings.h"
+#include "status.h"
 
 using hipStream_t = void*;
 
 namespace standin::hip {
 
-// hipError_t as it is returned: the numbers are the runtime's but for those that HIP lacks. The last one that was no
-// success stays with the thread (hipGetLastError). Returned in a register, as an int is.
-struct Status {
-  int code;
-  Status(Error error);  // NOLINT: functions return errors
-};
-
 Error begin(const char* function);
 Error current_device(Device** device);
 Error stream_argument(hipStream_t handle, Stream** stream);
 
-#define STANDIN_API extern "C" __attribute__((visibility("default"))) ::standin::hip::Status
 #define BEGIN() \
   if (::standin::Error begun = ::standin::hip::begin(__func__)) return begun
 #define DEVICE(name)                 \

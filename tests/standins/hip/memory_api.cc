@@ -4,6 +4,7 @@
 #include "hip.h"
 #include "memory.h"
 #include "operations.h"
+#include "properties.h"
 
 using namespace standin;
 using namespace standin::hip;
@@ -27,6 +28,7 @@ Error allocate(void** out, Kind kind, std::size_t nbytes, unsigned flags = 0) {
     std::lock_guard lock(state_mutex());
     if (Error error = refuse_any_capture()) return error;
   }
+  if (Error error = may_synchronize(*device)) return error;
   std::uintptr_t base = 0;
   *out = nullptr;
   if (nbytes == 0) return kOk;  // as malloc(0) may
@@ -105,6 +107,7 @@ STANDIN_API hipHostFree(void* address) {
 STANDIN_API hipHostRegister(void* address, std::size_t nbytes, unsigned flags) {
   BEGIN();
   DEVICE(device);
+  if (Error error = may_synchronize(*device)) return error;
   return memory().register_host(number(address), nbytes, device->ordinal, flags);
 }
 
@@ -155,16 +158,12 @@ STANDIN_API hipMemGetHandleForAddressRange(void* handle, void* address, std::siz
   return memory().export_file(number(address), nbytes, static_cast<int*>(handle));
 }
 
-struct IpcHandle {  // passed by value
-  char bytes[kHandleBytes];
-};
-
 STANDIN_API hipIpcGetMemHandle(char* handle, void* address) {
   BEGIN();
   return memory().export_handle(number(address), handle);
 }
 
-STANDIN_API hipIpcOpenMemHandle(void** out, IpcHandle handle, unsigned flags) {
+STANDIN_API hipIpcOpenMemHandle(void** out, Handle handle, unsigned flags) {
   BEGIN();
   DEVICE(device);
   if (flags > 1) return kInvalidValue;
@@ -180,13 +179,6 @@ STANDIN_API hipIpcCloseMemHandle(void* address) {
   Error error = memory().close_imported(number(address));
   return failed != kOk ? failed : error;
 }
-
-struct PointerAttributes {  // hipPointerAttribute_t
-  int type, device;
-  void *device_pointer, *host_pointer;
-  int managed;
-  unsigned flags;
-};
 
 STANDIN_API hipPointerGetAttributes(PointerAttributes* attributes, const void* address) {
   BEGIN();

@@ -6,6 +6,7 @@
 #include "hip.h"
 #include "module.h"
 #include "operations.h"
+#include "properties.h"
 
 using namespace standin;
 using namespace standin::hip;
@@ -129,17 +130,13 @@ STANDIN_API hipEventElapsedTime(float* milliseconds, void* start_handle, void* e
   return elapsed(start, end, milliseconds);
 }
 
-struct IpcEventHandle {  // passed by value
-  char bytes[64];
-};
-
 STANDIN_API hipIpcGetEventHandle(char* out, void* handle) {
   BEGIN();
   EVENT(event, handle);
   return export_event(event, out);
 }
 
-STANDIN_API hipIpcOpenEventHandle(void** out, IpcEventHandle handle) {
+STANDIN_API hipIpcOpenEventHandle(void** out, Handle handle) {
   BEGIN();
   DEVICE(device);
   Event* event = nullptr;
@@ -276,8 +273,9 @@ STANDIN_API hipGraphDestroy(void* handle) {
 STANDIN_API hipModuleLoadData(void** out, const void* image) {
   BEGIN();
   DEVICE(device);
+  if (Error error = may_synchronize(*device)) return error;
   Module* module = nullptr;
-  Error error = device ? load_module(image, &module) : kInvalidContext;
+  Error error = load_module(image, &module);
   *out = module;
   return error;
 }

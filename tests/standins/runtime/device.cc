@@ -18,7 +18,6 @@ std::unique_ptr<Stream> new_stream(Device& device, unsigned flags, int priority)
   stream->flags = flags;
   stream->priority = priority;
   stream->id = next_stream++;
-  stream->queue = device.queues[device.next_queue++ % device.queues.size()].get();
   return stream;
 }
 
@@ -33,6 +32,18 @@ std::unique_ptr<Device> new_device(int ordinal, int physical) {
   device->legacy = legacy.get();
   device->streams.insert(legacy.release());
   return device;
+}
+
+// The queue that the fewest streams share, as the drivers choose: as long as there are no more streams than queues,
+// none holds up another.
+Queue* least_shared(Device& device) {
+  std::map<Queue*, int> users;
+  for (Stream* stream : device.streams) ++users[stream->queue];
+  Queue* best = nullptr;
+  for (auto& queue : device.queues) {
+    if (!best || users[queue.get()] < users[best]) best = queue.get();
+  }
+  return best;
 }
 
 // What the default stream's peculiar order asks for: it follows all blocking streams, and they follow it.
@@ -98,6 +109,7 @@ void fail(Device& device, Error error, const char* operation, int stream) {
 Error create_stream(Device& device, unsigned flags, int priority, Stream** stream) {
   std::lock_guard lock(state_mutex());
   *stream = new_stream(device, flags, priority).release();
+  (*stream)->queue = least_shared(device);
   device.streams.insert(*stream);
   return kOk;
 }
@@ -144,6 +156,8 @@ Error synchronize_device(Device& device) {
   return static_cast<Error>(device.fault.load());
 }
 
+Error may_synchronize(Device& device) { return settings().strict ? synchronize_device(device) : kOk; }
+
 Stream* stream_of(Device& device, void* handle) {
   thread_local std::map<Device*, Stream*> own;
   auto value = reinterpret_cast<std::uintptr_t>(handle);
@@ -171,6 +185,7 @@ Error enqueue(Stream* stream, const char* name, Body body, std::vector<Completio
   if (stream->legacy) {
     if (Error error = refuse_default_stream(device)) return error;
   }
+  if (!stream->queue) stream->queue = least_shared(device);
   order_with_default(stream, &after);
   Operation operation{name, stream->id, std::move(body), std::move(after), std::make_shared<Completion>()};
   stream->last = operation.done;

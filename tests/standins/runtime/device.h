@@ -23,8 +23,8 @@ struct Stream {
   unsigned flags = 0;
   int priority = 0;
   int id = 0;
-  Queue* queue = nullptr;
-  CompletionPtr last;  // of what was enqueued last
+  Queue* queue = nullptr;  // the default stream's is chosen when it first has something to do
+  CompletionPtr last;      // of what was enqueued last
   std::shared_ptr<Capture> capture;
   bool legacy = false;
 };
@@ -34,7 +34,6 @@ struct Device {
   int physical = 0;           // as the machine does
   std::atomic<int> fault{0};  // sticky: a kernel's fault fails everything after it
   std::vector<std::unique_ptr<Queue>> queues;
-  std::size_t next_queue = 0;
   std::set<Stream*> streams;
   Stream* legacy = nullptr;  // the default stream, which orders itself with every blocking stream
   CompletionPtr legacy_last;
@@ -60,6 +59,9 @@ Error destroy_stream(Stream* stream);
 Error query_stream(Stream* stream);
 Error synchronize_stream(Stream* stream);
 Error synchronize_device(Device& device);
+// Of calls that a driver lets wait for the device when it likes (allocation, registration, loading of code): here they
+// do with STANDIN_STRICT=1, and never otherwise.
+Error may_synchronize(Device& device);
 
 // The stream that a handle means on this device: null and 1 the default stream, 2 this thread's own; null if none.
 Stream* stream_of(Device& device, void* handle);

@@ -1,5 +1,8 @@
 #include "operations.h"
 
+#include <time.h>
+
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -16,8 +19,17 @@ bool fits(std::uintptr_t address, std::size_t nbytes, bool must_be_device, Block
   return !must_be_device || block->kind != Kind::kPageable;
 }
 
+// With jitter, larger copies move the last part first, and take their time: as an engine may, and so that whoever reads
+// before the end is found out.
 Error move(std::uintptr_t destination, std::uintptr_t source, std::size_t nbytes) {
-  std::memcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), nbytes);
+  std::size_t parts = settings().jitter && nbytes >= 4096 ? 4 : 1, length = (nbytes + parts - 1) / parts;
+  for (std::size_t part = parts; part-- > 0;) {
+    std::size_t at = part * length;
+    std::memcpy(reinterpret_cast<void*>(destination + at), reinterpret_cast<const void*>(source + at),
+                std::min(length, nbytes - at));
+    timespec nap{0, static_cast<long>(settings().jitter_us) * 1000 / 8};
+    if (part > 0) nanosleep(&nap, nullptr);
+  }
   return kOk;
 }
 

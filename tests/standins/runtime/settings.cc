@@ -127,6 +127,8 @@ Settings read_settings() {
   s.stream_waits = truth(setting("STREAM_WAITS"), true);
   s.signal_only = truth(std::getenv("GPU_STREAMOPS_CP_WAIT"), false);
   s.dmabuf = truth(setting("DMABUF"), true);
+  s.large_bar = truth(setting("LARGE_BAR"), true);
+  s.strict = truth(setting("STRICT"), false);
   s.timeout = std::atof(text("TIMEOUT", "60"));
   const char* jitter = setting("JITTER");  // SEED or SEED:MICROSECONDS
   s.jitter = jitter != nullptr;

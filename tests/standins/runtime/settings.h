@@ -34,6 +34,8 @@ struct Settings {
   bool stream_waits;     // wait-value and write-value are supported
   bool signal_only;      // a wait-value takes signal memory alone (HIP's GPU_STREAMOPS_CP_WAIT)
   bool dmabuf;           // memory can be exported as a file descriptor
+  bool large_bar;        // the host reaches the devices' memory (HIP says so)
+  bool strict;           // what may wait for the device to be idle does
   double timeout;        // seconds that a stream may wait for one thing
   bool jitter;           // run operations late, each queue at its own random pace
   std::uint64_t seed;    // of that randomness

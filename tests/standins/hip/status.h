@@ -1,0 +1,17 @@
+// hipError_t as functions return it.
+#pragma once
+
+#include "errors.h"
+
+namespace standin::hip {
+
+// The numbers are the CUDA driver's but for those that HIP lacks. The last one that was no success stays with the
+// thread (hipGetLastError). Returned in a register, as an int is.
+struct Status {
+  int code;
+  Status(Error error);  // NOLINT: functions return errors
+};
+
+}  // namespace standin::hip
+
+#define STANDIN_API extern "C" __attribute__((visibility("default"))) ::standin::hip::Status
