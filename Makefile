@@ -9,7 +9,7 @@ PERF ?= allreduce -n 2 -b 8 -e 64M
 TESTS ?=
 BENCH ?= --write-docs
 SANITIZERS := address,undefined thread
-NATIVE_TESTS := hetcoll_kernels_test hetcoll_engine_test
+NATIVE_TESTS := hetcoll_kernels_test hetcoll_engine_test hetcoll_verbs_test
 
 CPUS := $(shell nproc 2>/dev/null || echo 2)
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(CPUS)

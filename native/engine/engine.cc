@@ -116,7 +116,7 @@ void Engine::AttachTcp(int peer, int channel, std::span<const int> fds) {
 
 int Engine::AddNic(NicInfo info, const VerbsApi& api) {
   std::lock_guard lock(mutex_);
-  if (verbs_ == nullptr) verbs_ = std::make_unique<VerbsHost>(api, options_.rank, staging_);
+  if (verbs_ == nullptr) verbs_ = std::make_unique<VerbsHost>(api, staging_, link_events_);
   return verbs_->AddNic(std::move(info));
 }
 

@@ -85,6 +85,8 @@ class Engine {
   int RegisterMemory(std::uintptr_t address, std::size_t nbytes,
                      const std::vector<std::pair<int, std::uint32_t>>& lkeys);
   bool UnregisterMemory(int handle);
+  // Whether the verbs links have events to take.
+  bool has_news() const { return link_events_.load(std::memory_order_relaxed); }
   // Asks the verbs links under the engine's lock; `none` where there are none.
   template <class Fn, class Result>
   Result AskVerbs(Fn&& ask, Result none) {
@@ -184,6 +186,7 @@ class Engine {
   std::shared_ptr<Heap> heap_;
   std::shared_ptr<TcpStaging> staging_ = std::make_shared<TcpStaging>();
   ShmDoorbell* own_bell_ = nullptr;
+  std::atomic<bool> link_events_{false};
   std::unique_ptr<VerbsHost> verbs_;
   Links links_;
   std::unique_ptr<Keeper> keeper_;

@@ -251,6 +251,10 @@ struct FakeCalls {
     *bad = wr;
     if (qp.nic->refuse_after >= 0 && qp.nic->refuse_after-- == 0) return ENOMEM;
     if (wr->next != nullptr || wr->opcode != ibv::kWrRdmaWriteWithImm || qp.state < ibv::QpState::kRts) return EINVAL;
+    if (qp.state == ibv::QpState::kErr) {
+      f.Push(qp, Of(qp.send_cq), wr->wr_id, ibv::WcStatus::kWrFlushErr);
+      return 0;
+    }
     if (qp.unfinished.size() >= qp.cap.max_send_wr) {
       f.Complain("the send queue is full");
       return ENOMEM;
@@ -449,7 +453,7 @@ void Fabric::Deliver(FakeQp& qp) {
 }
 
 void Fabric::DeliverAll(FakeQp& qp) {
-  while (!qp.sending.empty()) Deliver(qp);
+  while (!qp.sending.empty() && !qp.nic->stalled) Deliver(qp);
 }
 
 void Fabric::Loop() {
@@ -458,7 +462,7 @@ void Fabric::Loop() {
     const std::int64_t now = NowNs();
     std::vector<FakeQp*> ready;
     for (const auto& [number, qp] : qps_) {
-      if (!qp->sending.empty() && qp->sending.front().ready_ns <= now) ready.push_back(qp);
+      if (!qp->sending.empty() && !qp->nic->stalled && qp->sending.front().ready_ns <= now) ready.push_back(qp);
     }
     if (ready.empty()) {
       lock.unlock();

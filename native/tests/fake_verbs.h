@@ -41,6 +41,7 @@ struct FakeNic : ibv::Context {
   int number = 0;
   // What goes wrong; under the fabric's lock.
   bool down = false;             // nothing comes through
+  bool stalled = false;          // it does not even say so
   bool corrupt = false;          // a byte of what it sends changes on the way
   std::int64_t fail_after = -1;  // requests until one fails
   bool fail_delivered = false;   // though it was delivered

@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <chrono>
@@ -14,6 +15,7 @@
 #include <cstring>
 #include <functional>
 #include <initializer_list>
+#include <iterator>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -83,12 +85,12 @@ class Draft {
     head.steps = static_cast<std::uint32_t>(steps_.size());
     head.deps = static_cast<std::uint32_t>(deps_.size());
     head.parts = static_cast<std::uint32_t>(parts_.size());
-    std::vector<std::byte> out(sizeof head);
-    std::memcpy(out.data(), &head, sizeof head);
+    std::vector<std::byte> out;
     const auto append = [&out](const auto& records) {
       const auto bytes = std::as_bytes(std::span(records));
-      out.insert(out.end(), bytes.begin(), bytes.end());
+      std::copy(bytes.begin(), bytes.end(), std::back_inserter(out));
     };
+    append(std::span(&head, 1));
     append(steps_);
     append(deps_);
     append(parts_);
@@ -262,6 +264,7 @@ struct JobOptions {
   double spin_seconds = 20e-6;
   std::string fault = {};
   FabricOptions fabric = {};
+  std::function<void(Fabric&)> prepare = {};  // its devices, before links are made
 };
 
 class Job {
@@ -311,10 +314,12 @@ class Job {
     fabric_ = std::make_unique<Fabric>(o.fabric);
     for (int r = 0; r < size_; ++r) {
       for (int k = 0; k < o.rails; ++k) {
-        const NicInfo nic = fabric_->AddNic("fake" + std::to_string(r) + "-" + std::to_string(k));
+        NicInfo nic = fabric_->AddNic("fake" + std::to_string(r) + "-" + std::to_string(k));
+        nic.timeout = 10;  // 4 ms
         if (engine(r).AddNic(nic, Fabric::Api()) != k) std::abort();
       }
     }
+    if (o.prepare) o.prepare(*fabric_);
   }
 
   void ConnectAll(const JobOptions& o) {

@@ -30,7 +30,10 @@ class VerbsSend final : public SendEnd {
   std::byte* Reserve(const std::byte* data, std::size_t n) override {
     return Open() ? link_->outbox().Reserve(data, n) : nullptr;
   }
-  void Commit(const Message& m, std::size_t at, std::size_t n) override { link_->outbox().Commit(m, at, n); }
+  void Commit(const Message& m, std::size_t at, std::size_t n) override {
+    static_cast<void>(at);
+    link_->outbox().Commit(m, n);
+  }
 
   std::size_t Lent() override {
     if (link_->outbox().Lent() > 0) link_->Drive();
@@ -60,7 +63,7 @@ class VerbsRecv final : public RecvEnd {
   explicit VerbsRecv(std::shared_ptr<VerbsLink> link) : link_(std::move(link)) {}
 
   std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) override {
-    if (RecvEnd* tcp = Tcp()) return tcp->Pull(m, at, dst, n, stream);
+    if (RecvEnd* tcp = link_->tcp_recv()) return tcp->Pull(m, at, dst, n, stream);
     if (!Ready()) return kWouldBlock;
     const View v = link_->inbox().Peek(m, at, n);
     CopyBytes(dst, v.data, static_cast<std::size_t>(v.n), stream);
@@ -69,7 +72,7 @@ class VerbsRecv final : public RecvEnd {
   }
 
   View Peek(const Message& m, std::size_t at, std::size_t n) override {
-    if (RecvEnd* tcp = Tcp()) return tcp->Peek(m, at, n);
+    if (RecvEnd* tcp = link_->tcp_recv()) return tcp->Peek(m, at, n);
     return Ready() ? link_->inbox().Peek(m, at, n) : View{nullptr, kWouldBlock};
   }
 
@@ -86,11 +89,6 @@ class VerbsRecv final : public RecvEnd {
   bool FinalWithoutPeer() const override { return false; }  // the lifeline ends behind the data
 
  private:
-  RecvEnd* Tcp() {
-    if (link_->over_tcp() && !link_->outbox().empty()) link_->Drive();
-    return link_->tcp_recv();
-  }
-
   bool Ready() {
     if (link_->inbox().ready()) return true;
     link_->Drive();
@@ -132,13 +130,17 @@ std::string DescribeRail(const Rail& rail, bool up) {
          ",\"state\":" + (rail.alive() ? (up ? "\"up\"" : "\"connecting\"") : "\"down\"") +
          ",\"why\":" + Quote(rail.error()) + ",\"bytes\":" + std::to_string(c.bytes) +
          ",\"frames\":" + std::to_string(c.frames) +
-         ",\"megabytes_per_second\":" + std::to_string(rail.bytes_per_ns() * 1e3) + "}";
+         ",\"megabytes_per_second\":" + (rail.measured() ? std::to_string(rail.bytes_per_ns() * 1e3) : "null") + "}";
 }
 
 }  // namespace
 
-VerbsHost::VerbsHost(const VerbsApi& api, int rank, std::shared_ptr<TcpStaging> staging) : api_(api), rank_(rank) {
-  shared_.staging = std::move(staging);
+VerbsHost::VerbsHost(const VerbsApi& api, std::shared_ptr<TcpStaging> staging, std::atomic<bool>& has_events)
+    : api_(api), shared_{{}, std::move(staging), {}, {}, has_events} {}
+
+std::vector<std::string> VerbsHost::TakeEvents() {
+  shared_.has_events.store(false, std::memory_order_relaxed);
+  return std::exchange(shared_.events, {});
 }
 
 int VerbsHost::AddNic(NicInfo info) {

@@ -21,7 +21,8 @@ namespace hetcoll {
 
 class VerbsHost {
  public:
-  VerbsHost(const VerbsApi& api, int rank, std::shared_ptr<TcpStaging> staging);
+  // `has_events` is set while there is something to take.
+  VerbsHost(const VerbsApi& api, std::shared_ptr<TcpStaging> staging, std::atomic<bool>& has_events);
 
   int AddNic(NicInfo info);
   // Rails: a NIC's number here and the name of the peer's device. Both ends give as many, in the same order. Returns at
@@ -30,7 +31,7 @@ class VerbsHost {
                   std::span<const int> fds);
 
   Regions& regions() { return shared_.regions; }
-  std::vector<std::string> TakeEvents() { return std::exchange(shared_.events, {}); }
+  std::vector<std::string> TakeEvents();
   std::string Describe() const;  // JSON, for people and tests
   std::vector<std::pair<std::string, std::uint64_t>> Counters() const;
 
@@ -42,7 +43,6 @@ class VerbsHost {
 
  private:
   const VerbsApi& api_;
-  int rank_;
   VerbsShared shared_;
   std::vector<std::unique_ptr<Nic>> nics_;
   std::vector<std::shared_ptr<VerbsLink>> links_;

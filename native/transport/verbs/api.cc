@@ -51,7 +51,7 @@ struct Status {
 constexpr std::array<Status, 22> kStatuses{{
     {"IBV_WC_SUCCESS", ""},
     {"IBV_WC_LOC_LEN_ERR", "a write was longer than the port allows"},
-    {"IBV_WC_LOC_QP_OP_ERR", "the device refused the request"},
+    {"IBV_WC_LOC_QP_OP_ERR", "the port is down, or the device refused the request"},
     {"IBV_WC_LOC_EEC_OP_ERR", "the device refused the request"},
     {"IBV_WC_LOC_PROT_ERR", "a local key does not cover the memory: was it unregistered?"},
     {"IBV_WC_WR_FLUSH_ERR",

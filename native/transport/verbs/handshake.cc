@@ -107,7 +107,7 @@ void VerbsLink::FinishProbe(std::uint32_t mask) {
     Tell(std::to_string(std::popcount(mask)) + " of " + std::to_string(rails_.size()) + " rails in use" + why);
   if (mask != 0) return;
   inbox_.Cut(0);
-  agreed_ = true;
+  sent_all_ = got_all_ = true;
   state_ = State::kSwitch;
 }
 

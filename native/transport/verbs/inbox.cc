@@ -2,23 +2,38 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace hetcoll {
 
-void Inbox::Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) {
+// The place for a frame; null where it is here already.
+Inbox::Arrival* Inbox::Take(const Frame& frame) {
   if (frame.seq >= due_ + kWindow) throw Fault(FaultKind::kCorrupt, peer_, "verbs: a frame from the future");
   if (frame.seq < due_ || At(frame.seq).present) {
     ++twice_;
-    rail.Release(index, false);
-    return;
+    return nullptr;
   }
+  end_ = std::max(end_, frame.seq + 1);
   Arrival& a = At(frame.seq);
   a.present = true;
   a.frame = frame;
-  a.payload = payload;
-  a.rail = &rail;
-  a.index = index;
-  end_ = std::max(end_, frame.seq + 1);
+  return &a;
+}
+
+void Inbox::Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) {
+  Arrival* a = Take(frame);
+  if (a == nullptr) return rail.Release(index, false);
+  a->payload = payload;
+  a->rail = &rail;
+  a->index = index;
+}
+
+void Inbox::Arrived(const Frame& frame, std::unique_ptr<std::byte[]> payload) {
+  Arrival* a = Take(frame);
+  if (a == nullptr) return;
+  a->payload = payload.get();
+  a->copy = std::move(payload);
+  a->rail = nullptr;
 }
 
 View Inbox::Peek(const Message& m, std::size_t at, std::size_t n) {

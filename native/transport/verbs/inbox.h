@@ -17,6 +17,7 @@ class Inbox {
   explicit Inbox(int peer) : peer_(peer) {}
 
   void Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload);
+  void Arrived(const Frame& frame, std::unique_ptr<std::byte[]> payload);  // over TCP
 
   // Whether the frame that is due is here.
   bool ready() const { return At(due_).present; }
@@ -26,7 +27,7 @@ class Inbox {
 
   // The first frame that has not arrived.
   std::uint64_t missing() const;
-  // From `seq` on frames come over TCP; whether all before it are used up.
+  // From frame `seq` on there are no more frames, but plain TCP; whether all before it are used up.
   void Cut(std::uint64_t seq) { cut_ = seq; }
   bool exhausted() const { return due_ == cut_; }
 
@@ -45,6 +46,8 @@ class Inbox {
     std::uint64_t index;
     std::unique_ptr<std::byte[]> copy;
   };
+
+  Arrival* Take(const Frame& frame);
 
   Arrival& At(std::uint64_t seq) { return arrivals_[seq % kWindow]; }
   const Arrival& At(std::uint64_t seq) const { return arrivals_[seq % kWindow]; }

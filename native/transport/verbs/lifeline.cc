@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string>
@@ -31,21 +32,24 @@ void Lifeline::SendBytes(const void* data, std::size_t n) {
 }
 
 bool Lifeline::Flush() {
-  while (!out_.empty() && !ended_) {
-    const ssize_t n = send(fds_[0], out_.data(), out_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  while (out_at_ < out_.size() && !ended_) {
+    const ssize_t n = send(fds_[0], out_.data() + out_at_, out_.size() - out_at_, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return false;
     if (n < 0) {
       ended_ = true;
       return false;
     }
-    out_.erase(out_.begin(), out_.begin() + n);
+    out_at_ += static_cast<std::size_t>(n);
   }
-  return out_.empty();
+  if (out_at_ < out_.size()) return false;
+  out_.clear();
+  out_at_ = 0;
+  return true;
 }
 
 // Never reads beyond the record: what follows may be for the TCP ends.
-bool Lifeline::ReceiveBytes(void* data, std::size_t n) {
+bool Lifeline::Fill(std::size_t n) {
   while (in_.size() < n && !ended_) {
     const std::size_t have = in_.size();
     in_.resize(n);
@@ -55,10 +59,15 @@ bool Lifeline::ReceiveBytes(void* data, std::size_t n) {
     if (got < 0 && errno == EAGAIN) return false;
     ended_ = true;
   }
-  if (in_.size() < n) return false;
-  std::memcpy(data, in_.data(), n);
+  return in_.size() >= n;
+}
+
+std::unique_ptr<std::byte[]> Lifeline::ReceiveBlock(std::size_t n) {
+  if (!Fill(n)) return nullptr;
+  auto block = std::make_unique<std::byte[]>(n);
+  std::copy(in_.begin(), in_.end(), block.get());
   in_.clear();
-  return true;
+  return block;
 }
 
 void Lifeline::AddPoll(std::vector<pollfd>& fds) const {

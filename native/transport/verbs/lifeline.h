@@ -5,6 +5,8 @@
 #include <poll.h>
 
 #include <cstddef>
+#include <cstring>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -27,9 +29,14 @@ class Lifeline {
   // False until all of it is here.
   template <class Record>
   bool Receive(Record& record) {
-    return ReceiveBytes(&record, sizeof record);
+    if (!Fill(sizeof record)) return false;
+    std::memcpy(&record, in_.data(), sizeof record);
+    in_.clear();
+    return true;
   }
-  bool Flush();  // whether all that was sent is on its way
+  void SendBytes(const void* data, std::size_t n);
+  std::unique_ptr<std::byte[]> ReceiveBlock(std::size_t n);  // null until all of it is here
+  bool Flush();                                              // whether all that was sent is on its way
   bool ended() const { return ended_; }
 
   void AddPoll(std::vector<pollfd>& fds) const;
@@ -37,12 +44,12 @@ class Lifeline {
   std::vector<int> Release();  // the descriptors; nothing may be left to flush
 
  private:
-  void SendBytes(const void* data, std::size_t n);
-  bool ReceiveBytes(void* data, std::size_t n);
+  bool Fill(std::size_t n);
 
   std::vector<int> fds_;
   int peer_;
   std::vector<std::byte> out_;
+  std::size_t out_at_ = 0;  // what was sent of it
   std::vector<std::byte> in_;
   bool ended_ = false;
 };

@@ -79,10 +79,10 @@ void VerbsLink::DriveOnce() {
   }
   if (state_ == State::kSwitch) {
     LookForSwitch();
-    if (!agreed_ && peer_switch_) TakeSwitch();
-    if (agreed_ && lifeline_.Flush()) GoOverTcp();
+    if (peer_switch_ && !sent_all_) TakeSwitch();
+    if (peer_switch_ && !got_all_) TakeFrames();
+    if (lifeline_.Flush() && sent_all_ && got_all_) GoOverTcp();
   }
-  if (state_ == State::kTcp && !outbox_.empty()) outbox_.PushRest(*tcp_.send);
 }
 
 bool VerbsLink::Service() {
@@ -92,6 +92,8 @@ bool VerbsLink::Service() {
   if (state_ == State::kUp) {
     LookForSwitch();
     if (peer_switch_) KillRails(~0u, "the peer has lost all rails");
+    const std::int64_t now = NowNs();
+    for (const auto& rail : rails_) rail->Watch(now);
   }
   Drive();
   return news != news_ || ended != lifeline_.ended();
@@ -99,11 +101,14 @@ bool VerbsLink::Service() {
 
 bool VerbsLink::ReceiveWord(WordKind kind, Word& word) {
   if (!lifeline_.Receive(word)) return false;
-  if (word.kind != kind) {
-    throw Fault(FaultKind::kCorrupt, options_.peer,
-                "verbs: word " + std::to_string(word.kind) + " came, " + std::to_string(kind) + " was due");
-  }
+  CheckWord(kind, word);
   return true;
+}
+
+void VerbsLink::CheckWord(WordKind kind, const Word& word) const {
+  if (word.kind == kind) return;
+  throw Fault(FaultKind::kCorrupt, options_.peer,
+              "verbs: word " + std::to_string(word.kind) + " came, " + std::to_string(kind) + " was due");
 }
 
 // ---- What rails report ----
@@ -129,6 +134,7 @@ void VerbsLink::PollRails() {
   for (const auto& rail : rails_) {
     if (!rail->alive() && (buried_ & 1u << rail->number()) == 0) Bury(*rail);
   }
+  if (Alive() == 0 && !lifeline_.ended()) Switch();
 }
 
 void VerbsLink::Bury(Rail& rail) {
@@ -144,15 +150,16 @@ void VerbsLink::Bury(Rail& rail) {
   for (const auto& other : rails_) {
     if (other->alive()) other->PostLost(buried_);
   }
-  if (left != 0) return;
-  inbox_.Cut(inbox_.missing());
+}
+
+void VerbsLink::Switch() {
   lifeline_.Send(Word{kSwitchWord, 0, inbox_.missing()});
   state_ = State::kSwitch;
 }
 
 void VerbsLink::LookForSwitch() {
   Word word{};
-  if (!peer_switch_ && ReceiveWord(kSwitchWord, word)) peer_switch_ = word;
+  if (!peer_switch_ && !got_all_ && ReceiveWord(kSwitchWord, word)) peer_switch_ = word;
 }
 
 void VerbsLink::TakeSwitch() {
@@ -160,8 +167,45 @@ void VerbsLink::TakeSwitch() {
     throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: the peer has frames that were not sent");
   }
   outbox_.DeliveredBefore(peer_switch_->seq);
-  agreed_ = true;
+  outbox_.TakeRest([&](const Frame& frame, const std::byte* payload) {
+    lifeline_.Send(Word{kFrameWord, 0, frame.seq});
+    lifeline_.Send(frame);
+    lifeline_.SendBytes(payload, frame.nbytes);
+  });
+  lifeline_.Send(Word{kEndWord, 0, outbox_.next()});
+  sent_all_ = true;
   ++news_;
+}
+
+void VerbsLink::TakeFrames() {
+  for (;;) {
+    if (!in_frame_) {
+      Word word{};
+      if (!lifeline_.Receive(word)) return;
+      if (word.kind == kEndWord) {
+        if (inbox_.missing() != word.seq) throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: frames are missing");
+        inbox_.Cut(word.seq);
+        got_all_ = true;
+        ++news_;
+        return;
+      }
+      CheckWord(kFrameWord, word);
+      in_frame_ = true;
+    }
+    if (!incoming_) {
+      Frame frame{};
+      if (!lifeline_.Receive(frame)) return;
+      if (frame.nbytes > options_.ring_bytes)
+        throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: a frame too long");
+      incoming_ = frame;
+    }
+    std::unique_ptr<std::byte[]> payload = lifeline_.ReceiveBlock(incoming_->nbytes);
+    if (payload == nullptr) return;
+    inbox_.Arrived(*incoming_, std::move(payload));
+    incoming_.reset();
+    in_frame_ = false;
+    ++news_;
+  }
 }
 
 void VerbsLink::GoOverTcp() {
@@ -186,6 +230,7 @@ std::uint32_t VerbsLink::Alive() const {
 void VerbsLink::Tell(const std::string& event) {
   shared_.events.push_back("rank " + std::to_string(options_.rank) + ", link to rank " + std::to_string(options_.peer) +
                            ", channel " + std::to_string(options_.channel) + ": " + event);
+  shared_.has_events.store(true, std::memory_order_relaxed);
 }
 
 void VerbsLink::PeerGone() const {
@@ -196,9 +241,7 @@ void VerbsLink::PeerGone() const {
 
 // While it is up, what the lifeline brings is the keeper's business; it wakes the others.
 void VerbsLink::AddWatch(std::vector<pollfd>& fds) const {
-  if (fault_) return;
-  if (state_ != State::kTcp) return lifeline_.AddPoll(fds);
-  if (!outbox_.empty()) tcp_.send->AddPoll(fds);
+  if (!fault_ && state_ != State::kTcp) lifeline_.AddPoll(fds);
 }
 
 void VerbsLink::AddPoll(std::vector<pollfd>& fds) {
@@ -224,7 +267,7 @@ void VerbsLink::AddPoll(std::vector<pollfd>& fds) {
 bool VerbsLink::Drained() {
   if (fault_ || lifeline_.ended() || state_ < State::kUp) return true;
   Drive();
-  if (state_ == State::kTcp) return outbox_.empty();
+  if (state_ == State::kTcp) return true;
   if (state_ != State::kUp || outbox_.resending()) return false;
   bool drained = true;
   for (const auto& rail : rails_) drained &= !rail->alive() || rail->Drained();

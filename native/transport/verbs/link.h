@@ -4,10 +4,12 @@
 //
 // Each end sends a Hello with the addresses of its queue pairs, connects them, says which it could (Ready), sends a
 // probe over those that both could, and says which of them brought the peer's probe whole (Verified). A rail is used
-// when both ends verified it. Where none is, or once the last has died, the two tell each other which frame they miss
-// (Switch), and the link goes on as a plain TCP link from there.
+// when both ends verified it. Where none is, the link is a plain TCP link from the start. Once the last has died, the
+// two tell each other which frame they miss first (Switch), send what the other may not have as frames over TCP (Frame,
+// End), and go on as a plain TCP link from there.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -33,6 +35,7 @@ struct VerbsShared {
   std::shared_ptr<TcpStaging> staging;
   ReadyFd ready;
   std::vector<std::string> events;  // for the log: what was lost, and how it went on
+  std::atomic<bool>& has_events;
 };
 
 struct VerbsLinkOptions {
@@ -62,8 +65,8 @@ class VerbsLink final : private RailListener {
   // Whether messages go through the outbox: not while the link is being made or mended.
   bool open() const { return state_ == State::kUp && !outbox_.resending() && !lifeline_.ended(); }
   bool over_tcp() const { return state_ == State::kTcp; }
-  SendEnd* tcp_send() const { return over_tcp() && outbox_.empty() ? tcp_.send.get() : nullptr; }
-  RecvEnd* tcp_recv() const { return over_tcp() && inbox_.exhausted() ? tcp_.recv.get() : nullptr; }
+  SendEnd* tcp_send() const { return tcp_.send.get(); }  // null before
+  RecvEnd* tcp_recv() const { return inbox_.exhausted() ? tcp_.recv.get() : nullptr; }
   Outbox& outbox() { return outbox_; }
   Inbox& inbox() { return inbox_; }
   // Whether the peer has left and nothing of its is on the way.
@@ -91,7 +94,7 @@ class VerbsLink final : private RailListener {
     std::uint32_t mask;
     std::uint64_t seq;
   };
-  enum WordKind : std::uint32_t { kReady = 1, kVerified = 2, kSwitchWord = 3 };
+  enum WordKind : std::uint32_t { kReady = 1, kVerified = 2, kSwitchWord = 3, kFrameWord = 4, kEndWord = 5 };
 
   void OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) override;
   void OnDelivered(std::uint64_t seq) override;
@@ -99,6 +102,7 @@ class VerbsLink final : private RailListener {
 
   void DriveOnce();
   bool ReceiveWord(WordKind kind, Word& word);
+  void CheckWord(WordKind kind, const Word& word) const;
   // handshake.cc
   void SendHello();
   void TakeHello();
@@ -109,8 +113,10 @@ class VerbsLink final : private RailListener {
 
   void PollRails();
   void Bury(Rail& rail);
+  void Switch();
   void LookForSwitch();
   void TakeSwitch();
+  void TakeFrames();
   void GoOverTcp();
   void KillRails(std::uint32_t mask, const std::string& why);
   std::uint32_t Alive() const;
@@ -131,7 +137,10 @@ class VerbsLink final : private RailListener {
   std::optional<std::uint32_t> heard_;  // what the peer said of them
   std::int64_t probe_until_ = 0;
   std::optional<Word> peer_switch_;
-  bool agreed_ = false;  // both ends know where TCP goes on
+  bool in_frame_ = false;          // a frame's word was read
+  std::optional<Frame> incoming_;  // over TCP, until its payload is here
+  bool sent_all_ = false;          // that goes over TCP as frames
+  bool got_all_ = false;
   std::uint32_t buried_ = 0;
   int lost_rails_ = 0;      // after they were in use
   std::uint64_t news_ = 0;  // grows with whatever a sleeper would want to know

@@ -1,6 +1,7 @@
 #include "transport/verbs/outbox.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "device/kernels.h"
 
@@ -10,6 +11,7 @@ namespace {
 constexpr std::size_t kFragment = std::size_t{128} << 10;
 constexpr std::size_t kLendBytes = std::size_t{16} << 10;  // shorter messages are copied: waiting would cost more
 constexpr std::size_t kSpread = std::size_t{8} << 10;      // shorter frames take the first rail
+constexpr double kPatience = 2;
 
 }  // namespace
 
@@ -34,7 +36,7 @@ std::ptrdiff_t Outbox::Push(const Message& m, std::size_t at, const std::byte* d
     CopyBytes(place, data, n, false);
     payload = place;
   }
-  Send(*rail, frame, payload, region, m, at, n);
+  Send(*rail, frame, payload, region, m, n);
   return static_cast<std::ptrdiff_t>(n);
 }
 
@@ -44,34 +46,42 @@ std::byte* Outbox::Reserve(const std::byte* data, std::size_t n) {
   return reserved_rail_ == nullptr ? nullptr : reinterpret_cast<std::byte*>(reserved_ + 1);
 }
 
-void Outbox::Commit(const Message& m, std::size_t at, std::size_t n) {
-  Send(*reserved_rail_, reserved_, reinterpret_cast<std::byte*>(reserved_ + 1), nullptr, m, at, n);
+void Outbox::Commit(const Message& m, std::size_t n) {
+  Send(*reserved_rail_, reserved_, reinterpret_cast<std::byte*>(reserved_ + 1), nullptr, m, n);
 }
 
-// The rail that will be through with it first.
+// The rail that will be through with it first, of those that have room. None, if that takes much longer than to wait
+// for room on another: the receiver, who needs frames in order, would wait for the slow one.
 Rail* Outbox::Pick(std::size_t n, Frame*& frame) {
   if (next_ - oldest_ == kWindow) return nullptr;
+  const bool spread = n >= kSpread && rails_.size() > 1;
   Rail* best = nullptr;
-  double least = 0;
+  double wait = 0;
+  double least = std::numeric_limits<double>::infinity();  // with or without room
   for (const auto& rail : rails_) {
+    if (spread && rail->alive()) rail->PollSend();
     if (!rail->alive()) continue;
     Frame* slot = rail->Slot(n);
-    if (slot == nullptr) continue;
-    const double wait = static_cast<double>(rail->queued() + n) / rail->bytes_per_ns();
-    if (best != nullptr && wait >= least) continue;
+    if (!spread) {
+      if (slot == nullptr) continue;
+      frame = slot;
+      return rail.get();
+    }
+    const double expected = static_cast<double>(rail->queued() + n) / rail->bytes_per_ns();
+    least = std::min(least, expected);
+    if (slot == nullptr || (best != nullptr && expected >= wait)) continue;
     best = rail.get();
     frame = slot;
-    least = wait;
-    if (n < kSpread) break;
+    wait = expected;
   }
-  counters_.full += best == nullptr;
-  return best;
+  if (best != nullptr && wait <= kPatience * least) return best;
+  ++counters_.full;
+  return nullptr;
 }
 
-void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,
-                  std::size_t n) {
+void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t n) {
   *frame = {m.signature, m.total, next_, static_cast<std::uint32_t>(n), region != nullptr ? kFrameLent : 0};
-  At(next_) = {frame, payload, region, at, lent_total_, static_cast<std::uint8_t>(rail.number()), false, false};
+  At(next_) = {frame, payload, region, lent_total_, static_cast<std::uint8_t>(rail.number()), false, false};
   ++next_;
   std::uint32_t lkey = rail.staging_lkey();
   if (region != nullptr) {
@@ -137,22 +147,6 @@ void Outbox::Resend() {
 
 void Outbox::DeliveredBefore(std::uint64_t seq) {
   for (std::uint64_t s = oldest_; s < std::min(seq, next_); ++s) Delivered(s);
-}
-
-bool Outbox::PushRest(SendEnd& tcp) {
-  while (oldest_ < next_) {
-    const Sent& sent = At(oldest_);
-    const Frame& frame = *sent.frame;
-    const std::ptrdiff_t n = tcp.Push({frame.signature, static_cast<std::size_t>(frame.total)}, sent.at + rest_at_,
-                                      sent.payload + rest_at_, frame.nbytes - rest_at_);
-    if (n == kWouldBlock) return false;
-    rest_at_ += static_cast<std::size_t>(n);
-    if (rest_at_ < frame.nbytes) continue;
-    rest_at_ = 0;
-    ++counters_.resent;
-    Delivered(oldest_);
-  }
-  return true;
 }
 
 }  // namespace hetcoll

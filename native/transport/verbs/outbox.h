@@ -30,7 +30,7 @@ class Outbox {
   // As SendEnd's. kWouldBlock: no rail has room.
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n);
   std::byte* Reserve(const std::byte* data, std::size_t n);
-  void Commit(const Message& m, std::size_t at, std::size_t n);
+  void Commit(const Message& m, std::size_t n);
   std::size_t Lent();
 
   void Delivered(std::uint64_t seq);
@@ -41,9 +41,18 @@ class Outbox {
   // Sends again what rails have room for.
   void Resend();
 
-  // Over TCP instead: the peer has everything before `seq`. Then pushes the rest; true when nothing is left.
+  // The peer has everything before `seq`.
   void DeliveredBefore(std::uint64_t seq);
-  bool PushRest(SendEnd& tcp);
+  // Calls fn(frame, payload) for all that the peer may not have. Then they are delivered.
+  template <class Fn>
+  void TakeRest(Fn&& fn) {
+    for (std::uint64_t seq = oldest_; seq < next_; ++seq) {
+      if (At(seq).delivered) continue;
+      fn(*At(seq).frame, At(seq).payload);
+      ++counters_.resent;
+    }
+    DeliveredBefore(next_);
+  }
 
   bool empty() const { return oldest_ == next_; }
   std::uint64_t next() const { return next_; }
@@ -61,7 +70,6 @@ class Outbox {
     const Frame* frame;
     const std::byte* payload;
     Region* region;  // where the payload is the user's
-    std::size_t at;
     std::uint64_t lent_before;
     std::uint8_t rail;
     bool delivered;
@@ -70,8 +78,7 @@ class Outbox {
 
   Sent& At(std::uint64_t seq) { return sent_[seq % kWindow]; }
   Rail* Pick(std::size_t n, Frame*& frame);
-  void Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,
-            std::size_t n);
+  void Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t n);
 
   const Rails& rails_;
   Regions& regions_;
@@ -82,7 +89,6 @@ class Outbox {
   std::uint64_t next_ = 0;
   std::size_t lost_ = 0;
   std::uint64_t resend_from_ = 0;
-  std::size_t rest_at_ = 0;  // bytes of the oldest that TCP has taken
   std::uint64_t lent_total_ = 0;
   std::uint64_t lent_seq_ = 0;
   Rail* reserved_rail_ = nullptr;

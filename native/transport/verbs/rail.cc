@@ -22,7 +22,8 @@ constexpr std::uint32_t kPlaceBits = 22;
 constexpr std::uint32_t kCheckMask = (1u << (kKindShift - kPlaceBits)) - 1;
 static_assert(kLargestRing / kAlign == std::size_t{1} << kPlaceBits);
 constexpr std::uint32_t kSignalEvery = 16;
-constexpr std::size_t kMeasured = std::size_t{32} << 10;  // frames from here on are timed
+constexpr std::size_t kMeasured = std::size_t{32} << 10;  // no more is sent without a signal, for the rate to be known
+constexpr std::size_t kSample = std::size_t{256} << 10;
 
 std::size_t SlotBytes(std::size_t n) { return kAlign + (n + kAlign - 1) / kAlign * kAlign; }
 
@@ -211,8 +212,12 @@ void Rail::Post(Frame* frame, const std::byte* payload, std::uint32_t lkey) {
   ++posted_;
   ++counters_.frames;
   counters_.bytes += nbytes;
+  if (nbytes >= kMeasured && !Busy()) {
+    busy_since_ns_ = NowNs();
+    busy_bytes_ = bytes_posted_;
+  }
   bytes_posted_ += nbytes;
-  PostSend(wr, false, nbytes >= kMeasured);
+  PostSend(wr, bytes_posted_ - bytes_signalled_ >= kMeasured);
 }
 
 void Rail::PostImmediate(Kind kind, std::uint32_t bits, bool signalled) {
@@ -221,7 +226,7 @@ void Rail::PostImmediate(Kind kind, std::uint32_t bits, bool signalled) {
   wr.imm_data = htonl(kind << kKindShift | bits);
   wr.remote_addr = remote_.ring;
   wr.rkey = remote_.rkey;
-  PostSend(wr, signalled, false);
+  PostSend(wr, signalled);
 }
 
 void Rail::PostLost(std::uint32_t rails) { PostImmediate(kLost, rails, false); }
@@ -232,13 +237,13 @@ bool Rail::Drained() {
   return sq_done_ == sq_posted_;
 }
 
-void Rail::PostSend(ibv::SendWr& wr, bool signalled, bool measured) {
+void Rail::PostSend(ibv::SendWr& wr, bool signalled) {
   if (!alive()) return;
   wr.wr_id = ++sq_posted_;
-  if (signalled || measured || sq_posted_ - sq_signalled_ >= kSignalEvery) {
+  if (signalled || sq_posted_ - sq_signalled_ >= kSignalEvery) {
     wr.send_flags |= ibv::kSendSignaled;
     sq_signalled_ = sq_posted_;
-    marks_[sq_posted_ % kSendDepth] = {bytes_posted_, measured ? NowNs() : 0};
+    sent_before_[sq_posted_ % kSendDepth] = bytes_signalled_ = bytes_posted_;
     ++counters_.signalled;
   }
   ibv::SendWr* bad = nullptr;
@@ -256,22 +261,43 @@ void Rail::PollSend() {
     for (int i = 0; i < n; ++i) {
       if (wcs[i].status != ibv::WcStatus::kSuccess) return Failed(wcs[i], "send");
       sq_done_ = wcs[i].wr_id;
-      const Mark& mark = marks_[sq_done_ % kSendDepth];
-      if (mark.posted_ns != 0) Measure(mark);
-      bytes_done_ = mark.bytes;
+      bytes_done_ = sent_before_[sq_done_ % kSendDepth];
     }
   } while (n == kBatch);
-  if (queued() >= kMeasured) polled_ns_ = NowNs();
+  if (Busy() && bytes_done_ >= busy_bytes_ + kSample) Measure();
 }
 
-// Only where we looked shortly before, so that we know when it was done.
-void Rail::Measure(const Mark& mark) {
-  const std::int64_t now = NowNs();
-  const std::int64_t took = now - std::max(mark.posted_ns, done_ns_);
-  if (took > 0 && (now - polled_ns_) * 4 < took) {
-    bytes_per_ns_ += (static_cast<double>(mark.bytes - bytes_done_) / static_cast<double>(took) - bytes_per_ns_) / 8;
+void Rail::Watch(std::int64_t now) {
+  constexpr std::int64_t kLookEvery = 200'000'000;  // a process that was stopped has not been watching
+  constexpr std::int64_t kAskAfter = 50'000'000;
+  constexpr std::int64_t kLeastPatience = 1'000'000'000;
+  if (!alive()) return;
+  PollSend();
+  const std::int64_t passed = std::min(now - watched_ns_, kLookEvery);
+  watched_ns_ = now;
+  if (sq_done_ == sq_posted_ || sq_done_ != watched_done_) {
+    watched_done_ = sq_done_;
+    quiet_ns_ = 0;
+    return;
   }
-  done_ns_ = now;
+  quiet_ns_ += passed;
+  if (quiet_ns_ >= kAskAfter && !Busy()) PostImmediate(kEnd, 0, true);
+  const NicInfo& nic = nic_.info();
+  const std::int64_t patience = std::max(kLeastPatience, 2 * (nic.retries + 1) * (std::int64_t{4096} << nic.timeout));
+  if (quiet_ns_ > patience) {
+    Kill(Name() + ": no completion for " + std::to_string(patience / 1'000'000) + " ms: the device has stalled");
+  }
+}
+
+// What the NIC does while it always has something to do: that does not depend on how often we look.
+void Rail::Measure() {
+  const std::int64_t now = NowNs();
+  const double rate = static_cast<double>(bytes_done_ - busy_bytes_) /
+                      static_cast<double>(std::max<std::int64_t>(now - busy_since_ns_, 1));
+  bytes_per_ns_ += (rate - bytes_per_ns_) * (measured_ ? 0.25 : 1);
+  measured_ = true;
+  busy_since_ns_ = now;
+  busy_bytes_ = bytes_done_;
 }
 
 // ---- Receiving ----

@@ -19,6 +19,8 @@
 namespace hetcoll {
 
 inline constexpr std::uint32_t kRailDepth = 64;
+// Frames are counted from here on: every link passes the place where the 30 bits of a grant start over.
+inline constexpr std::uint64_t kFirstFrame = (std::uint64_t{1} << 30) - 100;
 inline constexpr std::size_t kLeastRing = std::size_t{8} << 10;
 inline constexpr std::size_t kLargestRing = std::size_t{256} << 20;
 
@@ -96,9 +98,11 @@ class Rail {
   void Post(Frame* frame, const std::byte* payload, std::uint32_t lkey);
   void PostLost(std::uint32_t rails);
   bool Drained();  // whether the peer's NIC has everything; asks for an answer where none is due
+  void PollSend();
   std::uint32_t staging_lkey() const { return staging_mr_->lkey; }
   std::size_t queued() const { return bytes_posted_ - bytes_done_; }
   double bytes_per_ns() const { return bytes_per_ns_; }
+  bool measured() const { return measured_; }
 
   // ---- Receiving ----
 
@@ -110,8 +114,11 @@ class Rail {
   void Poll(RailListener& listener) {
     if (!alive()) return;
     PollRecv(listener);
-    if (sq_signalled_ > sq_done_) PollSend();
+    if (Busy()) PollSend();
   }
+  // Called several times a second: kills a rail on which nothing is completed for longer than a queue pair may try by
+  // itself. Devices have been seen to forget about what they were asked to send.
+  void Watch(std::int64_t now);
   // Has the NIC's channel announce what comes next.
   void Arm();
 
@@ -135,23 +142,19 @@ class Rail {
     std::uint64_t seq;
     std::uint64_t end;  // of the ring's use
   };
-  struct Mark {  // of a signalled request
-    std::uint64_t bytes;
-    std::int64_t posted_ns;  // 0: not measured
-  };
 
   void Make();
   void MakeQueues();
   void Modify(ibv::QpAttr& attr, int mask, const char* what);
   void PostRecvs();
-  void PollSend();
   void PollRecv(RailListener& listener);
   void Receive(std::uint32_t imm, RailListener& listener);
   void Credit(std::uint32_t bits, RailListener& listener);
   void Grant();
   void PostImmediate(Kind kind, std::uint32_t bits, bool signalled);
-  void PostSend(ibv::SendWr& wr, bool signalled, bool measured);
-  void Measure(const Mark& mark);
+  void PostSend(ibv::SendWr& wr, bool signalled);
+  bool Busy() const { return sq_signalled_ > sq_done_; }
+  void Measure();
   [[noreturn]] void Corrupt(const char* what) const;
   void Failed(const ibv::Wc& wc, const char* doing);
 
@@ -173,26 +176,31 @@ class Rail {
   std::array<ibv::RecvWr, kRepost> recv_wrs_{};
 
   // Sending.
-  std::uint64_t posted_ = 0;    // frames
-  std::uint64_t credited_ = 0;  // frames that the peer is done with
-  std::uint64_t place_ = 0;     // of the slot given last
-  std::uint64_t pos_ = 0;       // the ring is used up to here
-  std::uint64_t freed_ = 0;     // and free again up to here
+  std::uint64_t posted_ = kFirstFrame;    // frames
+  std::uint64_t credited_ = kFirstFrame;  // frames that the peer is done with
+  std::uint64_t place_ = 0;               // of the slot given last
+  std::uint64_t pos_ = 0;                 // the ring is used up to here
+  std::uint64_t freed_ = 0;               // and free again up to here
   std::array<Flight, kRailDepth> flights_;
   std::uint64_t sq_posted_ = 0;  // requests
   std::uint64_t sq_signalled_ = 0;
   std::uint64_t sq_done_ = 0;
   std::uint64_t bytes_posted_ = 0;
+  std::uint64_t bytes_signalled_ = 0;
   std::uint64_t bytes_done_ = 0;
-  std::array<Mark, kSendDepth> marks_;
-  std::int64_t polled_ns_ = 0;
-  std::int64_t done_ns_ = 0;
+  std::array<std::uint64_t, kSendDepth> sent_before_;  // bytes, by signalled request
+  std::int64_t busy_since_ns_ = 0;                     // 0: it has been idle since
+  std::uint64_t busy_bytes_ = 0;                       // bytes_done_ then
   double bytes_per_ns_;
+  bool measured_ = false;
+  std::uint64_t watched_done_ = 0;  // sq_done_ when it moved last
+  std::int64_t watched_ns_ = 0;
+  std::int64_t quiet_ns_ = 0;  // since then, as far as somebody was watching
 
   // Receiving.
-  std::uint64_t arrived_ = 0;   // frames
-  std::uint64_t consumed_ = 0;  // frames, without a gap
-  std::uint64_t granted_ = 0;   // frames that the sender was told of
+  std::uint64_t arrived_ = kFirstFrame;   // frames
+  std::uint64_t consumed_ = kFirstFrame;  // frames, without a gap
+  std::uint64_t granted_ = kFirstFrame;   // frames that the sender was told of
   std::size_t ungranted_bytes_ = 0;
   bool grant_due_ = false;  // there was no room in the send queue
   std::bitset<kRailDepth> released_;
