@@ -72,6 +72,10 @@ class Fabric {
     const std::lock_guard lock(mutex_);
     change(nic(number));
   }
+  std::uint64_t bytes(int number) {
+    const std::lock_guard lock(mutex_);
+    return nic(number).bytes;
+  }
   // What no correct user does, and what was never to happen.
   std::string complaints();
 

@@ -82,7 +82,7 @@ void Overtaking() {
              .ring_bytes = 32 << 10,
              .fabric = {.threaded = true, .overtake = true, .seed = seed}});
     for (const std::size_t count : {1, 100, 3001, 60013}) Allreduce(job, RingAllreduce, DType::kFloat32, count, "over");
-    CHECK(job.fabric().nic(1).bytes > 0 && job.fabric().nic(2).bytes > 0, "all rails were used");
+    CHECK(job.fabric().bytes(1) > 0 && job.fabric().bytes(2) > 0, "all rails were used");
   }
 }
 
@@ -123,14 +123,14 @@ void Shares() {
   std::string seen;
   bool shared = false;
   for (int attempt = 0; attempt < 10 && !shared; ++attempt) {
-    const std::uint64_t before[] = {job.fabric().nic(0).bytes, job.fabric().nic(1).bytes};
+    const std::uint64_t before[] = {job.fabric().bytes(0), job.fabric().bytes(1)};
     job.Run([&](int rank, Engine& e) {
       const auto shape = BindMessage(e, 2, rank, 1 - rank, rank == 0, kBytes);
       Bytes buffer(kBytes);
       CHECK(RunToEnd(e, shape, buffer.data(), buffer.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
     });
-    const double fast = static_cast<double>(job.fabric().nic(0).bytes - before[0]);
-    const double slow = static_cast<double>(job.fabric().nic(1).bytes - before[1]);
+    const double fast = static_cast<double>(job.fabric().bytes(0) - before[0]);
+    const double slow = static_cast<double>(job.fabric().bytes(1) - before[1]);
     shared = fast > 2.5 * slow && slow > 0;
     seen += std::to_string(fast / slow) + " ";
   }
