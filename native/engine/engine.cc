@@ -151,9 +151,8 @@ void Engine::ServeLinks(std::vector<pollfd>& fds) {
   }
 }
 
-int Engine::RegisterMemory(std::uintptr_t address, std::size_t nbytes,
-                           const std::vector<std::pair<int, std::uint32_t>>& lkeys) {
-  return AskVerbs([&](VerbsHost& verbs) { return verbs.regions().Add(address, nbytes, lkeys); }, 0);
+int Engine::RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys) {
+  return AskVerbs([&](VerbsHost& verbs) { return verbs.regions().Add(address, nbytes, keys); }, 0);
 }
 
 bool Engine::UnregisterMemory(int handle) {
@@ -293,7 +292,10 @@ Outcome Engine::RunPrompt(const std::shared_ptr<Shape>& shape, const void* send,
   }
   RingDoorbells();
   if (task.finished()) return Outcome::kDone;
-  if (failed()) return Outcome::kFailed;
+  if (failed()) {
+    FenceLinks();
+    return Outcome::kFailed;
+  }
   pending = spare_is_free ? shape->spare : std::move(fresh);
   pending->keepalive = shape;
   if (shape->p2p) {
@@ -377,7 +379,13 @@ bool Engine::PassAll() {
   return moved;
 }
 
+// Called before whoever waits is told of a failure: then the memory is the users' again.
+void Engine::FenceLinks() {
+  if (verbs_ != nullptr && !draining_) verbs_->Fence();
+}
+
 void Engine::DropTasks() {
+  FenceLinks();
   const auto drop = [](const std::shared_ptr<Task>& task) {
     task->keepalive.reset();
     task->state.store(Task::State::kFailed, std::memory_order_release);
@@ -559,7 +567,15 @@ void Engine::Halt(FaultKind kind, int peer, const std::string& text) {
 
 void Engine::Close() {
   const bool sound = !failed();
-  Halt(FaultKind::kAborted, options_.rank, "the communicator was closed");
+  const std::string why = "the communicator was closed";
+  Fail(FaultKind::kAborted, options_.rank, why);
+  {
+    contenders_.fetch_add(1);
+    std::lock_guard lock(mutex_);
+    contenders_.fetch_sub(1);
+    draining_ = sound && Idle() && verbs_ != nullptr;
+  }
+  Halt(FaultKind::kAborted, options_.rank, why);
   StopBackground();
   while (drivers_.load() > 0) sched_yield();  // they are on their way out, and use links and doorbell until then
   std::unique_ptr<Keeper> keeper;
@@ -569,7 +585,7 @@ void Engine::Close() {
   }
   keeper.reset();
   std::lock_guard lock(mutex_);
-  if (sound && verbs_ != nullptr) verbs_->Drain(DeadlineNs(kDrainSeconds));
+  if (draining_) verbs_->Drain(DeadlineNs(kDrainSeconds));
   links_.touched.clear();
   for (Port<SendEnd>& port : links_.send) {
     if (port.end != nullptr) port.end->Finish();

@@ -80,10 +80,8 @@ class Engine {
                    std::span<const int> fds);
   bool Linked(int peer, int channel) const;
 
-  // User memory that NICs may read where it lies: pairs of a NIC and its local key. Unregister: false while it is in
-  // use.
-  int RegisterMemory(std::uintptr_t address, std::size_t nbytes,
-                     const std::vector<std::pair<int, std::uint32_t>>& lkeys);
+  // User memory that NICs may read and write where it lies. Unregister: false while it is in use.
+  int RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys);
   bool UnregisterMemory(int handle);
   // Whether the verbs links have events to take.
   bool has_news() const { return link_events_.load(std::memory_order_relaxed); }
@@ -166,6 +164,7 @@ class Engine {
   void StopBackground();
   void CheckDeparted();
   bool Idle() const { return collectives_.empty() && p2p_.empty(); }
+  void FenceLinks();
   void DropTasks();
   template <class Done>
   void DriveUntil(Done&& done, std::int64_t until);
@@ -187,6 +186,7 @@ class Engine {
   std::shared_ptr<TcpStaging> staging_ = std::make_shared<TcpStaging>();
   ShmDoorbell* own_bell_ = nullptr;
   std::atomic<bool> link_events_{false};
+  bool draining_ = false;  // under mutex_: closing, and what was sent is still on its way
   std::unique_ptr<VerbsHost> verbs_;
   Links links_;
   std::unique_ptr<Keeper> keeper_;

@@ -212,12 +212,12 @@ class PyEngine {
     return engine_.AddNic(std::move(info), *api);
   }
 
-  // Keys are (NIC, local key, remote key). Remote keys are not used so far.
+  // Keys are (NIC, local key, remote key).
   int RegisterMemory(std::uintptr_t address, std::size_t nbytes,
                      const std::vector<std::tuple<int, std::uint32_t, std::uint32_t>>& keys) {
-    std::vector<std::pair<int, std::uint32_t>> lkeys;
-    for (const auto& [nic, lkey, rkey] : keys) lkeys.emplace_back(nic, lkey);
-    return engine_.RegisterMemory(address, nbytes, lkeys);
+    std::vector<RegionKey> list;
+    for (const auto& [nic, lkey, rkey] : keys) list.push_back({nic, lkey, rkey});
+    return engine_.RegisterMemory(address, nbytes, list);
   }
 
   nb::dict Counters() {

@@ -250,23 +250,38 @@ struct FakeCalls {
     FakeQp& qp = Of(base);
     *bad = wr;
     if (qp.nic->refuse_after >= 0 && qp.nic->refuse_after-- == 0) return ENOMEM;
-    if (wr->next != nullptr || wr->opcode != ibv::kWrRdmaWriteWithImm || qp.state < ibv::QpState::kRts) return EINVAL;
+    for (; wr != nullptr; wr = wr->next) {
+      *bad = wr;
+      if (const int error = PostOne(f, qp, *wr); error != 0) return error;
+    }
+    if (!f.options_.threaded) f.DeliverAll(qp);
+    return 0;
+  }
+
+  static int PostOne(Fabric& f, FakeQp& qp, const ibv::SendWr& wr) {
+    const bool immediate = wr.opcode == ibv::kWrRdmaWriteWithImm;
+    if ((!immediate && wr.opcode != ibv::kWrRdmaWrite) || qp.state < ibv::QpState::kRts) return EINVAL;
     if (qp.state == ibv::QpState::kErr) {
-      f.Push(qp, Of(qp.send_cq), wr->wr_id, ibv::WcStatus::kWrFlushErr);
+      f.Push(qp, Of(qp.send_cq), wr.wr_id, ibv::WcStatus::kWrFlushErr);
       return 0;
     }
     if (qp.unfinished.size() >= qp.cap.max_send_wr) {
       f.Complain("the send queue is full");
       return ENOMEM;
     }
-    Fabric::Op op{wr->wr_id,       {},       {}, (wr->send_flags & ibv::kSendSignaled) != 0, wr->imm_data,
-                  wr->remote_addr, wr->rkey, 0};
+    Fabric::Op op{};
+    op.wr_id = wr.wr_id;
+    op.signalled = (wr.send_flags & ibv::kSendSignaled) != 0;
+    op.immediate = immediate;
+    op.imm = wr.imm_data;
+    op.remote_addr = wr.remote_addr;
+    op.rkey = wr.rkey;
     std::size_t total = 0;
-    for (int i = 0; i < wr->num_sge; ++i) {
-      const ibv::Sge& sge = wr->sg_list[i];
+    for (int i = 0; i < wr.num_sge; ++i) {
+      const ibv::Sge& sge = wr.sg_list[i];
       const auto* at = reinterpret_cast<const std::byte*>(sge.addr);
       total += sge.length;
-      if ((wr->send_flags & ibv::kSendInline) != 0) {
+      if ((wr.send_flags & ibv::kSendInline) != 0) {
         op.inlined.insert(op.inlined.end(), at, at + sge.length);
         continue;
       }
@@ -280,7 +295,7 @@ struct FakeCalls {
       op.parts.emplace_back(at, sge.length);
     }
     if (op.inlined.size() > qp.cap.max_inline_data) return EINVAL;
-    qp.unfinished.push_back(wr->wr_id);
+    qp.unfinished.push_back(wr.wr_id);
     const std::int64_t now = NowNs();
     if (f.options_.threaded) {
       qp.nic->busy_until_ns = std::max(qp.nic->busy_until_ns, now) +
@@ -288,7 +303,6 @@ struct FakeCalls {
       op.ready_ns = qp.nic->busy_until_ns;
     }
     qp.sending.push_back(std::move(op));
-    if (!f.options_.threaded) f.DeliverAll(qp);
     return 0;
   }
 
@@ -419,7 +433,7 @@ ibv::WcStatus Fabric::Write(FakeQp& qp, const Op& op) {
       return ibv::WcStatus::kRemAccessErr;
     }
   }
-  if (to.receives == 0) {
+  if (op.immediate && to.receives == 0) {
     Complain("no receive was posted");
     return static_cast<ibv::WcStatus>(13);  // IBV_WC_RNR_RETRY_EXC_ERR
   }
@@ -427,6 +441,8 @@ ibv::WcStatus Fabric::Write(FakeQp& qp, const Op& op) {
   at = std::copy(op.inlined.begin(), op.inlined.end(), at);
   for (const auto& [from, n] : op.parts) at = std::copy_n(from, n, at);
   if (qp.nic->corrupt && total > sizeof(std::uint64_t) * 8) begin[total - 1] ^= std::byte{1};
+  qp.nic->bytes += total;
+  if (!op.immediate) return ibv::WcStatus::kSuccess;
   --to.receives;
   ibv::Wc wc{};
   wc.opcode = ibv::kWcRecvRdmaWithImm;
@@ -434,7 +450,6 @@ ibv::WcStatus Fabric::Write(FakeQp& qp, const Op& op) {
   wc.imm_data = op.imm;
   wc.wc_flags = ibv::kWcWithImm;
   Push(to, Of(to.recv_cq), 0, ibv::WcStatus::kSuccess, wc);
-  qp.nic->bytes += total;
   return ibv::WcStatus::kSuccess;
 }
 

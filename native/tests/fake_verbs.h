@@ -88,6 +88,7 @@ class Fabric {
     std::vector<std::pair<const std::byte*, std::size_t>> parts;
     std::vector<std::byte> inlined;
     bool signalled;
+    bool immediate;
     std::uint32_t imm;
     std::uint64_t remote_addr;
     std::uint32_t rkey;

@@ -137,46 +137,113 @@ void Shares() {
   CHECK(shared, "%s: %s", seen.c_str(), Links(job.engine(0)).c_str());
 }
 
-// Registered memory is sent from where it lies, and cannot be taken away meanwhile.
-void ZeroCopy() {
-  Job job({.size = 2, .over = Over::kVerbs, .rails = 2, .ring_bytes = 64 << 10, .fabric = {.threaded = true}});
-  constexpr std::size_t kCount = 65536;
-  const Bytes want = Sum(2, kCount, DType::kInt64);
-  job.Run([&](int rank, Engine& e) {
-    Bytes buffer = Input(rank, kCount, DType::kInt64);
-    std::vector<ibv::Mr*> mrs;
-    std::vector<std::pair<int, std::uint32_t>> keys;
-    for (int k = 0; k < 2; ++k) {
-      mrs.push_back(Fabric::Api().reg_mr(&job.fabric().nic(2 * rank + k).pd, buffer.data(), buffer.size(), 1));
-      keys.emplace_back(k, mrs.back()->lkey);
+// Memory that all NICs of a rank know, as Python registers it.
+class Registered {
+ public:
+  Registered(Job& job, int rank, int rails, Bytes& bytes) : engine_(job.engine(rank)) {
+    std::vector<RegionKey> keys;
+    for (int k = 0; k < rails; ++k) {
+      FakeNic& nic = job.fabric().nic(rank * rails + k);
+      mrs_.push_back(Fabric::Api().reg_mr(&nic.pd, bytes.data(), bytes.size(), 3));
+      keys.push_back({k, mrs_.back()->lkey, mrs_.back()->rkey});
     }
-    const int handle = e.RegisterMemory(reinterpret_cast<std::uintptr_t>(buffer.data()), buffer.size(), keys);
-    const auto shape = BindAllreduce(e, 2, rank, RingAllreduce, DType::kInt64, kCount);
-    for (int round = 0; round < 5; ++round) {
+    handle_ = engine_.RegisterMemory(reinterpret_cast<std::uintptr_t>(bytes.data()), bytes.size(), keys);
+  }
+  bool End() {
+    if (!engine_.UnregisterMemory(handle_)) return false;
+    for (ibv::Mr* mr : mrs_) Fabric::Api().dereg_mr(mr);
+    mrs_.clear();
+    return true;
+  }
+
+ private:
+  Engine& engine_;
+  std::vector<ibv::Mr*> mrs_;
+  int handle_;
+};
+
+// Registered memory is sent from where it lies and written where it is wanted, and cannot be taken away meanwhile.
+void ZeroCopy() {
+  for (const char* fault : {"", "short=0.5,delay=0.1"}) {
+    Job job({.size = 2,
+             .over = Over::kVerbs,
+             .rails = 2,
+             .ring_bytes = 64 << 10,
+             .fault = fault,
+             .fabric = {.threaded = true}});
+    constexpr std::size_t kCount = 65536;
+    const Bytes want = Sum(2, kCount, DType::kInt64);
+    std::uint64_t direct = 0;
+    job.Run([&](int rank, Engine& e) {
+      Bytes buffer = Input(rank, kCount, DType::kInt64);
+      Registered memory(job, rank, 2, buffer);
+      const auto shape = BindAllreduce(e, 2, rank, RingAllreduce, DType::kInt64, kCount);
+      for (int round = 0; round < 8; ++round) {
+        const Bytes in = Input(rank, kCount, DType::kInt64);
+        std::copy(in.begin(), in.end(), buffer.begin());
+        CHECK(RunToEnd(e, shape, buffer.data(), buffer.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
+        CHECK(buffer == want, "round %d", round);
+      }
+      CHECK(Counter(e, "zero_copy_bytes") == 8 * buffer.size(), "%zu", std::size_t(Counter(e, "zero_copy_bytes")));
+      CHECK(Counter(e, "staged_bytes") == 0, "nothing was copied");
+      CHECK(memory.End(), "nobody needs it any more");
       const Bytes in = Input(rank, kCount, DType::kInt64);
       std::copy(in.begin(), in.end(), buffer.begin());
       CHECK(RunToEnd(e, shape, buffer.data(), buffer.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
-      CHECK(buffer == want, "round %d", round);
-    }
-    CHECK(Counter(e, "zero_copy_bytes") == 5 * buffer.size(), "%zu", std::size_t(Counter(e, "zero_copy_bytes")));
-    CHECK(Counter(e, "staged_bytes") == 0, "nothing was copied");
-    CHECK(e.UnregisterMemory(handle), "nobody needs it any more");
-    for (ibv::Mr* mr : mrs) Fabric::Api().dereg_mr(mr);
-    CHECK(RunToEnd(e, shape, buffer.data(), buffer.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
-    CHECK(Counter(e, "staged_bytes") == buffer.size(), "all was copied");
-  });
+      CHECK(buffer == want && Counter(e, "staged_bytes") == buffer.size(), "all was copied");
+    });
+    // Half of what moves is reduced where it lands. Of the rest, what the peer was late for is copied.
+    for (int rank = 0; rank < 2; ++rank) direct += Counter(job.engine(rank), "direct_bytes");
+    CHECK(direct > 0 && direct <= 2 * 8 * kCount * 8 / 2, "%zu bytes", std::size_t(direct));
+  }
+}
 
-  Job idle({.size = 2, .over = Over::kVerbs});
-  Bytes buffer(100000);
-  ibv::Mr* mr = Fabric::Api().reg_mr(&idle.fabric().nic(0).pd, buffer.data(), buffer.size(), 1);
-  const int handle =
-      idle.engine(0).RegisterMemory(reinterpret_cast<std::uintptr_t>(buffer.data()), buffer.size(), {{0, mr->lkey}});
-  const auto send = BindMessage(idle.engine(0), 2, 0, 1, true, buffer.size());
-  const auto task = idle.engine(0).Submit(send, buffer.data(), nullptr);
-  CHECK(idle.engine(0).Drive(*task, DeadlineNs(0.2)) == Outcome::kPending, "nobody receives");
-  CHECK(!idle.engine(0).UnregisterMemory(handle), "it is in use");
-  idle.engine(0).Close();
-  Fabric::Api().dereg_mr(mr);
+// A message to a receiver that waits is written straight to its destination, whatever the sender's memory is.
+void Direct() {
+  constexpr std::size_t kBytes = 1 << 20;
+  for (const bool lent : {false, true}) {
+    Job job({.size = 2, .over = Over::kVerbs, .rails = 2, .ring_bytes = 256 << 10, .fabric = {.threaded = true}});
+    Settle(job);
+    job.Run([&](int rank, Engine& e) {
+      const auto shape = BindMessage(e, 2, rank, 1 - rank, rank == 0, kBytes);
+      Bytes buffer = Input(rank == 0 ? 5 : 6, kBytes, DType::kUint8);
+      Registered memory(job, rank, 2, buffer);
+      if (!lent && rank == 0) memory.End();
+      if (rank == 0) SleepMs(20);
+      CHECK(RunToEnd(e, shape, buffer.data(), buffer.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
+      CHECK(buffer == Input(5, kBytes, DType::kUint8), "rank %d", rank);
+      CHECK(memory.End(), "it is over");
+    });
+    CHECK(Counter(job.engine(0), "direct_bytes") == kBytes, "%zu", std::size_t(Counter(job.engine(0), "direct_bytes")));
+    CHECK(Counter(job.engine(0), "zero_copy_bytes") == (lent ? kBytes : 0), "lent");
+  }
+}
+
+// A failed engine lets go of the users' memory before it says so.
+void Fencing() {
+  for (const bool sends : {false, true}) {
+    Job job({.size = 2, .over = Over::kVerbs, .rails = 2, .fabric = {.threaded = true}});
+    Settle(job);
+    Engine& e = job.engine(0);
+    Bytes buffer(100000);
+    Registered memory(job, 0, 2, buffer);
+    const auto shape = BindMessage(e, 2, 0, 1, sends, buffer.size());
+    const auto task = e.Submit(shape, buffer.data(), buffer.data());
+    CHECK(e.Drive(*task, DeadlineNs(0.1)) == Outcome::kPending, "nobody answers");
+    CHECK(!memory.End(), "it is in use");
+    e.Halt(FaultKind::kTimeout, 1, "too late");
+    CHECK(e.Drive(*task, DeadlineNs(1)) == Outcome::kFailed, "it is over");
+    CHECK(memory.End(), "it was let go");
+    // The peer goes on for now: over TCP, where nobody answers.
+    const auto other = BindMessage(job.engine(1), 2, 1, 0, !sends, buffer.size());
+    Bytes theirs(buffer.size(), std::byte{9});
+    buffer.assign(buffer.size(), std::byte{1});
+    CHECK(RunToEnd(job.engine(1), other, theirs.data(), theirs.data(), 0.3) == Outcome::kPending, "nobody is there");
+    CHECK(buffer == Bytes(buffer.size(), std::byte{1}), "nobody wrote");
+    job.engine(0).Close();
+    CHECK(RunToEnd(job.engine(1), other, theirs.data(), theirs.data(), 3) == Outcome::kFailed, "and then it is gone");
+    CHECK(job.engine(1).failure().kind == FaultKind::kPeerGone, "%s", job.engine(1).failure().text.c_str());
+  }
 }
 
 // ---- When it cannot be made ----
@@ -265,13 +332,8 @@ void Cables() {
     });
     job.Run([&](int rank, Engine& e) {
       Bytes buffer = Input(rank, kCount, DType::kInt64);
-      std::vector<ibv::Mr*> mrs;
-      std::vector<std::pair<int, std::uint32_t>> keys;
-      for (int k = 0; k < 2 && registered; ++k) {
-        mrs.push_back(Fabric::Api().reg_mr(&job.fabric().nic(2 * rank + k).pd, buffer.data(), buffer.size(), 1));
-        keys.emplace_back(k, mrs.back()->lkey);
-      }
-      const int handle = e.RegisterMemory(reinterpret_cast<std::uintptr_t>(buffer.data()), buffer.size(), keys);
+      Registered memory(job, rank, 2, buffer);
+      if (!registered) memory.End();
       const auto shape = BindAllreduce(e, 2, rank, RingAllreduce, DType::kInt64, kCount);
       for (int round = 0; round < 4; ++round) {
         const Bytes in = Input(rank, kCount, DType::kInt64);
@@ -279,9 +341,8 @@ void Cables() {
         CHECK(RunToEnd(e, shape, buffer.data(), buffer.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
         CHECK(buffer == want, "round %d", round);
       }
-      CHECK(e.UnregisterMemory(handle), "nobody needs it any more");
+      CHECK(memory.End(), "nobody needs it any more");
       CHECK(Counter(e, "links_over_tcp") >= 2, "%s", Links(e).c_str());
-      for (ibv::Mr* mr : mrs) Fabric::Api().dereg_mr(mr);
     });
     hand.join();
     CHECK(Counter(job.engine(0), "resent") > 0, "something was sent again");
@@ -392,10 +453,10 @@ struct Scenario {
 };
 
 constexpr Scenario kScenarios[] = {
-    {"connect", Connect},   {"overtaking", Overtaking}, {"depth", Depth},     {"shares", Shares},
-    {"zerocopy", ZeroCopy}, {"handshake", Handshake},   {"dying", Dying},     {"cables", Cables},
-    {"keeping", Keeping},   {"stalling", Stalling},     {"closing", Closing}, {"wrongkey", WrongKey},
-    {"sleeping", Sleeping},
+    {"connect", Connect},   {"overtaking", Overtaking}, {"depth", Depth},       {"shares", Shares},
+    {"zerocopy", ZeroCopy}, {"direct", Direct},         {"fencing", Fencing},   {"handshake", Handshake},
+    {"dying", Dying},       {"cables", Cables},         {"keeping", Keeping},   {"stalling", Stalling},
+    {"closing", Closing},   {"wrongkey", WrongKey},     {"sleeping", Sleeping},
 };
 
 }  // namespace

@@ -17,6 +17,7 @@ class VerbsSend final : public SendEnd {
   explicit VerbsSend(std::shared_ptr<VerbsLink> link) : link_(std::move(link)) {}
 
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) override {
+    if (at == 0 && m.total >= kInviteBytes) link_->Drive();  // there may be an invitation
     if (Open()) {
       std::ptrdiff_t taken = link_->outbox().Push(m, at, data, n);
       if (taken != kWouldBlock) return taken;
@@ -30,10 +31,7 @@ class VerbsSend final : public SendEnd {
   std::byte* Reserve(const std::byte* data, std::size_t n) override {
     return Open() ? link_->outbox().Reserve(data, n) : nullptr;
   }
-  void Commit(const Message& m, std::size_t at, std::size_t n) override {
-    static_cast<void>(at);
-    link_->outbox().Commit(m, n);
-  }
+  void Commit(const Message& m, std::size_t at, std::size_t n) override { link_->outbox().Commit(m, at, n); }
 
   std::size_t Lent() override {
     if (link_->outbox().Lent() > 0) link_->Drive();
@@ -63,12 +61,19 @@ class VerbsRecv final : public RecvEnd {
   explicit VerbsRecv(std::shared_ptr<VerbsLink> link) : link_(std::move(link)) {}
 
   std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) override {
-    if (RecvEnd* tcp = link_->tcp_recv()) return tcp->Pull(m, at, dst, n, stream);
-    if (!Ready()) return kWouldBlock;
-    const View v = link_->inbox().Peek(m, at, n);
-    CopyBytes(dst, v.data, static_cast<std::size_t>(v.n), stream);
-    link_->inbox().Consume(static_cast<std::size_t>(v.n));
-    return v.n;
+    std::ptrdiff_t taken = kWouldBlock;
+    if (RecvEnd* tcp = link_->tcp_recv()) {
+      taken = tcp->Pull(m, at, dst, n, stream);
+    } else {
+      link_->Expect(m, at, dst, n);
+      if (!Ready()) return kWouldBlock;
+      const View v = link_->inbox().Peek(m, at, n);
+      taken = v.n;
+      if (v.data != dst) CopyBytes(dst, v.data, static_cast<std::size_t>(v.n), stream);
+      link_->inbox().Consume(static_cast<std::size_t>(v.n));
+    }
+    if (taken != kWouldBlock) link_->Taken(m, at + static_cast<std::size_t>(taken));
+    return taken;
   }
 
   View Peek(const Message& m, std::size_t at, std::size_t n) override {
@@ -234,6 +239,7 @@ std::vector<std::pair<std::string, std::uint64_t>> VerbsHost::Counters() const {
       rails.credits += c.credits;
       rails.signalled += c.signalled;
       rails.inlined += c.inlined;
+      rails.direct_bytes += c.direct_bytes;
     }
     const Outbox::Counters& c = link->outbox().counters();
     out.lent_bytes += c.lent_bytes;
@@ -252,6 +258,7 @@ std::vector<std::pair<std::string, std::uint64_t>> VerbsHost::Counters() const {
           {"signalled", rails.signalled},
           {"inline", rails.inlined},
           {"zero_copy_bytes", out.lent_bytes},
+          {"direct_bytes", rails.direct_bytes},
           {"staged_bytes", out.copied_bytes},
           {"waits", out.full},
           {"resent", out.resent},

@@ -38,6 +38,10 @@ class VerbsHost {
   // For the engine's keeper: what nobody may be waiting for. True if anything changed.
   bool Service();
   void AddWatch(std::vector<pollfd>& fds) const;
+  // From here on no NIC touches the users' memory, and nothing works any more.
+  void Fence() {
+    for (const auto& link : links_) link->Fence();
+  }
   // Waits until all that was sent has left, or `until`.
   void Drain(std::int64_t until);
 

@@ -9,7 +9,6 @@ namespace hetcoll {
 namespace {
 
 constexpr std::uint32_t kHelloMagic = 0x48435631;  // "HCV1": its last digit is the version
-constexpr std::uint64_t kProbeSeq = UINT64_MAX;
 
 std::byte ProbeByte(std::uint32_t seed, std::size_t i) {
   return static_cast<std::byte>((static_cast<std::uint32_t>(i) * 2654435761u + seed) >> 13);
@@ -54,7 +53,7 @@ void VerbsLink::TakeHello() {
 void VerbsLink::SendProbe(Rail& rail) {
   const std::size_t n = options_.ring_bytes / 4;
   Frame* frame = rail.Slot(n);
-  *frame = {0, n, kProbeSeq, static_cast<std::uint32_t>(n), kFrameProbe};
+  *frame = {0, n, kNoSeq, static_cast<std::uint32_t>(n), kFrameProbe};
   auto* payload = reinterpret_cast<std::byte*>(frame + 1);
   const std::uint32_t seed = rail.address().psn;
   for (std::size_t i = 0; i < n; ++i) payload[i] = ProbeByte(seed, i);

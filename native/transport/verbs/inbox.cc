@@ -37,12 +37,16 @@ void Inbox::Arrived(const Frame& frame, std::unique_ptr<std::byte[]> payload) {
 }
 
 View Inbox::Peek(const Message& m, std::size_t at, std::size_t n) {
-  const Arrival& a = At(due_);
+  Arrival& a = At(due_);
   if (!open_) {
     if (a.frame.signature != m.signature || a.frame.total != m.total) {
       throw WrongFrame(m, a.frame.signature, a.frame.total, peer_);
     }
     if (a.frame.nbytes > m.total - at) throw Fault(FaultKind::kCorrupt, peer_, "verbs: a frame is too long");
+    if ((a.frame.flags & kFrameDirect) != 0) {
+      if (direct_ == nullptr) throw Fault(FaultKind::kCorrupt, peer_, "verbs: a frame came uninvited");
+      a.payload = direct_ + at;
+    }
     open_ = true;
     taken_ = 0;
   }
@@ -70,9 +74,11 @@ void Inbox::MakeRoom() {
   for (std::uint64_t seq = due_ + 1; seq < end_; ++seq) {
     Arrival& a = At(seq);
     if (!a.present || a.rail == nullptr) continue;
-    a.copy = std::make_unique<std::byte[]>(a.frame.nbytes);
-    std::memcpy(a.copy.get(), a.payload, a.frame.nbytes);
-    a.payload = a.copy.get();
+    if ((a.frame.flags & kFrameDirect) == 0) {
+      a.copy = std::make_unique<std::byte[]>(a.frame.nbytes);
+      std::memcpy(a.copy.get(), a.payload, a.frame.nbytes);
+      a.payload = a.copy.get();
+    }
     a.rail->Release(a.index, true);
     a.rail = nullptr;
   }

@@ -25,6 +25,9 @@ class Inbox {
   View Peek(const Message& m, std::size_t at, std::size_t n);
   void Consume(std::size_t n);
 
+  // The message that is due may be written straight to `base`, its first byte's place; null: no more.
+  void Direct(const std::byte* base) { direct_ = base; }
+
   // The first frame that has not arrived.
   std::uint64_t missing() const;
   // From frame `seq` on there are no more frames, but plain TCP; whether all before it are used up.
@@ -57,6 +60,7 @@ class Inbox {
   std::uint64_t due_ = 0;
   std::uint64_t end_ = 0;  // behind the last that arrived
   std::uint64_t cut_ = UINT64_MAX;
+  const std::byte* direct_ = nullptr;
   std::size_t taken_ = 0;  // bytes of the frame that is due
   bool open_ = false;      // it was compared with the message
   std::uint64_t twice_ = 0;

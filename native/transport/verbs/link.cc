@@ -115,9 +115,14 @@ void VerbsLink::CheckWord(WordKind kind, const Word& word) const {
 
 void VerbsLink::OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) {
   ++news_;
-  if ((frame.flags & kFrameProbe) == 0) return inbox_.Arrived(rail, index, frame, payload);
-  TakeProbe(rail, frame, payload);
-  rail.Release(index, true);
+  if ((frame.flags & (kFrameProbe | kFrameInvite)) == 0) return inbox_.Arrived(rail, index, frame, payload);
+  if ((frame.flags & kFrameProbe) != 0) TakeProbe(rail, frame, payload);
+  if ((frame.flags & kFrameInvite) != 0 && frame.nbytes == sizeof(Invitation)) {
+    Invitation invitation;
+    std::memcpy(&invitation, payload, sizeof invitation);
+    outbox_.Invited(invitation);
+  }
+  rail.Release(index, false);
 }
 
 void VerbsLink::OnDelivered(std::uint64_t seq) {
@@ -126,6 +131,44 @@ void VerbsLink::OnDelivered(std::uint64_t seq) {
 }
 
 void VerbsLink::OnLost(std::uint32_t rails) { KillRails(rails, "the peer has given it up"); }
+
+// ---- Straight to the destination ----
+
+// Only where all of the rest may be written now. Whether the peer takes it up is its affair, and whether the invitation
+// gets there: there may be no room for it.
+void VerbsLink::Invite(const Message& m, std::size_t at, std::byte* dst, std::size_t n) {
+  expected_ = m.signature;
+  if (!open() || at + n != m.total || n < kInviteBytes) return;
+  Region* region = shared_.regions.Find(dst, n, outbox_.nics());
+  if (region == nullptr) return;
+  for (const auto& rail : rails_) {
+    Frame* frame = rail->alive() ? rail->Slot(sizeof(Invitation)) : nullptr;
+    if (frame == nullptr) continue;
+    *frame = {0, 0, kNoSeq, sizeof(Invitation), kFrameInvite};
+    Invitation invitation{m.signature, m.total, reinterpret_cast<std::uintptr_t>(dst - at), 0, {}};
+    for (const auto& other : rails_) {
+      invitation.rkeys[other->number()] = region->rkey[static_cast<std::size_t>(other->nic().index())];
+    }
+    std::memcpy(frame + 1, &invitation, sizeof invitation);
+    inbox_.Direct(dst - at);
+    invited_ = region;
+    ++region->uses;
+    return rail->Post(frame, reinterpret_cast<std::byte*>(frame + 1), rail->staging_lkey());
+  }
+}
+
+void VerbsLink::Uninvite() {
+  --invited_->uses;
+  invited_ = nullptr;
+  inbox_.Direct(nullptr);
+}
+
+void VerbsLink::Fence() {
+  for (const auto& rail : rails_) rail->Kill("the engine has failed");
+  if (!fault_) fault_ = Fault(FaultKind::kAborted, options_.rank, "verbs: the engine has failed");
+  outbox_.DeliveredBefore(outbox_.next());
+  if (invited_ != nullptr) Uninvite();
+}
 
 // ---- When rails die ----
 

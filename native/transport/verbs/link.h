@@ -67,6 +67,16 @@ class VerbsLink final : private RailListener {
   bool over_tcp() const { return state_ == State::kTcp; }
   SendEnd* tcp_send() const { return tcp_.send.get(); }  // null before
   RecvEnd* tcp_recv() const { return inbox_.exhausted() ? tcp_.recv.get() : nullptr; }
+  // The receiver is about to take bytes [at, at + n) of a message to dst.
+  void Expect(const Message& m, std::size_t at, std::byte* dst, std::size_t n) {
+    if (m.total >= kInviteBytes && m.signature != expected_) Invite(m, at, dst, n);
+  }
+  void Taken(const Message& m, std::size_t end) {
+    if (invited_ != nullptr && end == m.total) Uninvite();
+  }
+  // From here on no NIC touches the users' memory, and nothing works any more.
+  void Fence();
+
   Outbox& outbox() { return outbox_; }
   Inbox& inbox() { return inbox_; }
   // Whether the peer has left and nothing of its is on the way.
@@ -111,6 +121,8 @@ class VerbsLink final : private RailListener {
   void Probe();
   void FinishProbe(std::uint32_t mask);
 
+  void Invite(const Message& m, std::size_t at, std::byte* dst, std::size_t n);
+  void Uninvite();
   void PollRails();
   void Bury(Rail& rail);
   void Switch();
@@ -131,6 +143,8 @@ class VerbsLink final : private RailListener {
   Outbox outbox_;
   Inbox inbox_;
   LinkEnds tcp_;
+  std::uint64_t expected_ = 0;  // signature of the last message for which an invitation was thought of
+  Region* invited_ = nullptr;   // where the peer may write
   Hello peer_hello_{};
   std::uint32_t verified_ = 0;          // rails that brought the peer's probe
   std::optional<std::uint32_t> told_;   // of them, as the peer was told

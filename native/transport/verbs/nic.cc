@@ -45,12 +45,13 @@ void Nic::Fail(const std::string& what, int error) const {
   throw Fault(FaultKind::kSystem, -1, text);
 }
 
-int Regions::Add(std::uintptr_t address, std::size_t nbytes, const std::vector<std::pair<int, std::uint32_t>>& keys) {
-  auto region = std::make_unique<Region>(Region{address, nbytes, {}});
-  for (const auto& [nic, lkey] : keys) {
-    if (nic < 0 || nic >= kMaxNics) continue;
-    region->lkey[static_cast<std::size_t>(nic)] = lkey;
-    region->nics |= 1u << nic;
+int Regions::Add(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys) {
+  auto region = std::make_unique<Region>(Region{address, nbytes, {}, {}});
+  for (const RegionKey& key : keys) {
+    if (key.nic < 0 || key.nic >= kMaxNics) continue;
+    region->lkey[static_cast<std::size_t>(key.nic)] = key.lkey;
+    region->rkey[static_cast<std::size_t>(key.nic)] = key.rkey;
+    region->nics |= 1u << key.nic;
   }
   longest_ = std::max(longest_, nbytes);
   by_address_.emplace(address, region.get());

@@ -63,19 +63,25 @@ class Nic {
   VerbsOwned<ibv::CompChannel> channel_;
 };
 
-// User memory that NICs may read where it lies.
+// User memory that NICs may read and write where it lies.
 struct Region {
   std::uintptr_t address;
   std::size_t nbytes;
   std::array<std::uint32_t, kMaxNics> lkey;
-  std::uint32_t nics = 0;  // bit i: lkey[i] is valid
-  int uses = 0;            // fragments that were sent from here and may be needed again
+  std::array<std::uint32_t, kMaxNics> rkey;
+  std::uint32_t nics = 0;  // bit i: the keys of NIC i are valid
+  int uses = 0;            // frames that may have to be sent again from here, and messages that peers write here
+};
+
+struct RegionKey {
+  int nic;
+  std::uint32_t lkey;
+  std::uint32_t rkey;
 };
 
 class Regions {
  public:
-  // Keys are (NIC, lkey). Regions may overlap; the one that covers most is found.
-  int Add(std::uintptr_t address, std::size_t nbytes, const std::vector<std::pair<int, std::uint32_t>>& keys);
+  int Add(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys);
   // False, and nothing happens, while the region is in use.
   bool Remove(int handle);
   // The region that holds all of these bytes and is known to all of `nics`, or null.

@@ -36,7 +36,7 @@ std::ptrdiff_t Outbox::Push(const Message& m, std::size_t at, const std::byte* d
     CopyBytes(place, data, n, false);
     payload = place;
   }
-  Send(*rail, frame, payload, region, m, n);
+  Send(*rail, frame, payload, region, m, at, n);
   return static_cast<std::ptrdiff_t>(n);
 }
 
@@ -46,8 +46,8 @@ std::byte* Outbox::Reserve(const std::byte* data, std::size_t n) {
   return reserved_rail_ == nullptr ? nullptr : reinterpret_cast<std::byte*>(reserved_ + 1);
 }
 
-void Outbox::Commit(const Message& m, std::size_t n) {
-  Send(*reserved_rail_, reserved_, reinterpret_cast<std::byte*>(reserved_ + 1), nullptr, m, n);
+void Outbox::Commit(const Message& m, std::size_t at, std::size_t n) {
+  Send(*reserved_rail_, reserved_, reinterpret_cast<std::byte*>(reserved_ + 1), nullptr, m, at, n);
 }
 
 // The rail that will be through with it first, of those that have room. None, if that takes much longer than to wait
@@ -79,8 +79,15 @@ Rail* Outbox::Pick(std::size_t n, Frame*& frame) {
   return nullptr;
 }
 
-void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t n) {
+void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,
+                  std::size_t n) {
   *frame = {m.signature, m.total, next_, static_cast<std::uint32_t>(n), region != nullptr ? kFrameLent : 0};
+  Target target{};
+  for (const Invitation& invitation : invitations_) {
+    if (m.total < kInviteBytes || invitation.signature != m.signature || invitation.total != m.total) continue;
+    target = {invitation.address + at, invitation.rkeys[rail.number()]};
+    frame->flags |= kFrameDirect;
+  }
   At(next_) = {frame, payload, region, lent_total_, static_cast<std::uint8_t>(rail.number()), false, false};
   ++next_;
   std::uint32_t lkey = rail.staging_lkey();
@@ -92,7 +99,7 @@ void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* re
   } else {
     counters_.copied_bytes += n;
   }
-  rail.Post(frame, payload, lkey);
+  rail.Post(frame, payload, lkey, target.address != 0 ? &target : nullptr);
 }
 
 void Outbox::Delivered(std::uint64_t seq) {
@@ -135,6 +142,7 @@ void Outbox::Resend() {
     }
     if (best == nullptr) return;
     *frame = *sent.frame;
+    frame->flags &= ~kFrameDirect;  // the receiver may be through with the first one, and its memory be used again
     sent.frame = frame;
     sent.rail = static_cast<std::uint8_t>(best->number());
     sent.lost = false;

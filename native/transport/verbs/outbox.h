@@ -18,7 +18,18 @@
 namespace hetcoll {
 
 inline constexpr int kMaxRails = 8;
+inline constexpr std::size_t kInviteBytes = std::size_t{64} << 10;  // shorter messages are not worth an invitation
 inline constexpr std::uint64_t kWindow = std::uint64_t{kRailDepth} * kMaxRails;  // frames between the ends of a link
+
+// A receiver's: this message may be written straight to its destination.
+struct Invitation {
+  std::uint64_t signature = 0;
+  std::uint64_t total = 0;
+  std::uint64_t address = 0;  // of the message's first byte
+  std::uint64_t pad = 0;
+  std::uint32_t rkeys[kMaxRails] = {};
+};
+static_assert(sizeof(Invitation) == 64);
 
 using Rails = std::vector<std::unique_ptr<Rail>>;
 
@@ -30,10 +41,11 @@ class Outbox {
   // As SendEnd's. kWouldBlock: no rail has room.
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n);
   std::byte* Reserve(const std::byte* data, std::size_t n);
-  void Commit(const Message& m, std::size_t n);
+  void Commit(const Message& m, std::size_t at, std::size_t n);
   std::size_t Lent();
 
   void Delivered(std::uint64_t seq);
+  void Invited(const Invitation& invitation) { invitations_[invited_++ % invitations_.size()] = invitation; }
 
   // What this rail carried has to go again.
   void Lost(const Rail& rail);
@@ -48,13 +60,15 @@ class Outbox {
   void TakeRest(Fn&& fn) {
     for (std::uint64_t seq = oldest_; seq < next_; ++seq) {
       if (At(seq).delivered) continue;
-      fn(*At(seq).frame, At(seq).payload);
+      Frame frame = *At(seq).frame;
+      frame.flags &= ~kFrameDirect;
+      fn(frame, At(seq).payload);
       ++counters_.resent;
     }
     DeliveredBefore(next_);
   }
 
-  bool empty() const { return oldest_ == next_; }
+  std::uint32_t nics() const { return nics_; }
   std::uint64_t next() const { return next_; }
 
   struct Counters {
@@ -78,7 +92,8 @@ class Outbox {
 
   Sent& At(std::uint64_t seq) { return sent_[seq % kWindow]; }
   Rail* Pick(std::size_t n, Frame*& frame);
-  void Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t n);
+  void Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,
+            std::size_t n);
 
   const Rails& rails_;
   Regions& regions_;
@@ -91,6 +106,8 @@ class Outbox {
   std::uint64_t resend_from_ = 0;
   std::uint64_t lent_total_ = 0;
   std::uint64_t lent_seq_ = 0;
+  std::array<Invitation, 4> invitations_;  // the last ones: most are used at once, or too late
+  std::size_t invited_ = 0;
   Rail* reserved_rail_ = nullptr;
   Frame* reserved_ = nullptr;
   Counters counters_;

@@ -185,7 +185,7 @@ Frame* Rail::Slot(std::size_t n) {
   return reinterpret_cast<Frame*>(memory_.staging + place_ % memory_.ring_bytes + kFrameAt);
 }
 
-void Rail::Post(Frame* frame, const std::byte* payload, std::uint32_t lkey) {
+void Rail::Post(Frame* frame, const std::byte* payload, std::uint32_t lkey, const Target* target) {
   const std::size_t offset = place_ % memory_.ring_bytes;
   const std::uint32_t nbytes = frame->nbytes;
   pos_ = place_ + SlotBytes(nbytes);
@@ -193,8 +193,17 @@ void Rail::Post(Frame* frame, const std::byte* payload, std::uint32_t lkey) {
   ibv::Sge sge[2] = {{reinterpret_cast<std::uintptr_t>(frame), sizeof(Frame), staging_mr_->lkey},
                      {reinterpret_cast<std::uintptr_t>(payload), nbytes, lkey}};
   ibv::SendWr wr{};
+  ibv::SendWr body{};
   wr.num_sge = nbytes > 0 ? 2 : 1;
-  if (payload == reinterpret_cast<const std::byte*>(frame + 1)) {
+  if (target != nullptr) {
+    wr.num_sge = 1;
+    body.sg_list = &sge[1];
+    body.num_sge = 1;
+    body.opcode = ibv::kWrRdmaWrite;
+    body.remote_addr = target->address;
+    body.rkey = target->rkey;
+    counters_.direct_bytes += nbytes;
+  } else if (payload == reinterpret_cast<const std::byte*>(frame + 1)) {
     sge[0].length += nbytes;
     wr.num_sge = 1;
   }
@@ -205,7 +214,7 @@ void Rail::Post(Frame* frame, const std::byte* payload, std::uint32_t lkey) {
   wr.remote_addr = remote_.ring + offset + kFrameAt;
   wr.rkey = remote_.rkey;
   // Memory that a device owns cannot be inlined: the processor would have to read it.
-  if (sizeof(Frame) + nbytes <= inline_bytes_ && wr.num_sge == 1) {
+  if (sge[0].length <= inline_bytes_ && wr.num_sge == 1) {
     wr.send_flags = ibv::kSendInline;
     ++counters_.inlined;
   }
@@ -217,7 +226,7 @@ void Rail::Post(Frame* frame, const std::byte* payload, std::uint32_t lkey) {
     busy_bytes_ = bytes_posted_;
   }
   bytes_posted_ += nbytes;
-  PostSend(wr, bytes_posted_ - bytes_signalled_ >= kMeasured);
+  PostSend(wr, bytes_posted_ - bytes_signalled_ >= kMeasured, target != nullptr ? &body : nullptr);
 }
 
 void Rail::PostImmediate(Kind kind, std::uint32_t bits, bool signalled) {
@@ -237,8 +246,12 @@ bool Rail::Drained() {
   return sq_done_ == sq_posted_;
 }
 
-void Rail::PostSend(ibv::SendWr& wr, bool signalled) {
+void Rail::PostSend(ibv::SendWr& wr, bool signalled, ibv::SendWr* before) {
   if (!alive()) return;
+  if (before != nullptr) {
+    before->wr_id = ++sq_posted_;
+    before->next = &wr;
+  }
   wr.wr_id = ++sq_posted_;
   if (signalled || sq_posted_ - sq_signalled_ >= kSignalEvery) {
     wr.send_flags |= ibv::kSendSignaled;
@@ -247,7 +260,7 @@ void Rail::PostSend(ibv::SendWr& wr, bool signalled) {
     ++counters_.signalled;
   }
   ibv::SendWr* bad = nullptr;
-  const int error = qp_->context->ops.post_send(qp_.get(), &wr, &bad);
+  const int error = qp_->context->ops.post_send(qp_.get(), before != nullptr ? before : &wr, &bad);
   if (error != 0) Kill(Name() + ": post_send: " + std::strerror(error));
 }
 

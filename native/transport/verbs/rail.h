@@ -47,8 +47,12 @@ struct Frame {
   std::uint32_t flags;
 };
 static_assert(sizeof(Frame) == 32);
-inline constexpr std::uint32_t kFrameLent = 1;   // the sender waits until it is consumed
-inline constexpr std::uint32_t kFrameProbe = 2;  // of the handshake: not part of the stream
+inline constexpr std::uint32_t kFrameLent = 1;    // the sender waits until it is consumed
+inline constexpr std::uint32_t kFrameDirect = 2;  // its payload was written where the receiver had invited it to
+// Not part of the stream: their number is kNoSeq.
+inline constexpr std::uint32_t kFrameProbe = 4;   // of the handshake
+inline constexpr std::uint32_t kFrameInvite = 8;  // its payload is an Invitation
+inline constexpr std::uint64_t kNoSeq = UINT64_MAX;
 
 struct RailMemory {
   std::byte* ring;
@@ -59,6 +63,12 @@ struct RailMemory {
 };
 
 class Rail;
+
+// Where payload may be written instead of into the ring.
+struct Target {
+  std::uint64_t address;
+  std::uint32_t rkey;
+};
 
 // What a rail reports while it is polled.
 class RailListener {
@@ -94,8 +104,9 @@ class Rail {
   // The place for a frame with n bytes of payload, which may be written behind it; null when there is no room. Post
   // takes the one given last.
   Frame* Slot(std::size_t n);
-  // `payload` may lie behind the frame, or wherever `lkey` allows the NIC to read.
-  void Post(Frame* frame, const std::byte* payload, std::uint32_t lkey);
+  // `payload` may lie behind the frame, or wherever `lkey` allows the NIC to read. It goes behind the frame in the
+  // peer's ring, or to the target.
+  void Post(Frame* frame, const std::byte* payload, std::uint32_t lkey, const Target* target = nullptr);
   void PostLost(std::uint32_t rails);
   bool Drained();  // whether the peer's NIC has everything; asks for an answer where none is due
   void PollSend();
@@ -129,6 +140,7 @@ class Rail {
     std::uint64_t credits = 0;
     std::uint64_t signalled = 0;
     std::uint64_t inlined = 0;
+    std::uint64_t direct_bytes = 0;
   };
   const Counters& counters() const { return counters_; }
 
@@ -152,7 +164,7 @@ class Rail {
   void Credit(std::uint32_t bits, RailListener& listener);
   void Grant();
   void PostImmediate(Kind kind, std::uint32_t bits, bool signalled);
-  void PostSend(ibv::SendWr& wr, bool signalled);
+  void PostSend(ibv::SendWr& wr, bool signalled, ibv::SendWr* before = nullptr);
   bool Busy() const { return sq_signalled_ > sq_done_; }
   void Measure();
   [[noreturn]] void Corrupt(const char* what) const;
