@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -287,12 +288,16 @@ def test_without_pyverbs_it_says_how_to_get_it(no_pyverbs: Path) -> None:
 def test_the_distributions_pyverbs_comes_without_its_neighbours(no_pyverbs: Path) -> None:
     package = no_pyverbs / "pyverbs"
     package.mkdir()
-    for name in ("__init__", "device", "pd", "mr"):
+    for name in ("__init__", "pd", "mr"):
         (package / f"{name}.py").write_text("")
+    (package / "device.py").write_text("import logging\nlogging.basicConfig(level=logging.DEBUG, force=True)\n")
+    root = logging.getLogger()
+    before = root.level, root.handlers[:]
     (package / "pyverbs_error.py").write_text("class PyverbsError(Exception): pass\n")
     (no_pyverbs / "neighbour_of_pyverbs.py").write_text("")
     found = library.load()
     assert found.origin == str(package)
+    assert (root.level, root.handlers) == before  # the real one does that, too
     assert importlib.util.find_spec("neighbour_of_pyverbs") is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,19 +24,49 @@ def _guests() -> None:
         pytest.skip(f"no guests here: {done.stderr.strip()}")
 
 
-def run_suite(name: str) -> None:
-    """pytest on a file of tests/verbs, in a guest. Plugins are loaded by name, since imports take seconds there."""
-    plain = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "--color=no"]
-    words = [sys.executable, str(GUEST), "--timeout", str(SECONDS), *plain, "--durations=5", str(FOLDER / name)]
-    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS + 30, env=environ)
-    print(done.stdout[-1500:])
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+def start_guest(*words: str, group: str = "") -> subprocess.Popen[str]:
+    """A guest with this test's Python path. Plugins are loaded by name, since imports take seconds there."""
+    options = ["--timeout", str(SECONDS), *(["--group", group] if group else [])]
+    paths = [str(FOLDER.parent), str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(
+        [sys.executable, str(GUEST), *options, sys.executable, *words],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
+    )  # fmt: skip
 
 
-def test_devices() -> None:
-    run_suite("suite_devices.py")
+def finish(*guests: subprocess.Popen[str]) -> None:
+    """Wait for guests; all must end with status 0."""
+    try:
+        outputs = [guest.communicate(timeout=SECONDS + 30)[0] for guest in guests]
+    finally:
+        for guest in guests:
+            guest.kill()
+    for guest, output in zip(guests, outputs, strict=True):
+        print(output[-1500:])
+        assert guest.returncode == 0, output
+
+
+def run_suites(*names: str) -> None:
+    """pytest on files of tests/verbs, in a guest."""
+    plain = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "--color=no", "--durations=5"]
+    finish(start_guest(*plain, *(str(FOLDER / name) for name in names)))
+
+
+def test_devices_and_memory() -> None:
+    run_suites("suite_devices.py", "suite_memory.py")
 
 
 def test_collectives() -> None:
-    run_suite("suite_collectives.py")
+    run_suites("suite_collectives.py")
+
+
+def test_faults() -> None:
+    run_suites("suite_faults.py")
+
+
+def test_two_guests_as_two_hosts() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    finish(*(start_guest(str(FOLDER / "two_hosts.py"), str(host), group=f"{host}:{port}") for host in range(2)))

@@ -21,6 +21,7 @@ from .errors import (
     HetcollError,
     InitError,
     PeerLostError,
+    RegistrationError,
 )
 from .job import init
 from .rendezvous.bootstrap import get_unique_id
@@ -32,6 +33,6 @@ from .work import Work
 __all__ = [
     "AbortedError", "ArgumentError", "AuthenticationError", "BufferTypeError", "ClosedError",
     "CollectiveMismatchError", "CollectiveTimeoutError", "CommunicationError", "Communicator", "DType",
-    "HetcollError", "InitError", "PeerLostError", "ReduceOp", "UniqueId", "Work", "__version__", "get_unique_id",
-    "init",
+    "HetcollError", "InitError", "PeerLostError", "ReduceOp", "RegistrationError", "UniqueId", "Work", "__version__",
+    "get_unique_id", "init",
 ]  # fmt: skip

@@ -356,7 +356,7 @@ class Core:
     def _log_news(self) -> None:
         """Tell what links lost, and how they went on: once each."""
         for text in self._engine.events():
-            log.warning("rank %d: %s", self._rank, text)
+            log.warning("%s", text)
 
     def __repr__(self) -> str:
         state = " closed" if self._closed else ""

@@ -59,3 +59,9 @@ def hardware(device: str) -> dict[str, int]:
     """The device's own counters: packets sent, received, sent again, ..."""
     words = tool("rdma", "statistic", "show", "link", f"{device}/1").split()[2:]
     return dict(zip(words[::2], map(int, words[1::2]), strict=True))
+
+
+def kernel_objects() -> dict[str, int]:
+    """How many queue pairs, completion queues, memory regions and domains processes have, as the kernel counts them."""
+    found = {kind: tool("rdma", "resource", "show", kind).splitlines() for kind in ("qp", "cq", "mr", "pd")}
+    return {kind: sum(" pid " in line for line in lines) for kind, lines in found.items()}

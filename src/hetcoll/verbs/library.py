@@ -6,11 +6,14 @@ used of them is the same in both. Constants are those of infiniband/verbs.h, sin
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.machinery
 import importlib.util
+import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,14 +53,27 @@ def load() -> Library:
         It is not installed, is for another Python, or lacks libibverbs.
     """
     try:
-        if importlib.util.find_spec("pyverbs") is None and not _borrow():
-            raise UnavailableError(f"pyverbs is not installed: {_INSTALL}")
-        parts = [importlib.import_module(f"pyverbs.{name}") for name in ("device", "pd", "mr", "pyverbs_error")]
+        with _logging_left_alone():
+            if importlib.util.find_spec("pyverbs") is None and not _borrow():
+                raise UnavailableError(f"pyverbs is not installed: {_INSTALL}")
+            parts = [importlib.import_module(f"pyverbs.{name}") for name in ("device", "pd", "mr", "pyverbs_error")]
     except ImportError as error:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise UnavailableError(f"pyverbs cannot be loaded by Python {version} ({error}): {_INSTALL}") from error
     device, pd, mr, errors = parts
     return Library(device, pd, mr, errors.PyverbsError, str(device.__file__).rpartition("/")[0])
+
+
+@contextlib.contextmanager
+def _logging_left_alone() -> Iterator[None]:
+    """pyverbs configures the root logger when it is imported, which is the program's business."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
 
 
 def _borrow() -> bool:

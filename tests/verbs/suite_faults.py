@@ -1,0 +1,202 @@
+"""In a guest: what becomes of calls when cables, devices and ranks fail."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from cables import hardware, kernel_objects, netem, plug, unplug, verbs
+from ranks import Ranks, wait_until
+
+import hetcoll
+from hetcoll import PeerLostError
+
+Launch = Callable[..., Ranks]
+PROMPT = {"HETCOLL_IB_TIMEOUT": "14", "HETCOLL_IB_RETRY_CNT": "3"}  # a dead path is given up in a fraction of a second
+COUNT = 150_000
+
+
+@pytest.fixture(autouse=True)
+def _cables() -> Iterator[None]:
+    yield
+    for number in range(4):
+        plug(f"veth{number}")
+
+
+def add_up(comm: hetcoll.Communicator, calls: int) -> None:
+    """All-reduces whose every element is checked."""
+    x = np.empty(COUNT, np.float32)
+    for i in range(calls):
+        x[:] = comm.rank + i
+        comm.allreduce(x)
+        assert (x == sum(range(comm.size)) + comm.size * i).all(), i
+
+
+def told(comm: hetcoll.Communicator) -> tuple[dict[str, int], str]:
+    return comm.counters(), str(comm.explain("allreduce", 4 * COUNT))
+
+
+def run_while(ranks: Ranks, happens: Callable[[], None], calls: int = 12) -> list[tuple[dict[str, int], str]]:
+    """`happens` in the middle of calls; then what each rank says."""
+    ranks.run(add_up, 2)
+    ranks.start(add_up, calls)
+    time.sleep(0.3)
+    happens()
+    for outcome in ranks.finish(60):
+        assert outcome.error is None, outcome.trace
+    ranks.run(add_up, 1)
+    return ranks.run(told)
+
+
+def test_one_cable_is_cut(launch: Launch) -> None:
+    for counters, text in run_while(verbs(launch, 2, **PROMPT), lambda: unplug("veth2")):
+        assert counters["lost_rails"] > 0
+        assert counters["links_over_tcp"] == 0
+        assert "over verbs" in text
+        # Soft-RoCE refuses to send through a port that is down; at the other end there is no answer.
+        assert re.search(r"rxe[23] to rxe[23] \(down: .* IBV_WC_(LOC_QP_OP|RETRY_EXC)_ERR", text), text
+
+
+def test_both_cables_are_cut(launch: Launch) -> None:
+    def cut() -> None:
+        unplug("veth1")
+        unplug("veth2")
+
+    ranks = verbs(launch, 2, **PROMPT)
+    for counters, text in run_while(ranks, cut):
+        assert counters["links_over_tcp"] > 0
+        assert "over tcp" in text
+    for rank in range(2):
+        lines = [line for line in ranks.output(rank).splitlines() if "rank" in line]
+        assert lines, "nothing was logged"
+        assert len(lines) == len(set(lines)), lines  # once each
+
+
+def test_a_silence_costs_nothing_but_time(launch: Launch) -> None:
+    """What happens when a switch learns a new way: for a moment nothing arrives, and nobody is told."""
+
+    def silence() -> None:
+        for _ in range(2):
+            with netem("veth0", "loss", "100%"):
+                time.sleep(0.3)
+            time.sleep(0.1)
+
+    for counters, text in run_while(verbs(launch, 2, HETCOLL_IB_TIMEOUT="15"), silence):
+        assert (counters["lost_rails"], counters["links_over_tcp"]) == (0, 0), text
+
+
+def test_packets_are_lost(launch: Launch) -> None:
+    ranks = verbs(launch, 2, HETCOLL_IB_TIMEOUT="13")
+    ranks.run(add_up, 1)
+    before = hardware("rxe0")
+    with netem("veth0", "loss", "2%"), netem("veth1", "loss", "2%"):
+        ranks.run(add_up, 6, timeout=60)
+    after = hardware("rxe0")
+    resent = sum(after[name] - before[name] for name in ("completer_retry_err", "rcvd_seq_err", "duplicate_request"))
+    assert resent > 0, after
+    for counters, text in ranks.run(told):
+        assert counters["lost_rails"] == 0, text
+
+
+def test_packets_are_late_and_out_of_order(launch: Launch) -> None:
+    ranks = verbs(launch, 3, HETCOLL_IB_TIMEOUT="16")
+    with netem("veth1", "delay", "2ms", "reorder", "25%"):
+        ranks.run(add_up, 5, timeout=60)
+    for counters, text in ranks.run(told):
+        assert counters["lost_rails"] == 0, text
+
+
+def test_a_rank_is_killed(launch: Launch) -> None:
+    ranks = verbs(launch, 3)
+    ranks.run(add_up, 1)
+    ranks.start(add_up, 10_000)
+    time.sleep(0.5)
+    ranks.kill(1)
+    for outcome in ranks.finish(30, only=[0, 2]):
+        assert isinstance(outcome.error, PeerLostError), outcome.trace
+        assert outcome.error.rank == 1
+        assert outcome.seconds < 10
+
+
+def test_a_rank_is_killed_in_its_sleep(launch: Launch) -> None:
+    """Nobody is in a call: the next one fails."""
+    ranks = verbs(launch, 2)
+    ranks.run(add_up, 1)
+    ranks.kill(1)
+    ranks.start(add_up, 1, only=[0])
+    (outcome,) = ranks.finish(30, only=[0])
+    assert isinstance(outcome.error, PeerLostError), outcome.trace
+
+
+def test_what_does_not_carry_bytes_is_not_used(launch: Launch) -> None:
+    """Two devices that might reach each other, but there is no cable between them."""
+    ranks = launch(2, HETCOLL_TRANSPORT="verbs", HETCOLL_IB_HCA=("=rxe0", "=rxe3"), **PROMPT)
+    ranks.run(add_up, 2, timeout=60)
+    for counters, text in ranks.run(told):
+        assert counters["links_over_tcp"] > 0
+        assert "over tcp" in text
+        assert "rxe" in text
+
+
+def test_of_two_rails_the_one_that_works_is_used(launch: Launch) -> None:
+    """rxe0 and rxe1 have a cable, rxe2 has lost its own."""
+    unplug("veth3")
+    ends = ("=rxe0,rxe2", "=rxe1")
+    ranks = launch(2, HETCOLL_TRANSPORT="verbs", HETCOLL_IB_HCA=ends, **PROMPT)
+    ranks.run(add_up, 2, timeout=60)
+    for counters, text in ranks.run(told):
+        assert counters["links_over_tcp"] == 0, text
+        assert "over verbs" in text
+
+
+def flood(comm: hetcoll.Communicator, messages: int) -> None:
+    """Many messages at once, both ways, of which nobody receives any before all are sent."""
+    peer = 1 - comm.rank
+    sizes = [(17 * i) % 257 for i in range(messages)]
+    works = [comm.send(np.full(n, i % 251, np.uint8), peer, async_op=True) for i, n in enumerate(sizes)]
+    if comm.rank == 1:
+        time.sleep(1.0)  # so long the queues of rank 0 are as full as they get
+    for i, n in enumerate(sizes):
+        got = np.zeros(n, np.uint8)
+        comm.recv(got, peer)
+        assert (got == i % 251).all(), i
+    for work in works:
+        work.wait()
+
+
+def test_queues_are_filled_to_the_brim(launch: Launch) -> None:
+    ranks = verbs(launch, 2, HETCOLL_IB_BYTES="64K")
+    ranks.run(flood, 600, timeout=60)
+    for counters, text in ranks.run(told):
+        assert counters["lost_rails"] == 0, text
+        assert counters["waits"] > 0
+
+
+def test_a_rank_that_is_stopped_for_a_while(launch: Launch) -> None:
+    """The device works on without its process: what it owes, it does when it goes on."""
+    ranks = verbs(launch, 2)
+    ranks.run(add_up, 1)
+    ranks.signal(1, signal.SIGSTOP)
+    ranks.start(add_up, 3)
+    time.sleep(1.5)
+    ranks.signal(1, signal.SIGCONT)
+    for outcome in ranks.finish(30):
+        assert outcome.error is None, outcome.trace
+
+
+def test_nothing_is_left_in_the_kernel(launch: Launch) -> None:
+    before = kernel_objects()
+    ranks = verbs(launch, 2)
+    ranks.run(add_up, 1)
+    during = kernel_objects()
+    assert all(during[kind] > before[kind] for kind in before), during
+    ranks.run(close)
+    wait_until(lambda: kernel_objects() == before)
+
+
+def close(comm: hetcoll.Communicator) -> None:
+    comm.close()
