@@ -132,11 +132,13 @@ DOWN = UP | {"state": "down", "why": "IBV_WC_RETRY_EXC_ERR"}
 
 def test_links_in_words() -> None:
     t = cluster([nic(0, 1)], [nic(0, 2)], [], [nic(0, 4)], [nic(0, 1)], hosts="abcda")
-    links = by_peer(json.dumps([link(1, "verbs", UP, DOWN, resent=3), link(1, "tcp", DOWN)]))
+    new = UP | {"megabytes_per_second": None, "bytes": 0}
+    links = by_peer(json.dumps([link(1, "verbs", UP, DOWN, resent=3), link(1, "tcp", DOWN), link(1, "verbs", new)]))
     assert describe(links, t, 0, range(5)) == (
         "rank 1: verbs, channel 0, rails mlx5_0 to mlx5_1 (1.1e+04 MB/s, 4096 bytes sent), mlx5_0 to mlx5_1 (down: "
         "IBV_WC_RETRY_EXC_ERR); 3 pieces sent again",
         "rank 1: tcp, channel 0, rails mlx5_0 to mlx5_1 (down: IBV_WC_RETRY_EXC_ERR)",
+        "rank 1: verbs, channel 0, rails mlx5_0 to mlx5_1 (0 bytes sent)",
         "rank 2: tcp, since there is no RDMA: rank 2: pyverbs is not installed",
         "rank 3: verbs over mlx5_0:1 to mlx5_0:1: not connected yet",
     )

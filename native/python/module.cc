@@ -105,6 +105,7 @@ class PyEngine {
     const std::size_t nbytes = std::max(send_buffer.nbytes(), out.nbytes());
     const Status status = Run(*shape, send_buffer.data(), out.data(), nbytes, timeout_);
     if (status != Status::kDone) on_stuck_(status);  // raises, or has waited until it was done
+    TellNews();
     return true;
   }
 
@@ -144,7 +145,9 @@ class PyEngine {
 
   Status RunShape(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv, double timeout) {
     const std::size_t nbytes = std::max(shape->bound.send_bytes, shape->bound.recv_bytes);
-    return Run(shape, reinterpret_cast<void*>(send), reinterpret_cast<void*>(recv), nbytes, timeout);
+    const Status status = Run(shape, reinterpret_cast<void*>(send), reinterpret_cast<void*>(recv), nbytes, timeout);
+    TellNews();
+    return status;
   }
 
   Ticket Submit(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv, bool background) {
@@ -154,7 +157,11 @@ class PyEngine {
     return ticket;
   }
 
-  Status Wait(const Ticket& ticket, double timeout) { return DriveTo(*ticket.task, DeadlineNs(timeout)); }
+  Status Wait(const Ticket& ticket, double timeout) {
+    const Status status = DriveTo(*ticket.task, DeadlineNs(timeout));
+    TellNews();
+    return status;
+  }
 
   void Remember(int collective, int dtype, int op, int root, std::size_t send_count, std::size_t recv_count,
                 std::shared_ptr<Shape> shape) {
@@ -233,10 +240,11 @@ class PyEngine {
   static Ticket pending() { return std::move(t_pending); }
 
   // The interned strings that name the reductions, by number.
-  void SetOps(nb::tuple labels, nb::callable on_stuck, nb::callable on_interrupt) {
+  void SetOps(nb::tuple labels, nb::callable on_stuck, nb::callable on_interrupt, nb::callable on_news) {
     op_labels_ = std::move(labels);
     on_stuck_ = std::move(on_stuck);
     on_interrupt_ = std::move(on_interrupt);
+    on_news_ = std::move(on_news);
   }
 
  private:
@@ -250,6 +258,11 @@ class PyEngine {
       if (PyTuple_GET_ITEM(op_labels_.ptr(), i) == op) return i;
     }
     return -1;
+  }
+
+  // A link that has lost something says so once, at the end of the call that went on without it.
+  void TellNews() {
+    if (engine_.has_news() && on_news_) on_news_();
   }
 
   Status Run(const std::shared_ptr<Shape>& shape, void* send, void* recv, std::size_t nbytes, double timeout) {
@@ -300,6 +313,7 @@ class PyEngine {
   static thread_local Ticket t_pending;
   nb::object op_labels_;
   nb::object on_interrupt_;
+  nb::object on_news_;
   nb::object on_stuck_;
 };
 

@@ -58,7 +58,7 @@ class Core:
             self._engine = self._wiring.engine
             undo.callback(self._engine.close)
             # Weakly, since the engine must not keep its communicator alive.
-            self._engine.set_ops(OP_LABELS, _weakly(self._stuck), _weakly(self._interrupted))
+            self._engine.set_ops(OP_LABELS, _weakly(self._stuck), _weakly(self._interrupted), _weakly(self._log_news))
             self._call: Callable[..., bool] = _refuse if config.check else self._engine.call
             self._selection = Selection(self._wiring, config)
             self._witness = Witness(self, self._engine, self._selection.describe)

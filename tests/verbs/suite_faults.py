@@ -76,7 +76,38 @@ def test_both_cables_are_cut(launch: Launch) -> None:
         assert len(lines) == len(set(lines)), lines  # once each
 
 
-def test_a_silence_costs_nothing_but_time(launch: Launch) -> None:
+def split(comm: hetcoll.Communicator) -> tuple[dict[str, int], str]:
+    """What a communicator that is made now says after some calls."""
+    part = comm.split(0)
+    assert part is not None
+    add_up(part, 1)
+    return told(part)
+
+
+def test_a_port_that_is_down_for_a_moment(launch: Launch) -> None:
+    """Its rail is lost, but not for communicators that come later."""
+
+    def flap() -> None:
+        for _ in range(2):
+            unplug("veth0")
+            time.sleep(0.2)
+            plug("veth0")
+            time.sleep(0.2)
+
+    ranks = verbs(launch, 2, **PROMPT)
+    for counters, text in run_while(ranks, flap):
+        assert counters["links_over_tcp"] == 0, text
+    for counters, text in ranks.run(split):
+        assert counters["lost_rails"] == 0, text
+        assert text.count("bytes sent") == 2 * len(text.splitlines()[1:]), text
+
+
+def patient(pool: Launch) -> Ranks:
+    """Ranks that stay for other tests, since they lose no rail: they wait for longer."""
+    return verbs(pool, 2, HETCOLL_IB_TIMEOUT="15")
+
+
+def test_a_silence_costs_nothing_but_time(pool: Launch) -> None:
     """What happens when a switch learns a new way: for a moment nothing arrives, and nobody is told."""
 
     def silence() -> None:
@@ -85,12 +116,12 @@ def test_a_silence_costs_nothing_but_time(launch: Launch) -> None:
                 time.sleep(0.3)
             time.sleep(0.1)
 
-    for counters, text in run_while(verbs(launch, 2, HETCOLL_IB_TIMEOUT="15"), silence):
+    for counters, text in run_while(patient(pool), silence):
         assert (counters["lost_rails"], counters["links_over_tcp"]) == (0, 0), text
 
 
-def test_packets_are_lost(launch: Launch) -> None:
-    ranks = verbs(launch, 2, HETCOLL_IB_TIMEOUT="13")
+def test_packets_are_lost(pool: Launch) -> None:
+    ranks = patient(pool)
     ranks.run(add_up, 1)
     before = hardware("rxe0")
     with netem("veth0", "loss", "2%"), netem("veth1", "loss", "2%"):
@@ -102,8 +133,8 @@ def test_packets_are_lost(launch: Launch) -> None:
         assert counters["lost_rails"] == 0, text
 
 
-def test_packets_are_late_and_out_of_order(launch: Launch) -> None:
-    ranks = verbs(launch, 3, HETCOLL_IB_TIMEOUT="16")
+def test_packets_are_late_and_out_of_order(pool: Launch) -> None:
+    ranks = patient(pool)
     with netem("veth1", "delay", "2ms", "reorder", "25%"):
         ranks.run(add_up, 5, timeout=60)
     for counters, text in ranks.run(told):
@@ -168,17 +199,17 @@ def flood(comm: hetcoll.Communicator, messages: int) -> None:
         work.wait()
 
 
-def test_queues_are_filled_to_the_brim(launch: Launch) -> None:
-    ranks = verbs(launch, 2, HETCOLL_IB_BYTES="64K")
+def test_queues_are_filled_to_the_brim(pool: Launch) -> None:
+    ranks = patient(pool)
     ranks.run(flood, 600, timeout=60)
     for counters, text in ranks.run(told):
         assert counters["lost_rails"] == 0, text
         assert counters["waits"] > 0
 
 
-def test_a_rank_that_is_stopped_for_a_while(launch: Launch) -> None:
+def test_a_rank_that_is_stopped_for_a_while(pool: Launch) -> None:
     """The device works on without its process: what it owes, it does when it goes on."""
-    ranks = verbs(launch, 2)
+    ranks = patient(pool)
     ranks.run(add_up, 1)
     ranks.signal(1, signal.SIGSTOP)
     ranks.start(add_up, 3)

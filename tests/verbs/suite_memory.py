@@ -159,6 +159,13 @@ def test_rings_fit_and_nothing_else(launch: Launch) -> None:
         assert counters["memory_refused"] == 1
 
 
+def test_not_even_rings_fit(launch: Launch) -> None:
+    ranks = verbs(launch, 2, join=False)
+    for text, counters in ranks.run(poor, 64 << 10):
+        assert counters["links_over_tcp"] > 0
+        assert "memlock" in text or "locked" in text, text
+
+
 def forked(comm: hetcoll.Communicator) -> None:
     """A child must not undo what the parent registered, whichever way it ends."""
     data = np.ones(COUNT, np.float32)

@@ -54,5 +54,6 @@ def _link(link: Mapping[str, Any]) -> str:
 def _rail(rail: Mapping[str, Any]) -> str:
     name = f"{rail['device']} to {rail['peer_device']}"
     if rail["state"] == "up":
-        return f"{name} ({rail['megabytes_per_second']:.3g} MB/s, {rail['bytes']} bytes sent)"
+        speed = rail["megabytes_per_second"]  # None until enough was sent to tell
+        return f"{name} ({'' if speed is None else f'{speed:.3g} MB/s, '}{rail['bytes']} bytes sent)"
     return f"{name} ({rail['state']}{': ' + rail['why'] if rail['why'] else ''})"
