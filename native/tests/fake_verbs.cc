@@ -442,6 +442,7 @@ ibv::WcStatus Fabric::Write(FakeQp& qp, const Op& op) {
   for (const auto& [from, n] : op.parts) at = std::copy_n(from, n, at);
   if (qp.nic->corrupt && total > sizeof(std::uint64_t) * 8) begin[total - 1] ^= std::byte{1};
   qp.nic->bytes += total;
+  qp.nic->down |= qp.nic->bytes >= qp.nic->down_from;
   if (!op.immediate) return ibv::WcStatus::kSuccess;
   --to.receives;
   ibv::Wc wc{};

@@ -40,11 +40,12 @@ struct FakeNic : ibv::Context {
   ibv::Pd pd{};
   int number = 0;
   // What goes wrong; under the fabric's lock.
-  bool down = false;             // nothing comes through
-  bool stalled = false;          // it does not even say so
-  bool corrupt = false;          // a byte of what it sends changes on the way
-  std::int64_t fail_after = -1;  // requests until one fails
-  bool fail_delivered = false;   // though it was delivered
+  bool down = false;                            // nothing comes through
+  std::uint64_t down_from = ~std::uint64_t{0};  // bytes sent, from which on it is down
+  bool stalled = false;                         // it does not even say so
+  bool corrupt = false;                         // a byte of what it sends changes on the way
+  std::int64_t fail_after = -1;                 // requests until one fails
+  bool fail_delivered = false;                  // though it was delivered
   ibv::WcStatus fail_status = ibv::WcStatus::kRetryExcErr;
   std::int64_t refuse_after = -1;  // requests until post_send refuses
   double ns_per_byte = 0;          // threaded: its line's speed

@@ -324,12 +324,9 @@ void Cables() {
     for (int n = 0; n < 4; ++n) job.fabric().Change(n, [](FakeNic& nic) { nic.ns_per_byte = 2; });
     constexpr std::size_t kCount = (4 << 20) / 8;
     const Bytes want = Sum(2, kCount, DType::kInt64);
-    std::thread hand([&] {
-      SleepMs(8);
-      job.fabric().Change(0, [](FakeNic& nic) { nic.down = true; });
-      SleepMs(15);
-      job.fabric().Change(3, [](FakeNic& nic) { nic.down = true; });
-    });
+    for (const auto& [n, bytes] : {std::pair{0, 1u << 20}, {3, 3u << 20}}) {
+      job.fabric().Change(n, [&](FakeNic& nic) { nic.down_from = nic.bytes + bytes; });
+    }
     job.Run([&](int rank, Engine& e) {
       Bytes buffer = Input(rank, kCount, DType::kInt64);
       Registered memory(job, rank, 2, buffer);
@@ -344,7 +341,6 @@ void Cables() {
       CHECK(memory.End(), "nobody needs it any more");
       CHECK(Counter(e, "links_over_tcp") >= 2, "%s", Links(e).c_str());
     });
-    hand.join();
     CHECK(Counter(job.engine(0), "resent") > 0, "something was sent again");
   }
 }

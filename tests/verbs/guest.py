@@ -36,7 +36,7 @@ from pathlib import Path
 
 PACKAGES = (
     *("qemu-system-x86", "busybox-static", "iproute2"),
-    *("libibverbs1", "ibverbs-providers", "ibverbs-utils", "python3-pyverbs", "perftest"),
+    *("libibverbs1", "libibverbs-dev", "ibverbs-providers", "ibverbs-utils", "python3-pyverbs", "perftest"),
 )
 _TOOLS = ("qemu-system-x86_64", "busybox", "ip", "rdma", "tc")
 _MODULES = (
