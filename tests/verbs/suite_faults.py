@@ -16,7 +16,7 @@ import hetcoll
 from hetcoll import PeerLostError
 
 Launch = Callable[..., Ranks]
-PROMPT = {"HETCOLL_IB_TIMEOUT": "14", "HETCOLL_IB_RETRY_CNT": "3"}  # a dead path is given up in a fraction of a second
+PROMPT = {"HETCOLL_IB_TIMEOUT": "15", "HETCOLL_IB_RETRY_CNT": "7"}  # a dead path is given up after a second
 COUNT = 150_000
 
 

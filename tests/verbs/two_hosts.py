@@ -58,7 +58,7 @@ def rank_main(rank: int) -> None:
 def main(host: int) -> int:
     os.environ |= {
         "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500", "HETCOLL_SECRET": "sesame",
-        "HETCOLL_IB_BYTES": "128K", "HETCOLL_IB_TIMEOUT": "14", "HETCOLL_IB_RETRY_CNT": "3",
+        "HETCOLL_IB_BYTES": "128K", "HETCOLL_IB_TIMEOUT": "16", "HETCOLL_IB_RETRY_CNT": "7",
         "HETCOLL_SOCKET_IFNAME": "=eth0",
     }  # fmt: skip
     context = multiprocessing.get_context("fork")  # after the imports, which take seconds here
