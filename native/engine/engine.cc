@@ -17,6 +17,9 @@ namespace {
 
 constexpr std::int64_t kSleepSliceNs = 100'000'000;      // an upper bound on noticing what no doorbell announces
 constexpr std::int64_t kSharedSleepSliceNs = 1'000'000;  // another thread may finish our task while we sleep
+// Where a GPU must be awaited, which rings no bell: a quarter of the time that it has been awaited.
+constexpr std::int64_t kShortestNapNs = 20'000;
+constexpr std::int64_t kLongestNapNs = 1'000'000;
 constexpr std::size_t kKeepScratch = std::size_t{8} << 20;
 constexpr int kPromptYields = 32;  // in place of spinning, where a peer waits for our core
 // Two ranks that take turns on one core may stay there beside an idle one: the kernel looks for a better place when it
@@ -159,6 +162,12 @@ bool Engine::UnregisterMemory(int handle) {
   return AskVerbs([&](VerbsHost& verbs) { return verbs.regions().Remove(handle); }, true);
 }
 
+void Engine::AttachSlots(int peer, int channel, const Slots& out, const Slots& in) {
+  std::lock_guard lock(mutex_);
+  links_.tx(peer, channel).end = MakeSlotSend(out);
+  links_.rx(peer, channel).end = MakeSlotRecv(in);
+}
+
 bool Engine::Linked(int peer, int channel) const { return const_cast<Links&>(links_).tx(peer, channel).end != nullptr; }
 
 int Engine::AddPlan(std::span<const std::byte> encoded) {
@@ -185,7 +194,7 @@ void Engine::Prepare(const Plan& plan) {
 
 std::shared_ptr<Shape> Engine::Bind(int plan, DType dtype, ReduceOp op, std::size_t send_count, std::size_t recv_count,
                                     std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table,
-                                    std::uint64_t descriptor, bool p2p) {
+                                    std::uint64_t descriptor, bool p2p, bool skip_empty) {
   const Plan& p = *plans_.at(static_cast<std::size_t>(plan));
   const Kernels* kernels = FindKernels(dtype, op);
   for (const StepRecord& s : p.steps) {
@@ -193,8 +202,9 @@ std::shared_ptr<Shape> Engine::Bind(int plan, DType dtype, ReduceOp op, std::siz
     const bool reduces = o == Op::kRecvReduce || o == Op::kReduce || o == Op::kScale;
     if (reduces && kernels == nullptr) throw PlanError("plan: this reduction is not defined on this type");
   }
-  return std::make_shared<Shape>(BoundPlan(p, options_.rank, dtype, send_count, recv_count, send_table, recv_table),
-                                 dtype, kernels, static_cast<unsigned>(options_.size), Mix(descriptor), p2p, shapes_++);
+  BoundPlan bound(p, options_.rank, dtype, send_count, recv_count, send_table, recv_table, skip_empty);
+  return std::make_shared<Shape>(std::move(bound), dtype, kernels, static_cast<unsigned>(options_.size),
+                                 Mix(descriptor), p2p, shapes_++);
 }
 
 std::byte* Engine::Scratch(std::size_t bytes) {
@@ -439,7 +449,7 @@ void Engine::DriveUntil(Done&& done, std::int64_t until) {
     RingDoorbells();
     if (sleep_at_once_) {
       sleep_at_once_ = false;
-      Sleep(lock, until);
+      Sleep(lock, until, 0);
       continue;
     }
     if (contenders_.load(std::memory_order_relaxed) > 0) {
@@ -461,13 +471,13 @@ void Engine::DriveUntil(Done&& done, std::int64_t until) {
       sched_yield();
       lock.lock();
     } else {
-      Sleep(lock, until);
+      Sleep(lock, until, now - idle_since);
     }
   }
   RingDoorbells();
 }
 
-void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until) {
+void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::int64_t idle) {
   if (own_bell_ != nullptr) {
     own_bell_->sleeping.store(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -477,19 +487,23 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until) {
     }
   }
   std::vector<pollfd> fds{{doorbell_.fd(), POLLIN, 0}};
+  bool silent = false;
   const auto add = [&](const std::shared_ptr<Task>& task) {
     task->ForEachBlocked([&](const BoundStep& s) {
       if (s.peer < 0 || !task->Ready(s)) return;
       if (s.op == Op::kSend) {
         links_.tx(s.peer, s.channel).end->AddPoll(fds);
+        silent |= links_.tx(s.peer, s.channel).end->Silent();
       } else {
         links_.rx(s.peer, s.channel).end->AddPoll(fds);
+        silent |= links_.rx(s.peer, s.channel).end->Silent();
       }
     });
   };
   if (!collectives_.empty()) add(collectives_.front());
   std::for_each(p2p_.begin(), p2p_.end(), add);
-  const std::int64_t slice = drivers_.load() > 1 || background_driving_ ? kSharedSleepSliceNs : kSleepSliceNs;
+  std::int64_t slice = drivers_.load() > 1 || background_driving_ ? kSharedSleepSliceNs : kSleepSliceNs;
+  if (silent) slice = std::min(slice, std::clamp(idle / 4, kShortestNapNs, kLongestNapNs));
   const std::int64_t wait = std::clamp<std::int64_t>(until - NowNs(), 0, slice);
   lock.unlock();
   const timespec timeout{wait / 1'000'000'000, wait % 1'000'000'000};

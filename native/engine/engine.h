@@ -23,6 +23,7 @@
 #include "transport/fault.h"
 #include "transport/heap.h"
 #include "transport/shm.h"
+#include "transport/slots.h"
 #include "transport/tcp.h"
 #include "transport/transport.h"
 #include "transport/verbs.h"
@@ -78,6 +79,8 @@ class Engine {
   int AddNic(NicInfo info, const VerbsApi& api);
   void AttachVerbs(int peer, int channel, std::span<const std::pair<int, std::string>> rails, std::size_t ring_bytes,
                    std::span<const int> fds);
+  // The slots to and from a rank on a GPU, of this host.
+  void AttachSlots(int peer, int channel, const Slots& out, const Slots& in);
   bool Linked(int peer, int channel) const;
 
   // User memory that NICs may read and write where it lies. Unregister: false while it is in use.
@@ -97,7 +100,7 @@ class Engine {
   int AddPlan(std::span<const std::byte> encoded);
   std::shared_ptr<Shape> Bind(int plan, DType dtype, ReduceOp op, std::size_t send_count, std::size_t recv_count,
                               std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table,
-                              std::uint64_t descriptor, bool p2p);
+                              std::uint64_t descriptor, bool p2p, bool skip_empty = false);
 
   // Starts a task. The memory must stay valid until it is finished.
   std::shared_ptr<Task> Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv);
@@ -168,7 +171,7 @@ class Engine {
   void DropTasks();
   template <class Done>
   void DriveUntil(Done&& done, std::int64_t until);
-  void Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until);
+  void Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::int64_t idle);
   void BackgroundLoop();
   std::byte* Scratch(std::size_t bytes);
 

@@ -99,7 +99,7 @@ Plan::Plan(std::span<const std::byte> encoded, int size) {
     const StepRecord& s = steps[i];
     const bool talks = s.op <= std::uint8_t(Op::kRecvReduce);
     const bool local = s.op == std::uint8_t(Op::kLocal);
-    if (s.op > std::uint8_t(Op::kLocal) || s.lane >= head.lanes || (!local && s.channel >= kChannels) ||
+    if (s.op > std::uint8_t(Op::kLocal) || s.lane >= head.lanes || (!local && s.channel >= kLinkChannels) ||
         (talks && (s.peer < 0 || s.peer >= size)) || s.dep_begin > deps.size() ||
         s.dep_count > deps.size() - s.dep_begin) {
       throw PlanError("plan step " + std::to_string(i) + ": field out of range");
@@ -123,7 +123,8 @@ void Plan::CheckLocal(const StepRecord& s, std::size_t index) const {
 }
 
 BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_count, std::size_t recv_count,
-                     std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table) {
+                     std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table,
+                     bool skip_empty) {
   const std::size_t item = ItemSize(dtype);
   const PlanHeader& h = plan.head;
   CheckTable(send_table, h.send_units, send_count);
@@ -170,7 +171,6 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
     s.op = static_cast<Op>(r.op);
     s.channel = r.channel;
     s.peer = s.op == Op::kLocal ? -1 : r.peer;
-    if (s.op <= Op::kRecvReduce) s.number = kNumberStep * messages[{s.op == Op::kSend, r.peer, r.channel}]++;
     const Bytes src = bytes(r.src);
     const Bytes dst = bytes(r.dst);
     s.src_buf = static_cast<Buf>(r.src.buf);
@@ -179,6 +179,12 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
     s.dst_off = dst.off;
     s.len = r.dst.buf >= 0 ? dst.len : src.len;
     if (r.src.buf >= 0 && src.len != s.len) throw PlanError("plan: a step's spans differ in length");
+    if (s.op <= Op::kRecvReduce && s.len == 0 && skip_empty) {
+      s.op = Op::kCopy;  // of nothing
+      s.peer = -1;
+      s.src_buf = s.dst_buf = r.dst.buf >= 0 ? s.dst_buf : s.src_buf;
+    }
+    if (s.op <= Op::kRecvReduce) s.number = kNumberStep * messages[{s.op == Op::kSend, r.peer, r.channel}]++;
     s.dep_begin = static_cast<std::uint32_t>(deps.size());
     for (std::uint32_t d = 0; d < r.dep_count; ++d) {
       const std::uint32_t on = plan.deps[r.dep_begin + d];

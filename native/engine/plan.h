@@ -15,7 +15,8 @@ namespace hetcoll {
 enum class Op : std::uint8_t { kSend = 0, kRecv = 1, kRecvReduce = 2, kCopy = 3, kReduce = 4, kScale = 5, kLocal = 6 };
 enum class Buf : std::int8_t { kNone = -1, kSend = 0, kRecv = 1, kScratch = 2 };
 inline constexpr int kMaxLanes = 32;
-inline constexpr int kChannels = 3;  // two phases of collectives, and point to point
+inline constexpr int kChannels = 3;                  // two phases of collectives, and point to point
+inline constexpr int kLinkChannels = 2 * kChannels;  // of a host rank: the same again to ranks on GPUs
 
 // The records of plan.py, little-endian.
 struct PlanHeader {
@@ -118,9 +119,10 @@ struct BoundLocal {
 };
 
 struct BoundPlan {
-  // `send_table` and `recv_table` are element offsets of units (units + 1 entries); empty means the even cut.
+  // `send_table` and `recv_table` are element offsets of units (units + 1 entries); empty means the even cut. With
+  // `skip_empty`, as on GPUs, what is empty is no message.
   BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_count, std::size_t recv_count,
-            std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table);
+            std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table, bool skip_empty = false);
 
   std::vector<BoundStep> steps;
   std::vector<BoundDep> deps;

@@ -30,7 +30,7 @@ struct Port {
 // What the engine's transports offer a task, and what it reports back: which ports it touched.
 struct Links {
   explicit Links(int size)
-      : send(static_cast<std::size_t>(size) * kChannels), recv(static_cast<std::size_t>(size) * kChannels) {}
+      : send(static_cast<std::size_t>(size) * kLinkChannels), recv(static_cast<std::size_t>(size) * kLinkChannels) {}
 
   Port<SendEnd>& tx(int peer, int channel) { return send[Index(peer, channel)]; }
   Port<RecvEnd>& rx(int peer, int channel) { return recv[Index(peer, channel)]; }
@@ -46,7 +46,7 @@ struct Links {
 
  private:
   static std::size_t Index(int peer, int channel) {
-    return static_cast<std::size_t>(peer) * kChannels + static_cast<std::size_t>(channel);
+    return static_cast<std::size_t>(peer) * kLinkChannels + static_cast<std::size_t>(channel);
   }
 };
 

@@ -21,6 +21,7 @@ void HarmfulFaults();
 void GpusOfOneHost();
 void GpusOfManyHosts();
 void BrokenRelays();
+void GpusAndHosts();
 
 namespace {
 
@@ -271,6 +272,7 @@ constexpr Scenario kScenarios[] = {
     {"gpus", GpusOfOneHost},
     {"gpus: relay", GpusOfManyHosts},
     {"gpus: broken", BrokenRelays},
+    {"gpus: mixed", GpusAndHosts},
 };
 
 }  // namespace

@@ -168,7 +168,7 @@ inline Orders SomeOrders(const std::vector<BoundPlan>& plans, unsigned slots, st
 // of sockets; `host` says where each rank is.
 struct Gpus {
   Gpus(int n, const StreamRoles& r, int folded, unsigned seed, bool late, std::vector<int> where = {}, int links = 1,
-       const std::string& fault = "")
+       const std::string& fault = "", bool connect = true)
       : size(n),
         roles(r),
         host(where.empty() ? std::vector<int>(static_cast<std::size_t>(n), 0) : std::move(where)),
@@ -185,7 +185,7 @@ struct Gpus {
     }
     for (int a = 0; a < n; ++a) {
       for (int b = a + 1; b < n; ++b) {
-        for (int channel = 0; Apart(a, b) && channel < kChannels; ++channel) Connect(a, b, channel);
+        for (int channel = 0; connect && Apart(a, b) && channel < kChannels; ++channel) Connect(a, b, channel);
       }
     }
   }
@@ -201,29 +201,27 @@ struct Gpus {
   bool Apart(int a, int b) const { return host[static_cast<std::size_t>(a)] != host[static_cast<std::size_t>(b)]; }
 
   void Connect(int a, int b, int channel) {
-    std::vector<int> mine, theirs;
-    for (int s = 0; s < stripes; ++s) {
-      int pair[2];
-      if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) std::abort();
-      mine.push_back(pair[0]);
-      theirs.push_back(pair[1]);
-    }
+    const auto [mine, theirs] = SocketPairs(stripes);
     relays[static_cast<std::size_t>(a)]->Connect(b, channel, mine);
     relays[static_cast<std::size_t>(b)]->Connect(a, channel, theirs);
   }
 
-  std::uint16_t Edge(int rank, int src, int dst, int channel) {
-    const bool apart = Apart(src, dst);
-    const int copy = apart && rank == dst;  // each end has its own slots
-    std::byte* at =
-        memory.data() + static_cast<std::size_t>(((src * size + dst) * kChannels + channel) * 2 + copy) * kEdge;
+  // What `rank` knows as the slots of an edge.
+  Slots SlotsOf(int rank, int src, int dst, int channel) {
+    const int copy = Apart(src, dst) && rank == dst;  // each end has its own slots
+    const auto index = static_cast<std::size_t>(((src * size + dst) * kChannels + channel) * 2 + copy);
+    std::byte* at = memory.data() + index * kEdge;
     const auto words = reinterpret_cast<std::uint64_t*>(at);
+    return {at + 4096, words, words + kSlots * kWordStride, kSlotBytes, kSlots};
+  }
+
+  std::uint16_t Edge(int rank, int src, int dst, int channel) {
     auto [found, fresh] = edges.try_emplace({rank, src, dst, channel}, 0);
     if (fresh) {
       const auto r = static_cast<std::size_t>(rank);
-      const Slots slots{at + 4096, words, words + kSlots * kWordStride, kSlotBytes, kSlots};
+      const Slots slots = SlotsOf(rank, src, dst, channel);
       const bool out = rank == src;
-      auto edge = apart ? relays[r]->AddEdge(out ? dst : src, channel, out, slots) : nullptr;
+      auto edge = Apart(src, dst) ? relays[r]->AddEdge(out ? dst : src, channel, out, slots) : nullptr;
       found->second = queues[r]->AddEdge({slots, std::move(edge)});
     }
     return found->second;
@@ -248,7 +246,9 @@ struct Gpus {
 
 // An all-reduce bound on every rank, and its memory.
 struct Reduction {
-  Reduction(Gpus& gpus, Algorithm algorithm, std::size_t n, std::minstd_rand& random)
+  // `has_gpu` says which ranks have one; empty: all.
+  Reduction(Gpus& gpus, Algorithm algorithm, std::size_t n, std::minstd_rand& random,
+            const std::vector<bool>& has_gpu = {})
       : count(n), want(Sum(gpus.size, n, kType)) {
     std::vector<BoundPlan> bound;
     for (int rank = 0; rank < gpus.size; ++rank) {
@@ -258,6 +258,11 @@ struct Reduction {
     const Orders orders = SomeOrders(bound, Gpus::kSlots, random);
     for (int rank = 0; rank < gpus.size; ++rank) {
       const auto r = static_cast<std::size_t>(rank);
+      in.push_back(Input(rank, n, kType));
+      out.emplace_back(in.back().size());
+      scratch.emplace_back(bound[r].scratch_bytes);
+      shapes.emplace_back();
+      if (!has_gpu.empty() && !has_gpu[r]) continue;
       std::vector<std::uint16_t> edges;
       for (const BoundStep& s : bound[r].steps) {
         const bool talks = s.op <= Op::kRecvReduce;
@@ -267,10 +272,7 @@ struct Reduction {
       DeviceProgram program(bound[r], orders[r], gpus.roles, edges, Gpus::kSlotBytes);
       const auto* kernels = FindKernels(kType, ReduceOp::kSum);
       const DeviceKernel reduce{const_cast<Kernels*>(kernels), 1, 1, 1};
-      shapes.push_back(std::make_unique<DeviceShape>(DeviceShape{std::move(program), reduce, {}, ItemSize(kType), 1}));
-      in.push_back(Input(rank, n, kType));
-      out.emplace_back(in.back().size());
-      scratch.emplace_back(bound[r].scratch_bytes);
+      shapes[r] = std::make_unique<DeviceShape>(DeviceShape{std::move(program), reduce, {}, ItemSize(kType), 1});
     }
   }
 

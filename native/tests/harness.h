@@ -20,6 +20,7 @@
 #include <numeric>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/clock.h"
@@ -255,6 +256,18 @@ inline Bytes Sum(int size, std::size_t count, DType dtype) {
 enum class Over { kShm, kTcp, kVerbs };  // TCP: socket pairs; verbs: fake devices
 inline constexpr Over kAllLinks[] = {Over::kShm, Over::kTcp, Over::kVerbs};
 
+// Connected sockets, and their other ends.
+inline std::pair<std::vector<int>, std::vector<int>> SocketPairs(int count) {
+  std::vector<int> mine, theirs;
+  for (int s = 0; s < count; ++s) {
+    int pair[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) std::abort();
+    mine.push_back(pair[0]);
+    theirs.push_back(pair[1]);
+  }
+  return {std::move(mine), std::move(theirs)};
+}
+
 struct JobOptions {
   int size = 2;
   Over over = Over::kShm;
@@ -326,13 +339,7 @@ class Job {
     for (int a = 0; a < size_; ++a) {
       for (int b = a + 1; b < size_; ++b) {
         for (int channel = 0; channel < kChannels; ++channel) {
-          std::vector<int> mine, theirs;
-          for (int s = 0; s < o.stripes; ++s) {
-            int pair[2];
-            if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) std::abort();
-            mine.push_back(pair[0]);
-            theirs.push_back(pair[1]);
-          }
+          const auto [mine, theirs] = SocketPairs(o.stripes);
           Attach(o, a, b, channel, mine);
           Attach(o, b, a, channel, theirs);
         }

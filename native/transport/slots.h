@@ -7,6 +7,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+
+#include "transport/transport.h"
 
 namespace hetcoll {
 
@@ -45,5 +48,10 @@ struct Slots {
     std::atomic_ref(*word).store(value, std::memory_order_release);
   }
 };
+
+// The ends of a rank without a GPU: its processor fills and empties slots. A message must fit in one. Slots carry no
+// signature; empty messages are none.
+std::unique_ptr<SendEnd> MakeSlotSend(const Slots& slots);
+std::unique_ptr<RecvEnd> MakeSlotRecv(const Slots& slots);
 
 }  // namespace hetcoll

@@ -101,6 +101,9 @@ class SendEnd {
   // The descriptor to wait on while blocked, where there is one.
   virtual void AddPoll(std::vector<pollfd>& fds) const { static_cast<void>(fds); }
 
+  // Whether nothing will tell when it can move again: it must be looked at.
+  virtual bool Silent() const { return false; }
+
   // Once the peer has left: whether a kWouldBlock is the last word.
   virtual bool FinalWithoutPeer() const { return true; }
 
@@ -132,6 +135,7 @@ class RecvEnd {
   virtual void Consume(std::size_t n) = 0;
 
   virtual void AddPoll(std::vector<pollfd>& fds) const { static_cast<void>(fds); }
+  virtual bool Silent() const { return false; }
 
   // Once the peer has left: whether a kWouldBlock is the last word. Not where data may still be under way.
   virtual bool FinalWithoutPeer() const { return true; }

@@ -1,0 +1,135 @@
+// Ranks without a GPU among those with one: engines at one end of a slot or of a relay, streams at the other.
+
+#include "gpus.h"
+
+namespace hetcoll::testing {
+namespace {
+
+constexpr std::uint64_t kDescriptor = 0x51a9;
+
+struct Mixed {
+  // `has_gpu` and `host` for each rank.
+  Mixed(std::vector<bool> has_gpu, std::vector<int> host, int queues, bool late)
+      : size(static_cast<int>(host.size())),
+        gpu(std::move(has_gpu)),
+        gpus(size, {2, 2}, queues, 5, late, std::move(host), 1, "", false) {
+    static std::atomic<int> jobs{0};
+    const std::string name = "hetcoll-mixed-" + std::to_string(getpid()) + "-" + std::to_string(jobs++);
+    for (int r = 0; r < size; ++r) {
+      engines.push_back(std::make_unique<Engine>(EngineOptions{r, size, 0x77, name, r, 20e-6, true}));
+    }
+    for (int a = 0; a < size; ++a) {
+      for (int b = a + 1; b < size; ++b) {
+        for (int channel = 0; channel < kChannels; ++channel) Link(a, b, channel);
+      }
+    }
+  }
+
+  bool Gpu(int rank) const { return gpu[static_cast<std::size_t>(rank)]; }
+  Engine& engine(int rank) { return *engines[static_cast<std::size_t>(rank)]; }
+
+  void Link(int a, int b, int channel) {
+    if (!gpus.Apart(a, b) && Gpu(a) != Gpu(b)) {
+      const int host = Gpu(a) ? b : a;
+      const int device = Gpu(a) ? a : b;
+      engine(host).AttachSlots(device, channel + kChannels, gpus.SlotsOf(host, host, device, channel),
+                               gpus.SlotsOf(host, device, host, channel));
+    } else if (!(Gpu(a) && Gpu(b) && !gpus.Apart(a, b))) {
+      const auto [mine, theirs] = SocketPairs(1);
+      Attach(a, b, channel, mine);
+      Attach(b, a, channel, theirs);
+    }
+  }
+
+  void Attach(int rank, int peer, int channel, const std::vector<int>& fds) {
+    if (Gpu(rank)) {
+      gpus.relays[static_cast<std::size_t>(rank)]->Connect(peer, channel, fds);
+    } else {
+      engine(rank).AttachTcp(peer, channel + (Gpu(peer) ? kChannels : 0), fds);
+    }
+  }
+
+  // The plan of a rank without a GPU: on other channels where its peer has one.
+  Encoded Moved(Encoded plan) const {
+    PlanHeader head;
+    std::memcpy(&head, plan.data(), sizeof head);
+    for (std::uint32_t i = 0; i < head.steps; ++i) {
+      std::byte* at = plan.data() + sizeof head + i * sizeof(StepRecord);
+      StepRecord step;
+      std::memcpy(&step, at, sizeof step);
+      const bool talks = step.op <= std::uint8_t(Op::kRecvReduce);
+      if (talks && Gpu(step.peer)) step.channel = static_cast<std::uint16_t>(step.channel + kChannels);
+      std::memcpy(at, &step, sizeof step);
+    }
+    return plan;
+  }
+
+  int size;
+  std::vector<bool> gpu;
+  Gpus gpus;
+  std::vector<std::unique_ptr<Engine>> engines;
+};
+
+// All-reduces of all ranks, one after another without waiting in between on GPUs.
+void Reduce(Mixed& mixed, Algorithm algorithm, std::size_t count, std::minstd_rand& random, const char* what) {
+  constexpr int kTurns = 3;
+  Reduction call(mixed.gpus, algorithm, count, random, mixed.gpu);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < mixed.size; ++rank) {
+    if (mixed.Gpu(rank)) continue;
+    threads.emplace_back([&, rank] {
+      const auto r = static_cast<std::size_t>(rank);
+      Engine& e = mixed.engine(rank);
+      const int plan = e.AddPlan(mixed.Moved(algorithm(mixed.size, rank)));
+      const auto shape = e.Bind(plan, Reduction::kType, ReduceOp::kSum, count, count, {}, {}, kDescriptor, false, true);
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const Outcome outcome = RunToEnd(e, shape, call.in[r].data(), call.out[r].data());
+        CHECK(outcome == Outcome::kDone, "%s: rank %d: %s", what, rank, e.failure().text.c_str());
+      }
+    });
+  }
+  for (int turn = 0; turn < kTurns; ++turn) {
+    for (int rank = 0; rank < mixed.size; ++rank) {
+      if (!mixed.Gpu(rank)) continue;
+      call.Enqueue(mixed.gpus, rank, mixed.engine(rank).Enter(0, kDescriptor, false), 0, false, true);
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (int rank = 0; rank < mixed.size; ++rank) {
+    const auto r = static_cast<std::size_t>(rank);
+    const std::int64_t start = NowNs();
+    while (mixed.Gpu(rank) && !mixed.gpus.queues[r]->Idle() && Seconds(start) < kPatience) SleepMs(1);
+    const Failure failure = mixed.gpus.relays[r]->AwaitFailure(0);
+    CHECK(call.out[r] == call.want, "%s: %d ranks, %zu elements, rank %d: %s", what, mixed.size, count, rank,
+          failure.text.c_str());
+  }
+}
+
+}  // namespace
+
+void GpusAndHosts() {
+  struct Setting {
+    std::vector<bool> gpu;
+    std::vector<int> host;
+    int queues;
+    bool late;
+  };
+  const Setting settings[] = {
+      {{true, false}, {0, 0}, 7, false},
+      {{false, true}, {0, 1}, 1, false},
+      {{true, false, true}, {0, 0, 0}, 2, true},
+      {{true, false, false}, {0, 0, 0}, 1, true},
+      {{true, false, true, false}, {0, 0, 1, 1}, 2, false},
+  };
+  std::minstd_rand random(7);
+  for (const Setting& s : settings) {
+    Mixed mixed(s.gpu, s.host, s.queues, s.late);
+    for (const std::size_t count : {std::size_t{1}, std::size_t{7}, std::size_t{250}}) {
+      Reduce(mixed, RingAllreduce, count, random, "ring of both");
+      Reduce(mixed, DirectAllreduce, count, random, "direct of both");
+      Reduce(mixed, ScratchAllreduce, count, random, "scratch of both");
+    }
+  }
+}
+
+}  // namespace hetcoll::testing

@@ -1,0 +1,92 @@
+#include "transport/slots.h"
+
+#include <algorithm>
+#include <string>
+
+#include "device/kernels.h"
+
+namespace hetcoll {
+namespace {
+
+constexpr std::size_t kMove = std::size_t{256} << 10;  // what a call moves before other lanes have their turn
+
+void CheckFits(const Message& m, const Slots& slots) {
+  if (m.total > slots.slot_bytes) {
+    throw Fault(FaultKind::kSystem, -1,
+                "a message of " + std::to_string(m.total) + " bytes in slots of " + std::to_string(slots.slot_bytes));
+  }
+}
+
+class SlotSend final : public SendEnd {
+ public:
+  explicit SlotSend(const Slots& slots) : slots_(slots) {}
+
+  std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) override {
+    if (m.total == 0) return 0;
+    CheckFits(m, slots_);
+    if (!slots_.Free(number_)) return kWouldBlock;
+    n = std::min(n, kMove);
+    CopyBytes(slots_.At(number_) + at, data, n, false);
+    Commit(m, at, n);
+    return static_cast<std::ptrdiff_t>(n);
+  }
+
+  std::byte* Reserve(const std::byte* data, std::size_t n) override {
+    static_cast<void>(data);
+    if (!slots_.Free(number_) || filled_ + n > slots_.slot_bytes) return nullptr;
+    return slots_.At(number_) + filled_;
+  }
+  void Commit(const Message& m, std::size_t at, std::size_t n) override {
+    filled_ = at + n;
+    if (filled_ < m.total) return;
+    slots_.Publish(number_++);
+    filled_ = 0;
+  }
+
+  bool Silent() const override { return true; }
+
+ private:
+  Slots slots_;
+  std::uint64_t number_ = 0;  // of the message that is sent
+  std::size_t filled_ = 0;    // bytes of it
+};
+
+class SlotRecv final : public RecvEnd {
+ public:
+  explicit SlotRecv(const Slots& slots) : slots_(slots) {}
+
+  std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) override {
+    const View view = Peek(m, at, n);
+    if (view.n <= 0) return view.n;
+    CopyBytes(dst, view.data, static_cast<std::size_t>(view.n), stream);
+    Consume(static_cast<std::size_t>(view.n));
+    return view.n;
+  }
+
+  View Peek(const Message& m, std::size_t at, std::size_t n) override {
+    if (m.total == 0) return {nullptr, 0};
+    CheckFits(m, slots_);
+    if (!slots_.Full(number_)) return {nullptr, kWouldBlock};
+    left_ = m.total - at;
+    return {slots_.At(number_) + at, static_cast<std::ptrdiff_t>(std::min(n, kMove))};
+  }
+  void Consume(std::size_t n) override {
+    if (n == 0) return;
+    left_ -= n;
+    if (left_ == 0) slots_.Grant(number_++);
+  }
+
+  bool Silent() const override { return true; }
+
+ private:
+  Slots slots_;
+  std::uint64_t number_ = 0;  // of the message that is due
+  std::size_t left_ = 0;      // bytes of it
+};
+
+}  // namespace
+
+std::unique_ptr<SendEnd> MakeSlotSend(const Slots& slots) { return std::make_unique<SlotSend>(slots); }
+std::unique_ptr<RecvEnd> MakeSlotRecv(const Slots& slots) { return std::make_unique<SlotRecv>(slots); }
+
+}  // namespace hetcoll
