@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .gpu import GpuPath
 
 log = logging.getLogger("hetcoll")
+
+T = TypeVar("T")
 
 _MEETING_BYTES = 1024
 
@@ -127,7 +129,15 @@ class Core:
         if self._gpus is None:
             from .gpu import GpuPath, device_of
 
-            self._gpus = GpuPath(self._wiring, self._diagnosis, device_of(buffer), self._meet, self._config.timeout)
+            self._gpus = GpuPath(
+                self._wiring,
+                self._diagnosis,
+                device_of(buffer),
+                self._config.timeout,
+                meet=self._meet,
+                prepare=_weakly(self._prepare),
+                announce=self._selection.announce,
+            )
             self._diagnosis.on_failure = self._gpus.failed
         return self._gpus
 
@@ -140,7 +150,7 @@ class Core:
         self._launch(calls.meeting(self._rank, label, mine, rows), False, None)
         return [row.tobytes().rstrip() for row in rows]
 
-    def _prepare(self, find: Callable[[Check], _native.Shape], seconds: float) -> _native.Shape:
+    def _prepare(self, find: Callable[[Check], T], seconds: float) -> T:
         """`find` a bound plan. The first one between two ranks may have to wait until the other one connects."""
         deadline = time.monotonic() + seconds
         vigil: Vigil | None = None
@@ -363,7 +373,7 @@ class Core:
         return f"<hetcoll.{type(self).__name__} rank {self._rank} of {self._size}{state}>"
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+def _weakly(method: Callable[..., object]) -> Callable[..., None]:
     """Calls a method of an object that it does not keep alive."""
     reference = weakref.WeakMethod(method)
 

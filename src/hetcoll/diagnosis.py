@@ -304,5 +304,6 @@ class Diagnosis:
         found = find_mismatch(answers)
         if found:
             return found
-        mine = self._witness.inside(threading.get_ident()) or Called("an asynchronous call")
+        mine = self._witness.inside(threading.get_ident()) or self._witness.received_from(peer)
+        mine = mine or Called("an asynchronous call")
         return f"{find_wrong_message(answers, self._rank, peer, mine)} ({text})"

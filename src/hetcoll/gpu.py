@@ -2,7 +2,8 @@
 
 It comes to be at the first call with GPU buffers, which all ranks make together. Ranks tell each other what device they
 have; those that one vendor's library serves form islands (`topology`). Between the islands of one host messages pass
-through mapped slots (`slots`), by the copy engines of the GPUs; inside an island they are the vendor library's.
+through mapped slots (`slots`), by the copy engines of the GPUs, and between hosts through pinned ones and sockets
+(`relays`); inside an island they are the vendor library's.
 
 A call is a plan like any other, cut into pieces that fit a slot (`pipeline`), in an order that no number of hardware
 queues can turn into a deadlock (`order`), and compiled once for its counts into a list of driver calls
@@ -12,13 +13,12 @@ queues can turn into a deadlock (`order`), and compiled once for its counts into
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -31,13 +31,15 @@ from .devices.kernels.source import exchange_name, oneshot_name
 from .devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot
 from .diagnosis import Diagnosis, Kind
 from .errors import BufferTypeError, CollectiveTimeoutError
+from .gpu_edges import GpuEdges, Prepare
 from .gpu_islands import Gpu, GpuIslands, Meet
 from .gpu_plans import GpuPlans, Kept
 from .gpu_watch import GpuWatch
-from .plan import Op
+from .relays import Relays
 from .rendezvous.descriptors import new_name, receive_fd, share_fd
-from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS, SLOTS, SlotSegment, slot_bytes
-from .types import Collective, ReduceOp
+from .selection import describe_message, descriptor
+from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS, SlotSegment, slot_bytes
+from .types import Collective, DType, ReduceOp
 from .wiring import Wiring
 from .witness import call_site
 from .work import Work
@@ -52,18 +54,34 @@ _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
 _ONESHOT_STATE = 256
 _STATE_BYTES = _ONESHOT_STATE + 8 * BLOCKS
 
+Announce = Callable[[str], int]
+Shape = _native.DeviceShape | _native.KernelShape
+
 
 class GpuPath:
-    """What one communicator keeps on this rank's GPU. All of it is made in `__init__` and given back by `close`."""
+    """What one communicator keeps on this rank's GPU. All of it is made in `__init__` and given back by `close`.
 
-    def __init__(self, wiring: Wiring, diagnosis: Diagnosis, device: Device, meet: Meet, timeout: float) -> None:
-        self._wiring, self._diagnosis, self._device = wiring, diagnosis, device
+    `meet` exchanges what all ranks must know, `prepare` watches over what connects them, and `announce` gives a call
+    the number by which others ask for it.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        diagnosis: Diagnosis,
+        device: Device,
+        timeout: float,
+        *,
+        meet: Meet,
+        prepare: Prepare,
+        announce: Announce,
+    ) -> None:
+        self._wiring, self._diagnosis, self._device, self._announce = wiring, diagnosis, device, announce
         self._engine = wiring.engine
         self._here = wiring.locals.index(wiring.rank)
         self._kind = "cuda" if device.vendor == "cuda" else "rocm"
         self._calls: Kept[_Bound] = Kept()
-        self._messages: Kept[_native.DeviceShape] = Kept()
-        self._edges: dict[tuple[int, int, int], int] = {}
+        self._messages: Kept[_Bound] = Kept()
         self._scratch, self._scratch_bytes = 0, 0
         self._slot_bytes = slot_bytes(max(map(len, wiring.topology.hosts)))  # the same on all ranks
         self._undo = contextlib.ExitStack()
@@ -95,13 +113,15 @@ class GpuPath:
             island = self._islands.island
             if island is not None:
                 self._queue.set_island(island.functions(), island.handle, island.rank, island.size)
+            self._relays = Relays(wiring, diagnosis, device, self._slot_bytes)
+            self._edges = GpuEdges(wiring, self._queue, self._segment, self._relays, prepare, timeout)
             self._plans = GpuPlans(
-                wiring.rank, wiring.size, self._queue, device, self._islands, self._slot_bytes, self._edge
+                wiring.rank, wiring.size, self._queue, device, self._islands, self._slot_bytes, self._edges.of
             )
             self._ledger = _native.Ledger(self._segment.ledger, self._here, len(wiring.locals))
             self._watch = GpuWatch(
                 self._queue.idle,
-                lambda: self._segment.progress(self._here),
+                self._edges.progress,
                 self._islands.error,
                 self._stuck,
                 self._broken,
@@ -138,15 +158,7 @@ class GpuPath:
         )  # fmt: skip
         bound = self._calls.get_or(key, lambda: self._bind(call))
         self._note(bound)
-        keep = (call.send, call.recv)
-        send, recv = (0 if buffer is None else buffer.ptr for buffer in keep)
-        self._watch.started()
-        with self._guarded():
-            if isinstance(bound.shape, _native.KernelShape):
-                self._queue.run_kernel(bound.shape, send, recv, handle)
-            else:
-                self._run(bound.shape, send, recv, handle, async_op)
-        return GpuWork(self, keep, call.collective.label)
+        return self._run(bound, call.send, call.recv, handle, async_op, call.collective.label)
 
     def message(
         self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, stream: object, async_op: bool
@@ -156,11 +168,13 @@ class GpuPath:
         first = send or recv
         assert first is not None
         ends = ((-1 if send is None else dest, _count(send)), (-1 if recv is None else source, _count(recv)))
-        shape = self._messages.get_or((first.dtype, *ends), lambda: self._plans.messages(first.dtype, *ends))
-        self._watch.started()
-        with self._guarded():
-            self._run(shape, 0 if send is None else send.ptr, 0 if recv is None else recv.ptr, handle, async_op)
-        return GpuWork(self, (send, recv), "a message")
+        key = (first.dtype, *ends)
+
+        def bind() -> _Bound:
+            what = describe_message(send, dest, recv, source)
+            return self._bound(self._plans.messages(*key), what, first.dtype)
+
+        return self._run(self._messages.get_or(key, bind), send, recv, handle, async_op, "a message")
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -172,21 +186,36 @@ class GpuPath:
                 self._broken(str(error))
             raise self._diagnosis.error() from error
 
-    def _run(self, shape: _native.DeviceShape, send: int, recv: int, stream: int, async_op: bool) -> None:
-        if shape.scratch_bytes > self._scratch_bytes:
-            self._grow_scratch(shape.scratch_bytes)
-        self._queue.run(shape, send, recv, self._scratch, 0, stream, not async_op)
+    def _run(
+        self, bound: _Bound, send: Buffer | None, recv: Buffer | None, stream: int, async_op: bool, what: str
+    ) -> GpuWork:
+        shape = bound.shape
+        source, target = (0 if buffer is None else buffer.ptr for buffer in (send, recv))
+        self._watch.started()
+        signature = self._engine.enter(bound.number, bound.descriptor, bound.p2p)
+        with self._guarded():
+            if isinstance(shape, _native.KernelShape):
+                self._queue.run_kernel(shape, source, target, stream)
+            else:
+                if shape.scratch_bytes > self._scratch_bytes:
+                    self._grow_scratch(shape.scratch_bytes)
+                self._queue.run(shape, source, target, self._scratch, signature, stream, not async_op)
+        self._watch.started()  # once more: it may have looked in between and seen nothing
+        return GpuWork(self, (send, recv), what)
 
     def _bind(self, call: Call) -> _Bound:
-        what = call.describe()
-        signature = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little")
-        entry = _native.LedgerEntry.make(signature, f"{what} (first called at {call_site()})")
-        return _Bound(self._one_kernel(call) or self._plans.compile(call), entry)
+        return self._bound(self._one_kernel(call) or self._plans.compile(call), call.describe())
+
+    def _bound(self, shape: Shape, what: str, message: DType | None = None) -> _Bound:
+        """`message` is the type of point-to-point messages, which is all that their two ranks must agree on."""
+        common = descriptor(what if message is None else f"p2p {message.label}")
+        entry = _native.LedgerEntry.make(common, f"{what} (first called at {call_site()})")
+        return _Bound(shape, entry, self._announce(what), common, message is not None)
 
     def _one_kernel(self, call: Call) -> _native.KernelShape | None:
         """The call as one kernel a rank, where that is faster than copies."""
         size = self._wiring.size
-        one_host = len(self._wiring.locals) == size <= ONESHOT_RANKS
+        one_host = self._edges.one_host and size <= ONESHOT_RANKS
         small = call.collective is Collective.ALLREDUCE and call.count > 0
         if not small or not one_host or self._islands.whole:
             return None
@@ -220,16 +249,6 @@ class GpuPath:
                 raise BufferTypeError(f"{name}: wanted {wanted}, got some of {buffer.device}:{buffer.index}")
         return streams.handle(stream, next(filter(None, buffers.values()), None))
 
-    def _edge(self, op: Op, peer: int, channel: int) -> int:
-        local = self._wiring.locals
-        me, other = local.index(self._wiring.rank), local.index(peer)
-        src, dst = (me, other) if op is Op.SEND else (other, me)
-        number = self._edges.get((src, dst, channel))
-        if number is None:
-            edge = self._segment.edge(src, dst, channel)
-            number = self._edges[src, dst, channel] = self._queue.add_edge(edge.slots, edge.ready, edge.credit, SLOTS)
-        return number
-
     # Failing.
 
     def _note(self, bound: _Bound) -> None:
@@ -252,7 +271,7 @@ class GpuPath:
                  for rank, n in where]  # fmt: skip
         behind = min(where, key=lambda pair: pair[1])[0]
         text = f"GPU calls of rank {self._wiring.rank} have not moved for {seconds:.3g} s; " + "; ".join(parts)
-        self._diagnosis.post(Kind.TIMEOUT, behind, text)
+        self._diagnosis.post(Kind.TIMEOUT, behind, "; ".join(filter(None, (text, self._relays.describe()))))
 
     def _broken(self, problem: str) -> None:
         rank = self._wiring.rank
@@ -268,7 +287,7 @@ class GpuPath:
         self._watch.fail()
 
     def _release(self) -> None:
-        self._segment.release(self._here)
+        self._edges.fail("the communicator has failed")
 
     @property
     def idle(self) -> bool:
@@ -298,6 +317,7 @@ class GpuPath:
             if time.monotonic() > deadline:
                 self._release()
             time.sleep(0.001)
+        self._relays.close(deadline)
         self._watch.close()
         self._undo.close()
 
@@ -305,8 +325,11 @@ class GpuPath:
 class _Bound(NamedTuple):
     """A call that is ready to be enqueued, and how it is written down for the others."""
 
-    shape: _native.DeviceShape | _native.KernelShape
+    shape: Shape
     entry: _native.LedgerEntry
+    number: int
+    descriptor: int
+    p2p: bool
 
 
 def _count(buffer: Buffer | None) -> int:

@@ -34,7 +34,7 @@ _GRAIN = 256  # bytes: units begin at multiples, as copy engines and vector load
 _KEEP = 1 << 14  # compiled plans kept; the least recently used go first
 _BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 64, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
 
-Edge = Callable[[Op, int, int], int]
+Link = Callable[[Plan], list[int]]
 Kernel = tuple[int, int, int, int]  # function, threads in a block, most blocks, bytes for each
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Share(NamedTuple):
 
 
 class GpuPlans:
-    """The plans of rank `rank` of `size`. `edge` gives the queue's number for a send or receive on a channel."""
+    """The plans of rank `rank` of `size`. `link` gives the queue's numbers of the edges that each step uses."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class GpuPlans:
         device: Device,
         islands: GpuIslands,
         slot_bytes: int,
-        edge: Edge,
+        link: Link,
     ) -> None:
         self._rank, self._size, self._islands, self._slot_bytes = rank, size, islands, slot_bytes
-        self._queue, self._device, self._edge = queue, device, edge
+        self._queue, self._device, self._link = queue, device, link
         self._drawn: Kept[tuple[list[Plan], tuple[tuple[int, ...], ...]]] = Kept()
 
     def compile(self, call: Call) -> _native.DeviceShape:
@@ -105,7 +105,7 @@ class GpuPlans:
             copy = Step(Op.COPY, 0, Span(Buf.SEND, 0), Span(Buf.RECV, 0))
             plan = Plan(Collective.P2P, "copy", self._size, self._rank, 1, 1, (copy,))
             return self._bind(plan, (0,), dtype, [(0, send[1]), (0, recv[1])], None, None)
-        return self._exchange(dtype, [send], [recv])
+        return self._exchange(dtype, [send], [recv], p2p=True)
 
     def _alltoallv(self, call: Call) -> _native.DeviceShape:
         """Each pair of ranks knows its own count, so the pieces are theirs, too."""
@@ -121,6 +121,8 @@ class GpuPlans:
         sends: Sequence[tuple[int, int]],
         recvs: Sequence[tuple[int, int]],
         tables: tuple[Sequence[int], Sequence[int]] | None = None,
+        *,
+        p2p: bool = False,
     ) -> _native.DeviceShape:
         """Piece by piece, sends before receives: what peers need is enqueued before what this rank waits for.
 
@@ -145,7 +147,7 @@ class GpuPlans:
             own = [sum(share.cuts[-1] for share in shares[: self._rank]) for shares in (out, into)]
             steps.append(Step(Op.COPY, 2, Span(Buf.SEND, own[0]), Span(Buf.RECV, own[1])))
         plan = Plan(Collective.P2P, "messages", self._size, self._rank, units[0], units[1], tuple(steps))
-        return self._bind(plan, tuple(range(len(steps))), dtype, bounds, None, None)
+        return self._bind(plan, tuple(range(len(steps))), dtype, bounds, None, None, p2p=p2p)
 
     def _base(self, call: Call, islands: Islands) -> list[Plan]:
         collective, scale = call.collective.plain, call.op is ReduceOp.AVG
@@ -185,6 +187,8 @@ class GpuPlans:
         reduce: Kernel | None,
         scale: Kernel | None,
         local: Native | None = None,
+        *,
+        p2p: bool = False,
     ) -> _native.DeviceShape:
         return self._queue.bind(
             plan=plan.encode(),
@@ -196,11 +200,12 @@ class GpuPlans:
             send_table=tables[0],
             recv_table=tables[1],
             order=order,
-            edges=[0 if step.peer < 0 else self._edge(step.op, step.peer, step.channel) for step in plan.steps],
+            edges=self._link(plan),
             reduce=reduce,
             scale=scale,
             divisor=plan.size,
             local=local,
+            p2p=p2p,
         )
 
 

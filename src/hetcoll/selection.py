@@ -97,7 +97,7 @@ class Selection:
             recv_count=call.recv_count,
             send_table=call.send_table,
             recv_table=call.recv_table,
-            descriptor=_descriptor(f"{what} by {name}"),
+            descriptor=descriptor(f"{what} by {name}"),
             p2p=False,
         )
         self._keep(key, shape, what)
@@ -135,7 +135,7 @@ class Selection:
             recv_count=recv.count if recv else 0,
             send_table=(),
             recv_table=(),
-            descriptor=_descriptor(f"p2p {first.dtype.label}"),
+            descriptor=descriptor(f"p2p {first.dtype.label}"),
             p2p=True,
         )
         self._keep(key, shape, describe_message(send, dest, recv, source))
@@ -149,6 +149,12 @@ class Selection:
     def describe(self, shape_id: int) -> Called | None:
         """The call that a shape was bound for, and where it was first made; None where that is forgotten."""
         return self._described.get(shape_id)
+
+    def announce(self, what: str) -> int:
+        """A number for a call that is not the engine's to run, by which `describe` knows it."""
+        number = self._engine.new_shape()
+        self._describe(number, what)
+        return number
 
     def explain(self, op: str, nbytes: int) -> Explanation:
         """See `Communicator.explain`."""
@@ -208,9 +214,12 @@ class Selection:
 
     def _keep(self, key: tuple[object, ...], shape: _native.Shape, what: str) -> None:
         self._shapes[key] = shape
-        self._described[shape.id] = Called(what, call_site(), exactly=False)
+        self._describe(shape.id, what)
         if len(self._shapes) > _KEEP:
             self._shapes.popitem(last=False)
+
+    def _describe(self, number: int, what: str) -> None:
+        self._described[number] = Called(what, call_site(), exactly=False)
         if len(self._described) > 2 * _KEEP:
             self._described.popitem(last=False)
 
@@ -228,6 +237,6 @@ def describe_message(send: Buffer | None, dest: int, recv: Buffer | None, source
     return " and ".join(parts)
 
 
-def _descriptor(text: str) -> int:
+def descriptor(text: str) -> int:
     """What travels with every frame: 64 bits of a hash of what all ranks must agree on."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

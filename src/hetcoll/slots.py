@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 SLOTS = 4
 CHANNELS = 3  # native/engine/plan.h
-_WORD = 64  # bytes from one slot's word to the next: native/engine/device_queue.h
-_WORDS = 4096  # bytes in front of an edge's slots
+WORD_BYTES = 64  # bytes from one slot's word to the next: native/engine/device_queue.h
+WORDS_BYTES = 4096  # bytes in front of an edge's slots
 _RELEASED = 1 << 62  # above the number of any message
 _PAGE = 4096
 BLOCKS, RING_SLOTS, RING_SLOT_BYTES = 32, 4, 32 << 10  # of an exchange kernel: devices/kernels/exchange.h
 _RING = BLOCKS * RING_SLOTS * RING_SLOT_BYTES
-_RING_WORDS = BLOCKS * RING_SLOTS * (1 + ONESHOT_RANKS) * _WORD
+_RING_WORDS = BLOCKS * RING_SLOTS * (1 + ONESHOT_RANKS) * WORD_BYTES
 AREA_WORDS = 16 << 10  # of 4 bytes of data each, in a half of a rank's area
 _AREA = 2 * 8 * AREA_WORDS
 
-assert 2 * SLOTS * _WORD <= _WORDS
+assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
 
 
 def slot_bytes(ranks: int) -> int:
@@ -63,7 +63,7 @@ class SlotSegment:
 
     def __init__(self, fd: int, size: int, slot_bytes: int, device: Device) -> None:
         self._size, self._device = size, device
-        self._edge_bytes = _WORDS + SLOTS * slot_bytes
+        self._edge_bytes = WORDS_BYTES + SLOTS * slot_bytes
         nbytes = self.nbytes(size, slot_bytes)
         self._areas = _PAGE + -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
         self._rings = self._areas + size * _AREA
@@ -77,7 +77,7 @@ class SlotSegment:
         self._address = int(self._bytes.ctypes.data)
         self._registered: list[int] = []  # offsets
         head = self._register(0, self._head)
-        self.aborts = [head + _WORD * r for r in range(size)]
+        self.aborts = [head + WORD_BYTES * r for r in range(size)]
         self.rings = [head + self._rings + _RING * r for r in range(size)]
         self.ring_words = [head + self._rings + _RING * size + _RING_WORDS * r for r in range(size)]
         self.areas = [head + self._areas + _AREA * r for r in range(size)]
@@ -91,7 +91,7 @@ class SlotSegment:
             _PAGE
             + ledger
             + size * (_AREA + _RING + _RING_WORDS)
-            + size * size * CHANNELS * (_WORDS + SLOTS * slot_bytes)
+            + size * size * CHANNELS * (WORDS_BYTES + SLOTS * slot_bytes)
         )
 
     def _register(self, offset: int, nbytes: int) -> int:
@@ -109,7 +109,7 @@ class SlotSegment:
         found = self._edges.get((src, dst, channel))
         if found is None:
             at = self._register(self._offset(src, dst, channel), self._edge_bytes)
-            found = self._edges[src, dst, channel] = Edge(at + _WORDS, at, at + SLOTS * _WORD)
+            found = self._edges[src, dst, channel] = Edge(at + WORDS_BYTES, at, at + SLOTS * WORD_BYTES)
         return found
 
     def progress(self, rank: int) -> int:
@@ -118,19 +118,19 @@ class SlotSegment:
         moved = 0
         for edge in self._edges:
             first = self._offset(*edge) // 8
-            moved += int(words[first : first + 2 * SLOTS * _WORD // 8 : _WORD // 8].sum())
+            moved += int(words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8].sum())
         ring = (self._rings + _RING * self._size + _RING_WORDS * rank) // 8
-        moved += int(words[ring : ring + _RING_WORDS // 8 : _WORD // 8].sum())
+        moved += int(words[ring : ring + _RING_WORDS // 8 : WORD_BYTES // 8].sum())
         area = (self._areas + _AREA * rank) // 8
         return moved + sum(int(words[area + half * AREA_WORDS] >> np.uint64(32)) for half in (0, 1))
 
     def release(self, rank: int) -> None:
         """Let every stream and kernel of `rank` go that waits for a peer: nothing of value comes any more."""
         words = self._bytes.view(np.uint64)
-        words[rank * _WORD // 8] = 1
+        words[rank * WORD_BYTES // 8] = 1
         for edge in self._edges:
             first = self._offset(*edge) // 8
-            words[first : first + 2 * SLOTS * _WORD // 8 : _WORD // 8] = _RELEASED
+            words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8] = _RELEASED
 
     def close(self) -> None:
         """Unmap. The device must be done with all slots."""

@@ -96,10 +96,11 @@ class Wiring:
             cores[intro.host].update(intro.cores)
         infos = (RankInfo(r, i.host, i.pid, len(cores[i.host]), version=__version__) for r, i in enumerate(intros))
         self.topology = Topology(tuple(infos), config.transport, config.islands)
-        self._stripes = config.socket_stripes or 1
+        self.stripes = config.socket_stripes
         self.locals = list(next(host for host in self.topology.hosts if rank in host))
         spin = _SPIN_SECONDS if config.spin_us is None else config.spin_us * 1e-6
         self.oversubscribed = len(self.locals) > len(cores[intros[rank].host])
+        self.fault = config.fault or ""
         patience = min(PATIENCE, config.timeout)
         identity = hashlib.blake2b(control.unique_id.job_id + group, digest_size=8).digest()
         try:
@@ -112,7 +113,7 @@ class Wiring:
                 spin_seconds=spin,
                 oversubscribed=self.oversubscribed,
                 timeout=patience,
-                fault=config.fault or "",
+                fault=self.fault,
             )
         except ValueError as error:
             raise ArgumentError(f"HETCOLL_FAULT: {error}") from None
@@ -218,25 +219,29 @@ class Wiring:
     def ensure(self, edges: Iterable[tuple[int, int]], timeout: float, check: Check) -> None:
         """Links for these (peer, channel) pairs. Both ends must ask; `check` may raise to end the wait."""
         missing = [(p, c) for p, c in edges if not self.engine.linked(p, c)]
-        if not missing:
-            return
-        if self._listener is None:
-            raise InitError(f"no transport links rank {self.rank} to {sorted({p for p, _ in missing})}")
-        comm = hashlib.blake2b(self.group, digest_size=16).digest()
-        requests = [
-            Request(EdgeKey(comm, min(self.rank, p), max(self.rank, p), c, s), self._addresses[p])
-            for p, c in missing
-            for s in range(self._stripes)
-        ]
-        peers = {p for p, _ in missing}
-        made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, lambda: check(peers))
-        for p, c in missing:
-            low, high = min(self.rank, p), max(self.rank, p)
-            fds = [made[EdgeKey(comm, low, high, c, s)].detach() for s in range(self._stripes)]
+        for (p, c), fds in self.sockets(missing, self.stripes or 1, timeout, check).items():
             if self.topology.transport(self.rank, p) == "verbs":
                 self._attach_verbs(p, c, fds)
             else:
                 self.engine.attach_tcp(p, c, fds)
+
+    def sockets(
+        self, edges: Collection[tuple[int, int]], stripes: int, timeout: float, check: Check
+    ) -> dict[tuple[int, int], list[int]]:
+        """Connected sockets for each (peer, channel), which belong to the caller. As `ensure`."""
+        if not edges:
+            return {}
+        if self._listener is None:
+            raise InitError(f"no transport links rank {self.rank} to {sorted({p for p, _ in edges})}")
+        comm = hashlib.blake2b(self.group, digest_size=16).digest()
+        keys = {
+            (p, c): [EdgeKey(comm, min(self.rank, p), max(self.rank, p), c, s) for s in range(stripes)]
+            for p, c in edges
+        }
+        requests = [Request(key, self._addresses[p]) for (p, _), each in keys.items() for key in each]
+        peers = {p for p, _ in edges}
+        made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, lambda: check(peers))
+        return {edge: [made[key].detach() for key in each] for edge, each in keys.items()}
 
     def _attach_verbs(self, peer: int, channel: int, fds: list[int]) -> None:
         assert self._offer is not None

@@ -95,8 +95,15 @@ class Witness:
             called = self._describe(engine.history(engine.collectives))
         return f"{method.removeprefix('_end_')}()" if called is None else called.what
 
+    def received_from(self, peer: int) -> Called | None:
+        """The last receive from `peer`."""
+        return next(self._messages("recv(", f" from rank {peer}", -1), None)
+
     def _sent_to(self, peer: int) -> Iterator[Called]:
         """The last sends to `peer`, the latest first, each kind of them once."""
+        return self._messages("send(", f" to rank {peer}", 0)
+
+    def _messages(self, begin: str, end: str, half: int) -> Iterator[Called]:
         seen: set[str] = set()
         newest = self._engine.messages
         for number in range(newest, max(0, newest - 256), -1):
@@ -104,6 +111,6 @@ class Witness:
             if called is None or called.what in seen:
                 continue
             seen.add(called.what)
-            half = called.what.split(" and ")[0]
-            if half.startswith("send(") and half.endswith(f" to rank {peer}"):
-                yield called._replace(what=half)
+            what = called.what.split(" and ")[half]
+            if what.startswith(begin) and what.endswith(end):
+                yield called._replace(what=what)

@@ -1,0 +1,63 @@
+"""The ways from one rank's GPU to all other ranks: through slots that its host shares, or through a relay's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import _native
+from .plan import Op, Plan
+from .relays import Relays
+from .slots import SLOTS, SlotSegment
+from .wiring import Check, Wiring
+
+Prepare = Callable[[Callable[[Check], None], float], None]
+
+
+class GpuEdges:
+    """Edges of `queue`, made when a plan first uses them. `prepare` watches over the connecting of those that are far
+    away, each of which takes at most `timeout` seconds."""
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        queue: _native.DeviceQueue,
+        segment: SlotSegment,
+        relays: Relays,
+        prepare: Prepare,
+        timeout: float,
+    ) -> None:
+        self._wiring, self._queue, self._segment, self._relays = wiring, queue, segment, relays
+        self._prepare, self._timeout = prepare, timeout
+        self._here = wiring.locals.index(wiring.rank)
+        self._numbers: dict[tuple[int, int, int], int] = {}
+        self.one_host = not any(map(self._far, range(wiring.size)))
+
+    def of(self, plan: Plan) -> list[int]:
+        """The queue's numbers of the edges that the plan's steps use, 0 where a step needs none."""
+        far = [(peer, channel) for peer, channel in sorted(plan.edges) if self._far(peer)]
+        if far:
+            self._prepare(lambda check: self._relays.connect(far, self._timeout, check), self._timeout)
+        return [0 if step.peer < 0 else self._edge(step.op is Op.SEND, step.peer, step.channel) for step in plan.steps]
+
+    def _far(self, peer: int) -> bool:
+        return self._wiring.topology.transport(self._wiring.rank, peer) != "shm"
+
+    def _edge(self, out: bool, peer: int, channel: int) -> int:
+        if self._far(peer):
+            return self._relays.edge(self._queue, out, peer, channel)
+        other = self._wiring.locals.index(peer)
+        key = (self._here, other, channel) if out else (other, self._here, channel)
+        number = self._numbers.get(key)
+        if number is None:
+            edge = self._segment.edge(*key)
+            number = self._numbers[key] = self._queue.add_edge(edge.slots, edge.ready, edge.credit, SLOTS)
+        return number
+
+    def progress(self) -> int:
+        """Grows while messages of this rank move."""
+        return self._segment.progress(self._here) + self._relays.progress
+
+    def fail(self, reason: str) -> None:
+        """Let every stream and kernel go that waits for a peer; those that wait for this host's ranks, only now."""
+        self._relays.fail(reason)
+        self._segment.release(self._here)
