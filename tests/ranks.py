@@ -91,10 +91,11 @@ class Ranks:
     """`size` processes. With `join`, functions get the communicator of all of them, else their `Job`.
 
     `env` is set before anything reads the environment; a tuple has a value for each rank. Rank 0 hosts the job's store,
-    as in real life.
+    as in real life. In the end nothing may be left in the processes that was not there before they joined; unless
+    `tidy` is false, for libraries that keep threads and files.
     """
 
-    def __init__(self, size: int, env: Env | None = None, *, join: bool = True) -> None:
+    def __init__(self, size: int, env: Env | None = None, *, join: bool = True, tidy: bool = True) -> None:
         self.size, self.broken = size, False
         self._folder = tempfile.TemporaryDirectory(prefix="hetcoll-test-")
         self._pipes: list[Connection] = []
@@ -103,7 +104,7 @@ class Ranks:
         for rank in range(size):
             ours, theirs = _context.Pipe()
             own = {name: value if isinstance(value, str) else value[rank] for name, value in (env or {}).items()}
-            arguments = (theirs, rank, size, own, self._output(rank))
+            arguments = (theirs, rank, size, own, self._output(rank), tidy)
             process = _context.Process(target=_main, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -334,7 +335,7 @@ def _die_with_pytest() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _main(pipe: Connection, rank: int, size: int, env: Mapping[str, str], output: str) -> None:
+def _main(pipe: Connection, rank: int, size: int, env: Mapping[str, str], output: str, tidy: bool) -> None:
     _die_with_pytest()
     gc.freeze()  # what the server loaded is nobody's garbage, and 256 ranks would each look through it
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -358,7 +359,7 @@ def _main(pipe: Connection, rank: int, size: int, env: Mapping[str, str], output
             return
         function, args = request
         _answer(pipe, Outcome(rank), lambda f=function, a=args: f(job.comm if join else job, *a))
-    _answer(pipe, Outcome(rank), lambda: _leave(job, before))
+    _answer(pipe, Outcome(rank), lambda: _leave(job, before if tidy else None))
 
 
 def _answer(pipe: Connection, outcome: Outcome, call: Callable[[], Any]) -> None:
@@ -376,7 +377,7 @@ def _answer(pipe: Connection, outcome: Outcome, call: Callable[[], Any]) -> None
     pipe.send_bytes(data)
 
 
-def _leave(job: Job, before: Resources) -> None:
+def _leave(job: Job, before: Resources | None) -> None:
     """Close all communicators and look whether anything stayed."""
     job.comm = None
     for resource, _ in reversed(list(lifetime._open.values())):
@@ -384,6 +385,8 @@ def _leave(job: Job, before: Resources) -> None:
             resource.close()
             del resource
     deadline = time.monotonic() + 5.0 + 0.1 * job.size
+    if before is None:
+        return
     while left := Resources.now().left_over(before):  # rank 0's store lets go of the others when they have left
         if time.monotonic() >= deadline:
             raise RankError(f"after close() there are still {left}")

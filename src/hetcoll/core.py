@@ -95,6 +95,16 @@ class Core:
         """Whether `close` was called."""
         return self._closed
 
+    @property
+    def session(self) -> Session:
+        """This process's membership in the job, which all its communicators share."""
+        return self._session
+
+    @property
+    def error(self) -> CommunicationError | None:
+        """What the communicator has failed with, or None. Never blocks, and never changes once it is there."""
+        return self._failure()
+
     # Running calls.
 
     def _launch(self, call: Call, async_op: bool, timeout: float | None, stream: object = None) -> Work:

@@ -20,6 +20,7 @@ from .variables import (
     InterfaceFilter,
     auto,
     choice,
+    choices,
     endpoint,
     flag,
     islands,
@@ -45,6 +46,7 @@ log = logging.getLogger("hetcoll")
 
 Transport = Literal["auto", "shm", "tcp", "verbs"]
 Debug = Literal["none", "warn", "info", "debug", "trace"]
+REPLACEABLE = ("nccl", "gloo")  # backends of torch.distributed
 SHM_STORES = ("auto", "cached", "streaming")  # in the order of native/transport/shm.h
 
 
@@ -195,6 +197,14 @@ def environment() -> Environment:
     for message in unknown_variables(os.environ):
         log.warning("%s", message)
     return Environment(read_config(os.environ), read_launch(os.environ))
+
+
+def replaced_backends() -> tuple[str, ...]:
+    """HETCOLL_REPLACE: the backends of torch.distributed whose place this library takes.
+
+    Read by itself: ``import torch`` asks for it, and programs set other variables after that.
+    """
+    return read(os.environ, "HETCOLL_REPLACE", "nccl, gloo or both: nccl,gloo", choices(*REPLACEABLE), ())
 
 
 def child_environment(changes: Environ) -> dict[str, str]:

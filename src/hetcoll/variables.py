@@ -59,6 +59,12 @@ def choice(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def choices(*words: str) -> Callable[[str], tuple[str, ...]]:
+    """A parser of some of `words`, in any case, with commas between them."""
+    one = choice(*words)
+    return lambda text: tuple(one(word.strip()) for word in text.split(","))
+
+
 def seconds(text: str) -> float:
     """A finite time above 0."""
     value = float(text)

@@ -34,10 +34,11 @@ class Work:
         `CollectiveTimeoutError` when `timeout` seconds (default: the communicator's) pass first, after which the
         communicator is unusable.
         """
-        if self._ticket is None or self._comm is None:
+        comm, ticket = self._comm, self._ticket  # another thread may release them
+        if ticket is None or comm is None:
             return
-        if self._ticket.state == _RUNNING or self._ticket.state == _FAILED:
-            self._comm._wait(self._ticket, timeout)
+        if ticket.state == _RUNNING or ticket.state == _FAILED:
+            comm._wait(ticket, timeout)
         self._release()
 
     def wait_stream(self, stream: object = None) -> None:
@@ -47,16 +48,16 @@ class Work:
     @property
     def done(self) -> bool:
         """Whether the operation is over, successfully or not. Never blocks."""
-        if self._ticket is None or self._ticket.state == _RUNNING:
-            return self._ticket is None
-        return True
+        ticket = self._ticket
+        return ticket is None or ticket.state != _RUNNING
 
     @property
     def error(self) -> Exception | None:
         """What the operation failed with, or None while it runs and when it succeeded. Never blocks."""
-        if self._ticket is None or self._comm is None or self._ticket.state != _FAILED:
+        comm, ticket = self._comm, self._ticket
+        if ticket is None or comm is None or ticket.state != _FAILED:
             return None
-        return self._comm._failure()
+        return comm._failure()
 
     def _release(self) -> None:
         self._ticket = self._keep = None

@@ -1,0 +1,64 @@
+"""From a torch store to a communicator.
+
+Ranks meet through the store that torch hands to a backend, which all members of the group share and nobody else uses.
+The first group of a job starts hetcoll's own store in the process of its rank 0; later groups join that one under a
+name of their own, which costs one message a rank, no thread, and no rank that is not a member.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..communicator import Communicator
+from ..env import environment
+from ..errors import InitError
+from ..job import configure
+from ..rendezvous.bootstrap import get_unique_id
+from ..rendezvous.control import WORLD
+from ..rendezvous.session import Session
+from ..rendezvous.unique_id import UniqueId
+
+_NAME_BYTES = 16
+
+
+def connect(store: dist.Store, rank: int, size: int, timeout: float, session: Session | None) -> Communicator:
+    """A communicator of the `size` ranks that share `store`; each calls this. `InitError` after `timeout` seconds.
+
+    `session` is this process's membership in the job, where all these ranks already belong to one.
+    """
+    deadline = time.monotonic() + timeout
+    config = replace(environment().config, timeout=timeout)
+    configure(config)
+    told = _agree(store, rank, session, timeout)
+    name, unique_id = told[:_NAME_BYTES], UniqueId.from_bytes(told[_NAME_BYTES:])
+    if session is not None:
+        return Communicator(session, name, rank, size, config, deadline - time.monotonic())
+    session = Session(unique_id, rank, size, deadline - time.monotonic())
+    try:
+        return Communicator(session, WORLD, rank, size, config, deadline - time.monotonic())
+    except BaseException:
+        session.control.close()
+        raise
+
+
+def _agree(store: dist.Store, rank: int, session: Session | None, timeout: float) -> bytes:
+    """A name for the group and the unique id of its job, which rank 0 tells the others.
+
+    A store may serve the same group again after it was destroyed: the n-th time on one rank is the n-th on all.
+    """
+    key = f"hetcoll/{store.add(f'hetcoll/times/{rank}', 1)}"
+    if rank == 0:
+        unique_id = get_unique_id() if session is None else session.control.unique_id
+        told = os.urandom(_NAME_BYTES) + unique_id.to_bytes()
+        store.set(key, told)  # torch takes bytes as well
+        return told
+    try:
+        store.wait([key], timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise InitError(f"rank 0 of this process group did not appear in {timeout:g} s: {error}") from error
+    return store.get(key)

@@ -1,0 +1,58 @@
+"""Errors that are both hetcoll's and torch's: scripts that catch `torch.distributed.DistBackendError` see them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from .. import errors
+
+
+class BackendError(errors.CommunicationError, dist.DistBackendError):
+    """An operation failed after it had begun. Subclasses say in which way; all are what hetcoll raises elsewhere, too.
+
+    The group is good for `abort` and `torch.distributed.destroy_process_group` only.
+    """
+
+
+class PeerLostError(errors.PeerLostError, BackendError):
+    """A rank died or left. `rank` names it, as one of the group."""
+
+
+class CollectiveMismatchError(errors.CollectiveMismatchError, BackendError):
+    """Ranks called different operations, or the same with different types, counts, roots or orders."""
+
+
+class CollectiveTimeoutError(errors.CollectiveTimeoutError, BackendError):
+    """An operation did not finish in time."""
+
+
+class AbortedError(errors.AbortedError, BackendError):
+    """The group was aborted, here or on another rank."""
+
+
+def translate(error: Exception) -> Exception:
+    """`error` as one that is torch's as well; errors about arguments are torch's already: ValueError, TypeError."""
+    if isinstance(error, BackendError) or not isinstance(error, errors.CommunicationError | errors.ClosedError):
+        return error
+    for kind in (PeerLostError, CollectiveMismatchError, CollectiveTimeoutError, AbortedError):
+        if isinstance(error, kind.__bases__[0]):
+            found = kind(*error.args)
+            if isinstance(found, PeerLostError) and isinstance(error, errors.PeerLostError):
+                found.rank = error.rank
+            return found
+    return BackendError(*error.args)
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Raises hetcoll's errors as torch's."""
+    try:
+        yield
+    except errors.HetcollError as error:
+        found = translate(error)
+        if found is error:
+            raise
+        raise found from error

@@ -1,0 +1,135 @@
+"""Futures of operations on host memory, whose callbacks may start operations.
+
+Hooks of DistributedDataParallel such as PowerSGD's run all-reduces in callbacks. Were these to run wherever and when a
+future happens to complete, ranks would start their operations in different orders. So callbacks run on a thread of
+their own, in the order in which they were attached; what they start goes over a communicator of its own, and the
+callbacks that they attach in turn go to another such thread, one level down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_CLOSING = 10.0  # seconds for a thread to end
+
+
+class Worker:
+    """A thread that runs what it is given, in order. It starts with the first of it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of starting and closing
+        self._closed = False
+        self.thread: threading.Thread | None = None
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Run `task` after all that came before it."""
+        with self._lock:
+            if self.thread is None and not self._closed:
+                self.thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self.thread.start()
+        self._queue.put(task)
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            task()
+            del task
+
+    def close(self) -> None:
+        """End the thread after what it was given so far."""
+        with self._lock:
+            self._closed = True
+        self._queue.put(None)
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(_CLOSING)
+
+
+class Level:
+    """Where the futures of some threads' operations complete, and callbacks run: those of the program at level 0, of
+    the callbacks there at level 1, and so on."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self._completer = Worker(f"hetcoll-futures-{number}")
+        self._callbacks = Worker(f"hetcoll-callbacks-{number}")
+        self._below: Level | None = None
+        self._lock = threading.Lock()
+
+    def of_this_thread(self) -> Level:
+        """The level of operations that the calling thread starts; call it at level 0."""
+        level: Level | None = self
+        while level is not None:
+            if level._callbacks.thread is threading.current_thread():
+                return level._deeper()
+            level = level._below
+        return self
+
+    def _deeper(self) -> Level:
+        with self._lock:
+            if self._below is None:
+                self._below = Level(self.number + 1)
+            return self._below
+
+    def complete(self, task: Callable[[], None], *, alone: bool) -> None:
+        """Run `task`, which waits for an operation and completes its future.
+
+        In the order of the operations; `alone` for those that complete in no particular order.
+        """
+        if alone:
+            threading.Thread(target=task, name=f"hetcoll-future-{self.number}", daemon=True).start()
+        else:
+            self._completer.put(task)
+
+    def call(self, task: Callable[[], None]) -> None:
+        """Run a callback, after those before it."""
+        self._callbacks.put(task)
+
+    def close(self) -> None:
+        """End the threads. Operations must have ended before, or failed."""
+        if self._below is not None:
+            self._below.close()
+        self._completer.close()
+        self._callbacks.close()
+
+
+class OrderedFuture(torch.futures.Future[Any]):
+    """A future whose callbacks run in the order in which they were attached, on one thread, even if it is done."""
+
+    _root: Level
+
+    @classmethod
+    def make(cls, root: Level) -> OrderedFuture:
+        made = cls()
+        made._root = root
+        return made
+
+    def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> OrderedFuture:
+        """A future of what `callback` makes of this one, complete or failed."""
+        made = OrderedFuture.make(self._root)
+
+        def run() -> None:
+            self._settle()
+            try:
+                found = callback(self)
+            except Exception as error:
+                made.set_exception(error)
+            else:
+                made.set_result(found)
+
+        self._root.of_this_thread().call(run)
+        return made
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], None]) -> None:
+        """Like `then`, for a callback that gives nothing."""
+        self.then(callback)
+
+    def _settle(self) -> None:
+        with contextlib.suppress(Exception):  # the callback's to see
+            self.wait()

@@ -1,0 +1,141 @@
+"""How a call of torch runs: blocking, in the background, or on a GPU's stream."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ..communicator import Communicator
+from ..work import Work as Operation
+from .connect import connect
+from .failures import CollectiveTimeoutError, translate, translated
+from .futures import Level
+from .tensors import seconds
+from .work import HostWork, StreamWork
+
+Start = Callable[[dict[str, Any]], Sequence[Operation]]
+"""Starts operations of the communicator with these keywords: `async_op`, `timeout`."""
+
+
+class Launcher(dist.ProcessGroup):
+    """The base of `HetcollProcessGroup`: its communicator, and the one way by which operations start on it."""
+
+    def __init__(self, comm: Communicator, store: dist.Store, timeout: float) -> None:
+        super().__init__(comm.rank, comm.size)
+        self._store, self._timeout = store, timeout
+        self._comms = [comm]  # by the level of callbacks that use it, see `_comm`
+        self._futures = Level()
+        self._streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
+        self._on_streams: collections.deque[StreamWork] = collections.deque()
+        self._usual_timeout = timeout  # what the communicator takes where it is given none
+        self._sequence = 0
+
+    @property
+    def comm(self) -> Communicator:
+        """The communicator beneath."""
+        return self._comms[0]
+
+    @property
+    def _comm(self) -> Communicator:
+        """The communicator for operations that this thread starts.
+
+        Those that callbacks of futures start have one of their own: ranks agree on their order, but not on when they
+        come among those of the program.
+        """
+        level = self._futures.of_this_thread().number
+        if level == len(self._comms):
+            store = dist.PrefixStore(f"callbacks/{level}/", self._store)
+            self._comms.append(connect(store, self.rank(), self.size(), self._usual_timeout, self.comm.session))
+        return self._comms[level]
+
+    def _launch(
+        self,
+        opts: Any,
+        tensors: Sequence[torch.Tensor],
+        start: Start,
+        outputs: Sequence[torch.Tensor],
+        after: Callable[[], None] | None = None,
+        *,
+        lane: str = "collectives",
+        source: int | None = None,
+    ) -> dist.Work:
+        """Run `start`, and `after` when what it started is complete.
+
+        `opts` are torch's: ``asyncOp`` and ``timeout`` count; None is asynchronous. `tensors` are all that take part;
+        where the first one lies decides how it runs. `outputs` is what the future will hold. Operations of one `lane`
+        run on one stream of the GPU.
+        """
+        self._sequence += 1
+        with translated():
+            device = tensors[0].device if tensors else torch.device("cpu")
+            if device.type != "cpu":
+                return self._enqueue(opts, tensors, device, start, list(outputs), after, lane, source)
+            background = opts is None or opts.asyncOp
+            limit = self._limit(opts)
+            parts = start({"async_op": background, "timeout": limit})
+            work = HostWork(parts, list(outputs), self._futures, after, limit, source)
+            if not background:
+                work.wait()
+            return work
+
+    def _limit(self, opts: Any) -> float | None:
+        """Seconds an operation may take; None: as many as the communicator was made with."""
+        limit = None if opts is None else seconds(opts.timeout)
+        if limit is None and self._timeout != self._usual_timeout:
+            limit = self._timeout
+        return limit
+
+    def _enqueue(
+        self,
+        opts: Any,
+        tensors: Sequence[torch.Tensor],
+        device: torch.device,
+        start: Start,
+        outputs: list[torch.Tensor],
+        after: Callable[[], None] | None,
+        lane: str,
+        source: int | None,
+    ) -> dist.Work:
+        """A blocking call goes to the current stream, another one to a stream of the group that waits for it."""
+        current = torch.cuda.current_stream(device)
+        stream = current if opts is not None and not opts.asyncOp else self._stream(lane, device)
+        if stream is not current:
+            stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            start({})
+            if after is not None:
+                after()
+            work = StreamWork(stream, outputs, list(tensors), self._failure, source)
+        while self._on_streams and self._on_streams[0].is_completed():
+            self._on_streams.popleft()
+        self._on_streams.append(work)  # nobody else may hold it, and its tensors' memory is in use
+        return work
+
+    def _stream(self, lane: str, device: torch.device) -> torch.cuda.Stream:
+        found = self._streams.get((lane, device))
+        if found is None:
+            found = self._streams[lane, device] = torch.cuda.Stream(device)
+        return found
+
+    def _failure(self) -> Exception | None:
+        error = next((comm.error for comm in self._comms if comm.error is not None), None)
+        return None if error is None else translate(error)
+
+    def _error_type(self) -> Any:
+        error = self._failure()
+        if error is None:
+            return c10d.ErrorType.SUCCESS
+        timeout = isinstance(error, CollectiveTimeoutError)
+        return c10d.ErrorType.TIMEOUT if timeout else c10d.ErrorType.COMM_ERROR
+
+    def prepare(self, device: torch.device) -> None:
+        """Set up what the first operation on this device would; all ranks of the group call it."""
+        if device.type != "cpu":
+            with torch.cuda.device(device):
+                self._comm.allreduce(torch.zeros(1, device=device))
+                torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,90 @@
+"""Point to point. Messages between two ranks match in the order of the calls, as NCCL's do; tags are not looked at."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..communicator import Communicator
+from .launch import Launcher
+from .tensors import flat
+from .work import Bundle, ToSelf
+
+Tensors = Sequence[torch.Tensor]
+Halves = deque[tuple[torch.Tensor, ToSelf]]
+
+
+class Messages(Launcher):
+    """The point-to-point part of `HetcollProcessGroup`."""
+
+    def __init__(self, comm: Communicator, store: dist.Store, timeout: float) -> None:
+        super().__init__(comm, store, timeout)
+        self._bundle: list[dist.Work] | None = None  # between _start_coalescing and _end_coalescing
+        self._halves: tuple[Halves, Halves] = (deque(), deque())  # sends to itself, and receives from itself
+
+    def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> dist.Work:
+        """Start to send one tensor to `dst_rank` of the group."""
+        (tensor,) = tensors
+        if dst_rank == self.rank():
+            return self._to_self(tensor, None)
+        return self._message([tensor], lambda how: [self._comm.send(flat(tensor), dst_rank, **how)], "sends", dst_rank)
+
+    def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> dist.Work:
+        """Start to receive one tensor from `src_rank` of the group."""
+        (tensor,) = tensors
+        if src_rank == self.rank():
+            return self._to_self(None, tensor)
+        start = lambda how: [self._comm.recv(flat(tensor), src_rank, **how)]  # noqa: E731
+        return self._message([tensor], start, "receives", src_rank)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        raise NotImplementedError(
+            "recv without a source: hetcoll's receives name the rank they wait for (as NCCL's do); pass src="
+        )
+
+    def _message(self, tensors: list[torch.Tensor], start: Any, lane: str, peer: int) -> dist.Work:
+        work = self._launch(None, tensors, start, tensors, lane=lane, source=peer)
+        if self._bundle is not None:
+            self._bundle.append(work)
+        return work
+
+    # To oneself: the first half waits for the second one.
+
+    def _to_self(self, out: torch.Tensor | None, into: torch.Tensor | None) -> dist.Work:
+        halves = self._halves[0 if out is None else 1]  # of the other kind
+        mine = out if out is not None else into
+        assert mine is not None
+        work = ToSelf(mine, self.rank())
+        if not halves:
+            self._halves[1 if out is None else 0].append((mine, work))
+            return work
+        theirs, other = halves.popleft()
+        target, source = (theirs, mine) if into is None else (mine, theirs)
+        if (target.shape.numel(), target.dtype) != (source.shape.numel(), source.dtype):
+            raise ValueError(f"to oneself: wanted {source.numel()} elements of {source.dtype}, got {target.numel()} of "
+                             f"{target.dtype}")  # fmt: skip
+        target.detach().copy_(source.detach().view(target.shape))
+        work.done = other.done = True
+        return work
+
+    # Many at once.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._bundle = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._bundle = self._bundle or [], None
+        return Bundle(works, [])
+
+    def batch(self, operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+        """The sends and receives of `torch.distributed.batch_isend_irecv`, none of which waits for another."""
+        works = []
+        for each in operations:
+            start = self.send if each.op is dist.isend else self.recv
+            tensor = torch.view_as_real(each.tensor) if each.tensor.is_complex() else each.tensor
+            works.append(start([tensor], each.group_peer, each.tag))
+        return works

@@ -1,0 +1,210 @@
+"""A process group of torch on a `hetcoll.Communicator`.
+
+What torch calls is in three parts: collectives (`collectives.py`), point to point (`messages.py`) and what is here:
+how a group comes to be, is asked about, and ends. Each call becomes calls of the communicator, which `launch.py` runs
+blocking, in the background or on a GPU's stream, as the call's options say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from .. import lifetime
+from ..communicator import Communicator
+from ..rendezvous.session import Session
+from . import barriers
+from .collectives import Collectives
+from .connect import connect
+from .messages import Messages
+from .registry import DEVICES, NAME
+from .tensors import seconds
+
+
+class HetcollProcessGroup(Collectives, Messages):
+    """What `torch.distributed.init_process_group("hetcoll")` makes; scripts use it through `torch.distributed`.
+
+    `comm` is the communicator beneath it, for what torch has no words for: `explain`, `counters`, `topology`.
+    """
+
+    def __init__(self, comm: Communicator, store: dist.Store, timeout: float) -> None:
+        super().__init__(comm, store, timeout)
+        self._name, self._description = "", "undefined"
+        self._inner = Inner(self)
+        for device in DEVICES:
+            # None: what this class does not override fails in torch's dispatcher, and never runs on something else.
+            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, None)
+        lifetime.watch(self)
+
+    @classmethod
+    def make(cls, options: Any) -> HetcollProcessGroup:
+        """The group that torch describes by its `_DistributedBackendOptions`; all its ranks call this."""
+        timeout = options.timeout.total_seconds()
+        comm = connect(options.store, options.group_rank, options.group_size, timeout, job_session())
+        return cls(comm, options.store, timeout)
+
+    # What torch asks. It calls the names in camel case from C++.
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type not in DEVICES:
+            raise RuntimeError(f"device: wanted {' or '.join(DEVICES)}, got {device}")
+        return self._inner
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        return
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many operations this rank has called."""
+        return self._sequence
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For operations that bring none of their own."""
+        self._timeout = seconds(timeout) or self._timeout
+
+    def get_error(self) -> c10d.ErrorType:
+        """What the group has failed with, without blocking."""
+        return self._error_type()
+
+    # Other groups.
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: object = None,
+    ) -> HetcollProcessGroup | None:
+        """A group of these ranks of this one, which all call it; None on ranks that are not among them."""
+        if self.rank() not in new_ranks:
+            return None
+        limit = seconds(timeout) or self._timeout
+        store = dist.PrefixStore(f"{group_name or sorted(new_ranks)}/", self._store)
+        comm = connect(store, list(new_ranks).index(self.rank()), len(new_ranks), limit, self.comm.session)
+        made = type(self)(comm, store, limit)
+        made.setGroupName(group_name or "")
+        made.setGroupDesc(group_desc or f"{self._description}:split")
+        if self.bound_device_id is not None:
+            made.bound_device_id = self.bound_device_id
+        return made
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """See `torch.distributed.monitored_barrier`: rank 0 says which ranks did not come; nothing else fails."""
+        limit = seconds(timeout) or self._timeout
+        barriers.monitored(self._store, self.rank(), self.size(), limit, wait_all_ranks)
+
+    # The end.
+
+    def shutdown(self) -> None:
+        """End the group. Does not wait for other ranks; operations in flight fail."""
+        self.close()
+
+    def close(self) -> None:
+        """See `shutdown`. More than once is fine."""
+        lifetime.forget(self)
+        for comm in self._comms:
+            comm.close()
+        self._futures.close()
+
+    def abandon(self) -> None:
+        """In a forked child: the communicator looks after itself, and the threads are not there."""
+
+    def abort(self) -> None:
+        """Fail every operation in flight, here at once and soon on the other ranks. Never blocks."""
+        for comm in self._comms:
+            comm.abort("torch.distributed")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name!r} rank {self.rank()} of {self.size()}>"
+
+
+class Inner:
+    """What `ProcessGroup._get_backend` answers: the questions that torch asks a group's backend for one device.
+
+    There is no backend in torch's sense, whose C++ class can only be subclassed by code built for one version of torch.
+    """
+
+    supports_splitting = True
+    supports_coalescing = True
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def __init__(self, group: HetcollProcessGroup) -> None:
+        self._group = group
+
+    @property
+    def options(self) -> Any:
+        return c10d.Backend.Options(NAME, timedelta(seconds=self._group._timeout))
+
+    def name(self) -> str:
+        return NAME
+
+    def rank(self) -> int:
+        return self._group.rank()
+
+    def size(self) -> int:
+        return self._group.size()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._group.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def get_error(self) -> c10d.ErrorType:
+        return self._group.get_error()
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def shutdown(self) -> None:
+        self._group.shutdown()
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._group._set_sequence_number_for_group()
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """For ranks that will not be in a group made from this one: they have no part in it here."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """``device_id=`` of `init_process_group`: set the GPU up now, on all ranks."""
+        self._group.bound_device_id = device
+        self._group.prepare(device)
+
+
+def job_session() -> Session | None:
+    """This process's membership in the job, where torch's default group is one of ours: all ranks have it, or none."""
+    world = dist.group.WORLD
+    return world.comm.session if isinstance(world, HetcollProcessGroup) else None

@@ -1,0 +1,35 @@
+"""How torch comes to know the backend: its name, what makes a group, and under HETCOLL_REPLACE whose place it takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ..env import replaced_backends
+
+if TYPE_CHECKING:
+    from .process_group import HetcollProcessGroup
+
+NAME = "hetcoll"
+DEVICES = ["cpu", "cuda"]  # ROCm's tensors are "cuda" to torch
+
+
+def install() -> None:
+    """Register the backend; replace others where HETCOLL_REPLACE says so."""
+    dist.Backend.register_backend(NAME, make_group, extended_api=True, devices=DEVICES)
+    replaced = replaced_backends()
+    if replaced:
+        from .replace import replace
+
+        replace(replaced)
+    from . import wrappers
+
+    wrappers.install()
+
+
+def make_group(options: Any, _backend_options: object = None) -> HetcollProcessGroup:
+    """What `torch.distributed.new_group` and `init_process_group` call, on all ranks of the group."""
+    from .process_group import HetcollProcessGroup  # not before a group is wanted: it takes time
+
+    return HetcollProcessGroup.make(options)

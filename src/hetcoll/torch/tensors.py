@@ -1,0 +1,90 @@
+"""Tensors as flat memory, and torch's words for reductions and times as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_OPS = {
+    dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg", dist.ReduceOp.PRODUCT: "prod", dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max", dist.ReduceOp.BAND: "band", dist.ReduceOp.BOR: "bor", dist.ReduceOp.BXOR: "bxor",
+    dist.ReduceOp.PREMUL_SUM: "sum",
+}  # fmt: skip
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as a plain contiguous tensor; in the order of its memory, whatever that of its dimensions.
+
+    Element-wise collectives are right on it when all ranks use the same strides, which is what torch asks for.
+    ValueError where the memory has holes or overlaps, or is not strided at all.
+    """
+    if tensor.requires_grad or type(tensor) is not torch.Tensor:
+        tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"tensor: wanted strided memory, got {tensor.layout}")
+    if tensor.is_contiguous():
+        return tensor
+    if not _dense(tensor):
+        raise ValueError(
+            f"tensor: wanted memory without holes (contiguous), got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}"
+        )
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """For collectives that move parts of a tensor, or into one: contiguous in the order of its dimensions."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"tensor: wanted a contiguous one, got shape {tuple(tensor.shape)}, strides {tensor.stride()}")
+    return flat(tensor)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    wanted = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent != 1 and stride != wanted:
+            return False
+        wanted *= extent
+    return True
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A new flat tensor of all their elements."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def spread(source: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy what `joined` would have made of `tensors` back into them."""
+    parts = source.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.detach().copy_(part.view(tensor.shape))
+
+
+def rows(tensor: torch.Tensor) -> tuple[int, int]:
+    """The extent of the first dimension, and elements in each of its entries."""
+    first = tensor.shape[0] if tensor.dim() else 1
+    return first, tensor.numel() // first if first else 0
+
+
+def op_name(op: Any) -> str:
+    """hetcoll's name of a reduction."""
+    kind = op.op if isinstance(op, dist.ReduceOp) else op
+    name = _OPS.get(kind)
+    if name is None:
+        raise ValueError(f"op: wanted one of {', '.join(_OPS.values())}, got {op}")
+    return name
+
+
+def premul(op: Any) -> Any:
+    """The factor of a PREMUL_SUM, or None."""
+    return op.factor if isinstance(op, dist.ReduceOp) and op.op == dist.ReduceOp.PREMUL_SUM else None
+
+
+def seconds(timeout: timedelta | None) -> float | None:
+    """torch marks a time that nobody set by a negative one, in `Work.wait` by 0."""
+    found = 0.0 if timeout is None else timeout.total_seconds()
+    return found if found > 0 else None

@@ -1,0 +1,24 @@
+"""`hetcoll.torch` on four ranks with CPU tensors."""
+
+from __future__ import annotations
+
+import pytest
+from torch_ranks import TorchRanks, names, torch_ranks
+
+__all__ = ["torch_ranks"]
+pytestmark = pytest.mark.timeout(300)  # the first test starts the ranks, which load torch
+
+
+@pytest.mark.parametrize("case", names("collectives"))
+def test_collectives(torch_ranks: TorchRanks, case: str) -> None:
+    torch_ranks.run("collectives", case)
+
+
+@pytest.mark.parametrize("case", names("messages"))
+def test_messages_and_groups(torch_ranks: TorchRanks, case: str) -> None:
+    torch_ranks.run("messages", case)
+
+
+@pytest.mark.parametrize("case", names("failures"))
+def test_failures(torch_ranks: TorchRanks, case: str) -> None:
+    torch_ranks.run("failures", case, backend=None)

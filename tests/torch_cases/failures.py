@@ -1,0 +1,147 @@
+"""What goes wrong, on four ranks; each function makes its own process groups."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hetcoll
+
+
+def _init(store: dist.Store, rank: int, size: int, seconds: float = 20.0) -> None:
+    dist.init_process_group("hetcoll", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+
+
+def _use(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        dist.all_reduce(torch.ones(4))
+        time.sleep(0.001)
+
+
+def _end() -> None:
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def mismatch(store: dist.Store, rank: int, size: int) -> None:
+    _init(store, rank, size)
+    with pytest.raises(dist.DistBackendError, match="rank") as caught:
+        dist.all_reduce(torch.ones(3 if rank == 2 else 4))
+    assert isinstance(caught.value, hetcoll.CollectiveMismatchError)
+    with pytest.raises(RuntimeError):
+        dist.barrier()
+    _end()
+
+
+def timeout(store: dist.Store, rank: int, size: int) -> None:
+    _init(store, rank, size, 1.0)
+    start = time.monotonic()
+    if rank != 3:
+        with pytest.raises(dist.DistBackendError) as caught:
+            dist.all_reduce(torch.ones(4))
+        assert isinstance(caught.value, hetcoll.CollectiveTimeoutError | hetcoll.PeerLostError), caught.value
+        assert 0.5 < time.monotonic() - start < 10
+    else:
+        time.sleep(2.5)
+    _end()
+
+
+def timeout_of_one_wait(store: dist.Store, rank: int, size: int) -> None:
+    _init(store, rank, size)
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        future = work.get_future()
+        with pytest.raises(dist.DistBackendError):
+            work.wait(timedelta(seconds=0.5))
+        with pytest.raises(Exception, match="rank"):
+            future.wait()
+        assert isinstance(work.exception(), hetcoll.CommunicationError)
+        assert work.is_completed()
+        assert not work.is_success()
+    else:
+        time.sleep(1.0)
+    _end()
+
+
+def abort(store: dist.Store, rank: int, size: int) -> None:
+    _init(store, rank, size)
+    group = dist.group.WORLD
+    work = None if rank == 0 else dist.all_reduce(torch.ones(4), async_op=True)
+    if rank == 0:
+        time.sleep(0.2)
+        dist.distributed_c10d._abort_process_group()
+        assert not dist.is_initialized()
+        group.shutdown()
+        return
+    with pytest.raises(dist.DistBackendError) as caught:
+        work.wait()
+    assert isinstance(caught.value, hetcoll.AbortedError | hetcoll.PeerLostError)
+    assert group.get_error() == torch._C._distributed_c10d.ErrorType.COMM_ERROR
+    _end()
+
+
+def a_lost_rank(store: dist.Store, rank: int, size: int) -> None:
+    _init(store, rank, size)
+    if rank != 3:
+        with pytest.raises(dist.DistBackendError) as caught:
+            _use(seconds=10)
+        assert isinstance(caught.value, hetcoll.PeerLostError)
+        assert caught.value.rank == 3
+    _end()
+
+
+def monitored_barrier(store: dist.Store, rank: int, size: int) -> None:
+    _init(store, rank, size)
+    limit = timedelta(seconds=0.5)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="Ranks 2, 3 failed to pass monitoredBarrier in 500 ms"):
+            dist.monitored_barrier(timeout=limit, wait_all_ranks=True)
+    elif rank == 1:
+        with pytest.raises(RuntimeError, match="Please check rank 0 logs"):
+            dist.monitored_barrier(timeout=limit, wait_all_ranks=True)
+    else:
+        time.sleep(1.0)
+    x = torch.ones(1)
+    dist.all_reduce(x)  # the group is whole
+    assert x.item() == size
+    _end()
+
+
+def again_and_again(store: dist.Store, rank: int, size: int) -> None:
+    """Groups come and go over one store."""
+    for round_ in range(3):
+        _init(store, rank, size)
+        x = torch.tensor([float(round_)])
+        dist.all_reduce(x)
+        assert x.item() == round_ * size
+        _end()
+
+
+def rank_0_never_comes(store: dist.Store, rank: int, size: int) -> None:
+    if rank:
+        with pytest.raises(hetcoll.InitError, match="rank 0 of this process group did not appear"):
+            _init(store, rank, size, 0.5)
+        dist.distributed_c10d._world.group_count = 0  # torch has counted this one, on some ranks
+
+
+def wrong_arguments(store: dist.Store, rank: int, size: int) -> None:
+    _init(store, rank, size)
+    with pytest.raises(ValueError, match="wanted 4 tensors, one a rank, got 2"):
+        dist.all_gather([torch.ones(1)] * 2, torch.ones(1))
+    with pytest.raises(ValueError, match="recvbuf: wanted 4 elements"):
+        dist.all_gather_into_tensor(torch.ones(3), torch.ones(1))
+    with pytest.raises(ValueError, match="wanted a first dimension that 4 ranks divide, got 6"):
+        dist.all_to_all_single(torch.ones(6), torch.ones(6))
+    with pytest.raises(ValueError, match="bor is not defined on float32"):
+        dist.all_reduce(torch.ones(1), dist.ReduceOp.BOR)
+    with pytest.raises(TypeError, match="wanted one dtype"):
+        dist.all_gather_into_tensor(torch.ones(4), torch.ones(1, dtype=torch.float64))
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x.item() == size
+    _end()

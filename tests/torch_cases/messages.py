@@ -1,0 +1,139 @@
+"""Point to point and groups, on four ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+
+def send_and_receive() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    for src in range(n):
+        for dst in range(n):
+            if src == rank != dst:
+                dist.send(torch.full((3,), float(src * n + dst)), dst)
+            elif dst == rank != src:
+                x = torch.empty(3)
+                assert dist.recv(x, src) == src
+                assert (x == src * n + dst).all()
+
+
+def many_in_order() -> None:
+    """Messages between two ranks match in the order of the calls, whatever their sizes."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    sizes = [1, 100_000, 0, 7, 1_000_000]
+    works = [dist.isend(torch.full((size,), float(i)), (rank + 1) % n) for i, size in enumerate(sizes)]
+    got = [torch.empty(size) for size in sizes]
+    works += [dist.irecv(x, (rank - 1) % n) for x in got]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert all((x == i).all() for i, x in enumerate(got))
+    assert works[-1] is not None
+    assert works[-1]._source_rank() == (rank - 1) % n
+
+
+def messages_beside_collectives() -> None:
+    """A receive that waits for its message holds nothing else up, not even futures."""
+    rank = dist.get_rank()
+    x, y = torch.empty(4), torch.ones(4)
+    work = dist.irecv(x, 0) if rank == 1 else None
+    future = None if work is None else work.get_future()
+    assert (dist.all_reduce(y, async_op=True).get_future().wait()[0] == 4).all()
+    if rank == 0:
+        dist.send(torch.ones(4), 1)
+    if work is not None and future is not None:
+        work.wait()
+        assert future.wait()[0] is x
+        assert (x == 1).all()
+
+
+def batches() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    left, right = (rank - 1) % n, (rank + 1) % n
+    from_left, from_right, own = torch.empty(5), torch.empty(5), torch.empty(5)
+    for order in (slice(None), slice(None, None, -1)):
+        operations = [
+            dist.P2POp(dist.irecv, from_left, left),
+            dist.P2POp(dist.isend, torch.full((5,), rank + 0.5), right),
+            dist.P2POp(dist.isend, torch.full((5,), rank + 0.25), left),
+            dist.P2POp(dist.irecv, from_right, right),
+            dist.P2POp(dist.isend, torch.full((5,), rank + 0.75), rank),
+            dist.P2POp(dist.irecv, own, rank),
+        ]
+        for work in dist.batch_isend_irecv(operations[order]):
+            work.wait()
+        assert (from_left == left + 0.5).all()
+        assert (from_right == right + 0.25).all()
+        assert (own == rank + 0.75).all()
+
+
+def any_source_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="pass src="):
+        dist.recv(torch.empty(1))
+
+
+def groups() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    for members in ([0, 1], [3, 1, 2], [2], list(range(n))):
+        group = dist.new_group(members)
+        if rank not in members:
+            assert group is dist.GroupMember.NON_GROUP_MEMBER
+            continue
+        assert dist.get_backend(group) == "hetcoll"
+        x = torch.tensor([float(rank)])
+        dist.all_reduce(x, group=group)
+        assert x.item() == sum(members)
+        dist.broadcast(x, members[-1], group=group)
+        assert dist.get_process_group_ranks(group) == sorted(members)
+        dist.destroy_process_group(group)
+    halves, whole = dist.new_subgroups(2)
+    assert len(whole) == n // 2
+    x = torch.ones(1)
+    dist.all_reduce(x, group=halves)
+    assert x.item() == 2
+    own = dist.new_group([rank, (rank + 1) % n] if rank % 2 == 0 else [rank - 1, rank], use_local_synchronization=True)
+    dist.all_reduce(x, group=own)
+    assert x.item() == 4
+
+
+def split() -> None:
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
+    half = world.split_group([0, 2] if rank % 2 == 0 else [1, 3], group_name=f"half {rank % 2}")
+    assert half is not None
+    x = torch.tensor([float(rank)])
+    half.allreduce([x]).wait()
+    assert x.item() == (2 if rank % 2 == 0 else 4)
+    assert half.group_name == f"half {rank % 2}"
+    half.shutdown()
+
+
+def device_mesh() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for name, total in (("replicate", 2 * (rank % 2) + 2), ("shard", 4 * (rank // 2) + 1)):
+        x = torch.tensor([float(rank)])
+        dist.all_reduce(x, group=mesh.get_group(name))
+        assert x.item() == total, (name, x)
+    flat = mesh._flatten("all")
+    x = torch.ones(1)
+    dist.all_reduce(x, group=flat.get_group())
+    assert x.item() == 4
+
+
+def the_group_answers() -> None:
+    world = dist.group.WORLD
+    assert dist.get_backend() == "hetcoll"
+    assert dist.get_backend_config() == "cpu:hetcoll,cuda:hetcoll"
+    assert dist.is_initialized()
+    assert dist.get_process_group_ranks(None) == [0, 1, 2, 3]
+    assert world.name() == "hetcoll"
+    assert world.get_group_store() is not None
+    before = world._get_sequence_number_for_group()
+    dist.barrier()
+    assert world._get_sequence_number_for_group() == before + 1
+    assert world.comm.size == dist.get_world_size()
+    assert "allreduce" in str(world.comm.explain("allreduce", 1024))
