@@ -29,7 +29,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
     ("hetcoll.simulator", "The simulator", ("check", "Report", "PlanError", "predict")),
     ("hetcoll.launch", "Starting ranks", ("run",)),
 )
-INTERNAL = {"abandon"}  # public to other modules of the package only
+INTERNAL = {"abandon", "session"}  # public to other modules of the package only
 WIDTH = 110
 
 

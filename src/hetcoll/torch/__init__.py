@@ -2,8 +2,7 @@
 
 Where both packages are installed, ``import torch`` registers the backend ``hetcoll``:
 
->>> import torch.distributed as dist
->>> dist.init_process_group("hetcoll")
+    torch.distributed.init_process_group("hetcoll")
 
 A job that says "nccl" or "gloo" runs on hetcoll unchanged under ``HETCOLL_REPLACE=nccl,gloo`` or
 ``hetcoll run --torch``. `docs/torch.md` says what is supported, `hetcoll.torch.balance` serves ranks of unequal speed.
