@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import mmap
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetcoll.errors import ArgumentError, RegistrationError
+from hetcoll.devices.base import DmaBuf
+from hetcoll.errors import ArgumentError, DeviceError, RegistrationError
 from hetcoll.topology import RankInfo, Topology
 from hetcoll.tuner import choose
 from hetcoll.types import Collective
@@ -180,18 +182,24 @@ class FakeDevice:
         self.regions.append(Region(self, self._made))
         return self.regions[-1]
 
+    def register_dmabuf(self, fd: int, offset: int, nbytes: int) -> Region:
+        assert os.fstat(fd).st_size >= offset + nbytes  # it is open
+        return self.register(offset, nbytes)
+
 
 class FakeEngine:
     """Knows intervals, and may need some still."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[int, int, Any]] = {}
+        self.seen: dict[int, int | None] = {}  # where devices see them
         self.busy: set[int] = set()
         self._handles = itertools.count(1)
 
-    def register_memory(self, address: int, nbytes: int, keys: Any) -> int:
+    def register_memory(self, address: int, nbytes: int, keys: Any, seen_at: int | None = None) -> int:
         handle = next(self._handles)
         self.known[handle] = (address, nbytes, list(keys))
+        self.seen[handle] = seen_at
         return handle
 
     def unregister_memory(self, handle: int) -> bool:
@@ -222,6 +230,49 @@ def test_memory_is_registered_with_every_port(parts: Parts) -> None:
         "registered": 1, "unregistered": 1, "hits": 0, "evicted": 0, "refused": 0, "intervals": 0, "bytes": 0,
         "idle_bytes": 0,
     }  # fmt: skip
+
+
+class FakeGpu:
+    """Gives its memory as dma-bufs, if it can."""
+
+    name = "a GPU"
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.refuses, self.given = refuses, -1
+
+    def dmabuf(self, address: int, nbytes: int) -> DmaBuf:
+        if self.refuses:
+            raise DeviceError("cuMemGetHandleForAddressRange: CUDA_ERROR_NOT_SUPPORTED")
+        self.given = os.memfd_create("dma-buf")
+        os.truncate(self.given, 1 << 20)
+        return DmaBuf(self.given, address % 4096, nbytes)
+
+
+def test_memory_of_a_gpu_is_registered_as_a_dma_buf(parts: Parts) -> None:
+    engine, devices, found = parts
+    gpu, address = FakeGpu(), (7 << 40) + 4096 + 96
+    lease = found.lease(address, 5000, "owner", gpu)  # type: ignore[arg-type]
+    assert list(engine.known.values()) == [(address, 5000, [(5, 1, 1001), (6, 1, 1001)])]
+    assert list(engine.seen.values()) == [96]  # pyverbs makes the offset the address
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(gpu.given)
+    lease.close()
+    assert engine.known == {}
+    assert devices[0].regions == devices[1].regions == []
+
+
+def test_memory_of_a_gpu_that_nobody_can_register() -> None:
+    engine, devices = FakeEngine(), [FakeDevice(), FakeDevice(most=0)]
+    found = Memory(engine, [(device, i) for i, device in enumerate(devices)])  # type: ignore[misc]
+    with pytest.raises(RegistrationError, match=r"registering 100 bytes of a GPU: .*NOT_SUPPORTED"):
+        found.lease(7 << 40, 100, None, FakeGpu(refuses=True))  # type: ignore[arg-type]
+    gpu = FakeGpu()
+    with pytest.raises(RegistrationError, match=r"fake: registering 100 bytes: .*memory of GPUs"):
+        found.lease(7 << 40, 100, None, gpu)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(gpu.given)
+    assert devices[0].regions == []
+    assert engine.known == {}
 
 
 def test_a_part_of_what_is_registered_costs_nothing(parts: Parts) -> None:

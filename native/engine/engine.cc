@@ -154,8 +154,9 @@ void Engine::ServeLinks(std::vector<pollfd>& fds) {
   }
 }
 
-int Engine::RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys) {
-  return AskVerbs([&](VerbsHost& verbs) { return verbs.regions().Add(address, nbytes, keys); }, 0);
+int Engine::RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,
+                           std::uintptr_t seen_at) {
+  return AskVerbs([&](VerbsHost& verbs) { return verbs.regions().Add(address, nbytes, keys, seen_at); }, 0);
 }
 
 bool Engine::UnregisterMemory(int handle) {

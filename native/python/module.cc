@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -12,6 +13,7 @@
 #include <algorithm>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -221,10 +223,11 @@ class PyEngine {
 
   // Keys are (NIC, local key, remote key).
   int RegisterMemory(std::uintptr_t address, std::size_t nbytes,
-                     const std::vector<std::tuple<int, std::uint32_t, std::uint32_t>>& keys) {
+                     const std::vector<std::tuple<int, std::uint32_t, std::uint32_t>>& keys,
+                     std::optional<std::uintptr_t> seen_at) {
     std::vector<RegionKey> list;
     for (const auto& [nic, lkey, rkey] : keys) list.push_back({nic, lkey, rkey});
-    return engine_.RegisterMemory(address, nbytes, list);
+    return engine_.RegisterMemory(address, nbytes, list, seen_at.value_or(address));
   }
 
   nb::dict Counters() {
@@ -437,7 +440,7 @@ NB_MODULE(_native, m) {
              const std::vector<std::pair<int, std::string>>& rails,
              std::size_t ring_bytes) { e.engine().AttachVerbs(peer, channel, rails, ring_bytes, fds); },
           "peer"_a, "channel"_a, "fds"_a, "rails"_a, "ring_bytes"_a)
-      .def("register_memory", &PyEngine::RegisterMemory, "address"_a, "nbytes"_a, "keys"_a)
+      .def("register_memory", &PyEngine::RegisterMemory, "address"_a, "nbytes"_a, "keys"_a, "seen_at"_a = nb::none())
       .def("unregister_memory", [](PyEngine& e, int handle) { return e.engine().UnregisterMemory(handle); })
       .def("links",
            [](PyEngine& e) {

@@ -28,7 +28,8 @@ struct End {
 
   ibv::Mr* Register(std::vector<std::byte>& bytes) {
     ibv::Mr* mr = Fabric::Api().reg_mr(nic.pd, bytes.data(), bytes.size(), 3);
-    host.regions().Add(reinterpret_cast<std::uintptr_t>(bytes.data()), bytes.size(), {{0, mr->lkey, mr->rkey}});
+    const auto at = reinterpret_cast<std::uintptr_t>(bytes.data());
+    host.regions().Add(at, bytes.size(), {{0, mr->lkey, mr->rkey}}, at);
     return mr;
   }
 

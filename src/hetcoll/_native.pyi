@@ -182,8 +182,13 @@ class Engine:
         once. `ring_bytes`: a power of two from 64 KiB to 256 MiB; each rail pins twice that.
         """
 
-    def register_memory(self, address: int, nbytes: int, keys: Sequence[tuple[int, int, int]]) -> int:
-        """A handle for memory that NICs may read where it lies; keys are (NIC, local key, remote key)."""
+    def register_memory(
+        self, address: int, nbytes: int, keys: Sequence[tuple[int, int, int]], seen_at: int | None = None
+    ) -> int:
+        """A handle for memory that NICs may read where it lies; keys are (NIC, local key, remote key).
+
+        `seen_at` is its address for NICs where that is another one: of a dma-buf, which only NICs are to touch.
+        """
 
     def unregister_memory(self, handle: int) -> bool:
         """False, and nothing is done, while something sent from there may be needed again."""

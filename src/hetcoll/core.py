@@ -271,15 +271,20 @@ class Core:
         """Announce memory that will be sent from or received into again and again, so that transports that must
         prepare memory do so once. It stays announced until the result's `close`, or the end of its ``with`` block.
 
-        RDMA devices then read and write it where it is, without a staging copy. Shared memory and TCP need no
-        preparation, so there it changes nothing; `empty` gives memory that shared memory moves without a staging copy.
-        RegistrationError where it cannot be had.
+        RDMA devices then read and write it where it is, without a staging copy: memory of GPUs as well, as a dma-buf.
+        Shared memory and TCP need no preparation, so there it changes nothing; `empty` gives memory that shared memory
+        moves without a staging copy. RegistrationError where it cannot be had.
         """
         self._check_usable()
         buffer, memory = read_buffer(buf, "buf", writable=False), self._wiring.memory
-        if memory is None or buffer.nbytes == 0 or buffer.device != "cpu":
+        if memory is None or buffer.nbytes == 0:
             return Registration(buffer)
-        return Registration(buffer, memory.lease(buffer.ptr, buffer.nbytes, buffer.owner))
+        gpu = None
+        if buffer.device != "cpu":
+            from .gpu import device_of
+
+            gpu = device_of(buffer)
+        return Registration(buffer, memory.lease(buffer.ptr, buffer.nbytes, buffer.owner, gpu))
 
     def counters(self) -> dict[str, int]:
         """What this rank has counted since the communicator came to be, for tests and for people.

@@ -15,16 +15,16 @@ SUPPORTED = [(name, size) for size in (2, 3, 4) for name in NAMES if collectives
 
 @pytest.mark.parametrize(("name", "size"), SUPPORTED)
 def test_every_algorithm(pool: Pool, name: str, size: int) -> None:
-    cases = [case for kind in collectives_of(name, size) for case in cases_of(kind, size, [1, size + 1, 4099])]
+    cases = [case for kind in collectives_of(name, size) for case in cases_of(kind, size, [size + 1, 4099])]
     check(verbs(pool, size), cases, {"algo": name})
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_what_the_library_chooses(pool: Pool, size: int) -> None:
-    cases = [case for kind in KINDS for case in cases_of(kind, size, [0, 61, 60_007])]
+    cases = [case for kind in KINDS for case in cases_of(kind, size, [0, 20_011])]
     counts = tuple((7919 * (rank + 1)) % 2003 if rank else 0 for rank in range(size))
     cases += [Case("allgatherv", "int16", counts=counts), Case("reduce_scatterv", "float16", op="avg", counts=counts)]
-    check(verbs(pool, size), [*cases, Case("alltoallv", "int32", 9001)], {})
+    check(verbs(pool, size), [*cases, Case("alltoallv", "int32", 4001)], {})
 
 
 def test_large_messages(pool: Pool) -> None:
@@ -34,7 +34,7 @@ def test_large_messages(pool: Pool) -> None:
 
 
 def test_asynchronous_calls(pool: Pool) -> None:
-    cases = [case for kind in KINDS for case in cases_of(kind, 3, [1, 1009])]
+    cases = [case for kind in KINDS for case in cases_of(kind, 3, [1009])]
     check(verbs(pool, 3), cases, {}, async_op=True)
 
 
@@ -110,7 +110,7 @@ def test_shared_memory_and_rdma_in_one_communicator(pool: Pool) -> None:
     """Two hosts with two ranks each, as far as anybody can tell."""
     ends = tuple(ENDS[host] for host in (0, 0, 1, 1))
     ranks = pool(4, HETCOLL_HOST_ID=tuple("aabb"), HETCOLL_IB_HCA=ends)
-    check(ranks, [case for kind in KINDS for case in cases_of(kind, 4, [1, 5003])], {})
+    check(ranks, [case for kind in KINDS for case in cases_of(kind, 4, [5003])], {})
     found = ranks.run(transport_to_all)
     assert found == ["shm+verbs"] * 4
 
@@ -121,7 +121,7 @@ def transport_to_all(comm: hetcoll.Communicator) -> str:
 
 def test_a_rank_without_a_device_is_reached_over_tcp(pool: Pool) -> None:
     ranks = pool(3, HETCOLL_HOST_ID=tuple("abc"), HETCOLL_IB_HCA=("=rxe0", "=rxe1", "=none"))
-    check(ranks, [case for kind in KINDS for case in cases_of(kind, 3, [1, 5003])], {})
+    check(ranks, [case for kind in KINDS for case in cases_of(kind, 3, [5003])], {})
     assert ranks.run(transport_to_all) == ["tcp+verbs", "tcp+verbs", "tcp"]
     (line,) = [line for line in ranks.run(paths)[0] if line.startswith("rank 2: ")]
     assert "tcp, since there is no RDMA: rank 2: no port of an RDMA device can be used: rxe0:1: HETCOLL_IB_HCA" in line

@@ -188,6 +188,37 @@ def test_of_two_rails_the_one_that_works_is_used(launch: Launch) -> None:
         assert "over verbs" in text
 
 
+def receive_into_dead_keys(comm: hetcoll.Communicator, messages: int) -> None:
+    """Rank 1 lets rank 0 write straight into its memory, with keys that the devices no longer know."""
+    data = np.arange(COUNT, dtype=np.float32)
+    got = np.empty_like(data)
+    with comm.register(got if comm.rank == 1 else data):
+        if comm.rank == 1:
+            memory = comm._wiring.memory
+            assert memory is not None
+            for entry in memory._entries:
+                for region in entry.regions:
+                    region.close()
+        for i in range(messages):
+            if comm.rank == 0:
+                time.sleep(0.1)  # rank 1 is to be the first
+                comm.send(data + i, 1)
+            else:
+                comm.recv(got, 0)
+                assert (got == data + i).all(), i
+
+
+def test_keys_that_are_wrong(launch: Launch) -> None:
+    """What was refused comes again without them."""
+    ranks = verbs(launch, 2, **PROMPT)
+    ranks.run(add_up, 1)
+    ranks.run(receive_into_dead_keys, 8, timeout=60)
+    counters, text = ranks.run(told)[0]
+    assert counters["lost_rails"] > 0, text
+    assert counters["resent"] > 0, text
+    assert re.search(r"IBV_WC_REM_ACCESS_ERR, vendor error \d+: .*key", text), text
+
+
 def flood(comm: hetcoll.Communicator, messages: int) -> None:
     """Many messages at once, both ways, of which nobody receives any before all are sent."""
     peer = 1 - comm.rank

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from cables import kernel_objects, verbs
-from ranks import Job, Ranks
+from ranks import Job, Ranks, Resources
 
 import hetcoll
+from hetcoll.devices.base import DmaBuf
 
 Launch = Callable[..., Ranks]
 COUNT = 100_000
@@ -122,8 +123,29 @@ def read_only(comm: hetcoll.Communicator) -> None:
             assert (got == data).all()
 
 
-def test_read_only_memory(launch: Launch) -> None:
-    verbs(launch, 2).run(read_only)
+class Gpu:
+    """Stands for a GPU whose driver gives this memory of the host as a dma-buf."""
+
+    name = "a GPU"
+
+    def dmabuf(self, address: int, nbytes: int) -> DmaBuf:
+        return DmaBuf(os.memfd_create("dma-buf"), 0, nbytes)
+
+
+def no_dma_buf(comm: hetcoll.Communicator) -> None:
+    """Soft-RoCE takes none, and says so."""
+    memory = comm._wiring.memory
+    assert memory is not None
+    before = Resources.now()
+    with pytest.raises(hetcoll.RegistrationError, match=r"rxe\d: registering 4096 bytes: .*not supported"):
+        memory.lease(7 << 40, 4096, None, Gpu())  # type: ignore[arg-type]
+    assert Resources.now().left_over(before) == ""
+
+
+def test_memory_that_is_not_like_other_memory(launch: Launch) -> None:
+    ranks = verbs(launch, 2)
+    ranks.run(read_only)
+    ranks.run(no_dma_buf)
 
 
 def _obey_memlock() -> None:

@@ -145,7 +145,7 @@ void VerbsLink::Invite(const Message& m, std::size_t at, std::byte* dst, std::si
     Frame* frame = rail->alive() ? rail->Slot(sizeof(Invitation)) : nullptr;
     if (frame == nullptr) continue;
     *frame = {0, 0, kNoSeq, sizeof(Invitation), kFrameInvite};
-    Invitation invitation{m.signature, m.total, reinterpret_cast<std::uintptr_t>(dst - at), 0, {}};
+    Invitation invitation{m.signature, m.total, reinterpret_cast<std::uintptr_t>(region->Seen(dst - at)), 0, {}};
     for (const auto& other : rails_) {
       invitation.rkeys[other->number()] = region->rkey[static_cast<std::size_t>(other->nic().index())];
     }
@@ -210,6 +210,11 @@ void VerbsLink::TakeSwitch() {
     throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: the peer has frames that were not sent");
   }
   outbox_.DeliveredBefore(peer_switch_->seq);
+  if (outbox_.lends_device_memory()) {
+    throw Fault(
+        FaultKind::kSystem, options_.peer,
+        "verbs: the last rail is lost, and what it carried lies in memory of a device, where TCP cannot get it");
+  }
   outbox_.TakeRest([&](const Frame& frame, const std::byte* payload) {
     lifeline_.Send(Word{kFrameWord, 0, frame.seq});
     lifeline_.Send(frame);

@@ -45,8 +45,9 @@ void Nic::Fail(const std::string& what, int error) const {
   throw Fault(FaultKind::kSystem, -1, text);
 }
 
-int Regions::Add(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys) {
-  auto region = std::make_unique<Region>(Region{address, nbytes, {}, {}});
+int Regions::Add(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,
+                 std::uintptr_t seen_at) {
+  auto region = std::make_unique<Region>(Region{address, nbytes, seen_at, {}, {}});
   for (const RegionKey& key : keys) {
     if (key.nic < 0 || key.nic >= kMaxNics) continue;
     region->lkey[static_cast<std::size_t>(key.nic)] = key.lkey;

@@ -67,10 +67,15 @@ class Nic {
 struct Region {
   std::uintptr_t address;
   std::size_t nbytes;
+  std::uintptr_t seen_at;  // its first byte's address for NICs: another one where it is a dma-buf
   std::array<std::uint32_t, kMaxNics> lkey;
   std::array<std::uint32_t, kMaxNics> rkey;
   std::uint32_t nics = 0;  // bit i: the keys of NIC i are valid
   int uses = 0;            // frames that may have to be sent again from here, and messages that peers write here
+
+  // Whether the processor can read it. It may not where only NICs know it by the address that they have for it.
+  bool on_host() const { return seen_at == address; }
+  const std::byte* Seen(const std::byte* p) const { return p + (seen_at - address); }
 };
 
 struct RegionKey {
@@ -81,7 +86,7 @@ struct RegionKey {
 
 class Regions {
  public:
-  int Add(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys);
+  int Add(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys, std::uintptr_t seen_at);
   // False, and nothing happens, while the region is in use.
   bool Remove(int handle);
   // The region that holds all of these bytes and is known to all of `nics`, or null.

@@ -99,7 +99,7 @@ void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* re
   } else {
     counters_.copied_bytes += n;
   }
-  rail.Post(frame, payload, lkey, target.address != 0 ? &target : nullptr);
+  rail.Post(frame, region != nullptr ? region->Seen(payload) : payload, lkey, target.address != 0 ? &target : nullptr);
 }
 
 void Outbox::Delivered(std::uint64_t seq) {
@@ -149,8 +149,20 @@ void Outbox::Resend() {
     --lost_;
     ++counters_.resent;
     const auto nic = static_cast<std::size_t>(best->nic().index());
-    best->Post(frame, sent.payload, sent.region != nullptr ? sent.region->lkey[nic] : best->staging_lkey());
+    if (sent.region != nullptr) {
+      best->Post(frame, sent.region->Seen(sent.payload), sent.region->lkey[nic]);
+    } else {
+      best->Post(frame, sent.payload, best->staging_lkey());
+    }
   }
+}
+
+bool Outbox::lends_device_memory() {
+  for (std::uint64_t seq = oldest_; seq < next_; ++seq) {
+    const Sent& sent = At(seq);
+    if (!sent.delivered && sent.region != nullptr && !sent.region->on_host()) return true;
+  }
+  return false;
 }
 
 void Outbox::DeliveredBefore(std::uint64_t seq) {

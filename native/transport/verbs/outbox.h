@@ -68,6 +68,9 @@ class Outbox {
     DeliveredBefore(next_);
   }
 
+  // Whether the peer may lack something that the processor cannot read.
+  bool lends_device_memory();
+
   std::uint32_t nics() const { return nics_; }
   std::uint64_t next() const { return next_; }
 

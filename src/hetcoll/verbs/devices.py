@@ -45,6 +45,12 @@ class Device:
                 raise
             return self.library.mr.MR(self.pd, nbytes, _READ, address=address)
 
+    def register_dmabuf(self, fd: int, offset: int, nbytes: int) -> Any:
+        """A memory region (`pyverbs.mr.DmaBufMR`) of a GPU's memory: `nbytes` that begin `offset` bytes into the
+        dma-buf. For the device, that is also their address (pyverbs gives it as the iova of ``ibv_reg_dmabuf_mr``).
+        """
+        return self.library.mr.DmaBufMR(self.pd, nbytes, _READ | _WRITE, fd, offset)
+
 
 _READ, _WRITE = 0, 1 | 2  # infiniband/verbs.h: IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE
 _EFAULT = 14

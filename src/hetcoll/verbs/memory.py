@@ -12,15 +12,17 @@ import ctypes
 import logging
 import math
 import mmap
+import os
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import ArgumentError, RegistrationError
+from ..devices.base import Device as Gpu
+from ..errors import ArgumentError, DeviceError, RegistrationError
 from .devices import Device
 
 log = logging.getLogger("hetcoll")
@@ -35,7 +37,9 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 class Registrar(Protocol):
     """The engine's part: what it is told of memory."""
 
-    def register_memory(self, address: int, nbytes: int, keys: Sequence[tuple[int, int, int]]) -> int: ...
+    def register_memory(
+        self, address: int, nbytes: int, keys: Sequence[tuple[int, int, int]], seen_at: int | None = None
+    ) -> int: ...
     def unregister_memory(self, handle: int) -> bool: ...
 
 
@@ -99,8 +103,9 @@ class Memory:
             }
             return {name: self._counts[name] for name in names} | now
 
-    def lease(self, address: int, nbytes: int, owner: Any) -> Lease:
-        """Have the interval of `owner`'s memory registered until the result is closed.
+    def lease(self, address: int, nbytes: int, owner: Any, gpu: Gpu | None = None) -> Lease:
+        """Have the interval of `owner`'s memory registered until the result is closed. It is memory of `gpu`, whose
+        driver makes a dma-buf of it, or (None) of this process.
 
         Raises
         ------
@@ -109,7 +114,7 @@ class Memory:
         """
         with self._lock:
             self._reap()
-            return Lease(self, self._hold(address, nbytes, owner))
+            return Lease(self, self._hold(address, nbytes, owner, gpu))
 
     def empty(self, nbytes: int, raw: Bytes | None) -> Bytes:
         """An uninitialised, registered array; out of `raw`, or of a block of its own.
@@ -161,38 +166,57 @@ class Memory:
 
     # All below: under the lock.
 
-    def _hold(self, start: int, nbytes: int, owner: Any) -> _Entry:
+    def _hold(self, start: int, nbytes: int, owner: Any, gpu: Gpu | None = None) -> _Entry:
         for entry in self._entries:
             if entry.start <= start and start + nbytes <= entry.stop:
                 self._counts["hits"] += 1
                 break
         else:
-            entry = self._register(start, nbytes, owner)
+            entry = self._register(start, nbytes, owner, gpu)
         entry.users += 1
         return entry
 
-    def _register(self, start: int, nbytes: int, owner: Any) -> _Entry:
+    def _register(self, start: int, nbytes: int, owner: Any, gpu: Gpu | None) -> _Entry:
         if len(self._entries) - len(self._idle) >= MOST_INTERVALS:
             raise RegistrationError(
                 f"{MOST_INTERVALS} intervals of memory are registered: close some, or register one that holds many"
             )
-        regions: list[Any] = []
-        keys: list[tuple[int, int, int]] = []
-        try:
-            for device, number in self._ports:
-                regions.append(device.register(start, nbytes))
-                keys.append((number, regions[-1].lkey, regions[-1].rkey))
-        except device.library.error as error:
-            for region in regions:
-                region.close()
-            raise RegistrationError(
-                f"{device.name}: registering {nbytes} bytes: {error}; `hetcoll doctor` looks at the limit of locked "
-                "memory (ulimit -l)"
-            ) from error
-        entry = _Entry(start, nbytes, regions, self._engine.register_memory(start, nbytes, keys), owner)
+        if gpu is None:
+            seen_at = start
+            regions = self._regions(nbytes, lambda device: device.register(start, nbytes))
+        else:
+            seen_at, regions = self._gpu_regions(gpu, start, nbytes)
+        keys = [(number, region.lkey, region.rkey) for (_, number), region in zip(self._ports, regions, strict=True)]
+        entry = _Entry(start, nbytes, regions, self._engine.register_memory(start, nbytes, keys, seen_at), owner)
         self._entries.append(entry)
         self._counts["registered"] += 1
         return entry
+
+    def _gpu_regions(self, gpu: Gpu, start: int, nbytes: int) -> tuple[int, list[Any]]:
+        """The address that devices have for the GPU's memory, and its region with each port."""
+        try:
+            buf = gpu.dmabuf(start, nbytes)
+        except DeviceError as error:
+            raise RegistrationError(f"registering {nbytes} bytes of {gpu.name}: {error}") from error
+        try:
+            return buf.offset, self._regions(nbytes, lambda device: device.register_dmabuf(buf.fd, buf.offset, nbytes))
+        finally:
+            os.close(buf.fd)  # the regions keep the memory
+
+    def _regions(self, nbytes: int, register: Callable[[Device], Any]) -> list[Any]:
+        """A region with each port, or none: RegistrationError."""
+        regions: list[Any] = []
+        for device, _ in self._ports:
+            try:
+                regions.append(register(device))
+            except device.library.error as error:
+                for region in regions:
+                    region.close()
+                raise RegistrationError(
+                    f"{device.name}: registering {nbytes} bytes: {error}; `hetcoll doctor` looks at the limit of "
+                    "locked memory (ulimit -l), and at what devices can do with memory of GPUs"
+                ) from error
+        return regions
 
     def _take_idle(self, nbytes: int) -> _Entry | None:
         """A block that nobody uses, large enough but not much larger."""
