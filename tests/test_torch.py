@@ -19,6 +19,11 @@ def test_messages_and_groups(torch_ranks: TorchRanks, case: str) -> None:
     torch_ranks.run("messages", case)
 
 
+@pytest.mark.parametrize("case", names("training"))
+def test_training(torch_ranks: TorchRanks, case: str) -> None:
+    torch_ranks.run("training", case)
+
+
 @pytest.mark.parametrize("case", names("failures"))
 def test_failures(torch_ranks: TorchRanks, case: str) -> None:
     torch_ranks.run("failures", case, backend=None)

@@ -66,8 +66,9 @@ def torch_ranks() -> Iterator[TorchRanks]:
 def load(_job: Job) -> None:
     """On a rank: import what takes long."""
     import_torch()
-    for name in ("collectives", "messages", "failures"):
+    for name in ("collectives", "messages", "failures", "training"):
         importlib.import_module(f"torch_cases.{name}")
+    importlib.import_module("torch._dynamo")  # functional collectives do, at the first call
 
 
 def run_case(job: Job, store: str, module: str, name: str, args: tuple[Any, ...], backend: str | None) -> Any:

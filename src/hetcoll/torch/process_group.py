@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch._C._dynamo import eval_frame
 
 from .. import lifetime
 from ..communicator import Communicator
@@ -24,6 +25,7 @@ from .connect import connect
 from .messages import Messages
 from .registry import DEVICES, NAME
 from .tensors import seconds
+from .work import Bundle, HostWork, StreamWork, ToSelf
 
 
 class HetcollProcessGroup(Collectives, Messages):
@@ -202,6 +204,21 @@ class Inner:
         """``device_id=`` of `init_process_group`: set the GPU up now, on all ranks."""
         self._group.bound_device_id = device
         self._group.prepare(device)
+
+
+def _hide_from_compiler() -> None:
+    """torch.compile traces Python that C++ calls within a compiled region, as DistributedDataParallel's does: not us.
+
+    (`torch.compiler.disable` does the same, but loads the compiler, which takes seconds.)
+    """
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for kind in (Collectives, Messages, HetcollProcessGroup, HostWork, StreamWork, Bundle, ToSelf):
+        for method in vars(kind).values():
+            if hasattr(method, "__code__"):
+                eval_frame.set_code_exec_strategy(method.__code__, skip)
+
+
+_hide_from_compiler()
 
 
 def job_session() -> Session | None:
