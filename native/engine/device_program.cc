@@ -21,59 +21,47 @@ struct Touch {
 
 class Compiler {
  public:
-  Compiler(DeviceProgram& program, const BoundPlan& plan, const StreamRoles& roles)
-      : program_(program),
-        plan_(plan),
-        roles_(roles),
-        position_(roles.size(), 0),
-        waited_(roles.size(), std::vector<std::uint32_t>(roles.size(), 0)) {}
+  Compiler(DeviceProgram& program, const BoundPlan& plan) : program_(program), plan_(plan) {}
 
   void Step(const BoundStep& s, std::uint16_t edge, std::size_t slot_bytes) {
     const Place src{static_cast<Area>(s.src_buf), s.src_off};
     const Place dst{static_cast<Area>(s.dst_buf), s.dst_off};
     switch (s.op) {
-      case Op::kSend: {
-        const std::uint8_t stream = static_cast<std::uint8_t>(sends_++ % roles_.out);
-        Touches(stream, std::array{Read(src, s.len)});
-        Add({.step = DeviceStep::kWaitCredit, .stream = stream, .edge = edge});
-        Add({.step = DeviceStep::kCopyOut, .stream = stream, .edge = edge, .src = src, .n = s.len});
-        Add({.step = DeviceStep::kPublish, .stream = stream, .edge = edge});
-        break;
-      }
-      case Op::kRecv: {
-        const std::uint8_t stream = In();
-        Touches(stream, std::array{Write(dst, s.len)});
-        Add({.step = DeviceStep::kWaitReady, .stream = stream, .edge = edge});
-        Add({.step = DeviceStep::kCopyIn, .stream = stream, .edge = edge, .dst = dst, .n = s.len});
-        Add({.step = DeviceStep::kGrant, .stream = stream, .edge = edge});
-        break;
-      }
+      case Op::kSend:
+        Touches(kOutLane, std::array{Read(src, s.len)});
+        Add({.step = DeviceStep::kWaitCredit, .stream = kOutLane, .edge = edge});
+        Add({.step = DeviceStep::kCopyOut, .stream = kOutLane, .edge = edge, .src = src, .n = s.len});
+        return Signal(DeviceStep::kPublish, kPublishLane, kOutLane, edge);
+      case Op::kRecv:
+        Touches(kInLane, std::array{Write(dst, s.len)});
+        Add({.step = DeviceStep::kWaitReady, .stream = kInLane, .edge = edge});
+        Add({.step = DeviceStep::kCopyIn, .stream = kInLane, .edge = edge, .dst = dst, .n = s.len});
+        return Signal(DeviceStep::kGrant, kGrantLane, kInLane, edge);
       case Op::kRecvReduce: {
-        const std::uint8_t stream = In();
-        const Place staged{Area::kStaging, slot_bytes * (stream - roles_.out)};  // the stream's own
-        Add({.step = DeviceStep::kWaitReady, .stream = stream, .edge = edge});
-        Add({.step = DeviceStep::kCopyIn, .stream = stream, .edge = edge, .dst = staged, .n = s.len});
-        Add({.step = DeviceStep::kGrant, .stream = stream, .edge = edge});
-        Touches(stream, std::array{Read(src, s.len), Write(dst, s.len)});
-        Add({.step = DeviceStep::kReduce, .stream = stream, .dst = dst, .src = src, .other = staged, .n = s.len});
-        break;
+        const Place staged{Area::kStaging, slot_bytes * (stagings_++ % kStagedMessages)};
+        Touches(kInLane, std::array{Write(staged, s.len)});
+        Add({.step = DeviceStep::kWaitReady, .stream = kInLane, .edge = edge});
+        Add({.step = DeviceStep::kCopyIn, .stream = kInLane, .edge = edge, .dst = staged, .n = s.len});
+        Signal(DeviceStep::kGrant, kGrantLane, kInLane, edge);
+        Touches(kWorkLane, std::array{Read(staged, s.len), Read(src, s.len), Write(dst, s.len)});
+        Add({.step = DeviceStep::kReduce, .stream = kWorkLane, .dst = dst, .src = src, .other = staged, .n = s.len});
+        return Done(kWorkLane);
       }
       case Op::kCopy:
-        Touches(Work(), std::array{Read(src, s.len), Write(dst, s.len)});
-        Add({.step = DeviceStep::kCopy, .stream = Work(), .dst = dst, .src = src, .n = s.len});
-        break;
+        Touches(kWorkLane, std::array{Read(src, s.len), Write(dst, s.len)});
+        Add({.step = DeviceStep::kCopy, .stream = kWorkLane, .dst = dst, .src = src, .n = s.len});
+        return Done(kWorkLane);
       case Op::kReduce:
-        Touches(Work(), std::array{Read(src, s.len), Write(dst, s.len)});
-        Add({.step = DeviceStep::kReduce, .stream = Work(), .dst = dst, .src = dst, .other = src, .n = s.len});
-        break;
+        Touches(kWorkLane, std::array{Read(src, s.len), Write(dst, s.len)});
+        Add({.step = DeviceStep::kReduce, .stream = kWorkLane, .dst = dst, .src = dst, .other = src, .n = s.len});
+        return Done(kWorkLane);
       case Op::kScale:
-        Touches(Work(), std::array{Write(dst, s.len)});
-        Add({.step = DeviceStep::kScale, .stream = Work(), .dst = dst, .n = s.len});
-        break;
+        Touches(kWorkLane, std::array{Write(dst, s.len)});
+        Add({.step = DeviceStep::kScale, .stream = kWorkLane, .dst = dst, .n = s.len});
+        return Done(kWorkLane);
       case Op::kLocal:
         return;  // see Local
     }
-    Done(program_.actions.back().stream);
   }
 
   void Local(const BoundStep& s, const BoundLocal& local) {
@@ -96,17 +84,13 @@ class Compiler {
                      last.at.offset == first.at.offset + first.n * (action.parts.size() - 1);
     }
     if (touches.empty()) return;  // nothing to do, on all members alike
-    const auto stream = static_cast<std::uint8_t>(roles_.local());
-    Touches(stream, touches);
-    Add({.step = DeviceStep::kLocal, .stream = stream, .edge = static_cast<std::uint16_t>(program_.locals.size())});
+    Touches(kLocalLane, touches);
+    Add({.step = DeviceStep::kLocal, .stream = kLocalLane, .edge = static_cast<std::uint16_t>(program_.locals.size())});
     program_.locals.push_back(std::move(action));
-    Done(stream);
+    Done(kLocalLane);
   }
 
  private:
-  std::uint8_t Work() const { return static_cast<std::uint8_t>(roles_.work()); }
-  std::uint8_t In() { return static_cast<std::uint8_t>(roles_.out + receives_++ % roles_.in); }
-
   // SEND and RECV may be the same memory: then the smaller is this rank's part of the larger.
   Touch Named(const Place& at, std::size_t n, bool writes) const {
     Touch t{at.area, at.offset, at.offset + n, writes, 0, 0};
@@ -124,14 +108,14 @@ class Compiler {
 
   // What comes next on `stream` touches this memory: wait for those on other streams that it must not overtake.
   void Touches(std::uint8_t stream, std::span<const Touch> touches) {
-    std::vector<std::uint32_t> last(roles_.size(), 0);
+    std::array<std::uint32_t, kDeviceLanes> last{};
     for (const Touch& t : touches) {
       for (const Touch& before : touched_) {
         const bool meet = before.area == t.area && before.begin < t.end && t.begin < before.end;
         if (meet && (before.writes || t.writes)) last[before.stream] = std::max(last[before.stream], before.when);
       }
     }
-    for (std::uint8_t other = 0; other < roles_.size(); ++other) {
+    for (std::uint8_t other = 0; other < kDeviceLanes; ++other) {
       if (other != stream && last[other] > waited_[stream][other]) Follow(stream, other, last[other]);
     }
     for (Touch t : touches) {
@@ -155,9 +139,16 @@ class Compiler {
   }
 
   void Add(const DeviceAction& action) {
-    program_.all_local &= action.stream == roles_.local();
+    program_.all_local &= action.stream == kLocalLane;
     program_.actions.push_back(action);
     program_.used[action.stream] = true;
+  }
+
+  // What was copied on `stream` is over: says so on the lane of such signals.
+  void Signal(DeviceStep step, std::uint8_t signals, std::uint8_t stream, std::uint16_t edge) {
+    Done(stream);
+    Follow(signals, stream, position_[stream]);
+    Add({.step = step, .stream = signals, .edge = edge});
   }
 
   // A place where others may wait for what `stream` has done so far; dropped at the end where nobody does.
@@ -170,32 +161,31 @@ class Compiler {
   static constexpr std::uint32_t kNobody = ~std::uint32_t{0};
 
  private:
+  using Positions = std::array<std::uint32_t, kDeviceLanes>;
   struct Event {
     std::size_t action;
     bool used;
-    std::vector<std::uint32_t> had_waited;
+    Positions had_waited;
   };
 
   DeviceProgram& program_;
   const BoundPlan& plan_;
-  const StreamRoles& roles_;
-  unsigned sends_ = 0;
-  unsigned receives_ = 0;
-  std::vector<std::uint32_t> position_;
-  std::vector<std::vector<std::uint32_t>> waited_;  // [stream][other]: position of `other` that `stream` comes after
+  unsigned stagings_ = 0;
+  Positions position_{};
+  std::array<Positions, kDeviceLanes> waited_{};  // [stream][other]: position of `other` that `stream` comes after
   std::vector<Touch> touched_;
   std::map<std::pair<std::uint8_t, std::uint32_t>, Event> recorded_;
 };
 
 }  // namespace
 
-DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, const StreamRoles& roles,
+DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order,
                              std::span<const std::uint16_t> edges, std::size_t slot_bytes)
-    : used(roles.size(), false), scratch_bytes(plan.scratch_bytes) {
+    : scratch_bytes(plan.scratch_bytes) {
   if (order.size() != plan.steps.size() || edges.size() != plan.steps.size()) {
     throw PlanError("plan: an order and an edge for each of " + std::to_string(plan.steps.size()) + " steps wanted");
   }
-  Compiler compiler(*this, plan, roles);
+  Compiler compiler(*this, plan);
   for (const std::uint32_t index : order) {
     const BoundStep& s = plan.steps.at(index);
     if (s.op == Op::kLocal) {

@@ -5,19 +5,17 @@
 
 namespace hetcoll {
 
-DeviceQueue::DeviceQueue(std::shared_ptr<Driver> driver, const StreamRoles& roles, std::vector<DeviceStream> streams,
-                         std::byte* staging, std::size_t slot_bytes)
+DeviceQueue::DeviceQueue(std::shared_ptr<Driver> driver, std::vector<DeviceStream> streams, std::byte* staging,
+                         std::size_t slot_bytes)
     : driver_(std::move(driver)),
-      roles_(roles),
       streams_(std::move(streams)),
       staging_(staging),
       slot_bytes_(slot_bytes),
       start_((driver_->Activate(), driver_)),
       kernel_(driver_),
-      local_(driver_),
-      ended_(roles.size(), false) {
-  if (streams_.size() != roles.size()) throw PlanError("a GPU queue needs a stream for each of its roles");
-  for (unsigned i = 0; i < roles.size(); ++i) ends_.emplace_back(driver_);
+      local_(driver_) {
+  if (streams_.size() != kDeviceLanes) throw PlanError("a GPU queue needs a stream for each of its lanes");
+  for (unsigned i = 0; i < kDeviceLanes; ++i) ends_.emplace_back(driver_);
 }
 
 std::uint16_t DeviceQueue::AddEdge(const SlotEdge& edge) {

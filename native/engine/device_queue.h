@@ -76,14 +76,19 @@ struct DeviceAction {
   std::size_t n = 0;
 };
 
-// Which streams of a queue do what.
-struct StreamRoles {
-  unsigned out;  // streams that fill slots, the first ones
-  unsigned in;   // that empty them, the next ones
-  unsigned size() const { return out + in + 2; }
-  unsigned work() const { return out + in; }
-  unsigned local() const { return out + in + 1; }  // what the vendor's library does
+// The streams of a queue, by what they do. One for each direction: copies of a GPU in one direction come one after
+// another anyway, and a signal that shares a stream with copies, or a second stream of them, waits for the copy that
+// was begun meanwhile (seen on H200s: up to the 90 us that 4 MiB take).
+enum DeviceLane : std::uint8_t {
+  kOutLane,      // fills slots
+  kInLane,       // empties slots
+  kPublishLane,  // says that slots are full
+  kGrantLane,    // says that slots are empty
+  kWorkLane,     // reductions, and copies inside the GPU
+  kLocalLane,    // what the vendor's library does
 };
+inline constexpr unsigned kDeviceLanes = 6;
+inline constexpr unsigned kStagedMessages = 2;  // that have come and wait for their reduction
 
 // A part of a local step; nothing where n is 0.
 struct LocalPart {
@@ -102,13 +107,13 @@ struct LocalAction {
 
 struct DeviceProgram {
   // `order` names each step of the plan once. Throws PlanError where a message is larger than a slot.
-  DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, const StreamRoles& roles,
-                std::span<const std::uint16_t> edges, std::size_t slot_bytes);
+  DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, std::span<const std::uint16_t> edges,
+                std::size_t slot_bytes);
 
   std::vector<DeviceAction> actions;
   std::vector<LocalAction> locals;
-  std::vector<bool> used;  // streams
-  bool all_local = true;   // nothing but local steps: they can run on the user's own stream
+  std::array<bool, kDeviceLanes> used{};
+  bool all_local = true;  // nothing but local steps: they can run on the user's own stream
   std::uint32_t events = 0;
   std::size_t scratch_bytes = 0;
 };
@@ -141,9 +146,9 @@ struct KernelShape {
 
 class DeviceQueue {
  public:
-  // `streams` are the roles' in order; `staging` is device memory of a slot for each stream that empties slots.
-  DeviceQueue(std::shared_ptr<Driver> driver, const StreamRoles& roles, std::vector<DeviceStream> streams,
-              std::byte* staging, std::size_t slot_bytes);
+  // `streams` are the lanes'; `staging` is device memory for the staged messages, of a slot each.
+  DeviceQueue(std::shared_ptr<Driver> driver, std::vector<DeviceStream> streams, std::byte* staging,
+              std::size_t slot_bytes);
 
   // The communicator of this rank's island, where it has one.
   void SetIsland(std::unique_ptr<VendorCollectives> island, int place, int members);
@@ -163,7 +168,6 @@ class DeviceQueue {
   void Join(DeviceStream user);
   bool Idle();
 
-  const StreamRoles& roles() const { return roles_; }
   std::size_t slot_bytes() const { return slot_bytes_; }
 
  private:
@@ -178,7 +182,6 @@ class DeviceQueue {
   void Launch(const DeviceKernel& kernel, std::size_t n, void** params, DeviceStream stream);
 
   std::shared_ptr<Driver> driver_;
-  StreamRoles roles_;
   std::vector<DeviceStream> streams_;
   std::byte* staging_;
   std::size_t slot_bytes_;
@@ -193,9 +196,9 @@ class DeviceQueue {
   Event local_;   // the end of the last EnqueueLocal
   DeviceStream kernel_stream_ = nullptr;
   std::vector<std::byte> kernel_arguments_;
-  std::vector<Event> ends_;        // of each stream's last call
-  std::vector<bool> ended_;        // which of them were recorded
-  DeviceStream joined_ = nullptr;  // the stream that waits for the last call already
+  std::vector<Event> ends_;                 // of each stream's last call
+  std::array<bool, kDeviceLanes> ended_{};  // which of them were recorded
+  DeviceStream joined_ = nullptr;           // the stream that waits for the last call already
   bool is_joined_ = true;
 };
 

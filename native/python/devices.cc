@@ -55,10 +55,10 @@ DeviceKernel KernelOf(const KernelArgs& args) {
 // work, since a driver whose own queue is full waits for the GPU.
 class PyDeviceQueue {
  public:
-  PyDeviceQueue(const std::string& vendor, const DriverFunctions& functions, unsigned out, unsigned in,
-                const std::vector<Address>& streams, Address staging, std::size_t slot_bytes)
+  PyDeviceQueue(const std::string& vendor, const DriverFunctions& functions, const std::vector<Address>& streams,
+                Address staging, std::size_t slot_bytes)
       : driver_(MakeDriver(vendor, functions)),
-        queue_(driver_, {out, in}, Streams(streams), As<std::byte*>(staging), slot_bytes) {}
+        queue_(driver_, Streams(streams), As<std::byte*>(staging), slot_bytes) {}
 
   std::uint16_t AddEdge(Address slots, Address ready, Address credit, unsigned count,
                         std::shared_ptr<RelayEdge> relay) {
@@ -80,7 +80,7 @@ class PyDeviceQueue {
     const Plan plan({reinterpret_cast<const std::byte*>(encoded.c_str()), encoded.size()}, size);
     const auto type = static_cast<DType>(dtype);
     const BoundPlan bound(plan, rank, type, send_count, recv_count, send_table, recv_table);
-    DeviceProgram program(bound, order, queue_.roles(), edges, queue_.slot_bytes());
+    DeviceProgram program(bound, order, edges, queue_.slot_bytes());
     return std::make_shared<DeviceShape>(DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale),
                                                      ItemSize(type), divisor, LocalOf(local), p2p});
   }
@@ -173,6 +173,8 @@ void BindDevices(nb::module_& m) {
       .def_prop_ro("scratch_bytes", [](const DeviceShape& s) { return s.program.scratch_bytes; })
       .def_prop_ro("actions", [](const DeviceShape& s) { return s.program.actions.size(); });
   m.attr("LEDGER_BYTES") = kLedgerBytes;
+  m.attr("DEVICE_LANES") = kDeviceLanes;
+  m.attr("STAGED_MESSAGES") = kStagedMessages;
   nb::class_<LedgerEntry>(m, "LedgerEntry").def_static("make", [](std::uint64_t signature, const std::string& text) {
     return Ledger::Entry(signature, text);
   });
@@ -184,10 +186,8 @@ void BindDevices(nb::module_& m) {
       .def("text", &Ledger::Text, "rank"_a, "number"_a);
   nb::class_<KernelShape>(m, "KernelShape");
   nb::class_<PyDeviceQueue>(m, "DeviceQueue")
-      .def(nb::init<const std::string&, const DriverFunctions&, unsigned, unsigned, const std::vector<Address>&,
-                    Address, std::size_t>(),
-           nb::kw_only(), "vendor"_a, "functions"_a, "streams_out"_a, "streams_in"_a, "streams"_a, "staging"_a,
-           "slot_bytes"_a)
+      .def(nb::init<const std::string&, const DriverFunctions&, const std::vector<Address>&, Address, std::size_t>(),
+           nb::kw_only(), "vendor"_a, "functions"_a, "streams"_a, "staging"_a, "slot_bytes"_a)
       .def("set_island", &PyDeviceQueue::SetIsland, "functions"_a, "handle"_a, "place"_a, "members"_a)
       .def("add_edge", &PyDeviceQueue::AddEdge, "slots"_a, "ready"_a, "credit"_a, "count"_a,
            "relay"_a.none() = nb::none())

@@ -6,15 +6,14 @@ namespace hetcoll::testing {
 
 void GpusOfOneHost() {
   struct Setting {
-    StreamRoles roles;
     int queues;
     bool late;
   };
-  const Setting settings[] = {{{1, 1}, 5, false}, {{2, 2}, 7, true}, {{2, 2}, 1, false}, {{1, 2}, 2, true}};
+  const Setting settings[] = {{6, false}, {8, true}, {1, false}, {2, true}};
   std::minstd_rand random(7);
   for (const Setting& s : settings) {
     for (const int size : {2, 3}) {
-      Gpus host(size, s.roles, s.queues, 11, s.late);
+      Gpus host(size, s.queues, 11, s.late);
       for (const std::size_t count : {std::size_t{1}, std::size_t{7}, std::size_t{250}}) {
         Reduce(host, RingAllreduce, count, random, "ring");
         Reduce(host, DirectAllreduce, count, random, "direct");
@@ -22,14 +21,14 @@ void GpusOfOneHost() {
       }
     }
   }
-  Gpus host(2, {1, 1}, 3, 1, false);
+  Gpus host(2, 3, 1, false);
   const BoundPlan big(Plan(DirectAllreduce(2, 0), 2), 0, DType::kInt32, 5000, 5000, std::span<const std::size_t>{},
                       std::span<const std::size_t>{});
   const std::vector<std::uint32_t> order{0, 1, 2, 3};
   const std::vector<std::uint16_t> edges(4, 0);
   bool refused = false;
   try {
-    DeviceProgram(big, order, {1, 1}, edges, 1024);
+    DeviceProgram(big, order, edges, 1024);
   } catch (const PlanError&) {
     refused = true;
   }

@@ -167,20 +167,19 @@ inline Orders SomeOrders(const std::vector<BoundPlan>& plans, unsigned slots, st
 // The slots of all edges, and each rank's queue. Between hosts every rank has slots of its own, and relays over stripes
 // of sockets; `host` says where each rank is.
 struct Gpus {
-  Gpus(int n, const StreamRoles& r, int folded, unsigned seed, bool late, std::vector<int> where = {}, int links = 1,
+  Gpus(int n, int folded, unsigned seed, bool late, std::vector<int> where = {}, int links = 1,
        const std::string& fault = "", bool connect = true)
       : size(n),
-        roles(r),
         host(where.empty() ? std::vector<int>(static_cast<std::size_t>(n), 0) : std::move(where)),
         stripes(links),
         memory(static_cast<std::size_t>(2 * n * n) * kChannels * kEdge) {
     for (int rank = 0; rank < n; ++rank) {
-      const int streams = static_cast<int>(roles.size());
+      const int streams = int{kDeviceLanes};
       drivers.push_back(std::make_shared<ThreadDriver>(streams + 2, folded, seed + unsigned(rank), late));
-      staging.emplace_back(kSlotBytes * roles.in);
+      staging.emplace_back(kSlotBytes * kStagedMessages);
       std::vector<DeviceStream> own;
       for (int i = 0; i < streams; ++i) own.push_back(drivers.back()->stream(i));
-      queues.push_back(std::make_unique<DeviceQueue>(drivers.back(), roles, own, staging.back().data(), kSlotBytes));
+      queues.push_back(std::make_unique<DeviceQueue>(drivers.back(), own, staging.back().data(), kSlotBytes));
       relays.push_back(std::make_shared<Relay>(RelayOptions{2, true, rank, fault}));
     }
     for (int a = 0; a < n; ++a) {
@@ -195,7 +194,7 @@ struct Gpus {
 
   // One of the two streams of a rank's user.
   DeviceStream User(int rank, int which) {
-    return drivers[static_cast<std::size_t>(rank)]->stream(static_cast<int>(roles.size()) + which);
+    return drivers[static_cast<std::size_t>(rank)]->stream(int{kDeviceLanes} + which);
   }
 
   bool Apart(int a, int b) const { return host[static_cast<std::size_t>(a)] != host[static_cast<std::size_t>(b)]; }
@@ -232,7 +231,6 @@ struct Gpus {
   static constexpr std::size_t kEdge = 4096 + kSlots * kSlotBytes;
 
   int size;
-  StreamRoles roles;
   std::vector<int> host;
   int stripes;
   std::vector<std::byte> memory;
@@ -269,7 +267,7 @@ struct Reduction {
         const bool sends = s.op == Op::kSend;
         edges.push_back(talks ? gpus.Edge(rank, sends ? rank : s.peer, sends ? s.peer : rank, s.channel) : 0);
       }
-      DeviceProgram program(bound[r], orders[r], gpus.roles, edges, Gpus::kSlotBytes);
+      DeviceProgram program(bound[r], orders[r], edges, Gpus::kSlotBytes);
       const auto* kernels = FindKernels(kType, ReduceOp::kSum);
       const DeviceKernel reduce{const_cast<Kernels*>(kernels), 1, 1, 1};
       shapes[r] = std::make_unique<DeviceShape>(DeviceShape{std::move(program), reduce, {}, ItemSize(kType), 1});

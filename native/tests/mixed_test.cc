@@ -12,7 +12,7 @@ struct Mixed {
   Mixed(std::vector<bool> has_gpu, std::vector<int> host, int queues, bool late)
       : size(static_cast<int>(host.size())),
         gpu(std::move(has_gpu)),
-        gpus(size, {2, 2}, queues, 5, late, std::move(host), 1, "", false) {
+        gpus(size, queues, 5, late, std::move(host), 1, "", false) {
     static std::atomic<int> jobs{0};
     const std::string name = "hetcoll-mixed-" + std::to_string(getpid()) + "-" + std::to_string(jobs++);
     for (int r = 0; r < size; ++r) {

@@ -37,7 +37,7 @@ std::pair<int, Failure> FirstFailure(Gpus& gpus) {
 // Links that break the rules must end the call with a named error, and let all streams go.
 void Break(const char* fault, FaultKind wanted) {
   std::minstd_rand random(3);
-  Gpus gpus(3, {1, 1}, 3, 1, false, {0, 1, 2}, 1, std::string(fault) + ",rank=1");
+  Gpus gpus(3, 3, 1, false, {0, 1, 2}, 1, std::string(fault) + ",rank=1");
   Reduction call(gpus, RingAllreduce, 300, random);
   for (int rank = 0; rank < gpus.size; ++rank) call.Enqueue(gpus, rank, 1 << 20, 0, false, true);
   const auto [rank, found] = FirstFailure(gpus);
@@ -48,7 +48,7 @@ void Break(const char* fault, FaultKind wanted) {
 
 void Mismatch() {
   std::minstd_rand random(5);
-  Gpus gpus(2, {1, 1}, 3, 1, false, {0, 1});
+  Gpus gpus(2, 3, 1, false, {0, 1});
   Reduction call(gpus, RingAllreduce, 300, random);
   call.Enqueue(gpus, 0, 1 << 20, 0, false, true);
   call.Enqueue(gpus, 1, 2 << 20, 0, false, true);
@@ -61,7 +61,7 @@ void Mismatch() {
 // A peer that leaves while it is needed.
 void Leave() {
   std::minstd_rand random(5);
-  Gpus gpus(3, {1, 1}, 3, 1, false, {0, 1, 2});
+  Gpus gpus(3, 3, 1, false, {0, 1, 2});
   Reduction call(gpus, RingAllreduce, 300, random);
   call.Enqueue(gpus, 0, 1 << 20, 0, false, true);
   gpus.relays[2]->Close();
@@ -73,7 +73,7 @@ void Leave() {
 // Edges that come to be, and messages that are due, after the end.
 void Late() {
   std::minstd_rand random(5);
-  Gpus gpus(2, {1, 1}, 3, 1, false, {0, 1});
+  Gpus gpus(2, 3, 1, false, {0, 1});
   End(gpus);
   Reduction call(gpus, DirectAllreduce, 300, random);
   for (std::uint64_t turn = 0; turn < 3; ++turn) call.Enqueue(gpus, 0, turn << 20, 0, false, true);
@@ -97,7 +97,7 @@ void GpusOfManyHosts() {
   };
   std::minstd_rand random(7);
   for (const Setting& s : settings) {
-    Gpus gpus(static_cast<int>(s.host.size()), {2, 2}, s.queues, 11, s.late, s.host, s.stripes, s.fault);
+    Gpus gpus(static_cast<int>(s.host.size()), s.queues, 11, s.late, s.host, s.stripes, s.fault);
     for (const std::size_t count : {std::size_t{1}, std::size_t{7}, std::size_t{250}}) {
       Reduce(gpus, RingAllreduce, count, random, "ring over relays");
       Reduce(gpus, DirectAllreduce, count, random, "direct over relays");

@@ -31,6 +31,8 @@ class DeviceShape:
     def actions(self) -> int: ...
 
 LEDGER_BYTES: int
+DEVICE_LANES: int  # streams of a DeviceQueue
+STAGED_MESSAGES: int  # slots of device memory that it needs
 
 class LedgerEntry:
     """One call as it stands in a ledger."""
@@ -77,8 +79,6 @@ class DeviceQueue:
         *,
         vendor: str,
         functions: Mapping[str, int],
-        streams_out: int,
-        streams_in: int,
         streams: Sequence[int],
         staging: int,
         slot_bytes: int,

@@ -47,7 +47,6 @@ from .work import Work
 if TYPE_CHECKING:
     from .devices.base import Device
 
-_STREAMS_OUT, _STREAMS_IN = 2, 2
 _SMALL = 32 << 10  # bytes up to which one kernel beats copies
 _MEDIUM = 8 << 20  # bytes that a rank reads up to which a larger kernel does
 _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
@@ -89,10 +88,10 @@ class GpuPath:
         self._gpus = [Gpu(**json.loads(blob)) for blob in meet("gpus()", mine.encode())]
         with contextlib.ExitStack() as undo:
             device.activate()
-            streams = [device.stream() for _ in range(_STREAMS_OUT + _STREAMS_IN + 2)]
+            streams = [device.stream() for _ in range(_native.DEVICE_LANES)]
             for stream in streams:
                 undo.callback(device.destroy_stream, stream)
-            staging = device.allocate(_STREAMS_IN * self._slot_bytes)
+            staging = device.allocate(_native.STAGED_MESSAGES * self._slot_bytes)
             undo.callback(device.free, staging)
             self._segment = self._share(timeout)
             undo.callback(self._segment.close)
@@ -102,8 +101,6 @@ class GpuPath:
             self._queue = _native.DeviceQueue(
                 vendor=device.vendor,
                 functions=device.functions(),
-                streams_out=_STREAMS_OUT,
-                streams_in=_STREAMS_IN,
                 streams=streams,
                 staging=staging,
                 slot_bytes=self._slot_bytes,
