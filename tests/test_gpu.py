@@ -26,9 +26,10 @@ ODD = (0, 1, 5, 1009, 70_001)
 
 
 def device_of_rank(rank: int) -> Device:
-    from hetcoll.devices import cuda
+    """Of the one vendor whose GPUs the process sees."""
+    from hetcoll.devices import cuda, hip
 
-    found = cuda.devices()
+    found = cuda.devices() if cuda.why_not() is None else hip.devices()
     return found[rank % len(found)]
 
 
@@ -67,7 +68,7 @@ def run_on_gpu(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
 
 
 def check(ranks: Ranks, cases: list[Case]) -> None:
-    rows = ranks.run(run_on_gpu, cases, timeout=100)
+    rows = ranks.run(run_on_gpu, cases, timeout=300)
     for case, digests in zip(cases, zip(*rows, strict=True), strict=True):
         if case.collective in ("allreduce", "allgather", "allgatherv", "broadcast"):
             assert len(set(digests)) == 1, f"{case}: ranks hold different bits"
@@ -111,7 +112,7 @@ def test_parts_of_unequal_size(gpus: Any) -> None:
 
 @pytest.mark.parametrize("queues", ["1", "2"])
 def test_streams_that_share_hardware_queues(gpus: Any, queues: str) -> None:
-    ranks = gpus(3, env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, jitter=f"{queues}:100", timeout=20)
+    ranks = gpus(3, env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, jitter=f"{queues}:100", timeout=120)
     check(ranks, [*cases_of(3, (1009, 500_001)), Case("allreduce", count=3_000_001), Case("alltoall", count=2_300_001)])
 
 
@@ -159,14 +160,14 @@ def exchange(comm: hetcoll.Communicator) -> None:
 
 
 def test_messages(gpus: Any) -> None:
-    gpus(3).run(exchange, timeout=100)
+    gpus(3).run(exchange, timeout=200)
 
 
 def overlap(comm: hetcoll.Communicator) -> None:
     """Calls on several streams with work of the user's before and behind, none waited for by the host."""
     device = device_of_rank(comm.rank)
     streams = [device.stream() for _ in range(3)]
-    count = 400_003
+    count = 150_003
     sources = [DeviceArray.of(device, np.full(count, 1 + i + comm.rank, np.float32)) for i in range(3)]
     work = [DeviceArray(device, count) for _ in range(3)]
     results = [DeviceArray(device, count) for _ in range(12)]
@@ -187,18 +188,18 @@ def overlap(comm: hetcoll.Communicator) -> None:
 
 
 def test_order_on_streams(gpus: Any) -> None:
-    gpus(2, jitter="3:200", timeout=20).run(overlap, timeout=60)
+    gpus(2, jitter="3:200", timeout=120).run(overlap, timeout=200)
 
 
 @pytest.mark.parametrize("islands", ["", "0,1|2,3", "0,1,2|3", "0|1|2,3", "0,2|1,3"])
 def test_islands(gpus: Any, islands: str) -> None:
-    check(gpus(4, islands, timeout=30), list(cases_of(4, (1, 1009, 100_003))))
+    check(gpus(4, islands, timeout=120), list(cases_of(4, (1, 1009, 100_003))))
 
 
 def test_islands_that_cannot_reduce_a_type(gpus: Any) -> None:
     """int16, bitwise operations: no vendor's library has them, so every rank is on its own."""
     cases = [Case("allreduce", "int16", 20_011), Case("reduce_scatter", "int32", 20_011, "bxor")]
-    check(gpus(4, "0,1|2,3", timeout=30), [*cases, Case("allreduce", "bool", 20_011, "lor")])
+    check(gpus(4, "0,1|2,3", timeout=120), [*cases, Case("allreduce", "bool", 20_011, "lor")])
 
 
 def test_parts_of_unequal_size_over_islands(gpus: Any) -> None:
@@ -206,9 +207,9 @@ def test_parts_of_unequal_size_over_islands(gpus: Any) -> None:
     cases.append(Case("reduce_scatterv", "float32", op="avg", counts=(3, 70_001, 0, 5), seed=2))
     cases.append(Case("alltoallv", "int32", 30_001, seed=3))
     for islands in ("", "0,1,2|3"):
-        check(gpus(4, islands, timeout=30), cases)
+        check(gpus(4, islands, timeout=120), cases)
 
 
 def test_islands_on_shared_hardware_queues(gpus: Any) -> None:
-    ranks = gpus(4, "0,1|2,3", env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, jitter="5:100", timeout=30)
+    ranks = gpus(4, "0,1|2,3", env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, jitter="5:100", timeout=120)
     check(ranks, [Case("allreduce", count=3_000_001), Case("allgather", count=1_000_003)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -67,11 +69,14 @@ def wait_in_vain(comm: hetcoll.Communicator, count: int, absent: int, then: str)
         time.sleep(0.3)
         if then == "abort":
             comm.abort("enough")
-        time.sleep(0.0 if then == "abort" else 8.0)
+        elif then == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            time.sleep(12.0)
         return None
     begun = time.monotonic()
     try:
-        comm.allreduce(made.buffer()).wait(30)
+        comm.allreduce(made.buffer()).wait(60)
     except CommunicationError as error:
         return error, time.monotonic() - begun
     return None, 0.0
@@ -81,35 +86,32 @@ def wait_in_vain(comm: hetcoll.Communicator, count: int, absent: int, then: str)
 @pytest.mark.parametrize(("then", "wanted"), [("die", PeerLostError), ("abort", AbortedError)])
 def test_a_rank_that_is_gone(gpus: Launch, islands: str, count: int, then: str, wanted: type[Exception]) -> None:
     ranks = gpus(islands)
-    ranks.run(warm_up_only, count, timeout=60)
+    ranks.run(warm_up_only, count, timeout=100)
     ranks.start(wait_in_vain, count, 1, then)
-    if then == "die":
-        time.sleep(2.0)
-        ranks.kill(1)
-    for outcome in ranks.finish(60, only=[0, 2]):
+    for outcome in ranks.finish(100, only=[0, 2]):
         error, seconds = outcome.value
         assert isinstance(error, wanted), error
         assert "rank 1" in str(error)
-        assert seconds < 8
+        assert seconds < 20
 
 
 @WAYS
 def test_a_rank_that_never_calls(gpus: Launch, islands: str, count: int) -> None:
-    ranks = gpus(islands, HETCOLL_TIMEOUT="2")
+    ranks = gpus(islands, HETCOLL_TIMEOUT="4")
     ranks.start(wait_in_vain, count, 1, "nothing")
-    for outcome in ranks.finish(60, only=[0, 2]):
+    for outcome in ranks.finish(100, only=[0, 2]):
         error, seconds = outcome.value
         assert isinstance(error, CollectiveTimeoutError), error
         assert "rank 1 is at GPU call 1" in str(error)
-        assert seconds < 8
+        assert seconds < 20
     ranks.finish(30, only=[1])
 
 
 def differ(comm: hetcoll.Communicator, count: int) -> Any:
-    made = warm_up(comm, count)
     try:
-        comm.allreduce(made.buffer(), op="max" if comm.rank == 1 else "sum").wait(30)
-        comm.allreduce(made.buffer()).wait(30)
+        made = warm_up(comm, count)  # others may be further already, and have seen that they differ
+        comm.allreduce(made.buffer(), op="max" if comm.rank == 1 else "sum").wait(60)
+        comm.allreduce(made.buffer()).wait(60)
     except CommunicationError as error:
         return error
     return None
@@ -117,7 +119,7 @@ def differ(comm: hetcoll.Communicator, count: int) -> Any:
 
 @WAYS
 def test_ranks_that_call_different_things(gpus: Launch, islands: str, count: int) -> None:
-    for outcome in gpus(islands).run(differ, count, timeout=60):
+    for outcome in gpus(islands).run(differ, count, timeout=100):
         assert isinstance(outcome, CollectiveMismatchError), outcome
         assert "op=max" in str(outcome)
         assert "op=sum" in str(outcome)
@@ -132,9 +134,9 @@ def pass_wrong_things(comm: hetcoll.Communicator) -> None:
     host = np.ones(100, np.float32)
     with pytest.raises(BufferTypeError):
         comm.allreduce(made.buffer(), host)
-    comm.allreduce(made.buffer()).wait(30)
+    comm.allreduce(made.buffer()).wait(60)
     comm.allreduce(host)
 
 
 def test_wrong_arguments_leave_all_well(gpus: Launch) -> None:
-    gpus(APART).run(pass_wrong_things, timeout=60)
+    gpus(APART).run(pass_wrong_things, timeout=100)

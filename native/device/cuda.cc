@@ -15,7 +15,7 @@ using DevicePtr = unsigned long long;  // NOLINT: CUdeviceptr
 
 class CudaDriver final : public Driver {
  public:
-  explicit CudaDriver(const DriverFunctions& f) : context_(reinterpret_cast<void*>(Find(f, "context"))) {
+  explicit CudaDriver(const DriverFunctions& f) : signals_(f), context_(reinterpret_cast<void*>(Find(f, "context"))) {
     Take(f, "cuCtxSetCurrent", set_current_);
     Take(f, "cuMemcpyAsync", copy_);
     Take(f, "cuLaunchKernel", launch_);
@@ -42,10 +42,12 @@ class CudaDriver final : public Driver {
   }
 
   void WriteValue(std::uint64_t* counter, std::uint64_t value, DeviceStream stream) override {
+    if (signals_.wanted()) return signals_.Write(*this, counter, value, stream);
     Check(write_(stream, reinterpret_cast<DevicePtr>(counter), value, kWriteDefault), "cuStreamWriteValue64");
   }
 
   void WaitValue(std::uint64_t* counter, std::uint64_t value, DeviceStream stream) override {
+    if (signals_.wanted()) return signals_.Wait(*this, counter, value, stream);
     Check(wait_(stream, reinterpret_cast<DevicePtr>(counter), value, kWaitGeq), "cuStreamWaitValue64");
   }
 
@@ -95,6 +97,7 @@ class CudaDriver final : public Driver {
                 std::string(function) + ": " + (name == nullptr ? "error " + std::to_string(code) : name));
   }
 
+  SignalKernels signals_;
   void* context_;
   int (*set_current_)(void*);
   int (*copy_)(DevicePtr, DevicePtr, std::size_t, void*);

@@ -12,6 +12,27 @@ std::uintptr_t Find(const DriverFunctions& functions, const char* name) {
   return found->second;
 }
 
+SignalKernels::SignalKernels(const DriverFunctions& functions) {
+  if (!functions.contains("bump")) return;
+  bump_ = reinterpret_cast<DeviceFunction>(Find(functions, "bump"));
+  await_ = reinterpret_cast<DeviceFunction>(Find(functions, "await"));
+  zero_ = reinterpret_cast<void*>(Find(functions, "zero"));
+  abort_ = reinterpret_cast<void*>(Find(functions, "abort"));
+}
+
+void SignalKernels::Write(Driver& driver, std::uint64_t* counter, std::uint64_t value, DeviceStream stream) const {
+  void* zero = zero_;
+  void* params[] = {&counter, &zero, &value};
+  driver.Launch(bump_, 1, 1, params, stream);
+}
+
+void SignalKernels::Wait(Driver& driver, std::uint64_t* counter, std::uint64_t value, DeviceStream stream) const {
+  void* zero = zero_;
+  void* abort = abort_;
+  void* params[] = {&counter, &zero, &value, &abort};
+  driver.Launch(await_, 1, 1, params, stream);
+}
+
 std::unique_ptr<Driver> MakeDriver(const std::string& vendor, const DriverFunctions& functions) {
   if (vendor == "cuda") return MakeCudaDriver(functions);
   if (vendor == "hip") return MakeHipDriver(functions);

@@ -50,6 +50,23 @@ class Driver {
   virtual bool Capturing(DeviceStream stream) = 0;
 };
 
+// Signals and waits as kernels of one thread (devices/kernels/signals.h), for streams that can do neither. They come
+// with `functions`: "bump" and "await", and the addresses of 8 bytes that stay 0 and of a word that ends all waits.
+class SignalKernels {
+ public:
+  explicit SignalKernels(const DriverFunctions& functions);
+
+  bool wanted() const { return bump_ != nullptr; }
+  void Write(Driver& driver, std::uint64_t* counter, std::uint64_t value, DeviceStream stream) const;
+  void Wait(Driver& driver, std::uint64_t* counter, std::uint64_t value, DeviceStream stream) const;
+
+ private:
+  DeviceFunction bump_ = nullptr;
+  DeviceFunction await_ = nullptr;
+  void* zero_ = nullptr;
+  void* abort_ = nullptr;
+};
+
 // `vendor` is "cuda" or "hip". PlanError-free, but throws Fault where a function is missing.
 std::unique_ptr<Driver> MakeDriver(const std::string& vendor, const DriverFunctions& functions);
 

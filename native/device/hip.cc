@@ -14,7 +14,7 @@ constexpr int kCaptureStatusActive = 1;                // hipStreamCaptureStatus
 
 class HipDriver final : public Driver {
  public:
-  explicit HipDriver(const DriverFunctions& f) : device_(static_cast<int>(f.at("device"))) {
+  explicit HipDriver(const DriverFunctions& f) : signals_(f), device_(static_cast<int>(f.at("device"))) {
     Take(f, "hipSetDevice", set_device_);
     Take(f, "hipMemcpyAsync", copy_);
     Take(f, "hipModuleLaunchKernel", launch_);
@@ -41,10 +41,12 @@ class HipDriver final : public Driver {
   }
 
   void WriteValue(std::uint64_t* counter, std::uint64_t value, DeviceStream stream) override {
+    if (signals_.wanted()) return signals_.Write(*this, counter, value, stream);
     Check(write_(stream, counter, value, 0), "hipStreamWriteValue64");
   }
 
   void WaitValue(std::uint64_t* counter, std::uint64_t value, DeviceStream stream) override {
+    if (signals_.wanted()) return signals_.Wait(*this, counter, value, stream);
     Check(wait_(stream, counter, value, kWaitGeq, kAllBits), "hipStreamWaitValue64");
   }
 
@@ -93,6 +95,7 @@ class HipDriver final : public Driver {
                 std::string(function) + ": " + (name == nullptr ? "error " + std::to_string(code) : name));
   }
 
+  SignalKernels signals_;
   int device_;
   int (*set_device_)(int);
   int (*copy_)(void*, const void*, std::size_t, int, void*);

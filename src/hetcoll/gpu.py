@@ -29,6 +29,7 @@ from .buffers import Buffer
 from .calls import Call
 from .devices.kernels.source import exchange_name, oneshot_name
 from .devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot
+from .devices.signals import signal_kernels
 from .diagnosis import Diagnosis, Kind
 from .errors import BufferTypeError, CollectiveTimeoutError
 from .gpu_edges import GpuEdges, Prepare
@@ -51,7 +52,8 @@ _SMALL = 32 << 10  # bytes up to which one kernel beats copies
 _MEDIUM = 8 << 20  # bytes that a rank reads up to which a larger kernel does
 _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
 _ONESHOT_STATE = 256
-_STATE_BYTES = _ONESHOT_STATE + 8 * BLOCKS
+_ZERO = _ONESHOT_STATE + 8 * BLOCKS  # 8 bytes that stay 0
+_STATE_BYTES = _ZERO + 8
 
 Announce = Callable[[str], int]
 Shape = _native.DeviceShape | _native.KernelShape
@@ -98,9 +100,10 @@ class GpuPath:
             self._state = device.allocate(_STATE_BYTES)
             undo.callback(device.free, self._state)
             _clear(device, self._state, _STATE_BYTES)
+            abort = self._segment.aborts[self._here]  # the rest of its cache line is this rank's, too
             self._queue = _native.DeviceQueue(
                 vendor=device.vendor,
-                functions=device.functions(),
+                functions={**device.functions(), **signal_kernels(device, abort + 8, self._state + _ZERO, abort)},
                 streams=streams,
                 staging=staging,
                 slot_bytes=self._slot_bytes,
@@ -117,7 +120,7 @@ class GpuPath:
             )
             self._ledger = _native.Ledger(self._segment.ledger, self._here, len(wiring.locals))
             self._watch = GpuWatch(
-                self._queue.idle,
+                self._settled,
                 self._edges.progress,
                 self._islands.error,
                 self._stuck,
@@ -289,7 +292,16 @@ class GpuPath:
     @property
     def idle(self) -> bool:
         """Whether everything enqueued so far is done."""
-        return self._queue.idle()
+        return self._settled()
+
+    def _settled(self) -> bool:
+        """Whether nothing is under way. A device that has failed ends the communicator, and does nothing more."""
+        try:
+            return self._queue.idle()
+        except _native.Fault as error:
+            if not self._engine.failed:
+                self._broken(str(error))
+            return True
 
     def check(self) -> None:
         """Raise what the communicator failed with, if it did."""
@@ -310,7 +322,7 @@ class GpuPath:
     def close(self, timeout: float = 5.0) -> None:
         """Give everything back, once the device is done or, after `timeout` seconds, made to be."""
         deadline = time.monotonic() + timeout
-        while not self._queue.idle():
+        while not self._settled():
             if time.monotonic() > deadline:
                 self._release()
             time.sleep(0.001)

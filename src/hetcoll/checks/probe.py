@@ -19,6 +19,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ..devices.kernels import modules
+from ..devices.signals import refusal
 from ..errors import DeviceError
 from .finding import Finding, Level
 
@@ -136,27 +137,10 @@ def _mapped(device: Device) -> tuple[Level, str]:
 
 def _signals(device: Device) -> tuple[Level, str]:
     """A stream waits for a word of host memory, then writes one."""
-    if not device.stream_memory_ops:
-        return Level.NOTE, "streams can neither wait for a value nor write one: small kernels do it"
-    prefix = {"cuda": "cu", "hip": "hip"}[device.vendor]
-    functions, number = device.functions(), ctypes.c_uint
-    words = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
-    mask = (2**64 - 1,) if prefix == "hip" else ()
-    wait = ctypes.CFUNCTYPE(ctypes.c_int, *words, number, *[ctypes.c_uint64 for _ in mask])(
-        functions[f"{prefix}StreamWaitValue64"]
-    )
-    write = ctypes.CFUNCTYPE(ctypes.c_int, *words, number)(functions[f"{prefix}StreamWriteValue64"])
-    device.activate()
     with ExitStack() as undo:
-        gate, seen = _word(device, undo), _word(device, undo)
-        stream = device.stream()
-        undo.callback(device.destroy_stream, stream)
-        for refused in (wait(stream, gate, 5, 0, *mask), write(stream, seen, 11, 0)):
-            if refused:
-                return Level.NOTE, f"the driver refuses them for mapped host memory (error {refused}): kernels do it"
-        ctypes.c_uint64.from_address(gate).value = 5
-        _wait(lambda: ctypes.c_uint64.from_address(seen).value == 11, "a stream's wait for a value that came")
-        device.synchronize(stream)
+        reason = refusal(device, _word(device, undo))
+    if reason is not None:
+        return Level.NOTE, f"{reason}: small kernels do it"
     return Level.FINE, "streams wait for values and write them"
 
 

@@ -1,0 +1,171 @@
+"""GPUs of NVIDIA and of AMD in one communicator, on stand-ins of both runtimes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import standins
+from ranks import Ranks, close_all
+from reference import Case
+from test_gpu import cases_of, check, device_of_rank, exchange, overlap
+
+import hetcoll
+from hetcoll.devices.array import DeviceArray
+from hetcoll.errors import CollectiveMismatchError, CommunicationError, PeerLostError
+from hetcoll.types import DType, ReduceOp, supports
+
+pytestmark = pytest.mark.standins
+
+VENDOR = {"n": "cuda", "a": "hip"}
+ODD = (0, 5, 1009, 70_001)
+
+
+def start(gpus: str, **settings: Any) -> Ranks:
+    """Ranks with a GPU each: "nnaa" has two of NVIDIA's and two of AMD's. Settings in capitals are variables."""
+    for vendor in {VENDOR[gpu] for gpu in gpus}:
+        if why_not := standins.why_not(vendor):
+            pytest.skip(why_not)
+    env = {name: value for name, value in settings.items() if name.isupper()}
+    ours = {"timeout": 120, **{name: value for name, value in settings.items() if not name.isupper()}}
+    return Ranks(len(gpus), {**standins.environments([VENDOR[gpu] for gpu in gpus], len(gpus), **ours), **env})
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Iterator[Any]:
+    """`start`, for ranks that stay whole: they are kept for later tests."""
+    made: dict[Any, Ranks] = {}
+
+    def get(gpus: str, **settings: Any) -> Ranks:
+        key = (gpus, *sorted(settings.items()))
+        if key in made and made[key].broken:
+            made.pop(key).kill_all()
+        if key not in made:
+            made[key] = start(gpus, **settings)
+        return made[key]
+
+    yield get
+    close_all(made.values())
+
+
+@pytest.mark.parametrize("gpus", ["na", "aa", "nnaa", "nnna", "naaaa"])
+def test_every_collective(mixed: Any, gpus: str) -> None:
+    check(mixed(gpus), list(cases_of(len(gpus), ODD if len(gpus) == 2 else (5, 70_001))))
+
+
+@pytest.mark.parametrize("islands", ["0|1|2|3", "0,1|2|3"])
+def test_every_collective_where_islands_are_asked_for(mixed: Any, islands: str) -> None:
+    check(mixed("nnaa", HETCOLL_ISLANDS=islands), list(cases_of(4, (5, 70_001))))
+
+
+def test_every_collective_between_hosts(mixed: Any) -> None:
+    """Each vendor's GPUs in hosts of their own, and both in both."""
+    check(mixed("nnaa", HETCOLL_HOST_ID=("a", "a", "b", "b")), list(cases_of(4, (5, 70_001))))
+    check(mixed("nana", HETCOLL_HOST_ID=("a", "a", "b", "b")), list(cases_of(4, (5, 70_001))))
+
+
+@pytest.mark.parametrize("gpus", ["na", "naa"])
+def test_every_type_with_every_reduction(mixed: Any, gpus: str) -> None:
+    """Alone, all are reduced by our kernels; two of AMD's are RCCL's, where it knows the type and the reduction."""
+    cases = [
+        Case("allreduce", dtype.label, count, op.label, seed=count, exact=op is not ReduceOp.AVG)
+        for dtype in DType
+        for op in ReduceOp
+        for count in (7, 2001)
+        if supports(dtype, op)
+    ]
+    check(mixed(gpus), cases)
+
+
+def test_parts_of_unequal_size(mixed: Any) -> None:
+    counts = (70_001, 0, 3, 5)
+    cases = [Case("allgatherv", "int16", counts=counts), Case("reduce_scatterv", op="avg", counts=counts)]
+    check(mixed("nnaa"), [*cases, Case("alltoallv", "int32", 30_001)])
+
+
+def test_messages(mixed: Any) -> None:
+    mixed("naa").run(exchange, timeout=200)
+
+
+@pytest.mark.parametrize("queues", ["1", "2", "4"])
+def test_streams_that_are_late_and_share_hardware_queues(mixed: Any, queues: str) -> None:
+    few = {"CUDA_DEVICE_MAX_CONNECTIONS": queues, "GPU_MAX_HW_QUEUES": queues}
+    check(mixed("nnaa", jitter=f"{queues}:100", **few), [*cases_of(4, (1009,)), Case("allreduce", count=1_000_003)])
+
+
+def test_order_on_streams(mixed: Any) -> None:
+    mixed("na", jitter="3:200").run(overlap, timeout=200)
+
+
+@pytest.mark.parametrize("refusing", [{"GPU_STREAMOPS_CP_WAIT": "1"}, {"stream_waits": 0}])
+def test_streams_that_cannot_wait_for_our_memory(mixed: Any, refusing: dict[str, Any]) -> None:
+    """Kernels signal for AMD's streams, which refuse it, or for all; with one hardware queue, too."""
+    one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "GPU_MAX_HW_QUEUES": "1"}
+    for more in ({}, one_queue):
+        check(mixed("na", **refusing, **more), [*cases_of(2, (5, 70_001)), Case("allgather", count=1_500_003)])
+
+
+def test_libraries_that_may_wait_for_the_device(mixed: Any) -> None:
+    check(mixed("naa", strict=1, jitter="7:50"), list(cases_of(3, (5, 1009))))
+
+
+# What goes wrong.
+
+
+def reduce_until_told(comm: hetcoll.Communicator, count: int, kinds: tuple[str, ...]) -> None:
+    array = DeviceArray(device_of_rank(comm.rank), count, kinds[comm.rank % len(kinds)])
+    for _ in range(100_000):
+        comm.allreduce(array.buffer(), op="max").wait(60)
+
+
+@pytest.mark.parametrize(
+    ("failing", "named"),
+    [
+        ({"hip_fail": "hipMemcpyAsync:30:719"}, "hipMemcpyAsync"),
+        ({"cuda_fail": "cuMemcpyAsync:30:late719"}, "CUDA_ERROR_LAUNCH_FAILED"),
+        ({"hip_fail": "hipStreamWaitValue64:9:1"}, "hipStreamWaitValue64"),
+    ],
+)
+def test_errors_of_a_vendor_end_the_call_everywhere(failing: dict[str, str], named: str) -> None:
+    ranks = start("na", HETCOLL_ISLANDS="0|1", **failing)
+    try:
+        ranks.start(reduce_until_told, 3_000_001, ("float32",))
+        outcomes = ranks.finish(120)
+    finally:
+        ranks.kill_all()
+    culprit = 1 if "hip_fail" in failing else 0
+    for outcome in outcomes:
+        assert isinstance(outcome.error, CommunicationError), outcome.trace
+        assert f"rank {culprit}" in str(outcome.error)
+        assert named in str(outcome.error)
+
+
+@pytest.mark.parametrize("killed", [0, 3])
+def test_a_killed_rank_is_named(killed: int) -> None:
+    ranks = start("nnaa")
+    try:
+        ranks.start(reduce_until_told, 300_001, ("float32",))
+        time.sleep(3.0)
+        ranks.kill(killed)
+        outcomes = ranks.finish(120, only=[rank for rank in range(4) if rank != killed])
+    finally:
+        ranks.kill_all()
+    for outcome in outcomes:
+        assert isinstance(outcome.error, PeerLostError), outcome.trace
+        assert f"rank {killed}" in str(outcome.error)
+
+
+def test_kinds_of_fp8_are_not_mixed_up() -> None:
+    """OCP's and AMD's older one differ in what their bytes mean."""
+    ranks = start("na")
+    try:
+        ranks.start(reduce_until_told, 1009, ("float8_e4m3fn", "float8_e4m3fnuz"))
+        outcomes = ranks.finish(120)
+    finally:
+        ranks.kill_all()
+    for outcome in outcomes:
+        assert isinstance(outcome.error, CollectiveMismatchError), outcome.trace
+        assert "float8_e4m3fn," in str(outcome.error)
+        assert "float8_e4m3fnuz" in str(outcome.error)
