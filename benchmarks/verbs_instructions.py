@@ -1,4 +1,4 @@
-"""Count what the verbs transport itself executes for each message, both ends together, with callgrind.
+"""Count what the verbs transport itself executes for each message, with callgrind: where it is sent, and at both ends.
 
     python benchmarks/verbs_instructions.py [--bench build/.../hetcoll_verbs_bench]
 
@@ -24,6 +24,7 @@ CASES = {
     "direct": "64 KiB from and to registered memory",
 }
 COUNTS = (100, 600)
+SENDING = ("--toggle-collect=*VerbsSend::Push(*", "--toggle-collect=*VerbsSend::Lent(*")  # what a sender calls
 _FUNCTION = re.compile(r"fn=\((\d+)\)(?: (.*))?")
 _OTHERS = re.compile(r"^hetcoll::(testing::|CopyBytes|.*::Copy\()")
 
@@ -57,15 +58,31 @@ def own_instructions(profile: str) -> int:
     return total
 
 
-def count(bench: Path, case: str, messages: int) -> int:
-    """Instructions of one run."""
+def count(bench: Path, case: str, messages: int, *only: str) -> int:
+    """Instructions of one run, or of what callgrind's options `only` say."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out"
-        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", bench, case, str(messages)]
+        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", *only, bench, case, str(messages)]
         run = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if run.returncode != 0:
             raise SystemExit(f"{bench} {case} {messages} failed:\n{run.stderr}")
         return own_instructions(out.read_text())
+
+
+def report(bench: Path | None) -> list[str]:
+    """A line a case. Each message is one posted chunk, and where it is written straight to its place, two."""
+    if shutil.which("valgrind") is None:
+        raise SystemExit("valgrind is needed (Debian: apt install valgrind)")
+    lines = []
+    with tempfile.TemporaryDirectory() as scratch:
+        found = bench or build(Path(scratch))
+        for case, what in CASES.items():
+            each = []
+            for only in (SENDING, ()):
+                low, high = (count(found, case, n, *only) for n in COUNTS)
+                each.append((high - low) / (COUNTS[1] - COUNTS[0]))
+            lines.append(f"{what:38} {each[0]:6.0f} instructions to send it, {each[1]:6.0f} at both ends")
+    return lines
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,13 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="instructions of the verbs transport for each message")
     parser.add_argument("--bench", type=Path, help="the executable hetcoll_verbs_bench")
     args = parser.parse_args(argv)
-    if shutil.which("valgrind") is None:
-        raise SystemExit("valgrind is needed (Debian: apt install valgrind)")
-    with tempfile.TemporaryDirectory() as scratch:
-        bench = args.bench or build(Path(scratch))
-        for case, what in CASES.items():
-            low, high = (count(bench, case, n) for n in COUNTS)
-            print(f"{what:38} {(high - low) / (COUNTS[1] - COUNTS[0]):6.0f} instructions a message")
+    print("\n".join(report(args.bench)))
     return 0
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -143,6 +145,27 @@ def test_packets_are_late_and_out_of_order(pool: Launch) -> None:
         ranks.run(add_up, 5, timeout=60)
     for counters, text in ranks.run(told):
         assert counters["lost_rails"] == 0, text
+
+
+def carried(comm: hetcoll.Communicator) -> Counter[str]:
+    """Bytes that this rank has sent over each of its devices."""
+    found: Counter[str] = Counter()
+    for link in json.loads(comm._engine.links()):
+        for rail in link["rails"]:
+            found[rail["device"]] += rail["bytes"]
+    return found
+
+
+def test_a_slow_cable_carries_less(pool: Launch) -> None:
+    ranks = patient(pool)
+    ranks.run(add_up, 1)
+    before = ranks.run(carried)
+    with netem("veth2", "rate", "8mbit"), netem("veth3", "rate", "8mbit"):  # 1 MB/s
+        ranks.run(add_up, 10, timeout=60)
+    for was, now, (counters, text) in zip(before, ranks.run(carried), ranks.run(told), strict=True):
+        assert counters["lost_rails"] == 0, text
+        slow, fast = sorted((now - was).items())[::-1]  # rxe2 or rxe3, rxe0 or rxe1
+        assert 2 * slow[1] < fast[1], (slow, fast, text)
 
 
 def test_a_rank_is_killed(launch: Launch) -> None:
