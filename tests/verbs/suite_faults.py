@@ -259,7 +259,7 @@ def flood(comm: hetcoll.Communicator, messages: int) -> None:
 
 def test_queues_are_filled_to_the_brim(pool: Launch) -> None:
     ranks = patient(pool)
-    ranks.run(flood, 600, timeout=60)
+    ranks.run(flood, 400, timeout=60)
     for counters, text in ranks.run(told):
         assert counters["lost_rails"] == 0, text
         assert counters["waits"] > 0
