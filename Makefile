@@ -102,13 +102,14 @@ $(VENV)/test: $(VENV)/made pyproject.toml
 	$(call EXTRA,test)
 	touch $@
 
-# cuda-python, NVRTC and hip-python: tests of GPU code skip without them. nccl4py comes without NCCL, which is large and
-# does nothing without a GPU.
+# cuda-python, NVRTC and both lines of hip-python: tests of GPU code skip without them. nccl4py comes without NCCL, which
+# is large and does nothing without a GPU.
 vendors: $(VENV)/vendors
 
 $(VENV)/vendors: $(VENV)/made pyproject.toml
 	$(call EXTRA,vendors)
 	$(PIP) --no-deps nccl4py
+	$(PIP) --no-deps --upgrade --target $(VENV)/hip7 'hip-python<10'
 	touch $@
 
 $(VENV)/dev: $(VENV)/made pyproject.toml

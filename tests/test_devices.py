@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,27 +18,41 @@ from hetcoll.types import DType
 
 pytestmark = pytest.mark.standins
 
-VENDORS = ("cuda", "hip")
+# The older line of hip-python, whose name is the newer one's too: `make vendors` puts it into a folder of its own.
+OLDER_HIP = Path(sys.prefix) / "hip7"
 SOME = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT8_E4M3FN, DType.INT16, DType.COMPLEX128, DType.BOOL)
 
 
-@pytest.fixture(scope="module", params=VENDORS)
+@pytest.fixture(scope="module", params=["cuda", "hip", "hip7"])
 def on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """Calls ``f(vendor, ...)`` in a process that has two stand-in devices of the vendor."""
-    missing = standins.why_not(request.param)
+    vendor, older = request.param.removesuffix("7"), request.param == "hip7"
+    missing = standins.why_not(vendor)
+    if older and not (OLDER_HIP / "hip").is_dir():
+        missing = f"hip-python 7 is not in {OLDER_HIP} (make vendors)"
     if missing:
         pytest.skip(missing)
     env = {
-        **standins.environment(request.param, devices=2, timeout=20),
+        **standins.environment(vendor, devices=2, timeout=60),
         "HETCOLL_CACHE": str(tmp_path_factory.mktemp("cache") / "kernels"),
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # ranks that are streams of one device wait for each other
         "GPU_MAX_HW_QUEUES": "32",
     }
     process = Ranks(1, env, join=False)
     try:
-        yield lambda function, *args, **how: process.run(function, request.param, *args, **how)[0]
+        if older:
+            process.run(_use_older_hip)
+        yield lambda function, *args, **how: process.run(function, vendor, *args, **how)[0]
     finally:
         process.kill_all()  # a device's kernels stay loaded for as long as its process lives
+
+
+def _use_older_hip(job: Job) -> None:
+    sys.path.insert(0, str(OLDER_HIP))
+    sys.modules.update({"rocm": None, "rocm.bindings": None})  # type: ignore[dict-item]
+    from hip import hip
+
+    assert Path(hip.__file__).is_relative_to(OLDER_HIP)
 
 
 def _check(job: Job, vendor: str, name: str) -> str | None:

@@ -16,10 +16,11 @@ from mmap import PAGESIZE
 from typing import Any
 
 from ..errors import DeviceError
-from .base import HIP_FUNCTIONS, DmaBuf, Pointer, Vendor, check_handle
+from .base import HIP_FUNCTIONS, IPC_BYTES, DmaBuf, Pointer, Vendor, check_handle
 from .calls import Arguments, Calls
 from .kernels import KernelTable, kept
 
+_UUID_BYTES = 16
 INSTALL = "pip install 'hetcoll[rocm]'"
 
 
@@ -96,7 +97,7 @@ class HipDevice:
         self.name = _text(about.name)
         self.arch = _text(about.gcnArchName)
         self.bus_id = f"{about.pciDomainID:04x}:{about.pciBusID:02x}:{about.pciDeviceID:02x}.0"
-        self.uuid = _raw(self._calls("hipDeviceGetUuid", index).bytes).hex()
+        self.uuid = _raw(self._calls("hipDeviceGetUuid", index), _UUID_BYTES).hex()
         self.memory = int(about.totalGlobalMem)
         self.multiprocessors = int(about.multiProcessorCount)
         self.stream_memory_ops = bool(self._attribute("CanUseStreamWaitValue"))
@@ -177,7 +178,7 @@ class HipDevice:
         with self._active() as calls:
             calls("hipMemcpyAsync", dst, src, nbytes, calls.module.hipMemcpyKind.hipMemcpyDefault, stream or 0)
             if stream is None:
-                calls("hipStreamSynchronize", 0)
+                _block(calls, "hipStreamSynchronize", 0)
 
     def pointer(self, address: int) -> Pointer:
         unknown = Pointer("unknown", -1, address, 0)
@@ -208,7 +209,7 @@ class HipDevice:
 
     def ipc_handle(self, address: int) -> bytes:
         with self._active() as calls:
-            return _raw(calls("hipIpcGetMemHandle", address).reserved)
+            return _raw(calls("hipIpcGetMemHandle", address), IPC_BYTES)
 
     def open_ipc(self, handle: bytes) -> int:
         check_handle(handle)
@@ -269,7 +270,7 @@ class HipDevice:
 
     def synchronize_event(self, event: int) -> None:
         with self._active() as calls:
-            calls("hipEventSynchronize", event)
+            _block(calls, "hipEventSynchronize", event)
 
     def elapsed(self, start: int, end: int) -> float:
         with self._active() as calls:
@@ -278,9 +279,9 @@ class HipDevice:
     def synchronize(self, stream: int | None = None) -> None:
         with self._active() as calls:
             if stream is None:
-                calls("hipDeviceSynchronize")
+                _block(calls, "hipDeviceSynchronize")
             else:
-                calls("hipStreamSynchronize", stream)
+                _block(calls, "hipStreamSynchronize", stream)
 
     def capturing(self, stream: int) -> bool:
         none = self._calls.module.hipStreamCaptureStatus.hipStreamCaptureStatusNone
@@ -332,6 +333,14 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(paths[0])
 
 
+def _block(calls: Calls, name: str, *handles: int) -> None:
+    """A call that waits, while other threads run: the older line of hip-python keeps Python's lock."""
+    error = getattr(_library(), name)(*map(ctypes.c_void_p, handles))
+    if error:
+        code = calls.module.hipError_t(error).name
+        raise DeviceError(f"{name}: {code}", code)
+
+
 @functools.cache
 def _functions() -> dict[str, int]:
     return {name: ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0 for name in HIP_FUNCTIONS}
@@ -342,9 +351,9 @@ def _text(raw: bytes | str) -> str:
     return text.strip()
 
 
-def _raw(data: Any) -> bytes:
-    """An array of C chars, in whichever of its forms hip-python gives it."""
-    return data if isinstance(data, bytes) else bytes(x & 0xFF for x in data)
+def _raw(struct: Any, nbytes: int) -> bytes:
+    """A struct's bytes. (The older line of hip-python takes arrays of chars for text, and ends them at a zero.)"""
+    return ctypes.string_at(struct.as_c_void_p().value, nbytes)
 
 
 class Hiprtc:

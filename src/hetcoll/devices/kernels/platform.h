@@ -9,8 +9,7 @@
 
 namespace hetcoll {
 using U64 = unsigned long long;
-constexpr unsigned kMaxThreads = 512;   // in a block
-constexpr unsigned kAbortEvery = 1024;  // looks at a word of memory between two at the abort word
+constexpr unsigned kMaxThreads = 512;  // in a block
 }  // namespace hetcoll
 
 // ---- Functions, memory ----
@@ -191,6 +190,7 @@ void Launch(const unsigned* grid, const unsigned* block, void** params, void (*k
 #define HETCOLL_CONSTANT const __grid_constant__
 
 namespace hetcoll {
+constexpr unsigned kAbortEvery = 1024;  // looks at a word of memory between two at the abort word
 HETCOLL_DEVICE void Relax() {}
 }  // namespace hetcoll
 
@@ -203,15 +203,16 @@ HETCOLL_DEVICE void Relax() {}
 #endif
 
 namespace hetcoll {
-HETCOLL_DEVICE void Relax() {
 #if defined(__HIP__)
-  __builtin_amdgcn_s_sleep(1);
+constexpr unsigned kAbortEvery = 1024;
+HETCOLL_DEVICE void Relax() { __builtin_amdgcn_s_sleep(1); }
 #elif defined(HETCOLL_STANDIN)
-  __nanosleep(20);
+constexpr unsigned kAbortEvery = 16;
+HETCOLL_DEVICE void Relax() { __nanosleep(20); }
 #else
-  sched_yield();
+constexpr unsigned kAbortEvery = 16;
+HETCOLL_DEVICE void Relax() { sched_yield(); }
 #endif
-}
 }  // namespace hetcoll
 
 #endif
