@@ -194,9 +194,15 @@ class Environment(NamedTuple):
 @functools.cache
 def environment() -> Environment:
     """This process's environment, read at the first call; later changes of ``os.environ`` are not seen."""
+    return Environment(configuration(), read_launch(os.environ))
+
+
+@functools.cache
+def configuration() -> Config:
+    """Its first half, for processes that are told by other means than a launcher's variables who they are."""
     for message in unknown_variables(os.environ):
         log.warning("%s", message)
-    return Environment(read_config(os.environ), read_launch(os.environ))
+    return read_config(os.environ)
 
 
 def replaced_backends() -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from operator import index
 
 from . import _native, variables
 from .communicator import Communicator
-from .env import Config, environment
+from .env import Config, configuration, environment
 from .errors import ArgumentError, InitError
 from .rendezvous.bootstrap import bootstrap
 from .rendezvous.control import WORLD
@@ -51,7 +51,7 @@ def join(size: int, rank: int, unique_id: UniqueId | str | bytes, timeout: float
         unique_id = UniqueId.parse(unique_id)
     elif isinstance(unique_id, bytes):
         unique_id = UniqueId.from_bytes(unique_id)
-    config = environment().config
+    config = configuration()
     configure(config)
     return _enter(unique_id, rank, size, config, config.init_timeout if timeout is None else timeout)
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..communicator import Communicator
-from ..env import environment
+from ..env import Config, configuration
 from ..errors import InitError
 from ..job import configure
 from ..rendezvous.bootstrap import get_unique_id
@@ -32,9 +32,9 @@ def connect(store: dist.Store, rank: int, size: int, timeout: float, session: Se
     `session` is this process's membership in the job, where all these ranks already belong to one.
     """
     deadline = time.monotonic() + timeout
-    config = replace(environment().config, timeout=timeout)
+    config = replace(configuration(), timeout=timeout)
     configure(config)
-    told = _agree(store, rank, session, timeout)
+    told = _agree(store, rank, session, config)
     name, unique_id = told[:_NAME_BYTES], UniqueId.from_bytes(told[_NAME_BYTES:])
     if session is not None:
         return Communicator(session, name, rank, size, config, deadline - time.monotonic())
@@ -46,19 +46,19 @@ def connect(store: dist.Store, rank: int, size: int, timeout: float, session: Se
         raise
 
 
-def _agree(store: dist.Store, rank: int, session: Session | None, timeout: float) -> bytes:
+def _agree(store: dist.Store, rank: int, session: Session | None, config: Config) -> bytes:
     """A name for the group and the unique id of its job, which rank 0 tells the others.
 
     A store may serve the same group again after it was destroyed: the n-th time on one rank is the n-th on all.
     """
     key = f"hetcoll/{store.add(f'hetcoll/times/{rank}', 1)}"
     if rank == 0:
-        unique_id = get_unique_id() if session is None else session.control.unique_id
+        unique_id = get_unique_id(config) if session is None else session.control.unique_id
         told = os.urandom(_NAME_BYTES) + unique_id.to_bytes()
         store.set(key, told)  # torch takes bytes as well
         return told
     try:
-        store.wait([key], timedelta(seconds=timeout))
+        store.wait([key], timedelta(seconds=config.timeout))
     except RuntimeError as error:
-        raise InitError(f"rank 0 of this process group did not appear in {timeout:g} s: {error}") from error
+        raise InitError(f"rank 0 of this process group did not appear in {config.timeout:g} s: {error}") from error
     return store.get(key)
