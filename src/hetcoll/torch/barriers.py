@@ -14,6 +14,8 @@ def monitored(store: dist.Store, rank: int, size: int, timeout: float, wait_all_
     """Returns when all ranks have called it. RuntimeError on all who have, when others do not within `timeout` seconds;
     on rank 0 it names them: the first one only, unless `wait_all_ranks`.
     """
+    if timeout <= 0:
+        raise RuntimeError(f"[Rank {rank}]: Rank {rank} timed out in monitoredBarrier: it was given no time")
     number = store.add(f"hetcoll/barriers/{rank}", 1)
     prefix = f"hetcoll/barrier/{number}/"
     deadline = time.monotonic() + timeout

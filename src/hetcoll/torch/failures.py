@@ -39,7 +39,8 @@ def translate(error: Exception) -> Exception:
         return error
     for kind in (PeerLostError, CollectiveMismatchError, CollectiveTimeoutError, AbortedError):
         if isinstance(error, kind.__bases__[0]):
-            found = kind(*error.args)
+            text = str(error)
+            found = kind(f"a timeout has passed: {text}" if kind is CollectiveTimeoutError else text)
             if isinstance(found, PeerLostError) and isinstance(error, errors.PeerLostError):
                 found.rank = error.rank
             return found

@@ -53,7 +53,7 @@ class HetcollProcessGroup(Collectives, Messages):
     # What torch asks. It calls the names in camel case from C++.
 
     def getBackendName(self) -> str:  # noqa: N802
-        return NAME
+        return NAME  # also where it replaces another: torch's C++ casts what is called gloo or nccl to these
 
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
@@ -122,7 +122,7 @@ class HetcollProcessGroup(Collectives, Messages):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See `torch.distributed.monitored_barrier`: rank 0 says which ranks did not come; nothing else fails."""
-        limit = seconds(timeout) or self._timeout
+        limit = self._timeout if timeout is None else timeout.total_seconds()
         barriers.monitored(self._store, self.rank(), self.size(), limit, wait_all_ranks)
 
     # The end.

@@ -1,0 +1,142 @@
+"""Uneven batches for ranks of unequal speed: fast ones get more of each batch, and the loss stays that of the batch.
+
+    balancer = Balancer(global_batch=512)
+    for whole in batches:                              # every rank can find its part of the same batch
+        x, y = whole.x[balancer.part], whole.y[balancer.part]
+        with balancer.measure():
+            output = model(x)                          # what runs without communication
+        loss = loss_of(output, y)                      # a mean over this rank's samples
+        balancer.weigh(loss).backward()
+        optimizer.step()
+        balancer.update()
+
+`weigh` scales a rank's mean by its share. DistributedDataParallel and FSDP average gradients over ranks, which then
+gives the gradient of the mean over all samples: what one process would compute on the whole batch, but for rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def shares(total: int, speeds: Sequence[float], least: int = 1) -> list[int]:
+    """`total` samples in proportion to `speeds`, in whole numbers of at least `least`.
+
+    Largest remainders first, then lower ranks: the same on all ranks for the same speeds. ValueError where `total` does
+    not suffice, or a speed is not above 0.
+    """
+    if not speeds or min(speeds) <= 0:
+        raise ValueError(f"speeds: wanted numbers above 0, got {list(speeds)}")
+    spare = total - least * len(speeds)
+    if spare < 0:
+        raise ValueError(f"total: wanted {least} or more for each of {len(speeds)} ranks, got {total}")
+    wanted = [max(total * speed / sum(speeds) - least, 0.0) for speed in speeds]
+    scale = spare / sum(wanted) if sum(wanted) else 0.0
+    exact = [scale * each for each in wanted]
+    found = [int(each) for each in exact]
+    order = sorted(range(len(speeds)), key=lambda rank: (found[rank] - exact[rank], rank))
+    for rank in (order * (spare // len(order) + 1))[: spare - sum(found)]:
+        found[rank] += 1
+    return [least + each for each in found]
+
+
+class Balancer:
+    """This rank's part of each batch of `global_batch` samples, by how fast the ranks of `group` have been.
+
+    Shares begin equal. Every `every` steps `update` measures them anew; `smoothing` in [0, 1) is how much of the older
+    speed remains. No rank gets fewer than `least` samples. All ranks pass the same arguments.
+    """
+
+    def __init__(
+        self, global_batch: int, group: Any = None, *, every: int = 10, smoothing: float = 0.5, least: int = 1
+    ) -> None:
+        if every < 1 or not 0 <= smoothing < 1:
+            raise ValueError(f"every, smoothing: wanted 1 or more, and in [0, 1), got {every} and {smoothing}")
+        self._group, self._every, self._smoothing, self._least = group, every, smoothing, least
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._total = global_batch
+        self._steps = 0
+        self._spans: list[tuple[int, Any, Any]] = []  # samples, and seconds or events before and after
+        self._speed: float | None = None
+        self.shares = shares(global_batch, [1.0] * self._size, least)
+        """Samples of each rank, the same list on all ranks."""
+
+    @property
+    def share(self) -> int:
+        """Samples of this rank."""
+        return self.shares[self._rank]
+
+    @property
+    def part(self) -> slice:
+        """Which samples of a batch are this rank's."""
+        start = sum(self.shares[: self._rank])
+        return slice(start, start + self.share)
+
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """This rank's mean loss, scaled so that the mean over ranks is the mean over all samples."""
+        return loss * (self.share * self._size / self._total)
+
+    def mean(self, loss: torch.Tensor) -> float:
+        """The loss of the whole batch, for people; all ranks call it."""
+        whole = self.weigh(loss.detach()).double() / self._size
+        dist.all_reduce(whole, group=self._group)
+        return float(whole)
+
+    @contextlib.contextmanager
+    def measure(self, device: torch.device | None = None) -> Iterator[None]:
+        """Take the time of this rank's work on its samples.
+
+        Within the block there must be no communication: ranks would measure the slowest of them. The forward pass under
+        DistributedDataParallel has none, and the backward pass takes a multiple of it. On a GPU (`device`, default: the
+        current one, if there is any) it is the GPU's time, and nothing waits for it here.
+        """
+        gpu = torch.cuda.is_available() if device is None else device.type != "cpu"
+        if gpu:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record(torch.cuda.current_stream(device))
+            yield
+            after.record(torch.cuda.current_stream(device))
+            self._spans.append((self.share, before, after))
+        else:
+            start = time.perf_counter()
+            yield
+            self._spans.append((self.share, start, time.perf_counter()))
+
+    def update(self) -> bool:
+        """Count a step; every so many, exchange speeds and set the shares. All ranks call it. Whether they changed."""
+        self._steps += 1
+        if self._steps % self._every:
+            return False
+        speed = self._measured()
+        if speed is not None:
+            keep = self._smoothing if self._speed is not None else 0.0
+            self._speed = keep * (self._speed or 0.0) + (1 - keep) * speed
+        every: list[float | None] = [None] * self._size
+        dist.all_gather_object(every, self._speed, group=self._group)
+        known = [each for each in every if each is not None]
+        if len(known) < self._size:
+            missing = [rank for rank, each in enumerate(every) if each is None]
+            raise RuntimeError(f"update: wanted a block of `measure` on every rank, got none on ranks {missing}")
+        before, self.shares = self.shares, shares(self._total, known, self._least)
+        return before != self.shares
+
+    def _measured(self) -> float | None:
+        """Samples a second since the last time, without the slowest step: the first one warms up."""
+        times = []
+        for samples, before, after in self._spans:
+            if isinstance(before, float):
+                times.append((after - before, samples))
+            else:
+                after.synchronize()
+                times.append((before.elapsed_time(after) * 1e-3, samples))
+        self._spans.clear()
+        if len(times) > 1:
+            times.remove(max(times, key=lambda pair: pair[0] / pair[1]))
+        seconds = sum(each for each, _ in times)
+        return sum(samples for _, samples in times) / seconds if seconds > 0 else None
