@@ -113,7 +113,7 @@ def test_parts_of_unequal_size(gpus: Any) -> None:
 @pytest.mark.parametrize("queues", ["1", "2"])
 def test_streams_that_share_hardware_queues(gpus: Any, queues: str) -> None:
     ranks = gpus(3, env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, jitter=f"{queues}:100", timeout=120)
-    check(ranks, [*cases_of(3, (1009, 500_001)), Case("allreduce", count=3_000_001), Case("alltoall", count=2_300_001)])
+    check(ranks, [*cases_of(3, (1009, 200_001)), Case("allreduce", count=3_000_001), Case("alltoall", count=2_300_001)])
 
 
 def copy_while_others_write(comm: hetcoll.Communicator) -> None:

@@ -87,7 +87,7 @@ def test_parts_of_unequal_size(gpus: Any) -> None:
 @pytest.mark.parametrize("queues", ["1", "2"])
 def test_streams_that_share_hardware_queues(gpus: Any, queues: str) -> None:
     ranks = gpus("aab", env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, jitter=f"{queues}:100", timeout=120)
-    check(ranks, [*cases_of(3, (1009, 300_001)), Case("alltoall", count=2_300_001)])
+    check(ranks, [*cases_of(3, (1009, 100_001)), Case("alltoall", count=2_300_001)])
 
 
 def test_links_that_are_slow_and_cut_what_they_carry(gpus: Any) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import standins
 from ranks import Ranks, close_all
@@ -169,3 +170,25 @@ def test_kinds_of_fp8_are_not_mixed_up() -> None:
         assert isinstance(outcome.error, CollectiveMismatchError), outcome.trace
         assert "float8_e4m3fn," in str(outcome.error)
         assert "float8_e4m3fnuz" in str(outcome.error)
+
+
+def reduce_where_there_is_memory(comm: hetcoll.Communicator) -> None:
+    if comm.rank == 1:
+        comm.allreduce(np.ones(1009, np.float32))
+    else:
+        reduce_until_told(comm, 1009, ("float32",))
+
+
+def test_a_rank_without_a_gpu_is_named() -> None:
+    for vendor in VENDOR.values():
+        if why_not := standins.why_not(vendor):
+            pytest.skip(why_not)
+    ranks = Ranks(3, standins.environments(["cuda", None, "hip"], 3, timeout=120))
+    try:
+        ranks.start(reduce_where_there_is_memory)
+        outcomes = ranks.finish(120)
+    finally:
+        ranks.kill_all()
+    for outcome in outcomes:
+        assert isinstance(outcome.error, CollectiveMismatchError), outcome.trace
+        assert "rank 1 called allreduce(float32, count=1009, op=sum)" in str(outcome.error)
