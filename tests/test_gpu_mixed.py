@@ -86,6 +86,22 @@ def test_parts_of_unequal_size(mixed: Any) -> None:
     check(mixed("nnaa"), [*cases, Case("alltoallv", "int32", 30_001)])
 
 
+def explained(comm: hetcoll.Communicator) -> tuple[str, ...]:
+    comm.allreduce(DeviceArray(device_of_rank(comm.rank), 9).buffer()).wait(60)
+    return comm.explain("allreduce", 1 << 20).paths
+
+
+def test_explain_says_how_gpus_reach_each_other(mixed: Any) -> None:
+    one, two = mixed("naa").run(explained)[1:]
+    assert one[0] == (
+        "from the GPU to that of rank 0 (cuda sm_90): through slots in the host's memory that both GPUs have mapped"
+    )
+    assert "rank 2 (hip gfx942): by RCCL" in one[1]
+    assert one[0] == two[0]
+    far = mixed("nnaa", HETCOLL_HOST_ID=("a", "a", "b", "b")).run(explained)
+    assert "to that of rank 2 (hip gfx942): through pinned slots and 4 sockets" in "".join(far[0])
+
+
 def test_messages(mixed: Any) -> None:
     mixed("naa").run(exchange, timeout=200)
 

@@ -376,7 +376,8 @@ class Core:
         """Which algorithm, channels and transports a collective of `nbytes` uses, and why. Local; sends nothing."""
         self._check_usable()
         self._log_news()
-        return self._selection.explain(op, nbytes)
+        found = self._selection.explain(op, nbytes)
+        return found if self._gpus is None else found._replace(paths=found.paths + self._gpus.paths())
 
     def _log_news(self) -> None:
         """Tell what links lost, and how they went on: once each."""

@@ -308,6 +308,20 @@ class GpuPath:
         if self._engine.failed:
             raise self._diagnosis.error()
 
+    def paths(self) -> tuple[str, ...]:
+        """For people: how data goes from this rank's GPU to every other."""
+        rank, islands = self._wiring.rank, self._islands
+        mine = next(island for island in islands.islands if rank in island)
+        lines = []
+        for peer, gpu in enumerate(self._gpus):
+            if peer == rank:
+                continue
+            way = self._edges.describe(peer)
+            if peer in mine and islands.island is not None:
+                way = f"by {islands.island.library}; what that does not do, {way}"
+            lines.append(f"from the GPU to that of rank {peer} ({gpu.vendor} {gpu.arch}): {way}")
+        return tuple(lines)
+
     def join(self, stream: object) -> None:
         """What comes on `stream` later begins after everything enqueued so far."""
         self._queue.join(streams.handle(stream, None))

@@ -53,6 +53,12 @@ class GpuEdges:
             number = self._numbers[key] = self._queue.add_edge(edge.slots, edge.ready, edge.credit, SLOTS)
         return number
 
+    def describe(self, peer: int) -> str:
+        """For people: how messages to `peer` go."""
+        if self._far(peer):
+            return f"through pinned slots and {self._relays.stripes} sockets"
+        return "through slots in the host's memory that both GPUs have mapped"
+
     def progress(self) -> int:
         """Grows while messages of this rank move."""
         return self._segment.progress(self._here) + self._relays.progress

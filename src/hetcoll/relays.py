@@ -41,13 +41,17 @@ class Relays:
         self._lock = threading.Lock()  # over `_relay` and `_failed`
         self._thread: threading.Thread | None = None
 
+    @property
+    def stripes(self) -> int:
+        """Sockets of an edge."""
+        return min(SLOTS, self._wiring.stripes or STRIPES)
+
     def connect(self, edges: Collection[tuple[int, int]], timeout: float, check: Check) -> None:
         """Connect these (peer, channel) pairs. Both ends must ask; see `Wiring.ensure`."""
         missing = [edge for edge in edges if edge not in self._connected]
-        stripes = min(SLOTS, self._wiring.stripes or STRIPES)
         apart = [(peer, channel + CHANNELS) for peer, channel in missing]  # the engine has the other channels
-        for (peer, channel), fds in self._wiring.sockets(apart, stripes, timeout, check).items():
-            self._start(stripes).connect(peer, channel - CHANNELS, fds)
+        for (peer, channel), fds in self._wiring.sockets(apart, self.stripes, timeout, check).items():
+            self._start().connect(peer, channel - CHANNELS, fds)
             self._connected.add((peer, channel - CHANNELS))
 
     def edge(self, queue: _native.DeviceQueue, out: bool, peer: int, channel: int) -> int:
@@ -72,13 +76,13 @@ class Relays:
             number = self._edges[out, peer, channel] = queue.add_edge(slots, ready, credit, SLOTS, carried)
         return number
 
-    def _start(self, stripes: int) -> _native.Relay:
+    def _start(self) -> _native.Relay:
         with self._lock:
             if self._relay is None:
                 wiring = self._wiring
                 share = wiring.topology.ranks[wiring.rank].cores // len(wiring.locals)
                 self._relay = _native.Relay(
-                    threads=max(1, min(2 * stripes, share)),
+                    threads=max(1, min(2 * self.stripes, share)),
                     oversubscribed=wiring.oversubscribed,
                     rank=wiring.rank,
                     fault=wiring.fault,

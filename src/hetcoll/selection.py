@@ -32,7 +32,8 @@ class Explanation(NamedTuple):
     """What a call will use. `seconds` is the cost model's prediction (nan when it has none).
 
     `transport` is what carries its data now. `paths` says of each rank of another host, in words, over which devices
-    it is reached, what they did so far, and what is wrong with those that are not used.
+    it is reached, what they did so far, and what is wrong with those that are not used; and of each other rank's GPU,
+    once there were calls on GPUs, how data goes there.
     """
 
     collective: str
