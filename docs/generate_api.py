@@ -15,7 +15,7 @@ from typing import Any
 PAGE = Path(__file__).with_name("api.md")
 # Module, heading, and which names; None: all of its __all__.
 SECTIONS: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
-    ("hetcoll", "hetcoll", ("init", "get_unique_id", "Communicator", "Work", "UniqueId")),
+    ("hetcoll", "hetcoll", ("init", "from_mpi", "get_unique_id", "Communicator", "Work", "UniqueId")),
     ("hetcoll.types", "Types and reductions", ("DType", "ReduceOp", "supports", "Collective")),
     ("hetcoll.topology", "Who is where", ("Topology", "RankInfo")),
     ("hetcoll.selection", "What a call will use", ("Explanation",)),

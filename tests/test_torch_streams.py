@@ -133,8 +133,8 @@ def test_messages_have_streams_of_their_own(made: Any) -> None:
     made.group.send([made.torch.empty(3, device="meta")], 1)
     made.group.recv([made.torch.empty(3, device="meta")], 1)
     assert [note for note in made.notes if "waits" in note] == ["own waits for current", "sends waits for current"]
-    assert made.group._streams["sends", made.torch.device("meta")].name == "own"
-    assert made.group._streams["receives", made.torch.device("meta")].name == "sends"
+    assert made.group._streams["send", made.torch.device("meta")].name == "own"
+    assert made.group._streams["recv", made.torch.device("meta")].name == "sends"
 
 
 def test_a_failed_group_is_told_by_wait_and_never_hangs(made: Any) -> None:

@@ -23,7 +23,7 @@ from .errors import (
     PeerLostError,
     RegistrationError,
 )
-from .job import init
+from .job import from_mpi, init
 from .rendezvous.bootstrap import get_unique_id
 from .rendezvous.unique_id import UniqueId
 from .types import DType, ReduceOp
@@ -34,5 +34,5 @@ __all__ = [
     "AbortedError", "ArgumentError", "AuthenticationError", "BufferTypeError", "ClosedError",
     "CollectiveMismatchError", "CollectiveTimeoutError", "CommunicationError", "Communicator", "DType",
     "HetcollError", "InitError", "PeerLostError", "ReduceOp", "RegistrationError", "UniqueId", "Work", "__version__",
-    "get_unique_id", "init",
+    "from_mpi", "get_unique_id", "init",
 ]  # fmt: skip

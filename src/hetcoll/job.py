@@ -7,12 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import index
+from typing import Any
 
 from . import _native, variables
 from .communicator import Communicator
 from .env import Config, configuration, environment
 from .errors import ArgumentError, InitError
-from .rendezvous.bootstrap import bootstrap
+from .rendezvous.bootstrap import bootstrap, get_unique_id
 from .rendezvous.control import WORLD
 from .rendezvous.session import Session
 from .rendezvous.unique_id import UniqueId
@@ -54,6 +55,16 @@ def join(size: int, rank: int, unique_id: UniqueId | str | bytes, timeout: float
     config = configuration()
     configure(config)
     return _enter(unique_id, rank, size, config, config.init_timeout if timeout is None else timeout)
+
+
+def from_mpi(comm: Any, *, timeout: float | None = None) -> Communicator:
+    """A communicator of the ranks of an MPI communicator (mpi4py's, such as ``MPI.COMM_WORLD``), numbered as there.
+
+    Collective over `comm`, of which it uses the rank, the size and one broadcast; nothing of MPI is used afterwards.
+    """
+    rank, size = comm.Get_rank(), comm.Get_size()
+    unique_id = comm.bcast(get_unique_id().to_bytes() if rank == 0 else None, root=0)
+    return join(size, rank, unique_id, timeout)
 
 
 def _with_islands(config: Config, asked: str | Sequence[Sequence[int]] | None) -> Config:

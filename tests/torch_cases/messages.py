@@ -124,6 +124,24 @@ def device_mesh() -> None:
     assert x.item() == 4
 
 
+def the_last_calls_can_be_told() -> None:
+    world, rank = dist.group.WORLD, dist.get_rank()
+    x = torch.ones(3, dtype=torch.bfloat16)
+    dist.broadcast(x, 0)
+    work = dist.irecv(x, 0) if rank == 1 else None
+    calls = world.dump()
+    assert [call["operation"] for call in calls] == ["broadcast", *(["recv"] if rank == 1 else [])]
+    assert calls[0]["tensors"] == ["bfloat16[3]"]
+    if work is not None:
+        assert calls[1]["state"] == "in flight"
+    dist.barrier()
+    if rank == 0:
+        dist.send(x, 1)
+    if work is not None:
+        work.wait()
+        assert world.dump()[1]["state"] == "complete"
+
+
 def the_group_answers() -> None:
     world = dist.group.WORLD
     assert dist.get_backend() == "hetcoll"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +17,11 @@ from ..work import Work as Operation
 from .connect import connect
 from .failures import CollectiveTimeoutError, translate, translated
 from .futures import Level
+from .records import Records
 from .tensors import seconds
 from .work import HostWork, StreamWork
 
+COLLECTIVES = "collectives"  # the lane of all of them; messages have others
 Start = Callable[[dict[str, Any]], Sequence[Operation]]
 """Starts operations of the communicator with these keywords: `async_op`, `timeout`."""
 
@@ -33,7 +37,7 @@ class Launcher(dist.ProcessGroup):
         self._streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
         self._on_streams: collections.deque[StreamWork] = collections.deque()
         self._usual_timeout = timeout  # what the communicator takes where it is given none
-        self._sequence = 0
+        self._records = Records()
 
     @property
     def comm(self) -> Communicator:
@@ -61,7 +65,7 @@ class Launcher(dist.ProcessGroup):
         outputs: Sequence[torch.Tensor],
         after: Callable[[], None] | None = None,
         *,
-        lane: str = "collectives",
+        lane: str = COLLECTIVES,
         source: int | None = None,
     ) -> dist.Work:
         """Run `start`, and `after` when what it started is complete.
@@ -70,18 +74,33 @@ class Launcher(dist.ProcessGroup):
         where the first one lies decides how it runs. `outputs` is what the future will hold. Operations of one `lane`
         run on one stream of the GPU.
         """
-        self._sequence += 1
+        name = lane if lane != COLLECTIVES else sys._getframe(1).f_code.co_name.lstrip("_")  # of the caller
+        call = self._records.begin(name, tensors)
         with translated():
-            device = tensors[0].device if tensors else torch.device("cpu")
-            if device.type != "cpu":
-                return self._enqueue(opts, tensors, device, start, list(outputs), after, lane, source)
-            background = opts is None or opts.asyncOp
-            limit = self._limit(opts)
-            parts = start({"async_op": background, "timeout": limit})
-            work = HostWork(parts, list(outputs), self._futures, after, limit, source)
-            if not background:
-                work.wait()
-            return work
+            work = self._begin(opts, tensors, start, list(outputs), after, lane, source)
+        call.work = weakref.ref(work)
+        return work
+
+    def _begin(
+        self,
+        opts: Any,
+        tensors: Sequence[torch.Tensor],
+        start: Start,
+        outputs: list[torch.Tensor],
+        after: Callable[[], None] | None,
+        lane: str,
+        source: int | None,
+    ) -> dist.Work:
+        device = tensors[0].device if tensors else torch.device("cpu")
+        if device.type != "cpu":
+            return self._enqueue(opts, tensors, device, start, outputs, after, lane, source)
+        background = opts is None or opts.asyncOp
+        limit = self._limit(opts)
+        parts = start({"async_op": background, "timeout": limit})
+        work = HostWork(parts, outputs, self._futures, after, limit, source)
+        if not background:
+            work.wait()
+        return work
 
     def _limit(self, opts: Any) -> float | None:
         """Seconds an operation may take; None: as many as the communicator was made with."""

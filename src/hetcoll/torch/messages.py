@@ -31,7 +31,7 @@ class Messages(Launcher):
         (tensor,) = tensors
         if dst_rank == self.rank():
             return self._to_self(tensor, None)
-        return self._message([tensor], lambda how: [self._comm.send(flat(tensor), dst_rank, **how)], "sends", dst_rank)
+        return self._message([tensor], lambda how: [self._comm.send(flat(tensor), dst_rank, **how)], "send", dst_rank)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> dist.Work:
         """Start to receive one tensor from `src_rank` of the group."""
@@ -39,7 +39,7 @@ class Messages(Launcher):
         if src_rank == self.rank():
             return self._to_self(None, tensor)
         start = lambda how: [self._comm.recv(flat(tensor), src_rank, **how)]  # noqa: E731
-        return self._message([tensor], start, "receives", src_rank)
+        return self._message([tensor], start, "recv", src_rank)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         raise NotImplementedError(

@@ -82,11 +82,11 @@ class HetcollProcessGroup(Collectives, Messages):
         return
 
     def _set_sequence_number_for_group(self) -> None:
-        self._sequence = 0
+        return
 
     def _get_sequence_number_for_group(self) -> int:
         """How many operations this rank has called."""
-        return self._sequence
+        return self._records.count
 
     def set_timeout(self, timeout: timedelta) -> None:
         """For operations that bring none of their own."""
@@ -95,6 +95,13 @@ class HetcollProcessGroup(Collectives, Messages):
     def get_error(self) -> c10d.ErrorType:
         """What the group has failed with, without blocking."""
         return self._error_type()
+
+    def dump(self) -> list[dict[str, Any]]:
+        """The last calls, oldest first: number, operation, tensors, when they started (time.time) and their state.
+
+        Comparing the ranks' dumps shows which call one of them has not made. Never blocks.
+        """
+        return self._records.dump()
 
     # Other groups.
 
