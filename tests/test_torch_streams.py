@@ -46,6 +46,12 @@ class Comm:
     def __init__(self, notes: Notes, here: list[Stream]) -> None:
         self.notes, self.here = notes, here
 
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        self.notes.append("group begins")
+        yield
+        self.notes.append("group ends")
+
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **how: self.notes.append(f"{name} on {self.here[-1].name} {how}")
 
@@ -135,6 +141,17 @@ def test_messages_have_streams_of_their_own(made: Any) -> None:
     assert [note for note in made.notes if "waits" in note] == ["own waits for current", "sends waits for current"]
     assert made.group._streams["send", made.torch.device("meta")].name == "own"
     assert made.group._streams["recv", made.torch.device("meta")].name == "sends"
+
+
+def test_a_batch_is_one_group_on_one_stream(made: Any) -> None:
+    dist, tensor = made.torch.distributed, made.torch.empty(3, device="meta")
+    batch = [SimpleNamespace(op=op, tensor=tensor, group_peer=1, tag=0) for op in (dist.irecv, dist.isend)]
+    (work,) = made.group.batch(batch)
+    assert made.notes == [
+        "own waits for current", "group begins", "recv on own {}", "send on own {}", "group ends", "event on own",
+    ]  # fmt: skip
+    work.wait()
+    assert made.notes[-1] == "current waits for the event on own"
 
 
 def test_a_failed_group_is_told_by_wait_and_never_hangs(made: Any) -> None:

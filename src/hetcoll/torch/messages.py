@@ -81,10 +81,27 @@ class Messages(Launcher):
         return Bundle(works, [])
 
     def batch(self, operations: Sequence[dist.P2POp]) -> list[dist.Work]:
-        """The sends and receives of `torch.distributed.batch_isend_irecv`, none of which waits for another."""
+        """The sends and receives of `torch.distributed.batch_isend_irecv`, none of which waits for another.
+
+        Those of a GPU's tensors are enqueued together, a send and a receive at a time, and have one handle.
+        """
+        if any(each.tensor.device.type != "cpu" for each in operations):
+            return [self._enqueue_batch(operations)]
         works = []
         for each in operations:
             start = self.send if each.op is dist.isend else self.recv
             tensor = torch.view_as_real(each.tensor) if each.tensor.is_complex() else each.tensor
             works.append(start([tensor], each.group_peer, each.tag))
         return works
+
+    def _enqueue_batch(self, operations: Sequence[dist.P2POp]) -> dist.Work:
+        tensors = [each.tensor for each in operations]
+
+        def start(how: dict[str, Any]) -> Any:
+            with self._comm.group():
+                for each in operations:
+                    move = self._comm.send if each.op is dist.isend else self._comm.recv
+                    move(flat(each.tensor), each.group_peer)
+            return ()
+
+        return self._launch(None, tensors, start, tensors, lane="batch")
