@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import standins
 from cases import run_case
+from device_checks import Capture
 from on_gpu import Copies, OnGpu
 from ranks import Ranks, close_all
 from reference import Case
@@ -17,6 +18,7 @@ from reference import Case
 import hetcoll
 from hetcoll.devices.array import DeviceArray
 from hetcoll.devices.base import Device
+from hetcoll.errors import ArgumentError
 from hetcoll.types import DType, ReduceOp, supports
 
 pytestmark = pytest.mark.standins
@@ -213,3 +215,37 @@ def test_parts_of_unequal_size_over_islands(gpus: Any) -> None:
 def test_islands_on_shared_hardware_queues(gpus: Any) -> None:
     ranks = gpus(4, "0,1|2,3", env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, jitter="5:100", timeout=120)
     check(ranks, [Case("allreduce", count=3_000_001), Case("allgather", count=1_000_003)])
+
+
+def capture(comm: hetcoll.Communicator) -> tuple[list[float], str]:
+    """An all-reduce in a graph, three replays of it, one without a graph; and what a larger one says."""
+    device = device_of_rank(comm.rank)
+    device.activate()
+    stream = device.stream()
+    values, large = (DeviceArray.of(device, np.full(n, comm.rank + 1.0)) for n in (100, 4 << 20))
+    comm.allreduce(values, stream=stream)
+    device.synchronize(stream)
+    found = [float(values.get()[-1])]
+    with Capture(device, stream) as captured:
+        comm.allreduce(values, stream=stream)
+        said = "nothing"
+        try:
+            comm.allreduce(large, stream=stream)
+        except ArgumentError as error:
+            said = str(error)
+    for _ in range(3):
+        captured.replay(stream)
+        device.synchronize(stream)
+        found.append(float(values.get()[-1]))
+    comm.allreduce(values, stream=stream).wait()
+    found.append(float(values.get()[0]))
+    captured.close()
+    device.destroy_stream(stream)
+    return found, said
+
+
+@pytest.mark.parametrize("islands", [None, ""])
+def test_calls_in_a_graph(gpus: Any, islands: str | None) -> None:
+    for found, said in gpus(2, islands).run(capture):
+        assert found == [3.0, 6.0, 12.0, 24.0, 48.0]
+        assert said.startswith("stream: a graph is being captured") if islands is None else said == "nothing"

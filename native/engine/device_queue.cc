@@ -48,7 +48,7 @@ void DeviceQueue::Enqueue(const DeviceShape& shape, const std::byte* send, std::
 // The library itself orders its calls on different streams.
 void DeviceQueue::EnqueueLocal(const DeviceShape& shape, const std::array<std::byte*, 4>& bases, DeviceStream user) {
   for (const LocalAction& local : shape.program.locals) RunLocal(shape, local, bases, user);
-  driver_->Record(local_.get(), user);
+  if (!driver_->Capturing(user)) driver_->Record(local_.get(), user);
 }
 
 // What this call's streams do comes after the user's work so far, and after the last call: the two share staging
@@ -71,12 +71,14 @@ void DeviceQueue::Join(DeviceStream user) {
 
 void DeviceQueue::EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user) {
   driver_->Activate();
-  if (kernel_stream_ != user) driver_->WaitEvent(kernel_.get(), user);
+  const bool capturing = driver_->Capturing(user);
+  if (!capturing && kernel_stream_ != user) driver_->WaitEvent(kernel_.get(), user);
   kernel_arguments_ = shape.arguments;
   std::memcpy(kernel_arguments_.data(), &recv, sizeof recv);
   std::memcpy(kernel_arguments_.data() + sizeof recv, &send, sizeof send);
   void* params[] = {kernel_arguments_.data()};
   driver_->Launch(shape.function, shape.blocks, shape.threads, params, user);
+  if (capturing) return;
   driver_->Record(kernel_.get(), user);  // now, since the stream may be gone when the next call comes
   kernel_stream_ = user;
 }
@@ -85,6 +87,11 @@ bool DeviceQueue::Idle() {
   driver_->Activate();
   return driver_->Done(kernel_.get()) && driver_->Done(local_.get()) &&
          std::all_of(streams_.begin(), streams_.end(), [&](DeviceStream s) { return driver_->Idle(s); });
+}
+
+bool DeviceQueue::Capturing(DeviceStream user) {
+  driver_->Activate();
+  return driver_->Capturing(user);
 }
 
 // Before the stream gets to it, so that a thread is awake by then.

@@ -161,12 +161,15 @@ class DeviceQueue {
   void Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
                std::uint64_t signature, DeviceStream user, bool join);
 
-  // A kernel on the user's own stream. Calls on different streams come one after another: they share their state.
+  // A kernel on the user's own stream. Calls on different streams come one after another: they share their state. A
+  // graph that is captured on `user` may have it, and programs that are all local, in it: then who launches the graph
+  // keeps it apart from other calls.
   void EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user);
 
   // Makes `user` wait for everything enqueued so far.
   void Join(DeviceStream user);
   bool Idle();
+  bool Capturing(DeviceStream user);
 
   std::size_t slot_bytes() const { return slot_bytes_; }
 

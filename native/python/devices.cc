@@ -114,6 +114,11 @@ class PyDeviceQueue {
     queue_.Join(As<DeviceStream>(stream));
   }
 
+  bool Capturing(Address stream) {
+    std::lock_guard lock(mutex_);
+    return queue_.Capturing(As<DeviceStream>(stream));
+  }
+
   bool Idle() {
     nb::gil_scoped_release release;
     std::lock_guard lock(mutex_);
@@ -170,6 +175,7 @@ void BindDevices(nb::module_& m) {
       .def("describe", &Relay::Describe)
       .def_prop_ro("moves", &Relay::moves);
   nb::class_<DeviceShape>(m, "DeviceShape")
+      .def_prop_ro("all_local", [](const DeviceShape& s) { return s.program.all_local; })
       .def_prop_ro("scratch_bytes", [](const DeviceShape& s) { return s.program.scratch_bytes; })
       .def_prop_ro("actions", [](const DeviceShape& s) { return s.program.actions.size(); });
   m.attr("LEDGER_BYTES") = kLedgerBytes;
@@ -199,6 +205,7 @@ void BindDevices(nb::module_& m) {
                   "threads"_a)
       .def("run_kernel", &PyDeviceQueue::RunKernel, "shape"_a, "send"_a, "recv"_a, "stream"_a)
       .def("join", &PyDeviceQueue::Join, "stream"_a)
+      .def("capturing", &PyDeviceQueue::Capturing, "stream"_a)
       .def("idle", &PyDeviceQueue::Idle);
 }
 

@@ -18,7 +18,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -31,7 +31,7 @@ from .devices.kernels.source import exchange_name, oneshot_name
 from .devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot
 from .devices.signals import signal_kernels
 from .diagnosis import Diagnosis, Kind
-from .errors import BufferTypeError, CollectiveTimeoutError
+from .errors import ArgumentError, BufferTypeError, CollectiveTimeoutError
 from .gpu_edges import GpuEdges, Prepare
 from .gpu_islands import Gpu, GpuIslands, Meet
 from .gpu_plans import GpuPlans, Kept
@@ -48,7 +48,7 @@ from .work import Work
 if TYPE_CHECKING:
     from .devices.base import Device
 
-_SMALL = 32 << 10  # bytes up to which one kernel beats copies
+_SMALL = 64 << 10  # bytes up to which one kernel beats copies
 _MEDIUM = 8 << 20  # bytes that a rank reads up to which a larger kernel does
 _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
 _ONESHOT_STATE = 256
@@ -157,6 +157,7 @@ class GpuPath:
             call.recv_table,
         )  # fmt: skip
         bound = self._calls.get_or(key, lambda: self._bind(call))
+        self._check_capturable(bound, handle)
         self._note(bound)
         return self._run(bound, call.send, call.recv, handle, async_op, call.collective.label)
 
@@ -174,17 +175,18 @@ class GpuPath:
             what = describe_message(send, dest, recv, source)
             return self._bound(self._plans.messages(*key), what, first.dtype)
 
-        return self._run(self._messages.get_or(key, bind), send, recv, handle, async_op, "a message")
+        bound = self._messages.get_or(key, bind)
+        self._check_capturable(bound, handle)
+        return self._run(bound, send, recv, handle, async_op, "a message")
 
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """What a driver or a library refuses in the middle of a call ends the communicator: others wait for this."""
-        try:
-            yield
-        except _native.Fault as error:
-            if not self._engine.failed:
-                self._broken(str(error))
-            raise self._diagnosis.error() from error
+    def _check_capturable(self, bound: _Bound, stream: int) -> None:
+        """Signals between copies are numbers that are known when they are enqueued, so they cannot come twice."""
+        shape = bound.shape
+        if isinstance(shape, _native.DeviceShape) and not shape.all_local and self._queue.capturing(stream):
+            raise ArgumentError(
+                "stream: a graph is being captured on it; wanted a call inside an island or an all-reduce of up to "
+                f"{_MEDIUM >> 20} MiB in one host, got one that GPUs exchange by copies"
+            )
 
     def _run(
         self, bound: _Bound, send: Buffer | None, recv: Buffer | None, stream: int, async_op: bool, what: str
@@ -193,13 +195,17 @@ class GpuPath:
         source, target = (0 if buffer is None else buffer.ptr for buffer in (send, recv))
         self._watch.started()
         signature = self._engine.enter(bound.number, bound.descriptor, bound.p2p)
-        with self._guarded():
+        try:
             if isinstance(shape, _native.KernelShape):
                 self._queue.run_kernel(shape, source, target, stream)
             else:
                 if shape.scratch_bytes > self._scratch_bytes:
                     self._grow_scratch(shape.scratch_bytes)
                 self._queue.run(shape, source, target, self._scratch, signature, stream, not async_op)
+        except _native.Fault as error:  # refused by a driver or a library in the middle of a call: others wait for this
+            if not self._engine.failed:
+                self._broken(str(error))
+            raise self._diagnosis.error() from error
         self._watch.started()  # once more: it may have looked in between and seen nothing
         return GpuWork(self, (send, recv), what)
 
