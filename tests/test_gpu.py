@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -228,6 +229,9 @@ def capture(comm: hetcoll.Communicator) -> tuple[list[float], str]:
     found = [float(values.get()[-1])]
     with Capture(device, stream) as captured:
         comm.allreduce(values, stream=stream)
+        asker = threading.Thread(target=lambda: comm._gpus.idle)  # as the watch does: it must not end the capture
+        asker.start()
+        asker.join()
         said = "nothing"
         try:
             comm.allreduce(large, stream=stream)

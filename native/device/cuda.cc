@@ -28,6 +28,7 @@ class CudaDriver final : public Driver {
     Take(f, "cuEventQuery", query_event_);
     Take(f, "cuStreamQuery", query_);
     Take(f, "cuStreamIsCapturing", capturing_);
+    Take(f, "cuThreadExchangeStreamCaptureMode", exchange_mode_);
     Take(f, "cuGetErrorName", error_name_);
   }
 
@@ -64,6 +65,7 @@ class CudaDriver final : public Driver {
   }
 
   bool Done(DeviceEvent event) override {
+    const Relaxed relaxed(exchange_mode_);
     const int code = query_event_(event);
     if (code == kNotReady) return false;
     Check(code, "cuEventQuery");
@@ -71,6 +73,7 @@ class CudaDriver final : public Driver {
   }
 
   bool Idle(DeviceStream stream) override {
+    const Relaxed relaxed(exchange_mode_);
     const int code = query_(stream);
     if (code == kNotReady) return false;
     Check(code, "cuStreamQuery");
@@ -111,6 +114,7 @@ class CudaDriver final : public Driver {
   int (*query_event_)(void*);
   int (*query_)(void*);
   int (*capturing_)(void*, int*);
+  int (*exchange_mode_)(int*);
   int (*error_name_)(int, const char**);
 };
 

@@ -76,6 +76,19 @@ std::unique_ptr<Driver> MakeHipDriver(const DriverFunctions& functions);
 // The function called `name`. A Fault where it is missing.
 std::uintptr_t Find(const DriverFunctions& functions, const char* name);
 
+// While it lives, this thread may ask the driver things that would end a capture that any thread has begun.
+class Relaxed {
+ public:
+  explicit Relaxed(int (*exchange)(int*)) : exchange_(exchange) { exchange_(&mode_); }
+  ~Relaxed() { exchange_(&mode_); }
+  Relaxed(const Relaxed&) = delete;
+  Relaxed& operator=(const Relaxed&) = delete;
+
+ private:
+  int (*exchange_)(int*);
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed; then the one before
+};
+
 // An event of a driver, destroyed with its owner.
 class Event {
  public:

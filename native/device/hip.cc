@@ -27,6 +27,7 @@ class HipDriver final : public Driver {
     Take(f, "hipEventQuery", query_event_);
     Take(f, "hipStreamQuery", query_);
     Take(f, "hipStreamIsCapturing", capturing_);
+    Take(f, "hipThreadExchangeStreamCaptureMode", exchange_mode_);
     Take(f, "hipGetErrorName", error_name_);
   }
 
@@ -63,6 +64,7 @@ class HipDriver final : public Driver {
   }
 
   bool Done(DeviceEvent event) override {
+    const Relaxed relaxed(exchange_mode_);
     const int code = query_event_(event);
     if (code == kNotReady) return false;
     Check(code, "hipEventQuery");
@@ -70,6 +72,7 @@ class HipDriver final : public Driver {
   }
 
   bool Idle(DeviceStream stream) override {
+    const Relaxed relaxed(exchange_mode_);
     const int code = query_(stream);
     if (code == kNotReady) return false;
     Check(code, "hipStreamQuery");
@@ -109,6 +112,7 @@ class HipDriver final : public Driver {
   int (*query_event_)(void*);
   int (*query_)(void*);
   int (*capturing_)(void*, int*);
+  int (*exchange_mode_)(int*);
   const char* (*error_name_)(int);
 };
 

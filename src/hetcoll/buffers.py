@@ -41,7 +41,7 @@ _CUDA_MANAGED = 13
 _NO_WAITING = -1  # what `__dlpack__` takes for `stream`, array API standard
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes a microsecond a call
 class Buffer:
     """`count` elements of `dtype` from address `ptr` on, contiguous. `owner` keeps the memory alive."""
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from .devices.base import Device
 
 _SMALL = 64 << 10  # bytes up to which one kernel beats copies
-_MEDIUM = 8 << 20  # bytes that a rank reads up to which a larger kernel does
+_MEDIUM = 2 << 20  # bytes that a rank reads up to which a larger kernel does
 _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
 _ONESHOT_STATE = 256
 _ZERO = _ONESHOT_STATE + 8 * BLOCKS  # 8 bytes that stay 0

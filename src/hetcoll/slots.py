@@ -25,7 +25,7 @@ from .errors import InitError
 if TYPE_CHECKING:
     from .devices.base import Device
 
-SLOTS = 4
+SLOTS = 3
 CHANNELS = 3  # native/engine/plan.h
 WORD_BYTES = 64  # bytes from one slot's word to the next: native/engine/device_queue.h
 WORDS_BYTES = 4096  # bytes in front of an edge's slots
@@ -43,7 +43,7 @@ assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
 def slot_bytes(ranks: int) -> int:
     """Bytes of a slot where `ranks` share a host: large enough to hide what a message costs, and so small that the
     slots of all of them stay in the last-level cache together."""
-    return 4 << 20 if ranks <= 2 else 2 << 20
+    return 4 << 20 if ranks <= 2 else 3 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,7 @@ Error destroy_stream(Stream* stream) {
 Error query_stream(Stream* stream) {
   std::lock_guard lock(state_mutex());
   if (Error error = refuse_capture(stream)) return error;
+  if (Error error = refuse_any_capture()) return error;
   bool busy = stream->last && !stream->last->done();
   if (int fault = stream->device->fault.load()) return static_cast<Error>(fault);
   return busy ? kNotReady : kOk;

@@ -110,6 +110,7 @@ Error query_event(Event* event) {
     invalidate(*event->capture);
     return kCapturedEvent;
   }
+  if (Error error = refuse_any_capture()) return error;
   if (int fault = event->device->fault.load()) return static_cast<Error>(fault);
   if (event->shared) return event->shared->reached.load() >= event->shared->recorded.load() ? kOk : kNotReady;
   return !event->mark || event->mark->done() ? kOk : kNotReady;
