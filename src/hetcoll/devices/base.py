@@ -24,7 +24,8 @@ IPC_BYTES = 64  # of a memory handle, with both vendors
 CUDA_FUNCTIONS = (
     "cuCtxSetCurrent", "cuMemcpyAsync", "cuStreamWriteValue64", "cuStreamWaitValue64", "cuLaunchKernel",
     "cuLaunchHostFunc", "cuEventCreate", "cuEventDestroy", "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent",
-    "cuStreamIsCapturing", "cuStreamSynchronize", "cuStreamQuery", "cuGetErrorName", "cuThreadExchangeStreamCaptureMode",
+    "cuStreamIsCapturing", "cuStreamSynchronize", "cuStreamQuery", "cuGetErrorName",
+    "cuThreadExchangeStreamCaptureMode",
 )  # fmt: skip
 HIP_FUNCTIONS = (
     "hipSetDevice", "hipMemcpyAsync", "hipStreamWriteValue64", "hipStreamWaitValue64", "hipModuleLaunchKernel",
