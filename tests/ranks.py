@@ -199,7 +199,8 @@ class Ranks:
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank's process, if it still runs."""
         if self._processes[rank].exitcode is None:
-            os.kill(self.pid(rank), number)
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself, and only its parent knows so far
+                os.kill(self.pid(rank), number)
 
     def kill(self, rank: int) -> None:
         """SIGKILL, and wait until the process is gone."""
