@@ -446,6 +446,9 @@ NB_MODULE(_native, m) {
            [](PyEngine& e) {
              return e.engine().AskVerbs([](VerbsHost& verbs) { return verbs.Describe(); }, std::string("[]"));
            })
+      .def_prop_ro(
+          "settled",
+          [](PyEngine& e) { return e.engine().AskVerbs([](VerbsHost& verbs) { return verbs.Settled(); }, true); })
       .def("counters", &PyEngine::Counters)
       .def("events",
            [](PyEngine& e) {

@@ -29,6 +29,10 @@ std::string Events(Engine& e) {
   return all;
 }
 
+bool Settled(Engine& e) {
+  return e.AskVerbs([](VerbsHost& verbs) { return verbs.Settled(); }, false);
+}
+
 template <class Condition>
 bool Within(double seconds, Condition&& condition) {
   for (const std::int64_t start = NowNs(); Seconds(start) < seconds; SleepMs(1)) {
@@ -435,9 +439,15 @@ void Stalling() {
   for (int rails = 1; rails <= 2; ++rails) {
     Job job({.size = 2, .over = Over::kVerbs, .rails = rails});
     Settle(job);
+    CHECK(Within(2, [&] { return Settled(job.engine(0)); }), "before");
     job.fabric().Change(0, [](FakeNic& nic) { nic.stalled = true; });
+    std::atomic<bool> waiting{false};
+    std::thread eye([&] { waiting = Within(3, [&] { return !Settled(job.engine(0)); }); });
     const std::int64_t start = NowNs();
     Rounds(job, 2, 1000, "stalling");
+    eye.join();
+    CHECK(waiting, "for the device");
+    CHECK(Within(2, [&] { return Settled(job.engine(0)); }), "after");
     CHECK(Seconds(start) > 0.9 && Seconds(start) < 5, "took %.3f s", Seconds(start));
     const std::string told = Events(job.engine(0));
     CHECK(told.find("no completion for 1000 ms") != std::string::npos, "%s", told.c_str());

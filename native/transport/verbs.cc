@@ -207,6 +207,10 @@ void VerbsHost::Drain(std::int64_t until) {
   while (!std::all_of(links_.begin(), links_.end(), drained) && NowNs() < until) sched_yield();
 }
 
+bool VerbsHost::Settled() const {
+  return std::all_of(links_.begin(), links_.end(), [](const auto& link) { return link->Settled(); });
+}
+
 std::string VerbsHost::Describe() const {
   std::string out = "[";
   for (const auto& link : links_) {

@@ -42,6 +42,8 @@ class VerbsHost {
   void Fence() {
     for (const auto& link : links_) link->Fence();
   }
+  // Whether every link waits for the ranks alone, not for the network.
+  bool Settled() const;
   // Waits until all that was sent has left, or `until`.
   void Drain(std::int64_t until);
 

@@ -196,6 +196,10 @@ class Engine:
     def unregister_memory(self, handle: int) -> bool:
         """False, and nothing is done, while something sent from there may be needed again."""
 
+    @property
+    def settled(self) -> bool:
+        """Whether no RDMA link is being made or mended, or waits for the network's confirmation."""
+
     def links(self) -> str:
         """The verbs links and their rails, as JSON."""
 

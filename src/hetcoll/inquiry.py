@@ -36,9 +36,10 @@ class Answer(NamedTuple):
 
     `calls` are collectives by number, those that the question was about; the last may be one that is being set up.
     `inside` is the call that a thread of it waits in. `progress` changes whenever it gets any further. `alone` says
-    that it has no other thread that could help it on. `state` is for people: how far what is in flight has come.
-    `sent` are its last sends to the rank that asks, the latest first. `failed` is what went wrong there (the engine's
-    kind, the rank to blame, for people) where nobody waits who would find it and tell.
+    that it has no other thread that could help it on, nor an RDMA link that is being made or mended. `state` is for
+    people: how far what is in flight has come. `sent` are its last sends to the rank that asks, the latest first.
+    `failed` is what went wrong there (the engine's kind, the rank to blame, for people) where nobody waits who would
+    find it and tell.
     """
 
     now: int

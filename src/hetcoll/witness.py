@@ -60,7 +60,8 @@ class Witness:
             calls=calls,
             inside=inside,
             progress=f"{now} {engine.messages} {engine.moves}",
-            alone=sum(not thread.name.startswith("hetcoll-") for thread in threading.enumerate()) == 1,
+            alone=engine.settled
+            and sum(not thread.name.startswith("hetcoll-") for thread in threading.enumerate()) == 1,
             state=state,
             sent=tuple(self._sent_to(asker)),
             failed=engine.failure if engine.failed and inside is None else None,

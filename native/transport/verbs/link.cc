@@ -322,6 +322,14 @@ bool VerbsLink::Drained() {
   return drained;
 }
 
+bool VerbsLink::Settled() const {
+  if (fault_ || lifeline_.ended() || state_ == State::kTcp) return true;
+  if (state_ != State::kUp || outbox_.resending()) return false;
+  bool settled = true;
+  for (const auto& rail : rails_) settled &= !rail->alive() || rail->confirmed();
+  return settled;
+}
+
 void VerbsLink::Shutdown() {
   if (tcp_.send != nullptr) {
     tcp_.send->Finish();

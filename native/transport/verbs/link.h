@@ -85,6 +85,8 @@ class VerbsLink final : private RailListener {
 
   // Whether the peer's NICs, or its TCP, have all that was sent. Asks them first where no answer is due.
   bool Drained();
+  // Whether nothing is under way by itself: no handshake, no recovery, nothing that the network owes an answer for.
+  bool Settled() const;
   void Shutdown();
 
   State state() const { return state_; }

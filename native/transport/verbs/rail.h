@@ -108,6 +108,8 @@ class Rail {
   // peer's ring, or to the target.
   void Post(Frame* frame, const std::byte* payload, std::uint32_t lkey, const Target* target = nullptr);
   void PostLost(std::uint32_t rails);
+  // Whether the device has confirmed all that it was given, as far as is known.
+  bool confirmed() const { return sq_done_ == sq_posted_; }
   bool Drained();  // whether the peer's NIC has everything; asks for an answer where none is due
   void PollSend();
   std::uint32_t staging_lkey() const { return staging_mr_->lkey; }
