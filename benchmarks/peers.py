@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py                       # 2 ranks, shared memory and TCP, 8 B to 64 MiB
     python benchmarks/peers.py --ranks 2 4 --rounds 5 --write-docs
+    python benchmarks/peers.py --ops allgather --rounds 1 --join r.json --json r.json   # again and again: short parts
 
 Every round launches every library once, in turn, with the same worker (worker.py), and measures the machine's limits
 (limits.c). Of a library's launches the best counts, because some are bimodal from launch to launch; the median of the
@@ -48,6 +49,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--budget-ms", type=float, default=60.0, help="time for the samples of one size (default 60)")
     add("--launch-timeout", type=float, default=300.0, metavar="SECONDS", help="for one launch (default 300)")
     add("--cache", type=Path, default=Path.home() / ".cache/hetcoll-bench", help="where the peers are installed")
+    add("--join", nargs="+", type=Path, default=[], metavar="FILE",
+        help="results of earlier runs, by --json, that count as well; with --rounds 0 nothing else does")  # fmt: skip
     add("--json", type=Path, help="where to write the results (default: results.json in the cache)")
     add("--write-docs", action="store_true", help="write docs/benchmarks.md and docs/figures/sweep.svg")
     add("--install", action="store_true", help="only install the peers")
@@ -102,6 +105,8 @@ def install(args: argparse.Namespace) -> dict[str, Path]:
 
 def measure(args: argparse.Namespace) -> tuple[list[Point], dict[str, Any], list[str]]:
     """All rounds: the points, the machine's limits, what failed."""
+    if args.rounds == 0:
+        return [], {}, []
     probe = build_limits(args.cache)
     variants = chosen_variants(args)
     homes = install(args)
@@ -136,7 +141,7 @@ def describe(args: argparse.Namespace, points: Sequence[Point]) -> dict[str, Any
         "date": datetime.now(UTC).strftime("%Y-%m-%d"), "cpu": cpu,
         "cpus": len(os.sched_getaffinity(0)),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(), "rounds": args.rounds,
+        "python": platform.python_version(), "rounds": results.most_launches(points),
         "versions": dict(sorted({point.name: point.version for point in points}.items())),
         "command": "python benchmarks/peers.py " + " ".join(sys.argv[1:]),
     }  # fmt: skip
@@ -161,7 +166,7 @@ def write_docs(
     versions = ", ".join(f"{name} ({version})" for name, version in env["versions"].items())
     about = (
         f"{env['date']}, {env['cpu']}, {env['cpus']} CPUs, {env['system']}, Python {env['python']}; {versions}. "
-        f"`{env['command']}`, {env['rounds']} rounds, the best of each library's launches. float32; µs; "
+        f"`{env['command']}`, {env['rounds']} rounds at most, the best of each library's launches. float32; µs; "
         "a ratio above 1 means that hetcoll is faster than the best peer."
     )
     body = "\n\n".join([about, results.limits_markdown(limits), results.markdown(lines)])
@@ -180,7 +185,11 @@ def main() -> int:
         install(args)
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
+    earlier = [json.loads(path.read_text()) for path in args.join if path.exists()]
     points, limits, failures = measure(args)
+    points = [*(Point(**point) for part in earlier for point in part["points"]), *points]
+    limits = results.best_limits([*(part["limits"] for part in earlier), *([limits] if limits else [])])
+    failures = [*(failure for part in earlier for failure in part["failures"]), *failures]
     lines = results.summarise(points, limits)
     env = describe(args, points)
     json_file = args.json or args.cache / "results.json"

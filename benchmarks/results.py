@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,6 +96,11 @@ def summarise(points: Iterable[Point], limits: Mapping[str, Any]) -> list[Line]:
             limit = limit_us(limits, op, transport, ranks, nbytes)
             lines.append(Line(op, transport, ranks, nbytes, best, mid, both, limit))
     return lines
+
+
+def most_launches(points: Iterable[Point]) -> int:
+    """Of any library on any line."""
+    return max(Counter((p.name, p.op, p.transport, p.ranks, p.nbytes) for p in points).values(), default=0)
 
 
 def limit_us(limits: Mapping[str, Any], op: str, transport: str, ranks: int, nbytes: int) -> float:

@@ -87,6 +87,21 @@ def test_the_best_limits_are_the_largest_rates_and_the_smallest_times() -> None:
     assert (best["flag_us"], best["loopback_gbs"]["one_way"], best["add_gbs"]["65536"]["both"]) == (0.04, 6.0, 16.0)
 
 
+def test_a_sweep_may_be_joined_from_parts(tmp_path: Path) -> None:
+    """With no round of its own the command only puts the parts together, as often as it likes."""
+    part, other, whole = (tmp_path / f"{name}.json" for name in ("part", "other", "whole"))
+    for path, us, flag in ((part, 0.5, 0.05), (other, 0.4, 0.06)):
+        points = [point("hetcoll", us), point("MPICH", 2 * us)]
+        path.write_text(json.dumps(results.document({}, LIMITS | {"flag_us": flag}, points, [], ["a failure"])))
+    words = [sys.executable, str(BENCHMARKS / "peers.py"), "--rounds", "0", "--json", str(whole)]
+    ended = subprocess.run([*words, "--join", part, other, tmp_path / "absent"], timeout=60, check=False)
+    assert ended.returncode == 1  # the parts' failures stay failures
+    joined = json.loads(whole.read_text())
+    assert [p["median_us"] for p in joined["points"]] == [0.5, 1.0, 0.4, 0.8]
+    assert (joined["env"]["rounds"], joined["limits"]["flag_us"], len(joined["failures"])) == (2, 0.05, 2)
+    assert joined["table"][0]["ratio"] == 2.0
+
+
 def test_markdown_has_a_table_for_each_transport() -> None:
     points = [point(name, us, transport=t) for t in ("shm", "tcp") for name, us in (("hetcoll", 0.5), ("Gloo", 100.0))]
     text = results.markdown(results.summarise(points, LIMITS))
