@@ -45,7 +45,7 @@ def test_what_the_library_chooses(pool: Pool, size: int) -> None:
     check(pool(size), [case for kind in KINDS for case in cases_of(kind, size, counts)], {})
 
 
-@pytest.mark.parametrize("stores", ["cached", "streaming"])
+@pytest.mark.parametrize("stores", ["cached", "streaming", "claimed"])
 def test_slots_written_either_way(pool: Pool, stores: str) -> None:
     counts = [1009, 100_003]
     cases = [case for kind in KINDS for case in cases_of(kind, 3, counts)]

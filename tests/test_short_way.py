@@ -15,7 +15,7 @@ from ranks import Ranks
 
 import hetcoll
 from hetcoll import _native
-from hetcoll.buffers import read_buffer
+from hetcoll.buffers import KNOWS_ARRAYS, read_buffer
 from hetcoll.errors import BufferTypeError
 from hetcoll.types import DType
 
@@ -32,6 +32,14 @@ def both(obj: object, *, writable: bool = True) -> tuple[int, int, int] | None:
     short = _native.read_memory(obj, writable)
     assert short in (None, (found.ptr, found.count, found.dtype)), (short, found)
     return short
+
+
+def test_numpy_arrays_look_as_they_must() -> None:
+    assert KNOWS_ARRAYS
+    assert not _native.know_arrays(np.zeros((2, 4), np.float32))
+    assert not _native.know_arrays(np.zeros((2, 3), np.int32))
+    assert not _native.know_arrays(bytearray(24))
+    assert _native.know_arrays(np.zeros((2, 3), np.float32))
 
 
 @pytest.mark.parametrize("dtype", DType, ids=lambda d: d.label)

@@ -79,7 +79,12 @@ def test_declared_credits_are_the_least(algorithm: Algorithm) -> None:
             check(plans, credits=credits, inplace=True)
         if plans[0].credits:
             with pytest.raises(PlanError, match="deadlock with 0 slots"):
-                check(plans, credits=plans[0].credits - 1)
+                check(plans, credits=plans[0].credits - 1, inplace=True)
+        if plans[0].apart:
+            check(plans, credits=0)
+        elif plans[0].credits and n == 4:
+            with pytest.raises(PlanError, match="deadlock with 0 slots"):
+                check([replace(plan, apart=True) for plan in plans])
 
 
 messages = st.integers(1, 6).flatmap(

@@ -59,6 +59,22 @@ def test_stated_costs_are_those_of_the_plans(algorithm: Algorithm) -> None:
         busiest = max(loads, key=lambda load: (load[0] + load[1], load[2]))
         assert busiest[2] == pytest.approx(stated[2])
         assert any(load == pytest.approx(stated) for load in loads)
+        assert cost.answered * whole <= min(map(units_answered, [plans] * n, range(n)))
+
+
+def units_answered(plans: list[Plan], rank: int) -> int:
+    """What a rank reduces from a peer's message and sends back as the first of a channel, where the peer expects it
+    before all else: native/engine/plan.cc, MarkAnswers."""
+    steps, units = plans[rank].steps, 0
+    for i, got in enumerate(steps):
+        if got.op is not Op.RECV_REDUCE:
+            continue
+        answers = [s for s in steps if s.op is Op.SEND and s.src == got.dst and i in s.deps and s.peer == got.peer]
+        theirs = plans[got.peer].steps
+        first = {s.lane: s for s in reversed(theirs)}.values()
+        ready = {s.channel for s in first if s.op is Op.RECV and s.peer == rank and not s.deps}
+        units += sum(s.src.count for s in answers if s.src and s.channel in ready)
+    return units
 
 
 @pytest.mark.parametrize("shape", [(2,), (4,), (8,), (1, 1), (2, 2)])

@@ -10,6 +10,7 @@ namespace hetcoll {
 struct KernelTable {
   Kernels entry[kDTypes][kReduceOps];  // reduce is null where the pair is undefined
   void (*copy)(char* dst, const char* src, std::size_t nbytes, bool stream);
+  void (*take)(char* dst, char* src, std::size_t nbytes, bool stream);
 };
 
 namespace baseline {

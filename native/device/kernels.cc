@@ -62,6 +62,10 @@ void CopyBytes(void* dst, const void* src, std::size_t nbytes, bool stream) {
   Table().copy(d, s, nbytes, stream);
 }
 
+void TakeBytes(void* dst, void* src, std::size_t nbytes, bool stream) {
+  Table().take(static_cast<char*>(dst), static_cast<char*>(src), nbytes, stream);
+}
+
 const char* KernelIsa() {
   for (const Isa& isa : kIsas) {
     if (&isa.table() == &Table()) return isa.name;

@@ -16,8 +16,8 @@ namespace hetcoll {
 // overlap. `stream` asks for stores that bypass the cache: for destinations larger than it that are not read soon.
 using ReduceFn = void (*)(void* dst, const void* a, const void* b, std::size_t count, bool stream);
 
-// The same, and dst2[i] gets the same value: a reduction whose result also goes to a transport's slot. dst2 overlaps
-// nothing and is always stored through the cache.
+// The same, and dst2[i] gets the same value: a reduction whose result also goes to a transport's slot. dst2 may be b,
+// or overlaps nothing; it is always stored through the cache.
 using Reduce2Fn = void (*)(void* dst, void* dst2, const void* a, const void* b, std::size_t count, bool stream);
 
 // x[i] = x[i] / divisor, in place: AVG's second half. Integers truncate toward zero; complex numbers by parts. The
@@ -36,6 +36,10 @@ const Kernels* FindKernels(DType dtype, ReduceOp op);
 
 // memcpy; with `stream`, stores bypass the cache. Regions do not overlap.
 void CopyBytes(void* dst, const void* src, std::size_t nbytes, bool stream);
+
+// The same, but src, which begins at a cache line, is spent: a word is written into each of its lines. Why that makes
+// sense: StorePolicy in transport/shm.h.
+void TakeBytes(void* dst, void* src, std::size_t nbytes, bool stream);
 
 // The instruction set chosen at start: "avx512", "avx2" or "baseline" (HETCOLL_ISA can only lower it; Python passes
 // it). What FindKernels gave before stays as it was.

@@ -92,6 +92,43 @@ HETCOLL_INLINE void CopyLines(char* dst, const char* src, std::size_t nbytes) {
 // Below this, waiting for the stores to arrive costs more than the cache gains.
 constexpr std::size_t kStreamBytes = 4096;
 
+// A word into each of the lines that begin in [at, end).
+HETCOLL_INLINE void Claim(char* at, const char* end) {
+  for (; at < end; at += kLine) Store(at, std::uint64_t{0});
+}
+
+// CopyLines, a few lines at a time so that they are claimed while they are at hand. Claims never overtake reads.
+template <bool kStream>
+HETCOLL_INLINE void TakeLines(char* dst, char* src, std::size_t nbytes) {
+  CopyEnds<kLine>(dst, src, nbytes);
+  std::size_t i = kLine - reinterpret_cast<std::uintptr_t>(dst) % kLine;
+  std::size_t claimed = 0;
+  for (; i + 4 * kLine <= nbytes; i += 4 * kLine) {
+#pragma GCC unroll 16
+    for (std::size_t j = 0; j < 4 * kLine; j += kWidth) {
+      const auto v = Load<Vector<char, kWidth>>(src + i + j);
+      kStream ? StoreStream(dst + i + j, v) : Store(dst + i + j, v);
+    }
+    Claim(src + claimed, src + claimed + 4 * kLine);
+    claimed += 4 * kLine;
+  }
+  for (; i + kLine < nbytes; i += kLine) {
+#pragma GCC unroll 4
+    for (std::size_t j = 0; j < kLine; j += kWidth) Store(dst + i + j, Load<Vector<char, kWidth>>(src + i + j));
+  }
+  Claim(src + claimed, src + nbytes);
+}
+
+void Take(char* dst, char* src, std::size_t nbytes, bool stream) {
+  if (nbytes <= kSmallCopy) {
+    CopySmall(dst, src, nbytes);
+    return Claim(src, src + nbytes);
+  }
+  if (!stream || nbytes < kStreamBytes) return TakeLines<false>(dst, src, nbytes);
+  TakeLines<true>(dst, src, nbytes);
+  StoreFence();
+}
+
 void Copy(char* dst, const char* src, std::size_t nbytes, bool stream) {
   if (nbytes <= kSmallCopy) return CopySmall(dst, src, nbytes);
   if (!stream || nbytes < kStreamBytes) return CopyLines<false>(dst, src, nbytes);
@@ -299,6 +336,7 @@ constexpr KernelTable MakeTable() {
   AddComplex<double>(table, DType::kComplex128);
   AddBool(table);
   table.copy = &Copy;
+  table.take = &Take;
   return table;
 }
 

@@ -82,9 +82,9 @@ void Engine::StopBackground() {
 
 bool Engine::forked() const { return g_forks.load(std::memory_order_relaxed) != forks_; }
 
-void Engine::AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks, SlotStores stores) {
+void Engine::AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks, const ShmOptions& options) {
   const ShmLayout layout(static_cast<int>(local_ranks.size()), ring_bytes);
-  AttachShm(std::make_shared<ShmSegment>(fd, layout, stores), local_ranks);
+  AttachShm(std::make_shared<ShmSegment>(fd, layout, options), local_ranks);
 }
 
 void Engine::AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int> local_ranks) {
@@ -92,13 +92,13 @@ void Engine::AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int>
   segment_ = std::move(segment);
   heap_ = std::make_shared<Heap>(segment_, options_.local_rank);
   own_bell_ = &segment_->doorbell(options_.local_rank);
+  segment_->Introduce(options_.local_rank);
   for (int i = 0; i < local_size; ++i) {
     const int peer = local_ranks[static_cast<std::size_t>(i)];
     if (peer == options_.rank) continue;
+    auto made = MakeShm(*segment_, options_.local_rank, i, peer);
     for (int channel = 0; channel < kChannels; ++channel) {
-      LinkEnds ends = injector_.Wrap({MakeShmSend(*segment_, options_.local_rank, i, channel),
-                                      MakeShmRecv(*segment_, i, options_.local_rank, channel, peer)},
-                                     kLargestItem, peer, channel);
+      LinkEnds ends = injector_.Wrap(std::move(made[static_cast<std::size_t>(channel)]), kLargestItem, peer, channel);
       auto& tx = links_.tx(peer, channel);
       tx.end = std::move(ends.send);
       auto& rx = links_.rx(peer, channel);
@@ -390,9 +390,11 @@ bool Engine::PassAll() {
   return moved;
 }
 
-// Called before whoever waits is told of a failure: then the memory is the users' again.
+// Called before whoever waits is told of a failure: then the memory is the users' again, who may write what peers still
+// read. Those of this host look at the flag once they have read.
 void Engine::FenceLinks() {
   if (verbs_ != nullptr && !draining_) verbs_->Fence();
+  if (segment_ != nullptr) segment_->owner(options_.local_rank).withdrawn.store(1, std::memory_order_seq_cst);
 }
 
 void Engine::DropTasks() {

@@ -43,7 +43,8 @@ void CheckHeader(const PlanHeader& head) {
   if (head.magic != kPlanMagic) throw PlanError("plan: wrong magic number");
   const std::uint32_t like = head.scratch_like == 0 ? head.send_units : head.recv_units;
   if (head.lanes > kMaxLanes || head.send_units > kMostUnits || head.recv_units > kMostUnits ||
-      head.scratch_copies > kMostUnits || head.scratch_like > 1 || (head.scratch_copies > 0 && like == 0)) {
+      head.scratch_copies > kMostUnits || head.scratch_like > 1 || head.apart > 1 ||
+      (head.scratch_copies > 0 && like == 0)) {
     throw PlanError("plan: too many lanes, units or copies, or scratch like nothing");
   }
 }
@@ -136,6 +137,9 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
     return CutOffset(send ? send_count : recv_count, send ? h.send_units : h.recv_units, unit) * item;
   };
   may_lend = h.credits == 0;
+  apart = h.apart != 0;
+  const auto kind = static_cast<Collective>(h.collective);
+  copies_only = kind != Collective::kAllreduce && kind != Collective::kReduceScatter && kind != Collective::kReduce;
   const int like = static_cast<int>(h.scratch_like);
   const std::uint32_t like_units = like == 0 ? h.send_units : h.recv_units;
   const std::size_t like_bytes = h.scratch_copies == 0 ? 0 : offset(like, like_units);
@@ -192,15 +196,17 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
       const auto name = [&](const SpanRecord& span) { return InPlaceName(span, h, rank); };
       bool same = false;
       bool skewed = false;
+      bool anyway = false;
       const auto hazard = [&](const SpanRecord& x, const SpanRecord& y) {
         same |= SameSpan(name(x), name(y));
         skewed |= Overlaps(name(x), name(y)) && !SameSpan(name(x), name(y));
+        anyway |= Overlaps(x, y);
       };
       hazard(q.dst, r.src);
       hazard(q.src, r.dst);
       hazard(q.dst, r.dst);
       const bool local = s.op == Op::kLocal || q.op == std::uint8_t(Op::kLocal);
-      deps.push_back({on, same && !skewed && !local});
+      deps.push_back({on, same && !skewed && !local, apart && (same || skewed) && !anyway && !local});
     }
     s.dep_end = static_cast<std::uint32_t>(deps.size());
     if (s.op == Op::kLocal) {
@@ -239,6 +245,21 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
       if (plan.steps[i].lane == lane) order.push_back(i);
     }
     lane_begin[lane + 1] = static_cast<std::uint32_t>(order.size());
+  }
+  MarkAnswers();
+}
+
+// Whoever reduces what we sent may leave the result where it lies, if that goes back to us. Our place is then taken
+// until we have read it; so we must be able to read it whatever else waits: it is the first message on its channel, and
+// its receive is the first step of its lane and waits for nothing.
+void BoundPlan::MarkAnswers() {
+  for (std::size_t lane = 0; lane + 1 < lane_begin.size(); ++lane) {
+    if (lane_begin[lane] == lane_begin[lane + 1]) continue;
+    const BoundStep& answer = steps[order[lane_begin[lane]]];
+    if (answer.op != Op::kRecv || answer.number != 0 || answer.dep_begin != answer.dep_end) continue;
+    for (BoundStep& s : steps) {
+      if (s.op == Op::kSend && s.peer == answer.peer && s.back < 0) s.back = static_cast<std::int16_t>(answer.channel);
+    }
   }
 }
 

@@ -28,7 +28,8 @@ struct PlanHeader {
   std::uint32_t send_units;
   std::uint32_t recv_units;
   std::uint32_t scratch_copies;
-  std::uint16_t scratch_like;
+  std::uint8_t scratch_like;
+  std::uint8_t apart;     // out of place, the plan needs no credits, nor deps that are only for calls in place
   std::uint16_t credits;  // 0: the plan completes even when every send waits for its receive
   std::uint32_t parts;    // of local steps, all together
 };
@@ -87,6 +88,7 @@ struct BoundStep {
   std::uint16_t channel = 0;
   std::int32_t peer = -1;
   std::int32_t fuse = -1;  // a kRecvReduce's result is what step `fuse` sends
+  std::int16_t back = -1;  // of a send: the channel on which its answer may come in its place (see MarkAnswers)
   std::uint32_t dep_begin = 0;
   std::uint32_t dep_end = 0;
   std::uint64_t number = 0;  // of its message on this FIFO, in kNumberSteps; point to point: set by each run
@@ -101,6 +103,7 @@ struct BoundStep {
 struct BoundDep {
   std::uint32_t step;
   bool follows;
+  bool in_place_only = false;  // and this dep can be dropped where SEND and RECV are different memory
 };
 
 // What a local step has for each member of the island, with its bytes; nothing where `buf` is kNone.
@@ -130,11 +133,16 @@ struct BoundPlan {
   std::vector<std::uint32_t> lane_begin;  // lanes + 1 entries into `order`
   std::vector<BoundLocal> locals;         // in the order of their steps
   bool may_lend = false;                  // sends may wait for their receives
+  bool apart = false;                     // with different memory they may in any case, without some deps
+  bool copies_only = false;               // nobody reduces anything
   std::size_t scratch_bytes = 0;
   std::size_t send_bytes = 0;
   std::size_t recv_bytes = 0;
   bool may_alias = true;     // SEND and RECV may be the same memory: then the smaller is a part of the larger
   std::size_t part_off = 0;  // ... which begins there
+
+ private:
+  void MarkAnswers();
 };
 
 }  // namespace hetcoll

@@ -42,6 +42,7 @@ void Task::Prepare(Links& links, const void* send, void* recv, std::uint64_t sig
   // SEND is only ever read unless it is RECV as well.
   base_ = {static_cast<std::byte*>(const_cast<void*>(send)), static_cast<std::byte*>(recv), nullptr};
   signature_ = signature;
+  apart_ = bound_.apart && Apart();
   begun = false;
   state.store(State::kRunning, std::memory_order_relaxed);
   for (BoundStep& s : steps_) {
@@ -62,6 +63,11 @@ void Task::Prepare(Links& links, const void* send, void* recv, std::uint64_t sig
     if (s.op == Op::kRecv) tickets_[i] = links.rx(s.peer, s.channel).tickets++;
     s.number = kNumberStep * tickets_[i];
   }
+}
+
+bool Task::Apart() const {
+  const std::byte *s = base_[0], *r = base_[1];
+  return s + bound_.send_bytes <= r || r + bound_.recv_bytes <= s;
 }
 
 bool Task::Pass(Links& links) {
@@ -91,7 +97,7 @@ bool Task::Limit(const BoundStep& s, std::size_t& limit) const {
   for (std::uint32_t d = s.dep_begin; d < s.dep_end; ++d) {
     const BoundDep& dep = bound_.deps[d];
     const BoundStep& on = steps_[dep.step];
-    if (on.complete) continue;
+    if (on.complete || (dep.in_place_only && apart_)) continue;
     if (!dep.follows || s.len == 0) return false;  // an empty step has no elements to follow
     limit = std::min(limit, on.done / item_ * item_);
   }
@@ -162,7 +168,7 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
   if (n > 0) {
     std::byte* dst = Dst(s) + s.done;
     const std::byte* src = Src(s) + s.done;
-    if (std::byte* slot = FuseSlot(links, s, index, n)) {
+    if (std::byte* slot = FuseSlot(links, s, index, v.data, n)) {
       BoundStep& next = steps_[static_cast<std::size_t>(s.fuse)];
       ReduceTwice(dst, slot, src, v.data, n, s.stream_stores);
       Port<SendEnd>& out = links.tx(next.peer, next.channel);
@@ -181,8 +187,8 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
   return true;
 }
 
-// dst = slot = a (+) b. Around the cache dst is copied from the slot while that is in the L2 cache: a kernel that
-// stores to both at once keeps too many streams open (measured: 4.8 against 7.6 GB/s).
+// dst = slot = a (+) b, where slot may be b. Around the cache dst is copied from the slot while that is in the L2
+// cache: a kernel that stores to both at once keeps too many streams open (measured: 4.8 against 7.6 GB/s).
 void Task::ReduceTwice(std::byte* dst, std::byte* slot, const std::byte* a, const std::byte* b, std::size_t n,
                        bool stream) {
   if (!stream) {
@@ -198,7 +204,7 @@ void Task::ReduceTwice(std::byte* dst, std::byte* slot, const std::byte* a, cons
 
 // The slot of the send that follows this reduction, if that send is next on its lane, has kept up, waits for nothing
 // else, and its transport has room: then the sum is written to both places in one pass.
-std::byte* Task::FuseSlot(Links& links, const BoundStep& s, std::uint32_t index, std::size_t n) {
+std::byte* Task::FuseSlot(Links& links, const BoundStep& s, std::uint32_t index, const std::byte* from, std::size_t n) {
   if (s.fuse < 0) return nullptr;
   const auto target = static_cast<std::uint32_t>(s.fuse);
   BoundStep& next = steps_[target];
@@ -212,7 +218,8 @@ std::byte* Task::FuseSlot(Links& links, const BoundStep& s, std::uint32_t index,
     const BoundDep& dep = bound_.deps[d];
     if (dep.step != index && !steps_[dep.step].complete) return nullptr;
   }
-  return links.tx(next.peer, next.channel).end->Reserve(Src(next) + next.posted, n);
+  const bool answers = next.peer == s.peer && next.number == 0;
+  return links.tx(next.peer, next.channel).end->Reserve(Src(next) + next.posted, n, answers ? from : nullptr);
 }
 
 bool Task::MoveLocal(BoundStep& s, std::size_t limit) {

@@ -112,10 +112,13 @@ class Task {
   bool MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::size_t limit);
   bool MoveLocal(BoundStep& s, std::size_t limit);
   void ReduceTwice(std::byte* dst, std::byte* slot, const std::byte* a, const std::byte* b, std::size_t n, bool stream);
-  std::byte* FuseSlot(Links& links, const BoundStep& s, std::uint32_t index, std::size_t n);
+  std::byte* FuseSlot(Links& links, const BoundStep& s, std::uint32_t index, const std::byte* from, std::size_t n);
   // How far a step may go given its deps; false when it must not move at all.
   bool Limit(const BoundStep& s, std::size_t& limit) const;
-  Message MessageOf(const BoundStep& s) const { return {signature_ + s.number, s.len, bound_.may_lend}; }
+  bool Apart() const;  // SEND and RECV are different memory
+  Message MessageOf(const BoundStep& s) const {
+    return {signature_ + s.number, s.len, bound_.may_lend || apart_, s.back, bound_.copies_only};
+  }
   std::byte* Src(const BoundStep& s) const { return base_[static_cast<std::size_t>(s.src_buf)] + s.src_off; }
   std::byte* Dst(const BoundStep& s) const { return base_[static_cast<std::size_t>(s.dst_buf)] + s.dst_off; }
 
@@ -131,6 +134,7 @@ class Task {
   std::array<std::byte*, 3> base_{};
   std::size_t lanes_left_ = 0;
   std::uint64_t signature_ = 0;
+  bool apart_ = false;
 };
 
 }  // namespace hetcoll

@@ -12,6 +12,7 @@
 
 #include "engine/types.h"
 #include "python/known_types.h"
+#include "python/numpy_array.h"
 #include "python/plain_tensor.h"
 
 namespace hetcoll {
@@ -29,9 +30,18 @@ class HostBuffer {
   // as long as this and `object` do.
   bool Read(PyObject* object, bool writable) {
     const KnownTypes& known = KnownTypes::Instance();
-    if (known.IsArray(object)) return ReadBuffer(object, writable, known.FindDtype(object));
+    if (known.IsArray(object)) return ReadArray(*reinterpret_cast<const NumpyArray*>(object), writable);
     if (const KnownTypes::Export function = known.FindExport(Py_TYPE(object))) return ReadTensor(object, function);
-    return ReadBuffer(object, writable, std::nullopt);
+    return ReadBuffer(object, writable);
+  }
+
+  // From now on instances of `probe`'s very type, numpy.ndarray, are read directly; false where they do not look as
+  // they did in NumPy 1 and 2. See NumpyArray::Fits.
+  static bool KnowArrays(PyObject* probe) {
+    HostBuffer buffer;
+    if (!buffer.ReadBuffer(probe, true) || !NumpyArray::Fits(probe, buffer.data())) return false;
+    KnownTypes::Instance().SetArrayType(Py_TYPE(probe));
+    return true;
   }
 
   std::byte* data() const { return data_; }
@@ -40,15 +50,26 @@ class HostBuffer {
   DType dtype() const { return dtype_; }
 
  private:
-  // By the buffer protocol; with `known` it need not say what the elements are.
-  bool ReadBuffer(PyObject* object, bool writable, std::optional<DType> known) {
-    const int flags = PyBUF_C_CONTIGUOUS | (known ? 0 : PyBUF_FORMAT) | (writable ? PyBUF_WRITABLE : 0);
+  bool ReadArray(const NumpyArray& array, bool writable) {
+    if (!array.Plain(writable)) return false;
+    std::optional<DType> type = array.Element();
+    if (!type) type = KnownTypes::Instance().FindDtype(reinterpret_cast<PyObject*>(array.descr));
+    if (!type) return false;
+    data_ = reinterpret_cast<std::byte*>(array.data);
+    count_ = array.Count();
+    nbytes_ = count_ * ItemSize(*type);
+    dtype_ = *type;
+    return true;
+  }
+
+  bool ReadBuffer(PyObject* object, bool writable) {
+    const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
     if (PyObject_GetBuffer(object, &view_, flags) != 0) {
       PyErr_Clear();
       return false;
     }
     held_ = true;
-    const std::optional<DType> type = known ? known : ParseFormat(view_.format, view_.itemsize);
+    const std::optional<DType> type = ParseFormat(view_.format, view_.itemsize);
     if (!type) return false;
     data_ = static_cast<std::byte*>(view_.buf);
     nbytes_ = static_cast<std::size_t>(view_.len);

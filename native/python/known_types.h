@@ -55,10 +55,8 @@ class KnownTypes {
     return known;
   }
 
-  void AddDtype(PyObject* array_type, PyObject* dtype, DType number) {
-    if (dtypes_.size() >= kMost || FindByIdentity(dtype)) return;
-    array_type_ = reinterpret_cast<PyTypeObject*>(Py_NewRef(array_type));
-    if (dtype_name_ == nullptr) dtype_name_ = PyUnicode_InternFromString("dtype");
+  void AddDtype(PyObject* dtype, DType number) {
+    if (dtypes_.size() >= kMost || FindDtype(dtype)) return;
     dtypes_.push_back({Py_NewRef(dtype), number});
   }
 
@@ -76,18 +74,17 @@ class KnownTypes {
     return true;
   }
 
+  void SetArrayType(PyTypeObject* type) {
+    array_type_ = reinterpret_cast<PyTypeObject*>(Py_NewRef(reinterpret_cast<PyObject*>(type)));
+  }
   bool IsArray(PyObject* object) const { return Py_TYPE(object) == array_type_; }
 
-  // The type of an array's elements, where AddDtype was told of it.
-  std::optional<DType> FindDtype(PyObject* array) const {
-    PyObject* dtype = PyObject_GetAttr(array, dtype_name_);
-    if (dtype == nullptr) {
-      PyErr_Clear();
-      return std::nullopt;
+  // The type of the elements, where AddDtype was told of it.
+  std::optional<DType> FindDtype(PyObject* dtype) const {
+    for (const KnownDtype& known : dtypes_) {
+      if (known.dtype == dtype) return known.number;
     }
-    const std::optional<DType> found = FindByIdentity(dtype);
-    Py_DECREF(dtype);
-    return found;
+    return std::nullopt;
   }
 
   using Export = int (*)(void*, DlTensor*);
@@ -114,15 +111,7 @@ class KnownTypes {
   };
   static constexpr std::size_t kMost = 16;
 
-  std::optional<DType> FindByIdentity(PyObject* dtype) const {
-    for (const KnownDtype& known : dtypes_) {
-      if (known.dtype == dtype) return known.number;
-    }
-    return std::nullopt;
-  }
-
-  PyTypeObject* array_type_ = nullptr;  // numpy.ndarray, once it is needed
-  PyObject* dtype_name_ = nullptr;
+  PyTypeObject* array_type_ = nullptr;  // numpy.ndarray, where its fields are known
   std::vector<KnownDtype> dtypes_;
   std::vector<TensorType> tensors_;
 };

@@ -426,8 +426,9 @@ NB_MODULE(_native, m) {
           "close", [](PyEngine& e) { e.engine().Close(); }, nb::call_guard<nb::gil_scoped_release>())
       .def("empty", &PyEngine::Empty)
       .def("attach_shm",
-           [](PyEngine& e, int fd, std::size_t ring_bytes, const std::vector<int>& local_ranks, int stores) {
-             e.engine().AttachShm(fd, ring_bytes, local_ranks, static_cast<SlotStores>(stores));
+           [](PyEngine& e, int fd, std::size_t ring_bytes, const std::vector<int>& local_ranks, int stores, int reads) {
+             e.engine().AttachShm(fd, ring_bytes, local_ranks,
+                                  {static_cast<SlotStores>(stores), static_cast<PrivateReads>(reads)});
            })
       .def("attach_tcp", [](PyEngine& e, int peer, int channel,
                             const std::vector<int>& fds) { e.engine().AttachTcp(peer, channel, fds); })
@@ -488,9 +489,9 @@ NB_MODULE(_native, m) {
       .def_prop_ro("scratch_bytes", [](PyEngine& e) { return e.engine().scratch_bytes(); });
 
   m.def("read_memory", &ReadMemory, "object"_a.none(), "writable"_a);
-  m.def("know_dtype", [](nb::type_object array_type, nb::object dtype, int number) {
-    KnownTypes::Instance().AddDtype(array_type.ptr(), dtype.ptr(), static_cast<DType>(number));
-  });
+  m.def("know_dtype",
+        [](nb::object dtype, int number) { KnownTypes::Instance().AddDtype(dtype.ptr(), static_cast<DType>(number)); });
+  m.def("know_arrays", [](nb::handle probe) { return HostBuffer::KnowArrays(probe.ptr()); });
   m.def("know_tensor_type", [](nb::type_object type) { return KnownTypes::Instance().AddTensorType(type.ptr()); });
   m.def("read_gpu_tensor", &ReadGpuTensor, "object"_a.none());
   m.def("verbs_library", [] {

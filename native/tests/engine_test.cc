@@ -12,6 +12,17 @@ void CheckPlans();
 void CheckLocals();
 void FuzzPlans();
 
+// shm_test.cc
+void Returning();
+void NotReturning();
+void Stores();
+void BadHeaders();
+void Private();
+void NotPrivate();
+void Withdrawing();
+void DeadSender();
+void PrivateMessages();
+
 // fault_test.cc
 void Mismatches();
 void Garbage();
@@ -267,6 +278,15 @@ constexpr Scenario kScenarios[] = {
     {"garbage", Garbage},
     {"faultspecs", FaultSpecs},
     {"lending", Lending},
+    {"slots", Returning},
+    {"slots: kept", NotReturning},
+    {"slots: stores", Stores},
+    {"slots: headers", BadHeaders},
+    {"private", Private},
+    {"private: not", NotPrivate},
+    {"private: withdrawn", Withdrawing},
+    {"private: dead", DeadSender},
+    {"private: messages", PrivateMessages},
     {"harmless", HarmlessFaults},
     {"harmful", HarmfulFaults},
     {"gpus", GpusOfOneHost},

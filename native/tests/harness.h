@@ -278,6 +278,7 @@ struct JobOptions {
   std::string fault = {};
   FabricOptions fabric = {};
   std::function<void(Fabric&)> prepare = {};  // its devices, before links are made
+  ShmOptions shm = {};
 };
 
 class Job {
@@ -291,7 +292,7 @@ class Job {
           std::make_unique<Engine>(EngineOptions{r, o.size, 0x1234, name, r, o.spin_seconds, crowded, o.fault}));
     }
     if (o.over == Over::kShm) {
-      MapAll(o.ring_bytes);
+      MapAll(o);
     } else {
       if (o.over == Over::kVerbs) AddNics(o);
       ConnectAll(o);
@@ -310,14 +311,14 @@ class Job {
   }
 
  private:
-  void MapAll(std::size_t ring_bytes) {
-    const ShmLayout layout(size_, ring_bytes);
+  void MapAll(const JobOptions& o) {
+    const ShmLayout layout(size_, o.ring_bytes);
     const int fd = memfd_create("hetcoll-test", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, static_cast<off_t>(layout.total_bytes)) != 0) std::abort();
     std::vector<int> ranks(static_cast<std::size_t>(size_));
     std::iota(ranks.begin(), ranks.end(), 0);
     // One mapping for all: TSan knows memory by its address.
-    const auto segment = std::make_shared<ShmSegment>(fd, layout);
+    const auto segment = std::make_shared<ShmSegment>(fd, layout, o.shm);
     for (auto& engine : engines_) engine->AttachShm(segment->Share(), ranks);
     close(fd);
   }

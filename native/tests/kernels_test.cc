@@ -22,6 +22,7 @@ using hetcoll::KernelIsa;
 using hetcoll::Kernels;
 using hetcoll::ReduceOp;
 using hetcoll::SetKernelIsa;
+using hetcoll::TakeBytes;
 
 namespace {
 
@@ -131,6 +132,12 @@ void TestReduce(DType t, ReduceOp op, const Kernels& kernels, const Bytes& a, co
   kernels.reduce2(&out[at], &second[at2], pa, pb, count, stream);
   check("reduce2", FirstDifference(t, out, at, want, count));
   check("reduce2, second", FirstDifference(t, second, at2, want, count));
+
+  if (alias == Alias::kB) return;
+  x = x_before, y = y_before;  // the second one may be b
+  kernels.reduce2(&out[at], pb, pa, pb, count, stream);
+  check("reduce2, into b", FirstDifference(t, out, at, want, count));
+  check("reduce2, b", FirstDifference(t, y, offset_b, want, count));
 }
 
 void TestScale(DType t, const Kernels& kernels, const Bytes& a) {
@@ -191,6 +198,24 @@ void TestAllCodes(DType t) {
   }
 }
 
+// The same bytes, and afterwards a word of each line of the source is zero, and nothing before or behind its lines.
+void TestTake(const Bytes& source, std::size_t nbytes, std::size_t offset, bool stream) {
+  const std::size_t lines = (nbytes + 63) / 64 * 64;
+  Bytes memory(lines + 192, kCanary), out(offset + nbytes + 96, kCanary);
+  unsigned char* slot = memory.data() + 64 - reinterpret_cast<std::uintptr_t>(memory.data()) % 64;
+  std::memcpy(slot, source.data(), nbytes);
+  TakeBytes(&out[offset], slot, nbytes, stream);
+  bool right = std::memcmp(&out[offset], source.data(), nbytes) == 0;
+  for (std::size_t i = 0; i < offset; ++i) right = right && out[i] == kCanary;
+  for (std::size_t i = offset + nbytes; i < out.size(); ++i) right = right && out[i] == kCanary;
+  for (unsigned char* p = memory.data(); p < slot; ++p) right = right && *p == kCanary;
+  for (unsigned char* p = slot + lines; p < memory.data() + memory.size(); ++p) right = right && *p == kCanary;
+  for (std::size_t i = 0; i < nbytes; i += 64) {
+    for (std::size_t j = 0; j < 8; ++j) right = right && slot[i + j] == 0;
+  }
+  CHECK(right, "taking %zu bytes to %zu, stream %d", nbytes, offset, stream);
+}
+
 void TestCopy() {
   std::vector<std::size_t> sizes;
   for (std::size_t i = 0; i <= 600; ++i) sizes.push_back(i);
@@ -208,6 +233,7 @@ void TestCopy() {
         for (std::size_t i = 0; i < offset; ++i) same = same && out[i] == kCanary;
         for (std::size_t i = offset + nbytes; i < out.size(); ++i) same = same && out[i] == kCanary;
         CHECK(same, "copy of %zu bytes at %zu, stream %d", nbytes, offset, stream);
+        TestTake(source, nbytes, offset, stream);
       }
     }
   }

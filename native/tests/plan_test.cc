@@ -58,12 +58,33 @@ void CheckPlans() {
   };
   CHECK(Refused(broken([](StepRecord& s) { s.op = 7; }), 3), "an unknown operation");
   CHECK(Refused(broken([](StepRecord& s) { s.lane = 40; }), 3), "a lane too many");
-  CHECK(Refused(broken([](StepRecord& s) { s.channel = kChannels; }), 3), "a channel too many");
+  CHECK(Refused(broken([](StepRecord& s) { s.channel = kLinkChannels; }), 3), "a channel too many");
   CHECK(Refused(broken([](StepRecord& s) { s.peer = -1; }), 3), "a send to nobody");
   CHECK(Refused(broken([](StepRecord& s) { s.src.buf = -1; }), 3), "a send of nothing");
   CHECK(Refused(broken([](StepRecord& s) { s.src.start = 3; }), 3), "a span behind the end");
   CHECK(Refused(broken([](StepRecord& s) { s.src.count = 0; }), 3), "a span of nothing");
   CHECK(Refused(broken([](StepRecord& s) { s.dep_count = 99; }), 3), "deps behind the end");
+
+  // The answer to what is sent on channel 0 may come back in its place, where nothing else can be in its way.
+  const auto backs = [](const Encoded& encoded, int size) {
+    std::vector<int> found;
+    for (const BoundStep& s : BoundPlan(Plan(encoded, size), 0, DType::kInt16, 100, 100, {}, {}).steps) {
+      if (s.op == Op::kSend) found.push_back(s.back);
+    }
+    return found;
+  };
+  CHECK((backs(DirectAllreduce(2, 0), 2) == std::vector{1, 1}), "direct, 2 ranks");
+  CHECK((backs(DirectAllreduce(3, 0), 3) == std::vector{-1, 1, -1, 1}), "direct, 3 ranks: of the first to answer");
+  CHECK((backs(ScratchAllreduce(2, 0), 2) == std::vector{-1}), "no first step of a lane");
+  Draft waiting(2, 0, 2, 2);
+  const int sent = waiting.Send(0, Draft::In(0), 1, 0);
+  waiting.Recv(1, Draft::Out(1), 1, 1, {sent});
+  CHECK(backs(waiting.Encode(), 2) == std::vector{-1}, "a receive that waits for the send");
+  Draft second(2, 0, 2, 2);
+  second.Send(0, Draft::In(0), 1, 0);
+  second.Recv(1, Draft::Out(0), 1, 1);
+  second.Recv(2, Draft::Out(1), 1, 1);
+  CHECK(backs(second.Encode(), 2) == std::vector{1}, "the first message of a channel only");
 
   const Plan plan(good, 3);
   const std::vector<std::size_t> table{0, 4, 4, 10}, disordered{0, 5, 4, 10}, shorter{0, 10};

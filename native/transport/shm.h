@@ -7,6 +7,7 @@
 // pages come into being when they are first touched, so edges that no plan uses cost nothing.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -14,26 +15,48 @@
 #include <utility>
 #include <vector>
 
+#include "engine/plan.h"
 #include "transport/transport.h"
 
 namespace hetcoll {
 
 inline constexpr std::size_t kInlineBytes = 40;
 
+// Where the bytes of a fragment are.
+enum class ShmPlace : std::uint8_t {
+  kLine,      // in the header line itself
+  kSlot,      // in the data ring of this edge
+  kReturned,  // in the receiver's own ring: the slot that it sent, filled anew
+  kLent,      // where they were, on the sender's heap
+  kPrivate,   // where they were, in the sender's process: see shm_private.h
+};
+
 struct alignas(64) ShmLine {
+  struct Where {
+    std::uint64_t offset;    // kSlot: in the ring; kReturned: in the ring of the way back; kLent: in the segment;
+                             // kPrivate: the address
+    std::uint64_t fragment;  // kReturned: the index that the slot had on its way out
+    std::int8_t channel;     // kReturned: of its way out; kSlot: on which it may come back, or -1
+    bool kept;               // kSlot, written by the receiver: it comes back, and is free once that was read
+  };
+
   std::atomic<std::uint64_t> stamp;  // index of this fragment + 1, written last
   std::uint64_t signature;
-  std::uint32_t nbytes;  // kLentBit: the payload is where it was, at the segment offset that `payload` holds
-  std::uint32_t total;   // low 32 bits of the message's length, as a check
-  std::byte payload[kInlineBytes];
+  std::uint32_t nbytes : 24;
+  std::uint32_t place : 8;
+  std::uint32_t total;  // low 32 bits of the message's length, as a check
+  union {
+    std::byte payload[kInlineBytes];
+    Where where;
+  };
 };
 static_assert(sizeof(ShmLine) == 64);
-inline constexpr std::uint32_t kLentBit = 1u << 31;
 
 // Written by the receiver only.
 struct alignas(128) ShmCredit {
-  std::atomic<std::uint64_t> lines;  // header lines consumed
-  std::atomic<std::uint64_t> bytes;  // position in the data ring up to which it was consumed
+  std::atomic<std::uint64_t> lines;  // fragments consumed
+  // Whether the receiver can read the sender's memory: 0 where it has not tried yet, 1 where it can, 2 where it cannot.
+  std::atomic<std::uint32_t> reads;
 };
 
 struct alignas(128) ShmDoorbell {
@@ -41,9 +64,18 @@ struct alignas(128) ShmDoorbell {
   std::atomic<std::uint32_t> core;      // where it last began to wait, plus one
 };
 
+// What a rank tells the others of its host.
+struct alignas(128) ShmOwner {
+  std::atomic<std::uint32_t> withdrawn;  // it has failed, and what it lent may change: nobody may rely on it any more
+  std::atomic<std::int32_t> pid;         // 0 before the rest is there
+  std::uint64_t token;                   // what lies at `token_at` in its process
+  std::uint64_t token_at;
+};
+
 struct ShmLayout {
   ShmLayout(int local_size, std::size_t ring_bytes);
 
+  std::size_t OwnerOffset(int local_rank) const;
   std::size_t EdgeOffset(int src, int dst, int channel) const;
   std::size_t HeapOffset(int local_rank) const;
 
@@ -56,17 +88,33 @@ struct ShmLayout {
 
 inline constexpr std::uint64_t kLines = 64;
 
-enum class SlotStores : int { kAuto, kCached, kStreaming };  // as in Python: wiring.py
+enum class SlotStores : int { kAuto, kCached, kStreaming, kClaimed };  // as in Python: env.py
 
-// How the slots of this host are best written.
+enum class PrivateReads : int { kAuto, kAlways, kNever };  // as in Python: env.py
+
+struct ShmOptions {
+  SlotStores stores = SlotStores::kAuto;
+  PrivateReads reads = PrivateReads::kAuto;
+};
+
+// How the slots of this host are written and given back.
 //
-// Ordinary stores fetch each line from wherever it was last: a few nanoseconds where that is a shared cache, but tens
-// where the reader's core is behind another one, and a virtual machine's cores move about. There, stores around the
-// cache are several times faster. Which it is shows in how long a copy into a slot takes, so some are timed.
+// A store into a line that another core's cache holds as well must first take it away from there. How long that takes
+// depends on the processor, on where the two cores are, and on whether the other one has written the line: AMD's give a
+// modified line away at about the speed of a copy, but take four to ten times as long for one that was only read. So
+// there the reader of a slot writes a word into each of its lines once it has read them (kClaimed).
+//
+// Elsewhere, ordinary stores are several times slower than those around the cache where the reader's core is behind
+// another cache, and a virtual machine's cores move about. Which it is shows in how long a copy into a slot takes, so
+// some are timed.
 class StorePolicy {
  public:
-  explicit StorePolicy(SlotStores stores) : stores_(stores), around_left_(stores == SlotStores::kStreaming) {}
+  explicit StorePolicy(SlotStores stores);
+  bool claims() const { return stores_ == SlotStores::kClaimed; }
   bool around_cache() const { return around_left_ > 0; }
+  // How much of a ring to use for a message of `total` bytes. The less, the fewer cache lines; but one that the
+  // reader's cache still holds unmodified is best left alone until it has been evicted.
+  std::size_t Window(std::size_t total, std::size_t capacity) const;
   // Copies into a slot by the better way.
   void Copy(std::byte* slot, const std::byte* data, std::size_t n);
 
@@ -80,7 +128,7 @@ class StorePolicy {
 // The mapping. Closing the descriptor is the caller's business.
 class ShmSegment {
  public:
-  ShmSegment(int fd, const ShmLayout& layout, SlotStores stores = SlotStores::kAuto);
+  ShmSegment(int fd, const ShmLayout& layout, const ShmOptions& options = {});
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
 
@@ -89,21 +137,26 @@ class ShmSegment {
 
   std::byte* base() const { return base_.get(); }
   ShmDoorbell& doorbell(int local_rank) const;
+  ShmOwner& owner(int local_rank) const;
+  // Says which process this rank is, so that others can try to read its memory.
+  void Introduce(int local_rank);
   std::byte* edge(int src, int dst, int channel) const { return base() + layout_.EdgeOffset(src, dst, channel); }
   const ShmLayout& layout() const { return layout_; }
   StorePolicy& policy() const { return *policy_; }
+  PrivateReads reads() const { return options_.reads; }
 
  private:
-  ShmSegment(std::shared_ptr<std::byte> base, const ShmLayout& layout, SlotStores stores)
-      : stores_(stores), layout_(layout), base_(std::move(base)) {}
+  ShmSegment(std::shared_ptr<std::byte> base, const ShmLayout& layout, const ShmOptions& options)
+      : options_(options), layout_(layout), base_(std::move(base)) {}
 
-  SlotStores stores_;
-  std::unique_ptr<StorePolicy> policy_ = std::make_unique<StorePolicy>(stores_);
+  ShmOptions options_;
+  std::unique_ptr<StorePolicy> policy_ = std::make_unique<StorePolicy>(options_.stores);
   ShmLayout layout_;
   std::shared_ptr<std::byte> base_;
+  std::unique_ptr<std::uint64_t> token_ = std::make_unique<std::uint64_t>(0);
 };
 
-std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int src, int dst, int channel);
-std::unique_ptr<RecvEnd> MakeShmRecv(const ShmSegment& segment, int src, int dst, int channel, int peer);
+// All channels of `me` to and from local rank `other`, which is rank `peer` of the communicator.
+std::array<LinkEnds, kChannels> MakeShm(const ShmSegment& segment, int me, int other, int peer);
 
 }  // namespace hetcoll

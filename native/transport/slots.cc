@@ -31,7 +31,8 @@ class SlotSend final : public SendEnd {
     return static_cast<std::ptrdiff_t>(n);
   }
 
-  std::byte* Reserve(const std::byte* data, std::size_t n) override {
+  std::byte* Reserve(const std::byte* data, std::size_t n, const std::byte* from) override {
+    static_cast<void>(from);
     static_cast<void>(data);
     if (!slots_.Free(number_) || filled_ + n > slots_.slot_bytes) return nullptr;
     return slots_.At(number_) + filled_;

@@ -45,7 +45,9 @@ struct Failure {
 struct Message {
   std::uint64_t signature;  // of the operation, plus kNumberStep for each message of it that went before
   std::size_t total;
-  bool may_lend = false;  // the sender can wait until the receiver has read it
+  bool may_lend = false;   // the sender can wait until the receiver has read it
+  int back = -1;           // the channel on which the receiver may send the answer in this message's place, or -1
+  bool is_copied = false;  // the receiver does nothing with it but store it
 };
 
 inline constexpr std::uint64_t kNumberStep = 0x9e3779b97f4a7c15u;
@@ -86,10 +88,12 @@ class SendEnd {
 
   // A place for exactly n further bytes, which will also be at `data`, that the caller fills before Commit; or null (no
   // room now, or no need or no such place in this transport). It lets a reduction write its result straight into a
-  // slot.
-  virtual std::byte* Reserve(const std::byte* data, std::size_t n) {
+  // slot. `from` is null, or n bytes that the peer's RecvEnd shows and the result is computed from: the place may be
+  // this one.
+  virtual std::byte* Reserve(const std::byte* data, std::size_t n, const std::byte* from) {
     static_cast<void>(data);
     static_cast<void>(n);
+    static_cast<void>(from);
     return nullptr;
   }
   virtual void Commit(const Message& m, std::size_t at, std::size_t n) {

@@ -39,6 +39,8 @@ _FIRST_USER_TYPE = 256  # numpy: NPY_USERDEF; below, the buffer protocol knows t
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 10: "rocm", 11: "cpu"}  # DLDeviceType; 3 and 11 are pinned host memory
 _CUDA_MANAGED = 13
 _NO_WAITING = -1  # what `__dlpack__` takes for `stream`, array API standard
+KNOWS_ARRAYS = _native.know_arrays(np.zeros((2, 3), np.float32))
+"""Whether repeated calls read NumPy's arrays directly; a NumPy with other fields is read by the buffer protocol."""
 
 
 @dataclass(slots=True)  # not frozen: that takes a microsecond a call
@@ -127,7 +129,7 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str, writable: bool) -> Buffe
     if writable and not array.flags.writeable:
         raise BufferTypeError(f"{name}: wanted a writable array, got a read-only one")
     if array.dtype.num >= _FIRST_USER_TYPE:
-        _native.know_dtype(np.ndarray, array.dtype, dtype)
+        _native.know_dtype(array.dtype, dtype)
     return Buffer(array.ctypes.data, array.size, dtype, array)
 
 

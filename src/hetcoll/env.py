@@ -47,7 +47,8 @@ log = logging.getLogger("hetcoll")
 Transport = Literal["auto", "shm", "tcp", "verbs"]
 Debug = Literal["none", "warn", "info", "debug", "trace"]
 REPLACEABLE = ("nccl", "gloo")  # backends of torch.distributed
-SHM_STORES = ("auto", "cached", "streaming")  # in the order of native/transport/shm.h
+SHM_STORES = ("auto", "cached", "streaming", "claimed")  # in the order of native/transport/shm.h
+SHM_READ = ("auto", "always", "never")  # the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Config:
     fault: str | None = None
     shm_bytes: int | None = None
     shm_stores: str = "auto"
+    shm_read: str = "auto"
     host_id: str | None = None
     isa: str | None = None
     check: bool = False
@@ -116,7 +118,10 @@ def read_config(environ: Environ) -> Config:
         islands=read(environ, "HETCOLL_ISLANDS", "auto or ranks such as 0,1|2,3 or 0-3|4-7", auto(islands), None),
         fault=word("HETCOLL_FAULT", "a fault to inject"),
         shm_bytes=read(environ, "HETCOLL_SHM_BYTES", "bytes such as 4194304 or 4M", auto(nbytes), None),
-        shm_stores=read(environ, "HETCOLL_SHM_STORES", "auto, cached or streaming", choice(*SHM_STORES), "auto"),
+        shm_stores=read(
+            environ, "HETCOLL_SHM_STORES", "auto, cached, streaming or claimed", choice(*SHM_STORES), "auto"
+        ),
+        shm_read=read(environ, "HETCOLL_SHM_READ", "auto, always or never", choice(*SHM_READ), "auto"),
         host_id=word("HETCOLL_HOST_ID", "a host's name"),
         isa=word("HETCOLL_ISA", "an instruction set"),
         check=read(environ, "HETCOLL_CHECK", "0 or 1", flag, False),
@@ -166,7 +171,7 @@ def _cache(environ: Environ) -> str | None:
 
 _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS FAULT
-    SHM_BYTES SHM_STORES HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE CACHE
+    SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE CACHE
     IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())

@@ -30,7 +30,7 @@ from enum import IntEnum
 from .types import Collective
 
 MAGIC = 0x48435032  # "HCP2"
-HEADER = struct.Struct("<IHHIIIIIHHI")
+HEADER = struct.Struct("<IHHIIIIIBBHI")
 STEP = struct.Struct("<BBHiiiiiiiIIII")
 SPAN = struct.Struct("<iii")
 assert (HEADER.size, STEP.size) == (36, 48)  # native/engine/plan.h asserts the same
@@ -137,7 +137,9 @@ class Plan:
 
     `send_units` and `recv_units` are the numbers of units that the user's buffers are cut into. SCRATCH is
     `scratch_copies` copies of `scratch_like`. `credits` is the least number of slots a channel needs; 0 means that
-    the plan completes even when every send waits for its receive. Where a buffer consists of shares, one for each rank
+    the plan completes even when every send waits for its receive. `apart` says that only calls in place need credits:
+    where input and output are different memory, the plan needs none, and no deps but those that its memory then still
+    asks for. Where a buffer consists of shares, one for each rank
     or message, every share is cut into `pieces` units. `islands` are the ranks of each island, in a plan with LOCAL
     steps.
     """
@@ -155,6 +157,7 @@ class Plan:
     credits: int = 0
     pieces: int = 1
     islands: tuple[tuple[int, ...], ...] = ()
+    apart: bool = False
 
     @property
     def lanes(self) -> int:
@@ -203,7 +206,7 @@ class Plan:
             parts.extend(mine)
         head = HEADER.pack(
             MAGIC, self.lanes, self.collective, len(self.steps), len(deps), self.send_units, self.recv_units,
-            self.scratch_copies, self.scratch_like, self.credits, len(parts),
+            self.scratch_copies, self.scratch_like, self.apart, self.credits, len(parts),
         )  # fmt: skip
         tail = [struct.pack(f"<{len(deps)}I", *deps), *(SPAN.pack(*_record(part)) for part in parts)]
         return b"".join([head, *rows, *tail])

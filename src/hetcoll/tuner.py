@@ -146,7 +146,8 @@ def _line(cost: Cost, topology: Topology, machine: Machine, *, rooted: bool) -> 
     overhead = inside.overhead + far * (between.overhead - inside.overhead)
     fixed = cost.hops * latency + cost.messages * overhead * crowding
     link = between if far > 0 else inside
-    moved = max(cost.sent, cost.received) if link.duplex else cost.sent + cost.received - cost.reduced
+    copied = cost.sent + cost.received - cost.reduced - (0 if far > 0 else cost.answered)
+    moved = max(cost.sent, cost.received) if link.duplex else copied
     work = (
         (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * (machine.stall if cost.stepwise else 1.0)
     )

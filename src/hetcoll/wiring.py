@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from . import _native
-from .env import SHM_STORES, Config
+from .env import SHM_READ, SHM_STORES, Config
 from .errors import ArgumentError, InitError
 from .rendezvous.control import ControlClient
 from .rendezvous.descriptors import host_identity, new_name, receive_fd, share_fd
@@ -172,7 +172,8 @@ class Wiring:
             if self.rank == self.locals[0]:
                 os.ftruncate(fd, _native.shm_bytes(len(self.locals), ring))
                 share_fd(name, fd, self.locals[1:], secret, self._left(), check)
-            self.engine.attach_shm(fd, ring, self.locals, SHM_STORES.index(self._config.shm_stores))
+            stores, reads = SHM_STORES.index(self._config.shm_stores), SHM_READ.index(self._config.shm_read)
+            self.engine.attach_shm(fd, ring, self.locals, stores, reads)
         finally:
             os.close(fd)
 

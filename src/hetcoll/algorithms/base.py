@@ -64,6 +64,7 @@ class Draft(Builder):
     scratch_copies: int = 0
     scratch_like: Buf = Buf.SEND
     credits: int = 0
+    apart: bool = False
     islands: Hosts = ()
 
     def others(self) -> list[int]:
@@ -124,6 +125,7 @@ class Draft(Builder):
         return Plan(
             self.collective, self.algorithm, self.size, self.rank, send_units, recv_units, tuple(self.steps),
             self.root, self.scratch_copies, self.scratch_like, self.credits, self.pieces, self.islands,
+            self.apart,
         )  # fmt: skip
 
 
@@ -164,6 +166,8 @@ class Cost(NamedTuple):
     messages sent and received, bytes sent, bytes received, and how many of these are added on arrival. The simulator
     counts the same on the plans themselves; ``tests/test_tuner.py`` holds these formulas to that. `stepwise` says that
     ranks wait for each other at every step: whole messages depend on each other, or several streams meet in one rank.
+    `answered` are bytes sent that were reduced from what the same peer sent: in shared memory they go back in the slots
+    that they came in, at no cost.
     """
 
     hops: int
@@ -173,6 +177,7 @@ class Cost(NamedTuple):
     reduced: float = 0.0
     reach: Reach = Reach.ANYONE
     stepwise: bool = False
+    answered: float = 0.0
 
 
 class Algorithm(NamedTuple):

@@ -26,7 +26,7 @@ def oneshot_allreduce(p: Draft) -> None:
     for peer in p.others():
         sent = p.send(0, inp(), peer)
     if n == 2:
-        p.credits = 1  # both overwrite what they send: a message must fit between
+        p.credits, p.apart = 1, True  # in place both overwrite what they send: a message must fit between
         p.scaled(2, out(), p.recv_reduce(1, out(), inp(), 1 - r, after=[sent]))
         return
     p.scratch_copies = 1
@@ -62,7 +62,7 @@ def _reduce_own(p: Draft, result: Span, own: Span) -> int | None:
 @register(
     Collective.ALLREDUCE,
     "direct",
-    cost=lambda n: Cost(2, 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n),
+    cost=lambda n: Cost(2, 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, answered=1 / n),
 )
 def allreduce(p: Draft) -> None:
     """Reduce-scatter and all-gather, each in one hop: 2(n-1) messages a rank, each a share of 1/n."""

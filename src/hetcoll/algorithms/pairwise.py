@@ -20,7 +20,7 @@ def alltoall(p: Draft) -> None:
 
     In place, what goes to a peer and what comes from it share their memory, so a message must fit between.
     """
-    p.credits = 1
+    p.credits, p.apart = 1, True
     for k in range(p.size):
         peer = (k - p.rank) % p.size
         if peer == p.rank:

@@ -56,7 +56,8 @@ def check(
     plans
         One plan for each rank.
     credits
-        Slots of each FIFO; by default what the plans declare. A message may be longer than all slots together.
+        Slots of each FIFO; by default what the plans declare, and none where they say `apart` and are not in place.
+        A message may be longer than all slots together.
     inplace
         Whether each rank's input and output are the same memory.
     scale
@@ -67,8 +68,9 @@ def check(
     PlanError
         With the first problem found.
     """
-    nodes = network(plans)
-    slots = max(plan.credits for plan in plans) if credits is None else credits
+    apart = not inplace and plans[0].apart
+    nodes = network(plans, apart)
+    slots = credits if credits is not None else 0 if apart else max(plan.credits for plan in plans)
     order = run(plans, nodes, slots)
     memories = [Memory(plan, inplace) for plan in plans]
     for node in order:

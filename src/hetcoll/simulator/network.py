@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..plan import Buf, Op, Plan, Span
 from ..types import Collective
 from .local import check_local, join, writes
-from .node import RECEIVES, Node, PlanError, follows, lengths
+from .node import RECEIVES, Node, PlanError, follows, lengths, only_in_place
 
 LANES = 31
 CHANNELS = 3
@@ -22,8 +22,11 @@ NEEDS = {  # op -> (has src, has dst, has peer)
 }
 
 
-def network(plans: Sequence[Plan]) -> list[list[Node]]:
-    """The steps as nodes, joined to their lanes, deps and messages. Raises for whatever is wrong in form."""
+def network(plans: Sequence[Plan], apart: bool = False) -> list[list[Node]]:
+    """The steps as nodes, joined to their lanes, deps and messages. Raises for whatever is wrong in form.
+
+    `apart` leaves out deps that only input and output in the same memory ask for.
+    """
     nodes: list[list[Node]] = []
     sends: dict[tuple[int, int, int], list[Node]] = {}
     recvs: dict[tuple[int, int, int], list[Node]] = {}
@@ -35,7 +38,8 @@ def network(plans: Sequence[Plan]) -> list[list[Node]]:
         row: list[Node] = []
         for i, step in enumerate(plan.steps):
             _check_step(plan, i)
-            deps = [(row[d], follows(plan, plan.steps[d], step)) for d in step.deps]
+            kept = [d for d in step.deps if not (apart and only_in_place(plan, plan.steps[d], step))]
+            deps = [(row[d], follows(plan, plan.steps[d], step)) for d in kept]
             node = Node(rank, i, step, heads.get(step.lane), deps, count)
             count += 1
             heads[step.lane] = node
@@ -57,7 +61,7 @@ def _check_header(plans: Sequence[Plan], rank: int) -> None:
     plan, first = plans[rank], plans[0]
     if (plan.rank, plan.size) != (rank, len(plans)):
         raise PlanError(plan, None, f"is plan {rank} of {len(plans)}")
-    same = ["collective", "algorithm", "root", "credits", "pieces", "islands"]
+    same = ["collective", "algorithm", "root", "credits", "apart", "pieces", "islands"]
     if plan.collective is not Collective.P2P:
         same += ["send_units", "recv_units"]
     for name in same:

@@ -45,6 +45,24 @@ class Node:
         return f"{self.index} ({self.step})"
 
 
+def only_in_place(plan: Plan, first: Step, second: Step) -> bool:
+    """Whether `second` depends on `first` only where the plan's input and output are the same memory.
+
+    ``native/engine/plan.cc`` has the same rule.
+    """
+    if Op.LOCAL in (first.op, second.op):
+        return False
+    touching = False
+    for x, y in ((first.dst, second.src), (first.src, second.dst), (first.dst, second.dst)):
+        if x is None or y is None:
+            continue
+        if x.buf is y.buf and x.start < y.start + y.count and y.start < x.start + x.count:
+            return False
+        (buf, start), (other, begin) = _inplace_name(plan, x), _inplace_name(plan, y)
+        touching |= buf is other and start < begin + y.count and begin < start + x.count
+    return touching
+
+
 def follows(plan: Plan, first: Step, second: Step) -> bool:
     """Whether `second`, which depends on `first`, may follow it element by element instead of as a whole.
 

@@ -1,0 +1,330 @@
+// The ends of an edge in shared memory, by themselves: slots that go out, come back and are used again; messages that
+// are read in the sender's process; headers that no correct peer writes.
+
+#include <sys/wait.h>
+
+#include <optional>
+
+#include "harness.h"
+#include "transport/shm_private.h"
+
+namespace hetcoll::testing {
+namespace {
+
+using Frame = struct hetcoll::Message;  // not the plan of that name
+
+constexpr SlotStores kAllStores[] = {SlotStores::kCached, SlotStores::kStreaming, SlotStores::kClaimed};
+
+// Two ranks of one process.
+struct Pair {
+  explicit Pair(std::size_t ring_bytes, ShmOptions options = {SlotStores::kClaimed}) : layout(2, ring_bytes) {
+    const int fd = memfd_create("hetcoll-test", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, static_cast<off_t>(layout.total_bytes)) != 0) std::abort();
+    segment = std::make_shared<ShmSegment>(fd, layout, options);
+    close(fd);
+    a = MakeShm(*segment, 0, 1, 1);
+    b = MakeShm(*segment, 1, 0, 0);
+  }
+
+  // The header line that carries fragment `index` from rank 0 to rank 1.
+  ShmLine& line(int channel, std::uint64_t index) {
+    return reinterpret_cast<ShmLine*>(segment->edge(0, 1, channel) + sizeof(ShmCredit))[index % kLines];
+  }
+
+  ShmLayout layout;
+  std::shared_ptr<ShmSegment> segment;
+  std::array<LinkEnds, kChannels> a;
+  std::array<LinkEnds, kChannels> b;
+};
+
+// What a call throws, as it were; kNone where it does not.
+template <class Fn>
+FaultKind KindOf(Fn&& call) {
+  try {
+    call();
+  } catch (const Fault& fault) {
+    return fault.kind;
+  }
+  return FaultKind::kNone;
+}
+
+Bytes Pattern(std::size_t n, unsigned seed) {
+  Bytes out(n);
+  for (std::size_t i = 0; i < n; ++i) out[i] = static_cast<std::byte>(Hash(i * 31 + seed));
+  return out;
+}
+
+}  // namespace
+
+// What is reduced goes back in its slot, which stays untouched until it was read.
+void Returning() {
+  constexpr std::size_t kBytes = 5000;
+  for (const SlotStores stores : kAllStores) {
+    Pair pair(64 << 10, {stores});
+    const Frame out{1, kBytes, true, 1}, plain{1, kBytes, true, -1}, back{2, kBytes, true, -1};
+    for (unsigned round = 0; round < 300; ++round) {
+      const Bytes sent = Pattern(kBytes, round), answer = Pattern(kBytes, round + 1000);
+      CHECK(pair.a[0].send->Push(out, 0, sent.data(), kBytes) == kBytes, "round %u", round);
+      const View view = pair.b[0].recv->Peek(out, 0, kBytes);
+      CHECK(view.n == kBytes && std::memcmp(view.data, sent.data(), kBytes) == 0, "round %u", round);
+      CHECK(pair.b[2].send->Reserve(sent.data(), kBytes, view.data) != view.data, "only on the channel that was named");
+      std::byte* slot = pair.b[1].send->Reserve(sent.data(), kBytes, view.data);
+      CHECK(slot == view.data, "round %u", round);
+      std::memcpy(slot, answer.data(), kBytes);
+      pair.b[1].send->Commit(back, 0, kBytes);
+      pair.b[0].recv->Consume(kBytes);
+
+      unsigned more = 0;
+      while (pair.a[0].send->Push(plain, 0, sent.data(), kBytes) != kWouldBlock) ++more;
+      CHECK(more >= 3, "only %u others fit beside it", more);
+      for (unsigned i = 0; i < more; ++i) {
+        Bytes got(kBytes);
+        CHECK(pair.b[0].recv->Pull(plain, 0, got.data(), kBytes, false) == kBytes && got == sent, "number %u", i);
+      }
+      // All are consumed, but the first slot is still in use.
+      Bytes got(kBytes);
+      CHECK(pair.a[1].recv->Pull(back, 0, got.data(), kBytes, false) == kBytes, "round %u", round);
+      CHECK(got == answer, "round %u", round);
+    }
+  }
+}
+
+// Slots that must not go back: what was taken in part, what the sender does not take back, what is not a slot.
+void NotReturning() {
+  constexpr std::size_t kBytes = 3000;
+  Pair pair(64 << 10);
+  const Bytes data = Pattern(kBytes, 1);
+  const Frame out{1, kBytes, true, 1}, plain{1, kBytes, true, -1}, small{1, 16, true, 1};
+  const auto reserve = [&](const View& v) {
+    return pair.b[1].send->Reserve(data.data(), static_cast<std::size_t>(v.n), v.data);
+  };
+  CHECK(pair.a[0].send->Push(out, 0, data.data(), kBytes) == kBytes, "sent");
+  View view = pair.b[0].recv->Peek(out, 0, 1000);
+  CHECK(reserve(view) != view.data, "a part of a slot");
+  pair.b[0].recv->Consume(1000);
+  view = pair.b[0].recv->Peek(out, 1000, kBytes - 1000);
+  CHECK(view.n == kBytes - 1000 && reserve(view) != view.data, "the rest of a slot");
+  pair.b[0].recv->Consume(kBytes - 1000);
+
+  CHECK(pair.a[0].send->Push(plain, 0, data.data(), kBytes) == kBytes, "sent");
+  view = pair.b[0].recv->Peek(plain, 0, kBytes);
+  CHECK(reserve(view) != view.data, "one that the sender does not take back");
+  pair.b[0].recv->Consume(kBytes);
+
+  CHECK(pair.a[0].send->Push(small, 0, data.data(), 16) == 16, "sent");
+  view = pair.b[0].recv->Peek(small, 0, 16);
+  CHECK(reserve(view) == nullptr, "a header line");
+  pair.b[0].recv->Consume(16);
+}
+
+// All-reduces by every way of writing slots, over rings that hold less than one message and more than several.
+void Stores() {
+  for (const SlotStores stores : kAllStores) {
+    for (const std::size_t ring : {std::size_t{4096}, std::size_t{64} << 10, std::size_t{2} << 20}) {
+      for (int size = 2; size <= 3; ++size) {
+        Job job({.size = size, .ring_bytes = ring, .shm = {.stores = stores}});
+        for (const std::size_t count : {7, 300, 5003, 70001}) {
+          Allreduce(job, DirectAllreduce, DType::kFloat32, count, "direct");
+          Allreduce(job, RingAllreduce, DType::kInt64, count, "ring");
+          Allreduce(job, ScratchAllreduce, DType::kInt32, count, "scratch");
+        }
+      }
+    }
+    Job faulty({.size = 2, .ring_bytes = 8192, .fault = "short=0.5,delay=0.1", .shm = {.stores = stores}});
+    Allreduce(faulty, DirectAllreduce, DType::kFloat32, 20011, "direct, with faults");
+    Job half({.size = 2, .ring_bytes = 8192, .fault = "short=0.5,delay=0.1,rank=1", .shm = {.stores = stores}});
+    Allreduce(half, DirectAllreduce, DType::kFloat32, 20011, "direct, with faults on one side");
+  }
+}
+
+// Large messages between pairs that are read where they lie, written again as soon as each call is over.
+void PrivateMessages() {
+  for (const char* fault : {"", "short=0.3,delay=0.05", "short=0.3,delay=0.05,rank=0"}) {
+    Job job({.size = 3, .ring_bytes = 1 << 20, .fault = fault, .shm = {.reads = PrivateReads::kAlways}});
+    job.Run([&](int rank, Engine& e) {
+      constexpr std::size_t kBytes = (std::size_t{3} << 20) + 77;
+      const int next = (rank + 1) % 3, before = (rank + 2) % 3;
+      const auto send = BindMessage(e, 3, rank, next, true, kBytes);
+      const auto recv = BindMessage(e, 3, rank, before, false, kBytes);
+      Bytes out(kBytes), in(kBytes);
+      for (unsigned round = 0; round < 5; ++round) {
+        out = Pattern(kBytes, round * 3 + static_cast<unsigned>(rank));
+        const auto sent = e.Submit(send, out.data(), nullptr);
+        CHECK(RunToEnd(e, recv, nullptr, in.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
+        CHECK(e.Drive(*sent, DeadlineNs(kPatience)) == Outcome::kDone, "%s", e.failure().text.c_str());
+        CHECK(in == Pattern(kBytes, round * 3 + static_cast<unsigned>(before)), "%s: round %u", fault, round);
+      }
+    });
+  }
+}
+
+// A header that leads out of the ring, to a channel that is not there, or nowhere is an error and not a crash.
+void BadHeaders() {
+  struct Case {
+    const char* what;
+    void (*spoil)(ShmLine&);
+  };
+  const Case cases[] = {
+      {"behind the ring", [](ShmLine& l) { l.where.offset = 64 << 10; }},
+      {"far away", [](ShmLine& l) { l.where.offset = ~std::uint64_t{0} - 100; }},
+      {"on a heap that is not there", [](ShmLine& l) { l.place = int(ShmPlace::kLent), l.where.offset = 1ull << 62; }},
+      {"back on no channel", [](ShmLine& l) { l.place = int(ShmPlace::kReturned), l.where.channel = kChannels; }},
+      {"back on a channel below", [](ShmLine& l) { l.place = int(ShmPlace::kReturned), l.where.channel = -1; }},
+      {"back behind the ring",
+       [](ShmLine& l) { l.place = int(ShmPlace::kReturned), l.where.channel = 0, l.where.offset = 1 << 30; }},
+      {"too long for a line", [](ShmLine& l) { l.place = int(ShmPlace::kLine); }},
+      {"nowhere", [](ShmLine& l) { l.place = 77; }},
+  };
+  for (const Case& c : cases) {
+    Pair pair(64 << 10);
+    const Frame m{1, 3000};
+    const Bytes data = Pattern(3000, 1);
+    CHECK(pair.a[0].send->Push(m, 0, data.data(), 3000) == 3000, "sent");
+    c.spoil(pair.line(0, 0));
+    const FaultKind kind = KindOf([&] { static_cast<void>(pair.b[0].recv->Peek(m, 0, 3000)); });
+    CHECK(kind == FaultKind::kCorrupt, "%s: kind %d", c.what, int(kind));
+  }
+}
+
+namespace {
+
+constexpr std::size_t kLarge = kPrivateFragment + LeastPrivate(PrivateReads::kAuto) + 12345;  // several fragments
+constexpr Frame kLoan{1, kLarge, true, -1, true};
+
+void Send(SendEnd& end, const Frame& m, const Bytes& data, const std::function<void()>& blocked) {
+  for (std::size_t at = 0; at < data.size();) {
+    const std::ptrdiff_t n = end.Push(m, at, data.data() + at, data.size() - at);
+    n == kWouldBlock ? blocked() : void(at += static_cast<std::size_t>(n));
+  }
+}
+
+std::size_t Receive(RecvEnd& end, const Frame& m, Bytes& out, std::size_t at) {
+  while (at < out.size()) {
+    const std::ptrdiff_t n = end.Pull(m, at, out.data() + at, out.size() - at, false);
+    if (n == kWouldBlock) break;
+    at += static_cast<std::size_t>(n);
+  }
+  return at;
+}
+
+// A message from rank 0 to rank 1, whichever way it goes: the first one always goes by slots.
+void Carry(Pair& pair, unsigned seed) {
+  const Bytes data = Pattern(kLarge, seed);
+  Bytes got(kLarge);
+  std::size_t at = 0;
+  Send(*pair.a[0].send, kLoan, data, [&] { at = Receive(*pair.b[0].recv, kLoan, got, at); });
+  at = Receive(*pair.b[0].recv, kLoan, got, at);
+  CHECK(at == kLarge && got == data && pair.a[0].send->Lent() == 0, "message %u: %zu bytes", seed, at);
+}
+
+Pair Introduced(PrivateReads reads, std::size_t ring_bytes = std::size_t{2} << 20) {
+  Pair pair(ring_bytes, {SlotStores::kClaimed, reads});
+  pair.segment->Introduce(0);
+  return pair;
+}
+
+}  // namespace
+
+// Large messages are read where they lie, once the receiver has found that it can.
+void Private() {
+  Pair pair = Introduced(PrivateReads::kAlways);
+  ShmCredit& credit = *reinterpret_cast<ShmCredit*>(pair.segment->edge(0, 1, 0));
+  Carry(pair, 0);
+  CHECK(credit.reads == 1, "it can");
+  Bytes data = Pattern(kLarge, 1), got(kLarge);
+  Send(*pair.a[0].send, kLoan, data, [] { CHECK(false, "what is lent needs no slots"); });
+  CHECK(pair.a[0].send->Lent() == kLarge, "%zu are lent", pair.a[0].send->Lent());
+  for (char& byte : std::span(reinterpret_cast<char*>(data.data()), data.size())) ++byte;  // it was not copied
+  CHECK(Receive(*pair.b[0].recv, kLoan, got, 0) == kLarge && got == data, "the bytes as they are now");
+  CHECK(pair.a[0].send->Lent() == 0, "given back");
+
+  Send(*pair.a[0].send, kLoan, data, [] {});
+  std::size_t at = 0;
+  while (at < kLarge) {  // as a reduction would
+    const View v = pair.b[0].recv->Peek(kLoan, at, kLarge - at);
+    CHECK(v.n > 0 && std::memcmp(v.data, data.data() + at, static_cast<std::size_t>(v.n)) == 0, "at %zu", at);
+    if (v.n <= 0) return;
+    const std::size_t n = static_cast<std::size_t>(v.n > 8 ? v.n - 8 : v.n);  // less than was shown
+    pair.b[0].recv->Consume(n);
+    at += n;
+  }
+  CHECK(pair.a[0].send->Lent() == 0, "given back");
+
+  const Frame waits{2, kLarge, false, -1, true}, reduced{3, kLarge, true, -1, false};
+  for (const Frame& m : {waits, reduced}) {
+    std::size_t taken = 0;
+    Send(*pair.a[0].send, m, data, [&] {
+      CHECK(pair.a[0].send->Lent() == 0, "message %d is copied", int(m.signature));
+      taken = Receive(*pair.b[0].recv, m, got, taken);
+    });
+    CHECK(Receive(*pair.b[0].recv, m, got, taken) == kLarge && got == data, "message %d", int(m.signature));
+  }
+}
+
+// Where memory cannot be read, or must not be, messages go through slots.
+void NotPrivate() {
+  const auto reads = [](Pair& pair) {
+    for (unsigned i = 0; i < 6; ++i) Carry(pair, i);
+    return reinterpret_cast<ShmCredit*>(pair.segment->edge(0, 1, 0))->reads.load();
+  };
+  Pair never = Introduced(PrivateReads::kNever);
+  CHECK(reads(never) == 0, "not asked for");
+  Pair unknown(std::size_t{2} << 20, {SlotStores::kClaimed, PrivateReads::kAlways});
+  CHECK(reads(unknown) == 2, "nobody knows the process");
+  Pair other = Introduced(PrivateReads::kAlways);
+  ++other.segment->owner(0).token;
+  CHECK(reads(other) == 2, "it is another process");
+  Pair gone = Introduced(PrivateReads::kAlways);
+  gone.segment->owner(0).token_at = 8;
+  CHECK(reads(gone) == 2, "nothing is there");
+  Pair either = Introduced(PrivateReads::kAuto);
+  CHECK(reads(either) == 1, "by itself");
+  const std::size_t least = LeastPrivate(PrivateReads::kAuto);
+  const Frame shorter{1, least - 1, true, -1, true}, longer{2, least, true, -1, true};
+  for (const Frame& m : {shorter, longer}) {
+    const Bytes data = Pattern(m.total, 9);
+    Bytes got(m.total);
+    std::size_t taken = 0;
+    Send(*either.a[0].send, m, data, [&] { taken = Receive(*either.b[0].recv, m, got, taken); });
+    CHECK((either.a[0].send->Lent() > 0) == (m.total == least), "%zu bytes", m.total);
+    CHECK(Receive(*either.b[0].recv, m, got, taken) == m.total && got == data, "%zu bytes arrive", m.total);
+  }
+}
+
+// A sender that fails may write again what it lent: nobody takes it for good any more.
+void Withdrawing() {
+  for (const bool before : {true, false}) {
+    Pair pair = Introduced(PrivateReads::kAlways);
+    Carry(pair, 0);
+    const Bytes data = Pattern(kLarge, 1);
+    Bytes got(kLarge);
+    Send(*pair.a[0].send, kLoan, data, [] {});
+    if (!before) CHECK(pair.b[0].recv->Pull(kLoan, 0, got.data(), kLarge, false) > 0, "the first part");
+    pair.segment->owner(0).withdrawn = 1;
+    CHECK(KindOf([&] { Receive(*pair.b[0].recv, kLoan, got, before ? 0 : kPrivateFragment); }) == FaultKind::kPeerGone,
+          "before %d", before);
+  }
+}
+
+// A sender that dies while its memory is read is an error that names it.
+void DeadSender() {
+  Pair pair(std::size_t{2} << 20, {SlotStores::kClaimed, PrivateReads::kAlways});
+  const Bytes data = Pattern(kLarge, 1);
+  const pid_t child = fork();
+  if (child == 0) {
+    pair.segment->Introduce(0);
+    for (int i = 0; i < 2; ++i) Send(*pair.a[0].send, kLoan, data, [] { CpuRelax(); });
+    _exit(pair.a[0].send->Lent() == kLarge ? 0 : 1);
+  }
+  Bytes got(kLarge);
+  std::size_t at = 0;
+  const std::int64_t start = NowNs();
+  while (at < kLarge && Seconds(start) < kPatience) at = Receive(*pair.b[0].recv, kLoan, got, at);
+  CHECK(got == data, "the first message");
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child && status == 0, "the second one was lent: status %d", status);
+  const FaultKind kind = KindOf([&] { Receive(*pair.b[0].recv, kLoan, got, 0); });
+  CHECK(kind == FaultKind::kPeerGone, "kind %d", int(kind));
+}
+
+}  // namespace hetcoll::testing

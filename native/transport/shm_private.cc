@@ -1,0 +1,45 @@
+#include "transport/shm_private.h"
+
+#include <sys/uio.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+namespace hetcoll {
+namespace {
+
+ssize_t ReadOnce(pid_t pid, void* dst, std::uint64_t address, std::size_t n) {
+  iovec local{dst, n};
+  iovec remote{reinterpret_cast<void*>(address), n};  // NOLINT: another process's
+  return process_vm_readv(pid, &local, 1, &remote, 1, 0);
+}
+
+}  // namespace
+
+bool PrivateMemory::Try() const {
+  const pid_t pid = owner_.pid.load(std::memory_order_acquire);
+  std::uint64_t found = ~owner_.token;
+  return pid > 0 && ReadOnce(pid, &found, owner_.token_at, sizeof found) == sizeof found && found == owner_.token;
+}
+
+void PrivateMemory::Read(std::byte* dst, std::uint64_t address, std::size_t n) const {
+  const pid_t pid = owner_.pid.load(std::memory_order_relaxed);
+  for (std::size_t done = 0; done < n;) {
+    const ssize_t got = ReadOnce(pid, dst + done, address + done, n - done);
+    if (got <= 0) {
+      const int err = errno;
+      throw Fault(err == ESRCH ? FaultKind::kPeerGone : FaultKind::kSystem, peer_,
+                  std::string("reading the sender's memory: ") + std::strerror(err));
+    }
+    done += static_cast<std::size_t>(got);
+  }
+}
+
+void PrivateMemory::CheckValid() const {
+  std::atomic_thread_fence(std::memory_order_acquire);  // what was read came before
+  if (owner_.withdrawn.load(std::memory_order_relaxed) == 0) return;
+  throw Fault(FaultKind::kPeerGone, peer_, "the sender failed while its memory was read");
+}
+
+}  // namespace hetcoll

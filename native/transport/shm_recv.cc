@@ -1,0 +1,171 @@
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "device/kernels.h"
+#include "transport/shm_edge.h"
+#include "transport/shm_private.h"
+
+namespace hetcoll {
+namespace {
+
+constexpr std::size_t kStagedBytes = 64 << 10;  // of private memory that a reduction reads
+
+class ShmRecv final : public RecvEnd {
+ public:
+  ShmRecv(const ShmSegment& segment, int me, int other, int channel, int peer, std::shared_ptr<Neighbour> neighbour)
+      : edge_(segment, other, me, channel),
+        policy_(segment.policy()),
+        neighbour_(std::move(neighbour)),
+        open_(neighbour_->open[static_cast<std::size_t>(channel)]),
+        memory_(segment.owner(other), peer),
+        least_private_(LeastPrivate(segment.reads())),
+        peer_(peer),
+        base_(segment.base()),
+        total_(segment.layout().total_bytes) {
+    for (int back = 0; back < kChannels; ++back) {
+      own_rings_[static_cast<std::size_t>(back)] = Edge(segment, me, other, back).data;
+    }
+  }
+
+  void Prepare() override { edge_.Prepare(policy_); }
+
+  View Peek(const Message& m, std::size_t at, std::size_t n) override {
+    if (!opened_ && !Open(m, at)) return {nullptr, kWouldBlock};
+    n = std::min(n, size_ - taken_);
+    if (place_ != ShmPlace::kPrivate) return {data_ + taken_, static_cast<std::ptrdiff_t>(n)};
+    n = std::min(n, kStagedBytes);
+    staged_.resize(kStagedBytes);
+    memory_.Read(staged_.data(), address_ + taken_, n);
+    return {staged_.data(), static_cast<std::ptrdiff_t>(n)};
+  }
+
+  void Consume(std::size_t n) override {
+    if (place_ == ShmPlace::kLent || place_ == ShmPlace::kPrivate) memory_.CheckValid();
+    taken_ += n;
+    open_.slot = nullptr;
+    if (taken_ < size_) return;
+    const ShmLine& line = edge_.line(seen_);
+    if (!claimed_ && Claimable()) Claim();
+    if (place_ == ShmPlace::kReturned) {
+      neighbour_->home[static_cast<std::size_t>(line.where.channel)][line.where.fragment % kLines] =
+          line.where.fragment + 1;
+    }
+    opened_ = false;
+    edge_.credit->lines.store(++seen_, std::memory_order_release);
+  }
+
+  std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) override {
+    if (!opened_ && !Open(m, at)) return kWouldBlock;
+    n = std::min(n, size_ - taken_);
+    Copy(dst, n, stream);
+    Consume(n);
+    return static_cast<std::ptrdiff_t>(n);
+  }
+
+ private:
+  bool Open(const Message& m, std::size_t at) {
+    ShmLine& line = edge_.line(seen_);
+    const std::uint64_t stamp = line.stamp.load(std::memory_order_acquire);
+    if (stamp != seen_ + 1) {
+      if (stamp > seen_ + 1) throw Corrupt("a fragment was skipped");
+      return false;
+    }
+    if (line.signature != m.signature || line.total != static_cast<std::uint32_t>(m.total)) {
+      throw WrongFrame(m, line.signature, line.total, peer_);
+    }
+    size_ = line.nbytes;
+    if (size_ > m.total - at) throw Corrupt("a fragment is too long");
+    Find(line);
+    if (m.total >= least_private_) TryReading();
+    taken_ = 0;
+    claimed_ = false;
+    opened_ = true;
+    return true;
+  }
+
+  // Where the bytes of a fragment are. What the header says is checked: it must not lead us astray.
+  void Find(ShmLine& line) {
+    const ShmLine::Where where = line.where;
+    const auto inside = [&](std::size_t bytes) { return where.offset <= bytes && size_ <= bytes - where.offset; };
+    place_ = static_cast<ShmPlace>(line.place);
+    switch (place_) {
+      case ShmPlace::kLine:
+        if (size_ > kInlineBytes) break;
+        data_ = line.payload;
+        return;
+      case ShmPlace::kSlot:
+        if (!inside(edge_.capacity)) break;
+        data_ = edge_.data + where.offset;
+        open_ = {data_, size_, &line, seen_};
+        return;
+      case ShmPlace::kReturned:
+        if (!inside(edge_.capacity) || where.channel < 0 || where.channel >= kChannels) break;
+        data_ = own_rings_[static_cast<std::size_t>(where.channel)] + where.offset;
+        return;
+      case ShmPlace::kLent:
+        if (!inside(total_)) break;
+        data_ = base_ + where.offset;
+        return;
+      case ShmPlace::kPrivate:
+        if (edge_.credit->reads.load(std::memory_order_relaxed) != 1) break;
+        address_ = where.offset;
+        return;
+    }
+    throw Corrupt("a fragment lies nowhere");
+  }
+
+  void Copy(std::byte* dst, std::size_t n, bool stream) {
+    if (place_ == ShmPlace::kPrivate) {
+      memory_.Read(dst, address_ + taken_, n);
+    } else if (n == size_ && Claimable()) {
+      TakeBytes(dst, data_, n, stream);
+      claimed_ = true;
+    } else {
+      CopyBytes(dst, data_ + taken_, n, stream);
+    }
+  }
+
+  void TryReading() {
+    if (edge_.credit->reads.load(std::memory_order_relaxed) != 0) return;
+    edge_.credit->reads.store(memory_.Try() ? 1 : 2, std::memory_order_relaxed);
+  }
+
+  // See StorePolicy.
+  bool Claimable() const { return policy_.claims() && place_ == ShmPlace::kSlot && !edge_.line(seen_).where.kept; }
+  void Claim() {
+    for (std::size_t i = 0; i < size_; i += kLineBytes) std::memset(data_ + i, 0, sizeof(std::uint64_t));
+  }
+
+  Fault Corrupt(const char* what) const { return {FaultKind::kCorrupt, peer_, std::string("shared memory: ") + what}; }
+
+  Edge edge_;
+  StorePolicy& policy_;
+  std::shared_ptr<Neighbour> neighbour_;
+  Neighbour::Open& open_;  // ours, for the sending ends
+  PrivateMemory memory_;
+  std::size_t least_private_;
+  int peer_;
+  bool opened_ = false;  // a fragment was begun and not yet taken whole; the next six are about it
+  ShmPlace place_ = ShmPlace::kLine;
+  std::byte* data_ = nullptr;
+  std::uint64_t address_ = 0;
+  std::size_t size_ = 0;
+  std::size_t taken_ = 0;
+  bool claimed_ = false;
+  std::uint64_t seen_ = 0;  // fragments consumed
+  std::byte* base_;
+  std::size_t total_;
+  std::array<std::byte*, kChannels> own_rings_;  // of the way back
+  std::vector<std::byte> staged_;
+};
+
+}  // namespace
+
+std::unique_ptr<RecvEnd> MakeShmRecv(const ShmSegment& segment, int me, int other, int channel, int peer,
+                                     std::shared_ptr<Neighbour> neighbour) {
+  return std::make_unique<ShmRecv>(segment, me, other, channel, peer, std::move(neighbour));
+}
+
+}  // namespace hetcoll

@@ -1,0 +1,209 @@
+#include <algorithm>
+#include <cstring>
+
+#include "device/kernels.h"
+#include "transport/shm_edge.h"
+#include "transport/shm_private.h"
+
+namespace hetcoll {
+namespace {
+
+// Shorter messages are copied: waiting until the peer has read them would cost more.
+constexpr std::size_t kLendBytes = 16 << 10;
+constexpr std::size_t kLentFragment = 256 << 10;
+constexpr std::size_t kReservedWindow = 256
+                                        << 10;  // of a reduction whose sum is sent on; its length is not known there
+
+constexpr std::size_t AlignUp(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
+
+// How a message is cut on its way. Both ends of an exchange are busy all the time, so large fragments cost no overlap
+// and save bookkeeping, until what is in flight no longer fits the L2 cache beside the user's buffers. Measured in
+// docs/performance.md.
+std::size_t FragmentBytes(std::size_t total) {
+  return total <= std::size_t{4} << 20 ? std::size_t{256} << 10 : std::size_t{128} << 10;
+}
+
+class ShmSend final : public SendEnd {
+ public:
+  ShmSend(const ShmSegment& segment, int me, int other, int channel, std::shared_ptr<Neighbour> neighbour)
+      : edge_(segment, me, other, channel),
+        policy_(segment.policy()),
+        least_private_(LeastPrivate(segment.reads())),
+        neighbour_(std::move(neighbour)),
+        channel_(channel),
+        base_(segment.base()),
+        heap_(segment.base() + segment.layout().HeapOffset(me)),
+        heap_bytes_(segment.layout().heap_bytes) {}
+
+  void Prepare() override { edge_.Prepare(policy_); }
+
+  std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) override {
+    if (m.total >= kLendBytes && Lends(m, at, data)) return Lend(m, data, n);  // to the last byte
+    if (n > kInlineBytes) return Copy(m, at, data, n);
+    if (!LineFree()) return kWouldBlock;
+    CopyBytes(Line().payload, data, n, false);
+    Publish(ShmPlace::kLine, m, n);
+    return static_cast<std::ptrdiff_t>(n);
+  }
+
+  // Nothing while slots are written around the cache: what a kernel stores there goes through it.
+  std::byte* Reserve(const std::byte* data, std::size_t n, const std::byte* from) override {
+    if (n <= kInlineBytes || OnHeap(data)) return nullptr;
+    returned_ = -1;
+    if (from != nullptr && LineFree()) {
+      for (int channel = 0; channel < kChannels; ++channel) {
+        const Neighbour::Open& open = neighbour_->open[static_cast<std::size_t>(channel)];
+        if (open.slot != from || open.n != n || open.line->where.channel != channel_) continue;
+        returned_ = channel;
+        return open.slot;
+      }
+    }
+    if (n > edge_.capacity / 2 || policy_.around_cache()) return nullptr;
+    return Slot(n, std::max(n, kReservedWindow));
+  }
+
+  void Commit(const Message& m, std::size_t at, std::size_t n) override {
+    static_cast<void>(at);
+    ShmLine::Where& where = Line().where;
+    if (returned_ >= 0) {
+      const Neighbour::Open& open = neighbour_->open[static_cast<std::size_t>(returned_)];
+      where = {open.line->where.offset, open.fragment, static_cast<std::int8_t>(returned_), false};
+      open.line->where.kept = true;
+      returned_ = -1;
+      Publish(ShmPlace::kReturned, m, n);
+      return;
+    }
+    where = {place_ % edge_.capacity, 0, static_cast<std::int8_t>(m.back), false};
+    pos_ = place_ + AlignUp(n, kLineBytes);
+    Publish(ShmPlace::kSlot, m, n);
+  }
+
+  std::size_t Lent() override {
+    if (lent_ == 0) return 0;
+    Reclaim();
+    return lent_;
+  }
+
+ private:
+  struct Sent {
+    std::uint64_t end = 0;  // of the ring as it was filled then
+    std::size_t lent = 0;
+  };
+
+  bool OnHeap(const std::byte* data) const { return data >= heap_ && data < heap_ + heap_bytes_; }
+
+  // Whether the receiver is to read where the bytes lie. All of a message or nothing: what was lent must be what was
+  // taken last.
+  bool Lends(const Message& m, std::size_t at, const std::byte* data) {
+    if (at > 0 && decided_ == m.signature) return lends_;
+    decided_ = m.signature;
+    lends_ = false;
+    if (at > 0 || !m.may_lend) return false;
+    on_heap_ = OnHeap(data);
+    lends_ = on_heap_ ||
+             (m.is_copied && m.total >= least_private_ && edge_.credit->reads.load(std::memory_order_relaxed) == 1);
+    return lends_;
+  }
+
+  std::ptrdiff_t Lend(const Message& m, const std::byte* data, std::size_t n) {
+    if (!LineFree()) return kWouldBlock;
+    n = std::min(n, on_heap_ ? kLentFragment : kPrivateFragment);
+    lent_ += n;
+    const auto address = reinterpret_cast<std::uintptr_t>(data);
+    Line().where = {on_heap_ ? static_cast<std::uint64_t>(data - base_) : address, 0, -1, false};
+    Publish(on_heap_ ? ShmPlace::kLent : ShmPlace::kPrivate, m, n);
+    return static_cast<std::ptrdiff_t>(n);
+  }
+
+  // As many fragments as there is room for: who writes all and then reads all is faster than who does a little of both.
+  std::ptrdiff_t Copy(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
+    const std::size_t most = std::min(FragmentBytes(m.total), Window(m.total) / 4);
+    std::size_t taken = 0;
+    while (taken < n) {
+      const std::size_t part = std::min(most, n - taken);
+      std::byte* slot = Slot(part, m.total);
+      if (slot == nullptr) break;
+      policy_.Copy(slot, data + taken, part);
+      Commit(m, at + taken, part);
+      taken += part;
+    }
+    return taken == 0 ? kWouldBlock : static_cast<std::ptrdiff_t>(taken);
+  }
+
+  std::size_t Window(std::size_t total) const { return policy_.Window(total, edge_.capacity); }
+
+  // For n bytes of a message. A fragment is contiguous, and the ring begins anew where the window ends.
+  std::byte* Slot(std::size_t n, std::size_t total) {
+    if (!LineFree()) return nullptr;
+    const std::size_t size = AlignUp(n, kLineBytes);
+    const std::size_t offset = pos_ % edge_.capacity;
+    place_ = offset + size > Window(total) && offset > 0 ? pos_ + (edge_.capacity - offset) : pos_;
+    if (place_ + size - freed_ > edge_.capacity) {
+      Reclaim();
+      if (place_ + size - freed_ > edge_.capacity) return nullptr;
+    }
+    return edge_.data + place_ % edge_.capacity;
+  }
+
+  ShmLine& Line() const { return edge_.line(sent_); }
+
+  bool LineFree() {
+    if (sent_ - reclaimed_ < kLines) return true;
+    Reclaim();
+    return sent_ - reclaimed_ < kLines;
+  }
+
+  // What the receiver has consumed is free, up to the first slot that it sent back and that was not read here yet.
+  void Reclaim() {
+    const std::uint64_t consumed = edge_.credit->lines.load(std::memory_order_acquire);
+    for (; reclaimed_ < std::min(consumed, sent_); ++reclaimed_) {
+      const ShmLine& line = edge_.line(reclaimed_);
+      const bool back = static_cast<ShmPlace>(line.place) == ShmPlace::kSlot && line.where.kept;
+      if (back && neighbour_->home[static_cast<std::size_t>(channel_)][reclaimed_ % kLines] != reclaimed_ + 1) break;
+      const Sent& sent = record_[reclaimed_ % kLines];
+      freed_ = sent.end;
+      lent_ -= sent.lent;
+    }
+  }
+
+  void Publish(ShmPlace place, const Message& m, std::size_t n) {
+    ShmLine& line = Line();
+    line.signature = m.signature;
+    line.nbytes = static_cast<std::uint32_t>(n);
+    line.place = static_cast<std::uint32_t>(place);
+    line.total = static_cast<std::uint32_t>(m.total);
+    const bool lent = place == ShmPlace::kLent || place == ShmPlace::kPrivate;
+    record_[sent_ % kLines] = {pos_, lent ? n : 0};
+    line.stamp.store(++sent_, std::memory_order_release);
+    __builtin_prefetch(&Line(), 1);  // take the next line from the receiver's cache ahead of time
+  }
+
+  Edge edge_;
+  StorePolicy& policy_;
+  std::size_t least_private_;
+  std::shared_ptr<Neighbour> neighbour_;
+  int channel_;
+  std::uint64_t sent_ = 0;       // fragments published
+  std::uint64_t reclaimed_ = 0;  // fragments whose line and slot are free again
+  std::uint64_t pos_ = 0;        // data ring filled up to here
+  std::uint64_t freed_ = 0;      // and free again up to here
+  std::uint64_t place_ = 0;      // of the reserved slot
+  int returned_ = -1;            // the channel of the open slot that is reserved to be sent back
+  std::byte* base_;
+  const std::byte* heap_;
+  std::size_t heap_bytes_;
+  std::uint64_t decided_ = 0;  // the message that the next two are about
+  bool lends_ = false;
+  bool on_heap_ = false;
+  std::size_t lent_ = 0;  // bytes that the receiver still reads where they lie
+  std::array<Sent, kLines> record_;
+};
+
+}  // namespace
+
+std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int me, int other, int channel,
+                                     std::shared_ptr<Neighbour> neighbour) {
+  return std::make_unique<ShmSend>(segment, me, other, channel, std::move(neighbour));
+}
+
+}  // namespace hetcoll

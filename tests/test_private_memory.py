@@ -1,0 +1,143 @@
+"""Large messages of ordinary memory, which receivers read where they lie in the sender's process (HETCOLL_SHM_READ)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from ranks import Ranks, wait_until
+
+import hetcoll
+from hetcoll import AbortedError, PeerLostError
+
+Launch = Callable[..., Ranks]
+COUNTS = (4096, 20_001, 300_001)  # int64, below and above 128 KiB and 2 MiB, of one fragment and of several
+FEW = COUNTS[:2]
+READS = pytest.mark.parametrize("read", ["always", "never", "auto"])
+
+
+def _collectives(comm: hetcoll.Communicator, rounds: int, counts: Sequence[int] = COUNTS) -> None:
+    """Everything that only copies; what was sent in one round is written in the next."""
+    n, me = comm.size, comm.rank
+    after, before = (me + 1) % n, (me - 1) % n
+    for count in counts:
+        base = np.arange(count)
+        a, b = np.empty(count, "int64"), np.empty(count, "int64")
+        wide, wide2 = np.empty(count * n, "int64"), np.empty(count * n, "int64")
+        for i in range(rounds):
+            a[:] = base + me * i
+            comm.allgather(a, wide)
+            assert np.array_equal(wide.reshape(n, count), base + np.arange(n)[:, None] * i)
+            comm.alltoall(wide, wide2)
+            assert np.array_equal(wide2.reshape(n, count), np.broadcast_to(base + me * i, (n, count)))
+            wide2.reshape(n, count)[:] += np.arange(n)[:, None]
+            comm.alltoall(wide2, wide2)  # in place
+            assert np.array_equal(wide2.reshape(n, count), base + np.arange(n)[:, None] * i + me)
+            comm.sendrecv(a, after, b, before)
+            assert np.array_equal(b, base + before * i)
+            comm.broadcast(a, root=i % n)
+            assert np.array_equal(a, base + i % n * i)
+            comm.scatter(wide if me == 0 else None, b)
+            assert np.array_equal(b, base + me * i)
+            b += 1
+            comm.gather(b, wide2 if me == 0 else None)
+            if me == 0:
+                assert np.array_equal(wide2.reshape(n, count), base + np.arange(n)[:, None] * i + 1)
+            comm.allreduce(b)
+            assert np.array_equal(b, n * (base + 1) + n * (n - 1) // 2 * i)
+
+
+@READS
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_way_gives_the_same_results(pool: Launch, size: int, read: str) -> None:
+    pool(size, HETCOLL_SHM_READ=read).run(_collectives, 3)
+
+
+@READS
+def test_small_rings(pool: Launch, read: str) -> None:
+    pool(3, HETCOLL_SHM_READ=read, HETCOLL_SHM_BYTES="16K").run(_collectives, 3, FEW)
+
+
+def test_links_that_misbehave(pool: Launch) -> None:
+    pool(3, HETCOLL_SHM_READ="always", HETCOLL_FAULT="short=0.3,delay=0.05").run(_collectives, 2, FEW)
+
+
+def _forking(comm: hetcoll.Communicator) -> None:
+    """The pages of a process that forks are shared with its child until one of them writes."""
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            time.sleep(0.3)
+            os._exit(0)
+        _collectives(comm, 2)
+        assert os.waitpid(child, 0) == (child, 0)
+
+
+def test_a_sender_that_forks(pool: Launch) -> None:
+    pool(2, HETCOLL_SHM_READ="always").run(_forking)
+
+
+def _exchange(comm: hetcoll.Communicator) -> None:
+    a, b = np.ones(1 << 20), np.empty(1 << 20)
+    for _ in range(1_000_000):
+        comm.sendrecv(a, (comm.rank + 1) % comm.size, b, (comm.rank - 1) % comm.size)
+
+
+def test_a_sender_that_is_killed_while_it_is_read(launch: Launch) -> None:
+    ranks = launch(3, HETCOLL_SHM_READ="always")
+    ranks.start(_exchange)
+    time.sleep(1.0)
+    killed = time.monotonic()
+    ranks.kill(1)
+    for outcome in ranks.finish(15):
+        if outcome.rank != 1:
+            assert isinstance(outcome.error, PeerLostError), f"{outcome.value!r} {outcome.trace}"
+            assert outcome.error.rank == 1
+            assert outcome.ended - killed < 1.0
+
+
+def _abort_what_is_lent(comm: hetcoll.Communicator) -> bool:
+    """Rank 0 lends a message and takes it back; rank 1 comes late and must not take what is there then."""
+    count, good = 1 << 20, np.arange(1 << 20)
+    out, got = good.copy(), np.empty(count, "int64")
+    for _ in range(3):  # by now rank 1 has found out that it can read
+        comm.sendrecv(out, 1 - comm.rank, got, 1 - comm.rank)
+    comm.barrier()
+    if comm.rank == 0:
+        sent = comm.send(out, 1, async_op=True)
+        time.sleep(0.3)
+        assert not sent.done  # it is lent: a message of 8 MiB fits no ring
+        comm.abort("enough")
+        out[:] = -1
+        comm.barrier()
+    time.sleep(0.6)
+    comm.recv(got, 0)
+    return bool((got == good).all())
+
+
+def test_a_sender_that_aborts_while_it_lends(launch: Launch) -> None:
+    ranks = launch(2, HETCOLL_SHM_READ="always")
+    ranks.start(_abort_what_is_lent)
+    for outcome in ranks.finish(15):
+        assert isinstance(outcome.error, AbortedError), f"{outcome.value!r} {outcome.trace}"
+
+
+def _wait_for_the_dead(comm: hetcoll.Communicator) -> None:
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(60)
+    wait_until(lambda: comm._engine.failed, 10)
+    comm.recv(np.empty(1 << 20), 0)
+
+
+def test_a_sender_that_dies_before(launch: Launch) -> None:
+    ranks = launch(2, HETCOLL_SHM_READ="always")
+    ranks.start(_wait_for_the_dead)
+    time.sleep(0.5)
+    ranks.kill(0)
+    error = ranks.finish(15)[1].error
+    assert isinstance(error, PeerLostError)
+    assert error.rank == 0
