@@ -64,10 +64,11 @@ def waiting(what: str, **changes: Any) -> Answer:
 
 
 RECEIVES = {0: waiting("recv(float32, count=4) from rank 1"), 1: waiting("recv(float32, count=4) from rank 0")}
+LATER = {rank: answer._replace(idle=2) for rank, answer in RECEIVES.items()}
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    assert find_deadlock(RECEIVES, RECEIVES) == (
+    assert find_deadlock(RECEIVES, LATER) == (
         "all ranks wait for each other: rank 0 called recv(float32, count=4) from rank 1 at train.py:12;"
         " rank 1 called recv(float32, count=4) from rank 0 at train.py:12"
     )
@@ -81,20 +82,21 @@ def test_ranks_that_wait_for_each_other() -> None:
         {"alone": False},  # it has another thread, which may send
         {"progress": "5 0 "},  # it has moved on since the last look
         {"inside": called("barrier()")},  # and is in another call
+        {"idle": 1},  # it has not looked since at what it waits for
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_deadlock_where_one_may_go_on(rank: int, change: dict[str, Any] | None) -> None:
-    now = RECEIVES | {rank: None if change is None else RECEIVES[rank]._replace(**change)}
+    now = LATER | {rank: None if change is None else LATER[rank]._replace(**change)}
     assert find_deadlock(RECEIVES, now) == ""
-    assert find_deadlock(RECEIVES | {rank: None}, RECEIVES) == "", "the first look must have seen it, too"
+    assert find_deadlock(RECEIVES | {rank: None}, LATER) == "", "the first look must have seen it, too"
 
 
 def test_no_deadlock_in_one_collective() -> None:
     """There the network is to blame, and the timeout will say so."""
-    same = {0: waiting(SUM), 1: waiting(SUM)}
-    assert find_deadlock(same, same) == ""
-    assert find_deadlock({}, same) == ""
+    same, later = ({rank: waiting(SUM, idle=idle) for rank in (0, 1)} for idle in (0, 9))
+    assert find_deadlock(same, later) == ""
+    assert find_deadlock({}, later) == ""
 
 
 def test_both_sides_of_a_wrong_message() -> None:

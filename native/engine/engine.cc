@@ -489,6 +489,7 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
       return;
     }
   }
+  naps_.store(naps_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   std::vector<pollfd> fds{{doorbell_.fd(), POLLIN, 0}};
   bool silent = false;
   const auto add = [&](const std::shared_ptr<Task>& task) {

@@ -145,6 +145,8 @@ class Engine {
   std::uint64_t collectives() const { return history_.count(); }
   // Grows while anything that is waited for moves, by however little.
   std::uint64_t moves() const { return moves_.load(std::memory_order_relaxed); }
+  // How often it went to sleep since it had looked at everything and nothing could move.
+  std::uint64_t naps() const { return naps_.load(std::memory_order_relaxed); }
   // The shape of the collective with this number, or -1 where that is long ago.
   int History(std::uint64_t sequence) const { return history_.Find(sequence); }
   // The same for sends and receives, which are counted together.
@@ -203,6 +205,7 @@ class Engine {
   std::deque<std::shared_ptr<Task>> collectives_;
   std::vector<std::shared_ptr<Task>> p2p_;
   std::atomic<std::uint64_t> moves_{0};  // written under mutex_
+  std::atomic<std::uint64_t> naps_{0};   // the same
   CallHistory history_;                  // of collectives
   CallHistory messages_;                 // of sends and receives
   std::unique_ptr<std::byte, void (*)(std::byte*)> scratch_;

@@ -485,6 +485,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("collectives", [](PyEngine& e) { return e.engine().collectives(); })
       .def("message_history", [](PyEngine& e, std::uint64_t number) { return e.engine().MessageHistory(number); })
       .def_prop_ro("moves", [](PyEngine& e) { return e.engine().moves(); })
+      .def_prop_ro("naps", [](PyEngine& e) { return e.engine().naps(); })
       .def_prop_ro("messages", [](PyEngine& e) { return e.engine().messages(); })
       .def_prop_ro("scratch_bytes", [](PyEngine& e) { return e.engine().scratch_bytes(); });
 

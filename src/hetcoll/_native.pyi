@@ -239,6 +239,10 @@ class Engine:
     @property
     def messages(self) -> int: ...
     @property
+    def naps(self) -> int:
+        """How often it went to sleep since nothing that is waited for could move."""
+
+    @property
     def moves(self) -> int: ...
     @property
     def scratch_bytes(self) -> int: ...

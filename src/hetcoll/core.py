@@ -168,6 +168,7 @@ class Core:
         def check(peers: Collection[int]) -> None:
             nonlocal vigil
             vigil = vigil or self._diagnosis.vigil()
+            self._witness.looks += 1
             self._check_usable()
             self._diagnosis.check_present(peers)
             vigil.look()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from .errors import spell_ranks
 
 WINDOW = 64  # calls that an answer covers
+_LOOKS = 2  # the first may have begun before the others came to rest
 
 
 class Called(NamedTuple):
@@ -39,7 +40,7 @@ class Answer(NamedTuple):
     that it has no other thread that could help it on, nor an RDMA link that is being made or mended. `state` is for
     people: how far what is in flight has come. `sent` are its last sends to the rank that asks, the latest first.
     `failed` is what went wrong there (the engine's kind, the rank to blame, for people) where nobody waits who would
-    find it and tell.
+    find it and tell. `idle` counts how often it looked at all that it waits for and nothing could move.
     """
 
     now: int
@@ -50,6 +51,7 @@ class Answer(NamedTuple):
     state: str = ""
     sent: tuple[Called, ...] = ()
     failed: tuple[int, int, str] | None = None
+    idle: int = 0
 
     def encode(self) -> bytes:
         return json.dumps(self).encode()
@@ -57,10 +59,11 @@ class Answer(NamedTuple):
     @classmethod
     def decode(cls, blob: bytes) -> Answer:
         """What `encode` made."""
-        now, calls, inside, progress, alone, state, sent, failed = json.loads(blob)
+        now, calls, inside, progress, alone, state, sent, failed, idle = json.loads(blob)
         return cls(
             now, {int(number): Called(*call) for number, call in calls.items()}, inside and Called(*inside), progress,
             alone, state, tuple(Called(*call) for call in sent), failed and tuple(failed),
+            idle,
         )  # fmt: skip
 
 
@@ -91,12 +94,15 @@ def find_deadlock(before: Answers, now: Answers) -> str:
     """Who waits in which call, when all ranks wait and none has moved since `before`; nothing if that is not so.
 
     Ranks with other threads may yet be helped on by them. Ranks that all wait in one collective wait for the network.
+    One that has not looked at its links again is slow or prepares its call: what came meanwhile may help it on.
     """
     for rank, answer in now.items():
         earlier = before.get(rank)
         if answer is None or earlier is None or answer.inside is None or earlier.inside is None:
             return ""
         if not answer.alone or answer.progress != earlier.progress or answer.inside != earlier.inside:
+            return ""
+        if answer.idle < earlier.idle + _LOOKS:
             return ""
     inside = {rank: answer.inside for rank, answer in now.items() if answer is not None and answer.inside is not None}
     numbers = {answer.now for answer in now.values() if answer is not None}

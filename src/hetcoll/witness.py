@@ -36,6 +36,7 @@ class Witness:
         self._comm, self._engine, self._describe = comm, engine, describe
         self.calls: dict[int, str] = {}
         self.preparing: int | None = None
+        self.looks = 0  # of calls that wait for links to be made, at what they wait for
 
     def since(self) -> int:
         """The first collective that a question of this rank is about."""
@@ -65,6 +66,7 @@ class Witness:
             state=state,
             sent=tuple(self._sent_to(asker)),
             failed=engine.failure if engine.failed and inside is None else None,
+            idle=engine.naps + self.looks,
         )
 
     def inside(self, thread: int | None = None) -> Called | None:
