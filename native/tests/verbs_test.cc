@@ -214,7 +214,7 @@ void Direct() {
       Bytes buffer = Input(rank == 0 ? 5 : 6, kBytes, DType::kUint8);
       Registered memory(job, rank, 2, buffer);
       if (!lent && rank == 0) memory.End();
-      if (rank == 0) SleepMs(20);
+      if (rank == 0) CHECK(Within(10, [&] { return Counter(e, "invitations") > 0; }), "the receiver waits");
       CHECK(RunToEnd(e, shape, buffer.data(), buffer.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
       CHECK(buffer == Input(5, kBytes, DType::kUint8), "rank %d", rank);
       CHECK(memory.End(), "it is over");

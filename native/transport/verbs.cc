@@ -251,6 +251,7 @@ std::vector<std::pair<std::string, std::uint64_t>> VerbsHost::Counters() const {
     out.copied_bytes += c.copied_bytes;
     out.resent += c.resent;
     out.full += c.full;
+    out.invitations += c.invitations;
     twice += link->inbox().twice();
     lost += static_cast<std::uint64_t>(link->lost_rails());
     tcp += link->over_tcp();
@@ -265,6 +266,7 @@ std::vector<std::pair<std::string, std::uint64_t>> VerbsHost::Counters() const {
           {"zero_copy_bytes", out.lent_bytes},
           {"direct_bytes", rails.direct_bytes},
           {"staged_bytes", out.copied_bytes},
+          {"invitations", out.invitations},
           {"waits", out.full},
           {"resent", out.resent},
           {"duplicates", twice},

@@ -9,7 +9,7 @@
 namespace hetcoll::ibv {
 
 #define SAME_SIZE(ours, theirs) static_assert(sizeof(ours) == sizeof(theirs))
-#define SAME_PLACE(ours, a, theirs, b)                \
+#define SAME_PLACE(ours, a, theirs, b)                     \
   static_assert(offsetof(ours, a) == offsetof(theirs, b)); \
   static_assert(sizeof(ours::a) == sizeof(theirs::b))
 #define SAME(ours, theirs, field) SAME_PLACE(ours, field, theirs, field)

@@ -45,7 +45,9 @@ class Outbox {
   std::size_t Lent();
 
   void Delivered(std::uint64_t seq);
-  void Invited(const Invitation& invitation) { invitations_[invited_++ % invitations_.size()] = invitation; }
+  void Invited(const Invitation& invitation) {
+    invitations_[counters_.invitations++ % invitations_.size()] = invitation;
+  }
 
   // What this rail carried has to go again.
   void Lost(const Rail& rail);
@@ -79,6 +81,7 @@ class Outbox {
     std::uint64_t copied_bytes = 0;
     std::uint64_t resent = 0;  // frames, on other rails or over TCP
     std::uint64_t full = 0;    // times that no rail had room
+    std::uint64_t invitations = 0;
   };
   const Counters& counters() const { return counters_; }
 
@@ -110,7 +113,6 @@ class Outbox {
   std::uint64_t lent_total_ = 0;
   std::uint64_t lent_seq_ = 0;
   std::array<Invitation, 4> invitations_;  // the last ones: most are used at once, or too late
-  std::size_t invited_ = 0;
   Rail* reserved_rail_ = nullptr;
   Frame* reserved_ = nullptr;
   Counters counters_;
