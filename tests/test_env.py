@@ -11,6 +11,7 @@ from hetcoll.env import (
     DeviceFilter,
     InterfaceFilter,
     Launch,
+    configuration,
     environment,
     read_config,
     read_launch,
@@ -113,6 +114,7 @@ def test_a_misspelt_variable_is_pointed_out() -> None:
 
 def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     environment.cache_clear()
+    configuration.cache_clear()
     try:
         monkeypatch.setenv("HETCOLL_TIMEOUT", "17")
         assert environment().config.timeout == 17
@@ -120,6 +122,7 @@ def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert environment().config.timeout == 17
     finally:
         environment.cache_clear()
+        configuration.cache_clear()
 
 
 OPEN_MPI = {
