@@ -50,17 +50,10 @@ def only_in_place(plan: Plan, first: Step, second: Step) -> bool:
 
     ``native/engine/plan.cc`` has the same rule.
     """
-    if Op.LOCAL in (first.op, second.op):
+    hazards = _hazards(first, second)
+    if any(_meet(x, y) for x, y in hazards):
         return False
-    touching = False
-    for x, y in ((first.dst, second.src), (first.src, second.dst), (first.dst, second.dst)):
-        if x is None or y is None:
-            continue
-        if x.buf is y.buf and x.start < y.start + y.count and y.start < x.start + x.count:
-            return False
-        (buf, start), (other, begin) = _inplace_name(plan, x), _inplace_name(plan, y)
-        touching |= buf is other and start < begin + y.count and begin < start + x.count
-    return touching
+    return any(_meet(_in_place(plan, x), _in_place(plan, y)) for x, y in hazards)
 
 
 def follows(plan: Plan, first: Step, second: Step) -> bool:
@@ -69,28 +62,30 @@ def follows(plan: Plan, first: Step, second: Step) -> bool:
     It may when every hazard between them is about one and the same span. Vendor libraries show no elements before all
     are done. ``native/engine/plan.cc`` has the same rule.
     """
+    spans = [(_in_place(plan, x), _in_place(plan, y)) for x, y in _hazards(first, second)]
+    meeting = [(x, y) for x, y in spans if _meet(x, y)]
+    return bool(meeting) and all(x == y for x, y in meeting)
+
+
+def _hazards(first: Step, second: Step) -> list[tuple[Span, Span]]:
+    """What both touch, where one of them writes; nothing where a vendor's library is one of them."""
     if Op.LOCAL in (first.op, second.op):
-        return False
-    same = False
-    for x, y in ((first.dst, second.src), (first.src, second.dst), (first.dst, second.dst)):
-        if x is None or y is None:
-            continue
-        (buf, start), (other, begin) = _inplace_name(plan, x), _inplace_name(plan, y)
-        if buf is not other or start >= begin + y.count or begin >= start + x.count:
-            continue
-        if (start, x.count) != (begin, y.count):
-            return False
-        same = True
-    return same
+        return []
+    pairs = ((first.dst, second.src), (first.src, second.dst), (first.dst, second.dst))
+    return [(x, y) for x, y in pairs if x is not None and y is not None]
 
 
-def _inplace_name(plan: Plan, span: Span) -> tuple[Buf, int]:
-    """Buffer and first unit in place, where the smaller of SEND and RECV is this rank's part of the other."""
+def _meet(x: Span, y: Span) -> bool:
+    return x.buf is y.buf and x.start < y.start + y.count and y.start < x.start + x.count
+
+
+def _in_place(plan: Plan, span: Span) -> Span:
+    """The span as it is named in place, where the smaller of SEND and RECV is this rank's part of the other."""
     if span.buf is Buf.SCRATCH:
-        return span.buf, span.start
+        return span
     larger = Buf.SEND if plan.send_units > plan.recv_units else Buf.RECV
     shift = plan.send_units != plan.recv_units and span.buf is not larger
-    return larger, span.start + shift * plan.rank * min(plan.send_units, plan.recv_units)
+    return Span(larger, span.start + shift * plan.rank * min(plan.send_units, plan.recv_units), span.count)
 
 
 def lengths(plan: Plan, span: Span | None) -> list[tuple[int, ...]]:
