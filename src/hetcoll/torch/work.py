@@ -23,11 +23,30 @@ from .tensors import seconds
 NO_TIME = timedelta(0)
 
 
-class HostWork(dist.Work):
+class Handle(dist.Work):
+    """Of operations of one kind of memory. `source` is the other rank of a message."""
+
+    def __init__(self, source: int | None) -> None:
+        super().__init__()
+        self._source = source
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Of a receive: the rank in the group that it came from."""
+        if self._source is None:
+            raise RuntimeError("source_rank(): wanted the handle of a receive")
+        return self._source
+
+    _source_rank = source_rank
+
+
+class HostWork(Handle):
     """Operations on host memory that were started together.
 
     `after` copies what came out of them to where the caller wants it; it runs once, on the first thread that sees the
-    operations complete. `limit` is in seconds, None: the group's. `source` is the other rank of a message.
+    operations complete. `limit` is in seconds, None: the group's.
     """
 
     def __init__(
@@ -39,9 +58,9 @@ class HostWork(dist.Work):
         limit: float | None = None,
         source: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(source)
         self._parts, self._outputs, self._root, self._after = parts, outputs, root, after
-        self._limit, self._source = limit, source
+        self._limit = limit
         self._future: OrderedFuture | None = None
         self._lock = threading.Lock()  # of what is done once
 
@@ -74,21 +93,10 @@ class HostWork(dist.Work):
     def exception(self) -> Any:
         return next((translate(part.error) for part in self._parts if part.error is not None), None)
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def result(self) -> list[torch.Tensor]:
         """The output tensors, once they are complete."""
         self.wait()
         return self._outputs
-
-    def source_rank(self) -> int:
-        """Of a receive: the rank in the group that it came from."""
-        if self._source is None:
-            raise RuntimeError("source_rank(): wanted the handle of a receive")
-        return self._source
-
-    _source_rank = source_rank
 
     def get_future(self) -> OrderedFuture:
         """A future of the output tensors, which a thread of the group's completes."""
@@ -108,7 +116,7 @@ class HostWork(dist.Work):
             self._future.set_result(self._outputs)
 
 
-class StreamWork(dist.Work):
+class StreamWork(Handle):
     """Operations on a GPU's memory that were enqueued on `stream`, up to the event `done`.
 
     The tensors stay alive until `wait` or until the GPU is done with them, so their memory is not given to others
@@ -124,8 +132,8 @@ class StreamWork(dist.Work):
         failure: Callable[[], Exception | None],
         source: int | None = None,
     ) -> None:
-        super().__init__()
-        self._stream, self._outputs, self._keep, self._failure, self._source = stream, outputs, keep, failure, source
+        super().__init__(source)
+        self._stream, self._outputs, self._keep, self._failure = stream, outputs, keep, failure
         self._done = stream.record_event()
 
     def wait(self, timeout: timedelta = NO_TIME) -> bool:
@@ -163,21 +171,11 @@ class StreamWork(dist.Work):
     def exception(self) -> Any:
         return self._failure()
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def block_current_stream(self) -> None:
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
         return self._outputs
-
-    def source_rank(self) -> int:
-        if self._source is None:
-            raise RuntimeError("source_rank(): wanted the handle of a receive")
-        return self._source
-
-    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future that is complete at once: its callbacks run on streams that wait for the operation."""
