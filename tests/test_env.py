@@ -8,6 +8,7 @@ import pytest
 
 from hetcoll.env import (
     Config,
+    DeviceChoice,
     DeviceFilter,
     InterfaceFilter,
     Launch,
@@ -35,7 +36,7 @@ def test_every_variable_is_read() -> None:
     config = read_config({
         "HETCOLL_DEBUG": "INFO", "HETCOLL_ALGO": "ring", "HETCOLL_TRANSPORT": "tcp", "HETCOLL_SOCKET_IFNAME": "^docker",
         "HETCOLL_SOCKET_STRIPES": "4", "HETCOLL_TIMEOUT": "1.5", "HETCOLL_INIT_TIMEOUT": "7", "HETCOLL_SECRET": "s",
-        "HETCOLL_LINGER": "0",
+        "HETCOLL_LINGER": "0", "HETCOLL_DEVICE": "rocm:2",
         "HETCOLL_ISLANDS": "0-3|7,4-6", "HETCOLL_FAULT": "drop=1", "HETCOLL_SHM_BYTES": "4M", "HETCOLL_HOST_ID": "a",
         "HETCOLL_SHM_STORES": "Streaming",
         "HETCOLL_IB_HCA": "^=mlx5_0:2,rxe0", "HETCOLL_IB_GID_INDEX": "3", "HETCOLL_IB_TIMEOUT": "20",
@@ -46,7 +47,7 @@ def test_every_variable_is_read() -> None:
         debug="info", algo="ring", transport="tcp", socket_ifname=InterfaceFilter(("docker",), exclude=True),
         socket_stripes=4, timeout=1.5, init_timeout=7.0, linger=0.0, secret=b"s",
         islands=((0, 1, 2, 3), (7, 4, 5, 6)), fault="drop=1", shm_bytes=4 << 20, shm_stores="streaming", host_id="a",
-        isa="avx2", check=True, spin_us=0,
+        isa="avx2", check=True, spin_us=0, device=DeviceChoice("hip", 2),
         master=("::1", 4000),
         ib_hca=DeviceFilter((("mlx5_0", 2), ("rxe0", None)), exclude=True, exact=True), ib_gid_index=3, ib_timeout=20,
         ib_retry_cnt=3, ib_sl=4, ib_tc=106, ib_bytes=65536,
@@ -60,6 +61,7 @@ def test_every_variable_is_read() -> None:
         ("HETCOLL_DEBUG", "loud"), ("HETCOLL_TRANSPORT", "udp"), ("HETCOLL_SOCKET_IFNAME", "^"),
         ("HETCOLL_SOCKET_STRIPES", "0"), ("HETCOLL_SOCKET_STRIPES", "65"), ("HETCOLL_TIMEOUT", "0"),
         ("HETCOLL_TIMEOUT", "inf"), ("HETCOLL_TIMEOUT", "nan"), ("HETCOLL_INIT_TIMEOUT", "soon"),
+        ("HETCOLL_DEVICE", "cpu:0"), ("HETCOLL_DEVICE", "gpu"), ("HETCOLL_DEVICE", "cuda:"),
         ("HETCOLL_LINGER", "-1"), ("HETCOLL_LINGER", "inf"),
         ("HETCOLL_SHM_BYTES", "4X"), ("HETCOLL_SHM_BYTES", "-1"), ("HETCOLL_SHM_BYTES", "K"),
         ("HETCOLL_SHM_STORES", "warm"), ("HETCOLL_CHECK", "2"),

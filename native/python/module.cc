@@ -63,6 +63,20 @@ bool AliasingAllowed(int collective, const HostBuffer& send, const HostBuffer& r
   }
 }
 
+// Where slots, their `ready` and their `credit` words begin.
+using SlotAddresses = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t>;
+
+Slots SlotsAt(const SlotAddresses& at, std::size_t slot_bytes, unsigned count, std::uintptr_t aborts, unsigned ranks) {
+  const auto [slots, ready, credit] = at;
+  return {reinterpret_cast<std::byte*>(slots),
+          reinterpret_cast<std::uint64_t*>(ready),
+          reinterpret_cast<std::uint64_t*>(credit),
+          slot_bytes,
+          count,
+          reinterpret_cast<const std::uint64_t*>(aborts),
+          ranks};
+}
+
 // A Python int from 0 on that fits; -1 for any other object.
 std::int32_t SmallNumber(PyObject* object) {
   if (!PyLong_CheckExact(object)) return -1;
@@ -432,6 +446,14 @@ NB_MODULE(_native, m) {
            })
       .def("attach_tcp", [](PyEngine& e, int peer, int channel,
                             const std::vector<int>& fds) { e.engine().AttachTcp(peer, channel, fds); })
+      .def(
+          "attach_slots",
+          [](PyEngine& e, int peer, int channel, const SlotAddresses& out, const SlotAddresses& in,
+             std::size_t slot_bytes, unsigned count, std::uintptr_t aborts, unsigned ranks) {
+            e.engine().AttachSlots(peer, channel, SlotsAt(out, slot_bytes, count, aborts, ranks),
+                                   SlotsAt(in, slot_bytes, count, aborts, ranks));
+          },
+          nb::kw_only(), "peer"_a, "channel"_a, "out"_a, "into"_a, "slot_bytes"_a, "count"_a, "aborts"_a, "ranks"_a)
       .def("add_nic", &PyEngine::AddNic, nb::kw_only(), "pd"_a, "port"_a, "gid_index"_a, "gid"_a, "lid"_a, "mtu"_a,
            "ethernet"_a, "device"_a, "traffic_class"_a, "service_level"_a, "timeout"_a, "retries"_a, "rnr_retries"_a,
            "gbps"_a)
@@ -462,12 +484,12 @@ NB_MODULE(_native, m) {
           "bind",
           [](PyEngine& e, int plan, int dtype, int op, std::size_t send_count, std::size_t recv_count,
              const std::vector<std::size_t>& send_table, const std::vector<std::size_t>& recv_table,
-             std::uint64_t descriptor, bool p2p) {
+             std::uint64_t descriptor, bool p2p, bool skip_empty) {
             return e.engine().Bind(plan, static_cast<DType>(dtype), static_cast<ReduceOp>(op), send_count, recv_count,
-                                   send_table, recv_table, descriptor, p2p);
+                                   send_table, recv_table, descriptor, p2p, skip_empty);
           },
           "plan"_a, "dtype"_a, "op"_a, "send_count"_a, "recv_count"_a, "send_table"_a, "recv_table"_a, "descriptor"_a,
-          "p2p"_a)
+          "p2p"_a, "skip_empty"_a = false)
       .def("fail", [](PyEngine& e, int kind, int peer,
                       const std::string& text) { e.engine().Halt(static_cast<FaultKind>(kind), peer, text); })
       .def_prop_ro("failed", [](PyEngine& e) { return e.engine().failed(); })

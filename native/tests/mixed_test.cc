@@ -105,9 +105,33 @@ void Reduce(Mixed& mixed, Algorithm algorithm, std::size_t count, std::minstd_ra
   }
 }
 
+// A stream that was let go of writes a slot's word like any other; its bytes must not pass for data.
+void SlotsAfterAnAbort() {
+  std::vector<std::byte> bytes(2 * 64);
+  std::vector<std::uint64_t> words(5 * kWordStride);
+  const Slots slots{
+      bytes.data(), words.data(), words.data() + 2 * kWordStride, 64, 2, words.data() + 4 * kWordStride, 1};
+  const auto send = MakeSlotSend(slots);
+  const auto recv = MakeSlotRecv(slots);
+  const hetcoll::Message message{1, 64};
+  std::array<std::byte, 64> out{};
+  for (int turn = 0; turn < 2; ++turn) {
+    const bool aborted = turn == 1;
+    words[4 * kWordStride] = aborted;
+    const std::ptrdiff_t moved = aborted ? kWouldBlock : 64;
+    if (aborted)
+      slots.Publish(1);
+    else
+      CHECK(send->Push(message, 0, out.data(), 64) == 64, "a free slot");
+    CHECK(recv->Pull(message, 0, out.data(), 64, false) == moved, "turn %d: a full slot", turn);
+  }
+  CHECK(send->Push(message, 0, out.data(), 64) == kWouldBlock, "a free slot after an abort");
+}
+
 }  // namespace
 
 void GpusAndHosts() {
+  SlotsAfterAnAbort();
   struct Setting {
     std::vector<bool> gpu;
     std::vector<int> host;

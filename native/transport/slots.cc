@@ -24,7 +24,7 @@ class SlotSend final : public SendEnd {
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) override {
     if (m.total == 0) return 0;
     CheckFits(m, slots_);
-    if (!slots_.Free(number_)) return kWouldBlock;
+    if (!Free()) return kWouldBlock;
     n = std::min(n, kMove);
     CopyBytes(slots_.At(number_) + at, data, n, false);
     Commit(m, at, n);
@@ -34,7 +34,7 @@ class SlotSend final : public SendEnd {
   std::byte* Reserve(const std::byte* data, std::size_t n, const std::byte* from) override {
     static_cast<void>(from);
     static_cast<void>(data);
-    if (!slots_.Free(number_) || filled_ + n > slots_.slot_bytes) return nullptr;
+    if (!Free() || filled_ + n > slots_.slot_bytes) return nullptr;
     return slots_.At(number_) + filled_;
   }
   void Commit(const Message& m, std::size_t at, std::size_t n) override {
@@ -47,6 +47,8 @@ class SlotSend final : public SendEnd {
   bool Silent() const override { return true; }
 
  private:
+  bool Free() const { return slots_.Free(number_) && !slots_.Aborted(); }
+
   Slots slots_;
   std::uint64_t number_ = 0;  // of the message that is sent
   std::size_t filled_ = 0;    // bytes of it
@@ -67,7 +69,7 @@ class SlotRecv final : public RecvEnd {
   View Peek(const Message& m, std::size_t at, std::size_t n) override {
     if (m.total == 0) return {nullptr, 0};
     CheckFits(m, slots_);
-    if (!slots_.Full(number_)) return {nullptr, kWouldBlock};
+    if (!slots_.Full(number_) || slots_.Aborted()) return {nullptr, kWouldBlock};
     left_ = m.total - at;
     return {slots_.At(number_) + at, static_cast<std::ptrdiff_t>(std::min(n, kMove))};
   }

@@ -22,6 +22,20 @@ struct Slots {
   std::uint64_t* credit = nullptr;  // the same
   std::size_t slot_bytes = 0;
   unsigned count = 1;
+  const std::uint64_t* aborts = nullptr;  // a word for each rank of the host, kWordStride apart: see Aborted
+  unsigned ranks = 0;
+
+  // Whether a rank of the host has let go of streams that wait: what these move from then on is not the data. It says
+  // so before it does, so whoever sees a word that such a stream wrote sees this as well.
+  bool Aborted() const {
+    for (unsigned rank = 0; rank < ranks; ++rank) {
+      if (std::atomic_ref(const_cast<std::uint64_t&>(aborts[rank * kWordStride])).load(std::memory_order_acquire) !=
+          0) {
+        return true;
+      }
+    }
+    return false;
+  }
 
   std::size_t Index(std::uint64_t message) const { return message % count; }
   std::byte* At(std::uint64_t message) const { return slots + Index(message) * slot_bytes; }
@@ -50,7 +64,8 @@ struct Slots {
 };
 
 // The ends of a rank without a GPU: its processor fills and empties slots. A message must fit in one. Slots carry no
-// signature; empty messages are none.
+// signature; empty messages are none. Once a rank of the host has aborted nothing comes or goes any more: the
+// communicator has failed, and its engine hears of that otherwise.
 std::unique_ptr<SendEnd> MakeSlotSend(const Slots& slots);
 std::unique_ptr<RecvEnd> MakeSlotRecv(const Slots& slots);
 

@@ -152,6 +152,18 @@ class Engine:
     def empty(self, nbytes: int) -> Any: ...
     def attach_shm(self, fd: int, ring_bytes: int, local_ranks: Sequence[int], stores: int, reads: int) -> None: ...
     def attach_tcp(self, peer: int, channel: int, fds: Sequence[int]) -> None: ...
+    def attach_slots(
+        self,
+        *,
+        peer: int,
+        channel: int,
+        out: tuple[int, int, int],
+        into: tuple[int, int, int],
+        slot_bytes: int,
+        count: int,
+        aborts: int,
+        ranks: int,
+    ) -> None: ...
     def add_nic(
         self,
         *,
@@ -220,6 +232,7 @@ class Engine:
         recv_table: Sequence[int],
         descriptor: int,
         p2p: bool,
+        skip_empty: bool = False,
     ) -> Shape: ...
     def fail(self, kind: int, peer: int, text: str) -> None: ...
     def peer_left(self, peer: int) -> None: ...

@@ -20,7 +20,7 @@ from .calls import OP_LABELS, Call, check_int
 from .crosscheck import CrossCheck
 from .diagnosis import Diagnosis, Kind, Vigil
 from .env import Config
-from .errors import ArgumentError, ClosedError, CommunicationError, HetcollError, InitError
+from .errors import ArgumentError, BufferTypeError, ClosedError, CommunicationError, HetcollError, InitError
 from .registration import Registration
 from .rendezvous.session import Session
 from .selection import Explanation, Selection
@@ -31,12 +31,14 @@ from .work import DONE, Work
 
 if TYPE_CHECKING:
     from .gpu import GpuPath
+    from .gpu_host import HostPath
 
 log = logging.getLogger("hetcoll")
 
 T = TypeVar("T")
 
 _MEETING_BYTES = 1024
+_KINDS = {"rocm": "hip"}  # a device's name in DLPack's words: whose it is
 
 
 class Core:
@@ -50,6 +52,7 @@ class Core:
         self._pending_lock = threading.Lock()
         self._prune_at = 16
         self._gpus: GpuPath | None = None
+        self._host: HostPath | None = None
         self._diagnosis = Diagnosis(session, group, rank, size)
         deadline = time.monotonic() + timeout
         with contextlib.ExitStack() as undo:
@@ -120,12 +123,19 @@ class Core:
 
     def _start(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         buffer = call.send or call.recv
-        if buffer is not None and buffer.device != "cpu":
-            return self._gpu_path(buffer, seconds).launch(call, stream, async_op)
+        among = None
+        if buffer is not None and not call.label:
+            self._check_place(buffer)
+            if buffer.device != "cpu":
+                return self._gpu_path(buffer).launch(call, stream, async_op)
+            among = self._among_gpus()
+        plans = among or self._selection
         witness, thread = self._witness, threading.get_ident()
         witness.calls[thread], witness.preparing = call.describe(), thread
         try:
-            shape = self._prepare(lambda check: self._selection.shape(call, seconds, check), seconds)
+            shape = self._prepare(lambda check: plans.shape(call, seconds, check), seconds)
+            if among is not None:
+                among.note(call)
             witness.preparing = None
             send = 0 if call.send is None else call.send.ptr
             recv = 0 if call.recv is None else call.recv.ptr
@@ -134,7 +144,18 @@ class Core:
             witness.preparing = None
             witness.calls.pop(thread, None)
 
-    def _gpu_path(self, buffer: Buffer, seconds: float) -> GpuPath:
+    def _check_place(self, buffer: Buffer) -> None:
+        """Whether a buffer is where this rank said that its buffers are."""
+        wish, mine = self._config.device, _KINDS.get(buffer.device, buffer.device)
+        if wish is None or (wish.kind == mine and wish.index in (None, buffer.index)):
+            return
+        if mine == "cpu" and not self._wiring.topology.some_without_gpu:
+            return  # calls of all ranks on host memory
+        raise BufferTypeError(
+            f"wanted memory of {wish}, the device that rank {self._rank} said it uses, got some of {buffer.place}"
+        )
+
+    def _gpu_path(self, buffer: Buffer) -> GpuPath:
         """This rank's GPU and what is set up on it, by the first such call of all ranks."""
         if self._gpus is None:
             from .gpu import GpuPath, device_of
@@ -150,6 +171,20 @@ class Core:
             )
             self._diagnosis.on_failure = self._gpus.failed
         return self._gpus
+
+    def _among_gpus(self) -> HostPath | None:
+        """How a rank without a GPU takes part in the calls of those that have one; None where it has no such."""
+        if self._host is None and self._wiring.topology.some_without_gpu:
+            from .gpu_host import HostPath
+
+            self._host = HostPath(
+                self._wiring,
+                self._diagnosis,
+                self._config.timeout,
+                meet=self._meet,
+                describe=self._selection.note_shape,
+            )
+        return self._host
 
     def _meet(self, label: str, blob: bytes) -> list[bytes]:
         """Every rank's `blob`, by rank. A collective call that is called `label` in errors."""
@@ -355,6 +390,8 @@ class Core:
         self._engine.close()  # from here on nothing of ours touches the memory of calls in flight
         with self._pending_lock:
             self._pending.clear()
+        if self._host is not None:
+            self._host.close()
         self._selection.close()
         self._session.leave(self._group)
         self._wiring.close()
@@ -378,7 +415,8 @@ class Core:
         self._check_usable()
         self._log_news()
         found = self._selection.explain(op, nbytes)
-        return found if self._gpus is None else found._replace(paths=found.paths + self._gpus.paths())
+        path = self._gpus or self._host
+        return found if path is None else found._replace(paths=found.paths + path.paths())
 
     def _log_news(self) -> None:
         """Tell what links lost, and how they went on: once each."""

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, cast
 from .errors import ArgumentError
 from .launchers import Launch, read_launch
 from .variables import (
+    DeviceChoice,
     DeviceFilter,
     Environ,
     InterfaceFilter,
@@ -33,6 +34,7 @@ from .variables import (
 
 __all__ = [
     "Config",
+    "DeviceChoice",
     "DeviceFilter",
     "Environment",
     "InterfaceFilter",
@@ -47,6 +49,7 @@ log = logging.getLogger("hetcoll")
 Transport = Literal["auto", "shm", "tcp", "verbs"]
 Debug = Literal["none", "warn", "info", "debug", "trace"]
 REPLACEABLE = ("nccl", "gloo")  # backends of torch.distributed
+DEVICES = "auto, cpu, cuda, hip, or a GPU such as cuda:1"
 SHM_STORES = ("auto", "cached", "streaming", "claimed")  # in the order of native/transport/shm.h
 SHM_READ = ("auto", "always", "never")  # the same
 
@@ -60,7 +63,8 @@ class Config:
     `fault` configures the fault-injecting transport of the tests. `master` is where
     rank 0 listens for the others, when the launcher cannot say it. `cache` is the directory of compiled GPU kernels,
     None: they are not kept. `ib_timeout` is InfiniBand's code for an acknowledgement's time,
-    4.096 us << code; 16 are 0.27 s. `islands` are the ranks of each island.
+    4.096 us << code; 16 are 0.27 s. `islands` are the ranks of each island. `device` is what this rank's buffers are
+    on, None: what its first call's are.
     """
 
     debug: Debug = "warn"
@@ -73,6 +77,7 @@ class Config:
     linger: float = 10.0
     secret: bytes | None = field(default=None, repr=False)
     islands: tuple[tuple[int, ...], ...] | None = None
+    device: DeviceChoice | None = None
     fault: str | None = None
     shm_bytes: int | None = None
     shm_stores: str = "auto"
@@ -116,6 +121,7 @@ def read_config(environ: Environ) -> Config:
         linger=read(environ, "HETCOLL_LINGER", "seconds, 0 or more", span, 10.0),
         secret=_secret(environ),
         islands=read(environ, "HETCOLL_ISLANDS", "auto or ranks such as 0,1|2,3 or 0-3|4-7", auto(islands), None),
+        device=read(environ, "HETCOLL_DEVICE", DEVICES, auto(DeviceChoice.parse), None),
         fault=word("HETCOLL_FAULT", "a fault to inject"),
         shm_bytes=read(environ, "HETCOLL_SHM_BYTES", "bytes such as 4194304 or 4M", auto(nbytes), None),
         shm_stores=read(
@@ -170,8 +176,8 @@ def _cache(environ: Environ) -> str | None:
 
 
 _NAMES = """
-    DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS FAULT
-    SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE CACHE
+    DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS DEVICE
+    FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE CACHE
     IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())

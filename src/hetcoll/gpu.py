@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import math
-import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
@@ -34,15 +31,15 @@ from .diagnosis import Diagnosis, Kind
 from .errors import ArgumentError, BufferTypeError, CollectiveTimeoutError
 from .gpu_edges import GpuEdges, Prepare
 from .gpu_islands import Gpu, GpuIslands, Meet
-from .gpu_plans import GpuPlans, Kept
+from .gpu_plans import DeviceBinder, GpuPlans, Kept
+from .gpu_share import GpuShare
 from .gpu_watch import GpuWatch
 from .relays import Relays
-from .rendezvous.descriptors import new_name, receive_fd, share_fd
+from .rendezvous.descriptors import new_name
 from .selection import describe_message, descriptor
-from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS, SlotSegment, slot_bytes
+from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS
 from .types import Collective, DType, ReduceOp
 from .wiring import Wiring
-from .witness import call_site
 from .work import Work
 
 if TYPE_CHECKING:
@@ -79,28 +76,26 @@ class GpuPath:
     ) -> None:
         self._wiring, self._diagnosis, self._device, self._announce = wiring, diagnosis, device, announce
         self._engine = wiring.engine
-        self._here = wiring.locals.index(wiring.rank)
         self._kind = "cuda" if device.vendor == "cuda" else "rocm"
         self._calls: Kept[_Bound] = Kept()
         self._messages: Kept[_Bound] = Kept()
         self._scratch, self._scratch_bytes = 0, 0
-        self._slot_bytes = slot_bytes(max(map(len, wiring.topology.hosts)))  # the same on all ranks
         self._undo = contextlib.ExitStack()
-        mine = json.dumps(asdict(Gpu.here(device, new_name())))
-        self._gpus = [Gpu(**json.loads(blob)) for blob in meet("gpus()", mine.encode())]
+        mine = Gpu.here(device, new_name())
         with contextlib.ExitStack() as undo:
             device.activate()
+            share = self._share = GpuShare(wiring, diagnosis, mine, device, meet, timeout)
+            undo.callback(share.close)
+            self._segment, self._slot_bytes = share.segment, share.slot_bytes
             streams = [device.stream() for _ in range(_native.DEVICE_LANES)]
             for stream in streams:
                 undo.callback(device.destroy_stream, stream)
             staging = device.allocate(_native.STAGED_MESSAGES * self._slot_bytes)
             undo.callback(device.free, staging)
-            self._segment = self._share(timeout)
-            undo.callback(self._segment.close)
             self._state = device.allocate(_STATE_BYTES)
             undo.callback(device.free, self._state)
             _clear(device, self._state, _STATE_BYTES)
-            abort = self._segment.aborts[self._here]  # the rest of its cache line is this rank's, too
+            abort = self._segment.aborts[share.here]  # the rest of its cache line is this rank's, too
             self._queue = _native.DeviceQueue(
                 vendor=device.vendor,
                 functions={**device.functions(), **signal_kernels(device, abort + 8, self._state + _ZERO, abort)},
@@ -108,17 +103,20 @@ class GpuPath:
                 staging=staging,
                 slot_bytes=self._slot_bytes,
             )
-            self._islands = GpuIslands(wiring.topology, wiring.rank, self._gpus, device, meet, timeout)
+            self._islands = GpuIslands(wiring.topology, wiring.rank, share.gpus, device, meet, timeout)
             undo.callback(self._islands.close)
             island = self._islands.island
             if island is not None:
                 self._queue.set_island(island.functions(), island.handle, island.rank, island.size)
-            self._relays = Relays(wiring, diagnosis, device, self._slot_bytes)
-            self._edges = GpuEdges(wiring, self._queue, self._segment, self._relays, prepare, timeout)
+            self._relays = Relays(wiring, diagnosis, device, share)
+            self._edges = GpuEdges(wiring, self._queue, share, self._relays, prepare, timeout)
             self._plans = GpuPlans(
-                wiring.rank, wiring.size, self._queue, device, self._islands, self._slot_bytes, self._edges.of
+                wiring.rank,
+                wiring.size,
+                self._islands,
+                self._slot_bytes,
+                DeviceBinder(self._queue, device, self._edges.of),
             )
-            self._ledger = _native.Ledger(self._segment.ledger, self._here, len(wiring.locals))
             self._watch = GpuWatch(
                 self._settled,
                 self._edges.progress,
@@ -134,21 +132,6 @@ class GpuPath:
     def device(self) -> Device:
         return self._device
 
-    def _share(self, timeout: float) -> SlotSegment:
-        wiring, locals_ = self._wiring, self._wiring.locals
-        name, secret = self._gpus[locals_[0]].doorbell, wiring.secret
-        if wiring.rank == locals_[0]:
-            fd = os.memfd_create("hetcoll-slots", os.MFD_CLOEXEC)
-        else:
-            fd = receive_fd(name, wiring.rank, secret, timeout)
-        try:
-            if wiring.rank == locals_[0]:
-                os.ftruncate(fd, SlotSegment.nbytes(len(locals_), self._slot_bytes))
-                share_fd(name, fd, locals_[1:], secret, timeout)
-            return SlotSegment(fd, len(locals_), self._slot_bytes, self._device)
-        finally:
-            os.close(fd)
-
     def launch(self, call: Call, stream: object, async_op: bool) -> GpuWork:
         """Enqueue `call` after what is on `stream` now; what comes on it later begins after it, unless `async_op`."""
         handle = self._stream(stream, sendbuf=call.send, recvbuf=call.recv)
@@ -158,7 +141,7 @@ class GpuPath:
         )  # fmt: skip
         bound = self._calls.get_or(key, lambda: self._bind(call))
         self._check_capturable(bound, handle)
-        self._note(bound)
+        self._share.note(bound.entry)
         return self._run(bound, call.send, call.recv, handle, async_op, call.collective.label)
 
     def message(
@@ -215,13 +198,12 @@ class GpuPath:
     def _bound(self, shape: Shape, what: str, message: DType | None = None) -> _Bound:
         """`message` is the type of point-to-point messages, which is all that their two ranks must agree on."""
         common = descriptor(what if message is None else f"p2p {message.label}")
-        entry = _native.LedgerEntry.make(common, f"{what} (first called at {call_site()})")
-        return _Bound(shape, entry, self._announce(what), common, message is not None)
+        return _Bound(shape, self._share.entry(what, common), self._announce(what), common, message is not None)
 
     def _one_kernel(self, call: Call) -> _native.KernelShape | None:
         """The call as one kernel a rank, where that is faster than copies."""
         size = self._wiring.size
-        one_host = self._edges.one_host and size <= ONESHOT_RANKS
+        one_host = self._edges.one_host and size <= ONESHOT_RANKS and all(gpu.vendor for gpu in self._share.gpus)
         small = call.collective is Collective.ALLREDUCE and call.count > 0
         if not small or not one_host or self._islands.whole:
             return None
@@ -243,7 +225,7 @@ class GpuPath:
             return None
         arguments.count, arguments.rank, arguments.size = call.count, self._wiring.rank, size
         arguments.divisor = size if call.op is ReduceOp.AVG else 1
-        arguments.abort = segment.aborts[self._here]
+        arguments.abort = segment.aborts[self._share.here]
         return self._queue.bind_kernel(
             function=table.function(name), arguments=bytes(arguments), blocks=blocks, threads=threads
         )
@@ -257,26 +239,10 @@ class GpuPath:
 
     # Failing.
 
-    def _note(self, bound: _Bound) -> None:
-        """Write the call down for the other ranks of this host; raises where one of them called something else."""
-        peer = self._ledger.note(bound.entry)
-        if peer >= 0:
-            number = self._ledger.calls(self._here)
-            texts = [f"rank {r} called {self._text(r, number)}" for r in (self._wiring.rank, self._wiring.locals[peer])]
-            self._diagnosis.post(Kind.MISMATCH, self._wiring.locals[peer], "; ".join(texts))
-            raise self._diagnosis.error()
-
-    def _text(self, rank: int, number: int) -> str:
-        return self._ledger.text(self._wiring.locals.index(rank), number) or "something else"
-
     def _stuck(self, seconds: float) -> None:
         """Nothing has moved for so long: the verdict says where everyone stands."""
-        ledger, ranks = self._ledger, self._wiring.locals
-        where = [(rank, ledger.calls(i)) for i, rank in enumerate(ranks)]
-        parts = [f"rank {rank} is at GPU call {n}: {self._text(rank, n)}" if n else f"rank {rank} has called nothing"
-                 for rank, n in where]  # fmt: skip
-        behind = min(where, key=lambda pair: pair[1])[0]
-        text = f"GPU calls of rank {self._wiring.rank} have not moved for {seconds:.3g} s; " + "; ".join(parts)
+        behind, where = self._share.standing()
+        text = f"GPU calls of rank {self._wiring.rank} have not moved for {seconds:.3g} s; {where}"
         self._diagnosis.post(Kind.TIMEOUT, behind, "; ".join(filter(None, (text, self._relays.describe()))))
 
     def _broken(self, problem: str) -> None:
@@ -319,13 +285,14 @@ class GpuPath:
         rank, islands = self._wiring.rank, self._islands
         mine = next(island for island in islands.islands if rank in island)
         lines = []
-        for peer, gpu in enumerate(self._gpus):
+        for peer, gpu in enumerate(self._share.gpus):
             if peer == rank:
                 continue
             way = self._edges.describe(peer)
             if peer in mine and islands.island is not None:
                 way = f"by {islands.island.library}; what that does not do, {way}"
-            lines.append(f"from the GPU to that of rank {peer} ({gpu.vendor} {gpu.arch}): {way}")
+            other = f"to that of rank {peer} ({gpu.vendor} {gpu.arch})" if gpu.vendor else f"to rank {peer}, a CPU"
+            lines.append(f"from the GPU {other}: {way}")
         return tuple(lines)
 
     def join(self, stream: object) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from . import _native
+from .gpu_share import GpuShare
 from .plan import Op, Plan
 from .relays import Relays
-from .slots import SLOTS, SlotSegment
+from .slots import SLOTS
 from .wiring import Check, Wiring
 
 Prepare = Callable[[Callable[[Check], None], float], None]
@@ -21,14 +22,14 @@ class GpuEdges:
         self,
         wiring: Wiring,
         queue: _native.DeviceQueue,
-        segment: SlotSegment,
+        share: GpuShare,
         relays: Relays,
         prepare: Prepare,
         timeout: float,
     ) -> None:
-        self._wiring, self._queue, self._segment, self._relays = wiring, queue, segment, relays
-        self._prepare, self._timeout = prepare, timeout
-        self._here = wiring.locals.index(wiring.rank)
+        self._wiring, self._queue, self._segment, self._relays = wiring, queue, share.segment, relays
+        self._prepare, self._timeout, self._gpus = prepare, timeout, share.gpus
+        self._here = share.here
         self._numbers: dict[tuple[int, int, int], int] = {}
         self.one_host = not any(map(self._far, range(wiring.size)))
 
@@ -56,8 +57,10 @@ class GpuEdges:
     def describe(self, peer: int) -> str:
         """For people: how messages to `peer` go."""
         if self._far(peer):
-            return f"through pinned slots and {self._relays.stripes} sockets"
-        return "through slots in the host's memory that both GPUs have mapped"
+            n = self._relays.stripes if self._gpus[peer].vendor else 1
+            return f"through pinned slots and {n} socket{'s' * (n != 1)}"
+        both = "both GPUs have mapped" if self._gpus[peer].vendor else "it has mapped"
+        return f"through slots in the host's memory that {both}"
 
     def progress(self) -> int:
         """Grows while messages of this rank move."""

@@ -27,7 +27,10 @@ Meet = Callable[[str, bytes], Sequence[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What every rank knows of another one's GPU. `library` is its NCCL's or RCCL's version, 0 where there is none."""
+    """What every rank knows of another one's GPU. `library` is its NCCL's or RCCL's version, 0 where there is none.
+
+    `vendor` is empty on a rank without a GPU.
+    """
 
     vendor: str
     bus: str
@@ -46,6 +49,11 @@ class Gpu:
         version = 0 if reason is not None else finder.library().version_code
         return cls(device.vendor, device.bus_id, device.arch, device.name, doorbell, version)
 
+    @classmethod
+    def none(cls, doorbell: str) -> Gpu:
+        """That of a rank without one."""
+        return cls("", "", "", "", doorbell, 0)
+
 
 class GpuIslands:
     """The islands of one communicator. `island` is this rank's communicator of the vendor's library, if it has one.
@@ -54,7 +62,7 @@ class GpuIslands:
     """
 
     def __init__(
-        self, topology: Topology, rank: int, gpus: Sequence[Gpu], device: Device, meet: Meet, timeout: float
+        self, topology: Topology, rank: int, gpus: Sequence[Gpu], device: Device | None, meet: Meet, timeout: float
     ) -> None:
         self._gpus = gpus
         self.alone: Islands = tuple((r,) for r in range(topology.size))
@@ -69,10 +77,12 @@ class GpuIslands:
         self._ending: threading.Thread | None = None
         if all(len(island) == 1 for island in self.islands):
             return
-        library = (nccl if device.vendor == "cuda" else rccl).library() if len(mine) > 1 else None
+        joins = device is not None and len(mine) > 1
+        library = (nccl if gpus[rank].vendor == "cuda" else rccl).library() if joins else None
         first = library is not None and mine[0] == rank
         ids = meet("islands()", library.unique_id() if library is not None and first else b"")
         if library is not None:
+            assert device is not None
             self.island = Island(library, len(mine), self.place, ids[mine[0]], device, timeout)
             log.info("rank %d: %s in island %s", rank, library, spell_islands((mine,)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from . import _native
 from .algorithms import find
@@ -37,6 +37,7 @@ _BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 64, 32 << 10  # of a reduction: enough f
 Link = Callable[[Plan], list[int]]
 Kernel = tuple[int, int, int, int]  # function, threads in a block, most blocks, bytes for each
 T = TypeVar("T")
+S = TypeVar("S", covariant=True)
 
 
 class Kept(OrderedDict[tuple[object, ...], T]):
@@ -61,24 +62,33 @@ class Share(NamedTuple):
     cuts: tuple[int, ...]
 
 
-class GpuPlans:
-    """The plans of rank `rank` of `size`. `link` gives the queue's numbers of the edges that each step uses."""
+class Binder(Protocol[S]):
+    """What makes a plan ready to run on one rank."""
 
-    def __init__(
+    def bind(
         self,
-        rank: int,
-        size: int,
-        queue: _native.DeviceQueue,
-        device: Device,
-        islands: GpuIslands,
-        slot_bytes: int,
-        link: Link,
-    ) -> None:
+        plan: Plan,
+        order: Sequence[int],
+        dtype: DType,
+        tables: Sequence[Sequence[int]],
+        call: Call | None,
+        local: Native | None,
+    ) -> S:
+        """`plan`, whose steps come in this `order`, over buffers whose units begin at the elements in `tables`.
+
+        `call` is None for messages between two ranks; `local` says how the island's library reduces.
+        """
+
+
+class GpuPlans(Generic[S]):
+    """The plans of rank `rank` of `size`, made ready by `binder`. Messages fit slots of `slot_bytes`."""
+
+    def __init__(self, rank: int, size: int, islands: GpuIslands, slot_bytes: int, binder: Binder[S]) -> None:
         self._rank, self._size, self._islands, self._slot_bytes = rank, size, islands, slot_bytes
-        self._queue, self._device, self._link = queue, device, link
+        self._bind = binder.bind
         self._drawn: Kept[tuple[list[Plan], tuple[tuple[int, ...], ...]]] = Kept()
 
-    def compile(self, call: Call) -> _native.DeviceShape:
+    def compile(self, call: Call) -> S:
         """A collective."""
         if call.collective is Collective.ALLTOALLV:
             return self._alltoallv(call)
@@ -97,37 +107,37 @@ class GpuPlans:
             offsets(shares, units // len(shares), grain)
             for shares, units in ((send_shares, plan.send_units), (recv_shares, plan.recv_units))
         ]
-        return self._bind(plan, orders[self._rank], call.dtype, tables, *self._kernels(call), local)
+        return self._bind(plan, orders[self._rank], call.dtype, tables, call, local)
 
-    def messages(self, dtype: DType, send: tuple[int, int], recv: tuple[int, int]) -> _native.DeviceShape:
+    def messages(self, dtype: DType, send: tuple[int, int], recv: tuple[int, int]) -> S:
         """A message to a peer, one from a peer, or both at once: (peer, count) each, peer -1 for none."""
         if send[0] == self._rank:
             copy = Step(Op.COPY, 0, Span(Buf.SEND, 0), Span(Buf.RECV, 0))
             plan = Plan(Collective.P2P, "copy", self._size, self._rank, 1, 1, (copy,))
             return self._bind(plan, (0,), dtype, [(0, send[1]), (0, recv[1])], None, None)
-        return self._exchange(dtype, [send], [recv], p2p=True)
+        return self._exchange(dtype, [send], [recv])
 
-    def _alltoallv(self, call: Call) -> _native.DeviceShape:
+    def _alltoallv(self, call: Call) -> S:
         """Each pair of ranks knows its own count, so the pieces are theirs, too."""
         sends, recvs = (
             [(peer, 0 if peer == self._rank else b - a) for peer, (a, b) in enumerate(pairwise(table))]
             for table in (call.send_table, call.recv_table)
         )
-        return self._exchange(call.dtype, sends, recvs, (call.send_table, call.recv_table))
+        return self._exchange(call.dtype, sends, recvs, call)
 
     def _exchange(
         self,
         dtype: DType,
         sends: Sequence[tuple[int, int]],
         recvs: Sequence[tuple[int, int]],
-        tables: tuple[Sequence[int], Sequence[int]] | None = None,
-        *,
-        p2p: bool = False,
-    ) -> _native.DeviceShape:
+        call: Call | None = None,
+    ) -> S:
         """Piece by piece, sends before receives: what peers need is enqueued before what this rank waits for.
 
-        With `tables`, the buffers' parts by rank, this rank's own part is copied.
+        With `call`, which has the buffers' parts by rank, this rank's own part is copied.
         """
+        tables = None if call is None else (call.send_table, call.recv_table)
+        channel = CHANNEL if call is None else 0  # messages of two ranks are numbered along the edge
         out, into = ([_share(peer, count, dtype, self._slot_bytes) for peer, count in each] for each in (sends, recvs))
         steps: list[Step] = []
         rounds = max(len(share.cuts) for share in (*out, *into)) - 1
@@ -138,7 +148,7 @@ class GpuPlans:
                     if share.peer >= 0 and share.elements > 0 and k + 1 < len(share.cuts):
                         span = Span(buf, first + share.cuts[k], share.cuts[k + 1] - share.cuts[k])
                         src, dst = (span, None) if op is Op.SEND else (None, span)
-                        steps.append(Step(op, int(op is Op.RECV), src, dst, share.peer, CHANNEL))
+                        steps.append(Step(op, int(op is Op.RECV), src, dst, share.peer, channel))
                     first += share.cuts[-1]
         units = [sum(share.cuts[-1] for share in shares) for shares in (out, into)]
         grain = max(1, _GRAIN // dtype.itemsize)
@@ -147,7 +157,7 @@ class GpuPlans:
             own = [sum(share.cuts[-1] for share in shares[: self._rank]) for shares in (out, into)]
             steps.append(Step(Op.COPY, 2, Span(Buf.SEND, own[0]), Span(Buf.RECV, own[1])))
         plan = Plan(Collective.P2P, "messages", self._size, self._rank, units[0], units[1], tuple(steps))
-        return self._bind(plan, tuple(range(len(steps))), dtype, bounds, None, None, p2p=p2p)
+        return self._bind(plan, tuple(range(len(steps))), dtype, bounds, call, None)
 
     def _base(self, call: Call, islands: Islands) -> list[Plan]:
         collective, scale = call.collective.plain, call.op is ReduceOp.AVG
@@ -168,28 +178,24 @@ class GpuPlans:
         plans = pipelined(base, ramp(length, self._slot_bytes // smallest))
         return plans, enqueue_order(plans, SLOTS)
 
-    def _kernels(self, call: Call) -> tuple[Kernel | None, Kernel | None]:
-        if call.collective not in REDUCING:
-            return None, None
-        op = ReduceOp.SUM if call.op is ReduceOp.AVG else call.op
-        table, shape = self._device.kernels(), (_BLOCK, _MOST_BLOCKS, _PER_BLOCK)
-        reduce = (table.function(f"reduce_{call.dtype.label}_{op.label}"), *shape)
-        if call.op is not ReduceOp.AVG:
-            return reduce, None
-        return reduce, (table.function(f"scale_{call.dtype.label}"), *shape)
 
-    def _bind(
+class DeviceBinder:
+    """Compiles plans into lists of driver calls for `queue`. `link` gives the queue's numbers of the edges in use."""
+
+    def __init__(self, queue: _native.DeviceQueue, device: Device, link: Link) -> None:
+        self._queue, self._device, self._link = queue, device, link
+
+    def bind(
         self,
         plan: Plan,
         order: Sequence[int],
         dtype: DType,
         tables: Sequence[Sequence[int]],
-        reduce: Kernel | None,
-        scale: Kernel | None,
-        local: Native | None = None,
-        *,
-        p2p: bool = False,
+        call: Call | None,
+        local: Native | None,
     ) -> _native.DeviceShape:
+        """See `Binder`."""
+        reduce, scale = (None, None) if call is None else self._kernels(call)
         return self._queue.bind(
             plan=plan.encode(),
             rank=plan.rank,
@@ -205,8 +211,18 @@ class GpuPlans:
             scale=scale,
             divisor=plan.size,
             local=local,
-            p2p=p2p,
+            p2p=call is None,
         )
+
+    def _kernels(self, call: Call) -> tuple[Kernel | None, Kernel | None]:
+        if call.collective not in REDUCING:
+            return None, None
+        op = ReduceOp.SUM if call.op is ReduceOp.AVG else call.op
+        table, shape = self._device.kernels(), (_BLOCK, _MOST_BLOCKS, _PER_BLOCK)
+        reduce = (table.function(f"reduce_{call.dtype.label}_{op.label}"), *shape)
+        if call.op is not ReduceOp.AVG:
+            return reduce, None
+        return reduce, (table.function(f"scale_{call.dtype.label}"), *shape)
 
 
 def _shares(call: Call, size: int) -> tuple[list[int], list[int]]:

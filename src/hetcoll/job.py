@@ -11,7 +11,7 @@ from typing import Any
 
 from . import _native, variables
 from .communicator import Communicator
-from .env import Config, configuration, environment
+from .env import DEVICES, Config, configuration, environment
 from .errors import ArgumentError, InitError
 from .rendezvous.bootstrap import bootstrap, get_unique_id
 from .rendezvous.control import WORLD
@@ -21,7 +21,12 @@ from .rendezvous.unique_id import UniqueId
 _world: Communicator | None = None
 
 
-def init(*, timeout: float | None = None, islands: str | Sequence[Sequence[int]] | None = None) -> Communicator:
+def init(
+    *,
+    timeout: float | None = None,
+    islands: str | Sequence[Sequence[int]] | None = None,
+    device: str | None = None,
+) -> Communicator:
     """The communicator of all ranks of this job, as the launcher's environment describes it.
 
     Understands torchrun, ``hetcoll run``, Open MPI's and Hydra's mpirun and srun; alone, the size is 1. Blocks until
@@ -30,6 +35,10 @@ def init(*, timeout: float | None = None, islands: str | Sequence[Sequence[int]]
 
     `islands` are the ranks whose GPUs one vendor's library serves: ``"0,1|2,3"`` or ``[[0, 1], [2, 3]]``, the same on
     all ranks, each rank once. Default: HETCOLL_ISLANDS, else all GPUs of a vendor.
+
+    `device` is what this rank's buffers are on: ``"cuda"`` or ``"hip"``, with or without the number of the GPU
+    (``"cuda:1"``), or ``"cpu"``. Default: HETCOLL_DEVICE, else what the first call is given. Where some ranks have a
+    GPU and others none, every rank must say which; each then passes buffers of its own device to the same calls.
     """
     global _world
     if _world is not None and not _world.closed:
@@ -40,7 +49,9 @@ def init(*, timeout: float | None = None, islands: str | Sequence[Sequence[int]]
     start = time.monotonic()
     unique_id = bootstrap(env.launch, env.config)
     left = seconds - (time.monotonic() - start)
-    _world = _enter(unique_id, env.launch.rank, env.launch.size, _with_islands(env.config, islands), left)
+    _world = _enter(
+        unique_id, env.launch.rank, env.launch.size, _with_device(_with_islands(env.config, islands), device), left
+    )
     return _world
 
 
@@ -75,6 +86,15 @@ def _with_islands(config: Config, asked: str | Sequence[Sequence[int]] | None) -
         return replace(config, islands=variables.islands(text))
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"islands: wanted ranks such as '0,1|2,3' or [[0, 1], [2, 3]], got {asked!r}") from error
+
+
+def _with_device(config: Config, asked: str | None) -> Config:
+    if asked is None:
+        return config
+    try:
+        return replace(config, device=variables.auto(variables.DeviceChoice.parse)(asked))
+    except (AttributeError, ValueError) as error:
+        raise ArgumentError(f"device: wanted {DEVICES}, got {asked!r}") from error
 
 
 def configure(config: Config) -> None:

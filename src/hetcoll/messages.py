@@ -126,14 +126,14 @@ class Messages(Core):
         seconds = self._seconds(timeout)
         buffer = send or recv
         assert buffer is not None
+        self._check_place(buffer)
         if buffer.device != "cpu":
-            return self._gpu_path(buffer, seconds).message(send, dest, recv, source, stream, async_op)
+            return self._gpu_path(buffer).message(send, dest, recv, source, stream, async_op)
+        plans = self._among_gpus() or self._selection
         calls, thread = self._witness.calls, threading.get_ident()
         calls[thread] = describe_message(send, dest, recv, source)
         try:
-            shape = self._prepare(
-                lambda check: self._selection.point(send, dest, recv, source, seconds, check), seconds
-            )
+            shape = self._prepare(lambda check: plans.point(send, dest, recv, source, seconds, check), seconds)
             ptrs = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
             return self._run(shape, *ptrs, async_op, seconds, (send, recv), background=background)
         finally:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from . import _native
 from .diagnosis import Diagnosis, Kind
+from .gpu_share import GpuShare
 from .slots import CHANNELS, WORD_BYTES, WORDS_BYTES
 from .wiring import Check, Wiring
 
@@ -31,8 +32,9 @@ assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
 class Relays:
     """The edges of one rank's GPU to ranks elsewhere. Nothing is set up before the first one is connected."""
 
-    def __init__(self, wiring: Wiring, diagnosis: Diagnosis, device: Device, slot_bytes: int) -> None:
-        self._wiring, self._diagnosis, self._device, self._slot_bytes = wiring, diagnosis, device, slot_bytes
+    def __init__(self, wiring: Wiring, diagnosis: Diagnosis, device: Device, share: GpuShare) -> None:
+        self._wiring, self._diagnosis, self._device = wiring, diagnosis, device
+        self._gpus, self._slot_bytes = share.gpus, share.slot_bytes
         self._relay: _native.Relay | None = None
         self._connected: set[tuple[int, int]] = set()
         self._edges: dict[tuple[bool, int, int], int] = {}
@@ -49,8 +51,9 @@ class Relays:
     def connect(self, edges: Collection[tuple[int, int]], timeout: float, check: Check) -> None:
         """Connect these (peer, channel) pairs. Both ends must ask; see `Wiring.ensure`."""
         missing = [edge for edge in edges if edge not in self._connected]
-        apart = [(peer, channel + CHANNELS) for peer, channel in missing]  # the engine has the other channels
-        for (peer, channel), fds in self._wiring.sockets(apart, self.stripes, timeout, check).items():
+        # The engine has the other channels. A rank without a GPU has no relay: its engine deals messages to one socket.
+        apart = {(p, c + CHANNELS): self.stripes if self._gpus[p].vendor else 1 for p, c in missing}
+        for (peer, channel), fds in self._wiring.sockets(apart, timeout, check).items():
             self._start().connect(peer, channel - CHANNELS, fds)
             self._connected.add((peer, channel - CHANNELS))
 

@@ -154,7 +154,7 @@ class Selection:
     def announce(self, what: str) -> int:
         """A number for a call that is not the engine's to run, by which `describe` knows it."""
         number = self._engine.new_shape()
-        self._describe(number, what)
+        self.note_shape(number, what)
         return number
 
     def explain(self, op: str, nbytes: int) -> Explanation:
@@ -215,11 +215,12 @@ class Selection:
 
     def _keep(self, key: tuple[object, ...], shape: _native.Shape, what: str) -> None:
         self._shapes[key] = shape
-        self._describe(shape.id, what)
+        self.note_shape(shape.id, what)
         if len(self._shapes) > _KEEP:
             self._shapes.popitem(last=False)
 
-    def _describe(self, number: int, what: str) -> None:
+    def note_shape(self, number: int, what: str) -> None:
+        """`describe` is to know this shape."""
         self._described[number] = Called(what, call_site(), exactly=False)
         if len(self._described) > 2 * _KEEP:
             self._described.popitem(last=False)

@@ -59,9 +59,10 @@ class SlotSegment:
     """The slots of one host, in a file of memory that its ranks share.
 
     `fd` is not kept. `size` is the number of ranks of the host, which are named by their place among them here.
+    Addresses are those of `device`; a rank without one (None) has the host's.
     """
 
-    def __init__(self, fd: int, size: int, slot_bytes: int, device: Device) -> None:
+    def __init__(self, fd: int, size: int, slot_bytes: int, device: Device | None) -> None:
         self._size, self._device = size, device
         self._edge_bytes = WORDS_BYTES + SLOTS * slot_bytes
         nbytes = self.nbytes(size, slot_bytes)
@@ -96,6 +97,8 @@ class SlotSegment:
 
     def _register(self, offset: int, nbytes: int) -> int:
         """Map this part; returns the device's address of it."""
+        if self._device is None:
+            return self._address + offset
         self._bytes[offset : offset + nbytes : mmap.PAGESIZE].sum()  # drivers pin pages that exist
         at = self._device.register_host(self._address + offset, nbytes)
         self._registered.append(offset)
@@ -135,6 +138,7 @@ class SlotSegment:
     def close(self) -> None:
         """Unmap. The device must be done with all slots."""
         for offset in self._registered:
+            assert self._device is not None
             self._device.unregister_host(self._address + offset)
         self._registered.clear()
         del self._bytes

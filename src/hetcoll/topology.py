@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from .errors import ArgumentError, InitError
+from .errors import ArgumentError, InitError, spell_ranks
 from .verbs.rails import Nic, pair_up
 
 Islands = tuple[tuple[int, ...], ...]
@@ -25,6 +25,7 @@ class RankInfo:
     together. `version` must be the same everywhere. `vendor` is
     whose library serves its GPU (``cuda``, ``hip``) and `device` which GPU of the host it is; empty while it has none.
     `nics` are the ports of RDMA devices that it has opened, and `no_nics` says why there are none.
+    `wish` is the device that it was told to use: ``cpu``, ``cuda`` or ``hip``, or nothing.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class RankInfo:
     device: str = ""
     nics: tuple[Nic, ...] = ()
     no_nics: str = ""
+    wish: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Topology:
         The ranks are not 0, 1, 2, ...; shared memory is asked for between hosts; or islands are asked for that do not
         hold each rank once, or hold ranks that no one library serves.
     InitError
-        Ranks run different versions.
+        Ranks run different versions; or some were told to use a GPU and some a CPU, and others were told nothing.
     """
 
     ranks: tuple[RankInfo, ...]
@@ -72,6 +74,13 @@ class Topology:
                     f"{self.ranks[0].host}"
                 )
 
+        untold = [info.rank for info in self.ranks if not info.wish]
+        if self.some_without_gpu and untold:
+            cpus, gpus = ([i.rank for i in self.ranks if i.wish and (i.wish == "cpu") == cpu] for cpu in (True, False))
+            raise InitError(
+                f"device: {spell_ranks(cpus)} said cpu, and {spell_ranks(gpus)} a GPU; then all must say which, and "
+                f"{spell_ranks(untold)} did not"
+            )
         if self.asked is not None:
             self._check_asked(self.asked)
 
@@ -104,6 +113,12 @@ class Topology:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @cached_property
+    def some_without_gpu(self) -> bool:
+        """Whether some ranks were told to use a GPU and others to use none: then all calls are for both."""
+        wishes = {info.wish for info in self.ranks if info.wish}
+        return "cpu" in wishes and len(wishes) > 1
 
     @cached_property
     def hosts(self) -> tuple[tuple[int, ...], ...]:

@@ -129,6 +129,31 @@ def _ranks(word: str) -> range:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """What a rank's buffers are on: `kind` is cpu, cuda or hip, `index` which GPU that the process sees, None: any.
+
+    Examples
+    --------
+    >>> DeviceChoice.parse("rocm:1")
+    DeviceChoice(kind='hip', index=1)
+    """
+
+    kind: str
+    index: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceChoice:
+        word, colon, index = text.lower().partition(":")
+        kind = choice("cpu", "cuda", "hip")("hip" if word == "rocm" else word)
+        if kind == "cpu" and colon:
+            raise ValueError(text)
+        return cls(kind, whole(0, 1 << 16)(index) if colon else None)
+
+    def __str__(self) -> str:
+        return self.kind if self.index is None else f"{self.kind}:{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
 class InterfaceFilter:
     """Which network interfaces to use, in NCCL's syntax: a list of prefixes; ``^`` leaves out, ``=`` means whole names.
 

@@ -15,7 +15,7 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,7 @@ class _Introduction:
     pid: int
     cores: list[int]  # that it may run on
     doorbell: str
+    device: str
     settings: str
 
 
@@ -94,7 +95,10 @@ class Wiring:
         cores: dict[str, set[int]] = defaultdict(set)  # a launcher may have given each rank one of its host's cores
         for intro in intros:
             cores[intro.host].update(intro.cores)
-        infos = (RankInfo(r, i.host, i.pid, len(cores[i.host]), version=__version__) for r, i in enumerate(intros))
+        infos = (
+            RankInfo(r, i.host, i.pid, len(cores[i.host]), version=__version__, wish=i.device)
+            for r, i in enumerate(intros)
+        )
         self.topology = Topology(tuple(infos), config.transport, config.islands)
         self.stripes = config.socket_stripes
         self.locals = list(next(host for host in self.topology.hosts if rank in host))
@@ -143,7 +147,12 @@ class Wiring:
         islands = None if c.islands is None else spell_islands(c.islands)
         chosen = {f"HETCOLL_{name.upper()}": getattr(c, name) for name in _AGREED} | {"HETCOLL_ISLANDS": islands}
         mine = _Introduction(
-            host_identity(c.host_id), os.getpid(), sorted(os.sched_getaffinity(0)), new_name(), json.dumps(chosen)
+            host_identity(c.host_id),
+            os.getpid(),
+            sorted(os.sched_getaffinity(0)),
+            new_name(),
+            c.device.kind if c.device else "",
+            json.dumps(chosen),
         )
         blobs = self._control.exchange(self.group, b"introduce", json.dumps(asdict(mine)).encode(), self._left())
         intros = [_Introduction(**json.loads(blob)) for blob in blobs]
@@ -219,17 +228,17 @@ class Wiring:
 
     def ensure(self, edges: Iterable[tuple[int, int]], timeout: float, check: Check) -> None:
         """Links for these (peer, channel) pairs. Both ends must ask; `check` may raise to end the wait."""
-        missing = [(p, c) for p, c in edges if not self.engine.linked(p, c)]
-        for (p, c), fds in self.sockets(missing, self.stripes or 1, timeout, check).items():
+        missing = {(p, c): self.stripes or 1 for p, c in edges if not self.engine.linked(p, c)}
+        for (p, c), fds in self.sockets(missing, timeout, check).items():
             if self.topology.transport(self.rank, p) == "verbs":
                 self._attach_verbs(p, c, fds)
             else:
                 self.engine.attach_tcp(p, c, fds)
 
     def sockets(
-        self, edges: Collection[tuple[int, int]], stripes: int, timeout: float, check: Check
+        self, edges: Mapping[tuple[int, int], int], timeout: float, check: Check
     ) -> dict[tuple[int, int], list[int]]:
-        """Connected sockets for each (peer, channel), which belong to the caller. As `ensure`."""
+        """So many connected sockets for each (peer, channel), which belong to the caller. As `ensure`."""
         if not edges:
             return {}
         if self._listener is None:
@@ -237,7 +246,7 @@ class Wiring:
         comm = hashlib.blake2b(self.group, digest_size=16).digest()
         keys = {
             (p, c): [EdgeKey(comm, min(self.rank, p), max(self.rank, p), c, s) for s in range(stripes)]
-            for p, c in edges
+            for (p, c), stripes in edges.items()
         }
         requests = [Request(key, self._addresses[p]) for (p, _), each in keys.items() for key in each]
         peers = {p for p, _ in edges}

@@ -1,0 +1,198 @@
+"""A rank without a GPU among ranks that have one: its processor fills and empties the slots that GPUs use.
+
+It runs the very plans that the GPUs run (`gpu_plans`), piece by piece, on its engine. What differs is what carries a
+message. To a GPU of the same host it goes through the slots of `slots`; to one of another host through a socket, whose
+other end is a relay (`relays`); to another rank without a GPU as everything else does. Links to GPUs have channels of
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from . import _native
+from .buffers import Buffer
+from .calls import Call
+from .diagnosis import Diagnosis
+from .gpu_islands import Gpu, GpuIslands, Meet
+from .gpu_plans import GpuPlans, Kept
+from .gpu_share import GpuShare
+from .plan import Plan
+from .rendezvous.descriptors import new_name
+from .selection import describe_message, descriptor
+from .slots import CHANNELS, SLOTS
+from .types import DType, ReduceOp
+from .wiring import Check, Wiring
+
+if TYPE_CHECKING:
+    from .islands.native import Native
+
+Describe = Callable[[int, str], None]
+
+
+class HostPath:
+    """What one communicator keeps on a rank without a GPU. Made together with the other ranks' `gpu.GpuPath`.
+
+    `describe` is told what a bound plan was bound for, as `selection.Selection` knows it.
+    """
+
+    def __init__(self, wiring: Wiring, diagnosis: Diagnosis, timeout: float, *, meet: Meet, describe: Describe) -> None:
+        self._wiring, self._describe = wiring, describe
+        self._share = GpuShare(wiring, diagnosis, Gpu.none(new_name()), None, meet, timeout)
+        try:
+            islands = GpuIslands(wiring.topology, wiring.rank, self._share.gpus, None, meet, timeout)
+        except BaseException:
+            self._share.close()
+            raise
+        self._links = _Links(wiring, self._share)
+        self._plans = GpuPlans(
+            wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links)
+        )
+        self._shapes: Kept[_native.Shape] = Kept()
+        self._entries: Kept[_native.LedgerEntry] = Kept()
+
+    def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
+        """As `selection.Selection.shape`."""
+        key = (
+            call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
+            call.recv_table,
+        )  # fmt: skip
+
+        def bind() -> _native.Shape:
+            shape = self._links.during(timeout, check, lambda: self._plans.compile(call))
+            self._describe(shape.id, call.describe())
+            return shape
+
+        return self._shapes.get_or(key, bind)
+
+    def point(
+        self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, timeout: float, check: Check
+    ) -> _native.Shape:
+        """As `selection.Selection.point`."""
+        first = send or recv
+        assert first is not None
+        ends = (
+            (-1 if send is None else dest, 0 if send is None else send.count),
+            (-1 if recv is None else source, 0 if recv is None else recv.count),
+        )
+
+        def bind() -> _native.Shape:
+            shape = self._links.during(timeout, check, lambda: self._plans.messages(first.dtype, *ends))
+            self._describe(shape.id, describe_message(send, dest, recv, source))
+            return shape
+
+        return self._shapes.get_or((first.dtype, *ends), bind)
+
+    def note(self, call: Call) -> None:
+        """Write a collective down for this host's other ranks; raises where one of them called something else."""
+        what = call.describe()
+        self._share.note(self._entries.get_or((what,), lambda: self._share.entry(what, descriptor(what))))
+
+    def paths(self) -> tuple[str, ...]:
+        """For people: how data goes from this rank to every GPU."""
+        gpus = enumerate(self._share.gpus)
+        return tuple(
+            f"from this rank, a CPU, to the GPU of rank {peer} ({gpu.vendor} {gpu.arch}): {self._links.how(peer)}"
+            for peer, gpu in gpus
+            if gpu.vendor
+        )
+
+    def close(self) -> None:
+        """Give everything back. The engine must be closed."""
+        self._share.close()
+
+
+class _Links:
+    """The engine's links to all other ranks, made when a plan first uses them."""
+
+    def __init__(self, wiring: Wiring, share: GpuShare) -> None:
+        self._wiring, self._share = wiring, share
+        self._waiting: tuple[float, Check] | None = None
+
+    def during(self, timeout: float, check: Check, make: Callable[[], _native.Shape]) -> _native.Shape:
+        """`make`, whose links may take so long and are watched over by `check`."""
+        self._waiting = (timeout, check)
+        try:
+            return make()
+        finally:
+            self._waiting = None
+
+    def of(self, plan: Plan) -> Plan:
+        """`plan` over links that exist now: what goes to GPUs has channels of its own."""
+        assert self._waiting is not None
+        wiring, waiting = self._wiring, self._waiting
+        edges = sorted(plan.edges)
+        wiring.ensure([(peer, channel) for peer, channel in edges if not self._gpu(peer)], *waiting)
+        to_gpus = [(peer, channel) for peer, channel in edges if self._gpu(peer)]
+        missing = [edge for edge in to_gpus if not wiring.engine.linked(edge[0], edge[1] + CHANNELS)]
+        far = {(peer, channel + CHANNELS): 1 for peer, channel in missing if self._far(peer)}
+        for (peer, channel), fds in wiring.sockets(far, *waiting).items():
+            wiring.engine.attach_tcp(peer, channel, fds)
+        for peer, channel in missing:
+            if not self._far(peer):
+                self._attach(peer, channel)
+        moved = (
+            replace(step, channel=step.channel + CHANNELS) if step.peer >= 0 and self._gpu(step.peer) else step
+            for step in plan.steps
+        )
+        return replace(plan, steps=tuple(moved))
+
+    def _attach(self, peer: int, channel: int) -> None:
+        segment, here, there = self._share.segment, self._share.here, self._wiring.locals.index(peer)
+        out, into = segment.edge(here, there, channel), segment.edge(there, here, channel)
+        self._wiring.engine.attach_slots(
+            peer=peer,
+            channel=channel + CHANNELS,
+            out=(out.slots, out.ready, out.credit),
+            into=(into.slots, into.ready, into.credit),
+            slot_bytes=self._share.slot_bytes,
+            count=SLOTS,
+            aborts=segment.aborts[0],
+            ranks=len(self._wiring.locals),
+        )
+
+    def _gpu(self, peer: int) -> bool:
+        return bool(self._share.gpus[peer].vendor)
+
+    def _far(self, peer: int) -> bool:
+        return self._wiring.topology.transport(self._wiring.rank, peer) != "shm"
+
+    def how(self, peer: int) -> str:
+        """For people: how messages to a GPU go."""
+        return "through 1 socket" if self._far(peer) else "through slots in the host's memory that the GPU has mapped"
+
+
+class _HostBinder:
+    """Binds plans for the engine."""
+
+    def __init__(self, wiring: Wiring, links: _Links) -> None:
+        self._engine, self._links = wiring.engine, links
+        self._numbers: dict[bytes, int] = {}  # of the engine's plans, by what they consist of
+
+    def bind(
+        self,
+        plan: Plan,
+        order: Sequence[int],
+        dtype: DType,
+        tables: Sequence[Sequence[int]],
+        call: Call | None,
+        local: Native | None,
+    ) -> _native.Shape:
+        """See `gpu_plans.Binder`. Lanes run beside each other here, so the order of the steps is of no use."""
+        encoded = self._links.of(plan).encode()
+        if encoded not in self._numbers:
+            self._numbers[encoded] = self._engine.add_plan(encoded)
+        return self._engine.bind(
+            plan=self._numbers[encoded],
+            dtype=dtype,
+            op=ReduceOp.SUM if call is None else call.op,
+            send_count=tables[0][-1],
+            recv_count=tables[1][-1],
+            send_table=tables[0],
+            recv_table=tables[1],
+            descriptor=descriptor(f"p2p {dtype.label}" if call is None else call.describe()),
+            p2p=call is None,
+            skip_empty=True,
+        )

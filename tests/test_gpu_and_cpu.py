@@ -1,0 +1,310 @@
+"""Ranks without a GPU among ranks with one, of NVIDIA and of AMD, on stand-ins of both runtimes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import standins
+from cases import run_case
+from on_gpu import OnGpu
+from ranks import Job, Ranks, close_all
+from reference import Case
+from test_gpu import cases_of
+
+import hetcoll
+from hetcoll.devices import cuda, hip
+from hetcoll.devices.array import DeviceArray
+from hetcoll.devices.base import Device
+from hetcoll.errors import (
+    BufferTypeError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InitError,
+    PeerLostError,
+)
+from hetcoll.types import DType, ReduceOp, supports
+
+pytestmark = pytest.mark.standins
+
+VENDOR: dict[str, str | None] = {"n": "cuda", "a": "hip", "c": None}
+
+
+def start(kinds: str, join: bool = True, **settings: Any) -> Ranks:
+    """Ranks of these kinds: "nac" has NVIDIA's GPU, AMD's, and none. Settings in capitals are variables."""
+    for vendor in filter(None, {VENDOR[kind] for kind in kinds}):
+        if why_not := standins.why_not(vendor):
+            pytest.skip(why_not)
+    devices = tuple(VENDOR[kind] or "cpu" for kind in kinds)
+    env = {"HETCOLL_DEVICE": devices, **{name: value for name, value in settings.items() if name.isupper()}}
+    ours = {"timeout": 120, **{name: value for name, value in settings.items() if not name.isupper()}}
+    vendors = [VENDOR[kind] for kind in kinds]
+    return Ranks(len(kinds), {**standins.environments(vendors, len(kinds), **ours), **env}, join=join)
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Iterator[Any]:
+    """`start`, for ranks that stay whole: they are kept for later tests."""
+    made: dict[Any, Ranks] = {}
+
+    def get(kinds: str, **settings: Any) -> Ranks:
+        key = (kinds, *sorted(settings.items()))
+        if key in made and made[key].broken:
+            made.pop(key).kill_all()
+        if key not in made:
+            made[key] = start(kinds, **settings)
+        return made[key]
+
+    yield get
+    close_all(made.values())
+
+
+def has_gpu(comm: hetcoll.Communicator) -> bool:
+    return comm.topology.ranks[comm.rank].wish != "cpu"
+
+
+def device_of(comm: hetcoll.Communicator) -> Device:
+    """This rank's GPU, of the vendor that it was told to use."""
+    found = (cuda if comm.topology.ranks[comm.rank].wish == "cuda" else hip).devices()
+    return found[comm.rank % len(found)]
+
+
+def run_on_own(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
+    if not has_gpu(comm):
+        return [run_case(comm, case) for case in cases]
+    device = device_of(comm)
+    stream = device.stream()
+    try:
+        return [run_case(OnGpu(comm, device, stream), case) for case in cases]  # type: ignore[arg-type]
+    finally:
+        device.destroy_stream(stream)
+
+
+def check(ranks: Ranks, cases: list[Case]) -> None:
+    rows = ranks.run(run_on_own, cases, timeout=300)
+    for case, digests in zip(cases, zip(*rows, strict=True), strict=True):
+        if case.collective in ("allreduce", "allgather", "allgatherv", "broadcast"):
+            assert len(set(digests)) == 1, f"{case}: ranks hold different bits"
+
+
+@pytest.mark.parametrize("kinds", ["nc", "ca", "nnc", "nac", "cnc"])
+def test_every_collective(mixed: Any, kinds: str) -> None:
+    check(mixed(kinds), list(cases_of(len(kinds), (0, 5, 1009, 70_001) if len(kinds) == 2 else (5, 70_001))))
+
+
+def test_islands_beside_a_cpu(mixed: Any) -> None:
+    check(mixed("nnaac"), list(cases_of(5, (7001,))))
+
+
+def test_every_collective_between_hosts(mixed: Any) -> None:
+    """CPUs beside a GPU in one host, and in a host of their own."""
+    check(mixed("nacc", HETCOLL_HOST_ID=("a", "b", "a", "c")), list(cases_of(4, (5, 70_001))))
+
+
+@pytest.mark.parametrize("kinds", ["nc", "nac"])
+def test_every_type_with_every_reduction(mixed: Any, kinds: str) -> None:
+    cases = [
+        Case("allreduce", dtype.label, count, op.label, seed=count, exact=op is not ReduceOp.AVG)
+        for dtype in DType
+        for op in ReduceOp
+        for count in (7, 2001)
+        if supports(dtype, op)
+    ]
+    check(mixed(kinds), cases)
+
+
+def test_parts_of_unequal_size(mixed: Any) -> None:
+    counts = (70_001, 0, 300_005)
+    cases = [Case("allgatherv", "int16", counts=counts), Case("reduce_scatterv", op="avg", counts=counts)]
+    check(mixed("nac"), [*cases, Case("alltoallv", "int32", 30_001), Case("alltoallv", "int32", 5, seed=1)])
+
+
+def test_messages_larger_than_all_slots(mixed: Any) -> None:
+    count = (17 << 20) // 4 + 3
+    check(mixed("nc"), [Case("allreduce", count=count, inplace=True)])
+
+
+def test_streams_that_are_late_and_share_a_hardware_queue(mixed: Any) -> None:
+    few = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "GPU_MAX_HW_QUEUES": "1"}
+    check(mixed("nac", jitter="3:100", **few), [*cases_of(3, (1009,)), Case("allreduce", count=1_000_003)])
+
+
+class Own:
+    """An array on this rank's own device."""
+
+    def __init__(self, comm: hetcoll.Communicator, values: Any) -> None:
+        self._gpu = DeviceArray.of(device_of(comm), values) if has_gpu(comm) else None
+        self.array = values.copy() if self._gpu is None else self._gpu
+
+    def get(self) -> Any:
+        return self.array if self._gpu is None else self._gpu.get()
+
+
+def exchange(comm: hetcoll.Communicator) -> None:
+    """Rings of messages, both ways at once and in groups; and alltoallv in between, on edges of its own."""
+    size, rank = comm.size, comm.rank
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for count in (1, 3_000_003):
+        mine, got = Own(comm, np.arange(count, dtype=np.int32) + rank), Own(comm, np.zeros(count, np.int32))
+        comm.sendrecv(mine.array, right, got.array, left).wait(60)
+        assert (got.get() == np.arange(count) + left).all()
+        counts = [3 + (rank + peer) % 2 for peer in range(size)]
+        parts, taken = (Own(comm, np.full(sum(counts), value, np.int32)) for value in (rank, -1))
+        comm.alltoall(parts.array, taken.array, sendcounts=counts, recvcounts=counts).wait(60)
+        assert (taken.get() == np.repeat(np.arange(size), counts)).all()
+        with comm.group():
+            comm.send(mine.array, left)
+            comm.recv(got.array, right)
+        comm.barrier()
+        assert (got.get() == np.arange(count) + right).all()
+        if rank == 0:
+            comm.send(mine.array, size - 1).wait(60)
+        elif rank == size - 1:
+            comm.recv(got.array, 0).wait(60)
+            assert (got.get() == np.arange(count)).all()
+
+
+def test_messages(mixed: Any) -> None:
+    mixed("nac").run(exchange, timeout=200)
+    mixed("nacc", HETCOLL_HOST_ID=("a", "b", "a", "c")).run(exchange, timeout=200)
+
+
+def reduce_without_waiting(comm: hetcoll.Communicator) -> None:
+    arrays = [Own(comm, np.full(300_003, i + comm.rank, np.float32)) for i in range(6)]
+    works = [comm.allreduce(each.array, async_op=True) for each in arrays]
+    for i, (each, work) in enumerate(zip(arrays, works, strict=True)):
+        work.wait(60)
+        assert (each.get() == sum(i + r for r in range(comm.size))).all()
+
+
+def test_calls_that_are_not_waited_for(mixed: Any) -> None:
+    mixed("nac").run(reduce_without_waiting, timeout=100)
+
+
+def split_and_reduce(comm: hetcoll.Communicator) -> list[str]:
+    """A part with a CPU, and one without any."""
+    part = comm.split(int(comm.rank == 1))
+    assert part is not None
+    own = Own(comm, np.full(5, comm.rank, np.float32))
+    part.allreduce(own.array).wait(60)
+    assert (own.get() == (1 if comm.rank == 1 else 2)).all()
+    paths = part.explain("allreduce", 20).paths
+    part.close()
+    return list(paths)
+
+
+def test_parts_of_a_communicator_and_how_their_data_goes(mixed: Any) -> None:
+    said = mixed("nac").run(split_and_reduce, timeout=60)
+    assert said[0] == ["from the GPU to rank 1, a CPU: through slots in the host's memory that it has mapped"]
+    assert said[1] == []
+    assert said[2] == [
+        "from this rank, a CPU, to the GPU of rank 0 (cuda sm_90): through slots in the host's memory that the GPU has"
+        " mapped"
+    ]
+
+
+def test_processes_that_see_gpus_of_both_vendors() -> None:
+    """Each uses the kind that it was told, and so do its buffers."""
+    for vendor in ("cuda", "hip"):
+        if why_not := standins.why_not(vendor):
+            pytest.skip(why_not)
+    env = {**standins.environment("both", 3, timeout=120), "HETCOLL_DEVICE": ("cuda", "hip:1", "cpu")}
+    with Ranks(3, env) as ranks:
+        check(ranks, list(cases_of(3, (1009,))))
+
+
+# What goes wrong.
+
+
+def pass_memory_of_another(comm: hetcoll.Communicator) -> tuple[str, str]:
+    """What this rank is told of memory that is not its own kind's; it stays whole."""
+    host = np.ones(5, np.float32)
+    wrong: Any = host if has_gpu(comm) else hetcoll.buffers.Buffer(4096, 5, DType.FLOAT32, None, "rocm", 1)
+    said = []
+    for call in (lambda: comm.allreduce(wrong), lambda: comm.send(wrong, (comm.rank + 1) % comm.size)):
+        with pytest.raises(BufferTypeError) as caught:
+            call()
+        said.append(str(caught.value))
+    own = Own(comm, host)
+    comm.allreduce(own.array).wait(60)
+    assert (own.get() == comm.size).all()
+    return said[0], said[1]
+
+
+def test_memory_of_another_device_is_refused(mixed: Any) -> None:
+    for rank, (kind, place) in enumerate([("cuda", "cpu"), ("hip", "cpu"), ("cpu", "rocm:1")]):
+        for said in mixed("nac").run(pass_memory_of_another, timeout=60)[rank]:
+            wanted = f"wanted memory of {kind}, the device that rank {rank} said it uses, got some of {place}"
+            assert said == wanted
+
+
+def join_and_leave(job: Job) -> None:
+    job.join()
+
+
+def test_all_must_say_what_they_use() -> None:
+    with start("nac", join=False, HETCOLL_DEVICE=("auto", "hip", "cpu")) as ranks:
+        for outcome in ranks.outcomes(join_and_leave):
+            assert isinstance(outcome.error, InitError)
+            assert "rank 2 said cpu, and rank 1 a GPU; then all must say which, and rank 0 did not" in str(
+                outcome.error
+            )
+
+
+def reduce_until_told(comm: hetcoll.Communicator, counts: tuple[int, ...]) -> None:
+    own = Own(comm, np.ones(counts[comm.rank], np.float32))
+    for _ in range(100_000):
+        comm.allreduce(own.array, op="max").wait(60)
+
+
+@pytest.mark.parametrize("kinds", ["nc", "cac"])
+def test_calls_that_differ(kinds: str) -> None:
+    ranks = start(kinds)
+    try:
+        ranks.start(reduce_until_told, (1009,) * (len(kinds) - 1) + (1010,))
+        outcomes = ranks.finish(120)
+    finally:
+        ranks.kill_all()
+    for outcome in outcomes:
+        assert isinstance(outcome.error, CollectiveMismatchError), outcome.trace
+        assert "count=1009" in str(outcome.error)
+        assert "count=1010" in str(outcome.error)
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_killed_rank_is_named(killed: int) -> None:
+    """A GPU's rank, and one without."""
+    ranks = start("nac")
+    try:
+        ranks.start(reduce_until_told, (300_001,) * 3)
+        time.sleep(2.0)
+        ranks.kill(killed)
+        outcomes = ranks.finish(120, only=[rank for rank in range(3) if rank != killed])
+    finally:
+        ranks.kill_all()
+    for outcome in outcomes:
+        assert isinstance(outcome.error, PeerLostError), outcome.trace
+        assert f"rank {killed}" in str(outcome.error)
+
+
+def reduce_unless(comm: hetcoll.Communicator, absent: int) -> None:
+    own = Own(comm, np.ones(1009, np.float32))
+    comm.allreduce(own.array).wait(60)
+    if comm.rank == absent:
+        time.sleep(60)
+    comm.allreduce(own.array).wait(60)
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_not_come_is_named(absent: int) -> None:
+    ranks = start("nc", HETCOLL_TIMEOUT="2")
+    try:
+        ranks.start(reduce_unless, absent)
+        outcome = ranks.finish(60, only=[1 - absent])[0]
+    finally:
+        ranks.kill_all()
+    assert isinstance(outcome.error, CollectiveTimeoutError), outcome.trace
+    assert f"rank {absent}" in str(outcome.error)
