@@ -15,7 +15,6 @@
 namespace hetcoll {
 namespace {
 
-constexpr std::int64_t kSleepSliceNs = 100'000'000;      // an upper bound on noticing what no doorbell announces
 constexpr std::int64_t kSharedSleepSliceNs = 1'000'000;  // another thread may finish our task while we sleep
 // Where a GPU must be awaited, which rings no bell: a quarter of the time that it has been awaited.
 constexpr std::int64_t kShortestNapNs = 20'000;
@@ -506,7 +505,7 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
   };
   if (!collectives_.empty()) add(collectives_.front());
   std::for_each(p2p_.begin(), p2p_.end(), add);
-  std::int64_t slice = drivers_.load() > 1 || background_driving_ ? kSharedSleepSliceNs : kSleepSliceNs;
+  std::int64_t slice = drivers_.load() > 1 || background_driving_ ? kSharedSleepSliceNs : options_.sleep_slice_ns;
   if (silent) slice = std::min(slice, std::clamp(idle / 4, kShortestNapNs, kLongestNapNs));
   const std::int64_t wait = std::clamp<std::int64_t>(until - NowNs(), 0, slice);
   lock.unlock();

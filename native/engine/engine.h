@@ -36,9 +36,10 @@ struct EngineOptions {
   std::uint64_t identity;     // hash of the communicator's id and epoch
   std::string doorbell_name;  // random, shared by the ranks of this host
   int local_rank;
-  double spin_seconds;  // how long to spin before giving the processor away
-  bool oversubscribed;  // more ranks here than cores: give it away almost at once
-  std::string fault{};  // what goes wrong on purpose: FaultSpec::Parse
+  double spin_seconds;                        // how long to spin before giving the processor away
+  bool oversubscribed;                        // more ranks here than cores: give it away almost at once
+  std::string fault{};                        // what goes wrong on purpose: FaultSpec::Parse
+  std::int64_t sleep_slice_ns = 100'000'000;  // an upper bound on noticing what no doorbell announces
 };
 
 enum class Outcome : int { kDone, kPending, kFailed };

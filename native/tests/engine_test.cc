@@ -156,12 +156,11 @@ void Background() {
   });
 }
 
-// A rank that comes late wakes the others from their sleep: each wait takes about as long as it is late.
+// A rank that comes late wakes the others from their sleep, which nothing else ends.
 void Wakeups() {
   constexpr int kRounds = 10;
   for (const Over over : kAllLinks) {
-    Job job({.size = 3, .over = over, .ring_bytes = 8192, .spin_seconds = 0});
-    const std::int64_t start = NowNs();
+    Job job({.size = 3, .over = over, .ring_bytes = 8192, .spin_seconds = 0, .sleep_slice_ns = kForeverNs});
     job.Run([&](int rank, Engine& e) {
       const auto shape = BindAllreduce(e, 3, rank, RingAllreduce, DType::kInt32, 10007);
       for (int i = 0; i < kRounds; ++i) {
@@ -171,14 +170,12 @@ void Wakeups() {
         CHECK(buffer == Sum(3, 10007, DType::kInt32), "round %d", i);
       }
     });
-    // A lost doorbell costs the engine's longest sleep, 100 ms.
-    CHECK(Seconds(start) < 0.1 * kRounds, "%.3f s for %d rounds (links %d)", Seconds(start), kRounds, int(over));
   }
 }
 
 void Failing() {
   for (const Over over : kAllLinks) {
-    Job job({.size = 2, .over = over});
+    Job job({.size = 2, .over = over, .sleep_slice_ns = kForeverNs});
     job.Run([&](int rank, Engine& e) {
       if (rank == 1) return;  // never calls it
       const auto shape = BindAllreduce(e, 2, rank, RingAllreduce, DType::kFloat32, 1000003);
@@ -187,16 +184,13 @@ void Failing() {
       const auto second = e.Submit(shape, buffer.data(), buffer.data());
       CHECK(e.Drive(*second, DeadlineNs(0.05)) == Outcome::kPending, "nobody answered");
       CHECK(e.Describe().find("rank 1") != std::string::npos, "%s", e.Describe().c_str());
-      std::int64_t asked = 0;
       std::thread other([&] {
         SleepMs(20);
-        asked = NowNs();
         e.Halt(FaultKind::kTimeout, 1, "first");
         e.Halt(FaultKind::kAborted, -1, "second");
       });
       CHECK(e.Drive(*first, DeadlineNs(kPatience)) == Outcome::kFailed, "failed by another thread");
       other.join();
-      CHECK(Seconds(asked) < 0.5, "took %.3f s", Seconds(asked));
       CHECK(e.Drive(*second, DeadlineNs(kPatience)) == Outcome::kFailed, "the one behind it as well");
       CHECK(e.failure().text == "first" && e.failure().kind == FaultKind::kTimeout, "the first failure is kept");
       std::shared_ptr<Task> pending;
@@ -226,10 +220,8 @@ void Leaving() {
       Bytes in(5003);
       CHECK(RunToEnd(e, shape, nullptr, in.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
       CHECK(in == buffer, "what was sent before the end");
-      const std::int64_t start = NowNs();
       CHECK(RunToEnd(e, shape, nullptr, in.data()) == Outcome::kFailed, "nothing more comes");
       CHECK(e.failure().kind == FaultKind::kPeerGone && e.failure().peer == 0, "%s", e.failure().text.c_str());
-      CHECK(Seconds(start) < 1, "took %.3f s", Seconds(start));
     });
   }
 }

@@ -275,6 +275,7 @@ struct JobOptions {
   int rails = 1;    // of verbs: NICs of each rank
   std::size_t ring_bytes = 64 << 10;
   double spin_seconds = 20e-6;
+  std::int64_t sleep_slice_ns = 100'000'000;
   std::string fault = {};
   FabricOptions fabric = {};
   std::function<void(Fabric&)> prepare = {};  // its devices, before links are made
@@ -288,8 +289,8 @@ class Job {
     const std::string name = "hetcoll-test-" + std::to_string(getpid()) + "-" + std::to_string(jobs++);
     const bool crowded = o.size > static_cast<int>(std::thread::hardware_concurrency());
     for (int r = 0; r < o.size; ++r) {
-      engines_.push_back(
-          std::make_unique<Engine>(EngineOptions{r, o.size, 0x1234, name, r, o.spin_seconds, crowded, o.fault}));
+      engines_.push_back(std::make_unique<Engine>(
+          EngineOptions{r, o.size, 0x1234, name, r, o.spin_seconds, crowded, o.fault, o.sleep_slice_ns}));
     }
     if (o.over == Over::kShm) {
       MapAll(o);
@@ -362,7 +363,8 @@ class Job {
 
 // ---- Calls ----
 
-inline constexpr double kPatience = 30;  // seconds until a scenario counts as hung
+inline constexpr double kPatience = 30;                        // seconds until a scenario counts as hung
+inline constexpr std::int64_t kForeverNs = 1'000'000'000'000;  // a sleep that only a doorbell ends
 
 inline std::uint64_t Descriptor(Algorithm algorithm, DType dtype, std::size_t count) {
   return reinterpret_cast<std::uintptr_t>(algorithm) ^ (static_cast<std::uint64_t>(dtype) << 56) ^ count;

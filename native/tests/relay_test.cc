@@ -5,12 +5,12 @@
 namespace hetcoll::testing {
 namespace {
 
-// Waits until every stream and relay of a rank is done; false after some seconds.
+// Waits until every stream and relay of a rank is done; false where they hang.
 bool Settles(Gpus& gpus, int rank) {
   const auto r = static_cast<std::size_t>(rank);
   const std::int64_t start = NowNs();
   while (!gpus.queues[r]->Idle() || !gpus.relays[r]->Idle()) {
-    if (Seconds(start) > 10) return false;
+    if (Seconds(start) > kPatience) return false;
     SleepMs(1);
   }
   return true;
@@ -25,7 +25,7 @@ void End(Gpus& gpus) {
 // What some rank's relay failed with, and whose: the first that is found.
 std::pair<int, Failure> FirstFailure(Gpus& gpus) {
   const std::int64_t start = NowNs();
-  while (Seconds(start) < 10) {
+  while (Seconds(start) < kPatience) {
     for (int rank = 0; rank < gpus.size; ++rank) {
       Failure found = gpus.relays[static_cast<std::size_t>(rank)]->AwaitFailure(NowNs() + 1'000'000);
       if (found.kind != FaultKind::kNone) return {rank, std::move(found)};

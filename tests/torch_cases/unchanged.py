@@ -25,7 +25,8 @@ def main(backend: str | None, answer: str) -> None:
     pair = dist.new_group([0, 1])
     assert dist.get_backend(pair) == answer
     dist.monitored_barrier()
-    print(f"{backend} is {type(dist.group.WORLD).__name__}")
+    # One write: under torchrun all ranks share one pipe, and print() gives an unbuffered one the newline by itself.
+    sys.stdout.write(f"{backend} is {type(dist.group.WORLD).__name__}\n")
     dist.destroy_process_group()
 
 
