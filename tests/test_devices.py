@@ -23,17 +23,18 @@ OLDER_HIP = Path(sys.prefix) / "hip7"
 SOME = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT8_E4M3FN, DType.INT16, DType.COMPLEX128, DType.BOOL)
 
 
-@pytest.fixture(scope="module", params=["cuda", "hip", "hip7"])
+@pytest.fixture(scope="module", params=["cuda", "hip", "hip7", "posing"])
 def on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Calls ``f(vendor, ...)`` in a process that has two stand-in devices of the vendor."""
-    vendor, older = request.param.removesuffix("7"), request.param == "hip7"
+    """Calls ``f(vendor, ...)`` in a process that has two stand-in devices of the vendor; of CUDA, posing as HIP's."""
+    kind, older = request.param.removesuffix("7"), request.param == "hip7"
+    vendor = "cuda" if kind == "cuda" else "hip"
     missing = standins.why_not(vendor)
     if older and not (OLDER_HIP / "hip").is_dir():
         missing = f"hip-python 7 is not in {OLDER_HIP} (make vendors)"
     if missing:
         pytest.skip(missing)
     env = {
-        **standins.environment(vendor, devices=2, timeout=60),
+        **standins.environment(kind, devices=2, timeout=60),
         "HETCOLL_CACHE": str(tmp_path_factory.mktemp("cache") / "kernels"),
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # ranks that are streams of one device wait for each other
         "GPU_MAX_HW_QUEUES": "32",

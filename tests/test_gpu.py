@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -29,10 +30,11 @@ ODD = (0, 1, 5, 1009, 70_001)
 
 
 def device_of_rank(rank: int) -> Device:
-    """Of the one vendor whose GPUs the process sees."""
+    """Of the vendor whose GPUs the process sees; of both, the one that HETCOLL_DEVICE names."""
     from hetcoll.devices import cuda, hip
 
-    found = cuda.devices() if cuda.why_not() is None else hip.devices()
+    posing = os.environ.get("HETCOLL_DEVICE") == "hip"
+    found = cuda.devices() if cuda.why_not() is None and not posing else hip.devices()
     return found[rank % len(found)]
 
 

@@ -21,6 +21,8 @@ FAIL            ``NAME:N:CODE,...``: the N-th call of NAME (``3+``: and later on
                 succeeds and what it enqueued fails
 LOG             a file that gets one line a call: process, thread, name
 
+Devices that pose (``posing/``) are CUDA's, stand-ins or real ones, behind a libamdhip64 that calls the CUDA driver.
+
 Streams share CUDA_DEVICE_MAX_CONNECTIONS (8) or GPU_MAX_HW_QUEUES (4) hardware queues, round robin: what waits in one
 stream holds up whatever shares its queue. With GPU_STREAMOPS_CP_WAIT=1 a HIP stream waits for signal memory alone.
 """
@@ -43,32 +45,34 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _FLAGS = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden", "-pthread")
-_FOLDERS = ("runtime", "compiler", "cuda", "hip", "nccl")
-# Each library: its name, the folders whose objects it is made of, further objects, and the map of what it exports.
+_FOLDERS = ("runtime", "compiler", "cuda", "hip", "nccl", "posing")
+# Each library: its path, the folders whose objects it is made of, further objects, and the map of what it exports.
 _LIBRARIES = (
-    ("libcuda.so.1", ("runtime", "cuda"), (), "cuda/libcuda.map"),
-    ("libnvrtc.so.13", (), ("compiler/compile", "compiler/nvrtc"), None),
-    ("libnccl.so.2", ("runtime", "nccl"), ("cuda/vendor",), None),
-    ("libamdhip64.so", ("runtime", "hip"), (), "hip/libamdhip64.map"),
-    ("libhiprtc.so", (), ("compiler/compile", "compiler/hiprtc"), None),
-    ("librccl.so", ("runtime", "nccl"), ("hip/vendor",), None),
+    ("lib/libcuda.so.1", ("runtime", "cuda"), (), "cuda/libcuda.map"),
+    ("lib/libnvrtc.so.13", (), ("compiler/compile", "compiler/nvrtc"), None),
+    ("lib/libnccl.so.2", ("runtime", "nccl"), ("cuda/vendor",), None),
+    ("lib/libamdhip64.so", ("runtime", "hip"), (), "hip/libamdhip64.map"),
+    ("lib/libhiprtc.so", (), ("compiler/compile", "compiler/hiprtc"), None),
+    ("lib/librccl.so", ("runtime", "nccl"), ("hip/vendor",), None),
+    ("posing/lib/libamdhip64.so", (), ("posing/devices", "posing/work", "hip/status"), "hip/libamdhip64.map"),
+    ("posing/lib/libhiprtc.so", (), ("posing/hiprtc",), None),
 )
-_PRELOAD = {
-    "cuda": ("libcuda.so.1", "libnvrtc.so.13", "libnccl.so.2"),
-    "hip": ("libamdhip64.so", "libhiprtc.so", "librccl.so"),
-}
+_CUDA = ("lib/libcuda.so.1", "lib/libnvrtc.so.13", "lib/libnccl.so.2")
+_POSING = ("posing/lib/libamdhip64.so", "posing/lib/libhiprtc.so")
+_HIP = ("lib/libamdhip64.so", "lib/libhiprtc.so", "lib/librccl.so")
+_PRELOAD = {None: (), "cuda": _CUDA, "hip": _HIP, "both": (*_CUDA, *_HIP), "posing": (*_CUDA, *_POSING)}
 _START = {"libcuda.so.1": "cuInit", "libamdhip64.so": "hipInit"}
 _HEADERS = ("runtime/hooks.h", "compiler/shim.h", "compiler/tail.h")  # what compiled kernels include
 
 
 def why_not(vendor: str) -> str | None:
-    """Why the stand-ins of ``"cuda"`` or ``"hip"`` cannot be used here, or None when they can."""
+    """Why the stand-ins of ``"cuda"``, ``"hip"`` or ``"posing"`` cannot be used here, or None when they can."""
     if os.uname().machine != "x86_64":
         return "the stand-ins compile kernels for x86-64 only"
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
         return f"the stand-ins need a C++ compiler ({compiler})"
-    for module in {"cuda": ("cuda", "cuda.bindings"), "hip": ("rocm", "rocm.bindings")}[vendor]:
+    for module in ("cuda", "cuda.bindings") if vendor == "cuda" else ("rocm", "rocm.bindings"):
         if importlib.util.find_spec(module) is None:
             return f"{'cuda-python' if vendor == 'cuda' else 'hip-python'} is not installed"
     return None
@@ -133,32 +137,33 @@ def _compile_into(out: Path, compiler: str, sanitize: tuple[str, ...]) -> None:
         (out / "objects" / folder).mkdir(parents=True)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(compile_one, [path for folder in _FOLDERS for path in (_HERE / folder).glob("*.cc")]))
-    (out / "lib").mkdir()
     for name, folders, more, exports in _LIBRARIES:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
         objects = [str(path) for folder in folders for path in sorted((out / "objects" / folder).glob("*.o"))]
         objects += [str(out / "objects" / f"{each}.o") for each in more]
         script = [f"-Wl,--version-script={_HERE / exports}"] if exports else []
-        linker = ["-shared", "-pthread", f"-Wl,-soname,{name}", "-Wl,-z,defs", *script]
-        run(*linker, *objects, "-o", str(out / "lib" / name))
+        linker = ["-shared", "-pthread", f"-Wl,-soname,{Path(name).name}", "-Wl,-z,defs", *script]
+        run(*linker, *objects, "-o", str(out / name))
+    (out / "posing/lib/librccl.so").symlink_to("../../lib/libnccl.so.2")
     for header in _HEADERS:
         shutil.copy(_HERE / header, out / "lib")
     shutil.rmtree(out / "objects")
 
 
 def environment(vendor: str | None, devices: int = 1, **settings: object) -> dict[str, str]:
-    """What a process needs to have stand-in devices of ``"cuda"``, ``"hip"``, ``"both"``, or none at all.
+    """What a process needs to have stand-in devices of ``"cuda"``, ``"hip"``, ``"both"``, or none at all; with
+    ``"posing"`` of CUDA, and a libamdhip64 over them (`posing`).
 
     `settings` are those above in lower case (``jitter="7:300"``). Give it to a new process, or put it into the
     environment of one that has imported neither vendor's package yet and call `load` there, as `ranks` does.
     """
-    lib = build() / "lib"
+    made = build()
     everything = ",".join(map(str, range(devices)))
-    preload = [name for each, names in _PRELOAD.items() if vendor in (each, "both") for name in names]
     return {
-        "LD_PRELOAD": ":".join(str(lib / name) for name in preload),
-        "CUDA_VISIBLE_DEVICES": everything if vendor in ("cuda", "both") else "",
-        "HIP_VISIBLE_DEVICES": everything if vendor in ("hip", "both") else "",
-        "ROCM_PATH": str(lib.parent) if vendor in ("hip", "both") else "",
+        "LD_PRELOAD": ":".join(str(made / name) for name in _PRELOAD[vendor]),
+        "CUDA_VISIBLE_DEVICES": everything if vendor in ("cuda", "both", "posing") else "",
+        "HIP_VISIBLE_DEVICES": everything if vendor in ("hip", "both", "posing") else "",
+        "ROCM_PATH": {"hip": str(made), "both": str(made), "posing": str(made / "posing")}.get(vendor or "", ""),
         "STANDIN_DEVICES": str(devices),
         **{f"STANDIN_{name.upper()}": str(value) for name, value in settings.items()},
     }
@@ -168,6 +173,19 @@ def environments(vendors: Sequence[str | None], devices: int = 1, **settings: ob
     """`environment` for ranks of different vendors (None: a CPU), as `Ranks` takes it."""
     each = [environment(vendor, devices, **settings) for vendor in vendors]
     return {name: tuple(env[name] for env in each) for name in each[0]}
+
+
+def posing(nccl: str, nvrtc: str) -> dict[str, str]:
+    """What a process needs for real GPUs of NVIDIA's to pose as AMD's: HIP's calls are made to CUDA's driver, hipRTC is
+    NVRTC (the path of that library), and RCCL is NCCL (the same)."""
+    made = build() / "posing"
+    root = made / hashlib.sha256(nccl.encode()).hexdigest()[:16]
+    (root / "lib").mkdir(parents=True, exist_ok=True)
+    links = {"librccl.so": nccl, **{Path(name).name: str(made.parent / name) for name in _POSING}}
+    for name, target in links.items():
+        if not (root / "lib" / name).is_symlink():
+            (root / "lib" / name).symlink_to(target)
+    return {"ROCM_PATH": str(root), "STANDIN_NVRTC": nvrtc, "HETCOLL_DEVICE": "hip"}
 
 
 def load() -> None:
