@@ -127,6 +127,22 @@ def test_messages_larger_than_all_slots(mixed: Any) -> None:
     check(mixed("nc"), [Case("allreduce", count=count, inplace=True)])
 
 
+def paths(comm: hetcoll.Communicator) -> tuple[str, ...]:
+    comm.allreduce(Own(comm, np.ones(9, np.float32)).array).wait(60)
+    return comm.explain("allreduce", 36).paths
+
+
+def test_the_way_between_gpus_that_was_asked_for(mixed: Any) -> None:
+    ranks = mixed("nac", HETCOLL_CROSS="staged")
+    check(ranks, [*cases_of(3, (1009,)), Case("allreduce", count=1_000_003)])
+    of_gpu, _, of_cpu = ranks.run(paths, timeout=60)
+    assert "through pinned slots and 4 sockets (staged, as HETCOLL_CROSS says)" in of_gpu[0]
+    assert "rank 2, a CPU: through pinned slots and 1 socket (staged" in of_gpu[1]
+    assert all("through 1 socket (staged" in path for path in of_cpu)
+    for path in mixed("na", HETCOLL_CROSS="mapped").run(paths, timeout=60)[0]:
+        assert path.endswith("that both GPUs have mapped (mapped, as HETCOLL_CROSS says)")
+
+
 def test_streams_that_are_late_and_share_a_hardware_queue(mixed: Any) -> None:
     few = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "GPU_MAX_HW_QUEUES": "1"}
     check(mixed("nac", jitter="3:100", **few), [*cases_of(3, (1009,)), Case("allreduce", count=1_000_003)])
@@ -198,11 +214,13 @@ def split_and_reduce(comm: hetcoll.Communicator) -> list[str]:
 
 def test_parts_of_a_communicator_and_how_their_data_goes(mixed: Any) -> None:
     said = mixed("nac").run(split_and_reduce, timeout=60)
-    assert said[0] == ["from the GPU to rank 1, a CPU: through slots in the host's memory that it has mapped"]
+    assert said[0] == [
+        "from the GPU to rank 1, a CPU: through slots in the host's memory that it has mapped (mapped: one host)"
+    ]
     assert said[1] == []
     assert said[2] == [
         "from this rank, a CPU, to the GPU of rank 0 (cuda sm_90): through slots in the host's memory that the GPU has"
-        " mapped"
+        " mapped (mapped: one host)"
     ]
 
 

@@ -99,11 +99,14 @@ def test_explain_says_how_gpus_reach_each_other(mixed: Any) -> None:
     one, two = mixed("naa").run(explained)[1:]
     assert one[0] == (
         "from the GPU to that of rank 0 (cuda sm_90): through slots in the host's memory that both GPUs have mapped"
+        " (mapped: one host)"
     )
     assert "rank 2 (hip gfx942): by RCCL" in one[1]
     assert one[0] == two[0]
     far = mixed("nnaa", HETCOLL_HOST_ID=("a", "a", "b", "b")).run(explained)
-    assert "to that of rank 2 (hip gfx942): through pinned slots and 4 sockets" in "".join(far[0])
+    assert "to that of rank 2 (hip gfx942): through pinned slots and 4 sockets (staged: another host)" in "".join(
+        far[0]
+    )
 
 
 @pytest.mark.parametrize("gpus", ["np", "npp"])

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankError, Ranks
+from ranks import Job, RankError, Ranks
 
 import hetcoll
 from hetcoll.env import Config
-from hetcoll.errors import ArgumentError
+from hetcoll.errors import ArgumentError, InitError
 from hetcoll.job import _with_islands
 from hetcoll.topology import Islands, RankInfo, Topology, restrict, spell_islands
 from hetcoll.variables import islands as parse
@@ -134,3 +135,39 @@ def test_ranks_must_ask_for_the_same_islands() -> None:
 def test_islands_that_miss_a_rank_are_refused_by_all() -> None:
     with pytest.raises(RankError, match="islands: wanted each of the ranks 0-1 once, got 0,2"):
         Ranks(2, {"HETCOLL_ISLANDS": "0,2"})
+
+
+@pytest.mark.parametrize(
+    ("cross", "hosts", "setting", "said"),
+    [
+        ("direct", "aa", "auto", "no rank has it: GPUs' memory is not sent by RDMA devices"),
+        ("mapped", "aab", "auto", "ranks 0 and 2 share no memory: they are on hosts a and b"),
+        ("mapped", "aa", "tcp", "HETCOLL_TRANSPORT is tcp"),
+    ],
+)
+def test_a_way_between_gpus_that_is_not_there(cross: Any, hosts: str, setting: Any, said: str) -> None:
+    infos = tuple(RankInfo(r, host) for r, host in enumerate(hosts))
+    with pytest.raises(InitError, match=f"HETCOLL_CROSS={cross}: .*{said}"):
+        Topology(infos, setting, cross=cross)
+
+
+def test_ways_between_gpus() -> None:
+    infos = tuple(RankInfo(r, host) for r, host in enumerate("aab"))
+    auto = Topology(infos)
+    assert [auto.way(0, r) for r in (1, 2)] == ["mapped", "staged"]
+    assert [auto.why(0, r) for r in (1, 2)] == ["mapped: one host", "staged: another host"]
+    assert Topology(infos[:2], cross="mapped").way(0, 1) == "mapped"
+    assert Topology(infos, cross="staged").way(0, 1) == "staged"
+    tcp = Topology(infos, "tcp")
+    assert (tcp.way(0, 1), tcp.why(0, 1)) == ("staged", "staged: HETCOLL_TRANSPORT")
+
+
+def join_with_a_wish(job: Job) -> None:
+    job.join()
+
+
+def test_a_way_that_is_not_there_is_told_to_all_ranks_at_init() -> None:
+    with Ranks(2, {"HETCOLL_CROSS": "mapped", "HETCOLL_HOST_ID": ("a", "b")}, join=False) as ranks:
+        for outcome in ranks.outcomes(join_with_a_wish):
+            assert isinstance(outcome.error, InitError)
+            assert "ranks 0 and 1 share no memory" in str(outcome.error)

@@ -47,6 +47,7 @@ __all__ = [
 log = logging.getLogger("hetcoll")
 
 Transport = Literal["auto", "shm", "tcp", "verbs"]
+Cross = Literal["auto", "direct", "mapped", "staged"]
 Debug = Literal["none", "warn", "info", "debug", "trace"]
 REPLACEABLE = ("nccl", "gloo")  # backends of torch.distributed
 DEVICES = "auto, cpu, cuda, hip, or a GPU such as cuda:1"
@@ -64,7 +65,7 @@ class Config:
     rank 0 listens for the others, when the launcher cannot say it. `cache` is the directory of compiled GPU kernels,
     None: they are not kept. `ib_timeout` is InfiniBand's code for an acknowledgement's time,
     4.096 us << code; 16 are 0.27 s. `islands` are the ranks of each island. `device` is what this rank's buffers are
-    on, None: what its first call's are.
+    on, None: what its first call's are. `cross` is the way between GPUs that no library joins.
     """
 
     debug: Debug = "warn"
@@ -78,6 +79,7 @@ class Config:
     secret: bytes | None = field(default=None, repr=False)
     islands: tuple[tuple[int, ...], ...] | None = None
     device: DeviceChoice | None = None
+    cross: Cross = "auto"
     fault: str | None = None
     shm_bytes: int | None = None
     shm_stores: str = "auto"
@@ -122,6 +124,16 @@ def read_config(environ: Environ) -> Config:
         secret=_secret(environ),
         islands=read(environ, "HETCOLL_ISLANDS", "auto or ranks such as 0,1|2,3 or 0-3|4-7", auto(islands), None),
         device=read(environ, "HETCOLL_DEVICE", DEVICES, auto(DeviceChoice.parse), None),
+        cross=cast(
+            Cross,
+            read(
+                environ,
+                "HETCOLL_CROSS",
+                "auto, direct, mapped or staged",
+                choice("auto", "direct", "mapped", "staged"),
+                "auto",
+            ),
+        ),
         fault=word("HETCOLL_FAULT", "a fault to inject"),
         shm_bytes=read(environ, "HETCOLL_SHM_BYTES", "bytes such as 4194304 or 4M", auto(nbytes), None),
         shm_stores=read(
@@ -177,7 +189,7 @@ def _cache(environ: Environ) -> str | None:
 
 _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS DEVICE
-    FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE CACHE
+    CROSS FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE CACHE
     IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())

@@ -41,7 +41,7 @@ class GpuEdges:
         return [0 if step.peer < 0 else self._edge(step.op is Op.SEND, step.peer, step.channel) for step in plan.steps]
 
     def _far(self, peer: int) -> bool:
-        return self._wiring.topology.transport(self._wiring.rank, peer) != "shm"
+        return self._wiring.topology.way(self._wiring.rank, peer) == "staged"
 
     def _edge(self, out: bool, peer: int, channel: int) -> int:
         if self._far(peer):
@@ -56,11 +56,12 @@ class GpuEdges:
 
     def describe(self, peer: int) -> str:
         """For people: how messages to `peer` go."""
+        why = self._wiring.topology.why(self._wiring.rank, peer)
         if self._far(peer):
             n = self._relays.stripes if self._gpus[peer].vendor else 1
-            return f"through pinned slots and {n} socket{'s' * (n != 1)}"
+            return f"through pinned slots and {n} socket{'s' * (n != 1)} ({why})"
         both = "both GPUs have mapped" if self._gpus[peer].vendor else "it has mapped"
-        return f"through slots in the host's memory that {both}"
+        return f"through slots in the host's memory that {both} ({why})"
 
     def progress(self) -> int:
         """Grows while messages of this rank move."""

@@ -157,11 +157,12 @@ class _Links:
         return bool(self._share.gpus[peer].vendor)
 
     def _far(self, peer: int) -> bool:
-        return self._wiring.topology.transport(self._wiring.rank, peer) != "shm"
+        return self._wiring.topology.way(self._wiring.rank, peer) == "staged"
 
     def how(self, peer: int) -> str:
         """For people: how messages to a GPU go."""
-        return "through 1 socket" if self._far(peer) else "through slots in the host's memory that the GPU has mapped"
+        way = "through 1 socket" if self._far(peer) else "through slots in the host's memory that the GPU has mapped"
+        return f"{way} ({self._wiring.topology.why(self._wiring.rank, peer)})"
 
 
 class _HostBinder:

@@ -15,6 +15,7 @@ Islands = tuple[tuple[int, ...], ...]
 """The ranks of each island, in the order in which its members count."""
 Path = Literal["shm", "tcp", "verbs"]
 Setting = Literal["auto", "shm", "tcp", "verbs"]
+Way = Literal["mapped", "staged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Topology:
-    """All ranks of a communicator, in order, and the transport and the islands that were asked for.
+    """All ranks of a communicator, in order, and what was asked for: the transport, islands, the way between GPUs.
 
     Everything derived from it is a pure function of what all ranks hold alike.
 
@@ -52,12 +53,14 @@ class Topology:
         The ranks are not 0, 1, 2, ...; shared memory is asked for between hosts; or islands are asked for that do not
         hold each rank once, or hold ranks that no one library serves.
     InitError
-        Ranks run different versions; or some were told to use a GPU and some a CPU, and others were told nothing.
+        Ranks run different versions; or some were told to use a GPU and some a CPU, and others were told nothing; or
+        the way between GPUs that was asked for is not there.
     """
 
     ranks: tuple[RankInfo, ...]
     setting: Setting = "auto"
     asked: Islands | None = None
+    cross: Literal["auto", "direct", "mapped", "staged"] = "auto"
 
     def __post_init__(self) -> None:
         numbers = [info.rank for info in self.ranks]
@@ -81,8 +84,24 @@ class Topology:
                 f"device: {spell_ranks(cpus)} said cpu, and {spell_ranks(gpus)} a GPU; then all must say which, and "
                 f"{spell_ranks(untold)} did not"
             )
+        self._check_cross()
         if self.asked is not None:
             self._check_asked(self.asked)
+
+    def _check_cross(self) -> None:
+        if self.cross == "direct":
+            raise InitError(
+                "HETCOLL_CROSS=direct: no rank has it: GPUs' memory is not sent by RDMA devices in this version"
+            )
+        for info in self.ranks if self.cross == "mapped" else ():
+            first = self.ranks[0]
+            if info.host != first.host:
+                raise InitError(
+                    f"HETCOLL_CROSS=mapped: ranks {first.rank} and {info.rank} share no memory: they are on hosts"
+                    f" {first.host} and {info.host}"
+                )
+        if self.cross == "mapped" and self.setting not in ("auto", "shm"):
+            raise InitError(f"HETCOLL_CROSS=mapped: no rank may share memory: HETCOLL_TRANSPORT is {self.setting}")
 
     def _check_asked(self, asked: Islands) -> None:
         if not all(asked) or sorted(r for island in asked for r in island) != list(range(self.size)):
@@ -176,6 +195,19 @@ class Topology:
             return "shm" if self.same_host(a, b) else "verbs" if self.rails(a, b) else "tcp"
         return self.setting
 
+    def way(self, a: int, b: int) -> Way:
+        """How messages go between two ranks of which one or both have GPUs: slots in memory that both have, or pinned
+        slots of each and sockets."""
+        return "mapped" if self.cross != "staged" and self.transport(a, b) == "shm" else "staged"
+
+    def why(self, a: int, b: int) -> str:
+        """Why they go that way, for people."""
+        if self.cross != "auto":
+            return f"{self.cross}, as HETCOLL_CROSS says"
+        if self.way(a, b) == "mapped":
+            return "mapped: one host"
+        return f"staged: {'HETCOLL_TRANSPORT' if self.same_host(a, b) else 'another host'}"
+
     def rails(self, a: int, b: int) -> tuple[tuple[int, int], ...]:
         """The RDMA paths of an edge: places in the `nics` of `a` and of `b`, in the order of the lower rank."""
         key = self.ranks[min(a, b)].nics, self.ranks[max(a, b)].nics
@@ -205,7 +237,7 @@ class Topology:
     def equipped(self, gpus: Sequence[tuple[str, str]]) -> Topology:
         """The same with the (vendor, device) of each rank's GPU, which ranks learn when they first use one."""
         infos = (replace(info, vendor=v, device=d) for info, (v, d) in zip(self.ranks, gpus, strict=True))
-        return Topology(tuple(infos), self.setting, self.asked)
+        return replace(self, ranks=tuple(infos))
 
 
 def restrict(islands: Islands | None, ranks: Sequence[int]) -> Islands | None:

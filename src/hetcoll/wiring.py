@@ -44,7 +44,7 @@ PATIENCE = 2.0
 
 
 _AGREED = (
-    *("algo", "transport", "shm_bytes", "socket_stripes", "check"),
+    *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check"),
     *("ib_bytes", "ib_retry_cnt", "ib_sl", "ib_tc", "ib_timeout"),
 )
 """What must be the same in the configurations of all ranks; islands as well."""
@@ -99,7 +99,7 @@ class Wiring:
             RankInfo(r, i.host, i.pid, len(cores[i.host]), version=__version__, wish=i.device)
             for r, i in enumerate(intros)
         )
-        self.topology = Topology(tuple(infos), config.transport, config.islands)
+        self.topology = Topology(tuple(infos), config.transport, config.islands, config.cross)
         self.stripes = config.socket_stripes
         self.locals = list(next(host for host in self.topology.hosts if rank in host))
         spin = _SPIN_SECONDS if config.spin_us is None else config.spin_us * 1e-6
@@ -127,7 +127,8 @@ class Wiring:
         try:
             if config.transport in ("auto", "shm") and len(self.locals) > 1:
                 self._attach_shm(intros[self.locals[0]].doorbell)
-            if size > 1 and (config.transport in ("tcp", "verbs") or len(self.topology.hosts) > 1):
+            apart = config.transport in ("tcp", "verbs") or len(self.topology.hosts) > 1
+            if size > 1 and (apart or config.cross == "staged"):
                 self._listen()
         except BaseException:
             self.engine.close()
@@ -205,6 +206,8 @@ class Wiring:
         """Open this rank's RDMA devices, unless they cannot be needed; why there are none."""
         if self._config.transport not in ("auto", "verbs"):
             return f"HETCOLL_TRANSPORT is {self._config.transport}"
+        if self._config.transport == "auto" and len(self.topology.hosts) == 1:
+            return "all ranks are on one host"
         from .verbs.library import UnavailableError  # few jobs need it, and imports count
         from .verbs.offer import Offer
 
