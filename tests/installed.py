@@ -38,3 +38,8 @@ def import_torch() -> Any:
     import torch
 
     return torch
+
+
+def import_jax() -> Any:
+    """JAX; skips the test where it is not installed."""
+    return pytest.importorskip("jax", reason="JAX is not installed; `make jax` does it")

@@ -4,7 +4,7 @@
 // src/hetcoll/buffers.py, which either understands it or says what is wrong.
 #pragma once
 
-#include <Python.h>
+#include <nanobind/nanobind.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +12,7 @@
 
 #include "engine/types.h"
 #include "python/known_types.h"
+#include "python/memory.h"
 #include "python/numpy_array.h"
 #include "python/plain_tensor.h"
 
@@ -32,6 +33,7 @@ class HostBuffer {
     const KnownTypes& known = KnownTypes::Instance();
     if (known.IsArray(object)) return ReadArray(*reinterpret_cast<const NumpyArray*>(object), writable);
     if (const KnownTypes::Export function = known.FindExport(Py_TYPE(object))) return ReadTensor(object, function);
+    if (known.IsMemory(object)) return ReadMemory(*nanobind::inst_ptr<Memory>(object));
     return ReadBuffer(object, writable);
   }
 
@@ -59,6 +61,15 @@ class HostBuffer {
     count_ = array.Count();
     nbytes_ = count_ * ItemSize(*type);
     dtype_ = *type;
+    return true;
+  }
+
+  bool ReadMemory(const Memory& memory) {
+    if (memory.device_type != Memory::kCpu) return false;
+    data_ = memory.data;
+    count_ = memory.count;
+    nbytes_ = count_ * ItemSize(memory.dtype);
+    dtype_ = memory.dtype;
     return true;
   }
 

@@ -79,6 +79,11 @@ class KnownTypes {
   }
   bool IsArray(PyObject* object) const { return Py_TYPE(object) == array_type_; }
 
+  void SetMemoryType(PyTypeObject* type) {
+    memory_type_ = reinterpret_cast<PyTypeObject*>(Py_NewRef(reinterpret_cast<PyObject*>(type)));
+  }
+  bool IsMemory(PyObject* object) const { return Py_TYPE(object) == memory_type_; }
+
   // The type of the elements, where AddDtype was told of it.
   std::optional<DType> FindDtype(PyObject* dtype) const {
     for (const KnownDtype& known : dtypes_) {
@@ -111,7 +116,8 @@ class KnownTypes {
   };
   static constexpr std::size_t kMost = 16;
 
-  PyTypeObject* array_type_ = nullptr;  // numpy.ndarray, where its fields are known
+  PyTypeObject* array_type_ = nullptr;   // numpy.ndarray, where its fields are known
+  PyTypeObject* memory_type_ = nullptr;  // our own Memory
   std::vector<KnownDtype> dtypes_;
   std::vector<TensorType> tensors_;
 };

@@ -24,6 +24,7 @@
 #include "python/call_cache.h"
 #include "python/devices.h"
 #include "python/host_buffer.h"
+#include "python/xla.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -535,6 +536,7 @@ NB_MODULE(_native, m) {
   });
   m.def("wire", &Wire);
   BindDevices(m);
+  BindXla(m);
 }
 
 }  // namespace hetcoll

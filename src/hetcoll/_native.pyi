@@ -276,3 +276,15 @@ def reduce_bytes(dst: Any, a: Any, b: Any, dtype: int, op: int, stream: bool) ->
 def scale_bytes(x: Any, dtype: int, divisor: int) -> None: ...
 def copy_bytes(dst: int, src: int, nbytes: int) -> None: ...
 def wire() -> tuple[list[int], int, int, int, int, int, int]: ...
+
+class Memory:
+    """Memory without an array around it: what XLA hands to a handler. `device_type` is DLPack's."""
+
+    address: int
+    count: int
+    dtype: int
+    device_type: int
+    device: int
+
+def xla_handler(runner: Callable[[bytes, Memory | None, Memory | None, int], tuple[int, str] | None]) -> Any:
+    """A capsule with XLA's FFI handler, which calls `runner` (see `hetcoll.jax.handler.run`)."""

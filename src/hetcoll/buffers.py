@@ -98,6 +98,8 @@ def read_buffer(obj: Any, name: str, *, writable: bool) -> Buffer:
     if (known := _native.read_gpu_tensor(obj)) is not None:
         address, count, dtype, kind, index, stream = known
         return Buffer(address, count, _DTYPES[dtype], obj, _DEVICES[kind], index, stream)
+    if isinstance(obj, _native.Memory):
+        return Buffer(obj.address, obj.count, _DTYPES[obj.dtype], obj, _DEVICES[obj.device_type], obj.device)
     if hasattr(obj, "__hetcoll_buffer__"):
         own: Buffer = obj.__hetcoll_buffer__()
         return own

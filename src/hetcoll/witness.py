@@ -16,11 +16,18 @@ from .work import Work
 _PACKAGE = os.path.dirname(__file__)
 _CALLS = {os.path.join(_PACKAGE, f"{name}.py") for name in ("communicator", "core", "messages", "regroup", "work")}
 
+_JAX = os.path.join(_PACKAGE, "jax", "handler.py")
+
 
 def call_site(frame: FrameType | None = None) -> str:
-    """``file.py:12`` of the innermost frame outside this package; of the caller's own frames by default."""
+    """``file.py:12`` of the innermost frame outside this package; of the caller's own frames by default.
+
+    A call that comes from a compiled JAX program was written elsewhere: the frame that runs it has that place.
+    """
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
+        if frame.f_code.co_filename == _JAX and "called_at" in frame.f_locals:
+            return str(frame.f_locals["called_at"])
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -1,0 +1,21 @@
+// Memory without an array around it: what XLA hands to the handler (xla.cc).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "engine/types.h"
+
+namespace hetcoll {
+
+struct Memory {
+  static constexpr std::int32_t kCpu = 1, kCuda = 2, kRocm = 10;  // DLDeviceType, dlpack.h
+
+  std::byte* data = nullptr;
+  std::size_t count = 0;
+  DType dtype = DType::kUint8;
+  std::int32_t device_type = kCpu;
+  std::int32_t device = 0;
+};
+
+}  // namespace hetcoll
