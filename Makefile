@@ -23,12 +23,13 @@ EXTRA = $(BIN)/python -c "import tomllib; \
 	print(*(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'] \
 	if not r.startswith('hetcoll')), sep='\n')" | $(PIP) -r /dev/stdin
 
-.PHONY: help perf test vendors launchers lint types format sanitize bench instructions clean tools
+.PHONY: help perf test jax vendors launchers lint types format sanitize bench instructions clean tools
 
 help:
 	@echo "make perf          measure all-reduce with two ranks here (PERF=\"...\": other arguments of hetcoll perf)"
 	@echo "make test          run the tests (TESTS=\"...\": arguments for pytest)"
 	@echo "make launchers     install Open MPI, MPICH, Intel MPI and PyTorch for the tests that run them"
+	@echo "make jax           install JAX for the tests that need it"
 	@echo "make vendors       install cuda-python, NVRTC and hip-python for the tests that need them (no GPU)"
 	@echo "make lint types    ruff, clang-format; mypy"
 	@echo "make sanitize      the native tests under ASan, UBSan and TSan"
@@ -100,6 +101,12 @@ $(VENV)/installed: $(VENV)/made $(SOURCES) | tools
 
 $(VENV)/test: $(VENV)/made pyproject.toml
 	$(call EXTRA,test)
+	touch $@
+
+jax: $(VENV)/jax
+
+$(VENV)/jax: $(VENV)/made pyproject.toml
+	$(call EXTRA,jax)
 	touch $@
 
 # cuda-python, NVRTC and both lines of hip-python: tests of GPU code skip without them. nccl4py comes without NCCL, which

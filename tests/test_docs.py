@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from installed import import_jax
 
 from hetcoll import env, errors
 from hetcoll.algorithms import ALGORITHMS
@@ -80,6 +81,8 @@ def run(words: list[str], **variables: str) -> list[str]:
 
 @pytest.mark.parametrize("fence", PROGRAMS, ids=str)
 def test_every_python_snippet_runs(fence: Fence, tmp_path: Path) -> None:
+    if "import jax" in fence.text:
+        import_jax()
     script = tmp_path / "snippet.py"
     script.write_text(fence.text)
     ranks = re.match(r"# ranks: (\d+)\n", fence.text)
@@ -91,6 +94,8 @@ def test_marked_console_blocks_print_what_they_say(fence: Fence) -> None:
     first, *wanted = fence.text.splitlines()
     assert first.startswith("$ ")
     words = shlex.split(first[2:])
+    if any(word.endswith("jax_training.py") for word in words):
+        import_jax()
     variables = {}
     while re.match(r"[A-Z_]+=", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
@@ -235,7 +240,7 @@ import hetcoll
 names = [m.name for m in pkgutil.walk_packages(hetcoll.__path__, "hetcoll.")]
 failed = ran = 0
 for name in ["hetcoll", *names]:
-    if name.endswith(("__main__", "_native")) or name.startswith("hetcoll.torch."):  # needs torch
+    if name.endswith(("__main__", "_native")) or name.startswith(("hetcoll.jax", "hetcoll.torch.")):  # need JAX and torch
         continue
     result = doctest.testmod(importlib.import_module(name))
     failed, ran = failed + result.failed, ran + result.attempted
