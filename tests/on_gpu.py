@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from dlpack_arrays import Quick
 from numpy.typing import NDArray
 
 import hetcoll
@@ -17,15 +18,18 @@ from hetcoll.buffers import Buffer, read_buffer
 from hetcoll.devices.base import Device
 
 Array = NDArray[Any]
+KINDS = {"cuda": 2, "hip": 10}  # dlpack.h: kDLCUDA, kDLROCM
 _AROUND = 64  # bytes of the host's memory before and behind each array that take part, as far as they are NumPy's
 
 
 class OnGpu:
-    """The collectives of `comm`, on `device`, enqueued on `stream`."""
+    """The collectives of `comm`, on `device`, enqueued on `stream`; `quick`: on its library's current stream."""
 
-    def __init__(self, comm: hetcoll.Communicator, device: Device, stream: int = 0) -> None:
-        self._comm, self._device, self._stream = comm, device, stream
+    def __init__(self, comm: hetcoll.Communicator, device: Device, stream: int = 0, *, quick: bool = False) -> None:
+        self._comm, self._device, self._stream, self._quick = comm, device, stream, quick
         self.rank, self.size = comm.rank, comm.size
+        if quick:
+            Quick.streams[KINDS[device.vendor], device.index] = stream
 
     def __getattr__(self, name: str) -> Callable[..., hetcoll.Work]:
         method = getattr(self._comm, name)
@@ -33,14 +37,22 @@ class OnGpu:
         def call(*args: Any, **options: Any) -> hetcoll.Work:
             arrays = [a for a in args if isinstance(a, np.ndarray)]
             with Copies(self._device, arrays) as copies:
-                moved = [copies.buffer(a) if isinstance(a, np.ndarray) else a for a in args]
-                work = method(*moved, stream=self._stream, **options)
+                moved: list[Any] = [copies.buffer(a) if isinstance(a, np.ndarray) else a for a in args]
+                if self._quick:
+                    moved = [_quick(self._device, a) if isinstance(a, Buffer) else a for a in moved]
+                    work = method(*moved, **options)
+                else:
+                    work = method(*moved, stream=self._stream, **options)
                 work.wait(60)
                 self._device.synchronize()
                 copies.fetch()
             return hetcoll.Work()
 
         return call
+
+
+def _quick(device: Device, buffer: Buffer) -> Quick:
+    return Quick(KINDS[device.vendor], device.index, buffer.dtype, (buffer.count,), address=buffer.ptr)
 
 
 def _extent(array: Array) -> tuple[int, int]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import itertools
 import os
+import sys
 import threading
+import unittest.mock
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +18,8 @@ import pytest
 import standins
 from cases import run_case
 from device_checks import Capture
-from on_gpu import Copies, OnGpu
+from dlpack_arrays import Quick
+from on_gpu import KINDS, Copies, OnGpu
 from ranks import Ranks, close_all
 from reference import Case
 
@@ -25,7 +31,7 @@ from hetcoll.types import DType, ReduceOp, supports
 
 pytestmark = pytest.mark.standins
 
-KINDS = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "alltoall")
+COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "alltoall")
 ODD = (0, 1, 5, 1009, 70_001)
 
 
@@ -81,7 +87,7 @@ def check(ranks: Ranks, cases: list[Case]) -> None:
 
 def cases_of(size: int, counts: tuple[int, ...]) -> Iterator[Case]:
     turn = 0
-    for kind, count, inplace in itertools.product(KINDS, counts, (False, True)):
+    for kind, count, inplace in itertools.product(COLLECTIVES, counts, (False, True)):
         if kind in ("broadcast", "alltoall") and inplace:
             continue
         turn += 1
@@ -92,6 +98,90 @@ def cases_of(size: int, counts: tuple[int, ...]) -> Iterator[Case]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_collective(gpus: Any, size: int) -> None:
     check(gpus(size), list(cases_of(size, ODD)))
+
+
+def run_again(comm: hetcoll.Communicator, cases: list[Case]) -> list[int]:
+    """How many calls of each case go the long way when it is run for the second time."""
+    device = device_of_rank(comm.rank)
+    stream = device.stream()
+    on, kind = OnGpu(comm, device, stream, quick=True), type(comm)
+    cases = [dataclasses.replace(case, op=sys.intern(case.op)) for case in cases]  # as in a program's text
+    try:
+        for case in cases:
+            run_case(on, case)  # type: ignore[arg-type]
+        found = []
+        for case in cases:
+            with unittest.mock.patch.object(kind, "_launch", autospec=True, side_effect=kind._launch) as launch:
+                run_case(on, case)  # type: ignore[arg-type]
+            found.append(launch.call_count)
+        return found
+    finally:
+        device.destroy_stream(stream)
+
+
+@pytest.mark.parametrize("islands", [None, "0,1|2"])
+def test_what_was_called_before_takes_the_short_way(gpus: Any, islands: str | None) -> None:
+    cases = list(cases_of(3, (70_001,)))
+    for found in gpus(3, islands).run(run_again, cases, timeout=300):
+        assert found == [0] * len(cases)
+
+
+def messages_again(comm: hetcoll.Communicator) -> int:
+    """How many messages go the long way when each of these is sent for the second time."""
+    device, other = device_of_rank(comm.rank), 1 - comm.rank
+    kind = type(comm)
+    Quick.streams[KINDS[device.vendor], device.index] = 0
+    out, into = DeviceArray(device, 3000), DeviceArray(device, 3000)
+    send, recv = (Quick(KINDS[device.vendor], device.index, shape=(3000,), address=a.ptr) for a in (out, into))
+    with (
+        unittest.mock.patch.object(kind, "_message", autospec=True, side_effect=kind._message) as half,
+        unittest.mock.patch.object(kind, "_sendrecv", autospec=True, side_effect=kind._sendrecv) as both,
+    ):
+        for turn in range(2):
+            calls = [
+                lambda: comm.send(send, other) if comm.rank == 0 else comm.recv(recv, other),
+                lambda: comm.recv(recv, other) if comm.rank == 0 else comm.send(send, other),
+                lambda: comm.sendrecv(send, other, recv, other),
+            ]
+            for number, call in enumerate(calls):
+                out.set(np.full(3000, 100 * turn + 10 * number + comm.rank, np.float32))
+                into.set(np.zeros(3000, np.float32))
+                call().wait()
+                want = 0 if number == comm.rank else 100 * turn + 10 * number + other
+                assert (into.get() == want).all(), (turn, number, into.get())
+        return half.call_count + both.call_count
+
+
+def test_messages_take_the_short_way_too(gpus: Any) -> None:
+    assert gpus(2).run(messages_again) == [3, 3]  # the first of each
+
+
+def ask_for_a_stream_that_is_none(comm: hetcoll.Communicator) -> None:
+    array = DeviceArray.of(device_of_rank(comm.rank), np.ones(5, np.float32))
+    with pytest.raises(ArgumentError, match=r"stream: wanted one of cuda:[01]: cuStreamIsCapturing"):
+        comm.allreduce(array, stream=0x77777)
+    comm.allreduce(array).wait()
+    assert (array.get() == comm.size).all()
+
+
+def test_a_stream_that_is_none_is_refused(gpus: Any) -> None:
+    gpus(2).run(ask_for_a_stream_that_is_none)
+
+
+def close_and_look(comm: hetcoll.Communicator) -> bool:
+    other = comm.split(0)
+    assert other is not None
+    array = DeviceArray.of(device_of_rank(comm.rank), np.ones(5, np.float32))
+    other.allreduce(array).wait()
+    path = weakref.ref(other._gpus)  # type: ignore[arg-type]
+    other.close()
+    del other
+    gc.collect()
+    return path() is None
+
+
+def test_a_closed_communicator_keeps_nothing(gpus: Any) -> None:
+    assert all(gpus(2).run(close_and_look))
 
 
 def test_messages_larger_than_all_slots(gpus: Any) -> None:

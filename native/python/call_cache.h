@@ -1,4 +1,4 @@
-// Which bound plan a repeated call runs: the key is what a call is, without its memory.
+// What a repeated call runs: the key is what a call is, without its memory.
 #pragma once
 
 #include <array>
@@ -8,7 +8,7 @@
 #include <memory>
 #include <unordered_map>
 
-#include "engine/task.h"
+#include "engine/types.h"
 
 namespace hetcoll {
 
@@ -35,19 +35,20 @@ struct CallKeyHash {
 
 // Least recently inserted entries go first once there are `kCapacity`: a job that calls with ever new sizes must not
 // grow. A small direct-mapped table in front makes a hit cost a few nanoseconds.
+template <class Value>
 class CallCache {
  public:
-  const std::shared_ptr<Shape>* Find(const CallKey& key) {
+  const std::shared_ptr<Value>* Find(const CallKey& key) {
     Slot& slot = front_[CallKeyHash{}(key) % front_.size()];
-    if (slot.shape && slot.key == key) return &slot.shape;
+    if (slot.value && slot.key == key) return &slot.value;
     const auto it = map_.find(key);
     if (it == map_.end()) return nullptr;
     slot = {key, it->second};
-    return &slot.shape;
+    return &slot.value;
   }
 
-  void Insert(const CallKey& key, std::shared_ptr<Shape> shape) {
-    if (!map_.insert_or_assign(key, std::move(shape)).second) return;
+  void Insert(const CallKey& key, std::shared_ptr<Value> value) {
+    if (!map_.insert_or_assign(key, std::move(value)).second) return;
     age_.push_back(key);
     if (age_.size() <= kCapacity) return;
     Slot& slot = front_[CallKeyHash{}(age_.front()) % front_.size()];
@@ -59,11 +60,11 @@ class CallCache {
  private:
   struct Slot {
     CallKey key{};
-    std::shared_ptr<Shape> shape;
+    std::shared_ptr<Value> value;
   };
   static constexpr std::size_t kCapacity = 1024;
   std::array<Slot, 64> front_;
-  std::unordered_map<CallKey, std::shared_ptr<Shape>, CallKeyHash> map_;
+  std::unordered_map<CallKey, std::shared_ptr<Value>, CallKeyHash> map_;
   std::list<CallKey> age_;
 };
 

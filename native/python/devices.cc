@@ -18,126 +18,13 @@
 #include "engine/clock.h"
 #include "engine/device_queue.h"
 #include "engine/ledger.h"
+#include "python/gpu_calls.h"
+#include "python/py_device_queue.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace hetcoll {
-namespace {
-
-using Address = std::uintptr_t;
-using KernelArgs = std::optional<std::tuple<Address, unsigned, unsigned, unsigned>>;
-
-using LocalArgs = std::optional<std::tuple<int, int, unsigned>>;
-
-LocalReduction LocalOf(const LocalArgs& args) {
-  if (!args) return {};
-  const auto& [dtype, op, elements] = *args;
-  return {dtype, op, elements};
-}
-
-template <class Pointer>
-Pointer As(Address address) {
-  return reinterpret_cast<Pointer>(address);
-}
-
-Slots SlotsAt(Address slots, Address ready, Address credit, std::size_t slot_bytes, unsigned count) {
-  return {As<std::byte*>(slots), As<std::uint64_t*>(ready), As<std::uint64_t*>(credit), slot_bytes, count};
-}
-
-DeviceKernel KernelOf(const KernelArgs& args) {
-  if (!args) return {};
-  const auto& [function, block, most_blocks, per_block] = *args;
-  return {As<DeviceFunction>(function), block, most_blocks, per_block};
-}
-
-// A queue that several threads may use: calls take turns, and none holds the interpreter's lock while the driver is at
-// work, since a driver whose own queue is full waits for the GPU.
-class PyDeviceQueue {
- public:
-  PyDeviceQueue(const std::string& vendor, const DriverFunctions& functions, const std::vector<Address>& streams,
-                Address staging, std::size_t slot_bytes)
-      : driver_(MakeDriver(vendor, functions)),
-        queue_(driver_, Streams(streams), As<std::byte*>(staging), slot_bytes) {}
-
-  std::uint16_t AddEdge(Address slots, Address ready, Address credit, unsigned count,
-                        std::shared_ptr<RelayEdge> relay) {
-    nb::gil_scoped_release release;
-    std::lock_guard lock(mutex_);
-    return queue_.AddEdge({SlotsAt(slots, ready, credit, queue_.slot_bytes(), count), std::move(relay)});
-  }
-
-  void SetIsland(const DriverFunctions& functions, Address handle, int place, int members) {
-    std::lock_guard lock(mutex_);
-    queue_.SetIsland(std::make_unique<VendorCollectives>(functions, handle), place, members);
-  }
-
-  std::shared_ptr<DeviceShape> Bind(const nb::bytes& encoded, int rank, int size, int dtype, std::size_t send_count,
-                                    std::size_t recv_count, const std::vector<std::size_t>& send_table,
-                                    const std::vector<std::size_t>& recv_table, const std::vector<std::uint32_t>& order,
-                                    const std::vector<std::uint16_t>& edges, const KernelArgs& reduce,
-                                    const KernelArgs& scale, unsigned divisor, bool p2p, const LocalArgs& local) {
-    const Plan plan({reinterpret_cast<const std::byte*>(encoded.c_str()), encoded.size()}, size);
-    const auto type = static_cast<DType>(dtype);
-    const BoundPlan bound(plan, rank, type, send_count, recv_count, send_table, recv_table);
-    DeviceProgram program(bound, order, edges, queue_.slot_bytes());
-    return std::make_shared<DeviceShape>(DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale),
-                                                     ItemSize(type), divisor, LocalOf(local), p2p});
-  }
-
-  void Run(const std::shared_ptr<DeviceShape>& shape, Address send, Address recv, Address scratch,
-           std::uint64_t signature, Address stream, bool join) {
-    nb::gil_scoped_release release;
-    std::lock_guard lock(mutex_);
-    queue_.Enqueue(*shape, As<const std::byte*>(send), As<std::byte*>(recv), As<std::byte*>(scratch), signature,
-                   As<DeviceStream>(stream), join);
-  }
-
-  static std::shared_ptr<KernelShape> BindKernel(Address function, const nb::bytes& arguments, unsigned blocks,
-                                                 unsigned threads) {
-    const auto* bytes = reinterpret_cast<const std::byte*>(arguments.c_str());
-    if (arguments.size() < 2 * sizeof(void*)) throw PlanError("a kernel's arguments begin with its two buffers");
-    return std::make_shared<KernelShape>(
-        KernelShape{As<DeviceFunction>(function), {bytes, bytes + arguments.size()}, blocks, threads});
-  }
-
-  void RunKernel(const std::shared_ptr<KernelShape>& shape, Address send, Address recv, Address stream) {
-    nb::gil_scoped_release release;
-    std::lock_guard lock(mutex_);
-    queue_.EnqueueKernel(*shape, As<const std::byte*>(send), As<std::byte*>(recv), As<DeviceStream>(stream));
-  }
-
-  void Join(Address stream) {
-    nb::gil_scoped_release release;
-    std::lock_guard lock(mutex_);
-    driver_->Activate();
-    queue_.Join(As<DeviceStream>(stream));
-  }
-
-  bool Capturing(Address stream) {
-    std::lock_guard lock(mutex_);
-    return queue_.Capturing(As<DeviceStream>(stream));
-  }
-
-  bool Idle() {
-    nb::gil_scoped_release release;
-    std::lock_guard lock(mutex_);
-    return queue_.Idle();
-  }
-
- private:
-  static std::vector<DeviceStream> Streams(const std::vector<Address>& addresses) {
-    std::vector<DeviceStream> streams;
-    for (const Address address : addresses) streams.push_back(As<DeviceStream>(address));
-    return streams;
-  }
-
-  std::shared_ptr<Driver> driver_;
-  std::mutex mutex_;
-  DeviceQueue queue_;
-};
-
-}  // namespace
 
 void BindDevices(nb::module_& m) {
   nb::class_<RelayEdge>(m, "RelayEdge");
@@ -200,13 +87,36 @@ void BindDevices(nb::module_& m) {
       .def("bind", &PyDeviceQueue::Bind, nb::kw_only(), "plan"_a, "rank"_a, "size"_a, "dtype"_a, "send_count"_a,
            "recv_count"_a, "send_table"_a, "recv_table"_a, "order"_a, "edges"_a, "reduce"_a.none(), "scale"_a.none(),
            "divisor"_a, "p2p"_a = false, "local"_a.none() = nb::none())
-      .def("run", &PyDeviceQueue::Run, "shape"_a, "send"_a, "recv"_a, "scratch"_a, "signature"_a, "stream"_a, "join"_a)
       .def_static("bind_kernel", &PyDeviceQueue::BindKernel, nb::kw_only(), "function"_a, "arguments"_a, "blocks"_a,
                   "threads"_a)
-      .def("run_kernel", &PyDeviceQueue::RunKernel, "shape"_a, "send"_a, "recv"_a, "stream"_a)
       .def("join", &PyDeviceQueue::Join, "stream"_a)
-      .def("capturing", &PyDeviceQueue::Capturing, "stream"_a)
       .def("idle", &PyDeviceQueue::Idle);
+  nb::class_<GpuCall>(m, "GpuCall")
+      .def(
+          "__init__",
+          [](GpuCall* self, const std::shared_ptr<DeviceShape>& program, const std::shared_ptr<KernelShape>& kernel,
+             const std::optional<LedgerEntry>& entry, int number, std::uint64_t descriptor, bool p2p,
+             nb::object label) {
+            if ((program == nullptr) == (kernel == nullptr)) throw nb::value_error("a program or a kernel was wanted");
+            new (self) GpuCall{program, kernel, entry, number, descriptor, p2p, std::move(label)};
+          },
+          nb::kw_only(), "program"_a.none(), "kernel"_a.none(), "entry"_a.none(), "number"_a, "descriptor"_a, "p2p"_a,
+          "label"_a);
+  nb::class_<GpuCalls>(m, "GpuCalls")
+      .def(
+          "__init__",
+          [](GpuCalls* self, PyEngine& engine, PyDeviceQueue& queue, Ledger& ledger, int device_type, int device_id,
+             nb::callable differs, nb::callable refused, nb::callable broken, nb::callable started, nb::callable work) {
+            new (self) GpuCalls(
+                engine, queue, ledger, device_type, device_id,
+                {std::move(differs), std::move(refused), std::move(broken), std::move(started), std::move(work)});
+          },
+          nb::kw_only(), "engine"_a, "queue"_a, "ledger"_a, "device_type"_a, "device_id"_a, "differs"_a, "refused"_a,
+          "broken"_a, "started"_a, "work"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+      .def("call", &GpuCalls::Call, "collective"_a, "send"_a.none(), "recv"_a.none(), "op"_a.none(), "root"_a.none())
+      .def("remember", &GpuCalls::Remember)
+      .def("run", &GpuCalls::Run, "call"_a, "send"_a, "recv"_a, "stream"_a, "join"_a)
+      .def("set_scratch", &GpuCalls::SetScratch, "address"_a);
 }
 
 }  // namespace hetcoll

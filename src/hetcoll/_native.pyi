@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, NoReturn
 
 class PlanError(ValueError): ...
 class Fault(OSError): ...  # noqa: N818
@@ -106,15 +106,49 @@ class DeviceQueue:
         p2p: bool = False,
         local: tuple[int, int, int] | None = None,
     ) -> DeviceShape: ...
-    def run(
-        self, shape: DeviceShape, send: int, recv: int, scratch: int, signature: int, stream: int, join: bool
-    ) -> None: ...
     @staticmethod
     def bind_kernel(*, function: int, arguments: bytes, blocks: int, threads: int) -> KernelShape: ...
-    def run_kernel(self, shape: KernelShape, send: int, recv: int, stream: int) -> None: ...
     def join(self, stream: int) -> None: ...
-    def capturing(self, stream: int) -> bool: ...
     def idle(self) -> bool: ...
+
+class GpuCall:
+    """A call that is ready to be enqueued: its program or its kernel, and how it is written down for other ranks."""
+
+    def __init__(
+        self,
+        *,
+        program: DeviceShape | None,
+        kernel: KernelShape | None,
+        entry: LedgerEntry | None,
+        number: int,
+        descriptor: int,
+        p2p: bool,
+        label: str,
+    ) -> None: ...
+
+class GpuCalls:
+    """Calls of one communicator on one GPU; see native/python/gpu_calls.h. The device type is DLPack's."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        queue: DeviceQueue,
+        ledger: Ledger,
+        device_type: int,
+        device_id: int,
+        differs: Callable[[int], NoReturn],
+        refused: Callable[[str], NoReturn],
+        broken: Callable[[str], NoReturn],
+        started: Callable[[], None],
+        work: Callable[[Any, Any, str], object],
+    ) -> None: ...
+    def call(self, collective: int, send: Any, recv: Any, op: Any, root: int) -> Any: ...
+    def remember(
+        self, collective: int, dtype: int, op: int, root: int, send_count: int, recv_count: int, call: GpuCall
+    ) -> None: ...
+    def run(self, call: GpuCall, send: int, recv: int, stream: int, join: bool) -> None: ...
+    def set_scratch(self, address: int) -> None: ...
 
 class Engine:
     def __init__(
@@ -130,13 +164,12 @@ class Engine:
         timeout: float,
         fault: str = "",
     ) -> None: ...
-    def call(self, collective: int, send: Any, recv: Any, op: Any, root: int) -> bool: ...
+    def call(self, collective: int, send: Any, recv: Any, op: Any, root: int) -> Any: ...
     def knows(self, kind: int, buffer: Any, peer: Any) -> bool: ...
     def run_messages(self, messages: list[tuple[int, Any, int]]) -> bool: ...
     def run(self, shape: Shape, send: int, recv: int, timeout: float) -> Status: ...
     def submit(self, shape: Shape, send: int, recv: int, background: bool) -> Ticket: ...
     def wait(self, ticket: Ticket, timeout: float) -> Status: ...
-    def enter(self, shape: int, descriptor: int, p2p: bool) -> int: ...
     def new_shape(self) -> int: ...
     def remember(
         self, collective: int, dtype: int, op: int, root: int, send_count: int, recv_count: int, shape: Shape
@@ -144,6 +177,7 @@ class Engine:
     def set_ops(
         self,
         labels: tuple[str, ...],
+        done: object,
         on_stuck: Callable[[Status], None],
         on_interrupt: Callable[[], None],
         on_news: Callable[[], None],

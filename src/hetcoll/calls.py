@@ -59,6 +59,19 @@ class Call:
             return recv * size, recv
         return max(send, 0), recv if recv >= 0 else max(send, 0)
 
+    @property
+    def key(self) -> tuple[int, int, int, int, int, int] | None:
+        """By what the short way knows such a call: collective, dtype, op, root, counts. None where it never runs it."""
+        if self.label or self.send_table or self.recv_table:
+            return None
+        if self.collective is Collective.BARRIER:
+            return (self.collective, self.dtype, self.op, 0, 0, 0)
+        # It sees one buffer as both where this rank has only one of the two.
+        first, second = self.send or self.recv, self.recv or self.send
+        if first is None or second is None:
+            return None
+        return (self.collective, self.dtype, self.op, self.root, first.count, second.count)
+
     def describe(self) -> str:
         """What all ranks must agree on, for people and for the hash that travels with every frame."""
         if self.label:

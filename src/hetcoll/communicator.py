@@ -16,7 +16,7 @@ from .messages import Messages
 from .regroup import Regrouping
 from .selection import RECV, SEND, SENDRECV
 from .types import Collective
-from .work import DONE, Work
+from .work import Work
 
 _SUM = OP_LABELS[0]
 _ALLREDUCE, _ALLGATHER, _REDUCE_SCATTER = map(
@@ -68,8 +68,13 @@ class Communicator(Messages, Regrouping):
         lxor, band, bor, bxor, where the dtype has it (`hetcoll.types.supports`). 8- and 16-bit floats are computed in
         float32 and rounded once per reduction.
         """
-        if not async_op and timeout is None and self._call(_ALLREDUCE, sendbuf, recvbuf, op, 0):
-            return DONE
+        if (
+            not async_op
+            and timeout is None
+            and stream is None
+            and (done := self._call(_ALLREDUCE, sendbuf, recvbuf, op, 0))
+        ):
+            return done
         return self._launch(calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op), async_op, timeout, stream)
 
     def allgather(
@@ -85,8 +90,13 @@ class Communicator(Messages, Regrouping):
 
         In place when `sendbuf` is ``recvbuf[rank * count : (rank + 1) * count]``.
         """
-        if not async_op and timeout is None and self._call(_ALLGATHER, sendbuf, recvbuf, _SUM, 0):
-            return DONE
+        if (
+            not async_op
+            and timeout is None
+            and stream is None
+            and (done := self._call(_ALLGATHER, sendbuf, recvbuf, _SUM, 0))
+        ):
+            return done
         return self._launch(calls.allgather(self._rank, self._size, sendbuf, recvbuf), async_op, timeout, stream)
 
     def reduce_scatter(
@@ -103,8 +113,13 @@ class Communicator(Messages, Regrouping):
 
         In place when `recvbuf` is ``sendbuf[rank * count : (rank + 1) * count]``. `op` as in `allreduce`.
         """
-        if not async_op and timeout is None and self._call(_REDUCE_SCATTER, sendbuf, recvbuf, op, 0):
-            return DONE
+        if (
+            not async_op
+            and timeout is None
+            and stream is None
+            and (done := self._call(_REDUCE_SCATTER, sendbuf, recvbuf, op, 0))
+        ):
+            return done
         return self._launch(
             calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op), async_op, timeout, stream
         )
@@ -119,8 +134,13 @@ class Communicator(Messages, Regrouping):
         timeout: float | None = None,
     ) -> Work:
         """Copy the root's `buf` into every other rank's. Only the root may pass a read-only array."""
-        if not async_op and timeout is None and self._call(_BROADCAST, buf, None, _SUM, root):
-            return DONE
+        if (
+            not async_op
+            and timeout is None
+            and stream is None
+            and (done := self._call(_BROADCAST, buf, None, _SUM, root))
+        ):
+            return done
         return self._launch(calls.broadcast(self._rank, self._size, buf, root), async_op, timeout, stream)
 
     def reduce(
@@ -139,8 +159,13 @@ class Communicator(Messages, Regrouping):
         Other ranks' `recvbuf` is not looked at, and their `sendbuf` is not written.
         """
         into = recvbuf if self._rank == root else None
-        if not async_op and timeout is None and self._call(_REDUCE, sendbuf, into, op, root):
-            return DONE
+        if (
+            not async_op
+            and timeout is None
+            and stream is None
+            and (done := self._call(_REDUCE, sendbuf, into, op, root))
+        ):
+            return done
         return self._launch(calls.reduce(self._rank, self._size, sendbuf, into, op, root), async_op, timeout, stream)
 
     def gather(
@@ -159,9 +184,9 @@ class Communicator(Messages, Regrouping):
         is not looked at.
         """
         into = recvbuf if self._rank == root else None
-        plain = not async_op and timeout is None and (into is None) == (self._rank != root)
-        if plain and self._call(_GATHER, sendbuf, into, _SUM, root):
-            return DONE
+        plain = not async_op and timeout is None and stream is None and (into is None) == (self._rank != root)
+        if plain and (done := self._call(_GATHER, sendbuf, into, _SUM, root)):
+            return done
         return self._launch(calls.gather(self._rank, self._size, sendbuf, recvbuf, root), async_op, timeout, stream)
 
     def scatter(
@@ -179,10 +204,10 @@ class Communicator(Messages, Regrouping):
         In place on the root when `recvbuf` is ``sendbuf[rank * count : (rank + 1) * count]``. Other ranks' `sendbuf`
         is not looked at.
         """
-        if not async_op and timeout is None and recvbuf is not None:
+        if not async_op and timeout is None and stream is None and recvbuf is not None:
             source, into = (sendbuf, recvbuf) if self._rank == root else (recvbuf, None)
-            if self._call(_SCATTER, source, into, _SUM, root):
-                return DONE
+            if done := self._call(_SCATTER, source, into, _SUM, root):
+                return done
         return self._launch(calls.scatter(self._rank, self._size, sendbuf, recvbuf, root), async_op, timeout, stream)
 
     def alltoall(
@@ -201,9 +226,9 @@ class Communicator(Messages, Regrouping):
         Parts are equal, or as long as `sendcounts` and `recvcounts` say (elements, one a rank; rank a's
         ``sendcounts[b]`` must be rank b's ``recvcounts[a]``). In place (the same array) only with equal parts.
         """
-        plain = sendcounts is None and recvcounts is None and not async_op and timeout is None
-        if plain and self._call(_ALLTOALL, sendbuf, recvbuf, _SUM, 0):
-            return DONE
+        plain = sendcounts is None and recvcounts is None and not async_op and timeout is None and stream is None
+        if plain and (done := self._call(_ALLTOALL, sendbuf, recvbuf, _SUM, 0)):
+            return done
         call = calls.alltoall(self._rank, self._size, sendbuf, recvbuf, sendcounts, recvcounts)
         return self._launch(call, async_op, timeout, stream)
 
@@ -239,8 +264,8 @@ class Communicator(Messages, Regrouping):
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work:
         """Return (or be done) only when every rank has called it."""
-        if not async_op and timeout is None and self._call(_BARRIER, _NOTHING, None, _SUM, 0):
-            return DONE
+        if not async_op and timeout is None and (done := self._call(_BARRIER, _NOTHING, None, _SUM, 0)):
+            return done
         return self._launch(calls.barrier(), async_op, timeout)
 
     # Point to point.
@@ -259,9 +284,9 @@ class Communicator(Messages, Regrouping):
         Messages between two ranks arrive in order. A send may or may not wait for its receive: ranks that send to each
         other first must use `group` or ``async_op=True``.
         """
-        plain = not async_op and timeout is None and self._batch is None
-        if plain and self._call(SEND, buf, None, _SUM, peer):
-            return DONE
+        plain = not async_op and timeout is None and stream is None and self._batch is None
+        if plain and (done := self._call(SEND, buf, None, _SUM, peer)):
+            return done
         return self._message(SEND, buf, peer, async_op, timeout, stream)
 
     def recv(
@@ -274,9 +299,9 @@ class Communicator(Messages, Regrouping):
         timeout: float | None = None,
     ) -> Work:
         """Receive `buf` from `peer`, which calls `send` with as many elements."""
-        plain = not async_op and timeout is None and self._batch is None
-        if plain and self._call(RECV, buf, None, _SUM, peer):
-            return DONE
+        plain = not async_op and timeout is None and stream is None and self._batch is None
+        if plain and (done := self._call(RECV, buf, None, _SUM, peer)):
+            return done
         return self._message(RECV, buf, peer, async_op, timeout, stream)
 
     def sendrecv(
@@ -294,7 +319,9 @@ class Communicator(Messages, Regrouping):
 
         The other halves may be `send`, `recv` or `sendrecv` calls. Both buffers have one dtype; they do not overlap.
         """
-        plain = not async_op and timeout is None and isinstance(dest, int) and isinstance(source, int)
-        if plain and self._call(SENDRECV, sendbuf, recvbuf, _SUM, dest << 16 | source):
-            return DONE
+        plain = (
+            not async_op and timeout is None and stream is None and isinstance(dest, int) and isinstance(source, int)
+        )
+        if plain and (done := self._call(SENDRECV, sendbuf, recvbuf, _SUM, dest << 16 | source)):
+            return done
         return self._sendrecv(sendbuf, dest, recvbuf, source, async_op, timeout, stream)

@@ -63,8 +63,10 @@ class Core:
             self._engine = self._wiring.engine
             undo.callback(self._engine.close)
             # Weakly, since the engine must not keep its communicator alive.
-            self._engine.set_ops(OP_LABELS, _weakly(self._stuck), _weakly(self._interrupted), _weakly(self._log_news))
-            self._call: Callable[..., bool] = _refuse if config.check else self._engine.call
+            self._engine.set_ops(
+                OP_LABELS, DONE, _weakly(self._stuck), _weakly(self._interrupted), _weakly(self._log_news)
+            )
+            self._call: Callable[..., Work | None] = _refuse if config.check else self._engine.call
             self._selection = Selection(self._wiring, config)
             self._witness = Witness(self, self._engine, self._selection.describe)
             self._diagnosis.attach(self._engine, self._witness)
@@ -170,6 +172,8 @@ class Core:
                 announce=self._selection.announce,
             )
             self._diagnosis.on_failure = self._gpus.failed
+            if not self._config.check:
+                self._call = self._gpus.call
         return self._gpus
 
     def _among_gpus(self) -> HostPath | None:
@@ -440,6 +444,5 @@ def _weakly(method: Callable[..., object]) -> Callable[..., None]:
     return call
 
 
-def _refuse(*args: object) -> bool:
+def _refuse(*args: object) -> None:
     """Stands in for the engine's call after `close` and under HETCOLL_CHECK: the short way needs no test of its own."""
-    return False

@@ -17,12 +17,12 @@ import importlib
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
 from . import _native, streams
-from .buffers import Buffer
+from .buffers import Buffer, read_buffer
 from .calls import Call
 from .devices.kernels.source import exchange_name, oneshot_name
 from .devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot
@@ -36,7 +36,7 @@ from .gpu_share import GpuShare
 from .gpu_watch import GpuWatch
 from .relays import Relays
 from .rendezvous.descriptors import new_name
-from .selection import describe_message, descriptor
+from .selection import describe_message, descriptor, message_key
 from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS
 from .types import Collective, DType, ReduceOp
 from .wiring import Wiring
@@ -51,6 +51,9 @@ _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
 _ONESHOT_STATE = 256
 _ZERO = _ONESHOT_STATE + 8 * BLOCKS  # 8 bytes that stay 0
 _STATE_BYTES = _ZERO + 8
+
+_DLPACK = {"cuda": 2, "rocm": 10}  # dlpack.h: kDLCUDA, kDLROCM
+_MESSAGE = "a message"
 
 Announce = Callable[[str], int]
 Shape = _native.DeviceShape | _native.KernelShape
@@ -77,9 +80,9 @@ class GpuPath:
         self._wiring, self._diagnosis, self._device, self._announce = wiring, diagnosis, device, announce
         self._engine = wiring.engine
         self._kind = "cuda" if device.vendor == "cuda" else "rocm"
-        self._calls: Kept[_Bound] = Kept()
-        self._messages: Kept[_Bound] = Kept()
-        self._scratch, self._scratch_bytes = 0, 0
+        self._known: Kept[_native.GpuCall] = Kept()
+        self._messages: Kept[_native.GpuCall] = Kept()
+        self._scratch_bytes = 0
         self._undo = contextlib.ExitStack()
         mine = Gpu.here(device, new_name())
         with contextlib.ExitStack() as undo:
@@ -126,6 +129,20 @@ class GpuPath:
                 self._release,
                 timeout,
             )
+            self._calls = _native.GpuCalls(
+                engine=self._engine,
+                queue=self._queue,
+                ledger=share.ledger,
+                device_type=_DLPACK[self._kind],
+                device_id=device.index,
+                differs=share.differs,
+                refused=self._refused,
+                broken=self._ended,
+                started=self._watch.started,
+                work=lambda send, recv, what: GpuWork(self, (send, recv), what),
+            )
+            # `Engine.call` for both kinds of memory: on a GPU's, what was called before with the same counts.
+            self.call: Callable[[int, Any, Any, Any, int], Work | None] = self._calls.call
             self._undo = undo.pop_all()
 
     @property
@@ -139,9 +156,7 @@ class GpuPath:
             call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
             call.recv_table,
         )  # fmt: skip
-        bound = self._calls.get_or(key, lambda: self._bind(call))
-        self._check_capturable(bound, handle)
-        self._share.note(bound.entry)
+        bound = self._known.get_or(key, lambda: self._bind(call))
         return self._run(bound, call.send, call.recv, handle, async_op, call.collective.label)
 
     def message(
@@ -154,51 +169,45 @@ class GpuPath:
         ends = ((-1 if send is None else dest, _count(send)), (-1 if recv is None else source, _count(recv)))
         key = (first.dtype, *ends)
 
-        def bind() -> _Bound:
+        def bind() -> _native.GpuCall:
             what = describe_message(send, dest, recv, source)
-            return self._bound(self._plans.messages(*key), what, first.dtype)
+            bound = self._bound(self._plans.messages(*key), what, _MESSAGE, first.dtype)
+            self._calls.remember(*message_key(send, dest, recv, source), bound)
+            return bound
 
-        bound = self._messages.get_or(key, bind)
-        self._check_capturable(bound, handle)
-        return self._run(bound, send, recv, handle, async_op, "a message")
-
-    def _check_capturable(self, bound: _Bound, stream: int) -> None:
-        """Signals between copies are numbers that are known when they are enqueued, so they cannot come twice."""
-        shape = bound.shape
-        if isinstance(shape, _native.DeviceShape) and not shape.all_local and self._queue.capturing(stream):
-            raise ArgumentError(
-                "stream: a graph is being captured on it; wanted a call inside an island or an all-reduce of up to "
-                f"{_MEDIUM >> 20} MiB in one host, got one that GPUs exchange by copies"
-            )
+        return self._run(self._messages.get_or(key, bind), send, recv, handle, async_op, _MESSAGE)
 
     def _run(
-        self, bound: _Bound, send: Buffer | None, recv: Buffer | None, stream: int, async_op: bool, what: str
+        self, bound: _native.GpuCall, send: Buffer | None, recv: Buffer | None, stream: int, async_op: bool, what: str
     ) -> GpuWork:
-        shape = bound.shape
         source, target = (0 if buffer is None else buffer.ptr for buffer in (send, recv))
-        self._watch.started()
-        signature = self._engine.enter(bound.number, bound.descriptor, bound.p2p)
-        try:
-            if isinstance(shape, _native.KernelShape):
-                self._queue.run_kernel(shape, source, target, stream)
-            else:
-                if shape.scratch_bytes > self._scratch_bytes:
-                    self._grow_scratch(shape.scratch_bytes)
-                self._queue.run(shape, source, target, self._scratch, signature, stream, not async_op)
-        except _native.Fault as error:  # refused by a driver or a library in the middle of a call: others wait for this
-            if not self._engine.failed:
-                self._broken(str(error))
-            raise self._diagnosis.error() from error
-        self._watch.started()  # once more: it may have looked in between and seen nothing
+        self._calls.run(bound, source, target, stream, not async_op)
         return GpuWork(self, (send, recv), what)
 
-    def _bind(self, call: Call) -> _Bound:
-        return self._bound(self._one_kernel(call) or self._plans.compile(call), call.describe())
+    def _bind(self, call: Call) -> _native.GpuCall:
+        what = call.describe()
+        bound = self._bound(self._one_kernel(call) or self._plans.compile(call), what, call.collective.label)
+        if (key := call.key) is not None:
+            self._calls.remember(*key, bound)
+        return bound
 
-    def _bound(self, shape: Shape, what: str, message: DType | None = None) -> _Bound:
+    def _bound(self, shape: Shape, what: str, label: str, message: DType | None = None) -> _native.GpuCall:
         """`message` is the type of point-to-point messages, which is all that their two ranks must agree on."""
         common = descriptor(what if message is None else f"p2p {message.label}")
-        return _Bound(shape, self._share.entry(what, common), self._announce(what), common, message is not None)
+        entry = self._share.entry(what, common) if message is None else None
+        kernel = shape if isinstance(shape, _native.KernelShape) else None
+        program = shape if isinstance(shape, _native.DeviceShape) else None
+        if program is not None and program.scratch_bytes > self._scratch_bytes:
+            self._grow_scratch(program.scratch_bytes)
+        return _native.GpuCall(
+            program=program,
+            kernel=kernel,
+            entry=entry,
+            number=self._announce(what),
+            descriptor=common,
+            p2p=message is not None,
+            label=label,
+        )
 
     def _one_kernel(self, call: Call) -> _native.KernelShape | None:
         """The call as one kernel a rank, where that is faster than copies."""
@@ -238,6 +247,24 @@ class GpuPath:
         return streams.handle(stream, next(filter(None, buffers.values()), None))
 
     # Failing.
+
+    def _refused(self, problem: str) -> NoReturn:
+        """Nothing was enqueued: the driver does not take the stream, or a graph that is captured cannot have the call.
+
+        Signals between copies are numbers that are known when they are enqueued, so they cannot come twice.
+        """
+        if problem:
+            raise ArgumentError(f"stream: wanted one of {self._kind}:{self._device.index}: {problem}")
+        raise ArgumentError(
+            "stream: a graph is being captured on it; wanted a call inside an island or an all-reduce of up to "
+            f"{_MEDIUM >> 20} MiB in one host, got one that GPUs exchange by copies"
+        )
+
+    def _ended(self, problem: str) -> NoReturn:
+        """A driver or a library refused to go on in the middle of a call."""
+        if not self._engine.failed:
+            self._broken(problem)
+        raise self._diagnosis.error()
 
     def _stuck(self, seconds: float) -> None:
         """Nothing has moved for so long: the verdict says where everyone stands."""
@@ -302,9 +329,10 @@ class GpuPath:
     def _grow_scratch(self, nbytes: int) -> None:
         """At least twice as much as before; the old one stays until `close`, since streams may still use it."""
         nbytes = max(nbytes, 2 * self._scratch_bytes)
-        self._scratch = self._device.allocate(nbytes)
+        scratch = self._device.allocate(nbytes)
+        self._undo.callback(self._device.free, scratch)
+        self._calls.set_scratch(scratch)
         self._scratch_bytes = nbytes
-        self._undo.callback(self._device.free, self._scratch)
 
     def close(self, timeout: float = 5.0) -> None:
         """Give everything back, once the device is done or, after `timeout` seconds, made to be."""
@@ -316,16 +344,7 @@ class GpuPath:
         self._relays.close(deadline)
         self._watch.close()
         self._undo.close()
-
-
-class _Bound(NamedTuple):
-    """A call that is ready to be enqueued, and how it is written down for the others."""
-
-    shape: Shape
-    entry: _native.LedgerEntry
-    number: int
-    descriptor: int
-    p2p: bool
+        del self._calls, self.call  # they hold methods of this object, and no garbage collector looks into them
 
 
 def _count(buffer: Buffer | None) -> int:
@@ -373,7 +392,8 @@ class GpuWork(Work):
     def wait_stream(self, stream: object = None) -> None:
         """What comes on `stream` later begins after the operation. None: on the current one of the arrays' library."""
         if stream is None and self._keep is not None:
-            stream = next((streams.current(buffer) for buffer in self._keep if buffer is not None), None)
+            array = next(array for array in self._keep if array is not None)
+            stream = streams.current(read_buffer(array, "array", writable=False))
         self._path.join(stream)
 
     @property

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from . import _native
 from .diagnosis import Diagnosis, Kind
@@ -40,7 +40,7 @@ class GpuShare:
         ]
         self.slot_bytes = slot_bytes(max(map(len, wiring.topology.hosts)))  # the same on all ranks
         self.segment = self._segment(device, timeout)
-        self._ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
+        self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
 
     def _segment(self, device: Device | None, timeout: float) -> SlotSegment:
         wiring, locals_ = self._wiring, self._wiring.locals
@@ -64,19 +64,23 @@ class GpuShare:
 
     def note(self, entry: _native.LedgerEntry) -> None:
         """Write a call down for the other ranks of this host; raises where one of them called something else."""
-        peer = self._ledger.note(entry)
+        peer = self.ledger.note(entry)
         if peer >= 0:
-            number = self._ledger.calls(self.here)
-            texts = [f"rank {r} called {self._text(r, number)}" for r in (self._wiring.rank, self._wiring.locals[peer])]
-            self._diagnosis.post(Kind.MISMATCH, self._wiring.locals[peer], "; ".join(texts))
-            raise self._diagnosis.error()
+            self.differs(peer)
+
+    def differs(self, peer: int) -> NoReturn:
+        """The rank at place `peer` of this host wrote something else down under the number of this rank's last call."""
+        number = self.ledger.calls(self.here)
+        texts = [f"rank {r} called {self._text(r, number)}" for r in (self._wiring.rank, self._wiring.locals[peer])]
+        self._diagnosis.post(Kind.MISMATCH, self._wiring.locals[peer], "; ".join(texts))
+        raise self._diagnosis.error()
 
     def _text(self, rank: int, number: int) -> str:
-        return self._ledger.text(self._wiring.locals.index(rank), number) or "something else"
+        return self.ledger.text(self._wiring.locals.index(rank), number) or "something else"
 
     def standing(self) -> tuple[int, str]:
         """The rank of this host that is furthest behind, and where each of them is, for people."""
-        where = [(rank, self._ledger.calls(i)) for i, rank in enumerate(self._wiring.locals)]
+        where = [(rank, self.ledger.calls(i)) for i, rank in enumerate(self._wiring.locals)]
         parts = [f"rank {rank} is at GPU call {n}: {self._text(rank, n)}" if n else f"rank {rank} has called nothing"
                  for rank, n in where]  # fmt: skip
         return min(where, key=lambda pair: pair[1])[0], "; ".join(parts)

@@ -17,7 +17,7 @@ from .calls import Call, check_int
 from .env import Config
 from .errors import ArgumentError
 from .inquiry import Called
-from .types import Collective, ReduceOp
+from .types import Collective, DType, ReduceOp
 from .wiring import Check, Wiring
 from .witness import call_site
 
@@ -102,26 +102,15 @@ class Selection:
             p2p=False,
         )
         self._keep(key, shape, what)
-        if call.collective is Collective.BARRIER and not call.label:
-            self._engine.remember(call.collective, call.dtype, call.op, 0, 0, 0, shape)
-        elif not call.label and not call.send_table and not call.recv_table and (call.send or call.recv):
-            # The short way sees one buffer as both where this rank has only one of the two.
-            first, second = call.send or call.recv, call.recv or call.send
-            assert first is not None
-            assert second is not None
-            self._engine.remember(call.collective, call.dtype, call.op, call.root, first.count, second.count, shape)
+        if (short := call.key) is not None:
+            self._engine.remember(*short, shape)
         return shape
 
     def point(
         self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, timeout: float, check: Check
     ) -> _native.Shape:
         """The bound plan of a message to `dest`, one from `source`, or both at once; of one type."""
-        first, second = send or recv, recv or send
-        assert first is not None
-        assert second is not None
-        kind = SENDRECV if send and recv else SEND if send else RECV
-        where = dest << 16 | source if send and recv else dest if send else source
-        key = (kind, first.dtype, where, first.count, second.count)
+        key = message_key(send, dest, recv, source)
         shape = self._shapes.get(key)
         if shape is not None:
             self._shapes.move_to_end(key)
@@ -130,17 +119,17 @@ class Selection:
         number = self._plan((Collective.P2P, *peers), timeout, check)
         shape = self._engine.bind(
             plan=number,
-            dtype=first.dtype,
+            dtype=key[1],
             op=ReduceOp.SUM,
             send_count=send.count if send else 0,
             recv_count=recv.count if recv else 0,
             send_table=(),
             recv_table=(),
-            descriptor=descriptor(f"p2p {first.dtype.label}"),
+            descriptor=descriptor(f"p2p {key[1].label}"),
             p2p=True,
         )
         self._keep(key, shape, describe_message(send, dest, recv, source))
-        self._engine.remember(kind, first.dtype, ReduceOp.SUM, where, first.count, second.count, shape)
+        self._engine.remember(*key, shape)
         return shape
 
     def copy(self, source: Buffer, target: Buffer) -> None:
@@ -227,6 +216,18 @@ class Selection:
 
     def _paths(self, peers: Collection[int]) -> tuple[str, tuple[str, ...]]:
         return self._wiring.transports(peers), self._wiring.paths(peers)
+
+
+def message_key(
+    send: Buffer | None, dest: int, recv: Buffer | None, source: int
+) -> tuple[int, DType, ReduceOp, int, int, int]:
+    """By what the short way knows a message to `dest`, one from `source`, or both at once; as `Call.key`."""
+    first, second = send or recv, recv or send
+    assert first is not None
+    assert second is not None
+    kind = SENDRECV if send and recv else SEND if send else RECV
+    where = dest << 16 | source if send and recv else dest if send else source
+    return kind, first.dtype, ReduceOp.SUM, where, first.count, second.count
 
 
 def describe_message(send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> str:

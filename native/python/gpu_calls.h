@@ -1,0 +1,138 @@
+// Calls on GPU buffers: from Python objects to work on streams, without Python in between where a call comes again.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "engine/ledger.h"
+#include "python/call_cache.h"
+#include "python/plain_tensor.h"
+#include "python/py_device_queue.h"
+#include "python/py_engine.h"
+
+namespace hetcoll {
+
+// A call that is ready to be enqueued, and how it is written down for the other ranks.
+struct GpuCall {
+  std::shared_ptr<DeviceShape> program;  // one of these two
+  std::shared_ptr<KernelShape> kernel;
+  std::optional<LedgerEntry> entry;  // of what all ranks call: not of messages
+  int number;                        // by which others ask for it
+  std::uint64_t descriptor;
+  bool p2p;
+  nb::object label;  // for people
+};
+
+// What Python does for a call. The first three raise.
+struct GpuHooks {
+  nb::callable differs;  // the rank at this place of the host called something else
+  nb::callable refused;  // the driver does not take the stream, and why; "": a graph that is captured on it cannot have
+                         // the call
+  nb::callable broken;   // a driver or a library refused to go on, with its words
+  nb::callable started;  // something is or will be under way
+  nb::callable work;     // the handle of a call, by its two buffers and its label
+};
+
+// The calls of one communicator on the GPU that is `device_id` of the type `device_type` (dlpack.h).
+class GpuCalls {
+ public:
+  GpuCalls(PyEngine& engine, PyDeviceQueue& queue, Ledger& ledger, int device_type, int device_id, GpuHooks hooks)
+      : engine_(engine),
+        queue_(queue),
+        ledger_(ledger),
+        device_type_(device_type),
+        device_id_(device_id),
+        hooks_(std::move(hooks)) {}
+
+  // The short way: enqueues on the current stream what was called before with the same counts, and gives its handle.
+  // None: it was not, or there is more to it, and nothing was done. Host memory is the engine's.
+  nb::object Call(int collective, nb::handle send, nb::handle recv, nb::handle op, nb::handle where) {
+    const std::optional<GpuTensor> first = GpuTensor::Read(send.ptr());
+    if (!first) return engine_.Call(collective, send, recv, op, where);
+    const std::int32_t root = SmallNumber(where.ptr());
+    const int redop = engine_.OpNumber(op.ptr());
+    if (root < 0 || redop < 0 || engine_.engine().forked() || engine_.engine().failed() || !Ours(*first)) {
+      return nb::none();
+    }
+    std::optional<GpuTensor> second = first;
+    if (!recv.is_none()) {
+      second = GpuTensor::Read(recv.ptr());
+      if (!second || !Ours(*second) || !Fit(collective, first->plain, second->plain)) return nb::none();
+    }
+    const std::shared_ptr<const GpuCall>* call =
+        cache_.Find({static_cast<std::uint8_t>(collective), first->plain.dtype, static_cast<std::uint8_t>(redop), root,
+                     first->plain.count, second->plain.count});
+    if (call == nullptr) return nb::none();
+    const std::shared_ptr<const GpuCall> held = *call;  // another thread may change the cache that it lies in
+    Run(*held, reinterpret_cast<Address>(first->plain.data), reinterpret_cast<Address>(second->plain.data),
+        reinterpret_cast<Address>(first->stream), true);
+    return hooks_.work(send, recv, held->label);
+  }
+
+  // From now on `Call` knows it.
+  void Remember(int collective, int dtype, int op, int root, std::size_t send_count, std::size_t recv_count,
+                std::shared_ptr<const GpuCall> call) {
+    cache_.Insert({static_cast<std::uint8_t>(collective), static_cast<DType>(dtype), static_cast<std::uint8_t>(op),
+                   root, send_count, recv_count},
+                  std::move(call));
+  }
+
+  // Enqueues a call after what is on `stream` now; with `join`, what comes on it later begins after the call.
+  void Run(const GpuCall& call, Address send, Address recv, Address stream, bool join) {
+    CheckStream(call, stream);
+    if (call.entry) {
+      const int peer = ledger_.Note(*call.entry);
+      if (peer >= 0) hooks_.differs(peer);
+    }
+    hooks_.started();
+    const std::uint64_t signature = engine_.engine().Enter(call.number, call.descriptor, call.p2p);
+    try {
+      if (call.kernel) {
+        queue_.RunKernel(call.kernel, send, recv, stream);
+      } else {
+        queue_.Run(call.program, send, recv, scratch_, signature, stream, join);
+      }
+    } catch (const Fault& fault) {  // in the middle of a call: others wait for this rank
+      hooks_.broken(fault.what());
+    }
+    hooks_.started();  // once more: whoever watches may have looked in between and seen nothing
+  }
+
+  // Device memory of at least the `scratch_bytes` of each program.
+  void SetScratch(Address scratch) { scratch_ = scratch; }
+
+ private:
+  // Before anything is said to the others.
+  void CheckStream(const GpuCall& call, Address stream) {
+    bool capturing = false;
+    try {
+      capturing = queue_.Capturing(stream);
+    } catch (const Fault& fault) {
+      hooks_.refused(fault.what());
+    }
+    if (capturing && call.program && !call.program->program.all_local) hooks_.refused("");
+  }
+
+  bool Ours(const GpuTensor& t) const { return t.device_type == device_type_ && t.device_id == device_id_; }
+
+  bool Fit(int collective, const PlainTensor& send, const PlainTensor& recv) const {
+    const std::size_t item = ItemSize(send.dtype);
+    return send.dtype == recv.dtype &&
+           AliasingAllowed(collective, send.data, send.count * item, recv.data, recv.count * item, engine_.rank());
+  }
+
+  PyEngine& engine_;
+  PyDeviceQueue& queue_;
+  Ledger& ledger_;
+  std::int32_t device_type_;
+  std::int32_t device_id_;
+  GpuHooks hooks_;
+  Address scratch_ = 0;
+  CallCache<const GpuCall> cache_;
+};
+
+}  // namespace hetcoll

@@ -1,0 +1,134 @@
+// The queue of GPU work as Python sees it.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "engine/device_queue.h"
+
+namespace hetcoll {
+
+namespace nb = nanobind;
+
+using Address = std::uintptr_t;
+using KernelArgs = std::optional<std::tuple<Address, unsigned, unsigned, unsigned>>;
+
+using LocalArgs = std::optional<std::tuple<int, int, unsigned>>;
+
+inline LocalReduction LocalOf(const LocalArgs& args) {
+  if (!args) return {};
+  const auto& [dtype, op, elements] = *args;
+  return {dtype, op, elements};
+}
+
+template <class Pointer>
+Pointer As(Address address) {
+  return reinterpret_cast<Pointer>(address);
+}
+
+inline Slots SlotsAt(Address slots, Address ready, Address credit, std::size_t slot_bytes, unsigned count) {
+  return {As<std::byte*>(slots), As<std::uint64_t*>(ready), As<std::uint64_t*>(credit), slot_bytes, count};
+}
+
+inline DeviceKernel KernelOf(const KernelArgs& args) {
+  if (!args) return {};
+  const auto& [function, block, most_blocks, per_block] = *args;
+  return {As<DeviceFunction>(function), block, most_blocks, per_block};
+}
+
+// A queue that several threads may use: calls take turns, and none holds the interpreter's lock while the driver is at
+// work, since a driver whose own queue is full waits for the GPU.
+class PyDeviceQueue {
+ public:
+  PyDeviceQueue(const std::string& vendor, const DriverFunctions& functions, const std::vector<Address>& streams,
+                Address staging, std::size_t slot_bytes)
+      : driver_(MakeDriver(vendor, functions)),
+        queue_(driver_, Streams(streams), As<std::byte*>(staging), slot_bytes) {}
+
+  std::uint16_t AddEdge(Address slots, Address ready, Address credit, unsigned count,
+                        std::shared_ptr<RelayEdge> relay) {
+    nb::gil_scoped_release release;
+    std::lock_guard lock(mutex_);
+    return queue_.AddEdge({SlotsAt(slots, ready, credit, queue_.slot_bytes(), count), std::move(relay)});
+  }
+
+  void SetIsland(const DriverFunctions& functions, Address handle, int place, int members) {
+    std::lock_guard lock(mutex_);
+    queue_.SetIsland(std::make_unique<VendorCollectives>(functions, handle), place, members);
+  }
+
+  std::shared_ptr<DeviceShape> Bind(const nb::bytes& encoded, int rank, int size, int dtype, std::size_t send_count,
+                                    std::size_t recv_count, const std::vector<std::size_t>& send_table,
+                                    const std::vector<std::size_t>& recv_table, const std::vector<std::uint32_t>& order,
+                                    const std::vector<std::uint16_t>& edges, const KernelArgs& reduce,
+                                    const KernelArgs& scale, unsigned divisor, bool p2p, const LocalArgs& local) {
+    const Plan plan({reinterpret_cast<const std::byte*>(encoded.c_str()), encoded.size()}, size);
+    const auto type = static_cast<DType>(dtype);
+    const BoundPlan bound(plan, rank, type, send_count, recv_count, send_table, recv_table);
+    DeviceProgram program(bound, order, edges, queue_.slot_bytes());
+    return std::make_shared<DeviceShape>(DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale),
+                                                     ItemSize(type), divisor, LocalOf(local), p2p});
+  }
+
+  void Run(const std::shared_ptr<DeviceShape>& shape, Address send, Address recv, Address scratch,
+           std::uint64_t signature, Address stream, bool join) {
+    nb::gil_scoped_release release;
+    std::lock_guard lock(mutex_);
+    queue_.Enqueue(*shape, As<const std::byte*>(send), As<std::byte*>(recv), As<std::byte*>(scratch), signature,
+                   As<DeviceStream>(stream), join);
+  }
+
+  static std::shared_ptr<KernelShape> BindKernel(Address function, const nb::bytes& arguments, unsigned blocks,
+                                                 unsigned threads) {
+    const auto* bytes = reinterpret_cast<const std::byte*>(arguments.c_str());
+    if (arguments.size() < 2 * sizeof(void*)) throw PlanError("a kernel's arguments begin with its two buffers");
+    return std::make_shared<KernelShape>(
+        KernelShape{As<DeviceFunction>(function), {bytes, bytes + arguments.size()}, blocks, threads});
+  }
+
+  void RunKernel(const std::shared_ptr<KernelShape>& shape, Address send, Address recv, Address stream) {
+    nb::gil_scoped_release release;
+    std::lock_guard lock(mutex_);
+    queue_.EnqueueKernel(*shape, As<const std::byte*>(send), As<std::byte*>(recv), As<DeviceStream>(stream));
+  }
+
+  void Join(Address stream) {
+    nb::gil_scoped_release release;
+    std::lock_guard lock(mutex_);
+    driver_->Activate();
+    queue_.Join(As<DeviceStream>(stream));
+  }
+
+  bool Capturing(Address stream) {
+    std::lock_guard lock(mutex_);
+    return queue_.Capturing(As<DeviceStream>(stream));
+  }
+
+  bool Idle() {
+    nb::gil_scoped_release release;
+    std::lock_guard lock(mutex_);
+    return queue_.Idle();
+  }
+
+ private:
+  static std::vector<DeviceStream> Streams(const std::vector<Address>& addresses) {
+    std::vector<DeviceStream> streams;
+    for (const Address address : addresses) streams.push_back(As<DeviceStream>(address));
+    return streams;
+  }
+
+  std::shared_ptr<Driver> driver_;
+  std::mutex mutex_;
+  DeviceQueue queue_;
+};
+
+}  // namespace hetcoll

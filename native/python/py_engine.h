@@ -1,0 +1,327 @@
+// The engine as Python sees it: calls read buffers, run without the interpreter's lock and look at signals.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "engine/clock.h"
+#include "engine/engine.h"
+#include "python/call_cache.h"
+#include "python/host_buffer.h"
+
+namespace hetcoll {
+
+namespace nb = nanobind;
+
+inline constexpr std::size_t kHoldGilBytes = 16
+                                             << 10;  // longer messages release the interpreter's lock before they start
+// The two halves of Collective.P2P, as src/hetcoll/selection.py calls them.
+inline constexpr int kCallSend = 13;
+inline constexpr int kCallSendRecv = 15;
+inline constexpr std::int64_t kSignalSliceNs = 50'000'000;
+
+// What a call ended with. kTimedOut: it is still in flight.
+enum class Status : int { kDone = 1, kFailed = 2, kTimedOut = 3 };
+
+struct Ticket {
+  std::shared_ptr<Task> task;
+};
+
+// Where the two buffers of a collective, of `s_bytes` and `r_bytes`, may coincide: the same rule as communicator.py's.
+inline bool AliasingAllowed(int collective, const std::byte* s, std::size_t s_bytes, const std::byte* r,
+                            std::size_t r_bytes, int rank) {
+  if (s + s_bytes <= r || r + r_bytes <= s) return true;
+  switch (collective) {
+    case 1:  // allgather
+    case 5:  // gather
+      return s == r + static_cast<std::size_t>(rank) * s_bytes;
+    case 2:  // reduce_scatter
+    case 6:  // scatter
+      return r == s + static_cast<std::size_t>(rank) * r_bytes;
+    case kCallSendRecv:
+      return false;
+    default:
+      return s == r && s_bytes == r_bytes;
+  }
+}
+
+// A Python int from 0 on that fits; -1 for any other object.
+inline std::int32_t SmallNumber(PyObject* object) {
+  if (!PyLong_CheckExact(object)) return -1;
+  int overflow = 0;
+  const long value = PyLong_AsLongAndOverflow(object, &overflow);
+  return overflow != 0 || value < 0 || value > INT32_MAX ? -1 : static_cast<std::int32_t>(value);
+}
+
+class PyEngine {
+ public:
+  PyEngine(const EngineOptions& options, double timeout) : rank_(options.rank), timeout_(timeout), engine_(options) {}
+
+  Engine& engine() { return engine_; }
+
+  // Runs a collective that was run before with the same counts, and gives what stands for one that is done. None: it
+  // was not run before, and nothing was done.
+  nb::object Call(int collective, nb::handle send, nb::handle recv, nb::handle op, nb::handle where) {
+    // Only what needs no conversion: the rest is for the long way, and so are all errors.
+    const std::int32_t root = SmallNumber(where.ptr());
+    if (engine_.forked() || !op_labels_ || root < 0) return nb::none();
+    const bool in_place = recv.is_none();
+    HostBuffer send_buffer;
+    HostBuffer recv_buffer;
+    if (!send_buffer.Read(send.ptr(), in_place && collective != kCallSend)) return nb::none();
+    if (!in_place) {
+      if (!recv_buffer.Read(recv.ptr(), true) || recv_buffer.dtype() != send_buffer.dtype() ||
+          !AliasingAllowed(collective, send_buffer.data(), send_buffer.nbytes(), recv_buffer.data(),
+                           recv_buffer.nbytes(), rank_)) {
+        return nb::none();
+      }
+    }
+    const int redop = OpNumber(op.ptr());
+    if (redop < 0) return nb::none();
+    const HostBuffer& out = in_place ? send_buffer : recv_buffer;
+    const CallKey key{static_cast<std::uint8_t>(collective),
+                      send_buffer.dtype(),
+                      static_cast<std::uint8_t>(redop),
+                      root,
+                      send_buffer.count(),
+                      out.count()};
+    const std::shared_ptr<Shape>* shape = cache_.Find(key);
+    if (shape == nullptr) return nb::none();
+    // A message's shape has one buffer; which of the two it is, its plan knows.
+    const std::size_t nbytes = std::max(send_buffer.nbytes(), out.nbytes());
+    const Status status = Run(*shape, send_buffer.data(), out.data(), nbytes, timeout_);
+    if (status != Status::kDone) on_stuck_(status);  // raises, or has waited until it was done
+    TellNews();
+    return done_;
+  }
+
+  // Whether a message such as this went over the short way before: then RunMessages will know it, too.
+  bool Knows(int kind, nb::handle object, nb::handle peer) {
+    HostBuffer buffer;
+    const std::int32_t rank = SmallNumber(peer.ptr());
+    return rank >= 0 && buffer.Read(object.ptr(), kind != kCallSend) && FindMessage(kind, buffer, rank) != nullptr;
+  }
+
+  // Runs messages, each (kind, object, peer), beside each other to their end. False: one of them is not known, and
+  // nothing was done.
+  bool RunMessages(const nb::list& messages) {
+    std::deque<HostBuffer> buffers;  // never moved
+    std::vector<std::pair<std::shared_ptr<Shape>, void*>> parts;
+    for (nb::handle message : messages) {
+      const int kind = nb::cast<int>(message[0]);
+      HostBuffer& buffer = buffers.emplace_back();
+      if (!buffer.Read(nb::object(message[1]).ptr(), kind != kCallSend)) return false;
+      const std::shared_ptr<Shape>* shape = FindMessage(kind, buffer, nb::cast<int>(message[2]));
+      if (shape == nullptr) return false;
+      parts.emplace_back(*shape, buffer.data());
+    }
+    std::vector<Ticket> tickets;
+    {
+      nb::gil_scoped_release release;
+      for (const auto& [shape, data] : parts) tickets.push_back({engine_.Submit(shape, data, data)});
+    }
+    const std::int64_t deadline = DeadlineNs(timeout_);
+    for (Ticket& ticket : tickets) {
+      const Status status = DriveTo(*ticket.task, deadline);
+      if (status == Status::kTimedOut) t_pending = ticket;
+      if (status != Status::kDone) on_stuck_(status);  // raises, or has waited until it was done
+    }
+    return true;
+  }
+
+  Status RunShape(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv, double timeout) {
+    const std::size_t nbytes = std::max(shape->bound.send_bytes, shape->bound.recv_bytes);
+    const Status status = Run(shape, reinterpret_cast<void*>(send), reinterpret_cast<void*>(recv), nbytes, timeout);
+    TellNews();
+    return status;
+  }
+
+  Ticket Submit(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv, bool background) {
+    nb::gil_scoped_release release;
+    Ticket ticket{engine_.Submit(shape, reinterpret_cast<void*>(send), reinterpret_cast<void*>(recv))};
+    if (background) engine_.DriveInBackground();
+    return ticket;
+  }
+
+  Status Wait(const Ticket& ticket, double timeout) {
+    const Status status = DriveTo(*ticket.task, DeadlineNs(timeout));
+    TellNews();
+    return status;
+  }
+
+  void Remember(int collective, int dtype, int op, int root, std::size_t send_count, std::size_t recv_count,
+                std::shared_ptr<Shape> shape) {
+    cache_.Insert({static_cast<std::uint8_t>(collective), static_cast<DType>(dtype), static_cast<std::uint8_t>(op),
+                   root, send_count, recv_count},
+                  std::move(shape));
+  }
+
+  // `nbytes` of memory that this host's ranks share, or nothing where there is none (a single rank, or TCP only).
+  nb::object Empty(std::size_t nbytes) {
+    std::shared_ptr<Heap> heap = engine_.heap();
+    if (heap == nullptr) return nb::none();
+    std::byte* at = heap->Allocate(nbytes);
+    if (at == nullptr) {
+      throw nb::value_error(("shared memory: wanted " + std::to_string(nbytes) + " bytes in one piece of this rank's " +
+                             std::to_string(heap->capacity()))
+                                .c_str());
+    }
+    struct Loan {
+      std::shared_ptr<Heap> heap;
+      std::byte* at;
+      std::size_t nbytes;
+    };
+    auto loan = std::make_unique<Loan>(Loan{std::move(heap), at, nbytes});
+    nb::capsule owner(loan.get(), [](void* p) noexcept {
+      const std::unique_ptr<Loan> ended(static_cast<Loan*>(p));
+      ended->heap->Free(ended->at, ended->nbytes);
+    });
+    static_cast<void>(loan.release());  // the capsule's now
+    return nb::cast(nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(at, {nbytes}, owner));
+  }
+
+  int AddNic(std::uintptr_t pd, int port, int gid_index, const nb::bytes& gid, int lid, std::uint32_t mtu,
+             bool ethernet, const std::string& device, int traffic_class, int service_level, int timeout, int retries,
+             int rnr_retries, double gbps) {
+    std::string why;
+    const VerbsApi* api = SystemVerbs(why);
+    if (api == nullptr) throw Fault(FaultKind::kSystem, -1, why);
+    if (gid.size() != 16) throw nb::value_error("a GID of 16 bytes was wanted");
+    NicInfo info;
+    info.device = device;
+    info.pd = reinterpret_cast<ibv::Pd*>(pd);
+    info.port = static_cast<std::uint8_t>(port);
+    info.gid_index = static_cast<std::uint8_t>(gid_index);
+    std::copy_n(reinterpret_cast<const std::uint8_t*>(gid.c_str()), 16, info.gid.begin());
+    info.lid = static_cast<std::uint16_t>(lid);
+    info.mtu = mtu;
+    info.ethernet = ethernet;
+    info.traffic_class = static_cast<std::uint8_t>(traffic_class);
+    info.service_level = static_cast<std::uint8_t>(service_level);
+    info.timeout = static_cast<std::uint8_t>(timeout);
+    info.retries = static_cast<std::uint8_t>(retries);
+    info.rnr_retries = static_cast<std::uint8_t>(rnr_retries);
+    if (gbps > 0) info.gbps = gbps;
+    return engine_.AddNic(std::move(info), *api);
+  }
+
+  // Keys are (NIC, local key, remote key).
+  int RegisterMemory(std::uintptr_t address, std::size_t nbytes,
+                     const std::vector<std::tuple<int, std::uint32_t, std::uint32_t>>& keys,
+                     std::optional<std::uintptr_t> seen_at) {
+    std::vector<RegionKey> list;
+    for (const auto& [nic, lkey, rkey] : keys) list.push_back({nic, lkey, rkey});
+    return engine_.RegisterMemory(address, nbytes, list, seen_at.value_or(address));
+  }
+
+  nb::dict Counters() {
+    using List = std::vector<std::pair<std::string, std::uint64_t>>;
+    nb::dict out;
+    for (const auto& [name, value] : engine_.AskVerbs([](VerbsHost& verbs) { return verbs.Counters(); }, List{})) {
+      out[name.c_str()] = value;
+    }
+    return out;
+  }
+
+  // What the last call of this thread that timed out has in flight.
+  static Ticket pending() { return std::move(t_pending); }
+
+  // `labels` are the interned strings that name the reductions, by number; `done` is what calls return.
+  void SetOps(nb::tuple labels, nb::object done, nb::callable on_stuck, nb::callable on_interrupt,
+              nb::callable on_news) {
+    op_labels_ = std::move(labels);
+    done_ = std::move(done);
+    on_stuck_ = std::move(on_stuck);
+    on_interrupt_ = std::move(on_interrupt);
+    on_news_ = std::move(on_news);
+  }
+
+  int rank() const { return rank_; }
+
+  // The number of a reduction by its name, -1 for all that SetOps was not told.
+  int OpNumber(PyObject* op) const {
+    if (!op_labels_) return -1;
+    for (int i = 0; i < kReduceOps; ++i) {
+      if (PyTuple_GET_ITEM(op_labels_.ptr(), i) == op) return i;
+    }
+    return -1;
+  }
+
+ private:
+  const std::shared_ptr<Shape>* FindMessage(int kind, const HostBuffer& buffer, int peer) {
+    return cache_.Find({static_cast<std::uint8_t>(kind), buffer.dtype(), static_cast<std::uint8_t>(ReduceOp::kSum),
+                        peer, buffer.count(), buffer.count()});
+  }
+
+  // A link that has lost something says so once, at the end of the call that went on without it.
+  void TellNews() {
+    if (engine_.has_news() && on_news_) on_news_();
+  }
+
+  Status Run(const std::shared_ptr<Shape>& shape, void* send, void* recv, std::size_t nbytes, double timeout) {
+    std::shared_ptr<Task> pending;
+    Outcome outcome;
+    if (nbytes <= kHoldGilBytes) {
+      outcome = engine_.RunPrompt(shape, send, recv, pending);
+    } else {
+      const std::shared_ptr<Shape> held = shape;  // another thread may change the cache that it lies in
+      nb::gil_scoped_release release;
+      outcome = engine_.RunPrompt(held, send, recv, pending);
+    }
+    if (outcome == Outcome::kDone) return Status::kDone;
+    if (outcome == Outcome::kFailed) return Status::kFailed;
+    const Status status = DriveTo(*pending, DeadlineNs(timeout));
+    if (status == Status::kTimedOut) t_pending = {pending};
+    return status;
+  }
+
+  // Waits without the interpreter's lock, looking at signals now and then.
+  Status DriveTo(const Task& task, std::int64_t deadline) {
+    for (;;) {
+      const std::int64_t until = std::min(deadline, NowNs() + kSignalSliceNs);
+      Outcome outcome;
+      {
+        nb::gil_scoped_release release;
+        outcome = engine_.Drive(task, until);
+      }
+      if (outcome == Outcome::kDone) return Status::kDone;
+      if (outcome == Outcome::kFailed) return Status::kFailed;
+      if (PyErr_CheckSignals() != 0) Interrupt();
+      if (NowNs() >= deadline) return Status::kTimedOut;
+    }
+  }
+
+  // A signal handler raised: nothing of ours may touch the caller's memory any more once the exception leaves here.
+  [[noreturn]] void Interrupt() {
+    nb::python_error error;
+    engine_.Halt(FaultKind::kAborted, rank_, "rank " + std::to_string(rank_) + " was interrupted");
+    if (on_interrupt_) on_interrupt_();
+    throw error;
+  }
+
+  int rank_;
+  double timeout_;
+  Engine engine_;
+  CallCache<Shape> cache_;
+  inline static thread_local Ticket t_pending;
+  nb::object op_labels_;
+  nb::object done_;
+  nb::object on_interrupt_;
+  nb::object on_news_;
+  nb::object on_stuck_;
+};
+
+}  // namespace hetcoll
