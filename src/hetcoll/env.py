@@ -236,6 +236,15 @@ def replaced_backends() -> tuple[str, ...]:
     return read(os.environ, "HETCOLL_REPLACE", "nccl, gloo or both: nccl,gloo", choices(*REPLACEABLE), ())
 
 
+_SHOWN = ("HETCOLL_", "CUDA_", "HIP_", "ROCR_", "GPU_", "HSA_", "NCCL_", "RCCL_")
+_HIDDEN = ("HETCOLL_SECRET", "HETCOLL_SECRET_FILE", "HETCOLL_JOB", "HETCOLL_MASTER")
+
+
+def shown_variables() -> list[tuple[str, str]]:
+    """What of the environment may have to do with how collectives run, and is no secret: for reports."""
+    return [(name, os.environ[name]) for name in sorted(os.environ) if name.startswith(_SHOWN) and name not in _HIDDEN]
+
+
 def child_environment(changes: Environ) -> dict[str, str]:
     """The environment for a process that we start: ours with `changes`."""
     return {**os.environ, **changes}

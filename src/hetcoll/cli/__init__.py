@@ -10,7 +10,7 @@ from collections.abc import Sequence
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands; `subcommand` and `main` of its result say which one and what runs it."""
     from .. import __version__
-    from . import doctor, perf, run, simulate, topo
+    from . import doctor, perf, run, selftest, simulate, topo
 
     parser = argparse.ArgumentParser(prog="hetcoll", description="Collective communication: measure, start, inspect.")
     parser.add_argument("--version", action="version", version=f"hetcoll {__version__}")
@@ -19,6 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
         "perf": (perf.add_arguments, perf.main, "measure and verify collectives, in nccl-tests' table"),
         "run": (run.add_arguments, run.main, "start ranks of a program on this host"),
         "doctor": (doctor.add_arguments, doctor.main, "say what this machine lacks, and what to do about it"),
+        "selftest": (selftest.add_arguments, selftest.main, "check all collectives on the devices of this machine"),
         "topo": (topo.add_arguments, topo.main, "show the ranks of a job and how they reach each other"),
         "simulate": (simulate.add_arguments, simulate.main, "print the plans of an algorithm and prove them"),
     }

@@ -1,0 +1,89 @@
+"""`hetcoll selftest`: which jobs it starts, what it says of them, and that it sees what is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import standins
+
+from hetcoll.cli import selftest
+from hetcoll.cli.cases import Case
+from hetcoll.cli.selftest import Part
+from hetcoll.types import DType, ReduceOp
+
+
+def run(tmp_path: Path, **env: str) -> tuple[int, str, str]:
+    """The exit status, what is printed, and the report."""
+    report = tmp_path / "report.txt"
+    command = [sys.executable, "-m", "hetcoll", "selftest", "--quick", "-o", str(report)]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=100, check=False)
+    return done.returncode, done.stdout, report.read_text() if report.exists() else done.stderr
+
+
+def test_jobs_for_the_gpus_that_are_there() -> None:
+    assert selftest.parts({"cuda": 0, "hip": 0}, 3) == [Part("CPUs", ("cpu",) * 3)]
+    assert selftest.parts({"cuda": 0, "hip": 1}, 2)[1:] == [Part("GPUs and a CPU", ("hip:0", "cpu"))]
+    both = selftest.parts({"cuda": 2, "hip": 1}, 2)
+    assert [(part.devices, part.islands) for part in both[1:]] == [
+        (("cuda:0", "cuda:1"), ""),
+        (("cuda:0", "cuda:1"), "0|1"),
+        (("cuda:0", "cuda:1", "hip:0"), ""),
+        (("cuda:0", "cuda:1", "hip:0", "cpu"), ""),
+    ]
+
+
+def test_every_operation_type_and_reduction_is_listed() -> None:
+    listed = list(selftest.listed(2, quick=False, narrow=True))
+    assert {op for op, *_ in listed} == set(selftest.OPS)
+    assert {dtype for _, dtype, *_ in listed} == set(DType)
+    assert {redop for _, _, redop, *_ in listed} == {None, *ReduceOp}
+    assert not any("float8" in dtype.label for _, dtype, *_ in selftest.listed(2, quick=False, narrow=False))
+
+
+class Forgetful:
+    """A communicator of one rank whose all-reduce leaves the last element out."""
+
+    rank, size = 0, 1
+
+    def allreduce(self, send: Any, recv: Any, op: str) -> None:
+        recv[:-1] = send[:-1]
+
+
+def test_a_wrong_element_is_counted() -> None:
+    case = Case(Forgetful(), "allreduce", 9, DType.INT32, ReduceOp.SUM, 0, False)
+    assert selftest.wrong_elements(case) == 2  # one a call
+    assert np.dtype(np.int32).itemsize * 9 == case.nbytes
+
+
+def test_cpus_alone(tmp_path: Path) -> None:
+    status, said, report = run(tmp_path, HETCOLL_SECRET="do not tell", HETCOLL_SPIN_US="7", CUDA_VISIBLE_DEVICES="")
+    assert status == 0, report
+    assert "ok     CPUs: cpu, cpu" in said
+    assert "everything is right" in report
+    assert "HETCOLL_SPIN_US=7" in report
+    assert "do not tell" not in report
+    assert "all-reduce of     65536 bytes" in report
+
+
+@pytest.mark.standins
+def test_a_gpu_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+    if why_not := standins.why_not("cuda"):
+        pytest.skip(why_not)
+    cache = {"HETCOLL_CACHE": str(tmp_path / "cache")}
+    gpu = standins.environment("cuda", timeout=60)
+    status, said, report = run(tmp_path, **gpu, **cache)
+    assert status == 0, report
+    assert "ok     GPUs and a CPU: cuda:0, cpu" in said
+    assert "from the GPU to rank 1, a CPU" in report
+    failing = standins.environment("cuda", timeout=60, fail="cuMemcpyAsync:150+:719")
+    status, said, report = run(tmp_path, **failing, **cache)
+    assert status == 1
+    assert "FAILED GPUs and a CPU: cuda:0, cpu" in said
+    assert "cuMemcpyAsync" in report
+    assert report.endswith("something is wrong\n")
