@@ -22,7 +22,7 @@ def run(tmp_path: Path, **env: str) -> tuple[int, str, str]:
     """The exit status, what is printed, and the report."""
     report = tmp_path / "report.txt"
     command = [sys.executable, "-m", "hetcoll", "selftest", "--quick", "-o", str(report)]
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, done.stdout, report.read_text() if report.exists() else done.stderr
 
 
@@ -72,6 +72,7 @@ def test_cpus_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.standins
+@pytest.mark.timeout(400)
 def test_a_gpu_and_what_is_wrong_with_it(tmp_path: Path) -> None:
     if why_not := standins.why_not("cuda"):
         pytest.skip(why_not)
