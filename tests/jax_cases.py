@@ -250,7 +250,8 @@ def order(comm: Comm) -> None:
 
     before = comm.counters()["collectives"]
     assert float(jax.jit(calls)(1.0)) == 1.0
-    assert comm.counters()["collectives"] - before == 2 * len(sizes)
+    if jax.default_backend() == "cpu":  # those of GPUs are not counted
+        assert comm.counters()["collectives"] - before == 2 * len(sizes)
 
     def heavy(x: Any) -> Any:
         return jax.lax.fori_loop(0, 30, lambda i, x: jnp.sin(x @ x) / 100, x)

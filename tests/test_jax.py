@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -16,6 +16,7 @@ from installed import import_jax
 from ranks import Ranks
 
 import hetcoll
+from hetcoll.devices import cuda
 
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or ""
@@ -53,14 +54,13 @@ def jax_ranks(_running: list[Ranks]) -> Ranks:
     return _running[-1]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "under_jit", "without_jit", "reductions_and_types", "gradients", "gradients_without_jit", "messages", "vmapped",
-        "control_flow", "order", "in_place", "layouts", "refusals", "peer_left", "aborted", "forgotten",
-        "data_parallel",
-    ],
-)  # fmt: skip
+CASES = [
+    "under_jit", "without_jit", "reductions_and_types", "gradients", "gradients_without_jit", "messages", "vmapped",
+    "control_flow", "order", "in_place", "layouts", "refusals", "forgotten", "data_parallel",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*CASES, "peer_left", "aborted"])
 def test_on_three_ranks(jax_ranks: Ranks, case: str) -> None:
     jax_ranks.run(run_case, case, timeout=90)
 
@@ -77,6 +77,32 @@ def test_a_mismatch_names_the_lines_that_were_traced(jax_ranks: Ranks) -> None:
             "jax.jit(lambda x: hj.allreduce(x, comm=sub)),",
             'jax.jit(lambda x: hj.allreduce(x, "max", comm=sub)),',
         }, text
+
+
+def why_no_gpus() -> str:
+    """What is missing for two GPUs in JAX, or nothing."""
+    if (why := cuda.why_not()) is not None:
+        return str(why)
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "JAX has no CUDA 13 plugin"
+    found = len(cuda.devices())
+    return "" if found > 1 else f"two GPUs are wanted, {found} found"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("islands", ["0,1", "0|1"], ids=["nccl", "two islands"])
+def test_on_gpus(islands: str) -> None:
+    import_jax()
+    if why := why_no_gpus():
+        pytest.skip(why)
+    env = _ENV | {
+        "JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ("0", "1"), "HETCOLL_ISLANDS": islands,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+    }  # fmt: skip
+    with Ranks(2, env, tidy=False) as ranks:
+        ranks.run(load, timeout=200)
+        for case in CASES:
+            ranks.run(run_case, case, timeout=90)
 
 
 def compile_check(*flags: str) -> subprocess.CompletedProcess[str]:
