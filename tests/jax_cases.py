@@ -112,9 +112,9 @@ def reductions_and_types(comm: Comm) -> None:
 
 def gradients(comm: Comm) -> None:
     operations = _operations(comm)
-    keys = jax.random.split(jax.random.key(3), len(operations))
-    xs = {name: jax.random.normal(key, (comm.size, comm.size, 4)) for name, key in zip(operations, keys, strict=True)}
-    weights = {name: jnp.sin(jnp.arange(comm.size) + i + 1.0) for i, name in enumerate(operations)}
+    random = np.random.default_rng(3)
+    xs = {name: random.normal(size=(comm.size, comm.size, 4)).astype("f") for name in operations}
+    weights = {name: random.normal(size=comm.size).astype("f") for name in operations}
 
     def loss(mine: Any) -> Any:
         """Of this rank: unlike on each."""
@@ -135,9 +135,9 @@ def gradients(comm: Comm) -> None:
     for name in operations:
         _close(found[name], wanted[name][comm.rank], name)
     # Forwards: the derivative along a direction, which is that of each rank's own loss.
-    along = jax.tree.map(jnp.cos, xs)
+    along = jax.tree.map(np.cos, xs)
     _, here = jax.jit(lambda x, t: jax.jvp(loss, (x,), (t,)))(mine, {k: t[comm.rank] for k, t in along.items()})
-    _, whole_change = jax.jvp(total, (xs,), (along,))
+    _, whole_change = jax.jit(lambda x, t: jax.jvp(total, (x,), (t,)))(xs, along)
     _close(hj.allreduce(here, comm=comm), whole_change)
 
 
@@ -185,10 +185,15 @@ def vmapped(comm: Comm) -> None:
     found = jax.jit(lambda m: [calls(m[axis], axis, out) for axis, out in every])(
         {axis: whole[comm.rank] for axis, whole in wholes.items()}
     )
-    for (axis, out), results in zip(every, found, strict=True):
-        for name, (_, reference) in operations.items():
-            wanted = jax.vmap(reference, axis + 1, out + 1)(wholes[axis])[comm.rank]
-            _same(results[name], wanted, (name, axis, out))
+    wanted = jax.jit(
+        lambda w: [
+            {name: jax.vmap(reference, axis + 1, out + 1)(w[axis]) for name, (_, reference) in operations.items()}
+            for axis, out in every
+        ]
+    )(wholes)
+    for axes, results, reference in zip(every, found, wanted, strict=True):
+        for name in operations:
+            _same(results[name], reference[name][comm.rank], (name, axes))
     # The gradient of a batch, and a batch of gradients.
     batch = _inputs(comm, 5, 4)[comm.rank]
     each = jax.jit(jax.vmap(jax.grad(lambda x: (hj.allreduce(x, comm=comm) ** 2).sum())))(batch)
@@ -212,8 +217,8 @@ def control_flow(comm: Comm) -> None:
     def reference(every: Any) -> Any:
         return jnp.broadcast_to(every.mean(0), every.shape)
 
-    every = jnp.cos(jnp.arange(n * 4.0)).reshape(n, 4)
-    mine, wanted = every[comm.rank], jax.grad(lambda e: scanned(reference, e))(every)[comm.rank]
+    every = np.cos(np.arange(n * 4.0)).reshape(n, 4).astype("f")
+    mine, wanted = every[comm.rank], jax.jit(jax.grad(lambda e: scanned(reference, e)))(every)[comm.rank]
     for wrap in (lambda f: f, jax.checkpoint):
         _close(jax.jit(jax.grad(wrap(lambda x: scanned(own, x))))(mine), wanted)
 
@@ -393,10 +398,10 @@ def forgotten(comm: Comm) -> None:
 
 def data_parallel(comm: Comm) -> None:
     """A network trained on a part of each batch a rank, against one process with the whole batch."""
-    key = jax.random.key(1)
-    w = {"a": jax.random.normal(key, (4, 8)) / 2, "b": jax.random.normal(key, (8, 1)) / 3}
-    x = jax.random.normal(key, (comm.size * 6, 4))
-    y = jnp.sin(x.sum(1, keepdims=True))
+    random = np.random.default_rng(1)
+    w = {"a": random.normal(size=(4, 8)).astype("f") / 2, "b": random.normal(size=(8, 1)).astype("f") / 3}
+    x = random.normal(size=(comm.size * 6, 4)).astype("f")
+    y = np.sin(x.sum(1, keepdims=True))
 
     def loss(w: Any, x: Any, y: Any) -> Any:
         return ((jnp.tanh(x @ w["a"]) @ w["b"] - y) ** 2).mean()
@@ -406,7 +411,7 @@ def data_parallel(comm: Comm) -> None:
             value, gradient = average(jax.value_and_grad(loss)(w, x, y))
             return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradient), value
 
-        return jax.lax.scan(step, w, length=10)
+        return jax.lax.scan(step, jax.tree.map(jnp.asarray, w), length=10)
 
     def average(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: hj.allreduce(leaf, "avg", comm=comm), tree)
