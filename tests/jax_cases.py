@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ranks import wait_until
 
 import hetcoll
 import hetcoll.jax as hj
@@ -376,6 +380,30 @@ def aborted(comm: Comm) -> None:
         program(x).block_until_ready()
     hj.recover()
     _same(again(jnp.ones(2)), jnp.full(2, float(comm.size)))
+    sub.close()
+
+
+def interrupted(comm: Comm) -> None:
+    """Ctrl-C in a program that waits for others: a KeyboardInterrupt here, an AbortedError there."""
+    sub = comm.split(0)
+    program = jax.jit(lambda x: hj.allreduce(x, comm=sub))
+    program(jnp.ones(5)).block_until_ready()
+    before = sub.counters()["collectives"]
+
+    def interrupt() -> None:
+        wait_until(lambda: sub.counters()["collectives"] > before, 30)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if comm.rank == 0:
+        watcher = threading.Thread(target=interrupt)
+        watcher.start()
+        with pytest.raises(KeyboardInterrupt):
+            program(jnp.ones(5)).block_until_ready()
+        watcher.join()
+    else:
+        wait_until(lambda: sub.error, 60)
+    assert isinstance(sub.error, hetcoll.AbortedError)
+    hj.recover()
     sub.close()
 
 

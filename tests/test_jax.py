@@ -64,7 +64,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*CASES, "peer_left", "aborted"])
+@pytest.mark.parametrize("case", [*CASES, "peer_left", "aborted", "interrupted"])
 def test_on_three_ranks(jax_ranks: Ranks, case: str) -> None:
     jax_ranks.run(run_case, case, timeout=120)
 

@@ -15,6 +15,7 @@ namespace hetcoll::xla {
 
 static_assert(kApiMajor == XLA_FFI_API_MAJOR && kApiMinor <= XLA_FFI_API_MINOR);
 static_assert(kExtensionMetadata == XLA_FFI_Extension_Metadata);
+static_assert(kCancelled == XLA_FFI_Error_Code_CANCELLED);
 static_assert(kFailedPrecondition == XLA_FFI_Error_Code_FAILED_PRECONDITION);
 static_assert(kInternal == XLA_FFI_Error_Code_INTERNAL);
 static_assert(kTypeToken == XLA_FFI_DataType_TOKEN);

@@ -165,7 +165,11 @@ xla::Error* Execute(const xla::CallFrame& frame) {
     const nb::object failed = Run(order);
     if (failed.is_none()) return nullptr;
     return Fail(frame.api, nb::cast<int>(failed[0]), nb::cast<std::string>(failed[1]));
-  } catch (const std::exception& e) {  // here, where the interpreter's lock is held: it may be Python's
+  } catch (const nb::python_error& e) {
+    if (!e.matches(PyExc_KeyboardInterrupt)) return Fail(frame.api, xla::kInternal, e.what());
+    PyErr_SetInterrupt();  // once more, for when the interpreter goes on outside of XLA
+    return Fail(frame.api, xla::kCancelled, "hetcoll: interrupted");
+  } catch (const std::exception& e) {
     return Fail(frame.api, xla::kInternal, e.what());
   }
 }

@@ -45,6 +45,7 @@ struct MetadataExtension {
 };
 
 // Of absl::StatusCode.
+constexpr int kCancelled = 1;
 constexpr int kFailedPrecondition = 9;
 constexpr int kInternal = 13;
 

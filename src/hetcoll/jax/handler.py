@@ -4,7 +4,6 @@ comes to one of our calls. It runs on a thread of XLA's, or on that which starte
 
 from __future__ import annotations
 
-import _thread
 import functools
 import itertools
 import sys
@@ -25,7 +24,7 @@ from ..errors import (
     PeerLostError,
 )
 
-_CANCELLED, _INTERNAL = 1, 13
+_INTERNAL = 13
 _CODES = {  # absl::StatusCode
     CollectiveTimeoutError: 4, CollectiveMismatchError: 9, ClosedError: 9, AbortedError: 10, PeerLostError: 14,
 }  # fmt: skip
@@ -91,6 +90,14 @@ def _move(dest: int, source: int, comm: Communicator, x: Any, y: Any, stream: in
     return comm.sendrecv(x, dest, y, source, stream=stream)
 
 
+def _start(parsed: Parsed, x: Any, y: Any, stream: int, called_at: str) -> None:
+    """`called_at` is for `witness.call_site`."""
+    comm = _communicators.get(parsed.comm)
+    if comm is None:
+        raise ClosedError("the communicator of this call does not exist any more")
+    parsed.start(comm, x, y, stream)
+
+
 def run(call: bytes, x: _native.Memory | None, y: _native.Memory | None, stream: int) -> tuple[int, str] | None:
     """Run a call with its argument, its result, and a GPU's stream; a status code and a message where it fails."""
     try:
@@ -99,18 +106,7 @@ def run(call: bytes, x: _native.Memory | None, y: _native.Memory | None, stream:
     except HetcollError as error:
         code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), _INTERNAL)
         return code, f"hetcoll.{type(error).__name__}: {error}"
-    except KeyboardInterrupt:
-        _thread.interrupt_main()  # again, where it can leave JAX
-        return _CANCELLED, "hetcoll: interrupted"
     return None
-
-
-def _start(parsed: Parsed, x: Any, y: Any, stream: int, called_at: str) -> None:
-    """`called_at` is for `witness.call_site`."""
-    comm = _communicators.get(parsed.comm)
-    if comm is None:
-        raise ClosedError("the communicator of this call does not exist any more")
-    parsed.start(comm, x, y, stream)
 
 
 _capsule = _native.xla_handler(run)
