@@ -292,6 +292,26 @@ def test_calls_that_differ(kinds: str) -> None:
         assert "count=1010" in str(outcome.error)
 
 
+def send_differently(comm: hetcoll.Communicator) -> None:
+    own = Own(comm, np.ones(9 + comm.rank, np.int16))
+    (comm.send(own.array, 1) if comm.rank == 0 else comm.recv(own.array, 0)).wait(60)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("kinds", ["nc", "ca"])
+def test_messages_that_differ(kinds: str) -> None:
+    ranks = start(kinds)
+    try:
+        ranks.start(send_differently)
+        outcomes = ranks.finish(120)
+    finally:
+        ranks.kill_all()
+    for outcome in outcomes:
+        assert isinstance(outcome.error, CollectiveMismatchError), outcome.trace
+        assert "rank 0 called send(int16, count=9) to rank 1" in str(outcome.error)
+        assert "rank 1 called recv(int16, count=10) from rank 0" in str(outcome.error)
+
+
 @pytest.mark.parametrize("killed", [0, 2])
 def test_a_killed_rank_is_named(killed: int) -> None:
     """A GPU's rank, and one without."""

@@ -202,7 +202,38 @@ def test_kinds_of_fp8_are_not_mixed_up() -> None:
     for outcome in outcomes:
         assert isinstance(outcome.error, CollectiveMismatchError), outcome.trace
         assert "float8_e4m3fn," in str(outcome.error)
-        assert "float8_e4m3fnuz" in str(outcome.error)
+        assert "not converted between float8_e4m3fn and float8_e4m3fnuz" in str(outcome.error)
+
+
+def send_differently(comm: hetcoll.Communicator, kinds: tuple[str, str], counts: tuple[int, int]) -> None:
+    """A message that both call alike, and then one that they do not."""
+    device, rank = device_of_rank(comm.rank), comm.rank
+    for kind, count in (("float32", 9), (kinds[rank], counts[rank])):
+        array = DeviceArray(device, count, kind).buffer()
+        (comm.send(array, 1) if rank == 0 else comm.recv(array, 0)).wait(60)
+    comm.barrier()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "counts", "said"),
+    [
+        (("float8_e4m3fn", "float8_e4m3fnuz"), (9, 9), "8-bit floats are not converted between float8_e4m3fn and"),
+        (("int32", "float32"), (9, 9), "recv(float32, count=9) from rank 0"),
+        (("int32", "int32"), (9, 10), "recv(int32, count=10) from rank 0"),
+    ],
+)
+def test_messages_that_differ(kinds: tuple[str, str], counts: tuple[int, int], said: str) -> None:
+    """Slots do not say what is in them: no bytes may be taken for another type."""
+    ranks = start("na")
+    try:
+        ranks.start(send_differently, kinds, counts)
+        outcomes = ranks.finish(120)
+    finally:
+        ranks.kill_all()
+    for outcome in outcomes:
+        assert isinstance(outcome.error, CollectiveMismatchError), outcome.trace
+        assert f"rank 0 called send({kinds[0]}, count={counts[0]}) to rank 1" in str(outcome.error)
+        assert said in str(outcome.error)
 
 
 def reduce_where_there_is_memory(comm: hetcoll.Communicator) -> None:

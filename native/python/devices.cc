@@ -95,24 +95,26 @@ void BindDevices(nb::module_& m) {
       .def(
           "__init__",
           [](GpuCall* self, const std::shared_ptr<DeviceShape>& program, const std::shared_ptr<KernelShape>& kernel,
-             const std::optional<LedgerEntry>& entry, int number, std::uint64_t descriptor, bool p2p,
-             nb::object label) {
+             const std::vector<std::tuple<nb::object, LedgerEntry>>& notes, int number, std::uint64_t descriptor,
+             bool p2p, nb::object label) {
             if ((program == nullptr) == (kernel == nullptr)) throw nb::value_error("a program or a kernel was wanted");
-            new (self) GpuCall{program, kernel, entry, number, descriptor, p2p, std::move(label)};
+            std::vector<GpuNote> kept;
+            for (const auto& [ledger, entry] : notes) kept.push_back({ledger, nb::cast<Ledger*>(ledger), entry});
+            new (self) GpuCall{program, kernel, std::move(kept), number, descriptor, p2p, std::move(label)};
           },
-          nb::kw_only(), "program"_a.none(), "kernel"_a.none(), "entry"_a.none(), "number"_a, "descriptor"_a, "p2p"_a,
+          nb::kw_only(), "program"_a.none(), "kernel"_a.none(), "notes"_a, "number"_a, "descriptor"_a, "p2p"_a,
           "label"_a);
   nb::class_<GpuCalls>(m, "GpuCalls")
       .def(
           "__init__",
-          [](GpuCalls* self, PyEngine& engine, PyDeviceQueue& queue, Ledger& ledger, int device_type, int device_id,
+          [](GpuCalls* self, PyEngine& engine, PyDeviceQueue& queue, int device_type, int device_id,
              nb::callable differs, nb::callable refused, nb::callable broken, nb::callable started, nb::callable work) {
             new (self) GpuCalls(
-                engine, queue, ledger, device_type, device_id,
+                engine, queue, device_type, device_id,
                 {std::move(differs), std::move(refused), std::move(broken), std::move(started), std::move(work)});
           },
-          nb::kw_only(), "engine"_a, "queue"_a, "ledger"_a, "device_type"_a, "device_id"_a, "differs"_a, "refused"_a,
-          "broken"_a, "started"_a, "work"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+          nb::kw_only(), "engine"_a, "queue"_a, "device_type"_a, "device_id"_a, "differs"_a, "refused"_a, "broken"_a,
+          "started"_a, "work"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
       .def("call", &GpuCalls::Call, "collective"_a, "send"_a.none(), "recv"_a.none(), "op"_a.none(), "root"_a.none())
       .def("remember", &GpuCalls::Remember)
       .def("run", &GpuCalls::Run, "call"_a, "send"_a, "recv"_a, "stream"_a, "join"_a)

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "engine/ledger.h"
 #include "python/call_cache.h"
@@ -16,12 +17,19 @@
 
 namespace hetcoll {
 
+// How a call is written down in one of the ledgers that this rank shares with others.
+struct GpuNote {
+  nb::object object;  // keeps the ledger
+  Ledger* ledger;
+  LedgerEntry entry;
+};
+
 // A call that is ready to be enqueued, and how it is written down for the other ranks.
 struct GpuCall {
   std::shared_ptr<DeviceShape> program;  // one of these two
   std::shared_ptr<KernelShape> kernel;
-  std::optional<LedgerEntry> entry;  // of what all ranks call: not of messages
-  int number;                        // by which others ask for it
+  std::vector<GpuNote> notes;
+  int number;  // by which others ask for it
   std::uint64_t descriptor;
   bool p2p;
   nb::object label;  // for people
@@ -29,7 +37,7 @@ struct GpuCall {
 
 // What Python does for a call. The first three raise.
 struct GpuHooks {
-  nb::callable differs;  // the rank at this place of the host called something else
+  nb::callable differs;  // the rank at this place of this ledger called something else
   nb::callable refused;  // the driver does not take the stream, and why; "": a graph that is captured on it cannot have
                          // the call
   nb::callable broken;   // a driver or a library refused to go on, with its words
@@ -40,13 +48,8 @@ struct GpuHooks {
 // The calls of one communicator on the GPU that is `device_id` of the type `device_type` (dlpack.h).
 class GpuCalls {
  public:
-  GpuCalls(PyEngine& engine, PyDeviceQueue& queue, Ledger& ledger, int device_type, int device_id, GpuHooks hooks)
-      : engine_(engine),
-        queue_(queue),
-        ledger_(ledger),
-        device_type_(device_type),
-        device_id_(device_id),
-        hooks_(std::move(hooks)) {}
+  GpuCalls(PyEngine& engine, PyDeviceQueue& queue, int device_type, int device_id, GpuHooks hooks)
+      : engine_(engine), queue_(queue), device_type_(device_type), device_id_(device_id), hooks_(std::move(hooks)) {}
 
   // The short way: enqueues on the current stream what was called before with the same counts, and gives its handle.
   // None: it was not, or there is more to it, and nothing was done. Host memory is the engine's.
@@ -84,9 +87,9 @@ class GpuCalls {
   // Enqueues a call after what is on `stream` now; with `join`, what comes on it later begins after the call.
   void Run(const GpuCall& call, Address send, Address recv, Address stream, bool join) {
     CheckStream(call, stream);
-    if (call.entry) {
-      const int peer = ledger_.Note(*call.entry);
-      if (peer >= 0) hooks_.differs(peer);
+    for (const GpuNote& note : call.notes) {
+      const int peer = note.ledger->Note(note.entry);
+      if (peer >= 0) hooks_.differs(note.object, peer);
     }
     hooks_.started();
     const std::uint64_t signature = engine_.engine().Enter(call.number, call.descriptor, call.p2p);
@@ -127,7 +130,6 @@ class GpuCalls {
 
   PyEngine& engine_;
   PyDeviceQueue& queue_;
-  Ledger& ledger_;
   std::int32_t device_type_;
   std::int32_t device_id_;
   GpuHooks hooks_;

@@ -16,7 +16,7 @@ import contextlib
 import importlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
@@ -32,7 +32,7 @@ from .errors import ArgumentError, BufferTypeError, CollectiveTimeoutError
 from .gpu_edges import GpuEdges, Prepare
 from .gpu_islands import Gpu, GpuIslands, Meet
 from .gpu_plans import DeviceBinder, GpuPlans, Kept
-from .gpu_share import GpuShare
+from .gpu_share import GpuShare, Note
 from .gpu_watch import GpuWatch
 from .relays import Relays
 from .rendezvous.descriptors import new_name
@@ -132,7 +132,6 @@ class GpuPath:
             self._calls = _native.GpuCalls(
                 engine=self._engine,
                 queue=self._queue,
-                ledger=share.ledger,
                 device_type=_DLPACK[self._kind],
                 device_id=device.index,
                 differs=share.differs,
@@ -171,7 +170,8 @@ class GpuPath:
 
         def bind() -> _native.GpuCall:
             what = describe_message(send, dest, recv, source)
-            bound = self._bound(self._plans.messages(*key), what, _MESSAGE, first.dtype)
+            notes = self._share.notes(send, dest, recv, source)
+            bound = self._bound(self._plans.messages(*key), what, _MESSAGE, notes, first.dtype)
             self._calls.remember(*message_key(send, dest, recv, source), bound)
             return bound
 
@@ -186,15 +186,17 @@ class GpuPath:
 
     def _bind(self, call: Call) -> _native.GpuCall:
         what = call.describe()
-        bound = self._bound(self._one_kernel(call) or self._plans.compile(call), what, call.collective.label)
+        shape = self._one_kernel(call) or self._plans.compile(call)
+        bound = self._bound(shape, what, call.collective.label, [self._share.entry(what)])
         if (key := call.key) is not None:
             self._calls.remember(*key, bound)
         return bound
 
-    def _bound(self, shape: Shape, what: str, label: str, message: DType | None = None) -> _native.GpuCall:
+    def _bound(
+        self, shape: Shape, what: str, label: str, notes: Sequence[Note], message: DType | None = None
+    ) -> _native.GpuCall:
         """`message` is the type of point-to-point messages, which is all that their two ranks must agree on."""
         common = descriptor(what if message is None else f"p2p {message.label}")
-        entry = self._share.entry(what, common) if message is None else None
         kernel = shape if isinstance(shape, _native.KernelShape) else None
         program = shape if isinstance(shape, _native.DeviceShape) else None
         if program is not None and program.scratch_bytes > self._scratch_bytes:
@@ -202,7 +204,7 @@ class GpuPath:
         return _native.GpuCall(
             program=program,
             kernel=kernel,
-            entry=entry,
+            notes=notes,
             number=self._announce(what),
             descriptor=common,
             p2p=message is not None,

@@ -18,7 +18,7 @@ from .calls import Call
 from .diagnosis import Diagnosis
 from .gpu_islands import Gpu, GpuIslands, Meet
 from .gpu_plans import GpuPlans, Kept
-from .gpu_share import GpuShare
+from .gpu_share import GpuShare, Note
 from .plan import Plan
 from .rendezvous.descriptors import new_name
 from .selection import describe_message, descriptor
@@ -51,7 +51,7 @@ class HostPath:
             wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links)
         )
         self._shapes: Kept[_native.Shape] = Kept()
-        self._entries: Kept[_native.LedgerEntry] = Kept()
+        self._notes: Kept[list[Note]] = Kept()
 
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """As `selection.Selection.shape`."""
@@ -88,7 +88,12 @@ class HostPath:
     def note(self, call: Call) -> None:
         """Write a collective down for this host's other ranks; raises where one of them called something else."""
         what = call.describe()
-        self._share.note(self._entries.get_or((what,), lambda: self._share.entry(what, descriptor(what))))
+        self._share.note(self._notes.get_or((what,), lambda: [self._share.entry(what)]))
+
+    def note_message(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> None:
+        """The same for messages."""
+        halves = ((b.dtype, b.count, peer) if b else None for b, peer in ((send, dest), (recv, source)))
+        self._share.note(self._notes.get_or((*halves,), lambda: self._share.notes(send, dest, recv, source)))
 
     def paths(self) -> tuple[str, ...]:
         """For people: how data goes from this rank to every GPU."""

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, NoReturn
 
 from . import _native
+from .buffers import Buffer
 from .diagnosis import Diagnosis, Kind
 from .gpu_islands import Gpu, Meet
 from .rendezvous.descriptors import receive_fd, share_fd
+from .selection import describe_message, descriptor
 from .slots import SlotSegment, slot_bytes
 from .wiring import Wiring
 from .witness import call_site
 
 if TYPE_CHECKING:
     from .devices.base import Device
+
+
+Note = tuple[_native.Ledger, _native.LedgerEntry]
+_FLOAT8 = re.compile(r"float8_\w+")
 
 
 class GpuShare:
@@ -41,6 +48,7 @@ class GpuShare:
         self.slot_bytes = slot_bytes(max(map(len, wiring.topology.hosts)))  # the same on all ranks
         self.segment = self._segment(device, timeout)
         self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
+        self._edges: dict[tuple[int, int], _native.Ledger] = {}  # of messages, by their two ranks
 
     def _segment(self, device: Device | None, timeout: float) -> SlotSegment:
         wiring, locals_ = self._wiring, self._wiring.locals
@@ -57,22 +65,51 @@ class GpuShare:
         finally:
             os.close(fd)
 
-    @staticmethod
-    def entry(what: str, descriptor: int) -> _native.LedgerEntry:
-        """How a call is written down."""
-        return _native.LedgerEntry.make(descriptor, f"{what} (first called at {call_site()})")
+    def entry(self, what: str) -> Note:
+        """How a collective is written down, for all ranks of this host."""
+        return self.ledger, _native.LedgerEntry.make(descriptor(what), _first(what))
 
-    def note(self, entry: _native.LedgerEntry) -> None:
-        """Write a call down for the other ranks of this host; raises where one of them called something else."""
-        peer = self.ledger.note(entry)
-        if peer >= 0:
-            self.differs(peer)
+    def notes(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> list[Note]:
+        """How messages are written down, each for its two ranks: where they share a host, and one of them has a GPU.
 
-    def differs(self, peer: int) -> NoReturn:
-        """The rank at place `peer` of this host wrote something else down under the number of this rank's last call."""
-        number = self.ledger.calls(self.here)
-        texts = [f"rank {r} called {self._text(r, number)}" for r in (self._wiring.rank, self._wiring.locals[peer])]
-        self._diagnosis.post(Kind.MISMATCH, self._wiring.locals[peer], "; ".join(texts))
+        Elsewhere frames say what they carry.
+        """
+        rank = self._wiring.rank
+        halves = [(send, dest, (rank, dest), describe_message(send, dest, None, -1))] if send else []
+        halves += [(recv, source, (source, rank), describe_message(None, -1, recv, source))] if recv else []
+        found = []
+        for buffer, peer, edge, what in halves:
+            if peer != rank and peer in self._wiring.locals and (self.gpus[peer].vendor or self.gpus[rank].vendor):
+                same = descriptor(f"message {buffer.dtype.label} {buffer.count}")
+                found.append((self._edge(edge), _native.LedgerEntry.make(same, _first(what))))
+        return found
+
+    def _edge(self, edge: tuple[int, int]) -> _native.Ledger:
+        ledger = self._edges.get(edge)
+        if ledger is None:
+            src, dst = (self._wiring.locals.index(rank) for rank in edge)
+            place = edge.index(self._wiring.rank)
+            ledger = self._edges[edge] = _native.Ledger(self.segment.pages(src, dst), place, len(edge))
+        return ledger
+
+    def note(self, notes: Sequence[Note]) -> None:
+        """Write down what is called next; raises where another rank called something else."""
+        for ledger, entry in notes:
+            peer = ledger.note(entry)
+            if peer >= 0:
+                self.differs(ledger, peer)
+
+    def differs(self, ledger: _native.Ledger, peer: int) -> NoReturn:
+        """The rank at place `peer` of a ledger wrote something else down under the number of this rank's last call."""
+        edge = next((edge for edge, each in self._edges.items() if each is ledger), None)
+        ranks = self._wiring.locals if edge is None else edge
+        mine = ranks.index(self._wiring.rank)
+        number = ledger.calls(mine)
+        texts = [f"rank {ranks[i]} called {ledger.text(i, number) or 'something else'}" for i in (mine, peer)]
+        kinds = {kind for text in texts for kind in _FLOAT8.findall(text)}
+        if len(kinds) > 1:
+            texts.append(f"8-bit floats are not converted between {' and '.join(sorted(kinds))}")
+        self._diagnosis.post(Kind.MISMATCH, ranks[peer], "; ".join(texts))
         raise self._diagnosis.error()
 
     def _text(self, rank: int, number: int) -> str:
@@ -88,3 +125,7 @@ class GpuShare:
     def close(self) -> None:
         """Unmap the slots."""
         self.segment.close()
+
+
+def _first(what: str) -> str:
+    return f"{what} (first called at {call_site()})"

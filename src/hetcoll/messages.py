@@ -129,11 +129,14 @@ class Messages(Core):
         self._check_place(buffer)
         if buffer.device != "cpu":
             return self._gpu_path(buffer).message(send, dest, recv, source, stream, async_op)
-        plans = self._among_gpus() or self._selection
+        among = self._among_gpus()
+        plans = among or self._selection
         calls, thread = self._witness.calls, threading.get_ident()
         calls[thread] = describe_message(send, dest, recv, source)
         try:
             shape = self._prepare(lambda check: plans.point(send, dest, recv, source, seconds, check), seconds)
+            if among is not None:
+                among.note_message(send, dest, recv, source)
             ptrs = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
             return self._run(shape, *ptrs, async_op, seconds, (send, recv), background=background)
         finally:

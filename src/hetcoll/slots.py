@@ -92,8 +92,13 @@ class SlotSegment:
             _PAGE
             + ledger
             + size * (_AREA + _RING + _RING_WORDS)
-            + size * size * CHANNELS * (WORDS_BYTES + SLOTS * slot_bytes)
+            + size * size * (CHANNELS * (WORDS_BYTES + SLOTS * slot_bytes) + 2 * _native.LEDGER_BYTES)
         )
+
+    def pages(self, src: int, dst: int) -> int:
+        """The host's address of the two pages of a ledger, where `src` and `dst` write down their messages."""
+        first = self._head + self._size * self._size * CHANNELS * self._edge_bytes
+        return self._address + first + (src * self._size + dst) * 2 * _native.LEDGER_BYTES
 
     def _register(self, offset: int, nbytes: int) -> int:
         """Map this part; returns the device's address of it."""
