@@ -188,7 +188,7 @@ void BadHeaders() {
 
 namespace {
 
-constexpr std::size_t kLarge = kPrivateFragment + LeastPrivate(PrivateReads::kAuto) + 12345;  // several fragments
+constexpr std::size_t kLarge = 3 * kPrivateFragment + 12345;  // several fragments
 constexpr Frame kLoan{1, kLarge, true, -1, true};
 
 void Send(SendEnd& end, const Frame& m, const Bytes& data, const std::function<void()>& blocked) {
@@ -217,8 +217,8 @@ void Carry(Pair& pair, unsigned seed) {
   CHECK(at == kLarge && got == data && pair.a[0].send->Lent() == 0, "message %u: %zu bytes", seed, at);
 }
 
-Pair Introduced(PrivateReads reads, std::size_t ring_bytes = std::size_t{2} << 20) {
-  Pair pair(ring_bytes, {SlotStores::kClaimed, reads});
+Pair Introduced(PrivateReads reads, SlotStores stores = SlotStores::kClaimed) {
+  Pair pair(std::size_t{2} << 20, {stores, reads});
   pair.segment->Introduce(0);
   return pair;
 }
@@ -277,9 +277,11 @@ void NotPrivate() {
   Pair gone = Introduced(PrivateReads::kAlways);
   gone.segment->owner(0).token_at = 8;
   CHECK(reads(gone) == 2, "nothing is there");
-  Pair either = Introduced(PrivateReads::kAuto);
+  Pair claimed = Introduced(PrivateReads::kAuto);
+  CHECK(reads(claimed) == 0, "slots are faster");
+  Pair either = Introduced(PrivateReads::kAuto, SlotStores::kCached);
   CHECK(reads(either) == 1, "by itself");
-  const std::size_t least = LeastPrivate(PrivateReads::kAuto);
+  const std::size_t least = LeastPrivate(PrivateReads::kAuto, either.segment->policy());
   const Frame shorter{1, least - 1, true, -1, true}, longer{2, least, true, -1, true};
   for (const Frame& m : {shorter, longer}) {
     const Bytes data = Pattern(m.total, 9);

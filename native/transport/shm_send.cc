@@ -28,7 +28,7 @@ class ShmSend final : public SendEnd {
   ShmSend(const ShmSegment& segment, int me, int other, int channel, std::shared_ptr<Neighbour> neighbour)
       : edge_(segment, me, other, channel),
         policy_(segment.policy()),
-        least_private_(LeastPrivate(segment.reads())),
+        least_private_(LeastPrivate(segment.reads(), segment.policy())),
         neighbour_(std::move(neighbour)),
         channel_(channel),
         base_(segment.base()),
