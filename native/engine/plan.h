@@ -134,7 +134,7 @@ struct BoundPlan {
   std::vector<BoundLocal> locals;         // in the order of their steps
   bool may_lend = false;                  // sends may wait for their receives
   bool apart = false;                     // with different memory they may in any case, without some deps
-  bool copies_only = false;               // nobody reduces anything
+  bool exchanges = false;                 // it sends while it receives, and stores what comes as it is
   std::size_t scratch_bytes = 0;
   std::size_t send_bytes = 0;
   std::size_t recv_bytes = 0;

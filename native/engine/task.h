@@ -117,7 +117,7 @@ class Task {
   bool Limit(const BoundStep& s, std::size_t& limit) const;
   bool Apart() const;  // SEND and RECV are different memory
   Message MessageOf(const BoundStep& s) const {
-    return {signature_ + s.number, s.len, bound_.may_lend || apart_, s.back, bound_.copies_only};
+    return {signature_ + s.number, s.len, bound_.may_lend || apart_, s.back, bound_.exchanges};
   }
   std::byte* Src(const BoundStep& s) const { return base_[static_cast<std::size_t>(s.src_buf)] + s.src_off; }
   std::byte* Dst(const BoundStep& s) const { return base_[static_cast<std::size_t>(s.dst_buf)] + s.dst_off; }

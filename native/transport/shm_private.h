@@ -13,12 +13,12 @@ namespace hetcoll {
 
 inline constexpr std::size_t kPrivateFragment = std::size_t{1} << 20;
 
-// The length from which on messages are read in this way, where it works. Below it, and at any length through slots
-// that are claimed, two copies by way of the L2 caches are faster: docs/performance.md.
+// The length from which on messages are read in this way, where it works. Up to there two copies that stay in the L2
+// caches are faster: docs/performance.md.
 inline std::size_t LeastPrivate(PrivateReads reads, const StorePolicy& policy) {
   constexpr std::size_t kKiB = 1024;
-  if (reads == PrivateReads::kAlways) return 128 * kKiB;
-  return reads == PrivateReads::kNever || policy.claims() ? SIZE_MAX : 2048 * kKiB;
+  if (reads == PrivateReads::kNever) return SIZE_MAX;
+  return (reads == PrivateReads::kAlways ? 128 : policy.claims() ? 4097 : 2048) * kKiB;
 }
 
 // Another process's memory, on the receiver's side.

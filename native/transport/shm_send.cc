@@ -101,7 +101,7 @@ class ShmSend final : public SendEnd {
     if (at > 0 || !m.may_lend) return false;
     on_heap_ = OnHeap(data);
     lends_ = on_heap_ ||
-             (m.is_copied && m.total >= least_private_ && edge_.credit->reads.load(std::memory_order_relaxed) == 1);
+             (m.exchanged && m.total >= least_private_ && edge_.credit->reads.load(std::memory_order_relaxed) == 1);
     return lends_;
   }
 

@@ -47,7 +47,7 @@ struct Message {
   std::size_t total;
   bool may_lend = false;   // the sender can wait until the receiver has read it
   int back = -1;           // the channel on which the receiver may send the answer in this message's place, or -1
-  bool is_copied = false;  // the receiver does nothing with it but store it
+  bool exchanged = false;  // the receiver only stores it, and the sender has as much to store meanwhile
 };
 
 inline constexpr std::uint64_t kNumberStep = 0x9e3779b97f4a7c15u;
