@@ -1,137 +1,249 @@
-"""Collectives on real GPUs of one host: time, bandwidth, what a call costs the host; every result is verified.
+"""hetcoll on the GPUs of one host beside NCCL and Gloo, by turns in one run; every result is verified.
 
-    HETCOLL_ISLANDS='0|1' hetcoll run -n 2 benchmarks/gpus.py              # two GPUs that no library joins
-    HETCOLL_ISLANDS='0,1|2,3' hetcoll run -n 4 benchmarks/gpus.py
-    hetcoll run -n 4 benchmarks/gpus.py --vendor                           # one island, beside NCCL's own calls
-    NCCL_P2P_DISABLE=1 hetcoll run -n 2 benchmarks/gpus.py --vendor        # what NCCL does without NVLink
+    python benchmarks/gpus.py --gpus 2 [--write-docs] [--json FILE]
+    python benchmarks/gpus.py --gpus 4
 
-Rank r uses GPU r. `us` is the time of a call in a row of them on one stream, the best of three rounds and the slowest
-rank's; `sync` that of one call with a wait behind it, the median; `cost` the host's part of a call. `GB/s` is bytes of
-the larger buffer over `us` (nccl-tests' algbw).
+Each library has processes of its own, a rank a GPU, which wait while another one is measured (gpu_worker.py). NCCL is
+called through its C interface; "without P2P" is NCCL_P2P_DISABLE=1, the way of GPUs that no NVLink joins; "sockets" has
+NCCL_SHM_DISABLE=1 as well. `us` is the time of a call in a row of them on one stream, `sync` that of one call with a
+wait of the host behind it, `cost` the host's part of a call: the best of all turns, of the slowest rank. GB/s are those
+of the larger buffer over `us` (nccl-tests' algbw). A ratio above 1 means that hetcoll is faster.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import contextlib
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-import numpy as np
+import results
 
-import hetcoll
-from hetcoll.devices import cuda
-from hetcoll.devices.array import DeviceArray
-from hetcoll.types import DType, ReduceOp
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs/benchmarks.md"
+K, M = 1 << 10, 1 << 20
+SMALL, LARGE = (8, 4 * K, 16 * K, 64 * K), (1 * M, 16 * M, 64 * M, 256 * M)
+TURNS = 3
+SECONDS = 120.0  # for one answer
+NO_P2P = {"NCCL_P2P_DISABLE": "1"}
+SOCKETS = NO_P2P | {"NCCL_SHM_DISABLE": "1"}
+# NVLink multicast cannot be had on every machine that has NVLink.
+COMMON = {"NCCL_NVLS_ENABLE": "0", "HETCOLL_TIMEOUT": "60", "PYTHONUNBUFFERED": "1"}
 
-LARGEST = 256 << 20
-SIZES = (8, 64 << 10, 1 << 20, 16 << 20, 64 << 20, LARGEST)
-_P = ctypes.c_void_p
-_REDUCES = ctypes.CFUNCTYPE(ctypes.c_int, _P, _P, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _P, _P)
-_GATHERS = ctypes.CFUNCTYPE(ctypes.c_int, _P, _P, ctypes.c_size_t, ctypes.c_int, _P, _P)
+
+@dataclass(frozen=True)
+class Peer:
+    """A library as the workers know it, and what its processes have in their environment."""
+
+    name: str
+    library: str
+    env: dict[str, str] = field(default_factory=dict)
 
 
-class Bench:
-    """Two buffers of this rank's GPU, and a stream."""
+@dataclass(frozen=True)
+class Setting:
+    """What hetcoll is asked to do, beside whom, on which operations and sizes."""
 
-    def __init__(self, comm: hetcoll.Communicator) -> None:
-        self.comm, self.device = comm, cuda.devices()[comm.rank]
-        self.device.activate()
-        self.stream = self.device.stream()
-        self.pattern = np.arange(LARGEST // 4, dtype=np.float32) % 977
-        self.send = DeviceArray.of(self.device, self.pattern + comm.rank)
-        self.recv = DeviceArray(self.device, LARGEST // 4)
+    title: str
+    ranks: int
+    env: dict[str, str]
+    peers: tuple[Peer, ...]
+    points: tuple[tuple[str, int], ...]
+    hosts: bool = False
 
-    def line(self, name: str, nbytes: int, call: Callable[[], object], wrong: str = "") -> None:
-        """Time `call` and print."""
-        count = max(4, min(200, 1_200_000_000 // max(nbytes, 4 << 20)))
-        for _ in range(3):
-            call()
-        best = cost = 1e9
-        for _ in range(3):
-            self.settle()
-            start = time.perf_counter()
-            for _ in range(count):
-                call()
-            cost = min(cost, (time.perf_counter() - start) / count)
-            self.device.synchronize(self.stream)
-            best = min(best, (time.perf_counter() - start) / count)
-        alone = []
-        for _ in range(min(count, 20)):
-            self.settle()
-            start = time.perf_counter()
-            call()
-            self.device.synchronize(self.stream)
-            alone.append(time.perf_counter() - start)
-        slowest = np.array([best])
-        self.comm.allreduce(slowest, op="max")
-        us, sync = slowest[0] * 1e6, float(np.median(alone)) * 1e6
-        if self.comm.rank == 0:
-            print(
-                f"{name:22} {nbytes:>10} {us:>10.1f} {nbytes / us / 1e3:>8.1f} {sync:>8.1f} {cost * 1e6:>7.1f} {wrong}"
+
+ALLREDUCE = tuple(("allreduce", nbytes) for nbytes in (*SMALL, *LARGE))
+HALVES = (("allgather", 256 * M), ("reduce_scatter", 256 * M))
+BIG = tuple(("allreduce", nbytes) for nbytes in LARGE)
+PRODUCT = (("product", 256 * M),)
+
+
+def settings(gpus: int) -> Iterator[Setting]:
+    without = Peer("NCCL without P2P", "nccl", NO_P2P)
+    for islands in {2: ("0|1",), 4: ("0,1|2,3", "0,1,2|3", "0|1|2,3")}[gpus]:
+        points = (*ALLREDUCE, *HALVES, *PRODUCT) if gpus == 2 else (*BIG, *HALVES)
+        yield Setting(f"islands {islands}", gpus, {"HETCOLL_ISLANDS": islands}, (without,), points)
+    plain = (Peer("NCCL", "nccl"), Peer("PyTorch's NCCL", "torch"))
+    yield Setting("one island", gpus, {}, plain, (*ALLREDUCE, *HALVES))
+    if gpus == 2:
+        peers = (Peer("NCCL over sockets", "nccl", SOCKETS), Peer("Gloo", "gloo"))
+        yield Setting("two hosts, by TCP on loopback", 2, {"HETCOLL_ISLANDS": "0|1"}, peers, BIG, hosts=True)
+
+
+class Job:
+    """The ranks of one library."""
+
+    def __init__(self, peer: Peer, ranks: int, largest: int, hosts: bool, errors: Path) -> None:
+        self.peer, self.errors = peer, errors
+        ports = [free_port() for _ in range(2)]
+        common = {**os.environ, **COMMON, **peer.env, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "GPUS_PORT": str(ports[1])}  # fmt: skip
+        words = [sys.executable, str(HERE / "gpu_worker.py"), peer.library, str(largest)]
+        self.ranks = []
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({"HETCOLL_HOST_ID": f"host{rank}"} if hosts else {})
+            with errors.open("ab") as log:
+                self.ranks.append(
+                    subprocess.Popen(
+                        words, env=common | own, text=True, stderr=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                    )
+                )
+
+    def measure(self, op: str, nbytes: int) -> dict[str, float]:
+        """Rank 0's answer; they all agree."""
+        for process in self.ranks:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"op": op, "nbytes": nbytes}) + "\n")
+            process.stdin.flush()
+        answers = []
+        for process in self.ranks:
+            assert process.stdout is not None
+            answers.append(process.stdout.readline())
+        if not all(answers):
+            raise RuntimeError(f"{self.peer.name}: a rank ended at {op} of {nbytes} bytes: {self.errors.read_text()}")
+        found: dict[str, float] = json.loads(answers[0])
+        return found
+
+    def close(self) -> None:
+        for process in self.ranks:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        for process in self.ranks:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+Row = dict[str, dict[str, float]]  # figures by library
+
+
+def run(setting: Setting, points: Sequence[tuple[str, int]], home: Path) -> list[tuple[str, int, Row]]:
+    """These points of a setting. Jobs are measured by turns; of each figure the least counts."""
+    largest = max(nbytes for _, nbytes in points)
+    ours = Peer("hetcoll", "hetcoll", setting.env)
+    found = []
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for peer in (ours, *setting.peers):
+            log = home / f"{setting.title} {peer.name}".replace("|", "-")
+            jobs.append(Job(peer, setting.ranks, largest, setting.hosts and peer is ours, log))
+            stack.callback(jobs[-1].close)
+        for op, nbytes in points:
+            row: Row = {}
+            for _ in range(TURNS):
+                for job in jobs:
+                    seen, old = job.measure(op, nbytes), row.get(job.peer.name)
+                    row[job.peer.name] = seen if old is None else best(seen, old)
+            found.append((op, nbytes, row))
+            print(line(op, nbytes, row), flush=True)
+    return found
+
+
+def best(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+    """The least of each figure, but the most of what is wrong."""
+    return {name: (max if name == "wrong" else min)(a[name], b[name]) for name in a}
+
+
+def line(op: str, nbytes: int, row: Row) -> str:
+    parts = [f"{op:15} {results.human(nbytes):>8}"]
+    for name, x in row.items():
+        if op == "product":
+            parts.append(f"{name}: {x['alone']:.0f} us alone, {x['beside']:.0f} beside")
+            continue
+        wrong = f" {x['wrong']:.0f} WRONG" if x["wrong"] else ""
+        ratio = "" if name == "hetcoll" else f" ratio {x['us'] / row['hetcoll']['us']:.2f}"
+        rate = f"{nbytes / x['us'] / 1e3:.1f} GB/s" if nbytes >= M else ""
+        parts.append(f"{name}: {x['us']:.1f} us {rate} sync {x['sync']:.1f} cost {x['cost']:.1f}{ratio}{wrong}")
+    return " | ".join(parts)
+
+
+def markdown(setting: Setting, found: list[tuple[str, int, Row]]) -> str:
+    names = [peer.name for peer in setting.peers]
+    head = ["operation", "size", "us", "GB/s", "sync us", "host us"]
+    head += [f"{name}: {what}" for name in names for what in ("us", "host us", "ratio")]
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    notes = []
+    for op, nbytes, row in found:
+        ours = row["hetcoll"]
+        if op == "product":
+            parts = [
+                f"{name} {100 * (x['beside'] / x['alone'] - 1):.1f} % ({x['alone']:.0f} to {x['beside']:.0f} us)"
+                for name, x in row.items()
+            ]
+            notes.append(
+                f"All-reduces of {results.human(nbytes)} beside products of 8192 x 8192 matrices in bfloat16 make "
+                f"these slower by: {', '.join(parts)}."
             )
-
-    def settle(self) -> None:
-        self.device.synchronize(self.stream)
-        self.comm.barrier()
-
-    def collectives(self) -> None:
-        """hetcoll's, on every size."""
-        comm, size, stream = self.comm, self.comm.size, self.stream
-        for nbytes in SIZES:
-            n = nbytes // 4
-            send, recv = self.send.buffer(0, n), self.recv.buffer(0, n)
-            comm.allreduce(send, recv, stream=stream)
-            want = size * self.pattern[:n] + size * (size - 1) // 2
-            wrong = int((self.recv.get()[:n] != want).sum())
-            self.line("allreduce", nbytes, lambda s=send, r=recv: comm.allreduce(s, r, stream=stream), f"{wrong} wrong")
-        n = LARGEST // 4 // size
-        share, whole = self.send.buffer(0, n), self.recv.buffer(0, n * size)
-        comm.allgather(share, whole, stream=stream)
-        wrong = sum(int((row != self.pattern[:n] + r).sum()) for r, row in enumerate(self.rows(n)))
-        self.line("allgather", LARGEST, lambda: comm.allgather(share, whole, stream=stream), f"{wrong} wrong")
-        parts, mine = self.send.buffer(0, n * size), self.recv.buffer(0, n)
-        comm.reduce_scatter(parts, mine, stream=stream)
-        want = size * self.pattern[comm.rank * n : (comm.rank + 1) * n] + size * (size - 1) // 2
-        wrong = int((self.recv.get()[:n] != want).sum())
-        self.line("reduce_scatter", LARGEST, lambda: comm.reduce_scatter(parts, mine, stream=stream), f"{wrong} wrong")
-
-    def rows(self, n: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-        return self.recv.get()[: n * self.comm.size].reshape(self.comm.size, n)
-
-    def vendor(self) -> None:
-        """The vendor library's own calls, through its C interface, on the communicator that hetcoll made."""
-        assert self.comm._gpus is not None
-        island = self.comm._gpus._islands.island
-        if island is None or island.size != self.comm.size:
-            raise SystemExit("--vendor: wanted one island of all ranks")
-        types = (int(DType.FLOAT32), int(ReduceOp.SUM))
-        functions, tail = island.functions(), (island.handle, self.stream)
-        reduce_all, gather = _REDUCES(functions["ncclAllReduce"]), _GATHERS(functions["ncclAllGather"])
-        scatter = _REDUCES(functions["ncclReduceScatter"])
-        send, recv, n = self.send.ptr, self.recv.ptr, LARGEST // 4 // self.comm.size
-        if self.comm.rank == 0:
-            print(island.library)
-        for nbytes in SIZES:
-            self.line("ncclAllReduce", nbytes, lambda c=nbytes // 4: reduce_all(send, recv, c, *types, *tail))
-        self.line("ncclAllGather", LARGEST, lambda: gather(send, recv, n, types[0], *tail))
-        self.line("ncclReduceScatter", LARGEST, lambda: scatter(send, recv, n, *types, *tail))
+            continue
+        cells = [op, results.human(nbytes), results.digits(ours["us"])]
+        cells += [f"{nbytes / ours['us'] / 1e3:.1f}" if nbytes >= M else "", results.digits(ours["sync"])]
+        cells.append(results.digits(ours["cost"]))
+        for name in names:
+            x = row[name]
+            cells += [results.digits(x["us"]), results.digits(x["cost"]), f"{x['us'] / ours['us']:.2f}"]
+        rows.append(cells)
+    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows)
+    title = setting.title.replace("|", "\\|")
+    return "\n\n".join([f"### {setting.ranks} GPUs, {title}", table, *notes])
 
 
-def main() -> None:
+def about() -> str:
+    """The machine and what runs on it."""
+    words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        gpu = subprocess.run(words, capture_output=True, text=True, timeout=30).stdout.splitlines()[:1]
+    except OSError:
+        gpu = []
+    return f"{time.strftime('%Y-%m-%d')}, {' '.join(gpu) or 'GPU unknown'}, Python {platform.python_version()}"
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vendor", action="store_true", help="time the vendor library's own calls as well")
+    parser.add_argument("--gpus", type=int, choices=(2, 4), default=2)
+    parser.add_argument("--only", default="", help="settings whose title contains this")
+    parser.add_argument("--largest", type=int, default=256 * M, help="leave out what is larger, in bytes")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--write-docs", action="store_true", help="write the tables into docs/benchmarks.md")
     args = parser.parse_args()
-    with hetcoll.init() as comm:
-        bench = Bench(comm)
-        if comm.rank == 0:
-            print(f"{comm.size} x {bench.device.name}, float32, islands {comm.topology.asked or 'by vendor'}")
-            print(f"{'':22} {'bytes':>10} {'us':>10} {'GB/s':>8} {'sync':>8} {'cost':>7}")
-        bench.collectives()
-        if args.vendor:
-            bench.vendor()
-        comm.barrier()
+    done, wrong, parts = [], 0.0, []
+    with tempfile.TemporaryDirectory() as home:
+        for setting in settings(args.gpus):
+            if args.only not in setting.title:
+                continue
+            points = [point for point in setting.points if point[1] <= args.largest]
+            print(f"{setting.ranks} GPUs, {setting.title}", flush=True)
+            found = run(setting, points, Path(home))
+            wrong += sum(x["wrong"] for _, _, row in found for x in row.values())
+            done.append({"setting": setting.title, "ranks": setting.ranks, "points": found})
+            parts.append(markdown(setting, found))
+    head = f"{about()}. `python benchmarks/gpus.py --gpus {args.gpus}`, float32, the best of {TURNS} turns."
+    if args.json:
+        args.json.write_text(json.dumps({"schema": 1, "about": head, "settings": done}, indent=1) + "\n")
+    if args.write_docs:
+        name = f"{args.gpus} GPUs"
+        PAGE.write_text(
+            results.replace_between_marks(PAGE.read_text(), name, "\n\n".join([head, *parts]), "benchmarks/gpus.py")
+        )
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 OURS = "hetcoll"
-MARK = "<!-- {which} of benchmarks/peers.py -->"
+MARK = "<!-- {which} of {script} -->"
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,9 @@ def _row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def replace_between_marks(text: str, name: str, body: str) -> str:
+def replace_between_marks(text: str, name: str, body: str, script: str = "benchmarks/peers.py") -> str:
     """`text` with what stands between the marks of `name` replaced; ValueError without the marks."""
-    start, end = MARK.format(which=f"{name} begins: output"), MARK.format(which=f"{name} ends: output")
+    start, end = (MARK.format(which=f"{name} {what}: output", script=script) for what in ("begins", "ends"))
     head, found, rest = text.partition(start)
     _, also, tail = rest.partition(end)
     if not (found and also):

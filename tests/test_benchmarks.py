@@ -111,7 +111,9 @@ def test_markdown_has_a_table_for_each_transport() -> None:
 
 
 def test_text_between_marks_is_replaced_and_nothing_else() -> None:
-    begin, end = results.MARK.format(which="sweep begins: output"), results.MARK.format(which="sweep ends: output")
+    begin, end = (
+        results.MARK.format(which=f"sweep {what}: output", script="benchmarks/peers.py") for what in ("begins", "ends")
+    )
     page = f"before\n{begin}\nold\n{end}\nafter\n"
     once = results.replace_between_marks(page, "sweep", "new")
     assert once == f"before\n{begin}\nnew\n{end}\nafter\n"

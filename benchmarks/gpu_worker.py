@@ -1,0 +1,213 @@
+"""One rank of benchmarks/gpus.py: measures what it is told to, by lines of JSON on stdin, and answers on stdout.
+
+Its library is hetcoll; NCCL by its C interface, on the communicator of hetcoll's island; PyTorch's NCCL; or PyTorch's
+Gloo on pinned copies in host memory. Memory is PyTorch's where that has CUDA, and `DeviceArray` otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import hetcoll
+from hetcoll.devices import cuda
+from hetcoll.devices.array import DeviceArray
+from hetcoll.types import DType, ReduceOp
+
+PERIOD = 977  # prime, and small: sums of float32 are exact
+WARM, ROUNDS, ALONE = 3, 2, 20
+_P = ctypes.c_void_p
+_REDUCES = ctypes.CFUNCTYPE(ctypes.c_int, _P, _P, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _P, _P)
+_GATHERS = ctypes.CFUNCTYPE(ctypes.c_int, _P, _P, ctypes.c_size_t, ctypes.c_int, _P, _P)
+
+Call = Callable[[], object]
+
+
+def has_torch() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+class Rank:
+    """This rank's GPU, two buffers there of the largest size, and a stream."""
+
+    def __init__(self, library: str, largest: int) -> None:
+        self.comm = hetcoll.init()
+        self.rank, self.size = self.comm.rank, self.comm.size
+        self.device = cuda.devices()[self.rank]
+        self.device.activate()
+        self.pattern = np.arange(largest // 4, dtype=np.float32) % PERIOD
+        self.send = DeviceArray.of(self.device, self.pattern + self.rank)
+        self.recv = DeviceArray(self.device, largest // 4)
+        self.torch = has_torch()
+        self.stream = 0
+        if self.torch:
+            import torch
+
+            torch.cuda.set_device(self.rank)
+            side = torch.cuda.Stream()
+            torch.cuda.set_stream(side)
+            self.stream = side.cuda_stream
+            self.tensors = [torch.as_tensor(each, device="cuda") for each in (self.send, self.recv)]
+        self.bind: Callable[[str, int, int], Call] = {
+            "hetcoll": self.hetcoll, "nccl": self.nccl, "torch": self.by_torch, "gloo": self.gloo,
+        }[library]  # fmt: skip
+
+    def part(self, which: int, count: int) -> Any:
+        if self.torch:
+            return self.tensors[which][:count]
+        return (self.send, self.recv)[which].buffer(0, count)
+
+    # The libraries. Counts are elements of the two buffers.
+
+    def hetcoll(self, op: str, send: int, recv: int) -> Call:
+        out, into, call = self.part(0, send), self.part(1, recv), getattr(self.comm, op)
+        return lambda: call(out, into)
+
+    def nccl(self, op: str, send: int, recv: int) -> Call:
+        if self.comm._gpus is None:
+            self.comm.allreduce(self.send.buffer(0, 4), self.recv.buffer(0, 4), stream=self.stream)
+        assert self.comm._gpus is not None
+        island = self.comm._gpus._islands.island
+        assert island is not None
+        assert island.size == self.size
+        functions, kind, tail = island.functions(), int(DType.FLOAT32), (island.handle, self.stream)
+        ends = (self.send.ptr, self.recv.ptr)
+        if op == "allgather":
+            gather = _GATHERS(functions["ncclAllGather"])
+            return lambda: gather(*ends, send, kind, *tail)
+        reduce = _REDUCES(functions["ncclAllReduce" if op == "allreduce" else "ncclReduceScatter"])
+        return lambda: reduce(*ends, recv, kind, int(ReduceOp.SUM), *tail)
+
+    def group(self, backend: str) -> Any:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            where = f"tcp://127.0.0.1:{os.environ['GPUS_PORT']}"
+            dist.init_process_group(backend, init_method=where, rank=self.rank, world_size=self.size)
+        return dist
+
+    def by_torch(self, op: str, send: int, recv: int) -> Call:
+        dist, out, into = self.group("nccl"), self.part(0, send), self.part(1, recv)
+        if op == "allgather":
+            return lambda: dist.all_gather_into_tensor(into, out)
+        if op == "reduce_scatter":
+            return lambda: dist.reduce_scatter_tensor(into, out)
+        into.copy_(out)  # it has no all-reduce out of place: the sums grow, and are not verified
+        return lambda: dist.all_reduce(into)
+
+    def gloo(self, op: str, send: int, recv: int) -> Call:
+        import torch
+
+        assert op == "allreduce", "the only one that is compared"
+        dist, out, into = self.group("gloo"), self.part(0, send), self.part(1, recv)
+        host = torch.empty(send, pin_memory=True)
+
+        def call() -> None:
+            host.copy_(out)
+            dist.all_reduce(host)
+            into.copy_(host)
+
+        return call
+
+    # Measuring.
+
+    def settle(self) -> None:
+        self.device.synchronize(self.stream)
+        self.comm.barrier()
+
+    def slowest(self, value: float) -> float:
+        found = np.array([value])
+        self.comm.allreduce(found, op="max")
+        return float(found[0])
+
+    def measure(self, op: str, nbytes: int) -> dict[str, float]:
+        """Times of one call in microseconds; `nbytes` is the larger of its two buffers."""
+        whole, share = nbytes // 4, nbytes // 4 // self.size
+        send, recv = {"allreduce": (whole, whole), "allgather": (share, whole), "reduce_scatter": (whole, share)}[op]
+        call = self.bind(op, send, recv)
+        call()
+        wrong = self.wrong(op, send, recv)
+        count = max(4, min(200, 1_200_000_000 // max(nbytes, 4 << 20)))
+        for _ in range(WARM):
+            call()
+        best = cost = float("inf")
+        for _ in range(ROUNDS):
+            self.settle()
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            cost = min(cost, (time.perf_counter() - start) / count)
+            self.device.synchronize(self.stream)
+            best = min(best, (time.perf_counter() - start) / count)
+        alone = []
+        for _ in range(min(count, ALONE)):
+            self.settle()
+            start = time.perf_counter()
+            call()
+            self.device.synchronize(self.stream)
+            alone.append(time.perf_counter() - start)
+        found = {"us": self.slowest(best), "sync": self.slowest(statistics.median(alone)), "cost": self.slowest(cost)}
+        return {name: 1e6 * seconds for name, seconds in found.items()} | {"wrong": self.slowest(wrong)}
+
+    def wrong(self, op: str, send: int, recv: int) -> int:
+        if self.bind == self.by_torch and op == "allreduce":
+            return 0
+        got, size = self.recv.get()[:recv], self.size
+        if op == "allgather":
+            want = np.concatenate([self.pattern[:send] + rank for rank in range(size)])
+        else:
+            first = self.rank * recv if op == "reduce_scatter" else 0
+            want = size * self.pattern[first : first + recv] + size * (size - 1) // 2
+        return int((got[: len(want)] != want).sum())
+
+    def product(self, nbytes: int) -> dict[str, float]:
+        """What all-reduces of `nbytes` beside a product of matrices take from it: its time alone and beside, in us."""
+        import torch
+
+        a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        out, other = torch.empty_like(a), torch.cuda.Stream()
+        call = self.bind("allreduce", nbytes // 4, nbytes // 4)
+        times = []
+        for calls in (0, 0, 12):
+            self.settle()
+            torch.cuda.synchronize()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(calls):  # longer under way than the products are
+                call()
+            with torch.cuda.stream(other):
+                begin.record()
+                for _ in range(40):
+                    torch.matmul(a, a, out=out)
+                end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / 40)
+        return {"alone": self.slowest(times[1]), "beside": self.slowest(times[2]), "wrong": 0.0}
+
+
+def main() -> None:
+    rank = Rank(sys.argv[1], int(sys.argv[2]))
+    answers = os.fdopen(os.dup(1), "w")  # what libraries print goes to stderr
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        told = json.loads(line)
+        found = rank.product(told["nbytes"]) if told["op"] == "product" else rank.measure(told["op"], told["nbytes"])
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+    rank.settle()
+    rank.comm.close()
+
+
+if __name__ == "__main__":
+    main()
