@@ -152,6 +152,30 @@ def messages_again(comm: hetcoll.Communicator) -> int:
         return half.call_count + both.call_count
 
 
+def wait_on_another_stream(comm: hetcoll.Communicator) -> list[int]:
+    """The streams that the handle of a short call makes wait: the current one of the tensors' library, or one named."""
+    from hetcoll.gpu import GpuPath
+
+    device = device_of_rank(comm.rank)
+    place = KINDS[device.vendor], device.index
+    memory, Quick.streams[place] = DeviceArray.of(device, np.ones(9, np.float32)), 0
+    tensor = Quick(*place, shape=(9,), address=memory.ptr)
+    for _ in range(2):
+        work = comm.allreduce(tensor)
+    Quick.streams[place] = device.stream()
+    with unittest.mock.patch.object(GpuPath, "join", autospec=True) as join:
+        work.wait_stream()
+        work.wait_stream(77)
+    work.wait()
+    assert (memory.get() == comm.size**2).all()
+    found = [call.args[1] for call in join.call_args_list]
+    return [found[0] - Quick.streams[place], found[1]]
+
+
+def test_the_handle_of_a_short_call_knows_its_library(gpus: Any) -> None:
+    assert gpus(2).run(wait_on_another_stream) == [[0, 77]] * 2
+
+
 def test_messages_take_the_short_way_too(gpus: Any) -> None:
     assert gpus(2).run(messages_again) == [3, 3]  # the first of each
 

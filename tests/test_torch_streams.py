@@ -90,8 +90,13 @@ def options(made: Any, background: bool) -> Any:
 
 
 def test_a_blocking_call_is_enqueued_on_the_current_stream(made: Any) -> None:
-    made.group.allreduce([made.torch.empty(3, device="meta")], options(made, False))
-    assert made.notes == ["allreduce on current {'op': 'sum'}", "event on current"]
+    work = made.group.allreduce([made.torch.empty(3, device="meta")], options(made, False))
+    assert work.wait()
+    assert made.notes == ["allreduce on current {'op': 'sum'}"]
+    made.here.append(Stream(made.notes, "another"))
+    assert work.wait()
+    assert not work.is_completed()
+    assert made.notes[1:] == ["event on current", "another waits for the event on current"]
 
 
 def test_an_asynchronous_call_has_a_stream_of_its_own(made: Any) -> None:

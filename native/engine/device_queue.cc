@@ -29,11 +29,11 @@ DeviceEvent DeviceQueue::EventAt(std::uint32_t index) {
 }
 
 void DeviceQueue::Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
-                          std::uint64_t signature, DeviceStream user, bool join) {
+                          std::uint64_t signature, DeviceStream user, bool join, bool capturing) {
   driver_->Activate();
   ++calls_;
   const std::array<std::byte*, 4> bases{const_cast<std::byte*>(send), recv, scratch, staging_};
-  if (shape.program.all_local) return EnqueueLocal(shape, bases, user);
+  if (shape.program.all_local) return EnqueueLocal(shape, bases, user, capturing);
   Begin(shape, user);
   for (const DeviceAction& action : shape.program.actions) Run(shape, action, bases, signature);
   for (std::size_t i = 0; i < streams_.size(); ++i) {
@@ -46,9 +46,10 @@ void DeviceQueue::Enqueue(const DeviceShape& shape, const std::byte* send, std::
 }
 
 // The library itself orders its calls on different streams.
-void DeviceQueue::EnqueueLocal(const DeviceShape& shape, const std::array<std::byte*, 4>& bases, DeviceStream user) {
+void DeviceQueue::EnqueueLocal(const DeviceShape& shape, const std::array<std::byte*, 4>& bases, DeviceStream user,
+                               bool capturing) {
   for (const LocalAction& local : shape.program.locals) RunLocal(shape, local, bases, user);
-  if (!driver_->Capturing(user)) driver_->Record(local_.get(), user);
+  if (!capturing) driver_->Record(local_.get(), user);
 }
 
 // What this call's streams do comes after the user's work so far, and after the last call: the two share staging
@@ -69,9 +70,9 @@ void DeviceQueue::Join(DeviceStream user) {
   is_joined_ = true;
 }
 
-void DeviceQueue::EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user) {
+void DeviceQueue::EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user,
+                                bool capturing) {
   driver_->Activate();
-  const bool capturing = driver_->Capturing(user);
   if (!capturing && kernel_stream_ != user) driver_->WaitEvent(kernel_.get(), user);
   kernel_arguments_ = shape.arguments;
   std::memcpy(kernel_arguments_.data(), &recv, sizeof recv);

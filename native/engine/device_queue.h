@@ -157,14 +157,16 @@ class DeviceQueue {
   std::uint16_t AddEdge(const SlotEdge& edge);
 
   // Enqueues one run over this device memory. It begins after what is on `user` now, and whatever comes on `user` later
-  // begins after it where `join` says so. `signature` is the call's, for what travels between hosts.
+  // begins after it where `join` says so. `signature` is the call's, for what travels between hosts. `capturing`: see
+  // EnqueueKernel.
   void Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
-               std::uint64_t signature, DeviceStream user, bool join);
+               std::uint64_t signature, DeviceStream user, bool join, bool capturing = false);
 
   // A kernel on the user's own stream. Calls on different streams come one after another: they share their state. A
-  // graph that is captured on `user` may have it, and programs that are all local, in it: then who launches the graph
-  // keeps it apart from other calls.
-  void EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user);
+  // graph that is captured on `user` (`capturing`, as Capturing said) may have it, and programs that are all local, in
+  // it: then who launches the graph keeps it apart from other calls.
+  void EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user,
+                     bool capturing = false);
 
   // Makes `user` wait for everything enqueued so far.
   void Join(DeviceStream user);
@@ -175,7 +177,8 @@ class DeviceQueue {
 
  private:
   void Begin(const DeviceShape& shape, DeviceStream user);
-  void EnqueueLocal(const DeviceShape& shape, const std::array<std::byte*, 4>& bases, DeviceStream user);
+  void EnqueueLocal(const DeviceShape& shape, const std::array<std::byte*, 4>& bases, DeviceStream user,
+                    bool capturing);
   void Run(const DeviceShape& shape, const DeviceAction& action, const std::array<std::byte*, 4>& bases,
            std::uint64_t signature);
   void Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n, std::uint64_t signature);

@@ -96,14 +96,13 @@ void BindDevices(nb::module_& m) {
           "__init__",
           [](GpuCall* self, const std::shared_ptr<DeviceShape>& program, const std::shared_ptr<KernelShape>& kernel,
              const std::vector<std::tuple<nb::object, LedgerEntry>>& notes, int number, std::uint64_t descriptor,
-             bool p2p, nb::object label) {
+             bool p2p) {
             if ((program == nullptr) == (kernel == nullptr)) throw nb::value_error("a program or a kernel was wanted");
             std::vector<GpuNote> kept;
             for (const auto& [ledger, entry] : notes) kept.push_back({ledger, nb::cast<Ledger*>(ledger), entry});
-            new (self) GpuCall{program, kernel, std::move(kept), number, descriptor, p2p, std::move(label)};
+            new (self) GpuCall{program, kernel, std::move(kept), number, descriptor, p2p};
           },
-          nb::kw_only(), "program"_a.none(), "kernel"_a.none(), "notes"_a, "number"_a, "descriptor"_a, "p2p"_a,
-          "label"_a);
+          nb::kw_only(), "program"_a.none(), "kernel"_a.none(), "notes"_a, "number"_a, "descriptor"_a, "p2p"_a);
   nb::class_<GpuCalls>(m, "GpuCalls")
       .def(
           "__init__",

@@ -32,7 +32,6 @@ struct GpuCall {
   int number;  // by which others ask for it
   std::uint64_t descriptor;
   bool p2p;
-  nb::object label;  // for people
 };
 
 // What Python does for a call. The first three raise.
@@ -42,7 +41,7 @@ struct GpuHooks {
                          // the call
   nb::callable broken;   // a driver or a library refused to go on, with its words
   nb::callable started;  // something is or will be under way
-  nb::callable work;     // the handle of a call, by its two buffers and its label
+  nb::callable work;     // a handle of calls, by a function that gives the current stream of their tensors' library
 };
 
 // The calls of one communicator on the GPU that is `device_id` of the type `device_type` (dlpack.h).
@@ -73,7 +72,7 @@ class GpuCalls {
     const std::shared_ptr<const GpuCall> held = *call;  // another thread may change the cache that it lies in
     Run(*held, reinterpret_cast<Address>(first->plain.data), reinterpret_cast<Address>(second->plain.data),
         reinterpret_cast<Address>(first->stream), true);
-    return hooks_.work(send, recv, held->label);
+    return WorkOf(Py_TYPE(send.ptr()));
   }
 
   // From now on `Call` knows it.
@@ -86,7 +85,7 @@ class GpuCalls {
 
   // Enqueues a call after what is on `stream` now; with `join`, what comes on it later begins after the call.
   void Run(const GpuCall& call, Address send, Address recv, Address stream, bool join) {
-    CheckStream(call, stream);
+    const bool capturing = Capturing(call, stream);
     for (const GpuNote& note : call.notes) {
       const int peer = note.ledger->Note(note.entry);
       if (peer >= 0) hooks_.differs(note.object, peer);
@@ -95,9 +94,9 @@ class GpuCalls {
     const std::uint64_t signature = engine_.engine().Enter(call.number, call.descriptor, call.p2p);
     try {
       if (call.kernel) {
-        queue_.RunKernel(call.kernel, send, recv, stream);
+        queue_.RunKernel(call.kernel, send, recv, stream, capturing);
       } else {
-        queue_.Run(call.program, send, recv, scratch_, signature, stream, join);
+        queue_.Run(call.program, send, recv, scratch_, signature, stream, join, capturing);
       }
     } catch (const Fault& fault) {  // in the middle of a call: others wait for this rank
       hooks_.broken(fault.what());
@@ -109,8 +108,8 @@ class GpuCalls {
   void SetScratch(Address scratch) { scratch_ = scratch; }
 
  private:
-  // Before anything is said to the others.
-  void CheckStream(const GpuCall& call, Address stream) {
+  // Whether a graph is being captured; refuses the call, before anything is said to the others, where it cannot be.
+  bool Capturing(const GpuCall& call, Address stream) {
     bool capturing = false;
     try {
       capturing = queue_.Capturing(stream);
@@ -118,6 +117,22 @@ class GpuCalls {
       hooks_.refused(fault.what());
     }
     if (capturing && call.program && !call.program->program.all_local) hooks_.refused("");
+    return capturing;
+  }
+
+  // The handle of calls on tensors of this type that were enqueued on their library's current stream. It says when all
+  // that was enqueued so far is done, so there is one for all of them.
+  nb::object WorkOf(PyTypeObject* type) {
+    for (const auto& [known, work] : works_) {
+      if (known == type) return work;
+    }
+    const KnownTypes::TensorType* tensor = KnownTypes::Instance().FindTensorType(type);
+    const auto current = [find = tensor->current_stream, kind = device_type_, index = device_id_] {
+      void* stream = nullptr;
+      if (find(kind, index, &stream) != 0) throw nb::python_error();
+      return reinterpret_cast<Address>(stream);
+    };
+    return works_.emplace_back(type, hooks_.work(nb::cpp_function(current))).second;
   }
 
   bool Ours(const GpuTensor& t) const { return t.device_type == device_type_ && t.device_id == device_id_; }
@@ -135,6 +150,7 @@ class GpuCalls {
   GpuHooks hooks_;
   Address scratch_ = 0;
   CallCache<const GpuCall> cache_;
+  std::vector<std::pair<PyTypeObject*, nb::object>> works_;
 };
 
 }  // namespace hetcoll

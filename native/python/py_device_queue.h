@@ -80,11 +80,11 @@ class PyDeviceQueue {
   }
 
   void Run(const std::shared_ptr<DeviceShape>& shape, Address send, Address recv, Address scratch,
-           std::uint64_t signature, Address stream, bool join) {
+           std::uint64_t signature, Address stream, bool join, bool capturing) {
     nb::gil_scoped_release release;
     std::lock_guard lock(mutex_);
     queue_.Enqueue(*shape, As<const std::byte*>(send), As<std::byte*>(recv), As<std::byte*>(scratch), signature,
-                   As<DeviceStream>(stream), join);
+                   As<DeviceStream>(stream), join, capturing);
   }
 
   static std::shared_ptr<KernelShape> BindKernel(Address function, const nb::bytes& arguments, unsigned blocks,
@@ -95,10 +95,11 @@ class PyDeviceQueue {
         KernelShape{As<DeviceFunction>(function), {bytes, bytes + arguments.size()}, blocks, threads});
   }
 
-  void RunKernel(const std::shared_ptr<KernelShape>& shape, Address send, Address recv, Address stream) {
+  void RunKernel(const std::shared_ptr<KernelShape>& shape, Address send, Address recv, Address stream,
+                 bool capturing) {
     nb::gil_scoped_release release;
     std::lock_guard lock(mutex_);
-    queue_.EnqueueKernel(*shape, As<const std::byte*>(send), As<std::byte*>(recv), As<DeviceStream>(stream));
+    queue_.EnqueueKernel(*shape, As<const std::byte*>(send), As<std::byte*>(recv), As<DeviceStream>(stream), capturing);
   }
 
   void Join(Address stream) {

@@ -123,7 +123,6 @@ class GpuCall:
         number: int,
         descriptor: int,
         p2p: bool,
-        label: str,
     ) -> None: ...
 
 class GpuCalls:
@@ -140,7 +139,7 @@ class GpuCalls:
         refused: Callable[[str], NoReturn],
         broken: Callable[[str], NoReturn],
         started: Callable[[], None],
-        work: Callable[[Any, Any, str], object],
+        work: Callable[[Callable[[], int]], object],
     ) -> None: ...
     def call(self, collective: int, send: Any, recv: Any, op: Any, root: int) -> Any: ...
     def remember(

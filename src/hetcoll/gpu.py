@@ -138,7 +138,7 @@ class GpuPath:
                 refused=self._refused,
                 broken=self._ended,
                 started=self._watch.started,
-                work=lambda send, recv, what: GpuWork(self, (send, recv), what),
+                work=lambda current: GpuWork(self, None, "calls", current),
             )
             # `Engine.call` for both kinds of memory: on a GPU's, what was called before with the same counts.
             self.call: Callable[[int, Any, Any, Any, int], Work | None] = self._calls.call
@@ -171,7 +171,7 @@ class GpuPath:
         def bind() -> _native.GpuCall:
             what = describe_message(send, dest, recv, source)
             notes = self._share.notes(send, dest, recv, source)
-            bound = self._bound(self._plans.messages(*key), what, _MESSAGE, notes, first.dtype)
+            bound = self._bound(self._plans.messages(*key), what, notes, first.dtype)
             self._calls.remember(*message_key(send, dest, recv, source), bound)
             return bound
 
@@ -187,14 +187,12 @@ class GpuPath:
     def _bind(self, call: Call) -> _native.GpuCall:
         what = call.describe()
         shape = self._one_kernel(call) or self._plans.compile(call)
-        bound = self._bound(shape, what, call.collective.label, [self._share.entry(what)])
+        bound = self._bound(shape, what, [self._share.entry(what)])
         if (key := call.key) is not None:
             self._calls.remember(*key, bound)
         return bound
 
-    def _bound(
-        self, shape: Shape, what: str, label: str, notes: Sequence[Note], message: DType | None = None
-    ) -> _native.GpuCall:
+    def _bound(self, shape: Shape, what: str, notes: Sequence[Note], message: DType | None = None) -> _native.GpuCall:
         """`message` is the type of point-to-point messages, which is all that their two ranks must agree on."""
         common = descriptor(what if message is None else f"p2p {message.label}")
         kernel = shape if isinstance(shape, _native.KernelShape) else None
@@ -208,7 +206,6 @@ class GpuPath:
             number=self._announce(what),
             descriptor=common,
             p2p=message is not None,
-            label=label,
         )
 
     def _one_kernel(self, call: Call) -> _native.KernelShape | None:
@@ -346,6 +343,8 @@ class GpuPath:
         self._relays.close(deadline)
         self._watch.close()
         self._undo.close()
+        self._known.clear()
+        self._messages.clear()
         del self._calls, self.call  # they hold methods of this object, and no garbage collector looks into them
 
 
@@ -373,11 +372,12 @@ def device_of(buffer: Buffer) -> Device:
 class GpuWork(Work):
     """An operation on streams. It was enqueued when the call returned."""
 
-    __slots__ = ("_path",)
+    __slots__ = ("_current", "_path")
 
-    def __init__(self, path: GpuPath, keep: object, what: str) -> None:
+    def __init__(self, path: GpuPath, keep: object, what: str, current: Callable[[], int] | None = None) -> None:
+        """`current` gives the current stream of the arrays' library; without it their `keep` is asked."""
         super().__init__(None, None, keep, what)
-        self._path = path
+        self._path, self._current = path, current
 
     def wait(self, timeout: float | None = None) -> None:
         """Block the host until the operation, and what was enqueued since, is complete."""
@@ -393,7 +393,9 @@ class GpuWork(Work):
 
     def wait_stream(self, stream: object = None) -> None:
         """What comes on `stream` later begins after the operation. None: on the current one of the arrays' library."""
-        if stream is None and self._keep is not None:
+        if stream is None and self._current is not None:
+            stream = self._current()
+        elif stream is None and self._keep is not None:
             array = next(array for array in self._keep if array is not None)
             stream = streams.current(read_buffer(array, "array", writable=False))
         self._path.join(stream)

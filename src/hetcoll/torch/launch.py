@@ -122,9 +122,13 @@ class Launcher(dist.ProcessGroup):
     ) -> dist.Work:
         """A blocking call goes to the current stream, another one to a stream of the group that waits for it."""
         current = torch.cuda.current_stream(device)
-        stream = current if opts is not None and not opts.asyncOp else self._stream(lane, device)
-        if stream is not current:
-            stream.wait_stream(current)
+        if opts is not None and not opts.asyncOp:
+            start({})
+            if after is not None:
+                after()
+            return StreamWork(current, outputs, None, self._failure, source)
+        stream = self._stream(lane, device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             start({})
             if after is not None:

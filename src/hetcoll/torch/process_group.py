@@ -144,6 +144,7 @@ class HetcollProcessGroup(Collectives, Messages):
         for comm in self._comms:
             comm.close()
         self._futures.close()
+        self._on_streams.clear()
 
     def abandon(self) -> None:
         """In a forked child: the communicator looks after itself, and the threads are not there."""

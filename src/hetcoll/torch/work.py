@@ -117,11 +117,11 @@ class HostWork(Handle):
 
 
 class StreamWork(Handle):
-    """Operations on a GPU's memory that were enqueued on `stream`, up to the event `done`.
+    """Operations on a GPU's memory that were enqueued on `stream`.
 
-    The tensors stay alive until `wait` or until the GPU is done with them, so their memory is not given to others
-    meanwhile. As with ProcessGroupNCCL: who waits on another stream than the one that tensors were made on calls
-    `Tensor.record_stream`.
+    The tensors in `keep` stay alive until `wait` or until the GPU is done with them, so their memory is not given to
+    others meanwhile. None: the stream is the caller's own, which orders what becomes of their memory. As with
+    ProcessGroupNCCL: who waits on another stream than the one that tensors were made on calls `Tensor.record_stream`.
     """
 
     def __init__(
@@ -134,7 +134,14 @@ class StreamWork(Handle):
     ) -> None:
         super().__init__(source)
         self._stream, self._outputs, self._keep, self._failure = stream, outputs, keep, failure
-        self._done = stream.record_event()
+        self._event = None if keep is None else stream.record_event()
+
+    @property
+    def _done(self) -> torch.cuda.Event:
+        """The end of the operations. On the caller's own stream few ask for it, so it is marked when one does."""
+        if self._event is None:
+            self._event = self._stream.record_event()
+        return self._event
 
     def wait(self, timeout: timedelta = NO_TIME) -> bool:
         """Make the current stream wait for the result; raises what the group has failed with, if it has. True.
@@ -144,7 +151,9 @@ class StreamWork(Handle):
         error = self._failure()
         if error is not None:
             raise error
-        torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+        current = torch.cuda.current_stream(self._stream.device)
+        if current != self._stream:
+            current.wait_event(self._done)
         self._keep = None
         limit = seconds(timeout)
         if limit is not None:
