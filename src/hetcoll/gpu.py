@@ -30,7 +30,7 @@ from .devices.signals import signal_kernels
 from .diagnosis import Diagnosis, Kind
 from .errors import ArgumentError, BufferTypeError, CollectiveTimeoutError
 from .gpu_edges import GpuEdges, Prepare
-from .gpu_islands import Gpu, GpuIslands, Meet
+from .gpu_islands import Gpu, GpuIslands, Meet, unlike_float8
 from .gpu_plans import DeviceBinder, GpuPlans, Kept
 from .gpu_share import GpuShare, Note
 from .gpu_watch import GpuWatch
@@ -319,7 +319,7 @@ class GpuPath:
                 way = f"by {islands.island.library}; what that does not do, {way}"
             other = f"to that of rank {peer} ({gpu.vendor} {gpu.arch})" if gpu.vendor else f"to rank {peer}, a CPU"
             lines.append(f"from the GPU {other}: {way}")
-        return tuple(lines)
+        return tuple(filter(None, (*lines, unlike_float8(self._share.gpus))))
 
     def join(self, stream: object) -> None:
         """What comes on `stream` later begins after everything enqueued so far."""

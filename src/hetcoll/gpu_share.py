@@ -6,17 +6,15 @@ streams move bytes without looking at them, so ranks compare what they call befo
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, NoReturn
 
 from . import _native
 from .buffers import Buffer
 from .diagnosis import Diagnosis, Kind
-from .gpu_islands import Gpu, Meet
+from .gpu_islands import Gpu, Meet, tell_all
 from .rendezvous.descriptors import receive_fd, share_fd
 from .selection import describe_message, descriptor
 from .slots import SlotSegment, slot_bytes
@@ -42,9 +40,7 @@ class GpuShare:
     ) -> None:
         self._wiring, self._diagnosis = wiring, diagnosis
         self.here = wiring.locals.index(wiring.rank)
-        self.gpus: Sequence[Gpu] = [
-            Gpu(**json.loads(blob)) for blob in meet("gpus()", json.dumps(asdict(mine)).encode())
-        ]
+        self.gpus: Sequence[Gpu] = tell_all(mine, meet)
         self.slot_bytes = slot_bytes(max(map(len, wiring.topology.hosts)))  # the same on all ranks
         self.segment = self._segment(device, timeout)
         self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))

@@ -59,6 +59,12 @@ def native(dtype: DType, op: ReduceOp, arch: str, version: int) -> Native | None
     return None if number is None else Native(number, op)
 
 
+def float8_kind(arch: str) -> str:
+    """The kind of 8-bit floats that a GPU computes with: ``OCP``, ``fnuz`` (AMD's older one), or nothing."""
+    found = _fp8(arch)
+    return "OCP" if found is _OCP else "fnuz" if found is _FNUZ else ""
+
+
 def _fp8(arch: str) -> dict[DType, int]:
     """The types that the library's two numbers for fp8 stand for on a GPU: OCP's, or AMD's own on gfx94x."""
     if arch.startswith("sm_"):
