@@ -40,6 +40,7 @@ def import_torch() -> Any:
     return torch
 
 
-def import_jax() -> Any:
-    """JAX; skips the test where it is not installed."""
-    return pytest.importorskip("jax", reason="JAX is not installed; `make jax` does it")
+def need_jax() -> None:
+    """Skips the test where JAX is not installed. It is not imported here: it warns of every fork from then on."""
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("JAX is not installed; `make jax` does it")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from installed import import_jax
+from installed import need_jax
 
 from hetcoll import env, errors
 from hetcoll.algorithms import ALGORITHMS
@@ -82,7 +82,7 @@ def run(words: list[str], **variables: str) -> list[str]:
 @pytest.mark.parametrize("fence", PROGRAMS, ids=str)
 def test_every_python_snippet_runs(fence: Fence, tmp_path: Path) -> None:
     if "import jax" in fence.text:
-        import_jax()
+        need_jax()
     script = tmp_path / "snippet.py"
     script.write_text(fence.text)
     ranks = re.match(r"# ranks: (\d+)\n", fence.text)
@@ -95,7 +95,7 @@ def test_marked_console_blocks_print_what_they_say(fence: Fence) -> None:
     assert first.startswith("$ ")
     words = shlex.split(first[2:])
     if any(word.endswith("jax_training.py") for word in words):
-        import_jax()
+        need_jax()
     variables = {}
     while re.match(r"[A-Z_]+=", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
