@@ -585,10 +585,11 @@ def test_a_failure_stays_in_its_communicator(launch: Launch, transport: str) -> 
     assert said == [("CollectiveMismatchError", 6.0 * 3 + n) for n in (2, 1, 2)]
 
 
-def lose_a_rank_of_the_parent(comm: hetcoll.Communicator) -> tuple[str, float]:
+def lose_a_rank_of_the_parent(comm: hetcoll.Communicator, ready: Path) -> tuple[str, float]:
     survivors = comm.split(0 if comm.rank < 2 else 1)
     assert survivors is not None
     comm.barrier()
+    (ready / str(comm.rank)).touch()
     if comm.rank == 2:
         time.sleep(60)
     said = say(comm.barrier)
@@ -599,10 +600,10 @@ def lose_a_rank_of_the_parent(comm: hetcoll.Communicator) -> tuple[str, float]:
 
 
 @TRANSPORTS
-def test_who_has_nothing_to_do_with_a_lost_rank_goes_on(launch: Launch, transport: str) -> None:
+def test_who_has_nothing_to_do_with_a_lost_rank_goes_on(launch: Launch, transport: str, tmp_path: Path) -> None:
     ranks = launch(3, HETCOLL_TRANSPORT=transport)
-    ranks.start(lose_a_rank_of_the_parent)
-    time.sleep(0.5)
+    ranks.start(lose_a_rank_of_the_parent, tmp_path)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 3, 30)
     ranks.kill(2)
     for outcome in ranks.finish(10, only=[0, 1]):
         assert outcome.value == ("PeerLostError", 3.0 * 2**9), outcome.trace
