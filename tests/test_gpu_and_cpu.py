@@ -136,7 +136,7 @@ def test_the_way_between_gpus_that_was_asked_for(mixed: Any) -> None:
     ranks = mixed("nac", HETCOLL_CROSS="staged")
     check(ranks, [*cases_of(3, (1009,)), Case("allreduce", count=1_000_003)])
     of_gpu, _, of_cpu = ranks.run(paths, timeout=60)
-    assert "through pinned slots and 4 sockets (staged, as HETCOLL_CROSS says)" in of_gpu[0]
+    assert "through pinned slots and 8 sockets (staged, as HETCOLL_CROSS says)" in of_gpu[0]
     assert "rank 2, a CPU: through pinned slots and 1 socket (staged" in of_gpu[1]
     assert all("through 1 socket (staged" in path for path in of_cpu)
     path = mixed("na", HETCOLL_CROSS="mapped").run(paths, timeout=60)[0][0]

@@ -41,7 +41,7 @@ class GpuShare:
         self._wiring, self._diagnosis = wiring, diagnosis
         self.here = wiring.locals.index(wiring.rank)
         self.gpus: Sequence[Gpu] = tell_all(mine, meet)
-        self.slot_bytes = slot_bytes(max(map(len, wiring.topology.hosts)))  # the same on all ranks
+        self.slot_bytes = slot_bytes(wiring.topology)
         self.segment = self._segment(device, timeout)
         self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
         self._edges: dict[tuple[int, int], _native.Ledger] = {}  # of messages, by their two ranks

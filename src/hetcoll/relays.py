@@ -23,8 +23,8 @@ from .wiring import Check, Wiring
 if TYPE_CHECKING:
     from .devices.base import Device
 
-SLOTS = 8  # of an edge: twice what orders count on, so that GPUs and sockets have one each at a time
-STRIPES = 4
+SLOTS = 16  # of an edge: many more than orders count on, so that the GPU and all sockets have some at a time
+STRIPES = 8
 
 assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
 

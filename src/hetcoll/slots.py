@@ -24,6 +24,7 @@ from .errors import InitError
 
 if TYPE_CHECKING:
     from .devices.base import Device
+    from .topology import Topology
 
 SLOTS = 3
 CHANNELS = 3  # native/engine/plan.h
@@ -40,10 +41,13 @@ _AREA = 2 * 8 * AREA_WORDS
 assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
 
 
-def slot_bytes(ranks: int) -> int:
-    """Bytes of a slot where `ranks` share a host: large enough to hide what a message costs, and so small that the
-    slots of all of them stay in the last-level cache together."""
-    return 4 << 20 if ranks <= 2 else 3 << 20
+def slot_bytes(topology: Topology) -> int:
+    """Bytes of a slot, the same on all ranks: large enough to hide what a message costs, and so small that the slots of
+    all ranks of a host stay in the last-level cache together. Where some messages go over sockets, small enough for
+    all of an edge's sockets to have one to carry."""
+    if any(topology.way(0, peer) == "staged" for peer in range(1, len(topology.ranks))):
+        return 1 << 20
+    return 4 << 20 if max(map(len, topology.hosts)) <= 2 else 3 << 20
 
 
 @dataclass(frozen=True, slots=True)
