@@ -180,6 +180,28 @@ def test_messages_take_the_short_way_too(gpus: Any) -> None:
     assert gpus(2).run(messages_again) == [3, 3]  # the first of each
 
 
+def look_at_what_is_current(comm: hetcoll.Communicator) -> None:
+    """Beside a library of the process that works on another device."""
+    from cuda.bindings import driver
+
+    mine, other = device_of_rank(comm.rank), device_of_rank(comm.rank + 1)
+    for fresh in (False, True):  # also where the first call sets everything up
+        used = comm.split(0) if fresh else comm
+        assert used is not None
+        array = DeviceArray.of(mine, np.ones(300_000, np.float32))
+        other.activate()
+        for part in (5, 300_000):
+            used.allreduce(array.buffer(0, part)).wait()
+        assert int(driver.cuCtxGetCurrent()[1]) == other.context
+        if fresh:
+            used.close()
+    mine.activate()
+
+
+def test_calls_leave_the_current_device_as_it_was(gpus: Any) -> None:
+    gpus(2).run(look_at_what_is_current)
+
+
 def ask_for_a_stream_that_is_none(comm: hetcoll.Communicator) -> None:
     array = DeviceArray.of(device_of_rank(comm.rank), np.ones(5, np.float32))
     with pytest.raises(ArgumentError, match=r"stream: wanted one of cuda:[01]: cuStreamIsCapturing"):

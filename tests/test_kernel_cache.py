@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -87,3 +89,11 @@ def test_the_environment_says_where() -> None:
     assert read_config({"HOME": "/home/me", "HETCOLL_CACHE": "/fast/disk"}).cache == "/fast/disk"
     assert read_config({"HOME": "/home/me", "HETCOLL_CACHE": "None"}).cache is None
     assert read_config({}).cache is None
+
+
+def test_it_needs_no_launcher() -> None:
+    """A job that starts its ranks itself may leave what launchers set half there."""
+    env = {name: value for name, value in os.environ.items() if name != "RANK"} | {"WORLD_SIZE": "2"}
+    words = [sys.executable, "-c", "from hetcoll.devices.kernels.cache import kept; kept()"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

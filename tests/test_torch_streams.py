@@ -79,6 +79,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: here[-1])
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(notes, next(names)))
     monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     group = Group(Comm(notes, here), None, 10.0)
     return SimpleNamespace(torch=torch, notes=notes, here=here, group=group)
 

@@ -5,7 +5,8 @@
 They are Gloo's tests: the program asks for "gloo" and gets hetcoll (HETCOLL_REPLACE); or, on a machine with a GPU a
 rank, NCCL's. Needs PyTorch and `expecttest`.
 What the tests want to see in the profiler's events is left out.
-The ranks are forked from this process, which has PyTorch loaded, rather than spawned: that saves minutes.
+The ranks are forked from this process, which has PyTorch loaded, rather than spawned: that saves minutes. Where there
+are GPUs they must be spawned.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def cases() -> type[unittest.TestCase]:
     common_distributed.TIMEOUT_DEFAULT = SECONDS
     for profiled in (theirs.PROFILING_SUPPORTED_BACKENDS, theirs.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
         profiled.clear()  # what they want of events in profiles, only backends in C++ can do
-    context = torch.multiprocessing.get_context("fork")
+    context = torch.multiprocessing.get_context("spawn" if os.environ["BACKEND"] == "nccl" else "fork")
 
     class Suite(theirs.TestDistBackend, theirs.DistributedTest._DistTestBase):  # type: ignore[misc]
         def setUp(self) -> None:
@@ -76,7 +77,15 @@ def cases() -> type[unittest.TestCase]:
             setattr(self, name, told)
             super().run_test(name, pipe)
 
+    Suite.__qualname__ = "Suite"  # by which spawned ranks find it here
     return Suite
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Suite":
+        raise AttributeError(name)
+    globals()[name] = cases()
+    return globals()[name]
 
 
 def reason_file(name: str) -> Path:
@@ -132,7 +141,7 @@ def main() -> int:
     parser.add_argument("--save", help="also write the results to this file, as JSON")
     args = parser.parse_args()
     prepare(args.ranks, args.backend)
-    kind = cases()
+    kind = getattr(sys.modules[__name__], "Suite")  # noqa: B009
     names = [name for name in unittest.TestLoader().getTestCaseNames(kind)
              if not args.names or any(part in name for part in args.names)]  # fmt: skip
     result = Result()

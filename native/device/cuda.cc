@@ -16,6 +16,7 @@ using DevicePtr = unsigned long long;  // NOLINT: CUdeviceptr
 class CudaDriver final : public Driver {
  public:
   explicit CudaDriver(const DriverFunctions& f) : signals_(f), context_(reinterpret_cast<void*>(Find(f, "context"))) {
+    Take(f, "cuCtxGetCurrent", get_current_);
     Take(f, "cuCtxSetCurrent", set_current_);
     Take(f, "cuMemcpyAsync", copy_);
     Take(f, "cuLaunchKernel", launch_);
@@ -32,7 +33,18 @@ class CudaDriver final : public Driver {
     Take(f, "cuGetErrorName", error_name_);
   }
 
-  void Activate() override { Check(set_current_(context_), "cuCtxSetCurrent"); }
+  std::intptr_t Activate() override {
+    void* before = nullptr;
+    Check(get_current_(&before), "cuCtxGetCurrent");
+    if (before != context_) Check(set_current_(context_), "cuCtxSetCurrent");
+    return reinterpret_cast<std::intptr_t>(before);
+  }
+
+  // A thread that had none keeps ours.
+  void Restore(std::intptr_t before) noexcept override {
+    auto* context = reinterpret_cast<void*>(before);
+    if (context != nullptr && context != context_) set_current_(context);
+  }
 
   void Copy(void* dst, const void* src, std::size_t n, DeviceStream stream) override {
     Check(copy_(reinterpret_cast<DevicePtr>(dst), reinterpret_cast<DevicePtr>(src), n, stream), "cuMemcpyAsync");
@@ -102,6 +114,7 @@ class CudaDriver final : public Driver {
 
   SignalKernels signals_;
   void* context_;
+  int (*get_current_)(void**);
   int (*set_current_)(void*);
   int (*copy_)(DevicePtr, DevicePtr, std::size_t, void*);
   int (*launch_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);

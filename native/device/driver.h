@@ -25,8 +25,10 @@ class Driver {
   Driver(const Driver&) = delete;
   Driver& operator=(const Driver&) = delete;
 
-  // Makes the device this thread's own. Before anything else, on every thread.
-  virtual void Activate() = 0;
+  // Makes the device this thread's own, before anything else, on every thread; `Restore` makes it what it was. See
+  // `Current`.
+  virtual std::intptr_t Activate() = 0;
+  virtual void Restore(std::intptr_t before) noexcept = 0;
 
   // Any direction; host memory must be page-locked.
   virtual void Copy(void* dst, const void* src, std::size_t n, DeviceStream stream) = 0;
@@ -48,6 +50,20 @@ class Driver {
   // Whether all work on the stream is done. A Fault when the device has failed.
   virtual bool Idle(DeviceStream stream) = 0;
   virtual bool Capturing(DeviceStream stream) = 0;
+};
+
+// For as long as it lives the device is this thread's own. A process may use several: what its other libraries believe
+// to be current stays so.
+class Current {
+ public:
+  explicit Current(Driver& driver) : driver_(driver), before_(driver.Activate()) {}
+  ~Current() { driver_.Restore(before_); }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  Driver& driver_;
+  std::intptr_t before_;
 };
 
 // Signals and waits as kernels of one thread (devices/kernels/signals.h), for streams that can do neither. They come

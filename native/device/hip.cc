@@ -15,6 +15,7 @@ constexpr int kCaptureStatusActive = 1;                // hipStreamCaptureStatus
 class HipDriver final : public Driver {
  public:
   explicit HipDriver(const DriverFunctions& f) : signals_(f), device_(static_cast<int>(f.at("device"))) {
+    Take(f, "hipGetDevice", get_device_);
     Take(f, "hipSetDevice", set_device_);
     Take(f, "hipMemcpyAsync", copy_);
     Take(f, "hipModuleLaunchKernel", launch_);
@@ -31,7 +32,16 @@ class HipDriver final : public Driver {
     Take(f, "hipGetErrorName", error_name_);
   }
 
-  void Activate() override { Check(set_device_(device_), "hipSetDevice"); }
+  std::intptr_t Activate() override {
+    int before = 0;
+    Check(get_device_(&before), "hipGetDevice");
+    if (before != device_) Check(set_device_(device_), "hipSetDevice");
+    return before;
+  }
+
+  void Restore(std::intptr_t before) noexcept override {
+    if (before != device_) set_device_(static_cast<int>(before));
+  }
 
   void Copy(void* dst, const void* src, std::size_t n, DeviceStream stream) override {
     Check(copy_(dst, src, n, kCopyDefault, stream), "hipMemcpyAsync");
@@ -100,6 +110,7 @@ class HipDriver final : public Driver {
 
   SignalKernels signals_;
   int device_;
+  int (*get_device_)(int*);
   int (*set_device_)(int);
   int (*copy_)(void*, const void*, std::size_t, int, void*);
   int (*launch_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);

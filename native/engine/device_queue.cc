@@ -30,7 +30,7 @@ DeviceEvent DeviceQueue::EventAt(std::uint32_t index) {
 
 void DeviceQueue::Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
                           std::uint64_t signature, DeviceStream user, bool join, bool capturing) {
-  driver_->Activate();
+  const Current current(*driver_);
   ++calls_;
   const std::array<std::byte*, 4> bases{const_cast<std::byte*>(send), recv, scratch, staging_};
   if (shape.program.all_local) return EnqueueLocal(shape, bases, user, capturing);
@@ -72,7 +72,7 @@ void DeviceQueue::Join(DeviceStream user) {
 
 void DeviceQueue::EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user,
                                 bool capturing) {
-  driver_->Activate();
+  const Current current(*driver_);
   if (!capturing && kernel_stream_ != user) driver_->WaitEvent(kernel_.get(), user);
   kernel_arguments_ = shape.arguments;
   std::memcpy(kernel_arguments_.data(), &recv, sizeof recv);
@@ -85,13 +85,13 @@ void DeviceQueue::EnqueueKernel(const KernelShape& shape, const std::byte* send,
 }
 
 bool DeviceQueue::Idle() {
-  driver_->Activate();
+  const Current current(*driver_);
   return driver_->Done(kernel_.get()) && driver_->Done(local_.get()) &&
          std::all_of(streams_.begin(), streams_.end(), [&](DeviceStream s) { return driver_->Idle(s); });
 }
 
 bool DeviceQueue::Capturing(DeviceStream user) {
-  driver_->Activate();
+  const Current current(*driver_);
   return driver_->Capturing(user);
 }
 

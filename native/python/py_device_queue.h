@@ -105,7 +105,7 @@ class PyDeviceQueue {
   void Join(Address stream) {
     nb::gil_scoped_release release;
     std::lock_guard lock(mutex_);
-    driver_->Activate();
+    const Current current(*driver_);
     queue_.Join(As<DeviceStream>(stream));
   }
 

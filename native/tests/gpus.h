@@ -28,7 +28,8 @@ class ThreadDriver final : public Driver {
   }
   DeviceStream stream(int i) { return &streams_[static_cast<std::size_t>(i)]; }
 
-  void Activate() override {}
+  std::intptr_t Activate() override { return 0; }
+  void Restore(std::intptr_t) noexcept override {}
   void Copy(void* dst, const void* src, std::size_t n, DeviceStream s) override {
     On(s, [=] { std::memcpy(dst, src, n); });
   }

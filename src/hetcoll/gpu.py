@@ -85,8 +85,7 @@ class GpuPath:
         self._scratch_bytes = 0
         self._undo = contextlib.ExitStack()
         mine = Gpu.here(device, new_name())
-        with contextlib.ExitStack() as undo:
-            device.activate()
+        with device.active(), contextlib.ExitStack() as undo:
             share = self._share = GpuShare(wiring, diagnosis, mine, device, meet, timeout)
             undo.callback(share.close)
             self._segment, self._slot_bytes = share.segment, share.slot_bytes

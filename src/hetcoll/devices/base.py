@@ -9,6 +9,7 @@ but not from a fork's child: a driver's state does not survive a fork.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -22,13 +23,15 @@ IPC_BYTES = 64  # of a memory handle, with both vendors
 
 # The names under which the engine looks for a driver's functions; `Device.functions` gives their addresses.
 CUDA_FUNCTIONS = (
-    "cuCtxSetCurrent", "cuMemcpyAsync", "cuStreamWriteValue64", "cuStreamWaitValue64", "cuLaunchKernel",
+    "cuCtxGetCurrent", "cuCtxSetCurrent",
+    "cuMemcpyAsync", "cuStreamWriteValue64", "cuStreamWaitValue64", "cuLaunchKernel",
     "cuLaunchHostFunc", "cuEventCreate", "cuEventDestroy", "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent",
     "cuStreamIsCapturing", "cuStreamSynchronize", "cuStreamQuery", "cuGetErrorName",
     "cuThreadExchangeStreamCaptureMode",
 )  # fmt: skip
 HIP_FUNCTIONS = (
-    "hipSetDevice", "hipMemcpyAsync", "hipStreamWriteValue64", "hipStreamWaitValue64", "hipModuleLaunchKernel",
+    "hipGetDevice", "hipSetDevice",
+    "hipMemcpyAsync", "hipStreamWriteValue64", "hipStreamWaitValue64", "hipModuleLaunchKernel",
     "hipLaunchHostFunc", "hipEventCreateWithFlags", "hipEventDestroy", "hipEventRecord", "hipEventQuery",
     "hipStreamWaitEvent", "hipStreamIsCapturing", "hipStreamSynchronize", "hipStreamQuery", "hipGetErrorName",
     "hipThreadExchangeStreamCaptureMode",
@@ -111,6 +114,9 @@ class Device(Protocol):
 
     def activate(self) -> None:
         """Make the device current on this thread and leave it so. Cheap when it already is."""
+
+    def active(self) -> AbstractContextManager[object]:
+        """The device is current on this thread for as long as the block runs; afterwards what was before."""
 
     # ---- Memory ----
 

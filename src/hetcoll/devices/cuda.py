@@ -9,7 +9,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from mmap import PAGESIZE
 from typing import Any
 
@@ -108,6 +108,9 @@ class CudaDevice:
     def activate(self) -> None:
         if int(self._calls("cuCtxGetCurrent")) != self.context:
             self._calls("cuCtxSetCurrent", self.context)
+
+    def active(self) -> AbstractContextManager[object]:
+        return self._active()
 
     @contextmanager
     def _active(self) -> Iterator[Calls]:

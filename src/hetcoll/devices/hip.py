@@ -11,7 +11,7 @@ import importlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from mmap import PAGESIZE
 from typing import Any
 
@@ -114,6 +114,9 @@ class HipDevice:
     def activate(self) -> None:
         if self._calls("hipGetDevice") != self.index:
             self._calls("hipSetDevice", self.index)
+
+    def active(self) -> AbstractContextManager[object]:
+        return self._active()
 
     @contextmanager
     def _active(self) -> Iterator[Calls]:

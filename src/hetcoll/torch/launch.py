@@ -123,9 +123,10 @@ class Launcher(dist.ProcessGroup):
         """A blocking call goes to the current stream, another one to a stream of the group that waits for it."""
         current = torch.cuda.current_stream(device)
         if opts is not None and not opts.asyncOp:
-            start({})
-            if after is not None:
-                after()
+            with torch.cuda.device(device):
+                start({})
+                if after is not None:
+                    after()
             return StreamWork(current, outputs, None, self._failure, source)
         stream = self._stream(lane, device)
         stream.wait_stream(current)

@@ -9,7 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from ...env import environment
+from ...env import configuration
 
 log = logging.getLogger("hetcoll")
 
@@ -82,5 +82,5 @@ class Cache:
 
 def kept() -> Cache | None:
     """The cache that the environment asks for."""
-    directory = environment().config.cache
+    directory = configuration().cache
     return Cache(Path(directory)) if directory else None
