@@ -105,7 +105,7 @@ def test_explain_says_how_gpus_reach_each_other(mixed: Any) -> None:
     assert one[2].startswith("8-bit floats: the GPUs of rank 0 OCP and ranks 1-2 fnuz; a call has one kind")
     assert one[0] == two[0]
     far = mixed("nnaa", HETCOLL_HOST_ID=("a", "a", "b", "b")).run(explained)
-    assert "to that of rank 2 (hip gfx942): through pinned slots and 4 sockets (staged: another host)" in "".join(
+    assert "to that of rank 2 (hip gfx942): through pinned slots and 8 sockets (staged: another host)" in "".join(
         far[0]
     )
 

@@ -68,13 +68,10 @@ class Communicator(Messages, Regrouping):
         lxor, band, bor, bxor, where the dtype has it (`hetcoll.types.supports`). 8- and 16-bit floats are computed in
         float32 and rounded once per reduction.
         """
-        if (
-            not async_op
-            and timeout is None
-            and stream is None
-            and (done := self._call(_ALLREDUCE, sendbuf, recvbuf, op, 0))
-        ):
-            return done
+        if not async_op and timeout is None and stream is None:
+            done = self._call(_ALLREDUCE, sendbuf, recvbuf, op, 0)
+            if done is not None:
+                return done
         return self._launch(calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op), async_op, timeout, stream)
 
     def allgather(
@@ -90,13 +87,10 @@ class Communicator(Messages, Regrouping):
 
         In place when `sendbuf` is ``recvbuf[rank * count : (rank + 1) * count]``.
         """
-        if (
-            not async_op
-            and timeout is None
-            and stream is None
-            and (done := self._call(_ALLGATHER, sendbuf, recvbuf, _SUM, 0))
-        ):
-            return done
+        if not async_op and timeout is None and stream is None:
+            done = self._call(_ALLGATHER, sendbuf, recvbuf, _SUM, 0)
+            if done is not None:
+                return done
         return self._launch(calls.allgather(self._rank, self._size, sendbuf, recvbuf), async_op, timeout, stream)
 
     def reduce_scatter(
@@ -113,13 +107,10 @@ class Communicator(Messages, Regrouping):
 
         In place when `recvbuf` is ``sendbuf[rank * count : (rank + 1) * count]``. `op` as in `allreduce`.
         """
-        if (
-            not async_op
-            and timeout is None
-            and stream is None
-            and (done := self._call(_REDUCE_SCATTER, sendbuf, recvbuf, op, 0))
-        ):
-            return done
+        if not async_op and timeout is None and stream is None:
+            done = self._call(_REDUCE_SCATTER, sendbuf, recvbuf, op, 0)
+            if done is not None:
+                return done
         return self._launch(
             calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op), async_op, timeout, stream
         )
@@ -134,13 +125,10 @@ class Communicator(Messages, Regrouping):
         timeout: float | None = None,
     ) -> Work:
         """Copy the root's `buf` into every other rank's. Only the root may pass a read-only array."""
-        if (
-            not async_op
-            and timeout is None
-            and stream is None
-            and (done := self._call(_BROADCAST, buf, None, _SUM, root))
-        ):
-            return done
+        if not async_op and timeout is None and stream is None:
+            done = self._call(_BROADCAST, buf, None, _SUM, root)
+            if done is not None:
+                return done
         return self._launch(calls.broadcast(self._rank, self._size, buf, root), async_op, timeout, stream)
 
     def reduce(
@@ -159,13 +147,10 @@ class Communicator(Messages, Regrouping):
         Other ranks' `recvbuf` is not looked at, and their `sendbuf` is not written.
         """
         into = recvbuf if self._rank == root else None
-        if (
-            not async_op
-            and timeout is None
-            and stream is None
-            and (done := self._call(_REDUCE, sendbuf, into, op, root))
-        ):
-            return done
+        if not async_op and timeout is None and stream is None:
+            done = self._call(_REDUCE, sendbuf, into, op, root)
+            if done is not None:
+                return done
         return self._launch(calls.reduce(self._rank, self._size, sendbuf, into, op, root), async_op, timeout, stream)
 
     def gather(
@@ -185,7 +170,7 @@ class Communicator(Messages, Regrouping):
         """
         into = recvbuf if self._rank == root else None
         plain = not async_op and timeout is None and stream is None and (into is None) == (self._rank != root)
-        if plain and (done := self._call(_GATHER, sendbuf, into, _SUM, root)):
+        if plain and (done := self._call(_GATHER, sendbuf, into, _SUM, root)) is not None:
             return done
         return self._launch(calls.gather(self._rank, self._size, sendbuf, recvbuf, root), async_op, timeout, stream)
 
@@ -206,7 +191,7 @@ class Communicator(Messages, Regrouping):
         """
         if not async_op and timeout is None and stream is None and recvbuf is not None:
             source, into = (sendbuf, recvbuf) if self._rank == root else (recvbuf, None)
-            if done := self._call(_SCATTER, source, into, _SUM, root):
+            if (done := self._call(_SCATTER, source, into, _SUM, root)) is not None:
                 return done
         return self._launch(calls.scatter(self._rank, self._size, sendbuf, recvbuf, root), async_op, timeout, stream)
 
@@ -227,7 +212,7 @@ class Communicator(Messages, Regrouping):
         ``sendcounts[b]`` must be rank b's ``recvcounts[a]``). In place (the same array) only with equal parts.
         """
         plain = sendcounts is None and recvcounts is None and not async_op and timeout is None and stream is None
-        if plain and (done := self._call(_ALLTOALL, sendbuf, recvbuf, _SUM, 0)):
+        if plain and (done := self._call(_ALLTOALL, sendbuf, recvbuf, _SUM, 0)) is not None:
             return done
         call = calls.alltoall(self._rank, self._size, sendbuf, recvbuf, sendcounts, recvcounts)
         return self._launch(call, async_op, timeout, stream)
@@ -264,7 +249,7 @@ class Communicator(Messages, Regrouping):
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work:
         """Return (or be done) only when every rank has called it."""
-        if not async_op and timeout is None and (done := self._call(_BARRIER, _NOTHING, None, _SUM, 0)):
+        if not async_op and timeout is None and (done := self._call(_BARRIER, _NOTHING, None, _SUM, 0)) is not None:
             return done
         return self._launch(calls.barrier(), async_op, timeout)
 
@@ -285,7 +270,7 @@ class Communicator(Messages, Regrouping):
         other first must use `group` or ``async_op=True``.
         """
         plain = not async_op and timeout is None and stream is None and self._batch is None
-        if plain and (done := self._call(SEND, buf, None, _SUM, peer)):
+        if plain and (done := self._call(SEND, buf, None, _SUM, peer)) is not None:
             return done
         return self._message(SEND, buf, peer, async_op, timeout, stream)
 
@@ -300,7 +285,7 @@ class Communicator(Messages, Regrouping):
     ) -> Work:
         """Receive `buf` from `peer`, which calls `send` with as many elements."""
         plain = not async_op and timeout is None and stream is None and self._batch is None
-        if plain and (done := self._call(RECV, buf, None, _SUM, peer)):
+        if plain and (done := self._call(RECV, buf, None, _SUM, peer)) is not None:
             return done
         return self._message(RECV, buf, peer, async_op, timeout, stream)
 
@@ -322,6 +307,6 @@ class Communicator(Messages, Regrouping):
         plain = (
             not async_op and timeout is None and stream is None and isinstance(dest, int) and isinstance(source, int)
         )
-        if plain and (done := self._call(SENDRECV, sendbuf, recvbuf, _SUM, dest << 16 | source)):
+        if plain and (done := self._call(SENDRECV, sendbuf, recvbuf, _SUM, dest << 16 | source)) is not None:
             return done
         return self._sendrecv(sendbuf, dest, recvbuf, source, async_op, timeout, stream)
