@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -99,19 +100,26 @@ class Job:
                 )
 
     def measure(self, op: str, nbytes: int) -> dict[str, float]:
-        """Rank 0's answer; they all agree."""
+        """Rank 0's answer; they all agree. Ranks that do not answer in time are ended."""
         for process in self.ranks:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"op": op, "nbytes": nbytes}) + "\n")
             process.stdin.flush()
         answers = []
+        late = threading.Timer(SECONDS, self.kill)
+        late.start()
         for process in self.ranks:
             assert process.stdout is not None
             answers.append(process.stdout.readline())
+        late.cancel()
         if not all(answers):
             raise RuntimeError(f"{self.peer.name}: a rank ended at {op} of {nbytes} bytes: {self.errors.read_text()}")
         found: dict[str, float] = json.loads(answers[0])
         return found
+
+    def kill(self) -> None:
+        for process in self.ranks:
+            process.kill()
 
     def close(self) -> None:
         for process in self.ranks:
