@@ -10,7 +10,7 @@ import sys
 import threading
 import unittest.mock
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -78,8 +78,9 @@ def run_on_gpu(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
         device.destroy_stream(stream)
 
 
-def check(ranks: Ranks, cases: list[Case]) -> None:
-    rows = ranks.run(run_on_gpu, cases, timeout=300)
+def check(ranks: Ranks, cases: list[Case], run: Callable[..., list[bytes]] = run_on_gpu) -> None:
+    """`run` checks the results on each rank; what all ranks must have alike is compared here, bit by bit."""
+    rows = ranks.run(run, cases, timeout=300)
     for case, digests in zip(cases, zip(*rows, strict=True), strict=True):
         if case.collective in ("allreduce", "allgather", "allgatherv", "broadcast"):
             assert len(set(digests)) == 1, f"{case}: ranks hold different bits"
@@ -93,6 +94,16 @@ def cases_of(size: int, counts: tuple[int, ...]) -> Iterator[Case]:
         turn += 1
         op = ("sum", "max", "avg")[turn % 3] if "reduce" in kind else "sum"
         yield Case(kind, ("float32", "bfloat16", "int64")[turn % 3], count, op, turn % size, inplace, seed=turn)
+
+
+def every_reduction() -> list[Case]:
+    return [
+        Case("allreduce", dtype.label, count, op.label, seed=count, exact=op is not ReduceOp.AVG)
+        for dtype in DType
+        for op in ReduceOp
+        for count in (7, 2001)
+        if supports(dtype, op)
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 3])

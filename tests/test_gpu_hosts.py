@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -124,10 +125,11 @@ def test_what_was_sent_outlives_the_communicator(gpus: Any) -> None:
 # What goes wrong.
 
 
-def reduce_until_told(comm: hetcoll.Communicator, count: int) -> None:
+def reduce_until_told(comm: hetcoll.Communicator, count: int, begun: Path) -> None:
     array = DeviceArray.of(device_of_rank(comm.rank), np.ones(count, np.float32))
     for _ in range(100_000):
         comm.allreduce(array.buffer(), op="max").wait(30)
+        (begun / str(comm.rank)).touch()
 
 
 @pytest.fixture
@@ -145,10 +147,10 @@ def start(gpus: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("count", [1000, 4_000_000])
-def test_a_killed_rank_is_named_at_once(start: Any, count: int) -> None:
+def test_a_killed_rank_is_named_at_once(start: Any, count: int, tmp_path: Path) -> None:
     ranks = start("aab")
-    ranks.start(reduce_until_told, count)
-    time.sleep(2.0)
+    ranks.start(reduce_until_told, count, tmp_path)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 3, 60)
     killed = time.monotonic()
     ranks.kill(2)
     check_lost(ranks.finish(20), 2, killed, 5.0)

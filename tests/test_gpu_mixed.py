@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import standins
-from ranks import Ranks, close_all
+from ranks import Ranks, close_all, wait_until
 from reference import Case
-from test_gpu import cases_of, check, device_of_rank, exchange, overlap
+from test_gpu import cases_of, check, device_of_rank, every_reduction, exchange, overlap
 
 import hetcoll
 from hetcoll.devices.array import DeviceArray
 from hetcoll.errors import CollectiveMismatchError, CommunicationError, PeerLostError
-from hetcoll.types import DType, ReduceOp, supports
 
 pytestmark = pytest.mark.standins
 
@@ -74,14 +73,7 @@ def test_every_collective_between_hosts(mixed: Any) -> None:
 @pytest.mark.parametrize("gpus", ["na", "naa"])
 def test_every_type_with_every_reduction(mixed: Any, gpus: str) -> None:
     """Alone, all are reduced by our kernels; two of AMD's are RCCL's, where it knows the type and the reduction."""
-    cases = [
-        Case("allreduce", dtype.label, count, op.label, seed=count, exact=op is not ReduceOp.AVG)
-        for dtype in DType
-        for op in ReduceOp
-        for count in (7, 2001)
-        if supports(dtype, op)
-    ]
-    check(mixed(gpus), cases)
+    check(mixed(gpus), every_reduction())
 
 
 def test_parts_of_unequal_size(mixed: Any) -> None:
@@ -149,10 +141,14 @@ def test_libraries_that_may_wait_for_the_device(mixed: Any) -> None:
 # What goes wrong.
 
 
-def reduce_until_told(comm: hetcoll.Communicator, count: int, kinds: tuple[str, ...]) -> None:
+def reduce_until_told(
+    comm: hetcoll.Communicator, count: int, kinds: tuple[str, ...], begun: Path | None = None
+) -> None:
     array = DeviceArray(device_of_rank(comm.rank), count, kinds[comm.rank % len(kinds)])
     for _ in range(100_000):
         comm.allreduce(array.buffer(), op="max").wait(60)
+        if begun is not None:
+            (begun / str(comm.rank)).touch()
 
 
 @pytest.mark.parametrize(
@@ -178,11 +174,11 @@ def test_errors_of_a_vendor_end_the_call_everywhere(failing: dict[str, str], nam
 
 
 @pytest.mark.parametrize("killed", [0, 3])
-def test_a_killed_rank_is_named(killed: int) -> None:
+def test_a_killed_rank_is_named(killed: int, tmp_path: Path) -> None:
     ranks = start("nnaa")
     try:
-        ranks.start(reduce_until_told, 300_001, ("float32",))
-        time.sleep(3.0)
+        ranks.start(reduce_until_told, 300_001, ("float32",), tmp_path)
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 4, 60)
         ranks.kill(killed)
         outcomes = ranks.finish(120, only=[rank for rank in range(4) if rank != killed])
     finally:
