@@ -24,33 +24,24 @@ import numpy as np
 from . import _native, streams
 from .buffers import Buffer, read_buffer
 from .calls import Call
-from .devices.kernels.source import exchange_name, oneshot_name
-from .devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot
 from .devices.signals import signal_kernels
 from .diagnosis import Diagnosis, Kind
 from .errors import ArgumentError, BufferTypeError, CollectiveTimeoutError
 from .gpu_edges import GpuEdges, Prepare
 from .gpu_islands import Gpu, GpuIslands, Meet, unlike_float8
+from .gpu_kernels import MEDIUM, STATE_BYTES, ZERO, OneKernel
 from .gpu_plans import DeviceBinder, GpuPlans, Kept
 from .gpu_share import GpuShare, Note
 from .gpu_watch import GpuWatch
 from .relays import Relays
 from .rendezvous.descriptors import new_name
 from .selection import describe_message, descriptor, message_key
-from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS
-from .types import Collective, DType, ReduceOp
+from .types import DType
 from .wiring import Wiring
 from .work import Work
 
 if TYPE_CHECKING:
     from .devices.base import Device
-
-_SMALL = 64 << 10  # bytes up to which one kernel beats copies
-_MEDIUM = 2 << 20  # bytes that a rank reads up to which a larger kernel does
-_LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
-_ONESHOT_STATE = 256
-_ZERO = _ONESHOT_STATE + 8 * BLOCKS  # 8 bytes that stay 0
-_STATE_BYTES = _ZERO + 8
 
 _DLPACK = {"cuda": 2, "rocm": 10}  # dlpack.h: kDLCUDA, kDLROCM
 _MESSAGE = "a message"
@@ -94,13 +85,13 @@ class GpuPath:
                 undo.callback(device.destroy_stream, stream)
             staging = device.allocate(_native.STAGED_MESSAGES * self._slot_bytes)
             undo.callback(device.free, staging)
-            self._state = device.allocate(_STATE_BYTES)
+            self._state = device.allocate(STATE_BYTES)
             undo.callback(device.free, self._state)
-            _clear(device, self._state, _STATE_BYTES)
+            _clear(device, self._state, STATE_BYTES)
             abort = self._segment.aborts[share.here]  # the rest of its cache line is this rank's, too
             self._queue = _native.DeviceQueue(
                 vendor=device.vendor,
-                functions={**device.functions(), **signal_kernels(device, abort + 8, self._state + _ZERO, abort)},
+                functions={**device.functions(), **signal_kernels(device, abort + 8, self._state + ZERO, abort)},
                 streams=streams,
                 staging=staging,
                 slot_bytes=self._slot_bytes,
@@ -119,6 +110,9 @@ class GpuPath:
                 self._slot_bytes,
                 DeviceBinder(self._queue, device, self._edges.of),
             )
+            self._one_kernel = None
+            if self._edges.one_host and not self._islands.whole and all(gpu.vendor for gpu in share.gpus):
+                self._one_kernel = OneKernel(self._queue, device, share, self._state, wiring.rank, wiring.size)
             self._watch = GpuWatch(
                 self._settled,
                 self._edges.progress,
@@ -185,7 +179,8 @@ class GpuPath:
 
     def _bind(self, call: Call) -> _native.GpuCall:
         what = call.describe()
-        shape = self._one_kernel(call) or self._plans.compile(call)
+        small = None if self._one_kernel is None else self._one_kernel.bind(call)
+        shape = small or self._plans.compile(call)
         bound = self._bound(shape, what, [self._share.entry(what)])
         if (key := call.key) is not None:
             self._calls.remember(*key, bound)
@@ -207,36 +202,6 @@ class GpuPath:
             p2p=message is not None,
         )
 
-    def _one_kernel(self, call: Call) -> _native.KernelShape | None:
-        """The call as one kernel a rank, where that is faster than copies."""
-        size = self._wiring.size
-        one_host = self._edges.one_host and size <= ONESHOT_RANKS and all(gpu.vendor for gpu in self._share.gpus)
-        small = call.collective is Collective.ALLREDUCE and call.count > 0
-        if not small or not one_host or self._islands.whole:
-            return None
-        arguments: Oneshot | Exchange
-        table, segment, item = self._device.kernels(), self._segment, call.dtype.itemsize
-        if call.nbytes <= _SMALL:
-            name = oneshot_name(call.dtype, call.op)
-            blocks, threads = table.oneshot_launch(call.count, item)
-            arguments = Oneshot(state=self._state, words=AREA_WORDS)
-            arguments.areas[:size] = segment.areas
-        elif call.nbytes * (size - 1) <= _MEDIUM:
-            name = exchange_name(call.dtype, call.op)
-            chunk = max(_LEAST_CHUNK, min(RING_SLOT_BYTES, -(-call.nbytes // (BLOCKS * _PACK)) * _PACK))
-            blocks, threads = min(BLOCKS, -(-call.nbytes // chunk)), _THREADS
-            arguments = Exchange(slots=RING_SLOTS, slot_bytes=RING_SLOT_BYTES, chunk_bytes=chunk)
-            arguments.state = self._state + _ONESHOT_STATE
-            arguments.rings[:size], arguments.words[:size] = segment.rings, segment.ring_words
-        else:
-            return None
-        arguments.count, arguments.rank, arguments.size = call.count, self._wiring.rank, size
-        arguments.divisor = size if call.op is ReduceOp.AVG else 1
-        arguments.abort = segment.aborts[self._share.here]
-        return self._queue.bind_kernel(
-            function=table.function(name), arguments=bytes(arguments), blocks=blocks, threads=threads
-        )
-
     def _stream(self, stream: object, **buffers: Buffer | None) -> int:
         for name, buffer in buffers.items():
             if buffer is not None and (buffer.device, buffer.index) != (self._kind, self._device.index):
@@ -255,7 +220,7 @@ class GpuPath:
             raise ArgumentError(f"stream: wanted one of {self._kind}:{self._device.index}: {problem}")
         raise ArgumentError(
             "stream: a graph is being captured on it; wanted a call inside an island or an all-reduce of up to "
-            f"{_MEDIUM >> 20} MiB in one host, got one that GPUs exchange by copies"
+            f"{MEDIUM >> 20} MiB in one host, got one that GPUs exchange by copies"
         )
 
     def _ended(self, problem: str) -> NoReturn:
