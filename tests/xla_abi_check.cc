@@ -4,14 +4,9 @@
 #include <xla/ffi/api/c_api.h>
 
 #include "python/xla_abi.h"
+#include "same_layout.h"
 
 namespace hetcoll::xla {
-
-#define SAME_SIZE(ours, theirs) static_assert(sizeof(ours) == sizeof(theirs))
-#define SAME_PLACE(ours, a, theirs, b)                     \
-  static_assert(offsetof(ours, a) == offsetof(theirs, b)); \
-  static_assert(sizeof(ours::a) == sizeof(theirs::b))
-#define SAME(ours, theirs, field) SAME_PLACE(ours, field, theirs, field)
 
 static_assert(kApiMajor == XLA_FFI_API_MAJOR && kApiMinor <= XLA_FFI_API_MINOR);
 static_assert(kExtensionMetadata == XLA_FFI_Extension_Metadata);

@@ -3,16 +3,11 @@
 
 #include <infiniband/verbs.h>
 
+#include "../same_layout.h"
 #include "transport/verbs/abi.h"
 #include "transport/verbs/api.h"
 
 namespace hetcoll::ibv {
-
-#define SAME_SIZE(ours, theirs) static_assert(sizeof(ours) == sizeof(theirs))
-#define SAME_PLACE(ours, a, theirs, b)                     \
-  static_assert(offsetof(ours, a) == offsetof(theirs, b)); \
-  static_assert(sizeof(ours::a) == sizeof(theirs::b))
-#define SAME(ours, theirs, field) SAME_PLACE(ours, field, theirs, field)
 
 SAME_PLACE(Context, ops, ibv_context, ops);
 SAME_SIZE(ContextOps, ibv_context_ops);
