@@ -27,22 +27,18 @@ class Compiler {
     const Place src{static_cast<Area>(s.src_buf), s.src_off};
     const Place dst{static_cast<Area>(s.dst_buf), s.dst_off};
     switch (s.op) {
-      case Op::kSend:
-        Touches(kOutLane, std::array{Read(src, s.len)});
-        Add({.step = DeviceStep::kWaitCredit, .stream = kOutLane, .edge = edge});
-        Add({.step = DeviceStep::kCopyOut, .stream = kOutLane, .edge = edge, .src = src, .n = s.len});
-        return Signal(DeviceStep::kPublish, kPublishLane, kOutLane, edge);
+      case Op::kSend: {
+        const std::uint8_t lane = Turn(kOutLanes, sends_);
+        Touches(lane, std::array{Read(src, s.len)});
+        Add({.step = DeviceStep::kWaitCredit, .stream = lane, .edge = edge});
+        Add({.step = DeviceStep::kCopyOut, .stream = lane, .edge = edge, .src = src, .n = s.len});
+        return Signal(DeviceStep::kPublish, kPublishLane, lane, edge);
+      }
       case Op::kRecv:
-        Touches(kInLane, std::array{Write(dst, s.len)});
-        Add({.step = DeviceStep::kWaitReady, .stream = kInLane, .edge = edge});
-        Add({.step = DeviceStep::kCopyIn, .stream = kInLane, .edge = edge, .dst = dst, .n = s.len});
-        return Signal(DeviceStep::kGrant, kGrantLane, kInLane, edge);
+        return Receive(dst, s.len, edge);
       case Op::kRecvReduce: {
         const Place staged{Area::kStaging, slot_bytes * (stagings_++ % kStagedMessages)};
-        Touches(kInLane, std::array{Write(staged, s.len)});
-        Add({.step = DeviceStep::kWaitReady, .stream = kInLane, .edge = edge});
-        Add({.step = DeviceStep::kCopyIn, .stream = kInLane, .edge = edge, .dst = staged, .n = s.len});
-        Signal(DeviceStep::kGrant, kGrantLane, kInLane, edge);
+        Receive(staged, s.len, edge);
         Touches(kWorkLane, std::array{Read(staged, s.len), Read(src, s.len), Write(dst, s.len)});
         Add({.step = DeviceStep::kReduce, .stream = kWorkLane, .dst = dst, .src = src, .other = staged, .n = s.len});
         return Done(kWorkLane);
@@ -91,6 +87,18 @@ class Compiler {
   }
 
  private:
+  static std::uint8_t Turn(DeviceLane first, unsigned& turns) {
+    return static_cast<std::uint8_t>(first + turns++ % kCopyLanes);
+  }
+
+  void Receive(const Place& dst, std::size_t n, std::uint16_t edge) {
+    const std::uint8_t lane = Turn(kInLanes, receives_);
+    Touches(lane, std::array{Write(dst, n)});
+    Add({.step = DeviceStep::kWaitReady, .stream = lane, .edge = edge});
+    Add({.step = DeviceStep::kCopyIn, .stream = lane, .edge = edge, .dst = dst, .n = n});
+    Signal(DeviceStep::kGrant, kGrantLane, lane, edge);
+  }
+
   // SEND and RECV may be the same memory: then the smaller is this rank's part of the larger.
   Touch Named(const Place& at, std::size_t n, bool writes) const {
     Touch t{at.area, at.offset, at.offset + n, writes, 0, 0};
@@ -171,6 +179,8 @@ class Compiler {
   DeviceProgram& program_;
   const BoundPlan& plan_;
   unsigned stagings_ = 0;
+  unsigned sends_ = 0;
+  unsigned receives_ = 0;
   Positions position_{};
   std::array<Positions, kDeviceLanes> waited_{};  // [stream][other]: position of `other` that `stream` comes after
   std::vector<Touch> touched_;

@@ -76,19 +76,21 @@ struct DeviceAction {
   std::size_t n = 0;
 };
 
-// The streams of a queue, by what they do. One for each direction: copies of a GPU in one direction come one after
-// another anyway, and a signal that shares a stream with copies, or a second stream of them, waits for the copy that
-// was begun meanwhile (seen on H200s: up to the 90 us that 4 MiB take).
+// The streams of a queue, by what they do. Two for each direction of copies, which take turns: a stream that waits for
+// a value in host memory leaves its copy engine idle for some microseconds before the next copy (seen on H200s: 5 to 7
+// us of the 73 that 3 MiB take), and meanwhile the other one copies. Signals have streams of their own: behind a copy
+// in the same stream they would wait for the one that was begun meanwhile.
+inline constexpr unsigned kCopyLanes = 2;
 enum DeviceLane : std::uint8_t {
-  kOutLane,      // fills slots
-  kInLane,       // empties slots
-  kPublishLane,  // says that slots are full
-  kGrantLane,    // says that slots are empty
-  kWorkLane,     // reductions, and copies inside the GPU
-  kLocalLane,    // what the vendor's library does
+  kOutLanes,                             // fill slots
+  kInLanes = kOutLanes + kCopyLanes,     // empty slots
+  kPublishLane = kInLanes + kCopyLanes,  // says that slots are full
+  kGrantLane,                            // says that slots are empty
+  kWorkLane,                             // reductions, and copies inside the GPU
+  kLocalLane,                            // what the vendor's library does
 };
-inline constexpr unsigned kDeviceLanes = 6;
-inline constexpr unsigned kStagedMessages = 2;  // that have come and wait for their reduction
+inline constexpr unsigned kDeviceLanes = kLocalLane + 1;
+inline constexpr unsigned kStagedMessages = 2 * kCopyLanes;  // that have come and wait for their reduction
 
 // A part of a local step; nothing where n is 0.
 struct LocalPart {
