@@ -19,6 +19,7 @@ void Stores();
 void BadHeaders();
 void Private();
 void NotPrivate();
+void HugePages();
 void Withdrawing();
 void DeadSender();
 void PrivateMessages();
@@ -276,6 +277,7 @@ constexpr Scenario kScenarios[] = {
     {"slots: headers", BadHeaders},
     {"private", Private},
     {"private: not", NotPrivate},
+    {"private: huge pages", HugePages},
     {"private: withdrawn", Withdrawing},
     {"private: dead", DeadSender},
     {"private: messages", PrivateMessages},

@@ -1,8 +1,12 @@
 // The ends of an edge in shared memory, by themselves: slots that go out, come back and are used again; messages that
 // are read in the sender's process; headers that no correct peer writes.
 
+#include <sys/mman.h>
+#include <sys/utsname.h>
 #include <sys/wait.h>
 
+#include <cstdio>
+#include <fstream>
 #include <optional>
 
 #include "harness.h"
@@ -277,19 +281,82 @@ void NotPrivate() {
   Pair gone = Introduced(PrivateReads::kAlways);
   gone.segment->owner(0).token_at = 8;
   CHECK(reads(gone) == 2, "nothing is there");
-  Pair claimed = Introduced(PrivateReads::kAuto);
-  CHECK(reads(claimed) == 0, "slots are faster up to a larger size");
   Pair either = Introduced(PrivateReads::kAuto, SlotStores::kCached);
   CHECK(reads(either) == 1, "by itself");
-  const std::size_t least = LeastPrivate(PrivateReads::kAuto, either.segment->policy());
-  const Frame shorter{1, least - 1, true, -1, true}, longer{2, least, true, -1, true};
+  const LeastPrivate least(PrivateReads::kAuto, either.segment->policy());
+  const Frame shorter{1, least.huge - 1, true, -1, true}, longer{2, least.any, true, -1, true};
   for (const Frame& m : {shorter, longer}) {
     const Bytes data = Pattern(m.total, 9);
     Bytes got(m.total);
     std::size_t taken = 0;
     Send(*either.a[0].send, m, data, [&] { taken = Receive(*either.b[0].recv, m, got, taken); });
-    CHECK((either.a[0].send->Lent() > 0) == (m.total == least), "%zu bytes", m.total);
+    CHECK((either.a[0].send->Lent() > 0) == (m.total == least.any), "%zu bytes", m.total);
     CHECK(Receive(*either.b[0].recv, m, got, taken) == m.total && got == data, "%zu bytes arrive", m.total);
+  }
+}
+
+// Memory that begins with a huge page, as far as the kernel has one and is allowed to give it.
+struct Mapped {
+  Mapped(std::size_t n, bool huge) : size(n + kHuge) {
+    all = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const auto address = reinterpret_cast<std::uintptr_t>(all);
+    data = static_cast<std::byte*>(all) + (-address % kHuge);
+    madvise(all, size, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+    std::memset(data, 1, n);
+  }
+  ~Mapped() { munmap(all, size); }
+  Mapped(const Mapped&) = delete;
+  Mapped& operator=(const Mapped&) = delete;
+
+  // Bytes of the mapping that lie in huge pages, as the kernel tells people.
+  std::size_t InHugePages() const {
+    std::ifstream maps("/proc/self/smaps");
+    std::size_t kib = 0, start = 0, end = 0;
+    for (std::string line; std::getline(maps, line);) {
+      if (std::sscanf(line.c_str(), "%zx-%zx ", &start, &end) == 2) continue;
+      const auto at = reinterpret_cast<std::uintptr_t>(data);
+      if (start <= at && at < end && std::sscanf(line.c_str(), "AnonHugePages: %zu", &kib) == 1) return kib << 10;
+    }
+    return 0;
+  }
+
+  static constexpr std::size_t kHuge = std::size_t{2} << 20;
+  std::size_t size;
+  void* all;
+  std::byte* data;
+};
+
+// Whether the kernel tells programs which pages are huge.
+bool Tells() {
+  utsname name{};
+  int major = 0, minor = 0;
+  return uname(&name) == 0 && std::sscanf(name.release, "%d.%d", &major, &minor) == 2 &&
+         (major > 6 || (major == 6 && minor >= 7));
+}
+
+// In between, only what lies in huge pages is read where it lies.
+void HugePages() {
+  Pair pair = Introduced(PrivateReads::kAuto);
+  Carry(pair, 0);
+  const LeastPrivate least(PrivateReads::kAuto, pair.segment->policy());
+  const Frame shorter{1, least.huge - 1, true, -1, true}, between{2, least.huge, true, -1, true};
+  for (const bool wanted : {false, true}) {
+    const Mapped memory(between.total, wanted);
+    const bool huge = Tells() && memory.InHugePages() >= between.total / 2;
+    CHECK(!huge || wanted, "the kernel was told not to");
+    CHECK(OwnPages().MostlyHuge(memory.data, between.total) == huge, "wanted %d", wanted);
+    for (const Frame& m : {shorter, between}) {
+      Bytes got(m.total);
+      std::size_t sent = 0, taken = 0;
+      while (sent < m.total) {
+        const std::ptrdiff_t n = pair.a[0].send->Push(m, sent, memory.data + sent, m.total - sent);
+        if (n == kWouldBlock) taken = Receive(*pair.b[0].recv, m, got, taken);
+        if (n > 0) sent += static_cast<std::size_t>(n);
+      }
+      CHECK((pair.a[0].send->Lent() > 0) == (huge && m.total == between.total), "%zu bytes", m.total);
+      CHECK(Receive(*pair.b[0].recv, m, got, taken) == m.total, "%zu bytes arrive", m.total);
+      CHECK(std::memcmp(got.data(), memory.data, m.total) == 0, "%zu bytes are right", m.total);
+    }
   }
 }
 

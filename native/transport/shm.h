@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "engine/plan.h"
+#include "transport/pages.h"
 #include "transport/transport.h"
 
 namespace hetcoll {
@@ -144,6 +145,7 @@ class ShmSegment {
   const ShmLayout& layout() const { return layout_; }
   StorePolicy& policy() const { return *policy_; }
   PrivateReads reads() const { return options_.reads; }
+  const OwnPages& pages() const { return *pages_; }
 
  private:
   ShmSegment(std::shared_ptr<std::byte> base, const ShmLayout& layout, const ShmOptions& options)
@@ -151,6 +153,7 @@ class ShmSegment {
 
   ShmOptions options_;
   std::unique_ptr<StorePolicy> policy_ = std::make_unique<StorePolicy>(options_.stores);
+  std::unique_ptr<OwnPages> pages_ = std::make_unique<OwnPages>();
   ShmLayout layout_;
   std::shared_ptr<std::byte> base_;
   std::unique_ptr<std::uint64_t> token_ = std::make_unique<std::uint64_t>(0);

@@ -13,13 +13,18 @@ namespace hetcoll {
 
 inline constexpr std::size_t kPrivateFragment = std::size_t{1} << 20;
 
-// The length from which on messages are read in this way, where it works. Up to there two copies that stay in the L2
-// caches are faster: docs/performance.md.
-inline std::size_t LeastPrivate(PrivateReads reads, const StorePolicy& policy) {
-  constexpr std::size_t kKiB = 1024;
-  if (reads == PrivateReads::kNever) return SIZE_MAX;
-  return (reads == PrivateReads::kAlways ? 128 : policy.claims() ? 4097 : 2048) * kKiB;
-}
+// The lengths from which on messages are read in this way, where it works: those that lie in huge pages, and all. Up to
+// there two copies that stay in the L2 caches are faster: docs/performance.md.
+struct LeastPrivate {
+  LeastPrivate(PrivateReads reads, const StorePolicy& policy) {
+    constexpr std::size_t kKiB = 1024;
+    if (reads == PrivateReads::kNever) huge = any = SIZE_MAX;
+    if (reads == PrivateReads::kAlways) huge = any = 128 * kKiB;
+    if (reads == PrivateReads::kAuto) huge = 512 * kKiB, any = (policy.claims() ? 4097 : 2048) * kKiB;
+  }
+  std::size_t huge = 0;
+  std::size_t any = 0;
+};
 
 // Another process's memory, on the receiver's side.
 class PrivateMemory {

@@ -20,7 +20,7 @@ class ShmRecv final : public RecvEnd {
         neighbour_(std::move(neighbour)),
         open_(neighbour_->open[static_cast<std::size_t>(channel)]),
         memory_(segment.owner(other), peer),
-        least_private_(LeastPrivate(segment.reads(), segment.policy())),
+        least_private_(LeastPrivate(segment.reads(), segment.policy()).huge),
         peer_(peer),
         base_(segment.base()),
         total_(segment.layout().total_bytes) {

@@ -28,7 +28,8 @@ class ShmSend final : public SendEnd {
   ShmSend(const ShmSegment& segment, int me, int other, int channel, std::shared_ptr<Neighbour> neighbour)
       : edge_(segment, me, other, channel),
         policy_(segment.policy()),
-        least_private_(LeastPrivate(segment.reads(), segment.policy())),
+        least_private_(segment.reads(), segment.policy()),
+        pages_(segment.pages()),
         neighbour_(std::move(neighbour)),
         channel_(channel),
         base_(segment.base()),
@@ -100,8 +101,9 @@ class ShmSend final : public SendEnd {
     lends_ = false;
     if (at > 0 || !m.may_lend) return false;
     on_heap_ = OnHeap(data);
-    lends_ = on_heap_ ||
-             (m.exchanged && m.total >= least_private_ && edge_.credit->reads.load(std::memory_order_relaxed) == 1);
+    lends_ = on_heap_ || (m.exchanged && m.total >= least_private_.huge &&
+                          edge_.credit->reads.load(std::memory_order_relaxed) == 1 &&
+                          (m.total >= least_private_.any || pages_.MostlyHuge(data, m.total)));
     return lends_;
   }
 
@@ -180,7 +182,8 @@ class ShmSend final : public SendEnd {
 
   Edge edge_;
   StorePolicy& policy_;
-  std::size_t least_private_;
+  LeastPrivate least_private_;
+  const OwnPages& pages_;
   std::shared_ptr<Neighbour> neighbour_;
   int channel_;
   std::uint64_t sent_ = 0;       // fragments published
