@@ -34,6 +34,10 @@ struct Kernels {
 // supports). Unaligned pointers are allowed.
 const Kernels* FindKernels(DType dtype, ReduceOp op);
 
+// dst[i] = src[i] as 8-bit float of kind `to`: of the same format in OCP's kind and AMD's older one (fnuz), by value
+// (devices/kernels/convert.h). `to` = `from`, OCP's: to what both kinds hold. dst may be src. False: no such pair.
+bool ConvertFloat8(void* dst, const void* src, std::size_t count, DType from, DType to);
+
 // memcpy; with `stream`, stores bypass the cache. Regions do not overlap.
 void CopyBytes(void* dst, const void* src, std::size_t nbytes, bool stream);
 

@@ -76,6 +76,13 @@ void ScaleBytes(nb::handle x, int dtype, unsigned divisor) {
   kernels.scale(d.data(), d.nbytes() / item, divisor);
 }
 
+void ConvertAt(std::uintptr_t dst, std::uintptr_t src, std::size_t count, int from, int to) {
+  if (!ConvertFloat8(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), count, static_cast<DType>(from),
+                     static_cast<DType>(to))) {
+    throw nb::value_error("two kinds of one format of 8-bit floats were wanted");
+  }
+}
+
 // What the short way sees in an object: its address, count and type; None where it leaves it to the long way.
 nb::object ReadMemory(nb::handle object, bool writable) {
   HostBuffer buffer;
@@ -233,6 +240,7 @@ NB_MODULE(_native, m) {
   m.def("copy_bytes", [](std::uintptr_t dst, std::uintptr_t src, std::size_t n) {
     CopyBytes(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), n, false);
   });
+  m.def("convert_float8", &ConvertAt, nb::call_guard<nb::gil_scoped_release>());
   m.def("wire", &Wire);
   BindDevices(m);
   BindXla(m);

@@ -27,7 +27,7 @@ from .selection import Explanation, Selection
 from .topology import Topology
 from .wiring import PATIENCE, Check, Wiring
 from .witness import Witness
-from .work import DONE, Work
+from .work import DONE, Work, finished
 
 if TYPE_CHECKING:
     from .gpu import GpuPath
@@ -131,6 +131,9 @@ class Core:
             if buffer.device != "cpu":
                 return self._gpu_path(buffer).launch(call, stream, async_op)
             among = self._among_gpus()
+        finish = None
+        if among is not None:
+            call, finish = among.converted(call)
         plans = among or self._selection
         witness, thread = self._witness, threading.get_ident()
         witness.calls[thread], witness.preparing = call.describe(), thread
@@ -141,7 +144,7 @@ class Core:
             witness.preparing = None
             send = 0 if call.send is None else call.send.ptr
             recv = 0 if call.recv is None else call.recv.ptr
-            return self._run(shape, send, recv, async_op, seconds, (call.send, call.recv))
+            return finished(self._run(shape, send, recv, async_op, seconds, (call.send, call.recv)), finish)
         finally:
             witness.preparing = None
             witness.calls.pop(thread, None)

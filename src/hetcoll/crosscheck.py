@@ -20,11 +20,9 @@ from .buffers import Buffer, element_type
 from .calls import Call
 from .diagnosis import Diagnosis, Kind
 from .errors import ArgumentError, spell_ranks
-from .types import COMPLEX, FLOATS, ROOTED, Collective
+from .types import COMPLEX, FLOATS, ROOTED, SAME, Collective
 
 Meet = Callable[[str, bytes], list[bytes]]
-SAME = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.ALLGATHERV, Collective.BROADCAST})
-"""What leaves the same on every rank."""
 _EMPTY: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
 
 

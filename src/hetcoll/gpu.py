@@ -17,16 +17,17 @@ import importlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
-from . import _native, streams
+from . import _native, float8, streams
 from .buffers import Buffer, read_buffer
 from .calls import Call
 from .devices.signals import signal_kernels
 from .diagnosis import Diagnosis, Kind
-from .errors import ArgumentError, BufferTypeError, CollectiveTimeoutError
+from .errors import ArgumentError, BufferTypeError, CollectiveTimeoutError, DeviceError
 from .gpu_edges import GpuEdges, Prepare
 from .gpu_islands import Gpu, GpuIslands, Meet, unlike_float8
 from .gpu_kernels import MEDIUM, STATE_BYTES, ZERO, OneKernel
@@ -36,7 +37,7 @@ from .gpu_watch import GpuWatch
 from .relays import Relays
 from .rendezvous.descriptors import new_name
 from .selection import describe_message, descriptor, message_key
-from .types import DType
+from .types import OCP_OF, DType
 from .wiring import Wiring
 from .work import Work
 
@@ -101,6 +102,10 @@ class GpuPath:
             island = self._islands.island
             if island is not None:
                 self._queue.set_island(island.functions(), island.handle, island.rank, island.size)
+            self._float8 = None
+            if float8.two_kinds(share.gpus):
+                self._float8 = float8.OnGpu(device)
+                undo.callback(self._float8.close)
             self._relays = Relays(wiring, diagnosis, device, share)
             self._edges = GpuEdges(wiring, self._queue, share, self._relays, prepare, timeout)
             self._plans = GpuPlans(
@@ -144,18 +149,46 @@ class GpuPath:
     def launch(self, call: Call, stream: object, async_op: bool) -> GpuWork:
         """Enqueue `call` after what is on `stream` now; what comes on it later begins after it, unless `async_op`."""
         handle = self._stream(stream, sendbuf=call.send, recvbuf=call.recv)
+        passage = None if self._float8 is None else float8.Passage.of_call(call, self._wiring.rank)
+        if self._float8 is None or passage is None:
+            return self._launch(call, handle, async_op)
+        with self._float8.around(passage, handle, async_op) as (send, recv, on):
+            dtype = OCP_OF.get(call.dtype, call.dtype)
+            self._launch(replace(call, send=send, recv=recv, dtype=dtype), on, False, again=False)
+        return GpuWork(self, (call.send, call.recv), call.collective.label)
+
+    def _launch(self, call: Call, stream: int, async_op: bool, *, again: bool = True) -> GpuWork:
+        """`again`: the short way may run such a call when it comes again."""
         key = (
             call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
             call.recv_table,
         )  # fmt: skip
-        bound = self._known.get_or(key, lambda: self._bind(call))
-        return self._run(bound, call.send, call.recv, handle, async_op, call.collective.label)
+        bound = self._known.get_or(key, lambda: self._bind(call, again))
+        return self._run(bound, call.send, call.recv, stream, async_op, call.collective.label)
 
     def message(
         self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, stream: object, async_op: bool
     ) -> GpuWork:
         """Enqueue a message to `dest`, one from `source`, or both at once."""
         handle = self._stream(stream, sendbuf=send, recvbuf=recv)
+        passage = None if self._float8 is None else float8.Passage.of_message(send, dest, recv, self._wiring.rank)
+        if self._float8 is None or passage is None:
+            return self._message(send, dest, recv, source, handle, async_op)
+        with self._float8.around(passage, handle, async_op) as (out, into, on):
+            self._message(out, dest, into, source, on, False, again=False)
+        return GpuWork(self, (send, recv), _MESSAGE)
+
+    def _message(
+        self,
+        send: Buffer | None,
+        dest: int,
+        recv: Buffer | None,
+        source: int,
+        stream: int,
+        async_op: bool,
+        *,
+        again: bool = True,
+    ) -> GpuWork:
         first = send or recv
         assert first is not None
         ends = ((-1 if send is None else dest, _count(send)), (-1 if recv is None else source, _count(recv)))
@@ -165,10 +198,11 @@ class GpuPath:
             what = describe_message(send, dest, recv, source)
             notes = self._share.notes(send, dest, recv, source)
             bound = self._bound(self._plans.messages(*key), what, notes, first.dtype)
-            self._calls.remember(*message_key(send, dest, recv, source), bound)
+            if again:
+                self._calls.remember(*message_key(send, dest, recv, source), bound)
             return bound
 
-        return self._run(self._messages.get_or(key, bind), send, recv, handle, async_op, _MESSAGE)
+        return self._run(self._messages.get_or(key, bind), send, recv, stream, async_op, _MESSAGE)
 
     def _run(
         self, bound: _native.GpuCall, send: Buffer | None, recv: Buffer | None, stream: int, async_op: bool, what: str
@@ -177,12 +211,12 @@ class GpuPath:
         self._calls.run(bound, source, target, stream, not async_op)
         return GpuWork(self, (send, recv), what)
 
-    def _bind(self, call: Call) -> _native.GpuCall:
+    def _bind(self, call: Call, again: bool) -> _native.GpuCall:
         what = call.describe()
         small = None if self._one_kernel is None else self._one_kernel.bind(call)
         shape = small or self._plans.compile(call)
         bound = self._bound(shape, what, [self._share.entry(what)])
-        if (key := call.key) is not None:
+        if again and (key := call.key) is not None:
             self._calls.remember(*key, bound)
         return bound
 
@@ -259,8 +293,8 @@ class GpuPath:
     def _settled(self) -> bool:
         """Whether nothing is under way. A device that has failed ends the communicator, and does nothing more."""
         try:
-            return self._queue.idle()
-        except _native.Fault as error:
+            return self._queue.idle() and (self._float8 is None or self._float8.done)
+        except (_native.Fault, DeviceError) as error:
             if not self._engine.failed:
                 self._broken(str(error))
             return True
@@ -287,7 +321,10 @@ class GpuPath:
 
     def join(self, stream: object) -> None:
         """What comes on `stream` later begins after everything enqueued so far."""
-        self._queue.join(streams.handle(stream, None))
+        handle = streams.handle(stream, None)
+        self._queue.join(handle)
+        if self._float8 is not None:
+            self._float8.join(handle)
 
     def _grow_scratch(self, nbytes: int) -> None:
         """At least twice as much as before; the old one stays until `close`, since streams may still use it."""

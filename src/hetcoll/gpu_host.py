@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from . import _native
+from . import _native, float8
 from .buffers import Buffer
 from .calls import Call
 from .diagnosis import Diagnosis
@@ -23,7 +23,7 @@ from .plan import Plan
 from .rendezvous.descriptors import new_name
 from .selection import describe_message, descriptor
 from .slots import CHANNELS, SLOTS
-from .types import DType, ReduceOp
+from .types import OCP_OF, DType, ReduceOp
 from .wiring import Check, Wiring
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class HostPath:
         except BaseException:
             self._share.close()
             raise
+        self._two_kinds = float8.two_kinds(self._share.gpus)
         self._links = _Links(wiring, self._share)
         self._plans = GpuPlans(
             wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links)
@@ -84,6 +85,21 @@ class HostPath:
             return shape
 
         return self._shapes.get_or((first.dtype, *ends), bind)
+
+    def converted(self, call: Call) -> tuple[Call, Callable[[], None] | None]:
+        """The call to make instead, and what is to be done once it is complete: see `float8`."""
+        passage = float8.Passage.of_call(call, self._wiring.rank) if self._two_kinds else None
+        if passage is None:
+            return call, None
+        send, recv, finish = float8.on_host(passage)
+        return replace(call, send=send, recv=recv, dtype=OCP_OF.get(call.dtype, call.dtype)), finish
+
+    def converted_message(
+        self, send: Buffer | None, dest: int, recv: Buffer | None
+    ) -> tuple[Buffer | None, Buffer | None, Callable[[], None] | None]:
+        """The same for messages."""
+        passage = float8.Passage.of_message(send, dest, recv, self._wiring.rank) if self._two_kinds else None
+        return (send, recv, None) if passage is None else float8.on_host(passage)
 
     def note(self, call: Call) -> None:
         """Write a collective down for this host's other ranks; raises where one of them called something else."""

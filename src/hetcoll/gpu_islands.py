@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from .errors import HetcollError, InitError, spell_ranks
+from .float8 import two_kinds
 from .islands import nccl, rccl
 from .islands.library import Island
 from .islands.native import BYTES, Native, float8_kind, native
@@ -81,12 +82,15 @@ def tell_all(mine: Gpu, meet: Meet) -> list[Gpu]:
 
 
 def unlike_float8(gpus: Sequence[Gpu]) -> str:
-    """Whose 8-bit floats are of which kind, for people; nothing where all are of one."""
-    kinds = {kind: [rank for rank, gpu in enumerate(gpus) if gpu.float8 == kind] for kind in ("OCP", "fnuz")}
-    if not all(kinds.values()):
+    """Whose 8-bit floats are AMD's older ones, for people; nothing where no call on them converts."""
+    if not two_kinds(gpus):
         return ""
-    whose = " and ".join(f"{spell_ranks(ranks)} {kind}" for kind, ranks in kinds.items())
-    return f"8-bit floats: the GPUs of {whose}; a call has one kind on all ranks, nothing is converted"
+    older = [rank for rank, gpu in enumerate(gpus) if gpu.float8 == "fnuz"]
+    others = [rank for rank, gpu in enumerate(gpus) if gpu.vendor and gpu.float8 != "fnuz"]
+    return (
+        f"8-bit floats: {spell_ranks(older)} fnuz, {spell_ranks(others)} not; calls on them run in OCP's kind, and"
+        " arrays of fnuz are converted by value"
+    )
 
 
 class GpuIslands:

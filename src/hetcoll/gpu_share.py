@@ -104,7 +104,7 @@ class GpuShare:
         texts = [f"rank {ranks[i]} called {ledger.text(i, number) or 'something else'}" for i in (mine, peer)]
         kinds = {kind for text in texts for kind in _FLOAT8.findall(text)}
         if len(kinds) > 1:
-            texts.append(f"8-bit floats are not converted between {' and '.join(sorted(kinds))}")
+            texts.append("8-bit floats are converted only between kinds of one format, where ranks have GPUs of both")
         self._diagnosis.post(Kind.MISMATCH, ranks[peer], "; ".join(texts))
         raise self._diagnosis.error()
 

@@ -12,7 +12,7 @@ from .calls import check_rank
 from .core import Core
 from .errors import ArgumentError, BufferTypeError
 from .selection import RECV, SEND, describe_message
-from .work import DONE, Work
+from .work import DONE, Work, finished
 
 
 class Group(contextlib.AbstractContextManager[None]):
@@ -130,6 +130,9 @@ class Messages(Core):
         if buffer.device != "cpu":
             return self._gpu_path(buffer).message(send, dest, recv, source, stream, async_op)
         among = self._among_gpus()
+        finish = None
+        if among is not None:
+            send, recv, finish = among.converted_message(send, dest, recv)
         plans = among or self._selection
         calls, thread = self._witness.calls, threading.get_ident()
         calls[thread] = describe_message(send, dest, recv, source)
@@ -138,7 +141,8 @@ class Messages(Core):
             if among is not None:
                 among.note_message(send, dest, recv, source)
             ptrs = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
-            return self._run(shape, *ptrs, async_op, seconds, (send, recv), background=background)
+            work = self._run(shape, *ptrs, async_op, seconds, (send, recv), background=background)
+            return finished(work, finish)
         finally:
             calls.pop(thread, None)
 

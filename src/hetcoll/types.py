@@ -78,6 +78,9 @@ FLOATS = frozenset(
         DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2FNUZ,
     }
 )  # fmt: skip
+FNUZ_OF = {DType.FLOAT8_E4M3FN: DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2: DType.FLOAT8_E5M2FNUZ}
+"""8-bit floats: AMD's older kind, by OCP's."""
+OCP_OF = {fnuz: ocp for ocp, fnuz in FNUZ_OF.items()}
 COMPLEX = frozenset({DType.COMPLEX64, DType.COMPLEX128})
 
 
@@ -130,3 +133,5 @@ _PLAIN = {
 REDUCING = frozenset({Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE, Collective.REDUCE_SCATTERV})
 ROOTED = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER})
 WHOLE = frozenset({Collective.ALLREDUCE, Collective.BROADCAST, Collective.REDUCE})  # buffers are not cut by rank
+SAME = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.ALLGATHERV, Collective.BROADCAST})
+"""What leaves the same on every rank."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import _native
@@ -64,6 +66,48 @@ class Work:
 
     def __repr__(self) -> str:
         return f"<hetcoll.Work {self._what or 'done'}{'' if self.done else ' in flight'}>"
+
+
+class _Finished(Work):
+    """An operation with something left to be done by who finds it complete."""
+
+    __slots__ = ("_finish", "_lock", "_work")
+
+    def __init__(self, work: Work, finish: Callable[[], None]) -> None:
+        super().__init__(what=work._what)
+        self._work, self._lock = work, threading.Lock()
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._work.wait(timeout)
+        self._end()
+
+    @property
+    def done(self) -> bool:
+        done = self._work.done
+        if done and self._work.error is None:
+            self._end()
+        return done
+
+    @property
+    def error(self) -> Exception | None:
+        return self._work.error
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._finish is not None:
+                self._finish()
+            self._finish = None
+
+
+def finished(work: Work, finish: Callable[[], None] | None) -> Work:
+    """`work`, over only when `finish` was called after it; now, where it is complete."""
+    if finish is None:
+        return work
+    if work is not DONE:
+        return _Finished(work, finish)
+    finish()
+    return work
 
 
 DONE = Work()

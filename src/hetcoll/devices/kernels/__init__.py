@@ -13,6 +13,9 @@ Kernels (native signatures stand in ``*.h`` beside this file; counts are element
     The all-reduce of small messages in one host (``oneshot.h``). AVG is SUM with a divisor.
 ``bump(counter, base, offset)``, ``await(counter, base, offset, abort)``, ``advance(base, delta)``
     Signals and waits as kernels of one thread (``signals.h``).
+``convert_<dtype>_<dtype>(dst, src, count)``, ``common_<dtype>(dst, src, count)``
+    8-bit floats of OCP's kind and AMD's older one: to the other kind, or to what both hold (``convert.h``). dst may be
+    src.
 
 16- and 8-bit floats are computed in float32 and rounded once. The results have the bits of the host's kernels, but
 that any NaN is as good as another.
@@ -21,7 +24,7 @@ that any NaN is as good as another.
 from __future__ import annotations
 
 from .cache import Cache, kept
-from .source import modules, oneshot_name, reduce_name, reductions, scale_name, source
+from .source import convert_name, modules, oneshot_name, reduce_name, reductions, scale_name, source
 from .table import ONESHOT_RANKS, Compiler, KernelTable, Loader, Oneshot
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "KernelTable",
     "Loader",
     "Oneshot",
+    "convert_name",
     "kept",
     "modules",
     "oneshot_name",

@@ -212,6 +212,7 @@ struct Complex : Number<Pair<T>> {
 // The formats of floats.h are computed in float32 and rounded once.
 template <class Format>
 struct Small : Float<float> {
+  using Codes = Format;
   using Storage = typename Format::Storage;
   static constexpr int kAbove = 32 - 8 * static_cast<int>(sizeof(Storage));
 

@@ -204,7 +204,7 @@ HETCOLL_DEVICE void Relax() {}
 
 namespace hetcoll {
 #if defined(__HIP__)
-constexpr unsigned kAbortEvery = 1024;
+[[maybe_unused]] constexpr unsigned kAbortEvery = 1024;
 HETCOLL_DEVICE void Relax() { __builtin_amdgcn_s_sleep(1); }
 #elif defined(HETCOLL_STANDIN)
 constexpr unsigned kAbortEvery = 16;

@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 from ...errors import ArgumentError
-from ...types import DType, ReduceOp, supports
+from ...types import FNUZ_OF, DType, ReduceOp, supports
 
 SIGNALS = "signals"
+FLOAT8 = "float8"
 _EXCHANGE = "_exchange"  # modules of their own, as few programs need them
 _SIGNAL_KERNELS = ("bump", "await", "advance")
 
@@ -36,6 +37,21 @@ def scale_name(dtype: DType) -> str:
     return f"scale_{dtype.label}"
 
 
+def convert_name(source: DType, target: DType) -> str:
+    """The kernel that converts 8-bit floats of one kind to the other. To the same, OCP's: to what both hold."""
+    return f"common_{source.label}" if source is target else f"convert_{source.label}_{target.label}"
+
+
+def _conversions() -> dict[str, str]:
+    """Every such kernel, and the arguments of the macro that makes it."""
+    table = {}
+    for ocp, fnuz in FNUZ_OF.items():
+        table[convert_name(ocp, fnuz)] = f"Conversion, {ocp.label}, {fnuz.label}"
+        table[convert_name(fnuz, ocp)] = f"Conversion, {fnuz.label}, {ocp.label}"
+        table[convert_name(ocp, ocp)] = f"Commoning, {ocp.label}, {fnuz.label}"
+    return table
+
+
 def _name(kind: str, dtype: DType, op: ReduceOp) -> str:
     if not supports(dtype, op):
         raise ArgumentError(f"{op.label} is not defined on {dtype.label}")
@@ -50,7 +66,7 @@ def reductions(dtype: DType) -> list[ReduceOp]:
 @functools.cache
 def modules() -> dict[str, tuple[str, ...]]:
     """The kernels of every module."""
-    table: dict[str, tuple[str, ...]] = {SIGNALS: _SIGNAL_KERNELS}
+    table: dict[str, tuple[str, ...]] = {SIGNALS: _SIGNAL_KERNELS, FLOAT8: tuple(_conversions())}
     for dtype in DType:
         names = [name(dtype, op) for op in reductions(dtype) for name in (reduce_name, oneshot_name)]
         if supports(dtype, ReduceOp.AVG):
@@ -74,6 +90,9 @@ def source(module: str) -> str:
     """One module's whole source: no compiler needs a path to our headers."""
     if module == SIGNALS:
         return _expand("devices/kernels/signals.h", set())
+    if module == FLOAT8:
+        lines = [_expand("devices/kernels/float8.h", set()), f'#line 1 "{module}"\n']
+        return "".join([*lines, *(f"HETCOLL_CONVERT({name}, {rest})\n" for name, rest in _conversions().items())])
     dtype = DType[module.removesuffix(_EXCHANGE).upper()]
     if module.endswith(_EXCHANGE):
         lines = [_expand("devices/kernels/exchange.h", set()), f'#line 1 "{module}"\n']
