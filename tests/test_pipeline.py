@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from plan_executor import execute
 
 from hetcoll.algorithms import ALGORITHMS, Algorithm, find, p2p
+from hetcoll.algorithms.islands import ISLANDS
 from hetcoll.errors import ArgumentError
 from hetcoll.order import enqueue_order
 from hetcoll.pipeline import offsets, parts, pipelined, ramp, share_units
@@ -104,8 +105,8 @@ def test_pieces_of_every_shipped_plan_are_proved(algorithm: Algorithm) -> None:
             continue
         scale = algorithm.collective in REDUCING
         whole = build(algorithm, n, scale=scale)
-        for cuts in ((0, 1, 3, 4), (0, 1, 2)):
-            plans = pipelined(whole, cuts)
+        for cuts, most in (((0, 1, 3, 4), None), ((0, 1, 2), None), ((0, 1, 4, 9, 10), 2)):
+            plans = pipelined(whole, cuts, most)
             for inplace in (False, True):
                 report = check(plans, inplace=inplace, scale=scale)
             assert report.hops == check(whole).hops
@@ -139,6 +140,36 @@ def test_pieces_of_two_are_whole_algorithms_that_overlap() -> None:
     assert (plan.send_units, plan.recv_units, plan.pieces) == (6, 6, 1)
 
 
+def test_messages_of_long_pieces_are_cut_again_and_local_steps_are_not() -> None:
+    islands = ((0, 1), (2, 3))
+    plans = [ISLANDS[Collective.ALLREDUCE].build(4, rank, hosts=islands) for rank in range(4)]
+    plans = pipelined(plans, (0, 1, 4), 2)
+    check(plans)
+    assert [str(s) for s in plans[0].steps] == [
+        "0:local reduce_scatter of send[0:1],send[1:2] -> recv[0:1]",
+        "0:local reduce_scatter of send[2:5],send[5:8] -> recv[2:5]",
+        "2:send recv[0:1] peer 2 after 0",
+        "2:send recv[2:3] peer 2 after 1",
+        "2:send recv[3:5] peer 2 after 1",
+        "3:recv_reduce recv[0:1] -> recv[0:1] peer 2 after 2",
+        "3:recv_reduce recv[2:3] -> recv[2:3] peer 2 after 3",
+        "3:recv_reduce recv[3:5] -> recv[3:5] peer 2 after 4",
+        "0:local allgather of recv[0:1],recv[1:2] recv[0:1] after 5",
+        "0:local allgather of recv[2:5],recv[5:8] recv[2:5] after 7",
+    ]
+
+
+@pytest.mark.parametrize("islands", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2, 3)), ((0, 1, 2), (3, 4))])
+def test_pieces_of_islands_are_proved(islands: tuple[tuple[int, ...], ...]) -> None:
+    n = sum(map(len, islands))
+    for entry in ISLANDS.values():
+        plans = [entry.build(n, rank, hosts=islands) for rank in range(n)]
+        for cuts, most in ((ramp(9, 2), None), (ramp(12, 4), 1), (ramp(12, 4), 2)):
+            pieces = pipelined(plans, cuts, most)
+            check(pieces)
+            serialisable(pieces, enqueue_order(pieces, 3), 3)
+
+
 def test_pieces_of_shares_are_cut_from_each_share() -> None:
     plan = pipelined(build(find(Collective.ALLGATHER, "doubling"), 4), (0, 1, 3))[0]
     assert [str(s) for s in plan.steps if s.op is Op.RECV] == [
@@ -161,7 +192,7 @@ def test_pieces_give_numpys_result_in_any_order(data: st.DataObject) -> None:
     n = data.draw(st.sampled_from([n for n in range(1, 7) if algorithm.supports(n)]))
     scale = data.draw(st.booleans()) and algorithm.collective in REDUCING
     cuts = ramp(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4)))
-    plans = pipelined(build(algorithm, n, scale=scale), cuts)
+    plans = pipelined(build(algorithm, n, scale=scale), cuts, data.draw(st.sampled_from([None, 1, 2])))
     count = data.draw(st.integers(0, 2 * n * cuts[-1]))
     rng = random.Random(data.draw(st.integers(0, 1 << 30)))
     slots = max(plans[0].credits, data.draw(st.integers(1, 3)))
@@ -177,7 +208,7 @@ def test_orders_of_every_shipped_plan_can_run_one_after_another(algorithm: Algor
         if not algorithm.supports(n):
             continue
         whole = build(algorithm, n)
-        for plans in (whole, pipelined(whole, ramp(9, 2))):
+        for plans in (whole, pipelined(whole, ramp(9, 2)), pipelined(whole, ramp(9, 4), 2)):
             for credits in (1, 2, 4):
                 serialisable(plans, enqueue_order(plans, credits), credits)
 
@@ -229,7 +260,7 @@ def test_any_order_of_one_queue_that_completes_completes_with_more(data: st.Data
     algorithm = data.draw(st.sampled_from([a for t in ALGORITHMS.values() for a in t.values()]))
     n = data.draw(st.sampled_from([n for n in range(2, 6) if algorithm.supports(n)]))
     credits = data.draw(st.integers(1, 4))
-    plans = pipelined(build(algorithm, n), ramp(data.draw(st.integers(1, 8)), 2))
+    plans = pipelined(build(algorithm, n), ramp(data.draw(st.integers(1, 8)), 2), data.draw(st.sampled_from([None, 1])))
     orders = enqueue_order(plans, credits)
     queues = data.draw(st.lists(st.integers(0, 2), min_size=31, max_size=31))
     folded = []

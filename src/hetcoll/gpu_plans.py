@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _SMALLEST = 256 << 10  # bytes of a piece
 _GRAIN = 256  # bytes: units begin at multiples, as copy engines and vector loads like it
+_LOCAL_SLOTS = 4  # that a piece fills where vendors' libraries take part, whose calls cost more than a message
 _KEEP = 1 << 10  # compiled plans kept; the least recently used go first
 _BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 64, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
 
@@ -175,7 +176,9 @@ class GpuPlans(Generic[S]):
         return [entry.build(self._size, r, root=call.root, scale=scale) for r in range(self._size)]
 
     def _draw(self, base: list[Plan], length: int, smallest: int) -> tuple[list[Plan], tuple[tuple[int, ...], ...]]:
-        plans = pipelined(base, ramp(length, self._slot_bytes // smallest))
+        most = self._slot_bytes // smallest
+        slots = _LOCAL_SLOTS if any(step.op is Op.LOCAL for plan in base for step in plan.steps) else 1
+        plans = pipelined(base, ramp(length, most * slots), most)
         return plans, enqueue_order(plans, SLOTS)
 
 

@@ -80,9 +80,7 @@ def parts(plans: Sequence[Plan], nbytes: int, smallest: int, grain: int = 1) -> 
     ArgumentError
         `smallest` does not hold one grain of each unit of the longest message.
     """
-    units = share_units(plans[0])
-    spans = [step.src or step.dst for plan in plans for step in plan.steps if step.peer >= 0]
-    longest = min(units, max((span.count for span in spans if span is not None), default=1))  # shares go one by one
+    units, longest = share_units(plans[0]), _longest(plans)
     room = smallest // longest // grain * grain
     if room == 0:
         raise ArgumentError(f"a piece of {smallest} bytes does not hold {longest} units of {grain} bytes")
@@ -105,7 +103,7 @@ def offsets(shares: Sequence[int], units: int, grain: int) -> tuple[int, ...]:
     return tuple(table)
 
 
-def pipelined(plans: Sequence[Plan], cuts: Sequence[int]) -> list[Plan]:
+def pipelined(plans: Sequence[Plan], cuts: Sequence[int], most: int | None = None) -> list[Plan]:
     """The plans of all ranks with every message cut into pieces.
 
     Parameters
@@ -116,6 +114,9 @@ def pipelined(plans: Sequence[Plan], cuts: Sequence[int]) -> list[Plan]:
         Rising offsets from 0 to the number of parts, one piece between two of them (see `ramp`). Each unit is cut into
         that many units. Piece i is a stretch of the whole buffer where buffers are not cut by rank (all-reduce,
         broadcast, reduce), else a stretch of every share.
+    most
+        Parts of a piece that a message holds. Messages of longer pieces are cut again, where LOCAL steps stay whole: a
+        vendor's library wants longer pieces than a slot holds.
 
     Raises
     ------
@@ -129,7 +130,14 @@ def pipelined(plans: Sequence[Plan], cuts: Sequence[int]) -> list[Plan]:
             raise ArgumentError(f"{plan.collective.label} by {plan.algorithm}: {cuts[-1]} parts of a unit are too many")
     if cuts[-1] == 1 or any(plan.collective is Collective.BARRIER for plan in plans):
         return list(plans)
-    return [_pipelined(plan, tuple(cuts), _starts(plans, plan.island)) for plan in plans]
+    units = (most or cuts[-1]) * _longest(plans)
+    return [_pipelined(plan, tuple(cuts), units, _starts(plans, plan.island)) for plan in plans]
+
+
+def _longest(plans: Sequence[Plan]) -> int:
+    """Units of the longest message, of which shares go one by one."""
+    spans = [step.src or step.dst for plan in plans for step in plan.steps if step.peer >= 0]
+    return min(share_units(plans[0]), max((span.count for span in spans if span is not None), default=1))
 
 
 def _starts(plans: Sequence[Plan], island: tuple[int, ...]) -> list[bool]:
@@ -138,20 +146,23 @@ def _starts(plans: Sequence[Plan], island: tuple[int, ...]) -> list[bool]:
     return [any(waits) for waits in zip_longest(*rows)]
 
 
-def _pipelined(plan: Plan, cuts: tuple[int, ...], starts: list[bool]) -> Plan:
+def _pipelined(plan: Plan, cuts: tuple[int, ...], most: int, starts: list[bool]) -> Plan:
     n = cuts[-1]
     steps: list[Step] = []
-    pieces: dict[int, list[list[int]]] = {}  # of each old step, of each piece: its new steps
+    pieces: dict[int, list[list[list[int]]]] = {}  # of each old step, of each piece, of each share: its new steps
     for together in _batches(plan, starts):
         pieces.update((old, []) for old in together)
         for k, (begin, end) in enumerate(pairwise(cuts)):
             for old in together:
                 step = plan.steps[old]
-                mine: list[int] = []
-                for i, new in enumerate(_piece(plan, step, begin, end, n)):
-                    deps = tuple(sorted({_last(plan, pieces[d][k], plan.steps[d], step, i) for d in step.deps}))
-                    mine.append(len(steps))
-                    steps.append(replace(new, deps=deps))
+                mine: list[list[int]] = []
+                for i, whole in enumerate(_piece(plan, step, begin, end, n)):
+                    messages = _messages(whole, most)
+                    mine.append(list(range(len(steps), len(steps) + len(messages))))
+                    for j, new in enumerate(messages):
+                        befores = [_before(plan, pieces[d][k], plan.steps[d], step, i) for d in step.deps]
+                        deps = {one[j] if len(one) == len(messages) else one[-1] for one in befores}
+                        steps.append(replace(new, deps=tuple(sorted(deps))))
                 pieces[old].append(mine)
     return replace(
         plan,
@@ -206,6 +217,20 @@ def _cut(plan: Plan, span: Span | None, begin: int, end: int, n: int) -> list[Sp
     return spans
 
 
-def _last(plan: Plan, candidates: list[int], first: Step, second: Step, i: int) -> int:
-    """Of the steps that one piece of `first` became, the one that the i-th of `second` waits for."""
-    return candidates[i] if follows(plan, first, second) else candidates[-1]
+def _messages(step: Step, most: int) -> list[Step]:
+    """A step, or where it is a message of more than `most` units, several."""
+    span = step.src or step.dst
+    if step.peer < 0 or span is None or span.count <= most:
+        return [step]
+    cuts = [span.count * i // -(-span.count // most) for i in range(-(-span.count // most) + 1)]
+    return [replace(step, src=_part(step.src, a, b), dst=_part(step.dst, a, b)) for a, b in pairwise(cuts)]
+
+
+def _part(span: Span | None, begin: int, end: int) -> Span | None:
+    return None if span is None else Span(span.buf, span.start + begin, end - begin)
+
+
+def _before(plan: Plan, candidates: list[list[int]], first: Step, second: Step, i: int) -> list[int]:
+    """Of the steps that one piece of `first` became, those that the i-th share of `second` follows: one by one, if it
+    has as many, else the last."""
+    return candidates[i] if follows(plan, first, second) else candidates[-1][-1:]
