@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _SMALLEST = 256 << 10  # bytes of a piece
 _GRAIN = 256  # bytes: units begin at multiples, as copy engines and vector loads like it
-_LOCAL_SLOTS = 4  # that a piece fills where vendors' libraries take part, whose calls cost more than a message
+_MOST_SMALLEST, _LEAST_LARGEST = 512 << 10, 1 << 20
+_LOCAL_MESSAGES = 8  # of a piece, where vendors' libraries take part on all ranks: their calls cost as much as messages
 _KEEP = 1 << 10  # compiled plans kept; the least recently used go first
 _BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 64, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
 
@@ -98,11 +99,12 @@ class GpuPlans(Generic[S]):
         send_shares, recv_shares = _shares(call, self._size)
         islands, local = self._islands.serving(call.collective, call.dtype, call.op)
         base = self._base(call, islands)
-        length, smallest = 1, _smallest(call.nbytes, self._slot_bytes)
+        length, (smallest, largest) = 1, _piece_bytes(call.nbytes, self._slot_bytes)
         if len(islands) > 1:
             length = parts(base, item * max(*send_shares, *recv_shares), smallest, grain * item)
-        key = (call.collective.plain, call.root, call.op is ReduceOp.AVG, len(islands), length, smallest)
-        plans, orders = self._drawn.get_or(key, lambda: self._draw(base, length, smallest))
+        most = largest // smallest
+        key = (call.collective.plain, call.root, call.op is ReduceOp.AVG, len(islands), length, most)
+        plans, orders = self._drawn.get_or(key, lambda: self._draw(base, length, most))
         plan = plans[self._rank]
         tables = [
             offsets(shares, units // len(shares), grain)
@@ -175,10 +177,9 @@ class GpuPlans(Generic[S]):
         entry = find(collective, name)
         return [entry.build(self._size, r, root=call.root, scale=scale) for r in range(self._size)]
 
-    def _draw(self, base: list[Plan], length: int, smallest: int) -> tuple[list[Plan], tuple[tuple[int, ...], ...]]:
-        most = self._slot_bytes // smallest
-        slots = _LOCAL_SLOTS if any(step.op is Op.LOCAL for plan in base for step in plan.steps) else 1
-        plans = pipelined(base, ramp(length, most * slots), most)
+    def _draw(self, base: list[Plan], length: int, most: int) -> tuple[list[Plan], tuple[tuple[int, ...], ...]]:
+        local = all(any(step.op is Op.LOCAL for step in plan.steps) for plan in base)
+        plans = pipelined(base, ramp(length, most * _LOCAL_MESSAGES if local else most), most)
         return plans, enqueue_order(plans, SLOTS)
 
 
@@ -243,16 +244,22 @@ def _shares(call: Call, size: int) -> tuple[list[int], list[int]]:
     raise BufferTypeError(f"{call.collective.label} does not take GPU buffers")
 
 
-def _smallest(nbytes: int, slot_bytes: int) -> int:
-    """Bytes of the first and the last piece of a message: each piece costs some microseconds, and so does waiting for
-    the first."""
-    return min(max(_SMALLEST, 1 << max(nbytes >> 5, 0).bit_length()), slot_bytes // 2)
+def _piece_bytes(nbytes: int, slot_bytes: int) -> tuple[int, int]:
+    """Bytes of the first and last piece of a message, and most of the others: each piece costs some microseconds, and
+    nothing of a piece can be used before all of it has come."""
+    largest = min(slot_bytes, max(_LEAST_LARGEST, _power(nbytes >> 3)))
+    return min(max(_SMALLEST, _power(nbytes >> 5)), _MOST_SMALLEST, largest // 2), largest
+
+
+def _power(n: int) -> int:
+    """The power of two that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def _share(peer: int, count: int, dtype: DType, slot_bytes: int) -> Share:
     nbytes = max(1, count * dtype.itemsize)
-    smallest = _smallest(nbytes, slot_bytes)
-    return Share(peer, count, ramp(-(-nbytes // smallest), slot_bytes // smallest))
+    smallest, largest = _piece_bytes(nbytes, slot_bytes)
+    return Share(peer, count, ramp(-(-nbytes // smallest), largest // smallest))
 
 
 def _table(shares: Sequence[Share], grain: int, given: Sequence[int] | None) -> list[int]:
