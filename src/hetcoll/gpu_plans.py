@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _SMALLEST = 256 << 10  # bytes of a piece
 _GRAIN = 256  # bytes: units begin at multiples, as copy engines and vector loads like it
-_MOST_SMALLEST, _LEAST_LARGEST = 512 << 10, 1 << 20
+_MOST_SMALLEST = _LEAST_LARGEST = 1 << 20
 _LOCAL_MESSAGES = 8  # of a piece, where vendors' libraries take part on all ranks: their calls cost as much as messages
 _KEEP = 1 << 10  # compiled plans kept; the least recently used go first
 _BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 64, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
