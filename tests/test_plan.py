@@ -56,7 +56,7 @@ def example() -> Plan:
     b = Builder()
     got = b.add(Op.RECV_REDUCE, 1, src=Span(Buf.SEND, 2, 3), dst=Span(Buf.SCRATCH, 4, 3), peer=5, channel=1)
     scaled = b.add(Op.SCALE, 3, dst=Span(Buf.SCRATCH, 4, 3), deps=[got])
-    b.add(Op.SEND, 0, src=Span(Buf.SCRATCH, 4, 3), peer=6, deps=[scaled, got])
+    b.add(Op.SEND, 0, src=Span(Buf.SCRATCH, 4, 3), peer=6, deps=[scaled, got], compressed=True)
     parts = (None, Span(Buf.SEND, 2, 4))
     b.add(Op.LOCAL, 2, dst=Span(Buf.RECV, 0), local=Local(Collective.SCATTER, 2, parts), deps=[got])
     islands = ((0, 1, 3), (4, 5, 6), (1, 2))
@@ -74,13 +74,14 @@ def test_encoded_records_hold_every_field() -> None:
     parts = [span(*SPAN.unpack_from(tail, 16 + i * SPAN.size)) for i in range(2)]
     assert len(tail) == 16 + 2 * SPAN.size
     decoded = []
-    for op, lane, channel, peer, sb, ss, sc, db, ds, dc, first, number, part, many in rows:
+    for op, lane, channel, compressed, peer, sb, ss, sc, db, ds, dc, first, number, part, many in rows:
         local = None
         if op == Op.LOCAL:
             root = plan.island[peer]
             local, channel, peer = Local(Collective(channel), root, tuple(parts[part : part + many])), 0, -1
         ends = span(sb, ss, sc), span(db, ds, dc)
-        decoded.append(Step(Op(op), lane, *ends, peer, channel, deps[first : first + number], local))
+        after = deps[first : first + number]
+        decoded.append(Step(Op(op), lane, *ends, peer, channel, after, local, bool(compressed)))
     assert tuple(decoded) == plan.steps
     assert deps == (0, 0, 1, 0)
 
@@ -93,7 +94,7 @@ def test_dump_names_steps_spans_peers_and_deps() -> None:
     lines = example().dump().splitlines()
     assert lines[0] == "reduce_scatter by x: rank 2 of 7"
     assert lines[1] == "  0  1:recv_reduce send[2:5] -> scratch[4:7] peer 5 channel 1"
-    assert lines[3] == "  2  0:send scratch[4:7] peer 6 after 0,1"
+    assert lines[3] == "  2  0:send scratch[4:7] peer 6 compressed after 0,1"
     assert lines[4] == "  3  2:local scatter root 2 of -,send[2:6] -> recv[0:1] after 0"
 
 

@@ -3,12 +3,14 @@
 
 #include <cstddef>
 
+#include "device/codecs.h"
 #include "device/kernels.h"
 
 namespace hetcoll {
 
 struct KernelTable {
   Kernels entry[kDTypes][kReduceOps];  // reduce is null where the pair is undefined
+  Codec codec[kDTypes][kFormats];      // round is null where there is none
   void (*copy)(char* dst, const char* src, std::size_t nbytes, bool stream);
   void (*take)(char* dst, char* src, std::size_t nbytes, bool stream);
 };

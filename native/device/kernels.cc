@@ -55,6 +55,13 @@ const Kernels* FindKernels(DType dtype, ReduceOp op) {
   return kernels.reduce ? &kernels : nullptr;
 }
 
+const Codec* FindCodec(DType dtype, Format format) {
+  const auto row = static_cast<unsigned>(dtype), column = static_cast<unsigned>(format);
+  if (row >= kDTypes || column >= kFormats) return nullptr;
+  const Codec& codec = Table().codec[row][column];
+  return codec.round ? &codec : nullptr;
+}
+
 void CopyBytes(void* dst, const void* src, std::size_t nbytes, bool stream) {
   auto* d = static_cast<char*>(dst);
   const auto* s = static_cast<const char*>(src);

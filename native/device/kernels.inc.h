@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "device/codecs.inc.h"
 #include "device/kernel_table.h"
 #include "device/operations.h"
 
@@ -335,6 +336,9 @@ constexpr KernelTable MakeTable() {
   AddComplex<float>(table, DType::kComplex64);
   AddComplex<double>(table, DType::kComplex128);
   AddBool(table);
+  AddCodecs<Single>(table, DType::kFloat32);
+  AddCodecs<Half<Float16, 15, -24>>(table, DType::kFloat16);
+  AddCodecs<Half<Bfloat16, 127, -126>>(table, DType::kBfloat16);
   table.copy = &Copy;
   table.take = &Take;
   return table;

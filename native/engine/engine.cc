@@ -194,7 +194,7 @@ void Engine::Prepare(const Plan& plan) {
 
 std::shared_ptr<Shape> Engine::Bind(int plan, DType dtype, ReduceOp op, std::size_t send_count, std::size_t recv_count,
                                     std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table,
-                                    std::uint64_t descriptor, bool p2p, bool skip_empty) {
+                                    std::uint64_t descriptor, bool p2p, bool skip_empty, Format format) {
   const Plan& p = *plans_.at(static_cast<std::size_t>(plan));
   const Kernels* kernels = FindKernels(dtype, op);
   for (const StepRecord& s : p.steps) {
@@ -202,8 +202,9 @@ std::shared_ptr<Shape> Engine::Bind(int plan, DType dtype, ReduceOp op, std::siz
     const bool reduces = o == Op::kRecvReduce || o == Op::kReduce || o == Op::kScale;
     if (reduces && kernels == nullptr) throw PlanError("plan: this reduction is not defined on this type");
   }
-  BoundPlan bound(p, options_.rank, dtype, send_count, recv_count, send_table, recv_table, skip_empty);
-  return std::make_shared<Shape>(std::move(bound), dtype, kernels, static_cast<unsigned>(options_.size),
+  const Codec* codec = FindCodec(dtype, format);
+  BoundPlan bound(p, options_.rank, dtype, send_count, recv_count, send_table, recv_table, skip_empty, codec);
+  return std::make_shared<Shape>(std::move(bound), dtype, kernels, codec, static_cast<unsigned>(options_.size),
                                  Mix(descriptor), p2p, shapes_++);
 }
 
@@ -243,12 +244,13 @@ std::uint64_t Engine::Enter(int shape, std::uint64_t descriptor, bool p2p) {
   return Sign(shape, Mix(descriptor), p2p);
 }
 
-std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv) {
+std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv,
+                                     float* residual) {
   contenders_.fetch_add(1, std::memory_order_relaxed);
   std::lock_guard lock(mutex_);
   contenders_.fetch_sub(1, std::memory_order_relaxed);
   std::shared_ptr<Task> task = TakeTask(*shape);
-  task->Prepare(links_, send, recv, NextSignature(*shape));
+  task->Prepare(links_, send, recv, NextSignature(*shape), residual);
   if (failed()) {
     task->state.store(Task::State::kFailed, std::memory_order_release);
     return task;
@@ -263,19 +265,19 @@ std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const 
 }
 
 Outcome Engine::RunPrompt(const std::shared_ptr<Shape>& shape, const void* send, void* recv,
-                          std::shared_ptr<Task>& pending) {
+                          std::shared_ptr<Task>& pending, float* residual) {
   if (failed()) return Outcome::kFailed;
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock() || !Idle()) {
     if (lock.owns_lock()) lock.unlock();
-    pending = Submit(shape, send, recv);
+    pending = Submit(shape, send, recv, residual);
     return Outcome::kPending;
   }
   if (shape->spare == nullptr) shape->spare = std::make_shared<Task>(*shape);
   const bool spare_is_free = shape->spare.use_count() == 1;
   std::shared_ptr<Task> fresh = spare_is_free ? nullptr : std::make_shared<Task>(*shape);
   Task& task = spare_is_free ? *shape->spare : *fresh;
-  task.Prepare(links_, send, recv, NextSignature(*shape));
+  task.Prepare(links_, send, recv, NextSignature(*shape), residual);
   int idle = 0;
   bool crowded = false;
   NoteCore();

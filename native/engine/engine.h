@@ -103,14 +103,17 @@ class Engine {
   int AddPlan(std::span<const std::byte> encoded);
   std::shared_ptr<Shape> Bind(int plan, DType dtype, ReduceOp op, std::size_t send_count, std::size_t recv_count,
                               std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table,
-                              std::uint64_t descriptor, bool p2p, bool skip_empty = false);
+                              std::uint64_t descriptor, bool p2p, bool skip_empty = false,
+                              Format format = Format::kNone);
 
-  // Starts a task. The memory must stay valid until it is finished.
-  std::shared_ptr<Task> Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv);
+  // Starts a task. The memory must stay valid until it is finished. `residual`: as Task::Prepare has it.
+  std::shared_ptr<Task> Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv,
+                               float* residual = nullptr);
 
   // The short way for a blocking collective: runs it to the end on this thread if nothing else is in flight and its
   // peers are prompt. Otherwise `task` is what was submitted instead, and the outcome kPending.
-  Outcome RunPrompt(const std::shared_ptr<Shape>& shape, const void* send, void* recv, std::shared_ptr<Task>& task);
+  Outcome RunPrompt(const std::shared_ptr<Shape>& shape, const void* send, void* recv, std::shared_ptr<Task>& task,
+                    float* residual = nullptr);
 
   // Drives the engine until the task is finished, `until` (NowNs) has come, or the engine has failed.
   Outcome Drive(const Task& task, std::int64_t until);

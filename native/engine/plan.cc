@@ -111,9 +111,9 @@ Plan::Plan(std::span<const std::byte> encoded, int size) {
     const StepRecord& s = steps[i];
     const bool talks = s.op <= std::uint8_t(Op::kRecvReduce);
     const bool local = s.op == std::uint8_t(Op::kLocal);
-    if (s.op > std::uint8_t(Op::kLocal) || s.lane >= head.lanes || (!local && s.channel >= kLinkChannels) ||
-        (talks && (s.peer < 0 || s.peer >= size)) || s.dep_begin > deps.size() ||
-        s.dep_count > deps.size() - s.dep_begin) {
+    if (s.op > std::uint8_t(Op::kRound) || s.compressed > (talks ? 1 : 0) || s.lane >= head.lanes ||
+        (!local && s.channel >= kLinkChannels) || (talks && (s.peer < 0 || s.peer >= size)) ||
+        s.dep_begin > deps.size() || s.dep_count > deps.size() - s.dep_begin) {
       throw PlanError("plan step " + std::to_string(i) + ": field out of range");
     }
     const auto op = static_cast<Op>(s.op);
@@ -135,8 +135,8 @@ void Plan::CheckLocal(const StepRecord& s, std::size_t index) const {
 }
 
 BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_count, std::size_t recv_count,
-                     std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table,
-                     bool skip_empty) {
+                     std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table, bool skip_empty,
+                     const Codec* codec) {
   const std::size_t item = ItemSize(dtype);
   const PlanHeader& h = plan.head;
   CheckTable(send_table, h.send_units, send_count);
@@ -198,6 +198,10 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
       s.peer = -1;
       s.src_buf = s.dst_buf = r.dst.buf >= 0 ? s.dst_buf : s.src_buf;
     }
+    if (r.compressed != 0 || s.op == Op::kRound) {
+      if (codec == nullptr) throw PlanError("plan: it compresses, and no format for this type was given");
+      Compress(s, s.len / item, *codec);
+    }
     if (s.op <= Op::kRecvReduce) s.number = kNumberStep * messages[{s.op == Op::kSend, r.peer, r.channel}]++;
     s.dep_begin = static_cast<std::uint32_t>(deps.size());
     for (std::uint32_t d = 0; d < r.dep_count; ++d) {
@@ -239,7 +243,7 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
       const StepRecord& t = plan.steps[j];
       if (j == i || !SameSpan(r.dst, t.src)) continue;
       const bool pair = steps[i].op == Op::kRecvReduce && steps[j].op == Op::kSend && r.lane != t.lane;
-      if (pair && steps[i].fuse < 0 && t.dep_count > 0) {
+      if (pair && !steps[i].block && !steps[j].block && steps[i].fuse < 0 && t.dep_count > 0) {
         steps[i].fuse = static_cast<std::int32_t>(j);
       } else {
         read_later = true;
@@ -259,6 +263,22 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
   MarkAnswers();
 }
 
+// Codes lie in scratch, behind what the plan has there, and are never written again in a run.
+void BoundPlan::Compress(BoundStep& s, std::size_t items, const Codec& codec) {
+  s.block = true;
+  if (s.op == Op::kRound) {
+    s.codes = residuals;
+    residuals += items;
+    return;
+  }
+  s.wire = codec.Bytes(items);
+  s.codes = scratch_bytes;
+  scratch_bytes += (s.wire + 63) / 64 * 64;
+  if (s.op != Op::kSend) return;
+  compressed_before += s.len;
+  compressed_after += s.wire;
+}
+
 // Whoever reduces what we sent may leave the result where it lies, if that goes back to us. Our place is then taken
 // until we have read it; so we must be able to read it whatever else waits: it is the first message on its channel, and
 // its receive is the first step of its lane and waits for nothing.
@@ -266,9 +286,10 @@ void BoundPlan::MarkAnswers() {
   for (std::size_t lane = 0; lane + 1 < lane_begin.size(); ++lane) {
     if (lane_begin[lane] == lane_begin[lane + 1]) continue;
     const BoundStep& answer = steps[order[lane_begin[lane]]];
-    if (answer.op != Op::kRecv || answer.number != 0 || answer.dep_begin != answer.dep_end) continue;
+    if (answer.op != Op::kRecv || answer.number != 0 || answer.block || answer.dep_begin != answer.dep_end) continue;
     for (BoundStep& s : steps) {
-      if (s.op == Op::kSend && s.peer == answer.peer && s.back < 0) s.back = static_cast<std::int16_t>(answer.channel);
+      if (s.op == Op::kSend && !s.block && s.peer == answer.peer && s.back < 0)
+        s.back = static_cast<std::int16_t>(answer.channel);
     }
   }
 }

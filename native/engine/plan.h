@@ -8,11 +8,21 @@
 #include <stdexcept>
 #include <vector>
 
+#include "device/codecs.h"
 #include "engine/types.h"
 
 namespace hetcoll {
 
-enum class Op : std::uint8_t { kSend = 0, kRecv = 1, kRecvReduce = 2, kCopy = 3, kReduce = 4, kScale = 5, kLocal = 6 };
+enum class Op : std::uint8_t {
+  kSend = 0,
+  kRecv = 1,
+  kRecvReduce = 2,
+  kCopy = 3,
+  kReduce = 4,
+  kScale = 5,
+  kLocal = 6,
+  kRound = 7
+};
 enum class Buf : std::int8_t { kNone = -1, kSend = 0, kRecv = 1, kScratch = 2 };
 inline constexpr int kMaxLanes = 32;
 inline constexpr int kChannels = 3;                  // two phases of collectives, and point to point
@@ -47,8 +57,9 @@ static_assert(sizeof(SpanRecord) == 12);
 struct StepRecord {
   std::uint8_t op;
   std::uint8_t lane;
-  std::uint16_t channel;  // local steps: which collective
-  std::int32_t peer;      // local steps: the root's place in the island, or -1
+  std::uint8_t channel;     // local steps: which collective
+  std::uint8_t compressed;  // the message is in the codes of the call's format
+  std::int32_t peer;        // local steps: the root's place in the island, or -1
   SpanRecord src;
   SpanRecord dst;
   std::uint32_t dep_begin;
@@ -88,6 +99,7 @@ struct BoundStep {
   std::uint16_t channel = 0;
   std::int32_t peer = -1;
   std::int32_t fuse = -1;  // a kRecvReduce's result is what step `fuse` sends
+  bool block = false;      // it moves by whole blocks of codes: a compressed message, or rounding for one
   std::int16_t back = -1;  // of a send: the channel on which its answer may come in its place (see MarkAnswers)
   std::uint32_t dep_begin = 0;
   std::uint32_t dep_end = 0;
@@ -97,6 +109,11 @@ struct BoundStep {
   std::size_t len = 0;
   std::size_t done = 0;    // bytes that others may rely on: received, or sent and free to be written again
   std::size_t posted = 0;  // sends: bytes handed to the transport
+  // Compressed messages: their bytes on the wire, those of them that were encoded or have come, and where in scratch.
+  // Rounding: `codes` is which of the call's residuals are its own.
+  std::size_t wire = 0;
+  std::size_t coded = 0;
+  std::size_t codes = 0;
 };
 
 // A dep whose step touches the very same span: the dependent may follow it element by element.
@@ -123,9 +140,10 @@ struct BoundLocal {
 
 struct BoundPlan {
   // `send_table` and `recv_table` are element offsets of units (units + 1 entries); empty means the even cut. With
-  // `skip_empty`, as on GPUs, what is empty is no message.
+  // `skip_empty`, as on GPUs, what is empty is no message. `codec` is for plans with compressed edges.
   BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_count, std::size_t recv_count,
-            std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table, bool skip_empty = false);
+            std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table, bool skip_empty = false,
+            const Codec* codec = nullptr);
 
   std::vector<BoundStep> steps;
   std::vector<BoundDep> deps;
@@ -138,11 +156,15 @@ struct BoundPlan {
   std::size_t scratch_bytes = 0;
   std::size_t send_bytes = 0;
   std::size_t recv_bytes = 0;
+  std::size_t residuals = 0;          // elements that are rounded
+  std::size_t compressed_before = 0;  // bytes of the compressed messages that are sent, and on the wire
+  std::size_t compressed_after = 0;
   bool may_alias = true;     // SEND and RECV may be the same memory: then the smaller is a part of the larger
   std::size_t part_off = 0;  // ... which begins there
 
  private:
   void MarkAnswers();
+  void Compress(BoundStep& step, std::size_t items, const Codec& codec);
 };
 
 }  // namespace hetcoll

@@ -32,21 +32,23 @@ void Touch(Links& links, Port<End>& port) {
 Task::Task(const Shape& shape)
     : bound_(shape.bound),
       kernels_(shape.kernels),
+      codec_(shape.codec),
       divisor_(shape.divisor),
       p2p_(shape.p2p),
       shape_id_(shape.id),
       item_(ItemSize(shape.dtype)),
       steps_(shape.bound.steps) {}
 
-void Task::Prepare(Links& links, const void* send, void* recv, std::uint64_t signature) {
+void Task::Prepare(Links& links, const void* send, void* recv, std::uint64_t signature, float* residual) {
   // SEND is only ever read unless it is RECV as well.
   base_ = {static_cast<std::byte*>(const_cast<void*>(send)), static_cast<std::byte*>(recv), nullptr};
   signature_ = signature;
+  residual_ = residual;
   apart_ = bound_.apart && Apart();
   begun = false;
   state.store(State::kRunning, std::memory_order_relaxed);
   for (BoundStep& s : steps_) {
-    s.done = s.posted = 0;
+    s.done = s.posted = s.coded = 0;
     s.complete = false;
   }
   const auto& lanes = bound_.lane_begin;
@@ -101,6 +103,7 @@ bool Task::Limit(const BoundStep& s, std::size_t& limit) const {
     if (!dep.follows || s.len == 0) return false;  // an empty step has no elements to follow
     limit = std::min(limit, on.done / item_ * item_);
   }
+  if (s.block && limit < s.len) limit -= limit % (kCodecBlock * item_);
   return limit > s.done || s.len == 0;
 }
 
@@ -114,13 +117,13 @@ bool Task::Move(Links& links, std::uint32_t index, std::size_t limit) {
   bool moved = false;
   switch (s.op) {
     case Op::kSend:
-      moved = MoveSend(links, s, limit);
+      moved = s.wire > 0 ? SendCodes(links, s, limit) : MoveSend(links, s, limit);
       break;
     case Op::kRecv:
-      moved = MoveRecv(links, s, limit);
+      moved = s.wire > 0 ? RecvCodes(links, s, limit) : MoveRecv(links, s, limit);
       break;
     case Op::kRecvReduce:
-      moved = MoveRecvReduce(links, s, index, limit);
+      moved = s.wire > 0 ? RecvCodes(links, s, limit) : MoveRecvReduce(links, s, index, limit);
       break;
     default:
       moved = MoveLocal(s, limit);
@@ -222,6 +225,71 @@ std::byte* Task::FuseSlot(Links& links, const BoundStep& s, std::uint32_t index,
   return links.tx(next.peer, next.channel).end->Reserve(Src(next) + next.posted, n, answers ? from : nullptr);
 }
 
+// Encodes a little ahead of what the transport takes. What is sent was rounded before, so nothing is lost here.
+bool Task::SendCodes(Links& links, BoundStep& s, std::size_t limit) {
+  Port<SendEnd>& port = links.tx(s.peer, s.channel);
+  const std::size_t had = codec_->Elements(s.coded), ready = limit / item_;
+  bool moved = ready > had && s.coded - s.posted < kLocalBytes;
+  if (moved) {
+    const std::size_t n = std::min(ready - had, kLocalBytes / item_);  // whole blocks, or up to the end
+    codec_->encode(Codes(s) + s.coded, Src(s) + had * item_, n);
+    s.coded = codec_->Bytes(had + n);
+  }
+  if (s.coded > s.posted) {
+    const std::ptrdiff_t n = port.end->Push(CodesOf(s), s.posted, Codes(s) + s.posted, s.coded - s.posted);
+    if (n != kWouldBlock) {
+      s.posted += static_cast<std::size_t>(n);
+      Touch(links, port);
+      moved |= n > 0;
+    }
+  }
+  const std::size_t free = s.posted - std::min(s.posted, port.end->Lent());
+  const std::size_t done = codec_->Elements(free) * item_;
+  moved |= done > s.done || free == s.wire;
+  s.done = done;
+  s.complete = free == s.wire;
+  return moved;
+}
+
+// The codes come to scratch as fast as they can, and are decoded as far as the step may go.
+bool Task::RecvCodes(Links& links, BoundStep& s, std::size_t limit) {
+  Port<RecvEnd>& port = links.rx(s.peer, s.channel);
+  bool moved = false;
+  if (s.coded < s.wire) {
+    const std::ptrdiff_t n = port.end->Pull(CodesOf(s), s.coded, Codes(s) + s.coded, s.wire - s.coded, false);
+    if (n != kWouldBlock) {
+      s.coded += static_cast<std::size_t>(n);
+      Touch(links, port);
+      moved = true;
+    }
+  }
+  std::size_t came = codec_->Elements(s.coded);
+  if (s.coded < s.wire) came -= came % kCodecBlock;
+  const std::size_t from = s.done / item_, to = std::min(came, limit / item_);
+  if (to > from) {
+    const std::byte* codes = Codes(s) + codec_->Bytes(from);
+    if (s.op == Op::kRecv) {
+      codec_->decode(Dst(s) + s.done, codes, to - from);
+    } else {
+      ReduceCodes(Dst(s) + s.done, Src(s) + s.done, codes, to - from);
+    }
+    s.done = to * item_;
+    s.complete = s.done == s.len;
+    moved = true;
+  }
+  return moved;
+}
+
+void Task::ReduceCodes(std::byte* dst, const std::byte* src, const std::byte* codes, std::size_t count) {
+  constexpr std::size_t kPart = 8 * kCodecBlock;  // stays in the L1 cache
+  alignas(64) std::byte part[kPart * sizeof(float)];
+  for (std::size_t at = 0; at < count; at += kPart) {
+    const std::size_t n = std::min(kPart, count - at), byte = at * item_;
+    codec_->decode(part, codes + codec_->Bytes(at), n);
+    kernels_->reduce(dst + byte, src + byte, part, n, false);
+  }
+}
+
 bool Task::MoveLocal(BoundStep& s, std::size_t limit) {
   std::byte* dst = Dst(s) + s.done;
   const std::byte* src = s.src_buf == Buf::kNone ? dst : Src(s) + s.done;
@@ -231,6 +299,9 @@ bool Task::MoveLocal(BoundStep& s, std::size_t limit) {
     if (s.op == Op::kCopy) CopyBytes(dst, src, n, s.stream_stores);
     if (s.op == Op::kReduce) kernels_->reduce(dst, dst, src, n / item_, false);
     if (s.op == Op::kScale) kernels_->scale(dst, n / item_, divisor_);
+    if (s.op == Op::kRound) {
+      codec_->round(dst, src, residual_ == nullptr ? nullptr : residual_ + s.codes + s.done / item_, n / item_);
+    }
   }
   s.done += n;
   s.complete = s.done == s.len;

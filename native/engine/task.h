@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "device/codecs.h"
 #include "device/kernels.h"
 #include "engine/plan.h"
 #include "transport/shm.h"
@@ -56,12 +57,21 @@ class Task;
 // layer hands out that one: a pointer made from the Python object would need the interpreter's lock to die, on threads
 // that must not wait for it.
 struct Shape : std::enable_shared_from_this<Shape> {
-  Shape(BoundPlan plan, DType type, const Kernels* table, unsigned ranks, std::uint64_t hash, bool point, int number)
-      : bound(std::move(plan)), dtype(type), kernels(table), divisor(ranks), descriptor(hash), p2p(point), id(number) {}
+  Shape(BoundPlan plan, DType type, const Kernels* table, const Codec* coder, unsigned ranks, std::uint64_t hash,
+        bool point, int number)
+      : bound(std::move(plan)),
+        dtype(type),
+        kernels(table),
+        codec(coder),
+        divisor(ranks),
+        descriptor(hash),
+        p2p(point),
+        id(number) {}
 
   BoundPlan bound;
   DType dtype;
   const Kernels* kernels;    // null when the plan reduces nothing
+  const Codec* codec;        // null when the plan has no compressed edges
   unsigned divisor;          // for kScale
   std::uint64_t descriptor;  // hash of what all ranks must agree on
   bool p2p;
@@ -75,8 +85,9 @@ class Task {
 
   explicit Task(const Shape& shape);
 
-  // A fresh run over this memory. Point to point: also takes its turn on each port, in the order of the calls.
-  void Prepare(Links& links, const void* send, void* recv, std::uint64_t signature);
+  // A fresh run over this memory. `residual`: of what is rounded, or null: what is lost is forgotten. Point to point:
+  // also takes its turn on each port, in the order of the calls.
+  void Prepare(Links& links, const void* send, void* recv, std::uint64_t signature, float* residual = nullptr);
   void SetScratch(std::byte* scratch) { base_[static_cast<std::size_t>(Buf::kScratch)] = scratch; }
 
   // Moves whatever can move without waiting; true if anything did. Throws Fault.
@@ -111,6 +122,9 @@ class Task {
   bool MoveRecv(Links& links, BoundStep& s, std::size_t limit);
   bool MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::size_t limit);
   bool MoveLocal(BoundStep& s, std::size_t limit);
+  bool SendCodes(Links& links, BoundStep& s, std::size_t limit);
+  bool RecvCodes(Links& links, BoundStep& s, std::size_t limit);
+  void ReduceCodes(std::byte* dst, const std::byte* src, const std::byte* codes, std::size_t count);
   void ReduceTwice(std::byte* dst, std::byte* slot, const std::byte* a, const std::byte* b, std::size_t n, bool stream);
   std::byte* FuseSlot(Links& links, const BoundStep& s, std::uint32_t index, const std::byte* from, std::size_t n);
   // How far a step may go given its deps; false when it must not move at all.
@@ -119,11 +133,16 @@ class Task {
   Message MessageOf(const BoundStep& s) const {
     return {signature_ + s.number, s.len, bound_.may_lend || apart_, s.back, bound_.exchanges};
   }
+  Message CodesOf(const BoundStep& s) const {
+    return {signature_ + s.number, s.wire, bound_.may_lend || apart_, -1, false};
+  }
+  std::byte* Codes(const BoundStep& s) const { return base_[static_cast<std::size_t>(Buf::kScratch)] + s.codes; }
   std::byte* Src(const BoundStep& s) const { return base_[static_cast<std::size_t>(s.src_buf)] + s.src_off; }
   std::byte* Dst(const BoundStep& s) const { return base_[static_cast<std::size_t>(s.dst_buf)] + s.dst_off; }
 
-  const BoundPlan& bound_;  // the shape's, as are the next five
+  const BoundPlan& bound_;  // the shape's, as are the next six
   const Kernels* kernels_;
+  const Codec* codec_;
   unsigned divisor_;
   bool p2p_;
   int shape_id_;
@@ -132,6 +151,7 @@ class Task {
   std::vector<std::uint32_t> tickets_;  // of each step's port; point to point only
   std::array<std::uint32_t, kMaxLanes> heads_{};
   std::array<std::byte*, 3> base_{};
+  float* residual_ = nullptr;
   std::size_t lanes_left_ = 0;
   std::uint64_t signature_ = 0;
   bool apart_ = false;

@@ -52,6 +52,14 @@ const Kernels& KernelsOf(int dtype, ReduceOp op) {
   return *kernels;
 }
 
+void* At(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+const Codec& CodecOf(int dtype, int format) {
+  const Codec* codec = FindCodec(static_cast<DType>(dtype), static_cast<Format>(format));
+  if (codec == nullptr) throw nb::value_error("this type has no such format");
+  return *codec;
+}
+
 void ReduceBytes(nb::handle dst, nb::handle a, nb::handle b, int dtype, int op, bool stream) {
   if (op < 0 || op >= kReduceOps) throw nb::value_error("no such reduction");
   const Kernels& kernels = KernelsOf(dtype, static_cast<ReduceOp>(op));
@@ -119,7 +127,11 @@ NB_MODULE(_native, m) {
       .value("DONE", Status::kDone)
       .value("FAILED", Status::kFailed)
       .value("TIMED_OUT", Status::kTimedOut);
-  nb::class_<Shape>(m, "Shape").def_ro("id", &Shape::id);
+  nb::class_<Shape>(m, "Shape")
+      .def_ro("id", &Shape::id)
+      .def_prop_ro("residuals", [](const Shape& s) { return s.bound.residuals; })
+      .def_prop_ro("compressed",
+                   [](const Shape& s) { return nb::make_tuple(s.bound.compressed_before, s.bound.compressed_after); });
   nb::class_<Ticket>(m, "Ticket").def_prop_ro("state", [](const Ticket& t) {
     return static_cast<int>(t.task ? t.task->state.load() : Task::State::kDone);
   });
@@ -137,8 +149,8 @@ NB_MODULE(_native, m) {
       .def("call", &PyEngine::Call, "collective"_a, "send"_a.none(), "recv"_a.none(), "op"_a.none(), "root"_a.none())
       .def("knows", &PyEngine::Knows, "kind"_a, "buffer"_a.none(), "peer"_a.none())
       .def("run_messages", &PyEngine::RunMessages, "messages"_a)
-      .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a)
-      .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a, "background"_a)
+      .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a, "residual"_a = 0)
+      .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a, "background"_a, "residual"_a = 0)
       .def("wait", &PyEngine::Wait, "ticket"_a, "timeout"_a)
       .def("new_shape", [](PyEngine& e) { return e.engine().NewShape(); })
       .def("remember", &PyEngine::Remember)
@@ -191,12 +203,12 @@ NB_MODULE(_native, m) {
           "bind",
           [](PyEngine& e, int plan, int dtype, int op, std::size_t send_count, std::size_t recv_count,
              const std::vector<std::size_t>& send_table, const std::vector<std::size_t>& recv_table,
-             std::uint64_t descriptor, bool p2p, bool skip_empty) {
+             std::uint64_t descriptor, bool p2p, bool skip_empty, int format) {
             return e.engine().Bind(plan, static_cast<DType>(dtype), static_cast<ReduceOp>(op), send_count, recv_count,
-                                   send_table, recv_table, descriptor, p2p, skip_empty);
+                                   send_table, recv_table, descriptor, p2p, skip_empty, static_cast<Format>(format));
           },
           "plan"_a, "dtype"_a, "op"_a, "send_count"_a, "recv_count"_a, "send_table"_a, "recv_table"_a, "descriptor"_a,
-          "p2p"_a, "skip_empty"_a = false)
+          "p2p"_a, "skip_empty"_a = false, "format"_a = 0)
       .def("fail", [](PyEngine& e, int kind, int peer,
                       const std::string& text) { e.engine().Halt(static_cast<FaultKind>(kind), peer, text); })
       .def_prop_ro("failed", [](PyEngine& e) { return e.engine().failed(); })
@@ -237,6 +249,19 @@ NB_MODULE(_native, m) {
   m.def("set_kernel_isa", &SetKernelIsa);
   m.def("reduce_bytes", &ReduceBytes);
   m.def("scale_bytes", &ScaleBytes);
+  m.def("round_elements",
+        [](std::uintptr_t dst, std::uintptr_t src, std::uintptr_t residual, std::size_t count, int dtype, int format) {
+          CodecOf(dtype, format).round(At(dst), At(src), reinterpret_cast<float*>(residual), count);
+        });
+  m.def("encode_elements",
+        [](std::uintptr_t wire, std::uintptr_t src, std::size_t count, int dtype, int format) -> std::size_t {
+          const Codec& codec = CodecOf(dtype, format);
+          codec.encode(static_cast<std::byte*>(At(wire)), At(src), count);
+          return codec.Bytes(count);
+        });
+  m.def("decode_elements", [](std::uintptr_t dst, std::uintptr_t wire, std::size_t count, int dtype, int format) {
+    CodecOf(dtype, format).decode(At(dst), static_cast<const std::byte*>(At(wire)), count);
+  });
   m.def("copy_bytes", [](std::uintptr_t dst, std::uintptr_t src, std::size_t n) {
     CopyBytes(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), n, false);
   });

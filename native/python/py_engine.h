@@ -142,16 +142,20 @@ class PyEngine {
     return true;
   }
 
-  Status RunShape(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv, double timeout) {
+  Status RunShape(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv, double timeout,
+                  std::uintptr_t residual) {
     const std::size_t nbytes = std::max(shape->bound.send_bytes, shape->bound.recv_bytes);
-    const Status status = Run(shape, reinterpret_cast<void*>(send), reinterpret_cast<void*>(recv), nbytes, timeout);
+    const Status status = Run(shape, reinterpret_cast<void*>(send), reinterpret_cast<void*>(recv), nbytes, timeout,
+                              reinterpret_cast<float*>(residual));
     TellNews();
     return status;
   }
 
-  Ticket Submit(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv, bool background) {
+  Ticket Submit(const std::shared_ptr<Shape>& shape, std::uintptr_t send, std::uintptr_t recv, bool background,
+                std::uintptr_t residual) {
     nb::gil_scoped_release release;
-    Ticket ticket{engine_.Submit(shape, reinterpret_cast<void*>(send), reinterpret_cast<void*>(recv))};
+    Ticket ticket{engine_.Submit(shape, reinterpret_cast<void*>(send), reinterpret_cast<void*>(recv),
+                                 reinterpret_cast<float*>(residual))};
     if (background) engine_.DriveInBackground();
     return ticket;
   }
@@ -271,15 +275,16 @@ class PyEngine {
     if (engine_.has_news() && on_news_) on_news_();
   }
 
-  Status Run(const std::shared_ptr<Shape>& shape, void* send, void* recv, std::size_t nbytes, double timeout) {
+  Status Run(const std::shared_ptr<Shape>& shape, void* send, void* recv, std::size_t nbytes, double timeout,
+             float* residual = nullptr) {
     std::shared_ptr<Task> pending;
     Outcome outcome;
     if (nbytes <= kHoldGilBytes) {
-      outcome = engine_.RunPrompt(shape, send, recv, pending);
+      outcome = engine_.RunPrompt(shape, send, recv, pending, residual);
     } else {
       const std::shared_ptr<Shape> held = shape;  // another thread may change the cache that it lies in
       nb::gil_scoped_release release;
-      outcome = engine_.RunPrompt(held, send, recv, pending);
+      outcome = engine_.RunPrompt(held, send, recv, pending, residual);
     }
     if (outcome == Outcome::kDone) return Status::kDone;
     if (outcome == Outcome::kFailed) return Status::kFailed;

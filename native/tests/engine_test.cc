@@ -7,6 +7,10 @@
 
 namespace hetcoll::testing {
 
+// codec_test.cc
+void Codecs();
+void CompressedSums();
+
 // plan_test.cc
 void CheckPlans();
 void CheckLocals();
@@ -259,6 +263,8 @@ constexpr Scenario kScenarios[] = {
     {"plans", CheckPlans},
     {"locals", CheckLocals},
     {"fuzz", FuzzPlans},
+    {"codecs", Codecs},
+    {"compressed", CompressedSums},
     {"types", Types},
     {"sizes", Sizes},
     {"flight", Flight},

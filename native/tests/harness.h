@@ -79,6 +79,7 @@ class Draft {
     parts_.insert(parts_.end(), parts);
     return step;
   }
+  void Compress() { compress_ = true; }  // all messages
   void Scratch(std::uint32_t copies) { head_.scratch_copies = copies; }
 
   std::vector<std::byte> Encode() const {
@@ -107,7 +108,7 @@ class Draft {
       }
     }
     steps_.push_back({static_cast<std::uint8_t>(op), static_cast<std::uint8_t>(lane),
-                      static_cast<std::uint16_t>(channel), peer, src, dst, begin,
+                      static_cast<std::uint8_t>(channel), compress_ && peer >= 0, peer, src, dst, begin,
                       static_cast<std::uint32_t>(deps_.size()) - begin, 0, 0});
     head_.lanes = std::max<std::uint16_t>(head_.lanes, static_cast<std::uint16_t>(lane + 1));
     return static_cast<int>(steps_.size()) - 1;
@@ -115,6 +116,7 @@ class Draft {
 
   int size_;
   int rank_;
+  bool compress_ = false;
   PlanHeader head_{};
   std::vector<StepRecord> steps_;
   std::vector<std::uint32_t> deps_;

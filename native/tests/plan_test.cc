@@ -56,7 +56,7 @@ void CheckPlans() {
     std::memcpy(at, &step, sizeof step);
     return plan;
   };
-  CHECK(Refused(broken([](StepRecord& s) { s.op = 7; }), 3), "an unknown operation");
+  CHECK(Refused(broken([](StepRecord& s) { s.op = 8; }), 3), "an unknown operation");
   CHECK(Refused(broken([](StepRecord& s) { s.lane = 40; }), 3), "a lane too many");
   CHECK(Refused(broken([](StepRecord& s) { s.channel = kLinkChannels; }), 3), "a channel too many");
   CHECK(Refused(broken([](StepRecord& s) { s.peer = -1; }), 3), "a send to nobody");

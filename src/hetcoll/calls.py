@@ -13,7 +13,7 @@ from typing import Any
 
 from .buffers import Buffer, read_buffer
 from .errors import ArgumentError, BufferTypeError
-from .types import REDUCING, ROOTED, Collective, DType, ReduceOp, supports
+from .types import REDUCING, ROOTED, Collective, DType, Format, ReduceOp, supports
 
 _OPS = {op.label: op for op in ReduceOp}
 OP_LABELS = tuple(map(sys.intern, _OPS))  # as literals are: the engine knows them by identity
@@ -38,6 +38,10 @@ class Call:
     recv_table: tuple[int, ...] = ()
     label: str = ""
     """What the user called it, where that is not `collective`."""
+    compress: Format = Format.NONE
+    """How it travels over slow edges."""
+    remembered: bool = True
+    """Whether the short way may take calls that look like it for the same."""
 
     @property
     def send_count(self) -> int:
@@ -62,7 +66,7 @@ class Call:
     @property
     def key(self) -> tuple[int, int, int, int, int, int] | None:
         """By what the short way knows such a call: collective, dtype, op, root, counts. None where it never runs it."""
-        if self.label or self.send_table or self.recv_table:
+        if self.label or self.send_table or self.recv_table or self.compress or not self.remembered:
             return None
         if self.collective is Collective.BARRIER:
             return (self.collective, self.dtype, self.op, 0, 0, 0)
@@ -85,6 +89,8 @@ class Call:
             parts.append(f"op={self.op.label}")
         if self.collective in ROOTED:
             parts.append(f"root={self.root}")
+        if self.compress is not Format.NONE:
+            parts.append(f"compress={self.compress.label}")
         if self.collective is Collective.BARRIER:
             parts = []
         return f"{self.collective.label}({', '.join(parts)})"

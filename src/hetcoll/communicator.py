@@ -61,18 +61,25 @@ class Communicator(Messages, Regrouping):
         stream: object = None,
         async_op: bool = False,
         timeout: float | None = None,
+        compress: str | None = None,
     ) -> Work:
         """Reduce `sendbuf` over all ranks, element by element, into `recvbuf` on every rank; in place without one.
 
         Both have the same dtype and count, which is the same on all ranks. `op`: sum, prod, max, min, avg, land, lor,
         lxor, band, bor, bxor, where the dtype has it (`hetcoll.types.supports`). 8- and 16-bit floats are computed in
         float32 and rounded once per reduction.
+
+        `compress`: ``"bf16"``, ``"fp8"`` or ``"int8"``: how sums and averages of float32, float16 and bfloat16 in host
+        memory travel between hosts, or between islands that were asked for; the same on all ranks. What rounding takes
+        from this memory is added at the next call on it (`reset_feedback`). ``"none"``: not at all. Default: the
+        communicator's setting, for calls of 64 KiB and more.
         """
-        if not async_op and timeout is None and stream is None:
+        if not async_op and timeout is None and stream is None and compress is None:
             done = self._call(_ALLREDUCE, sendbuf, recvbuf, op, 0)
             if done is not None:
                 return done
-        return self._launch(calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op), async_op, timeout, stream)
+        call = calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op)
+        return self._launch(self._compression.choose(call, compress), async_op, timeout, stream)
 
     def allgather(
         self,
@@ -102,18 +109,19 @@ class Communicator(Messages, Regrouping):
         stream: object = None,
         async_op: bool = False,
         timeout: float | None = None,
+        compress: str | None = None,
     ) -> Work:
         """Reduce `sendbuf` (size x count elements) over all ranks and leave part `rank` of it in `recvbuf` (count).
 
-        In place when `recvbuf` is ``sendbuf[rank * count : (rank + 1) * count]``. `op` as in `allreduce`.
+        In place when `recvbuf` is ``sendbuf[rank * count : (rank + 1) * count]``. `op` and `compress` as in
+        `allreduce`.
         """
-        if not async_op and timeout is None and stream is None:
+        if not async_op and timeout is None and stream is None and compress is None:
             done = self._call(_REDUCE_SCATTER, sendbuf, recvbuf, op, 0)
             if done is not None:
                 return done
-        return self._launch(
-            calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op), async_op, timeout, stream
-        )
+        call = calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op)
+        return self._launch(self._compression.choose(call, compress), async_op, timeout, stream)
 
     def broadcast(
         self,

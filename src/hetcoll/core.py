@@ -17,6 +17,7 @@ import numpy as np
 from . import _native, calls, lifetime
 from .buffers import Buffer, element_type, read_buffer
 from .calls import OP_LABELS, Call, check_int
+from .compression import Compression
 from .crosscheck import CrossCheck
 from .diagnosis import Diagnosis, Kind, Vigil
 from .env import Config
@@ -67,7 +68,8 @@ class Core:
                 OP_LABELS, DONE, _weakly(self._stuck), _weakly(self._interrupted), _weakly(self._log_news)
             )
             self._call: Callable[..., Work | None] = _refuse if config.check else self._engine.call
-            self._selection = Selection(self._wiring, config)
+            self._compression = Compression(self._wiring.topology, config.compress, config.compress_feedback)
+            self._selection = Selection(self._wiring, config, self._compression)
             self._witness = Witness(self, self._engine, self._selection.describe)
             self._diagnosis.attach(self._engine, self._witness)
             undo.pop_all()
@@ -144,7 +146,9 @@ class Core:
             witness.preparing = None
             send = 0 if call.send is None else call.send.ptr
             recv = 0 if call.recv is None else call.recv.ptr
-            return finished(self._run(shape, send, recv, async_op, seconds, (call.send, call.recv)), finish)
+            residual = self._compression.residual(call, shape) if call.compress else None
+            buffers = (call.send, call.recv)
+            return finished(self._run(shape, send, recv, async_op, seconds, buffers, residual=residual), finish)
         finally:
             witness.preparing = None
             witness.calls.pop(thread, None)
@@ -236,11 +240,17 @@ class Core:
         keep: Any,
         *,
         background: bool = True,
+        residual: np.ndarray[Any, Any] | None = None,
     ) -> Work:
-        engine = self._engine
+        engine, lost = self._engine, 0 if residual is None else residual.ctypes.data
         if async_op:
-            ticket = engine.submit(shape, send, recv, background)
-            work = Work(self, ticket, keep, self._witness.calls.get(threading.get_ident(), ""))
+            ticket = engine.submit(shape, send, recv, background, lost)
+            work = Work(
+                self,
+                ticket,
+                keep if residual is None else (keep, residual),
+                self._witness.calls.get(threading.get_ident(), ""),
+            )
             with self._pending_lock:
                 if len(self._pending) >= self._prune_at:
                     self._pending = [w for w in self._pending if not w.done]
@@ -248,7 +258,7 @@ class Core:
                 self._pending.append(work)
             return work
         first = min(seconds, PATIENCE)
-        status = engine.run(shape, send, recv, first)
+        status = engine.run(shape, send, recv, first, lost)
         if status is not _native.Status.DONE:
             self._finish(status, engine.pending, seconds, first)
         return DONE
@@ -333,12 +343,21 @@ class Core:
         """What this rank has counted since the communicator came to be, for tests and for people.
 
         ``collectives`` and ``messages`` that were started; with RDMA also pieces and bytes sent, copied and lent,
-        pieces that were sent again, rails lost, and under ``memory_`` what is registered.
+        pieces that were sent again, rails lost, and under ``memory_`` what is registered; with compression
+        ``compressed_before`` and ``compressed_after``, bytes of the messages that it made smaller, ``residual_bytes``
+        kept for error feedback and ``residuals_dropped`` for want of room.
         """
         self._check_usable()
         memory = self._wiring.memory
         found = {"collectives": self._engine.collectives, "messages": self._engine.messages} | self._engine.counters()
+        found |= self._compression.counters()
         return found | ({} if memory is None else {f"memory_{name}": n for name, n in memory.counters.items()})
+
+    def reset_feedback(self) -> None:
+        """Forget what compression has lost so far of each buffer, which later calls would add: for new data in the
+        memory of old, such as another model's gradients. Local; gives the memory back.
+        """
+        self._compression.forget()
 
     # Ending and failing.
 
@@ -400,6 +419,7 @@ class Core:
         if self._host is not None:
             self._host.close()
         self._selection.close()
+        self._compression.forget()
         self._session.leave(self._group)
         self._wiring.close()
 
@@ -417,11 +437,14 @@ class Core:
 
     # Telling.
 
-    def explain(self, op: str, nbytes: int) -> Explanation:
-        """Which algorithm, channels and transports a collective of `nbytes` uses, and why. Local; sends nothing."""
+    def explain(self, op: str, nbytes: int, *, compress: str | None = None) -> Explanation:
+        """Which algorithm, channels and transports a collective of `nbytes` uses, and why. Local; sends nothing.
+
+        `compress` as the call would have it. Of compressed edges it tells what they make of float32.
+        """
         self._check_usable()
         self._log_news()
-        found = self._selection.explain(op, nbytes)
+        found = self._selection.explain(op, nbytes, compress)
         path = self._gpus or self._host
         return found if path is None else found._replace(paths=found.paths + path.paths())
 

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, cast
 
 from .errors import ArgumentError
 from .launchers import Launch, read_launch
+from .types import Format
 from .variables import (
     DeviceChoice,
     DeviceFilter,
@@ -49,6 +50,7 @@ log = logging.getLogger("hetcoll")
 Transport = Literal["auto", "shm", "tcp", "verbs"]
 Cross = Literal["auto", "direct", "mapped", "staged"]
 Debug = Literal["none", "warn", "info", "debug", "trace"]
+FORMATS = tuple(found.label for found in Format)
 REPLACEABLE = ("nccl", "gloo")  # backends of torch.distributed
 DEVICES = "auto, cpu, cuda, hip, or a GPU such as cuda:1"
 SHM_STORES = ("auto", "cached", "streaming", "claimed")  # in the order of native/transport/shm.h
@@ -65,7 +67,8 @@ class Config:
     rank 0 listens for the others, when the launcher cannot say it. `cache` is the directory of compiled GPU kernels,
     None: they are not kept. `ib_timeout` is InfiniBand's code for an acknowledgement's time,
     4.096 us << code; 16 are 0.27 s. `islands` are the ranks of each island. `device` is what this rank's buffers are
-    on, None: what its first call's are. `cross` is the way between GPUs that no library joins.
+    on, None: what its first call's are. `cross` is the way between GPUs that no library joins. `compress` is how sums
+    travel over slow edges, `compress_feedback` how much memory the residuals may take, 0: there is no error feedback.
     """
 
     debug: Debug = "warn"
@@ -80,6 +83,8 @@ class Config:
     islands: tuple[tuple[int, ...], ...] | None = None
     device: DeviceChoice | None = None
     cross: Cross = "auto"
+    compress: Format = Format.NONE
+    compress_feedback: int = 4 << 30
     fault: str | None = None
     shm_bytes: int | None = None
     shm_stores: str = "auto"
@@ -134,6 +139,12 @@ def read_config(environ: Environ) -> Config:
                 "auto",
             ),
         ),
+        compress=Format[
+            read(
+                environ, "HETCOLL_COMPRESS", ", ".join(FORMATS[:-1]) + f" or {FORMATS[-1]}", choice(*FORMATS), "none"
+            ).upper()
+        ],
+        compress_feedback=read(environ, "HETCOLL_COMPRESS_FEEDBACK", "bytes such as 4G, or 0", _feedback, 4 << 30),
         fault=word("HETCOLL_FAULT", "a fault to inject"),
         shm_bytes=read(environ, "HETCOLL_SHM_BYTES", "bytes such as 4194304 or 4M", auto(nbytes), None),
         shm_stores=read(
@@ -154,6 +165,10 @@ def read_config(environ: Environ) -> Config:
         ib_tc=read(environ, "HETCOLL_IB_TC", "0 to 255", whole(0, 255), 0),
         ib_bytes=read(environ, "HETCOLL_IB_BYTES", "bytes such as 1048576 or 1M", auto(nbytes), None),
     )
+
+
+def _feedback(text: str) -> int:
+    return 0 if text == "0" else nbytes(text)
 
 
 def _gid_index(text: str) -> int | None:
@@ -189,8 +204,8 @@ def _cache(environ: Environ) -> str | None:
 
 _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS DEVICE
-    CROSS FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE CACHE
-    IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
+    CROSS COMPRESS COMPRESS_FEEDBACK FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE
+    CACHE IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from . import _native, variables
 from .communicator import Communicator
+from .compression import parse_format
 from .env import DEVICES, Config, configuration, environment
 from .errors import ArgumentError, InitError
 from .rendezvous.bootstrap import bootstrap, get_unique_id
@@ -26,6 +27,7 @@ def init(
     timeout: float | None = None,
     islands: str | Sequence[Sequence[int]] | None = None,
     device: str | None = None,
+    compress: str | None = None,
 ) -> Communicator:
     """The communicator of all ranks of this job, as the launcher's environment describes it.
 
@@ -39,19 +41,24 @@ def init(
     `device` is what this rank's buffers are on: ``"cuda"`` or ``"hip"``, with or without the number of the GPU
     (``"cuda:1"``), or ``"cpu"``. Default: HETCOLL_DEVICE, else what the first call is given. Where some ranks have a
     GPU and others none, every rank must say which; each then passes buffers of its own device to the same calls.
+
+    `compress` is how sums and averages of 64 KiB and more travel between hosts, or between the `islands` if they are
+    given: ``"none"``, ``"bf16"``, ``"fp8"`` or ``"int8"``, where `Communicator.allreduce` can; the same on all ranks.
+    Default: HETCOLL_COMPRESS, else ``"none"``.
     """
     global _world
     if _world is not None and not _world.closed:
         raise InitError("hetcoll.init() was called already and its communicator is open; use comm.split(0) for another")
     env = environment()
-    configure(env.config)
+    config = _with_device(_with_islands(env.config, islands), device)
+    if compress is not None:
+        config = replace(config, compress=parse_format(compress))
+    configure(config)
     seconds = env.config.init_timeout if timeout is None else timeout
     start = time.monotonic()
     unique_id = bootstrap(env.launch, env.config)
     left = seconds - (time.monotonic() - start)
-    _world = _enter(
-        unique_id, env.launch.rank, env.launch.size, _with_device(_with_islands(env.config, islands), device), left
-    )
+    _world = _enter(unique_id, env.launch.rank, env.launch.size, config, left)
     return _world
 
 

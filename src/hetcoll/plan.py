@@ -7,6 +7,8 @@ plan is launched, so one plan serves every size.
 Rules that make a set of plans (one a rank) a Kahn network, whose result does not depend on timing:
 
 * a (source, destination, channel) triple is a FIFO, matched by order, written by one lane and read by one lane;
+* a compressed message carries nothing but what a ROUND step of the very same span has made, or a compressed message
+  has brought: then its codes lose nothing, and whoever keeps what it sent has what the others got;
 * `deps` are data hazards (read after write, write after read, write after write) between lanes of the same rank;
 * plans are written as if the input and output buffers were the same memory, so the same plan is right in place.
 
@@ -31,7 +33,7 @@ from .types import Collective
 
 MAGIC = 0x48435032  # "HCP2"
 HEADER = struct.Struct("<IHHIIIIIBBHI")
-STEP = struct.Struct("<BBHiiiiiiiIIII")
+STEP = struct.Struct("<BBBBiiiiiiiIIII")
 SPAN = struct.Struct("<iii")
 assert (HEADER.size, STEP.size) == (36, 48)  # native/engine/plan.h asserts the same
 
@@ -54,6 +56,7 @@ class Op(IntEnum):
     REDUCE = 4  # dst = dst (+) src
     SCALE = 5  # dst = dst / number of ranks (AVG)
     LOCAL = 6  # a vendor collective inside the island
+    ROUND = 7  # dst = src as a compressed edge carries it, with what was lost at the last call added first
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ class Step:
     channel: int = 0
     deps: tuple[int, ...] = ()
     local: Local | None = None
+    compressed: bool = False
 
     def __str__(self) -> str:
         parts = [f"{self.lane}:{self.op.name.lower()}"]
@@ -126,6 +130,8 @@ class Step:
             parts.append(f"-> {self.dst}")
         if self.peer >= 0:
             parts.append(f"peer {self.peer}" + (f" channel {self.channel}" if self.channel else ""))
+        if self.compressed:
+            parts.append("compressed")
         if self.deps:
             parts.append("after " + ",".join(map(str, self.deps)))
         return " ".join(parts)
@@ -141,7 +147,7 @@ class Plan:
     where input and output are different memory, the plan needs none, and no deps but those that its memory then still
     asks for. Where a buffer consists of shares, one for each rank
     or message, every share is cut into `pieces` units. `islands` are the ranks of each island, in a plan with LOCAL
-    steps.
+    steps. `compress`: some edges are compressed.
     """
 
     collective: Collective
@@ -158,6 +164,7 @@ class Plan:
     pieces: int = 1
     islands: tuple[tuple[int, ...], ...] = ()
     apart: bool = False
+    compress: bool = False
 
     @property
     def lanes(self) -> int:
@@ -200,7 +207,9 @@ class Plan:
             mine = () if step.local is None else step.local.parts
             where = (step.channel, step.peer) if step.local is None else (step.local.kind, self._place(step.local.root))
             spans = (*_record(step.src), *_record(step.dst))
-            row = (step.op, step.lane, *where, *spans, len(deps), len(step.deps), len(parts), len(mine))
+            channel, peer = where
+            counts = (len(deps), len(step.deps), len(parts), len(mine))
+            row = (step.op, step.lane, channel, step.compressed, peer, *spans, *counts)
             rows.append(STEP.pack(*row))
             deps.extend(step.deps)
             parts.extend(mine)
@@ -243,6 +252,7 @@ class Builder:
         channel: int = 0,
         deps: Iterable[int | None] = (),
         local: Local | None = None,
+        compressed: bool = False,
     ) -> int:
         """Append a step. `None` among the deps stands for "nothing to wait for".
 
@@ -252,5 +262,5 @@ class Builder:
         kept = tuple(sorted(d for d, ends in wanted.items() if ends[1] != lane and d > self.waited.get(ends, -1)))
         for d in kept:
             self.waited[wanted[d]] = d
-        self.steps.append(Step(op, lane, src, dst, peer, channel, kept, local))
+        self.steps.append(Step(op, lane, src, dst, peer, channel, kept, local, compressed))
         return len(self.steps) - 1

@@ -11,10 +11,12 @@ import numpy as np
 
 from . import calls
 from .calls import check_int
+from .compression import parse_format
 from .core import Core
 from .diagnosis import Kind
 from .errors import InitError, PeerLostError
 from .topology import restrict
+from .types import Format
 
 
 class Regrouping(Core):
@@ -22,12 +24,14 @@ class Regrouping(Core):
 
     _splits = 0
 
-    def split(self, color: int | None, key: int = 0) -> Self | None:
+    def split(self, color: int | None, key: int = 0, *, compress: str | None = None) -> Self | None:
         """A communicator for each `color`: this rank's, with ranks ordered by `key` and then by rank here.
 
         Collective over this communicator. A rank with `color` None belongs to none and gets None. Both are 64-bit.
+        `compress`: as `hetcoll.init` has it; by default as here.
         """
         self._check_usable()
+        form = None if compress is None else parse_format(compress)
         mine = [0, 0] if color is None else [1, check_int(color, "color")]
         rows = np.empty((self._size, 3), np.int64)
         self._launch(calls.meeting(self._rank, "split()", np.array([*mine, check_int(key, "key")]), rows), False, None)
@@ -36,7 +40,7 @@ class Regrouping(Core):
             return None
         members = [r for _, r in sorted((row[2], r) for r, row in enumerate(rows.tolist()) if row[:2] == mine)]
         name = hashlib.blake2b(self._group + f"split {self._splits} {color}".encode(), digest_size=16).digest()
-        return self._make(name, members, self._config.init_timeout)
+        return self._make(name, members, self._config.init_timeout, form)
 
     def shrink(self, *, timeout: float | None = None) -> Self:
         """A communicator of the ranks that are left after a failure, in the order of their ranks here.
@@ -76,7 +80,8 @@ class Regrouping(Core):
             raise
         return comm
 
-    def _make(self, name: bytes, members: list[int], timeout: float) -> Self:
+    def _make(self, name: bytes, members: list[int], timeout: float, form: Format | None = None) -> Self:
         """The communicator called `name` of these ranks, this one among them."""
-        config = replace(self._config, islands=restrict(self._config.islands, members))
+        compress = self._config.compress if form is None else form
+        config = replace(self._config, islands=restrict(self._config.islands, members), compress=compress)
         return type(self)(self._session, name, members.index(self._rank), len(members), config, timeout)

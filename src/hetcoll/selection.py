@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from . import _native
 from .buffers import Buffer
 from .calls import Call, check_int
+from .compression import Compression
 from .env import Config
 from .errors import ArgumentError
 from .inquiry import Called
@@ -33,7 +34,8 @@ class Explanation(NamedTuple):
 
     `transport` is what carries its data now. `paths` says of each rank of another host, in words, over which devices
     it is reached, what they did so far, and what is wrong with those that are not used; and of each other rank's GPU,
-    once there were calls on GPUs, how data goes there.
+    once there were calls on GPUs, how data goes there. `compress` says which edges are compressed, and how much that
+    makes of float32's bytes, or why none are.
     """
 
     collective: str
@@ -44,12 +46,14 @@ class Explanation(NamedTuple):
     seconds: float
     reason: str
     paths: tuple[str, ...] = ()
+    compress: str = ""
 
     def __str__(self) -> str:
         time = "" if math.isnan(self.seconds) else f", about {self.seconds * 1e6:.1f} us"
         return (
             f"{self.collective} of {self.nbytes} bytes: {self.algorithm} over {self.transport},"
             f" {self.channels} channel{'s' * (self.channels != 1)}{time} ({self.reason})"
+            + (f"\n  {self.compress}" if self.compress else "")
             + "".join(f"\n  {path}" for path in self.paths)
         )
 
@@ -57,7 +61,8 @@ class Explanation(NamedTuple):
 class Selection:
     """One communicator's plans."""
 
-    def __init__(self, wiring: Wiring, config: Config) -> None:
+    def __init__(self, wiring: Wiring, config: Config, compression: Compression) -> None:
+        self._compression = compression
         self._wiring, self._engine = wiring, wiring.engine
         self._forced: dict[Collective, str] = {}
         if config.algo is not None:
@@ -81,6 +86,7 @@ class Selection:
             call.send_table,
             call.recv_table,
             call.label,
+            call.compress,
         )
         shape = self._shapes.get(key)
         if shape is not None:
@@ -88,7 +94,7 @@ class Selection:
             return shape
         name = self._choose(call)
         scale = call.op is ReduceOp.AVG
-        number = self._plan((call.collective.plain, name, call.root, scale), timeout, check)
+        number = self._plan((call.collective.plain, name, call.root, scale, bool(call.compress)), timeout, check)
         what = call.describe()
         shape = self._engine.bind(
             plan=number,
@@ -100,6 +106,7 @@ class Selection:
             recv_table=call.recv_table,
             descriptor=descriptor(f"{what} by {name}"),
             p2p=False,
+            format=call.compress,
         )
         self._keep(key, shape, what)
         if (short := call.key) is not None:
@@ -146,7 +153,7 @@ class Selection:
         self.note_shape(number, what)
         return number
 
-    def explain(self, op: str, nbytes: int) -> Explanation:
+    def explain(self, op: str, nbytes: int, compress: str | None) -> Explanation:
         """See `Communicator.explain`."""
         try:
             collective = Collective[op.upper()]
@@ -155,24 +162,31 @@ class Selection:
         if check_int(nbytes, "nbytes") < 0:
             raise ArgumentError(f"nbytes: wanted 0 or more, got {nbytes}")
         op = collective.label
-        topology, rank = self._wiring.topology, self._wiring.rank
+        topology = self._wiring.topology
         if collective is Collective.P2P:
             over, paths = self._paths(range(topology.size))
             return Explanation(op, nbytes, "direct", over, 1, math.nan, "the only one", paths)
         from . import tuner
-        from .algorithms import find
 
-        choice = tuner.choose(collective, nbytes, topology, self._forced.get(collective))
-        plan = find(collective.plain, choice.name).build(topology.size, rank, hosts=topology.hosts)
+        form, told = self._compression.explain(collective, nbytes, compress)
+        forced = self._compressing(collective) if form else self._forced.get(collective)
+        choice = tuner.choose(collective, nbytes, topology, forced)
+        if form:
+            choice = choice._replace(seconds=math.nan, reason="the one that compresses")
+        plan = self._build((collective.plain, choice.name, 0, False, bool(form)))
+        if form:
+            told = self._compression.spell(form, sorted({step.peer for step in plan.steps if step.compressed}))
         channels = len({channel for _, channel in plan.edges})
         over, paths = self._paths({peer for peer, _ in plan.edges})
-        return Explanation(op, nbytes, choice.name, over, channels, choice.seconds, choice.reason, paths)
+        return Explanation(op, nbytes, choice.name, over, channels, choice.seconds, choice.reason, paths, told)
 
     def close(self) -> None:
         """Forget the bound plans."""
         self._shapes.clear()
 
     def _choose(self, call: Call) -> str:
+        if call.compress:
+            return self._compressing(call.collective)
         table = self._tables.get(call.collective)
         if table is None:
             from . import tuner
@@ -180,6 +194,18 @@ class Selection:
             table = tuner.table(call.collective, self._wiring.topology, self._forced.get(call.collective))
             self._tables[call.collective] = table
         return next(name for upper, name in table if call.nbytes <= upper)
+
+    def _compressing(self, collective: Collective) -> str:
+        """The algorithm that compresses."""
+        from .algorithms import ALGORITHMS
+
+        names = [name for name, algorithm in ALGORITHMS[collective.plain].items() if algorithm.compresses]
+        forced = self._forced.get(collective)
+        if forced not in (None, *names):
+            raise ArgumentError(
+                f"compress: {collective.label} is compressed by {', '.join(names)}, but HETCOLL_ALGO asks for {forced}"
+            )
+        return forced or names[0]
 
     def _plan(self, key: tuple[object, ...], timeout: float, check: Check) -> int:
         number = self._plans.get(key)
@@ -196,10 +222,9 @@ class Selection:
         match key:
             case (Collective.P2P, tuple(sends), tuple(recvs)):
                 return p2p(size, rank, sends, recvs)
-            case (Collective() as collective, str(name), int(root), bool(scale)):
-                return find(collective, name).build(
-                    size, rank, root=root, scale=scale, hosts=self._wiring.topology.hosts
-                )
+            case (Collective() as collective, str(name), int(root), bool(scale), bool(compress)):
+                hosts = self._compression.groups if compress else self._wiring.topology.hosts
+                return find(collective, name).build(size, rank, root=root, scale=scale, hosts=hosts, compress=compress)
         raise AssertionError(key)
 
     def _keep(self, key: tuple[object, ...], shape: _native.Shape, what: str) -> None:

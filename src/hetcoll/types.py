@@ -135,3 +135,29 @@ ROOTED = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, 
 WHOLE = frozenset({Collective.ALLREDUCE, Collective.BROADCAST, Collective.REDUCE})  # buffers are not cut by rank
 SAME = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.ALLGATHERV, Collective.BROADCAST})
 """What leaves the same on every rank."""
+
+
+class Format(IntEnum):
+    """How elements travel over compressed edges; the numbers are those of ``native/device/codecs.h``.
+
+    BF16 is float32's upper half, rounded to nearest even. FP8 (E4M3) and INT8 are codes of one byte in blocks of 32,
+    times a power of two that the largest magnitude of the block decides, as in OCP's Microscaling formats.
+
+    Examples
+    --------
+    >>> Format.INT8.factor(4)
+    0.2578125
+    """
+
+    NONE = 0
+    BF16 = 1
+    FP8 = 2
+    INT8 = 3
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+    def factor(self, itemsize: int) -> float:
+        """Bytes on the wire for each byte of elements of `itemsize` bytes."""
+        return {Format.NONE: 1.0, Format.BF16: 2 / itemsize}.get(self, (1 + 1 / 32) / itemsize)

@@ -66,6 +66,7 @@ class Draft(Builder):
     credits: int = 0
     apart: bool = False
     islands: Hosts = ()
+    compress: bool = False
 
     def others(self) -> list[int]:
         """Every rank but this one, in order."""
@@ -81,15 +82,18 @@ class Draft(Builder):
 
     def send(self, lane: int, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Send `src` to `peer`. Like the next four it gives the step's index, to be named in a later `after`."""
-        return self.add(Op.SEND, lane, src=src, peer=peer, channel=channel, deps=after)
+        slow = self._slow(peer)
+        return self.add(Op.SEND, lane, src=src, peer=peer, channel=channel, deps=after, compressed=slow)
 
     def recv(self, lane: int, dst: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Receive into `dst` what `peer` sends next on this channel, which has as many units."""
-        return self.add(Op.RECV, lane, dst=dst, peer=peer, channel=channel, deps=after)
+        slow = self._slow(peer)
+        return self.add(Op.RECV, lane, dst=dst, peer=peer, channel=channel, deps=after, compressed=slow)
 
     def recv_reduce(self, lane: int, dst: Span, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Receive from `peer` and write the reduction of that and `src` to `dst`, which may be `src`."""
-        return self.add(Op.RECV_REDUCE, lane, src=src, dst=dst, peer=peer, channel=channel, deps=after)
+        slow = self._slow(peer)
+        return self.add(Op.RECV_REDUCE, lane, src=src, dst=dst, peer=peer, channel=channel, deps=after, compressed=slow)
 
     def copy(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
         """Copy `src` to `dst`, which may be the same memory: then nothing is moved."""
@@ -119,13 +123,24 @@ class Draft(Builder):
         """The step after which `dst` is final: a division when the collective averages, else `reduced` itself."""
         return self.add(Op.SCALE, lane, dst=dst, deps=[reduced]) if self.average else reduced
 
+    def rounded(self, lane: int, dst: Span, src: Span, step: int | None) -> tuple[Span, int | None]:
+        """What may be sent over a compressed edge in place of `src`, which is there after `step`, and the step after
+        which it is there: `src` itself where this plan compresses nothing."""
+        if not self.compress:
+            return src, step
+        return dst, self.add(Op.ROUND, lane, src=src, dst=dst, deps=[step])
+
+    def _slow(self, peer: int) -> bool:
+        """Whether messages to and from `peer` are compressed."""
+        return self.compress and not any(self.rank in host and peer in host for host in self.hosts)
+
     def finish(self) -> Plan:
         """The plan of the steps so far. `Algorithm.build` calls it."""
         send_units, recv_units = _units(self.collective, self.size, self.units, self.pieces)
         return Plan(
             self.collective, self.algorithm, self.size, self.rank, send_units, recv_units, tuple(self.steps),
             self.root, self.scratch_copies, self.scratch_like, self.credits, self.pieces, self.islands,
-            self.apart,
+            self.apart, self.compress,
         )  # fmt: skip
 
 
@@ -184,7 +199,8 @@ class Algorithm(NamedTuple):
     """One entry of the table. Without `cost` and `levels` it is taken only by name, never by itself.
 
     `levels` is the cost of an algorithm that is made for several hosts: what it takes inside them, and what between
-    them. Bytes between are those of a whole host.
+    them. Bytes between are those of a whole host. `compresses`: it rounds whatever it sends between hosts where the
+    draft says `compress`.
     """
 
     name: str
@@ -193,28 +209,41 @@ class Algorithm(NamedTuple):
     supports: Callable[[int], bool]
     cost: Callable[[int], Cost] | None = None
     levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None
+    compresses: bool = False
 
-    def build(self, size: int, rank: int, *, root: int = 0, scale: bool = False, hosts: Hosts | None = None) -> Plan:
+    def build(
+        self,
+        size: int,
+        rank: int,
+        *,
+        root: int = 0,
+        scale: bool = False,
+        hosts: Hosts | None = None,
+        compress: bool = False,
+    ) -> Plan:
         """The plan of `rank` among `size`.
 
         `scale` divides the result by `size` (AVG). `hosts` are the ranks of each host, by default one; all ranks must
-        give the same.
+        give the same. `compress`: the edges between them are compressed.
 
         Raises
         ------
         ArgumentError
-            `rank` or `root` is not a rank, or the algorithm does not support `size`.
+            `rank` or `root` is not a rank, or the algorithm does not support `size`, or
+            cannot compress.
         """
         if not (0 <= rank < size and 0 <= root < size):
             raise ArgumentError(f"rank and root must lie in 0..{size - 1}, got rank {rank} and root {root}")
         if not self.supports(size):
             raise ArgumentError(f"{self.collective.label} by {self.name} does not support {size} ranks")
+        if compress and not self.compresses:
+            raise ArgumentError(f"{self.collective.label} by {self.name} compresses no edges")
         hosts = hosts or (tuple(range(size)),)
         if sorted(r for host in hosts for r in host) != list(range(size)) or not all(hosts):
             raise ArgumentError(f"wanted hosts that hold each of {size} ranks once, got {hosts}")
         draft = Draft(
             collective=self.collective, algorithm=self.name, size=size, rank=rank, hosts=hosts, root=root,
-            average=scale,
+            average=scale, compress=compress and len(hosts) > 1,
         )  # fmt: skip
         if size > 1:
             self.draw(draft)
@@ -241,11 +270,12 @@ def register(
     supports: Callable[[int], bool] = any_size,
     cost: Callable[[int], Cost] | None = None,
     levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None,
+    compresses: bool = False,
 ) -> Callable[[Callable[[Draft], None]], Callable[..., Plan]]:
     """Enter a drawing function into the table under `name`; it is replaced by the `build` of its entry."""
 
     def enter(draw: Callable[[Draft], None]) -> Callable[..., Plan]:
-        entry = Algorithm(name, collective, draw, supports, cost, levels)
+        entry = Algorithm(name, collective, draw, supports, cost, levels, compresses)
         if ALGORITHMS.setdefault(collective, {}).setdefault(name, entry) is not entry:
             raise ArgumentError(f"{collective.label} has an algorithm called {name} already")
         return entry.build

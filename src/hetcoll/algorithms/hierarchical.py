@@ -89,7 +89,7 @@ def _allreduce_levels(hosts: Hosts) -> tuple[Cost, Cost]:
     return inside, Cost(2, 4 * (m - 1) * each, 2 * once, 2 * once, once / len(fewest))
 
 
-@register(Collective.ALLREDUCE, "hierarchical", levels=_allreduce_levels)
+@register(Collective.ALLREDUCE, "hierarchical", levels=_allreduce_levels, compresses=True)
 def allreduce(p: Draft) -> None:
     """Reduce inside, reduce between, gather between, gather inside: 4 hops. 2(m-1)/m of the buffer leaves a host."""
     at = Place(p.hosts, p.rank)
@@ -118,18 +118,21 @@ def _reduce_inside(p: Draft, at: Place, order: list[int]) -> dict[Part, int | No
 
 
 def reduce_between(p: Draft, at: Place, partial: dict[Part, int | None]) -> dict[Part, int | None]:
-    """Lanes 2, 3 and 8. When each of my parts that is added up on this host is final."""
+    """Lanes 2, 3 and 8; 9 and 10 round. When each of my parts that is added up on this host is final."""
     held = {part: part.input if at.k == 1 else part.output for part in partial}
     final = {part: step for part, step in partial.items() if part.host == at.i}
     for part, step in partial.items():
         if part.host != at.i:
-            p.send(2, held[part], at.owner(part.host, part.atom), after=[step])
+            sent, ready = p.rounded(9, part.output, held[part], step)
+            p.send(2, sent, at.owner(part.host, part.atom), after=[ready])
     for d in range(1, at.m):
         for part in final:
             peer = at.owner(at.host_after(-d), part.atom)
             final[part] = p.recv_reduce(3, part.output, held[part], peer, after=[final[part]])
             held[part] = part.output
-    return {part: p.scaled(8, part.output, step) for part, step in final.items()}
+    for part, step in final.items():
+        _, final[part] = p.rounded(10, part.output, part.output, p.scaled(8, part.output, step))
+    return final
 
 
 def gather_between(p: Draft, at: Place, final: dict[Part, int | None]) -> None:
@@ -192,7 +195,9 @@ def allgather(p: Draft) -> None:
     p.copy(4, out(p.rank), inp())
 
 
-@register(Collective.REDUCE_SCATTER, "hierarchical", levels=lambda hosts: _shares_levels(hosts, reduces=True))
+@register(
+    Collective.REDUCE_SCATTER, "hierarchical", levels=lambda hosts: _shares_levels(hosts, reduces=True), compresses=True
+)
 def reduce_scatter(p: Draft) -> None:
     """Each unit is added up on one rank of every other host, which sends it to its owner: 2 hops."""
     at = Place(p.hosts, p.rank)
@@ -214,8 +219,9 @@ def reduce_scatter(p: Draft) -> None:
             ready = p.recv_reduce(1, result, total, mate)
             total = result
         if unit != p.rank:
-            p.scratch_copies = 1 if at.k > 1 else 0
-            p.send(2, total, unit, channel=1, after=[ready])
+            p.scratch_copies = 1 if at.k > 1 or p.compress else 0
+            sent, ready = p.rounded(5, tmp(unit), total, ready)
+            p.send(2, sent, unit, channel=1, after=[ready])
     for d in range(1, at.m):
         peer = at.counterpart(at.host_after(-d))
         ready = p.recv_reduce(3, out(), total, peer, channel=1, after=[ready])

@@ -34,6 +34,7 @@ class Memory:
         elif inplace and (kind is Collective.REDUCE_SCATTER or (kind is Collective.SCATTER and root)):
             recv[:] = send[mine]
         self.values: list[Value | None] = [None] * size
+        self.rounded: list[tuple[int, ...]] = [()] * size  # the cells that were rounded together with this one
         self.writer: list[Access | None] = [None] * size
         self.readers: list[list[Access]] = [[] for _ in range(size)]
 
@@ -100,6 +101,11 @@ def _divide(a: Value, size: int) -> Value:
     return a[0] * pow(size, -1, PRIME) % PRIME, pow(a[1] + size, 5, PRIME)
 
 
+def _round(a: Value) -> Value:
+    """The same sum to the checker, in other bits."""
+    return a[0], pow(a[1] + 0x51ED270B, 7, PRIME)
+
+
 def check_values(plans: Sequence[Plan], order: list[Node], memories: list[Memory], averaged: bool) -> None:
     kind = plans[0].collective
     if kind is Collective.BARRIER:
@@ -147,7 +153,7 @@ def _execute_local(plans: Sequence[Plan], memories: list[Memory], group: tuple[N
         results.append((total, memories[flow.to.rank], flow.target))
     for total, memory, target in results:
         for cell, value in zip(memory.where(target), total, strict=True):
-            memory.values[cell] = value
+            memory.values[cell], memory.rounded[cell] = value, ()
 
 
 def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Value]]) -> None:
@@ -159,7 +165,13 @@ def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Va
     match step.op:
         case Op.SEND:
             messages[node.id] = read(step.src)
+            assert step.src is not None
+            together = memory.where(step.src)
+            if step.compressed and any(memory.rounded[cell] != together for cell in together):
+                raise PlanError(plan, node.index, f"compresses {step.src}, which no step has rounded as a whole")
             return
+        case Op.ROUND:
+            result = [_round(a) for a in read(step.src)]
         case Op.COPY:
             result = read(step.src)
         case Op.REDUCE:
@@ -172,8 +184,10 @@ def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Va
             if step.op is Op.RECV_REDUCE:
                 result = [_add(a, b) for a, b in zip(read(step.src), result, strict=True)]
     assert step.dst is not None
-    for cell, value in zip(memory.where(step.dst), result, strict=True):
+    written = memory.where(step.dst)
+    for cell, value in zip(written, result, strict=True):
         memory.values[cell] = value
+        memory.rounded[cell] = written if step.op is Op.ROUND or (step.op is Op.RECV and step.compressed) else ()
 
 
 def _check_result(plans: Sequence[Plan], plan: Plan, memory: Memory, first: Memory, averaged: bool) -> None:

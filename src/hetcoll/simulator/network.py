@@ -19,6 +19,7 @@ NEEDS = {  # op -> (has src, has dst, has peer)
     Op.COPY: (True, True, False),
     Op.REDUCE: (True, True, False),
     Op.SCALE: (False, True, False),
+    Op.ROUND: (True, True, False),
 }
 
 
@@ -61,7 +62,7 @@ def _check_header(plans: Sequence[Plan], rank: int) -> None:
     plan, first = plans[rank], plans[0]
     if (plan.rank, plan.size) != (rank, len(plans)):
         raise PlanError(plan, None, f"is plan {rank} of {len(plans)}")
-    same = ["collective", "algorithm", "root", "credits", "apart", "pieces", "islands"]
+    same = ["collective", "algorithm", "root", "credits", "apart", "pieces", "islands", "compress"]
     if plan.collective is not Collective.P2P:
         same += ["send_units", "recv_units"]
     for name in same:
@@ -77,6 +78,10 @@ def _check_step(plan: Plan, i: int) -> None:
         check_local(plan, i)
     elif step.local is not None or (step.src is not None, step.dst is not None, step.peer >= 0) != NEEDS[step.op]:
         raise PlanError(plan, i, f"wanted (src, dst, peer) to be {NEEDS[step.op]}")
+    if (step.compressed or step.op is Op.ROUND) and not plan.compress:
+        raise PlanError(plan, i, "is for compressed edges, and the plan has none")
+    if step.compressed and step.peer < 0:
+        raise PlanError(plan, i, "is no message, but compressed")
     if step.peer >= plan.size or step.peer == plan.rank:
         raise PlanError(plan, i, "wanted another rank as peer")
     if not (0 <= step.lane < LANES and 0 <= step.channel < CHANNELS):
@@ -120,6 +125,8 @@ def _match(plans: Sequence[Plan], fifo: tuple[int, int, int], sends: list[Node],
         for end, first in ((send, sends[0]), (recv, recvs[0])):
             if end.step.lane != first.step.lane:
                 raise PlanError(plans[end.rank], end.index, f"{name} is used by lane {first.step.lane} too")
+        if send.step.compressed != recv.step.compressed:
+            raise PlanError(plans[recv.rank], recv.index, f"{name} is compressed at one end only")
         send.other, recv.other = recv, send
         went, came = lengths(plans[send.rank], send.step.src), lengths(plans[recv.rank], recv.step.dst)
         if went != came:
