@@ -26,6 +26,8 @@ constexpr std::size_t kWholeBlock = std::size_t{1} << 30;     // with one stripe
 constexpr std::size_t kMove = std::size_t{1} << 20;
 constexpr std::size_t kWeighed = std::size_t{64} << 10;  // blocks from here on go where the queue is shortest
 constexpr std::size_t kMaxItem = 16;
+// Up to here it costs less to copy a message to and from its header than to have the kernel deal with two places.
+constexpr std::size_t kJoined = std::size_t{4} << 10;
 
 struct BlockHeader {
   std::uint64_t signature;
@@ -77,6 +79,41 @@ class Sockets {
   std::size_t block() const { return fds_.size() == 1 ? kWholeBlock : kStripeBlock; }
   int fd(std::uint32_t stripe) const { return fds_[stripe]; }
   int peer() const { return peer_; }
+
+  // A header and a body, of each perhaps nothing, as one call sends or receives them.
+  ssize_t Send(std::uint32_t stripe, const std::byte* header, std::size_t head, const std::byte* data,
+               std::size_t n) const {
+    constexpr int kFlags = MSG_NOSIGNAL | MSG_DONTWAIT;
+    if (head == 0) return send(fd(stripe), data, n, kFlags);
+    if (n <= kJoined) {
+      std::byte joined[sizeof(BlockHeader) + kJoined];
+      std::memcpy(joined, header, head);
+      if (n > 0) std::memcpy(joined + head, data, n);
+      return send(fd(stripe), joined, head + n, kFlags);
+    }
+    iovec iov[2] = {{const_cast<std::byte*>(header), head}, {const_cast<std::byte*>(data), n}};
+    msghdr msg{};
+    msg.msg_iov = iov;
+    msg.msg_iovlen = 2;
+    return sendmsg(fd(stripe), &msg, kFlags);
+  }
+  ssize_t Receive(std::uint32_t stripe, std::byte* header, std::size_t head, std::byte* data, std::size_t n) const {
+    if (head == 0) return recv(fd(stripe), data, n, MSG_DONTWAIT);
+    if (n <= kJoined) {
+      std::byte joined[sizeof(BlockHeader) + kJoined];
+      const ssize_t got = recv(fd(stripe), joined, head + n, MSG_DONTWAIT);
+      if (got <= 0) return got;
+      const auto size = static_cast<std::size_t>(got);
+      std::memcpy(header, joined, std::min(head, size));
+      if (size > head) std::memcpy(data, joined + head, size - head);
+      return got;
+    }
+    iovec iov[2] = {{header, head}, {data, n}};
+    msghdr msg{};
+    msg.msg_iov = iov;
+    msg.msg_iovlen = 2;
+    return recvmsg(fd(stripe), &msg, MSG_DONTWAIT);
+  }
 
   void Shutdown() const {
     for (int fd : fds_) shutdown(fd, SHUT_WR);
@@ -171,11 +208,7 @@ class TcpSend final : public SendEnd {
       c.header = {m.signature, m.total, at, c.stamp, sockets_->After(c.stripe, c.end - c.begin)};
     }
     const std::size_t header = c.header_left;
-    iovec iov[2] = {{c.HeaderRest(), header}, {const_cast<std::byte*>(data), std::min(n, c.end - at)}};
-    msghdr msg{};
-    msg.msg_iov = header > 0 ? iov : iov + 1;
-    msg.msg_iovlen = header > 0 ? 2 : 1;
-    const ssize_t sent = sendmsg(sockets_->fd(c.stripe), &msg, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent = sockets_->Send(c.stripe, c.HeaderRest(), header, data, std::min(n, c.end - at));
     if (sent < 0) {
       if (Again(errno)) return kWouldBlock;
       sockets_->Fail("send");
@@ -240,11 +273,7 @@ class TcpRecv final : public RecvEnd {
     Course& c = course_;
     if (!c.begun) c.Begin(*sockets_, m, at);
     const std::size_t header = c.header_left;
-    iovec iov[2] = {{c.HeaderRest(), header}, {dst, std::min(n, c.end - at)}};
-    msghdr msg{};
-    msg.msg_iov = header > 0 ? iov : iov + 1;
-    msg.msg_iovlen = header > 0 ? 2 : 1;
-    const ssize_t got = recvmsg(sockets_->fd(c.stripe), &msg, MSG_DONTWAIT);
+    const ssize_t got = sockets_->Receive(c.stripe, c.HeaderRest(), header, dst, std::min(n, c.end - at));
     if (got < 0) {
       if (Again(errno)) return kWouldBlock;
       sockets_->Fail("receive");
