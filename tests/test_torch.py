@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from installed import import_torch
 from torch_ranks import TorchRanks, names, torch_ranks
 
 __all__ = ["torch_ranks"]
@@ -27,3 +28,14 @@ def test_training(torch_ranks: TorchRanks, case: str) -> None:
 @pytest.mark.parametrize("case", names("failures"))
 def test_failures(torch_ranks: TorchRanks, case: str) -> None:
     torch_ranks.run("failures", case, backend=None)
+
+
+def test_compression() -> None:
+    """Four ranks that are two islands."""
+    import_torch()  # or skips
+    ranks = TorchRanks(HETCOLL_ISLANDS="0,1|2,3")
+    try:
+        for case in names("compression"):
+            ranks.run("compression", case)
+    finally:
+        ranks.close()

@@ -15,9 +15,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .options import Options
     from .process_group import HetcollProcessGroup
 
-__all__ = ["HetcollProcessGroup", "register"]
+__all__ = ["HetcollProcessGroup", "Options", "register"]
 
 
 def register() -> None:
@@ -35,4 +36,8 @@ def __getattr__(name: str) -> object:
         from .process_group import HetcollProcessGroup
 
         return HetcollProcessGroup
+    if name == "Options":
+        from .options import Options
+
+        return Options
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

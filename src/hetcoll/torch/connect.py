@@ -22,17 +22,23 @@ from ..rendezvous.bootstrap import get_unique_id
 from ..rendezvous.control import WORLD
 from ..rendezvous.session import Session
 from ..rendezvous.unique_id import UniqueId
+from ..types import Format
 
 _NAME_BYTES = 16
 
 
-def connect(store: dist.Store, rank: int, size: int, timeout: float, session: Session | None) -> Communicator:
+def connect(
+    store: dist.Store, rank: int, size: int, timeout: float, session: Session | None, compress: Format | None = None
+) -> Communicator:
     """A communicator of the `size` ranks that share `store`; each calls this. `InitError` after `timeout` seconds.
 
-    `session` is this process's membership in the job, where all these ranks already belong to one.
+    `session` is this process's membership in the job, where all these ranks already belong to one. `compress`: in
+    place of HETCOLL_COMPRESS.
     """
     deadline = time.monotonic() + timeout
     config = replace(configuration(), timeout=timeout)
+    if compress is not None:
+        config = replace(config, compress=compress)
     configure(config)
     told = _agree(store, rank, session, config)
     name, unique_id = told[:_NAME_BYTES], UniqueId.from_bytes(told[_NAME_BYTES:])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..communicator import Communicator
+from ..types import Format
 from ..work import Work as Operation
 from .connect import connect
 from .failures import CollectiveTimeoutError, translate, translated
@@ -29,9 +30,9 @@ Start = Callable[[dict[str, Any]], Sequence[Operation]]
 class Launcher(dist.ProcessGroup):
     """The base of `HetcollProcessGroup`: its communicator, and the one way by which operations start on it."""
 
-    def __init__(self, comm: Communicator, store: dist.Store, timeout: float) -> None:
+    def __init__(self, comm: Communicator, store: dist.Store, timeout: float, compress: Format | None = None) -> None:
         super().__init__(comm.rank, comm.size)
-        self._store, self._timeout = store, timeout
+        self._store, self._timeout, self._compress = store, timeout, compress
         self._comms = [comm]  # by the level of callbacks that use it, see `_comm`
         self._futures = Level()
         self._streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
@@ -54,7 +55,8 @@ class Launcher(dist.ProcessGroup):
         level = self._futures.of_this_thread().number
         if level == len(self._comms):
             store = dist.PrefixStore(f"callbacks/{level}/", self._store)
-            self._comms.append(connect(store, self.rank(), self.size(), self._usual_timeout, self.comm.session))
+            limit, session = self._usual_timeout, self.comm.session
+            self._comms.append(connect(store, self.rank(), self.size(), limit, session, self._compress))
         return self._comms[level]
 
     def _launch(

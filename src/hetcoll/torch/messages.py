@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..communicator import Communicator
+from ..types import Format
 from .launch import Launcher
 from .tensors import flat
 from .work import Bundle, ToSelf
@@ -21,8 +22,8 @@ Halves = deque[tuple[torch.Tensor, ToSelf]]
 class Messages(Launcher):
     """The point-to-point part of `HetcollProcessGroup`."""
 
-    def __init__(self, comm: Communicator, store: dist.Store, timeout: float) -> None:
-        super().__init__(comm, store, timeout)
+    def __init__(self, comm: Communicator, store: dist.Store, timeout: float, compress: Format | None = None) -> None:
+        super().__init__(comm, store, timeout, compress)
         self._bundle: list[dist.Work] | None = None  # between _start_coalescing and _end_coalescing
         self._halves: tuple[Halves, Halves] = (deque(), deque())  # sends to itself, and receives from itself
 

@@ -19,10 +19,12 @@ from torch._C._dynamo import eval_frame
 from .. import lifetime
 from ..communicator import Communicator
 from ..rendezvous.session import Session
+from ..types import Format
 from . import barriers
 from .collectives import Collectives
 from .connect import connect
 from .messages import Messages
+from .options import asked_format
 from .registry import DEVICES, NAME
 from .tensors import seconds
 from .work import Bundle, HostWork, StreamWork, ToSelf
@@ -34,8 +36,8 @@ class HetcollProcessGroup(Collectives, Messages):
     `comm` is the communicator beneath it, for what torch has no words for: `explain`, `counters`, `topology`.
     """
 
-    def __init__(self, comm: Communicator, store: dist.Store, timeout: float) -> None:
-        super().__init__(comm, store, timeout)
+    def __init__(self, comm: Communicator, store: dist.Store, timeout: float, compress: Format | None = None) -> None:
+        super().__init__(comm, store, timeout, compress)
         self._name, self._description = "", "undefined"
         self._inner = Inner(self)
         for device in DEVICES:
@@ -44,11 +46,11 @@ class HetcollProcessGroup(Collectives, Messages):
         lifetime.watch(self)
 
     @classmethod
-    def make(cls, options: Any) -> HetcollProcessGroup:
+    def make(cls, options: Any, ours: object = None) -> HetcollProcessGroup:
         """The group that torch describes by its `_DistributedBackendOptions`; all its ranks call this."""
-        timeout = options.timeout.total_seconds()
-        comm = connect(options.store, options.group_rank, options.group_size, timeout, job_session())
-        return cls(comm, options.store, timeout)
+        timeout, compress = options.timeout.total_seconds(), asked_format(ours)
+        comm = connect(options.store, options.group_rank, options.group_size, timeout, job_session(), compress)
+        return cls(comm, options.store, timeout, compress)
 
     # What torch asks. It calls the names in camel case from C++.
 
@@ -119,8 +121,9 @@ class HetcollProcessGroup(Collectives, Messages):
             return None
         limit = seconds(timeout) or self._timeout
         store = dist.PrefixStore(f"{group_name or sorted(new_ranks)}/", self._store)
-        comm = connect(store, list(new_ranks).index(self.rank()), len(new_ranks), limit, self.comm.session)
-        made = type(self)(comm, store, limit)
+        rank, session = list(new_ranks).index(self.rank()), self.comm.session
+        comm = connect(store, rank, len(new_ranks), limit, session, self._compress)
+        made = type(self)(comm, store, limit, self._compress)
         made.setGroupName(group_name or "")
         made.setGroupDesc(group_desc or f"{self._description}:split")
         if self.bound_device_id is not None:

@@ -28,8 +28,9 @@ def install() -> None:
     wrappers.install()
 
 
-def make_group(options: Any, _backend_options: object = None) -> HetcollProcessGroup:
-    """What `torch.distributed.new_group` and `init_process_group` call, on all ranks of the group."""
+def make_group(options: Any, ours: object = None) -> HetcollProcessGroup:
+    """What `torch.distributed.new_group` and `init_process_group` call, on all ranks of the group. `ours` is what
+    scripts gave as `pg_options`."""
     from .process_group import HetcollProcessGroup  # not before a group is wanted: it takes time
 
-    return HetcollProcessGroup.make(options)
+    return HetcollProcessGroup.make(options, ours)

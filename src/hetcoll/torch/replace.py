@@ -44,10 +44,10 @@ def _pretend_nccl() -> None:
         distributed_c10d.default_pg_nccl_timeout = _NCCL_TIMEOUT
     if not hasattr(distributed_c10d, "ProcessGroupNCCL"):
         # torch asks of objects whether they are one, where NCCL is available. None is.
-        distributed_c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = _NoProcessGroupNCCL
+        distributed_c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = NoProcessGroupNCCL
 
 
-class _NoProcessGroupNCCL:
+class NoProcessGroupNCCL:
     """Stands for a class that this build of torch lacks."""
 
     class Options:
