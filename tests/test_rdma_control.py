@@ -166,14 +166,15 @@ class FakeVerbsError(Exception):
 
 
 class FakeDevice:
-    """An open device that says what is registered with it, and refuses after `most` regions."""
+    """An open device that says what is registered with it, and refuses after `most` regions. GPUs' memory it knows as
+    dma-bufs, or (`peer`) by its address."""
 
     name = "fake"
     library = SimpleNamespace(error=FakeVerbsError)
 
-    def __init__(self, most: int = 1 << 20) -> None:
+    def __init__(self, most: int = 1 << 20, *, peer: bool = False) -> None:
         self.regions: list[Region] = []
-        self.most, self._made = most, 0
+        self.most, self.peer, self._made = most, peer, 0
 
     def register(self, address: int, nbytes: int) -> Region:
         if len(self.regions) == self.most:
@@ -184,7 +185,14 @@ class FakeDevice:
 
     def register_dmabuf(self, fd: int, offset: int, nbytes: int) -> Region:
         assert os.fstat(fd).st_size >= offset + nbytes  # it is open
+        if self.peer:
+            raise FakeVerbsError("Operation not supported")
         return self.register(offset, nbytes)
+
+    def register_peer(self, address: int, nbytes: int) -> Region:
+        if not self.peer:
+            raise FakeVerbsError("Bad address")
+        return self.register(address, nbytes)
 
 
 class FakeEngine:
@@ -261,10 +269,26 @@ def test_memory_of_a_gpu_is_registered_as_a_dma_buf(parts: Parts) -> None:
     assert devices[0].regions == devices[1].regions == []
 
 
+@pytest.mark.parametrize("refuses", [True, False])
+def test_memory_of_a_gpu_is_registered_as_peer_memory(refuses: bool) -> None:
+    """Where its driver gives no dma-buf, or a device takes none."""
+    engine, device = FakeEngine(), FakeDevice(peer=True)
+    found, gpu, address = Memory(engine, [(device, 0)]), FakeGpu(refuses=refuses), 7 << 40  # type: ignore[list-item]
+    lease = found.lease(address, 5000, "owner", gpu)  # type: ignore[arg-type]
+    assert list(engine.seen.values()) == [address]  # which is not the processor's
+    if not refuses:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(gpu.given)
+    lease.close()
+    assert device.regions == []
+
+
 def test_memory_of_a_gpu_that_nobody_can_register() -> None:
     engine, devices = FakeEngine(), [FakeDevice(), FakeDevice(most=0)]
     found = Memory(engine, [(device, i) for i, device in enumerate(devices)])  # type: ignore[misc]
-    with pytest.raises(RegistrationError, match=r"registering 100 bytes of a GPU: .*NOT_SUPPORTED"):
+    with pytest.raises(
+        RegistrationError, match=r"100 bytes of a GPU: as a dma-buf: .*NOT_SUPPORTED.*; as peer memory: .*Bad address"
+    ):
         found.lease(7 << 40, 100, None, FakeGpu(refuses=True))  # type: ignore[arg-type]
     gpu = FakeGpu()
     with pytest.raises(RegistrationError, match=r"fake: registering 100 bytes: .*memory of GPUs"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -18,6 +19,7 @@ from hetcoll.errors import ArgumentError, InitError
 from hetcoll.job import _with_islands
 from hetcoll.topology import Islands, RankInfo, Topology, restrict, spell_islands
 from hetcoll.variables import islands as parse
+from hetcoll.verbs.rails import Nic
 
 Pool = Callable[..., Ranks]
 
@@ -140,7 +142,7 @@ def test_islands_that_miss_a_rank_are_refused_by_all() -> None:
 @pytest.mark.parametrize(
     ("cross", "hosts", "setting", "said"),
     [
-        ("direct", "aa", "auto", "no rank has it: GPUs' memory is not sent by RDMA devices"),
+        ("direct", "ab", "tcp", "no rank may use RDMA: HETCOLL_TRANSPORT is tcp"),
         ("mapped", "aab", "auto", "ranks 0 and 2 share no memory: they are on hosts a and b"),
         ("mapped", "aa", "tcp", "HETCOLL_TRANSPORT is tcp"),
     ],
@@ -154,12 +156,56 @@ def test_a_way_between_gpus_that_is_not_there(cross: Any, hosts: str, setting: A
 def test_ways_between_gpus() -> None:
     infos = tuple(RankInfo(r, host) for r, host in enumerate("aab"))
     auto = Topology(infos)
-    assert [auto.way(0, r) for r in (1, 2)] == ["mapped", "staged"]
+    assert [auto.way(0, r) for r in (1, 2)] == ["mapped", "staged-tcp"]
     assert [auto.why(0, r) for r in (1, 2)] == ["mapped: one host", "staged: another host"]
     assert Topology(infos[:2], cross="mapped").way(0, 1) == "mapped"
-    assert Topology(infos, cross="staged").way(0, 1) == "staged"
+    assert Topology(infos, cross="staged").way(0, 1) == "staged-tcp"
     tcp = Topology(infos, "tcp")
-    assert (tcp.way(0, 1), tcp.why(0, 1)) == ("staged", "staged: HETCOLL_TRANSPORT")
+    assert (tcp.way(0, 1), tcp.why(0, 1)) == ("staged-tcp", "staged: HETCOLL_TRANSPORT")
+
+
+GPUS = [("cuda", "0"), ("hip", "1"), ("hip", "2"), ("", "")]
+
+
+def with_rdma(**settings: Any) -> Topology:
+    """Ranks 0 and 1 on one host, 2 and 3 on another; all have ports that reach each other."""
+    nics = [(Nic(f"rxe{r}:1", "Ethernet", f"10.77.0.{r + 1}", "10.77.0.0/24"),) for r in range(4)]
+    infos = tuple(RankInfo(r, "aabb"[r], nics=nics[r], wish="cuda" if r < 3 else "cpu") for r in range(4))
+    return Topology(infos, **settings)
+
+
+def test_the_direct_way() -> None:
+    auto = with_rdma().equipped(GPUS)
+    assert auto.ways(0, 2) == ("direct", "staged-rdma", "staged-tcp")
+    assert auto.ways(0, 1) == ("mapped", "staged-tcp")
+    assert auto.ways(0, 3) == ("staged-rdma", "staged-tcp"), "a rank without a GPU has no memory of a GPU"
+    assert auto.why(0, 2) == auto.why(2, 0) == "direct: the RDMA devices of both reach the GPUs' memory"
+    for pair in ((0, 2), (2, 0)):
+        without = dataclasses.replace(auto, excluded=frozenset({(0, 2, "direct")}))
+        assert without.way(*pair) == "staged-rdma"
+        assert without.why(*pair) == "staged: the direct way did not work"
+        assert without.way(1, 2) == "direct"
+    deaf = with_rdma().equipped(GPUS, ["", "its ports refuse it", "", ""])
+    assert (deaf.way(0, 2), deaf.way(1, 2)) == ("direct", "staged-rdma")
+    assert deaf.why(1, 2) == "staged: another host; not direct: rank 1: its ports refuse it"
+    staged = with_rdma(cross="staged").equipped(GPUS)
+    assert (staged.ways(0, 1), staged.ways(0, 2)) == (("staged-tcp",), ("staged-rdma", "staged-tcp"))
+    everywhere = with_rdma(setting="verbs").equipped(GPUS)
+    assert everywhere.ways(0, 1) == ("direct", "staged-rdma")
+
+
+def test_the_direct_way_where_it_is_asked_for() -> None:
+    asked = with_rdma(cross="direct").equipped(GPUS)
+    assert [asked.ways(0, r) for r in (1, 2, 3)] == [("mapped",), ("direct",), ("staged-rdma", "staged-tcp")]
+    assert asked.why(0, 2) == "direct, as HETCOLL_CROSS says"
+    with pytest.raises(InitError, match="HETCOLL_CROSS=direct: rank 1: its ports refuse it"):
+        with_rdma(cross="direct").equipped(GPUS, ["", "its ports refuse it", "", ""])
+    none_left = dataclasses.replace(asked, excluded=frozenset({(0, 2, "direct")}))
+    with pytest.raises(InitError, match="no way is left between ranks 0 and 2: HETCOLL_CROSS is direct"):
+        none_left.way(0, 2)
+    nowhere = dataclasses.replace(asked, ranks=(*asked.ranks[:2], RankInfo(2, "b", no_nics="no device")))
+    with pytest.raises(InitError, match="HETCOLL_CROSS=direct: rank 2: no device"):
+        nowhere.check_rails()
 
 
 def join_with_a_wish(job: Job) -> None:

@@ -154,7 +154,7 @@ void Engine::ServeLinks(std::vector<pollfd>& fds) {
 }
 
 int Engine::RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,
-                           std::uintptr_t seen_at) {
+                           std::optional<std::uintptr_t> seen_at) {
   return AskVerbs([&](VerbsHost& verbs) { return verbs.regions().Add(address, nbytes, keys, seen_at); }, 0);
 }
 

@@ -84,10 +84,10 @@ class Engine {
   void AttachSlots(int peer, int channel, const Slots& out, const Slots& in);
   bool Linked(int peer, int channel) const;
 
-  // User memory that NICs may read and write where it lies, which is at `seen_at` for them: another address where it is
-  // a device's. Unregister: false while it is in use.
+  // User memory that NICs may read and write where it lies. `seen_at` is the address that they have for a device's,
+  // which only they are to touch. Unregister: false while it is in use.
   int RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,
-                     std::uintptr_t seen_at);
+                     std::optional<std::uintptr_t> seen_at);
   bool UnregisterMemory(int handle);
   // Whether the verbs links have events to take.
   bool has_news() const { return link_events_.load(std::memory_order_relaxed); }

@@ -9,6 +9,10 @@
 // The queue tells the relay of each message when it enqueues it, so a thread knows what is due: it sleeps when nothing
 // is, and a frame that is not the one that was due is found when it comes. An edge may have several links ("stripes"):
 // what lies in slot s goes through link s % links, so both ends know where to look.
+//
+// A link is a TCP socket, or one over RDMA (transport/verbs.h), which stripes over NICs by itself. Slots that are
+// registered are sent from and written to where they lie. They may be a GPU's own memory: then NICs alone touch it.
+// All RDMA links belong to one thread.
 #pragma once
 
 #include <condition_variable>
@@ -17,6 +21,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -25,6 +30,7 @@
 #include "transport/fault.h"
 #include "transport/slots.h"
 #include "transport/transport.h"
+#include "transport/verbs/nic.h"
 
 namespace hetcoll {
 
@@ -41,7 +47,16 @@ struct RelayOptions {
   std::string fault{};  // what goes wrong on purpose: FaultSpec::Parse
 };
 
+// A link over RDMA: as VerbsLinkOptions. Rails are a NIC's number and the name of the peer's device.
+struct RelayVerbs {
+  std::size_t ring_bytes;
+  bool device;  // the slots lie in memory of GPUs, at both ends
+  std::vector<std::pair<int, std::string>> rails;
+};
+
 class RelayEdge;
+class RelayLane;
+class RelayWorker;
 
 class Relay : public std::enable_shared_from_this<Relay> {
  public:
@@ -53,6 +68,18 @@ class Relay : public std::enable_shared_from_this<Relay> {
   // Takes over the connected sockets to the same channel of a peer's relay, which has as many.
   void Connect(int peer, int channel, std::span<const int> fds);
 
+  // The same for one link over RDMA. A socket that goes with it is wanted, for the handshake, and for what comes after
+  // the last rail where the slots are the host's. `api` stands for the system's libibverbs in tests.
+  int AddNic(NicInfo info, const VerbsApi& api);
+  void ConnectVerbs(int peer, int channel, const RelayVerbs& link, std::span<const int> fds);
+  // As Engine's.
+  int RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,
+                     std::optional<std::uintptr_t> seen_at);
+  bool UnregisterMemory(int handle);
+  std::string DescribeLinks();  // JSON
+  std::vector<std::pair<std::string, std::uint64_t>> Counters();
+  std::vector<std::string> TakeEvents();  // what RDMA links lost
+
   // One direction of a connected pair, once for each: `out` of these slots, or into them, which a driver has pinned at
   // one address for the host and the device.
   std::shared_ptr<RelayEdge> AddEdge(int peer, int channel, bool out, const Slots& slots);
@@ -63,11 +90,12 @@ class Relay : public std::enable_shared_from_this<Relay> {
   // Ends everything: streams that wait for a word of this relay are let go, now and later, and what is in the slots is
   // of no value. The first failure is kept. Callable from any thread.
   void Fail(FaultKind kind, int peer, const std::string& text);
-  // Waits for that, or for Close, or until `until` (NowNs); kNone where nothing failed.
+  // Waits for that, or for Close, or for events to take, or until `until` (NowNs); kNone where nothing failed.
   Failure AwaitFailure(std::int64_t until);
 
-  // Lets the peers see the end of what was sent and gives threads and sockets back. More than once is fine.
-  void Close();
+  // Lets the peers see the end of what was sent, for which NICs have until `until`, and gives threads, sockets and NICs
+  // back. More than once is fine.
+  void Close(std::int64_t until = 0);
 
   // For people: the messages under way. Callable from any thread.
   std::string Describe() const;
@@ -76,20 +104,27 @@ class Relay : public std::enable_shared_from_this<Relay> {
 
  private:
   friend class RelayEdge;
-  class Lane;
-  class Worker;
+  struct Links {
+    bool verbs = false;
+    std::vector<LinkEnds> ends{};  // an end leaves with its edge
+  };
 
+  RelayWorker& AddWorker();
+  RelayWorker& VerbsWorker();
+  bool Stopped() const;
   void Stop();
 
   RelayOptions options_;
   FaultInjector injector_;
   int pid_;
-  std::map<std::pair<int, int>, std::vector<LinkEnds>> links_;  // by peer and channel; an end leaves with its edge
-  std::vector<std::unique_ptr<Worker>> workers_;
-  std::size_t turn_ = 0;  // whose the next lane is
+  std::map<std::pair<int, int>, Links> links_;  // by peer and channel
+  std::vector<std::unique_ptr<RelayWorker>> workers_;
+  RelayWorker* verbs_ = nullptr;  // the one with RDMA links
+  std::size_t turn_ = 0;          // whose the next lane is
 
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::vector<std::unique_ptr<RelayLane>> lanes_;
+  std::vector<std::string> events_;
   std::condition_variable news_;
   Failure failure_;
   bool stopped_ = false;
@@ -107,7 +142,7 @@ class RelayEdge {
   friend class Relay;
   std::shared_ptr<Relay> relay_;
   unsigned slots_;
-  std::vector<std::pair<Relay::Worker*, Relay::Lane*>> lanes_{};  // by link
+  std::vector<std::pair<RelayWorker*, RelayLane*>> lanes_{};  // by link
 };
 
 }  // namespace hetcoll

@@ -20,6 +20,7 @@
 #include "engine/ledger.h"
 #include "python/gpu_calls.h"
 #include "python/py_device_queue.h"
+#include "python/verbs.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -28,7 +29,9 @@ namespace hetcoll {
 
 void BindDevices(nb::module_& m) {
   nb::class_<RelayEdge>(m, "RelayEdge");
-  nb::class_<Relay>(m, "Relay")
+  nb::class_<Relay> relay(m, "Relay");
+  BindVerbs(relay, [](Relay& r) -> Relay& { return r; });
+  relay
       .def(nb::new_([](unsigned threads, bool oversubscribed, int rank, const std::string& fault) {
              return std::make_shared<Relay>(RelayOptions{threads, oversubscribed, rank, fault});
            }),
@@ -37,6 +40,12 @@ void BindDevices(nb::module_& m) {
           "connect",
           [](Relay& r, int peer, int channel, const std::vector<int>& fds) { r.Connect(peer, channel, fds); }, "peer"_a,
           "channel"_a, "fds"_a)
+      .def(
+          "connect_verbs",
+          [](Relay& r, int peer, int channel, const std::vector<int>& fds,
+             const std::vector<std::pair<int, std::string>>& rails, std::size_t ring_bytes,
+             bool device) { r.ConnectVerbs(peer, channel, {ring_bytes, device, rails}, fds); },
+          "peer"_a, "channel"_a, "fds"_a, "rails"_a, "ring_bytes"_a, "device"_a)
       .def(
           "add_edge",
           [](Relay& r, int peer, int channel, bool out, Address slots, Address ready, Address credit,
@@ -58,7 +67,9 @@ void BindDevices(nb::module_& m) {
             return nb::make_tuple(static_cast<int>(f.kind), f.peer, f.text);
           },
           "seconds"_a)
-      .def("close", &Relay::Close, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "close", [](Relay& r, double seconds) { r.Close(DeadlineNs(seconds)); }, "seconds"_a = 0.0,
+          nb::call_guard<nb::gil_scoped_release>())
       .def("describe", &Relay::Describe)
       .def_prop_ro("moves", &Relay::moves);
   nb::class_<DeviceShape>(m, "DeviceShape")

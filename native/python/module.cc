@@ -20,6 +20,7 @@
 #include "python/devices.h"
 #include "python/host_buffer.h"
 #include "python/py_engine.h"
+#include "python/verbs.h"
 #include "python/xla.h"
 
 namespace nb = nanobind;
@@ -136,7 +137,9 @@ NB_MODULE(_native, m) {
     return static_cast<int>(t.task ? t.task->state.load() : Task::State::kDone);
   });
 
-  nb::class_<PyEngine>(m, "Engine")
+  nb::class_<PyEngine> engine(m, "Engine");
+  BindVerbs(engine, [](PyEngine& e) -> Engine& { return e.engine(); });
+  engine
       .def(
           "__init__",
           [](PyEngine* self, int rank, int size, std::uint64_t identity, const std::string& doorbell_name,
@@ -173,30 +176,15 @@ NB_MODULE(_native, m) {
                                    SlotsAt(in, slot_bytes, count, aborts, ranks));
           },
           nb::kw_only(), "peer"_a, "channel"_a, "out"_a, "into"_a, "slot_bytes"_a, "count"_a, "aborts"_a, "ranks"_a)
-      .def("add_nic", &PyEngine::AddNic, nb::kw_only(), "pd"_a, "port"_a, "gid_index"_a, "gid"_a, "lid"_a, "mtu"_a,
-           "ethernet"_a, "device"_a, "traffic_class"_a, "service_level"_a, "timeout"_a, "retries"_a, "rnr_retries"_a,
-           "gbps"_a)
       .def(
           "attach_verbs",
           [](PyEngine& e, int peer, int channel, const std::vector<int>& fds,
              const std::vector<std::pair<int, std::string>>& rails,
              std::size_t ring_bytes) { e.engine().AttachVerbs(peer, channel, rails, ring_bytes, fds); },
           "peer"_a, "channel"_a, "fds"_a, "rails"_a, "ring_bytes"_a)
-      .def("register_memory", &PyEngine::RegisterMemory, "address"_a, "nbytes"_a, "keys"_a, "seen_at"_a = nb::none())
-      .def("unregister_memory", [](PyEngine& e, int handle) { return e.engine().UnregisterMemory(handle); })
-      .def("links",
-           [](PyEngine& e) {
-             return e.engine().AskVerbs([](VerbsHost& verbs) { return verbs.Describe(); }, std::string("[]"));
-           })
       .def_prop_ro(
           "settled",
           [](PyEngine& e) { return e.engine().AskVerbs([](VerbsHost& verbs) { return verbs.Settled(); }, true); })
-      .def("counters", &PyEngine::Counters)
-      .def("events",
-           [](PyEngine& e) {
-             return e.engine().AskVerbs([](VerbsHost& verbs) { return verbs.TakeEvents(); },
-                                        std::vector<std::string>{});
-           })
       .def("linked", [](PyEngine& e, int peer, int channel) { return e.engine().Linked(peer, channel); })
       .def("add_plan", [](PyEngine& e, const nb::bytes& encoded) { return e.engine().AddPlan(AsBytes(encoded)); })
       .def(

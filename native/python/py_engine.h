@@ -197,49 +197,6 @@ class PyEngine {
     return nb::cast(nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(at, {nbytes}, owner));
   }
 
-  int AddNic(std::uintptr_t pd, int port, int gid_index, const nb::bytes& gid, int lid, std::uint32_t mtu,
-             bool ethernet, const std::string& device, int traffic_class, int service_level, int timeout, int retries,
-             int rnr_retries, double gbps) {
-    std::string why;
-    const VerbsApi* api = SystemVerbs(why);
-    if (api == nullptr) throw Fault(FaultKind::kSystem, -1, why);
-    if (gid.size() != 16) throw nb::value_error("a GID of 16 bytes was wanted");
-    NicInfo info;
-    info.device = device;
-    info.pd = reinterpret_cast<ibv::Pd*>(pd);
-    info.port = static_cast<std::uint8_t>(port);
-    info.gid_index = static_cast<std::uint8_t>(gid_index);
-    std::copy_n(reinterpret_cast<const std::uint8_t*>(gid.c_str()), 16, info.gid.begin());
-    info.lid = static_cast<std::uint16_t>(lid);
-    info.mtu = mtu;
-    info.ethernet = ethernet;
-    info.traffic_class = static_cast<std::uint8_t>(traffic_class);
-    info.service_level = static_cast<std::uint8_t>(service_level);
-    info.timeout = static_cast<std::uint8_t>(timeout);
-    info.retries = static_cast<std::uint8_t>(retries);
-    info.rnr_retries = static_cast<std::uint8_t>(rnr_retries);
-    if (gbps > 0) info.gbps = gbps;
-    return engine_.AddNic(std::move(info), *api);
-  }
-
-  // Keys are (NIC, local key, remote key).
-  int RegisterMemory(std::uintptr_t address, std::size_t nbytes,
-                     const std::vector<std::tuple<int, std::uint32_t, std::uint32_t>>& keys,
-                     std::optional<std::uintptr_t> seen_at) {
-    std::vector<RegionKey> list;
-    for (const auto& [nic, lkey, rkey] : keys) list.push_back({nic, lkey, rkey});
-    return engine_.RegisterMemory(address, nbytes, list, seen_at.value_or(address));
-  }
-
-  nb::dict Counters() {
-    using List = std::vector<std::pair<std::string, std::uint64_t>>;
-    nb::dict out;
-    for (const auto& [name, value] : engine_.AskVerbs([](VerbsHost& verbs) { return verbs.Counters(); }, List{})) {
-      out[name.c_str()] = value;
-    }
-    return out;
-  }
-
   // What the last call of this thread that timed out has in flight.
   static Ticket pending() { return std::move(t_pending); }
 

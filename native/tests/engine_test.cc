@@ -37,6 +37,11 @@ void HarmfulFaults();
 void GpusOfOneHost();
 void GpusOfManyHosts();
 void BrokenRelays();
+void RelaysOverVerbs();
+void RelaysThatLoseRails();
+void RelaysThatLoseAllRails();
+void RelaysThatDiffer();
+void RelaysThatCannotReadBack();
 void GpusAndHosts();
 
 namespace {
@@ -292,6 +297,11 @@ constexpr Scenario kScenarios[] = {
     {"gpus", GpusOfOneHost},
     {"gpus: relay", GpusOfManyHosts},
     {"gpus: broken", BrokenRelays},
+    {"rdma: all is well", RelaysOverVerbs},
+    {"rdma: a rail is lost", RelaysThatLoseRails},
+    {"rdma: all rails are lost", RelaysThatLoseAllRails},
+    {"rdma: different calls", RelaysThatDiffer},
+    {"rdma: no reading back", RelaysThatCannotReadBack},
     {"gpus: mixed", GpusAndHosts},
 };
 

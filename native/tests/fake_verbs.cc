@@ -39,6 +39,7 @@ struct FakeQp : ibv::Qp {
   std::uint64_t sq_used = 0;
   std::deque<std::uint64_t> unfinished;  // wr_ids that take a place in the send queue
   std::uint32_t receives = 0;
+  std::uint32_t access = 0;  // the peer's
 };
 
 namespace {
@@ -165,7 +166,10 @@ struct FakeCalls {
       return 0;
     }
     if (attr->qp_state == S::kInit && qp.state == S::kReset && mask == init) {
-      if ((attr->qp_access_flags & ibv::kAccessRemoteWrite) == 0) f.Complain("the peer may not write");
+      if ((attr->qp_access_flags & (ibv::kAccessRemoteWrite | ibv::kAccessRemoteRead)) == 0) {
+        f.Complain("the peer may neither write nor read");
+      }
+      qp.access = attr->qp_access_flags;
     } else if (attr->qp_state == S::kRtr && qp.state == S::kInit && mask == rtr) {
       if (qp.nic->down) return ENETUNREACH;
       qp.rtr = *attr;
@@ -260,7 +264,8 @@ struct FakeCalls {
 
   static int PostOne(Fabric& f, FakeQp& qp, const ibv::SendWr& wr) {
     const bool immediate = wr.opcode == ibv::kWrRdmaWriteWithImm;
-    if ((!immediate && wr.opcode != ibv::kWrRdmaWrite) || qp.state < ibv::QpState::kRts) return EINVAL;
+    const bool read = wr.opcode == ibv::kWrRdmaRead;
+    if ((!immediate && !read && wr.opcode != ibv::kWrRdmaWrite) || qp.state < ibv::QpState::kRts) return EINVAL;
     if (qp.state == ibv::QpState::kErr) {
       f.Push(qp, Of(qp.send_cq), wr.wr_id, ibv::WcStatus::kWrFlushErr);
       return 0;
@@ -273,6 +278,7 @@ struct FakeCalls {
     op.wr_id = wr.wr_id;
     op.signalled = (wr.send_flags & ibv::kSendSignaled) != 0;
     op.immediate = immediate;
+    op.read = read;
     op.imm = wr.imm_data;
     op.remote_addr = wr.remote_addr;
     op.rkey = wr.rkey;
@@ -374,6 +380,16 @@ NicInfo Fabric::AddNic(const std::string& name) {
   return info;
 }
 
+void FakeNic::Land() {
+  for (const auto& [at, bytes] : landing) std::copy(bytes.begin(), bytes.end(), at);
+  landing.clear();
+}
+
+void Fabric::HoldBack(std::byte* at, std::size_t n) {
+  const std::lock_guard lock(mutex_);
+  device_memory_[at] = at + n;
+}
+
 std::string Fabric::complaints() {
   const std::lock_guard lock(mutex_);
   std::string all;
@@ -427,7 +443,8 @@ ibv::WcStatus Fabric::Write(FakeQp& qp, const Op& op) {
   if (total > 0) {
     const auto key = mrs_.find(op.rkey);
     const FakeMr* mr = key == mrs_.end() ? nullptr : key->second;
-    if (mr == nullptr || mr->pd != to.pd || (mr->access & ibv::kAccessRemoteWrite) == 0 || at < mr->addr ||
+    const int wanted = op.read ? ibv::kAccessRemoteRead : ibv::kAccessRemoteWrite;
+    if (mr == nullptr || mr->pd != to.pd || (mr->access & wanted) == 0 || (to.access & wanted) == 0 || at < mr->addr ||
         at + total > static_cast<std::byte*>(mr->addr) + mr->length) {
       Break(to);
       return ibv::WcStatus::kRemAccessErr;
@@ -437,10 +454,27 @@ ibv::WcStatus Fabric::Write(FakeQp& qp, const Op& op) {
     Complain("no receive was posted");
     return static_cast<ibv::WcStatus>(13);  // IBV_WC_RNR_RETRY_EXC_ERR
   }
-  std::byte* begin = at;
-  at = std::copy(op.inlined.begin(), op.inlined.end(), at);
-  for (const auto& [from, n] : op.parts) at = std::copy_n(from, n, at);
-  if (qp.nic->corrupt && total > sizeof(std::uint64_t) * 8) begin[total - 1] ^= std::byte{1};
+  if (op.read && to.nic->no_reads) {
+    Break(to);
+    return ibv::WcStatus::kRemAccessErr;
+  }
+  if (op.read) {
+    to.nic->Land();
+    for (const auto& [into, n] : op.parts) {
+      std::copy_n(at, n, const_cast<std::byte*>(into));
+      at += n;
+    }
+    return ibv::WcStatus::kSuccess;
+  }
+  std::vector<std::byte> bytes(op.inlined);
+  for (const auto& [from, n] : op.parts) bytes.insert(bytes.end(), from, from + n);
+  if (qp.nic->corrupt && total > sizeof(std::uint64_t) * 8) bytes[total - 1] ^= std::byte{1};
+  const auto device = device_memory_.upper_bound(at);
+  if (device != device_memory_.begin() && at < std::prev(device)->second) {
+    to.nic->landing.emplace_back(at, std::move(bytes));
+  } else {
+    std::copy(bytes.begin(), bytes.end(), at);
+  }
   qp.nic->bytes += total;
   qp.nic->down |= qp.nic->bytes >= qp.nic->down_from;
   if (!op.immediate) return ibv::WcStatus::kSuccess;

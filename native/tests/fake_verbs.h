@@ -53,6 +53,10 @@ struct FakeNic : ibv::Context {
   int registrations_left = 1 << 20;
   std::int64_t busy_until_ns = 0;
   std::uint64_t bytes = 0;  // that it sent
+  // Writes into a GPU's memory that are not there yet: until the NIC reads from there, or for ever.
+  std::vector<std::pair<std::byte*, std::vector<std::byte>>> landing;
+  void Land();
+  bool no_reads = false;  // it refuses to read there
 };
 
 class Fabric {
@@ -77,6 +81,8 @@ class Fabric {
     const std::lock_guard lock(mutex_);
     return nic(number).bytes;
   }
+  // From now on writes to this memory are a GPU's: they land late.
+  void HoldBack(std::byte* at, std::size_t n);
   // What no correct user does, and what was never to happen.
   std::string complaints();
 
@@ -90,6 +96,7 @@ class Fabric {
     std::vector<std::byte> inlined;
     bool signalled;
     bool immediate;
+    bool read;
     std::uint32_t imm;
     std::uint64_t remote_addr;
     std::uint32_t rkey;
@@ -110,6 +117,7 @@ class Fabric {
   std::vector<std::unique_ptr<FakeNic>> nics_;
   std::map<std::uint32_t, FakeQp*> qps_;
   std::map<std::uint32_t, FakeMr*> mrs_;
+  std::map<std::byte*, std::byte*> device_memory_;  // begin and end
   std::set<FakeCq*> cqs_;
   int channels_ = 0;
   std::uint32_t next_key_ = 100;

@@ -29,7 +29,7 @@ struct End {
   ibv::Mr* Register(std::vector<std::byte>& bytes) {
     ibv::Mr* mr = Fabric::Api().reg_mr(nic.pd, bytes.data(), bytes.size(), 3);
     const auto at = reinterpret_cast<std::uintptr_t>(bytes.data());
-    host.regions().Add(at, bytes.size(), {{0, mr->lkey, mr->rkey}}, at);
+    host.regions().Add(at, bytes.size(), {{0, mr->lkey, mr->rkey}});
     return mr;
   }
 

@@ -151,8 +151,7 @@ class Registered {
       mrs_.push_back(Fabric::Api().reg_mr(&nic.pd, bytes.data(), bytes.size(), 3));
       keys.push_back({k, mrs_.back()->lkey, mrs_.back()->rkey});
     }
-    handle_ = engine_.RegisterMemory(reinterpret_cast<std::uintptr_t>(bytes.data()), bytes.size(), keys,
-                                     reinterpret_cast<std::uintptr_t>(bytes.data()));
+    handle_ = engine_.RegisterMemory(reinterpret_cast<std::uintptr_t>(bytes.data()), bytes.size(), keys, {});
   }
   bool End() {
     if (!engine_.UnregisterMemory(handle_)) return false;

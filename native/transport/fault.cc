@@ -183,6 +183,10 @@ class FaultyRecv final : public RecvEnd {
     return taken;
   }
 
+  void Announce(const Message& m, std::byte* dst) override {
+    if (link_->ends.recv != nullptr) link_->ends.recv->Announce(m, dst);
+  }
+
   View Peek(const Message& m, std::size_t at, std::size_t n) override {
     cut_ = false;
     if (mood_.Resting()) return {nullptr, kWouldBlock};

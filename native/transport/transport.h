@@ -133,6 +133,13 @@ class RecvEnd {
   // empty message, whose frame is then consumed. `stream` asks for stores around the cache.
   virtual std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) = 0;
 
+  // All of this message will be pulled to `dst`, which is free from now on, after those announced before. Some
+  // transports then write it there.
+  virtual void Announce(const Message& m, std::byte* dst) {
+    static_cast<void>(m);
+    static_cast<void>(dst);
+  }
+
   // Up to n bytes where they lie; valid until Consume, which may take fewer. An empty message gives n == 0 and is
   // finished by Consume(0).
   virtual View Peek(const Message& m, std::size_t at, std::size_t n) = 0;

@@ -67,7 +67,7 @@ class VerbsRecv final : public RecvEnd {
       taken = tcp->Pull(m, at, dst, n, stream);
     } else {
       link_->Expect(m, at, dst, n);
-      if (!Ready()) return kWouldBlock;
+      if (!Ready() || !link_->Landed()) return kWouldBlock;
       const View v = link_->inbox().Peek(m, at, n);
       taken = v.n;
       if (v.data != dst) CopyBytes(dst, v.data, static_cast<std::size_t>(v.n), stream);
@@ -76,6 +76,8 @@ class VerbsRecv final : public RecvEnd {
     if (taken != kWouldBlock) link_->Taken(m, at + static_cast<std::size_t>(taken));
     return taken;
   }
+
+  void Announce(const Message& m, std::byte* dst) override { link_->Announce(m, dst); }
 
   View Peek(const Message& m, std::size_t at, std::size_t n) override {
     if (RecvEnd* tcp = link_->tcp_recv()) return tcp->Peek(m, at, n);
@@ -100,7 +102,10 @@ class VerbsRecv final : public RecvEnd {
     link_->Drive();
     if (link_->inbox().ready()) return true;
     if (link_->ended()) link_->PeerGone();
-    if (link_->lost_rails() > 0) link_->inbox().MakeRoom();
+    if (link_->lost_rails() > 0) {
+      static_cast<void>(link_->Landed());
+      link_->inbox().MakeRoom();
+    }
     return false;
   }
 

@@ -59,14 +59,70 @@ class Ledger:
 class KernelShape:
     """A collective in one kernel, but for its buffers."""
 
+class _Verbs:
+    """Whoever has RDMA links."""
+
+    def add_nic(
+        self,
+        *,
+        pd: int,
+        port: int,
+        gid_index: int,
+        gid: bytes,
+        lid: int,
+        mtu: int,
+        ethernet: bool,
+        device: str,
+        traffic_class: int,
+        service_level: int,
+        timeout: int,
+        retries: int,
+        rnr_retries: int,
+        gbps: float,
+    ) -> int:
+        """A port for verbs links; its number. `pd` is the address of its `ibv_pd`, which must outlive the engine.
+
+        `gid` is 16 raw bytes, `mtu` the active one in bytes, `timeout` the code of ibv_qp_attr (4.096 us * 2**timeout),
+        `gbps` the nominal rate: striping starts from it. Raises Fault where it cannot be used.
+        """
+
+    def register_memory(
+        self, address: int, nbytes: int, keys: Sequence[tuple[int, int, int]], seen_at: int | None = None
+    ) -> int:
+        """A handle for memory that NICs may read where it lies; keys are (NIC, local key, remote key).
+
+        `seen_at` is the address that NICs have for a device's memory, which only they are to touch.
+        """
+
+    def unregister_memory(self, handle: int) -> bool:
+        """False, and nothing is done, while something sent from there may be needed again."""
+
+    def links(self) -> str:
+        """The verbs links and their rails, as JSON."""
+
+    def counters(self) -> dict[str, int]: ...
+    def events(self) -> list[str]:
+        """What verbs links lost, and how they went on, since the last call."""
+
 class RelayEdge:
     """One direction of a relay's edge to another rank."""
 
-class Relay:
+class Relay(_Verbs):
     """Carries what lies in a GPU's slots to other hosts, on threads of its own; see native/engine/relay.h."""
 
     def __init__(self, *, threads: int, oversubscribed: bool, rank: int, fault: str = "") -> None: ...
     def connect(self, peer: int, channel: int, fds: Sequence[int]) -> None: ...
+    def connect_verbs(
+        self,
+        peer: int,
+        channel: int,
+        fds: Sequence[int],
+        rails: Sequence[tuple[int, str]],
+        ring_bytes: int,
+        device: bool,
+    ) -> None:
+        """As `Engine.attach_verbs`. `device`: the slots at both ends lie in memory of GPUs."""
+
     def add_edge(
         self, *, peer: int, channel: int, out: bool, slots: int, ready: int, credit: int, slot_bytes: int, count: int
     ) -> RelayEdge: ...
@@ -74,7 +130,9 @@ class Relay:
     def idle(self) -> bool: ...
     def fail(self, kind: int, peer: int, text: str) -> None: ...
     def await_failure(self, seconds: float) -> tuple[int, int, str]: ...
-    def close(self) -> None: ...
+    def close(self, seconds: float = 0.0) -> None:
+        """`seconds` are for NICs that are still sending."""
+
     def describe(self) -> str: ...
     @property
     def moves(self) -> int: ...
@@ -154,7 +212,7 @@ class GpuCalls:
     def run(self, call: GpuCall, send: int, recv: int, stream: int, join: bool) -> None: ...
     def set_scratch(self, address: int) -> None: ...
 
-class Engine:
+class Engine(_Verbs):
     def __init__(
         self,
         *,
@@ -202,30 +260,6 @@ class Engine:
         aborts: int,
         ranks: int,
     ) -> None: ...
-    def add_nic(
-        self,
-        *,
-        pd: int,
-        port: int,
-        gid_index: int,
-        gid: bytes,
-        lid: int,
-        mtu: int,
-        ethernet: bool,
-        device: str,
-        traffic_class: int,
-        service_level: int,
-        timeout: int,
-        retries: int,
-        rnr_retries: int,
-        gbps: float,
-    ) -> int:
-        """A port for verbs links; its number. `pd` is the address of its `ibv_pd`, which must outlive the engine.
-
-        `gid` is 16 raw bytes, `mtu` the active one in bytes, `timeout` the code of ibv_qp_attr (4.096 us * 2**timeout),
-        `gbps` the nominal rate: striping starts from it. Raises Fault where it cannot be used.
-        """
-
     def attach_verbs(
         self, peer: int, channel: int, fds: Sequence[int], rails: Sequence[tuple[int, str]], ring_bytes: int
     ) -> None:
@@ -235,27 +269,9 @@ class Engine:
         once. `ring_bytes`: a power of two from 64 KiB to 256 MiB; each rail pins twice that.
         """
 
-    def register_memory(
-        self, address: int, nbytes: int, keys: Sequence[tuple[int, int, int]], seen_at: int | None = None
-    ) -> int:
-        """A handle for memory that NICs may read where it lies; keys are (NIC, local key, remote key).
-
-        `seen_at` is its address for NICs where that is another one: of a dma-buf, which only NICs are to touch.
-        """
-
-    def unregister_memory(self, handle: int) -> bool:
-        """False, and nothing is done, while something sent from there may be needed again."""
-
     @property
     def settled(self) -> bool:
         """Whether no RDMA link is being made or mended, or waits for the network's confirmation."""
-
-    def links(self) -> str:
-        """The verbs links and their rails, as JSON."""
-
-    def counters(self) -> dict[str, int]: ...
-    def events(self) -> list[str]:
-        """What verbs links lost, and how they went on, since the last call."""
 
     def linked(self, peer: int, channel: int) -> bool: ...
     def add_plan(self, encoded: bytes) -> int: ...

@@ -343,7 +343,8 @@ class Core:
         """What this rank has counted since the communicator came to be, for tests and for people.
 
         ``collectives`` and ``messages`` that were started; with RDMA also pieces and bytes sent, copied and lent,
-        pieces that were sent again, rails lost, and under ``memory_`` what is registered; with compression
+        pieces that were sent again, rails lost, under ``memory_`` what is registered, under ``gpu_`` the
+        same of what GPUs send to other hosts; with compression
         ``compressed_before`` and ``compressed_after``, bytes of the messages that it made smaller, ``residual_bytes``
         kept for error feedback and ``residuals_dropped`` for want of room.
         """
@@ -351,7 +352,8 @@ class Core:
         memory = self._wiring.memory
         found = {"collectives": self._engine.collectives, "messages": self._engine.messages} | self._engine.counters()
         found |= self._compression.counters()
-        return found | ({} if memory is None else {f"memory_{name}": n for name, n in memory.counters.items()})
+        found |= {} if memory is None else {f"memory_{name}": n for name, n in memory.counters.items()}
+        return found | ({} if self._gpus is None else {f"gpu_{name}": n for name, n in self._gpus.counters().items()})
 
     def reset_feedback(self) -> None:
         """Forget what compression has lost so far of each buffer, which later calls would add: for new data in the

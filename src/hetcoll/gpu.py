@@ -2,8 +2,8 @@
 
 It comes to be at the first call with GPU buffers, which all ranks make together. Ranks tell each other what device they
 have; those that one vendor's library serves form islands (`topology`). Between the islands of one host messages pass
-through mapped slots (`slots`), by the copy engines of the GPUs, and between hosts through pinned ones and sockets
-(`relays`); inside an island they are the vendor library's.
+through mapped slots (`slots`), by the copy engines of the GPUs, and between hosts through slots of their own or pinned
+ones, by RDMA or sockets (`relays`); inside an island they are the vendor library's.
 
 A call is a plan like any other, cut into pieces that fit a slot (`pipeline`), in an order that no number of hardware
 queues can turn into a deadlock (`order`), and compiled once for its counts into a list of driver calls
@@ -28,6 +28,7 @@ from .calls import Call
 from .devices.signals import signal_kernels
 from .diagnosis import Diagnosis, Kind
 from .errors import ArgumentError, BufferTypeError, CollectiveTimeoutError, DeviceError
+from .gpu_direct import why_not_direct
 from .gpu_edges import GpuEdges, Prepare
 from .gpu_islands import Gpu, GpuIslands, Meet, unlike_float8
 from .gpu_kernels import MEDIUM, STATE_BYTES, ZERO, OneKernel
@@ -76,8 +77,8 @@ class GpuPath:
         self._messages: Kept[_native.GpuCall] = Kept()
         self._scratch_bytes = 0
         self._undo = contextlib.ExitStack()
-        mine = Gpu.here(device, new_name())
         with device.active(), contextlib.ExitStack() as undo:
+            mine = Gpu.here(device, new_name(), why_not_direct(wiring, device))
             share = self._share = GpuShare(wiring, diagnosis, mine, device, meet, timeout)
             undo.callback(share.close)
             self._segment, self._slot_bytes = share.segment, share.slot_bytes
@@ -318,6 +319,10 @@ class GpuPath:
             other = f"to that of rank {peer} ({gpu.vendor} {gpu.arch})" if gpu.vendor else f"to rank {peer}, a CPU"
             lines.append(f"from the GPU {other}: {way}")
         return tuple(filter(None, (*lines, unlike_float8(self._share.gpus))))
+
+    def counters(self) -> dict[str, int]:
+        """Of the RDMA links between this GPU and those of other hosts."""
+        return self._relays.counters()
 
     def join(self, stream: object) -> None:
         """What comes on `stream` later begins after everything enqueued so far."""

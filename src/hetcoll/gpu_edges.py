@@ -28,6 +28,7 @@ class GpuEdges:
         timeout: float,
     ) -> None:
         self._wiring, self._queue, self._segment, self._relays = wiring, queue, share.segment, relays
+        self._topology = share.topology
         self._prepare, self._timeout, self._gpus = prepare, timeout, share.gpus
         self._here = share.here
         self._numbers: dict[tuple[int, int, int], int] = {}
@@ -41,7 +42,7 @@ class GpuEdges:
         return [0 if step.peer < 0 else self._edge(step.op is Op.SEND, step.peer, step.channel) for step in plan.steps]
 
     def _far(self, peer: int) -> bool:
-        return self._wiring.topology.way(self._wiring.rank, peer) == "staged"
+        return self._topology.far(self._wiring.rank, peer)
 
     def _edge(self, out: bool, peer: int, channel: int) -> int:
         if self._far(peer):
@@ -56,10 +57,9 @@ class GpuEdges:
 
     def describe(self, peer: int) -> str:
         """For people: how messages to `peer` go."""
-        why = self._wiring.topology.why(self._wiring.rank, peer)
+        why = self._topology.why(self._wiring.rank, peer)
         if self._far(peer):
-            n = self._relays.stripes if self._gpus[peer].vendor else 1
-            return f"through pinned slots and {n} socket{'s' * (n != 1)} ({why})"
+            return f"{self._relays.describe_way(peer)} ({why})"
         both = "both GPUs have mapped" if self._gpus[peer].vendor else "it has mapped"
         return f"through slots in the host's memory that {both} ({why})"
 

@@ -23,6 +23,7 @@ from .plan import Plan
 from .rendezvous.descriptors import new_name
 from .selection import describe_message, descriptor
 from .slots import CHANNELS, SLOTS
+from .topology import Way
 from .types import OCP_OF, DType, ReduceOp
 from .wiring import Check, Wiring
 
@@ -150,7 +151,10 @@ class _Links:
         missing = [edge for edge in to_gpus if not wiring.engine.linked(edge[0], edge[1] + CHANNELS)]
         far = {(peer, channel + CHANNELS): 1 for peer, channel in missing if self._far(peer)}
         for (peer, channel), fds in wiring.sockets(far, *waiting).items():
-            wiring.engine.attach_tcp(peer, channel, fds)
+            if self._way(peer) == "staged-rdma":
+                wiring.attach_verbs(peer, channel, fds)
+            else:
+                wiring.engine.attach_tcp(peer, channel, fds)
         for peer, channel in missing:
             if not self._far(peer):
                 self._attach(peer, channel)
@@ -178,12 +182,18 @@ class _Links:
         return bool(self._share.gpus[peer].vendor)
 
     def _far(self, peer: int) -> bool:
-        return self._wiring.topology.way(self._wiring.rank, peer) == "staged"
+        return self._share.topology.far(self._wiring.rank, peer)
+
+    def _way(self, peer: int) -> Way:
+        return self._share.topology.way(self._wiring.rank, peer)
 
     def how(self, peer: int) -> str:
         """For people: how messages to a GPU go."""
-        way = "through 1 socket" if self._far(peer) else "through slots in the host's memory that the GPU has mapped"
-        return f"{way} ({self._wiring.topology.why(self._wiring.rank, peer)})"
+        way = {
+            "mapped": "through slots in the host's memory that the GPU has mapped",
+            "staged-rdma": "by RDMA to the GPU's pinned slots",
+        }.get(self._way(peer), "through 1 socket")
+        return f"{way} ({self._share.topology.why(self._wiring.rank, peer)})"
 
 
 class _HostBinder:

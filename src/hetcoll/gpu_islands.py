@@ -34,6 +34,7 @@ class Gpu:
 
     `vendor` is empty on a rank without a GPU. `float8` is the kind of 8-bit floats that the GPU itself computes with:
     OCP's, AMD's older one (fnuz), or none; `signals` whether its driver has streams that wait for values.
+    `no_direct` says why RDMA devices do not reach its memory; nothing where they do.
     """
 
     vendor: str
@@ -44,9 +45,10 @@ class Gpu:
     library: int
     float8: str
     signals: bool
+    no_direct: str = ""
 
     @classmethod
-    def here(cls, device: Device, doorbell: str) -> Gpu:
+    def here(cls, device: Device, doorbell: str, no_direct: str = "") -> Gpu:
         """This rank's."""
         finder = nccl if device.vendor == "cuda" else rccl
         reason = finder.why_not()
@@ -62,12 +64,13 @@ class Gpu:
             version,
             float8_kind(device.arch),
             device.stream_memory_ops,
+            no_direct,
         )
 
     @classmethod
     def none(cls, doorbell: str) -> Gpu:
         """That of a rank without one."""
-        return cls("", "", "", "", doorbell, 0, "", False)
+        return cls("", "", "", "", doorbell, 0, "", False, "it has no GPU")
 
 
 def tell_all(mine: Gpu, meet: Meet) -> list[Gpu]:

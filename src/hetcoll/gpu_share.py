@@ -41,7 +41,9 @@ class GpuShare:
         self._wiring, self._diagnosis = wiring, diagnosis
         self.here = wiring.locals.index(wiring.rank)
         self.gpus: Sequence[Gpu] = tell_all(mine, meet)
-        self.slot_bytes = slot_bytes(wiring.topology)
+        kinds = [(gpu.vendor, gpu.bus) for gpu in self.gpus]
+        self.topology = wiring.topology.equipped(kinds, [gpu.no_direct for gpu in self.gpus])
+        self.slot_bytes = slot_bytes(self.topology)
         self.segment = self._segment(device, timeout)
         self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
         self._edges: dict[tuple[int, int], _native.Ledger] = {}  # of messages, by their two ranks

@@ -1,14 +1,20 @@
-"""A GPU's messages to and from ranks that it shares no memory with: pinned slots here, and sockets between hosts.
+"""A GPU's messages to and from ranks that it shares no memory with, through slots of this process alone.
 
-An edge looks to the GPU like one inside a host (`slots`), except that its slots are memory of this process alone;
-threads of a native relay carry what lies in them (``native/engine/relay.h``). An edge has several sockets: one cannot
-fill a fast network, nor one processor core its end of it.
+An edge looks to the GPU like one inside a host (`slots`); threads of a native relay carry what lies in its slots
+(``native/engine/relay.h``). By the way between the two ranks (`topology.Topology.way`):
+
+direct        the slots are the GPU's own memory, and RDMA goes from there to the peer's. No processor touches them.
+staged-rdma   the slots are pinned host memory, which RDMA devices read and write; they end on TCP when the last fails.
+staged-tcp    the slots are pinned host memory, and an edge has several sockets: one cannot fill a fast network, nor one
+              processor core its end of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
+import logging
 import threading
 import time
 from collections.abc import Collection
@@ -16,12 +22,17 @@ from typing import TYPE_CHECKING
 
 from . import _native
 from .diagnosis import Diagnosis, Kind
+from .errors import RegistrationError
 from .gpu_share import GpuShare
 from .slots import CHANNELS, WORD_BYTES, WORDS_BYTES
+from .verbs.report import describe_link, planned
 from .wiring import Check, Wiring
 
 if TYPE_CHECKING:
     from .devices.base import Device
+    from .verbs.memory import Lease, Memory
+
+log = logging.getLogger("hetcoll")
 
 SLOTS = 16  # of an edge: many more than orders count on, so that the GPU and all sockets have some at a time
 STRIPES = 8
@@ -34,38 +45,50 @@ class Relays:
 
     def __init__(self, wiring: Wiring, diagnosis: Diagnosis, device: Device, share: GpuShare) -> None:
         self._wiring, self._diagnosis, self._device = wiring, diagnosis, device
-        self._gpus, self._slot_bytes = share.gpus, share.slot_bytes
+        self._gpus, self._slot_bytes, self._topology = share.gpus, share.slot_bytes, share.topology
         self._relay: _native.Relay | None = None
+        self._registered: Memory | None = None
         self._connected: set[tuple[int, int]] = set()
         self._edges: dict[tuple[bool, int, int], int] = {}
-        self._memory: list[int] = []
+        self._undo = contextlib.ExitStack()  # memory
         self._failed: str | None = None
         self._lock = threading.Lock()  # over `_relay` and `_failed`
         self._thread: threading.Thread | None = None
 
-    @property
-    def stripes(self) -> int:
-        """Sockets of an edge."""
+    def stripes(self, peer: int) -> int:
+        """Sockets of an edge. RDMA links have one, for the handshake and for the worst case; and a rank without a GPU
+        has no relay: its engine deals messages to one."""
+        if self._rdma(peer) or not self._gpus[peer].vendor:
+            return 1
         return min(SLOTS, self._wiring.stripes or STRIPES)
+
+    def _rdma(self, peer: int) -> bool:
+        return self._topology.way(self._wiring.rank, peer) in ("direct", "staged-rdma")
+
+    def _direct(self, peer: int) -> bool:
+        return self._topology.way(self._wiring.rank, peer) == "direct"
 
     def connect(self, edges: Collection[tuple[int, int]], timeout: float, check: Check) -> None:
         """Connect these (peer, channel) pairs. Both ends must ask; see `Wiring.ensure`."""
         missing = [edge for edge in edges if edge not in self._connected]
-        # The engine has the other channels. A rank without a GPU has no relay: its engine deals messages to one socket.
-        apart = {(p, c + CHANNELS): self.stripes if self._gpus[p].vendor else 1 for p, c in missing}
-        for (peer, channel), fds in self._wiring.sockets(apart, timeout, check).items():
-            self._start().connect(peer, channel - CHANNELS, fds)
-            self._connected.add((peer, channel - CHANNELS))
+        apart = {(p, c + CHANNELS): self.stripes(p) for p, c in missing}  # the engine has the other channels
+        for (peer, shifted), fds in self._wiring.sockets(apart, timeout, check).items():
+            relay, channel = self._start(), shifted - CHANNELS
+            if self._rdma(peer):
+                rails, direct = self._wiring.rails(peer), self._direct(peer)
+                self._share_nics(relay)
+                relay.connect_verbs(peer, channel, fds, rails, self._wiring.rail_bytes, direct)
+            else:
+                relay.connect(peer, channel, fds)
+            self._connected.add((peer, channel))
 
     def edge(self, queue: _native.DeviceQueue, out: bool, peer: int, channel: int) -> int:
         """The queue's number of a connected edge: one for sends, one for receives."""
         number = self._edges.get((out, peer, channel))
         if number is None:
             assert self._relay is not None
-            at = self._device.allocate_host(WORDS_BYTES + SLOTS * self._slot_bytes)
-            self._memory.append(at)
-            ctypes.memset(at, 0, WORDS_BYTES)
-            slots, ready, credit = at + WORDS_BYTES, at, at + SLOTS * WORD_BYTES
+            words, slots = self._allocate(peer)
+            ready, credit = words, words + SLOTS * WORD_BYTES
             carried = self._relay.add_edge(
                 peer=peer,
                 channel=channel,
@@ -79,13 +102,43 @@ class Relays:
             number = self._edges[out, peer, channel] = queue.add_edge(slots, ready, credit, SLOTS, carried)
         return number
 
+    def _allocate(self, peer: int) -> tuple[int, int]:
+        """The words of an edge, and its slots: the GPU's memory, or the host's behind the words."""
+        device, nbytes = self._device, SLOTS * self._slot_bytes
+        direct = self._direct(peer)
+        words = device.allocate_host(WORDS_BYTES if direct else WORDS_BYTES + nbytes)
+        self._undo.callback(device.free_host, words)
+        ctypes.memset(words, 0, WORDS_BYTES)
+        slots = words + WORDS_BYTES
+        if direct:
+            slots = device.allocate(nbytes)
+            self._undo.callback(device.free, slots)
+        if self._rdma(peer):
+            try:
+                self._register(slots, nbytes, device if direct else None)
+            except RegistrationError as error:
+                if direct:
+                    raise
+                log.warning("rank %d: slots that are copied before they are sent: %s", self._wiring.rank, error)
+        return words, slots
+
+    def _register(self, address: int, nbytes: int, gpu: Device | None) -> Lease:
+        assert self._registered is not None
+        return self._registered.lease(address, nbytes, None, gpu)  # until the memory is closed
+
+    def _share_nics(self, relay: _native.Relay) -> None:
+        if self._registered is None:
+            assert self._wiring.offer is not None
+            self._registered = self._wiring.offer.share(relay)
+
     def _start(self) -> _native.Relay:
         with self._lock:
             if self._relay is None:
                 wiring = self._wiring
                 share = wiring.topology.ranks[wiring.rank].cores // len(wiring.locals)
+                sockets = max([self.stripes(p) for p in range(wiring.size) if p != wiring.rank], default=1)
                 self._relay = _native.Relay(
-                    threads=max(1, min(2 * self.stripes, share)),
+                    threads=max(1, min(2 * sockets, share)),
                     oversubscribed=wiring.oversubscribed,
                     rank=wiring.rank,
                     fault=wiring.fault,
@@ -97,9 +150,16 @@ class Relays:
             return self._relay
 
     def _watch(self) -> None:
-        """Threads of the relay cannot tell the other ranks what went wrong, and nobody waits for them: this does."""
+        """Threads of the relay cannot tell the other ranks what went wrong, and nobody waits for them: this does. What
+        links lost, and went on without, is logged."""
         assert self._relay is not None
-        kind, peer, text = self._relay.await_failure(-1.0)
+        while True:
+            kind, peer, text = self._relay.await_failure(-1.0)
+            events = self._relay.events()
+            for event in events:
+                log.warning("%s", event)
+            if kind != Kind.NONE or not events:
+                break
         if kind not in (Kind.NONE, Kind.ABORTED):
             self._wiring.engine.fail(kind, peer, text)
             self._diagnosis.error()
@@ -109,9 +169,25 @@ class Relays:
         """Grows while anything moves."""
         return 0 if self._relay is None else self._relay.moves
 
+    def counters(self) -> dict[str, int]:
+        """Of the RDMA links."""
+        return {} if self._relay is None else self._relay.counters()
+
     def describe(self) -> str:
         """What is under way, for people."""
         return "" if self._relay is None else self._relay.describe()
+
+    def describe_way(self, peer: int) -> str:
+        """How messages to `peer` go, for people."""
+        if not self._rdma(peer):
+            n = self.stripes(peer)
+            return f"through pinned slots and {n} socket{'s' * (n != 1)}"
+        slots = "slots in both GPUs' memory" if self._direct(peer) else "pinned slots"
+        links = [] if self._relay is None else json.loads(self._relay.links())
+        made = [link for link in links if link["peer"] == peer]
+        if made:
+            return f"through {slots} and {'; '.join(map(describe_link, made))}"
+        return f"through {slots} and RDMA over {planned(self._topology, self._wiring.rank, peer)}"
 
     def fail(self, reason: str) -> None:
         """Let every stream go that waits for another host, now and later."""
@@ -125,10 +201,9 @@ class Relays:
         if self._relay is not None:
             while not self._relay.idle and time.monotonic() < deadline:
                 time.sleep(0.001)
-            self._relay.close()
+            self._relay.close(max(0.0, deadline - time.monotonic()))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        with contextlib.ExitStack() as each:
-            for at in self._memory:
-                each.callback(self._device.free_host, at)
-        self._memory.clear()
+        if self._registered is not None:
+            self._registered.close()  # before the memory goes
+        self._undo.close()

@@ -49,7 +49,7 @@ def slot_bytes(topology: Topology) -> int:
     """Bytes of a slot, the same on all ranks: so small that the slots of all ranks of a host stay together in the part
     of the last-level cache that devices may write to, else large, to hide what a message costs. Where some messages go
     over sockets, small enough for all of an edge's sockets to have one to carry."""
-    if any(topology.way(0, peer) == "staged" for peer in range(1, len(topology.ranks))):
+    if any(topology.far(0, peer) for peer in range(1, len(topology.ranks))):
         return 1 << 20
     ranks = max(map(len, topology.hosts))
     return max(_LEAST_SLOT, _CACHED // (SLOTS * max(2, ranks)) // _SLOT_STEP * _SLOT_STEP)

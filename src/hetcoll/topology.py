@@ -15,7 +15,11 @@ Islands = tuple[tuple[int, ...], ...]
 """The ranks of each island, in the order in which its members count."""
 Path = Literal["shm", "tcp", "verbs"]
 Setting = Literal["auto", "shm", "tcp", "verbs"]
-Way = Literal["mapped", "staged"]
+Way = Literal["direct", "mapped", "staged-rdma", "staged-tcp"]
+"""How messages go between two ranks of which one or both have GPUs: by RDMA from one GPU's memory to the other's;
+through slots in host memory that both have; through pinned slots of each, which RDMA or sockets carry."""
+Excluded = frozenset[tuple[int, int, Way]]
+"""What must not be used between two ranks, the lower one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,8 @@ class RankInfo:
     together. `version` must be the same everywhere. `vendor` is
     whose library serves its GPU (``cuda``, ``hip``) and `device` which GPU of the host it is; empty while it has none.
     `nics` are the ports of RDMA devices that it has opened, and `no_nics` says why there are none.
-    `wish` is the device that it was told to use: ``cpu``, ``cuda`` or ``hip``, or nothing.
+    `wish` is the device that it was told to use: ``cpu``, ``cuda`` or ``hip``, or nothing. `no_direct` says why its
+    RDMA devices do not reach its GPU's memory; nothing where they do, or nobody has looked.
     """
 
     rank: int
@@ -39,6 +44,7 @@ class RankInfo:
     nics: tuple[Nic, ...] = ()
     no_nics: str = ""
     wish: str = ""
+    no_direct: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class Topology:
     setting: Setting = "auto"
     asked: Islands | None = None
     cross: Literal["auto", "direct", "mapped", "staged"] = "auto"
+    excluded: Excluded = frozenset()
 
     def __post_init__(self) -> None:
         numbers = [info.rank for info in self.ranks]
@@ -89,10 +96,8 @@ class Topology:
             self._check_asked(self.asked)
 
     def _check_cross(self) -> None:
-        if self.cross == "direct":
-            raise InitError(
-                "HETCOLL_CROSS=direct: no rank has it: GPUs' memory is not sent by RDMA devices in this version"
-            )
+        if self.cross == "direct" and self.setting not in ("auto", "verbs"):
+            raise InitError(f"HETCOLL_CROSS=direct: no rank may use RDMA: HETCOLL_TRANSPORT is {self.setting}")
         for info in self.ranks if self.cross == "mapped" else ():
             first = self.ranks[0]
             if info.host != first.host:
@@ -120,6 +125,8 @@ class Topology:
 
     def check_rails(self) -> None:
         """ArgumentError where RDMA is asked for and two ranks have none between them: says which, and why."""
+        if self.cross == "direct":
+            self._check_direct()
         if self.setting != "verbs" or self.size == 1:
             return
         for info in self.ranks:
@@ -128,6 +135,13 @@ class Topology:
         for a, b in itertools.combinations(range(self.size), 2):
             if not self.rails(a, b):
                 raise ArgumentError(f"RDMA is asked for, but {self.without_rails(a, b)}")
+
+    def _check_direct(self) -> None:
+        """InitError where two ranks that have GPUs, or may have, on different hosts, cannot go the direct way."""
+        gpus = [info.rank for info in self.ranks if info.wish != "cpu"]
+        for a, b in itertools.combinations(gpus, 2):
+            if self.transport(a, b) != "shm" and (reason := self.not_direct(a, b)):
+                raise InitError(f"HETCOLL_CROSS=direct: {reason}")
 
     @property
     def size(self) -> int:
@@ -195,18 +209,54 @@ class Topology:
             return "shm" if self.same_host(a, b) else "verbs" if self.rails(a, b) else "tcp"
         return self.setting
 
+    def ways(self, a: int, b: int) -> tuple[Way, ...]:
+        """How messages may go between two ranks of which one or both have GPUs, the best way first, without those that
+        are excluded."""
+        path, found = self.transport(a, b), list[Way]()
+        gpus = bool(self.ranks[a].vendor and self.ranks[b].vendor)
+        if path == "shm" and self.cross != "staged":
+            found.append("mapped")
+        if path == "verbs" and gpus and self.cross != "staged" and not self.not_direct(a, b):
+            found.append("direct")
+        if self.cross != "mapped" and not (self.cross == "direct" and gpus):
+            found += ["staged-rdma"] if path == "verbs" else []
+            found += ["staged-tcp"] if self.setting != "verbs" else []
+        pair = (min(a, b), max(a, b))
+        return tuple(way for way in found if (*pair, way) not in self.excluded)
+
     def way(self, a: int, b: int) -> Way:
-        """How messages go between two ranks of which one or both have GPUs: slots in memory that both have, or pinned
-        slots of each and sockets."""
-        return "mapped" if self.cross != "staged" and self.transport(a, b) == "shm" else "staged"
+        """The one that is used. InitError where none is left."""
+        ways = self.ways(a, b)
+        if not ways:
+            raise InitError(f"no way is left between ranks {a} and {b}: HETCOLL_CROSS is {self.cross}")
+        return ways[0]
+
+    def far(self, a: int, b: int) -> bool:
+        """Whether each has slots of its own, which relays carry."""
+        return self.way(a, b) != "mapped"
+
+    def not_direct(self, a: int, b: int) -> str:
+        """Why no RDMA goes from the memory of one's GPU to that of the other's, for people; nothing where it does."""
+        for rank in (a, b):
+            if self.ranks[rank].no_direct:
+                return f"rank {rank}: {self.ranks[rank].no_direct}"
+        return "" if self.rails(a, b) else self.without_rails(a, b)
 
     def why(self, a: int, b: int) -> str:
         """Why they go that way, for people."""
-        if self.cross != "auto":
-            return f"{self.cross}, as HETCOLL_CROSS says"
-        if self.way(a, b) == "mapped":
+        way = self.way(a, b)
+        name = way.removesuffix("-rdma").removesuffix("-tcp")
+        if self.cross == name:
+            return f"{name}, as HETCOLL_CROSS says"
+        if way == "mapped":
             return "mapped: one host"
-        return f"staged: {'HETCOLL_TRANSPORT' if self.same_host(a, b) else 'another host'}"
+        if (min(a, b), max(a, b), "direct") in self.excluded:
+            return f"{name}: the direct way did not work"
+        if way == "direct":
+            return "direct: the RDMA devices of both reach the GPUs' memory"
+        reason = self.not_direct(a, b) if self.transport(a, b) == "verbs" else ""
+        where = "HETCOLL_TRANSPORT" if self.same_host(a, b) else "another host"
+        return f"{name}: {where}" + (f"; not direct: {reason}" if reason else "")
 
     def rails(self, a: int, b: int) -> tuple[tuple[int, int], ...]:
         """The RDMA paths of an edge: places in the `nics` of `a` and of `b`, in the order of the lower rank."""
@@ -234,10 +284,18 @@ class Topology:
         mine, theirs = (", ".join(f"{n.name} {n.address}" for n in self.ranks[r].nics) for r in (a, b))
         return f"no device of rank {a} ({mine}) reaches one of rank {b} ({theirs})"
 
-    def equipped(self, gpus: Sequence[tuple[str, str]]) -> Topology:
-        """The same with the (vendor, device) of each rank's GPU, which ranks learn when they first use one."""
-        infos = (replace(info, vendor=v, device=d) for info, (v, d) in zip(self.ranks, gpus, strict=True))
-        return replace(self, ranks=tuple(infos))
+    def equipped(self, gpus: Sequence[tuple[str, str]], no_direct: Sequence[str] = ()) -> Topology:
+        """The same with the (vendor, device) of each rank's GPU, and why its memory is out of RDMA's reach, which ranks
+        learn when they first use one. InitError where the direct way was asked for and is not there."""
+        reasons = no_direct or [""] * self.size
+        infos = (
+            replace(info, vendor=v, device=d, no_direct=reason)
+            for info, (v, d), reason in zip(self.ranks, gpus, reasons, strict=True)
+        )
+        found = replace(self, ranks=tuple(infos))
+        if self.cross == "direct":
+            found._check_direct()
+        return found
 
 
 def restrict(islands: Islands | None, ranks: Sequence[int]) -> Islands | None:

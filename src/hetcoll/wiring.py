@@ -123,7 +123,7 @@ class Wiring:
             raise ArgumentError(f"HETCOLL_FAULT: {error}") from None
         if config.fault is not None:
             log.info("rank %d: links misbehave on purpose: HETCOLL_FAULT=%s", rank, config.fault)
-        self._offer: Offer | None = None
+        self.offer: Offer | None = None
         try:
             if config.transport in ("auto", "shm") and len(self.locals) > 1:
                 self._attach_shm(intros[self.locals[0]].doorbell)
@@ -213,7 +213,7 @@ class Wiring:
 
         four = any(":" not in address.host for address in addresses)
         try:
-            self._offer = Offer(self.engine, self._config, socket.AF_INET if four else socket.AF_INET6)
+            self.offer = Offer(self.engine, self._config, socket.AF_INET if four else socket.AF_INET6)
         except UnavailableError as error:
             log.info("rank %d: no RDMA: %s", self.rank, error)
             return str(error)
@@ -222,19 +222,19 @@ class Wiring:
     @property
     def nics(self) -> tuple[Nic, ...]:
         """This rank's open ports of RDMA devices."""
-        return () if self._offer is None else self._offer.nics
+        return () if self.offer is None else self.offer.nics
 
     @property
     def memory(self) -> Memory | None:
         """Where memory is registered, if it needs to be."""
-        return None if self._offer is None else self._offer.memory
+        return None if self.offer is None else self.offer.memory
 
     def ensure(self, edges: Iterable[tuple[int, int]], timeout: float, check: Check) -> None:
         """Links for these (peer, channel) pairs. Both ends must ask; `check` may raise to end the wait."""
         missing = {(p, c): self.stripes or 1 for p, c in edges if not self.engine.linked(p, c)}
         for (p, c), fds in self.sockets(missing, timeout, check).items():
             if self.topology.transport(self.rank, p) == "verbs":
-                self._attach_verbs(p, c, fds)
+                self.attach_verbs(p, c, fds)
             else:
                 self.engine.attach_tcp(p, c, fds)
 
@@ -256,11 +256,20 @@ class Wiring:
         made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, lambda: check(peers))
         return {edge: [made[key].detach() for key in each] for edge, each in keys.items()}
 
-    def _attach_verbs(self, peer: int, channel: int, fds: list[int]) -> None:
-        assert self._offer is not None
+    def attach_verbs(self, peer: int, channel: int, fds: list[int]) -> None:
+        """An RDMA link of the engine's to a rank that has rails to this one. Takes over the sockets."""
+        self.engine.attach_verbs(peer, channel, fds, self.rails(peer), self.rail_bytes)
+
+    @property
+    def rail_bytes(self) -> int:
+        """The ring of one rail in one direction."""
+        return rail_bytes(self.size, self._config.ib_bytes)
+
+    def rails(self, peer: int) -> list[tuple[int, str]]:
+        """For the engine, or a relay: this rank's port and the name of the peer's device, for each rail."""
+        assert self.offer is not None
         pairs, theirs = self.topology.rails(self.rank, peer), self.topology.ranks[peer].nics
-        rails = self._offer.rails([mine for mine, _ in pairs], [theirs[place] for _, place in pairs])
-        self.engine.attach_verbs(peer, channel, fds, rails, rail_bytes(self.size, self._config.ib_bytes))
+        return self.offer.rails([mine for mine, _ in pairs], [theirs[place] for _, place in pairs])
 
     def transports(self, peers: Iterable[int]) -> str:
         """What carries data to these ranks now, such as ``shm+tcp``; ``self`` where there are none."""
@@ -277,6 +286,6 @@ class Wiring:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        if self._offer is not None:
-            self._offer.close()
-            self._offer = None
+        if self.offer is not None:
+            self.offer.close()
+            self.offer = None

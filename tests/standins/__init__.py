@@ -188,6 +188,17 @@ def posing(nccl: str, nvrtc: str) -> dict[str, str]:
     return {"ROCM_PATH": str(root), "STANDIN_NVRTC": nvrtc, "HETCOLL_DEVICE": "hip"}
 
 
+def seal(address: int) -> None:
+    """From now on the processor cannot touch the device memory that was allocated at `address`: who tries is killed.
+
+    Copies of the driver's can, and RDMA devices that it is registered with. For processes with devices of one vendor.
+    """
+    drivers = [path for path in os.environ["LD_PRELOAD"].split(":") if Path(path).name in _START]
+    (error,) = (ctypes.CDLL(path).standin_seal(ctypes.c_size_t(address)) for path in drivers)
+    if error:
+        raise RuntimeError(f"sealing {address:#x}: error {error}")
+
+
 def load() -> None:
     """Load what the environment says, as the dynamic linker would at a program's start, and start the devices.
 

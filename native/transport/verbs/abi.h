@@ -88,7 +88,7 @@ struct Wc {
 };
 static_assert(sizeof(Wc) == 48);
 
-enum AccessFlags : int { kAccessLocalWrite = 1, kAccessRemoteWrite = 2 };
+enum AccessFlags : int { kAccessLocalWrite = 1, kAccessRemoteWrite = 2, kAccessRemoteRead = 4 };
 
 struct GlobalRoute {
   alignas(8) std::uint8_t dgid[16];
@@ -188,6 +188,7 @@ struct Sge {
 
 inline constexpr std::uint32_t kWrRdmaWrite = 0;
 inline constexpr std::uint32_t kWrRdmaWriteWithImm = 1;
+inline constexpr std::uint32_t kWrRdmaRead = 4;
 enum SendFlags : std::uint32_t { kSendSignaled = 1u << 1, kSendSolicited = 1u << 2, kSendInline = 1u << 3 };
 
 struct SendWr {

@@ -104,7 +104,8 @@ void VerbsLink::FinishProbe(std::uint32_t mask) {
   state_ = State::kUp;
   if (!why.empty())
     Tell(std::to_string(std::popcount(mask)) + " of " + std::to_string(rails_.size()) + " rails in use" + why);
-  if (mask != 0) return;
+  if (mask != 0) return PostInvitations();
+  if (options_.device) LostLast();
   inbox_.Cut(0);
   sent_all_ = got_all_ = true;
   state_ = State::kSwitch;

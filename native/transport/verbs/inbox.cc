@@ -4,17 +4,22 @@
 #include <cstring>
 #include <utility>
 
+#include "transport/verbs/read_back.h"
+
 namespace hetcoll {
 
 // The place for a frame; null where it is here already.
 Inbox::Arrival* Inbox::Take(const Frame& frame) {
   if (frame.seq >= due_ + kWindow) throw Fault(FaultKind::kCorrupt, peer_, "verbs: a frame from the future");
-  if (frame.seq < due_ || At(frame.seq).present) {
+  Arrival& a = At(frame.seq);
+  const bool again = frame.seq >= due_ && a.present;
+  if (again && device_ && !a.landed && (a.rail == nullptr || !a.rail->alive())) {  // the first may never be there
+    a.present = false;
+  } else if (again || frame.seq < due_) {
     ++twice_;
     return nullptr;
   }
   end_ = std::max(end_, frame.seq + 1);
-  Arrival& a = At(frame.seq);
   a.present = true;
   a.frame = frame;
   return &a;
@@ -22,10 +27,17 @@ Inbox::Arrival* Inbox::Take(const Frame& frame) {
 
 void Inbox::Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) {
   Arrival* a = Take(frame);
-  if (a == nullptr) return rail.Release(index, false);
+  if (a == nullptr && device_) return again_.push_back({&rail, index, rail.nic().read_back().begun()});
+  if (a == nullptr) return rail.Release(index, true);  // the peer may be waiting for that, to go on
+  if (device_ && (frame.flags & kFrameDirect) == 0) {
+    throw Fault(FaultKind::kCorrupt, peer_, "verbs: a frame for a GPU's memory came elsewhere");
+  }
   a->payload = payload;
   a->rail = &rail;
+  a->nic = &rail.nic();
   a->index = index;
+  a->reads = device_ ? rail.nic().read_back().begun() : 0;
+  a->landed = !device_;
 }
 
 void Inbox::Arrived(const Frame& frame, std::unique_ptr<std::byte[]> payload) {
@@ -34,6 +46,8 @@ void Inbox::Arrived(const Frame& frame, std::unique_ptr<std::byte[]> payload) {
   a->payload = payload.get();
   a->copy = std::move(payload);
   a->rail = nullptr;
+  a->nic = nullptr;
+  a->landed = true;
 }
 
 View Inbox::Peek(const Message& m, std::size_t at, std::size_t n) {
@@ -44,7 +58,8 @@ View Inbox::Peek(const Message& m, std::size_t at, std::size_t n) {
     }
     if (a.frame.nbytes > m.total - at) throw Fault(FaultKind::kCorrupt, peer_, "verbs: a frame is too long");
     if ((a.frame.flags & kFrameDirect) != 0) {
-      if (direct_ == nullptr) throw Fault(FaultKind::kCorrupt, peer_, "verbs: a frame came uninvited");
+      if (direct_ == nullptr || direct_signature_ != m.signature)
+        throw Fault(FaultKind::kCorrupt, peer_, "verbs: a frame came uninvited");
       a.payload = direct_ + at;
     }
     open_ = true;
@@ -70,10 +85,36 @@ std::uint64_t Inbox::missing() const {
   return seq;
 }
 
+bool Inbox::Land(const Nic& nic, std::uint64_t answered, std::uint64_t begun) {
+  bool more = false;
+  for (std::uint64_t seq = due_; seq < end_; ++seq) {
+    Arrival& a = At(seq);
+    if (!a.present || a.landed || a.nic != &nic) continue;
+    a.landed = a.reads < answered;
+    more |= a.reads == begun;
+  }
+  std::erase_if(again_, [&](const Again& again) {
+    if (&again.rail->nic() != &nic) return false;
+    more |= again.reads == begun;
+    if (again.reads >= answered) return false;
+    again.rail->Release(again.index, true);
+    return true;
+  });
+  return more;
+}
+
+void Inbox::Forget(const Nic& nic) {
+  for (std::uint64_t seq = due_; seq < end_; ++seq) {
+    Arrival& a = At(seq);
+    if (a.present && !a.landed && a.nic == &nic) a.present = false;
+  }
+  std::erase_if(again_, [&](const Again& again) { return &again.rail->nic() == &nic; });
+}
+
 void Inbox::MakeRoom() {
   for (std::uint64_t seq = due_ + 1; seq < end_; ++seq) {
     Arrival& a = At(seq);
-    if (!a.present || a.rail == nullptr) continue;
+    if (!a.present || !a.landed || a.rail == nullptr) continue;
     if ((a.frame.flags & kFrameDirect) == 0) {
       a.copy = std::make_unique<std::byte[]>(a.frame.nbytes);
       std::memcpy(a.copy.get(), a.payload, a.frame.nbytes);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "transport/transport.h"
 #include "transport/verbs/outbox.h"
@@ -14,7 +15,8 @@ namespace hetcoll {
 
 class Inbox {
  public:
-  explicit Inbox(int peer) : peer_(peer) {}
+  // `device`: frames lie in a GPU's memory.
+  Inbox(int peer, bool device) : peer_(peer), device_(device) {}
 
   void Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload);
   void Arrived(const Frame& frame, std::unique_ptr<std::byte[]> payload);  // over TCP
@@ -25,9 +27,22 @@ class Inbox {
   View Peek(const Message& m, std::size_t at, std::size_t n);
   void Consume(std::size_t n);
 
-  // The message that is due may be written straight to `base`, its first byte's place; null: no more.
-  void Direct(const std::byte* base) { direct_ = base; }
+  // The message with this signature may be written straight to `base`, its first byte's place; null: no more.
+  void Direct(std::uint64_t signature, const std::byte* base) {
+    direct_signature_ = signature;
+    direct_ = base;
+  }
 
+  // Of what NICs wrote straight into a GPU's memory.
+  // Whether the frame that is due is where the GPU sees it.
+  bool landed() const { return At(due_).landed; }
+  // This NIC has answered so many reads of that memory (see ReadBack): what it had brought before the last of them is
+  // there. Whether it needs one more, behind the `begun` so far.
+  bool Land(const Nic& nic, std::uint64_t answered, std::uint64_t begun);
+  // What this NIC brought and is not known to be there has not arrived: it must come again.
+  void Forget(const Nic& nic);
+
+  std::uint64_t due() const { return due_; }
   // The first frame that has not arrived.
   std::uint64_t missing() const;
   // From frame `seq` on there are no more frames, but plain TCP; whether all before it are used up.
@@ -48,6 +63,16 @@ class Inbox {
     Rail* rail;  // null once copied
     std::uint64_t index;
     std::unique_ptr<std::byte[]> copy;
+    const Nic* nic;       // that brought it
+    std::uint64_t reads;  // that the NIC had begun before
+    bool landed;
+  };
+
+  // A frame that came twice, into a GPU's memory: it must be there before the peer writes anything new.
+  struct Again {
+    Rail* rail;
+    std::uint64_t index;
+    std::uint64_t reads;
   };
 
   Arrival* Take(const Frame& frame);
@@ -56,10 +81,13 @@ class Inbox {
   const Arrival& At(std::uint64_t seq) const { return arrivals_[seq % kWindow]; }
 
   int peer_;
+  bool device_;
   std::array<Arrival, kWindow> arrivals_;
+  std::vector<Again> again_;
   std::uint64_t due_ = 0;
   std::uint64_t end_ = 0;  // behind the last that arrived
   std::uint64_t cut_ = UINT64_MAX;
+  std::uint64_t direct_signature_ = 0;
   const std::byte* direct_ = nullptr;
   std::size_t taken_ = 0;  // bytes of the frame that is due
   bool open_ = false;      // it was compared with the message

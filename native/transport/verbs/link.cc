@@ -45,8 +45,8 @@ VerbsLink::VerbsLink(const VerbsLinkOptions& options, std::span<const std::pair<
       lifeline_(fds, options.peer),
       memory_(Map(2 * rails.size() * options.ring_bytes, options.peer)),
       rails_(MakeRails(options, rails, memory_.get())),
-      outbox_(rails_, shared.regions, options.ring_bytes),
-      inbox_(options.peer) {
+      outbox_(rails_, shared.regions, options.ring_bytes, options.peer, options.device),
+      inbox_(options.peer, options.device) {
   SendHello();
 }
 
@@ -76,6 +76,7 @@ void VerbsLink::DriveOnce() {
   if (state_ == State::kUp) {
     PollRails();
     if (outbox_.resending()) outbox_.Resend();
+    PostInvitations();
   }
   if (state_ == State::kSwitch) {
     LookForSwitch();
@@ -132,42 +133,11 @@ void VerbsLink::OnDelivered(std::uint64_t seq) {
 
 void VerbsLink::OnLost(std::uint32_t rails) { KillRails(rails, "the peer has given it up"); }
 
-// ---- Straight to the destination ----
-
-// Only where all of the rest may be written now. Whether the peer takes it up is its affair, and whether the invitation
-// gets there: there may be no room for it.
-void VerbsLink::Invite(const Message& m, std::size_t at, std::byte* dst, std::size_t n) {
-  expected_ = m.signature;
-  if (!open() || at + n != m.total || n < kInviteBytes) return;
-  Region* region = shared_.regions.Find(dst, n, outbox_.nics());
-  if (region == nullptr) return;
-  for (const auto& rail : rails_) {
-    Frame* frame = rail->alive() ? rail->Slot(sizeof(Invitation)) : nullptr;
-    if (frame == nullptr) continue;
-    *frame = {0, 0, kNoSeq, sizeof(Invitation), kFrameInvite};
-    Invitation invitation{m.signature, m.total, reinterpret_cast<std::uintptr_t>(region->Seen(dst - at)), 0, {}};
-    for (const auto& other : rails_) {
-      invitation.rkeys[other->number()] = region->rkey[static_cast<std::size_t>(other->nic().index())];
-    }
-    std::memcpy(frame + 1, &invitation, sizeof invitation);
-    inbox_.Direct(dst - at);
-    invited_ = region;
-    ++region->uses;
-    return rail->Post(frame, reinterpret_cast<std::byte*>(frame + 1), rail->staging_lkey());
-  }
-}
-
-void VerbsLink::Uninvite() {
-  --invited_->uses;
-  invited_ = nullptr;
-  inbox_.Direct(nullptr);
-}
-
 void VerbsLink::Fence() {
   for (const auto& rail : rails_) rail->Kill("the engine has failed");
   if (!fault_) fault_ = Fault(FaultKind::kAborted, options_.rank, "verbs: the engine has failed");
   outbox_.DeliveredBefore(outbox_.next());
-  if (invited_ != nullptr) Uninvite();
+  while (!invited_.empty()) Uninvite();
 }
 
 // ---- When rails die ----
@@ -177,7 +147,9 @@ void VerbsLink::PollRails() {
   for (const auto& rail : rails_) {
     if (!rail->alive() && (buried_ & 1u << rail->number()) == 0) Bury(*rail);
   }
-  if (Alive() == 0 && !lifeline_.ended()) Switch();
+  if (Alive() != 0 || lifeline_.ended()) return;
+  if (options_.device) LostLast();
+  Switch();
 }
 
 void VerbsLink::Bury(Rail& rail) {
@@ -187,12 +159,23 @@ void VerbsLink::Bury(Rail& rail) {
   if (lifeline_.ended()) return;  // the peer has left: nothing is lost
   ++lost_rails_;
   outbox_.Lost(rail);
+  if (options_.device) invitations_sent_ = 0;  // it may have carried some
   const std::uint32_t left = Alive();
   Tell("lost a rail, " + std::to_string(std::popcount(left)) + " left" + (left == 0 ? ", going on over TCP" : "") +
        ": " + rail.error());
   for (const auto& other : rails_) {
     if (other->alive()) other->PostLost(buried_);
   }
+}
+
+void VerbsLink::LostLast() const {
+  std::string why;
+  for (const auto& rail : rails_) why += "; " + rail->error();
+  throw Fault(FaultKind::kSystem, options_.peer,
+              "verbs: no rail to rank " + std::to_string(options_.peer) +
+                  " is left, and no processor can read a GPU's memory to send it over TCP "
+                  "(HETCOLL_CROSS=staged goes through host memory and survives that)" +
+                  why);
 }
 
 void VerbsLink::Switch() {
@@ -308,7 +291,7 @@ void VerbsLink::AddPoll(std::vector<pollfd>& fds) {
   } catch (const Fault&) {
     awake = true;  // it is thrown again where it can be caught
   }
-  if (awake || news != news_) fds.push_back(shared_.ready.Poll());
+  if (awake || landing_ || news != news_) fds.push_back(shared_.ready.Poll());
   if (state_ != State::kUp) AddWatch(fds);
 }
 

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <span>
@@ -43,6 +44,7 @@ struct VerbsLinkOptions {
   int peer;
   int channel;
   std::size_t ring_bytes;  // of each rail, in each direction: a power of two
+  bool device = false;     // all memory that is sent from and to is a GPU's: no processor touches it, and TCP neither
 };
 
 class VerbsLink final : private RailListener {
@@ -69,11 +71,17 @@ class VerbsLink final : private RailListener {
   RecvEnd* tcp_recv() const { return inbox_.exhausted() ? tcp_.recv.get() : nullptr; }
   // The receiver is about to take bytes [at, at + n) of a message to dst.
   void Expect(const Message& m, std::size_t at, std::byte* dst, std::size_t n) {
-    if (m.total >= kInviteBytes && m.signature != expected_) Invite(m, at, dst, n);
+    if (invited_.empty() && m.total >= kInviteBytes && m.signature != expected_) Invite(m, at, dst, n);
+  }
+  // The receiver will take all of this message to dst, after those announced before.
+  void Announce(const Message& m, std::byte* dst) {
+    if (options_.device || m.total >= kInviteBytes) Invite(m, 0, dst, m.total);
   }
   void Taken(const Message& m, std::size_t end) {
-    if (invited_ != nullptr && end == m.total) Uninvite();
+    if (end == m.total && !invited_.empty() && invited_.front().what.signature == m.signature) Uninvite();
   }
+  // Whether the frame that is due, which is here, is also where the GPU sees it, if it is to be there.
+  bool Landed();
   // From here on no NIC touches the users' memory, and nothing works any more.
   void Fence();
 
@@ -123,8 +131,13 @@ class VerbsLink final : private RailListener {
   void Probe();
   void FinishProbe(std::uint32_t mask);
 
+  // invitations.cc
   void Invite(const Message& m, std::size_t at, std::byte* dst, std::size_t n);
   void Uninvite();
+  void PostInvitations();
+  bool PostInvitation(Invitation& invitation);
+
+  [[noreturn]] void LostLast() const;
   void PollRails();
   void Bury(Rail& rail);
   void Switch();
@@ -145,8 +158,16 @@ class VerbsLink final : private RailListener {
   Outbox outbox_;
   Inbox inbox_;
   LinkEnds tcp_;
+  struct Invited {  // a message that the peer may write
+    Invitation what;
+    Region* region;
+    const std::byte* base;
+  };
   std::uint64_t expected_ = 0;  // signature of the last message for which an invitation was thought of
-  Region* invited_ = nullptr;   // where the peer may write
+  std::deque<Invited> invited_;
+  std::size_t invitations_sent_ = 0;  // of these
+  std::uint64_t invitations_ = 0;
+  bool landing_ = false;  // a NIC reads what it wrote
   Hello peer_hello_{};
   std::uint32_t verified_ = 0;          // rails that brought the peer's probe
   std::optional<std::uint32_t> told_;   // of them, as the peer was told

@@ -8,6 +8,8 @@
 #include <cstring>
 #include <utility>
 
+#include "transport/verbs/read_back.h"
+
 namespace hetcoll {
 
 std::string NicInfo::Name() const {
@@ -24,6 +26,13 @@ Nic::Nic(const VerbsApi& api, NicInfo info, int index)
   if (channel_ == nullptr) Fail("no completion channel", errno);
   const int flags = fcntl(channel_->fd, F_GETFL);
   if (flags < 0 || fcntl(channel_->fd, F_SETFL, flags | O_NONBLOCK) < 0) Fail("fcntl", errno);
+}
+
+Nic::~Nic() = default;
+
+ReadBack& Nic::read_back() {
+  if (read_back_ == nullptr) read_back_ = std::make_unique<ReadBack>(*this);
+  return *read_back_;
 }
 
 bool Nic::Drain() {
@@ -46,8 +55,8 @@ void Nic::Fail(const std::string& what, int error) const {
 }
 
 int Regions::Add(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,
-                 std::uintptr_t seen_at) {
-  auto region = std::make_unique<Region>(Region{address, nbytes, seen_at, {}, {}});
+                 std::optional<std::uintptr_t> seen_at) {
+  auto region = std::make_unique<Region>(Region{address, nbytes, seen_at.value_or(address), !seen_at, {}, {}});
   for (const RegionKey& key : keys) {
     if (key.nic < 0 || key.nic >= kMaxNics) continue;
     region->lkey[static_cast<std::size_t>(key.nic)] = key.lkey;

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,9 +40,14 @@ struct NicInfo {
   std::string Name() const;
 };
 
+class ReadBack;
+
 class Nic {
  public:
   Nic(const VerbsApi& api, NicInfo info, int index);
+  ~Nic();
+  Nic(const Nic&) = delete;
+  Nic& operator=(const Nic&) = delete;
 
   const VerbsApi& api() const { return api_; }
   const NicInfo& info() const { return info_; }
@@ -54,6 +60,9 @@ class Nic {
   pollfd Poll() const { return {channel_->fd, POLLIN, 0}; }
   bool Drain();  // whether there was any
 
+  // Made when first asked for.
+  ReadBack& read_back();
+
   [[noreturn]] void Fail(const std::string& what, int error) const;
 
  private:
@@ -61,6 +70,7 @@ class Nic {
   NicInfo info_;
   int index_;
   VerbsOwned<ibv::CompChannel> channel_;
+  std::unique_ptr<ReadBack> read_back_;
 };
 
 // User memory that NICs may read and write where it lies.
@@ -68,13 +78,12 @@ struct Region {
   std::uintptr_t address;
   std::size_t nbytes;
   std::uintptr_t seen_at;  // its first byte's address for NICs: another one where it is a dma-buf
+  bool on_host;            // whether the processor can read it, too
   std::array<std::uint32_t, kMaxNics> lkey;
   std::array<std::uint32_t, kMaxNics> rkey;
   std::uint32_t nics = 0;  // bit i: the keys of NIC i are valid
   int uses = 0;            // frames that may have to be sent again from here, and messages that peers write here
 
-  // Whether the processor can read it. It may not where only NICs know it by the address that they have for it.
-  bool on_host() const { return seen_at == address; }
   const std::byte* Seen(const std::byte* p) const { return p + (seen_at - address); }
 };
 
@@ -86,7 +95,9 @@ struct RegionKey {
 
 class Regions {
  public:
-  int Add(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys, std::uintptr_t seen_at);
+  // `seen_at` is the address that NICs have for memory of a device, which only they are to touch.
+  int Add(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,
+          std::optional<std::uintptr_t> seen_at = {});
   // False, and nothing happens, while the region is in use.
   bool Remove(int handle);
   // The region that holds all of these bytes and is known to all of `nics`, or null.

@@ -15,21 +15,44 @@ constexpr double kPatience = 2;
 
 }  // namespace
 
-Outbox::Outbox(const Rails& rails, Regions& regions, std::size_t ring_bytes)
-    : rails_(rails), regions_(regions), fragment_(std::min(kFragment, ring_bytes / 4)) {
+Outbox::Outbox(const Rails& rails, Regions& regions, std::size_t ring_bytes, int peer, bool device)
+    : rails_(rails), regions_(regions), peer_(peer), device_(device), fragment_(std::min(kFragment, ring_bytes / 4)) {
   for (const auto& rail : rails_) nics_ |= 1u << rail->nic().index();
 }
 
 Outbox::~Outbox() { DeliveredBefore(next_); }
 
+// The peer's invitation to a message of a GPU, the next one of this link; null before it is here.
+const Invitation* Outbox::Wanted(const Message& m) const {
+  const Invitation& next = invitations_[messages_ % kInvitations];
+  if (next.number != messages_) return nullptr;
+  if (next.signature == m.signature && next.total != m.total) {
+    throw Fault(FaultKind::kMismatch, peer_,
+                "the peer wants a message of " + std::to_string(next.total) + " bytes, " + std::to_string(m.total) +
+                    " were to be sent");
+  }
+  if (next.signature != m.signature) throw WrongFrame(m, next.signature, next.total, peer_);
+  return &next;
+}
+
+void Outbox::Invited(const Invitation& invitation) {
+  if (device_) DeliveredBefore(std::min(invitation.taken, next_));
+  Invitation& place = invitations_[(device_ ? invitation.number : counters_.invitations) % kInvitations];
+  ++counters_.invitations;
+  const bool late = device_ && place.number != UINT64_MAX && place.number > invitation.number;  // sent twice
+  if (!late) place = invitation;
+}
+
 std::ptrdiff_t Outbox::Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
+  if (device_ && Wanted(m) == nullptr) return kWouldBlock;
   n = std::min(n, fragment_);
   Frame* frame = nullptr;
   Rail* rail = Pick(n, frame);
   if (rail == nullptr) return kWouldBlock;
   // All of a message or nothing: what was lent must be what was taken last.
   Region* region = nullptr;
-  if (m.may_lend && m.total >= kLendBytes) region = regions_.Find(data - at, m.total, nics_);
+  if (device_ || (m.may_lend && m.total >= kLendBytes)) region = regions_.Find(data - at, m.total, nics_);
+  if (device_ && region == nullptr) throw Fault(FaultKind::kSystem, -1, "verbs: a GPU's memory is not registered");
   const std::byte* payload = data;
   if (region == nullptr) {
     std::byte* place = reinterpret_cast<std::byte*>(frame + 1);
@@ -83,13 +106,21 @@ void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* re
                   std::size_t n) {
   *frame = {m.signature, m.total, next_, static_cast<std::uint32_t>(n), region != nullptr ? kFrameLent : 0};
   Target target{};
-  for (const Invitation& invitation : invitations_) {
-    if (m.total < kInviteBytes || invitation.signature != m.signature || invitation.total != m.total) continue;
+  const auto write_to = [&](const Invitation& invitation) {
     target = {invitation.address + at, invitation.rkeys[rail.number()]};
     frame->flags |= kFrameDirect;
+  };
+  if (device_) {
+    write_to(*Wanted(m));
+  } else if (m.total >= kInviteBytes) {
+    for (const Invitation& invitation : invitations_) {
+      if (invitation.signature == m.signature && invitation.total == m.total) write_to(invitation);
+    }
   }
-  At(next_) = {frame, payload, region, lent_total_, static_cast<std::uint8_t>(rail.number()), false, false};
+  At(next_) = {frame, payload, region, lent_total_, at, messages_, static_cast<std::uint8_t>(rail.number()),
+               false, false};
   ++next_;
+  if (at + n == m.total) ++messages_;
   std::uint32_t lkey = rail.staging_lkey();
   if (region != nullptr) {
     lkey = region->lkey[static_cast<std::size_t>(rail.nic().index())];
@@ -125,6 +156,7 @@ void Outbox::Lost(const Rail& rail) {
     ++lost_;
   }
   resend_from_ = oldest_;
+  if (device_) recovered_ = next_;
 }
 
 void Outbox::Resend() {
@@ -142,15 +174,19 @@ void Outbox::Resend() {
     }
     if (best == nullptr) return;
     *frame = *sent.frame;
-    frame->flags &= ~kFrameDirect;  // the receiver may be through with the first one, and its memory be used again
+    // The receiver may be through with the first one, and its memory be used again. Where the memory is a GPU's, there
+    // is no other place: see `resending`.
+    if (!device_) frame->flags &= ~kFrameDirect;
     sent.frame = frame;
     sent.rail = static_cast<std::uint8_t>(best->number());
     sent.lost = false;
     --lost_;
     ++counters_.resent;
     const auto nic = static_cast<std::size_t>(best->nic().index());
+    const Invitation& invitation = invitations_[sent.invited % kInvitations];
+    const Target target{invitation.address + sent.at, invitation.rkeys[best->number()]};
     if (sent.region != nullptr) {
-      best->Post(frame, sent.region->Seen(sent.payload), sent.region->lkey[nic]);
+      best->Post(frame, sent.region->Seen(sent.payload), sent.region->lkey[nic], device_ ? &target : nullptr);
     } else {
       best->Post(frame, sent.payload, best->staging_lkey());
     }
@@ -160,7 +196,7 @@ void Outbox::Resend() {
 bool Outbox::lends_device_memory() {
   for (std::uint64_t seq = oldest_; seq < next_; ++seq) {
     const Sent& sent = At(seq);
-    if (!sent.delivered && sent.region != nullptr && !sent.region->on_host()) return true;
+    if (!sent.delivered && sent.region != nullptr && !sent.region->on_host) return true;
   }
   return false;
 }

@@ -19,23 +19,27 @@ namespace hetcoll {
 
 inline constexpr int kMaxRails = 8;
 inline constexpr std::size_t kInviteBytes = std::size_t{64} << 10;  // shorter messages are not worth an invitation
+inline constexpr std::size_t kInvitations = 16;                     // that a link's ends keep
 inline constexpr std::uint64_t kWindow = std::uint64_t{kRailDepth} * kMaxRails;  // frames between the ends of a link
 
 // A receiver's: this message may be written straight to its destination.
 struct Invitation {
   std::uint64_t signature = 0;
   std::uint64_t total = 0;
-  std::uint64_t address = 0;  // of the message's first byte
-  std::uint64_t pad = 0;
+  std::uint64_t address = 0;          // of the message's first byte
+  std::uint64_t number = UINT64_MAX;  // of the invitation on this link
+  std::uint64_t taken = 0;            // frames that the receiver was done with, whether or not that was confirmed
   std::uint32_t rkeys[kMaxRails] = {};
 };
-static_assert(sizeof(Invitation) == 64);
+static_assert(sizeof(Invitation) == 72);
 
 using Rails = std::vector<std::unique_ptr<Rail>>;
 
 class Outbox {
  public:
-  Outbox(const Rails& rails, Regions& regions, std::size_t ring_bytes);
+  // `device`: all memory, here and there, is a GPU's. Then messages wait until they are invited, every one is, and the
+  // processor touches none of them.
+  Outbox(const Rails& rails, Regions& regions, std::size_t ring_bytes, int peer, bool device);
   ~Outbox();
 
   // As SendEnd's. kWouldBlock: no rail has room.
@@ -45,13 +49,13 @@ class Outbox {
   std::size_t Lent();
 
   void Delivered(std::uint64_t seq);
-  void Invited(const Invitation& invitation) {
-    invitations_[counters_.invitations++ % invitations_.size()] = invitation;
-  }
+  void Invited(const Invitation& invitation);
 
   // What this rail carried has to go again.
   void Lost(const Rail& rail);
-  bool resending() const { return lost_ > 0; }
+  // Where the peer's memory is a GPU's, what is sent again is written there again: nothing new may come before that is
+  // over, or it would be overwritten.
+  bool resending() const { return lost_ > 0 || oldest_ < recovered_; }
   // Sends again what rails have room for.
   void Resend();
 
@@ -91,18 +95,23 @@ class Outbox {
     const std::byte* payload;
     Region* region;  // where the payload is the user's
     std::uint64_t lent_before;
+    std::size_t at;         // in its message
+    std::uint64_t invited;  // the message's number among those of a GPU
     std::uint8_t rail;
     bool delivered;
     bool lost;
   };
 
   Sent& At(std::uint64_t seq) { return sent_[seq % kWindow]; }
+  const Invitation* Wanted(const Message& m) const;
   Rail* Pick(std::size_t n, Frame*& frame);
   void Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,
             std::size_t n);
 
   const Rails& rails_;
   Regions& regions_;
+  int peer_;
+  bool device_;
   std::uint32_t nics_ = 0;  // bit mask of those that the rails use
   std::size_t fragment_;
   std::array<Sent, kWindow> sent_;
@@ -110,9 +119,12 @@ class Outbox {
   std::uint64_t next_ = 0;
   std::size_t lost_ = 0;
   std::uint64_t resend_from_ = 0;
+  std::uint64_t recovered_ = 0;  // once all frames before it are delivered
+  std::uint64_t messages_ = 0;   // pushed to their end
   std::uint64_t lent_total_ = 0;
   std::uint64_t lent_seq_ = 0;
-  std::array<Invitation, 4> invitations_;  // the last ones: most are used at once, or too late
+  // The last ones: most are used at once, or too late. Of a GPU, each has the place of its number.
+  std::array<Invitation, kInvitations> invitations_;
   Rail* reserved_rail_ = nullptr;
   Frame* reserved_ = nullptr;
   Counters counters_;

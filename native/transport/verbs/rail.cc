@@ -3,13 +3,13 @@
 #include <arpa/inet.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <random>
 #include <utility>
 
 #include "engine/clock.h"
+#include "transport/verbs/bring_up.h"
 
 namespace hetcoll {
 namespace {
@@ -26,11 +26,6 @@ constexpr std::size_t kMeasured = std::size_t{32} << 10;  // no more is sent wit
 constexpr std::size_t kSample = std::size_t{256} << 10;
 
 std::size_t SlotBytes(std::size_t n) { return kAlign + (n + kAlign - 1) / kAlign * kAlign; }
-
-std::uint32_t MtuCode(std::uint32_t bytes) {
-  const std::uint32_t mtu = std::clamp<std::uint32_t>(std::bit_floor(bytes), 256, 4096);
-  return static_cast<std::uint32_t>(std::countr_zero(mtu)) - 7;
-}
 
 }  // namespace
 
@@ -59,11 +54,7 @@ void Rail::Make() {
                  {api.dereg_mr}};
   if (staging_mr_ == nullptr) nic_.Fail("registering " + std::to_string(memory_.all_staging_bytes) + " bytes", errno);
   MakeQueues();
-  ibv::QpAttr attr{};
-  attr.qp_state = ibv::QpState::kInit;
-  attr.port_num = nic_.info().port;
-  attr.qp_access_flags = ibv::kAccessRemoteWrite;
-  Modify(attr, ibv::kQpState | ibv::kQpPkeyIndex | ibv::kQpPort | ibv::kQpAccessFlags, "INIT");
+  Check(InitPair(nic_, qp_.get(), ibv::kAccessRemoteWrite));
   for (std::uint32_t i = 0; i + 1 < kRepost; ++i) recv_wrs_[i].next = &recv_wrs_[i + 1];
   for (std::uint32_t i = 0; i < kRecvDepth; i += kRepost) PostRecvs();
 }
@@ -108,48 +99,16 @@ RailAddress Rail::address() const {
   return a;
 }
 
-void Rail::Modify(ibv::QpAttr& attr, int mask, const char* what) {
-  const int error = nic_.api().modify_qp(qp_.get(), &attr, mask);
-  if (error == 0) return;
+void Rail::Check(const BringUpError& bad) const {
+  if (bad.state == nullptr) return;
   throw Fault(FaultKind::kSystem, peer_,
-              Name() + ": to " + what + ": " + std::strerror(error) +
+              Name() + ": to " + bad.state + ": " + std::strerror(bad.error) +
                   " (is the link down, or the GID not of the peer's network?)");
 }
 
 void Rail::Connect(const RailAddress& remote) {
-  const NicInfo& nic = nic_.info();
   remote_ = remote;
-  ibv::QpAttr rtr{};
-  rtr.qp_state = ibv::QpState::kRtr;
-  rtr.path_mtu = MtuCode(std::min(nic.mtu, remote.mtu));
-  rtr.dest_qp_num = remote.qpn;
-  rtr.rq_psn = remote.psn & 0xffffff;
-  rtr.max_dest_rd_atomic = 1;
-  rtr.min_rnr_timer = 12;  // 0.64 ms; there is always a receive
-  rtr.ah_attr.dlid = remote.lid;
-  rtr.ah_attr.sl = nic.service_level;
-  rtr.ah_attr.port_num = nic.port;
-  if (nic.ethernet) {
-    rtr.ah_attr.is_global = 1;
-    std::copy(std::begin(remote.gid), std::end(remote.gid), rtr.ah_attr.grh.dgid);
-    rtr.ah_attr.grh.sgid_index = nic.gid_index;
-    rtr.ah_attr.grh.hop_limit = 64;
-    rtr.ah_attr.grh.traffic_class = nic.traffic_class;
-  }
-  Modify(rtr,
-         ibv::kQpState | ibv::kQpAv | ibv::kQpPathMtu | ibv::kQpDestQpn | ibv::kQpRqPsn | ibv::kQpMaxDestRdAtomic |
-             ibv::kQpMinRnrTimer,
-         "RTR");
-  ibv::QpAttr rts{};
-  rts.qp_state = ibv::QpState::kRts;
-  rts.timeout = nic.timeout;
-  rts.retry_cnt = nic.retries;
-  rts.rnr_retry = nic.rnr_retries;
-  rts.sq_psn = psn_;
-  rts.max_rd_atomic = 1;
-  Modify(rts,
-         ibv::kQpState | ibv::kQpTimeout | ibv::kQpRetryCnt | ibv::kQpRnrRetry | ibv::kQpSqPsn | ibv::kQpMaxQpRdAtomic,
-         "RTS");
+  Check(ConnectPair(nic_, qp_.get(), remote, psn_));
 }
 
 std::string Rail::Name() const {

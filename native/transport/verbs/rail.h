@@ -63,6 +63,7 @@ struct RailMemory {
 };
 
 class Rail;
+struct BringUpError;
 
 // Where payload may be written instead of into the ring.
 struct Target {
@@ -159,7 +160,7 @@ class Rail {
 
   void Make();
   void MakeQueues();
-  void Modify(ibv::QpAttr& attr, int mask, const char* what);
+  void Check(const BringUpError& bad) const;
   void PostRecvs();
   void PollRecv(RailListener& listener);
   void Receive(std::uint32_t imm, RailListener& listener);

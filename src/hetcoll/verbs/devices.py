@@ -45,14 +45,20 @@ class Device:
                 raise
             return self.library.mr.MR(self.pd, nbytes, _READ, address=address)
 
+    def register_peer(self, address: int, nbytes: int) -> Any:
+        """A memory region of a GPU's memory by the address that its driver gave it, where a module of the GPU's driver
+        tells the kernel about it (nvidia_peermem, amdgpu)."""
+        return self.library.mr.MR(self.pd, nbytes, _GPU, address=address)
+
     def register_dmabuf(self, fd: int, offset: int, nbytes: int) -> Any:
         """A memory region (`pyverbs.mr.DmaBufMR`) of a GPU's memory: `nbytes` that begin `offset` bytes into the
         dma-buf. For the device, that is also their address (pyverbs gives it as the iova of ``ibv_reg_dmabuf_mr``).
         """
-        return self.library.mr.DmaBufMR(self.pd, nbytes, _READ | _WRITE, fd, offset)
+        return self.library.mr.DmaBufMR(self.pd, nbytes, _GPU, fd, offset)
 
 
 _READ, _WRITE = 0, 1 | 2  # infiniband/verbs.h: IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE
+_GPU = _WRITE | 4  # and IBV_ACCESS_REMOTE_READ: native/transport/verbs/read_back.h
 _EFAULT = 14
 _lock = threading.Lock()
 _open: dict[str, Device] = {}

@@ -105,7 +105,7 @@ class Memory:
 
     def lease(self, address: int, nbytes: int, owner: Any, gpu: Gpu | None = None) -> Lease:
         """Have the interval of `owner`'s memory registered until the result is closed. It is memory of `gpu`, whose
-        driver makes a dma-buf of it, or (None) of this process.
+        driver makes a dma-buf of it or tells the kernel about it, or (None) of this process.
 
         Raises
         ------
@@ -181,8 +181,8 @@ class Memory:
             raise RegistrationError(
                 f"{MOST_INTERVALS} intervals of memory are registered: close some, or register one that holds many"
             )
+        seen_at: int | None = None
         if gpu is None:
-            seen_at = start
             regions = self._regions(nbytes, lambda device: device.register(start, nbytes))
         else:
             seen_at, regions = self._gpu_regions(gpu, start, nbytes)
@@ -193,11 +193,20 @@ class Memory:
         return entry
 
     def _gpu_regions(self, gpu: Gpu, start: int, nbytes: int) -> tuple[int, list[Any]]:
-        """The address that devices have for the GPU's memory, and its region with each port."""
+        """The address that devices have for the GPU's memory, and its region with each port: as a dma-buf, or else as
+        peer memory."""
         try:
-            buf = gpu.dmabuf(start, nbytes)
-        except DeviceError as error:
-            raise RegistrationError(f"registering {nbytes} bytes of {gpu.name}: {error}") from error
+            return self._dmabuf_regions(gpu, start, nbytes)
+        except (DeviceError, RegistrationError) as dmabuf:
+            try:
+                return start, self._regions(nbytes, lambda device: device.register_peer(start, nbytes))
+            except RegistrationError as peer:
+                raise RegistrationError(
+                    f"{nbytes} bytes of {gpu.name}: as a dma-buf: {dmabuf}; as peer memory: {peer}"
+                ) from peer
+
+    def _dmabuf_regions(self, gpu: Gpu, start: int, nbytes: int) -> tuple[int, list[Any]]:
+        buf = gpu.dmabuf(start, nbytes)
         try:
             return buf.offset, self._regions(nbytes, lambda device: device.register_dmabuf(buf.fd, buf.offset, nbytes))
         finally:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from socket import AF_INET, AddressFamily
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import lifetime
 from ..env import Config
@@ -38,6 +38,8 @@ class Offer:
         chosen, self.passed = choose(config, family, near)
         known = networks()
         self._devices: list[Device] = []
+        self._ports: list[Mapping[str, Any]] = []  # as engines are told of them
+        self._shared: list[Memory] = []
         self.nics: tuple[Nic, ...] = ()
         numbers: list[tuple[Device, int]] = []
         with contextlib.ExitStack() as undo:
@@ -64,27 +66,37 @@ class Offer:
         port, gid = chosen.port, chosen.gid
         device = hold(load(), port.device)
         try:
-            number = engine.add_nic(
-                pd=device.pd_address,
-                port=port.number,
-                gid_index=gid.index,
-                gid=gid.raw,
-                lid=port.lid,
-                mtu=port.mtu,
-                ethernet=port.layer == ETHERNET,
-                device=port.device,
-                traffic_class=config.ib_tc,
-                service_level=config.ib_sl,
-                timeout=config.ib_timeout,
-                retries=config.ib_retry_cnt,
-                rnr_retries=7,
-                gbps=port.gbps,
-            )
+            told: dict[str, Any] = {
+                "pd": device.pd_address,
+                "port": port.number,
+                "gid_index": gid.index,
+                "gid": gid.raw,
+                "lid": port.lid,
+                "mtu": port.mtu,
+                "ethernet": port.layer == ETHERNET,
+                "device": port.device,
+                "traffic_class": config.ib_tc,
+                "service_level": config.ib_sl,
+                "timeout": config.ib_timeout,
+                "retries": config.ib_retry_cnt,
+                "rnr_retries": 7,
+                "gbps": port.gbps,
+            }
+            number = engine.add_nic(**told)
         except BaseException:
             release(device)
             raise
         self._devices.append(device)
+        self._ports.append(told)
         return number
+
+    def share(self, relay: _native.Relay) -> Memory:
+        """Let a relay use the ports, too; what is registered for it. Its numbers of them are the engine's. The relay,
+        and then this memory, must be closed before the offer."""
+        numbers = [relay.add_nic(**told) for told in self._ports]
+        assert numbers == self._numbers, numbers
+        self._shared.append(Memory(relay, list(zip(self._devices, numbers, strict=True))))
+        return self._shared[-1]
 
     def rails(self, mine: Sequence[int], theirs: Sequence[Nic]) -> list[tuple[int, str]]:
         """For the engine: each rail's port here, by place in `nics`, and the name of the peer's device."""
@@ -98,7 +110,8 @@ class Offer:
 
     def abandon(self) -> None:
         """In a forked child: all of it is the parent's."""
-        self.memory.abandon()
+        for memory in (self.memory, *self._shared):
+            memory.abandon()
         self._devices.clear()
         abandon()
 

@@ -28,24 +28,26 @@ def describe(links: Links, topology: Topology, rank: int, peers: Iterable[int]) 
     """A line for each of the `peers` on other hosts, or all that use RDMA: over what, and why."""
     lines: list[str] = []
     for peer in sorted(set(peers) - {rank}):
-        planned = topology.transport(rank, peer)
-        if planned == "verbs":
+        path = topology.transport(rank, peer)
+        if path == "verbs":
             made = links.get(peer, ())
-            parts = [_link(link) for link in made] or [
-                f"verbs over {_planned(topology, rank, peer)}: not connected yet"
+            parts = [describe_link(link) for link in made] or [
+                f"verbs over {planned(topology, rank, peer)}: not connected yet"
             ]
             lines += [f"rank {peer}: {part}" for part in parts]
-        elif planned == "tcp" and topology.setting == "auto":
+        elif path == "tcp" and topology.setting == "auto":
             lines.append(f"rank {peer}: tcp, since there is no RDMA: {topology.without_rails(rank, peer)}")
     return tuple(lines)
 
 
-def _planned(topology: Topology, rank: int, peer: int) -> str:
+def planned(topology: Topology, rank: int, peer: int) -> str:
+    """The devices of the rails that a link will have."""
     mine, theirs = topology.ranks[rank].nics, topology.ranks[peer].nics
     return ", ".join(f"{mine[i].name} to {theirs[j].name}" for i, j in topology.rails(rank, peer))
 
 
-def _link(link: Mapping[str, Any]) -> str:
+def describe_link(link: Mapping[str, Any]) -> str:
+    """A link's state, its channel and its rails."""
     rails = ", ".join(map(_rail, link["rails"]))
     resent = f"; {link['resent']} pieces sent again" if link["resent"] else ""
     return f"{link['path']}, channel {link['channel']}, rails {rails}{resent}"

@@ -6,9 +6,11 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "settings.h"
 
@@ -190,6 +192,37 @@ Error Memory::span(std::uintptr_t address, std::size_t size, Block* block) {
   return size <= block->base + block->size - address ? kOk : kInvalidValue;
 }
 
+Error Memory::seal(std::uintptr_t base) {
+  std::unique_lock lock(mutex_);
+  auto found = blocks_.find(base);
+  if (found == blocks_.end() || found->second.kind != Kind::kDevice) return kInvalidValue;
+  Block& block = found->second;
+  if (mprotect(reinterpret_cast<void*>(block.map), block.mapped, PROT_NONE) != 0) return kNotSupported;
+  block.sealed = true;
+  return kOk;
+}
+
+void Memory::transfer(std::uintptr_t destination, std::uintptr_t source, std::size_t size) {
+  const Block to = find(destination), from = find(source);
+  if (!to.sealed && !from.sealed) {
+    std::memcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), size);
+    return;
+  }
+  std::vector<char> bytes(size);
+  bool whole = true;
+  if (from.sealed) {
+    whole = pread(from.fd, bytes.data(), size, static_cast<off_t>(source - from.map)) == static_cast<ssize_t>(size);
+  } else {
+    std::memcpy(bytes.data(), reinterpret_cast<const void*>(source), size);
+  }
+  if (to.sealed) {
+    whole &= pwrite(to.fd, bytes.data(), size, static_cast<off_t>(destination - to.map)) == static_cast<ssize_t>(size);
+  } else {
+    std::memcpy(reinterpret_cast<void*>(destination), bytes.data(), size);
+  }
+  if (!whole) std::abort();
+}
+
 Error Memory::export_handle(std::uintptr_t address, char out[kHandleBytes]) {
   std::shared_lock lock(mutex_);
   const Block* block = holder(address);
@@ -263,3 +296,8 @@ Error Memory::export_file(std::uintptr_t address, std::size_t size, int* fd) {
 }
 
 }  // namespace standin
+
+// For tests.
+extern "C" __attribute__((visibility("default"))) int standin_seal(std::uintptr_t base) {
+  return standin::Memory::instance().seal(base);
+}

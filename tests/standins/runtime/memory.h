@@ -33,6 +33,7 @@ struct Block {
   std::uintptr_t map = 0;  // where its pages begin
   std::size_t mapped = 0;
   int fd = -1;
+  bool sealed = false;   // see Memory::seal
   int references = 1;    // of imported memory
   char origin[64] = {};  // of imported memory: its handle
 
@@ -63,6 +64,12 @@ class Memory {
   Error import_handle(const char handle[kHandleBytes], int device, std::uintptr_t* base);
   Error close_imported(std::uintptr_t base);
   Error export_file(std::uintptr_t address, std::size_t size, int* fd);
+
+  // From now on whoever reads or writes the block at `base` by its address is killed, as on hosts that do not reach
+  // their GPUs' memory; copies of the driver's and RDMA devices that have it registered still do.
+  Error seal(std::uintptr_t base);
+  // What a copy engine does, sealed or not.
+  void transfer(std::uintptr_t destination, std::uintptr_t source, std::size_t size);
 
   // Grows whenever a block goes, so that whoever remembers one knows to look again.
   std::uint64_t epoch() const { return epoch_.load(std::memory_order_acquire); }

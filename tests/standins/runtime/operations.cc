@@ -25,8 +25,7 @@ Error move(std::uintptr_t destination, std::uintptr_t source, std::size_t nbytes
   std::size_t parts = settings().jitter && nbytes >= 4096 ? 4 : 1, length = (nbytes + parts - 1) / parts;
   for (std::size_t part = parts; part-- > 0;) {
     std::size_t at = part * length;
-    std::memcpy(reinterpret_cast<void*>(destination + at), reinterpret_cast<const void*>(source + at),
-                std::min(length, nbytes - at));
+    Memory::instance().transfer(destination + at, source + at, std::min(length, nbytes - at));
     timespec nap{0, static_cast<long>(settings().jitter_us) * 1000 / 8};
     if (part > 0) nanosleep(&nap, nullptr);
   }

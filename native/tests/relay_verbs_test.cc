@@ -1,0 +1,309 @@
+// Relays over fake RDMA devices: slots in memory that no processor may touch, and in the host's.
+
+#include <random>
+
+#include "engine/relay.h"
+#include "harness.h"
+
+namespace hetcoll::testing {
+namespace {
+
+constexpr unsigned kSlots = 8;
+constexpr std::size_t kSlotBytes = std::size_t{192} << 10;
+constexpr std::size_t kWords = 4096;
+
+// What NICs, and this test in the place of a GPU, see of a device's memory lies at `seen`. At `at` nobody may touch it.
+class Memory {
+ public:
+  Memory(bool device, std::size_t n) : n_(n), seen_(n) {
+    at_ = device ? static_cast<std::byte*>(mmap(nullptr, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))
+                 : seen_.data();
+  }
+  ~Memory() {
+    if (at_ != seen_.data()) munmap(at_, n_);
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  std::byte* at() const { return at_; }
+  std::byte* seen() { return seen_.data(); }
+
+ private:
+  std::size_t n_;
+  Bytes seen_;
+  std::byte* at_;
+};
+
+struct Setting {
+  bool device = true;
+  int rails = 2;
+  FabricOptions fabric = {};
+  std::size_t ring_bytes = 64 << 10;
+  std::function<void(Fabric&)> prepare = nullptr;
+};
+
+// Two ranks with an edge in each direction. NIC k of rank r is the fabric's number r * rails + k.
+class Pair {
+ public:
+  explicit Pair(const Setting& s) : setting(s), fabric(s.fabric) {
+    for (int rank = 0; rank < 2; ++rank) {
+      for (int k = 0; k < s.rails; ++k) nics_.push_back(fabric.AddNic("fake" + std::to_string(rank * s.rails + k)));
+    }
+    if (s.prepare) s.prepare(fabric);
+    const auto [mine, theirs] = SocketPairs(1);
+    for (int rank = 0; rank < 2; ++rank) {
+      auto& relay = relays.emplace_back(std::make_shared<Relay>(RelayOptions{1, true, rank}));
+      std::vector<std::pair<int, std::string>> rails;
+      for (int k = 0; k < s.rails; ++k) {
+        rails.emplace_back(relay->AddNic(Nic(rank, k), Fabric::Api()), Nic(1 - rank, k).device);
+      }
+      relay->ConnectVerbs(1 - rank, 0, {s.ring_bytes, s.device, rails}, rank == 0 ? mine : theirs);
+      for (const bool out : {true, false}) AddEdge(rank, out);
+    }
+  }
+  ~Pair() {
+    for (auto& relay : relays) relay->Close(DeadlineNs(kPatience));
+    for (ibv::Mr* mr : mrs_) Fabric::Api().dereg_mr(mr);
+  }
+  Pair(const Pair&) = delete;
+  Pair& operator=(const Pair&) = delete;
+
+  struct End {
+    std::shared_ptr<RelayEdge> edge;
+    std::unique_ptr<Memory> memory;
+    Slots slots;
+    std::byte* At(std::uint64_t m) const { return memory->seen() + slots.Index(m) * kSlotBytes; }
+  };
+  End& end(int rank, bool out) { return ends_[static_cast<std::size_t>(2 * rank + out)]; }
+  NicInfo& Nic(int rank, int k) { return nics_[static_cast<std::size_t>(rank * setting.rails + k)]; }
+
+  std::uint64_t Counter(int rank, std::string_view name) {
+    for (const auto& [key, value] : relays[static_cast<std::size_t>(rank)]->Counters()) {
+      if (key == name) return value;
+    }
+    std::abort();
+  }
+  // What the first relay to fail says.
+  Failure AwaitFailure() {
+    for (const std::int64_t start = NowNs(); Seconds(start) < kPatience;) {
+      for (auto& relay : relays) {
+        Failure f = relay->AwaitFailure(NowNs() + 1'000'000);
+        if (f.kind != FaultKind::kNone) return f;
+        static_cast<void>(relay->TakeEvents());
+      }
+    }
+    return {};
+  }
+
+  Setting setting;
+  Fabric fabric;
+  std::vector<std::shared_ptr<Relay>> relays;
+
+ private:
+  void AddEdge(int rank, bool out) {
+    End& e = end(rank, out);
+    e.memory = std::make_unique<Memory>(setting.device, kSlots * kSlotBytes);
+    auto& words = words_[static_cast<std::size_t>(2 * rank + out)];
+    words.assign(kWords / 8, 0);
+    e.slots = {e.memory->at(), words.data(), words.data() + kSlots * kWordStride, kSlotBytes, kSlots};
+    std::vector<RegionKey> keys;
+    for (int k = 0; k < setting.rails; ++k) {
+      mrs_.push_back(Fabric::Api().reg_mr(Nic(rank, k).pd, e.memory->seen(), kSlots * kSlotBytes, 7));
+      keys.push_back({k, mrs_.back()->lkey, mrs_.back()->rkey});
+    }
+    std::optional<std::uintptr_t> seen;
+    if (setting.device) {
+      seen = reinterpret_cast<std::uintptr_t>(e.memory->seen());
+      fabric.HoldBack(e.memory->seen(), kSlots * kSlotBytes);
+    }
+    Relay& relay = *relays.back();
+    relay.RegisterMemory(reinterpret_cast<std::uintptr_t>(e.memory->at()), kSlots * kSlotBytes, keys, seen);
+    e.edge = relay.AddEdge(1 - rank, 0, out, e.slots);
+  }
+
+  std::vector<NicInfo> nics_;
+  std::vector<ibv::Mr*> mrs_;
+  std::array<std::vector<std::uint64_t>, 4> words_;
+  std::array<End, 4> ends_;
+};
+
+std::byte ByteOf(int rank, std::uint64_t message, std::size_t i) {
+  return static_cast<std::byte>((message * 1237 + i * 31 + static_cast<std::size_t>(rank) * 101) >> 3);
+}
+
+std::size_t SizeOf(std::uint64_t message) {
+  constexpr std::size_t sizes[] = {1, 100, kSlotBytes, 16 << 10, 8191, kSlotBytes - 3, 70'000};
+  return sizes[message % std::size(sizes)];
+}
+
+// What the GPUs' streams would do: one fills slots, one empties them. False where nothing moves any more.
+bool Exchange(Pair& pair, std::uint64_t from, std::uint64_t messages) {
+  std::atomic<bool> good{true};
+  const auto await = [&](const std::function<bool()>& ready) {
+    for (const std::int64_t start = NowNs(); !ready();) {
+      if (Seconds(start) > kPatience || !good) {
+        good = false;
+        return false;
+      }
+      std::this_thread::yield();
+    }
+    return true;
+  };
+  const auto released = [](std::uint64_t* word) {
+    return std::atomic_ref(*word).load(std::memory_order_acquire) >= kReleased;
+  };
+  std::vector<std::thread> streams;
+  for (int rank = 0; rank < 2; ++rank) {
+    streams.emplace_back([&, rank] {
+      Pair::End& e = pair.end(rank, true);
+      for (std::uint64_t m = from; m < from + messages; ++m) {
+        e.edge->Post({m, 0x5151 + m * kNumberStep, SizeOf(m)});
+        if (!await([&] { return e.slots.Free(m); }) || (m >= kSlots && released(e.slots.Credit(m)))) return;
+        for (std::size_t i = 0; i < SizeOf(m); ++i) e.At(m)[i] = ByteOf(rank, m, i);
+        e.slots.Publish(m);
+      }
+    });
+    streams.emplace_back([&, rank] {
+      Pair::End& e = pair.end(rank, false);
+      std::uint64_t posted = from;
+      for (std::uint64_t m = from; m < from + messages; ++m) {
+        for (; posted < std::min(m + 2 * kSlots, from + messages); ++posted) {
+          e.edge->Post({posted, 0x5151 + posted * kNumberStep, SizeOf(posted)});
+        }
+        if (!await([&] { return e.slots.Full(m); })) return;
+        if (released(e.slots.Ready(m))) {
+          good = false;
+          return;
+        }
+        std::size_t wrong = 0;
+        for (std::size_t i = 0; i < SizeOf(m); ++i) wrong += e.At(m)[i] != ByteOf(1 - rank, m, i);
+        CHECK(wrong == 0, "rank %d, message %d: %zu of %zu bytes are wrong", rank, int(m), wrong, SizeOf(m));
+        std::memset(e.At(m), 0xee, SizeOf(m));
+        e.slots.Grant(m);
+      }
+    });
+  }
+  for (auto& stream : streams) stream.join();
+  return good;
+}
+
+void Well(const Setting& setting, const char* what) {
+  Pair pair(setting);
+  CHECK(Exchange(pair, 0, 60), "%s: it stands: %s %s", what, pair.relays[0]->Describe().c_str(),
+        pair.relays[1]->Describe().c_str());
+  for (int rank = 0; rank < 2; ++rank) {
+    const std::string links = pair.relays[static_cast<std::size_t>(rank)]->DescribeLinks();
+    CHECK(pair.Counter(rank, "links_over_tcp") == 0, "%s: %s", what, links.c_str());
+    if (!setting.device) continue;
+    CHECK(pair.Counter(rank, "staged_bytes") == 0, "%s: %s", what, links.c_str());
+    CHECK(pair.Counter(rank, "direct_bytes") == pair.Counter(rank, "zero_copy_bytes"), "%s: %s", what, links.c_str());
+  }
+  CHECK(pair.fabric.complaints().empty(), "%s", what);
+}
+
+// A rail dies while messages are under way; the others go on with what it carried.
+void Rails(const Setting& base, const char* what) {
+  const std::function<void(FakeNic&)> deaths[] = {
+      [](FakeNic& nic) { nic.down_from = nic.bytes + (std::uint64_t{1} << 20); },
+      [](FakeNic& nic) { nic.fail_after = 40; },
+      [](FakeNic& nic) {
+        nic.fail_after = 40;
+        nic.fail_delivered = true;
+      },
+      [](FakeNic& nic) { nic.refuse_after = 50; },
+  };
+  for (const auto& die : deaths) {
+    for (const int victim : {0, base.rails}) {  // at either end
+      Pair pair(base);
+      CHECK(Exchange(pair, 0, 5), "%s", what);
+      pair.fabric.Change(victim, die);
+      CHECK(Exchange(pair, 5, 60), "%s: it stands: %s %s %s", what, pair.relays[0]->AwaitFailure(NowNs()).text.c_str(),
+            pair.relays[0]->DescribeLinks().c_str(), pair.relays[1]->DescribeLinks().c_str());
+      CHECK(pair.Counter(0, "lost_rails") + pair.Counter(1, "lost_rails") > 0, "%s: no rail was lost", what);
+      CHECK(pair.Counter(0, "links_over_tcp") == 0, "%s", what);
+      CHECK(pair.fabric.complaints().empty(), "%s", what);
+    }
+  }
+}
+
+void KillAll(Pair& pair) {
+  for (int nic = 0; nic < 2 * pair.setting.rails; ++nic) {
+    pair.fabric.Change(nic, [](FakeNic& n) { n.down_from = n.bytes + (std::uint64_t{1} << 20); });
+  }
+}
+
+}  // namespace
+
+void RelaysOverVerbs() {
+  for (const bool device : {true, false}) {
+    const char* what = device ? "direct" : "staged";
+    Well({.device = device, .rails = 1}, what);
+    Well({.device = device, .rails = 3, .fabric = {.threaded = true, .overtake = true, .seed = 3}}, what);
+    Well({.device = device, .rails = 2, .ring_bytes = 1 << 20}, what);
+  }
+}
+
+void RelaysThatLoseRails() {
+  Rails({.device = true, .rails = 2}, "direct");
+  Rails({.device = true, .rails = 3, .fabric = {.threaded = true, .overtake = true, .seed = 5}}, "direct, overtaking");
+  Rails({.device = false, .rails = 2, .fabric = {.threaded = true}}, "staged");
+}
+
+void RelaysThatLoseAllRails() {
+  {  // the host's memory can go over TCP
+    Pair pair({.device = false});
+    CHECK(Exchange(pair, 0, 5), "before");
+    KillAll(pair);
+    CHECK(Exchange(pair, 5, 60), "it stands: %s", pair.relays[0]->DescribeLinks().c_str());
+    CHECK(pair.Counter(0, "links_over_tcp") == 1, "%s", pair.relays[0]->DescribeLinks().c_str());
+    CHECK(!pair.relays[0]->TakeEvents().empty(), "it is told");
+  }
+  {  // a GPU's cannot
+    Pair pair({.device = true});
+    CHECK(Exchange(pair, 0, 5), "before");
+    KillAll(pair);
+    std::thread streams([&] { CHECK(!Exchange(pair, 5, 60), "it ends"); });
+    const Failure f = pair.AwaitFailure();
+    for (auto& relay : pair.relays) relay->Fail(FaultKind::kAborted, -1, "a rank failed");
+    streams.join();
+    CHECK(f.kind == FaultKind::kSystem && f.text.find("HETCOLL_CROSS=staged") != std::string::npos, "%s",
+          f.text.c_str());
+    CHECK(f.text.find("no rail to rank") != std::string::npos && f.text.find("fake") != std::string::npos, "%s",
+          f.text.c_str());
+  }
+  {  // from the start
+    Pair pair({.device = true, .prepare = [](Fabric& fabric) {
+                 for (int nic = 0; nic < 2; ++nic) fabric.nic(nic).down = true;
+               }});
+    std::thread streams([&] { CHECK(!Exchange(pair, 0, 5), "it ends"); });
+    const Failure f = pair.AwaitFailure();
+    for (auto& relay : pair.relays) relay->Fail(FaultKind::kAborted, -1, "a rank failed");
+    streams.join();
+    CHECK(f.text.find("no rail to rank") != std::string::npos, "%s", f.text.c_str());
+  }
+}
+
+// A message that the peer does not expect is found before a byte of it is sent.
+void RelaysThatDiffer() {
+  for (const bool length : {true, false}) {
+    Pair pair({});
+    Pair::End& from = pair.end(0, true);
+    from.edge->Post({0, 7, 1000});
+    from.slots.Publish(0);
+    pair.end(1, false).edge->Post({0, length ? 7u : 8u, length ? 1001u : 1000u});
+    const Failure f = pair.AwaitFailure();
+    CHECK(f.kind == FaultKind::kMismatch || f.kind == FaultKind::kCorrupt, "%s", f.text.c_str());
+    CHECK(f.peer == 1, "%d: %s", f.peer, f.text.c_str());
+    CHECK(!length || f.text.find("wants a message of 1001 bytes") != std::string::npos, "%s", f.text.c_str());
+  }
+}
+
+// A NIC that cannot read back what it wrote is given up, and what it brought comes again over the other.
+void RelaysThatCannotReadBack() {
+  Pair pair({.device = true, .rails = 2, .prepare = [](Fabric& fabric) { fabric.nic(2).no_reads = true; }});
+  CHECK(Exchange(pair, 0, 60), "it stands: %s", pair.relays[1]->DescribeLinks().c_str());
+  const std::string links = pair.relays[1]->DescribeLinks();
+  CHECK(pair.Counter(1, "lost_rails") == 1 && links.find("reading back") != std::string::npos, "%s", links.c_str());
+  CHECK(pair.Counter(0, "resent") > 0, "%s", links.c_str());
+}
+
+}  // namespace hetcoll::testing

@@ -1,0 +1,90 @@
+// Straight to the destination: see link.h.
+
+#include <cstring>
+
+#include "transport/verbs/link.h"
+#include "transport/verbs/read_back.h"
+
+namespace hetcoll {
+
+// Only where all of the rest may be written now. Whether the peer takes it up is its affair, and it may come too late;
+// but not where the memory is a GPU's: there the peer waits for it.
+void VerbsLink::Invite(const Message& m, std::size_t at, std::byte* dst, std::size_t n) {
+  expected_ = m.signature;
+  if (!options_.device && (!open() || at + n != m.total || n < kInviteBytes)) return;
+  Region* region = shared_.regions.Find(dst, n, outbox_.nics());
+  if (region == nullptr && options_.device) {
+    throw Fault(FaultKind::kSystem, options_.rank, "verbs: a GPU's memory is not registered");
+  }
+  if (region == nullptr) return;
+  if (invited_.size() == kInvitations) {
+    throw Fault(FaultKind::kSystem, options_.rank,
+                "verbs: more than " + std::to_string(kInvitations) + " messages were announced");
+  }
+  Invitation invitation{m.signature,    m.total, reinterpret_cast<std::uintptr_t>(region->Seen(dst - at)),
+                        invitations_++, 0,       {}};
+  for (const auto& rail : rails_) {
+    invitation.rkeys[rail->number()] = region->rkey[static_cast<std::size_t>(rail->nic().index())];
+  }
+  invited_.push_back({invitation, region, dst - at});
+  ++region->uses;
+  if (invited_.size() == 1) inbox_.Direct(m.signature, dst - at);
+  PostInvitations();
+}
+
+void VerbsLink::Uninvite() {
+  --invited_.front().region->uses;
+  invited_.pop_front();
+  invitations_sent_ -= invitations_sent_ > 0;
+  if (invited_.empty()) {
+    inbox_.Direct(0, nullptr);
+  } else {
+    inbox_.Direct(invited_.front().what.signature, invited_.front().base);
+  }
+}
+
+// There may be no room for them: then later.
+void VerbsLink::PostInvitations() {
+  if (state_ != State::kUp) return;
+  while (invitations_sent_ < invited_.size() && PostInvitation(invited_[invitations_sent_].what)) ++invitations_sent_;
+}
+
+bool VerbsLink::PostInvitation(Invitation& invitation) {
+  for (const auto& rail : rails_) {
+    Frame* frame = rail->alive() ? rail->Slot(sizeof(Invitation)) : nullptr;
+    if (frame == nullptr) continue;
+    *frame = {0, 0, kNoSeq, sizeof(Invitation), kFrameInvite};
+    invitation.taken = inbox_.due();
+    std::memcpy(frame + 1, &invitation, sizeof invitation);
+    rail->Post(frame, reinterpret_cast<std::byte*>(frame + 1), rail->staging_lkey());
+    return rail->alive();
+  }
+  return false;
+}
+
+bool VerbsLink::Landed() {
+  if (!options_.device || (inbox_.ready() && inbox_.landed())) return true;
+  landing_ = false;
+  if (invited_.empty()) return false;
+  const Region& region = *invited_.front().region;
+  const auto place = reinterpret_cast<std::uintptr_t>(region.Seen(invited_.front().base));
+  for (const auto& rail : rails_) {
+    Nic& nic = rail->nic();
+    ReadBack& read_back = nic.read_back();
+    read_back.Poll();
+    if (!read_back.error().empty()) {
+      for (const auto& other : rails_) {
+        if (&other->nic() == &nic) other->Kill(read_back.error());
+      }
+      inbox_.Forget(nic);
+      continue;
+    }
+    if (inbox_.Land(nic, read_back.done(), read_back.begun())) {
+      read_back.Begin(place, region.rkey[static_cast<std::size_t>(nic.index())]);
+    }
+    landing_ |= read_back.begun() != read_back.done();
+  }
+  return inbox_.ready() && inbox_.landed();
+}
+
+}  // namespace hetcoll

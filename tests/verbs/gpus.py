@@ -1,0 +1,86 @@
+"""What the suites on GPUs share: stand-in devices in guests, and the cases that run on them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import ranks
+import standins
+from ranks import Ranks
+from reference import Case
+from test_gpu import COLLECTIVES, run_on_gpu
+
+import hetcoll
+from hetcoll.errors import RegistrationError
+from hetcoll.relays import Relays
+from hetcoll.verbs.memory import Memory
+
+ranks.preload("hetcoll", "hetcoll.cli.patterns", "hetcoll.verbs.offer", "ml_dtypes", "pytest", "test_gpu")
+
+VENDOR = {"n": "cuda", "a": "hip", "c": None}
+
+
+def cases() -> list[Case]:
+    """Every collective, in place and out. Sums are of one type, since every kernel is compiled by g++."""
+    found = []
+    for turn, (kind, count, inplace) in enumerate(itertools.product(COLLECTIVES, (5, 20_011), (False, True))):
+        if kind in ("broadcast", "alltoall") and inplace:
+            continue
+        op = ("sum", "max", "avg")[turn % 3] if "reduce" in kind else "sum"
+        dtype = "float32" if "reduce" in kind else ("float32", "int64", "uint8")[turn % 3]
+        found.append(Case(kind, dtype, count, op, turn % 2, inplace, seed=turn))
+    return found
+
+
+GPUS = cases()
+
+
+def environment(vendors: str) -> dict[str, Any]:
+    """Ranks with a GPU each, "n" of NVIDIA's and "a" of AMD's, all of which are islands; "c" has none."""
+    size = len(vendors)
+    devices = standins.environments([VENDOR[vendor] for vendor in vendors], size, timeout=120)
+    told = {"HETCOLL_DEVICE": tuple(VENDOR[vendor] or "cpu" for vendor in vendors)} if "c" in vendors else {}
+    return {**devices, **told, "HETCOLL_ISLANDS": "|".join(map(str, range(size))), "HETCOLL_IB_BYTES": "128K"}
+
+
+def sealed(_: object = None) -> None:
+    """From now on no processor can touch the slots that this rank's device has for messages."""
+    register = Relays._register
+
+    def seal(relays: Relays, address: int, nbytes: int, gpu: Any) -> Any:
+        lease = register(relays, address, nbytes, gpu)
+        if gpu is not None:
+            standins.seal(address)
+        return lease
+
+    Relays._register = seal  # type: ignore[method-assign]
+
+
+def refuse(comm: hetcoll.Communicator, rank: int) -> None:
+    """From now on the ports of this rank take no memory of a GPU."""
+    if comm.rank != rank:
+        return
+    regions = Memory._regions
+
+    def none(memory: Memory, nbytes: int, register: Any) -> Any:
+        if "register_peer" in register.__code__.co_names:
+            raise RegistrationError(f"rxe0: registering {nbytes} bytes: refused")
+        return regions(memory, nbytes, register)
+
+    Memory._regions = none  # type: ignore[method-assign]
+
+
+def check(job: Ranks, wanted: list[Case]) -> None:
+    """Run on all ranks, with checked results."""
+    job.run(run_on_gpu, wanted, timeout=200)
+
+
+def warm() -> None:
+    """Compile what the cases need, on this machine's own processors, for guests to find."""
+    with Ranks(2, {**environment("na"), "HETCOLL_HOST_ID": ("a", "b")}) as job:
+        check(job, [case for case in GPUS if case.count > 5])
+
+
+if __name__ == "__main__":
+    warm()

@@ -1,0 +1,98 @@
+"""One of two guests that are the two hosts of a job: gpus_two_hosts.py HOST. Each has two stand-in GPUs, the first
+NVIDIA's and the second AMD's.
+
+The vendors' libraries join the GPUs of a host, and RDMA goes between the hosts over two networks, from memory of one
+GPU to that of another, which no processor can touch; one network fails in the middle of a call.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+
+import numpy as np
+import standins
+from cables import tool
+from gpus import GPUS, environment, sealed
+from reference import Case
+from test_gpu import device_of_rank, run_on_gpu
+
+import hetcoll
+from hetcoll.devices.array import DeviceArray
+
+HOSTS, LOCAL = 2, 2
+SIZE = HOSTS * LOCAL
+COUNT = 600_000
+
+
+def add_up(comm: hetcoll.Communicator, calls: int) -> None:
+    device = device_of_rank(comm.rank)
+    for i in range(calls):
+        array = DeviceArray.of(device, np.full(COUNT, comm.rank + i, np.float32))
+        comm.allreduce(array.buffer()).wait(60)
+        assert (array.get() == sum(range(SIZE)) + SIZE * i).all(), i
+
+
+def cut(started: threading.Event) -> None:
+    started.wait()
+    time.sleep(0.2)
+    tool("ip", "link", "set", "eth1", "down")
+
+
+def rank_main(rank: int) -> None:
+    """What each rank does."""
+    vendors = "nnaa"
+    mine = {name: each[rank] if isinstance(each, tuple) else each for name, each in environment(vendors).items()}
+    os.environ |= mine | {"RANK": str(rank), "HETCOLL_ISLANDS": "auto"}
+    standins.load()
+    sealed()
+    with hetcoll.init() as comm:
+        run_on_gpu(comm, [*GPUS, Case("allreduce", count=COUNT, inplace=True)])
+        told = comm.explain("allreduce", COUNT * 4).paths
+        for peer in range(SIZE):
+            if peer == rank:
+                continue
+            (line,) = [line for line in told if line.startswith(f"from the GPU to that of rank {peer} ")]
+            assert ("slots in both GPUs' memory" in line) == (peer // LOCAL != rank // LOCAL), told
+        counters = comm.counters()
+        assert counters["gpu_direct_bytes"] > COUNT, counters
+        assert counters["gpu_staged_bytes"] == counters["gpu_lost_rails"] == 0, told
+        started = threading.Event()
+        cutter = threading.Thread(target=cut, args=(started,))
+        if rank == 0:
+            cutter.start()
+        started.set()
+        add_up(comm, 12)
+        if rank == 0:
+            cutter.join()
+        add_up(comm, 2)
+        counters = comm.counters()
+        told = comm.explain("allreduce", COUNT * 4).paths
+        assert counters["gpu_lost_rails"] > 0, told
+        assert counters["gpu_staged_bytes"] == counters["gpu_links_over_tcp"] == 0, told
+        print(f"rank {rank} of {SIZE}: right; {counters['gpu_direct_bytes']} bytes, {counters['gpu_resent']} frames "
+              "sent again", flush=True)  # fmt: skip
+
+
+def main(host: int) -> int:
+    os.environ |= {
+        "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500", "HETCOLL_SECRET": "sesame",
+        "HETCOLL_IB_TIMEOUT": "14", "HETCOLL_IB_RETRY_CNT": "7", "HETCOLL_SOCKET_IFNAME": "=eth0",
+    }  # fmt: skip
+    context = multiprocessing.get_context("fork")  # after the imports, which take seconds here
+    ranks = [context.Process(target=rank_main, args=(host * LOCAL + local,)) for local in range(LOCAL)]
+    for rank in ranks:
+        rank.start()
+    deadline = time.monotonic() + 200
+    for rank in ranks:
+        rank.join(max(0.0, deadline - time.monotonic()))
+        rank.kill()
+        rank.join()
+    return max(abs(rank.exitcode or 0) for rank in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,181 @@
+"""In a guest: stand-in GPUs of both vendors that exchange their memory by RDMA over real verbs.
+
+What devices hold for messages is registered by its address, as peer memory is, and then sealed: a processor that
+touches it is killed. So all that arrives went from one device's memory straight to the other's.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gpus
+import numpy as np
+import pytest
+import standins
+from cables import ENDS, Pool, plug, unplug
+from gpus import GPUS, check, environment, sealed
+from ranks import RankError, Ranks
+from reference import Case
+from test_gpu import device_of_rank
+from test_gpu_and_cpu import run_on_own
+
+import hetcoll
+from hetcoll.devices.array import DeviceArray
+from hetcoll.errors import CommunicationError, InitError
+
+Launch = Callable[..., Ranks]
+PROMPT = {"HETCOLL_IB_TIMEOUT": "14", "HETCOLL_IB_RETRY_CNT": "7"}
+BIG = 300_001
+
+
+def direct(pool: Pool, vendors: str, **env: Any) -> Ranks:
+    """Ranks that pose as hosts of their own, by turns at the two ends of both cables."""
+    ends = tuple(ENDS[rank % 2] for rank in range(len(vendors)))
+    hosts = tuple("ab"[rank % 2] for rank in range(len(vendors)))
+    given = {**environment(vendors), "HETCOLL_HOST_ID": hosts, "HETCOLL_IB_HCA": ends, **env}
+    return pool(len(vendors), **given)
+
+
+def told(comm: hetcoll.Communicator) -> tuple[dict[str, int], tuple[str, ...]]:
+    return comm.counters(), comm.explain("allreduce", 1 << 20).paths
+
+
+def messages(comm: hetcoll.Communicator) -> None:
+    """Both ways at once, of all sizes; the last is more than all slots of an edge hold."""
+    device, other = device_of_rank(comm.rank), 1 - comm.rank
+    for count in (1, 5000, 70_001, (17 << 20) // 8):
+        mine = DeviceArray.of(device, np.arange(count, dtype=np.int64) + comm.rank)
+        got = DeviceArray(device, count, "int64")
+        comm.sendrecv(mine.buffer(), other, got.buffer(), other).wait(90)
+        assert (got.get() == np.arange(count) + other).all()
+
+
+def test_every_collective_goes_from_device_to_device(pool: Pool) -> None:
+    ranks = direct(pool, "na")
+    ranks.run(sealed)
+    check(ranks, [*GPUS, Case("allreduce", count=BIG, inplace=True), Case("allgather", count=BIG)])
+    for rank, (counters, paths) in enumerate(ranks.run(told)):
+        (path,) = [line for line in paths if line.startswith(f"from the GPU to that of rank {1 - rank}")]
+        assert "slots in both GPUs' memory" in path
+        assert "(direct: the RDMA devices of both reach the GPUs' memory)" in path
+        assert "rxe" in path
+        assert counters["gpu_staged_bytes"] == 0, counters
+        assert counters["gpu_direct_bytes"] == counters["gpu_zero_copy_bytes"] > BIG * 4, counters
+        assert counters["gpu_lost_rails"] == 0, paths
+    ranks.run(messages, timeout=100)
+
+
+def test_pinned_slots_by_rdma(pool: Pool) -> None:
+    ranks = direct(pool, "na", HETCOLL_CROSS="staged")
+    check(ranks, [*GPUS[::3], Case("allreduce", count=BIG)])
+    for counters, paths in ranks.run(told):
+        assert "through pinned slots and verbs" in "".join(paths)
+        assert "(staged, as HETCOLL_CROSS says)" in "".join(paths)
+        assert counters["gpu_links_over_tcp"] == 0, paths
+        assert counters["gpu_direct_bytes"] > BIG, counters
+
+
+def test_a_rank_without_a_gpu(pool: Pool) -> None:
+    """Its engine's RDMA meets the relay's: pinned slots at one end, the user's memory at the other."""
+    ranks = direct(pool, "nc")
+    ranks.run(run_on_own, GPUS[::4], timeout=200)
+    (gpu, _), (_, cpu) = ranks.run(told)
+    assert gpu["gpu_bytes"] > 0, gpu
+    assert "by RDMA to the GPU's pinned slots (staged: another host; not direct: rank" in "".join(cpu)
+
+
+@pytest.fixture
+def _cables() -> Iterator[None]:
+    yield
+    for number in range(4):
+        plug(f"veth{number}")
+
+
+def add_up(comm: hetcoll.Communicator, calls: int) -> None:
+    """All-reduces whose every element is checked."""
+    device = device_of_rank(comm.rank)
+    for i in range(calls):
+        array = DeviceArray.of(device, np.full(BIG, comm.rank + i, np.float32))
+        comm.allreduce(array.buffer()).wait(60)
+        assert (array.get() == sum(range(comm.size)) + comm.size * i).all(), i
+
+
+def run_while(ranks: Ranks, happens: Callable[[], None]) -> list[Any]:
+    ranks.run(add_up, 2, timeout=60)
+    ranks.start(add_up, 12)
+    time.sleep(0.3)
+    happens()
+    return ranks.finish(90)
+
+
+@pytest.mark.usefixtures("_cables")
+def test_one_cable_is_cut(launch: Launch) -> None:
+    ranks = direct(launch, "na", **PROMPT)
+    ranks.run(sealed)
+    for outcome in run_while(ranks, lambda: unplug("veth2")):
+        assert outcome.error is None, outcome.trace
+    for counters, paths in ranks.run(told):
+        assert counters["gpu_lost_rails"] == 1, paths
+        assert counters["gpu_staged_bytes"] == counters["gpu_links_over_tcp"] == 0, counters
+        assert re.search(r"rxe[23] to rxe[23] \(down: ", "".join(paths)), paths
+    assert any("lost a rail, 1 left" in ranks.output(rank) for rank in range(2))
+
+
+@pytest.mark.usefixtures("_cables")
+@pytest.mark.parametrize("cross", ["direct", "staged"])
+def test_both_cables_are_cut(launch: Launch, cross: str) -> None:
+    """Pinned memory goes on over TCP, a device's cannot: that is said on all ranks."""
+
+    def cut() -> None:
+        unplug("veth1")
+        unplug("veth2")
+
+    ranks = direct(launch, "na", HETCOLL_CROSS=cross, **PROMPT)
+    outcomes = run_while(ranks, cut)
+    if cross == "staged":
+        for outcome in outcomes:
+            assert outcome.error is None, outcome.trace
+        for counters, paths in ranks.run(told):
+            assert counters["gpu_links_over_tcp"] > 0, paths
+        return
+    for outcome in outcomes:
+        assert isinstance(outcome.error, CommunicationError), f"{outcome.value!r} {outcome.trace}"
+        assert "no rail to rank" in str(outcome.error)
+        assert "HETCOLL_CROSS=staged" in str(outcome.error)
+        assert outcome.seconds < 60
+
+
+def refused(comm: hetcoll.Communicator) -> None:
+    comm.allreduce(DeviceArray(device_of_rank(comm.rank), 9).buffer()).wait(60)
+
+
+def test_what_cannot_be_direct_says_so_by_rank(launch: Launch) -> None:
+    env = {"HETCOLL_CROSS": "direct", "HETCOLL_IB_HCA": (ENDS[0], "=rxe9")}
+    with pytest.raises(RankError, match=r"InitError: HETCOLL_CROSS=direct: rank 1: no port of an RDMA device"):
+        direct(launch, "na", **env)
+
+
+def test_memory_that_no_device_takes(launch: Launch) -> None:
+    """The direct way is not there, since one rank's ports refuse its GPU's memory: asked for, it is an error that says
+    whose; else the next way is taken."""
+    for cross in ("direct", "auto"):
+        ranks = direct(launch, "na", HETCOLL_CROSS=cross)
+        ranks.run(gpus.refuse, 1)
+        outcomes = ranks.outcomes(refused, timeout=60)
+        for outcome in outcomes:
+            if cross == "auto":
+                assert outcome.error is None, outcome.trace
+                continue
+            assert isinstance(outcome.error, InitError), outcome.trace
+            assert "HETCOLL_CROSS=direct: rank 1: " in str(outcome.error)
+            assert "as peer memory" in str(outcome.error)
+        if cross == "auto":
+            for _, paths in ranks.run(told):
+                assert "staged: another host; not direct: rank 1: " in "".join(paths), paths
+
+
+def test_stand_ins_of_both_vendors_are_here() -> None:
+    assert [standins.why_not(vendor) for vendor in ("cuda", "hip")] == [None, None]
