@@ -1,12 +1,14 @@
 """Run PyTorch's own tests of a distributed backend (torch.testing._internal.distributed.distributed_test) on hetcoll.
 
-    python tests/torch_suite.py [--write-docs] [--ranks 3] [--backend nccl] [PART OF A NAME ...]
+    python tests/torch_suite.py [--write-docs] [--ranks 3] [--backend nccl] [--save FILE] [PART OF A NAME ...]
 
 They are Gloo's tests: the program asks for "gloo" and gets hetcoll (HETCOLL_REPLACE); or, on a machine with a GPU a
 rank, NCCL's. Needs PyTorch and `expecttest`.
 What the tests want to see in the profiler's events is left out.
-The ranks are forked from this process, which has PyTorch loaded, rather than spawned: that saves minutes. Where there
-are GPUs they must be spawned.
+
+Several teams of ranks run tests side by side, and keep their processes from test to test (torch_teams.py), since
+loading PyTorch takes longer than most tests. Results are written as they come, so that a run that is cut off still
+tells; `--limit` ends one after so many seconds, and says what was not run.
 """
 
 from __future__ import annotations
@@ -14,83 +16,39 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-import os
+import queue
 import re
 import sys
-import tempfile
+import threading
 import time
 import unittest
 from pathlib import Path
-from typing import Any
+
+from torch_teams import Found, Teams, tests_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/torch.md"
-BEGIN, END = "<!-- suite begin -->", "<!-- suite end -->"
-SECONDS = 100  # for one test
+SECONDS = {"gloo": 100.0, "nccl": 30.0}  # for one test
 MANY = 8  # ranks for the tests that want so many
 
 
-def prepare(ranks: int, backend: str) -> None:
-    """What the tests read from the environment, before they are imported."""
-    folder = tempfile.mkdtemp(prefix="hetcoll-torch-suite-")
-    os.environ |= {
-        "BACKEND": backend, "WORLD_SIZE": str(ranks), "TEMP_DIR": folder, "HETCOLL_REPLACE": backend,
-        "HETCOLL_LINGER": "0", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
-        "INIT_METHOD": f"file://{folder}/shared_init_file",
-    }  # fmt: skip
-    for name in ("barrier", "test_dir", "init_dir"):
-        (Path(folder) / name).mkdir()
+class Results:
+    """What came of each test, printed and saved as it comes."""
 
+    def __init__(self, save: Path | None) -> None:
+        self.found: dict[str, Found] = {}
+        self._lock = threading.Lock()
+        self._file = save.open("w", buffering=1) if save else None
 
-def cases() -> type[unittest.TestCase]:
-    """The class of all tests."""
-    import torch
+    def add(self, name: str, found: Found, seconds: float) -> None:
+        with self._lock:
+            self.found[name] = found
+            print(f"{seconds:6.1f} s {found.state:7} {name} {last_words(found.reason)}", flush=True)
+            if self._file:
+                self._file.write(json.dumps([name, found.state, found.reason, round(seconds, 2)]) + "\n")
 
-    import hetcoll.torch
-
-    hetcoll.torch.register()
-    torch.set_num_threads(1)
-    from torch.testing._internal import common_distributed
-    from torch.testing._internal.distributed import distributed_test as theirs
-
-    common_distributed.TIMEOUT_DEFAULT = SECONDS
-    for profiled in (theirs.PROFILING_SUPPORTED_BACKENDS, theirs.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
-        profiled.clear()  # what they want of events in profiles, only backends in C++ can do
-    context = torch.multiprocessing.get_context("spawn" if os.environ["BACKEND"] == "nccl" else "fork")
-
-    class Suite(theirs.TestDistBackend, theirs.DistributedTest._DistTestBase):  # type: ignore[misc]
-        def setUp(self) -> None:
-            super().setUp()
-            self._start_processes(context.Process)
-
-        def run_test(self, name: str, pipe: Any) -> None:
-            """On a rank. Torch loses the reasons of tests that find out here that they cannot run."""
-            test = getattr(self, name)
-
-            def told() -> None:
-                try:
-                    test()
-                except unittest.SkipTest as skip:
-                    reason_file(name).write_text(str(skip))
-                    raise
-
-            setattr(self, name, told)
-            super().run_test(name, pipe)
-
-    Suite.__qualname__ = "Suite"  # by which spawned ranks find it here
-    return Suite
-
-
-def __getattr__(name: str) -> Any:
-    if name != "Suite":
-        raise AttributeError(name)
-    globals()[name] = cases()
-    return globals()[name]
-
-
-def reason_file(name: str) -> Path:
-    """Where a rank writes why it skipped a test."""
-    return Path(os.environ["TEMP_DIR"]).with_suffix(f".{name}")
+    def summary(self) -> dict[str, int]:
+        return dict(collections.Counter(each.state for each in self.found.values()))
 
 
 def last_words(reason: str) -> str:
@@ -100,88 +58,81 @@ def last_words(reason: str) -> str:
     return (errors or lines or [""])[-1]
 
 
-class Result(unittest.TestResult):
-    """One line a test, as it ends."""
+def run(names: list[str], ranks: int, backend: str, teams: int, deadline: float, results: Results) -> None:
+    """All of `names`, by so many teams; what is left at the deadline is not run."""
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in names:
+        waiting.put(name)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, tuple[str, str]] = {}
+    def work(made: Teams) -> None:
+        with made.team() as team:
+            while time.monotonic() < deadline:
+                try:
+                    name = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                start = time.monotonic()
+                found = team.run(name, min(SECONDS[backend], max(1.0, deadline - start)))
+                results.add(name, found, time.monotonic() - start)
 
-    def startTest(self, test: unittest.TestCase) -> None:  # noqa: N802
-        super().startTest(test)
-        self._start = time.monotonic()
-
-    def _note(self, test: Any, state: str, reason: str) -> None:
-        name = test._testMethodName
-        self.found[name] = state, reason
-        print(f"{time.monotonic() - self._start:6.1f} s {state:7} {name} {last_words(reason)}", flush=True)
-
-    def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802
-        self._note(test, "passed", "")
-
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
-        file = reason_file(test._testMethodName)
-        if file.exists():
-            reason = file.read_text()
-            file.unlink()
-        self._note(test, "skipped", reason)
-
-    def addFailure(self, test: unittest.TestCase, error: Any) -> None:  # noqa: N802
-        self._note(test, "failed", str(error[1]))
-
-    addError = addFailure  # noqa: N815
+    with Teams(ranks, backend, teams) as made:
+        threads = [threading.Thread(target=work, args=(made,)) for _ in range(teams)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="run only tests whose names contain one of these")
     parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="what the tests believe to run on")
-    parser.add_argument("--write-docs", action="store_true", help="write the table of docs/torch.md (of Gloo's tests)")
-    parser.add_argument("--save", help="also write the results to this file, as JSON")
+    parser.add_argument("--backend", choices=tuple(SECONDS), default="gloo", help="what the tests believe to run on")
+    parser.add_argument("--teams", type=int, default=1, help="of ranks that run tests at the same time")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all of it")
+    parser.add_argument("--write-docs", action="store_true", help="write the table of docs/torch.md")
+    parser.add_argument("--save", type=Path, help="also write the results to this file, a line of JSON each")
     args = parser.parse_args()
-    prepare(args.ranks, args.backend)
-    kind = getattr(sys.modules[__name__], "Suite")  # noqa: B009
-    names = [name for name in unittest.TestLoader().getTestCaseNames(kind)
+    deadline = time.monotonic() + args.limit
+    names = [name for name in unittest.TestLoader().getTestCaseNames(tests_of(args.backend, args.ranks, None))
              if not args.names or any(part in name for part in args.names)]  # fmt: skip
-    result = Result()
-    for name in names:
-        kind(name).run(result)
-    os.environ["WORLD_SIZE"] = str(MANY)
-    small = [name for name, (_, reason) in result.found.items() if "small world size" in reason]
-    for name in small if args.backend == "gloo" else ():
-        kind(name).run(result)
-    states = collections.Counter(state for state, _ in result.found.values())
-    print(dict(states))
-    if args.save:
-        Path(args.save).write_text(json.dumps(result.found))
+    results = Results(args.save)
+    run(names, args.ranks, args.backend, args.teams, deadline, results)
+    small = [name for name, found in results.found.items() if "small world size" in found.reason]
+    if args.backend == "gloo" and small:
+        run(small, MANY, args.backend, 1, deadline, results)
+    late = [name for name in names if name not in results.found]
+    print(results.summary(), f"{len(late)} not run: {' '.join(late)}" if late else "")
     if args.write_docs:
-        write(result.found, args.ranks)
-    return int(bool(states["failed"]))
+        write(results.found, len(late), args.ranks, args.backend)
+    return int(bool(results.summary().get("failed")))
 
 
-def write(found: dict[str, tuple[str, str]], ranks: int) -> None:
-    """The table between the marks in docs/torch.md."""
+def write(found: dict[str, Found], late: int, ranks: int, backend: str) -> None:
+    """The table between this backend's marks in docs/torch.md."""
     import torch
 
-    states = collections.Counter(state for state, _ in found.values())
+    states = collections.Counter(each.state for each in found.values())
     reasons: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
-    for name, (state, reason) in found.items():
-        if state != "passed":
-            reasons[state, last_words(reason)[:160].replace("|", "/")].append(name)
+    for name, each in sorted(found.items()):
+        if each.state != "passed":
+            reasons[each.state, last_words(each.reason)[:160].replace("|", "/")].append(name)
+    on = f"CPU tensors on {ranks} ranks, or {MANY} where a test wants them"
+    if backend == "nccl":
+        on = f"{ranks} ranks that have a GPU each ({torch.cuda.get_device_name(0)})"
+    counts = [f"{states[state]} {state}" for state in ("passed", "skipped", "failed")]
     lines = [
-        f"Of {len(found)} tests of torch {torch.__version__} with CPU tensors on {ranks} ranks, or {MANY} where a test "
-        "wants them: "
-        + ", ".join(f"{states[state]} {state}" for state in ("passed", "skipped", "failed")) + ".",
+        f"Of {len(found) + late} tests of torch {torch.__version__} with {on}: "
+        + ", ".join([*counts, *([f"{late} not run"] if late else [])]) + ".",
         "", "| Not run or failed, and why | Tests |", "| --- | --- |",
     ]  # fmt: skip
     for (state, text), names in sorted(reasons.items(), key=lambda pair: (pair[0][0], -len(pair[1]))):
         shown = ", ".join(f"`{name.removeprefix('test_')}`" for name in names[:4])
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         lines.append(f"| {state}: {text} | {shown}{more} |")
-    page = PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{rest.split(END)[1]}")
+    begin, end = (f"<!-- suite of {backend} {which} -->" for which in ("begins", "ends"))
+    before, rest = PAGE.read_text().split(begin)
+    PAGE.write_text(f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{rest.split(end)[1]}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,63 @@
+"""Training whose gradients and activations go through GPUs of two vendors: stand-ins, with tensors of the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch_substitutes import ThroughGpu, substitute
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import llama
+from training_ways import DataParallel, Pipeline
+
+SHAPE = llama.Shape(width=64, layers=4, heads=4, shared_heads=2, hidden=160, length=16, batch=8)
+STEPS, RATE = 5, 3e-3
+CPU = torch.device("cpu")
+
+
+def _trainer(way: str) -> DataParallel | Pipeline:
+    if way == "pipeline":
+        return Pipeline(SHAPE, CPU, torch.float32, rate=RATE)
+    return DataParallel(SHAPE, way, CPU, torch.float32, rate=RATE, bucket=1, pieces=SHAPE.batch if way == "one" else 1)
+
+
+def _losses(trainer: DataParallel | Pipeline) -> list[float]:
+    return trainer.means([trainer.step(x, y) for x, y in llama.batches(SHAPE, STEPS)])
+
+
+def alone(*_: Any) -> list[float]:
+    """One process, a sample at a time, as a pipeline's."""
+    return _losses(_trainer("one"))
+
+
+def trained(files: dist.Store, rank: int, size: int, way: str, vendors: str) -> tuple[list[float], str, list[str]]:
+    """Losses, a hash of this rank's parameters, and how its GPU reached the others; `vendors` is a letter a rank."""
+    from hetcoll.devices import cuda, hip
+
+    device = {"n": cuda, "a": hip}[vendors[rank]].devices()[rank]
+    made: list[ThroughGpu] = []
+
+    def through(comm: Any) -> ThroughGpu:
+        made.append(ThroughGpu(comm, device))
+        return made[-1]
+
+    with substitute(through):
+        dist.init_process_group("hetcoll", store=files, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        try:
+            trainer = _trainer(way)
+            losses = _losses(trainer)
+            assert sum(each.calls for each in made) >= STEPS, "nothing went through the GPUs"
+            state = hashlib.sha256()
+            for each in trainer.model.parameters():
+                local = each.to_local() if hasattr(each, "to_local") else each
+                state.update(local.detach().numpy().tobytes())
+            return losses, state.hexdigest(), list(made[0].explain("allreduce", 1 << 20).paths)
+        finally:
+            dist.destroy_process_group()
