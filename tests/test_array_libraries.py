@@ -12,13 +12,14 @@ from ranks import Ranks, close_all
 from test_jax import why_no_gpus
 
 import hetcoll
+from hetcoll.buffers import read_buffer
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(120)]
 COUNT = 3_000_001
 Case = Callable[[hetcoll.Communicator], None]
 
 
-@pytest.fixture(scope="module", params=["0,1", "0|1"], ids=["nccl", "two islands"])
+@pytest.fixture(params=["0,1", "0|1"], ids=["nccl", "two islands"])
 def two(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     if why := why_no_gpus():
         pytest.skip(why)
@@ -88,8 +89,12 @@ def numba_arrays(comm: hetcoll.Communicator) -> None:
     from numba import cuda
 
     cuda.select_device(comm.rank)
+    assert cuda.current_context().device.id == comm.rank
     stream = cuda.stream()
     x = cuda.to_device(np.full(COUNT, comm.rank + 1, np.float32), stream=stream)
+    found = read_buffer(x, "x", writable=True)
+    described = (found, hasattr(x, "__dlpack__"), x.__cuda_array_interface__)
+    assert (found.device, found.index) == ("cuda", comm.rank), described
     comm.allreduce(x)  # on the stream that the array was made on
     assert (x.copy_to_host(stream=stream) == 3).all()
     y = cuda.to_device(np.full(5, comm.rank, np.int32))

@@ -58,8 +58,10 @@ def last_words(reason: str) -> str:
     return (errors or lines or [""])[-1]
 
 
-def run(names: list[str], ranks: int, backend: str, teams: int, deadline: float, results: Results) -> None:
-    """All of `names`, by so many teams; what is left at the deadline is not run."""
+def run(
+    names: list[str], ranks: int, backend: str, teams: int, deadline: float, results: Results, *, ours: bool = True
+) -> None:
+    """All of `names`, by so many teams; what is left at the deadline is not run. Not `ours`: on the backend itself."""
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in names:
         waiting.put(name)
@@ -72,10 +74,12 @@ def run(names: list[str], ranks: int, backend: str, teams: int, deadline: float,
                 except queue.Empty:
                     return
                 start = time.monotonic()
-                found = team.run(name, min(SECONDS[backend], max(1.0, deadline - start)))
-                results.add(name, found, time.monotonic() - start)
+                allowed = min(SECONDS[backend], max(1.0, deadline - start))
+                found = team.run(name, allowed)
+                if not found.late or allowed == SECONDS[backend]:
+                    results.add(name, found, time.monotonic() - start)
 
-    with Teams(ranks, backend, teams) as made:
+    with Teams(ranks, backend, teams, ours) as made:
         threads = [threading.Thread(target=work, args=(made,)) for _ in range(teams)]
         for thread in threads:
             thread.start()
@@ -89,6 +93,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--backend", choices=tuple(SECONDS), default="gloo", help="what the tests believe to run on")
     parser.add_argument("--teams", type=int, default=1, help="of ranks that run tests at the same time")
+    parser.add_argument("--peer", action="store_true", help="run what failed on the backend itself, too, to compare")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all of it")
     parser.add_argument("--write-docs", action="store_true", help="write the table of docs/torch.md")
     parser.add_argument("--save", type=Path, help="also write the results to this file, a line of JSON each")
@@ -102,21 +107,27 @@ def main() -> int:
     if args.backend == "gloo" and small:
         run(small, MANY, args.backend, 1, deadline, results)
     late = [name for name in names if name not in results.found]
+    theirs = Results(None)
+    if args.peer:
+        print(f"on {args.backend} itself:")
+        failed = [name for name, found in results.found.items() if found.state == "failed"]
+        run(failed, args.ranks, args.backend, args.teams, time.monotonic() + args.limit, theirs, ours=False)
     print(results.summary(), f"{len(late)} not run: {' '.join(late)}" if late else "")
     if args.write_docs:
-        write(results.found, len(late), args.ranks, args.backend)
+        write(results.found, theirs.found, len(late), args.ranks, args.backend)
     return int(bool(results.summary().get("failed")))
 
 
-def write(found: dict[str, Found], late: int, ranks: int, backend: str) -> None:
-    """The table between this backend's marks in docs/torch.md."""
+def write(found: dict[str, Found], theirs: dict[str, Found], late: int, ranks: int, backend: str) -> None:
+    """The table between this backend's marks in docs/torch.md. `theirs` is what the backend itself did."""
     import torch
 
     states = collections.Counter(each.state for each in found.values())
     reasons: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for name, each in sorted(found.items()):
         if each.state != "passed":
-            reasons[each.state, last_words(each.reason)[:160].replace("|", "/")].append(name)
+            also = f" ({backend} itself fails, too)" if name in theirs and theirs[name].state == "failed" else ""
+            reasons[each.state, last_words(each.reason)[:160].replace("|", "/") + also].append(name)
     on = f"CPU tensors on {ranks} ranks, or {MANY} where a test wants them"
     if backend == "nccl":
         on = f"{ranks} ranks that have a GPU each ({torch.cuda.get_device_name(0)})"

@@ -35,16 +35,18 @@ class Found:
 
     state: str
     reason: str = ""
+    late: bool = False  # it had not ended in its time
 
 
 def is_failure(answer: Any) -> bool:
     return isinstance(answer, Found) and answer.state == "failed"
 
 
-def tests_of(backend: str, ranks: int, folder: Path | None) -> type[unittest.TestCase]:
+def tests_of(backend: str, ranks: int, folder: Path | None, ours: bool = True) -> type[unittest.TestCase]:
     """The class of all tests, as for a job of so many ranks; the environment is read when it is imported."""
     os.environ |= {
-        "BACKEND": backend, "WORLD_SIZE": str(ranks), "HETCOLL_REPLACE": backend, "HETCOLL_LINGER": "0",
+        "BACKEND": backend, "WORLD_SIZE": str(ranks), "HETCOLL_REPLACE": backend if ours else "",
+        "HETCOLL_LINGER": "0",
         "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
         "TEMP_DIR": str(folder or ""), "INIT_METHOD": f"file://{folder}/shared_init_file",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0",
@@ -80,7 +82,7 @@ def tests_of(backend: str, ranks: int, folder: Path | None) -> type[unittest.Tes
     return Suite
 
 
-def serve(rank: int, ranks: int, backend: str, folder: Path, pipe: Connection) -> None:
+def serve(rank: int, ranks: int, backend: str, ours: bool, folder: Path, pipe: Connection) -> None:
     """A rank's process: runs the tests that it is told to, until it is told none."""
     os.setpgrp()  # so that whatever a test starts ends with it
     output = (folder / f"output.{rank}").open("w")
@@ -88,7 +90,7 @@ def serve(rank: int, ranks: int, backend: str, folder: Path, pipe: Connection) -
     os.dup2(output.fileno(), 2)
     stacks = (folder / f"stacks.{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
-    suite = tests_of(backend, ranks, folder)
+    suite = tests_of(backend, ranks, folder, ours)
     pipe.send(None)
     while (told := pipe.recv()) is not None:
         pipe.send(one(suite, rank, *told))
@@ -125,7 +127,7 @@ def one(suite: Any, rank: int, name: str, file: str) -> Found:
 class Team:
     """The processes of one set of ranks."""
 
-    def __init__(self, ranks: int, backend: str) -> None:
+    def __init__(self, ranks: int, backend: str, ours: bool) -> None:
         # Forked ones have PyTorch loaded at once, but no fork can use a GPU that its parent may have used.
         context: Any = mp.get_context("spawn" if backend == "nccl" else "fork")
         self._folder = Path(tempfile.mkdtemp(prefix="hetcoll-torch-suite-"))
@@ -133,7 +135,7 @@ class Team:
         self._processes: list[Any] = []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            arguments = (rank, ranks, backend, self._folder, theirs)
+            arguments = (rank, ranks, backend, ours, self._folder, theirs)
             self._processes.append(context.Process(target=serve, args=arguments, daemon=False))
             self._processes[-1].start()
             theirs.close()
@@ -161,7 +163,7 @@ class Team:
         if failed:
             return Found("failed", "\n".join(failed))
         if not all(isinstance(each, Found) for each in answers):
-            return Found("failed", self._missing(answers, seconds))
+            return Found("failed", self._missing(answers, seconds), late=None in answers)
         return min(answers, key=lambda each: each.state == "passed")  # a skip, where there is one
 
     def _answers(self, seconds: float) -> list[Any]:
@@ -239,8 +241,8 @@ class Lasting:
 class Teams:
     """Makes `count` teams, and has another one ready for when one fails."""
 
-    def __init__(self, ranks: int, backend: str, count: int) -> None:
-        self._ranks, self._backend = ranks, backend
+    def __init__(self, ranks: int, backend: str, count: int, ours: bool) -> None:
+        self._ranks, self._backend, self._ours = ranks, backend, ours
         self._ready: queue.SimpleQueue[Team] = queue.SimpleQueue()
         self._making = threading.Lock()
         for _ in range(count + 1):
@@ -248,7 +250,7 @@ class Teams:
 
     def make(self) -> None:
         with self._making:
-            self._ready.put(Team(self._ranks, self._backend))
+            self._ready.put(Team(self._ranks, self._backend, self._ours))
 
     def get(self) -> Team:
         team = self._ready.get(timeout=LOADING)

@@ -159,6 +159,17 @@ def ddp_join() -> None:
     assert all(torch.equal(each, flat) for each in every)
 
 
+def ddp_join_divided_by_those_that_are_left() -> None:
+    """Here the reducer waits for a call of Python's, for which torch's C++ alone holds the handle."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(2 + rank):
+            model(torch.ones(1, 3)).sum().backward()
+            torch.testing.assert_close(model.module.weight.grad, torch.ones(2, 3))
+            model.zero_grad()
+
+
 def ddp_sparse_embedding() -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

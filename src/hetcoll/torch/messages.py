@@ -84,11 +84,15 @@ class Messages(Launcher):
     def batch(self, operations: Sequence[dist.P2POp]) -> list[dist.Work]:
         """The sends and receives of `torch.distributed.batch_isend_irecv`, none of which waits for another.
 
-        Those of a GPU's tensors are enqueued together, a send and a receive at a time, and have one handle.
+        Those of a GPU's tensors are enqueued together, a send and a receive at a time, and have one handle; but for
+        messages to oneself, for which no other rank needs to do anything.
         """
         if any(each.tensor.device.type != "cpu" for each in operations):
-            return [self._enqueue_batch(operations)]
-        works = []
+            others = [each for each in operations if each.group_peer != self.rank()]
+            works = [self._enqueue_batch(others)] if others else []
+            operations = [each for each in operations if each.group_peer == self.rank()]
+        else:
+            works = []
         for each in operations:
             start = self.send if each.op is dist.isend else self.recv
             tensor = torch.view_as_real(each.tensor) if each.tensor.is_complex() else each.tensor

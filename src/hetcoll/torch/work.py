@@ -21,6 +21,7 @@ from .futures import Level, OrderedFuture
 from .tensors import seconds
 
 NO_TIME = timedelta(0)
+TIMED_OUT = "Timed out waiting (caught collective operation timeout)"  # in torch's words, which scripts look for
 
 
 class Handle(dist.Work):
@@ -116,6 +117,25 @@ class HostWork(Handle):
             self._future.set_result(self._outputs)
 
 
+class Waited(dist.Work):
+    """An operation on host memory whose future is complete as soon as there is one: `get_future` waits."""
+
+    def __init__(self, inner: HostWork) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def wait(self, timeout: timedelta = NO_TIME) -> bool:
+        return self._inner.wait(timeout)
+
+    def result(self) -> list[torch.Tensor]:
+        return self._inner.result()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._inner.result())
+        return future
+
+
 class StreamWork(Handle):
     """Operations on a GPU's memory that were enqueued on `stream`.
 
@@ -168,7 +188,7 @@ class StreamWork(Handle):
             if (error := self._failure()) is not None:
                 raise error
             if time.monotonic() > deadline:
-                raise dist.DistBackendError(f"not complete after {limit:g} s")
+                raise dist.DistBackendError(f"{TIMED_OUT}: not complete after {limit:g} s")
             time.sleep(50e-6)
 
     def is_completed(self) -> bool:

@@ -1,5 +1,5 @@
 """Functions of `torch.distributed` that decide by the backend's name, or by the exact class of a group, what a group
-can do. For groups of ours they ask the group.
+can do. For groups of ours they ask the group. And two that break with handles or tensors of ours.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.join import Join
 
 
 def install() -> None:
@@ -19,6 +22,9 @@ def install() -> None:
         wrapped = wrapper(getattr(distributed_c10d, name))
         setattr(distributed_c10d, name, wrapped)
         setattr(dist, name, wrapped)
+    Join.notify_join_context = staticmethod(_notify_join_context(Join.notify_join_context))  # type: ignore[method-assign]
+    if hasattr(c10d, "_hash_tensors"):
+        c10d._hash_tensors = _hash_tensors(c10d._hash_tensors)
 
 
 def _ours(group: Any) -> Any:
@@ -47,10 +53,37 @@ def _monitored_barrier(theirs: Callable[..., None]) -> Callable[..., None]:
 def _batch_isend_irecv(theirs: Callable[..., list[dist.Work]]) -> Callable[..., list[dist.Work]]:
     @functools.wraps(theirs)
     def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
-        ours = _ours(p2p_op_list[0].group) if p2p_op_list else None
-        if ours is None:
-            return theirs(p2p_op_list)
         distributed_c10d._check_p2p_op_list(p2p_op_list)
-        return ours.batch(p2p_op_list)
+        ours = _ours(p2p_op_list[0].group)
+        return theirs(p2p_op_list) if ours is None else ours.batch(p2p_op_list)
 
     return batch_isend_irecv
+
+
+def _notify_join_context(theirs: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """DistributedDataParallel hands the handle on to its reducer in C++, which waits for it later.
+
+    The object in Python must live until then: without it the reducer waits by torch's own method, which never ends.
+    And after waiting it wants a future that is complete, which that of a call on host memory may not be yet.
+    """
+    from .work import HostWork, Waited
+
+    @functools.wraps(theirs)
+    def notify_join_context(joinable: Any) -> Any:
+        work = theirs(joinable)
+        joinable._hetcoll_join_work = Waited(work) if isinstance(work, HostWork) else work
+        return joinable._hetcoll_join_work
+
+    return notify_join_context
+
+
+def _hash_tensors(theirs: Callable[[list[torch.Tensor]], int]) -> Callable[[list[torch.Tensor]], int]:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL logs it of objects that "nccl" sends. Theirs asks CUDA to copy from any memory."""
+
+    @functools.wraps(theirs)
+    def hash_tensors(tensors: list[torch.Tensor]) -> int:
+        if all(tensor.is_cuda for tensor in tensors):
+            return theirs(tensors)
+        return hash(tuple(tensor.cpu().numpy().tobytes() for tensor in tensors))
+
+    return hash_tensors
