@@ -93,14 +93,17 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--backend", choices=tuple(SECONDS), default="gloo", help="what the tests believe to run on")
     parser.add_argument("--teams", type=int, default=1, help="of ranks that run tests at the same time")
-    parser.add_argument("--peer", action="store_true", help="run what failed on the backend itself, too, to compare")
+    parser.add_argument("--peer", type=float, help="run what failed on the backend itself, too, for so many seconds")
+    parser.add_argument("--after", type=Path, help="what --save wrote: what passed in that run is not run again")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all of it")
     parser.add_argument("--write-docs", action="store_true", help="write the table of docs/torch.md")
     parser.add_argument("--save", type=Path, help="also write the results to this file, a line of JSON each")
     args = parser.parse_args()
     deadline = time.monotonic() + args.limit
-    names = [name for name in unittest.TestLoader().getTestCaseNames(tests_of(args.backend, args.ranks, None))
+    names = [name for name in unittest.TestLoader().getTestCaseNames(tests_of(args.backend, args.ranks, None, True))
              if not args.names or any(part in name for part in args.names)]  # fmt: skip
+    earlier = read(args.after) if args.after else {}
+    names = [name for name in names if name not in earlier]
     results = Results(args.save)
     run(names, args.ranks, args.backend, args.teams, deadline, results)
     small = [name for name, found in results.found.items() if "small world size" in found.reason]
@@ -109,16 +112,22 @@ def main() -> int:
     late = [name for name in names if name not in results.found]
     theirs = Results(None)
     if args.peer:
-        print(f"on {args.backend} itself:")
+        print(f"on {args.backend} itself:", flush=True)
         failed = [name for name, found in results.found.items() if found.state == "failed"]
-        run(failed, args.ranks, args.backend, args.teams, time.monotonic() + args.limit, theirs, ours=False)
+        run(failed, args.ranks, args.backend, args.teams, time.monotonic() + args.peer, theirs, ours=False)
     print(results.summary(), f"{len(late)} not run: {' '.join(late)}" if late else "")
     if args.write_docs:
-        write(results.found, theirs.found, len(late), args.ranks, args.backend)
+        write(earlier | results.found, theirs.found, len(late), len(earlier), args.ranks, args.backend)
     return int(bool(results.summary().get("failed")))
 
 
-def write(found: dict[str, Found], theirs: dict[str, Found], late: int, ranks: int, backend: str) -> None:
+def read(file: Path) -> dict[str, Found]:
+    """What passed in the run that wrote this file."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return {name: Found(state) for name, state, _, _ in rows if state == "passed"}
+
+
+def write(found: dict[str, Found], theirs: dict[str, Found], late: int, earlier: int, ranks: int, backend: str) -> None:
     """The table between this backend's marks in docs/torch.md. `theirs` is what the backend itself did."""
     import torch
 
@@ -134,7 +143,8 @@ def write(found: dict[str, Found], theirs: dict[str, Found], late: int, ranks: i
     counts = [f"{states[state]} {state}" for state in ("passed", "skipped", "failed")]
     lines = [
         f"Of {len(found) + late} tests of torch {torch.__version__} with {on}: "
-        + ", ".join([*counts, *([f"{late} not run"] if late else [])]) + ".",
+        + ", ".join([*counts, *([f"{late} not run"] if late else [])]) + "."
+        + (f" {earlier} of those that passed did so in an earlier run and were not run again." if earlier else ""),
         "", "| Not run or failed, and why | Tests |", "| --- | --- |",
     ]  # fmt: skip
     for (state, text), names in sorted(reasons.items(), key=lambda pair: (pair[0][0], -len(pair[1]))):

@@ -42,7 +42,7 @@ def is_failure(answer: Any) -> bool:
     return isinstance(answer, Found) and answer.state == "failed"
 
 
-def tests_of(backend: str, ranks: int, folder: Path | None, ours: bool = True) -> type[unittest.TestCase]:
+def tests_of(backend: str, ranks: int, folder: Path | None, ours: bool) -> type[unittest.TestCase]:
     """The class of all tests, as for a job of so many ranks; the environment is read when it is imported."""
     os.environ |= {
         "BACKEND": backend, "WORLD_SIZE": str(ranks), "HETCOLL_REPLACE": backend if ours else "",
@@ -128,8 +128,8 @@ class Team:
     """The processes of one set of ranks."""
 
     def __init__(self, ranks: int, backend: str, ours: bool) -> None:
-        # Forked ones have PyTorch loaded at once, but no fork can use a GPU that its parent may have used.
-        context: Any = mp.get_context("spawn" if backend == "nccl" else "fork")
+        # Forked ones have PyTorch loaded at once, but with hetcoll in it; and no fork can use a GPU of its parent's.
+        context: Any = mp.get_context("fork" if ours and backend == "gloo" else "spawn")
         self._folder = Path(tempfile.mkdtemp(prefix="hetcoll-torch-suite-"))
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []

@@ -22,9 +22,9 @@ def install() -> None:
         wrapped = wrapper(getattr(distributed_c10d, name))
         setattr(distributed_c10d, name, wrapped)
         setattr(dist, name, wrapped)
-    Join.notify_join_context = staticmethod(_notify_join_context(Join.notify_join_context))  # type: ignore[method-assign]
+    Join.notify_join_context = staticmethod(_notify_join_context(Join.notify_join_context))
     if hasattr(c10d, "_hash_tensors"):
-        c10d._hash_tensors = _hash_tensors(c10d._hash_tensors)
+        setattr(c10d, "_hash_tensors", _hash_tensors(c10d._hash_tensors))  # noqa: B010 (its type is theirs)
 
 
 def _ours(group: Any) -> Any:
