@@ -9,6 +9,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,6 +159,21 @@ def test_a_batch_is_one_group_on_one_stream(made: Any) -> None:
     ]  # fmt: skip
     work.wait()
     assert made.notes[-1] == "current waits for the event on own"
+
+
+def test_messages_to_oneself_in_a_batch_need_no_other_rank(made: Any) -> None:
+    """They are copied here: the communicator's first call on a GPU would wait for all ranks."""
+    dist, tensor = made.torch.distributed, made.torch.empty(3, device="meta")
+    batch = [SimpleNamespace(op=op, tensor=tensor, group_peer=0, tag=0) for op in (dist.irecv, dist.isend)]
+    for work in made.group.batch(batch):
+        assert work.wait()
+    assert made.notes == []
+
+
+def test_a_wait_that_takes_too_long_says_so_in_torchs_words(made: Any) -> None:
+    work = made.group.allreduce([made.torch.empty(3, device="meta")], options(made, True))
+    with pytest.raises(RuntimeError, match=r"Timed out waiting.*caught collective operation timeout.*after 0.01 s"):
+        work.wait(timedelta(seconds=0.01))
 
 
 def test_a_failed_group_is_told_by_wait_and_never_hangs(made: Any) -> None:

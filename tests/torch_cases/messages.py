@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 
@@ -68,6 +69,23 @@ def batches() -> None:
         assert (from_left == left + 0.5).all()
         assert (from_right == right + 0.25).all()
         assert (own == rank + 0.75).all()
+
+
+def batches_that_are_none() -> None:
+    for wrong in ([1, 2], (), "ab"):
+        with pytest.raises(ValueError, match="p2p_op_list"):
+            dist.batch_isend_irecv(wrong)
+
+
+def objects_under_detailed_debugging() -> None:
+    """torch then logs a hash of what is sent under the name nccl, for which it wants CUDA's memory."""
+    objects = [None] * dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_c10d, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+        patch.setattr(distributed_c10d, "get_backend", lambda group=None: dist.Backend.NCCL)
+        patch.setattr(distributed_c10d, "is_nccl_available", lambda: True)
+        dist.all_gather_object(objects, {"rank": dist.get_rank()})
+    assert objects == [{"rank": rank} for rank in range(dist.get_world_size())]
 
 
 def any_source_is_refused() -> None:

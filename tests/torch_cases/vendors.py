@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch_substitutes import ThroughGpu, substitute
@@ -37,6 +40,15 @@ def alone(*_: Any) -> list[float]:
     return _losses(_trainer("one"))
 
 
+@contextlib.contextmanager
+def pretended_build(vendor: str) -> Iterator[None]:
+    """PyTorch's version says that it was built for CUDA ("n") or for ROCm ("a")."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.version, "cuda", "13.0" if vendor == "n" else None)
+        patch.setattr(torch.version, "hip", "7.1.0" if vendor == "a" else None)
+        yield
+
+
 def trained(files: dist.Store, rank: int, size: int, way: str, vendors: str) -> tuple[list[float], str, list[str]]:
     """Losses, a hash of this rank's parameters, and how its GPU reached the others; `vendors` is a letter a rank."""
     from hetcoll.devices import cuda, hip
@@ -48,7 +60,7 @@ def trained(files: dist.Store, rank: int, size: int, way: str, vendors: str) -> 
         made.append(ThroughGpu(comm, device))
         return made[-1]
 
-    with substitute(through):
+    with substitute(through), pretended_build(vendors[rank]):
         dist.init_process_group("hetcoll", store=files, rank=rank, world_size=size, timeout=timedelta(seconds=60))
         try:
             trainer = _trainer(way)
