@@ -115,23 +115,23 @@ class Rank:
         for phase in ("even", "slowed", "balanced"):
             for part in slow:
                 part.times = 2 if phase != "even" and self.rank == dist.get_world_size() - 1 else 1
+            measured = balancer.measure if phase == "balanced" else contextlib.nullcontext
             for step, (x, y) in enumerate(data):
                 if step == len(data) // 2:
                     self.settle()
                     start = time.perf_counter()
-                with balancer.measure():
+                with measured():
                     output = model(x[balancer.part])
-                loss = balancer.weigh(loss_of(output, y[balancer.part]))
-                loss.backward()
+                loss = loss_of(output, y[balancer.part])
+                balancer.weigh(loss).backward()
                 trainer.optimizer.step()
                 trainer.optimizer.zero_grad()
+                if step == len(data) - 1:
+                    found[f"loss {phase}"] = balancer.mean(loss)
                 if phase == "balanced":
                     balancer.update()
-                else:
-                    balancer._spans.clear()
             self.settle()
             found[phase] = (time.perf_counter() - start) / (len(data) - len(data) // 2)
-            found[f"loss {phase}"] = balancer.mean(loss.detach() / (balancer.share * dist.get_world_size() / s.batch))
         found["shares"] = balancer.shares
         return found
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from installed import import_torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -224,3 +225,23 @@ def test_the_worker_knows_what_every_rank_must_get(op: str, size: int) -> None:
             right = ranks[0].recv if op == "broadcast" else ranks[case.rank - 1].send
         case.recv[:] = right
     assert [case.wrong(3) for case in ranks] == [0] * size
+
+
+def test_table_of_training() -> None:
+    import_torch()
+    import training_gpus as t
+
+    found = {
+        "nccl": t.Found([1.0, 1.1, 0.9], [5.0, 2.0]),
+        "islands": t.Found([1.25, 9.0, 1.0], [5.0, 2.002]),
+        "gloo": t.Found([2.0, 2.0, 3.0], [5.0, 2.1]),
+    }
+    told = t.judge("ddp", found, [5.0, 2.0], tokens=1000)
+    assert [round(each.error, 6) for each in found.values()] == [0, 0.001, 0.05]
+    assert "of NCCL 0.800, of Gloo 1.60" in told
+    text = t.markdown({"ddp": found}, {}, 1000, 4)
+    assert "| ddp | hetcoll, two islands | 800 | 0.800 | 1.60 | 2.0020 | 1.0e-03 |" in text
+    balanced = {"even": 1.0, "slowed": 2.0, "balanced": 1.25, "shares": [3, 3, 3, 2]}
+    told = t.balance_text(balanced | {f"loss {phase}": 2.0 for phase in t.PHASES}, 4)
+    assert "50 % of the tokens/s of equal GPUs with equal parts, 80 % with" in told
+    assert "is 88 %" in told

@@ -23,8 +23,8 @@ def install() -> None:
         setattr(distributed_c10d, name, wrapped)
         setattr(dist, name, wrapped)
     Join.notify_join_context = staticmethod(_notify_join_context(Join.notify_join_context))
-    if hasattr(c10d, "_hash_tensors"):
-        setattr(c10d, "_hash_tensors", _hash_tensors(c10d._hash_tensors))  # noqa: B010 (its type is theirs)
+    theirs = getattr(c10d, "_hash_tensors", None)  # builds without NCCL have none
+    setattr(c10d, "_hash_tensors", _hash_tensors(theirs))  # noqa: B010 (its type is theirs)
 
 
 def _ours(group: Any) -> Any:
@@ -77,12 +77,11 @@ def _notify_join_context(theirs: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return notify_join_context
 
 
-def _hash_tensors(theirs: Callable[[list[torch.Tensor]], int]) -> Callable[[list[torch.Tensor]], int]:
+def _hash_tensors(theirs: Callable[[list[torch.Tensor]], int] | None) -> Callable[[list[torch.Tensor]], int]:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL logs it of objects that "nccl" sends. Theirs asks CUDA to copy from any memory."""
 
-    @functools.wraps(theirs)
     def hash_tensors(tensors: list[torch.Tensor]) -> int:
-        if all(tensor.is_cuda for tensor in tensors):
+        if theirs is not None and all(tensor.is_cuda for tensor in tensors):
             return theirs(tensors)
         return hash(tuple(tensor.cpu().numpy().tobytes() for tensor in tensors))
 
