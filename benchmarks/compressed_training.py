@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from training import Shape, train
+from llama import Shape
+from training import train
 
 RANKS = 2
 
