@@ -21,11 +21,14 @@ import torch.distributed as dist
 from llama import Shape
 from training import train
 
+import hetcoll.torch
+
 RANKS = 2
 
 
 def worker(steps: int) -> None:
     torch.set_num_threads(1)
+    hetcoll.torch.register()  # where it is not installed, but run from its sources
     dist.init_process_group("hetcoll")
     group: Any = dist.group.WORLD
     found = train("ddp", Shape(), steps) | {"counters": group.comm.counters()}

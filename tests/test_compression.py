@@ -265,6 +265,11 @@ def test_large_sums(launch: Launch, form: Format) -> None:
     assert said[0][2]["residual_bytes"] == 4 * count
 
 
+def test_results_pass_the_check_across_ranks(pool: Pool) -> None:
+    said = pool(2, HETCOLL_ISLANDS="0|1", HETCOLL_CHECK="1").run(reduce_much, "int8", 10_001)
+    assert len({data for data, _, _ in said}) == 1
+
+
 def with_odd_values(comm: hetcoll.Communicator, form: str) -> tuple[list[float], list[float]]:
     x = np.ones(96, np.float32)
     if comm.rank == 1:

@@ -442,7 +442,7 @@ class Core:
     def explain(self, op: str, nbytes: int, *, compress: str | None = None) -> Explanation:
         """Which algorithm, channels and transports a collective of `nbytes` uses, and why. Local; sends nothing.
 
-        `compress` as the call would have it. Of compressed edges it tells what they make of float32.
+        `compress` as the call would have it, on host memory. Of compressed edges it tells what they make of float32.
         """
         self._check_usable()
         self._log_news()
