@@ -20,7 +20,7 @@ import hetcoll
 from hetcoll import _native
 from hetcoll.devices.kernels import convert_name
 from hetcoll.float8 import Passage, two_kinds
-from hetcoll.gpu_islands import Gpu
+from hetcoll.gpu_facts import Gpu
 from hetcoll.types import FNUZ_OF, OCP_OF, DType
 
 # Conversions.

@@ -28,7 +28,7 @@ from .types import FNUZ_OF, OCP_OF, SAME, Collective, DType
 
 if TYPE_CHECKING:
     from .devices.base import Device
-    from .gpu_islands import Gpu
+    from .gpu_facts import Gpu
 
 _GRAIN = 256  # staged buffers begin at multiples
 

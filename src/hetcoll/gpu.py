@@ -30,13 +30,12 @@ from .diagnosis import Diagnosis, Kind
 from .errors import ArgumentError, BufferTypeError, CollectiveTimeoutError, DeviceError
 from .gpu_direct import why_not_direct
 from .gpu_edges import GpuEdges, Prepare
-from .gpu_islands import Gpu, GpuIslands, Meet, unlike_float8
+from .gpu_islands import GpuIslands, Meet, unlike_float8
 from .gpu_kernels import MEDIUM, STATE_BYTES, ZERO, OneKernel
 from .gpu_plans import DeviceBinder, GpuPlans, Kept
 from .gpu_share import GpuShare, Note
 from .gpu_watch import GpuWatch
 from .relays import Relays
-from .rendezvous.descriptors import new_name
 from .selection import describe_message, descriptor, message_key
 from .types import OCP_OF, DType
 from .wiring import Wiring
@@ -78,8 +77,8 @@ class GpuPath:
         self._scratch_bytes = 0
         self._undo = contextlib.ExitStack()
         with device.active(), contextlib.ExitStack() as undo:
-            mine = Gpu.here(device, new_name(), why_not_direct(wiring, device))
-            share = self._share = GpuShare(wiring, diagnosis, mine, device, meet, timeout)
+            no_direct = why_not_direct(wiring, device)
+            share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, timeout)
             undo.callback(share.close)
             self._segment, self._slot_bytes = share.segment, share.slot_bytes
             streams = [device.stream() for _ in range(_native.DEVICE_LANES)]

@@ -16,11 +16,10 @@ from . import _native, float8
 from .buffers import Buffer
 from .calls import Call
 from .diagnosis import Diagnosis
-from .gpu_islands import Gpu, GpuIslands, Meet
+from .gpu_islands import GpuIslands, Meet
 from .gpu_plans import GpuPlans, Kept
 from .gpu_share import GpuShare, Note
 from .plan import Plan
-from .rendezvous.descriptors import new_name
 from .selection import describe_message, descriptor
 from .slots import CHANNELS, SLOTS
 from .topology import Way
@@ -41,7 +40,7 @@ class HostPath:
 
     def __init__(self, wiring: Wiring, diagnosis: Diagnosis, timeout: float, *, meet: Meet, describe: Describe) -> None:
         self._wiring, self._describe = wiring, describe
-        self._share = GpuShare(wiring, diagnosis, Gpu.none(new_name()), None, meet, timeout)
+        self._share = GpuShare(wiring, diagnosis, None, "it has no GPU", meet, timeout)
         try:
             islands = GpuIslands(wiring.topology, wiring.rank, self._share.gpus, None, meet, timeout)
         except BaseException:

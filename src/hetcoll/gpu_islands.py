@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from .errors import HetcollError, InitError, spell_ranks
+from .errors import HetcollError, spell_ranks
 from .float8 import two_kinds
+from .gpu_facts import Gpu, served
 from .islands import nccl, rccl
 from .islands.library import Island
-from .islands.native import BYTES, Native, float8_kind, native
+from .islands.native import BYTES, Native, native
 from .topology import Islands, Topology, spell_islands
 from .types import REDUCING, DType, ReduceOp
 
@@ -26,62 +24,6 @@ log = logging.getLogger("hetcoll")
 _ABORT_SECONDS = 10.0
 
 Meet = Callable[[str, bytes], Sequence[bytes]]
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """What every rank knows of another one's GPU. `library` is its NCCL's or RCCL's version, 0 where there is none.
-
-    `vendor` is empty on a rank without a GPU. `float8` is the kind of 8-bit floats that the GPU itself computes with:
-    OCP's, AMD's older one (fnuz), or none; `signals` whether its driver has streams that wait for values.
-    `no_direct` says why RDMA devices do not reach its memory; nothing where they do.
-    """
-
-    vendor: str
-    bus: str
-    arch: str
-    name: str
-    doorbell: str
-    library: int
-    float8: str
-    signals: bool
-    no_direct: str = ""
-
-    @classmethod
-    def here(cls, device: Device, doorbell: str, no_direct: str = "") -> Gpu:
-        """This rank's."""
-        finder = nccl if device.vendor == "cuda" else rccl
-        reason = finder.why_not()
-        if reason is not None:
-            log.info("GPUs of %s are on their own: %s", device.vendor, reason)
-        version = 0 if reason is not None else finder.library().version_code
-        return cls(
-            device.vendor,
-            device.bus_id,
-            device.arch,
-            device.name,
-            doorbell,
-            version,
-            float8_kind(device.arch),
-            device.stream_memory_ops,
-            no_direct,
-        )
-
-    @classmethod
-    def none(cls, doorbell: str) -> Gpu:
-        """That of a rank without one."""
-        return cls("", "", "", "", doorbell, 0, "", False, "it has no GPU")
-
-
-def tell_all(mine: Gpu, meet: Meet) -> list[Gpu]:
-    """What every rank has, by rank. InitError on all ranks where they do not hold the same in the end."""
-    told = meet("gpus()", json.dumps(asdict(mine)).encode())
-    digest = hashlib.blake2b(b"\0".join(told), digest_size=16).hexdigest()
-    digests = meet("what ranks know of gpus()", digest.encode())
-    odd = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
-    if odd:
-        raise InitError(f"{spell_ranks(odd)} and rank 0 were not told the same of all ranks' GPUs")
-    return [Gpu(**json.loads(blob)) for blob in told]
 
 
 def unlike_float8(gpus: Sequence[Gpu]) -> str:
@@ -108,18 +50,7 @@ class GpuIslands:
         self._gpus = gpus
         self.alone: Islands = tuple((r,) for r in range(topology.size))
         found = topology.equipped([(gpu.vendor, gpu.bus) for gpu in gpus]).islands
-        # A library that some member lacks serves none of them.
-        self.islands: Islands = tuple(
-            part for one in found for part in ([one] if all(gpus[r].library for r in one) else [(r,) for r in one])
-        )
-        for one in self.islands:
-            odd = next((r for r in one if gpus[r].library != gpus[one[0]].library), None)
-            if odd is not None:
-                codes = f"{gpus[one[0]].library} and {gpus[odd].library}"
-                raise InitError(
-                    f"ranks {one[0]} and {odd} have versions {codes} of their vendor's library: wanted one version in"
-                    " an island (HETCOLL_ISLANDS can part them)"
-                )
+        self.islands = served(found, gpus)
         mine = next(island for island in self.islands if rank in island)
         self.place, self.members = mine.index(rank), len(mine)
         self.island: Island | None = None

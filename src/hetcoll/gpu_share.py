@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, NoReturn
 from . import _native
 from .buffers import Buffer
 from .diagnosis import Diagnosis, Kind
-from .gpu_islands import Gpu, Meet, tell_all
-from .rendezvous.descriptors import receive_fd, share_fd
+from .gpu_facts import Gpu
+from .gpu_islands import Meet
+from .rendezvous.descriptors import new_name, receive_fd, share_fd
 from .selection import describe_message, descriptor
 from .slots import SlotSegment, slot_bytes
 from .wiring import Wiring
@@ -30,17 +31,23 @@ _FLOAT8 = re.compile(r"float8_\w+")
 
 
 class GpuShare:
-    """One rank's part in it. `mine` is its GPU, `device` the same as something to use; None on a rank without.
+    """One rank's part in it. `device` is its GPU, None on a rank without; `no_direct` as `gpu_facts.Gpu` has it.
 
     Making it is collective over all ranks. `close` it when nothing uses the slots any more.
     """
 
     def __init__(
-        self, wiring: Wiring, diagnosis: Diagnosis, mine: Gpu, device: Device | None, meet: Meet, timeout: float
+        self,
+        wiring: Wiring,
+        diagnosis: Diagnosis,
+        device: Device | None,
+        no_direct: str,
+        meet: Meet,
+        timeout: float,
     ) -> None:
         self._wiring, self._diagnosis = wiring, diagnosis
         self.here = wiring.locals.index(wiring.rank)
-        self.gpus: Sequence[Gpu] = tell_all(mine, meet)
+        self.gpus: Sequence[Gpu] = wiring.facts.choose(device, new_name(), no_direct, meet)
         kinds = [(gpu.vendor, gpu.bus) for gpu in self.gpus]
         self.topology = wiring.topology.equipped(kinds, [gpu.no_direct for gpu in self.gpus])
         self.slot_bytes = slot_bytes(self.topology)

@@ -17,11 +17,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import _native
 from .env import SHM_READ, SHM_STORES, Config
 from .errors import ArgumentError, InitError
+from .gpu_facts import Facts, check_digests, decode, encode, visible
 from .rendezvous.control import ControlClient
 from .rendezvous.descriptors import host_identity, new_name, receive_fd, share_fd
 from .rendezvous.edges import Address, EdgeKey, Request, pack_addresses, unpack_addresses
@@ -63,6 +64,8 @@ class _Introduction:
     doorbell: str
     device: str
     settings: str
+    gpus: list[dict[str, Any]]  # that it may use: `gpu_facts.Gpu`
+    no_gpu: str
 
 
 def ring_bytes(local_size: int, configured: int | None) -> int:
@@ -130,6 +133,9 @@ class Wiring:
             apart = config.transport in ("tcp", "verbs") or len(self.topology.hosts) > 1
             if size > 1 and (apart or config.cross == "staged"):
                 self._listen()
+            self.facts = Facts(self.topology, [decode(i.gpus) for i in intros], [intro.no_gpu for intro in intros])
+            if digest := self.facts.digest:
+                check_digests(control.exchange(group, b"gpus", digest, self._left()))
         except BaseException:
             self.engine.close()
             self.close()
@@ -147,6 +153,7 @@ class Wiring:
         c = self._config
         islands = None if c.islands is None else spell_islands(c.islands)
         chosen = {f"HETCOLL_{name.upper()}": getattr(c, name) for name in _AGREED} | {"HETCOLL_ISLANDS": islands}
+        gpus, no_gpu = visible(c.device)
         mine = _Introduction(
             host_identity(c.host_id),
             os.getpid(),
@@ -154,6 +161,8 @@ class Wiring:
             new_name(),
             c.device.kind if c.device else "",
             json.dumps(chosen),
+            encode(gpus),
+            no_gpu,
         )
         blobs = self._control.exchange(self.group, b"introduce", json.dumps(asdict(mine)).encode(), self._left())
         intros = [_Introduction(**json.loads(blob)) for blob in blobs]
