@@ -334,3 +334,23 @@ def test_a_rank_that_does_not_come_is_named(absent: int) -> None:
         ranks.kill_all()
     assert isinstance(outcome.error, CollectiveTimeoutError), outcome.trace
     assert f"rank {absent}" in str(outcome.error)
+
+
+def exchange_two_types(comm: hetcoll.Communicator) -> None:
+    """In one group: what a rank sends and what it receives differ in type."""
+    types = (np.uint8, np.float64)
+    mine, other = types[comm.rank], types[1 - comm.rank]
+    for count in (9, 3001):
+        sent, got = Own(comm, np.arange(count, dtype=mine)), Own(comm, np.zeros(2 * count, other))
+        part = got.array.buffer(0, count) if has_gpu(comm) else got.array[:count]
+        with comm.group():
+            comm.send(sent.array, 1 - comm.rank)
+            comm.recv(part, 1 - comm.rank)
+        comm.barrier()
+        assert (got.get()[:count] == np.arange(count, dtype=other)).all()
+        assert not got.get()[count:].any(), "memory behind the message was written"
+
+
+@pytest.mark.parametrize("kinds", ["na", "nc"])
+def test_a_group_of_two_types(mixed: Any, kinds: str) -> None:
+    mixed(kinds).run(exchange_two_types, timeout=60)

@@ -22,6 +22,7 @@ from .crosscheck import CrossCheck
 from .diagnosis import Diagnosis, Kind, Vigil
 from .env import Config
 from .errors import ArgumentError, BufferTypeError, ClosedError, CommunicationError, HetcollError, InitError
+from .gpu_proof import SECONDS as PROOF_SECONDS
 from .registration import Registration
 from .rendezvous.session import Session
 from .selection import Explanation, Selection
@@ -167,9 +168,10 @@ class Core:
     def _gpu_path(self, buffer: Buffer) -> GpuPath:
         """This rank's GPU and what is set up on it, by the first such call of all ranks."""
         if self._gpus is None:
-            from .gpu import GpuPath, device_of
+            from .gpu import GpuPath
+            from .gpu_facts import device_of
 
-            self._gpus = GpuPath(
+            path = GpuPath(
                 self._wiring,
                 self._diagnosis,
                 device_of(buffer),
@@ -178,7 +180,9 @@ class Core:
                 prepare=_weakly(self._prepare),
                 announce=self._selection.announce,
             )
-            self._diagnosis.on_failure = self._gpus.failed
+            self._diagnosis.on_failure = path.failed
+            self._gpus = path
+            self._prove(lambda: path.prove(self._meet_slow, self._config.timeout))
             if not self._config.check:
                 self._call = self._gpus.call
         return self._gpus
@@ -188,22 +192,36 @@ class Core:
         if self._host is None and self._wiring.topology.some_without_gpu:
             from .gpu_host import HostPath
 
-            self._host = HostPath(
+            path = HostPath(
                 self._wiring,
                 self._diagnosis,
                 self._config.timeout,
                 meet=self._meet,
                 describe=self._selection.note_shape,
             )
+            self._host = path
+            self._prove(lambda: path.prove(self._engine.run, self._meet_slow, self._prepare, self._config.timeout))
         return self._host
 
-    def _meet(self, label: str, blob: bytes) -> list[bytes]:
+    def _prove(self, prove: Callable[[], None]) -> None:
+        """Try the ways to GPUs. Where that fails, nothing may use them."""
+        try:
+            prove()
+        except BaseException as error:
+            self._engine.fail(Kind.ABORTED, self._rank, f"{type(error).__name__}: {error}")
+            raise
+
+    def _meet_slow(self, label: str, blob: bytes) -> list[bytes]:
+        """`_meet`, while some ranks may still try what does not work."""
+        return self._meet(label, blob, self._config.timeout + 3 * PROOF_SECONDS)
+
+    def _meet(self, label: str, blob: bytes, timeout: float | None = None) -> list[bytes]:
         """Every rank's `blob`, by rank. A collective call that is called `label` in errors."""
         if len(blob) > _MEETING_BYTES:
             raise InitError(f"{label}: {len(blob)} bytes to tell the other ranks, room for {_MEETING_BYTES}")
         mine = np.frombuffer(blob.ljust(_MEETING_BYTES), np.uint8)
         rows = np.empty((self._size, _MEETING_BYTES), np.uint8)
-        self._launch(calls.meeting(self._rank, label, mine, rows), False, None)
+        self._launch(calls.meeting(self._rank, label, mine, rows), False, timeout)
         return [row.tobytes().rstrip() for row in rows]
 
     def _prepare(self, find: Callable[[Check], T], seconds: float) -> T:
@@ -334,7 +352,7 @@ class Core:
             return Registration(buffer)
         gpu = None
         if buffer.device != "cpu":
-            from .gpu import device_of
+            from .gpu_facts import device_of
 
             gpu = device_of(buffer)
         return Registration(buffer, memory.lease(buffer.ptr, buffer.nbytes, buffer.owner, gpu))

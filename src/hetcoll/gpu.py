@@ -13,21 +13,19 @@ queues can turn into a deadlock (`order`), and compiled once for its counts into
 from __future__ import annotations
 
 import contextlib
-import importlib
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from . import _native, float8, streams
-from .buffers import Buffer, read_buffer
+from . import _native, float8, gpu_proof, streams
+from .buffers import Buffer
 from .calls import Call
 from .devices.signals import signal_kernels
 from .diagnosis import Diagnosis, Kind
-from .errors import ArgumentError, BufferTypeError, CollectiveTimeoutError, DeviceError
+from .errors import ArgumentError, BufferTypeError, DeviceError
 from .gpu_direct import why_not_direct
 from .gpu_edges import GpuEdges, Prepare
 from .gpu_islands import GpuIslands, Meet, unlike_float8
@@ -35,8 +33,10 @@ from .gpu_kernels import MEDIUM, STATE_BYTES, ZERO, OneKernel
 from .gpu_plans import DeviceBinder, GpuPlans, Kept
 from .gpu_share import GpuShare, Note
 from .gpu_watch import GpuWatch
+from .gpu_work import GpuWork
 from .relays import Relays
 from .selection import describe_message, descriptor, message_key
+from .topology import Pair
 from .types import OCP_OF, DType
 from .wiring import Wiring
 from .work import Work
@@ -141,6 +141,48 @@ class GpuPath:
             # `Engine.call` for both kinds of memory: on a GPU's, what was called before with the same counts.
             self.call: Callable[[int, Any, Any, Any, int], Work | None] = self._calls.call
             self._undo = undo.pop_all()
+
+    def prove(self, meet: Meet, timeout: float) -> None:
+        """Try the ways to the other ranks of this host, all ranks together: see `gpu_proof`.
+
+        Memory that both have mapped is given up for pinned slots and sockets where it does not work; InitError on all
+        ranks where HETCOLL_CROSS wants it, where a rank without a GPU is one of the two, or where those fail as well.
+        """
+        wiring, gpus = self._wiring, self._share.gpus
+        sizes = gpu_proof.sizes(self._slot_bytes)
+
+        def trial(pairs: Collection[Pair]) -> dict[Pair, str]:
+            with self._watch.patient():
+                return gpu_proof.prove(wiring.topology, wiring.rank, pairs, sizes, self._try, meet)
+
+        failed = trial(gpu_proof.pairs_of_hosts(wiring.topology, [bool(gpu.vendor) for gpu in gpus]))
+        excluded = gpu_proof.demoted(failed, wiring.topology, gpus)
+        if excluded:
+            self._share.exclude(excluded)
+            self._one_kernel = None
+            wiring.listen(timeout)
+            gpu_proof.refuse(trial(excluded), "through pinned slots and sockets", "nor through memory of both")
+
+    def _try(self, peer: int, data: gpu_proof.Bytes, seconds: float) -> gpu_proof.Bytes | str:
+        """See `gpu_proof.Exchange`."""
+        device, n, got = self._device, data.size, np.zeros_like(data)
+        with contextlib.ExitStack() as undo:
+            send, recv = device.allocate(n), device.allocate(n)
+            undo.callback(device.free, send)
+            undo.callback(device.free, recv)
+            device.copy(send, int(data.ctypes.data), n)
+            device.copy(recv, int(got.ctypes.data), n)
+            plan = self._plans.messages(DType.UINT8, (peer, n), (peer, n))
+            self._calls.run(self._bound(plan, "proof of paths()", [], DType.UINT8), send, recv, 0, False)
+            deadline, came = time.monotonic() + seconds, True
+            while not self._settled():
+                if time.monotonic() > deadline:
+                    came = False
+                    self._edges.give_up(peer)
+                time.sleep(20e-6)
+                self.check()
+            device.copy(int(got.ctypes.data), recv, n)
+        return got if came else f"nothing came from rank {peer} in {seconds:.3g} s"
 
     @property
     def device(self) -> Device:
@@ -360,51 +402,3 @@ def _count(buffer: Buffer | None) -> int:
 def _clear(device: Device, address: int, nbytes: int) -> None:
     zeros = np.zeros(nbytes, np.uint8)
     device.copy(address, int(zeros.ctypes.data), nbytes)
-
-
-def device_of(buffer: Buffer) -> Device:
-    """The GPU that holds a buffer."""
-    module = {"cuda": "cuda", "rocm": "hip"}.get(buffer.device)
-    if module is None:
-        raise BufferTypeError(f"memory on {buffer.device} is not supported")
-    driver = importlib.import_module(f".devices.{module}", __package__)
-    reason = driver.why_not()
-    if reason is not None:
-        raise BufferTypeError(f"the buffers are on {buffer.device}, but {reason}")
-    return cast("Device", driver.devices()[buffer.index])
-
-
-class GpuWork(Work):
-    """An operation on streams. It was enqueued when the call returned."""
-
-    __slots__ = ("_current", "_path")
-
-    def __init__(self, path: GpuPath, keep: object, what: str, current: Callable[[], int] | None = None) -> None:
-        """`current` gives the current stream of the arrays' library; without it their `keep` is asked."""
-        super().__init__(None, None, keep, what)
-        self._path, self._current = path, current
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Block the host until the operation, and what was enqueued since, is complete."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout  # the watch ends what gets stuck
-        pause = 20e-6
-        while not self._path.idle:
-            if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(f"{self._what}: not complete after {timeout:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
-        self._path.check()
-        self._keep = None
-
-    def wait_stream(self, stream: object = None) -> None:
-        """What comes on `stream` later begins after the operation. None: on the current one of the arrays' library."""
-        if stream is None and self._current is not None:
-            stream = self._current()
-        elif stream is None and self._keep is not None:
-            array = next(array for array in self._keep if array is not None)
-            stream = streams.current(read_buffer(array, "array", writable=False))
-        self._path.join(stream)
-
-    @property
-    def done(self) -> bool:
-        return self._path.idle

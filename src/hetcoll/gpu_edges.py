@@ -28,7 +28,7 @@ class GpuEdges:
         timeout: float,
     ) -> None:
         self._wiring, self._queue, self._segment, self._relays = wiring, queue, share.segment, relays
-        self._topology = share.topology
+        self._share = share
         self._prepare, self._timeout, self._gpus = prepare, timeout, share.gpus
         self._here = share.here
         self._numbers: dict[tuple[int, int, int], int] = {}
@@ -42,7 +42,7 @@ class GpuEdges:
         return [0 if step.peer < 0 else self._edge(step.op is Op.SEND, step.peer, step.channel) for step in plan.steps]
 
     def _far(self, peer: int) -> bool:
-        return self._topology.far(self._wiring.rank, peer)
+        return self._share.topology.far(self._wiring.rank, peer)
 
     def _edge(self, out: bool, peer: int, channel: int) -> int:
         if self._far(peer):
@@ -57,7 +57,7 @@ class GpuEdges:
 
     def describe(self, peer: int) -> str:
         """For people: how messages to `peer` go."""
-        why = self._topology.why(self._wiring.rank, peer)
+        why = self._share.why(peer)
         if self._far(peer):
             return f"{self._relays.describe_way(peer)} ({why})"
         both = "both GPUs have mapped" if self._gpus[peer].vendor else "it has mapped"
@@ -66,6 +66,11 @@ class GpuEdges:
     def progress(self) -> int:
         """Grows while messages of this rank move."""
         return self._segment.progress(self._here) + self._relays.progress
+
+    def give_up(self, peer: int) -> None:
+        """Let this rank's streams go that wait for `peer`, on the way that did not work."""
+        if not self._far(peer):
+            self._segment.release_edges(self._here, self._wiring.locals.index(peer))
 
     def fail(self, reason: str) -> None:
         """Let every stream and kernel go that waits for a peer; those that wait for this host's ranks, only now."""

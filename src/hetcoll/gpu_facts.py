@@ -14,12 +14,13 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from .errors import DeviceError, InitError, spell_ranks
+from .errors import BufferTypeError, DeviceError, InitError, spell_ranks
 from .topology import Islands, Topology
 
 if TYPE_CHECKING:
+    from .buffers import Buffer
     from .devices.base import Device
     from .variables import DeviceChoice
 
@@ -33,8 +34,8 @@ class Gpu:
 
     `vendor` is empty on a rank without a GPU. `float8` is the kind of 8-bit floats that the GPU itself computes with:
     OCP's, AMD's older one (fnuz), or none; `signals` whether its driver has streams that wait for values. `doorbell` is
-    where its rank can be reached, and `no_direct` why RDMA devices do not reach its memory (nothing where they do), once
-    the GPU is in use.
+    where its rank can be reached, and `no_direct` why RDMA devices do not reach its memory, or nothing: both are known
+    once the GPU is in use.
     """
 
     vendor: str
@@ -91,6 +92,18 @@ def _gpus(kind: str, index: int | None) -> list[Gpu]:
     if reason is not None:
         raise DeviceError(reason)
     return [Gpu.here(device) for device in (module.devices() if index is None else [module.device(index)])]
+
+
+def device_of(buffer: Buffer) -> Device:
+    """The GPU that holds a buffer."""
+    module = {"cuda": "cuda", "rocm": "hip"}.get(buffer.device)
+    if module is None:
+        raise BufferTypeError(f"memory on {buffer.device} is not supported")
+    driver = importlib.import_module(f".devices.{module}", __package__)
+    reason = driver.why_not()
+    if reason is not None:
+        raise BufferTypeError(f"the buffers are on {buffer.device}, but {reason}")
+    return cast("Device", driver.devices()[buffer.index])
 
 
 def _driver(kind: str) -> bool:

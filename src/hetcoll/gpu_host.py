@@ -8,11 +8,14 @@ their own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from . import _native, float8
+import numpy as np
+
+from . import _native, float8, gpu_proof
 from .buffers import Buffer
 from .calls import Call
 from .diagnosis import Diagnosis
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from .islands.native import Native
 
 Describe = Callable[[int, str], None]
+Prepare = Callable[[Callable[[Check], _native.Shape], float], _native.Shape]
+Run = Callable[[_native.Shape, int, int, float], _native.Status]
 
 
 class HostPath:
@@ -52,7 +57,30 @@ class HostPath:
             wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links)
         )
         self._shapes: Kept[_native.Shape] = Kept()
+        self._unfinished: list[gpu_proof.Bytes] = []
         self._notes: Kept[list[Note]] = Kept()
+
+    def prove(self, run: Run, meet: Meet, prepare: Prepare, timeout: float) -> None:
+        """Try the ways to this host's GPUs together with their ranks: as `gpu.GpuPath.prove`."""
+        wiring, gpus = self._wiring, self._share.gpus
+
+        def exchange(peer: int, data: gpu_proof.Bytes, seconds: float) -> gpu_proof.Bytes | str:
+            ends, got = (peer, data.size), np.zeros_like(data)
+            made = functools.partial(self._plans.messages, DType.UINT8, ends, ends)
+            shape = prepare(lambda check: self._links.during(timeout, check, made), timeout)
+            if run(shape, int(data.ctypes.data), int(got.ctypes.data), seconds) is _native.Status.DONE:
+                return got
+            self._unfinished += [data, got]  # the engine may still use them
+            return f"nothing came from rank {peer} in {seconds:.3g} s"
+
+        pairs = gpu_proof.pairs_of_hosts(wiring.topology, [bool(gpu.vendor) for gpu in gpus])
+        sizes = gpu_proof.sizes(self._share.slot_bytes)
+        failed = gpu_proof.prove(wiring.topology, wiring.rank, pairs, sizes, exchange, meet)
+        if excluded := gpu_proof.demoted(failed, wiring.topology, gpus):
+            self._share.exclude(excluded)
+            wiring.listen(timeout)
+            again = gpu_proof.prove(wiring.topology, wiring.rank, excluded, sizes, exchange, meet)
+            gpu_proof.refuse(again, "through pinned slots and sockets", "nor through memory of both")
 
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """As `selection.Selection.shape`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from . import _native
@@ -19,6 +20,7 @@ from .gpu_islands import Meet
 from .rendezvous.descriptors import new_name, receive_fd, share_fd
 from .selection import describe_message, descriptor
 from .slots import SlotSegment, slot_bytes
+from .topology import Excluded, Pair
 from .wiring import Wiring
 from .witness import call_site
 
@@ -50,10 +52,23 @@ class GpuShare:
         self.gpus: Sequence[Gpu] = wiring.facts.choose(device, new_name(), no_direct, meet)
         kinds = [(gpu.vendor, gpu.bus) for gpu in self.gpus]
         self.topology = wiring.topology.equipped(kinds, [gpu.no_direct for gpu in self.gpus])
+        self._failed: dict[Pair, str] = {}
         self.slot_bytes = slot_bytes(self.topology)
         self.segment = self._segment(device, timeout)
         self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
         self._edges: dict[tuple[int, int], _native.Ledger] = {}  # of messages, by their two ranks
+
+    def exclude(self, failed: dict[Pair, str]) -> None:
+        """Memory that both have mapped does not work between these ranks, and why."""
+        self._failed = failed
+        excluded = Excluded((a, b, "mapped") for a, b in failed)
+        self.topology = replace(self.topology, excluded=excluded)
+
+    def why(self, peer: int) -> str:
+        """Why messages to `peer` go as they do, for people."""
+        rank = self._wiring.rank
+        problem = self._failed.get((min(rank, peer), max(rank, peer)))
+        return self.topology.why(rank, peer) + (f": {problem}" if problem else "")
 
     def _segment(self, device: Device | None, timeout: float) -> SlotSegment:
         wiring, locals_ = self._wiring, self._wiring.locals

@@ -7,9 +7,11 @@ since a peer's stream may still write a word after we did.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _PAUSE = 0.25  # seconds between looks while something is in flight
 _RELEASE_PAUSE = 0.01
@@ -44,6 +46,15 @@ class GpuWatch:
         """Something was enqueued."""
         if not self._wake.is_set():
             self._wake.set()
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """What does not move is left alone for as long as the block runs: it looks after that itself."""
+        usual, self._timeout = self._timeout, math.inf
+        try:
+            yield
+        finally:
+            self._timeout = usual
 
     def fail(self) -> None:
         """The communicator has failed: from now on nothing here waits for a peer."""

@@ -66,7 +66,10 @@ class Messages(Core):
             work.wait()
 
     def _pair_up(self, messages: list[tuple[int, Buffer, int]]) -> None:
-        """Messages of GPU buffers, a send and a receive at a time: their pieces are enqueued by turns."""
+        """Messages of GPU buffers, a send and a receive at a time: their pieces are enqueued by turns.
+
+        Those of two types go one after the other, since a plan has one type.
+        """
         for others in (False, True):  # messages to oneself have both halves
             sends, recvs = (
                 [(b, p) for kind, b, p in messages if kind == half and (p != self._rank) == others]
@@ -77,7 +80,11 @@ class Messages(Core):
             for out, into in itertools.zip_longest(sends, recvs):
                 send, dest = out or (None, -1)
                 recv, source = into or (None, -1)
-                self._exchange(send, dest, recv, source, False, None)
+                if send is not None and recv is not None and send.dtype is not recv.dtype:
+                    self._exchange(send, dest, None, -1, False, None)
+                    self._exchange(None, -1, recv, source, False, None)
+                else:
+                    self._exchange(send, dest, recv, source, False, None)
 
     def _message(self, kind: int, buf: Any, peer: int, async_op: bool, timeout: float | None, stream: object) -> Work:
         """One half of a message, `kind` is SEND or RECV; in a `group` it is only noted."""

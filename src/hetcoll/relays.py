@@ -45,7 +45,7 @@ class Relays:
 
     def __init__(self, wiring: Wiring, diagnosis: Diagnosis, device: Device, share: GpuShare) -> None:
         self._wiring, self._diagnosis, self._device = wiring, diagnosis, device
-        self._gpus, self._slot_bytes, self._topology = share.gpus, share.slot_bytes, share.topology
+        self._share, self._gpus, self._slot_bytes = share, share.gpus, share.slot_bytes
         self._relay: _native.Relay | None = None
         self._registered: Memory | None = None
         self._connected: set[tuple[int, int]] = set()
@@ -63,10 +63,10 @@ class Relays:
         return min(SLOTS, self._wiring.stripes or STRIPES)
 
     def _rdma(self, peer: int) -> bool:
-        return self._topology.way(self._wiring.rank, peer) in ("direct", "staged-rdma")
+        return self._share.topology.way(self._wiring.rank, peer) in ("direct", "staged-rdma")
 
     def _direct(self, peer: int) -> bool:
-        return self._topology.way(self._wiring.rank, peer) == "direct"
+        return self._share.topology.way(self._wiring.rank, peer) == "direct"
 
     def connect(self, edges: Collection[tuple[int, int]], timeout: float, check: Check) -> None:
         """Connect these (peer, channel) pairs. Both ends must ask; see `Wiring.ensure`."""
@@ -187,7 +187,7 @@ class Relays:
         made = [link for link in links if link["peer"] == peer]
         if made:
             return f"through {slots} and {'; '.join(map(describe_link, made))}"
-        return f"through {slots} and RDMA over {planned(self._topology, self._wiring.rank, peer)}"
+        return f"through {slots} and RDMA over {planned(self._share.topology, self._wiring.rank, peer)}"
 
     def fail(self, reason: str) -> None:
         """Let every stream go that waits for another host, now and later."""

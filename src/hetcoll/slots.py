@@ -149,6 +149,14 @@ class SlotSegment:
             first = self._offset(*edge) // 8
             words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8] = _RELEASED
 
+    def release_edges(self, rank: int, peer: int) -> None:
+        """The same for the edges between two ranks, which are never used again."""
+        words = self._bytes.view(np.uint64)
+        for edge in self._edges:
+            if {*edge[:2]} == {rank, peer}:
+                first = self._offset(*edge) // 8
+                words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8] = _RELEASED
+
     def close(self) -> None:
         """Unmap. The device must be done with all slots."""
         for offset in self._registered:

@@ -20,6 +20,8 @@ Way = Literal["direct", "mapped", "staged-rdma", "staged-tcp"]
 through slots in host memory that both have; through pinned slots of each, which RDMA or sockets carry."""
 Excluded = frozenset[tuple[int, int, Way]]
 """What must not be used between two ranks, the lower one first."""
+Pair = tuple[int, int]
+"""Two ranks, the lower one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +252,8 @@ class Topology:
             return f"{name}, as HETCOLL_CROSS says"
         if way == "mapped":
             return "mapped: one host"
+        if (min(a, b), max(a, b), "mapped") in self.excluded:
+            return f"{name}: memory that both have mapped does not work"
         if (min(a, b), max(a, b), "direct") in self.excluded:
             return f"{name}: the direct way did not work"
         if way == "direct":

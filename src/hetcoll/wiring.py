@@ -196,6 +196,12 @@ class Wiring:
         finally:
             os.close(fd)
 
+    def listen(self, timeout: float) -> None:
+        """Sockets may be wanted after all: all ranks tell each other where they are reached, once."""
+        if self._listener is None:
+            self._deadline = time.monotonic() + timeout
+            self._listen()
+
     def _listen(self) -> None:
         loopback = len(self.topology.hosts) == 1
         self._listener = Listener(self._config, self._control.unique_id.secret, loopback=loopback)
