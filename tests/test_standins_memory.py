@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,26 @@ def kinds(driver: Driver, job: Job) -> None:
 
 def test_pointers_say_what_they_are(on: On) -> None:
     on(kinds)
+
+
+def sealed(driver: Driver, job: Job) -> int:
+    """What the processor must not touch: copies still go there and back, and a child that reads it is killed."""
+    data = np.arange(1000, dtype=np.uint8)
+    first, second = driver.allocate(1000), driver.allocate(1000)
+    for address in (first, second):
+        standins.seal(address)
+    driver.copy(first, data.ctypes.data, 1000)
+    driver.copy(second, first, 1000)
+    assert (download(driver, second, data) == data).all()
+    child = os.fork()
+    if child == 0:
+        ctypes.string_at(second, 1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def test_sealed_memory_is_the_devices_alone(on: On) -> None:
+    assert os.WTERMSIG(on(sealed)) == signal.SIGSEGV
 
 
 def shrunken_file(driver: Driver, job: Job) -> int:
