@@ -25,7 +25,7 @@ def cases() -> list[Case]:
     """Every collective, in place and out. Sums are of one type, since every kernel is compiled by g++."""
     found = []
     for turn, (kind, count, inplace) in enumerate(itertools.product(COLLECTIVES, (5, 20_011), (False, True))):
-        if kind in ("broadcast", "alltoall") and inplace:
+        if inplace and (count == 5 or kind in ("broadcast", "alltoall")):
             continue
         op = ("sum", "max", "avg")[turn % 3] if "reduce" in kind else "sum"
         dtype = "float32" if "reduce" in kind else ("float32", "int64", "uint8")[turn % 3]

@@ -30,6 +30,8 @@ Launch = Callable[..., Ranks]
 PROMPT = {"HETCOLL_IB_TIMEOUT": "14", "HETCOLL_IB_RETRY_CNT": "7"}
 BIG = 300_001
 
+pytestmark = pytest.mark.timeout(300)  # processors are emulated
+
 
 def direct(pool: Pool, vendors: str, **env: Any) -> Ranks:
     """Ranks that pose as hosts of their own, by turns at the two ends of both cables."""
@@ -105,7 +107,7 @@ def add_up(comm: hetcoll.Communicator, calls: int) -> None:
 
 def run_while(ranks: Ranks, happens: Callable[[], None]) -> list[Any]:
     ranks.run(add_up, 2, timeout=60)
-    ranks.start(add_up, 12)
+    ranks.start(add_up, 8)
     time.sleep(0.3)
     happens()
     return ranks.finish(90)
