@@ -53,7 +53,8 @@ class Results:
 
 def last_words(reason: str) -> str:
     """What a trace ends with, or the only line of a reason."""
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", reason)  # colours
+    lines = [line.strip() for line in plain.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (errors or lines or [""])[-1]
 

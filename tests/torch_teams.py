@@ -134,12 +134,12 @@ class Team:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            arguments = (rank, ranks, backend, ours, self._folder, theirs)
+            here, there = context.Pipe()
+            arguments = (rank, ranks, backend, ours, self._folder, there)
             self._processes.append(context.Process(target=serve, args=arguments, daemon=False))
             self._processes[-1].start()
-            theirs.close()
-            self._pipes.append(ours)
+            there.close()
+            self._pipes.append(here)
 
     def wait_until_loaded(self) -> None:
         found = self._answers(LOADING)

@@ -83,6 +83,7 @@ def _hash_tensors(theirs: Callable[[list[torch.Tensor]], int] | None) -> Callabl
     def hash_tensors(tensors: list[torch.Tensor]) -> int:
         if theirs is not None and all(tensor.is_cuda for tensor in tensors):
             return theirs(tensors)
-        return hash(tuple(tensor.cpu().numpy().tobytes() for tensor in tensors))
+        copies = [tensor.detach().cpu().clone() for tensor in tensors]  # what NumPy has seen cannot be resized later
+        return hash(tuple(copy.numpy().tobytes() for copy in copies))
 
     return hash_tensors
