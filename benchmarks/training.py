@@ -27,6 +27,8 @@ import training_gpus
 from llama import Shape, batches
 from training_ways import WAYS, DataParallel, Pipeline
 
+import hetcoll.torch
+
 TOLERANCE = 7e-3  # HetCCL's figure for the relative error of the loss
 RATE = 1e-3
 CPU = torch.device("cpu")
@@ -49,6 +51,7 @@ def train(way: str, s: Shape, steps: int) -> dict[str, Any]:
 
 def worker(way: str, backend: str, steps: int) -> None:
     torch.set_num_threads(1)
+    hetcoll.torch.register()  # as its entry point does where hetcoll is installed
     dist.init_process_group(backend)
     found = train(way, Shape(), steps)
     if dist.get_rank() == 0:
