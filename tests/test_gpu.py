@@ -231,7 +231,7 @@ def close_and_look(comm: hetcoll.Communicator) -> bool:
     assert other is not None
     array = DeviceArray.of(device_of_rank(comm.rank), np.ones(5, np.float32))
     other.allreduce(array).wait()
-    path = weakref.ref(other._gpus)  # type: ignore[arg-type]
+    path = weakref.ref(other._paths.gpu)  # type: ignore[arg-type]
     other.close()
     del other
     gc.collect()
@@ -379,7 +379,7 @@ def capture(comm: hetcoll.Communicator) -> tuple[list[float], str]:
     found = [float(values.get()[-1])]
     with Capture(device, stream) as captured:
         comm.allreduce(values, stream=stream)
-        asker = threading.Thread(target=lambda: comm._gpus.idle)  # as the watch does: it must not end the capture
+        asker = threading.Thread(target=lambda: comm._paths.gpu.idle)  # as the watch does: it must not end the capture
         asker.start()
         asker.join()
         said = "nothing"

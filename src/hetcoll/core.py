@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from .compression import Compression
 from .crosscheck import CrossCheck
 from .diagnosis import Diagnosis, Kind, Vigil
 from .env import Config
-from .errors import ArgumentError, BufferTypeError, ClosedError, CommunicationError, HetcollError, InitError
-from .gpu_proof import SECONDS as PROOF_SECONDS
+from .errors import ArgumentError, ClosedError, CommunicationError, HetcollError, InitError
+from .gpu_paths import GpuPaths
 from .registration import Registration
 from .rendezvous.session import Session
 from .selection import Explanation, Selection
@@ -33,14 +33,13 @@ from .work import DONE, Work, finished
 
 if TYPE_CHECKING:
     from .gpu import GpuPath
-    from .gpu_host import HostPath
 
 log = logging.getLogger("hetcoll")
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _MEETING_BYTES = 1024
-_KINDS = {"rocm": "hip"}  # a device's name in DLPack's words: whose it is
 
 
 class Core:
@@ -53,8 +52,6 @@ class Core:
         self._pending: list[Work] = []  # keeps the memory of asynchronous calls alive
         self._pending_lock = threading.Lock()
         self._prune_at = 16
-        self._gpus: GpuPath | None = None
-        self._host: HostPath | None = None
         self._diagnosis = Diagnosis(session, group, rank, size)
         deadline = time.monotonic() + timeout
         with contextlib.ExitStack() as undo:
@@ -73,6 +70,14 @@ class Core:
             self._selection = Selection(self._wiring, config, self._compression)
             self._witness = Witness(self, self._engine, self._selection.describe)
             self._diagnosis.attach(self._engine, self._witness)
+            self._paths = GpuPaths(
+                self._wiring,
+                self._diagnosis,
+                self._selection,
+                config,
+                meet=_weakly(self._meet),
+                prepare=_weakly(self._prepare),
+            )
             undo.pop_all()
         self._cross = CrossCheck(rank, self._meet, self._diagnosis) if config.check else None
         lifetime.watch(self)
@@ -130,10 +135,10 @@ class Core:
         buffer = call.send or call.recv
         among = None
         if buffer is not None and not call.label:
-            self._check_place(buffer)
+            self._paths.check_place(buffer)
             if buffer.device != "cpu":
-                return self._gpu_path(buffer).launch(call, stream, async_op)
-            among = self._among_gpus()
+                return self._on_gpu(buffer).launch(call, stream, async_op)
+            among = self._paths.on_host()
         finish = None
         if among is not None:
             call, finish = among.converted(call)
@@ -154,66 +159,12 @@ class Core:
             witness.preparing = None
             witness.calls.pop(thread, None)
 
-    def _check_place(self, buffer: Buffer) -> None:
-        """Whether a buffer is where this rank said that its buffers are."""
-        wish, mine = self._config.device, _KINDS.get(buffer.device, buffer.device)
-        if wish is None or (wish.kind == mine and wish.index in (None, buffer.index)):
-            return
-        if mine == "cpu" and not self._wiring.topology.some_without_gpu:
-            return  # calls of all ranks on host memory
-        raise BufferTypeError(
-            f"wanted memory of {wish}, the device that rank {self._rank} said it uses, got some of {buffer.place}"
-        )
-
-    def _gpu_path(self, buffer: Buffer) -> GpuPath:
-        """This rank's GPU and what is set up on it, by the first such call of all ranks."""
-        if self._gpus is None:
-            from .gpu import GpuPath
-            from .gpu_facts import device_of
-
-            path = GpuPath(
-                self._wiring,
-                self._diagnosis,
-                device_of(buffer),
-                self._config.timeout,
-                meet=self._meet,
-                prepare=_weakly(self._prepare),
-                announce=self._selection.announce,
-            )
-            self._diagnosis.on_failure = path.failed
-            self._gpus = path
-            self._prove(lambda: path.prove(self._meet_slow, self._config.timeout))
-            if not self._config.check:
-                self._call = self._gpus.call
-        return self._gpus
-
-    def _among_gpus(self) -> HostPath | None:
-        """How a rank without a GPU takes part in the calls of those that have one; None where it has no such."""
-        if self._host is None and self._wiring.topology.some_without_gpu:
-            from .gpu_host import HostPath
-
-            path = HostPath(
-                self._wiring,
-                self._diagnosis,
-                self._config.timeout,
-                meet=self._meet,
-                describe=self._selection.note_shape,
-            )
-            self._host = path
-            self._prove(lambda: path.prove(self._engine.run, self._meet_slow, self._prepare, self._config.timeout))
-        return self._host
-
-    def _prove(self, prove: Callable[[], None]) -> None:
-        """Try the ways to GPUs. Where that fails, nothing may use them."""
-        try:
-            prove()
-        except BaseException as error:
-            self._engine.fail(Kind.ABORTED, self._rank, f"{type(error).__name__}: {error}")
-            raise
-
-    def _meet_slow(self, label: str, blob: bytes) -> list[bytes]:
-        """`_meet`, while some ranks may still try what does not work."""
-        return self._meet(label, blob, self._config.timeout + 3 * PROOF_SECONDS)
+    def _on_gpu(self, buffer: Buffer) -> GpuPath:
+        """The way of calls on a GPU's memory; from the first one on the short way tries it, too."""
+        path = self._paths.on_gpu(buffer)
+        if not self._config.check:
+            self._call = path.call
+        return path
 
     def _meet(self, label: str, blob: bytes, timeout: float | None = None) -> list[bytes]:
         """Every rank's `blob`, by rank. A collective call that is called `label` in errors."""
@@ -371,7 +322,7 @@ class Core:
         found = {"collectives": self._engine.collectives, "messages": self._engine.messages} | self._engine.counters()
         found |= self._compression.counters()
         found |= {} if memory is None else {f"memory_{name}": n for name, n in memory.counters.items()}
-        return found | ({} if self._gpus is None else {f"gpu_{name}": n for name, n in self._gpus.counters().items()})
+        return found | self._paths.counters()
 
     def reset_feedback(self) -> None:
         """Forget what compression has lost so far of each buffer, which later calls would add: for new data in the
@@ -431,13 +382,13 @@ class Core:
         if self._engine.forked:
             return
         self._log_news()
-        if self._gpus is not None:
-            self._gpus.close()
+        if self._paths.gpu is not None:
+            self._paths.gpu.close()
         self._engine.close()  # from here on nothing of ours touches the memory of calls in flight
         with self._pending_lock:
             self._pending.clear()
-        if self._host is not None:
-            self._host.close()
+        if self._paths.host is not None:
+            self._paths.host.close()
         self._selection.close()
         self._compression.forget()
         self._session.leave(self._group)
@@ -465,8 +416,7 @@ class Core:
         self._check_usable()
         self._log_news()
         found = self._selection.explain(op, nbytes, compress)
-        path = self._gpus or self._host
-        return found if path is None else found._replace(paths=found.paths + path.paths())
+        return found._replace(paths=found.paths + self._paths.describe())
 
     def _log_news(self) -> None:
         """Tell what links lost, and how they went on: once each."""
@@ -478,14 +428,14 @@ class Core:
         return f"<hetcoll.{type(self).__name__} rank {self._rank} of {self._size}{state}>"
 
 
-def _weakly(method: Callable[..., object]) -> Callable[..., None]:
+def _weakly(method: Callable[P, T]) -> Callable[P, T]:
     """Calls a method of an object that it does not keep alive."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: object) -> None:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         found = reference()
         assert found is not None, "it is in a call"
-        found(*args)
+        return found(*args, **kwargs)
 
     return call
 

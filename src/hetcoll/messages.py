@@ -133,10 +133,10 @@ class Messages(Core):
         seconds = self._seconds(timeout)
         buffer = send or recv
         assert buffer is not None
-        self._check_place(buffer)
+        self._paths.check_place(buffer)
         if buffer.device != "cpu":
-            return self._gpu_path(buffer).message(send, dest, recv, source, stream, async_op)
-        among = self._among_gpus()
+            return self._on_gpu(buffer).message(send, dest, recv, source, stream, async_op)
+        among = self._paths.on_host()
         finish = None
         if among is not None:
             send, recv, finish = among.converted_message(send, dest, recv)
