@@ -25,7 +25,7 @@ from hetcoll.devices.array import DeviceArray
 
 HOSTS, LOCAL = 2, 2
 SIZE = HOSTS * LOCAL
-COUNT = 600_000
+COUNT = 300_000
 
 
 def add_up(comm: hetcoll.Communicator, calls: int) -> None:
@@ -65,7 +65,7 @@ def rank_main(rank: int) -> None:
         if rank == 0:
             cutter.start()
         started.set()
-        add_up(comm, 12)
+        add_up(comm, 8)
         if rank == 0:
             cutter.join()
         add_up(comm, 2)
@@ -79,14 +79,14 @@ def rank_main(rank: int) -> None:
 
 def main(host: int) -> int:
     os.environ |= {
-        "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500", "HETCOLL_SECRET": "sesame",
+        "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500", "HETCOLL_SECRET": "sesame", "HETCOLL_TIMEOUT": "120",
         "HETCOLL_IB_TIMEOUT": "14", "HETCOLL_IB_RETRY_CNT": "7", "HETCOLL_SOCKET_IFNAME": "=eth0",
     }  # fmt: skip
     context = multiprocessing.get_context("fork")  # after the imports, which take seconds here
     ranks = [context.Process(target=rank_main, args=(host * LOCAL + local,)) for local in range(LOCAL)]
     for rank in ranks:
         rank.start()
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 330
     for rank in ranks:
         rank.join(max(0.0, deadline - time.monotonic()))
         rank.kill()

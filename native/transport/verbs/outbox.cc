@@ -36,7 +36,13 @@ const Invitation* Outbox::Wanted(const Message& m) const {
 }
 
 void Outbox::Invited(const Invitation& invitation) {
-  if (device_) DeliveredBefore(std::min(invitation.taken, next_));
+  if (device_) {
+    taken_ = std::max(taken_, std::min(invitation.taken, next_));
+    for (std::uint64_t seq = oldest_; seq < taken_; ++seq) {
+      // What is on its way once more reads from here, and writes there: that must be over first.
+      if (At(seq).lost || !At(seq).again) Delivered(seq);
+    }
+  }
   Invitation& place = invitations_[(device_ ? invitation.number : counters_.invitations) % kInvitations];
   ++counters_.invitations;
   const bool late = device_ && place.number != UINT64_MAX && place.number > invitation.number;  // sent twice
@@ -118,7 +124,7 @@ void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* re
     }
   }
   At(next_) = {frame, payload, region, lent_total_, at, messages_, static_cast<std::uint8_t>(rail.number()),
-               false, false};
+               false, false,   false};
   ++next_;
   if (at + n == m.total) ++messages_;
   std::uint32_t lkey = rail.staging_lkey();
@@ -152,6 +158,10 @@ void Outbox::Lost(const Rail& rail) {
   for (std::uint64_t seq = oldest_; seq < next_; ++seq) {
     Sent& sent = At(seq);
     if (sent.rail != rail.number() || sent.delivered || sent.lost) continue;
+    if (seq < taken_) {
+      Delivered(seq);
+      continue;
+    }
     sent.lost = true;
     ++lost_;
   }
@@ -180,6 +190,7 @@ void Outbox::Resend() {
     sent.frame = frame;
     sent.rail = static_cast<std::uint8_t>(best->number());
     sent.lost = false;
+    sent.again = true;
     --lost_;
     ++counters_.resent;
     const auto nic = static_cast<std::size_t>(best->nic().index());

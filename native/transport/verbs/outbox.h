@@ -100,6 +100,7 @@ class Outbox {
     std::uint8_t rail;
     bool delivered;
     bool lost;
+    bool again;  // sent more than once
   };
 
   Sent& At(std::uint64_t seq) { return sent_[seq % kWindow]; }
@@ -120,6 +121,7 @@ class Outbox {
   std::size_t lost_ = 0;
   std::uint64_t resend_from_ = 0;
   std::uint64_t recovered_ = 0;  // once all frames before it are delivered
+  std::uint64_t taken_ = 0;      // frames of a GPU that the peer was done with, as it said in its invitations
   std::uint64_t messages_ = 0;   // pushed to their end
   std::uint64_t lent_total_ = 0;
   std::uint64_t lent_seq_ = 0;
