@@ -79,7 +79,8 @@ def rank_main(rank: int) -> None:
 
 def main(host: int) -> int:
     os.environ |= {
-        "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500", "HETCOLL_SECRET": "sesame", "HETCOLL_TIMEOUT": "120",
+        "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500", "HETCOLL_SECRET": "sesame",
+        "HETCOLL_TIMEOUT": "120",
         "HETCOLL_IB_TIMEOUT": "14", "HETCOLL_IB_RETRY_CNT": "7", "HETCOLL_SOCKET_IFNAME": "=eth0",
     }  # fmt: skip
     context = multiprocessing.get_context("fork")  # after the imports, which take seconds here
