@@ -24,11 +24,19 @@ def _guests() -> None:
         pytest.skip(f"no guests here: {done.stderr.strip()}")
 
 
-def start_guest(*words: str, group: str = "") -> subprocess.Popen[str]:
-    """A guest with this test's Python path. Plugins are loaded by name, since imports take seconds there."""
+def start_guest(*words: str, group: str = "", pyverbs: Path | None = None) -> subprocess.Popen[str]:
+    """A guest with this test's Python path, and perhaps another pyverbs and its libraries.
+
+    Plugins are loaded by name, since imports take seconds there.
+    """
     options = ["--timeout", str(SECONDS), *(["--group", group] if group else [])]
     paths = [str(FOLDER.parent), str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    if pyverbs is not None:
+        paths.append(str(pyverbs / "python"))
+        environ["LD_LIBRARY_PATH"] = str(pyverbs / "lib")
+        environ["IBV_DRIVERS"] = "rxe"  # it would look for a list of them where it was built
+    environ["PYTHONPATH"] = os.pathsep.join(paths)
     return subprocess.Popen(
         [sys.executable, str(GUEST), *options, sys.executable, *words],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
@@ -47,18 +55,22 @@ def finish(*guests: subprocess.Popen[str]) -> None:
         assert guest.returncode == 0, output
 
 
-def run_suites(*names: str) -> None:
+def run_suites(*names: str, pyverbs: Path | None = None) -> None:
     """pytest on files of tests/verbs, in a guest."""
     plain = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "--color=no", "--durations=5"]
-    finish(start_guest(*plain, *(str(FOLDER / name) for name in names)))
+    finish(start_guest(*plain, *(str(FOLDER / name) for name in names), pyverbs=pyverbs))
 
 
-def test_devices_and_memory() -> None:
-    run_suites("suite_devices.py", "suite_memory.py")
+def test_the_pyverbs_of_the_package_index() -> None:
+    command = [sys.executable, FOLDER / "index_pyverbs.py", "--where"]
+    pyverbs = Path(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip())
+    if not pyverbs.exists():
+        pytest.skip(f"no {pyverbs}: tests/verbs/index_pyverbs.py makes it")
+    run_suites("suite_devices.py", "suite_memory.py", pyverbs=pyverbs)
 
 
-def test_collectives() -> None:
-    run_suites("suite_collectives.py")
+def test_devices_memory_and_collectives() -> None:
+    run_suites("suite_devices.py", "suite_memory.py", "suite_collectives.py")
 
 
 def test_faults() -> None:

@@ -40,6 +40,7 @@ struct EngineOptions {
   bool oversubscribed;                        // more ranks here than cores: give it away almost at once
   std::string fault{};                        // what goes wrong on purpose: FaultSpec::Parse
   std::int64_t sleep_slice_ns = 100'000'000;  // an upper bound on noticing what no doorbell announces
+  std::int64_t recovery_ns = 1'000'000'000;   // until an RDMA rail that was lost is tried again for the first time
 };
 
 enum class Outcome : int { kDone, kPending, kFailed };

@@ -494,7 +494,8 @@ void Fabric::Deliver(FakeQp& qp) {
   FakeNic& nic = *qp.nic;
   ibv::WcStatus status = ibv::WcStatus::kSuccess;
   const bool fails = nic.fail_after >= 0 && nic.fail_after-- == 0;
-  if (!fails || nic.fail_delivered) status = Write(qp, op);
+  const bool skips = nic.skip_after >= 0 && nic.skip_after-- == 0;
+  if ((!fails || nic.fail_delivered) && !skips) status = Write(qp, op);
   if (fails && status == ibv::WcStatus::kSuccess) status = nic.fail_status;
   if (status != ibv::WcStatus::kSuccess || op.signalled) {
     Push(qp, Of(qp.send_cq), op.wr_id, status);

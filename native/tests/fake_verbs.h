@@ -46,6 +46,7 @@ struct FakeNic : ibv::Context {
   bool corrupt = false;                         // a byte of what it sends changes on the way
   std::int64_t fail_after = -1;                 // requests until one fails
   bool fail_delivered = false;                  // though it was delivered
+  std::int64_t skip_after = -1;                 // requests until one is not delivered, and said to be
   ibv::WcStatus fail_status = ibv::WcStatus::kRetryExcErr;
   std::int64_t refuse_after = -1;  // requests until post_send refuses
   double ns_per_byte = 0;          // threaded: its line's speed

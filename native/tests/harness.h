@@ -279,6 +279,7 @@ struct JobOptions {
   double spin_seconds = 20e-6;
   std::int64_t sleep_slice_ns = 100'000'000;
   std::string fault = {};
+  std::int64_t recovery_ns = 1'000'000'000'000;
   FabricOptions fabric = {};
   std::function<void(Fabric&)> prepare = {};  // its devices, before links are made
   ShmOptions shm = {};
@@ -291,8 +292,8 @@ class Job {
     const std::string name = "hetcoll-test-" + std::to_string(getpid()) + "-" + std::to_string(jobs++);
     const bool crowded = o.size > static_cast<int>(std::thread::hardware_concurrency());
     for (int r = 0; r < o.size; ++r) {
-      engines_.push_back(std::make_unique<Engine>(
-          EngineOptions{r, o.size, 0x1234, name, r, o.spin_seconds, crowded, o.fault, o.sleep_slice_ns}));
+      engines_.push_back(std::make_unique<Engine>(EngineOptions{r, o.size, 0x1234, name, r, o.spin_seconds, crowded,
+                                                                o.fault, o.sleep_slice_ns, o.recovery_ns}));
     }
     if (o.over == Over::kShm) {
       MapAll(o);

@@ -102,7 +102,7 @@ class VerbsRecv final : public RecvEnd {
     link_->Drive();
     if (link_->inbox().ready()) return true;
     if (link_->ended()) link_->PeerGone();
-    if (link_->lost_rails() > 0) {
+    if (link_->lacks_rails()) {
       static_cast<void>(link_->Landed());
       link_->inbox().MakeRoom();
     }
@@ -134,13 +134,14 @@ std::string Quote(const std::string& text) {
   return out + '"';
 }
 
-std::string DescribeRail(const Rail& rail, bool up) {
+std::string DescribeRail(const Rail& rail, const Recovery& r, bool up) {
   const Rail::Counters& c = rail.counters();
   return "{\"nic\":" + std::to_string(rail.nic().index()) + ",\"device\":" + Quote(rail.nic().info().device) +
          ",\"peer_device\":" + Quote(rail.peer_device()) +
          ",\"state\":" + (rail.alive() ? (up ? "\"up\"" : "\"connecting\"") : "\"down\"") +
-         ",\"why\":" + Quote(rail.error()) + ",\"bytes\":" + std::to_string(c.bytes) +
-         ",\"frames\":" + std::to_string(c.frames) +
+         ",\"why\":" + Quote(rail.error()) + ",\"recovered\":" + std::to_string(r.successes) +
+         ",\"tries\":" + std::to_string(r.all_tries) + ",\"tried\":" + Quote(r.why) +
+         ",\"bytes\":" + std::to_string(c.bytes) + ",\"frames\":" + std::to_string(c.frames) +
          ",\"megabytes_per_second\":" + (rail.measured() ? std::to_string(rail.bytes_per_ns() * 1e3) : "null") + "}";
 }
 
@@ -226,8 +227,9 @@ std::string VerbsHost::Describe() const {
            ",\"lost_rails\":" + std::to_string(link->lost_rails()) +
            ",\"resent\":" + std::to_string(link->outbox().counters().resent) + ",\"rails\":[";
     for (const auto& rail : link->rails()) {
+      const Recovery& r = link->recoveries()[static_cast<std::size_t>(rail->number())];
       if (rail != link->rails().front()) out += ",";
-      out += DescribeRail(*rail, link->state() == VerbsLink::State::kUp);
+      out += DescribeRail(*rail, r, link->state() == VerbsLink::State::kUp);
     }
     out += "]}";
   }
@@ -239,17 +241,16 @@ std::vector<std::pair<std::string, std::uint64_t>> VerbsHost::Counters() const {
   Outbox::Counters out;
   std::uint64_t twice = 0;
   std::uint64_t lost = 0;
+  std::uint64_t tries = 0;
+  std::uint64_t recovered = 0;
   std::uint64_t tcp = 0;
   for (const auto& link : links_) {
     for (const auto& rail : link->rails()) {
-      const Rail::Counters& c = rail->counters();
-      rails.frames += c.frames;
-      rails.bytes += c.bytes;
-      rails.received += c.received;
-      rails.credits += c.credits;
-      rails.signalled += c.signalled;
-      rails.inlined += c.inlined;
-      rails.direct_bytes += c.direct_bytes;
+      rails += rail->counters();
+    }
+    for (const Recovery& r : link->recoveries()) {
+      tries += r.all_tries;
+      recovered += r.successes;
     }
     const Outbox::Counters& c = link->outbox().counters();
     out.lent_bytes += c.lent_bytes;
@@ -276,6 +277,8 @@ std::vector<std::pair<std::string, std::uint64_t>> VerbsHost::Counters() const {
           {"resent", out.resent},
           {"duplicates", twice},
           {"lost_rails", lost},
+          {"rail_tries", tries},
+          {"recovered_rails", recovered},
           {"links_over_tcp", tcp}};
 }
 

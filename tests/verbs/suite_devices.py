@@ -15,7 +15,7 @@ import pytest
 
 from hetcoll.checks import Level, rdma
 from hetcoll.variables import DeviceFilter
-from hetcoll.verbs.library import load
+from hetcoll.verbs.library import DISTRIBUTION, load
 from hetcoll.verbs.pci import Distance, device_folder, to_cores
 from hetcoll.verbs.ports import Port, choose_gid, choose_ports, list_ports
 
@@ -27,6 +27,15 @@ def ports() -> list[Port]:
     found, problems = list_ports(load())
     assert problems == {}
     return found
+
+
+def test_pyverbs_is_the_one_that_comes_first() -> None:
+    """And the engine has opened the same libibverbs."""
+    folders = [folder for folder in sys.path if Path(folder, "pyverbs").is_dir()]
+    assert load().origin == f"{folders[0] if folders else DISTRIBUTION}/pyverbs"
+    assert all(finding.level is Level.FINE for finding in rdma.libraries())
+    mapped = Path("/proc/self/maps").read_text().split()
+    assert len({word for word in mapped if "/libibverbs.so" in word}) == 1
 
 
 def test_ports_are_what_the_kernel_says(ports: list[Port]) -> None:

@@ -91,7 +91,7 @@ def split(comm: hetcoll.Communicator) -> tuple[dict[str, int], str]:
 
 
 def test_a_port_that_is_down_for_a_moment(launch: Launch) -> None:
-    """Its rail is lost, but not for communicators that come later."""
+    """Its rail is lost, not for communicators that come later, and in its own until it was tried again."""
 
     def flap() -> None:
         for _ in range(2):
@@ -101,11 +101,25 @@ def test_a_port_that_is_down_for_a_moment(launch: Launch) -> None:
             time.sleep(0.2)
 
     ranks = verbs(launch, 2, **PROMPT)
-    for counters, text in run_while(ranks, flap):
+    found = run_while(ranks, flap)
+    for counters, text in found:
         assert counters["links_over_tcp"] == 0, text
+        assert counters["lost_rails"] > 0, text
     for counters, text in ranks.run(split):
         assert counters["lost_rails"] == 0, text
         assert text.count("bytes sent") == 2 * len(text.splitlines()[1:]), text
+    wait_until(lambda: all(c["recovered_rails"] == c["lost_rails"] for c, _ in ranks.run(told)), 60)
+    before = ranks.run(carried)
+    ranks.run(add_up, 3)
+    for was, now, (counters, text) in zip(before, ranks.run(carried), ranks.run(told), strict=True):
+        assert counters["rail_tries"] >= counters["recovered_rails"] > 0, text
+        assert all(now[device] - was[device] > COUNT for device in now), (was, now, text)
+        assert "(down" not in text, text
+        assert re.search(r"rxe[01] to rxe[01] \([^)]*, taken up again \d times\)", text), text
+    lines = ranks.output(0).splitlines()
+    counters, text = ranks.run(told)[0]
+    for event in ("lost a rail, 1 left", "took up a lost rail again, 2 in use"):
+        assert sum(event in line for line in lines) == counters["lost_rails"], (lines, text)
 
 
 def patient(pool: Launch) -> Ranks:

@@ -61,13 +61,18 @@ void VerbsLink::SendProbe(Rail& rail) {
 }
 
 void VerbsLink::TakeProbe(Rail& rail, const Frame& frame, const std::byte* payload) {
-  const std::uint32_t seed = peer_hello_.addresses[rail.number()].psn;
+  const Recovery& r = recoveries_[static_cast<std::size_t>(rail.number())];
+  const bool again = r.rail.get() == &rail;
+  const std::uint32_t seed = again ? r.peer.psn : peer_hello_.addresses[rail.number()].psn;
   bool whole = frame.nbytes == options_.ring_bytes / 4;
   for (std::size_t i = 0; i < frame.nbytes && whole; ++i) whole = payload[i] == ProbeByte(seed, i);
-  if (whole) {
+  if (!whole) return rail.Kill(rail.Name() + ": what came was not what was sent");
+  if (!again) {
     verified_ |= 1u << rail.number();
+  } else if (leads()) {
+    TakeUp(rail);
   } else {
-    rail.Kill(rail.Name() + ": what came was not what was sent");
+    SendProbe(rail);
   }
 }
 

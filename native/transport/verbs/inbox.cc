@@ -115,14 +115,25 @@ void Inbox::MakeRoom() {
   for (std::uint64_t seq = due_ + 1; seq < end_; ++seq) {
     Arrival& a = At(seq);
     if (!a.present || !a.landed || a.rail == nullptr) continue;
-    if ((a.frame.flags & kFrameDirect) == 0) {
-      a.copy = std::make_unique<std::byte[]>(a.frame.nbytes);
-      std::memcpy(a.copy.get(), a.payload, a.frame.nbytes);
-      a.payload = a.copy.get();
-    }
-    a.rail->Release(a.index, true);
-    a.rail = nullptr;
+    Rail* rail = a.rail;
+    Copy(a);
+    rail->Release(a.index, true);
   }
+}
+
+void Inbox::Leave(const Rail& rail) {
+  for (std::uint64_t seq = due_; seq < end_; ++seq) {
+    if (At(seq).present && At(seq).rail == &rail) Copy(At(seq));
+  }
+}
+
+void Inbox::Copy(Arrival& a) {
+  if ((a.frame.flags & kFrameDirect) == 0) {
+    a.copy = std::make_unique<std::byte[]>(a.frame.nbytes);
+    std::memcpy(a.copy.get(), a.payload, a.frame.nbytes);
+    a.payload = a.copy.get();
+  }
+  a.rail = nullptr;
 }
 
 }  // namespace hetcoll

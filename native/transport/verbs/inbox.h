@@ -53,6 +53,9 @@ class Inbox {
   // sent again behind them.
   void MakeRoom();
 
+  // Copies what this dead rail brought: its ring is needed.
+  void Leave(const Rail& rail);
+
   std::uint64_t twice() const { return twice_; }
 
  private:
@@ -76,6 +79,7 @@ class Inbox {
   };
 
   Arrival* Take(const Frame& frame);
+  static void Copy(Arrival& a);
 
   Arrival& At(std::uint64_t seq) { return arrivals_[seq % kWindow]; }
   const Arrival& At(std::uint64_t seq) const { return arrivals_[seq % kWindow]; }

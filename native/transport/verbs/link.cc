@@ -11,8 +11,6 @@
 namespace hetcoll {
 namespace {
 
-constexpr double kProbeSeconds = 10;  // more than a queue pair tries by itself, unless it was told to be patient
-
 std::shared_ptr<std::byte> Map(std::size_t nbytes, int peer) {
   void* at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) {
@@ -24,18 +22,6 @@ std::shared_ptr<std::byte> Map(std::size_t nbytes, int peer) {
   return {static_cast<std::byte*>(at), [nbytes](std::byte* p) { munmap(p, nbytes); }};
 }
 
-Rails MakeRails(const VerbsLinkOptions& options, std::span<const std::pair<Nic*, std::string>> peers,
-                std::byte* memory) {
-  Rails rails;
-  std::byte* staging = memory + peers.size() * options.ring_bytes;
-  for (std::size_t i = 0; i < peers.size(); ++i) {
-    const RailMemory part{memory + i * options.ring_bytes, staging + i * options.ring_bytes, staging,
-                          options.ring_bytes, peers.size() * options.ring_bytes};
-    rails.push_back(std::make_unique<Rail>(*peers[i].first, part, static_cast<int>(i), options.peer, peers[i].second));
-  }
-  return rails;
-}
-
 }  // namespace
 
 VerbsLink::VerbsLink(const VerbsLinkOptions& options, std::span<const std::pair<Nic*, std::string>> rails,
@@ -44,10 +30,25 @@ VerbsLink::VerbsLink(const VerbsLinkOptions& options, std::span<const std::pair<
       shared_(shared),
       lifeline_(fds, options.peer),
       memory_(Map(2 * rails.size() * options.ring_bytes, options.peer)),
-      rails_(MakeRails(options, rails, memory_.get())),
+      rails_(MakeRails(rails)),
       outbox_(rails_, shared.regions, options.ring_bytes, options.peer, options.device),
-      inbox_(options.peer, options.device) {
+      inbox_(options.peer, options.device),
+      recoveries_(rails.size()) {
   SendHello();
+}
+
+RailMemory VerbsLink::MemoryOf(std::size_t rail) const {
+  std::byte* ring = memory_.get() + 2 * rail * options_.ring_bytes;
+  return {ring, ring + options_.ring_bytes, options_.ring_bytes};
+}
+
+Rails VerbsLink::MakeRails(std::span<const std::pair<Nic*, std::string>> peers) const {
+  Rails rails;
+  for (const auto& [nic, device] : peers) {
+    const auto number = static_cast<int>(rails.size());
+    rails.push_back(std::make_unique<Rail>(*nic, MemoryOf(rails.size()), number, options_.peer, device));
+  }
+  return rails;
 }
 
 void VerbsLink::Drive() {
@@ -79,7 +80,7 @@ void VerbsLink::DriveOnce() {
     PostInvitations();
   }
   if (state_ == State::kSwitch) {
-    LookForSwitch();
+    ReadWords();
     if (peer_switch_ && !sent_all_) TakeSwitch();
     if (peer_switch_ && !got_all_) TakeFrames();
     if (lifeline_.Flush() && sent_all_ && got_all_) GoOverTcp();
@@ -91,10 +92,11 @@ bool VerbsLink::Service() {
   const std::uint64_t news = news_;
   const bool ended = lifeline_.ended();
   if (state_ == State::kUp) {
-    LookForSwitch();
+    ReadWords();
     if (peer_switch_) KillRails(~0u, "the peer has lost all rails");
     const std::int64_t now = NowNs();
     for (const auto& rail : rails_) rail->Watch(now);
+    if (!peer_switch_) Recover(now);
   }
   Drive();
   return news != news_ || ended != lifeline_.ended();
@@ -116,13 +118,16 @@ void VerbsLink::CheckWord(WordKind kind, const Word& word) const {
 
 void VerbsLink::OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) {
   ++news_;
-  if ((frame.flags & (kFrameProbe | kFrameInvite)) == 0) return inbox_.Arrived(rail, index, frame, payload);
+  if ((frame.flags & (kFrameProbe | kFrameInvite | kFrameProved)) == 0) {
+    return inbox_.Arrived(rail, index, frame, payload);
+  }
   if ((frame.flags & kFrameProbe) != 0) TakeProbe(rail, frame, payload);
   if ((frame.flags & kFrameInvite) != 0 && frame.nbytes == sizeof(Invitation)) {
     Invitation invitation;
     std::memcpy(&invitation, payload, sizeof invitation);
     outbox_.Invited(invitation);
   }
+  if ((frame.flags & kFrameProved) != 0) TakeUp(rail);
   rail.Release(index, false);
 }
 
@@ -131,10 +136,16 @@ void VerbsLink::OnDelivered(std::uint64_t seq) {
   outbox_.Delivered(seq);
 }
 
-void VerbsLink::OnLost(std::uint32_t rails) { KillRails(rails, "the peer has given it up"); }
+void VerbsLink::OnLost(int rail, std::uint32_t life) {
+  const auto n = static_cast<std::size_t>(rail);
+  if (n < rails_.size() && recoveries_[n].life == life) KillRails(1u << n, "the peer has given it up");
+}
 
 void VerbsLink::Fence() {
   for (const auto& rail : rails_) rail->Kill("the engine has failed");
+  for (const Recovery& r : recoveries_) {
+    if (r.rail != nullptr) r.rail->Kill("the engine has failed");
+  }
   if (!fault_) fault_ = Fault(FaultKind::kAborted, options_.rank, "verbs: the engine has failed");
   outbox_.DeliveredBefore(outbox_.next());
   while (!invited_.empty()) Uninvite();
@@ -144,6 +155,9 @@ void VerbsLink::Fence() {
 
 void VerbsLink::PollRails() {
   for (const auto& rail : rails_) rail->Poll(*this);
+  for (const Recovery& r : recoveries_) {
+    if (Rail* rail = r.rail.get()) rail->Poll(*this);
+  }
   for (const auto& rail : rails_) {
     if (!rail->alive() && (buried_ & 1u << rail->number()) == 0) Bury(*rail);
   }
@@ -155,16 +169,18 @@ void VerbsLink::PollRails() {
 void VerbsLink::Bury(Rail& rail) {
   buried_ |= 1u << rail.number();
   ++news_;
-  LookForSwitch();
+  ReadWords();
   if (lifeline_.ended()) return;  // the peer has left: nothing is lost
   ++lost_rails_;
+  lost_ |= 1u << rail.number();
   outbox_.Lost(rail);
   if (options_.device) invitations_sent_ = 0;  // it may have carried some
+  AwaitRecovery(rail);
   const std::uint32_t left = Alive();
   Tell("lost a rail, " + std::to_string(std::popcount(left)) + " left" + (left == 0 ? ", going on over TCP" : "") +
        ": " + rail.error());
   for (const auto& other : rails_) {
-    if (other->alive()) other->PostLost(buried_);
+    if (other->alive()) other->PostLost(rail.number(), recoveries_[static_cast<std::size_t>(rail.number())].life);
   }
 }
 
@@ -183,9 +199,21 @@ void VerbsLink::Switch() {
   state_ = State::kSwitch;
 }
 
-void VerbsLink::LookForSwitch() {
-  Word word{};
-  if (!peer_switch_ && !got_all_ && ReceiveWord(kSwitchWord, word)) peer_switch_ = word;
+// What the lifeline brings while the rails are in use.
+void VerbsLink::ReadWords() {
+  while (!peer_switch_ && !got_all_) {
+    Word word{};
+    if (rail_word_) {
+      if (!TakeOffer()) return;
+    } else if (!lifeline_.Receive(word)) {
+      return;
+    } else if (word.kind == kRailWord) {
+      rail_word_ = word;
+    } else {
+      CheckWord(kSwitchWord, word);
+      peer_switch_ = word;
+    }
+  }
 }
 
 void VerbsLink::TakeSwitch() {
@@ -278,14 +306,16 @@ void VerbsLink::AddWatch(std::vector<pollfd>& fds) const {
 void VerbsLink::AddPoll(std::vector<pollfd>& fds) {
   const std::uint64_t news = news_;
   bool awake = false;
+  const auto watch = [&](Rail* rail) {
+    if (rail == nullptr || !rail->alive()) return;
+    awake |= rail->nic().Drain();  // perhaps another link's news, which it has not been told of then
+    rail->Arm();
+    fds.push_back(rail->nic().Poll());
+  };
   try {
     if (state_ == State::kProbe || state_ == State::kUp) {
-      for (const auto& rail : rails_) {
-        if (!rail->alive()) continue;
-        awake |= rail->nic().Drain();  // perhaps another link's news, which it has not been told of then
-        rail->Arm();
-        fds.push_back(rail->nic().Poll());
-      }
+      for (const auto& rail : rails_) watch(rail.get());
+      for (const Recovery& r : recoveries_) watch(r.rail.get());
     }
     Drive();  // what came before the queues were armed announces itself to nobody
   } catch (const Fault&) {
@@ -314,6 +344,7 @@ bool VerbsLink::Settled() const {
 }
 
 void VerbsLink::Shutdown() {
+  leaving_ = true;
   if (tcp_.send != nullptr) {
     tcp_.send->Finish();
   } else {

@@ -6,7 +6,8 @@
 // probe over those that both could, and says which of them brought the peer's probe whole (Verified). A rail is used
 // when both ends verified it. Where none is, the link is a plain TCP link from the start. Once the last has died, the
 // two tell each other which frame they miss first (Switch), send what the other may not have as frames over TCP (Frame,
-// End), and go on as a plain TCP link from there.
+// End), and go on as a plain TCP link from there. A rail that is lost while others are left is tried again
+// (recovery.cc).
 #pragma once
 
 #include <atomic>
@@ -27,6 +28,7 @@
 #include "transport/verbs/lifeline.h"
 #include "transport/verbs/outbox.h"
 #include "transport/verbs/rail.h"
+#include "transport/verbs/recovery.h"
 
 namespace hetcoll {
 
@@ -45,7 +47,10 @@ struct VerbsLinkOptions {
   int channel;
   std::size_t ring_bytes;  // of each rail, in each direction: a power of two
   bool device = false;     // all memory that is sent from and to is a GPU's: no processor touches it, and TCP neither
+  std::int64_t recovery_ns = 1'000'000'000;  // from the loss of a rail until it is tried again for the first time
 };
+
+inline constexpr double kProbeSeconds = 10;  // more than a queue pair tries by itself, unless it was told to be patient
 
 class VerbsLink final : private RailListener {
  public:
@@ -100,7 +105,9 @@ class VerbsLink final : private RailListener {
   State state() const { return state_; }
   const VerbsLinkOptions& options() const { return options_; }
   const Rails& rails() const { return rails_; }
-  int lost_rails() const { return lost_rails_; }
+  const std::vector<Recovery>& recoveries() const { return recoveries_; }  // of each rail
+  int lost_rails() const { return lost_rails_; }                           // ever
+  bool lacks_rails() const { return lost_ != 0; }                          // now
 
  private:
   struct Hello {
@@ -114,11 +121,18 @@ class VerbsLink final : private RailListener {
     std::uint32_t mask;
     std::uint64_t seq;
   };
-  enum WordKind : std::uint32_t { kReady = 1, kVerified = 2, kSwitchWord = 3, kFrameWord = 4, kEndWord = 5 };
+  enum WordKind : std::uint32_t {
+    kReady = 1,
+    kVerified = 2,
+    kSwitchWord = 3,
+    kFrameWord = 4,
+    kEndWord = 5,
+    kRailWord = 6,  // and a RailAddress
+  };
 
   void OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) override;
   void OnDelivered(std::uint64_t seq) override;
-  void OnLost(std::uint32_t rails) override;
+  void OnLost(int rail, std::uint32_t life) override;
 
   void DriveOnce();
   bool ReceiveWord(WordKind kind, Word& word);
@@ -130,6 +144,19 @@ class VerbsLink final : private RailListener {
   void TakeProbe(Rail& rail, const Frame& frame, const std::byte* payload);
   void Probe();
   void FinishProbe(std::uint32_t mask);
+  // recovery.cc
+  bool leads() const { return options_.rank < options_.peer; }
+  bool IsLost(const Rail& rail) const { return (lost_ & 1u << rail.number()) != 0; }
+  void Recover(std::int64_t now);
+  void Lead(Rail& lost, Recovery& r, std::int64_t now);
+  void Follow(Rail& lost, Recovery& r);
+  void Make(Recovery& r, int number, bool connect);
+  void Failed(Recovery& r, int number, const std::string& why, std::int64_t now);
+  void WaitForTry(Recovery& r, std::int64_t now) const;
+  void AwaitRecovery(const Rail& rail);
+  void SendOffer(int number, std::uint32_t attempt, const RailAddress& address);
+  bool TakeOffer();
+  void TakeUp(Rail& rail);
 
   // invitations.cc
   void Invite(const Message& m, std::size_t at, std::byte* dst, std::size_t n);
@@ -141,19 +168,21 @@ class VerbsLink final : private RailListener {
   void PollRails();
   void Bury(Rail& rail);
   void Switch();
-  void LookForSwitch();
+  void ReadWords();
   void TakeSwitch();
   void TakeFrames();
   void GoOverTcp();
   void KillRails(std::uint32_t mask, const std::string& why);
   std::uint32_t Alive() const;
+  RailMemory MemoryOf(std::size_t rail) const;
+  Rails MakeRails(std::span<const std::pair<Nic*, std::string>> peers) const;
   void Tell(const std::string& event);
 
   VerbsLinkOptions options_;
   VerbsShared& shared_;
   State state_ = State::kHello;
   Lifeline lifeline_;
-  std::shared_ptr<std::byte> memory_;  // rings, then staging
+  std::shared_ptr<std::byte> memory_;  // of each rail: its ring, then its staging
   Rails rails_;
   Outbox outbox_;
   Inbox inbox_;
@@ -173,13 +202,17 @@ class VerbsLink final : private RailListener {
   std::optional<std::uint32_t> told_;   // of them, as the peer was told
   std::optional<std::uint32_t> heard_;  // what the peer said of them
   std::int64_t probe_until_ = 0;
+  std::vector<Recovery> recoveries_;  // of each rail
+  std::optional<Word> rail_word_;     // its address is to follow
   std::optional<Word> peer_switch_;
   bool in_frame_ = false;          // a frame's word was read
   std::optional<Frame> incoming_;  // over TCP, until its payload is here
   bool sent_all_ = false;          // that goes over TCP as frames
   bool got_all_ = false;
   std::uint32_t buried_ = 0;
-  int lost_rails_ = 0;      // after they were in use
+  std::uint32_t lost_ = 0;  // of those, what was in use
+  int lost_rails_ = 0;
+  bool leaving_ = false;    // nothing more is sent over the lifeline
   std::uint64_t news_ = 0;  // grows with whatever a sleeper would want to know
   std::optional<Fault> fault_;
 };

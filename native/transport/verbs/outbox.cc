@@ -1,9 +1,11 @@
 #include "transport/verbs/outbox.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "device/kernels.h"
+#include "engine/clock.h"
 
 namespace hetcoll {
 namespace {
@@ -84,6 +86,7 @@ void Outbox::Commit(const Message& m, std::size_t at, std::size_t n) {
 Rail* Outbox::Pick(std::size_t n, Frame*& frame) {
   if (next_ - oldest_ == kWindow) return nullptr;
   const bool spread = n >= kSpread && rails_.size() > 1;
+  const std::int64_t now = spread ? NowNs() : 0;
   Rail* best = nullptr;
   double wait = 0;
   double least = std::numeric_limits<double>::infinity();  // with or without room
@@ -96,7 +99,7 @@ Rail* Outbox::Pick(std::size_t n, Frame*& frame) {
       frame = slot;
       return rail.get();
     }
-    const double expected = static_cast<double>(rail->queued() + n) / rail->bytes_per_ns();
+    const double expected = static_cast<double>(rail->queued() + n) / rail->hoped_bytes_per_ns(now);
     least = std::min(least, expected);
     if (slot == nullptr || (best != nullptr && expected >= wait)) continue;
     best = rail.get();
@@ -198,10 +201,20 @@ void Outbox::Resend() {
     const Target target{invitation.address + sent.at, invitation.rkeys[best->number()]};
     if (sent.region != nullptr) {
       best->Post(frame, sent.region->Seen(sent.payload), sent.region->lkey[nic], device_ ? &target : nullptr);
-    } else {
+    } else {  // the dead rail's staging memory may soon be a new one's
+      std::memcpy(frame + 1, sent.payload, frame->nbytes);
+      sent.payload = reinterpret_cast<std::byte*>(frame + 1);
       best->Post(frame, sent.payload, best->staging_lkey());
     }
   }
+}
+
+bool Outbox::Uses(const Rail& rail) const {
+  for (std::uint64_t seq = oldest_; seq < next_; ++seq) {
+    const Sent& sent = At(seq);
+    if (!sent.delivered && (rail.Stages(sent.frame) || rail.Stages(sent.payload))) return true;
+  }
+  return false;
 }
 
 bool Outbox::lends_device_memory() {

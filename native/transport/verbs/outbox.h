@@ -1,7 +1,7 @@
 // The sending half of a link: which rail carries what, and what may have to be sent again.
 //
 // Frames are numbered along the link and kept until the peer has consumed them: copied ones in the staging memory of
-// the rail that carried them first, lent ones where the user has them. When a rail dies, what it carried and the peer
+// the rail that carried them last, lent ones where the user has them. When a rail dies, what it carried and the peer
 // did not confirm goes again on the others. Neither end uses a dead rail's ring any more, so a late write into it does
 // no harm, and the receiver drops what it has already.
 #pragma once
@@ -17,7 +17,6 @@
 
 namespace hetcoll {
 
-inline constexpr int kMaxRails = 8;
 inline constexpr std::size_t kInviteBytes = std::size_t{64} << 10;  // shorter messages are not worth an invitation
 inline constexpr std::size_t kInvitations = 16;                     // that a link's ends keep
 inline constexpr std::uint64_t kWindow = std::uint64_t{kRailDepth} * kMaxRails;  // frames between the ends of a link
@@ -74,6 +73,9 @@ class Outbox {
     DeliveredBefore(next_);
   }
 
+  // Whether something that this dead rail carried still waits to go again.
+  bool Uses(const Rail& rail) const;
+
   // Whether the peer may lack something that the processor cannot read.
   bool lends_device_memory();
 
@@ -104,6 +106,7 @@ class Outbox {
   };
 
   Sent& At(std::uint64_t seq) { return sent_[seq % kWindow]; }
+  const Sent& At(std::uint64_t seq) const { return sent_[seq % kWindow]; }
   const Invitation* Wanted(const Message& m) const;
   Rail* Pick(std::size_t n, Frame*& frame);
   void Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 #include <random>
 #include <utility>
@@ -21,6 +22,8 @@ constexpr std::uint32_t kCountMask = (1u << kKindShift) - 1;
 constexpr std::uint32_t kPlaceBits = 22;
 constexpr std::uint32_t kCheckMask = (1u << (kKindShift - kPlaceBits)) - 1;
 static_assert(kLargestRing / kAlign == std::size_t{1} << kPlaceBits);
+constexpr std::uint32_t kRailBits = 3;  // of a rail's number
+static_assert(kMaxRails <= 1 << kRailBits);
 constexpr std::uint32_t kSignalEvery = 16;
 constexpr std::size_t kMeasured = std::size_t{32} << 10;  // no more is sent without a signal, for the rate to be known
 constexpr std::size_t kSample = std::size_t{256} << 10;
@@ -50,18 +53,25 @@ void Rail::Make() {
   ring_mr_ = {api.reg_mr(pd, memory_.ring, memory_.ring_bytes, ibv::kAccessLocalWrite | ibv::kAccessRemoteWrite),
               {api.dereg_mr}};
   if (ring_mr_ == nullptr) nic_.Fail("registering " + std::to_string(memory_.ring_bytes) + " bytes", errno);
-  staging_mr_ = {api.reg_mr(pd, memory_.all_staging, memory_.all_staging_bytes, ibv::kAccessLocalWrite),
-                 {api.dereg_mr}};
-  if (staging_mr_ == nullptr) nic_.Fail("registering " + std::to_string(memory_.all_staging_bytes) + " bytes", errno);
+  staging_mr_ = {api.reg_mr(pd, memory_.staging, memory_.ring_bytes, ibv::kAccessLocalWrite), {api.dereg_mr}};
+  if (staging_mr_ == nullptr) nic_.Fail("registering " + std::to_string(memory_.ring_bytes) + " bytes", errno);
   MakeQueues();
   Check(InitPair(nic_, qp_.get(), ibv::kAccessRemoteWrite));
   for (std::uint32_t i = 0; i + 1 < kRepost; ++i) recv_wrs_[i].next = &recv_wrs_[i + 1];
   for (std::uint32_t i = 0; i < kRecvDepth; i += kRepost) PostRecvs();
 }
 
-Rail::~Rail() {
-  qp_.reset();  // before its queues
-  nic_.Drain();
+Rail::~Rail() { GiveBack(); }
+
+void Rail::GiveBack() {
+  if (qp_ != nullptr) {
+    qp_.reset();  // before its queues
+    nic_.Drain();
+  }
+  send_cq_.reset();
+  recv_cq_.reset();
+  ring_mr_.reset();
+  staging_mr_.reset();
 }
 
 void Rail::MakeQueues() {
@@ -180,10 +190,6 @@ void Rail::Post(Frame* frame, const std::byte* payload, std::uint32_t lkey, cons
   ++posted_;
   ++counters_.frames;
   counters_.bytes += nbytes;
-  if (nbytes >= kMeasured && !Busy()) {
-    busy_since_ns_ = NowNs();
-    busy_bytes_ = bytes_posted_;
-  }
   bytes_posted_ += nbytes;
   PostSend(wr, bytes_posted_ - bytes_signalled_ >= kMeasured, target != nullptr ? &body : nullptr);
 }
@@ -197,7 +203,27 @@ void Rail::PostImmediate(Kind kind, std::uint32_t bits, bool signalled) {
   PostSend(wr, signalled);
 }
 
-void Rail::PostLost(std::uint32_t rails) { PostImmediate(kLost, rails, false); }
+void Rail::PostControl(std::uint32_t flags) {
+  Frame* frame = Slot(0);
+  if (frame == nullptr) return Kill(Name() + ": no room for a control frame");
+  *frame = {0, 0, kNoSeq, 0, flags};
+  Post(frame, reinterpret_cast<std::byte*>(frame + 1), staging_lkey());
+}
+
+void Rail::PostLost(int rail, std::uint32_t life) {
+  PostImmediate(kLost, (life << kRailBits | static_cast<std::uint32_t>(rail)) & kCountMask, false);
+}
+
+Rail::Counters& Rail::Counters::operator+=(const Counters& more) {
+  frames += more.frames;
+  bytes += more.bytes;
+  received += more.received;
+  credits += more.credits;
+  signalled += more.signalled;
+  inlined += more.inlined;
+  direct_bytes += more.direct_bytes;
+  return *this;
+}
 
 bool Rail::Drained() {
   if (sq_done_ != sq_posted_ && sq_signalled_ != sq_posted_) PostImmediate(kEnd, 0, true);
@@ -214,6 +240,10 @@ void Rail::PostSend(ibv::SendWr& wr, bool signalled, ibv::SendWr* before) {
   wr.wr_id = ++sq_posted_;
   if (signalled || sq_posted_ - sq_signalled_ >= kSignalEvery) {
     wr.send_flags |= ibv::kSendSignaled;
+    if (!Busy()) {
+      busy_since_ns_ = NowNs();
+      busy_bytes_ = bytes_signalled_;
+    }
     sq_signalled_ = sq_posted_;
     sent_before_[sq_posted_ % kSendDepth] = bytes_signalled_ = bytes_posted_;
     ++counters_.signalled;
@@ -268,8 +298,15 @@ void Rail::Measure() {
                       static_cast<double>(std::max<std::int64_t>(now - busy_since_ns_, 1));
   bytes_per_ns_ += (rate - bytes_per_ns_) * (measured_ ? 0.25 : 1);
   measured_ = true;
+  measured_ns_ = now;
   busy_since_ns_ = now;
   busy_bytes_ = bytes_done_;
+}
+
+double Rail::hoped_bytes_per_ns(std::int64_t now) const {
+  constexpr double kMostDoublings = 10;  // one each second
+  if (!measured_) return bytes_per_ns_;
+  return bytes_per_ns_ * std::exp2(std::min(static_cast<double>(now - measured_ns_) * 1e-9, kMostDoublings));
 }
 
 // ---- Receiving ----
@@ -311,7 +348,7 @@ void Rail::Receive(std::uint32_t imm, RailListener& listener) {
     case kCredit:
       return Credit(bits, listener);
     case kLost:
-      return listener.OnLost(bits);
+      return listener.OnLost(static_cast<int>(bits & ((1u << kRailBits) - 1)), bits >> kRailBits);
     case kEnd:
       return;
     case kData:

@@ -19,6 +19,7 @@
 namespace hetcoll {
 
 inline constexpr std::uint32_t kRailDepth = 64;
+inline constexpr int kMaxRails = 8;  // of a link
 // Frames are counted from here on: every link passes the place where the 30 bits of a grant start over.
 inline constexpr std::uint64_t kFirstFrame = (std::uint64_t{1} << 30) - 100;
 inline constexpr std::size_t kLeastRing = std::size_t{8} << 10;
@@ -50,16 +51,15 @@ static_assert(sizeof(Frame) == 32);
 inline constexpr std::uint32_t kFrameLent = 1;    // the sender waits until it is consumed
 inline constexpr std::uint32_t kFrameDirect = 2;  // its payload was written where the receiver had invited it to
 // Not part of the stream: their number is kNoSeq.
-inline constexpr std::uint32_t kFrameProbe = 4;   // of the handshake
-inline constexpr std::uint32_t kFrameInvite = 8;  // its payload is an Invitation
+inline constexpr std::uint32_t kFrameProbe = 4;    // of the handshake
+inline constexpr std::uint32_t kFrameInvite = 8;   // its payload is an Invitation
+inline constexpr std::uint32_t kFrameProved = 16;  // the peer's probe came whole as well: data follows
 inline constexpr std::uint64_t kNoSeq = UINT64_MAX;
 
 struct RailMemory {
   std::byte* ring;
-  std::byte* staging;      // of this rail: mirrors the peer's ring
-  std::byte* all_staging;  // of the link: any rail may have to send again what another one carried
+  std::byte* staging;  // mirrors the peer's ring
   std::size_t ring_bytes;
-  std::size_t all_staging_bytes;
 };
 
 class Rail;
@@ -77,7 +77,8 @@ class RailListener {
   virtual ~RailListener() = default;
   virtual void OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) = 0;
   virtual void OnDelivered(std::uint64_t seq) = 0;  // the peer is done with this frame
-  virtual void OnLost(std::uint32_t rails) = 0;     // the peer found these rails dead
+  // The peer found this rail dead, that was in use for the `life`th time.
+  virtual void OnLost(int rail, std::uint32_t life) = 0;
 };
 
 class Rail {
@@ -99,6 +100,8 @@ class Rail {
   std::string Name() const;
   // No more of it in either direction.
   void Kill(const std::string& why);
+  // Has the device forget it: from here on nothing touches its memory, not even a late write.
+  void GiveBack();
 
   // ---- Sending ----
 
@@ -108,14 +111,23 @@ class Rail {
   // `payload` may lie behind the frame, or wherever `lkey` allows the NIC to read. It goes behind the frame in the
   // peer's ring, or to the target.
   void Post(Frame* frame, const std::byte* payload, std::uint32_t lkey, const Target* target = nullptr);
-  void PostLost(std::uint32_t rails);
+  // A frame that is no part of the stream.
+  void PostControl(std::uint32_t flags);
+  void PostLost(int rail, std::uint32_t life);
   // Whether the device has confirmed all that it was given, as far as is known.
   bool confirmed() const { return sq_done_ == sq_posted_; }
   bool Drained();  // whether the peer's NIC has everything; asks for an answer where none is due
   void PollSend();
   std::uint32_t staging_lkey() const { return staging_mr_->lkey; }
+  // Whether this lies where its frames are copied to.
+  bool Stages(const void* at) const {
+    const auto* byte = static_cast<const std::byte*>(at);
+    return byte >= memory_.staging && byte < memory_.staging + memory_.ring_bytes;
+  }
   std::size_t queued() const { return bytes_posted_ - bytes_done_; }
   double bytes_per_ns() const { return bytes_per_ns_; }
+  // What may be hoped for: what was slow a while ago may be so no more, and only who is given something can show it.
+  double hoped_bytes_per_ns(std::int64_t now) const;
   bool measured() const { return measured_; }
 
   // ---- Receiving ----
@@ -144,8 +156,12 @@ class Rail {
     std::uint64_t signalled = 0;
     std::uint64_t inlined = 0;
     std::uint64_t direct_bytes = 0;
+
+    Counters& operator+=(const Counters& more);
   };
   const Counters& counters() const { return counters_; }
+  // It takes the place of this one.
+  void Follow(const Rail& old) { counters_ += old.counters_; }
 
  private:
   enum Kind : std::uint32_t { kData = 0, kCredit = 1, kLost = 2, kEnd = 3 };
@@ -208,6 +224,7 @@ class Rail {
   std::uint64_t busy_bytes_ = 0;                       // bytes_done_ then
   double bytes_per_ns_;
   bool measured_ = false;
+  std::int64_t measured_ns_ = 0;
   std::uint64_t watched_done_ = 0;  // sq_done_ when it moved last
   std::int64_t watched_ns_ = 0;
   std::int64_t quiet_ns_ = 0;  // since then, as far as somebody was watching

@@ -57,5 +57,9 @@ def _rail(rail: Mapping[str, Any]) -> str:
     name = f"{rail['device']} to {rail['peer_device']}"
     if rail["state"] == "up":
         speed = rail["megabytes_per_second"]  # None until enough was sent to tell
-        return f"{name} ({'' if speed is None else f'{speed:.3g} MB/s, '}{rail['bytes']} bytes sent)"
-    return f"{name} ({rail['state']}{': ' + rail['why'] if rail['why'] else ''})"
+        again = f", taken up again {rail['recovered']} times" if rail["recovered"] else ""
+        return f"{name} ({'' if speed is None else f'{speed:.3g} MB/s, '}{rail['bytes']} bytes sent{again})"
+    why = f": {rail['why']}" if rail["why"] else ""
+    last = f", {rail['tried']}" if rail["tried"] else ""
+    tried = f"; tried again {rail['tries']} times{last}" if rail["tries"] else ""
+    return f"{name} ({rail['state']}{why}{tried})"

@@ -1,0 +1,99 @@
+// What the tests of the verbs transport share: what engines say of their links, calls, and registered memory.
+#pragma once
+
+#include <span>
+#include <string_view>
+
+#include "harness.h"
+
+namespace hetcoll::testing {
+
+struct Scenario {
+  const char* name;
+  void (*run)();
+};
+std::span<const Scenario> RecoveryScenarios();  // verbs_recovery_test.cc
+
+inline std::uint64_t Counter(Engine& e, std::string_view name) {
+  using List = std::vector<std::pair<std::string, std::uint64_t>>;
+  for (const auto& [key, value] : e.AskVerbs([](VerbsHost& verbs) { return verbs.Counters(); }, List{})) {
+    if (key == name) return value;
+  }
+  std::abort();
+}
+
+inline std::string Links(Engine& e) {
+  return e.AskVerbs([](VerbsHost& verbs) { return verbs.Describe(); }, std::string());
+}
+
+inline std::string Events(Engine& e) {
+  std::string all;
+  for (const std::string& event :
+       e.AskVerbs([](VerbsHost& verbs) { return verbs.TakeEvents(); }, std::vector<std::string>{})) {
+    all += event + "\n";
+  }
+  return all;
+}
+
+inline bool Settled(Engine& e) {
+  return e.AskVerbs([](VerbsHost& verbs) { return verbs.Settled(); }, false);
+}
+
+template <class Condition>
+bool Within(double seconds, Condition&& condition) {
+  for (const std::int64_t start = NowNs(); Seconds(start) < seconds; SleepMs(1)) {
+    if (condition()) return true;
+  }
+  return condition();
+}
+
+// Until handshakes are over.
+inline void Settle(Job& job) {
+  for (int r = 0; r < job.size(); ++r) {
+    CHECK(Within(kPatience, [&] { return Links(job.engine(r)).find("connecting") == std::string::npos; }), "%s",
+          Links(job.engine(r)).c_str());
+  }
+}
+
+// All ranks run the same all-reduce over and over, with other numbers each time.
+inline void Rounds(Job& job, int rounds, std::size_t count, const std::string& what) {
+  const Bytes want = Sum(job.size(), count, DType::kInt64);
+  job.Run([&](int rank, Engine& e) {
+    const auto shape = BindAllreduce(e, job.size(), rank, RingAllreduce, DType::kInt64, count);
+    const Bytes in = Input(rank, count, DType::kInt64);
+    for (int i = 0; i < rounds; ++i) {
+      Bytes buffer = in;
+      const Outcome outcome = RunToEnd(e, shape, buffer.data(), buffer.data());
+      CHECK(outcome == Outcome::kDone, "%s: round %d on rank %d: %s", what.c_str(), i, rank, e.failure().text.c_str());
+      if (outcome != Outcome::kDone) return;
+      CHECK(buffer == want, "%s: round %d, wrong numbers on rank %d", what.c_str(), i, rank);
+    }
+  });
+}
+
+// Memory that all NICs of a rank know, as Python registers it.
+class Registered {
+ public:
+  Registered(Job& job, int rank, int rails, Bytes& bytes) : engine_(job.engine(rank)) {
+    std::vector<RegionKey> keys;
+    for (int k = 0; k < rails; ++k) {
+      FakeNic& nic = job.fabric().nic(rank * rails + k);
+      mrs_.push_back(Fabric::Api().reg_mr(&nic.pd, bytes.data(), bytes.size(), 3));
+      keys.push_back({k, mrs_.back()->lkey, mrs_.back()->rkey});
+    }
+    handle_ = engine_.RegisterMemory(reinterpret_cast<std::uintptr_t>(bytes.data()), bytes.size(), keys, {});
+  }
+  bool End() {
+    if (!engine_.UnregisterMemory(handle_)) return false;
+    for (ibv::Mr* mr : mrs_) Fabric::Api().dereg_mr(mr);
+    mrs_.clear();
+    return true;
+  }
+
+ private:
+  Engine& engine_;
+  std::vector<ibv::Mr*> mrs_;
+  int handle_;
+};
+
+}  // namespace hetcoll::testing

@@ -1,0 +1,232 @@
+// How lost rails of the verbs transport come back, and all the ways in which they fail again. Part of
+// hetcoll_verbs_test.
+
+#include "verbs_harness.h"
+
+namespace hetcoll::testing {
+namespace {
+
+constexpr std::int64_t kSoonNs = 1'000'000;
+
+void Repair(FakeNic& nic) {
+  nic.down = nic.stalled = nic.corrupt = false;
+  nic.down_from = ~std::uint64_t{0};
+  nic.fail_after = nic.refuse_after = -1;
+  nic.queue_pairs_left = nic.registrations_left = 1 << 20;
+}
+
+// Rounds until both ranks say that this often lost rails were taken up.
+void RoundsUntilRecovered(Job& job, std::uint64_t times, std::size_t count, const std::string& what) {
+  const auto all = [&] {
+    return Counter(job.engine(0), "recovered_rails") >= times && Counter(job.engine(1), "recovered_rails") >= times;
+  };
+  for (const std::int64_t start = NowNs(); !all() && Seconds(start) < kPatience;) Rounds(job, 1, count, what);
+  CHECK(all(), "%s: %s %s", what.c_str(), Links(job.engine(0)).c_str(), Links(job.engine(1)).c_str());
+}
+
+// A cable is pulled in the middle of calls, of either rank or both, and put back later; again and again. The rail
+// carries its part again, in the calls that went on meanwhile; who is idle takes it up as well.
+void Recovering() {
+  for (const bool threaded : {false, true}) {
+    const bool idle = !threaded;
+    Job job({.size = 2,
+             .over = Over::kVerbs,
+             .rails = 2,
+             .ring_bytes = 64u << 10,
+             .recovery_ns = kSoonNs,
+             .fabric = {.threaded = threaded, .overtake = threaded}});
+    Settle(job);
+    std::uint64_t before = 0;
+    for (int turn = 0; turn < 4; ++turn) {
+      const std::string what = "turn " + std::to_string(turn);
+      const int bad = turn % 2 * 2 + turn / 2;  // either rail, at either end
+      const std::uint64_t lost = Counter(job.engine(0), "lost_rails");
+      job.fabric().Change(bad, [&](FakeNic& nic) { nic.down_from = nic.bytes + 30000; });
+      for (const std::int64_t start = NowNs();
+           Counter(job.engine(0), "lost_rails") == lost && Seconds(start) < kPatience;) {
+        Rounds(job, 1, 20011, what);
+      }
+      job.fabric().Change(bad, Repair);
+      // Of the link that lost its rail last, and maybe of others.
+      const std::uint64_t want = Counter(job.engine(0), "lost_rails");
+      if (idle) {
+        CHECK(Within(kPatience,
+                     [&] {
+                       return Links(job.engine(0)).find("\"down\"") == std::string::npos &&
+                              Links(job.engine(1)).find("\"down\"") == std::string::npos;
+                     }),
+              "%s: %s %s", what.c_str(), Links(job.engine(0)).c_str(), Links(job.engine(1)).c_str());
+      } else {
+        RoundsUntilRecovered(job, want, 20011, what);
+      }
+      before = job.fabric().bytes(bad);
+      for (const std::int64_t start = NowNs(); job.fabric().bytes(bad) == before && Seconds(start) < kPatience;) {
+        Rounds(job, 1, 20011, what);
+      }
+      CHECK(job.fabric().bytes(bad) > before, "%s: it carries something", what.c_str());
+    }
+    CHECK(Counter(job.engine(0), "links_over_tcp") == 0, "%s", Links(job.engine(0)).c_str());
+    const std::string told = Events(job.engine(0));
+    CHECK(told.find("took up a lost rail again, 2 in use") != std::string::npos, "%s", told.c_str());
+    CHECK(job.fabric().complaints().empty(), "queues held");
+  }
+}
+
+// Registered memory is sent from and written to all the while, by rails that die and come back.
+void RecoveringDirect() {
+  Job job({.size = 2,
+           .over = Over::kVerbs,
+           .rails = 2,
+           .ring_bytes = 256 << 10,
+           .recovery_ns = kSoonNs,
+           .fabric = {.threaded = true}});
+  Settle(job);
+  constexpr std::size_t kCount = (1 << 20) / 8;
+  std::atomic<bool> enough{false};
+  std::thread cables([&] {
+    for (int n = 0; n < 4; ++n) {
+      job.fabric().Change(n, [](FakeNic& nic) { nic.down = true; });
+      CHECK(Within(kPatience, [&] { return Links(job.engine(0)).find("\"down\"") != std::string::npos; }), "cut");
+      job.fabric().Change(n, Repair);
+      CHECK(Within(kPatience, [&] { return Links(job.engine(0)).find("\"down\"") == std::string::npos; }), "back");
+      CHECK(Within(kPatience, [&] { return Links(job.engine(1)).find("\"down\"") == std::string::npos; }), "back");
+    }
+    enough = true;
+  });
+  std::atomic<int> more[2] = {0, 0};
+  job.Run([&](int rank, Engine& e) {
+    Bytes buffer = Input(rank, kCount, DType::kInt64);
+    const Bytes want = Sum(2, kCount, DType::kInt64);
+    Registered memory(job, rank, 2, buffer);
+    const auto shape = BindAllreduce(e, 2, rank, RingAllreduce, DType::kInt64, kCount);
+    for (int round = 0;; ++round) {
+      if (rank == 0) more[round % 2] = enough ? -round - 1 : round + 1;  // rank 1 may be a round behind, no more
+      const Bytes in = Input(rank, kCount, DType::kInt64);
+      std::copy(in.begin(), in.end(), buffer.begin());
+      CHECK(RunToEnd(e, shape, buffer.data(), buffer.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
+      CHECK(buffer == want, "round %d", round);
+      if (e.failed() || more[round % 2] == -round - 1) break;
+    }
+    CHECK(memory.End(), "nobody needs it any more");
+  });
+  cables.join();
+  CHECK(Counter(job.engine(0), "recovered_rails") >= 4, "%s", Links(job.engine(0)).c_str());
+  CHECK(Counter(job.engine(0), "staged_bytes") == 0, "nothing was copied");
+}
+
+// Whatever goes wrong with a new rail, at either end, the calls go on, and once it is mended the rail comes back.
+void RecoveringInVain() {
+  struct Case {
+    const char* what;
+    void (*spoil)(FakeNic&);
+    const char* why;
+  };
+  const Case cases[] = {
+      {"still down", [](FakeNic& nic) { nic.down = true; }, "to RTR"},
+      {"no queue pairs", [](FakeNic& nic) { nic.queue_pairs_left = 0; }, "no queue pair"},
+      {"no registrations", [](FakeNic& nic) { nic.registrations_left = 0; }, "registering"},
+      {"one registration", [](FakeNic& nic) { nic.registrations_left = 1; }, "registering"},
+      {"bytes change", [](FakeNic& nic) { nic.corrupt = true; }, "what came was not what was sent"},
+      {"post_send refuses", [](FakeNic& nic) { nic.refuse_after = 0; }, "post_send"},
+      {"the probe fails", [](FakeNic& nic) { nic.fail_after = 0; }, "IBV_WC_RETRY_EXC_ERR"},
+      {"the probe fails late",
+       [](FakeNic& nic) {
+         nic.fail_after = 0;
+         nic.fail_delivered = true;
+       },
+       "IBV_WC_RETRY_EXC_ERR"},
+  };
+  for (const Case& c : cases) {
+    for (int end = 0; end < 2; ++end) {
+      const std::string what = c.what + std::string(" at rank ") + std::to_string(end);
+      Job job({.size = 2, .over = Over::kVerbs, .rails = 2, .recovery_ns = kSoonNs, .fabric = {.threaded = true}});
+      Settle(job);
+      // Every new queue pair finds the device like that.
+      const int bad = 2 * end + 1;
+      std::atomic<bool> mended{false};
+      job.fabric().Change(bad, [&](FakeNic& nic) {
+        c.spoil(nic);
+        nic.down = true;
+      });
+      Rounds(job, 2, 20011, what);
+      const auto tell = [&] { return Links(job.engine(0)) + Links(job.engine(1)); };
+      CHECK(Within(kPatience, [&] { return Counter(job.engine(0), "lost_rails") > 0; }), "%s", tell().c_str());
+      std::thread spoiler([&] {
+        while (!mended) {
+          job.fabric().Change(bad, [&](FakeNic& nic) {
+            Repair(nic);
+            c.spoil(nic);
+          });
+          SleepMs(1);
+        }
+      });
+      bool told = false;
+      for (const std::int64_t start = NowNs(); !told && Seconds(start) < kPatience;) {
+        Rounds(job, 1, 20011, what);
+        told = tell().find(c.why) != std::string::npos && Counter(job.engine(0), "rail_tries") > 1;
+      }
+      CHECK(told, "%s: %s", what.c_str(), tell().c_str());
+      mended = true;
+      spoiler.join();
+      job.fabric().Change(bad, Repair);
+      // The rails of links over this device that were in use when it broke.
+      RoundsUntilRecovered(job, 1, 20011, what);
+      CHECK(Counter(job.engine(0), "links_over_tcp") == 0, "%s", tell().c_str());
+      CHECK(job.fabric().complaints().empty(), "%s", what.c_str());
+    }
+  }
+}
+
+// It is not tried for ever, and that is said once.
+void GivingUp() {
+  Job job({.size = 2, .over = Over::kVerbs, .rails = 2, .recovery_ns = kSoonNs / 100, .fabric = {.threaded = true}});
+  Settle(job);
+  job.fabric().Change(1, [](FakeNic& nic) { nic.down = true; });
+  std::string told;
+  const auto lines = [&] {
+    told += Events(job.engine(0));
+    std::uint64_t n = 0;
+    for (std::size_t at = 0; (at = told.find("is not tried any more, after 10 times: ", at)) != std::string::npos;
+         ++at) {
+      ++n;
+    }
+    return n;
+  };
+  for (const std::int64_t start = NowNs(); lines() == 0 && Seconds(start) < kPatience;) {
+    Rounds(job, 1, 20011, "giving up");
+  }
+  const std::uint64_t lost = Counter(job.engine(0), "lost_rails");
+  CHECK(Within(kPatience, [&] { return lines() == lost; }), "%s", told.c_str());
+  CHECK(Counter(job.engine(0), "rail_tries") == 10 * lost, "%d tries", int(Counter(job.engine(0), "rail_tries")));
+  job.fabric().Change(1, Repair);
+  SleepMs(250);
+  CHECK(Counter(job.engine(0), "recovered_rails") == 0, "%s", Links(job.engine(0)).c_str());
+}
+
+// The rest of the rails die, or an end leaves, while a new rail is on its way.
+void RecoveringTooLate() {
+  for (int at = 0; at < 12; ++at) {
+    Job job({.size = 2, .over = Over::kVerbs, .rails = 2, .recovery_ns = kSoonNs, .fabric = {.threaded = true}});
+    Settle(job);
+    job.fabric().Change(1, [](FakeNic& nic) { nic.down = true; });
+    Rounds(job, 2, 20011, "too late");
+    CHECK(Within(kPatience, [&] { return Counter(job.engine(0), "lost_rails") > 0; }), "%s",
+          Links(job.engine(0)).c_str());
+    job.fabric().Change(1, [](FakeNic& nic) { nic.down = false; });
+    SleepMs(at * 25);
+    if (at % 3 == 2) continue;  // everybody leaves
+    job.fabric().Change(at % 3 == 0 ? 0 : 2, [](FakeNic& nic) { nic.down = true; });
+    Rounds(job, 4, 20011, "too late");
+  }
+}
+
+constexpr Scenario kScenarios[] = {
+    {"recovering", Recovering}, {"again", RecoveringDirect}, {"vain", RecoveringInVain},
+    {"givingup", GivingUp},     {"late", RecoveringTooLate},
+};
+
+}  // namespace
+
+std::span<const Scenario> RecoveryScenarios() { return kScenarios; }
+
+}  // namespace hetcoll::testing
