@@ -228,7 +228,7 @@ void DeviceMemory() {
     Settle(job);
     Bytes source = Input(5, kBytes, DType::kUint8);
     const Remote memory(job, 0, 2, source);
-    for (int n = 0; n < failing; ++n) job.fabric().Change(n, [](FakeNic& nic) { nic.fail_after = 0; });
+    for (int n = 0; n < failing; ++n) job.fabric().Change(n, [](FakeNic& nic) { nic.fail_after = 1; });
     job.Run([&](int rank, Engine& e) {
       const auto shape = BindMessage(e, 2, rank, 1 - rank, rank == 0, kBytes);
       Bytes buffer(kBytes);
