@@ -163,9 +163,9 @@ def replayed(driver: Driver, job: Job) -> None:
     driver.launch(function, 1, 10, side, counter)
     driver.write(side, at, 1)
     driver.record(join, side)
+    driver.wait_event(stream, join)
     driver.wait(stream, at, 1)
     driver.copy(at + 8, counter, 8, stream)
-    driver.wait_event(stream, join)
     graph = driver.end_capture(stream)
     assert driver.capturing(stream) == driver.capturing(side) == 0
     assert (word == 0).all()  # nothing has run
@@ -179,6 +179,34 @@ def replayed(driver: Driver, job: Job) -> None:
 
 def test_graphs_are_captured_and_replayed(on: On) -> None:
     on(replayed)
+
+
+def branches(driver: Driver, job: Job) -> set[int]:
+    """What a copy that only its stream orders has found of what another branch writes, over some replays."""
+    at, word = words(driver, 2)
+    stream, side = driver.stream(), driver.stream()
+    fork, join = driver.event(), driver.event()
+    driver.begin_capture(stream)
+    driver.write(stream, at, 0)
+    driver.record(fork, stream)
+    driver.wait_event(side, fork)
+    driver.write(side, at, 7)
+    driver.record(join, side)
+    driver.copy(at + 8, at, 8, stream)
+    driver.wait_event(stream, join)
+    graph = driver.end_capture(stream)
+    executable, seen = driver.instantiate(graph), set()
+    for _ in range(30):
+        driver.replay(executable, stream)
+        driver.synchronize(stream)
+        assert word[0] == 7
+        seen.add(int(word[1]))
+    driver.destroy_graph(graph, executable)
+    return seen
+
+
+def test_branches_of_a_graph_run_in_any_order(on: On) -> None:
+    assert on(branches) == {0, 7}
 
 
 def bad_captures(driver: Driver, job: Job) -> list[int]:

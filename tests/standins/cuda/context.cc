@@ -194,8 +194,10 @@ STANDIN_API cuGetErrorString(int code, const char** text) {
   return found ? kOk : kInvalidValue;
 }
 
-STANDIN_API cuGetProcAddress_v2(const char* name, void** function, int, std::uint64_t, int* status) {
-  *function = find_symbol(name);
+// The newest signature that a caller of this version knows; versions matter here for one function only.
+STANDIN_API cuGetProcAddress_v2(const char* name, void** function, int version, std::uint64_t, int* status) {
+  bool older = version < 12030 && std::strcmp(name, "cuStreamGetCaptureInfo") == 0;
+  *function = find_symbol(older ? "cuStreamGetCaptureInfo_v2" : name);
   if (status) *status = *function ? 0 : 1;
   return *function || status ? kOk : kNotFound;
 }

@@ -276,6 +276,11 @@ STANDIN_API cuStreamGetCaptureInfo_v3(CUstream handle, int* status, std::uint64_
   return kOk;
 }
 
+STANDIN_API cuStreamGetCaptureInfo_v2(CUstream handle, int* status, std::uint64_t* id, void** graph, const void** edges,
+                                      std::size_t* count) {
+  return cuStreamGetCaptureInfo_v3(handle, status, id, graph, edges, nullptr, count);
+}
+
 STANDIN_API cuThreadExchangeStreamCaptureMode(int* mode) {
   BEGIN();
   return exchange_capture_mode(mode);

@@ -217,6 +217,8 @@ SAME(hipLaunchHostFunc, cuLaunchHostFunc, (void* stream, void (*function)(void*)
 SAME(hipStreamBeginCapture, cuStreamBeginCapture_v2, (void* stream, int mode), stream, mode)
 SAME(hipStreamEndCapture, cuStreamEndCapture, (void* stream, void** graph), stream, graph)
 SAME(hipStreamIsCapturing, cuStreamIsCapturing, (void* stream, int* state), stream, state)
+SAME(hipStreamGetCaptureInfo, cuStreamGetCaptureInfo_v2, (void* stream, int* state, unsigned long long* id), stream,
+     state, reinterpret_cast<std::uint64_t*>(id), nullptr, nullptr, nullptr)
 SAME(hipThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, (int* mode), mode)
 SAME(hipGraphInstantiateWithFlags, cuGraphInstantiateWithFlags, (void** out, void* graph, unsigned long long flags),
      out, graph, flags)

@@ -1,6 +1,8 @@
 #include "capture.h"
 
 #include <algorithm>
+#include <random>
+#include <utility>
 
 #include "settings.h"
 
@@ -20,10 +22,39 @@ std::set<Graph*>& graphs() {
 std::atomic<int> next_capture{1};
 thread_local CaptureMode interaction = CaptureMode::kGlobal;
 
-// Streams that joined must be waited for by the origin before the capture ends.
+// Every node must lie before what the origin would add next.
 bool unjoined(const Capture& capture) {
-  return std::any_of(capture.tips.begin(), capture.tips.end(),
-                     [&](const auto& tip) { return tip.first != capture.origin && !capture.joined.count(tip.first); });
+  const auto& nodes = capture.graph.nodes;
+  std::vector<bool> before(nodes.size(), false);
+  for (std::size_t tip : capture.tips.at(capture.origin)) before[tip] = true;
+  for (std::size_t i = nodes.size(); i-- > 0;) {
+    if (!before[i]) return true;
+    for (std::size_t earlier : nodes[i]->after) before[earlier] = true;
+  }
+  return false;
+}
+
+// One of the orders that the edges allow.
+std::vector<std::shared_ptr<const Node>> shuffled(const std::vector<std::shared_ptr<const Node>>& nodes,
+                                                  std::minstd_rand random) {
+  std::vector<std::size_t> missing(nodes.size()), ready;
+  std::vector<std::vector<std::size_t>> later(nodes.size());
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    missing[i] = nodes[i]->after.size();
+    for (std::size_t earlier : nodes[i]->after) later[earlier].push_back(i);
+    if (missing[i] == 0) ready.push_back(i);
+  }
+  std::vector<std::shared_ptr<const Node>> order;
+  while (!ready.empty()) {
+    std::swap(ready[random() % ready.size()], ready.back());
+    std::size_t next = ready.back();
+    ready.pop_back();
+    order.push_back(nodes[next]);
+    for (std::size_t i : later[next]) {
+      if (--missing[i] == 0) ready.push_back(i);
+    }
+  }
+  return order;
 }
 
 }  // namespace
@@ -40,7 +71,7 @@ Error begin_capture(Stream* stream, int mode) {
   capture->mode = static_cast<CaptureMode>(mode);
   capture->thread = std::this_thread::get_id();
   capture->origin = stream;
-  capture->tips[stream] = 0;
+  capture->tips[stream] = {};
   stream->capture = capture;
   active().insert(capture.get());
   return kOk;
@@ -60,6 +91,7 @@ Error end_capture(Stream* stream, Graph** graph) {
     if (member->capture == capture) member->capture = nullptr;
   }
   active().erase(capture.get());
+  capture->open = false;
   if (!capture->valid) return kCaptureInvalidated;
   if (left) return kCaptureUnjoined;
   *graph = *graphs().insert(new Graph(std::move(capture->graph))).first;
@@ -84,19 +116,16 @@ Error exchange_capture_mode(int* mode) {
 Error add_node(Stream* stream, const char* name, Body body) {
   Capture& capture = *stream->capture;
   if (!capture.valid) return kCaptureInvalidated;
-  capture.graph.nodes.push_back(std::make_shared<Node>(Node{name, stream->id, std::move(body)}));
-  capture.tips[stream] = capture.graph.nodes.size();
-  capture.joined.erase(stream);
+  std::set<std::size_t>& tips = capture.tips[stream];
+  auto& nodes = capture.graph.nodes;
+  nodes.push_back(std::make_shared<Node>(Node{name, stream->id, std::move(body), std::move(tips)}));
+  tips = {nodes.size() - 1};
   return kOk;
 }
 
-void join_capture(Stream* stream, const std::shared_ptr<Capture>& capture, Stream* recorded_on, std::size_t nodes) {
-  if (stream->capture != capture) {
-    stream->capture = capture;
-    capture->tips[stream] = nodes;
-  }
-  auto tip = capture->tips.find(recorded_on);
-  if (stream != recorded_on && tip != capture->tips.end() && tip->second == nodes) capture->joined.insert(recorded_on);
+void join_capture(Stream* stream, const std::shared_ptr<Capture>& capture, const std::set<std::size_t>& nodes) {
+  stream->capture = capture;
+  capture->tips[stream].insert(nodes.begin(), nodes.end());
 }
 
 Error refuse_default_stream(Device& device) {
@@ -139,7 +168,9 @@ Error instantiate(const Graph* graph, Graph** executable) {
 }
 
 Error launch_graph(const Graph* executable, Stream* stream) {
-  auto nodes = executable->nodes;
+  static std::atomic<unsigned> launches{0};
+  std::minstd_rand random(static_cast<unsigned>(settings().seed) * 48271u + ++launches);
+  auto nodes = shuffled(executable->nodes, random);
   return enqueue(stream, "graph", [nodes](Execution& execution) {
     for (const auto& node : nodes) {
       Execution own(execution.device(), node->stream);

@@ -1,8 +1,10 @@
-// Stream capture and graphs: while a stream captures, what it would enqueue becomes a node; a replay runs the nodes
-// in the order in which they were captured, which is one order that their edges allow.
+// Stream capture and graphs: while a stream captures, what it would enqueue becomes a node. A replay runs the nodes one
+// after another, in an order that its seed picks among those that their edges allow: a driver promises no other, and
+// may put all branches of a graph on one hardware queue.
 #pragma once
 
 #include <cstddef>
+#include <map>
 #include <memory>
 #include <set>
 #include <thread>
@@ -18,6 +20,7 @@ struct Node {
   const char* name;
   int stream;
   Body body;
+  std::set<std::size_t> after;  // numbers of nodes
 };
 
 struct Graph {
@@ -33,9 +36,9 @@ struct Capture {
   std::thread::id thread;
   Stream* origin = nullptr;
   bool valid = true;
+  bool open = true;  // until it is ended
   Graph graph;
-  std::map<Stream*, std::size_t> tips;  // streams in it: how many nodes there were when each added its last
-  std::set<Stream*> joined;             // streams whose last node the origin has waited for
+  std::map<Stream*, std::set<std::size_t>> tips;  // streams in it: the nodes that what each adds next comes after
 };
 
 Error begin_capture(Stream* stream, int mode);
@@ -49,7 +52,8 @@ Error exchange_capture_mode(int* mode);
 Error add_node(Stream* stream, const char* name, Body body);
 Error refuse_default_stream(Device& device);
 void invalidate(Capture& capture);
-void join_capture(Stream* stream, const std::shared_ptr<Capture>& capture, Stream* recorded_on, std::size_t nodes);
+// What `stream` adds from now on comes after `nodes`.
+void join_capture(Stream* stream, const std::shared_ptr<Capture>& capture, const std::set<std::size_t>& nodes);
 
 Error instantiate(const Graph* graph, Graph** executable);
 Error launch_graph(const Graph* executable, Stream* stream);

@@ -138,6 +138,9 @@ Error synchronize_stream(Stream* stream) {
   {
     std::lock_guard lock(state_mutex());
     if (Error error = refuse_capture(stream)) return error;
+    if (stream->legacy) {  // as seen on H200s: not in another stream's capture
+      if (Error error = refuse_any_capture()) return error;
+    }
     last = stream->last;
   }
   if (last) last->wait();

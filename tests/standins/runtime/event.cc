@@ -84,7 +84,6 @@ Error record_event(Event* event, Stream* stream) {
     std::lock_guard lock(state_mutex());
     if (stream->device != event->device) return kInvalidHandle;
     event->capture = stream->capture;
-    event->recorded_on = stream;
     if (stream->capture) {
       if (!stream->capture->valid) return kCaptureInvalidated;
       event->nodes = stream->capture->tips[stream];
@@ -144,14 +143,18 @@ Error wait_event(Stream* stream, Event* event) {
   std::shared_ptr<SharedMark> shared;
   {
     std::lock_guard lock(state_mutex());
-    if (event->capture && event->capture->origin->capture == event->capture) {
+    if (event->capture && event->capture->open) {
       if (stream->capture && stream->capture != event->capture) {
         invalidate(*stream->capture);
         invalidate(*event->capture);
         return kCaptureMerge;
       }
-      join_capture(stream, event->capture, event->recorded_on, event->nodes);
+      join_capture(stream, event->capture, event->nodes);
       return kOk;
+    }
+    if (event->capture) {  // of a graph that is captured already
+      if (stream->capture) invalidate(*stream->capture);
+      return kCapturedEvent;
     }
     if (stream->capture) {
       if (!event->mark) return kOk;

@@ -21,8 +21,7 @@ struct Event {
   unsigned flags = 0;
   CompletionPtr mark;                // of the latest record
   std::shared_ptr<Capture> capture;  // when that was captured
-  Stream* recorded_on = nullptr;
-  std::size_t nodes = 0;
+  std::set<std::size_t> nodes;
   std::shared_ptr<SharedMark> shared;
   std::uint64_t shared_id = 0;
   int shared_fd = -1;
