@@ -398,7 +398,7 @@ def check_capture(device: Device) -> None:
             device.kernels().function("reduce_uint16_band")  # loads a module
             machine.enqueue(Launch("bump", 1, 1, counters[0], base_word, 1), one)
             machine.enqueue(Launch("await", 1, 1, counters[1], base_word, 1, abort), one)
-            machine.enqueue(Launch("advance", 1, 1, base_word, 1), one)
+            machine.enqueue(Launch("bump", 1, 1, base_word, base_word, 1), one)
         assert not device.capturing(one)
         zero = kernel_checks.integers(machine, 0)[0]
         for replay in (1, 2, 3):

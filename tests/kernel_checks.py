@@ -316,7 +316,7 @@ def check_aborts(machine: Machine) -> None:
 
 
 def check_signals(machine: Machine) -> None:
-    """bump, await and advance, as the replays of a graph use them: two streams that take turns."""
+    """bump and await, as the replays of a graph use them: two streams that take turns."""
     counters = integers(machine, 0, 0)
     bases = integers(machine, 0, 0)
     (abort,) = integers(machine, 0)
@@ -324,7 +324,7 @@ def check_signals(machine: Machine) -> None:
         # Each raises its own counter to 1 past its base, then waits for the other's.
         machine.run([Launch("bump", 1, 1, counters[i], bases[i], 1) for i in (0, 1)])
         machine.run([Launch("await", 1, 1, counters[1 - i], bases[i], 1, abort) for i in (0, 1)])
-        machine.run([Launch("advance", 1, 1, bases[i], 1) for i in (0, 1)])
+        machine.run([Launch("bump", 1, 1, bases[i], bases[i], 1) for i in (0, 1)])
         assert [read_integer(machine, x) for x in counters + bases] == [replay + 1] * 4
     machine.run(
         [

@@ -29,6 +29,7 @@ class CudaDriver final : public Driver {
     Take(f, "cuEventQuery", query_event_);
     Take(f, "cuStreamQuery", query_);
     Take(f, "cuStreamIsCapturing", capturing_);
+    Take(f, "cuStreamGetCaptureInfo", capture_info_);
     Take(f, "cuThreadExchangeStreamCaptureMode", exchange_mode_);
     Take(f, "cuGetErrorName", error_name_);
   }
@@ -95,7 +96,15 @@ class CudaDriver final : public Driver {
   bool Capturing(DeviceStream stream) override {
     int status = 0;
     Check(capturing_(stream, &status), "cuStreamIsCapturing");
+    if (status > kCaptureStatusActive) throw Fault(FaultKind::kSystem, -1, "the capture on it has failed");
     return status == kCaptureStatusActive;
+  }
+
+  std::uint64_t Capture(DeviceStream stream) override {
+    int status = 0;
+    std::uint64_t id = 0;
+    Check(capture_info_(stream, &status, &id, nullptr, nullptr, nullptr), "cuStreamGetCaptureInfo");
+    return status == 0 ? 0 : id;
   }
 
  private:
@@ -127,6 +136,7 @@ class CudaDriver final : public Driver {
   int (*query_event_)(void*);
   int (*query_)(void*);
   int (*capturing_)(void*, int*);
+  int (*capture_info_)(void*, int*, std::uint64_t*, void**, const void**, std::size_t*);
   int (*exchange_mode_)(int*);
   int (*error_name_)(int, const char**);
 };

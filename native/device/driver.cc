@@ -16,20 +16,20 @@ SignalKernels::SignalKernels(const DriverFunctions& functions) {
   if (!functions.contains("bump")) return;
   bump_ = reinterpret_cast<DeviceFunction>(Find(functions, "bump"));
   await_ = reinterpret_cast<DeviceFunction>(Find(functions, "await"));
-  zero_ = reinterpret_cast<void*>(Find(functions, "zero"));
+  zero_ = reinterpret_cast<const std::uint64_t*>(Find(functions, "zero"));
   abort_ = reinterpret_cast<void*>(Find(functions, "abort"));
 }
 
-void SignalKernels::Write(Driver& driver, std::uint64_t* counter, std::uint64_t value, DeviceStream stream) const {
-  void* zero = zero_;
-  void* params[] = {&counter, &zero, &value};
+void SignalKernels::Write(Driver& driver, std::uint64_t* counter, const std::uint64_t* base, std::uint64_t more,
+                          DeviceStream stream) const {
+  void* params[] = {&counter, &base, &more};
   driver.Launch(bump_, 1, 1, params, stream);
 }
 
-void SignalKernels::Wait(Driver& driver, std::uint64_t* counter, std::uint64_t value, DeviceStream stream) const {
-  void* zero = zero_;
+void SignalKernels::Wait(Driver& driver, std::uint64_t* counter, const std::uint64_t* base, std::uint64_t more,
+                         DeviceStream stream) const {
   void* abort = abort_;
-  void* params[] = {&counter, &zero, &value, &abort};
+  void* params[] = {&counter, &base, &more, &abort};
   driver.Launch(await_, 1, 1, params, stream);
 }
 

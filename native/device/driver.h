@@ -49,7 +49,11 @@ class Driver {
 
   // Whether all work on the stream is done. A Fault when the device has failed.
   virtual bool Idle(DeviceStream stream) = 0;
+
+  // Whether what is enqueued on the stream becomes a part of a graph; a Fault where that graph is beyond repair.
   virtual bool Capturing(DeviceStream stream) = 0;
+  // Which graph, by a number that each capture has of its own; 0: none.
+  virtual std::uint64_t Capture(DeviceStream stream) = 0;
 };
 
 // For as long as it lives the device is this thread's own. A process may use several: what its other libraries believe
@@ -66,20 +70,30 @@ class Current {
   std::intptr_t before_;
 };
 
-// Signals and waits as kernels of one thread (devices/kernels/signals.h), for streams that can do neither. They come
-// with `functions`: "bump" and "await", and the addresses of 8 bytes that stay 0 and of a word that ends all waits.
+// Signals and waits as kernels of one thread (devices/kernels/signals.h), for graphs and for streams that can do
+// neither. They come with `functions`: "bump" and "await", and the addresses of 8 bytes that stay 0 and of a word that
+// ends all waits.
 class SignalKernels {
  public:
   explicit SignalKernels(const DriverFunctions& functions);
 
   bool wanted() const { return bump_ != nullptr; }
-  void Write(Driver& driver, std::uint64_t* counter, std::uint64_t value, DeviceStream stream) const;
-  void Wait(Driver& driver, std::uint64_t* counter, std::uint64_t value, DeviceStream stream) const;
+  void Write(Driver& driver, std::uint64_t* counter, std::uint64_t value, DeviceStream stream) const {
+    Write(driver, counter, zero_, value, stream);
+  }
+  void Wait(Driver& driver, std::uint64_t* counter, std::uint64_t value, DeviceStream stream) const {
+    Wait(driver, counter, zero_, value, stream);
+  }
+  // Of what `base` holds when the stream gets there, and `more`.
+  void Write(Driver& driver, std::uint64_t* counter, const std::uint64_t* base, std::uint64_t more,
+             DeviceStream stream) const;
+  void Wait(Driver& driver, std::uint64_t* counter, const std::uint64_t* base, std::uint64_t more,
+            DeviceStream stream) const;
 
  private:
   DeviceFunction bump_ = nullptr;
   DeviceFunction await_ = nullptr;
-  void* zero_ = nullptr;
+  const std::uint64_t* zero_ = nullptr;
   void* abort_ = nullptr;
 };
 

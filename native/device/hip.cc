@@ -28,6 +28,7 @@ class HipDriver final : public Driver {
     Take(f, "hipEventQuery", query_event_);
     Take(f, "hipStreamQuery", query_);
     Take(f, "hipStreamIsCapturing", capturing_);
+    Take(f, "hipStreamGetCaptureInfo", capture_info_);
     Take(f, "hipThreadExchangeStreamCaptureMode", exchange_mode_);
     Take(f, "hipGetErrorName", error_name_);
   }
@@ -92,7 +93,15 @@ class HipDriver final : public Driver {
   bool Capturing(DeviceStream stream) override {
     int status = 0;
     Check(capturing_(stream, &status), "hipStreamIsCapturing");
+    if (status > kCaptureStatusActive) throw Fault(FaultKind::kSystem, -1, "the capture on it has failed");
     return status == kCaptureStatusActive;
+  }
+
+  std::uint64_t Capture(DeviceStream stream) override {
+    int status = 0;
+    unsigned long long id = 0;
+    Check(capture_info_(stream, &status, &id), "hipStreamGetCaptureInfo");
+    return status == 0 ? 0 : id;
   }
 
  private:
@@ -123,6 +132,7 @@ class HipDriver final : public Driver {
   int (*query_event_)(void*);
   int (*query_)(void*);
   int (*capturing_)(void*, int*);
+  int (*capture_info_)(void*, int*, unsigned long long*);  // NOLINT: the runtime's type
   int (*exchange_mode_)(int*);
   const char* (*error_name_)(int);
 };

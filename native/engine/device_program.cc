@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <numeric>
 #include <string>
 #include <tuple>
 
@@ -22,6 +23,12 @@ struct Touch {
 class Compiler {
  public:
   Compiler(DeviceProgram& program, const BoundPlan& plan) : program_(program), plan_(plan) {}
+
+  // What comes next is of a step of this level.
+  void Begin(std::uint32_t level) {
+    if (level < level_) throw PlanError("plan: wanted an order of rising levels");
+    level_ = level;
+  }
 
   void Step(const BoundStep& s, std::uint16_t edge, std::size_t slot_bytes) {
     const Place src{static_cast<Area>(s.src_buf), s.src_off};
@@ -151,6 +158,7 @@ class Compiler {
   void Add(const DeviceAction& action) {
     program_.all_local &= action.stream == kLocalLane;
     program_.actions.push_back(action);
+    program_.actions.back().level = level_;
     program_.used[action.stream] = true;
   }
 
@@ -183,6 +191,7 @@ class Compiler {
   unsigned stagings_ = 0;
   unsigned sends_ = 0;
   unsigned receives_ = 0;
+  std::uint32_t level_ = 0;
   Positions position_{};
   std::array<Positions, kDeviceLanes> waited_{};  // [stream][other]: position of `other` that `stream` comes after
   std::vector<Touch> touched_;
@@ -192,14 +201,17 @@ class Compiler {
 }  // namespace
 
 DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order,
-                             std::span<const std::uint16_t> edges, std::size_t slot_bytes)
+                             std::span<const std::uint16_t> steps_edges, std::size_t slot_bytes,
+                             std::span<const std::uint32_t> levels)
     : scratch_bytes(plan.scratch_bytes) {
-  if (order.size() != plan.steps.size() || edges.size() != plan.steps.size()) {
-    throw PlanError("plan: an order and an edge for each of " + std::to_string(plan.steps.size()) + " steps wanted");
+  const std::size_t steps = plan.steps.size();
+  if (order.size() != steps || steps_edges.size() != steps || (!levels.empty() && levels.size() != steps)) {
+    throw PlanError("plan: an order and an edge for each of " + std::to_string(steps) + " steps wanted");
   }
   Compiler compiler(*this, plan);
   for (const std::uint32_t index : order) {
     const BoundStep& s = plan.steps.at(index);
+    if (!levels.empty()) compiler.Begin(levels[index]);
     if (s.op == Op::kLocal) {
       const auto local = std::find_if(plan.locals.begin(), plan.locals.end(),
                                       [&](const BoundLocal& each) { return each.step == index; });
@@ -212,10 +224,20 @@ DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_
       throw PlanError("plan: a message of " + std::to_string(s.len) + " bytes does not fit a slot of " +
                       std::to_string(slot_bytes));
     }
-    compiler.Step(s, talks ? edges[index] : std::uint16_t{0}, slot_bytes);
+    if (talks) edges.insert(steps_edges[index]);
+    compiler.Step(s, talks ? steps_edges[index] : std::uint16_t{0}, slot_bytes);
   }
   std::erase_if(actions,
                 [](const DeviceAction& a) { return a.step == DeviceStep::kRecord && a.event == Compiler::kNobody; });
+}
+
+DeviceProgram CaptureRecipe::Program(std::size_t slot_bytes) const {
+  std::vector<std::uint32_t> order(plan.steps.size());
+  std::iota(order.begin(), order.end(), 0u);
+  std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
+    return std::pair(levels[a], plan.steps[a].op) < std::pair(levels[b], plan.steps[b].op);
+  });
+  return {plan, order, edges, slot_bytes, levels};
 }
 
 }  // namespace hetcoll

@@ -3,17 +3,25 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/device_capture.h"
+
 namespace hetcoll {
 
 DeviceQueue::DeviceQueue(std::shared_ptr<Driver> driver, std::vector<DeviceStream> streams, std::byte* staging,
                          std::size_t slot_bytes)
     : driver_(std::move(driver)),
+      lanes_((driver_->Activate(), driver_), streams),
       streams_(std::move(streams)),
       staging_(staging),
       slot_bytes_(slot_bytes),
-      start_((driver_->Activate(), driver_)),
       kernel_(driver_),
-      local_(driver_) {
+      local_(driver_),
+      captured_(driver_) {}
+
+DeviceQueue::~DeviceQueue() = default;
+
+DeviceLanes::DeviceLanes(std::shared_ptr<Driver> driver, std::vector<DeviceStream> streams)
+    : driver_(std::move(driver)), streams_(std::move(streams)), start_(driver_) {
   if (streams_.size() != kDeviceLanes) throw PlanError("a GPU queue needs a stream for each of its lanes");
   for (unsigned i = 0; i < kDeviceLanes; ++i) ends_.emplace_back(driver_);
 }
@@ -23,48 +31,81 @@ std::uint16_t DeviceQueue::AddEdge(const SlotEdge& edge) {
   return static_cast<std::uint16_t>(edges_.size() - 1);
 }
 
-DeviceEvent DeviceQueue::EventAt(std::uint32_t index) {
+DeviceEvent DeviceLanes::EventAt(std::uint32_t index) {
   while (events_.size() <= index) events_.emplace_back(driver_);
   return events_[index].get();
 }
+
+void DeviceLanes::Fork(const std::array<bool, kDeviceLanes>& used, DeviceStream user) {
+  driver_->Record(start_.get(), user);
+  for (std::size_t i = 0; i < streams_.size(); ++i) {
+    if (used[i]) driver_->WaitEvent(start_.get(), streams_[i]);
+  }
+}
+
+void DeviceQueue::SetCapture(std::unique_ptr<DeviceCapture> capture) { capture_ = std::move(capture); }
 
 void DeviceQueue::Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
                           std::uint64_t signature, DeviceStream user, bool join, bool capturing) {
   const Current current(*driver_);
   ++calls_;
-  const std::array<std::byte*, 4> bases{const_cast<std::byte*>(send), recv, scratch, staging_};
+  std::array<std::byte*, 4> bases{const_cast<std::byte*>(send), recv, scratch, staging_};
+  if (capturing) FollowCaptured(user);
   if (shape.program.all_local) return EnqueueLocal(shape, bases, user, capturing);
+  if (capturing) {
+    if (capture_ == nullptr || shape.recipe == nullptr)
+      throw PlanError("a program of copies needs SetCapture and a recipe to be captured");
+    bases[static_cast<std::size_t>(Area::kStaging)] = capture_->staging();
+    capture_->Enqueue(shape.recipe->Program(slot_bytes_), shape.recipe->lag, user,
+                      [&](const DeviceAction& action, std::byte* slot, DeviceLanes& lanes) {
+                        Work(shape, action, bases, slot, lanes);
+                      });
+    return EndCaptured(user);
+  }
   Begin(shape, user);
   for (const DeviceAction& action : shape.program.actions) Run(shape, action, bases, signature);
   for (std::size_t i = 0; i < streams_.size(); ++i) {
     if (!shape.program.used[i]) continue;
-    driver_->Record(ends_[i].get(), streams_[i]);
+    driver_->Record(lanes_.end(i), streams_[i]);
     ended_[i] = true;
   }
   is_joined_ = false;
-  if (join) Join(user);
+  if (join) JoinLanes(user);
 }
 
 // The library itself orders its calls on different streams.
 void DeviceQueue::EnqueueLocal(const DeviceShape& shape, const std::array<std::byte*, 4>& bases, DeviceStream user,
                                bool capturing) {
   for (const LocalAction& local : shape.program.locals) RunLocal(shape, local, bases, user);
-  if (!capturing) driver_->Record(local_.get(), user);
+  if (capturing) return EndCaptured(user);
+  driver_->Record(local_.get(), user);
+}
+
+// Calls share their state, so they come one after another in a graph as well, whatever streams it is captured on.
+void DeviceQueue::FollowCaptured(DeviceStream user) {
+  if (captured_in_ != 0 && driver_->Capture(user) == captured_in_) driver_->WaitEvent(captured_.get(), user);
+}
+
+void DeviceQueue::EndCaptured(DeviceStream user) {
+  driver_->Record(captured_.get(), user);
+  captured_in_ = driver_->Capture(user);
 }
 
 // What this call's streams do comes after the user's work so far, and after the last call: the two share staging
 // memory, and scratch.
 void DeviceQueue::Begin(const DeviceShape& shape, DeviceStream user) {
-  if (!is_joined_ || joined_ != user) Join(user);
-  driver_->Record(start_.get(), user);
-  for (std::size_t i = 0; i < streams_.size(); ++i) {
-    if (shape.program.used[i]) driver_->WaitEvent(start_.get(), streams_[i]);
-  }
+  if (!is_joined_ || joined_ != user) JoinLanes(user);
+  lanes_.Fork(shape.program.used, user);
 }
 
 void DeviceQueue::Join(DeviceStream user) {
+  if (driver_->Capturing(user)) return FollowCaptured(user);
+  JoinLanes(user);
+}
+
+void DeviceQueue::JoinLanes(DeviceStream user) {
   for (std::size_t i = 0; i < streams_.size(); ++i) {
-    if (ended_[i]) driver_->WaitEvent(ends_[i].get(), user);
+    if (ended_[i]) driver_->WaitEvent(lanes_.end(i), user);
   }
   joined_ = user;
   is_joined_ = true;
@@ -73,13 +114,17 @@ void DeviceQueue::Join(DeviceStream user) {
 void DeviceQueue::EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user,
                                 bool capturing) {
   const Current current(*driver_);
-  if (!capturing && kernel_stream_ != user) driver_->WaitEvent(kernel_.get(), user);
+  if (capturing) {
+    FollowCaptured(user);
+  } else if (kernel_stream_ != user) {
+    driver_->WaitEvent(kernel_.get(), user);
+  }
   kernel_arguments_ = shape.arguments;
   std::memcpy(kernel_arguments_.data(), &recv, sizeof recv);
   std::memcpy(kernel_arguments_.data() + sizeof recv, &send, sizeof send);
   void* params[] = {kernel_arguments_.data()};
   driver_->Launch(shape.function, shape.blocks, shape.threads, params, user);
-  if (capturing) return;
+  if (capturing) return EndCaptured(user);
   driver_->Record(kernel_.get(), user);  // now, since the stream may be gone when the next call comes
   kernel_stream_ = user;
 }
@@ -87,7 +132,8 @@ void DeviceQueue::EnqueueKernel(const KernelShape& shape, const std::byte* send,
 bool DeviceQueue::Idle() {
   const Current current(*driver_);
   return driver_->Done(kernel_.get()) && driver_->Done(local_.get()) &&
-         std::all_of(streams_.begin(), streams_.end(), [&](DeviceStream s) { return driver_->Idle(s); });
+         std::all_of(streams_.begin(), streams_.end(), [&](DeviceStream s) { return driver_->Idle(s); }) &&
+         (capture_ == nullptr || !capture_->Busy());
 }
 
 bool DeviceQueue::Capturing(DeviceStream user) {
@@ -108,17 +154,10 @@ void DeviceQueue::Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n
 
 void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const std::array<std::byte*, 4>& bases,
                       std::uint64_t signature) {
-  const auto at = [&](const Place& p) { return bases[static_cast<std::size_t>(p.area)] + p.offset; };
   const DeviceStream stream = streams_[a.stream];
   SlotEdge* edge = a.edge < edges_.size() ? &edges_[a.edge] : nullptr;
   const std::uint64_t number = edge == nullptr ? 0 : edge->messages;
   switch (a.step) {
-    case DeviceStep::kWaitEvent:
-      driver_->WaitEvent(EventAt(a.event), stream);
-      break;
-    case DeviceStep::kRecord:
-      driver_->Record(EventAt(a.event), stream);
-      break;
     case DeviceStep::kWaitCredit:
       if (number >= edge->slots.count) {
         driver_->WaitValue(edge->slots.Credit(number), number + 1 - edge->slots.count, stream);
@@ -127,16 +166,10 @@ void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const std
     case DeviceStep::kWaitReady:
       driver_->WaitValue(edge->slots.Ready(number), number + 1, stream);
       break;
-    case DeviceStep::kCopy:
-      driver_->Copy(at(a.dst), at(a.src), a.n, stream);
-      break;
     case DeviceStep::kCopyOut:
-      Expect(shape, *edge, a.n, signature);
-      driver_->Copy(edge->slots.At(number), at(a.src), a.n, stream);
-      break;
     case DeviceStep::kCopyIn:
       Expect(shape, *edge, a.n, signature);
-      driver_->Copy(at(a.dst), edge->slots.At(number), a.n, stream);
+      Work(shape, a, bases, edge->slots.At(number), lanes_);
       break;
     case DeviceStep::kPublish:
       driver_->WriteValue(edge->slots.Ready(number), number + 1, stream);
@@ -145,6 +178,33 @@ void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const std
     case DeviceStep::kGrant:
       driver_->WriteValue(edge->slots.Credit(number), number + 1, stream);
       ++edge->messages;
+      break;
+    default:
+      Work(shape, a, bases, nullptr, lanes_);
+      break;
+  }
+}
+
+// What needs no peer; `slot` is what is copied into or out of.
+void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const std::array<std::byte*, 4>& bases,
+                       std::byte* slot, DeviceLanes& lanes) {
+  const auto at = [&](const Place& p) { return bases[static_cast<std::size_t>(p.area)] + p.offset; };
+  const DeviceStream stream = lanes[a.stream];
+  switch (a.step) {
+    case DeviceStep::kWaitEvent:
+      driver_->WaitEvent(lanes.EventAt(a.event), stream);
+      break;
+    case DeviceStep::kRecord:
+      driver_->Record(lanes.EventAt(a.event), stream);
+      break;
+    case DeviceStep::kCopy:
+      driver_->Copy(at(a.dst), at(a.src), a.n, stream);
+      break;
+    case DeviceStep::kCopyOut:
+      driver_->Copy(slot, at(a.src), a.n, stream);
+      break;
+    case DeviceStep::kCopyIn:
+      driver_->Copy(at(a.dst), slot, a.n, stream);
       break;
     case DeviceStep::kReduce: {
       void* dst = at(a.dst);
@@ -166,6 +226,8 @@ void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const std
       Launch(shape.scale, a.n, params, stream);
       break;
     }
+    default:
+      throw PlanError("a program's signals are not its work");
   }
 }
 

@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -74,6 +75,14 @@ struct DeviceAction {
   Place src{};
   Place other{};
   std::size_t n = 0;
+  std::uint32_t level = 0;  // of its step: order.py
+
+  bool Waits() const {  // for a peer
+    return step == DeviceStep::kWaitCredit || step == DeviceStep::kWaitReady || step == DeviceStep::kLocal;
+  }
+  bool Tells() const {  // a peer
+    return step == DeviceStep::kPublish || step == DeviceStep::kGrant || step == DeviceStep::kLocal;
+  }
 };
 
 // The streams of a queue, by what they do. Two for each direction of copies, which take turns: a stream that waits for
@@ -108,16 +117,29 @@ struct LocalAction {
 };
 
 struct DeviceProgram {
-  // `order` names each step of the plan once. Throws PlanError where a message is larger than a slot.
+  // `order` names each step of the plan once, by rising `levels` where they have any. Throws PlanError where a message
+  // is larger than a slot.
   DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, std::span<const std::uint16_t> edges,
-                std::size_t slot_bytes);
+                std::size_t slot_bytes, std::span<const std::uint32_t> levels = {});
 
   std::vector<DeviceAction> actions;
   std::vector<LocalAction> locals;
   std::array<bool, kDeviceLanes> used{};
-  bool all_local = true;  // nothing but local steps: they can run on the user's own stream
+  bool all_local = true;          // nothing but local steps: they can run on the user's own stream
+  std::set<std::uint16_t> edges;  // that it uses
   std::uint32_t events = 0;
   std::size_t scratch_bytes = 0;
+};
+
+// From what a program is made that can be captured: its steps come by their levels, and what waits for a peer comes
+// `lag` levels after what this rank tells its peers (order.py).
+struct CaptureRecipe {
+  DeviceProgram Program(std::size_t slot_bytes) const;
+
+  BoundPlan plan;
+  std::vector<std::uint16_t> edges;
+  std::vector<std::uint32_t> levels;
+  std::uint32_t lag;
 };
 
 // How the vendor's library sees a reduction: islands/native.py.
@@ -135,6 +157,7 @@ struct DeviceShape {
   unsigned divisor;
   LocalReduction local{};
   bool p2p = false;  // messages are numbered along the edge, not within the call
+  std::shared_ptr<const CaptureRecipe> recipe = nullptr;
 };
 
 // A collective in one kernel. Its only argument is a struct (devices/kernels/arguments.h) that begins with the
@@ -146,11 +169,34 @@ struct KernelShape {
   unsigned threads;
 };
 
+// Streams, and events between them.
+class DeviceLanes {
+ public:
+  DeviceLanes(std::shared_ptr<Driver> driver, std::vector<DeviceStream> streams);
+
+  DeviceStream operator[](std::size_t lane) const { return streams_[lane]; }
+  DeviceEvent EventAt(std::uint32_t index);
+
+  // The lanes in use begin after what is on `user` now.
+  void Fork(const std::array<bool, kDeviceLanes>& used, DeviceStream user);
+  DeviceEvent end(std::size_t lane) const { return ends_[lane].get(); }
+
+ private:
+  std::shared_ptr<Driver> driver_;
+  std::vector<DeviceStream> streams_;
+  std::vector<Event> events_;
+  Event start_;
+  std::vector<Event> ends_;  // of each lane's last call
+};
+
+class DeviceCapture;
+
 class DeviceQueue {
  public:
   // `streams` are the lanes'; `staging` is device memory for the staged messages, of a slot each.
   DeviceQueue(std::shared_ptr<Driver> driver, std::vector<DeviceStream> streams, std::byte* staging,
               std::size_t slot_bytes);
+  ~DeviceQueue();
 
   // The communicator of this rank's island, where it has one.
   void SetIsland(std::unique_ptr<VendorCollectives> island, int place, int members);
@@ -158,19 +204,22 @@ class DeviceQueue {
   // Slots of `slot_bytes`, at least as many as the order of the steps counts on. Returns the edge's number.
   std::uint16_t AddEdge(const SlotEdge& edge);
 
+  // What programs of copies need to be captured; before the first of them is.
+  void SetCapture(std::unique_ptr<DeviceCapture> capture);
+  DeviceCapture* capture() const { return capture_.get(); }
+
   // Enqueues one run over this device memory. It begins after what is on `user` now, and whatever comes on `user` later
-  // begins after it where `join` says so. `signature` is the call's, for what travels between hosts. `capturing`: see
-  // EnqueueKernel.
+  // begins after it where `join` says so. `signature` is the call's, for what travels between hosts. `capturing`, as
+  // Capturing said: it becomes a part of the graph that is captured on `user`, joined and after what was captured there
+  // before; who launches the graph keeps it apart from other calls.
   void Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
                std::uint64_t signature, DeviceStream user, bool join, bool capturing = false);
 
-  // A kernel on the user's own stream. Calls on different streams come one after another: they share their state. A
-  // graph that is captured on `user` (`capturing`, as Capturing said) may have it, and programs that are all local, in
-  // it: then who launches the graph keeps it apart from other calls.
+  // A kernel on the user's own stream. Calls on different streams come one after another: they share their state.
   void EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user,
                      bool capturing = false);
 
-  // Makes `user` wait for everything enqueued so far.
+  // Makes `user` wait for everything enqueued so far; where it is captured, for what its graph has of that.
   void Join(DeviceStream user);
   bool Idle();
   bool Capturing(DeviceStream user);
@@ -179,17 +228,22 @@ class DeviceQueue {
 
  private:
   void Begin(const DeviceShape& shape, DeviceStream user);
+  void JoinLanes(DeviceStream user);
+  void FollowCaptured(DeviceStream user);
+  void EndCaptured(DeviceStream user);
   void EnqueueLocal(const DeviceShape& shape, const std::array<std::byte*, 4>& bases, DeviceStream user,
                     bool capturing);
   void Run(const DeviceShape& shape, const DeviceAction& action, const std::array<std::byte*, 4>& bases,
            std::uint64_t signature);
   void Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n, std::uint64_t signature);
-  DeviceEvent EventAt(std::uint32_t index);
+  void Work(const DeviceShape& shape, const DeviceAction& action, const std::array<std::byte*, 4>& bases,
+            std::byte* slot, DeviceLanes& lanes);
   void RunLocal(const DeviceShape& shape, const LocalAction& local, const std::array<std::byte*, 4>& bases,
                 DeviceStream stream);
   void Launch(const DeviceKernel& kernel, std::size_t n, void** params, DeviceStream stream);
 
   std::shared_ptr<Driver> driver_;
+  DeviceLanes lanes_;
   std::vector<DeviceStream> streams_;
   std::byte* staging_;
   std::size_t slot_bytes_;
@@ -198,14 +252,14 @@ class DeviceQueue {
   int place_ = 0;  // of this rank in its island
   int members_ = 1;
   std::uint64_t calls_ = 0;
-  std::vector<Event> events_;
-  Event start_;
-  Event kernel_;  // the end of the last EnqueueKernel
-  Event local_;   // the end of the last EnqueueLocal
+  Event kernel_;                   // the end of the last EnqueueKernel
+  Event local_;                    // the end of the last EnqueueLocal
+  Event captured_;                 // the end of what was captured last, and
+  std::uint64_t captured_in_ = 0;  // the capture's number
+  std::unique_ptr<DeviceCapture> capture_;
   DeviceStream kernel_stream_ = nullptr;
   std::vector<std::byte> kernel_arguments_;
-  std::vector<Event> ends_;                 // of each stream's last call
-  std::array<bool, kDeviceLanes> ended_{};  // which of them were recorded
+  std::array<bool, kDeviceLanes> ended_{};  // which lanes' ends were recorded
   DeviceStream joined_ = nullptr;           // the stream that waits for the last call already
   bool is_joined_ = true;
 };

@@ -41,6 +41,12 @@ class Ledger {
     return entry;
   }
 
+  // The same call as a part of a graph, which is another call.
+  static LedgerEntry Captured(const LedgerEntry& entry) {
+    constexpr std::uint64_t kCaptured = 0x6a09e667f3bcc909;
+    return Entry(entry.signature ^ kCaptured, "in a graph, " + std::string(entry.text.data()));
+  }
+
   // Writes the next call down. Returns a rank that called something else under its number, or -1.
   int Note(const LedgerEntry& entry) {
     LedgerPage& mine = pages_[rank_];

@@ -74,6 +74,11 @@ void BindDevices(nb::module_& m) {
       .def_prop_ro("moves", &Relay::moves);
   nb::class_<DeviceShape>(m, "DeviceShape")
       .def_prop_ro("all_local", [](const DeviceShape& s) { return s.program.all_local; })
+      .def_prop_ro("p2p", [](const DeviceShape& s) { return s.p2p; })
+      .def_prop_ro("edges",
+                   [](const DeviceShape& s) {
+                     return std::vector<std::uint16_t>(s.program.edges.begin(), s.program.edges.end());
+                   })
       .def_prop_ro("scratch_bytes", [](const DeviceShape& s) { return s.program.scratch_bytes; })
       .def_prop_ro("actions", [](const DeviceShape& s) { return s.program.actions.size(); });
   m.attr("LEDGER_BYTES") = kLedgerBytes;
@@ -95,9 +100,14 @@ void BindDevices(nb::module_& m) {
       .def("set_island", &PyDeviceQueue::SetIsland, "functions"_a, "handle"_a, "place"_a, "members"_a)
       .def("add_edge", &PyDeviceQueue::AddEdge, "slots"_a, "ready"_a, "credit"_a, "count"_a,
            "relay"_a.none() = nb::none())
+      .def("set_capture", &PyDeviceQueue::SetCapture, nb::kw_only(), "kernels"_a, "streams"_a, "staging"_a, "words"_a,
+           "seen"_a)
+      .def("drop_capture", &PyDeviceQueue::DropCapture)
+      .def("add_capture_edge", &PyDeviceQueue::AddCaptureEdge, "edge"_a, "slots"_a, "ready"_a, "credit"_a, "count"_a)
+      .def("capture_taken", &PyDeviceQueue::CaptureTaken, "stream"_a)
       .def("bind", &PyDeviceQueue::Bind, nb::kw_only(), "plan"_a, "rank"_a, "size"_a, "dtype"_a, "send_count"_a,
-           "recv_count"_a, "send_table"_a, "recv_table"_a, "order"_a, "edges"_a, "reduce"_a.none(), "scale"_a.none(),
-           "divisor"_a, "p2p"_a = false, "local"_a.none() = nb::none())
+           "recv_count"_a, "send_table"_a, "recv_table"_a, "order"_a, "levels"_a, "lag"_a, "edges"_a, "reduce"_a.none(),
+           "scale"_a.none(), "divisor"_a, "p2p"_a = false, "local"_a.none() = nb::none())
       .def_static("bind_kernel", &PyDeviceQueue::BindKernel, nb::kw_only(), "function"_a, "arguments"_a, "blocks"_a,
                   "threads"_a)
       .def("join", &PyDeviceQueue::Join, "stream"_a)
@@ -118,17 +128,19 @@ void BindDevices(nb::module_& m) {
       .def(
           "__init__",
           [](GpuCalls* self, PyEngine& engine, PyDeviceQueue& queue, int device_type, int device_id,
-             nb::callable differs, nb::callable refused, nb::callable broken, nb::callable started, nb::callable work) {
-            new (self) GpuCalls(
-                engine, queue, device_type, device_id,
-                {std::move(differs), std::move(refused), std::move(broken), std::move(started), std::move(work)});
+             nb::callable differs, nb::callable refused, nb::callable captured, nb::callable broken,
+             nb::callable started, nb::callable work) {
+            new (self) GpuCalls(engine, queue, device_type, device_id,
+                                {std::move(differs), std::move(refused), std::move(captured), std::move(broken),
+                                 std::move(started), std::move(work)});
           },
-          nb::kw_only(), "engine"_a, "queue"_a, "device_type"_a, "device_id"_a, "differs"_a, "refused"_a, "broken"_a,
-          "started"_a, "work"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+          nb::kw_only(), "engine"_a, "queue"_a, "device_type"_a, "device_id"_a, "differs"_a, "refused"_a, "captured"_a,
+          "broken"_a, "started"_a, "work"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
       .def("call", &GpuCalls::Call, "collective"_a, "send"_a.none(), "recv"_a.none(), "op"_a.none(), "root"_a.none())
       .def("remember", &GpuCalls::Remember)
       .def("run", &GpuCalls::Run, "call"_a, "send"_a, "recv"_a, "stream"_a, "join"_a)
-      .def("set_scratch", &GpuCalls::SetScratch, "address"_a);
+      .def("set_scratch", &GpuCalls::SetScratch, "address"_a)
+      .def("set_capture_scratch", &GpuCalls::SetCaptureScratch, "address"_a);
 }
 
 }  // namespace hetcoll

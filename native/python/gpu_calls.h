@@ -34,14 +34,14 @@ struct GpuCall {
   bool p2p;
 };
 
-// What Python does for a call. The first three raise.
+// What Python does for a call. The first two and `broken` raise.
 struct GpuHooks {
-  nb::callable differs;  // the rank at this place of this ledger called something else
-  nb::callable refused;  // the driver does not take the stream, and why; "": a graph that is captured on it cannot have
-                         // the call
-  nb::callable broken;   // a driver or a library refused to go on, with its words
-  nb::callable started;  // something is or will be under way
-  nb::callable work;     // a handle of calls, by a function that gives the current stream of their tensors' library
+  nb::callable differs;   // the rank at this place of this ledger called something else
+  nb::callable refused;   // the driver does not take the stream, and why
+  nb::callable captured;  // this program of copies is to be captured on this stream: sees to what it needs, or raises
+  nb::callable broken;    // a driver or a library refused to go on, with its words
+  nb::callable started;   // something is or will be under way
+  nb::callable work;      // a handle of calls, by a function that gives the current stream of their tensors' library
 };
 
 // The calls of one communicator on the GPU that is `device_id` of the type `device_type` (dlpack.h).
@@ -87,7 +87,7 @@ class GpuCalls {
   void Run(const GpuCall& call, Address send, Address recv, Address stream, bool join) {
     const bool capturing = Capturing(call, stream);
     for (const GpuNote& note : call.notes) {
-      const int peer = note.ledger->Note(note.entry);
+      const int peer = note.ledger->Note(capturing ? Ledger::Captured(note.entry) : note.entry);
       if (peer >= 0) hooks_.differs(note.object, peer);
     }
     hooks_.started();
@@ -96,7 +96,8 @@ class GpuCalls {
       if (call.kernel) {
         queue_.RunKernel(call.kernel, send, recv, stream, capturing);
       } else {
-        queue_.Run(call.program, send, recv, scratch_, signature, stream, join, capturing);
+        queue_.Run(call.program, send, recv, capturing ? capture_scratch_ : scratch_, signature, stream, join,
+                   capturing);
       }
     } catch (const Fault& fault) {  // in the middle of a call: others wait for this rank
       hooks_.broken(fault.what());
@@ -106,6 +107,8 @@ class GpuCalls {
 
   // Device memory of at least the `scratch_bytes` of each program.
   void SetScratch(Address scratch) { scratch_ = scratch; }
+  // The same for captured programs.
+  void SetCaptureScratch(Address scratch) { capture_scratch_ = scratch; }
 
  private:
   // Whether a graph is being captured; refuses the call, before anything is said to the others, where it cannot be.
@@ -116,7 +119,7 @@ class GpuCalls {
     } catch (const Fault& fault) {
       hooks_.refused(fault.what());
     }
-    if (capturing && call.program && !call.program->program.all_local) hooks_.refused("");
+    if (capturing && call.program && !call.program->program.all_local) hooks_.captured(call.program, stream);
     return capturing;
   }
 
@@ -149,6 +152,7 @@ class GpuCalls {
   std::int32_t device_id_;
   GpuHooks hooks_;
   Address scratch_ = 0;
+  Address capture_scratch_ = 0;
   CallCache<const GpuCall> cache_;
   std::vector<std::pair<PyTypeObject*, nb::object>> works_;
 };

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/device_capture.h"
 #include "engine/device_queue.h"
 
 namespace hetcoll {
@@ -66,17 +67,46 @@ class PyDeviceQueue {
     queue_.SetIsland(std::make_unique<VendorCollectives>(functions, handle), place, members);
   }
 
+  void SetCapture(const DriverFunctions& kernels, const std::vector<Address>& streams, Address staging, Address words,
+                  Address seen) {
+    std::lock_guard lock(mutex_);
+    const Current current(*driver_);
+    queue_.SetCapture(
+        std::make_unique<DeviceCapture>(driver_, kernels, Streams(streams), As<std::byte*>(staging),
+                                        CaptureWords{As<std::uint64_t*>(words), As<const std::uint64_t*>(seen)}));
+  }
+
+  void DropCapture() {
+    std::lock_guard lock(mutex_);
+    const Current current(*driver_);
+    queue_.SetCapture(nullptr);
+  }
+
+  void AddCaptureEdge(std::uint16_t edge, Address slots, Address ready, Address credit, unsigned count) {
+    std::lock_guard lock(mutex_);
+    queue_.capture()->AddEdge(edge, SlotsAt(slots, ready, credit, queue_.slot_bytes(), count));
+  }
+
+  bool CaptureTaken(Address stream) {
+    std::lock_guard lock(mutex_);
+    return queue_.capture() != nullptr && queue_.capture()->Taken(As<DeviceStream>(stream));
+  }
+
   std::shared_ptr<DeviceShape> Bind(const nb::bytes& encoded, int rank, int size, int dtype, std::size_t send_count,
                                     std::size_t recv_count, const std::vector<std::size_t>& send_table,
                                     const std::vector<std::size_t>& recv_table, const std::vector<std::uint32_t>& order,
+                                    const std::vector<std::uint32_t>& levels, std::uint32_t lag,
                                     const std::vector<std::uint16_t>& edges, const KernelArgs& reduce,
                                     const KernelArgs& scale, unsigned divisor, bool p2p, const LocalArgs& local) {
     const Plan plan({reinterpret_cast<const std::byte*>(encoded.c_str()), encoded.size()}, size);
     const auto type = static_cast<DType>(dtype);
-    const BoundPlan bound(plan, rank, type, send_count, recv_count, send_table, recv_table);
+    BoundPlan bound(plan, rank, type, send_count, recv_count, send_table, recv_table);
+    if (levels.size() != bound.steps.size() || lag == 0)
+      throw PlanError("plan: a level for each step, and a lag wanted");
     DeviceProgram program(bound, order, edges, queue_.slot_bytes());
+    auto recipe = std::make_shared<CaptureRecipe>(CaptureRecipe{std::move(bound), edges, levels, lag});
     return std::make_shared<DeviceShape>(DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale),
-                                                     ItemSize(type), divisor, LocalOf(local), p2p});
+                                                     ItemSize(type), divisor, LocalOf(local), p2p, std::move(recipe)});
   }
 
   void Run(const std::shared_ptr<DeviceShape>& shape, Address send, Address recv, Address scratch,

@@ -79,6 +79,7 @@ class ThreadDriver final : public Driver {
     return queue.left == 0;
   }
   bool Capturing(DeviceStream) override { return false; }
+  std::uint64_t Capture(DeviceStream) override { return 0; }
 
   std::atomic<bool> stuck{false};
 

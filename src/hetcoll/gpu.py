@@ -28,8 +28,9 @@ from .diagnosis import Diagnosis, Kind
 from .errors import ArgumentError, BufferTypeError, DeviceError
 from .gpu_direct import why_not_direct
 from .gpu_edges import GpuEdges, Prepare
+from .gpu_graphs import GpuGraphs
 from .gpu_islands import GpuIslands, Meet, unlike_float8
-from .gpu_kernels import MEDIUM, STATE_BYTES, ZERO, OneKernel
+from .gpu_kernels import STATE_BYTES, ZERO, OneKernel
 from .gpu_plans import DeviceBinder, GpuPlans, Kept
 from .gpu_share import GpuShare, Note
 from .gpu_watch import GpuWatch
@@ -108,6 +109,8 @@ class GpuPath:
                 undo.callback(self._float8.close)
             self._relays = Relays(wiring, diagnosis, device, share)
             self._edges = GpuEdges(wiring, self._queue, share, self._relays, prepare, timeout)
+            self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
+            undo.callback(self._graphs.close)
             self._plans = GpuPlans(
                 wiring.rank,
                 wiring.size,
@@ -134,6 +137,7 @@ class GpuPath:
                 device_id=device.index,
                 differs=share.differs,
                 refused=self._refused,
+                captured=self._captured,
                 broken=self._ended,
                 started=self._watch.started,
                 work=lambda current: GpuWork(self, None, "calls", current),
@@ -288,16 +292,15 @@ class GpuPath:
     # Failing.
 
     def _refused(self, problem: str) -> NoReturn:
-        """Nothing was enqueued: the driver does not take the stream, or a graph that is captured cannot have the call.
+        """Nothing was enqueued: the driver does not take the stream."""
+        raise ArgumentError(f"stream: wanted one of {self._kind}:{self._device.index}: {problem}")
 
-        Signals between copies are numbers that are known when they are enqueued, so they cannot come twice.
-        """
-        if problem:
-            raise ArgumentError(f"stream: wanted one of {self._kind}:{self._device.index}: {problem}")
-        raise ArgumentError(
-            "stream: a graph is being captured on it; wanted a call inside an island or an all-reduce of up to "
-            f"{MEDIUM >> 20} MiB in one host, got one that GPUs exchange by copies"
-        )
+    def _captured(self, shape: _native.DeviceShape, stream: int) -> None:
+        """A call by copies is about to become a part of a graph."""
+        scratch = self._graphs.prepare(shape, stream)
+        if scratch is not None:
+            self._calls.set_capture_scratch(scratch)
+        self._watch.look_for_replays()
 
     def _ended(self, problem: str) -> NoReturn:
         """A driver or a library refused to go on in the middle of a call."""

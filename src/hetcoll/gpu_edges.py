@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from . import _native
 from .gpu_share import GpuShare
@@ -32,6 +32,8 @@ class GpuEdges:
         self._prepare, self._timeout, self._gpus = prepare, timeout, share.gpus
         self._here = share.here
         self._numbers: dict[tuple[int, int, int], int] = {}
+        self._peers: dict[int, int] = {}  # by number
+        self._captured: set[int] = set()  # numbers
         self.one_host = not any(map(self._far, range(wiring.size)))
 
     def of(self, plan: Plan) -> list[int]:
@@ -46,14 +48,39 @@ class GpuEdges:
 
     def _edge(self, out: bool, peer: int, channel: int) -> int:
         if self._far(peer):
-            return self._relays.edge(self._queue, out, peer, channel)
+            number = self._relays.edge(self._queue, out, peer, channel)
+            self._peers[number] = peer
+            return number
         other = self._wiring.locals.index(peer)
         key = (self._here, other, channel) if out else (other, self._here, channel)
-        number = self._numbers.get(key)
-        if number is None:
+        found = self._numbers.get(key)
+        if found is None:
             edge = self._segment.edge(*key)
-            number = self._numbers[key] = self._queue.add_edge(edge.slots, edge.ready, edge.credit, SLOTS)
-        return number
+            found = self._numbers[key] = self._queue.add_edge(edge.slots, edge.ready, edge.credit, SLOTS)
+            self._peers[found] = peer
+        return found
+
+    def why_not_captured(self, numbers: Sequence[int] | None) -> str | None:
+        """Why what goes over these edges cannot be part of a graph; None where it can. `numbers` are those of messages
+        between two ranks; None: of a collective, for which all ranks of the communicator must be able to."""
+        if numbers is None:  # the same on all ranks
+            peers = [(one, other) for other in range(self._wiring.size) for one in range(other + 1)]
+        else:
+            peers = [(self._wiring.rank, self._peers[number]) for number in numbers]
+        for one, other in peers:
+            if not self._gpus[other].vendor:
+                return f"got rank {other}, which has none"
+            if one != other and self._share.topology.way(one, other) != "mapped":
+                return f"got rank {other} ({self._share.topology.why(one, other)})"
+        return None
+
+    def capture(self, numbers: Sequence[int]) -> None:
+        """See to it that captured programs have edges in place of these."""
+        for key, number in self._numbers.items():
+            if number in numbers and number not in self._captured:
+                edge = self._segment.edge(*key, captured=True)
+                self._queue.add_capture_edge(number, edge.slots, edge.ready, edge.credit, SLOTS)
+                self._captured.add(number)
 
     def describe(self, peer: int) -> str:
         """For people: how messages to `peer` go."""

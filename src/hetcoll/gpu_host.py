@@ -234,6 +234,7 @@ class _HostBinder:
         self,
         plan: Plan,
         order: Sequence[int],
+        level: Sequence[int],
         dtype: DType,
         tables: Sequence[Sequence[int]],
         call: Call | None,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .gpu_share import GpuShare
 
 _SMALL = 64 << 10  # bytes up to which a kernel of words beats copies
-MEDIUM = 2 << 20  # bytes that a rank reads up to which one with rings does
+_MEDIUM = 2 << 20  # bytes that a rank reads up to which one with rings does
 _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
 _ONESHOT_STATE = 256
 ZERO = _ONESHOT_STATE + 8 * BLOCKS  # where in the state lie 8 bytes that stay 0
@@ -44,7 +44,7 @@ class OneKernel:
             blocks, threads = table.oneshot_launch(call.count, item)
             arguments = Oneshot(state=self._state, words=AREA_WORDS)
             arguments.areas[:size] = segment.areas
-        elif call.nbytes * (size - 1) <= MEDIUM:
+        elif call.nbytes * (size - 1) <= _MEDIUM:
             name = exchange_name(call.dtype, call.op)
             chunk = max(_LEAST_CHUNK, min(RING_SLOT_BYTES, -(-call.nbytes // (BLOCKS * _PACK)) * _PACK))
             blocks, threads = min(BLOCKS, -(-call.nbytes // chunk)), _THREADS

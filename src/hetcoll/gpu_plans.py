@@ -17,7 +17,7 @@ from .algorithms.islands import ISLANDS
 from .algorithms.p2p import CHANNEL
 from .calls import Call
 from .errors import BufferTypeError
-from .order import enqueue_order
+from .order import enqueue_order, levels
 from .pipeline import offsets, parts, pipelined, ramp
 from .plan import Buf, Op, Plan, Span, Step
 from .slots import SLOTS
@@ -33,9 +33,11 @@ _SMALLEST = 256 << 10  # bytes of a piece
 _GRAIN = 256  # bytes: units begin at multiples, as copy engines and vector loads like it
 _MOST_SMALLEST = _LEAST_LARGEST = 1 << 20
 _LOCAL_MESSAGES = 8  # of a piece, where vendors' libraries take part on all ranks: their calls cost as much as messages
+_LAG = SLOTS  # in levels: as many messages as may be under way
 _KEEP = 1 << 10  # compiled plans kept; the least recently used go first
 _BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 64, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
 
+Orders = tuple[tuple[int, ...], ...]
 Link = Callable[[Plan], list[int]]
 Kernel = tuple[int, int, int, int]  # function, threads in a block, most blocks, bytes for each
 T = TypeVar("T")
@@ -71,12 +73,14 @@ class Binder(Protocol[S]):
         self,
         plan: Plan,
         order: Sequence[int],
+        level: Sequence[int],
         dtype: DType,
         tables: Sequence[Sequence[int]],
         call: Call | None,
         local: Native | None,
     ) -> S:
-        """`plan`, whose steps come in this `order`, over buffers whose units begin at the elements in `tables`.
+        """`plan`, whose steps come in this `order` and have these levels (see `order.levels`), over buffers whose units
+        begin at the elements in `tables`.
 
         `call` is None for messages between two ranks; `local` says how the island's library reduces.
         """
@@ -88,7 +92,7 @@ class GpuPlans(Generic[S]):
     def __init__(self, rank: int, size: int, islands: GpuIslands, slot_bytes: int, binder: Binder[S]) -> None:
         self._rank, self._size, self._islands, self._slot_bytes = rank, size, islands, slot_bytes
         self._bind = binder.bind
-        self._drawn: Kept[tuple[list[Plan], tuple[tuple[int, ...], ...]]] = Kept()
+        self._drawn: Kept[tuple[list[Plan], Orders, Orders]] = Kept()
 
     def compile(self, call: Call) -> S:
         """A collective."""
@@ -104,20 +108,20 @@ class GpuPlans(Generic[S]):
             length = parts(base, item * max(*send_shares, *recv_shares), smallest, grain * item)
         most = largest // smallest
         key = (call.collective.plain, call.root, call.op is ReduceOp.AVG, len(islands), length, most)
-        plans, orders = self._drawn.get_or(key, lambda: self._draw(base, length, most))
+        plans, orders, level = self._drawn.get_or(key, lambda: self._draw(base, length, most))
         plan = plans[self._rank]
         tables = [
             offsets(shares, units // len(shares), grain)
             for shares, units in ((send_shares, plan.send_units), (recv_shares, plan.recv_units))
         ]
-        return self._bind(plan, orders[self._rank], call.dtype, tables, call, local)
+        return self._bind(plan, orders[self._rank], level[self._rank], call.dtype, tables, call, local)
 
     def messages(self, dtype: DType, send: tuple[int, int], recv: tuple[int, int]) -> S:
         """A message to a peer, one from a peer, or both at once: (peer, count) each, peer -1 for none."""
         if send[0] == self._rank:
             copy = Step(Op.COPY, 0, Span(Buf.SEND, 0), Span(Buf.RECV, 0))
             plan = Plan(Collective.P2P, "copy", self._size, self._rank, 1, 1, (copy,))
-            return self._bind(plan, (0,), dtype, [(0, send[1]), (0, recv[1])], None, None)
+            return self._bind(plan, (0,), (0,), dtype, [(0, send[1]), (0, recv[1])], None, None)
         return self._exchange(dtype, [send], [recv])
 
     def _alltoallv(self, call: Call) -> S:
@@ -143,6 +147,7 @@ class GpuPlans(Generic[S]):
         channel = CHANNEL if call is None else 0  # messages of two ranks are numbered along the edge
         out, into = ([_share(peer, count, dtype, self._slot_bytes) for peer, count in each] for each in (sends, recvs))
         steps: list[Step] = []
+        level: list[int] = []  # see `order.levels`
         rounds = max(len(share.cuts) for share in (*out, *into)) - 1
         for k in range(rounds):
             for op, buf, shares in ((Op.SEND, Buf.SEND, out), (Op.RECV, Buf.RECV, into)):
@@ -152,6 +157,7 @@ class GpuPlans(Generic[S]):
                         span = Span(buf, first + share.cuts[k], share.cuts[k + 1] - share.cuts[k])
                         src, dst = (span, None) if op is Op.SEND else (None, span)
                         steps.append(Step(op, int(op is Op.RECV), src, dst, share.peer, channel))
+                        level.append(k // SLOTS * 2 * _LAG + k % SLOTS + _LAG * int(op is Op.RECV))
                     first += share.cuts[-1]
         units = [sum(share.cuts[-1] for share in shares) for shares in (out, into)]
         grain = max(1, _GRAIN // dtype.itemsize)
@@ -159,8 +165,9 @@ class GpuPlans(Generic[S]):
         if tables is not None:
             own = [sum(share.cuts[-1] for share in shares[: self._rank]) for shares in (out, into)]
             steps.append(Step(Op.COPY, 2, Span(Buf.SEND, own[0]), Span(Buf.RECV, own[1])))
+            level.append(0)
         plan = Plan(Collective.P2P, "messages", self._size, self._rank, units[0], units[1], tuple(steps))
-        return self._bind(plan, tuple(range(len(steps))), dtype, bounds, call, None)
+        return self._bind(plan, tuple(range(len(steps))), level, dtype, bounds, call, None)
 
     def _base(self, call: Call, islands: Islands) -> list[Plan]:
         collective, scale = call.collective.plain, call.op is ReduceOp.AVG
@@ -177,10 +184,10 @@ class GpuPlans(Generic[S]):
         entry = find(collective, name)
         return [entry.build(self._size, r, root=call.root, scale=scale) for r in range(self._size)]
 
-    def _draw(self, base: list[Plan], length: int, most: int) -> tuple[list[Plan], tuple[tuple[int, ...], ...]]:
+    def _draw(self, base: list[Plan], length: int, most: int) -> tuple[list[Plan], Orders, Orders]:
         local = all(any(step.op is Op.LOCAL for step in plan.steps) for plan in base)
         plans = pipelined(base, ramp(length, most * _LOCAL_MESSAGES if local else most), most)
-        return plans, enqueue_order(plans, SLOTS)
+        return plans, enqueue_order(plans, SLOTS), levels(plans, SLOTS, _LAG)
 
 
 class DeviceBinder:
@@ -193,6 +200,7 @@ class DeviceBinder:
         self,
         plan: Plan,
         order: Sequence[int],
+        level: Sequence[int],
         dtype: DType,
         tables: Sequence[Sequence[int]],
         call: Call | None,
@@ -210,6 +218,8 @@ class DeviceBinder:
             send_table=tables[0],
             recv_table=tables[1],
             order=order,
+            levels=level,
+            lag=_LAG,
             edges=self._link(plan),
             reduce=reduce,
             scale=scale,

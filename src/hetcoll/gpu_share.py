@@ -140,6 +140,10 @@ class GpuShare:
         where = [(rank, self.ledger.calls(i)) for i, rank in enumerate(self._wiring.locals)]
         parts = [f"rank {rank} is at GPU call {n}: {self._text(rank, n)}" if n else f"rank {rank} has called nothing"
                  for rank, n in where]  # fmt: skip
+        replays = [(rank, self.segment.replays(i)) for i, rank in enumerate(self._wiring.locals)]
+        if len({n for _, n in replays}) > 1:  # of calls that were captured, and so written down when that was done
+            parts += [f"rank {rank} has begun {n} captured calls" for rank, n in replays]
+            where = replays
         return min(where, key=lambda pair: pair[1])[0], "; ".join(parts)
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """Over what runs on a GPU: streams cannot raise errors or know the time, so a thread looks after them.
 
-It sleeps while nothing is in flight. What does not move for the communicator's timeout is ended on every rank, by a
-verdict that says who called what; what failed elsewhere lets the streams here go, again and again until they are idle,
-since a peer's stream may still write a word after we did.
+It sleeps while nothing is in flight, and looks now and then where calls were captured into graphs. What does not move
+for the communicator's timeout is ended on every rank, by a verdict that says who called what; what failed elsewhere
+lets the streams here go, again and again until they are idle, since a peer's stream may still write a word after we
+did.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 _PAUSE = 0.25  # seconds between looks while something is in flight
 _RELEASE_PAUSE = 0.01
+_REPLAYS_PAUSE = 1.0  # seconds between looks for replays of graphs, which begin without a word to the host
 
 
 class GpuWatch:
@@ -39,6 +41,7 @@ class GpuWatch:
         self._wake = threading.Event()
         self._failed = threading.Event()
         self._ended = False
+        self._pause: float | None = None  # between looks while nothing is known to be in flight; None: there are none
         self._thread = threading.Thread(target=self._run, name="hetcoll-gpu-watch", daemon=True)
         self._thread.start()
 
@@ -56,6 +59,11 @@ class GpuWatch:
         finally:
             self._timeout = usual
 
+    def look_for_replays(self) -> None:
+        """From now on something may be in flight at any time."""
+        self._pause = _REPLAYS_PAUSE
+        self._wake.set()
+
     def fail(self) -> None:
         """The communicator has failed: from now on nothing here waits for a peer."""
         self._failed.set()
@@ -71,7 +79,7 @@ class GpuWatch:
 
     def _run(self) -> None:
         while True:
-            self._wake.wait()
+            self._wake.wait(self._pause)
             if self._ended:
                 return
             self._wake.clear()

@@ -4,6 +4,8 @@ Every pair of ranks has a few slots in each direction and channel, each with two
 own: `ready`, which the sender writes when the slot is full, and `credit`, which the receiver writes when it is empty.
 The same few megabytes are used again and again, so they stay in the last-level cache: that is what lets several GPUs
 of a host talk at full speed at once. An edge is mapped by a driver when the first plan uses it.
+Calls in graphs have edges of their own, whose words count the messages of each slot
+(``native/engine/device_capture.h``).
 
 In front of the edges lie areas and rings of each rank for messages that are too small for copy engines, which kernels
 on the GPUs write and read (``devices/kernels/oneshot.h``, ``exchange.h``), a word of each rank that makes its kernels
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -30,6 +32,8 @@ SLOTS = 3
 CHANNELS = 3  # native/engine/plan.h
 WORD_BYTES = 64  # bytes from one slot's word to the next: native/engine/device_queue.h
 WORDS_BYTES = 4096  # bytes in front of an edge's slots
+_EDGES = 2 * CHANNELS  # between two ranks in a direction: captured calls have their own
+_CAPTURED = 16  # bytes from a rank's abort word to its words about captured calls
 _RELEASED = 1 << 62  # above the number of any message
 _PAGE = 4096
 _CACHED = (
@@ -62,6 +66,13 @@ class Edge:
     slots: int
     ready: int
     credit: int
+
+
+class Words(NamedTuple):
+    """Addresses of the same words."""
+
+    device: int
+    host: int
 
 
 class SlotSegment:
@@ -101,12 +112,12 @@ class SlotSegment:
             _PAGE
             + ledger
             + size * (_AREA + _RING + _RING_WORDS)
-            + size * size * (CHANNELS * (WORDS_BYTES + SLOTS * slot_bytes) + 2 * _native.LEDGER_BYTES)
+            + size * size * (_EDGES * (WORDS_BYTES + SLOTS * slot_bytes) + 2 * _native.LEDGER_BYTES)
         )
 
     def pages(self, src: int, dst: int) -> int:
         """The host's address of the two pages of a ledger, where `src` and `dst` write down their messages."""
-        first = self._head + self._size * self._size * CHANNELS * self._edge_bytes
+        first = self._head + self._size * self._size * _EDGES * self._edge_bytes
         return self._address + first + (src * self._size + dst) * 2 * _native.LEDGER_BYTES
 
     def _register(self, offset: int, nbytes: int) -> int:
@@ -119,15 +130,25 @@ class SlotSegment:
         return at
 
     def _offset(self, src: int, dst: int, channel: int) -> int:
-        return self._head + ((src * self._size + dst) * CHANNELS + channel) * self._edge_bytes
+        return self._head + ((src * self._size + dst) * _EDGES + channel) * self._edge_bytes
 
-    def edge(self, src: int, dst: int, channel: int) -> Edge:
-        """The way from `src` to `dst`, mapped by this rank's driver on the first use."""
-        found = self._edges.get((src, dst, channel))
+    def edge(self, src: int, dst: int, channel: int, *, captured: bool = False) -> Edge:
+        """The way from `src` to `dst`, or that of `captured` calls, mapped by this rank's driver on the first use."""
+        key = (src, dst, channel + CHANNELS * captured)
+        found = self._edges.get(key)
         if found is None:
-            at = self._register(self._offset(src, dst, channel), self._edge_bytes)
-            found = self._edges[src, dst, channel] = Edge(at + WORDS_BYTES, at, at + SLOTS * WORD_BYTES)
+            at = self._register(self._offset(*key), self._edge_bytes)
+            found = self._edges[key] = Edge(at + WORDS_BYTES, at, at + SLOTS * WORD_BYTES)
         return found
+
+    def captured(self, rank: int) -> Words:
+        """Where `rank` counts how many captured calls it has begun, and how many it has ended: two words."""
+        offset = WORD_BYTES * rank + _CAPTURED
+        return Words(self.aborts[0] + offset, self._address + offset)
+
+    def replays(self, rank: int) -> int:
+        """How many captured calls `rank` has begun."""
+        return int(self._bytes.view(np.uint64)[(WORD_BYTES * rank + _CAPTURED) // 8])
 
     def progress(self, rank: int) -> int:
         """A number that grows while messages of `rank` move."""

@@ -26,15 +26,15 @@ CUDA_FUNCTIONS = (
     "cuCtxGetCurrent", "cuCtxSetCurrent",
     "cuMemcpyAsync", "cuStreamWriteValue64", "cuStreamWaitValue64", "cuLaunchKernel",
     "cuLaunchHostFunc", "cuEventCreate", "cuEventDestroy", "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent",
-    "cuStreamIsCapturing", "cuStreamSynchronize", "cuStreamQuery", "cuGetErrorName",
-    "cuThreadExchangeStreamCaptureMode",
+    "cuStreamIsCapturing", "cuStreamGetCaptureInfo", "cuThreadExchangeStreamCaptureMode", "cuStreamSynchronize",
+    "cuStreamQuery", "cuGetErrorName",
 )  # fmt: skip
 HIP_FUNCTIONS = (
     "hipGetDevice", "hipSetDevice",
     "hipMemcpyAsync", "hipStreamWriteValue64", "hipStreamWaitValue64", "hipModuleLaunchKernel",
     "hipLaunchHostFunc", "hipEventCreateWithFlags", "hipEventDestroy", "hipEventRecord", "hipEventQuery",
-    "hipStreamWaitEvent", "hipStreamIsCapturing", "hipStreamSynchronize", "hipStreamQuery", "hipGetErrorName",
-    "hipThreadExchangeStreamCaptureMode",
+    "hipStreamWaitEvent", "hipStreamIsCapturing", "hipStreamGetCaptureInfo", "hipThreadExchangeStreamCaptureMode",
+    "hipStreamSynchronize", "hipStreamQuery", "hipGetErrorName",
 )  # fmt: skip
 
 

@@ -167,7 +167,7 @@ class CudaDevice:
     def copy(self, dst: int, src: int, nbytes: int, stream: int | None = None) -> None:
         if not nbytes:
             return
-        with self._active() as calls:
+        with self._during_capture() as calls:
             calls("cuMemcpyAsync", dst, src, nbytes, stream or 0)
             if stream is None:
                 calls("cuStreamSynchronize", 0)
@@ -252,7 +252,7 @@ class CudaDevice:
             calls("cuStreamWaitEvent", stream, event, 0)
 
     def query(self, event: int) -> bool:
-        with self._active() as calls:
+        with self._during_capture() as calls:
             code = calls.status("cuEventQuery", event)
         if code not in ("", "CUDA_ERROR_NOT_READY"):
             raise DeviceError(f"cuEventQuery: {code}", code)
@@ -267,7 +267,7 @@ class CudaDevice:
             return float(calls("cuEventElapsedTime", start, end)) / 1000
 
     def synchronize(self, stream: int | None = None) -> None:
-        with self._active() as calls:
+        with self._during_capture() as calls:
             if stream is None:
                 calls("cuCtxSynchronize")
             else:

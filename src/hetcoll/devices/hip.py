@@ -178,7 +178,7 @@ class HipDevice:
     def copy(self, dst: int, src: int, nbytes: int, stream: int | None = None) -> None:
         if not nbytes:
             return
-        with self._active() as calls:
+        with self._during_capture() as calls:
             calls("hipMemcpyAsync", dst, src, nbytes, calls.module.hipMemcpyKind.hipMemcpyDefault, stream or 0)
             if stream is None:
                 _block(calls, "hipStreamSynchronize", 0)
@@ -265,7 +265,7 @@ class HipDevice:
             calls("hipStreamWaitEvent", stream, event, 0)
 
     def query(self, event: int) -> bool:
-        with self._active() as calls:
+        with self._during_capture() as calls:
             code = calls.status("hipEventQuery", event)
         if code not in ("", "hipErrorNotReady"):
             raise DeviceError(f"hipEventQuery: {code}", code)

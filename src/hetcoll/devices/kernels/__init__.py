@@ -11,7 +11,7 @@ Kernels (native signatures stand in ``*.h`` beside this file; counts are element
     dst = src / divisor, AVG's second half; dst may be src; integers truncate toward zero.
 ``oneshot_<dtype>_<op>(Oneshot)``
     The all-reduce of small messages in one host (``oneshot.h``). AVG is SUM with a divisor.
-``bump(counter, base, offset)``, ``await(counter, base, offset, abort)``, ``advance(base, delta)``
+``bump(counter, base, offset)``, ``await(counter, base, offset, abort)``
     Signals and waits as kernels of one thread (``signals.h``).
 ``convert_<dtype>_<dtype>(dst, src, count)``, ``common_<dtype>(dst, src, count)``
     8-bit floats of OCP's kind and AMD's older one: to the other kind, or to what both hold (``convert.h``). dst may be

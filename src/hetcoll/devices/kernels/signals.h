@@ -1,12 +1,12 @@
 // Signals and waits as kernels of one thread: for graphs, whose nodes find a replay's number in memory, and for devices
-// whose streams cannot write or wait for a value (`base` is then a word that stays 0).
+// whose streams cannot write or wait for a value (`base` is then a word that stays 0). Words may be the host's memory.
 #pragma once
 
 #include "devices/kernels/platform.h"
 
 // *counter = *base + offset, and all that the stream has written before is visible to who reads it.
 HETCOLL_KERNEL bump(unsigned long long* counter, const unsigned long long* base, unsigned long long offset) {
-  if (hetcoll::ThreadIndex() == 0) hetcoll::StoreRelease(counter, *base + offset);
+  if (hetcoll::ThreadIndex() == 0) hetcoll::StoreRelease(counter, hetcoll::LoadRelaxed(base) + offset);
 }
 HETCOLL_ENTRY(bump)
 
@@ -14,16 +14,10 @@ HETCOLL_ENTRY(bump)
 HETCOLL_KERNEL await(const unsigned long long* counter, const unsigned long long* base, unsigned long long offset,
                      const unsigned* abort) {
   if (hetcoll::ThreadIndex() != 0) return;
-  const unsigned long long wanted = *base + offset;
+  const unsigned long long wanted = hetcoll::LoadRelaxed(base) + offset;
   for (unsigned looks = 1; hetcoll::LoadAcquire(counter) < wanted; ++looks) {
     if (looks % hetcoll::kAbortEvery == 0 && hetcoll::LoadRelaxed(abort) != 0) return;
     hetcoll::Relax();
   }
 }
 HETCOLL_ENTRY(await)
-
-// *base += delta: the next replay's number.
-HETCOLL_KERNEL advance(unsigned long long* base, unsigned long long delta) {
-  if (hetcoll::ThreadIndex() == 0) *base += delta;
-}
-HETCOLL_ENTRY(advance)

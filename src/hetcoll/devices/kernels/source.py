@@ -12,7 +12,7 @@ from ...types import FNUZ_OF, DType, ReduceOp, supports
 SIGNALS = "signals"
 FLOAT8 = "float8"
 _EXCHANGE = "_exchange"  # modules of their own, as few programs need them
-_SIGNAL_KERNELS = ("bump", "await", "advance")
+_SIGNAL_KERNELS = ("bump", "await")
 
 
 def reduce_name(dtype: DType, op: ReduceOp) -> str:
