@@ -127,20 +127,20 @@ def link(peer: int, path: str, *rails: dict[str, Any], resent: int = 0) -> dict[
 
 UP = {
     "device": "mlx5_0", "peer_device": "mlx5_1", "state": "up", "why": "", "bytes": 4096,
-    "megabytes_per_second": 11012.3
+    "megabytes_per_second": 11012.3, "recovered": 0, "tries": 0, "tried": ""
 }  # fmt: skip
 DOWN = UP | {"state": "down", "why": "IBV_WC_RETRY_EXC_ERR"}
 
 
 def test_links_in_words() -> None:
     t = cluster([nic(0, 1)], [nic(0, 2)], [], [nic(0, 4)], [nic(0, 1)], hosts="abcda")
-    new = UP | {"megabytes_per_second": None, "bytes": 0}
+    new = UP | {"megabytes_per_second": None, "bytes": 0, "recovered": 2}
     links = by_peer(json.dumps([link(1, "verbs", UP, DOWN, resent=3), link(1, "tcp", DOWN), link(1, "verbs", new)]))
     assert describe(links, t, 0, range(5)) == (
         "rank 1: verbs, channel 0, rails mlx5_0 to mlx5_1 (1.1e+04 MB/s, 4096 bytes sent), mlx5_0 to mlx5_1 (down: "
         "IBV_WC_RETRY_EXC_ERR); 3 pieces sent again",
         "rank 1: tcp, channel 0, rails mlx5_0 to mlx5_1 (down: IBV_WC_RETRY_EXC_ERR)",
-        "rank 1: verbs, channel 0, rails mlx5_0 to mlx5_1 (0 bytes sent)",
+        "rank 1: verbs, channel 0, rails mlx5_0 to mlx5_1 (0 bytes sent, taken up again 2 times)",
         "rank 2: tcp, since there is no RDMA: rank 2: pyverbs is not installed",
         "rank 3: verbs over mlx5_0:1 to mlx5_0:1: not connected yet",
     )

@@ -90,7 +90,7 @@ def fake_library(devices: dict[str, list[Spec] | str]) -> Library:
         return [SimpleNamespace(name=name.encode()) for name in devices]
 
     device = SimpleNamespace(get_device_list=get_device_list, Context=context)
-    return Library(device, None, None, FakeVerbsError, "made up")
+    return Library(device, None, None, FakeVerbsError, "made up", True)
 
 
 def one_port(**changes: Any) -> Port:
@@ -121,7 +121,7 @@ def test_no_rdma_in_the_kernel_is_no_problem(tmp_path: Path, monkeypatch: pytest
         raise FakeVerbsError("Failed to get devices list")
 
     monkeypatch.setattr("hetcoll.verbs.ports.list_names", list)
-    found = Library(SimpleNamespace(get_device_list=refuse), None, None, FakeVerbsError, "made up")
+    found = Library(SimpleNamespace(get_device_list=refuse), None, None, FakeVerbsError, "made up", True)
     assert list_ports(found) == ([], {})
     monkeypatch.setattr("hetcoll.verbs.ports.list_names", lambda: ["mlx5_0"])
     assert list_ports(found) == ([], {"mlx5_0": "Failed to get devices list"})

@@ -27,10 +27,10 @@ class Device:
     def pd_address(self) -> int:
         """The address of libibverbs' ``struct ibv_pd``, for the engine.
 
-        pyverbs hands the pointer itself out as if it were a Python object, so its identity is the address. That is
+        pyverbs hands it out as a number, or as if it were a Python object, whose identity then is the address. It is
         compared with what the struct should hold: a context, and the handle that pyverbs knows.
         """
-        address = id(self.pd.pd)
+        address = id(self.pd.pd) if self.library.poses else int(self.pd.pd)
         handle = ctypes.c_uint32.from_address(address + _WORD).value
         if not ctypes.c_void_p.from_address(address).value or handle != self.pd.handle:
             raise InitError(f"{self.name}: pyverbs does not say where its protection domain is")

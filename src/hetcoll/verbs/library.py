@@ -33,7 +33,8 @@ class UnavailableError(HetcollError):
 class Library:
     """The parts of pyverbs that are used, and the folder that they come from.
 
-    `error` is what its calls raise (its own class, which says errno in words).
+    `error` is what its calls raise (its own class, which says errno in words). `poses`: 44 hands out a pointer, such as
+    ``PD.pd``, as if it were a Python object, which nothing must touch; 59 its number.
     """
 
     device: Any
@@ -41,6 +42,7 @@ class Library:
     mr: Any
     error: type[Exception]
     origin: str
+    poses: bool
 
 
 @functools.cache
@@ -56,12 +58,13 @@ def load() -> Library:
         with _logging_left_alone():
             if importlib.util.find_spec("pyverbs") is None and not _borrow():
                 raise UnavailableError(f"pyverbs is not installed: {_INSTALL}")
+            poses = importlib.util.find_spec("pyverbs.enums") is not None  # libibverbs_enums in 59
             parts = [importlib.import_module(f"pyverbs.{name}") for name in ("device", "pd", "mr", "pyverbs_error")]
     except ImportError as error:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise UnavailableError(f"pyverbs cannot be loaded by Python {version} ({error}): {_INSTALL}") from error
     device, pd, mr, errors = parts
-    return Library(device, pd, mr, errors.PyverbsError, str(device.__file__).rpartition("/")[0])
+    return Library(device, pd, mr, errors.PyverbsError, str(device.__file__).rpartition("/")[0], poses)
 
 
 @contextlib.contextmanager
