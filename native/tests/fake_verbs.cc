@@ -380,8 +380,13 @@ NicInfo Fabric::AddNic(const std::string& name) {
   return info;
 }
 
-void FakeNic::Land() {
-  for (const auto& [at, bytes] : landing) std::copy(bytes.begin(), bytes.end(), at);
+// A device does not ask who else looks at the memory: what is written for the second time may be in use, and has the
+// same bytes then. So this is not for the thread sanitizer to see, nor to become a call of memcpy that it does see.
+__attribute__((no_sanitize("thread"))) void FakeNic::Land() {
+  for (const auto& [at, bytes] : landing) {
+    volatile std::byte* to = at;
+    for (const std::byte& byte : bytes) *to++ = byte;
+  }
   landing.clear();
 }
 

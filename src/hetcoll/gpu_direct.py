@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from .wiring import Wiring
 
 _TRIED = 2 << 20  # bytes: a piece that drivers hand to others
-_MOST = 500  # characters: ranks tell each other little at a time
 
 
 def why_not_direct(wiring: Wiring, device: Device) -> str:
@@ -25,7 +24,7 @@ def why_not_direct(wiring: Wiring, device: Device) -> str:
     try:
         wiring.offer.memory.lease(address, _TRIED, None, device).close()
     except RegistrationError as error:
-        return str(error)[:_MOST]
+        return str(error)
     finally:
         device.free(address)
     return ""

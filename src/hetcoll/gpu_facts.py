@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .variables import DeviceChoice
 
 log = logging.getLogger("hetcoll")
-_MOST = 300  # characters of what ranks tell each other of one thing
+_MOST = 500  # characters of what ranks tell each other of one thing
 
 
 @dataclass(frozen=True, slots=True)
