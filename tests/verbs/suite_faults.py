@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,18 +40,32 @@ def add_up(comm: hetcoll.Communicator, calls: int) -> None:
         assert (x == sum(range(comm.size)) + comm.size * i).all(), i
 
 
+def add_up_until(comm: hetcoll.Communicator, done: Path) -> None:
+    """The same until rank 0 finds the file `done`, and some more."""
+    x, left = np.empty(COUNT, np.float32), 4
+    while left > 0:
+        x[:] = comm.rank
+        x[-1] = comm.rank == 0 and done.exists()
+        comm.allreduce(x)
+        assert (x[:-1] == sum(range(comm.size))).all()
+        left -= int(x[-1])
+
+
 def told(comm: hetcoll.Communicator) -> tuple[dict[str, int], str]:
     return comm.counters(), str(comm.explain("allreduce", 4 * COUNT))
 
 
-def run_while(ranks: Ranks, happens: Callable[[], None], calls: int = 12) -> list[tuple[dict[str, int], str]]:
+def run_while(ranks: Ranks, happens: Callable[[], None]) -> list[tuple[dict[str, int], str]]:
     """`happens` in the middle of calls; then what each rank says."""
     ranks.run(add_up, 2)
-    ranks.start(add_up, calls)
-    time.sleep(0.3)
-    happens()
-    for outcome in ranks.finish(60):
-        assert outcome.error is None, outcome.trace
+    with tempfile.TemporaryDirectory() as folder:
+        done = Path(folder, "done")
+        ranks.start(add_up_until, done)
+        time.sleep(0.3)
+        happens()
+        done.touch()
+        for outcome in ranks.finish(60):
+            assert outcome.error is None, outcome.trace
     ranks.run(add_up, 1)
     return ranks.run(told)
 
