@@ -19,8 +19,8 @@ constexpr std::int64_t kSharedSleepSliceNs = 1'000'000;  // another thread may f
 // Where a GPU must be awaited, which rings no bell: a quarter of the time that it has been awaited.
 constexpr std::int64_t kShortestNapNs = 20'000;
 constexpr std::int64_t kLongestNapNs = 1'000'000;
-constexpr std::size_t kKeepScratch = std::size_t{8} << 20;
-constexpr int kPromptYields = 32;  // in place of spinning, where a peer waits for our core
+constexpr std::size_t kKeepScratch = std::size_t{64} << 20;  // between calls: fresh memory is a page fault every 4 KiB
+constexpr int kPromptYields = 32;                            // in place of spinning, where a peer waits for our core
 // Two ranks that take turns on one core may stay there beside an idle one: the kernel looks for a better place when it
 // wakes a sleeper, so one of them sleeps now and then.
 constexpr int kMoveAfter = 64;
