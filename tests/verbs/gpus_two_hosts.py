@@ -7,7 +7,6 @@ GPU to that of another, which no processor can touch; one network fails in the m
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import threading
@@ -19,12 +18,11 @@ from cables import tool
 from gpus import GPUS, environment, sealed
 from reference import Case
 from test_gpu import device_of_rank, run_on_gpu
+from two_guests import LOCAL, SIZE, run_ranks
 
 import hetcoll
 from hetcoll.devices.array import DeviceArray
 
-HOSTS, LOCAL = 2, 2
-SIZE = HOSTS * LOCAL
 COUNT = 300_000
 
 
@@ -36,9 +34,8 @@ def add_up(comm: hetcoll.Communicator, calls: int) -> None:
         assert (array.get() == sum(range(SIZE)) + SIZE * i).all(), i
 
 
-def cut(started: threading.Event) -> None:
-    started.wait()
-    time.sleep(0.2)
+def cut() -> None:
+    time.sleep(0.2)  # so that calls are under way; those after it are in any case
     tool("ip", "link", "set", "eth1", "down")
 
 
@@ -60,11 +57,9 @@ def rank_main(rank: int) -> None:
         counters = comm.counters()
         assert counters["gpu_direct_bytes"] > COUNT, counters
         assert counters["gpu_staged_bytes"] == counters["gpu_lost_rails"] == 0, told
-        started = threading.Event()
-        cutter = threading.Thread(target=cut, args=(started,))
+        cutter = threading.Thread(target=cut)
         if rank == 0:
             cutter.start()
-        started.set()
         add_up(comm, 8)
         if rank == 0:
             cutter.join()
@@ -77,23 +72,5 @@ def rank_main(rank: int) -> None:
               "sent again", flush=True)  # fmt: skip
 
 
-def main(host: int) -> int:
-    os.environ |= {
-        "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500", "HETCOLL_SECRET": "sesame",
-        "HETCOLL_TIMEOUT": "120",
-        "HETCOLL_IB_TIMEOUT": "14", "HETCOLL_IB_RETRY_CNT": "7", "HETCOLL_SOCKET_IFNAME": "=eth0",
-    }  # fmt: skip
-    context = multiprocessing.get_context("fork")  # after the imports, which take seconds here
-    ranks = [context.Process(target=rank_main, args=(host * LOCAL + local,)) for local in range(LOCAL)]
-    for rank in ranks:
-        rank.start()
-    deadline = time.monotonic() + 330
-    for rank in ranks:
-        rank.join(max(0.0, deadline - time.monotonic()))
-        rank.kill()
-        rank.join()
-    return max(abs(rank.exitcode or 0) for rank in ranks)
-
-
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(run_ranks(rank_main, int(sys.argv[1]), 330, HETCOLL_TIMEOUT="120", HETCOLL_IB_TIMEOUT="14"))

@@ -5,20 +5,17 @@ Shared memory inside the guests, RDMA over two networks between them, of which o
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
-import time
 
 import numpy as np
 from cables import tool
 from cases import run_cases
 from sweep import KINDS, cases_of
+from two_guests import LOCAL, SIZE, run_ranks
 
 import hetcoll
 
-HOSTS, LOCAL = 2, 2
-SIZE = HOSTS * LOCAL
 CASES = [case for kind in KINDS for case in cases_of(kind, SIZE, [5003])]
 
 
@@ -55,23 +52,5 @@ def rank_main(rank: int) -> None:
         print(f"rank {rank} of {SIZE}: right", flush=True)
 
 
-def main(host: int) -> int:
-    os.environ |= {
-        "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29500", "HETCOLL_SECRET": "sesame",
-        "HETCOLL_IB_BYTES": "128K", "HETCOLL_IB_TIMEOUT": "16", "HETCOLL_IB_RETRY_CNT": "7",
-        "HETCOLL_SOCKET_IFNAME": "=eth0",
-    }  # fmt: skip
-    context = multiprocessing.get_context("fork")  # after the imports, which take seconds here
-    ranks = [context.Process(target=rank_main, args=(host * LOCAL + local,)) for local in range(LOCAL)]
-    for rank in ranks:
-        rank.start()
-    deadline = time.monotonic() + 150
-    for rank in ranks:
-        rank.join(max(0.0, deadline - time.monotonic()))
-        rank.kill()
-        rank.join()
-    return max(abs(rank.exitcode or 0) for rank in ranks)
-
-
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(run_ranks(rank_main, int(sys.argv[1]), 150, HETCOLL_IB_BYTES="128K", HETCOLL_IB_TIMEOUT="16"))
