@@ -21,13 +21,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import results
+from staying import StayingRanks
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs/benchmarks.md"
@@ -80,58 +80,24 @@ def settings(gpus: int) -> Iterator[Setting]:
         yield Setting("two hosts, by TCP on loopback", 2, {"HETCOLL_ISLANDS": "0|1"}, peers, BIG, hosts=True)
 
 
-class Job:
+class Job(StayingRanks):
     """The ranks of one library."""
 
     def __init__(self, peer: Peer, ranks: int, largest: int, hosts: bool, errors: Path) -> None:
-        self.peer, self.errors = peer, errors
+        self.peer = peer
         ports = [free_port() for _ in range(2)]
         common = {**os.environ, **COMMON, **peer.env, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "GPUS_PORT": str(ports[1])}  # fmt: skip
         words = [sys.executable, str(HERE / "gpu_worker.py"), peer.library, str(largest)]
-        self.ranks = []
+        commands = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({"HETCOLL_HOST_ID": f"host{rank}"} if hosts else {})
-            with errors.open("ab") as log:
-                self.ranks.append(
-                    subprocess.Popen(
-                        words, env=common | own, text=True, stderr=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-                    )
-                )
+            commands.append((words, common | own))
+        super().__init__(peer.name, commands, errors, SECONDS)
 
     def measure(self, op: str, nbytes: int) -> dict[str, float]:
-        """Rank 0's answer; they all agree. Ranks that do not answer in time are ended."""
-        for process in self.ranks:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps({"op": op, "nbytes": nbytes}) + "\n")
-            process.stdin.flush()
-        answers = []
-        late = threading.Timer(SECONDS, self.kill)
-        late.start()
-        for process in self.ranks:
-            assert process.stdout is not None
-            answers.append(process.stdout.readline())
-        late.cancel()
-        if not all(answers):
-            raise RuntimeError(f"{self.peer.name}: a rank ended at {op} of {nbytes} bytes: {self.errors.read_text()}")
-        found: dict[str, float] = json.loads(answers[0])
-        return found
-
-    def kill(self) -> None:
-        for process in self.ranks:
-            process.kill()
-
-    def close(self) -> None:
-        for process in self.ranks:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-        for process in self.ranks:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        """Rank 0's answer; they all agree."""
+        return self.ask({"op": op, "nbytes": nbytes})[0]
 
 
 def free_port() -> int:

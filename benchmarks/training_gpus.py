@@ -11,10 +11,8 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,6 +22,7 @@ from typing import Any
 import results
 from gpus import about, free_port
 from llama import Shape
+from staying import StayingRanks
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs/benchmarks.md"
@@ -56,64 +55,24 @@ PEERS = {
 }
 
 
-class Job:
+class Job(StayingRanks):
     """The ranks of one peer."""
 
     def __init__(self, peer: Peer, ranks: int, device: str, log: Path) -> None:
-        self.peer, self.log = peer, log
         half = ranks // 2
         islands = {"HETCOLL_ISLANDS": f"0-{half - 1}|{half}-{ranks - 1}"} if peer.islands else {}
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
-        common = {**os.environ, **COMMON, **islands, **where, **sizes}
-        self.ranks = []
+        dtype = "bfloat16" if device == "cuda" else "float32"
+        commands = []
         for rank in range(ranks):
             poses = peer.how == "posing" and rank >= half
             how = "hetcoll" if peer.how == "posing" and not poses else peer.how
-            dtype = "bfloat16" if device == "cuda" else "float32"
             told = {"how": how, "device": device, "dtype": dtype, "rate": 1e-4}
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **(posing() if poses else {})}
             words = [sys.executable, str(HERE / "training_rank.py"), json.dumps(told)]
-            with log.open("ab") as errors:
-                self.ranks.append(
-                    subprocess.Popen(
-                        words, env=common | own, text=True, stderr=errors, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-                    )
-                )
-
-    def ask(self, do: str, **told: Any) -> list[dict[str, Any]]:
-        """Every rank's answer. Ranks that do not answer in time are ended."""
-        late = threading.Timer(SECONDS, self.kill)
-        late.start()
-        try:
-            for process in self.ranks:
-                assert process.stdin is not None
-                process.stdin.write(json.dumps({"do": do, **told}) + "\n")
-                process.stdin.flush()
-            answers = [process.stdout.readline() for process in self.ranks if process.stdout is not None]
-        except BrokenPipeError:
-            answers = [""]
-        finally:
-            late.cancel()
-        if not all(answers):
-            raise RuntimeError(f"{self.peer.name}: a rank ended at {do}: {self.log.read_text()[-6000:]}")
-        return [json.loads(answer) for answer in answers]
-
-    def kill(self) -> None:
-        for process in self.ranks:
-            process.kill()
-
-    def close(self) -> None:
-        for process in self.ranks:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-        for process in self.ranks:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            commands.append((words, {**os.environ, **COMMON, **islands, **where, **sizes, **own}))
+        super().__init__(peer.name, commands, log, SECONDS)
 
 
 def posing() -> dict[str, str]:
@@ -148,7 +107,7 @@ class Run:
     def attempt(self, name: str, do: str, **told: Any) -> list[dict[str, Any]] | None:
         """What a peer's ranks answer. One that fails takes no further part, and is told of in the end."""
         try:
-            return self.jobs[name].ask(do, **told)
+            return self.jobs[name].ask({"do": do, **told})
         except RuntimeError as error:
             print(error, flush=True)
             self.failed.append(f"{PEERS[name].name}: {do} {told.get('way', '')}")
@@ -160,8 +119,9 @@ class Run:
         """Losses of one process."""
         job = Job(Peer("one process", "alone"), 1, self.device, self.home / "alone")
         steps = TURNS * STEPS
-        job.ask("make", way="one", shape=asdict(self.whole), steps=steps, pieces=self.gpus)
-        losses: list[float] = job.ask("turn", first=0, steps=steps)[0]["losses"]
+        make = {"do": "make", "way": "one", "shape": asdict(self.whole), "steps": steps, "pieces": self.gpus}
+        job.ask(make)
+        losses: list[float] = job.ask({"do": "turn", "first": 0, "steps": steps})[0]["losses"]
         job.close()
         return losses
 

@@ -21,6 +21,7 @@ import instructions  # noqa: E402
 import libraries  # noqa: E402
 import peers  # noqa: E402
 import results  # noqa: E402
+import staying  # noqa: E402
 import worker  # noqa: E402
 
 LIMITS = {
@@ -245,3 +246,45 @@ def test_table_of_training() -> None:
     told = t.balance_text(balanced | {f"loss {phase}": 2.0 for phase in t.PHASES}, 4)
     assert "50 % of the tokens/s of equal GPUs with equal parts, 80 % with" in told
     assert "is 88 %" in told
+
+
+# Ranks that stay.
+
+ANSWERS = """
+import json, os, sys
+for line in sys.stdin:
+    told = json.loads(line)
+    if told["do"] == "end" and os.environ["RANK"] == "1":
+        sys.exit("rank 1 has had enough")
+    if told["do"] != "sleep":
+        print(json.dumps({"rank": os.environ["RANK"], "did": told["do"]}), flush=True)
+"""
+
+
+def stay(tmp_path: Path, seconds: float) -> staying.StayingRanks:
+    commands = [([sys.executable, "-c", ANSWERS], {"RANK": str(rank)}) for rank in range(2)]
+    return staying.StayingRanks("some library", commands, tmp_path / "log", seconds)
+
+
+def test_ranks_stay_and_answer(tmp_path: Path) -> None:
+    ranks = stay(tmp_path, 60)
+    for do in ("this", "that"):
+        assert ranks.ask({"do": do}) == [{"rank": "0", "did": do}, {"rank": "1", "did": do}]
+    ranks.close()
+    assert [process.returncode for process in ranks.ranks] == [0, 0]
+
+
+def test_a_rank_that_ends_is_told_of_with_its_words(tmp_path: Path) -> None:
+    ranks = stay(tmp_path, 60)
+    with pytest.raises(RuntimeError, match=r"some library: a rank ended at {'do': 'end'}: rank 1 has had enough"):
+        ranks.ask({"do": "end"})
+    ranks.close()
+    assert all(process.returncode is not None for process in ranks.ranks)
+
+
+def test_ranks_that_do_not_answer_are_ended(tmp_path: Path) -> None:
+    ranks = stay(tmp_path, 1)
+    with pytest.raises(RuntimeError, match=r"some library: a rank ended at {'do': 'sleep'}"):
+        ranks.ask({"do": "sleep"})
+    ranks.close()
+    assert all(process.returncode is not None for process in ranks.ranks)
