@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import os
+import struct
 import sys
 import threading
 import unittest.mock
@@ -15,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import standins
 from cases import run_case
 from device_checks import Capture
 from dlpack_arrays import Quick
+from gpu_places import PLACES, STAND_INS, ranks_on
 from on_gpu import KINDS, Copies, OnGpu
 from ranks import Ranks, close_all
 from reference import Case
@@ -26,10 +27,9 @@ from reference import Case
 import hetcoll
 from hetcoll.devices.array import DeviceArray
 from hetcoll.devices.base import Device
+from hetcoll.devices.kernels import reduce_name
 from hetcoll.errors import ArgumentError
 from hetcoll.types import OCP_OF, DType, ReduceOp, supports
-
-pytestmark = pytest.mark.standins
 
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "alltoall")
 ODD = (0, 1, 5, 1009, 70_001)
@@ -44,15 +44,12 @@ def device_of_rank(rank: int) -> Device:
     return found[rank % len(found)]
 
 
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Any]:
-    """Ranks with a stand-in GPU each: ``gpus(3)``, every one an island unless said otherwise.
+@pytest.fixture(scope="module", params=PLACES)
+def gpus(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Ranks with a GPU each: ``gpus(3)``, every one an island unless said otherwise.
 
     Settings are those of `standins.environment`.
     """
-    why_not = standins.why_not("cuda")
-    if why_not:
-        pytest.skip(why_not)
     made: dict[Any, Ranks] = {}
 
     def get(size: int, islands: str | None = None, *, env: dict[str, str] | None = None, **settings: Any) -> Ranks:
@@ -62,7 +59,7 @@ def gpus() -> Iterator[Any]:
             made.pop(key).kill_all()
         if key not in made:
             more = {**(env or {}), **({"HETCOLL_ISLANDS": asked} if asked else {})}
-            made[key] = Ranks(size, {**standins.environment("cuda", devices=size, **settings), **more})
+            made[key] = ranks_on(request.param, ["cuda"] * size, more, **settings)
         return made[key]
 
     yield get
@@ -222,6 +219,9 @@ def ask_for_a_stream_that_is_none(comm: hetcoll.Communicator) -> None:
     assert (array.get() == comm.size).all()
 
 
+@pytest.mark.parametrize(
+    "gpus", [STAND_INS], indirect=True
+)  # what a real driver does with such a handle, it does not say
 def test_a_stream_that_is_none_is_refused(gpus: Any) -> None:
     gpus(2).run(ask_for_a_stream_that_is_none)
 
@@ -366,6 +366,49 @@ def test_parts_of_unequal_size_over_islands(gpus: Any) -> None:
 def test_islands_on_shared_hardware_queues(gpus: Any) -> None:
     ranks = gpus(4, "0,1|2,3", env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, jitter="5:100", timeout=120)
     check(ranks, [Case("allreduce", count=3_000_001), Case("allgather", count=1_000_003)])
+
+
+def beside_others(comm: hetcoll.Communicator) -> None:
+    """Calls across islands, calls of the island's library and kernels that take long, on streams of their own; none of
+    them waits for the host, and streams may share a hardware queue."""
+    device = device_of_rank(comm.rank)
+    device.activate()
+    inner = comm.split(comm.rank // 2)
+    assert inner is not None
+    crossing, inside, user = streams = [device.stream() for _ in range(3)]
+    n, few = 700_001, 4_000_000  # one warp adds the latter in some milliseconds
+    a, b, c = (DeviceArray(device, size) for size in (n, n, few))
+    add = device.kernels().function(reduce_name(DType.FLOAT32, ReduceOp.SUM))
+    arguments = [struct.pack("P", c.ptr)] * 3 + [struct.pack("Q", few)]
+    for call in (comm, inner):
+        call.allreduce(a, stream=crossing)  # all is made and loaded before anything is under way
+    device.synchronize()
+    a.set(np.full(n, 1 + comm.rank, np.float32))
+    b.set(np.full(n, 1 + comm.rank, np.float32))
+    c.set(np.full(few, 1, np.float32))
+    works = []
+    for turn in range(4):
+        device.launch(add, 1, 32, arguments, user)
+        works.append(comm.allreduce(a, stream=crossing))
+        works.append(inner.allreduce(b, stream=inside, async_op=turn % 2 == 1))
+        if turn % 2 == 1:
+            works[-1].wait_stream(inside)
+    for work in works:
+        work.wait(60)
+    device.synchronize()
+    assert (a.get() == 10 * comm.size**3).all()
+    island = [r for r in range(comm.size) if r // 2 == comm.rank // 2]
+    assert (b.get() == sum(1 + r for r in island) * len(island) ** 3).all()
+    assert (c.get() == 2**4).all()
+    inner.close()
+    for stream in streams:
+        device.destroy_stream(stream)
+
+
+@pytest.mark.parametrize("queues", ["1", "2"])
+def test_beside_kernels_and_libraries_of_the_user(gpus: Any, queues: str) -> None:
+    ranks = gpus(4, "0,1|2,3", env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, jitter="7:100", timeout=120)
+    ranks.run(beside_others, timeout=100)
 
 
 def capture(comm: hetcoll.Communicator) -> tuple[list[float], float]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import standins
 from cases import run_case
+from gpu_places import STAND_INS, ranks_on
 from on_gpu import OnGpu
 from ranks import Job, Outcome, Ranks, close_all, wait_until
 from reference import Case
@@ -34,16 +35,12 @@ pytestmark = pytest.mark.standins
 VENDOR: dict[str, str | None] = {"n": "cuda", "a": "hip", "c": None}
 
 
-def start(kinds: str, join: bool = True, **settings: Any) -> Ranks:
+def start(kinds: str, join: bool = True, place: str = STAND_INS, **settings: Any) -> Ranks:
     """Ranks of these kinds: "nac" has NVIDIA's GPU, AMD's, and none. Settings in capitals are variables."""
-    for vendor in filter(None, {VENDOR[kind] for kind in kinds}):
-        if why_not := standins.why_not(vendor):
-            pytest.skip(why_not)
     devices = tuple(VENDOR[kind] or "cpu" for kind in kinds)
     env = {"HETCOLL_DEVICE": devices, **{name: value for name, value in settings.items() if name.isupper()}}
     ours = {"timeout": 120, **{name: value for name, value in settings.items() if not name.isupper()}}
-    vendors = [VENDOR[kind] for kind in kinds]
-    return Ranks(len(kinds), {**standins.environments(vendors, len(kinds), **ours), **env}, join=join)
+    return ranks_on(place, [VENDOR[kind] for kind in kinds], env, join=join, **ours)
 
 
 @pytest.fixture(scope="module")

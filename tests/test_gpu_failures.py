@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import standins
-from ranks import Ranks
+from gpu_places import PLACES, ranks_on
+from ranks import Ranks, close_all
 from test_gpu import device_of_rank
 
 import hetcoll
@@ -25,25 +25,23 @@ from hetcoll.errors import (
     PeerLostError,
 )
 
-pytestmark = pytest.mark.standins
-
 Launch = Callable[..., Ranks]
 APART, TOGETHER = "0|1|2", ""
 LARGE = 3_000_001  # elements: copies through slots
 WAYS = pytest.mark.parametrize(("islands", "count"), [(APART, 100), (APART, LARGE), (TOGETHER, LARGE)])
 
 
-@pytest.fixture
-def gpus(launch: Launch) -> Launch:
-    why_not = standins.why_not("cuda")
-    if why_not:
-        pytest.skip(why_not)
+@pytest.fixture(params=PLACES)
+def gpus(request: pytest.FixtureRequest) -> Iterator[Launch]:
+    made: list[Ranks] = []
 
     def start(islands: str, **env: str) -> Ranks:
         asked = {"HETCOLL_ISLANDS": islands} if islands else {}
-        return launch(3, **standins.environment("cuda", devices=3, timeout=60), **asked, **env)
+        made.append(ranks_on(request.param, ["cuda"] * 3, {**asked, **env}, timeout=60))
+        return made[-1]
 
-    return start
+    yield start
+    close_all(made)
 
 
 def array(comm: hetcoll.Communicator, count: int) -> DeviceArray:

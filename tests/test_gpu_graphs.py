@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import standins
 from cases import run_case
 from device_checks import Capture
+from gpu_places import PLACES, ranks_on
 from on_gpu import Copies
 from ranks import Ranks, close_all
 from reference import Case
@@ -24,14 +24,12 @@ from hetcoll.devices.array import DeviceArray
 from hetcoll.devices.base import Device
 from hetcoll.errors import ArgumentError, CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
 
-pytestmark = pytest.mark.standins
-
 LARGE = 600_001  # float32s: more than one kernel does, in some pieces, in slots that come again
 MIB = (1 << 20) // 4
 
 
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Callable[..., Ranks]]:
+@pytest.fixture(scope="module", params=PLACES)
+def gpus(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
     """Ranks of these kinds (see `start`) on so many hardware queues, every one an island unless said otherwise."""
     made: dict[Any, Ranks] = {}
 
@@ -43,7 +41,7 @@ def gpus() -> Iterator[Callable[..., Ranks]]:
             asked = "|".join(map(str, range(len(kinds)))) if islands is None else islands
             env |= {"HETCOLL_ISLANDS": asked} if asked else {}
             env |= {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues), "GPU_MAX_HW_QUEUES": str(queues)}
-            made[key] = start(kinds, jitter=f"{queues}:50", **env)
+            made[key] = start(kinds, place=request.param, jitter=f"{queues}:50", **env)
         return made[key]
 
     yield get
@@ -97,7 +95,7 @@ def run_in_graphs(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
         device.destroy_stream(stream)
 
 
-@pytest.mark.parametrize(("kinds", "queues"), [("nn", 1), ("aa", 2), ("nan", 4)])
+@pytest.mark.parametrize(("kinds", "queues"), [("nn", 1), ("aa", 2), ("nnn", 4), ("nan", 4)])
 def test_every_collective(gpus: Any, kinds: str, queues: int) -> None:
     cases = list(cases_of(len(kinds), (250_001,)))
     check(gpus(kinds, queues=queues), cases, run_in_graphs)
@@ -277,13 +275,17 @@ def test_a_second_capture_at_the_same_time_is_refused(gpus: Any) -> None:
         assert "one capture at a time" in said
 
 
-@pytest.fixture
-def fresh(launch: Callable[..., Ranks]) -> Callable[..., Ranks]:
+@pytest.fixture(params=PLACES)
+def fresh(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
     """Two ranks of this test's own."""
-    if why_not := standins.why_not("cuda"):
-        pytest.skip(why_not)
-    stand_ins = standins.environment("cuda", devices=2, timeout=60)
-    return lambda **env: launch(2, **stand_ins, HETCOLL_ISLANDS="0|1", **env)
+    made: list[Ranks] = []
+
+    def get(**env: str) -> Ranks:
+        made.append(ranks_on(request.param, ["cuda"] * 2, {"HETCOLL_ISLANDS": "0|1", **env}, timeout=60))
+        return made[-1]
+
+    yield get
+    close_all(made)
 
 
 def captured_allreduce(comm: hetcoll.Communicator) -> tuple[Device, int, DeviceArray, Capture]:

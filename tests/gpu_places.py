@@ -1,0 +1,41 @@
+"""Where tests of GPU collectives run: on stand-ins everywhere, and on NVIDIA's GPUs where there are enough."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import pytest
+import standins
+from ranks import Env, Ranks
+
+from hetcoll.devices import cuda
+
+STAND_INS, REAL = "stand-ins", "GPUs"
+PLACES = [pytest.param(STAND_INS, marks=pytest.mark.standins), pytest.param(REAL, marks=pytest.mark.cuda)]
+
+
+@functools.cache
+def _found() -> tuple[int, str]:
+    """How many GPUs there are, and why none."""
+    why_not = cuda.why_not()
+    return (0, str(why_not)) if why_not else (len(cuda.devices()), "")
+
+
+def ranks_on(
+    place: str, vendors: Sequence[str | None], more: Env | None = None, *, join: bool = True, **settings: object
+) -> Ranks:
+    """Ranks with these vendors' GPUs (None: a CPU), one each. `settings` are those of stand-ins (`standins`): GPUs are
+    late and share hardware queues as they are."""
+    if place == STAND_INS:
+        for vendor in filter(None, set(vendors)):
+            if why_not := standins.why_not(vendor):
+                pytest.skip(why_not)
+        env = standins.environments(vendors, len(vendors), **settings)
+        return Ranks(len(vendors), {**env, **(more or {})}, join=join)
+    (count, why_not), wanted = _found(), sum(vendor == "cuda" for vendor in vendors)
+    if "hip" in vendors:
+        pytest.skip("no AMD GPU")
+    if count < wanted:
+        pytest.skip(why_not or f"needs {wanted} GPUs, found {count}")
+    return Ranks(len(vendors), more, join=join, tidy=False)  # the driver keeps threads and files
