@@ -355,19 +355,22 @@ def check_streams(device: Device) -> None:
 
 
 class Capture:
-    """A graph of what a stream gets inside the block; `replay` runs it on any stream."""
+    """A graph of what a stream gets inside the block; `replay` runs it on any stream.
 
-    def __init__(self, device: Device, stream: int) -> None:
-        self.device, self.stream, self.calls = device, stream, _driver(device)
+    `mode` is "global", or "relaxed": then the driver does not refuse what is unsafe during a capture.
+    """
+
+    def __init__(self, device: Device, stream: int, mode: str = "global") -> None:
+        self.device, self.stream, self.calls, self.mode = device, stream, _driver(device), mode
         self.prefix = "cu" if device.vendor == "cuda" else "hip"
 
     def __enter__(self) -> Capture:
         self.device.activate()
         module = self.calls.module
         if self.device.vendor == "cuda":
-            mode: Any = module.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+            mode: Any = module.CUstreamCaptureMode[f"CU_STREAM_CAPTURE_MODE_{self.mode.upper()}"]
         else:
-            mode = module.hipStreamCaptureMode.hipStreamCaptureModeGlobal
+            mode = module.hipStreamCaptureMode[f"hipStreamCaptureMode{self.mode.title()}"]
         self.calls(f"{self.prefix}StreamBeginCapture", self.stream, mode)
         return self
 

@@ -89,6 +89,7 @@ def run_in_graphs(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
     device = device_of_rank(comm.rank)
     device.activate()
     stream = device.stream()
+    comm.allreduce(DeviceArray(device, 1))
     try:
         return [run_case(InGraph(comm, device, stream), case) for case in cases]  # type: ignore[arg-type]
     finally:
@@ -253,14 +254,43 @@ def test_a_rank_that_is_reached_by_sockets_is_named(gpus: Any) -> None:
         assert said.endswith("got rank 1 (staged, as HETCOLL_CROSS says)"), said
 
 
+def capture_at_once(comm: hetcoll.Communicator) -> tuple[str, float]:
+    """The first call of a communicator in a graph, and again after one outside of it."""
+    device, fresh = device_of_rank(comm.rank), comm.split(0)
+    assert fresh is not None
+    device.activate()
+    stream = device.stream()
+    array, other = (DeviceArray.of(device, np.ones(LARGE, np.float32)) for _ in range(2))
+    with Capture(device, stream):
+        with pytest.raises(ArgumentError) as raised:
+            fresh.allreduce(array.buffer(), stream=stream)
+        device.copy(array.ptr, other.ptr, 4, stream)
+    fresh.allreduce(array.buffer(), stream=stream)
+    with Capture(device, stream) as captured:
+        fresh.allreduce(array.buffer(), stream=stream)
+    captured.replay(stream)
+    device.synchronize(stream)
+    captured.close()
+    fresh.close()
+    device.destroy_stream(stream)
+    return str(raised.value), float(array.get()[-1])
+
+
+@pytest.mark.parametrize("islands", ["0,1,2,3", "0,1,2|3"])
+def test_libraries_are_not_set_up_during_a_capture(gpus: Any, islands: str) -> None:
+    for said, value in gpus("nnnn", islands, 1).run(capture_at_once):
+        assert said.endswith("wanted a call of this communicator before")
+        assert value == 16
+
+
 def capture_twice(comm: hetcoll.Communicator) -> str:
     device = device_of_rank(comm.rank)
     device.activate()
     streams = [device.stream() for _ in range(2)]
     array = DeviceArray.of(device, np.ones(LARGE, np.float32))
-    with Capture(device, streams[0]) as captured:
+    with Capture(device, streams[0], "relaxed") as captured:
         comm.allreduce(array.buffer(), stream=streams[0])
-        with Capture(device, streams[1]):
+        with Capture(device, streams[1], "relaxed"):
             with pytest.raises(ArgumentError) as raised:
                 comm.allreduce(array.buffer(), stream=streams[1])
             device.copy(array.ptr, array.ptr + 64, 32, streams[1])

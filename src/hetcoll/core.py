@@ -137,7 +137,7 @@ class Core:
         if buffer is not None and not call.label:
             self._paths.check_place(buffer)
             if buffer.device != "cpu":
-                return self._on_gpu(buffer).launch(call, stream, async_op)
+                return self._on_gpu(buffer, stream).launch(call, stream, async_op)
             among = self._paths.on_host()
         finish = None
         if among is not None:
@@ -159,9 +159,9 @@ class Core:
             witness.preparing = None
             witness.calls.pop(thread, None)
 
-    def _on_gpu(self, buffer: Buffer) -> GpuPath:
+    def _on_gpu(self, buffer: Buffer, stream: object) -> GpuPath:
         """The way of calls on a GPU's memory; from the first one on the short way tries it, too."""
-        path = self._paths.on_gpu(buffer)
+        path = self._paths.on_gpu(buffer, stream)
         if not self._config.check:
             self._call = path.call
         return path

@@ -55,7 +55,7 @@ Shape = _native.DeviceShape | _native.KernelShape
 class GpuPath:
     """What one communicator keeps on this rank's GPU. All of it is made in `__init__` and given back by `close`.
 
-    `meet` exchanges what all ranks must know, `prepare` watches over what connects them, and `announce` gives a call
+    `capturing`: the call that needs it is being captured into a graph. `meet` exchanges what all ranks must know, `prepare` watches over what connects them, and `announce` gives a call
     the number by which others ask for it.
     """
 
@@ -66,6 +66,7 @@ class GpuPath:
         device: Device,
         timeout: float,
         *,
+        capturing: bool,
         meet: Meet,
         prepare: Prepare,
         announce: Announce,
@@ -98,7 +99,7 @@ class GpuPath:
                 staging=staging,
                 slot_bytes=self._slot_bytes,
             )
-            self._islands = GpuIslands(wiring.topology, wiring.rank, share.gpus, device, meet, timeout)
+            self._islands = GpuIslands(wiring.topology, wiring.rank, share.gpus, device, meet, timeout, capturing)
             undo.callback(self._islands.close)
             island = self._islands.island
             if island is not None:

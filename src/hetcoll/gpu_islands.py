@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .errors import HetcollError, spell_ranks
+from .errors import ArgumentError, HetcollError, spell_ranks
 from .float8 import two_kinds
 from .gpu_facts import Gpu, served
 from .islands import nccl, rccl
@@ -41,11 +41,19 @@ def unlike_float8(gpus: Sequence[Gpu]) -> str:
 class GpuIslands:
     """The islands of one communicator. `island` is this rank's communicator of the vendor's library, if it has one.
 
-    Making it is collective over all ranks.
+    Making it is collective over all ranks. ArgumentError on all of them where it takes a vendor's library and the call
+    that needs it is being captured into a graph, as NCCL's threads may not set anything up meanwhile.
     """
 
     def __init__(
-        self, topology: Topology, rank: int, gpus: Sequence[Gpu], device: Device | None, meet: Meet, timeout: float
+        self,
+        topology: Topology,
+        rank: int,
+        gpus: Sequence[Gpu],
+        device: Device | None,
+        meet: Meet,
+        timeout: float,
+        capturing: bool = False,
     ) -> None:
         self._gpus = gpus
         self.alone: Islands = tuple((r,) for r in range(topology.size))
@@ -57,6 +65,11 @@ class GpuIslands:
         self._ending: threading.Thread | None = None
         if all(len(island) == 1 for island in self.islands):
             return
+        if capturing:
+            raise ArgumentError(
+                "stream: a graph is being captured on it, while the vendor's library cannot be set up; wanted a call of"
+                " this communicator before"
+            )
         joins = device is not None and len(mine) > 1
         library = (nccl if gpus[rank].vendor == "cuda" else rccl).library() if joins else None
         first = library is not None and mine[0] == rank

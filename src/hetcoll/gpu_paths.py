@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from . import streams
 from .buffers import Buffer
 from .diagnosis import Diagnosis, Kind
 from .env import Config
@@ -54,17 +55,19 @@ class GpuPaths:
             f" got some of {buffer.place}"
         )
 
-    def on_gpu(self, buffer: Buffer) -> GpuPath:
-        """The way of calls on a GPU's memory, such as `buffer`."""
+    def on_gpu(self, buffer: Buffer, stream: object) -> GpuPath:
+        """The way of calls on a GPU's memory, such as `buffer`, of which the first one is on `stream`."""
         if self.gpu is None:
             from .gpu import GpuPath
             from .gpu_facts import device_of
 
+            device = device_of(buffer)
             path = self.gpu = GpuPath(
                 self._wiring,
                 self._diagnosis,
-                device_of(buffer),
+                device,
                 self._config.timeout,
+                capturing=device.capturing(streams.handle(stream, buffer)),
                 meet=self._meet_soon,
                 prepare=self._prepare,
                 announce=self._selection.announce,

@@ -135,7 +135,7 @@ class Messages(Core):
         assert buffer is not None
         self._paths.check_place(buffer)
         if buffer.device != "cpu":
-            return self._on_gpu(buffer).message(send, dest, recv, source, stream, async_op)
+            return self._on_gpu(buffer, stream).message(send, dest, recv, source, stream, async_op)
         among = self._paths.on_host()
         finish = None
         if among is not None:
