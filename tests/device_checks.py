@@ -368,9 +368,9 @@ class Capture:
         self.device.activate()
         module = self.calls.module
         if self.device.vendor == "cuda":
-            mode: Any = module.CUstreamCaptureMode[f"CU_STREAM_CAPTURE_MODE_{self.mode.upper()}"]
+            mode: Any = getattr(module.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{self.mode.upper()}")
         else:
-            mode = module.hipStreamCaptureMode[f"hipStreamCaptureMode{self.mode.title()}"]
+            mode = getattr(module.hipStreamCaptureMode, f"hipStreamCaptureMode{self.mode.title()}")
         self.calls(f"{self.prefix}StreamBeginCapture", self.stream, mode)
         return self
 

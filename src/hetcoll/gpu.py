@@ -55,8 +55,8 @@ Shape = _native.DeviceShape | _native.KernelShape
 class GpuPath:
     """What one communicator keeps on this rank's GPU. All of it is made in `__init__` and given back by `close`.
 
-    `capturing`: the call that needs it is being captured into a graph. `meet` exchanges what all ranks must know, `prepare` watches over what connects them, and `announce` gives a call
-    the number by which others ask for it.
+    `capturing`: the call that needs it is being captured into a graph. `meet` exchanges what all ranks must know,
+    `prepare` watches over what connects them, and `announce` gives a call the number by which others ask for it.
     """
 
     def __init__(
