@@ -1,7 +1,8 @@
 """One rank of benchmarks/gpus.py: measures what it is told to, by lines of JSON on stdin, and answers on stdout.
 
-Its library is hetcoll; NCCL by its C interface, on the communicator of hetcoll's island; PyTorch's NCCL; or PyTorch's
-Gloo on pinned copies in host memory. Memory is PyTorch's where that has CUDA, and `DeviceArray` otherwise.
+Its library is hetcoll; NCCL by its C interface, on the communicator of hetcoll's island; PyTorch's NCCL; PyTorch's Gloo
+on pinned copies in host memory; or nothing but copies (gpu_limits.py). Memory is PyTorch's where that has CUDA, and
+`DeviceArray` otherwise.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from gpu_limits import Copies, Nothing
 
 import hetcoll
 from hetcoll.devices import cuda
@@ -52,6 +54,7 @@ class Rank:
         self.recv = DeviceArray(self.device, largest // 4)
         self.torch = has_torch()
         self.stream = 0
+        self.only_copies: Copies | None = None
         if self.torch:
             import torch
 
@@ -62,6 +65,7 @@ class Rank:
             self.tensors = [torch.as_tensor(each, device="cuda") for each in (self.send, self.recv)]
         self.bind: Callable[[str, int, int], Call] = {
             "hetcoll": self.hetcoll, "nccl": self.nccl, "torch": self.by_torch, "gloo": self.gloo,
+            "copies": self.copies,
         }[library]  # fmt: skip
 
     def part(self, which: int, count: int) -> Any:
@@ -121,6 +125,11 @@ class Rank:
 
         return call
 
+    def copies(self, op: str, send: int, recv: int) -> Call:
+        if self.only_copies is None:
+            self.only_copies = Copies(self.comm, self.device, self.stream)
+        return self.only_copies.bind(op, self.recv.ptr, 4 * max(send, recv))
+
     # Measuring.
 
     def settle(self) -> None:
@@ -138,7 +147,9 @@ class Rank:
         send, recv = {"allreduce": (whole, whole), "allgather": (share, whole), "reduce_scatter": (whole, share)}[op]
         call = self.bind(op, send, recv)
         call()
-        wrong = self.wrong(op, send, recv)
+        return self.timed(call, nbytes) | {"wrong": self.slowest(self.wrong(op, send, recv))}
+
+    def timed(self, call: Call, nbytes: int) -> dict[str, float]:
         count = max(4, min(200, 1_200_000_000 // max(nbytes, 4 << 20)))
         for _ in range(WARM):
             call()
@@ -159,10 +170,10 @@ class Rank:
             self.device.synchronize(self.stream)
             alone.append(time.perf_counter() - start)
         found = {"us": self.slowest(best), "sync": self.slowest(statistics.median(alone)), "cost": self.slowest(cost)}
-        return {name: 1e6 * seconds for name, seconds in found.items()} | {"wrong": self.slowest(wrong)}
+        return {name: 1e6 * seconds for name, seconds in found.items()}
 
     def wrong(self, op: str, send: int, recv: int) -> int:
-        if self.bind == self.by_torch and op == "allreduce":
+        if self.bind == self.copies or (self.bind == self.by_torch and op == "allreduce"):
             return 0
         got, size = self.recv.get()[:recv], self.size
         if op == "allgather":
@@ -171,6 +182,10 @@ class Rank:
             first = self.rank * recv if op == "reduce_scatter" else 0
             want = size * self.pattern[first : first + recv] + size * (size - 1) // 2
         return int((got[: len(want)] != want).sum())
+
+    def nothing(self) -> dict[str, float]:
+        """What an empty kernel takes: the least that a call on a GPU can."""
+        return self.timed(Nothing(self.device, self.stream), 0) | {"wrong": 0.0}
 
     def product(self, nbytes: int) -> dict[str, float]:
         """What all-reduces of `nbytes` beside a product of matrices take from it: its time alone and beside, in us."""
@@ -203,7 +218,10 @@ def main() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         told = json.loads(line)
-        found = rank.product(told["nbytes"]) if told["op"] == "product" else rank.measure(told["op"], told["nbytes"])
+        if told["op"] == "product":
+            found = rank.product(told["nbytes"])
+        else:
+            found = rank.nothing() if told["op"] == "nothing" else rank.measure(told["op"], told["nbytes"])
         answers.write(json.dumps(found) + "\n")
         answers.flush()
     rank.settle()

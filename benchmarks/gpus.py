@@ -7,7 +7,9 @@ Each library has processes of its own, a rank a GPU, which wait while another on
 called through its C interface; "without P2P" is NCCL_P2P_DISABLE=1, the way of GPUs that no NVLink joins; "sockets" has
 NCCL_SHM_DISABLE=1 as well. `us` is the time of a call in a row of them on one stream, `sync` that of one call with a
 wait of the host behind it, `cost` the host's part of a call: the best of all turns, of the slowest rank. GB/s are those
-of the larger buffer over `us` (nccl-tests' algbw). A ratio above 1 means that hetcoll is faster.
+of the larger buffer over `us` (nccl-tests' algbw). A ratio above 1 means that hetcoll is faster. "only the copies" is
+the limit: what crosses between islands, copied to slots and back without signals, sums or NCCL (gpu_limits.py); there
+the ratio is the part of the limit that hetcoll reaches.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs/benchmarks.md"
 K, M = 1 << 10, 1 << 20
 SMALL, LARGE = (8, 4 * K, 16 * K, 64 * K), (1 * M, 16 * M, 64 * M, 256 * M)
+COPIES = "only the copies"  # gpu_limits.py
 TURNS = 3
 SECONDS = 120.0  # for one answer
 NO_P2P = {"NCCL_P2P_DISABLE": "1"}
@@ -65,14 +68,15 @@ class Setting:
 ALLREDUCE = tuple(("allreduce", nbytes) for nbytes in (*SMALL, *LARGE))
 HALVES = (("allgather", 256 * M), ("reduce_scatter", 256 * M))
 BIG = tuple(("allreduce", nbytes) for nbytes in LARGE)
-PRODUCT = (("product", 256 * M),)
+PRODUCT, NOTHING = (("product", 256 * M),), (("nothing", 0),)
 
 
 def settings(gpus: int) -> Iterator[Setting]:
     without = Peer("NCCL without P2P", "nccl", NO_P2P)
     for islands in {2: ("0|1",), 4: ("0,1|2,3", "0,1,2|3", "0|1|2,3")}[gpus]:
-        points = (*ALLREDUCE, *HALVES, *PRODUCT) if gpus == 2 else (*BIG, *HALVES)
-        yield Setting(f"islands {islands}", gpus, {"HETCOLL_ISLANDS": islands}, (without,), points)
+        points = (*ALLREDUCE, *HALVES, *PRODUCT, *NOTHING) if gpus == 2 else (*BIG, *HALVES)
+        asked = {"HETCOLL_ISLANDS": islands}
+        yield Setting(f"islands {islands}", gpus, asked, (without, Peer(COPIES, "copies", asked)), points)
     plain = (Peer("NCCL", "nccl"), Peer("PyTorch's NCCL", "torch"))
     yield Setting("one island", gpus, {}, plain, (*ALLREDUCE, *HALVES))
     if gpus == 2:
@@ -122,13 +126,21 @@ def run(setting: Setting, points: Sequence[tuple[str, int]], home: Path) -> list
             stack.callback(jobs[-1].close)
         for op, nbytes in points:
             row: Row = {}
+            taking_part = [job for job in jobs if part_of(op, nbytes, job.peer)]
             for _ in range(TURNS):
-                for job in jobs:
+                for job in taking_part:
                     seen, old = job.measure(op, nbytes), row.get(job.peer.name)
                     row[job.peer.name] = seen if old is None else best(seen, old)
             found.append((op, nbytes, row))
             print(line(op, nbytes, row), flush=True)
     return found
+
+
+def part_of(op: str, nbytes: int, peer: Peer) -> bool:
+    """Whether the library has to do with this point."""
+    if op == "nothing":
+        return peer.name == "hetcoll"
+    return peer.name != COPIES or (nbytes >= M and op != "product")
 
 
 def best(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
@@ -157,6 +169,11 @@ def markdown(setting: Setting, found: list[tuple[str, int, Row]]) -> str:
     notes = []
     for op, nbytes, row in found:
         ours = row["hetcoll"]
+        if op == "nothing":
+            notes.append(
+                f"An empty kernel, by the driver's C function: {ours['us']:.1f} us, {ours['sync']:.1f} with a wait."
+            )
+            continue
         if op == "product":
             parts = [
                 f"{name} {100 * (x['beside'] / x['alone'] - 1):.1f} % ({x['alone']:.0f} to {x['beside']:.0f} us)"
@@ -171,12 +188,16 @@ def markdown(setting: Setting, found: list[tuple[str, int, Row]]) -> str:
         cells += [f"{nbytes / ours['us'] / 1e3:.1f}" if nbytes >= M else "", results.digits(ours["sync"])]
         cells.append(results.digits(ours["cost"]))
         for name in names:
-            x = row[name]
-            cells += [results.digits(x["us"]), results.digits(x["cost"]), f"{x['us'] / ours['us']:.2f}"]
+            x = row.get(name)
+            cells += [""] * 3 if x is None else digits(x, ours)
         rows.append(cells)
     table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows)
     title = setting.title.replace("|", "\\|")
     return "\n\n".join([f"### {setting.ranks} GPUs, {title}", table, *notes])
+
+
+def digits(x: dict[str, float], ours: dict[str, float]) -> list[str]:
+    return [results.digits(x["us"]), results.digits(x["cost"]), f"{x['us'] / ours['us']:.2f}"]
 
 
 def about() -> str:
