@@ -31,9 +31,9 @@ Call = Callable[[], object]
 def crossing(op: str, islands: Sequence[Sequence[int]], rank: int, nbytes: int) -> tuple[int, int]:
     """Bytes that `rank` sends to other islands, and that it receives from them: the least where all links are used.
 
-    `nbytes` are those of the larger buffer. An all-reduce among m islands brings 2 (m - 1) / m of the buffer out of each
-    island and into it, split over its members. What is gathered leaves its owner once for every other island and comes
-    in once an island; scattered and reduced it goes the other way round.
+    `nbytes` are those of the larger buffer. An all-reduce among m islands brings 2 (m - 1) / m of the buffer out of
+    each island and into it, split over its members. What is gathered leaves its owner once for every other island and
+    comes in once an island; scattered and reduced it goes the other way round.
     """
     mine = next(len(island) for island in islands if rank in island)
     others, size = len(islands) - 1, sum(map(len, islands))

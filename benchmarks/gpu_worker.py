@@ -80,10 +80,10 @@ class Rank:
         return lambda: call(out, into)
 
     def nccl(self, op: str, send: int, recv: int) -> Call:
-        if self.comm._gpus is None:
-            self.comm.allreduce(self.send.buffer(0, 4), self.recv.buffer(0, 4), stream=self.stream)
-        assert self.comm._gpus is not None
-        island = self.comm._gpus._islands.island
+        self.comm.allreduce(self.send.buffer(0, 4), self.recv.buffer(0, 4), stream=self.stream)
+        path = self.comm._paths.gpu
+        assert path is not None
+        island = path._islands.island
         assert island is not None
         assert island.size == self.size
         functions, kind, tail = island.functions(), int(DType.FLOAT32), (island.handle, self.stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,11 +13,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import standins
 from installed import import_torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import gpu_limits  # noqa: E402
+import gpus  # noqa: E402
 import instructions  # noqa: E402
 import libraries  # noqa: E402
 import peers  # noqa: E402
@@ -288,3 +292,42 @@ def test_ranks_that_do_not_answer_are_ended(tmp_path: Path) -> None:
         ranks.ask({"do": "sleep"})
     ranks.close()
     assert all(process.returncode is not None for process in ranks.ranks)
+
+
+@pytest.mark.standins
+@pytest.mark.parametrize("library", ["hetcoll", "nccl", "copies"])
+def test_ranks_of_the_benchmark_on_gpus(library: str, tmp_path: Path) -> None:
+    """What they measure is right, or at least there; times of stand-ins mean nothing."""
+    if why_not := standins.why_not("cuda"):
+        pytest.skip(why_not)
+    env = standins.environment("cuda", devices=2) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    env |= {} if library == "nccl" else {"HETCOLL_ISLANDS": "0|1"}
+    job = gpus.Job(gpus.Peer(library, library, env), 2, 1 << 20, False, tmp_path / "log")
+    try:
+        for op, nbytes in (("allreduce", 65536), ("allgather", 1 << 20), ("reduce_scatter", 1 << 20)):
+            found = job.measure(op, nbytes)
+            assert found["wrong"] == 0
+            assert found["us"] > 0
+            assert found["cost"] <= found["us"]
+        if library == "hetcoll":
+            assert job.measure("nothing", 0)["sync"] > 0
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize(
+    ("islands", "rank", "op", "bytes_"),
+    [
+        ([[0], [1]], 0, "allreduce", (240, 240)),
+        ([[0, 1], [2, 3]], 3, "allreduce", (120, 120)),
+        ([[0, 1, 2], [3]], 3, "allreduce", (240, 240)),
+        ([[0, 1, 2], [3]], 0, "allreduce", (80, 80)),
+        ([[0], [1], [2, 3]], 1, "allreduce", (320, 320)),
+        ([[0], [1], [2, 3]], 2, "allreduce", (160, 160)),
+        ([[0], [1]], 0, "allgather", (120, 120)),
+        ([[0], [1], [2, 3]], 2, "allgather", (120, 60)),
+        ([[0], [1], [2, 3]], 0, "reduce_scatter", (180, 120)),
+    ],
+)
+def test_what_must_cross_between_islands(islands: list[list[int]], rank: int, op: str, bytes_: tuple[int, int]) -> None:
+    assert gpu_limits.crossing(op, islands, rank, 240) == bytes_

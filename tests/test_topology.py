@@ -17,6 +17,7 @@ import hetcoll
 from hetcoll.env import Config
 from hetcoll.errors import ArgumentError, InitError
 from hetcoll.job import _with_islands
+from hetcoll.slots import slot_bytes
 from hetcoll.topology import Islands, RankInfo, Topology, restrict, spell_islands
 from hetcoll.variables import islands as parse
 from hetcoll.verbs.rails import Nic
@@ -217,3 +218,11 @@ def test_a_way_that_is_not_there_is_told_to_all_ranks_at_init() -> None:
         for outcome in ranks.outcomes(join_with_a_wish):
             assert isinstance(outcome.error, InitError)
             assert "ranks 0 and 1 share no memory" in str(outcome.error)
+
+
+@pytest.mark.parametrize(
+    ("islands", "mib"), [("0|1", 4), ("0,1|2,3", 2), ("0,1,2|3", 4), ("0|1|2,3", 2), ("0|1|2|3", 2), ("0,1,2,3", 4)]
+)
+def test_slots_are_as_large_as_the_cache_allows(islands: str, mib: int) -> None:
+    size = islands.count(",") + islands.count("|") + 1
+    assert slot_bytes(Topology(ranks(*["cuda"] * size), asked=parse(islands))) == mib << 20
