@@ -2,7 +2,8 @@
 
 Its library is hetcoll; NCCL by its C interface, on the communicator of hetcoll's island; PyTorch's NCCL; PyTorch's Gloo
 on pinned copies in host memory; or nothing but copies (gpu_limits.py). Memory is PyTorch's where that has CUDA, and
-`DeviceArray` otherwise.
+`DeviceArray` otherwise, as for the library "plain", which is hetcoll without PyTorch. HETCOLL_DEVICE says what a rank
+is: ``cpu``, or ``hip`` for a GPU that poses as AMD's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from gpu_limits import Copies, Nothing
 
 import hetcoll
-from hetcoll.devices import cuda
+from hetcoll.devices import cuda, hip
 from hetcoll.devices.array import DeviceArray
 from hetcoll.types import DType, ReduceOp
 
@@ -41,18 +42,37 @@ def has_torch() -> bool:
     return torch.cuda.is_available()
 
 
+class HostArray:
+    """Of a rank without a GPU, with what is used of `DeviceArray`."""
+
+    def __init__(self, values: np.ndarray[Any, Any]) -> None:
+        self.values = values
+
+    def buffer(self, start: int, count: int) -> np.ndarray[Any, Any]:
+        return self.values[start : start + count]
+
+    def get(self) -> np.ndarray[Any, Any]:
+        return self.values
+
+
 class Rank:
-    """This rank's GPU, two buffers there of the largest size, and a stream."""
+    """This rank's GPU, if it has one, two buffers there of the largest size, and a stream."""
 
     def __init__(self, library: str, largest: int) -> None:
         self.comm = hetcoll.init()
         self.rank, self.size = self.comm.rank, self.comm.size
-        self.device = cuda.devices()[self.rank]
-        self.device.activate()
+        wish = os.environ.get("HETCOLL_DEVICE", "")
+        self.device = None if wish == "cpu" else (hip if wish == "hip" else cuda).devices()[self.rank]
         self.pattern = np.arange(largest // 4, dtype=np.float32) % PERIOD
-        self.send = DeviceArray.of(self.device, self.pattern + self.rank)
-        self.recv = DeviceArray(self.device, largest // 4)
-        self.torch = has_torch()
+        self.send: DeviceArray | HostArray
+        self.recv: DeviceArray | HostArray
+        if self.device is None:
+            self.send, self.recv = HostArray(self.pattern + self.rank), HostArray(np.zeros_like(self.pattern))
+        else:
+            self.device.activate()
+            self.send = DeviceArray.of(self.device, self.pattern + self.rank)
+            self.recv = DeviceArray(self.device, largest // 4)
+        self.torch = library != "plain" and self.device is not None and wish != "hip" and has_torch()
         self.stream = 0
         self.only_copies: Copies | None = None
         if self.torch:
@@ -64,8 +84,8 @@ class Rank:
             self.stream = side.cuda_stream
             self.tensors = [torch.as_tensor(each, device="cuda") for each in (self.send, self.recv)]
         self.bind: Callable[[str, int, int], Call] = {
-            "hetcoll": self.hetcoll, "nccl": self.nccl, "torch": self.by_torch, "gloo": self.gloo,
-            "copies": self.copies,
+            "hetcoll": self.hetcoll, "plain": self.hetcoll, "nccl": self.nccl, "torch": self.by_torch,
+            "gloo": self.gloo if self.device is not None else self.gloo_of_host, "copies": self.copies,
         }[library]  # fmt: skip
 
     def part(self, which: int, count: int) -> Any:
@@ -80,6 +100,8 @@ class Rank:
         return lambda: call(out, into)
 
     def nccl(self, op: str, send: int, recv: int) -> Call:
+        assert isinstance(self.send, DeviceArray)
+        assert isinstance(self.recv, DeviceArray)
         self.comm.allreduce(self.send.buffer(0, 4), self.recv.buffer(0, 4), stream=self.stream)
         path = self.comm._paths.gpu
         assert path is not None
@@ -125,29 +147,53 @@ class Rank:
 
         return call
 
+    def gloo_of_host(self, op: str, send: int, recv: int) -> Call:
+        import torch
+
+        assert op == "allreduce", "the only one that is compared"
+        dist, out, into = self.group("gloo"), *(torch.from_numpy(self.part(which, send)) for which in (0, 1))
+
+        def call() -> None:
+            into.copy_(out)
+            dist.all_reduce(into)
+
+        return call
+
     def copies(self, op: str, send: int, recv: int) -> Call:
+        assert self.device is not None
+        assert isinstance(self.recv, DeviceArray)
         if self.only_copies is None:
             self.only_copies = Copies(self.comm, self.device, self.stream)
         return self.only_copies.bind(op, self.recv.ptr, 4 * max(send, recv))
 
     # Measuring.
 
+    def synchronize(self) -> None:
+        if self.device is not None:
+            self.device.synchronize(self.stream)
+
     def settle(self) -> None:
-        self.device.synchronize(self.stream)
+        self.synchronize()
         self.comm.barrier()
 
-    def slowest(self, value: float) -> float:
-        found = np.array([value])
-        self.comm.allreduce(found, op="max")
-        return float(found[0])
+    def row(self, op: str, nbytes: int, calls: int) -> dict[str, float]:
+        """The time of one call in a row of so many, once."""
+        call = self.bind(op, nbytes // 4, nbytes // 4)
+        call()
+        self.settle()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self.synchronize()
+        return {"us": 1e6 * (time.perf_counter() - start) / calls}
 
     def measure(self, op: str, nbytes: int) -> dict[str, float]:
-        """Times of one call in microseconds; `nbytes` is the larger of its two buffers."""
+        """This rank's times of one call in microseconds; `nbytes` is the larger of its two buffers."""
         whole, share = nbytes // 4, nbytes // 4 // self.size
         send, recv = {"allreduce": (whole, whole), "allgather": (share, whole), "reduce_scatter": (whole, share)}[op]
         call = self.bind(op, send, recv)
         call()
-        return self.timed(call, nbytes) | {"wrong": self.slowest(self.wrong(op, send, recv))}
+        return self.timed(call, nbytes) | {"wrong": self.wrong(op, send, recv)}
 
     def timed(self, call: Call, nbytes: int) -> dict[str, float]:
         count = max(4, min(200, 1_200_000_000 // max(nbytes, 4 << 20)))
@@ -160,16 +206,16 @@ class Rank:
             for _ in range(count):
                 call()
             cost = min(cost, (time.perf_counter() - start) / count)
-            self.device.synchronize(self.stream)
+            self.synchronize()
             best = min(best, (time.perf_counter() - start) / count)
         alone = []
         for _ in range(min(count, ALONE)):
             self.settle()
             start = time.perf_counter()
             call()
-            self.device.synchronize(self.stream)
+            self.synchronize()
             alone.append(time.perf_counter() - start)
-        found = {"us": self.slowest(best), "sync": self.slowest(statistics.median(alone)), "cost": self.slowest(cost)}
+        found = {"us": best, "sync": statistics.median(alone), "cost": cost}
         return {name: 1e6 * seconds for name, seconds in found.items()}
 
     def wrong(self, op: str, send: int, recv: int) -> int:
@@ -185,6 +231,7 @@ class Rank:
 
     def nothing(self) -> dict[str, float]:
         """What an empty kernel takes: the least that a call on a GPU can."""
+        assert self.device is not None
         return self.timed(Nothing(self.device, self.stream), 0) | {"wrong": 0.0}
 
     def product(self, nbytes: int) -> dict[str, float]:
@@ -208,7 +255,7 @@ class Rank:
                 end.record()
             torch.cuda.synchronize()
             times[calls].append(begin.elapsed_time(end) * 1e3 / 40)
-        alone, beside = (self.slowest(statistics.median(found[1:])) for found in times.values())
+        alone, beside = (statistics.median(found[1:]) for found in times.values())
         return {"alone": alone, "beside": beside, "wrong": 0.0}
 
 
@@ -220,8 +267,10 @@ def main() -> None:
         told = json.loads(line)
         if told["op"] == "product":
             found = rank.product(told["nbytes"])
+        elif told["op"] == "nothing":
+            found = rank.nothing()
         else:
-            found = rank.nothing() if told["op"] == "nothing" else rank.measure(told["op"], told["nbytes"])
+            found = rank.row(**told) if "calls" in told else rank.measure(**told)
         answers.write(json.dumps(found) + "\n")
         answers.flush()
     rank.settle()

@@ -2,6 +2,7 @@
 
     python benchmarks/gpus.py --gpus 2 [--write-docs] [--json FILE]
     python benchmarks/gpus.py --gpus 4
+    python benchmarks/gpus.py --gpus 1          # beside a rank without a GPU, which --gpus 2 has as well
 
 Each library has processes of its own, a rank a GPU, which wait while another one is measured (gpu_worker.py). NCCL is
 called through its C interface; "without P2P" is NCCL_P2P_DISABLE=1, the way of GPUs that no NVLink joins; "sockets" has
@@ -55,7 +56,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Setting:
-    """What hetcoll is asked to do, beside whom, on which operations and sizes."""
+    """What hetcoll is asked to do, beside whom, on which operations and sizes. The last `cpus` ranks have no GPU."""
 
     title: str
     ranks: int
@@ -63,6 +64,7 @@ class Setting:
     peers: tuple[Peer, ...]
     points: tuple[tuple[str, int], ...]
     hosts: bool = False
+    cpus: int = 0
 
 
 ALLREDUCE = tuple(("allreduce", nbytes) for nbytes in (*SMALL, *LARGE))
@@ -72,6 +74,10 @@ PRODUCT, NOTHING = (("product", 256 * M),), (("nothing", 0),)
 
 
 def settings(gpus: int) -> Iterator[Setting]:
+    if gpus < 4:
+        yield Setting("and a rank without one", gpus + 1, {}, (Peer("Gloo", "gloo"),), ALLREDUCE, cpus=1)
+    if gpus == 1:
+        return
     without = Peer("NCCL without P2P", "nccl", NO_P2P)
     for islands in {2: ("0|1",), 4: ("0,1|2,3", "0,1,2|3", "0|1|2,3")}[gpus]:
         points = (*ALLREDUCE, *HALVES, *PRODUCT, *NOTHING) if gpus == 2 else (*BIG, *HALVES)
@@ -87,8 +93,10 @@ def settings(gpus: int) -> Iterator[Setting]:
 class Job(StayingRanks):
     """The ranks of one library."""
 
-    def __init__(self, peer: Peer, ranks: int, largest: int, hosts: bool, errors: Path) -> None:
-        self.peer = peer
+    def __init__(self, peer: Peer, setting: Setting, largest: int, errors: Path) -> None:
+        self.peer, ranks = peer, setting.ranks
+        hosts = setting.hosts and peer.library == "hetcoll"
+        devices = {rank: "cpu" if rank >= ranks - setting.cpus else "cuda" for rank in range(ranks) if setting.cpus}
         ports = [free_port() for _ in range(2)]
         common = {**os.environ, **COMMON, **peer.env, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "GPUS_PORT": str(ports[1])}  # fmt: skip
@@ -96,12 +104,14 @@ class Job(StayingRanks):
         commands = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({"HETCOLL_HOST_ID": f"host{rank}"} if hosts else {})
+            own |= {"HETCOLL_DEVICE": devices[rank]} if devices else {}
             commands.append((words, common | own))
         super().__init__(peer.name, commands, errors, SECONDS)
 
     def measure(self, op: str, nbytes: int) -> dict[str, float]:
-        """Rank 0's answer; they all agree."""
-        return self.ask({"op": op, "nbytes": nbytes})[0]
+        """The most of each figure that a rank has."""
+        answers = self.ask({"op": op, "nbytes": nbytes})
+        return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
 
 def free_port() -> int:
@@ -122,7 +132,7 @@ def run(setting: Setting, points: Sequence[tuple[str, int]], home: Path) -> list
         jobs = []
         for peer in (ours, *setting.peers):
             log = home / f"{setting.title} {peer.name}".replace("|", "-")
-            jobs.append(Job(peer, setting.ranks, largest, setting.hosts and peer is ours, log))
+            jobs.append(Job(peer, setting, largest, log))
             stack.callback(jobs[-1].close)
         for op, nbytes in points:
             row: Row = {}
@@ -192,8 +202,12 @@ def markdown(setting: Setting, found: list[tuple[str, int, Row]]) -> str:
             cells += [""] * 3 if x is None else digits(x, ours)
         rows.append(cells)
     table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows)
-    title = setting.title.replace("|", "\\|")
-    return "\n\n".join([f"### {setting.ranks} GPUs, {title}", table, *notes])
+    return "\n\n".join(["### " + heading(setting).replace("|", "\\|"), table, *notes])
+
+
+def heading(setting: Setting) -> str:
+    gpus = setting.ranks - setting.cpus
+    return f"{gpus} GPU{'s' * (gpus > 1)}, {setting.title}"
 
 
 def digits(x: dict[str, float], ours: dict[str, float]) -> list[str]:
@@ -212,7 +226,7 @@ def about() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, choices=(2, 4), default=2)
+    parser.add_argument("--gpus", type=int, choices=(1, 2, 4), default=2)
     parser.add_argument("--only", default="", help="settings whose title contains this")
     parser.add_argument("--largest", type=int, default=256 * M, help="leave out what is larger, in bytes")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
@@ -224,7 +238,7 @@ def main() -> int:
             if args.only not in setting.title:
                 continue
             points = [point for point in setting.points if point[1] <= args.largest]
-            print(f"{setting.ranks} GPUs, {setting.title}", flush=True)
+            print(heading(setting), flush=True)
             found = run(setting, points, Path(home))
             wrong += sum(x["wrong"] for _, _, row in found for x in row.values())
             done.append({"setting": setting.title, "ranks": setting.ranks, "points": found})
@@ -233,7 +247,7 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps({"schema": 1, "about": head, "settings": done}, indent=1) + "\n")
     if args.write_docs:
-        name = f"{args.gpus} GPUs"
+        name = f"{args.gpus} GPU{'s' * (args.gpus > 1)}"
         PAGE.write_text(
             results.replace_between_marks(PAGE.read_text(), name, "\n\n".join([head, *parts]), "benchmarks/gpus.py")
         )

@@ -22,6 +22,7 @@ from typing import Any
 import results
 from gpus import about, free_port
 from llama import Shape
+from posing import posing
 from staying import StayingRanks
 
 HERE = Path(__file__).resolve().parent
@@ -73,16 +74,6 @@ class Job(StayingRanks):
             words = [sys.executable, str(HERE / "training_rank.py"), json.dumps(told)]
             commands.append((words, {**os.environ, **COMMON, **islands, **where, **sizes, **own}))
         super().__init__(peer.name, commands, log, SECONDS)
-
-
-def posing() -> dict[str, str]:
-    """What a rank needs for its GPU to pose as AMD's."""
-    sys.path.append(str(HERE.parent / "tests"))
-    import standins
-    from cuda.pathfinder import load_nvidia_dynamic_lib
-
-    nccl, nvrtc = (load_nvidia_dynamic_lib(name).abs_path for name in ("nccl", "nvrtc"))
-    return standins.posing(str(nccl), str(nvrtc))
 
 
 @dataclass
