@@ -88,3 +88,22 @@ def test_a_gpu_and_what_is_wrong_with_it(tmp_path: Path) -> None:
     assert "FAILED GPUs and a CPU: cuda:0, cpu" in said
     assert "cuMemcpyAsync" in report
     assert report.endswith("something is wrong\n")
+
+
+@pytest.mark.standins
+@pytest.mark.timeout(400)
+def test_amds_gpus(tmp_path: Path) -> None:
+    """What somebody with such a machine is asked to run."""
+    if why_not := standins.why_not("hip"):
+        pytest.skip(why_not)
+    amd = standins.environment("hip", devices=2, timeout=60)
+    status, said, report = run(tmp_path, **amd, HETCOLL_CACHE=str(tmp_path / "cache"))
+    assert status == 0, report
+    for job in (
+        "the vendor's library: hip:0, hip:1",
+        "each GPU on its own: hip:0, hip:1",
+        "GPUs and a CPU: hip:0, hip:1",
+    ):
+        assert any(line.startswith("ok ") and job in line for line in said.splitlines()), said
+    assert "by RCCL" in report
+    assert "gfx942" in report

@@ -18,6 +18,7 @@ from reference import Case
 from test_gpu import cases_of, check, every_reduction
 
 import hetcoll
+from hetcoll.buffers import element_type
 from hetcoll.devices import cuda, hip
 from hetcoll.devices.array import DeviceArray
 from hetcoll.devices.base import Device
@@ -126,7 +127,7 @@ def test_the_way_between_gpus_that_was_asked_for(mixed: Any) -> None:
     assert "rank 2, a CPU: through pinned slots and 1 socket (staged" in of_gpu[1]
     assert all("through 1 socket (staged" in path for path in of_cpu)
     path = mixed("na", HETCOLL_CROSS="mapped").run(paths, timeout=60)[0][0]
-    assert path.endswith("that both GPUs have mapped (mapped, as HETCOLL_CROSS says)")
+    assert path.endswith("that both GPUs have mapped (mapped, as HETCOLL_CROSS says), tried with bytes")
 
 
 def test_streams_that_are_late_and_share_a_hardware_queue(mixed: Any) -> None:
@@ -201,12 +202,13 @@ def split_and_reduce(comm: hetcoll.Communicator) -> list[str]:
 def test_parts_of_a_communicator_and_how_their_data_goes(mixed: Any) -> None:
     said = mixed("nac").run(split_and_reduce, timeout=60)
     assert said[0] == [
-        "from the GPU to rank 1, a CPU: through slots in the host's memory that it has mapped (mapped: one host)"
+        "from the GPU to rank 1, a CPU: through slots in the host's memory that it has mapped (mapped: one host),"
+        " tried with bytes"
     ]
     assert said[1] == []
     assert said[2] == [
         "from this rank, a CPU, to the GPU of rank 0 (cuda sm_90): through slots in the host's memory that the GPU has"
-        " mapped (mapped: one host)"
+        " mapped (mapped: one host), tried with bytes"
     ]
 
 
@@ -218,6 +220,25 @@ def test_processes_that_see_gpus_of_both_vendors() -> None:
     env = {**standins.environment("both", 3, timeout=120), "HETCOLL_DEVICE": ("cuda", "hip:1", "cpu")}
     with Ranks(3, env) as ranks:
         check(ranks, list(cases_of(3, (1009,))), run_on_own)
+
+
+def reduce_on(comm: hetcoll.Communicator, devices: tuple[str, ...]) -> tuple[str, ...]:
+    module = {"cuda": cuda, "hip": hip}[devices[comm.rank]]
+    array = DeviceArray.of(module.devices()[comm.rank], np.full(70_001, comm.rank + 1, np.float32))
+    comm.allreduce(array.buffer()).wait(60)
+    assert (array.get() == sum(range(1, comm.size + 1))).all()
+    return comm.explain("allreduce", 9).paths
+
+
+def test_the_first_buffer_says_which_vendors_gpu_a_rank_uses() -> None:
+    """Nothing else does: all see GPUs of both."""
+    for vendor in ("cuda", "hip"):
+        if why_not := standins.why_not(vendor):
+            pytest.skip(why_not)
+    with Ranks(3, standins.environment("both", 3, timeout=120)) as ranks:
+        found = ranks.run(reduce_on, ("cuda", "hip", "hip"), timeout=100)
+    assert "to that of rank 1 (hip gfx942)" in found[0][0]
+    assert "to that of rank 0 (cuda sm_90)" in found[1][0]
 
 
 # What goes wrong.
@@ -351,3 +372,32 @@ def exchange_two_types(comm: hetcoll.Communicator) -> None:
 @pytest.mark.parametrize("kinds", ["na", "nc"])
 def test_a_group_of_two_types(mixed: Any, kinds: str) -> None:
     mixed(kinds).run(exchange_two_types, timeout=60)
+
+
+def check_kinds(comm: hetcoll.Communicator) -> list[str]:
+    """Under HETCOLL_CHECK, each rank with a kind of its own: calls that are right, of values that not both kinds hold,
+    and one that is not."""
+    kinds = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3fnuz", "float8_e4m3fn")
+    kind, most = element_type(kinds[comm.rank]), 448 if comm.rank in (0, 3) else 240
+    said = []
+    for values in ([1, -0.0, 0.0, 5], [448, -448, 3 * 2.0**-10, 0.0], [-0.0] * 4):
+        for collective in (comm.allreduce, comm.broadcast):
+            own = Own(comm, np.array(values, np.float32).clip(-most, most).astype(kind))
+            (collective(own.array, root=3) if collective == comm.broadcast else collective(own.array, op="max")).wait(
+                60
+            )
+            said.append(str(own.get().astype(np.float32) + 0.0))
+    with pytest.raises(CollectiveMismatchError) as caught:
+        comm.allreduce(Own(comm, np.ones(9 + comm.rank, kind)).array, op="max").wait(60)
+    return [*said, str(caught.value)]
+
+
+def test_check_takes_two_kinds_of_a_format_for_one() -> None:
+    with start("nacc", HETCOLL_CHECK="1") as ranks:
+        *found, root = ranks.run(check_kinds, timeout=120)
+    for told in found:
+        assert told[:-1] == found[0][:-1], "all ranks but the root of broadcasts have the same values"
+    assert root[:-1:2] == found[0][:-1:2]
+    assert root[3] != found[0][3], "what only OCP's kind holds is among them"
+    for told in (*found, root):
+        assert "HETCOLL_CHECK before allreduce(float8_e4m3fn, count=9, op=max)" in told[-1]

@@ -15,9 +15,11 @@ from test_gpu_and_cpu import Own, start
 import hetcoll
 from hetcoll import gpu_proof
 from hetcoll.errors import InitError
-from hetcoll.gpu_proof import Bytes, pairs_of_hosts, pattern, prove
+from hetcoll.gpu_proof import Bytes, pairs_to_try, pattern, try_all, without
+from hetcoll.relays import Relays
 from hetcoll.slots import Edge, SlotSegment
 from hetcoll.topology import RankInfo, Topology
+from hetcoll.verbs.rails import Nic
 
 # The protocol, without any GPU.
 
@@ -25,15 +27,16 @@ from hetcoll.topology import RankInfo, Topology
 class Ranks:
     """Threads that meet, and ways between them that carry bytes, or do not."""
 
-    def __init__(self, hosts: str, broken: dict[tuple[int, int], str]) -> None:
-        self.topology = Topology(tuple(RankInfo(r, host) for r, host in enumerate(hosts)))
-        self._broken, self._size = broken, len(hosts)
+    def __init__(self, size: int, broken: dict[tuple[int, int], str]) -> None:
+        self._broken, self._size = broken, size
         self._barrier = threading.Barrier(self._size)
         self._blobs: list[bytes] = [b""] * self._size
         self._busy: set[int] = set()
         self.tried: list[tuple[int, int, int]] = []
+        self.meetings = 0
 
     def meet(self, rank: int, blob: bytes) -> Sequence[bytes]:
+        self.meetings += 1
         self._blobs[rank] = blob
         self._barrier.wait(20)
         found = list(self._blobs)
@@ -52,15 +55,13 @@ class Ranks:
             came[1000:] = np.roll(came[1000:], 1)
         return came
 
-    def prove(self) -> list[dict[tuple[int, int], str]]:
-        pairs = pairs_of_hosts(self.topology, [True] * self._size)
+    def try_all(self, pairs: set[tuple[int, int]]) -> list[dict[tuple[int, int], str]]:
         found: list[Any] = [None] * self._size
 
         def run(rank: int) -> None:
-            found[rank] = prove(
-                self.topology,
-                rank,
+            found[rank] = try_all(
                 pairs,
+                rank,
                 (257, 5000),
                 lambda peer, data, _: self.exchange(rank, peer, data),
                 lambda _, blob: self.meet(rank, blob),
@@ -74,18 +75,49 @@ class Ranks:
         return found
 
 
-@pytest.mark.parametrize("hosts", ["aa", "aaa", "aaaaa", "aabab", "abc"])
-def test_every_pair_of_a_host_is_tried_both_ways(hosts: str) -> None:
-    ranks = Ranks(hosts, {})
-    assert ranks.prove() == [{}] * len(hosts)
-    wanted = {(a, b) for a, x in enumerate(hosts) for b, y in enumerate(hosts) if a != b and x == y}
-    assert sorted(ranks.tried) == sorted((a, b, n) for a, b in wanted for n in (257, 5000))
+def all_pairs(size: int) -> set[tuple[int, int]]:
+    return {(a, b) for a in range(size) for b in range(a + 1, size)}
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_every_pair_is_tried_both_ways(size: int) -> None:
+    ranks = Ranks(size, {})
+    assert ranks.try_all(all_pairs(size)) == [{}] * size
+    wanted = [(a, b, n) for a in range(size) for b in range(size) if a != b for n in (257, 5000)]
+    assert sorted(ranks.tried) == wanted
+
+
+def test_which_pairs_are_tried() -> None:
+    def pairs(sizes: Sequence[int], cpus: Sequence[int] = ()) -> set[tuple[int, int]]:
+        hosts = [host for host, size in enumerate(sizes) for _ in range(size)]
+        topology = Topology(tuple(RankInfo(rank, str(host)) for rank, host in enumerate(hosts)))
+        return pairs_to_try(topology, [rank not in cpus for rank in range(len(hosts))])
+
+    assert pairs((2, 3)) == all_pairs(5)
+    assert pairs((8,) * 8) == all_pairs(64)
+    assert pairs((2, 2), cpus=(1, 2)) == all_pairs(4) - {(1, 2)}
+    many = pairs((8,) * 15 + (4,))
+    assert len({a ^ b for a, b in many}) < 40, "few rounds"
+    for rank in range(124):
+        hosts = [other // 8 for pair in many if rank in pair for other in pair if other != rank]
+        assert set(hosts) == set(range(16)), "each GPU with one of each host"
+        assert len(hosts) <= 7 + 15 + 15
+    assert {(0, 1), (0, 7), (0, 8), (7, 123)} <= many
+
+
+def test_no_more_meetings_than_pairs_need() -> None:
+    """Pairs that meet at once share a round; all others are left out."""
+    ranks = Ranks(6, {})
+    assert ranks.try_all({(0, 1), (2, 3), (1, 4)}) == [{}] * 6
+    assert sorted(ranks.tried) == sorted((a, b, n) for a, b in ((0, 1), (1, 0), (2, 3), (3, 2), (1, 4), (4, 1))
+                                         for n in (257, 5000))  # fmt: skip
+    assert ranks.meetings == 2 * 2 * 6
 
 
 def test_all_ranks_hear_of_what_failed() -> None:
     """A way that fails in one direction, with large messages only; and one that carries nothing."""
-    ranks = Ranks("aaab", {(2, 0): "shifts", (1, 2): "never"})
-    first, *others = ranks.prove()
+    ranks = Ranks(4, {(2, 0): "shifts", (1, 2): "never"})
+    first, *others = ranks.try_all(all_pairs(4))
     assert others == [first] * 3
     assert set(first) == {(0, 2), (1, 2)}
     assert first[1, 2] == "rank 2: nothing came"
@@ -96,10 +128,24 @@ def test_all_ranks_hear_of_what_failed() -> None:
 
 def test_the_way_is_a_function_of_facts_and_of_what_was_excluded() -> None:
     topology = Topology(tuple(RankInfo(r, "h") for r in range(3)))
-    without = replace(topology, excluded=frozenset({(0, 2, "mapped")}))
-    assert [without.way(a, b) for a, b in ((0, 1), (2, 0), (1, 2))] == ["mapped", "staged-tcp", "mapped"]
-    assert without.why(2, 0) == "staged: memory that both have mapped does not work"
-    assert without.far(0, 2)
+    left = without(topology, [(0, 2)])
+    assert [left.way(a, b) for a, b in ((0, 1), (2, 0), (1, 2))] == ["mapped", "staged-tcp", "mapped"]
+    assert left.why(2, 0) == "staged: mapped did not work"
+    assert left.far(0, 2)
+    assert without(left, [(0, 2)]).ways(0, 2) == ()
+
+
+def test_ways_between_hosts_are_given_up_one_by_one() -> None:
+    nic = Nic("rxe0:1", "RoCE", "10.77.0.1", "10.77.0.0/24")
+    infos = (RankInfo(r, "ab"[r], vendor="cuda", device=str(r), nics=(nic,), wish="cuda") for r in range(2))
+    topology = Topology(tuple(infos))
+    seen = []
+    while ways := topology.ways(0, 1):
+        seen.append((ways[0], topology.why(0, 1)))
+        topology = without(topology, [(0, 1)])
+    assert [way for way, _ in seen] == ["direct", "staged-rdma", "staged-tcp"]
+    assert seen[1][1] == "staged: direct did not work"
+    assert seen[2][1] == "staged: direct and staged-rdma did not work"
 
 
 # On stand-ins.
@@ -147,7 +193,7 @@ def test_a_way_that_fails_is_given_up(kinds: str, how: str, why: str) -> None:
         found = ranks.run(reduce_and_explain, ("nothing", how, "nothing")[: len(kinds)], timeout=120)
     for rank, peer in ((0, 1), (1, 0)):
         path = next(path for path in found[rank] if f"to that of rank {peer} " in path)
-        assert "through pinned slots and 8 sockets (staged: memory that both have mapped does not work" in path
+        assert "through pinned slots and 8 sockets (staged: mapped did not work" in path
         assert why in path
     if kinds == "naa":
         assert any("(mapped: one host)" in path for path in found[0])
@@ -163,7 +209,10 @@ def outcomes_of(kinds: str, hows: tuple[str, ...], **settings: Any) -> list[Outc
 
 @pytest.mark.standins
 @pytest.mark.parametrize("how", ["bytes", "signal"])
-@pytest.mark.parametrize(("kinds", "cross", "why"), [("na", "mapped", "HETCOLL_CROSS=mapped"), ("nc", "auto", "a CPU")])
+@pytest.mark.parametrize(
+    ("kinds", "cross", "why"),
+    [("na", "mapped", "HETCOLL_CROSS=mapped"), ("nc", "auto", "a CPU"), ("cn", "auto", "a CPU")],
+)
 def test_the_last_way_that_fails_is_an_error_on_all_ranks(kinds: str, cross: str, why: str, how: str) -> None:
     if kinds == "nc" and how == "signal":
         pytest.skip("the engine writes the words of its own links")
@@ -192,3 +241,59 @@ def test_two_ways_that_fail_are_an_error_on_all_ranks() -> None:
         assert isinstance(outcome.error, InitError), outcome.trace
         assert "ranks 0 and 1 do not reach each other through pinned slots and sockets" in str(outcome.error)
         assert "came wrong" in str(outcome.error)
+
+
+# Between hosts, which stand-ins have sockets for alone: tests/verbs/suite_gpus.py has the other ways.
+
+
+class Shifted:
+    """A device queue whose edges have slots and words so many bytes beside where they are."""
+
+    def __init__(self, queue: Any, slots: int, words: int) -> None:
+        self._queue, self._slots, self._words = queue, slots, words
+
+    def add_edge(self, slots: int, ready: int, credit: int, count: int, relay: Any) -> int:
+        return int(self._queue.add_edge(slots + self._slots, ready + self._words, credit, count, relay))
+
+
+def break_relay(how: str) -> None:
+    """From now on what this rank's GPU has for other hosts lies beside where it should, or nobody is told of it."""
+    edge, by = Relays.edge, (64, 0) if how == "bytes" else (0, 8)
+
+    def wrong(self: Relays, queue: Any, out: bool, peer: int, channel: int) -> int:
+        return edge(self, Shifted(queue, *by) if out else queue, out, peer, channel)  # type: ignore[arg-type]
+
+    Relays.edge = wrong  # type: ignore[method-assign]
+
+
+def reduce_between_hosts(comm: hetcoll.Communicator, broken: int, how: str) -> tuple[str, ...]:
+    gpu_proof.SECONDS = 5.0
+    if comm.rank == broken:
+        break_relay(how)
+    own = Own(comm, np.full(70_001, comm.rank + 1, np.float32))
+    comm.allreduce(own.array).wait(60)
+    assert (own.get() == sum(range(1, comm.size + 1))).all()
+    return comm.explain("allreduce", 20).paths
+
+
+@pytest.mark.standins
+@pytest.mark.parametrize(("how", "why"), [("bytes", "came wrong"), ("signal", "nothing came from rank 2 in 5 s")])
+@pytest.mark.parametrize("kinds", ["nan", "ncn"])
+def test_the_last_way_between_hosts_that_fails_is_an_error_on_all_ranks(kinds: str, how: str, why: str) -> None:
+    ranks = start(kinds, HETCOLL_HOST_ID=("a", "a", "b"))
+    try:
+        outcomes = ranks.outcomes(reduce_between_hosts, 2, how, timeout=120)
+    finally:
+        ranks.kill_all()
+    for outcome in outcomes:
+        assert isinstance(outcome.error, InitError), outcome.trace
+        assert "and 2 do not reach each other through pinned slots and sockets" in str(outcome.error)
+        assert why in str(outcome.error)
+
+
+@pytest.mark.standins
+@pytest.mark.parametrize("kinds", ["nan", "ncn"])
+def test_ways_between_hosts_that_work_are_used(kinds: str) -> None:
+    with start(kinds, HETCOLL_HOST_ID=("a", "a", "b")) as ranks:
+        found = ranks.run(reduce_between_hosts, -1, "", timeout=120)
+    assert any("to that of rank 2 " in path and "through pinned slots and 8 sockets" in path for path in found[0])

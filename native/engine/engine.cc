@@ -163,10 +163,11 @@ bool Engine::UnregisterMemory(int handle) {
   return AskVerbs([&](VerbsHost& verbs) { return verbs.regions().Remove(handle); }, true);
 }
 
-void Engine::AttachSlots(int peer, int channel, const Slots& out, const Slots& in) {
+void Engine::AttachSlots(int peer, int channel, const Slots& out, const Slots& in, unsigned helpers) {
   std::lock_guard lock(mutex_);
-  links_.tx(peer, channel).end = MakeSlotSend(out);
-  links_.rx(peer, channel).end = MakeSlotRecv(in);
+  if (team_ == nullptr && helpers > 0) team_ = std::make_shared<Team>(helpers);
+  links_.tx(peer, channel).end = MakeSlotSend(out, team_);
+  links_.rx(peer, channel).end = MakeSlotRecv(in, team_);
 }
 
 bool Engine::Linked(int peer, int channel) const { return const_cast<Links&>(links_).tx(peer, channel).end != nullptr; }

@@ -19,6 +19,7 @@
 #include "engine/keeper.h"
 #include "engine/plan.h"
 #include "engine/task.h"
+#include "engine/team.h"
 #include "transport/doorbell.h"
 #include "transport/fault.h"
 #include "transport/heap.h"
@@ -82,7 +83,8 @@ class Engine {
   void AttachVerbs(int peer, int channel, std::span<const std::pair<int, std::string>> rails, std::size_t ring_bytes,
                    std::span<const int> fds);
   // The slots to and from a rank on a GPU, of this host.
-  void AttachSlots(int peer, int channel, const Slots& out, const Slots& in);
+  // `helpers`: threads that help with all such links, as many as the first one says.
+  void AttachSlots(int peer, int channel, const Slots& out, const Slots& in, unsigned helpers);
   bool Linked(int peer, int channel) const;
 
   // User memory that NICs may read and write where it lies. `seen_at` is the address that they have for a device's,
@@ -210,9 +212,10 @@ class Engine {
   std::deque<std::shared_ptr<Task>> collectives_;
   std::vector<std::shared_ptr<Task>> p2p_;
   std::atomic<std::uint64_t> moves_{0};  // written under mutex_
-  std::atomic<std::uint64_t> naps_{0};   // the same
-  CallHistory history_;                  // of collectives
-  CallHistory messages_;                 // of sends and receives
+  std::shared_ptr<Team> team_;
+  std::atomic<std::uint64_t> naps_{0};  // the same
+  CallHistory history_;                 // of collectives
+  CallHistory messages_;                // of sends and receives
   std::unique_ptr<std::byte, void (*)(std::byte*)> scratch_;
   std::size_t scratch_size_ = 0;
 

@@ -20,8 +20,14 @@ Relay::Relay(const RelayOptions& options)
 }
 
 RelayWorker& Relay::AddWorker() {
-  const auto failed = [this](const Fault& fault, const std::string& where) {
-    Fail(fault.kind, fault.peer, std::string(fault.what()) + " (" + where + ")");
+  const auto failed = [this](const Fault& fault, int peer, const std::string& where) {
+    const std::string text = std::string(fault.what()) + " (" + where + ")";
+    {
+      std::lock_guard lock(mutex_);
+      if (trying_ && peer >= 0) return problems_.try_emplace(peer, text), true;
+    }
+    Fail(fault.kind, fault.peer, text);
+    return false;
   };
   const auto told = [this](std::vector<std::string> events) {
     {
@@ -94,6 +100,24 @@ int Relay::RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std:
 bool Relay::UnregisterMemory(int handle) {
   return VerbsWorker().AskVerbs(
       [&](std::unique_ptr<VerbsHost>& host) { return host == nullptr || host->regions().Remove(handle); });
+}
+
+void Relay::Try(bool on) {
+  std::lock_guard lock(mutex_);
+  trying_ = on;
+  if (on) problems_.clear();
+}
+
+std::string Relay::Problem(int peer) const {
+  std::lock_guard lock(mutex_);
+  const auto found = problems_.find(peer);
+  return found == problems_.end() ? "" : found->second;
+}
+
+void Relay::Leave(int peer) {
+  for (auto& worker : workers_) worker->Leave(peer);
+  std::lock_guard lock(mutex_);
+  problems_.erase(peer);
 }
 
 std::string Relay::DescribeLinks() {

@@ -87,6 +87,13 @@ class Relay : public std::enable_shared_from_this<Relay> {
   // Whether every message that was posted is through, or nothing moves any more.
   bool Idle() const;
 
+  // From now on, or no more, a link that fails does not end everything: nothing goes to and comes from its peer any
+  // more over the links that there are, streams that wait for it are let go, and `Problem` says what happened.
+  void Try(bool on);
+  std::string Problem(int peer) const;
+  // The same for a link that nothing is wrong with. New links may be made to that peer on other channels.
+  void Leave(int peer);
+
   // Ends everything: streams that wait for a word of this relay are let go, now and later, and what is in the slots is
   // of no value. The first failure is kept. Callable from any thread.
   void Fail(FaultKind kind, int peer, const std::string& text);
@@ -125,6 +132,8 @@ class Relay : public std::enable_shared_from_this<Relay> {
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<RelayLane>> lanes_;
   std::vector<std::string> events_;
+  bool trying_ = false;
+  std::map<int, std::string> problems_;  // by peer
   std::condition_variable news_;
   Failure failure_;
   bool stopped_ = false;

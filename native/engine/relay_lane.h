@@ -24,7 +24,13 @@ class RelayLane {
       : peer_(peer), channel_(channel), slots_(slots), end_(std::move(end)), ahead_(ahead) {}
 
   void Expect() { posted_.fetch_add(1, std::memory_order_relaxed); }
-  void Add(const RelayMessage& m) { queue_.push_back(m); }
+  void Add(const RelayMessage& m) {
+    if (left_) {
+      through_.fetch_add(1, std::memory_order_release);
+    } else {
+      queue_.push_back(m);
+    }
+  }
   bool empty() const { return queue_.empty() && lent_.empty(); }
 
   // Moves what can move without waiting; true if anything did. Throws Fault.
@@ -32,6 +38,7 @@ class RelayLane {
 
   // Adds what to wait on; whether the GPU is waited for, which wakes nobody.
   bool AddPoll(std::vector<pollfd>& fds) const {
+    if (left_) return false;
     const bool blocked = !queue_.empty() && !Ours(queue_.front());
     if (blocked && lent_.empty()) return true;
     if (outgoing_) {
@@ -50,6 +57,18 @@ class RelayLane {
       slots_.ReleaseReady();
     }
   }
+
+  // Nothing is moved from here on, and nobody waits for it.
+  void Leave() {
+    left_ = true;
+    end_ = {};
+    through_.fetch_add(queue_.size() + lent_.size(), std::memory_order_release);
+    queue_.clear();
+    lent_.clear();
+    Release();
+  }
+
+  int peer() const { return peer_; }
 
   void Close() {
     if (end_.send != nullptr) end_.send->Finish();
@@ -131,6 +150,7 @@ class RelayLane {
   LinkEnds end_;  // one of the two
   bool ahead_;
   bool outgoing_ = end_.send != nullptr;
+  bool left_ = false;
   std::deque<RelayMessage> queue_;
   std::size_t announced_ = 0;         // of these, to the link: coming in
   std::deque<Lent> lent_;             // pushed, but perhaps still read: going out

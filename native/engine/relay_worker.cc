@@ -84,6 +84,22 @@ void RelayWorker::Do(const std::function<void()>& what) {
   done.get();
 }
 
+void RelayWorker::Leave(int peer) {
+  Do([&] { LeaveLanes(peer); });
+}
+
+void RelayWorker::LeaveLanes(int peer) {
+  std::vector<RelayLane*> lanes;
+  {
+    std::lock_guard lock(mutex_);
+    lanes = lanes_;
+  }
+  for (RelayLane* lane : lanes) {
+    if (lane->peer() == peer) lane->Leave();
+  }
+  if (verbs_ != nullptr) verbs_->Forget();
+}
+
 void RelayWorker::Stop() {
   Tell([&] { stop_ = true; });
 }
@@ -123,11 +139,15 @@ void RelayWorker::Run() {
       nap = std::min(2 * nap, kLongestNapNs);
     }
   }
-  std::lock_guard lock(mutex_);
-  over_ = true;
-  for (auto& task : tasks_) task();
-  tasks_.clear();
-  for (RelayLane* lane : lanes_) lane->Release();
+  std::vector<std::packaged_task<void()>> tasks;
+  {
+    std::lock_guard lock(mutex_);
+    over_ = true;
+    tasks.swap(tasks_);
+    for (RelayLane* lane : lanes_) lane->Release();
+  }
+  std::lock_guard lock(late_);
+  for (auto& task : tasks) task();
 }
 
 bool RelayWorker::MoveAny(const std::vector<RelayLane*>& active) {
@@ -136,7 +156,7 @@ bool RelayWorker::MoveAny(const std::vector<RelayLane*>& active) {
     try {
       moved |= lane->Move();
     } catch (const Fault& fault) {
-      failed_(fault, lane->Describe());
+      if (failed_(fault, lane->peer(), lane->Describe())) LeaveLanes(lane->peer());
       return true;
     }
   }
@@ -172,7 +192,7 @@ void RelayWorker::ServeLinks(bool at_once) {
   try {
     static_cast<void>(verbs_->Service());
   } catch (const Fault& fault) {
-    failed_(fault, "no message under way");
+    if (failed_(fault, fault.peer, "no message under way")) LeaveLanes(fault.peer);
   }
   if (has_events_.load(std::memory_order_relaxed)) told_(verbs_->TakeEvents());
 }

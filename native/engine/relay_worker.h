@@ -21,10 +21,11 @@ namespace hetcoll {
 
 class RelayWorker {
  public:
-  using Failed = std::function<void(const Fault&, const std::string& where)>;
+  using Failed = std::function<bool(const Fault&, int peer, const std::string& where)>;
   using Told = std::function<void(std::vector<std::string>)>;
 
-  // `failed` and `told` (what became of RDMA links) are called on the thread.
+  // `failed` and `told` (what became of RDMA links) are called on the thread. `failed` says whether the links to that
+  // peer are to be left, so that the others go on.
   RelayWorker(bool oversubscribed, Failed failed, Told told);
   ~RelayWorker();
   RelayWorker(const RelayWorker&) = delete;
@@ -32,6 +33,8 @@ class RelayWorker {
 
   void Own(RelayLane* lane);
   void Post(RelayLane* lane, const RelayMessage& m);
+  // Nothing goes to or comes from this peer any more over the lanes there are; streams that wait for it are let go.
+  void Leave(int peer);
   void Stop();
   void Join();
   // In a fork's child: the thread is the parent's, and so are the devices.
@@ -54,6 +57,7 @@ class RelayWorker {
   void Run();
   bool MoveAny(const std::vector<RelayLane*>& active);
   bool Listen(std::vector<RelayLane*>& active);
+  void LeaveLanes(int peer);
   void ServeLinks(bool at_once);
   void Sleep(const std::vector<RelayLane*>& active, std::int64_t nap);
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "engine/team.h"
+
 namespace hetcoll {
 namespace {
 
@@ -171,16 +173,24 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
   if (n > 0) {
     std::byte* dst = Dst(s) + s.done;
     const std::byte* src = Src(s) + s.done;
+    const auto share = [&](const auto& work) {
+      if (Team* team = port.end->team()) return team->Share(n, work);
+      work(std::size_t{0}, n);
+    };
     if (std::byte* slot = FuseSlot(links, s, index, v.data, n)) {
       BoundStep& next = steps_[static_cast<std::size_t>(s.fuse)];
-      ReduceTwice(dst, slot, src, v.data, n, s.stream_stores);
+      share([&](std::size_t at, std::size_t end) {
+        ReduceTwice(dst + at, slot + at, src + at, v.data + at, end - at, s.stream_stores);
+      });
       Port<SendEnd>& out = links.tx(next.peer, next.channel);
       out.end->Commit(MessageOf(next), next.done, n);
       next.done = next.posted += n;
       next.complete = next.done == next.len;
       Touch(links, out);
     } else {
-      kernels_->reduce(dst, src, v.data, n / item_, s.stream_stores);
+      share([&](std::size_t at, std::size_t end) {
+        kernels_->reduce(dst + at, src + at, v.data + at, (end - at) / item_, s.stream_stores);
+      });
     }
   }
   port.end->Consume(n);

@@ -54,6 +54,9 @@ void BindDevices(nb::module_& m) {
           },
           nb::kw_only(), "peer"_a, "channel"_a, "out"_a, "slots"_a, "ready"_a, "credit"_a, "slot_bytes"_a, "count"_a)
       .def_prop_ro("idle", &Relay::Idle)
+      .def("try_links", &Relay::Try, "on"_a)
+      .def("problem", &Relay::Problem, "peer"_a)
+      .def("leave", &Relay::Leave, "peer"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("fail", [](Relay& r, int kind, int peer,
                       const std::string& text) { r.Fail(static_cast<FaultKind>(kind), peer, text); })
       .def(

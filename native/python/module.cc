@@ -171,11 +171,12 @@ NB_MODULE(_native, m) {
       .def(
           "attach_slots",
           [](PyEngine& e, int peer, int channel, const SlotAddresses& out, const SlotAddresses& in,
-             std::size_t slot_bytes, unsigned count, std::uintptr_t aborts, unsigned ranks) {
+             std::size_t slot_bytes, unsigned count, std::uintptr_t aborts, unsigned ranks, unsigned helpers) {
             e.engine().AttachSlots(peer, channel, SlotsAt(out, slot_bytes, count, aborts, ranks),
-                                   SlotsAt(in, slot_bytes, count, aborts, ranks));
+                                   SlotsAt(in, slot_bytes, count, aborts, ranks), helpers);
           },
-          nb::kw_only(), "peer"_a, "channel"_a, "out"_a, "into"_a, "slot_bytes"_a, "count"_a, "aborts"_a, "ranks"_a)
+          nb::kw_only(), "peer"_a, "channel"_a, "out"_a, "into"_a, "slot_bytes"_a, "count"_a, "aborts"_a, "ranks"_a,
+          "helpers"_a)
       .def(
           "attach_verbs",
           [](PyEngine& e, int peer, int channel, const std::vector<int>& fds,

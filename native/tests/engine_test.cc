@@ -41,6 +41,7 @@ void RelaysOverVerbs();
 void RelaysThatLoseRails();
 void RelaysThatLoseAllRails();
 void RelaysThatDiffer();
+void RelaysThatAreTried();
 void RelaysThatCannotReadBack();
 void GpusAndHosts();
 
@@ -301,6 +302,7 @@ constexpr Scenario kScenarios[] = {
     {"rdma: a rail is lost", RelaysThatLoseRails},
     {"rdma: all rails are lost", RelaysThatLoseAllRails},
     {"rdma: different calls", RelaysThatDiffer},
+    {"rdma: tried", RelaysThatAreTried},
     {"rdma: no reading back", RelaysThatCannotReadBack},
     {"gpus: mixed", GpusAndHosts},
 };

@@ -33,7 +33,7 @@ struct Mixed {
       const int host = Gpu(a) ? b : a;
       const int device = Gpu(a) ? a : b;
       engine(host).AttachSlots(device, channel + kChannels, gpus.SlotsOf(host, host, device, channel),
-                               gpus.SlotsOf(host, device, host, channel));
+                               gpus.SlotsOf(host, device, host, channel), 2);
     } else if (!(Gpu(a) && Gpu(b) && !gpus.Apart(a, b))) {
       const auto [mine, theirs] = SocketPairs(1);
       Attach(a, b, channel, mine);
@@ -105,14 +105,43 @@ void Reduce(Mixed& mixed, Algorithm algorithm, std::size_t count, std::minstd_ra
   }
 }
 
+// Messages large and small, whose bytes several threads move.
+void SlotsWithHelpers() {
+  constexpr std::size_t kBytes = std::size_t{1} << 20;
+  for (const unsigned helpers : {0u, 1u, 3u}) {
+    const auto team = std::make_shared<Team>(helpers);
+    Bytes bytes(2 * kBytes);
+    std::vector<std::uint64_t> words(5 * kWordStride);
+    const Slots slots{
+        bytes.data(), words.data(), words.data() + 2 * kWordStride, kBytes, 2, words.data() + 4 * kWordStride, 1};
+    const auto send = MakeSlotSend(slots, team);
+    const auto recv = MakeSlotRecv(slots, team);
+    CHECK(recv->team() == team.get(), "its reductions are shared as well");
+    for (std::size_t turn = 0; turn < 200; ++turn) {
+      const std::size_t total = turn % 5 == 0 ? kBytes : 1 + turn * 7919 % kBytes;
+      const hetcoll::Message message{turn, total};
+      Bytes from(total);
+      Bytes to(total);
+      for (std::size_t i = 0; i < total; ++i) from[i] = static_cast<std::byte>(i * 31 / 7 + turn);
+      for (std::size_t at = 0; at < total;) {
+        at += static_cast<std::size_t>(send->Push(message, at, from.data() + at, total - at));
+      }
+      for (std::size_t at = 0; at < total;) {
+        at += static_cast<std::size_t>(recv->Pull(message, at, to.data() + at, total - at, turn % 2 == 0));
+      }
+      CHECK(from == to, "%u helpers, %zu bytes", helpers, total);
+    }
+  }
+}
+
 // A stream that was let go of writes a slot's word like any other; its bytes must not pass for data.
 void SlotsAfterAnAbort() {
   std::vector<std::byte> bytes(2 * 64);
   std::vector<std::uint64_t> words(5 * kWordStride);
   const Slots slots{
       bytes.data(), words.data(), words.data() + 2 * kWordStride, 64, 2, words.data() + 4 * kWordStride, 1};
-  const auto send = MakeSlotSend(slots);
-  const auto recv = MakeSlotRecv(slots);
+  const auto send = MakeSlotSend(slots, nullptr);
+  const auto recv = MakeSlotRecv(slots, nullptr);
   const hetcoll::Message message{1, 64};
   std::array<std::byte, 64> out{};
   for (int turn = 0; turn < 2; ++turn) {
@@ -131,6 +160,7 @@ void SlotsAfterAnAbort() {
 }  // namespace
 
 void GpusAndHosts() {
+  SlotsWithHelpers();
   SlotsAfterAnAbort();
   struct Setting {
     std::vector<bool> gpu;

@@ -39,6 +39,7 @@ struct Setting {
   FabricOptions fabric = {};
   std::size_t ring_bytes = 64 << 10;
   std::function<void(Fabric&)> prepare = nullptr;
+  bool tried = false;
 };
 
 // Two ranks with an edge in each direction. NIC k of rank r is the fabric's number r * rails + k.
@@ -49,15 +50,22 @@ class Pair {
       for (int k = 0; k < s.rails; ++k) nics_.push_back(fabric.AddNic("fake" + std::to_string(rank * s.rails + k)));
     }
     if (s.prepare) s.prepare(fabric);
-    const auto [mine, theirs] = SocketPairs(1);
     for (int rank = 0; rank < 2; ++rank) {
       auto& relay = relays.emplace_back(std::make_shared<Relay>(RelayOptions{1, true, rank}));
+      relay->Try(s.tried);
+      for (int k = 0; k < s.rails; ++k) relay->AddNic(Nic(rank, k), Fabric::Api());
+    }
+    Connect(0);
+  }
+  // Links of a channel, with edges that take the place of others.
+  void Connect(int channel) {
+    const auto [mine, theirs] = SocketPairs(1);
+    for (int rank = 0; rank < 2; ++rank) {
       std::vector<std::pair<int, std::string>> rails;
-      for (int k = 0; k < s.rails; ++k) {
-        rails.emplace_back(relay->AddNic(Nic(rank, k), Fabric::Api()), Nic(1 - rank, k).device);
-      }
-      relay->ConnectVerbs(1 - rank, 0, {s.ring_bytes, s.device, rails}, rank == 0 ? mine : theirs);
-      for (const bool out : {true, false}) AddEdge(rank, out);
+      for (int k = 0; k < setting.rails; ++k) rails.emplace_back(k, Nic(1 - rank, k).device);
+      relays[static_cast<std::size_t>(rank)]->ConnectVerbs(
+          1 - rank, channel, {setting.ring_bytes, setting.device, rails}, rank == 0 ? mine : theirs);
+      for (const bool out : {true, false}) AddEdge(rank, channel, out);
     }
   }
   ~Pair() {
@@ -99,7 +107,7 @@ class Pair {
   std::vector<std::shared_ptr<Relay>> relays;
 
  private:
-  void AddEdge(int rank, bool out) {
+  void AddEdge(int rank, int channel, bool out) {
     End& e = end(rank, out);
     e.memory = std::make_unique<Memory>(setting.device, kSlots * kSlotBytes);
     auto& words = words_[static_cast<std::size_t>(2 * rank + out)];
@@ -115,9 +123,9 @@ class Pair {
       seen = reinterpret_cast<std::uintptr_t>(e.memory->seen());
       fabric.HoldBack(e.memory->seen(), kSlots * kSlotBytes);
     }
-    Relay& relay = *relays.back();
+    Relay& relay = *relays[static_cast<std::size_t>(rank)];
     relay.RegisterMemory(reinterpret_cast<std::uintptr_t>(e.memory->at()), kSlots * kSlotBytes, keys, seen);
-    e.edge = relay.AddEdge(1 - rank, 0, out, e.slots);
+    e.edge = relay.AddEdge(1 - rank, channel, out, e.slots);
   }
 
   std::vector<NicInfo> nics_;
@@ -280,6 +288,31 @@ void RelaysThatLoseAllRails() {
     streams.join();
     CHECK(f.text.find("no rail to rank") != std::string::npos, "%s", f.text.c_str());
   }
+}
+
+// A link that fails while ways are tried ends nothing else: it is left, and another one takes its place.
+void RelaysThatAreTried() {
+  Pair pair({.device = true,
+             .prepare =
+                 [](Fabric& fabric) {
+                   for (int nic = 0; nic < 2; ++nic) fabric.nic(nic).down = true;
+                 },
+             .tried = true});
+  CHECK(!Exchange(pair, 0, 5), "its streams are let go");
+  for (int rank = 0; rank < 2; ++rank) {
+    Relay& relay = *pair.relays[static_cast<std::size_t>(rank)];
+    CHECK(relay.Problem(1 - rank).find("no rail to rank") != std::string::npos, "rank %d: %s", rank,
+          relay.Problem(1 - rank).c_str());
+    relay.Leave(1 - rank);
+    CHECK(relay.Problem(1 - rank).empty() && relay.Idle(), "%s", relay.Describe().c_str());
+    CHECK(relay.AwaitFailure(NowNs()).kind == FaultKind::kNone, "the relay goes on");
+    CHECK(pair.Counter(rank, "links") == 0, "%s", relay.DescribeLinks().c_str());
+  }
+  for (int nic = 0; nic < 4; ++nic) pair.fabric.Change(nic, [](FakeNic& n) { n.down = false; });
+  pair.setting.device = false;
+  pair.Connect(3);
+  CHECK(Exchange(pair, 0, 60), "it stands: %s", pair.relays[0]->DescribeLinks().c_str());
+  CHECK(pair.Counter(0, "links_over_tcp") == 0, "%s", pair.relays[0]->DescribeLinks().c_str());
 }
 
 // A message that the peer does not expect is found before a byte of it is sent.

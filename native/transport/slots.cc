@@ -4,11 +4,20 @@
 #include <string>
 
 #include "device/kernels.h"
+#include "engine/team.h"
 
 namespace hetcoll {
 namespace {
 
-constexpr std::size_t kMove = std::size_t{256} << 10;  // what a call moves before other lanes have their turn
+constexpr std::size_t kMove = std::size_t{256} << 10;  // what a thread moves before other lanes have their turn
+
+// What a call moves.
+std::size_t Most(const Team* team) { return kMove * (team == nullptr ? 1 : team->helpers() + 1); }
+
+void Copy(Team* team, std::byte* dst, const std::byte* src, std::size_t n, bool stream) {
+  if (team == nullptr) return CopyBytes(dst, src, n, stream);
+  team->Share(n, [=](std::size_t begin, std::size_t end) { CopyBytes(dst + begin, src + begin, end - begin, stream); });
+}
 
 void CheckFits(const Message& m, const Slots& slots) {
   if (m.total > slots.slot_bytes) {
@@ -19,14 +28,14 @@ void CheckFits(const Message& m, const Slots& slots) {
 
 class SlotSend final : public SendEnd {
  public:
-  explicit SlotSend(const Slots& slots) : slots_(slots) {}
+  SlotSend(const Slots& slots, std::shared_ptr<Team> team) : slots_(slots), team_(std::move(team)) {}
 
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) override {
     if (m.total == 0) return 0;
     CheckFits(m, slots_);
     if (!Free()) return kWouldBlock;
-    n = std::min(n, kMove);
-    CopyBytes(slots_.At(number_) + at, data, n, false);
+    n = std::min(n, Most(team_.get()));
+    Copy(team_.get(), slots_.At(number_) + at, data, n, false);
     Commit(m, at, n);
     return static_cast<std::ptrdiff_t>(n);
   }
@@ -50,18 +59,19 @@ class SlotSend final : public SendEnd {
   bool Free() const { return slots_.Free(number_) && !slots_.Aborted(); }
 
   Slots slots_;
+  std::shared_ptr<Team> team_;
   std::uint64_t number_ = 0;  // of the message that is sent
   std::size_t filled_ = 0;    // bytes of it
 };
 
 class SlotRecv final : public RecvEnd {
  public:
-  explicit SlotRecv(const Slots& slots) : slots_(slots) {}
+  SlotRecv(const Slots& slots, std::shared_ptr<Team> team) : slots_(slots), team_(std::move(team)) {}
 
   std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) override {
     const View view = Peek(m, at, n);
     if (view.n <= 0) return view.n;
-    CopyBytes(dst, view.data, static_cast<std::size_t>(view.n), stream);
+    Copy(team_.get(), dst, view.data, static_cast<std::size_t>(view.n), stream);
     Consume(static_cast<std::size_t>(view.n));
     return view.n;
   }
@@ -71,7 +81,7 @@ class SlotRecv final : public RecvEnd {
     CheckFits(m, slots_);
     if (!slots_.Full(number_) || slots_.Aborted()) return {nullptr, kWouldBlock};
     left_ = m.total - at;
-    return {slots_.At(number_) + at, static_cast<std::ptrdiff_t>(std::min(n, kMove))};
+    return {slots_.At(number_) + at, static_cast<std::ptrdiff_t>(std::min(n, Most(team_.get())))};
   }
   void Consume(std::size_t n) override {
     if (n == 0) return;
@@ -80,16 +90,23 @@ class SlotRecv final : public RecvEnd {
   }
 
   bool Silent() const override { return true; }
+  Team* team() const override { return team_.get(); }
 
  private:
   Slots slots_;
+  std::shared_ptr<Team> team_;
   std::uint64_t number_ = 0;  // of the message that is due
   std::size_t left_ = 0;      // bytes of it
 };
 
 }  // namespace
 
-std::unique_ptr<SendEnd> MakeSlotSend(const Slots& slots) { return std::make_unique<SlotSend>(slots); }
-std::unique_ptr<RecvEnd> MakeSlotRecv(const Slots& slots) { return std::make_unique<SlotRecv>(slots); }
+std::unique_ptr<SendEnd> MakeSlotSend(const Slots& slots, std::shared_ptr<Team> team) {
+  return std::make_unique<SlotSend>(slots, std::move(team));
+}
+
+std::unique_ptr<RecvEnd> MakeSlotRecv(const Slots& slots, std::shared_ptr<Team> team) {
+  return std::make_unique<SlotRecv>(slots, std::move(team));
+}
 
 }  // namespace hetcoll

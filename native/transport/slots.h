@@ -66,7 +66,8 @@ struct Slots {
 // The ends of a rank without a GPU: its processor fills and empties slots. A message must fit in one. Slots carry no
 // signature; empty messages are none. Once a rank of the host has aborted nothing comes or goes any more: the
 // communicator has failed, and its engine hears of that otherwise.
-std::unique_ptr<SendEnd> MakeSlotSend(const Slots& slots);
-std::unique_ptr<RecvEnd> MakeSlotRecv(const Slots& slots);
+// `team` helps, where it is not null.
+std::unique_ptr<SendEnd> MakeSlotSend(const Slots& slots, std::shared_ptr<Team> team);
+std::unique_ptr<RecvEnd> MakeSlotRecv(const Slots& slots, std::shared_ptr<Team> team);
 
 }  // namespace hetcoll

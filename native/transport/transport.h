@@ -68,6 +68,8 @@ inline Fault WrongFrame(const Message& due, std::uint64_t signature, std::size_t
   return {FaultKind::kCorrupt, peer, "the frame is of this operation, but " + what};
 }
 
+class Team;
+
 class SendEnd {
  public:
   virtual ~SendEnd() = default;
@@ -147,6 +149,9 @@ class RecvEnd {
 
   virtual void AddPoll(std::vector<pollfd>& fds) const { static_cast<void>(fds); }
   virtual bool Silent() const { return false; }
+
+  // Threads that help with what it brings.
+  virtual Team* team() const { return nullptr; }
 
   // Once the peer has left: whether a kWouldBlock is the last word. Not where data may still be under way.
   virtual bool FinalWithoutPeer() const { return true; }

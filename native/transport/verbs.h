@@ -42,6 +42,10 @@ class VerbsHost {
   void Fence() {
     for (const auto& link : links_) link->Fence();
   }
+  // Ends the links whose ends are gone.
+  void Forget() {
+    std::erase_if(links_, [](const auto& link) { return link.use_count() == 1; });
+  }
   // Whether every link waits for the ranks alone, not for the network.
   bool Settled() const;
   // Waits until all that was sent has left, or `until`.

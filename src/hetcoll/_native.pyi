@@ -132,6 +132,15 @@ class Relay(_Verbs):
     ) -> RelayEdge: ...
     @property
     def idle(self) -> bool: ...
+    def try_links(self, on: bool) -> None:
+        """From now on, or no more, a link that fails ends what goes to its peer, and nothing else."""
+
+    def problem(self, peer: int) -> str:
+        """What links to `peer` failed with meanwhile, or nothing."""
+
+    def leave(self, peer: int) -> None:
+        """Nothing goes to or comes from `peer` any more over the links there are; streams that wait are let go."""
+
     def fail(self, kind: int, peer: int, text: str) -> None: ...
     def await_failure(self, seconds: float) -> tuple[int, int, str]: ...
     def close(self, seconds: float = 0.0) -> None:
@@ -273,7 +282,10 @@ class Engine(_Verbs):
         count: int,
         aborts: int,
         ranks: int,
-    ) -> None: ...
+        helpers: int,
+    ) -> None:
+        """A link to the GPU of `peer`, through mapped slots. `helpers`: threads that help with all such links."""
+
     def attach_verbs(
         self, peer: int, channel: int, fds: Sequence[int], rails: Sequence[tuple[int, str]], ring_bytes: int
     ) -> None:

@@ -126,9 +126,10 @@ class Core:
         seconds = self._seconds(timeout)
         if self._cross is None or async_op or call.label:
             return self._start(call, async_op, seconds, stream)
-        self._cross.before(call)
+        converts = self._paths.converts(call, stream)
+        self._cross.before(call, converts)
         work = self._start(call, async_op, seconds, stream)
-        self._cross.after(call)
+        self._cross.after(call, converts)
         return work
 
     def _start(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
@@ -416,7 +417,7 @@ class Core:
         self._check_usable()
         self._log_news()
         found = self._selection.explain(op, nbytes, compress)
-        return found._replace(paths=found.paths + self._paths.describe())
+        return found._replace(paths=found.paths + self._paths.describe(), gpus=self._paths.explain(op, nbytes))
 
     def _log_news(self) -> None:
         """Tell what links lost, and how they went on: once each."""

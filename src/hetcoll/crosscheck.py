@@ -3,7 +3,8 @@
 Before anything moves the ranks meet and tell each other whether their input holds what is not finite (NaN, infinity):
 if so every rank raises the same error, which says whose it is, and no buffer was touched. The meeting is called after
 the call, so ranks that call different things are found there, too. Afterwards, where all ranks must hold the same, they
-compare a hash of it. Buffers on a GPU are left out.
+compare a hash of it. Buffers on a GPU are left out. Where ranks may pass 8-bit floats of two kinds (`float8`), kinds of
+one format are the same, and hashes are of values.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,8 @@ from .buffers import Buffer, element_type
 from .calls import Call
 from .diagnosis import Diagnosis, Kind
 from .errors import ArgumentError, spell_ranks
-from .types import COMPLEX, FLOATS, ROOTED, SAME, Collective
+from .float8 import in_common
+from .types import COMPLEX, FLOATS, OCP_OF, ROOTED, SAME, Collective
 
 Meet = Callable[[str, bytes], list[bytes]]
 _EMPTY: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
@@ -32,23 +35,24 @@ class CrossCheck:
     def __init__(self, rank: int, meet: Meet, diagnosis: Diagnosis) -> None:
         self._rank, self._meet, self._diagnosis = rank, meet, diagnosis
 
-    def before(self, call: Call) -> None:
-        """ArgumentError on every rank where the input of one is not finite."""
+    def before(self, call: Call, converts: bool) -> None:
+        """ArgumentError on every rank where the input of one is not finite. `converts`: ranks may have other kinds of
+        8-bit floats."""
         source = self._input(call)
         found = "" if source is None else find_odd(source)
-        told = self._tell(f"HETCOLL_CHECK before {call.describe()}", found)
+        told = self._tell(f"HETCOLL_CHECK before {_common(call, converts)}", found)
         problems = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
         if problems:
             raise ArgumentError(f"HETCOLL_CHECK: the input of {call.describe()} is not finite: {'; '.join(problems)}")
 
-    def after(self, call: Call) -> None:
+    def after(self, call: Call, converts: bool) -> None:
         """CommunicationError on every rank where ranks hold different results."""
         if call.collective not in SAME:
             return
         result = call.recv or call.send
-        mine = "" if result is None or result.device != "cpu" else hash_of(result)
+        mine = "" if result is None or result.device != "cpu" else hash_of(result, converts)
         holders: dict[str, list[int]] = {}
-        for rank, told in enumerate(self._tell(f"HETCOLL_CHECK after {call.describe()}", mine)):
+        for rank, told in enumerate(self._tell(f"HETCOLL_CHECK after {_common(call, converts)}", mine)):
             if told:
                 holders.setdefault(told, []).append(rank)
         if len(holders) > 1:
@@ -67,6 +71,11 @@ class CrossCheck:
         return [json.loads(blob) for blob in self._meet(label, json.dumps(mine).encode())]
 
 
+def _common(call: Call, converts: bool) -> str:
+    """The call as all ranks have it."""
+    return (replace(call, dtype=OCP_OF.get(call.dtype, call.dtype)) if converts else call).describe()
+
+
 def view(buffer: Buffer) -> np.ndarray[Any, Any]:
     """A host buffer as an array."""
     raw = np.ctypeslib.as_array((ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)) if buffer.nbytes else _EMPTY
@@ -82,6 +91,8 @@ def find_odd(buffer: Buffer) -> str:
     return f"{odd.size} of {values.size} elements, the first is {values[odd[0]]} at {odd[0]}" if odd.size else ""
 
 
-def hash_of(buffer: Buffer) -> str:
-    """16 hexadecimal digits that are equal where the bytes are."""
-    return hashlib.blake2b(view(buffer).view(np.uint8).data, digest_size=8).hexdigest()
+def hash_of(buffer: Buffer, converts: bool = False) -> str:
+    """16 hexadecimal digits that are equal where the bytes are; with `converts`, where the values are that both kinds
+    of 8-bit floats hold."""
+    values = in_common(buffer) if converts else view(buffer)
+    return hashlib.blake2b(values.view(np.uint8).data, digest_size=8).hexdigest()

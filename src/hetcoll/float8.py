@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from . import _native
-from .buffers import Buffer
+from .buffers import Buffer, element_type
 from .calls import Call
 from .devices.kernels.source import convert_name
 from .errors import ArgumentError
@@ -170,6 +170,17 @@ class OnGpu:
             self._device.destroy_event(event)
         for at in self._memory:
             self._device.free(at)
+
+
+def in_common(buffer: Buffer) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """A host buffer's values that both kinds hold: the same numbers, and one NaN, of whatever kind it is."""
+    ocp = OCP_OF.get(buffer.dtype, buffer.dtype)
+    codes = np.empty(buffer.count, np.uint8)
+    _native.convert_float8(int(codes.ctypes.data), buffer.ptr, buffer.count, buffer.dtype, ocp)
+    _native.convert_float8(int(codes.ctypes.data), int(codes.ctypes.data), buffer.count, ocp, ocp)
+    values = codes.view(element_type(ocp.label)).astype(np.float32) + np.float32(0)  # no -0
+    values[np.isnan(values)] = np.nan
+    return values
 
 
 def on_host(passage: Passage) -> tuple[Buffer | None, Buffer | None, Callable[[], None]]:

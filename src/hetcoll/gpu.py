@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,7 +25,7 @@ from .buffers import Buffer
 from .calls import Call
 from .devices.signals import signal_kernels
 from .diagnosis import Diagnosis, Kind
-from .errors import ArgumentError, BufferTypeError, DeviceError
+from .errors import ArgumentError, BufferTypeError, CollectiveTimeoutError, DeviceError, RegistrationError
 from .gpu_direct import why_not_direct
 from .gpu_edges import GpuEdges, Prepare
 from .gpu_graphs import GpuGraphs
@@ -37,8 +37,7 @@ from .gpu_watch import GpuWatch
 from .gpu_work import GpuWork
 from .relays import Relays
 from .selection import describe_message, descriptor, message_key
-from .topology import Pair
-from .types import OCP_OF, DType
+from .types import OCP_OF, Collective, DType
 from .wiring import Wiring
 from .work import Work
 
@@ -105,7 +104,8 @@ class GpuPath:
             if island is not None:
                 self._queue.set_island(island.functions(), island.handle, island.rank, island.size)
             self._float8 = None
-            if float8.two_kinds(share.gpus):
+            self.two_kinds = float8.two_kinds(share.gpus)
+            if self.two_kinds:
                 self._float8 = float8.OnGpu(device)
                 undo.callback(self._float8.close)
             self._relays = Relays(wiring, diagnosis, device, share)
@@ -148,46 +148,33 @@ class GpuPath:
             self._undo = undo.pop_all()
 
     def prove(self, meet: Meet, timeout: float) -> None:
-        """Try the ways to the other ranks of this host, all ranks together: see `gpu_proof`.
-
-        Memory that both have mapped is given up for pinned slots and sockets where it does not work; InitError on all
-        ranks where HETCOLL_CROSS wants it, where a rank without a GPU is one of the two, or where those fail as well.
-        """
-        wiring, gpus = self._wiring, self._share.gpus
-        sizes = gpu_proof.sizes(self._slot_bytes)
-
-        def trial(pairs: Collection[Pair]) -> dict[Pair, str]:
-            with self._watch.patient():
-                return gpu_proof.prove(wiring.topology, wiring.rank, pairs, sizes, self._try, meet)
-
-        failed = trial(gpu_proof.pairs_of_hosts(wiring.topology, [bool(gpu.vendor) for gpu in gpus]))
-        excluded = gpu_proof.demoted(failed, wiring.topology, gpus)
-        if excluded:
-            self._share.exclude(excluded)
-            self._one_kernel = None
-            wiring.listen(timeout)
-            gpu_proof.refuse(trial(excluded), "through pinned slots and sockets", "nor through memory of both")
+        """Try the ways to all other ranks, all ranks together: see `gpu_proof`."""
+        with self._watch.patient(), self._relays.trying():
+            if gpu_proof.prove(self._share, self._try, meet, self._edges.give_up, lambda: self._wiring.listen(timeout)):
+                self._one_kernel = None  # it wants the mapped memory of all
 
     def _try(self, peer: int, data: gpu_proof.Bytes, seconds: float) -> gpu_proof.Bytes | str:
         """See `gpu_proof.Exchange`."""
         device, n, got = self._device, data.size, np.zeros_like(data)
+        problem, work = "", GpuWork(self, None, "proof of paths()")
         with contextlib.ExitStack() as undo:
             send, recv = device.allocate(n), device.allocate(n)
             undo.callback(device.free, send)
             undo.callback(device.free, recv)
             device.copy(send, int(data.ctypes.data), n)
             device.copy(recv, int(got.ctypes.data), n)
-            plan = self._plans.messages(DType.UINT8, (peer, n), (peer, n))
-            self._calls.run(self._bound(plan, "proof of paths()", [], DType.UINT8), send, recv, 0, False)
-            deadline, came = time.monotonic() + seconds, True
-            while not self._settled():
-                if time.monotonic() > deadline:
-                    came = False
-                    self._edges.give_up(peer)
-                time.sleep(20e-6)
-                self.check()
+            try:
+                plan = self._plans.messages(DType.UINT8, (peer, n), (peer, n))
+                self._calls.run(self._bound(plan, "proof of paths()", [], DType.UINT8), send, recv, 0, False)
+                work.wait(seconds)
+            except RegistrationError as error:
+                return str(error)
+            except CollectiveTimeoutError:
+                problem = self._edges.problem(peer) or f"nothing came from rank {peer} in {seconds:.3g} s"
+                self._edges.give_up(peer)
+                work.wait()
             device.copy(int(got.ctypes.data), recv, n)
-        return got if came else f"nothing came from rank {peer} in {seconds:.3g} s"
+        return self._edges.problem(peer) or problem or got
 
     @property
     def device(self) -> Device:
@@ -358,12 +345,17 @@ class GpuPath:
         for peer, gpu in enumerate(self._share.gpus):
             if peer == rank:
                 continue
-            way = self._edges.describe(peer)
+            way = self._edges.describe(peer) + self._share.told_tried(peer)
             if peer in mine and islands.island is not None:
                 way = f"by {islands.island.library}; what that does not do, {way}"
             other = f"to that of rank {peer} ({gpu.vendor} {gpu.arch})" if gpu.vendor else f"to rank {peer}, a CPU"
             lines.append(f"from the GPU {other}: {way}")
         return tuple(filter(None, (*lines, unlike_float8(self._share.gpus))))
+
+    def explain(self, collective: Collective, nbytes: int) -> str:
+        """For people: the plan of a collective."""
+        kernel = None if self._one_kernel is None else self._one_kernel.choose(collective, nbytes)
+        return self._plans.explain(collective, nbytes) if kernel is None else f"{kernel}, one kernel a rank"
 
     def counters(self) -> dict[str, int]:
         """Of the RDMA links between this GPU and those of other hosts."""

@@ -94,9 +94,15 @@ class GpuEdges:
         """Grows while messages of this rank move."""
         return self._segment.progress(self._here) + self._relays.progress
 
+    def problem(self, peer: int) -> str:
+        """What the way to `peer` failed with while it was tried, where that is known."""
+        return self._relays.problem(peer) if self._far(peer) else ""
+
     def give_up(self, peer: int) -> None:
         """Let this rank's streams go that wait for `peer`, on the way that did not work."""
-        if not self._far(peer):
+        if self._far(peer):
+            self._relays.leave(peer)
+        else:
             self._segment.release_edges(self._here, self._wiring.locals.index(peer))
 
     def fail(self, reason: str) -> None:

@@ -9,6 +9,7 @@ their own.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -26,12 +27,13 @@ from .plan import Plan
 from .selection import describe_message, descriptor
 from .slots import CHANNELS, SLOTS
 from .topology import Way
-from .types import OCP_OF, DType, ReduceOp
+from .types import OCP_OF, Collective, DType, ReduceOp
 from .wiring import Check, Wiring
 
 if TYPE_CHECKING:
     from .islands.native import Native
 
+HELPERS = 3  # threads at most, beside the caller's, that fill and empty slots: one core moves less than PCIe does
 Describe = Callable[[int, str], None]
 Prepare = Callable[[Callable[[Check], _native.Shape], float], _native.Shape]
 Run = Callable[[_native.Shape, int, int, float], _native.Status]
@@ -51,7 +53,7 @@ class HostPath:
         except BaseException:
             self._share.close()
             raise
-        self._two_kinds = float8.two_kinds(self._share.gpus)
+        self.two_kinds = float8.two_kinds(self._share.gpus)
         self._links = _Links(wiring, self._share)
         self._plans = GpuPlans(
             wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links)
@@ -61,8 +63,7 @@ class HostPath:
         self._notes: Kept[list[Note]] = Kept()
 
     def prove(self, run: Run, meet: Meet, prepare: Prepare, timeout: float) -> None:
-        """Try the ways to this host's GPUs together with their ranks: as `gpu.GpuPath.prove`."""
-        wiring, gpus = self._wiring, self._share.gpus
+        """Try the ways to GPUs together with their ranks: as `gpu.GpuPath.prove`."""
 
         def exchange(peer: int, data: gpu_proof.Bytes, seconds: float) -> gpu_proof.Bytes | str:
             ends, got = (peer, data.size), np.zeros_like(data)
@@ -73,14 +74,10 @@ class HostPath:
             self._unfinished += [data, got]  # the engine may still use them
             return f"nothing came from rank {peer} in {seconds:.3g} s"
 
-        pairs = gpu_proof.pairs_of_hosts(wiring.topology, [bool(gpu.vendor) for gpu in gpus])
-        sizes = gpu_proof.sizes(self._share.slot_bytes)
-        failed = gpu_proof.prove(wiring.topology, wiring.rank, pairs, sizes, exchange, meet)
-        if excluded := gpu_proof.demoted(failed, wiring.topology, gpus):
-            self._share.exclude(excluded)
-            wiring.listen(timeout)
-            again = gpu_proof.prove(wiring.topology, wiring.rank, excluded, sizes, exchange, meet)
-            gpu_proof.refuse(again, "through pinned slots and sockets", "nor through memory of both")
+        def leave(peer: int) -> None:
+            raise AssertionError(f"the way to rank {peer} cannot be given up here")
+
+        gpu_proof.prove(self._share, exchange, meet, leave, lambda: self._wiring.listen(timeout))
 
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """As `selection.Selection.shape`."""
@@ -116,7 +113,7 @@ class HostPath:
 
     def converted(self, call: Call) -> tuple[Call, Callable[[], None] | None]:
         """The call to make instead, and what is to be done once it is complete: see `float8`."""
-        passage = float8.Passage.of_call(call, self._wiring.rank) if self._two_kinds else None
+        passage = float8.Passage.of_call(call, self._wiring.rank) if self.two_kinds else None
         if passage is None:
             return call, None
         send, recv, finish = float8.on_host(passage)
@@ -126,7 +123,7 @@ class HostPath:
         self, send: Buffer | None, dest: int, recv: Buffer | None
     ) -> tuple[Buffer | None, Buffer | None, Callable[[], None] | None]:
         """The same for messages."""
-        passage = float8.Passage.of_message(send, dest, recv, self._wiring.rank) if self._two_kinds else None
+        passage = float8.Passage.of_message(send, dest, recv, self._wiring.rank) if self.two_kinds else None
         return (send, recv, None) if passage is None else float8.on_host(passage)
 
     def note(self, call: Call) -> None:
@@ -144,9 +141,14 @@ class HostPath:
         gpus = enumerate(self._share.gpus)
         return tuple(
             f"from this rank, a CPU, to the GPU of rank {peer} ({gpu.vendor} {gpu.arch}): {self._links.how(peer)}"
+            + self._share.told_tried(peer)
             for peer, gpu in gpus
             if gpu.vendor
         )
+
+    def explain(self, collective: Collective, nbytes: int) -> str:
+        """For people: the plan of a collective."""
+        return self._plans.explain(collective, nbytes)
 
     def close(self) -> None:
         """Give everything back. The engine must be closed."""
@@ -158,6 +160,8 @@ class _Links:
 
     def __init__(self, wiring: Wiring, share: GpuShare) -> None:
         self._wiring, self._share = wiring, share
+        cores = wiring.topology.ranks[wiring.rank].cores // len(wiring.locals)
+        self._helpers = max(0, min(HELPERS, cores - 1, len(os.sched_getaffinity(0)) - 1))
         self._waiting: tuple[float, Check] | None = None
 
     def during(self, timeout: float, check: Check, make: Callable[[], _native.Shape]) -> _native.Shape:
@@ -203,6 +207,7 @@ class _Links:
             count=SLOTS,
             aborts=segment.aborts[0],
             ranks=len(self._wiring.locals),
+            helpers=self._helpers,
         )
 
     def _gpu(self, peer: int) -> bool:

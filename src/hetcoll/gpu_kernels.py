@@ -32,27 +32,31 @@ class OneKernel:
         self._queue, self._device, self._share, self._state = queue, device, share, state
         self._rank, self._size = rank, size
 
+    def choose(self, collective: Collective, nbytes: int) -> str | None:
+        """Which kernel does it; None where copies are faster, or none can."""
+        if collective is not Collective.ALLREDUCE or nbytes == 0 or self._size > ONESHOT_RANKS:
+            return None
+        return "oneshot" if nbytes <= _SMALL else "exchange" if nbytes * (self._size - 1) <= _MEDIUM else None
+
     def bind(self, call: Call) -> _native.KernelShape | None:
         """None where copies are faster, or no kernel does it."""
-        size = self._size
-        if call.collective is not Collective.ALLREDUCE or call.count == 0 or size > ONESHOT_RANKS:
+        size, kernel = self._size, self.choose(call.collective, call.nbytes)
+        if kernel is None:
             return None
         arguments: Oneshot | Exchange
         table, segment, item = self._device.kernels(), self._share.segment, call.dtype.itemsize
-        if call.nbytes <= _SMALL:
+        if kernel == "oneshot":
             name = oneshot_name(call.dtype, call.op)
             blocks, threads = table.oneshot_launch(call.count, item)
             arguments = Oneshot(state=self._state, words=AREA_WORDS)
             arguments.areas[:size] = segment.areas
-        elif call.nbytes * (size - 1) <= _MEDIUM:
+        else:
             name = exchange_name(call.dtype, call.op)
             chunk = max(_LEAST_CHUNK, min(RING_SLOT_BYTES, -(-call.nbytes // (BLOCKS * _PACK)) * _PACK))
             blocks, threads = min(BLOCKS, -(-call.nbytes // chunk)), _THREADS
             arguments = Exchange(slots=RING_SLOTS, slot_bytes=RING_SLOT_BYTES, chunk_bytes=chunk)
             arguments.state = self._state + _ONESHOT_STATE
             arguments.rings[:size], arguments.words[:size] = segment.rings, segment.ring_words
-        else:
-            return None
         arguments.count, arguments.rank, arguments.size = call.count, self._rank, size
         arguments.divisor = size if call.op is ReduceOp.AVG else 1
         arguments.abort = segment.aborts[self._share.here]

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import streams
 from .buffers import Buffer
+from .calls import Call
 from .diagnosis import Diagnosis, Kind
 from .env import Config
 from .errors import BufferTypeError
 from .gpu_proof import SECONDS as PROOF_SECONDS
 from .selection import Selection
+from .types import FNUZ_OF, OCP_OF, Collective
 from .wiring import Check, Wiring
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class GpuPaths:
     ) -> None:
         self._wiring, self._diagnosis, self._selection, self._config = wiring, diagnosis, selection, config
         self._meet, self._prepare = meet, prepare
+        self._meetings = 0
         self.gpu: GpuPath | None = None
         self.host: HostPath | None = None
 
@@ -92,6 +95,15 @@ class GpuPaths:
             self._prove(lambda: path.prove(run, self._meet_slow, self._prepare, self._config.timeout))
         return self.host
 
+    def converts(self, call: Call, stream: object) -> bool:
+        """Whether it is one on 8-bit floats, of which ranks may pass two kinds: see `float8`. As `on_gpu`."""
+        buffer = call.send or call.recv
+        if buffer is None or (call.dtype not in FNUZ_OF and call.dtype not in OCP_OF):
+            return False
+        self.check_place(buffer)
+        path = self.on_host() if buffer.device == "cpu" else self.on_gpu(buffer, stream)
+        return path is not None and path.two_kinds
+
     def _prove(self, prove: Callable[[], None]) -> None:
         """Try the ways to GPUs. Where that fails, nothing may use them."""
         try:
@@ -104,12 +116,21 @@ class GpuPaths:
         return self._meet(label, blob, None)
 
     def _meet_slow(self, label: str, blob: bytes) -> list[bytes]:
-        """While some ranks may still try what does not work."""
-        return self._meet(label, blob, self._config.timeout + 3 * PROOF_SECONDS)
+        """While some ranks may still try what does not work: then an engine that takes part carries nothing else."""
+        seconds = self._config.timeout + 3 * PROOF_SECONDS
+        if not self._wiring.topology.some_without_gpu:
+            return self._meet(label, blob, seconds)
+        self._meetings += 1
+        return self._wiring.exchange(f"{label} {self._meetings}", blob, seconds)
 
     def counters(self) -> dict[str, int]:
         """What the path has counted, as `Communicator.counters` tells it."""
         return {} if self.gpu is None else {f"gpu_{name}": n for name, n in self.gpu.counters().items()}
+
+    def explain(self, op: str, nbytes: int) -> str:
+        """For people: how a collective on GPUs runs, once there were some."""
+        path = self.gpu or self.host
+        return "" if path is None else path.explain(Collective[op.upper()], nbytes)
 
     def describe(self) -> tuple[str, ...]:
         """For people: how data goes to each GPU, once that is known."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from . import _native
 from .algorithms import find
+from .algorithms.base import Algorithm
 from .algorithms.islands import ISLANDS
 from .algorithms.p2p import CHANNEL
 from .calls import Call
@@ -21,7 +22,7 @@ from .order import enqueue_order, levels
 from .pipeline import offsets, parts, pipelined, ramp
 from .plan import Buf, Op, Plan, Span, Step
 from .slots import SLOTS
-from .topology import Islands
+from .topology import Islands, spell_islands
 from .types import REDUCING, WHOLE, Collective, DType, ReduceOp
 
 if TYPE_CHECKING:
@@ -170,19 +171,38 @@ class GpuPlans(Generic[S]):
         return self._bind(plan, tuple(range(len(steps))), level, dtype, bounds, call, None)
 
     def _base(self, call: Call, islands: Islands) -> list[Plan]:
-        collective, scale = call.collective.plain, call.op is ReduceOp.AVG
+        entry, scale = self._algorithm(call.collective.plain, islands), call.op is ReduceOp.AVG
         if len(islands) < self._size:
             whole = len(islands) == 1  # then the library averages by itself
-            entry = ISLANDS[collective]
             return [
                 entry.build(self._size, r, root=call.root, scale=scale and not whole, hosts=islands)
                 for r in range(self._size)
             ]
+        return [entry.build(self._size, r, root=call.root, scale=scale) for r in range(self._size)]
+
+    def _algorithm(self, collective: Collective, islands: Islands) -> Algorithm:
+        if len(islands) < self._size:
+            return ISLANDS[collective]
         name = "pairwise" if collective is Collective.ALLTOALL else "direct"
         if collective is Collective.ALLREDUCE and self._size == 2:
             name = "oneshot"  # as many bytes each way as in two phases, and nothing to wait for in between
-        entry = find(collective, name)
-        return [entry.build(self._size, r, root=call.root, scale=scale) for r in range(self._size)]
+        return find(collective, name)
+
+    def explain(self, collective: Collective, nbytes: int) -> str:
+        """For people: how a collective on float32, with sums, is done."""
+        if collective is Collective.BARRIER:
+            return "by the hosts"
+        if collective in (Collective.P2P, Collective.ALLTOALLV):
+            name, islands = "a message for each pair", self._islands.alone
+        else:
+            islands, _ = self._islands.serving(collective.plain, DType.FLOAT32, ReduceOp.SUM)
+            name = self._algorithm(collective.plain, islands).name
+        if self._size > 1 and len(islands) == 1:
+            return f"one call of {self._islands.island and self._islands.island.library}"
+        if len(islands) < self._size:
+            name += f" {spell_islands(islands)}, their libraries inside and messages between"
+        first, most = _piece_bytes(nbytes, self._slot_bytes)
+        return f"{name}, in pieces of up to {most} bytes, the first of {first}"
 
     def _draw(self, base: list[Plan], length: int, most: int) -> tuple[list[Plan], Orders, Orders]:
         local = all(any(step.op is Op.LOCAL for step in plan.steps) for plan in base)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from . import _native
@@ -20,7 +19,7 @@ from .gpu_islands import Meet
 from .rendezvous.descriptors import new_name, receive_fd, share_fd
 from .selection import describe_message, descriptor
 from .slots import SlotSegment, slot_bytes
-from .topology import Excluded, Pair
+from .topology import Pair, Topology
 from .wiring import Wiring
 from .witness import call_site
 
@@ -48,21 +47,32 @@ class GpuShare:
         timeout: float,
     ) -> None:
         self._wiring, self._diagnosis = wiring, diagnosis
-        self.here = wiring.locals.index(wiring.rank)
+        self.rank, self.here = wiring.rank, wiring.locals.index(wiring.rank)
         self.gpus: Sequence[Gpu] = wiring.facts.choose(device, new_name(), no_direct, meet)
         kinds = [(gpu.vendor, gpu.bus) for gpu in self.gpus]
         self.topology = wiring.topology.equipped(kinds, [gpu.no_direct for gpu in self.gpus])
         self._failed: dict[Pair, str] = {}
+        self.tried: Collection[Pair] = ()  # ways that carried known bytes, and are used
         self.slot_bytes = slot_bytes(self.topology)
         self.segment = self._segment(device, timeout)
         self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
         self._edges: dict[tuple[int, int], _native.Ledger] = {}  # of messages, by their two ranks
 
-    def exclude(self, failed: dict[Pair, str]) -> None:
-        """Memory that both have mapped does not work between these ranks, and why."""
-        self._failed = failed
-        excluded = Excluded((a, b, "mapped") for a, b in failed)
-        self.topology = replace(self.topology, excluded=excluded)
+    def exclude(self, failed: dict[Pair, str], topology: Topology) -> None:
+        """The ways in use between these ranks do not work, and why: `topology` is what is left."""
+        self._failed |= failed
+        self.topology = topology
+
+    def told_tried(self, peer: int) -> str:
+        """Whether the way to `peer` is one of those, for people."""
+        rank = self._wiring.rank
+        return ", tried with bytes" if (min(rank, peer), max(rank, peer)) in self.tried else ""
+
+    def given_up(self, peer: int) -> int:
+        """How many ways to `peer` did not work."""
+        rank = self._wiring.rank
+        pair = (min(rank, peer), max(rank, peer))
+        return sum(pair == (a, b) for a, b, _ in self.topology.excluded)
 
     def why(self, peer: int) -> str:
         """Why messages to `peer` go as they do, for people."""

@@ -17,7 +17,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from . import _native
@@ -52,6 +52,7 @@ class Relays:
         self._edges: dict[tuple[bool, int, int], int] = {}
         self._undo = contextlib.ExitStack()  # memory
         self._failed: str | None = None
+        self._trying = False
         self._lock = threading.Lock()  # over `_relay` and `_failed`
         self._thread: threading.Thread | None = None
 
@@ -70,7 +71,8 @@ class Relays:
 
     def connect(self, edges: Collection[tuple[int, int]], timeout: float, check: Check) -> None:
         """Connect these (peer, channel) pairs. Both ends must ask; see `Wiring.ensure`."""
-        missing = [edge for edge in edges if edge not in self._connected]
+        wanted = [(peer, self._channel(peer, channel)) for peer, channel in edges]
+        missing = [edge for edge in wanted if edge not in self._connected]
         apart = {(p, c + CHANNELS): self.stripes(p) for p, c in missing}  # the engine has the other channels
         for (peer, shifted), fds in self._wiring.sockets(apart, timeout, check).items():
             relay, channel = self._start(), shifted - CHANNELS
@@ -82,8 +84,13 @@ class Relays:
                 relay.connect(peer, channel, fds)
             self._connected.add((peer, channel))
 
+    def _channel(self, peer: int, channel: int) -> int:
+        """Links that take the place of others that did not work have channels of their own."""
+        return channel + CHANNELS * self._share.given_up(peer)
+
     def edge(self, queue: _native.DeviceQueue, out: bool, peer: int, channel: int) -> int:
         """The queue's number of a connected edge: one for sends, one for receives."""
+        channel = self._channel(peer, channel)
         number = self._edges.get((out, peer, channel))
         if number is None:
             assert self._relay is not None
@@ -143,6 +150,7 @@ class Relays:
                     rank=wiring.rank,
                     fault=wiring.fault,
                 )
+                self._relay.try_links(self._trying)
                 if self._failed is not None:
                     self._relay.fail(Kind.ABORTED, wiring.rank, self._failed)
                 self._thread = threading.Thread(target=self._watch, name="hetcoll-relays", daemon=True)
@@ -163,6 +171,30 @@ class Relays:
         if kind not in (Kind.NONE, Kind.ABORTED):
             self._wiring.engine.fail(kind, peer, text)
             self._diagnosis.error()
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """While the block runs, a link that fails ends what goes to its peer, and nothing else: see `problem`."""
+        self._try(True)
+        try:
+            yield
+        finally:
+            self._try(False)
+
+    def _try(self, on: bool) -> None:
+        with self._lock:
+            self._trying = on
+            if self._relay is not None:
+                self._relay.try_links(on)
+
+    def problem(self, peer: int) -> str:
+        """What links to `peer` failed with in such a block, or nothing."""
+        return "" if self._relay is None else self._relay.problem(peer)
+
+    def leave(self, peer: int) -> None:
+        """Let this rank's streams go that wait for `peer`: the links that there are to it are not used any more."""
+        if self._relay is not None:
+            self._relay.leave(peer)
 
     @property
     def progress(self) -> int:

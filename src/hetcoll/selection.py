@@ -35,7 +35,8 @@ class Explanation(NamedTuple):
     `transport` is what carries its data now. `paths` says of each rank of another host, in words, over which devices
     it is reached, what they did so far, and what is wrong with those that are not used; and of each other rank's GPU,
     once there were calls on GPUs, how data goes there. `compress` says which edges are compressed, and how much that
-    makes of float32's bytes, or why none are.
+    makes of float32's bytes, or why none are. `gpus` says what arrays on GPUs would have it do, as float32 and sums,
+    once there were calls on GPUs.
     """
 
     collective: str
@@ -47,6 +48,7 @@ class Explanation(NamedTuple):
     reason: str
     paths: tuple[str, ...] = ()
     compress: str = ""
+    gpus: str = ""
 
     def __str__(self) -> str:
         time = "" if math.isnan(self.seconds) else f", about {self.seconds * 1e6:.1f} us"
@@ -54,6 +56,7 @@ class Explanation(NamedTuple):
             f"{self.collective} of {self.nbytes} bytes: {self.algorithm} over {self.transport},"
             f" {self.channels} channel{'s' * (self.channels != 1)}{time} ({self.reason})"
             + (f"\n  {self.compress}" if self.compress else "")
+            + (f"\n  on GPUs: {self.gpus}" if self.gpus else "")
             + "".join(f"\n  {path}" for path in self.paths)
         )
 

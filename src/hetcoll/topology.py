@@ -18,6 +18,12 @@ Setting = Literal["auto", "shm", "tcp", "verbs"]
 Way = Literal["direct", "mapped", "staged-rdma", "staged-tcp"]
 """How messages go between two ranks of which one or both have GPUs: by RDMA from one GPU's memory to the other's;
 through slots in host memory that both have; through pinned slots of each, which RDMA or sockets carry."""
+SPELLED: dict[Way, str] = {
+    "direct": "by RDMA between both GPUs' memory",
+    "mapped": "through memory that both have mapped",
+    "staged-rdma": "through pinned slots and RDMA",
+    "staged-tcp": "through pinned slots and sockets",
+}
 Excluded = frozenset[tuple[int, int, Way]]
 """What must not be used between two ranks, the lower one first."""
 Pair = tuple[int, int]
@@ -252,10 +258,9 @@ class Topology:
             return f"{name}, as HETCOLL_CROSS says"
         if way == "mapped":
             return "mapped: one host"
-        if (min(a, b), max(a, b), "mapped") in self.excluded:
-            return f"{name}: memory that both have mapped does not work"
-        if (min(a, b), max(a, b), "direct") in self.excluded:
-            return f"{name}: the direct way did not work"
+        failed = [w for x, y, w in sorted(self.excluded) if (x, y) == (min(a, b), max(a, b))]
+        if failed:
+            return f"{name}: {' and '.join(failed)} did not work"
         if way == "direct":
             return "direct: the RDMA devices of both reach the GPUs' memory"
         reason = self.not_direct(a, b) if self.transport(a, b) == "verbs" else ""

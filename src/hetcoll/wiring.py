@@ -196,6 +196,10 @@ class Wiring:
         finally:
             os.close(fd)
 
+    def exchange(self, label: str, blob: bytes, timeout: float) -> list[bytes]:
+        """Every rank's `blob`, by rank, past the engine. A collective call; each has another label."""
+        return self._control.exchange(self.group, label.encode(), blob, timeout)
+
     def listen(self, timeout: float) -> None:
         """Sockets may be wanted after all: all ranks tell each other where they are reached, once."""
         if self._listener is None:

@@ -71,6 +71,31 @@ def refuse(comm: hetcoll.Communicator, rank: int) -> None:
     Memory._regions = none  # type: ignore[method-assign]
 
 
+class Shifted:
+    """A device queue whose edges have slots and words so many bytes beside where they are."""
+
+    def __init__(self, queue: Any, slots: int, words: int) -> None:
+        self._queue, self._slots, self._words = queue, slots, words
+
+    def add_edge(self, slots: int, ready: int, credit: int, count: int, relay: Any) -> int:
+        return int(self._queue.add_edge(slots + self._slots, ready + self._words, credit, count, relay))
+
+
+def misplace(comm: hetcoll.Communicator, rank: int, ways: tuple[str, ...], how: str) -> None:
+    """From now on what this rank's device has to send by these ways lies beside where it should ("bytes"), or nobody
+    is told that it is there ("signal")."""
+    if comm.rank != rank:
+        return
+    edge, by = Relays.edge, (64, 0) if how == "bytes" else (0, 8)
+    me = comm.rank
+
+    def wrong(relays: Relays, queue: Any, out: bool, peer: int, channel: int) -> int:
+        broken = out and relays._share.topology.way(me, peer) in ways
+        return edge(relays, Shifted(queue, *by) if broken else queue, out, peer, channel)  # type: ignore[arg-type]
+
+    Relays.edge = wrong  # type: ignore[method-assign]
+
+
 def check(job: Ranks, wanted: list[Case]) -> None:
     """Run on all ranks, with checked results."""
     job.run(run_on_gpu, wanted, timeout=200)

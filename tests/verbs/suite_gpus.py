@@ -62,7 +62,7 @@ def test_every_collective_goes_from_device_to_device(pool: Pool) -> None:
     for rank, (counters, paths) in enumerate(ranks.run(told)):
         (path,) = [line for line in paths if line.startswith(f"from the GPU to that of rank {1 - rank}")]
         assert "slots in both GPUs' memory" in path
-        assert "(direct: the RDMA devices of both reach the GPUs' memory)" in path
+        assert "(direct: the RDMA devices of both reach the GPUs' memory), tried with bytes" in path
         assert "rxe" in path
         assert counters["gpu_staged_bytes"] == 0, counters
         assert counters["gpu_direct_bytes"] == counters["gpu_zero_copy_bytes"] > BIG * 4, counters
@@ -177,6 +177,48 @@ def test_memory_that_no_device_takes(launch: Launch) -> None:
         if cross == "auto":
             for _, paths in ranks.run(told):
                 assert "staged: another host; not direct: rank 1: " in "".join(paths), paths
+
+
+@pytest.mark.parametrize(
+    ("ways", "how", "left"),
+    [
+        (("direct",), "bytes", "through pinned slots and verbs"),
+        (("direct",), "signal", "through pinned slots and verbs"),
+        (("direct", "staged-rdma"), "bytes", "through pinned slots and 8 sockets"),
+    ],
+)
+def test_ways_that_fail_are_given_up_at_both_ends(launch: Launch, ways: tuple[str, ...], how: str, left: str) -> None:
+    ranks = direct(launch, "na")
+    ranks.run(gpus.misplace, 1, ways, how)
+    check(ranks, [Case("allreduce", count=BIG), Case("allgather", count=5)])
+    for rank, (counters, paths) in enumerate(ranks.run(told)):
+        (path,) = [line for line in paths if line.startswith(f"from the GPU to that of rank {1 - rank}")]
+        assert left in path, path
+        assert f"(staged: {' and '.join(ways)} did not work: rank 0: " in path, path
+        assert ("came wrong" if how == "bytes" else "nothing came from rank 1 in") in path, path
+        assert counters["gpu_links_over_tcp"] == 0, paths
+
+
+def test_the_way_that_was_asked_for_and_fails_is_an_error_on_all_ranks(launch: Launch) -> None:
+    ranks = direct(launch, "na", HETCOLL_CROSS="direct")
+    ranks.run(gpus.misplace, 1, ("direct",), "bytes")
+    for outcome in ranks.outcomes(refused, timeout=60):
+        assert isinstance(outcome.error, InitError), outcome.trace
+        assert "ranks 0 and 1 do not reach each other by RDMA between both GPUs' memory" in str(outcome.error)
+        assert "(HETCOLL_CROSS=direct leaves no other way)" in str(outcome.error)
+
+
+@pytest.mark.usefixtures("_cables")
+def test_links_that_fail_while_they_are_tried(launch: Launch) -> None:
+    """No rail comes up: the direct way is given up, and the next one has a socket for that."""
+    ranks = direct(launch, "na", **PROMPT)
+    ranks.run(told)
+    unplug("veth1")
+    unplug("veth2")
+    check(ranks, [Case("allreduce", count=BIG)])
+    for _, paths in ranks.run(told):
+        assert "staged: direct did not work: rank " in "".join(paths), paths
+        assert "no rail to rank" in "".join(paths), paths
 
 
 def test_stand_ins_of_both_vendors_are_here() -> None:
