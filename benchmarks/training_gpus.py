@@ -170,12 +170,13 @@ def markdown(done: dict[str, dict[str, Found]], balanced: dict[str, Any], tokens
 def balance_text(found: dict[str, Any], gpus: int) -> str:
     even, slowed, balanced = (found[phase] for phase in PHASES)
     losses = ", ".join(f"{found[f'loss {phase}']:.4f}" for phase in PHASES)
+    left = (gpus - 1 + even / slowed) / gpus  # with equal parts all wait for the slowed one, so that gives its speed
     return (
         f"One GPU of {gpus} slowed to half its speed (it computes every layer twice), DistributedDataParallel on "
         f"hetcoll, two islands: {100 * even / slowed:.0f} % of the tokens/s of equal GPUs with equal parts, "
         f"{100 * even / balanced:.0f} % with `hetcoll.torch.balance` (parts {', '.join(map(str, found['shares']))}); "
-        f"what is left of the GPUs is {100 * (gpus - 0.5) / gpus:.0f} %. Losses after as many steps: "
-        f"{losses}, each going on from the last."
+        f"what is left of the GPUs is {100 * left:.0f} %, so balance reaches {even / balanced / left:.3f} of its share. "
+        f"Losses after as many steps: {losses}, each going on from the last."
     )
 
 
@@ -188,9 +189,10 @@ def main(args: argparse.Namespace, tolerance: float) -> int:
         run = Run(args.peers.split(","), args.gpus, SMALL if args.small else LARGE, device, Path(home))
         stack.callback(run.close)
         tokens = run.whole.batch * run.whole.length
-        wanted = run.reference()
+        ways = [way for way in args.ways.split(",") if way]
+        wanted = run.reference() if ways else []
         print(f"{time.monotonic() - start:.0f} s; one process: {' '.join(f'{x:.4f}' for x in wanted)}", flush=True)
-        for way in args.ways.split(","):
+        for way in ways:
             if time.monotonic() > deadline:
                 run.failed.append(f"{way}: no time left")
                 continue
