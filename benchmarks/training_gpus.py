@@ -175,7 +175,7 @@ def balance_text(found: dict[str, Any], gpus: int) -> str:
         f"One GPU of {gpus} slowed to half its speed (it computes every layer twice), DistributedDataParallel on "
         f"hetcoll, two islands: {100 * even / slowed:.0f} % of the tokens/s of equal GPUs with equal parts, "
         f"{100 * even / balanced:.0f} % with `hetcoll.torch.balance` (parts {', '.join(map(str, found['shares']))}); "
-        f"what is left of the GPUs is {100 * left:.0f} %, so balance reaches {even / balanced / left:.3f} of its share. "
+        f"the GPUs leave {100 * left:.0f} %, so balance reaches {even / balanced / left:.3f} of its share. "
         f"Losses after as many steps: {losses}, each going on from the last."
     )
 
