@@ -7,12 +7,13 @@ one rank finds out it posts as a verdict, so that all ranks raise the same.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import _native
 from .errors import (
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _QUERY_SECONDS = 2.0
 _VERDICT_SECONDS = 2.0
 _REASON_SECONDS = 2.0
+_LEAVING_SECONDS = 1.0
 _STAGGER = 0.5  # seconds between the first and the last of many stuck ranks to ask
 _LONGEST_PAUSE = 30.0
 
@@ -96,6 +98,9 @@ class Diagnosis:
         self._left: set[int] = set()
         self._report: tuple[Kind, int, str] | None = None
         self._asked = -PATIENCE  # when another rank asked last
+        self.answers: dict[str, Callable[[int], Any]] = {}
+        """Of other questions than what this rank is in: what to answer which rank, as JSON."""
+        self._last_words: dict[tuple[str, int], Any] = {}  # of ranks that have left
         self.on_failure: Callable[[], None] | None = None  # ends what the engine does not know of
 
     def attach(self, engine: _native.Engine, witness: Witness) -> None:
@@ -117,9 +122,13 @@ class Diagnosis:
         if engine is None:
             return Answer(0, {}).encode() if isinstance(event, Query) else None
         if isinstance(event, Query):
+            question = json.loads(event.blob)
+            if isinstance(question, str):
+                answer = self.answers.get(question)
+                return json.dumps(None if answer is None else answer(event.rank)).encode()
             if event.rank != self._rank:
                 self._asked = time.monotonic()
-            return self._witness.testify(json.loads(event.blob), event.rank).encode()
+            return self._witness.testify(question, event.rank).encode()
         self._apply(engine, event)
         return None
 
@@ -289,6 +298,30 @@ class Diagnosis:
         assert self._engine is not None
         now = self._engine.collectives + (self._witness.preparing is not None)
         return [rank for rank, answer in others.items() if now not in answer.calls and answer.now < now]
+
+    def ask(self, question: str, seconds: float) -> dict[int, Any]:
+        """What the ranks' `answers` to it are; None from one that gave none in time."""
+        answers = self._session.control.query(self._group, json.dumps(question).encode(), seconds)
+        told = {rank: None if blob is None else json.loads(blob) for rank, blob in answers.items()}
+        return told | {rank: self._last_answer(question, rank) for rank in tuple(self._left)}
+
+    def _last_answer(self, question: str, rank: int) -> Any:
+        """What a rank that has left would answer this one."""
+        if (question, rank) not in self._last_words:
+            words: list[Any] = [None] * self._size
+            with contextlib.suppress(InitError):  # it left none
+                words = json.loads(self._session.control.get(self._last_key(question, rank), 0.0))
+            self._last_words[question, rank] = words[self._rank]
+        return self._last_words[question, rank]
+
+    def leave_answers(self, question: str, answers: Sequence[Any]) -> None:
+        """For when this rank has left: what each rank is told then."""
+        with contextlib.suppress(HetcollError):  # the store may be gone, and with it who would ask
+            blob = json.dumps(answers).encode()
+            self._session.control.put(self._last_key(question, self._rank), blob, _LEAVING_SECONDS)
+
+    def _last_key(self, question: str, rank: int) -> bytes:
+        return b"/".join((b"last words", self._group, str(rank).encode(), question.encode()))
 
     def _ask(self) -> Answers:
         """Every rank's answer; None from one that is stopped or cut off. Empty when the control channel is gone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .buffers import Buffer, read_buffer
@@ -85,6 +86,19 @@ class Messages(Core):
                     self._exchange(None, -1, recv, source, False, None)
                 else:
                     self._exchange(send, dest, recv, source, False, None)
+
+    def answer(self, question: str, function: Callable[[int], Any]) -> None:
+        """What this rank answers other ranks' `ask`: `function` of the asking rank, quick, from any thread; as JSON."""
+        self._diagnosis.answers[question] = function
+
+    def leave_answers(self, question: str, answers: Sequence[Any]) -> None:
+        """What each rank's `ask` is told once this rank has left in order: to be called before `close`."""
+        self._diagnosis.leave_answers(question, answers)
+
+    def ask(self, question: str, seconds: float) -> dict[int, Any]:
+        """Every rank's answer, out of band, whatever their threads are doing; None from who gave none in `seconds`."""
+        self._check_usable()
+        return self._diagnosis.ask(question, seconds)
 
     def _message(self, kind: int, buf: Any, peer: int, async_op: bool, timeout: float | None, stream: object) -> Work:
         """One half of a message, `kind` is SEND or RECV; in a `group` it is only noted."""

@@ -308,3 +308,48 @@ def older_forms() -> None:
 def monitored_barrier_passes() -> None:
     for _ in range(3):
         dist.monitored_barrier()
+
+
+def profiled() -> None:
+    """An event a call, which ends with the operation, and that the profiler takes for asynchronous."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    cpu, mark = torch.profiler.ProfilerActivity.CPU, torch.profiler.record_function
+    for profile in (torch.profiler.profile(activities=[cpu]), torch.autograd.profiler.profile(record_shapes=True)):
+        dist.barrier()
+        with profile:
+            dist.all_reduce(torch.ones(3))
+            dist.all_reduce(torch.ones(100_000), async_op=True).wait()
+            dist.all_gather_into_tensor(torch.ones(n), torch.ones(1), async_op=True).wait()
+            late = dist.irecv(torch.ones(1), 0) if rank == 1 else None
+            with mark("meanwhile"):
+                dist.barrier()
+            if rank == 0:
+                dist.send(torch.ones(1), 1)
+            if late is not None:
+                late.wait()
+            with mark("after"):
+                torch.ones(1)
+        every = profile.events() if isinstance(profile, torch.profiler.profile) else profile.function_events
+        found = [each for each in every if each.name.startswith("hetcoll:")]
+        names = [each.name.removeprefix("hetcoll:") for each in found]
+        recv, send = ([name] * (rank == wanted) for name, wanted in (("recv", 1), ("send", 0)))
+        assert names == ["all_reduce", "all_reduce", "all_gather_into_tensor", *recv, "barrier", *send]
+        assert all(each.is_async and each.count == 1 for each in found)
+        (meanwhile,), (after,) = (
+            [each.time_range for each in every if each.name == name] for name in ("meanwhile", "after")
+        )
+        assert all(each.time_range.end <= after.start for each in found)
+        assert all(each.time_range.end <= meanwhile.start for each in found[:3])
+        if rank == 1:
+            assert found[3].time_range.start <= meanwhile.start
+            assert found[3].time_range.end >= meanwhile.end
+
+
+def a_failure_under_the_profiler() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with pytest.raises(ValueError, match="bor is not defined"):
+            dist.all_reduce(torch.ones(1), dist.ReduceOp.BOR)
+        x = torch.ones(1)
+        dist.all_reduce(x)
+    assert x.item() == dist.get_world_size()
+    assert [each.name for each in profile.events() if "hetcoll:" in each.name] == 2 * ["hetcoll:all_reduce"]

@@ -95,6 +95,32 @@ def a_lost_rank(store: dist.Store, rank: int, size: int) -> None:
     _end()
 
 
+def no_source(store: dist.Store, rank: int, size: int) -> None:
+    _init(store, rank, size, 0.7)
+    if rank == 0:
+        with pytest.raises(dist.DistBackendError, match=r"no rank began to send to rank 0 in 0\.7 s") as caught:
+            dist.recv(torch.empty(1))
+        assert isinstance(caught.value, hetcoll.CollectiveTimeoutError)
+    else:
+        time.sleep(1.2)
+    _end()
+
+
+def a_source_that_is_lost(store: dist.Store, rank: int, size: int) -> None:
+    _init(store, rank, size)
+    if rank == 0:
+        with pytest.raises(dist.DistBackendError) as caught:
+            dist.recv(torch.empty(1))
+        assert isinstance(caught.value, hetcoll.PeerLostError | hetcoll.AbortedError)
+    else:
+        time.sleep(0.2)
+    if rank == 2:
+        dist.distributed_c10d._abort_process_group()
+    else:
+        time.sleep(0.5)
+        _end()
+
+
 def monitored_barrier(store: dist.Store, rank: int, size: int) -> None:
     _init(store, rank, size)
     limit = timedelta(seconds=0.5)

@@ -88,9 +88,69 @@ def objects_under_detailed_debugging() -> None:
     assert objects == [{"rank": rank * "x"} for rank in range(dist.get_world_size())]
 
 
-def any_source_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="pass src="):
-        dist.recv(torch.empty(1))
+def any_source() -> None:
+    """Every message comes once, those of one rank in their order; the handle tells whose it was."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    if rank == 2:
+        got: dict[int, list[float]] = {}
+        for _ in range(3 * (n - 1)):
+            x = torch.empty(5)
+            got.setdefault(dist.recv(x), []).append(x[4].item())
+        assert got == {other: [other + i / 4 for i in range(3)] for other in range(n) if other != rank}
+    else:
+        for i in range(3):
+            dist.send(torch.full((5,), rank + i / 4), 2)
+    dist.barrier()
+
+
+def any_source_in_the_background() -> None:
+    """Receives have their turns in the order of the calls, those that name their source as well."""
+    rank = dist.get_rank()
+    if rank == 0:
+        got = [torch.empty(2) for _ in range(4)]
+        works = [dist.irecv(got[0]), dist.irecv(got[1]), dist.irecv(got[2], 1), dist.irecv(got[3])]
+        future = works[0].get_future()
+        assert not any(work.is_completed() for work in works)
+        dist.barrier()
+        for work in works:
+            work.wait()
+        assert future.wait()[0] is got[0]
+        assert [x[0].item() for x in got] == [0, 1, 2, 3]
+        assert [work._source_rank() for work in works] == [1, 1, 1, 1]
+    else:
+        dist.barrier()
+    if rank == 1:
+        for i in range(4):
+            dist.send(torch.full((2,), float(i)), 0)
+    dist.barrier()
+
+
+def any_source_is_fair() -> None:
+    """Ranks whose messages wait have their turns."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    works = [] if rank == 0 else [dist.isend(torch.full((1,), float(rank)), 0) for _ in range(4)]
+    dist.barrier()
+    if rank == 0:
+        sources = [dist.recv(torch.empty(1)) for _ in range(4 * (n - 1))]
+        assert sources == [1, 2, 3] * 4  # some ranks have left meanwhile
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def any_source_in_a_callback() -> None:
+    """What callbacks send and receive goes over a communicator of its own."""
+    rank, n, found = dist.get_rank(), dist.get_world_size(), torch.empty(1)
+
+    def swap(_: object) -> int:
+        work = dist.isend(torch.full((1,), float(rank)), (rank + 1) % n)
+        source = dist.recv(found)
+        assert work is not None
+        work.wait()
+        return source
+
+    source = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(swap).wait()
+    assert (source, found.item()) == ((rank - 1) % n, (rank - 1) % n)
 
 
 def groups() -> None:

@@ -15,6 +15,7 @@ from torch._C import _distributed_c10d as c10d
 from ..communicator import Communicator
 from ..types import Format
 from ..work import Work as Operation
+from . import profiling
 from .connect import connect
 from .failures import CollectiveTimeoutError, translate, translated
 from .futures import Level
@@ -78,10 +79,27 @@ class Launcher(dist.ProcessGroup):
         """
         name = lane if lane != COLLECTIVES else sys._getframe(1).f_code.co_name.lstrip("_")  # of the caller
         call = self._records.begin(name, tensors)
-        with translated():
-            work = self._begin(opts, tensors, start, list(outputs), after, lane, source)
+        span = profiling.begin(self, name)
+        try:
+            with translated():
+                work = self._begin(opts, tensors, start, list(outputs), after, lane, source)
+        except BaseException:
+            if span is not None:
+                span.end()
+            raise
         call.work = weakref.ref(work)
+        if span is not None:
+            self._profile(work, span)
         return work
+
+    def _profile(self, work: dist.Work, span: profiling.Span) -> None:
+        """See to it that the event of a call that has returned ends: with the operation, on another thread."""
+        if isinstance(work, HostWork) and not work.is_completed():
+            work.span = span
+            self._futures.complete(work.end_span, alone=True)
+        else:
+            self._futures.complete(span.end, alone=True)
+            span.await_end()
 
     def _begin(
         self,

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from ..communicator import Communicator
 from ..types import Format
+from .failures import translated
 from .launch import Launcher
+from .sources import Sources
 from .tensors import flat
 from .work import Bundle, ToSelf
 
@@ -26,26 +28,54 @@ class Messages(Launcher):
         super().__init__(comm, store, timeout, compress)
         self._bundle: list[dist.Work] | None = None  # between _start_coalescing and _end_coalescing
         self._halves: tuple[Halves, Halves] = (deque(), deque())  # sends to itself, and receives from itself
+        self._sources: dict[Communicator, Sources] = {}
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> dist.Work:
         """Start to send one tensor to `dst_rank` of the group."""
         (tensor,) = tensors
         if dst_rank == self.rank():
             return self._to_self(tensor, None)
-        return self._message([tensor], lambda how: [self._comm.send(flat(tensor), dst_rank, **how)], "send", dst_rank)
+        comm = self._comm
+        self._sources_of(comm).note_send(dst_rank)
+        return self._message([tensor], lambda how: [comm.send(flat(tensor), dst_rank, **how)], "send", dst_rank)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> dist.Work:
         """Start to receive one tensor from `src_rank` of the group."""
         (tensor,) = tensors
         if src_rank == self.rank():
             return self._to_self(None, tensor)
-        start = lambda how: [self._comm.recv(flat(tensor), src_rank, **how)]  # noqa: E731
-        return self._message([tensor], start, "recv", src_rank)
+        comm = self._comm
+        sources = self._sources_of(comm)
+        if not sources.note_receive(src_rank):
+            return self._receive_later(comm, tensor, src_rank)
+        return self._message([tensor], lambda how: [comm.recv(flat(tensor), src_rank, **how)], "recv", src_rank)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        raise NotImplementedError(
-            "recv without a source: hetcoll's receives name the rank they wait for (as NCCL's do); pass src="
-        )
+        """Start to receive one tensor from the rank that sends one: which, `source_rank` of the handle tells.
+
+        On a GPU's tensor the host waits until a rank begins to send.
+        """
+        (tensor,) = tensors
+        return self._receive_later(self._comm, tensor, None)
+
+    def _receive_later(self, comm: Communicator, tensor: torch.Tensor, source: int | None) -> dist.Work:
+        """A receive from any source, or one from `source` after such ones."""
+        memory, sources, limit = flat(tensor), self._sources_of(comm), self._timeout
+        if tensor.device.type != "cpu":
+            with translated():
+                found = sources.now(source, limit)
+            return self._message([tensor], lambda how: [comm.recv(memory, found, **how)], "recv", found)
+
+        def start(how: dict[str, Any]) -> Any:
+            return [sources.later(source, lambda rank: comm.recv(memory, rank, **how), limit)]
+
+        return self._message([tensor], start, "recv", -1)
+
+    def _sources_of(self, comm: Communicator) -> Sources:
+        found = self._sources.get(comm)
+        if found is None:
+            found = self._sources.setdefault(comm, Sources(comm))
+        return found
 
     def _message(self, tensors: list[torch.Tensor], start: Any, lane: str, peer: int) -> dist.Work:
         work = self._launch(None, tensors, start, tensors, lane=lane, source=peer)
@@ -101,6 +131,12 @@ class Messages(Launcher):
 
     def _enqueue_batch(self, operations: Sequence[dist.P2POp]) -> dist.Work:
         tensors = [each.tensor for each in operations]
+        sources = self._sources_of(self._comm)
+        for each in operations:
+            if each.op is dist.isend:
+                sources.note_send(each.group_peer)
+            elif not sources.note_receive(each.group_peer):
+                sources.now(each.group_peer, self._timeout)
 
         def start(how: dict[str, Any]) -> Any:
             with self._comm.group():

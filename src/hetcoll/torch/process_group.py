@@ -144,8 +144,12 @@ class HetcollProcessGroup(Collectives, Messages):
     def close(self) -> None:
         """See `shutdown`. More than once is fine."""
         lifetime.forget(self)
+        for sources in self._sources.values():
+            sources.leave()
         for comm in self._comms:
             comm.close()
+        for sources in self._sources.values():
+            sources.close()
         self._futures.close()
         self._on_streams.clear()
 

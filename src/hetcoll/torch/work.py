@@ -7,6 +7,7 @@ does.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from ..work import Work as Operation
 from .failures import translate, translated
 from .futures import Level, OrderedFuture
+from .profiling import Span
+from .sources import Deferred
 from .tensors import seconds
 
 NO_TIME = timedelta(0)
@@ -64,6 +67,8 @@ class HostWork(Handle):
         self._limit = limit
         self._future: OrderedFuture | None = None
         self._lock = threading.Lock()  # of what is done once
+        self.span: Span | None = None
+        """The operation in the profiler's output."""
 
     def wait(self, timeout: timedelta = NO_TIME) -> bool:
         """Block until the result is there; raises what went wrong. True."""
@@ -72,7 +77,23 @@ class HostWork(Handle):
             for part in self._parts:
                 part.wait(limit)
         self._finish()
+        if self.span is not None:
+            self.span.await_end()
         return True
+
+    def source_rank(self) -> int:
+        """See `Handle`; of a receive from any source once it is complete."""
+        return next((part.source for part in self._parts if isinstance(part, Deferred)), super().source_rank())
+
+    _source_rank = source_rank
+
+    def end_span(self) -> None:
+        """On another thread: wait for the operation, and end its event in the profiler's output."""
+        assert self.span is not None
+        with contextlib.suppress(Exception):  # is told to those who wait
+            for part in self._parts:
+                part.wait(self._limit)
+        self.span.end()
 
     def _finish(self) -> None:
         if self._after is not None:

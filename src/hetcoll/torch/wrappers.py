@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 
 
 def install() -> None:
@@ -23,6 +24,7 @@ def install() -> None:
         setattr(distributed_c10d, name, wrapped)
         setattr(dist, name, wrapped)
     Join.notify_join_context = staticmethod(_notify_join_context(Join.notify_join_context))
+    DistributedDataParallel._get_ddp_logging_data = _ddp_logging_data(DistributedDataParallel._get_ddp_logging_data)
     theirs = getattr(c10d, "_hash_tensors", None)  # builds without NCCL have none
     setattr(c10d, "_hash_tensors", _hash_tensors(theirs))  # noqa: B010 (its type is theirs)
 
@@ -75,6 +77,19 @@ def _notify_join_context(theirs: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return joinable._hetcoll_join_work
 
     return notify_join_context
+
+
+def _ddp_logging_data(theirs: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """What is logged of DistributedDataParallel names the backend that the script asked for, as `get_backend` does."""
+
+    @functools.wraps(theirs)
+    def get_ddp_logging_data(model: Any) -> dict[str, Any]:
+        found = theirs(model)
+        if _ours(model.process_group) is not None:
+            found["backend_name"] = dist.get_backend(model.process_group)
+        return found
+
+    return get_ddp_logging_data
 
 
 def _hash_tensors(theirs: Callable[[list[torch.Tensor]], int] | None) -> Callable[[list[torch.Tensor]], int]:
