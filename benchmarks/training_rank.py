@@ -71,14 +71,17 @@ class Rank:
         if dist.is_initialized():
             dist.barrier()
 
-    def make(self, way: str, shape: dict[str, int], steps: int, pieces: int) -> Answer:
-        """The model, and the batches of all steps."""
+    def make(
+        self, way: str, shape: dict[str, int], steps: int, pieces: int, bucket: int = 25, samples: int = 1
+    ) -> Answer:
+        """The model, and the batches of all steps. `bucket` is DistributedDataParallel's in MiB, `samples` how many a
+        micro-batch of the pipeline has."""
         s = Shape(**shape)
         self.data = [(x.to(self.device), y.to(self.device)) for x, y in batches(s, steps)]
         if way == "pipeline":
-            self.trainer = Pipeline(s, self.device, self.dtype, rate=self.rate)
+            self.trainer = Pipeline(s, self.device, self.dtype, rate=self.rate, samples=samples)
         else:
-            self.trainer = DataParallel(s, way, self.device, self.dtype, rate=self.rate, bucket=25, pieces=pieces)
+            self.trainer = DataParallel(s, way, self.device, self.dtype, rate=self.rate, bucket=bucket, pieces=pieces)
         self.settle()
         return {"parameters": sum(each.numel() for each in self.trainer.model.parameters())}
 

@@ -80,9 +80,9 @@ class DataParallel:
 
 
 class Pipeline:
-    """A stage a rank, one batch in as many parts as there are samples (1F1B)."""
+    """A stage a rank, one batch in micro-batches of so many samples (1F1B)."""
 
-    def __init__(self, s: Shape, device: torch.device, dtype: torch.dtype, *, rate: float) -> None:
+    def __init__(self, s: Shape, device: torch.device, dtype: torch.dtype, *, rate: float, samples: int = 1) -> None:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -92,7 +92,7 @@ class Pipeline:
         mine = parts[first if self.rank else 0 : last if self.rank < self.size - 1 else None]
         self.model = nn.Sequential(*mine)
         stage = PipelineStage(self.model, self.rank, self.size, device)
-        self.schedule = Schedule1F1B(stage, s.batch, loss_fn=loss_of)
+        self.schedule = Schedule1F1B(stage, s.batch // samples, loss_fn=loss_of)
         self.optimizer = optimizer_of(self.model, rate)
         self.nothing = torch.zeros((), device=device)
 

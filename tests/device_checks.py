@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import mmap
 import os
 import subprocess
@@ -225,6 +226,12 @@ def check_pointers(device: Device) -> None:
         managed = _managed(device, 1 << 16)
         assert device.pointer(managed + 9).kind == "managed"
         device.free(managed)
+    module = importlib.import_module(type(device).__module__)
+    for owner in module.devices():  # memory of every device, by whatever device is asked
+        there = owner.allocate(1 << 16)
+        for asked in module.devices():
+            assert asked.pointer(there + 8) == base.Pointer("device", owner.index, there, 1 << 16)
+        owner.free(there)
 
 
 def _managed(device: Device, nbytes: int) -> int:

@@ -108,7 +108,6 @@ def test_cupy(two: Ranks, case: Case) -> None:
     two.run(case, timeout=60)
 
 
-@pytest.mark.xfail(reason="on rank 1 CUDA's driver says that the array of Numba is on GPU 0; why was not found out")
 def test_numba(two: Ranks) -> None:
     need("numba", "numba.cuda")
     two.run(numba_arrays, timeout=60)

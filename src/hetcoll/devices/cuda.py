@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from mmap import PAGESIZE
 from typing import Any
@@ -180,10 +180,10 @@ class CudaDevice:
             base = int(self._about(address, "RANGE_START_ADDR") or address)
             nbytes = int(self._about(address, "RANGE_SIZE") or 0)
             if self._about(address, "IS_MANAGED"):
-                return Pointer("managed", int(self._about(address, "DEVICE_ORDINAL")), base, nbytes)
+                return Pointer("managed", self._ordinal(address), base, nbytes)
             if int(kind) == int(self._calls.module.CUmemorytype.CU_MEMORYTYPE_HOST):
                 return Pointer("host", -1, base, nbytes)
-            return Pointer("device", int(self._about(address, "DEVICE_ORDINAL")), base, nbytes)
+            return Pointer("device", self._ordinal(address), base, nbytes)
 
     def _about(self, address: int, name: str) -> Any:
         """An attribute of a pointer; None of memory that the driver does not know."""
@@ -194,6 +194,15 @@ class CudaDevice:
             if error.code == "CUDA_ERROR_INVALID_VALUE":
                 return None
             raise
+
+    def _ordinal(self, address: int) -> int:
+        """The number of the device. From the driver itself: with cuda-python it was 0 for memory of every GPU (seen on
+        two H200s, where the driver said 1)."""
+        key = self._calls.module.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        found = ctypes.c_int(-1)
+        if code := _pointer_attribute()(ctypes.byref(found), int(key), address):
+            raise DeviceError(f"cuPointerGetAttribute: error {code}")
+        return found.value
 
     def ipc_handle(self, address: int) -> bytes:
         with self._active() as calls:  # cuda-python shows where the handle's bytes are, not what they are
@@ -305,6 +314,12 @@ class CudaDevice:
         given = Arguments(arguments)
         with self._active() as calls:
             calls("cuLaunchKernel", function, grid, 1, 1, block, 1, 1, 0, stream, given.address, 0)
+
+
+@functools.cache
+def _pointer_attribute() -> Callable[..., int]:
+    address = _driver()("cuGetProcAddress", b"cuPointerGetAttribute", _ABI, 0)[0]
+    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)(int(address))
 
 
 @functools.cache
