@@ -33,17 +33,32 @@ class Compiler {
   void Step(const BoundStep& s, std::uint16_t edge, std::size_t slot_bytes) {
     const Place src{static_cast<Area>(s.src_buf), s.src_off};
     const Place dst{static_cast<Area>(s.dst_buf), s.dst_off};
+    const Place codes{Area::kScratch, s.codes};  // of a compressed message
     switch (s.op) {
-      case Op::kSend: {
-        const std::uint8_t lane = Turn(kOutLanes, sends_);
-        Touches(lane, std::array{Read(src, s.len)});
-        Add({.step = DeviceStep::kWaitCredit, .stream = lane, .edge = edge});
-        Add({.step = DeviceStep::kCopyOut, .stream = lane, .edge = edge, .src = src, .n = s.len});
-        return Signal(DeviceStep::kPublish, kPublishLane, lane, edge);
-      }
+      case Op::kSend:
+        if (s.wire == 0) return SendFrom(src, s.len, edge);
+        Touches(kWorkLane, std::array{Read(src, s.len), Write(codes, s.wire)});
+        Add({.step = DeviceStep::kEncode, .stream = kWorkLane, .dst = codes, .src = src, .n = s.len});
+        Done(kWorkLane);
+        return SendFrom(codes, s.wire, edge);
       case Op::kRecv:
-        return Receive(dst, s.len, edge);
+        if (s.wire == 0) return Receive(dst, s.len, edge);
+        Receive(codes, s.wire, edge);
+        Touches(kWorkLane, std::array{Read(codes, s.wire), Write(dst, s.len)});
+        Add({.step = DeviceStep::kDecode, .stream = kWorkLane, .dst = dst, .src = codes, .n = s.len});
+        return Done(kWorkLane);
       case Op::kRecvReduce: {
+        if (s.wire > 0) {
+          Receive(codes, s.wire, edge);
+          Touches(kWorkLane, std::array{Read(codes, s.wire), Read(src, s.len), Write(dst, s.len)});
+          Add({.step = DeviceStep::kDecodeAdd,
+               .stream = kWorkLane,
+               .dst = dst,
+               .src = src,
+               .other = codes,
+               .n = s.len});
+          return Done(kWorkLane);
+        }
         const Place staged{Area::kStaging, slot_bytes * (stagings_++ % kStagedMessages)};
         Receive(staged, s.len, edge);
         Touches(kWorkLane, std::array{Read(staged, s.len), Read(src, s.len), Write(dst, s.len)});
@@ -64,8 +79,12 @@ class Compiler {
         return Done(kWorkLane);
       case Op::kLocal:
         return;  // see Local
-      case Op::kRound:
-        return;  // never here: plans for devices are bound without a codec, which refuses them
+      case Op::kRound: {
+        const Place lost{Area::kResidual, s.codes * sizeof(float)};  // no other step of the plan has these
+        Touches(kWorkLane, std::array{Read(src, s.len), Write(dst, s.len)});
+        Add({.step = DeviceStep::kRound, .stream = kWorkLane, .dst = dst, .src = src, .other = lost, .n = s.len});
+        return Done(kWorkLane);
+      }
     }
   }
 
@@ -98,6 +117,14 @@ class Compiler {
  private:
   static std::uint8_t Turn(DeviceLane first, unsigned& turns) {
     return static_cast<std::uint8_t>(first + turns++ % kCopyLanes);
+  }
+
+  void SendFrom(const Place& src, std::size_t n, std::uint16_t edge) {
+    const std::uint8_t lane = Turn(kOutLanes, sends_);
+    Touches(lane, std::array{Read(src, n)});
+    Add({.step = DeviceStep::kWaitCredit, .stream = lane, .edge = edge});
+    Add({.step = DeviceStep::kCopyOut, .stream = lane, .edge = edge, .src = src, .n = n});
+    Signal(DeviceStep::kPublish, kPublishLane, lane, edge);
   }
 
   void Receive(const Place& dst, std::size_t n, std::uint16_t edge) {

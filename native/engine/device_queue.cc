@@ -46,10 +46,10 @@ void DeviceLanes::Fork(const std::array<bool, kDeviceLanes>& used, DeviceStream 
 void DeviceQueue::SetCapture(std::unique_ptr<DeviceCapture> capture) { capture_ = std::move(capture); }
 
 void DeviceQueue::Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
-                          std::uint64_t signature, DeviceStream user, bool join, bool capturing) {
+                          std::uint64_t signature, DeviceStream user, bool join, bool capturing, std::byte* residual) {
   const Current current(*driver_);
   ++calls_;
-  std::array<std::byte*, 4> bases{const_cast<std::byte*>(send), recv, scratch, staging_};
+  Bases bases{const_cast<std::byte*>(send), recv, scratch, staging_, residual};
   if (capturing) FollowCaptured(user);
   if (shape.program.all_local) return EnqueueLocal(shape, bases, user, capturing);
   if (capturing) {
@@ -74,8 +74,7 @@ void DeviceQueue::Enqueue(const DeviceShape& shape, const std::byte* send, std::
 }
 
 // The library itself orders its calls on different streams.
-void DeviceQueue::EnqueueLocal(const DeviceShape& shape, const std::array<std::byte*, 4>& bases, DeviceStream user,
-                               bool capturing) {
+void DeviceQueue::EnqueueLocal(const DeviceShape& shape, const Bases& bases, DeviceStream user, bool capturing) {
   for (const LocalAction& local : shape.program.locals) RunLocal(shape, local, bases, user);
   if (capturing) return EndCaptured(user);
   driver_->Record(local_.get(), user);
@@ -152,8 +151,7 @@ void DeviceQueue::Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n
   edge.relay->Post({edge.messages, signature + kNumberStep * step, n});
 }
 
-void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const std::array<std::byte*, 4>& bases,
-                      std::uint64_t signature) {
+void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const Bases& bases, std::uint64_t signature) {
   const DeviceStream stream = streams_[a.stream];
   SlotEdge* edge = a.edge < edges_.size() ? &edges_[a.edge] : nullptr;
   const std::uint64_t number = edge == nullptr ? 0 : edge->messages;
@@ -186,8 +184,8 @@ void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const std
 }
 
 // What needs no peer; `slot` is what is copied into or out of.
-void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const std::array<std::byte*, 4>& bases,
-                       std::byte* slot, DeviceLanes& lanes) {
+void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const Bases& bases, std::byte* slot,
+                       DeviceLanes& lanes) {
   const auto at = [&](const Place& p) { return bases[static_cast<std::size_t>(p.area)] + p.offset; };
   const DeviceStream stream = lanes[a.stream];
   switch (a.step) {
@@ -215,6 +213,33 @@ void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const st
       Launch(shape.reduce, a.n, params, stream);
       break;
     }
+    case DeviceStep::kRound: {
+      void* dst = at(a.dst);
+      const void* src = at(a.src);
+      void* lost = bases[static_cast<std::size_t>(Area::kResidual)] == nullptr ? nullptr : at(a.other);
+      unsigned long long count = a.n / shape.item;
+      void* params[] = {&dst, &src, &lost, &count};
+      Launch(shape.codec.round, a.n, params, stream);
+      break;
+    }
+    case DeviceStep::kEncode:
+    case DeviceStep::kDecode: {
+      void* dst = at(a.dst);
+      const void* src = at(a.src);
+      unsigned long long count = a.n / shape.item;
+      void* params[] = {&dst, &src, &count};
+      Launch(a.step == DeviceStep::kEncode ? shape.codec.encode : shape.codec.decode, a.n, params, stream);
+      break;
+    }
+    case DeviceStep::kDecodeAdd: {
+      void* dst = at(a.dst);
+      const void* x = at(a.src);
+      const void* wire = at(a.other);
+      unsigned long long count = a.n / shape.item;
+      void* params[] = {&dst, &x, &wire, &count};
+      Launch(shape.codec.add, a.n, params, stream);
+      break;
+    }
     case DeviceStep::kLocal:
       RunLocal(shape, shape.program.locals[a.edge], bases, stream);
       break;
@@ -232,7 +257,7 @@ void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const st
 }
 
 // plan.py's `Local` says who has src, dst and parts. What is not reduced moves as bytes.
-void DeviceQueue::RunLocal(const DeviceShape& shape, const LocalAction& local, const std::array<std::byte*, 4>& bases,
+void DeviceQueue::RunLocal(const DeviceShape& shape, const LocalAction& local, const Bases& bases,
                            DeviceStream stream) {
   constexpr int kBytes = 1;  // ncclUint8
   if (island_ == nullptr) throw PlanError("plan: a local step needs an island");

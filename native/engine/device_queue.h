@@ -56,10 +56,15 @@ enum class DeviceStep : std::uint8_t {
   kGrant,       // the slot is empty: on to the next one
   kReduce,      // dst = src (+) other
   kScale,       // dst = dst / divisor
+  kRound,       // dst = src as a compressed edge carries it; `other` is what was lost, in residuals
+  kEncode,      // dst = src as codes
+  kDecode,      // dst = what the codes in src stand for
+  kDecodeAdd,   // dst = src + what the codes in `other` stand for
   kLocal,       // a collective of the island: `edge` is its number in the program
 };
 
-enum class Area : std::int8_t { kSend = 0, kRecv = 1, kScratch = 2, kStaging = 3 };
+enum class Area : std::int8_t { kSend = 0, kRecv = 1, kScratch = 2, kStaging = 3, kResidual = 4 };
+using Bases = std::array<std::byte*, 5>;  // where the areas are; without residuals there is none
 
 struct Place {
   Area area = Area::kSend;
@@ -149,6 +154,14 @@ struct LocalReduction {
   unsigned elements = 1;  // of its that make one of ours
 };
 
+// Kernels for compressed edges.
+struct DeviceCodec {
+  DeviceKernel round;
+  DeviceKernel encode;
+  DeviceKernel decode;
+  DeviceKernel add;
+};
+
 struct DeviceShape {
   DeviceProgram program;
   DeviceKernel reduce;
@@ -157,6 +170,7 @@ struct DeviceShape {
   unsigned divisor;
   LocalReduction local{};
   bool p2p = false;  // messages are numbered along the edge, not within the call
+  DeviceCodec codec{};
   std::shared_ptr<const CaptureRecipe> recipe = nullptr;
 };
 
@@ -211,9 +225,10 @@ class DeviceQueue {
   // Enqueues one run over this device memory. It begins after what is on `user` now, and whatever comes on `user` later
   // begins after it where `join` says so. `signature` is the call's, for what travels between hosts. `capturing`, as
   // Capturing said: it becomes a part of the graph that is captured on `user`, joined and after what was captured there
-  // before; who launches the graph keeps it apart from other calls.
+  // before; who launches the graph keeps it apart from other calls. `residual`: the call's, in float32, or null.
   void Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
-               std::uint64_t signature, DeviceStream user, bool join, bool capturing = false);
+               std::uint64_t signature, DeviceStream user, bool join, bool capturing = false,
+               std::byte* residual = nullptr);
 
   // A kernel on the user's own stream. Calls on different streams come one after another: they share their state.
   void EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user,
@@ -231,15 +246,12 @@ class DeviceQueue {
   void JoinLanes(DeviceStream user);
   void FollowCaptured(DeviceStream user);
   void EndCaptured(DeviceStream user);
-  void EnqueueLocal(const DeviceShape& shape, const std::array<std::byte*, 4>& bases, DeviceStream user,
-                    bool capturing);
-  void Run(const DeviceShape& shape, const DeviceAction& action, const std::array<std::byte*, 4>& bases,
-           std::uint64_t signature);
+  void EnqueueLocal(const DeviceShape& shape, const Bases& bases, DeviceStream user, bool capturing);
+  void Run(const DeviceShape& shape, const DeviceAction& action, const Bases& bases, std::uint64_t signature);
   void Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n, std::uint64_t signature);
-  void Work(const DeviceShape& shape, const DeviceAction& action, const std::array<std::byte*, 4>& bases,
-            std::byte* slot, DeviceLanes& lanes);
-  void RunLocal(const DeviceShape& shape, const LocalAction& local, const std::array<std::byte*, 4>& bases,
-                DeviceStream stream);
+  void Work(const DeviceShape& shape, const DeviceAction& action, const Bases& bases, std::byte* slot,
+            DeviceLanes& lanes);
+  void RunLocal(const DeviceShape& shape, const LocalAction& local, const Bases& bases, DeviceStream stream);
   void Launch(const DeviceKernel& kernel, std::size_t n, void** params, DeviceStream stream);
 
   std::shared_ptr<Driver> driver_;

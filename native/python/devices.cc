@@ -83,6 +83,11 @@ void BindDevices(nb::module_& m) {
                      return std::vector<std::uint16_t>(s.program.edges.begin(), s.program.edges.end());
                    })
       .def_prop_ro("scratch_bytes", [](const DeviceShape& s) { return s.program.scratch_bytes; })
+      .def_prop_ro("residuals", [](const DeviceShape& s) { return s.recipe->plan.residuals; })
+      .def_prop_ro("compressed",
+                   [](const DeviceShape& s) {
+                     return std::tuple(s.recipe->plan.compressed_before, s.recipe->plan.compressed_after);
+                   })
       .def_prop_ro("actions", [](const DeviceShape& s) { return s.program.actions.size(); });
   m.attr("LEDGER_BYTES") = kLedgerBytes;
   m.attr("DEVICE_LANES") = kDeviceLanes;
@@ -110,7 +115,7 @@ void BindDevices(nb::module_& m) {
       .def("capture_taken", &PyDeviceQueue::CaptureTaken, "stream"_a)
       .def("bind", &PyDeviceQueue::Bind, nb::kw_only(), "plan"_a, "rank"_a, "size"_a, "dtype"_a, "send_count"_a,
            "recv_count"_a, "send_table"_a, "recv_table"_a, "order"_a, "levels"_a, "lag"_a, "edges"_a, "reduce"_a.none(),
-           "scale"_a.none(), "divisor"_a, "p2p"_a = false, "local"_a.none() = nb::none())
+           "scale"_a.none(), "divisor"_a, "p2p"_a = false, "local"_a.none() = nb::none(), "codec"_a.none() = nb::none())
       .def_static("bind_kernel", &PyDeviceQueue::BindKernel, nb::kw_only(), "function"_a, "arguments"_a, "blocks"_a,
                   "threads"_a)
       .def("join", &PyDeviceQueue::Join, "stream"_a)
@@ -126,7 +131,8 @@ void BindDevices(nb::module_& m) {
             for (const auto& [ledger, entry] : notes) kept.push_back({ledger, nb::cast<Ledger*>(ledger), entry});
             new (self) GpuCall{program, kernel, std::move(kept), number, descriptor, p2p};
           },
-          nb::kw_only(), "program"_a.none(), "kernel"_a.none(), "notes"_a, "number"_a, "descriptor"_a, "p2p"_a);
+          nb::kw_only(), "program"_a.none(), "kernel"_a.none(), "notes"_a, "number"_a, "descriptor"_a, "p2p"_a)
+      .def_ro("program", &GpuCall::program);
   nb::class_<GpuCalls>(m, "GpuCalls")
       .def(
           "__init__",
@@ -141,7 +147,7 @@ void BindDevices(nb::module_& m) {
           "broken"_a, "started"_a, "work"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
       .def("call", &GpuCalls::Call, "collective"_a, "send"_a.none(), "recv"_a.none(), "op"_a.none(), "root"_a.none())
       .def("remember", &GpuCalls::Remember)
-      .def("run", &GpuCalls::Run, "call"_a, "send"_a, "recv"_a, "stream"_a, "join"_a)
+      .def("run", &GpuCalls::Run, "call"_a, "send"_a, "recv"_a, "stream"_a, "join"_a, "residual"_a = 0)
       .def("set_scratch", &GpuCalls::SetScratch, "address"_a)
       .def("set_capture_scratch", &GpuCalls::SetCaptureScratch, "address"_a);
 }

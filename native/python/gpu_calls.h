@@ -84,7 +84,8 @@ class GpuCalls {
   }
 
   // Enqueues a call after what is on `stream` now; with `join`, what comes on it later begins after the call.
-  void Run(const GpuCall& call, Address send, Address recv, Address stream, bool join) {
+  // `residual`: what is kept of what compression lost, or 0.
+  void Run(const GpuCall& call, Address send, Address recv, Address stream, bool join, Address residual = 0) {
     const bool capturing = Capturing(call, stream);
     for (const GpuNote& note : call.notes) {
       const int peer = note.ledger->Note(capturing ? Ledger::Captured(note.entry) : note.entry);
@@ -97,7 +98,7 @@ class GpuCalls {
         queue_.RunKernel(call.kernel, send, recv, stream, capturing);
       } else {
         queue_.Run(call.program, send, recv, capturing ? capture_scratch_ : scratch_, signature, stream, join,
-                   capturing);
+                   capturing, residual);
       }
     } catch (const Fault& fault) {  // in the middle of a call: others wait for this rank
       hooks_.broken(fault.what());

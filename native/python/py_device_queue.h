@@ -23,6 +23,8 @@ namespace nb = nanobind;
 using Address = std::uintptr_t;
 using KernelArgs = std::optional<std::tuple<Address, unsigned, unsigned, unsigned>>;
 
+using CodecArgs = std::optional<std::tuple<int, KernelArgs, KernelArgs, KernelArgs, KernelArgs>>;  // the format first
+
 using LocalArgs = std::optional<std::tuple<int, int, unsigned>>;
 
 inline LocalReduction LocalOf(const LocalArgs& args) {
@@ -44,6 +46,12 @@ inline DeviceKernel KernelOf(const KernelArgs& args) {
   if (!args) return {};
   const auto& [function, block, most_blocks, per_block] = *args;
   return {As<DeviceFunction>(function), block, most_blocks, per_block};
+}
+
+inline DeviceCodec CodecOf(const CodecArgs& args) {
+  if (!args) return {};
+  const auto& [format, round, encode, decode, add] = *args;
+  return {KernelOf(round), KernelOf(encode), KernelOf(decode), KernelOf(add)};
 }
 
 // A queue that several threads may use: calls take turns, and none holds the interpreter's lock while the driver is at
@@ -97,24 +105,27 @@ class PyDeviceQueue {
                                     const std::vector<std::size_t>& recv_table, const std::vector<std::uint32_t>& order,
                                     const std::vector<std::uint32_t>& levels, std::uint32_t lag,
                                     const std::vector<std::uint16_t>& edges, const KernelArgs& reduce,
-                                    const KernelArgs& scale, unsigned divisor, bool p2p, const LocalArgs& local) {
+                                    const KernelArgs& scale, unsigned divisor, bool p2p, const LocalArgs& local,
+                                    const CodecArgs& codec) {
     const Plan plan({reinterpret_cast<const std::byte*>(encoded.c_str()), encoded.size()}, size);
     const auto type = static_cast<DType>(dtype);
-    BoundPlan bound(plan, rank, type, send_count, recv_count, send_table, recv_table);
+    const Codec* sizes = codec ? FindCodec(type, static_cast<Format>(std::get<0>(*codec))) : nullptr;
+    BoundPlan bound(plan, rank, type, send_count, recv_count, send_table, recv_table, false, sizes);
     if (levels.size() != bound.steps.size() || lag == 0)
       throw PlanError("plan: a level for each step, and a lag wanted");
     DeviceProgram program(bound, order, edges, queue_.slot_bytes());
     auto recipe = std::make_shared<CaptureRecipe>(CaptureRecipe{std::move(bound), edges, levels, lag});
     return std::make_shared<DeviceShape>(DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale),
-                                                     ItemSize(type), divisor, LocalOf(local), p2p, std::move(recipe)});
+                                                     ItemSize(type), divisor, LocalOf(local), p2p, CodecOf(codec),
+                                                     std::move(recipe)});
   }
 
   void Run(const std::shared_ptr<DeviceShape>& shape, Address send, Address recv, Address scratch,
-           std::uint64_t signature, Address stream, bool join, bool capturing) {
+           std::uint64_t signature, Address stream, bool join, bool capturing, Address residual) {
     nb::gil_scoped_release release;
     std::lock_guard lock(mutex_);
     queue_.Enqueue(*shape, As<const std::byte*>(send), As<std::byte*>(recv), As<std::byte*>(scratch), signature,
-                   As<DeviceStream>(stream), join, capturing);
+                   As<DeviceStream>(stream), join, capturing, As<std::byte*>(residual));
   }
 
   static std::shared_ptr<KernelShape> BindKernel(Address function, const nb::bytes& arguments, unsigned blocks,

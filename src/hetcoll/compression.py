@@ -1,7 +1,7 @@
 """Compression of what goes over slow edges: for which calls, in which format, and what earlier calls lost.
 
 Slow are the edges between hosts, or between islands where the user says which there are. Only sums and averages of
-16- and 32-bit floats on host memory are compressed, by `Collective.ALLREDUCE` and `Collective.REDUCE_SCATTER`. What a
+16- and 32-bit floats are compressed, by `Collective.ALLREDUCE` and, on host memory, `Collective.REDUCE_SCATTER`. What a
 rank sends is rounded to the format once, where it was added up; what it keeps of that is the rounded value. All
 additions are in the arrays' own type, as without compression.
 
@@ -13,9 +13,10 @@ fixes SignSGD", 2019). A buffer is known by its address, type and count.
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +26,15 @@ from .topology import Topology
 from .types import Collective, DType, Format, ReduceOp
 
 if TYPE_CHECKING:
-    from . import _native
     from .calls import Call
+    from .devices.base import Device
 
 log = logging.getLogger("hetcoll")
 
 LEAST_BYTES = 64 << 10
 """A communicator's setting holds for calls from here on: smaller ones are a matter of latency, often of precision."""
+
+_PAUSE = 100e-6  # seconds between looks at a GPU
 
 _COLLECTIVES = (Collective.ALLREDUCE, Collective.REDUCE_SCATTER)
 _DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
@@ -46,6 +49,37 @@ def parse_format(compress: object) -> Format:
     return Format[compress.upper()]
 
 
+class DeviceResidual:
+    """What was lost of a buffer on a GPU, kept there: `nbytes` from `address` on. `settled`: no call is under way."""
+
+    def __init__(self, device: Device, nbytes: int, settled: Callable[[], bool]) -> None:
+        self._device, self._settled, self.nbytes = device, settled, nbytes
+        self.address = device.allocate(nbytes)
+
+    def free(self) -> None:
+        while not self._settled():
+            time.sleep(_PAUSE)
+        self._device.free(self.address)
+
+
+R = TypeVar("R", "NDArray[np.float32]", DeviceResidual)
+
+
+def float32_zeros(count: int) -> NDArray[np.float32]:
+    """A residual in host memory."""
+    return np.zeros(count, np.float32)
+
+
+class Shape(Protocol):
+    """What a bound plan of either kind of memory tells: elements that are rounded, and bytes before and after."""
+
+    @property
+    def residuals(self) -> int: ...
+
+    @property
+    def compressed(self) -> tuple[int, int]: ...
+
+
 class Compression:
     """One communicator's: its setting, and the residuals of its calls."""
 
@@ -53,7 +87,7 @@ class Compression:
         self.default = default
         self.groups = topology.asked or topology.hosts
         self._topology, self._most_bytes = topology, most_bytes
-        self._residuals: OrderedDict[tuple[object, ...], NDArray[np.float32]] = OrderedDict()
+        self._residuals: OrderedDict[tuple[object, ...], NDArray[np.float32] | DeviceResidual] = OrderedDict()
         self._counters = {"compressed_before": 0, "compressed_after": 0, "residual_bytes": 0, "residuals_dropped": 0}
         if default is not Format.NONE and (why := self._nowhere()):
             log.info("compress=%s: nothing is compressed: %s", default.label, why)
@@ -86,8 +120,10 @@ class Compression:
             return f"only sums and averages are compressed, not {call.op.label}"
         if wanted.factor(call.dtype.itemsize) >= 1:
             return f"{call.dtype.label} is not wider"
-        if call.send.device != "cpu" or self._topology.some_without_gpu:
-            return "only host memory is compressed, among ranks of which none has a GPU"
+        if self._topology.some_without_gpu:
+            return "nothing is compressed where some ranks have a GPU and others none"
+        if call.send.device != "cpu" and call.collective is not Collective.ALLREDUCE:
+            return f"{call.collective.label} is not compressed on GPUs, where all-reduce is"
         return self._nowhere()
 
     def _nowhere(self) -> str:
@@ -96,8 +132,11 @@ class Compression:
             return ""
         return f"all {self._topology.size} ranks are in one {'island' if self._topology.asked else 'host'}"
 
-    def residual(self, call: Call, shape: _native.Shape) -> NDArray[np.float32] | None:
-        """What calls on this buffer have lost so far, to be changed by this one; None: it is not kept."""
+    def residual(self, call: Call, shape: Shape, make: Callable[[int], R]) -> R | None:
+        """What calls on this buffer have lost so far, to be changed by this one; None: it is not kept.
+
+        `make` gives memory for so many float32, all 0.
+        """
         self._counters["compressed_before"] += shape.compressed[0]
         self._counters["compressed_after"] += shape.compressed[1]
         if shape.residuals == 0 or self._most_bytes == 0:
@@ -108,20 +147,24 @@ class Compression:
         found = self._residuals.get(key)
         if found is not None:
             self._residuals.move_to_end(key)
-            return found
-        self._make_room(4 * shape.residuals)
-        if 4 * shape.residuals > self._most_bytes:
+            return found  # type: ignore[return-value]  # a buffer's place does not change
+        if not self._made_room(4 * shape.residuals):
             return None
-        self._residuals[key] = made = np.zeros(shape.residuals, np.float32)
+        self._residuals[key] = made = make(shape.residuals)
         self._counters["residual_bytes"] += made.nbytes
         return made
 
-    def _make_room(self, nbytes: int) -> None:
-        while self._residuals and self._counters["residual_bytes"] + nbytes > self._most_bytes:
-            _, oldest = self._residuals.popitem(last=False)
-            self._dropped(oldest.nbytes)
-        if nbytes > self._most_bytes:
-            self._dropped(0)
+    def _made_room(self, nbytes: int) -> bool:
+        """Drops what was used longest ago; not of GPUs, whose calls may be under way yet."""
+        fits = nbytes <= self._most_bytes
+        for key in [key for key, each in self._residuals.items() if isinstance(each, np.ndarray)] if fits else ():
+            if self._counters["residual_bytes"] + nbytes <= self._most_bytes:
+                break
+            self._dropped(self._residuals.pop(key).nbytes)
+        if fits and self._counters["residual_bytes"] + nbytes <= self._most_bytes:
+            return True
+        self._dropped(0)
+        return False
 
     def _dropped(self, nbytes: int) -> None:
         if self._counters["residuals_dropped"] == 0:
@@ -134,7 +177,10 @@ class Compression:
         self._counters["residuals_dropped"] += 1
 
     def forget(self) -> None:
-        """Drop all residuals."""
+        """Drop all residuals. Waits for calls on GPUs that are under way."""
+        for each in self._residuals.values():
+            if isinstance(each, DeviceResidual):
+                each.free()
         self._residuals.clear()
         self._counters["residual_bytes"] = 0
 

@@ -17,7 +17,7 @@ import numpy as np
 from . import _native, calls, lifetime
 from .buffers import Buffer, element_type, read_buffer
 from .calls import OP_LABELS, Call, check_int
-from .compression import Compression
+from .compression import Compression, float32_zeros
 from .crosscheck import CrossCheck
 from .diagnosis import Diagnosis, Kind, Vigil
 from .env import Config
@@ -74,6 +74,7 @@ class Core:
                 self._wiring,
                 self._diagnosis,
                 self._selection,
+                self._compression,
                 config,
                 meet=_weakly(self._meet),
                 prepare=_weakly(self._prepare),
@@ -153,7 +154,7 @@ class Core:
             witness.preparing = None
             send = 0 if call.send is None else call.send.ptr
             recv = 0 if call.recv is None else call.recv.ptr
-            residual = self._compression.residual(call, shape) if call.compress else None
+            residual = self._compression.residual(call, shape, float32_zeros) if call.compress else None
             buffers = (call.send, call.recv)
             return finished(self._run(shape, send, recv, async_op, seconds, buffers, residual=residual), finish)
         finally:

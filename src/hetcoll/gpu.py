@@ -23,6 +23,7 @@ import numpy as np
 from . import _native, float8, gpu_proof, streams
 from .buffers import Buffer
 from .calls import Call
+from .compression import Compression, DeviceResidual
 from .devices.signals import signal_kernels
 from .diagnosis import Diagnosis, Kind
 from .errors import ArgumentError, BufferTypeError, CollectiveTimeoutError, DeviceError, RegistrationError
@@ -63,6 +64,7 @@ class GpuPath:
         wiring: Wiring,
         diagnosis: Diagnosis,
         device: Device,
+        compression: Compression,
         timeout: float,
         *,
         capturing: bool,
@@ -71,6 +73,7 @@ class GpuPath:
         announce: Announce,
     ) -> None:
         self._wiring, self._diagnosis, self._device, self._announce = wiring, diagnosis, device, announce
+        self._compression = compression
         self._engine = wiring.engine
         self._kind = "cuda" if device.vendor == "cuda" else "rocm"
         self._known: Kept[_native.GpuCall] = Kept()
@@ -118,6 +121,7 @@ class GpuPath:
                 self._islands,
                 self._slot_bytes,
                 DeviceBinder(self._queue, device, self._edges.of),
+                compression.groups,
             )
             self._one_kernel = None
             if self._edges.one_host and not self._islands.whole and all(gpu.vendor for gpu in share.gpus):
@@ -195,10 +199,24 @@ class GpuPath:
         """`again`: the short way may run such a call when it comes again."""
         key = (
             call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
-            call.recv_table,
+            call.recv_table, call.compress,
         )  # fmt: skip
         bound = self._known.get_or(key, lambda: self._bind(call, again))
-        return self._run(bound, call.send, call.recv, stream, async_op, call.collective.label)
+        lost = self._residual(call, bound) if call.compress else 0
+        return self._run(bound, call.send, call.recv, stream, async_op, call.collective.label, lost)
+
+    def _residual(self, call: Call, bound: _native.GpuCall) -> int:
+        """Where what calls on these buffers have lost is kept, or 0."""
+        made: list[DeviceResidual] = []
+
+        def make(count: int) -> DeviceResidual:
+            made.append(DeviceResidual(self._device, 4 * count, self._settled))
+            _clear(self._device, made[0].address, made[0].nbytes)
+            return made[0]
+
+        assert bound.program is not None
+        found = self._compression.residual(call, bound.program, make)
+        return 0 if found is None else found.address
 
     def message(
         self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, stream: object, async_op: bool
@@ -239,15 +257,22 @@ class GpuPath:
         return self._run(self._messages.get_or(key, bind), send, recv, stream, async_op, _MESSAGE)
 
     def _run(
-        self, bound: _native.GpuCall, send: Buffer | None, recv: Buffer | None, stream: int, async_op: bool, what: str
+        self,
+        bound: _native.GpuCall,
+        send: Buffer | None,
+        recv: Buffer | None,
+        stream: int,
+        async_op: bool,
+        what: str,
+        residual: int = 0,
     ) -> GpuWork:
         source, target = (0 if buffer is None else buffer.ptr for buffer in (send, recv))
-        self._calls.run(bound, source, target, stream, not async_op)
+        self._calls.run(bound, source, target, stream, not async_op, residual)
         return GpuWork(self, (send, recv), what)
 
     def _bind(self, call: Call, again: bool) -> _native.GpuCall:
         what = call.describe()
-        small = None if self._one_kernel is None else self._one_kernel.bind(call)
+        small = None if self._one_kernel is None or call.compress else self._one_kernel.bind(call)
         shape = small or self._plans.compile(call)
         bound = self._bound(shape, what, [self._share.entry(what)])
         if again and (key := call.key) is not None:
@@ -285,6 +310,8 @@ class GpuPath:
 
     def _captured(self, shape: _native.DeviceShape, stream: int) -> None:
         """A call by copies is about to become a part of a graph."""
+        if shape.compressed[0]:
+            raise ArgumentError("compress: wanted a call that no graph captures: what it loses is kept elsewhere then")
         scratch = self._graphs.prepare(shape, stream)
         if scratch is not None:
             self._calls.set_capture_scratch(scratch)
@@ -383,6 +410,7 @@ class GpuPath:
             if time.monotonic() > deadline:
                 self._release()
             time.sleep(0.001)
+        self._compression.forget()
         self._relays.close(deadline)
         self._watch.close()
         self._undo.close()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import streams
 from .buffers import Buffer
 from .calls import Call
+from .compression import Compression
 from .diagnosis import Diagnosis, Kind
 from .env import Config
 from .errors import BufferTypeError
@@ -35,13 +36,14 @@ class GpuPaths:
         wiring: Wiring,
         diagnosis: Diagnosis,
         selection: Selection,
+        compression: Compression,
         config: Config,
         *,
         meet: Meet,
         prepare: Prepare,
     ) -> None:
         self._wiring, self._diagnosis, self._selection, self._config = wiring, diagnosis, selection, config
-        self._meet, self._prepare = meet, prepare
+        self._meet, self._prepare, self._compression = meet, prepare, compression
         self._meetings = 0
         self.gpu: GpuPath | None = None
         self.host: HostPath | None = None
@@ -69,6 +71,7 @@ class GpuPaths:
                 self._wiring,
                 self._diagnosis,
                 device,
+                self._compression,
                 self._config.timeout,
                 capturing=device.capturing(streams.handle(stream, buffer)),
                 meet=self._meet_soon,

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from . import _native
 from .algorithms import find
-from .algorithms.base import Algorithm
+from .algorithms.base import Algorithm, Hosts
 from .algorithms.islands import ISLANDS
 from .algorithms.p2p import CHANNEL
 from .calls import Call
+from .devices.kernels import codec_names
 from .errors import BufferTypeError
 from .order import enqueue_order, levels
 from .pipeline import offsets, parts, pipelined, ramp
@@ -37,6 +38,7 @@ _LOCAL_MESSAGES = 8  # of a piece, where vendors' libraries take part on all ran
 _LAG = SLOTS  # in levels: as many messages as may be under way
 _KEEP = 1 << 10  # compiled plans kept; the least recently used go first
 _BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 64, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
+_CODEC_BLOCK, _MOST_CODEC_BLOCKS, _ELEMENTS = 128, 256, 32  # of a codec, whose threads take so many elements each
 
 Orders = tuple[tuple[int, ...], ...]
 Link = Callable[[Plan], list[int]]
@@ -88,10 +90,16 @@ class Binder(Protocol[S]):
 
 
 class GpuPlans(Generic[S]):
-    """The plans of rank `rank` of `size`, made ready by `binder`. Messages fit slots of `slot_bytes`."""
+    """The plans of rank `rank` of `size`, made ready by `binder`. Messages fit slots of `slot_bytes`.
 
-    def __init__(self, rank: int, size: int, islands: GpuIslands, slot_bytes: int, binder: Binder[S]) -> None:
+    Calls that compress do so between `groups`.
+    """
+
+    def __init__(
+        self, rank: int, size: int, islands: GpuIslands, slot_bytes: int, binder: Binder[S], groups: Hosts = ()
+    ) -> None:
         self._rank, self._size, self._islands, self._slot_bytes = rank, size, islands, slot_bytes
+        self._groups = groups
         self._bind = binder.bind
         self._drawn: Kept[tuple[list[Plan], Orders, Orders]] = Kept()
 
@@ -108,7 +116,15 @@ class GpuPlans(Generic[S]):
         if len(islands) > 1:
             length = parts(base, item * max(*send_shares, *recv_shares), smallest, grain * item)
         most = largest // smallest
-        key = (call.collective.plain, call.root, call.op is ReduceOp.AVG, len(islands), length, most)
+        key = (
+            call.collective.plain,
+            call.root,
+            call.op is ReduceOp.AVG,
+            len(islands),
+            length,
+            most,
+            bool(call.compress),
+        )
         plans, orders, level = self._drawn.get_or(key, lambda: self._draw(base, length, most))
         plan = plans[self._rank]
         tables = [
@@ -171,14 +187,15 @@ class GpuPlans(Generic[S]):
         return self._bind(plan, tuple(range(len(steps))), level, dtype, bounds, call, None)
 
     def _base(self, call: Call, islands: Islands) -> list[Plan]:
-        entry, scale = self._algorithm(call.collective.plain, islands), call.op is ReduceOp.AVG
-        if len(islands) < self._size:
-            whole = len(islands) == 1  # then the library averages by itself
-            return [
-                entry.build(self._size, r, root=call.root, scale=scale and not whole, hosts=islands)
-                for r in range(self._size)
-            ]
-        return [entry.build(self._size, r, root=call.root, scale=scale) for r in range(self._size)]
+        scale, whole = call.op is ReduceOp.AVG, len(islands) == 1  # then the library averages by itself
+        how: dict[str, Any] = {"root": call.root, "scale": scale and not whole}
+        if call.compress:
+            entry = ISLANDS[call.collective.plain]
+            how |= {"hosts": islands, "compress": True, "groups": self._groups}
+        else:
+            entry = self._algorithm(call.collective.plain, islands)
+            how |= {"hosts": islands} if len(islands) < self._size else {}
+        return [entry.build(self._size, r, **how) for r in range(self._size)]
 
     def _algorithm(self, collective: Collective, islands: Islands) -> Algorithm:
         if len(islands) < self._size:
@@ -246,7 +263,15 @@ class DeviceBinder:
             divisor=plan.size,
             local=local,
             p2p=call is None,
+            codec=None if call is None or not call.compress else self._codec(call),
         )
+
+    def _codec(self, call: Call) -> tuple[int, Kernel, Kernel, Kernel, Kernel]:
+        """The format, and what rounds to it, encodes, decodes, and adds what it decodes."""
+        names, table = codec_names(call.dtype, call.compress), self._device.kernels()
+        shape = (_CODEC_BLOCK, _MOST_CODEC_BLOCKS, _CODEC_BLOCK * _ELEMENTS * call.dtype.itemsize)
+        kernels = [(table.function(name), *shape) for name in names]
+        return int(call.compress), kernels[0], kernels[1], kernels[2], kernels[3]
 
     def _kernels(self, call: Call) -> tuple[Kernel | None, Kernel | None]:
         if call.collective not in REDUCING:

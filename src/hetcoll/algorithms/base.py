@@ -67,6 +67,7 @@ class Draft(Builder):
     apart: bool = False
     islands: Hosts = ()
     compress: bool = False
+    groups: Hosts = ()
 
     def others(self) -> list[int]:
         """Every rank but this one, in order."""
@@ -132,7 +133,7 @@ class Draft(Builder):
 
     def _slow(self, peer: int) -> bool:
         """Whether messages to and from `peer` are compressed."""
-        return self.compress and not any(self.rank in host and peer in host for host in self.hosts)
+        return self.compress and not any(self.rank in group and peer in group for group in self.groups)
 
     def finish(self) -> Plan:
         """The plan of the steps so far. `Algorithm.build` calls it."""
@@ -220,11 +221,13 @@ class Algorithm(NamedTuple):
         scale: bool = False,
         hosts: Hosts | None = None,
         compress: bool = False,
+        groups: Hosts = (),
     ) -> Plan:
         """The plan of `rank` among `size`.
 
         `scale` divides the result by `size` (AVG). `hosts` are the ranks of each host, by default one; all ranks must
-        give the same. `compress`: the edges between them are compressed.
+        give the same. `compress`: the edges between them are compressed, or those between `groups`, where these are
+        larger than hosts.
 
         Raises
         ------
@@ -243,7 +246,7 @@ class Algorithm(NamedTuple):
             raise ArgumentError(f"wanted hosts that hold each of {size} ranks once, got {hosts}")
         draft = Draft(
             collective=self.collective, algorithm=self.name, size=size, rank=rank, hosts=hosts, root=root,
-            average=scale, compress=compress and len(hosts) > 1,
+            average=scale, compress=compress and len(hosts) > 1, groups=groups or hosts,
         )  # fmt: skip
         if size > 1:
             self.draw(draft)

@@ -28,9 +28,11 @@ Make = Callable[[int, int], Span]  # inp, out or tmp
 ISLANDS: dict[Collective, Algorithm] = {}
 
 
-def _register(collective: Collective) -> Callable[[Callable[[Draft], None]], Callable[[Draft], None]]:
+def _register(
+    collective: Collective, *, compresses: bool = False
+) -> Callable[[Callable[[Draft], None]], Callable[[Draft], None]]:
     def enter(draw: Callable[[Draft], None]) -> Callable[[Draft], None]:
-        ISLANDS[collective] = Algorithm("islands", collective, draw, any_size)
+        ISLANDS[collective] = Algorithm("islands", collective, draw, any_size, compresses=compresses)
         return draw
 
     return enter
@@ -74,7 +76,7 @@ def _both(x: range, y: range) -> range:
     return range(max(x.start, y.start), min(x.stop, y.stop))
 
 
-@_register(Collective.ALLREDUCE)
+@_register(Collective.ALLREDUCE, compresses=True)
 def allreduce(p: Draft) -> None:
     """Reduce-scatter inside; all-reduce each interval among its owners, one an island; all-gather inside."""
     at = Split(p, parts=len(p.hosts) if len(p.hosts) > 2 else 1)
@@ -102,11 +104,12 @@ def _exchange(p: Draft, at: Split, summed: int | None) -> Iterator[int | None]:
     """Of two islands: both owners of a piece send it and add what comes. As many bytes each way as in two phases, and
     nothing to wait for in between; a + b has the same bits as b + a."""
     held, pieces = inp if at.k == 1 else out, at.crossing(1 - at.i)
-    sent = [p.send(2, held(start, count), peer, after=[summed]) for peer, start, count in pieces]
-    for step, (peer, start, count) in zip(sent, pieces, strict=True):
-        yield p.scaled(
-            8, out(start, count), p.recv_reduce(3, out(start, count), held(start, count), peer, after=[step])
-        )
+    sent: list[tuple[Span, int]] = []
+    for peer, start, count in pieces:
+        term, ready = p.rounded(9, out(start, count), held(start, count), summed)
+        sent.append((term, p.send(2, term, peer, after=[ready])))
+    for (term, step), (peer, start, count) in zip(sent, pieces, strict=True):
+        yield p.scaled(8, out(start, count), p.recv_reduce(3, out(start, count), term, peer, after=[step]))
 
 
 @_register(Collective.BROADCAST)

@@ -17,7 +17,6 @@ from torch._C import _distributed_c10d as c10d
 from . import sparse
 from .launch import Launcher
 from .tensors import flat, joined, op_name, packed, premul, rows, spread
-from .work import Bundle
 
 Tensors = Sequence[torch.Tensor]
 
@@ -154,9 +153,24 @@ class Collectives(Launcher):
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> dist.Work:
         """``output_lists[r][i]`` is rank r's ``input_list[i]``."""
         self._check_list(output_lists, "output_lists")
-        columns = zip(input_list, *output_lists, strict=True)
-        works = [self.allgather([parts], [mine], opts) for mine, *parts in columns]
-        return Bundle(works, [tensor for each in output_lists for tensor in each])
+        opts = _options(opts, c10d.AllgatherOptions, None, None, None)
+        columns = [(mine, parts) for mine, *parts in zip(input_list, *output_lists, strict=True)]
+        outputs = [tensor for each in output_lists for tensor in each]
+        staged: list[torch.Tensor] = []
+
+        def start(how: dict[str, Any]) -> Any:
+            works = []
+            for mine, parts in columns:
+                counts = [part.numel() for part in parts]
+                staged.append(mine.new_empty(sum(counts)))
+                works.append(self._gather_parts(packed(mine.contiguous()), staged[-1], counts, how))
+            return works
+
+        def after() -> None:
+            for whole, (_, parts) in zip(staged, columns, strict=True):
+                spread(whole, parts)
+
+        return self._launch(opts, [*input_list, *outputs], start, outputs, after)
 
     # Reduce-scatter.
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from .registry import NAME
 
 _TITLES = {
-    "allreduce": "all_reduce", "allgather": "all_gather", "all_gather_single_coalesced": "all_gather_into_tensor",
+    "allreduce": "all_reduce", "allgather": "all_gather", "allgather_coalesced": "all_gather",
+    "all_gather_single_coalesced": "all_gather_into_tensor",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor", "alltoall": "all_to_all",
     "all_to_all_single": "all_to_all", "batch": "coalesced",
 }  # fmt: skip

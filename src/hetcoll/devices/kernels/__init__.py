@@ -16,6 +16,10 @@ Kernels (native signatures stand in ``*.h`` beside this file; counts are element
 ``convert_<dtype>_<dtype>(dst, src, count)``, ``common_<dtype>(dst, src, count)``
     8-bit floats of OCP's kind and AMD's older one: to the other kind, or to what both hold (``convert.h``). dst may be
     src.
+``round_<dtype>_<format>(dst, src, residual, count)``, ``encode_...(wire, src, count)``,
+``decode_...(dst, wire, count)``, ``add_...(dst, x, wire, count)``
+    What goes over compressed edges (``codecs.h``): rounded, with what was lost before (`residual` may be null); as
+    codes; back; and added to x. dst may be src or x.
 
 16- and 8-bit floats are computed in float32 and rounded once. The results have the bits of the host's kernels, but
 that any NaN is as good as another.
@@ -24,7 +28,7 @@ that any NaN is as good as another.
 from __future__ import annotations
 
 from .cache import Cache, kept
-from .source import convert_name, modules, oneshot_name, reduce_name, reductions, scale_name, source
+from .source import codec_names, convert_name, modules, oneshot_name, reduce_name, reductions, scale_name, source
 from .table import ONESHOT_RANKS, Compiler, KernelTable, Loader, Oneshot
 
 __all__ = [
@@ -34,6 +38,7 @@ __all__ = [
     "KernelTable",
     "Loader",
     "Oneshot",
+    "codec_names",
     "convert_name",
     "kept",
     "modules",

@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 
 from ...errors import ArgumentError
-from ...types import FNUZ_OF, DType, ReduceOp, supports
+from ...types import FNUZ_OF, DType, Format, ReduceOp, supports
 
 SIGNALS = "signals"
 FLOAT8 = "float8"
-_EXCHANGE = "_exchange"  # modules of their own, as few programs need them
+_EXCHANGE, _CODECS = "_exchange", "_codecs"  # modules of their own, as few programs need them
+_CODED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+_CODINGS = ("round", "encode", "decode", "add")
 _SIGNAL_KERNELS = ("bump", "await")
 
 
@@ -40,6 +42,16 @@ def scale_name(dtype: DType) -> str:
 def convert_name(source: DType, target: DType) -> str:
     """The kernel that converts 8-bit floats of one kind to the other. To the same, OCP's: to what both hold."""
     return f"common_{source.label}" if source is target else f"convert_{source.label}_{target.label}"
+
+
+def codec_names(dtype: DType, form: Format) -> tuple[str, ...]:
+    """The kernels that round to a format, encode, decode, and add what they decode."""
+    return tuple(f"{what}_{dtype.label}_{form.label}" for what in _CODINGS)
+
+
+def _formats(dtype: DType) -> list[Format]:
+    """Those that are narrower than the type."""
+    return [form for form in Format if form.factor(dtype.itemsize) < 1]
 
 
 def _conversions() -> dict[str, str]:
@@ -72,6 +84,8 @@ def modules() -> dict[str, tuple[str, ...]]:
         if supports(dtype, ReduceOp.AVG):
             names.append(scale_name(dtype))
         table[dtype.label] = tuple(names)
+        if dtype in _CODED:
+            table[dtype.label + _CODECS] = tuple(name for form in _formats(dtype) for name in codec_names(dtype, form))
         table[dtype.label + _EXCHANGE] = tuple(exchange_name(dtype, op) for op in reductions(dtype))
     return table
 
@@ -93,7 +107,10 @@ def source(module: str) -> str:
     if module == FLOAT8:
         lines = [_expand("devices/kernels/float8.h", set()), f'#line 1 "{module}"\n']
         return "".join([*lines, *(f"HETCOLL_CONVERT({name}, {rest})\n" for name, rest in _conversions().items())])
-    dtype = DType[module.removesuffix(_EXCHANGE).upper()]
+    dtype = DType[module.removesuffix(_EXCHANGE).removesuffix(_CODECS).upper()]
+    if module.endswith(_CODECS):
+        lines = [_expand("devices/kernels/codecs.h", set()), f'#line 1 "{module}"\n']
+        return "".join([*lines, *(f"HETCOLL_CODECS({dtype.label}, {form.label})\n" for form in _formats(dtype))])
     if module.endswith(_EXCHANGE):
         lines = [_expand("devices/kernels/exchange.h", set()), f'#line 1 "{module}"\n']
         return "".join([*lines, *(f"HETCOLL_EXCHANGE({dtype.label}, {op.label})\n" for op in reductions(dtype))])
