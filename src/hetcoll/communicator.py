@@ -69,8 +69,8 @@ class Communicator(Messages, Regrouping):
         lxor, band, bor, bxor, where the dtype has it (`hetcoll.types.supports`). 8- and 16-bit floats are computed in
         float32 and rounded once per reduction.
 
-        `compress`: ``"bf16"``, ``"fp8"`` or ``"int8"``: how sums and averages of float32, float16 and bfloat16 in host
-        memory travel between hosts, or between islands that were asked for; the same on all ranks. What rounding takes
+        `compress`: ``"bf16"``, ``"fp8"`` or ``"int8"``: how sums and averages of float32, float16 and bfloat16
+        travel between hosts, or between islands that were asked for; the same on all ranks. What rounding takes
         from this memory is added at the next call on it (`reset_feedback`). ``"none"``: not at all. Default: the
         communicator's setting, for calls of 64 KiB and more.
         """
@@ -114,7 +114,7 @@ class Communicator(Messages, Regrouping):
         """Reduce `sendbuf` (size x count elements) over all ranks and leave part `rank` of it in `recvbuf` (count).
 
         In place when `recvbuf` is ``sendbuf[rank * count : (rank + 1) * count]``. `op` and `compress` as in
-        `allreduce`.
+        `allreduce`, but that nothing is compressed on GPUs.
         """
         if not async_op and timeout is None and stream is None and compress is None:
             done = self._call(_REDUCE_SCATTER, sendbuf, recvbuf, op, 0)
