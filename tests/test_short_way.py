@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -265,3 +266,56 @@ def exchange_in_groups(comm: hetcoll.Communicator) -> None:
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_groups(launch: Launch, transport: str) -> None:
     launch(2, HETCOLL_TRANSPORT=transport).run(exchange_in_groups)
+
+
+class Recorder:
+    """Has a method of either kind, and says which way its calls went."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+        self.short: list[tuple[object, ...]] = []
+
+    def _call(self, *words: object) -> object:
+        self.short.append(words)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    @_native.short_way(7, "sum", 3)
+    def reduced(self, sendbuf: object, recvbuf: object = None, op: str = "sum", *, stream: object = None) -> object:
+        """Reduces."""
+        return "long", sendbuf, recvbuf, op, stream
+
+
+def test_plain_calls_take_the_short_way() -> None:
+    recorder = Recorder("done")
+    assert recorder.reduced("a") == recorder.reduced("a", "b") == recorder.reduced("a", "b", "max") == "done"
+    assert recorder.short == [(7, "a", None, "sum", 0), (7, "a", "b", "sum", 0), (7, "a", "b", "max", 0)]
+    bound = recorder.reduced
+    assert bound("c") == Recorder.reduced(recorder, "c") == "done"
+
+
+def test_all_other_calls_are_the_method_as_it_is_written() -> None:
+    recorder = Recorder(None)
+    assert recorder.reduced("a") == ("long", "a", None, "sum", None)  # the short way would not have it
+    assert len(recorder.short) == 1
+    recorder.answer = "done"
+    assert recorder.reduced("a", op="max") == ("long", "a", None, "max", None)
+    assert recorder.reduced("a", "b", stream=3) == ("long", "a", "b", "sum", 3)
+    assert len(recorder.short) == 1
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'sendbuf'"):
+        recorder.reduced()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional arguments"):
+        recorder.reduced("a", "b", "max", "more")  # type: ignore[call-arg]
+    recorder.answer = ValueError("from below")
+    with pytest.raises(ValueError, match="from below"):
+        recorder.reduced("a")
+
+
+def test_the_method_looks_like_itself() -> None:
+    method = hetcoll.Communicator.allreduce
+    assert method.__name__ == "allreduce"
+    assert (method.__doc__ or "").startswith("Reduce `sendbuf` over all ranks")
+    assert list(inspect.signature(method).parameters)[:4] == ["self", "sendbuf", "recvbuf", "op"]
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = method.nothing  # type: ignore[attr-defined]

@@ -261,6 +261,7 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
     lane_begin[lane + 1] = static_cast<std::uint32_t>(order.size());
   }
   MarkAnswers();
+  MarkMutual();
 }
 
 // Codes lie in scratch, behind what the plan has there, and are never written again in a run.
@@ -291,6 +292,15 @@ void BoundPlan::MarkAnswers() {
       if (s.op == Op::kSend && !s.block && s.peer == answer.peer && s.back < 0)
         s.back = static_cast<std::int16_t>(answer.channel);
     }
+  }
+}
+
+void BoundPlan::MarkMutual() {
+  for (BoundStep& s : steps) {
+    if (s.op != Op::kSend || (s.back >= 0 && s.back != static_cast<std::int16_t>(s.channel))) continue;
+    s.mutual = std::any_of(steps.begin(), steps.end(), [&](const BoundStep& t) {
+      return (t.op == Op::kRecv || t.op == Op::kRecvReduce) && t.peer == s.peer && t.channel == s.channel;
+    });
   }
 }
 

@@ -99,6 +99,7 @@ struct BoundStep {
   std::uint16_t channel = 0;
   std::int32_t peer = -1;
   std::int32_t fuse = -1;  // a kRecvReduce's result is what step `fuse` sends
+  bool mutual = false;     // a send: the plan also receives from this peer on this channel
   bool block = false;      // it moves by whole blocks of codes: a compressed message, or rounding for one
   std::int16_t back = -1;  // of a send: the channel on which its answer may come in its place (see MarkAnswers)
   std::uint32_t dep_begin = 0;
@@ -164,6 +165,7 @@ struct BoundPlan {
 
  private:
   void MarkAnswers();
+  void MarkMutual();
   void Compress(BoundStep& step, std::size_t items, const Codec& codec);
 };
 

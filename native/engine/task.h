@@ -131,7 +131,7 @@ class Task {
   bool Limit(const BoundStep& s, std::size_t& limit) const;
   bool Apart() const;  // SEND and RECV are different memory
   Message MessageOf(const BoundStep& s) const {
-    return {signature_ + s.number, s.len, bound_.may_lend || apart_, s.back, bound_.exchanges};
+    return {signature_ + s.number, s.len, bound_.may_lend || apart_, s.back, bound_.exchanges, s.mutual};
   }
   Message CodesOf(const BoundStep& s) const {
     return {signature_ + s.number, s.wire, bound_.may_lend || apart_, -1, false};

@@ -20,6 +20,7 @@
 #include "python/devices.h"
 #include "python/host_buffer.h"
 #include "python/py_engine.h"
+#include "python/short_way.h"
 #include "python/verbs.h"
 #include "python/xla.h"
 
@@ -257,6 +258,7 @@ NB_MODULE(_native, m) {
   m.def("convert_float8", &ConvertAt, nb::call_guard<nb::gil_scoped_release>());
   m.def("wire", &Wire);
   BindDevices(m);
+  BindShortWay(m);
   BindXla(m);
 }
 

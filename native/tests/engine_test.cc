@@ -19,6 +19,7 @@ void FuzzPlans();
 // shm_test.cc
 void Returning();
 void NotReturning();
+void Handing();
 void Stores();
 void BadHeaders();
 void Private();
@@ -285,6 +286,7 @@ constexpr Scenario kScenarios[] = {
     {"lending", Lending},
     {"slots", Returning},
     {"slots: kept", NotReturning},
+    {"slots: handed over", Handing},
     {"slots: stores", Stores},
     {"slots: headers", BadHeaders},
     {"private", Private},

@@ -121,6 +121,83 @@ void NotReturning() {
   pair.b[0].recv->Consume(16);
 }
 
+namespace {
+
+std::size_t SendAll(SendEnd& end, const Frame& m, const Bytes& data) {
+  std::size_t at = 0;
+  for (std::ptrdiff_t n = 0; at < data.size(); at += static_cast<std::size_t>(n)) {
+    n = end.Push(m, at, data.data() + at, data.size() - at);
+    if (n == kWouldBlock) break;
+  }
+  return at;
+}
+
+Bytes ReceiveAll(RecvEnd& end, const Frame& m) {
+  Bytes got(m.total);
+  for (std::size_t at = 0; at < m.total;) {
+    const std::ptrdiff_t n = end.Pull(m, at, got.data() + at, m.total - at, false);
+    CHECK(n > 0, "%zu of %zu bytes came", at, m.total);
+    if (n <= 0) break;
+    at += static_cast<std::size_t>(n);
+  }
+  return got;
+}
+
+}  // namespace
+
+// Slots that change hands: who has read one fills it next, and who has none left takes the ring.
+void Handing() {
+  constexpr std::size_t kBytes = 5000;
+  constexpr std::size_t kRing = 64 << 10;  // with slots of 8 KiB
+  const Frame mutual{1, kBytes, true, -1, true, true};
+  const auto place = [](Pair& pair, std::uint64_t index) { return static_cast<ShmPlace>(pair.line(0, index).place); };
+  Pair pair(kRing);
+  for (unsigned round = 0; round < 300; ++round) {
+    const Bytes there = Pattern(kBytes, round), back = Pattern(kBytes, round + 1000);
+    CHECK(SendAll(*pair.a[0].send, mutual, there) == kBytes, "round %u", round);
+    CHECK(place(pair, round) == ShmPlace::kHanded, "round %u", round);
+    const std::uint64_t slot = pair.line(0, round).where.offset;
+    CHECK(ReceiveAll(*pair.b[0].recv, mutual) == there, "round %u", round);
+    CHECK(SendAll(*pair.b[0].send, mutual, back) == kBytes, "round %u", round);
+    const ShmLine& answer =
+        *reinterpret_cast<ShmLine*>(pair.segment->edge(1, 0, 0) + sizeof(ShmCredit) + round % kLines * sizeof(ShmLine));
+    CHECK(answer.where.offset == slot, "round %u: what was read last is filled next", round);
+    CHECK(ReceiveAll(*pair.a[0].recv, mutual) == back, "round %u", round);
+  }
+  // One way only: ours run out, and then there is the ring, for ever.
+  Pair oneway(kRing);
+  for (unsigned i = 0; i < 200; ++i) {
+    const Bytes data = Pattern(kBytes, i);
+    CHECK(SendAll(*oneway.a[0].send, mutual, data) == kBytes, "message %u", i);
+    CHECK(place(oneway, i) == (i < kHands ? ShmPlace::kHanded : ShmPlace::kSlot), "message %u", i);
+    CHECK(ReceiveAll(*oneway.b[0].recv, mutual) == data, "message %u", i);
+  }
+  // A message of more than all slots, while the other one comes: it waits for slots a while, and never for ever.
+  constexpr std::size_t kLong = 6 * (kRing / 8);
+  const Frame lengthy{2, kLong, true, -1, true, true};
+  const Bytes there = Pattern(kLong, 1), back = Pattern(kLong, 2);
+  Pair both(kRing);
+  const std::size_t first = SendAll(*both.a[0].send, lengthy, there);
+  CHECK(first == kLong, "nothing comes from there, so nothing is waited for: %zu", first);
+  std::size_t sent = SendAll(*both.b[0].send, lengthy, back);
+  CHECK(sent == kHands * (kRing / 8), "two slots, and then it waits: %zu", sent);
+  for (int call = 0; call < 1000 && sent < kLong; ++call) {
+    const std::ptrdiff_t n = both.b[0].send->Push(lengthy, sent, back.data() + sent, kLong - sent);
+    if (n != kWouldBlock) sent += static_cast<std::size_t>(n);
+  }
+  CHECK(sent == kLong, "it takes the ring where no slot comes free: %zu", sent);
+  CHECK(ReceiveAll(*both.b[0].recv, lengthy) == there && ReceiveAll(*both.a[0].recv, lengthy) == back, "both came");
+  // A slot that its sender has given away already.
+  Pair twice(kRing);
+  for (std::size_t i = 0; i <= kHands; ++i) {
+    CHECK(SendAll(*twice.a[0].send, Frame{1, 100, true, -1, true, true}, Pattern(100, 1)) == 100, "sent");
+    ShmLine& line = twice.line(0, i);
+    line.place = int(ShmPlace::kHanded), line.where.offset = 0;
+    const FaultKind kind = KindOf([&] { static_cast<void>(ReceiveAll(*twice.b[0].recv, Frame{1, 100})); });
+    CHECK(kind == (i < kHands ? FaultKind::kNone : FaultKind::kCorrupt), "slot %zu: kind %d", i, int(kind));
+  }
+}
+
 // All-reduces by every way of writing slots, over rings that hold less than one message and more than several.
 void Stores() {
   for (const SlotStores stores : kAllStores) {
@@ -176,6 +253,7 @@ void BadHeaders() {
       {"back on a channel below", [](ShmLine& l) { l.place = int(ShmPlace::kReturned), l.where.channel = -1; }},
       {"back behind the ring",
        [](ShmLine& l) { l.place = int(ShmPlace::kReturned), l.where.channel = 0, l.where.offset = 1 << 30; }},
+      {"in a slot that is none", [](ShmLine& l) { l.place = int(ShmPlace::kHanded), l.where.offset = 2 * kHands; }},
       {"too long for a line", [](ShmLine& l) { l.place = int(ShmPlace::kLine); }},
       {"nowhere", [](ShmLine& l) { l.place = 77; }},
   };

@@ -19,6 +19,7 @@ namespace {
 // Of all ranks of a host together. Address space only, but valgrind refuses to map more than 32 GiB at once.
 constexpr std::size_t kHeapBytes = std::size_t{24} << 30;
 constexpr std::size_t kLeastHeapBytes = std::size_t{1} << 30;
+constexpr std::size_t kMostHandBytes = std::size_t{256} << 10;
 
 constexpr std::size_t AlignUp(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
 
@@ -76,7 +77,8 @@ void StorePolicy::Copy(std::byte* slot, const std::byte* data, std::size_t n) {
 ShmLayout::ShmLayout(int local, std::size_t ring)
     : local_size(local),
       ring_bytes(ring),
-      edge_bytes(sizeof(ShmCredit) + kLines * sizeof(ShmLine) + ring),
+      hand_bytes(std::min(kMostHandBytes, AlignUp(ring / 8, kLineBytes))),
+      edge_bytes(sizeof(ShmCredit) + kLines * sizeof(ShmLine) + kHands * hand_bytes + ring),
       heap_bytes(std::max(kLeastHeapBytes, kHeapBytes / static_cast<std::size_t>(local) / 4096 * 4096)),
       total_bytes(HeapOffset(local)) {}
 
@@ -129,7 +131,7 @@ void ShmSegment::Introduce(int local_rank) {
 }
 
 std::array<LinkEnds, kChannels> MakeShm(const ShmSegment& segment, int me, int other, int peer) {
-  const auto neighbour = std::make_shared<Neighbour>();
+  const auto neighbour = std::make_shared<Neighbour>(segment, me, other);
   std::array<LinkEnds, kChannels> ends;
   for (int channel = 0; channel < kChannels; ++channel) {
     ends[static_cast<std::size_t>(channel)] = {MakeShmSend(segment, me, other, channel, neighbour),

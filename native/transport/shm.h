@@ -30,12 +30,13 @@ enum class ShmPlace : std::uint8_t {
   kReturned,  // in the receiver's own ring: the slot that it sent, filled anew
   kLent,      // where they were, on the sender's heap
   kPrivate,   // where they were, in the sender's process: see shm_private.h
+  kHanded,    // in a slot that the receiver keeps: see shm_edge.h
 };
 
 struct alignas(64) ShmLine {
   struct Where {
     std::uint64_t offset;    // kSlot: in the ring; kReturned: in the ring of the way back; kLent: in the segment;
-                             // kPrivate: the address
+                             // kPrivate: the address; kHanded: the slot's number
     std::uint64_t fragment;  // kReturned: the index that the slot had on its way out
     std::int8_t channel;     // kReturned: of its way out; kSlot: on which it may come back, or -1
     bool kept;               // kSlot, written by the receiver: it comes back, and is free once that was read
@@ -82,12 +83,14 @@ struct ShmLayout {
 
   int local_size;
   std::size_t ring_bytes;
+  std::size_t hand_bytes;  // of a slot that changes hands
   std::size_t edge_bytes;
   std::size_t heap_bytes;  // one rank's: address space, not memory
   std::size_t total_bytes;
 };
 
 inline constexpr std::uint64_t kLines = 64;
+inline constexpr std::size_t kHands = 2;  // slots that change hands, of each direction and channel at first
 
 enum class SlotStores : int { kAuto, kCached, kStreaming, kClaimed };  // as in Python: env.py
 

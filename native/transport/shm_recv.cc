@@ -19,11 +19,14 @@ class ShmRecv final : public RecvEnd {
         policy_(segment.policy()),
         neighbour_(std::move(neighbour)),
         open_(neighbour_->open[static_cast<std::size_t>(channel)]),
+        hand_(neighbour_->hands[static_cast<std::size_t>(channel)]),
+        hand_bytes_(segment.layout().hand_bytes),
         memory_(segment.owner(other), peer),
         least_private_(LeastPrivate(segment.reads(), segment.policy()).huge),
         peer_(peer),
         base_(segment.base()),
         total_(segment.layout().total_bytes) {
+    hand_.next = &edge_.line(0);
     for (int back = 0; back < kChannels; ++back) {
       own_rings_[static_cast<std::size_t>(back)] = Edge(segment, me, other, back).data;
     }
@@ -52,8 +55,12 @@ class ShmRecv final : public RecvEnd {
       neighbour_->home[static_cast<std::size_t>(line.where.channel)][line.where.fragment % kLines] =
           line.where.fragment + 1;
     }
+    if (place_ == ShmPlace::kHanded && !hand_.Give(line.where.offset)) throw Corrupt("a slot came twice");
     opened_ = false;
     edge_.credit->lines.store(++seen_, std::memory_order_release);
+    hand_.midway = more_;
+    hand_.next = &edge_.line(seen_);
+    hand_.stamp = seen_ + 1;
   }
 
   std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) override {
@@ -77,6 +84,7 @@ class ShmRecv final : public RecvEnd {
     }
     size_ = line.nbytes;
     if (size_ > m.total - at) throw Corrupt("a fragment is too long");
+    more_ = size_ < m.total - at;
     Find(line);
     if (m.total >= least_private_) TryReading();
     taken_ = 0;
@@ -112,6 +120,10 @@ class ShmRecv final : public RecvEnd {
         if (edge_.credit->reads.load(std::memory_order_relaxed) != 1) break;
         address_ = where.offset;
         return;
+      case ShmPlace::kHanded:
+        if (where.offset >= 2 * kHands || size_ > hand_bytes_) break;
+        data_ = hand_.slot(where.offset);
+        return;
     }
     throw Corrupt("a fragment lies nowhere");
   }
@@ -144,16 +156,19 @@ class ShmRecv final : public RecvEnd {
   StorePolicy& policy_;
   std::shared_ptr<Neighbour> neighbour_;
   Neighbour::Open& open_;  // ours, for the sending ends
+  Hand& hand_;
+  std::size_t hand_bytes_;
   PrivateMemory memory_;
   std::size_t least_private_;
   int peer_;
-  bool opened_ = false;  // a fragment was begun and not yet taken whole; the next six are about it
+  bool opened_ = false;  // a fragment was begun and not yet taken whole; the next seven are about it
   ShmPlace place_ = ShmPlace::kLine;
   std::byte* data_ = nullptr;
   std::uint64_t address_ = 0;
   std::size_t size_ = 0;
   std::size_t taken_ = 0;
   bool claimed_ = false;
+  bool more_ = false;       // of its message
   std::uint64_t seen_ = 0;  // fragments consumed
   std::byte* base_;
   std::size_t total_;

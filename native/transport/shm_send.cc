@@ -11,6 +11,7 @@ namespace {
 // Shorter messages are copied: waiting until the peer has read them would cost more.
 constexpr std::size_t kLendBytes = 16 << 10;
 constexpr std::size_t kLentFragment = 256 << 10;
+constexpr int kHandPatience = 500;  // calls, of some 40 ns each, until the ring is taken instead
 constexpr std::size_t kReservedWindow = 256
                                         << 10;  // of a reduction whose sum is sent on; its length is not known there
 
@@ -32,6 +33,8 @@ class ShmSend final : public SendEnd {
         pages_(segment.pages()),
         neighbour_(std::move(neighbour)),
         channel_(channel),
+        hand_(neighbour_->hands[static_cast<std::size_t>(channel)]),
+        hand_bytes_(segment.layout().hand_bytes),
         base_(segment.base()),
         heap_(segment.base() + segment.layout().HeapOffset(me)),
         heap_bytes_(segment.layout().heap_bytes) {}
@@ -40,7 +43,11 @@ class ShmSend final : public SendEnd {
 
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) override {
     if (m.total >= kLendBytes && Lends(m, at, data)) return Lend(m, data, n);  // to the last byte
-    if (n > kInlineBytes) return Copy(m, at, data, n);
+    if (n > kInlineBytes) {
+      if (!m.mutual || !policy_.claims()) return Copy(m, at, data, n);
+      const std::ptrdiff_t handed = HandOver(m, data, n);
+      return handed != 0 ? handed : Copy(m, at, data, n);
+    }
     if (!LineFree()) return kWouldBlock;
     CopyBytes(Line().payload, data, n, false);
     Publish(ShmPlace::kLine, m, n);
@@ -117,6 +124,22 @@ class ShmSend final : public SendEnd {
     return static_cast<std::ptrdiff_t>(n);
   }
 
+  // As many fragments as we have slots to give away; 0 where there are none and others are better not waited for.
+  std::ptrdiff_t HandOver(const Message& m, const std::byte* data, std::size_t n) {
+    std::size_t taken = 0;
+    for (; taken < n && !hand_.empty() && LineFree(); waited_ = 0) {
+      const std::size_t part = std::min(hand_bytes_, n - taken);
+      const std::uint8_t slot = hand_.Take();
+      CopyBytes(hand_.slot(slot), data + taken, part, false);
+      Line().where = {slot, 0, -1, false};
+      Publish(ShmPlace::kHanded, m, part);
+      taken += part;
+    }
+    if (taken > 0) return static_cast<std::ptrdiff_t>(taken);
+    const bool worth = m.may_lend && hand_.empty() && hand_.Due() && ++waited_ < kHandPatience;
+    return worth ? kWouldBlock : 0;
+  }
+
   // As many fragments as there is room for: who writes all and then reads all is faster than who does a little of both.
   std::ptrdiff_t Copy(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
     const std::size_t most = std::min(FragmentBytes(m.total), Window(m.total) / 4);
@@ -186,6 +209,9 @@ class ShmSend final : public SendEnd {
   const OwnPages& pages_;
   std::shared_ptr<Neighbour> neighbour_;
   int channel_;
+  Hand& hand_;
+  std::size_t hand_bytes_;
+  int waited_ = 0;               // calls since one had a slot to give away
   std::uint64_t sent_ = 0;       // fragments published
   std::uint64_t reclaimed_ = 0;  // fragments whose line and slot are free again
   std::uint64_t pos_ = 0;        // data ring filled up to here

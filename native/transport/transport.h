@@ -48,6 +48,7 @@ struct Message {
   bool may_lend = false;   // the sender can wait until the receiver has read it
   int back = -1;           // the channel on which the receiver may send the answer in this message's place, or -1
   bool exchanged = false;  // the receiver only stores it, and the sender has as much to store meanwhile
+  bool mutual = false;     // the sender receives on this channel, too: places of messages may change hands
 };
 
 inline constexpr std::uint64_t kNumberStep = 0x9e3779b97f4a7c15u;

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 class PlanError(ValueError): ...
 class Fault(OSError): ...  # noqa: N818
@@ -349,6 +351,11 @@ class Engine(_Verbs):
     def moves(self) -> int: ...
     @property
     def scratch_bytes(self) -> int: ...
+
+def short_way(collective: int, op: str, operands: int) -> Callable[[F], F]:
+    """Makes of a method (self, sendbuf, recvbuf, op) one whose calls with up to `operands` positional arguments and
+    no keywords first try ``self._call(collective, sendbuf, recvbuf, op, 0)``. Where that gives None, and for all other
+    calls, the method is called as it is written. `op` is for calls without one."""
 
 def read_memory(object: Any, writable: bool) -> tuple[int, int, int] | None: ...
 def know_dtype(dtype: Any, number: int) -> None: ...

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import calls
+from ._native import short_way
 from .calls import OP_LABELS
 from .messages import Messages
 from .regroup import Regrouping
@@ -52,6 +53,7 @@ class Communicator(Messages, Regrouping):
 
     # Collectives.
 
+    @short_way(_ALLREDUCE, _SUM, 3)
     def allreduce(
         self,
         sendbuf: Array,
@@ -81,6 +83,7 @@ class Communicator(Messages, Regrouping):
         call = calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op)
         return self._launch(self._compression.choose(call, compress), async_op, timeout, stream)
 
+    @short_way(_ALLGATHER, _SUM, 2)
     def allgather(
         self,
         sendbuf: Array,
@@ -100,6 +103,7 @@ class Communicator(Messages, Regrouping):
                 return done
         return self._launch(calls.allgather(self._rank, self._size, sendbuf, recvbuf), async_op, timeout, stream)
 
+    @short_way(_REDUCE_SCATTER, _SUM, 3)
     def reduce_scatter(
         self,
         sendbuf: Array,
@@ -203,6 +207,7 @@ class Communicator(Messages, Regrouping):
                 return done
         return self._launch(calls.scatter(self._rank, self._size, sendbuf, recvbuf, root), async_op, timeout, stream)
 
+    @short_way(_ALLTOALL, _SUM, 2)
     def alltoall(
         self,
         sendbuf: Array,
