@@ -187,16 +187,16 @@ class Rank:
         self.synchronize()
         return {"us": 1e6 * (time.perf_counter() - start) / calls}
 
-    def measure(self, op: str, nbytes: int) -> dict[str, float]:
-        """This rank's times of one call in microseconds; `nbytes` is the larger of its two buffers."""
+    def measure(self, op: str, nbytes: int, most: int = 200) -> dict[str, float]:
+        """This rank's times of one call in microseconds, in rows of at most so many; `nbytes` is the larger buffer."""
         whole, share = nbytes // 4, nbytes // 4 // self.size
         send, recv = {"allreduce": (whole, whole), "allgather": (share, whole), "reduce_scatter": (whole, share)}[op]
         call = self.bind(op, send, recv)
         call()
-        return self.timed(call, nbytes) | {"wrong": self.wrong(op, send, recv)}
+        return self.timed(call, nbytes, most) | {"wrong": self.wrong(op, send, recv)}
 
-    def timed(self, call: Call, nbytes: int) -> dict[str, float]:
-        count = max(4, min(200, 1_200_000_000 // max(nbytes, 4 << 20)))
+    def timed(self, call: Call, nbytes: int, most: int = 200) -> dict[str, float]:
+        count = max(4, min(most, 1_200_000_000 // max(nbytes, 4 << 20)))
         for _ in range(WARM):
             call()
         best = cost = float("inf")

@@ -38,6 +38,7 @@ K, M = 1 << 10, 1 << 20
 SMALL, LARGE = (8, 4 * K, 16 * K, 64 * K), (1 * M, 16 * M, 64 * M, 256 * M)
 COPIES = "only the copies"  # gpu_limits.py
 TURNS = 3
+ROW_SECONDS = 0.2  # of a row of calls, once it is known how long one takes
 SECONDS = 120.0  # for one answer
 NO_P2P = {"NCCL_P2P_DISABLE": "1"}
 SOCKETS = NO_P2P | {"NCCL_SHM_DISABLE": "1"}
@@ -83,6 +84,9 @@ def settings(gpus: int) -> Iterator[Setting]:
         points = (*ALLREDUCE, *HALVES, *PRODUCT, *NOTHING) if gpus == 2 else (*BIG, *HALVES)
         asked = {"HETCOLL_ISLANDS": islands}
         yield Setting(f"islands {islands}", gpus, asked, (without, Peer(COPIES, "copies", asked)), points)
+    if gpus == 2:
+        asked = {"HETCOLL_ISLANDS": "0|1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        yield Setting("islands 0|1, one hardware queue", 2, asked, (), tuple(("allreduce", n) for n in (K, *LARGE)))
     plain = (Peer("NCCL", "nccl"), Peer("PyTorch's NCCL", "torch"))
     yield Setting("one island", gpus, {}, plain, (*ALLREDUCE, *HALVES))
     if gpus == 2:
@@ -108,9 +112,9 @@ class Job(StayingRanks):
             commands.append((words, common | own))
         super().__init__(peer.name, commands, errors, SECONDS)
 
-    def measure(self, op: str, nbytes: int) -> dict[str, float]:
+    def measure(self, op: str, nbytes: int, **more: int) -> dict[str, float]:
         """The most of each figure that a rank has."""
-        answers = self.ask({"op": op, "nbytes": nbytes})
+        answers = self.ask({"op": op, "nbytes": nbytes, **more})
         return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
 
@@ -136,10 +140,11 @@ def run(setting: Setting, points: Sequence[tuple[str, int]], home: Path) -> list
             stack.callback(jobs[-1].close)
         for op, nbytes in points:
             row: Row = {}
-            taking_part = [job for job in jobs if part_of(op, nbytes, job.peer)]
             for _ in range(TURNS):
-                for job in taking_part:
-                    seen, old = job.measure(op, nbytes), row.get(job.peer.name)
+                for job in (job for job in jobs if part_of(op, nbytes, job.peer)):
+                    old = row.get(job.peer.name)
+                    rows = {} if old is None or "us" not in old else {"most": int(ROW_SECONDS * 1e6 / old["us"])}
+                    seen = job.measure(op, nbytes, **rows)
                     row[job.peer.name] = seen if old is None else best(seen, old)
             found.append((op, nbytes, row))
             print(line(op, nbytes, row), flush=True)
