@@ -302,7 +302,8 @@ def test_ranks_of_the_benchmark_on_gpus(library: str, tmp_path: Path) -> None:
         pytest.skip(why_not)
     env = standins.environment("cuda", devices=2) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     env |= {} if library == "nccl" else {"HETCOLL_ISLANDS": "0|1"}
-    job = gpus.Job(gpus.Peer(library, library, env), 2, 1 << 20, False, tmp_path / "log")
+    setting = gpus.Setting("two islands", 2, {}, (), ())
+    job = gpus.Job(gpus.Peer(library, library, env), setting, 1 << 20, tmp_path / "log")
     try:
         for op, nbytes in (("allreduce", 65536), ("allgather", 1 << 20), ("reduce_scatter", 1 << 20)):
             found = job.measure(op, nbytes)
