@@ -33,7 +33,7 @@ from .wiring import Check, Wiring
 if TYPE_CHECKING:
     from .islands.native import Native
 
-HELPERS = 3  # threads at most, beside the caller's, that fill and empty slots: one core moves less than PCIe does
+HELPERS = 7  # threads at most, beside the caller's, that fill and empty slots: one core moves a tenth of what PCIe does
 Describe = Callable[[int, str], None]
 Prepare = Callable[[Callable[[Check], _native.Shape], float], _native.Shape]
 Run = Callable[[_native.Shape, int, int, float], _native.Status]
