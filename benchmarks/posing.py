@@ -34,10 +34,8 @@ def posing() -> dict[str, str]:
     """What a rank needs for its GPU to pose as AMD's."""
     sys.path.append(str(HERE.parent / "tests"))
     import standins
-    from cuda.pathfinder import load_nvidia_dynamic_lib
 
-    nccl, nvrtc = (load_nvidia_dynamic_lib(name).abs_path for name in ("nccl", "nvrtc"))
-    return standins.posing(str(nccl), str(nvrtc))
+    return standins.posing()
 
 
 class Job(StayingRanks):

@@ -25,17 +25,21 @@ def _found() -> tuple[int, str]:
 def ranks_on(
     place: str, vendors: Sequence[str | None], more: Env | None = None, *, join: bool = True, **settings: object
 ) -> Ranks:
-    """Ranks with these vendors' GPUs (None: a CPU), one each. `settings` are those of stand-ins (`standins`): GPUs are
-    late and share hardware queues as they are."""
+    """Ranks with these vendors' GPUs, one each: None is a CPU, "posing" NVIDIA's that pose as AMD's. `settings` are
+    those of stand-ins (`standins`): GPUs are late and share hardware queues as they are."""
     if place == STAND_INS:
         for vendor in filter(None, set(vendors)):
             if why_not := standins.why_not(vendor):
                 pytest.skip(why_not)
         env = standins.environments(vendors, len(vendors), **settings)
         return Ranks(len(vendors), {**env, **(more or {})}, join=join)
-    (count, why_not), wanted = _found(), sum(vendor == "cuda" for vendor in vendors)
+    (count, why_not), wanted = _found(), sum(vendor in ("cuda", "posing") for vendor in vendors)
     if "hip" in vendors:
         pytest.skip("no AMD GPU")
     if count < wanted:
         pytest.skip(why_not or f"needs {wanted} GPUs, found {count}")
+    if "posing" in vendors:
+        if reason := standins.why_not("posing"):
+            pytest.skip(reason)
+        more = {**standins.posing(), **(more or {})}
     return Ranks(len(vendors), more, join=join, tidy=False)  # the driver keeps threads and files

@@ -20,20 +20,19 @@ from hetcoll.errors import CollectiveMismatchError, CommunicationError, PeerLost
 
 pytestmark = pytest.mark.standins
 
-VENDOR = {"n": "cuda", "a": "hip", "p": "posing"}
+VENDOR = {"n": "cuda", "a": "hip"}
 ODD = (0, 5, 1009, 70_001)
 
 
 def start(gpus: str, **settings: Any) -> Ranks:
-    """Ranks with a GPU each: "nnap" has two of NVIDIA's, one of AMD's, and one that poses as such.
+    """Ranks with a GPU each: "nna" has two of NVIDIA's and one of AMD's.
 
     Settings in capitals are variables.
     """
     for vendor in {VENDOR[gpu] for gpu in gpus}:
         if why_not := standins.why_not(vendor):
             pytest.skip(why_not)
-    posing = tuple("hip" if gpu == "p" else "auto" for gpu in gpus)
-    env = {"HETCOLL_DEVICE": posing, **{name: value for name, value in settings.items() if name.isupper()}}
+    env = {name: value for name, value in settings.items() if name.isupper()}
     ours = {"timeout": 120, **{name: value for name, value in settings.items() if not name.isupper()}}
     return Ranks(len(gpus), {**standins.environments([VENDOR[gpu] for gpu in gpus], len(gpus), **ours), **env})
 
@@ -101,16 +100,6 @@ def test_explain_says_how_gpus_reach_each_other(mixed: Any) -> None:
     assert "to that of rank 2 (hip gfx942): through pinned slots and 8 sockets (staged: another host)" in "".join(
         far[0]
     )
-
-
-@pytest.mark.parametrize("gpus", ["np", "npp"])
-def test_gpus_that_pose(mixed: Any, gpus: str) -> None:
-    """HIP's calls made to CUDA's driver, and NCCL under RCCL's name: what real GPUs of one vendor can prove of two."""
-    check(mixed(gpus), list(cases_of(len(gpus), (5, 70_001))))
-
-
-def test_gpus_that_pose_exchange_messages(mixed: Any) -> None:
-    mixed("np").run(exchange, timeout=200)
 
 
 def test_messages(mixed: Any) -> None:

@@ -175,9 +175,12 @@ def environments(vendors: Sequence[str | None], devices: int = 1, **settings: ob
     return {name: tuple(env[name] for env in each) for name in each[0]}
 
 
-def posing(nccl: str, nvrtc: str) -> dict[str, str]:
+def posing() -> dict[str, str]:
     """What a process needs for real GPUs of NVIDIA's to pose as AMD's: HIP's calls are made to CUDA's driver, hipRTC is
-    NVRTC (the path of that library), and RCCL is NCCL (the same)."""
+    NVRTC, and RCCL is NCCL, as cuda-python finds them."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    nccl, nvrtc = (str(load_nvidia_dynamic_lib(name).abs_path) for name in ("nccl", "nvrtc"))
     made = build() / "posing"
     root = made / hashlib.sha256(nccl.encode()).hexdigest()[:16]
     (root / "lib").mkdir(parents=True, exist_ok=True)
