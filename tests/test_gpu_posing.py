@@ -34,7 +34,9 @@ def posed(request: pytest.FixtureRequest) -> Iterator[Posed]:
             made.pop(key).kill_all()
         if key not in made:
             env = {"HETCOLL_DEVICE": tuple(DEVICE[kind] for kind in kinds)}
-            made[key] = ranks_on(request.param, [VENDOR[kind] for kind in kinds], env, **{"timeout": 120, **settings})
+            env |= {name: value for name, value in settings.items() if name.isupper()}
+            ours = {"timeout": 120, **{name: value for name, value in settings.items() if not name.isupper()}}
+            made[key] = ranks_on(request.param, [VENDOR[kind] for kind in kinds], env, **ours)
         return made[key]
 
     yield get
@@ -53,6 +55,11 @@ def test_every_type_with_every_reduction(posed: Posed) -> None:
 @pytest.mark.parametrize("kinds", ["npc", "nppc"])
 def test_every_collective_beside_a_cpu(posed: Posed, kinds: str) -> None:
     check(posed(kinds), list(cases_of(len(kinds), (5, 70_001))), run_on_own)
+
+
+def test_every_collective_between_hosts(posed: Posed) -> None:
+    """Ranks of one machine that say they are on two: pinned slots and sockets."""
+    check(posed("npc", HETCOLL_HOST_ID=("a", "b", "b")), list(cases_of(3, (5, 70_001))), run_on_own)
 
 
 def test_messages_in_many_pieces(posed: Posed) -> None:

@@ -26,7 +26,7 @@ from .calls import Call
 from .compression import Compression, DeviceResidual
 from .devices.signals import signal_kernels
 from .diagnosis import Diagnosis, Kind
-from .errors import ArgumentError, BufferTypeError, CollectiveTimeoutError, DeviceError, RegistrationError
+from .errors import ArgumentError, BufferTypeError, DeviceError
 from .gpu_direct import why_not_direct
 from .gpu_edges import GpuEdges, Prepare
 from .gpu_graphs import GpuGraphs
@@ -159,26 +159,13 @@ class GpuPath:
 
     def _try(self, peer: int, data: gpu_proof.Bytes, seconds: float) -> gpu_proof.Bytes | str:
         """See `gpu_proof.Exchange`."""
-        device, n, got = self._device, data.size, np.zeros_like(data)
-        problem, work = "", GpuWork(self, None, "proof of paths()")
-        with contextlib.ExitStack() as undo:
-            send, recv = device.allocate(n), device.allocate(n)
-            undo.callback(device.free, send)
-            undo.callback(device.free, recv)
-            device.copy(send, int(data.ctypes.data), n)
-            device.copy(recv, int(got.ctypes.data), n)
-            try:
-                plan = self._plans.messages(DType.UINT8, (peer, n), (peer, n))
-                self._calls.run(self._bound(plan, "proof of paths()", [], DType.UINT8), send, recv, 0, False)
-                work.wait(seconds)
-            except RegistrationError as error:
-                return str(error)
-            except CollectiveTimeoutError:
-                problem = self._edges.problem(peer) or f"nothing came from rank {peer} in {seconds:.3g} s"
-                self._edges.give_up(peer)
-                work.wait()
-            device.copy(int(got.ctypes.data), recv, n)
-        return self._edges.problem(peer) or problem or got
+
+        def enqueue(send: int, recv: int) -> GpuWork:
+            plan = self._plans.messages(DType.UINT8, (peer, data.size), (peer, data.size))
+            self._calls.run(self._bound(plan, gpu_proof.LABEL, [], DType.UINT8), send, recv, 0, False)
+            return GpuWork(self, None, gpu_proof.LABEL)
+
+        return gpu_proof.exchange_on(self._device, self._edges, enqueue, peer, data, seconds)
 
     @property
     def device(self) -> Device:

@@ -7,6 +7,7 @@ for the next one of `Topology.ways`, which is tried in turn, and all ranks go on
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Collection, Sequence
@@ -15,12 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import InitError
+from .errors import CollectiveTimeoutError, InitError, RegistrationError
 from .topology import SPELLED, Pair, Topology
 
 if TYPE_CHECKING:
+    from .devices.base import Device
+    from .gpu_edges import GpuEdges
     from .gpu_share import GpuShare
+    from .work import Work
 
+LABEL = "proof of paths()"
 _SMALL, _SLOTS = 257, 6  # bytes; and slots full of bytes: then some pieces fill one
 SECONDS = 10.0  # that one pattern may take, whatever HETCOLL_TIMEOUT is: some machines are slow
 _ALL = 64  # ranks among which all pairs are tried
@@ -103,9 +108,35 @@ def try_all(
             if pair in pairs and pair not in failed:
                 problem = _problem(exchange(other, pattern(rank, nbytes), SECONDS), pattern(other, nbytes))
             words = json.dumps([*pair, problem[:_MOST]])
-            told = [json.loads(blob) for blob in meet("proof of paths()", words.encode())]
+            told = [json.loads(blob) for blob in meet(LABEL, words.encode())]
             failed |= {(a, b): f"rank {who}: {text}" for who, (a, b, text) in enumerate(told) if text}
     return failed
+
+
+def exchange_on(
+    device: Device, edges: GpuEdges, enqueue: Callable[[int, int], Work], peer: int, data: Bytes, seconds: float
+) -> Bytes | str:
+    """`Exchange` on a GPU. `enqueue` sends from one address there and receives at another. Streams that wait for what
+    does not come are let go."""
+    n, got, problem = data.size, np.zeros_like(data), ""
+    with contextlib.ExitStack() as undo:
+        send, recv = device.allocate(n), device.allocate(n)
+        undo.callback(device.free, send)
+        undo.callback(device.free, recv)
+        device.copy(send, int(data.ctypes.data), n)
+        device.copy(recv, int(got.ctypes.data), n)
+        try:
+            work = enqueue(send, recv)
+        except RegistrationError as error:
+            return str(error)
+        try:
+            work.wait(seconds)
+        except CollectiveTimeoutError:
+            problem = edges.problem(peer) or f"nothing came from rank {peer} in {seconds:.3g} s"
+            edges.give_up(peer)
+            work.wait()
+        device.copy(int(got.ctypes.data), recv, n)
+    return edges.problem(peer) or problem or got
 
 
 def pattern(rank: int, nbytes: int) -> Bytes:
