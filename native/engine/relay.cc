@@ -83,7 +83,8 @@ void Relay::ConnectVerbs(int peer, int channel, const RelayVerbs& link, std::spa
       for (const int fd : fds) close(fd);
       throw Fault(FaultKind::kSystem, peer, "verbs: the relay has no NICs");
     }
-    return host->Attach({options_.rank, peer, channel, link.ring_bytes, link.device}, link.rails, fds);
+    return host->Attach({options_.rank, peer, channel, link.ring_bytes, link.device, link.recovery_ns}, link.rails,
+                        fds);
   });
   Links& links = links_[{peer, channel}];
   links.verbs = true;

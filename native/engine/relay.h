@@ -52,6 +52,7 @@ struct RelayVerbs {
   std::size_t ring_bytes;
   bool device;  // the slots lie in memory of GPUs, at both ends
   std::vector<std::pair<int, std::string>> rails;
+  std::int64_t recovery_ns = 1'000'000'000;
 };
 
 class RelayEdge;

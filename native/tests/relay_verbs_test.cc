@@ -38,6 +38,7 @@ struct Setting {
   int rails = 2;
   FabricOptions fabric = {};
   std::size_t ring_bytes = 64 << 10;
+  std::int64_t recovery_ns = 1'000'000'000'000;
   std::function<void(Fabric&)> prepare = nullptr;
   bool tried = false;
 };
@@ -64,7 +65,8 @@ class Pair {
       std::vector<std::pair<int, std::string>> rails;
       for (int k = 0; k < setting.rails; ++k) rails.emplace_back(k, Nic(1 - rank, k).device);
       relays[static_cast<std::size_t>(rank)]->ConnectVerbs(
-          1 - rank, channel, {setting.ring_bytes, setting.device, rails}, rank == 0 ? mine : theirs);
+          1 - rank, channel, {setting.ring_bytes, setting.device, rails, setting.recovery_ns},
+          rank == 0 ? mine : theirs);
       for (const bool out : {true, false}) AddEdge(rank, channel, out);
     }
   }

@@ -72,11 +72,12 @@ void Recovering() {
   }
 }
 
-// Registered memory is sent from and written to all the while, by rails that die and come back.
-void RecoveringDirect() {
+// Registered memory is sent from and written to all the while, by rails that die and come back; where there is only
+// one, TCP carries it meanwhile.
+void RecoveringDirect(int rails) {
   Job job({.size = 2,
            .over = Over::kVerbs,
-           .rails = 2,
+           .rails = rails,
            .ring_bytes = 256 << 10,
            .recovery_ns = kSoonNs,
            .fabric = {.threaded = true}});
@@ -84,7 +85,7 @@ void RecoveringDirect() {
   constexpr std::size_t kCount = (1 << 20) / 8;
   std::atomic<bool> enough{false};
   std::thread cables([&] {
-    for (int n = 0; n < 4; ++n) {
+    for (int n = 0; n < 2 * rails; ++n) {
       job.fabric().Change(n, [](FakeNic& nic) { nic.down = true; });
       CHECK(Within(kPatience, [&] { return Links(job.engine(0)).find("\"down\"") != std::string::npos; }), "cut");
       job.fabric().Change(n, Repair);
@@ -97,7 +98,7 @@ void RecoveringDirect() {
   job.Run([&](int rank, Engine& e) {
     Bytes buffer = Input(rank, kCount, DType::kInt64);
     const Bytes want = Sum(2, kCount, DType::kInt64);
-    Registered memory(job, rank, 2, buffer);
+    Registered memory(job, rank, rails, buffer);
     const auto shape = BindAllreduce(e, 2, rank, RingAllreduce, DType::kInt64, kCount);
     for (int round = 0;; ++round) {
       if (rank == 0) more[round % 2] = enough ? -round - 1 : round + 1;  // rank 1 may be a round behind, no more
@@ -110,8 +111,103 @@ void RecoveringDirect() {
     CHECK(memory.End(), "nobody needs it any more");
   });
   cables.join();
-  CHECK(Counter(job.engine(0), "recovered_rails") >= 4, "%s", Links(job.engine(0)).c_str());
+  CHECK(Counter(job.engine(0), "recovered_rails") >= 2 * static_cast<unsigned>(rails), "%s",
+        Links(job.engine(0)).c_str());
   CHECK(Counter(job.engine(0), "staged_bytes") == 0, "nothing was copied");
+}
+
+void RecoveringDirect() {
+  RecoveringDirect(2);
+  RecoveringDirect(1);
+}
+
+// All cables of a link are pulled at once, in the middle of calls, and put back: it goes over TCP and comes back from
+// there, again and again. Who is idle does so as well.
+void Returning() {
+  for (int rails = 1; rails <= 2; ++rails) {
+    for (const bool threaded : {false, true}) {
+      Job job({.size = 2,
+               .over = Over::kVerbs,
+               .rails = rails,
+               .ring_bytes = 64u << 10,
+               .recovery_ns = kSoonNs,
+               .fabric = {.threaded = threaded, .overtake = threaded}});
+      Settle(job);
+      const auto tell = [&] { return Links(job.engine(0)) + Links(job.engine(1)); };
+      for (int turn = 0; turn < 4; ++turn) {
+        const std::string what = std::to_string(rails) + " rails, turn " + std::to_string(turn);
+        const std::uint64_t tcp = Counter(job.engine(0), "tcp_bytes");
+        const auto all = [&](const std::function<void(FakeNic&)>& change) {
+          for (int k = 0; k < rails; ++k) job.fabric().Change(turn % 2 * rails + k, change);  // at either end
+        };
+        all([](FakeNic& nic) { nic.down_from = nic.bytes + 30000; });
+        for (const std::int64_t start = NowNs();
+             Counter(job.engine(0), "tcp_bytes") < tcp + 100'000 && Seconds(start) < kPatience;) {
+          Rounds(job, 1, 20011, what);
+        }
+        CHECK(Counter(job.engine(0), "tcp_bytes") >= tcp + 100'000, "%s: %s", what.c_str(), tell().c_str());
+        CHECK(Counter(job.engine(0), "links_over_tcp") > 0, "%s: %s", what.c_str(), tell().c_str());
+        all(Repair);
+        const auto back = [&] { return tell().find("\"down\"") == std::string::npos; };
+        if (turn >= 2) {
+          CHECK(Within(kPatience, back), "%s: %s", what.c_str(), tell().c_str());
+        }
+        for (const std::int64_t start = NowNs(); !back() && Seconds(start) < kPatience;) Rounds(job, 3, 20011, what);
+        CHECK(back() && Counter(job.engine(0), "links_over_tcp") == 0, "%s: %s", what.c_str(), tell().c_str());
+        const std::uint64_t before = Counter(job.engine(0), "tcp_bytes");
+        const std::uint64_t carried = Counter(job.engine(0), "bytes");
+        Rounds(job, 4, 20011, what);
+        CHECK(Counter(job.engine(0), "tcp_bytes") == before, "%s: nothing goes over TCP any more", what.c_str());
+        CHECK(Counter(job.engine(0), "bytes") > carried, "%s: but over rails", what.c_str());
+      }
+      const std::string told = Events(job.engine(0));
+      CHECK(told.find("going on over TCP") != std::string::npos, "%s", told.c_str());
+      CHECK(told.find("took up a lost rail again, 1 in use") != std::string::npos, "%s", told.c_str());
+      CHECK(job.fabric().complaints().empty(), "queues held");
+    }
+  }
+}
+
+// Many messages one way, which the receiver takes late: those that went by rails that died, over TCP, and by rails that
+// came back come in the order in which they were sent.
+void Order() {
+  constexpr int kMessages = 120;
+  Job job(
+      {.size = 2, .over = Over::kVerbs, .ring_bytes = 64u << 10, .recovery_ns = kSoonNs, .fabric = {.threaded = true}});
+  Settle(job);
+  const auto size = [](int i) { return static_cast<std::size_t>(1 + i * 977 % 50'000); };
+  std::atomic<bool> done{false};
+  std::thread cables([&] {
+    for (int n = 0; !done; n = 1 - n) {
+      job.fabric().Change(n, [](FakeNic& nic) { nic.down = true; });
+      SleepMs(3);
+      job.fabric().Change(n, Repair);
+      SleepMs(10);
+    }
+  });
+  for (int turn = 0; turn < 10; ++turn) {
+    job.Run([&](int rank, Engine& e) {
+      std::vector<Bytes> buffers;
+      std::vector<std::shared_ptr<Task>> tasks;
+      for (int i = 0; i < kMessages; ++i) {
+        buffers.emplace_back(size(i), rank == 0 ? static_cast<std::byte>(i + turn) : std::byte{0});
+        if (rank == 1 && i % 40 == 0) SleepMs(15);  // until then the sender has as much under way as it may
+        const auto shape = BindMessage(e, 2, rank, 1 - rank, rank == 0, size(i));
+        tasks.push_back(e.Submit(shape, buffers.back().data(), buffers.back().data()));
+      }
+      for (const auto& task : tasks) {
+        CHECK(e.Drive(*task, DeadlineNs(kPatience)) == Outcome::kDone, "rank %d: %s", rank, e.failure().text.c_str());
+      }
+      for (int i = 0; rank == 1 && i < kMessages; ++i) {
+        CHECK(buffers[static_cast<std::size_t>(i)] == Bytes(size(i), static_cast<std::byte>(i + turn)), "message %d",
+              i);
+      }
+    });
+  }
+  done = true;
+  cables.join();
+  CHECK(Counter(job.engine(0), "tcp_bytes") > 0 && Counter(job.engine(0), "recovered_rails") > 0, "%s",
+        Links(job.engine(0)).c_str());
 }
 
 // Whatever goes wrong with a new rail, at either end, the calls go on, and once it is mended the rail comes back.
@@ -221,8 +317,8 @@ void RecoveringTooLate() {
 }
 
 constexpr Scenario kScenarios[] = {
-    {"recovering", Recovering}, {"again", RecoveringDirect}, {"vain", RecoveringInVain},
-    {"givingup", GivingUp},     {"late", RecoveringTooLate},
+    {"recovering", Recovering},  {"again", RecoveringDirect}, {"vain", RecoveringInVain}, {"givingup", GivingUp},
+    {"late", RecoveringTooLate}, {"returning", Returning},    {"order", Order},
 };
 
 }  // namespace

@@ -72,6 +72,7 @@ class VerbsRecv final : public RecvEnd {
       taken = v.n;
       if (v.data != dst) CopyBytes(dst, v.data, static_cast<std::size_t>(v.n), stream);
       link_->inbox().Consume(static_cast<std::size_t>(v.n));
+      link_->Confirm();
     }
     if (taken != kWouldBlock) link_->Taken(m, at + static_cast<std::size_t>(taken));
     return taken;
@@ -87,6 +88,7 @@ class VerbsRecv final : public RecvEnd {
   void Consume(std::size_t n) override {
     if (RecvEnd* tcp = link_->tcp_recv()) return tcp->Consume(n);
     link_->inbox().Consume(n);
+    link_->Confirm();
   }
 
   void AddPoll(std::vector<pollfd>& fds) const override {
@@ -112,12 +114,11 @@ class VerbsRecv final : public RecvEnd {
   std::shared_ptr<VerbsLink> link_;
 };
 
-const char* Name(VerbsLink::State state) {
-  switch (state) {
+const char* PathOf(const VerbsLink& link) {
+  if (link.over_tcp()) return "tcp";
+  switch (link.state()) {
     case VerbsLink::State::kUp:
       return "verbs";
-    case VerbsLink::State::kTcp:
-      return "tcp";
     case VerbsLink::State::kSwitch:
       return "switching to tcp";
     default:
@@ -223,7 +224,7 @@ std::string VerbsHost::Describe() const {
   for (const auto& link : links_) {
     const VerbsLinkOptions& o = link->options();
     out += std::string(out.size() > 1 ? "," : "") + "{\"peer\":" + std::to_string(o.peer) +
-           ",\"channel\":" + std::to_string(o.channel) + ",\"path\":" + Quote(Name(link->state())) +
+           ",\"channel\":" + std::to_string(o.channel) + ",\"path\":" + Quote(PathOf(*link)) +
            ",\"lost_rails\":" + std::to_string(link->lost_rails()) +
            ",\"resent\":" + std::to_string(link->outbox().counters().resent) + ",\"rails\":[";
     for (const auto& rail : link->rails()) {
@@ -255,6 +256,7 @@ std::vector<std::pair<std::string, std::uint64_t>> VerbsHost::Counters() const {
     const Outbox::Counters& c = link->outbox().counters();
     out.lent_bytes += c.lent_bytes;
     out.copied_bytes += c.copied_bytes;
+    out.tcp_bytes += c.tcp_bytes;
     out.resent += c.resent;
     out.full += c.full;
     out.invitations += c.invitations;
@@ -272,6 +274,7 @@ std::vector<std::pair<std::string, std::uint64_t>> VerbsHost::Counters() const {
           {"zero_copy_bytes", out.lent_bytes},
           {"direct_bytes", rails.direct_bytes},
           {"staged_bytes", out.copied_bytes},
+          {"tcp_bytes", out.tcp_bytes},
           {"invitations", out.invitations},
           {"waits", out.full},
           {"resent", out.resent},

@@ -2,8 +2,8 @@
 //
 // Who does what, from the inside out: abi.h and api.h are libibverbs as we see it; a Nic is a port; a Rail is a queue
 // pair with its two rings; an Outbox spreads a link's frames over its rails and keeps them until they are delivered, an
-// Inbox puts them in order again; a VerbsLink makes the rails, notices their deaths and ends up on TCP when none is
-// left. This file is what the engine sees: all links of one engine.
+// Inbox puts them in order again; a VerbsLink makes the rails, notices their deaths, has TCP carry the frames while
+// none is left, and takes them up again. This file is what the engine sees: all links of one engine.
 #pragma once
 
 #include <cstdint>

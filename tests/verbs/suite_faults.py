@@ -98,6 +98,35 @@ def test_both_cables_are_cut(launch: Launch) -> None:
         assert len(lines) == len(set(lines)), lines  # once each
 
 
+def test_both_cables_are_back(launch: Launch) -> None:
+    """In the middle of calls: they go on over TCP, and over RDMA again."""
+    ranks = verbs(launch, 2, **PROMPT)
+
+    def cut_and_mend() -> None:
+        unplug("veth1")
+        unplug("veth2")
+        time.sleep(2)  # so long it is over TCP, though nothing depends on that
+        plug("veth1")
+        plug("veth2")
+        time.sleep(4)
+
+    for counters, text in run_while(ranks, cut_and_mend):
+        assert counters["lost_rails"] > 0, text
+    wait_until(lambda: all(c["recovered_rails"] == c["lost_rails"] for c, _ in ranks.run(told)), 60)
+    assert all(counters["tcp_bytes"] > COUNT for counters, _ in ranks.run(told)), ranks.run(told)
+    before = ranks.run(told)
+    ranks.run(add_up, 3)
+    for (was, _), (now, text) in zip(before, ranks.run(told), strict=True):
+        assert now["links_over_tcp"] == 0, text
+        assert now["tcp_bytes"] == was["tcp_bytes"], text
+        assert now["bytes"] > was["bytes"] + COUNT, text
+        assert "over verbs" in text
+        assert "(down" not in text, text
+    lines = ranks.output(0).splitlines()
+    assert any("going on over TCP" in line for line in lines), lines
+    assert any("took up a lost rail again, 1 in use" in line for line in lines), lines
+
+
 def split(comm: hetcoll.Communicator) -> tuple[dict[str, int], str]:
     """What a communicator that is made now says after some calls."""
     part = comm.split(0)

@@ -46,7 +46,7 @@ void VerbsLink::TakeHello() {
       rail->Kill(fault.what());
     }
   }
-  lifeline_.Send(Word{kReady, Alive(), 0});
+  lifeline_.Send(Word{kReadyWord, Alive(), 0});
   state_ = State::kConnect;
 }
 
@@ -62,7 +62,7 @@ void VerbsLink::SendProbe(Rail& rail) {
 
 void VerbsLink::TakeProbe(Rail& rail, const Frame& frame, const std::byte* payload) {
   const Recovery& r = recoveries_[static_cast<std::size_t>(rail.number())];
-  const bool again = r.rail.get() == &rail;
+  const bool again = r.made.rail.get() == &rail;
   const std::uint32_t seed = again ? r.peer.psn : peer_hello_.addresses[rail.number()].psn;
   bool whole = frame.nbytes == options_.ring_bytes / 4;
   for (std::size_t i = 0; i < frame.nbytes && whole; ++i) whole = payload[i] == ProbeByte(seed, i);
@@ -84,7 +84,7 @@ void VerbsLink::Probe() {
     }
   }
   Word word{};
-  if (!heard_ && ReceiveWord(kVerified, word)) {
+  if (!heard_ && ReceiveWord(kVerifiedWord, word)) {
     heard_ = word.mask;
     for (const auto& rail : rails_) {
       if ((word.mask & 1u << rail->number()) == 0) rail->Kill(rail->Name() + ": nothing came through to the peer");
@@ -92,7 +92,7 @@ void VerbsLink::Probe() {
   }
   if (!told_ && (Alive() & ~verified_) == 0) {
     told_ = Alive();
-    lifeline_.Send(Word{kVerified, *told_, 0});
+    lifeline_.Send(Word{kVerifiedWord, *told_, 0});
   }
   if (told_ && heard_) FinishProbe(*told_ & *heard_);
 }
@@ -111,8 +111,6 @@ void VerbsLink::FinishProbe(std::uint32_t mask) {
     Tell(std::to_string(std::popcount(mask)) + " of " + std::to_string(rails_.size()) + " rails in use" + why);
   if (mask != 0) return PostInvitations();
   if (options_.device) LostLast();
-  inbox_.Cut(0);
-  sent_all_ = got_all_ = true;
   state_ = State::kSwitch;
 }
 

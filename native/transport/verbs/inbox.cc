@@ -42,6 +42,7 @@ void Inbox::Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const s
 
 void Inbox::Arrived(const Frame& frame, std::unique_ptr<std::byte[]> payload) {
   Arrival* a = Take(frame);
+  tcp_end_ = std::max(tcp_end_, frame.seq + 1);
   if (a == nullptr) return;
   a->payload = payload.get();
   a->copy = std::move(payload);
@@ -79,23 +80,17 @@ void Inbox::Consume(std::size_t n) {
   if (a.rail != nullptr) a.rail->Release(a.index, (a.frame.flags & kFrameLent) != 0);
 }
 
-std::uint64_t Inbox::missing() const {
-  std::uint64_t seq = due_;
-  while (seq < due_ + kWindow && At(seq).present) ++seq;
-  return seq;
-}
-
 bool Inbox::Land(const Nic& nic, std::uint64_t answered, std::uint64_t begun) {
   bool more = false;
   for (std::uint64_t seq = due_; seq < end_; ++seq) {
     Arrival& a = At(seq);
     if (!a.present || a.landed || a.nic != &nic) continue;
     a.landed = a.reads < answered;
-    more |= a.reads == begun;
+    more |= a.reads >= begun;
   }
   std::erase_if(again_, [&](const Again& again) {
     if (&again.rail->nic() != &nic) return false;
-    more |= again.reads == begun;
+    more |= again.reads >= begun;
     if (again.reads >= answered) return false;
     again.rail->Release(again.index, true);
     return true;
@@ -125,6 +120,7 @@ void Inbox::Leave(const Rail& rail) {
   for (std::uint64_t seq = due_; seq < end_; ++seq) {
     if (At(seq).present && At(seq).rail == &rail) Copy(At(seq));
   }
+  std::erase_if(again_, [&](const Again& again) { return again.rail == &rail; });  // it comes once more
 }
 
 void Inbox::Copy(Arrival& a) {

@@ -43,17 +43,14 @@ class Inbox {
   void Forget(const Nic& nic);
 
   std::uint64_t due() const { return due_; }
-  // The first frame that has not arrived.
-  std::uint64_t missing() const;
-  // From frame `seq` on there are no more frames, but plain TCP; whether all before it are used up.
-  void Cut(std::uint64_t seq) { cut_ = seq; }
-  bool exhausted() const { return due_ == cut_; }
+  // Behind the last frame that came over TCP.
+  std::uint64_t tcp_end() const { return tcp_end_; }
 
   // Copies what waits for an earlier frame, so that there is room in the rails' rings for that one: it may have to be
   // sent again behind them.
   void MakeRoom();
 
-  // Copies what this dead rail brought: its ring is needed.
+  // Copies what this dead rail brought: its ring is needed, and it will be no more.
   void Leave(const Rail& rail);
 
   std::uint64_t twice() const { return twice_; }
@@ -90,7 +87,7 @@ class Inbox {
   std::vector<Again> again_;
   std::uint64_t due_ = 0;
   std::uint64_t end_ = 0;  // behind the last that arrived
-  std::uint64_t cut_ = UINT64_MAX;
+  std::uint64_t tcp_end_ = 0;
   std::uint64_t direct_signature_ = 0;
   const std::byte* direct_ = nullptr;
   std::size_t taken_ = 0;  // bytes of the frame that is due

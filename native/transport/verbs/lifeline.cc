@@ -1,6 +1,8 @@
 #include "transport/verbs/lifeline.h"
 
 #include <fcntl.h>
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -25,49 +27,68 @@ Lifeline::~Lifeline() {
   for (int fd : fds_) close(fd);
 }
 
-void Lifeline::SendBytes(const void* data, std::size_t n) {
+// What the socket takes at once.
+std::size_t Lifeline::Write(const std::byte* data, std::size_t n, int flags) {
+  std::size_t done = 0;
+  while (done < n && !ended_) {
+    const ssize_t sent = send(fds_[0], data + done, n - done, MSG_NOSIGNAL | MSG_DONTWAIT | flags);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0 && errno == EAGAIN) break;
+    if (sent < 0) {
+      ended_ = true;
+      break;
+    }
+    done += static_cast<std::size_t>(sent);
+  }
+  return done;
+}
+
+void Lifeline::SendBytes(const void* data, std::size_t n, int flags) {
   const auto* bytes = static_cast<const std::byte*>(data);
-  out_.insert(out_.end(), bytes, bytes + n);
-  Flush();
+  const std::size_t done = Flush() ? Write(bytes, n, flags) : 0;
+  out_.insert(out_.end(), bytes + done, bytes + n);
+}
+
+void Lifeline::SendFrame(const Frame& frame, const std::byte* payload) {
+  const struct {
+    Word word;
+    Frame frame;
+  } head{{kFrameWord, 0, frame.seq}, frame};
+  SendBytes(&head, sizeof head, frame.nbytes > 0 ? MSG_MORE : 0);
+  SendBytes(payload, frame.nbytes);
 }
 
 bool Lifeline::Flush() {
-  while (out_at_ < out_.size() && !ended_) {
-    const ssize_t n = send(fds_[0], out_.data() + out_at_, out_.size() - out_at_, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && errno == EAGAIN) return false;
-    if (n < 0) {
-      ended_ = true;
-      return false;
-    }
-    out_at_ += static_cast<std::size_t>(n);
-  }
+  out_at_ += Write(out_.data() + out_at_, out_.size() - out_at_, 0);
   if (out_at_ < out_.size()) return false;
   out_.clear();
   out_at_ = 0;
   return true;
 }
 
-// Never reads beyond the record: what follows may be for the TCP ends.
-bool Lifeline::Fill(std::size_t n) {
-  while (in_.size() < n && !ended_) {
-    const std::size_t have = in_.size();
-    in_.resize(n);
-    const ssize_t got = recv(fds_[0], in_.data() + have, n - have, MSG_DONTWAIT);
-    in_.resize(have + static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
-    if (got > 0 || (got < 0 && errno == EINTR)) continue;
-    if (got < 0 && errno == EAGAIN) return false;
-    ended_ = true;
-  }
-  return in_.size() >= n;
+bool Lifeline::Delivered() {
+  int waiting = 0;
+  return ended_ || (Flush() && (ioctl(fds_[0], SIOCOUTQ, &waiting) != 0 || waiting == 0));
 }
 
-std::unique_ptr<std::byte[]> Lifeline::ReceiveBlock(std::size_t n) {
-  if (!Fill(n)) return nullptr;
-  auto block = std::make_unique<std::byte[]>(n);
-  std::copy(in_.begin(), in_.end(), block.get());
-  in_.clear();
-  return block;
+bool Lifeline::ReceiveBytes(std::byte* to, std::size_t n, std::size_t& have) {
+  while (have < n && !ended_) {
+    const ssize_t got = recv(fds_[0], to + have, n - have, MSG_DONTWAIT);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno == EAGAIN) return false;
+    if (got <= 0) ended_ = true;
+    have += static_cast<std::size_t>(std::max<ssize_t>(got, 0));
+  }
+  return have == n;
+}
+
+// Never reads beyond the record: what follows may be for the TCP ends.
+bool Lifeline::Fill(std::size_t n) {
+  std::size_t have = in_.size();
+  in_.resize(n);
+  const bool whole = ReceiveBytes(in_.data(), n, have);
+  in_.resize(have);
+  return whole;
 }
 
 void Lifeline::AddPoll(std::vector<pollfd>& fds) const {

@@ -1,5 +1,5 @@
-// The TCP connection beside a link's rails: it carries the handshake, ends when the peer does, and takes over when the
-// last rail has died.
+// The TCP connection beside a link's rails: it carries the handshake, ends when the peer does, and carries the frames
+// while no rail is left.
 #pragma once
 
 #include <poll.h>
@@ -11,8 +11,24 @@
 #include <vector>
 
 #include "transport/transport.h"
+#include "transport/verbs/frame.h"
 
 namespace hetcoll {
+
+// What ends say to each other there.
+struct Word {
+  std::uint32_t kind;
+  std::uint32_t mask;
+  std::uint64_t seq;
+};
+enum WordKind : std::uint32_t {
+  kReadyWord = 1,     // rails that could be connected
+  kVerifiedWord = 2,  // rails that brought the probe
+  kFrameWord = 3,     // a Frame and its payload follow
+  kTakenWord = 4,     // of frames that came here, the first that is not used up
+  kRailWord = 5,      // a rail's number and attempt; a RailAddress follows
+  kLostWord = 6,      // a rail's number and life: it is lost
+};
 
 class Lifeline {
  public:
@@ -34,9 +50,11 @@ class Lifeline {
     in_.clear();
     return true;
   }
-  void SendBytes(const void* data, std::size_t n);
-  std::unique_ptr<std::byte[]> ReceiveBlock(std::size_t n);  // null until all of it is here
-  bool Flush();                                              // whether all that was sent is on its way
+  void SendFrame(const Frame& frame, const std::byte* payload);
+  // Receives what is missing of n bytes, of which `have` are there. Whether all are.
+  bool ReceiveBytes(std::byte* to, std::size_t n, std::size_t& have);
+  bool Flush();      // whether all that was sent is on its way
+  bool Delivered();  // whether the peer's system has all of it
   bool ended() const { return ended_; }
 
   void AddPoll(std::vector<pollfd>& fds) const;
@@ -44,6 +62,8 @@ class Lifeline {
   std::vector<int> Release();  // the descriptors; nothing may be left to flush
 
  private:
+  void SendBytes(const void* data, std::size_t n, int flags = 0);
+  std::size_t Write(const std::byte* data, std::size_t n, int flags);
   bool Fill(std::size_t n);
 
   std::vector<int> fds_;

@@ -31,7 +31,7 @@ VerbsLink::VerbsLink(const VerbsLinkOptions& options, std::span<const std::pair<
       lifeline_(fds, options.peer),
       memory_(Map(2 * rails.size() * options.ring_bytes, options.peer)),
       rails_(MakeRails(rails)),
-      outbox_(rails_, shared.regions, options.ring_bytes, options.peer, options.device),
+      outbox_(rails_, lifeline_, shared.regions, options.ring_bytes, options.peer, options.device),
       inbox_(options.peer, options.device),
       recoveries_(rails.size()) {
   SendHello();
@@ -65,7 +65,7 @@ void VerbsLink::Drive() {
 void VerbsLink::DriveOnce() {
   Word word{};
   if (state_ == State::kHello) TakeHello();
-  if (state_ == State::kConnect && ReceiveWord(kReady, word)) {
+  if (state_ == State::kConnect && ReceiveWord(kReadyWord, word)) {
     KillRails(~word.mask, "the peer could not connect its end");
     for (const auto& rail : rails_) {
       if (rail->alive()) SendProbe(*rail);
@@ -75,16 +75,12 @@ void VerbsLink::DriveOnce() {
   }
   if (state_ == State::kProbe) Probe();
   if (state_ == State::kUp) {
+    if (Alive() == 0) ReadWords();
     PollRails();
     if (outbox_.resending()) outbox_.Resend();
     PostInvitations();
   }
-  if (state_ == State::kSwitch) {
-    ReadWords();
-    if (peer_switch_ && !sent_all_) TakeSwitch();
-    if (peer_switch_ && !got_all_) TakeFrames();
-    if (lifeline_.Flush() && sent_all_ && got_all_) GoOverTcp();
-  }
+  if (state_ == State::kSwitch && lifeline_.Flush()) GoOverTcp();
 }
 
 bool VerbsLink::Service() {
@@ -93,10 +89,10 @@ bool VerbsLink::Service() {
   const bool ended = lifeline_.ended();
   if (state_ == State::kUp) {
     ReadWords();
-    if (peer_switch_) KillRails(~0u, "the peer has lost all rails");
+    Confirm(true);
     const std::int64_t now = NowNs();
     for (const auto& rail : rails_) rail->Watch(now);
-    if (!peer_switch_) Recover(now);
+    Recover(now);
   }
   Drive();
   return news != news_ || ended != lifeline_.ended();
@@ -144,7 +140,7 @@ void VerbsLink::OnLost(int rail, std::uint32_t life) {
 void VerbsLink::Fence() {
   for (const auto& rail : rails_) rail->Kill("the engine has failed");
   for (const Recovery& r : recoveries_) {
-    if (r.rail != nullptr) r.rail->Kill("the engine has failed");
+    if (r.made.rail != nullptr) r.made.rail->Kill("the engine has failed");
   }
   if (!fault_) fault_ = Fault(FaultKind::kAborted, options_.rank, "verbs: the engine has failed");
   outbox_.DeliveredBefore(outbox_.next());
@@ -156,14 +152,12 @@ void VerbsLink::Fence() {
 void VerbsLink::PollRails() {
   for (const auto& rail : rails_) rail->Poll(*this);
   for (const Recovery& r : recoveries_) {
-    if (Rail* rail = r.rail.get()) rail->Poll(*this);
+    if (Rail* rail = r.made.rail.get()) rail->Poll(*this);
   }
   for (const auto& rail : rails_) {
     if (!rail->alive() && (buried_ & 1u << rail->number()) == 0) Bury(*rail);
   }
-  if (Alive() != 0 || lifeline_.ended()) return;
-  if (options_.device) LostLast();
-  Switch();
+  if (options_.device && Alive() == 0 && !lifeline_.ended()) LostLast();
 }
 
 void VerbsLink::Bury(Rail& rail) {
@@ -182,6 +176,11 @@ void VerbsLink::Bury(Rail& rail) {
   for (const auto& other : rails_) {
     if (other->alive()) other->PostLost(rail.number(), recoveries_[static_cast<std::size_t>(rail.number())].life);
   }
+  if (left != 0 || leaving_) return;
+  for (const auto& other : rails_) {  // the last may not have brought the news of those before
+    const Recovery& r = recoveries_[static_cast<std::size_t>(other->number())];
+    if (IsLost(*other)) lifeline_.Send(Word{kLostWord, static_cast<std::uint32_t>(other->number()), r.life});
+  }
 }
 
 void VerbsLink::LostLast() const {
@@ -194,77 +193,69 @@ void VerbsLink::LostLast() const {
                   why);
 }
 
-void VerbsLink::Switch() {
-  lifeline_.Send(Word{kSwitchWord, 0, inbox_.missing()});
-  state_ = State::kSwitch;
-}
-
-// What the lifeline brings while the rails are in use.
+// What the lifeline brings while the link is up.
 void VerbsLink::ReadWords() {
-  while (!peer_switch_ && !got_all_) {
-    Word word{};
+  lifeline_.Flush();
+  for (Word word{};;) {
     if (rail_word_) {
       if (!TakeOffer()) return;
-    } else if (!lifeline_.Receive(word)) {
-      return;
-    } else if (word.kind == kRailWord) {
-      rail_word_ = word;
+    } else if (in_frame_) {
+      if (!TakeFrame()) return;
+    } else if (lifeline_.Receive(word)) {
+      TakeWord(word);
     } else {
-      CheckWord(kSwitchWord, word);
-      peer_switch_ = word;
+      return;
     }
   }
 }
 
-void VerbsLink::TakeSwitch() {
-  if (peer_switch_->seq > outbox_.next()) {
-    throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: the peer has frames that were not sent");
-  }
-  outbox_.DeliveredBefore(peer_switch_->seq);
-  if (outbox_.lends_device_memory()) {
-    throw Fault(
-        FaultKind::kSystem, options_.peer,
-        "verbs: the last rail is lost, and what it carried lies in memory of a device, where TCP cannot get it");
-  }
-  outbox_.TakeRest([&](const Frame& frame, const std::byte* payload) {
-    lifeline_.Send(Word{kFrameWord, 0, frame.seq});
-    lifeline_.Send(frame);
-    lifeline_.SendBytes(payload, frame.nbytes);
-  });
-  lifeline_.Send(Word{kEndWord, 0, outbox_.next()});
-  sent_all_ = true;
-  ++news_;
-}
-
-void VerbsLink::TakeFrames() {
-  for (;;) {
-    if (!in_frame_) {
-      Word word{};
-      if (!lifeline_.Receive(word)) return;
-      if (word.kind == kEndWord) {
-        if (inbox_.missing() != word.seq) throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: frames are missing");
-        inbox_.Cut(word.seq);
-        got_all_ = true;
-        ++news_;
-        return;
-      }
-      CheckWord(kFrameWord, word);
+void VerbsLink::TakeWord(const Word& word) {
+  switch (word.kind) {
+    case kRailWord:
+      rail_word_ = word;
+      return;
+    case kFrameWord:
       in_frame_ = true;
-    }
-    if (!incoming_) {
-      Frame frame{};
-      if (!lifeline_.Receive(frame)) return;
-      if (frame.nbytes > options_.ring_bytes)
-        throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: a frame too long");
-      incoming_ = frame;
-    }
-    std::unique_ptr<std::byte[]> payload = lifeline_.ReceiveBlock(incoming_->nbytes);
-    if (payload == nullptr) return;
-    inbox_.Arrived(*incoming_, std::move(payload));
-    incoming_.reset();
-    in_frame_ = false;
-    ++news_;
+      return;
+    case kLostWord:
+      return OnLost(static_cast<int>(word.mask), static_cast<std::uint32_t>(word.seq));
+    default:
+      CheckWord(kTakenWord, word);
+      if (word.seq > outbox_.next()) {
+        throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: the peer has frames that were not sent");
+      }
+      outbox_.DeliveredBefore(word.seq);
+      ++news_;
   }
+}
+
+// False until the rest of it is here.
+bool VerbsLink::TakeFrame() {
+  if (!incoming_) {
+    Frame frame{};
+    if (!lifeline_.Receive(frame)) return false;
+    if (frame.nbytes > options_.ring_bytes || options_.device) {
+      throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: a frame that may not come over TCP");
+    }
+    incoming_ = {frame, std::make_unique_for_overwrite<std::byte[]>(frame.nbytes), 0};
+  }
+  if (!lifeline_.ReceiveBytes(incoming_->payload.get(), incoming_->frame.nbytes, incoming_->have)) return false;
+  inbox_.Arrived(incoming_->frame, std::move(incoming_->payload));
+  incoming_.reset();
+  in_frame_ = false;
+  ++news_;
+  return true;
+}
+
+void VerbsLink::SendTaken() {
+  if (leaving_) return;
+  confirmed_ = inbox_.due();
+  lifeline_.Send(Word{kTakenWord, 0, confirmed_});
+}
+
+void VerbsLink::GrantRest() {
+  granted_ = inbox_.due();
+  for (const auto& rail : rails_) rail->Grant();
 }
 
 void VerbsLink::GoOverTcp() {
@@ -315,14 +306,14 @@ void VerbsLink::AddPoll(std::vector<pollfd>& fds) {
   try {
     if (state_ == State::kProbe || state_ == State::kUp) {
       for (const auto& rail : rails_) watch(rail.get());
-      for (const Recovery& r : recoveries_) watch(r.rail.get());
+      for (const Recovery& r : recoveries_) watch(r.made.rail.get());
     }
     Drive();  // what came before the queues were armed announces itself to nobody
   } catch (const Fault&) {
     awake = true;  // it is thrown again where it can be caught
   }
   if (awake || landing_ || news != news_) fds.push_back(shared_.ready.Poll());
-  if (state_ != State::kUp) AddWatch(fds);
+  if (state_ != State::kUp || Alive() == 0) AddWatch(fds);
 }
 
 bool VerbsLink::Drained() {
@@ -330,7 +321,7 @@ bool VerbsLink::Drained() {
   Drive();
   if (state_ == State::kTcp) return true;
   if (state_ != State::kUp || outbox_.resending()) return false;
-  bool drained = true;
+  bool drained = !outbox_.waits_for_tcp() || lifeline_.Delivered();
   for (const auto& rail : rails_) drained &= !rail->alive() || rail->Drained();
   return drained;
 }

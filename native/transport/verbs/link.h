@@ -1,13 +1,12 @@
 // One link over verbs: its rails, its lifeline, and what happens to it from the handshake to the last rail's death.
 //
-//   kHello -> kConnect -> kProbe -> kUp -> kSwitch -> kTcp
+//   kHello -> kConnect -> kProbe -> kUp, or else kSwitch -> kTcp
 //
 // Each end sends a Hello with the addresses of its queue pairs, connects them, says which it could (Ready), sends a
 // probe over those that both could, and says which of them brought the peer's probe whole (Verified). A rail is used
-// when both ends verified it. Where none is, the link is a plain TCP link from the start. Once the last has died, the
-// two tell each other which frame they miss first (Switch), send what the other may not have as frames over TCP (Frame,
-// End), and go on as a plain TCP link from there. A rail that is lost while others are left is tried again
-// (recovery.cc).
+// when both ends verified it. Where none is, the link is a plain TCP link from the start. Whoever finds a rail dead
+// tells the other end over those that are left, or over the lifeline after the last (Lost). From then on until a rail
+// is back (recovery.cc) the lifeline carries the frames (Frame), and the receiver confirms them (Taken).
 #pragma once
 
 #include <atomic>
@@ -50,6 +49,7 @@ struct VerbsLinkOptions {
   std::int64_t recovery_ns = 1'000'000'000;  // from the loss of a rail until it is tried again for the first time
 };
 
+inline constexpr std::uint64_t kConfirmEvery = 8;  // frames over TCP
 inline constexpr double kProbeSeconds = 10;  // more than a queue pair tries by itself, unless it was told to be patient
 
 class VerbsLink final : private RailListener {
@@ -71,9 +71,9 @@ class VerbsLink final : private RailListener {
 
   // Whether messages go through the outbox: not while the link is being made or mended.
   bool open() const { return state_ == State::kUp && !outbox_.resending() && !lifeline_.ended(); }
-  bool over_tcp() const { return state_ == State::kTcp; }
-  SendEnd* tcp_send() const { return tcp_.send.get(); }  // null before
-  RecvEnd* tcp_recv() const { return inbox_.exhausted() ? tcp_.recv.get() : nullptr; }
+  bool over_tcp() const { return state_ == State::kTcp || (state_ == State::kUp && Alive() == 0); }
+  SendEnd* tcp_send() const { return tcp_.send.get(); }  // null but for plain TCP links
+  RecvEnd* tcp_recv() const { return tcp_.recv.get(); }
   // The receiver is about to take bytes [at, at + n) of a message to dst.
   void Expect(const Message& m, std::size_t at, std::byte* dst, std::size_t n) {
     if (invited_.empty() && m.total >= kInviteBytes && m.signature != expected_) Invite(m, at, dst, n);
@@ -89,6 +89,13 @@ class VerbsLink final : private RailListener {
   bool Landed();
   // From here on no NIC touches the users' memory, and nothing works any more.
   void Fence();
+
+  // Called when a frame is used up. What came over TCP the peer is told of, now and then or `at_once`. A rail that
+  // brings little grants nothing by itself, and the peer keeps no more than a window behind the oldest frame.
+  void Confirm(bool at_once = false) {
+    if (inbox_.due() >= granted_ + kWindow / 4) GrantRest();
+    if (confirmed_ < inbox_.tcp_end() && inbox_.due() >= confirmed_ + (at_once ? 1 : kConfirmEvery)) SendTaken();
+  }
 
   Outbox& outbox() { return outbox_; }
   Inbox& inbox() { return inbox_; }
@@ -116,18 +123,10 @@ class VerbsLink final : private RailListener {
     std::uint64_t ring_bytes;
     RailAddress addresses[kMaxRails];
   };
-  struct Word {
-    std::uint32_t kind;
-    std::uint32_t mask;
-    std::uint64_t seq;
-  };
-  enum WordKind : std::uint32_t {
-    kReady = 1,
-    kVerified = 2,
-    kSwitchWord = 3,
-    kFrameWord = 4,
-    kEndWord = 5,
-    kRailWord = 6,  // and a RailAddress
+  struct Incoming {  // a frame over TCP
+    Frame frame;
+    std::unique_ptr<std::byte[]> payload;
+    std::size_t have;
   };
 
   void OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) override;
@@ -167,10 +166,11 @@ class VerbsLink final : private RailListener {
   [[noreturn]] void LostLast() const;
   void PollRails();
   void Bury(Rail& rail);
-  void Switch();
   void ReadWords();
-  void TakeSwitch();
-  void TakeFrames();
+  void TakeWord(const Word& word);
+  bool TakeFrame();
+  void SendTaken();
+  void GrantRest();
   void GoOverTcp();
   void KillRails(std::uint32_t mask, const std::string& why);
   std::uint32_t Alive() const;
@@ -204,11 +204,10 @@ class VerbsLink final : private RailListener {
   std::int64_t probe_until_ = 0;
   std::vector<Recovery> recoveries_;  // of each rail
   std::optional<Word> rail_word_;     // its address is to follow
-  std::optional<Word> peer_switch_;
-  bool in_frame_ = false;          // a frame's word was read
-  std::optional<Frame> incoming_;  // over TCP, until its payload is here
-  bool sent_all_ = false;          // that goes over TCP as frames
-  bool got_all_ = false;
+  bool in_frame_ = false;             // a frame's word was read
+  std::optional<Incoming> incoming_;  // until its payload is here
+  std::uint64_t granted_ = 0;         // all frames before this, if rails brought them
+  std::uint64_t confirmed_ = 0;       // the peer was told that frames before this are used up
   std::uint32_t buried_ = 0;
   std::uint32_t lost_ = 0;  // of those, what was in use
   int lost_rails_ = 0;

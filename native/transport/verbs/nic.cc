@@ -35,6 +35,11 @@ ReadBack& Nic::read_back() {
   return *read_back_;
 }
 
+void Nic::Renew(std::unique_ptr<ReadBack> read_back) {
+  if (read_back_ != nullptr) read_back->Follow(*read_back_);
+  read_back_ = std::move(read_back);
+}
+
 bool Nic::Drain() {
   ibv::Cq* cq = nullptr;
   void* armed = nullptr;

@@ -62,6 +62,8 @@ class Nic {
 
   // Made when first asked for.
   ReadBack& read_back();
+  // The one so far may have failed, or never answer.
+  void Renew(std::unique_ptr<ReadBack> read_back);
 
   [[noreturn]] void Fail(const std::string& what, int error) const;
 

@@ -14,11 +14,17 @@ constexpr std::size_t kFragment = std::size_t{128} << 10;
 constexpr std::size_t kLendBytes = std::size_t{16} << 10;  // shorter messages are copied: waiting would cost more
 constexpr std::size_t kSpread = std::size_t{8} << 10;      // shorter frames take the first rail
 constexpr double kPatience = 2;
+constexpr std::size_t kTcpFrames = 32;  // that the peer may have to keep
 
 }  // namespace
 
-Outbox::Outbox(const Rails& rails, Regions& regions, std::size_t ring_bytes, int peer, bool device)
-    : rails_(rails), regions_(regions), peer_(peer), device_(device), fragment_(std::min(kFragment, ring_bytes / 4)) {
+Outbox::Outbox(const Rails& rails, Lifeline& lifeline, Regions& regions, std::size_t ring_bytes, int peer, bool device)
+    : rails_(rails),
+      lifeline_(lifeline),
+      regions_(regions),
+      peer_(peer),
+      device_(device),
+      fragment_(std::min(kFragment, ring_bytes / 4)) {
   for (const auto& rail : rails_) nics_ |= 1u << rail->nic().index();
 }
 
@@ -56,7 +62,7 @@ std::ptrdiff_t Outbox::Push(const Message& m, std::size_t at, const std::byte* d
   n = std::min(n, fragment_);
   Frame* frame = nullptr;
   Rail* rail = Pick(n, frame);
-  if (rail == nullptr) return kWouldBlock;
+  if (rail == nullptr) return NoRails() ? PushOverTcp(m, at, data, n) : kWouldBlock;
   // All of a message or nothing: what was lent must be what was taken last.
   Region* region = nullptr;
   if (device_ || (m.may_lend && m.total >= kLendBytes)) region = regions_.Find(data - at, m.total, nics_);
@@ -142,11 +148,38 @@ void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* re
   rail.Post(frame, region != nullptr ? region->Seen(payload) : payload, lkey, target.address != 0 ? &target : nullptr);
 }
 
+std::ptrdiff_t Outbox::PushOverTcp(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
+  if (device_ || next_ - oldest_ == kWindow || !TcpHasRoom()) return kWouldBlock;
+  SendOverTcp({m.signature, m.total, next_, static_cast<std::uint32_t>(n), 0}, data, regions_.Find(data, n, nics_));
+  At(next_) = {nullptr, nullptr, nullptr, lent_total_, at, messages_, kOverTcp, false, false, false};
+  ++next_;
+  if (at + n == m.total) ++messages_;
+  return static_cast<std::ptrdiff_t>(n);
+}
+
+bool Outbox::NoRails() const {
+  return std::none_of(rails_.begin(), rails_.end(), [](const auto& rail) { return rail->alive(); });
+}
+
+bool Outbox::TcpHasRoom() const { return over_tcp_ < kTcpFrames && lifeline_.Flush() && !lifeline_.ended(); }
+
+void Outbox::SendOverTcp(const Frame& frame, const std::byte* payload, const Region* region) {
+  if (region != nullptr && !region->on_host) {
+    throw Fault(
+        FaultKind::kSystem, peer_,
+        "verbs: the last rail is lost, and what it carried lies in memory of a device, where TCP cannot get it");
+  }
+  lifeline_.SendFrame(frame, payload);
+  ++over_tcp_;
+  counters_.tcp_bytes += frame.nbytes;
+}
+
 void Outbox::Delivered(std::uint64_t seq) {
   if (seq < oldest_ || seq >= next_ || At(seq).delivered) return;
   Sent& sent = At(seq);
   sent.delivered = true;
   lost_ -= sent.lost;
+  over_tcp_ -= sent.rail == kOverTcp;
   if (sent.region != nullptr) --sent.region->uses;
   while (oldest_ < next_ && At(oldest_).delivered) ++oldest_;
 }
@@ -185,6 +218,7 @@ void Outbox::Resend() {
       best = rail.get();
       frame = slot;
     }
+    if (best == nullptr && NoRails() && ResendOverTcp(sent)) continue;
     if (best == nullptr) return;
     *frame = *sent.frame;
     // The receiver may be through with the first one, and its memory be used again. Where the memory is a GPU's, there
@@ -209,18 +243,27 @@ void Outbox::Resend() {
   }
 }
 
+bool Outbox::ResendOverTcp(Sent& sent) {
+  if (device_ || !TcpHasRoom()) return false;
+  Frame frame = *sent.frame;
+  frame.flags = 0;
+  SendOverTcp(frame, sent.payload, sent.region);
+  if (sent.region != nullptr) --sent.region->uses;
+  sent.frame = nullptr;
+  sent.payload = nullptr;
+  sent.region = nullptr;
+  sent.rail = kOverTcp;
+  sent.lost = false;
+  sent.again = true;
+  --lost_;
+  ++counters_.resent;
+  return true;
+}
+
 bool Outbox::Uses(const Rail& rail) const {
   for (std::uint64_t seq = oldest_; seq < next_; ++seq) {
     const Sent& sent = At(seq);
     if (!sent.delivered && (rail.Stages(sent.frame) || rail.Stages(sent.payload))) return true;
-  }
-  return false;
-}
-
-bool Outbox::lends_device_memory() {
-  for (std::uint64_t seq = oldest_; seq < next_; ++seq) {
-    const Sent& sent = At(seq);
-    if (!sent.delivered && sent.region != nullptr && !sent.region->on_host) return true;
   }
   return false;
 }

@@ -2,8 +2,11 @@
 //
 // Frames are numbered along the link and kept until the peer has consumed them: copied ones in the staging memory of
 // the rail that carried them last, lent ones where the user has them. When a rail dies, what it carried and the peer
-// did not confirm goes again on the others. Neither end uses a dead rail's ring any more, so a late write into it does
-// no harm, and the receiver drops what it has already.
+// did not confirm goes again on the others, or over the lifeline where there are none. Neither end uses a dead rail's
+// ring any more, so a late write into it does no harm, and the receiver drops what it has already.
+//
+// While no rail is alive, new frames go over the lifeline as well, so many at a time as the peer is sure to have room
+// for. The receiver has one order for all, so a rail may take over again between any two frames.
 #pragma once
 
 #include <array>
@@ -13,6 +16,7 @@
 #include <vector>
 
 #include "transport/transport.h"
+#include "transport/verbs/lifeline.h"
 #include "transport/verbs/rail.h"
 
 namespace hetcoll {
@@ -38,7 +42,7 @@ class Outbox {
  public:
   // `device`: all memory, here and there, is a GPU's. Then messages wait until they are invited, every one is, and the
   // processor touches none of them.
-  Outbox(const Rails& rails, Regions& regions, std::size_t ring_bytes, int peer, bool device);
+  Outbox(const Rails& rails, Lifeline& lifeline, Regions& regions, std::size_t ring_bytes, int peer, bool device);
   ~Outbox();
 
   // As SendEnd's. kWouldBlock: no rail has room.
@@ -55,29 +59,16 @@ class Outbox {
   // Where the peer's memory is a GPU's, what is sent again is written there again: nothing new may come before that is
   // over, or it would be overwritten.
   bool resending() const { return lost_ > 0 || oldest_ < recovered_; }
-  // Sends again what rails have room for.
+  // Sends again what rails have room for, or the lifeline.
   void Resend();
 
   // The peer has everything before `seq`.
   void DeliveredBefore(std::uint64_t seq);
-  // Calls fn(frame, payload) for all that the peer may not have. Then they are delivered.
-  template <class Fn>
-  void TakeRest(Fn&& fn) {
-    for (std::uint64_t seq = oldest_; seq < next_; ++seq) {
-      if (At(seq).delivered) continue;
-      Frame frame = *At(seq).frame;
-      frame.flags &= ~kFrameDirect;
-      fn(frame, At(seq).payload);
-      ++counters_.resent;
-    }
-    DeliveredBefore(next_);
-  }
-
   // Whether something that this dead rail carried still waits to go again.
   bool Uses(const Rail& rail) const;
 
-  // Whether the peer may lack something that the processor cannot read.
-  bool lends_device_memory();
+  // Whether the peer is not known to be done with everything that went over the lifeline.
+  bool waits_for_tcp() const { return over_tcp_ > 0; }
 
   std::uint32_t nics() const { return nics_; }
   std::uint64_t next() const { return next_; }
@@ -85,8 +76,9 @@ class Outbox {
   struct Counters {
     std::uint64_t lent_bytes = 0;
     std::uint64_t copied_bytes = 0;
-    std::uint64_t resent = 0;  // frames, on other rails or over TCP
-    std::uint64_t full = 0;    // times that no rail had room
+    std::uint64_t tcp_bytes = 0;  // over the lifeline
+    std::uint64_t resent = 0;     // frames, on other rails or over TCP
+    std::uint64_t full = 0;       // times that no rail had room
     std::uint64_t invitations = 0;
   };
   const Counters& counters() const { return counters_; }
@@ -99,20 +91,28 @@ class Outbox {
     std::uint64_t lent_before;
     std::size_t at;         // in its message
     std::uint64_t invited;  // the message's number among those of a GPU
-    std::uint8_t rail;
+    std::uint8_t rail;      // or kOverTcp
     bool delivered;
     bool lost;
     bool again;  // sent more than once
   };
 
+  static constexpr std::uint8_t kOverTcp = kMaxRails;
+
   Sent& At(std::uint64_t seq) { return sent_[seq % kWindow]; }
   const Sent& At(std::uint64_t seq) const { return sent_[seq % kWindow]; }
   const Invitation* Wanted(const Message& m) const;
   Rail* Pick(std::size_t n, Frame*& frame);
+  std::ptrdiff_t PushOverTcp(const Message& m, std::size_t at, const std::byte* data, std::size_t n);
+  bool TcpHasRoom() const;
+  void SendOverTcp(const Frame& frame, const std::byte* payload, const Region* region);
+  bool ResendOverTcp(Sent& sent);
+  bool NoRails() const;
   void Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,
             std::size_t n);
 
   const Rails& rails_;
+  Lifeline& lifeline_;
   Regions& regions_;
   int peer_;
   bool device_;
@@ -122,6 +122,7 @@ class Outbox {
   std::uint64_t oldest_ = 0;  // not delivered
   std::uint64_t next_ = 0;
   std::size_t lost_ = 0;
+  std::size_t over_tcp_ = 0;  // frames, not delivered
   std::uint64_t resend_from_ = 0;
   std::uint64_t recovered_ = 0;  // once all frames before it are delivered
   std::uint64_t taken_ = 0;      // frames of a GPU that the peer was done with, as it said in its invitations

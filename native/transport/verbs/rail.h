@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <string>
 
+#include "transport/verbs/frame.h"
 #include "transport/verbs/nic.h"
 
 namespace hetcoll {
@@ -39,22 +40,6 @@ struct RailAddress {
   std::uint32_t pad;
 };
 static_assert(sizeof(RailAddress) == 48);
-
-struct Frame {
-  std::uint64_t signature;
-  std::uint64_t total;
-  std::uint64_t seq;     // of the link, whichever rail carries it
-  std::uint32_t nbytes;  // of payload, which follows
-  std::uint32_t flags;
-};
-static_assert(sizeof(Frame) == 32);
-inline constexpr std::uint32_t kFrameLent = 1;    // the sender waits until it is consumed
-inline constexpr std::uint32_t kFrameDirect = 2;  // its payload was written where the receiver had invited it to
-// Not part of the stream: their number is kNoSeq.
-inline constexpr std::uint32_t kFrameProbe = 4;    // of the handshake
-inline constexpr std::uint32_t kFrameInvite = 8;   // its payload is an Invitation
-inline constexpr std::uint32_t kFrameProved = 16;  // the peer's probe came whole as well: data follows
-inline constexpr std::uint64_t kNoSeq = UINT64_MAX;
 
 struct RailMemory {
   std::byte* ring;
@@ -134,6 +119,8 @@ class Rail {
 
   // Frame `index` is consumed; `at_once` if the sender waits for that.
   void Release(std::uint64_t index, bool at_once);
+  // Tells the sender of all that is consumed.
+  void Grant();
 
   // ---- Both ----
 
@@ -181,7 +168,6 @@ class Rail {
   void PollRecv(RailListener& listener);
   void Receive(std::uint32_t imm, RailListener& listener);
   void Credit(std::uint32_t bits, RailListener& listener);
-  void Grant();
   void PostImmediate(Kind kind, std::uint32_t bits, bool signalled);
   void PostSend(ibv::SendWr& wr, bool signalled, ibv::SendWr* before = nullptr);
   bool Busy() const { return sq_signalled_ > sq_done_; }

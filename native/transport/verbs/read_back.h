@@ -25,6 +25,9 @@ class ReadBack {
   // Looks whether it is done.
   void Poll();
 
+  // Takes the place of another: what that was asked for and did not answer has not been begun.
+  void Follow(const ReadBack& old) { begun_ = done_ = old.done_; }
+
   std::uint64_t begun() const { return begun_; }
   std::uint64_t done() const { return done_; }
   const std::string& error() const { return error_; }  // empty while it works

@@ -1,4 +1,4 @@
-// How a lost rail comes back, beside others that carry on: see link.h.
+// How a lost rail comes back, beside others that carry on, or TCP: see link.h.
 //
 // The end with the lower rank leads. It makes a new queue pair over the lost one's memory and says so over the
 // lifeline; the other end makes its own, connects it and answers; the first connects as well and sends a probe. The
@@ -23,19 +23,20 @@ constexpr int kMostTries = 10;
 constexpr int kMostDoublings = 6;
 constexpr std::int64_t kLongNs = 60'000'000'000;  // who was up for so long may try as often as at first
 
-bool Works(const Recovery& r) { return r.rail != nullptr && r.rail->alive(); }
-std::string Why(const Recovery& r) { return r.rail != nullptr ? r.rail->error() : "no thread could be started"; }
+bool Works(const Recovery& r) { return r.made.rail != nullptr && r.made.rail->alive(); }
+std::string Why(const Recovery& r) {
+  return r.made.rail != nullptr ? r.made.rail->error() : "no thread could be started";
+}
 
 }  // namespace
 
 void VerbsLink::Recover(std::int64_t now) {
-  if (lifeline_.ended() || leaving_ || options_.device) return;  // reads that make writes to GPUs land name their rail
-  lifeline_.Flush();
+  if (lifeline_.ended() || leaving_ || options_.device) return;  // a GPU's memory may still get late writes of it
   for (std::size_t n = 0; n < rails_.size(); ++n) {
     Recovery& r = recoveries_[n];
     if (r.making.valid()) {
       if (r.making.wait_for(std::chrono::seconds(0)) != std::future_status::ready) continue;
-      r.rail = r.making.get();
+      r.made = r.making.get();
       ++news_;
     }
     const Step before = r.step;
@@ -67,7 +68,7 @@ void VerbsLink::Lead(Rail& lost, Recovery& r, std::int64_t now) {
   if (answered && r.heard->address.usable == 0) return Failed(r, lost.number(), "the peer could not", now);
   switch (r.step) {
     case Step::kMake:
-      SendOffer(lost.number(), r.attempt, r.rail->address());
+      SendOffer(lost.number(), r.attempt, r.made.rail->address());
       r.step = Step::kOffered;
       return;
     case Step::kOffered:  // the peer may take its time: its end is in use until it has sent everything again
@@ -76,19 +77,19 @@ void VerbsLink::Lead(Rail& lost, Recovery& r, std::int64_t now) {
       r.step = Step::kConnect;
       return Make(r, lost.number(), true);
     case Step::kConnect:
-      SendProbe(*r.rail);
+      SendProbe(*r.made.rail);
       r.until_ns = DeadlineNs(kProbeSeconds);
       r.step = Step::kProbe;
       return;
     default:
-      if (now >= r.until_ns) Failed(r, lost.number(), r.rail->Name() + ": nothing came through", now);
+      if (now >= r.until_ns) Failed(r, lost.number(), r.made.rail->Name() + ": nothing came through", now);
   }
 }
 
 void VerbsLink::Follow(Rail& lost, Recovery& r) {
   if (r.heard) {
     const Recovery::Offer offer = *std::exchange(r.heard, std::nullopt);
-    r.rail.reset();
+    r.made = {};
     r.step = Step::kIdle;
     if (offer.address.usable == 0) return;
     r.attempt = offer.attempt;
@@ -104,11 +105,11 @@ void VerbsLink::Follow(Rail& lost, Recovery& r) {
   if (r.step < Step::kConnect) return;
   if (!Works(r)) {
     r.why = Why(r);
-    r.rail.reset();
+    r.made = {};
     r.step = Step::kIdle;
     SendOffer(lost.number(), r.attempt, RailAddress{});
   } else if (r.step == Step::kConnect) {
-    SendOffer(lost.number(), r.attempt, r.rail->address());
+    SendOffer(lost.number(), r.attempt, r.made.rail->address());
     r.step = Step::kProbe;
   }
 }
@@ -117,32 +118,35 @@ void VerbsLink::Follow(Rail& lost, Recovery& r) {
 void VerbsLink::Make(Recovery& r, int number, bool connect) {
   const auto n = static_cast<std::size_t>(number);
   Rail& lost = *rails_[n];
-  if (r.rail == nullptr) {
+  if (r.made.rail == nullptr) {
     inbox_.Leave(lost);
     lost.GiveBack();
     ++news_;  // it may have taken news that others wait for
   }
-  auto make = [rail = std::move(r.rail), &nic = lost.nic(), memory = MemoryOf(n), number, peer = options_.peer,
-               device = lost.peer_device(), connect, address = r.peer]() mutable {
-    if (rail == nullptr) rail = std::make_unique<Rail>(nic, memory, number, peer, device);
+  auto make = [made = std::move(r.made), &nic = lost.nic(), memory = MemoryOf(n), number, peer = options_.peer,
+               device = lost.peer_device(), connect, address = r.peer, reads = options_.device]() mutable {
+    if (made.rail == nullptr) made.rail = std::make_unique<Rail>(nic, memory, number, peer, device);
+    if (reads && made.read_back == nullptr) made.read_back = std::make_unique<ReadBack>(nic);
+    Rail& rail = *made.rail;
     try {
-      if (connect && rail->alive()) rail->Connect(address);
+      if (connect && rail.alive()) rail.Connect(address);
     } catch (const Fault& fault) {
-      rail->Kill(fault.what());
+      rail.Kill(fault.what());
     }
-    return std::move(rail);
+    if (reads && !made.read_back->error().empty()) rail.Kill(made.read_back->error());
+    return std::move(made);
   };
   try {
     r.making = std::async(std::launch::async, std::move(make));
   } catch (const std::system_error&) {
-    r.rail.reset();  // no thread could be had
+    r.made = {};  // no thread could be had
   }
 }
 
 void VerbsLink::Failed(Recovery& r, int number, const std::string& why, std::int64_t now) {
   if (r.step > Step::kMake) SendOffer(number, r.attempt, RailAddress{});
   r.why = why;
-  r.rail.reset();
+  r.made = {};
   r.step = Step::kIdle;
   WaitForTry(r, now);
   if (r.tries < kMostTries) return;
@@ -184,7 +188,8 @@ void VerbsLink::TakeUp(Rail& rail) {
   Recovery& r = recoveries_[n];
   if (leads()) rail.PostControl(kFrameProved);
   rail.Follow(*rails_[n]);
-  rails_[n] = std::move(r.rail);
+  rails_[n] = std::move(r.made.rail);
+  if (r.made.read_back != nullptr) rails_[n]->nic().Renew(std::move(r.made.read_back));
   buried_ &= ~(1u << n);
   lost_ &= ~(1u << n);
   r.step = Step::kIdle;

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "transport/verbs/rail.h"
+#include "transport/verbs/read_back.h"
 
 namespace hetcoll {
 
@@ -17,6 +18,11 @@ struct Recovery {
   struct Offer {
     std::uint32_t attempt;
     RailAddress address;
+  };
+  struct Made {
+    std::unique_ptr<Rail> rail;  // not proved yet
+    // Of links between GPUs: what its device used to read with may have failed with it.
+    std::unique_ptr<ReadBack> read_back;
   };
 
   Step step = Step::kIdle;
@@ -30,10 +36,10 @@ struct Recovery {
   std::int64_t up_ns = 0;     // it was taken up again
   std::optional<Offer> heard;
   RailAddress peer{};
-  std::string why;             // the last try failed
-  std::unique_ptr<Rail> rail;  // new, and not proved yet
+  std::string why;  // the last try failed
+  Made made;
   // Making and connecting one may take a device a second, for which no call can wait: a thread of its own does it.
-  std::future<std::unique_ptr<Rail>> making;
+  std::future<Made> making;
 };
 
 }  // namespace hetcoll
