@@ -111,6 +111,7 @@ class Pair {
  private:
   void AddEdge(int rank, int channel, bool out) {
     End& e = end(rank, out);
+    if (e.memory != nullptr) kept_.push_back(std::move(e.memory));  // the fabric takes its addresses for a device's
     e.memory = std::make_unique<Memory>(setting.device, kSlots * kSlotBytes);
     auto& words = words_[static_cast<std::size_t>(2 * rank + out)];
     words.assign(kWords / 8, 0);
@@ -132,6 +133,7 @@ class Pair {
 
   std::vector<NicInfo> nics_;
   std::vector<ibv::Mr*> mrs_;
+  std::vector<std::unique_ptr<Memory>> kept_;
   std::array<std::vector<std::uint64_t>, 4> words_;
   std::array<End, 4> ends_;
 };
@@ -313,7 +315,8 @@ void RelaysThatAreTried() {
   for (int nic = 0; nic < 4; ++nic) pair.fabric.Change(nic, [](FakeNic& n) { n.down = false; });
   pair.setting.device = false;
   pair.Connect(3);
-  CHECK(Exchange(pair, 0, 60), "it stands: %s", pair.relays[0]->DescribeLinks().c_str());
+  CHECK(Exchange(pair, 0, 60), "it stands: %s %s %s", pair.relays[0]->DescribeLinks().c_str(),
+        pair.relays[0]->Problem(1).c_str(), pair.relays[1]->Problem(0).c_str());
   CHECK(pair.Counter(0, "links_over_tcp") == 0, "%s", pair.relays[0]->DescribeLinks().c_str());
 }
 
