@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 _DLPACK = {"cuda": 2, "rocm": 10}  # dlpack.h: kDLCUDA, kDLROCM
 _MESSAGE = "a message"
+_URGENT = -(1 << 10)  # the highest priority that there is: our kernels are short, and a piece goes on only after them
 
 Announce = Callable[[str], int]
 Shape = _native.DeviceShape | _native.KernelShape
@@ -85,7 +86,7 @@ class GpuPath:
             share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, timeout)
             undo.callback(share.close)
             self._segment, self._slot_bytes = share.segment, share.slot_bytes
-            streams = [device.stream() for _ in range(_native.DEVICE_LANES)]
+            streams = [device.stream(_URGENT) for _ in range(_native.DEVICE_LANES)]
             for stream in streams:
                 undo.callback(device.destroy_stream, stream)
             staging = device.allocate(_native.STAGED_MESSAGES * self._slot_bytes)

@@ -130,8 +130,8 @@ class Messages(Launcher):
         return works
 
     def _enqueue_batch(self, operations: Sequence[dist.P2POp]) -> dist.Work:
-        tensors = [each.tensor for each in operations]
-        sources = self._sources_of(self._comm)
+        tensors, comm = [each.tensor for each in operations], self._comm
+        sources = self._sources_of(comm)
         for each in operations:
             if each.op is dist.isend:
                 sources.note_send(each.group_peer)
@@ -139,9 +139,9 @@ class Messages(Launcher):
                 sources.now(each.group_peer, self._timeout)
 
         def start(how: dict[str, Any]) -> Any:
-            with self._comm.group():
+            with comm.group():
                 for each in operations:
-                    move = self._comm.send if each.op is dist.isend else self._comm.recv
+                    move = comm.send if each.op is dist.isend else comm.recv
                     move(flat(each.tensor), each.group_peer)
             return ()
 
