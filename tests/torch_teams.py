@@ -113,6 +113,7 @@ def one(suite: Any, rank: int, name: str, file: str) -> Found:
 
     distributed_test.Barrier.barrier_id = 0
     torch.manual_seed(SEED)
+    torch.distributed.set_debug_level_from_env()  # some tests set it
     suite.skipped = ""
     ours, theirs = mp.Pipe()
     code: Any = 0
