@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from reference import Case
 from test_gpu import cases_of, check, every_reduction
 
 import hetcoll
+from hetcoll import gpu_host
 from hetcoll.buffers import element_type
 from hetcoll.devices import cuda, hip
 from hetcoll.devices.array import DeviceArray
@@ -210,6 +212,21 @@ def test_parts_of_a_communicator_and_how_their_data_goes(mixed: Any) -> None:
         "from this rank, a CPU, to the GPU of rank 0 (cuda sm_90): through slots in the host's memory that the GPU has"
         " mapped (mapped: one host), tried with bytes"
     ]
+
+
+def get_help(comm: hetcoll.Communicator) -> int:
+    """Calls while three threads help the rank without a GPU; how many there are in the end."""
+    gpu_host.helpers = lambda wiring: 3
+    run_on_own(comm, [Case("allreduce", dtype, count) for dtype in ("float32", "uint8") for count in (70_001, 900_003)])
+    run_on_own(comm, [Case("reduce_scatter", "bfloat16", 300_007, "max"), Case("alltoall", "int64", 90_000)])
+    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    return names.count("hetcoll-helper\n")
+
+
+def test_threads_help_where_there_are_cores() -> None:
+    """They are gone with the communicator."""
+    with start("ncn") as ranks:
+        assert ranks.run(get_help, timeout=100) == [0, 3, 0]
 
 
 def test_processes_that_see_gpus_of_both_vendors() -> None:

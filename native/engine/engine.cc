@@ -613,6 +613,7 @@ void Engine::Close() {
     port.end.reset();
   }
   for (Port<RecvEnd>& port : links_.recv) port.end.reset();
+  team_.reset();
   verbs_.reset();
   own_bell_ = nullptr;
   heap_.reset();

@@ -155,13 +155,18 @@ class HostPath:
         self._share.close()
 
 
+def helpers(wiring: Wiring) -> int:
+    """How many threads may help this rank: what its share of the host's cores leaves it."""
+    share = wiring.topology.ranks[wiring.rank].cores // len(wiring.locals)
+    return max(0, min(HELPERS, share - 1, len(os.sched_getaffinity(0)) - 1))
+
+
 class _Links:
     """The engine's links to all other ranks, made when a plan first uses them."""
 
     def __init__(self, wiring: Wiring, share: GpuShare) -> None:
         self._wiring, self._share = wiring, share
-        cores = wiring.topology.ranks[wiring.rank].cores // len(wiring.locals)
-        self._helpers = max(0, min(HELPERS, cores - 1, len(os.sched_getaffinity(0)) - 1))
+        self._helpers = helpers(wiring)
         self._waiting: tuple[float, Check] | None = None
 
     def during(self, timeout: float, check: Check, make: Callable[[], _native.Shape]) -> _native.Shape:
