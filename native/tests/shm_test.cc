@@ -179,14 +179,25 @@ void Handing() {
   Pair both(kRing);
   const std::size_t first = SendAll(*both.a[0].send, lengthy, there);
   CHECK(first == kLong, "nothing comes from there, so nothing is waited for: %zu", first);
+  Bytes got(kLong);
+  const std::ptrdiff_t begun = both.b[0].recv->Pull(lengthy, 0, got.data(), kLong, false);
+  CHECK(begun == kRing / 8 && !both.b[0].send->Silent(), "a slot: %zd", begun);
   std::size_t sent = SendAll(*both.b[0].send, lengthy, back);
-  CHECK(sent == kHands * (kRing / 8), "two slots, and then it waits: %zu", sent);
+  CHECK(sent == (kHands + 1) * (kRing / 8), "the slots that it has, and then it waits: %zu", sent);
+  CHECK(both.b[0].send->Silent(), "nothing tells when to go on, so nobody may fall asleep over it");
   for (int call = 0; call < 1000 && sent < kLong; ++call) {
     const std::ptrdiff_t n = both.b[0].send->Push(lengthy, sent, back.data() + sent, kLong - sent);
     if (n != kWouldBlock) sent += static_cast<std::size_t>(n);
   }
   CHECK(sent == kLong, "it takes the ring where no slot comes free: %zu", sent);
-  CHECK(ReceiveAll(*both.b[0].recv, lengthy) == there && ReceiveAll(*both.a[0].recv, lengthy) == back, "both came");
+  CHECK(!both.b[0].send->Silent(), "it waits no more");
+  for (std::size_t at = kRing / 8; at < kLong;) {
+    const std::ptrdiff_t n = both.b[0].recv->Pull(lengthy, at, got.data() + at, kLong - at, false);
+    CHECK(n > 0, "%zu bytes came", at);
+    if (n <= 0) break;
+    at += static_cast<std::size_t>(n);
+  }
+  CHECK(got == there && ReceiveAll(*both.a[0].recv, lengthy) == back, "both came");
   // A slot that its sender has given away already.
   Pair twice(kRing);
   for (std::size_t i = 0; i <= kHands; ++i) {

@@ -73,11 +73,7 @@ class Hand {
     return true;
   }
 
-  bool midway = false;            // a message has come in part
-  const ShmLine* next = nullptr;  // the header line that is due, and what its stamp will be
-  std::uint64_t stamp = 1;
-  // Whether more of a message is sure to come, or there.
-  bool Due() const { return midway || next->stamp.load(std::memory_order_relaxed) == stamp; }
+  bool midway = false;  // a message has come in part, so more of it is sure to come
 
  private:
   std::array<std::byte*, 2 * kHands> slots_{};

@@ -26,7 +26,6 @@ class ShmRecv final : public RecvEnd {
         peer_(peer),
         base_(segment.base()),
         total_(segment.layout().total_bytes) {
-    hand_.next = &edge_.line(0);
     for (int back = 0; back < kChannels; ++back) {
       own_rings_[static_cast<std::size_t>(back)] = Edge(segment, me, other, back).data;
     }
@@ -59,8 +58,6 @@ class ShmRecv final : public RecvEnd {
     opened_ = false;
     edge_.credit->lines.store(++seen_, std::memory_order_release);
     hand_.midway = more_;
-    hand_.next = &edge_.line(seen_);
-    hand_.stamp = seen_ + 1;
   }
 
   std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) override {

@@ -11,7 +11,7 @@ namespace {
 // Shorter messages are copied: waiting until the peer has read them would cost more.
 constexpr std::size_t kLendBytes = 16 << 10;
 constexpr std::size_t kLentFragment = 256 << 10;
-constexpr int kHandPatience = 500;  // calls, of some 40 ns each, until the ring is taken instead
+constexpr int kHandPatience = 100;  // calls, of some 40 ns each, until the ring is taken instead
 constexpr std::size_t kReservedWindow = 256
                                         << 10;  // of a reduction whose sum is sent on; its length is not known there
 
@@ -86,6 +86,8 @@ class ShmSend final : public SendEnd {
     Publish(ShmPlace::kSlot, m, n);
   }
 
+  bool Silent() const override { return waited_ > 0; }  // the ring is there meanwhile
+
   std::size_t Lent() override {
     if (lent_ == 0) return 0;
     Reclaim();
@@ -136,7 +138,8 @@ class ShmSend final : public SendEnd {
       taken += part;
     }
     if (taken > 0) return static_cast<std::ptrdiff_t>(taken);
-    const bool worth = m.may_lend && hand_.empty() && hand_.Due() && ++waited_ < kHandPatience;
+    const bool worth = m.may_lend && hand_.empty() && hand_.midway && waited_ < kHandPatience;
+    waited_ = worth ? waited_ + 1 : 0;
     return worth ? kWouldBlock : 0;
   }
 
