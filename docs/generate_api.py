@@ -123,6 +123,7 @@ def members(cls: type) -> list[tuple[str, Any]]:
         elif issubclass(base, enum.Enum) and base is cls:
             found.update({n: v for n, v in vars(base).items() if isinstance(v, property) and not n.startswith("_")})
     kinds = (property, classmethod, staticmethod)
+    found = {n: inspect.unwrap(v) if callable(v) else v for n, v in found.items()}  # of native calls
     return [(n, v) for n, v in found.items() if isinstance(v, kinds) or inspect.isfunction(v)]
 
 
