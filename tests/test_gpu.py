@@ -212,11 +212,15 @@ def test_calls_leave_the_current_device_as_it_was(gpus: Any) -> None:
 
 
 def ask_for_a_stream_that_is_none(comm: hetcoll.Communicator) -> None:
-    array = DeviceArray.of(device_of_rank(comm.rank), np.ones(5, np.float32))
-    with pytest.raises(ArgumentError, match=r"stream: wanted one of cuda:[01]: cuStreamIsCapturing"):
-        comm.allreduce(array, stream=0x77777)
-    comm.allreduce(array).wait()
-    assert (array.get() == comm.size).all()
+    array, fresh = DeviceArray.of(device_of_rank(comm.rank), np.ones(5, np.float32)), comm.split(0)
+    assert fresh is not None
+    for used in (comm, fresh):  # one whose first call this is, too
+        array.set(np.ones(5, np.float32))
+        with pytest.raises(ArgumentError, match=r"stream: wanted one of cuda:[01]: cuStreamIsCapturing"):
+            used.allreduce(array, stream=0x77777)
+        used.allreduce(array).wait()
+        assert (array.get() == comm.size).all()
+    fresh.close()
 
 
 @pytest.mark.parametrize(

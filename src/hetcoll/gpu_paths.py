@@ -11,7 +11,7 @@ from .calls import Call
 from .compression import Compression
 from .diagnosis import Diagnosis, Kind
 from .env import Config
-from .errors import BufferTypeError
+from .errors import ArgumentError, BufferTypeError, DeviceError
 from .gpu_proof import SECONDS as PROOF_SECONDS
 from .selection import Selection
 from .types import FNUZ_OF, OCP_OF, Collective
@@ -67,13 +67,17 @@ class GpuPaths:
             from .gpu_facts import device_of
 
             device = device_of(buffer)
+            try:
+                capturing = device.capturing(streams.handle(stream, buffer))
+            except DeviceError as error:
+                raise ArgumentError(f"stream: wanted one of {buffer.place}: {error}") from error
             path = self.gpu = GpuPath(
                 self._wiring,
                 self._diagnosis,
                 device,
                 self._compression,
                 self._config.timeout,
-                capturing=device.capturing(streams.handle(stream, buffer)),
+                capturing=capturing,
                 meet=self._meet_soon,
                 prepare=self._prepare,
                 announce=self._selection.announce,

@@ -37,7 +37,7 @@ _MOST_SMALLEST = _LEAST_LARGEST = 1 << 20
 _LOCAL_MESSAGES = 8  # of a piece, where vendors' libraries take part on all ranks: their calls cost as much as messages
 _LAG = SLOTS  # in levels: as many messages as may be under way
 _KEEP = 1 << 10  # compiled plans kept; the least recently used go first
-_BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 64, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
+_BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 16, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
 _CODEC_BLOCK, _MOST_CODEC_BLOCKS, _ELEMENTS = 128, 256, 32  # of a codec, whose threads take so many elements each
 
 Orders = tuple[tuple[int, ...], ...]
