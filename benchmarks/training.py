@@ -100,6 +100,8 @@ def main() -> int:
     parser.add_argument("--backends", default="hetcoll,gloo")
     parser.add_argument("--gpus", type=int, help="train the large model on so many GPUs")
     parser.add_argument("--peers", default=",".join(training_gpus.PEERS), help="with --gpus")
+    parser.add_argument("--bucket", type=int, default=25, help="with --gpus: MiB of DistributedDataParallel's buckets")
+    parser.add_argument("--samples", type=int, default=1, help="with --gpus: in a micro-batch of the pipeline")
     parser.add_argument("--limit", type=float, default=900.0, help="with --gpus: seconds; the rest is left out")
     parser.add_argument("--small", action="store_true", help="with --gpus: a tiny model on CPUs, to try the program")
     parser.add_argument("--json", type=Path, help="also write all results to this file")

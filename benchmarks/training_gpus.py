@@ -89,8 +89,11 @@ class Found:
 class Run:
     """All peers on the GPUs of this host."""
 
-    def __init__(self, peers: Sequence[str], gpus: int, shape: Shape, device: str, home: Path) -> None:
+    def __init__(
+        self, peers: Sequence[str], gpus: int, shape: Shape, device: str, home: Path, bucket: int, samples: int
+    ) -> None:
         self.gpus, self.shape, self.device, self.home = gpus, shape, device, home
+        self.cuts = {"bucket": bucket, "samples": samples}
         self.whole = replace(shape, batch=shape.batch * gpus)
         self.failed: list[str] = []
         self.jobs = {name: Job(PEERS[name], gpus, device, home / name) for name in peers}
@@ -120,7 +123,7 @@ class Run:
         """By turns."""
         found = {name: Found() for name in self.jobs}
         for name in list(self.jobs):
-            self.attempt(name, "make", way=way, shape=asdict(self.whole), steps=TURNS * STEPS, pieces=1)
+            self.attempt(name, "make", way=way, shape=asdict(self.whole), steps=TURNS * STEPS, pieces=1, **self.cuts)
         for turn in range(TURNS):
             for name in list(self.jobs):
                 answers = self.attempt(name, "turn", first=turn * STEPS, steps=STEPS)
@@ -186,7 +189,8 @@ def main(args: argparse.Namespace, tolerance: float) -> int:
     done: dict[str, dict[str, Found]] = {}
     balanced: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as home, contextlib.ExitStack() as stack:
-        run = Run(args.peers.split(","), args.gpus, SMALL if args.small else LARGE, device, Path(home))
+        shape = SMALL if args.small else LARGE
+        run = Run(args.peers.split(","), args.gpus, shape, device, Path(home), args.bucket, args.samples)
         stack.callback(run.close)
         tokens = run.whole.batch * run.whole.length
         ways = [way for way in args.ways.split(",") if way]
@@ -211,8 +215,8 @@ def main(args: argparse.Namespace, tolerance: float) -> int:
     for problem in (*run.failed, *(f"{name}: the loss is wrong" for name in wrong)):
         print(f"failed: {problem}")
     if args.write_docs and not run.failed and not wrong:
-        words = f"{about()}, PyTorch {torch_version()}. `python benchmarks/training.py --gpus {args.gpus}`, medians of "
-        words += f"{TURNS} turns."
+        command = f"python benchmarks/training.py --gpus {args.gpus} --bucket {args.bucket} --samples {args.samples}"
+        words = f"{about()}, PyTorch {torch_version()}. `{command}`, medians of {TURNS} turns."
         text = f"{words}\n\n{markdown(done, balanced, tokens, args.gpus)}"
         name = f"training on {args.gpus} GPUs"
         PAGE.write_text(results.replace_between_marks(PAGE.read_text(), name, text, "benchmarks/training.py"))
