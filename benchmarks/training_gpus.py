@@ -34,6 +34,7 @@ COMMON = {
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "GLOO_SOCKET_IFNAME": "lo",
     "HETCOLL_TIMEOUT": "60", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "2",
 }  # fmt: skip
+FEW = {"NCCL_MAX_NCHANNELS": "8"}  # inside islands, where what crosses is the limit: the SMs are for the model
 LARGE = Shape(width=2048, layers=16, heads=32, shared_heads=8, hidden=8192, length=2048, batch=8)  # a rank's batch
 SMALL = Shape(width=64, layers=4, heads=4, shared_heads=2, hidden=128, length=32, batch=4)
 
@@ -62,6 +63,7 @@ class Job(StayingRanks):
     def __init__(self, peer: Peer, ranks: int, device: str, log: Path) -> None:
         half = ranks // 2
         islands = {"HETCOLL_ISLANDS": f"0-{half - 1}|{half}-{ranks - 1}"} if peer.islands else {}
+        islands |= FEW if peer.islands or peer.how == "posing" else {}
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
         dtype = "bfloat16" if device == "cuda" else "float32"
