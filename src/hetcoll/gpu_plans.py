@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _SMALLEST = 256 << 10  # bytes of a piece
 _GRAIN = 256  # bytes: units begin at multiples, as copy engines and vector loads like it
 _MOST_SMALLEST = _LEAST_LARGEST = 1 << 20
+_ENDS, _MIDDLE = 5, 3  # the first and last piece of a message have a part in 2**5 of it, most others one in 2**3
 _LOCAL_MESSAGES = 8  # of a piece, where vendors' libraries take part on all ranks: their calls cost as much as messages
 _LAG = SLOTS  # in levels: as many messages as may be under way
 _KEEP = 1 << 10  # compiled plans kept; the least recently used go first
@@ -302,8 +303,8 @@ def _shares(call: Call, size: int) -> tuple[list[int], list[int]]:
 def _piece_bytes(nbytes: int, slot_bytes: int) -> tuple[int, int]:
     """Bytes of the first and last piece of a message, and most of the others: each piece costs some microseconds, and
     nothing of a piece can be used before all of it has come."""
-    largest = min(slot_bytes, max(_LEAST_LARGEST, _power(nbytes >> 3)))
-    return min(max(_SMALLEST, _power(nbytes >> 5)), _MOST_SMALLEST, largest // 2), largest
+    largest = min(slot_bytes, max(_LEAST_LARGEST, _power(nbytes >> _MIDDLE)))
+    return min(max(_SMALLEST, _power(nbytes >> _ENDS)), _MOST_SMALLEST, largest // 2), largest
 
 
 def _power(n: int) -> int:
