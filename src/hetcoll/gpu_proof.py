@@ -44,9 +44,8 @@ def prove(
     """Find a way between pairs of which one has a GPU (`pairs_to_try`); `share` hears what is given up. Whether any is.
 
     Collective over all ranks. `leave` ends what goes to a peer by a way that is given up, and `listen` makes ranks
-    reachable by sockets. InitError on all ranks where no way is left:
-    where HETCOLL_CROSS asked for the one that failed, or a rank without a GPU is one of the two, whose engine keeps its
-    links.
+    reachable by sockets. InitError on all ranks where no way is left, as where HETCOLL_CROSS asked for the one that
+    failed, and where a rank without a GPU is one of the two: its engine keeps its links.
     """
     gpus, lengths = share.gpus, (_SMALL, _SLOTS * share.slot_bytes)
     tried = pairs_to_try(share.topology, [bool(gpu.vendor) for gpu in gpus])
