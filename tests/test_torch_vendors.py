@@ -14,14 +14,18 @@ MIXED, ONE_VENDOR = "nnaa", "nnnn"
 LIMIT = 7e-3  # HetCCL's figure for the relative error of the loss
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[TorchRanks]:
+def start(**env: str) -> TorchRanks:
     """Each sees GPUs of both vendors; the islands are those of two vendors, whatever the GPUs are."""
     import_torch()  # or skips
     for vendor in ("cuda", "hip"):
         if why_not := standins.why_not(vendor):
             pytest.skip(why_not)
-    made = TorchRanks(**standins.environment("both", SIZE, timeout=60), HETCOLL_ISLANDS="0,1|2,3")
+    return TorchRanks(**standins.environment("both", SIZE, timeout=60), HETCOLL_ISLANDS="0,1|2,3", **env)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[TorchRanks]:
+    made = start()
     yield made
     made.close()
 
@@ -33,7 +37,7 @@ def test_losses_over_two_vendors(ranks: TorchRanks, way: str) -> None:
     mixed = ranks.run("vendors", "trained", way, MIXED, backend=None)
     alike = ranks.run("vendors", "trained", way, ONE_VENDOR, backend=None)
     assert wanted[-1] < wanted[0]
-    for rank, ((losses, state, paths), (same_losses, same_state, _)) in enumerate(zip(mixed, alike, strict=True)):
+    for rank, ((losses, state, paths, _), (same_losses, same_state, *_)) in enumerate(zip(mixed, alike, strict=True)):
         assert losses == same_losses
         assert state == same_state
         assert max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True)) < LIMIT
@@ -41,3 +45,15 @@ def test_losses_over_two_vendors(ranks: TorchRanks, way: str) -> None:
         assert "mapped" in across
     if way == "pipeline":  # activations and gradients are only moved
         assert mixed[0][0] == wanted
+
+
+def test_compressed_gradients_over_two_vendors() -> None:
+    """Between the vendors gradients travel as int8; the losses stay those of one process."""
+    ranks = start(HETCOLL_COMPRESS="int8")
+    try:
+        wanted = ranks.run("vendors", "alone", backend=None)[0]
+        for losses, _, _, counters in ranks.run("vendors", "trained", "ddp", MIXED, backend=None):
+            assert max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True)) < LIMIT
+            assert 0 < counters["compressed_after"] < 0.27 * counters["compressed_before"]
+    finally:
+        ranks.close()

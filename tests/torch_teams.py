@@ -113,7 +113,8 @@ def one(suite: Any, rank: int, name: str, file: str) -> Found:
 
     distributed_test.Barrier.barrier_id = 0
     torch.manual_seed(SEED)
-    torch.distributed.set_debug_level_from_env()  # some tests set it
+    os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)  # some tests set it and leave it
+    torch.distributed.set_debug_level_from_env()
     suite.skipped = ""
     ours, theirs = mp.Pipe()
     code: Any = 0

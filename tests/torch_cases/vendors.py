@@ -49,8 +49,11 @@ def pretended_build(vendor: str) -> Iterator[None]:
         yield
 
 
-def trained(files: dist.Store, rank: int, size: int, way: str, vendors: str) -> tuple[list[float], str, list[str]]:
-    """Losses, a hash of this rank's parameters, and how its GPU reached the others; `vendors` is a letter a rank."""
+def trained(
+    files: dist.Store, rank: int, size: int, way: str, vendors: str
+) -> tuple[list[float], str, list[str], dict[str, int]]:
+    """Losses, a hash of this rank's parameters, how its GPU reached the others, and what was counted. `vendors` is a
+    letter a rank."""
     from hetcoll.devices import cuda, hip
 
     device = {"n": cuda, "a": hip}[vendors[rank]].devices()[rank]
@@ -70,6 +73,7 @@ def trained(files: dist.Store, rank: int, size: int, way: str, vendors: str) -> 
             for each in trainer.model.parameters():
                 local = each.to_local() if hasattr(each, "to_local") else each
                 state.update(local.detach().numpy().tobytes())
-            return losses, state.hexdigest(), list(made[0].explain("allreduce", 1 << 20).paths)
+            paths = list(made[0].explain("allreduce", 1 << 20).paths)
+            return losses, state.hexdigest(), paths, made[0].counters()
         finally:
             dist.destroy_process_group()
