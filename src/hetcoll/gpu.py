@@ -18,12 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
 from . import _native, float8, gpu_proof, streams
 from .buffers import Buffer
 from .calls import Call
 from .compression import Compression, DeviceResidual
+from .devices.array import clear
 from .devices.signals import signal_kernels
 from .diagnosis import Diagnosis, Kind
 from .errors import ArgumentError, BufferTypeError, DeviceError
@@ -93,7 +92,7 @@ class GpuPath:
             undo.callback(device.free, staging)
             self._state = device.allocate(STATE_BYTES)
             undo.callback(device.free, self._state)
-            _clear(device, self._state, STATE_BYTES)
+            clear(device, self._state, STATE_BYTES)
             abort = self._segment.aborts[share.here]  # the rest of its cache line is this rank's, too
             self._queue = _native.DeviceQueue(
                 vendor=device.vendor,
@@ -199,7 +198,7 @@ class GpuPath:
 
         def make(count: int) -> DeviceResidual:
             made.append(DeviceResidual(self._device, 4 * count, self._settled))
-            _clear(self._device, made[0].address, made[0].nbytes)
+            clear(self._device, made[0].address, made[0].nbytes)
             return made[0]
 
         assert bound.program is not None
@@ -354,18 +353,7 @@ class GpuPath:
 
     def paths(self) -> tuple[str, ...]:
         """For people: how data goes from this rank's GPU to every other."""
-        rank, islands = self._wiring.rank, self._islands
-        mine = next(island for island in islands.islands if rank in island)
-        lines = []
-        for peer, gpu in enumerate(self._share.gpus):
-            if peer == rank:
-                continue
-            way = self._edges.describe(peer) + self._share.told_tried(peer)
-            if peer in mine and islands.island is not None:
-                way = f"by {islands.island.library}; what that does not do, {way}"
-            other = f"to that of rank {peer} ({gpu.vendor} {gpu.arch})" if gpu.vendor else f"to rank {peer}, a CPU"
-            lines.append(f"from the GPU {other}: {way}")
-        return tuple(filter(None, (*lines, unlike_float8(self._share.gpus))))
+        return tuple(filter(None, (*self._edges.describe_all(self._islands), unlike_float8(self._share.gpus))))
 
     def explain(self, collective: Collective, nbytes: int) -> str:
         """For people: the plan of a collective."""
@@ -409,8 +397,3 @@ class GpuPath:
 
 def _count(buffer: Buffer | None) -> int:
     return 0 if buffer is None else buffer.count
-
-
-def _clear(device: Device, address: int, nbytes: int) -> None:
-    zeros = np.zeros(nbytes, np.uint8)
-    device.copy(address, int(zeros.ctypes.data), nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from . import _native
+from .gpu_islands import GpuIslands
 from .gpu_share import GpuShare
 from .plan import Op, Plan
 from .relays import Relays
@@ -89,6 +90,20 @@ class GpuEdges:
             return f"{self._relays.describe_way(peer)} ({why})"
         both = "both GPUs have mapped" if self._gpus[peer].vendor else "it has mapped"
         return f"through slots in the host's memory that {both} ({why})"
+
+    def describe_all(self, islands: GpuIslands) -> list[str]:
+        """For people: how data goes from this rank's GPU to every other rank."""
+        rank, found = self._wiring.rank, []
+        mine = next(island for island in islands.islands if rank in island)
+        for peer, gpu in enumerate(self._gpus):
+            if peer == rank:
+                continue
+            way = self.describe(peer) + self._share.told_tried(peer)
+            if peer in mine and islands.island is not None:
+                way = f"by {islands.island.library}; what that does not do, {way}"
+            other = f"to that of rank {peer} ({gpu.vendor} {gpu.arch})" if gpu.vendor else f"to rank {peer}, a CPU"
+            found.append(f"from the GPU {other}: {way}")
+        return found
 
     def progress(self) -> int:
         """Grows while messages of this rank move."""

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from .base import Device
 
 
+def clear(device: Device, address: int, nbytes: int) -> None:
+    """Write zeros. Complete on return; allowed while a stream of the thread is captured."""
+    zeros = np.zeros(nbytes, np.uint8)
+    device.copy(address, int(zeros.ctypes.data), nbytes)
+
+
 class DeviceArray:
     """Uninitialised memory of `device`, C-contiguous. `dtype` is NumPy's, or the name of one of ml_dtypes'.
 
