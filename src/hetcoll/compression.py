@@ -132,10 +132,10 @@ class Compression:
             return ""
         return f"all {self._topology.size} ranks are in one {'island' if self._topology.asked else 'host'}"
 
-    def residual(self, call: Call, shape: Shape, make: Callable[[int], R]) -> R | None:
+    def residual(self, call: Call, shape: Shape, make: Callable[[int], R | None]) -> R | None:
         """What calls on this buffer have lost so far, to be changed by this one; None: it is not kept.
 
-        `make` gives memory for so many float32, all 0.
+        `make` gives memory for so many float32, all 0, or None where there is none left.
         """
         self._counters["compressed_before"] += shape.compressed[0]
         self._counters["compressed_after"] += shape.compressed[1]
@@ -150,7 +150,11 @@ class Compression:
             return found  # type: ignore[return-value]  # a buffer's place does not change
         if not self._made_room(4 * shape.residuals):
             return None
-        self._residuals[key] = made = make(shape.residuals)
+        made = make(shape.residuals)
+        if made is None:
+            self._dropped(0)
+            return None
+        self._residuals[key] = made
         self._counters["residual_bytes"] += made.nbytes
         return made
 
@@ -169,8 +173,8 @@ class Compression:
     def _dropped(self, nbytes: int) -> None:
         if self._counters["residuals_dropped"] == 0:
             log.warning(
-                "compression: HETCOLL_COMPRESS_FEEDBACK allows %d bytes of residuals, and the buffers in use need more:"
-                " what was lost of those used longest ago is forgotten",
+                "compression: HETCOLL_COMPRESS_FEEDBACK allows %d bytes of residuals, and the buffers in use need more,"
+                " or than a GPU has left: what was lost of some is forgotten",
                 self._most_bytes,
             )
         self._counters["residual_bytes"] -= nbytes

@@ -194,12 +194,14 @@ class GpuPath:
 
     def _residual(self, call: Call, bound: _native.GpuCall) -> int:
         """Where what calls on these buffers have lost is kept, or 0."""
-        made: list[DeviceResidual] = []
 
-        def make(count: int) -> DeviceResidual:
-            made.append(DeviceResidual(self._device, 4 * count, self._settled))
-            clear(self._device, made[0].address, made[0].nbytes)
-            return made[0]
+        def make(count: int) -> DeviceResidual | None:
+            try:
+                made = DeviceResidual(self._device, 4 * count, self._settled)
+            except DeviceError:  # the GPU is full; the call goes on, since other ranks may be in it
+                return None
+            clear(self._device, made.address, made.nbytes)
+            return made
 
         assert bound.program is not None
         found = self._compression.residual(call, bound.program, make)

@@ -138,6 +138,28 @@ def any_source_is_fair() -> None:
         work.wait()
 
 
+def any_source_after_what_was_refused() -> None:
+    """A send or a receive that never began is no message."""
+    rank, holes = dist.get_rank(), torch.ones(4, 4)[:, ::2]
+    odd = torch.empty(2, dtype=torch.float8_e8m0fnu)
+    if rank == 1:
+        with pytest.raises(ValueError, match="without holes"):
+            dist.send(holes, 0)
+        with pytest.raises(TypeError, match=r"supported|exported"):
+            dist.send(odd, 0)
+    if rank == 0:
+        with pytest.raises(TypeError, match=r"supported|exported"):
+            dist.recv(odd, 2)
+    dist.barrier()
+    if rank == 2:
+        dist.send(torch.full((1,), 5.0), 0)
+    if rank == 0:
+        x = torch.empty(1)
+        assert dist.recv(x) == 2
+        assert x.item() == 5
+    dist.barrier()
+
+
 def any_source_in_a_callback() -> None:
     """What callbacks send and receive goes over a communicator of its own."""
     rank, n, found = dist.get_rank(), dist.get_world_size(), torch.empty(1)

@@ -35,20 +35,20 @@ class Messages(Launcher):
         (tensor,) = tensors
         if dst_rank == self.rank():
             return self._to_self(tensor, None)
-        comm = self._comm
-        self._sources_of(comm).note_send(dst_rank)
-        return self._message([tensor], lambda how: [comm.send(flat(tensor), dst_rank, **how)], "send", dst_rank)
+        memory, comm = flat(tensor), self._comm
+        with self._sources_of(comm).sending(dst_rank):
+            return self._message([tensor], lambda how: [comm.send(memory, dst_rank, **how)], "send", dst_rank)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> dist.Work:
         """Start to receive one tensor from `src_rank` of the group."""
         (tensor,) = tensors
         if src_rank == self.rank():
             return self._to_self(None, tensor)
-        comm = self._comm
-        sources = self._sources_of(comm)
-        if not sources.note_receive(src_rank):
-            return self._receive_later(comm, tensor, src_rank)
-        return self._message([tensor], lambda how: [comm.recv(flat(tensor), src_rank, **how)], "recv", src_rank)
+        memory, comm = flat(tensor), self._comm
+        with self._sources_of(comm).receiving(src_rank) as now:
+            if not now:
+                return self._receive_later(comm, tensor, src_rank)
+            return self._message([tensor], lambda how: [comm.recv(memory, src_rank, **how)], "recv", src_rank)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Start to receive one tensor from the rank that sends one: which, `source_rank` of the handle tells.

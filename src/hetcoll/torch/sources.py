@@ -8,9 +8,10 @@ that one. Ordinary messages pay for the counting only.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ..communicator import Communicator
 from ..errors import CollectiveTimeoutError
@@ -76,6 +77,29 @@ class Sources:
         """A send to `dest` begins: to be called before it can wait for the receiver."""
         with self._lock:
             self._sent[dest] += 1
+
+    @contextlib.contextmanager
+    def sending(self, dest: int) -> Iterator[None]:
+        """`note_send` for the block that starts it; a block that raises ValueError or TypeError has sent nothing."""
+        self.note_send(dest)
+        with self._taken_back(self._sent, dest):
+            yield
+
+    @contextlib.contextmanager
+    def receiving(self, source: int) -> Iterator[bool]:
+        """The same with `note_receive`, whose answer it gives."""
+        now = self.note_receive(source)
+        with self._taken_back(self._received, source) if now else contextlib.nullcontext():
+            yield now
+
+    @contextlib.contextmanager
+    def _taken_back(self, counts: list[int], rank: int) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, TypeError):
+            with self._lock:
+                counts[rank] -= 1
+            raise
 
     def note_receive(self, source: int) -> bool:
         """A receive from `source` begins; False where it must wait for its turn: `later`."""
