@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -14,11 +15,14 @@ from typing import Any, Self
 
 import pytest
 
+import hetcoll.verbs.offer
+from hetcoll.env import Config
 from hetcoll.variables import DeviceFilter
-from hetcoll.verbs import library, pci
+from hetcoll.verbs import library, nics, pci
 from hetcoll.verbs.library import Library, UnavailableError
 from hetcoll.verbs.pci import Distance
 from hetcoll.verbs.ports import Port, choose_gid, choose_ports, list_ports
+from hetcoll.wiring import Wiring
 
 IPV4 = "::ffff:10.0.0.7"
 
@@ -248,6 +252,53 @@ def test_devices_are_found_in_the_tree(tree: Callable[[str, int], Path], tmp_pat
     assert pci.device_folder("rxe1", tmp_path) is None
     assert pci.pci_folder("0000:3E:00.0", tmp_path) == card
     assert pci.pci_folder("0000:ff:00.0", tmp_path) is None
+
+
+class RecordedError(Exception):
+    """Instead of an offer: what it would have been made near to."""
+
+
+def test_ports_near_the_ranks_gpu_come_first(
+    tree: Callable[[str, int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the GPU that the rank was told to use to the order of its ports; two GPUs say nothing."""
+    gpu = tree(f"{SWITCH}/0000:3c:00.0/0000:3d:00.0", 0)
+    cards = {
+        "mlx5_0": tree("pci0000:ba/0000:ba:00.0/0000:bb:00.0", 1),
+        "mlx5_1": tree("pci0000:3a/0000:3a:01.0/0000:50:00.0", 0),
+        "mlx5_2": tree(f"{SWITCH}/0000:3c:04.0/0000:3e:00.0", 0),
+    }
+    for name, card in cards.items():
+        (tmp_path / "class/infiniband" / name).mkdir(parents=True)
+        (tmp_path / "class/infiniband" / name / "device").symlink_to(card)
+    for node, cores in enumerate(("0-3\n", "4-7\n")):
+        (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
+        (tmp_path / f"devices/system/node/node{node}/cpulist").write_text(cores)
+    monkeypatch.setattr(pci.device_folder, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(pci.pci_folder, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(pci.to_cores, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(nics, "list_names", lambda: list(cards))
+    monkeypatch.setattr(nics, "load", lambda: fake_library({name: [Spec()] for name in cards}))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
+
+    def order(near: Path | None) -> list[tuple[str, Distance]]:
+        chosen, _ = nics.choose(Config(), near=near)
+        return [(each.port.device, each.distance) for each in chosen]
+
+    assert order(gpu) == [("mlx5_2", Distance.SWITCH), ("mlx5_1", Distance.BRIDGE), ("mlx5_0", Distance.SYSTEM)]
+    assert [device for device, _ in order(None)] == ["mlx5_0", "mlx5_1", "mlx5_2"]  # near core 5
+
+    def offer(*given: Any) -> None:
+        raise RecordedError(given[-1])
+
+    monkeypatch.setattr(hetcoll.verbs.offer, "Offer", offer)
+    for buses, near in ((["0000:3d:00.0"], gpu), (["0000:3d:00.0", "0000:50:00.0"], None), (["0000:99:00.0"], None)):
+        wiring = Wiring.__new__(Wiring)
+        wiring._config, wiring._gpus = Config(transport="verbs"), buses
+        wiring.engine = None  # type: ignore[assignment]
+        with pytest.raises(RecordedError) as told:
+            wiring._open_nics([])
+        assert told.value.args == (near,)
 
 
 def test_cores_have_devices_of_their_own_node(tree: Callable[[str, int], Path], tmp_path: Path) -> None:

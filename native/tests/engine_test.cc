@@ -44,6 +44,8 @@ void RelaysThatLoseAllRails();
 void RelaysThatDiffer();
 void RelaysThatAreTried();
 void RelaysThatCannotReadBack();
+void RelaysWhoseRailsComeBack();
+void RelaysThatWaitForWhatComesAgain();
 void GpusAndHosts();
 
 namespace {
@@ -306,6 +308,8 @@ constexpr Scenario kScenarios[] = {
     {"rdma: different calls", RelaysThatDiffer},
     {"rdma: tried", RelaysThatAreTried},
     {"rdma: no reading back", RelaysThatCannotReadBack},
+    {"rdma: rails come back", RelaysWhoseRailsComeBack},
+    {"rdma: sent again, later", RelaysThatWaitForWhatComesAgain},
     {"gpus: mixed", GpusAndHosts},
 };
 

@@ -421,6 +421,9 @@ void Fabric::Push(FakeQp& qp, FakeCq& cq, std::uint64_t wr_id, ibv::WcStatus sta
 void Fabric::Break(FakeQp& qp) {
   if (qp.state == ibv::QpState::kErr) return;
   qp.state = ibv::QpState::kErr;
+  // What it wrote, and what was written through it, is there long before anybody has noticed.
+  qp.nic->Land();
+  if (const auto peer = qps_.find(qp.rtr.dest_qp_num); peer != qps_.end()) peer->second->nic->Land();
   for (const Op& op : qp.sending) {
     Push(qp, Of(qp.send_cq), op.wr_id, ibv::WcStatus::kWrFlushErr);
   }

@@ -127,6 +127,7 @@ class Wiring:
         if config.fault is not None:
             log.info("rank %d: links misbehave on purpose: HETCOLL_FAULT=%s", rank, config.fault)
         self.offer: Offer | None = None
+        self._gpus = [gpu.bus for gpu in decode(intros[rank].gpus)]
         try:
             if config.transport in ("auto", "shm") and len(self.locals) > 1:
                 self._attach_shm(intros[self.locals[0]].doorbell)
@@ -229,10 +230,13 @@ class Wiring:
             return "all ranks are on one host"
         from .verbs.library import UnavailableError  # few jobs need it, and imports count
         from .verbs.offer import Offer
+        from .verbs.pci import pci_folder
 
-        four = any(":" not in address.host for address in addresses)
+        family = socket.AF_INET if any(":" not in address.host for address in addresses) else socket.AF_INET6
+        # Of several GPUs the first call says which it is: then the cores that the rank may run on say what is near.
+        near = pci_folder(self._gpus[0]) if len(self._gpus) == 1 else None
         try:
-            self.offer = Offer(self.engine, self._config, socket.AF_INET if four else socket.AF_INET6)
+            self.offer = Offer(self.engine, self._config, family, near)
         except UnavailableError as error:
             log.info("rank %d: no RDMA: %s", self.rank, error)
             return str(error)

@@ -17,7 +17,7 @@ import pytest
 import standins
 from cables import ENDS, Pool, plug, unplug
 from gpus import GPUS, check, environment, sealed
-from ranks import RankError, Ranks
+from ranks import RankError, Ranks, wait_until
 from reference import Case
 from test_gpu import device_of_rank
 from test_gpu_and_cpu import run_on_own
@@ -124,6 +124,15 @@ def test_one_cable_is_cut(launch: Launch) -> None:
         assert counters["gpu_staged_bytes"] == counters["gpu_links_over_tcp"] == 0, counters
         assert re.search(r"rxe[23] to rxe[23] \(down: ", "".join(paths)), paths
     assert any("lost a rail, 1 left" in ranks.output(rank) for rank in range(2))
+    # It is taken up again, with its own way to see that what it wrote is there.
+    plug("veth2")
+    wait_until(lambda: all(counters["gpu_recovered_rails"] == 1 for counters, _ in ranks.run(told)), 60)
+    before = ranks.run(told)
+    ranks.run(add_up, 3, timeout=60)
+    for (was, _), (now, paths) in zip(before, ranks.run(told), strict=True):
+        assert now["gpu_direct_bytes"] > was["gpu_direct_bytes"], paths
+        assert "(down" not in "".join(paths), paths
+        assert re.search(r"rxe[23] to rxe[23] \([^)]*, taken up again 1 times\)", "".join(paths)), paths
 
 
 @pytest.mark.usefixtures("_cables")
