@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _SMALLEST = 256 << 10  # bytes of a piece
 _GRAIN = 256  # bytes: units begin at multiples, as copy engines and vector loads like it
 _MOST_SMALLEST = _LEAST_LARGEST = 1 << 20
-_ENDS, _MIDDLE = 5, 3  # the first and last piece of a message have a part in 2**5 of it, most others one in 2**3
+_ENDS, _MIDDLE = 4, 3  # the first and last piece of a message have a part in 2**4 of it, most others one in 2**3
 _LOCAL_MESSAGES = 8  # of a piece, where vendors' libraries take part on all ranks: their calls cost as much as messages
 _LAG = SLOTS  # in levels: as many messages as may be under way
 _KEEP = 1 << 10  # compiled plans kept; the least recently used go first
