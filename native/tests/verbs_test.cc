@@ -63,11 +63,12 @@ void Shares() {
   Job job({.size = 2, .over = Over::kVerbs, .rails = 2, .ring_bytes = 1 << 20, .fabric = {.threaded = true}});
   Settle(job);
   for (int rank = 0; rank < 2; ++rank) {
-    job.fabric().Change(2 * rank, [](FakeNic& nic) { nic.ns_per_byte = 5; });
-    job.fabric().Change(2 * rank + 1, [](FakeNic& nic) { nic.ns_per_byte = 20; });
+    job.fabric().Change(2 * rank, [](FakeNic& nic) { nic.ns_per_byte = 25; });
+    job.fabric().Change(2 * rank + 1, [](FakeNic& nic) { nic.ns_per_byte = 100; });
   }
+  // So slow that what a processor does for a byte, under a sanitizer and beside others, is little beside it.
   // It takes a while to find out, and longer where the fake devices' own thread is kept from running.
-  constexpr std::size_t kBytes = 8 << 20;
+  constexpr std::size_t kBytes = 2 << 20;
   std::string seen;
   const auto until = [&](auto&& shared) {
     bool so = false;
@@ -88,11 +89,11 @@ void Shares() {
   until([](double fast, double slow) { return fast > 2.5 * slow && slow > 0; });
   // What was slow for a time is found out again, though it was given little.
   for (int rank = 0; rank < 2; ++rank) {
-    job.fabric().Change(2 * rank, [](FakeNic& nic) { nic.ns_per_byte = 1000; });
+    job.fabric().Change(2 * rank, [](FakeNic& nic) { nic.ns_per_byte = 4000; });
   }
   until([](double slow, double fast) { return fast > 10 * slow; });
   for (int rank = 0; rank < 2; ++rank) {
-    job.fabric().Change(2 * rank, [](FakeNic& nic) { nic.ns_per_byte = 5; });
+    job.fabric().Change(2 * rank, [](FakeNic& nic) { nic.ns_per_byte = 25; });
   }
   until([](double fast, double slow) { return fast > 2.5 * slow && slow > 0; });
 }
