@@ -146,5 +146,6 @@ def test_a_host_that_vanishes_is_noticed_on_both_sides(hosts: list[str]) -> None
     finally:
         for rank in ranks:
             rank.kill()
-    assert outputs[0][0].startswith("0 1 connection timed out"), outputs
+    # Which of the two the kernel says depends on whether it looked for the neighbour's address meanwhile.
+    assert outputs[0][0].startswith(("0 1 connection timed out", "0 1 no route to host")), outputs
     assert outputs[1][0].startswith("1 0 its process hosted the job's store: "), outputs
