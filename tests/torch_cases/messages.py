@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -147,6 +149,9 @@ def any_source_after_what_was_refused() -> None:
             dist.send(holes, 0)
         with pytest.raises(TypeError, match=r"supported|exported"):
             dist.send(odd, 0)
+        batch = [SimpleNamespace(op=dist.isend, tensor=holes, group_peer=0)]  # as those of a GPU's tensors go
+        with pytest.raises(ValueError, match="without holes"):
+            dist.group.WORLD._enqueue_batch(batch)
     if rank == 0:
         with pytest.raises(TypeError, match=r"supported|exported"):
             dist.recv(odd, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -131,12 +132,6 @@ class Messages(Launcher):
 
     def _enqueue_batch(self, operations: Sequence[dist.P2POp]) -> dist.Work:
         tensors, comm = [each.tensor for each in operations], self._comm
-        sources = self._sources_of(comm)
-        for each in operations:
-            if each.op is dist.isend:
-                sources.note_send(each.group_peer)
-            elif not sources.note_receive(each.group_peer):
-                sources.now(each.group_peer, self._timeout)
 
         def start(how: dict[str, Any]) -> Any:
             with comm.group():
@@ -145,4 +140,11 @@ class Messages(Launcher):
                     move(flat(each.tensor), each.group_peer)
             return ()
 
-        return self._launch(None, tensors, start, tensors, lane="batch")
+        sources = self._sources_of(comm)
+        with contextlib.ExitStack() as noted:
+            for each in operations:
+                if each.op is dist.isend:
+                    noted.enter_context(sources.sending(each.group_peer))
+                elif not noted.enter_context(sources.receiving(each.group_peer)):
+                    sources.now(each.group_peer, self._timeout)
+            return self._launch(None, tensors, start, tensors, lane="batch")

@@ -73,22 +73,21 @@ class Sources:
         sent = self._sent
         comm.answer(_QUESTION, lambda asker: sent[asker])
 
-    def note_send(self, dest: int) -> None:
-        """A send to `dest` begins: to be called before it can wait for the receiver."""
-        with self._lock:
-            self._sent[dest] += 1
-
     @contextlib.contextmanager
     def sending(self, dest: int) -> Iterator[None]:
-        """`note_send` for the block that starts it; a block that raises ValueError or TypeError has sent nothing."""
-        self.note_send(dest)
+        """The block starts a send to `dest`, which counts before it can wait for the receiver. A block that raises
+        ValueError or TypeError has sent nothing."""
+        with self._lock:
+            self._sent[dest] += 1
         with self._taken_back(self._sent, dest):
             yield
 
     @contextlib.contextmanager
     def receiving(self, source: int) -> Iterator[bool]:
-        """The same with `note_receive`, whose answer it gives."""
-        now = self.note_receive(source)
+        """The same for a receive from `source`. False where it must wait for its turn, `later`: then nothing counts."""
+        with self._lock:
+            now = not self._waiting
+            self._received[source] += now
         with self._taken_back(self._received, source) if now else contextlib.nullcontext():
             yield now
 
@@ -100,14 +99,6 @@ class Sources:
             with self._lock:
                 counts[rank] -= 1
             raise
-
-    def note_receive(self, source: int) -> bool:
-        """A receive from `source` begins; False where it must wait for its turn: `later`."""
-        with self._lock:
-            if self._waiting:
-                return False
-            self._received[source] += 1
-            return True
 
     def _find(self, limit: float) -> int:
         """The rank that the next message is from, which now counts as received. Waits for it, `limit` seconds at most.
