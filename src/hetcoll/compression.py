@@ -160,12 +160,13 @@ class Compression:
 
     def _made_room(self, nbytes: int) -> bool:
         """Drops what was used longest ago; not of GPUs, whose calls may be under way yet."""
-        fits = nbytes <= self._most_bytes
-        for key in [key for key, each in self._residuals.items() if isinstance(each, np.ndarray)] if fits else ():
-            if self._counters["residual_bytes"] + nbytes <= self._most_bytes:
-                break
-            self._dropped(self._residuals.pop(key).nbytes)
-        if fits and self._counters["residual_bytes"] + nbytes <= self._most_bytes:
+        if nbytes <= self._most_bytes:
+            for key, each in list(self._residuals.items()):
+                if self._counters["residual_bytes"] + nbytes <= self._most_bytes:
+                    return True
+                if isinstance(each, np.ndarray):
+                    self._dropped(self._residuals.pop(key).nbytes)
+        if self._counters["residual_bytes"] + nbytes <= self._most_bytes:
             return True
         self._dropped(0)
         return False
