@@ -212,10 +212,10 @@ class Engine {
   std::deque<std::shared_ptr<Task>> collectives_;
   std::vector<std::shared_ptr<Task>> p2p_;
   std::atomic<std::uint64_t> moves_{0};  // written under mutex_
-  std::shared_ptr<Team> team_;
-  std::atomic<std::uint64_t> naps_{0};  // the same
-  CallHistory history_;                 // of collectives
-  CallHistory messages_;                // of sends and receives
+  std::atomic<std::uint64_t> naps_{0};   // the same
+  CallHistory history_;                  // of collectives
+  CallHistory messages_;                 // of sends and receives
+  std::shared_ptr<Team> team_;           // helps with links to GPUs
   std::unique_ptr<std::byte, void (*)(std::byte*)> scratch_;
   std::size_t scratch_size_ = 0;
 

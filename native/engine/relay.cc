@@ -24,7 +24,10 @@ RelayWorker& Relay::AddWorker() {
     const std::string text = std::string(fault.what()) + " (" + where + ")";
     {
       std::lock_guard lock(mutex_);
-      if (trying_ && peer >= 0) return problems_.try_emplace(peer, text), true;
+      if (trying_ && peer >= 0) {
+        problems_.try_emplace(peer, text);
+        return true;
+      }
     }
     Fail(fault.kind, fault.peer, text);
     return false;
