@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import CollectiveTimeoutError, InitError, RegistrationError
-from .topology import SPELLED, Pair, Topology
+from .topology import SPELLED, Pair, Topology, pair_of
 
 if TYPE_CHECKING:
     from .devices.base import Device
@@ -101,7 +101,7 @@ def try_all(
     failed: dict[Pair, str] = {}
     for turn in sorted({a ^ b for a, b in pairs}):  # a rank meets rank ^ turn: nobody has two to meet at once
         other = rank ^ turn
-        pair = (min(rank, other), max(rank, other))
+        pair = pair_of(rank, other)
         for nbytes in lengths:
             problem = ""
             if pair in pairs and pair not in failed:

@@ -19,7 +19,7 @@ from .gpu_islands import Meet
 from .rendezvous.descriptors import new_name, receive_fd, share_fd
 from .selection import describe_message, descriptor
 from .slots import SlotSegment, slot_bytes
-from .topology import Pair, Topology
+from .topology import Pair, Topology, pair_of
 from .wiring import Wiring
 from .witness import call_site
 
@@ -65,20 +65,16 @@ class GpuShare:
 
     def told_tried(self, peer: int) -> str:
         """Whether the way to `peer` is one of those, for people."""
-        rank = self._wiring.rank
-        return ", tried with bytes" if (min(rank, peer), max(rank, peer)) in self.tried else ""
+        return ", tried with bytes" if pair_of(self.rank, peer) in self.tried else ""
 
     def given_up(self, peer: int) -> int:
         """How many ways to `peer` did not work."""
-        rank = self._wiring.rank
-        pair = (min(rank, peer), max(rank, peer))
-        return sum(pair == (a, b) for a, b, _ in self.topology.excluded)
+        return len(self.topology.failed(self.rank, peer))
 
     def why(self, peer: int) -> str:
         """Why messages to `peer` go as they do, for people."""
-        rank = self._wiring.rank
-        problem = self._failed.get((min(rank, peer), max(rank, peer)))
-        return self.topology.why(rank, peer) + (f": {problem}" if problem else "")
+        problem = self._failed.get(pair_of(self.rank, peer))
+        return self.topology.why(self.rank, peer) + (f": {problem}" if problem else "")
 
     def _segment(self, device: Device | None, timeout: float) -> SlotSegment:
         wiring, locals_ = self._wiring, self._wiring.locals

@@ -30,6 +30,11 @@ Pair = tuple[int, int]
 """Two ranks, the lower one first."""
 
 
+def pair_of(a: int, b: int) -> Pair:
+    """In either order."""
+    return (a, b) if a < b else (b, a)
+
+
 @dataclass(frozen=True, slots=True)
 class RankInfo:
     """What one rank tells all others.
@@ -229,8 +234,12 @@ class Topology:
         if self.cross != "mapped" and not (self.cross == "direct" and gpus):
             found += ["staged-rdma"] if path == "verbs" else []
             found += ["staged-tcp"] if self.setting != "verbs" else []
-        pair = (min(a, b), max(a, b))
-        return tuple(way for way in found if (*pair, way) not in self.excluded)
+        failed = self.failed(a, b)
+        return tuple(way for way in found if way not in failed)
+
+    def failed(self, a: int, b: int) -> list[Way]:
+        """The ways that must not be used between two ranks, by name."""
+        return sorted(way for x, y, way in self.excluded if (x, y) == pair_of(a, b))
 
     def way(self, a: int, b: int) -> Way:
         """The one that is used. InitError where none is left."""
@@ -258,8 +267,7 @@ class Topology:
             return f"{name}, as HETCOLL_CROSS says"
         if way == "mapped":
             return "mapped: one host"
-        failed = [w for x, y, w in sorted(self.excluded) if (x, y) == (min(a, b), max(a, b))]
-        if failed:
+        if failed := self.failed(a, b):
             return f"{name}: {' and '.join(failed)} did not work"
         if way == "direct":
             return "direct: the RDMA devices of both reach the GPUs' memory"
