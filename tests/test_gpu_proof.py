@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -199,6 +200,28 @@ def test_a_way_that_fails_is_given_up(kinds: str, how: str, why: str) -> None:
         assert any("(mapped: one host)" in path for path in found[0])
 
 
+@pytest.mark.standins
+@pytest.mark.parametrize(
+    ("kinds", "how"), [*itertools.product(("nc", "ca"), ("bytes", "sent", "signal")), ("ncn", "sent")]
+)
+def test_a_way_between_a_gpu_and_a_cpu_that_fails_is_given_up(kinds: str, how: str) -> None:
+    """Whichever of the two finds out. Others keep theirs."""
+    why = "nothing came from rank" if how == "signal" else "bytes came wrong, the first at 0"
+    with start(kinds) as ranks:
+        found = ranks.run(reduce_and_explain, ("nothing", how, "nothing")[: len(kinds)], timeout=120)
+    for rank, peer in ((0, 1), (1, 0)):
+        if kinds[rank] == "c":
+            path = next(path for path in found[rank] if f"to the GPU of rank {peer} " in path)
+            assert "through 1 socket (staged: mapped did not work" in path
+        else:
+            path = next(path for path in found[rank] if f"to rank {peer}, a CPU" in path)
+            assert "through pinned slots and 1 socket (staged: mapped did not work" in path
+        assert why in path
+        assert path.endswith(", tried with bytes")
+    if kinds == "ncn":
+        assert any("(mapped: one host)" in path for path in found[1])
+
+
 def outcomes_of(kinds: str, hows: tuple[str, ...], **settings: Any) -> list[Outcome]:
     ranks = start(kinds, **settings)
     try:
@@ -209,17 +232,12 @@ def outcomes_of(kinds: str, hows: tuple[str, ...], **settings: Any) -> list[Outc
 
 @pytest.mark.standins
 @pytest.mark.parametrize("how", ["bytes", "signal"])
-@pytest.mark.parametrize(
-    ("kinds", "cross", "why"),
-    [("na", "mapped", "HETCOLL_CROSS=mapped"), ("nc", "auto", "a CPU"), ("cn", "auto", "a CPU")],
-)
-def test_the_last_way_that_fails_is_an_error_on_all_ranks(kinds: str, cross: str, why: str, how: str) -> None:
-    if kinds == "nc" and how == "signal":
-        pytest.skip("the engine writes the words of its own links")
-    for outcome in outcomes_of(kinds, ("nothing", how), HETCOLL_CROSS=cross):
+@pytest.mark.parametrize("kinds", ["na", "nc", "cn"])
+def test_the_way_that_was_asked_for_and_fails_is_an_error_on_all_ranks(kinds: str, how: str) -> None:
+    for outcome in outcomes_of(kinds, ("nothing", how), HETCOLL_CROSS="mapped"):
         assert isinstance(outcome.error, InitError), outcome.trace
-        assert "ranks 0 and 1 do not reach each other" in str(outcome.error)
-        assert why in str(outcome.error)
+        assert "ranks 0 and 1 do not reach each other through memory that both have mapped" in str(outcome.error)
+        assert "HETCOLL_CROSS=mapped leaves no other way" in str(outcome.error)
 
 
 def break_everything(comm: hetcoll.Communicator) -> tuple[str, ...]:
@@ -231,8 +249,9 @@ def break_everything(comm: hetcoll.Communicator) -> tuple[str, ...]:
 
 
 @pytest.mark.standins
-def test_two_ways_that_fail_are_an_error_on_all_ranks() -> None:
-    ranks = start("na")
+@pytest.mark.parametrize("kinds", ["na", "nc", "ca"])
+def test_two_ways_that_fail_are_an_error_on_all_ranks(kinds: str) -> None:
+    ranks = start(kinds)
     try:
         outcomes = ranks.outcomes(break_everything, timeout=120)
     finally:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 HELPERS = 7  # threads at most, beside the caller's, that fill and empty slots: one core moves a tenth of what PCIe does
 Describe = Callable[[int, str], None]
 Prepare = Callable[[Callable[[Check], _native.Shape], float], _native.Shape]
-Run = Callable[[_native.Shape, int, int, float], _native.Status]
 
 
 class HostPath:
@@ -62,22 +61,26 @@ class HostPath:
         self._unfinished: list[gpu_proof.Bytes] = []
         self._notes: Kept[list[Note]] = Kept()
 
-    def prove(self, run: Run, meet: Meet, prepare: Prepare, timeout: float) -> None:
+    def prove(self, meet: Meet, prepare: Prepare, timeout: float) -> None:
         """Try the ways to GPUs together with their ranks: as `gpu.GpuPath.prove`."""
+        engine, done = self._wiring.engine, _native.Status.DONE
 
         def exchange(peer: int, data: gpu_proof.Bytes, seconds: float) -> gpu_proof.Bytes | str:
             ends, got = (peer, data.size), np.zeros_like(data)
             made = functools.partial(self._plans.messages, DType.UINT8, ends, ends)
             shape = prepare(lambda check: self._links.during(timeout, check, made), timeout)
-            if run(shape, int(data.ctypes.data), int(got.ctypes.data), seconds) is _native.Status.DONE:
+            status = engine.run(shape, int(data.ctypes.data), int(got.ctypes.data), seconds)
+            if status is done:
                 return got
-            self._unfinished += [data, got]  # the engine may still use them
+            if status is _native.Status.TIMED_OUT:
+                ticket = engine.pending
+                self._links.give_up(peer)
+                status = engine.wait(ticket, seconds)
+            if status is not done:
+                self._unfinished += [data, got]  # the engine may still use them
             return f"nothing came from rank {peer} in {seconds:.3g} s"
 
-        def leave(peer: int) -> None:
-            raise AssertionError(f"the way to rank {peer} cannot be given up here")
-
-        gpu_proof.prove(self._share, exchange, meet, leave, lambda: self._wiring.listen(timeout))
+        gpu_proof.prove(self._share, exchange, meet, self._links.give_up, lambda: self._wiring.listen(timeout))
 
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """As `selection.Selection.shape`."""
@@ -183,9 +186,9 @@ class _Links:
         wiring, waiting = self._wiring, self._waiting
         edges = sorted(plan.edges)
         wiring.ensure([(peer, channel) for peer, channel in edges if not self._gpu(peer)], *waiting)
-        to_gpus = [(peer, channel) for peer, channel in edges if self._gpu(peer)]
-        missing = [edge for edge in to_gpus if not wiring.engine.linked(edge[0], edge[1] + CHANNELS)]
-        far = {(peer, channel + CHANNELS): 1 for peer, channel in missing if self._far(peer)}
+        to_gpus = [(peer, self._shifted(peer, channel)) for peer, channel in edges if self._gpu(peer)]
+        missing = [edge for edge in to_gpus if not wiring.engine.linked(*edge)]
+        far = {edge: 1 for edge in missing if self._far(edge[0])}
         for (peer, channel), fds in wiring.sockets(far, *waiting).items():
             if self._way(peer) == "staged-rdma":
                 wiring.attach_verbs(peer, channel, fds)
@@ -193,12 +196,22 @@ class _Links:
                 wiring.engine.attach_tcp(peer, channel, fds)
         for peer, channel in missing:
             if not self._far(peer):
-                self._attach(peer, channel)
+                self._attach(peer, channel - CHANNELS)
         moved = (
-            replace(step, channel=step.channel + CHANNELS) if step.peer >= 0 and self._gpu(step.peer) else step
-            for step in plan.steps
+            replace(s, channel=self._shifted(s.peer, s.channel)) if s.peer >= 0 and self._gpu(s.peer) else s
+            for s in plan.steps
         )
         return replace(plan, steps=tuple(moved))
+
+    def _shifted(self, peer: int, channel: int) -> int:
+        """The engine's number of a channel to a GPU, and that by which both ends ask for sockets (`relays`): links that
+        take the place of slots that did not work have others."""
+        return channel + CHANNELS * (1 + self._share.given_up(peer))
+
+    def give_up(self, peer: int) -> None:
+        """Let the engine go that waits for a GPU, where slots of this host are the way."""
+        if not self._far(peer):
+            self._share.segment.release_edges(self._share.here, self._wiring.locals.index(peer))
 
     def _attach(self, peer: int, channel: int) -> None:
         segment, here, there = self._share.segment, self._share.here, self._wiring.locals.index(peer)
@@ -230,7 +243,7 @@ class _Links:
             "mapped": "through slots in the host's memory that the GPU has mapped",
             "staged-rdma": "by RDMA to the GPU's pinned slots",
         }.get(self._way(peer), "through 1 socket")
-        return f"{way} ({self._share.topology.why(self._wiring.rank, peer)})"
+        return f"{way} ({self._share.why(peer)})"
 
 
 class _HostBinder:

@@ -98,8 +98,7 @@ class GpuPaths:
                 meet=self._meet_soon,
                 describe=self._selection.note_shape,
             )
-            run = self._wiring.engine.run
-            self._prove(lambda: path.prove(run, self._meet_slow, self._prepare, self._config.timeout))
+            self._prove(lambda: path.prove(self._meet_slow, self._prepare, self._config.timeout))
         return self.host
 
     def converts(self, call: Call, stream: object) -> bool:

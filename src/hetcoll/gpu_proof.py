@@ -45,7 +45,8 @@ def prove(
 
     Collective over all ranks. `leave` ends what goes to a peer by a way that is given up, and `listen` makes ranks
     reachable by sockets. InitError on all ranks where no way is left, as where HETCOLL_CROSS asked for the one that
-    failed, and where a rank without a GPU is one of the two: its engine keeps its links.
+    failed, and where it is one to a rank without a GPU on another host: its engine keeps those links, whose RDMA ends
+    on TCP by itself.
     """
     gpus, lengths = share.gpus, (_SMALL, _SLOTS * share.slot_bytes)
     tried = pairs_to_try(share.topology, [bool(gpu.vendor) for gpu in gpus])
@@ -53,11 +54,12 @@ def prove(
     given_up = False
     while failed := try_all(pairs, share.rank, lengths, exchange, meet):
         left = without(share.topology, failed)
-        lost = {pair: text for pair, text in failed.items() if not all(gpus[rank].vendor for rank in pair)}
-        _refuse(lost, share.topology, "one of them is a CPU")
         lost = {pair: text for pair, text in failed.items() if not left.ways(*pair)}
         asked = f"HETCOLL_CROSS={left.cross}" if left.cross != "auto" else f"HETCOLL_TRANSPORT={left.setting}"
         _refuse(lost, share.topology, f"{asked} leaves no other way")
+        has_cpu = (pair for pair in failed if not all(gpus[rank].vendor for rank in pair))
+        lost = {pair: failed[pair] for pair in has_cpu if share.topology.far(*pair)}
+        _refuse(lost, share.topology, "one of them is a CPU, which keeps its links")
         for pair in failed:
             if share.rank in pair:
                 leave(sum(pair) - share.rank)
