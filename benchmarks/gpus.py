@@ -37,6 +37,7 @@ PAGE = HERE.parent / "docs/benchmarks.md"
 K, M = 1 << 10, 1 << 20
 SMALL, LARGE = (8, 4 * K, 16 * K, 64 * K), (1 * M, 16 * M, 64 * M, 256 * M)
 COPIES = "only the copies"  # gpu_limits.py
+GPUS = (1, 2, 4)
 TURNS = 3
 ROW_SECONDS = 0.2  # of a row of calls, once it is known how long one takes
 SECONDS = 120.0  # for one answer
@@ -210,9 +211,14 @@ def markdown(setting: Setting, found: list[tuple[str, int, Row]]) -> str:
     return "\n\n".join(["### " + heading(setting).replace("|", "\\|"), table, *notes])
 
 
+def section(gpus: int) -> str:
+    """The name of the marks in docs/benchmarks.md between which the tables stand."""
+    return f"{gpus} GPU{'s' * (gpus > 1)}"
+
+
 def heading(setting: Setting) -> str:
     gpus = setting.ranks - setting.cpus
-    return f"{gpus} GPU{'s' * (gpus > 1)}, {setting.title}"
+    return f"{section(gpus)}, {setting.title}"
 
 
 def digits(x: dict[str, float], ours: dict[str, float]) -> list[str]:
@@ -231,7 +237,7 @@ def about() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, choices=(1, 2, 4), default=2)
+    parser.add_argument("--gpus", type=int, choices=GPUS, default=2)
     parser.add_argument("--only", default="", help="settings whose title contains this")
     parser.add_argument("--largest", type=int, default=256 * M, help="leave out what is larger, in bytes")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
@@ -252,10 +258,8 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps({"schema": 1, "about": head, "settings": done}, indent=1) + "\n")
     if args.write_docs:
-        name = f"{args.gpus} GPU{'s' * (args.gpus > 1)}"
-        PAGE.write_text(
-            results.replace_between_marks(PAGE.read_text(), name, "\n\n".join([head, *parts]), "benchmarks/gpus.py")
-        )
+        text = "\n\n".join([head, *parts])
+        PAGE.write_text(results.replace_between_marks(PAGE.read_text(), section(args.gpus), text, "benchmarks/gpus.py"))
     return 1 if wrong else 0
 
 

@@ -98,7 +98,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--backends", default="hetcoll,gloo")
-    parser.add_argument("--gpus", type=int, help="train the large model on so many GPUs")
+    parser.add_argument("--gpus", type=int, choices=training_gpus.GPUS, help="train the large model on so many GPUs")
     parser.add_argument("--peers", default=",".join(training_gpus.PEERS), help="with --gpus")
     parser.add_argument("--bucket", type=int, default=250, help="with --gpus: MiB of DistributedDataParallel's buckets")
     parser.add_argument("--samples", type=int, default=2, help="with --gpus: in a micro-batch of the pipeline")
@@ -108,6 +108,8 @@ def main() -> int:
     parser.add_argument("--write-docs", action="store_true", help="with --gpus: write the table of docs/benchmarks.md")
     parser.add_argument("--worker", nargs=3, metavar=("WAY", "BACKEND", "STEPS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.write_docs and (args.small or not args.gpus):
+        parser.error("--write-docs: wanted with --gpus and without --small: the table is of the large model on GPUs")
     if args.worker:
         worker(args.worker[0], args.worker[1], int(args.worker[2]))
         return 0

@@ -27,6 +27,7 @@ from staying import StayingRanks
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs/benchmarks.md"
+GPUS = (2, 4)
 PHASES = ("even", "slowed", "balanced")
 TURNS, STEPS = 3, 4  # each turn's first step is not timed
 SECONDS = 60.0  # for one answer
@@ -172,6 +173,11 @@ def markdown(done: dict[str, dict[str, Found]], balanced: dict[str, Any], tokens
     return "\n\n".join([f"### {gpus} GPUs", table, *([balance_text(balanced, gpus)] if balanced else [])])
 
 
+def section(gpus: int) -> str:
+    """The name of the marks in docs/benchmarks.md between which the table stands."""
+    return f"training on {gpus} GPUs"
+
+
 def balance_text(found: dict[str, Any], gpus: int) -> str:
     even, slowed, balanced = (found[phase] for phase in PHASES)
     losses = ", ".join(f"{found[f'loss {phase}']:.4f}" for phase in PHASES)
@@ -220,8 +226,8 @@ def main(args: argparse.Namespace, tolerance: float) -> int:
         command = f"python benchmarks/training.py --gpus {args.gpus} --bucket {args.bucket} --samples {args.samples}"
         words = f"{about()}, PyTorch {torch_version()}. `{command}`, medians of {TURNS} turns."
         text = f"{words}\n\n{markdown(done, balanced, tokens, args.gpus)}"
-        name = f"training on {args.gpus} GPUs"
-        PAGE.write_text(results.replace_between_marks(PAGE.read_text(), name, text, "benchmarks/training.py"))
+        name, page = section(args.gpus), PAGE.read_text()
+        PAGE.write_text(results.replace_between_marks(page, name, text, "benchmarks/training.py"))
     return int(bool(run.failed or wrong))
 
 

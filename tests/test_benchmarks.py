@@ -128,6 +128,34 @@ def test_text_between_marks_is_replaced_and_nothing_else() -> None:
         results.replace_between_marks("no marks", "sweep", "new")
 
 
+def test_what_benchmarks_write_has_marks_in_the_documents() -> None:
+    """Each section that one can write, once."""
+    import_torch()
+    import training_gpus
+
+    sections = {
+        "gpus.py": [gpus.section(n) for n in gpus.GPUS],
+        "peers.py": [peers.SECTION],
+        "training.py": [training_gpus.section(n) for n in training_gpus.GPUS],
+    }
+    assert {path.name for path in BENCHMARKS.glob("*.py") if '"--write-docs"' in path.read_text()} == set(sections)
+    page = (BENCHMARKS.parent / "docs/benchmarks.md").read_text()
+    for script, names in sections.items():
+        for name in names:
+            assert "\nnew\n" in results.replace_between_marks(page, name, "new", f"benchmarks/{script}")
+            assert page.count(results.MARK.format(which=f"{name} begins: output", script=f"benchmarks/{script}")) == 1
+
+
+@pytest.mark.parametrize("words", [[], ["--gpus", "2", "--small"]])
+def test_training_writes_no_table_of_what_is_not_on_gpus(words: list[str]) -> None:
+    import_torch()
+    command = [sys.executable, str(BENCHMARKS / "training.py"), "--write-docs", *words]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # where PyTorch may be
+    ended = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True, env=env)
+    assert ended.returncode == 2
+    assert "--write-docs: wanted with --gpus and without --small" in ended.stderr
+
+
 def test_every_transport_has_us_and_every_peer() -> None:
     for transport in libraries.TRANSPORTS:
         names = {variant.name for variant in libraries.VARIANTS if transport in variant.transports}
