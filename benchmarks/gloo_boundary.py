@@ -85,6 +85,7 @@ class Lane:
         for work, (_, _, got, into) in zip(coming, staged, strict=True):
             if work is not None:
                 work.wait()
+                assert into is not None  # since something was received for it
                 into.copy_(got, non_blocking=True)
         for work in going:
             work.wait()
@@ -102,7 +103,8 @@ class Call(dist.Work):
 
     def __init__(self, device: torch.device, outputs: list[Tensor]) -> None:
         super().__init__()
-        self._outputs, self._done, self._error = outputs, threading.Event(), None
+        self._outputs, self._done = outputs, threading.Event()
+        self._error: Exception | None = None
         self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[device])
         self._end: torch.cuda.Event | None = None
 
@@ -131,7 +133,7 @@ class Call(dist.Work):
     def is_success(self) -> bool:
         return self._done.is_set() and self._error is None
 
-    def exception(self) -> Any:
+    def exception(self) -> Exception | None:
         return self._error
 
     def synchronize(self) -> None:

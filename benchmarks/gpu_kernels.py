@@ -12,6 +12,7 @@ import importlib
 import struct
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hetcoll.devices.kernels import reduce_name
@@ -59,7 +60,7 @@ def main() -> None:
             function = table.function(reduce_name(dtype, ReduceOp.SUM))
             for shape in (table.launch(count, dtype.itemsize), (64, 512)):
                 name = f"{dtype.label} sum, {shape[0]} blocks"
-                runs[name] = (3, lambda f=function, s=shape, a=arguments: device.launch(f, *s, a, stream))
+                runs[name] = (3, partial(device.launch, function, *shape, arguments, stream))
         best = dict.fromkeys(runs, float("inf"))
         for _ in range(ROUNDS + 1):  # the first to warm up
             for name, (_, run) in runs.items():

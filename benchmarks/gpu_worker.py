@@ -39,7 +39,7 @@ def has_torch() -> bool:
         import torch
     except ImportError:
         return False
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 class HostArray:

@@ -37,7 +37,7 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.times == 1:
-            return self.inner(x)  # type: ignore[no-any-return]
+            return self.inner(x)
         return torch.stack([self.inner(x) for _ in range(self.times)]).mean(0)
 
 

@@ -56,7 +56,8 @@ class DataParallel:
             self.model = nn.parallel.DistributedDataParallel(
                 self.model, bucket_cap_mb=bucket, gradient_as_bucket_view=True
             )
-        self.rank, self.size = (0, 1) if way == "one" else (dist.get_rank(), dist.get_world_size())
+        self.rank: int = 0 if way == "one" else dist.get_rank()
+        self.size: int = 1 if way == "one" else dist.get_world_size()
         self.optimizer, self.pieces = optimizer_of(self.model, rate), pieces
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:

@@ -184,8 +184,8 @@ def inside(rounds: int, output: Path) -> None:
 def table(samples: Samples) -> tuple[list[str], bool]:
     """The rows of a Markdown table, and whether all ratios are what they should be."""
     middle = {name: {int(size): statistics.median(v) for size, v in of.items()} for name, of in samples.items()}
-    heads = ("", "ib_write", "ib_write on 2 devices at once", "ratio")
-    heads += ("hetcoll, 1 device", "ratio", "hetcoll, 2 devices", "ratio")
+    heads = ["", "ib_write", "ib_write on 2 devices at once", "ratio"]
+    heads += ["hetcoll, 1 device", "ratio", "hetcoll, 2 devices", "ratio"]
     lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     good = True
     for size in SIZES:
@@ -218,7 +218,7 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="hetcoll-bench-") as folder:
         words = [sys.executable, __file__, "--rounds", str(args.rounds), "--inside", f"{folder}/samples.json"]
-        guest = [sys.executable, GUEST, "--cpus", str(args.cpus), "--write", folder, "--timeout", "600", *words]
+        guest = [sys.executable, str(GUEST), "--cpus", str(args.cpus), "--write", folder, "--timeout", "600", *words]
         status = subprocess.run(guest, check=False).returncode
         if status != 0:
             return status

@@ -33,7 +33,7 @@ def build(directory: Path) -> Path:
     """Build the executable as the package is built, and return where it is."""
     options = ["-DHETCOLL_BUILD_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release"]
     subprocess.run(["cmake", "-S", ROOT / "native", "-B", directory, *options], check=True, stdout=subprocess.DEVNULL)
-    command = ["cmake", "--build", directory, "--target", "hetcoll_verbs_bench", "--parallel", "2"]
+    command = ["cmake", "--build", str(directory), "--target", "hetcoll_verbs_bench", "--parallel", "2"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return directory / "hetcoll_verbs_bench"
 
@@ -62,7 +62,15 @@ def count(bench: Path, case: str, messages: int, *only: str) -> int:
     """Instructions of one run, or of what callgrind's options `only` say."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out"
-        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", *only, bench, case, str(messages)]
+        command = [
+            "valgrind",
+            "--tool=callgrind",
+            f"--callgrind-out-file={out}",
+            *only,
+            str(bench),
+            case,
+            str(messages),
+        ]
         run = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if run.returncode != 0:
             raise SystemExit(f"{bench} {case} {messages} failed:\n{run.stderr}")

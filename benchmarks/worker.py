@@ -16,7 +16,7 @@ from functools import partial
 from itertools import repeat
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,6 +26,22 @@ SAMPLE_US = 100.0  # calls are timed in batches that take about this long, of at
 MOST_SAMPLES, FEWEST_SAMPLES = 400, 5
 
 Call = Callable[[], object]
+
+
+class Library(Protocol):
+    """What the loop wants of a library, which it makes once."""
+
+    version: str
+    rank: int
+    size: int
+
+    @property
+    def barrier(self) -> Call: ...
+
+    def bind(self, op: str, send: np.ndarray, recv: np.ndarray) -> Call:
+        """The operation from one buffer to the other, once, each time that it is called."""
+
+    def close(self) -> None: ...
 
 
 class Hetcoll:
@@ -126,7 +142,7 @@ class Gloo:
         self.dist.destroy_process_group()
 
 
-LIBRARIES = {"hetcoll": Hetcoll, "mpi": Mpi, "gloo": Gloo}
+LIBRARIES: dict[str, Callable[[], Library]] = {"hetcoll": Hetcoll, "mpi": Mpi, "gloo": Gloo}
 
 
 def aligned(count: int) -> np.ndarray:
@@ -139,7 +155,7 @@ def aligned(count: int) -> np.ndarray:
 class Case:
     """One operation at one size: buffers, the call, the input and the right output."""
 
-    def __init__(self, library: Any, op: str, nbytes: int, inplace: bool) -> None:
+    def __init__(self, library: Library, op: str, nbytes: int, inplace: bool) -> None:
         rank, size = library.rank, library.size
         part = max(1, nbytes // 4 // size)
         total = part * size if op in ("allgather", "reduce_scatter", "alltoall") else nbytes // 4
@@ -175,7 +191,7 @@ class Case:
         return int(np.count_nonzero(self.recv != want))
 
 
-def verified_call(library: Any, case: Case, seed: int) -> int:
+def verified_call(library: Library, case: Case, seed: int) -> int:
     """Fresh input, one call, every element compared."""
     case.fill(seed)
     library.barrier()
@@ -183,14 +199,14 @@ def verified_call(library: Any, case: Case, seed: int) -> int:
     return case.wrong(seed)
 
 
-def agree(library: Any, estimate_us: float) -> float:
+def agree(library: Library, estimate_us: float) -> float:
     """Rank 0's estimate, on all ranks."""
     box = np.array([estimate_us], np.float32)
     library.bind("broadcast", box, box)()
     return float(box[0])
 
 
-def measure(library: Any, case: Case, budget_us: float) -> dict[str, Any]:
+def measure(library: Library, case: Case, budget_us: float) -> dict[str, Any]:
     """Verify, time batches after a barrier each until the budget is spent, verify again."""
     wrong = verified_call(library, case, 1)
     estimate = 0.0
