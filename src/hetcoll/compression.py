@@ -16,10 +16,9 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .errors import ArgumentError, spell_ranks
 from .topology import Topology
@@ -62,10 +61,11 @@ class DeviceResidual:
         self._device.free(self.address)
 
 
-R = TypeVar("R", "NDArray[np.float32]", DeviceResidual)
+HostResidual = np.ndarray[Any, np.dtype[np.float32]]
+R = TypeVar("R", HostResidual, DeviceResidual)
 
 
-def float32_zeros(count: int) -> NDArray[np.float32]:
+def float32_zeros(count: int) -> HostResidual:
     """A residual in host memory."""
     return np.zeros(count, np.float32)
 
@@ -87,7 +87,7 @@ class Compression:
         self.default = default
         self.groups = topology.asked or topology.hosts
         self._topology, self._most_bytes = topology, most_bytes
-        self._residuals: OrderedDict[tuple[object, ...], NDArray[np.float32] | DeviceResidual] = OrderedDict()
+        self._residuals: OrderedDict[tuple[object, ...], HostResidual | DeviceResidual] = OrderedDict()
         self._counters = {"compressed_before": 0, "compressed_after": 0, "residual_bytes": 0, "residuals_dropped": 0}
         if default is not Format.NONE and (why := self._nowhere()):
             log.info("compress=%s: nothing is compressed: %s", default.label, why)

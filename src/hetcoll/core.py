@@ -18,7 +18,6 @@ from . import _native, calls, lifetime
 from .buffers import Buffer, element_type, read_buffer
 from .calls import OP_LABELS, Call, check_int
 from .compression import Compression, float32_zeros
-from .crosscheck import CrossCheck
 from .diagnosis import Diagnosis, Kind, Vigil
 from .env import Config
 from .errors import ArgumentError, ClosedError, CommunicationError, HetcollError, InitError
@@ -32,6 +31,7 @@ from .witness import Witness
 from .work import DONE, Work, finished
 
 if TYPE_CHECKING:
+    from .crosscheck import CrossCheck
     from .gpu import GpuPath
 
 log = logging.getLogger("hetcoll")
@@ -80,7 +80,11 @@ class Core:
                 prepare=_weakly(self._prepare),
             )
             undo.pop_all()
-        self._cross = CrossCheck(rank, self._meet, self._diagnosis) if config.check else None
+        self._cross: CrossCheck | None = None
+        if config.check:
+            from .crosscheck import CrossCheck  # few jobs need it, and imports count
+
+            self._cross = CrossCheck(rank, self._meet, self._diagnosis)
         lifetime.watch(self)
         log.info("rank %d of %d: %s", rank, size, self._wiring.topology)
 

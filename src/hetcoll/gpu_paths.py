@@ -12,7 +12,6 @@ from .compression import Compression
 from .diagnosis import Diagnosis, Kind
 from .env import Config
 from .errors import ArgumentError, BufferTypeError, DeviceError
-from .gpu_proof import SECONDS as PROOF_SECONDS
 from .selection import Selection
 from .types import FNUZ_OF, OCP_OF, Collective
 from .wiring import Check, Wiring
@@ -123,7 +122,9 @@ class GpuPaths:
 
     def _meet_slow(self, label: str, blob: bytes) -> list[bytes]:
         """While some ranks may still try what does not work: then an engine that takes part carries nothing else."""
-        seconds = self._config.timeout + 3 * PROOF_SECONDS
+        from .gpu_proof import SECONDS
+
+        seconds = self._config.timeout + 3 * SECONDS
         if not self._wiring.topology.some_without_gpu:
             return self._meet(label, blob, seconds)
         self._meetings += 1
