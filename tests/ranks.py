@@ -25,13 +25,14 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, Self
 
 import standins
 
 import hetcoll
 from hetcoll import UniqueId, lifetime
 
+P = ParamSpec("P")
 Env = Mapping[str, str | tuple[str, ...]]
 
 SECONDS = 30.0  # for a call, where the test does not say
@@ -258,6 +259,25 @@ def close_all(ranks: Iterable[Ranks]) -> None:
     with contextlib.ExitStack() as stack:
         for each in ranks:
             stack.callback(each.kill_all if each.broken else each.close)
+
+
+@contextlib.contextmanager
+def kept(start: Callable[P, Ranks]) -> Iterator[Callable[P, Ranks]]:
+    """`start` for tests that leave ranks whole: the same arguments give the same ranks, until one of them breaks."""
+    made: dict[str, Ranks] = {}
+
+    def get(*args: P.args, **kwargs: P.kwargs) -> Ranks:
+        key = repr((args, sorted(kwargs.items())))
+        if key in made and made[key].broken:
+            made.pop(key).kill_all()
+        if key not in made:
+            made[key] = start(*args, **kwargs)
+        return made[key]
+
+    try:
+        yield get
+    finally:
+        close_all(made.values())
 
 
 # What follows runs in the ranks' processes.

@@ -13,7 +13,7 @@ from elements import NUMPY, Array
 from float8_values import check_codes, codes_of, common, converted, in_ocp, same_values, steps
 from on_gpu import OnGpu
 from plain_kernels import PlainMachine
-from ranks import Ranks, close_all
+from ranks import kept
 from test_gpu_and_cpu import Own, device_of, has_gpu, start
 
 import hetcoll
@@ -98,16 +98,8 @@ def test_staged_buffers_overlap_as_the_users_do() -> None:
 
 @pytest.fixture(scope="module")
 def mixed() -> Iterator[Any]:
-    made: dict[Any, Ranks] = {}
-
-    def get(kinds: str, **settings: Any) -> Ranks:
-        key = (kinds, *sorted(settings.items()))
-        if key not in made or made[key].broken:
-            made[key] = start(kinds, **settings)
-        return made[key]
-
-    yield get
-    close_all(made.values())
+    with kept(start) as get:
+        yield get
 
 
 class Calls:

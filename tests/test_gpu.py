@@ -21,7 +21,7 @@ from device_checks import Capture
 from dlpack_arrays import Quick
 from gpu_places import PLACES, STAND_INS, ranks_on
 from on_gpu import KINDS, Copies, OnGpu
-from ranks import Ranks, close_all
+from ranks import Ranks, kept
 from reference import Case
 
 import hetcoll
@@ -50,20 +50,14 @@ def gpus(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     Settings are those of `standins.environment`.
     """
-    made: dict[Any, Ranks] = {}
 
-    def get(size: int, islands: str | None = None, *, env: dict[str, str] | None = None, **settings: Any) -> Ranks:
+    def start(size: int, islands: str | None = None, *, env: dict[str, str] | None = None, **settings: Any) -> Ranks:
         asked = "|".join(map(str, range(size))) if islands is None else islands
-        key = (size, asked, *sorted(settings.items()), *sorted((env or {}).items()))
-        if key in made and made[key].broken:
-            made.pop(key).kill_all()
-        if key not in made:
-            more = {**(env or {}), **({"HETCOLL_ISLANDS": asked} if asked else {})}
-            made[key] = ranks_on(request.param, ["cuda"] * size, more, **settings)
-        return made[key]
+        more = {**(env or {}), **({"HETCOLL_ISLANDS": asked} if asked else {})}
+        return ranks_on(request.param, ["cuda"] * size, more, **settings)
 
-    yield get
-    close_all(made.values())
+    with kept(start) as get:
+        yield get
 
 
 def run_on_gpu(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:

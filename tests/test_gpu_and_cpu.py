@@ -14,7 +14,7 @@ import standins
 from cases import run_case
 from gpu_places import STAND_INS, ranks_on
 from on_gpu import OnGpu
-from ranks import Job, Outcome, Ranks, close_all, wait_until
+from ranks import Job, Outcome, Ranks, kept, wait_until
 from reference import Case
 from test_gpu import cases_of, check, every_reduction
 
@@ -49,18 +49,8 @@ def start(kinds: str, join: bool = True, place: str = STAND_INS, **settings: Any
 @pytest.fixture(scope="module")
 def mixed() -> Iterator[Any]:
     """`start`, for ranks that stay whole: they are kept for later tests."""
-    made: dict[Any, Ranks] = {}
-
-    def get(kinds: str, **settings: Any) -> Ranks:
-        key = (kinds, *sorted(settings.items()))
-        if key in made and made[key].broken:
-            made.pop(key).kill_all()
-        if key not in made:
-            made[key] = start(kinds, **settings)
-        return made[key]
-
-    yield get
-    close_all(made.values())
+    with kept(start) as get:
+        yield get
 
 
 def has_gpu(comm: hetcoll.Communicator) -> bool:

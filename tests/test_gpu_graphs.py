@@ -14,7 +14,7 @@ from cases import run_case
 from device_checks import Capture
 from gpu_places import PLACES, ranks_on
 from on_gpu import Copies
-from ranks import Ranks, close_all
+from ranks import Ranks, close_all, kept
 from reference import Case
 from test_gpu import cases_of, check, device_of_rank
 from test_gpu_and_cpu import start
@@ -31,21 +31,15 @@ MIB = (1 << 20) // 4
 @pytest.fixture(scope="module", params=PLACES)
 def gpus(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
     """Ranks of these kinds (see `start`) on so many hardware queues, every one an island unless said otherwise."""
-    made: dict[Any, Ranks] = {}
 
-    def get(kinds: str, islands: str | None = None, queues: int = 8, **env: str) -> Ranks:
-        key = (kinds, islands, queues, *sorted(env.items()))
-        if key in made and made[key].broken:
-            made.pop(key).kill_all()
-        if key not in made:
-            asked = "|".join(map(str, range(len(kinds)))) if islands is None else islands
-            env |= {"HETCOLL_ISLANDS": asked} if asked else {}
-            env |= {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues), "GPU_MAX_HW_QUEUES": str(queues)}
-            made[key] = start(kinds, place=request.param, jitter=f"{queues}:50", **env)
-        return made[key]
+    def on_queues(kinds: str, islands: str | None = None, queues: int = 8, **env: str) -> Ranks:
+        asked = "|".join(map(str, range(len(kinds)))) if islands is None else islands
+        env |= {"HETCOLL_ISLANDS": asked} if asked else {}
+        env |= {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues), "GPU_MAX_HW_QUEUES": str(queues)}
+        return start(kinds, place=request.param, jitter=f"{queues}:50", **env)
 
-    yield get
-    close_all(made.values())
+    with kept(on_queues) as get:
+        yield get
 
 
 class InGraph:

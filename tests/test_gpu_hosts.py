@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import standins
-from ranks import Ranks, close_all, wait_until
+from ranks import Ranks, kept, wait_until
 from reference import Case
 from test_failures import check_lost
 from test_gpu import cases_of, check, device_of_rank, exchange, overlap
@@ -40,16 +40,12 @@ def gpus() -> Iterator[Any]:
     why_not = standins.why_not("cuda")
     if why_not:
         pytest.skip(why_not)
-    made: dict[Any, Ranks] = {}
 
-    def get(hosts: str, *, env: dict[str, str] | None = None, **settings: Any) -> Ranks:
-        key = (hosts, *sorted(settings.items()), *sorted((env or {}).items()))
-        if key not in made or made[key].broken:
-            made[key] = Ranks(len(hosts), {**environment(hosts, **settings), **(env or {})})
-        return made[key]
+    def start(hosts: str, *, env: dict[str, str] | None = None, **settings: Any) -> Ranks:
+        return Ranks(len(hosts), {**environment(hosts, **settings), **(env or {})})
 
-    yield get
-    close_all(made.values())
+    with kept(start) as get:
+        yield get
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "aabb"])

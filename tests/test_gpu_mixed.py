@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import standins
-from ranks import Ranks, close_all, wait_until
+from ranks import Ranks, kept, wait_until
 from reference import Case
 from test_gpu import cases_of, check, device_of_rank, every_reduction, exchange, overlap
 
@@ -40,18 +40,8 @@ def start(gpus: str, **settings: Any) -> Ranks:
 @pytest.fixture(scope="module")
 def mixed() -> Iterator[Any]:
     """`start`, for ranks that stay whole: they are kept for later tests."""
-    made: dict[Any, Ranks] = {}
-
-    def get(gpus: str, **settings: Any) -> Ranks:
-        key = (gpus, *sorted(settings.items()))
-        if key in made and made[key].broken:
-            made.pop(key).kill_all()
-        if key not in made:
-            made[key] = start(gpus, **settings)
-        return made[key]
-
-    yield get
-    close_all(made.values())
+    with kept(start) as get:
+        yield get
 
 
 @pytest.mark.parametrize("gpus", ["na", "aa", "nnaa", "nnna", "naaaa"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_places import PLACES, ranks_on
-from ranks import Ranks, close_all
+from ranks import Ranks, kept
 from reference import Case
 from test_gpu import cases_of, check, every_reduction, exchange, overlap
 from test_gpu_and_cpu import device_of, run_on_own
@@ -26,21 +26,15 @@ Posed = Callable[..., Ranks]
 @pytest.fixture(scope="module", params=PLACES)
 def posed(request: pytest.FixtureRequest) -> Iterator[Posed]:
     """Ranks of these kinds: ``posed("npc")`` has NVIDIA's GPU, one that poses, and none."""
-    made: dict[Any, Ranks] = {}
 
-    def get(kinds: str, **settings: Any) -> Ranks:
-        key = (kinds, *sorted(settings.items()))
-        if key in made and made[key].broken:
-            made.pop(key).kill_all()
-        if key not in made:
-            env = {"HETCOLL_DEVICE": tuple(DEVICE[kind] for kind in kinds)}
-            env |= {name: value for name, value in settings.items() if name.isupper()}
-            ours = {"timeout": 120, **{name: value for name, value in settings.items() if not name.isupper()}}
-            made[key] = ranks_on(request.param, [VENDOR[kind] for kind in kinds], env, **ours)
-        return made[key]
+    def start(kinds: str, **settings: Any) -> Ranks:
+        env = {"HETCOLL_DEVICE": tuple(DEVICE[kind] for kind in kinds)}
+        env |= {name: value for name, value in settings.items() if name.isupper()}
+        ours = {"timeout": 120, **{name: value for name, value in settings.items() if not name.isupper()}}
+        return ranks_on(request.param, [VENDOR[kind] for kind in kinds], env, **ours)
 
-    yield get
-    close_all(made.values())
+    with kept(start) as get:
+        yield get
 
 
 @pytest.mark.parametrize("kinds", ["np", "npp", "nnpp", "nnnp"])

@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from installed import need_jax
-from ranks import Ranks
+from ranks import Ranks, kept
 
 import hetcoll
 from hetcoll.devices import cuda
@@ -39,23 +39,21 @@ def run_case(comm: hetcoll.Communicator, name: str, *args: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def _running() -> Iterator[list[Ranks]]:
-    running: list[Ranks] = []
-    yield running
-    for ranks in running:
-        (ranks.kill_all if ranks.broken else ranks.close)()
+def _three() -> Iterator[Callable[[], Ranks]]:
+    def start() -> Ranks:
+        ranks = Ranks(3, _ENV, tidy=False)
+        ranks.run(load, timeout=200)
+        return ranks
+
+    with kept(start) as get:
+        yield get
 
 
 @pytest.fixture
-def jax_ranks(_running: list[Ranks]) -> Ranks:
+def jax_ranks(_three: Callable[[], Ranks]) -> Ranks:
     """Three ranks that have JAX loaded."""
     need_jax()
-    if _running and _running[-1].broken:
-        _running.pop().kill_all()
-    if not _running:
-        _running.append(Ranks(3, _ENV, tidy=False))
-        _running[-1].run(load, timeout=200)
-    return _running[-1]
+    return _three()
 
 
 CASES = [
