@@ -127,13 +127,16 @@ class Wiring:
         if config.fault is not None:
             log.info("rank %d: links misbehave on purpose: HETCOLL_FAULT=%s", rank, config.fault)
         self.offer: Offer | None = None
+        gpus = [decode(intro.gpus) for intro in intros]
+        self._gpus = [gpu.bus for gpu in gpus[rank]]
         try:
-            self.facts = Facts(self.topology, [decode(i.gpus) for i in intros], [intro.no_gpu for intro in intros])
             if config.transport in ("auto", "shm") and len(self.locals) > 1:
                 self._attach_shm(intros[self.locals[0]].doorbell)
             apart = config.transport in ("tcp", "verbs") or len(self.topology.hosts) > 1
             if size > 1 and (apart or config.cross == "staged"):
                 self._listen()
+            # Only now: whether the direct way is there depends on the RDMA devices that ranks have just told.
+            self.facts = Facts(self.topology, gpus, [intro.no_gpu for intro in intros])
             if digest := self.facts.digest:
                 check_digests(control.exchange(group, b"gpus", digest, self._left()))
         except BaseException:
@@ -233,8 +236,7 @@ class Wiring:
 
         family = socket.AF_INET if any(":" not in address.host for address in addresses) else socket.AF_INET6
         # Of several GPUs the first call says which it is: then the cores that the rank may run on say what is near.
-        gpus = self.facts.gpus[self.rank]
-        near = pci_folder(gpus[0].bus) if len(gpus) == 1 else None
+        near = pci_folder(self._gpus[0]) if len(self._gpus) == 1 else None
         try:
             self.offer = Offer(self.engine, self._config, family, near)
         except UnavailableError as error:
