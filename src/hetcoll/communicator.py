@@ -118,7 +118,7 @@ class Communicator(Messages, Regrouping):
         """Reduce `sendbuf` (size x count elements) over all ranks and leave part `rank` of it in `recvbuf` (count).
 
         In place when `recvbuf` is ``sendbuf[rank * count : (rank + 1) * count]``. `op` and `compress` as in
-        `allreduce`, but that nothing is compressed on GPUs.
+        `allreduce`.
         """
         if not async_op and timeout is None and stream is None and compress is None:
             done = self._call(_REDUCE_SCATTER, sendbuf, recvbuf, op, 0)

@@ -1,9 +1,9 @@
 """Compression of what goes over slow edges: for which calls, in which format, and what earlier calls lost.
 
 Slow are the edges between hosts, or between islands where the user says which there are. Only sums and averages of
-16- and 32-bit floats are compressed, by `Collective.ALLREDUCE` and, on host memory, `Collective.REDUCE_SCATTER`. What a
-rank sends is rounded to the format once, where it was added up; what it keeps of that is the rounded value. All
-additions are in the arrays' own type, as without compression.
+16- and 32-bit floats are compressed, by `Collective.ALLREDUCE` and `Collective.REDUCE_SCATTER`. What a rank sends is
+rounded to the format once, where it was added up; what it keeps of that is the rounded value. All additions are in the
+arrays' own type, as without compression.
 
 Error feedback: what rounding took from a buffer is added to what is sent for that buffer next time, so that over many
 calls nothing is lost (Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al., "Error feedback
@@ -122,8 +122,6 @@ class Compression:
             return f"{call.dtype.label} is not wider"
         if self._topology.some_without_gpu:
             return "nothing is compressed where some ranks have a GPU and others none"
-        if call.send.device != "cpu" and call.collective is not Collective.ALLREDUCE:
-            return f"{call.collective.label} is not compressed on GPUs, where all-reduce is"
         return self._nowhere()
 
     def _nowhere(self) -> str:

@@ -124,10 +124,12 @@ class Draft(Builder):
         """The step after which `dst` is final: a division when the collective averages, else `reduced` itself."""
         return self.add(Op.SCALE, lane, dst=dst, deps=[reduced]) if self.average else reduced
 
-    def rounded(self, lane: int, dst: Span, src: Span, step: int | None) -> tuple[Span, int | None]:
-        """What may be sent over a compressed edge in place of `src`, which is there after `step`, and the step after
-        which it is there: `src` itself where this plan compresses nothing."""
-        if not self.compress:
+    def rounded(
+        self, lane: int, dst: Span, src: Span, step: int | None, peers: Iterable[int]
+    ) -> tuple[Span, int | None]:
+        """What may be sent to all `peers` in place of `src`, which is there after `step`, and the step after which it
+        is there: `src` itself where none of these edges is compressed."""
+        if not any(map(self._slow, peers)):
             return src, step
         return dst, self.add(Op.ROUND, lane, src=src, dst=dst, deps=[step])
 

@@ -123,15 +123,17 @@ def reduce_between(p: Draft, at: Place, partial: dict[Part, int | None]) -> dict
     final = {part: step for part, step in partial.items() if part.host == at.i}
     for part, step in partial.items():
         if part.host != at.i:
-            sent, ready = p.rounded(9, part.output, held[part], step)
-            p.send(2, sent, at.owner(part.host, part.atom), after=[ready])
+            owner = at.owner(part.host, part.atom)
+            sent, ready = p.rounded(9, part.output, held[part], step, [owner])
+            p.send(2, sent, owner, after=[ready])
     for d in range(1, at.m):
         for part in final:
             peer = at.owner(at.host_after(-d), part.atom)
             final[part] = p.recv_reduce(3, part.output, held[part], peer, after=[final[part]])
             held[part] = part.output
     for part, step in final.items():
-        _, final[part] = p.rounded(10, part.output, part.output, p.scaled(8, part.output, step))
+        others = (at.owner(at.host_after(d), part.atom) for d in range(1, at.m))
+        _, final[part] = p.rounded(10, part.output, part.output, p.scaled(8, part.output, step), others)
     return final
 
 
@@ -220,7 +222,7 @@ def reduce_scatter(p: Draft) -> None:
             total = result
         if unit != p.rank:
             p.scratch_copies = 1 if at.k > 1 or p.compress else 0
-            sent, ready = p.rounded(5, tmp(unit), total, ready)
+            sent, ready = p.rounded(5, tmp(unit), total, ready, [unit])
             p.send(2, sent, unit, channel=1, after=[ready])
     for d in range(1, at.m):
         peer = at.counterpart(at.host_after(-d))

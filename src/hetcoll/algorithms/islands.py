@@ -22,7 +22,7 @@ from ..types import Collective
 from .base import Algorithm, Draft, any_size, inp, out, tmp
 from .hierarchical import Place, gather_between, reduce_between
 
-LOCAL, SEND, RECV, LAST = 0, 1, 2, 3  # lanes; all-reduce has those of `hierarchical`
+LOCAL, SEND, RECV, LAST, ROUND = 0, 1, 2, 3, 4  # lanes; all-reduce has those of `hierarchical`
 Make = Callable[[int, int], Span]  # inp, out or tmp
 
 ISLANDS: dict[Collective, Algorithm] = {}
@@ -106,7 +106,7 @@ def _exchange(p: Draft, at: Split, summed: int | None) -> Iterator[int | None]:
     held, pieces = inp if at.k == 1 else out, at.crossing(1 - at.i)
     sent: list[tuple[Span, int]] = []
     for peer, start, count in pieces:
-        term, ready = p.rounded(9, out(start, count), held(start, count), summed)
+        term, ready = p.rounded(9, out(start, count), held(start, count), summed, [peer])
         sent.append((term, p.send(2, term, peer, after=[ready])))
     for (term, step), (peer, start, count) in zip(sent, pieces, strict=True):
         yield p.scaled(8, out(start, count), p.recv_reduce(3, out(start, count), term, peer, after=[step]))
@@ -241,11 +241,11 @@ def allgather(p: Draft) -> None:
             p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came)
 
 
-@_register(Collective.REDUCE_SCATTER)
+@_register(Collective.REDUCE_SCATTER, compresses=True)
 def reduce_scatter(p: Draft) -> None:
     """Every island adds up the others' regions, an interval each member, and sends them to their owners."""
     at = Regions(p)
-    p.scratch_copies = int(at.k > 1 and at.m > 1)
+    p.scratch_copies = int(at.m > 1 and (at.k > 1 or p.compress))
     for island in at.others(1):
         grown, make = None, inp
         for parts in at.rows(inp, island, merge=True) if at.k > 1 else ():
@@ -253,8 +253,9 @@ def reduce_scatter(p: Draft) -> None:
             dst = None if part is None else tmp(part.start, part.count)
             grown = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=dst, parts=parts)
         for piece in at.own(island):
-            p.send(SEND, at.span(make, piece), piece.rank, after=[grown])
-    ready: int | None = None
+            sent, ready = p.rounded(ROUND, at.span(tmp, piece), at.span(make, piece), grown, [piece.rank])
+            p.send(SEND, sent, piece.rank, after=[ready])
+    ready = None
     if at.k > 1:
         parts = tuple(at.share(inp, mate) for mate in at.mates)
         ready = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=out(0, at.pieces), parts=parts)

@@ -150,7 +150,8 @@ def _execute_local(plans: Sequence[Plan], memories: list[Memory], group: tuple[N
             total = [_add(a, b) for a, b in zip(total, term, strict=True)]
         if len(terms) > 1:
             total = [(a, pow(b + group[0].id, 3, PRIME)) for a, b in total]
-        results.append((total, memories[flow.to.rank], flow.target))
+        if len(terms) > 1 or flow.terms[0] != (flow.to, flow.target):  # else it lies there already
+            results.append((total, memories[flow.to.rank], flow.target))
     for total, memory, target in results:
         for cell, value in zip(memory.where(target), total, strict=True):
             memory.values[cell], memory.rounded[cell] = value, ()

@@ -17,7 +17,7 @@ _OTHERS = (c10d.Backend.Options, NoProcessGroupNCCL.Options)
 class Options:
     """Options of a process group.
 
-    `compress` is how sums and averages of CPU tensors of 64 KiB and more travel between hosts: ``"none"``, ``"bf16"``,
+    `compress` is how sums and averages of tensors of 64 KiB and more travel between hosts: ``"none"``, ``"bf16"``,
     ``"fp8"`` or ``"int8"``, the same on all ranks. Default: HETCOLL_COMPRESS. Groups split from this one have it, too.
     """
 
