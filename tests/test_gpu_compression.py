@@ -290,7 +290,7 @@ def test_reduce_scatters_of_other_islands(mixed: Any, gpus: str, islands: Hosts)
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_other_islands(mixed: Any, gpus: str, settings: dict[str, Any], lossy: bool, kind: Collective) -> None:
-    """Something is lost where an edge is slow, no more than roundings take; all-reduces have the same bits everywhere."""
+    """Roundings take something where an edge is slow, and no more; all ranks hold the same bits of an all-reduce."""
     size, count = len(gpus), 70_008
     said = mixed(gpus, **settings).run(summed, kind, count, DType.FLOAT32, "int8", 2, "sum", True)
     for turn in range(2):
