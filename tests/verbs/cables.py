@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ranks
-from ranks import Ranks
+from ranks import Ranks, wait_until
 
 Pool = Callable[..., Ranks]
 
@@ -38,11 +39,33 @@ def unplug(ethernet: str) -> None:
 
 
 def plug(ethernet: str) -> None:
-    """Bring it back, and what the kernel forgot of its neighbour."""
+    """Bring it back, and what the kernel forgot of its neighbour. The rest takes the kernel a while: `all_plugged`."""
     tool("ip", "link", "set", ethernet, "up")
     number = int(ethernet[-1])
     other = f"02:77:00:00:0{number // 2}:0{2 - number % 2}"
     tool("ip", "neigh", "replace", _FAR[ethernet], "lladdr", other, "dev", ethernet, "nud", "permanent")
+
+
+def all_plugged() -> None:
+    """Bring all cables back, until every RDMA device has its port and its address again.
+
+    The kernel tells the other end of a cable later, a second if it has told it something before, and gives addresses
+    back later still: a rank that looks for devices meanwhile does not find them all.
+    """
+    for number in range(4):
+        plug(f"veth{number}")
+    wait_until(lambda: all(_usable(f"rxe{number}") for number in range(4)), 30)
+
+
+def _usable(device: str) -> bool:
+    """Whether the port is active and has its IPv4 address, the second in its table."""
+    port = Path("/sys/class/infiniband", device, "ports/1")
+    if "ACTIVE" not in (port / "state").read_text():
+        return False
+    try:
+        return (port / "gids/1").read_text().strip("0:\n") != "" and "v2" in (port / "gid_attrs/types/1").read_text()
+    except OSError:  # EINVAL: no address there
+        return False
 
 
 @contextmanager

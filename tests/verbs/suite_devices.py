@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cables import all_plugged, unplug
 
 from hetcoll.checks import Level, rdma
 from hetcoll.variables import DeviceFilter
@@ -68,9 +69,9 @@ def test_the_nearest_device_of_software_is_everywhere_as_near() -> None:
 @pytest.fixture
 def down() -> Iterator[str]:
     """veth2, without a link while the test runs."""
-    subprocess.run(["ip", "link", "set", "veth2", "down"], check=True, timeout=10)
+    unplug("veth2")
     yield "rxe2:1"
-    subprocess.run(["ip", "link", "set", "veth2", "up"], check=True, timeout=10)
+    all_plugged()
 
 
 def test_a_link_that_is_down_is_passed_over(down: str) -> None:

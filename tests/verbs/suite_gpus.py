@@ -15,7 +15,7 @@ import gpus
 import numpy as np
 import pytest
 import standins
-from cables import ENDS, Pool, plug, unplug
+from cables import ENDS, Pool, all_plugged, plug, unplug
 from gpus import GPUS, check, environment, sealed
 from ranks import RankError, Ranks, wait_until
 from reference import Case
@@ -92,8 +92,7 @@ def test_a_rank_without_a_gpu(pool: Pool) -> None:
 @pytest.fixture
 def _cables() -> Iterator[None]:
     yield
-    for number in range(4):
-        plug(f"veth{number}")
+    all_plugged()
 
 
 def add_up(comm: hetcoll.Communicator, calls: int) -> None:

@@ -6,14 +6,13 @@ import ctypes
 import gc
 import os
 import resource
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from cables import kernel_objects, verbs
-from ranks import Job, Ranks, Resources
+from ranks import Job, Ranks, Resources, wait_until
 
 import hetcoll
 from hetcoll.devices.base import DmaBuf
@@ -92,7 +91,7 @@ def in_use(comm: hetcoll.Communicator) -> None:
         comm.send(np.zeros(1), 1)
         registration = comm.register(data)
         work = comm.send(data, 1, async_op=True)
-        time.sleep(0.3)
+        wait_until(lambda: comm.counters()["zero_copy_bytes"] > 0)
         with pytest.raises(hetcoll.ArgumentError, match="in use by an operation in flight"):
             registration.close()
         assert registration.nbytes == data.nbytes
