@@ -311,6 +311,7 @@ def receive_into_dead_keys(comm: hetcoll.Communicator, messages: int) -> None:
             for entry in memory._entries:
                 for region in entry.regions:
                     region.close()
+        comm.send(data[:1], 1) if comm.rank == 0 else comm.recv(got[:1], 0)  # which connects them
         for i in range(messages):
             if comm.rank == 0:
                 if i == 0:
