@@ -193,7 +193,7 @@ void Direct() {
   constexpr std::size_t kBytes = 1 << 20;
   for (const bool lent : {false, true}) {
     Job job({.size = 2, .over = Over::kVerbs, .rails = 2, .ring_bytes = 256 << 10, .fabric = {.threaded = true}});
-    Settle(job);
+    if (lent) Settle(job);  // else it waits already while the link is being made
     job.Run([&](int rank, Engine& e) {
       const auto shape = BindMessage(e, 2, rank, 1 - rank, rank == 0, kBytes);
       Bytes buffer = Input(rank == 0 ? 5 : 6, kBytes, DType::kUint8);

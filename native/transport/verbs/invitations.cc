@@ -10,8 +10,9 @@ namespace hetcoll {
 // Only where all of the rest may be written now. Whether the peer takes it up is its affair, and it may come too late;
 // but not where the memory is a GPU's: there the peer waits for it.
 void VerbsLink::Invite(const Message& m, std::size_t at, std::byte* dst, std::size_t n) {
+  if (!options_.device && !open()) return;  // who waits until it is comes here again
   expected_ = m.signature;
-  if (!options_.device && (!open() || at + n != m.total || n < kInviteBytes)) return;
+  if (!options_.device && (at + n != m.total || n < kInviteBytes)) return;
   Region* region = shared_.regions.Find(dst, n, outbox_.nics());
   if (region == nullptr && options_.device) {
     throw Fault(FaultKind::kSystem, options_.rank, "verbs: a GPU's memory is not registered");
