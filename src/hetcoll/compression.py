@@ -120,8 +120,6 @@ class Compression:
             return f"only sums and averages are compressed, not {call.op.label}"
         if wanted.factor(call.dtype.itemsize) >= 1:
             return f"{call.dtype.label} is not wider"
-        if self._topology.some_without_gpu:
-            return "nothing is compressed where some ranks have a GPU and others none"
         return self._nowhere()
 
     def _nowhere(self) -> str:
@@ -199,8 +197,6 @@ class Compression:
             why = f"{collective.label} is not compressed"
         elif asked is None and nbytes < LEAST_BYTES:
             why = f"less than {LEAST_BYTES} bytes"
-        elif self._topology.some_without_gpu:
-            why = "some ranks have a GPU"
         if wanted is Format.NONE or not why:
             return wanted, ""
         return Format.NONE, f"{wanted.label}: not compressed: {why}"

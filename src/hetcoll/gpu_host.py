@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import _native, float8, gpu_proof
+from .algorithms.base import Hosts
 from .buffers import Buffer
 from .calls import Call
 from .diagnosis import Diagnosis
@@ -27,7 +28,7 @@ from .plan import Plan
 from .selection import describe_message, descriptor
 from .slots import CHANNELS, SLOTS
 from .topology import Way
-from .types import OCP_OF, Collective, DType, ReduceOp
+from .types import OCP_OF, Collective, DType, Format, ReduceOp
 from .wiring import Check, Wiring
 
 if TYPE_CHECKING:
@@ -41,10 +42,13 @@ Prepare = Callable[[Callable[[Check], _native.Shape], float], _native.Shape]
 class HostPath:
     """What one communicator keeps on a rank without a GPU. Made together with the other ranks' `gpu.GpuPath`.
 
-    `describe` is told what a bound plan was bound for, as `selection.Selection` knows it.
+    Calls that compress do so between `groups`. `describe` is told what a bound plan was bound for, as
+    `selection.Selection` knows it.
     """
 
-    def __init__(self, wiring: Wiring, diagnosis: Diagnosis, timeout: float, *, meet: Meet, describe: Describe) -> None:
+    def __init__(
+        self, wiring: Wiring, diagnosis: Diagnosis, groups: Hosts, timeout: float, *, meet: Meet, describe: Describe
+    ) -> None:
         self._wiring, self._describe = wiring, describe
         self._share = GpuShare(wiring, diagnosis, None, "it has no GPU", meet, timeout)
         try:
@@ -55,7 +59,7 @@ class HostPath:
         self.two_kinds = float8.two_kinds(self._share.gpus)
         self._links = _Links(wiring, self._share)
         self._plans = GpuPlans(
-            wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links)
+            wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links), groups
         )
         self._shapes: Kept[_native.Shape] = Kept()
         self._unfinished: list[gpu_proof.Bytes] = []
@@ -86,7 +90,7 @@ class HostPath:
         """As `selection.Selection.shape`."""
         key = (
             call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
-            call.recv_table,
+            call.recv_table, call.compress,
         )  # fmt: skip
 
         def bind() -> _native.Shape:
@@ -278,4 +282,5 @@ class _HostBinder:
             descriptor=descriptor(f"p2p {dtype.label}" if call is None else call.describe()),
             p2p=call is None,
             skip_empty=True,
+            format=Format.NONE if call is None else call.compress,
         )

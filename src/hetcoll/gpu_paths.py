@@ -93,6 +93,7 @@ class GpuPaths:
             path = self.host = HostPath(
                 self._wiring,
                 self._diagnosis,
+                self._compression.groups,
                 self._config.timeout,
                 meet=self._meet_soon,
                 describe=self._selection.note_shape,
