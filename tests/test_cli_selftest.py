@@ -92,6 +92,21 @@ def test_a_gpu_and_what_is_wrong_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.standins
 @pytest.mark.timeout(400)
+def test_gpus_of_both_vendors(tmp_path: Path) -> None:
+    """Each rank sees both, and uses the one that it is told to."""
+    for vendor in ("cuda", "hip"):
+        if why_not := standins.why_not(vendor):
+            pytest.skip(why_not)
+    both = standins.environment("both", timeout=60)
+    status, said, report = run(tmp_path, **both, HETCOLL_CACHE=str(tmp_path / "cache"))
+    assert status == 0, report
+    for job in ("GPUs of both vendors: cuda:0, hip:0", "GPUs and a CPU: cuda:0, hip:0, cpu"):
+        assert any(line.startswith("ok ") and job in line for line in said.splitlines()), said
+    assert "8-bit floats: rank 1 fnuz, rank 0 not" in report
+
+
+@pytest.mark.standins
+@pytest.mark.timeout(400)
 def test_amds_gpus(tmp_path: Path) -> None:
     """What somebody with such a machine is asked to run."""
     if why_not := standins.why_not("hip"):

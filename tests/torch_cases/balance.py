@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,10 +9,28 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+from hetcoll.torch import balance
 from hetcoll.torch.balance import Balancer
 
 BATCH = 48
-SPEEDS = (1.0, 1.0, 0.5, 0.5)  # samples in 2 ms
+SPEEDS = (1.0, 1.0, 0.5, 0.5)  # samples a second, of a clock of its own
+
+
+class _Clock:
+    """The time that `hetcoll.torch.balance` sees on this rank: it passes with the samples that the rank computes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        patch.setattr(balance, "time", self)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def compute(self, samples: int) -> float:
+        """Seconds that they take."""
+        seconds = samples / SPEEDS[dist.get_rank()]
+        self.now += seconds
+        return seconds
 
 
 def _model() -> nn.Module:
@@ -28,15 +44,27 @@ def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def shares_follow_the_speed_and_the_loss_is_the_batchs() -> None:
-    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        _train(_Clock(patch))
+
+
+def _slowest(seconds: float) -> float:
+    """What a step takes: as long as the rank that takes longest."""
+    longest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.item()
+
+
+def _train(clock: _Clock) -> None:
     model, alone = DistributedDataParallel(_model()), _model()
     mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone))
     balancer = Balancer(BATCH, every=3, smoothing=0.2)
     assert balancer.shares == [12, 12, 12, 12]
+    steps = []
     for step in range(12):
         x, y = _batch(step)
         with balancer.measure():
-            time.sleep(0.002 * balancer.share / SPEEDS[rank])
+            steps.append(clock.compute(balancer.share))
             output = model(x[balancer.part])
         loss = mse_loss(output, y[balancer.part])
         balancer.weigh(loss).backward()
@@ -48,17 +76,19 @@ def shares_follow_the_speed_and_the_loss_is_the_batchs() -> None:
         theirs.zero_grad()
         assert abs(balancer.mean(loss) - wanted.item()) < 1e-5 * wanted.item()
         balancer.update()
-    assert sum(balancer.shares) == BATCH
-    fast, slow = balancer.shares[:2], balancer.shares[2:]
-    assert 1.3 * max(slow) < min(fast), balancer.shares
+    assert balancer.shares == [16, 16, 8, 8]
+    assert _slowest(steps[0]) == BATCH / 4 / 0.5
+    assert _slowest(steps[-1]) == BATCH / sum(SPEEDS)  # two ranks at half speed cost one rank's share, and no more
     for found, wanted_weight in zip(model.module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(found, wanted_weight, rtol=1e-4, atol=1e-6)
 
 
 def without_measurements_it_says_so() -> None:
     balancer = Balancer(8, every=1)
-    if dist.get_rank() != 1:
-        with balancer.measure():
-            time.sleep(0.001)
-    with pytest.raises(RuntimeError, match=r"none on ranks \[1\]"):
-        balancer.update()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() != 1:
+            clock = _Clock(patch)
+            with balancer.measure():
+                clock.compute(balancer.share)
+        with pytest.raises(RuntimeError, match=r"none on ranks \[1\]"):
+            balancer.update()

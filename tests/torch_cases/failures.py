@@ -46,6 +46,8 @@ def timeout(store: dist.Store, rank: int, size: int) -> None:
             dist.all_reduce(torch.ones(4))
         assert isinstance(caught.value, hetcoll.CollectiveTimeoutError | hetcoll.PeerLostError), caught.value
         assert 0.5 < time.monotonic() - start < 10
+        (last,) = [call for call in dist.group.WORLD.dump() if call["operation"] == "allreduce"]
+        assert last["state"] == f"failed: {caught.value}"
     else:
         time.sleep(2.5)
     _end()
@@ -72,8 +74,9 @@ def abort(store: dist.Store, rank: int, size: int) -> None:
     _init(store, rank, size)
     group = dist.group.WORLD
     work = None if rank == 0 else dist.all_reduce(torch.ones(4), async_op=True)
+    store.set(f"{rank} has called", "")
     if rank == 0:
-        time.sleep(0.2)
+        store.wait([f"{other} has called" for other in range(size)])
         dist.distributed_c10d._abort_process_group()
         assert not dist.is_initialized()
         group.shutdown()

@@ -83,7 +83,8 @@ class Launcher(dist.ProcessGroup):
         try:
             with translated():
                 work = self._begin(opts, tensors, start, list(outputs), after, lane, source)
-        except BaseException:
+        except BaseException as error:
+            call.raised = str(error) or type(error).__name__
             if span is not None:
                 span.end()
             raise

@@ -22,6 +22,8 @@ class _Call:
     tensors: tuple[tuple[torch.dtype, torch.Size], ...]
     started: float
     work: weakref.ref[dist.Work] | None = None
+    raised: str | None = None
+    """The error that the call itself raised, where it did."""
 
 
 class Records:
@@ -54,6 +56,8 @@ class Records:
 
 
 def _state(call: _Call) -> str:
+    if call.raised is not None:
+        return f"failed: {call.raised}"
     if call.work is None:
         return "not returned"
     work = call.work()
