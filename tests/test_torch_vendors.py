@@ -14,13 +14,13 @@ MIXED, ONE_VENDOR = "nnaa", "nnnn"
 LIMIT = 7e-3  # HetCCL's figure for the relative error of the loss
 
 
-def start(**env: str) -> TorchRanks:
-    """Each sees GPUs of both vendors; the islands are those of two vendors, whatever the GPUs are."""
+def start(**env: str | tuple[str, ...]) -> TorchRanks:
+    """Each sees GPUs of both vendors; the islands are those of two vendors, whatever the GPUs are, if not said."""
     import_torch()  # or skips
     for vendor in ("cuda", "hip"):
         if why_not := standins.why_not(vendor):
             pytest.skip(why_not)
-    return TorchRanks(**standins.environment("both", SIZE, timeout=60), HETCOLL_ISLANDS="0,1|2,3", **env)
+    return TorchRanks(**{**standins.environment("both", SIZE, timeout=60), "HETCOLL_ISLANDS": "0,1|2,3", **env})
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,22 @@ def test_losses_over_two_vendors(ranks: TorchRanks, way: str) -> None:
         assert "mapped" in across
     if way == "pipeline":  # activations and gradients are only moved
         assert mixed[0][0] == wanted
+
+
+def test_losses_beside_ranks_without_a_gpu() -> None:
+    """A GPU of each vendor and two CPUs: the losses of one process, and the same parameters on all ranks."""
+    ranks = start(HETCOLL_ISLANDS="auto", HETCOLL_DEVICE=("cuda:0", "hip:1", "cpu", "cpu"))
+    try:
+        wanted = ranks.run("vendors", "alone", backend=None)[0]
+        for way in ("ddp", "fsdp2", "pipeline"):
+            found = ranks.run("vendors", "trained", way, "nacc", backend=None)
+            for losses, state, paths, _ in found:
+                assert max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True)) < LIMIT
+                assert way != "ddp" or state == found[0][1]
+                assert way != "pipeline" or losses == wanted
+                assert any("mapped" in line for line in paths), paths
+    finally:
+        ranks.close()
 
 
 def test_compressed_gradients_over_two_vendors() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from installed import import_torch
-from ranks import Job, Ranks
+from ranks import Env, Job, Ranks
 
 CASES = Path(__file__).with_name("torch_cases")
 SIZE = 4
@@ -28,8 +28,8 @@ def names(module: str) -> list[str]:
 class TorchRanks:
     """Four processes that have torch loaded. Each call gets a process group of its own."""
 
-    def __init__(self, **env: str) -> None:
-        self._env = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **env}
+    def __init__(self, **env: str | tuple[str, ...]) -> None:
+        self._env: Env = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **env}
         self._calls = 0
         self._start()
         self._folder = tempfile.TemporaryDirectory(prefix="hetcoll-torch-")
