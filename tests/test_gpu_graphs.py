@@ -221,7 +221,7 @@ def test_groups_of_messages(gpus: Any) -> None:
     gpus("nn", queues=1).run(grouped)
 
 
-def refuse(comm: hetcoll.Communicator) -> str:
+def refuse(comm: hetcoll.Communicator, compress: str | None = None) -> str:
     if "cpu" in str(comm._config.device):
         comm.allreduce(np.ones(LARGE, np.float32))
         return ""
@@ -232,7 +232,7 @@ def refuse(comm: hetcoll.Communicator) -> str:
     comm.allreduce(array.buffer(), stream=stream)
     with Capture(device, stream):
         with pytest.raises(ArgumentError) as raised:
-            comm.allreduce(array.buffer(), stream=stream)
+            comm.allreduce(array.buffer(), stream=stream, compress=compress)
         device.copy(array.ptr, small.ptr, 20, stream)
     device.destroy_stream(stream)
     return str(raised.value)
@@ -246,6 +246,11 @@ def test_a_rank_without_a_gpu_is_named(gpus: Any) -> None:
 def test_a_rank_that_is_reached_by_sockets_is_named(gpus: Any) -> None:
     for said in gpus("nn", HETCOLL_CROSS="staged").run(refuse):
         assert said.endswith("got rank 1 (staged, as HETCOLL_CROSS says)"), said
+
+
+def test_compressed_calls_are_refused(gpus: Any) -> None:
+    for said in gpus("nn", HETCOLL_ISLANDS="0|1").run(refuse, "int8"):
+        assert said.startswith("compress: wanted a call that no graph captures"), said
 
 
 def capture_at_once(comm: hetcoll.Communicator) -> tuple[str, float]:

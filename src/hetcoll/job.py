@@ -43,8 +43,8 @@ def init(
     GPU and others none, every rank must say which; each then passes buffers of its own device to the same calls.
 
     `compress` is how sums and averages of 64 KiB and more travel between hosts, or between the `islands` if they are
-    given: ``"none"``, ``"bf16"``, ``"fp8"`` or ``"int8"``, where `Communicator.allreduce` can; the same on all ranks.
-    Default: HETCOLL_COMPRESS, else ``"none"``.
+    given: ``"none"``, ``"bf16"``, ``"fp8"`` or ``"int8"``, in `Communicator.allreduce` and `reduce_scatter`; the same
+    on all ranks. Default: HETCOLL_COMPRESS, else ``"none"``.
     """
     global _world
     if _world is not None and not _world.closed:
