@@ -1,5 +1,9 @@
 #include "device/kernels.h"
 
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <cstring>
 
@@ -71,6 +75,25 @@ void CopyBytes(void* dst, const void* src, std::size_t nbytes, bool stream) {
 
 void TakeBytes(void* dst, void* src, std::size_t nbytes, bool stream) {
   Table().take(static_cast<char*>(dst), static_cast<char*>(src), nbytes, stream);
+}
+
+// Sanitizers do not see what assembly touches.
+#if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+void CopyString(void* dst, const void* src, std::size_t nbytes) {
+  asm volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(nbytes) : : "memory");
+}
+#else
+void CopyString(void* dst, const void* src, std::size_t nbytes) { CopyBytes(dst, src, nbytes, false); }
+#endif
+
+bool FastStrings() {
+#ifdef __x86_64__
+  constexpr unsigned kLeaf = 7, kErms = 1u << 9, kFsrm = 1u << 4;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(kLeaf, 0, &a, &b, &c, &d) != 0 && (b & kErms) != 0 && (d & kFsrm) != 0;
+#else
+  return false;
+#endif
 }
 
 const char* KernelIsa() {

@@ -45,6 +45,11 @@ void CopyBytes(void* dst, const void* src, std::size_t nbytes, bool stream);
 // sense: StorePolicy in transport/shm.h.
 void TakeBytes(void* dst, void* src, std::size_t nbytes, bool stream);
 
+// Copies by the processor's own instruction for it. Its stores need not become visible in order, so more of them are
+// under way where the lines lie in another core's cache. FastStrings says whether this is a fast one.
+bool FastStrings();
+void CopyString(void* dst, const void* src, std::size_t nbytes);
+
 // The instruction set chosen at start: "avx512", "avx2" or "baseline" (HETCOLL_ISA can only lower it; Python passes
 // it). What FindKernels gave before stays as it was.
 const char* KernelIsa();

@@ -15,6 +15,7 @@
 
 using namespace hetcoll::reference;
 using hetcoll::CopyBytes;
+using hetcoll::CopyString;
 using hetcoll::DType;
 using hetcoll::FindKernels;
 using hetcoll::ItemSize;
@@ -226,13 +227,17 @@ void TestCopy() {
   for (std::size_t nbytes : sizes) {
     for (std::size_t offset : {0, 1, 17, 63}) {
       for (bool stream : {false, true}) {
-        Bytes out(offset + nbytes + 96, kCanary);
         const unsigned char* from = &source[(nbytes + offset * 3) % 64];
-        CopyBytes(&out[offset], from, nbytes, stream);
-        bool same = std::memcmp(&out[offset], from, nbytes) == 0;
-        for (std::size_t i = 0; i < offset; ++i) same = same && out[i] == kCanary;
-        for (std::size_t i = offset + nbytes; i < out.size(); ++i) same = same && out[i] == kCanary;
-        CHECK(same, "copy of %zu bytes at %zu, stream %d", nbytes, offset, stream);
+        const auto test = [&](const char* way, const auto& copy) {
+          Bytes out(offset + nbytes + 96, kCanary);
+          copy(&out[offset]);
+          bool same = std::memcmp(&out[offset], from, nbytes) == 0;
+          for (std::size_t i = 0; i < offset; ++i) same = same && out[i] == kCanary;
+          for (std::size_t i = offset + nbytes; i < out.size(); ++i) same = same && out[i] == kCanary;
+          CHECK(same, "%s of %zu bytes at %zu, stream %d", way, nbytes, offset, stream);
+        };
+        test("copy", [&](unsigned char* to) { CopyBytes(to, from, nbytes, stream); });
+        if (!stream) test("string copy", [&](unsigned char* to) { CopyString(to, from, nbytes); });
         TestTake(source, nbytes, offset, stream);
       }
     }

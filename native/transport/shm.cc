@@ -41,12 +41,15 @@ SlotStores Settle(SlotStores stores) {
 }  // namespace
 
 StorePolicy::StorePolicy(SlotStores stores)
-    : stores_(Settle(stores)), around_left_(stores == SlotStores::kStreaming ? 1 : 0) {}
+    : stores_(Settle(stores)), around_left_(stores == SlotStores::kStreaming ? 1 : 0) {
+  constexpr std::size_t kLeastString = 4096;  // from 1 to 8 KiB it makes no difference
+  if (claims() && FastStrings()) least_string_ = kLeastString;
+}
 
-std::size_t StorePolicy::Window(std::size_t total, std::size_t capacity) const {
+std::size_t StorePolicy::Window(std::size_t total, std::size_t capacity, bool back) const {
   constexpr std::size_t kLeast = std::size_t{64} << 10;
-  constexpr std::size_t kMost = std::size_t{1} << 20;
-  return claims() ? std::min(capacity, std::clamp(4 * total, kLeast, kMost)) : capacity;
+  const std::size_t most = std::size_t{back ? 1024u : 256u} << 10;
+  return claims() ? std::min(capacity, std::clamp(4 * total, kLeast, most)) : capacity;
 }
 
 void StorePolicy::Copy(std::byte* slot, const std::byte* data, std::size_t n) {
@@ -56,6 +59,7 @@ void StorePolicy::Copy(std::byte* slot, const std::byte* data, std::size_t n) {
   constexpr double kSlowNsPerByte = 0.2;  // 5 GB/s; a copy from memory into a shared cache does better
   constexpr double kClockNs = 100;
   constexpr std::size_t kSampleBytes = 2048;
+  if (strings(n)) return CopyString(slot, data, n);
   if (around_left_ > 0 && n >= 512) {
     if (stores_ == SlotStores::kAuto) --around_left_;
     CopyBytes(slot, data, n, true);

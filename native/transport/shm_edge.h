@@ -31,7 +31,7 @@ struct Edge {
     constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, absent from older headers
     if (prepared) return;
     prepared = true;
-    const std::byte* end = data + policy.Window(capacity, capacity);
+    const std::byte* end = data + policy.Window(capacity, capacity, true);
     static_cast<void>(
         madvise(credit, static_cast<std::size_t>(end - reinterpret_cast<std::byte*>(credit)), kPopulateWrite));
   }

@@ -20,7 +20,7 @@ struct LeastPrivate {
     constexpr std::size_t kKiB = 1024;
     if (reads == PrivateReads::kNever) huge = any = SIZE_MAX;
     if (reads == PrivateReads::kAlways) huge = any = 128 * kKiB;
-    if (reads == PrivateReads::kAuto) huge = 512 * kKiB, any = (policy.claims() ? 4097 : 2048) * kKiB;
+    if (reads == PrivateReads::kAuto) huge = 512 * kKiB, any = policy.claims() ? SIZE_MAX : 2048 * kKiB;
   }
   std::size_t huge = 0;
   std::size_t any = 0;

@@ -67,7 +67,7 @@ class ShmSend final : public SendEnd {
       }
     }
     if (n > edge_.capacity / 2 || policy_.around_cache()) return nullptr;
-    return Slot(n, std::max(n, kReservedWindow));
+    return Slot(n, Window(std::max(n, kReservedWindow), true));
   }
 
   void Commit(const Message& m, std::size_t at, std::size_t n) override {
@@ -132,7 +132,7 @@ class ShmSend final : public SendEnd {
     for (; taken < n && !hand_.empty() && LineFree(); waited_ = 0) {
       const std::size_t part = std::min(hand_bytes_, n - taken);
       const std::uint8_t slot = hand_.Take();
-      CopyBytes(hand_.slot(slot), data + taken, part, false);
+      policy_.Copy(hand_.slot(slot), data + taken, part);
       Line().where = {slot, 0, -1, false};
       Publish(ShmPlace::kHanded, m, part);
       taken += part;
@@ -145,11 +145,12 @@ class ShmSend final : public SendEnd {
 
   // As many fragments as there is room for: who writes all and then reads all is faster than who does a little of both.
   std::ptrdiff_t Copy(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
-    const std::size_t most = std::min(FragmentBytes(m.total), Window(m.total) / 4);
+    const std::size_t window = Window(m.total, m.back >= 0);
+    const std::size_t most = std::min(FragmentBytes(m.total), window / 4);
     std::size_t taken = 0;
     while (taken < n) {
       const std::size_t part = std::min(most, n - taken);
-      std::byte* slot = Slot(part, m.total);
+      std::byte* slot = Slot(part, window);
       if (slot == nullptr) break;
       policy_.Copy(slot, data + taken, part);
       Commit(m, at + taken, part);
@@ -158,14 +159,14 @@ class ShmSend final : public SendEnd {
     return taken == 0 ? kWouldBlock : static_cast<std::ptrdiff_t>(taken);
   }
 
-  std::size_t Window(std::size_t total) const { return policy_.Window(total, edge_.capacity); }
+  std::size_t Window(std::size_t total, bool back) const { return policy_.Window(total, edge_.capacity, back); }
 
-  // For n bytes of a message. A fragment is contiguous, and the ring begins anew where the window ends.
-  std::byte* Slot(std::size_t n, std::size_t total) {
+  // For n bytes. A fragment is contiguous, and the ring begins anew where the window ends.
+  std::byte* Slot(std::size_t n, std::size_t window) {
     if (!LineFree()) return nullptr;
     const std::size_t size = AlignUp(n, kLineBytes);
     const std::size_t offset = pos_ % edge_.capacity;
-    place_ = offset + size > Window(total) && offset > 0 ? pos_ + (edge_.capacity - offset) : pos_;
+    place_ = offset + size > window && offset > 0 ? pos_ + (edge_.capacity - offset) : pos_;
     if (place_ + size - freed_ > edge_.capacity) {
       Reclaim();
       if (place_ + size - freed_ > edge_.capacity) return nullptr;
