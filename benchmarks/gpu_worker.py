@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ WARM, ROUNDS, ALONE = 3, 2, 20
 _P = ctypes.c_void_p
 _REDUCES = ctypes.CFUNCTYPE(ctypes.c_int, _P, _P, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _P, _P)
 _GATHERS = ctypes.CFUNCTYPE(ctypes.c_int, _P, _P, ctypes.c_size_t, ctypes.c_int, _P, _P)
+_MOVES = ctypes.CFUNCTYPE(ctypes.c_int, _P, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _P, _P)
+_GROUPS = ctypes.CFUNCTYPE(ctypes.c_int)
 
 Call = Callable[[], object]
 
@@ -61,6 +63,7 @@ class Rank:
     def __init__(self, library: str, largest: int) -> None:
         self.comm = hetcoll.init()
         self.rank, self.size = self.comm.rank, self.comm.size
+        self.next, self.last = (self.rank + 1) % self.size, (self.rank - 1) % self.size  # neighbours in a ring
         wish = os.environ.get("HETCOLL_DEVICE", "")
         self.device = None if wish == "cpu" else (hip if wish == "hip" else cuda).devices()[self.rank]
         self.pattern = np.arange(largest // 4, dtype=np.float32) % PERIOD
@@ -97,6 +100,8 @@ class Rank:
 
     def hetcoll(self, op: str, send: int, recv: int) -> Call:
         out, into, call = self.part(0, send), self.part(1, recv), getattr(self.comm, op)
+        if op == "sendrecv":
+            return lambda: call(out, self.next, into, self.last)
         return lambda: call(out, into)
 
     def nccl(self, op: str, send: int, recv: int) -> Call:
@@ -110,11 +115,35 @@ class Rank:
         assert island.size == self.size
         functions, kind, tail = island.functions(), int(DType.FLOAT32), (island.handle, self.stream)
         ends = (self.send.ptr, self.recv.ptr)
+        if op in ("sendrecv", "alltoall"):
+            return self.nccl_messages(op, send, functions, kind, tail)
         if op == "allgather":
             gather = _GATHERS(functions["ncclAllGather"])
             return lambda: gather(*ends, send, kind, *tail)
         reduce = _REDUCES(functions["ncclAllReduce" if op == "allreduce" else "ncclReduceScatter"])
         return lambda: reduce(*ends, recv, kind, int(ReduceOp.SUM), *tail)
+
+    def nccl_messages(
+        self, op: str, count: int, functions: Mapping[str, int], kind: int, tail: tuple[int, int]
+    ) -> Call:
+        names = ("ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd")
+        start, end = (_GROUPS(functions[name]) for name in (names[0], names[3]))
+        send, recv = (_MOVES(functions[name]) for name in names[1:3])
+        assert isinstance(self.send, DeviceArray)
+        assert isinstance(self.recv, DeviceArray)
+        n, out, into = count // self.size, self.send.ptr, self.recv.ptr
+        ends = [(out, count, self.next, into, self.last)]
+        if op == "alltoall":
+            ends = [(out + 4 * n * peer, n, peer, into + 4 * n * peer, peer) for peer in range(self.size)]
+
+        def call() -> None:
+            start()
+            for source, length, dest, target, origin in ends:
+                send(source, length, kind, dest, *tail)
+                recv(target, length, kind, origin, *tail)
+            end()
+
+        return call
 
     def group(self, backend: str) -> Any:
         import torch.distributed as dist
@@ -130,6 +159,11 @@ class Rank:
             return lambda: dist.all_gather_into_tensor(into, out)
         if op == "reduce_scatter":
             return lambda: dist.reduce_scatter_tensor(into, out)
+        if op == "alltoall":
+            return lambda: dist.all_to_all_single(into, out)
+        if op == "sendrecv":
+            ends = ((dist.isend, out, self.next), (dist.irecv, into, self.last))
+            return lambda: [work.wait() for work in dist.batch_isend_irecv([dist.P2POp(*end) for end in ends])]
         into.copy_(out)  # it has no all-reduce out of place: the sums grow, and are not verified
         return lambda: dist.all_reduce(into)
 
@@ -190,7 +224,7 @@ class Rank:
     def measure(self, op: str, nbytes: int, most: int = 200) -> dict[str, float]:
         """This rank's times of one call in microseconds, in rows of at most so many; `nbytes` is the larger buffer."""
         whole, share = nbytes // 4, nbytes // 4 // self.size
-        send, recv = {"allreduce": (whole, whole), "allgather": (share, whole), "reduce_scatter": (whole, share)}[op]
+        send, recv = {"allgather": (share, whole), "reduce_scatter": (whole, share)}.get(op, (whole, whole))
         call = self.bind(op, send, recv)
         call()
         return self.timed(call, nbytes, most) | {"wrong": self.wrong(op, send, recv)}
@@ -224,6 +258,11 @@ class Rank:
         got, size = self.recv.get()[:recv], self.size
         if op == "allgather":
             want = np.concatenate([self.pattern[:send] + rank for rank in range(size)])
+        elif op == "sendrecv":
+            want = self.pattern[:recv] + self.last
+        elif op == "alltoall":
+            n = recv // size
+            want = np.concatenate([self.pattern[self.rank * n : (self.rank + 1) * n] + rank for rank in range(size)])
         else:
             first = self.rank * recv if op == "reduce_scatter" else 0
             want = size * self.pattern[first : first + recv] + size * (size - 1) // 2

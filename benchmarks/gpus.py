@@ -71,6 +71,8 @@ class Setting:
 
 ALLREDUCE = tuple(("allreduce", nbytes) for nbytes in (*SMALL, *LARGE))
 HALVES = (("allgather", 256 * M), ("reduce_scatter", 256 * M))
+MESSAGES = tuple(("sendrecv", nbytes) for nbytes in (8, 64 * K, M, 8 * M, 64 * M, 256 * M))  # both ways in a ring
+EACH = tuple(("alltoall", nbytes) for nbytes in (64 * K, M, 16 * M, 256 * M))
 BIG = tuple(("allreduce", nbytes) for nbytes in LARGE)
 PRODUCT, NOTHING = (("product", 256 * M),), (("nothing", 0),)
 
@@ -82,14 +84,14 @@ def settings(gpus: int) -> Iterator[Setting]:
         return
     without = Peer("NCCL without P2P", "nccl", NO_P2P)
     for islands in {2: ("0|1",), 4: ("0,1|2,3", "0,1,2|3", "0|1|2,3")}[gpus]:
-        points = (*ALLREDUCE, *HALVES, *PRODUCT, *NOTHING) if gpus == 2 else (*BIG, *HALVES)
+        points = (*ALLREDUCE, *HALVES, *MESSAGES, *PRODUCT, *NOTHING) if gpus == 2 else (*BIG, *HALVES)
         asked = {"HETCOLL_ISLANDS": islands}
         yield Setting(f"islands {islands}", gpus, asked, (without, Peer(COPIES, "copies", asked)), points)
     if gpus == 2:
         asked = {"HETCOLL_ISLANDS": "0|1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         yield Setting("islands 0|1, one hardware queue", 2, asked, (), tuple(("allreduce", n) for n in (K, *LARGE)))
     plain = (Peer("NCCL", "nccl"), Peer("PyTorch's NCCL", "torch"))
-    yield Setting("one island", gpus, {}, plain, (*ALLREDUCE, *HALVES))
+    yield Setting("one island", gpus, {}, plain, (*ALLREDUCE, *HALVES, *MESSAGES, *EACH))
     if gpus == 2:
         peers = (Peer("NCCL over sockets", "nccl", SOCKETS), Peer("Gloo", "gloo"))
         yield Setting("two hosts, by TCP on loopback", 2, {"HETCOLL_ISLANDS": "0|1"}, peers, BIG, hosts=True)
@@ -156,7 +158,7 @@ def part_of(op: str, nbytes: int, peer: Peer) -> bool:
     """Whether the library has to do with this point."""
     if op == "nothing":
         return peer.name == "hetcoll"
-    return peer.name != COPIES or (nbytes >= M and op != "product")
+    return peer.name != COPIES or (nbytes >= M and op not in ("product", "sendrecv"))
 
 
 def best(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:

@@ -314,6 +314,33 @@ def test_messages(gpus: Any) -> None:
     gpus(3).run(exchange, timeout=200)
 
 
+def cross_over(comm: hetcoll.Communicator) -> None:
+    """Groups in which no rank's first message is another's first one: all are under way together, though slots hold
+    none of them whole. Types differ, and two messages of a pair have different lengths."""
+    device, rank, size = device_of_rank(comm.rank), comm.rank, comm.size
+    dtypes = ("int32", "uint8", "float64")
+    for count in (11, 4_000_003):
+
+        def values(src: int, dst: int, k: int, count: int = count) -> Any:
+            return (np.arange(count // (k + 1)) + 10 * src + dst + k).astype(dtypes[k])
+
+        peers = [(rank + d) % size for d in range(1, size)]
+        sent = {(p, k): DeviceArray.of(device, values(rank, p, k)) for p in peers for k in range(3)}
+        got = {(p, k): DeviceArray(device, count // (k + 1), dtypes[k]) for p in peers for k in range(3)}
+        with comm.group():
+            for (peer, _), array in sent.items():
+                comm.send(array.buffer(), peer)
+            for (peer, _), array in got.items():
+                comm.recv(array.buffer(), peer)
+        for (peer, k), array in got.items():
+            assert (array.get() == values(peer, rank, k)).all(), (peer, k)
+
+
+@pytest.mark.parametrize("islands", [None, ""])
+def test_messages_of_a_group_cross_over(gpus: Any, islands: str | None) -> None:
+    gpus(3, islands).run(cross_over, timeout=120)
+
+
 def overlap(comm: hetcoll.Communicator) -> None:
     """Calls on several streams with work of the user's before and behind, none waited for by the host."""
     device = device_of_rank(comm.rank)

@@ -262,6 +262,74 @@ def test_two_ways_that_fail_are_an_error_on_all_ranks(kinds: str) -> None:
         assert "came wrong" in str(outcome.error)
 
 
+# Inside an island messages are the library's, which connects two ranks when both call it.
+
+
+def exchange(comm: hetcoll.Communicator) -> list[tuple[str, int]]:
+    size, rank = comm.size, comm.rank
+    for count in (6, 70_002, 3_000_003):
+        own, got = Own(comm, np.arange(count, dtype=np.float32) + rank), Own(comm, np.zeros(count, np.float32))
+        for step in range(1, size):
+            comm.sendrecv(own.array, (rank + step) % size, got.array, (rank - step) % size).wait(60)
+            assert (got.get() == np.arange(count) + (rank - step) % size).all()
+        each = count // size
+        want = [np.arange(rank * each, (rank + 1) * each) + peer for peer in range(size)]
+        counts: dict[str, Any]
+        for counts in ({}, {"sendcounts": [each] * size, "recvcounts": [each] * size}):
+            sent, came = Own(comm, own.get()[: size * each]), Own(comm, np.zeros(size * each, np.float32))
+            comm.alltoall(sent.array, came.array, **counts).wait(60)
+            assert (came.get() == np.concatenate(want)).all()
+        comm.alltoall(sent.array, sent.array).wait(60)
+        assert (sent.get() == np.concatenate(want)).all()
+    edges = comm._paths.gpu._segment._edges  # type: ignore[union-attr]
+    return sorted((src, dst) for src, dst, *_ in edges)
+
+
+@pytest.mark.standins
+@pytest.mark.parametrize(("islands", "mates"), [("", [0, 1, 2]), ("0|1,2", [1, 2])])
+def test_messages_inside_an_island_are_the_librarys(islands: str, mates: list[int]) -> None:
+    with start("nnn", **({"HETCOLL_ISLANDS": islands} if islands else {})) as ranks:
+        before, after = ranks.run(edges_in_use, timeout=60), ranks.run(exchange, timeout=120)
+    for rank in range(3):
+        used = {edge for edge in after[rank] if edge not in before[rank]}
+        assert not [edge for edge in used if {*edge} <= {*mates}]
+
+
+def edges_in_use(comm: hetcoll.Communicator) -> list[tuple[int, int]]:
+    one = Own(comm, np.ones(4, np.float32))
+    comm.allreduce(one.array).wait(60)
+    return sorted((src, dst) for src, dst, *_ in comm._paths.gpu._segment._edges)  # type: ignore[union-attr]
+
+
+def send_first(comm: hetcoll.Communicator) -> float:
+    """Both send before they receive: a small message needs no receive to have been called."""
+    own, got = Own(comm, np.full(4, comm.rank, np.float32)), Own(comm, np.zeros(4, np.float32))
+    comm.send(own.array, 1 - comm.rank)
+    comm.recv(got.array, 1 - comm.rank).wait(30)
+    return float(got.get()[0])
+
+
+@pytest.mark.standins
+def test_two_ranks_of_an_island_that_send_first() -> None:
+    with start("nn") as ranks:
+        assert ranks.run(send_first, timeout=60) == [1, 0]
+
+
+def send_to_nobody(comm: hetcoll.Communicator) -> None:
+    one = Own(comm, np.ones(4, np.float32))
+    comm.allreduce(one.array).wait(30)
+    if comm.rank == 0:
+        comm.send(one.array, 1)  # held up by the library
+
+
+@pytest.mark.standins
+def test_a_message_that_nobody_takes_ends_in_time() -> None:
+    with start("nn", HETCOLL_TIMEOUT="3") as ranks:
+        outcome = ranks.outcomes(send_to_nobody, timeout=60)[0]
+    assert "have not moved for" in str(outcome.error)
+    assert "its first message waits for a call of rank 1" in str(outcome.error)
+
+
 # Between hosts, which stand-ins have sockets for alone: tests/verbs/suite_gpus.py has the other ways.
 
 

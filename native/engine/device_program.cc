@@ -100,8 +100,9 @@ class Compiler {
     action.src = part(s.src_buf, s.src_off, s.len, false);
     action.dst = part(s.dst_buf, s.dst_off, s.len, true);
     const bool collects = local.kind == Collective::kAllgather || local.kind == Collective::kGather;
+    const std::size_t sent = local.kind == Collective::kAlltoall ? local.parts.size() / 2 : local.parts.size();
     for (const BoundPart& p : local.parts) {
-      action.parts.push_back(part(p.buf, p.off, p.len, collects));
+      action.parts.push_back(part(p.buf, p.off, p.len, collects || action.parts.size() >= sent));
       const LocalPart& first = action.parts.front();
       const LocalPart& last = action.parts.back();
       action.even &= p.len > 0 && last.n == first.n && last.at.area == first.at.area &&
@@ -258,13 +259,37 @@ DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_
                 [](const DeviceAction& a) { return a.step == DeviceStep::kRecord && a.event == Compiler::kNobody; });
 }
 
+void DeviceProgram::Part(std::span<const std::size_t> sends, std::span<const std::size_t> recvs) {
+  const auto part = [&](Place& place) {
+    if (place.area != Area::kSend && place.area != Area::kRecv) return;
+    const std::span<const std::size_t> begins = place.area == Area::kSend ? sends : recvs;
+    const auto next = std::upper_bound(begins.begin(), begins.end(), place.offset);  // empty messages have no actions
+    const std::size_t before = place.area == Area::kSend ? 0 : sends.size();
+    place.area = static_cast<Area>(static_cast<std::size_t>(Area::kMessages) + before +
+                                   static_cast<std::size_t>(next - begins.begin()) - 1);
+    place.offset -= *(next - 1);
+  };
+  for (DeviceAction& a : actions) {
+    const bool reads = a.step == DeviceStep::kCopyOut || a.step == DeviceStep::kCopy;
+    if (reads) part(a.src);
+    if (a.step == DeviceStep::kCopyIn || a.step == DeviceStep::kCopy) part(a.dst);
+  }
+  for (LocalAction& local : locals) {
+    for (LocalPart& p : local.parts) {
+      if (p.n > 0) part(p.at);
+    }
+  }
+}
+
 DeviceProgram CaptureRecipe::Program(std::size_t slot_bytes) const {
   std::vector<std::uint32_t> order(plan.steps.size());
   std::iota(order.begin(), order.end(), 0u);
   std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
     return std::pair(levels[a], plan.steps[a].op) < std::pair(levels[b], plan.steps[b].op);
   });
-  return {plan, order, edges, slot_bytes, levels};
+  DeviceProgram program(plan, order, edges, slot_bytes, levels);
+  if (!sends.empty() || !recvs.empty()) program.Part(sends, recvs);
+  return program;
 }
 
 }  // namespace hetcoll

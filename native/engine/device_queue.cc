@@ -47,15 +47,26 @@ void DeviceQueue::SetCapture(std::unique_ptr<DeviceCapture> capture) { capture_ 
 
 void DeviceQueue::Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
                           std::uint64_t signature, DeviceStream user, bool join, bool capturing, std::byte* residual) {
+  const Bases bases{{const_cast<std::byte*>(send), recv, scratch, staging_, residual}, {}};
+  Enqueue(shape, bases, {&signature, 1}, user, join, capturing);
+}
+
+void DeviceQueue::EnqueueGroup(const DeviceShape& shape, std::span<std::byte* const> buffers,
+                               std::span<const std::uint64_t> signatures, DeviceStream user, bool join,
+                               bool capturing) {
+  Enqueue(shape, {{}, buffers}, signatures, user, join, capturing);
+}
+
+void DeviceQueue::Enqueue(const DeviceShape& shape, Bases bases, std::span<const std::uint64_t> signatures,
+                          DeviceStream user, bool join, bool capturing) {
   const Current current(*driver_);
   ++calls_;
-  Bases bases{const_cast<std::byte*>(send), recv, scratch, staging_, residual};
   if (capturing) FollowCaptured(user);
   if (shape.program.all_local) return EnqueueLocal(shape, bases, user, capturing);
   if (capturing) {
     if (capture_ == nullptr || shape.recipe == nullptr)
       throw PlanError("a program of copies needs SetCapture and a recipe to be captured");
-    bases[static_cast<std::size_t>(Area::kStaging)] = capture_->staging();
+    bases.areas[static_cast<std::size_t>(Area::kStaging)] = capture_->staging();
     capture_->Enqueue(shape.recipe->Program(slot_bytes_), shape.recipe->lag, user,
                       [&](const DeviceAction& action, std::byte* slot, DeviceLanes& lanes) {
                         Work(shape, action, bases, slot, lanes);
@@ -63,7 +74,7 @@ void DeviceQueue::Enqueue(const DeviceShape& shape, const std::byte* send, std::
     return EndCaptured(user);
   }
   Begin(shape, user);
-  for (const DeviceAction& action : shape.program.actions) Run(shape, action, bases, signature);
+  for (const DeviceAction& action : shape.program.actions) Run(shape, action, bases, signatures);
   for (std::size_t i = 0; i < streams_.size(); ++i) {
     if (!shape.program.used[i]) continue;
     driver_->Record(lanes_.end(i), streams_[i]);
@@ -140,6 +151,16 @@ bool DeviceQueue::Capturing(DeviceStream user) {
   return driver_->Capturing(user);
 }
 
+namespace {
+
+// That of the message of which `a` copies a piece.
+std::uint64_t SignatureOf(const DeviceAction& a, std::span<const std::uint64_t> signatures) {
+  const Place& place = a.step == DeviceStep::kCopyOut ? a.src : a.dst;
+  return signatures[place.area < Area::kMessages ? 0 : place.message()];
+}
+
+}  // namespace
+
 // Before the stream gets to it, so that a thread is awake by then.
 void DeviceQueue::Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n, std::uint64_t signature) {
   if (edge.relay == nullptr) return;
@@ -151,7 +172,8 @@ void DeviceQueue::Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n
   edge.relay->Post({edge.messages, signature + kNumberStep * step, n});
 }
 
-void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const Bases& bases, std::uint64_t signature) {
+void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const Bases& bases,
+                      std::span<const std::uint64_t> signatures) {
   const DeviceStream stream = streams_[a.stream];
   SlotEdge* edge = a.edge < edges_.size() ? &edges_[a.edge] : nullptr;
   const std::uint64_t number = edge == nullptr ? 0 : edge->messages;
@@ -166,7 +188,7 @@ void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const Bas
       break;
     case DeviceStep::kCopyOut:
     case DeviceStep::kCopyIn:
-      Expect(shape, *edge, a.n, signature);
+      Expect(shape, *edge, a.n, SignatureOf(a, signatures));
       Work(shape, a, bases, edge->slots.At(number), lanes_);
       break;
     case DeviceStep::kPublish:
@@ -186,7 +208,7 @@ void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const Bas
 // What needs no peer; `slot` is what is copied into or out of.
 void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const Bases& bases, std::byte* slot,
                        DeviceLanes& lanes) {
-  const auto at = [&](const Place& p) { return bases[static_cast<std::size_t>(p.area)] + p.offset; };
+  const auto at = [&](const Place& p) { return bases.At(p); };
   const DeviceStream stream = lanes[a.stream];
   switch (a.step) {
     case DeviceStep::kWaitEvent:
@@ -216,7 +238,7 @@ void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const Ba
     case DeviceStep::kRound: {
       void* dst = at(a.dst);
       const void* src = at(a.src);
-      void* lost = bases[static_cast<std::size_t>(Area::kResidual)] == nullptr ? nullptr : at(a.other);
+      void* lost = bases.areas[static_cast<std::size_t>(Area::kResidual)] == nullptr ? nullptr : at(a.other);
       unsigned long long count = a.n / shape.item;
       void* params[] = {&dst, &src, &lost, &count};
       Launch(shape.codec.round, a.n, params, stream);
@@ -262,9 +284,7 @@ void DeviceQueue::RunLocal(const DeviceShape& shape, const LocalAction& local, c
   constexpr int kBytes = 1;  // ncclUint8
   if (island_ == nullptr) throw PlanError("plan: a local step needs an island");
   VendorCollectives& island = *island_;
-  const auto at = [&](const LocalPart& p) {
-    return p.n == 0 ? nullptr : bases[static_cast<std::size_t>(p.at.area)] + p.at.offset;
-  };
+  const auto at = [&](const LocalPart& p) { return p.n == 0 ? nullptr : bases.At(p.at); };
   const auto count = [&](const LocalPart& p) { return p.n / shape.item * shape.local.elements; };
   const auto& [dtype, op, elements] = shape.local;
   const bool root = local.root == place_;
@@ -313,6 +333,22 @@ void DeviceQueue::RunLocal(const DeviceShape& shape, const LocalAction& local, c
         if (m == place_) return copy(at(local.dst), at(part), part.n);
         island.Send(at(part), part.n, kBytes, m, stream);
       });
+    case Collective::kAlltoall: {
+      const std::size_t members = static_cast<std::size_t>(members_);
+      if (local.parts.size() % (2 * members) != 0) throw PlanError("plan: a local all-to-all of other members");
+      island.GroupStart();
+      for (std::size_t i = 0; i < local.parts.size(); ++i) {
+        const LocalPart& part = local.parts[i];
+        const int member = static_cast<int>(i % members);
+        if (part.n == 0) continue;
+        if (i < local.parts.size() / 2) {
+          island.Send(at(part), part.n, kBytes, member, stream);
+        } else {
+          island.Recv(at(part), part.n, kBytes, member, stream);
+        }
+      }
+      return island.GroupEnd();
+    }
     default:
       throw PlanError("plan: a local step of an unknown kind");
   }

@@ -63,12 +63,24 @@ enum class DeviceStep : std::uint8_t {
   kLocal,       // a collective of the island: `edge` is its number in the program
 };
 
-enum class Area : std::int8_t { kSend = 0, kRecv = 1, kScratch = 2, kStaging = 3, kResidual = 4 };
-using Bases = std::array<std::byte*, 5>;  // where the areas are; without residuals there is none
+// From kMessages on: the messages of a group, each of which has a buffer of its own.
+enum class Area : std::int16_t { kSend = 0, kRecv = 1, kScratch = 2, kStaging = 3, kResidual = 4, kMessages = 5 };
 
 struct Place {
   Area area = Area::kSend;
   std::size_t offset = 0;
+
+  std::size_t message() const { return static_cast<std::size_t>(area) - static_cast<std::size_t>(Area::kMessages); }
+};
+
+// Where the areas are; without residuals there is none.
+struct Bases {
+  std::byte* At(const Place& p) const {
+    return (p.area < Area::kMessages ? areas[static_cast<std::size_t>(p.area)] : messages[p.message()]) + p.offset;
+  }
+
+  std::array<std::byte*, static_cast<std::size_t>(Area::kMessages)> areas;
+  std::span<std::byte* const> messages;
 };
 
 struct DeviceAction {
@@ -127,6 +139,9 @@ struct DeviceProgram {
   DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, std::span<const std::uint16_t> edges,
                 std::size_t slot_bytes, std::span<const std::uint32_t> levels = {});
 
+  // What lies in SEND and RECV are messages, which begin at these bytes: each has an area of its own from now on.
+  void Part(std::span<const std::size_t> sends, std::span<const std::size_t> recvs);
+
   std::vector<DeviceAction> actions;
   std::vector<LocalAction> locals;
   std::array<bool, kDeviceLanes> used{};
@@ -145,6 +160,8 @@ struct CaptureRecipe {
   std::vector<std::uint16_t> edges;
   std::vector<std::uint32_t> levels;
   std::uint32_t lag;
+  std::vector<std::size_t> sends;  // see DeviceProgram::Part
+  std::vector<std::size_t> recvs;
 };
 
 // How the vendor's library sees a reduction: islands/native.py.
@@ -230,6 +247,10 @@ class DeviceQueue {
                std::uint64_t signature, DeviceStream user, bool join, bool capturing = false,
                std::byte* residual = nullptr);
 
+  // The same for a group of messages, of which each has a buffer and a signature: first all sends, then all receives.
+  void EnqueueGroup(const DeviceShape& shape, std::span<std::byte* const> buffers,
+                    std::span<const std::uint64_t> signatures, DeviceStream user, bool join, bool capturing);
+
   // A kernel on the user's own stream. Calls on different streams come one after another: they share their state.
   void EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user,
                      bool capturing = false);
@@ -242,12 +263,15 @@ class DeviceQueue {
   std::size_t slot_bytes() const { return slot_bytes_; }
 
  private:
+  void Enqueue(const DeviceShape& shape, Bases bases, std::span<const std::uint64_t> signatures, DeviceStream user,
+               bool join, bool capturing);
   void Begin(const DeviceShape& shape, DeviceStream user);
   void JoinLanes(DeviceStream user);
   void FollowCaptured(DeviceStream user);
   void EndCaptured(DeviceStream user);
   void EnqueueLocal(const DeviceShape& shape, const Bases& bases, DeviceStream user, bool capturing);
-  void Run(const DeviceShape& shape, const DeviceAction& action, const Bases& bases, std::uint64_t signature);
+  void Run(const DeviceShape& shape, const DeviceAction& action, const Bases& bases,
+           std::span<const std::uint64_t> signatures);
   void Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n, std::uint64_t signature);
   void Work(const DeviceShape& shape, const DeviceAction& action, const Bases& bases, std::byte* slot,
             DeviceLanes& lanes);

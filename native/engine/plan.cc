@@ -128,7 +128,7 @@ Plan::Plan(std::span<const std::byte> encoded, int size) {
 
 void Plan::CheckLocal(const StepRecord& s, std::size_t index) const {
   const bool inside = s.part_begin <= parts.size() && s.part_count <= parts.size() - s.part_begin;
-  if (!inside || s.channel > std::uint16_t(Collective::kScatter) || s.peer < -1) {
+  if (!inside || s.channel > std::uint16_t(Collective::kAlltoall) || s.peer < -1) {
     throw PlanError("plan step " + std::to_string(index) + ": no collective of an island");
   }
   for (std::uint32_t k = 0; k < s.part_count; ++k) CheckSpan(parts[s.part_begin + k], false, head, index);

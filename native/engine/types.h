@@ -52,6 +52,7 @@ enum class Collective : std::uint8_t {
   kReduce = 4,
   kGather = 5,
   kScatter = 6,
+  kAlltoall = 7,
 };  // those that an island's members do among themselves
 
 constexpr std::size_t ItemSize(DType t) {

@@ -115,7 +115,8 @@ void BindDevices(nb::module_& m) {
       .def("capture_taken", &PyDeviceQueue::CaptureTaken, "stream"_a)
       .def("bind", &PyDeviceQueue::Bind, nb::kw_only(), "plan"_a, "rank"_a, "size"_a, "dtype"_a, "send_count"_a,
            "recv_count"_a, "send_table"_a, "recv_table"_a, "order"_a, "levels"_a, "lag"_a, "edges"_a, "reduce"_a.none(),
-           "scale"_a.none(), "divisor"_a, "p2p"_a = false, "local"_a.none() = nb::none(), "codec"_a.none() = nb::none())
+           "scale"_a.none(), "divisor"_a, "p2p"_a = false, "local"_a.none() = nb::none(), "codec"_a.none() = nb::none(),
+           "sends"_a = std::vector<std::size_t>(), "recvs"_a = std::vector<std::size_t>())
       .def_static("bind_kernel", &PyDeviceQueue::BindKernel, nb::kw_only(), "function"_a, "arguments"_a, "blocks"_a,
                   "threads"_a)
       .def("join", &PyDeviceQueue::Join, "stream"_a)
@@ -125,13 +126,14 @@ void BindDevices(nb::module_& m) {
           "__init__",
           [](GpuCall* self, const std::shared_ptr<DeviceShape>& program, const std::shared_ptr<KernelShape>& kernel,
              const std::vector<std::tuple<nb::object, LedgerEntry>>& notes, int number, std::uint64_t descriptor,
-             bool p2p) {
+             bool p2p, std::vector<std::uint64_t> descriptors) {
             if ((program == nullptr) == (kernel == nullptr)) throw nb::value_error("a program or a kernel was wanted");
             std::vector<GpuNote> kept;
             for (const auto& [ledger, entry] : notes) kept.push_back({ledger, nb::cast<Ledger*>(ledger), entry});
-            new (self) GpuCall{program, kernel, std::move(kept), number, descriptor, p2p};
+            new (self) GpuCall{program, kernel, std::move(kept), number, descriptor, p2p, std::move(descriptors)};
           },
-          nb::kw_only(), "program"_a.none(), "kernel"_a.none(), "notes"_a, "number"_a, "descriptor"_a, "p2p"_a)
+          nb::kw_only(), "program"_a.none(), "kernel"_a.none(), "notes"_a, "number"_a, "descriptor"_a, "p2p"_a,
+          "descriptors"_a = std::vector<std::uint64_t>())
       .def_ro("program", &GpuCall::program);
   nb::class_<GpuCalls>(m, "GpuCalls")
       .def(
@@ -148,6 +150,7 @@ void BindDevices(nb::module_& m) {
       .def("call", &GpuCalls::Call, "collective"_a, "send"_a.none(), "recv"_a.none(), "op"_a.none(), "root"_a.none())
       .def("remember", &GpuCalls::Remember)
       .def("run", &GpuCalls::Run, "call"_a, "send"_a, "recv"_a, "stream"_a, "join"_a, "residual"_a = 0)
+      .def("run_group", &GpuCalls::RunGroup, "call"_a, "addresses"_a, "stream"_a, "join"_a)
       .def("set_scratch", &GpuCalls::SetScratch, "address"_a)
       .def("set_capture_scratch", &GpuCalls::SetCaptureScratch, "address"_a);
 }

@@ -32,6 +32,7 @@ struct GpuCall {
   int number;  // by which others ask for it
   std::uint64_t descriptor;
   bool p2p;
+  std::vector<std::uint64_t> descriptors;  // of the messages of a group; else empty
 };
 
 // What Python does for a call. The first two and `broken` raise.
@@ -65,6 +66,8 @@ class GpuCalls {
       second = GpuTensor::Read(recv.ptr());
       if (!second || !Ours(*second) || !Fit(collective, first->plain, second->plain)) return nb::none();
     }
+    const bool in_place = first->plain.data == second->plain.data;
+    if (in_place && collective == static_cast<int>(Collective::kAlltoall)) return nb::none();  // another program
     const std::shared_ptr<const GpuCall>* call =
         cache_.Find({static_cast<std::uint8_t>(collective), first->plain.dtype, static_cast<std::uint8_t>(redop), root,
                      first->plain.count, second->plain.count});
@@ -86,24 +89,29 @@ class GpuCalls {
   // Enqueues a call after what is on `stream` now; with `join`, what comes on it later begins after the call.
   // `residual`: what is kept of what compression lost, or 0.
   void Run(const GpuCall& call, Address send, Address recv, Address stream, bool join, Address residual = 0) {
-    const bool capturing = Capturing(call, stream);
-    for (const GpuNote& note : call.notes) {
-      const int peer = note.ledger->Note(capturing ? Ledger::Captured(note.entry) : note.entry);
-      if (peer >= 0) hooks_.differs(note.object, peer);
-    }
-    hooks_.started();
-    const std::uint64_t signature = engine_.engine().Enter(call.number, call.descriptor, call.p2p);
-    try {
+    Enter(call, stream, [&](bool capturing) {
+      const std::uint64_t signature = engine_.engine().Enter(call.number, call.descriptor, call.p2p);
       if (call.kernel) {
         queue_.RunKernel(call.kernel, send, recv, stream, capturing);
       } else {
         queue_.Run(call.program, send, recv, capturing ? capture_scratch_ : scratch_, signature, stream, join,
                    capturing, residual);
       }
-    } catch (const Fault& fault) {  // in the middle of a call: others wait for this rank
-      hooks_.broken(fault.what());
-    }
-    hooks_.started();  // once more: whoever watches may have looked in between and seen nothing
+    });
+  }
+
+  // The same for a group of messages, with the buffer of each: first all sends, then all receives.
+  void RunGroup(const GpuCall& call, const std::vector<Address>& addresses, Address stream, bool join) {
+    if (call.descriptors.empty() || addresses.size() != call.descriptors.size())
+      throw nb::value_error("a buffer for each message of a group was wanted");
+    std::vector<std::byte*> buffers;
+    for (const Address address : addresses) buffers.push_back(As<std::byte*>(address));
+    Enter(call, stream, [&](bool capturing) {
+      std::vector<std::uint64_t> signatures;
+      for (const std::uint64_t each : call.descriptors)
+        signatures.push_back(engine_.engine().Enter(call.number, each, true));
+      queue_.RunGroup(call.program, buffers, signatures, stream, join, capturing);
+    });
   }
 
   // Device memory of at least the `scratch_bytes` of each program.
@@ -112,6 +120,23 @@ class GpuCalls {
   void SetCaptureScratch(Address scratch) { capture_scratch_ = scratch; }
 
  private:
+  // Writes the call down for the other ranks and enqueues it; `enqueue` is told whether it is captured.
+  template <class Enqueue>
+  void Enter(const GpuCall& call, Address stream, Enqueue&& enqueue) {
+    const bool capturing = Capturing(call, stream);
+    for (const GpuNote& note : call.notes) {
+      const int peer = note.ledger->Note(capturing ? Ledger::Captured(note.entry) : note.entry);
+      if (peer >= 0) hooks_.differs(note.object, peer);
+    }
+    hooks_.started();
+    try {
+      enqueue(capturing);
+    } catch (const Fault& fault) {  // in the middle of a call: others wait for this rank
+      hooks_.broken(fault.what());
+    }
+    hooks_.started();  // once more: whoever watches may have looked in between and seen nothing
+  }
+
   // Whether a graph is being captured; refuses the call, before anything is said to the others, where it cannot be.
   bool Capturing(const GpuCall& call, Address stream) {
     bool capturing = false;

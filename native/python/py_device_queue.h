@@ -33,6 +33,8 @@ inline LocalReduction LocalOf(const LocalArgs& args) {
   return {dtype, op, elements};
 }
 
+inline constexpr std::size_t kMostMessages = 1 << 14;  // of a group: an Area is a small number
+
 template <class Pointer>
 Pointer As(Address address) {
   return reinterpret_cast<Pointer>(address);
@@ -106,15 +108,20 @@ class PyDeviceQueue {
                                     const std::vector<std::uint32_t>& levels, std::uint32_t lag,
                                     const std::vector<std::uint16_t>& edges, const KernelArgs& reduce,
                                     const KernelArgs& scale, unsigned divisor, bool p2p, const LocalArgs& local,
-                                    const CodecArgs& codec) {
+                                    const CodecArgs& codec, std::vector<std::size_t> sends,
+                                    std::vector<std::size_t> recvs) {
     const Plan plan({reinterpret_cast<const std::byte*>(encoded.c_str()), encoded.size()}, size);
     const auto type = static_cast<DType>(dtype);
     const Codec* sizes = codec ? FindCodec(type, static_cast<Format>(std::get<0>(*codec))) : nullptr;
     BoundPlan bound(plan, rank, type, send_count, recv_count, send_table, recv_table, false, sizes);
     if (levels.size() != bound.steps.size() || lag == 0)
       throw PlanError("plan: a level for each step, and a lag wanted");
+    if (sends.size() + recvs.size() > kMostMessages)
+      throw PlanError("a group of more than " + std::to_string(kMostMessages) + " messages");
     DeviceProgram program(bound, order, edges, queue_.slot_bytes());
-    auto recipe = std::make_shared<CaptureRecipe>(CaptureRecipe{std::move(bound), edges, levels, lag});
+    if (!sends.empty() || !recvs.empty()) program.Part(sends, recvs);
+    auto recipe = std::make_shared<CaptureRecipe>(
+        CaptureRecipe{std::move(bound), edges, levels, lag, std::move(sends), std::move(recvs)});
     return std::make_shared<DeviceShape>(DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale),
                                                      ItemSize(type), divisor, LocalOf(local), p2p, CodecOf(codec),
                                                      std::move(recipe)});
@@ -126,6 +133,13 @@ class PyDeviceQueue {
     std::lock_guard lock(mutex_);
     queue_.Enqueue(*shape, As<const std::byte*>(send), As<std::byte*>(recv), As<std::byte*>(scratch), signature,
                    As<DeviceStream>(stream), join, capturing, As<std::byte*>(residual));
+  }
+
+  void RunGroup(const std::shared_ptr<DeviceShape>& shape, const std::vector<std::byte*>& buffers,
+                const std::vector<std::uint64_t>& signatures, Address stream, bool join, bool capturing) {
+    nb::gil_scoped_release release;
+    std::lock_guard lock(mutex_);
+    queue_.EnqueueGroup(*shape, buffers, signatures, As<DeviceStream>(stream), join, capturing);
   }
 
   static std::shared_ptr<KernelShape> BindKernel(Address function, const nb::bytes& arguments, unsigned blocks,
@@ -151,14 +165,17 @@ class PyDeviceQueue {
   }
 
   bool Capturing(Address stream) {
+    nb::gil_scoped_release release;
     std::lock_guard lock(mutex_);
     return queue_.Capturing(As<DeviceStream>(stream));
   }
 
+  // Whoever enqueues may be held up, by a driver whose queue is full or a library that connects ranks; who looks after
+  // that asks here.
   bool Idle() {
     nb::gil_scoped_release release;
-    std::lock_guard lock(mutex_);
-    return queue_.Idle();
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    return lock.owns_lock() && queue_.Idle();
   }
 
  private:

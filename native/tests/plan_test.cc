@@ -119,7 +119,7 @@ void CheckLocals() {
     std::memcpy(at, &step, sizeof step);
     return plan;
   };
-  CHECK(Refused(broken([](StepRecord& s) { s.channel = 7; }), 2), "not a collective of islands");
+  CHECK(Refused(broken([](StepRecord& s) { s.channel = 8; }), 2), "not a collective of islands");
   CHECK(Refused(broken([](StepRecord& s) { s.part_count = 5; }), 2), "parts behind the end");
   CHECK(Refused(broken([](StepRecord& s) { s.part_begin = 0xffffffff; }), 2), "parts far behind the end");
   CHECK(Refused(broken([](StepRecord& s) { s.peer = -2; }), 2), "no root");

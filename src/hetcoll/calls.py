@@ -76,6 +76,11 @@ class Call:
             return None
         return (self.collective, self.dtype, self.op, self.root, first.count, second.count)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether both buffers begin at one address."""
+        return self.send is not None and self.recv is not None and self.send.ptr == self.recv.ptr
+
     def describe(self) -> str:
         """What all ranks must agree on, for people and for the hash that travels with every frame."""
         if self.label:

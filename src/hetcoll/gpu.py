@@ -25,18 +25,19 @@ from .compression import Compression, DeviceResidual
 from .devices.array import clear
 from .devices.signals import signal_kernels
 from .diagnosis import Diagnosis, Kind
-from .errors import ArgumentError, BufferTypeError, DeviceError
+from .errors import ArgumentError, BufferTypeError, DeviceError, spell_ranks
 from .gpu_direct import why_not_direct
 from .gpu_edges import GpuEdges, Prepare
 from .gpu_graphs import GpuGraphs
 from .gpu_islands import GpuIslands, Meet, unlike_float8
 from .gpu_kernels import STATE_BYTES, ZERO, OneKernel
+from .gpu_messages import GpuMessages
 from .gpu_plans import DeviceBinder, GpuPlans, Kept
 from .gpu_share import GpuShare, Note
 from .gpu_watch import GpuWatch
 from .gpu_work import GpuWork
 from .relays import Relays
-from .selection import describe_message, descriptor, message_key
+from .selection import descriptor
 from .types import OCP_OF, Collective, DType
 from .wiring import Wiring
 from .work import Work
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from .devices.base import Device
 
 _DLPACK = {"cuda": 2, "rocm": 10}  # dlpack.h: kDLCUDA, kDLROCM
-_MESSAGE = "a message"
 _URGENT = -(1 << 10)  # the highest priority that there is: our kernels are short, and a piece goes on only after them
 
 Announce = Callable[[str], int]
@@ -77,7 +77,6 @@ class GpuPath:
         self._engine = wiring.engine
         self._kind = "cuda" if device.vendor == "cuda" else "rocm"
         self._known: Kept[_native.GpuCall] = Kept()
-        self._messages: Kept[_native.GpuCall] = Kept()
         self._scratch_bytes = 0
         self._undo = contextlib.ExitStack()
         with device.active(), contextlib.ExitStack() as undo:
@@ -147,6 +146,9 @@ class GpuPath:
                 started=self._watch.started,
                 work=lambda current: GpuWork(self, None, "calls", current),
             )
+            mates = self._islands.mates(wiring.rank).intersection(wiring.locals)
+            self.messages = GpuMessages(self, share, self._plans, self._calls, mates, self._float8)
+            undo.callback(self.messages.close)
             # `Engine.call` for both kinds of memory: on a GPU's, what was called before with the same counts.
             self.call: Callable[[int, Any, Any, Any, int], Work | None] = self._calls.call
             self._undo = undo.pop_all()
@@ -161,8 +163,8 @@ class GpuPath:
         """See `gpu_proof.Exchange`."""
 
         def enqueue(send: int, recv: int) -> GpuWork:
-            plan = self._plans.messages(DType.UINT8, (peer, data.size), (peer, data.size))
-            self._calls.run(self._bound(plan, gpu_proof.LABEL, [], DType.UINT8), send, recv, 0, False)
+            plan = self._plans.messages(DType.UINT8, [(peer, data.size)], [(peer, data.size)], ())
+            self._calls.run(self.bound(plan, gpu_proof.LABEL, [], DType.UINT8), send, recv, 0, False)
             return GpuWork(self, None, gpu_proof.LABEL)
 
         return gpu_proof.exchange_on(self._device, self._edges, enqueue, peer, data, seconds)
@@ -173,7 +175,7 @@ class GpuPath:
 
     def launch(self, call: Call, stream: object, async_op: bool) -> GpuWork:
         """Enqueue `call` after what is on `stream` now; what comes on it later begins after it, unless `async_op`."""
-        handle = self._stream(stream, sendbuf=call.send, recvbuf=call.recv)
+        handle = self.stream(stream, sendbuf=call.send, recvbuf=call.recv)
         passage = None if self._float8 is None else float8.Passage.of_call(call, self._wiring.rank)
         if self._float8 is None or passage is None:
             return self._launch(call, handle, async_op)
@@ -184,11 +186,12 @@ class GpuPath:
 
     def _launch(self, call: Call, stream: int, async_op: bool, *, again: bool = True) -> GpuWork:
         """`again`: the short way may run such a call when it comes again."""
+        in_place = call.collective is Collective.ALLTOALL and call.in_place
         key = (
             call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
-            call.recv_table, call.compress,
+            call.recv_table, call.compress, in_place,
         )  # fmt: skip
-        bound = self._known.get_or(key, lambda: self._bind(call, again))
+        bound = self._known.get_or(key, lambda: self._bind(call, again and not in_place))
         lost = self._residual(call, bound) if call.compress else 0
         return self._run(bound, call.send, call.recv, stream, async_op, call.collective.label, lost)
 
@@ -206,44 +209,6 @@ class GpuPath:
         assert bound.program is not None
         found = self._compression.residual(call, bound.program, make)
         return 0 if found is None else found.address
-
-    def message(
-        self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, stream: object, async_op: bool
-    ) -> GpuWork:
-        """Enqueue a message to `dest`, one from `source`, or both at once."""
-        handle = self._stream(stream, sendbuf=send, recvbuf=recv)
-        passage = None if self._float8 is None else float8.Passage.of_message(send, dest, recv, self._wiring.rank)
-        if self._float8 is None or passage is None:
-            return self._message(send, dest, recv, source, handle, async_op)
-        with self._float8.around(passage, handle, async_op) as (out, into, on):
-            self._message(out, dest, into, source, on, False, again=False)
-        return GpuWork(self, (send, recv), _MESSAGE)
-
-    def _message(
-        self,
-        send: Buffer | None,
-        dest: int,
-        recv: Buffer | None,
-        source: int,
-        stream: int,
-        async_op: bool,
-        *,
-        again: bool = True,
-    ) -> GpuWork:
-        first = send or recv
-        assert first is not None
-        ends = ((-1 if send is None else dest, _count(send)), (-1 if recv is None else source, _count(recv)))
-        key = (first.dtype, *ends)
-
-        def bind() -> _native.GpuCall:
-            what = describe_message(send, dest, recv, source)
-            notes = self._share.notes(send, dest, recv, source)
-            bound = self._bound(self._plans.messages(*key), what, notes, first.dtype)
-            if again:
-                self._calls.remember(*message_key(send, dest, recv, source), bound)
-            return bound
-
-        return self._run(self._messages.get_or(key, bind), send, recv, stream, async_op, _MESSAGE)
 
     def _run(
         self,
@@ -263,13 +228,21 @@ class GpuPath:
         what = call.describe()
         small = None if self._one_kernel is None or call.compress else self._one_kernel.bind(call)
         shape = small or self._plans.compile(call)
-        bound = self._bound(shape, what, [self._share.entry(what)])
+        bound = self.bound(shape, what, [self._share.entry(what)])
         if again and (key := call.key) is not None:
             self._calls.remember(*key, bound)
         return bound
 
-    def _bound(self, shape: Shape, what: str, notes: Sequence[Note], message: DType | None = None) -> _native.GpuCall:
-        """`message` is the type of point-to-point messages, which is all that their two ranks must agree on."""
+    def bound(
+        self,
+        shape: Shape,
+        what: str,
+        notes: Sequence[Note],
+        message: DType | None = None,
+        group: Sequence[DType] = (),
+    ) -> _native.GpuCall:
+        """What `GpuCalls` takes. `message` is the type of point-to-point messages, all that their two ranks must
+        agree on; in a `group` each has its own."""
         common = descriptor(what if message is None else f"p2p {message.label}")
         kernel = shape if isinstance(shape, _native.KernelShape) else None
         program = shape if isinstance(shape, _native.DeviceShape) else None
@@ -282,9 +255,11 @@ class GpuPath:
             number=self._announce(what),
             descriptor=common,
             p2p=message is not None,
+            descriptors=[descriptor(f"p2p {dtype.label}") for dtype in group],
         )
 
-    def _stream(self, stream: object, **buffers: Buffer | None) -> int:
+    def stream(self, stream: object, **buffers: Buffer | None) -> int:
+        """The handle of a stream, or of the buffers' current one. BufferTypeError for buffers that lie elsewhere."""
         for name, buffer in buffers.items():
             if buffer is not None and (buffer.device, buffer.index) != (self._kind, self._device.index):
                 wanted = f"memory of {self._kind}:{self._device.index}, the GPU of rank {self._wiring.rank}"
@@ -316,7 +291,10 @@ class GpuPath:
         """Nothing has moved for so long: the verdict says where everyone stands."""
         behind, where = self._share.standing()
         text = f"GPU calls of rank {self._wiring.rank} have not moved for {seconds:.3g} s; {where}"
-        self._diagnosis.post(Kind.TIMEOUT, behind, "; ".join(filter(None, (text, self._relays.describe()))))
+        waits, text = self.messages.awaited, "; ".join(filter(None, (text, self._relays.describe())))
+        if waits:
+            behind, text = min(waits), f"{text}; its first message waits for a call of {spell_ranks(waits)}"
+        self._diagnosis.post(Kind.TIMEOUT, behind, text)
 
     def _broken(self, problem: str) -> None:
         rank = self._wiring.rank
@@ -393,9 +371,5 @@ class GpuPath:
         self._watch.close()
         self._undo.close()
         self._known.clear()
-        self._messages.clear()
-        del self._calls, self.call  # they hold methods of this object, and no garbage collector looks into them
-
-
-def _count(buffer: Buffer | None) -> int:
-    return 0 if buffer is None else buffer.count
+        # They hold methods of this object, and no garbage collector looks into them.
+        del self._calls, self.call, self.messages

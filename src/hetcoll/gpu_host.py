@@ -70,8 +70,8 @@ class HostPath:
         engine, done = self._wiring.engine, _native.Status.DONE
 
         def exchange(peer: int, data: gpu_proof.Bytes, seconds: float) -> gpu_proof.Bytes | str:
-            ends, got = (peer, data.size), np.zeros_like(data)
-            made = functools.partial(self._plans.messages, DType.UINT8, ends, ends)
+            ends, got = [(peer, data.size)], np.zeros_like(data)
+            made = functools.partial(self._plans.messages, DType.UINT8, ends, ends, ())
             shape = prepare(lambda check: self._links.during(timeout, check, made), timeout)
             status = engine.run(shape, int(data.ctypes.data), int(got.ctypes.data), seconds)
             if status is done:
@@ -106,13 +106,10 @@ class HostPath:
         """As `selection.Selection.point`."""
         first = send or recv
         assert first is not None
-        ends = (
-            (-1 if send is None else dest, 0 if send is None else send.count),
-            (-1 if recv is None else source, 0 if recv is None else recv.count),
-        )
+        ends = (() if send is None else ((dest, send.count),), () if recv is None else ((source, recv.count),))
 
         def bind() -> _native.Shape:
-            shape = self._links.during(timeout, check, lambda: self._plans.messages(first.dtype, *ends))
+            shape = self._links.during(timeout, check, lambda: self._plans.messages(first.dtype, *ends, ()))
             self._describe(shape.id, describe_message(send, dest, recv, source))
             return shape
 
@@ -266,6 +263,7 @@ class _HostBinder:
         tables: Sequence[Sequence[int]],
         call: Call | None,
         local: Native | None,
+        apart: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> _native.Shape:
         """See `gpu_plans.Binder`. Lanes run beside each other here, so the order of the steps is of no use."""
         encoded = self._links.of(plan).encode()

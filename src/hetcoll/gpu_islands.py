@@ -84,6 +84,10 @@ class GpuIslands:
         """Whether one library serves all ranks."""
         return len(self.islands) == 1 and len(self.islands[0]) > 1
 
+    def mates(self, rank: int) -> set[int]:
+        """Its island, which the library connects; nothing where it has none."""
+        return set() if self.island is None else {*next(one for one in self.islands if rank in one)}
+
     def reduction(self, dtype: DType, op: ReduceOp) -> Native | None:
         """How the libraries do it, or None where one of them does not; the same on all ranks."""
         if op is ReduceOp.AVG and not self.whole:

@@ -6,9 +6,9 @@ order is one that no number of hardware queues can turn into a deadlock (`order`
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from . import _native
@@ -21,7 +21,7 @@ from .devices.kernels import codec_names
 from .errors import BufferTypeError
 from .order import enqueue_order, levels
 from .pipeline import offsets, parts, pipelined, ramp
-from .plan import Buf, Op, Plan, Span, Step
+from .plan import Buf, Local, Op, Plan, Span, Step
 from .slots import SLOTS
 from .topology import Islands, spell_islands
 from .types import REDUCING, WHOLE, Collective, DType, ReduceOp
@@ -41,7 +41,10 @@ _KEEP = 1 << 10  # compiled plans kept; the least recently used go first
 _BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 16, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
 _CODEC_BLOCK, _MOST_CODEC_BLOCKS, _ELEMENTS = 128, 256, 32  # of a codec, whose threads take so many elements each
 
+End = tuple[int, int]
+"""Of a message: the peer, and how many elements."""
 Orders = tuple[tuple[int, ...], ...]
+Parts = tuple[Span | None, ...]
 Link = Callable[[Plan], list[int]]
 Kernel = tuple[int, int, int, int]  # function, threads in a block, most blocks, bytes for each
 T = TypeVar("T")
@@ -62,14 +65,6 @@ class Kept(OrderedDict[tuple[object, ...], T]):
         return found
 
 
-class Share(NamedTuple):
-    """A message to or from `peer`: so many elements, in pieces that end at these of its units."""
-
-    peer: int
-    elements: int
-    cuts: tuple[int, ...]
-
-
 class Binder(Protocol[S]):
     """What makes a plan ready to run on one rank."""
 
@@ -82,11 +77,13 @@ class Binder(Protocol[S]):
         tables: Sequence[Sequence[int]],
         call: Call | None,
         local: Native | None,
+        apart: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> S:
         """`plan`, whose steps come in this `order` and have these levels (see `order.levels`), over buffers whose units
         begin at the elements in `tables`.
 
-        `call` is None for messages between two ranks; `local` says how the island's library reduces.
+        `call` is None for messages between two ranks; `local` says how the island's library reduces. `apart` has the
+        elements at which messages begin, sends and receives, that have a buffer each.
         """
 
 
@@ -97,17 +94,27 @@ class GpuPlans(Generic[S]):
     """
 
     def __init__(
-        self, rank: int, size: int, islands: GpuIslands, slot_bytes: int, binder: Binder[S], groups: Hosts = ()
+        self,
+        rank: int,
+        size: int,
+        islands: GpuIslands,
+        slot_bytes: int,
+        binder: Binder[S],
+        groups: Hosts = (),
     ) -> None:
         self._rank, self._size, self._islands, self._slot_bytes = rank, size, islands, slot_bytes
         self._groups = groups
         self._bind = binder.bind
+        self._mates = next(island for island in islands.islands if rank in island)
         self._drawn: Kept[tuple[list[Plan], Orders, Orders]] = Kept()
 
     def compile(self, call: Call) -> S:
         """A collective."""
         if call.collective is Collective.ALLTOALLV:
-            return self._alltoallv(call)
+            return self._alltoallv(call, (call.send_table, call.recv_table))
+        if call.collective is Collective.ALLTOALL and self._islands.whole and not call.in_place:
+            each = [r * (call.send_count // self._size) for r in range(self._size + 1)]
+            return self._alltoallv(call, (each, each))
         item = call.dtype.itemsize
         grain = max(1, _GRAIN // item)
         send_shares, recv_shares = _shares(call, self._size)
@@ -134,58 +141,71 @@ class GpuPlans(Generic[S]):
         ]
         return self._bind(plan, orders[self._rank], level[self._rank], call.dtype, tables, call, local)
 
-    def messages(self, dtype: DType, send: tuple[int, int], recv: tuple[int, int]) -> S:
-        """A message to a peer, one from a peer, or both at once: (peer, count) each, peer -1 for none."""
-        if send[0] == self._rank:
-            copy = Step(Op.COPY, 0, Span(Buf.SEND, 0), Span(Buf.RECV, 0))
-            plan = Plan(Collective.P2P, "copy", self._size, self._rank, 1, 1, (copy,))
-            return self._bind(plan, (0,), (0,), dtype, [(0, send[1]), (0, recv[1])], None, None)
-        return self._exchange(dtype, [send], [recv])
+    def messages(
+        self, dtype: DType, sends: Sequence[End], recvs: Sequence[End], mates: Collection[int], *, apart: bool = False
+    ) -> S:
+        """Messages to peers and from peers, all under way together; those of `mates`, of which it is one, by the
+        island's library. Those to oneself match in their order. `apart`: each has a buffer of its own."""
+        return self._exchange(dtype, sends, recvs, mates, apart=apart)
 
-    def _alltoallv(self, call: Call) -> S:
+    def _alltoallv(self, call: Call, tables: Iterable[Sequence[int]]) -> S:
         """Each pair of ranks knows its own count, so the pieces are theirs, too."""
-        sends, recvs = (
-            [(peer, 0 if peer == self._rank else b - a) for peer, (a, b) in enumerate(pairwise(table))]
-            for table in (call.send_table, call.recv_table)
-        )
-        return self._exchange(call.dtype, sends, recvs, call)
+        sends, recvs = ([(peer, b - a) for peer, (a, b) in enumerate(pairwise(table))] for table in tables)
+        mates = self._mates if self._islands.island is not None else ()
+        return self._exchange(call.dtype, sends, recvs, mates, call)
 
     def _exchange(
         self,
         dtype: DType,
-        sends: Sequence[tuple[int, int]],
-        recvs: Sequence[tuple[int, int]],
+        sends: Sequence[End],
+        recvs: Sequence[End],
+        mates: Collection[int],
         call: Call | None = None,
+        *,
+        apart: bool = False,
     ) -> S:
-        """Piece by piece, sends before receives: what peers need is enqueued before what this rank waits for.
-
-        With `call`, which has the buffers' parts by rank, this rank's own part is copied.
-        """
-        tables = None if call is None else (call.send_table, call.recv_table)
+        """Piece by piece of each edge, sends before receives: what peers need is enqueued before what this rank waits
+        for. What the library does comes last."""
         channel = CHANNEL if call is None else 0  # messages of two ranks are numbered along the edge
-        out, into = ([_share(peer, count, dtype, self._slot_bytes) for peer, count in each] for each in (sends, recvs))
-        steps: list[Step] = []
-        level: list[int] = []  # see `order.levels`
-        rounds = max(len(share.cuts) for share in (*out, *into)) - 1
-        for k in range(rounds):
-            for op, buf, shares in ((Op.SEND, Buf.SEND, out), (Op.RECV, Buf.RECV, into)):
-                first = 0
-                for share in shares:
-                    if share.peer >= 0 and share.elements > 0 and k + 1 < len(share.cuts):
-                        span = Span(buf, first + share.cuts[k], share.cuts[k + 1] - share.cuts[k])
-                        src, dst = (span, None) if op is Op.SEND else (None, span)
-                        steps.append(Step(op, int(op is Op.RECV), src, dst, share.peer, channel))
-                        level.append(k // SLOTS * 2 * _LAG + k % SLOTS + _LAG * int(op is Op.RECV))
-                    first += share.cuts[-1]
-        units = [sum(share.cuts[-1] for share in shares) for shares in (out, into)]
-        grain = max(1, _GRAIN // dtype.itemsize)
-        bounds = [_table(shares, grain, None if tables is None else tables[i]) for i, shares in enumerate((out, into))]
-        if tables is not None:
-            own = [sum(share.cuts[-1] for share in shares[: self._rank]) for shares in (out, into)]
-            steps.append(Step(Op.COPY, 2, Span(Buf.SEND, own[0]), Span(Buf.RECV, own[1])))
-            level.append(0)
-        plan = Plan(Collective.P2P, "messages", self._size, self._rank, units[0], units[1], tuple(steps))
-        return self._bind(plan, tuple(range(len(steps))), level, dtype, bounds, call, None)
+        out = self._half(Op.SEND, channel, dtype.itemsize, sends, mates)
+        into = self._half(Op.RECV, channel, dtype.itemsize, recvs, mates)
+        numbered = sorted((*out.pieces, *into.pieces), key=lambda piece: (piece[0], piece[1].op))
+        numbered += [(0, Step(Op.COPY, 2, src, dst)) for src, dst in zip(out.own, into.own, strict=True)]
+        if out.rows or into.rows:
+            what = Local(Collective.ALLTOALL, parts=_parts(out.rows, into.rows))
+            numbered.append((0, Step(Op.LOCAL, 3, local=what)))
+        levels = [k // SLOTS * 2 * _LAG + k % SLOTS + _LAG * int(step.op is Op.RECV) for k, step in numbered]
+        steps = tuple(step for _, step in numbered)
+        units = (len(out.table) - 1, len(into.table) - 1)
+        islands = self._islands.islands
+        plan = Plan(Collective.P2P, "messages", self._size, self._rank, *units, steps, islands=islands)
+        begins = (out.begins, into.begins) if apart else ((), ())
+        return self._bind(plan, tuple(range(len(steps))), levels, dtype, (out.table, into.table), call, None, begins)
+
+    def _half(self, op: Op, channel: int, item: int, messages: Sequence[End], mates: Collection[int]) -> _Half:
+        half, pieces = _Half([0], [], [], [], []), Counter[int]()
+        buf = Buf.SEND if op is Op.SEND else Buf.RECV
+        inside: dict[int, list[Span]] = {mate: [] for mate in self._mates}
+        for peer, count in messages:
+            at, cuts = len(half.table) - 1, self._cuts(count * item)
+            if peer in mates or peer == self._rank:
+                cuts = (0, 1)
+                (inside[peer] if peer in mates else half.own).append(Span(buf, at))
+            elif count > 0:
+                for a, b in pairwise(cuts):
+                    span = Span(buf, at + a, b - a)
+                    src, dst = (span, None) if op is Op.SEND else (None, span)
+                    half.pieces.append((pieces[peer], Step(op, int(op is Op.RECV), src, dst, peer, channel)))
+                    pieces[peer] += 1
+            half.begins.append(half.table[-1])
+            half.table.extend(half.begins[-1] + x for x in offsets([count], cuts[-1], max(1, _GRAIN // item))[1:])
+        half.rows.extend(zip_longest(*inside.values()))
+        return half
+
+    def _cuts(self, nbytes: int) -> tuple[int, ...]:
+        """The units of a message at which its pieces begin and end."""
+        smallest, largest = _piece_bytes(nbytes, self._slot_bytes)
+        return ramp(max(1, -(-nbytes // smallest)), largest // smallest)
 
     def _base(self, call: Call, islands: Islands) -> list[Plan]:
         scale, whole = call.op is ReduceOp.AVG, len(islands) == 1  # then the library averages by itself
@@ -243,6 +263,7 @@ class DeviceBinder:
         tables: Sequence[Sequence[int]],
         call: Call | None,
         local: Native | None,
+        apart: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> _native.DeviceShape:
         """See `Binder`."""
         reduce, scale = (None, None) if call is None else self._kernels(call)
@@ -265,6 +286,8 @@ class DeviceBinder:
             local=local,
             p2p=call is None,
             codec=None if call is None or not call.compress else self._codec(call),
+            sends=[at * dtype.itemsize for at in apart[0]],
+            recvs=[at * dtype.itemsize for at in apart[1]],
         )
 
     def _codec(self, call: Call) -> tuple[int, Kernel, Kernel, Kernel, Kernel]:
@@ -307,22 +330,23 @@ def _piece_bytes(nbytes: int, slot_bytes: int) -> tuple[int, int]:
     return min(max(_SMALLEST, _power(nbytes >> _ENDS)), _MOST_SMALLEST, largest // 2), largest
 
 
+class _Half(NamedTuple):
+    """What this rank sends, or what it receives."""
+
+    table: list[int]  # elements at which units begin, and the end
+    begins: list[int]  # those at which messages do
+    pieces: list[tuple[int, Step]]  # with their numbers on their edges
+    own: list[Span]  # to this rank itself, or from it
+    rows: list[tuple[Span | None, ...]]  # by the island's library: a message of each member, or none
+
+
+def _parts(sends: Sequence[tuple[Span | None, ...]], recvs: Sequence[tuple[Span | None, ...]]) -> Parts:
+    """Those of a LOCAL all-to-all of such rows."""
+    rows = max(len(sends), len(recvs))
+    nothing = (None,) * len((*sends, *recvs)[0])
+    return tuple(part for each in (sends, recvs) for row in (*each, *[nothing] * (rows - len(each))) for part in row)
+
+
 def _power(n: int) -> int:
     """The power of two that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()
-
-
-def _share(peer: int, count: int, dtype: DType, slot_bytes: int) -> Share:
-    nbytes = max(1, count * dtype.itemsize)
-    smallest, largest = _piece_bytes(nbytes, slot_bytes)
-    return Share(peer, count, ramp(-(-nbytes // smallest), largest // smallest))
-
-
-def _table(shares: Sequence[Share], grain: int, given: Sequence[int] | None) -> list[int]:
-    """Where each unit of each share begins, and the end. `given` says where the shares begin."""
-    table = [0]
-    for i, share in enumerate(shares):
-        count = share.elements if given is None else given[i + 1] - given[i]
-        begin = table[-1]
-        table += [begin + at for at in offsets([count], share.cuts[-1], grain)[1:]]
-    return table

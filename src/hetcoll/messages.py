@@ -12,7 +12,7 @@ from .buffers import Buffer, read_buffer
 from .calls import check_rank
 from .core import Core
 from .errors import ArgumentError, BufferTypeError
-from .selection import RECV, SEND, describe_message
+from .selection import RECV, SEND, Message, describe_message
 from .work import DONE, Work, finished
 
 
@@ -54,9 +54,12 @@ class Messages(Core):
         self._check_usable()
         if not run or not batch or self._engine.run_messages(batch):
             return
-        every = [(kind, read_buffer(buf, "buf", writable=kind == RECV), peer) for kind, buf, peer in batch]
-        read = [message for message in every if message[1].device == "cpu"]
-        self._pair_up([message for message in every if message[1].device != "cpu"])
+        every = [Message(kind, read_buffer(buf, "buf", writable=kind == RECV), peer) for kind, buf, peer in batch]
+        self._check_own(every)
+        read = [message for message in every if message.buffer.device == "cpu"]
+        on_gpu = [message for message in every if message.buffer.device != "cpu"]
+        if on_gpu:
+            self._enqueue_group(on_gpu)
         self._deliver_to_self(read)
         works = [
             self._start_message(kind, buffer, peer, True, None, background=False)
@@ -66,18 +69,20 @@ class Messages(Core):
         for work in works:
             work.wait()
 
-    def _pair_up(self, messages: list[tuple[int, Buffer, int]]) -> None:
-        """Messages of GPU buffers, a send and a receive at a time: their pieces are enqueued by turns.
-
-        Those of two types go one after the other, since a plan has one type.
-        """
+    def _enqueue_group(self, messages: list[Message]) -> None:
+        """Messages of GPU buffers. Where some are converted they go a send and a receive at a time: each has to be
+        read before its conversion's memory is written again."""
+        for message in messages:
+            self._paths.check_place(message.buffer)
+        on_gpu = self._on_gpu(messages[0].buffer, None).messages
+        if not on_gpu.converts(messages):
+            on_gpu.group(messages, None)
+            return
         for others in (False, True):  # messages to oneself have both halves
             sends, recvs = (
                 [(b, p) for kind, b, p in messages if kind == half and (p != self._rank) == others]
                 for half in (SEND, RECV)
             )
-            if not others and [(b.count, b.dtype) for b, _ in sends] != [(b.count, b.dtype) for b, _ in recvs]:
-                raise ArgumentError(f"group(): the sends of rank {self._rank} to itself do not match its receives")
             for out, into in itertools.zip_longest(sends, recvs):
                 send, dest = out or (None, -1)
                 recv, source = into or (None, -1)
@@ -149,7 +154,7 @@ class Messages(Core):
         assert buffer is not None
         self._paths.check_place(buffer)
         if buffer.device != "cpu":
-            return self._on_gpu(buffer, stream).message(send, dest, recv, source, stream, async_op)
+            return self._on_gpu(buffer, stream).messages.one(send, dest, recv, source, stream, async_op)
         among = self._paths.on_host()
         finish = None
         if among is not None:
@@ -190,15 +195,22 @@ class Messages(Core):
         if (to == self._rank) != (origin == self._rank):
             raise ArgumentError(f"dest and source: a message to oneself needs both to be rank {self._rank}")
         if to == self._rank and send.device == "cpu":
-            self._deliver_to_self([(SEND, send, to), (RECV, recv, origin)])
+            own = [Message(SEND, send, to), Message(RECV, recv, origin)]
+            self._check_own(own)
+            self._deliver_to_self(own)
             return DONE
         return self._exchange(send, to, recv, origin, async_op, timeout, stream)
 
-    def _deliver_to_self(self, batch: list[tuple[int, Buffer, int]]) -> None:
-        mine = [(kind, buffer) for kind, buffer, peer in batch if peer == self._rank]
-        outgoing = [buffer for kind, buffer in mine if kind == SEND]
-        incoming = [buffer for kind, buffer in mine if kind == RECV]
-        if [(b.count, b.dtype) for b in outgoing] != [(b.count, b.dtype) for b in incoming]:
+    def _check_own(self, batch: list[Message]) -> None:
+        """ArgumentError unless this rank's sends to itself match its receives."""
+        outgoing, incoming = (
+            [(b.count, b.dtype, b.device) for k, b, peer in batch if k == kind and peer == self._rank]
+            for kind in (SEND, RECV)
+        )
+        if outgoing != incoming:
             raise ArgumentError(f"group(): the sends of rank {self._rank} to itself do not match its receives")
+
+    def _deliver_to_self(self, batch: list[Message]) -> None:
+        outgoing, incoming = ([b for k, b, peer in batch if k == kind and peer == self._rank] for kind in (SEND, RECV))
         for source, target in zip(outgoing, incoming, strict=True):
             self._selection.copy(source, target)

@@ -90,6 +90,8 @@ class Local:
     REDUCE_SCATTER  parts: my terms of what each member gets; dst: what I get (may be my part)
     GATHER          src: what I give; parts on the root: where it puts what each member gives
     SCATTER         parts on the root: what it gives each member; dst: what I get
+    ALLTOALL        parts: what I send to each member, then where I put what each sends; for several messages, either
+                    half has a row of members for each
     ==============  ============================================================================
 
     Reductions are those of the call, except that of an average they are the sum. Vendor libraries have calls for equal

@@ -246,6 +246,22 @@ class Selection:
         return self._wiring.transports(peers), self._wiring.paths(peers)
 
 
+class Message(NamedTuple):
+    """One half of a message: what this rank sends to a peer, or receives from it."""
+
+    kind: int  # SEND or RECV
+    buffer: Buffer
+    peer: int
+
+    @property
+    def halves(self) -> tuple[Buffer | None, int, Buffer | None, int]:
+        """As others take them: what is sent, where to, what is received, where from."""
+        return (self.buffer, self.peer, None, -1) if self.kind == SEND else (None, -1, self.buffer, self.peer)
+
+    def __str__(self) -> str:
+        return describe_message(*self.halves)
+
+
 def message_key(
     send: Buffer | None, dest: int, recv: Buffer | None, source: int
 ) -> tuple[int, DType, ReduceOp, int, int, int]:

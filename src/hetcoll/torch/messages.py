@@ -115,7 +115,7 @@ class Messages(Launcher):
     def batch(self, operations: Sequence[dist.P2POp]) -> list[dist.Work]:
         """The sends and receives of `torch.distributed.batch_isend_irecv`, none of which waits for another.
 
-        Those of a GPU's tensors are enqueued together, a send and a receive at a time, and have one handle; but for
+        Those of a GPU's tensors are enqueued together and have one handle; but for
         messages to oneself, for which no other rank needs to do anything.
         """
         if any(each.tensor.device.type != "cpu" for each in operations):

@@ -148,6 +148,20 @@ Result Comm::split(int color, int key, std::shared_ptr<Comm>* out, bool blocking
   return result;
 }
 
+Result Comm::connect(const std::vector<Message>& messages) {
+  const auto pair = [&](const Message& m) -> Pair& {
+    return m.sends ? segment_->pair(rank_, m.peer) : segment_->pair(m.peer, rank_);
+  };
+  for (const Message& m : messages) pair(m).joined |= m.peer == rank_ ? 3U : m.sends ? 1U : 2U;
+  for (const Message& m : messages) {
+    if (Result result = wait_for(*this, [&] { return pair(m).joined == 3U; })) {
+      last_error = "rank " + std::to_string(m.peer) + " does not connect";
+      return result;
+    }
+  }
+  return kSuccess;
+}
+
 Result Comm::enqueue(std::shared_ptr<Work> work, const std::vector<Stream*>& streams) {
   std::lock_guard lock(mutex_);
   std::vector<CompletionPtr> after;

@@ -61,6 +61,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // The communicator of those with this rank's color, in the order of key; null for color -1.
   Result split(int color, int key, std::shared_ptr<Comm>* out, bool blocking);
 
+  // Holds up the caller until the ranks of its first messages in a direction have called as well, as NCCL does.
+  Result connect(const std::vector<Message>& messages);
   // Enqueues the work on streams[0], behind what all of them hold, and makes the others wait for it.
   Result enqueue(std::shared_ptr<Work> work, const std::vector<Stream*>& streams);
   void drain();

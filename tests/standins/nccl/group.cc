@@ -51,7 +51,10 @@ Result pending_of(const std::shared_ptr<Comm>& comm, void* handle, Pending** out
 // ncclGroupEnd does): here always noticeably later, so that whoever does not wait for it is found out.
 Result launch(Pending& pending) {
   std::shared_ptr<Comm> comm = pending.comm;
-  if (comm->blocking()) return comm->enqueue(pending.work, pending.streams);
+  if (comm->blocking()) {
+    if (Result result = comm->connect(pending.work->messages)) return result;
+    return comm->enqueue(pending.work, pending.streams);
+  }
   comm->in_background([comm, work = pending.work, streams = pending.streams] {
     timespec nap{0, 2'000'000};
     nanosleep(&nap, nullptr);

@@ -37,7 +37,8 @@ struct alignas(64) Peer {
 
 struct alignas(64) Pair {  // messages from one rank to another, a slot at a time
   std::atomic<std::uint64_t> produced, consumed;
-  std::uint64_t message;  // bytes of the whole message that the slot is of
+  std::uint64_t message;         // bytes of the whole message that the slot is of
+  std::atomic<unsigned> joined;  // 1: the sender has called, 2: the receiver has
   unsigned char data[kSlot];
 };
 
