@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,31 @@ def test_device(on: Callable[..., Any], name: str) -> None:
     why_not = on(_check, name, timeout=100)
     if why_not:
         pytest.skip(why_not)
+
+
+def _choice_of_cuda(job: Job, vendor: str) -> int:
+    from cuda.bindings import driver
+
+    from hetcoll.devices import cuda, hip
+
+    devices, found = (cuda if vendor == "cuda" else hip).devices(), list[int]()
+
+    def choose() -> None:
+        _, context = driver.cuDevicePrimaryCtxRetain(1)
+        driver.cuCtxSetCurrent(context)
+        with devices[1].active():
+            pass
+        found.append(int(driver.cuCtxGetDevice()[1]))
+
+    thread = threading.Thread(target=choose)  # its first calls
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("on", ["cuda", "posing"], indirect=True)
+def test_the_device_that_a_thread_has_chosen_stays(on: Callable[..., Any]) -> None:
+    assert on(_choice_of_cuda) == 1
 
 
 def _kernels(job: Job, vendor: str, dtype: DType) -> None:

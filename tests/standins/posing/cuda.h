@@ -28,6 +28,8 @@ using IpcHandle = standin::hip::Handle;
   F(cuDeviceGetP2PAttribute, (int*, int, int, int))                                               \
   F(cuDevicePrimaryCtxRetain, (void**, int))                                                      \
   F(cuDevicePrimaryCtxReset_v2, (int))                                                            \
+  F(cuCtxGetCurrent, (void**))                                                                    \
+  F(cuCtxGetDevice, (int*))                                                                       \
   F(cuCtxSetCurrent, (void*))                                                                     \
   F(cuCtxSynchronize, ())                                                                         \
   F(cuCtxGetStreamPriorityRange, (int*, int*))                                                    \

@@ -107,7 +107,14 @@ const Cuda* cuda() {
 
 int activate() {
   if (cuda() == nullptr || visible().empty()) return kNoDevice;
-  void* context = context_of(ordinal);
+  void* context = nullptr;
+  int number = 0;
+  if (CU(cuCtxGetCurrent)(&context) == 0 && context != nullptr && CU(cuCtxGetDevice)(&number) == 0 &&
+      hip_ordinal(number) >= 0) {
+    ordinal = hip_ordinal(number);  // CUDA's libraries in the process have chosen it
+    return 0;
+  }
+  context = context_of(ordinal);
   return context == nullptr ? kInvalidDevice : CU(cuCtxSetCurrent)(context);
 }
 
@@ -153,7 +160,8 @@ STANDIN_API hipGetDeviceCount(int* count) {
 STANDIN_API hipSetDevice(int hip) {
   DEVICE(number, hip);
   ordinal = hip;
-  return status(activate());
+  void* context = context_of(hip);
+  return status(context == nullptr ? kInvalidDevice : CU(cuCtxSetCurrent)(context));
 }
 
 STANDIN_API hipGetDevice(int* hip) {
