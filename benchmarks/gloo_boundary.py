@@ -211,7 +211,7 @@ class Boundary:
         """`out` to the other island's rank of this place, `into` from there."""
         HERE.lane.exchange(list(zip(chunks(out), chunks(into), strict=True)), self.other)
 
-    def allreduce(self, buffer: Tensor, op: str = "sum", **_: Any) -> None:
+    def allreduce(self, buffer: Tensor, _recvbuf: None = None, op: str = "sum", **_: Any) -> None:
         assert op in ("sum", "avg")
         buffer = buffer.view(-1)
         nccl, mine, even = HERE.lane.nccl, buffer, buffer.numel() % self.half == 0
@@ -270,6 +270,9 @@ class Boundary:
 
     def recv(self, buffer: Tensor, peer: int, **_: Any) -> None:
         self._move(peer, (None, buffer))
+
+    def sendrecv(self, out: Tensor, dest: int, into: Tensor, source: int) -> None:
+        self._start([(dest, (out, None)), (source, (None, into))])
 
     def _move(self, peer: int, part: Part) -> None:
         grouped = getattr(HERE, "grouped", None)

@@ -303,6 +303,13 @@ def exchange(comm: hetcoll.Communicator) -> None:
             comm.recv(other.buffer(), rank)
         assert (got.get() == np.arange(count) + right).all()
         assert (other.get() == mine.get()).all()
+        if rank == 0:  # where others have a group
+            comm.sendrecv(mine.buffer(), right, got.buffer(), left).wait(60)
+        else:
+            with comm.group():
+                comm.send(mine.buffer(), right)
+                comm.recv(got.buffer(), left)
+        assert (got.get() == np.arange(count) + left).all()
         if rank == 0:
             comm.send(mine.buffer(), 1)
         elif rank == 1:

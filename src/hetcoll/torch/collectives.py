@@ -16,14 +16,14 @@ from torch._C import _distributed_c10d as c10d
 
 from . import sparse
 from .launch import Launcher
-from .tensors import flat, joined, op_name, packed, premul, rows, spread
+from .tensors import flat, joined, packed, reduction, rows, spread
 
 Tensors = Sequence[torch.Tensor]
 
 
 def _options(opts: Any, kind: Any, op: Any, root: int | None, timeout: timedelta | None) -> Any:
     """Of a call in one of torch's short forms, such as ``group.allreduce(tensor, ReduceOp.SUM)``: its options."""
-    if opts is not None and not isinstance(opts, dist.ReduceOp | dist.ReduceOp.RedOpType | int):
+    if type(opts) is kind or (opts is not None and not isinstance(opts, dist.ReduceOp | dist.ReduceOp.RedOpType | int)):
         return opts
     made = kind()
     if isinstance(opts, int):
@@ -76,14 +76,14 @@ class Collectives(Launcher):
         return self._allreduce(list(tensors), _options(opts, c10d.AllreduceCoalescedOptions, None, None, None))
 
     def _allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
-        op, factor = op_name(opts.reduceOp), premul(opts.reduceOp)
+        op, factor = reduction(opts.reduceOp)
 
         def start(how: dict[str, Any]) -> Any:
             memory = [flat(tensor) for tensor in tensors]
             if factor is not None:
                 for each in memory:
                     each.mul_(factor)
-            return [self._comm.allreduce(each, op=op, **how) for each in memory]
+            return [self._comm.allreduce(each, None, op, **how) for each in memory]
 
         return self._launch(opts, tensors, start, tensors)
 
@@ -99,7 +99,7 @@ class Collectives(Launcher):
     ) -> dist.Work:
         tensor = _one(tensors)
         opts = _options(opts, c10d.ReduceOptions, op, root, timeout)
-        name, factor = op_name(opts.reduceOp), premul(opts.reduceOp)
+        name, factor = reduction(opts.reduceOp)
 
         def start(how: dict[str, Any]) -> Any:
             memory = flat(tensor)
@@ -180,7 +180,7 @@ class Collectives(Launcher):
         output, inputs = _one(output_tensors), _list(input_tensors)
         self._check_list(inputs, "input_tensors")
         opts = _options(opts, c10d.ReduceScatterOptions, op, None, timeout)
-        name, factor = op_name(opts.reduceOp), premul(opts.reduceOp)
+        name, factor = reduction(opts.reduceOp)
         counts = [tensor.numel() for tensor in inputs]
 
         def start(how: dict[str, Any]) -> Any:
@@ -198,7 +198,7 @@ class Collectives(Launcher):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         opts = _options(opts, c10d.ReduceScatterOptions, None, None, None)
-        name, factor = op_name(opts.reduceOp), premul(opts.reduceOp)
+        name, factor = reduction(opts.reduceOp)
 
         def start(how: dict[str, Any]) -> Any:
             wholes = [packed(tensor) if factor is None else packed(tensor) * factor for tensor in inputs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -47,13 +46,14 @@ def translate(error: Exception) -> Exception:
     return BackendError(*error.args)
 
 
-@contextlib.contextmanager
-def translated() -> Iterator[None]:
-    """Raises hetcoll's errors as torch's."""
-    try:
-        yield
-    except errors.HetcollError as error:
-        found = translate(error)
-        if found is error:
-            raise
-        raise found from error
+class _Translated(contextlib.AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, errors.HetcollError) and (found := translate(error)) is not error:
+            raise found from error
+
+
+translated = _Translated()
+"""Of a ``with`` block: raises hetcoll's errors as torch's."""

@@ -66,7 +66,8 @@ class Level:
         """The level of operations that the calling thread starts; call it at level 0."""
         level: Level | None = self
         while level is not None:
-            if level._callbacks.thread is threading.current_thread():
+            thread = level._callbacks.thread
+            if thread is not None and thread is threading.current_thread():
                 return level._deeper()
             level = level._below
         return self

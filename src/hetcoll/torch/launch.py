@@ -17,9 +17,10 @@ from ..types import Format
 from ..work import Work as Operation
 from . import profiling
 from .connect import connect
-from .failures import CollectiveTimeoutError, translate, translated
+from .failures import CollectiveTimeoutError, translate
 from .futures import Level
 from .records import Records
+from .streams import Lane, capturing, current, on_device
 from .tensors import seconds
 from .work import HostWork, StreamWork
 
@@ -36,8 +37,8 @@ class Launcher(dist.ProcessGroup):
         self._store, self._timeout, self._compress = store, timeout, compress
         self._comms = [comm]  # by the level of callbacks that use it, see `_comm`
         self._futures = Level()
-        self._streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
-        self._on_streams: collections.deque[StreamWork] = collections.deque()
+        self._gpu_lanes: dict[tuple[str, torch.device], Lane] = {}
+        self._in_use: collections.deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = collections.deque()
         self._usual_timeout = timeout  # what the communicator takes where it is given none
         self._records = Records()
 
@@ -81,13 +82,18 @@ class Launcher(dist.ProcessGroup):
         call = self._records.begin(name, tensors)
         span = profiling.begin(self, name)
         try:
-            with translated():
-                work = self._begin(opts, tensors, start, list(outputs), after, lane, source)
+            if tensors and not tensors[0].is_cpu:
+                work = self._enqueue(opts, tensors, start, outputs, after, lane, source)
+            else:
+                work = self._run(opts, start, outputs, after, source)
         except BaseException as error:
-            call.raised = str(error) or type(error).__name__
+            found = translate(error) if isinstance(error, Exception) else error
+            call.raised = str(found) or type(found).__name__
             if span is not None:
                 span.end()
-            raise
+            if found is error:
+                raise
+            raise found from error
         call.work = weakref.ref(work)
         if span is not None:
             self._profile(work, span)
@@ -102,23 +108,21 @@ class Launcher(dist.ProcessGroup):
             self._futures.complete(span.end, alone=True)
             span.await_end()
 
-    def _begin(
+    def _run(
         self,
         opts: Any,
-        tensors: Sequence[torch.Tensor],
         start: Start,
-        outputs: list[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
         after: Callable[[], None] | None,
-        lane: str,
         source: int | None,
     ) -> dist.Work:
-        device = tensors[0].device if tensors else torch.device("cpu")
-        if device.type != "cpu":
-            return self._enqueue(opts, tensors, device, start, outputs, after, lane, source)
         background = opts is None or opts.asyncOp
         limit = self._limit(opts)
-        parts = start({"async_op": background, "timeout": limit})
-        work = HostWork(parts, outputs, self._futures, after, limit, source)
+        how: dict[str, Any] = {} if limit is None else {"timeout": limit}
+        if background:
+            how["async_op"] = True
+        parts = start(how)
+        work = HostWork(parts, list(outputs), self._futures, after, limit, source)
         if not background:
             work.wait()
         return work
@@ -134,42 +138,42 @@ class Launcher(dist.ProcessGroup):
         self,
         opts: Any,
         tensors: Sequence[torch.Tensor],
-        device: torch.device,
         start: Start,
-        outputs: list[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
         after: Callable[[], None] | None,
-        lane: str,
+        name: str,
         source: int | None,
     ) -> dist.Work:
         """A blocking call goes to the current stream, another one to a stream of the group that waits for it."""
-        current = torch.cuda.current_stream(device)
-        if opts is not None and not opts.asyncOp:
-            with torch.cuda.device(device):
-                start({})
-                if after is not None:
-                    after()
-            return StreamWork(current, outputs, None, self._failure, source)
-        stream = self._stream(lane, device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        device = tensors[0].device
+
+        def run() -> None:
             start({})
             if after is not None:
                 after()
-            work = StreamWork(stream, outputs, list(tensors), self._failure, source)
-        while self._on_streams and self._on_streams[0].is_completed():
-            self._on_streams.popleft()
-        self._on_streams.append(work)  # nobody else may hold it, and its tensors' memory is in use
-        return work
 
-    def _stream(self, lane: str, device: torch.device) -> torch.cuda.Stream:
-        found = self._streams.get((lane, device))
-        if found is None:
-            found = self._streams[lane, device] = torch.cuda.Stream(device)
-        return found
+        if opts is not None and not opts.asyncOp:
+            on_device(device.index, run)
+            return StreamWork(current(device.index), list(outputs), None, [], self._failure, source)
+        lane = self._gpu_lanes.get((name, device)) or self._gpu_lanes.setdefault((name, device), Lane(device.index))
+        end, kept = lane.run(run), list(tensors)
+        self._let_go()
+        self._in_use.append((end, kept))
+        return StreamWork(lane.stream, list(outputs), end, kept, self._failure, source)
+
+    def _let_go(self) -> None:
+        """Of the tensors that GPUs do not use any more, or whose users have waited for the GPU."""
+        while self._in_use:
+            end, tensors = self._in_use[0]
+            if tensors and (capturing() or not (self._failure() or end.query())):
+                return
+            self._in_use.popleft()
 
     def _failure(self) -> Exception | None:
-        error = next((comm.error for comm in self._comms if comm.error is not None), None)
-        return None if error is None else translate(error)
+        for comm in self._comms:
+            if (error := comm.error) is not None:
+                return translate(error)
+        return None
 
     def _error_type(self) -> Any:
         error = self._failure()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from ..communicator import Communicator
 from ..types import Format
+from ..work import Work as Operation
 from .failures import translated
 from .launch import Launcher
 from .sources import Sources
@@ -20,6 +20,7 @@ from .work import Bundle, ToSelf
 
 Tensors = Sequence[torch.Tensor]
 Halves = deque[tuple[torch.Tensor, ToSelf]]
+Half = tuple[torch.Tensor, int]  # of a message: its memory, and the other rank
 
 
 class Messages(Launcher):
@@ -37,8 +38,13 @@ class Messages(Launcher):
         if dst_rank == self.rank():
             return self._to_self(tensor, None)
         memory, comm = flat(tensor), self._comm
-        with self._sources_of(comm).sending(dst_rank):
+        sources = self._sources_of(comm)
+        sources.sending(dst_rank)
+        try:
             return self._message([tensor], lambda how: [comm.send(memory, dst_rank, **how)], "send", dst_rank)
+        except (ValueError, TypeError):
+            sources.take_back(sent=[dst_rank])
+            raise
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> dist.Work:
         """Start to receive one tensor from `src_rank` of the group."""
@@ -46,10 +52,14 @@ class Messages(Launcher):
         if src_rank == self.rank():
             return self._to_self(None, tensor)
         memory, comm = flat(tensor), self._comm
-        with self._sources_of(comm).receiving(src_rank) as now:
-            if not now:
-                return self._receive_later(comm, tensor, src_rank)
+        sources = self._sources_of(comm)
+        if not sources.receiving(src_rank):
+            return self._receive_later(comm, tensor, src_rank)
+        try:
             return self._message([tensor], lambda how: [comm.recv(memory, src_rank, **how)], "recv", src_rank)
+        except (ValueError, TypeError):
+            sources.take_back(received=[src_rank])
+            raise
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Start to receive one tensor from the rank that sends one: which, `source_rank` of the handle tells.
@@ -63,7 +73,7 @@ class Messages(Launcher):
         """A receive from any source, or one from `source` after such ones."""
         memory, sources, limit = flat(tensor), self._sources_of(comm), self._timeout
         if tensor.device.type != "cpu":
-            with translated():
+            with translated:
                 found = sources.now(source, limit)
             return self._message([tensor], lambda how: [comm.recv(memory, found, **how)], "recv", found)
 
@@ -118,12 +128,12 @@ class Messages(Launcher):
         Those of a GPU's tensors are enqueued together and have one handle; but for
         messages to oneself, for which no other rank needs to do anything.
         """
-        if any(each.tensor.device.type != "cpu" for each in operations):
-            others = [each for each in operations if each.group_peer != self.rank()]
-            works = [self._enqueue_batch(others)] if others else []
-            operations = [each for each in operations if each.group_peer == self.rank()]
-        else:
-            works = []
+        works, rank = [], self.rank()
+        if not all(each.tensor.is_cpu for each in operations):
+            others = [each for each in operations if each.group_peer != rank]
+            operations = [each for each in operations if each.group_peer == rank]
+            if others:
+                works.append(self._enqueue_batch(others))
         for each in operations:
             start = self.send if each.op is dist.isend else self.recv
             tensor = torch.view_as_real(each.tensor) if each.tensor.is_complex() else each.tensor
@@ -131,20 +141,35 @@ class Messages(Launcher):
         return works
 
     def _enqueue_batch(self, operations: Sequence[dist.P2POp]) -> dist.Work:
-        tensors, comm = [each.tensor for each in operations], self._comm
-
-        def start(how: dict[str, Any]) -> Any:
-            with comm.group():
-                for each in operations:
-                    move = comm.send if each.op is dist.isend else comm.recv
-                    move(flat(each.tensor), each.group_peer)
-            return ()
-
+        comm = self._comm
+        sends = [(flat(each.tensor), each.group_peer) for each in operations if each.op is dist.isend]
+        recvs = [(flat(each.tensor), each.group_peer) for each in operations if each.op is not dist.isend]
         sources = self._sources_of(comm)
-        with contextlib.ExitStack() as noted:
-            for each in operations:
-                if each.op is dist.isend:
-                    noted.enter_context(sources.sending(each.group_peer))
-                elif not noted.enter_context(sources.receiving(each.group_peer)):
-                    sources.now(each.group_peer, self._timeout)
-            return self._launch(None, tensors, start, tensors, lane="batch")
+        for _, peer in sends:
+            sources.sending(peer)
+        for _, peer in recvs:
+            if not sources.receiving(peer):
+                sources.now(peer, self._timeout)
+        tensors = [each.tensor for each in operations]
+        try:
+            return self._launch(None, tensors, lambda how: _exchange(comm, sends, recvs), tensors, lane="batch")
+        except (ValueError, TypeError):
+            sources.take_back(sent=[peer for _, peer in sends], received=[peer for _, peer in recvs])
+            raise
+
+
+def _exchange(comm: Communicator, sends: Sequence[Half], recvs: Sequence[Half]) -> Sequence[Operation]:
+    """All under way together. A group costs the host most, and a pipeline's stages mostly need one message each way."""
+    match sends, recvs:
+        case [(out, to)], []:
+            return [comm.send(out, to)]
+        case [], [(into, origin)]:
+            return [comm.recv(into, origin)]
+        case [(out, to)], [(into, origin)] if out.dtype == into.dtype and not torch._C._is_alias_of(out, into):
+            return [comm.sendrecv(out, to, into, origin)]
+    with comm.group():
+        for memory, peer in sends:
+            comm.send(memory, peer)
+        for memory, peer in recvs:
+            comm.recv(memory, peer)
+    return ()

@@ -151,7 +151,7 @@ class HetcollProcessGroup(Collectives, Messages):
         for sources in self._sources.values():
             sources.close()
         self._futures.close()
-        self._on_streams.clear()
+        self._in_use.clear()
 
     def abandon(self) -> None:
         """In a forked child: the communicator looks after itself, and the threads are not there."""

@@ -19,7 +19,7 @@ KEPT = 1000  # calls a group
 class _Call:
     number: int
     name: str
-    tensors: tuple[tuple[torch.dtype, torch.Size], ...]
+    tensors: list[tuple[torch.dtype, torch.Size]]
     started: float
     work: weakref.ref[dist.Work] | None = None
     raised: str | None = None
@@ -37,7 +37,7 @@ class Records:
     def begin(self, name: str, tensors: Sequence[torch.Tensor]) -> _Call:
         """Note a call before it starts: it may never return."""
         self.count += 1
-        call = _Call(self.count, name, tuple((t.dtype, t.shape) for t in tensors), time.time())
+        call = _Call(self.count, name, [(t.dtype, t.shape) for t in tensors], time.time())
         self._calls.append(call)
         return call
 

@@ -8,10 +8,9 @@ that one. Ordinary messages pay for the counting only.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 from ..communicator import Communicator
 from ..errors import CollectiveTimeoutError
@@ -66,39 +65,34 @@ class Sources:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._sent, self._received = [0] * comm.size, [0] * comm.size
-        self._lock = threading.Condition()
+        self._mutex = threading.Lock()
+        self._turns = threading.Condition(self._mutex)
         self._waiting = 0  # receives whose turn has not come
         self._latest = comm.rank
         self._worker = Worker("hetcoll-any-source")
         sent = self._sent
         comm.answer(_QUESTION, lambda asker: sent[asker])
 
-    @contextlib.contextmanager
-    def sending(self, dest: int) -> Iterator[None]:
-        """The block starts a send to `dest`, which counts before it can wait for the receiver. A block that raises
-        ValueError or TypeError has sent nothing."""
-        with self._lock:
+    def sending(self, dest: int) -> None:
+        """A send to `dest` is about to start: it counts before it can wait for the receiver."""
+        with self._mutex:
             self._sent[dest] += 1
-        with self._taken_back(self._sent, dest):
-            yield
 
-    @contextlib.contextmanager
-    def receiving(self, source: int) -> Iterator[bool]:
-        """The same for a receive from `source`. False where it must wait for its turn, `later`: then nothing counts."""
-        with self._lock:
-            now = not self._waiting
-            self._received[source] += now
-        with self._taken_back(self._received, source) if now else contextlib.nullcontext():
-            yield now
+    def receiving(self, source: int) -> bool:
+        """The same of a receive from `source`. False where it must wait for its turn, `later`: then nothing counts."""
+        with self._mutex:
+            if self._waiting:
+                return False
+            self._received[source] += 1
+            return True
 
-    @contextlib.contextmanager
-    def _taken_back(self, counts: list[int], rank: int) -> Iterator[None]:
-        try:
-            yield
-        except (ValueError, TypeError):
-            with self._lock:
-                counts[rank] -= 1
-            raise
+    def take_back(self, *, sent: Sequence[int] = (), received: Sequence[int] = ()) -> None:
+        """Sends to these ranks and receives from those were refused: nothing was sent."""
+        with self._mutex:
+            for rank in sent:
+                self._sent[rank] -= 1
+            for rank in received:
+                self._received[rank] -= 1
 
     def _find(self, limit: float) -> int:
         """The rank that the next message is from, which now counts as received. Waits for it, `limit` seconds at most.
@@ -110,7 +104,7 @@ class Sources:
             if self._comm.error is not None:
                 raise self._comm.error
             told = self._comm.ask(_QUESTION, _ASKING)
-            with self._lock:
+            with self._mutex:
                 ready = [rank for rank, sent in told.items() if isinstance(sent, int) and sent > self._received[rank]]
                 if ready:
                     self._latest = min(ready, key=lambda rank: (rank - self._latest - 1) % self._comm.size)
@@ -129,25 +123,25 @@ class Sources:
 
         def begin() -> None:
             work.begin(lambda: self._take(source, limit), start)
-            with self._lock:
+            with self._mutex:
                 self._waiting -= 1
-                self._lock.notify_all()
+                self._turns.notify_all()
 
-        with self._lock:
+        with self._mutex:
             self._waiting += 1
         self._worker.put(begin)
         return work
 
     def now(self, source: int | None, limit: float) -> int:
         """The same on the calling thread, which waits for its turn and, without a source, for a message: from whom."""
-        with self._lock:
-            self._lock.wait_for(lambda: not self._waiting, limit)  # those that wait have as long at most
+        with self._mutex:
+            self._turns.wait_for(lambda: not self._waiting, limit)  # those that wait have as long at most
         return self._take(source, limit)
 
     def _take(self, source: int | None, limit: float) -> int:
         if source is None:
             return self._find(limit)
-        with self._lock:
+        with self._mutex:
             self._received[source] += 1
         return source
 

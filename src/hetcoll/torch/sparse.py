@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .tensors import op_name
+from .tensors import reduction
 
 if TYPE_CHECKING:
     from .collectives import Collectives
@@ -18,8 +18,9 @@ def allreduce(group: Collectives, tensor: torch.Tensor, opts: Any) -> dist.Work:
 
     Ranks may have different numbers of values. Blocks until the numbers are known.
     """
-    if op_name(opts.reduceOp) != "sum":
-        raise ValueError(f"op: wanted sum for sparse tensors, got {op_name(opts.reduceOp)}")
+    name, _ = reduction(opts.reduceOp)
+    if name != "sum":
+        raise ValueError(f"op: wanted sum for sparse tensors, got {name}")
     mine = tensor.detach().coalesce()
     comm, size = group.comm, group.size()
     known = torch.tensor([mine._nnz()], device=tensor.device)

@@ -10,10 +10,14 @@ import torch
 import torch.distributed as dist
 
 _OPS = {
-    dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg", dist.ReduceOp.PRODUCT: "prod", dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max", dist.ReduceOp.BAND: "band", dist.ReduceOp.BOR: "bor", dist.ReduceOp.BXOR: "bxor",
-    dist.ReduceOp.PREMUL_SUM: "sum",
+    int(kind): name
+    for kind, name in (
+        (dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "avg"), (dist.ReduceOp.PRODUCT, "prod"),
+        (dist.ReduceOp.MIN, "min"), (dist.ReduceOp.MAX, "max"), (dist.ReduceOp.BAND, "band"),
+        (dist.ReduceOp.BOR, "bor"), (dist.ReduceOp.BXOR, "bxor"), (dist.ReduceOp.PREMUL_SUM, "sum"),
+    )
 }  # fmt: skip
+_PREMUL = int(dist.ReduceOp.PREMUL_SUM)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,18 +74,13 @@ def rows(tensor: torch.Tensor) -> tuple[int, int]:
     return first, tensor.numel() // first if first else 0
 
 
-def op_name(op: Any) -> str:
-    """hetcoll's name of a reduction."""
-    kind = op.op if isinstance(op, dist.ReduceOp) else op
+def reduction(op: Any) -> tuple[str, Any]:
+    """hetcoll's name of a reduction, and the factor of a PREMUL_SUM, or None."""
+    kind = int(op.op if isinstance(op, dist.ReduceOp) else op)
     name = _OPS.get(kind)
     if name is None:
         raise ValueError(f"op: wanted one of {', '.join(_OPS.values())}, got {op}")
-    return name
-
-
-def premul(op: Any) -> Any:
-    """The factor of a PREMUL_SUM, or None."""
-    return op.factor if isinstance(op, dist.ReduceOp) and op.op == dist.ReduceOp.PREMUL_SUM else None
+    return name, op.factor if kind == _PREMUL else None
 
 
 def seconds(timeout: timedelta | None) -> float | None:

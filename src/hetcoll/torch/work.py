@@ -21,6 +21,7 @@ from .failures import translate, translated
 from .futures import Level, OrderedFuture
 from .profiling import Span
 from .sources import Deferred
+from .streams import current
 from .tensors import seconds
 
 NO_TIME = timedelta(0)
@@ -72,8 +73,8 @@ class HostWork(Handle):
 
     def wait(self, timeout: timedelta = NO_TIME) -> bool:
         """Block until the result is there; raises what went wrong. True."""
-        limit = seconds(timeout) or self._limit
-        with translated():
+        limit = (seconds(timeout) if timeout else None) or self._limit
+        with translated:
             for part in self._parts:
                 part.wait(limit)
         self._finish()
@@ -158,24 +159,25 @@ class Waited(dist.Work):
 
 
 class StreamWork(Handle):
-    """Operations on a GPU's memory that were enqueued on `stream`.
+    """Operations on a GPU's memory that were enqueued on `stream`, whose end `done` marks.
 
-    The tensors in `keep` stay alive until `wait` or until the GPU is done with them, so their memory is not given to
-    others meanwhile. None: the stream is the caller's own, which orders what becomes of their memory. As with
-    ProcessGroupNCCL: who waits on another stream than the one that tensors were made on calls `Tensor.record_stream`.
+    The group keeps `kept` until `wait`, which empties it, or until the GPU is done, so that the memory of these tensors
+    is not given to others meanwhile. On the caller's own stream nothing is kept: that orders what becomes of their
+    memory. As with ProcessGroupNCCL: who waits on another stream than the one that tensors were made on calls
+    `Tensor.record_stream`.
     """
 
     def __init__(
         self,
         stream: torch.cuda.Stream,
         outputs: list[torch.Tensor],
-        keep: object,
+        done: torch.cuda.Event | None,
+        kept: list[torch.Tensor],
         failure: Callable[[], Exception | None],
         source: int | None = None,
     ) -> None:
         super().__init__(source)
-        self._stream, self._outputs, self._keep, self._failure = stream, outputs, keep, failure
-        self._event = None if keep is None else stream.record_event()
+        self._stream, self._outputs, self._event, self._kept, self._failure = stream, outputs, done, kept, failure
 
     @property
     def _done(self) -> torch.cuda.Event:
@@ -192,12 +194,11 @@ class StreamWork(Handle):
         error = self._failure()
         if error is not None:
             raise error
-        current = torch.cuda.current_stream(self._stream.device)
-        if current != self._stream:
-            current.wait_event(self._done)
-        self._keep = None
-        limit = seconds(timeout)
-        if limit is not None:
+        stream = current(self._stream.device_index)
+        if stream is not self._stream:
+            self._done.wait(stream)
+        self._kept.clear()
+        if timeout and (limit := seconds(timeout)) is not None:
             self._wait_on_host(limit)
         return True
 

@@ -52,11 +52,21 @@ def _monitored_barrier(theirs: Callable[..., None]) -> Callable[..., None]:
     return monitored_barrier
 
 
+def _batch_of(operations: Any) -> Any:
+    """The group of ours that all these operations are on. None where they are not: torch says what is wrong."""
+    if type(operations) is not list or not operations:
+        return None
+    group = getattr(operations[0], "group", None)
+    for each in operations:
+        if not isinstance(each, dist.P2POp) or each.group is not group:
+            return None
+    return _ours(group)
+
+
 def _batch_isend_irecv(theirs: Callable[..., list[dist.Work]]) -> Callable[..., list[dist.Work]]:
     @functools.wraps(theirs)
     def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
-        distributed_c10d._check_p2p_op_list(p2p_op_list)
-        ours = _ours(p2p_op_list[0].group)
+        ours = _batch_of(p2p_op_list)
         return theirs(p2p_op_list) if ours is None else ours.batch(p2p_op_list)
 
     return batch_isend_irecv
