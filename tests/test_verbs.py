@@ -74,7 +74,7 @@ def test_devices_memory_and_collectives() -> None:
 
 
 def test_faults() -> None:
-    run_suites("suite_faults.py")
+    run_suites("suite_faults.py", "suite_mtu.py")
 
 
 def test_two_guests_as_two_hosts() -> None:

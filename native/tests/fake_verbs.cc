@@ -376,6 +376,7 @@ NicInfo Fabric::AddNic(const std::string& name) {
   info.device = name;
   info.pd = &nic->pd;
   info.gid[15] = static_cast<std::uint8_t>(nic->number + 1);
+  if (nics_.size() < options_.mtus.size()) info.mtu = options_.mtus[nics_.size()];
   nics_.push_back(std::move(nic));
   return info;
 }
@@ -447,6 +448,8 @@ ibv::WcStatus Fabric::Write(FakeQp& qp, const Op& op) {
   }
   std::size_t total = op.inlined.size();
   for (const auto& part : op.parts) total += part.second;
+  const std::size_t packet = std::min(total, std::size_t{128} << qp.rtr.path_mtu);
+  if (packet > qp.nic->largest_packet) return ibv::WcStatus::kRetryExcErr;
   auto* at = reinterpret_cast<std::byte*>(op.remote_addr);
   if (total > 0) {
     const auto key = mrs_.find(op.rkey);

@@ -26,6 +26,7 @@ struct FabricOptions {
   bool overtake = false;  // threaded: between queue pairs, in any order
   std::uint32_t seed = 1;
   std::uint32_t max_inline = 128;
+  std::vector<std::uint32_t> mtus = {};  // of the first devices; others have 1024
 };
 
 struct FakeQp;
@@ -48,9 +49,10 @@ struct FakeNic : ibv::Context {
   bool fail_delivered = false;                  // though it was delivered
   std::int64_t skip_after = -1;                 // requests until one is not delivered, and said to be
   ibv::WcStatus fail_status = ibv::WcStatus::kRetryExcErr;
-  std::int64_t refuse_after = -1;  // requests until post_send refuses
-  double ns_per_byte = 0;          // threaded: its line's speed
-  int queue_pairs_left = 1 << 20;  // until there is no memory
+  std::int64_t refuse_after = -1;                // requests until post_send refuses
+  std::size_t largest_packet = ~std::size_t{0};  // bytes of payload that the network takes from it
+  double ns_per_byte = 0;                        // threaded: its line's speed
+  int queue_pairs_left = 1 << 20;                // until there is no memory
   int registrations_left = 1 << 20;
   std::int64_t busy_until_ns = 0;
   std::uint64_t bytes = 0;  // that it sent

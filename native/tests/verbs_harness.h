@@ -13,6 +13,7 @@ struct Scenario {
   void (*run)();
 };
 std::span<const Scenario> RecoveryScenarios();  // verbs_recovery_test.cc
+std::span<const Scenario> CauseScenarios();     // verbs_causes_test.cc
 
 inline std::uint64_t Counter(Engine& e, std::string_view name) {
   using List = std::vector<std::pair<std::string, std::uint64_t>>;

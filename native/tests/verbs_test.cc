@@ -469,22 +469,6 @@ void Closing() {
   }
 }
 
-// A key that the peer does not accept: the message says so.
-void WrongKey() {
-  Job job({.size = 2, .over = Over::kVerbs});
-  Settle(job);
-  job.fabric().Change(0, [](FakeNic& nic) {
-    nic.fail_after = 0;
-    nic.fail_status = ibv::WcStatus::kRemAccessErr;
-  });
-  Rounds(job, 1, 1000, "wrong key");
-  const std::string told = Events(job.engine(0));
-  for (const char* part : {"rank 0", "rank 1", "fake0-0 port 1 GID", "QP ", "fake1-0", "IBV_WC_REM_ACCESS_ERR",
-                           "wrong remote key", "going on over TCP"}) {
-    CHECK(told.find(part) != std::string::npos, "'%s' is not in: %s", part, told.c_str());
-  }
-}
-
 // Sleeping ranks are woken by what arrives, by a dying rail and by a peer that leaves, and by nothing else.
 void Sleeping() {
   constexpr int kRounds = 10;
@@ -514,14 +498,14 @@ constexpr Scenario kScenarios[] = {
     {"skipping", Skipping}, {"rates", Rates},           {"zerocopy", ZeroCopy}, {"direct", Direct},
     {"fencing", Fencing},   {"handshake", Handshake},   {"dying", Dying},       {"cables", Cables},
     {"keeping", Keeping},   {"stalling", Stalling},     {"closing", Closing},   {"device", DeviceMemory},
-    {"wrongkey", WrongKey}, {"sleeping", Sleeping},     {"lone", LoneFrames},
+    {"sleeping", Sleeping}, {"lone", LoneFrames},
 };
 
 }  // namespace
 
 int Main(std::string_view prefix) {
   std::vector<Scenario> all(std::begin(kScenarios), std::end(kScenarios));
-  for (const Scenario& scenario : RecoveryScenarios()) all.push_back(scenario);
+  for (const auto& more : {RecoveryScenarios(), CauseScenarios()}) all.insert(all.end(), more.begin(), more.end());
   for (const Scenario& scenario : all) {
     if (!std::string_view(scenario.name).starts_with(prefix)) continue;
     const std::int64_t start = NowNs();

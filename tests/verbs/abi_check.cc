@@ -84,6 +84,7 @@ SAME(RecvWr, ibv_recv_wr, num_sge);
 
 #define SAME_VALUE(ours, theirs) static_assert(static_cast<unsigned>(ours) == static_cast<unsigned>(theirs))
 SAME_VALUE(WcStatus::kWrFlushErr, IBV_WC_WR_FLUSH_ERR);
+SAME_VALUE(WcStatus::kRemInvReqErr, IBV_WC_REM_INV_REQ_ERR);
 SAME_VALUE(WcStatus::kRemAccessErr, IBV_WC_REM_ACCESS_ERR);
 SAME_VALUE(WcStatus::kRetryExcErr, IBV_WC_RETRY_EXC_ERR);
 SAME_VALUE(kWcRecvRdmaWithImm, IBV_WC_RECV_RDMA_WITH_IMM);

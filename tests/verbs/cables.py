@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks
+from guest import kernel_module
 from ranks import Ranks, wait_until
 
 Pool = Callable[..., Ranks]
@@ -76,6 +77,21 @@ def netem(ethernet: str, *words: str) -> Iterator[None]:
         yield
     finally:
         tool("tc", "qdisc", "del", "dev", ethernet, "root")
+
+
+@contextmanager
+def narrow(ethernet: str, nbytes: int) -> Iterator[None]:
+    """Packets of more than `nbytes` do not arrive at the device, and nobody is told. Its MTU stays."""
+    for name in ("sch_ingress", "cls_matchall", "act_police"):
+        if not Path("/sys/module", name).exists():
+            tool("busybox", "insmod", str(kernel_module(name)))
+    tool("tc", "qdisc", "replace", "dev", ethernet, "ingress")
+    police = f"police rate 10gbit burst 10m mtu {nbytes} conform-exceed drop".split()
+    tool("tc", "filter", "replace", "dev", ethernet, "ingress", "matchall", "action", *police)
+    try:
+        yield
+    finally:
+        tool("tc", "qdisc", "del", "dev", ethernet, "ingress")
 
 
 def hardware(device: str) -> dict[str, int]:

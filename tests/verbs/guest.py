@@ -150,6 +150,12 @@ def _kernel() -> Path | None:
     return found if found.exists() else None
 
 
+def kernel_module(name: str) -> Path:
+    """The file of one that guests have not loaded."""
+    (found,) = (_cache() / "modules").rglob(f"{name}.ko")
+    return found
+
+
 def _fetch_kernel(folder: Path) -> None:
     """What linux-image-amd64 depends on; of the kernel the image inside its compression, which boots sooner."""
     depends = subprocess.run(

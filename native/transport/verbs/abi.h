@@ -67,7 +67,13 @@ struct Qp {
   std::uint32_t qp_num;
 };
 
-enum class WcStatus : std::uint32_t { kSuccess = 0, kWrFlushErr = 5, kRemAccessErr = 10, kRetryExcErr = 12 };
+enum class WcStatus : std::uint32_t {
+  kSuccess = 0,
+  kWrFlushErr = 5,
+  kRemInvReqErr = 9,
+  kRemAccessErr = 10,
+  kRetryExcErr = 12
+};
 inline constexpr std::uint32_t kWcRecvRdmaWithImm = 129;
 inline constexpr std::uint32_t kWcWithImm = 1u << 1;
 

@@ -59,12 +59,13 @@ constexpr std::array<Status, 22> kStatuses{{
     {"IBV_WC_MW_BIND_ERR", "the device refused the request"},
     {"IBV_WC_BAD_RESP_ERR", "the peer's device answered what was not asked"},
     {"IBV_WC_LOC_ACCESS_ERR", "a local key does not allow this access"},
-    {"IBV_WC_REM_INV_REQ_ERR", "the peer's device refused the request: MTU or length do not match"},
+    {"IBV_WC_REM_INV_REQ_ERR",
+     "the peer's device refused the request: MTU mismatch, or a length that it does not take"},
     {"IBV_WC_REM_ACCESS_ERR", "wrong remote key, or the peer unregistered the memory"},
     {"IBV_WC_REM_OP_ERR", "the peer's queue pair failed"},
     {"IBV_WC_RETRY_EXC_ERR",
-     "no answer: the peer or its queue pair is gone, a link is down, there is no route for that GID, or the MTU is "
-     "larger than the network's"},
+     "no answer: the peer or its queue pair is gone, a link is down, there is no route for that GID, or MTU mismatch: "
+     "the network takes smaller packets than both ports"},
     {"IBV_WC_RNR_RETRY_EXC_ERR", "the peer posted no receive"},
     {"IBV_WC_LOC_RDD_VIOL_ERR", "the device refused the request"},
     {"IBV_WC_REM_INV_RD_REQ_ERR", "the peer's device refused the request"},

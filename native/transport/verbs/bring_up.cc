@@ -5,14 +5,10 @@
 #include <iterator>
 
 namespace hetcoll {
-namespace {
 
-std::uint32_t MtuCode(std::uint32_t bytes) {
-  const std::uint32_t mtu = std::clamp<std::uint32_t>(std::bit_floor(bytes), 256, 4096);
-  return static_cast<std::uint32_t>(std::countr_zero(mtu)) - 7;
+std::uint32_t PathMtu(const Nic& nic, const RailAddress& remote) {
+  return std::clamp<std::uint32_t>(std::bit_floor(std::min(nic.info().mtu, remote.mtu)), 256, 4096);
 }
-
-}  // namespace
 
 BringUpError InitPair(const Nic& nic, ibv::Qp* qp, std::uint32_t access) {
   ibv::QpAttr attr{};
@@ -28,7 +24,7 @@ BringUpError ConnectPair(const Nic& nic, ibv::Qp* qp, const RailAddress& remote,
   const NicInfo& info = nic.info();
   ibv::QpAttr rtr{};
   rtr.qp_state = ibv::QpState::kRtr;
-  rtr.path_mtu = MtuCode(std::min(info.mtu, remote.mtu));
+  rtr.path_mtu = static_cast<std::uint32_t>(std::countr_zero(PathMtu(nic, remote))) - 7;  // IBV_MTU_256 is 1
   rtr.dest_qp_num = remote.qpn;
   rtr.rq_psn = remote.psn & 0xffffff;
   rtr.max_dest_rd_atomic = 1;

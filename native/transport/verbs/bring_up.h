@@ -13,6 +13,9 @@ struct BringUpError {
   int error = 0;
 };
 
+// Bytes of payload in the largest packet between two ports.
+std::uint32_t PathMtu(const Nic& nic, const RailAddress& remote);
+
 // RESET -> INIT, where the peer may do what `access` says.
 BringUpError InitPair(const Nic& nic, ibv::Qp* qp, std::uint32_t access);
 // INIT -> RTR -> RTS. `psn` is this end's first packet.

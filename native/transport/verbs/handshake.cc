@@ -16,6 +16,11 @@ std::byte ProbeByte(std::uint32_t seed, std::size_t i) {
 
 }  // namespace
 
+std::string VerbsLink::NothingCame(const Rail& rail, const std::string& to) {
+  const std::string why = rail.OnlyEmptyThrough();
+  return rail.Name() + ": nothing came through" + to + (why.empty() ? "" : ": " + why);
+}
+
 void VerbsLink::SendHello() {
   Hello hello{};
   hello.magic = kHelloMagic;
@@ -52,12 +57,14 @@ void VerbsLink::TakeHello() {
 
 void VerbsLink::SendProbe(Rail& rail) {
   const std::size_t n = options_.ring_bytes / 4;
+  rail.PostEmpty();
   Frame* frame = rail.Slot(n);
   *frame = {0, n, kNoSeq, static_cast<std::uint32_t>(n), kFrameProbe};
   auto* payload = reinterpret_cast<std::byte*>(frame + 1);
   const std::uint32_t seed = rail.address().psn;
   for (std::size_t i = 0; i < n; ++i) payload[i] = ProbeByte(seed, i);
   rail.Post(frame, payload, rail.staging_lkey());
+  rail.PostEmpty();
 }
 
 void VerbsLink::TakeProbe(Rail& rail, const Frame& frame, const std::byte* payload) {
@@ -80,14 +87,14 @@ void VerbsLink::Probe() {
   for (const auto& rail : rails_) rail->Poll(*this);
   if (NowNs() >= probe_until_) {
     for (const auto& rail : rails_) {
-      if ((verified_ & 1u << rail->number()) == 0) rail->Kill(rail->Name() + ": nothing came through");
+      if ((verified_ & 1u << rail->number()) == 0) rail->Kill(NothingCame(*rail, ""));
     }
   }
   Word word{};
   if (!heard_ && ReceiveWord(kVerifiedWord, word)) {
     heard_ = word.mask;
     for (const auto& rail : rails_) {
-      if ((word.mask & 1u << rail->number()) == 0) rail->Kill(rail->Name() + ": nothing came through to the peer");
+      if ((word.mask & 1u << rail->number()) == 0) rail->Kill(NothingCame(*rail, " to the peer"));
     }
   }
   if (!told_ && (Alive() & ~verified_) == 0) {

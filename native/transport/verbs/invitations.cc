@@ -1,5 +1,6 @@
 // Straight to the destination: see link.h.
 
+#include <algorithm>
 #include <cstring>
 
 #include "transport/verbs/link.h"
@@ -28,6 +29,7 @@ void VerbsLink::Invite(const Message& m, std::size_t at, std::byte* dst, std::si
     invitation.rkeys[rail->number()] = region->rkey[static_cast<std::size_t>(rail->nic().index())];
   }
   invited_.push_back({invitation, region, dst - at});
+  ++unposted_;
   ++region->uses;
   if (invited_.size() == 1) inbox_.Direct(m.signature, dst - at);
   PostInvitations();
@@ -36,7 +38,7 @@ void VerbsLink::Invite(const Message& m, std::size_t at, std::byte* dst, std::si
 void VerbsLink::Uninvite() {
   --invited_.front().region->uses;
   invited_.pop_front();
-  invitations_sent_ -= invitations_sent_ > 0;
+  unposted_ = std::min(unposted_, invited_.size());
   if (invited_.empty()) {
     inbox_.Direct(0, nullptr);
   } else {
@@ -47,7 +49,7 @@ void VerbsLink::Uninvite() {
 // There may be no room for them: then later.
 void VerbsLink::PostInvitations() {
   if (state_ != State::kUp) return;
-  while (invitations_sent_ < invited_.size() && PostInvitation(invited_[invitations_sent_].what)) ++invitations_sent_;
+  while (unposted_ > 0 && PostInvitation(invited_[invited_.size() - unposted_].what)) --unposted_;
 }
 
 bool VerbsLink::PostInvitation(Invitation& invitation) {

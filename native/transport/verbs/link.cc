@@ -75,10 +75,10 @@ void VerbsLink::DriveOnce() {
   }
   if (state_ == State::kProbe) Probe();
   if (state_ == State::kUp) {
-    if (Alive() == 0) ReadWords();
+    if (AllBuried()) ReadWords();
     PollRails();
     if (outbox_.resending()) outbox_.Resend();
-    PostInvitations();
+    if (unposted_ > 0) PostInvitations();
   }
   if (state_ == State::kSwitch && lifeline_.Flush()) GoOverTcp();
 }
@@ -168,7 +168,7 @@ void VerbsLink::Bury(Rail& rail) {
   ++lost_rails_;
   lost_ |= 1u << rail.number();
   outbox_.Lost(rail);
-  if (options_.device) invitations_sent_ = 0;  // it may have carried some
+  if (options_.device) unposted_ = invited_.size();  // it may have carried some
   AwaitRecovery(rail);
   const std::uint32_t left = Alive();
   Tell("lost a rail, " + std::to_string(std::popcount(left)) + " left" + (left == 0 ? ", going on over TCP" : "") +

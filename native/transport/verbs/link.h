@@ -139,6 +139,7 @@ class VerbsLink final : private RailListener {
   // handshake.cc
   void SendHello();
   void TakeHello();
+  static std::string NothingCame(const Rail& rail, const std::string& to);
   void SendProbe(Rail& rail);
   void TakeProbe(Rail& rail, const Frame& frame, const std::byte* payload);
   void Probe();
@@ -174,6 +175,7 @@ class VerbsLink final : private RailListener {
   void GoOverTcp();
   void KillRails(std::uint32_t mask, const std::string& why);
   std::uint32_t Alive() const;
+  bool AllBuried() const { return buried_ == (1u << rails_.size()) - 1; }
   RailMemory MemoryOf(std::size_t rail) const;
   Rails MakeRails(std::span<const std::pair<Nic*, std::string>> peers) const;
   void Tell(const std::string& event);
@@ -194,7 +196,7 @@ class VerbsLink final : private RailListener {
   };
   std::uint64_t expected_ = 0;  // signature of the last message for which an invitation was thought of
   std::deque<Invited> invited_;
-  std::size_t invitations_sent_ = 0;  // of these
+  std::size_t unposted_ = 0;  // of these, the last ones, that were not sent
   std::uint64_t invitations_ = 0;
   bool landing_ = false;  // a NIC reads what it wrote
   Hello peer_hello_{};

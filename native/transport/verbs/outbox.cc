@@ -127,9 +127,12 @@ void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* re
   };
   if (device_) {
     write_to(*Wanted(m));
-  } else if (m.total >= kInviteBytes) {
-    for (const Invitation& invitation : invitations_) {
-      if (invitation.signature == m.signature && invitation.total == m.total) write_to(invitation);
+  } else if (m.total >= kInviteBytes && counters_.invitations > 0) {
+    for (std::size_t i = 1; i <= kInvitations; ++i) {  // it is the latest one, most often
+      const Invitation& invitation = invitations_[(counters_.invitations - i) % kInvitations];
+      if (invitation.signature != m.signature || invitation.total != m.total) continue;
+      write_to(invitation);
+      break;
     }
   }
   At(next_) = {frame, payload, region, lent_total_, at, messages_, static_cast<std::uint8_t>(rail.number()),

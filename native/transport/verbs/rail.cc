@@ -136,8 +136,17 @@ void Rail::Kill(const std::string& why) {
 }
 
 void Rail::Failed(const ibv::Wc& wc, const char* doing) {
+  const std::string too_large = wc.status == ibv::WcStatus::kRetryExcErr ? OnlyEmptyThrough() : "";
   Kill(Name() + ": " + doing + ": " + StatusName(wc.status) + ", vendor error " + std::to_string(wc.vendor_err) + ": " +
-       LikelyCause(wc.status));
+       (too_large.empty() ? LikelyCause(wc.status) : too_large));
+}
+
+std::string Rail::OnlyEmptyThrough() const {
+  const bool out = sq_done_ > 0 && bytes_done_ == 0;
+  const bool in = empty_came_ && counters_.received == 0;
+  if (!out && !in) return "";
+  return "an empty message came through, and packets of " + std::to_string(PathMtu(nic_, remote_)) +
+         " bytes did not: MTU mismatch, the network takes smaller packets than both ports";
 }
 
 void Rail::Corrupt(const char* what) const { throw Fault(FaultKind::kCorrupt, peer_, Name() + ": " + what); }
@@ -226,7 +235,7 @@ Rail::Counters& Rail::Counters::operator+=(const Counters& more) {
 }
 
 bool Rail::Drained() {
-  if (sq_done_ != sq_posted_ && sq_signalled_ != sq_posted_) PostImmediate(kEnd, 0, true);
+  if (sq_done_ != sq_posted_ && sq_signalled_ != sq_posted_) PostEmpty();
   PollSend();
   return sq_done_ == sq_posted_;
 }
@@ -283,11 +292,12 @@ void Rail::Watch(std::int64_t now) {
     return;
   }
   quiet_ns_ += passed;
-  if (quiet_ns_ >= kAskAfter && !Busy()) PostImmediate(kEnd, 0, true);
+  if (quiet_ns_ >= kAskAfter && !Busy()) PostEmpty();
   const NicInfo& nic = nic_.info();
   const std::int64_t patience = std::max(kLeastPatience, 2 * (nic.retries + 1) * (std::int64_t{4096} << nic.timeout));
   if (quiet_ns_ > patience) {
-    Kill(Name() + ": no completion for " + std::to_string(patience / 1'000'000) + " ms: the device has stalled");
+    Kill(Name() + ": no completion for " + std::to_string(patience / 1'000'000) +
+         " ms: the device has stalled, or does not say that " + LikelyCause(ibv::WcStatus::kRetryExcErr));
   }
 }
 
@@ -349,7 +359,8 @@ void Rail::Receive(std::uint32_t imm, RailListener& listener) {
       return Credit(bits, listener);
     case kLost:
       return listener.OnLost(static_cast<int>(bits & ((1u << kRailBits) - 1)), bits >> kRailBits);
-    case kEnd:
+    case kEmpty:
+      empty_came_ = true;
       return;
     case kData:
       break;

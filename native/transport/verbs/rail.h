@@ -99,6 +99,11 @@ class Rail {
   // A frame that is no part of the stream.
   void PostControl(std::uint32_t flags);
   void PostLost(int rail, std::uint32_t life);
+  // An empty message, to go before and behind the first frame: where packets are too large for the network, the one
+  // before it gets through alone.
+  void PostEmpty() { PostImmediate(kEmpty, 0, true); }
+  // What is wrong where nothing else got through, in either direction; else nothing.
+  std::string OnlyEmptyThrough() const;
   // Whether the device has confirmed all that it was given, as far as is known.
   bool confirmed() const { return sq_done_ == sq_posted_; }
   bool Drained();  // whether the peer's NIC has everything; asks for an answer where none is due
@@ -151,7 +156,7 @@ class Rail {
   void Follow(const Rail& old) { counters_ += old.counters_; }
 
  private:
-  enum Kind : std::uint32_t { kData = 0, kCredit = 1, kLost = 2, kEnd = 3 };
+  enum Kind : std::uint32_t { kData = 0, kCredit = 1, kLost = 2, kEmpty = 3 };
   static constexpr std::uint32_t kSendDepth = 4 * kRailDepth;
   static constexpr std::uint32_t kRecvDepth = 4 * kRailDepth;
   static constexpr std::uint32_t kRepost = 16;
@@ -216,6 +221,7 @@ class Rail {
   std::int64_t quiet_ns_ = 0;  // since then, as far as somebody was watching
 
   // Receiving.
+  bool empty_came_ = false;
   std::uint64_t arrived_ = kFirstFrame;   // frames
   std::uint64_t consumed_ = kFirstFrame;  // frames, without a gap
   std::uint64_t granted_ = kFirstFrame;   // frames that the sender was told of

@@ -82,7 +82,7 @@ void VerbsLink::Lead(Rail& lost, Recovery& r, std::int64_t now) {
       r.step = Step::kProbe;
       return;
     default:
-      if (now >= r.until_ns) Failed(r, lost.number(), r.made.rail->Name() + ": nothing came through", now);
+      if (now >= r.until_ns) Failed(r, lost.number(), NothingCame(*r.made.rail, ""), now);
   }
 }
 
