@@ -158,6 +158,13 @@ def test_more_ranks_than_cores_ask_for_fewer_hops() -> None:
     assert reach[0] < reach[1]
 
 
+def test_more_ranks_than_cores_send_few_messages_over_sockets() -> None:
+    for n in (4, 6, 8):
+        crowded = table(Collective.ALLREDUCE, cluster(n, cores=2, setting="tcp"))
+        assert (crowded[0][1], crowded[-1][1]) == ("doubling", "ring")
+    assert table(Collective.ALLREDUCE, cluster(2, cores=2, setting="tcp"))[0][1] == "oneshot"
+
+
 def test_several_hosts_of_several_ranks_work_on_two_levels() -> None:
     for kind in (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER):
         assert "hierarchical" in [name for _, name in table(kind, cluster(4, 4))]

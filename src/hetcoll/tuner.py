@@ -148,6 +148,8 @@ def _line(cost: Cost, topology: Topology, machine: Machine, *, rooted: bool) -> 
     link = between if far > 0 else inside
     copied = cost.sent + cost.received - cost.reduced - (0 if far > 0 else cost.answered)
     moved = max(cost.sent, cost.received) if link.duplex else copied
+    if link is machine.loopback and not near and topology.size > 3:
+        moved *= machine.spread
     work = (
         (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * (machine.stall if cost.stepwise else 1.0)
     )
@@ -156,7 +158,8 @@ def _line(cost: Cost, topology: Topology, machine: Machine, *, rooted: bool) -> 
 
 def _links(topology: Topology, machine: Machine) -> tuple[Link, Link]:
     """What edges are like inside hosts and between them."""
-    every = {"tcp": machine.tcp, "verbs": machine.verbs}.get(topology.setting)
+    loopback = len(topology.hosts) == 1
+    every = {"tcp": machine.loopback if loopback else machine.tcp, "verbs": machine.verbs}.get(topology.setting)
     if every is not None:
         return every, every
     return machine.shm, machine.verbs if topology.between_hosts == "verbs" else machine.tcp

@@ -95,7 +95,8 @@ class _Clock:
             return ("core", node.rank), adds, 0.0
         path = self.topology.transport(node.rank, step.peer)
         shm = path == "shm"
-        link = {"shm": machine.shm, "tcp": machine.tcp, "verbs": machine.verbs}[path]
+        tcp = machine.loopback if self.topology.same_host(node.rank, step.peer) else machine.tcp
+        link = {"shm": machine.shm, "tcp": tcp, "verbs": machine.verbs}[path]
         moves = nbytes / link.bandwidth * (crowding if shm else 1.0)
         if shm and step.op is Op.RECV_REDUCE:
             moves = 0.0  # added straight from where the peer put it
