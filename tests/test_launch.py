@@ -98,6 +98,21 @@ def test_ranks_share_a_job_a_port_and_a_secret_that_are_new_each_time() -> None:
     assert run_python(show, 1, env={"HETCOLL_SECRET": "mine"})[1][0].split()[3] == "mine"
 
 
+def test_more_ranks_than_cores_have_a_core_each() -> None:
+    show = "import os; print(*os.sched_getaffinity(0))"
+    ours = os.sched_getaffinity(0)
+    cores = sorted(ours)[:2]
+    os.sched_setaffinity(0, cores)
+    try:
+        assert sorted(run_python(show, 3)[1]) == [f"[{rank}] {cores[rank % len(cores)]}" for rank in range(3)]
+        left = run_python(show, 3, bind=False)[1]
+        fits = run_python(show, len(cores))[1]
+        assert os.sched_getaffinity(0) == set(cores)
+    finally:
+        os.sched_setaffinity(0, ours)
+    assert {line.partition(" ")[2] for line in left + fits} == {" ".join(map(str, cores))}
+
+
 def test_a_script_is_run_by_this_python(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text("import sys; print(sys.executable, *sys.argv[1:])")

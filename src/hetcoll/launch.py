@@ -36,6 +36,7 @@ def run(
     env: Mapping[str, str] | None = None,
     prefix: bool = True,
     grace: float = 5.0,
+    bind: bool = True,
     stdout: BinaryIO | None = None,
     stderr: BinaryIO | None = None,
 ) -> int:
@@ -43,8 +44,9 @@ def run(
 
     A command whose first word ends in ``.py`` is run by this Python. Ranks get RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, HETCOLL_JOB and a random HETCOLL_SECRET on top of our environment and
-    `env`; their stdin is empty. Output goes to `stdout` and `stderr` (ours by default) in whole lines, with ``[rank]``
-    before each where `prefix`.
+    `env`; their stdin is empty. Where there are more ranks than cores that we may use, each is bound to one of them, by
+    turns, unless `bind` is False: left to the kernel, three of four may share one of two for a second. Output goes to
+    `stdout` and `stderr` (ours by default) in whole lines, with ``[rank]`` before each where `prefix`.
 
     The first rank that fails ends the others: SIGTERM to their process groups, and SIGKILL after `grace` seconds. Its
     last lines are shown last and its code is returned, 128 + n for signal n. SIGINT, SIGTERM and SIGHUP to us end the
@@ -58,7 +60,7 @@ def run(
         raise ArgumentError("command: wanted a program or a script, got nothing")
     words = [sys.executable, *command] if command[0].endswith(".py") else list(command)
     out, err = stdout or sys.stdout.buffer, stderr or sys.stderr.buffer
-    with _Job(words, nproc, dict(env or {}), grace, _Printer(out, err, prefix)) as job:
+    with _Job(words, nproc, dict(env or {}), grace, bind, _Printer(out, err, prefix)) as job:
         return job.run()
 
 
@@ -105,8 +107,12 @@ class _Rank:
 class _Job:
     """The ranks while they run. They stay zombies until the end, so that their process groups' numbers stay theirs."""
 
-    def __init__(self, words: list[str], nproc: int, env: dict[str, str], grace: float, printer: _Printer) -> None:
+    def __init__(
+        self, words: list[str], nproc: int, env: dict[str, str], grace: float, bind: bool, printer: _Printer
+    ) -> None:
         self._words, self._nproc, self._env, self._grace, self._printer = words, nproc, env, grace, printer
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._bind = bind and nproc > len(self._cores)
         self._name = secrets.token_hex(8)
         self._ranks: list[_Rank] = []
         self._streams: dict[int, _Stream] = {}  # by the descriptor of their pipe, while that is open
@@ -183,14 +189,20 @@ class _Job:
         return common
 
     def _start(self, number: int, env: dict[str, str]) -> None:
-        process = subprocess.Popen(
-            self._words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=env,
-            start_new_session=True,
-        )
+        if self._bind:  # a child is where this thread is, with every thread that it will have
+            os.sched_setaffinity(0, {self._cores[number % len(self._cores)]})
+        try:
+            process = subprocess.Popen(
+                self._words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=env,
+                start_new_session=True,
+            )
+        finally:
+            if self._bind:
+                os.sched_setaffinity(0, self._cores)
         self._tell_watchdog(b"%d\n" % process.pid)
         rank = _Rank(number, process, os.pidfd_open(process.pid))
         self._ranks.append(rank)

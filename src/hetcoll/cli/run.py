@@ -13,7 +13,8 @@ from ..env import REPLACEABLE
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many ranks of what. Everything after the script belongs to it."""
     parser.usage = (
-        "hetcoll run [-n N] [--torch] [--no-prefix] [--grace SECONDS] (SCRIPT.py | PROGRAM | -m MODULE) [ARGUMENT ...]"
+        "hetcoll run [-n N] [--torch] [--no-prefix] [--no-bind] [--grace SECONDS] "
+        "(SCRIPT.py | PROGRAM | -m MODULE) [ARGUMENT ...]"
     )
     parser.add_argument("-n", "--ranks", type=int, default=2, metavar="N", help="number of ranks (default 2)")
     parser.add_argument(
@@ -22,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what asks PyTorch for nccl or gloo gets hetcoll: HETCOLL_REPLACE=nccl,gloo",
     )
     parser.add_argument("--no-prefix", action="store_true", help="do not begin lines with the rank that printed them")
+    parser.add_argument(
+        "--no-bind", action="store_true", help="do not bind each rank to a core where they outnumber the cores"
+    )
     parser.add_argument(
         "--grace", type=float, default=5.0, metavar="SECONDS",
         help="time that ranks have to end when one has failed, before they are killed (default 5)",
@@ -34,4 +38,4 @@ def main(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     """Run the ranks to their end; the job's exit status, that of the rank that failed first."""
     command = [sys.executable, "-m", args.module, *args.command] if args.module else args.command
     env = {"HETCOLL_REPLACE": ",".join(REPLACEABLE)} if args.torch else {}
-    return launch.run(command, args.ranks, env=env, prefix=not args.no_prefix, grace=args.grace)
+    return launch.run(command, args.ranks, env=env, prefix=not args.no_prefix, grace=args.grace, bind=not args.no_bind)
