@@ -1,6 +1,6 @@
 """Train a LLaMA-shaped decoder on the ranks of this host, and hold its loss against that of one process.
 
-    python benchmarks/training.py [--ranks 4] [--steps 20] [--ways ddp,fsdp2,pipeline] [--backends hetcoll,gloo]
+    python benchmarks/training.py [--ranks 4] [--steps 20] [--ways ddp,fsdp2,pipeline,overlapped] [--backends ...]
     python benchmarks/training.py --gpus 2 [--write-docs] [--json FILE]
 
 The first form trains a small model on CPUs; the second one of a billion parameters on GPUs (training_gpus.py).
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import training_gpus
 from llama import Shape, batches
-from training_ways import WAYS, DataParallel, Pipeline
+from training_ways import PIPELINES, WAYS, DataParallel, Pipeline
 
 import hetcoll.torch
 
@@ -37,8 +37,8 @@ CPU = torch.device("cpu")
 def train(way: str, s: Shape, steps: int) -> dict[str, Any]:
     """Losses of all steps, and tokens a second by the median step."""
     trainer = (
-        Pipeline(s, CPU, torch.float32, rate=RATE)
-        if way == "pipeline"
+        Pipeline(s, way, CPU, torch.float32, rate=RATE)
+        if way in PIPELINES
         else DataParallel(s, way, CPU, torch.float32, rate=RATE, bucket=4)
     )
     losses, seconds = [], []
@@ -81,7 +81,7 @@ def on_cpus(args: argparse.Namespace) -> int:
             error = abs(found["losses"][-1] - wanted) / wanted
             worst = max(worst, error)
             print(
-                f"{way:9} {backend:8} {args.ranks} ranks: loss {found['losses'][-1]:.6f}, relative error {error:.1e}, "
+                f"{way:10} {backend:8} {args.ranks} ranks: loss {found['losses'][-1]:.6f}, relative error {error:.1e}, "
                 f"{found['tokens_per_second']:.0f} tokens/s",
                 flush=True,
             )

@@ -152,7 +152,7 @@ def judge(way: str, found: dict[str, Found], wanted: list[float], tokens: int) -
         rate = tokens / statistics.median(each.seconds)
         of = {peer: statistics.median(found[peer].seconds) / statistics.median(each.seconds) for peer in found}
         lines.append(
-            f"{way:9} {PEERS[name].name:42} {rate:9.0f} tokens/s, of NCCL {of.get('nccl', 0):.3f}, of Gloo "
+            f"{way:10} {PEERS[name].name:42} {rate:9.0f} tokens/s, of NCCL {of.get('nccl', 0):.3f}, of Gloo "
             f"{of.get('gloo', 0):.2f}, loss {each.losses[0]:.4f} to {each.losses[-1]:.5f}, error {each.error:.1e}, "
             f"{each.peak >> 30} GiB"
         )

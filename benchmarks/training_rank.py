@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from llama import Shape, batches, loss_of
 from torch import Tensor, nn
-from training_ways import DataParallel, Pipeline
+from training_ways import PIPELINES, DataParallel, Pipeline
 
 import hetcoll.torch
 
@@ -75,11 +75,11 @@ class Rank:
         self, way: str, shape: dict[str, int], steps: int, pieces: int, bucket: int = 25, samples: int = 1
     ) -> Answer:
         """The model, and the batches of all steps. `bucket` is DistributedDataParallel's in MiB, `samples` how many a
-        micro-batch of the pipeline has."""
+        micro-batch of a pipeline has."""
         s = Shape(**shape)
         self.data = [(x.to(self.device), y.to(self.device)) for x, y in batches(s, steps)]
-        if way == "pipeline":
-            self.trainer = Pipeline(s, self.device, self.dtype, rate=self.rate, samples=samples)
+        if way in PIPELINES:
+            self.trainer = Pipeline(s, way, self.device, self.dtype, rate=self.rate, samples=samples)
         else:
             self.trainer = DataParallel(s, way, self.device, self.dtype, rate=self.rate, bucket=bucket, pieces=pieces)
         self.settle()

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from llama import Shape, layers, loss_of
 from torch import Tensor, nn
 
-WAYS = ("ddp", "fsdp2", "pipeline")
+PIPELINES = ("pipeline", "overlapped")
+WAYS = ("ddp", "fsdp2", *PIPELINES)
 
 
 def optimizer_of(model: nn.Module, rate: float) -> torch.optim.Optimizer:
@@ -81,10 +82,17 @@ class DataParallel:
 
 
 class Pipeline:
-    """A stage a rank, one batch in micro-batches of so many samples (1F1B)."""
+    """A stage a rank, one batch in micro-batches of so many samples.
 
-    def __init__(self, s: Shape, device: torch.device, dtype: torch.dtype, *, rate: float, samples: int = 1) -> None:
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    "pipeline" is 1F1B: a stage sends, and waits for what it goes on with, at once, so all of a message's time is lost.
+    "overlapped" has twice as many micro-batches under way (interleaved 1F1B, of one stage a rank): each message has as
+    long as a micro-batch takes.
+    """
+
+    def __init__(
+        self, s: Shape, way: str, device: torch.device, dtype: torch.dtype, *, rate: float, samples: int = 1
+    ) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         with made_on(device, dtype):
@@ -93,7 +101,12 @@ class Pipeline:
         mine = parts[first if self.rank else 0 : last if self.rank < self.size - 1 else None]
         self.model = nn.Sequential(*mine)
         stage = PipelineStage(self.model, self.rank, self.size, device)
-        self.schedule = Schedule1F1B(stage, s.batch // samples, loss_fn=loss_of)
+        count = s.batch // samples
+        self.schedule = (
+            Schedule1F1B(stage, count, loss_fn=loss_of)
+            if way == "pipeline"
+            else ScheduleInterleaved1F1B([stage], count, loss_fn=loss_of)
+        )
         self.optimizer = optimizer_of(self.model, rate)
         self.nothing = torch.zeros((), device=device)
 

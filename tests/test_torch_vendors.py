@@ -30,7 +30,7 @@ def ranks() -> Iterator[TorchRanks]:
     made.close()
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp2", "pipeline"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "pipeline", "overlapped"])
 def test_losses_over_two_vendors(ranks: TorchRanks, way: str) -> None:
     """Of two vendors and of one the same bits; of one process the same but for the order of additions."""
     wanted = ranks.run("vendors", "alone", backend=None)[0]
@@ -43,7 +43,7 @@ def test_losses_over_two_vendors(ranks: TorchRanks, way: str) -> None:
         assert max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True)) < LIMIT
         across = next(line for line in paths if f"rank {(rank + 2) % 4} ({'hip' if rank < 2 else 'cuda'}" in line)
         assert "mapped" in across
-    if way == "pipeline":  # activations and gradients are only moved
+    if way in ("pipeline", "overlapped"):  # activations and gradients are only moved
         assert mixed[0][0] == wanted
 
 

@@ -18,7 +18,7 @@ from torch_substitutes import ThroughGpu, substitute
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import llama
-from training_ways import DataParallel, Pipeline
+from training_ways import PIPELINES, DataParallel, Pipeline
 
 SHAPE = llama.Shape(width=64, layers=4, heads=4, shared_heads=2, hidden=160, length=16, batch=8)
 STEPS, RATE = 5, 3e-3
@@ -26,8 +26,8 @@ CPU = torch.device("cpu")
 
 
 def _trainer(way: str) -> DataParallel | Pipeline:
-    if way == "pipeline":
-        return Pipeline(SHAPE, CPU, torch.float32, rate=RATE)
+    if way in PIPELINES:
+        return Pipeline(SHAPE, way, CPU, torch.float32, rate=RATE)
     return DataParallel(SHAPE, way, CPU, torch.float32, rate=RATE, bucket=1, pieces=SHAPE.batch if way == "one" else 1)
 
 

@@ -151,8 +151,9 @@ class Messages(Launcher):
             if not sources.receiving(peer):
                 sources.now(peer, self._timeout)
         tensors = [each.tensor for each in operations]
+        lane = "batch" if sends and recvs else "send" if sends else "recv"  # behind messages of their kind only
         try:
-            return self._launch(None, tensors, lambda how: _exchange(comm, sends, recvs), tensors, lane="batch")
+            return self._launch(None, tensors, lambda how: _exchange(comm, sends, recvs), tensors, lane=lane)
         except (ValueError, TypeError):
             sources.take_back(sent=[peer for _, peer in sends], received=[peer for _, peer in recvs])
             raise
