@@ -89,6 +89,18 @@ def test_both_ends_see_the_same_rails() -> None:
         assert t.rails(a, b) == tuple((i, j) for j, i in t.rails(b, a))
 
 
+def test_rails_follow_the_gpus_that_ranks_use() -> None:
+    """Each rank says in which order it has its ports; those that it names first come first at both ends."""
+    told = cluster(*([nic(i, rank) for i in range(4)] for rank in range(3)))
+    t = told.with_ports([(2, 3, 0, 1), (2, 3, 1, 0), ()])
+    assert [n.name for n in t.ranks[0].nics] == ["mlx5_2:1", "mlx5_3:1", "mlx5_0:1", "mlx5_1:1"]
+    assert t.ranks[2].nics == told.ranks[2].nics
+    for a, b in itertools.permutations(range(3), 2):
+        assert t.rails(a, b) == tuple((i, j) for j, i in t.rails(b, a))
+    i, j = t.rails(0, 1)[0]
+    assert (t.ranks[0].nics[i].name, t.ranks[1].nics[j].name) == ("mlx5_2:1", "mlx5_2:1")
+
+
 def test_what_carries_data() -> None:
     t = cluster([nic(0, 1)], [nic(0, 2)], [], [nic(0, 2)], hosts="abcb")
     assert [[t.transport(a, b) for b in range(4) if b != a] for a in range(4)] == [

@@ -22,6 +22,7 @@ from hetcoll.verbs import library, nics, pci
 from hetcoll.verbs.library import Library, UnavailableError
 from hetcoll.verbs.pci import Distance
 from hetcoll.verbs.ports import Port, choose_gid, choose_ports, list_ports
+from hetcoll.verbs.rails import ETHERNET, Nic
 from hetcoll.wiring import Wiring
 
 IPV4 = "::ffff:10.0.0.7"
@@ -287,6 +288,17 @@ def test_ports_near_the_ranks_gpu_come_first(
 
     assert order(gpu) == [("mlx5_2", Distance.SWITCH), ("mlx5_1", Distance.BRIDGE), ("mlx5_0", Distance.SYSTEM)]
     assert [device for device, _ in order(None)] == ["mlx5_0", "mlx5_1", "mlx5_2"]  # near core 5
+
+    # A rank that sees several GPUs says which it uses with its first array.
+    opened = hetcoll.verbs.offer.Offer.__new__(hetcoll.verbs.offer.Offer)
+    opened.nics = tuple(Nic(f"{name}:1", ETHERNET, "10.0.0.1", "") for name in cards)
+    opened._numbers = [4, 5, 6]
+    wiring = Wiring.__new__(Wiring)
+    wiring.offer = opened
+    assert wiring.ports_near("0000:3D:00.0") == (2, 1, 0)
+    assert wiring.ports_near("0000:bb:00.0") == (0, 1, 2)
+    assert wiring.ports_near("0000:99:00.0") == (0, 1, 2)  # which nobody knows: as they are
+    assert [opened.number(nic) for nic in opened.nics[::-1]] == [6, 5, 4]
 
     def offer(*given: Any) -> None:
         raise RecordedError(given[-1])

@@ -34,8 +34,8 @@ class Gpu:
 
     `vendor` is empty on a rank without a GPU. `float8` is the kind of 8-bit floats that the GPU itself computes with:
     OCP's, AMD's older one (fnuz), or none; `signals` whether its driver has streams that wait for values. `doorbell` is
-    where its rank can be reached, and `no_direct` why RDMA devices do not reach its memory, or nothing: both are known
-    once the GPU is in use.
+    where its rank can be reached, `no_direct` why RDMA devices do not reach its memory, or nothing, and `ports` the
+    places of its rank's RDMA ports, the nearest to the GPU first: all known once the GPU is in use.
     """
 
     vendor: str
@@ -47,6 +47,7 @@ class Gpu:
     float8: str
     signals: bool
     no_direct: str = ""
+    ports: tuple[int, ...] = ()
 
     @classmethod
     def here(cls, device: Device) -> Gpu:
@@ -125,7 +126,7 @@ def encode(gpus: Sequence[Gpu]) -> list[dict[str, Any]]:
 
 def decode(told: Sequence[dict[str, Any]]) -> list[Gpu]:
     """What `encode` made plain."""
-    return [Gpu(**each) for each in told]
+    return [Gpu(**{**each, "ports": tuple(each["ports"])}) for each in told]
 
 
 class Facts:
@@ -158,20 +159,25 @@ class Facts:
         return hashlib.blake2b(json.dumps([encode(one) for one in self.gpus]).encode(), digest_size=16).digest()
 
     def choose(
-        self, mine: Device | None, doorbell: str, no_direct: str, meet: Callable[[str, bytes], Sequence[bytes]]
+        self,
+        mine: Device | None,
+        doorbell: str,
+        no_direct: str,
+        ports: Sequence[int],
+        meet: Callable[[str, bytes], Sequence[bytes]],
     ) -> Sequence[Gpu]:
         """Each rank's GPU, now that all have one in use; collective. `mine` is None on a rank without."""
         place = ("", "") if mine is None else (mine.vendor, mine.bus_id)
-        words = json.dumps([*place, doorbell, no_direct[:_MOST]])
+        words = json.dumps([*place, doorbell, no_direct[:_MOST], *ports])
         told = [json.loads(blob) for blob in meet("gpus()", words.encode())]
         return [self._chosen(rank, *one) for rank, one in enumerate(told)]
 
-    def _chosen(self, rank: int, vendor: str, bus: str, doorbell: str, no_direct: str) -> Gpu:
+    def _chosen(self, rank: int, vendor: str, bus: str, doorbell: str, no_direct: str, *ports: int) -> Gpu:
         if not vendor:
             return Gpu.none(doorbell)
         for gpu in self.gpus[rank]:
             if (gpu.vendor, gpu.bus) == (vendor, bus):
-                return replace(gpu, doorbell=doorbell, no_direct=no_direct)
+                return replace(gpu, doorbell=doorbell, no_direct=no_direct, ports=ports)
         raise InitError(
             f"rank {rank} uses GPU {bus} of {vendor}, which it did not see when the communicator was made: wanted"
             f" HETCOLL_DEVICE={vendor}, or device={vendor!r}, there"

@@ -192,7 +192,7 @@ class _Links:
         far = {edge: 1 for edge in missing if self._far(edge[0])}
         for (peer, channel), fds in wiring.sockets(far, *waiting).items():
             if self._way(peer) == "staged-rdma":
-                wiring.attach_verbs(peer, channel, fds)
+                wiring.attach_verbs(peer, channel, fds, self._share.topology)
             else:
                 wiring.engine.attach_tcp(peer, channel, fds)
         for peer, channel in missing:

@@ -48,9 +48,11 @@ class GpuShare:
     ) -> None:
         self._wiring, self._diagnosis = wiring, diagnosis
         self.rank, self.here = wiring.rank, wiring.locals.index(wiring.rank)
-        self.gpus: Sequence[Gpu] = wiring.facts.choose(device, new_name(), no_direct, meet)
+        ports = () if device is None else wiring.ports_near(device.bus_id)
+        self.gpus: Sequence[Gpu] = wiring.facts.choose(device, new_name(), no_direct, ports, meet)
         kinds = [(gpu.vendor, gpu.bus) for gpu in self.gpus]
-        self.topology = wiring.topology.equipped(kinds, [gpu.no_direct for gpu in self.gpus])
+        topology = wiring.topology.equipped(kinds, [gpu.no_direct for gpu in self.gpus])
+        self.topology = topology.with_ports([gpu.ports for gpu in self.gpus])
         self._failed: dict[Pair, str] = {}
         self.tried: Collection[Pair] = ()  # ways that carried known bytes, and are used
         self.slot_bytes = slot_bytes(self.topology)

@@ -77,7 +77,7 @@ class Relays:
         for (peer, shifted), fds in self._wiring.sockets(apart, timeout, check).items():
             relay, channel = self._start(), shifted - CHANNELS
             if self._rdma(peer):
-                rails, direct = self._wiring.rails(peer), self._direct(peer)
+                rails, direct = self._wiring.rails(peer, self._share.topology), self._direct(peer)
                 self._share_nics(relay)
                 relay.connect_verbs(peer, channel, fds, rails, self._wiring.rail_bytes, direct)
             else:

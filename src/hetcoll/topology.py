@@ -314,6 +314,13 @@ class Topology:
             found._check_direct()
         return found
 
+    def with_ports(self, places: Sequence[Sequence[int]]) -> Topology:
+        """The same with the RDMA ports of each rank in this order; empty: as they are."""
+        infos = zip(self.ranks, places, strict=True)
+        return replace(
+            self, ranks=tuple(replace(i, nics=tuple(i.nics[p] for p in order)) if order else i for i, order in infos)
+        )
+
 
 def restrict(islands: Islands | None, ranks: Sequence[int]) -> Islands | None:
     """The islands of some of the ranks, numbered anew in the order given."""

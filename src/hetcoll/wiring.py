@@ -235,7 +235,7 @@ class Wiring:
         from .verbs.pci import pci_folder
 
         family = socket.AF_INET if any(":" not in address.host for address in addresses) else socket.AF_INET6
-        # Of several GPUs the first call says which it is: then the cores that the rank may run on say what is near.
+        # Of several GPUs the first call says which it is (`ports_near`). Until then the cores say what is near.
         near = pci_folder(self._gpus[0]) if len(self._gpus) == 1 else None
         try:
             self.offer = Offer(self.engine, self._config, family, near)
@@ -259,7 +259,7 @@ class Wiring:
         missing = {(p, c): self.stripes or 1 for p, c in edges if not self.engine.linked(p, c)}
         for (p, c), fds in self.sockets(missing, timeout, check).items():
             if self.topology.transport(self.rank, p) == "verbs":
-                self.attach_verbs(p, c, fds)
+                self.attach_verbs(p, c, fds, self.topology)
             else:
                 self.engine.attach_tcp(p, c, fds)
 
@@ -281,20 +281,29 @@ class Wiring:
         made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, lambda: check(peers))
         return {edge: [made[key].detach() for key in each] for edge, each in keys.items()}
 
-    def attach_verbs(self, peer: int, channel: int, fds: list[int]) -> None:
+    def attach_verbs(self, peer: int, channel: int, fds: list[int], topology: Topology) -> None:
         """An RDMA link of the engine's to a rank that has rails to this one. Takes over the sockets."""
-        self.engine.attach_verbs(peer, channel, fds, self.rails(peer), self.rail_bytes)
+        self.engine.attach_verbs(peer, channel, fds, self.rails(peer, topology), self.rail_bytes)
 
     @property
     def rail_bytes(self) -> int:
         """The ring of one rail in one direction."""
         return rail_bytes(self.size, self._config.ib_bytes)
 
-    def rails(self, peer: int) -> list[tuple[int, str]]:
-        """For the engine, or a relay: this rank's port and the name of the peer's device, for each rail."""
+    def rails(self, peer: int, topology: Topology) -> list[tuple[int, str]]:
+        """For the engine, or a relay: this rank's port and the name of the peer's device, for each rail, as `topology`
+        has them, which is the same at both ends."""
         assert self.offer is not None
-        pairs, theirs = self.topology.rails(self.rank, peer), self.topology.ranks[peer].nics
-        return self.offer.rails([mine for mine, _ in pairs], [theirs[place] for _, place in pairs])
+        mine, theirs = topology.ranks[self.rank].nics, topology.ranks[peer].nics
+        return [(self.offer.number(mine[i]), theirs[j].device) for i, j in topology.rails(self.rank, peer)]
+
+    def ports_near(self, bus: str) -> tuple[int, ...]:
+        """The places of this rank's RDMA ports, those nearest to the PCI function `bus` first."""
+        if self.offer is None:
+            return ()
+        from .verbs.pci import pci_folder
+
+        return self.offer.near(pci_folder(bus))
 
     def transports(self, peers: Iterable[int]) -> str:
         """What carries data to these ranks now, such as ``shm+tcp``; ``self`` where there are none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import ranks
@@ -14,6 +15,7 @@ from test_gpu import COLLECTIVES, run_on_gpu
 import hetcoll
 from hetcoll.errors import RegistrationError
 from hetcoll.relays import Relays
+from hetcoll.verbs import offer, pci
 from hetcoll.verbs.memory import Memory
 
 ranks.preload("hetcoll", "hetcoll.cli.patterns", "hetcoll.verbs.offer", "ml_dtypes", "pytest", "test_gpu")
@@ -69,6 +71,15 @@ def refuse(comm: hetcoll.Communicator, rank: int) -> None:
         return regions(memory, nbytes, register)
 
     Memory._regions = none  # type: ignore[method-assign]
+
+
+def near(comm: hetcoll.Communicator, rank: int, device: str) -> None:
+    """From now on this RDMA device of this rank lies beside its GPU, the others far away. Soft-RoCE lies nowhere."""
+    if comm.rank != rank:
+        return
+    place = "/sys/devices/pci0000:3a/0000:3a:00.0/0000:3b:00.0"
+    offer.device_folder = lambda name: Path(place if name == device else "/sys/devices/pci0000:ba")  # type: ignore
+    pci.pci_folder = lambda _: Path(place[:-1] + "1")  # type: ignore[assignment]
 
 
 class Shifted:

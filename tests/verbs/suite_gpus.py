@@ -6,6 +6,7 @@ touches it is killed. So all that arrives went from one device's memory straight
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +20,13 @@ from cables import ENDS, Pool, all_plugged, plug, unplug
 from gpus import GPUS, check, environment, sealed
 from ranks import RankError, Ranks, wait_until
 from reference import Case
-from test_gpu import device_of_rank
+from test_gpu import device_of_rank, run_on_gpu
 from test_gpu_and_cpu import run_on_own
 
 import hetcoll
 from hetcoll.devices.array import DeviceArray
 from hetcoll.errors import CommunicationError, InitError
+from hetcoll.slots import CHANNELS
 
 Launch = Callable[..., Ranks]
 PROMPT = {"HETCOLL_IB_TIMEOUT": "14", "HETCOLL_IB_RETRY_CNT": "7"}
@@ -68,6 +70,30 @@ def test_every_collective_goes_from_device_to_device(pool: Pool) -> None:
         assert counters["gpu_direct_bytes"] == counters["gpu_zero_copy_bytes"] > BIG * 4, counters
         assert counters["gpu_lost_rails"] == 0, paths
     ranks.run(messages, timeout=100)
+
+
+@pytest.mark.parametrize("vendors", ["na", "nc"])
+def test_devices_near_the_gpu_that_is_used_come_first(launch: Launch, vendors: str) -> None:
+    """A rank finds out with its first array; the other end of the link hears of it, also where it has no GPU."""
+    ranks = direct(launch, vendors)
+    ranks.run(gpus.near, 0, "rxe2")
+    ranks.run(run_on_own if "c" in vendors else run_on_gpu, [Case("allreduce", count=BIG)], timeout=100)
+    found = "".join(ranks.run(told)[0][1])
+    assert re.search(r"rails rxe2 to rxe3 .*, rxe0 to rxe1 ", found), found
+    others = ranks.run(links_to_gpus)[1]
+    assert others
+    for other in others:
+        assert [rail["device"] for rail in other["rails"]] == ["rxe3", "rxe1"], other
+
+
+def links_to_gpus(comm: hetcoll.Communicator) -> list[Any]:
+    """Of this rank's relay, or, without a GPU, of its engine, where they have channels of their own."""
+    path = comm._paths.gpu
+    if path is None:
+        return [link for link in json.loads(comm._engine.links()) if link["channel"] >= CHANNELS]
+    relay = path._relays._relay
+    assert relay is not None
+    return list(json.loads(relay.links()))
 
 
 def test_pinned_slots_by_rdma(pool: Pool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from socket import AF_INET, AddressFamily
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from .devices import Device, abandon, hold, release
 from .library import UnavailableError, load
 from .memory import Memory
 from .nics import Chosen, choose, networks
+from .pci import between, device_folder
 from .rails import ETHERNET, Nic
 
 if TYPE_CHECKING:
@@ -98,9 +99,13 @@ class Offer:
         self._shared.append(Memory(relay, list(zip(self._devices, numbers, strict=True))))
         return self._shared[-1]
 
-    def rails(self, mine: Sequence[int], theirs: Sequence[Nic]) -> list[tuple[int, str]]:
-        """For the engine: each rail's port here, by place in `nics`, and the name of the peer's device."""
-        return [(self._numbers[place], nic.device) for place, nic in zip(mine, theirs, strict=True)]
+    def number(self, nic: Nic) -> int:
+        """The engine's number of a port."""
+        return self._numbers[self.nics.index(nic)]
+
+    def near(self, gpu: Path | None) -> tuple[int, ...]:
+        """Places in `nics`, those nearest to a PCI function first, others in the order that they have."""
+        return tuple(sorted(range(len(self.nics)), key=lambda i: between(device_folder(self.nics[i].device), gpu)))
 
     def close(self) -> None:
         """Give memory and devices back. The engine must be closed."""
