@@ -98,6 +98,50 @@ def a_lost_rank(store: dist.Store, rank: int, size: int) -> None:
     _end()
 
 
+def shrinking(store: dist.Store, rank: int, size: int) -> None:
+    """The ranks that are left after one was lost go on as the default group."""
+    _init(store, rank, size)
+    if rank == 3:
+        _end()
+        return
+    half = dist.new_group([0, 1, 2])
+    with pytest.raises(dist.DistBackendError):
+        _use(seconds=10)
+    made = dist.shrink_group([3], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
+    assert dist.group.WORLD is made
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (rank, 3, "hetcoll")
+    assert half not in dist.distributed_c10d._world.pg_map
+    x = torch.full((5,), rank + 1.0)
+    dist.all_reduce(x)
+    assert x.tolist() == [6.0] * 5
+    told = [None] * 3
+    dist.all_gather_object(told, rank)
+    assert told == [0, 1, 2]
+    with pytest.raises(ValueError, match="out of bounds"):
+        dist.shrink_group([3])
+    if rank != 1:  # once more, and in the middle
+        dist.shrink_group([1])
+        dist.all_reduce(x)
+        assert (dist.get_rank(), x.tolist()) == (rank // 2, [12.0] * 5)
+    _end()
+
+
+def shrinking_a_group(store: dist.Store, rank: int, size: int) -> None:
+    """Another group than the default one: that and the others stay."""
+    _init(store, rank, size)
+    group = dist.new_group([0, 1, 3])
+    if rank in (0, 3):
+        made = dist.shrink_group([1], group)
+        x = torch.ones(2)
+        dist.all_reduce(x, group=made)
+        assert x.tolist() == [2.0, 2.0]
+        assert dist.get_process_group_ranks(made) == [0, 3]
+    y = torch.ones(1)
+    dist.all_reduce(y)
+    assert y.item() == size
+    _end()
+
+
 def no_source(store: dist.Store, rank: int, size: int) -> None:
     _init(store, rank, size, 0.7)
     if rank == 0:

@@ -115,15 +115,21 @@ class HetcollProcessGroup(Collectives, Messages):
         group_name: str | None = None,
         group_desc: str | None = None,
         device_types: object = None,
+        *,
+        compress: Format | None = None,
     ) -> HetcollProcessGroup | None:
-        """A group of these ranks of this one, which all call it; None on ranks that are not among them."""
+        """A group of these ranks of this one, which all call it; None on ranks that are not among them.
+
+        `compress`: in place of this group's.
+        """
         if self.rank() not in new_ranks:
             return None
         limit = seconds(timeout) or self._timeout
         store = dist.PrefixStore(f"{group_name or sorted(new_ranks)}/", self._store)
         rank, session = list(new_ranks).index(self.rank()), self.comm.session
-        comm = connect(store, rank, len(new_ranks), limit, session, self._compress)
-        made = type(self)(comm, store, limit, self._compress)
+        compress = self._compress if compress is None else compress
+        comm = connect(store, rank, len(new_ranks), limit, session, compress)
+        made = type(self)(comm, store, limit, compress)
         made.setGroupName(group_name or "")
         made.setGroupDesc(group_desc or f"{self._description}:split")
         if self.bound_device_id is not None:
@@ -174,7 +180,7 @@ class Inner:
     supports_splitting = True
     supports_coalescing = True
     supports_time_estimate = False
-    supports_shrinking = False
+    supports_shrinking = True
 
     def __init__(self, group: HetcollProcessGroup) -> None:
         self._group = group
@@ -211,6 +217,18 @@ class Inner:
 
     def _set_sequence_number_for_group(self) -> None:
         self._group._set_sequence_number_for_group()
+
+    def shrink(self, excluded: Sequence[int], flags: int, options: object) -> HetcollProcessGroup:
+        """`torch.distributed.shrink_group`: the group of all other ranks, which all call it; these need not be there.
+
+        Whatever this group has failed with does not matter. What is under way on it ends only with SHRINK_ABORT.
+        """
+        if flags & dist.distributed_c10d.SHRINK_ABORT:
+            self._group.abort()
+        left = [rank for rank in range(self._group.size()) if rank not in excluded]
+        made = self._group.split_group(left, compress=asked_format(options))
+        assert made is not None  # torch lets no excluded rank come here
+        return made
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         """For ranks that will not be in a group made from this one: they have no part in it here."""

@@ -25,6 +25,9 @@ def install() -> None:
         setattr(dist, name, wrapped)
     Join.notify_join_context = staticmethod(_notify_join_context(Join.notify_join_context))
     DistributedDataParallel._get_ddp_logging_data = _ddp_logging_data(DistributedDataParallel._get_ddp_logging_data)
+    shrunk = "_create_shrunk_process_group"  # since PyTorch 2.10
+    if hasattr(distributed_c10d, shrunk):
+        setattr(distributed_c10d, shrunk, _shrunk_group(getattr(distributed_c10d, shrunk)))
     theirs = getattr(c10d, "_hash_tensors", None)  # builds without NCCL have none
     setattr(c10d, "_hash_tensors", _hash_tensors(theirs))  # noqa: B010 (its type is theirs)
 
@@ -100,6 +103,20 @@ def _ddp_logging_data(theirs: Callable[[Any], dict[str, Any]]) -> Callable[[Any]
         return found
 
     return get_ddp_logging_data
+
+
+def _shrunk_group(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Theirs puts a backend in C++ into a group; what `Inner.shrink` makes is a group already."""
+
+    @functools.wraps(theirs)
+    def create_shrunk_process_group(made: Any, ranks: list[int], about: dict[str, Any], is_default: bool) -> Any:
+        if _ours(made) is None:
+            return theirs(made, ranks, about, is_default)
+        made.setGroupName(about["new_group_name"])
+        made.setGroupDesc("default:shrunken" if is_default else f"{about['original_group_name']}:shrunk")
+        return made
+
+    return create_shrunk_process_group
 
 
 def _hash_tensors(theirs: Callable[[list[torch.Tensor]], int] | None) -> Callable[[list[torch.Tensor]], int]:
