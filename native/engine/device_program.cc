@@ -22,7 +22,8 @@ struct Touch {
 
 class Compiler {
  public:
-  Compiler(DeviceProgram& program, const BoundPlan& plan) : program_(program), plan_(plan) {}
+  Compiler(DeviceProgram& program, const BoundPlan& plan, bool relayed)
+      : program_(program), plan_(plan), grants_(relayed ? kGrantLane : kSignalLane) {}
 
   // What comes next is of a step of this level.
   void Begin(std::uint32_t level) {
@@ -125,7 +126,7 @@ class Compiler {
     Touches(lane, std::array{Read(src, n)});
     Add({.step = DeviceStep::kWaitCredit, .stream = lane, .edge = edge});
     Add({.step = DeviceStep::kCopyOut, .stream = lane, .edge = edge, .src = src, .n = n});
-    Signal(DeviceStep::kPublish, kPublishLane, lane, edge);
+    Signal(DeviceStep::kPublish, kSignalLane, lane, edge);
   }
 
   void Receive(const Place& dst, std::size_t n, std::uint16_t edge) {
@@ -133,7 +134,7 @@ class Compiler {
     Touches(lane, std::array{Write(dst, n)});
     Add({.step = DeviceStep::kWaitReady, .stream = lane, .edge = edge});
     Add({.step = DeviceStep::kCopyIn, .stream = lane, .edge = edge, .dst = dst, .n = n});
-    Signal(DeviceStep::kGrant, kGrantLane, lane, edge);
+    Signal(DeviceStep::kGrant, grants_, lane, edge);
   }
 
   // SEND and RECV may be the same memory: then the smaller is this rank's part of the larger.
@@ -216,6 +217,7 @@ class Compiler {
 
   DeviceProgram& program_;
   const BoundPlan& plan_;
+  const std::uint8_t grants_;  // the lane of those
   unsigned stagings_ = 0;
   unsigned sends_ = 0;
   unsigned receives_ = 0;
@@ -229,14 +231,14 @@ class Compiler {
 }  // namespace
 
 DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order,
-                             std::span<const std::uint16_t> steps_edges, std::size_t slot_bytes,
+                             std::span<const std::uint16_t> steps_edges, std::size_t slot_bytes, bool relayed,
                              std::span<const std::uint32_t> levels)
     : scratch_bytes(plan.scratch_bytes) {
   const std::size_t steps = plan.steps.size();
   if (order.size() != steps || steps_edges.size() != steps || (!levels.empty() && levels.size() != steps)) {
     throw PlanError("plan: an order and an edge for each of " + std::to_string(steps) + " steps wanted");
   }
-  Compiler compiler(*this, plan);
+  Compiler compiler(*this, plan, relayed);
   for (const std::uint32_t index : order) {
     const BoundStep& s = plan.steps.at(index);
     if (!levels.empty()) compiler.Begin(levels[index]);
@@ -287,7 +289,7 @@ DeviceProgram CaptureRecipe::Program(std::size_t slot_bytes) const {
   std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
     return std::pair(levels[a], plan.steps[a].op) < std::pair(levels[b], plan.steps[b].op);
   });
-  DeviceProgram program(plan, order, edges, slot_bytes, levels);
+  DeviceProgram program(plan, order, edges, slot_bytes, false, levels);  // relays hear of no replay
   if (!sends.empty() || !recvs.empty()) program.Part(sends, recvs);
   return program;
 }

@@ -31,6 +31,11 @@ std::uint16_t DeviceQueue::AddEdge(const SlotEdge& edge) {
   return static_cast<std::uint16_t>(edges_.size() - 1);
 }
 
+bool DeviceQueue::Relayed(std::span<const std::uint16_t> edges) const {
+  return std::any_of(edges.begin(), edges.end(),
+                     [&](std::uint16_t edge) { return edge < edges_.size() && edges_[edge].relay != nullptr; });
+}
+
 DeviceEvent DeviceLanes::EventAt(std::uint32_t index) {
   while (events_.size() <= index) events_.emplace_back(driver_);
   return events_[index].get();

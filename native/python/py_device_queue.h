@@ -118,7 +118,7 @@ class PyDeviceQueue {
       throw PlanError("plan: a level for each step, and a lag wanted");
     if (sends.size() + recvs.size() > kMostMessages)
       throw PlanError("a group of more than " + std::to_string(kMostMessages) + " messages");
-    DeviceProgram program(bound, order, edges, queue_.slot_bytes());
+    DeviceProgram program(bound, order, edges, queue_.slot_bytes(), Relayed(edges));
     if (!sends.empty() || !recvs.empty()) program.Part(sends, recvs);
     auto recipe = std::make_shared<CaptureRecipe>(
         CaptureRecipe{std::move(bound), edges, levels, lag, std::move(sends), std::move(recvs)});
@@ -179,6 +179,11 @@ class PyDeviceQueue {
   }
 
  private:
+  bool Relayed(const std::vector<std::uint16_t>& edges) {
+    std::lock_guard lock(mutex_);
+    return queue_.Relayed(edges);
+  }
+
   static std::vector<DeviceStream> Streams(const std::vector<Address>& addresses) {
     std::vector<DeviceStream> streams;
     for (const Address address : addresses) streams.push_back(As<DeviceStream>(address));

@@ -28,7 +28,7 @@ void GpusOfOneHost() {
   const std::vector<std::uint16_t> edges(4, 0);
   bool refused = false;
   try {
-    DeviceProgram(big, order, edges, 1024);
+    DeviceProgram(big, order, edges, 1024, false);
   } catch (const PlanError&) {
     refused = true;
   }
