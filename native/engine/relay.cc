@@ -143,7 +143,8 @@ std::vector<std::string> Relay::TakeEvents() {
 }
 
 std::shared_ptr<RelayEdge> Relay::AddEdge(int peer, int channel, bool out, const Slots& slots) {
-  auto edge = std::make_shared<RelayEdge>(shared_from_this(), slots.count);
+  auto edge = std::make_shared<RelayEdge>(shared_from_this(), slots.count, options_.part_bytes);
+  const auto ended = std::make_shared<PartsEnded>(slots.count);
   Links& links = links_.at({peer, channel});
   if (links.verbs && slots.count > kInvitations) {
     throw Fault(FaultKind::kSystem, peer,
@@ -156,7 +157,7 @@ std::shared_ptr<RelayEdge> Relay::AddEdge(int peer, int channel, bool out, const
     } else {
       end.recv = std::move(link.recv);
     }
-    auto lane = std::make_unique<RelayLane>(peer, channel, slots, std::move(end), links.verbs);
+    auto lane = std::make_unique<RelayLane>(peer, channel, slots, ended, std::move(end), links.verbs);
     RelayWorker* worker = links.verbs ? verbs_ : workers_[turn_++ % options_.threads].get();
     worker->Own(lane.get());
     edge->lanes_.emplace_back(worker, lane.get());
@@ -167,8 +168,13 @@ std::shared_ptr<RelayEdge> Relay::AddEdge(int peer, int channel, bool out, const
 }
 
 void RelayEdge::Post(const RelayMessage& m) const {
-  const auto& [worker, lane] = lanes_[m.number % slots_ % lanes_.size()];
-  worker->Post(lane, m);
+  const std::size_t parts = std::clamp<std::size_t>(m.nbytes / part_bytes_, 1, lanes_.size());
+  for (std::size_t i = 0; i < parts; ++i) {
+    const auto& [worker, lane] = lanes_[(m.number % slots_ + i) % lanes_.size()];
+    const std::size_t begin = m.nbytes * i / parts;
+    const std::size_t end = m.nbytes * (i + 1) / parts;
+    worker->Post(lane, {m.number, m.signature, begin, end - begin, static_cast<unsigned>(parts)});
+  }
 }
 
 bool Relay::Idle() const {

@@ -8,7 +8,8 @@
 //
 // The queue tells the relay of each message when it enqueues it, so a thread knows what is due: it sleeps when nothing
 // is, and a frame that is not the one that was due is found when it comes. An edge may have several links ("stripes"):
-// what lies in slot s goes through link s % links, so both ends know where to look.
+// a long message goes through all of them, a part each, so that it is there as soon as it can be; whatever its length
+// says is true at both ends. Short ones go through one each.
 //
 // A link is a TCP socket, or one over RDMA (transport/verbs.h), which stripes over NICs by itself. Slots that are
 // registered are sent from and written to where they lie. They may be a GPU's own memory: then NICs alone touch it.
@@ -40,11 +41,21 @@ struct RelayMessage {
   std::size_t nbytes;  // above 0
 };
 
+// What goes through one link of it.
+struct RelayPart {
+  std::uint64_t number;
+  std::uint64_t signature;
+  std::size_t begin;
+  std::size_t nbytes;
+  unsigned parts;  // of that message
+};
+
 struct RelayOptions {
   unsigned threads;
   bool oversubscribed;  // more ranks here than cores: threads that find nothing to do give theirs away at once
   int rank;
-  std::string fault{};  // what goes wrong on purpose: FaultSpec::Parse
+  std::string fault{};                // what goes wrong on purpose: FaultSpec::Parse
+  std::size_t part_bytes = 64 << 10;  // the least that is worth a link of its own
 };
 
 // A link over RDMA: as VerbsLinkOptions. Rails are a NIC's number and the name of the peer's device.
@@ -143,7 +154,8 @@ class Relay : public std::enable_shared_from_this<Relay> {
 // One direction between two ranks.
 class RelayEdge {
  public:
-  RelayEdge(std::shared_ptr<Relay> relay, unsigned slots) : relay_(std::move(relay)), slots_(slots) {}
+  RelayEdge(std::shared_ptr<Relay> relay, unsigned slots, std::size_t part_bytes)
+      : relay_(std::move(relay)), slots_(slots), part_bytes_(part_bytes) {}
 
   // `m` is the next message: a stream will fill its slot, or wait for it. Callable from one thread at a time.
   void Post(const RelayMessage& m) const;
@@ -152,6 +164,7 @@ class RelayEdge {
   friend class Relay;
   std::shared_ptr<Relay> relay_;
   unsigned slots_;
+  std::size_t part_bytes_;
   std::vector<std::pair<RelayWorker*, RelayLane*>> lanes_{};  // by link
 };
 

@@ -1,4 +1,4 @@
-// The messages of one direction of a relay's edge that go through one link. Moved by one thread.
+// What goes through one link of one direction of a relay's edge: messages, or a part of each. Moved by one thread.
 #pragma once
 
 #include <poll.h>
@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,14 +18,17 @@
 
 namespace hetcoll {
 
+// Of the messages in an edge's slots.
+using PartsEnded = std::vector<std::atomic<unsigned>>;
+
 class RelayLane {
  public:
-  // `ahead`: the link makes use of what is announced before it is due.
-  RelayLane(int peer, int channel, const Slots& slots, LinkEnds end, bool ahead)
-      : peer_(peer), channel_(channel), slots_(slots), end_(std::move(end)), ahead_(ahead) {}
+  // `ended` is shared by the lanes of the edge. `ahead`: the link makes use of what is announced before it is due.
+  RelayLane(int peer, int channel, const Slots& slots, std::shared_ptr<PartsEnded> ended, LinkEnds end, bool ahead)
+      : peer_(peer), channel_(channel), slots_(slots), ended_(std::move(ended)), end_(std::move(end)), ahead_(ahead) {}
 
   void Expect() { posted_.fetch_add(1, std::memory_order_relaxed); }
-  void Add(const RelayMessage& m) {
+  void Add(const RelayPart& m) {
     if (left_) {
       through_.fetch_add(1, std::memory_order_release);
     } else {
@@ -86,11 +90,22 @@ class RelayLane {
 
  private:
   struct Lent {
-    std::uint64_t number;
+    RelayPart part;
     std::uint64_t end;  // bytes that were pushed until then
   };
 
-  bool Ours(const RelayMessage& m) const { return outgoing_ ? slots_.Full(m.number) : slots_.Free(m.number); }
+  // Whether the other parts of its message are through as well, now that this one is. The next message comes to the
+  // slot only after that.
+  bool Last(const RelayPart& m) {
+    if (m.parts == 1) return true;
+    std::atomic<unsigned>& ended = (*ended_)[slots_.Index(m.number)];
+    if (ended.fetch_add(1, std::memory_order_acq_rel) + 1 < m.parts) return false;
+    ended.store(0, std::memory_order_relaxed);
+    return true;
+  }
+
+  std::byte* At(const RelayPart& m) const { return slots_.At(m.number) + m.begin; }
+  bool Ours(const RelayPart& m) const { return outgoing_ ? slots_.Full(m.number) : slots_.Free(m.number); }
 
   // A NIC may read a slot until the peer has confirmed what it read there.
   bool MoveOut() {
@@ -98,37 +113,36 @@ class RelayLane {
     if (lent_.empty()) return moved;
     const std::uint64_t back = pushed_ - end_.send->Lent();
     for (; !lent_.empty() && lent_.front().end <= back; lent_.pop_front(), moved = true) {
-      slots_.Grant(lent_.front().number);
+      const RelayPart& first = lent_.front().part;
+      if (Last(first)) slots_.Grant(first.number);
       through_.fetch_add(1, std::memory_order_release);
     }
     return moved;
   }
 
   bool Push() {
-    const RelayMessage m = queue_.front();
+    const RelayPart m = queue_.front();
     const std::size_t at = done_.load(std::memory_order_relaxed);
-    const std::ptrdiff_t n =
-        end_.send->Push({m.signature, m.nbytes, true}, at, slots_.At(m.number) + at, m.nbytes - at);
+    const std::ptrdiff_t n = end_.send->Push({m.signature, m.nbytes, true}, at, At(m) + at, m.nbytes - at);
     if (n == kWouldBlock) return false;
     pushed_ += static_cast<std::uint64_t>(n);
-    if (Step(at + static_cast<std::size_t>(n))) lent_.push_back({m.number, pushed_});
+    if (Step(at + static_cast<std::size_t>(n))) lent_.push_back({m, pushed_});
     return true;
   }
 
   bool MoveIn() {
     if (queue_.empty()) return false;
     for (; announced_ < queue_.size() && Ours(queue_[announced_]); ++announced_) {
-      const RelayMessage& next = queue_[announced_];
-      end_.recv->Announce({next.signature, next.nbytes}, slots_.At(next.number));
+      const RelayPart& next = queue_[announced_];
+      end_.recv->Announce({next.signature, next.nbytes}, At(next));
     }
-    const RelayMessage m = queue_.front();
+    const RelayPart m = queue_.front();
     if (announced_ == 0) return false;
     const std::size_t at = done_.load(std::memory_order_relaxed);
-    std::byte* data = slots_.At(m.number) + at;
-    const std::ptrdiff_t n = end_.recv->Pull({m.signature, m.nbytes}, at, data, m.nbytes - at, false);
+    const std::ptrdiff_t n = end_.recv->Pull({m.signature, m.nbytes}, at, At(m) + at, m.nbytes - at, false);
     if (n == kWouldBlock) return false;
     if (Step(at + static_cast<std::size_t>(n))) {
-      slots_.Publish(m.number);
+      if (Last(m)) slots_.Publish(m.number);
       --announced_;
       through_.fetch_add(1, std::memory_order_release);
     }
@@ -147,11 +161,12 @@ class RelayLane {
   int peer_;
   int channel_;
   Slots slots_;
+  std::shared_ptr<PartsEnded> ended_;
   LinkEnds end_;  // one of the two
   bool ahead_;
   bool outgoing_ = end_.send != nullptr;
   bool left_ = false;
-  std::deque<RelayMessage> queue_;
+  std::deque<RelayPart> queue_;
   std::size_t announced_ = 0;         // of these, to the link: coming in
   std::deque<Lent> lent_;             // pushed, but perhaps still read: going out
   std::uint64_t pushed_ = 0;          // bytes

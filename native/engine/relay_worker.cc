@@ -61,7 +61,7 @@ void RelayWorker::Tell(Change&& change) {
   if (asleep) static_cast<void>(write(wake_, &one, sizeof one));  // it fails only when the thread is awake
 }
 
-void RelayWorker::Post(RelayLane* lane, const RelayMessage& m) {
+void RelayWorker::Post(RelayLane* lane, const RelayPart& m) {
   Tell([&] {
     if (stop_) return;
     lane->Expect();

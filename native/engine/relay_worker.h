@@ -32,7 +32,7 @@ class RelayWorker {
   RelayWorker& operator=(const RelayWorker&) = delete;
 
   void Own(RelayLane* lane);
-  void Post(RelayLane* lane, const RelayMessage& m);
+  void Post(RelayLane* lane, const RelayPart& m);
   // Nothing goes to or comes from this peer any more over the lanes there are; streams that wait for it are let go.
   void Leave(int peer);
   void Stop();
@@ -73,7 +73,7 @@ class RelayWorker {
   std::mutex late_;  // over `verbs_`, once the thread has ended
   std::mutex mutex_;
   std::vector<RelayLane*> lanes_;
-  std::vector<std::pair<RelayLane*, RelayMessage>> inbox_;
+  std::vector<std::pair<RelayLane*, RelayPart>> inbox_;
   std::vector<std::packaged_task<void()>> tasks_;
   bool asleep_ = false;
   bool stop_ = false;

@@ -182,7 +182,7 @@ struct Gpus {
       std::vector<DeviceStream> own;
       for (int i = 0; i < streams; ++i) own.push_back(drivers.back()->stream(i));
       queues.push_back(std::make_unique<DeviceQueue>(drivers.back(), own, staging.back().data(), kSlotBytes));
-      relays.push_back(std::make_shared<Relay>(RelayOptions{2, true, rank, fault}));
+      relays.push_back(std::make_shared<Relay>(RelayOptions{2, true, rank, fault, kPartBytes}));
     }
     for (int a = 0; a < n; ++a) {
       for (int b = a + 1; b < n; ++b) {
@@ -230,6 +230,7 @@ struct Gpus {
 
   static constexpr std::size_t kSlotBytes = 1024;
   static constexpr unsigned kSlots = 2;
+  static constexpr std::size_t kPartBytes = 100;  // so that longer messages go in parts
   static constexpr std::size_t kEdge = 4096 + kSlots * kSlotBytes;
 
   int size;
