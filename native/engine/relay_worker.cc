@@ -15,11 +15,12 @@
 namespace hetcoll {
 namespace {
 
-// How long a thread with messages under way spins, then yields, before it sleeps.
+// How long a thread with messages under way spins, then yields, before it sleeps. A nap takes a host far longer than it
+// was told to.
 constexpr std::int64_t kSpinNs = 50'000;
-constexpr std::int64_t kYieldNs = 200'000;
-// A stream that writes a word wakes nobody, so while one is awaited sleeps are short.
-constexpr std::int64_t kShortestNapNs = 20'000;
+constexpr std::int64_t kYieldNs = 1'000'000;
+// A stream that writes a word wakes nobody, so while one is awaited sleeps are short, beside what was waited before.
+constexpr std::int64_t kIdleOfNap = 8;
 constexpr std::int64_t kLongestNapNs = 500'000;
 // Not every device announces the failure of what it was asked to send.
 constexpr std::int64_t kServeNs = 100'000'000;
@@ -117,13 +118,11 @@ void RelayWorker::Run() {
   pthread_setname_np(pthread_self(), "hetcoll-relay");
   std::vector<RelayLane*> active;
   std::int64_t idle_since = 0;
-  std::int64_t nap = kShortestNapNs;
   while (Listen(active)) {
     if (MoveAny(active)) {
       std::erase_if(active, [](const RelayLane* lane) { return lane->empty(); });
       ServeLinks(false);
       idle_since = 0;
-      nap = kShortestNapNs;
       continue;
     }
     const std::int64_t now = NowNs();
@@ -135,8 +134,7 @@ void RelayWorker::Run() {
     } else if (!active.empty() && idle < kYieldNs) {
       sched_yield();
     } else {
-      Sleep(active, nap);
-      nap = std::min(2 * nap, kLongestNapNs);
+      Sleep(active, std::min(idle / kIdleOfNap, kLongestNapNs));
     }
   }
   std::vector<std::packaged_task<void()>> tasks;

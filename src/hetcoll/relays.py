@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hetcoll")
 
-SLOTS = 16  # of an edge: many more than orders count on, so that the GPU and all sockets have some at a time
+SLOTS = 8  # of an edge: more than orders count on, so that the GPU fills some while others are on their way
 STRIPES = 8
 
 assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
@@ -61,7 +61,7 @@ class Relays:
         has no relay: its engine deals messages to one."""
         if self._rdma(peer) or not self._gpus[peer].vendor:
             return 1
-        return min(SLOTS, self._wiring.stripes or STRIPES)
+        return self._wiring.stripes or STRIPES
 
     def _rdma(self, peer: int) -> bool:
         return self._share.topology.way(self._wiring.rank, peer) in ("direct", "staged-rdma")

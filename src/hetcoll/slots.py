@@ -50,14 +50,14 @@ assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
 
 def slot_bytes(topology: Topology) -> int:
     """Bytes of a slot, the same on all ranks: so small that what is in the slots of a host stays in the part of the
-    last-level cache that devices may write to, else large, to hide what a message costs. Where some messages go over
-    sockets, small enough for all of an edge's sockets to have one to carry.
+    last-level cache that devices may write to, else large, to hide what a message costs. Where some messages go between
+    hosts, what was measured to be best over sockets.
 
     Not all ranks fill slots at full speed: those of the largest island wait for the others, which have as much to send.
     """
     ranks = len(topology.ranks)
     if any(topology.far(0, peer) for peer in range(1, ranks)):
-        return 1 << 20
+        return 2 << 20
     busy = min(ranks, 2 * (ranks - max(map(len, topology.islands))))
     return max(_LEAST_SLOT, _CACHED // (SLOTS * max(2, busy)) // _SLOT_STEP * _SLOT_STEP)
 
