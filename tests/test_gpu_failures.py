@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_places import PLACES, ranks_on
+from gpu_places import PLACES, STAND_INS, ranks_on
 from ranks import Ranks, close_all
 from test_gpu import device_of_rank
 
@@ -141,3 +141,28 @@ def pass_wrong_things(comm: hetcoll.Communicator) -> None:
 
 def test_wrong_arguments_leave_all_well(gpus: Launch) -> None:
     gpus(APART).run(pass_wrong_things, timeout=100)
+
+
+def send_where_it_fails(comm: hetcoll.Communicator) -> tuple[CommunicationError | None, float]:
+    other = comm.split(0)
+    assert other is not None
+    made = [warm_up(each, 100) for each in (comm, other)][1]
+    failed = None
+    try:
+        comm.sendrecv(made.buffer(), 1 - comm.rank, array(comm, 100).buffer(), 1 - comm.rank).wait(60)
+    except CommunicationError as error:
+        failed = error
+    other.allreduce(made.buffer()).wait(60)
+    return failed, float(made.get()[0])
+
+
+def test_a_library_that_refuses_one_call_of_a_group_serves_other_communicators() -> None:
+    """A group that is left open would hold up whatever the thread enqueues next."""
+    ranks = ranks_on(STAND_INS, ["cuda"] * 2, {"HETCOLL_TIMEOUT": "20"}, cuda_fail="ncclSend:1:5")
+    try:
+        for error, value in ranks.run(send_where_it_fails, timeout=100):
+            assert error is not None
+            assert "ncclSend" in str(error)
+            assert value == 4.0
+    finally:
+        ranks.kill_all()

@@ -64,7 +64,4 @@ void VendorCollectives::Recv(void* recv, std::size_t count, int dtype, int peer,
   Check(recv_(recv, count, dtype, peer, comm_, stream), "ncclRecv");
 }
 
-void VendorCollectives::GroupStart() { Check(group_start_(), "ncclGroupStart"); }
-void VendorCollectives::GroupEnd() { Check(group_end_(), "ncclGroupEnd"); }
-
 }  // namespace hetcoll

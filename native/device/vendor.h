@@ -22,8 +22,20 @@ class VendorCollectives {
   void Reduce(const void* send, void* recv, std::size_t count, int dtype, int op, int root, DeviceStream stream);
   void Send(const void* send, std::size_t count, int dtype, int peer, DeviceStream stream);
   void Recv(void* recv, std::size_t count, int dtype, int peer, DeviceStream stream);
-  void GroupStart();
-  void GroupEnd();
+
+  // What `calls` makes is one operation. Where one of them throws, the group ends all the same: the library has one of
+  // a thread open, whatever communicators the thread calls next.
+  template <class Calls>
+  void Group(Calls&& calls) {
+    Check(group_start_(), "ncclGroupStart");
+    try {
+      calls();
+    } catch (...) {
+      group_end_();
+      throw;
+    }
+    Check(group_end_(), "ncclGroupEnd");
+  }
 
  private:
   void Check(int code, const char* function) const;

@@ -294,12 +294,12 @@ void DeviceQueue::RunLocal(const DeviceShape& shape, const LocalAction& local, c
   const auto& [dtype, op, elements] = shape.local;
   const bool root = local.root == place_;
   const auto for_parts = [&](auto&& call) {
-    island.GroupStart();
-    for (int m = 0; m < members_; ++m) {
-      const LocalPart& part = local.parts[static_cast<std::size_t>(m)];
-      if (part.n > 0) call(m, part);
-    }
-    island.GroupEnd();
+    island.Group([&] {
+      for (int m = 0; m < members_; ++m) {
+        const LocalPart& part = local.parts[static_cast<std::size_t>(m)];
+        if (part.n > 0) call(m, part);
+      }
+    });
   };
   const auto copy = [&](std::byte* to, const std::byte* from, std::size_t n) {
     if (to != from) driver_->Copy(to, from, n, stream);
@@ -341,18 +341,18 @@ void DeviceQueue::RunLocal(const DeviceShape& shape, const LocalAction& local, c
     case Collective::kAlltoall: {
       const std::size_t members = static_cast<std::size_t>(members_);
       if (local.parts.size() % (2 * members) != 0) throw PlanError("plan: a local all-to-all of other members");
-      island.GroupStart();
-      for (std::size_t i = 0; i < local.parts.size(); ++i) {
-        const LocalPart& part = local.parts[i];
-        const int member = static_cast<int>(i % members);
-        if (part.n == 0) continue;
-        if (i < local.parts.size() / 2) {
-          island.Send(at(part), part.n, kBytes, member, stream);
-        } else {
-          island.Recv(at(part), part.n, kBytes, member, stream);
+      return island.Group([&] {
+        for (std::size_t i = 0; i < local.parts.size(); ++i) {
+          const LocalPart& part = local.parts[i];
+          const int member = static_cast<int>(i % members);
+          if (part.n == 0) continue;
+          if (i < local.parts.size() / 2) {
+            island.Send(at(part), part.n, kBytes, member, stream);
+          } else {
+            island.Recv(at(part), part.n, kBytes, member, stream);
+          }
         }
-      }
-      return island.GroupEnd();
+      });
     }
     default:
       throw PlanError("plan: a local step of an unknown kind");

@@ -129,8 +129,10 @@ class GpuMessages:
         plan = self._plans.messages(DType.UINT8, ends, ends, self._mates, apart=True)
         bound = self._path.bound(plan, "first message", [], DType.UINT8, [DType.UINT8] * 2 * len(ends))
         self.awaited = fresh
-        self._calls.run_group(bound, [self._bytes + i for i in range(2 * len(ends))], stream, True)
-        self.awaited = ()
+        try:
+            self._calls.run_group(bound, [self._bytes + i for i in range(2 * len(ends))], stream, True)
+        finally:
+            self.awaited = ()
         self._strangers -= fresh
 
     def close(self) -> None:

@@ -141,20 +141,13 @@ class GpuPlans(Generic[S]):
         ]
         return self._bind(plan, orders[self._rank], level[self._rank], call.dtype, tables, call, local)
 
-    def messages(
-        self, dtype: DType, sends: Sequence[End], recvs: Sequence[End], mates: Collection[int], *, apart: bool = False
-    ) -> S:
-        """Messages to peers and from peers, all under way together; those of `mates`, of which it is one, by the
-        island's library. Those to oneself match in their order. `apart`: each has a buffer of its own."""
-        return self._exchange(dtype, sends, recvs, mates, apart=apart)
-
     def _alltoallv(self, call: Call, tables: Iterable[Sequence[int]]) -> S:
         """Each pair of ranks knows its own count, so the pieces are theirs, too."""
         sends, recvs = ([(peer, b - a) for peer, (a, b) in enumerate(pairwise(table))] for table in tables)
         mates = self._mates if self._islands.island is not None else ()
-        return self._exchange(call.dtype, sends, recvs, mates, call)
+        return self.messages(call.dtype, sends, recvs, mates, call)
 
-    def _exchange(
+    def messages(
         self,
         dtype: DType,
         sends: Sequence[End],
@@ -164,8 +157,13 @@ class GpuPlans(Generic[S]):
         *,
         apart: bool = False,
     ) -> S:
-        """Piece by piece of each edge, sends before receives: what peers need is enqueued before what this rank waits
-        for. What the library does comes last."""
+        """Messages to peers and from peers, all under way together; those of `mates`, of which it is one, by the
+        island's library. Those to oneself match in their order. `call`: they are what it consists of; `apart`: each has
+        a buffer of its own.
+
+        Piece by piece of each edge, sends before receives: what peers need is enqueued before what this rank waits for.
+        What the library does comes last.
+        """
         channel = CHANNEL if call is None else 0  # messages of two ranks are numbered along the edge
         out = self._half(Op.SEND, channel, dtype.itemsize, sends, mates)
         into = self._half(Op.RECV, channel, dtype.itemsize, recvs, mates)
