@@ -38,7 +38,7 @@ class Launcher(dist.ProcessGroup):
         self._comms = [comm]  # by the level of callbacks that use it, see `_comm`
         self._futures = Level()
         self._gpu_lanes: dict[tuple[str, torch.device], Lane] = {}
-        self._in_use: collections.deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = collections.deque()
+        self._in_use: collections.deque[tuple[torch.cuda.Event, list[object]]] = collections.deque()
         self._usual_timeout = timeout  # what the communicator takes where it is given none
         self._records = Records()
 
@@ -156,17 +156,21 @@ class Launcher(dist.ProcessGroup):
             on_device(device.index, run)
             return StreamWork(current(device.index), list(outputs), None, [], self._failure, source)
         lane = self._gpu_lanes.get((name, device)) or self._gpu_lanes.setdefault((name, device), Lane(device.index))
-        end, kept = lane.run(run), list(tensors)
+        end = lane.run(run)
+        kept: list[object] = [*tensors]
+        work = StreamWork(lane.stream, list(outputs), end, kept, self._failure, source)
+        kept.append(work)  # nobody else may hold it
         self._let_go()
         self._in_use.append((end, kept))
-        return StreamWork(lane.stream, list(outputs), end, kept, self._failure, source)
+        return work
 
     def _let_go(self) -> None:
         """Of the tensors that GPUs do not use any more, or whose users have waited for the GPU."""
         while self._in_use:
-            end, tensors = self._in_use[0]
-            if tensors and (capturing() or not (self._failure() or end.query())):
+            end, kept = self._in_use[0]
+            if kept and (capturing() or not (self._failure() or end.query())):
                 return
+            kept.clear()
             self._in_use.popleft()
 
     def _failure(self) -> Exception | None:

@@ -161,7 +161,7 @@ class Waited(dist.Work):
 class StreamWork(Handle):
     """Operations on a GPU's memory that were enqueued on `stream`, whose end `done` marks.
 
-    The group keeps `kept` until `wait`, which empties it, or until the GPU is done, so that the memory of these tensors
+    The group keeps `kept` until `wait`, which empties it, or until the GPU is done, so that the memory of tensors in it
     is not given to others meanwhile. On the caller's own stream nothing is kept: that orders what becomes of their
     memory. As with ProcessGroupNCCL: who waits on another stream than the one that tensors were made on calls
     `Tensor.record_stream`.
@@ -172,7 +172,7 @@ class StreamWork(Handle):
         stream: torch.cuda.Stream,
         outputs: list[torch.Tensor],
         done: torch.cuda.Event | None,
-        kept: list[torch.Tensor],
+        kept: list[object],
         failure: Callable[[], Exception | None],
         source: int | None = None,
     ) -> None:
