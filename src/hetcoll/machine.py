@@ -42,4 +42,4 @@ class Machine(NamedTuple):
     reduce: float = 20e9
     switch: float = 2e-6
     stall: float = 1.6
-    spread: float = 1.1
+    spread: float = 1.12
