@@ -37,6 +37,10 @@ def test_from_device_to_device() -> None:
     run_suites("suite_gpus.py")
 
 
+def test_cables_between_devices_fail() -> None:
+    run_suites("suite_gpus_cables.py")
+
+
 def test_two_guests_as_two_hosts_with_two_gpus_each() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
         free.bind(("127.0.0.1", 0))

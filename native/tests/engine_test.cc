@@ -45,6 +45,7 @@ void RelaysThatDiffer();
 void RelaysThatAreTried();
 void RelaysThatCannotReadBack();
 void RelaysWhoseRailsComeBack();
+void RelaysWhoseLastRailComesBack();
 void RelaysThatWaitForWhatComesAgain();
 void GpusAndHosts();
 
@@ -309,6 +310,7 @@ constexpr Scenario kScenarios[] = {
     {"rdma: tried", RelaysThatAreTried},
     {"rdma: no reading back", RelaysThatCannotReadBack},
     {"rdma: rails come back", RelaysWhoseRailsComeBack},
+    {"rdma: the last rail comes back", RelaysWhoseLastRailComesBack},
     {"rdma: sent again, later", RelaysThatWaitForWhatComesAgain},
     {"gpus: mixed", GpusAndHosts},
 };

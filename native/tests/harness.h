@@ -395,6 +395,14 @@ inline double Seconds(std::int64_t since) { return static_cast<double>(NowNs() -
 
 inline void SleepMs(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
+template <class Condition>
+bool Within(double seconds, Condition&& condition) {
+  for (const std::int64_t start = NowNs(); Seconds(start) < seconds; SleepMs(1)) {
+    if (condition()) return true;
+  }
+  return condition();
+}
+
 // One all-reduce on every rank, out of place and in place, against the sums.
 inline void Allreduce(Job& job, Algorithm algorithm, DType dtype, std::size_t count, const char* what) {
   const Bytes want = Sum(job.size(), count, dtype);

@@ -237,9 +237,9 @@ void Rails(const Setting& base, const char* what) {
   }
 }
 
-void KillAll(Pair& pair) {
+void KillAll(Pair& pair, std::uint64_t bytes = 1 << 20) {
   for (int nic = 0; nic < 2 * pair.setting.rails; ++nic) {
-    pair.fabric.Change(nic, [](FakeNic& n) { n.down_from = n.bytes + (std::uint64_t{1} << 20); });
+    pair.fabric.Change(nic, [&](FakeNic& n) { n.down_from = n.bytes + bytes; });
   }
 }
 
@@ -269,8 +269,8 @@ void RelaysThatLoseAllRails() {
     CHECK(pair.Counter(0, "links_over_tcp") == 1, "%s", pair.relays[0]->DescribeLinks().c_str());
     CHECK(!pair.relays[0]->TakeEvents().empty(), "it is told");
   }
-  {  // a GPU's cannot
-    Pair pair({.device = true});
+  {  // a GPU's cannot, and waits only so long
+    Pair pair({.device = true, .recovery_ns = 10'000'000});
     CHECK(Exchange(pair, 0, 5), "before");
     KillAll(pair);
     std::thread streams([&] { CHECK(!Exchange(pair, 5, 60), "it ends"); });
@@ -384,6 +384,43 @@ void RelaysWhoseRailsComeBack() {
     CHECK(pair.Counter(rank, "links_over_tcp") == 0 && pair.Counter(rank, "staged_bytes") == 0, "direct");
   }
   CHECK(pair.fabric.complaints().empty(), "queues held");
+}
+
+// All rails of a GPU's link are lost in the middle of messages, and one of them comes back, or all.
+void RelaysWhoseLastRailComesBack() {
+  for (int turn = 0; turn < 6; ++turn) {
+    const int rails = 1 + turn % 3;
+    Pair pair({.device = true,
+               .rails = rails,
+               .fabric = {.threaded = turn % 2 == 1, .overtake = turn >= 3, .seed = static_cast<std::uint32_t>(turn)},
+               .recovery_ns = 100'000'000});
+    CHECK(Exchange(pair, 0, 5), "before");
+    for (int round = 0; round < 2; ++round) {
+      const auto all = [&](const char* name) {
+        return pair.Counter(0, name) >= static_cast<std::uint64_t>((round + 1) * rails) &&
+               pair.Counter(1, name) >= static_cast<std::uint64_t>((round + 1) * rails);
+      };
+      KillAll(pair, 200'000);
+      std::thread streams([&] {
+        CHECK(Exchange(pair, 5 + 60 * static_cast<std::uint64_t>(round), 60), "turn %d, round %d: it stands: %s %s %s",
+              turn, round, pair.relays[0]->AwaitFailure(NowNs()).text.c_str(), pair.relays[0]->DescribeLinks().c_str(),
+              pair.relays[1]->DescribeLinks().c_str());
+      });
+      CHECK(Within(kPatience, [&] { return all("lost_rails"); }), "%s", pair.relays[0]->DescribeLinks().c_str());
+      CHECK(pair.relays[0]->DescribeLinks().find("waiting for a rail") != std::string::npos, "%s",
+            pair.relays[0]->DescribeLinks().c_str());
+      for (int nic = 0; nic < 2 * rails; ++nic) {
+        pair.fabric.Change(nic, [](FakeNic& n) {
+          n.down_from = ~std::uint64_t{0};
+          n.down = false;
+        });
+      }
+      streams.join();
+      CHECK(Within(kPatience, [&] { return all("recovered_rails"); }), "%s", pair.relays[0]->DescribeLinks().c_str());
+    }
+    CHECK(pair.Counter(0, "links_over_tcp") == 0 && pair.Counter(0, "staged_bytes") == 0, "direct");
+    CHECK(pair.fabric.complaints().empty(), "queues held");
+  }
 }
 
 // What is sent again is written to the same place once more: until that is over, nothing new may be written there by

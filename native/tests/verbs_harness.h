@@ -40,14 +40,6 @@ inline bool Settled(Engine& e) {
   return e.AskVerbs([](VerbsHost& verbs) { return verbs.Settled(); }, false);
 }
 
-template <class Condition>
-bool Within(double seconds, Condition&& condition) {
-  for (const std::int64_t start = NowNs(); Seconds(start) < seconds; SleepMs(1)) {
-    if (condition()) return true;
-  }
-  return condition();
-}
-
 // Until handshakes are over.
 inline void Settle(Job& job) {
   for (int r = 0; r < job.size(); ++r) {

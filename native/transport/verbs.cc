@@ -104,10 +104,8 @@ class VerbsRecv final : public RecvEnd {
     link_->Drive();
     if (link_->inbox().ready()) return true;
     if (link_->ended()) link_->PeerGone();
-    if (link_->lacks_rails()) {
-      static_cast<void>(link_->Landed());
-      link_->inbox().MakeRoom();
-    }
+    if (link_->lacks_rails() || link_->inbox().owes()) static_cast<void>(link_->Landed());
+    if (link_->lacks_rails()) link_->inbox().MakeRoom();
     return false;
   }
 
@@ -118,7 +116,7 @@ const char* PathOf(const VerbsLink& link) {
   if (link.over_tcp()) return "tcp";
   switch (link.state()) {
     case VerbsLink::State::kUp:
-      return "verbs";
+      return link.without_rails() ? "waiting for a rail" : "verbs";
     case VerbsLink::State::kSwitch:
       return "switching to tcp";
     default:

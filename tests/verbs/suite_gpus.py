@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import gpus
 import numpy as np
 import pytest
 import standins
-from cables import ENDS, Pool, all_plugged, plug, unplug
+from cables import ENDS, Pool
 from gpus import GPUS, check, environment, sealed
-from ranks import RankError, Ranks, wait_until
+from ranks import RankError, Ranks
 from reference import Case
 from test_gpu import device_of_rank, run_on_gpu
 from test_gpu_and_cpu import run_on_own
 
 import hetcoll
 from hetcoll.devices.array import DeviceArray
-from hetcoll.errors import CommunicationError, InitError
+from hetcoll.errors import InitError
 from hetcoll.slots import CHANNELS
 
 Launch = Callable[..., Ranks]
@@ -115,75 +114,6 @@ def test_a_rank_without_a_gpu(pool: Pool) -> None:
     assert "by RDMA to the GPU's pinned slots (staged: another host; not direct: rank" in "".join(cpu)
 
 
-@pytest.fixture
-def _cables() -> Iterator[None]:
-    yield
-    all_plugged()
-
-
-def add_up(comm: hetcoll.Communicator, calls: int) -> None:
-    """All-reduces whose every element is checked."""
-    device = device_of_rank(comm.rank)
-    for i in range(calls):
-        array = DeviceArray.of(device, np.full(BIG, comm.rank + i, np.float32))
-        comm.allreduce(array.buffer()).wait(60)
-        assert (array.get() == sum(range(comm.size)) + comm.size * i).all(), i
-
-
-def run_while(ranks: Ranks, happens: Callable[[], None]) -> list[Any]:
-    ranks.run(add_up, 2, timeout=60)
-    ranks.start(add_up, 8)
-    time.sleep(0.3)
-    happens()
-    return ranks.finish(90)
-
-
-@pytest.mark.usefixtures("_cables")
-def test_one_cable_is_cut(launch: Launch) -> None:
-    ranks = direct(launch, "na", **PROMPT)
-    ranks.run(sealed)
-    for outcome in run_while(ranks, lambda: unplug("veth2")):
-        assert outcome.error is None, outcome.trace
-    for counters, paths in ranks.run(told):
-        assert counters["gpu_lost_rails"] == 1, paths
-        assert counters["gpu_staged_bytes"] == counters["gpu_links_over_tcp"] == 0, counters
-        assert re.search(r"rxe[23] to rxe[23] \(down: ", "".join(paths)), paths
-    assert any("lost a rail, 1 left" in ranks.output(rank) for rank in range(2))
-    # It is taken up again, with its own way to see that what it wrote is there.
-    plug("veth2")
-    wait_until(lambda: all(counters["gpu_recovered_rails"] == 1 for counters, _ in ranks.run(told)), 60)
-    before = ranks.run(told)
-    ranks.run(add_up, 3, timeout=60)
-    for (was, _), (now, paths) in zip(before, ranks.run(told), strict=True):
-        assert now["gpu_direct_bytes"] > was["gpu_direct_bytes"], paths
-        assert "(down" not in "".join(paths), paths
-        assert re.search(r"rxe[23] to rxe[23] \([^)]*, taken up again 1 times\)", "".join(paths)), paths
-
-
-@pytest.mark.usefixtures("_cables")
-@pytest.mark.parametrize("cross", ["direct", "staged"])
-def test_both_cables_are_cut(launch: Launch, cross: str) -> None:
-    """Pinned memory goes on over TCP, a device's cannot: that is said on all ranks."""
-
-    def cut() -> None:
-        unplug("veth1")
-        unplug("veth2")
-
-    ranks = direct(launch, "na", HETCOLL_CROSS=cross, **PROMPT)
-    outcomes = run_while(ranks, cut)
-    if cross == "staged":
-        for outcome in outcomes:
-            assert outcome.error is None, outcome.trace
-        for counters, paths in ranks.run(told):
-            assert counters["gpu_links_over_tcp"] > 0, paths
-        return
-    for outcome in outcomes:
-        assert isinstance(outcome.error, CommunicationError), f"{outcome.value!r} {outcome.trace}"
-        assert "no rail to rank" in str(outcome.error)
-        assert "HETCOLL_CROSS=staged" in str(outcome.error)
-        assert outcome.seconds < 60
-
-
 def refused(comm: hetcoll.Communicator) -> None:
     comm.allreduce(DeviceArray(device_of_rank(comm.rank), 9).buffer()).wait(60)
 
@@ -240,19 +170,6 @@ def test_the_way_that_was_asked_for_and_fails_is_an_error_on_all_ranks(launch: L
         assert isinstance(outcome.error, InitError), outcome.trace
         assert "ranks 0 and 1 do not reach each other by RDMA between both GPUs' memory" in str(outcome.error)
         assert "(HETCOLL_CROSS=direct leaves no other way)" in str(outcome.error)
-
-
-@pytest.mark.usefixtures("_cables")
-def test_links_that_fail_while_they_are_tried(launch: Launch) -> None:
-    """No rail comes up: the direct way is given up, and the next one has a socket for that."""
-    ranks = direct(launch, "na", **PROMPT)
-    ranks.run(told)
-    unplug("veth1")
-    unplug("veth2")
-    check(ranks, [Case("allreduce", count=BIG)])
-    for _, paths in ranks.run(told):
-        assert "staged: direct did not work: rank " in "".join(paths), paths
-        assert "no rail to rank" in "".join(paths), paths
 
 
 def test_stand_ins_of_both_vendors_are_here() -> None:

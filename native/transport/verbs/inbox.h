@@ -39,6 +39,8 @@ class Inbox {
   // This NIC has answered so many reads of that memory (see ReadBack): what it had brought before the last of them is
   // there. Whether it needs one more, behind the `begun` so far.
   bool Land(const Nic& nic, std::uint64_t answered, std::uint64_t begun);
+  // Whether the sender waits to hear that something is there that came twice.
+  bool owes() const { return !again_.empty(); }
   // What this NIC brought and is not known to be there has not arrived: it must come again.
   void Forget(const Nic& nic);
 

@@ -157,7 +157,7 @@ void VerbsLink::PollRails() {
   for (const auto& rail : rails_) {
     if (!rail->alive() && (buried_ & 1u << rail->number()) == 0) Bury(*rail);
   }
-  if (options_.device && Alive() == 0 && !lifeline_.ended()) LostLast();
+  if (options_.device && AllBuried() && !lifeline_.ended() && NowNs() >= wait_until_) LostLast();
 }
 
 void VerbsLink::Bury(Rail& rail) {
@@ -171,8 +171,9 @@ void VerbsLink::Bury(Rail& rail) {
   if (options_.device) unposted_ = invited_.size();  // it may have carried some
   AwaitRecovery(rail);
   const std::uint32_t left = Alive();
-  Tell("lost a rail, " + std::to_string(std::popcount(left)) + " left" + (left == 0 ? ", going on over TCP" : "") +
-       ": " + rail.error());
+  wait_until_ = NowNs() + kWaitForRail * options_.recovery_ns;
+  const char* then = options_.device ? ", waiting for one to come back" : ", going on over TCP";
+  Tell("lost a rail, " + std::to_string(std::popcount(left)) + " left" + (left == 0 ? then : "") + ": " + rail.error());
   for (const auto& other : rails_) {
     if (other->alive()) other->PostLost(rail.number(), recoveries_[static_cast<std::size_t>(rail.number())].life);
   }
@@ -188,7 +189,7 @@ void VerbsLink::LostLast() const {
   for (const auto& rail : rails_) why += "; " + rail->error();
   throw Fault(FaultKind::kSystem, options_.peer,
               "verbs: no rail to rank " + std::to_string(options_.peer) +
-                  " is left, and no processor can read a GPU's memory to send it over TCP "
+                  " is left, none came back in time, and no processor can read a GPU's memory to send it over TCP "
                   "(HETCOLL_CROSS=staged goes through host memory and survives that)" +
                   why);
 }

@@ -6,7 +6,8 @@
 // probe over those that both could, and says which of them brought the peer's probe whole (Verified). A rail is used
 // when both ends verified it. Where none is, the link is a plain TCP link from the start. Whoever finds a rail dead
 // tells the other end over those that are left, or over the lifeline after the last (Lost). From then on until a rail
-// is back (recovery.cc) the lifeline carries the frames (Frame), and the receiver confirms them (Taken).
+// is back (recovery.cc) the lifeline carries the frames (Frame), and the receiver confirms them (Taken). Where the
+// memory is a GPU's it cannot: then they wait for that, but not for ever.
 #pragma once
 
 #include <atomic>
@@ -50,6 +51,7 @@ struct VerbsLinkOptions {
 };
 
 inline constexpr std::uint64_t kConfirmEvery = 8;  // frames over TCP
+inline constexpr std::int64_t kWaitForRail = 30;   // where the memory is a GPU's: times `recovery_ns`
 inline constexpr double kProbeSeconds = 10;  // more than a queue pair tries by itself, unless it was told to be patient
 
 class VerbsLink final : private RailListener {
@@ -71,7 +73,8 @@ class VerbsLink final : private RailListener {
 
   // Whether messages go through the outbox: not while the link is being made or mended.
   bool open() const { return state_ == State::kUp && !outbox_.resending() && !lifeline_.ended(); }
-  bool over_tcp() const { return state_ == State::kTcp || (state_ == State::kUp && Alive() == 0); }
+  bool over_tcp() const { return state_ == State::kTcp || (without_rails() && !options_.device); }
+  bool without_rails() const { return state_ == State::kUp && Alive() == 0; }
   SendEnd* tcp_send() const { return tcp_.send.get(); }  // null but for plain TCP links
   RecvEnd* tcp_recv() const { return tcp_.recv.get(); }
   // The receiver is about to take bytes [at, at + n) of a message to dst.
@@ -211,7 +214,8 @@ class VerbsLink final : private RailListener {
   std::uint64_t granted_ = 0;         // all frames before this, if rails brought them
   std::uint64_t confirmed_ = 0;       // the peer was told that frames before this are used up
   std::uint32_t buried_ = 0;
-  std::uint32_t lost_ = 0;  // of those, what was in use
+  std::int64_t wait_until_ = 0;  // for a rail, where none is left
+  std::uint32_t lost_ = 0;       // of those, what was in use
   int lost_rails_ = 0;
   bool leaving_ = false;    // nothing more is sent over the lifeline
   std::uint64_t news_ = 0;  // grows with whatever a sleeper would want to know

@@ -24,7 +24,8 @@ Outbox::Outbox(const Rails& rails, Lifeline& lifeline, Regions& regions, std::si
       regions_(regions),
       peer_(peer),
       device_(device),
-      fragment_(std::min(kFragment, ring_bytes / 4)) {
+      fragment_(std::min(kFragment, ring_bytes / 4)),
+      kept_(device ? kWindow : 0) {
   for (const auto& rail : rails_) nics_ |= 1u << rail->nic().index();
 }
 
@@ -203,6 +204,10 @@ void Outbox::Lost(const Rail& rail) {
     }
     sent.lost = true;
     ++lost_;
+    if (!device_) continue;
+    Frame& kept = kept_[seq % kWindow];
+    kept = *sent.frame;
+    sent.frame = &kept;
   }
   resend_from_ = oldest_;
   if (device_) recovered_ = next_;

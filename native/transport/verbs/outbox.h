@@ -119,6 +119,7 @@ class Outbox {
   std::uint32_t nics_ = 0;  // bit mask of those that the rails use
   std::size_t fragment_;
   std::array<Sent, kWindow> sent_;
+  std::vector<Frame> kept_;   // of a GPU, those to go again: a lost rail's memory is needed for the one to come
   std::uint64_t oldest_ = 0;  // not delivered
   std::uint64_t next_ = 0;
   std::size_t lost_ = 0;

@@ -1,0 +1,129 @@
+"""In a guest: what becomes of RDMA between the memory of stand-in GPUs when cables fail. See suite_gpus."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cables import all_plugged, plug, unplug
+from gpus import check, sealed
+from ranks import Ranks, wait_until
+from reference import Case
+from suite_gpus import BIG, PROMPT, Launch, direct, told
+from test_gpu import device_of_rank
+
+import hetcoll
+from hetcoll.devices.array import DeviceArray
+from hetcoll.errors import CommunicationError
+
+pytestmark = pytest.mark.timeout(300)  # processors are emulated
+
+
+@pytest.fixture(autouse=True)
+def _cables() -> Iterator[None]:
+    yield
+    all_plugged()
+
+
+def add_up(comm: hetcoll.Communicator, calls: int) -> None:
+    """All-reduces whose every element is checked."""
+    device = device_of_rank(comm.rank)
+    for i in range(calls):
+        array = DeviceArray.of(device, np.full(BIG, comm.rank + i, np.float32))
+        comm.allreduce(array.buffer()).wait(60)
+        assert (array.get() == sum(range(comm.size)) + comm.size * i).all(), i
+
+
+def run_while(ranks: Ranks, happens: Callable[[], None]) -> list[Any]:
+    ranks.run(add_up, 2, timeout=60)
+    ranks.start(add_up, 8)
+    time.sleep(0.3)
+    happens()
+    return ranks.finish(90)
+
+
+def test_one_cable_is_cut(launch: Launch) -> None:
+    ranks = direct(launch, "na", **PROMPT)
+    ranks.run(sealed)
+    for outcome in run_while(ranks, lambda: unplug("veth2")):
+        assert outcome.error is None, outcome.trace
+    for counters, paths in ranks.run(told):
+        assert counters["gpu_lost_rails"] == 1, paths
+        assert counters["gpu_staged_bytes"] == counters["gpu_links_over_tcp"] == 0, counters
+        assert re.search(r"rxe[23] to rxe[23] \(down: ", "".join(paths)), paths
+    assert any("lost a rail, 1 left" in ranks.output(rank) for rank in range(2))
+    # It is taken up again, with its own way to see that what it wrote is there.
+    plug("veth2")
+    wait_until(lambda: all(counters["gpu_recovered_rails"] == 1 for counters, _ in ranks.run(told)), 60)
+    before = ranks.run(told)
+    ranks.run(add_up, 3, timeout=60)
+    for (was, _), (now, paths) in zip(before, ranks.run(told), strict=True):
+        assert now["gpu_direct_bytes"] > was["gpu_direct_bytes"], paths
+        assert "(down" not in "".join(paths), paths
+        assert re.search(r"rxe[23] to rxe[23] \([^)]*, taken up again 1 times\)", "".join(paths)), paths
+
+
+@pytest.mark.parametrize("cross", ["auto", "staged"])
+def test_both_cables_are_cut(launch: Launch, cross: str) -> None:
+    """Pinned memory goes on over TCP, a device's cannot: after a while that is said on all ranks, which may go on."""
+
+    def cut() -> None:
+        unplug("veth1")
+        unplug("veth2")
+
+    ranks = direct(launch, "na", HETCOLL_CROSS=cross, **PROMPT)
+    outcomes = run_while(ranks, cut)
+    if cross == "staged":
+        for outcome in outcomes:
+            assert outcome.error is None, outcome.trace
+        for counters, paths in ranks.run(told):
+            assert counters["gpu_links_over_tcp"] > 0, paths
+        return
+    for outcome in outcomes:
+        assert isinstance(outcome.error, CommunicationError), f"{outcome.value!r} {outcome.trace}"
+        assert "no rail to rank" in str(outcome.error)
+        assert "HETCOLL_CROSS=staged" in str(outcome.error)
+    for paths in ranks.run(go_on, timeout=60):
+        assert "through pinned slots and 8 sockets" in "".join(paths), paths
+
+
+def go_on(comm: hetcoll.Communicator) -> tuple[str, ...]:
+    """In another communicator, whose ranks find no port that is up."""
+    with comm.shrink() as rest:
+        add_up(rest, 2)
+        return rest.explain("allreduce", 1 << 20).paths
+
+
+def test_both_cables_are_back(launch: Launch) -> None:
+    """In the middle of calls, which have waited for them."""
+
+    def cut_and_mend() -> None:
+        unplug("veth1")
+        unplug("veth2")
+        wait_until(lambda: all("0 left, waiting for one" in ranks.output(rank) for rank in range(2)), 60)
+        all_plugged()
+
+    ranks = direct(launch, "na", **PROMPT)
+    ranks.run(sealed)
+    for outcome in run_while(ranks, cut_and_mend):
+        assert outcome.error is None, outcome.trace
+    for counters, paths in ranks.run(told):
+        assert counters["gpu_lost_rails"] >= 2, paths
+        assert counters["gpu_recovered_rails"] > 0, paths
+        assert counters["gpu_staged_bytes"] == counters["gpu_links_over_tcp"] == 0, counters
+
+
+def test_links_that_fail_while_they_are_tried(launch: Launch) -> None:
+    """No rail comes up: the direct way is given up, and the next one has a socket for that."""
+    ranks = direct(launch, "na", **PROMPT)
+    ranks.run(told)
+    unplug("veth1")
+    unplug("veth2")
+    check(ranks, [Case("allreduce", count=BIG)])
+    for _, paths in ranks.run(told):
+        assert "staged: direct did not work: rank " in "".join(paths), paths
+        assert "no rail to rank" in "".join(paths), paths
