@@ -164,11 +164,12 @@ def markdown(done: dict[str, dict[str, Found]], balanced: dict[str, Any], tokens
     for way, found in done.items():
         for name, each in found.items():
             middle = statistics.median(each.seconds)
-            of = [statistics.median(found[peer].seconds) / middle if peer in found else 0 for peer in ("nccl", "gloo")]
-            rows.append(
-                [way, PEERS[name].name, f"{tokens / middle:.0f}", f"{of[0]:.3f}", f"{of[1]:.2f}",
-                 f"{each.losses[-1]:.4f}", f"{each.error:.1e}"]
-            )  # fmt: skip
+            of = [
+                f"{statistics.median(found[peer].seconds) / middle:.{digits}f}" if peer in found else "failed"
+                for peer, digits in (("nccl", 3), ("gloo", 2))
+            ]
+            end = f"{each.losses[-1]:.4f}", f"{each.error:.1e}"
+            rows.append([way, PEERS[name].name, f"{tokens / middle:.0f}", *of, *end])
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
     return "\n\n".join([f"### {gpus} GPUs", table, *([balance_text(balanced, gpus)] if balanced else [])])
 

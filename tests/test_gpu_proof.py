@@ -273,12 +273,13 @@ def exchange(comm: hetcoll.Communicator) -> dict[int, bool]:
     for count in (6, 70_002, 3_000_003):
         own, got = Own(comm, np.arange(count, dtype=np.float32) + rank), Own(comm, np.zeros(count, np.float32))
         for pair in itertools.combinations(range(size), 2):
-            comm.barrier()  # a peer empties slots later than it fills them
+            comm.barrier()  # nobody else's messages move meanwhile
             if rank in pair:
                 peer, before = sum(pair) - rank, edges.progress()
                 comm.sendrecv(own.array, peer, got.array, peer).wait(60)
                 found[peer] = edges.progress() != before
                 assert (got.get() == np.arange(count) + peer).all()
+        comm.barrier()
         each = count // size
         want = [np.arange(rank * each, (rank + 1) * each) + peer for peer in range(size)]
         counts: dict[str, Any]

@@ -22,8 +22,8 @@ struct Touch {
 
 class Compiler {
  public:
-  Compiler(DeviceProgram& program, const BoundPlan& plan, bool relayed)
-      : program_(program), plan_(plan), grants_(relayed ? kGrantLane : kSignalLane) {}
+  Compiler(DeviceProgram& program, const BoundPlan& plan, bool one_signal_lane)
+      : program_(program), plan_(plan), grants_(one_signal_lane ? kSignalLane : kGrantLane) {}
 
   // What comes next is of a step of this level.
   void Begin(std::uint32_t level) {
@@ -231,14 +231,14 @@ class Compiler {
 }  // namespace
 
 DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order,
-                             std::span<const std::uint16_t> steps_edges, std::size_t slot_bytes, bool relayed,
+                             std::span<const std::uint16_t> steps_edges, std::size_t slot_bytes, bool one_signal_lane,
                              std::span<const std::uint32_t> levels)
     : scratch_bytes(plan.scratch_bytes) {
   const std::size_t steps = plan.steps.size();
   if (order.size() != steps || steps_edges.size() != steps || (!levels.empty() && levels.size() != steps)) {
     throw PlanError("plan: an order and an edge for each of " + std::to_string(steps) + " steps wanted");
   }
-  Compiler compiler(*this, plan, relayed);
+  Compiler compiler(*this, plan, one_signal_lane);
   for (const std::uint32_t index : order) {
     const BoundStep& s = plan.steps.at(index);
     if (!levels.empty()) compiler.Begin(levels[index]);
@@ -289,7 +289,7 @@ DeviceProgram CaptureRecipe::Program(std::size_t slot_bytes) const {
   std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
     return std::pair(levels[a], plan.steps[a].op) < std::pair(levels[b], plan.steps[b].op);
   });
-  DeviceProgram program(plan, order, edges, slot_bytes, false, levels);  // relays hear of no replay
+  DeviceProgram program(plan, order, edges, slot_bytes, false, levels);
   if (!sends.empty() || !recvs.empty()) program.Part(sends, recvs);
   return program;
 }

@@ -105,15 +105,17 @@ struct DeviceAction {
 // The streams of a queue, by what they do. Two for each direction of copies, which take turns: a stream that waits for
 // a value in host memory leaves its copy engine idle for some microseconds before the next copy (seen on H200s: 5 to 7
 // us of the 73 that 3 MiB take), and meanwhile the other one copies. Signals have streams of their own: behind a copy
-// in the same stream they would wait for the one that was begun meanwhile. One for both directions inside a host, since
-// each stream that waits delays what the others have waited for (docs/gpus.md). What comes from another host may be
-// long in coming and would hold up what goes there, so those have one each.
+// in the same stream they would wait for the one that was begun meanwhile. Each stream that waits delays what the
+// others have waited for, so collectives inside a host have one for both directions (docs/gpus.md). It goes from one
+// signal to the next in the order of the steps, so that what comes holds up what goes: there sends are ahead of
+// receives by some messages. Those of point-to-point messages are not, and what comes from another host may be long in
+// coming.
 inline constexpr unsigned kCopyLanes = 2;
 enum DeviceLane : std::uint8_t {
   kOutLanes,                            // fill slots
   kInLanes = kOutLanes + kCopyLanes,    // empty slots
-  kSignalLane = kInLanes + kCopyLanes,  // says that slots are full, and inside a host that they are empty
-  kGrantLane,                           // says to relays that slots are empty
+  kSignalLane = kInLanes + kCopyLanes,  // says that slots are full, or both
+  kGrantLane,                           // says that slots are empty
   kWorkLane,                            // reductions, and copies inside the GPU
   kLocalLane,                           // what the vendor's library does
 };
@@ -136,10 +138,10 @@ struct LocalAction {
 };
 
 struct DeviceProgram {
-  // `order` names each step of the plan once, by rising `levels` where they have any; `relayed`: some of the edges have
-  // relays. Throws PlanError where a message is larger than a slot.
+  // `order` names each step of the plan once, by rising `levels` where they have any; `one_signal_lane`: for both
+  // directions. Throws PlanError where a message is larger than a slot.
   DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, std::span<const std::uint16_t> edges,
-                std::size_t slot_bytes, bool relayed, std::span<const std::uint32_t> levels = {});
+                std::size_t slot_bytes, bool one_signal_lane, std::span<const std::uint32_t> levels = {});
 
   // What lies in SEND and RECV are messages, which begin at these bytes: each has an area of its own from now on.
   void Part(std::span<const std::size_t> sends, std::span<const std::size_t> recvs);

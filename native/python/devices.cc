@@ -115,8 +115,9 @@ void BindDevices(nb::module_& m) {
       .def("capture_taken", &PyDeviceQueue::CaptureTaken, "stream"_a)
       .def("bind", &PyDeviceQueue::Bind, nb::kw_only(), "plan"_a, "rank"_a, "size"_a, "dtype"_a, "send_count"_a,
            "recv_count"_a, "send_table"_a, "recv_table"_a, "order"_a, "levels"_a, "lag"_a, "edges"_a, "reduce"_a.none(),
-           "scale"_a.none(), "divisor"_a, "p2p"_a = false, "local"_a.none() = nb::none(), "codec"_a.none() = nb::none(),
-           "sends"_a = std::vector<std::size_t>(), "recvs"_a = std::vector<std::size_t>())
+           "scale"_a.none(), "divisor"_a, "p2p"_a = false, "ahead"_a = false, "local"_a.none() = nb::none(),
+           "codec"_a.none() = nb::none(), "sends"_a = std::vector<std::size_t>(),
+           "recvs"_a = std::vector<std::size_t>())
       .def_static("bind_kernel", &PyDeviceQueue::BindKernel, nb::kw_only(), "function"_a, "arguments"_a, "blocks"_a,
                   "threads"_a)
       .def("join", &PyDeviceQueue::Join, "stream"_a)

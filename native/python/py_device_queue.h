@@ -107,8 +107,8 @@ class PyDeviceQueue {
                                     const std::vector<std::size_t>& recv_table, const std::vector<std::uint32_t>& order,
                                     const std::vector<std::uint32_t>& levels, std::uint32_t lag,
                                     const std::vector<std::uint16_t>& edges, const KernelArgs& reduce,
-                                    const KernelArgs& scale, unsigned divisor, bool p2p, const LocalArgs& local,
-                                    const CodecArgs& codec, std::vector<std::size_t> sends,
+                                    const KernelArgs& scale, unsigned divisor, bool p2p, bool ahead,
+                                    const LocalArgs& local, const CodecArgs& codec, std::vector<std::size_t> sends,
                                     std::vector<std::size_t> recvs) {
     const Plan plan({reinterpret_cast<const std::byte*>(encoded.c_str()), encoded.size()}, size);
     const auto type = static_cast<DType>(dtype);
@@ -118,7 +118,7 @@ class PyDeviceQueue {
       throw PlanError("plan: a level for each step, and a lag wanted");
     if (sends.size() + recvs.size() > kMostMessages)
       throw PlanError("a group of more than " + std::to_string(kMostMessages) + " messages");
-    DeviceProgram program(bound, order, edges, queue_.slot_bytes(), Relayed(edges));
+    DeviceProgram program(bound, order, edges, queue_.slot_bytes(), ahead && !Relayed(edges));
     if (!sends.empty() || !recvs.empty()) program.Part(sends, recvs);
     auto recipe = std::make_shared<CaptureRecipe>(
         CaptureRecipe{std::move(bound), edges, levels, lag, std::move(sends), std::move(recvs)});

@@ -197,6 +197,7 @@ class DeviceQueue:
         scale: tuple[int, int, int, int] | None,
         divisor: int,
         p2p: bool = False,
+        ahead: bool = False,
         local: tuple[int, int, int] | None = None,
         codec: tuple[int, _Kernel, _Kernel, _Kernel, _Kernel] | None = None,
         sends: Sequence[int] = (),

@@ -283,6 +283,7 @@ class DeviceBinder:
             divisor=plan.size,
             local=local,
             p2p=call is None,
+            ahead=plan.collective is not Collective.P2P,
             codec=None if call is None or not call.compress else self._codec(call),
             sends=[at * dtype.itemsize for at in apart[0]],
             recvs=[at * dtype.itemsize for at in apart[1]],
