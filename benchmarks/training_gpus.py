@@ -165,7 +165,7 @@ def markdown(done: dict[str, dict[str, Found]], balanced: dict[str, Any], tokens
         for name, each in found.items():
             middle = statistics.median(each.seconds)
             of = [
-                f"{statistics.median(found[peer].seconds) / middle:.{digits}f}" if peer in found else "failed"
+                f"{statistics.median(found[peer].seconds) / middle:.{digits}f}" if peer in found else "-"
                 for peer, digits in (("nccl", 3), ("gloo", 2))
             ]
             end = f"{each.losses[-1]:.4f}", f"{each.error:.1e}"
