@@ -23,8 +23,8 @@ class VendorCollectives {
   void Send(const void* send, std::size_t count, int dtype, int peer, DeviceStream stream);
   void Recv(void* recv, std::size_t count, int dtype, int peer, DeviceStream stream);
 
-  // What `calls` makes is one operation. Where one of them throws, the group ends all the same: the library has one of
-  // a thread open, whatever communicators the thread calls next.
+  // What `calls` makes is one operation. Where one of them throws, the group ends all the same: an open one is the
+  // thread's, and would hold up whatever communicator the thread calls next.
   template <class Calls>
   void Group(Calls&& calls) {
     Check(group_start_(), "ncclGroupStart");

@@ -217,7 +217,7 @@ class Compiler {
 
   DeviceProgram& program_;
   const BoundPlan& plan_;
-  const std::uint8_t grants_;  // the lane of those
+  const std::uint8_t grants_;  // the lane that says that slots are empty
   unsigned stagings_ = 0;
   unsigned sends_ = 0;
   unsigned receives_ = 0;

@@ -106,15 +106,15 @@ struct DeviceAction {
 // a value in host memory leaves its copy engine idle for some microseconds before the next copy (seen on H200s: 5 to 7
 // us of the 73 that 3 MiB take), and meanwhile the other one copies. Signals have streams of their own: behind a copy
 // in the same stream they would wait for the one that was begun meanwhile. Each stream that waits delays what the
-// others have waited for, so collectives inside a host have one for both directions (docs/gpus.md). It goes from one
-// signal to the next in the order of the steps, so that what comes holds up what goes: there sends are ahead of
-// receives by some messages. Those of point-to-point messages are not, and what comes from another host may be long in
-// coming.
+// others have waited for, so collectives inside a host have one for both directions (docs/gpus.md). It takes signals in
+// the order of the steps, so what has not come holds up what is to go. There that costs nothing, as sends are ahead of
+// receives by some messages. Point-to-point messages take turns, and what comes from another host may be long in
+// coming: those have one for each direction.
 inline constexpr unsigned kCopyLanes = 2;
 enum DeviceLane : std::uint8_t {
   kOutLanes,                            // fill slots
   kInLanes = kOutLanes + kCopyLanes,    // empty slots
-  kSignalLane = kInLanes + kCopyLanes,  // says that slots are full, or both
+  kSignalLane = kInLanes + kCopyLanes,  // says that slots are full, and that they are empty where it is the only one
   kGrantLane,                           // says that slots are empty
   kWorkLane,                            // reductions, and copies inside the GPU
   kLocalLane,                           // what the vendor's library does

@@ -8,8 +8,8 @@
 //
 // The queue tells the relay of each message when it enqueues it, so a thread knows what is due: it sleeps when nothing
 // is, and a frame that is not the one that was due is found when it comes. An edge may have several links ("stripes"):
-// a long message goes through all of them, a part each, so that it is there as soon as it can be; whatever its length
-// says is true at both ends. Short ones go through one each.
+// a long message goes through all of them, a part each, so that it is there as soon as it can be, and a short one
+// through one. Its number and its length say which, at both ends alike.
 //
 // A link is a TCP socket, or one over RDMA (transport/verbs.h), which stripes over NICs by itself. Slots that are
 // registered are sent from and written to where they lie. They may be a GPU's own memory: then NICs alone touch it.

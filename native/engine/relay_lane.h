@@ -84,8 +84,8 @@ class RelayLane {
   std::string Describe() const {
     if (idle()) return "";
     return std::string(outgoing_ ? "send to rank " : "receive from rank ") + std::to_string(peer_) + " on channel " +
-           std::to_string(channel_) + ": " + std::to_string(posted_ - through_) + " messages, the first at byte " +
-           std::to_string(done_.load(std::memory_order_relaxed));
+           std::to_string(channel_) + ": " + std::to_string(posted_ - through_) +
+           " messages or parts of them, the first at byte " + std::to_string(done_.load(std::memory_order_relaxed));
   }
 
  private:
