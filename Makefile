@@ -23,7 +23,7 @@ EXTRA = $(BIN)/python -c "import tomllib; \
 	print(*(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'] \
 	if not r.startswith('hetcoll')), sep='\n')" | $(PIP) -r /dev/stdin
 
-.PHONY: help perf test jax vendors launchers lint types format sanitize bench instructions clean tools
+.PHONY: help perf test jax vendors launchers lint types format sanitize sanitizers bench instructions clean tools
 
 help:
 	@echo "make perf          measure all-reduce with two ranks here (PERF=\"...\": other arguments of hetcoll perf)"
@@ -56,15 +56,21 @@ format: $(VENV)/dev
 types: $(VENV)/installed $(VENV)/test $(VENV)/dev
 	$(BIN)/mypy --strict
 
-sanitize: $(VENV)/dev
-	set -e; for sanitizer in $(SANITIZERS); do \
-	  $(BIN)/cmake -S native -B build/$$sanitizer -DHETCOLL_BUILD_TESTS=ON -DHETCOLL_SANITIZE=$$sanitizer -DHETCOLL_WERROR=ON \
-	    -DCMAKE_BUILD_TYPE=RelWithDebInfo; \
-	  $(BIN)/cmake --build build/$$sanitizer --target $(NATIVE_TESTS); \
-	  for name in $(NATIVE_TESTS); do \
-	    UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
-	      $$(find build/$$sanitizer -type f -name $$name -perm -u+x); \
-	  done; \
+# The tests of one variant mostly wait or use one processor: they run beside those of the other.
+sanitize: sanitizers
+	+$(MAKE) -j $(words $(SANITIZERS)) --output-sync=target $(SANITIZERS:%=sanitize-run-%)
+
+sanitizers: $(SANITIZERS:%=sanitize-build-%)
+
+sanitize-build-%: $(VENV)/dev
+	$(BIN)/cmake -S native -B build/$* -DHETCOLL_BUILD_TESTS=ON -DHETCOLL_SANITIZE=$* -DHETCOLL_WERROR=ON \
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	$(BIN)/cmake --build build/$* --target $(NATIVE_TESTS)
+
+sanitize-run-%:
+	set -e; for name in $(NATIVE_TESTS); do \
+	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
+	    $$(find build/$* -type f -name $$name -perm -u+x); \
 	done
 
 bench: $(VENV)/installed

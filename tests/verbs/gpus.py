@@ -8,6 +8,7 @@ from typing import Any
 
 import ranks
 import standins
+from cables import PRELOADED
 from ranks import Ranks
 from reference import Case
 from test_gpu import COLLECTIVES, run_on_gpu
@@ -18,7 +19,8 @@ from hetcoll.relays import Relays
 from hetcoll.verbs import offer, pci
 from hetcoll.verbs.memory import Memory
 
-ranks.preload("hetcoll", "hetcoll.cli.patterns", "hetcoll.verbs.offer", "ml_dtypes", "pytest", "test_gpu")
+VENDORS = ("cuda.bindings.driver", "cuda.bindings.nvrtc", "rocm.bindings.hip", "rocm.bindings.hiprtc")
+ranks.preload(*PRELOADED, *VENDORS, "hetcoll.gpu", "numpy.random", "test_gpu")
 
 VENDOR = {"n": "cuda", "a": "hip", "c": None}
 

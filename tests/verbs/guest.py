@@ -14,8 +14,9 @@ on the Ethernet devices veth0 to veth3. Each device reaches itself and the one a
 In a group, which is made of guests that were started with one PORT (a free UDP port) and RANKs of their own, a guest
 has rxe0 (10.78.0.RANK+1) on eth0 and rxe1 (10.78.1.RANK+1) on eth1, and reaches the others over both.
 
-The exit status is the command's; 124 after the timeout, 125 when there was no guest. Processors are emulated in
-software, since nested virtualisation is not to be had everywhere: it is for finding out what works, not how fast.
+The exit status is the command's; 124 after the timeout, 125 when there was no guest, 123 when QEMU died of a signal.
+Processors are emulated in software, since nested virtualisation is not to be had everywhere: it is for finding out what
+works, not how fast.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _MODULES = (
     *("virtio_pci", "virtio_console", "virtio_net", "9p", "9pnet_virtio", "overlay"),
     *("veth", "sch_netem", "crc32_generic", "ib_uverbs", "rdma_rxe"),
 )
-_FAILED, _TIMED_OUT = 125, 124
+_FAILED, _TIMED_OUT, _CRASHED = 125, 124, 123
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -254,7 +255,8 @@ def run(
         except subprocess.TimeoutExpired:
             why, status = f"no end after {timeout:g} s", _TIMED_OUT
         except (subprocess.CalledProcessError, OSError, ValueError) as error:
-            why, status = f"it ended without a status ({error})", _FAILED
+            died = isinstance(error, subprocess.CalledProcessError) and error.returncode < 0
+            why, status = f"it ended without a status ({error})", _CRASHED if died else _FAILED
         finally:
             os.close(quiet)
             os.close(open_end)

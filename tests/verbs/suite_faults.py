@@ -11,11 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from cables import all_plugged, hardware, kernel_objects, netem, plug, unplug, verbs
-from ranks import RankError, Ranks, wait_until
+from ranks import Outcome, RankError, Ranks, wait_until
 
 import hetcoll
 from hetcoll import PeerLostError
@@ -40,15 +41,23 @@ def add_up(comm: hetcoll.Communicator, calls: int) -> None:
         assert (x == sum(range(comm.size)) + comm.size * i).all(), i
 
 
-def add_up_until(comm: hetcoll.Communicator, folder: Path) -> None:
+def reduced(comm: hetcoll.Communicator, x: np.ndarray) -> np.ndarray:
+    """The sum of the ranks' `x`, which may lie there."""
+    comm.allreduce(x)
+    return x
+
+
+def add_up_until(
+    comm: hetcoll.Communicator, folder: Path, reduced: Callable[..., np.ndarray] = reduced, count: int = COUNT
+) -> None:
     """The same until rank 0 finds the file `done`, and some more. After each call every rank notes its counters."""
-    x, left, calls = np.empty(COUNT, np.float32), 4, 0
+    x, left, calls = np.empty(count, np.float32), 4, 0
     while left > 0:
         x[:] = comm.rank
         x[-1] = comm.rank == 0 and (folder / "done").exists()
-        comm.allreduce(x)
-        assert (x[:-1] == sum(range(comm.size))).all()
-        left -= int(x[-1])
+        found = reduced(comm, x)
+        assert (found[:-1] == sum(range(comm.size))).all()
+        left -= int(found[-1])
         calls += 1
         note = folder / f"next{comm.rank}"
         note.write_text(json.dumps(comm.counters() | {"calls": calls}))
@@ -81,18 +90,23 @@ def told(comm: hetcoll.Communicator) -> tuple[dict[str, int], str]:
     return comm.counters(), str(comm.explain("allreduce", 4 * COUNT))
 
 
-def run_while(ranks: Ranks, happens: Callable[[Progress], None]) -> list[tuple[dict[str, int], str]]:
-    """`happens` in the middle of calls; then what each rank says."""
-    ranks.run(add_up, 2)
+def in_the_middle(ranks: Ranks, happens: Callable[[Progress], None], *how: Any, seconds: float = 60) -> list[Outcome]:
+    """`happens` while the ranks `add_up_until`, told `how`; how that ended on each."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ranks.start(add_up_until, folder)
+        ranks.start(add_up_until, folder, *how)
         progress = Progress(folder, ranks.size)
         progress.until_call(3)
         happens(progress)
         (folder / "done").touch()
-        for outcome in ranks.finish(60):
-            assert outcome.error is None, outcome.trace
+        return ranks.finish(seconds)
+
+
+def run_while(ranks: Ranks, happens: Callable[[Progress], None]) -> list[tuple[dict[str, int], str]]:
+    """`happens` in the middle of calls; then what each rank says."""
+    ranks.run(add_up, 2)
+    for outcome in in_the_middle(ranks, happens):
+        assert outcome.error is None, outcome.trace
     ranks.run(add_up, 1)
     return ranks.run(told)
 
@@ -258,11 +272,10 @@ def test_a_slow_cable_carries_less(pool: Launch) -> None:
         assert 2 * slow[1] < fast[1], (slow, fast, text)
 
 
-def test_a_rank_is_killed(launch: Launch) -> None:
+def test_a_rank_is_killed(launch: Launch, tmp_path: Path) -> None:
     ranks = verbs(launch, 3)
-    ranks.run(add_up, 1)
-    ranks.start(add_up, 10_000)
-    time.sleep(0.5)  # in the middle of calls, most probably
+    ranks.start(add_up_until, tmp_path)
+    Progress(tmp_path, ranks.size).until_call(3)
     ranks.kill(1)
     for outcome in ranks.finish(30, only=[0, 2]):
         assert isinstance(outcome.error, PeerLostError), outcome.trace

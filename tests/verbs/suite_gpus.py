@@ -148,7 +148,7 @@ def test_memory_that_no_device_takes(launch: Launch) -> None:
     [
         (("direct",), "bytes", "through pinned slots and verbs"),
         (("direct",), "signal", "through pinned slots and verbs"),
-        (("direct", "staged-rdma"), "bytes", "through pinned slots and 8 sockets"),
+        (("direct", "staged-rdma"), "bytes", r"through pinned slots and \d+ sockets"),
     ],
 )
 def test_ways_that_fail_are_given_up_at_both_ends(launch: Launch, ways: tuple[str, ...], how: str, left: str) -> None:
@@ -157,7 +157,7 @@ def test_ways_that_fail_are_given_up_at_both_ends(launch: Launch, ways: tuple[st
     check(ranks, [Case("allreduce", count=BIG), Case("allgather", count=5)])
     for rank, (counters, paths) in enumerate(ranks.run(told)):
         (path,) = [line for line in paths if line.startswith(f"from the GPU to that of rank {1 - rank}")]
-        assert left in path, path
+        assert re.search(left, path), path
         assert f"(staged: {' and '.join(ways)} did not work: rank 0: " in path, path
         assert ("came wrong" if how == "bytes" else "nothing came from rank 1 in") in path, path
         assert counters["gpu_links_over_tcp"] == 0, paths
