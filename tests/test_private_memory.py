@@ -38,6 +38,12 @@ def _collectives(comm: hetcoll.Communicator, rounds: int, counts: Sequence[int] 
             assert np.array_equal(wide2.reshape(n, count), base + np.arange(n)[:, None] * i + me)
             comm.sendrecv(a, after, b, before)
             assert np.array_equal(b, base + before * i)
+            with comm.group():
+                for peer, into in ((after, b), (before, wide2[:count])):
+                    comm.send(a, peer)
+                    comm.recv(into, peer)
+            assert np.array_equal(b, base + after * i)
+            assert np.array_equal(wide2[:count], base + before * i)
             comm.broadcast(a, root=i % n)
             assert np.array_equal(a, base + i % n * i)
             comm.scatter(wide if me == 0 else None, b)

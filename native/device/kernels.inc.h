@@ -138,27 +138,28 @@ void Copy(char* dst, const char* src, std::size_t nbytes, bool stream) {
 }
 
 template <class E>
-__attribute__((noinline)) void Stream(char* dst, const char* a, const char* b, std::size_t nbytes) {
-  using V = Vector<typename E::Element, E::kStep>;
-  const std::size_t head = -reinterpret_cast<std::uintptr_t>(dst) % kLine;
-  // Elements that straddle cache lines go through the cache.
-  if (head % E::kUnit != 0) return Plain<E>(dst, a, b, nbytes);
-  Plain<E>(dst, a, b, head);
-  const std::size_t end = head + (nbytes - head) / kLine * kLine;
-  for (std::size_t i = head; i < end; i += E::kStep) StoreStream(dst + i, E{}.Apply(Load<V>(a + i), Load<V>(b + i)));
-  Plain<E>(dst + end, a + end, b + end, nbytes - end);
-  StoreFence();
+void Two(char* dst, char* dst2, const char* a, const char* b, std::size_t nbytes) {
+  Run(E{}, Both{dst, dst2}, a, b, nbytes);
 }
 
-// dst2 is stored through the cache, and still there when it is copied to dst, a small block at a time.
-void Stream2(void (*plain)(char*, const char*, const char*, std::size_t), char* dst, char* dst2, const char* a,
-             const char* b, std::size_t nbytes) {
-  constexpr std::size_t kBlock = 1024;
-  for (std::size_t done = 0; done < nbytes; done += kBlock) {
-    const std::size_t n = nbytes - done < kBlock ? nbytes - done : kBlock;
-    plain(dst2 + done, a + done, b + done, n);
-    n <= kSmallCopy ? CopySmall(dst + done, dst2 + done, n) : CopyLines<true>(dst + done, dst2 + done, n);
+// To dst around the cache, and where kTwo to dst2 through it.
+template <class E, bool kTwo>
+__attribute__((noinline)) void Stream(char* dst, char* dst2, const char* a, const char* b, std::size_t nbytes) {
+  using V = Vector<typename E::Element, E::kStep>;
+  const auto plain = [=](std::size_t i, std::size_t n) {
+    kTwo ? Two<E>(dst + i, dst2 + i, a + i, b + i, n) : Plain<E>(dst + i, a + i, b + i, n);
+  };
+  const std::size_t head = -reinterpret_cast<std::uintptr_t>(dst) % kLine;
+  // Elements that straddle cache lines go through the cache.
+  if (head % E::kUnit != 0) return plain(0, nbytes);
+  plain(0, head);
+  const std::size_t end = head + (nbytes - head) / kLine * kLine;
+  for (std::size_t i = head; i < end; i += E::kStep) {
+    const V v = E{}.Apply(Load<V>(a + i), Load<V>(b + i));
+    StoreStream(dst + i, v);
+    if constexpr (kTwo) Store(dst2 + i, v);
   }
+  plain(end, nbytes - end);
   StoreFence();
 }
 
@@ -167,20 +168,15 @@ template <class E, std::size_t kSize>
 void Reduce(void* dst, const void* a, const void* b, std::size_t count, bool stream) {
   auto* d = static_cast<char*>(dst);
   const auto *x = static_cast<const char*>(a), *y = static_cast<const char*>(b);
-  if (stream && count * kSize >= kStreamBytes) return Stream<E>(d, x, y, count * kSize);
+  if (stream && count * kSize >= kStreamBytes) return Stream<E, false>(d, nullptr, x, y, count * kSize);
   Plain<E>(d, x, y, count * kSize);
-}
-
-template <class E>
-void Two(char* dst, char* dst2, const char* a, const char* b, std::size_t nbytes) {
-  Run(E{}, Both{dst, dst2}, a, b, nbytes);
 }
 
 template <class E, std::size_t kSize>
 void Reduce2(void* dst, void* dst2, const void* a, const void* b, std::size_t count, bool stream) {
   auto *d = static_cast<char*>(dst), *d2 = static_cast<char*>(dst2);
   const auto *x = static_cast<const char*>(a), *y = static_cast<const char*>(b);
-  if (stream && count * kSize >= kStreamBytes) return Stream2(&Plain<E>, d, d2, x, y, count * kSize);
+  if (stream && count * kSize >= kStreamBytes) return Stream<E, true>(d, d2, x, y, count * kSize);
   Two<E>(d, d2, x, y, count * kSize);
 }
 

@@ -26,6 +26,9 @@ struct Port {
   bool touched = false;       // since doorbells were last looked at
   std::uint32_t tickets = 0;  // point to point: steps that were given a turn
   std::uint32_t serving = 0;  // point to point: the turn that may move
+
+  // Whether a message that has begun is not through; with one of the other direction it is an exchange.
+  bool waits() const { return tickets != serving; }
 };
 
 // What the engine's transports offer a task, and what it reports back: which ports it touched.
@@ -125,7 +128,6 @@ class Task {
   bool SendCodes(Links& links, BoundStep& s, std::size_t limit);
   bool RecvCodes(Links& links, BoundStep& s, std::size_t limit);
   void ReduceCodes(std::byte* dst, const std::byte* src, const std::byte* codes, std::size_t count);
-  void ReduceTwice(std::byte* dst, std::byte* slot, const std::byte* a, const std::byte* b, std::size_t n, bool stream);
   std::byte* FuseSlot(Links& links, const BoundStep& s, std::uint32_t index, const std::byte* from, std::size_t n);
   // How far a step may go given its deps; false when it must not move at all.
   bool Limit(const BoundStep& s, std::size_t& limit) const;

@@ -11,7 +11,7 @@
 
 namespace hetcoll {
 
-inline constexpr std::size_t kPrivateFragment = std::size_t{1} << 20;
+inline constexpr std::size_t kPrivateFragment = std::size_t{4} << 20;
 
 // The lengths from which on messages are read in this way, where it works: those that lie in huge pages, and all. Up to
 // there two copies that stay in the L2 caches are faster: docs/performance.md.
