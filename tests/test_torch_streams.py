@@ -175,7 +175,7 @@ def test_tensors_live_until_the_gpu_is_done(made: Any) -> None:
     del tensor
     gc.collect()
     assert alive() is not None
-    made.group._gpu_lanes["collectives", made.torch.device("meta")].stream.done = True
+    made.group._gpu_lanes[("collectives", -1), made.torch.device("meta")].stream.done = True
     made.group.allreduce([made.torch.empty(1, device="meta")], options(made, True))
     gc.collect()
     assert alive() is None
@@ -187,6 +187,21 @@ def test_messages_have_streams_of_their_own(made: Any) -> None:
     made.group.recv([made.torch.empty(3, device="meta")], 1)
     assert [note for note in made.notes if " on current" not in note and "event" not in note] == [
         "allreduce on own", "send on second", "recv on third",
+    ]  # fmt: skip
+
+
+def test_messages_with_one_peer_wait_for_none_with_others(made: Any) -> None:
+    """Nor do those one way for those the other way; a batch with one peer, and one way, is such messages."""
+    dist, tensors = made.torch.distributed, [made.torch.empty(3, device="meta") for _ in range(2)]
+    made.group.comm.size = 3
+    for peer in (1, 2, 1):
+        made.group.send(tensors[:1], peer)
+    made.group.batch([SimpleNamespace(op=dist.isend, tensor=each, group_peer=2, tag=0) for each in tensors])
+    made.group.batch([SimpleNamespace(op=dist.isend, tensor=each, group_peer=1 + i) for i, each in enumerate(tensors)])
+    assert [note for note in made.notes if "event" not in note] == [
+        "send on own", "send on second", "send on own",
+        "group begins", "send on second", "send on second", "group ends",
+        "group begins", "send on third", "send on third", "group ends",
     ]  # fmt: skip
 
 
@@ -262,7 +277,7 @@ def test_a_handle_lives_as_long_as_its_operation(made: Any) -> None:
     made.group.allreduce([made.torch.empty(3, device="meta")], options(made, True))
     gc.collect()
     assert made.group._records.dump()[-1]["state"] == "in flight"
-    made.group._gpu_lanes["collectives", made.torch.device("meta")].stream.done = True
+    made.group._gpu_lanes[("collectives", -1), made.torch.device("meta")].stream.done = True
     assert made.group._records.dump()[-1]["state"] == "complete"
     made.group.allreduce([made.torch.empty(3, device="meta")], options(made, True)).wait()
     assert [call["state"] for call in made.group._records.dump()] == [
@@ -274,7 +289,7 @@ def test_in_a_graph_no_event_is_asked_for(made: Any) -> None:
     """CUDA refuses it of events of streams that are captured; Event.query here does, too."""
     made.here[-1].captured = True
     works = [made.group.allreduce([made.torch.empty(3, device="meta")], options(made, True)) for _ in range(2)]
-    made.group._gpu_lanes["collectives", made.torch.device("meta")].stream.captured = True
+    made.group._gpu_lanes[("collectives", -1), made.torch.device("meta")].stream.captured = True
     works += [made.group.allreduce([made.torch.empty(3, device="meta")], options(made, True))]
     for work in works:
         assert work.wait()

@@ -257,8 +257,19 @@ DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_
     if (talks) edges.insert(steps_edges[index]);
     compiler.Step(s, talks ? steps_edges[index] : std::uint16_t{0}, slot_bytes);
   }
+  alone = edges.size() == 1 && !used[kWorkLane] && !used[kLocalLane];
   std::erase_if(actions,
                 [](const DeviceAction& a) { return a.step == DeviceStep::kRecord && a.event == Compiler::kNobody; });
+}
+
+DeviceProgram DeviceQueue::Compile(const BoundPlan& plan, std::span<const std::uint32_t> order,
+                                   std::span<const std::uint16_t> edges, bool ahead) const {
+  bool relayed = false;
+  for (std::size_t i = 0; i < std::min(edges.size(), plan.steps.size()); ++i) {
+    const bool talks = plan.steps[i].op <= Op::kRecvReduce;  // other steps have no edge, whatever its number here
+    relayed |= talks && edges[i] < edges_.size() && edges_[edges[i]].relay != nullptr;
+  }
+  return {plan, order, edges, slot_bytes_, ahead && !relayed};
 }
 
 void DeviceProgram::Part(std::span<const std::size_t> sends, std::span<const std::size_t> recvs) {

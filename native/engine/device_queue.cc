@@ -26,14 +26,9 @@ DeviceLanes::DeviceLanes(std::shared_ptr<Driver> driver, std::vector<DeviceStrea
   for (unsigned i = 0; i < kDeviceLanes; ++i) ends_.emplace_back(driver_);
 }
 
-std::uint16_t DeviceQueue::AddEdge(const SlotEdge& edge) {
-  edges_.push_back(edge);
+std::uint16_t DeviceQueue::AddEdge(SlotEdge edge) {
+  edges_.push_back(std::move(edge));
   return static_cast<std::uint16_t>(edges_.size() - 1);
-}
-
-bool DeviceQueue::Relayed(std::span<const std::uint16_t> edges) const {
-  return std::any_of(edges.begin(), edges.end(),
-                     [&](std::uint16_t edge) { return edge < edges_.size() && edges_[edge].relay != nullptr; });
 }
 
 DeviceEvent DeviceLanes::EventAt(std::uint32_t index) {
@@ -78,8 +73,11 @@ void DeviceQueue::Enqueue(const DeviceShape& shape, Bases bases, std::span<const
                       });
     return EndCaptured(user);
   }
+  if (join && shape.p2p && shape.program.alone) return EnqueueAlone(shape, bases, signatures, user);
   Begin(shape, user);
-  for (const DeviceAction& action : shape.program.actions) Run(shape, action, bases, signatures);
+  for (const DeviceAction& action : shape.program.actions) {
+    Run(shape, action, bases, signatures, streams_[action.stream]);
+  }
   for (std::size_t i = 0; i < streams_.size(); ++i) {
     if (!shape.program.used[i]) continue;
     driver_->Record(lanes_.end(i), streams_[i]);
@@ -94,6 +92,22 @@ void DeviceQueue::EnqueueLocal(const DeviceShape& shape, const Bases& bases, Dev
   for (const LocalAction& local : shape.program.locals) RunLocal(shape, local, bases, user);
   if (capturing) return EndCaptured(user);
   driver_->Record(local_.get(), user);
+}
+
+// On the user's own stream, whose order is all that it needs: who waits for one peer waits for no other, and as few
+// streams as can be wait at a time. That messages of an edge come one after another is for `Idle` and `Join` to know;
+// slots would keep them apart by themselves.
+void DeviceQueue::EnqueueAlone(const DeviceShape& shape, const Bases& bases, std::span<const std::uint64_t> signatures,
+                               DeviceStream user) {
+  SlotEdge& edge = edges_[*shape.program.edges.begin()];
+  if (!edge.last) edge.last.emplace(driver_);
+  if (edge.last_stream != user) driver_->WaitEvent(edge.last->get(), user);
+  for (const DeviceAction& action : shape.program.actions) {
+    const bool between_streams = action.step == DeviceStep::kWaitEvent || action.step == DeviceStep::kRecord;
+    if (!between_streams) Run(shape, action, bases, signatures, user);
+  }
+  driver_->Record(edge.last->get(), user);  // now: see EnqueueKernel
+  edge.last_stream = user;
 }
 
 // Calls share their state, so they come one after another in a graph as well, whatever streams it is captured on.
@@ -116,6 +130,11 @@ void DeviceQueue::Begin(const DeviceShape& shape, DeviceStream user) {
 void DeviceQueue::Join(DeviceStream user) {
   if (driver_->Capturing(user)) return FollowCaptured(user);
   JoinLanes(user);
+  driver_->WaitEvent(kernel_.get(), user);  // what ran on streams of the user's is joined where others wait for it
+  driver_->WaitEvent(local_.get(), user);
+  for (const SlotEdge& edge : edges_) {
+    if (edge.last) driver_->WaitEvent(edge.last->get(), user);
+  }
 }
 
 void DeviceQueue::JoinLanes(DeviceStream user) {
@@ -147,6 +166,8 @@ void DeviceQueue::EnqueueKernel(const KernelShape& shape, const std::byte* send,
 bool DeviceQueue::Idle() {
   const Current current(*driver_);
   return driver_->Done(kernel_.get()) && driver_->Done(local_.get()) &&
+         std::all_of(edges_.begin(), edges_.end(),
+                     [&](const SlotEdge& edge) { return !edge.last || driver_->Done(edge.last->get()); }) &&
          std::all_of(streams_.begin(), streams_.end(), [&](DeviceStream s) { return driver_->Idle(s); }) &&
          (capture_ == nullptr || !capture_->Busy());
 }
@@ -178,8 +199,7 @@ void DeviceQueue::Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n
 }
 
 void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const Bases& bases,
-                      std::span<const std::uint64_t> signatures) {
-  const DeviceStream stream = streams_[a.stream];
+                      std::span<const std::uint64_t> signatures, DeviceStream stream) {
   SlotEdge* edge = a.edge < edges_.size() ? &edges_[a.edge] : nullptr;
   const std::uint64_t number = edge == nullptr ? 0 : edge->messages;
   switch (a.step) {
@@ -192,9 +212,12 @@ void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const Bas
       driver_->WaitValue(edge->slots.Ready(number), number + 1, stream);
       break;
     case DeviceStep::kCopyOut:
+      Expect(shape, *edge, a.n, SignatureOf(a, signatures));
+      driver_->Copy(edge->slots.At(number), bases.At(a.src), a.n, stream);
+      break;
     case DeviceStep::kCopyIn:
       Expect(shape, *edge, a.n, SignatureOf(a, signatures));
-      Work(shape, a, bases, edge->slots.At(number), lanes_);
+      driver_->Copy(bases.At(a.dst), edge->slots.At(number), a.n, stream);
       break;
     case DeviceStep::kPublish:
       driver_->WriteValue(edge->slots.Ready(number), number + 1, stream);

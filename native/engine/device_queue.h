@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <vector>
@@ -33,8 +34,10 @@ struct SlotEdge {
   Slots slots;
   std::shared_ptr<RelayEdge> relay = nullptr;
   std::uint64_t messages = 0;
-  std::uint64_t call = 0;   // the last one that used it, and
-  std::uint64_t begun = 0;  // the messages before that
+  std::uint64_t call = 0;              // the last one that used it, and
+  std::uint64_t begun = 0;             // the messages before that
+  std::optional<Event> last = {};      // the end of the last EnqueueAlone, and
+  DeviceStream last_stream = nullptr;  // where that was
 };
 
 struct DeviceKernel {
@@ -150,6 +153,7 @@ struct DeviceProgram {
   std::vector<LocalAction> locals;
   std::array<bool, kDeviceLanes> used{};
   bool all_local = true;          // nothing but local steps: they can run on the user's own stream
+  bool alone = false;             // nothing but messages of one edge: so can those
   std::set<std::uint16_t> edges;  // that it uses
   std::uint32_t events = 0;
   std::size_t scratch_bytes = 0;
@@ -237,19 +241,22 @@ class DeviceQueue {
   void SetIsland(std::unique_ptr<VendorCollectives> island, int place, int members);
 
   // Slots of `slot_bytes`, at least as many as the order of the steps counts on. Returns the edge's number.
-  std::uint16_t AddEdge(const SlotEdge& edge);
+  std::uint16_t AddEdge(SlotEdge edge);
 
-  // Whether a relay is at the other end of any of these edges.
-  bool Relayed(std::span<const std::uint16_t> edges) const;
+  // A program of these steps, see DeviceProgram. `ahead`: sends are some messages ahead of receives, as in collectives.
+  // Then both directions share a stream for signals, but not where a message goes to another host or comes from there.
+  DeviceProgram Compile(const BoundPlan& plan, std::span<const std::uint32_t> order,
+                        std::span<const std::uint16_t> edges, bool ahead) const;
 
   // What programs of copies need to be captured; before the first of them is.
   void SetCapture(std::unique_ptr<DeviceCapture> capture);
   DeviceCapture* capture() const { return capture_.get(); }
 
   // Enqueues one run over this device memory. It begins after what is on `user` now, and whatever comes on `user` later
-  // begins after it where `join` says so. `signature` is the call's, for what travels between hosts. `capturing`, as
-  // Capturing said: it becomes a part of the graph that is captured on `user`, joined and after what was captured there
-  // before; who launches the graph keeps it apart from other calls. `residual`: the call's, in float32, or null.
+  // begins after it where `join` says so. Messages of one edge, joined, come one after another and wait for nothing
+  // else; other calls come one after another. `signature` is the call's, for what travels between hosts. `capturing`,
+  // as Capturing said: it becomes a part of the graph that is captured on `user`, joined and after what was captured
+  // there before; who launches the graph keeps it apart from other calls. `residual`: the call's, in float32, or null.
   void Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
                std::uint64_t signature, DeviceStream user, bool join, bool capturing = false,
                std::byte* residual = nullptr);
@@ -277,8 +284,10 @@ class DeviceQueue {
   void FollowCaptured(DeviceStream user);
   void EndCaptured(DeviceStream user);
   void EnqueueLocal(const DeviceShape& shape, const Bases& bases, DeviceStream user, bool capturing);
+  void EnqueueAlone(const DeviceShape& shape, const Bases& bases, std::span<const std::uint64_t> signatures,
+                    DeviceStream user);
   void Run(const DeviceShape& shape, const DeviceAction& action, const Bases& bases,
-           std::span<const std::uint64_t> signatures);
+           std::span<const std::uint64_t> signatures, DeviceStream stream);
   void Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n, std::uint64_t signature);
   void Work(const DeviceShape& shape, const DeviceAction& action, const Bases& bases, std::byte* slot,
             DeviceLanes& lanes);

@@ -118,7 +118,7 @@ class PyDeviceQueue {
       throw PlanError("plan: a level for each step, and a lag wanted");
     if (sends.size() + recvs.size() > kMostMessages)
       throw PlanError("a group of more than " + std::to_string(kMostMessages) + " messages");
-    DeviceProgram program(bound, order, edges, queue_.slot_bytes(), ahead && !Relayed(edges));
+    DeviceProgram program = Compile(bound, order, edges, ahead);
     if (!sends.empty() || !recvs.empty()) program.Part(sends, recvs);
     auto recipe = std::make_shared<CaptureRecipe>(
         CaptureRecipe{std::move(bound), edges, levels, lag, std::move(sends), std::move(recvs)});
@@ -179,9 +179,10 @@ class PyDeviceQueue {
   }
 
  private:
-  bool Relayed(const std::vector<std::uint16_t>& edges) {
+  DeviceProgram Compile(const BoundPlan& plan, const std::vector<std::uint32_t>& order,
+                        const std::vector<std::uint16_t>& edges, bool ahead) {
     std::lock_guard lock(mutex_);
-    return queue_.Relayed(edges);
+    return queue_.Compile(plan, order, edges, ahead);
   }
 
   static std::vector<DeviceStream> Streams(const std::vector<Address>& addresses) {

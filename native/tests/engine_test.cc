@@ -36,6 +36,7 @@ void FaultSpecs();
 void HarmlessFaults();
 void HarmfulFaults();
 void GpusOfOneHost();
+void SignalsOfPrograms();
 void GpusOfManyHosts();
 void BrokenRelays();
 void RelaysOverVerbs();
@@ -301,6 +302,7 @@ constexpr Scenario kScenarios[] = {
     {"harmless", HarmlessFaults},
     {"harmful", HarmfulFaults},
     {"gpus", GpusOfOneHost},
+    {"signals", SignalsOfPrograms},
     {"gpus: relay", GpusOfManyHosts},
     {"gpus: broken", BrokenRelays},
     {"rdma: all is well", RelaysOverVerbs},

@@ -23,6 +23,7 @@ from .buffers import Buffer
 from .calls import Call
 from .compression import Compression, DeviceResidual
 from .devices.array import clear
+from .devices.base import URGENT
 from .devices.signals import signal_kernels
 from .diagnosis import Diagnosis, Kind
 from .errors import ArgumentError, BufferTypeError, DeviceError, spell_ranks
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from .devices.base import Device
 
 _DLPACK = {"cuda": 2, "rocm": 10}  # dlpack.h: kDLCUDA, kDLROCM
-_URGENT = -(1 << 10)  # the highest priority that there is: our kernels are short, and a piece goes on only after them
 
 Announce = Callable[[str], int]
 Shape = _native.DeviceShape | _native.KernelShape
@@ -84,7 +84,7 @@ class GpuPath:
             share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, timeout)
             undo.callback(share.close)
             self._segment, self._slot_bytes = share.segment, share.slot_bytes
-            streams = [device.stream(_URGENT) for _ in range(_native.DEVICE_LANES)]
+            streams = [device.stream(URGENT) for _ in range(_native.DEVICE_LANES)]
             for stream in streams:
                 undo.callback(device.destroy_stream, stream)
             staging = device.allocate(_native.STAGED_MESSAGES * self._slot_bytes)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from . import _native, float8
 from .buffers import Buffer
+from .devices.base import URGENT
 from .errors import ArgumentError, spell_ranks
 from .gpu_plans import GpuPlans, Kept
 from .gpu_share import GpuShare
@@ -45,12 +46,15 @@ class GpuMessages:
         """The ranks that the library connects with this one just now."""
         self._known: Kept[_native.GpuCall] = Kept()
         self._bytes = self._device.allocate(2 * len(mates)) if mates else 0
+        self._lanes: dict[tuple[bool, int], tuple[int, int]] = {}  # see `_lane`
 
     def one(
         self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, stream: object, async_op: bool
     ) -> GpuWork:
         """Enqueue a message to `dest`, one from `source`, or both at once."""
         handle = self._path.stream(stream, sendbuf=send, recvbuf=recv)
+        if async_op and (send is None or recv is None):
+            handle, async_op = self._lane(send is not None, max(dest, source), handle)
         passage = None if self._convert is None else float8.Passage.of_message(send, dest, recv, self._share.rank)
         if self._convert is None or passage is None:
             self._enqueue(send, dest, recv, source, handle, not async_op)
@@ -87,6 +91,20 @@ class GpuMessages:
         self._connect((dest, source), stream)
         source_at, target_at = (0 if buffer is None else buffer.ptr for buffer in (send, recv))
         self._calls.run(self._known.get_or(key, bind), source_at, target_at, stream, join)
+
+    def _lane(self, out: bool, peer: int, stream: int) -> tuple[int, bool]:
+        """Where a message runs that no stream is to wait for: on a stream of its peer and direction, behind what is on
+        `stream` now, so that it waits for no other; made at the first one. And whether that is `stream` itself, as in a
+        graph, which has an order of its own."""
+        if self._device.capturing(stream):
+            return stream, True
+        found = self._lanes.get((out, peer))
+        if found is None:
+            found = self._lanes[out, peer] = (self._device.stream(URGENT), self._device.event())
+        lane, begun = found
+        self._device.record(begun, stream)
+        self._device.wait(lane, begun)
+        return lane, False
 
     def converts(self, messages: Sequence[Message]) -> bool:
         """Whether some of them are of 8-bit floats that their other rank has in another kind: see `float8`."""
@@ -136,6 +154,9 @@ class GpuMessages:
         self._strangers -= fresh
 
     def close(self) -> None:
-        """Give memory back. Nothing may be under way."""
+        """Give everything back. Nothing may be under way."""
+        for stream, event in self._lanes.values():
+            self._device.destroy_stream(stream)
+            self._device.destroy_event(event)
         if self._bytes:
             self._device.free(self._bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,35 @@ def many_in_order() -> None:
     assert all((x == i).all() for i, x in enumerate(got))
     assert works[-1] is not None
     assert works[-1]._source_rank() == (rank - 1) % n
+
+
+def peers_out_of_turn() -> None:
+    """A peer that is late holds up no message with another: in the order of the calls nobody could begin."""
+    rank, count = dist.get_rank(), 2_000_003
+    turns: dict[int, list[tuple[str, int]]] = {
+        0: [("to", 1), ("to", 3)],
+        1: [("from", 2), ("from", 0)],
+        2: [("to", 3), ("to", 1)],
+        3: [("from", 0), ("from", 2)],
+    }
+    messages = [(way, peer, torch.full((count,), float(rank if way == "to" else -1))) for way, peer in turns[rank]]
+    works = [(dist.isend if way == "to" else dist.irecv)(x, peer) for way, peer, x in messages]
+    for (way, peer, x), work in zip(messages, works, strict=True):
+        assert work is not None
+        work.wait(timedelta(seconds=30))
+        assert (x == (rank if way == "to" else peer)).all()
+
+
+def receives_ahead_of_sends() -> None:
+    """Both ranks of a pair may post what they receive first."""
+    rank, count = dist.get_rank(), 2_000_003
+    for peer in (rank ^ 1, rank ^ 2):
+        x = torch.empty(count)
+        works = [dist.irecv(x, peer), dist.isend(torch.full((count,), float(rank)), peer)]
+        for work in works:
+            assert work is not None
+            work.wait(timedelta(seconds=30))
+        assert (x == peer).all()
 
 
 def messages_beside_collectives() -> None:

@@ -64,6 +64,10 @@ class DmaBuf:
     nbytes: int
 
 
+URGENT = -(1 << 10)
+"""The highest priority of a stream that there is: our kernels are short, and a piece goes on only after them."""
+
+
 def check_handle(handle: bytes) -> None:
     """ArgumentError unless `handle` can be one that `Device.ipc_handle` gave."""
     if len(handle) != IPC_BYTES:

@@ -24,7 +24,9 @@ from .streams import Lane, capturing, current, on_device
 from .tensors import seconds
 from .work import HostWork, StreamWork
 
-COLLECTIVES = "collectives"  # the lane of all of them; messages have others
+LaneName = tuple[str, int]  # a kind of call, and the peer of messages that have a lane of their own
+COLLECTIVES: LaneName = ("collectives", -1)  # all of them
+BATCHES: LaneName = ("batch", -1)  # of messages to and from several, or both ways
 Start = Callable[[dict[str, Any]], Sequence[Operation]]
 """Starts operations of the communicator with these keywords: `async_op`, `timeout`."""
 
@@ -37,7 +39,7 @@ class Launcher(dist.ProcessGroup):
         self._store, self._timeout, self._compress = store, timeout, compress
         self._comms = [comm]  # by the level of callbacks that use it, see `_comm`
         self._futures = Level()
-        self._gpu_lanes: dict[tuple[str, torch.device], Lane] = {}
+        self._gpu_lanes: dict[tuple[LaneName, torch.device], Lane] = {}
         self._in_use: collections.deque[tuple[torch.cuda.Event, list[object]]] = collections.deque()
         self._usual_timeout = timeout  # what the communicator takes where it is given none
         self._records = Records()
@@ -69,7 +71,7 @@ class Launcher(dist.ProcessGroup):
         outputs: Sequence[torch.Tensor],
         after: Callable[[], None] | None = None,
         *,
-        lane: str = COLLECTIVES,
+        lane: LaneName = COLLECTIVES,
         source: int | None = None,
     ) -> dist.Work:
         """Run `start`, and `after` when what it started is complete.
@@ -78,7 +80,7 @@ class Launcher(dist.ProcessGroup):
         where the first one lies decides how it runs. `outputs` is what the future will hold. Operations of one `lane`
         run on one stream of the GPU.
         """
-        name = lane if lane != COLLECTIVES else sys._getframe(1).f_code.co_name.lstrip("_")  # of the caller
+        name = lane[0] if lane is not COLLECTIVES else sys._getframe(1).f_code.co_name.lstrip("_")  # of the caller
         call = self._records.begin(name, tensors)
         span = profiling.begin(self, name)
         try:
@@ -141,7 +143,7 @@ class Launcher(dist.ProcessGroup):
         start: Start,
         outputs: Sequence[torch.Tensor],
         after: Callable[[], None] | None,
-        name: str,
+        name: LaneName,
         source: int | None,
     ) -> dist.Work:
         """A blocking call goes to the current stream, another one to a stream of the group that waits for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..communicator import Communicator
 from ..types import Format
 from ..work import Work as Operation
 from .failures import translated
-from .launch import Launcher
+from .launch import BATCHES, LaneName, Launcher, Start
 from .sources import Sources
 from .tensors import flat
 from .work import Bundle, ToSelf
@@ -38,13 +39,8 @@ class Messages(Launcher):
         if dst_rank == self.rank():
             return self._to_self(tensor, None)
         memory, comm = flat(tensor), self._comm
-        sources = self._sources_of(comm)
-        sources.sending(dst_rank)
-        try:
-            return self._message([tensor], lambda how: [comm.send(memory, dst_rank, **how)], "send", dst_rank)
-        except (ValueError, TypeError):
-            sources.take_back(sent=[dst_rank])
-            raise
+        self._sources_of(comm).sending(dst_rank)
+        return self._one(comm, tensor, memory, "send", dst_rank)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> dist.Work:
         """Start to receive one tensor from `src_rank` of the group."""
@@ -52,14 +48,9 @@ class Messages(Launcher):
         if src_rank == self.rank():
             return self._to_self(None, tensor)
         memory, comm = flat(tensor), self._comm
-        sources = self._sources_of(comm)
-        if not sources.receiving(src_rank):
+        if not self._sources_of(comm).receiving(src_rank):
             return self._receive_later(comm, tensor, src_rank)
-        try:
-            return self._message([tensor], lambda how: [comm.recv(memory, src_rank, **how)], "recv", src_rank)
-        except (ValueError, TypeError):
-            sources.take_back(received=[src_rank])
-            raise
+        return self._one(comm, tensor, memory, "recv", src_rank)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Start to receive one tensor from the rank that sends one: which, `source_rank` of the handle tells.
@@ -75,12 +66,12 @@ class Messages(Launcher):
         if tensor.device.type != "cpu":
             with translated:
                 found = sources.now(source, limit)
-            return self._message([tensor], lambda how: [comm.recv(memory, found, **how)], "recv", found)
+            return self._one(comm, tensor, memory, "recv", found)
 
         def start(how: dict[str, Any]) -> Any:
             return [sources.later(source, lambda rank: comm.recv(memory, rank, **how), limit)]
 
-        return self._message([tensor], start, "recv", -1)
+        return self._message(comm, [tensor], start, ("recv", -1), -1)
 
     def _sources_of(self, comm: Communicator) -> Sources:
         found = self._sources.get(comm)
@@ -88,8 +79,32 @@ class Messages(Launcher):
             found = self._sources.setdefault(comm, Sources(comm))
         return found
 
-    def _message(self, tensors: list[torch.Tensor], start: Any, lane: str, peer: int) -> dist.Work:
-        work = self._launch(None, tensors, start, tensors, lane=lane, source=peer)
+    def _one(self, comm: Communicator, tensor: torch.Tensor, memory: torch.Tensor, kind: str, peer: int) -> dist.Work:
+        """A "send" or a "recv" that counts already."""
+        sent, received = ([peer], ()) if kind == "send" else ((), [peer])
+        call = getattr(comm, kind)
+        lane = (kind, peer)
+        return self._message(
+            comm, [tensor], lambda how: [call(memory, peer, **how)], lane, peer, sent=sent, received=received
+        )
+
+    def _message(
+        self,
+        comm: Communicator,
+        tensors: list[torch.Tensor],
+        start: Start,
+        lane: LaneName,
+        peer: int | None,
+        *,
+        sent: Sequence[int] = (),
+        received: Sequence[int] = (),
+    ) -> dist.Work:
+        """Launch messages, of which `sent` and `received` count already; what is refused does not count after all."""
+        try:
+            work = self._launch(None, tensors, start, tensors, lane=lane, source=peer)
+        except (ValueError, TypeError):
+            self._sources_of(comm).take_back(sent=sent, received=received)
+            raise
         if self._bundle is not None:
             self._bundle.append(work)
         return work
@@ -150,16 +165,16 @@ class Messages(Launcher):
         for _, peer in recvs:
             if not sources.receiving(peer):
                 sources.now(peer, self._timeout)
+        sent, received = ([peer for _, peer in half] for half in (sends, recvs))
+        lane = BATCHES
+        if len({*sent, *received}) == 1 and not (sent and received):
+            lane = ("send" if sent else "recv", operations[0].group_peer)
         tensors = [each.tensor for each in operations]
-        lane = "batch" if sends and recvs else "send" if sends else "recv"  # behind messages of their kind only
-        try:
-            return self._launch(None, tensors, lambda how: _exchange(comm, sends, recvs), tensors, lane=lane)
-        except (ValueError, TypeError):
-            sources.take_back(sent=[peer for _, peer in sends], received=[peer for _, peer in recvs])
-            raise
+        start = partial(_exchange, comm, sends, recvs)
+        return self._message(comm, tensors, start, lane, None, sent=sent, received=received)
 
 
-def _exchange(comm: Communicator, sends: Sequence[Half], recvs: Sequence[Half]) -> Sequence[Operation]:
+def _exchange(comm: Communicator, sends: Sequence[Half], recvs: Sequence[Half], _: object) -> Sequence[Operation]:
     """All under way together. A group costs the host most, and a pipeline's stages mostly need one message each way."""
     match sends, recvs:
         case [(out, to)], []:
