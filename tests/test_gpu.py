@@ -12,16 +12,18 @@ import threading
 import unittest.mock
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import standins
 from cases import run_case
 from device_checks import Capture
 from dlpack_arrays import Quick
 from gpu_places import PLACES, STAND_INS, ranks_on
 from on_gpu import KINDS, Copies, OnGpu
-from ranks import Ranks, kept
+from ranks import Ranks, close_all, kept
 from reference import Case
 
 import hetcoll
@@ -80,7 +82,7 @@ def check(ranks: Ranks, cases: list[Case], run: Callable[..., list[bytes]] = run
 def cases_of(size: int, counts: tuple[int, ...]) -> Iterator[Case]:
     turn = 0
     for kind, count, inplace in itertools.product(COLLECTIVES, counts, (False, True)):
-        if kind in ("broadcast", "alltoall") and inplace:
+        if kind == "broadcast" and inplace:
             continue
         turn += 1
         op = ("sum", "max", "avg")[turn % 3] if "reduce" in kind else "sum"
@@ -124,7 +126,8 @@ def run_again(comm: hetcoll.Communicator, cases: list[Case]) -> list[int]:
 
 @pytest.mark.parametrize("islands", [None, "0,1|2"])
 def test_what_was_called_before_takes_the_short_way(gpus: Any, islands: str | None) -> None:
-    cases = list(cases_of(3, (70_001,)))
+    again = cases_of(3, (70_001,))
+    cases = [case for case in again if not (case.collective == "alltoall" and case.inplace)]  # another program: long
     for found in gpus(3, islands).run(run_again, cases, timeout=300):
         assert found == [0] * len(cases)
 
@@ -348,6 +351,46 @@ def test_messages_of_a_group_cross_over(gpus: Any, islands: str | None) -> None:
     gpus(3, islands).run(cross_over, timeout=120)
 
 
+TURNS = {0: ((1, 1), (1, 3)), 1: ((0, 2), (0, 0)), 2: ((1, 3), (1, 1)), 3: ((0, 0), (0, 2))}
+"""What each rank calls: 1 and whom it sends to, or 0 and whom it receives from. In turn nobody could begin."""
+
+
+def out_of_turn(comm: hetcoll.Communicator, own: bool, more: bool) -> None:
+    """Messages larger than all slots, each on a stream of its `own` or all by ``async_op=True``, and an all-reduce
+    while they wait; with `more`, receives that both ranks post ahead of their sends."""
+    device, rank, count = device_of_rank(comm.rank), comm.rank, 2_500_003
+    turns = (*TURNS[rank], *([(0, rank ^ 2), (1, rank ^ 2)] if more else []))
+    arrays = [DeviceArray.of(device, np.full(count, rank if out else -1, np.int32)) for out, _ in turns]
+    total = DeviceArray.of(device, np.full(70_001, 1 + rank, np.int32))
+    streams = [device.stream() if own else 0 for _ in range(len(turns) + 1)]
+    works = []
+    for i, ((out, peer), array, stream) in enumerate(zip(turns, arrays, streams, strict=False)):
+        if i == 1:
+            works.append(comm.allreduce(total.buffer(), stream=streams[-1], async_op=True))
+        call = comm.send if out else comm.recv
+        works.append(call(array.buffer(), peer, stream=stream, async_op=not own))
+    results, later = [*arrays, total], device.stream()
+    copies = [DeviceArray(device, array.size, "int32") for array in results]
+    works[-1].wait_stream(later)  # for all that was enqueued, whatever ran it
+    for copy, array in zip(copies, results, strict=True):
+        device.copy(copy.ptr, array.ptr, array.nbytes, later)
+    for work in works:
+        work.wait(60)
+    device.synchronize(later)
+    assert (total.get() == 10).all()
+    for (out, peer), array in zip(turns, arrays, strict=True):
+        assert (array.get() == (rank if out else peer)).all()
+    assert all((copy.get() == array.get()).all() for copy, array in zip(copies, results, strict=True))
+
+
+@pytest.mark.parametrize("queues", ["8", "32"])  # a message that waits holds up what shares its hardware queue
+@pytest.mark.parametrize("own", [True, False])
+def test_peers_that_are_late_hold_up_nobody_else(gpus: Any, own: bool, queues: str) -> None:
+    for islands in (None, "0,1|2,3"):
+        ranks = gpus(4, islands, env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, timeout=20)
+        ranks.run(out_of_turn, own, queues == "32", timeout=100)
+
+
 def overlap(comm: hetcoll.Communicator) -> None:
     """Calls on several streams with work of the user's before and behind, none waited for by the host."""
     device = device_of_rank(comm.rank)
@@ -379,6 +422,42 @@ def test_order_on_streams(gpus: Any) -> None:
 @pytest.mark.parametrize("islands", ["", "0,1|2,3", "0,1,2|3", "0|1|2,3", "0,2|1,3"])
 def test_islands(gpus: Any, islands: str) -> None:
     check(gpus(4, islands, timeout=120), list(cases_of(4, (1, 1009, 100_003))))
+
+
+def all_to_alls(comm: hetcoll.Communicator, log: str) -> list[int]:
+    """How often an all-to-all calls the library, a group being one call: out of place, in place, in place on rank 0
+    alone. Each twice, since the second is made of what the first compiled."""
+    device, size, rank = device_of_rank(comm.rank), comm.size, comm.rank
+    begin, found = 1_000_000, []
+
+    def calls() -> int:
+        depth = count = 0
+        for pid, _, name in map(str.split, Path(log).read_text().splitlines()):
+            if pid == str(os.getpid()) and name in ("ncclGroupStart", "ncclGroupEnd", "ncclSend", "ncclRecv"):
+                count += depth == 0
+                depth += {"ncclGroupStart": 1, "ncclGroupEnd": -1}.get(name, 0)
+        return count
+
+    for count, inplace in itertools.product((1, 70_001), (False, True, rank == 0)):
+        part = np.arange(count, dtype=np.int32)
+        for _ in range(2):
+            mine = DeviceArray.of(device, np.concatenate([part + begin * (10 * rank + r) for r in range(size)]))
+            got = mine if inplace else DeviceArray(device, size * count, "int32")
+            before = calls()
+            comm.alltoall(mine.buffer(), got.buffer())
+            found.append(calls() - before)
+            assert (got.get() == np.concatenate([part + begin * (10 * r + rank) for r in range(size)])).all()
+    return found
+
+
+@pytest.mark.standins
+def test_an_all_to_all_inside_an_island_is_one_group(tmp_path: Path) -> None:
+    log, size = str(tmp_path / "log"), 3
+    ranks = Ranks(size, standins.environments(["cuda"] * size, size, log=log), tidy=False)  # the log stays open
+    try:
+        assert ranks.run(all_to_alls, log) == [[1] * 12] * size
+    finally:
+        close_all([ranks])
 
 
 def test_islands_that_cannot_reduce_a_type(gpus: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -31,22 +31,29 @@ def make(rank: int, turn: int, count: int, dtype: DType) -> Array:
     return np.random.default_rng([rank, turn]).standard_normal(count).astype(NUMPY[dtype])
 
 
-def summed(
-    comm: hetcoll.Communicator,
-    kind: Collective,
-    count: int,
-    dtype: DType,
-    form: str,
-    turns: int,
-    op: str,
-    inplace: bool,
-) -> tuple[list[bytes], dict[str, int]]:
-    """Results of several calls on the same buffers of this rank's GPU, or of its host where it has none."""
+class Calls(NamedTuple):
+    """Several on the same buffers."""
+
+    kind: Collective
+    count: int
+    dtype: DType
+    form: str
+    turns: int
+    op: str
+    inplace: bool
+
+    def share(self, ranks: int) -> int:
+        """Elements of a rank's result."""
+        return self.count // (1 if self.kind is Collective.ALLREDUCE else ranks)
+
+
+def summed(comm: hetcoll.Communicator, calls: Calls) -> tuple[list[bytes], dict[str, int]]:
+    """Their results, and the counters, on buffers of this rank's GPU, or of its host where it has none."""
     if comm.topology.ranks[comm.rank].wish == "cpu":
-        return summed_on_host(comm, kind, count, dtype, form, turns, op, inplace)
+        return summed_on_host(comm, calls)
     device = device_of_rank(comm.rank)
-    found, item = [], dtype.itemsize
-    share = count // (1 if kind is Collective.ALLREDUCE else comm.size)
+    kind, count, dtype, form, turns, op, inplace = calls
+    found, item, share = [], dtype.itemsize, calls.share(comm.size)
     with device.active():
         send = device.allocate(max(1, count * item))
         recv = device.allocate(max(1, share * item))
@@ -73,18 +80,9 @@ def summed(
     return found, counters
 
 
-def summed_on_host(
-    comm: hetcoll.Communicator,
-    kind: Collective,
-    count: int,
-    dtype: DType,
-    form: str,
-    turns: int,
-    op: str,
-    inplace: bool,
-) -> tuple[list[bytes], dict[str, int]]:
-    found, x = [], np.empty(count, NUMPY[dtype])
-    share = count // (1 if kind is Collective.ALLREDUCE else comm.size)
+def summed_on_host(comm: hetcoll.Communicator, calls: Calls) -> tuple[list[bytes], dict[str, int]]:
+    kind, count, dtype, form, turns, op, inplace = calls
+    found, x, share = [], np.empty(count, NUMPY[dtype]), calls.share(comm.size)
     into = np.empty(share, x.dtype)
     if inplace:
         into = x if kind is Collective.ALLREDUCE else x[comm.rank * share :][:share]
@@ -137,7 +135,7 @@ def test_two_gpus_of_two_vendors(mixed: Any, dtype: DType, form: Format, kind: C
     """Several calls, with what they lost; the sum has the bits that NumPy's formats give."""
     ranks: Ranks = mixed("na", HETCOLL_ISLANDS="0|1")
     for count, op, inplace in ((6, "sum", True), (70_002, "avg", False), (900_002, "sum", True)):
-        said = ranks.run(summed, kind, count, dtype, form.label, 3, op, inplace)
+        said = ranks.run(summed, Calls(kind, count, dtype, form.label, 3, op, inplace))
         want = wanted(kind, ((0,), (1,)), count, dtype, form, 3, op)
         assert [results for results, _ in said] == want, (count, op)
 
@@ -147,8 +145,8 @@ def test_two_gpus_of_two_vendors(mixed: Any, dtype: DType, form: Format, kind: C
 def test_islands_of_two(mixed: Any, form: Format, kind: Collective) -> None:
     """Inside, the vendors' libraries add up what is not compressed."""
     ranks: Ranks = mixed("nnaa", HETCOLL_HOST_ID=("a", "a", "b", "b"))
-    before = ranks.run(summed, kind, 132, DType.FLOAT32, form.label, 1, "sum", True)[0][1]
-    said = ranks.run(summed, kind, 300_004, DType.FLOAT32, form.label, 2, "sum", False)
+    before = ranks.run(summed, Calls(kind, 132, DType.FLOAT32, form.label, 1, "sum", True))[0][1]
+    said = ranks.run(summed, Calls(kind, 300_004, DType.FLOAT32, form.label, 2, "sum", False))
     want = wanted(kind, ((0, 1), (2, 3)), 300_004, DType.FLOAT32, form, 2, "sum")
     assert [results for results, _ in said] == want
     counters = said[0][1]
@@ -166,7 +164,7 @@ def test_reduce_scatters_of_other_islands(mixed: Any, gpus: str, islands: Hosts)
     """What several islands send, a share in pieces where its owner's island is a different size, averages."""
     ranks: Ranks = mixed(gpus, HETCOLL_ISLANDS=spell_islands(islands))
     for count, op, inplace in ((24, "sum", False), (len(gpus) * 50_001, "avg", True)):
-        said = ranks.run(summed, Collective.REDUCE_SCATTER, count, DType.FLOAT32, "int8", 2, op, inplace)
+        said = ranks.run(summed, Calls(Collective.REDUCE_SCATTER, count, DType.FLOAT32, "int8", 2, op, inplace))
         want = wanted(Collective.REDUCE_SCATTER, islands, count, DType.FLOAT32, Format.INT8, 2, op)
         assert [results for results, _ in said] == want, (count, op)
 
@@ -183,7 +181,7 @@ def test_reduce_scatters_of_other_islands(mixed: Any, gpus: str, islands: Hosts)
 def test_other_islands(mixed: Any, gpus: str, settings: dict[str, Any], lossy: bool, kind: Collective) -> None:
     """Roundings take something where an edge is slow, and no more; all ranks hold the same bits of an all-reduce."""
     size, count = len(gpus), 70_008
-    said = mixed(gpus, **settings).run(summed, kind, count, DType.FLOAT32, "int8", 2, "sum", True)
+    said = mixed(gpus, **settings).run(summed, Calls(kind, count, DType.FLOAT32, "int8", 2, "sum", True))
     for turn in range(2):
         total = sum(make(rank, turn, count, DType.FLOAT32).astype(np.float64) for rank in range(size))
         parts = [total] * size if kind is Collective.ALLREDUCE else np.split(total, size)
@@ -214,7 +212,7 @@ def test_a_gpu_and_a_rank_without_one(
     """Kernels and processor give the same bits, through the host's slots and through sockets."""
     ranks: Ranks = with_cpus("nc", **settings)
     for count, op, inplace in ((6, "sum", True), (70_002, "avg", False), (900_002, "sum", True)):
-        said = ranks.run(summed, kind, count, dtype, form.label, 3, op, inplace)
+        said = ranks.run(summed, Calls(kind, count, dtype, form.label, 3, op, inplace))
         assert [results for results, _ in said] == wanted(kind, ((0,), (1,)), count, dtype, form, 3, op), (count, op)
     assert all(0 < counters["compressed_after"] < counters["compressed_before"] for _, counters in said)
 
@@ -227,7 +225,7 @@ def test_a_gpu_and_a_rank_without_one(
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_several_with_and_without_a_gpu(with_cpus: Any, kinds: str, settings: dict[str, Any], kind: Collective) -> None:
     size, count = len(kinds), 300_012
-    said = with_cpus(kinds, **settings).run(summed, kind, count, DType.FLOAT32, "int8", 2, "sum", False)
+    said = with_cpus(kinds, **settings).run(summed, Calls(kind, count, DType.FLOAT32, "int8", 2, "sum", False))
     for turn in range(2):
         total = sum(make(rank, turn, count, DType.FLOAT32).astype(np.float64) for rank in range(size))
         parts = [total] * size if kind is Collective.ALLREDUCE else np.split(total, size)
@@ -238,7 +236,7 @@ def test_several_with_and_without_a_gpu(with_cpus: Any, kinds: str, settings: di
 
 def disagreeing(comm: hetcoll.Communicator) -> str:
     with pytest.raises(CollectiveMismatchError) as caught:
-        summed(comm, Collective.ALLREDUCE, 1000, DType.FLOAT32, ("int8", "none")[comm.rank], 1, "sum", True)
+        summed(comm, Calls(Collective.ALLREDUCE, 1000, DType.FLOAT32, ("int8", "none")[comm.rank], 1, "sum", True))
     return str(caught.value)
 
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
+import logging
+import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import standins
 from cases import run_case
 from device_checks import Capture
 from gpu_places import PLACES, ranks_on
 from on_gpu import Copies
-from ranks import Ranks, close_all, kept
+from ranks import Ranks, close_all, kept, wait_until
 from reference import Case
 from test_gpu import cases_of, check, device_of_rank
 from test_gpu_and_cpu import start
@@ -384,6 +392,72 @@ def close_with_one_stuck(comm: hetcoll.Communicator) -> float:
 
 def test_close_ends_what_is_stuck(fresh: Any) -> None:
     assert max(fresh().run(close_with_one_stuck, timeout=60)) < 20
+
+
+def close_before_the_graph(comm: hetcoll.Communicator, failed: bool) -> tuple[float, str]:
+    """Rank 0's graph outlives the communicator that it has a call of. How long `close` took there, and what it said."""
+    part = comm.split(0)
+    assert part is not None
+    part.allreduce(DeviceArray.of(device_of_rank(comm.rank), np.ones(LARGE, np.float32)).buffer())  # sets NCCL up
+    device, stream, _, captured = captured_allreduce(part)
+    comm.barrier()
+    if comm.rank == 1:
+        captured.close()
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("hetcoll").addHandler(handler)
+    begun = time.monotonic()
+    if failed and comm.rank == 0:
+        part.abort("enough")
+    part.close()
+    took = time.monotonic() - begun
+    logging.getLogger("hetcoll").removeHandler(handler)
+    if comm.rank == 0:
+        captured.close()
+    wait_until(lambda: not any("island" in thread.name for thread in threading.enumerate()))
+    device.destroy_stream(stream)
+    return took, said.getvalue()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_close_does_not_wait_for_graphs_for_ever(fresh: Any, failed: bool) -> None:
+    ranks = fresh(HETCOLL_TIMEOUT="2", HETCOLL_ISLANDS="0,1")
+    took, said = ranks.run(close_before_the_graph, failed, timeout=60)[0]
+    assert took < 9
+    assert "NCCL 2" in said
+    assert "has not ended its communicator of ranks 0-1 within 2 s: it waits for graphs" in said
+
+
+LEAVES = """
+import numpy as np
+from device_checks import Capture
+from test_gpu import device_of_rank
+import hetcoll
+from hetcoll.devices.array import DeviceArray
+
+comm = hetcoll.init()
+device = device_of_rank(comm.rank)
+device.activate()
+stream, array = device.stream(), DeviceArray.of(device, np.ones(5, np.float32))
+comm.allreduce(array.buffer(), stream=stream)
+with Capture(device, stream) as captured:
+    comm.allreduce(array.buffer(), stream=stream)
+print("leaves", array.get()[0])
+"""
+
+
+@pytest.mark.standins
+def test_an_interpreter_ends_with_graphs(tmp_path: Path) -> None:
+    if why_not := standins.why_not("cuda"):
+        pytest.skip(why_not)
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    env = {**os.environ, **standins.environment("cuda", 2), "HETCOLL_TIMEOUT": "5", "HETCOLL_ISLANDS": "0,1"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "hetcoll", "run", "-n", "2", sys.executable, str(tmp_path / "leaves.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("leaves 2.0") == 2
+    assert (done.stdout + done.stderr).count("has not ended its communicator of ranks 0-1 within 5 s") == 2
 
 
 def capture_something_else(comm: hetcoll.Communicator, eager: bool) -> str:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from test_gpu import cases_of, check, device_of_rank, exchange, overlap
 import hetcoll
 from hetcoll.devices.array import DeviceArray
 from hetcoll.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, PeerLostError
+from hetcoll.relays import Relays
+from hetcoll.topology import RankInfo, Topology
 from hetcoll.wiring import Wiring
 
 pytestmark = pytest.mark.standins
@@ -60,6 +63,18 @@ def test_islands_that_talk_through_relays(gpus: Any) -> None:
 
 def test_over_tcp_inside_a_host(gpus: Any) -> None:
     check(gpus("aa", env={"HETCOLL_TRANSPORT": "tcp"}), list(cases_of(2, (7, 70_001))))
+
+
+@pytest.mark.parametrize(
+    ("cores", "sockets"), [((64, 64), 20), ((32, 64), 12), ((64, 16), 6), ((2, 2), 4), ((0, 64), 4), ((500, 500), 20)]
+)
+def test_sockets_go_by_the_cores_of_both_ranks(cores: tuple[int, int], sockets: int) -> None:
+    infos = [RankInfo(rank, str(rank), cores=n, vendor="cuda") for rank, n in enumerate(cores)]
+    share: Any = SimpleNamespace(gpus=infos, slot_bytes=1, topology=Topology(tuple(infos)))
+    for rank in range(2):
+        wiring: Any = SimpleNamespace(rank=rank, stripes=None)
+        nothing: Any = None
+        assert Relays(wiring, nothing, nothing, share).stripes(1 - rank) == sockets
 
 
 def test_every_type(gpus: Any) -> None:

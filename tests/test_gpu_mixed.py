@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,8 @@ def test_explain_says_how_gpus_reach_each_other(mixed: Any) -> None:
     assert one[2].startswith("8-bit floats: ranks 1-2 fnuz, rank 0 not; calls on them run in OCP's kind")
     assert one[0] == two[0]
     far = mixed("nnaa", HETCOLL_HOST_ID=("a", "a", "b", "b")).run(explained)
-    assert "to that of rank 2 (hip gfx942): through pinned slots and 8 sockets (staged: another host)" in "".join(
-        far[0]
-    )
+    way = r"to that of rank 2 \(hip gfx942\): through pinned slots and \d+ sockets \(staged: another host\)"
+    assert re.search(way, "".join(far[0]))
 
 
 def test_messages(mixed: Any) -> None:

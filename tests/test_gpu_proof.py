@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -194,7 +195,7 @@ def test_a_way_that_fails_is_given_up(kinds: str, how: str, why: str) -> None:
         found = ranks.run(reduce_and_explain, ("nothing", how, "nothing")[: len(kinds)], timeout=120)
     for rank, peer in ((0, 1), (1, 0)):
         path = next(path for path in found[rank] if f"to that of rank {peer} " in path)
-        assert "through pinned slots and 8 sockets (staged: mapped did not work" in path
+        assert re.search(r"through pinned slots and \d+ sockets \(staged: mapped did not work", path)
         assert why in path
     if kinds == "naa":
         assert any("(mapped: one host)" in path for path in found[0])
@@ -387,4 +388,4 @@ def test_the_last_way_between_hosts_that_fails_is_an_error_on_all_ranks(kinds: s
 def test_ways_between_hosts_that_work_are_used(kinds: str) -> None:
     with start(kinds, HETCOLL_HOST_ID=("a", "a", "b")) as ranks:
         found = ranks.run(reduce_between_hosts, -1, "", timeout=120)
-    assert any("to that of rank 2 " in path and "through pinned slots and 8 sockets" in path for path in found[0])
+    assert any(re.search(r"to that of rank 2 .*through pinned slots and \d+ sockets", path) for path in found[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -255,6 +256,29 @@ def replayed(driver: Driver, job: Job, comm: Comm, stream: int) -> None:
 
 def test_collectives_are_captured(joined: Callable[..., Any]) -> None:
     joined(replayed)
+
+
+def outlived(driver: Driver, job: Job, comm: Comm, stream: int, end: str) -> None:
+    """A communicator is ended, by rank 0 while a graph with a call of it lives: that returns after the graph's end."""
+    value = driver.allocate(8)
+    driver.begin_capture(stream)
+    comm.call("ncclAllReduce", value, value, 1, "int64", SUM, stream)
+    graph = driver.end_capture(stream)
+    executable = driver.instantiate(graph)
+    ending = threading.Thread(target=getattr(comm, end))
+    if job.rank == 0:
+        ending.start()
+        ending.join(0.3)
+        assert ending.is_alive()
+    driver.destroy_graph(graph, executable)
+    if job.rank == 0:
+        ending.join(10)
+        assert not ending.is_alive()
+
+
+@pytest.mark.parametrize("end", ["destroy", "abort"])
+def test_graphs_hold_their_communicator(joined: Callable[..., Any], end: str) -> None:
+    joined(outlived, end, ranks=2)
 
 
 def divided(driver: Driver, job: Job, comm: Comm, stream: int) -> int:

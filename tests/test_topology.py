@@ -226,3 +226,9 @@ def test_a_way_that_is_not_there_is_told_to_all_ranks_at_init() -> None:
 def test_slots_are_as_large_as_the_cache_allows(islands: str, mib: int) -> None:
     size = islands.count(",") + islands.count("|") + 1
     assert slot_bytes(Topology(ranks(*["cuda"] * size), asked=parse(islands))) == mib << 20
+
+
+def test_the_cores_of_a_host_are_shared_by_its_ranks() -> None:
+    infos = [RankInfo(rank, host, cores={"a": 7, "b": 64}[host]) for rank, host in enumerate("aabaa")]
+    assert Topology(tuple(infos)).shares == (1, 1, 64, 1, 1)
+    assert Topology(tuple(dataclasses.replace(info, cores=3) for info in infos)).shares == (0, 0, 3, 0, 0)

@@ -161,7 +161,7 @@ class HostPath:
 
 def helpers(wiring: Wiring) -> int:
     """How many threads may help this rank: what its share of the host's cores leaves it."""
-    share = wiring.topology.ranks[wiring.rank].cores // len(wiring.locals)
+    share = wiring.topology.shares[wiring.rank]
     return max(0, min(HELPERS, share - 1, len(os.sched_getaffinity(0)) - 1))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hetcoll")
 
-_ABORT_SECONDS = 10.0
+_END_SECONDS = 10.0  # at most, that `close` waits for the library
 
 Meet = Callable[[str, bytes], Sequence[bytes]]
 
@@ -62,6 +63,8 @@ class GpuIslands:
         mine = next(island for island in self.islands if rank in island)
         self.place, self.members = mine.index(rank), len(mine)
         self.island: Island | None = None
+        self._rank, self._seconds = rank, min(timeout, _END_SECONDS)
+        self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ending: threading.Thread | None = None
         if all(len(island) == 1 for island in self.islands):
             return
@@ -78,6 +81,10 @@ class GpuIslands:
             assert device is not None
             self.island = Island(library, len(mine), self.place, ids[mine[0]], device, timeout)
             log.info("rank %d: %s in island %s", rank, library, spell_islands((mine,)))
+            # It waits from now on: there are no new threads once the interpreter ends (Python 3.12), which closes, too.
+            arguments = (f"rank {rank}: {library}", self._asked)
+            self._ending = threading.Thread(target=_end, args=arguments, name="hetcoll-island-end", daemon=True)
+            self._ending.start()
 
     @property
     def whole(self) -> bool:
@@ -111,20 +118,34 @@ class GpuIslands:
 
     def abort(self) -> None:
         """Begin to end what the library has under way, on a thread: it waits until streams of ours were let go."""
-        if self.island is not None and self._ending is None:
-            self._ending = threading.Thread(target=self._abort, name="hetcoll-island-abort", daemon=True)
-            self._ending.start()
-
-    def _abort(self) -> None:
-        assert self.island is not None
-        try:
-            self.island.abort()
-        except HetcollError as error:
-            log.warning("ending a communicator of %s: %s", self.island.library, error)
+        if self.island is not None:
+            self._asked.put(self.island.abort)
 
     def close(self) -> None:
-        """End the library's communicator, or wait until it was aborted."""
-        if self._ending is not None:
-            self._ending.join(_ABORT_SECONDS)
-        elif self.island is not None:
-            self.island.close()
+        """End the library's communicator, if it was not aborted.
+
+        The library waits for graphs that have calls of it (NCCL: ``ncclCommDestroy`` and ``ncclCommAbort``, without
+        an end). They are the user's and may live as long as the process: after some seconds they are left to it.
+        """
+        if self.island is None or self._ending is None:
+            return
+        self._asked.put(self.island.close)
+        self._ending.join(self._seconds)
+        if self._ending.is_alive():
+            log.warning(
+                "rank %d: %s has not ended its communicator of %s within %g s: it waits for graphs that hold calls of"
+                " it, here or on others of these ranks, and gives it back when they are gone; wanted none at close()",
+                self._rank,
+                self.island.library,
+                spell_ranks(next(one for one in self.islands if self._rank in one)),
+                self._seconds,
+            )
+
+
+def _end(what: str, asked: queue.SimpleQueue[Callable[[], None]]) -> None:
+    """End a communicator, in the way that is `asked` for first."""
+    end = asked.get()
+    try:
+        end()
+    except HetcollError as error:
+        log.warning("%s: ending its communicator: %s", what, error)

@@ -112,9 +112,9 @@ class GpuPlans(Generic[S]):
         """A collective."""
         if call.collective is Collective.ALLTOALLV:
             return self._alltoallv(call, (call.send_table, call.recv_table))
-        if call.collective is Collective.ALLTOALL and self._islands.whole and not call.in_place:
+        if call.collective is Collective.ALLTOALL and self._islands.whole:
             each = [r * (call.send_count // self._size) for r in range(self._size + 1)]
-            return self._alltoallv(call, (each, each))
+            return self._put_aside(call, each) if call.in_place else self._alltoallv(call, (each, each))
         item = call.dtype.itemsize
         grain = max(1, _GRAIN // item)
         send_shares, recv_shares = _shares(call, self._size)
@@ -146,6 +146,18 @@ class GpuPlans(Generic[S]):
         sends, recvs = ([(peer, b - a) for peer, (a, b) in enumerate(pairwise(table))] for table in tables)
         mates = self._mates if self._islands.island is not None else ()
         return self.messages(call.dtype, sends, recvs, mates, call)
+
+    def _put_aside(self, call: Call, table: Sequence[int]) -> S:
+        """An all-to-all in place inside one island: all that is sent is copied first, then sent from there.
+
+        Another rank's may be out of place: to the library both are one group of the same messages.
+        """
+        parts = [Span(buf, r) if r != self._rank else None for buf in (Buf.SCRATCH, Buf.RECV) for r in self._mates]
+        aside = Step(Op.COPY, 0, Span(Buf.SEND, 0, self._size), Span(Buf.SCRATCH, 0, self._size))
+        exchange = Step(Op.LOCAL, 1, deps=(0,), local=Local(Collective.ALLTOALL, parts=tuple(parts)))
+        n, steps, islands = self._size, (aside, exchange), self._islands.islands
+        plan = Plan(Collective.ALLTOALL, "aside", n, self._rank, n, n, steps, scratch_copies=1, islands=islands)
+        return self._bind(plan, (0, 1), (0, 1), call.dtype, (table, table), call, None)
 
     def messages(
         self,

@@ -6,7 +6,7 @@ An edge looks to the GPU like one inside a host (`slots`); threads of a native r
 direct        the slots are the GPU's own memory, and RDMA goes from there to the peer's. No processor touches them.
 staged-rdma   the slots are pinned host memory, which RDMA devices read and write; they end on TCP when the last fails.
 staged-tcp    the slots are pinned host memory, and an edge has several sockets: one cannot fill a fast network, nor one
-              processor core its end of it.
+              processor core its end of it. A thread moves both directions of a socket.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hetcoll")
 
 SLOTS = 8  # of an edge: more than orders count on, so that the GPU fills some while others are on their way
-STRIPES = 8
+LEAST_STRIPES, MOST_STRIPES = 4, 20
 
 assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
 
@@ -58,10 +58,12 @@ class Relays:
 
     def stripes(self, peer: int) -> int:
         """Sockets of an edge. RDMA links have one, for the handshake and for the worst case; and a rank without a GPU
-        has no relay: its engine deals messages to one."""
+        has no relay: its engine deals messages to one. Each socket has a thread, which spins, so there are as many as
+        leave more than half of the cores of either rank alone."""
         if self._rdma(peer) or not self._gpus[peer].vendor:
             return 1
-        return self._wiring.stripes or STRIPES
+        cores = min(self._share.topology.shares[rank] for rank in (self._wiring.rank, peer))
+        return self._wiring.stripes or max(LEAST_STRIPES, min(3 * cores // 8, MOST_STRIPES))
 
     def _rdma(self, peer: int) -> bool:
         return self._share.topology.way(self._wiring.rank, peer) in ("direct", "staged-rdma")
@@ -142,10 +144,9 @@ class Relays:
         with self._lock:
             if self._relay is None:
                 wiring = self._wiring
-                share = wiring.topology.ranks[wiring.rank].cores // len(wiring.locals)
                 sockets = max([self.stripes(p) for p in range(wiring.size) if p != wiring.rank], default=1)
                 self._relay = _native.Relay(
-                    threads=max(1, min(2 * sockets, share)),
+                    threads=max(1, min(max(sockets, 2), self._share.topology.shares[wiring.rank])),
                     oversubscribed=wiring.oversubscribed,
                     rank=wiring.rank,
                     fault=wiring.fault,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -208,6 +209,12 @@ class Topology:
         """Ranks for each core on the host where there are most, at least 1."""
         cores = [max(1, *(self.ranks[r].cores for r in host)) for host in self.hosts]
         return max(1.0, *(len(host) / n for host, n in zip(self.hosts, cores, strict=True)))
+
+    @cached_property
+    def shares(self) -> tuple[int, ...]:
+        """By rank, the cores of its host for each rank there; 0 where these are more."""
+        ranks = Counter(info.host for info in self.ranks)
+        return tuple(info.cores // ranks[info.host] for info in self.ranks)
 
     def local_rank(self, rank: int) -> int:
         """The place of `rank` among the ranks of its host."""

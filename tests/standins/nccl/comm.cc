@@ -170,10 +170,15 @@ Result Comm::enqueue(std::shared_ptr<Work> work, const std::vector<Stream*>& str
     if (CompletionPtr last = driver().last(streams[i])) after.push_back(last);
   }
   auto self = shared_from_this();
-  Body body = [self, work](Execution& execution) { return run_work(*self, *work, execution); };
+  auto mark = std::make_shared<char>();  // lives as long as the body, so in a graph as long as that
+  Body body = [self, work, mark](Execution& execution) { return run_work(*self, *work, execution); };
   CompletionPtr done;
   Error error = driver().enqueue(streams[0], "collective", std::move(body), std::move(after), &done);
-  if (done) last_ = done;
+  if (done) {
+    last_ = done;
+  } else if (error == kOk) {
+    captured_.emplace_back(mark);
+  }
   for (std::size_t i = 1; i < streams.size() && error == kOk && done; ++i) {
     error = driver().enqueue(streams[i], "wait for a collective", [](Execution&) { return kOk; }, {done}, nullptr);
   }
@@ -184,11 +189,19 @@ Result Comm::enqueue(std::shared_ptr<Work> work, const std::vector<Stream*>& str
 void Comm::drain() {
   join_background();
   CompletionPtr last;
+  std::vector<std::weak_ptr<void>> captured;
   {
     std::lock_guard lock(mutex_);
     last = last_;
+    captured = captured_;
   }
   if (last) last->wait();
+  for (const std::weak_ptr<void>& each : captured) {
+    while (!each.expired()) {
+      timespec nap{0, 1'000'000};
+      nanosleep(&nap, nullptr);
+    }
+  }
 }
 
 int Comm::add_operator(double factor, int dtype) {

@@ -65,6 +65,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Result connect(const std::vector<Message>& messages);
   // Enqueues the work on streams[0], behind what all of them hold, and makes the others wait for it.
   Result enqueue(std::shared_ptr<Work> work, const std::vector<Stream*>& streams);
+  // Waits for what was begun, then, as NCCL does, until no graph has an operation of this communicator any more.
   void drain();
 
   Device& device() const { return device_; }
@@ -107,6 +108,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::mutex mutex_;          // of what follows
   std::vector<std::thread> threads_;
   CompletionPtr last_;
+  std::vector<std::weak_ptr<void>> captured_;  // operations in graphs
   std::vector<std::pair<double, int>> operators_;
   std::mutex running_;       // one operation at a time
   std::uint64_t steps_ = 0;  // that have run
