@@ -113,6 +113,11 @@ def test_more_ranks_than_cores_have_a_core_each() -> None:
     assert {line.partition(" ")[2] for line in left + fits} == {" ".join(map(str, cores))}
 
 
+def test_ranks_have_groups_of_their_own_in_the_launchers_session() -> None:
+    _, out, _ = run_python("import os; print(os.getpgid(0) == os.getpid(), os.getsid(0))", 3)
+    assert sorted(out) == [f"[{rank}] True {os.getsid(0)}" for rank in range(3)]
+
+
 def test_a_script_is_run_by_this_python(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text("import sys; print(sys.executable, *sys.argv[1:])")

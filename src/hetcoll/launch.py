@@ -45,8 +45,10 @@ def run(
     A command whose first word ends in ``.py`` is run by this Python. Ranks get RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, HETCOLL_JOB and a random HETCOLL_SECRET on top of our environment and
     `env`; their stdin is empty. Where there are more ranks than cores that we may use, each is bound to one of them, by
-    turns, unless `bind` is False: left to the kernel, three of four may share one of two for a second. Output goes to
-    `stdout` and `stderr` (ours by default) in whole lines, with ``[rank]`` before each where `prefix`.
+    turns, unless `bind` is False: left to the kernel, three of four may share one of two for a second. Each is a
+    process group of our session, not a session: Linux shares cores out among sessions (sched_autogroup_enabled), and
+    a rank that has one to itself gives nothing away by sched_yield(2). Output goes to `stdout` and `stderr` (ours by
+    default) in whole lines, with ``[rank]`` before each where `prefix`.
 
     The first rank that fails ends the others: SIGTERM to their process groups, and SIGKILL after `grace` seconds. Its
     last lines are shown last and its code is returned, 128 + n for signal n. SIGINT, SIGTERM and SIGHUP to us end the
@@ -198,7 +200,7 @@ class _Job:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=env,
-                start_new_session=True,
+                process_group=0,  # not a session: see `run`
             )
         finally:
             if self._bind:

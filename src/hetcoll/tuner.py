@@ -144,15 +144,15 @@ def _line(cost: Cost, topology: Topology, machine: Machine, *, rooted: bool) -> 
         far = max(borders / topology.size, min(1.0, borders / cost.hops))
     latency = inside.latency + far * (between.latency - inside.latency) + machine.switch * (crowding - 1)
     overhead = inside.overhead + far * (between.overhead - inside.overhead)
-    fixed = cost.hops * latency + cost.messages * overhead * crowding
     link = between if far > 0 else inside
+    mean = max(cost.mean, 1 / crowding) if link is machine.loopback else 1.0  # all that it takes is work of the cores
+    fixed = (cost.hops * latency + cost.messages * overhead * crowding) * mean
     copied = cost.sent + cost.received - cost.reduced - (0 if far > 0 else cost.answered)
     moved = max(cost.sent, cost.received) if link.duplex else copied
     if link is machine.loopback and not near and topology.size > 3:
         moved *= machine.spread
-    work = (
-        (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * (machine.stall if cost.stepwise else 1.0)
-    )
+    work = (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * mean
+    work *= machine.stall if cost.stepwise else 1.0
     return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * _senders(near, rooted, topology))
 
 

@@ -185,7 +185,8 @@ class Cost(NamedTuple):
     counts the same on the plans themselves; ``tests/test_tuner.py`` holds these formulas to that. `stepwise` says that
     ranks wait for each other at every step: whole messages depend on each other, or several streams meet in one rank.
     `answered` are bytes sent that were reduced from what the same peer sent: in shared memory they go back in the slots
-    that they came in, at no cost.
+    that they came in, at no cost. `mean` is what the average rank sends, as a part of what the busiest one does, where
+    that was found to count: ranks that share cores are held up by all that is sent.
     """
 
     hops: int
@@ -196,6 +197,7 @@ class Cost(NamedTuple):
     reach: Reach = Reach.ANYONE
     stepwise: bool = False
     answered: float = 0.0
+    mean: float = 1.0
 
 
 class Algorithm(NamedTuple):

@@ -37,8 +37,11 @@ def _fold_in(p: Draft, fold: Fold) -> int | None:
 
 
 def _doubling_cost(n: int) -> Cost:
-    k, folded = floor_log2(n), n & (n - 1) > 0
-    return Cost(k + 2 * folded, 2 * (k + folded), k + folded, k + folded, k + folded)
+    k, extra = floor_log2(n), n - (1 << floor_log2(n))
+    rounds = k + (extra > 0)
+    every = 2 * extra + k * (n - extra)  # messages: who sits out sends one, and its partner one back
+    mean = every / (n * rounds) if n > 1 else 1.0
+    return Cost(k + 2 * (extra > 0), 2 * rounds, rounds, rounds, rounds, mean=mean)
 
 
 def _halving_cost(n: int) -> Cost:
