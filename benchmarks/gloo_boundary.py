@@ -3,18 +3,18 @@
 The fairest form that we know of moving a mixed job's data over the processors. Collectives are hierarchical, so that
 every rank sends only what must cross, to the rank of its place in the other island, and all ranks do so at once. What
 crosses goes in chunks through pinned memory to Gloo's messages and back, copies beside messages; sums are made on the
-GPU. As with PyTorch's own Gloo, threads carry calls out in the background, two for collectives, and whoever waits for
-one waits on the host.
+GPU. As with PyTorch's own Gloo, threads carry calls out in the background, and whoever waits for one waits on the
+host: two for collectives, and one for the messages to each rank and for those from each. These have carriers for each
+direction, since threads come to them in any order: with one communicator for both, two ranks whose threads receive
+first would stand still, whatever order their programs have.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hetcoll.torch.launch import COLLECTIVES, LaneName
 from hetcoll.torch.process_group import HetcollProcessGroup
 
 NAME = "boundary"
 CHUNK = 8 << 20  # bytes
-LANES = {"collectives 0": "a", "collectives 1": "b", "batch": "messages", "send": "messages", "recv": "messages"}
+CARRIERS = ("a", "b", "up", "down")  # of collectives by turns, of messages to ranks above and to ranks below
 Part = tuple[Tensor | None, Tensor | None]  # what goes out, what comes in
 
 
@@ -51,7 +52,7 @@ class Carriers:
 
 
 class Lane:
-    """A thread that carries calls out in their order, on a stream. Lanes whose messages meet share carriers."""
+    """A thread that carries calls out in their order, on a stream."""
 
     def __init__(self, carriers: Carriers) -> None:
         self.gloo, self.nccl = carriers.gloo, carriers.nccl
@@ -153,12 +154,24 @@ class BoundaryGroup(HetcollProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         comm: Any = Boundary(rank, size)
         super().__init__(comm, store, timeout.total_seconds())
-        stores = {name: dist.PrefixStore(f"{name}/", store) for name in sorted(set(LANES.values()))}
-        carriers = {name: Carriers(each, rank, size, timeout) for name, each in stores.items()}
-        self._lanes = {name: Lane(carriers[which]) for name, which in LANES.items()}
+        self._carriers = {name: Carriers(dist.PrefixStore(f"{name}/", store), rank, size, timeout) for name in CARRIERS}
+        self._lanes = comm.lanes
         self._turn = 0
         self._kept: collections.deque[Call] = collections.deque(maxlen=1000)  # torch's C++ does not keep them
-        comm.lanes = list(self._lanes.values())
+
+    def _lane(self, kind: str, which: int) -> Lane:
+        """The messages to rank `which`, or from it, or every other collective."""
+        if (kind, which) not in self._lanes:
+            up = which > self.rank() if kind == "send" else which < self.rank()
+            name = CARRIERS[which] if kind == COLLECTIVES[0] else "up" if up else "down"
+            self._lanes[kind, which] = Lane(self._carriers[name])
+        return self._lanes[kind, which]
+
+    def batch(self, operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+        """None of them waits for another as it is."""
+        return [
+            (self.send if each.op is dist.isend else self.recv)([each.tensor], each.group_peer) for each in operations
+        ]
 
     def _launch(
         self,
@@ -168,15 +181,15 @@ class BoundaryGroup(HetcollProcessGroup):
         outputs: Sequence[Tensor],
         after: Callable[[], None] | None = None,
         *,
-        lane: str = "collectives",
+        lane: LaneName = COLLECTIVES,
         source: int | None = None,
     ) -> dist.Work:
         if not tensors:  # a barrier
             torch.cuda.synchronize()
-            self._lanes["send"].gloo.barrier().wait()
-        if lane == "collectives":
-            lane, self._turn = f"collectives {self._turn}", 1 - self._turn
-        carrier = self._lanes[lane]
+            self._carriers["up"].gloo.barrier().wait()
+        if lane == COLLECTIVES:
+            lane, self._turn = (COLLECTIVES[0], self._turn), 1 - self._turn
+        carrier = self._lane(*lane)
         call = Call(carrier.device, list(outputs))
         ready = torch.cuda.current_stream().record_event()
 
@@ -205,7 +218,7 @@ class Boundary:
         self.rank, self.size, self.half = rank, size, size // 2
         self.island, self.place = divmod(rank, self.half)
         self.other = (rank + self.half) % size
-        self.lanes: list[Lane] = []
+        self.lanes: dict[LaneName, Lane] = {}
 
     def _cross(self, out: Tensor, into: Tensor) -> None:
         """`out` to the other island's rank of this place, `into` from there."""
@@ -266,47 +279,16 @@ class Boundary:
     # Messages.
 
     def send(self, buffer: Tensor, peer: int, **_: Any) -> None:
-        self._move(peer, (buffer, None))
+        if peer // self.half == self.island:
+            HERE.lane.nccl.send([buffer], peer % self.half, 0).wait()
+        else:
+            HERE.lane.exchange([(each, None) for each in chunks(buffer)], peer)
 
     def recv(self, buffer: Tensor, peer: int, **_: Any) -> None:
-        self._move(peer, (None, buffer))
-
-    def sendrecv(self, out: Tensor, dest: int, into: Tensor, source: int) -> None:
-        self._start([(dest, (out, None)), (source, (None, into))])
-
-    def _move(self, peer: int, part: Part) -> None:
-        grouped = getattr(HERE, "grouped", None)
-        if grouped is not None:
-            grouped.append((peer, part))
+        if peer // self.half == self.island:
+            HERE.lane.nccl.recv([buffer], peer % self.half, 0).wait()
         else:
-            self._start([(peer, part)])
-
-    @contextlib.contextmanager
-    def group(self) -> Iterator[None]:
-        """Messages that do not wait for one another."""
-        HERE.grouped = []
-        yield
-        moves, HERE.grouped = HERE.grouped, None
-        self._start(moves)
-
-    def _start(self, moves: list[tuple[int, Part]]) -> None:
-        inside = [(peer, part) for peer, part in moves if peer // self.half == self.island]
-        nccl, work = HERE.lane.nccl, None
-        if len(inside) > 1:
-            nccl._start_coalescing()
-        for peer, (out, into) in inside:
-            if out is not None:
-                work = nccl.send([out], peer % self.half, 0)
-            if into is not None:
-                work = nccl.recv([into], peer % self.half, 0)
-        if len(inside) > 1:
-            work = nccl._end_coalescing()
-        for peer in sorted({peer for peer, _ in moves} - {peer for peer, _ in inside}):
-            outs = [c for p, (out, _) in moves if p == peer and out is not None for c in chunks(out)]
-            intos = [c for p, (_, into) in moves if p == peer and into is not None for c in chunks(into)]
-            HERE.lane.exchange(list(itertools.zip_longest(outs, intos)), peer)
-        if work is not None:
-            work.wait()
+            HERE.lane.exchange([(None, each) for each in chunks(buffer)], peer)
 
     def answer(self, question: str, function: Callable[[int], Any]) -> None:
         """No rank asks: no receive is from any source."""
@@ -315,11 +297,11 @@ class Boundary:
         """See `answer`."""
 
     def close(self) -> None:
-        for lane in self.lanes:
+        for lane in self.lanes.values():
             lane.close()
 
     def abort(self, reason: str = "") -> None:
-        for lane in self.lanes:
+        for lane in self.lanes.values():
             lane.jobs.put(None)
 
 
