@@ -22,6 +22,7 @@ from ranks import Job, Ranks, Resources, elapsed, wait_until
 import hetcoll
 from hetcoll.rendezvous import store
 from hetcoll.rendezvous.control import ControlClient
+from hetcoll.rendezvous.wire import Frame, Op
 
 Launch = Callable[..., Ranks]
 LINKS = pytest.mark.parametrize("transport", ["auto", "tcp"])
@@ -340,21 +341,30 @@ def test_ranks_that_never_come_are_named(launch: Launch) -> None:
     assert "ranks 1-2 of 4 never joined the job" in three
 
 
-def join_and_add(job: Job) -> tuple[float, float, float]:
-    """Seconds, and those of the processor, that joining took; and a sum."""
-    before = time.process_time()
-    with elapsed() as took:
+def join_and_count(job: Job) -> tuple[int, int, float]:
+    """What a rank asked the store while it joined, the bytes of its answers, and a sum."""
+    answers: list[int] = []
+    call = ControlClient._call
+
+    def count(self: ControlClient, op: Op, *args: Any) -> Frame:
+        frame = call(self, op, *args)
+        answers.extend([len(frame.body)] * (op != Op.QUERY))  # of ranks that are late, which is a matter of time
+        return frame
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ControlClient, "_call", count)
         comm = job.join(60)
-    return took[0], time.process_time() - before, add(comm)
+    return len(answers), sum(answers), add(comm)
 
 
 @pytest.mark.slow
 def test_256_ranks(launch: Launch) -> None:
-    found = launch(256, join=False).run(join_and_add, timeout=100)
-    slowest, work = max(row[0] for row in found), sum(row[1] for row in found)
-    print(f"init of 256 ranks: {slowest:.2f} s, {work:.2f} s of processors")
-    assert work < 10  # the limit is 15 s where nothing else runs
-    assert {total for _, _, total in found} == {256 * 257 / 2}
+    """As many requests a rank as with few ranks, and bytes for each other rank."""
+    size = 256
+    few, found = (launch(n, join=False).run(join_and_count, timeout=100) for n in (3, size))
+    assert max(row[0] for row in found) == max(row[0] for row in few) > 0
+    assert max(row[1] for row in found) / size <= max(row[1] for row in few) / 3
+    assert {total for _, _, total in found} == {size * (size + 1) / 2}
 
 
 def join_and_tell(job: Job, absent: tuple[int, ...], folder: Path) -> None:

@@ -199,7 +199,7 @@ def test_the_error_says_where_rank_0_was_looked_for() -> None:
     with pytest.raises(
         InitError, match=rf"not found within \d\.\d s: 127.0.0.1:{port}.* and 30 more: connection refused"
     ):
-        bootstrap(torch_style(2, port)[1], Config(init_timeout=0.3))
+        bootstrap(torch_style(2, port)[1], Config(init_timeout=2.0))  # time to try them all
     launch = Launch(1, 2, None, None, ("no-such-host.invalid", port), "torchrun", "j")
     with pytest.raises(InitError, match=r"no-such-host\.invalid: "):
         bootstrap(launch, Config(init_timeout=0.3))
