@@ -29,7 +29,7 @@ from typing import Any
 import results
 from libraries import TRANSPORTS, VARIANTS, Variant, prepare, run_group, run_ranks
 from results import Line, Point
-from worker import OPS
+from worker import OPS, PAGES
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"
@@ -48,6 +48,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--libraries", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     add("--rounds", type=int, default=3, help="launches of each library (default 3)")
     add("--budget-ms", type=float, default=60.0, help="time for the samples of one size (default 60)")
+    add("--pages", choices=PAGES, default="numpy",
+        help="of the buffers: huge from 4 MiB on, as NumPy asks (default), malloc's, small, huge")  # fmt: skip
     add("--launch-timeout", type=float, default=300.0, metavar="SECONDS", help="for one launch (default 300)")
     add("--cache", type=Path, default=Path.home() / ".cache/hetcoll-bench", help="where the peers are installed")
     add("--join", nargs="+", type=Path, default=[], metavar="FILE",
@@ -85,7 +87,8 @@ def launch(variant: Variant, transport: str, ranks: int, home: Path, args: argpa
     with tempfile.TemporaryDirectory(prefix="hetcoll-bench-") as folder:
         out = Path(folder) / "rank"
         words = [str(HERE / "worker.py"), "--library", variant.library, "--out", str(out)]
-        words += ["--budget-ms", str(args.budget_ms), "--ops", *args.ops, "--sizes", *map(str, args.sizes)]
+        words += ["--budget-ms", str(args.budget_ms), "--pages", args.pages]
+        words += ["--ops", *args.ops, "--sizes", *map(str, args.sizes)]
         run_ranks(variant, home, ranks, words, args.launch_timeout)
         return results.read_launch(out, variant.name, transport, ranks)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import statistics
 from collections.abc import Callable
@@ -145,17 +146,34 @@ class Gloo:
 LIBRARIES: dict[str, Callable[[], Library]] = {"hetcoll": Hetcoll, "mpi": Mpi, "gloo": Gloo}
 
 
-def aligned(count: int) -> np.ndarray:
-    """`count` float32 that begin at a page."""
-    memory = np.empty(count * 4 + 4096, np.uint8)
-    start = -memory.ctypes.data % 4096
+PAGES = ("numpy", "malloc", "small", "huge")
+HUGE_PAGE = 2 << 20
+LEAST_HUGE = 4 << 20  # bytes of an array from which on NumPy asks for huge pages
+
+
+def aligned(count: int, pages: str = "numpy") -> np.ndarray:
+    """`count` float32 that begin at a page, or at a huge one where it has them.
+
+    `pages` are small or huge; by size, as NumPy asks the kernel for them; or as malloc has them: then what the process
+    had freed before decides as well, which differs by library and from launch to launch.
+    """
+    huge = pages == "huge" or (pages == "numpy" and 4 * count >= LEAST_HUGE)
+    page = HUGE_PAGE if huge else mmap.PAGESIZE
+    length = -(-count * 4 // page) * page + page
+    if pages == "malloc":
+        memory = np.empty(length, np.uint8)
+    else:
+        mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+        memory = np.frombuffer(mapping, np.uint8)
+    start = -memory.ctypes.data % page
     return memory[start : start + count * 4].view(np.float32)
 
 
 class Case:
     """One operation at one size: buffers, the call, the input and the right output."""
 
-    def __init__(self, library: Library, op: str, nbytes: int, inplace: bool) -> None:
+    def __init__(self, library: Library, op: str, nbytes: int, inplace: bool, pages: str = "numpy") -> None:
         rank, size = library.rank, library.size
         part = max(1, nbytes // 4 // size)
         total = part * size if op in ("allgather", "reduce_scatter", "alltoall") else nbytes // 4
@@ -163,7 +181,7 @@ class Case:
         recv_count = part if op == "reduce_scatter" else total
         self.op, self.rank, self.size, self.part, self.inplace = op, rank, size, part, inplace
         self.nbytes = total * 4
-        self.send, self.recv = aligned(send_count), aligned(recv_count)
+        self.send, self.recv = aligned(send_count, pages), aligned(recv_count, pages)
         self.call = library.bind(op, self.send, self.recv)
 
     def stream(self, rank: int, seed: int, start: int, count: int) -> np.ndarray:
@@ -239,13 +257,14 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--sizes", nargs="+", type=int, required=True)
     parser.add_argument("--budget-ms", type=float, default=60.0, help="time for the samples of one size")
+    parser.add_argument("--pages", choices=PAGES, default="numpy", help="of the buffers; see `aligned`")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     library = LIBRARIES[args.library]()
     rows = []
     for op in args.ops:
         for nbytes in args.sizes:
-            case = Case(library, op, nbytes, inplace=args.library == "gloo" and op == "allreduce")
+            case = Case(library, op, nbytes, args.library == "gloo" and op == "allreduce", args.pages)
             rows.append(measure(library, case, args.budget_ms * 1e3))
     document = {"version": library.version, "rank": library.rank, "size": library.size, "rows": rows}
     partial_file = Path(f"{args.out}.{library.rank}.part")
