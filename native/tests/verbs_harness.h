@@ -40,11 +40,12 @@ inline bool Settled(Engine& e) {
   return e.AskVerbs([](VerbsHost& verbs) { return verbs.Settled(); }, false);
 }
 
-// Until handshakes are over.
+// Until handshakes are over, and devices have said so of all requests: who counts those from here on counts calls'.
 inline void Settle(Job& job) {
   for (int r = 0; r < job.size(); ++r) {
-    CHECK(Within(kPatience, [&] { return Links(job.engine(r)).find("connecting") == std::string::npos; }), "%s",
-          Links(job.engine(r)).c_str());
+    Engine& e = job.engine(r);
+    CHECK(Within(kPatience, [&] { return Links(e).find("connecting") == std::string::npos && Settled(e); }), "%s",
+          Links(e).c_str());
   }
 }
 

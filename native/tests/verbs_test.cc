@@ -431,7 +431,6 @@ void Stalling() {
   for (int rails = 1; rails <= 2; ++rails) {
     Job job({.size = 2, .over = Over::kVerbs, .rails = rails});
     Settle(job);
-    CHECK(Within(kPatience, [&] { return Settled(job.engine(0)); }), "before");
     job.fabric().Change(0, [](FakeNic& nic) { nic.stalled = true; });
     std::atomic<bool> waiting{false};
     std::thread eye([&] { waiting = Within(kPatience, [&] { return !Settled(job.engine(0)); }); });
