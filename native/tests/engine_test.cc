@@ -151,6 +151,37 @@ void Messages() {
   }
 }
 
+// A message to a rank from which another one is awaited is read where it lies: it is not over before that. Any other
+// of this length is over once it lies in the ring.
+void Exchanging() {
+  constexpr std::size_t kBytes = 256 << 10;
+  Job job({.size = 2, .ring_bytes = 1 << 20, .shm = {.reads = PrivateReads::kAlways}});
+  std::atomic<int> sent{0};
+  job.Run([&](int rank, Engine& e) {
+    const auto send = BindMessage(e, 2, rank, 1 - rank, true, kBytes);
+    const auto recv = BindMessage(e, 2, rank, 1 - rank, false, kBytes);
+    for (int round = 0; round < 4; ++round) {
+      const bool awaits = round % 2 == 1;  // when ranks know that they can read, since the round before
+      const Bytes out = Input(rank + round, kBytes, DType::kUint8);
+      Bytes in(kBytes);
+      while (rank == 1 && sent <= round) SleepMs(1);
+      std::shared_ptr<Task> awaited;
+      if (awaits) awaited = e.Submit(recv, nullptr, in.data());
+      const auto message = e.Submit(send, out.data(), nullptr);
+      if (rank == 0) {
+        const Outcome outcome = e.Drive(*message, DeadlineNs(awaits ? 0.05 : kPatience));
+        CHECK(outcome == (awaits ? Outcome::kPending : Outcome::kDone), "round %d", round);
+        sent = round + 1;
+      }
+      if (!awaits) awaited = e.Submit(recv, nullptr, in.data());
+      for (const auto& task : {awaited, message}) {
+        CHECK(e.Drive(*task, DeadlineNs(kPatience)) == Outcome::kDone, "%s", e.failure().text.c_str());
+      }
+      CHECK(in == Input(1 - rank + round, kBytes, DType::kUint8), "round %d on rank %d", round, rank);
+    }
+  });
+}
+
 // Tasks that nobody waits for; others look on meanwhile.
 void Background() {
   Job job({.size = 2, .ring_bytes = 8192});
@@ -280,6 +311,7 @@ constexpr Scenario kScenarios[] = {
     {"sizes", Sizes},
     {"flight", Flight},
     {"messages", Messages},
+    {"exchanging", Exchanging},
     {"background", Background},
     {"wakeups", Wakeups},
     {"failing", Failing},
