@@ -41,8 +41,12 @@ def _round_the_ring(comm: hetcoll.Communicator) -> None:
         comm.recv(got := np.empty(3), 0)
         assert (got == np.arange(3.0)).all()
         comm.send(np.full(3, 7.0), 0)
+    wide = np.full(1000 + me, me)  # as above, from a rank that looks like those two
+    far = max(n, (me + 1) % n << 16 | (me - 1) % n)
     for wrong in (
         lambda: comm.sendrecv(np.zeros(2), n, np.zeros(2), me),
+        lambda: comm.sendrecv(np.zeros(2), me, np.zeros(2), -1),
+        lambda: comm.sendrecv(wide, 0, np.empty(1000 + (me - 1) % n, int), far),
         lambda: comm.sendrecv(np.zeros(2), me, np.zeros(2), (me + 1) % n),
         lambda: comm.sendrecv(np.zeros(2), me, np.zeros(2, np.int8), me),
     ):

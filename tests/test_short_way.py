@@ -18,6 +18,7 @@ import hetcoll
 from hetcoll import _native
 from hetcoll.buffers import KNOWS_ARRAYS, read_buffer
 from hetcoll.errors import BufferTypeError
+from hetcoll.selection import ranks_key
 from hetcoll.types import DType
 
 Launch = Callable[..., Ranks]
@@ -286,6 +287,11 @@ class Recorder:
         """Reduces."""
         return "long", sendbuf, recvbuf, op, stream
 
+    @_native.short_way(15, "sum", 4)
+    def exchanged(self, sendbuf: object, dest: object, recvbuf: object, source: object, *, stream: object = 0) -> object:
+        """Exchanges."""
+        return "long", sendbuf, dest, recvbuf, source, stream
+
 
 def test_plain_calls_take_the_short_way() -> None:
     recorder = Recorder("done")
@@ -293,6 +299,19 @@ def test_plain_calls_take_the_short_way() -> None:
     assert recorder.short == [(7, "a", None, "sum", 0), (7, "a", "b", "sum", 0), (7, "a", "b", "max", 0)]
     bound = recorder.reduced
     assert bound("c") == Recorder.reduced(recorder, "c") == "done"
+    recorder.short.clear()
+    assert recorder.exchanged("a", 3, "b", 4) == recorder.exchanged("a", 0x7FFF, "b", 0) == "done"
+    assert recorder.short == [(15, "a", "b", "sum", 3 << 16 | 4), (15, "a", "b", "sum", 0x7FFF << 16)]
+    assert [words[4] for words in recorder.short] == [ranks_key(3, 4), ranks_key(0x7FFF, 0)]
+
+
+@pytest.mark.parametrize(("dest", "source"), [(-1, 0), (0, -1), (0x8000, 0), (0, 0x8000), (1 << 70, 0), (0, -(1 << 70))])
+def test_no_pair_of_ranks_is_taken_for_another(dest: int, source: int) -> None:
+    recorder = Recorder("done")
+    assert recorder.exchanged("a", dest, "b", source) == ("long", "a", dest, "b", source, 0)
+    assert recorder.short == []
+    assert ranks_key(dest, source) == -1
+
 
 
 def test_all_other_calls_are_the_method_as_it_is_written() -> None:
@@ -307,6 +326,13 @@ def test_all_other_calls_are_the_method_as_it_is_written() -> None:
         recorder.reduced()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional arguments"):
         recorder.reduced("a", "b", "max", "more")  # type: ignore[call-arg]
+    assert recorder.exchanged("a", 1, "b", True) == ("long", "a", 1, "b", True, 0)
+    assert recorder.exchanged("a", 1, "b", 1.0) == ("long", "a", 1, "b", 1.0, 0)
+    assert recorder.exchanged("a", 1, "b", 1, stream=2) == ("long", "a", 1, "b", 1, 2)
+    assert recorder.exchanged("a", dest=1, recvbuf="b", source=1) == ("long", "a", 1, "b", 1, 0)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'source'"):
+        recorder.exchanged("a", 1, "b")  # type: ignore[call-arg]
+    assert len(recorder.short) == 1
     recorder.answer = ValueError("from below")
     with pytest.raises(ValueError, match="from below"):
         recorder.reduced("a")

@@ -16,26 +16,55 @@ struct ShortWay {
   PyObject* function;    // the method as it is written in Python
   PyObject* collective;  // an int
   PyObject* op;          // what a call without one means
-  Py_ssize_t most;       // positional arguments, `self` among them, that the short way understands
+  Py_ssize_t least;      // positional arguments, `self` among them, that the short way understands
+  Py_ssize_t most;
 };
+
+constexpr Py_ssize_t kExchangeWords = 5;  // self, sendbuf, dest, recvbuf, source
 
 PyObject* g_call;  // "_call"
 PyObject* g_zero;
 
 ShortWay* Of(PyObject* object) { return reinterpret_cast<ShortWay*>(object); }
 
-// args: self, sendbuf, recvbuf, op. Anything else, and what the short way leaves alone, is for the Python method.
+// What two ranks are to `_call`; as in communicator.py. Null: at least one is no rank, or no int.
+PyObject* Between(PyObject* dest, PyObject* source) {
+  constexpr long kMost = 0x7fff;
+  for (PyObject* rank : {dest, source}) {
+    if (!PyLong_CheckExact(rank)) return nullptr;
+    int overflow = 0;
+    const long number = PyLong_AsLongAndOverflow(rank, &overflow);
+    if (overflow != 0 || number < 0 || number > kMost) return nullptr;
+  }
+  return PyLong_FromLong(PyLong_AsLong(dest) << 16 | PyLong_AsLong(source));
+}
+
+// What `_call` gives; None where there is nothing to call it with.
+PyObject* Short(const ShortWay& method, PyObject* const* args, Py_ssize_t given) {
+  const bool exchange = method.least == kExchangeWords;
+  PyObject* where = exchange ? Between(args[2], args[4]) : Py_NewRef(g_zero);
+  if (where == nullptr) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+  PyObject* call = PyObject_GetAttr(args[0], g_call);
+  PyObject* done = nullptr;
+  if (call != nullptr) {
+    PyObject* recv = exchange ? args[3] : given > 2 ? args[2] : Py_None;
+    PyObject* op = !exchange && given > 3 ? args[3] : method.op;
+    PyObject* const words[] = {nullptr, method.collective, args[1], recv, op, where};
+    constexpr std::size_t kWords = std::size(words) - 1;
+    done = PyObject_Vectorcall(call, words + 1, kWords | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+    Py_DECREF(call);
+  }
+  Py_DECREF(where);
+  return done;
+}
+
+// args: self, sendbuf, recvbuf, op, or those of an exchange. Anything else, and what the short way leaves alone, is for
+// the Python method.
 PyObject* Call(PyObject* object, PyObject* const* args, std::size_t flags, PyObject* names) {
   const ShortWay& method = *Of(object);
   const Py_ssize_t given = PyVectorcall_NARGS(flags);
-  if (names == nullptr && given >= 2 && given <= method.most) {
-    PyObject* call = PyObject_GetAttr(args[0], g_call);
-    if (call == nullptr) return nullptr;
-    PyObject* const words[] = {
-        nullptr, method.collective, args[1], given > 2 ? args[2] : Py_None, given > 3 ? args[3] : method.op, g_zero};
-    constexpr std::size_t kWords = std::size(words) - 1;
-    PyObject* done = PyObject_Vectorcall(call, words + 1, kWords | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
-    Py_DECREF(call);
+  if (names == nullptr && given >= method.least && given <= method.most) {
+    PyObject* done = Short(method, args, given);
     if (done != Py_None) return done;  // also where it raised
     Py_DECREF(done);
   }
@@ -107,6 +136,7 @@ nb::object Make(nb::handle type, nb::handle function, int collective, nb::handle
   method.function = Py_NewRef(function.ptr());
   method.collective = nb::int_(collective).release().ptr();
   method.op = Py_NewRef(op.ptr());
+  method.least = operands == kExchangeWords - 1 ? kExchangeWords : 2;
   method.most = operands + 1;
   return made;
 }

@@ -15,7 +15,7 @@ from ._native import short_way
 from .calls import OP_LABELS
 from .messages import Messages
 from .regroup import Regrouping
-from .selection import RECV, SEND, SENDRECV
+from .selection import RECV, SEND, SENDRECV, ranks_key
 from .types import Collective
 from .work import Work
 
@@ -302,6 +302,7 @@ class Communicator(Messages, Regrouping):
             return done
         return self._message(RECV, buf, peer, async_op, timeout, stream)
 
+    @short_way(SENDRECV, _SUM, 4)
     def sendrecv(
         self,
         sendbuf: Array,
@@ -317,9 +318,8 @@ class Communicator(Messages, Regrouping):
 
         The other halves may be `send`, `recv` or `sendrecv` calls. Both buffers have one dtype; they do not overlap.
         """
-        plain = (
-            not async_op and timeout is None and stream is None and isinstance(dest, int) and isinstance(source, int)
-        )
-        if plain and (done := self._call(SENDRECV, sendbuf, recvbuf, _SUM, dest << 16 | source)) is not None:
-            return done
+        if not async_op and timeout is None and stream is None:
+            done = self._call(SENDRECV, sendbuf, recvbuf, _SUM, ranks_key(dest, source))
+            if done is not None:
+                return done
         return self._sendrecv(sendbuf, dest, recvbuf, source, async_op, timeout, stream)
