@@ -133,7 +133,7 @@ class Task {
   bool Limit(const BoundStep& s, std::size_t& limit) const;
   bool Apart() const;  // SEND and RECV are different memory
   Message MessageOf(const BoundStep& s) const {
-    return {signature_ + s.number, s.len, bound_.may_lend || apart_, s.back, bound_.exchanges, s.mutual};
+    return {signature_ + s.number, s.len, bound_.may_lend || apart_, s.back, bound_.exchanges, s.mutual, !p2p_};
   }
   Message CodesOf(const BoundStep& s) const {
     return {signature_ + s.number, s.wire, bound_.may_lend || apart_, -1, false};

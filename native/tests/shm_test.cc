@@ -343,13 +343,15 @@ void Private() {
   }
   CHECK(pair.a[0].send->Lent() == 0, "given back");
 
-  const Frame waits{2, kLarge, false, -1, true}, reduced{3, kLarge, true, -1, false};
-  for (const Frame& m : {waits, reduced}) {
+  const Frame waits{2, kLarge, false, -1, true}, alone{3, kLarge, true, -1, false};
+  const Frame collective{4, kLarge, true, -1, false, false, true}, back{5, kLarge, true, 0, false, false, true};
+  for (const Frame& m : {waits, alone, collective, back}) {
     std::size_t taken = 0;
     Send(*pair.a[0].send, m, data, [&] {
       CHECK(pair.a[0].send->Lent() == 0, "message %d is copied", int(m.signature));
       taken = Receive(*pair.b[0].recv, m, got, taken);
     });
+    CHECK((pair.a[0].send->Lent() == kLarge) == (m.signature == collective.signature), "%d", int(m.signature));
     CHECK(Receive(*pair.b[0].recv, m, got, taken) == kLarge && got == data, "message %d", int(m.signature));
   }
 }
@@ -372,14 +374,19 @@ void NotPrivate() {
   CHECK(reads(gone) == 2, "nothing is there");
   Pair either = Introduced(PrivateReads::kAuto, SlotStores::kCached);
   CHECK(reads(either) == 1, "by itself");
-  const LeastPrivate least(PrivateReads::kAuto, either.segment->policy());
-  const Frame shorter{1, least.huge - 1, true, -1, true}, longer{2, least.any, true, -1, true};
-  for (const Frame& m : {shorter, longer}) {
+  const PrivateLengths lengths(PrivateReads::kAuto, either.segment->policy());
+  const std::size_t least = lengths.least_one_way, most = lengths.most_one_way;
+  const std::pair<Frame, bool> frames[] = {
+      {{1, lengths.huge - 1, true, -1, true}, false},         {{2, lengths.any, true, -1, true}, true},
+      {{3, least - 1, true, -1, false, false, true}, false},  {{4, least, true, -1, false, false, true}, true},
+      {{5, most + 1, true, -1, false, false, true}, false},   {{6, most, true, -1, false, false, true}, true},
+      {{7, lengths.any, true, -1, false, false, true}, false}};
+  for (const auto& [m, lent] : frames) {
     const Bytes data = Pattern(m.total, 9);
     Bytes got(m.total);
     std::size_t taken = 0;
     Send(*either.a[0].send, m, data, [&] { taken = Receive(*either.b[0].recv, m, got, taken); });
-    CHECK((either.a[0].send->Lent() > 0) == (m.total == least.any), "%zu bytes", m.total);
+    CHECK((either.a[0].send->Lent() > 0) == lent, "%zu bytes", m.total);
     CHECK(Receive(*either.b[0].recv, m, got, taken) == m.total && got == data, "%zu bytes arrive", m.total);
   }
 }
@@ -427,7 +434,7 @@ bool Tells() {
 void HugePages() {
   Pair pair = Introduced(PrivateReads::kAuto);
   Carry(pair, 0);
-  const LeastPrivate least(PrivateReads::kAuto, pair.segment->policy());
+  const PrivateLengths least(PrivateReads::kAuto, pair.segment->policy());
   const Frame shorter{1, least.huge - 1, true, -1, true}, between{2, least.huge, true, -1, true};
   for (const bool wanted : {false, true}) {
     const Mapped memory(between.total, wanted);

@@ -4,6 +4,7 @@
 // for a random number that the sender says it holds. The kernel looks up every page, so it pays for long messages only.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -13,17 +14,37 @@ namespace hetcoll {
 
 inline constexpr std::size_t kPrivateFragment = std::size_t{4} << 20;
 
-// The lengths from which on messages are read in this way, where it works: those that lie in huge pages, and all. Up to
-// there two copies that stay in the L2 caches are faster: docs/performance.md.
-struct LeastPrivate {
-  LeastPrivate(PrivateReads reads, const StorePolicy& policy) {
+// The lengths of messages that are read in this way, where it works. Where slots are claimed, two copies through them
+// are faster than the kernel's look at every page, unless pages are huge; elsewhere hardly ever: docs/performance.md.
+struct PrivateLengths {
+  PrivateLengths(PrivateReads reads, const StorePolicy& policy) {
     constexpr std::size_t kKiB = 1024;
-    if (reads == PrivateReads::kNever) huge = any = SIZE_MAX;
-    if (reads == PrivateReads::kAlways) huge = any = 128 * kKiB;
-    if (reads == PrivateReads::kAuto) huge = 512 * kKiB, any = policy.claims() ? SIZE_MAX : 2048 * kKiB;
+    if (reads == PrivateReads::kNever) return;
+    if (reads == PrivateReads::kAlways) {
+      huge = any = least_one_way = 128 * kKiB;
+      most_one_way = SIZE_MAX;
+    } else if (policy.claims()) {
+      huge = 512 * kKiB;
+    } else {
+      huge = any = 32 * kKiB;
+      least_one_way = 256 * kKiB;
+      most_one_way = 8192 * kKiB;
+    }
   }
-  std::size_t huge = 0;
-  std::size_t any = 0;
+
+  std::size_t Least() const { return std::min(huge, least_one_way); }
+
+  // `in_huge_pages` says so of most of the message. A sum that comes back takes the slot that its summand came in.
+  template <class InHugePages>
+  bool Include(const Message& m, InHugePages&& in_huge_pages) const {
+    if (m.exchanged) return m.total >= any || (m.total >= huge && in_huge_pages());
+    return m.collective && m.back < 0 && m.total >= least_one_way && m.total <= most_one_way;
+  }
+
+  std::size_t huge = SIZE_MAX;  // exchanges: in huge pages
+  std::size_t any = SIZE_MAX;   // and in any
+  std::size_t least_one_way = SIZE_MAX;
+  std::size_t most_one_way = SIZE_MAX;
 };
 
 // Another process's memory, on the receiver's side.

@@ -24,7 +24,7 @@ class ShmRecv final : public RecvEnd {
         hand_(neighbour_->hands[static_cast<std::size_t>(channel)]),
         hand_bytes_(segment.layout().hand_bytes),
         memory_(segment.owner(other), peer),
-        least_private_(LeastPrivate(segment.reads(), segment.policy()).huge),
+        least_private_(PrivateLengths(segment.reads(), segment.policy()).Least()),
         peer_(peer),
         base_(segment.base()),
         total_(segment.layout().total_bytes) {

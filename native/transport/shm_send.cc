@@ -29,7 +29,7 @@ class ShmSend final : public SendEnd {
   ShmSend(const ShmSegment& segment, int me, int other, int channel, std::shared_ptr<Neighbour> neighbour)
       : edge_(segment, me, other, channel),
         policy_(segment.policy()),
-        least_private_(segment.reads(), segment.policy()),
+        private_(segment.reads(), segment.policy()),
         pages_(segment.pages()),
         neighbour_(std::move(neighbour)),
         channel_(channel),
@@ -110,9 +110,8 @@ class ShmSend final : public SendEnd {
     lends_ = false;
     if (at > 0 || !m.may_lend) return false;
     on_heap_ = OnHeap(data);
-    lends_ = on_heap_ || (m.exchanged && m.total >= least_private_.huge &&
-                          edge_.credit->reads.load(std::memory_order_relaxed) == 1 &&
-                          (m.total >= least_private_.any || pages_.MostlyHuge(data, m.total)));
+    lends_ = on_heap_ || (edge_.credit->reads.load(std::memory_order_relaxed) == 1 &&
+                          private_.Include(m, [&] { return pages_.MostlyHuge(data, m.total); }));
     return lends_;
   }
 
@@ -209,7 +208,7 @@ class ShmSend final : public SendEnd {
 
   Edge edge_;
   StorePolicy& policy_;
-  LeastPrivate least_private_;
+  PrivateLengths private_;
   const OwnPages& pages_;
   std::shared_ptr<Neighbour> neighbour_;
   int channel_;

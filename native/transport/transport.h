@@ -45,10 +45,11 @@ struct Failure {
 struct Message {
   std::uint64_t signature;  // of the operation, plus kNumberStep for each message of it that went before
   std::size_t total;
-  bool may_lend = false;   // the sender can wait until the receiver has read it
-  int back = -1;           // the channel on which the receiver may send the answer in this message's place, or -1
-  bool exchanged = false;  // the receiver only stores it, and the sender has as much to store meanwhile
-  bool mutual = false;     // the sender receives on this channel, too: places of messages may change hands
+  bool may_lend = false;    // the sender can wait until the receiver has read it
+  int back = -1;            // the channel on which the receiver may send the answer in this message's place, or -1
+  bool exchanged = false;   // the receiver only stores it, and the sender has as much to store meanwhile
+  bool mutual = false;      // the sender receives on this channel, too: places of messages may change hands
+  bool collective = false;  // of a call that all ranks make: the receiver is there, or soon will be
 };
 
 inline constexpr std::uint64_t kNumberStep = 0x9e3779b97f4a7c15u;
