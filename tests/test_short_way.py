@@ -288,7 +288,9 @@ class Recorder:
         return "long", sendbuf, recvbuf, op, stream
 
     @_native.short_way(15, "sum", 4)
-    def exchanged(self, sendbuf: object, dest: object, recvbuf: object, source: object, *, stream: object = 0) -> object:
+    def exchanged(
+        self, sendbuf: object, dest: object, recvbuf: object, source: object, *, stream: object = 0
+    ) -> object:
         """Exchanges."""
         return "long", sendbuf, dest, recvbuf, source, stream
 
@@ -305,13 +307,14 @@ def test_plain_calls_take_the_short_way() -> None:
     assert [words[4] for words in recorder.short] == [ranks_key(3, 4), ranks_key(0x7FFF, 0)]
 
 
-@pytest.mark.parametrize(("dest", "source"), [(-1, 0), (0, -1), (0x8000, 0), (0, 0x8000), (1 << 70, 0), (0, -(1 << 70))])
+@pytest.mark.parametrize(
+    ("dest", "source"), [(-1, 0), (0, -1), (0x8000, 0), (0, 0x8000), (1 << 70, 0), (0, -(1 << 70))]
+)
 def test_no_pair_of_ranks_is_taken_for_another(dest: int, source: int) -> None:
     recorder = Recorder("done")
     assert recorder.exchanged("a", dest, "b", source) == ("long", "a", dest, "b", source, 0)
     assert recorder.short == []
     assert ranks_key(dest, source) == -1
-
 
 
 def test_all_other_calls_are_the_method_as_it_is_written() -> None:
