@@ -581,6 +581,15 @@ def test_the_store_does_not_wait_longer_than_it_may() -> None:
         assert "PeerLostError: the process that hosts the job's store has ended" in done.stderr
 
 
+def press_until_it_ends(process: subprocess.Popen[bytes]) -> None:
+    """Ctrl-C, again where the first one came before the store waits: as it ends, the interpreter may ignore one."""
+    for _ in range(15):
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+            return
+
+
 @pytest.mark.parametrize("end", ["exception", "interrupt"])
 def test_the_store_does_not_wait_after(end: str) -> None:
     """Others must hear of the exception at once, and who presses Ctrl-C has had enough."""
@@ -597,7 +606,7 @@ def test_the_store_does_not_wait_after(end: str) -> None:
         if end == "interrupt":
             assert processes[0].stdout is not None
             assert processes[0].stdout.readline() == b"at its end\n"
-            processes[0].send_signal(signal.SIGINT)
+            press_until_it_ends(processes[0])
         _, errors = processes[0].communicate(timeout=20)
         assert processes[1].poll() is None
         assert (b"KeyError: 'mine'" in errors) == (end == "exception"), errors
