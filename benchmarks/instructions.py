@@ -1,4 +1,4 @@
-"""Count instructions with callgrind: per small all-reduce from Python to Python, and per KiB of a large one.
+"""Count instructions with callgrind: per small call from Python to Python, and per KiB of a large all-reduce.
 
     python benchmarks/instructions.py             # compare with instructions.json; a rise above 3 % fails
     python benchmarks/instructions.py --update    # write instructions.json
@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 BASELINE = Path(__file__).resolve().with_name("instructions.json")
@@ -39,8 +39,8 @@ void end(void) { CALLGRIND_DUMP_STATS; }
 """
 
 
-def rank_body(counter: str, nbytes: int, short: int, long: int) -> None:
-    """What both ranks run: out-of-place all-reduces of `nbytes`, in short and long batches by turns."""
+def rank_body(counter: str, op: str, nbytes: int, short: int, long: int) -> None:
+    """What both ranks run: out-of-place all-reduces or exchanges of `nbytes`, in short and long batches by turns."""
     import numpy as np
 
     import hetcoll
@@ -48,19 +48,22 @@ def rank_body(counter: str, nbytes: int, short: int, long: int) -> None:
     count = ctypes.CDLL(counter)
     send, recv = np.ones(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
     with hetcoll.init() as comm:
+        other = 1 - comm.rank
+        method: Callable[..., object] = getattr(comm, op)
+        words = (send, recv) if op == "allreduce" else (send, other, recv, other)
         for _ in range(WARM_UP):
-            comm.allreduce(send, recv)
+            method(*words)
         for calls in (short, long) * REPEATS:
             count.begin()
             for _ in range(calls):
-                comm.allreduce(send, recv)
+                method(*words)
             count.end()
         comm.barrier()
-    if not (recv == 2).all():
-        raise SystemExit("the sum is wrong")
+    if not (recv == (2 if op == "allreduce" else 1)).all():
+        raise SystemExit("the result is wrong")
 
 
-def count(counter: Path, nbytes: int, batches: tuple[int, int]) -> float:
+def count(counter: Path, op: str, nbytes: int, batches: tuple[int, int]) -> float:
     """Instructions of rank 1 for one call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -70,7 +73,7 @@ def count(counter: Path, nbytes: int, batches: tuple[int, int]) -> float:
         "PYTHONHASHSEED": "0", "HETCOLL_SPIN_US": "100000000",
         "HETCOLL_SHM_STORES": "cached", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
     }  # fmt: skip
-    command = [sys.executable, __file__, "--rank", str(counter), str(nbytes), *map(str, batches)]
+    command = [sys.executable, __file__, "--rank", str(counter), op, str(nbytes), *map(str, batches)]
     with tempfile.TemporaryDirectory(prefix="hetcoll-callgrind-") as folder:
         callgrind = ["valgrind", "-q", "--tool=callgrind", f"--callgrind-out-file={folder}/out"]
         ranks = [
@@ -98,15 +101,16 @@ def total(profile: str) -> int:
 
 
 def measure() -> dict[str, float]:
-    """Both figures, in instructions."""
+    """All figures, in instructions."""
     with tempfile.TemporaryDirectory(prefix="hetcoll-callgrind-") as folder:
         counter = Path(folder) / "counter.so"
         compile_words = ["cc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(counter)]
         subprocess.run(compile_words, input=COUNTER, text=True, check=True)
-        small = count(counter, SMALL_BYTES, SMALL_BATCHES)
-        large = count(counter, LARGE_BYTES, LARGE_BATCHES)
+        small, exchange = (count(counter, op, SMALL_BYTES, SMALL_BATCHES) for op in ("allreduce", "sendrecv"))
+        large = count(counter, "allreduce", LARGE_BYTES, LARGE_BATCHES)
     return {
         f"allreduce of {SMALL_BYTES} B": round(small, 1),
+        f"sendrecv of {SMALL_BYTES} B": round(exchange, 1),
         f"KiB of an allreduce of {LARGE_BYTES >> 20} MiB": round(large / (LARGE_BYTES >> 10), 1),
     }
 
@@ -131,10 +135,10 @@ def compare(now: Mapping[str, float], then: Mapping[str, float]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", action="store_true", help="write instructions.json instead of comparing")
-    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        rank_body(args.rank[0], *map(int, args.rank[1:]))
+        rank_body(args.rank[0], args.rank[1], *map(int, args.rank[2:]))
         return 0
     if shutil.which("valgrind") is None or shutil.which("cc") is None:
         raise SystemExit("instructions.py: valgrind and a C compiler are needed: apt install valgrind gcc")
