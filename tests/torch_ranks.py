@@ -37,7 +37,11 @@ class TorchRanks:
     def _start(self) -> None:
         """torch takes its time to load, more so on few cores; the cases' time is for what they do."""
         self._ranks = Ranks(SIZE, self._env, join=False, tidy=False)
-        self._ranks.run(load, timeout=200)
+        try:
+            self._ranks.run(load, timeout=200)
+        except BaseException:
+            self._ranks.kill_all()
+            raise
 
     def run(
         self, module: str, name: str, *args: Any, backend: str | None = "hetcoll", timeout: float = 90
