@@ -18,7 +18,6 @@ import hetcoll
 from hetcoll import _native
 from hetcoll.buffers import KNOWS_ARRAYS, read_buffer
 from hetcoll.errors import BufferTypeError
-from hetcoll.selection import ranks_key
 from hetcoll.types import DType
 
 Launch = Callable[..., Ranks]
@@ -287,7 +286,7 @@ class Recorder:
         """Reduces."""
         return "long", sendbuf, recvbuf, op, stream
 
-    @_native.short_way(15, "sum", 4)
+    @_native.short_exchange(15, "sum")
     def exchanged(
         self, sendbuf: object, dest: object, recvbuf: object, source: object, *, stream: object = 0
     ) -> object:
@@ -304,7 +303,7 @@ def test_plain_calls_take_the_short_way() -> None:
     recorder.short.clear()
     assert recorder.exchanged("a", 3, "b", 4) == recorder.exchanged("a", 0x7FFF, "b", 0) == "done"
     assert recorder.short == [(15, "a", "b", "sum", 3 << 16 | 4), (15, "a", "b", "sum", 0x7FFF << 16)]
-    assert [words[4] for words in recorder.short] == [ranks_key(3, 4), ranks_key(0x7FFF, 0)]
+    assert [words[4] for words in recorder.short] == [_native.ranks_key(3, 4), _native.ranks_key(0x7FFF, 0)]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +313,7 @@ def test_no_pair_of_ranks_is_taken_for_another(dest: int, source: int) -> None:
     recorder = Recorder("done")
     assert recorder.exchanged("a", dest, "b", source) == ("long", "a", dest, "b", source, 0)
     assert recorder.short == []
-    assert ranks_key(dest, source) == -1
+    assert _native.ranks_key(dest, source) == -1
 
 
 def test_all_other_calls_are_the_method_as_it_is_written() -> None:

@@ -20,6 +20,7 @@
 #include "engine/clock.h"
 #include "engine/engine.h"
 #include "python/call_cache.h"
+#include "python/call_words.h"
 #include "python/host_buffer.h"
 
 namespace hetcoll {
@@ -56,14 +57,6 @@ inline bool AliasingAllowed(int collective, const std::byte* s, std::size_t s_by
     default:
       return s == r && s_bytes == r_bytes;
   }
-}
-
-// A Python int from 0 on that fits; -1 for any other object.
-inline std::int32_t SmallNumber(PyObject* object) {
-  if (!PyLong_CheckExact(object)) return -1;
-  int overflow = 0;
-  const long value = PyLong_AsLongAndOverflow(object, &overflow);
-  return overflow != 0 || value < 0 || value > INT32_MAX ? -1 : static_cast<std::int32_t>(value);
 }
 
 class PyEngine {

@@ -4,7 +4,10 @@
 #include <structmember.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <iterator>
+
+#include "python/call_words.h"
 
 namespace nb = nanobind;
 
@@ -18,44 +21,25 @@ struct ShortWay {
   PyObject* op;          // what a call without one means
   Py_ssize_t least;      // positional arguments, `self` among them, that the short way understands
   Py_ssize_t most;
+  bool exchanges;  // self, sendbuf, dest, recvbuf, source
 };
 
-constexpr Py_ssize_t kExchangeWords = 5;  // self, sendbuf, dest, recvbuf, source
-
 PyObject* g_call;  // "_call"
-PyObject* g_zero;
 
 ShortWay* Of(PyObject* object) { return reinterpret_cast<ShortWay*>(object); }
 
-// What two ranks are to `_call`; as in communicator.py. Null: at least one is no rank, or no int.
-PyObject* Between(PyObject* dest, PyObject* source) {
-  constexpr long kMost = 0x7fff;
-  for (PyObject* rank : {dest, source}) {
-    if (!PyLong_CheckExact(rank)) return nullptr;
-    int overflow = 0;
-    const long number = PyLong_AsLongAndOverflow(rank, &overflow);
-    if (overflow != 0 || number < 0 || number > kMost) return nullptr;
-  }
-  return PyLong_FromLong(PyLong_AsLong(dest) << 16 | PyLong_AsLong(source));
-}
-
 // What `_call` gives; None where there is nothing to call it with.
 PyObject* Short(const ShortWay& method, PyObject* const* args, Py_ssize_t given) {
-  const bool exchange = method.least == kExchangeWords;
-  PyObject* where = exchange ? Between(args[2], args[4]) : Py_NewRef(g_zero);
-  if (where == nullptr) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
-  PyObject* call = PyObject_GetAttr(args[0], g_call);
-  PyObject* done = nullptr;
-  if (call != nullptr) {
-    PyObject* recv = exchange ? args[3] : given > 2 ? args[2] : Py_None;
-    PyObject* op = !exchange && given > 3 ? args[3] : method.op;
-    PyObject* const words[] = {nullptr, method.collective, args[1], recv, op, where};
-    constexpr std::size_t kWords = std::size(words) - 1;
-    done = PyObject_Vectorcall(call, words + 1, kWords | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
-    Py_DECREF(call);
-  }
-  Py_DECREF(where);
-  return done;
+  const std::int32_t root = method.exchanges ? RanksKey(args[2], args[4]) : 0;
+  if (root < 0) return Py_NewRef(Py_None);
+  PyObject* recv = method.exchanges ? args[3] : given > 2 ? args[2] : Py_None;
+  PyObject* op = !method.exchanges && given > 3 ? args[3] : method.op;
+  const nb::object where = nb::steal(PyLong_FromLong(root));
+  const nb::object call = nb::steal(PyObject_GetAttr(args[0], g_call));
+  if (!where.is_valid() || !call.is_valid()) return nullptr;
+  PyObject* const words[] = {nullptr, method.collective, args[1], recv, op, where.ptr()};
+  constexpr std::size_t kWords = std::size(words) - 1;
+  return PyObject_Vectorcall(call.ptr(), words + 1, kWords | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
 }
 
 // args: self, sendbuf, recvbuf, op, or those of an exchange. Anything else, and what the short way leaves alone, is for
@@ -128,7 +112,8 @@ PyType_Spec g_spec = {
     "hetcoll._native.ShortWay", sizeof(ShortWay), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR, g_slots};
 
-nb::object Make(nb::handle type, nb::handle function, int collective, nb::handle op, int operands) {
+nb::object Make(nb::handle type, nb::handle function, int collective, nb::handle op, Py_ssize_t least, Py_ssize_t most,
+                bool exchanges) {
   nb::object made = nb::steal(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type.ptr()), 0));
   if (!made.is_valid()) nb::raise_python_error();
   ShortWay& method = *Of(made.ptr());
@@ -136,8 +121,9 @@ nb::object Make(nb::handle type, nb::handle function, int collective, nb::handle
   method.function = Py_NewRef(function.ptr());
   method.collective = nb::int_(collective).release().ptr();
   method.op = Py_NewRef(op.ptr());
-  method.least = operands == kExchangeWords - 1 ? kExchangeWords : 2;
-  method.most = operands + 1;
+  method.least = least;
+  method.most = most;
+  method.exchanges = exchanges;
   return made;
 }
 
@@ -145,14 +131,18 @@ nb::object Make(nb::handle type, nb::handle function, int collective, nb::handle
 
 void BindShortWay(nb::module_& m) {
   g_call = PyUnicode_InternFromString("_call");
-  g_zero = PyLong_FromLong(0);
   nb::object type = nb::steal(PyType_FromSpec(&g_spec));
   if (!type.is_valid()) nb::raise_python_error();
   m.def("short_way", [type](int collective, nb::object op, int operands) {
     return nb::cpp_function([type, collective, op, operands](nb::handle function) {
-      return Make(type, function, collective, op, operands);
+      return Make(type, function, collective, op, 2, operands + 1, false);
     });
   });
+  m.def("short_exchange", [type](int collective, nb::object op) {
+    return nb::cpp_function(
+        [type, collective, op](nb::handle function) { return Make(type, function, collective, op, 5, 5, true); });
+  });
+  m.def("ranks_key", [](nb::handle dest, nb::handle source) { return RanksKey(dest.ptr(), source.ptr()); });
 }
 
 }  // namespace hetcoll

@@ -360,8 +360,14 @@ class Engine(_Verbs):
 def short_way(collective: int, op: str, operands: int) -> Callable[[F], F]:
     """Makes of a method (self, sendbuf, recvbuf, op) one whose calls with up to `operands` positional arguments and
     no keywords first try ``self._call(collective, sendbuf, recvbuf, op, 0)``. Where that gives None, and for all other
-    calls, the method is called as it is written. `op` is for calls without one. With four operands it is a method
-    (self, sendbuf, dest, recvbuf, source), which tries ``self._call(collective, sendbuf, recvbuf, op, where)``."""
+    calls, the method is called as it is written. `op` is for calls without one."""
+
+def short_exchange(collective: int, op: str) -> Callable[[F], F]:
+    """The same of a method (self, sendbuf, dest, recvbuf, source), whose plain calls have all of these: it tries
+    ``self._call(collective, sendbuf, recvbuf, op, ranks_key(dest, source))``."""
+
+def ranks_key(dest: object, source: object) -> int:
+    """What a call with two ranks has in place of a root; -1 where these cannot be ranks."""
 
 def read_memory(object: Any, writable: bool) -> tuple[int, int, int] | None: ...
 def know_dtype(dtype: Any, number: int) -> None: ...

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import calls
-from ._native import short_way
+from ._native import ranks_key, short_exchange, short_way
 from .calls import OP_LABELS
 from .messages import Messages
 from .regroup import Regrouping
-from .selection import RECV, SEND, SENDRECV, ranks_key
+from .selection import RECV, SEND, SENDRECV
 from .types import Collective
 from .work import Work
 
@@ -302,7 +302,7 @@ class Communicator(Messages, Regrouping):
             return done
         return self._message(RECV, buf, peer, async_op, timeout, stream)
 
-    @short_way(SENDRECV, _SUM, 4)
+    @short_exchange(SENDRECV, _SUM)
     def sendrecv(
         self,
         sendbuf: Array,

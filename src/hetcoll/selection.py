@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 _KEEP = 1024  # bound plans kept; the least recently used go first
-_MOST_RANK = (1 << 15) - 1  # of a `sendrecv` that takes the short way
 SEND, RECV, SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's forms
 
 
@@ -263,13 +262,6 @@ class Message(NamedTuple):
         return describe_message(*self.halves)
 
 
-def ranks_key(dest: object, source: object) -> int:
-    """What a `sendrecv` has in place of a root: native/python/short_way.cc. -1 where these are no ranks."""
-    if not isinstance(dest, int) or not isinstance(source, int) or not 0 <= source <= _MOST_RANK:
-        return -1
-    return dest << 16 | source if 0 <= dest <= _MOST_RANK else -1
-
-
 def message_key(
     send: Buffer | None, dest: int, recv: Buffer | None, source: int
 ) -> tuple[int, DType, ReduceOp, int, int, int]:
@@ -278,7 +270,7 @@ def message_key(
     assert first is not None
     assert second is not None
     kind = SENDRECV if send and recv else SEND if send else RECV
-    where = ranks_key(dest, source) if send and recv else dest if send else source
+    where = _native.ranks_key(dest, source) if send and recv else dest if send else source
     return kind, first.dtype, ReduceOp.SUM, where, first.count, second.count
 
 
