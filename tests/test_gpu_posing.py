@@ -13,10 +13,13 @@ from ranks import Ranks, kept
 from reference import Case
 from test_gpu import cases_of, check, every_reduction, exchange, overlap
 from test_gpu_and_cpu import device_of, run_on_own
+from test_gpu_compressed_calls import Calls, summed, wanted
+from test_gpu_compression import COLLECTIVES, KINDS
 
 import hetcoll
 from hetcoll.devices.array import DeviceArray
 from hetcoll.errors import AbortedError, CollectiveMismatchError
+from hetcoll.types import Collective, DType, Format
 
 VENDOR: dict[str, str | None] = {"n": "cuda", "p": "posing", "c": None}
 DEVICE = {"n": "cuda", "p": "hip", "c": "cpu"}
@@ -67,6 +70,16 @@ def test_messages(posed: Posed) -> None:
 
 def test_order_on_streams(posed: Posed) -> None:
     posed("np", jitter="3:200").run(overlap, timeout=200)
+
+
+@pytest.mark.parametrize("kinds", ["np", "nc"])
+@pytest.mark.parametrize("kind", COLLECTIVES)
+@pytest.mark.parametrize(("dtype", "form"), KINDS)
+def test_compressed_calls(posed: Posed, kinds: str, dtype: DType, form: Format, kind: Collective) -> None:
+    """With what the calls before lost, bit by bit."""
+    for count, op, inplace in ((6, "sum", True), (70_002, "avg", False)):
+        said = posed(kinds, HETCOLL_ISLANDS="0|1").run(summed, Calls(kind, count, dtype, form.label, 2, op, inplace))
+        assert [results for results, _ in said] == wanted(kind, ((0,), (1,)), count, dtype, form, 2, op)
 
 
 def end_badly(comm: hetcoll.Communicator, how: str, array: DeviceArray) -> None:
