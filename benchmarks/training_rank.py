@@ -115,7 +115,7 @@ class Rank:
         model = nn.parallel.DistributedDataParallel(nn.Sequential(*slow), gradient_as_bucket_view=True)
         balancer = Balancer(s.batch, every=2, smoothing=0.0)
         data, found, start = self.data, dict[str, Any](), 0.0
-        for phase in ("even", "even", "slowed", "balanced"):  # the first time takes memory and compiles
+        for phase in ("even", "even", "slowed", "balanced", "balanced"):  # the first time takes memory and compiles
             for part in slow:
                 part.times = 2 if phase != "even" and self.rank == dist.get_world_size() - 1 else 1
             measured = balancer.measure if phase == "balanced" else contextlib.nullcontext

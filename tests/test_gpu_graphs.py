@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -398,7 +399,9 @@ def close_before_the_graph(comm: hetcoll.Communicator, failed: bool) -> tuple[fl
     """Rank 0's graph outlives the communicator that it has a call of. How long `close` took there, and what it said."""
     part = comm.split(0)
     assert part is not None
-    part.allreduce(DeviceArray.of(device_of_rank(comm.rank), np.ones(LARGE, np.float32)).buffer())  # sets NCCL up
+    array = DeviceArray.of(device_of_rank(comm.rank), np.ones(LARGE, np.float32))
+    with unittest.mock.patch("hetcoll.gpu_islands._END_SECONDS", 2.0):
+        part.allreduce(array.buffer())  # sets NCCL up
     device, stream, _, captured = captured_allreduce(part)
     comm.barrier()
     if comm.rank == 1:
@@ -421,7 +424,7 @@ def close_before_the_graph(comm: hetcoll.Communicator, failed: bool) -> tuple[fl
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_close_does_not_wait_for_graphs_for_ever(fresh: Any, failed: bool) -> None:
-    ranks = fresh(HETCOLL_TIMEOUT="2", HETCOLL_ISLANDS="0,1")
+    ranks = fresh(HETCOLL_ISLANDS="0,1")
     took, said = ranks.run(close_before_the_graph, failed, timeout=60)[0]
     assert took < 9
     assert "NCCL 2" in said

@@ -14,6 +14,7 @@ from hetcoll.torch.balance import Balancer
 
 BATCH = 48
 SPEEDS = (1.0, 1.0, 0.5, 0.5)  # samples a second, of a clock of its own
+Speeds = tuple[float, ...]
 
 
 class _Clock:
@@ -26,9 +27,9 @@ class _Clock:
     def perf_counter(self) -> float:
         return self.now
 
-    def compute(self, samples: int) -> float:
+    def compute(self, samples: int, speeds: Speeds = SPEEDS) -> float:
         """Seconds that they take."""
-        seconds = samples / SPEEDS[dist.get_rank()]
+        seconds = samples / speeds[dist.get_rank()]
         self.now += seconds
         return seconds
 
@@ -81,6 +82,25 @@ def _train(clock: _Clock) -> None:
     assert _slowest(steps[-1]) == BATCH / sum(SPEEDS)  # two ranks at half speed cost one rank's share, and no more
     for found, wanted_weight in zip(model.module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(found, wanted_weight, rtol=1e-4, atol=1e-6)
+
+
+def new_shares_must_be_worth_their_while() -> None:
+    slower, much_slower = (0.97, *SPEEDS[1:]), (0.5, *SPEEDS[1:])
+    with pytest.MonkeyPatch.context() as patch:
+        clock = _Clock(patch)
+
+        def after(balancer: Balancer, *speeds: Speeds) -> tuple[bool, list[int]]:
+            for each in speeds:
+                with balancer.measure():
+                    clock.compute(balancer.share, each)
+                changed = balancer.update()
+            return changed, balancer.shares
+
+        usual, eager = (Balancer(480, every=1, smoothing=0.0, margin=margin) for margin in (0.05, 0.0))
+        assert after(usual, SPEEDS) == after(eager, SPEEDS) == (True, [160, 160, 80, 80])
+        assert after(usual, SPEEDS, slower) == (False, [160, 160, 80, 80])
+        assert after(eager, SPEEDS, slower) == (True, [157, 161, 81, 81])
+        assert after(usual, much_slower) == (True, [96, 192, 96, 96])
 
 
 def without_measurements_it_says_so() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from operator import truediv
 from typing import Any
 
 import torch
@@ -50,15 +51,26 @@ class Balancer:
     """This rank's part of each batch of `global_batch` samples, by how fast the ranks of `group` have been.
 
     Shares begin equal. Every `every` steps `update` measures them anew; `smoothing` in [0, 1) is how much of the older
-    speed remains. No rank gets fewer than `least` samples. All ranks pass the same arguments.
+    speed remains. They change where that makes steps faster by more than the part `margin`: batches of a new size cost
+    memory, and compiled code anew. No rank gets fewer than `least` samples. All ranks pass the same arguments.
     """
 
     def __init__(
-        self, global_batch: int, group: Any = None, *, every: int = 10, smoothing: float = 0.5, least: int = 1
+        self,
+        global_batch: int,
+        group: Any = None,
+        *,
+        every: int = 10,
+        smoothing: float = 0.5,
+        least: int = 1,
+        margin: float = 0.05,
     ) -> None:
         if every < 1 or not 0 <= smoothing < 1:
             raise ValueError(f"every, smoothing: wanted 1 or more, and in [0, 1), got {every} and {smoothing}")
-        self._group, self._every, self._smoothing, self._least = group, every, smoothing, least
+        if margin < 0:
+            raise ValueError(f"margin: wanted 0 or more, got {margin}")
+        self._group, self._every, self._smoothing = group, every, smoothing
+        self._least, self._margin = least, margin
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._total = global_batch
         self._steps = 0
@@ -123,8 +135,12 @@ class Balancer:
         if len(known) < self._size:
             missing = [rank for rank, each in enumerate(every) if each is None]
             raise RuntimeError(f"update: wanted a block of `measure` on every rank, got none on ranks {missing}")
-        before, self.shares = self.shares, shares(self._total, known, self._least)
-        return before != self.shares
+        found = shares(self._total, known, self._least)
+        now, then = (max(map(truediv, each, known)) for each in (self.shares, found))  # seconds of a step
+        if now <= (1 + self._margin) * then:
+            return False
+        self.shares = found
+        return True
 
     def _measured(self) -> float | None:
         """Samples a second since the last time, without the slowest step: the first one warms up."""
