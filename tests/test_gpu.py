@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import itertools
 import os
-import struct
 import sys
 import threading
 import unittest.mock
@@ -29,7 +28,6 @@ from reference import Case
 import hetcoll
 from hetcoll.devices.array import DeviceArray
 from hetcoll.devices.base import Device
-from hetcoll.devices.kernels import reduce_name
 from hetcoll.errors import ArgumentError
 from hetcoll.types import OCP_OF, DType, ReduceOp, supports
 
@@ -103,6 +101,11 @@ def every_reduction(*, older_float8: bool = True) -> list[Case]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_collective(gpus: Any, size: int) -> None:
     check(gpus(size), list(cases_of(size, ODD)))
+
+
+def test_an_island_of_two(gpus: Any) -> None:
+    """All of it by the vendor's library."""
+    check(gpus(2, ""), list(cases_of(2, (5, 70_001))))
 
 
 def run_again(comm: hetcoll.Communicator, cases: list[Case]) -> list[int]:
@@ -351,74 +354,6 @@ def test_messages_of_a_group_cross_over(gpus: Any, islands: str | None) -> None:
     gpus(3, islands).run(cross_over, timeout=120)
 
 
-TURNS = {0: ((1, 1), (1, 3)), 1: ((0, 2), (0, 0)), 2: ((1, 3), (1, 1)), 3: ((0, 0), (0, 2))}
-"""What each rank calls: 1 and whom it sends to, or 0 and whom it receives from. In turn nobody could begin."""
-
-
-def out_of_turn(comm: hetcoll.Communicator, own: bool, more: bool) -> None:
-    """Messages larger than all slots, each on a stream of its `own` or all by ``async_op=True``, and an all-reduce
-    while they wait; with `more`, receives that both ranks post ahead of their sends."""
-    device, rank, count = device_of_rank(comm.rank), comm.rank, 2_500_003
-    turns = (*TURNS[rank], *([(0, rank ^ 2), (1, rank ^ 2)] if more else []))
-    arrays = [DeviceArray.of(device, np.full(count, rank if out else -1, np.int32)) for out, _ in turns]
-    total = DeviceArray.of(device, np.full(70_001, 1 + rank, np.int32))
-    streams = [device.stream() if own else 0 for _ in range(len(turns) + 1)]
-    works = []
-    for i, ((out, peer), array, stream) in enumerate(zip(turns, arrays, streams, strict=False)):
-        if i == 1:
-            works.append(comm.allreduce(total.buffer(), stream=streams[-1], async_op=True))
-        call = comm.send if out else comm.recv
-        works.append(call(array.buffer(), peer, stream=stream, async_op=not own))
-    results, later = [*arrays, total], device.stream()
-    copies = [DeviceArray(device, array.size, "int32") for array in results]
-    works[-1].wait_stream(later)  # for all that was enqueued, whatever ran it
-    for copy, array in zip(copies, results, strict=True):
-        device.copy(copy.ptr, array.ptr, array.nbytes, later)
-    for work in works:
-        work.wait(60)
-    device.synchronize(later)
-    assert (total.get() == 10).all()
-    for (out, peer), array in zip(turns, arrays, strict=True):
-        assert (array.get() == (rank if out else peer)).all()
-    assert all((copy.get() == array.get()).all() for copy, array in zip(copies, results, strict=True))
-
-
-@pytest.mark.parametrize("queues", ["8", "32"])  # a message that waits holds up what shares its hardware queue
-@pytest.mark.parametrize("own", [True, False])
-def test_peers_that_are_late_hold_up_nobody_else(gpus: Any, own: bool, queues: str) -> None:
-    for islands in (None, "0,1|2,3"):
-        ranks = gpus(4, islands, env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, timeout=20)
-        ranks.run(out_of_turn, own, queues == "32", timeout=100)
-
-
-def overlap(comm: hetcoll.Communicator) -> None:
-    """Calls on several streams with work of the user's before and behind, none waited for by the host."""
-    device = device_of_rank(comm.rank)
-    streams = [device.stream() for _ in range(3)]
-    count = 150_003
-    sources = [DeviceArray.of(device, np.full(count, 1 + i + comm.rank, np.float32)) for i in range(3)]
-    work = [DeviceArray(device, count) for _ in range(3)]
-    results = [DeviceArray(device, count) for _ in range(12)]
-    device.synchronize()
-    works = []
-    for turn, result in enumerate(results):
-        i, stream = turn % 3, streams[turn % 3]
-        device.copy(work[i].ptr, sources[i].ptr, work[i].nbytes, stream)
-        works.append(comm.allreduce(work[i].buffer(), stream=stream, async_op=turn % 2 == 1))
-        if turn % 2 == 1:
-            works[-1].wait_stream(stream)
-        device.copy(result.ptr, work[i].ptr, result.nbytes, stream)
-    for each in works:
-        each.wait(60)
-    for turn, result in enumerate(results):
-        want = sum(1 + turn % 3 + rank for rank in range(comm.size))
-        assert (result.get() == want).all(), f"call {turn}"
-
-
-def test_order_on_streams(gpus: Any) -> None:
-    gpus(2, jitter="3:200", timeout=120).run(overlap, timeout=200)
-
-
 @pytest.mark.parametrize("islands", ["", "0,1|2,3", "0,1,2|3", "0|1|2,3", "0,2|1,3"])
 def test_islands(gpus: Any, islands: str) -> None:
     check(gpus(4, islands, timeout=120), list(cases_of(4, (1, 1009, 100_003))))
@@ -477,49 +412,6 @@ def test_parts_of_unequal_size_over_islands(gpus: Any) -> None:
 def test_islands_on_shared_hardware_queues(gpus: Any) -> None:
     ranks = gpus(4, "0,1|2,3", env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, jitter="5:100", timeout=120)
     check(ranks, [Case("allreduce", count=3_000_001), Case("allgather", count=1_000_003)])
-
-
-def beside_others(comm: hetcoll.Communicator) -> None:
-    """Calls across islands, calls of the island's library and kernels that take long, on streams of their own; none of
-    them waits for the host, and streams may share a hardware queue."""
-    device = device_of_rank(comm.rank)
-    device.activate()
-    inner = comm.split(comm.rank // 2)
-    assert inner is not None
-    crossing, inside, user = streams = [device.stream() for _ in range(3)]
-    n, few = 700_001, 4_000_000  # one warp adds the latter in some milliseconds
-    a, b, c = (DeviceArray(device, size) for size in (n, n, few))
-    add = device.kernels().function(reduce_name(DType.FLOAT32, ReduceOp.SUM))
-    arguments = [struct.pack("P", c.ptr)] * 3 + [struct.pack("Q", few)]
-    for call in (comm, inner):
-        call.allreduce(a, stream=crossing)  # all is made and loaded before anything is under way
-    device.synchronize()
-    a.set(np.full(n, 1 + comm.rank, np.float32))
-    b.set(np.full(n, 1 + comm.rank, np.float32))
-    c.set(np.full(few, 1, np.float32))
-    works = []
-    for turn in range(4):
-        device.launch(add, 1, 32, arguments, user)
-        works.append(comm.allreduce(a, stream=crossing))
-        works.append(inner.allreduce(b, stream=inside, async_op=turn % 2 == 1))
-        if turn % 2 == 1:
-            works[-1].wait_stream(inside)
-    for work in works:
-        work.wait(60)
-    device.synchronize()
-    assert (a.get() == 10 * comm.size**3).all()
-    island = [r for r in range(comm.size) if r // 2 == comm.rank // 2]
-    assert (b.get() == sum(1 + r for r in island) * len(island) ** 3).all()
-    assert (c.get() == 2**4).all()
-    inner.close()
-    for stream in streams:
-        device.destroy_stream(stream)
-
-
-@pytest.mark.parametrize("queues", ["1", "2"])
-def test_beside_kernels_and_libraries_of_the_user(gpus: Any, queues: str) -> None:
-    ranks = gpus(4, "0,1|2,3", env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, jitter="7:100", timeout=120)
-    ranks.run(beside_others, timeout=100)
 
 
 def capture(comm: hetcoll.Communicator) -> tuple[list[float], float]:

@@ -16,7 +16,8 @@ import standins
 from ranks import Ranks, kept, wait_until
 from reference import Case
 from test_failures import check_lost
-from test_gpu import cases_of, check, device_of_rank, exchange, overlap
+from test_gpu import cases_of, check, device_of_rank, exchange
+from test_gpu_streams import overlap
 
 import hetcoll
 from hetcoll.devices.array import DeviceArray

@@ -12,7 +12,8 @@ import pytest
 import standins
 from ranks import Ranks, kept, wait_until
 from reference import Case
-from test_gpu import cases_of, check, device_of_rank, every_reduction, exchange, overlap
+from test_gpu import cases_of, check, device_of_rank, every_reduction, exchange
+from test_gpu_streams import overlap
 
 import hetcoll
 from hetcoll.devices import hip

@@ -11,10 +11,11 @@ import pytest
 from gpu_places import PLACES, ranks_on
 from ranks import Ranks, kept
 from reference import Case
-from test_gpu import cases_of, check, every_reduction, exchange, overlap
+from test_gpu import cases_of, check, every_reduction, exchange
 from test_gpu_and_cpu import device_of, run_on_own
 from test_gpu_compressed_calls import Calls, summed, wanted
 from test_gpu_compression import COLLECTIVES, KINDS
+from test_gpu_streams import overlap
 
 import hetcoll
 from hetcoll.devices.array import DeviceArray
