@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from ranks import Ranks, wait_until
 
@@ -103,6 +105,51 @@ def test_a_sender_that_is_killed_while_it_is_read(launch: Launch) -> None:
             assert isinstance(outcome.error, PeerLostError), f"{outcome.value!r} {outcome.trace}"
             assert outcome.error.rank == 1
             assert outcome.ended - killed < 1.0
+
+
+def _broadcast(comm: hetcoll.Communicator, buffer: npt.NDArray[np.float64]) -> None:
+    for _ in range(1_000_000):
+        comm.broadcast(buffer)
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_ranks_that_are_killed_while_both_ends_copy(launch: Launch, dies: int) -> None:
+    ranks = launch(2, HETCOLL_SHM_READ="always")
+    ranks.start(_broadcast, np.ones(1 << 20))
+    time.sleep(1.0)
+    killed = time.monotonic()
+    ranks.kill(dies)
+    outcome = ranks.finish(15)[1 - dies]
+    assert isinstance(outcome.error, PeerLostError), f"{outcome.value!r} {outcome.trace}"
+    assert outcome.error.rank == dies
+    assert outcome.ended - killed < 1.0
+
+
+def _abort_while_written_to(comm: hetcoll.Communicator) -> int:
+    """Rank 1 gives up while rank 0 may be writing into its memory, which is rank 1's alone once it was told so."""
+    wrong = 0
+    for turn in range(40):
+        part = comm.split(0)
+        assert part is not None
+        buffer = np.zeros(1 << 20)
+        for _ in range(3):
+            part.broadcast(buffer)
+        give_up = threading.Timer(1e-3 + 37e-6 * turn, part.abort, ("enough",)) if comm.rank == 1 else None
+        if give_up is not None:
+            give_up.start()
+        with pytest.raises(AbortedError):
+            _broadcast(part, buffer)
+        buffer[:] = -1
+        comm.barrier()
+        wrong += int((buffer != -1).sum())
+        if give_up is not None:
+            give_up.join()
+        part.close()
+    return wrong
+
+
+def test_who_gives_up_is_not_written_to_any_more(launch: Launch) -> None:
+    assert launch(2, HETCOLL_SHM_READ="always").run(_abort_while_written_to, timeout=60) == [0, 0]
 
 
 def _abort_what_is_lent(comm: hetcoll.Communicator) -> bool:

@@ -8,6 +8,7 @@
 #include <new>
 
 #include "engine/clock.h"
+#include "transport/shm_private.h"
 
 namespace hetcoll {
 namespace {
@@ -152,10 +153,12 @@ std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const 
 }
 
 // Called before whoever waits is told of a failure: then the memory is the users' again, who may write what peers still
-// read. Those of this host look at the flag once they have read.
+// read. Those of this host look at the flag once they have read, and before they write.
 void Engine::FenceLinks() {
   if (verbs_ != nullptr && !draining_) verbs_->Fence();
-  if (segment_ != nullptr) segment_->owner(options_.local_rank).withdrawn.store(1, std::memory_order_seq_cst);
+  if (segment_ == nullptr) return;
+  segment_->owner(options_.local_rank).withdrawn.store(1, std::memory_order_seq_cst);
+  segment_->invitations().Settle();
 }
 
 void Engine::DropTasks() {

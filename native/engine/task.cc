@@ -150,7 +150,9 @@ bool Task::MoveSend(Links& links, BoundStep& s, std::size_t limit) {
     }
   }
   const std::size_t free = s.posted - std::min(s.posted, port.end->Lent());
-  const bool moved = free > s.done || n > 0 || s.len == 0;
+  const bool helped = free < s.posted && port.end->Help();
+  if (helped) Touch(links, port);
+  const bool moved = free > s.done || n > 0 || s.len == 0 || helped;
   s.done = free;
   s.complete = s.done == s.len;
   return moved;

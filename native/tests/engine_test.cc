@@ -29,6 +29,9 @@ void Withdrawing();
 void DeadSender();
 void PrivateMessages();
 
+// shared_copy_test.cc
+void SharedCopies();
+
 // fault_test.cc
 void Mismatches();
 void Garbage();
@@ -331,6 +334,7 @@ constexpr Scenario kScenarios[] = {
     {"private: withdrawn", Withdrawing},
     {"private: dead", DeadSender},
     {"private: messages", PrivateMessages},
+    {"private: both ends copy", SharedCopies},
     {"harmless", HarmlessFaults},
     {"harmful", HarmfulFaults},
     {"gpus", GpusOfOneHost},

@@ -12,6 +12,7 @@
 #include "device/kernels.h"
 #include "engine/clock.h"
 #include "transport/shm_edge.h"
+#include "transport/shm_private.h"
 
 namespace hetcoll {
 namespace {
@@ -82,7 +83,7 @@ ShmLayout::ShmLayout(int local, std::size_t ring)
     : local_size(local),
       ring_bytes(ring),
       hand_bytes(std::min(kMostHandBytes, AlignUp(ring / 8, kLineBytes))),
-      edge_bytes(sizeof(ShmCredit) + kLines * sizeof(ShmLine) + kHands * hand_bytes + ring),
+      edge_bytes(sizeof(ShmCredit) + sizeof(ShmPieces) + kLines * sizeof(ShmLine) + kHands * hand_bytes + ring),
       heap_bytes(std::max(kLeastHeapBytes, kHeapBytes / static_cast<std::size_t>(local) / 4096 * 4096)),
       total_bytes(HeapOffset(local)) {}
 
@@ -105,7 +106,7 @@ std::size_t ShmLayout::EdgeOffset(int src, int dst, int channel) const {
 }
 
 ShmSegment::ShmSegment(int fd, const ShmLayout& layout, const ShmOptions& options)
-    : options_(options), layout_(layout) {
+    : options_(options), invitations_(std::make_shared<Invitations>()), layout_(layout) {
   void* at = mmap(nullptr, layout.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (at == MAP_FAILED) {
     throw Fault(FaultKind::kSystem, -1,
@@ -114,6 +115,9 @@ ShmSegment::ShmSegment(int fd, const ShmLayout& layout, const ShmOptions& option
   base_ = {static_cast<std::byte*>(at), [n = layout.total_bytes](std::byte* p) { munmap(p, n); }};
   static_cast<void>(madvise(at, layout.total_bytes, MADV_DONTDUMP));  // mostly holes; a core file need not have them
 }
+
+ShmSegment::ShmSegment(std::shared_ptr<std::byte> base, const ShmLayout& layout, const ShmOptions& options)
+    : options_(options), invitations_(std::make_shared<Invitations>()), layout_(layout), base_(std::move(base)) {}
 
 std::shared_ptr<ShmSegment> ShmSegment::Share() const {
   return std::shared_ptr<ShmSegment>(new ShmSegment(base_, layout_, options_));
@@ -138,7 +142,7 @@ std::array<LinkEnds, kChannels> MakeShm(const ShmSegment& segment, int me, int o
   const auto neighbour = std::make_shared<Neighbour>(segment, me, other);
   std::array<LinkEnds, kChannels> ends;
   for (int channel = 0; channel < kChannels; ++channel) {
-    ends[static_cast<std::size_t>(channel)] = {MakeShmSend(segment, me, other, channel, neighbour),
+    ends[static_cast<std::size_t>(channel)] = {MakeShmSend(segment, me, other, channel, peer, neighbour),
                                                MakeShmRecv(segment, me, other, channel, peer, neighbour)};
   }
   return ends;

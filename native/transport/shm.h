@@ -40,6 +40,7 @@ struct alignas(64) ShmLine {
     std::uint64_t fragment;  // kReturned: the index that the slot had on its way out
     std::int8_t channel;     // kReturned: of its way out; kSlot: on which it may come back, or -1
     bool kept;               // kSlot, written by the receiver: it comes back, and is free once that was read
+    bool shared;             // kPrivate: the sender has nothing else to do, and copies pieces of it
   };
 
   std::atomic<std::uint64_t> stamp;  // index of this fragment + 1, written last
@@ -59,6 +60,14 @@ struct alignas(128) ShmCredit {
   std::atomic<std::uint64_t> lines;  // fragments consumed
   // Whether the receiver can read the sender's memory: 0 where it has not tried yet, 1 where it can, 2 where it cannot.
   std::atomic<std::uint32_t> reads;
+};
+
+// Of a private fragment that both ends copy: the receiver by reading, the sender, which waits meanwhile, by writing.
+struct alignas(128) ShmPieces {
+  std::atomic<std::uint64_t> next;  // by both: fragment's index + 1, and the piece of it that nobody has taken yet
+  std::atomic<std::uint64_t> into;  // by the receiver: where the fragment goes in its process
+  alignas(64) std::atomic<std::uint32_t> writing;  // by the sender: it writes there, or is about to
+  std::atomic<std::uint64_t> written;              // by the sender: pieces, of all fragments
 };
 
 struct alignas(128) ShmDoorbell {
@@ -95,6 +104,8 @@ inline constexpr std::size_t kHands = 2;  // slots that change hands, of each di
 enum class SlotStores : int { kAuto, kCached, kStreaming, kClaimed };  // as in Python: env.py
 
 enum class PrivateReads : int { kAuto, kAlways, kNever };  // as in Python: env.py
+
+class Invitations;
 
 struct ShmOptions {
   SlotStores stores = SlotStores::kAuto;
@@ -153,14 +164,15 @@ class ShmSegment {
   StorePolicy& policy() const { return *policy_; }
   PrivateReads reads() const { return options_.reads; }
   const OwnPages& pages() const { return *pages_; }
+  Invitations& invitations() const { return *invitations_; }
 
  private:
-  ShmSegment(std::shared_ptr<std::byte> base, const ShmLayout& layout, const ShmOptions& options)
-      : options_(options), layout_(layout), base_(std::move(base)) {}
+  ShmSegment(std::shared_ptr<std::byte> base, const ShmLayout& layout, const ShmOptions& options);
 
   ShmOptions options_;
   std::unique_ptr<StorePolicy> policy_ = std::make_unique<StorePolicy>(options_.stores);
   std::unique_ptr<OwnPages> pages_ = std::make_unique<OwnPages>();
+  std::shared_ptr<Invitations> invitations_;  // of this rank
   ShmLayout layout_;
   std::shared_ptr<std::byte> base_;
   std::unique_ptr<std::uint64_t> token_ = std::make_unique<std::uint64_t>(0);

@@ -20,8 +20,9 @@ struct Edge {
       : Edge(segment.edge(src, dst, channel), segment.layout()) {}
   Edge(std::byte* at, const ShmLayout& layout)
       : credit(reinterpret_cast<ShmCredit*>(at)),
-        lines(reinterpret_cast<ShmLine*>(at + sizeof(ShmCredit))),
-        hands(at + sizeof(ShmCredit) + kLines * sizeof(ShmLine)),
+        pieces(reinterpret_cast<ShmPieces*>(at + sizeof(ShmCredit))),
+        lines(reinterpret_cast<ShmLine*>(at + sizeof(ShmCredit) + sizeof(ShmPieces))),
+        hands(at + sizeof(ShmCredit) + sizeof(ShmPieces) + kLines * sizeof(ShmLine)),
         data(hands + kHands * layout.hand_bytes),
         capacity(layout.ring_bytes) {}
 
@@ -39,6 +40,7 @@ struct Edge {
   ShmLine& line(std::uint64_t fragment) const { return lines[fragment % kLines]; }
 
   ShmCredit* credit;
+  ShmPieces* pieces;
   ShmLine* lines;
   std::byte* hands;  // where its slots that change hands begin
   std::byte* data;
@@ -102,7 +104,7 @@ struct Neighbour {
 };
 
 // The ends of rank `me` on one channel toward `other`, which is rank `peer` of the communicator.
-std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int me, int other, int channel,
+std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int me, int other, int channel, int peer,
                                      std::shared_ptr<Neighbour> neighbour);
 std::unique_ptr<RecvEnd> MakeShmRecv(const ShmSegment& segment, int me, int other, int channel, int peer,
                                      std::shared_ptr<Neighbour> neighbour);

@@ -2,11 +2,18 @@
 //
 // Whether that is allowed depends on users, containers and kernel.yama.ptrace_scope, so the receiver tries: it looks
 // for a random number that the sender says it holds. The kernel looks up every page, so it pays for long messages only.
+//
+// A sender that has nothing else to do meanwhile writes pieces of it into the receiver's process: the receiver invites
+// it, and each end takes the next piece when it is done with one. Whoever fails says so (`withdrawn`) and then waits
+// until nobody writes any more, before its memory is its user's again.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 #include "transport/shm.h"
 
@@ -22,13 +29,11 @@ struct PrivateLengths {
     if (reads == PrivateReads::kNever) return;
     if (reads == PrivateReads::kAlways) {
       huge = any = least_one_way = 128 * kKiB;
-      most_one_way = SIZE_MAX;
     } else if (policy.claims()) {
       huge = 512 * kKiB;
     } else {
       huge = any = 32 * kKiB;
       least_one_way = 256 * kKiB;
-      most_one_way = 8192 * kKiB;
     }
   }
 
@@ -38,30 +43,75 @@ struct PrivateLengths {
   template <class InHugePages>
   bool Include(const Message& m, InHugePages&& in_huge_pages) const {
     if (m.exchanged) return m.total >= any || (m.total >= huge && in_huge_pages());
-    return m.collective && m.back < 0 && m.total >= least_one_way && m.total <= most_one_way;
+    return m.collective && m.back < 0 && m.total >= least_one_way;
   }
 
   std::size_t huge = SIZE_MAX;  // exchanges: in huge pages
   std::size_t any = SIZE_MAX;   // and in any
   std::size_t least_one_way = SIZE_MAX;
-  std::size_t most_one_way = SIZE_MAX;
 };
 
-// Another process's memory, on the receiver's side.
+// Another process's memory.
 class PrivateMemory {
  public:
   explicit PrivateMemory(const ShmOwner& owner, int peer) : owner_(owner), peer_(peer) {}
 
   // Whether the owner's memory can be read.
   bool Try() const;
-  // Reads n bytes at `address` of the owner's process. Throws Fault.
+  // Read and write n bytes at `address` of the owner's process. Throw Fault.
   void Read(std::byte* dst, std::uint64_t address, std::size_t n) const;
+  void Write(std::uint64_t address, const std::byte* src, std::size_t n) const;
   // Throws Fault where the owner has failed: what was read of its memory until now may be anything.
   void CheckValid() const;
 
  private:
   const ShmOwner& owner_;
   int peer_;
+};
+
+inline constexpr std::size_t kPieceBytes = std::size_t{128} << 10;
+
+struct Piece {
+  std::size_t at;
+  std::size_t n;
+};
+
+// The fragments of an edge that both ends copy.
+class SharedCopy {
+ public:
+  explicit SharedCopy(ShmPieces& pieces) : pieces_(pieces) {}
+
+  static std::size_t Pieces(std::size_t nbytes) { return (nbytes + kPieceBytes - 1) / kPieceBytes; }
+
+  // By the receiver: invites the sender to write the fragment with this number to `into`.
+  void Open(std::uint64_t fragment, std::byte* into);
+  // The number of the fragment that was opened last.
+  std::uint64_t fragment() const { return pieces_.next.load(std::memory_order_acquire) >> kPieceBits; }
+  // The next piece of that fragment, of `nbytes`. False where there is none left, or it is not the one that is open.
+  bool Take(std::uint64_t fragment, std::size_t nbytes, Piece& piece);
+  // By the sender: writes pieces into the receiver's process until there are none left. Whether there were any.
+  bool Write(std::uint64_t fragment, const std::byte* data, std::size_t nbytes, const ShmOwner& receiver, int peer);
+  // Pieces that the sender has written, of all fragments.
+  std::uint64_t written() const { return pieces_.written.load(std::memory_order_acquire); }
+
+ private:
+  static constexpr unsigned kPieceBits = 8;
+  static_assert(kPrivateFragment / kPieceBytes < 1u << kPieceBits);
+
+  ShmPieces& pieces_;
+};
+
+// Who was invited to write into this rank's memory.
+class Invitations {
+ public:
+  void Add(const ShmPieces& pieces, const ShmOwner& sender);
+  // Once this rank has withdrawn: returns when nobody writes into its memory any more. A process that was stopped just
+  // then (SIGSTOP, a debugger) is waited for for a second.
+  void Settle();
+
+ private:
+  std::mutex mutex_;  // who fails a communicator may be another thread than the one that moves its data
+  std::vector<std::pair<const ShmPieces*, const ShmOwner*>> guests_;
 };
 
 }  // namespace hetcoll

@@ -24,6 +24,9 @@ class ShmRecv final : public RecvEnd {
         hand_(neighbour_->hands[static_cast<std::size_t>(channel)]),
         hand_bytes_(segment.layout().hand_bytes),
         memory_(segment.owner(other), peer),
+        shared_(*edge_.pieces),
+        sender_(segment.owner(other)),
+        invitations_(segment.invitations()),
         least_private_(PrivateLengths(segment.reads(), segment.policy()).Least()),
         peer_(peer),
         base_(segment.base()),
@@ -65,7 +68,11 @@ class ShmRecv final : public RecvEnd {
   std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) override {
     if (!opened_ && !Open(m, at)) return kWouldBlock;
     n = std::min(n, size_ - taken_);
-    Copy(dst, n, m.total, stream);
+    if (inviting_ || Invites(n)) {
+      if (!CopyWithSender(dst)) return kWouldBlock;
+    } else {
+      Copy(dst, n, m.total, stream);
+    }
     Consume(n);
     return static_cast<std::ptrdiff_t>(n);
   }
@@ -141,6 +148,27 @@ class ShmRecv final : public RecvEnd {
     }
   }
 
+  // Whether the sender is to copy a part of this fragment, all of which is asked for.
+  bool Invites(std::size_t n) const {
+    return place_ == ShmPlace::kPrivate && edge_.line(seen_).where.shared && n == size_ && n >= 2 * kPieceBytes;
+  }
+
+  // False while the sender still writes a piece.
+  bool CopyWithSender(std::byte* dst) {
+    if (!inviting_) {
+      if (!invited_) invitations_.Add(*edge_.pieces, sender_);
+      inviting_ = invited_ = true;
+      shared_.Open(seen_ + 1, dst);
+      written_ += SharedCopy::Pieces(size_);
+    }
+    for (Piece piece{}; shared_.Take(seen_ + 1, size_, piece); --written_) {
+      memory_.Read(dst + piece.at, address_ + piece.at, piece.n);
+    }
+    if (shared_.written() != written_) return false;
+    inviting_ = false;
+    return true;
+  }
+
   void TryReading() {
     if (edge_.credit->reads.load(std::memory_order_relaxed) != 0) return;
     edge_.credit->reads.store(memory_.Try() ? 1 : 2, std::memory_order_relaxed);
@@ -161,6 +189,12 @@ class ShmRecv final : public RecvEnd {
   Hand& hand_;
   std::size_t hand_bytes_;
   PrivateMemory memory_;
+  SharedCopy shared_;
+  const ShmOwner& sender_;
+  Invitations& invitations_;
+  bool invited_ = false;       // ever
+  bool inviting_ = false;      // to this fragment
+  std::uint64_t written_ = 0;  // pieces that the sender will have written once it is there
   std::size_t least_private_;
   int peer_;
   bool opened_ = false;  // a fragment was begun and not yet taken whole; the next seven are about it

@@ -26,11 +26,14 @@ std::size_t FragmentBytes(std::size_t total) {
 
 class ShmSend final : public SendEnd {
  public:
-  ShmSend(const ShmSegment& segment, int me, int other, int channel, std::shared_ptr<Neighbour> neighbour)
+  ShmSend(const ShmSegment& segment, int me, int other, int channel, int peer, std::shared_ptr<Neighbour> neighbour)
       : edge_(segment, me, other, channel),
         policy_(segment.policy()),
         private_(segment.reads(), segment.policy()),
         pages_(segment.pages()),
+        shared_(*edge_.pieces),
+        receiver_(segment.owner(other)),
+        peer_(peer),
         neighbour_(std::move(neighbour)),
         channel_(channel),
         hand_(neighbour_->hands[static_cast<std::size_t>(channel)]),
@@ -75,13 +78,13 @@ class ShmSend final : public SendEnd {
     ShmLine::Where& where = Line().where;
     if (returned_ >= 0) {
       const Neighbour::Open& open = neighbour_->open[static_cast<std::size_t>(returned_)];
-      where = {open.line->where.offset, open.fragment, static_cast<std::int8_t>(returned_), false};
+      where = {open.line->where.offset, open.fragment, static_cast<std::int8_t>(returned_), false, false};
       open.line->where.kept = true;
       returned_ = -1;
       Publish(ShmPlace::kReturned, m, n);
       return;
     }
-    where = {place_ % edge_.capacity, 0, static_cast<std::int8_t>(m.back), false};
+    where = {place_ % edge_.capacity, 0, static_cast<std::int8_t>(m.back), false, false};
     pos_ = place_ + AlignUp(n, kLineBytes);
     Publish(ShmPlace::kSlot, m, n);
   }
@@ -92,6 +95,17 @@ class ShmSend final : public SendEnd {
     if (lent_ == 0) return 0;
     Reclaim();
     return lent_;
+  }
+
+  bool Help() override {
+    const std::uint64_t fragment = shared_.fragment();
+    if (fragment <= reclaimed_ || fragment > sent_ || fragment == helped_) return false;
+    const ShmLine& line = edge_.line(fragment - 1);
+    if (static_cast<ShmPlace>(line.place) != ShmPlace::kPrivate || !line.where.shared) return false;
+    helped_ = fragment;
+    if (writes_ == 0) writes_ = PrivateMemory(receiver_, peer_).Try() ? 1 : 2;
+    const auto* data = reinterpret_cast<const std::byte*>(line.where.offset);  // NOLINT: as Lend has put it there
+    return writes_ == 1 && shared_.Write(fragment, data, line.nbytes, receiver_, peer_);
   }
 
  private:
@@ -120,7 +134,7 @@ class ShmSend final : public SendEnd {
     n = std::min(n, on_heap_ ? kLentFragment : kPrivateFragment);
     lent_ += n;
     const auto address = reinterpret_cast<std::uintptr_t>(data);
-    Line().where = {on_heap_ ? static_cast<std::uint64_t>(data - base_) : address, 0, -1, false};
+    Line().where = {on_heap_ ? static_cast<std::uint64_t>(data - base_) : address, 0, -1, false, !m.exchanged};
     Publish(on_heap_ ? ShmPlace::kLent : ShmPlace::kPrivate, m, n);
     return static_cast<std::ptrdiff_t>(n);
   }
@@ -132,7 +146,7 @@ class ShmSend final : public SendEnd {
       const std::size_t part = std::min(hand_bytes_, n - taken);
       const std::uint8_t slot = hand_.Take();
       policy_.Copy(hand_.slot(slot), data + taken, part);
-      Line().where = {slot, 0, -1, false};
+      Line().where = {slot, 0, -1, false, false};
       Publish(ShmPlace::kHanded, m, part);
       taken += part;
     }
@@ -210,6 +224,11 @@ class ShmSend final : public SendEnd {
   StorePolicy& policy_;
   PrivateLengths private_;
   const OwnPages& pages_;
+  SharedCopy shared_;
+  const ShmOwner& receiver_;
+  int peer_;
+  std::uint64_t helped_ = 0;  // the number of the fragment that was last looked at there
+  int writes_ = 0;            // whether the receiver's memory can be written: as ShmCredit::reads
   std::shared_ptr<Neighbour> neighbour_;
   int channel_;
   Hand& hand_;
@@ -233,9 +252,9 @@ class ShmSend final : public SendEnd {
 
 }  // namespace
 
-std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int me, int other, int channel,
+std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int me, int other, int channel, int peer,
                                      std::shared_ptr<Neighbour> neighbour) {
-  return std::make_unique<ShmSend>(segment, me, other, channel, std::move(neighbour));
+  return std::make_unique<ShmSend>(segment, me, other, channel, peer, std::move(neighbour));
 }
 
 }  // namespace hetcoll

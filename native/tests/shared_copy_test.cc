@@ -1,0 +1,187 @@
+// Fragments that both ends copy: the receiver reads pieces in the sender's process, the sender writes others into the
+// receiver's.
+
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "harness.h"
+#include "transport/shm_edge.h"
+#include "transport/shm_private.h"
+
+namespace hetcoll::testing {
+namespace {
+
+using Frame = struct hetcoll::Message;  // not the plan of that name
+using Bytes = std::vector<std::byte>;
+
+constexpr std::size_t kLarge = 2 * kPrivateFragment + 5 * kPieceBytes + 12345;
+constexpr Frame kOneWay{1, kLarge, true, -1, false, false, true};
+
+Bytes Numbers(std::size_t n, unsigned seed) {
+  Bytes bytes(n);
+  for (std::size_t i = 0; i < n; ++i) bytes[i] = static_cast<std::byte>(i * 7 + (i >> 12) + seed);
+  return bytes;
+}
+
+// Two ranks of one process, which know that they can read and write each other's memory.
+struct Two {
+  Two() : layout(2, std::size_t{2} << 20) {
+    const int fd = memfd_create("hetcoll-test", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, static_cast<off_t>(layout.total_bytes)) != 0) std::abort();
+    sender = std::make_shared<ShmSegment>(fd, layout, ShmOptions{SlotStores::kClaimed, PrivateReads::kAlways});
+    receiver = sender->Share();
+    close(fd);
+    sender->Introduce(0);
+    receiver->Introduce(1);
+    from = MakeShm(*sender, 0, 1, 1);
+    to = MakeShm(*receiver, 1, 0, 0);
+    pieces = Edge(*sender, 0, 1, 0).pieces;
+    Edge(*sender, 0, 1, 0).credit->reads = 1;
+  }
+
+  void Lend(const Frame& m, const Bytes& data) {
+    for (std::size_t at = 0; at < data.size();) {
+      const std::ptrdiff_t n = from[0].send->Push(m, at, data.data() + at, data.size() - at);
+      CHECK(n > 0, "at %zu", at);
+      if (n <= 0) return;
+      at += static_cast<std::size_t>(n);
+    }
+  }
+
+  std::size_t Pull(const Frame& m, Bytes& got, std::size_t at) {
+    while (at < got.size()) {
+      const std::ptrdiff_t n = to[0].recv->Pull(m, at, got.data() + at, got.size() - at, false);
+      if (n == kWouldBlock) break;
+      at += static_cast<std::size_t>(n);
+    }
+    return at;
+  }
+
+  ShmLayout layout;
+  std::shared_ptr<ShmSegment> sender, receiver;
+  std::array<LinkEnds, kChannels> from, to;
+  ShmPieces* pieces = nullptr;
+};
+
+// Whoever comes takes the next piece; nobody gets one of a fragment that is not open.
+void Pieces() {
+  Two two;
+  SharedCopy copy(*two.pieces);
+  constexpr std::size_t kBytes = 3 * kPieceBytes + 5;
+  const Bytes data = Numbers(kBytes, 1);
+  Bytes into(kBytes);
+  Piece piece{};
+  copy.Open(7, into.data());
+  CHECK(copy.fragment() == 7 && !copy.Take(6, kBytes, piece) && !copy.Take(8, kBytes, piece), "7 is open");
+  CHECK(copy.Take(7, kBytes, piece) && piece.at == 0 && piece.n == kPieceBytes, "the first piece");
+  CHECK(copy.Write(7, data.data(), kBytes, two.sender->owner(1), 1), "the others");
+  CHECK(copy.written() == 3 && two.pieces->writing == 0, "%zu were written", std::size_t(copy.written()));
+  CHECK(!copy.Take(7, kBytes, piece) && !copy.Write(7, data.data(), kBytes, two.sender->owner(1), 1), "none is left");
+  CHECK(std::equal(into.begin() + kPieceBytes, into.end(), data.begin() + kPieceBytes), "the others arrive");
+  CHECK(std::all_of(into.begin(), into.begin() + kPieceBytes, [](std::byte b) { return b == std::byte{}; }),
+        "not ours");
+}
+
+// A receiver that waits for its sender's pieces, one that gets no help, and messages that are not shared.
+void Helped() {
+  Two two;
+  const Bytes data = Numbers(kLarge, 2);
+  Bytes got(kLarge);
+  CHECK(!two.from[0].send->Help(), "nothing is lent");
+  two.Lend(kOneWay, data);
+  CHECK(!two.from[0].send->Help(), "nobody has invited it");
+  CHECK(two.Pull(kOneWay, got, 0) == kLarge && got == data, "without help");
+  CHECK(two.pieces->written == 0 && !two.from[0].send->Help() && two.from[0].send->Lent() == 0, "it came too late");
+
+  two.Lend(kOneWay, data);
+  std::fill(got.begin(), got.end(), std::byte{});
+  two.pieces->written = std::uint64_t(0) - 1;  // as if a piece of the sender's were on its way
+  CHECK(two.Pull(kOneWay, got, 0) == 0, "it is waited for");
+  CHECK(two.from[0].send->Lent() == kLarge, "all is lent still");
+  two.pieces->written = 0;
+  CHECK(two.Pull(kOneWay, got, 0) == kLarge && got == data, "and then goes on");
+
+  const Frame exchanged{2, kLarge, true, -1, true};
+  two.Lend(exchanged, data);
+  CHECK(two.to[0].recv->Pull(exchanged, 0, got.data(), kLarge, false) > 0 && !two.from[0].send->Help(), "not shared");
+}
+
+// Both ends at once, as threads.
+void Together() {
+  Two two;
+  constexpr int kMessages = 60;
+  std::vector<Bytes> data;
+  for (unsigned i = 0; i < 3; ++i) data.push_back(Numbers(kLarge, i));
+  std::atomic<bool> ended{false};
+  std::thread sender([&] {
+    for (std::size_t i = 0; i < kMessages && !ended; ++i) {
+      two.Lend(kOneWay, data[i % data.size()]);
+      while (two.from[0].send->Lent() > 0 && !ended) two.from[0].send->Help();
+    }
+  });
+  Bytes got(kLarge);
+  const std::int64_t start = NowNs();
+  for (std::size_t i = 0; i < kMessages && !ended; ++i) {
+    std::fill(got.begin(), got.end(), std::byte{});
+    for (std::size_t at = 0; at < kLarge && !ended; ended = NowNs() - start > 60'000'000'000) {
+      at = two.Pull(kOneWay, got, at);
+    }
+    CHECK(got == data[i % data.size()], "message %zu", i);
+  }
+  ended = true;
+  sender.join();
+  CHECK(two.pieces->writing == 0, "nobody writes");
+}
+
+// Nothing is written to who has withdrawn; who withdraws waits for who writes, but not for the dead.
+void Withdrawn() {
+  Two two;
+  SharedCopy copy(*two.pieces);
+  const Bytes data = Numbers(kPieceBytes, 3);
+  Bytes into(kPieceBytes);
+  copy.Open(1, into.data());
+  two.sender->owner(1).withdrawn = 1;
+  CHECK(!copy.Write(1, data.data(), kPieceBytes, two.sender->owner(1), 1) && copy.written() == 0, "withdrawn");
+
+  Invitations& invitations = two.receiver->invitations();
+  invitations.Settle();  // nobody was invited
+  invitations.Add(*two.pieces, two.sender->owner(0));
+  invitations.Settle();  // nobody writes
+  two.pieces->writing = 1;
+  std::atomic<bool> over{false};
+  std::thread writer([&] {
+    usleep(50'000);
+    over = true;
+    two.pieces->writing = 0;
+  });
+  invitations.Settle();
+  CHECK(over, "it waits");
+  writer.join();
+
+  const pid_t child = fork();
+  if (child == 0) {
+    two.sender->Introduce(0);
+    two.pieces->writing = 1;
+    _exit(0);
+  }
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child && status == 0, "status %d", status);
+  const std::int64_t start = NowNs();
+  invitations.Settle();
+  CHECK(NowNs() - start < 500'000'000, "the dead write nothing");
+}
+
+}  // namespace
+
+void SharedCopies() {
+  Pieces();
+  Helped();
+  Together();
+  Withdrawn();
+}
+
+}  // namespace hetcoll::testing
