@@ -256,7 +256,8 @@ def main() -> int:
             wrong += sum(x["wrong"] for _, _, row in found for x in row.values())
             done.append({"setting": setting.title, "ranks": setting.ranks, "points": found})
             parts.append(markdown(setting, found))
-    head = f"{about()}. `python benchmarks/gpus.py --gpus {args.gpus}`, float32, the best of {TURNS} turns, below 1 MiB of {SMALL_TURNS}."
+    turns = f"the best of {TURNS} turns, below 1 MiB of {SMALL_TURNS}"
+    head = f"{about()}. `python benchmarks/gpus.py --gpus {args.gpus}`, float32, {turns}."
     if args.json:
         args.json.write_text(json.dumps({"schema": 1, "about": head, "settings": done}, indent=1) + "\n")
     if args.write_docs:
