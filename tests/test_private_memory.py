@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import threading
 import time
@@ -150,6 +152,44 @@ def _abort_while_written_to(comm: hetcoll.Communicator) -> int:
 
 def test_who_gives_up_is_not_written_to_any_more(launch: Launch) -> None:
     assert launch(2, HETCOLL_SHM_READ="always").run(_abort_while_written_to, timeout=60) == [0, 0]
+
+
+def _secret(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that no other process can read or write, as that of devices."""
+    fd = ctypes.CDLL(None, use_errno=True).syscall(447, 0)  # memfd_secret(2)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), "memfd_secret")
+    os.ftruncate(fd, nbytes)
+    memory = mmap.mmap(fd, nbytes)
+    os.close(fd)
+    return np.frombuffer(memory, np.uint8)
+
+
+def _out_of_reach(comm: hetcoll.Communicator, where: int) -> str:
+    n = 1 << 20
+    try:
+        x, y = (_secret(n) if comm.rank == where else np.zeros(n, np.uint8) for _ in range(2))
+    except OSError as error:
+        comm.abort(str(error))
+        return str(error)
+    for turn in range(20):
+        x[:] = turn if comm.rank == 0 else 0
+        comm.broadcast(x)
+        assert (x == turn).all()
+        x[:] = comm.rank + turn
+        comm.sendrecv(x, 1 - comm.rank, y, 1 - comm.rank)
+        assert (y == 1 - comm.rank + turn).all()
+    return ""
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_memory_out_of_reach(launch: Launch, where: int) -> None:
+    ranks = launch(2, HETCOLL_SHM_READ="always")
+    ranks.start(_out_of_reach, where)
+    outcomes = ranks.finish(30)
+    if reason := outcomes[where].value:
+        pytest.skip(f"no memory that others cannot reach: {reason}")
+    assert [outcome.value for outcome in outcomes] == ["", ""], [outcome.problem() for outcome in outcomes]
 
 
 def _abort_what_is_lent(comm: hetcoll.Communicator) -> bool:

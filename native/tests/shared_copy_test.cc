@@ -1,7 +1,9 @@
 // Fragments that both ends copy: the receiver reads pieces in the sender's process, the sender writes others into the
 // receiver's.
 
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -185,6 +187,32 @@ void Withdrawn() {
   CHECK(NowNs() - start < 500'000'000, "the dead write nothing");
 }
 
+// Memory that only its own process can reach: pieces that cannot be written come back, and it is not lent.
+void OutOfReach() {
+  constexpr long kMemfdSecret = 447;
+  const int fd = static_cast<int>(syscall(kMemfdSecret, O_CLOEXEC));
+  if (fd < 0) return;  // not in this kernel
+  void* at = ftruncate(fd, kLarge) == 0 ? mmap(nullptr, kLarge, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
+  close(fd);
+  CHECK(at != MAP_FAILED, "%zu bytes", kLarge);
+  if (at == MAP_FAILED) return;
+  auto* secret = static_cast<std::byte*>(at);
+  Two two;
+  Bytes data = Numbers(kLarge, 4);
+  two.Lend(kOneWay, data);
+  SharedCopy copy(*two.pieces);
+  copy.Open(1, secret);
+  Piece piece{};
+  CHECK(copy.Take(1, kPrivateFragment, piece) && two.from[0].send->Help(), "it helps once");
+  CHECK(copy.written() == 0 && copy.TakeBack(kPrivateFragment, piece) && piece.at == kPieceBytes, "and gives back");
+  CHECK(!copy.TakeBack(kPrivateFragment, piece) && !two.from[0].send->Help(), "no more");
+
+  OwnPages pages;
+  CHECK(!pages.Readable(secret, kLarge) && pages.Readable(data.data(), kLarge), "who can read it");
+  for (int i = 0; i < 20; ++i) CHECK(pages.Readable(data.data() + i, kLarge - 20), "at %d", i);
+  munmap(at, kLarge);
+}
+
 }  // namespace
 
 void SharedCopies() {
@@ -192,6 +220,7 @@ void SharedCopies() {
   Helped();
   Together();
   Withdrawn();
+  OutOfReach();
 }
 
 }  // namespace hetcoll::testing

@@ -2,8 +2,10 @@
 
 #include <fcntl.h>
 #include <sys/ioctl.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <iterator>
 
@@ -44,6 +46,18 @@ bool OwnPages::MostlyHuge(const void* at, std::size_t n) const {
   std::uint64_t huge = 0;
   for (int i = 0; i < found; ++i) huge += regions[i].end - regions[i].start;
   return 2 * huge >= n && n > 0;
+}
+
+bool OwnPages::Readable(const void* at, std::size_t n) {
+  const std::pair range{at, n};
+  if (std::find(good_.begin(), good_.end(), range) != good_.end()) return true;
+  std::byte ends[2];
+  iovec here{ends, sizeof ends};
+  auto* first = static_cast<std::byte*>(const_cast<void*>(at));  // as iovec wants it; it is only read
+  const iovec there[] = {{first, 1}, {first + n - 1, 1}};
+  if (process_vm_readv(getpid(), &here, 1, there, std::size(there), 0) != sizeof ends) return false;
+  good_[next_++ % good_.size()] = range;
+  return true;
 }
 
 }  // namespace hetcoll

@@ -1,7 +1,10 @@
-// Whether this process's memory is mapped by huge pages: what the kernel must look up page by page is read more slowly.
+// What kind of memory this process's is: what the kernel must look up page by page is read more slowly by others, and
+// what belongs to devices not at all.
 #pragma once
 
+#include <array>
 #include <cstddef>
+#include <utility>
 
 namespace hetcoll {
 
@@ -16,8 +19,14 @@ class OwnPages {
   // a nanosecond for each page that is not huge.
   bool MostlyHuge(const void* at, std::size_t n) const;
 
+  // Whether other processes that may can read [at, at + n): not where it is mapped from a device, or made by
+  // memfd_secret(2). Both ends of it are tried; what was found good lately is not tried again.
+  bool Readable(const void* at, std::size_t n);
+
  private:
   int fd_;
+  std::array<std::pair<const void*, std::size_t>, 8> good_{};
+  std::size_t next_ = 0;
 };
 
 }  // namespace hetcoll

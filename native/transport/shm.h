@@ -68,6 +68,7 @@ struct alignas(128) ShmPieces {
   std::atomic<std::uint64_t> into;  // by the receiver: where the fragment goes in its process
   alignas(64) std::atomic<std::uint32_t> writing;  // by the sender: it writes there, or is about to
   std::atomic<std::uint64_t> written;              // by the sender: pieces, of all fragments
+  std::atomic<std::uint64_t> returned;             // by the sender: a piece that it could not write, plus one
 };
 
 struct alignas(128) ShmDoorbell {
@@ -163,7 +164,7 @@ class ShmSegment {
   const ShmLayout& layout() const { return layout_; }
   StorePolicy& policy() const { return *policy_; }
   PrivateReads reads() const { return options_.reads; }
-  const OwnPages& pages() const { return *pages_; }
+  OwnPages& pages() const { return *pages_; }
   Invitations& invitations() const { return *invitations_; }
 
  private:

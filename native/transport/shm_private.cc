@@ -21,18 +21,21 @@ ssize_t Once(Transfer transfer, pid_t pid, void* here, std::uint64_t there, std:
   return transfer(pid, &local, 1, &remote, 1, 0);
 }
 
-void All(Transfer transfer, const ShmOwner& owner, int peer, std::byte* here, std::uint64_t there, std::size_t n,
-         const char* what) {
+// Returns 0, or EFAULT.
+int All(Transfer transfer, const ShmOwner& owner, int peer, std::byte* here, std::uint64_t there, std::size_t n,
+        const char* what) {
   const pid_t pid = owner.pid.load(std::memory_order_relaxed);
   for (std::size_t done = 0; done < n;) {
     const ssize_t got = Once(transfer, pid, here + done, there + done, n - done);
     if (got <= 0) {
       const int err = errno;
+      if (got < 0 && err == EFAULT) return err;
       throw Fault(err == ESRCH ? FaultKind::kPeerGone : FaultKind::kSystem, peer,
                   std::string(what) + ": " + std::strerror(err));
     }
     done += static_cast<std::size_t>(got);
   }
+  return 0;
 }
 
 // Says, for as long as it lives, that this process may be writing into the receiver's.
@@ -57,11 +60,14 @@ bool PrivateMemory::Try() const {
 }
 
 void PrivateMemory::Read(std::byte* dst, std::uint64_t address, std::size_t n) const {
-  All(process_vm_readv, owner_, peer_, dst, address, n, "reading the sender's memory");
+  if (All(process_vm_readv, owner_, peer_, dst, address, n, "reading the sender's memory") == 0) return;
+  throw Fault(FaultKind::kSystem, peer_,
+              "the sender's memory cannot be read by other processes any more; HETCOLL_SHM_READ=never does without");
 }
 
-void PrivateMemory::Write(std::uint64_t address, const std::byte* src, std::size_t n) const {
-  All(process_vm_writev, owner_, peer_, const_cast<std::byte*>(src), address, n, "writing the receiver's memory");
+bool PrivateMemory::Write(std::uint64_t address, const std::byte* src, std::size_t n) const {
+  auto* from = const_cast<std::byte*>(src);  // as iovec wants it; it is only read
+  return All(process_vm_writev, owner_, peer_, from, address, n, "writing the receiver's memory") == 0;
 }
 
 void PrivateMemory::CheckValid() const {
@@ -93,10 +99,22 @@ bool SharedCopy::Write(std::uint64_t fragment, const std::byte* data, std::size_
   bool any = false;
   for (Piece piece{}; Take(fragment, nbytes, piece); any = true) {
     // The receiver waits for a piece that was taken, so `into` is this fragment's until it was written.
-    memory.Write(pieces_.into.load(std::memory_order_relaxed) + piece.at, data + piece.at, piece.n);
+    if (!memory.Write(pieces_.into.load(std::memory_order_relaxed) + piece.at, data + piece.at, piece.n)) {
+      pieces_.returned.store(piece.at / kPieceBytes + 1, std::memory_order_release);
+      return gave_back_ = true;
+    }
     pieces_.written.fetch_add(1, std::memory_order_release);
   }
   return any;
+}
+
+bool SharedCopy::TakeBack(std::size_t nbytes, Piece& piece) {
+  const std::uint64_t returned = pieces_.returned.load(std::memory_order_acquire);
+  if (returned == 0) return false;
+  pieces_.returned.store(0, std::memory_order_relaxed);
+  piece.at = (returned - 1) * kPieceBytes;
+  piece.n = std::min(kPieceBytes, nbytes - piece.at);
+  return true;
 }
 
 void Invitations::Add(const ShmPieces& pieces, const ShmOwner& sender) {

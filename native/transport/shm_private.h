@@ -58,9 +58,10 @@ class PrivateMemory {
 
   // Whether the owner's memory can be read.
   bool Try() const;
-  // Read and write n bytes at `address` of the owner's process. Throw Fault.
+  // Reads n bytes at `address` of the owner's process. Throws Fault.
   void Read(std::byte* dst, std::uint64_t address, std::size_t n) const;
-  void Write(std::uint64_t address, const std::byte* src, std::size_t n) const;
+  // Writes them. False where only the owner itself can: memory of devices, memfd_secret(2). Throws Fault.
+  bool Write(std::uint64_t address, const std::byte* src, std::size_t n) const;
   // Throws Fault where the owner has failed: what was read of its memory until now may be anything.
   void CheckValid() const;
 
@@ -89,8 +90,13 @@ class SharedCopy {
   std::uint64_t fragment() const { return pieces_.next.load(std::memory_order_acquire) >> kPieceBits; }
   // The next piece of that fragment, of `nbytes`. False where there is none left, or it is not the one that is open.
   bool Take(std::uint64_t fragment, std::size_t nbytes, Piece& piece);
-  // By the sender: writes pieces into the receiver's process until there are none left. Whether there were any.
+  // By the sender: writes pieces into the receiver's process until there are none left. Whether there were any. One
+  // that cannot be written is given back.
   bool Write(std::uint64_t fragment, const std::byte* data, std::size_t nbytes, const ShmOwner& receiver, int peer);
+  // By the receiver: a piece that was given back.
+  bool TakeBack(std::size_t nbytes, Piece& piece);
+  // By the sender: whether it has ever given one back.
+  bool gave_back() const { return gave_back_; }
   // Pieces that the sender has written, of all fragments.
   std::uint64_t written() const { return pieces_.written.load(std::memory_order_acquire); }
 
@@ -99,6 +105,7 @@ class SharedCopy {
   static_assert(kPrivateFragment / kPieceBytes < 1u << kPieceBits);
 
   ShmPieces& pieces_;
+  bool gave_back_ = false;
 };
 
 // Who was invited to write into this rank's memory.

@@ -161,7 +161,7 @@ class ShmRecv final : public RecvEnd {
       shared_.Open(seen_ + 1, dst);
       written_ += SharedCopy::Pieces(size_);
     }
-    for (Piece piece{}; shared_.Take(seen_ + 1, size_, piece); --written_) {
+    for (Piece piece{}; shared_.Take(seen_ + 1, size_, piece) || shared_.TakeBack(size_, piece); --written_) {
       memory_.Read(dst + piece.at, address_ + piece.at, piece.n);
     }
     if (shared_.written() != written_) return false;

@@ -105,7 +105,7 @@ class ShmSend final : public SendEnd {
     helped_ = fragment;
     if (writes_ == 0) writes_ = PrivateMemory(receiver_, peer_).Try() ? 1 : 2;
     const auto* data = reinterpret_cast<const std::byte*>(line.where.offset);  // NOLINT: as Lend has put it there
-    return writes_ == 1 && shared_.Write(fragment, data, line.nbytes, receiver_, peer_);
+    return writes_ == 1 && !shared_.gave_back() && shared_.Write(fragment, data, line.nbytes, receiver_, peer_);
   }
 
  private:
@@ -124,8 +124,9 @@ class ShmSend final : public SendEnd {
     lends_ = false;
     if (at > 0 || !m.may_lend) return false;
     on_heap_ = OnHeap(data);
-    lends_ = on_heap_ || (edge_.credit->reads.load(std::memory_order_relaxed) == 1 &&
-                          private_.Include(m, [&] { return pages_.MostlyHuge(data, m.total); }));
+    lends_ = on_heap_ || (edge_.credit->reads.load(std::memory_order_relaxed) == 1 && private_.Include(m, [&] {
+               return pages_.MostlyHuge(data, m.total);
+             }) && pages_.Readable(data, m.total));
     return lends_;
   }
 
@@ -223,7 +224,7 @@ class ShmSend final : public SendEnd {
   Edge edge_;
   StorePolicy& policy_;
   PrivateLengths private_;
-  const OwnPages& pages_;
+  OwnPages& pages_;
   SharedCopy shared_;
   const ShmOwner& receiver_;
   int peer_;
