@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "harness.h"
+#include "transport/shm_edge.h"
 #include "transport/shm_private.h"
 
 namespace hetcoll::testing {
@@ -30,11 +31,9 @@ struct Pair {
     b = MakeShm(*segment, 1, 0, 0);
   }
 
-  // The header line that carries fragment `index` from rank 0 to rank 1.
-  ShmLine& line(int channel, std::uint64_t index) {
-    return reinterpret_cast<ShmLine*>(segment->edge(0, 1, channel) + sizeof(ShmCredit) +
-                                      sizeof(ShmPieces))[index % kLines];
-  }
+  // The header line that carries fragment `index` from rank 0 to rank 1, or back.
+  ShmLine& line(int channel, std::uint64_t index) { return Edge(*segment, 0, 1, channel).line(index); }
+  ShmLine& line_back(int channel, std::uint64_t index) { return Edge(*segment, 1, 0, channel).line(index); }
 
   ShmLayout layout;
   std::shared_ptr<ShmSegment> segment;
@@ -160,9 +159,7 @@ void Handing() {
     const std::uint64_t slot = pair.line(0, round).where.offset;
     CHECK(ReceiveAll(*pair.b[0].recv, mutual) == there, "round %u", round);
     CHECK(SendAll(*pair.b[0].send, mutual, back) == kBytes, "round %u", round);
-    const ShmLine& answer =
-        *reinterpret_cast<ShmLine*>(pair.segment->edge(1, 0, 0) + sizeof(ShmCredit) + round % kLines * sizeof(ShmLine));
-    CHECK(answer.where.offset == slot, "round %u: what was read last is filled next", round);
+    CHECK(pair.line_back(0, round).where.offset == slot, "round %u: what was read last is filled next", round);
     CHECK(ReceiveAll(*pair.a[0].recv, mutual) == back, "round %u", round);
   }
   // One way only: ours run out, and then there is the ring, for ever.
