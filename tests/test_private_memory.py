@@ -179,6 +179,10 @@ def _out_of_reach(comm: hetcoll.Communicator, where: int) -> str:
         x[:] = comm.rank + turn
         comm.sendrecv(x, 1 - comm.rank, y, 1 - comm.rank)
         assert (y == 1 - comm.rank + turn).all()
+        comm.allreduce(x, y)
+        assert (y == 2 * turn + 1).all()
+        comm.allreduce(x)
+        assert (x == 2 * turn + 1).all()
     return ""
 
 

@@ -221,7 +221,8 @@ std::byte* Task::FuseSlot(Links& links, const BoundStep& s, std::uint32_t index,
     if (dep.step != index && !steps_[dep.step].complete) return nullptr;
   }
   const bool answers = next.peer == s.peer && next.number == 0;
-  return links.tx(next.peer, next.channel).end->Reserve(Src(next) + next.posted, n, answers ? from : nullptr);
+  SendEnd& end = *links.tx(next.peer, next.channel).end;
+  return end.Reserve(MessageOf(next), next.posted, Src(next) + next.posted, n, answers ? from : nullptr);
 }
 
 // Encodes a little ahead of what the transport takes. What is sent was rounded before, so nothing is lost here.

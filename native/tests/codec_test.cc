@@ -61,8 +61,7 @@ void Codecs() {
         codec->decode(back.data(), codes.data(), count);
         CHECK(back == rounded, "type %d, format %d, count %zu", int(dtype), int(format), count);
         CHECK(codec->Elements(codes.size()) == count, "%zu bytes are %zu elements", codes.size(), count);
-        Bytes noise(codes.size());  // what no peer of ours sends is decoded to something
-        for (std::size_t i = 0; i < noise.size(); ++i) noise[i] = static_cast<std::byte>(Hash(i + count));
+        const Bytes noise = Pattern(codes.size(), unsigned(count));  // from no peer of ours, and decoded to something
         codec->decode(back.data(), noise.data(), count);
       }
     }

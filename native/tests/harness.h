@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "bytes.h"
 #include "engine/clock.h"
 #include "engine/engine.h"
 #include "fake_verbs.h"
@@ -191,12 +192,6 @@ inline Encoded Message(int n, int r, int peer, bool sends) {
 
 // ---- Numbers that every type holds exactly ----
 
-inline std::uint32_t Hash(std::uint64_t x) {
-  x = (x ^ (x >> 31)) * 0x7fb5d329728ea185u;
-  x = (x ^ (x >> 27)) * 0x81dadef4bc2dd44du;
-  return static_cast<std::uint32_t>(x ^ (x >> 33));
-}
-
 // Element i of a rank: small enough that sums over four ranks stay exact in 8-bit floats.
 inline unsigned Value(int rank, std::size_t i, DType dtype) {
   return Hash(i * 8 + static_cast<std::size_t>(rank) + 1) % (ItemSize(dtype) == 1 ? 2 : 60);
@@ -233,8 +228,6 @@ inline void Store(DType dtype, unsigned value, std::byte* at) {
       std::memcpy(at, &value, std::min<std::size_t>(sizeof value, ItemSize(dtype)));
   }
 }
-
-using Bytes = std::vector<std::byte>;
 
 inline Bytes Input(int rank, std::size_t count, DType dtype) {
   Bytes out(count * ItemSize(dtype));
@@ -412,10 +405,10 @@ inline void Allreduce(Job& job, Algorithm algorithm, DType dtype, std::size_t co
     Bytes out(in.size());
     Outcome outcome = RunToEnd(e, shape, in.data(), out.data());
     CHECK(outcome == Outcome::kDone, "%s: type %d, count %zu: %s", what, int(dtype), count, e.failure().text.c_str());
-    CHECK(out == want, "%s: type %d, count %zu, rank %d", what, int(dtype), count, rank);
+    CHECK(Same(out, want), "%s: type %d, count %zu, rank %d", what, int(dtype), count, rank);
     out = in;
     outcome = RunToEnd(e, shape, out.data(), out.data());
-    CHECK(outcome == Outcome::kDone && out == want, "%s: in place, type %d, count %zu", what, int(dtype), count);
+    CHECK(outcome == Outcome::kDone && Same(out, want), "%s: in place, type %d, count %zu", what, int(dtype), count);
   });
 }
 

@@ -19,23 +19,9 @@ namespace hetcoll::testing {
 namespace {
 
 using Frame = struct hetcoll::Message;  // not the plan of that name
-using Bytes = std::vector<std::byte>;
 
 constexpr std::size_t kLarge = kPrivateFragment + 5 * kPieceBytes + 12345;  // two fragments
 constexpr Frame kOneWay{1, kLarge, true, -1, false, false, true};
-
-Bytes Numbers(std::size_t n, unsigned seed) {
-  Bytes bytes(n);
-  for (std::size_t i = 0; i + sizeof i <= n; i += sizeof i) {
-    const std::size_t word = i * 7 + seed;
-    std::memcpy(bytes.data() + i, &word, sizeof word);
-  }
-  return bytes;
-}
-
-bool Same(const Bytes& a, const Bytes& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size()) == 0;
-}
 
 void Clear(Bytes& bytes) { std::memset(bytes.data(), 0, bytes.size()); }
 
@@ -84,7 +70,7 @@ void Pieces() {
   Two two;
   SharedCopy copy(*two.pieces);
   constexpr std::size_t kBytes = 3 * kPieceBytes + 5;
-  const Bytes data = Numbers(kBytes, 1);
+  const Bytes data = Pattern(kBytes, 1);
   Bytes into(kBytes);
   Piece piece{};
   copy.Open(7, into.data());
@@ -101,7 +87,7 @@ void Pieces() {
 // A receiver that waits for its sender's pieces, one that gets no help, and messages that are not shared.
 void Helped() {
   Two two;
-  const Bytes data = Numbers(kLarge, 2);
+  const Bytes data = Pattern(kLarge, 2);
   Bytes got(kLarge);
   CHECK(!two.from[0].send->Help(), "nothing is lent");
   two.Lend(kOneWay, data);
@@ -117,9 +103,15 @@ void Helped() {
   two.pieces->written = 0;
   CHECK(two.Pull(kOneWay, got, 0) == kLarge && Same(got, data), "and then goes on");
 
-  const Frame exchanged{2, kLarge, true, -1, true};
-  two.Lend(exchanged, data);
-  CHECK(two.to[0].recv->Pull(exchanged, 0, got.data(), kLarge, false) > 0 && !two.from[0].send->Help(), "not shared");
+  // Both ends of these are busy.
+  const Frame sum{2, kLarge, true, 0, false, false, true}, exchanged{3, kLarge, true, -1, true};
+  for (const Frame& m : {sum, exchanged}) {
+    two.Lend(m, data);
+    const std::ptrdiff_t n = two.to[0].recv->Pull(m, 0, got.data(), kLarge, false);
+    CHECK(n > 0 && two.from[0].send->Lent() == kLarge - std::size_t(n) && !two.from[0].send->Help(), "not shared");
+    CHECK(two.pieces->next >> 8 == 4, "nor was its sender invited");
+    CHECK(two.Pull(m, got, std::size_t(n)) == kLarge && Same(got, data), "the rest");
+  }
 }
 
 // Both ends at once, as threads.
@@ -127,7 +119,7 @@ void Together() {
   Two two;
   constexpr int kMessages = 20;
   std::vector<Bytes> data;
-  for (unsigned i = 0; i < 3; ++i) data.push_back(Numbers(kLarge, i));
+  for (unsigned i = 0; i < 3; ++i) data.push_back(Pattern(kLarge, i));
   std::atomic<bool> ended{false};
   std::thread sender([&] {
     for (std::size_t i = 0; i < kMessages && !ended; ++i) {
@@ -153,7 +145,7 @@ void Together() {
 void Withdrawn() {
   Two two;
   SharedCopy copy(*two.pieces);
-  const Bytes data = Numbers(kPieceBytes, 3);
+  const Bytes data = Pattern(kPieceBytes, 3);
   Bytes into(kPieceBytes);
   copy.Open(1, into.data());
   two.sender->owner(1).withdrawn = 1;
@@ -198,7 +190,7 @@ void OutOfReach() {
   if (at == MAP_FAILED) return;
   auto* secret = static_cast<std::byte*>(at);
   Two two;
-  Bytes data = Numbers(kLarge, 4);
+  Bytes data = Pattern(kLarge, 4);
   two.Lend(kOneWay, data);
   SharedCopy copy(*two.pieces);
   copy.Open(1, secret);

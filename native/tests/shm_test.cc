@@ -52,12 +52,6 @@ FaultKind KindOf(Fn&& call) {
   return FaultKind::kNone;
 }
 
-Bytes Pattern(std::size_t n, unsigned seed) {
-  Bytes out(n);
-  for (std::size_t i = 0; i < n; ++i) out[i] = static_cast<std::byte>(Hash(i * 31 + seed));
-  return out;
-}
-
 }  // namespace
 
 // What is reduced goes back in its slot, which stays untouched until it was read.
@@ -71,8 +65,11 @@ void Returning() {
       CHECK(pair.a[0].send->Push(out, 0, sent.data(), kBytes) == kBytes, "round %u", round);
       const View view = pair.b[0].recv->Peek(out, 0, kBytes);
       CHECK(view.n == kBytes && std::memcmp(view.data, sent.data(), kBytes) == 0, "round %u", round);
-      CHECK(pair.b[2].send->Reserve(sent.data(), kBytes, view.data) != view.data, "only on the channel that was named");
-      std::byte* slot = pair.b[1].send->Reserve(sent.data(), kBytes, view.data);
+      const auto reserve = [&](std::size_t channel) {
+        return pair.b[channel].send->Reserve(back, 0, answer.data(), kBytes, view.data);
+      };
+      CHECK(reserve(2) != view.data, "only on the channel that was named");
+      std::byte* slot = reserve(1);
       CHECK(slot == view.data, "round %u", round);
       std::memcpy(slot, answer.data(), kBytes);
       pair.b[1].send->Commit(back, 0, kBytes);
@@ -83,12 +80,12 @@ void Returning() {
       CHECK(more >= 3, "only %u others fit beside it", more);
       for (unsigned i = 0; i < more; ++i) {
         Bytes got(kBytes);
-        CHECK(pair.b[0].recv->Pull(plain, 0, got.data(), kBytes, false) == kBytes && got == sent, "number %u", i);
+        CHECK(pair.b[0].recv->Pull(plain, 0, got.data(), kBytes, false) == kBytes && Same(got, sent), "number %u", i);
       }
       // All are consumed, but the first slot is still in use.
       Bytes got(kBytes);
       CHECK(pair.a[1].recv->Pull(back, 0, got.data(), kBytes, false) == kBytes, "round %u", round);
-      CHECK(got == answer, "round %u", round);
+      CHECK(Same(got, answer), "round %u", round);
     }
   }
 }
@@ -100,7 +97,7 @@ void NotReturning() {
   const Bytes data = Pattern(kBytes, 1);
   const Frame out{1, kBytes, true, 1}, plain{1, kBytes, true, -1}, small{1, 16, true, 1};
   const auto reserve = [&](const View& v) {
-    return pair.b[1].send->Reserve(data.data(), static_cast<std::size_t>(v.n), v.data);
+    return pair.b[1].send->Reserve(plain, 0, data.data(), static_cast<std::size_t>(v.n), v.data);
   };
   CHECK(pair.a[0].send->Push(out, 0, data.data(), kBytes) == kBytes, "sent");
   View view = pair.b[0].recv->Peek(out, 0, 1000);
@@ -157,10 +154,10 @@ void Handing() {
     CHECK(SendAll(*pair.a[0].send, mutual, there) == kBytes, "round %u", round);
     CHECK(place(pair, round) == ShmPlace::kHanded, "round %u", round);
     const std::uint64_t slot = pair.line(0, round).where.offset;
-    CHECK(ReceiveAll(*pair.b[0].recv, mutual) == there, "round %u", round);
+    CHECK(Same(ReceiveAll(*pair.b[0].recv, mutual), there), "round %u", round);
     CHECK(SendAll(*pair.b[0].send, mutual, back) == kBytes, "round %u", round);
     CHECK(pair.line_back(0, round).where.offset == slot, "round %u: what was read last is filled next", round);
-    CHECK(ReceiveAll(*pair.a[0].recv, mutual) == back, "round %u", round);
+    CHECK(Same(ReceiveAll(*pair.a[0].recv, mutual), back), "round %u", round);
   }
   // One way only: ours run out, and then there is the ring, for ever.
   Pair oneway(kRing);
@@ -168,7 +165,7 @@ void Handing() {
     const Bytes data = Pattern(kBytes, i);
     CHECK(SendAll(*oneway.a[0].send, mutual, data) == kBytes, "message %u", i);
     CHECK(place(oneway, i) == (i < kHands ? ShmPlace::kHanded : ShmPlace::kSlot), "message %u", i);
-    CHECK(ReceiveAll(*oneway.b[0].recv, mutual) == data, "message %u", i);
+    CHECK(Same(ReceiveAll(*oneway.b[0].recv, mutual), data), "message %u", i);
   }
   // A message of more than all slots, while the other one comes: it waits for slots a while, and never for ever.
   constexpr std::size_t kLong = 6 * (kRing / 8);
@@ -195,7 +192,7 @@ void Handing() {
     if (n <= 0) break;
     at += static_cast<std::size_t>(n);
   }
-  CHECK(got == there && ReceiveAll(*both.a[0].recv, lengthy) == back, "both came");
+  CHECK(Same(got, there) && Same(ReceiveAll(*both.a[0].recv, lengthy), back), "both came");
   // A slot that its sender has given away already.
   Pair twice(kRing);
   for (std::size_t i = 0; i <= kHands; ++i) {
@@ -242,7 +239,7 @@ void PrivateMessages() {
         const auto sent = e.Submit(send, out.data(), nullptr);
         CHECK(RunToEnd(e, recv, nullptr, in.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
         CHECK(e.Drive(*sent, DeadlineNs(kPatience)) == Outcome::kDone, "%s", e.failure().text.c_str());
-        CHECK(in == Pattern(kBytes, round * 3 + static_cast<unsigned>(before)), "%s: round %u", fault, round);
+        CHECK(Same(in, Pattern(kBytes, round * 3 + static_cast<unsigned>(before))), "%s: round %u", fault, round);
       }
     });
   }
@@ -305,7 +302,7 @@ void Carry(Pair& pair, unsigned seed) {
   std::size_t at = 0;
   Send(*pair.a[0].send, kLoan, data, [&] { at = Receive(*pair.b[0].recv, kLoan, got, at); });
   at = Receive(*pair.b[0].recv, kLoan, got, at);
-  CHECK(at == kLarge && got == data && pair.a[0].send->Lent() == 0, "message %u: %zu bytes", seed, at);
+  CHECK(at == kLarge && Same(got, data) && pair.a[0].send->Lent() == 0, "message %u: %zu bytes", seed, at);
 }
 
 Pair Introduced(PrivateReads reads, SlotStores stores = SlotStores::kClaimed) {
@@ -326,7 +323,7 @@ void Private() {
   Send(*pair.a[0].send, kLoan, data, [] { CHECK(false, "what is lent needs no slots"); });
   CHECK(pair.a[0].send->Lent() == kLarge, "%zu are lent", pair.a[0].send->Lent());
   for (char& byte : std::span(reinterpret_cast<char*>(data.data()), data.size())) ++byte;  // it was not copied
-  CHECK(Receive(*pair.b[0].recv, kLoan, got, 0) == kLarge && got == data, "the bytes as they are now");
+  CHECK(Receive(*pair.b[0].recv, kLoan, got, 0) == kLarge && Same(got, data), "the bytes as they are now");
   CHECK(pair.a[0].send->Lent() == 0, "given back");
 
   Send(*pair.a[0].send, kLoan, data, [] {});
@@ -344,13 +341,14 @@ void Private() {
   const Frame waits{2, kLarge, false, -1, true}, alone{3, kLarge, true, -1, false};
   const Frame collective{4, kLarge, true, -1, false, false, true}, back{5, kLarge, true, 0, false, false, true};
   for (const Frame& m : {waits, alone, collective, back}) {
+    const bool lent = m.collective;
     std::size_t taken = 0;
     Send(*pair.a[0].send, m, data, [&] {
       CHECK(pair.a[0].send->Lent() == 0, "message %d is copied", int(m.signature));
       taken = Receive(*pair.b[0].recv, m, got, taken);
     });
-    CHECK((pair.a[0].send->Lent() == kLarge) == (m.signature == collective.signature), "%d", int(m.signature));
-    CHECK(Receive(*pair.b[0].recv, m, got, taken) == kLarge && got == data, "message %d", int(m.signature));
+    CHECK((pair.a[0].send->Lent() == kLarge) == lent, "message %d", int(m.signature));
+    CHECK(Receive(*pair.b[0].recv, m, got, taken) == kLarge && Same(got, data), "message %d", int(m.signature));
   }
 }
 
@@ -373,19 +371,26 @@ void NotPrivate() {
   Pair either = Introduced(PrivateReads::kAuto, SlotStores::kCached);
   CHECK(reads(either) == 1, "by itself");
   const PrivateLengths lengths(PrivateReads::kAuto, either.segment->policy());
-  const std::size_t least = lengths.least_one_way;
-  const std::pair<Frame, bool> frames[] = {{{1, lengths.huge - 1, true, -1, true}, false},
-                                           {{2, lengths.any, true, -1, true}, true},
-                                           {{3, least - 1, true, -1, false, false, true}, false},
-                                           {{4, least, true, -1, false, false, true}, true},
-                                           {{5, lengths.any, true, -1, false, false, true}, false}};
+  const auto exchanged = [](std::size_t total) { return Frame{1, total, true, -1, true}; };
+  const auto one_way = [](std::size_t total) { return Frame{2, total, true, -1, false, false, true}; };
+  const auto sum = [](std::size_t total) { return Frame{3, total, true, 1, false, false, true}; };
+  const std::pair<Frame, bool> frames[] = {{exchanged(lengths.exchanged.any - 1), false},
+                                           {exchanged(lengths.exchanged.any), true},
+                                           {one_way(lengths.one_way.any - 1), false},
+                                           {one_way(lengths.one_way.any), true},
+                                           {sum(lengths.sums.any - 1), false},
+                                           {sum(lengths.sums.any), true},
+                                           {sum(lengths.sums.most), true},
+                                           {sum(lengths.sums.most + 1), false}};
   for (const auto& [m, lent] : frames) {
     const Bytes data = Pattern(m.total, 9);
     Bytes got(m.total);
     std::size_t taken = 0;
     Send(*either.a[0].send, m, data, [&] { taken = Receive(*either.b[0].recv, m, got, taken); });
     CHECK((either.a[0].send->Lent() > 0) == lent, "%zu bytes", m.total);
-    CHECK(Receive(*either.b[0].recv, m, got, taken) == m.total && got == data, "%zu bytes arrive", m.total);
+    CHECK(Receive(*either.b[0].recv, m, got, taken) == m.total && Same(got, data), "%zu bytes arrive", m.total);
+    const bool reserved = either.a[0].send->Reserve(m, 0, data.data(), 4096, nullptr) != nullptr;
+    CHECK(reserved != lent, "%zu bytes: a slot for what is not lent", m.total);
   }
 }
 
@@ -428,18 +433,23 @@ bool Tells() {
          (major > 6 || (major == 6 && minor >= 7));
 }
 
-// In between, only what lies in huge pages is read where it lies.
+// Where slots are claimed, only what lies in huge pages is read where it lies.
 void HugePages() {
   Pair pair = Introduced(PrivateReads::kAuto);
   Carry(pair, 0);
   const PrivateLengths least(PrivateReads::kAuto, pair.segment->policy());
-  const Frame shorter{1, least.huge - 1, true, -1, true}, between{2, least.huge, true, -1, true};
+  const std::size_t exchanged = least.exchanged.huge, one_way = least.one_way.huge;
+  const std::pair<Frame, bool> frames[] = {{{1, exchanged - 1, true, -1, true}, false},
+                                           {{2, exchanged, true, -1, true}, true},
+                                           {{3, one_way - 1, true, -1, false, false, true}, false},
+                                           {{4, one_way, true, -1, false, false, true}, true},
+                                           {{5, one_way, true, 1, false, false, true}, false}};
   for (const bool wanted : {false, true}) {
-    const Mapped memory(between.total, wanted);
-    const bool huge = Tells() && memory.InHugePages() >= between.total / 2;
+    const Mapped memory(one_way, wanted);
+    const bool huge = Tells() && memory.InHugePages() >= one_way / 2;
     CHECK(!huge || wanted, "the kernel was told not to");
-    CHECK(OwnPages().MostlyHuge(memory.data, between.total) == huge, "wanted %d", wanted);
-    for (const Frame& m : {shorter, between}) {
+    CHECK(OwnPages().MostlyHuge(memory.data, one_way) == huge, "wanted %d", wanted);
+    for (const auto& [m, lent] : frames) {
       Bytes got(m.total);
       std::size_t sent = 0, taken = 0;
       while (sent < m.total) {
@@ -447,9 +457,9 @@ void HugePages() {
         if (n == kWouldBlock) taken = Receive(*pair.b[0].recv, m, got, taken);
         if (n > 0) sent += static_cast<std::size_t>(n);
       }
-      CHECK((pair.a[0].send->Lent() > 0) == (huge && m.total == between.total), "%zu bytes", m.total);
-      CHECK(Receive(*pair.b[0].recv, m, got, taken) == m.total, "%zu bytes arrive", m.total);
-      CHECK(std::memcmp(got.data(), memory.data, m.total) == 0, "%zu bytes are right", m.total);
+      CHECK((pair.a[0].send->Lent() > 0) == (huge && lent), "message %d", int(m.signature));
+      CHECK(Receive(*pair.b[0].recv, m, got, taken) == m.total, "message %d arrives", int(m.signature));
+      CHECK(std::memcmp(got.data(), memory.data, m.total) == 0, "message %d is right", int(m.signature));
     }
   }
 }
@@ -483,7 +493,7 @@ void DeadSender() {
   std::size_t at = 0;
   const std::int64_t start = NowNs();
   while (at < kLarge && Seconds(start) < kPatience) at = Receive(*pair.b[0].recv, kLoan, got, at);
-  CHECK(got == data, "the first message");
+  CHECK(Same(got, data), "the first message");
   int status = -1;
   CHECK(waitpid(child, &status, 0) == child && status == 0, "the second one was lent: status %d", status);
   const FaultKind kind = KindOf([&] { Receive(*pair.b[0].recv, kLoan, got, 0); });

@@ -60,7 +60,7 @@ inline void Rounds(Job& job, int rounds, std::size_t count, const std::string& w
       const Outcome outcome = RunToEnd(e, shape, buffer.data(), buffer.data());
       CHECK(outcome == Outcome::kDone, "%s: round %d on rank %d: %s", what.c_str(), i, rank, e.failure().text.c_str());
       if (outcome != Outcome::kDone) return;
-      CHECK(buffer == want, "%s: round %d, wrong numbers on rank %d", what.c_str(), i, rank);
+      CHECK(Same(buffer, want), "%s: round %d, wrong numbers on rank %d", what.c_str(), i, rank);
     }
   });
 }

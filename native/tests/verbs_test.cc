@@ -172,7 +172,7 @@ void ZeroCopy() {
         const Bytes in = Input(rank, kCount, DType::kInt64);
         std::copy(in.begin(), in.end(), buffer.begin());
         CHECK(RunToEnd(e, shape, buffer.data(), buffer.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
-        CHECK(buffer == want, "round %d", round);
+        CHECK(Same(buffer, want), "round %d", round);
       }
       CHECK(Counter(e, "zero_copy_bytes") == 8 * buffer.size(), "%zu", std::size_t(Counter(e, "zero_copy_bytes")));
       CHECK(Counter(e, "staged_bytes") == 0, "nothing was copied");
@@ -180,7 +180,7 @@ void ZeroCopy() {
       const Bytes in = Input(rank, kCount, DType::kInt64);
       std::copy(in.begin(), in.end(), buffer.begin());
       CHECK(RunToEnd(e, shape, buffer.data(), buffer.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
-      CHECK(buffer == want && Counter(e, "staged_bytes") == buffer.size(), "all was copied");
+      CHECK(Same(buffer, want) && Counter(e, "staged_bytes") == buffer.size(), "all was copied");
     });
     // Half of what moves is reduced where it lands. Of the rest, what the peer was late for is copied.
     for (int rank = 0; rank < 2; ++rank) direct += Counter(job.engine(rank), "direct_bytes");
@@ -395,7 +395,7 @@ void Cables() {
         const Bytes in = Input(rank, kCount, DType::kInt64);
         std::copy(in.begin(), in.end(), buffer.begin());
         CHECK(RunToEnd(e, shape, buffer.data(), buffer.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
-        CHECK(buffer == want, "round %d", round);
+        CHECK(Same(buffer, want), "round %d", round);
       }
       CHECK(memory.End(), "nobody needs it any more");
       CHECK(Counter(e, "links_over_tcp") >= 2, "%s", Links(e).c_str());

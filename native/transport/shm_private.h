@@ -24,31 +24,39 @@ inline constexpr std::size_t kPrivateFragment = std::size_t{4} << 20;
 // The lengths of messages that are read in this way, where it works. Where slots are claimed, two copies through them
 // are faster than the kernel's look at every page, unless pages are huge; elsewhere hardly ever: docs/performance.md.
 struct PrivateLengths {
+  struct Range {
+    std::size_t any = SIZE_MAX;   // from here on in any pages
+    std::size_t huge = SIZE_MAX;  // from here on where most of the message lies in huge ones
+    std::size_t most = SIZE_MAX;
+  };
+
   PrivateLengths(PrivateReads reads, const StorePolicy& policy) {
     constexpr std::size_t kKiB = 1024;
     if (reads == PrivateReads::kNever) return;
     if (reads == PrivateReads::kAlways) {
-      huge = any = least_one_way = 128 * kKiB;
+      exchanged.any = one_way.any = sums.any = 128 * kKiB;
     } else if (policy.claims()) {
-      huge = 512 * kKiB;
+      exchanged.huge = 512 * kKiB;
+      one_way.huge = 2048 * kKiB;
     } else {
-      huge = any = 32 * kKiB;
-      least_one_way = 256 * kKiB;
+      exchanged.any = 32 * kKiB;
+      one_way.any = 256 * kKiB;
+      sums = {.any = 512 * kKiB, .most = 4096 * kKiB};
     }
   }
 
-  std::size_t Least() const { return std::min(huge, least_one_way); }
+  std::size_t Least() const { return std::min({exchanged.any, exchanged.huge, one_way.any, one_way.huge, sums.any}); }
 
-  // `in_huge_pages` says so of most of the message. A sum that comes back takes the slot that its summand came in.
   template <class InHugePages>
   bool Include(const Message& m, InHugePages&& in_huge_pages) const {
-    if (m.exchanged) return m.total >= any || (m.total >= huge && in_huge_pages());
-    return m.collective && m.back < 0 && m.total >= least_one_way;
+    if (!m.exchanged && !m.collective) return false;
+    const Range& range = m.exchanged ? exchanged : m.back >= 0 ? sums : one_way;
+    return m.total <= range.most && (m.total >= range.any || (m.total >= range.huge && in_huge_pages()));
   }
 
-  std::size_t huge = SIZE_MAX;  // exchanges: in huge pages
-  std::size_t any = SIZE_MAX;   // and in any
-  std::size_t least_one_way = SIZE_MAX;
+  Range exchanged;
+  Range one_way;
+  Range sums;  // what a slot would bring there, and its sum back
 };
 
 // Another process's memory.

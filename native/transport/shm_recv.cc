@@ -10,7 +10,7 @@
 namespace hetcoll {
 namespace {
 
-constexpr std::size_t kStagedBytes = 64 << 10;  // of private memory that a reduction reads
+constexpr std::size_t kStagedBytes = 256 << 10;  // of private memory that a reduction reads
 // Up to here even what a plan would have stored around the cache goes by the string instruction, where that is fast.
 constexpr std::size_t kMostString = std::size_t{8} << 20;
 

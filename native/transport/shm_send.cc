@@ -58,8 +58,9 @@ class ShmSend final : public SendEnd {
   }
 
   // Nothing while slots are written around the cache: what a kernel stores there goes through it.
-  std::byte* Reserve(const std::byte* data, std::size_t n, const std::byte* from) override {
-    if (n <= kInlineBytes || OnHeap(data)) return nullptr;
+  std::byte* Reserve(const Message& m, std::size_t at, const std::byte* data, std::size_t n,
+                     const std::byte* from) override {
+    if (n <= kInlineBytes || (m.total >= kLendBytes && Lends(m, at, data))) return nullptr;
     returned_ = -1;
     if (from != nullptr && LineFree()) {
       for (int channel = 0; channel < kChannels; ++channel) {
@@ -135,7 +136,8 @@ class ShmSend final : public SendEnd {
     n = std::min(n, on_heap_ ? kLentFragment : kPrivateFragment);
     lent_ += n;
     const auto address = reinterpret_cast<std::uintptr_t>(data);
-    Line().where = {on_heap_ ? static_cast<std::uint64_t>(data - base_) : address, 0, -1, false, !m.exchanged};
+    Line().where = {on_heap_ ? static_cast<std::uint64_t>(data - base_) : address, 0, -1, false,
+                    !m.exchanged && m.back < 0};
     Publish(on_heap_ ? ShmPlace::kLent : ShmPlace::kPrivate, m, n);
     return static_cast<std::ptrdiff_t>(n);
   }

@@ -93,11 +93,14 @@ class SendEnd {
   // While some are: copies for the peer what it has not come to yet. Whether there was anything.
   virtual bool Help() { return false; }
 
-  // A place for exactly n further bytes, which will also be at `data`, that the caller fills before Commit; or null (no
-  // room now, or no need or no such place in this transport). It lets a reduction write its result straight into a
-  // slot. `from` is null, or n bytes that the peer's RecvEnd shows and the result is computed from: the place may be
-  // this one.
-  virtual std::byte* Reserve(const std::byte* data, std::size_t n, const std::byte* from) {
+  // A place for the n bytes of the message from `at` on, which will also be at `data`, that the caller fills before
+  // Commit; or null (no room now, or no need or no such place in this transport). It lets a reduction write its result
+  // straight into a slot. `from` is null, or n bytes that the peer's RecvEnd shows and the result is computed from: the
+  // place may be this one.
+  virtual std::byte* Reserve(const Message& m, std::size_t at, const std::byte* data, std::size_t n,
+                             const std::byte* from) {
+    static_cast<void>(m);
+    static_cast<void>(at);
     static_cast<void>(data);
     static_cast<void>(n);
     static_cast<void>(from);
