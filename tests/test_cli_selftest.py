@@ -18,6 +18,12 @@ from hetcoll.cli.selftest import Part
 from hetcoll.types import DType, ReduceOp
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where kernels are compiled to, once for all jobs here."""
+    return {"HETCOLL_CACHE": str(tmp_path_factory.mktemp("cache") / "kernels")}
+
+
 def run(tmp_path: Path, **env: str) -> tuple[int, str, str]:
     """The exit status, what is printed, and the report."""
     report = tmp_path / "report.txt"
@@ -73,10 +79,9 @@ def test_cpus_alone(tmp_path: Path) -> None:
 
 @pytest.mark.standins
 @pytest.mark.timeout(400)
-def test_a_gpu_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_a_gpu_and_what_is_wrong_with_it(tmp_path: Path, cache: dict[str, str]) -> None:
     if why_not := standins.why_not("cuda"):
         pytest.skip(why_not)
-    cache = {"HETCOLL_CACHE": str(tmp_path / "cache")}
     gpu = standins.environment("cuda", timeout=60)
     status, said, report = run(tmp_path, **gpu, **cache)
     assert status == 0, report
@@ -92,13 +97,13 @@ def test_a_gpu_and_what_is_wrong_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.standins
 @pytest.mark.timeout(400)
-def test_gpus_of_both_vendors(tmp_path: Path) -> None:
+def test_gpus_of_both_vendors(tmp_path: Path, cache: dict[str, str]) -> None:
     """Each rank sees both, and uses the one that it is told to."""
     for vendor in ("cuda", "hip"):
         if why_not := standins.why_not(vendor):
             pytest.skip(why_not)
     both = standins.environment("both", timeout=60)
-    status, said, report = run(tmp_path, **both, HETCOLL_CACHE=str(tmp_path / "cache"))
+    status, said, report = run(tmp_path, **both, **cache)
     assert status == 0, report
     for job in ("GPUs of both vendors: cuda:0, hip:0", "GPUs and a CPU: cuda:0, hip:0, cpu"):
         assert any(line.startswith("ok ") and job in line for line in said.splitlines()), said
@@ -107,12 +112,12 @@ def test_gpus_of_both_vendors(tmp_path: Path) -> None:
 
 @pytest.mark.standins
 @pytest.mark.timeout(400)
-def test_amds_gpus(tmp_path: Path) -> None:
+def test_amds_gpus(tmp_path: Path, cache: dict[str, str]) -> None:
     """What somebody with such a machine is asked to run."""
     if why_not := standins.why_not("hip"):
         pytest.skip(why_not)
     amd = standins.environment("hip", devices=2, timeout=60)
-    status, said, report = run(tmp_path, **amd, HETCOLL_CACHE=str(tmp_path / "cache"))
+    status, said, report = run(tmp_path, **amd, **cache)
     assert status == 0, report
     for job in (
         "the vendor's library: hip:0, hip:1",

@@ -26,12 +26,16 @@ SECONDS = 100
 CLANGS = ("clang", "clang-21", "clang-20", "clang-19", "clang-18", "clang-17")
 FLAGS = "-x hip -std=c++17 -O3 -ffp-contract=off --cuda-device-only -nogpuinc -nogpulib -Wall -Wextra -Werror"
 AMD = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}  # and the width of their wavefronts
+# Of the older of two that differ little: each kind of module, and of number.
+SOME = ("signals", "float8", "float8_e4m3fn", "float8_e5m2fnuz_exchange", "bfloat16", "float16_codecs", "float32",
+        "int64", "complex64", "bool_exchange")  # fmt: skip
+OLDER = ("sm_80", "gfx90a")
 DEBIAN_HIP = Path("/usr/lib/x86_64-linux-gnu/libamdhip64.so.5")
 
 
-def for_all(compile_one: Callable[[str], object]) -> None:
+def for_all(arch: str, compile_one: Callable[[str], object]) -> None:
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, modules()))
+        list(pool.map(compile_one, SOME if arch in OLDER else modules()))
 
 
 @functools.cache
@@ -43,7 +47,7 @@ def nvrtc(arch: str) -> cuda.Nvrtc:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_nvrtc_compiles_every_kernel(arch: str) -> None:
+def test_nvrtc_compiles_kernels(arch: str) -> None:
     compiler = nvrtc(arch)
 
     def compile_one(module: str) -> None:
@@ -52,7 +56,7 @@ def test_nvrtc_compiles_every_kernel(arch: str) -> None:
         for name in modules()[module]:
             assert f".text.{name}\0".encode() in image, f"{name} is not among the kernels"
 
-    for_all(compile_one)
+    for_all(arch, compile_one)
 
 
 def test_nvrtc_makes_ptx_for_a_gpu_that_it_does_not_know() -> None:
@@ -94,7 +98,7 @@ def clang() -> str:
 
 
 @pytest.mark.parametrize("arch", AMD)
-def test_clang_compiles_every_kernel_for_amd(arch: str, tmp_path: Path) -> None:
+def test_clang_compiles_kernels_for_amd(arch: str, tmp_path: Path) -> None:
     def compile_one(module: str) -> None:
         to = tmp_path / f"{module}.s"
         command = [clang(), *FLAGS.split(), f"--offload-arch={arch}", "-S", "-", "-o", str(to)]
@@ -107,7 +111,7 @@ def test_clang_compiles_every_kernel_for_amd(arch: str, tmp_path: Path) -> None:
         assert set(re.findall(r"\.vgpr_spill_count: *(\d+)", text)) == {"0"}, "registers were spilled"
 
     clang()
-    for_all(compile_one)
+    for_all(arch, compile_one)
 
 
 HIPRTC = """
