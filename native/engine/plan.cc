@@ -15,8 +15,6 @@ namespace {
 // not read again by the plan goes around the cache.
 constexpr std::size_t kStreamBytes = std::size_t{12} << 20;
 
-constexpr std::uint16_t kAlltoall = 7, kPointToPoint = 9;  // types.py: Collective
-
 constexpr std::uint32_t kMostUnits = 1 << 15;  // of a buffer, and copies of it in SCRATCH: products fit 32 bits
 
 bool SameSpan(const SpanRecord& a, const SpanRecord& b) {
@@ -64,15 +62,25 @@ void CheckSpan(const SpanRecord& s, bool needed, const PlanHeader& head, std::si
   }
 }
 
-// Whether this rank sends while it receives, and stores what comes as it is.
-bool Exchanges(const Plan& plan) {
+// Of the messages that this rank sends.
+Use UseOf(const Plan& plan) {
   const auto has = [&plan](Op op) {
     return std::any_of(plan.steps.begin(), plan.steps.end(),
                        [op](const StepRecord& s) { return s.op == std::uint8_t(op); });
   };
   const std::uint16_t kind = plan.head.collective;
-  if (kind == kPointToPoint) return has(Op::kSend) && has(Op::kRecv);
-  return kind == std::uint16_t(Collective::kAllgather) || kind == kAlltoall;
+  if (kind == kPointToPoint) return has(Op::kSend) && has(Op::kRecv) ? Use::kExchanged : Use::kLone;
+  switch (Collective{std::uint8_t(kind)}) {
+    case Collective::kAllgather:
+    case Collective::kAlltoall:
+      return Use::kExchanged;
+    case Collective::kAllreduce:
+    case Collective::kReduceScatter:
+    case Collective::kReduce:
+      return Use::kSummed;
+    default:
+      return Use::kStored;
+  }
 }
 
 void CheckTable(std::span<const std::size_t> table, std::uint32_t units, std::size_t count) {
@@ -149,7 +157,7 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
   };
   may_lend = h.credits == 0;
   apart = h.apart != 0;
-  exchanges = Exchanges(plan);
+  use = UseOf(plan);
   const int like = static_cast<int>(h.scratch_like);
   const std::uint32_t like_units = like == 0 ? h.send_units : h.recv_units;
   const std::size_t like_bytes = h.scratch_copies == 0 ? 0 : offset(like, like_units);

@@ -10,6 +10,7 @@
 
 #include "device/codecs.h"
 #include "engine/types.h"
+#include "transport/transport.h"
 
 namespace hetcoll {
 
@@ -45,6 +46,7 @@ struct PlanHeader {
   std::uint32_t parts;    // of local steps, all together
 };
 static_assert(sizeof(PlanHeader) == 36);
+inline constexpr std::uint16_t kPointToPoint = 9;  // a `collective`; the others are those of types.h
 inline constexpr std::uint32_t kPlanMagic = 0x48435032;
 
 struct SpanRecord {
@@ -154,7 +156,7 @@ struct BoundPlan {
   std::vector<BoundLocal> locals;         // in the order of their steps
   bool may_lend = false;                  // sends may wait for their receives
   bool apart = false;                     // with different memory they may in any case, without some deps
-  bool exchanges = false;                 // it sends while it receives, and stores what comes as it is
+  Use use = Use::kLone;                   // of its messages
   std::size_t scratch_bytes = 0;
   std::size_t send_bytes = 0;
   std::size_t recv_bytes = 0;

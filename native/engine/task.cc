@@ -141,7 +141,10 @@ bool Task::MoveSend(Links& links, BoundStep& s, std::size_t limit) {
   std::ptrdiff_t n = 0;
   if (limit > s.posted || s.len == 0) {
     Message m = MessageOf(s);
-    if (p2p_ && !m.exchanged) m.exchanged = m.mutual = links.rx(s.peer, s.channel).waits();
+    if (m.use == Use::kLone) {
+      m.mutual = links.rx(s.peer, s.channel).waits();
+      if (m.mutual) m.use = Use::kExchanged;
+    }
     n = port.end->Push(m, s.posted, Src(s) + s.posted, limit - s.posted);
     if (n == kWouldBlock && s.len == 0) return false;
     if (n != kWouldBlock) {
@@ -221,8 +224,7 @@ std::byte* Task::FuseSlot(Links& links, const BoundStep& s, std::uint32_t index,
     if (dep.step != index && !steps_[dep.step].complete) return nullptr;
   }
   const bool answers = next.peer == s.peer && next.number == 0;
-  SendEnd& end = *links.tx(next.peer, next.channel).end;
-  return end.Reserve(MessageOf(next), next.posted, Src(next) + next.posted, n, answers ? from : nullptr);
+  return links.tx(next.peer, next.channel).end->Reserve(Src(next) + next.posted, n, answers ? from : nullptr);
 }
 
 // Encodes a little ahead of what the transport takes. What is sent was rounded before, so nothing is lost here.

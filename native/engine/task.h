@@ -133,11 +133,9 @@ class Task {
   bool Limit(const BoundStep& s, std::size_t& limit) const;
   bool Apart() const;  // SEND and RECV are different memory
   Message MessageOf(const BoundStep& s) const {
-    return {signature_ + s.number, s.len, bound_.may_lend || apart_, s.back, bound_.exchanges, s.mutual, !p2p_};
+    return {signature_ + s.number, s.len, bound_.may_lend || apart_, s.back, bound_.use, s.mutual};
   }
-  Message CodesOf(const BoundStep& s) const {
-    return {signature_ + s.number, s.wire, bound_.may_lend || apart_, -1, false};
-  }
+  Message CodesOf(const BoundStep& s) const { return {signature_ + s.number, s.wire, bound_.may_lend || apart_}; }
   std::byte* Codes(const BoundStep& s) const { return base_[static_cast<std::size_t>(Buf::kScratch)] + s.codes; }
   std::byte* Src(const BoundStep& s) const { return base_[static_cast<std::size_t>(s.src_buf)] + s.src_off; }
   std::byte* Dst(const BoundStep& s) const { return base_[static_cast<std::size_t>(s.dst_buf)] + s.dst_off; }

@@ -20,6 +20,7 @@ void FuzzPlans();
 void Returning();
 void NotReturning();
 void Handing();
+void Windows();
 void Stores();
 void BadHeaders();
 void Private();
@@ -326,6 +327,7 @@ constexpr Scenario kScenarios[] = {
     {"slots", Returning},
     {"slots: kept", NotReturning},
     {"slots: handed over", Handing},
+    {"slots: how much of a ring", Windows},
     {"slots: stores", Stores},
     {"slots: headers", BadHeaders},
     {"private", Private},

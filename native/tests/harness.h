@@ -48,8 +48,10 @@ inline std::atomic<long> failed{0};
 
 class Draft {
  public:
-  Draft(int size, int rank, std::uint32_t send_units, std::uint32_t recv_units) : size_(size), rank_(rank) {
+  Draft(int size, int rank, std::uint32_t send_units, std::uint32_t recv_units, std::uint16_t collective = 0)
+      : size_(size), rank_(rank) {
     head_.magic = kPlanMagic;
+    head_.collective = collective;
     head_.send_units = send_units;
     head_.recv_units = recv_units;
   }
@@ -181,7 +183,7 @@ inline Encoded ScratchAllreduce(int n, int r) {
 }
 
 inline Encoded Message(int n, int r, int peer, bool sends) {
-  Draft p(n, r, sends ? 1 : 0, sends ? 0 : 1);
+  Draft p(n, r, sends ? 1 : 0, sends ? 0 : 1, kPointToPoint);
   if (sends) {
     p.Send(0, Draft::In(0), peer, 2);
   } else {

@@ -21,7 +21,7 @@ namespace {
 using Frame = struct hetcoll::Message;  // not the plan of that name
 
 constexpr std::size_t kLarge = kPrivateFragment + 5 * kPieceBytes + 12345;  // two fragments
-constexpr Frame kOneWay{1, kLarge, true, -1, false, false, true};
+constexpr Frame kOneWay{1, kLarge, true, -1, Use::kStored};
 
 void Clear(Bytes& bytes) { std::memset(bytes.data(), 0, bytes.size()); }
 
@@ -103,15 +103,12 @@ void Helped() {
   two.pieces->written = 0;
   CHECK(two.Pull(kOneWay, got, 0) == kLarge && Same(got, data), "and then goes on");
 
-  // Both ends of these are busy.
-  const Frame sum{2, kLarge, true, 0, false, false, true}, exchanged{3, kLarge, true, -1, true};
-  for (const Frame& m : {sum, exchanged}) {
-    two.Lend(m, data);
-    const std::ptrdiff_t n = two.to[0].recv->Pull(m, 0, got.data(), kLarge, false);
-    CHECK(n > 0 && two.from[0].send->Lent() == kLarge - std::size_t(n) && !two.from[0].send->Help(), "not shared");
-    CHECK(two.pieces->next >> 8 == 4, "nor was its sender invited");
-    CHECK(two.Pull(m, got, std::size_t(n)) == kLarge && Same(got, data), "the rest");
-  }
+  const Frame exchanged{2, kLarge, true, -1, Use::kExchanged};  // both ends are busy
+  two.Lend(exchanged, data);
+  const std::ptrdiff_t n = two.to[0].recv->Pull(exchanged, 0, got.data(), kLarge, false);
+  CHECK(n > 0 && two.from[0].send->Lent() == kLarge - std::size_t(n) && !two.from[0].send->Help(), "not shared");
+  CHECK(two.pieces->next >> 8 == 4, "nor was its sender invited");
+  CHECK(two.Pull(exchanged, got, std::size_t(n)) == kLarge && Same(got, data), "the rest");
 }
 
 // Both ends at once, as threads.

@@ -66,7 +66,7 @@ void Returning() {
       const View view = pair.b[0].recv->Peek(out, 0, kBytes);
       CHECK(view.n == kBytes && std::memcmp(view.data, sent.data(), kBytes) == 0, "round %u", round);
       const auto reserve = [&](std::size_t channel) {
-        return pair.b[channel].send->Reserve(back, 0, answer.data(), kBytes, view.data);
+        return pair.b[channel].send->Reserve(answer.data(), kBytes, view.data);
       };
       CHECK(reserve(2) != view.data, "only on the channel that was named");
       std::byte* slot = reserve(1);
@@ -97,7 +97,7 @@ void NotReturning() {
   const Bytes data = Pattern(kBytes, 1);
   const Frame out{1, kBytes, true, 1}, plain{1, kBytes, true, -1}, small{1, 16, true, 1};
   const auto reserve = [&](const View& v) {
-    return pair.b[1].send->Reserve(plain, 0, data.data(), static_cast<std::size_t>(v.n), v.data);
+    return pair.b[1].send->Reserve(data.data(), static_cast<std::size_t>(v.n), v.data);
   };
   CHECK(pair.a[0].send->Push(out, 0, data.data(), kBytes) == kBytes, "sent");
   View view = pair.b[0].recv->Peek(out, 0, 1000);
@@ -140,15 +140,12 @@ Bytes ReceiveAll(RecvEnd& end, const Frame& m) {
   return got;
 }
 
-}  // namespace
-
-// Slots that change hands: who has read one fills it next, and who has none left takes the ring.
-void Handing() {
+void HandOn(const ShmOptions& options) {
   constexpr std::size_t kBytes = 5000;
   constexpr std::size_t kRing = 64 << 10;  // with slots of 8 KiB
-  const Frame mutual{1, kBytes, true, -1, true, true};
+  const Frame mutual{1, kBytes, true, -1, Use::kExchanged, true};
   const auto place = [](Pair& pair, std::uint64_t index) { return static_cast<ShmPlace>(pair.line(0, index).place); };
-  Pair pair(kRing);
+  Pair pair(kRing, options);
   for (unsigned round = 0; round < 300; ++round) {
     const Bytes there = Pattern(kBytes, round), back = Pattern(kBytes, round + 1000);
     CHECK(SendAll(*pair.a[0].send, mutual, there) == kBytes, "round %u", round);
@@ -160,7 +157,7 @@ void Handing() {
     CHECK(Same(ReceiveAll(*pair.a[0].recv, mutual), back), "round %u", round);
   }
   // One way only: ours run out, and then there is the ring, for ever.
-  Pair oneway(kRing);
+  Pair oneway(kRing, options);
   for (unsigned i = 0; i < 200; ++i) {
     const Bytes data = Pattern(kBytes, i);
     CHECK(SendAll(*oneway.a[0].send, mutual, data) == kBytes, "message %u", i);
@@ -169,9 +166,9 @@ void Handing() {
   }
   // A message of more than all slots, while the other one comes: it waits for slots a while, and never for ever.
   constexpr std::size_t kLong = 6 * (kRing / 8);
-  const Frame lengthy{2, kLong, true, -1, true, true};
+  const Frame lengthy{2, kLong, true, -1, Use::kExchanged, true};
   const Bytes there = Pattern(kLong, 1), back = Pattern(kLong, 2);
-  Pair both(kRing);
+  Pair both(kRing, options);
   const std::size_t first = SendAll(*both.a[0].send, lengthy, there);
   CHECK(first == kLong, "nothing comes from there, so nothing is waited for: %zu", first);
   Bytes got(kLong);
@@ -194,14 +191,52 @@ void Handing() {
   }
   CHECK(Same(got, there) && Same(ReceiveAll(*both.a[0].recv, lengthy), back), "both came");
   // A slot that its sender has given away already.
-  Pair twice(kRing);
+  Pair twice(kRing, options);
   for (std::size_t i = 0; i <= kHands; ++i) {
-    CHECK(SendAll(*twice.a[0].send, Frame{1, 100, true, -1, true, true}, Pattern(100, 1)) == 100, "sent");
+    CHECK(SendAll(*twice.a[0].send, Frame{1, 100, true, -1, Use::kExchanged, true}, Pattern(100, 1)) == 100, "sent");
     ShmLine& line = twice.line(0, i);
     line.place = int(ShmPlace::kHanded), line.where.offset = 0;
     const FaultKind kind = KindOf([&] { static_cast<void>(ReceiveAll(*twice.b[0].recv, Frame{1, 100})); });
     CHECK(kind == (i < kHands ? FaultKind::kNone : FaultKind::kCorrupt), "slot %zu: kind %d", i, int(kind));
   }
+}
+
+}  // namespace
+
+// Slots that change hands: who has read one fills it next, and who has none left takes the ring.
+void Handing() {
+  for (const SlotStores stores : {SlotStores::kCached, SlotStores::kClaimed}) HandOn({.stores = stores});
+  // Whoever writes around the cache gains nothing by it.
+  Pair around(64 << 10, {SlotStores::kStreaming});
+  const Frame mutual{1, 5000, true, -1, Use::kExchanged, true};
+  const Bytes data = Pattern(5000, 1);
+  CHECK(SendAll(*around.a[0].send, mutual, data) == 5000, "sent");
+  CHECK(static_cast<ShmPlace>(around.line(0, 0).place) == ShmPlace::kSlot, "by the ring");
+  CHECK(Same(ReceiveAll(*around.b[0].recv, mutual), data), "received");
+}
+
+// How far messages go round in a ring: what comes back stays in caches.
+void Windows() {
+  constexpr std::size_t kRing = std::size_t{2} << 20, kBytes = std::size_t{1} << 20;
+  const auto farthest = [](SlotStores stores, int back) {
+    Pair pair(kRing, {stores});
+    const Frame m{1, kBytes, false, back};
+    std::size_t end = 0;
+    for (std::uint64_t fragment = 0, at = 0; fragment < 40; ++fragment, at %= kBytes) {
+      const Bytes data(64 << 10);
+      CHECK(pair.a[0].send->Push(m, at, data.data(), data.size()) == std::ptrdiff_t(data.size()), "sent");
+      const ShmLine& line = pair.line(0, fragment);
+      end = std::max(end, line.where.offset + line.nbytes);
+      Bytes got(data.size());
+      CHECK(pair.b[0].recv->Pull(m, at, got.data(), got.size(), false) == std::ptrdiff_t(got.size()), "received");
+      at += data.size();
+    }
+    return end;
+  };
+  CHECK(farthest(SlotStores::kCached, -1) == kRing, "all of it, where the reader's cache must forget");
+  CHECK(farthest(SlotStores::kCached, 0) == kRing / 4, "little, where it comes back");
+  CHECK(farthest(SlotStores::kClaimed, -1) == kRing / 8, "less, where it is claimed");
+  CHECK(farthest(SlotStores::kClaimed, 0) == kRing / 2, "where it is claimed and comes back");
 }
 
 // All-reduces by every way of writing slots, over rings that hold less than one message and more than several.
@@ -277,7 +312,7 @@ void BadHeaders() {
 namespace {
 
 constexpr std::size_t kLarge = 3 * kPrivateFragment + 12345;  // several fragments
-constexpr Frame kLoan{1, kLarge, true, -1, true};
+constexpr Frame kLoan{1, kLarge, true, -1, Use::kExchanged};
 
 void Send(SendEnd& end, const Frame& m, const Bytes& data, const std::function<void()>& blocked) {
   for (std::size_t at = 0; at < data.size();) {
@@ -338,10 +373,11 @@ void Private() {
   }
   CHECK(pair.a[0].send->Lent() == 0, "given back");
 
-  const Frame waits{2, kLarge, false, -1, true}, alone{3, kLarge, true, -1, false};
-  const Frame collective{4, kLarge, true, -1, false, false, true}, back{5, kLarge, true, 0, false, false, true};
-  for (const Frame& m : {waits, alone, collective, back}) {
-    const bool lent = m.collective;
+  const Frame waits{2, kLarge, false, -1, Use::kExchanged}, alone{3, kLarge, true};
+  const Frame stored{4, kLarge, true, -1, Use::kStored}, summed{5, kLarge, true, -1, Use::kSummed};
+  const Frame back{6, kLarge, true, 0, Use::kSummed};
+  for (const Frame& m : {waits, alone, stored, summed, back}) {
+    const bool lent = m.signature == stored.signature || m.signature == summed.signature;
     std::size_t taken = 0;
     Send(*pair.a[0].send, m, data, [&] {
       CHECK(pair.a[0].send->Lent() == 0, "message %d is copied", int(m.signature));
@@ -371,17 +407,14 @@ void NotPrivate() {
   Pair either = Introduced(PrivateReads::kAuto, SlotStores::kCached);
   CHECK(reads(either) == 1, "by itself");
   const PrivateLengths lengths(PrivateReads::kAuto, either.segment->policy());
-  const auto exchanged = [](std::size_t total) { return Frame{1, total, true, -1, true}; };
-  const auto one_way = [](std::size_t total) { return Frame{2, total, true, -1, false, false, true}; };
-  const auto sum = [](std::size_t total) { return Frame{3, total, true, 1, false, false, true}; };
-  const std::pair<Frame, bool> frames[] = {{exchanged(lengths.exchanged.any - 1), false},
-                                           {exchanged(lengths.exchanged.any), true},
-                                           {one_way(lengths.one_way.any - 1), false},
-                                           {one_way(lengths.one_way.any), true},
-                                           {sum(lengths.sums.any - 1), false},
-                                           {sum(lengths.sums.any), true},
-                                           {sum(lengths.sums.most), true},
-                                           {sum(lengths.sums.most + 1), false}};
+  const auto exchanged = [](std::size_t total) { return Frame{1, total, true, 0, Use::kExchanged}; };
+  const auto stored = [](std::size_t total) { return Frame{2, total, true, -1, Use::kStored}; };
+  const auto summed = [](std::size_t total, int back) { return Frame{3, total, true, back, Use::kSummed}; };
+  const std::pair<Frame, bool> frames[] = {
+      {exchanged(lengths.exchanged.any - 1), false}, {exchanged(lengths.exchanged.any), true},
+      {stored(lengths.stored.any - 1), false},       {stored(lengths.stored.any), true},
+      {summed(lengths.summed.any - 1, -1), false},   {summed(lengths.summed.any, -1), true},
+      {summed(lengths.summed.any, 1), false}};
   for (const auto& [m, lent] : frames) {
     const Bytes data = Pattern(m.total, 9);
     Bytes got(m.total);
@@ -389,8 +422,6 @@ void NotPrivate() {
     Send(*either.a[0].send, m, data, [&] { taken = Receive(*either.b[0].recv, m, got, taken); });
     CHECK((either.a[0].send->Lent() > 0) == lent, "%zu bytes", m.total);
     CHECK(Receive(*either.b[0].recv, m, got, taken) == m.total && Same(got, data), "%zu bytes arrive", m.total);
-    const bool reserved = either.a[0].send->Reserve(m, 0, data.data(), 4096, nullptr) != nullptr;
-    CHECK(reserved != lent, "%zu bytes: a slot for what is not lent", m.total);
   }
 }
 
@@ -438,17 +469,17 @@ void HugePages() {
   Pair pair = Introduced(PrivateReads::kAuto);
   Carry(pair, 0);
   const PrivateLengths least(PrivateReads::kAuto, pair.segment->policy());
-  const std::size_t exchanged = least.exchanged.huge, one_way = least.one_way.huge;
-  const std::pair<Frame, bool> frames[] = {{{1, exchanged - 1, true, -1, true}, false},
-                                           {{2, exchanged, true, -1, true}, true},
-                                           {{3, one_way - 1, true, -1, false, false, true}, false},
-                                           {{4, one_way, true, -1, false, false, true}, true},
-                                           {{5, one_way, true, 1, false, false, true}, false}};
+  const std::size_t exchanged = least.exchanged.huge, stored = least.stored.huge;
+  const std::pair<Frame, bool> frames[] = {{{1, exchanged - 1, true, -1, Use::kExchanged}, false},
+                                           {{2, exchanged, true, -1, Use::kExchanged}, true},
+                                           {{3, stored - 1, true, -1, Use::kStored}, false},
+                                           {{4, stored, true, -1, Use::kStored}, true},
+                                           {{5, stored, true, -1, Use::kSummed}, false}};
   for (const bool wanted : {false, true}) {
-    const Mapped memory(one_way, wanted);
-    const bool huge = Tells() && memory.InHugePages() >= one_way / 2;
+    const Mapped memory(stored, wanted);
+    const bool huge = Tells() && memory.InHugePages() >= stored / 2;
     CHECK(!huge || wanted, "the kernel was told not to");
-    CHECK(OwnPages().MostlyHuge(memory.data, one_way) == huge, "wanted %d", wanted);
+    CHECK(OwnPages().MostlyHuge(memory.data, stored) == huge, "wanted %d", wanted);
     for (const auto& [m, lent] : frames) {
       Bytes got(m.total);
       std::size_t sent = 0, taken = 0;

@@ -48,9 +48,9 @@ StorePolicy::StorePolicy(SlotStores stores)
 }
 
 std::size_t StorePolicy::Window(std::size_t total, std::size_t capacity, bool back) const {
-  constexpr std::size_t kLeast = std::size_t{64} << 10;
-  const std::size_t most = std::size_t{back ? 1024u : 256u} << 10;
-  return claims() ? std::min(capacity, std::clamp(4 * total, kLeast, most)) : capacity;
+  constexpr std::size_t kKiB = 1024;
+  if (!claims()) return back ? std::min(capacity, 512 * kKiB) : capacity;
+  return std::min(capacity, std::clamp(4 * total, 64 * kKiB, (back ? 1024 : 256) * kKiB));
 }
 
 void StorePolicy::Copy(std::byte* slot, const std::byte* data, std::size_t n) {

@@ -132,7 +132,8 @@ class StorePolicy {
   // Whether n bytes go into slots and out of them by the processor's string instruction.
   bool strings(std::size_t n) const { return n >= least_string_; }
   // How much of a ring to use for a message of `total` bytes, whose slots may come back. The less, the fewer cache
-  // lines; but one that the reader's cache still holds unmodified is best left alone until it has been evicted.
+  // lines; but one that the reader's cache still holds unmodified is best left alone until it has been evicted. What
+  // comes back was modified there.
   std::size_t Window(std::size_t total, std::size_t capacity, bool back) const;
   // Copies into a slot by the better way.
   void Copy(std::byte* slot, const std::byte* data, std::size_t n);

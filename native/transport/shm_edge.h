@@ -32,7 +32,8 @@ struct Edge {
     constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, absent from older headers
     if (prepared) return;
     prepared = true;
-    const std::byte* end = data + policy.Window(capacity, capacity, true);
+    const auto window = [&](bool back) { return policy.Window(capacity, capacity, back); };
+    const std::byte* end = data + std::max(window(false), window(true));
     static_cast<void>(
         madvise(credit, static_cast<std::size_t>(end - reinterpret_cast<std::byte*>(credit)), kPopulateWrite));
   }

@@ -27,36 +27,38 @@ struct PrivateLengths {
   struct Range {
     std::size_t any = SIZE_MAX;   // from here on in any pages
     std::size_t huge = SIZE_MAX;  // from here on where most of the message lies in huge ones
-    std::size_t most = SIZE_MAX;
   };
 
   PrivateLengths(PrivateReads reads, const StorePolicy& policy) {
     constexpr std::size_t kKiB = 1024;
     if (reads == PrivateReads::kNever) return;
     if (reads == PrivateReads::kAlways) {
-      exchanged.any = one_way.any = sums.any = 128 * kKiB;
+      exchanged.any = stored.any = summed.any = 128 * kKiB;
     } else if (policy.claims()) {
       exchanged.huge = 512 * kKiB;
-      one_way.huge = 2048 * kKiB;
+      stored.huge = 2048 * kKiB;
     } else {
-      exchanged.any = 32 * kKiB;
-      one_way.any = 256 * kKiB;
-      sums = {.any = 512 * kKiB, .most = 4096 * kKiB};
+      exchanged.any = 64 * kKiB;
+      stored.any = 256 * kKiB;
+      summed.any = 1024 * kKiB;
     }
   }
 
-  std::size_t Least() const { return std::min({exchanged.any, exchanged.huge, one_way.any, one_way.huge, sums.any}); }
+  std::size_t Least() const {
+    return std::min({exchanged.any, exchanged.huge, stored.any, stored.huge, summed.any, summed.huge});
+  }
 
+  // `in_huge_pages` says so of most of the message. A sum that comes back takes the slot that its summand came in.
   template <class InHugePages>
   bool Include(const Message& m, InHugePages&& in_huge_pages) const {
-    if (!m.exchanged && !m.collective) return false;
-    const Range& range = m.exchanged ? exchanged : m.back >= 0 ? sums : one_way;
-    return m.total <= range.most && (m.total >= range.any || (m.total >= range.huge && in_huge_pages()));
+    if (m.use == Use::kLone || (m.use == Use::kSummed && m.back >= 0)) return false;
+    const Range& range = m.use == Use::kExchanged ? exchanged : m.use == Use::kStored ? stored : summed;
+    return m.total >= range.any || (m.total >= range.huge && in_huge_pages());
   }
 
   Range exchanged;
-  Range one_way;
-  Range sums;  // what a slot would bring there, and its sum back
+  Range stored;
+  Range summed;
 };
 
 // Another process's memory.

@@ -47,7 +47,7 @@ class ShmSend final : public SendEnd {
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) override {
     if (m.total >= kLendBytes && Lends(m, at, data)) return Lend(m, data, n);  // to the last byte
     if (n > kInlineBytes) {
-      if (!m.mutual || !policy_.claims()) return Copy(m, at, data, n);
+      if (!m.mutual || policy_.around_cache()) return Copy(m, at, data, n);
       const std::ptrdiff_t handed = HandOver(m, data, n);
       return handed != 0 ? handed : Copy(m, at, data, n);
     }
@@ -58,9 +58,8 @@ class ShmSend final : public SendEnd {
   }
 
   // Nothing while slots are written around the cache: what a kernel stores there goes through it.
-  std::byte* Reserve(const Message& m, std::size_t at, const std::byte* data, std::size_t n,
-                     const std::byte* from) override {
-    if (n <= kInlineBytes || (m.total >= kLendBytes && Lends(m, at, data))) return nullptr;
+  std::byte* Reserve(const std::byte* data, std::size_t n, const std::byte* from) override {
+    if (n <= kInlineBytes || OnHeap(data)) return nullptr;
     returned_ = -1;
     if (from != nullptr && LineFree()) {
       for (int channel = 0; channel < kChannels; ++channel) {
@@ -136,8 +135,7 @@ class ShmSend final : public SendEnd {
     n = std::min(n, on_heap_ ? kLentFragment : kPrivateFragment);
     lent_ += n;
     const auto address = reinterpret_cast<std::uintptr_t>(data);
-    Line().where = {on_heap_ ? static_cast<std::uint64_t>(data - base_) : address, 0, -1, false,
-                    !m.exchanged && m.back < 0};
+    Line().where = {on_heap_ ? static_cast<std::uint64_t>(data - base_) : address, 0, -1, false, m.use == Use::kStored};
     Publish(on_heap_ ? ShmPlace::kLent : ShmPlace::kPrivate, m, n);
     return static_cast<std::ptrdiff_t>(n);
   }

@@ -40,12 +40,9 @@ class SlotSend final : public SendEnd {
     return static_cast<std::ptrdiff_t>(n);
   }
 
-  std::byte* Reserve(const Message& m, std::size_t at, const std::byte* data, std::size_t n,
-                     const std::byte* from) override {
-    static_cast<void>(m);
-    static_cast<void>(at);
-    static_cast<void>(data);
+  std::byte* Reserve(const std::byte* data, std::size_t n, const std::byte* from) override {
     static_cast<void>(from);
+    static_cast<void>(data);
     if (!Free() || filled_ + n > slots_.slot_bytes) return nullptr;
     return slots_.At(number_) + filled_;
   }

@@ -42,14 +42,21 @@ struct Failure {
   std::string text;
 };
 
+// What a message is to its call, for transports that have several ways.
+enum class Use : std::uint8_t {
+  kLone,       // its receiver comes when it likes
+  kExchanged,  // its receiver only stores it, and its sender has as much to store meanwhile
+  kStored,     // of a call that all ranks make, so the receiver is there or soon will be, and only stores it
+  kSummed,     // of one that makes sums
+};
+
 struct Message {
   std::uint64_t signature;  // of the operation, plus kNumberStep for each message of it that went before
   std::size_t total;
-  bool may_lend = false;    // the sender can wait until the receiver has read it
-  int back = -1;            // the channel on which the receiver may send the answer in this message's place, or -1
-  bool exchanged = false;   // the receiver only stores it, and the sender has as much to store meanwhile
-  bool mutual = false;      // the sender receives on this channel, too: places of messages may change hands
-  bool collective = false;  // of a call that all ranks make: the receiver is there, or soon will be
+  bool may_lend = false;  // the sender can wait until the receiver has read it
+  int back = -1;          // the channel on which the receiver may send the answer in this message's place, or -1
+  Use use = Use::kLone;
+  bool mutual = false;  // the sender receives on this channel, too: places of messages may change hands
 };
 
 inline constexpr std::uint64_t kNumberStep = 0x9e3779b97f4a7c15u;
@@ -93,14 +100,11 @@ class SendEnd {
   // While some are: copies for the peer what it has not come to yet. Whether there was anything.
   virtual bool Help() { return false; }
 
-  // A place for the n bytes of the message from `at` on, which will also be at `data`, that the caller fills before
-  // Commit; or null (no room now, or no need or no such place in this transport). It lets a reduction write its result
-  // straight into a slot. `from` is null, or n bytes that the peer's RecvEnd shows and the result is computed from: the
-  // place may be this one.
-  virtual std::byte* Reserve(const Message& m, std::size_t at, const std::byte* data, std::size_t n,
-                             const std::byte* from) {
-    static_cast<void>(m);
-    static_cast<void>(at);
+  // A place for exactly n further bytes, which will also be at `data`, that the caller fills before Commit; or null (no
+  // room now, or no need or no such place in this transport). It lets a reduction write its result straight into a
+  // slot. `from` is null, or n bytes that the peer's RecvEnd shows and the result is computed from: the place may be
+  // this one.
+  virtual std::byte* Reserve(const std::byte* data, std::size_t n, const std::byte* from) {
     static_cast<void>(data);
     static_cast<void>(n);
     static_cast<void>(from);

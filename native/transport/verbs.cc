@@ -28,10 +28,7 @@ class VerbsSend final : public SendEnd {
     return tcp != nullptr ? tcp->Push(m, at, data, n) : kWouldBlock;
   }
 
-  std::byte* Reserve(const Message& m, std::size_t at, const std::byte* data, std::size_t n,
-                     const std::byte* from) override {
-    static_cast<void>(m);
-    static_cast<void>(at);
+  std::byte* Reserve(const std::byte* data, std::size_t n, const std::byte* from) override {
     static_cast<void>(from);  // the peer's memory is its own
     return Open() ? link_->outbox().Reserve(data, n) : nullptr;
   }
