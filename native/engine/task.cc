@@ -163,7 +163,7 @@ bool Task::MoveSend(Links& links, BoundStep& s, std::size_t limit) {
 
 bool Task::MoveRecv(Links& links, BoundStep& s, std::size_t limit) {
   Port<RecvEnd>& port = links.rx(s.peer, s.channel);
-  const std::ptrdiff_t n = port.end->Pull(MessageOf(s), s.done, Dst(s) + s.done, limit - s.done, s.stream_stores);
+  const std::ptrdiff_t n = port.end->Pull(MessageOf(s), s.done, Dst(s) + s.done, limit - s.done, Streams(s));
   if (n == kWouldBlock) return false;
   s.done += static_cast<std::size_t>(n);
   s.complete = s.done == s.len;
@@ -180,6 +180,7 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
   if (n > 0) {
     std::byte* dst = Dst(s) + s.done;
     const std::byte* src = Src(s) + s.done;
+    const bool streams = Streams(s);
     const auto share = [&](const auto& work) {
       if (Team* team = port.end->team()) return team->Share(n, work);
       work(std::size_t{0}, n);
@@ -187,7 +188,7 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
     if (std::byte* slot = FuseSlot(links, s, index, v.data, n)) {
       BoundStep& next = steps_[static_cast<std::size_t>(s.fuse)];
       share([&](std::size_t at, std::size_t end) {
-        kernels_->reduce2(dst + at, slot + at, src + at, v.data + at, (end - at) / item_, s.stream_stores);
+        kernels_->reduce2(dst + at, slot + at, src + at, v.data + at, (end - at) / item_, streams);
       });
       Port<SendEnd>& out = links.tx(next.peer, next.channel);
       out.end->Commit(MessageOf(next), next.done, n);
@@ -196,7 +197,7 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
       Touch(links, out);
     } else {
       share([&](std::size_t at, std::size_t end) {
-        kernels_->reduce(dst + at, src + at, v.data + at, (end - at) / item_, s.stream_stores);
+        kernels_->reduce(dst + at, src + at, v.data + at, (end - at) / item_, streams);
       });
     }
   }
@@ -298,7 +299,7 @@ bool Task::MoveLocal(BoundStep& s, std::size_t limit) {
   const bool nothing = s.op == Op::kCopy && src == dst;
   const std::size_t n = nothing ? limit - s.done : std::min(limit - s.done, kLocalBytes);
   if (n > 0 && !nothing) {
-    if (s.op == Op::kCopy) CopyBytes(dst, src, n, s.stream_stores);
+    if (s.op == Op::kCopy) CopyBytes(dst, src, n, Streams(s));
     if (s.op == Op::kReduce) kernels_->reduce(dst, dst, src, n / item_, false);
     if (s.op == Op::kScale) kernels_->scale(dst, n / item_, divisor_);
     if (s.op == Op::kRound) {

@@ -132,6 +132,8 @@ class Task {
   // How far a step may go given its deps; false when it must not move at all.
   bool Limit(const BoundStep& s, std::size_t& limit) const;
   bool Apart() const;  // SEND and RECV are different memory
+  // Whether what it stores goes around the cache: not where lines are there already, as those of summands in place are.
+  bool Streams(const BoundStep& s) const { return s.stream_stores && (bound_.use != Use::kSummed || Apart()); }
   Message MessageOf(const BoundStep& s) const {
     return {signature_ + s.number, s.len, bound_.may_lend || apart_, s.back, bound_.use, s.mutual};
   }
