@@ -410,11 +410,14 @@ void NotPrivate() {
   const auto exchanged = [](std::size_t total) { return Frame{1, total, true, 0, Use::kExchanged}; };
   const auto stored = [](std::size_t total) { return Frame{2, total, true, -1, Use::kStored}; };
   const auto summed = [](std::size_t total, int back) { return Frame{3, total, true, back, Use::kSummed}; };
-  const std::pair<Frame, bool> frames[] = {
-      {exchanged(lengths.exchanged.any - 1), false}, {exchanged(lengths.exchanged.any), true},
-      {stored(lengths.stored.any - 1), false},       {stored(lengths.stored.any), true},
-      {summed(lengths.summed.any - 1, -1), false},   {summed(lengths.summed.any, -1), true},
-      {summed(lengths.summed.any, 1), false}};
+  const std::pair<Frame, bool> frames[] = {{exchanged(lengths.exchanged.any - 1), false},
+                                           {exchanged(lengths.exchanged.any), true},
+                                           {exchanged(lengths.exchanged.most + 1), false},
+                                           {stored(lengths.stored.any - 1), false},
+                                           {stored(lengths.stored.any), true},
+                                           {summed(lengths.summed.any - 1, -1), false},
+                                           {summed(lengths.summed.any, -1), true},
+                                           {summed(lengths.summed.any, 1), false}};
   for (const auto& [m, lent] : frames) {
     const Bytes data = Pattern(m.total, 9);
     Bytes got(m.total);

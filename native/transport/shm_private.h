@@ -27,6 +27,7 @@ struct PrivateLengths {
   struct Range {
     std::size_t any = SIZE_MAX;   // from here on in any pages
     std::size_t huge = SIZE_MAX;  // from here on where most of the message lies in huge ones
+    std::size_t most = SIZE_MAX;
   };
 
   PrivateLengths(PrivateReads reads, const StorePolicy& policy) {
@@ -38,7 +39,7 @@ struct PrivateLengths {
       exchanged.huge = 512 * kKiB;
       stored.huge = 2048 * kKiB;
     } else {
-      exchanged.any = 64 * kKiB;
+      exchanged = {.any = 64 * kKiB, .most = 32 * 1024 * kKiB - 1};  // what no cache holds is better stored around it
       stored.any = 256 * kKiB;
       summed.any = 1024 * kKiB;
     }
@@ -53,7 +54,7 @@ struct PrivateLengths {
   bool Include(const Message& m, InHugePages&& in_huge_pages) const {
     if (m.use == Use::kLone || (m.use == Use::kSummed && m.back >= 0)) return false;
     const Range& range = m.use == Use::kExchanged ? exchanged : m.use == Use::kStored ? stored : summed;
-    return m.total >= range.any || (m.total >= range.huge && in_huge_pages());
+    return m.total <= range.most && (m.total >= range.any || (m.total >= range.huge && in_huge_pages()));
   }
 
   Range exchanged;
