@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,55 @@ def out_of_turn(comm: hetcoll.Communicator, own: bool, more: bool) -> None:
 def test_peers_that_are_late_hold_up_nobody_else(gpus: Any, own: bool, queues: str) -> None:
     for islands in (None, "0,1|2,3"):
         ranks = gpus(4, islands, env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, timeout=20)
+        ranks.run(first_sum)  # a driver may wait for the device when it loads, and a library when it connects
+        ranks.run(in_turn)
         ranks.run(out_of_turn, own, queues == "32", timeout=100)
+
+
+def in_turn(comm: hetcoll.Communicator) -> None:
+    """The messages of `out_of_turn`, one after another."""
+    device = device_of_rank(comm.rank)
+    array = DeviceArray.of(device, np.full(3, comm.rank, np.int32))
+    for source, dest in ((0, 1), (2, 3), (0, 3), (2, 1), (0, 2), (2, 0), (1, 3), (3, 1)):
+        if comm.rank == source:
+            array.set(np.full(3, source, np.int32))
+            comm.send(array.buffer(), dest)
+        if comm.rank == dest:
+            comm.recv(array.buffer(), source)
+            assert (array.get() == source).all()
+
+
+def first_sum(comm: hetcoll.Communicator, behind_messages: bool = False) -> None:
+    """Of its type in these processes. `behind_messages`: of which each rank takes its peer's only later."""
+    device, peer = device_of_rank(comm.rank), comm.rank ^ 1
+    out, into = (DeviceArray.of(device, np.full(2_500_003, comm.rank, np.int32)) for _ in range(2))
+    total = DeviceArray.of(device, np.full(70_001, 1 + comm.rank, np.int32))
+    works = [comm.send(out.buffer(), peer, async_op=True)] if behind_messages else []
+    works.append(comm.allreduce(total.buffer(), async_op=True))
+    if behind_messages:
+        works.append(comm.recv(into.buffer(), peer, async_op=True))
+    for work in works:
+        work.wait(60)
+    assert (total.get() == comm.size * (comm.size + 1) // 2).all()
+    assert (into.get() == (peer if behind_messages else comm.rank)).all()
+
+
+def test_a_first_call_does_not_wait_for_messages_before_it(gpus: Any, tmp_path: Path) -> None:
+    env = {"HETCOLL_CACHE": str(tmp_path / "kernels"), "HETCOLL_TIMEOUT": "20"}
+    gpus(2, env=env).run(first_sum)  # compiles, and keeps what it has compiled
+    gpus(2, env=env, strict=1).run(first_sum, True)  # other processes, whose driver waits when it loads
+
+
+def loading_behind_messages(comm: hetcoll.Communicator) -> str:
+    with pytest.raises(hetcoll.CollectiveTimeoutError) as caught:
+        first_sum(comm, True)
+    return str(caught.value)
+
+
+def test_who_loads_kernels_behind_messages_says_so(gpus: Any, tmp_path: Path) -> None:
+    env = {"HETCOLL_CACHE": str(tmp_path / "kernels"), "HETCOLL_TIMEOUT": "3"}  # empty, so nothing can be loaded ahead
+    said = gpus(2, env=env, strict=1).run(loading_behind_messages)
+    assert all("kernels of int32" in text and "messages before it" in text for text in said)
 
 
 def overlap(comm: hetcoll.Communicator) -> None:

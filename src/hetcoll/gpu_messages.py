@@ -81,6 +81,7 @@ class GpuMessages:
         key = (first.dtype, *ends)
 
         def bind() -> _native.GpuCall:
+            self._device.kernels().load_kept()
             notes = self._share.notes(send, dest, recv, source)
             plan = self._plans.messages(*key, self._mates)
             bound = self._path.bound(plan, describe_message(send, dest, recv, source), notes, first.dtype)
@@ -121,6 +122,7 @@ class GpuMessages:
         key = tuple((m.kind, m.buffer.dtype, m.buffer.count, m.peer) for m in messages)
 
         def bind() -> _native.GpuCall:
+            self._device.kernels().load_kept()
             out, into = ([(m.peer, m.buffer.nbytes) for m in half] for half in (sends, recvs))
             plan = self._plans.messages(DType.UINT8, out, into, self._mates, apart=True)
             what = f"group of {', '.join(map(str, messages))}"

@@ -89,6 +89,9 @@ class KernelTable:
         self._lock = threading.Lock()
         self._modules: dict[str, int] = {}
         self._functions: dict[str, int] = {}
+        self._all_kept = False
+        self.loading: str | None = None
+        """The module that is being loaded just now: it may wait until the device is idle."""
 
     def function(self, name: str) -> int:
         """The address of a kernel (CUfunction, hipFunction_t).
@@ -104,8 +107,22 @@ class KernelTable:
                     raise ArgumentError(f"there is no kernel {name!r}")
                 if module not in self._modules:
                     self._modules[module] = self._load(module)
-                found = self._functions[name] = self._device.function(self._modules[module], name)
+                found = self._find(name, module)
             return found
+
+    def load_kept(self) -> None:
+        """Load all kernels that the cache has, the first time that it is called: before the device waits for another
+        rank, which may itself wait for what this one calls next."""
+        with self._lock:
+            if self._all_kept:
+                return
+            self._all_kept = True
+            for module in dict.fromkeys(module_of().values()):
+                if module not in self._modules and (loaded := self._load_kept(module)) is not None:
+                    self._modules[module] = loaded
+            for name, module in module_of().items():
+                if module in self._modules and name not in self._functions:
+                    self._find(name, module)
 
     def launch(self, count: int, itemsize: int) -> tuple[int, int]:
         """Blocks and threads for a reduction or a scale of `count` elements: two blocks a multiprocessor at most."""
@@ -128,17 +145,36 @@ class KernelTable:
         """Words in a half of an area that serves messages of up to `nbytes` bytes: 8 bytes each."""
         return -(-nbytes // 16) * 4
 
+    def _find(self, name: str, module: str) -> int:
+        found = self._functions[name] = self._device.function(self._modules[module], name)
+        return found
+
     def _load(self, module: str) -> int:
-        text = source(module)
-        key = hashlib.sha256(f"{self._compiler.key}\0{text}".encode()).hexdigest()
-        image = self._cache.get(key) if self._cache else None
-        if image is not None:
-            try:
-                return self._device.load(image)
-            except DeviceError as error:
-                log.warning("kernels of %s from the cache: %s; they are compiled again", module, error)
-        image = self._compiler.compile(module, text)
-        loaded = self._device.load(image)
+        kept = self._load_kept(module)
+        if kept is not None:
+            return kept
+        image = self._compiler.compile(module, source(module))
+        loaded = self._load_image(module, image)
         if self._cache:
-            self._cache.put(key, image)
+            self._cache.put(self._key(module), image)
         return loaded
+
+    def _load_kept(self, module: str) -> int | None:
+        image = self._cache.get(self._key(module)) if self._cache else None
+        if image is None:
+            return None
+        try:
+            return self._load_image(module, image)
+        except DeviceError as error:
+            log.warning("kernels of %s from the cache: %s; they are compiled again", module, error)
+            return None
+
+    def _load_image(self, module: str, image: bytes) -> int:
+        self.loading = module
+        try:
+            return self._device.load(image)
+        finally:
+            self.loading = None
+
+    def _key(self, module: str) -> str:
+        return hashlib.sha256(f"{self._compiler.key}\0{source(module)}".encode()).hexdigest()
