@@ -285,18 +285,21 @@ def test_events_are_shared_between_processes(vendor: str, tmp_path: Path) -> Non
 
 
 def torn_copy(driver: Driver, job: Job) -> bool:
-    """Whether a reader that does not wait sees a copy half done."""
+    """Whether a reader that does not wait sees one of some copies half done: it may be late for one."""
     stream = driver.stream()
     source, to = driver.allocate_host(1 << 20), driver.allocate_host(1 << 20)
     ctypes.memset(source, 1, 1 << 20)
-    ctypes.memset(to, 0, 1 << 20)
     first, last = (ctypes.c_ubyte.from_address(to + at) for at in (0, (1 << 20) - 1))
-    driver.copy(to, source, 1 << 20, stream)
-    wait_until(lambda: last.value == 1)
-    torn = first.value == 0
-    driver.synchronize(stream)
-    assert first.value == 1
-    return torn
+    for _ in range(100):
+        ctypes.memset(to, 0, 1 << 20)
+        driver.copy(to, source, 1 << 20, stream)
+        wait_until(lambda: last.value == 1)
+        torn = first.value == 0
+        driver.synchronize(stream)
+        assert first.value == 1
+        if torn:
+            return True
+    return False
 
 
 def test_copies_take_their_time(on: On) -> None:
