@@ -13,6 +13,7 @@ from test_gpu import device_of_rank, gpus
 import hetcoll
 from hetcoll.devices.array import DeviceArray
 from hetcoll.devices.kernels import reduce_name
+from hetcoll.errors import DeviceError
 from hetcoll.types import DType, ReduceOp
 
 __all__ = ["gpus"]
@@ -103,6 +104,23 @@ def test_who_loads_kernels_behind_messages_says_so(gpus: Any, tmp_path: Path) ->
     env = {"HETCOLL_CACHE": str(tmp_path / "kernels"), "HETCOLL_TIMEOUT": "3"}  # empty, so nothing can be loaded ahead
     said = gpus(2, env=env, strict=1).run(loading_behind_messages)
     assert all("kernels of int32" in text and "messages before it" in text for text in said)
+
+
+def messages_alone(comm: hetcoll.Communicator) -> None:
+    device, peer = device_of_rank(comm.rank), comm.rank ^ 1
+
+    def no_compiler(_: Any) -> Any:
+        raise DeviceError("NVRTC, which compiles kernels, cannot be used")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(device), "kernels", no_compiler)
+        out, into = (DeviceArray.of(device, np.full(3, comm.rank, np.int32)) for _ in range(2))
+        comm.sendrecv(out.buffer(), peer, into.buffer(), peer)
+        assert (into.get() == peer).all()
+
+
+def test_messages_need_no_compiler(gpus: Any, tmp_path: Path) -> None:
+    gpus(2, env={"HETCOLL_CACHE": str(tmp_path / "kernels")}).run(messages_alone)
 
 
 def overlap(comm: hetcoll.Communicator) -> None:

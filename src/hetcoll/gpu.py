@@ -292,7 +292,7 @@ class GpuPath:
         behind, where = self._share.standing()
         text = f"GPU calls of rank {self._wiring.rank} have not moved for {seconds:.3g} s; {where}"
         waits, text = self.messages.awaited, "; ".join(filter(None, (text, self._relays.describe())))
-        if module := self._device.kernels().loading:
+        if module := self.messages.loading:
             text = f"{text}; its kernels of {module} are being loaded, which waits for messages before it"
         if waits:
             behind, text = min(waits), f"{text}; its first message waits for a call of {spell_ranks(waits)}"

@@ -7,13 +7,14 @@ H200's memory and 0.2 s a pair is what that takes, so only ranks that send to ea
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from . import _native, float8
 from .buffers import Buffer
 from .devices.base import URGENT
-from .errors import ArgumentError, spell_ranks
+from .errors import ArgumentError, DeviceError, spell_ranks
 from .gpu_plans import GpuPlans, Kept
 from .gpu_share import GpuShare
 from .gpu_work import GpuWork
@@ -21,7 +22,10 @@ from .selection import RECV, SEND, Message, describe_message, message_key
 from .types import DType
 
 if TYPE_CHECKING:
+    from .devices.kernels.table import KernelTable
     from .gpu import GpuPath
+
+log = logging.getLogger("hetcoll")
 
 _MESSAGE = "a message"
 
@@ -44,6 +48,7 @@ class GpuMessages:
         self._strangers = frozenset(mates) - {share.rank}
         self.awaited: Collection[int] = ()
         """The ranks that the library connects with this one just now."""
+        self._kernels: KernelTable | None = None  # once what the cache has was loaded
         self._known: Kept[_native.GpuCall] = Kept()
         self._bytes = self._device.allocate(2 * len(mates)) if mates else 0
         self._lanes: dict[tuple[bool, int], tuple[int, int]] = {}  # see `_lane`
@@ -81,7 +86,7 @@ class GpuMessages:
         key = (first.dtype, *ends)
 
         def bind() -> _native.GpuCall:
-            self._device.kernels().load_kept()
+            self._load_ahead()
             notes = self._share.notes(send, dest, recv, source)
             plan = self._plans.messages(*key, self._mates)
             bound = self._path.bound(plan, describe_message(send, dest, recv, source), notes, first.dtype)
@@ -92,6 +97,22 @@ class GpuMessages:
         self._connect((dest, source), stream)
         source_at, target_at = (0 if buffer is None else buffer.ptr for buffer in (send, recv))
         self._calls.run(self._known.get_or(key, bind), source_at, target_at, stream, join)
+
+    def _load_ahead(self) -> None:
+        """Before the first message: a driver may wait for the device when it loads kernels, and the device will wait
+        for messages. Where that cannot be done, as without a compiler, messages need none, and what does will say so.
+        """
+        if self._kernels is None:
+            try:
+                self._kernels = self._device.kernels()
+                self._kernels.load_kept()
+            except DeviceError as error:
+                log.info("no kernels are loaded ahead of messages: %s", error)
+
+    @property
+    def loading(self) -> str | None:
+        """Whose kernels are being loaded just now, perhaps behind messages."""
+        return None if self._kernels is None else self._kernels.loading
 
     def _lane(self, out: bool, peer: int, stream: int) -> tuple[int, bool]:
         """Where a message runs that no stream is to wait for: on a stream of its peer and direction, behind what is on
@@ -122,7 +143,7 @@ class GpuMessages:
         key = tuple((m.kind, m.buffer.dtype, m.buffer.count, m.peer) for m in messages)
 
         def bind() -> _native.GpuCall:
-            self._device.kernels().load_kept()
+            self._load_ahead()
             out, into = ([(m.peer, m.buffer.nbytes) for m in half] for half in (sends, recvs))
             plan = self._plans.messages(DType.UINT8, out, into, self._mates, apart=True)
             what = f"group of {', '.join(map(str, messages))}"

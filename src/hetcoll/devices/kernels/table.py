@@ -118,7 +118,7 @@ class KernelTable:
                 return
             self._all_kept = True
             for module in dict.fromkeys(module_of().values()):
-                if module not in self._modules and (loaded := self._load_kept(module)) is not None:
+                if module not in self._modules and (loaded := self._from_cache(module)) is not None:
                     self._modules[module] = loaded
             for name, module in module_of().items():
                 if module in self._modules and name not in self._functions:
@@ -150,16 +150,16 @@ class KernelTable:
         return found
 
     def _load(self, module: str) -> int:
-        kept = self._load_kept(module)
-        if kept is not None:
-            return kept
+        found = self._from_cache(module)
+        if found is not None:
+            return found
         image = self._compiler.compile(module, source(module))
         loaded = self._load_image(module, image)
         if self._cache:
             self._cache.put(self._key(module), image)
         return loaded
 
-    def _load_kept(self, module: str) -> int | None:
+    def _from_cache(self, module: str) -> int | None:
         image = self._cache.get(self._key(module)) if self._cache else None
         if image is None:
             return None
