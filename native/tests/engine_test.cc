@@ -23,6 +23,8 @@ void Handing();
 void Windows();
 void Stores();
 void BadHeaders();
+
+// shm_private_test.cc
 void Private();
 void NotPrivate();
 void HugePages();

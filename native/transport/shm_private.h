@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -34,32 +35,37 @@ struct PrivateLengths {
     constexpr std::size_t kKiB = 1024;
     if (reads == PrivateReads::kNever) return;
     if (reads == PrivateReads::kAlways) {
-      exchanged.any = stored.any = summed.any = 128 * kKiB;
+      for (const Use use : {Use::kExchanged, Use::kStored, Use::kSummed}) of(use).any = 128 * kKiB;
     } else if (policy.claims()) {
-      exchanged.huge = 512 * kKiB;
-      stored.huge = 2048 * kKiB;
+      of(Use::kExchanged).huge = 512 * kKiB;
+      of(Use::kStored).huge = 2048 * kKiB;
     } else {
-      exchanged = {.any = 64 * kKiB, .most = 32 * 1024 * kKiB - 1};  // what no cache holds is better stored around it
-      stored.any = 256 * kKiB;
-      summed.any = 1024 * kKiB;
+      // What no cache holds is better stored around it.
+      of(Use::kExchanged) = {.any = 64 * kKiB, .most = 32 * 1024 * kKiB - 1};
+      of(Use::kStored).any = 256 * kKiB;
+      of(Use::kSummed).any = 1024 * kKiB;
     }
   }
 
+  Range& of(Use use) { return ranges_[static_cast<std::size_t>(use)]; }
+  const Range& of(Use use) const { return ranges_[static_cast<std::size_t>(use)]; }
+
   std::size_t Least() const {
-    return std::min({exchanged.any, exchanged.huge, stored.any, stored.huge, summed.any, summed.huge});
+    std::size_t least = SIZE_MAX;
+    for (const Range& range : ranges_) least = std::min({least, range.any, range.huge});
+    return least;
   }
 
   // `in_huge_pages` says so of most of the message. A sum that comes back takes the slot that its summand came in.
   template <class InHugePages>
   bool Include(const Message& m, InHugePages&& in_huge_pages) const {
-    if (m.use == Use::kLone || (m.use == Use::kSummed && m.back >= 0)) return false;
-    const Range& range = m.use == Use::kExchanged ? exchanged : m.use == Use::kStored ? stored : summed;
+    if (m.use == Use::kSummed && m.back >= 0) return false;
+    const Range& range = of(m.use);
     return m.total <= range.most && (m.total >= range.any || (m.total >= range.huge && in_huge_pages()));
   }
 
-  Range exchanged;
-  Range stored;
-  Range summed;
+ private:
+  std::array<Range, 4> ranges_;  // by Use; of lone messages, whose receivers may be late, none
 };
 
 // Another process's memory.
