@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from plan_executor import execute
 
 from hetcoll.algorithms import ALGORITHMS, Algorithm, Draft, direct, find, inp, out, p2p, register, ring, tree
+from hetcoll.algorithms.base import stretched
 from hetcoll.errors import ArgumentError
 from hetcoll.plan import Buf, Op, Plan, Span, Step
 from hetcoll.simulator import Report, check, follows
@@ -114,6 +116,36 @@ def test_direct_allreduce_spreads_its_targets(n: int) -> None:
             assert {peers(plan, Op.SEND, channel)[k] for plan in plans} == set(range(n))
     assert check(plans).hops == 2
     assert all(count(plan, Op.SEND) == 2 * (n - 1) for plan in plans)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7])
+@pytest.mark.parametrize("stretches", [1, 2, 3, 5])
+def test_staged_allreduce_goes_through_one_place_stretch_by_stretch(n: int, stretches: int) -> None:
+    entry = find(Collective.ALLREDUCE, "staged")
+    for scale in (False, True):
+        plans = [entry.build(n, r, scale=scale, stretches=stretches) for r in range(n)]
+        for inplace in (False, True):
+            report = check(plans, inplace=inplace, scale=scale)
+            assert report.sent == report.received == (2 * (n - 1) * stretches,) * n
+        assert report.hops == max(2, stretches)
+    for plan in plans:
+        assert (plan.staged, plan.credits, plan.scratch_copies, plan.send_units) == (True, 0, 1, n * stretches)
+        spans = [span for step in plan.steps for span in (step.src, step.dst) if span and span.buf is Buf.SCRATCH]
+        places = {span.start // n for span in spans}
+        assert places == ({0} if stretches == 1 else {0, stretches - 1})
+
+
+@given(st.integers(0, 1 << 40), st.integers(2, 64), st.integers(1, 64))
+def test_stretches_are_alike_but_for_the_last(elements: int, size: int, stretches: int) -> None:
+    table = stretched(elements, size, stretches)
+    lengths = [b - a for a, b in pairwise(table)]
+    assert (table[0], table[-1], len(lengths)) == (0, elements, size * stretches)
+    others, last = lengths[:-size], lengths[-size:]
+    assert len(set(others)) <= 1
+    assert all(length % 16 == 0 for length in others)
+    assert 0 <= max(last) - min(last) <= 1
+    if others:  # the last is longer than another by less than what they were shortened by
+        assert sum(last) - size * others[0] < 16 * size * stretches
 
 
 @pytest.mark.parametrize("n", SIZES)

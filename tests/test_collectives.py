@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from cases import result_of, variant
 from hypothesis import HealthCheck, given, settings
@@ -119,6 +121,40 @@ def test_large_messages(pool: Pool, size: int) -> None:
     kinds = ("allreduce", "broadcast", "reduce_scatter", "allgather", "alltoall")
     cases = [Case(kind, "float32", count if kind in ("allreduce", "broadcast") else count // size) for kind in kinds]
     check(pool(size), [*cases, Case("allreduce", "float32", count, "avg", inplace=True)], {})
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_large_messages_by_stretches(pool: Pool, size: int) -> None:
+    """One stretch, two, some and as many as there may be, of which the last is longer."""
+    counts = [(1 << 18) - 1, (1 << 19) + 1, (5 << 18) + 4999]
+    cases = [
+        Case("allreduce", dtype, n, op, inplace=inplace)
+        for n in counts
+        for dtype, op in (("float32", "sum"), ("int32", "max"))
+        for inplace in (False, True)
+    ]
+    cases += [Case("allreduce", "float64", (65 << 17) + 77, "avg"), Case("allreduce", "uint8", (3 << 20) + 5, "sum")]
+    for link in ({}, {"transport": "tcp"}):
+        check(pool(size), cases, {"algo": "staged", **link})
+
+
+def chosen_beside(comm: Any, stores: str) -> str:
+    """What ranks that all have the same core take for long all-reduces."""
+    mine = os.sched_getaffinity(0)
+    comm.barrier()
+    core = np.array([min(mine)])
+    comm.broadcast(core)
+    os.sched_setaffinity(0, core.tolist())
+    try:
+        algorithm: str = variant(comm, shm_stores=stores).explain("allreduce", 1 << 22).algorithm
+        return algorithm
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
+def test_ranks_that_share_a_core_go_by_stretches_where_slots_are_not_claimed(pool: Pool) -> None:
+    assert set(pool(4).run(chosen_beside, "cached")) == {"staged"}
+    assert "staged" not in pool(4).run(chosen_beside, "claimed")
 
 
 def test_asynchronous_calls_give_the_same(pool: Pool) -> None:

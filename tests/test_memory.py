@@ -44,7 +44,7 @@ def _collectives(comm: hetcoll.Communicator) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("algo", ["auto", "ring", "direct", "tree", "allreduce:halving_doubling"])
+@pytest.mark.parametrize("algo", ["auto", "ring", "direct", "tree", "allreduce:halving_doubling", "staged"])
 def test_lent_memory_gives_the_same_results(pool: Pool, size: int, algo: str) -> None:
     pool(size, **({} if algo == "auto" else {"HETCOLL_ALGO": algo})).run(_collectives)
 

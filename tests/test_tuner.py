@@ -152,6 +152,18 @@ def test_small_messages_take_little_handling_and_large_ones_little_traffic() -> 
         assert steps[0].sent > steps[-1].sent
 
 
+def test_long_sums_are_staged_where_ranks_share_cores_that_keep_what_others_read() -> None:
+    def last(topology: Topology) -> str:
+        return table(Collective.ALLREDUCE, topology)[-1][1]
+
+    for n in (4, 6, 8):
+        crowded = cluster(n, cores=2)
+        claiming = replace(crowded, ranks=tuple(replace(info, claims=info.rank == 1) for info in crowded.ranks))
+        over_tcp, two_hosts = cluster(n, cores=2, setting="tcp"), cluster(n, n, cores=2)
+        assert last(crowded) == "staged"
+        assert "staged" not in map(last, (claiming, over_tcp, two_hosts, cluster(n)))
+
+
 def test_more_ranks_than_cores_ask_for_fewer_hops() -> None:
     roomy, crowded = cluster(8), cluster(8, cores=2)
     assert (roomy.crowding, crowded.crowding) == (1.0, 4.0)

@@ -109,6 +109,16 @@ std::byte* Engine::Scratch(std::size_t bytes) {
   return scratch_.get();
 }
 
+// Scratch that the other ranks of this host can read, where there is room for it. What is never touched costs nothing.
+std::byte* Engine::Stage(std::size_t bytes) {
+  if (heap_ == nullptr) return Scratch(bytes);
+  if (bytes <= stage_size_) return stage_;
+  if (stage_ != nullptr) heap_->Free(stage_, stage_size_);  // whoever read there is through: its task is over
+  stage_ = heap_->Allocate(bytes);
+  stage_size_ = stage_ == nullptr ? 0 : bytes;
+  return stage_ == nullptr ? Scratch(bytes) : stage_;
+}
+
 std::shared_ptr<Task> Engine::TakeTask(Shape& shape) {
   if (shape.spare == nullptr) shape.spare = std::make_shared<Task>(shape);
   return shape.spare.use_count() == 1 ? shape.spare : std::make_shared<Task>(shape);
@@ -219,6 +229,8 @@ void Engine::Close() {
   team_.reset();
   verbs_.reset();
   own_bell_ = nullptr;
+  stage_ = nullptr;
+  stage_size_ = 0;
   heap_.reset();
   segment_.reset();
   scratch_.reset();

@@ -182,9 +182,11 @@ class Engine {
   void DropTasks();
   template <class Done>
   void DriveUntil(Done&& done, std::int64_t until);
+  std::int64_t YieldNs() const;
   void Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::int64_t idle);
   void BackgroundLoop();
   std::byte* Scratch(std::size_t bytes);
+  std::byte* Stage(std::size_t bytes);
 
   EngineOptions options_;
   int forks_;  // that this process is away from the one where its program began
@@ -218,6 +220,8 @@ class Engine {
   std::shared_ptr<Team> team_;           // helps with links to GPUs
   std::unique_ptr<std::byte, void (*)(std::byte*)> scratch_;
   std::size_t scratch_size_ = 0;
+  std::byte* stage_ = nullptr;  // on the heap, whose end it has
+  std::size_t stage_size_ = 0;
 
   std::atomic<bool> failed_{false};
   mutable std::mutex failure_mutex_;

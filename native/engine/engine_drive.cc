@@ -22,6 +22,9 @@ constexpr int kPromptYields = 32;                            // in place of spin
 // wakes a sleeper, so one of them sleeps now and then.
 constexpr int kMoveAfter = 64;
 constexpr std::int64_t kYieldNs = 200'000;  // between spinning and sleeping
+// Where ranks take turns on a core, each may copy and add that much before the next one runs, at 2 GB/s. To be waited
+// for by yielding: sleepers come back late where nobody sleeps for long.
+constexpr std::size_t kMostTurnBytes = std::size_t{1} << 20;
 constexpr int kSpinsPerClock = 64;
 
 }  // namespace
@@ -105,7 +108,7 @@ bool Engine::WaitsForOwnCore(const Task& task) {
 bool Engine::PassTask(Task& task) {
   try {
     if (!task.begun) {
-      task.SetScratch(Scratch(task.scratch_bytes()));
+      task.SetScratch(task.staged() ? Stage(task.scratch_bytes()) : Scratch(task.scratch_bytes()));
       task.begun = true;
     }
     return task.Pass(links_);
@@ -180,6 +183,13 @@ void Engine::CheckDeparted() {
   std::for_each(p2p_.begin(), p2p_.end(), check);
 }
 
+// How long to yield before sleeping.
+std::int64_t Engine::YieldNs() const {
+  if (!options_.oversubscribed || collectives_.empty()) return kYieldNs;
+  const std::size_t turn = std::min(collectives_.front()->bytes(), kMostTurnBytes);
+  return kYieldNs + static_cast<std::int64_t>(turn / 2) * options_.size;
+}
+
 template <class Done>
 void Engine::DriveUntil(Done&& done, std::int64_t until) {
   std::unique_lock lock(mutex_);
@@ -213,7 +223,7 @@ void Engine::DriveUntil(Done&& done, std::int64_t until) {
     if (now >= until) break;
     if (now - idle_since < spin_ns_) {
       CpuRelax();
-    } else if (now - idle_since < spin_ns_ + kYieldNs) {
+    } else if (now - idle_since < spin_ns_ + YieldNs()) {
       lock.unlock();
       sched_yield();
       lock.lock();

@@ -41,7 +41,7 @@ void CheckHeader(const PlanHeader& head) {
   if (head.magic != kPlanMagic) throw PlanError("plan: wrong magic number");
   const std::uint32_t like = head.scratch_like == 0 ? head.send_units : head.recv_units;
   if (head.lanes > kMaxLanes || head.send_units > kMostUnits || head.recv_units > kMostUnits ||
-      head.scratch_copies > kMostUnits || head.scratch_like > 1 || head.apart > 1 ||
+      head.scratch_copies > kMostUnits || head.scratch_like > 1 || head.flags > (kApart | kStaged) ||
       (head.scratch_copies > 0 && like == 0)) {
     throw PlanError("plan: too many lanes, units or copies, or scratch like nothing");
   }
@@ -98,7 +98,7 @@ std::size_t CutOffset(std::size_t count, std::uint32_t units, std::uint32_t unit
   return static_cast<std::size_t>(static_cast<unsigned __int128>(count) * unit / units);
 }
 
-Plan::Plan(std::span<const std::byte> encoded, int size) {
+Plan::Plan(std::span<const std::byte> encoded, int size) : size(size) {
   if (encoded.size() < sizeof head) throw PlanError("plan: shorter than its header");
   std::memcpy(&head, encoded.data(), sizeof head);
   CheckHeader(head);
@@ -156,7 +156,8 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
     return CutOffset(send ? send_count : recv_count, send ? h.send_units : h.recv_units, unit) * item;
   };
   may_lend = h.credits == 0;
-  apart = h.apart != 0;
+  apart = (h.flags & kApart) != 0;
+  staged = (h.flags & kStaged) != 0;
   use = UseOf(plan);
   const int like = static_cast<int>(h.scratch_like);
   const std::uint32_t like_units = like == 0 ? h.send_units : h.recv_units;
@@ -186,7 +187,9 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
   };
 
   std::map<std::tuple<bool, std::int32_t, std::uint16_t>, std::uint64_t> messages;  // so far, on each FIFO
-  const bool large = std::max(send_bytes, recv_bytes) > kStreamBytes;
+  // Where ranks share caches, all their buffers are in them or none.
+  const std::size_t sharers = staged ? static_cast<std::size_t>(plan.size) : 1;
+  const bool large = std::max(send_bytes, recv_bytes) * sharers > kStreamBytes;
   steps.reserve(plan.steps.size());
   for (const StepRecord& r : plan.steps) {
     BoundStep s;

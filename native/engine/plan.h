@@ -41,11 +41,15 @@ struct PlanHeader {
   std::uint32_t recv_units;
   std::uint32_t scratch_copies;
   std::uint8_t scratch_like;
-  std::uint8_t apart;     // out of place, the plan needs no credits, nor deps that are only for calls in place
+  std::uint8_t flags;     // kApart, kStaged
   std::uint16_t credits;  // 0: the plan completes even when every send waits for its receive
   std::uint32_t parts;    // of local steps, all together
 };
 static_assert(sizeof(PlanHeader) == 36);
+// Out of place, the plan needs no credits, nor deps that are only for calls in place.
+inline constexpr std::uint8_t kApart = 1;
+// SCRATCH is to be where the other ranks of the host can read it.
+inline constexpr std::uint8_t kStaged = 2;
 inline constexpr std::uint16_t kPointToPoint = 9;  // a `collective`; the others are those of types.h
 inline constexpr std::uint32_t kPlanMagic = 0x48435032;
 
@@ -87,6 +91,7 @@ struct Plan {
   std::vector<StepRecord> steps;
   std::vector<std::uint32_t> deps;
   std::vector<SpanRecord> parts;
+  int size;  // ranks
 
  private:
   void CheckLocal(const StepRecord& step, std::size_t index) const;
@@ -111,8 +116,9 @@ struct BoundStep {
   std::size_t src_off = 0;
   std::size_t dst_off = 0;
   std::size_t len = 0;
-  std::size_t done = 0;    // bytes that others may rely on: received, or sent and free to be written again
-  std::size_t posted = 0;  // sends: bytes handed to the transport
+  std::size_t done = 0;     // bytes that others may rely on: received, or sent and free to be written again
+  std::size_t posted = 0;   // sends: bytes handed to the transport
+  std::uint64_t until = 0;  // sends: the last of these, among all that the transport took
   // Compressed messages: their bytes on the wire, those of them that were encoded or have come, and where in scratch.
   // Rounding: `codes` is which of the call's residuals are its own.
   std::size_t wire = 0;
@@ -155,6 +161,7 @@ struct BoundPlan {
   std::vector<std::uint32_t> lane_begin;  // lanes + 1 entries into `order`
   std::vector<BoundLocal> locals;         // in the order of their steps
   bool may_lend = false;                  // sends may wait for their receives
+  bool staged = false;                    // as its flag
   bool apart = false;                     // with different memory they may in any case, without some deps
   Use use = Use::kLone;                   // of its messages
   std::size_t scratch_bytes = 0;

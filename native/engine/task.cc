@@ -51,6 +51,7 @@ void Task::Prepare(Links& links, const void* send, void* recv, std::uint64_t sig
   state.store(State::kRunning, std::memory_order_relaxed);
   for (BoundStep& s : steps_) {
     s.done = s.posted = s.coded = 0;
+    s.until = 0;
     s.complete = false;
   }
   const auto& lanes = bound_.lane_begin;
@@ -88,9 +89,12 @@ bool Task::AdvanceLane(Links& links, std::size_t lane) {
     BoundStep& s = steps_[index];
     std::size_t limit = s.len;
     if (!s.complete) {  // a send may have been finished by the reduction that it was fused with
-      if (!Limit(s, limit) || !Move(links, index, limit)) return moved;
-      moved = true;
-      if (!s.complete) return moved;
+      const bool any = Limit(s, limit) && Move(links, index, limit);
+      moved |= any;
+      if (!s.complete) {
+        const bool lent = s.op == Op::kSend && s.len > 0 && s.posted == s.len && s.wire == 0;
+        return (lent && !p2p_ && PostAhead(links, lane)) || moved;
+      }
     }
     if (++heads_[lane] == end) --lanes_left_;
   }
@@ -138,26 +142,49 @@ bool Task::Move(Links& links, std::uint32_t index, std::size_t limit) {
 
 bool Task::MoveSend(Links& links, BoundStep& s, std::size_t limit) {
   Port<SendEnd>& port = links.tx(s.peer, s.channel);
-  std::ptrdiff_t n = 0;
-  if (limit > s.posted || s.len == 0) {
-    Message m = MessageOf(s);
-    if (m.use == Use::kLone) {
-      m.mutual = links.rx(s.peer, s.channel).waits();
-      if (m.mutual) m.use = Use::kExchanged;
-    }
-    n = port.end->Push(m, s.posted, Src(s) + s.posted, limit - s.posted);
-    if (n == kWouldBlock && s.len == 0) return false;
-    if (n != kWouldBlock) {
-      s.posted += static_cast<std::size_t>(n);
-      Touch(links, port);
-    }
-  }
-  const std::size_t free = s.posted - std::min(s.posted, port.end->Lent());
+  const bool posted = Post(links, s, limit);
+  if (!posted && s.len == 0) return false;
+  const std::uint64_t returned = port.taken - port.end->Lent();
+  const std::size_t free = s.posted - std::min<std::uint64_t>(s.posted, s.until - std::min(s.until, returned));
   const bool helped = free < s.posted && port.end->Help();
   if (helped) Touch(links, port);
-  const bool moved = free > s.done || n > 0 || s.len == 0 || helped;
+  const bool moved = free > s.done || posted || helped;
   s.done = free;
   s.complete = s.done == s.len;
+  return moved;
+}
+
+// Hands bytes to the transport. Whether it took any, or an empty message.
+bool Task::Post(Links& links, BoundStep& s, std::size_t limit) {
+  if (limit <= s.posted && s.len > 0) return false;
+  Port<SendEnd>& port = links.tx(s.peer, s.channel);
+  Message m = MessageOf(s);
+  if (m.use == Use::kLone) {
+    m.mutual = links.rx(s.peer, s.channel).waits();
+    if (m.mutual) m.use = Use::kExchanged;
+  }
+  const std::ptrdiff_t n = port.end->Push(m, s.posted, Src(s) + s.posted, limit - s.posted);
+  if (n == kWouldBlock) return false;
+  s.posted += static_cast<std::size_t>(n);
+  s.until = port.taken += static_cast<std::uint64_t>(n);
+  Touch(links, port);
+  return n > 0 || s.len == 0;
+}
+
+// The head of this lane is a send that was handed over and is still read where it lies: the sends behind it need not
+// wait for that. Nothing else may go ahead, and none is done before its turn: whoever waits for a step relies on all
+// before it on its lane.
+bool Task::PostAhead(Links& links, std::size_t lane) {
+  bool moved = false;
+  for (std::uint32_t at = heads_[lane] + 1; at < bound_.lane_begin[lane + 1]; ++at) {
+    BoundStep& s = steps_[bound_.order[at]];
+    std::size_t limit = s.len;
+    if (s.op != Op::kSend || s.wire > 0 || s.len == 0) return moved;
+    if (s.posted == s.len) continue;
+    if (!Limit(s, limit)) return moved;
+    moved |= Post(links, s, limit);
+    if (s.posted < s.len) return moved;
+  }
   return moved;
 }
 
@@ -192,6 +219,7 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
       });
       Port<SendEnd>& out = links.tx(next.peer, next.channel);
       out.end->Commit(MessageOf(next), next.done, n);
+      next.until = out.taken += n;
       next.done = next.posted += n;
       next.complete = next.done == next.len;
       Touch(links, out);
@@ -242,6 +270,7 @@ bool Task::SendCodes(Links& links, BoundStep& s, std::size_t limit) {
     const std::ptrdiff_t n = port.end->Push(CodesOf(s), s.posted, Codes(s) + s.posted, s.coded - s.posted);
     if (n != kWouldBlock) {
       s.posted += static_cast<std::size_t>(n);
+      port.taken += static_cast<std::uint64_t>(n);
       Touch(links, port);
       moved |= n > 0;
     }

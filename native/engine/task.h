@@ -1,6 +1,7 @@
 // One run of a bound plan over actual memory.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -24,6 +25,7 @@ struct Port {
   ShmDoorbell* doorbell = nullptr;
   int local_peer = -1;
   bool touched = false;       // since doorbells were last looked at
+  std::uint64_t taken = 0;    // a sender's: bytes so far
   std::uint32_t tickets = 0;  // point to point: steps that were given a turn
   std::uint32_t serving = 0;  // point to point: the turn that may move
 
@@ -98,6 +100,8 @@ class Task {
 
   bool finished() const { return lanes_left_ == 0; }
   std::size_t scratch_bytes() const { return bound_.scratch_bytes; }
+  bool staged() const { return bound_.staged; }
+  std::size_t bytes() const { return std::max(bound_.send_bytes, bound_.recv_bytes); }
   bool p2p() const { return p2p_; }
   int shape_id() const { return shape_id_; }
   std::atomic<State> state{State::kRunning};
@@ -122,6 +126,8 @@ class Task {
   bool AdvanceLane(Links& links, std::size_t lane);
   bool Move(Links& links, std::uint32_t index, std::size_t limit);
   bool MoveSend(Links& links, BoundStep& s, std::size_t limit);
+  bool Post(Links& links, BoundStep& s, std::size_t limit);
+  bool PostAhead(Links& links, std::size_t lane);
   bool MoveRecv(Links& links, BoundStep& s, std::size_t limit);
   bool MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::size_t limit);
   bool MoveLocal(BoundStep& s, std::size_t limit);

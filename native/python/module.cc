@@ -235,6 +235,7 @@ NB_MODULE(_native, m) {
         [](int local_size, std::size_t ring_bytes) { return ShmLayout(local_size, ring_bytes).total_bytes; });
   m.def("cut_offset",
         [](std::size_t count, std::uint32_t units, std::uint32_t unit) { return CutOffset(count, units, unit); });
+  m.def("claims_slots", [](int stores) { return StorePolicy(static_cast<SlotStores>(stores)).claims(); });
   m.def("kernel_isa", &KernelIsa);
   m.def("set_kernel_isa", &SetKernelIsa);
   m.def("reduce_bytes", &ReduceBytes);

@@ -20,6 +20,7 @@ void FuzzPlans();
 void Returning();
 void NotReturning();
 void Handing();
+void LentInOrder();
 void Windows();
 void Stores();
 void BadHeaders();
@@ -302,6 +303,51 @@ void Lending() {
   }
 }
 
+// What is lent to a rank that does not come does not keep the next one waiting; but nothing is over before both have
+// it.
+void LendingAhead() {
+  constexpr std::size_t kCount = 65537;
+  Job job({.size = 3, .ring_bytes = 16384});
+  std::atomic<bool> second_has_it{false}, first_reads{false};
+  job.Run([&](int rank, Engine& e) {
+    const auto shape = BindAllreduce(e, 3, rank, DirectBroadcast, DType::kInt64, kCount);
+    const Bytes data = Input(0, kCount, DType::kInt64);
+    if (rank == 0) {
+      std::byte* lent = e.heap()->Allocate(data.size());
+      std::memcpy(lent, data.data(), data.size());
+      CHECK(RunToEnd(e, shape, lent, lent) == Outcome::kDone, "%s", e.failure().text.c_str());
+      CHECK(first_reads, "over before rank 1 has read it");
+      return;
+    }
+    if (rank == 1) {
+      CHECK(Within(kPatience / 2, [&] { return second_has_it.load(); }), "rank 2 waits for rank 1");
+      first_reads = true;
+    }
+    Bytes got(data.size());
+    CHECK(RunToEnd(e, shape, got.data(), got.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
+    CHECK(Same(got, data), "rank %d", rank);
+    if (rank == 2) second_has_it = true;
+  });
+}
+
+// Scratch that others read lies on the heap, and grows there.
+void Staging() {
+  for (const char* fault : {"", "short=0.5,delay=0.1", "duplicate=3,rank=7"}) {
+    Job job({.size = 3, .ring_bytes = 16384, .fault = fault});
+    for (const std::size_t count : {1009, 65537, 50021, 200003}) {
+      Allreduce(job, StagedAllreduce, DType::kInt32, count, "staged");
+      for (int rank = 0; rank < 3; ++rank) {
+        Heap& heap = *job.engine(rank).heap();
+        const std::size_t stage = (std::max<std::size_t>(count, count == 50021 ? 65537 : 0) * 4 + 4095) / 4096 * 4096;
+        CHECK(heap.Allocate(heap.capacity() - stage + 4096) == nullptr, "%zu: not on the heap", count);
+        std::byte* rest = heap.Allocate(heap.capacity() - stage);
+        CHECK(rest != nullptr, "%zu: what was there before is still taken", count);
+        heap.Free(rest, heap.capacity() - stage);
+      }
+    }
+  }
+}
+
 struct Scenario {
   const char* name;
   void (*run)();
@@ -326,10 +372,13 @@ constexpr Scenario kScenarios[] = {
     {"garbage", Garbage},
     {"faultspecs", FaultSpecs},
     {"lending", Lending},
+    {"lending: ahead", LendingAhead},
+    {"staging", Staging},
     {"slots", Returning},
     {"slots: kept", NotReturning},
     {"slots: handed over", Handing},
     {"slots: how much of a ring", Windows},
+    {"slots: lent in order", LentInOrder},
     {"slots: stores", Stores},
     {"slots: headers", BadHeaders},
     {"private", Private},

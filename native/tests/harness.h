@@ -84,6 +84,7 @@ class Draft {
   }
   void Compress() { compress_ = true; }  // all messages
   void Scratch(std::uint32_t copies) { head_.scratch_copies = copies; }
+  void Stage() { head_.flags |= kStaged; }
 
   std::vector<std::byte> Encode() const {
     PlanHeader head = head_;
@@ -179,6 +180,32 @@ inline Encoded ScratchAllreduce(int n, int r) {
   for (int d = 1; d < n; ++d) last = p.Recv(1, Draft::Tmp((r - d + n) % n), (r - d + n) % n, 0);
   for (int i = 1; i < n; ++i) last = p.Local(Op::kReduce, 1, Draft::Tmp(0), Draft::Tmp(i));
   p.Local(Op::kCopy, 2, Draft::Out(0), Draft::Tmp(0), {last, n - 2});
+  return p.Encode();
+}
+
+// algorithms/staged.py, one stretch.
+inline Encoded StagedAllreduce(int n, int r) {
+  Draft p(n, r, static_cast<std::uint32_t>(n), static_cast<std::uint32_t>(n));
+  p.Scratch(1);
+  p.Stage();
+  int copied = -1;
+  for (int i = 0; i < n; ++i) copied = p.Local(Op::kCopy, 0, Draft::Tmp(i), Draft::In(i));
+  for (int d = 1; d < n; ++d) p.Send(1, Draft::Tmp((r + d) % n), (r + d) % n, 0, {copied});
+  int reduced = -1;
+  for (int d = 1; d < n; ++d) {
+    reduced = p.RecvReduce(2, Draft::Tmp(r), Draft::Tmp(r), (r - d + n) % n, 0, {copied});
+  }
+  for (int d = 1; d < n; ++d) p.Send(3, Draft::Tmp(r), (r + d) % n, 1, {reduced});
+  for (int d = 1; d < n; ++d) p.Recv(4, Draft::Out((r - d + n) % n), (r - d + n) % n, 1);
+  p.Local(Op::kCopy, 5, Draft::Out(r), Draft::Tmp(r), {reduced});
+  return p.Encode();
+}
+
+// algorithms/direct.py: rank 0 has something for all others.
+inline Encoded DirectBroadcast(int n, int r) {
+  Draft p(n, r, 1, 1);
+  for (int peer = 1; r == 0 && peer < n; ++peer) p.Send(0, Draft::In(0), peer, 0);
+  if (r > 0) p.Recv(0, Draft::Out(0), 0, 0);
   return p.Encode();
 }
 

@@ -149,7 +149,9 @@ class Plan:
     where input and output are different memory, the plan needs none, and no deps but those that its memory then still
     asks for. Where a buffer consists of shares, one for each rank
     or message, every share is cut into `pieces` units. `islands` are the ranks of each island, in a plan with LOCAL
-    steps. `compress`: some edges are compressed.
+    steps. `compress`: some edges are compressed. `staged`: SCRATCH is to be where the other ranks of the host can read
+    it, so what is sent from there is not copied. `stretches`: the buffer is cut into so many stretches of equal numbers
+    of units, and the units of all but the last are as long as one another (`algorithms.base.stretched`).
     """
 
     collective: Collective
@@ -167,6 +169,8 @@ class Plan:
     islands: tuple[tuple[int, ...], ...] = ()
     apart: bool = False
     compress: bool = False
+    staged: bool = False
+    stretches: int = 1
 
     @property
     def lanes(self) -> int:
@@ -217,7 +221,7 @@ class Plan:
             parts.extend(mine)
         head = HEADER.pack(
             MAGIC, self.lanes, self.collective, len(self.steps), len(deps), self.send_units, self.recv_units,
-            self.scratch_copies, self.scratch_like, self.apart, self.credits, len(parts),
+            self.scratch_copies, self.scratch_like, self.apart | self.staged << 1, self.credits, len(parts),
         )  # fmt: skip
         tail = [struct.pack(f"<{len(deps)}I", *deps), *(SPAN.pack(*_record(part)) for part in parts)]
         return b"".join([head, *rows, *tail])

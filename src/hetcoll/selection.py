@@ -97,7 +97,10 @@ class Selection:
             return shape
         name = self._choose(call)
         scale = call.op is ReduceOp.AVG
-        number = self._plan((call.collective.plain, name, call.root, scale, bool(call.compress)), timeout, check)
+        stretches = self._stretches(call.collective, name, call.nbytes)
+        where = (call.collective.plain, name, call.root, scale, bool(call.compress), stretches)
+        number = self._plan(where, timeout, check)
+        table = self._table(call.send_count, stretches)
         what = call.describe()
         shape = self._engine.bind(
             plan=number,
@@ -105,8 +108,8 @@ class Selection:
             op=call.op,
             send_count=call.send_count,
             recv_count=call.recv_count,
-            send_table=call.send_table,
-            recv_table=call.recv_table,
+            send_table=table or call.send_table,
+            recv_table=table or call.recv_table,
             descriptor=descriptor(f"{what} by {name}"),
             p2p=False,
             format=call.compress,
@@ -176,7 +179,8 @@ class Selection:
         choice = tuner.choose(collective, nbytes, topology, forced)
         if form:
             choice = choice._replace(seconds=math.nan, reason="the one that compresses")
-        plan = self._build((collective.plain, choice.name, 0, False, bool(form)))
+        stretches = self._stretches(collective, choice.name, nbytes)
+        plan = self._build((collective.plain, choice.name, 0, False, bool(form), stretches))
         if form:
             told = self._compression.spell(form, sorted({step.peer for step in plan.steps if step.compressed}))
         channels = len({channel for _, channel in plan.edges})
@@ -197,6 +201,17 @@ class Selection:
             table = tuner.table(call.collective, self._wiring.topology, self._forced.get(call.collective))
             self._tables[call.collective] = table
         return next(name for upper, name in table if call.nbytes <= upper)
+
+    def _stretches(self, collective: Collective, name: str, nbytes: int) -> int:
+        from .algorithms import find
+
+        entry = find(collective, name)
+        return 1 if entry.stretches is None else entry.stretches(nbytes)
+
+    def _table(self, count: int, stretches: int) -> tuple[int, ...]:
+        from .algorithms.base import stretched
+
+        return () if stretches == 1 else stretched(count, self._wiring.size, stretches)
 
     def _compressing(self, collective: Collective) -> str:
         """The algorithm that compresses."""
@@ -225,9 +240,12 @@ class Selection:
         match key:
             case (Collective.P2P, tuple(sends), tuple(recvs)):
                 return p2p(size, rank, sends, recvs)
-            case (Collective() as collective, str(name), int(root), bool(scale), bool(compress)):
+            case (Collective() as collective, str(name), int(root), bool(scale), bool(compress), int(stretches)):
                 hosts = self._compression.groups if compress else self._wiring.topology.hosts
-                return find(collective, name).build(size, rank, root=root, scale=scale, hosts=hosts, compress=compress)
+                entry = find(collective, name)
+                return entry.build(
+                    size, rank, root=root, scale=scale, hosts=hosts, compress=compress, stretches=stretches
+                )
         raise AssertionError(key)
 
     def _keep(self, key: tuple[object, ...], shape: _native.Shape, what: str) -> None:

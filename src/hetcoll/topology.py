@@ -45,7 +45,8 @@ class RankInfo:
     whose library serves its GPU (``cuda``, ``hip``) and `device` which GPU of the host it is; empty while it has none.
     `nics` are the ports of RDMA devices that it has opened, and `no_nics` says why there are none.
     `wish` is the device that it was told to use: ``cpu``, ``cuda`` or ``hip``, or nothing. `no_direct` says why its
-    RDMA devices do not reach its GPU's memory; nothing where they do, or nobody has looked.
+    RDMA devices do not reach its GPU's memory; nothing where they do, or nobody has looked. `claims`: its processor is
+    slow to write where others have only read, so slots are claimed (native/transport/shm.h).
     """
 
     rank: int
@@ -59,6 +60,7 @@ class RankInfo:
     no_nics: str = ""
     wish: str = ""
     no_direct: str = ""
+    claims: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,11 @@ class Topology:
         """Ranks for each core on the host where there are most, at least 1."""
         cores = [max(1, *(self.ranks[r].cores for r in host)) for host in self.hosts]
         return max(1.0, *(len(host) / n for host, n in zip(self.hosts, cores, strict=True)))
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether ranks share cores whose caches keep what one of them leaves for all."""
+        return self.crowding > 1 and not any(info.claims for info in self.ranks)
 
     @cached_property
     def shares(self) -> tuple[int, ...]:

@@ -148,6 +148,8 @@ def _line(cost: Cost, topology: Topology, machine: Machine, *, rooted: bool) -> 
     mean = max(cost.mean, 1 / crowding) if link is machine.loopback else 1.0  # all that it takes is work of the cores
     fixed = (cost.hops * latency + cost.messages * overhead * crowding) * mean
     copied = cost.sent + cost.received - cost.reduced - (0 if far > 0 else cost.answered)
+    if cost.staged:
+        copied += 1 - (cost.sent if link is machine.shm and topology.takes_turns else 0)
     moved = max(cost.sent, cost.received) if link.duplex else copied
     if link is machine.loopback and not near and topology.size > 3:
         moved *= machine.spread

@@ -66,6 +66,7 @@ class _Introduction:
     settings: str
     gpus: list[dict[str, Any]]  # that it may use: `gpu_facts.Gpu`
     no_gpu: str
+    claims: bool
 
 
 def ring_bytes(local_size: int, configured: int | None) -> int:
@@ -99,7 +100,7 @@ class Wiring:
         for intro in intros:
             cores[intro.host].update(intro.cores)
         infos = (
-            RankInfo(r, i.host, i.pid, len(cores[i.host]), version=__version__, wish=i.device)
+            RankInfo(r, i.host, i.pid, len(cores[i.host]), version=__version__, wish=i.device, claims=i.claims)
             for r, i in enumerate(intros)
         )
         self.topology = Topology(tuple(infos), config.transport, config.islands, config.cross)
@@ -166,6 +167,7 @@ class Wiring:
             json.dumps(chosen),
             encode(gpus),
             no_gpu,
+            _native.claims_slots(SHM_STORES.index(c.shm_stores)),
         )
         blobs = self._control.exchange(self.group, b"introduce", json.dumps(asdict(mine)).encode(), self._left())
         intros = [_Introduction(**json.loads(blob)) for blob in blobs]

@@ -136,15 +136,15 @@ void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* re
       break;
     }
   }
-  At(next_) = {frame, payload, region, lent_total_, at, messages_, static_cast<std::uint8_t>(rail.number()),
+  At(next_) = {frame, payload, region, pushed_, at, messages_, static_cast<std::uint8_t>(rail.number()),
                false, false,   false};
   ++next_;
+  pushed_ += n;
   if (at + n == m.total) ++messages_;
   std::uint32_t lkey = rail.staging_lkey();
   if (region != nullptr) {
     lkey = region->lkey[static_cast<std::size_t>(rail.nic().index())];
     ++region->uses;
-    lent_total_ += n;
     counters_.lent_bytes += n;
   } else {
     counters_.copied_bytes += n;
@@ -155,8 +155,9 @@ void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* re
 std::ptrdiff_t Outbox::PushOverTcp(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
   if (device_ || next_ - oldest_ == kWindow || !TcpHasRoom()) return kWouldBlock;
   SendOverTcp({m.signature, m.total, next_, static_cast<std::uint32_t>(n), 0}, data, regions_.Find(data, n, nics_));
-  At(next_) = {nullptr, nullptr, nullptr, lent_total_, at, messages_, kOverTcp, false, false, false};
+  At(next_) = {nullptr, nullptr, nullptr, pushed_, at, messages_, kOverTcp, false, false, false};
   ++next_;
+  pushed_ += n;
   if (at + n == m.total) ++messages_;
   return static_cast<std::ptrdiff_t>(n);
 }
@@ -191,7 +192,7 @@ void Outbox::Delivered(std::uint64_t seq) {
 std::size_t Outbox::Lent() {
   lent_seq_ = std::max(lent_seq_, oldest_);
   while (lent_seq_ < next_ && (At(lent_seq_).delivered || At(lent_seq_).region == nullptr)) ++lent_seq_;
-  return lent_seq_ == next_ ? 0 : lent_total_ - At(lent_seq_).lent_before;
+  return lent_seq_ == next_ ? 0 : pushed_ - At(lent_seq_).before;
 }
 
 void Outbox::Lost(const Rail& rail) {

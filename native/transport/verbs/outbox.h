@@ -87,8 +87,8 @@ class Outbox {
   struct Sent {
     const Frame* frame;
     const std::byte* payload;
-    Region* region;  // where the payload is the user's
-    std::uint64_t lent_before;
+    Region* region;         // where the payload is the user's
+    std::uint64_t before;   // bytes that were pushed before it
     std::size_t at;         // in its message
     std::uint64_t invited;  // the message's number among those of a GPU
     std::uint8_t rail;      // or kOverTcp
@@ -128,7 +128,7 @@ class Outbox {
   std::uint64_t recovered_ = 0;  // once all frames before it are delivered
   std::uint64_t taken_ = 0;      // frames of a GPU that the peer was done with, as it said in its invitations
   std::uint64_t messages_ = 0;   // pushed to their end
-  std::uint64_t lent_total_ = 0;
+  std::uint64_t pushed_ = 0;     // bytes
   std::uint64_t lent_seq_ = 0;
   // The last ones: most are used at once, or too late. Of a GPU, each has the place of its number.
   std::array<Invitation, kInvitations> invitations_;

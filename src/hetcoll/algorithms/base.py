@@ -26,7 +26,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ..errors import ArgumentError
-from ..plan import Buf, Builder, Local, Op, Plan, Span
+from ..plan import Buf, Builder, Local, Op, Plan, Span, cut
 from ..types import Collective
 
 After = Iterable[int | None]
@@ -68,6 +68,8 @@ class Draft(Builder):
     islands: Hosts = ()
     compress: bool = False
     groups: Hosts = ()
+    stretches: int = 1
+    staged: bool = False
 
     def others(self) -> list[int]:
         """Every rank but this one, in order."""
@@ -143,7 +145,7 @@ class Draft(Builder):
         return Plan(
             self.collective, self.algorithm, self.size, self.rank, send_units, recv_units, tuple(self.steps),
             self.root, self.scratch_copies, self.scratch_like, self.credits, self.pieces, self.islands,
-            self.apart, self.compress,
+            self.apart, self.compress, self.staged, self.stretches,
         )  # fmt: skip
 
 
@@ -186,7 +188,8 @@ class Cost(NamedTuple):
     ranks wait for each other at every step: whole messages depend on each other, or several streams meet in one rank.
     `answered` are bytes sent that were reduced from what the same peer sent: in shared memory they go back in the slots
     that they came in, at no cost. `mean` is what the average rank sends, as a part of what the busiest one does, where
-    that was found to count: ranks that share cores are held up by all that is sent.
+    that was found to count: ranks that share cores are held up by all that is sent. `staged`: a copy of the whole
+    buffer comes first, and ranks that share cores read there what is sent.
     """
 
     hops: int
@@ -198,6 +201,7 @@ class Cost(NamedTuple):
     stepwise: bool = False
     answered: float = 0.0
     mean: float = 1.0
+    staged: bool = False
 
 
 class Algorithm(NamedTuple):
@@ -205,7 +209,7 @@ class Algorithm(NamedTuple):
 
     `levels` is the cost of an algorithm that is made for several hosts: what it takes inside them, and what between
     them. Bytes between are those of a whole host. `compresses`: it rounds whatever it sends between hosts where the
-    draft says `compress`.
+    draft says `compress`. `stretches`: into how many it cuts a buffer of so many bytes; see `stretched`.
     """
 
     name: str
@@ -215,6 +219,7 @@ class Algorithm(NamedTuple):
     cost: Callable[[int], Cost] | None = None
     levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None
     compresses: bool = False
+    stretches: Callable[[int], int] | None = None
 
     def build(
         self,
@@ -226,6 +231,7 @@ class Algorithm(NamedTuple):
         hosts: Hosts | None = None,
         compress: bool = False,
         groups: Hosts = (),
+        stretches: int = 1,
     ) -> Plan:
         """The plan of `rank` among `size`.
 
@@ -250,7 +256,7 @@ class Algorithm(NamedTuple):
             raise ArgumentError(f"wanted hosts that hold each of {size} ranks once, got {hosts}")
         draft = Draft(
             collective=self.collective, algorithm=self.name, size=size, rank=rank, hosts=hosts, root=root,
-            average=scale, compress=compress and len(hosts) > 1, groups=groups or hosts,
+            average=scale, compress=compress and len(hosts) > 1, groups=groups or hosts, stretches=stretches,
         )  # fmt: skip
         if size > 1:
             self.draw(draft)
@@ -258,6 +264,8 @@ class Algorithm(NamedTuple):
             draft.copy(0, out(), inp())
         return draft.finish()
 
+
+_GRAIN = 16  # elements, which most types have at least a cache line of
 
 ALGORITHMS: dict[Collective, dict[str, Algorithm]] = {}
 
@@ -278,16 +286,28 @@ def register(
     cost: Callable[[int], Cost] | None = None,
     levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None,
     compresses: bool = False,
+    stretches: Callable[[int], int] | None = None,
 ) -> Callable[[Callable[[Draft], None]], Callable[..., Plan]]:
     """Enter a drawing function into the table under `name`; it is replaced by the `build` of its entry."""
 
     def enter(draw: Callable[[Draft], None]) -> Callable[..., Plan]:
-        entry = Algorithm(name, collective, draw, supports, cost, levels, compresses)
+        entry = Algorithm(name, collective, draw, supports, cost, levels, compresses, stretches)
         if ALGORITHMS.setdefault(collective, {}).setdefault(name, entry) is not entry:
             raise ArgumentError(f"{collective.label} has an algorithm called {name} already")
         return entry.build
 
     return enter
+
+
+def stretched(count: int, size: int, stretches: int) -> tuple[int, ...]:
+    """Where each unit begins when `count` elements are cut into stretches of `size` units: rising offsets.
+
+    All units are as long as one another but those of the last stretch, among which what is left is cut evenly.
+    """
+    length = count // (size * stretches) // _GRAIN * _GRAIN
+    last = length * size * (stretches - 1)
+    starts = [length * unit for unit in range(size * (stretches - 1))]
+    return (*starts, *(last + at for at in cut(count - last, size)))
 
 
 def find(collective: Collective, name: str) -> Algorithm:

@@ -62,7 +62,7 @@ def _check_header(plans: Sequence[Plan], rank: int) -> None:
     plan, first = plans[rank], plans[0]
     if (plan.rank, plan.size) != (rank, len(plans)):
         raise PlanError(plan, None, f"is plan {rank} of {len(plans)}")
-    same = ["collective", "algorithm", "root", "credits", "apart", "pieces", "islands", "compress"]
+    same = ["collective", "algorithm", "root", "credits", "apart", "pieces", "islands", "compress", "stretches"]
     if plan.collective is not Collective.P2P:
         same += ["send_units", "recv_units"]
     for name in same:

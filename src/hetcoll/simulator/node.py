@@ -102,4 +102,5 @@ def lengths(plan: Plan, span: Span | None) -> list[tuple[int, ...]]:
         return [(u % n,) for u in units]
     if (kind, buf) in ((Collective.ALLGATHER, Buf.SEND), (Collective.REDUCE_SCATTER, Buf.RECV)):
         return [(me * n + u,) for u in units]
-    return [(u,) for u in units]
+    alike = plan.units(buf) // plan.stretches * (plan.stretches - 1)  # those of all stretches but the last
+    return [(max(u, alike - 1),) for u in units]
