@@ -93,8 +93,8 @@ class SendEnd {
   // An empty message (total 0) is taken as a whole and returns 0.
   virtual std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) = 0;
 
-  // How many of the bytes taken last, from the first that is still read where it lies: memory that the peer can reach is
-  // lent, not copied, and must not be written until it is given back.
+  // How many of the bytes taken last, from the first that is still read where it lies: memory that the peer can reach
+  // is lent, not copied, and must not be written until it is given back.
   virtual std::size_t Lent() { return 0; }
 
   // While some are: copies for the peer what it has not come to yet. Whether there was anything.
