@@ -90,6 +90,8 @@ def test_costs_agree_with_the_simulated_time(algorithm: Algorithm, shape: tuple[
         if algorithm.collective is Collective.BARRIER:
             nbytes = 0
         stated = choose(algorithm.collective, nbytes, topology, algorithm.name).seconds
+        if algorithm.name == "staged":  # what was fitted, and nothing simulates
+            stated -= Machine().staging
         assert 1 / 2.5 < stated / predict(plans, nbytes, topology) < 2.5
 
 
@@ -152,16 +154,18 @@ def test_small_messages_take_little_handling_and_large_ones_little_traffic() -> 
         assert steps[0].sent > steps[-1].sent
 
 
-def test_long_sums_are_staged_where_ranks_share_cores_that_keep_what_others_read() -> None:
+def test_long_sums_of_one_host_are_staged_where_slots_are_not_claimed() -> None:
     def last(topology: Topology) -> str:
         return table(Collective.ALLREDUCE, topology)[-1][1]
 
     for n in (4, 6, 8):
-        crowded = cluster(n, cores=2)
-        claiming = replace(crowded, ranks=tuple(replace(info, claims=info.rank == 1) for info in crowded.ranks))
-        over_tcp, two_hosts = cluster(n, cores=2, setting="tcp"), cluster(n, n, cores=2)
-        assert last(crowded) == "staged"
-        assert "staged" not in map(last, (claiming, over_tcp, two_hosts, cluster(n)))
+        for host in (cluster(n), cluster(n, cores=2)):
+            claiming = replace(host, ranks=tuple(replace(info, claims=info.rank == 1) for info in host.ranks))
+            assert (last(host), last(claiming)) == ("staged", "direct")
+            least = table(Collective.ALLREDUCE, host)[-2][0]
+            assert least < 1 << 18 if host.crowding > 1 else 1 << 18 < least < 2 << 20
+        assert "staged" not in map(last, (cluster(n, cores=2, setting="tcp"), cluster(n, n, cores=2)))
+    assert {last(cluster(n, cores=cores)) for n in (2, 3) for cores in (1, 2, 8)} == {"direct"}
 
 
 def test_more_ranks_than_cores_ask_for_fewer_hops() -> None:

@@ -213,9 +213,9 @@ class Topology:
         return max(1.0, *(len(host) / n for host, n in zip(self.hosts, cores, strict=True)))
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether ranks share cores whose caches keep what one of them leaves for all."""
-        return self.crowding > 1 and not any(info.claims for info in self.ranks)
+    def claims(self) -> bool:
+        """Whether slots in shared memory are claimed anywhere."""
+        return any(info.claims for info in self.ranks)
 
     @cached_property
     def shares(self) -> tuple[int, ...]:

@@ -149,7 +149,8 @@ def _line(cost: Cost, topology: Topology, machine: Machine, *, rooted: bool) -> 
     fixed = (cost.hops * latency + cost.messages * overhead * crowding) * mean
     copied = cost.sent + cost.received - cost.reduced - (0 if far > 0 else cost.answered)
     if cost.staged:
-        copied += 1 - (cost.sent if link is machine.shm and topology.takes_turns else 0)
+        copied += 1 - (cost.sent if link is machine.shm and not topology.claims else 0)
+        fixed += machine.staging / crowding**2
     moved = max(cost.sent, cost.received) if link.duplex else copied
     if link is machine.loopback and not near and topology.size > 3:
         moved *= machine.spread

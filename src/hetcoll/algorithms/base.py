@@ -189,7 +189,7 @@ class Cost(NamedTuple):
     `answered` are bytes sent that were reduced from what the same peer sent: in shared memory they go back in the slots
     that they came in, at no cost. `mean` is what the average rank sends, as a part of what the busiest one does, where
     that was found to count: ranks that share cores are held up by all that is sent. `staged`: a copy of the whole
-    buffer comes first, and ranks that share cores read there what is sent.
+    buffer comes first, and in shared memory what is sent is read there.
     """
 
     hops: int

@@ -1,11 +1,11 @@
-"""Through memory that all ranks of the host read, a stretch at a time: for more ranks than cores.
+"""Through memory that all ranks of the host read, a stretch at a time: long messages among four ranks or more.
 
-Where ranks take turns on a core, what one of them leaves for the others has to survive in the caches until they run. A
-rank that fills a slot for each of the others leaves as many bytes for a reduce-scatter as its buffer has, and as many
-again for the all-gather, in a place for each of them. Here it leaves one copy of a stretch of its input, in SCRATCH,
-which the others can read where it lies; each adds up its share of all copies, over its own part of its own copy, and
-the sums are read there as well. The next stretch goes through the same place: short enough for the caches, and long
-enough for what messages take besides (docs/performance.md, "More ranks than cores").
+A rank that fills a slot for each of the others writes as many bytes for a reduce-scatter as its buffer has, and as many
+again for the all-gather, in a place for each of them; where ranks take turns on a core, no cache holds them until the
+others run. Here it leaves one copy of a stretch of its input, in SCRATCH, which the others can read where it lies; each
+adds up its share of all copies, over its own part of its own copy, and the sums are read there as well. The next
+stretch goes through the same place: short enough for the caches, and long enough for what messages take besides
+(docs/performance.md, "Staged sums").
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from ..types import Collective
 from .base import Cost, Draft, inp, out, register, tmp
 
-_STRETCH_BYTES = 1 << 20
+_STRETCH_BYTES = 2 << 20
 _MOST_STRETCHES = 64
 
 
