@@ -25,6 +25,7 @@ constexpr std::int64_t kYieldNs = 200'000;  // between spinning and sleeping
 // Where ranks take turns on a core, each may copy and add that much before the next one runs, at 2 GB/s. To be waited
 // for by yielding: sleepers come back late where nobody sleeps for long.
 constexpr std::size_t kMostTurnBytes = std::size_t{1} << 20;
+constexpr std::int64_t kMostYieldNs = 10'000'000;
 constexpr int kSpinsPerClock = 64;
 
 }  // namespace
@@ -187,7 +188,8 @@ void Engine::CheckDeparted() {
 std::int64_t Engine::YieldNs() const {
   if (!options_.oversubscribed || collectives_.empty()) return kYieldNs;
   const std::size_t turn = std::min(collectives_.front()->bytes(), kMostTurnBytes);
-  return kYieldNs + static_cast<std::int64_t>(turn / 2) * options_.size;
+  const int ranks = segment_ == nullptr ? options_.size : segment_->layout().local_size;
+  return std::min(kYieldNs + static_cast<std::int64_t>(turn / 2) * ranks, kMostYieldNs);
 }
 
 template <class Done>

@@ -273,6 +273,29 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
   }
   MarkAnswers();
   MarkMutual();
+  if (staged && locals.empty() && codec == nullptr) PackScratch();
+}
+
+// What no step touches takes no room: a plan that uses a few places again and again would keep it from the heap.
+void BoundPlan::PackScratch() {
+  constexpr std::size_t kPage = 4096;
+  const auto each = [this](auto&& visit) {
+    for (BoundStep& s : steps) {
+      if (s.src_buf == Buf::kScratch) visit(s.src_off, s.len);
+      if (s.dst_buf == Buf::kScratch) visit(s.dst_off, s.len);
+    }
+  };
+  std::map<std::size_t, std::size_t> ends;  // by where each span begins
+  each([&](std::size_t off, std::size_t len) { ends[off] = std::max(ends[off], off + len); });
+  std::size_t end = 0, gaps = 0;  // so far, and whole pages among them
+  std::map<std::size_t, std::size_t> before;
+  for (const auto& [off, until] : ends) {
+    gaps += off > end ? (off - end) / kPage * kPage : 0;
+    before[off] = gaps;
+    end = std::max(end, until);
+  }
+  each([&](std::size_t& off, std::size_t) { off -= before.at(off); });
+  scratch_bytes = end - gaps;
 }
 
 // Codes lie in scratch, behind what the plan has there, and are never written again in a run.

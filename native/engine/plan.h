@@ -176,6 +176,7 @@ struct BoundPlan {
  private:
   void MarkAnswers();
   void MarkMutual();
+  void PackScratch();
   void Compress(BoundStep& step, std::size_t items, const Codec& codec);
 };
 

@@ -39,9 +39,32 @@ void CheckBounds(const BoundPlan& bound) {
   CHECK(ok, "a step outside its buffers");
 }
 
+// Of scratch that others read, only what steps touch takes room.
+void CheckPacking() {
+  constexpr std::uint32_t kUnits = 64;
+  constexpr std::size_t kUnit = 3000;  // bytes, which are no whole pages
+  for (const bool stage : {false, true}) {
+    Draft p(2, 0, kUnits, kUnits);
+    p.Scratch(2);
+    if (stage) p.Stage();
+    for (const int unit : {5, 6, 40, 64, 127}) p.Local(Op::kCopy, 0, Draft::Tmp(unit), Draft::In(unit % 64));
+    p.Send(1, Draft::Tmp(40), 1, 0, {2});
+    const BoundPlan bound(Plan(p.Encode(), 2), 0, DType::kUint8, kUnits * kUnit, kUnits * kUnit, {}, {});
+    CheckBounds(bound);
+    const std::size_t all = 2 * kUnits * kUnit;
+    CHECK(stage ? bound.scratch_bytes < 5 * (kUnit + 4096) : bound.scratch_bytes == all, "%zu", bound.scratch_bytes);
+    CHECK(bound.steps[1].dst_off == bound.steps[0].dst_off + kUnit, "neighbours stay neighbours");
+    CHECK(bound.steps[5].src_off == bound.steps[2].dst_off, "a place is one place");
+    for (std::size_t i = 1; i < 5; ++i) {
+      CHECK(bound.steps[i].dst_off >= bound.steps[i - 1].dst_off + kUnit, "place %zu overlaps", i);
+    }
+  }
+}
+
 }  // namespace
 
 void CheckPlans() {
+  CheckPacking();
   const Encoded good = RingAllreduce(3, 1);
   CHECK(!Refused(good, 3), "a good plan");
   CHECK(Refused(good, 2), "a peer beyond the last rank");
