@@ -186,10 +186,9 @@ void Engine::CheckDeparted() {
 
 // How long to yield before sleeping.
 std::int64_t Engine::YieldNs() const {
-  if (!options_.oversubscribed || collectives_.empty()) return kYieldNs;
+  if (!options_.oversubscribed || segment_ == nullptr || collectives_.empty()) return kYieldNs;
   const std::size_t turn = std::min(collectives_.front()->bytes(), kMostTurnBytes);
-  const int ranks = segment_ == nullptr ? options_.size : segment_->layout().local_size;
-  return std::min(kYieldNs + static_cast<std::int64_t>(turn / 2) * ranks, kMostYieldNs);
+  return std::min(kYieldNs + static_cast<std::int64_t>(turn / 2) * segment_->layout().local_size, kMostYieldNs);
 }
 
 template <class Done>
