@@ -135,6 +135,32 @@ def test_staged_allreduce_goes_through_one_place_stretch_by_stretch(n: int, stre
         assert places == ({0} if stretches == 1 else {0, stretches - 1})
 
 
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("stretches", [1, 2, 3, 5])
+@pytest.mark.parametrize("cores", [1, 2, 3, 64])
+def test_chained_allreduce_goes_once_through_all_ranks(n: int, stretches: int, cores: int) -> None:
+    entry = find(Collective.ALLREDUCE, "chained")
+    for scale in (False, True):
+        plans = [entry.build(n, r, scale=scale, stretches=stretches, cores=cores) for r in range(n)]
+        for inplace in (False, True):
+            report = check(plans, inplace=inplace, scale=scale)
+            assert sum(report.sent) == sum(report.received) == 2 * (n - 1) * n * stretches
+            assert sum(report.reduced) == (n - 1) * n * stretches  # what can be had with no less
+    chains = min(n, cores, 4)
+    copies = [step for plan in plans for step in plan.steps if step.op is Op.COPY]
+    assert len(copies) == 2 * chains * stretches  # by the first rank of each, and to the last one's output
+    for plan in plans:
+        assert (plan.staged, plan.credits, plan.scratch_copies, plan.send_units) == (True, 0, 1, n * stretches)
+        spans = [span for step in plan.steps for span in (step.src, step.dst) if span and span.buf is Buf.SCRATCH]
+        assert {span.start // n for span in spans} == ({0} if stretches == 1 else {0, stretches - 1})
+
+
+def test_chains_pass_ranks_that_take_turns_on_a_core_one_after_another() -> None:
+    plans = [find(Collective.ALLREDUCE, "chained").build(8, r, cores=2) for r in range(8)]
+    passed = [[step.peer for step in plan.steps if step.op is Op.SEND and step.channel == 0] for plan in plans]
+    assert passed == [[2, 2], [3, 3], [4, 4], [5, 5], [6, 6], [7, 7], [1], [0]]
+
+
 @given(st.integers(0, 1 << 40), st.integers(2, 64), st.integers(1, 64))
 def test_stretches_are_alike_but_for_the_last(elements: int, size: int, stretches: int) -> None:
     table = stretched(elements, size, stretches)

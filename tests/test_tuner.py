@@ -19,6 +19,7 @@ from hetcoll.types import Collective
 
 ALL = [(k, a) for k, entries in ALGORITHMS.items() for a in entries.values()]
 SHIPPED = [pytest.param(a, id=f"{k.label}-{a.name}") for k, a in ALL if a.cost]
+SIMULATED = [p for p in SHIPPED if not p.values[0].cost(4).turns]  # type: ignore[union-attr,misc]  # nothing has turns
 TWO_LEVELS = [pytest.param(a, id=k.label) for k, a in ALL if a.levels]
 KINDS = list(ALGORITHMS)
 
@@ -81,17 +82,19 @@ def units_answered(plans: list[Plan], rank: int) -> int:
 
 
 @pytest.mark.parametrize("shape", [(2,), (4,), (8,), (1, 1), (2, 2)])
-@pytest.mark.parametrize("algorithm", SHIPPED)
+@pytest.mark.parametrize("algorithm", SIMULATED)
 def test_costs_agree_with_the_simulated_time(algorithm: Algorithm, shape: tuple[int, ...]) -> None:
     """Straight lines against a simulation of every piece: within a factor of 2.5 for the smallest and the largest."""
+    assert algorithm.cost
     topology = cluster(*shape)
     plans = [algorithm.build(topology.size, r) for r in range(topology.size)]
+    cost = algorithm.cost(topology.size)
     for nbytes in (8, 1 << 26):
         if algorithm.collective is Collective.BARRIER:
             nbytes = 0
         stated = choose(algorithm.collective, nbytes, topology, algorithm.name).seconds
-        if algorithm.name == "staged":  # what was fitted, and nothing simulates
-            stated -= Machine().staging
+        if cost.copied:  # what was fitted, and nothing simulates
+            stated -= Machine().staging * cost.copied
         assert 1 / 2.5 < stated / predict(plans, nbytes, topology) < 2.5
 
 
@@ -140,6 +143,8 @@ def test_the_choice_is_the_fastest_for_every_size(
     choice = choose(kind, nbytes, topology)
     assert choice.name == next(name for upper, name in rows if nbytes <= upper)
     usable = [a for a in ALGORITHMS[kind].values() if a.supports(topology.size) and (a.cost or a.levels)]
+    if topology.crowding < 2:
+        usable = [a for a in usable if not (a.cost and a.cost(topology.size).turns)]
     times = [choose(kind, nbytes, topology, a.name).seconds for a in usable]
     best = min(t for t in times if not math.isnan(t))
     assert choice.seconds == pytest.approx(best, rel=1e-6, abs=1e-12)
@@ -154,18 +159,20 @@ def test_small_messages_take_little_handling_and_large_ones_little_traffic() -> 
         assert steps[0].sent > steps[-1].sent
 
 
-def test_long_sums_of_one_host_are_staged_where_slots_are_not_claimed() -> None:
+def test_long_sums_of_one_host_go_through_common_memory_where_slots_are_not_claimed() -> None:
     def last(topology: Topology) -> str:
         return table(Collective.ALLREDUCE, topology)[-1][1]
 
     for n in (4, 6, 8):
         for host in (cluster(n), cluster(n, cores=2)):
             claiming = replace(host, ranks=tuple(replace(info, claims=info.rank == 1) for info in host.ranks))
-            assert (last(host), last(claiming)) == ("staged", "direct")
+            assert (last(host), last(claiming)) == ("chained" if host.crowding > 1 else "staged", "direct")
             least = table(Collective.ALLREDUCE, host)[-2][0]
             assert least < 1 << 18 if host.crowding > 1 else 1 << 18 < least < 2 << 20
-        assert "staged" not in map(last, (cluster(n, cores=2, setting="tcp"), cluster(n, n, cores=2)))
-    assert {last(cluster(n, cores=cores)) for n in (2, 3) for cores in (1, 2, 8)} == {"direct"}
+        elsewhere = {last(cluster(n, cores=2, setting="tcp")), last(cluster(n, n, cores=2))}
+        assert elsewhere.isdisjoint({"staged", "chained"})
+    assert {last(cluster(n, cores=cores)) for n in (2, 3) for cores in (2, 8)} == {"direct"}
+    assert [last(cluster(n, cores=1)) for n in (2, 3)] == ["direct", "chained"]
 
 
 def test_more_ranks_than_cores_ask_for_fewer_hops() -> None:
@@ -208,7 +215,7 @@ def test_what_is_asked_for_is_taken_or_refused() -> None:
     choice = choose(Collective.ALLREDUCE, 8, cluster(4), "ring")
     assert (choice.name, choice.reason) == ("ring", "asked for")
     assert table(Collective.ALLREDUCE, cluster(4), "ring") == [(UNLIMITED, "ring")]
-    with pytest.raises(ArgumentError, match="no algorithm 'rign' for allreduce: there are direct, doubling"):
+    with pytest.raises(ArgumentError, match="no algorithm 'rign' for allreduce: there are chained, direct, doubling"):
         choose(Collective.ALLREDUCE, 8, cluster(4), "rign")
     with pytest.raises(ArgumentError, match="allgather by doubling does not support 3 ranks"):
         table(Collective.ALLGATHER, cluster(3), "doubling")
@@ -236,7 +243,7 @@ def test_settings_name_algorithms() -> None:
     assert named("ring, allreduce:tree") == {**named("ring"), Collective.ALLREDUCE: "tree"}
     assert named("allgatherv:doubling") == {Collective.ALLGATHERV: "doubling"}
     for setting, problem in (
-        ("rong", "names no algorithm: 'rong'; there are binomial, direct"),
+        ("rong", "names no algorithm: 'rong'; there are binomial, chained, direct"),
         ("allreduces:ring", "names no collective: 'allreduces'"),
         ("alltoall:ring", "no algorithm 'ring' for alltoall: there are pairwise"),
         ("", "names no algorithm: ''"),

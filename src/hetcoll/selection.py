@@ -206,7 +206,7 @@ class Selection:
         from .algorithms import find
 
         entry = find(collective, name)
-        return 1 if entry.stretches is None else entry.stretches(nbytes)
+        return 1 if entry.stretches is None else entry.stretches(nbytes, self._wiring.topology.cores)
 
     def _table(self, count: int, stretches: int) -> tuple[int, ...]:
         from .algorithms.base import stretched
@@ -241,11 +241,13 @@ class Selection:
             case (Collective.P2P, tuple(sends), tuple(recvs)):
                 return p2p(size, rank, sends, recvs)
             case (Collective() as collective, str(name), int(root), bool(scale), bool(compress), int(stretches)):
-                hosts = self._compression.groups if compress else self._wiring.topology.hosts
+                topology = self._wiring.topology
+                hosts = self._compression.groups if compress else topology.hosts
                 entry = find(collective, name)
                 return entry.build(
-                    size, rank, root=root, scale=scale, hosts=hosts, compress=compress, stretches=stretches
-                )
+                    size, rank, root=root, scale=scale, hosts=hosts, compress=compress, stretches=stretches,
+                    cores=topology.cores,
+                )  # fmt: skip
         raise AssertionError(key)
 
     def _keep(self, key: tuple[object, ...], shape: _native.Shape, what: str) -> None:

@@ -212,6 +212,11 @@ class Topology:
         cores = [max(1, *(self.ranks[r].cores for r in host)) for host in self.hosts]
         return max(1.0, *(len(host) / n for host, n in zip(self.hosts, cores, strict=True)))
 
+    @cached_property
+    def cores(self) -> int:
+        """Cores of the host that has the fewest."""
+        return min(max(1, *(self.ranks[r].cores for r in host)) for host in self.hosts)
+
     @property
     def claims(self) -> bool:
         """Whether slots in shared memory are claimed anywhere."""

@@ -48,7 +48,9 @@ def choose(
         `forced` does not exist or cannot serve this many ranks.
     """
     machine = machine or Machine()
-    times = {name: fixed + nbytes * slope for name, (fixed, slope) in _lines(collective, topology, machine).items()}
+    times = {
+        name: fixed + nbytes * slope for name, (fixed, slope) in _lines(collective, topology, machine, forced).items()
+    }
     if forced is not None:
         if not find(collective, forced).supports(topology.size):
             raise ArgumentError(f"{collective.label} by {forced} does not support {topology.size} ranks")
@@ -111,13 +113,17 @@ def named(setting: str) -> dict[Collective, str]:
     return asked
 
 
-def _lines(collective: Collective, topology: Topology, machine: Machine) -> dict[str, tuple[float, float]]:
-    """For each algorithm that can be chosen: seconds of an empty message, and seconds for each byte."""
+def _lines(
+    collective: Collective, topology: Topology, machine: Machine, forced: str | None = None
+) -> dict[str, tuple[float, float]]:
+    """For each algorithm that can be chosen or is asked for: seconds of an empty message, and for each byte."""
     lines = {}
     for name, algorithm in ALGORITHMS.get(collective.plain, {}).items():
         if algorithm.supports(topology.size):
             if algorithm.cost is not None:
-                lines[name] = _line(algorithm.cost(topology.size), topology, machine, rooted=collective in ROOTED)
+                cost = algorithm.cost(topology.size)
+                if not cost.turns or topology.crowding >= 2 or name == forced:
+                    lines[name] = _line(cost, topology, machine, rooted=collective in ROOTED)
             elif algorithm.levels is not None and 1 < len(topology.hosts) < topology.size:
                 lines[name] = _two_lines(*algorithm.levels(topology.hosts), topology, machine)
     return lines
@@ -146,11 +152,13 @@ def _line(cost: Cost, topology: Topology, machine: Machine, *, rooted: bool) -> 
     overhead = inside.overhead + far * (between.overhead - inside.overhead)
     link = between if far > 0 else inside
     mean = max(cost.mean, 1 / crowding) if link is machine.loopback else 1.0  # all that it takes is work of the cores
-    fixed = (cost.hops * latency + cost.messages * overhead * crowding) * mean
+    # The ranks of a core run one after another, and not always the one that could go on.
+    hops = 1.5 * (cost.hops - 1) / crowding + 1 if cost.turns else cost.hops
+    fixed = (hops * latency + cost.messages * overhead * crowding) * mean
     copied = cost.sent + cost.received - cost.reduced - (0 if far > 0 else cost.answered)
-    if cost.staged:
-        copied += 1 - (cost.sent if link is machine.shm and not topology.claims else 0)
-        fixed += machine.staging / crowding**2
+    if cost.copied > 0:
+        copied += cost.copied - (cost.sent if link is machine.shm and not topology.claims else 0)
+        fixed += machine.staging * cost.copied / crowding**2
     moved = max(cost.sent, cost.received) if link.duplex else copied
     if link is machine.loopback and not near and topology.size > 3:
         moved *= machine.spread

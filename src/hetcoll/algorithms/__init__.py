@@ -15,12 +15,12 @@ allgather by ring: rank 0 of 2
 from . import direct  # first: of two that are equally fast, the tuner takes the one that came first
 
 # isort: split
-from . import binomial, dissemination, hierarchical, pairwise, recursive, ring, staged, tree
+from . import binomial, chained, dissemination, hierarchical, pairwise, recursive, ring, staged, tree
 from .base import ALGORITHMS, Algorithm, Cost, Draft, Hosts, Reach, find, inp, out, power_of_two, register, tmp
 from .p2p import p2p
 
 __all__ = [
-    "ALGORITHMS", "Algorithm", "Cost", "Draft", "Hosts", "Reach", "binomial", "direct", "dissemination", "find",
-    "hierarchical", "inp", "out", "p2p", "pairwise", "power_of_two", "recursive", "register", "ring", "staged",
+    "ALGORITHMS", "Algorithm", "Cost", "Draft", "Hosts", "Reach", "binomial", "chained", "direct", "dissemination",
+    "find", "hierarchical", "inp", "out", "p2p", "pairwise", "power_of_two", "recursive", "register", "ring", "staged",
     "tmp", "tree",
 ]  # fmt: skip

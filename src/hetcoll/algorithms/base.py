@@ -69,6 +69,7 @@ class Draft(Builder):
     compress: bool = False
     groups: Hosts = ()
     stretches: int = 1
+    cores: int = 2
     staged: bool = False
 
     def others(self) -> list[int]:
@@ -188,8 +189,9 @@ class Cost(NamedTuple):
     ranks wait for each other at every step: whole messages depend on each other, or several streams meet in one rank.
     `answered` are bytes sent that were reduced from what the same peer sent: in shared memory they go back in the slots
     that they came in, at no cost. `mean` is what the average rank sends, as a part of what the busiest one does, where
-    that was found to count: ranks that share cores are held up by all that is sent. `staged`: a copy of the whole
-    buffer comes first, and in shared memory what is sent is read there.
+    that was found to count: ranks that share cores are held up by all that is sent. `copied`: so much of the buffer is
+    copied first, to scratch memory that ranks of a host have mapped; what is sent is read there. `turns`: for ranks
+    that share cores, whose hops go from one to the next on its core; elsewhere it is taken only by name.
     """
 
     hops: int
@@ -201,7 +203,8 @@ class Cost(NamedTuple):
     stepwise: bool = False
     answered: float = 0.0
     mean: float = 1.0
-    staged: bool = False
+    copied: float = 0.0
+    turns: bool = False
 
 
 class Algorithm(NamedTuple):
@@ -209,7 +212,8 @@ class Algorithm(NamedTuple):
 
     `levels` is the cost of an algorithm that is made for several hosts: what it takes inside them, and what between
     them. Bytes between are those of a whole host. `compresses`: it rounds whatever it sends between hosts where the
-    draft says `compress`. `stretches`: into how many it cuts a buffer of so many bytes; see `stretched`.
+    draft says `compress`. `stretches`: into how many it cuts a buffer of so many bytes where the ranks of a host have
+    so many cores; see `stretched`.
     """
 
     name: str
@@ -219,7 +223,7 @@ class Algorithm(NamedTuple):
     cost: Callable[[int], Cost] | None = None
     levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None
     compresses: bool = False
-    stretches: Callable[[int], int] | None = None
+    stretches: Callable[[int, int], int] | None = None
 
     def build(
         self,
@@ -232,12 +236,13 @@ class Algorithm(NamedTuple):
         compress: bool = False,
         groups: Hosts = (),
         stretches: int = 1,
+        cores: int = 2,
     ) -> Plan:
         """The plan of `rank` among `size`.
 
         `scale` divides the result by `size` (AVG). `hosts` are the ranks of each host, by default one; all ranks must
         give the same. `compress`: the edges between them are compressed, or those between `groups`, where these are
-        larger than hosts.
+        larger than hosts. `cores`: those that the ranks of a host share, dealt to them in turn.
 
         Raises
         ------
@@ -257,6 +262,7 @@ class Algorithm(NamedTuple):
         draft = Draft(
             collective=self.collective, algorithm=self.name, size=size, rank=rank, hosts=hosts, root=root,
             average=scale, compress=compress and len(hosts) > 1, groups=groups or hosts, stretches=stretches,
+            cores=cores,
         )  # fmt: skip
         if size > 1:
             self.draw(draft)
@@ -286,7 +292,7 @@ def register(
     cost: Callable[[int], Cost] | None = None,
     levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None,
     compresses: bool = False,
-    stretches: Callable[[int], int] | None = None,
+    stretches: Callable[[int, int], int] | None = None,
 ) -> Callable[[Callable[[Draft], None]], Callable[..., Plan]]:
     """Enter a drawing function into the table under `name`; it is replaced by the `build` of its entry."""
 

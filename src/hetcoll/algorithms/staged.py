@@ -20,8 +20,8 @@ _MOST_STRETCHES = 64
 @register(
     Collective.ALLREDUCE,
     "staged",
-    cost=lambda n: Cost(2, 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, staged=True),
-    stretches=lambda nbytes: min(max(1, nbytes // _STRETCH_BYTES), _MOST_STRETCHES),
+    cost=lambda n: Cost(2, 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, copied=1),
+    stretches=lambda nbytes, _: min(max(1, nbytes // _STRETCH_BYTES), _MOST_STRETCHES),
 )
 def allreduce(p: Draft) -> None:
     """Of each stretch a copy, then reduce-scatter and all-gather, each in one hop. The last stretch, whose length may
