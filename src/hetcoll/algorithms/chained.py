@@ -12,13 +12,21 @@ from __future__ import annotations
 from ..types import Collective
 from .base import Cost, Draft, inp, out, register, tmp
 
-_SHARE_BYTES = 256 << 10
 _MOST_CHAINS = 4  # more were slower: a rank waits for one chain while another could go on
+_STRETCH_KIB = (128, 256, 768, 1024)  # by the number of chains; measured, as is the next
+_WHOLE_BYTES = 1 << 20  # up to here beginning anew costs more than caches give, where cores work at the same time
 _MOST_STRETCHES = 128
 
 
 def _chains(cores: int) -> int:
     return min(cores, _MOST_CHAINS)
+
+
+def _stretches(nbytes: int, cores: int) -> int:
+    chains = _chains(cores)
+    if chains > 1 and nbytes <= _WHOLE_BYTES:
+        return 1
+    return min(max(1, nbytes // (_STRETCH_KIB[chains - 1] << 10)), _MOST_STRETCHES)
 
 
 def _cost(n: int) -> Cost:
@@ -34,7 +42,7 @@ def _cost(n: int) -> Cost:
     Collective.ALLREDUCE,
     "chained",
     cost=_cost,
-    stretches=lambda nbytes, cores: min(max(1, nbytes // (_chains(cores) * _SHARE_BYTES)), _MOST_STRETCHES),
+    stretches=_stretches,
 )
 def allreduce(p: Draft) -> None:
     """Chains through all ranks, each to a star. The last stretch, whose length may be another, has a place of its own.
