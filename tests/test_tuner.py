@@ -143,7 +143,7 @@ def test_the_choice_is_the_fastest_for_every_size(
     choice = choose(kind, nbytes, topology)
     assert choice.name == next(name for upper, name in rows if nbytes <= upper)
     usable = [a for a in ALGORITHMS[kind].values() if a.supports(topology.size) and (a.cost or a.levels)]
-    if topology.crowding < 2:
+    if topology.crowding < 2 or topology.cores > 8:
         usable = [a for a in usable if not (a.cost and a.cost(topology.size).turns)]
     times = [choose(kind, nbytes, topology, a.name).seconds for a in usable]
     best = min(t for t in times if not math.isnan(t))
@@ -173,6 +173,7 @@ def test_long_sums_of_one_host_go_through_common_memory_where_slots_are_not_clai
         assert elsewhere.isdisjoint({"staged", "chained"})
     assert {last(cluster(n, cores=cores)) for n in (2, 3) for cores in (2, 8)} == {"direct"}
     assert [last(cluster(n, cores=1)) for n in (2, 3)] == ["direct", "chained"]
+    assert [last(cluster(32, cores=cores)) for cores in (4, 8, 16, 32)] == ["chained", "chained", "staged", "staged"]
 
 
 def test_more_ranks_than_cores_ask_for_fewer_hops() -> None:

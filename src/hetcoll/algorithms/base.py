@@ -191,7 +191,8 @@ class Cost(NamedTuple):
     that they came in, at no cost. `mean` is what the average rank sends, as a part of what the busiest one does, where
     that was found to count: ranks that share cores are held up by all that is sent. `copied`: so much of the buffer is
     copied first, to scratch memory that ranks of a host have mapped; what is sent is read there. `turns`: for ranks
-    that share cores, whose hops go from one to the next on its core; elsewhere it is taken only by name.
+    that share at most so many cores, two or more each; hops go from one to the next on its core. Elsewhere it is taken
+    only by name.
     """
 
     hops: int
@@ -204,7 +205,7 @@ class Cost(NamedTuple):
     answered: float = 0.0
     mean: float = 1.0
     copied: float = 0.0
-    turns: bool = False
+    turns: int = 0
 
 
 class Algorithm(NamedTuple):

@@ -13,6 +13,7 @@ from ..types import Collective
 from .base import Cost, Draft, inp, out, register, tmp
 
 _MOST_CHAINS = 4  # more were slower: a rank waits for one chain while another could go on
+_MOST_CORES = 8  # on more, too few of them have something to do
 _STRETCH_KIB = (128, 256, 768, 1024)  # by the number of chains; measured, as is the next
 _WHOLE_BYTES = 1 << 20  # up to here beginning anew costs more than caches give, where cores work at the same time
 _MOST_STRETCHES = 128
@@ -29,21 +30,20 @@ def _stretches(nbytes: int, cores: int) -> int:
     return min(max(1, nbytes // (_STRETCH_KIB[chains - 1] << 10)), _MOST_STRETCHES)
 
 
+def _order(n: int, chains: int, h: int) -> list[int]:
+    """Through which ranks chain `h` goes."""
+    return sorted(range(n), key=lambda rank: ((rank - h) % chains, rank // chains))
+
+
 def _cost(n: int) -> Cost:
     """Of two chains; the last rank of the longer one does most."""
     short, long = n // 2 / n, (n - n // 2) / n
     first = n == 2  # and begins the other
-    return Cost(
-        n, n + 3 - first, (n - 1) * long + short, 1 + short * (not first), 1 - short * first, turns=True, copied=0.5
-    )
+    sent, received, reduced = (n - 1) * long + short, 1 + short * (not first), 1 - short * first
+    return Cost(n, n + 3 - first, sent, received, reduced, copied=0.5, turns=_MOST_CORES)
 
 
-@register(
-    Collective.ALLREDUCE,
-    "chained",
-    cost=_cost,
-    stretches=_stretches,
-)
+@register(Collective.ALLREDUCE, "chained", cost=_cost, stretches=_stretches)
 def allreduce(p: Draft) -> None:
     """Chains through all ranks, each to a star. The last stretch, whose length may be another, has a place of its own.
 
@@ -51,7 +51,7 @@ def allreduce(p: Draft) -> None:
     """
     n, last, c = p.size, p.stretches - 1, min(_chains(p.cores), p.size)
     p.units, p.scratch_copies, p.staged = n * p.stretches, 1, True
-    orders = [sorted(range(n), key=lambda rank, h=h: ((rank - h) % c, rank // c)) for h in range(c)]  # type: ignore[misc]
+    orders = [_order(n, c, h) for h in range(c)]
     mine_first = sorted(range(c), key=lambda h: orders[h].index(p.rank))
     read: dict[int, list[int | None]] = {h: [] for h in range(c)}  # what a share's next sum waits for
     for k in range(p.stretches):
