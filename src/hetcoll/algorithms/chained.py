@@ -9,6 +9,9 @@ dealt to cores in turn. The last rank's sum is read by all where it lies. docs/p
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+from ..plan import cut
 from ..types import Collective
 from .base import Cost, Draft, inp, out, register, tmp
 
@@ -51,19 +54,19 @@ def allreduce(p: Draft) -> None:
     """
     n, last, c = p.size, p.stretches - 1, min(_chains(p.cores), p.size)
     p.units, p.scratch_copies, p.staged = n * p.stretches, 1, True
-    orders = [_order(n, c, h) for h in range(c)]
+    orders, shares = [_order(n, c, h) for h in range(c)], list(pairwise(cut(n, c)))
     mine_first = sorted(range(c), key=lambda h: orders[h].index(p.rank))
     read: dict[int, list[int | None]] = {h: [] for h in range(c)}  # what a share's next sum waits for
     for k in range(p.stretches):
         place = n * k if k == last else 0
         for h in mine_first:
-            order, begin, end = orders[h], h * n // c, (h + 1) * n // c
-            at, share = order.index(p.rank), inp(n * k + begin, end - begin)
-            sums, after = tmp(place + begin, end - begin), read[h] if k < last else []
+            order, (begin, end) = orders[h], shares[h]
+            at, mine, sums = order.index(p.rank), inp(n * k + begin, end - begin), tmp(place + begin, end - begin)
+            after = read[h] if k < last else []
             if at == 0:
-                summed = p.copy(0, sums, share, after=after)
+                summed = p.copy(0, sums, mine, after=after)
             else:
-                summed = p.recv_reduce(0, sums, share, order[at - 1], after=after)
+                summed = p.recv_reduce(0, sums, mine, order[at - 1], after=after)
             if at < n - 1:
                 read[h] = [p.send(1, sums, order[at + 1], after=[summed])]
                 continue
@@ -73,5 +76,5 @@ def allreduce(p: Draft) -> None:
             read[h] = [shown, p.copy(3, out(n * k + begin, end - begin), sums, after=[total])]
         for h in mine_first:
             if orders[h][-1] != p.rank:
-                begin, end = h * n // c, (h + 1) * n // c
+                begin, end = shares[h]
                 p.recv(4, out(n * k + begin, end - begin), orders[h][-1], channel=1)
