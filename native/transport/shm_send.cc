@@ -94,7 +94,10 @@ class ShmSend final : public SendEnd {
   std::size_t Lent() override {
     if (lent_ == 0) return 0;
     Reclaim();
-    return lent_ == 0 ? 0 : taken_ - settled_;
+    if (lent_ == 0) return 0;
+    std::uint64_t first = reclaimed_;
+    while (record_[first % kLines].lent == 0) ++first;
+    return taken_ - record_[first % kLines].begin;
   }
 
   bool Help() override {
@@ -111,7 +114,7 @@ class ShmSend final : public SendEnd {
  private:
   struct Sent {
     std::uint64_t end = 0;    // of the ring as it was filled then
-    std::uint64_t taken = 0;  // bytes of messages, up to here
+    std::uint64_t begin = 0;  // bytes of messages that were taken before
     std::size_t lent = 0;
   };
 
@@ -206,7 +209,6 @@ class ShmSend final : public SendEnd {
       if (back && neighbour_->home[static_cast<std::size_t>(channel_)][reclaimed_ % kLines] != reclaimed_ + 1) break;
       const Sent& sent = record_[reclaimed_ % kLines];
       freed_ = sent.end;
-      settled_ = sent.taken;
       lent_ -= sent.lent;
     }
   }
@@ -218,8 +220,8 @@ class ShmSend final : public SendEnd {
     line.place = static_cast<std::uint32_t>(place);
     line.total = static_cast<std::uint32_t>(m.total);
     const bool lent = place == ShmPlace::kLent || place == ShmPlace::kPrivate;
-    taken_ += n;
     record_[sent_ % kLines] = {pos_, taken_, lent ? n : 0};
+    taken_ += n;
     line.stamp.store(++sent_, std::memory_order_release);
     __builtin_prefetch(&Line(), 1);  // take the next line from the receiver's cache ahead of time
   }
@@ -241,7 +243,6 @@ class ShmSend final : public SendEnd {
   std::uint64_t sent_ = 0;       // fragments published
   std::uint64_t reclaimed_ = 0;  // fragments whose line and slot are free again
   std::uint64_t taken_ = 0;      // bytes of messages
-  std::uint64_t settled_ = 0;    // and those that nobody reads any more
   std::uint64_t pos_ = 0;        // data ring filled up to here
   std::uint64_t freed_ = 0;      // and free again up to here
   std::uint64_t place_ = 0;      // of the reserved slot
