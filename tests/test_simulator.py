@@ -228,6 +228,48 @@ def test_problems_are_named(plans: list[Plan], problem: str) -> None:
     assert "allreduce by test, rank" in str(caught.value)
 
 
+def lending(waits: bool) -> list[Plan]:
+    """Unit 0 goes from rank to rank, through scratch; rank 0 sends the other one, perhaps after that."""
+    unit, other, place, rest = Span(Buf.SEND, 0), Span(Buf.SEND, 1), Span(Buf.SCRATCH, 0), Span(Buf.RECV, 1)
+    steps = [
+        [
+            Step(Op.COPY, 0, unit, place),
+            Step(Op.SEND, 1, place, peer=1, deps=(0,)),
+            Step(Op.SEND, 2, other, peer=2, channel=1, deps=(1,) if waits else ()),
+        ],
+        [
+            Step(Op.RECV_REDUCE, 0, unit, place, 0),
+            Step(Op.SEND, 1, place, peer=2, deps=(0,)),
+            Step(Op.SEND, 2, other, peer=2, channel=1),
+        ],
+        [
+            Step(Op.RECV_REDUCE, 0, other, rest, 0, 1),
+            Step(Op.RECV_REDUCE, 0, rest, rest, 1, 1),
+            Step(Op.RECV_REDUCE, 0, unit, Span(Buf.RECV, 0), 1),
+        ],
+    ]
+    more = {"root": 2, "scratch_copies": 2, "staged": True}
+    return [Plan(Collective.REDUCE, "test", 3, r, 2, 2, tuple(each), **more) for r, each in enumerate(steps)]  # type: ignore[arg-type]
+
+
+def test_what_is_lent_on_is_home_when_the_last_one_has_read_it() -> None:
+    """So what the last one needs before must not wait for that."""
+    check(lending(waits=False))
+    check([replace(plan, staged=False) for plan in lending(waits=True)])
+    with pytest.raises(PlanError, match=r"deadlock with 0 slots: rank 0 step 1 .* rank 2 step 0"):
+        check(lending(waits=True))
+    check(lending(waits=True), credits=1)
+
+
+def test_what_is_read_again_is_not_lent_on() -> None:
+    """Rank 1 copies its sum as well, so it has a place of its own, and rank 0 waits for rank 1 only."""
+    plans = lending(waits=True)
+    again = Step(Op.COPY, 0, Span(Buf.SCRATCH, 0), Span(Buf.SCRATCH, 2))
+    onward = Step(Op.SEND, 1, Span(Buf.SCRATCH, 2), peer=2, deps=(1,))
+    plans[1] = replace(plans[1], steps=(plans[1].steps[0], again, onward, plans[1].steps[2]))
+    check(plans)
+
+
 def test_only_the_root_has_its_second_buffer() -> None:
     plans = build(find(Collective.REDUCE, "direct"), 2, root=0)
     plans[1] = replace(plans[1], steps=(Step(Op.COPY, 0, Span(Buf.SEND, 0), Span(Buf.RECV, 0)), *plans[1].steps))

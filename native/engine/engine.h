@@ -174,6 +174,7 @@ class Engine {
   bool WaitsForOwnCore(const Task& task);
   bool PassTask(Task& task);  // false also when it failed the engine
   void RingDoorbells();
+  void RingLenders();
   void Fail(FaultKind kind, int peer, const std::string& text);
   void StopBackground();
   void CheckDeparted();
@@ -198,6 +199,7 @@ class Engine {
   Doorbell doorbell_;
   FaultInjector injector_;
   std::shared_ptr<ShmSegment> segment_;
+  Loans* loans_ = nullptr;  // the segment's
   std::shared_ptr<Heap> heap_;
   std::shared_ptr<TcpStaging> staging_ = std::make_shared<TcpStaging>();
   ShmDoorbell* own_bell_ = nullptr;

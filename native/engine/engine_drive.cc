@@ -167,6 +167,15 @@ void Engine::RingDoorbells() {
     if (t.doorbell->sleeping.load(std::memory_order_relaxed) != 0) doorbell_.Ring(t.local_peer);
   }
   links_.touched.clear();
+  if (loans_ != nullptr && !loans_->returned.empty()) RingLenders();
+}
+
+// Whose memory is home: it came by another rank.
+void Engine::RingLenders() {
+  for (const int lender : loans_->returned) {
+    if (segment_->doorbell(lender).sleeping.load(std::memory_order_relaxed) != 0) doorbell_.Ring(lender);
+  }
+  loans_->returned.clear();
 }
 
 void Engine::CheckDeparted() {

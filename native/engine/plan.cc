@@ -250,15 +250,20 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
     const StepRecord& r = plan.steps[i];
     if (r.dst.buf < 0) continue;
     bool read_later = false;
+    bool overwritten = false;
     for (std::size_t j = 0; j < steps.size(); ++j) {
       const StepRecord& t = plan.steps[j];
-      if (j == i || !SameSpan(r.dst, t.src)) continue;
-      const bool pair = steps[i].op == Op::kRecvReduce && steps[j].op == Op::kSend && r.lane != t.lane;
-      if (pair && !steps[i].block && !steps[j].block && steps[i].fuse < 0 && t.dep_count > 0) {
-        steps[i].fuse = static_cast<std::int32_t>(j);
-      } else {
-        read_later = true;
+      if (j == i) continue;
+      if (SameSpan(r.dst, t.src)) {
+        const bool pair = steps[i].op == Op::kRecvReduce && steps[j].op == Op::kSend && r.lane != t.lane;
+        const bool next = j > i && !overwritten && t.dep_count > 0 && steps[i].fuse < 0;
+        if (pair && next && !steps[i].block && !steps[j].block) {
+          steps[i].fuse = static_cast<std::int32_t>(j);
+        } else {
+          read_later = true;
+        }
       }
+      overwritten |= j > i && SameSpan(r.dst, t.dst);
     }
     steps[i].stream_stores = large && !read_later && r.dst.buf == int(Buf::kRecv);
   }
@@ -273,6 +278,7 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
   }
   MarkAnswers();
   MarkMutual();
+  if (staged) MarkGiven();
   if (staged && locals.empty() && codec == nullptr) PackScratch();
 }
 
@@ -335,6 +341,31 @@ void BoundPlan::MarkMutual() {
     s.mutual = std::any_of(steps.begin(), steps.end(), [&](const BoundStep& t) {
       return (t.op == Op::kRecv || t.op == Op::kRecvReduce) && t.peer == s.peer && t.channel == s.channel;
     });
+  }
+}
+
+// What is written to a place in scratch and read by one send only, before the place is written again or never. Steps
+// that touch the same place depend on each other in the order that they have in the plan, or both read.
+void BoundPlan::MarkGiven() {
+  enum class First { kNothing, kWrite, kOther };
+  const auto first_of = [](const BoundStep& s, auto begin, auto end) {
+    const auto touched = [&](const BoundStep& t, Buf buf, std::size_t off) {
+      return buf == Buf::kScratch && off < s.src_off + s.len && s.src_off < off + t.len;
+    };
+    for (auto t = begin; t != end; ++t) {
+      if (touched(*t, t->src_buf, t->src_off)) return First::kOther;
+      if (touched(*t, t->dst_buf, t->dst_off)) {
+        return t->dst_off == s.src_off && t->len == s.len ? First::kWrite : First::kOther;
+      }
+    }
+    return First::kNothing;
+  };
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    BoundStep& s = steps[i];
+    const auto at = static_cast<std::ptrdiff_t>(i);
+    s.gives = s.op == Op::kSend && !s.block && s.src_buf == Buf::kScratch && s.len > 0 &&
+              first_of(s, steps.begin() + at + 1, steps.end()) != First::kOther &&
+              first_of(s, std::make_reverse_iterator(steps.begin() + at), steps.rend()) == First::kWrite;
   }
 }
 

@@ -108,6 +108,7 @@ struct BoundStep {
   std::int32_t peer = -1;
   std::int32_t fuse = -1;  // a kRecvReduce's result is what step `fuse` sends
   bool mutual = false;     // a send: the plan also receives from this peer on this channel
+  bool gives = false;      // a send from common memory: nothing else reads what it sends
   bool block = false;      // it moves by whole blocks of codes: a compressed message, or rounding for one
   std::int16_t back = -1;  // of a send: the channel on which its answer may come in its place (see MarkAnswers)
   std::uint32_t dep_begin = 0;
@@ -176,6 +177,7 @@ struct BoundPlan {
  private:
   void MarkAnswers();
   void MarkMutual();
+  void MarkGiven();
   void PackScratch();
   void Compress(BoundStep& step, std::size_t items, const Codec& codec);
 };

@@ -212,16 +212,22 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
       if (Team* team = port.end->team()) return team->Share(n, work);
       work(std::size_t{0}, n);
     };
-    if (std::byte* slot = FuseSlot(links, s, index, v.data, n)) {
+    bool its_turn = false;
+    if (std::byte* slot = s.fuse < 0 ? nullptr : FuseSlot(links, s, index, v.data, n, its_turn)) {
       BoundStep& next = steps_[static_cast<std::size_t>(s.fuse)];
       share([&](std::size_t at, std::size_t end) {
-        kernels_->reduce2(dst + at, slot + at, src + at, v.data + at, (end - at) / item_, streams);
+        const std::size_t items = (end - at) / item_;
+        if (next.gives) return kernels_->reduce(slot + at, src + at, v.data + at, items, false);
+        kernels_->reduce2(dst + at, slot + at, src + at, v.data + at, items, streams);
       });
       Port<SendEnd>& out = links.tx(next.peer, next.channel);
-      out.end->Commit(MessageOf(next), next.done, n);
+      out.end->Commit(MessageOf(next), next.posted, n);
       next.until = out.taken += n;
-      next.done = next.posted += n;
-      next.complete = next.done == next.len;
+      next.posted += n;
+      if (its_turn && next.done == s.done) {
+        next.done = next.posted;
+        next.complete = next.done == next.len;
+      }
       Touch(links, out);
     } else {
       share([&](std::size_t at, std::size_t end) {
@@ -236,24 +242,33 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
   return true;
 }
 
-// The slot of the send that follows this reduction, if that send is next on its lane, has kept up, waits for nothing
-// else, and its transport has room: then the sum is written to both places in one pass.
-std::byte* Task::FuseSlot(Links& links, const BoundStep& s, std::uint32_t index, const std::byte* from, std::size_t n) {
-  if (s.fuse < 0) return nullptr;
+// Whether this send heads its lane, so that it is its turn, or only sends are ahead that were posted: see PostAhead.
+bool Task::MayPost(std::uint32_t target, bool& its_turn) const {
+  for (std::size_t lane = 0; lane + 1 < bound_.lane_begin.size(); ++lane) {
+    for (std::uint32_t at = heads_[lane]; at < bound_.lane_begin[lane + 1]; ++at) {
+      its_turn = at == heads_[lane];
+      if (bound_.order[at] == target) return true;
+      const BoundStep& s = steps_[bound_.order[at]];
+      if (s.op != Op::kSend || s.wire > 0 || s.len == 0 || s.posted < s.len) break;
+    }
+  }
+  return false;
+}
+
+// The slot of the send that follows this reduction, if that send may be posted, has kept up, waits for nothing else,
+// and its transport has room: then the sum is written to both places in one pass.
+std::byte* Task::FuseSlot(Links& links, const BoundStep& s, std::uint32_t index, const std::byte* from, std::size_t n,
+                          bool& its_turn) {
   const auto target = static_cast<std::uint32_t>(s.fuse);
   BoundStep& next = steps_[target];
-  if (next.done != s.done || next.posted != s.done || next.complete) return nullptr;
-  bool at_head = false;
-  for (std::size_t lane = 0; lane + 1 < bound_.lane_begin.size(); ++lane) {
-    at_head |= heads_[lane] < bound_.lane_begin[lane + 1] && bound_.order[heads_[lane]] == target;
-  }
-  if (!at_head) return nullptr;
+  if (next.posted != s.done || next.complete || !MayPost(target, its_turn)) return nullptr;
   for (std::uint32_t d = next.dep_begin; d < next.dep_end; ++d) {
     const BoundDep& dep = bound_.deps[d];
     if (dep.step != index && !steps_[dep.step].complete) return nullptr;
   }
   const bool answers = next.peer == s.peer && next.number == 0;
-  return links.tx(next.peer, next.channel).end->Reserve(Src(next) + next.posted, n, answers ? from : nullptr);
+  return links.tx(next.peer, next.channel)
+      .end->Reserve(Src(next) + next.posted, n, answers || next.gives ? from : nullptr);
 }
 
 // Encodes a little ahead of what the transport takes. What is sent was rounded before, so nothing is lost here.

@@ -134,14 +134,16 @@ class Task {
   bool SendCodes(Links& links, BoundStep& s, std::size_t limit);
   bool RecvCodes(Links& links, BoundStep& s, std::size_t limit);
   void ReduceCodes(std::byte* dst, const std::byte* src, const std::byte* codes, std::size_t count);
-  std::byte* FuseSlot(Links& links, const BoundStep& s, std::uint32_t index, const std::byte* from, std::size_t n);
+  std::byte* FuseSlot(Links& links, const BoundStep& s, std::uint32_t index, const std::byte* from, std::size_t n,
+                      bool& its_turn);
+  bool MayPost(std::uint32_t target, bool& its_turn) const;
   // How far a step may go given its deps; false when it must not move at all.
   bool Limit(const BoundStep& s, std::size_t& limit) const;
   bool Apart() const;  // SEND and RECV are different memory
   // Whether what it stores goes around the cache: not where lines are there already, as those of summands in place are.
   bool Streams(const BoundStep& s) const { return s.stream_stores && (bound_.use != Use::kSummed || Apart()); }
   Message MessageOf(const BoundStep& s) const {
-    return {signature_ + s.number, s.len, bound_.may_lend || apart_, s.back, bound_.use, s.mutual};
+    return {signature_ + s.number, s.len, bound_.may_lend || apart_, s.back, bound_.use, s.mutual, s.gives};
   }
   Message CodesOf(const BoundStep& s) const { return {signature_ + s.number, s.wire, bound_.may_lend || apart_}; }
   std::byte* Codes(const BoundStep& s) const { return base_[static_cast<std::size_t>(Buf::kScratch)] + s.codes; }

@@ -25,6 +25,11 @@ void Windows();
 void Stores();
 void BadHeaders();
 
+// shm_loans_test.cc
+void Loans();
+void GivenSends();
+void LoansOfEngines();
+
 // shm_private_test.cc
 void Private();
 void NotPrivate();
@@ -381,6 +386,9 @@ constexpr Scenario kScenarios[] = {
     {"slots: lent in order", LentInOrder},
     {"slots: stores", Stores},
     {"slots: headers", BadHeaders},
+    {"loans", Loans},
+    {"loans: which sends", GivenSends},
+    {"loans: of engines", LoansOfEngines},
     {"private", Private},
     {"private: not", NotPrivate},
     {"private: huge pages", HugePages},

@@ -36,6 +36,17 @@ struct Pair {
   std::array<LinkEnds, kChannels> b;
 };
 
+inline Bytes ReceiveAll(RecvEnd& end, const Frame& m) {
+  Bytes got(m.total);
+  for (std::size_t at = 0; at < m.total;) {
+    const std::ptrdiff_t n = end.Pull(m, at, got.data() + at, m.total - at, false);
+    CHECK(n > 0, "%zu of %zu bytes came", at, m.total);
+    if (n <= 0) break;
+    at += static_cast<std::size_t>(n);
+  }
+  return got;
+}
+
 // What a call throws, as it were; kNone where it does not.
 template <class Fn>
 FaultKind KindOf(Fn&& call) {

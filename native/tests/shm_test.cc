@@ -85,17 +85,6 @@ std::size_t SendAll(SendEnd& end, const Frame& m, const Bytes& data) {
   return at;
 }
 
-Bytes ReceiveAll(RecvEnd& end, const Frame& m) {
-  Bytes got(m.total);
-  for (std::size_t at = 0; at < m.total;) {
-    const std::ptrdiff_t n = end.Pull(m, at, got.data() + at, m.total - at, false);
-    CHECK(n > 0, "%zu of %zu bytes came", at, m.total);
-    if (n <= 0) break;
-    at += static_cast<std::size_t>(n);
-  }
-  return got;
-}
-
 void HandOn(const ShmOptions& options) {
   constexpr std::size_t kBytes = 5000;
   constexpr std::size_t kRing = 64 << 10;  // with slots of 8 KiB

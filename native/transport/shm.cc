@@ -96,6 +96,11 @@ std::size_t ShmLayout::HeapOffset(int local_rank) const {
   return EdgeOffset(local_size, 0, 0) + heap_bytes * static_cast<std::size_t>(local_rank);
 }
 
+int ShmLayout::HeapOwner(std::size_t offset) const {
+  if (offset < HeapOffset(0) || offset >= total_bytes) return -1;
+  return static_cast<int>((offset - HeapOffset(0)) / heap_bytes);
+}
+
 std::size_t ShmLayout::EdgeOffset(int src, int dst, int channel) const {
   const std::size_t head = AlignUp(OwnerOffset(local_size), 4096);
   const auto index =

@@ -35,12 +35,17 @@ enum class ShmPlace : std::uint8_t {
 
 struct alignas(64) ShmLine {
   struct Where {
-    std::uint64_t offset;    // kSlot: in the ring; kReturned: in the ring of the way back; kLent: in the segment;
-                             // kPrivate: the address; kHanded: the slot's number
-    std::uint64_t fragment;  // kReturned: the index that the slot had on its way out
-    std::int8_t channel;     // kReturned: of its way out; kSlot: on which it may come back, or -1
-    bool kept;               // kSlot, written by the receiver: it comes back, and is free once that was read
-    bool shared;             // kPrivate: the sender has nothing else to do, and copies pieces of it
+    // kSlot: in the ring; kReturned: in the ring of the way back; kLent: in the segment; kPrivate: the address;
+    // kHanded: the slot's number.
+    std::uint64_t offset;
+    // kReturned: the index that the slot had on its way out; kLent: where in the segment the line is by which its owner
+    // lent it, or 0: this one.
+    std::uint64_t fragment = 0;
+    std::int8_t channel = -1;  // kReturned: of its way out; kSlot: on which it may come back, or -1
+    bool kept = false;    // written by the receiver. kSlot: it comes back, and is free once read; kLent: it was lent on
+    bool shared = false;  // kPrivate: the sender has nothing else to do, and copies pieces of it
+    bool gives = false;   // kLent: its owner does not read it again
+    bool home = false;    // kLent, lent on: written by whoever was the last to read it
   };
 
   std::atomic<std::uint64_t> stamp;  // index of this fragment + 1, written last
@@ -90,6 +95,7 @@ struct ShmLayout {
   std::size_t OwnerOffset(int local_rank) const;
   std::size_t EdgeOffset(int src, int dst, int channel) const;
   std::size_t HeapOffset(int local_rank) const;
+  int HeapOwner(std::size_t offset) const;  // on whose heap this is, or -1
 
   int local_size;
   std::size_t ring_bytes;
@@ -107,6 +113,18 @@ enum class SlotStores : int { kAuto, kCached, kStreaming, kClaimed };  // as in 
 enum class PrivateReads : int { kAuto, kAlways, kNever };  // as in Python: env.py
 
 class Invitations;
+
+// Of a sum that is only sent on no more than one place is needed: whoever lends what goes into it need not have it back
+// as it was, so each rank adds to what lies there and lends it on. Its owner has it back when the last one has read it.
+struct Loans {
+  // The fragment that this rank was lent in this way and that one of its receiving ends shows, untouched so far.
+  const std::byte* data = nullptr;
+  std::size_t n = 0;
+  ShmLine* line = nullptr;
+  void Show(const std::byte* at, std::size_t nbytes, ShmLine& by) { data = at, n = nbytes, line = &by; }
+
+  std::vector<int> returned;  // local ranks whose memory went home, and who may sleep
+};
 
 struct ShmOptions {
   SlotStores stores = SlotStores::kAuto;
@@ -167,6 +185,7 @@ class ShmSegment {
   PrivateReads reads() const { return options_.reads; }
   OwnPages& pages() const { return *pages_; }
   Invitations& invitations() const { return *invitations_; }
+  Loans& loans() const { return *loans_; }
 
  private:
   ShmSegment(std::shared_ptr<std::byte> base, const ShmLayout& layout, const ShmOptions& options);
@@ -174,7 +193,8 @@ class ShmSegment {
   ShmOptions options_;
   std::unique_ptr<StorePolicy> policy_ = std::make_unique<StorePolicy>(options_.stores);
   std::unique_ptr<OwnPages> pages_ = std::make_unique<OwnPages>();
-  std::shared_ptr<Invitations> invitations_;  // of this rank
+  std::shared_ptr<Invitations> invitations_;  // of this rank, as are
+  std::unique_ptr<Loans> loans_ = std::make_unique<Loans>();
   ShmLayout layout_;
   std::shared_ptr<std::byte> base_;
   std::unique_ptr<std::uint64_t> token_ = std::make_unique<std::uint64_t>(0);

@@ -27,10 +27,11 @@ class ShmRecv final : public RecvEnd {
         shared_(*edge_.pieces),
         sender_(segment.owner(other)),
         invitations_(segment.invitations()),
+        segment_(segment),
+        loans_(segment.loans()),
         least_private_(PrivateLengths(segment.reads(), segment.policy()).Least()),
         peer_(peer),
-        base_(segment.base()),
-        total_(segment.layout().total_bytes) {
+        base_(segment.base()) {
     for (int back = 0; back < kChannels; ++back) {
       own_rings_[static_cast<std::size_t>(back)] = Edge(segment, me, other, back).data;
     }
@@ -49,17 +50,13 @@ class ShmRecv final : public RecvEnd {
   }
 
   void Consume(std::size_t n) override {
-    if (place_ == ShmPlace::kLent || place_ == ShmPlace::kPrivate) memory_.CheckValid();
+    if (place_ == ShmPlace::kLent || place_ == ShmPlace::kPrivate) CheckValid();
     taken_ += n;
     open_.slot = nullptr;
     if (taken_ < size_) return;
     const ShmLine& line = edge_.line(seen_);
     if (!claimed_ && Claimable()) Claim();
-    if (place_ == ShmPlace::kReturned) {
-      neighbour_->home[static_cast<std::size_t>(line.where.channel)][line.where.fragment % kLines] =
-          line.where.fragment + 1;
-    }
-    if (place_ == ShmPlace::kHanded && !hand_.Give(line.where.offset)) throw Corrupt("a slot came twice");
+    if (place_ >= ShmPlace::kReturned) GiveBack(line.where);
     opened_ = false;
     edge_.credit->lines.store(++seen_, std::memory_order_release);
     hand_.midway = more_;
@@ -119,8 +116,7 @@ class ShmRecv final : public RecvEnd {
         data_ = own_rings_[static_cast<std::size_t>(where.channel)] + where.offset;
         return;
       case ShmPlace::kLent:
-        if (!inside(total_)) break;
-        data_ = base_ + where.offset;
+        if (!FindLent(line)) break;
         return;
       case ShmPlace::kPrivate:
         if (edge_.credit->reads.load(std::memory_order_relaxed) != 1) break;
@@ -145,6 +141,38 @@ class ShmRecv final : public RecvEnd {
       claimed_ = true;
     } else {
       CopyBytes(dst, data_ + taken_, n, stream);
+    }
+  }
+
+  // Not inlined, like the next two: they are for long messages, and short ones should not pay for them.
+  [[gnu::noinline]] bool FindLent(ShmLine& line) {
+    const ShmLine::Where& where = line.where;
+    const ShmLayout& layout = segment_.layout();
+    lender_ = layout.HeapOwner(where.offset);
+    const bool by_line = where.fragment < layout.HeapOffset(0) && where.fragment % sizeof(ShmLine) == 0;
+    if (lender_ < 0 || size_ > layout.total_bytes - where.offset || !by_line) return false;
+    data_ = base_ + where.offset;
+    if (where.gives) loans_.Show(data_, size_, line);
+    return true;
+  }
+
+  // Neither who sends nor who lent may have failed.
+  [[gnu::noinline]] void CheckValid() {
+    loans_.data = nullptr;
+    memory_.CheckValid();
+    if (place_ == ShmPlace::kLent) PrivateMemory(segment_.owner(lender_), peer_).CheckValid();
+  }
+
+  // What was read goes back to whose it is: by us, or by whoever it was sent or lent on to.
+  [[gnu::noinline]] void GiveBack(const ShmLine::Where& where) {
+    if (place_ == ShmPlace::kReturned) {
+      neighbour_->home[static_cast<std::size_t>(where.channel)][where.fragment % kLines] = where.fragment + 1;
+    } else if (place_ == ShmPlace::kLent && where.fragment != 0 && !where.kept) {
+      auto* line = reinterpret_cast<ShmLine*>(base_ + where.fragment);
+      std::atomic_ref(line->where.home).store(true, std::memory_order_release);
+      loans_.returned.push_back(lender_);
+    } else if (place_ == ShmPlace::kHanded && !hand_.Give(where.offset)) {
+      throw Corrupt("a slot came twice");
     }
   }
 
@@ -192,6 +220,9 @@ class ShmRecv final : public RecvEnd {
   SharedCopy shared_;
   const ShmOwner& sender_;
   Invitations& invitations_;
+  const ShmSegment& segment_;
+  Loans& loans_;
+  int lender_ = 0;             // whose what lies on a heap is
   bool invited_ = false;       // ever
   bool inviting_ = false;      // to this fragment
   std::uint64_t written_ = 0;  // pieces that the sender will have written once it is there
@@ -207,7 +238,6 @@ class ShmRecv final : public RecvEnd {
   bool more_ = false;       // of its message
   std::uint64_t seen_ = 0;  // fragments consumed
   std::byte* base_;
-  std::size_t total_;
   std::array<std::byte*, kChannels> own_rings_;  // of the way back
   std::vector<std::byte> staged_;
 };

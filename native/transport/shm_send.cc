@@ -31,6 +31,7 @@ class ShmSend final : public SendEnd {
         policy_(segment.policy()),
         private_(segment.reads(), segment.policy()),
         pages_(segment.pages()),
+        loans_(segment.loans()),
         shared_(*edge_.pieces),
         receiver_(segment.owner(other)),
         peer_(peer),
@@ -59,6 +60,8 @@ class ShmSend final : public SendEnd {
 
   // Nothing while slots are written around the cache: what a kernel stores there goes through it.
   std::byte* Reserve(const std::byte* data, std::size_t n, const std::byte* from) override {
+    lent_on_ = from != nullptr && loans_.data == from && loans_.n == n && LineFree();
+    if (lent_on_) return const_cast<std::byte*>(from);
     if (n <= kInlineBytes || OnHeap(data)) return nullptr;
     returned_ = -1;
     if (from != nullptr && LineFree()) {
@@ -75,21 +78,34 @@ class ShmSend final : public SendEnd {
 
   void Commit(const Message& m, std::size_t at, std::size_t n) override {
     static_cast<void>(at);
+    ShmPlace place = ShmPlace::kSlot;
     ShmLine::Where& where = Line().where;
-    if (returned_ >= 0) {
+    if (lent_on_) {
+      ShmLine::Where& lent = loans_.line->where;
+      const auto line = static_cast<std::uint64_t>(reinterpret_cast<std::byte*>(loans_.line) - base_);
+      where = {.offset = lent.offset, .fragment = lent.fragment != 0 ? lent.fragment : line, .gives = true};
+      place = ShmPlace::kLent;
+      lent.kept = true;
+      lent_on_ = false;
+    } else if (returned_ >= 0) {
       const Neighbour::Open& open = neighbour_->open[static_cast<std::size_t>(returned_)];
-      where = {open.line->where.offset, open.fragment, static_cast<std::int8_t>(returned_), false, false};
+      where = {open.line->where.offset, open.fragment, static_cast<std::int8_t>(returned_)};
+      place = ShmPlace::kReturned;
       open.line->where.kept = true;
       returned_ = -1;
-      Publish(ShmPlace::kReturned, m, n);
-      return;
+    } else {
+      where = {place_ % edge_.capacity, 0, static_cast<std::int8_t>(m.back)};
+      pos_ = place_ + AlignUp(n, kLineBytes);
     }
-    where = {place_ % edge_.capacity, 0, static_cast<std::int8_t>(m.back), false, false};
-    pos_ = place_ + AlignUp(n, kLineBytes);
-    Publish(ShmPlace::kSlot, m, n);
+    Publish(place, m, n);
   }
 
   bool Silent() const override { return waited_ > 0; }  // the ring is there meanwhile
+
+  // What was lent on comes home whether the peer is there or not.
+  bool FinalWithoutPeer() const override {
+    return lent_ == 0 || reclaimed_ == edge_.credit->lines.load(std::memory_order_acquire);
+  }
 
   std::size_t Lent() override {
     if (lent_ == 0) return 0;
@@ -137,10 +153,12 @@ class ShmSend final : public SendEnd {
   std::ptrdiff_t Lend(const Message& m, const std::byte* data, std::size_t n) {
     if (!LineFree()) return kWouldBlock;
     n = std::min(n, on_heap_ ? kLentFragment : kPrivateFragment);
-    lent_ += n;
     const auto address = reinterpret_cast<std::uintptr_t>(data);
-    Line().where = {on_heap_ ? static_cast<std::uint64_t>(data - base_) : address, 0, -1, false, m.use == Use::kStored};
-    Publish(on_heap_ ? ShmPlace::kLent : ShmPlace::kPrivate, m, n);
+    Line().where = {.offset = on_heap_ ? static_cast<std::uint64_t>(data - base_) : address,
+                    .channel = -1,
+                    .shared = m.use == Use::kStored,
+                    .gives = m.gives};
+    Publish(on_heap_ ? ShmPlace::kLent : ShmPlace::kPrivate, m, n, n);
     return static_cast<std::ptrdiff_t>(n);
   }
 
@@ -151,7 +169,7 @@ class ShmSend final : public SendEnd {
       const std::size_t part = std::min(hand_bytes_, n - taken);
       const std::uint8_t slot = hand_.Take();
       policy_.Copy(hand_.slot(slot), data + taken, part);
-      Line().where = {slot, 0, -1, false, false};
+      Line().where = {slot, 0, -1};
       Publish(ShmPlace::kHanded, m, part);
       taken += part;
     }
@@ -200,7 +218,8 @@ class ShmSend final : public SendEnd {
     return sent_ - reclaimed_ < kLines;
   }
 
-  // What the receiver has consumed is free, up to the first slot that it sent back and that was not read here yet.
+  // What the receiver has consumed is free, up to the first slot that it sent back and that was not read here yet, or
+  // to memory of ours that it lent on and that not all have read.
   void Reclaim() {
     const std::uint64_t consumed = edge_.credit->lines.load(std::memory_order_acquire);
     for (; reclaimed_ < std::min(consumed, sent_); ++reclaimed_) {
@@ -208,19 +227,27 @@ class ShmSend final : public SendEnd {
       const bool back = static_cast<ShmPlace>(line.place) == ShmPlace::kSlot && line.where.kept;
       if (back && neighbour_->home[static_cast<std::size_t>(channel_)][reclaimed_ % kLines] != reclaimed_ + 1) break;
       const Sent& sent = record_[reclaimed_ % kLines];
+      if (sent.lent > 0 && Away(reclaimed_)) break;
       freed_ = sent.end;
       lent_ -= sent.lent;
     }
   }
 
-  void Publish(ShmPlace place, const Message& m, std::size_t n) {
+  // Whether memory of ours was lent on and is not home.
+  bool Away(std::uint64_t fragment) const {
+    ShmLine& line = edge_.line(fragment);
+    return static_cast<ShmPlace>(line.place) == ShmPlace::kLent && line.where.kept &&
+           !std::atomic_ref(line.where.home).load(std::memory_order_acquire);
+  }
+
+  void Publish(ShmPlace place, const Message& m, std::size_t n, std::size_t lent = 0) {
     ShmLine& line = Line();
     line.signature = m.signature;
     line.nbytes = static_cast<std::uint32_t>(n);
     line.place = static_cast<std::uint32_t>(place);
     line.total = static_cast<std::uint32_t>(m.total);
-    const bool lent = place == ShmPlace::kLent || place == ShmPlace::kPrivate;
-    record_[sent_ % kLines] = {pos_, taken_, lent ? n : 0};
+    record_[sent_ % kLines] = {pos_, taken_, lent};
+    lent_ += lent;
     taken_ += n;
     line.stamp.store(++sent_, std::memory_order_release);
     __builtin_prefetch(&Line(), 1);  // take the next line from the receiver's cache ahead of time
@@ -230,6 +257,7 @@ class ShmSend final : public SendEnd {
   StorePolicy& policy_;
   PrivateLengths private_;
   OwnPages& pages_;
+  Loans& loans_;
   SharedCopy shared_;
   const ShmOwner& receiver_;
   int peer_;
@@ -247,6 +275,7 @@ class ShmSend final : public SendEnd {
   std::uint64_t freed_ = 0;      // and free again up to here
   std::uint64_t place_ = 0;      // of the reserved slot
   int returned_ = -1;            // the channel of the open slot that is reserved to be sent back
+  bool lent_on_ = false;         // what is reserved is what was lent to this rank
   std::byte* base_;
   const std::byte* heap_;
   std::size_t heap_bytes_;

@@ -57,6 +57,7 @@ struct Message {
   int back = -1;          // the channel on which the receiver may send the answer in this message's place, or -1
   Use use = Use::kLone;
   bool mutual = false;  // the sender receives on this channel, too: places of messages may change hands
+  bool gives = false;   // the sender reads it no more: a sum of it may be written where it lies
 };
 
 inline constexpr std::uint64_t kNumberStep = 0x9e3779b97f4a7c15u;
@@ -102,8 +103,8 @@ class SendEnd {
 
   // A place for exactly n further bytes, which will also be at `data`, that the caller fills before Commit; or null (no
   // room now, or no need or no such place in this transport). It lets a reduction write its result straight into a
-  // slot. `from` is null, or n bytes that the peer's RecvEnd shows and the result is computed from: the place may be
-  // this one.
+  // slot. `from` is null, or n bytes that a RecvEnd of this rank shows and the result is computed from: the place may
+  // be this one.
   virtual std::byte* Reserve(const std::byte* data, std::size_t n, const std::byte* from) {
     static_cast<void>(data);
     static_cast<void>(n);

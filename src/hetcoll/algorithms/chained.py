@@ -2,9 +2,11 @@
 
 Of what all have copied somewhere no cache is left by the time that all have had their turn, which is what `staged`
 does. Here a stretch is cut into a share for each core. A share goes from rank to rank: each writes the sum of what the
-last one left and of its own input, where the next one reads it. So input is read once and copied nowhere, and what was
-written is read by whoever has the next turn, on the same core first: the chains begin on different ones, and ranks are
-dealt to cores in turn. The last rank's sum is read by all where it lies. docs/performance.md, "More ranks than cores".
+last one left and of its own input, where the next one reads it. As such a sum is only sent on, the engine leaves it
+where its first summand lies (`Loans` in native/transport/shm.h): in the scratch memory of the first rank, to which all
+but the last add. So input is read once and copied nowhere, and what was written is read by whoever has the next turn,
+on the same core first: the chains begin on different ones, and ranks are dealt to cores in turn. The last rank's sum is
+read by all where it lies. docs/performance.md, "More ranks than cores".
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from .base import Cost, Draft, inp, out, register, tmp
 
 _MOST_CHAINS = 4  # more were slower: a rank waits for one chain while another could go on
 _MOST_CORES = 8  # on more, too few of them have something to do
-_STRETCH_KIB = (128, 256, 768, 1024)  # by the number of chains; measured, as is the next
+_STRETCH_KIB = (128, 512, 768, 1024)  # by the number of chains; measured, as is the next
 _WHOLE_BYTES = 1 << 20  # up to here beginning anew costs more than caches give, where cores work at the same time
 _MOST_STRETCHES = 128
 
@@ -66,15 +68,15 @@ def allreduce(p: Draft) -> None:
             if at == 0:
                 summed = p.copy(0, sums, mine, after=after)
             else:
-                summed = p.recv_reduce(0, sums, mine, order[at - 1], after=after)
+                summed = p.recv_reduce(1, sums, mine, order[at - 1], after=after)
             if at < n - 1:
-                read[h] = [p.send(1, sums, order[at + 1], after=[summed])]
+                read[h] = [p.send(2, sums, order[at + 1], after=[summed])]
                 continue
-            total = p.scaled(0, sums, summed)
+            total = p.scaled(1, sums, summed)
             for peer in p.after_me():
-                shown = p.send(2, sums, peer, channel=1, after=[total])
-            read[h] = [shown, p.copy(3, out(n * k + begin, end - begin), sums, after=[total])]
+                shown = p.send(3, sums, peer, channel=1, after=[total])
+            read[h] = [shown, p.copy(4, out(n * k + begin, end - begin), sums, after=[total])]
         for h in mine_first:
             if orders[h][-1] != p.rank:
                 begin, end = shares[h]
-                p.recv(4, out(n * k + begin, end - begin), orders[h][-1], channel=1)
+                p.recv(5, out(n * k + begin, end - begin), orders[h][-1], channel=1)

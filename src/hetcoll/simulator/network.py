@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..plan import Buf, Op, Plan, Span
 from ..types import Collective
+from .loans import join_loans
 from .local import check_local, join, writes
 from .node import RECEIVES, Node, PlanError, follows, lengths, only_in_place
 
@@ -55,6 +56,7 @@ def network(plans: Sequence[Plan], apart: bool = False) -> list[list[Node]]:
     for fifo in sorted(sends.keys() | recvs.keys()):
         _match(plans, fifo, sends.get(fifo, []), recvs.get(fifo, []))
     join(plans, locals)
+    join_loans(plans, nodes)
     return nodes
 
 

@@ -36,6 +36,8 @@ class Node:
     other: Node | None = None  # the other end of its message
     group: tuple[Node, ...] = ()  # a LOCAL step on all members of the island, in its order
     sources: tuple[Node, ...] = ()  # of these, the ones whose data it gets
+    onward: Node | None = None  # the send by which what this one lends may be lent on: see loans.py
+    met: bool = False  # without slots: a send whose message was received, though what it lent may still be read
     done: int = 0  # pieces
     full: int = 0  # bit set of the nodes that end before this one begins
     paced: int = 0  # bit set of the nodes of which each element is done before the same element of this one
@@ -51,9 +53,9 @@ def only_in_place(plan: Plan, first: Step, second: Step) -> bool:
     ``native/engine/plan.cc`` has the same rule.
     """
     hazards = _hazards(first, second)
-    if any(_meet(x, y) for x, y in hazards):
+    if any(meet(x, y) for x, y in hazards):
         return False
-    return any(_meet(_in_place(plan, x), _in_place(plan, y)) for x, y in hazards)
+    return any(meet(_in_place(plan, x), _in_place(plan, y)) for x, y in hazards)
 
 
 def follows(plan: Plan, first: Step, second: Step) -> bool:
@@ -63,7 +65,7 @@ def follows(plan: Plan, first: Step, second: Step) -> bool:
     are done. ``native/engine/plan.cc`` has the same rule.
     """
     spans = [(_in_place(plan, x), _in_place(plan, y)) for x, y in _hazards(first, second)]
-    meeting = [(x, y) for x, y in spans if _meet(x, y)]
+    meeting = [(x, y) for x, y in spans if meet(x, y)]
     return bool(meeting) and all(x == y for x, y in meeting)
 
 
@@ -75,7 +77,7 @@ def _hazards(first: Step, second: Step) -> list[tuple[Span, Span]]:
     return [(x, y) for x, y in pairs if x is not None and y is not None]
 
 
-def _meet(x: Span, y: Span) -> bool:
+def meet(x: Span, y: Span) -> bool:
     return x.buf is y.buf and x.start < y.start + y.count and y.start < x.start + x.count
 
 

@@ -27,15 +27,30 @@ def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int) -> list[Node
     while moved:
         moved = False
         for lane in waiting:
-            while lane and (lane[-1].done == pieces or _advance(lane[-1], pieces, slots, flying, order)):
-                moved = True
+            while lane:
+                if _home(lane[-1]):
+                    lane[-1].done = pieces
                 if lane[-1].done == pieces:
                     lane.pop()
+                elif not _advance(_due(lane), pieces, slots, flying, order):
+                    break
+                moved = True
     stuck = [lane[-1] for lane in waiting if lane]
     if stuck:
         names = "; ".join(f"rank {n.rank} step {n}" for n in stuck[:8])
         raise PlanError(plans[stuck[0].rank], stuck[0].index, f"deadlock with {slots} slots: {names}")
     return order
+
+
+def _home(node: Node) -> bool:
+    """Whether nobody reads any more what a send has lent."""
+    return node.met and (node.onward is None or _home(node.onward))
+
+
+def _due(lane: list[Node]) -> Node:
+    """What a lane does next. Sends do not wait until what those before them have lent is home."""
+    first = next((node for node in reversed(lane) if not node.met), lane[-1])
+    return first if first.step.op is Op.SEND else lane[-1]
 
 
 def _advance(node: Node, pieces: int, slots: int, flying: dict[tuple[int, int, int], int], order: list[Node]) -> bool:
@@ -51,9 +66,9 @@ def _advance(node: Node, pieces: int, slots: int, flying: dict[tuple[int, int, i
         order += node.group
         return True
     if other is not None and slots == 0:
-        if step.op is not Op.SEND or not _ready(other, pieces):
+        if step.op is not Op.SEND or node.met or not _ready(other, pieces):
             return False
-        node.done = other.done = pieces
+        node.met, other.done = True, pieces
         order += (node, other)
         return True
     if other is not None and step.op is Op.SEND:
@@ -72,7 +87,8 @@ def _advance(node: Node, pieces: int, slots: int, flying: dict[tuple[int, int, i
 
 
 def _ready(node: Node, pieces: int) -> bool:
-    if node.before is not None and node.before.done < pieces:
+    before = node.before
+    if before is not None and before.done < pieces and not (before.met and node.step.op is Op.SEND):
         return False
     return all(dep.done == pieces or (follow and dep.done > node.done) for dep, follow in node.deps)
 
