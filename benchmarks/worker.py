@@ -195,6 +195,11 @@ class Case:
         target = self.recv if self.inplace or self.op == "broadcast" else self.send
         target[:] = self.stream(self.rank, seed, 0, target.size)
 
+    def write(self) -> None:
+        """The input once more: its lines are then in this core's cache, and in no other one's."""
+        target = self.recv if self.inplace or self.op == "broadcast" else self.send
+        target += np.float32(0)
+
     def wrong(self, seed: int) -> int:
         """How many elements of the output differ from what they must be; sums of small integers are exact."""
         op, part, count = self.op, self.part, self.recv.size
@@ -224,26 +229,39 @@ def agree(library: Library, estimate_us: float) -> float:
     return float(box[0])
 
 
-def measure(library: Library, case: Case, budget_us: float) -> dict[str, Any]:
+def time_batch(library: Library, case: Case, calls: int) -> float:
+    """Microseconds a call, one after the other."""
+    library.barrier()
+    start = perf_counter_ns()
+    for _ in repeat(None, calls):
+        case.call()
+    return (perf_counter_ns() - start) / 1e3 / calls
+
+
+def time_written(library: Library, case: Case, calls: int) -> float:
+    """The same of calls before each of which the input was written, and then a barrier made."""
+    spent = 0
+    for _ in repeat(None, calls):
+        case.write()
+        library.barrier()
+        start = perf_counter_ns()
+        case.call()
+        spent += perf_counter_ns() - start
+    return spent / 1e3 / calls
+
+
+def measure(library: Library, case: Case, budget_us: float, written: bool = False) -> dict[str, Any]:
     """Verify, time batches after a barrier each until the budget is spent, verify again."""
+    sample = time_written if written else time_batch
     wrong = verified_call(library, case, 1)
     estimate = 0.0
     for calls in (2, 10, 50):  # the last one's time is the estimate
         if estimate * calls > budget_us:
             break
-        library.barrier()
-        start = perf_counter_ns()
-        for _ in range(calls):
-            case.call()
-        estimate = max(agree(library, (perf_counter_ns() - start) / 1e3 / calls), 0.05)
+        estimate = max(agree(library, sample(library, case, calls)), 0.05)
     batch = round(min(100, max(1, SAMPLE_US / estimate)))
-    samples = []
-    for _ in range(round(min(MOST_SAMPLES, max(FEWEST_SAMPLES, budget_us / (estimate * batch))))):
-        library.barrier()
-        start = perf_counter_ns()
-        for _ in repeat(None, batch):
-            case.call()
-        samples.append((perf_counter_ns() - start) / 1e3 / batch)
+    count = round(min(MOST_SAMPLES, max(FEWEST_SAMPLES, budget_us / (estimate * batch))))
+    samples = [sample(library, case, batch) for _ in range(count)]
     wrong += verified_call(library, case, 2)
     return {
         "op": case.op, "nbytes": case.nbytes, "median_us": statistics.median(samples), "best_us": min(samples),
@@ -258,6 +276,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=int, required=True)
     parser.add_argument("--budget-ms", type=float, default=60.0, help="time for the samples of one size")
     parser.add_argument("--pages", choices=PAGES, default="numpy", help="of the buffers; see `aligned`")
+    parser.add_argument("--written", action="store_true", help="write the input before each call")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     library = LIBRARIES[args.library]()
@@ -265,7 +284,7 @@ def main() -> None:
     for op in args.ops:
         for nbytes in args.sizes:
             case = Case(library, op, nbytes, args.library == "gloo" and op == "allreduce", args.pages)
-            rows.append(measure(library, case, args.budget_ms * 1e3))
+            rows.append(measure(library, case, args.budget_ms * 1e3, args.written))
     document = {"version": library.version, "rank": library.rank, "size": library.size, "rows": rows}
     partial_file = Path(f"{args.out}.{library.rank}.part")
     partial_file.write_text(json.dumps(document))

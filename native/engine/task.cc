@@ -7,7 +7,10 @@
 namespace hetcoll {
 namespace {
 
-constexpr std::size_t kLocalBytes = std::size_t{64} << 10;  // a copy or reduction in place moves this much a turn
+// A copy or reduction in place moves this much a turn; of a long one the more, as what is looked at in between matters
+// less.
+constexpr std::size_t kLocalBytes = std::size_t{64} << 10;
+constexpr std::size_t kMostLocalBytes = std::size_t{1} << 20;
 
 const char* Name(Op op) {
   switch (op) {
@@ -341,7 +344,8 @@ bool Task::MoveLocal(BoundStep& s, std::size_t limit) {
   std::byte* dst = Dst(s) + s.done;
   const std::byte* src = s.src_buf == Buf::kNone ? dst : Src(s) + s.done;
   const bool nothing = s.op == Op::kCopy && src == dst;
-  const std::size_t n = nothing ? limit - s.done : std::min(limit - s.done, kLocalBytes);
+  const std::size_t turn = std::clamp(s.len / 8, kLocalBytes, kMostLocalBytes) / item_ * item_;
+  const std::size_t n = nothing ? limit - s.done : std::min(limit - s.done, turn);
   if (n > 0 && !nothing) {
     if (s.op == Op::kCopy) CopyBytes(dst, src, n, Streams(s));
     if (s.op == Op::kReduce) kernels_->reduce(dst, dst, src, n / item_, false);

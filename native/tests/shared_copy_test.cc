@@ -20,7 +20,8 @@ namespace {
 
 using Frame = struct hetcoll::Message;  // not the plan of that name
 
-constexpr std::size_t kLarge = kPrivateFragment + 5 * kPieceBytes + 12345;  // two fragments
+constexpr std::size_t kRest = (std::size_t{640} << 10) + 12345;
+constexpr std::size_t kLarge = kPrivateFragment + kRest;  // two fragments
 constexpr Frame kOneWay{1, kLarge, true, -1, Use::kStored};
 
 void Clear(Bytes& bytes) { std::memset(bytes.data(), 0, bytes.size()); }
@@ -69,19 +70,23 @@ struct Two {
 void Pieces() {
   Two two;
   SharedCopy copy(*two.pieces);
-  constexpr std::size_t kBytes = 3 * kPieceBytes + 5;
+  constexpr std::size_t kBytes = 3 * kMostPiece + 5;
   const Bytes data = Pattern(kBytes, 1);
   Bytes into(kBytes);
   Piece piece{};
   copy.Open(7, into.data());
   CHECK(copy.fragment() == 7 && !copy.Take(6, kBytes, piece) && !copy.Take(8, kBytes, piece), "7 is open");
-  CHECK(copy.Take(7, kBytes, piece) && piece.at == 0 && piece.n == kPieceBytes, "the first piece");
+  CHECK(copy.Take(7, kBytes, piece) && piece.at == 0 && piece.n == kMostPiece, "the first piece");
   CHECK(copy.Write(7, data.data(), kBytes, two.sender->owner(1), 1), "the others");
   CHECK(copy.written() == 3 && two.pieces->writing == 0, "%zu were written", std::size_t(copy.written()));
   CHECK(!copy.Take(7, kBytes, piece) && !copy.Write(7, data.data(), kBytes, two.sender->owner(1), 1), "none is left");
-  CHECK(std::equal(into.begin() + kPieceBytes, into.end(), data.begin() + kPieceBytes), "the others arrive");
-  CHECK(std::all_of(into.begin(), into.begin() + kPieceBytes, [](std::byte b) { return b == std::byte{}; }),
-        "not ours");
+  CHECK(std::equal(into.begin() + kMostPiece, into.end(), data.begin() + kMostPiece), "the others arrive");
+  CHECK(std::all_of(into.begin(), into.begin() + kMostPiece, [](std::byte b) { return b == std::byte{}; }), "not ours");
+
+  for (const std::size_t nbytes : {2 * kLeastPiece, 100'001ul, 262'144ul, 2 * kMostPiece}) {
+    CHECK(SharedCopy::Pieces(nbytes) == 2 && PieceBytes(nbytes) % 4096 == 0, "%zu bytes: a piece for each", nbytes);
+  }
+  CHECK(SharedCopy::Pieces(kPrivateFragment) == 4, "of long ones, no more than one would like to wait for");
 }
 
 // A receiver that waits for its sender's pieces, one that gets no help, and messages that are not shared.
@@ -142,11 +147,11 @@ void Together() {
 void Withdrawn() {
   Two two;
   SharedCopy copy(*two.pieces);
-  const Bytes data = Pattern(kPieceBytes, 3);
-  Bytes into(kPieceBytes);
+  const Bytes data = Pattern(kLeastPiece, 3);
+  Bytes into(kLeastPiece);
   copy.Open(1, into.data());
   two.sender->owner(1).withdrawn = 1;
-  CHECK(!copy.Write(1, data.data(), kPieceBytes, two.sender->owner(1), 1) && copy.written() == 0, "withdrawn");
+  CHECK(!copy.Write(1, data.data(), kLeastPiece, two.sender->owner(1), 1) && copy.written() == 0, "withdrawn");
 
   Invitations& invitations = two.receiver->invitations();
   invitations.Settle();  // nobody was invited
@@ -193,7 +198,7 @@ void OutOfReach() {
   copy.Open(1, secret);
   Piece piece{};
   CHECK(copy.Take(1, kPrivateFragment, piece) && two.from[0].send->Help(), "it helps once");
-  CHECK(copy.written() == 0 && copy.TakeBack(kPrivateFragment, piece) && piece.at == kPieceBytes, "and gives back");
+  CHECK(copy.written() == 0 && copy.TakeBack(kPrivateFragment, piece) && piece.at == kMostPiece, "and gives back");
   CHECK(!copy.TakeBack(kPrivateFragment, piece) && !two.from[0].send->Help(), "no more");
 
   OwnPages pages;

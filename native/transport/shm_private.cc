@@ -84,10 +84,10 @@ void SharedCopy::Open(std::uint64_t fragment, std::byte* into) {
 bool SharedCopy::Take(std::uint64_t fragment, std::size_t nbytes, Piece& piece) {
   std::uint64_t next = pieces_.next.load(std::memory_order_acquire);
   do {
-    piece.at = (next & ((1u << kPieceBits) - 1)) * kPieceBytes;
+    piece.at = (next & ((1u << kPieceBits) - 1)) * PieceBytes(nbytes);
     if (next >> kPieceBits != fragment || piece.at >= nbytes) return false;
   } while (!pieces_.next.compare_exchange_weak(next, next + 1, std::memory_order_acq_rel, std::memory_order_acquire));
-  piece.n = std::min(kPieceBytes, nbytes - piece.at);
+  piece.n = std::min(PieceBytes(nbytes), nbytes - piece.at);
   return true;
 }
 
@@ -100,7 +100,7 @@ bool SharedCopy::Write(std::uint64_t fragment, const std::byte* data, std::size_
   for (Piece piece{}; Take(fragment, nbytes, piece); any = true) {
     // The receiver waits for a piece that was taken, so `into` is this fragment's until it was written.
     if (!memory.Write(pieces_.into.load(std::memory_order_relaxed) + piece.at, data + piece.at, piece.n)) {
-      pieces_.returned.store(piece.at / kPieceBytes + 1, std::memory_order_release);
+      pieces_.returned.store(piece.at / PieceBytes(nbytes) + 1, std::memory_order_release);
       return gave_back_ = true;
     }
     pieces_.written.fetch_add(1, std::memory_order_release);
@@ -112,8 +112,8 @@ bool SharedCopy::TakeBack(std::size_t nbytes, Piece& piece) {
   const std::uint64_t returned = pieces_.returned.load(std::memory_order_acquire);
   if (returned == 0) return false;
   pieces_.returned.store(0, std::memory_order_relaxed);
-  piece.at = (returned - 1) * kPieceBytes;
-  piece.n = std::min(kPieceBytes, nbytes - piece.at);
+  piece.at = (returned - 1) * PieceBytes(nbytes);
+  piece.n = std::min(PieceBytes(nbytes), nbytes - piece.at);
   return true;
 }
 

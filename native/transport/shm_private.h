@@ -87,7 +87,16 @@ class PrivateMemory {
   int peer_;
 };
 
-inline constexpr std::size_t kPieceBytes = std::size_t{128} << 10;
+// Shorter pieces cost more than it helps that two copy them.
+inline constexpr std::size_t kLeastPiece = std::size_t{32} << 10;
+inline constexpr std::size_t kMostPiece = std::size_t{1} << 20;
+
+// Of a fragment that both ends copy: half of it, so that neither asks the kernel more often than it must, but no more
+// than one end would like to wait for when the other one has lost its core.
+constexpr std::size_t PieceBytes(std::size_t nbytes) {
+  constexpr std::size_t kPage = 4096;
+  return std::clamp((nbytes / 2 + kPage - 1) / kPage * kPage, kLeastPiece, kMostPiece);
+}
 
 struct Piece {
   std::size_t at;
@@ -99,7 +108,7 @@ class SharedCopy {
  public:
   explicit SharedCopy(ShmPieces& pieces) : pieces_(pieces) {}
 
-  static std::size_t Pieces(std::size_t nbytes) { return (nbytes + kPieceBytes - 1) / kPieceBytes; }
+  static std::size_t Pieces(std::size_t nbytes) { return (nbytes + PieceBytes(nbytes) - 1) / PieceBytes(nbytes); }
 
   // By the receiver: invites the sender to write the fragment with this number to `into`.
   void Open(std::uint64_t fragment, std::byte* into);
@@ -119,7 +128,7 @@ class SharedCopy {
 
  private:
   static constexpr unsigned kPieceBits = 8;
-  static_assert(kPrivateFragment / kPieceBytes < 1u << kPieceBits);
+  static_assert(kPrivateFragment / kLeastPiece < 1u << kPieceBits);
 
   ShmPieces& pieces_;
   bool gave_back_ = false;

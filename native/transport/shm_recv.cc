@@ -178,7 +178,7 @@ class ShmRecv final : public RecvEnd {
 
   // Whether the sender is to copy a part of this fragment, all of which is asked for.
   bool Invites(std::size_t n) const {
-    return place_ == ShmPlace::kPrivate && edge_.line(seen_).where.shared && n == size_ && n >= 2 * kPieceBytes;
+    return place_ == ShmPlace::kPrivate && edge_.line(seen_).where.shared && n == size_ && n >= 2 * kLeastPiece;
   }
 
   // False while the sender still writes a piece.
