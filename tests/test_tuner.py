@@ -173,7 +173,8 @@ def test_long_sums_of_one_host_go_through_common_memory_where_slots_are_not_clai
         assert elsewhere.isdisjoint({"staged", "chained"})
     assert {last(cluster(n, cores=cores)) for n in (2, 3) for cores in (2, 8)} == {"direct"}
     assert [last(cluster(n, cores=1)) for n in (2, 3)] == ["direct", "chained"]
-    assert [last(cluster(32, cores=cores)) for cores in (4, 8, 16, 32)] == ["chained", "chained", "staged", "staged"]
+    assert [last(cluster(32, cores=cores)) for cores in (4, 8, 16, 32)] == ["chained"] * 3 + ["staged"]
+    assert [last(cluster(n, cores=cores)) for n, cores in ((64, 32), (128, 64))] == ["chained", "staged"]
 
 
 def test_more_ranks_than_cores_ask_for_fewer_hops() -> None:

@@ -17,9 +17,9 @@ from ..plan import cut
 from ..types import Collective
 from .base import Cost, Draft, inp, out, register, tmp
 
-_MOST_CHAINS = 4  # more were slower: a rank waits for one chain while another could go on
-_MOST_CORES = 8  # on more, too few of them have something to do
-_STRETCH_KIB = (128, 512, 768, 1024)  # by the number of chains; measured, as is the next
+_MOST_CHAINS = 4  # more are no faster: a rank waits for one chain while another could go on
+_MOST_CORES = 32  # the most that were measured
+_STRETCH_KIB = (128, 512, 3072, 4096)  # by the number of chains; measured, as is the next
 _WHOLE_BYTES = 1 << 20  # up to here beginning anew costs more than caches give, where cores work at the same time
 _MOST_STRETCHES = 128
 
