@@ -7,8 +7,8 @@
 namespace hetcoll {
 namespace {
 
-// A copy or reduction in place moves this much a turn; of a long one the more, as what is looked at in between matters
-// less.
+// A copy or reduction in place moves this much a turn, which is a whole number of blocks of codes; of a long one so
+// many times as much, as what is looked at in between matters less.
 constexpr std::size_t kLocalBytes = std::size_t{64} << 10;
 constexpr std::size_t kMostLocalBytes = std::size_t{1} << 20;
 
@@ -344,7 +344,7 @@ bool Task::MoveLocal(BoundStep& s, std::size_t limit) {
   std::byte* dst = Dst(s) + s.done;
   const std::byte* src = s.src_buf == Buf::kNone ? dst : Src(s) + s.done;
   const bool nothing = s.op == Op::kCopy && src == dst;
-  const std::size_t turn = std::clamp(s.len / 8, kLocalBytes, kMostLocalBytes) / item_ * item_;
+  const std::size_t turn = std::clamp(s.len / 8, kLocalBytes, kMostLocalBytes) / kLocalBytes * kLocalBytes;
   const std::size_t n = nothing ? limit - s.done : std::min(limit - s.done, turn);
   if (n > 0 && !nothing) {
     if (s.op == Op::kCopy) CopyBytes(dst, src, n, Streams(s));

@@ -21,6 +21,7 @@ from .sockets import spell_address, spell_error, tune
 
 _FIRST_RETRY, _LAST_RETRY = 0.02, 0.5  # seconds between attempts, doubling
 _FOREIGN_RETRY = 2.0  # where something else answered
+_NOT_TRIED = "not tried"
 
 
 class Found(NamedTuple):
@@ -40,7 +41,7 @@ class _Place:
     address: tuple[Any, ...]
     due: float
     pause: float = _FIRST_RETRY
-    outcome: str = "not tried"
+    outcome: str = _NOT_TRIED
     sock: socket.socket | None = None
     deadline: float = 0.0
     connected: bool = False
@@ -118,6 +119,8 @@ class Search:
             self._retry(place, spell_error(error))
             return
         place.sock, place.connected, place.data = sock, False, b""
+        if place.outcome == _NOT_TRIED:
+            place.outcome = "no answer"
         place.deadline = time.monotonic() + HANDSHAKE_SECONDS
         try:
             tune(sock)
