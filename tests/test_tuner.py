@@ -171,8 +171,9 @@ def test_long_sums_of_one_host_go_through_common_memory_where_slots_are_not_clai
             assert least < 1 << 18 if host.crowding > 1 else 1 << 18 < least < 2 << 20
         elsewhere = {last(cluster(n, cores=2, setting="tcp")), last(cluster(n, n, cores=2))}
         assert elsewhere.isdisjoint({"staged", "chained"})
-    assert {last(cluster(n, cores=cores)) for n in (2, 3) for cores in (2, 8)} == {"direct"}
-    assert [last(cluster(n, cores=1)) for n in (2, 3)] == ["direct", "chained"]
+    assert {last(cluster(n, cores=cores)) for n, cores in ((2, 2), (2, 8), (3, 3))} == {"direct"}
+    assert {last(cluster(n, cores=cores)) for n, cores in ((3, 1), (3, 2), (5, 4), (12, 8))} == {"chained"}
+    assert last(cluster(2, cores=1)) == "direct"
     assert [last(cluster(32, cores=cores)) for cores in (4, 8, 16, 32)] == ["chained"] * 3 + ["staged"]
     assert [last(cluster(n, cores=cores)) for n, cores in ((64, 32), (128, 64))] == ["chained", "staged"]
 

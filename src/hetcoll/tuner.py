@@ -122,7 +122,7 @@ def _lines(
         if algorithm.supports(topology.size):
             if algorithm.cost is not None:
                 cost = algorithm.cost(topology.size)
-                if name == forced or not cost.turns or (topology.crowding >= 2 and topology.cores <= cost.turns):
+                if name == forced or not cost.turns or (topology.crowding > 1 and topology.cores <= cost.turns):
                     lines[name] = _line(cost, topology, machine, rooted=collective in ROOTED)
             elif algorithm.levels is not None and 1 < len(topology.hosts) < topology.size:
                 lines[name] = _two_lines(*algorithm.levels(topology.hosts), topology, machine)

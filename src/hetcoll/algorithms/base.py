@@ -191,8 +191,8 @@ class Cost(NamedTuple):
     that they came in, at no cost. `mean` is what the average rank sends, as a part of what the busiest one does, where
     that was found to count: ranks that share cores are held up by all that is sent. `copied`: so much of the buffer is
     copied first, to scratch memory that ranks of a host have mapped; what is sent is read there. `turns`: for ranks
-    that share at most so many cores, two or more each; hops go from one to the next on its core. Elsewhere it is taken
-    only by name.
+    that share at most so many cores, fewer than there are ranks; hops go from one to the next on its core. Elsewhere it
+    is taken only by name.
     """
 
     hops: int
