@@ -22,6 +22,7 @@ void NotReturning();
 void Handing();
 void LentInOrder();
 void Windows();
+void Fragments();
 void Stores();
 void BadHeaders();
 
@@ -384,6 +385,7 @@ constexpr Scenario kScenarios[] = {
     {"slots: handed over", Handing},
     {"slots: how much of a ring", Windows},
     {"slots: lent in order", LentInOrder},
+    {"slots: fragments", Fragments},
     {"slots: stores", Stores},
     {"slots: headers", BadHeaders},
     {"loans", Loans},

@@ -204,6 +204,23 @@ void Windows() {
   CHECK(farthest(SlotStores::kClaimed, 0) == kRing / 2, "where it is claimed and comes back");
 }
 
+// How messages are cut: what goes one way only, so that its receiver can read a part while the next is copied.
+void Fragments() {
+  const auto fragments = [](std::size_t total, Use use, bool mutual) {
+    Pair pair(std::size_t{2} << 20, {SlotStores::kCached});
+    const Bytes data(total);
+    CHECK(SendAll(*pair.a[0].send, Frame{1, total, true, -1, use, mutual}, data) == total, "sent");
+    std::uint64_t count = 0;
+    while (pair.line(0, count).stamp == count + 1) ++count;
+    return count;
+  };
+  constexpr std::size_t kKiB = 1024;
+  CHECK(fragments(64 * kKiB, Use::kStored, false) == 4, "one way");
+  CHECK(fragments(255 * kKiB, Use::kStored, false) == 16, "one way");
+  CHECK(fragments(256 * kKiB, Use::kStored, false) == 1, "a long one");
+  CHECK(fragments(64 * kKiB, Use::kStored, true) == 1 && fragments(64 * kKiB, Use::kSummed, false) == 1, "others");
+}
+
 // All-reduces by every way of writing slots, over rings that hold less than one message and more than several.
 void Stores() {
   for (const SlotStores stores : kAllStores) {
