@@ -71,6 +71,24 @@ def test_small_rings(pool: Launch, read: str) -> None:
     pool(3, HETCOLL_SHM_READ=read, HETCOLL_SHM_BYTES="16K").run(_collectives, 3, FEW)
 
 
+def _trials(comm: hetcoll.Communicator) -> None:
+    """Both ways of each band of messages (native/transport/shm_ways.h), and from one to the other."""
+    other = 1 - comm.rank
+    for nbytes in (16 << 10, 100_000, 300_000, 700_000):
+        a, b = np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+        for i in range(150):
+            a[:] = i + comm.rank
+            comm.sendrecv(a, other, b, other)
+            assert (b == (i + other) % 256).all()
+            comm.broadcast(a, root=1)
+            assert (a == (i + 1) % 256).all()
+
+
+@pytest.mark.parametrize("fault", ["", "short=0.3,delay=0.02"])
+def test_trials_of_both_ways(pool: Launch, fault: str) -> None:
+    pool(2, HETCOLL_FAULT=fault).run(_trials)
+
+
 def test_links_that_misbehave(pool: Launch) -> None:
     pool(3, HETCOLL_SHM_READ="always", HETCOLL_FAULT="short=0.3,delay=0.05").run(_collectives, 2, FEW)
 

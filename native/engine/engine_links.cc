@@ -12,7 +12,9 @@ constexpr std::size_t kLargestItem = 16;
 
 void Engine::AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks, const ShmOptions& options) {
   const ShmLayout layout(static_cast<int>(local_ranks.size()), ring_bytes);
-  AttachShm(std::make_shared<ShmSegment>(fd, layout, options), local_ranks);
+  ShmOptions settled = options;
+  settled.weighs = !options_.oversubscribed;  // who shares a core has the other one run while it waits, and times that
+  AttachShm(std::make_shared<ShmSegment>(fd, layout, settled), local_ranks);
 }
 
 void Engine::AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int> local_ranks) {

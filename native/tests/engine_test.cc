@@ -39,6 +39,12 @@ void Withdrawing();
 void DeadSender();
 void PrivateMessages();
 
+// shm_ways_test.cc
+void Bands();
+void Trials();
+void TimedMessages();
+void FalseBands();
+
 // shared_copy_test.cc
 void SharedCopies();
 
@@ -398,6 +404,10 @@ constexpr Scenario kScenarios[] = {
     {"private: dead", DeadSender},
     {"private: messages", PrivateMessages},
     {"private: both ends copy", SharedCopies},
+    {"ways: bands", Bands},
+    {"ways: trials", Trials},
+    {"ways: timed messages", TimedMessages},
+    {"ways: false bands", FalseBands},
     {"harmless", HarmlessFaults},
     {"harmful", HarmfulFaults},
     {"gpus", GpusOfOneHost},

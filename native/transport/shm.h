@@ -46,6 +46,8 @@ struct alignas(64) ShmLine {
     bool shared = false;  // kPrivate: the sender has nothing else to do, and copies pieces of it
     bool gives = false;   // kLent: its owner does not read it again
     bool home = false;    // kLent, lent on: written by whoever was the last to read it
+    std::int8_t band = -1;        // of a message that is timed (Ways), or -1
+    std::uint32_t copied_ns = 0;  // and what it took to copy this into a slot; 0 where it was not timed
   };
 
   std::atomic<std::uint64_t> stamp;  // index of this fragment + 1, written last
@@ -65,6 +67,7 @@ struct alignas(128) ShmCredit {
   std::atomic<std::uint64_t> lines;  // fragments consumed
   // Whether the receiver can read the sender's memory: 0 where it has not tried yet, 1 where it can, 2 where it cannot.
   std::atomic<std::uint32_t> reads;
+  std::atomic<std::uint32_t> asked;  // what the receiver has Ways ask for
 };
 
 // Of a private fragment that both ends copy: the receiver by reading, the sender, which waits meanwhile, by writing.
@@ -129,6 +132,7 @@ struct Loans {
 struct ShmOptions {
   SlotStores stores = SlotStores::kAuto;
   PrivateReads reads = PrivateReads::kAuto;
+  bool weighs = false;  // messages of middle length go the way that takes less time: not where ranks share cores
 };
 
 // How the slots of this host are written and given back.
@@ -183,6 +187,8 @@ class ShmSegment {
   const ShmLayout& layout() const { return layout_; }
   StorePolicy& policy() const { return *policy_; }
   PrivateReads reads() const { return options_.reads; }
+  // Whether Ways chooses.
+  bool weighs() const { return options_.weighs && options_.reads == PrivateReads::kAuto && !policy_->claims(); }
   OwnPages& pages() const { return *pages_; }
   Invitations& invitations() const { return *invitations_; }
   Loans& loans() const { return *loans_; }

@@ -4,8 +4,10 @@
 #include <vector>
 
 #include "device/kernels.h"
+#include "engine/clock.h"
 #include "transport/shm_edge.h"
 #include "transport/shm_private.h"
+#include "transport/shm_ways.h"
 
 namespace hetcoll {
 namespace {
@@ -29,7 +31,7 @@ class ShmRecv final : public RecvEnd {
         invitations_(segment.invitations()),
         segment_(segment),
         loans_(segment.loans()),
-        least_private_(PrivateLengths(segment.reads(), segment.policy()).Least()),
+        least_private_(segment.weighs() ? Ways::kLeast : PrivateLengths(segment.reads(), segment.policy()).Least()),
         peer_(peer),
         base_(segment.base()) {
     for (int back = 0; back < kChannels; ++back) {
@@ -71,6 +73,7 @@ class ShmRecv final : public RecvEnd {
       Copy(dst, n, m.total, stream);
     }
     Consume(n);
+    if (timed_ && !opened_ && !more_) Weigh(m);
     return static_cast<std::ptrdiff_t>(n);
   }
 
@@ -90,6 +93,7 @@ class ShmRecv final : public RecvEnd {
     more_ = size_ < m.total - at;
     Find(line);
     if (m.total >= least_private_) TryReading();
+    if (at == 0) timed_ = m.total >= Ways::kLeast && Times(line);
     taken_ = 0;
     claimed_ = false;
     opened_ = true;
@@ -202,6 +206,31 @@ class ShmRecv final : public RecvEnd {
     edge_.credit->reads.store(memory_.Try() ? 1 : 2, std::memory_order_relaxed);
   }
 
+  // Of the first fragment of a message: whether the message is timed. If so, that begins now.
+  [[gnu::noinline]] bool Times(const ShmLine& line) {
+    read_ = place_ == ShmPlace::kPrivate;
+    if (!read_ && place_ != ShmPlace::kSlot && place_ != ShmPlace::kHanded) return false;
+    const ShmLine::Where& where = line.where;
+    if (where.band < 0 || where.band >= Ways::kBands) return false;
+    band_ = where.band;
+    ways_.Began(band_);
+    if (edge_.credit->asked.load(std::memory_order_relaxed) != ways_.asked()) {
+      edge_.credit->asked.store(ways_.asked(), std::memory_order_relaxed);
+    }
+    copied_ns_ = where.copied_ns;
+    copied_ = size_;
+    began_ = NowNs();
+    return true;
+  }
+
+  // It has come. Each end of an exchange copies all that it sends into slots, and then what it gets out of them; what
+  // goes one way is copied out while it is copied in, but for the first fragment.
+  [[gnu::noinline]] void Weigh(const Message& m) {
+    const auto total = static_cast<float>(m.total), first = static_cast<float>(copied_);
+    const float in = static_cast<float>(copied_ns_) * (m.use == Use::kStored ? 1 : total / first);
+    ways_.Took(band_, read_, (in + static_cast<float>(NowNs() - began_)) / total);
+  }
+
   // See StorePolicy.
   bool Claimable() const { return policy_.claims() && place_ == ShmPlace::kSlot && !edge_.line(seen_).where.kept; }
   void Claim() {
@@ -227,6 +256,13 @@ class ShmRecv final : public RecvEnd {
   bool inviting_ = false;      // to this fragment
   std::uint64_t written_ = 0;  // pieces that the sender will have written once it is there
   std::size_t least_private_;
+  Ways ways_;
+  bool timed_ = false;  // this message is, and the next five say so far
+  bool read_ = false;
+  int band_ = 0;
+  std::uint32_t copied_ns_ = 0;  // what its first fragment took to be copied into a slot
+  std::size_t copied_ = 0;       // and its length
+  std::int64_t began_ = 0;
   int peer_;
   bool opened_ = false;  // a fragment was begun and not yet taken whole; the next seven are about it
   ShmPlace place_ = ShmPlace::kLine;

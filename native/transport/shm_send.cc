@@ -2,8 +2,10 @@
 #include <cstring>
 
 #include "device/kernels.h"
+#include "engine/clock.h"
 #include "transport/shm_edge.h"
 #include "transport/shm_private.h"
+#include "transport/shm_ways.h"
 
 namespace hetcoll {
 namespace {
@@ -33,6 +35,7 @@ class ShmSend final : public SendEnd {
       : edge_(segment, me, other, channel),
         policy_(segment.policy()),
         private_(segment.reads(), segment.policy()),
+        weighs_(segment.weighs()),
         pages_(segment.pages()),
         loans_(segment.loans()),
         shared_(*edge_.pieces),
@@ -52,7 +55,7 @@ class ShmSend final : public SendEnd {
     if (m.total >= kLendBytes && Lends(m, at, data)) return Lend(m, data, n);  // to the last byte
     if (n > kInlineBytes) {
       if (!m.mutual || policy_.around_cache()) return Copy(m, at, data, n);
-      const std::ptrdiff_t handed = HandOver(m, data, n);
+      const std::ptrdiff_t handed = HandOver(m, at, data, n);
       return handed != 0 ? handed : Copy(m, at, data, n);
     }
     if (!LineFree()) return kWouldBlock;
@@ -97,8 +100,7 @@ class ShmSend final : public SendEnd {
       open.line->where.kept = true;
       returned_ = -1;
     } else {
-      where = {place_ % edge_.capacity, 0, static_cast<std::int8_t>(m.back)};
-      pos_ = place_ + AlignUp(n, kLineBytes);
+      TakeRing(m, n);
     }
     Publish(place, m, n);
   }
@@ -147,11 +149,17 @@ class ShmSend final : public SendEnd {
     lends_ = false;
     if (at > 0 || !m.may_lend) return false;
     on_heap_ = OnHeap(data);
-    lends_ = on_heap_ || (edge_.credit->reads.load(std::memory_order_relaxed) == 1 && private_.Include(m, [&] {
-               return pages_.MostlyHuge(data, m.total);
-             }) && pages_.Readable(data, m.total));
+    lends_ = on_heap_ || (edge_.credit->reads.load(std::memory_order_relaxed) == 1 && IsRead(m, data) &&
+                          pages_.Readable(data, m.total));
     return lends_;
   }
+
+  bool IsRead(const Message& m, const std::byte* data) const {
+    if (const int band = Band(m); band >= 0) return edge_.credit->asked.load(std::memory_order_relaxed) >> band & 1;
+    return private_.Include(m, [&] { return pages_.MostlyHuge(data, m.total); });
+  }
+
+  int Band(const Message& m) const { return weighs_ ? Ways::Band(m) : -1; }
 
   std::ptrdiff_t Lend(const Message& m, const std::byte* data, std::size_t n) {
     if (!LineFree()) return kWouldBlock;
@@ -160,19 +168,20 @@ class ShmSend final : public SendEnd {
     Line().where = {.offset = on_heap_ ? static_cast<std::uint64_t>(data - base_) : address,
                     .channel = -1,
                     .shared = m.use == Use::kStored,
-                    .gives = m.gives};
+                    .gives = m.gives,
+                    .band = static_cast<std::int8_t>(Band(m))};
     Publish(on_heap_ ? ShmPlace::kLent : ShmPlace::kPrivate, m, n, n);
     return static_cast<std::ptrdiff_t>(n);
   }
 
   // As many fragments as we have slots to give away; 0 where there are none and others are better not waited for.
-  std::ptrdiff_t HandOver(const Message& m, const std::byte* data, std::size_t n) {
+  std::ptrdiff_t HandOver(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
     std::size_t taken = 0;
     for (; taken < n && !hand_.empty() && LineFree(); waited_ = 0) {
       const std::size_t part = std::min(hand_bytes_, n - taken);
       const std::uint8_t slot = hand_.Take();
-      policy_.Copy(hand_.slot(slot), data + taken, part);
       Line().where = {slot, 0, -1};
+      Fill(m, at + taken, hand_.slot(slot), data + taken, part);
       Publish(ShmPlace::kHanded, m, part);
       taken += part;
     }
@@ -191,11 +200,28 @@ class ShmSend final : public SendEnd {
       const std::size_t part = std::min(most, n - taken);
       std::byte* slot = Slot(part, window);
       if (slot == nullptr) break;
-      policy_.Copy(slot, data + taken, part);
-      Commit(m, at + taken, part);
+      TakeRing(m, part);
+      Fill(m, at + taken, slot, data + taken, part);
+      Publish(ShmPlace::kSlot, m, part);
       taken += part;
     }
     return taken == 0 ? kWouldBlock : static_cast<std::ptrdiff_t>(taken);
+  }
+
+  // What the next line says lies in the slot that was looked up last.
+  void TakeRing(const Message& m, std::size_t n) {
+    Line().where = {place_ % edge_.capacity, 0, static_cast<std::int8_t>(m.back)};
+    pos_ = place_ + AlignUp(n, kLineBytes);
+  }
+
+  // A slot, of which the next line says the rest. The first one of a message is timed where that is asked for.
+  void Fill(const Message& m, std::size_t at, std::byte* slot, const std::byte* data, std::size_t n) {
+    const int band = at == 0 && m.total >= Ways::kLeast ? Band(m) : -1;
+    if (band < 0) return policy_.Copy(slot, data, n);
+    const std::int64_t start = NowNs();
+    policy_.Copy(slot, data, n);
+    Line().where.band = static_cast<std::int8_t>(band);
+    Line().where.copied_ns = static_cast<std::uint32_t>(NowNs() - start);
   }
 
   std::size_t Window(std::size_t total, bool back) const { return policy_.Window(total, edge_.capacity, back); }
@@ -259,6 +285,7 @@ class ShmSend final : public SendEnd {
   Edge edge_;
   StorePolicy& policy_;
   PrivateLengths private_;
+  bool weighs_;
   OwnPages& pages_;
   Loans& loans_;
   SharedCopy shared_;

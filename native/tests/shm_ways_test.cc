@@ -1,0 +1,103 @@
+// Which messages are timed by slots and by reading, and which way they go then.
+#include "transport/shm_ways.h"
+
+#include <utility>
+
+#include "shm_pair.h"
+
+namespace hetcoll::testing {
+namespace {
+
+constexpr std::size_t kKiB = 1024;
+
+constexpr Frame Exchanged(std::size_t total) { return {1, total, true, -1, Use::kExchanged, true}; }
+constexpr Frame Stored(std::size_t total) { return {2, total, true, -1, Use::kStored}; }
+
+bool Asks(const Ways& ways, int band) { return (ways.asked() >> band & 1) != 0; }
+
+// A period of messages, all of which go the way that is asked for. Whether those after the trial are read.
+bool Period(Ways& ways, int band, float slots, float read) {
+  bool last = false;
+  for (int i = 0; i < Ways::kPeriod; ++i) {
+    ways.Began(band);
+    const bool asked = Asks(ways, band);
+    if (i < 2 * Ways::kTrial) CHECK(asked == (i >= Ways::kTrial), "message %d of a trial", i);
+    if (i > 2 * Ways::kTrial) CHECK(asked == last, "message %d changes its way", i);
+    const float lost = i % 3 == 0 ? 1000 : 1;  // time slices
+    ways.Took(band, asked, (asked ? read : slots) * lost);
+    last = asked;
+  }
+  return last;
+}
+
+}  // namespace
+
+void Bands() {
+  const std::pair<Frame, int> frames[] = {{Exchanged(16 * kKiB - 1), -1},
+                                          {Exchanged(16 * kKiB), 0},
+                                          {Exchanged(32 * kKiB - 1), 0},
+                                          {Exchanged(32 * kKiB), 1},
+                                          {Exchanged(1024 * kKiB - 1), 5},
+                                          {Exchanged(1024 * kKiB), -1},
+                                          {Stored(64 * kKiB - 1), -1},
+                                          {Stored(64 * kKiB), 6},
+                                          {Stored(256 * kKiB - 1), 7},
+                                          {Stored(256 * kKiB), -1},
+                                          {{3, 64 * kKiB, true, -1, Use::kSummed}, -1},
+                                          {{4, 64 * kKiB, true}, -1},
+                                          {Exchanged(0), -1}};
+  for (const auto& [m, band] : frames) {
+    CHECK(Ways::Band(m) == band, "%zu bytes: band %d, not %d", m.total, Ways::Band(m), band);
+  }
+}
+
+void Trials() {
+  Ways ways;
+  CHECK(Period(ways, 3, 2, 1) && Asks(ways, 3) && !Asks(ways, 2), "reading takes less");
+  CHECK(!Period(ways, 3, 1, 2), "slots do since");
+  CHECK(!Period(ways, 3, 1, 1), "neither");
+  CHECK(Period(ways, 0, 2, 1) && !Asks(ways, 3), "each band by itself");
+  for (int i = 0; i < Ways::kPeriod; ++i) {  // as from memory that cannot be read
+    ways.Began(1);
+    ways.Took(1, false, 1);
+    CHECK(i < 2 * Ways::kTrial || !Asks(ways, 1), "what could not be read is not asked for");
+  }
+}
+
+// Messages arrive whichever way they go, and it is the way that was asked for.
+void TimedMessages() {
+  constexpr std::uint64_t kMost = 2 * Ways::kTrial + 4;
+  for (const Frame& m : {Exchanged(16 * kKiB), Exchanged(300 * kKiB), Stored(100 * kKiB)}) {
+    Pair pair(std::size_t{2} << 20, {SlotStores::kCached, PrivateReads::kAuto, true});
+    pair.segment->Introduce(0);
+    const ShmCredit& credit = *reinterpret_cast<ShmCredit*>(pair.segment->edge(0, 1, 0));
+    const int band = Ways::Band(m);
+    int lent = 0;
+    for (std::uint64_t i = 0; i < kMost; ++i) {
+      const Bytes data = Pattern(m.total, static_cast<unsigned>(i));
+      const bool read = credit.reads == 1 && (credit.asked >> band & 1) != 0;
+      CHECK(pair.a[0].send->Push(m, 0, data.data(), m.total) == std::ptrdiff_t(m.total), "message %d", int(i));
+      CHECK((pair.a[0].send->Lent() > 0) == read, "message %d goes another way than was asked for", int(i));
+      lent += read;
+      CHECK(Same(ReceiveAll(*pair.b[0].recv, m), data) && pair.a[0].send->Lent() == 0, "message %d", int(i));
+      if (!m.mutual) continue;
+      CHECK(pair.b[0].send->Push(m, 0, data.data(), m.total) == std::ptrdiff_t(m.total), "answer %d", int(i));
+      CHECK(Same(ReceiveAll(*pair.a[0].recv, m), data), "answer %d", int(i));
+    }
+    CHECK(lent >= Ways::kTrial, "%d were read", lent);
+  }
+}
+
+// Headers say which band it is: no other may lead astray.
+void FalseBands() {
+  const Frame m = Exchanged(20 * kKiB);
+  const Bytes data = Pattern(m.total, 1);
+  for (const int band : {-2, 8, 127, -128}) {
+    Pair pair(std::size_t{2} << 20, {SlotStores::kCached, PrivateReads::kAuto, true});
+    pair.a[0].send->Push(m, 0, data.data(), m.total);
+    pair.line(0, 0).where.band = static_cast<std::int8_t>(band);
+    CHECK(Same(ReceiveAll(*pair.b[0].recv, m), data), "band %d", band);
+  }
+}
+
+}  // namespace hetcoll::testing

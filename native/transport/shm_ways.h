@@ -1,0 +1,59 @@
+// Through slots, or read where it lies: of messages of middle length neither is always faster. What its sender has
+// written since it was last read is in that core's cache, from where the kernel's copy fetches it more slowly than ours
+// does; what nobody has written is in the reader's cache already. The program decides which it is, and nobody is told.
+// So the receiving end of an edge times both now and then, and asks its sender for the faster one.
+//
+// In an exchange a way takes longer where the other direction goes the other way. So the number of messages says when
+// which one is timed, and both ends, which have had as many, do it at once.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+#include "transport/transport.h"
+
+namespace hetcoll {
+
+class Ways {
+ public:
+  static constexpr int kBands = 8;  // of messages: for each use some octaves of their length
+  static constexpr std::size_t kLeast = 16 << 10;
+  static constexpr int kTrial = 64;     // messages of each way, until all of a ring was used again
+  static constexpr int kPeriod = 8192;  // from trial to trial
+
+  // The band of a message, or -1 where one way is always taken: exchanges of 16 KiB to 1 MiB, others of 64 to 256 KiB.
+  static constexpr int Band(const Message& m) {
+    const int octave = std::bit_width(m.total / kLeast) - 1;
+    if (m.use == Use::kExchanged) return octave < 6 ? octave : -1;
+    return m.use == Use::kStored && (octave == 2 || octave == 3) ? 4 + octave : -1;
+  }
+
+  // A message of the band begins to come.
+  void Began(int band);
+  // It has come in this way, and took so long for each byte.
+  void Took(int band, bool read, float cost);
+  // The bands of which messages should be read, a bit each.
+  std::uint32_t asked() const { return asked_; }
+
+ private:
+  static constexpr int kSettling = 32;  // messages of a trial that find caches as the other way left them
+
+  struct State {
+    float Median();  // of the costs; infinity where there are none
+
+    int messages = -1;  // of this period
+    float slots = 0;    // what slots cost in this trial: a lost time slice must not count, so the median
+    std::array<float, kTrial - kSettling> costs;  // of the way that is tried
+    std::size_t n = 0;
+  };
+
+  void Ask(int band, bool read);
+
+  std::array<State, kBands> states_;
+  std::uint32_t asked_ = 0;
+};
+
+}  // namespace hetcoll
