@@ -11,7 +11,7 @@ namespace hetcoll {
 struct KernelTable {
   Kernels entry[kDTypes][kReduceOps];  // reduce is null where the pair is undefined
   Codec codec[kDTypes][kFormats];      // round is null where there is none
-  void (*copy)(char* dst, const char* src, std::size_t nbytes, bool stream);
+  void (*copy)(char* dst, const char* src, std::size_t nbytes, Sweep sweep);
   void (*take)(char* dst, char* src, std::size_t nbytes, bool stream);
 };
 

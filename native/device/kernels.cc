@@ -66,11 +66,11 @@ const Codec* FindCodec(DType dtype, Format format) {
   return codec.round ? &codec : nullptr;
 }
 
-void CopyBytes(void* dst, const void* src, std::size_t nbytes, bool stream) {
+void CopyBytes(void* dst, const void* src, std::size_t nbytes, Sweep sweep) {
   auto* d = static_cast<char*>(dst);
   const auto* s = static_cast<const char*>(src);
   if (nbytes <= 64) return CopySmall(d, s, nbytes);
-  Table().copy(d, s, nbytes, stream);
+  Table().copy(d, s, nbytes, sweep);
 }
 
 void TakeBytes(void* dst, void* src, std::size_t nbytes, bool stream) {
@@ -83,7 +83,7 @@ void CopyString(void* dst, const void* src, std::size_t nbytes) {
   asm volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(nbytes) : : "memory");
 }
 #else
-void CopyString(void* dst, const void* src, std::size_t nbytes) { CopyBytes(dst, src, nbytes, false); }
+void CopyString(void* dst, const void* src, std::size_t nbytes) { CopyBytes(dst, src, nbytes); }
 #endif
 
 bool FastStrings() {

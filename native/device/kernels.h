@@ -12,13 +12,23 @@
 
 namespace hetcoll {
 
+// How a kernel goes through memory.
+enum class Sweep : unsigned char {
+  kPlain,
+  // Stores to dst bypass the cache: for destinations larger than it that are not read soon.
+  kAround,
+  // Four pages by turns: for what another core's cache holds. A processor reads ahead within each page that it is in,
+  // but not far enough to make up for the way from there in one alone.
+  kPages,
+};
+
 // dst[i] = a[i] (+) b[i] for i < count elements. dst may be the same pointer as a or b (or neither), never a shifted
-// overlap. `stream` asks for stores that bypass the cache: for destinations larger than it that are not read soon.
-using ReduceFn = void (*)(void* dst, const void* a, const void* b, std::size_t count, bool stream);
+// overlap.
+using ReduceFn = void (*)(void* dst, const void* a, const void* b, std::size_t count, Sweep sweep);
 
 // The same, and dst2[i] gets the same value: a reduction whose result also goes to a transport's slot. dst2 may be b,
 // or overlaps nothing; it is always stored through the cache.
-using Reduce2Fn = void (*)(void* dst, void* dst2, const void* a, const void* b, std::size_t count, bool stream);
+using Reduce2Fn = void (*)(void* dst, void* dst2, const void* a, const void* b, std::size_t count, Sweep sweep);
 
 // x[i] = x[i] / divisor, in place: AVG's second half. Integers truncate toward zero; complex numbers by parts. The
 // divisor is at least 1.
@@ -38,11 +48,11 @@ const Kernels* FindKernels(DType dtype, ReduceOp op);
 // (devices/kernels/convert.h). `to` = `from`, OCP's: to what both kinds hold. dst may be src. False: no such pair.
 bool ConvertFloat8(void* dst, const void* src, std::size_t count, DType from, DType to);
 
-// memcpy; with `stream`, stores bypass the cache. Regions do not overlap.
-void CopyBytes(void* dst, const void* src, std::size_t nbytes, bool stream);
+// memcpy. Regions do not overlap.
+void CopyBytes(void* dst, const void* src, std::size_t nbytes, Sweep sweep = Sweep::kPlain);
 
 // The same, but src, which begins at a cache line, is spent: a word is written into each of its lines. Why that makes
-// sense: StorePolicy in transport/shm.h.
+// sense: StorePolicy in transport/shm.h. `stream` is Sweep::kAround.
 void TakeBytes(void* dst, void* src, std::size_t nbytes, bool stream);
 
 // Copies by the processor's own instruction for it. Its stores need not become visible in order, so more of them are

@@ -14,11 +14,30 @@
 namespace hetcoll::HETCOLL_ISA_NAMESPACE {
 namespace {
 
+// ---- Pages by turns ----
+
+constexpr std::size_t kPart = 512;  // bytes of one page before the next one's turn
+
+// Calls part(at), inlined, for the parts of whole groups of four pages. Returns where these end.
+template <class Part>
+HETCOLL_INLINE std::size_t ByPages(std::size_t nbytes, Part part) {
+  constexpr std::size_t kPage = 4096, kPages = 4;
+  std::size_t at = 0;
+  for (; at + kPages * kPage <= nbytes; at += kPages * kPage) {
+    for (std::size_t i = 0; i < kPage; i += kPart) {
+      for (std::size_t page = at + i; page < at + kPages * kPage; page += kPage) part(page);
+    }
+  }
+  return at;
+}
+
 // ---- Reductions ----
 
 // Where results go: Put takes whole vectors, PutPart the first bytes of one of 16.
 struct One {
   char* dst;
+
+  One At(std::size_t at) const { return {dst + at}; }
 
   template <class V>
   HETCOLL_INLINE void Put(std::size_t at, V v) const {
@@ -32,6 +51,8 @@ struct One {
 
 struct Both {
   char *dst, *dst2;
+
+  Both At(std::size_t at) const { return {dst + at, dst2 + at}; }
 
   template <class V>
   HETCOLL_INLINE void Put(std::size_t at, V v) const {
@@ -68,9 +89,19 @@ HETCOLL_INLINE void Run(E op, Out out, const char* a, const char* b, std::size_t
   }
 }
 
-template <class E>
-void Plain(char* dst, const char* a, const char* b, std::size_t nbytes) {
-  Run(E{}, One{dst}, a, b, nbytes);
+template <class E, class Out>
+void Plain(Out out, const char* a, const char* b, std::size_t nbytes) {
+  Run(E{}, out, a, b, nbytes);
+}
+
+template <class E, class Out>
+__attribute__((noinline)) void Pages(Out out, const char* a, const char* b, std::size_t nbytes) {
+  using V = Vector<typename E::Element, E::kStep>;
+  const std::size_t rest = ByPages(nbytes, [=](std::size_t at) HETCOLL_LAMBDA {
+#pragma GCC unroll 4
+    for (std::size_t i = at; i < at + kPart; i += E::kStep) out.Put(i, E{}.Apply(Load<V>(a + i), Load<V>(b + i)));
+  });
+  Plain<E>(out.At(rest), a + rest, b + rest, nbytes - rest);
 }
 
 // ---- Copies, and what goes past the cache ----
@@ -130,16 +161,28 @@ void Take(char* dst, char* src, std::size_t nbytes, bool stream) {
   StoreFence();
 }
 
-void Copy(char* dst, const char* src, std::size_t nbytes, bool stream) {
+void CopyPlain(char* dst, const char* src, std::size_t nbytes) {
   if (nbytes <= kSmallCopy) return CopySmall(dst, src, nbytes);
-  if (!stream || nbytes < kStreamBytes) return CopyLines<false>(dst, src, nbytes);
-  CopyLines<true>(dst, src, nbytes);
-  StoreFence();
+  CopyLines<false>(dst, src, nbytes);
 }
 
-template <class E>
-void Two(char* dst, char* dst2, const char* a, const char* b, std::size_t nbytes) {
-  Run(E{}, Both{dst, dst2}, a, b, nbytes);
+void CopyPages(char* dst, const char* src, std::size_t nbytes) {
+  const std::size_t head = -reinterpret_cast<std::uintptr_t>(dst) % kLine;  // stores do not straddle lines
+  CopySmall(dst, src, head);
+  const std::size_t rest = head + ByPages(nbytes - head, [=](std::size_t at) HETCOLL_LAMBDA {
+#pragma GCC unroll 4
+                             for (std::size_t i = head + at; i < head + at + kPart; i += kWidth) {
+                               Store(dst + i, Load<Vector<char, kWidth>>(src + i));
+                             }
+                           });
+  CopyPlain(dst + rest, src + rest, nbytes - rest);
+}
+
+void Copy(char* dst, const char* src, std::size_t nbytes, Sweep sweep) {
+  if (sweep == Sweep::kPlain || nbytes < kStreamBytes) return CopyPlain(dst, src, nbytes);
+  if (sweep == Sweep::kPages) return CopyPages(dst, src, nbytes);
+  CopyLines<true>(dst, src, nbytes);
+  StoreFence();
 }
 
 // To dst around the cache, and where kTwo to dst2 through it.
@@ -147,7 +190,7 @@ template <class E, bool kTwo>
 __attribute__((noinline)) void Stream(char* dst, char* dst2, const char* a, const char* b, std::size_t nbytes) {
   using V = Vector<typename E::Element, E::kStep>;
   const auto plain = [=](std::size_t i, std::size_t n) {
-    kTwo ? Two<E>(dst + i, dst2 + i, a + i, b + i, n) : Plain<E>(dst + i, a + i, b + i, n);
+    kTwo ? Plain<E>(Both{dst + i, dst2 + i}, a + i, b + i, n) : Plain<E>(One{dst + i}, a + i, b + i, n);
   };
   const std::size_t head = -reinterpret_cast<std::uintptr_t>(dst) % kLine;
   // Elements that straddle cache lines go through the cache.
@@ -165,19 +208,21 @@ __attribute__((noinline)) void Stream(char* dst, char* dst2, const char* a, cons
 
 // kSize is the size of the caller's elements: E's may be halves of complex numbers, or words of bits.
 template <class E, std::size_t kSize>
-void Reduce(void* dst, const void* a, const void* b, std::size_t count, bool stream) {
+void Reduce(void* dst, const void* a, const void* b, std::size_t count, Sweep sweep) {
   auto* d = static_cast<char*>(dst);
   const auto *x = static_cast<const char*>(a), *y = static_cast<const char*>(b);
-  if (stream && count * kSize >= kStreamBytes) return Stream<E, false>(d, nullptr, x, y, count * kSize);
-  Plain<E>(d, x, y, count * kSize);
+  const std::size_t nbytes = count * kSize;
+  if (sweep == Sweep::kPlain || nbytes < kStreamBytes) return Plain<E>(One{d}, x, y, nbytes);
+  sweep == Sweep::kPages ? Pages<E>(One{d}, x, y, nbytes) : Stream<E, false>(d, nullptr, x, y, nbytes);
 }
 
 template <class E, std::size_t kSize>
-void Reduce2(void* dst, void* dst2, const void* a, const void* b, std::size_t count, bool stream) {
+void Reduce2(void* dst, void* dst2, const void* a, const void* b, std::size_t count, Sweep sweep) {
   auto *d = static_cast<char*>(dst), *d2 = static_cast<char*>(dst2);
   const auto *x = static_cast<const char*>(a), *y = static_cast<const char*>(b);
-  if (stream && count * kSize >= kStreamBytes) return Stream<E, true>(d, d2, x, y, count * kSize);
-  Two<E>(d, d2, x, y, count * kSize);
+  const std::size_t nbytes = count * kSize;
+  if (sweep == Sweep::kPlain || nbytes < kStreamBytes) return Plain<E>(Both{d, d2}, x, y, nbytes);
+  sweep == Sweep::kPages ? Pages<E>(Both{d, d2}, x, y, nbytes) : Stream<E, true>(d, d2, x, y, nbytes);
 }
 
 // ---- Division by a small integer ----

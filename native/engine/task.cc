@@ -11,6 +11,7 @@ namespace {
 // many times as much, as what is looked at in between matters less.
 constexpr std::size_t kLocalBytes = std::size_t{64} << 10;
 constexpr std::size_t kMostLocalBytes = std::size_t{1} << 20;
+constexpr std::size_t kFarBytes = std::size_t{64} << 10;  // shorter summands are read one page after the other
 
 const char* Name(Op op) {
   switch (op) {
@@ -210,7 +211,8 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
   if (n > 0) {
     std::byte* dst = Dst(s) + s.done;
     const std::byte* src = Src(s) + s.done;
-    const bool streams = Streams(s);
+    const Sweep cached = n >= kFarBytes && port.end->Far() ? Sweep::kPages : Sweep::kPlain;
+    const Sweep sweep = Streams(s) ? Sweep::kAround : cached;
     const auto share = [&](const auto& work) {
       if (Team* team = port.end->team()) return team->Share(n, work);
       work(std::size_t{0}, n);
@@ -220,8 +222,8 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
       BoundStep& next = steps_[static_cast<std::size_t>(s.fuse)];
       share([&](std::size_t at, std::size_t end) {
         const std::size_t items = (end - at) / item_;
-        if (next.gives) return kernels_->reduce(slot + at, src + at, v.data + at, items, false);
-        kernels_->reduce2(dst + at, slot + at, src + at, v.data + at, items, streams);
+        if (next.gives) return kernels_->reduce(slot + at, src + at, v.data + at, items, cached);
+        kernels_->reduce2(dst + at, slot + at, src + at, v.data + at, items, sweep);
       });
       Port<SendEnd>& out = links.tx(next.peer, next.channel);
       out.end->Commit(MessageOf(next), next.posted, n);
@@ -234,7 +236,7 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
       Touch(links, out);
     } else {
       share([&](std::size_t at, std::size_t end) {
-        kernels_->reduce(dst + at, src + at, v.data + at, (end - at) / item_, streams);
+        kernels_->reduce(dst + at, src + at, v.data + at, (end - at) / item_, sweep);
       });
     }
   }
@@ -336,7 +338,7 @@ void Task::ReduceCodes(std::byte* dst, const std::byte* src, const std::byte* co
   for (std::size_t at = 0; at < count; at += kPart) {
     const std::size_t n = std::min(kPart, count - at), byte = at * item_;
     codec_->decode(part, codes + codec_->Bytes(at), n);
-    kernels_->reduce(dst + byte, src + byte, part, n, false);
+    kernels_->reduce(dst + byte, src + byte, part, n, Sweep::kPlain);
   }
 }
 
@@ -347,8 +349,8 @@ bool Task::MoveLocal(BoundStep& s, std::size_t limit) {
   const std::size_t turn = std::clamp(s.len / 8, kLocalBytes, kMostLocalBytes) / kLocalBytes * kLocalBytes;
   const std::size_t n = nothing ? limit - s.done : std::min(limit - s.done, turn);
   if (n > 0 && !nothing) {
-    if (s.op == Op::kCopy) CopyBytes(dst, src, n, Streams(s));
-    if (s.op == Op::kReduce) kernels_->reduce(dst, dst, src, n / item_, false);
+    if (s.op == Op::kCopy) CopyBytes(dst, src, n, Streams(s) ? Sweep::kAround : Sweep::kPlain);
+    if (s.op == Op::kReduce) kernels_->reduce(dst, dst, src, n / item_, Sweep::kPlain);
     if (s.op == Op::kScale) kernels_->scale(dst, n / item_, divisor_);
     if (s.op == Op::kRound) {
       codec_->round(dst, src, residual_ == nullptr ? nullptr : residual_ + s.codes + s.done / item_, n / item_);

@@ -73,7 +73,7 @@ void ReduceBytes(nb::handle dst, nb::handle a, nb::handle b, int dtype, int op, 
   if (!read || d.nbytes() != x.nbytes() || d.nbytes() != y.nbytes() || d.nbytes() % item != 0) {
     throw nb::value_error("three contiguous buffers of one size were wanted");
   }
-  kernels.reduce(d.data(), x.data(), y.data(), d.nbytes() / item, stream);
+  kernels.reduce(d.data(), x.data(), y.data(), d.nbytes() / item, stream ? Sweep::kAround : Sweep::kPlain);
 }
 
 void ScaleBytes(nb::handle x, int dtype, unsigned divisor) {
@@ -254,7 +254,7 @@ NB_MODULE(_native, m) {
     CodecOf(dtype, format).decode(At(dst), static_cast<const std::byte*>(At(wire)), count);
   });
   m.def("copy_bytes", [](std::uintptr_t dst, std::uintptr_t src, std::size_t n) {
-    CopyBytes(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), n, false);
+    CopyBytes(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), n);
   });
   m.def("convert_float8", &ConvertAt, nb::call_guard<nb::gil_scoped_release>());
   m.def("wire", &Wire);

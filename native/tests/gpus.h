@@ -39,7 +39,7 @@ class ThreadDriver final : public Driver {
     const auto b = *static_cast<const std::byte**>(params[2]);
     const auto count = *static_cast<unsigned long long*>(params[3]);
     const auto* kernels = static_cast<const Kernels*>(function);
-    On(s, [=] { kernels->reduce(dst, a, b, count, false); });
+    On(s, [=] { kernels->reduce(dst, a, b, count, Sweep::kPlain); });
   }
   void WriteValue(std::uint64_t* counter, std::uint64_t value, DeviceStream s) override {
     On(s, [=] { std::atomic_ref(*counter).store(value, std::memory_order_release); });

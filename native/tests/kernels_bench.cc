@@ -78,23 +78,23 @@ void BenchPair(const char* isa, DType dtype, ReduceOp op, std::vector<Buffers>& 
       continue;
     }
     std::printf("  %9zu: %5.1f", nbytes,
-                speed(Time([&] { kernels->reduce(x.dst.data(), x.a.data(), x.b.data(), count, false); })));
+                speed(Time([&] { kernels->reduce(x.dst.data(), x.a.data(), x.b.data(), count, Sweep::kPlain); })));
     if (nbytes > 1 << 19) {
       std::printf(" streaming %5.1f",
-                  speed(Time([&] { kernels->reduce(x.dst.data(), x.a.data(), x.b.data(), count, true); })));
+                  speed(Time([&] { kernels->reduce(x.dst.data(), x.a.data(), x.b.data(), count, Sweep::kAround); })));
     }
-    std::printf(
-        " two %5.1f",
-        speed(Time([&] { kernels->reduce2(x.dst.data(), x.dst2.data(), x.a.data(), x.b.data(), count, false); })));
+    std::printf(" two %5.1f", speed(Time([&] {
+                  kernels->reduce2(x.dst.data(), x.dst2.data(), x.a.data(), x.b.data(), count, Sweep::kPlain);
+                })));
     std::memcpy(x.dst.data(), x.a.data(), nbytes);
     std::printf(" in place %5.1f",
-                speed(Time([&] { kernels->reduce(x.dst.data(), x.dst.data(), x.b.data(), count, false); })));
+                speed(Time([&] { kernels->reduce(x.dst.data(), x.dst.data(), x.b.data(), count, Sweep::kPlain); })));
   }
   Buffers& small = buffers[0];
   for (std::size_t count : {2, 31}) {
     if (op == ReduceOp::kAvg) break;
     const double seconds =
-        Time([&] { kernels->reduce(small.dst.data(), small.a.data(), small.b.data(), count, false); });
+        Time([&] { kernels->reduce(small.dst.data(), small.a.data(), small.b.data(), count, Sweep::kPlain); });
     std::printf("  %zu elements %4.1f ns", count, seconds * 1e9);
   }
   std::printf("\n");
@@ -104,9 +104,10 @@ void BenchCopy(const char* isa) {
   for (std::size_t nbytes :
        {8ul, 64ul, 200ul, 512ul, 1024ul, 4096ul, 16384ul, 65536ul, 262144ul, 1ul << 20, 1ul << 26}) {
     Buffers x(nbytes);
-    for (bool stream : {false, true}) {
-      const double seconds = Time([&] { CopyBytes(x.dst.data(), x.a.data(), nbytes, stream); });
-      std::printf("%-8s copy %9zu %s %6.1f GB/s %9.1f ns\n", isa, nbytes, stream ? "streaming" : "cached   ",
+    for (Sweep sweep : {Sweep::kPlain, Sweep::kAround, Sweep::kPages}) {
+      constexpr const char* kNames[] = {"cached   ", "streaming", "by pages "};
+      const double seconds = Time([&] { CopyBytes(x.dst.data(), x.a.data(), nbytes, sweep); });
+      std::printf("%-8s copy %9zu %s %6.1f GB/s %9.1f ns\n", isa, nbytes, kNames[static_cast<int>(sweep)],
                   static_cast<double>(nbytes) / seconds * 1e-9, seconds * 1e9);
     }
   }

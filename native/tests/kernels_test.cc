@@ -23,6 +23,7 @@ using hetcoll::KernelIsa;
 using hetcoll::Kernels;
 using hetcoll::ReduceOp;
 using hetcoll::SetKernelIsa;
+using hetcoll::Sweep;
 using hetcoll::TakeBytes;
 
 namespace {
@@ -94,7 +95,7 @@ Bytes Input(DType t, std::size_t count, unsigned seed) {
   return data;
 }
 
-constexpr std::size_t kMost = 5000;
+constexpr std::size_t kMost = 33000;  // of one byte: two groups of pages, and a rest
 
 std::vector<std::size_t> Counts() {
   std::vector<std::size_t> counts;
@@ -106,9 +107,10 @@ std::vector<std::size_t> Counts() {
 // ---- The tests ----
 
 enum class Alias { kNone, kA, kB };
+constexpr Sweep kSweeps[] = {Sweep::kPlain, Sweep::kAround, Sweep::kPages};
 
 void TestReduce(DType t, ReduceOp op, const Kernels& kernels, const Bytes& a, const Bytes& b, const Bytes& want,
-                std::size_t count, Alias alias, bool stream, std::size_t offset) {
+                std::size_t count, Alias alias, Sweep sweep, std::size_t offset) {
   const std::size_t nbytes = count * ItemSize(t);
   const std::size_t offset_b = (offset * 3 + 1) % 64;
   Bytes x = Framed(a.data(), nbytes, offset), y = Framed(b.data(), nbytes, offset_b);
@@ -118,10 +120,11 @@ void TestReduce(DType t, ReduceOp op, const Kernels& kernels, const Bytes& a, co
   Bytes fresh(alias == Alias::kNone ? at + nbytes + 96 : 0, kCanary);
   Bytes& out = alias == Alias::kNone ? fresh : alias == Alias::kA ? x : y;
   const auto check = [&](const char* which, long where) {
-    CHECK(where == static_cast<long>(count), "%s dtype %d op %d count %zu alias %d stream %d offset %zu: element %ld",
-          which, static_cast<int>(t), static_cast<int>(op), count, static_cast<int>(alias), stream, offset, where);
+    CHECK(where == static_cast<long>(count), "%s dtype %d op %d count %zu alias %d sweep %d offset %zu: element %ld",
+          which, static_cast<int>(t), static_cast<int>(op), count, static_cast<int>(alias), static_cast<int>(sweep),
+          offset, where);
   };
-  kernels.reduce(&out[at], pa, pb, count, stream);
+  kernels.reduce(&out[at], pa, pb, count, sweep);
   check("reduce", FirstDifference(t, out, at, want, count));
   CHECK(alias == Alias::kA || x == x_before, "reduce wrote to a");
   CHECK(alias == Alias::kB || y == y_before, "reduce wrote to b");
@@ -130,13 +133,13 @@ void TestReduce(DType t, ReduceOp op, const Kernels& kernels, const Bytes& a, co
   if (alias == Alias::kNone) std::fill(fresh.begin(), fresh.end(), kCanary);
   const std::size_t at2 = (offset * 5 + 3) % 64;
   Bytes second(at2 + nbytes + 96, kCanary);
-  kernels.reduce2(&out[at], &second[at2], pa, pb, count, stream);
+  kernels.reduce2(&out[at], &second[at2], pa, pb, count, sweep);
   check("reduce2", FirstDifference(t, out, at, want, count));
   check("reduce2, second", FirstDifference(t, second, at2, want, count));
 
   if (alias == Alias::kB) return;
   x = x_before, y = y_before;  // the second one may be b
-  kernels.reduce2(&out[at], pb, pa, pb, count, stream);
+  kernels.reduce2(&out[at], pb, pa, pb, count, sweep);
   check("reduce2, into b", FirstDifference(t, out, at, want, count));
   check("reduce2, b", FirstDifference(t, y, offset_b, want, count));
 }
@@ -165,9 +168,9 @@ void TestType(DType t) {
     const Bytes want = ReferenceReduce(t, op, a, b);
     for (std::size_t count : Counts()) {
       for (Alias alias : {Alias::kNone, Alias::kA, Alias::kB}) {
-        for (bool stream : {false, true}) {
-          if (stream && count <= 130 && count % 64 > 1) continue;  // too short to stream: the same path
-          TestReduce(t, op, *kernels, a, b, want, count, alias, stream, count % 3 == 0 ? 0 : (count * 5) % 64);
+        for (Sweep sweep : kSweeps) {
+          if (sweep != Sweep::kPlain && count <= 130 && count % 64 > 1) continue;  // too short: the same path
+          TestReduce(t, op, *kernels, a, b, want, count, alias, sweep, count % 3 == 0 ? 0 : (count * 5) % 64);
         }
       }
     }
@@ -189,7 +192,7 @@ void TestAllCodes(DType t) {
     PutCode(&b[i * size], size, size == 1 ? i & 255 : static_cast<unsigned>(random()) & 65535);
   }
   for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kProd, ReduceOp::kMax, ReduceOp::kMin}) {
-    FindKernels(t, op)->reduce(got.data(), a.data(), b.data(), 65536, false);
+    FindKernels(t, op)->reduce(got.data(), a.data(), b.data(), 65536, Sweep::kPlain);
     const Bytes want = ReferenceReduce(t, op, a, b);
     for (std::size_t i = 0; i < got.size(); i += size) {
       CHECK(SameElement(t, &got[i], &want[i]), "dtype %d op %d: %x with %x gave %x, not %x", static_cast<int>(t),
@@ -226,7 +229,8 @@ void TestCopy() {
   for (auto& byte : source) byte = static_cast<unsigned char>(random());
   for (std::size_t nbytes : sizes) {
     for (std::size_t offset : {0, 1, 17, 63}) {
-      for (bool stream : {false, true}) {
+      for (Sweep sweep : kSweeps) {
+        const bool stream = sweep == Sweep::kAround;
         const unsigned char* from = &source[(nbytes + offset * 3) % 64];
         const auto test = [&](const char* way, const auto& copy) {
           Bytes out(offset + nbytes + 96, kCanary);
@@ -234,11 +238,11 @@ void TestCopy() {
           bool same = std::memcmp(&out[offset], from, nbytes) == 0;
           for (std::size_t i = 0; i < offset; ++i) same = same && out[i] == kCanary;
           for (std::size_t i = offset + nbytes; i < out.size(); ++i) same = same && out[i] == kCanary;
-          CHECK(same, "%s of %zu bytes at %zu, stream %d", way, nbytes, offset, stream);
+          CHECK(same, "%s of %zu bytes at %zu, sweep %d", way, nbytes, offset, static_cast<int>(sweep));
         };
-        test("copy", [&](unsigned char* to) { CopyBytes(to, from, nbytes, stream); });
-        if (!stream) test("string copy", [&](unsigned char* to) { CopyString(to, from, nbytes); });
-        TestTake(source, nbytes, offset, stream);
+        test("copy", [&](unsigned char* to) { CopyBytes(to, from, nbytes, sweep); });
+        if (sweep == Sweep::kPlain) test("string copy", [&](unsigned char* to) { CopyString(to, from, nbytes); });
+        if (sweep != Sweep::kPages) TestTake(source, nbytes, offset, stream);
       }
     }
   }

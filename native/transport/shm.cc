@@ -63,15 +63,15 @@ void StorePolicy::Copy(std::byte* slot, const std::byte* data, std::size_t n) {
   if (strings(n)) return CopyString(slot, data, n);
   if (around_left_ > 0 && n >= 512) {
     if (stores_ == SlotStores::kAuto) --around_left_;
-    CopyBytes(slot, data, n, true);
+    CopyBytes(slot, data, n, Sweep::kAround);
     return;
   }
   if (stores_ != SlotStores::kAuto || n < kSampleBytes || ++copies_ % kSampleEvery != 0) {
-    CopyBytes(slot, data, n, false);
+    CopyBytes(slot, data, n);
     return;
   }
   const std::int64_t start = NowNs();
-  CopyBytes(slot, data, n, false);
+  CopyBytes(slot, data, n);
   const double allowed = kClockNs + kSlowNsPerByte * static_cast<double>(n);
   slow_ = static_cast<double>(NowNs() - start) > allowed ? slow_ + 1 : 0;
   if (slow_ < kStrikes) return;

@@ -12,6 +12,7 @@
 namespace hetcoll {
 namespace {
 
+constexpr std::size_t kFarCopy = 128 << 10;      // shorter fragments are copied one page after the other
 constexpr std::size_t kStagedBytes = 256 << 10;  // of private memory that a reduction reads
 // Up to here even what a plan would have stored around the cache goes by the string instruction, where that is fast.
 constexpr std::size_t kMostString = std::size_t{8} << 20;
@@ -63,6 +64,8 @@ class ShmRecv final : public RecvEnd {
     edge_.credit->lines.store(++seen_, std::memory_order_release);
     hand_.midway = more_;
   }
+
+  bool Far() const override { return place_ != ShmPlace::kPrivate && !policy_.claims(); }
 
   std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) override {
     if (!opened_ && !Open(m, at)) return kWouldBlock;
@@ -143,8 +146,10 @@ class ShmRecv final : public RecvEnd {
     } else if (n == size_ && Claimable()) {
       TakeBytes(dst, data_, n, stream);
       claimed_ = true;
+    } else if (!stream && n >= kFarCopy && Far()) {
+      CopyBytes(dst, data_ + taken_, n, Sweep::kPages);
     } else {
-      CopyBytes(dst, data_ + taken_, n, stream);
+      CopyBytes(dst, data_ + taken_, n, stream ? Sweep::kAround : Sweep::kPlain);
     }
   }
 

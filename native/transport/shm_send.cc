@@ -59,7 +59,7 @@ class ShmSend final : public SendEnd {
       return handed != 0 ? handed : Copy(m, at, data, n);
     }
     if (!LineFree()) return kWouldBlock;
-    CopyBytes(Line().payload, data, n, false);
+    CopyBytes(Line().payload, data, n);
     Publish(ShmPlace::kLine, m, n);
     return static_cast<std::ptrdiff_t>(n);
   }

@@ -15,8 +15,9 @@ constexpr std::size_t kMove = std::size_t{256} << 10;  // what a thread moves be
 std::size_t Most(const Team* team) { return kMove * (team == nullptr ? 1 : team->helpers() + 1); }
 
 void Copy(Team* team, std::byte* dst, const std::byte* src, std::size_t n, bool stream) {
-  if (team == nullptr) return CopyBytes(dst, src, n, stream);
-  team->Share(n, [=](std::size_t begin, std::size_t end) { CopyBytes(dst + begin, src + begin, end - begin, stream); });
+  const Sweep sweep = stream ? Sweep::kAround : Sweep::kPlain;
+  if (team == nullptr) return CopyBytes(dst, src, n, sweep);
+  team->Share(n, [=](std::size_t begin, std::size_t end) { CopyBytes(dst + begin, src + begin, end - begin, sweep); });
 }
 
 void CheckFits(const Message& m, const Slots& slots) {

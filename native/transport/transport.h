@@ -159,6 +159,8 @@ class RecvEnd {
   // finished by Consume(0).
   virtual View Peek(const Message& m, std::size_t at, std::size_t n) = 0;
   virtual void Consume(std::size_t n) = 0;
+  // Whether that is most likely in another core's cache: Sweep::kPages.
+  virtual bool Far() const { return false; }
 
   virtual void AddPoll(std::vector<pollfd>& fds) const { static_cast<void>(fds); }
   virtual bool Silent() const { return false; }

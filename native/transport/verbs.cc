@@ -70,7 +70,7 @@ class VerbsRecv final : public RecvEnd {
       if (!Ready() || !link_->Landed()) return kWouldBlock;
       const View v = link_->inbox().Peek(m, at, n);
       taken = v.n;
-      if (v.data != dst) CopyBytes(dst, v.data, static_cast<std::size_t>(v.n), stream);
+      if (v.data != dst) CopyBytes(dst, v.data, static_cast<std::size_t>(v.n), stream ? Sweep::kAround : Sweep::kPlain);
       link_->inbox().Consume(static_cast<std::size_t>(v.n));
       link_->Confirm();
     }

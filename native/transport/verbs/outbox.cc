@@ -71,7 +71,7 @@ std::ptrdiff_t Outbox::Push(const Message& m, std::size_t at, const std::byte* d
   const std::byte* payload = data;
   if (region == nullptr) {
     std::byte* place = reinterpret_cast<std::byte*>(frame + 1);
-    CopyBytes(place, data, n, false);
+    CopyBytes(place, data, n);
     payload = place;
   }
   Send(*rail, frame, payload, region, m, at, n);
