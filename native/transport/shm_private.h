@@ -24,6 +24,7 @@ inline constexpr std::size_t kPrivateFragment = std::size_t{4} << 20;
 
 // The lengths of messages that are read in this way, where it works. Where slots are claimed, two copies through them
 // are faster than the kernel's look at every page, unless pages are huge; elsewhere hardly ever: docs/performance.md.
+// Of those of middle length Ways decides, where it is asked (ShmSegment::weighs).
 struct PrivateLengths {
   struct Range {
     std::size_t any = SIZE_MAX;   // from here on in any pages
