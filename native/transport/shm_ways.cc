@@ -6,23 +6,24 @@ namespace hetcoll {
 
 void Ways::Began(int band) {
   State& state = states_[static_cast<std::size_t>(band)];
+  const std::uint32_t bit = 1U << band;
   state.messages = (state.messages + 1) % kPeriod;
   if (state.messages == 0) {
-    Ask(band, false);
+    asked_ = (asked_ & ~bit) | (kFirst & bit);
     state.n = 0;
-  } else if (state.messages == kTrial) {
-    state.slots = state.Median();
-    Ask(band, true);
+  } else if (state.messages == Trial(band)) {
+    state.first = state.Median();
     state.n = 0;
-  } else if (state.messages == 2 * kTrial) {
-    Ask(band, state.Median() < state.slots);
+    asked_ ^= bit;
+  } else if (state.messages == 2 * Trial(band) && state.first <= state.Median()) {
+    asked_ ^= bit;
   }
 }
 
 void Ways::Took(int band, bool read, float cost) {
   State& state = states_[static_cast<std::size_t>(band)];
-  const int since = state.messages - (read ? kTrial : 0);
-  if (since >= kSettling && since < kTrial) state.costs[state.n++] = cost;
+  if (read != ((asked_ >> band & 1) != 0) || state.messages >= 2 * Trial(band)) return;
+  if (state.messages % Trial(band) >= Settling(band)) state.costs[state.n++] = cost;
 }
 
 float Ways::State::Median() {
@@ -30,11 +31,6 @@ float Ways::State::Median() {
   const auto middle = costs.begin() + static_cast<std::ptrdiff_t>(n / 2);
   std::nth_element(costs.begin(), middle, costs.begin() + static_cast<std::ptrdiff_t>(n));
   return *middle;
-}
-
-void Ways::Ask(int band, bool read) {
-  const std::uint32_t bit = 1U << band;
-  asked_ = read ? asked_ | bit : asked_ & ~bit;
 }
 
 }  // namespace hetcoll

@@ -21,8 +21,11 @@ class Ways {
  public:
   static constexpr int kBands = 8;  // of messages: for each use some octaves of their length
   static constexpr std::size_t kLeast = 16 << 10;
-  static constexpr int kTrial = 64;     // messages of each way, until all of a ring was used again
-  static constexpr int kPeriod = 8192;  // from trial to trial
+  static constexpr int kPeriod = 4096;  // messages of a band from trial to trial
+
+  // Messages of a trial of one way. The first ones find the caches as the other way left them: what goes one way uses
+  // all of a ring, an exchange a few slots.
+  static constexpr int Trial(int band) { return Settling(band) + kSamples; }
 
   // The band of a message, or -1 where one way is always taken: exchanges of 16 KiB to 1 MiB, others of 64 to 256 KiB.
   static constexpr int Band(const Message& m) {
@@ -39,21 +42,21 @@ class Ways {
   std::uint32_t asked() const { return asked_; }
 
  private:
-  static constexpr int kSettling = 32;  // messages of a trial that find caches as the other way left them
+  static constexpr int kSamples = 16;
+  static constexpr int Settling(int band) { return band < 6 ? 8 : 32; }
 
   struct State {
     float Median();  // of the costs; infinity where there are none
 
     int messages = -1;  // of this period
-    float slots = 0;    // what slots cost in this trial: a lost time slice must not count, so the median
-    std::array<float, kTrial - kSettling> costs;  // of the way that is tried
+    float first = 0;    // what the way that was tried first costs: the median, as a lost time slice must not count
+    std::array<float, kSamples> costs;  // of the way that is tried
     std::size_t n = 0;
   };
 
-  void Ask(int band, bool read);
-
   std::array<State, kBands> states_;
-  std::uint32_t asked_ = 0;
+  static constexpr std::uint32_t kFirst = 0b111100;  // what is asked for in a period's first trial: from 64 KiB on
+  std::uint32_t asked_ = kFirst;
 };
 
 }  // namespace hetcoll
