@@ -74,7 +74,7 @@ def test_small_rings(pool: Launch, read: str) -> None:
 def _trials(comm: hetcoll.Communicator) -> None:
     """Both ways of each band of messages (native/transport/shm_ways.h), and from one to the other."""
     other = 1 - comm.rank
-    for nbytes in (16 << 10, 100_000, 300_000, 700_000):
+    for nbytes in (16 << 10, 40_000, 100_000, 200_000, 300_000, 700_000):
         a, b = np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)
         for i in range(150):
             a[:] = i + comm.rank
@@ -154,6 +154,7 @@ def _abort_while_written_to(comm: hetcoll.Communicator) -> int:
         buffer = np.zeros(1 << 20)
         for _ in range(3):
             part.broadcast(buffer)
+        comm.barrier()  # rank 0 is done with these as well
         give_up = threading.Timer(1e-3 + 37e-6 * turn, part.abort, ("enough",)) if comm.rank == 1 else None
         if give_up is not None:
             give_up.start()
