@@ -75,8 +75,8 @@ class ShmRecv final : public RecvEnd {
     } else {
       Copy(dst, n, m.total, stream);
     }
+    if (m.total >= least_private_ && !more_ && taken_ + n == size_) Weigh();
     Consume(n);
-    if (timed_ && !opened_ && !more_) Weigh(m);
     return static_cast<std::ptrdiff_t>(n);
   }
 
@@ -95,8 +95,7 @@ class ShmRecv final : public RecvEnd {
     if (size_ > m.total - at) throw Corrupt("a fragment is too long");
     more_ = size_ < m.total - at;
     Find(line);
-    if (m.total >= least_private_) TryReading();
-    if (at == 0) timed_ = m.total >= Ways::kLeast && Times(line);
+    if (m.total >= least_private_) OpenLong(m, at, line);
     taken_ = 0;
     claimed_ = false;
     opened_ = true;
@@ -153,7 +152,7 @@ class ShmRecv final : public RecvEnd {
     }
   }
 
-  // Not inlined, like the next two: they are for long messages, and short ones should not pay for them.
+  // Not inlined, like others below: they are for long messages, and short ones should not pay for them.
   [[gnu::noinline]] bool FindLent(ShmLine& line) {
     const ShmLine::Where& where = line.where;
     const ShmLayout& layout = segment_.layout();
@@ -206,13 +205,16 @@ class ShmRecv final : public RecvEnd {
     return true;
   }
 
-  void TryReading() {
-    if (edge_.credit->reads.load(std::memory_order_relaxed) != 0) return;
-    edge_.credit->reads.store(memory_.Try() ? 1 : 2, std::memory_order_relaxed);
+  // What might be read: finds out whether it can.
+  [[gnu::noinline]] void OpenLong(const Message& m, std::size_t at, const ShmLine& line) {
+    if (edge_.credit->reads.load(std::memory_order_relaxed) == 0) {
+      edge_.credit->reads.store(memory_.Try() ? 1 : 2, std::memory_order_relaxed);
+    }
+    if (at == 0) timed_ = Times(m, line);
   }
 
   // Of the first fragment of a message: whether the message is timed. If so, that begins now.
-  [[gnu::noinline]] bool Times(const ShmLine& line) {
+  bool Times(const Message& m, const ShmLine& line) {
     read_ = place_ == ShmPlace::kPrivate;
     if (!read_ && place_ != ShmPlace::kSlot && place_ != ShmPlace::kHanded) return false;
     const ShmLine::Where& where = line.where;
@@ -222,18 +224,20 @@ class ShmRecv final : public RecvEnd {
     if (edge_.credit->asked.load(std::memory_order_relaxed) != ways_.asked()) {
       edge_.credit->asked.store(ways_.asked(), std::memory_order_relaxed);
     }
-    copied_ns_ = where.copied_ns;
-    copied_ = size_;
+    // Each end of an exchange copies all that it sends into slots, and then what it gets out of them; what goes one way
+    // is copied out while it is copied in, but for the first fragment.
+    const float parts = m.use == Use::kStored ? 1 : static_cast<float>(m.total) / static_cast<float>(size_);
+    copied_in_ns_ = static_cast<float>(where.copied_ns) * parts;
+    total_ = m.total;
     began_ = NowNs();
     return true;
   }
 
-  // It has come. Each end of an exchange copies all that it sends into slots, and then what it gets out of them; what
-  // goes one way is copied out while it is copied in, but for the first fragment.
-  [[gnu::noinline]] void Weigh(const Message& m) {
-    const auto total = static_cast<float>(m.total), first = static_cast<float>(copied_);
-    const float in = static_cast<float>(copied_ns_) * (m.use == Use::kStored ? 1 : total / first);
-    ways_.Took(band_, read_, (in + static_cast<float>(NowNs() - began_)) / total);
+  // All of a long message has come.
+  [[gnu::noinline]] void Weigh() {
+    if (!timed_) return;
+    const float took = copied_in_ns_ + static_cast<float>(NowNs() - began_);
+    ways_.Took(band_, read_, took / static_cast<float>(total_));
   }
 
   // See StorePolicy.
@@ -262,11 +266,11 @@ class ShmRecv final : public RecvEnd {
   std::uint64_t written_ = 0;  // pieces that the sender will have written once it is there
   std::size_t least_private_;
   Ways ways_;
-  bool timed_ = false;  // this message is, and the next five say so far
+  bool timed_ = false;  // this long message is; the next five are about it
   bool read_ = false;
   int band_ = 0;
-  std::uint32_t copied_ns_ = 0;  // what its first fragment took to be copied into a slot
-  std::size_t copied_ = 0;       // and its length
+  float copied_in_ns_ = 0;  // what its way into slots took, so far as that is not done while it comes out of them
+  std::size_t total_ = 0;
   std::int64_t began_ = 0;
   int peer_;
   bool opened_ = false;  // a fragment was begun and not yet taken whole; the next seven are about it
