@@ -126,6 +126,13 @@ static void measure_flag(void) {
   if (me == 0) shared->flag_us = (now() - start) / kRounds / 2 * 1e6;
 }
 
+// Before it connects or listens: whoever begins with BBR, where that is the system's choice, is paced for ever.
+static int unpaced_socket(void) {
+  int fd = socket(AF_INET, SOCK_STREAM, 0);
+  if (fd >= 0) setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+  return fd;
+}
+
 static void settle(int fd) {
   int on = 1, bytes = 4 << 20;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
@@ -139,7 +146,7 @@ static int connect_pair(int listener, struct sockaddr_in* address) {
   if (me == 0) {
     fd = accept(listener, NULL, NULL);
   } else {
-    fd = socket(AF_INET, SOCK_STREAM, 0);
+    fd = unpaced_socket();
     if (fd >= 0 && connect(fd, (struct sockaddr*)address, sizeof *address)) die("connect");
   }
   if (fd < 0) die("loopback");
@@ -228,7 +235,7 @@ int main(void) {
   if (shared == MAP_FAILED) die("mmap");
   struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
   socklen_t length = sizeof address;
-  int listener = socket(AF_INET, SOCK_STREAM, 0);
+  int listener = unpaced_socket();
   if (listener < 0 || bind(listener, (struct sockaddr*)&address, sizeof address) || listen(listener, 1) ||
       getsockname(listener, (struct sockaddr*)&address, &length)) {
     die("listen");

@@ -7,9 +7,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
+import netns
 import pytest
 
 from hetcoll.env import Config, InterfaceFilter
@@ -235,6 +238,48 @@ def test_stripes_leave_by_the_interface_of_the_same_network() -> None:
     assert choose_source("127.0.0.1", local, 0) is None
     assert choose_source("10.0.0.1", local[:1], 0) is None  # there is no choice
     assert choose_source("fd00::1", local, 0) is None
+
+
+def control(sock: socket.socket) -> str:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+
+def test_only_other_hosts_are_sent_to_at_a_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []  # whoever begins with BBR is paced for ever
+    for name in ("listen", "connect_ex"):
+        method = getattr(socket.socket, name)
+
+        def spy(sock: socket.socket, *args: object, method: Callable[..., object] = method) -> object:
+            begun.append(control(sock))
+            return method(sock, *args)
+
+        monkeypatch.setattr(socket.socket, name, spy)
+    listeners: list[Listener] = []
+
+    def listen() -> None:
+        try:
+            Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("bbr")
+        except OSError as error:
+            pytest.skip(f"BBR: {error.strerror}")
+        listeners.append(Listener(Config(), SECRET))
+
+    with netns.network(2) as net, ExitStack() as stack:
+        hosts = [net.hosts[0], net.hosts[0], net.hosts[1]]
+        pools = [
+            stack.enter_context(ThreadPoolExecutor(1, initializer=netns.enter, initargs=(host,))) for host in hosts
+        ]
+        for pool in pools:
+            pool.submit(listen).result(20)
+            stack.callback(listeners[-1].close)
+        jobs = [
+            pool.submit(listeners[rank].ensure, rank, requests_of(rank, listeners, 1, 2), soon())
+            for rank, pool in enumerate(pools)
+        ]
+        for job in jobs:
+            for key, sock in job.result(20).items():
+                assert control(sock) == ("bbr" if 2 in (key.src, key.dst) else "reno")
+                sock.close()
+        assert set(begun) == {"reno"}
 
 
 def test_waiting_can_be_ended_from_outside() -> None:

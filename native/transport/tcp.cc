@@ -1,6 +1,5 @@
 #include "transport/tcp.h"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
 #include <linux/sockios.h>
 #include <netinet/in.h>
@@ -38,23 +37,6 @@ struct BlockHeader {
 };
 static_assert(sizeof(BlockHeader) == 32);
 
-// Whether both ends are on this host: then no network needs protection from bursts.
-bool IsLocal(int fd) {
-  sockaddr_storage ours{}, theirs{};
-  socklen_t n = sizeof ours, m = sizeof theirs;
-  if (getsockname(fd, reinterpret_cast<sockaddr*>(&ours), &n) < 0 ||
-      getpeername(fd, reinterpret_cast<sockaddr*>(&theirs), &m) < 0 || ours.ss_family != theirs.ss_family) {
-    return false;
-  }
-  if (ours.ss_family == AF_INET) {
-    return reinterpret_cast<sockaddr_in&>(ours).sin_addr.s_addr ==
-           reinterpret_cast<sockaddr_in&>(theirs).sin_addr.s_addr;
-  }
-  return ours.ss_family == AF_INET6 &&
-         std::memcmp(&reinterpret_cast<sockaddr_in6&>(ours).sin6_addr,
-                     &reinterpret_cast<sockaddr_in6&>(theirs).sin6_addr, sizeof(in6_addr)) == 0;
-}
-
 class Sockets {
  public:
   Sockets(std::span<const int> fds, int peer) : fds_(fds.begin(), fds.end()), peer_(peer) {
@@ -64,9 +46,6 @@ class Sockets {
       if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) Fail("fcntl");
       // Unix sockets serve as links in tests: they have no Nagle delay to turn off.
       if (setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) < 0 && errno != EOPNOTSUPP) Fail("TCP_NODELAY");
-      // BBR, where that is the system's choice, paces; on loopback that costs half of the throughput. Every kernel has
-      // reno, and where it is not allowed the link merely stays slower.
-      if (IsLocal(fd)) static_cast<void>(setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4));
     }
   }
   ~Sockets() {

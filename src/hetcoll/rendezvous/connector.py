@@ -20,7 +20,7 @@ from ..errors import AuthenticationError, InitError
 from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, greeting_context
 from .edges import ADMITTED, Address, EdgeKey, Request
 from .interfaces import Interface
-from .sockets import spell_address, spell_error, tune
+from .sockets import settle, spell_address, spell_error, tune, unpace
 
 log = logging.getLogger("hetcoll.connector")
 
@@ -83,6 +83,7 @@ class _Attempt:
         try:
             self.sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
             tune(self.sock)
+            unpace(self.sock)
             source = choose_source(address.host, self._local, self.key.stripe)
             if source is not None and self._next <= len(self._places):  # later rounds let the kernel choose
                 self.sock.bind((source, 0))
@@ -110,6 +111,7 @@ class _Attempt:
         data, self._data = self._data, b""
         if self._proven:
             self.yielded = data != ADMITTED
+            settle(self.sock)
             return True
         if self._response is not None:
             self._response.check(data)

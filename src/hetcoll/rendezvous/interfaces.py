@@ -65,10 +65,10 @@ def _ioctl(sock: socket.socket, request: int, name: str) -> bytes | None:
 
 
 def _ipv6_addresses() -> dict[str, list[str]]:
-    """Addresses with their prefix lengths by interface, out of /proc/net/if_inet6."""
+    """Addresses with their prefix lengths by interface, out of /proc/thread-self/net/if_inet6."""
     found: dict[str, list[str]] = {}
     try:
-        with open("/proc/net/if_inet6") as file:
+        with open("/proc/thread-self/net/if_inet6") as file:
             rows = [line.split() for line in file]
     except OSError:  # a kernel without IPv6
         return found

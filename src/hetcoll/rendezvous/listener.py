@@ -18,7 +18,7 @@ from .connector import connect_all
 from .door import BACKLOG, Door
 from .edges import ADMITTED, YIELD, Address, EdgeKey, Request
 from .interfaces import choose_interfaces
-from .sockets import spell_error
+from .sockets import settle, spell_error, unpace
 
 log = logging.getLogger("hetcoll.listener")
 
@@ -52,6 +52,7 @@ class Listener:
         try:
             for interface in self._local:
                 listeners.append(socket.socket(interface.family, socket.SOCK_STREAM))
+                unpace(listeners[-1])  # what it accepts will have its congestion control
                 listeners[-1].bind((interface.host, 0))
                 listeners[-1].listen(BACKLOG)
                 port = listeners[-1].getsockname()[1]
@@ -190,6 +191,7 @@ class Listener:
         with self._news:
             yields = hurried and key in self._outgoing
             try:
+                settle(sock)
                 sock.send(YIELD if yields else ADMITTED, socket.MSG_NOSIGNAL)
             except OSError as error:
                 log.debug("%s: %s", name, spell_error(error))
