@@ -22,27 +22,27 @@ class Machine(NamedTuple):
     """The numbers behind every prediction. Defaults are for a server of 2020 or later.
 
     `reduce` is in bytes per second of the result. `switch` is how many seconds longer a hop takes for each rank that
-    shares a core and must be scheduled first. `stall` is how much longer the work of a stepwise algorithm takes, and
-    `spread` how much longer bytes take where each rank sends to three others or more at once over TCP inside a host:
-    what they all have under way does not fit the caches. `staging` is how many seconds longer `staged` takes before it
-    gains: nothing is sent before a whole copy is there. Where ranks share a core, others work meanwhile; their number
-    divides it twice. It was fitted to 4, 8, 16 and 32 ranks on 32 cores of a Xeon and to 4, 6 and 8 on two.
+    shares a core and must be scheduled first. `stall` is how much longer the work of a stepwise algorithm takes; over
+    TCP not where ranks share a core, since who waits for one other leaves it to them. `staging` is how many seconds
+    longer `staged` takes before it gains: nothing is sent before a whole copy is there. Where ranks share a core, others
+    work meanwhile; their number divides it twice. It was fitted to 4, 8, 16 and 32 ranks on 32 cores of a Xeon and to
+    4, 6 and 8 on two.
 
     The numbers for shared memory were fitted to sweeps of all algorithms over 4, 8 and 16 ranks on 16 cores of a Xeon:
     what is chosen is, on average, 4 to 8 % slower than the fastest, for collectives that everyone waits for.
-    Those of `loopback`, TCP inside a host, were fitted to sweeps over 3, 4, 6 and 8 ranks, bound to the two cores of an
-    EPYC by turns: there a message is work of the cores, which ranks share, and its way takes little beside it.
+    Those of `loopback`, TCP inside a host, were fitted to sweeps over 3, 4, 6 and 8 ranks on the two cores of one Xeon
+    and 3, 4, 6, 8 and 16 ranks on two to sixteen cores of another: where ranks share cores, a message is work of the
+    cores, and its way takes little beside it. What is chosen takes 1 to 3 % longer than the fastest all-reduce.
     `island` is a vendor's collective among its GPUs: what NCCL takes over NVLink. `verbs` is what a card of 100 Gb/s is
     said to do, not measured.
     """
 
     shm: Link = Link(latency=0.25e-6, overhead=0.06e-6, bandwidth=22e9, duplex=False)
     tcp: Link = Link(latency=8e-6, overhead=2e-6, bandwidth=3.5e9, duplex=True)
-    loopback: Link = Link(latency=3.5e-6, overhead=2.7e-6, bandwidth=6.5e9, duplex=True)
+    loopback: Link = Link(latency=2e-6, overhead=2e-6, bandwidth=5e9, duplex=True)
     island: Link = Link(latency=15e-6, overhead=0.0, bandwidth=200e9, duplex=True)
     verbs: Link = Link(latency=2.5e-6, overhead=0.5e-6, bandwidth=11e9, duplex=True)
     reduce: float = 20e9
     switch: float = 2e-6
     stall: float = 1.6
-    spread: float = 1.12
     staging: float = 14e-6

@@ -160,10 +160,9 @@ def _line(cost: Cost, topology: Topology, machine: Machine, *, rooted: bool) -> 
         copied += cost.copied - (cost.sent if link is machine.shm and not topology.claims else 0)
         fixed += machine.staging * cost.copied / crowding**2
     moved = max(cost.sent, cost.received) if link.duplex else copied
-    if link is machine.loopback and not near and topology.size > 3:
-        moved *= machine.spread
     work = (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * mean
-    work *= machine.stall if cost.stepwise else 1.0
+    if cost.stepwise and (link is not machine.loopback or crowding == 1 or near):
+        work *= machine.stall
     return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * _senders(near, rooted, topology))
 
 
