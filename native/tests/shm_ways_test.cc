@@ -41,6 +41,9 @@ void Bands() {
                                           {Exchanged(32 * kKiB), 1},
                                           {Exchanged(1024 * kKiB - 1), 5},
                                           {Exchanged(1024 * kKiB), -1},
+                                          {Exchanged(32 * 1024 * kKiB - 1), -1},
+                                          {Exchanged(32 * 1024 * kKiB), 8},
+                                          {Exchanged(std::size_t{1} << 40), 8},
                                           {Stored(64 * kKiB - 1), -1},
                                           {Stored(64 * kKiB), 6},
                                           {Stored(256 * kKiB - 1), 7},
@@ -96,7 +99,7 @@ void TimedMessages() {
 void FalseBands() {
   const Frame m = Exchanged(20 * kKiB);
   const Bytes data = Pattern(m.total, 1);
-  for (const int band : {-2, 8, 127, -128}) {
+  for (const int band : {-2, Ways::kBands, 127, -128}) {
     Pair pair(std::size_t{2} << 20, {SlotStores::kCached, PrivateReads::kAuto, true});
     pair.a[0].send->Push(m, 0, data.data(), m.total);
     pair.line(0, 0).where.band = static_cast<std::int8_t>(band);

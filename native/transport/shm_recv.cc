@@ -224,9 +224,8 @@ class ShmRecv final : public RecvEnd {
     if (edge_.credit->asked.load(std::memory_order_relaxed) != ways_.asked()) {
       edge_.credit->asked.store(ways_.asked(), std::memory_order_relaxed);
     }
-    // Each end of an exchange copies all that it sends into slots, and then what it gets out of them; what goes one way
-    // is copied out while it is copied in, but for the first fragment.
-    const float parts = m.use == Use::kStored ? 1 : static_cast<float>(m.total) / static_cast<float>(size_);
+    // The first fragment was copied in before, or all of them were.
+    const float parts = Ways::Streams(band_) ? 1 : static_cast<float>(m.total) / static_cast<float>(size_);
     copied_in_ns_ = static_cast<float>(where.copied_ns) * parts;
     total_ = m.total;
     began_ = NowNs();
