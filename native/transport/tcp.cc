@@ -22,7 +22,7 @@ constexpr std::size_t kWholeBlock = std::size_t{1} << 30;     // with one stripe
 // What a call moves, and what is staged, before other directions and channels have their turn. With less the two ends
 // of a socket fight over its lock more often; with more, data leaves the caches before it is read. Between 128 KiB and
 // 1 MiB, this was the fastest for all-reduces of 1 to 64 MiB of 2, 4 and 8 ranks on two cores, by up to a tenth.
-constexpr std::size_t kMove = std::size_t{512} << 10;
+constexpr std::size_t kMove = std::size_t{256} << 10;
 constexpr std::size_t kWeighed = std::size_t{64} << 10;  // blocks from here on go where the queue is shortest
 constexpr std::size_t kMaxItem = 16;
 // Up to here it costs less to copy a message to and from its header than to have the kernel deal with two places.
