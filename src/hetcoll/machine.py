@@ -39,7 +39,7 @@ class Machine(NamedTuple):
 
     shm: Link = Link(latency=0.25e-6, overhead=0.06e-6, bandwidth=22e9, duplex=False)
     tcp: Link = Link(latency=8e-6, overhead=2e-6, bandwidth=3.5e9, duplex=True)
-    loopback: Link = Link(latency=2e-6, overhead=2e-6, bandwidth=5e9, duplex=True)
+    loopback: Link = Link(latency=2.5e-6, overhead=2e-6, bandwidth=5e9, duplex=True)
     island: Link = Link(latency=15e-6, overhead=0.0, bandwidth=200e9, duplex=True)
     verbs: Link = Link(latency=2.5e-6, overhead=0.5e-6, bandwidth=11e9, duplex=True)
     reduce: float = 20e9
