@@ -11,6 +11,7 @@ _CHUNK = 256 << 10
 _KEEP_ALIVE = 5  # seconds: between probes of an idle connection
 _USER_TIMEOUT = 30  # seconds without an acknowledgement until the peer's host counts as lost
 _NAME = 16  # bytes of a congestion control's name
+_PACING = b"bbr"  # how those begin that pace
 
 
 def tune(sock: socket.socket) -> None:
@@ -32,17 +33,23 @@ def unpace(sock: socket.socket) -> None:
     BBR paces. Between the processes of a host that costs up to three quarters of the throughput, in timers; and whoever
     was connected with it is paced for ever, whatever is chosen then (`sk_pacing_status` of the kernel).
     """
-    if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME).startswith(b"bbr"):
+    if _control(sock).startswith(_PACING):
         with contextlib.suppress(OSError):  # every kernel has reno; where it is not allowed, it merely stays slower
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def settle(sock: socket.socket) -> None:
     """For a connection that was begun with `unpace`: to another host it goes on as the system wants it."""
-    if sock.getsockname()[0] != sock.getpeername()[0]:
-        with socket.socket(sock.family) as fresh:
-            system = fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME)
+    if sock.getsockname()[0] == sock.getpeername()[0]:
+        return
+    with socket.socket(sock.family) as fresh:
+        system = _control(fresh)
+    if system.startswith(_PACING):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, system)
+
+
+def _control(sock: socket.socket) -> bytes:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME)
 
 
 def spell_address(address: object) -> str:
