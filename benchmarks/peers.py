@@ -48,6 +48,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--libraries", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     add("--rounds", type=int, default=3, help="launches of each library (default 3)")
     add("--budget-ms", type=float, default=60.0, help="time for the samples of one size (default 60)")
+    add("--inplace", action="store_true", help="all-reduces in one buffer, as training makes them")
     add("--written", action="store_true", help="write the input anew before each call, as programs do")
     add("--pages", choices=PAGES, default="numpy",
         help="of the buffers: huge from 4 MiB on, as NumPy asks (default), malloc's, small, huge")  # fmt: skip
@@ -88,7 +89,8 @@ def launch(variant: Variant, transport: str, ranks: int, home: Path, args: argpa
     with tempfile.TemporaryDirectory(prefix="hetcoll-bench-") as folder:
         out = Path(folder) / "rank"
         words = [str(HERE / "worker.py"), "--library", variant.library, "--out", str(out)]
-        words += ["--budget-ms", str(args.budget_ms), "--pages", args.pages] + ["--written"] * args.written
+        words += ["--budget-ms", str(args.budget_ms), "--pages", args.pages]
+        words += ["--written"] * args.written + ["--inplace"] * args.inplace
         words += ["--ops", *args.ops, "--sizes", *map(str, args.sizes)]
         run_ranks(variant, home, ranks, words, args.launch_timeout)
         return results.read_launch(out, variant.name, transport, ranks)

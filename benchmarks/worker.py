@@ -84,7 +84,8 @@ class Mpi:
 
     def bind(self, op: str, send: np.ndarray, recv: np.ndarray) -> Call:
         comm, kind = self.comm, self.mpi.FLOAT
-        out, into = (send, send.size, kind), (recv, recv.size, kind)
+        into = (recv, recv.size, kind)
+        out = self.mpi.IN_PLACE if send is recv else (send, send.size, kind)
         match op:
             case "allreduce":
                 return partial(comm.Allreduce, out, into, self.mpi.SUM)
@@ -182,7 +183,7 @@ class Case:
         self.op, self.rank, self.size, self.part, self.inplace = op, rank, size, part, inplace
         self.nbytes = total * 4
         self.send, self.recv = aligned(send_count, pages), aligned(recv_count, pages)
-        self.call = library.bind(op, self.send, self.recv)
+        self.call = library.bind(op, self.recv if inplace else self.send, self.recv)
 
     def stream(self, rank: int, seed: int, start: int, count: int) -> np.ndarray:
         """`count` elements of what `rank` contributes, from `start` on."""
@@ -276,6 +277,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=int, required=True)
     parser.add_argument("--budget-ms", type=float, default=60.0, help="time for the samples of one size")
     parser.add_argument("--pages", choices=PAGES, default="numpy", help="of the buffers; see `aligned`")
+    parser.add_argument("--inplace", action="store_true", help="all-reduces in one buffer, as Gloo's always are")
     parser.add_argument("--written", action="store_true", help="write the input before each call")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
@@ -283,7 +285,8 @@ def main() -> None:
     rows = []
     for op in args.ops:
         for nbytes in args.sizes:
-            case = Case(library, op, nbytes, args.library == "gloo" and op == "allreduce", args.pages)
+            inplace = op == "allreduce" and (args.inplace or args.library == "gloo")
+            case = Case(library, op, nbytes, inplace, args.pages)
             rows.append(measure(library, case, args.budget_ms * 1e3, args.written))
     document = {"version": library.version, "rank": library.rank, "size": library.size, "rows": rows}
     partial_file = Path(f"{args.out}.{library.rank}.part")

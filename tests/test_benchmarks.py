@@ -240,6 +240,20 @@ def test_the_worker_verifies_what_it_times(op: str, nbytes: int) -> None:
     assert worker.measure(Alone(True), worker.Case(Alone(True), op, nbytes, False), 2000.0)["wrong"] == 2
 
 
+def test_the_worker_reduces_in_one_buffer() -> None:
+    bound: list[bool] = []
+
+    class Same(Alone):
+        def bind(self, op: str, send: np.ndarray, recv: np.ndarray) -> worker.Call:
+            bound.append(send is recv)
+            return super().bind(op, send, recv)
+
+    for inplace in (False, True):
+        bound.clear()
+        row = worker.measure(Same(), worker.Case(Same(), "allreduce", 4096, inplace), 2000.0)
+        assert (row["wrong"], bound[0]) == (0, inplace)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("op", worker.OPS)
 def test_the_worker_knows_what_every_rank_must_get(op: str, size: int) -> None:
