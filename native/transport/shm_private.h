@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "transport/shm.h"
+#include "transport/shm_ways.h"
 
 namespace hetcoll {
 
@@ -42,7 +43,7 @@ struct PrivateLengths {
       of(Use::kStored).huge = 2048 * kKiB;
     } else {
       // What no cache holds is better stored around it.
-      of(Use::kExchanged) = {.any = 64 * kKiB, .most = 32 * 1024 * kKiB - 1};
+      of(Use::kExchanged) = {.any = 64 * kKiB, .most = Ways::kUncached - 1};
       of(Use::kStored).any = 256 * kKiB;
       of(Use::kSummed).any = 1024 * kKiB;
     }

@@ -20,7 +20,9 @@ namespace hetcoll {
 
 class Ways {
  public:
-  static constexpr int kBands = 9;  // of messages: for each use some octaves of their length
+  // Bands of messages: octaves of an exchange, from the first of these on two octaves of what goes one way, and
+  // exchanges that no cache holds.
+  static constexpr int kOneWay = 6, kLong = 8, kBands = 9;
   static constexpr std::size_t kLeast = 16 << 10;
   static constexpr std::size_t kUncached = 32 << 20;
   static constexpr int kPeriod = 4096;  // messages of a band from trial to trial
@@ -33,13 +35,13 @@ class Ways {
   // of 64 to 256 KiB.
   static constexpr int Band(const Message& m) {
     const int octave = std::bit_width(m.total / kLeast) - 1;
-    if (m.use == Use::kExchanged) return octave < 6 ? octave : m.total < kUncached ? -1 : 8;
-    return m.use == Use::kStored && (octave == 2 || octave == 3) ? 4 + octave : -1;
+    if (m.use == Use::kExchanged) return octave < kOneWay ? octave : m.total < kUncached ? -1 : kLong;
+    return m.use == Use::kStored && (octave == 2 || octave == 3) ? kOneWay + octave - 2 : -1;
   }
 
   // Whether what is copied into slots is copied out of them meanwhile. Of short exchanges an end copies in all that it
   // sends, and then out what it gets.
-  static constexpr bool Streams(int band) { return band >= 6; }
+  static constexpr bool Streams(int band) { return band >= kOneWay; }
 
   // A message of the band begins to come.
   void Began(int band);
@@ -50,8 +52,8 @@ class Ways {
 
  private:
   static constexpr int kMostSamples = 16;
-  static constexpr int Samples(int band) { return band < 8 ? kMostSamples : 3; }
-  static constexpr int Settling(int band) { return band < 6 ? 8 : band < 8 ? 32 : 1; }
+  static constexpr int Samples(int band) { return band < kLong ? kMostSamples : 3; }
+  static constexpr int Settling(int band) { return band < kOneWay ? 8 : band < kLong ? 32 : 1; }
 
   struct State {
     float Median();  // of the costs; infinity where there are none
