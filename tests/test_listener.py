@@ -23,6 +23,7 @@ from hetcoll.rendezvous.descriptors import host_identity, new_name, receive_fd, 
 from hetcoll.rendezvous.edges import Address, EdgeKey, Request, pack_addresses, unpack_addresses
 from hetcoll.rendezvous.interfaces import Interface, choose_interfaces
 from hetcoll.rendezvous.listener import Listener
+from hetcoll.rendezvous.sockets import unpace
 
 SECRET = b"s" * 32
 COMM = b"c" * 16
@@ -280,6 +281,19 @@ def test_only_other_hosts_are_sent_to_at_a_pace(monkeypatch: pytest.MonkeyPatch)
                 assert control(sock) == ("bbr" if 2 in (key.src, key.dst) else "reno")
                 sock.close()
         assert set(begun) == {"reno"}
+
+
+def test_a_host_that_allows_no_reno_is_told_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
+    class Restricted(socket.socket):
+        def getsockopt(self, *args: int) -> bytes:  # type: ignore[override]
+            return b"bbr".ljust(args[2], b"\0")
+
+        def setsockopt(self, *args: object) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+    with Restricted() as sock:
+        unpace(sock)
+    assert "tcp_allowed_congestion_control" in caplog.text
 
 
 def test_waiting_can_be_ended_from_outside() -> None:

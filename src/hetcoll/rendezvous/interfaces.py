@@ -68,7 +68,7 @@ def _ipv6_addresses() -> dict[str, list[str]]:
     """Addresses with their prefix lengths by interface, out of /proc/thread-self/net/if_inet6."""
     found: dict[str, list[str]] = {}
     try:
-        with open("/proc/thread-self/net/if_inet6") as file:
+        with open("/proc/thread-self/net/if_inet6") as file:  # as the sockets here: the network of this thread
             rows = [line.split() for line in file]
     except OSError:  # a kernel without IPv6
         return found

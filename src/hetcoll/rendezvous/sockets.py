@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import select
 import socket
 import time
+
+log = logging.getLogger("hetcoll.sockets")
 
 _CHUNK = 256 << 10
 _KEEP_ALIVE = 5  # seconds: between probes of an idle connection
@@ -34,8 +36,10 @@ def unpace(sock: socket.socket) -> None:
     was connected with it is paced for ever, whatever is chosen then (`sk_pacing_status` of the kernel).
     """
     if _control(sock).startswith(_PACING):
-        with contextlib.suppress(OSError):  # every kernel has reno; where it is not allowed, it merely stays slower
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")  # every kernel has it
+        except PermissionError:
+            log.warning("reno is not allowed (net.ipv4.tcp_allowed_congestion_control): TCP inside a host is slow")
 
 
 def settle(sock: socket.socket) -> None:
