@@ -161,7 +161,8 @@ def _line(cost: Cost, topology: Topology, machine: Machine, *, rooted: bool) -> 
         fixed += machine.staging * cost.copied / crowding**2
     moved = max(cost.sent, cost.received) if link.duplex else copied
     work = (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * mean
-    if cost.stepwise and (link is not machine.loopback or crowding == 1 or near):
+    # Who waits for one other leaves a shared core to the rest; where several streams meet (near), all wait.
+    if cost.stepwise and (near or crowding <= 1 or link is not machine.loopback):
         work *= machine.stall
     return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * _senders(near, rooted, topology))
 
