@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import netns
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -202,11 +203,27 @@ def test_the_error_says_where_rank_0_was_looked_for() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", port))
         silent.listen()
-        with pytest.raises(InitError, match=rf"127.0.0.1:{port}: no answer"):
+        with pytest.raises(InitError, match=rf"127.0.0.1:{port}\b[^;]*: no answer"):  # maybe not there alone
             bootstrap(torch_style(2, port)[1], Config(init_timeout=0.5))
     launch = Launch(1, 2, None, None, ("no-such-host.invalid", port), "torchrun", "j")
     with pytest.raises(InitError, match=r"no-such-host\.invalid: "):
         bootstrap(launch, Config(init_timeout=0.3))
+
+
+def test_nobody_takes_itself_for_rank_0() -> None:
+    """Who connects to a port that nobody listens at, and was given that very port to connect from, is connected with
+    itself (RFC 9293, 3.5, simultaneous open): it would wait for a greeting, and rank 0 could not have the port."""
+
+    def search() -> None:
+        Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40000")
+        bootstrap(torch_style(2, 40000)[1], Config(init_timeout=0.5))
+
+    with (
+        netns.network(1) as net,
+        ThreadPoolExecutor(1, initializer=netns.enter, initargs=(net.hosts[0],)) as pool,
+        pytest.raises(InitError, match=r"127\.0\.0\.1:40000, .*: connection refused$"),
+    ):
+        pool.submit(search).result(20)
 
 
 def test_mpi_ranks_of_one_host_need_no_address() -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..errors import InitError
 from .auth import GREETING, HANDSHAKE_SECONDS, Service, greeting_context
-from .sockets import spell_address, spell_error, tune
+from .sockets import is_itself, spell_address, spell_error, tune
 
 _FIRST_RETRY, _LAST_RETRY = 0.02, 0.5  # seconds between attempts, doubling
 _FOREIGN_RETRY = 2.0  # where something else answered
@@ -139,6 +139,8 @@ class Search:
                 code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if code:
                     raise OSError(code, os.strerror(code))
+                if is_itself(sock):
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
                 place.connected = True
                 self._selector.modify(sock, selectors.EVENT_READ, place)
                 return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import select
 import socket
+import struct
 import time
 
 log = logging.getLogger("hetcoll.sockets")
@@ -54,6 +55,18 @@ def settle(sock: socket.socket) -> None:
 
 def _control(sock: socket.socket) -> bytes:
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME)
+
+
+def is_itself(sock: socket.socket) -> bool:
+    """Whether a connected socket is its own peer, and is then to be closed: TCP connects whoever asks for a port that
+    nobody listens at from that very port (RFC 9293, 3.5, simultaneous open), which the system may have picked.
+
+    Its closing leaves nothing behind: in TIME-WAIT it would keep the port from whoever wants to listen there.
+    """
+    if sock.getsockname() != sock.getpeername():
+        return False
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    return True
 
 
 def spell_address(address: object) -> str:
