@@ -28,9 +28,6 @@ def ranks_on(
     """Ranks with these vendors' GPUs, one each: None is a CPU, "posing" NVIDIA's that pose as AMD's. `settings` are
     those of stand-ins (`standins`): GPUs are late and share hardware queues as they are."""
     if place == STAND_INS:
-        for vendor in filter(None, set(vendors)):
-            if why_not := standins.why_not(vendor):
-                pytest.skip(why_not)
         env = standins.environments(vendors, len(vendors), **settings)
         return Ranks(len(vendors), {**env, **(more or {})}, join=join)
     (count, why_not), wanted = _found(), sum(vendor in ("cuda", "posing") for vendor in vendors)
@@ -39,7 +36,6 @@ def ranks_on(
     if count < wanted:
         pytest.skip(why_not or f"needs {wanted} GPUs, found {count}")
     if "posing" in vendors:
-        if reason := standins.why_not("posing"):
-            pytest.skip(reason)
+        standins.require("posing")
         more = {**standins.posing(), **(more or {})}
     return Ranks(len(vendors), more, join=join, tidy=False)  # the driver keeps threads and files

@@ -29,11 +29,8 @@ def on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     """Calls ``f(vendor, ...)`` in a process that has two stand-in devices of the vendor; of CUDA, posing as HIP's."""
     kind, older = request.param.removesuffix("7"), request.param == "hip7"
     vendor = "cuda" if kind == "cuda" else "hip"
-    missing = standins.why_not(vendor)
     if older and not (OLDER_HIP / "hip").is_dir():
-        missing = f"hip-python 7 is not in {OLDER_HIP} (make vendors)"
-    if missing:
-        pytest.skip(missing)
+        pytest.skip(f"hip-python 7 is not in {OLDER_HIP} (make vendors)")
     env = {
         **standins.environment(kind, devices=2, timeout=60),
         "HETCOLL_CACHE": str(tmp_path_factory.mktemp("cache") / "kernels"),

@@ -90,9 +90,6 @@ def test_kernel_options(sysfs: Path, tmp_path: Path) -> None:
 
 def doctor(tmp_path: Path, **settings: object) -> dict[str, Finding]:
     """What it says about a machine with stand-in GPUs."""
-    missing = standins.why_not("cuda")
-    if missing:
-        pytest.skip(missing)
     env = {**os.environ, **standins.environment("cuda", **settings), "HETCOLL_CACHE": str(tmp_path / "cache")}
     words = [sys.executable, "-m", "hetcoll", "doctor", "--json"]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100)
@@ -131,9 +128,7 @@ def test_a_gpu_that_runs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.standins
 def test_a_driver_that_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = standins.why_not("cuda")
-    if missing:
-        pytest.skip(missing)
+    standins.require("cuda")
     monkeypatch.setattr(sys, "executable", "/bin/false")
     (finding,) = gpu._probe("cuda", 0)
     assert finding.level is Level.PROBLEM

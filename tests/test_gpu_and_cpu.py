@@ -222,9 +222,6 @@ def test_threads_help_where_there_are_cores() -> None:
 
 def test_processes_that_see_gpus_of_both_vendors() -> None:
     """Each uses the kind that it was told, and so do its buffers."""
-    for vendor in ("cuda", "hip"):
-        if why_not := standins.why_not(vendor):
-            pytest.skip(why_not)
     env = {**standins.environment("both", 3, timeout=120), "HETCOLL_DEVICE": ("cuda", "hip:1", "cpu")}
     with Ranks(3, env) as ranks:
         check(ranks, list(cases_of(3, (1009,))), run_on_own)
@@ -240,9 +237,6 @@ def reduce_on(comm: hetcoll.Communicator, devices: tuple[str, ...]) -> tuple[str
 
 def test_the_first_buffer_says_which_vendors_gpu_a_rank_uses() -> None:
     """Nothing else does: all see GPUs of both."""
-    for vendor in ("cuda", "hip"):
-        if why_not := standins.why_not(vendor):
-            pytest.skip(why_not)
     with Ranks(3, standins.environment("both", 3, timeout=120)) as ranks:
         found = ranks.run(reduce_on, ("cuda", "hip", "hip"), timeout=100)
     assert "to that of rank 1 (hip gfx942)" in found[0][0]

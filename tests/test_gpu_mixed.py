@@ -31,9 +31,6 @@ def start(gpus: str, **settings: Any) -> Ranks:
 
     Settings in capitals are variables.
     """
-    for vendor in {VENDOR[gpu] for gpu in gpus}:
-        if why_not := standins.why_not(vendor):
-            pytest.skip(why_not)
     env = {name: value for name, value in settings.items() if name.isupper()}
     ours = {"timeout": 120, **{name: value for name, value in settings.items() if not name.isupper()}}
     return Ranks(len(gpus), {**standins.environments([VENDOR[gpu] for gpu in gpus], len(gpus), **ours), **env})
@@ -222,9 +219,6 @@ def reduce_where_there_is_memory(comm: hetcoll.Communicator) -> None:
 
 
 def test_a_rank_without_a_gpu_is_named() -> None:
-    for vendor in ("cuda", "hip"):
-        if why_not := standins.why_not(vendor):
-            pytest.skip(why_not)
     ranks = Ranks(3, standins.environments(["cuda", None, "hip"], 3, timeout=120))
     try:
         ranks.start(reduce_where_there_is_memory)

@@ -271,9 +271,6 @@ def test_streams_of_two_processes_signal_each_other(on: On, tmp_path: Path) -> N
 
 
 def test_streams_of_two_vendors_signal_each_other(tmp_path: Path) -> None:
-    for each in DRIVERS:
-        if why_not := standins.why_not(each):
-            pytest.skip(why_not)
     path = tmp_path / "segment"
     path.write_bytes(bytes(PAGE))
     one, other = standins.environment("cuda"), standins.environment("hip")

@@ -24,8 +24,7 @@ extern "C" __global__ void add_one(float* x, unsigned count) {
 
 
 def needs(vendor: str, *modules: str) -> None:
-    if why_not := standins.why_not(vendor):
-        pytest.skip(why_not)
+    standins.require(vendor)
     for module in modules:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")

@@ -16,8 +16,7 @@ SOURCE = Path(standins.__file__).parent / "native" / "driver_test.cc"
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_clean(sanitizer: str, tmp_path: Path) -> None:
-    if why_not := standins.why_not("cuda"):
-        pytest.skip(why_not)
+    standins.require("cuda")
     lib = standins.build(sanitizer) / "lib"
     program = tmp_path / "driver_test"
     names = [f"-l:{name}" for name in ("libcuda.so.1", "libnvrtc.so.13", "libnccl.so.2")]

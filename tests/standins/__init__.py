@@ -78,6 +78,15 @@ def why_not(vendor: str) -> str | None:
     return None
 
 
+def require(*vendors: str) -> None:
+    """Skip the test that calls this if the stand-ins of one of `vendors` cannot be used."""
+    import pytest  # benchmarks over real libraries do without
+
+    for vendor in vendors:
+        if reason := why_not(vendor):
+            pytest.skip(reason)
+
+
 @functools.cache
 def build(sanitize: str = "") -> Path:
     """The directory of the libraries, made if need be (some seconds). `sanitize` is for ``-fsanitize=``."""
@@ -155,8 +164,10 @@ def environment(vendor: str | None, devices: int = 1, **settings: object) -> dic
     ``"posing"`` of CUDA, and a libamdhip64 over them (`posing`).
 
     `settings` are those above in lower case (``jitter="7:300"``). Give it to a new process, or put it into the
-    environment of one that has imported neither vendor's package yet and call `load` there, as `ranks` does.
+    environment of one that has imported neither vendor's package yet and call `load` there, as `ranks` does. Skips the
+    test where there can be no such devices.
     """
+    require(*{None: (), "both": ("cuda", "hip")}.get(vendor, (vendor,)))
     made = build()
     everything = ",".join(map(str, range(devices)))
     return {

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from ranks import Job, Ranks
 
-from . import environment, why_not
+from . import environment, require
 from .drivers import Cuda, Driver, DriverError
 from .hip_driver import Hip
 
@@ -63,8 +63,7 @@ def call(job: Job, vendor: str, function: Callable[..., Any], device: int, args:
 
 @pytest.fixture(params=DRIVERS)
 def vendor(request: pytest.FixtureRequest) -> str:
-    if reason := why_not(request.param):
-        pytest.skip(reason)
+    require(request.param)
     return str(request.param)
 
 
