@@ -235,8 +235,9 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
       }
       Touch(links, out);
     } else {
+      const Sweep kept = s.fuse < 0 ? sweep : cached;  // step `fuse` is about to read it
       share([&](std::size_t at, std::size_t end) {
-        kernels_->reduce(dst + at, src + at, v.data + at, (end - at) / item_, sweep);
+        kernels_->reduce(dst + at, src + at, v.data + at, (end - at) / item_, kept);
       });
     }
   }

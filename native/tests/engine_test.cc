@@ -14,6 +14,7 @@ void CompressedSums();
 // plan_test.cc
 void CheckPlans();
 void CheckLocals();
+void StoringSums();
 void FuzzPlans();
 
 // shm_test.cc
@@ -368,6 +369,7 @@ struct Scenario {
 constexpr Scenario kScenarios[] = {
     {"plans", CheckPlans},
     {"locals", CheckLocals},
+    {"sums", StoringSums},
     {"fuzz", FuzzPlans},
     {"codecs", Codecs},
     {"compressed", CompressedSums},

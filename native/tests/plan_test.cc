@@ -61,6 +61,21 @@ void CheckPacking() {
   }
 }
 
+// Reduces as usual, and counts how sums were stored.
+const Kernels& Usual() { return *FindKernels(DType::kFloat32, ReduceOp::kSum); }
+std::atomic<int> around{0}, through{0};
+void Counted(void* dst, const void* a, const void* b, std::size_t count, Sweep sweep) {
+  ++(sweep == Sweep::kAround ? around : through);
+  Usual().reduce(dst, a, b, count, sweep);
+}
+
+Encoded DirectReduceScatter(int n, int r) {
+  Draft p(n, r, static_cast<std::uint32_t>(n), static_cast<std::uint32_t>(n));
+  p.Send(0, Draft::In(1 - r), 1 - r, 0);
+  p.RecvReduce(1, Draft::Out(r), Draft::In(r), 1 - r, 0);
+  return p.Encode();
+}
+
 }  // namespace
 
 void CheckPlans() {
@@ -121,6 +136,26 @@ void CheckPlans() {
       refused = true;
     }
     CHECK(refused, "a table of offsets that fits neither plan nor buffer");
+  }
+}
+
+// Sums larger than the caches go around them, but for those that a socket is about to be given.
+void StoringSums() {
+  constexpr std::size_t kCount = (16 << 20) / sizeof(float);
+  const Kernels counted{Counted, Usual().reduce2, Usual().scale};
+  for (const Algorithm algorithm : {DirectAllreduce, DirectReduceScatter}) {
+    around = through = 0;
+    Job job({.size = 2, .over = Over::kTcp});
+    job.Run([&](int rank, Engine& e) {
+      const auto shape = BindAllreduce(e, 2, rank, algorithm, DType::kFloat32, kCount);
+      shape->kernels = &counted;
+      const Bytes in = Input(rank, kCount, DType::kFloat32);
+      Bytes out(in.size());
+      CHECK(RunToEnd(e, shape, in.data(), out.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
+    });
+    const bool sent = algorithm == DirectAllreduce;
+    CHECK((sent ? around : through) == 0 && (sent ? through : around) > 0, "%d around, %d not", around.load(),
+          through.load());
   }
 }
 
