@@ -102,7 +102,7 @@ struct BoundStep {
   Op op;
   Buf src_buf = Buf::kNone;
   Buf dst_buf = Buf::kNone;
-  bool stream_stores = false;  // nobody reads dst again soon, and the message is larger than the cache
+  bool stream_stores = false;  // nobody but step `fuse` reads dst again soon, and the message exceeds the cache
   bool complete = false;
   std::uint16_t channel = 0;
   std::int32_t peer = -1;
