@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.verbs, pytest.mark.standins, pytest.mark.timeout(2 * S
 @pytest.fixture(scope="module", autouse=True)
 def _kernels(_guests: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What stand-in devices run, compiled before there are guests."""
-    standins.require("cuda", "hip")
+    standins.require("both")
     standins.build()
     paths = [str(FOLDER.parent), str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,5 @@
 // Plans that come in from outside: what is refused, and that no bytes at all can make the decoder or the binder step
-// outside their memory.
+// outside their memory. And what the binder finds out about steps: which answers come back, which sums are kept.
 
 #include <random>
 

@@ -61,30 +61,37 @@ _CUDA = ("lib/libcuda.so.1", "lib/libnvrtc.so.13", "lib/libnccl.so.2")
 _POSING = ("posing/lib/libamdhip64.so", "posing/lib/libhiprtc.so")
 _HIP = ("lib/libamdhip64.so", "lib/libhiprtc.so", "lib/librccl.so")
 _PRELOAD = {None: (), "cuda": _CUDA, "hip": _HIP, "both": (*_CUDA, *_HIP), "posing": (*_CUDA, *_POSING)}
+_PACKAGES = {
+    None: (),
+    "cuda": ("cuda-python",),
+    "hip": ("hip-python",),
+    "both": ("cuda-python", "hip-python"),
+    "posing": ("hip-python",),
+}
+_MODULES = {"cuda-python": ("cuda", "cuda.bindings"), "hip-python": ("rocm", "rocm.bindings")}
 _START = {"libcuda.so.1": "cuInit", "libamdhip64.so": "hipInit"}
 _HEADERS = ("runtime/hooks.h", "compiler/shim.h", "compiler/tail.h")  # what compiled kernels include
 
 
-def why_not(vendor: str) -> str | None:
-    """Why the stand-ins of ``"cuda"``, ``"hip"`` or ``"posing"`` cannot be used here, or None when they can."""
+def why_not(vendor: str | None) -> str | None:
+    """Why `environment` cannot give a process what it is asked for here, or None when it can."""
     if os.uname().machine != "x86_64":
         return "the stand-ins compile kernels for x86-64 only"
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
         return f"the stand-ins need a C++ compiler ({compiler})"
-    for module in ("cuda", "cuda.bindings") if vendor == "cuda" else ("rocm", "rocm.bindings"):
-        if importlib.util.find_spec(module) is None:
-            return f"{'cuda-python' if vendor == 'cuda' else 'hip-python'} is not installed"
+    for package in _PACKAGES[vendor]:
+        if any(importlib.util.find_spec(module) is None for module in _MODULES[package]):
+            return f"{package} is not installed"
     return None
 
 
-def require(*vendors: str) -> None:
-    """Skip the test that calls this if the stand-ins of one of `vendors` cannot be used."""
+def require(vendor: str | None) -> None:
+    """Skip the test that calls this where `environment` cannot give what it is asked for (`why_not`)."""
     import pytest  # benchmarks over real libraries do without
 
-    for vendor in vendors:
-        if reason := why_not(vendor):
-            pytest.skip(reason)
+    if reason := why_not(vendor):
+        pytest.skip(reason)
 
 
 @functools.cache
@@ -167,7 +174,7 @@ def environment(vendor: str | None, devices: int = 1, **settings: object) -> dic
     environment of one that has imported neither vendor's package yet and call `load` there, as `ranks` does. Skips the
     test where there can be no such devices.
     """
-    require(*{None: (), "both": ("cuda", "hip")}.get(vendor, (vendor,)))
+    require(vendor)
     made = build()
     everything = ",".join(map(str, range(devices)))
     return {
