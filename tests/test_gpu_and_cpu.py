@@ -20,19 +20,13 @@ from reference import Case
 from test_gpu import cases_of, check, every_reduction
 
 import hetcoll
-from hetcoll import gpu_host
 from hetcoll.buffers import element_type
-from hetcoll.devices import cuda, hip
-from hetcoll.devices.array import DeviceArray
-from hetcoll.devices.base import Device
-from hetcoll.errors import (
-    BufferTypeError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    InitError,
-    PeerLostError,
-)
+from hetcoll.errors import BufferTypeError, CollectiveMismatchError, CollectiveTimeoutError, InitError, PeerLostError
+from hetcoll.gpu import cpu_rank
+from hetcoll.gpu.array import DeviceArray
 from hetcoll.types import DType
+from hetcoll.vendor.devices import cuda, hip
+from hetcoll.vendor.devices.base import Device
 
 pytestmark = pytest.mark.standins
 
@@ -207,7 +201,7 @@ def test_parts_of_a_communicator_and_how_their_data_goes(mixed: Any) -> None:
 
 def get_help(comm: hetcoll.Communicator) -> int:
     """Calls while three threads help the rank without a GPU; how many there are in the end."""
-    gpu_host.helpers = lambda wiring: 3
+    cpu_rank.helpers = lambda wiring: 3
     run_on_own(comm, [Case("allreduce", dtype, count) for dtype in ("float32", "uint8") for count in (70_001, 900_003)])
     run_on_own(comm, [Case("reduce_scatter", "bfloat16", 300_007, "max"), Case("alltoall", "int64", 90_000)])
     names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]

@@ -15,13 +15,13 @@ from ranks import Outcome
 from test_gpu_and_cpu import Own, start
 
 import hetcoll
-from hetcoll import gpu_proof
 from hetcoll.errors import InitError
-from hetcoll.gpu_proof import Bytes, pairs_to_try, pattern, try_all, without
-from hetcoll.relays import Relays
-from hetcoll.slots import Edge, SlotSegment
-from hetcoll.topology import RankInfo, Topology
-from hetcoll.verbs.rails import Nic
+from hetcoll.gpu import path_probe
+from hetcoll.gpu.path_probe import Bytes, pairs_to_try, pattern, try_all, without
+from hetcoll.gpu.proxy import Relays
+from hetcoll.gpu.slots import Edge, SlotSegment
+from hetcoll.plan.rails import Nic
+from hetcoll.plan.topology import RankInfo, Topology
 
 # The protocol, without any GPU.
 
@@ -171,7 +171,7 @@ def break_slots(rank: int, how: str) -> None:
 
 
 def reduce_and_explain(comm: hetcoll.Communicator, hows: tuple[str, ...]) -> tuple[str, ...]:
-    gpu_proof.SECONDS = 5.0
+    path_probe.SECONDS = 5.0
     break_slots(comm.rank, hows[comm.rank])
     for count in (5, 70_001, 3_000_003):
         own = Own(comm, np.full(count, comm.rank + 1, np.float32))
@@ -244,8 +244,8 @@ def test_the_way_that_was_asked_for_and_fails_is_an_error_on_all_ranks(kinds: st
 def break_everything(comm: hetcoll.Communicator) -> tuple[str, ...]:
     """Slots that both have mapped, and then pinned ones."""
     if comm.rank == 1:
-        true = gpu_proof.pattern
-        gpu_proof.pattern = lambda rank, nbytes: true(rank + 7, nbytes)  # what it sends is not what is waited for
+        true = path_probe.pattern
+        path_probe.pattern = lambda rank, nbytes: true(rank + 7, nbytes)  # what it sends is not what is waited for
     return reduce_and_explain(comm, ("nothing", "nothing"))
 
 
@@ -359,7 +359,7 @@ def break_relay(how: str) -> None:
 
 
 def reduce_between_hosts(comm: hetcoll.Communicator, broken: int, how: str) -> tuple[str, ...]:
-    gpu_proof.SECONDS = 5.0
+    path_probe.SECONDS = 5.0
     if comm.rank == broken:
         break_relay(how)
     own = Own(comm, np.full(70_001, comm.rank + 1, np.float32))

@@ -130,9 +130,9 @@ STANDARD = {
 """What the library needs of Python's own, beside what NumPy loads."""
 
 LATER = (
-    "algorithms", "checks", "cli", "crosscheck", "devices", "float8", "gpu", "gpu_edges", "gpu_host", "gpu_plans",
-    "gpu_proof", "gpu_share", "islands", "jax", "launch", "relays", "simulator", "slots", "torch", "verbs.library",
-    "verbs.memory", "verbs.offer",
+    "cli", "gpu.cpu_rank", "gpu.edges", "gpu.executor", "gpu.path_probe", "gpu.plans", "gpu.proxy", "gpu.shared",
+    "gpu.slots", "health.crosscheck", "jax", "links.verbs.library", "links.verbs.memory", "links.verbs.offer",
+    "plan.algorithms", "plan.simulator", "tools", "torch", "vendor.ccl", "vendor.devices", "vendor.float8",
 )  # fmt: skip
 """What is loaded when a call or a setting first needs it: all of GPUs, most of RDMA, plans, commands."""
 
@@ -168,8 +168,8 @@ def test_calls_on_cpus_load_nothing_of_gpus(tmp_path: Path) -> None:
     loaded = [line.split() for line in done.stdout.splitlines() if "loaded:" in line]
     assert len(loaded) == 2
     for names in loaded:
-        assert "hetcoll.algorithms" in names
-        assert of_ours(names, [name for name in LATER if name != "algorithms"]) == []
+        assert "hetcoll.plan.algorithms" in names
+        assert of_ours(names, [name for name in LATER if name != "plan.algorithms"]) == []
 
 
 # Beginnings.

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetcoll import _native, plan
+from hetcoll import _native
 from hetcoll.calls import OP_LABELS
+from hetcoll.plan import ir
 from hetcoll.types import COMPLEX, FLOATS, REDUCING, ROOTED, Collective, DType, ReduceOp, supports
 
 SIZES, REDUCTIONS, CHANNELS, LANES, HEADER_BYTES, STEP_BYTES, MAGIC = _native.wire()
@@ -38,7 +39,7 @@ def test_reductions_have_the_same_numbers() -> None:
 
 
 def test_plans_have_the_same_layout() -> None:
-    assert (plan.HEADER.size, plan.STEP.size, plan.MAGIC) == (HEADER_BYTES, STEP_BYTES, MAGIC)
+    assert (ir.HEADER.size, ir.STEP.size, ir.MAGIC) == (HEADER_BYTES, STEP_BYTES, MAGIC)
     assert CHANNELS >= 2, "collectives and messages must not share one"
     assert LANES >= 1
 
@@ -81,7 +82,7 @@ def test_unknown_numbers_are_refused(number: int) -> None:
 
 @given(st.integers(0, 10_000) | st.integers(HUGE - 1000, HUGE + 1000), st.integers(1, 300))
 def test_both_cut_alike(count: int, units: int) -> None:
-    offsets = plan.cut(count, units)
+    offsets = ir.cut(count, units)
     assert offsets == tuple(_native.cut_offset(count, units, unit) for unit in range(units + 1))
     assert (offsets[0], offsets[-1]) == (0, count)
     sizes = np.diff(np.array(offsets))

@@ -20,8 +20,8 @@ from test_gpu import device_of_rank, run_on_gpu
 from two_guests import LOCAL, SIZE, run_ranks
 
 import hetcoll
-from hetcoll import gpu_proof
-from hetcoll.devices.array import DeviceArray
+from hetcoll.gpu import path_probe
+from hetcoll.gpu.array import DeviceArray
 
 COUNT = 300_000
 
@@ -48,7 +48,7 @@ def rank_main(rank: int) -> None:
     os.environ |= mine | {"RANK": str(rank), "HETCOLL_ISLANDS": "auto"}
     standins.load()
     sealed()
-    gpu_proof.SECONDS = 60.0  # four ranks and their stand-ins share what this machine's processors emulate
+    path_probe.SECONDS = 60.0  # four ranks and their stand-ins share what this machine's processors emulate
     with hetcoll.init() as comm:
         run_on_gpu(comm, [*GPUS, Case("allreduce", count=COUNT, inplace=True)])
         told = comm.explain("allreduce", COUNT * 4).paths
