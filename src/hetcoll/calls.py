@@ -5,16 +5,19 @@ Each function takes the user's arguments and returns a `Call`; `communicator.py`
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
+from . import _native
 from .buffers import Buffer, read_buffer
 from .errors import ArgumentError, BufferTypeError
 from .types import REDUCING, ROOTED, Collective, DType, Format, ReduceOp, supports
 
+SEND, RECV, SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's forms
 _OPS = {op.label: op for op in ReduceOp}
 OP_LABELS = tuple(map(sys.intern, _OPS))  # as literals are: the engine knows them by identity
 """The reductions' names in the order of their numbers."""
@@ -301,3 +304,46 @@ def meeting(rank: int, label: str, mine: Any, all_rows: Any) -> Call:
 
 def barrier() -> Call:
     return Call(Collective.BARRIER, None, None, DType.UINT8, 0, 0)
+
+
+class Message(NamedTuple):
+    """One half of a message: what this rank sends to a peer, or receives from it."""
+
+    kind: int  # SEND or RECV
+    buffer: Buffer
+    peer: int
+
+    @property
+    def halves(self) -> tuple[Buffer | None, int, Buffer | None, int]:
+        """As others take them: what is sent, where to, what is received, where from."""
+        return (self.buffer, self.peer, None, -1) if self.kind == SEND else (None, -1, self.buffer, self.peer)
+
+    def __str__(self) -> str:
+        return describe_message(*self.halves)
+
+
+def message_key(
+    send: Buffer | None, dest: int, recv: Buffer | None, source: int
+) -> tuple[int, DType, ReduceOp, int, int, int]:
+    """By what the short way knows a message to `dest`, one from `source`, or both at once; as `Call.key`."""
+    first, second = send or recv, recv or send
+    assert first is not None
+    assert second is not None
+    kind = SENDRECV if send and recv else SEND if send else RECV
+    where = _native.ranks_key(dest, source) if send and recv else dest if send else source
+    return kind, first.dtype, ReduceOp.SUM, where, first.count, second.count
+
+
+def describe_message(send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> str:
+    """A send, a receive, or both, for people."""
+    parts = []
+    if send is not None:
+        parts.append(f"send({send.dtype.label}, count={send.count}) to rank {dest}")
+    if recv is not None:
+        parts.append(f"recv({recv.dtype.label}, count={recv.count}) from rank {source}")
+    return " and ".join(parts)
+
+
+def descriptor(text: str) -> int:
+    """What travels with every frame: 64 bits of a hash of what all ranks must agree on."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -7,15 +7,21 @@ it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from . import calls
 from ._native import ranks_key, short_exchange, short_way
-from .calls import OP_LABELS
+from .calls import OP_LABELS, RECV, SEND, SENDRECV
+from .config.env import Config, configuration
+from .config.process import configure
+from .errors import ArgumentError
+from .rendezvous.control import WORLD
+from .rendezvous.session import Session
+from .rendezvous.unique_id import UniqueId
 from .runtime.messages import Messages
 from .runtime.regroup import Regrouping
-from .runtime.selection import RECV, SEND, SENDRECV
 from .types import Collective
 from .work import Work
 
@@ -41,15 +47,32 @@ class Communicator(Messages, Regrouping):
     """
 
     @classmethod
-    def init(cls, size: int, rank: int, unique_id: Any, *, timeout: float | None = None) -> Communicator:
+    def init(cls, size: int, rank: int, unique_id: UniqueId | str | bytes, *, timeout: float | None = None) -> Self:
         """Join as `rank` of `size` the job that `hetcoll.get_unique_id` on one rank described.
 
         Blocks until all ranks are there; `InitError` after `timeout` seconds (default: HETCOLL_INIT_TIMEOUT, 120) names
-        those that never came.
+        those that never came. `unique_id` may be what `str` or `to_bytes` made of one.
         """
-        from .job import join
+        if size < 1 or not 0 <= rank < size:
+            raise ArgumentError(f"rank and size: wanted 0 <= rank < size, got rank {rank} of size {size}")
+        if isinstance(unique_id, str):
+            unique_id = UniqueId.parse(unique_id)
+        elif isinstance(unique_id, bytes):
+            unique_id = UniqueId.from_bytes(unique_id)
+        config = configuration()
+        configure(config)
+        return cls.enter(unique_id, rank, size, config, config.init_timeout if timeout is None else timeout)
 
-        return join(size, rank, unique_id, timeout)
+    @classmethod
+    def enter(cls, unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> Self:
+        """As `init`, with the settings in `config` in place of the environment's. For `hetcoll.init`."""
+        deadline = time.monotonic() + timeout
+        session = Session(unique_id, rank, size, timeout)
+        try:
+            return cls(session, WORLD, rank, size, config, deadline - time.monotonic())
+        except BaseException:
+            session.control.close()
+            raise
 
     # Collectives.
 

@@ -1,23 +1,19 @@
-"""How a process enters a job: `init` for launched jobs, `join` for those that carry the unique id themselves."""
+"""How a process enters the job that a launcher, or MPI, describes."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import index
 from typing import Any
 
-from . import _native
 from .communicator import Communicator
 from .config import variables
-from .config.env import DEVICES, Config, configuration, environment
+from .config.env import DEVICES, Config, environment
+from .config.process import configure
 from .errors import ArgumentError, InitError
 from .rendezvous.bootstrap import bootstrap, get_unique_id
-from .rendezvous.control import WORLD
-from .rendezvous.session import Session
-from .rendezvous.unique_id import UniqueId
 from .runtime.compression import parse_format
 
 _world: Communicator | None = None
@@ -59,21 +55,8 @@ def init(
     start = time.monotonic()
     unique_id = bootstrap(env.launch, env.config)
     left = seconds - (time.monotonic() - start)
-    _world = _enter(unique_id, env.launch.rank, env.launch.size, config, left)
+    _world = Communicator.enter(unique_id, env.launch.rank, env.launch.size, config, left)
     return _world
-
-
-def join(size: int, rank: int, unique_id: UniqueId | str | bytes, timeout: float | None = None) -> Communicator:
-    """See `Communicator.init`. `unique_id` may be what `str` or `to_bytes` made of one."""
-    if size < 1 or not 0 <= rank < size:
-        raise ArgumentError(f"rank and size: wanted 0 <= rank < size, got rank {rank} of size {size}")
-    if isinstance(unique_id, str):
-        unique_id = UniqueId.parse(unique_id)
-    elif isinstance(unique_id, bytes):
-        unique_id = UniqueId.from_bytes(unique_id)
-    config = configuration()
-    configure(config)
-    return _enter(unique_id, rank, size, config, config.init_timeout if timeout is None else timeout)
 
 
 def from_mpi(comm: Any, *, timeout: float | None = None) -> Communicator:
@@ -83,7 +66,7 @@ def from_mpi(comm: Any, *, timeout: float | None = None) -> Communicator:
     """
     rank, size = comm.Get_rank(), comm.Get_size()
     unique_id = comm.bcast(get_unique_id().to_bytes() if rank == 0 else None, root=0)
-    return join(size, rank, unique_id, timeout)
+    return Communicator.init(size, rank, unique_id, timeout=timeout)
 
 
 def _with_islands(config: Config, asked: str | Sequence[Sequence[int]] | None) -> Config:
@@ -103,26 +86,3 @@ def _with_device(config: Config, asked: str | None) -> Config:
         return replace(config, device=variables.auto(variables.DeviceChoice.parse)(asked))
     except (AttributeError, ValueError) as error:
         raise ArgumentError(f"device: wanted {DEVICES}, got {asked!r}") from error
-
-
-def configure(config: Config) -> None:
-    """Settings that hold for the whole process: logging and the kernels' instruction set."""
-    log = logging.getLogger("hetcoll")
-    level = {"none": logging.CRITICAL, "warn": logging.WARNING, "info": logging.INFO}.get(config.debug, logging.DEBUG)
-    if config.debug != "warn" and not log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(name)s %(levelname)s %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(level)
-    if config.isa is not None and not _native.set_kernel_isa(config.isa):
-        raise ArgumentError(f"HETCOLL_ISA: wanted an instruction set that this processor has, got {config.isa!r}")
-
-
-def _enter(unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> Communicator:
-    deadline = time.monotonic() + timeout
-    session = Session(unique_id, rank, size, timeout)
-    try:
-        return Communicator(session, WORLD, rank, size, config, deadline - time.monotonic())
-    except BaseException:
-        session.control.close()
-        raise

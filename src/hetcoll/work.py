@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from . import _native
 
-if TYPE_CHECKING:
-    from .runtime.core import Core
-
 _RUNNING, _DONE, _FAILED = 0, 1, 2
+
+
+class Waiter(Protocol):
+    """What a `Work` needs of the communicator that started it."""
+
+    def _wait(self, ticket: _native.Ticket, timeout: float | None) -> None: ...
+
+    def _failure(self) -> Exception | None: ...
 
 
 class Work:
@@ -25,7 +30,7 @@ class Work:
     __slots__ = ("_comm", "_keep", "_ticket", "_what")
 
     def __init__(
-        self, comm: Core | None = None, ticket: _native.Ticket | None = None, keep: Any = None, what: str = ""
+        self, comm: Waiter | None = None, ticket: _native.Ticket | None = None, keep: Any = None, what: str = ""
     ) -> None:
         self._comm, self._ticket, self._keep, self._what = comm, ticket, keep, what
 

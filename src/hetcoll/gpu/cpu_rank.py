@@ -18,16 +18,14 @@ import numpy as np
 
 from .. import _native
 from ..buffers import Buffer
-from ..calls import Call
+from ..calls import Call, describe_message, descriptor
 from ..health.diagnosis import Diagnosis
 from ..links.wiring import Check, Wiring
 from ..plan.algorithms.base import Hosts
 from ..plan.ir import Plan
 from ..plan.topology import Way
-from ..runtime.selection import describe_message, descriptor
 from ..types import OCP_OF, Collective, DType, Format, ReduceOp
-from ..vendor import float8
-from . import path_probe
+from . import float8, path_probe
 from .plans import GpuPlans, Kept
 from .shared import GpuShare, Note
 from .slots import CHANNELS, SLOTS

@@ -20,18 +20,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import _native
 from ..buffers import Buffer
-from ..calls import Call
+from ..calls import Call, descriptor
 from ..errors import ArgumentError, BufferTypeError, DeviceError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
 from ..runtime.compression import Compression, DeviceResidual
-from ..runtime.selection import descriptor
 from ..types import OCP_OF, Collective, DType
-from ..vendor import float8
 from ..vendor.devices.base import URGENT
 from ..vendor.devices.signals import signal_kernels
 from ..work import Work
-from . import path_probe, streams
+from . import float8, path_probe, streams
 from .array import clear
 from .direct import why_not_direct
 from .edges import GpuEdges, Prepare

@@ -62,7 +62,7 @@ class GpuPaths:
     def on_gpu(self, buffer: Buffer, stream: object) -> GpuPath:
         """The way of calls on a GPU's memory, such as `buffer`, of which the first one is on `stream`."""
         if self.gpu is None:
-            from ..vendor.facts import device_of
+            from .device_of import device_of
             from .executor import GpuPath
 
             device = device_of(buffer)

@@ -9,26 +9,44 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from .. import _native
 from ..buffers import Buffer
+from ..calls import RECV, SEND, Message, describe_message, message_key
 from ..errors import ArgumentError, DeviceError, spell_ranks
-from ..runtime.selection import RECV, SEND, Message, describe_message, message_key
 from ..types import DType
-from ..vendor import float8
 from ..vendor.devices.base import URGENT
+from . import float8
 from .plans import GpuPlans, Kept
-from .shared import GpuShare
-from .work import GpuWork
+from .shared import GpuShare, Note
+from .work import Enqueued, GpuWork
 
 if TYPE_CHECKING:
+    from ..vendor.devices.base import Device
     from ..vendor.devices.kernels.table import KernelTable
-    from .executor import GpuPath
 
 log = logging.getLogger("hetcoll")
 
 _MESSAGE = "a message"
+
+
+class Executor(Enqueued, Protocol):
+    """What messages need of the executor that runs them (`executor.GpuPath`)."""
+
+    @property
+    def device(self) -> Device: ...
+
+    def stream(self, stream: object, **buffers: Buffer | None) -> int: ...
+
+    def bound(
+        self,
+        shape: _native.DeviceShape,
+        what: str,
+        notes: Sequence[Note],
+        message: DType | None = None,
+        group: Sequence[DType] = (),
+    ) -> _native.GpuCall: ...
 
 
 class GpuMessages:
@@ -37,7 +55,7 @@ class GpuMessages:
 
     def __init__(
         self,
-        path: GpuPath,
+        path: Executor,
         share: GpuShare,
         plans: GpuPlans[_native.DeviceShape],
         calls: _native.GpuCalls,

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from .. import _native
 from ..buffers import Buffer
+from ..calls import describe_message, descriptor
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.status_report import call_site
 from ..links.wiring import Wiring
 from ..plan.topology import Pair, Topology, pair_of
 from ..rendezvous.descriptors import new_name, receive_fd, share_fd
-from ..runtime.selection import describe_message, descriptor
 from ..vendor.facts import Gpu
 from .slots import SlotSegment, slot_bytes
 from .vendor_comm import Meet

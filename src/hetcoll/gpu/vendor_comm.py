@@ -15,7 +15,7 @@ from ..vendor.ccl import nccl, rccl
 from ..vendor.ccl.library import Island
 from ..vendor.ccl.native import BYTES, Native, native
 from ..vendor.facts import Gpu, served
-from ..vendor.float8 import two_kinds
+from .float8 import two_kinds
 
 if TYPE_CHECKING:
     from ..vendor.devices.base import Device

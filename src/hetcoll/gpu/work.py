@@ -5,15 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..buffers import read_buffer
 from ..errors import CollectiveTimeoutError
 from ..work import Work
 from . import streams
 
-if TYPE_CHECKING:
-    from .executor import GpuPath
+
+class Enqueued(Protocol):
+    """What a `GpuWork` needs of the executor whose streams it is on."""
+
+    @property
+    def idle(self) -> bool: ...
+
+    def check(self) -> None: ...
+
+    def join(self, stream: object) -> None: ...
 
 
 class GpuWork(Work):
@@ -21,7 +29,7 @@ class GpuWork(Work):
 
     __slots__ = ("_current", "_path")
 
-    def __init__(self, path: GpuPath, keep: object, what: str, current: Callable[[], int] | None = None) -> None:
+    def __init__(self, path: Enqueued, keep: object, what: str, current: Callable[[], int] | None = None) -> None:
         """`current` gives the current stream of the arrays' library; without it their `keep` is asked."""
         super().__init__(None, None, keep, what)
         self._path, self._current = path, current

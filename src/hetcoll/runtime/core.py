@@ -32,7 +32,7 @@ from .selection import Explanation, Selection
 
 if TYPE_CHECKING:
     from ..gpu.executor import GpuPath
-    from ..health.crosscheck import CrossCheck
+    from .crosscheck import CrossCheck
 
 log = logging.getLogger("hetcoll")
 
@@ -82,7 +82,7 @@ class Core:
             undo.pop_all()
         self._cross: CrossCheck | None = None
         if config.check:
-            from ..health.crosscheck import CrossCheck  # few jobs need it, and imports count
+            from .crosscheck import CrossCheck  # few jobs need it, and imports count
 
             self._cross = CrossCheck(rank, self._meet, self._diagnosis)
         lifetime.watch(self)
@@ -309,7 +309,7 @@ class Core:
             return Registration(buffer)
         gpu = None
         if buffer.device != "cpu":
-            from ..vendor.facts import device_of
+            from ..gpu.device_of import device_of
 
             gpu = device_of(buffer)
         return Registration(buffer, memory.lease(buffer.ptr, buffer.nbytes, buffer.owner, gpu))

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..buffers import Buffer, read_buffer
-from ..calls import check_rank
+from ..calls import RECV, SEND, Message, check_rank, describe_message
 from ..errors import ArgumentError, BufferTypeError
 from ..work import DONE, Work, finished
 from .core import Core
-from .selection import RECV, SEND, Message, describe_message
 
 
 class Group(contextlib.AbstractContextManager[None]):

@@ -5,7 +5,6 @@ What draws and chooses plans is imported by the first call that needs a new one:
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Collection
@@ -13,20 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import _native
 from ..buffers import Buffer
-from ..calls import Call, check_int
+from ..calls import Call, check_int, describe_message, descriptor, message_key
 from ..config.env import Config
 from ..errors import ArgumentError
 from ..health.desync_report import Called
 from ..health.status_report import call_site
 from ..links.wiring import Check, Wiring
-from ..types import Collective, DType, ReduceOp
+from ..types import Collective, ReduceOp
 from .compression import Compression
 
 if TYPE_CHECKING:
     from ..plan.ir import Plan
 
 _KEEP = 1024  # bound plans kept; the least recently used go first
-SEND, RECV, SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's forms
 
 
 class Explanation(NamedTuple):
@@ -264,46 +262,3 @@ class Selection:
 
     def _paths(self, peers: Collection[int]) -> tuple[str, tuple[str, ...]]:
         return self._wiring.transports(peers), self._wiring.paths(peers)
-
-
-class Message(NamedTuple):
-    """One half of a message: what this rank sends to a peer, or receives from it."""
-
-    kind: int  # SEND or RECV
-    buffer: Buffer
-    peer: int
-
-    @property
-    def halves(self) -> tuple[Buffer | None, int, Buffer | None, int]:
-        """As others take them: what is sent, where to, what is received, where from."""
-        return (self.buffer, self.peer, None, -1) if self.kind == SEND else (None, -1, self.buffer, self.peer)
-
-    def __str__(self) -> str:
-        return describe_message(*self.halves)
-
-
-def message_key(
-    send: Buffer | None, dest: int, recv: Buffer | None, source: int
-) -> tuple[int, DType, ReduceOp, int, int, int]:
-    """By what the short way knows a message to `dest`, one from `source`, or both at once; as `Call.key`."""
-    first, second = send or recv, recv or send
-    assert first is not None
-    assert second is not None
-    kind = SENDRECV if send and recv else SEND if send else RECV
-    where = _native.ranks_key(dest, source) if send and recv else dest if send else source
-    return kind, first.dtype, ReduceOp.SUM, where, first.count, second.count
-
-
-def describe_message(send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> str:
-    """A send, a receive, or both, for people."""
-    parts = []
-    if send is not None:
-        parts.append(f"send({send.dtype.label}, count={send.count}) to rank {dest}")
-    if recv is not None:
-        parts.append(f"recv({recv.dtype.label}, count={recv.count}) from rank {source}")
-    return " and ".join(parts)
-
-
-def descriptor(text: str) -> int:
-    """What travels with every frame: 64 bits of a hash of what all ranks must agree on."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

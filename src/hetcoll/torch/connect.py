@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ..communicator import Communicator
 from ..config.env import Config, configuration
+from ..config.process import configure
 from ..errors import InitError
-from ..job import configure
 from ..rendezvous.bootstrap import get_unique_id
 from ..rendezvous.control import WORLD
 from ..rendezvous.session import Session

@@ -24,8 +24,8 @@ from . import barriers
 from .collectives import Collectives
 from .connect import connect
 from .messages import Messages
+from .names import DEVICES, NAME
 from .options import asked_format
-from .registry import DEVICES, NAME
 from .tensors import seconds
 from .work import Bundle, HostWork, StreamWork, ToSelf
 

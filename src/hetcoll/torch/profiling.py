@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .registry import NAME
+from .names import NAME
 
 _TITLES = {
     "allreduce": "all_reduce", "allgather": "all_gather", "allgather_coalesced": "all_gather",

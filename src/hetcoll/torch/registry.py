@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ..config.env import replaced_backends
+from .names import DEVICES, NAME
 
 if TYPE_CHECKING:
     from .process_group import HetcollProcessGroup
-
-NAME = "hetcoll"
-DEVICES = ["cpu", "cuda"]  # ROCm's tensors are "cuda" to torch
 
 
 def install() -> None:

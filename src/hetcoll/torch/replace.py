@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .registry import DEVICES, NAME
+from .names import DEVICES, NAME
 
 _NCCL_TIMEOUT = timedelta(minutes=10)  # torch's own default, which builds without NCCL do not have
 

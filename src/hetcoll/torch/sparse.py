@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..communicator import Communicator
 from .tensors import reduction
 
-if TYPE_CHECKING:
-    from .collectives import Collectives
 
-
-def allreduce(group: Collectives, tensor: torch.Tensor, opts: Any) -> dist.Work:
+def allreduce(comm: Communicator, launch: Callable[..., dist.Work], tensor: torch.Tensor, opts: Any) -> dist.Work:
     """Sum a COO tensor over the ranks, in place: gathers every rank's indices and values, and adds what coincides.
 
     Ranks may have different numbers of values. Blocks until the numbers are known.
+    `launch` is the group's `Launcher._launch`.
     """
     name, _ = reduction(opts.reduceOp)
     if name != "sum":
         raise ValueError(f"op: wanted sum for sparse tensors, got {name}")
     mine = tensor.detach().coalesce()
-    comm, size = group.comm, group.size()
+    size = comm.size
     known = torch.tensor([mine._nnz()], device=tensor.device)
     numbers = torch.empty(size, dtype=torch.int64, device=tensor.device)
     comm.allgather(known, numbers)
@@ -43,4 +43,4 @@ def allreduce(group: Collectives, tensor: torch.Tensor, opts: Any) -> dist.Work:
         with torch.no_grad():
             tensor.copy_(whole)
 
-    return group._launch(opts, [tensor], start, [tensor], after)
+    return launch(opts, [tensor], start, [tensor], after)

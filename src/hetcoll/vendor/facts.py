@@ -14,13 +14,12 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from ..errors import BufferTypeError, DeviceError, InitError, spell_ranks
+from ..errors import DeviceError, InitError, spell_ranks
 from ..plan.topology import Islands, Topology
 
 if TYPE_CHECKING:
-    from ..buffers import Buffer
     from ..config.variables import DeviceChoice
     from .devices.base import Device
 
@@ -93,18 +92,6 @@ def _gpus(kind: str, index: int | None) -> list[Gpu]:
     if reason is not None:
         raise DeviceError(reason)
     return [Gpu.here(device) for device in (module.devices() if index is None else [module.device(index)])]
-
-
-def device_of(buffer: Buffer) -> Device:
-    """The GPU that holds a buffer."""
-    module = {"cuda": "cuda", "rocm": "hip"}.get(buffer.device)
-    if module is None:
-        raise BufferTypeError(f"memory on {buffer.device} is not supported")
-    driver = importlib.import_module(f".devices.{module}", __package__)
-    reason = driver.why_not()
-    if reason is not None:
-        raise BufferTypeError(f"the buffers are on {buffer.device}, but {reason}")
-    return cast("Device", driver.devices()[buffer.index])
 
 
 def _driver(kind: str) -> bool:

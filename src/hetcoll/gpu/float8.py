@@ -5,7 +5,7 @@ beside others in a communicator, all its calls on 8-bit floats run in OCP's kind
 arrays of the older kind has its input converted in a buffer of its own, and its result back. Elsewhere nothing is
 converted.
 
-What the kinds cannot both hold (``devices/kernels/convert.h`` has the rules): of e4m3, OCP's goes up to 448 and fnuz to
+What the kinds cannot both hold (the rules: ``convert.h`` of the kernels): of e4m3, OCP's goes up to 448 and fnuz to
 240; of both formats, fnuz has a last place half as large near 0, one NaN, no -0, and no infinity. So what several ranks
 receive (`types.SAME`) is brought to what both kinds hold on the ranks with OCP's arrays, too.
 """
@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import _native
-from ..buffers import Buffer, element_type
+from ..buffers import Buffer
 from ..calls import Call
 from ..errors import ArgumentError
 from ..types import FNUZ_OF, OCP_OF, SAME, Collective, DType
-from .devices.kernels.source import convert_name
+from ..vendor.devices.kernels.source import convert_name
 
 if TYPE_CHECKING:
-    from .devices.base import Device
-    from .facts import Gpu
+    from ..vendor.devices.base import Device
+    from ..vendor.facts import Gpu
 
 _GRAIN = 256  # staged buffers begin at multiples
 
@@ -170,17 +170,6 @@ class OnGpu:
             self._device.destroy_event(event)
         for at in self._memory:
             self._device.free(at)
-
-
-def in_common(buffer: Buffer) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """A host buffer's values that both kinds hold: the same numbers, and one NaN, of whatever kind it is."""
-    ocp = OCP_OF.get(buffer.dtype, buffer.dtype)
-    codes = np.empty(buffer.count, np.uint8)
-    _native.convert_float8(int(codes.ctypes.data), buffer.ptr, buffer.count, buffer.dtype, ocp)
-    _native.convert_float8(int(codes.ctypes.data), int(codes.ctypes.data), buffer.count, ocp, ocp)
-    values = codes.view(element_type(ocp.label)).astype(np.float32) + np.float32(0)  # no -0
-    values[np.isnan(values)] = np.nan
-    return values
 
 
 def on_host(passage: Passage) -> tuple[Buffer | None, Buffer | None, Callable[[], None]]:

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from .. import _native
 from ..buffers import Buffer, element_type
 from ..calls import Call
 from ..errors import ArgumentError, spell_ranks
+from ..health.diagnosis import Diagnosis, Kind
 from ..types import COMPLEX, FLOATS, OCP_OF, ROOTED, SAME, Collective
-from ..vendor.float8 import in_common
-from .diagnosis import Diagnosis, Kind
 
 Meet = Callable[[str, bytes], list[bytes]]
 _EMPTY: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
@@ -94,5 +94,16 @@ def find_odd(buffer: Buffer) -> str:
 def hash_of(buffer: Buffer, converts: bool = False) -> str:
     """16 hexadecimal digits that are equal where the bytes are; with `converts`, where the values are that both kinds
     of 8-bit floats hold."""
-    values = in_common(buffer) if converts else view(buffer)
+    values = _in_common(buffer) if converts else view(buffer)
     return hashlib.blake2b(values.view(np.uint8).data, digest_size=8).hexdigest()
+
+
+def _in_common(buffer: Buffer) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """A host buffer's values that both kinds hold: the same numbers, and one NaN, of whatever kind it is."""
+    ocp = OCP_OF.get(buffer.dtype, buffer.dtype)
+    codes = np.empty(buffer.count, np.uint8)
+    _native.convert_float8(int(codes.ctypes.data), buffer.ptr, buffer.count, buffer.dtype, ocp)
+    _native.convert_float8(int(codes.ctypes.data), int(codes.ctypes.data), buffer.count, ocp, ocp)
+    values = codes.view(element_type(ocp.label)).astype(np.float32) + np.float32(0)  # no -0
+    values[np.isnan(values)] = np.nan
+    return values

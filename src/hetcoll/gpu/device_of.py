@@ -1,0 +1,25 @@
+"""Which of this process's GPUs holds a buffer."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, cast
+
+from ..buffers import Buffer
+from ..errors import BufferTypeError
+from ..vendor import devices
+
+if TYPE_CHECKING:
+    from ..vendor.devices.base import Device
+
+
+def device_of(buffer: Buffer) -> Device:
+    """The GPU that holds a buffer."""
+    module = {"cuda": "cuda", "rocm": "hip"}.get(buffer.device)
+    if module is None:
+        raise BufferTypeError(f"memory on {buffer.device} is not supported")
+    driver = importlib.import_module(f".{module}", devices.__name__)
+    reason = driver.why_not()
+    if reason is not None:
+        raise BufferTypeError(f"the buffers are on {buffer.device}, but {reason}")
+    return cast("Device", driver.devices()[buffer.index])
