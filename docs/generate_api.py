@@ -18,7 +18,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
     ("hetcoll", "hetcoll", ("init", "from_mpi", "get_unique_id", "Communicator", "Work", "UniqueId")),
     ("hetcoll.types", "Types and reductions", ("DType", "ReduceOp", "supports", "Collective")),
     ("hetcoll.plan.topology", "Who is where", ("Topology", "RankInfo")),
-    ("hetcoll.runtime.selection", "What a call will use", ("Explanation",)),
+    ("hetcoll.runtime.planner", "What a call will use", ("Explanation",)),
     ("hetcoll.errors", "Errors", None),
     ("hetcoll.plan.ir", "Plans", ("Plan", "Step", "Span", "Op", "Buf", "cut")),
     (

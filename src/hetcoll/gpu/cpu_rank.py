@@ -24,10 +24,11 @@ from ..links.wiring import Check, Wiring
 from ..plan.algorithms.base import Hosts
 from ..plan.ir import Plan
 from ..plan.topology import Way
+from ..runtime.planner import Planner
 from ..types import OCP_OF, Collective, DType, Format, ReduceOp
 from . import float8, path_probe
-from .plans import GpuPlans, Kept
-from .shared import GpuShare, Note
+from .plans import GpuPlans
+from .shared import GpuShare
 from .slots import CHANNELS, SLOTS
 from .vendor_comm import GpuIslands, Meet
 
@@ -35,21 +36,19 @@ if TYPE_CHECKING:
     from ..vendor.ccl.native import Native
 
 HELPERS = 7  # threads at most, beside the caller's, that fill and empty slots: one core moves a tenth of what PCIe does
-Describe = Callable[[int, str], None]
 Prepare = Callable[[Callable[[Check], _native.Shape], float], _native.Shape]
 
 
 class HostPath:
     """What one communicator keeps on a rank without a GPU. Made together with the other ranks' `gpu.GpuPath`.
 
-    Calls that compress do so between `groups`. `describe` is told what a bound plan was bound for, as
-    `selection.Selection` knows it.
+    Calls that compress do so between `groups`.
     """
 
     def __init__(
-        self, wiring: Wiring, diagnosis: Diagnosis, groups: Hosts, timeout: float, *, meet: Meet, describe: Describe
+        self, wiring: Wiring, diagnosis: Diagnosis, planner: Planner, groups: Hosts, timeout: float, *, meet: Meet
     ) -> None:
-        self._wiring, self._describe = wiring, describe
+        self._wiring, self._planner = wiring, planner
         self._share = GpuShare(wiring, diagnosis, None, "it has no GPU", meet, timeout)
         try:
             islands = GpuIslands(wiring.topology, wiring.rank, self._share.gpus, None, meet, timeout)
@@ -59,11 +58,9 @@ class HostPath:
         self.two_kinds = float8.two_kinds(self._share.gpus)
         self._links = _Links(wiring, self._share)
         self._plans = GpuPlans(
-            wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links), groups
+            wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links), planner, groups
         )
-        self._shapes: Kept[_native.Shape] = Kept()
         self._unfinished: list[path_probe.Bytes] = []
-        self._notes: Kept[list[Note]] = Kept()
 
     def prove(self, meet: Meet, prepare: Prepare, timeout: float) -> None:
         """Try the ways to GPUs together with their ranks: as `gpu.GpuPath.prove`."""
@@ -87,7 +84,7 @@ class HostPath:
         path_probe.prove(self._share, exchange, meet, self._links.give_up, lambda: self._wiring.listen(timeout))
 
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
-        """As `selection.Selection.shape`."""
+        """As `runtime.host.HostPlans.shape`."""
         key = (
             call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
             call.recv_table, call.compress,
@@ -95,25 +92,25 @@ class HostPath:
 
         def bind() -> _native.Shape:
             shape = self._links.during(timeout, check, lambda: self._plans.compile(call))
-            self._describe(shape.id, call.describe())
+            self._planner.note(shape.id, call.describe())
             return shape
 
-        return self._shapes.get_or(key, bind)
+        return self._planner.bound("cpu rank", key, bind)
 
     def point(
         self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, timeout: float, check: Check
     ) -> _native.Shape:
-        """As `selection.Selection.point`."""
+        """As `runtime.host.HostPlans.point`."""
         first = send or recv
         assert first is not None
         ends = (() if send is None else ((dest, send.count),), () if recv is None else ((source, recv.count),))
 
         def bind() -> _native.Shape:
             shape = self._links.during(timeout, check, lambda: self._plans.messages(first.dtype, *ends, ()))
-            self._describe(shape.id, describe_message(send, dest, recv, source))
+            self._planner.note(shape.id, describe_message(send, dest, recv, source))
             return shape
 
-        return self._shapes.get_or((first.dtype, *ends), bind)
+        return self._planner.bound("cpu rank message", (first.dtype, *ends), bind)
 
     def converted(self, call: Call) -> tuple[Call, Callable[[], None] | None]:
         """The call to make instead, and what is to be done once it is complete: see `float8`."""
@@ -133,12 +130,14 @@ class HostPath:
     def note(self, call: Call) -> None:
         """Write a collective down for this host's other ranks; raises where one of them called something else."""
         what = call.describe()
-        self._share.note(self._notes.get_or((what,), lambda: [self._share.entry(what)]))
+        self._share.note(self._planner.bound("note", (what,), lambda: [self._share.entry(what)]))
 
     def note_message(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> None:
         """The same for messages."""
         halves = ((b.dtype, b.count, peer) if b else None for b, peer in ((send, dest), (recv, source)))
-        self._share.note(self._notes.get_or((*halves,), lambda: self._share.notes(send, dest, recv, source)))
+        self._share.note(
+            self._planner.bound("note of messages", (*halves,), lambda: self._share.notes(send, dest, recv, source))
+        )
 
     def paths(self) -> tuple[str, ...]:
         """For people: how data goes from this rank to every GPU."""

@@ -25,6 +25,7 @@ from ..errors import ArgumentError, BufferTypeError, DeviceError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
 from ..runtime.compression import Compression, DeviceResidual
+from ..runtime.planner import Planner
 from ..types import OCP_OF, Collective, DType
 from ..vendor.devices.base import URGENT
 from ..vendor.devices.signals import signal_kernels
@@ -36,7 +37,7 @@ from .edges import GpuEdges, Prepare
 from .graphs import GpuGraphs
 from .one_kernel import STATE_BYTES, ZERO, OneKernel
 from .p2p import GpuMessages
-from .plans import DeviceBinder, GpuPlans, Kept
+from .plans import DeviceBinder, GpuPlans
 from .proxy import Relays
 from .shared import GpuShare, Note
 from .vendor_comm import GpuIslands, Meet, unlike_float8
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
 _DLPACK = {"cuda": 2, "rocm": 10}  # dlpack.h: kDLCUDA, kDLROCM
 
-Announce = Callable[[str], int]
 Shape = _native.DeviceShape | _native.KernelShape
 
 
@@ -56,7 +56,7 @@ class GpuPath:
     """What one communicator keeps on this rank's GPU. All of it is made in `__init__` and given back by `close`.
 
     `capturing`: the call that needs it is being captured into a graph. `meet` exchanges what all ranks must know,
-    `prepare` watches over what connects them, and `announce` gives a call the number by which others ask for it.
+    and `prepare` watches over what connects them.
     """
 
     def __init__(
@@ -65,18 +65,17 @@ class GpuPath:
         diagnosis: Diagnosis,
         device: Device,
         compression: Compression,
+        planner: Planner,
         timeout: float,
         *,
         capturing: bool,
         meet: Meet,
         prepare: Prepare,
-        announce: Announce,
     ) -> None:
-        self._wiring, self._diagnosis, self._device, self._announce = wiring, diagnosis, device, announce
-        self._compression = compression
+        self._wiring, self._diagnosis, self._device = wiring, diagnosis, device
+        self._compression, self._planner = compression, planner
         self._engine = wiring.engine
         self._kind = "cuda" if device.vendor == "cuda" else "rocm"
-        self._known: Kept[_native.GpuCall] = Kept()
         self._scratch_bytes = 0
         self._undo = contextlib.ExitStack()
         with device.active(), contextlib.ExitStack() as undo:
@@ -120,6 +119,7 @@ class GpuPath:
                 self._islands,
                 self._slot_bytes,
                 DeviceBinder(self._queue, device, self._edges.of),
+                planner,
                 compression.groups,
             )
             self._one_kernel = None
@@ -147,7 +147,7 @@ class GpuPath:
                 work=lambda current: GpuWork(self, None, "calls", current),
             )
             mates = self._islands.mates(wiring.rank).intersection(wiring.locals)
-            self.messages = GpuMessages(self, share, self._plans, self._calls, mates, self._float8)
+            self.messages = GpuMessages(self, share, self._plans, planner, self._calls, mates, self._float8)
             undo.callback(self.messages.close)
             # `Engine.call` for both kinds of memory: on a GPU's, what was called before with the same counts.
             self.call: Callable[[int, Any, Any, Any, int], Work | None] = self._calls.call
@@ -193,7 +193,7 @@ class GpuPath:
             call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
             call.recv_table, call.compress, in_place,
         )  # fmt: skip
-        bound = self._known.get_or(key, lambda: self._bind(call, again and not in_place))
+        bound = self._planner.bound("gpu", key, lambda: self._bind(call, again and not in_place))
         lost = self._residual(call, bound) if call.compress else 0
         return self._run(bound, call.send, call.recv, stream, async_op, call.collective.label, lost)
 
@@ -228,12 +228,22 @@ class GpuPath:
 
     def _bind(self, call: Call, again: bool) -> _native.GpuCall:
         what = call.describe()
-        small = None if self._one_kernel is None or call.compress else self._one_kernel.bind(call)
-        shape = small or self._plans.compile(call)
+        kernel = None if call.compress else self._kernel_for(call.collective)
+        shape = (kernel and kernel.bind(call)) or self._plans.compile(call)
         bound = self.bound(shape, what, [self._share.entry(what)])
         if again and (key := call.key) is not None:
             self._calls.remember(*key, bound)
         return bound
+
+    def _announce(self, what: str) -> int:
+        """The number by which others ask for a call that is not the engine's to run."""
+        number = self._engine.new_shape()
+        self._planner.note(number, what)
+        return number
+
+    def _kernel_for(self, collective: Collective) -> OneKernel | None:
+        """What does short calls in one kernel, unless HETCOLL_ALGO asks for an algorithm."""
+        return self._one_kernel if self._planner.chooses_freely(collective) else None
 
     def bound(
         self,
@@ -341,8 +351,9 @@ class GpuPath:
 
     def explain(self, collective: Collective, nbytes: int) -> str:
         """For people: the plan of a collective."""
-        kernel = None if self._one_kernel is None else self._one_kernel.choose(collective, nbytes)
-        return self._plans.explain(collective, nbytes) if kernel is None else f"{kernel}, one kernel a rank"
+        kernel = self._kernel_for(collective)
+        name = None if kernel is None else kernel.choose(collective, nbytes)
+        return self._plans.explain(collective, nbytes) if name is None else f"{name}, one kernel a rank"
 
     def counters(self) -> dict[str, int]:
         """Of the RDMA links between this GPU and those of other hosts."""
@@ -374,6 +385,6 @@ class GpuPath:
         self._relays.close(deadline)
         self._watch.close()
         self._undo.close()
-        self._known.clear()
+        self._planner.forget()
         # They hold methods of this object, and no garbage collector looks into them.
         del self._calls, self.call, self.messages

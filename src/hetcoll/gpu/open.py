@@ -12,7 +12,7 @@ from ..errors import ArgumentError, BufferTypeError, DeviceError
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Check, Wiring
 from ..runtime.compression import Compression
-from ..runtime.selection import Selection
+from ..runtime.planner import Planner
 from ..types import FNUZ_OF, OCP_OF, Collective
 from . import streams
 
@@ -34,14 +34,14 @@ class GpuPaths:
         self,
         wiring: Wiring,
         diagnosis: Diagnosis,
-        selection: Selection,
+        planner: Planner,
         compression: Compression,
         config: Config,
         *,
         meet: Meet,
         prepare: Prepare,
     ) -> None:
-        self._wiring, self._diagnosis, self._selection, self._config = wiring, diagnosis, selection, config
+        self._wiring, self._diagnosis, self._planner, self._config = wiring, diagnosis, planner, config
         self._meet, self._prepare, self._compression = meet, prepare, compression
         self._meetings = 0
         self.gpu: GpuPath | None = None
@@ -75,11 +75,11 @@ class GpuPaths:
                 self._diagnosis,
                 device,
                 self._compression,
+                self._planner,
                 self._config.timeout,
                 capturing=capturing,
                 meet=self._meet_soon,
                 prepare=self._prepare,
-                announce=self._selection.announce,
             )
             self._diagnosis.on_failure = path.failed
             self._prove(lambda: path.prove(self._meet_slow, self._config.timeout))
@@ -93,10 +93,10 @@ class GpuPaths:
             path = self.host = HostPath(
                 self._wiring,
                 self._diagnosis,
+                self._planner,
                 self._compression.groups,
                 self._config.timeout,
                 meet=self._meet_soon,
-                describe=self._selection.note_shape,
             )
             self._prove(lambda: path.prove(self._meet_slow, self._prepare, self._config.timeout))
         return self.host

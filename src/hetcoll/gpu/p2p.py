@@ -15,10 +15,11 @@ from .. import _native
 from ..buffers import Buffer
 from ..calls import RECV, SEND, Message, describe_message, message_key
 from ..errors import ArgumentError, DeviceError, spell_ranks
+from ..runtime.planner import Planner
 from ..types import DType
 from ..vendor.devices.base import URGENT
 from . import float8
-from .plans import GpuPlans, Kept
+from .plans import GpuPlans
 from .shared import GpuShare, Note
 from .work import Enqueued, GpuWork
 
@@ -58,17 +59,17 @@ class GpuMessages:
         path: Executor,
         share: GpuShare,
         plans: GpuPlans[_native.DeviceShape],
+        planner: Planner,
         calls: _native.GpuCalls,
         mates: Collection[int],
         convert: float8.OnGpu | None,
     ) -> None:
-        self._path, self._share, self._plans, self._calls = path, share, plans, calls
+        self._path, self._share, self._plans, self._planner, self._calls = path, share, plans, planner, calls
         self._mates, self._convert, self._device = mates, convert, path.device
         self._strangers = frozenset(mates) - {share.rank}
         self.awaited: Collection[int] = ()
         """The ranks that the library connects with this one just now."""
         self._kernels: KernelTable | None = None  # once what the cache has was loaded
-        self._known: Kept[_native.GpuCall] = Kept()
         self._bytes = self._device.allocate(2 * len(mates)) if mates else 0
         self._lanes: dict[tuple[bool, int], tuple[int, int]] = {}  # see `_lane`
 
@@ -115,7 +116,7 @@ class GpuMessages:
 
         self._connect((dest, source), stream)
         source_at, target_at = (0 if buffer is None else buffer.ptr for buffer in (send, recv))
-        self._calls.run(self._known.get_or(key, bind), source_at, target_at, stream, join)
+        self._calls.run(self._planner.bound("gpu message", key, bind), source_at, target_at, stream, join)
 
     def _load_ahead(self) -> None:
         """Before the first message: a driver may wait for the device when it loads kernels, and the device will wait
@@ -170,7 +171,7 @@ class GpuMessages:
             return self._path.bound(plan, what, notes, DType.UINT8, [m.buffer.dtype for m in (*sends, *recvs)])
 
         self._connect([m.peer for m in messages], handle)
-        bound = self._known.get_or(key, bind)
+        bound = self._planner.bound("gpu group", key, bind)
         self._calls.run_group(bound, [m.buffer.ptr for m in (*sends, *recvs)], handle, True)
         return GpuWork(self._path, [m.buffer for m in messages], _MESSAGE)
 

@@ -6,7 +6,7 @@ order is one that no number of hardware queues can turn into a deadlock (`order`
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 from .. import _native
 from ..calls import Call
 from ..errors import BufferTypeError
-from ..plan.algorithms import find
-from ..plan.algorithms.base import Algorithm, Hosts
+from ..plan.algorithms.base import Hosts
 from ..plan.algorithms.islands import ISLANDS
 from ..plan.algorithms.p2p import CHANNEL
 from ..plan.ir import Buf, Local, Op, Plan, Span, Step
 from ..plan.order import enqueue_order, levels
 from ..plan.pipeline import offsets, parts, pipelined, ramp
 from ..plan.topology import Islands, spell_islands
+from ..runtime.planner import Kept, Planner
 from ..types import REDUCING, WHOLE, Collective, DType, ReduceOp
 from ..vendor.devices.kernels import codec_names
 from .slots import SLOTS
@@ -37,7 +37,6 @@ _MOST_SMALLEST = _LEAST_LARGEST = 1 << 20
 _ENDS, _MIDDLE = 4, 3  # the first and last piece of a message have a part in 2**4 of it, most others one in 2**3
 _LOCAL_MESSAGES = 8  # of a piece, where vendors' libraries take part on all ranks: their calls cost as much as messages
 _LAG = SLOTS  # in levels: as many messages as may be under way
-_KEEP = 1 << 10  # compiled plans kept; the least recently used go first
 _BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 16, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
 _CODEC_BLOCK, _MOST_CODEC_BLOCKS, _ELEMENTS = 128, 256, 32  # of a codec, whose threads take so many elements each
 
@@ -47,22 +46,7 @@ Orders = tuple[tuple[int, ...], ...]
 Parts = tuple[Span | None, ...]
 Link = Callable[[Plan], list[int]]
 Kernel = tuple[int, int, int, int]  # function, threads in a block, most blocks, bytes for each
-T = TypeVar("T")
 S = TypeVar("S", covariant=True)
-
-
-class Kept(OrderedDict[tuple[object, ...], T]):
-    """The values made last, by key."""
-
-    def get_or(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
-        found = super().get(key)
-        if found is None:
-            found = self[key] = make()
-            if len(self) > _KEEP:
-                self.popitem(last=False)
-        else:
-            self.move_to_end(key)
-        return found
 
 
 class Binder(Protocol[S]):
@@ -100,13 +84,15 @@ class GpuPlans(Generic[S]):
         islands: GpuIslands,
         slot_bytes: int,
         binder: Binder[S],
+        planner: Planner,
         groups: Hosts = (),
     ) -> None:
         self._rank, self._size, self._islands, self._slot_bytes = rank, size, islands, slot_bytes
-        self._groups = groups
+        self._planner, self._groups = planner, groups
+        self._library = str(islands.island.library) if islands.island is not None else "their vendors' library"
         self._bind = binder.bind
         self._mates = next(island for island in islands.islands if rank in island)
-        self._drawn: Kept[tuple[list[Plan], Orders, Orders]] = Kept()
+        self._drawn: Kept[tuple[object, ...], tuple[list[Plan], Orders, Orders]] = Kept()
 
     def compile(self, call: Call) -> S:
         """A collective."""
@@ -129,6 +115,7 @@ class GpuPlans(Generic[S]):
             call.root,
             call.op is ReduceOp.AVG,
             len(islands),
+            base[self._rank].algorithm,
             length,
             most,
             bool(call.compress),
@@ -224,17 +211,9 @@ class GpuPlans(Generic[S]):
             entry = ISLANDS[call.collective.plain]
             how |= {"hosts": islands, "compress": True, "groups": self._groups}
         else:
-            entry = self._algorithm(call.collective.plain, islands)
+            entry = self._planner.on_gpus(call.collective, islands, self._library)
             how |= {"hosts": islands} if len(islands) < self._size else {}
         return [entry.build(self._size, r, **how) for r in range(self._size)]
-
-    def _algorithm(self, collective: Collective, islands: Islands) -> Algorithm:
-        if len(islands) < self._size:
-            return ISLANDS[collective]
-        name = "pairwise" if collective is Collective.ALLTOALL else "direct"
-        if collective is Collective.ALLREDUCE and self._size == 2:
-            name = "oneshot"  # as many bytes each way as in two phases, and nothing to wait for in between
-        return find(collective, name)
 
     def explain(self, collective: Collective, nbytes: int) -> str:
         """For people: how a collective on float32, with sums, is done."""
@@ -244,9 +223,9 @@ class GpuPlans(Generic[S]):
             name, islands = "a message for each pair", self._islands.alone
         else:
             islands, _ = self._islands.serving(collective.plain, DType.FLOAT32, ReduceOp.SUM)
-            name = self._algorithm(collective.plain, islands).name
+            name = self._planner.on_gpus(collective, islands, self._library).name
         if self._size > 1 and len(islands) == 1:
-            return f"one call of {self._islands.island and self._islands.island.library}"
+            return f"one call of {self._library}"
         if len(islands) < self._size:
             name += f" {spell_islands(islands)}, their libraries inside and messages between"
         first, most = _piece_bytes(nbytes, self._slot_bytes)

@@ -27,8 +27,9 @@ from ..plan.topology import Topology
 from ..rendezvous.session import Session
 from ..work import DONE, Work, finished
 from .compression import Compression, float32_zeros
+from .host import HostPlans
+from .planner import Explanation, Planner
 from .registration import Registration
-from .selection import Explanation, Selection
 
 if TYPE_CHECKING:
     from ..gpu.executor import GpuPath
@@ -67,13 +68,15 @@ class Core:
             )
             self._call: Callable[..., Work | None] = _refuse if config.check else self._engine.call
             self._compression = Compression(self._wiring.topology, config.compress, config.compress_feedback)
-            self._selection = Selection(self._wiring, config, self._compression)
-            self._witness = Witness(self, self._engine, self._selection.describe)
+            wiring = self._wiring
+            self._planner = Planner(lambda: wiring.topology, rank, config.algo, self._compression)
+            self._plans = HostPlans(wiring, self._planner)
+            self._witness = Witness(self, self._engine, self._planner.describe)
             self._diagnosis.attach(self._engine, self._witness)
             self._paths = GpuPaths(
                 self._wiring,
                 self._diagnosis,
-                self._selection,
+                self._planner,
                 self._compression,
                 config,
                 meet=_weakly(self._meet),
@@ -148,7 +151,7 @@ class Core:
         finish = None
         if among is not None:
             call, finish = among.converted(call)
-        plans = among or self._selection
+        plans = among or self._plans
         witness, thread = self._witness, threading.get_ident()
         witness.calls[thread], witness.preparing = call.describe(), thread
         try:
@@ -395,7 +398,7 @@ class Core:
             self._pending.clear()
         if self._paths.host is not None:
             self._paths.host.close()
-        self._selection.close()
+        self._planner.forget()
         self._compression.forget()
         self._session.leave(self._group)
         self._wiring.close()
@@ -421,7 +424,7 @@ class Core:
         """
         self._check_usable()
         self._log_news()
-        found = self._selection.explain(op, nbytes, compress)
+        found = self._planner.explain(op, nbytes, compress, self._plans.paths)
         return found._replace(paths=found.paths + self._paths.describe(), gpus=self._paths.explain(op, nbytes))
 
     def _log_news(self) -> None:

@@ -158,7 +158,7 @@ class Messages(Core):
         finish = None
         if among is not None:
             send, recv, finish = among.converted_message(send, dest, recv)
-        plans = among or self._selection
+        plans = among or self._plans
         calls, thread = self._witness.calls, threading.get_ident()
         calls[thread] = describe_message(send, dest, recv, source)
         try:
@@ -212,4 +212,4 @@ class Messages(Core):
     def _deliver_to_self(self, batch: list[Message]) -> None:
         outgoing, incoming = ([b for k, b, peer in batch if k == kind and peer == self._rank] for kind in (SEND, RECV))
         for source, target in zip(outgoing, incoming, strict=True):
-            self._selection.copy(source, target)
+            self._plans.copy(source, target)

@@ -1,0 +1,255 @@
+"""The planner: which algorithm runs a call, on host memory and on GPUs; and what was bound before is kept here.
+
+What draws and chooses plans is imported by the first call that needs a new one: `import hetcoll` costs less without.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+
+from ..calls import check_int
+from ..errors import ArgumentError
+from ..health.desync_report import Called
+from ..health.status_report import call_site
+from ..plan.topology import Islands, Topology, spell_islands
+from ..types import Collective
+from .compression import Compression
+
+if TYPE_CHECKING:
+    from ..plan.algorithms.base import Algorithm
+    from ..plan.ir import Plan
+
+_KEEP = 1024  # bound plans kept; the least recently used go first
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+class Kept(OrderedDict[K, T]):
+    """The values used last, by key. Threads may use it at once; two of them may make one value twice."""
+
+    def __init__(self, most: int = _KEEP) -> None:
+        super().__init__()
+        self._most, self._lock = most, threading.Lock()
+
+    def get_or(self, key: K, make: Callable[[], T]) -> T:
+        """The value of `key`, made if there is none."""
+        with self._lock:
+            if key in self:
+                self.move_to_end(key)
+                return self[key]
+        found = make()
+        self.put(key, found)
+        return found
+
+    def put(self, key: K, value: T) -> None:
+        """Keep `value`; the one used longest ago goes where there are too many."""
+        with self._lock:
+            self[key] = value
+            if len(self) > self._most:
+                self.popitem(last=False)
+
+
+class Explanation(NamedTuple):
+    """What a call will use. `seconds` is the cost model's prediction (nan when it has none).
+
+    `transport` is what carries its data now. `paths` says of each rank of another host, in words, over which devices
+    it is reached, what they did so far, and what is wrong with those that are not used; and of each other rank's GPU,
+    once there were calls on GPUs, how data goes there. `compress` says which edges are compressed, and how much that
+    makes of float32's bytes, or why none are. `gpus` says what arrays on GPUs would have it do, as float32 and sums,
+    once there were calls on GPUs.
+    """
+
+    collective: str
+    nbytes: int
+    algorithm: str
+    transport: str
+    channels: int
+    seconds: float
+    reason: str
+    paths: tuple[str, ...] = ()
+    compress: str = ""
+    gpus: str = ""
+
+    def __str__(self) -> str:
+        time = "" if math.isnan(self.seconds) else f", about {self.seconds * 1e6:.1f} us"
+        return (
+            f"{self.collective} of {self.nbytes} bytes: {self.algorithm} over {self.transport},"
+            f" {self.channels} channel{'s' * (self.channels != 1)}{time} ({self.reason})"
+            + (f"\n  {self.compress}" if self.compress else "")
+            + (f"\n  on GPUs: {self.gpus}" if self.gpus else "")
+            + "".join(f"\n  {path}" for path in self.paths)
+        )
+
+
+class Drawing(NamedTuple):
+    """What tells one drawn plan of a collective on host memory from another."""
+
+    collective: Collective
+    name: str
+    root: int
+    scale: bool
+    compress: bool
+    stretches: int
+
+
+class Planner:
+    """Chooses for one communicator, and keeps what its executors have bound."""
+
+    def __init__(self, topology: Callable[[], Topology], rank: int, algo: str | None, compression: Compression) -> None:
+        """`topology` gives what is known now: RDMA devices are told later than ranks. `algo` is HETCOLL_ALGO."""
+        self._topology, self._rank, self._compression = topology, rank, compression
+        self._forced: dict[Collective, str] = {}
+        if algo is not None:
+            from ..plan import tuner
+
+            self._forced = tuner.named(algo)
+        self._tables: dict[Collective, list[tuple[int, str]]] = {}
+        self._bound: Kept[tuple[object, ...], object] = Kept()
+        self._described: Kept[int, Called] = Kept(2 * _KEEP)
+
+    # Keeping.
+
+    def bound(self, executor: str, key: tuple[object, ...], bind: Callable[[], T]) -> T:
+        """What `executor` has bound for a call of this `key`; `bind` makes it at the first one."""
+        return cast("T", self._bound.get_or((executor, *key), bind))  # what an executor binds is of one type
+
+    def forget(self) -> None:
+        """Drop all that was bound."""
+        self._bound.clear()
+
+    def describe(self, number: int) -> Called | None:
+        """The call that a shape was bound for, and where it was first made; None where that is forgotten."""
+        return self._described.get(number)
+
+    def note(self, number: int, what: str) -> None:
+        """`describe` is to know the shape of this number."""
+        self._described.put(number, Called(what, call_site(), exactly=False))
+
+    # Choosing.
+
+    def on_host(self, collective: Collective, nbytes: int, compress: bool) -> str:
+        """The algorithm of a call on host memory; `nbytes` is the larger of its two buffers."""
+        if compress:
+            return self.compressing(collective)
+        table = self._tables.get(collective)
+        if table is None:
+            from ..plan import tuner
+
+            table = tuner.table(collective, self._topology(), self._forced.get(collective))
+            self._tables[collective] = table
+        return next(name for upper, name in table if nbytes <= upper)
+
+    def on_gpus(self, collective: Collective, islands: Islands, library: str) -> Algorithm:
+        """The algorithm of a call that GPUs take part in, whose vendors' libraries serve `islands`: one call of
+        `library`'s, where there is one island.
+
+        Raises
+        ------
+        ArgumentError
+            HETCOLL_ALGO asks for another one, which cannot be had there.
+        """
+        from ..plan.algorithms import ALGORITHMS, find
+        from ..plan.algorithms.islands import ISLANDS
+
+        size, forced = self._topology().size, self._forced.get(collective)
+        if len(islands) < size:
+            only = ISLANDS[collective.plain]
+            if forced not in (None, only.name):
+                who = library if len(islands) == 1 else f"{only.name}, over the islands {spell_islands(islands)},"
+                raise ArgumentError(
+                    f"HETCOLL_ALGO asks for {collective.label} by {forced}, but on these GPUs {who} runs it;"
+                    " HETCOLL_ISLANDS with each rank apart ('0|1|...') makes every algorithm possible"
+                )
+            return only
+        if forced is None:
+            name = "pairwise" if collective.plain is Collective.ALLTOALL else "direct"
+            if collective is Collective.ALLREDUCE and size == 2:
+                name = "oneshot"  # as many bytes each way as in two phases, and nothing to wait for in between
+            return find(collective, name)
+        entry = find(collective, forced)
+        if entry.stretches is not None or not entry.supports(size):
+            able = [n for n, e in ALGORITHMS[collective.plain].items() if e.stretches is None and e.supports(size)]
+            raise ArgumentError(
+                f"HETCOLL_ALGO asks for {collective.label} by {forced}, which {size} ranks with GPUs cannot do:"
+                f" wanted {', '.join(able)}"
+            )
+        return entry
+
+    def chooses_freely(self, collective: Collective) -> bool:
+        """Whether HETCOLL_ALGO leaves the algorithm of this collective open."""
+        return collective not in self._forced
+
+    def compressing(self, collective: Collective) -> str:
+        """The algorithm that compresses."""
+        from ..plan.algorithms import ALGORITHMS
+
+        names = [name for name, algorithm in ALGORITHMS[collective.plain].items() if algorithm.compresses]
+        forced = self._forced.get(collective)
+        if forced not in (None, *names):
+            raise ArgumentError(
+                f"compress: {collective.label} is compressed by {', '.join(names)}, but HETCOLL_ALGO asks for {forced}"
+            )
+        return forced or names[0]
+
+    def stretches(self, collective: Collective, name: str, nbytes: int) -> int:
+        """In how many parts, one after another, an algorithm does a call of this size."""
+        from ..plan.algorithms import find
+
+        entry, topology = find(collective, name), self._topology()
+        if entry.stretches is None or topology.size == 1:  # one rank copies the whole, if anything
+            return 1
+        return entry.stretches(nbytes, topology.cores)
+
+    def draw(self, what: Drawing) -> Plan:
+        """This rank's plan of a call on host memory."""
+        from ..plan.algorithms import find
+
+        topology = self._topology()
+        return find(what.collective, what.name).build(
+            topology.size,
+            self._rank,
+            root=what.root,
+            scale=what.scale,
+            hosts=self._compression.groups if what.compress else topology.hosts,
+            compress=what.compress,
+            stretches=what.stretches,
+            cores=topology.cores,
+        )
+
+    # Telling.
+
+    def explain(
+        self, op: str, nbytes: int, compress: str | None, over: Callable[[Collection[int]], tuple[str, tuple[str, ...]]]
+    ) -> Explanation:
+        """See `Communicator.explain`. `over` gives what carries data to these ranks, and how, in words."""
+        try:
+            collective = Collective[op.upper()]
+        except (KeyError, AttributeError):
+            raise ArgumentError(f"op: wanted one of {', '.join(c.label for c in Collective)}, got {op!r}") from None
+        if check_int(nbytes, "nbytes") < 0:
+            raise ArgumentError(f"nbytes: wanted 0 or more, got {nbytes}")
+        topology = self._topology()
+        if collective is Collective.P2P:
+            carried, paths = over(range(topology.size))
+            return Explanation(collective.label, nbytes, "direct", carried, 1, math.nan, "the only one", paths)
+        from ..plan import tuner
+
+        form, told = self._compression.explain(collective, nbytes, compress)
+        forced = self.compressing(collective) if form else self._forced.get(collective)
+        choice = tuner.choose(collective, nbytes, topology, forced)
+        if form:
+            choice = choice._replace(seconds=math.nan, reason="the one that compresses")
+        stretches = self.stretches(collective, choice.name, nbytes)
+        plan = self.draw(Drawing(collective.plain, choice.name, 0, False, bool(form), stretches))
+        if form:
+            told = self._compression.spell(form, sorted({step.peer for step in plan.steps if step.compressed}))
+        channels = len({channel for _, channel in plan.edges})
+        carried, paths = over({peer for peer, _ in plan.edges})
+        return Explanation(
+            collective.label, nbytes, choice.name, carried, channels, choice.seconds, choice.reason, paths, told
+        )
