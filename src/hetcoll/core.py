@@ -68,7 +68,7 @@ class Core:
             self._call: Callable[..., Work | None] = _refuse if config.check else self._engine.call
             self._compression = Compression(self._wiring.topology, config.compress, config.compress_feedback)
             self._selection = Selection(self._wiring, config, self._compression)
-            self._witness = Witness(self, self._engine, self._selection.describe)
+            self._witness = Witness(self, rank, self._engine, self._selection.describe)
             self._diagnosis.attach(self._engine, self._witness)
             self._paths = GpuPaths(
                 self._wiring,
@@ -183,13 +183,13 @@ class Core:
 
     def _prepare(self, find: Callable[[Check], T], seconds: float) -> T:
         """`find` a bound plan. The first one between two ranks may have to wait until the other one connects."""
-        deadline = time.monotonic() + seconds
+        deadline, thread = time.monotonic() + seconds, threading.get_ident()
         vigil: Vigil | None = None
 
         def check(peers: Collection[int]) -> None:
             nonlocal vigil
             vigil = vigil or self._diagnosis.vigil()
-            self._witness.looks += 1
+            self._witness.connecting[thread] = tuple(peers)
             self._check_usable()
             self._diagnosis.check_present(peers)
             vigil.look()
@@ -201,9 +201,13 @@ class Core:
         except (HetcollError, _native.PlanError):
             self._check_usable()
             raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno is not None:  # not raised by a signal handler
+                raise self._diagnosis.unprepared(error) from error
             self._give_up()
             raise
+        finally:
+            self._witness.connecting.pop(thread, None)
 
     def _run(
         self,

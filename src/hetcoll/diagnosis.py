@@ -26,7 +26,19 @@ from .errors import (
     PeerLostError,
     spell_ranks,
 )
-from .inquiry import Answer, Answers, Called, find_deadlock, find_failure, find_mismatch, find_wrong_message
+from .inquiry import (
+    Answer,
+    Answers,
+    Called,
+    Edge,
+    doubts,
+    find_deadlock,
+    find_failure,
+    find_mismatch,
+    find_stalls,
+    find_wrong_message,
+    unsure,
+)
 from .rendezvous.control import Event, Left, Lost, Query, StoreLost, Verdict
 from .wiring import PATIENCE
 from .witness import Witness
@@ -40,6 +52,7 @@ _REASON_SECONDS = 2.0
 _LEAVING_SECONDS = 1.0
 _STAGGER = 0.5  # seconds between the first and the last of many stuck ranks to ask
 _LONGEST_PAUSE = 30.0
+_MOST_TOLD = 8  # ranks, and messages, of which an error tells
 
 
 class Kind(IntEnum):
@@ -59,6 +72,12 @@ _ERRORS: dict[Kind, type[CommunicationError]] = {
     Kind.TIMEOUT: CollectiveTimeoutError,
     Kind.ABORTED: AbortedError,
 }
+
+
+def _spell_state(answer: Answer) -> str:
+    if answer.connecting:
+        return f"it makes links to {spell_ranks(answer.connecting)}"
+    return answer.state
 
 
 class Vigil:
@@ -128,7 +147,8 @@ class Diagnosis:
                 return json.dumps(None if answer is None else answer(event.rank)).encode()
             if event.rank != self._rank:
                 self._asked = time.monotonic()
-            return self._witness.testify(question, event.rank).encode()
+            since, edges = question
+            return self._witness.testify(since, event.rank, (Edge(*edge) for edge in edges)).encode()
         self._apply(engine, event)
         return None
 
@@ -213,9 +233,14 @@ class Diagnosis:
         """For a call whose links could not be made by `deadline` (time.monotonic), or not at all."""
         if time.monotonic() >= deadline:
             return self.timeout(seconds, str(problem))
-        self._await_reason(range(self._size))
+        if not isinstance(problem.__cause__, OSError):  # which is this rank's own
+            self._await_reason(range(self._size))
+        return self.unprepared(problem)
+
+    def unprepared(self, problem: Exception) -> CommunicationError:
+        """For a call that this rank could not prepare: nobody else would find out why."""
         if self._report is None:
-            self.post(Kind.SYSTEM, -1, f"{self._here()}: {problem}")
+            self.post(Kind.SYSTEM, self._rank, f"{self._here()}: {problem}")
         return self.error()
 
     def check_present(self, peers: Collection[int]) -> None:
@@ -246,6 +271,8 @@ class Diagnosis:
         if time.monotonic() - self._asked < PATIENCE / 2:
             return before
         answers = self._ask()
+        if edges := doubts(before, answers):
+            answers = self._ask(edges)
         wrong = self._judge(answers, before)
         if wrong is not None:
             raise wrong
@@ -276,6 +303,9 @@ class Diagnosis:
             return wrong
         parts = [f"{inside} did not finish in {seconds:g} s on rank {self._rank}" + (f": {state}" if state else "")]
         silent = [rank for rank, answer in answers.items() if answer is None]
+        if not silent and (edges := unsure(answers)):
+            answers = self._ask(edges) or answers
+        parts += find_stalls(answers or {self._rank: self._witness.testify(1, self._rank)})[:_MOST_TOLD]
         others = {rank: answer for rank, answer in answers.items() if answer is not None and rank != self._rank}
         if not answers:
             parts.append("the job's store did not answer (its process is stopped, cut off or busy)")
@@ -285,8 +315,8 @@ class Diagnosis:
         if behind:
             parts.append(f"{spell_ranks(behind)} did not call it")
         parts += [
-            f"rank {rank} is in {answer.inside}" + (f": {answer.state}" if answer.state else "")
-            for rank, answer in list(others.items())[:8]
+            f"rank {rank} is in {answer.inside}" + (f": {told}" if (told := _spell_state(answer)) else "")
+            for rank, answer in list(others.items())[:_MOST_TOLD]
             if answer.inside is not None
         ]
         tell = self.post if answers else self._keep  # whom, if nobody hears us
@@ -323,10 +353,13 @@ class Diagnosis:
     def _last_key(self, question: str, rank: int) -> bytes:
         return b"/".join((b"last words", self._group, str(rank).encode(), question.encode()))
 
-    def _ask(self) -> Answers:
-        """Every rank's answer; None from one that is stopped or cut off. Empty when the control channel is gone."""
+    def _ask(self, edges: Sequence[Edge] = ()) -> Answers:
+        """Every rank's answer; None from one that is stopped or cut off. Empty when the control channel is gone.
+
+        `edges`: of which their sources are to tell what they handed to them.
+        """
         try:
-            blob = json.dumps(self._witness.since()).encode()
+            blob = json.dumps((self._witness.since(), edges)).encode()
             answers = self._session.control.query(self._group, blob, _QUERY_SECONDS)
         except HetcollError:
             return {}
