@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from cases import run_cases, variant
 from ranks import Ranks, wait_until
+from reference import Case
 
 import hetcoll
 from hetcoll import CollectiveTimeoutError, CommunicationError
+from hetcoll.algorithms import ALGORITHMS
 from hetcoll.rendezvous.auth import MAX_PENDING
+from hetcoll.types import Collective, Format
 
 Launch = Callable[..., Ranks]
 HOLD = 7.0  # seconds: longer than it takes to look at stuck ranks twice
@@ -101,6 +106,35 @@ def test_the_timeout_names_the_messages_that_hang(launch: Launch) -> None:
         else:
             some = "50 of 80 kB" if ranks is gone_on else "8 of 24 MB"
             assert re.search(rf"{some} from rank 0 to rank 1 came, none for \d s", text), text
+
+
+def count_links(comm: hetcoll.Communicator, config: dict[str, Any], cases: list[Case]) -> list[tuple[int, ...]]:
+    """Run the cases; then peer, channel, bytes and messages that were sent, and those that came."""
+    chosen = variant(comm, **config)
+    run_cases(comm, cases, config)
+    edges = [(peer, channel) for peer in range(comm.size) if peer != comm.rank for channel in range(3)]
+    through = chosen._engine.through
+    return [(peer, channel, *through(peer, channel, True), *through(peer, channel, False)) for peer, channel in edges]
+
+
+CASES = [
+    Case(kind.label, "float32", count, root=1, inplace=count == 5 and kind is not Collective.BROADCAST)
+    for kind in ALGORITHMS
+    if kind is not Collective.BARRIER
+    for count in (0, 5, 40_001)
+]
+
+
+@pytest.mark.parametrize("compress", [Format.NONE, Format.BF16])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_both_ends_of_a_link_count_alike(pool: Launch, transport: str, compress: Format) -> None:
+    """Else what has come would be taken for what is under way, and deadlocks would not be found."""
+    config = {"transport": transport, "compress": compress}
+    rows = pool(3).run(count_links, config, CASES)
+    sent = {(rank, peer, channel): counts[:2] for rank, row in enumerate(rows) for peer, channel, *counts in row}
+    came = {(peer, rank, channel): counts[2:] for rank, row in enumerate(rows) for peer, channel, *counts in row}
+    assert sent == came
+    assert sum(messages for _, messages in sent.values()) > 3 * len(CASES)
 
 
 # Links that are being made.

@@ -284,13 +284,14 @@ std::vector<Awaited> Engine::WaitsFor() {
   return found;
 }
 
-std::pair<std::uint64_t, std::uint64_t> Engine::SentOn(int peer, int channel) {
+std::pair<std::uint64_t, std::uint64_t> Engine::Through(int peer, int channel, bool sends) {
   if (peer < 0 || peer >= options_.size || channel < 0 || channel >= kLinkChannels) return {};
   contenders_.fetch_add(1);
   std::lock_guard lock(mutex_);
   contenders_.fetch_sub(1);
   const auto& tx = links_.tx(peer, channel);
-  return {tx.taken, tx.through};
+  const auto& rx = links_.rx(peer, channel);
+  return sends ? std::pair{tx.taken, tx.through} : std::pair{rx.taken, rx.through};
 }
 
 double Engine::still_seconds() const {

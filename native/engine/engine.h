@@ -158,8 +158,8 @@ class Engine {
   std::string Describe();
   // What is waited for in what is in flight. Callable from any thread.
   std::vector<Awaited> WaitsFor();
-  // Bytes and messages that were handed to a link, ever.
-  std::pair<std::uint64_t, std::uint64_t> SentOn(int peer, int channel);
+  // Bytes and messages that ever went through this end of a link: that which sends, or that which receives.
+  std::pair<std::uint64_t, std::uint64_t> Through(int peer, int channel, bool sends);
   // For how long nothing has moved, of what is waited for; 0 unless it waits.
   double still_seconds() const;
 

@@ -339,8 +339,8 @@ class Engine(_Verbs):
         bytes of the message were handed over or have come, of how many; bytes and whole messages that ever went through
         this end of the link."""
 
-    def sent_on(self, peer: int, channel: int) -> tuple[int, int]:
-        """Bytes and messages that were ever handed to a link."""
+    def through(self, peer: int, channel: int, sends: bool) -> tuple[int, int]:
+        """Bytes and messages that ever went through this end of a link: that which sends, or that which receives."""
 
     @property
     def still_seconds(self) -> float:

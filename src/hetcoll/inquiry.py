@@ -96,7 +96,7 @@ class Answer(NamedTuple):
             calls={int(number): Called(*call) for number, call in found.calls.items()},
             inside=found.inside and Called(*found.inside),
             sent=tuple(Called(*call) for call in found.sent),
-            failed=found.failed and tuple(found.failed),
+            failed=found.failed and (found.failed[0], found.failed[1], found.failed[2]),
             waits=tuple(Wait(*wait) for wait in found.waits),
             connecting=tuple(found.connecting),
             handed=tuple((peer, channel, count, messages) for peer, channel, count, messages in found.handed),

@@ -56,7 +56,7 @@ class Witness:
         engine = self._engine
         state, waits = engine.describe(), engine.waits_for()
         handed = [
-            (edge.destination, edge.channel, *engine.sent_on(edge.destination, edge.channel))
+            (edge.destination, edge.channel, *engine.through(edge.destination, edge.channel, True))
             for edge in edges
             if edge.source == self._rank
         ]
