@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import run_cases, variant
+from cases import run_cases
 from ranks import Ranks, wait_until
 from reference import Case
 
@@ -20,7 +20,7 @@ import hetcoll
 from hetcoll import CollectiveTimeoutError, CommunicationError
 from hetcoll.algorithms import ALGORITHMS
 from hetcoll.rendezvous.auth import MAX_PENDING
-from hetcoll.types import Collective, Format
+from hetcoll.types import Collective
 
 Launch = Callable[..., Ranks]
 HOLD = 7.0  # seconds: longer than it takes to look at stuck ranks twice
@@ -108,13 +108,14 @@ def test_the_timeout_names_the_messages_that_hang(launch: Launch) -> None:
             assert re.search(rf"{some} from rank 0 to rank 1 came, none for \d s", text), text
 
 
-def count_links(comm: hetcoll.Communicator, config: dict[str, Any], cases: list[Case]) -> list[tuple[int, ...]]:
-    """Run the cases; then peer, channel, bytes and messages that were sent, and those that came."""
-    chosen = variant(comm, **config)
-    run_cases(comm, cases, config)
+def count_links(comm: hetcoll.Communicator, cases: list[Case]) -> tuple[list[tuple[int, ...]], int]:
+    """Run the cases; then peer, channel, bytes and messages that were sent, and those that came. Also how many bytes
+    were compressed."""
+    run_cases(comm, cases, {})
     edges = [(peer, channel) for peer in range(comm.size) if peer != comm.rank for channel in range(3)]
-    through = chosen._engine.through
-    return [(peer, channel, *through(peer, channel, True), *through(peer, channel, False)) for peer, channel in edges]
+    through = comm._engine.through
+    rows = [(peer, channel, *through(peer, channel, True), *through(peer, channel, False)) for peer, channel in edges]
+    return rows, comm.counters().get("compressed_before", 0)
 
 
 CASES = [
@@ -125,16 +126,22 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("compress", [Format.NONE, Format.BF16])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_both_ends_of_a_link_count_alike(pool: Launch, transport: str, compress: Format) -> None:
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"HETCOLL_TRANSPORT": "shm"},
+        {"HETCOLL_TRANSPORT": "tcp"},
+        {"HETCOLL_HOST_ID": ("a", "b", "c"), "HETCOLL_COMPRESS": "bf16"},
+    ],
+)
+def test_both_ends_of_a_link_count_alike(launch: Launch, env: dict[str, Any]) -> None:
     """Else what has come would be taken for what is under way, and deadlocks would not be found."""
-    config = {"transport": transport, "compress": compress}
-    rows = pool(3).run(count_links, config, CASES)
-    sent = {(rank, peer, channel): counts[:2] for rank, row in enumerate(rows) for peer, channel, *counts in row}
-    came = {(peer, rank, channel): counts[2:] for rank, row in enumerate(rows) for peer, channel, *counts in row}
+    rows = launch(3, **env).run(count_links, CASES)
+    sent = {(rank, peer, channel): counts[:2] for rank, (row, _) in enumerate(rows) for peer, channel, *counts in row}
+    came = {(peer, rank, channel): counts[2:] for rank, (row, _) in enumerate(rows) for peer, channel, *counts in row}
     assert sent == came
     assert sum(messages for _, messages in sent.values()) > 3 * len(CASES)
+    assert all(compressed > 0 for _, compressed in rows) == ("HETCOLL_COMPRESS" in env)
 
 
 # Links that are being made.
