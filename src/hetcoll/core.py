@@ -188,7 +188,7 @@ class Core:
 
         def check(peers: Collection[int]) -> None:
             nonlocal vigil
-            vigil = vigil or self._diagnosis.vigil()
+            vigil = vigil or self._diagnosis.vigil(deadline)
             self._witness.connecting[thread] = tuple(peers)
             self._check_usable()
             self._diagnosis.check_present(peers)
@@ -245,7 +245,7 @@ class Core:
     def _finish(self, status: _native.Status, ticket: _native.Ticket, seconds: float, waited: float) -> None:
         """Wait on after a first attempt that gave up after `waited` of `seconds`; raises what went wrong."""
         deadline = time.monotonic() + seconds - waited
-        vigil = self._diagnosis.vigil(waited)
+        vigil = self._diagnosis.vigil(deadline, waited)
         try:
             while status is _native.Status.TIMED_OUT:
                 left = deadline - time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -86,8 +87,8 @@ class Vigil:
     Many ranks get stuck at once. They begin to ask one after another, and who was asked a moment ago does not ask.
     """
 
-    def __init__(self, diagnosis: Diagnosis, turn: float, waited: float) -> None:
-        self._diagnosis = diagnosis
+    def __init__(self, diagnosis: Diagnosis, turn: float, waited: float, deadline: float) -> None:
+        self._diagnosis, self._deadline = diagnosis, deadline
         self._start = time.monotonic() - waited
         self._pause = PATIENCE
         self._next = self._start + PATIENCE + _STAGGER * turn
@@ -103,7 +104,7 @@ class Vigil:
             return
         self._next += self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._answers = self._diagnosis.look(self._answers)
+        self._answers = self._diagnosis.look(self._answers, self._deadline)
 
 
 class Diagnosis:
@@ -261,18 +262,18 @@ class Diagnosis:
 
     # Questions.
 
-    def vigil(self, waited: float = 0.0) -> Vigil:
-        """For a call that has already waited for so many seconds."""
-        return Vigil(self, self._rank / self._size, waited)
+    def vigil(self, deadline: float, waited: float = 0.0) -> Vigil:
+        """For a call that has already waited for so many seconds, and does so until `deadline` (time.monotonic)."""
+        return Vigil(self, self._rank / self._size, waited, deadline)
 
-    def look(self, before: Answers) -> Answers:
+    def look(self, before: Answers, deadline: float) -> Answers:
         """Ask all ranks, unless one of them did so just now; raises when they cannot go on. `before` is what they said
-        at the last look."""
+        at the last look. Who does not answer is not waited for beyond `deadline`."""
         if time.monotonic() - self._asked < PATIENCE / 2:
             return before
-        answers = self._ask()
+        answers = self._ask(deadline=deadline)
         if edges := doubts(before, answers):
-            answers = self._ask(edges)
+            answers = self._ask(edges, deadline=deadline)
         wrong = self._judge(answers, before)
         if wrong is not None:
             raise wrong
@@ -353,14 +354,15 @@ class Diagnosis:
     def _last_key(self, question: str, rank: int) -> bytes:
         return b"/".join((b"last words", self._group, str(rank).encode(), question.encode()))
 
-    def _ask(self, edges: Sequence[Edge] = ()) -> Answers:
+    def _ask(self, edges: Sequence[Edge] = (), deadline: float = math.inf) -> Answers:
         """Every rank's answer; None from one that is stopped or cut off. Empty when the control channel is gone.
 
         `edges`: of which their sources are to tell what they handed to them.
         """
+        seconds = min(_QUERY_SECONDS, max(0.0, deadline - time.monotonic()))
         try:
             blob = json.dumps((self._witness.since(), edges)).encode()
-            answers = self._session.control.query(self._group, blob, _QUERY_SECONDS)
+            answers = self._session.control.query(self._group, blob, seconds)
         except HetcollError:
             return {}
         return {rank: Answer.decode(blob) if blob else None for rank, blob in answers.items()}
