@@ -282,6 +282,18 @@ def test_a_stopped_rank_is_named_when_the_time_is_over(launch: Launch, silent: i
         ranks.signal(silent, signal.SIGCONT)
 
 
+def test_who_asks_a_stopped_rank_when_the_time_is_over_does_not_ask_twice(launch: Launch) -> None:
+    """The time ends while the others still wait for its answer to a question that they asked before."""
+    ranks = launch(3, HETCOLL_TIMEOUT="2.7")
+    ranks.start(call_with_timeout, "recv", 2.7, 2)
+    ranks.finish(10, only=[2])
+    ranks.signal(2, signal.SIGSTOP)
+    for outcome in ranks.finish(15, only=[0, 1]):
+        assert isinstance(outcome.error, CollectiveTimeoutError), outcome.trace or outcome.value
+        assert outcome.seconds < 2.7 + 3.0
+    ranks.signal(2, signal.SIGCONT)
+
+
 @TRANSPORTS
 def test_a_rank_that_does_not_call_is_named_when_the_time_is_over(launch: Launch, transport: str) -> None:
     jobs = {how: launch(3, HETCOLL_TRANSPORT=transport, HETCOLL_TIMEOUT="1.5") for how in HOWS}

@@ -263,4 +263,41 @@ std::string Engine::Describe() {
   return "";
 }
 
+std::vector<Awaited> Engine::WaitsFor() {
+  contenders_.fetch_add(1);
+  std::lock_guard lock(mutex_);
+  contenders_.fetch_sub(1);
+  std::vector<Awaited> found;
+  const auto add = [&](const std::shared_ptr<Task>& task) {
+    task->ForEachBlocked([&](const BoundStep& s) {
+      if (s.peer < 0 || !task->Ready(s)) return;
+      const bool sends = s.op == Op::kSend;
+      const auto& tx = links_.tx(s.peer, s.channel);
+      const auto& rx = links_.rx(s.peer, s.channel);
+      const std::size_t handed = s.wire > 0 ? s.done : s.posted;
+      found.push_back({s.peer, s.channel, sends, sends ? handed : s.done, s.len, sends ? tx.taken : rx.taken,
+                       sends ? tx.through : rx.through});
+    });
+  };
+  if (!collectives_.empty()) add(collectives_.front());
+  std::for_each(p2p_.begin(), p2p_.end(), add);
+  return found;
+}
+
+std::pair<std::uint64_t, std::uint64_t> Engine::Through(int peer, int channel, bool sends) {
+  if (peer < 0 || peer >= options_.size || channel < 0 || channel >= kLinkChannels) return {};
+  contenders_.fetch_add(1);
+  std::lock_guard lock(mutex_);
+  contenders_.fetch_sub(1);
+  const auto& tx = links_.tx(peer, channel);
+  const auto& rx = links_.rx(peer, channel);
+  return sends ? std::pair{tx.taken, tx.through} : std::pair{rx.taken, rx.through};
+}
+
+double Engine::still_seconds() const {
+  const std::int64_t since = still_ns_.load(std::memory_order_relaxed);
+  if (since == 0 || moves() != still_moves_.load(std::memory_order_relaxed)) return 0;
+  return static_cast<double>(NowNs() - since) * 1e-9;
+}
+
 }  // namespace hetcoll

@@ -67,6 +67,18 @@ class CallHistory {
   std::array<std::atomic<int>, 1024> shapes_{};
 };
 
+// A step that nothing but its peer keeps from moving. Of a send, `done` bytes of `total` were handed to the link, of a
+// receive they came. `bytes` and `messages` went through this end of the link since it was made.
+struct Awaited {
+  int peer;
+  int channel;
+  bool sends;
+  std::size_t done;
+  std::size_t total;
+  std::uint64_t bytes;
+  std::uint64_t messages;
+};
+
 class Engine {
  public:
   explicit Engine(const EngineOptions& options);
@@ -144,6 +156,12 @@ class Engine {
 
   // For people: the operation in flight and how far it is. Callable from any thread.
   std::string Describe();
+  // What is waited for in what is in flight. Callable from any thread.
+  std::vector<Awaited> WaitsFor();
+  // Bytes and messages that ever went through this end of a link: that which sends, or that which receives.
+  std::pair<std::uint64_t, std::uint64_t> Through(int peer, int channel, bool sends);
+  // For how long nothing has moved, of what is waited for; 0 unless it waits.
+  double still_seconds() const;
 
   // Memory that the ranks of this host share; null before AttachShm.
   std::shared_ptr<Heap> heap() const { return heap_; }
@@ -169,10 +187,11 @@ class Engine {
   std::uint64_t NextSignature(const Shape& shape) { return Sign(shape.id, shape.descriptor, shape.p2p); }
   std::uint64_t Sign(int shape, std::uint64_t hash, bool p2p);
   void ServeLinks(std::vector<pollfd>& fds);
-  bool PassAll();  // the five below: under mutex_
+  bool PassAll();  // the six below: under mutex_
   void NoteCore();
   bool WaitsForOwnCore(const Task& task);
   bool PassTask(Task& task);  // false also when it failed the engine
+  void NoteStill(std::int64_t now);
   void RingDoorbells();
   void RingLenders();
   void Fail(FaultKind kind, int peer, const std::string& text);
@@ -215,11 +234,13 @@ class Engine {
   std::atomic<int> contenders_{0};
   std::deque<std::shared_ptr<Task>> collectives_;
   std::vector<std::shared_ptr<Task>> p2p_;
-  std::atomic<std::uint64_t> moves_{0};  // written under mutex_
-  std::atomic<std::uint64_t> naps_{0};   // the same
-  CallHistory history_;                  // of collectives
-  CallHistory messages_;                 // of sends and receives
-  std::shared_ptr<Team> team_;           // helps with links to GPUs
+  std::atomic<std::uint64_t> moves_{0};        // written under mutex_
+  std::atomic<std::uint64_t> naps_{0};         // the same
+  std::atomic<std::uint64_t> still_moves_{0};  // what moves_ was at still_ns_
+  std::atomic<std::int64_t> still_ns_{0};
+  CallHistory history_;         // of collectives
+  CallHistory messages_;        // of sends and receives
+  std::shared_ptr<Team> team_;  // helps with links to GPUs
   std::unique_ptr<std::byte, void (*)(std::byte*)> scratch_;
   std::size_t scratch_size_ = 0;
   std::byte* stage_ = nullptr;  // on the heap, whose end it has

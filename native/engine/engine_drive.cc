@@ -200,6 +200,16 @@ std::int64_t Engine::YieldNs() const {
   return std::min(kYieldNs + static_cast<std::int64_t>(turn / 2) * segment_->layout().local_size, kMostYieldNs);
 }
 
+// Whoever waits does so in slices: only the first look since the last move counts.
+void Engine::NoteStill(std::int64_t now) {
+  const std::uint64_t moves = moves_.load(std::memory_order_relaxed);
+  if (still_ns_.load(std::memory_order_relaxed) != 0 && moves == still_moves_.load(std::memory_order_relaxed)) {
+    return;
+  }
+  still_moves_.store(moves, std::memory_order_relaxed);
+  still_ns_.store(now, std::memory_order_relaxed);
+}
+
 template <class Done>
 void Engine::DriveUntil(Done&& done, std::int64_t until) {
   std::unique_lock lock(mutex_);
@@ -229,7 +239,7 @@ void Engine::DriveUntil(Done&& done, std::int64_t until) {
       continue;
     }
     const std::int64_t now = NowNs();
-    if (idle_since == 0) idle_since = now;
+    if (idle_since == 0) NoteStill(idle_since = now);
     if (now >= until) break;
     if (now - idle_since < spin_ns_) {
       CpuRelax();

@@ -171,6 +171,7 @@ bool Task::Post(Links& links, BoundStep& s, std::size_t limit) {
   if (n == kWouldBlock) return false;
   s.posted += static_cast<std::size_t>(n);
   s.until = port.taken += static_cast<std::uint64_t>(n);
+  port.through += s.posted == s.len;
   Touch(links, port);
   return n > 0 || s.len == 0;
 }
@@ -198,6 +199,8 @@ bool Task::MoveRecv(Links& links, BoundStep& s, std::size_t limit) {
   if (n == kWouldBlock) return false;
   s.done += static_cast<std::size_t>(n);
   s.complete = s.done == s.len;
+  port.taken += static_cast<std::uint64_t>(n);
+  port.through += s.complete;
   Touch(links, port);
   return true;
 }
@@ -229,6 +232,7 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
       out.end->Commit(MessageOf(next), next.posted, n);
       next.until = out.taken += n;
       next.posted += n;
+      out.through += next.posted == next.len;
       if (its_turn && next.done == s.done) {
         next.done = next.posted;
         next.complete = next.done == next.len;
@@ -244,6 +248,8 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
   port.end->Consume(n);
   s.done += n;
   s.complete = s.done == s.len;
+  port.taken += n;
+  port.through += s.complete;
   Touch(links, port);
   return true;
 }
@@ -292,6 +298,7 @@ bool Task::SendCodes(Links& links, BoundStep& s, std::size_t limit) {
     if (n != kWouldBlock) {
       s.posted += static_cast<std::size_t>(n);
       port.taken += static_cast<std::uint64_t>(n);
+      port.through += s.posted == s.wire;
       Touch(links, port);
       moved |= n > 0;
     }
@@ -312,6 +319,8 @@ bool Task::RecvCodes(Links& links, BoundStep& s, std::size_t limit) {
     const std::ptrdiff_t n = port.end->Pull(CodesOf(s), s.coded, Codes(s) + s.coded, s.wire - s.coded, false);
     if (n != kWouldBlock) {
       s.coded += static_cast<std::size_t>(n);
+      port.taken += static_cast<std::uint64_t>(n);
+      port.through += s.coded == s.wire;
       Touch(links, port);
       moved = true;
     }

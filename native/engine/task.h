@@ -25,7 +25,8 @@ struct Port {
   ShmDoorbell* doorbell = nullptr;
   int local_peer = -1;
   bool touched = false;       // since doorbells were last looked at
-  std::uint64_t taken = 0;    // a sender's: bytes so far
+  std::uint64_t taken = 0;    // bytes that went through this end so far
+  std::uint64_t through = 0;  // messages that went through it to their end
   std::uint32_t tickets = 0;  // point to point: steps that were given a turn
   std::uint32_t serving = 0;  // point to point: the turn that may move
 

@@ -211,6 +211,24 @@ NB_MODULE(_native, m) {
       .def("peer_left", [](PyEngine& e, int peer) { e.engine().PeerLeft(peer); })
       .def(
           "describe", [](PyEngine& e) { return e.engine().Describe(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def("waits_for",
+           [](PyEngine& e) {
+             std::vector<Awaited> found;
+             {
+               nb::gil_scoped_release release;
+               found = e.engine().WaitsFor();
+             }
+             nb::list rows;
+             for (const Awaited& a : found) {
+               rows.append(nb::make_tuple(a.peer, a.channel, a.sends, a.done, a.total, a.bytes, a.messages));
+             }
+             return rows;
+           })
+      .def(
+          "through",
+          [](PyEngine& e, int peer, int channel, bool sends) { return e.engine().Through(peer, channel, sends); },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("still_seconds", [](PyEngine& e) { return e.engine().still_seconds(); })
       .def_prop_ro("pending", [](const PyEngine&) { return PyEngine::pending(); })
       .def("history", [](PyEngine& e, std::uint64_t sequence) { return e.engine().History(sequence); })
       .def_prop_ro("collectives", [](PyEngine& e) { return e.engine().collectives(); })

@@ -425,6 +425,20 @@ bool Within(double seconds, Condition&& condition) {
   return condition();
 }
 
+// When all calls are over, both ends of every link have counted the same.
+inline void CheckNothingUnderWay(Job& job, const char* what) {
+  for (int from = 0; from < job.size(); ++from) {
+    for (int to = 0; to < job.size(); ++to) {
+      for (int channel = 0; channel < kChannels && from != to; ++channel) {
+        const auto sent = job.engine(from).Through(to, channel, true);
+        const auto came = job.engine(to).Through(from, channel, false);
+        CHECK(sent == came, "%s: rank %d sent rank %d %zu bytes in %zu messages, %zu in %zu came", what, from, to,
+              std::size_t{sent.first}, std::size_t{sent.second}, std::size_t{came.first}, std::size_t{came.second});
+      }
+    }
+  }
+}
+
 // One all-reduce on every rank, out of place and in place, against the sums.
 inline void Allreduce(Job& job, Algorithm algorithm, DType dtype, std::size_t count, const char* what) {
   const Bytes want = Sum(job.size(), count, dtype);
@@ -439,6 +453,7 @@ inline void Allreduce(Job& job, Algorithm algorithm, DType dtype, std::size_t co
     outcome = RunToEnd(e, shape, out.data(), out.data());
     CHECK(outcome == Outcome::kDone && Same(out, want), "%s: in place, type %d, count %zu", what, int(dtype), count);
   });
+  CheckNothingUnderWay(job, what);
 }
 
 }  // namespace hetcoll::testing

@@ -16,6 +16,7 @@ namespace {
 
 constexpr std::uint64_t kRestNs = 100'000;
 constexpr std::uint64_t kReorderNs = 1'000'000;
+constexpr std::size_t kItem = 16;  // the largest element
 
 template <class T>
 std::optional<T> Number(std::string_view text) {
@@ -73,6 +74,10 @@ class Mood {
   Mood(const FaultSpec& spec, std::uint64_t seed) : spec_(spec), dice_(seed) {}
 
   bool Resting() {
+    if (Stalls()) {
+      stalled_ = true;
+      rest_ns_ = static_cast<std::uint64_t>(spec_.hold * 1e9);
+    }
     if (rest_ns_ == 0) return false;
     const std::int64_t now = NowNs();
     if (until_ == 0) until_ = now + static_cast<std::int64_t>(rest_ns_);
@@ -82,7 +87,9 @@ class Mood {
     return false;
   }
   bool resting() const { return rest_ns_ > 0; }
-  void Moved() {
+  bool stalling() const { return stalled_ && resting(); }
+  void Moved(std::size_t n) {
+    moved_ += n;
     if (spec_.delay > 0 && dice_.Falls(spec_.delay)) rest_ns_ = 1 + dice_.Below(kRestNs);
   }
   bool HoldBack() {
@@ -91,6 +98,8 @@ class Mood {
     return true;
   }
   std::size_t Cut(std::size_t n, std::size_t grain) {
+    // Rounded up, so that whole elements move.
+    if (spec_.stall > moved_) n = std::min(n, (spec_.stall - moved_ + kItem - 1) / kItem * kItem);
     if (n <= grain || spec_.cut <= 0 || !dice_.Falls(spec_.cut)) return n;
     // Half of the cuts are tiny, so that they fall inside headers and elements.
     const std::size_t most = dice_.Falls(0.5) ? std::min(n, 8 * grain) : n;
@@ -98,8 +107,12 @@ class Mood {
   }
 
  private:
+  bool Stalls() const { return spec_.stall > 0 && !stalled_ && moved_ >= spec_.stall; }
+
   const FaultSpec& spec_;
   Dice dice_;
+  std::uint64_t moved_ = 0;
+  bool stalled_ = false;
   std::uint64_t rest_ns_ = 0;
   std::int64_t until_ = 0;
 };
@@ -130,7 +143,7 @@ class FaultySend final : public SendEnd {
         PushCopy();
       }
     }
-    mood_.Moved();
+    mood_.Moved(static_cast<std::size_t>(taken));
     return taken;
   }
 
@@ -139,6 +152,7 @@ class FaultySend final : public SendEnd {
   }
 
   void AddPoll(std::vector<pollfd>& fds) const override {
+    if (mood_.stalling()) return;  // too long to be looked at all the time
     if (mood_.resting()) fds.push_back(link_->ready->Poll());
     if (link_->ends.send != nullptr) link_->ends.send->AddPoll(fds);
   }
@@ -180,7 +194,7 @@ class FaultyRecv final : public RecvEnd {
   std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) override {
     if (mood_.Resting()) return kWouldBlock;
     const std::ptrdiff_t taken = link_->recv().Pull(m, at, dst, mood_.Cut(n, 1), stream);
-    if (taken != kWouldBlock) mood_.Moved();
+    if (taken != kWouldBlock) mood_.Moved(static_cast<std::size_t>(taken));
     return taken;
   }
 
@@ -199,10 +213,11 @@ class FaultyRecv final : public RecvEnd {
 
   void Consume(std::size_t n) override {
     link_->recv().Consume(n);
-    mood_.Moved();
+    mood_.Moved(n);
   }
 
   void AddPoll(std::vector<pollfd>& fds) const override {
+    if (mood_.stalling()) return;
     if (Held()) fds.push_back(link_->ready->Poll());
     if (link_->ends.recv != nullptr) link_->ends.recv->AddPoll(fds);
   }
@@ -235,6 +250,7 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
     std::uint64_t* which = name == "duplicate" ? &spec.duplicate
                            : name == "drop"    ? &spec.drop
                            : name == "close"   ? &spec.close
+                           : name == "stall"   ? &spec.stall
                                                : nullptr;
     if (often != nullptr) {
       const auto number = Number<double>(value);
@@ -243,8 +259,14 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
       *often = *number;
     } else if (which != nullptr) {
       const auto number = Number<std::uint64_t>(value);
-      if (!number || *number == 0) Refuse(item, "duplicate, drop or close = a message's number from 1");
+      if (!number || *number == 0) {
+        Refuse(item, "duplicate, drop or close = a message's number from 1, or stall = a byte's");
+      }
       *which = *number;
+    } else if (name == "hold") {
+      const auto number = Number<double>(value);
+      if (!number || !(*number > 0 && *number <= 1e6)) Refuse(item, "hold = seconds above 0");
+      spec.hold = *number;
     } else if (name == "seed") {
       const auto number = Number<std::uint64_t>(value);
       if (!number) Refuse(item, "seed = a whole number");
@@ -254,7 +276,7 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
       if (!number || *number < 0) Refuse(item, "rank = a rank");
       spec.rank = *number;
     } else {
-      Refuse(item, "delay, short, reorder, duplicate, drop, close, rank or seed, each = a number");
+      Refuse(item, "delay, short, reorder, duplicate, drop, close, stall, hold, rank or seed, each = a number");
     }
   }
   return spec;

@@ -19,11 +19,16 @@ struct FaultSpec {
   // what came.
   static FaultSpec Parse(const std::string& text);
 
-  bool any() const { return delay > 0 || cut > 0 || reorder > 0 || duplicate > 0 || drop > 0 || close > 0; }
+  bool any() const {
+    return delay > 0 || cut > 0 || reorder > 0 || duplicate > 0 || drop > 0 || close > 0 || stall > 0;
+  }
 
   double delay = 0;    // how often an end that has moved something rests, for up to 100 us
   double cut = 0;      // "short": how often an end moves fewer bytes than it could, down to one
   double reorder = 0;  // how often a message waits before its first byte, for up to 1 ms: other channels overtake it
+  std::uint64_t stall =
+      0;  // the byte, counted on each end, from which on it moves nothing for `hold` seconds; 0: never
+  double hold = 5;
   // Messages are counted on each end from 1; 0 is never.
   std::uint64_t duplicate = 0;  // the message that is sent twice
   std::uint64_t drop = 0;       // the message that is not sent

@@ -334,6 +334,18 @@ class Engine(_Verbs):
     def fail(self, kind: int, peer: int, text: str) -> None: ...
     def peer_left(self, peer: int) -> None: ...
     def describe(self) -> str: ...
+    def waits_for(self) -> list[tuple[int, int, bool, int, int, int, int]]:
+        """The steps in flight that nothing but their peers keep from moving: peer, channel, whether it sends; how many
+        bytes of the message were handed over or have come, of how many; bytes and whole messages that ever went through
+        this end of the link."""
+
+    def through(self, peer: int, channel: int, sends: bool) -> tuple[int, int]:
+        """Bytes and messages that ever went through this end of a link: that which sends, or that which receives."""
+
+    @property
+    def still_seconds(self) -> float:
+        """For how long nothing has moved, of what this rank waits for."""
+
     def history(self, sequence: int) -> int: ...
     def message_history(self, number: int) -> int: ...
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -28,7 +29,19 @@ from ..errors import (
 )
 from ..links.wiring import PATIENCE
 from ..rendezvous.control import Event, Left, Lost, Query, StoreLost, Verdict
-from .desync_report import Answer, Answers, Called, find_deadlock, find_failure, find_mismatch, find_wrong_message
+from .desync_report import (
+    Answer,
+    Answers,
+    Called,
+    Edge,
+    doubts,
+    find_deadlock,
+    find_failure,
+    find_mismatch,
+    find_stalls,
+    find_wrong_message,
+    unsure,
+)
 from .status_report import Witness
 
 if TYPE_CHECKING:
@@ -40,6 +53,7 @@ _REASON_SECONDS = 2.0
 _LEAVING_SECONDS = 1.0
 _STAGGER = 0.5  # seconds between the first and the last of many stuck ranks to ask
 _LONGEST_PAUSE = 30.0
+_MOST_TOLD = 8  # ranks, and messages, of which an error tells
 
 
 class Kind(IntEnum):
@@ -61,14 +75,20 @@ _ERRORS: dict[Kind, type[CommunicationError]] = {
 }
 
 
+def _spell_state(answer: Answer) -> str:
+    if answer.connecting:
+        return f"it makes links to {spell_ranks(answer.connecting)}"
+    return answer.state
+
+
 class Vigil:
     """Over one call that does not end: asks the others what they do after 2, 4, 8, ... seconds of waiting.
 
     Many ranks get stuck at once. They begin to ask one after another, and who was asked a moment ago does not ask.
     """
 
-    def __init__(self, diagnosis: Diagnosis, turn: float, waited: float) -> None:
-        self._diagnosis = diagnosis
+    def __init__(self, diagnosis: Diagnosis, turn: float, waited: float, deadline: float) -> None:
+        self._diagnosis, self._deadline = diagnosis, deadline
         self._start = time.monotonic() - waited
         self._pause = PATIENCE
         self._next = self._start + PATIENCE + _STAGGER * turn
@@ -84,7 +104,7 @@ class Vigil:
             return
         self._next += self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._answers = self._diagnosis.look(self._answers)
+        self._answers = self._diagnosis.look(self._answers, self._deadline)
 
 
 class Diagnosis:
@@ -128,7 +148,8 @@ class Diagnosis:
                 return json.dumps(None if answer is None else answer(event.rank)).encode()
             if event.rank != self._rank:
                 self._asked = time.monotonic()
-            return self._witness.testify(question, event.rank).encode()
+            since, edges = question
+            return self._witness.testify(since, event.rank, (Edge(*edge) for edge in edges)).encode()
         self._apply(engine, event)
         return None
 
@@ -213,9 +234,14 @@ class Diagnosis:
         """For a call whose links could not be made by `deadline` (time.monotonic), or not at all."""
         if time.monotonic() >= deadline:
             return self.timeout(seconds, str(problem))
-        self._await_reason(range(self._size))
+        if not isinstance(problem.__cause__, OSError):  # which is this rank's own
+            self._await_reason(range(self._size))
+        return self.unprepared(problem)
+
+    def unprepared(self, problem: Exception) -> CommunicationError:
+        """For a call that this rank could not prepare: nobody else would find out why."""
         if self._report is None:
-            self.post(Kind.SYSTEM, -1, f"{self._here()}: {problem}")
+            self.post(Kind.SYSTEM, self._rank, f"{self._here()}: {problem}")
         return self.error()
 
     def check_present(self, peers: Collection[int]) -> None:
@@ -236,16 +262,18 @@ class Diagnosis:
 
     # Questions.
 
-    def vigil(self, waited: float = 0.0) -> Vigil:
-        """For a call that has already waited for so many seconds."""
-        return Vigil(self, self._rank / self._size, waited)
+    def vigil(self, deadline: float, waited: float = 0.0) -> Vigil:
+        """For a call that has already waited for so many seconds, and does so until `deadline` (time.monotonic)."""
+        return Vigil(self, self._rank / self._size, waited, deadline)
 
-    def look(self, before: Answers) -> Answers:
+    def look(self, before: Answers, deadline: float) -> Answers:
         """Ask all ranks, unless one of them did so just now; raises when they cannot go on. `before` is what they said
-        at the last look."""
+        at the last look. Who does not answer is not waited for beyond `deadline`."""
         if time.monotonic() - self._asked < PATIENCE / 2:
             return before
-        answers = self._ask()
+        answers = self._ask(deadline=deadline)
+        if edges := doubts(before, answers):
+            answers = self._ask(edges, deadline=deadline)
         wrong = self._judge(answers, before)
         if wrong is not None:
             raise wrong
@@ -276,6 +304,9 @@ class Diagnosis:
             return wrong
         parts = [f"{inside} did not finish in {seconds:g} s on rank {self._rank}" + (f": {state}" if state else "")]
         silent = [rank for rank, answer in answers.items() if answer is None]
+        if not silent and (edges := unsure(answers)):
+            answers = self._ask(edges) or answers
+        parts += find_stalls(answers or {self._rank: self._witness.testify(1, self._rank)})[:_MOST_TOLD]
         others = {rank: answer for rank, answer in answers.items() if answer is not None and rank != self._rank}
         if not answers:
             parts.append("the job's store did not answer (its process is stopped, cut off or busy)")
@@ -285,8 +316,8 @@ class Diagnosis:
         if behind:
             parts.append(f"{spell_ranks(behind)} did not call it")
         parts += [
-            f"rank {rank} is in {answer.inside}" + (f": {answer.state}" if answer.state else "")
-            for rank, answer in list(others.items())[:8]
+            f"rank {rank} is in {answer.inside}" + (f": {told}" if (told := _spell_state(answer)) else "")
+            for rank, answer in list(others.items())[:_MOST_TOLD]
             if answer.inside is not None
         ]
         tell = self.post if answers else self._keep  # whom, if nobody hears us
@@ -323,11 +354,15 @@ class Diagnosis:
     def _last_key(self, question: str, rank: int) -> bytes:
         return b"/".join((b"last words", self._group, str(rank).encode(), question.encode()))
 
-    def _ask(self) -> Answers:
-        """Every rank's answer; None from one that is stopped or cut off. Empty when the control channel is gone."""
+    def _ask(self, edges: Sequence[Edge] = (), deadline: float = math.inf) -> Answers:
+        """Every rank's answer; None from one that is stopped or cut off. Empty when the control channel is gone.
+
+        `edges`: of which their sources are to tell what they handed to them.
+        """
+        seconds = min(_QUERY_SECONDS, max(0.0, deadline - time.monotonic()))
         try:
-            blob = json.dumps(self._witness.since()).encode()
-            answers = self._session.control.query(self._group, blob, _QUERY_SECONDS)
+            blob = json.dumps((self._witness.since(), edges)).encode()
+            answers = self._session.control.query(self._group, blob, seconds)
         except HetcollError:
             return {}
         return {rank: Answer.decode(blob) if blob else None for rank, blob in answers.items()}

@@ -6,12 +6,12 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 from .. import _native
 from ..work import Work
-from .desync_report import WINDOW, Answer, Called
+from .desync_report import WINDOW, Answer, Called, Edge, Wait
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _RUNTIME = ("runtime/core", "runtime/messages", "runtime/regroup")
@@ -40,21 +40,32 @@ class Witness:
     collective that has no number yet.
     """
 
-    def __init__(self, comm: object, engine: _native.Engine, describe: Callable[[int], Called | None]) -> None:
-        self._comm, self._engine, self._describe = comm, engine, describe
+    def __init__(
+        self, comm: object, rank: int, engine: _native.Engine, describe: Callable[[int], Called | None]
+    ) -> None:
+        self._comm, self._rank, self._engine, self._describe = comm, rank, engine, describe
         self.calls: dict[int, str] = {}
         self.preparing: int | None = None
-        self.looks = 0  # of calls that wait for links to be made, at what they wait for
+        self.connecting: dict[int, tuple[int, ...]] = {}  # by thread: the ranks to which it waits to be linked
 
     def since(self) -> int:
         """The first collective that a question of this rank is about."""
         return max(1, self._engine.collectives - WINDOW // 2)
 
-    def testify(self, since: int, asker: int) -> Answer:
-        """This rank's answer to a question of rank `asker`."""
+    def testify(self, since: int, asker: int, edges: Iterable[Edge] = ()) -> Answer:
+        """This rank's answer to a question of rank `asker`, which also asks what was handed to `edges`."""
         engine = self._engine
-        now, state, inside = engine.collectives, engine.describe(), self.inside()
-        preparing = None if self.preparing is None else self.inside(self.preparing)
+        state, waits = engine.describe(), engine.waits_for()
+        handed = [
+            (edge.destination, edge.channel, *engine.through(edge.destination, edge.channel, True))
+            for edge in edges
+            if edge.source == self._rank
+        ]
+        while True:
+            now, inside = engine.collectives, self.inside()
+            preparing = None if self.preparing is None else self.inside(self.preparing)
+            if engine.collectives == now:  # else `preparing` may be of a later call than the next one
+                break
         calls: dict[int, Called] = {}
         for number in range(since, min(now, since + WINDOW) + 1):
             called = self._describe(engine.history(number))
@@ -74,7 +85,11 @@ class Witness:
             state=state,
             sent=tuple(self._sent_to(asker)),
             failed=engine.failure if engine.failed and inside is None else None,
-            idle=engine.naps + self.looks,
+            idle=engine.naps,
+            waits=tuple(Wait(*wait) for wait in waits),
+            still=engine.still_seconds,
+            connecting=tuple(sorted({peer for peers in list(self.connecting.values()) for peer in peers})),
+            handed=tuple(handed),
         )
 
     def inside(self, thread: int | None = None) -> Called | None:

@@ -91,6 +91,8 @@ class _Attempt:
             if code not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # no other address is of any help
+                raise InitError(f"no socket for a link to rank {self._request.peer}: {error.strerror}") from error
             self.fail(error)
 
     def advance(self) -> bool:

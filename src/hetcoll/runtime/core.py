@@ -71,7 +71,7 @@ class Core:
             wiring = self._wiring
             self._planner = Planner(lambda: wiring.topology, rank, config.algo, self._compression)
             self._plans = HostPlans(wiring, self._planner)
-            self._witness = Witness(self, self._engine, self._planner.describe)
+            self._witness = Witness(self, rank, self._engine, self._planner.describe)
             self._diagnosis.attach(self._engine, self._witness)
             self._paths = GpuPaths(
                 self._wiring,
@@ -186,13 +186,13 @@ class Core:
 
     def _prepare(self, find: Callable[[Check], T], seconds: float) -> T:
         """`find` a bound plan. The first one between two ranks may have to wait until the other one connects."""
-        deadline = time.monotonic() + seconds
+        deadline, thread = time.monotonic() + seconds, threading.get_ident()
         vigil: Vigil | None = None
 
         def check(peers: Collection[int]) -> None:
             nonlocal vigil
-            vigil = vigil or self._diagnosis.vigil()
-            self._witness.looks += 1
+            vigil = vigil or self._diagnosis.vigil(deadline)
+            self._witness.connecting[thread] = tuple(peers)
             self._check_usable()
             self._diagnosis.check_present(peers)
             vigil.look()
@@ -204,9 +204,13 @@ class Core:
         except (HetcollError, _native.PlanError):
             self._check_usable()
             raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno is not None:  # not raised by a signal handler
+                raise self._diagnosis.unprepared(error) from error
             self._give_up()
             raise
+        finally:
+            self._witness.connecting.pop(thread, None)
 
     def _run(
         self,
@@ -244,7 +248,7 @@ class Core:
     def _finish(self, status: _native.Status, ticket: _native.Ticket, seconds: float, waited: float) -> None:
         """Wait on after a first attempt that gave up after `waited` of `seconds`; raises what went wrong."""
         deadline = time.monotonic() + seconds - waited
-        vigil = self._diagnosis.vigil(waited)
+        vigil = self._diagnosis.vigil(deadline, waited)
         try:
             while status is _native.Status.TIMED_OUT:
                 left = deadline - time.monotonic()
