@@ -97,6 +97,8 @@ class Response:
     def check(self, verdict: bytes) -> None:
         """AuthenticationError when the listener refused us, or does not know the secret itself."""
         accepted, proof = VERDICT.unpack(verdict)
+        if not accepted and self.claim[0] == Verb.FETCH:
+            raise AuthenticationError("rank 0 has a HETCOLL_SECRET and this process has none")
         if not accepted:
             raise AuthenticationError("it refused our proof: the two sides have different secrets (HETCOLL_SECRET)")
         if self.claim[0] == Verb.FETCH:
