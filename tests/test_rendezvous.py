@@ -21,9 +21,8 @@ from installed import find_program
 
 from hetcoll.env import Config, Launch
 from hetcoll.errors import ArgumentError, AuthenticationError, InitError
-from hetcoll.rendezvous import auth
+from hetcoll.rendezvous import auth, store
 from hetcoll.rendezvous import bootstrap as rendezvous
-from hetcoll.rendezvous import store
 from hetcoll.rendezvous.bootstrap import bootstrap, get_unique_id
 from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.rendezvous.unique_id import UniqueId
@@ -213,7 +212,8 @@ def test_a_job_that_stands_is_not_ended_by_one_that_comes_to_its_port(caplog: py
     with ThreadPoolExecutor(2) as pool:
         clients = list(pool.map(lambda rank: ControlClient(unique_id, rank, 2, 20), range(2)))
         for tag in (b"first", b"second"):
-            assert list(pool.map(lambda client: client.exchange(WORLD, tag, b""), clients)) == [[b"", b""]] * 2
+            met = [pool.submit(client.exchange, WORLD, tag, b"") for client in clients]
+            assert [each.result(20) for each in met] == [[b"", b""]] * 2
             for rank in range(2):
                 assert f"two processes say that they are rank {rank}" in by_hand(rank, 2, port)
                 assert f"two processes say that they are rank {rank}" in caplog.text
@@ -235,7 +235,10 @@ def test_a_named_job_finds_no_second_rank_0_either() -> None:
 def impostor(port: int) -> Iterator[threading.Event]:
     """Repeats the greeting that this job's store would send, and answers no claim as it should."""
     key = rendezvous._key("j", 3)
-    with foreign_service(port, auth.Challenge(bytes(32), auth.Service.STORE, os.urandom(16) + key).greeting) as (_, met):
+    with foreign_service(port, auth.Challenge(bytes(32), auth.Service.STORE, os.urandom(16) + key).greeting) as (
+        _,
+        met,
+    ):
         yield met
 
 

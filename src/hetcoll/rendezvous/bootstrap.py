@@ -131,9 +131,7 @@ def _bind_first_free(
     return [], taken
 
 
-def _check_alone(
-    launch: Launch, config: Config, key: bytes, taken: Sequence[tuple[str, int]], deadline: float
-) -> None:
+def _check_alone(launch: Launch, config: Config, key: bytes, taken: Sequence[tuple[str, int]], deadline: float) -> None:
     """InitError where this job has another rank 0, at one of the ports that were `taken`, which hears of it as well."""
     try:
         other = _ask(key, taken, config, min(deadline, time.monotonic() + _GLANCE))
