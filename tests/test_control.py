@@ -27,6 +27,7 @@ from hetcoll.rendezvous import auth, control, store
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.control import WORLD, ControlClient, Event, Left, Lost, Query, StoreLost, Verdict
 from hetcoll.rendezvous.door import Door
+from hetcoll.rendezvous.sockets import receive_exactly
 from hetcoll.rendezvous.unique_id import UniqueId
 
 T = TypeVar("T")
@@ -438,8 +439,8 @@ def test_a_claim_that_lies_there_counts_however_late_it_is_read(monkeypatch: pyt
         door.prepare()
         for key, _ in selector.select(10):
             key.data(key)
-        sock.settimeout(10)
-        greeting = sock.recv(auth.GREETING.size, socket.MSG_WAITALL)
+        sock.setblocking(False)
+        greeting = receive_exactly(sock, auth.GREETING.size, time.monotonic() + 10)
         sock.sendall(auth.Response(bytes(32), greeting).claim)
         time.sleep(0.1)
         door.prepare()

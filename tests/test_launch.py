@@ -240,6 +240,20 @@ def test_a_killed_launcher_leaves_nothing_behind() -> None:
         assert find_job(job) == []
 
 
+def test_a_killed_watchdog_does_not_fail_the_job() -> None:
+    """Whoever kills it leaves the job as it was; the launcher says that nothing watches over it any more."""
+    code = """
+import os, signal, subprocess
+children = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getppid())], capture_output=True, text=True)
+watchdogs = [int(line.split()[0]) for line in children.stdout.splitlines() if "watchdog" in line]
+assert len(watchdogs) == 1
+os.kill(watchdogs[0], signal.SIGKILL)
+"""
+    status, _, err = run_python(code, 1)
+    assert status == 0, err
+    assert "the watchdog was killed" in " ".join(err)
+
+
 def test_output_that_nobody_reads_any_more_ends_the_job() -> None:
     with launcher("while True: print('y' * 1000)", 2) as process:
         read_lines(process, 1)

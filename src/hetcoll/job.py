@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import index
 from typing import Any
@@ -13,7 +14,7 @@ from . import _native, variables
 from .communicator import Communicator
 from .compression import parse_format
 from .env import DEVICES, Config, configuration, environment
-from .errors import ArgumentError, InitError
+from .errors import ArgumentError, HetcollError, InitError
 from .rendezvous.bootstrap import bootstrap, get_unique_id
 from .rendezvous.control import WORLD
 from .rendezvous.session import Session
@@ -56,7 +57,8 @@ def init(
     configure(config)
     seconds = env.config.init_timeout if timeout is None else timeout
     start = time.monotonic()
-    unique_id = bootstrap(env.launch, env.config)
+    with _explained():
+        unique_id = bootstrap(env.launch, env.config)
     left = seconds - (time.monotonic() - start)
     _world = _enter(unique_id, env.launch.rank, env.launch.size, config, left)
     return _world
@@ -119,9 +121,21 @@ def configure(config: Config) -> None:
 
 def _enter(unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> Communicator:
     deadline = time.monotonic() + timeout
-    session = Session(unique_id, rank, size, timeout)
+    with _explained():
+        session = Session(unique_id, rank, size, timeout)
+        try:
+            return Communicator(session, WORLD, rank, size, config, deadline - time.monotonic())
+        except BaseException:
+            session.control.close()
+            raise
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What the system or the engine refuses while a job comes together is an InitError, with that as its cause."""
     try:
-        return Communicator(session, WORLD, rank, size, config, deadline - time.monotonic())
-    except BaseException:
-        session.control.close()
+        yield
+    except HetcollError:  # some of which are OSErrors too
         raise
+    except OSError as error:
+        raise InitError(f"the job did not come together on this rank: {error}") from error
