@@ -19,8 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from installed import find_program
 
+from hetcoll import _native
 from hetcoll.env import Config, Launch
 from hetcoll.errors import ArgumentError, AuthenticationError, InitError
+from hetcoll.job import join
 from hetcoll.rendezvous import auth, store
 from hetcoll.rendezvous import bootstrap as rendezvous
 from hetcoll.rendezvous.bootstrap import bootstrap, get_unique_id
@@ -229,6 +231,19 @@ def test_a_named_job_finds_no_second_rank_0_either() -> None:
     rendezvous._found.clear()  # another process
     with pytest.raises(InitError, match=rf"127\.0\.0\.1:{port}: address already in use .* is rank 0 of this job too"):
         bootstrap(launch, Config())
+
+
+def test_what_the_system_refuses_is_an_init_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    unique_id = get_unique_id(Config(), loopback=True)
+    for refusal in (OSError(24, "Too many open files"), _native.Fault("doorbell: bind: Address already in use")):
+
+        def refuse(*args: object, refusal: OSError = refusal) -> None:
+            raise refusal
+
+        monkeypatch.setattr("hetcoll.job.Communicator", refuse)
+        with pytest.raises(InitError, match=r"did not come together on this rank: .*(open files|bind)") as caught:
+            join(1, 0, unique_id, 10)
+        assert caught.value.__cause__ is refusal
 
 
 @contextmanager

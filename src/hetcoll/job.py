@@ -16,9 +16,9 @@ from .compression import parse_format
 from .env import DEVICES, Config, configuration, environment
 from .errors import ArgumentError, HetcollError, InitError
 from .rendezvous.bootstrap import bootstrap, get_unique_id
-from .rendezvous.control import WORLD
 from .rendezvous.session import Session
 from .rendezvous.unique_id import UniqueId
+from .rendezvous.wire import WORLD
 
 _world: Communicator | None = None
 

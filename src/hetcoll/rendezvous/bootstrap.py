@@ -120,7 +120,7 @@ def _bind_first_free(
     Where all ranks are on this host that is only what the master's name means here, most often loopback; else all
     interfaces, because the name may stand for another address elsewhere."""
     hosts = _resolve_local(endpoints[0][0]) if one_host and endpoints else []
-    taken = []
+    taken: list[tuple[str, int]] = []
     for host, port in endpoints:
         try:
             return (bind_all(hosts, port) if hosts else [_bind_everywhere(port)]), taken

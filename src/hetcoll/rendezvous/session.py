@@ -6,8 +6,9 @@ import contextlib
 import threading
 
 from ..errors import HetcollError
-from .control import WORLD, ControlClient, Event, Handler
+from .control import ControlClient, Event, Handler
 from .unique_id import UniqueId
+from .wire import WORLD
 
 
 class Session:

@@ -19,9 +19,9 @@ from ..env import Config, configuration
 from ..errors import InitError
 from ..job import configure
 from ..rendezvous.bootstrap import get_unique_id
-from ..rendezvous.control import WORLD
 from ..rendezvous.session import Session
 from ..rendezvous.unique_id import UniqueId
+from ..rendezvous.wire import WORLD
 from ..types import Format
 
 _NAME_BYTES = 16
