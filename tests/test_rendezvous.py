@@ -369,6 +369,38 @@ def test_mpi_ranks_of_one_host_need_no_address() -> None:
     assert meet(launches, [Config()] * 3) == [[b"0", b"1", b"2"]] * 3
 
 
+@contextmanager
+def squatter(name: str) -> Iterator[None]:
+    """A process of another user that listens at an abstract name before the ranks do."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    ready, end = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end[1])
+        os.setresuid(65534, 65534, 65534)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(name)
+        sock.listen()
+        os.write(ready[1], b"r")
+        os.read(end[0], 1)
+        os._exit(0)
+    try:
+        assert os.read(ready[0], 1) == b"r"
+        yield
+    finally:
+        for fd in (*ready, *end):
+            os.close(fd)
+        os.waitpid(child, 0)
+
+
+def test_mpi_ranks_of_one_host_go_on_after_another_user_who_took_their_name() -> None:
+    job = f"openmpi squatted-{os.getpid()}"
+    launches = [Launch(r, 3, r, 3, None, "openmpi", job) for r in range(3)]
+    with squatter(f"\0hetcoll-{os.getuid()}-{rendezvous._key(job, 3).hex()}"):
+        assert meet(launches, [Config(init_timeout=20)] * 3) == [[b"0", b"1", b"2"]] * 3
+
+
 def test_mpi_ranks_of_one_host_that_have_no_rank_0() -> None:
     launch = Launch(1, 3, 1, 3, None, "openmpi", f"openmpi absent-{os.getpid()}")
     with pytest.raises(InitError, match="rank 0 did not announce its store on this host"):

@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from ..env import Config, Launch, environment
-from ..errors import AuthenticationError, HetcollError, InitError
+from ..errors import HetcollError, InitError
 from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, Verb, greeting_context
 from .control import ControlClient
 from .descriptors import peer_is_us
@@ -244,19 +244,50 @@ def _by_unix_socket(launch: Launch, config: Config, deadline: float) -> UniqueId
             announcer.close()
             raise
     while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                sock.connect(name)
-                return _fetch_locally(sock, key, deadline)
-            except OSError as error:
-                if time.monotonic() + _RETRY >= deadline:
-                    text = f"rank 0 did not announce its store on this host: {spell_error(error)}"
-                    raise InitError(f"{text} within {config.init_timeout:g} s") from error
+        for each in _announced(name):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                sock.setblocking(False)  # connecting to one whose queue is full fails at once
+                try:
+                    sock.connect(each)
+                    return _fetch_locally(sock, key, deadline)
+                except OSError as error:
+                    problem = error
+        if time.monotonic() + _RETRY >= deadline:
+            text = f"rank 0 did not announce its store on this host: {spell_error(problem)}"
+            raise InitError(f"{text} within {config.init_timeout:g} s") from problem
         time.sleep(_RETRY)
 
 
+def _announced(name: str) -> list[str]:
+    """Where rank 0 may listen: at `name`, or where another user has that, at one that begins with it (unix(7))."""
+    with open("/proc/net/unix", errors="replace") as file:
+        words = [line.split()[-1] for line in file]
+    begin = f"@{name[1:]}-"
+    return [name, *dict.fromkeys("\0" + word[1:] for word in words if word.startswith(begin))]
+
+
+def _held_by_us(name: str) -> bool:
+    """Whether a process of our user listens at this abstract name."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(name)
+        except OSError:
+            return False
+        return peer_is_us(sock)
+
+
 def _listen_locally(name: str) -> socket.socket:
+    """A listener at `name`, which others can work out; where another user took it first, at a random one beside it."""
+    try:
+        return _listen_at(name)
+    except InitError:
+        if _held_by_us(name):
+            raise
+        return _listen_at(f"{name}-{os.urandom(16).hex()}")
+
+
+def _listen_at(name: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(name)
@@ -269,8 +300,7 @@ def _listen_locally(name: str) -> socket.socket:
 
 def _fetch_locally(sock: socket.socket, key: bytes, deadline: float) -> UniqueId:
     if not peer_is_us(sock):
-        raise AuthenticationError("the process that announces rank 0's store runs as another user")
-    sock.setblocking(False)
+        raise ConnectionResetError("the process that announces it runs as another user")
     greeting = receive_exactly(sock, GREETING.size, deadline)
     context = greeting_context(greeting, Service.STORE)
     if context is None or context[16:] != key:
