@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from installed import find_program
 
 from hetcoll import _native
-from hetcoll.env import Config, Launch
+from hetcoll.config.env import Config, Launch
 from hetcoll.errors import ArgumentError, AuthenticationError, InitError
 from hetcoll.job import join
 from hetcoll.rendezvous import auth, store
@@ -32,7 +32,7 @@ from hetcoll.rendezvous.unique_id import UniqueId
 SCRIPT = """
 import os
 from hetcoll.rendezvous.control import WORLD, ControlClient
-from hetcoll.env import environment
+from hetcoll.config.env import environment
 from hetcoll.rendezvous.bootstrap import bootstrap
 
 launch, config = environment().launch, environment().config

@@ -29,7 +29,7 @@ import struct
 import time
 from collections.abc import Iterable, Sequence
 
-from ..env import Config, Launch, environment
+from ..config.env import Config, Launch, environment
 from ..errors import HetcollError, InitError
 from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, Verb, greeting_context
 from .control import ControlClient

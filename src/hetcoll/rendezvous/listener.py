@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from .. import lifetime
-from ..env import Config
+from ..config.env import Config
 from ..errors import ClosedError, InitError, spell_ranks
 from .auth import Service
 from .connector import connect_all
