@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
+import selectors
 import signal
 import socket
 import subprocess
@@ -12,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +26,8 @@ from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLost
 from hetcoll.rendezvous import auth, control, store
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.control import WORLD, ControlClient, Event, Left, Lost, Query, StoreLost, Verdict
+from hetcoll.rendezvous.door import Door
+from hetcoll.rendezvous.sockets import receive_exactly
 from hetcoll.rendezvous.unique_id import UniqueId
 
 T = TypeVar("T")
@@ -128,6 +133,10 @@ def test_a_second_process_of_a_rank_and_another_size_are_refused(unique_id: Uniq
     first = ControlClient(unique_id, 1, 3, 5)
     with pytest.raises(InitError, match=r"two processes say that they are rank 1: .* came first"):
         ControlClient(unique_id, 1, 3, 5)
+    with pytest.raises(InitError, match=r"two processes say that they are rank 1: "):  # nobody knows who is right
+        first.exchange(WORLD, b"t", b"")
+    first.close()
+    first = ControlClient(unique_id, 1, 3, 5)  # when all have left it begins anew
     with pytest.raises(InitError, match=r"rank 2 .* says that the job has 4 ranks; rank 1 said 3"):
         ControlClient(unique_id, 2, 4, 5)
     first.close()
@@ -361,6 +370,82 @@ def test_strangers_cost_little_and_do_not_get_in(unique_id: UniqueId, monkeypatc
         sock.close()
     for client in clients:
         client.close()
+
+
+@contextmanager
+def crowd(address: tuple[str, int], count: int) -> Iterator[None]:
+    """So many idle connections of a stranger, all of them there, who comes back whenever one is turned away."""
+    selector, ended = selectors.DefaultSelector(), threading.Event()
+    socks: set[socket.socket] = set()
+
+    def come() -> None:
+        sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+        sock.setblocking(False)
+        sock.connect_ex(address)
+        socks.add(sock)
+        selector.register(sock, selectors.EVENT_READ)
+
+    def come_back() -> None:
+        while not ended.is_set():
+            for key, _ in selector.select(0.05):
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                with suppress(OSError):
+                    if sock.recv(1000):
+                        continue
+                selector.unregister(sock)
+                socks.discard(sock)
+                sock.close()
+                come()
+
+    for _ in range(count):
+        come()
+    thread = threading.Thread(target=come_back)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(10)
+        selector.close()
+        for sock in socks:
+            sock.close()
+
+
+def test_idle_strangers_do_not_keep_ranks_out_however_many_and_however_long(unique_id: UniqueId) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    unique_id = replace(unique_id, addresses=unique_id.addresses[-1:])
+    with crowd(unique_id.addresses[0], 1500):
+        clients = in_parallel(
+            [lambda rank=rank: ControlClient(unique_id, rank, 8, 20, None) for rank in range(8)]  # type: ignore[misc]
+        )
+        for client in clients:
+            client.close()
+
+
+def test_a_claim_that_lies_there_counts_however_late_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that gets no processor for a while turns nobody away who has answered."""
+    monkeypatch.setattr("hetcoll.rendezvous.door.HANDSHAKE_SECONDS", 0.05)
+    admitted: list[str] = []
+    server = socket.create_server(("127.0.0.1", 0))
+    with selectors.DefaultSelector() as selector, socket.create_connection(server.getsockname()) as sock:
+
+        def admit(guest: socket.socket, name: str, context: bytes) -> None:
+            admitted.append(name)
+            guest.close()
+
+        door = Door(selector, [server], bytes(32), auth.Service.STORE, b"", admit)
+        door.prepare()
+        for key, _ in selector.select(10):
+            key.data(key)
+        sock.setblocking(False)
+        greeting = receive_exactly(sock, auth.GREETING.size, time.monotonic() + 10)
+        sock.sendall(auth.Response(bytes(32), greeting).claim)
+        time.sleep(0.1)
+        door.prepare()
+        assert len(admitted) == 1
+        door.close()
 
 
 def test_a_silent_connection_is_closed_after_its_time(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,7 @@ def test_interface_filters_read_as_in_nccl(text: str, allowed: list[str], refuse
 def test_the_secret_comes_from_a_file_or_a_variable_but_not_both(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"\xffsesame\n")
+    path.chmod(0o600)
     assert read_config({"HETCOLL_SECRET_FILE": str(path)}).secret == b"\xffsesame"
     with pytest.raises(ArgumentError, match="got both"):
         read_config({"HETCOLL_SECRET_FILE": str(path), "HETCOLL_SECRET": "x"})
@@ -106,6 +107,15 @@ def test_the_secret_comes_from_a_file_or_a_variable_but_not_both(tmp_path: Path)
         read_config({"HETCOLL_SECRET_FILE": str(path)})
     with pytest.raises(ArgumentError, match="No such file"):
         read_config({"HETCOLL_SECRET_FILE": str(tmp_path / "none")})
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602])
+def test_a_secret_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"sesame")
+    path.chmod(mode)
+    with pytest.raises(ArgumentError, match=rf"that only you can read, got .* with mode {mode:o}: chmod 600"):
+        read_config({"HETCOLL_SECRET_FILE": str(path)})
 
 
 def test_a_misspelt_variable_is_pointed_out() -> None:

@@ -240,6 +240,27 @@ def test_a_killed_launcher_leaves_nothing_behind() -> None:
         assert find_job(job) == []
 
 
+def test_a_killed_watchdog_does_not_fail_the_job() -> None:
+    """Whoever kills it leaves the job as it was; the launcher says that nothing watches over it any more."""
+    code = """
+import os, pathlib, signal
+watchdogs = []
+for entry in pathlib.Path("/proc").glob("[0-9]*"):
+    try:
+        parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        if parent == os.getppid() and b"watchdog.py" in (entry / "cmdline").read_bytes():
+            watchdogs.append(int(entry.name))
+    except OSError:
+        continue
+watchdogs.remove(os.getpid())  # whose program has that word in it
+assert len(watchdogs) == 1
+os.kill(watchdogs[0], signal.SIGKILL)
+"""
+    status, _, err = run_python(code, 1)
+    assert status == 0, err
+    assert "the watchdog was killed" in " ".join(err)
+
+
 def test_output_that_nobody_reads_any_more_ends_the_job() -> None:
     with launcher("while True: print('y' * 1000)", 2) as process:
         read_lines(process, 1)

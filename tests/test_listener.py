@@ -20,10 +20,10 @@ from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLost
 from hetcoll.rendezvous import auth
 from hetcoll.rendezvous.connector import choose_source, order_addresses
 from hetcoll.rendezvous.descriptors import host_identity, new_name, receive_fd, share_fd
-from hetcoll.rendezvous.edges import Address, EdgeKey, Request, pack_addresses, unpack_addresses
+from hetcoll.rendezvous.edges import ADMITTED, CONFIRMED, Address, EdgeKey, Request, pack_addresses, unpack_addresses
 from hetcoll.rendezvous.interfaces import Interface, choose_interfaces
 from hetcoll.rendezvous.listener import Listener
-from hetcoll.rendezvous.sockets import unpace
+from hetcoll.rendezvous.sockets import receive_exactly, unpace
 
 SECRET = b"s" * 32
 COMM = b"c" * 16
@@ -196,6 +196,51 @@ def test_a_connection_that_proves_nothing_is_closed(monkeypatch: pytest.MonkeyPa
         sock.close()
     ours.close()
     theirs.close()
+
+
+def claim_edge(listener: Listener, key: EdgeKey, *, hurried: bool, admitted: bool) -> socket.socket:
+    """A connector that has sent its claim, and with `admitted` heard the answer, and goes no further."""
+    sock = socket.create_connection(listener.addresses[0][:2], 10)
+    sock.setblocking(False)
+    greeting = receive_exactly(sock, auth.GREETING.size, soon())
+    sock.sendall(auth.Response(SECRET, greeting, key.encode(hurried=hurried)).claim)
+    if admitted:
+        assert receive_exactly(sock, auth.VERDICT.size + 1, soon())[-1:] == ADMITTED
+    return sock
+
+
+@pytest.mark.parametrize("admitted", [False, True])
+def test_a_connection_that_was_given_up_is_no_link(admitted: bool) -> None:
+    """A listener that was held up reads claims of connectors that have long tried again."""
+    ours, theirs = Listener(Config(), SECRET, loopback=True), Listener(Config(), SECRET, loopback=True)
+    key = EdgeKey(COMM, 0, 1)
+    claim_edge(theirs, key, hurried=False, admitted=admitted).close()
+    with pytest.raises(InitError, match="rank 0 did not connect in time"):
+        theirs.take([key], soon(0.5))
+    made = ours.connect_many([Request(key, theirs.addresses)], soon())
+    check_pairs([made, theirs.take([key], soon())])
+    for listener in (ours, theirs):
+        listener.close()
+
+
+@pytest.mark.parametrize("confirms", [False, True])
+def test_the_end_that_was_to_connect_waits_for_the_word_of_the_one_in_a_hurry(confirms: bool) -> None:
+    ours, theirs = Listener(Config(), SECRET, loopback=True), Listener(Config(), SECRET, loopback=True)
+    key = EdgeKey(COMM, 0, 1)
+    hurried = claim_edge(ours, key, hurried=True, admitted=True)
+    asked = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        ensuring = pool.submit(ours.ensure, 0, [Request(key, theirs.addresses)], soon(), asked.set)
+        assert asked.wait(10)
+        assert not ensuring.done()
+        if confirms:
+            hurried.sendall(CONFIRMED)
+            check_pairs([ensuring.result(15), {key: hurried}])
+        else:
+            hurried.close()
+            check_pairs([ensuring.result(15), theirs.take([key], soon())])
+    for listener in (ours, theirs):
+        listener.close()
 
 
 def test_a_claim_for_another_edge_does_not_verify() -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,10 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from installed import find_program
 
+from hetcoll import _native
 from hetcoll.config.env import Config, Launch
 from hetcoll.errors import ArgumentError, AuthenticationError, InitError
+from hetcoll.job import join
+from hetcoll.rendezvous import auth, store
 from hetcoll.rendezvous import bootstrap as rendezvous
-from hetcoll.rendezvous import store
 from hetcoll.rendezvous.bootstrap import bootstrap, get_unique_id
 from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.rendezvous.unique_id import UniqueId
@@ -72,6 +74,7 @@ def meet(launches: list[Launch], configs: list[Config]) -> list[list[bytes]]:
 
 
 def torch_style(size: int, port: int, job: str = "j", **changes: object) -> list[Launch]:
+    """`job` "": started by hand."""
     return [Launch(r, size, r, size, ("127.0.0.1", port), "torchrun", job, **changes) for r in range(size)]  # type: ignore[arg-type]
 
 
@@ -122,9 +125,144 @@ def test_without_the_secret_nobody_gets_in() -> None:
     bootstrap(launches[0], Config(secret=b"sesame"))
     with pytest.raises(AuthenticationError, match="rank 0 has a HETCOLL_SECRET and this process has none"):
         bootstrap(launches[1], Config())
-    wrong = bootstrap(launches[1], Config(secret=b"guess"))
     with pytest.raises(AuthenticationError, match="different secrets"):
-        ControlClient(wrong, 1, 2, 10)
+        bootstrap(launches[1], Config(secret=b"guess", init_timeout=2))
+
+
+def test_where_there_is_one_port_a_wrong_secret_is_told_at_once() -> None:
+    launches = torch_style(2, free_port(), job="")
+    bootstrap(launches[0], Config(secret=b"sesame"))
+    with pytest.raises(AuthenticationError, match="different secrets"):
+        bootstrap(launches[1], Config(secret=b"guess", init_timeout=100))
+    with pytest.raises(AuthenticationError, match="rank 0 has a HETCOLL_SECRET and this process has none"):
+        bootstrap(launches[1], Config(init_timeout=100))
+
+
+@pytest.mark.parametrize("secret", [None, b"sesame"])
+def test_a_taken_port_is_an_error_of_a_job_started_by_hand(secret: bytes | None) -> None:
+    port = free_port()
+    launches, config = torch_style(2, port, job=""), Config(secret=secret, init_timeout=1)
+    with (
+        foreign_service(port),
+        pytest.raises(InitError, match=rf"127\.0\.0\.1:{port}: address already in use .*another MASTER_PORT"),
+    ):
+        bootstrap(launches[0], config)
+    assert meet(launches, [config] * 2) == [[b"0", b"1"]] * 2
+
+
+def by_hand(rank: int, size: int, port: int, **variables: str) -> str:
+    """The last line of the errors of a rank in a process of its own, started as people do, that does not get in."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("HETCOLL_", "MASTER_"))}
+    env |= {"PYTHONPATH": str(Path(rendezvous.__file__).parents[2]), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HETCOLL_INIT_TIMEOUT": "20"} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", "import hetcoll; hetcoll.init()"], env=env, capture_output=True, timeout=60, text=True
+    )
+    assert done.returncode == 1
+    return done.stderr.strip().rpartition("\n")[2]
+
+
+@contextmanager
+def forming(port: int, size: int, **settings: object) -> Iterator[list[Future[list[bytes]]]]:
+    """All ranks but the last of a job that was started by hand, waiting for that; what becomes of their exchange."""
+    launches, config = torch_style(size, port, job=""), Config(**settings)  # type: ignore[arg-type]
+    clients = [ControlClient(bootstrap(each, config), each.rank, size, 20) for each in launches[:-1]]
+    with ThreadPoolExecutor(size) as pool:
+        yield [pool.submit(client.exchange, WORLD, b"introduce", b"") for client in clients]
+        for client in clients:
+            client.close()
+
+
+@pytest.mark.parametrize("variables", [{}, {"HETCOLL_SECRET": "sesame"}])
+@pytest.mark.parametrize(
+    ("rank", "size", "clash"),
+    [
+        (0, 3, "two processes say that they are rank 0: "),
+        (1, 3, "two processes say that they are rank 1: "),
+        (0, 4, "says that the job has 4 ranks; ranks 0-1 said 3"),
+        (3, 4, "says that the job has 4 ranks; ranks 0-1 said 3"),
+    ],
+)
+def test_a_second_job_at_one_port_is_an_error_on_every_rank(
+    variables: dict[str, str], rank: int, size: int, clash: str
+) -> None:
+    port, secret = free_port(), variables.get("HETCOLL_SECRET", "").encode() or None
+    with forming(port, 3, secret=secret) as first:
+        error = by_hand(rank, size, port, **variables)
+        assert clash in error
+        assert "two jobs started with the same MASTER_ADDR and MASTER_PORT" in error
+        assert ("address already in use (EADDRINUSE)" in error) == (rank == 0)
+        for one in first:
+            with pytest.raises(InitError, match=clash):
+                one.result(20)
+
+
+def test_a_second_rank_0_is_known_before_the_first_has_joined() -> None:
+    port = free_port()
+    launches = torch_style(2, port, job="")
+    unique_id = bootstrap(launches[0], Config())
+    assert "two processes say that they are rank 0: the one that hosts the job's store" in by_hand(0, 2, port)
+    for rank in range(2):
+        with pytest.raises(InitError, match="two processes say that they are rank 0"):
+            ControlClient(unique_id, rank, 2, 20)
+
+
+def test_a_job_that_stands_is_not_ended_by_one_that_comes_to_its_port(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    launches = torch_style(2, port, job="")
+    unique_id = bootstrap(launches[0], Config())
+    with ThreadPoolExecutor(2) as pool:
+        clients = list(pool.map(lambda rank: ControlClient(unique_id, rank, 2, 20), range(2)))
+        for tag in (b"first", b"second"):
+            met = [pool.submit(client.exchange, WORLD, tag, b"") for client in clients]
+            assert [each.result(20) for each in met] == [[b"", b""]] * 2
+            for rank in range(2):
+                assert f"two processes say that they are rank {rank}" in by_hand(rank, 2, port)
+                assert f"two processes say that they are rank {rank}" in caplog.text
+        for client in clients:
+            client.close()
+
+
+def test_a_named_job_finds_no_second_rank_0_either() -> None:
+    """An earlier run that hangs with the name of this one: neither mixed with nor silently avoided."""
+    port = free_port()
+    launch = torch_style(2, port)[0]
+    bootstrap(launch, Config())
+    rendezvous._found.clear()  # another process
+    with pytest.raises(InitError, match=rf"127\.0\.0\.1:{port}: address already in use .* is rank 0 of this job too"):
+        bootstrap(launch, Config())
+
+
+def test_what_the_system_refuses_is_an_init_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    unique_id = get_unique_id(Config(), loopback=True)
+    for refusal in (OSError(24, "Too many open files"), _native.Fault("doorbell: bind: Address already in use")):
+
+        def refuse(*args: object, refusal: OSError = refusal) -> None:
+            raise refusal
+
+        monkeypatch.setattr("hetcoll.job.Communicator", refuse)
+        with pytest.raises(InitError, match=r"did not come together on this rank: .*(open files|bind)") as caught:
+            join(1, 0, unique_id, 10)
+        assert caught.value.__cause__ is refusal
+
+
+@contextmanager
+def impostor(port: int) -> Iterator[threading.Event]:
+    """Repeats the greeting that this job's store would send, and answers no claim as it should."""
+    key = rendezvous._key("j", 3)
+    with foreign_service(port, auth.Challenge(bytes(32), auth.Service.STORE, os.urandom(16) + key).greeting) as (
+        _,
+        met,
+    ):
+        yield met
+
+
+def test_a_job_with_a_secret_goes_on_after_an_impostor() -> None:
+    port = free_port()
+    with impostor(port) as met:
+        config = Config(secret=b"sesame", init_timeout=40)
+        assert meet(torch_style(3, port), [config] * 3) == [[b"0", b"1", b"2"]] * 3
+        assert met.wait(5)
 
 
 def test_a_second_call_in_a_process_gives_the_same_store() -> None:
@@ -229,6 +367,38 @@ def test_nobody_takes_itself_for_rank_0() -> None:
 def test_mpi_ranks_of_one_host_need_no_address() -> None:
     launches = [Launch(r, 3, r, 3, None, "openmpi", f"openmpi test-{os.getpid()}") for r in range(3)]
     assert meet(launches, [Config()] * 3) == [[b"0", b"1", b"2"]] * 3
+
+
+@contextmanager
+def squatter(name: str) -> Iterator[None]:
+    """A process of another user that listens at an abstract name before the ranks do."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    ready, end = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end[1])
+        os.setresuid(65534, 65534, 65534)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(name)
+        sock.listen()
+        os.write(ready[1], b"r")
+        os.read(end[0], 1)
+        os._exit(0)
+    try:
+        assert os.read(ready[0], 1) == b"r"
+        yield
+    finally:
+        for fd in (*ready, *end):
+            os.close(fd)
+        os.waitpid(child, 0)
+
+
+def test_mpi_ranks_of_one_host_go_on_after_another_user_who_took_their_name() -> None:
+    job = f"openmpi squatted-{os.getpid()}"
+    launches = [Launch(r, 3, r, 3, None, "openmpi", job) for r in range(3)]
+    with squatter(f"\0hetcoll-{os.getuid()}-{rendezvous._key(job, 3).hex()}"):
+        assert meet(launches, [Config(init_timeout=20)] * 3) == [[b"0", b"1", b"2"]] * 3
 
 
 def test_mpi_ranks_of_one_host_that_have_no_rank_0() -> None:

@@ -17,9 +17,9 @@ from .calls import OP_LABELS, RECV, SEND, SENDRECV
 from .config.env import Config, configuration
 from .config.process import configure
 from .errors import ArgumentError
-from .rendezvous.control import WORLD
-from .rendezvous.session import Session
+from .rendezvous.session import Session, coming_together
 from .rendezvous.unique_id import UniqueId
+from .rendezvous.wire import WORLD
 from .runtime.messages import Messages
 from .runtime.regroup import Regrouping
 from .types import Collective
@@ -67,12 +67,13 @@ class Communicator(Messages, Regrouping):
     def enter(cls, unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> Self:
         """As `init`, with the settings in `config` in place of the environment's. For `hetcoll.init`."""
         deadline = time.monotonic() + timeout
-        session = Session(unique_id, rank, size, timeout)
-        try:
-            return cls(session, WORLD, rank, size, config, deadline - time.monotonic())
-        except BaseException:
-            session.control.close()
-            raise
+        with coming_together():
+            session = Session(unique_id, rank, size, timeout)
+            try:
+                return cls(session, WORLD, rank, size, config, deadline - time.monotonic())
+            except BaseException:
+                session.control.close()
+                raise
 
     # Collectives.
 

@@ -14,6 +14,7 @@ from .config.env import DEVICES, Config, environment
 from .config.process import configure
 from .errors import ArgumentError, InitError
 from .rendezvous.bootstrap import bootstrap, get_unique_id
+from .rendezvous.session import coming_together
 from .runtime.compression import parse_format
 
 _world: Communicator | None = None
@@ -53,7 +54,8 @@ def init(
     configure(config)
     seconds = env.config.init_timeout if timeout is None else timeout
     start = time.monotonic()
-    unique_id = bootstrap(env.launch, env.config)
+    with coming_together():
+        unique_id = bootstrap(env.launch, env.config)
     left = seconds - (time.monotonic() - start)
     _world = Communicator.enter(unique_id, env.launch.rank, env.launch.size, config, left)
     return _world

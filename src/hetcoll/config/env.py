@@ -183,9 +183,14 @@ def _secret(environ: Environ) -> bytes | None:
         return text.encode() or None
     try:
         with open(path, "rb") as file:
-            secret = file.read().strip()
+            mode, secret = os.fstat(file.fileno()).st_mode, file.read().strip()
     except OSError as error:
         raise ArgumentError(f"HETCOLL_SECRET_FILE: wanted a readable file, got {path!r}: {error.strerror}") from error
+    if mode & 0o007:
+        raise ArgumentError(
+            f"HETCOLL_SECRET_FILE: wanted a file that only you can read, got {path!r} with mode {mode & 0o777:o}: "
+            f"chmod 600 {path}, and make a new secret if others may have read it"
+        )
     if not secret:
         raise ArgumentError(f"HETCOLL_SECRET_FILE: wanted a file that holds the secret, got {path!r}, which is empty")
     return secret

@@ -18,9 +18,10 @@ _SLURM_PORTS = range(12000, 28000, 40)  # below Linux's ephemeral ports; each jo
 class Launch(NamedTuple):
     """What the launcher says about this process. `None` means that it did not say.
 
-    `launcher` is "hetcoll", "torchrun", "openmpi", "hydra" (MPICH and Intel MPI), "slurm" or "single". `job` names
-    this job among others that may run beside it; all its ranks have the same. `agent_store` is true when torchrun's
-    agent listens on the master port itself.
+    `launcher` is "hetcoll", "torchrun" (also for variables set by hand), "openmpi", "hydra" (MPICH and Intel MPI),
+    "slurm" or "single". `job` names this job among others that may run beside it; all its ranks have the same. It is
+    empty where the launcher does not say: then only the master port tells jobs apart. `agent_store` is true when
+    torchrun's agent listens on the master port itself.
     """
 
     rank: int = 0
@@ -59,13 +60,14 @@ def _torch_style(environ: Environ) -> Launch:
     """``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT``."""
     rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
     own, elastic = environ.get("HETCOLL_JOB", ""), "TORCHELASTIC_RUN_ID" in environ
+    master = _master(environ)
     # The master's address tells jobs of one run id apart, and the restart count the attempts of one job.
     parts = (environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
-    master = _master(environ)
+    job = f"hetcoll {own}" if own else " ".join(("torchrun", *parts, str(master))) if elastic else ""
     return Launch(
         rank, size, _optional(environ, "LOCAL_RANK", _INDEX), _optional(environ, "LOCAL_WORLD_SIZE", _COUNT), master,
         launcher="hetcoll" if own else "torchrun",
-        job=f"hetcoll {own}" if own else " ".join(("torchrun", *parts, str(master))),
+        job=job,
         agent_store=elastic and not own and environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
     )  # fmt: skip
 

@@ -28,7 +28,8 @@ VERDICT = struct.Struct("<B7x32s")
 assert (GREETING.size, CLAIM.size, VERDICT.size) == (72, 104, 40)
 CONTEXT_BYTES = 32
 HANDSHAKE_SECONDS = 5.0  # what a listener grants a connection that has proven nothing
-MAX_PENDING = 256  # how many such connections it has at a time; the kernel's backlog holds the rest
+MAX_PENDING = 256  # how many such connections it has at a time; more are let in by turning the oldest away
+PATIENCE = 0.2  # seconds that each of them has at least, for its claim, while others wait in the kernel's backlog
 
 _MAGIC = b"HCC1"
 _NOTHING = bytes(32)
@@ -97,6 +98,8 @@ class Response:
     def check(self, verdict: bytes) -> None:
         """AuthenticationError when the listener refused us, or does not know the secret itself."""
         accepted, proof = VERDICT.unpack(verdict)
+        if not accepted and self.claim[0] == Verb.FETCH:
+            raise AuthenticationError("rank 0 has a HETCOLL_SECRET and this process has none")
         if not accepted:
             raise AuthenticationError("it refused our proof: the two sides have different secrets (HETCOLL_SECRET)")
         if self.claim[0] == Verb.FETCH:

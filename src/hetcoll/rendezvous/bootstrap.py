@@ -2,11 +2,15 @@
 
 Rank 0 starts it; the others find it in one of three ways, by what the launcher told them:
 
-* a master address and port (HETCOLL_MASTER, torchrun, ``hetcoll run``, srun's first host): rank 0 takes the first free
-  port of PORTS from the master port on, and the others look at all of them for the store of their job. torchrun's agent
-  may own the master port itself;
+* a master address and port (HETCOLL_MASTER, torchrun, ``hetcoll run``, srun's first host). Where the launcher named the
+  job, rank 0 takes the first free port of PORTS from the master port on, and the others look at all of them for the
+  store of a job of that name and size that knows the secret. torchrun's agent may own the master port itself. A job
+  without a name, started by hand, has that one port: only the port tells it from another, so a taken one is an error;
 * mpirun on one host: an abstract Unix socket whose name every rank can work out;
 * mpirun on several hosts: a broadcast through mpi4py.
+
+Two processes that say that they are rank 0 of one job are an error on both sides: the second one asks the store of the
+first to join as rank 0, which the store refuses and tells all who wait in it (`groups`).
 
 With HETCOLL_SECRET every rank makes the job's key from it, and no stranger gets further than its first 104 bytes.
 Without it the key is random and rank 0's store hands it to whoever asks for this job: over the Unix socket to processes
@@ -21,12 +25,14 @@ import hashlib
 import importlib
 import os
 import socket
+import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..config.env import Config, Launch, environment
-from ..errors import AuthenticationError, InitError
-from .auth import GREETING, VERDICT, Response, Service, Verb, greeting_context
+from ..errors import HetcollError, InitError
+from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, Verb, greeting_context
+from .control import ControlClient
 from .descriptors import peer_is_us
 from .door import BACKLOG
 from .interfaces import choose_interfaces
@@ -38,6 +44,8 @@ from .wire import HEADER, unpack
 PORTS = 33  # the master port and the next 32
 _RETRY = 0.02  # seconds between attempts to reach rank 0's Unix socket
 _MPI_MESSAGE = 4096  # bytes broadcast through MPI
+MAX_ID_BYTES = 64 << 10
+_GLANCE = 1.0  # seconds that rank 0 looks who has the port that it wants
 
 _found: dict[Launch, UniqueId] = {}
 
@@ -56,8 +64,9 @@ def bootstrap(launch: Launch, config: Config) -> UniqueId:
     """The unique id of the job that `launch` describes; every rank of the job calls this.
 
     Rank 0 starts the store, which lives until its process ends; a second call in a process gives the same id. InitError
-    when rank 0 does not appear within HETCOLL_INIT_TIMEOUT, or when the launcher does not say where it is;
-    AuthenticationError when this process has no HETCOLL_SECRET and rank 0 has one.
+    when rank 0 does not appear within HETCOLL_INIT_TIMEOUT, when the launcher does not say where it is, or on rank 0
+    when somebody else has its port; AuthenticationError when this process has no HETCOLL_SECRET and rank 0 has one, or
+    what greets as rank 0 cannot prove the secret.
     """
     known = _found.get(launch)
     if known is not None and (launch.rank != 0 or hosted_here(known.job_id)):
@@ -83,25 +92,69 @@ def bootstrap(launch: Launch, config: Config) -> UniqueId:
 
 
 def _by_master(launch: Launch, config: Config, master: tuple[str, int], deadline: float) -> UniqueId:
-    key = _key(launch.job, launch.size)
-    ports = range(master[1] + launch.agent_store, min(master[1] + PORTS, 65536))
-    if launch.rank == 0:
-        return _start_store(_bind_first_free(master[0], ports, launch.one_host), config, key)
+    # A job without a name has one port, where a wrong number of ranks is to be named: its size is not in the key.
+    key = _key(launch.job, launch.size if launch.job else 0)
+    first = master[1] + launch.agent_store
+    ports = range(first, min(master[1] + PORTS, 65536) if launch.job else first + 1)
     endpoints = [(master[0], port) for port in ports]
-    return _ask(Search(Service.STORE, lambda context: context[16:] == key, endpoints), config, deadline)
-
-
-def _bind_first_free(host: str, ports: Iterable[int], one_host: bool) -> list[socket.socket]:
-    """Listen where the others will look. Where all ranks are on this host that is only what the master's name means
-    here, most often loopback; else all interfaces, because the name may stand for another address elsewhere."""
-    hosts = _resolve_local(host) if one_host else []
-    problem = InitError("there is no port to try")
-    for port in ports:
+    if launch.rank == 0:
+        listeners, taken = _bind_first_free(endpoints, launch.one_host)
         try:
-            return bind_all(hosts, port) if hosts else [_bind_everywhere(port)]
+            if taken:
+                _check_alone(launch, config, key, taken, deadline)
+            if not listeners:
+                raise InitError(_spell_taken(launch, taken))
+            return _start_store(listeners, config, key)
+        except BaseException:
+            for listener in listeners:
+                listener.close()
+            raise
+    return _ask(key, endpoints, config, deadline)
+
+
+def _bind_first_free(
+    endpoints: Sequence[tuple[str, int]], one_host: bool
+) -> tuple[list[socket.socket], list[tuple[str, int]]]:
+    """Listen at the first of the ports, where the others will look, that is free; and which were taken.
+
+    Where all ranks are on this host that is only what the master's name means here, most often loopback; else all
+    interfaces, because the name may stand for another address elsewhere."""
+    hosts = _resolve_local(endpoints[0][0]) if one_host and endpoints else []
+    taken: list[tuple[str, int]] = []
+    for host, port in endpoints:
+        try:
+            return (bind_all(hosts, port) if hosts else [_bind_everywhere(port)]), taken
         except InitError as error:
-            problem = error
-    raise InitError(f"rank 0 found no free port beside the master port: {problem}")
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
+                raise
+            taken.append((host, port))
+    return [], taken
+
+
+def _check_alone(launch: Launch, config: Config, key: bytes, taken: Sequence[tuple[str, int]], deadline: float) -> None:
+    """InitError where this job has another rank 0, at one of the ports that were `taken`, which hears of it as well."""
+    try:
+        other = _ask(key, taken, config, min(deadline, time.monotonic() + _GLANCE))
+    except InitError:  # somebody else's; what they are is not for us to say
+        return
+    try:
+        ControlClient(other, 0, launch.size, HANDSHAKE_SECONDS).close()
+        reason = "it listens there"
+    except HetcollError as error:
+        reason = str(error)
+    raise InitError(f"{_spell_taken(launch, taken)} What has it says that it is rank 0 of this job too: {reason}")
+
+
+def _spell_taken(launch: Launch, taken: Sequence[tuple[str, int]]) -> str:
+    """What to do about ports that somebody else has."""
+    if not taken:
+        return "rank 0 has no port to listen at: the master port is the last one"
+    port = spell_address(taken[0]) + (f" to {taken[-1][1]}" if len(taken) > 1 else "")
+    end = "end what listens there (ss -ltnp shows it: another job, or an earlier run that hangs)"
+    return (
+        f"rank 0 cannot listen at {port}: address already in use (EADDRINUSE). Either {end}, or give all ranks of this "
+        "job another MASTER_PORT, or HETCOLL_MASTER=host:port."
+    )
 
 
 def _resolve_local(host: str) -> list[str]:
@@ -137,31 +190,43 @@ def _bind_everywhere(port: int) -> socket.socket:
         raise InitError(f"listening at port {port}: {spell_error(error)}") from error
 
 
-def _ask(search: Search, config: Config, deadline: float) -> UniqueId:
-    """The unique id of the store that `search` finds, worked out from the secret or asked for."""
+def _ask(key: bytes, endpoints: Sequence[tuple[str, int]], config: Config, deadline: float) -> UniqueId:
+    """The unique id of the store with this `key` at one of `endpoints`, worked out from the secret or asked for."""
+
+    def respond(greeting: bytes, context: bytes) -> Response:
+        if config.secret is None:
+            return Response(b"", greeting, context, Verb.FETCH)
+        return Response(job_secret(config.secret, context[:16]), greeting)
+
+    # Who has a secret goes on after a stranger that knows none; who has none would have nothing to go by.
+    settled = config.secret is None or len(endpoints) == 1
     while True:
-        found = search.run(deadline)
+        found = Search(Service.STORE, lambda context: context[16:] == key, endpoints, respond, settled).run(deadline)
+        job_id = found.context[:16]
         with found.sock as sock:
-            job_id = found.context[:16]
             if config.secret is not None:
                 return UniqueId((found.address,), job_id, job_secret(config.secret, job_id))
             try:
-                told = _fetch(sock, found.greeting, found.context, deadline)
+                told = _read_id(sock, min(deadline, time.monotonic() + HANDSHAKE_SECONDS))
                 return UniqueId((found.address,), told.job_id, told.secret)
-            except OSError as error:
-                if time.monotonic() >= deadline:
+            except (OSError, HetcollError, struct.error, IndexError) as error:
+                if time.monotonic() + _RETRY >= deadline:
                     raise InitError(f"the store at {spell_address(found.address)}: {spell_error(error)}") from error
-        search = Search(search.service, search.matches, search.endpoints)
+        time.sleep(_RETRY)
 
 
 def _fetch(sock: socket.socket, greeting: bytes, context: bytes, deadline: float) -> UniqueId:
     response = Response(b"", greeting, context, Verb.FETCH)
     send_all(sock, response.claim, deadline)
-    try:
-        response.check(receive_exactly(sock, VERDICT.size, deadline))
-    except AuthenticationError:
-        raise AuthenticationError("rank 0 has a HETCOLL_SECRET and this process has none") from None
+    response.check(receive_exactly(sock, VERDICT.size, deadline))
+    return _read_id(sock, deadline)
+
+
+def _read_id(sock: socket.socket, deadline: float) -> UniqueId:
+    """What a store sends after the verdict on a FETCH."""
     length = HEADER.unpack(receive_exactly(sock, HEADER.size, deadline))[3]
+    if length > MAX_ID_BYTES:
+        raise ConnectionResetError(f"a unique id of {length} bytes: wanted at most {MAX_ID_BYTES}")
     return UniqueId.from_bytes(unpack(receive_exactly(sock, length, deadline))[0])
 
 
@@ -179,19 +244,50 @@ def _by_unix_socket(launch: Launch, config: Config, deadline: float) -> UniqueId
             announcer.close()
             raise
     while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                sock.connect(name)
-                return _fetch_locally(sock, key, deadline)
-            except OSError as error:
-                if time.monotonic() + _RETRY >= deadline:
-                    text = f"rank 0 did not announce its store on this host: {spell_error(error)}"
-                    raise InitError(f"{text} within {config.init_timeout:g} s") from error
+        for each in _announced(name):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                sock.setblocking(False)  # connecting to one whose queue is full fails at once
+                try:
+                    sock.connect(each)
+                    return _fetch_locally(sock, key, deadline)
+                except OSError as error:
+                    problem = error
+        if time.monotonic() + _RETRY >= deadline:
+            text = f"rank 0 did not announce its store on this host: {spell_error(problem)}"
+            raise InitError(f"{text} within {config.init_timeout:g} s") from problem
         time.sleep(_RETRY)
 
 
+def _announced(name: str) -> list[str]:
+    """Where rank 0 may listen: at `name`, or where another user has that, at one that begins with it (unix(7))."""
+    with open("/proc/net/unix", errors="replace") as file:
+        words = [line.split()[-1] for line in file]
+    begin = f"@{name[1:]}-"
+    return [name, *dict.fromkeys("\0" + word[1:] for word in words if word.startswith(begin))]
+
+
+def _held_by_us(name: str) -> bool:
+    """Whether a process of our user listens at this abstract name."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(name)
+        except OSError:
+            return False
+        return peer_is_us(sock)
+
+
 def _listen_locally(name: str) -> socket.socket:
+    """A listener at `name`, which others can work out; where another user took it first, at a random one beside it."""
+    try:
+        return _listen_at(name)
+    except InitError:
+        if _held_by_us(name):
+            raise
+        return _listen_at(f"{name}-{os.urandom(16).hex()}")
+
+
+def _listen_at(name: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(name)
@@ -204,8 +300,7 @@ def _listen_locally(name: str) -> socket.socket:
 
 def _fetch_locally(sock: socket.socket, key: bytes, deadline: float) -> UniqueId:
     if not peer_is_us(sock):
-        raise AuthenticationError("the process that announces rank 0's store runs as another user")
-    sock.setblocking(False)
+        raise ConnectionResetError("the process that announces it runs as another user")
     greeting = receive_exactly(sock, GREETING.size, deadline)
     context = greeting_context(greeting, Service.STORE)
     if context is None or context[16:] != key:
@@ -256,7 +351,7 @@ def _by_mpi(launch: Launch, config: Config, deadline: float) -> UniqueId:
 
 
 def _key(job: str, size: int) -> bytes:
-    """16 bytes by which the ranks of one launch know their store."""
+    """16 bytes by which the ranks of one launch know their store. `size` 0: that of any."""
     return hashlib.sha256(f"hetcoll launch {size} {job}".encode()).digest()[:16]
 
 

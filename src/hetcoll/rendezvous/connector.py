@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import AuthenticationError, InitError
 from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, greeting_context
-from .edges import ADMITTED, Address, EdgeKey, Request
+from .edges import ADMITTED, CONFIRMED, Address, EdgeKey, Request
 from .interfaces import Interface
 from .sockets import settle, spell_address, spell_error, tune, unpace
 
@@ -114,6 +114,8 @@ class _Attempt:
         if self._proven:
             self.yielded = data != ADMITTED
             settle(self.sock)
+            if not self.yielded:
+                self.sock.send(CONFIRMED, socket.MSG_NOSIGNAL)
             return True
         if self._response is not None:
             self._response.check(data)

@@ -20,15 +20,14 @@ from typing import NamedTuple
 
 from .. import lifetime
 from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError, spell_gone
-from .auth import VERDICT, Response, Service
+from .auth import Response, Service
 from .probe import Search
-from .sockets import receive, receive_exactly, send_all, spell_address, spell_error
+from .sockets import receive, send_all, spell_address, spell_error
 from .unique_id import UniqueId, hosted_here
-from .wire import F64, NOBODY, U32, Frame, FrameReader, Op, Status, header, pack, unpack
+from .wire import F64, NOBODY, U32, WORLD, Frame, FrameReader, Op, Status, header, pack, unpack
 
 log = logging.getLogger("hetcoll.control")
 
-WORLD = b"world"
 _SEND_SECONDS = 30.0
 _GOODBYE_SECONDS = 1.0
 
@@ -387,22 +386,11 @@ def _checked(frame: Frame, seconds: float) -> Frame:
 
 def connect_store(unique_id: UniqueId, deadline: float) -> tuple[socket.socket, tuple[str, int]]:
     """A connection to the job's store that has proven the secret, and the address it goes to."""
-    search_for = unique_id.job_id
-    while True:
-        search = Search(Service.STORE, lambda context: context[:16] == search_for, unique_id.addresses)
-        found = search.run(deadline)
-        try:
-            response = Response(unique_id.secret, found.greeting)
-            send_all(found.sock, response.claim, deadline)
-            response.check(receive_exactly(found.sock, VERDICT.size, deadline))
-        except OSError as error:  # it may be under load
-            found.sock.close()
-            text = f"the store at {spell_address(found.address)}: {spell_error(error)}"
-            if time.monotonic() >= deadline:
-                raise InitError(text) from error
-            log.debug("%s; trying again", text)
-            continue
-        except BaseException:
-            found.sock.close()
-            raise
-        return found.sock, found.address
+    found = Search(
+        Service.STORE,
+        lambda context: context[:16] == unique_id.job_id,
+        unique_id.addresses,
+        lambda greeting, _: Response(unique_id.secret, greeting),
+        settled=True,
+    ).run(deadline)
+    return found.sock, found.address

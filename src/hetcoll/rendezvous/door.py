@@ -1,7 +1,9 @@
 """Accepting connections: who proves the job's secret is let in, everyone else is kept cheap.
 
 Until it has proven something a connection costs one socket, CLAIM.size bytes and HANDSHAKE_SECONDS. There are at most
-MAX_PENDING of them; more wait in the kernel's backlog. A door shares its owner's selector and thread.
+MAX_PENDING of them. When more come, the oldest is turned away as soon as it has had PATIENCE seconds, in which a rank
+answers: idle strangers, however long they last, delay a rank by PATIENCE for each MAX_PENDING that came before it. A
+rank that was turned away because it was slow comes again. A door shares its owner's selector and thread.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .auth import CLAIM, HANDSHAKE_SECONDS, MAX_PENDING, Challenge, Service
+from .auth import CLAIM, HANDSHAKE_SECONDS, MAX_PENDING, PATIENCE, Challenge, Service
 from .descriptors import peer_is_us
 from .sockets import spell_address, spell_error, tune
 
@@ -40,7 +42,7 @@ class _Guest:
     name: str
     local: bool
     challenge: Challenge
-    deadline: float
+    came: float
     claim: bytes = b""
 
 
@@ -72,18 +74,25 @@ class Door:
     def prepare(self) -> float | None:
         """Call before each select; gives the seconds until the next call is due, or None."""
         now = time.monotonic()
-        while self._guests and (guest := next(iter(self._guests.values()))).deadline <= now:
-            self._turn_away(guest, "it proved nothing in time")
-        if len(self._guests) >= MAX_PENDING:
+        while self._guests and now >= self._oldest().came + HANDSHAKE_SECONDS:
+            self._part_with(self._oldest(), "it proved nothing in time")
+        if self._full(now):  # full of guests who may yet answer
             self._shut()
+            self._open_at = self._oldest().came + PATIENCE
         elif not self._open and now >= self._open_at:
             for listener in self._listeners:
                 self._selector.register(listener, selectors.EVENT_READ, self._accept)
             self._open = True
-        waits = [guest.deadline - now for guest in list(self._guests.values())[:1]]
-        if not self._open and now < self._open_at:
+        waits = [self._oldest().came + HANDSHAKE_SECONDS - now] if self._guests else []
+        if not self._open:
             waits.append(self._open_at - now)
         return min(waits, default=None)
+
+    def _oldest(self) -> _Guest:
+        return next(iter(self._guests.values()))
+
+    def _full(self, now: float) -> bool:
+        return len(self._guests) >= MAX_PENDING and now < self._oldest().came + PATIENCE
 
     def close(self) -> None:
         """Close the listeners and all connections that were not let in."""
@@ -108,7 +117,10 @@ class Door:
     def _accept(self, key: selectors.SelectorKey) -> None:
         listener = key.fileobj
         assert isinstance(listener, socket.socket)
-        while self._open and len(self._guests) < MAX_PENDING:
+        for _ in range(MAX_PENDING):  # then those who are here have their turn: a claim may have come
+            now = time.monotonic()
+            if not self._open or self._full(now):
+                return
             try:
                 sock, address = listener.accept()
             except BlockingIOError:
@@ -116,12 +128,12 @@ class Door:
             except OSError as error:  # out of descriptors, or the peer has gone already
                 log.debug("accept: %s", spell_error(error))
                 self._shut()
-                self._open_at = time.monotonic() + _RETRY
+                self._open_at = now + _RETRY
                 return
+            if len(self._guests) >= MAX_PENDING:
+                self._part_with(self._oldest(), "others wait, and it has proven nothing")
             challenge = Challenge(self._secret, self._service, self._context)
-            local = listener.family == socket.AF_UNIX
-            deadline = time.monotonic() + HANDSHAKE_SECONDS
-            guest = _Guest(sock, spell_address(address), local, challenge, deadline)
+            guest = _Guest(sock, spell_address(address), listener.family == socket.AF_UNIX, challenge, now)
             try:
                 tune(sock)
                 sock.send(challenge.greeting, socket.MSG_NOSIGNAL)
@@ -162,6 +174,12 @@ class Door:
         if self._fetch is None or guest.claim[8:40] != self._context:
             return False
         return peer_is_us(guest.sock) if guest.local else self._fetch.open
+
+    def _part_with(self, guest: _Guest, reason: str) -> None:
+        """Turn away who is too late, unless its claim is here: we may be late ourselves."""
+        self._read(guest)
+        if self._guests.get(guest.sock.fileno()) is guest:
+            self._turn_away(guest, reason)
 
     def _turn_away(self, guest: _Guest, reason: str) -> None:
         log.debug("%s: closed, %s", guest.name, reason)

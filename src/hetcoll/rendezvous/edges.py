@@ -17,6 +17,9 @@ _HURRIED = 1 << 15  # of the stripe's bits
 ADMITTED, YIELD = b"\1", b"\0"
 """A listener's last byte of the handshake: whether the connection is taken, or the listener's own counts instead."""
 
+CONFIRMED = b"\2"
+"""What the connector answers to ADMITTED. Until then it may have given the connection up, and the link is none."""
+
 
 class EdgeKey(NamedTuple):
     """One socket between two ranks. `src` connects, or `dst` where it is in a hurry; bytes go both ways. `comm` is 16

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import math
 import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from ..errors import spell_gone, spell_ranks
-from .wire import F64, MAX_BODY, MAX_ID, NOBODY, U32, Frame, Op, Status, pack
+from .wire import F64, MAX_BODY, MAX_ID, NOBODY, U32, WORLD, Frame, Op, Status, pack
+
+log = logging.getLogger("hetcoll.groups")
 
 MAX_GROUPS = 1 << 16
 MAX_KEYS = 1 << 20
@@ -67,7 +70,8 @@ class Group:
     """Ranks that know each other. `gone` has the reason of each rank that was lost, and "" for one that left.
 
     `roll` are the requests of ranks that want to go on with those that are left, `rolls` the number of such calls so
-    far, and `late` who is there but did not come to one in time.
+    far, and `late` who is there but did not come to one in time. `formed` once all ranks have met in an exchange.
+    `mixed` is why it never will: two processes said that they are the same rank, or ranks said different sizes.
     """
 
     size: int
@@ -80,13 +84,19 @@ class Group:
     roll: dict[int, tuple[Member, int]] = field(default_factory=dict)
     rolls: int = 0
     late: set[int] = field(default_factory=set)
+    formed: bool = False
+    mixed: str = ""
 
 
 class Groups:
-    """The store's state. Not thread-safe: one thread calls it. `clock` is `time.monotonic`."""
+    """The store's state. Not thread-safe: one thread calls it. `clock` is `time.monotonic`.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    `launched`: the process with the store is rank 0 of WORLD, and no other can be.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, launched: bool = False) -> None:
         self._clock = clock
+        self._launched = launched
         self._groups: dict[bytes, Group] = {}
         self._returning: dict[bytes, list[tuple[Member, int, tuple[bytes, ...]]]] = {}  # JOINs that wait for that
         self._values: dict[bytes, bytes] = {}
@@ -155,7 +165,7 @@ class Groups:
             self._after(seconds8, lambda: self._expire_return(name, member, request, rank))
             self._begin_anew(name)
             return
-        self._check_joining(group, name, member, rank, size)
+        self._check_joining(group, name, member, rank, size, hosts == b"\1")
         if hosts == b"\1":
             group.host = rank
             self._push(group, Op.HOST, name, rank4)
@@ -167,24 +177,43 @@ class Groups:
         if group.verdict is not None:
             member.send(Op.VERDICT, group.verdict)
 
-    def _check_joining(self, group: Group, name: bytes, member: Member, rank: int, size: int) -> None:
+    def _check_joining(self, group: Group, name: bytes, member: Member, rank: int, size: int, hosts: bool) -> None:
+        if group.mixed:
+            raise RefusedError(group.mixed)
         if group.size != size:
             others = spell_ranks(group.members) if group.members else "an earlier rank"
-            raise RefusedError(
-                f"rank {rank} ({member.name}) says that the job has {size} ranks; {others} said {group.size}"
-            )
+            text = f"rank {rank} ({member.name}) says that the job has {size} ranks; {others} said {group.size}"
+            self._refuse_mixing(group, text)
         if rank in group.members:
             other = group.members[rank].name
-            raise RefusedError(f"two processes say that they are rank {rank}: {other} came first, then {member.name}")
+            text = f"two processes say that they are rank {rank}: {other} came first, then {member.name}"
+            self._refuse_mixing(group, text)
+        if self._launched and name == WORLD and rank == 0 and not hosts:
+            text = f"two processes say that they are rank 0: the one that hosts the job's store, then {member.name}"
+            self._refuse_mixing(group, text)
         if rank in group.gone:
             raise RefusedError(f"{spell_gone(rank, group.gone[rank])}, and cannot come back to this group")
         if name in member.ranks:
             raise RefusedError(f"{member.name} is rank {member.ranks[name]} of this group, and cannot be {rank} too")
 
+    def _refuse_mixing(self, group: Group, text: str) -> NoReturn:
+        """Two jobs seem to have come to this store. Nobody can tell their ranks apart, so a group that is still forming
+        fails for all. One that stands goes on: whoever comes to it later does no harm by being refused."""
+        text += "; are two jobs started with the same MASTER_ADDR and MASTER_PORT, or one rank twice?"
+        if group.formed:
+            log.warning("%s The job goes on as it is.", text)
+            raise RefusedError(text)
+        group.mixed = text
+        for exchange in group.exchanges.values():
+            for member, request in exchange.waiting.values():
+                member.send(Op.REPLY, text.encode(), request, Status.REFUSED)
+        group.exchanges.clear()
+        raise RefusedError(text)
+
     def _begin_anew(self, name: bytes) -> None:
         """Forget a group that nobody is in any more; who waited for that enters the new one."""
         group = self._groups[name]
-        if group.members or (len(group.gone) < group.size and not self._returning.get(name)):
+        if group.members or not (group.mixed or len(group.gone) >= group.size or self._returning.get(name)):
             return
         del self._groups[name]
         for member, request, rest in self._returning.pop(name, []):
@@ -255,6 +284,8 @@ class Groups:
         if len(tag) > MAX_ID:
             raise RefusedError(f"a tag of {len(tag)} bytes: wanted at most {MAX_ID}")
         exchange = group.exchanges.setdefault(tag, Exchange())
+        if group.mixed:
+            raise RefusedError(group.mixed)
         if rank in exchange.waiting:
             raise RefusedError(f"rank {rank} exchanges {tag!r} twice at a time")
         if exchange.failed:
@@ -276,6 +307,7 @@ class Groups:
 
     def _finish_exchange(self, group: Group, tag: bytes) -> None:
         exchange = group.exchanges.pop(tag)
+        group.formed = True
         body = pack(exchange.blobs[rank] for rank in range(group.size))  # built once, shared by all replies
         for member, request in exchange.waiting.values():
             member.send(Op.REPLY, body, request)

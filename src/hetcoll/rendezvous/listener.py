@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from .. import lifetime
 from ..config.env import Config
@@ -16,7 +17,7 @@ from ..errors import ClosedError, InitError, spell_ranks
 from .auth import Service
 from .connector import connect_all
 from .door import BACKLOG, Door
-from .edges import ADMITTED, YIELD, Address, EdgeKey, Request
+from .edges import ADMITTED, CONFIRMED, YIELD, Address, EdgeKey, Request
 from .interfaces import choose_interfaces
 from .sockets import settle, spell_error, unpace
 
@@ -30,15 +31,24 @@ def _nothing() -> None:
     return None
 
 
+class _Promise(NamedTuple):
+    """A connection that was admitted and whose connector has yet to confirm that it did not give it up meanwhile."""
+
+    sock: socket.socket
+    key: EdgeKey
+    hurried: bool
+
+
 class Listener:
     """Accepts the data-plane connections of this process: one socket an address of the chosen interfaces.
 
     Interfaces are HETCOLL_SOCKET_IFNAME's, or loopback's with `loopback` (all ranks are on this host), or all but
     loopback's. `secret` is the job's (`UniqueId.secret`). InitError where no interface is up.
 
-    Connections come with an `EdgeKey`; `take` and `ensure` give them out. A second one with the same key replaces the
-    first, whose connector must have given up. Sockets are given out non-blocking and with TCP_NODELAY, and belong to
-    the caller; those that nobody took are closed by `close`.
+    Connections come with an `EdgeKey`; `take` and `ensure` give them out. Only those count that the connector confirmed
+    after they were admitted: a listener that was held up finds claims of connectors that have given up. A second one
+    with the same key replaces the first. Sockets are given out non-blocking and with TCP_NODELAY, and belong to the
+    caller; those that nobody took are closed by `close`.
     """
 
     def __init__(self, config: Config, secret: bytes, *, loopback: bool = False) -> None:
@@ -63,6 +73,7 @@ class Listener:
             raise InitError(f"listening at {interface.host} ({interface.name}): {error.strerror}") from error
         self.addresses: tuple[Address, ...] = tuple(addresses)
         self._arrived: dict[EdgeKey, socket.socket] = {}
+        self._promises: set[_Promise] = set()
         self._outgoing: set[EdgeKey] = set()  # that we connect as `src`: then a hurried `dst` must yield
         self._connecting: set[socket.socket] = set()
         self._news = threading.Condition()
@@ -126,6 +137,7 @@ class Listener:
         made: dict[EdgeKey, socket.socket] = {}
         try:
             with self._news:
+                self._await_promised({each.key for each in ours}, deadline, check)
                 here = [each.key for each in ours if each.key in self._arrived]
                 made |= {key: self._arrived.pop(key) for key in here}
                 ours = [each for each in ours if each.key not in made]
@@ -139,6 +151,13 @@ class Listener:
             for sock in made.values():
                 sock.close()
             raise
+
+    def _await_promised(self, keys: Collection[EdgeKey], deadline: float, check: Callable[[], None]) -> None:
+        """Wait until it is known which connections count that `dst` made of its own accord. Under `_news`."""
+        while any(each.hurried and each.key in keys for each in self._promises) and time.monotonic() < deadline:
+            self._check_open()
+            check()
+            self._news.wait(_POLL)
 
     def close(self) -> None:
         """Stop listening and close what nobody took. Takes a few seconds at most; more than once is fine."""
@@ -158,7 +177,8 @@ class Listener:
         self._news = threading.Condition()  # the parent's may have been locked
         self._selector.close()
         self._door.abandon()
-        for sock in (*self._arrived.values(), *self._connecting, self._wake_read, self._wake_write):
+        promised = [each.sock for each in list(self._promises)]
+        for sock in (*self._arrived.values(), *promised, *self._connecting, self._wake_read, self._wake_write):
             sock.close()
 
     def _check_open(self) -> None:
@@ -174,9 +194,10 @@ class Listener:
             with self._news:
                 self._closing = True
                 self._door.close()
-                for sock in self._arrived.values():
+                for sock in (*self._arrived.values(), *(each.sock for each in self._promises)):
                     sock.close()
                 self._arrived.clear()
+                self._promises.clear()
                 self._news.notify_all()
             self._selector.close()
             self._wake_read.close()
@@ -196,9 +217,30 @@ class Listener:
             except OSError as error:
                 log.debug("%s: %s", name, spell_error(error))
                 yields = True
-            older = sock if yields else self._arrived.pop(key, None)
             if not yields:
+                promise = _Promise(sock, key, hurried)
+                self._promises.add(promise)
+        if yields:
+            sock.close()
+        else:
+            self._selector.register(sock, selectors.EVENT_READ, lambda _: self._confirm(promise))
+
+    def _confirm(self, promise: _Promise) -> None:
+        """The connector of an admitted connection has answered, or given it up."""
+        sock, key, _ = promise
+        try:
+            confirmed = sock.recv(1) == CONFIRMED
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.debug("%s: %s", key, spell_error(error))
+            confirmed = False
+        self._selector.unregister(sock)
+        with self._news:
+            self._promises.discard(promise)
+            older = self._arrived.pop(key, None) if confirmed else sock
+            if confirmed:
                 self._arrived[key] = sock
-                self._news.notify_all()
+            self._news.notify_all()
         if older is not None:
             older.close()

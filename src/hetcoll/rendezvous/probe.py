@@ -1,12 +1,14 @@
-"""Finding the store: connects to all places where it may listen, all at once, until one greets as the right one.
+"""Finding the store: connects to all places where it may listen, all at once, until one proves to be the right one.
 
 What listens there instead is left alone: the store speaks first, so a foreign service sees a connection that opens,
-says nothing and closes. A place that refuses is tried again, because rank 0 may simply not be there yet.
+says nothing and closes. A place that refuses is tried again, because rank 0 may simply not be there yet. One that
+greets as the store and cannot prove the job's secret is passed over: anyone can repeat a greeting.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import selectors
 import socket
@@ -15,9 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import InitError
-from .auth import GREETING, HANDSHAKE_SECONDS, Service, greeting_context
+from ..errors import AuthenticationError, InitError
+from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, greeting_context
 from .sockets import is_itself, spell_address, spell_error, tune
+
+log = logging.getLogger("hetcoll.probe")
 
 _FIRST_RETRY, _LAST_RETRY = 0.02, 0.5  # seconds between attempts, doubling
 _FOREIGN_RETRY = 2.0  # where something else answered
@@ -25,10 +29,9 @@ _NOT_TRIED = "not tried"
 
 
 class Found(NamedTuple):
-    """A connected, non-blocking socket whose listener has sent `greeting`, which is of the right service."""
+    """A connected, non-blocking socket whose listener greeted with `context` and accepted our claim."""
 
     sock: socket.socket
-    greeting: bytes
     context: bytes
     address: tuple[str, int]
 
@@ -46,25 +49,35 @@ class _Place:
     deadline: float = 0.0
     connected: bool = False
     data: bytes = b""
+    context: bytes = b""
+    response: Response | None = None  # to its greeting
+    answers: int = 0  # how many attempts have ended
+    denied: str = ""  # why it did not pass for the store, which it greets as
 
 
 @dataclass(slots=True)
 class Search:
     """A search for the listener of `service` whose greeting's context `matches`, at `endpoints`.
 
-    The first `eager` ports of each host are tried at once, the rest a little later: most often they are not needed.
+    `respond` makes the claim out of a greeting and its context; the listener must accept it, and prove itself in turn.
+    `settled`: it listens at one of the endpoints already or never will, so a failed proof is final when all of them
+    have answered. Else the search goes on, for it may come up at another. The first `eager` ports of each host are
+    tried at once, the rest a little later: most often they are not needed.
     """
 
     service: Service
     matches: Callable[[bytes], bool]
     endpoints: Sequence[tuple[str, int]]
+    respond: Callable[[bytes, bytes], Response]
+    settled: bool = False
     eager: int = 4
     _places: dict[tuple[Any, ...], _Place] = field(default_factory=dict)
     _unresolved: dict[str, str] = field(default_factory=dict)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def run(self, deadline: float) -> Found:
-        """The first match. InitError at `deadline` says what each place answered."""
+        """The first that proves itself. InitError at `deadline` says what each place answered; AuthenticationError
+        where one of them failed the proof."""
         started, resolve_at = time.monotonic(), 0.0
         try:
             while time.monotonic() < deadline:
@@ -74,10 +87,18 @@ class Search:
                 found = self._step(min(deadline, resolve_at))
                 if found is not None:
                     return found
+                if self.settled and not self._unresolved and all(place.answers for place in self._places.values()):
+                    self._check_denied()
             waited = time.monotonic() - started
+            self._check_denied()
             raise InitError(f"the store of rank 0 was not found within {waited:.1f} s: {self._spell_outcomes()}")
         finally:
             self._close()
+
+    def _check_denied(self) -> None:
+        denied = [f"{spell_address(p.address)}: {p.denied}" for p in self._places.values() if p.denied]
+        if denied:
+            raise AuthenticationError(f"the store of rank 0 at {'; '.join(denied)}")
 
     def _resolve(self) -> None:
         """Look the hosts up. A name that is not known yet may become known: the search tries again."""
@@ -102,7 +123,7 @@ class Search:
         times = [until]
         for place in self._places.values():
             if place.sock is not None and now >= place.deadline:
-                self._retry(place, "it accepts but does not greet" if place.connected else "no answer", _FOREIGN_RETRY)
+                self._retry(place, self._spell_silence(place), _FOREIGN_RETRY)
             if place.sock is None and now >= place.due:
                 self._start(place)
             times.append(place.due if place.sock is None else place.deadline)
@@ -118,7 +139,7 @@ class Search:
         except OSError as error:
             self._retry(place, spell_error(error))
             return
-        place.sock, place.connected, place.data = sock, False, b""
+        place.sock, place.connected, place.data, place.response = sock, False, b"", None
         if place.outcome == _NOT_TRIED:
             place.outcome = "no answer"
         place.deadline = time.monotonic() + HANDSHAKE_SECONDS
@@ -144,23 +165,45 @@ class Search:
                 place.connected = True
                 self._selector.modify(sock, selectors.EVENT_READ, place)
                 return None
-            part = sock.recv(GREETING.size - len(place.data))
+            wanted = GREETING.size if place.response is None else VERDICT.size
+            part = sock.recv(wanted - len(place.data))
+            if not part:
+                self._retry(place, "it closed the connection")
+                return None
+            place.data += part
+            return self._judge(place, sock) if len(place.data) == wanted else None
         except BlockingIOError:
             return None
+        except AuthenticationError as error:
+            if not place.denied:
+                log.warning("%s greets as this job's store: %s", spell_address(place.address), error)
+            place.denied = str(error)
+            self._retry(place, place.denied, _FOREIGN_RETRY)
         except OSError as error:
             self._retry(place, spell_error(error))
-            return None
-        place.data += part
-        if part and len(place.data) < GREETING.size:
-            return None
-        context = greeting_context(place.data, self.service) if part else None
+        return None
+
+    def _judge(self, place: _Place, sock: socket.socket) -> Found | None:
+        """Go on after a whole greeting or verdict."""
+        data, place.data = place.data, b""
+        if place.response is not None:
+            place.response.check(data)
+            self._selector.unregister(sock)
+            place.sock, place.denied = None, ""
+            return Found(sock, place.context, (str(place.address[0]), int(place.address[1])))
+        context = greeting_context(data, self.service)
         if context is None or not self.matches(context):
-            what = "another job's store" if context else "something else" if part else "it closed the connection"
-            self._retry(place, what, _FOREIGN_RETRY if part else 0.0)
+            self._retry(place, "another job's store" if context else "something else", _FOREIGN_RETRY)
             return None
-        self._selector.unregister(sock)
-        place.sock = None
-        return Found(sock, place.data, context, (str(place.address[0]), int(place.address[1])))
+        place.context, place.response = context, self.respond(data, context)
+        sock.send(place.response.claim, socket.MSG_NOSIGNAL)
+        return None
+
+    @staticmethod
+    def _spell_silence(place: _Place) -> str:
+        if place.response is not None:
+            return "it greets as this job's store but does not answer"
+        return "it accepts but does not greet" if place.connected else "no answer"
 
     def _retry(self, place: _Place, outcome: str, pause: float = 0.0) -> None:
         if place.sock is not None:
@@ -168,6 +211,7 @@ class Search:
                 self._selector.unregister(place.sock)
             place.sock.close()
         place.sock, place.outcome = None, outcome
+        place.answers += 1
         place.due = time.monotonic() + (pause or place.pause)
         place.pause = min(2 * place.pause, _LAST_RETRY)
 
@@ -175,6 +219,7 @@ class Search:
         for place in self._places.values():
             if place.sock is not None:
                 place.sock.close()
+                place.sock = None
         self._selector.close()
 
     def _spell_outcomes(self) -> str:

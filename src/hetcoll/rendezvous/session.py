@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 
-from ..errors import HetcollError
-from .control import WORLD, ControlClient, Event, Handler
+from ..errors import HetcollError, InitError
+from .control import ControlClient, Event, Handler
 from .unique_id import UniqueId
+from .wire import WORLD
 
 
 class Session:
@@ -53,3 +55,14 @@ class Session:
                 self._early.get(group, []).append(event)
                 return None
         return handler(group, event)
+
+
+@contextlib.contextmanager
+def coming_together() -> Iterator[None]:
+    """What the system or the engine refuses while a job comes together is an InitError, with that as its cause."""
+    try:
+        yield
+    except HetcollError:  # some of which are OSErrors too
+        raise
+    except OSError as error:
+        raise InitError(f"the job did not come together on this rank: {error}") from error

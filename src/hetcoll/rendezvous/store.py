@@ -89,7 +89,7 @@ class StoreServer:
         self._idle = threading.Event()  # nobody is connected
         self._idle.set()
         self._job_id = context[:16]
-        self._groups = Groups()
+        self._groups = Groups(launched=any(context[16:]))
         self._connections: dict[int, Connection] = {}
         self._dirty: set[Connection] = set()  # have something queued since the last flush
         self._closing = False

@@ -16,6 +16,9 @@ from ..errors import CommunicationError
 HEADER = struct.Struct("<BBHIQ")
 MAX_BODY = 64 << 20
 MAX_ID = 256  # bytes of a group's name, a tag or a key
+WORLD = b"world"
+"""The name of a job's first group."""
+
 U32 = struct.Struct("<I")
 F64 = struct.Struct("<d")
 

@@ -164,8 +164,9 @@ class _Job:
         """Start the watchdog and the ranks; a code where the command cannot be started."""
         script = [sys.executable, "-I", "-S", watchdog.__file__, self._name]
         self._watchdog = subprocess.Popen(
-            script, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
+            script, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            bufsize=0,  # a word that it no longer reads is not tried again when its stdin is closed
+        )  # fmt: skip
         common = self._environment()
         try:
             for number in range(self._nproc):
@@ -221,7 +222,6 @@ class _Job:
         assert self._watchdog.stdin is not None
         try:
             self._watchdog.stdin.write(word)
-            self._watchdog.stdin.flush()
         except BrokenPipeError:
             self._printer.say(
                 2, b"hetcoll run: the watchdog was killed: nothing ends the ranks if the launcher is too\n"

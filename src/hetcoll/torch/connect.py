@@ -19,9 +19,9 @@ from ..config.env import Config, configuration
 from ..config.process import configure
 from ..errors import InitError
 from ..rendezvous.bootstrap import get_unique_id
-from ..rendezvous.control import WORLD
 from ..rendezvous.session import Session
 from ..rendezvous.unique_id import UniqueId
+from ..rendezvous.wire import WORLD
 from ..types import Format
 
 _NAME_BYTES = 16
