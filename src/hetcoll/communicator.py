@@ -282,7 +282,7 @@ class Communicator(Messages, Regrouping):
         Messages between two ranks arrive in order. A send may or may not wait for its receive: ranks that send to each
         other first must use `group` or ``async_op=True``.
         """
-        plain = not async_op and timeout is None and stream is None and self._batch is None
+        plain = not async_op and timeout is None and stream is None and not self._batches
         if plain and (done := self._call(SEND, buf, None, _SUM, peer)) is not None:
             return done
         return self._message(SEND, buf, peer, async_op, timeout, stream)
@@ -297,7 +297,7 @@ class Communicator(Messages, Regrouping):
         timeout: float | None = None,
     ) -> Work:
         """Receive `buf` from `peer`, which calls `send` with as many elements."""
-        plain = not async_op and timeout is None and stream is None and self._batch is None
+        plain = not async_op and timeout is None and stream is None and not self._batches
         if plain and (done := self._call(RECV, buf, None, _SUM, peer)) is not None:
             return done
         return self._message(RECV, buf, peer, async_op, timeout, stream)

@@ -143,7 +143,8 @@ class Core:
         if buffer is not None and not call.label:
             self._paths.check_place(buffer)
             if buffer.device != "cpu":
-                return self._on_gpu(buffer, stream).launch(call, stream, async_op)
+                with self._paths.turn:
+                    return self._on_gpu(buffer, stream).launch(call, stream, async_op)
             among = self._paths.on_host()
         finish = None
         if among is not None:
@@ -155,14 +156,16 @@ class Core:
             shape = self._prepare(lambda check: plans.shape(call, seconds, check), seconds)
             if among is not None:
                 among.note(call)
-            witness.preparing = None
+            if witness.preparing == thread:
+                witness.preparing = None
             send = 0 if call.send is None else call.send.ptr
             recv = 0 if call.recv is None else call.recv.ptr
             residual = self._compression.residual(call, shape, float32_zeros) if call.compress else None
             buffers = (call.send, call.recv)
             return finished(self._run(shape, send, recv, async_op, seconds, buffers, residual=residual), finish)
         finally:
-            witness.preparing = None
+            if witness.preparing == thread:
+                witness.preparing = None
             witness.calls.pop(thread, None)
 
     def _on_gpu(self, buffer: Buffer, stream: object) -> GpuPath:

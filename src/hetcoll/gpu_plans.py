@@ -6,6 +6,7 @@ order is one that no number of hardware queues can turn into a deadlock (`order`
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise, zip_longest
@@ -52,16 +53,23 @@ S = TypeVar("S", covariant=True)
 
 
 class Kept(OrderedDict[tuple[object, ...], T]):
-    """The values made last, by key."""
+    """The values made last, by key. Two threads may make one value twice; the last one stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
 
     def get_or(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
-        found = super().get(key)
-        if found is None:
-            found = self[key] = make()
+        with self._lock:
+            found = super().get(key)
+            if found is not None:
+                self.move_to_end(key)
+                return found
+        found = make()
+        with self._lock:
+            self[key] = found
             if len(self) > _KEEP:
                 self.popitem(last=False)
-        else:
-            self.move_to_end(key)
         return found
 
 

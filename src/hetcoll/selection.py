@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
@@ -76,6 +77,7 @@ class Selection:
         self._plans: dict[tuple[object, ...], int] = {}
         self._shapes: OrderedDict[tuple[object, ...], _native.Shape] = OrderedDict()
         self._described: OrderedDict[int, Called] = OrderedDict()
+        self._lock = threading.Lock()  # of the order of the two before; threads may bind one shape twice
 
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """The bound plan of a call; connects what it needs within `timeout` seconds on the first use."""
@@ -91,9 +93,8 @@ class Selection:
             call.label,
             call.compress,
         )
-        shape = self._shapes.get(key)
+        shape = self._kept(key)
         if shape is not None:
-            self._shapes.move_to_end(key)
             return shape
         name = self._choose(call)
         scale = call.op is ReduceOp.AVG
@@ -124,9 +125,8 @@ class Selection:
     ) -> _native.Shape:
         """The bound plan of a message to `dest`, one from `source`, or both at once; of one type."""
         key = message_key(send, dest, recv, source)
-        shape = self._shapes.get(key)
+        shape = self._kept(key)
         if shape is not None:
-            self._shapes.move_to_end(key)
             return shape
         peers = ((dest,) if send else (), (source,) if recv else ())
         number = self._plan((Collective.P2P, *peers), timeout, check)
@@ -251,16 +251,26 @@ class Selection:
         raise AssertionError(key)
 
     def _keep(self, key: tuple[object, ...], shape: _native.Shape, what: str) -> None:
-        self._shapes[key] = shape
         self.note_shape(shape.id, what)
-        if len(self._shapes) > _KEEP:
-            self._shapes.popitem(last=False)
+        with self._lock:
+            self._shapes[key] = shape
+            if len(self._shapes) > _KEEP:
+                self._shapes.popitem(last=False)
+
+    def _kept(self, key: tuple[object, ...]) -> _native.Shape | None:
+        with self._lock:
+            shape = self._shapes.get(key)
+            if shape is not None:
+                self._shapes.move_to_end(key)
+            return shape
 
     def note_shape(self, number: int, what: str) -> None:
         """`describe` is to know this shape."""
-        self._described[number] = Called(what, call_site(), exactly=False)
-        if len(self._described) > 2 * _KEEP:
-            self._described.popitem(last=False)
+        called = Called(what, call_site(), exactly=False)
+        with self._lock:
+            self._described[number] = called
+            if len(self._described) > 2 * _KEEP:
+                self._described.popitem(last=False)
 
     def _paths(self, peers: Collection[int]) -> tuple[str, tuple[str, ...]]:
         return self._wiring.transports(peers), self._wiring.paths(peers)

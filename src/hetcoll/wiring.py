@@ -23,6 +23,7 @@ from . import _native
 from .env import SHM_READ, SHM_STORES, Config
 from .errors import ArgumentError, InitError
 from .gpu_facts import Facts, check_digests, decode, encode, visible
+from .making import Making
 from .rendezvous.control import ControlClient
 from .rendezvous.descriptors import host_identity, new_name, receive_fd, share_fd
 from .rendezvous.edges import Address, EdgeKey, Request, pack_addresses, unpack_addresses
@@ -127,6 +128,7 @@ class Wiring:
             raise ArgumentError(f"HETCOLL_FAULT: {error}") from None
         if config.fault is not None:
             log.info("rank %d: links misbehave on purpose: HETCOLL_FAULT=%s", rank, config.fault)
+        self._making = Making[tuple[int, int]](lambda edge: self.engine.linked(*edge))
         self.offer: Offer | None = None
         gpus = [decode(intro.gpus) for intro in intros]
         self._gpus = [gpu.bus for gpu in gpus[rank]]
@@ -258,12 +260,32 @@ class Wiring:
 
     def ensure(self, edges: Iterable[tuple[int, int]], timeout: float, check: Check) -> None:
         """Links for these (peer, channel) pairs. Both ends must ask; `check` may raise to end the wait."""
-        missing = {(p, c): self.stripes or 1 for p, c in edges if not self.engine.linked(p, c)}
-        for (p, c), fds in self.sockets(missing, timeout, check).items():
-            if self.topology.transport(self.rank, p) == "verbs":
-                self.attach_verbs(p, c, fds, self.topology)
-            else:
-                self.engine.attach_tcp(p, c, fds)
+
+        def make(missing: list[tuple[int, int]], left: float) -> None:
+            for (p, c), fds in self.sockets(dict.fromkeys(missing, self.stripes or 1), left, check).items():
+                if self.topology.transport(self.rank, p) == "verbs":
+                    self.attach_verbs(p, c, fds, self.topology)
+                else:
+                    self.engine.attach_tcp(p, c, fds)
+
+        self.attach(edges, make, timeout, check)
+
+    def attach(
+        self,
+        edges: Iterable[tuple[int, int]],
+        make: Callable[[list[tuple[int, int]], float], None],
+        timeout: float,
+        check: Check,
+    ) -> None:
+        """Have `make` attach those of these (peer, channel) pairs that the engine has no link for, in at most so many
+        seconds, which are its second argument. Of several threads that need a link one makes it."""
+        wanted, deadline = list(edges), time.monotonic() + timeout
+        while True:
+            with self._making.missing(wanted) as missing:
+                if missing:
+                    make(missing, deadline - time.monotonic())
+            if self._making.wait(wanted, deadline, lambda: check({p for p, _ in wanted})) or self.engine.failed:
+                return
 
     def sockets(
         self, edges: Mapping[tuple[int, int], int], timeout: float, check: Check
