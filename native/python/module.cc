@@ -203,6 +203,7 @@ NB_MODULE(_native, m) {
                       const std::string& text) { e.engine().Halt(static_cast<FaultKind>(kind), peer, text); })
       .def_prop_ro("failed", [](PyEngine& e) { return e.engine().failed(); })
       .def_prop_ro("forked", [](PyEngine& e) { return e.engine().forked(); })
+      .def("abandon", [](PyEngine& e) { e.engine().Abandon(); })
       .def_prop_ro("failure",
                    [](PyEngine& e) {
                      const Failure f = e.engine().failure();

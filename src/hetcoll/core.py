@@ -121,6 +121,7 @@ class Core:
     @property
     def error(self) -> CommunicationError | None:
         """What the communicator has failed with, or None. Never blocks, and never changes once it is there."""
+        self._check_parent()
         return self._failure()
 
     # Running calls.
@@ -253,6 +254,7 @@ class Core:
                 vigil.look()
                 status = self._engine.wait(ticket, min(left, vigil.seconds()))
             if status is _native.Status.FAILED:
+                self._check_parent()
                 raise self._diagnosis.error()
         except HetcollError:
             raise
@@ -271,6 +273,7 @@ class Core:
         self._finish(status, self._engine.pending, seconds, min(PATIENCE, seconds))
 
     def _wait(self, ticket: _native.Ticket, timeout: float | None) -> None:
+        self._check_parent()
         seconds = self._seconds(timeout)
         first = min(seconds, PATIENCE)
         self._finish(self._engine.wait(ticket, first), ticket, seconds, first)
@@ -337,6 +340,7 @@ class Core:
         """Forget what compression has lost so far of each buffer, which later calls would add: for new data in the
         memory of old, such as another model's gradients. Local; gives the memory back.
         """
+        self._check_parent()
         self._compression.forget()
 
     # Ending and failing.
@@ -348,9 +352,13 @@ class Core:
             raise ArgumentError(f"timeout: wanted seconds above 0, got {timeout!r}")
         return float(timeout)
 
-    def _check_usable(self) -> None:
+    def _check_parent(self) -> None:
+        """ClosedError in a forked child: the links are its parent's."""
         if self._engine.forked:
             raise ClosedError("this communicator belongs to the parent of this forked process")
+
+    def _check_usable(self) -> None:
+        self._check_parent()
         if self._closed:
             raise ClosedError("this communicator was closed")
         self._check_failed()
@@ -406,6 +414,7 @@ class Core:
     def abandon(self) -> None:
         """In a forked child: nothing of the parent's may be touched."""
         self._closed, self._call = True, _refuse
+        self._engine.abandon()
 
     def __enter__(self) -> Self:
         return self

@@ -26,7 +26,7 @@ from .devices.array import clear
 from .devices.base import URGENT
 from .devices.signals import signal_kernels
 from .diagnosis import Diagnosis, Kind
-from .errors import ArgumentError, BufferTypeError, DeviceError, spell_ranks
+from .errors import ArgumentError, BufferTypeError, ClosedError, DeviceError, spell_ranks
 from .gpu_direct import why_not_direct
 from .gpu_edges import GpuEdges, Prepare
 from .gpu_graphs import GpuGraphs
@@ -321,6 +321,8 @@ class GpuPath:
 
     def _settled(self) -> bool:
         """Whether nothing is under way. A device that has failed ends the communicator, and does nothing more."""
+        if self._engine.forked:
+            raise ClosedError("this communicator belongs to the parent of this forked process")
         try:
             return self._queue.idle() and (self._float8 is None or self._float8.done)
         except (_native.Fault, DeviceError) as error:
