@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
@@ -45,10 +46,11 @@ _MEETING_BYTES = 1024
 class Core:
     """See `hetcoll.Communicator`."""
 
+    _closed = True  # until there is something to close
+
     def __init__(self, session: Session, group: bytes, rank: int, size: int, config: Config, timeout: float) -> None:
         self._session, self._group, self._config = session, group, config
         self._rank, self._size = rank, size
-        self._closed = False
         self._pending: list[Work] = []  # keeps the memory of asynchronous calls alive
         self._pending_lock = threading.Lock()
         self._prune_at = 16
@@ -84,8 +86,9 @@ class Core:
         if config.check:
             from .crosscheck import CrossCheck  # few jobs need it, and imports count
 
-            self._cross = CrossCheck(rank, self._meet, self._diagnosis)
-        lifetime.watch(self)
+            self._cross = CrossCheck(rank, _weakly(self._meet), self._diagnosis)
+        self._closed = False
+        lifetime.watch(self, weakly=True)
         log.info("rank %d of %d: %s", rank, size, self._wiring.topology)
 
     @property
@@ -390,10 +393,21 @@ class Core:
         """Give everything back: links, threads, shared memory. Does not wait for other ranks. More than once is fine.
 
         Operations still in flight here fail with `AbortedError`; ranks that need this one get a `PeerLostError`.
+        A communicator whose last reference goes is closed soon after, with a ResourceWarning. A `Work` refers to its
+        communicator until it was waited for.
         """
+        if not self._closed:
+            self._closed = True
+            self._give_back()
+
+    def __del__(self) -> None:
         if self._closed:
             return
         self._closed = True
+        lifetime.drop(self._give_back)
+        warnings.warn(f"<{self._name()}> was not closed", ResourceWarning, source=self, stacklevel=2)
+
+    def _give_back(self) -> None:
         lifetime.forget(self)
         self._call = _refuse
         if self._engine.forked:
@@ -442,8 +456,10 @@ class Core:
             log.warning("%s", text)
 
     def __repr__(self) -> str:
-        state = " closed" if self._closed else ""
-        return f"<hetcoll.{type(self).__name__} rank {self._rank} of {self._size}{state}>"
+        return f"<{self._name()}{' closed' if self._closed else ''}>"
+
+    def _name(self) -> str:
+        return f"hetcoll.{type(self).__name__} rank {self._rank} of {self._size}"
 
 
 def _weakly(method: Callable[P, T]) -> Callable[P, T]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import index
 from typing import Any
 
-from . import _native, variables
+from . import _native, lifetime, variables
 from .communicator import Communicator
 from .compression import parse_format
 from .env import DEVICES, Config, configuration, environment
@@ -19,7 +20,7 @@ from .rendezvous.control import WORLD
 from .rendezvous.session import Session
 from .rendezvous.unique_id import UniqueId
 
-_world: Communicator | None = None
+_world: weakref.ref[Communicator] | None = None
 
 
 def init(
@@ -47,7 +48,8 @@ def init(
     on all ranks. Default: HETCOLL_COMPRESS, else ``"none"``.
     """
     global _world
-    if _world is not None and not _world.closed:
+    world = None if _world is None else _world()
+    if world is not None and not world.closed:
         raise InitError("hetcoll.init() was called already and its communicator is open; use comm.split(0) for another")
     env = environment()
     config = _with_device(_with_islands(env.config, islands), device)
@@ -58,8 +60,9 @@ def init(
     start = time.monotonic()
     unique_id = bootstrap(env.launch, env.config)
     left = seconds - (time.monotonic() - start)
-    _world = _enter(unique_id, env.launch.rank, env.launch.size, config, left)
-    return _world
+    world = _enter(unique_id, env.launch.rank, env.launch.size, config, left)
+    _world = weakref.ref(world)
+    return world
 
 
 def join(size: int, rank: int, unique_id: UniqueId | str | bytes, timeout: float | None = None) -> Communicator:
@@ -119,6 +122,7 @@ def configure(config: Config) -> None:
 
 def _enter(unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> Communicator:
     deadline = time.monotonic() + timeout
+    lifetime.await_drops()  # this rank may have been in the same job until then
     session = Session(unique_id, rank, size, timeout)
     try:
         return Communicator(session, WORLD, rank, size, config, deadline - time.monotonic())

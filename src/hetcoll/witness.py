@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -40,7 +41,8 @@ class Witness:
     """
 
     def __init__(self, comm: object, engine: _native.Engine, describe: Callable[[int], Called | None]) -> None:
-        self._comm, self._engine, self._describe = comm, engine, describe
+        self._comm = weakref.ref(comm)  # news of the job, which ask us, must not keep it alive
+        self._engine, self._describe = engine, describe
         self.calls: dict[int, str] = {}
         self.preparing: int | None = None
         self.looks = 0  # of calls that wait for links to be made, at what they wait for
@@ -78,6 +80,9 @@ class Witness:
 
     def inside(self, thread: int | None = None) -> Called | None:
         """The call of the communicator that this thread of the program is in; without one, that any thread is in."""
+        comm = self._comm()
+        if comm is None:
+            return None
         for number, frame in sys._current_frames().items():
             if thread not in (None, number):
                 continue
@@ -86,9 +91,9 @@ class Witness:
             while inner is not None:
                 if inner.f_code.co_filename in _CALLS:
                     owner = inner.f_locals.get("self")
-                    if isinstance(owner, Work) and owner._comm is self._comm:
+                    if isinstance(owner, Work) and owner._comm is comm:
                         outermost, what = inner, owner._what
-                    elif owner is self._comm:
+                    elif owner is comm:
                         outermost = inner
                 inner = inner.f_back
             if outermost is not None:

@@ -71,7 +71,7 @@ class Work:
         return comm._failure()
 
     def _release(self) -> None:
-        self._ticket = self._keep = None
+        self._comm = self._ticket = self._keep = None
 
     def __repr__(self) -> str:
         return f"<hetcoll.Work {self._what or 'done'}{'' if self.done else ' in flight'}>"
