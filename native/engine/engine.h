@@ -76,7 +76,8 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // Links. `local_ranks` are the ranks of this host in the segment's order.
-  void AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks, const ShmOptions& options);
+  void AttachShm(int fd, std::size_t ring_bytes, std::size_t most_heap, std::span<const int> local_ranks,
+                 const ShmOptions& options);
   void AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int> local_ranks);
   void AttachTcp(int peer, int channel, std::span<const int> fds);
   // A port that verbs links may use; its number. `api` stands for the system's libibverbs in tests.

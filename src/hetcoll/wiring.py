@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import resource
 import socket
 import time
 from collections import defaultdict
@@ -45,6 +46,7 @@ PATIENCE = 2.0
 """Seconds after which a stuck call asks what the other ranks do."""
 
 
+_UNLIMITED = (1 << 64) - 1  # native/transport/shm.cc says how much it takes then
 _AGREED = (
     *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check"),
     *("ib_bytes", "ib_retry_cnt", "ib_sl", "ib_tc", "ib_timeout"),
@@ -68,6 +70,7 @@ class _Introduction:
     gpus: list[dict[str, Any]]  # that it may use: `gpu_facts.Gpu`
     no_gpu: str
     claims: bool
+    room: int | None  # what is left of its address space
 
 
 def ring_bytes(local_size: int, configured: int | None) -> int:
@@ -86,6 +89,21 @@ def rail_bytes(size: int, configured: int | None) -> int:
     if configured is not None:
         return min(256 << 20, max(64 << 10, 1 << (configured.bit_length() - 1)))
     return int(min(1 << 20, max(64 << 10, (16 << 20) >> (size - 1).bit_length())))
+
+
+def address_space_left() -> int | None:
+    """Bytes that this process may still map; None where they are not limited (``ulimit -v``)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    with open("/proc/self/statm") as file:
+        return max(0, limit - int(file.read().split()[0]) * resource.getpagesize())
+
+
+def most_heap(rooms: Iterable[int | None]) -> int:
+    """Address space for what the ranks of a host lend each other, of which so much is `rooms`: a quarter of the least,
+    since each communicator takes its own, and the program needs some, too."""
+    return min((room // 4 for room in rooms if room is not None), default=_UNLIMITED)
 
 
 class Wiring:
@@ -134,7 +152,7 @@ class Wiring:
         self._gpus = [gpu.bus for gpu in gpus[rank]]
         try:
             if config.transport in ("auto", "shm") and len(self.locals) > 1:
-                self._attach_shm(intros[self.locals[0]].doorbell)
+                self._attach_shm(intros[self.locals[0]].doorbell, most_heap(intros[r].room for r in self.locals))
             apart = config.transport in ("tcp", "verbs") or len(self.topology.hosts) > 1
             if size > 1 and (apart or config.cross == "staged"):
                 self._listen()
@@ -170,6 +188,7 @@ class Wiring:
             encode(gpus),
             no_gpu,
             _native.claims_slots(SHM_STORES.index(c.shm_stores)),
+            address_space_left(),
         )
         blobs = self._control.exchange(self.group, b"introduce", json.dumps(asdict(mine)).encode(), self._left())
         intros = [_Introduction(**json.loads(blob)) for blob in blobs]
@@ -182,7 +201,7 @@ class Wiring:
                 )
         return intros
 
-    def _attach_shm(self, name: str) -> None:
+    def _attach_shm(self, name: str, heap: int) -> None:
         ring = ring_bytes(len(self.locals), self._config.shm_bytes)
         secret = self._control.unique_id.secret
 
@@ -196,10 +215,10 @@ class Wiring:
             fd = receive_fd(name, self.rank, secret, self._left(), self.locals[0], check)
         try:
             if self.rank == self.locals[0]:
-                os.ftruncate(fd, _native.shm_bytes(len(self.locals), ring))
+                os.ftruncate(fd, _native.shm_bytes(len(self.locals), ring, heap))
                 share_fd(name, fd, self.locals[1:], secret, self._left(), check)
             stores, reads = SHM_STORES.index(self._config.shm_stores), SHM_READ.index(self._config.shm_read)
-            self.engine.attach_shm(fd, ring, self.locals, stores, reads)
+            self.engine.attach_shm(fd, ring, heap, self.locals, stores, reads)
         finally:
             os.close(fd)
 
