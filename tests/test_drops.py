@@ -119,9 +119,7 @@ def drop_the_job(job: Job) -> tuple[str, str]:
 
 def test_a_job_that_is_dropped(launch: Launch) -> None:
     said = launch(2, join=False).run(drop_the_job)
-    assert said == [
-        (f"<hetcoll.Communicator rank {rank} of 2> was not closed", "ResourceWarning") for rank in range(2)
-    ]
+    assert said == [(f"<hetcoll.Communicator rank {rank} of 2> was not closed", "ResourceWarning") for rank in range(2)]
 
 
 INIT_TWICE = """

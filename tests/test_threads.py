@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +49,7 @@ def first_allreduces(comm: hetcoll.Communicator, threads: int) -> list[list[floa
         part = comm.split(0)
         assert part is not None
         arrays = [np.full(1000, comm.rank + 1.0) for _ in range(threads)]
-        together(*(lambda x=x: part.allreduce(x) for x in arrays))  # type: ignore[misc]
+        together(*(functools.partial(part.allreduce, x) for x in arrays))
         found.append([float(x.min()) for x in arrays] + [float(x.max()) for x in arrays])
         comm.barrier()
         part.close()
@@ -64,24 +65,28 @@ def test_threads_that_begin_with_the_same_call(launch: Launch, transport: str, t
 
 def first_messages(comm: hetcoll.Communicator) -> int:
     """One thread sends and another receives, to and from every other rank, each rank in another order."""
+    me, size = comm.rank, comm.size
+    others = [(me + step) % size for step in range(1, size)]
+
+    def meet(part: hetcoll.Communicator, turn: int) -> int:
+        got = {peer: np.zeros(3000) for peer in others}
+
+        def send() -> None:
+            for peer in others:
+                part.send(np.full(3000, 100.0 * turn + me), peer)
+
+        def receive() -> None:
+            for peer in reversed(others):
+                part.recv(got[peer], peer)
+
+        together(send, receive, part.barrier)
+        return sum(not (x == 100.0 * turn + peer).all() for peer, x in got.items())
+
     wrong = 0
     for turn in range(4):
         part = comm.split(0)
         assert part is not None
-        me, size = comm.rank, comm.size
-        others = [(me + step) % size for step in range(1, size)]
-        got = {peer: np.zeros(3000) for peer in others}
-
-        def send(part: Any = part, turn: int = turn, others: list[int] = others) -> None:
-            for peer in others:
-                part.send(np.full(3000, 100.0 * turn + me), peer)
-
-        def receive(part: Any = part, got: dict[int, Any] = got, others: list[int] = others) -> None:
-            for peer in reversed(others):
-                part.recv(got[peer], peer)
-
-        together(send, receive, lambda part=part: part.barrier())  # type: ignore[misc]
-        wrong += sum(not (x == 100.0 * turn + peer).all() for peer, x in got.items())
+        wrong += meet(part, turn)
         comm.barrier()
         part.close()
     return wrong
@@ -136,7 +141,7 @@ def collectives_in_order(comm: hetcoll.Communicator, times: int) -> int:
             work.wait()
             wrong[0] += not (x == comm.size * (comm.size - 1) / 2 + comm.size * i).all()
 
-    together(*(lambda mine=mine: run(mine) for mine in range(3)))  # type: ignore[misc]
+    together(*(functools.partial(run, mine) for mine in range(3)))
     return wrong[0]
 
 
@@ -164,9 +169,12 @@ def collectives_in_another_order(comm: hetcoll.Communicator) -> str:
         if comm.rank != 0:
             begun.set()
 
-    with pytest.raises(hetcoll.CollectiveMismatchError) as caught:
+    def both() -> None:
         together(reduce, exchange)  # the one that is begun later may hear of it at once
         comm.barrier()
+
+    with pytest.raises(hetcoll.CollectiveMismatchError) as caught:
+        both()
     return str(caught.value)
 
 

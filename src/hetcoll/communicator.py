@@ -38,6 +38,10 @@ class Communicator(Messages, Regrouping):
     rank. `sendbuf` is never written unless it is also where the result goes. Results are bitwise the same on all ranks.
     `timeout` is in seconds (default: HETCOLL_TIMEOUT, 300). Errors after a call has begun are `CommunicationError`s and
     leave the communicator fit only for `close` and `shrink`. `stream` is ignored for host buffers.
+
+    Any thread may use a communicator, several at once as well. Collectives run one after another in the order in which
+    they were begun here: where several threads begin them it is for the program to see to the same order on all ranks,
+    as with ``async_op=True`` under a lock. So with messages of several threads to one rank, or from one.
     """
 
     @classmethod
