@@ -85,7 +85,6 @@ def drop_in_every_state(comm: hetcoll.Communicator) -> list[str]:
         failed.abort("on purpose")
     with pytest.raises(hetcoll.AbortedError):
         failed.barrier()
-        failed.barrier()
     del failed
     ring = [comm.split(0)]
     ring.append(ring)  # type: ignore[arg-type]
