@@ -18,7 +18,6 @@ from .errors import InitError, PeerLostError
 from .topology import restrict
 from .types import Format
 
-
 _ROUNDS = 4  # times the timeout of `shrink`: after so long it tries no more
 
 
@@ -51,8 +50,9 @@ class Regrouping(Core):
         Every rank that goes on calls it; it returns when all ranks of this communicator have called it or are gone.
         Ranks that do not call it within `timeout` seconds (default: HETCOLL_INIT_TIMEOUT) are left out, and when they
         call it later they get an `InitError`. So are those that have called it and then do not answer for half as long:
-        the others agree anew, for which they wait half as long again. The new communicator has memory, connections and signatures of its own,
-        so nothing that is still under way from before can reach it. This one is afterwards good for `close` only.
+        the others agree anew, for which they wait half as long again. The new communicator has memory, connections and
+        signatures of its own, so nothing that is still under way from before can reach it. This one is afterwards good
+        for `close` only.
 
         Raises PeerLostError where the process that hosts the job's store is gone, most often rank 0's: there is nobody
         left to decide.
