@@ -401,7 +401,7 @@ def _answer(pipe: Connection, outcome: Outcome, call: Callable[[], Any]) -> None
 def _leave(job: Job, before: Resources | None) -> None:
     """Close all communicators and look whether anything stayed."""
     job.comm = None
-    for resource, _ in reversed(list(lifetime._open.values())):
+    for resource, _ in lifetime.opened():
         if isinstance(resource, hetcoll.Communicator):
             resource.close()
             del resource

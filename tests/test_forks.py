@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -126,3 +129,105 @@ def fork_with_new_job(comm: hetcoll.Communicator) -> tuple[int, float]:
 
 def test_a_forked_child_may_start_a_job_of_its_own(launch: Launch) -> None:
     assert launch(2).run(fork_with_new_job) == [(0, 3.0)] * 2
+
+
+def refuse_everything(comm: hetcoll.Communicator) -> tuple[int, bool]:
+    """The child may not wait for what its parent has in flight, nor ask for it, begin or end anything; the parent gets
+    the right data. Rank 1 begins its half only when the child has ended."""
+    x, y = np.full(200_000, comm.rank + 1.0), np.zeros(200_000)
+    status = 0
+    if comm.rank == 1:
+        comm._session.control.get(b"the child has ended", 20)
+    works = [comm.allreduce(x, async_op=True)]
+    if comm.rank == 1:
+        works.append(comm.send(np.full_like(x, 5.0), 0, async_op=True))
+    else:
+        works.append(comm.recv(y, 1, async_op=True))
+        lease = comm.register(x)
+        group = comm.group()
+        with group:
+
+            def child() -> int:
+                signal.alarm(8)  # a call that hangs
+                calls = [lambda each=each: each.wait() for each in works]
+                calls += [lambda each=each: each.done for each in works]
+                calls += [lambda each=each: each.wait_stream() for each in works]
+                calls += [
+                    lambda: group.__exit__(None),
+                    lambda: comm.group().__enter__(),
+                    lambda: comm.allreduce(x, async_op=True),
+                    lambda: comm.send(x, 1),
+                    lambda: comm.send(x, 1, async_op=True),
+                    lambda: comm.sendrecv(x, 1, y, 1),
+                    lambda: comm.empty(4),
+                    lambda: comm.register(x),
+                    lambda: comm.counters(),
+                    lambda: comm.explain("allreduce", 4),
+                    lambda: comm.shrink(),
+                    lambda: comm.ask("anything", 1.0),
+                    lambda: comm.reset_feedback(),
+                    lambda: comm.error,
+                ]
+                wrong = sum(1 << i for i, call in enumerate(calls) if not refused(call))
+                print("not refused: ", bin(wrong), flush=True)
+                for quiet in (lease.close, comm.abort, comm.close, lambda: comm.__exit__(None, None, None)):
+                    quiet()
+                works.clear()
+                gc.collect()
+                return 1 if wrong else 0
+
+            status = fork(child)
+        comm._session.control.put(b"the child has ended", b"")
+    for each in works:
+        each.wait()
+    return status, bool((x == 3.0).all() and (y == (5.0 if comm.rank == 0 else 0.0)).all())
+
+
+@LINKS
+def test_a_forked_child_is_refused_everything_about_calls_in_flight(launch: Launch, transport: str) -> None:
+    assert launch(2, HETCOLL_TRANSPORT=transport).run(refuse_everything) == [(0, True)] * 2
+
+
+def drop_in_the_child(comm: hetcoll.Communicator) -> tuple[int, bool, bool]:
+    """The child's copies of arrays die there: the memory is the parent's, also what it is given next."""
+    lent = comm.empty(1 << 20)
+    held = [lent]
+    lent[:] = 7.0
+
+    def child() -> int:
+        nonlocal lent
+        held.clear()
+        lent = np.empty(0)
+        gc.collect()
+        return 0
+
+    status = fork(child)
+    intact = bool((lent == 7.0).all())
+    comm.allreduce(lent)
+    return status, intact, bool((lent == 14.0).all())
+
+
+def test_arrays_that_die_in_a_forked_child(launch: Launch) -> None:
+    assert launch(2, HETCOLL_TRANSPORT="shm").run(drop_in_the_child) == [(0, True, True)] * 2
+
+
+def sockets() -> set[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that listed them
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return {name for name in found if name.startswith("socket:")}
+
+
+def count_in_the_child(comm: hetcoll.Communicator) -> tuple[bool, int]:
+    before = sockets()
+    part = comm.split(0)
+    assert part is not None
+    add(part)
+    own = sockets() - before
+    return len(own) > 1, fork(lambda: len(own & sockets()))
+
+
+@LINKS
+def test_a_forked_child_closes_its_copies_of_sockets(launch: Launch, transport: str) -> None:
+    assert launch(2, HETCOLL_TRANSPORT=transport).run(count_in_the_child)[0][1] == 0

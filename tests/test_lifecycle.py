@@ -125,7 +125,7 @@ print(*sorted(name for name in set(sys.modules) - before if not name.startswith(
 
 STANDARD = {
     "array", "atexit", "base64", "binascii", "copy", "dataclasses", "errno", "fcntl", "hashlib", "hmac", "ipaddress",
-    "json", "logging", "select", "selectors", "socket", "string", "threading", "traceback", "zlib",
+    "json", "logging", "resource", "select", "selectors", "socket", "string", "threading", "traceback", "zlib",
 }  # fmt: skip
 """What the library needs of Python's own, beside what NumPy loads."""
 

@@ -101,7 +101,8 @@ others = comm.split(min(comm.rank, 1))
 comm.barrier()
 if comm.rank > 0:
     time.sleep(1.5)
-    others.split(0).barrier()
+    last = others.split(0)
+    last.barrier()
 {}
 """
 

@@ -186,6 +186,36 @@ def test_a_stopped_rank_is_left_out(launch: Launch, transport: str, tmp_path: Pa
     assert all("rank 2 did not answer" in text for _, text in found), found
 
 
+def stop_inside(comm: hetcoll.Communicator, silent: int, done: Path) -> tuple[int, str]:
+    """A rank is stopped after it has come to the roll call: the others go on without it."""
+    comm.barrier()
+    if comm.rank == silent:
+        introduce = wiring.Wiring._introduce
+
+        def stop(self: wiring.Wiring) -> Any:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return introduce(self)
+
+        wiring.Wiring._introduce = stop  # type: ignore[method-assign]
+        with pytest.raises(hetcoll.InitError) as caught:
+            comm.shrink(timeout=4.0)
+        return 0, str(caught.value)
+    rest = comm.shrink(timeout=4.0)
+    works(rest)
+    done.touch()
+    return rest.size, ""
+
+
+def test_a_rank_that_is_stopped_inside_is_left_out(launch: Launch, tmp_path: Path) -> None:
+    ranks = launch(3)
+    ranks.start(stop_inside, 2, tmp_path / "done")
+    wait_until((tmp_path / "done").exists, 25)
+    ranks.signal(2, signal.SIGCONT)
+    found = survivors(ranks)
+    assert [size for size, _ in found] == [2, 2, 0]
+    assert "rank 2 did not come to shrink() in time" in found[2][1]
+
+
 def shrink_at_leisure(comm: hetcoll.Communicator) -> list[str]:
     """Without a failure; what the old one is good for; what a split one does."""
     rest = comm.shrink()

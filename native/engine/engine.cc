@@ -1,6 +1,5 @@
 #include "engine/engine.h"
 
-#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -17,14 +16,6 @@ constexpr int kPreparedRanks = 64;        // of a host; among more, links are ma
 constexpr double kPromptSeconds = 20e-6;  // how long a call may keep the interpreter's lock while it waits
 constexpr double kDrainSeconds = 2;       // how long closing waits for peers' NICs to have what was sent
 
-std::atomic<int> g_forks{0};
-
-int WatchForks() {
-  static std::once_flag once;
-  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { g_forks.fetch_add(1); }); });
-  return g_forks.load();
-}
-
 std::uint64_t Mix(std::uint64_t x) {  // the finaliser of splitmix64
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -35,7 +26,6 @@ std::uint64_t Mix(std::uint64_t x) {  // the finaliser of splitmix64
 
 Engine::Engine(const EngineOptions& options)
     : options_(options),
-      forks_(WatchForks()),
       doorbell_(options.doorbell_name, options.local_rank),
       injector_(FaultSpec::Parse(options.fault), options.rank),
       links_(options.size),
@@ -47,16 +37,14 @@ Engine::Engine(const EngineOptions& options)
   prompt_spins_ = options.oversubscribed ? 4 : static_cast<int>(std::min(kPromptSeconds, options.spin_seconds) / 40e-9);
 }
 
-Engine::~Engine() {
-  if (forked()) {  // neither the thread nor whoever held a lock exists here
-    if (background_.joinable()) background_.detach();
-    if (keeper_ != nullptr) keeper_->Abandon();
-    return;
-  }
-  Close();
-}
+Engine::~Engine() { Close(); }
 
-bool Engine::forked() const { return g_forks.load(std::memory_order_relaxed) != forks_; }
+void Engine::Abandon() {
+  for (Port<SendEnd>& port : links_.send) {
+    if (port.end != nullptr) port.end->Abandon();
+  }
+  doorbell_.Close();
+}
 
 int Engine::AddPlan(std::span<const std::byte> encoded) {
   auto plan = std::make_unique<Plan>(encoded, options_.size);

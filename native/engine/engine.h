@@ -22,6 +22,7 @@
 #include "engine/team.h"
 #include "transport/doorbell.h"
 #include "transport/fault.h"
+#include "transport/forks.h"
 #include "transport/heap.h"
 #include "transport/shm.h"
 #include "transport/slots.h"
@@ -87,7 +88,8 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // Links. `local_ranks` are the ranks of this host in the segment's order.
-  void AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks, const ShmOptions& options);
+  void AttachShm(int fd, std::size_t ring_bytes, std::size_t most_heap, std::span<const int> local_ranks,
+                 const ShmOptions& options);
   void AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int> local_ranks);
   void AttachTcp(int peer, int channel, std::span<const int> fds);
   // A port that verbs links may use; its number. `api` stands for the system's libibverbs in tests.
@@ -178,8 +180,10 @@ class Engine {
   std::uint64_t messages() const { return messages_.count(); }
   int MessageHistory(std::uint64_t number) const { return messages_.Find(number); }
   std::size_t scratch_bytes() const { return scratch_size_; }
-  // Whether this process is a fork of the one that made the engine: then nothing here may be used.
-  bool forked() const;
+  // Whether this process is a fork of the one that made the engine: then nothing here may be used, or destroyed.
+  bool forked() const { return birthplace_.left(); }
+  // In such a process, once: closes its copies of sockets, without a lock.
+  void Abandon();
 
  private:
   void Prepare(const Plan& plan);
@@ -209,7 +213,7 @@ class Engine {
   std::byte* Stage(std::size_t bytes);
 
   EngineOptions options_;
-  int forks_;  // that this process is away from the one where its program began
+  Birthplace birthplace_;
   std::int64_t spin_ns_ = 0;
   int prompt_spins_ = 0;
   int core_ = -1;  // what NoteCore said last; under mutex_, as are the next two

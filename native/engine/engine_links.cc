@@ -10,8 +10,9 @@ constexpr std::size_t kLargestItem = 16;
 
 }  // namespace
 
-void Engine::AttachShm(int fd, std::size_t ring_bytes, std::span<const int> local_ranks, const ShmOptions& options) {
-  const ShmLayout layout(static_cast<int>(local_ranks.size()), ring_bytes);
+void Engine::AttachShm(int fd, std::size_t ring_bytes, std::size_t most_heap, std::span<const int> local_ranks,
+                       const ShmOptions& options) {
+  const ShmLayout layout(static_cast<int>(local_ranks.size()), ring_bytes, most_heap);
   ShmOptions settled = options;
   settled.weighs = !options_.oversubscribed;  // who shares a core has the other one run while it waits, and times that
   AttachShm(std::make_shared<ShmSegment>(fd, layout, settled), local_ranks);

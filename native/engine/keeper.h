@@ -20,8 +20,7 @@ class Keeper {
   Keeper(const Keeper&) = delete;
   Keeper& operator=(const Keeper&) = delete;
 
-  void Abandon() { thread_.detach(); }  // in a child of fork, which has no such thread
-  void Wake() const;                    // there are new links
+  void Wake() const;  // there are new links
 
  private:
   void Loop();

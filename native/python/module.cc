@@ -163,8 +163,9 @@ NB_MODULE(_native, m) {
           "close", [](PyEngine& e) { e.engine().Close(); }, nb::call_guard<nb::gil_scoped_release>())
       .def("empty", &PyEngine::Empty)
       .def("attach_shm",
-           [](PyEngine& e, int fd, std::size_t ring_bytes, const std::vector<int>& local_ranks, int stores, int reads) {
-             e.engine().AttachShm(fd, ring_bytes, local_ranks,
+           [](PyEngine& e, int fd, std::size_t ring_bytes, std::size_t most_heap, const std::vector<int>& local_ranks,
+              int stores, int reads) {
+             e.engine().AttachShm(fd, ring_bytes, most_heap, local_ranks,
                                   {static_cast<SlotStores>(stores), static_cast<PrivateReads>(reads)});
            })
       .def("attach_tcp", [](PyEngine& e, int peer, int channel,
@@ -203,6 +204,7 @@ NB_MODULE(_native, m) {
                       const std::string& text) { e.engine().Halt(static_cast<FaultKind>(kind), peer, text); })
       .def_prop_ro("failed", [](PyEngine& e) { return e.engine().failed(); })
       .def_prop_ro("forked", [](PyEngine& e) { return e.engine().forked(); })
+      .def("abandon", [](PyEngine& e) { e.engine().Abandon(); })
       .def_prop_ro("failure",
                    [](PyEngine& e) {
                      const Failure f = e.engine().failure();
@@ -249,8 +251,9 @@ NB_MODULE(_native, m) {
     static_cast<void>(SystemVerbs(why));
     return why;
   });
-  m.def("shm_bytes",
-        [](int local_size, std::size_t ring_bytes) { return ShmLayout(local_size, ring_bytes).total_bytes; });
+  m.def("shm_bytes", [](int local_size, std::size_t ring_bytes, std::size_t most_heap) {
+    return ShmLayout(local_size, ring_bytes, most_heap).total_bytes;
+  });
   m.def("cut_offset",
         [](std::size_t count, std::uint32_t units, std::uint32_t unit) { return CutOffset(count, units, unit); });
   m.def("claims_slots", [](int stores) { return StorePolicy(static_cast<SlotStores>(stores)).claims(); });

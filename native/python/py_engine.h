@@ -62,6 +62,13 @@ inline bool AliasingAllowed(int collective, const std::byte* s, std::size_t s_by
 class PyEngine {
  public:
   PyEngine(const EngineOptions& options, double timeout) : rank_(options.rank), timeout_(timeout), engine_(options) {}
+  // In a forked child the engine stays as it is: its threads are not there to be joined, its queue pairs are the
+  // parent's, and so is what its memory is registered with.
+  ~PyEngine() {
+    if (!engine_.forked()) engine_.~Engine();
+  }
+  PyEngine(const PyEngine&) = delete;
+  PyEngine& operator=(const PyEngine&) = delete;
 
   Engine& engine() { return engine_; }
 
@@ -246,6 +253,7 @@ class PyEngine {
   // Waits without the interpreter's lock, looking at signals now and then.
   Status DriveTo(const Task& task, std::int64_t deadline) {
     for (;;) {
+      if (engine_.forked()) return Status::kFailed;  // a signal handler may have forked
       const std::int64_t until = std::min(deadline, NowNs() + kSignalSliceNs);
       Outcome outcome;
       {
@@ -269,7 +277,9 @@ class PyEngine {
 
   int rank_;
   double timeout_;
-  Engine engine_;
+  union {
+    Engine engine_;
+  };
   CallCache<Shape> cache_;
   inline static thread_local Ticket t_pending;
   nb::object op_labels_;

@@ -164,6 +164,9 @@ class FaultySend final : public SendEnd {
   void Finish() override {
     if (link_->ends.send != nullptr) link_->ends.send->Finish();
   }
+  void Abandon() override {
+    if (link_->ends.send != nullptr) link_->ends.send->Abandon();
+  }
 
  private:
   // The second time of a duplicated message. False while it is on its way.

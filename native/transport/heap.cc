@@ -34,6 +34,7 @@ std::byte* Heap::Allocate(std::size_t nbytes) {
 }
 
 void Heap::Free(std::byte* at, std::size_t nbytes) {
+  if (birthplace_.left()) return;  // the memory is the parent's, who still uses it
   std::size_t length = Pages(nbytes);
   // The pages come back as zeroes when they are touched again. Where the kernel refuses, they only stay in use.
   static_cast<void>(madvise(at, length, MADV_REMOVE));

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 
+#include "transport/forks.h"
 #include "transport/shm.h"
 
 namespace hetcoll {
@@ -17,12 +18,13 @@ class Heap {
 
   // Page-aligned memory, or null when no hole is large enough. Its pages cost nothing until they are touched.
   std::byte* Allocate(std::size_t nbytes);
-  // Gives the pages back to the system as well.
+  // Gives the pages back to the system as well. In a forked child it does nothing.
   void Free(std::byte* at, std::size_t nbytes);
 
   std::size_t capacity() const { return capacity_; }
 
  private:
+  Birthplace birthplace_;
   std::shared_ptr<ShmSegment> segment_;  // arrays may outlive the communicator
   std::byte* base_;
   std::size_t capacity_;

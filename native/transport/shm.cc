@@ -39,6 +39,12 @@ SlotStores Settle(SlotStores stores) {
   return stores == SlotStores::kAuto && amd ? SlotStores::kClaimed : stores;
 }
 
+std::size_t HeapBytes(int local, std::size_t most) {
+  const auto ranks = static_cast<std::size_t>(local);
+  const std::size_t usual = std::max(kLeastHeapBytes, kHeapBytes / ranks);
+  return std::min(usual, most / ranks) / 4096 * 4096;
+}
+
 }  // namespace
 
 StorePolicy::StorePolicy(SlotStores stores)
@@ -79,12 +85,12 @@ void StorePolicy::Copy(std::byte* slot, const std::byte* data, std::size_t n) {
   around_left_ = kAroundFor;
 }
 
-ShmLayout::ShmLayout(int local, std::size_t ring)
+ShmLayout::ShmLayout(int local, std::size_t ring, std::size_t most_heap)
     : local_size(local),
       ring_bytes(ring),
       hand_bytes(std::min(kMostHandBytes, AlignUp(ring / 8, kLineBytes))),
       edge_bytes(sizeof(ShmCredit) + sizeof(ShmPieces) + kLines * sizeof(ShmLine) + kHands * hand_bytes + ring),
-      heap_bytes(std::max(kLeastHeapBytes, kHeapBytes / static_cast<std::size_t>(local) / 4096 * 4096)),
+      heap_bytes(HeapBytes(local, most_heap)),
       total_bytes(HeapOffset(local)) {}
 
 std::size_t ShmLayout::OwnerOffset(int local_rank) const {

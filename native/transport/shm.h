@@ -93,7 +93,8 @@ struct alignas(128) ShmOwner {
 };
 
 struct ShmLayout {
-  ShmLayout(int local_size, std::size_t ring_bytes);
+  // `most_heap`: what the heaps of all ranks may take together.
+  ShmLayout(int local_size, std::size_t ring_bytes, std::size_t most_heap = SIZE_MAX);
 
   std::size_t OwnerOffset(int local_rank) const;
   std::size_t EdgeOffset(int src, int dst, int channel) const;

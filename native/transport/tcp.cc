@@ -48,9 +48,7 @@ class Sockets {
       if (setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) < 0 && errno != EOPNOTSUPP) Fail("TCP_NODELAY");
     }
   }
-  ~Sockets() {
-    for (int fd : fds_) close(fd);
-  }
+  ~Sockets() { Close(); }
   Sockets(const Sockets&) = delete;
   Sockets& operator=(const Sockets&) = delete;
 
@@ -94,6 +92,9 @@ class Sockets {
     return recvmsg(fd(stripe), &msg, MSG_DONTWAIT);
   }
 
+  void Close() const {
+    for (int fd : fds_) close(fd);
+  }
   void Shutdown() const {
     for (int fd : fds_) shutdown(fd, SHUT_WR);
   }
@@ -178,6 +179,7 @@ class TcpSend final : public SendEnd {
 
   void AddPoll(std::vector<pollfd>& fds) const override { fds.push_back({sockets_->fd(course_.stripe), POLLOUT, 0}); }
   void Finish() override { sockets_->Shutdown(); }
+  void Abandon() override { sockets_->Close(); }
 
  private:
   std::ptrdiff_t PushBlock(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {

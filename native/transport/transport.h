@@ -128,6 +128,10 @@ class SendEnd {
 
   // Nothing more will be pushed: the peer may see the end behind what was.
   virtual void Finish() {}
+
+  // In a forked child: closes its copies of the link's sockets, and nothing else. The link is not used or destroyed
+  // afterwards.
+  virtual void Abandon() {}
 };
 
 struct View {

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Self
 
-from . import calls
+from . import calls, lifetime
 from ._native import ranks_key, short_exchange, short_way
 from .calls import OP_LABELS, RECV, SEND, SENDRECV
 from .config.env import Config, configuration
@@ -44,6 +44,10 @@ class Communicator(Messages, Regrouping):
     rank. `sendbuf` is never written unless it is also where the result goes. Results are bitwise the same on all ranks.
     `timeout` is in seconds (default: HETCOLL_TIMEOUT, 300). Errors after a call has begun are `CommunicationError`s and
     leave the communicator fit only for `close` and `shrink`. `stream` is ignored for host buffers.
+
+    Any thread may use a communicator, several at once as well. Collectives run one after another in the order in which
+    they were begun here: where several threads begin them it is for the program to see to the same order on all ranks,
+    as with ``async_op=True`` under a lock. So with messages of several threads to one rank, or from one.
     """
 
     @classmethod
@@ -67,6 +71,7 @@ class Communicator(Messages, Regrouping):
     def enter(cls, unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> Self:
         """As `init`, with the settings in `config` in place of the environment's. For `hetcoll.init`."""
         deadline = time.monotonic() + timeout
+        lifetime.await_drops()  # this rank may have been in the same job until then
         with coming_together():
             session = Session(unique_id, rank, size, timeout)
             try:
@@ -306,7 +311,7 @@ class Communicator(Messages, Regrouping):
         Messages between two ranks arrive in order. A send may or may not wait for its receive: ranks that send to each
         other first must use `group` or ``async_op=True``.
         """
-        plain = not async_op and timeout is None and stream is None and self._batch is None
+        plain = not async_op and timeout is None and stream is None and not self._batches
         if plain and (done := self._call(SEND, buf, None, _SUM, peer)) is not None:
             return done
         return self._message(SEND, buf, peer, async_op, timeout, stream)
@@ -321,7 +326,7 @@ class Communicator(Messages, Regrouping):
         timeout: float | None = None,
     ) -> Work:
         """Receive `buf` from `peer`, which calls `send` with as many elements."""
-        plain = not async_op and timeout is None and stream is None and self._batch is None
+        plain = not async_op and timeout is None and stream is None and not self._batches
         if plain and (done := self._call(RECV, buf, None, _SUM, peer)) is not None:
             return done
         return self._message(RECV, buf, peer, async_op, timeout, stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import index
@@ -17,7 +18,7 @@ from .rendezvous.bootstrap import bootstrap, get_unique_id
 from .rendezvous.session import coming_together
 from .runtime.compression import parse_format
 
-_world: Communicator | None = None
+_world: weakref.ref[Communicator] | None = None
 
 
 def init(
@@ -45,7 +46,8 @@ def init(
     on all ranks. Default: HETCOLL_COMPRESS, else ``"none"``.
     """
     global _world
-    if _world is not None and not _world.closed:
+    world = None if _world is None else _world()
+    if world is not None and not world.closed:
         raise InitError("hetcoll.init() was called already and its communicator is open; use comm.split(0) for another")
     env = environment()
     config = _with_device(_with_islands(env.config, islands), device)
@@ -57,8 +59,9 @@ def init(
     with coming_together():
         unique_id = bootstrap(env.launch, env.config)
     left = seconds - (time.monotonic() - start)
-    _world = Communicator.enter(unique_id, env.launch.rank, env.launch.size, config, left)
-    return _world
+    world = Communicator.enter(unique_id, env.launch.rank, env.launch.size, config, left)
+    _world = weakref.ref(world)
+    return world
 
 
 def from_mpi(comm: Any, *, timeout: float | None = None) -> Communicator:

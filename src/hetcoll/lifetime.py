@@ -1,4 +1,4 @@
-"""What must be closed when the interpreter ends, and what a forked child must let go of.
+"""What must be closed when the interpreter ends or nobody refers to it any more, and what a forked child lets go of.
 
 A child made by ``os.fork`` inherits copies of our sockets, but not our threads. If it kept them open, peers would not
 notice the death of the parent; if it used them, it would speak in the parent's name. So it closes its copies, at once.
@@ -10,7 +10,10 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 log = logging.getLogger("hetcoll")
@@ -26,14 +29,18 @@ class Resource(Protocol):
         """In a forked child: close the inherited descriptors and nothing else, without taking a lock."""
 
 
-_open: dict[int, tuple[Resource, Callable[[], None]]] = {}
+_CLOSING_SECONDS = 5.0
+
+_open: dict[int, tuple[Callable[[], Resource | None], Callable[[], None] | None]] = {}
+_closers: set[threading.Thread] = set()
 _watching = 0  # the process whose multiprocessing finalizer is in place
 
 
-def watch(resource: Resource, at_exit: Callable[[], None] | None = None) -> None:
-    """Close `resource` at exit (or call `at_exit`), newest first, and abandon it in forked children."""
+def watch(resource: Resource, at_exit: Callable[[], None] | None = None, *, weakly: bool = False) -> None:
+    """Close `resource` at exit (or call `at_exit`), newest first, and abandon it in forked children. `weakly`: that
+    does not keep it alive."""
     _watch_multiprocessing()
-    _open[id(resource)] = (resource, at_exit or resource.close)
+    _open[id(resource)] = (weakref.ref(resource) if weakly else lambda: resource, at_exit)
 
 
 def forget(resource: Resource) -> None:
@@ -41,8 +48,44 @@ def forget(resource: Resource) -> None:
     _open.pop(id(resource), None)
 
 
+def opened() -> Iterator[tuple[Resource, Callable[[], None]]]:
+    """What is open, newest first, each with what is to be called at exit."""
+    for find, at_exit in reversed(list(_open.values())):
+        resource = find()
+        if resource is not None:
+            yield resource, at_exit or resource.close
+
+
+def drop(close: Callable[[], None]) -> None:
+    """Call `close`, of something that nobody refers to any more, on a thread of its own: the garbage collector may have
+    found it on any thread, with any lock held."""
+
+    def run() -> None:
+        try:
+            close()
+        except Exception:
+            log.exception("closing what was dropped")
+        finally:
+            _closers.discard(threading.current_thread())
+
+    closer = threading.Thread(target=run, name="hetcoll-closer", daemon=True)
+    _closers.add(closer)
+    try:
+        closer.start()
+    except RuntimeError:  # the interpreter ends, and with it all that is open
+        _closers.discard(closer)
+
+
+def await_drops() -> None:
+    """Until all that was dropped so far is closed, or for some seconds."""
+    deadline = time.monotonic() + _CLOSING_SECONDS
+    for closer in list(_closers):
+        closer.join(max(0.0, deadline - time.monotonic()))
+
+
 def _close_all() -> None:
-    for resource, close in reversed(list(_open.values())):
+    await_drops()
+    for resource, close in opened():
         try:
             close()
         except Exception:  # the others must be closed all the same
@@ -50,9 +93,10 @@ def _close_all() -> None:
 
 
 def _abandon_all() -> None:
-    for resource, _ in list(_open.values()):
+    for resource, _ in opened():
         resource.abandon()
     _open.clear()
+    _closers.clear()
 
 
 def _watch_multiprocessing() -> None:

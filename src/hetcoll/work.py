@@ -18,6 +18,8 @@ class Waiter(Protocol):
 
     def _failure(self) -> Exception | None: ...
 
+    def _check_parent(self) -> None: ...
+
 
 class Work:
     """An operation that was started. Every collective returns one.
@@ -25,6 +27,8 @@ class Work:
     With ``async_op=False`` on host buffers it is done when the call returns. With ``async_op=True`` the buffers belong
     to the operation until `wait` returns or `done` is true; the communicator keeps them alive until then, also when the
     Work itself is dropped. Works may be waited for in any order, from any thread.
+
+    In a forked child, `wait`, `done` and `error` of what was in flight at the fork raise `ClosedError`.
     """
 
     __slots__ = ("_comm", "_keep", "_ticket", "_what")
@@ -55,19 +59,26 @@ class Work:
     @property
     def done(self) -> bool:
         """Whether the operation is over, successfully or not. Never blocks."""
-        ticket = self._ticket
-        return ticket is None or ticket.state != _RUNNING
+        comm, ticket = self._comm, self._ticket
+        if ticket is None or ticket.state != _RUNNING:
+            return True
+        if comm is not None:
+            comm._check_parent()  # in a forked child nobody would ever see its end
+        return False
 
     @property
     def error(self) -> Exception | None:
         """What the operation failed with, or None while it runs and when it succeeded. Never blocks."""
         comm, ticket = self._comm, self._ticket
-        if ticket is None or comm is None or ticket.state != _FAILED:
+        if ticket is None or comm is None or ticket.state == _DONE:
+            return None
+        comm._check_parent()
+        if ticket.state != _FAILED:
             return None
         return comm._failure()
 
     def _release(self) -> None:
-        self._ticket = self._keep = None
+        self._comm = self._ticket = self._keep = None
 
     def __repr__(self) -> str:
         return f"<hetcoll.Work {self._what or 'done'}{'' if self.done else ' in flight'}>"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -164,32 +165,48 @@ def helpers(wiring: Wiring) -> int:
     return max(0, min(HELPERS, share - 1, len(os.sched_getaffinity(0)) - 1))
 
 
+class _Waiting(threading.local):
+    """How long the call of this thread may wait for links, and what watches over it meanwhile."""
+
+    now: tuple[float, Check] | None = None
+
+
 class _Links:
     """The engine's links to all other ranks, made when a plan first uses them."""
 
     def __init__(self, wiring: Wiring, share: GpuShare) -> None:
         self._wiring, self._share = wiring, share
         self._helpers = helpers(wiring)
-        self._waiting: tuple[float, Check] | None = None
+        self._waiting = _Waiting()
 
     def during(self, timeout: float, check: Check, make: Callable[[], _native.Shape]) -> _native.Shape:
         """`make`, whose links may take so long and are watched over by `check`."""
-        self._waiting = (timeout, check)
+        self._waiting.now = (timeout, check)
         try:
             return make()
         finally:
-            self._waiting = None
+            self._waiting.now = None
 
     def of(self, plan: Plan) -> Plan:
         """`plan` over links that exist now: what goes to GPUs has channels of its own."""
-        assert self._waiting is not None
-        wiring, waiting = self._wiring, self._waiting
+        wiring, waiting = self._wiring, self._waiting.now
+        assert waiting is not None
         edges = sorted(plan.edges)
         wiring.ensure([(peer, channel) for peer, channel in edges if not self._gpu(peer)], *waiting)
         to_gpus = [(peer, self._shifted(peer, channel)) for peer, channel in edges if self._gpu(peer)]
-        missing = [edge for edge in to_gpus if not wiring.engine.linked(*edge)]
+        wiring.attach(to_gpus, self._make, *waiting)
+        moved = (
+            replace(s, channel=self._shifted(s.peer, s.channel)) if s.peer >= 0 and self._gpu(s.peer) else s
+            for s in plan.steps
+        )
+        return replace(plan, steps=tuple(moved))
+
+    def _make(self, missing: list[tuple[int, int]], timeout: float) -> None:
+        """Links to GPUs."""
+        wiring, waiting = self._wiring, self._waiting.now
+        assert waiting is not None
         far = {edge: 1 for edge in missing if self._far(edge[0])}
-        for (peer, channel), fds in wiring.sockets(far, *waiting).items():
+        for (peer, channel), fds in wiring.sockets(far, timeout, waiting[1]).items():
             if self._way(peer) == "staged-rdma":
                 wiring.attach_verbs(peer, channel, fds, self._share.topology)
             else:
@@ -197,11 +214,6 @@ class _Links:
         for peer, channel in missing:
             if not self._far(peer):
                 self._attach(peer, channel - CHANNELS)
-        moved = (
-            replace(s, channel=self._shifted(s.peer, s.channel)) if s.peer >= 0 and self._gpu(s.peer) else s
-            for s in plan.steps
-        )
-        return replace(plan, steps=tuple(moved))
 
     def _shifted(self, peer: int, channel: int) -> int:
         """The engine's number of a channel to a GPU, and that by which both ends ask for sockets (`relays`): links that

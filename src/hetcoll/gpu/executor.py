@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .. import _native
 from ..buffers import Buffer
 from ..calls import Call, descriptor
-from ..errors import ArgumentError, BufferTypeError, DeviceError, spell_ranks
+from ..errors import ArgumentError, BufferTypeError, ClosedError, DeviceError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
 from ..runtime.compression import Compression, DeviceResidual
@@ -333,6 +333,8 @@ class GpuPath:
 
     def _settled(self) -> bool:
         """Whether nothing is under way. A device that has failed ends the communicator, and does nothing more."""
+        if self._engine.forked:
+            raise ClosedError("this communicator belongs to the parent of this forked process")
         try:
             return self._queue.idle() and (self._float8 is None or self._float8.done)
         except (_native.Fault, DeviceError) as error:

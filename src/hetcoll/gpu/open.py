@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,8 @@ class GpuPaths:
         self._wiring, self._diagnosis, self._planner, self._config = wiring, diagnosis, planner, config
         self._meet, self._prepare, self._compression = meet, prepare, compression
         self._meetings = 0
+        self.turn = threading.RLock()
+        """Who sets a path up, or takes it the long way: one thread at a time."""
         self.gpu: GpuPath | None = None
         self.host: HostPath | None = None
 
@@ -61,45 +64,53 @@ class GpuPaths:
 
     def on_gpu(self, buffer: Buffer, stream: object) -> GpuPath:
         """The way of calls on a GPU's memory, such as `buffer`, of which the first one is on `stream`."""
-        if self.gpu is None:
-            from .device_of import device_of
-            from .executor import GpuPath
+        with self.turn:
+            return self.gpu or self._make_gpu(buffer, stream)
 
-            device = device_of(buffer)
-            try:
-                capturing = device.capturing(streams.handle(stream, buffer))
-            except DeviceError as error:
-                raise ArgumentError(f"stream: wanted one of {buffer.place}: {error}") from error
-            path = self.gpu = GpuPath(
-                self._wiring,
-                self._diagnosis,
-                device,
-                self._compression,
-                self._planner,
-                self._config.timeout,
-                capturing=capturing,
-                meet=self._meet_soon,
-                prepare=self._prepare,
-            )
-            self._diagnosis.on_failure = path.failed
-            self._prove(lambda: path.prove(self._meet_slow, self._config.timeout))
-        return self.gpu
+    def _make_gpu(self, buffer: Buffer, stream: object) -> GpuPath:
+        from .device_of import device_of
+        from .executor import GpuPath
+
+        device = device_of(buffer)
+        try:
+            capturing = device.capturing(streams.handle(stream, buffer))
+        except DeviceError as error:
+            raise ArgumentError(f"stream: wanted one of {buffer.place}: {error}") from error
+        path = self.gpu = GpuPath(
+            self._wiring,
+            self._diagnosis,
+            device,
+            self._compression,
+            self._planner,
+            self._config.timeout,
+            capturing=capturing,
+            meet=self._meet_soon,
+            prepare=self._prepare,
+        )
+        self._diagnosis.on_failure = path.failed
+        self._prove(lambda: path.prove(self._meet_slow, self._config.timeout))
+        return path
 
     def on_host(self) -> HostPath | None:
         """How a rank without a GPU takes part in the calls of those that have one; None where there are no such."""
-        if self.host is None and self._wiring.topology.some_without_gpu:
-            from .cpu_rank import HostPath
+        if not self._wiring.topology.some_without_gpu:
+            return None
+        with self.turn:
+            return self.host or self._make_host()
 
-            path = self.host = HostPath(
-                self._wiring,
-                self._diagnosis,
-                self._planner,
-                self._compression.groups,
-                self._config.timeout,
-                meet=self._meet_soon,
-            )
-            self._prove(lambda: path.prove(self._meet_slow, self._prepare, self._config.timeout))
-        return self.host
+    def _make_host(self) -> HostPath:
+        from .cpu_rank import HostPath
+
+        path = self.host = HostPath(
+            self._wiring,
+            self._diagnosis,
+            self._planner,
+            self._compression.groups,
+            self._config.timeout,
+            meet=self._meet_soon,
+        )
+        self._prove(lambda: path.prove(self._meet_slow, self._prepare, self._config.timeout))
+        return path
 
     def converts(self, call: Call, stream: object) -> bool:
         """Whether it is one on 8-bit floats, of which ranks may pass two kinds: see `float8`. As `on_gpu`."""

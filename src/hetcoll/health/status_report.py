@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
@@ -43,7 +44,8 @@ class Witness:
     def __init__(
         self, comm: object, rank: int, engine: _native.Engine, describe: Callable[[int], Called | None]
     ) -> None:
-        self._comm, self._rank, self._engine, self._describe = comm, rank, engine, describe
+        self._comm = weakref.ref(comm)  # news of the job, which ask us, must not keep it alive
+        self._rank, self._engine, self._describe = rank, engine, describe
         self.calls: dict[int, str] = {}
         self.preparing: int | None = None
         self.connecting: dict[int, tuple[int, ...]] = {}  # by thread: the ranks to which it waits to be linked
@@ -94,6 +96,9 @@ class Witness:
 
     def inside(self, thread: int | None = None) -> Called | None:
         """The call of the communicator that this thread of the program is in; without one, that any thread is in."""
+        comm = self._comm()
+        if comm is None:
+            return None
         for number, frame in sys._current_frames().items():
             if thread not in (None, number):
                 continue
@@ -102,9 +107,9 @@ class Witness:
             while inner is not None:
                 if inner.f_code.co_filename in _CALLS:
                     owner = inner.f_locals.get("self")
-                    if isinstance(owner, Work) and owner._comm is self._comm:
+                    if isinstance(owner, Work) and owner._comm is comm:
                         outermost, what = inner, owner._what
-                    elif owner is self._comm:
+                    elif owner is comm:
                         outermost = inner
                 inner = inner.f_back
             if outermost is not None:

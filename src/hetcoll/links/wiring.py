@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import resource
 import socket
 import time
 from collections import defaultdict
@@ -31,6 +32,7 @@ from ..rendezvous.listener import Listener
 from ..rendezvous.wire import pack, unpack
 from ..vendor.facts import Facts, check_digests, decode, encode, visible
 from ..version import __version__
+from .making import Making
 from .verbs.report import by_peer, describe, fell_back
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ PATIENCE = 2.0
 """Seconds after which a stuck call asks what the other ranks do."""
 
 
+_UNLIMITED = (1 << 64) - 1  # native/transport/shm.cc says how much it takes then
 _AGREED = (
     *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check"),
     *("ib_bytes", "ib_retry_cnt", "ib_sl", "ib_tc", "ib_timeout"),
@@ -67,6 +70,7 @@ class _Introduction:
     gpus: list[dict[str, Any]]  # that it may use: `gpu_facts.Gpu`
     no_gpu: str
     claims: bool
+    room: int | None  # what is left of its address space
 
 
 def ring_bytes(local_size: int, configured: int | None) -> int:
@@ -85,6 +89,21 @@ def rail_bytes(size: int, configured: int | None) -> int:
     if configured is not None:
         return min(256 << 20, max(64 << 10, 1 << (configured.bit_length() - 1)))
     return int(min(1 << 20, max(64 << 10, (16 << 20) >> (size - 1).bit_length())))
+
+
+def address_space_left() -> int | None:
+    """Bytes that this process may still map; None where they are not limited (``ulimit -v``)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    with open("/proc/self/statm") as file:
+        return max(0, limit - int(file.read().split()[0]) * resource.getpagesize())
+
+
+def most_heap(rooms: Iterable[int | None]) -> int:
+    """Address space for what the ranks of a host lend each other, of which so much is `rooms`: a quarter of the least,
+    since each communicator takes its own, and the program needs some, too."""
+    return min((room // 4 for room in rooms if room is not None), default=_UNLIMITED)
 
 
 class Wiring:
@@ -127,12 +146,13 @@ class Wiring:
             raise ArgumentError(f"HETCOLL_FAULT: {error}") from None
         if config.fault is not None:
             log.info("rank %d: links misbehave on purpose: HETCOLL_FAULT=%s", rank, config.fault)
+        self._making = Making[tuple[int, int]](lambda edge: self.engine.linked(*edge))
         self.offer: Offer | None = None
         gpus = [decode(intro.gpus) for intro in intros]
         self._gpus = [gpu.bus for gpu in gpus[rank]]
         try:
             if config.transport in ("auto", "shm") and len(self.locals) > 1:
-                self._attach_shm(intros[self.locals[0]].doorbell)
+                self._attach_shm(intros[self.locals[0]].doorbell, most_heap(intros[r].room for r in self.locals))
             apart = config.transport in ("tcp", "verbs") or len(self.topology.hosts) > 1
             if size > 1 and (apart or config.cross == "staged"):
                 self._listen()
@@ -168,6 +188,7 @@ class Wiring:
             encode(gpus),
             no_gpu,
             _native.claims_slots(SHM_STORES.index(c.shm_stores)),
+            address_space_left(),
         )
         blobs = self._control.exchange(self.group, b"introduce", json.dumps(asdict(mine)).encode(), self._left())
         intros = [_Introduction(**json.loads(blob)) for blob in blobs]
@@ -180,7 +201,7 @@ class Wiring:
                 )
         return intros
 
-    def _attach_shm(self, name: str) -> None:
+    def _attach_shm(self, name: str, heap: int) -> None:
         ring = ring_bytes(len(self.locals), self._config.shm_bytes)
         secret = self._control.unique_id.secret
 
@@ -194,10 +215,10 @@ class Wiring:
             fd = receive_fd(name, self.rank, secret, self._left(), self.locals[0], check)
         try:
             if self.rank == self.locals[0]:
-                os.ftruncate(fd, _native.shm_bytes(len(self.locals), ring))
+                os.ftruncate(fd, _native.shm_bytes(len(self.locals), ring, heap))
                 share_fd(name, fd, self.locals[1:], secret, self._left(), check)
             stores, reads = SHM_STORES.index(self._config.shm_stores), SHM_READ.index(self._config.shm_read)
-            self.engine.attach_shm(fd, ring, self.locals, stores, reads)
+            self.engine.attach_shm(fd, ring, heap, self.locals, stores, reads)
         finally:
             os.close(fd)
 
@@ -258,12 +279,32 @@ class Wiring:
 
     def ensure(self, edges: Iterable[tuple[int, int]], timeout: float, check: Check) -> None:
         """Links for these (peer, channel) pairs. Both ends must ask; `check` may raise to end the wait."""
-        missing = {(p, c): self.stripes or 1 for p, c in edges if not self.engine.linked(p, c)}
-        for (p, c), fds in self.sockets(missing, timeout, check).items():
-            if self.topology.transport(self.rank, p) == "verbs":
-                self.attach_verbs(p, c, fds, self.topology)
-            else:
-                self.engine.attach_tcp(p, c, fds)
+
+        def make(missing: list[tuple[int, int]], left: float) -> None:
+            for (p, c), fds in self.sockets(dict.fromkeys(missing, self.stripes or 1), left, check).items():
+                if self.topology.transport(self.rank, p) == "verbs":
+                    self.attach_verbs(p, c, fds, self.topology)
+                else:
+                    self.engine.attach_tcp(p, c, fds)
+
+        self.attach(edges, make, timeout, check)
+
+    def attach(
+        self,
+        edges: Iterable[tuple[int, int]],
+        make: Callable[[list[tuple[int, int]], float], None],
+        timeout: float,
+        check: Check,
+    ) -> None:
+        """Have `make` attach those of these (peer, channel) pairs that the engine has no link for, in at most so many
+        seconds, which are its second argument. Of several threads that need a link one makes it."""
+        wanted, deadline = list(edges), time.monotonic() + timeout
+        while True:
+            with self._making.missing(wanted) as missing:
+                if missing:
+                    make(missing, deadline - time.monotonic())
+            if self._making.wait(wanted, deadline, lambda: check({p for p, _ in wanted})) or self.engine.failed:
+                return
 
     def sockets(
         self, edges: Mapping[tuple[int, int], int], timeout: float, check: Check

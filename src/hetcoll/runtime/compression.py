@@ -13,6 +13,7 @@ fixes SignSGD", 2019). A buffer is known by its address, type and count.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -88,6 +89,7 @@ class Compression:
         self.groups = topology.asked or topology.hosts
         self._topology, self._most_bytes = topology, most_bytes
         self._residuals: OrderedDict[tuple[object, ...], HostResidual | DeviceResidual] = OrderedDict()
+        self._lock = threading.Lock()  # of the two around it
         self._counters = {"compressed_before": 0, "compressed_after": 0, "residual_bytes": 0, "residuals_dropped": 0}
         if default is not Format.NONE and (why := self._nowhere()):
             log.info("compress=%s: nothing is compressed: %s", default.label, why)
@@ -133,8 +135,12 @@ class Compression:
 
         `make` gives memory for so many float32, all 0, or None where there is none left.
         """
-        self._counters["compressed_before"] += shape.compressed[0]
-        self._counters["compressed_after"] += shape.compressed[1]
+        with self._lock:
+            self._counters["compressed_before"] += shape.compressed[0]
+            self._counters["compressed_after"] += shape.compressed[1]
+            return self._residual(call, shape, make)
+
+    def _residual(self, call: Call, shape: Shape, make: Callable[[int], R | None]) -> R | None:
         if shape.residuals == 0 or self._most_bytes == 0:
             return None
         assert call.send is not None
@@ -179,11 +185,13 @@ class Compression:
 
     def forget(self) -> None:
         """Drop all residuals. Waits for calls on GPUs that are under way."""
-        for each in self._residuals.values():
+        with self._lock:
+            kept = list(self._residuals.values())
+            self._residuals.clear()
+            self._counters["residual_bytes"] = 0
+        for each in kept:
             if isinstance(each, DeviceResidual):
                 each.free()
-        self._residuals.clear()
-        self._counters["residual_bytes"] = 0
 
     def counters(self) -> dict[str, int]:
         """What was sent over compressed edges, and what is kept; empty while nothing was."""

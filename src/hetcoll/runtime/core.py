@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
@@ -46,10 +47,11 @@ _MEETING_BYTES = 1024
 class Core:
     """See `hetcoll.Communicator`."""
 
+    _closed = True  # until there is something to close
+
     def __init__(self, session: Session, group: bytes, rank: int, size: int, config: Config, timeout: float) -> None:
         self._session, self._group, self._config = session, group, config
         self._rank, self._size = rank, size
-        self._closed = False
         self._pending: list[Work] = []  # keeps the memory of asynchronous calls alive
         self._pending_lock = threading.Lock()
         self._prune_at = 16
@@ -87,8 +89,9 @@ class Core:
         if config.check:
             from .crosscheck import CrossCheck  # few jobs need it, and imports count
 
-            self._cross = CrossCheck(rank, self._meet, self._diagnosis)
-        lifetime.watch(self)
+            self._cross = CrossCheck(rank, _weakly(self._meet), self._diagnosis)
+        self._closed = False
+        lifetime.watch(self, weakly=True)
         log.info("rank %d of %d: %s", rank, size, self._wiring.topology)
 
     @property
@@ -124,6 +127,7 @@ class Core:
     @property
     def error(self) -> CommunicationError | None:
         """What the communicator has failed with, or None. Never blocks, and never changes once it is there."""
+        self._check_parent()
         return self._failure()
 
     # Running calls.
@@ -146,7 +150,8 @@ class Core:
         if buffer is not None and not call.label:
             self._paths.check_place(buffer)
             if buffer.device != "cpu":
-                return self._on_gpu(buffer, stream).launch(call, stream, async_op)
+                with self._paths.turn:
+                    return self._on_gpu(buffer, stream).launch(call, stream, async_op)
             among = self._paths.on_host()
         finish = None
         if among is not None:
@@ -158,14 +163,16 @@ class Core:
             shape = self._prepare(lambda check: plans.shape(call, seconds, check), seconds)
             if among is not None:
                 among.note(call)
-            witness.preparing = None
+            if witness.preparing == thread:
+                witness.preparing = None
             send = 0 if call.send is None else call.send.ptr
             recv = 0 if call.recv is None else call.recv.ptr
             residual = self._compression.residual(call, shape, float32_zeros) if call.compress else None
             buffers = (call.send, call.recv)
             return finished(self._run(shape, send, recv, async_op, seconds, buffers, residual=residual), finish)
         finally:
-            witness.preparing = None
+            if witness.preparing == thread:
+                witness.preparing = None
             witness.calls.pop(thread, None)
 
     def _on_gpu(self, buffer: Buffer, stream: object) -> GpuPath:
@@ -257,6 +264,7 @@ class Core:
                 vigil.look()
                 status = self._engine.wait(ticket, min(left, vigil.seconds()))
             if status is _native.Status.FAILED:
+                self._check_parent()
                 raise self._diagnosis.error()
         except HetcollError:
             raise
@@ -275,6 +283,7 @@ class Core:
         self._finish(status, self._engine.pending, seconds, min(PATIENCE, seconds))
 
     def _wait(self, ticket: _native.Ticket, timeout: float | None) -> None:
+        self._check_parent()
         seconds = self._seconds(timeout)
         first = min(seconds, PATIENCE)
         self._finish(self._engine.wait(ticket, first), ticket, seconds, first)
@@ -341,6 +350,7 @@ class Core:
         """Forget what compression has lost so far of each buffer, which later calls would add: for new data in the
         memory of old, such as another model's gradients. Local; gives the memory back.
         """
+        self._check_parent()
         self._compression.forget()
 
     # Ending and failing.
@@ -352,9 +362,13 @@ class Core:
             raise ArgumentError(f"timeout: wanted seconds above 0, got {timeout!r}")
         return float(timeout)
 
-    def _check_usable(self) -> None:
+    def _check_parent(self) -> None:
+        """ClosedError in a forked child: the links are its parent's."""
         if self._engine.forked:
             raise ClosedError("this communicator belongs to the parent of this forked process")
+
+    def _check_usable(self) -> None:
+        self._check_parent()
         if self._closed:
             raise ClosedError("this communicator was closed")
         self._check_failed()
@@ -386,10 +400,21 @@ class Core:
         """Give everything back: links, threads, shared memory. Does not wait for other ranks. More than once is fine.
 
         Operations still in flight here fail with `AbortedError`; ranks that need this one get a `PeerLostError`.
+        A communicator whose last reference goes is closed soon after, with a ResourceWarning. A `Work` refers to its
+        communicator until it was waited for.
         """
+        if not self._closed:
+            self._closed = True
+            self._give_back()
+
+    def __del__(self) -> None:
         if self._closed:
             return
         self._closed = True
+        lifetime.drop(self._give_back)
+        warnings.warn(f"<{self._name()}> was not closed", ResourceWarning, source=self, stacklevel=2)
+
+    def _give_back(self) -> None:
         lifetime.forget(self)
         self._call = _refuse
         if self._engine.forked:
@@ -410,6 +435,7 @@ class Core:
     def abandon(self) -> None:
         """In a forked child: nothing of the parent's may be touched."""
         self._closed, self._call = True, _refuse
+        self._engine.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -437,8 +463,10 @@ class Core:
             log.warning("%s", text)
 
     def __repr__(self) -> str:
-        state = " closed" if self._closed else ""
-        return f"<hetcoll.{type(self).__name__} rank {self._rank} of {self._size}{state}>"
+        return f"<{self._name()}{' closed' if self._closed else ''}>"
+
+    def _name(self) -> str:
+        return f"hetcoll.{type(self).__name__} rank {self._rank} of {self._size}"
 
 
 def _weakly(method: Callable[P, T]) -> Callable[P, T]:

@@ -31,25 +31,28 @@ class Group(contextlib.AbstractContextManager[None]):
 class Messages(Core):
     """The point-to-point part of `hetcoll.Communicator`."""
 
-    _batch: list[tuple[int, Any, int]] | None = None  # of the group() that is open: SEND or RECV, buffer, peer
-    _batcher = 0  # the thread that is in it
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._batches: dict[int, list[tuple[int, Any, int]]] = {}  # of open groups, by thread: kind, buffer, peer
+        super().__init__(*args, **kwargs)
 
     def group(self) -> contextlib.AbstractContextManager[None]:
         """Sends and receives inside the ``with`` block start together at its end, which waits for all of them.
 
         So their order does not matter: every rank may send before it receives. Messages to oneself are allowed here.
+        It is of the thread that opens it: what other threads send meanwhile is not held back.
         """
         return Group(self)
 
     def _begin_group(self) -> None:
         self._check_usable()
-        if self._batch is not None:
+        if threading.get_ident() in self._batches:
             raise ArgumentError("group(): already inside a group")
-        self._batch, self._batcher = [], threading.get_ident()
+        self._batches[threading.get_ident()] = []
 
     def _end_group(self, run: bool) -> None:
-        batch, self._batch = self._batch, None
-        assert batch is not None
+        batch = self._batches.pop(threading.get_ident(), None)
+        if batch is None:
+            raise ArgumentError("group(): wanted its end on the thread that began it")
         self._check_usable()
         if not run or not batch or self._engine.run_messages(batch):
             return
@@ -58,7 +61,8 @@ class Messages(Core):
         read = [message for message in every if message.buffer.device == "cpu"]
         on_gpu = [message for message in every if message.buffer.device != "cpu"]
         if on_gpu:
-            self._enqueue_group(on_gpu)
+            with self._paths.turn:
+                self._enqueue_group(on_gpu)
         self._deliver_to_self(read)
         works = [
             self._start_message(kind, buffer, peer, True, None, background=False)
@@ -106,12 +110,13 @@ class Messages(Core):
 
     def _message(self, kind: int, buf: Any, peer: int, async_op: bool, timeout: float | None, stream: object) -> Work:
         """One half of a message, `kind` is SEND or RECV; in a `group` it is only noted."""
-        if self._batch is not None and self._batcher == threading.get_ident():
+        batch = self._batches.get(threading.get_ident()) if self._batches else None
+        if batch is not None:
             if not self._engine.knows(kind, buf, peer):
                 self._check_usable()
                 peer = check_rank(peer, self._size, "peer")
                 read_buffer(buf, "buf", writable=kind == RECV)
-            self._batch.append((kind, buf, peer))
+            batch.append((kind, buf, peer))
             return DONE
         self._check_usable()
         other = check_rank(peer, self._size, "peer")
@@ -153,7 +158,8 @@ class Messages(Core):
         assert buffer is not None
         self._paths.check_place(buffer)
         if buffer.device != "cpu":
-            return self._on_gpu(buffer, stream).messages.one(send, dest, recv, source, stream, async_op)
+            with self._paths.turn:
+                return self._on_gpu(buffer, stream).messages.one(send, dest, recv, source, stream, async_op)
         among = self._paths.on_host()
         finish = None
         if among is not None:

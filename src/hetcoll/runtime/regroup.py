@@ -18,6 +18,8 @@ from ..types import Format
 from .compression import parse_format
 from .core import Core
 
+_ROUNDS = 4  # times the timeout of `shrink`: after so long it tries no more
+
 
 class Regrouping(Core):
     """The part of `hetcoll.Communicator` that makes others."""
@@ -47,8 +49,10 @@ class Regrouping(Core):
 
         Every rank that goes on calls it; it returns when all ranks of this communicator have called it or are gone.
         Ranks that do not call it within `timeout` seconds (default: HETCOLL_INIT_TIMEOUT) are left out, and when they
-        call it later they get an `InitError`. The new communicator has memory, connections and signatures of its own,
-        so nothing that is still under way from before can reach it. This one is afterwards good for `close` only.
+        call it later they get an `InitError`. So are those that have called it and then do not answer for half as long:
+        the others agree anew, for which they wait half as long again. The new communicator has memory, connections and
+        signatures of its own, so nothing that is still under way from before can reach it. This one is afterwards good
+        for `close` only.
 
         Raises PeerLostError where the process that hosts the job's store is gone, most often rank 0's: there is nobody
         left to decide.
@@ -56,17 +60,17 @@ class Regrouping(Core):
         if self._closed or self._engine.forked:
             self._check_usable()
         seconds = self._config.init_timeout if timeout is None else self._seconds(timeout)
-        deadline = time.monotonic() + seconds
+        start = time.monotonic()
         self._engine.fail(Kind.ABORTED, self._rank, "shrink() replaced this communicator")
-        attempts = self._size
+        attempts, patience = self._size, seconds
         while True:
-            left = max(deadline - time.monotonic(), 0.1)
-            number, ranks = self._session.control.shrink(self._group, left)
+            number, ranks = self._session.control.shrink(self._group, patience)
+            patience = seconds / 2  # not what is left: a rank that is stopped by now must not use up the others' time
             try:
-                return self._regroup(number, ranks, deadline)
-            except (PeerLostError, InitError):  # one more is gone: all of them notice, and try again
+                return self._regroup(number, ranks, time.monotonic() + patience)
+            except (PeerLostError, InitError):  # one more is gone or stopped: all of them notice, and try again
                 attempts -= 1
-                if attempts == 0 or time.monotonic() >= deadline:
+                if attempts == 0 or time.monotonic() >= start + _ROUNDS * seconds:
                     raise
 
     def _regroup(self, number: int, ranks: list[int], deadline: float) -> Self:

@@ -1,0 +1,212 @@
+"""Several threads of a rank on one communicator: what they may do at once, and what they are told they may not."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import Ranks, wait_until
+
+import hetcoll
+
+Launch = Callable[..., Ranks]
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
+SECONDS = 20.0
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What the calls gave, each on a thread of its own, all begun at once; their errors are raised."""
+    start = threading.Barrier(len(calls))
+    found: list[Any] = [None] * len(calls)
+    errors: list[BaseException] = []
+
+    def run(i: int) -> None:
+        try:
+            start.wait(SECONDS)
+            found[i] = calls[i]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+    return found
+
+
+def first_allreduces(comm: hetcoll.Communicator, threads: int) -> list[list[float]]:
+    """The same call, whose links and plan nothing has made before: on each split again."""
+    found = []
+    for _ in range(4):
+        part = comm.split(0)
+        assert part is not None
+        arrays = [np.full(1000, comm.rank + 1.0) for _ in range(threads)]
+        together(*(functools.partial(part.allreduce, x) for x in arrays))
+        found.append([float(x.min()) for x in arrays] + [float(x.max()) for x in arrays])
+        comm.barrier()
+        part.close()
+    return found
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_that_begin_with_the_same_call(launch: Launch, transport: str, threads: int) -> None:
+    for found in launch(3, HETCOLL_TRANSPORT=transport).run(first_allreduces, threads):
+        assert found == [[6.0] * 2 * threads] * 4
+
+
+def first_messages(comm: hetcoll.Communicator) -> int:
+    """One thread sends and another receives, to and from every other rank, each rank in another order."""
+    me, size = comm.rank, comm.size
+    others = [(me + step) % size for step in range(1, size)]
+
+    def meet(part: hetcoll.Communicator, turn: int) -> int:
+        got = {peer: np.zeros(3000) for peer in others}
+
+        def send() -> None:
+            for peer in others:
+                part.send(np.full(3000, 100.0 * turn + me), peer)
+
+        def receive() -> None:
+            for peer in reversed(others):
+                part.recv(got[peer], peer)
+
+        together(send, receive, part.barrier)
+        return sum(not (x == 100.0 * turn + peer).all() for peer, x in got.items())
+
+    wrong = 0
+    for turn in range(4):
+        part = comm.split(0)
+        assert part is not None
+        wrong += meet(part, turn)
+        comm.barrier()
+        part.close()
+    return wrong
+
+
+@TRANSPORTS
+def test_threads_that_begin_with_messages(launch: Launch, transport: str) -> None:
+    assert launch(3, HETCOLL_TRANSPORT=transport).run(first_messages) == [0, 0, 0]
+
+
+def a_thread_waits_for_another_rank(comm: hetcoll.Communicator) -> list[float]:
+    """Rank 2 is not there yet: who waits for a link to it keeps no other thread from the links to others."""
+    x = np.array([10.0 + comm.rank])
+    got = [np.zeros(1), np.zeros(1)]
+
+    def exchange(i: int, peer: int) -> None:
+        comm.sendrecv(x, peer, got[i], peer)
+
+    if comm.rank == 2:
+        comm._session.control.get(b"ranks 0 and 1 have met", SECONDS)
+        together(lambda: exchange(0, 0), lambda: exchange(1, 1))
+    else:
+
+        def meet() -> None:
+            wait_until(lambda: comm._witness.calls)  # the other thread is in its call
+            exchange(1, 1 - comm.rank)
+            if comm.rank == 0:
+                comm._session.control.put(b"ranks 0 and 1 have met", b"")
+
+        together(lambda: exchange(0, 2), meet)
+    return [float(each[0]) for each in got]
+
+
+@TRANSPORTS
+def test_a_thread_that_waits_for_a_link_keeps_no_other_one(launch: Launch, transport: str) -> None:
+    ranks = launch(3, HETCOLL_TRANSPORT=transport)
+    assert ranks.run(a_thread_waits_for_another_rank) == [[12.0, 11.0], [12.0, 10.0], [10.0, 11.0]]
+
+
+def collectives_in_order(comm: hetcoll.Communicator, times: int) -> int:
+    """Threads take turns in an order that they agree on: then each may block in its own call, whatever its size."""
+    turn, news, wrong = [0], threading.Condition(), [0]
+
+    def run(mine: int) -> None:
+        for i in range(times):
+            with news:
+                news.wait_for(lambda: turn[0] % 3 == mine, SECONDS)
+                x = np.full(1 + 7000 * mine, comm.rank + float(i))
+                work = comm.allreduce(x, async_op=True)  # it has its place in the order from here on
+                turn[0] += 1
+                news.notify_all()
+            work.wait()
+            wrong[0] += not (x == comm.size * (comm.size - 1) / 2 + comm.size * i).all()
+
+    together(*(functools.partial(run, mine) for mine in range(3)))
+    return wrong[0]
+
+
+@TRANSPORTS
+def test_collectives_that_threads_begin_in_one_order(launch: Launch, transport: str) -> None:
+    assert launch(3, HETCOLL_TRANSPORT=transport).run(collectives_in_order, 20) == [0, 0, 0]
+
+
+def collectives_in_another_order(comm: hetcoll.Communicator) -> str:
+    """Two threads, two collectives: ranks that begin them in different orders are told so, none gets wrong data."""
+    first, second = np.ones(10), np.ones((comm.size, 10))
+    begun = threading.Event()
+
+    def reduce() -> None:
+        if comm.rank != 0:
+            begun.wait(SECONDS)
+        comm.allreduce(first, async_op=True)
+        if comm.rank == 0:
+            begun.set()
+
+    def exchange() -> None:
+        if comm.rank == 0:
+            begun.wait(SECONDS)
+        comm.alltoall(second, np.empty_like(second), async_op=True)
+        if comm.rank != 0:
+            begun.set()
+
+    def both() -> None:
+        together(reduce, exchange)  # the one that is begun later may hear of it at once
+        comm.barrier()
+
+    with pytest.raises(hetcoll.CollectiveMismatchError) as caught:
+        both()
+    return str(caught.value)
+
+
+@TRANSPORTS
+def test_collectives_that_threads_begin_in_different_orders(launch: Launch, transport: str) -> None:
+    said = launch(2, HETCOLL_TRANSPORT=transport).run(collectives_in_another_order)
+    assert all("allreduce" in text and "alltoall" in text for text in said), said
+
+
+def groups_at_once(comm: hetcoll.Communicator) -> list[list[float]]:
+    """Each thread has a group of its own, and a message outside of it goes at once."""
+    peer, inside, done = 1 - comm.rank, threading.Barrier(2), threading.Event()
+    first, second, third = np.zeros(5), np.zeros(5), np.zeros(5)
+
+    def grouped(value: float, got: Any) -> None:
+        with comm.group():
+            comm.send(np.full(5, value), peer)
+            inside.wait(SECONDS)
+            comm.recv(got, peer)
+            inside.wait(SECONDS)
+            done.wait(SECONDS)  # the third thread's messages do not wait for these
+
+    def plain() -> None:
+        comm.sendrecv(np.full(5, 3.0), peer, third, peer)
+        comm.send(np.full(5, 3.0), peer, async_op=True)
+        comm.recv(third, peer)
+        done.set()
+
+    together(lambda: grouped(1.0, first), lambda: grouped(1.0, second), plain)
+    return [x.tolist() for x in (first, second, third)]
+
+
+def test_groups_of_several_threads(launch: Launch) -> None:
+    wanted = [[1.0] * 5, [1.0] * 5, [3.0] * 5]
+    assert launch(2).run(groups_at_once) == [wanted] * 2
