@@ -41,6 +41,21 @@ OVERLAP = (ArgumentError, "sendbuf and recvbuf overlap")
 INT = np.int64
 
 MISTAKES: dict[str, Mistake] = {
+    # What is no rank, and no size.
+    "sendrecv to nobody": (BufferTypeError, "dest: wanted a rank, got None", lambda c: c.sendrecv(new(), None, new(), 0)),
+    "sendrecv from nobody": (
+        BufferTypeError, "source: wanted a rank, got None", lambda c: c.sendrecv(new(), 0, new(), None)
+    ),
+    "send to nobody": (BufferTypeError, "peer: wanted a rank, got None", lambda c: c.send(new(), None)),
+    "empty, too many": (ArgumentError, "shape: wanted less than 2**63 bytes, got 46", lambda c: c.empty(1 << 62)),
+    "empty, too many bytes": (ArgumentError, "shape: wanted less than 2**63 bytes", lambda c: c.empty(1 << 60, "f8")),
+    "empty, too much in all": (
+        ArgumentError, "shape: wanted less than 2**63 bytes", lambda c: c.empty((1 << 31, 1 << 31, 2))
+    ),
+    "empty, none of too many": (ArgumentError, "shape: wanted less than 2**63 bytes", lambda c: c.empty((0, 1 << 62))),
+    "empty, more than there is": (
+        ArgumentError, "shape: shared memory: wanted 1125899906842624 bytes", lambda c: c.empty(1 << 50, "u1")
+    ),
     # Each of the collectives: two types, counts that do not fit, memory shared in a way that cannot work.
     "allreduce dtypes": (*DTYPES, lambda c: c.allreduce(new(), new(dtype=INT))),
     "allreduce counts": (ArgumentError, "recvbuf: wanted 4 elements (as many", lambda c: c.allreduce(new(), new()[1:])),

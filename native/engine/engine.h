@@ -218,8 +218,11 @@ class Engine {
   std::atomic<std::uint64_t> moves_{0};  // written under mutex_
   std::atomic<std::uint64_t> naps_{0};   // the same
   CallHistory history_;                  // of collectives
-  CallHistory messages_;                 // of sends and receives
-  std::shared_ptr<Team> team_;           // helps with links to GPUs
+  // What signatures of collectives are made from: all calls so far. So ranks that have once called different things
+  // disagree about every later call, also where no message of the first one went astray.
+  std::uint64_t called_;
+  CallHistory messages_;        // of sends and receives
+  std::shared_ptr<Team> team_;  // helps with links to GPUs
   std::unique_ptr<std::byte, void (*)(std::byte*)> scratch_;
   std::size_t scratch_size_ = 0;
   std::byte* stage_ = nullptr;  // on the heap, whose end it has

@@ -206,7 +206,9 @@ class Selection:
         from .algorithms import find
 
         entry = find(collective, name)
-        return 1 if entry.stretches is None else entry.stretches(nbytes, self._wiring.topology.cores)
+        if entry.stretches is None or self._wiring.size == 1:  # one rank copies the whole, if anything
+            return 1
+        return entry.stretches(nbytes, self._wiring.topology.cores)
 
     def _table(self, count: int, stretches: int) -> tuple[int, ...]:
         from .algorithms.base import stretched
