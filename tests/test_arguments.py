@@ -42,11 +42,13 @@ INT = np.int64
 
 MISTAKES: dict[str, Mistake] = {
     # What is no rank, and no size.
-    "sendrecv to nobody": (BufferTypeError, "dest: wanted a rank, got None", lambda c: c.sendrecv(new(), None, new(), 0)),
-    "sendrecv from nobody": (
+    "sendrecv to None": (
+        BufferTypeError, "dest: wanted a rank, got None", lambda c: c.sendrecv(new(), None, new(), 0)
+    ),
+    "sendrecv from None": (
         BufferTypeError, "source: wanted a rank, got None", lambda c: c.sendrecv(new(), 0, new(), None)
     ),
-    "send to nobody": (BufferTypeError, "peer: wanted a rank, got None", lambda c: c.send(new(), None)),
+    "send to None": (BufferTypeError, "peer: wanted a rank, got None", lambda c: c.send(new(), None)),
     "empty, too many": (ArgumentError, "shape: wanted less than 2**63 bytes, got 46", lambda c: c.empty(1 << 62)),
     "empty, too many bytes": (ArgumentError, "shape: wanted less than 2**63 bytes", lambda c: c.empty(1 << 60, "f8")),
     "empty, too much in all": (

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from cases import variant
 from ranks import Ranks
 
 import hetcoll
-from cases import variant
 from hetcoll.algorithms import ALGORITHMS
 from hetcoll.types import Collective
 

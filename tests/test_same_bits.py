@@ -7,10 +7,10 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import variant
 from ranks import Ranks
 
 import hetcoll
-from cases import variant
 from hetcoll.algorithms import ALGORITHMS
 from hetcoll.types import Collective
 
