@@ -223,7 +223,8 @@ class Plan:
             parts.extend(mine)
         head = HEADER.pack(
             MAGIC, self.lanes, self.collective, len(self.steps), len(deps), self.send_units, self.recv_units,
-            self.scratch_copies, self.scratch_like, self.apart | self.staged << 1 | self.redundant << 2, self.credits, len(parts),
+            self.scratch_copies, self.scratch_like, self.apart | self.staged << 1 | self.redundant << 2, self.credits,
+            len(parts),
         )  # fmt: skip
         tail = [struct.pack(f"<{len(deps)}I", *deps), *(SPAN.pack(*_record(part)) for part in parts)]
         return b"".join([head, *rows, *tail])
