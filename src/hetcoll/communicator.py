@@ -37,7 +37,8 @@ class Communicator(Messages, Regrouping):
     Every rank must call the same collectives in the same order; a mismatch is a `CollectiveMismatchError` on every
     rank. `sendbuf` is never written unless it is also where the result goes. Results are bitwise the same on all ranks,
     NaNs as well. `timeout` is in seconds (default: HETCOLL_TIMEOUT, 300). Errors after a call has begun are
-    `CommunicationError`s and leave the communicator fit only for `close` and `shrink`. `stream` is ignored for host buffers.
+    `CommunicationError`s and leave the communicator fit only for `close` and `shrink`. `stream` is ignored for host
+    buffers.
     """
 
     @classmethod
