@@ -11,7 +11,7 @@ from cases import variant
 from ranks import Ranks
 
 import hetcoll
-from hetcoll.algorithms import ALGORITHMS
+from hetcoll.plan.algorithms import ALGORITHMS
 from hetcoll.types import Collective
 
 Pool = Callable[..., Ranks]

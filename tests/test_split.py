@@ -11,7 +11,8 @@ import pytest
 from ranks import Job, Ranks
 
 import hetcoll
-from hetcoll import ArgumentError, regroup
+from hetcoll import ArgumentError
+from hetcoll.runtime import regroup
 
 Pool = Callable[..., Ranks]
 TRANSPORTS = ("shm", "tcp")
