@@ -41,6 +41,20 @@ OVERLAP = (ArgumentError, "sendbuf and recvbuf overlap")
 INT = np.int64
 
 MISTAKES: dict[str, Mistake] = {
+    # What is no rank, and no size.
+    "sendrecv to None": (
+        BufferTypeError, "dest: wanted a rank, got None", lambda c: c.sendrecv(new(), None, new(), 0)
+    ),
+    "sendrecv from None": (
+        BufferTypeError, "source: wanted a rank, got None", lambda c: c.sendrecv(new(), 0, new(), None)
+    ),
+    "send to None": (BufferTypeError, "peer: wanted a rank, got None", lambda c: c.send(new(), None)),
+    "empty, too many": (ArgumentError, "shape: wanted less than 2**63 bytes, got 46", lambda c: c.empty(1 << 62)),
+    "empty, too many bytes": (ArgumentError, "shape: wanted less than 2**63 bytes", lambda c: c.empty(1 << 60, "f8")),
+    "empty, too much in all": (
+        ArgumentError, "shape: wanted less than 2**63 bytes", lambda c: c.empty((1 << 31, 1 << 31, 2))
+    ),
+    "empty, none of too many": (ArgumentError, "shape: wanted less than 2**63 bytes", lambda c: c.empty((0, 1 << 62))),
     # Each of the collectives: two types, counts that do not fit, memory shared in a way that cannot work.
     "allreduce dtypes": (*DTYPES, lambda c: c.allreduce(new(), new(dtype=INT))),
     "allreduce counts": (ArgumentError, "recvbuf: wanted 4 elements (as many", lambda c: c.allreduce(new(), new()[1:])),
@@ -206,6 +220,8 @@ def _indivisible(comm: hetcoll.Communicator) -> None:
         comm.alltoall(np.ones(3), np.ones(3))
     with pytest.raises(ArgumentError, match="dest and source: a message to oneself needs both"):
         comm.sendrecv(new(), comm.rank, new(), 1 - comm.rank)
+    with pytest.raises(ArgumentError, match=f"shape: shared memory: wanted {1 << 50} bytes"):
+        comm.empty(1 << 50, "u1")
     with pytest.raises(ArgumentError, match="already inside a group"), comm.group(), comm.group():
         pass
     with pytest.raises(ArgumentError, match="to itself do not match its receives"), comm.group():

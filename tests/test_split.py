@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +11,8 @@ import pytest
 from ranks import Job, Ranks
 
 import hetcoll
+from hetcoll import ArgumentError
+from hetcoll.runtime import regroup
 
 Pool = Callable[..., Ranks]
 TRANSPORTS = ("shm", "tcp")
@@ -186,3 +190,43 @@ def _wrong(comm: hetcoll.Communicator) -> None:
 
 def test_wrong_arguments_are_refused_before_anything_is_sent(pool: Pool) -> None:
     pool(2).run(_wrong)
+
+
+def _one_does_not_come(comm: hetcoll.Communicator, dies: bool) -> tuple[str, int]:
+    """Rank 3 splits, but makes no communicator with rank 1: it ends, or only waits."""
+    if comm.rank == 3:
+
+        def stop(*_: object) -> None:
+            if dies:
+                os._exit(0)
+            raise ArgumentError("enough")
+
+        regroup.Regrouping._make = stop  # type: ignore[method-assign,assignment]
+    try:
+        part = comm.split(comm.rank % 2)
+    except (hetcoll.InitError, hetcoll.PeerLostError) as error:
+        return str(error), getattr(error, "rank", -1)
+    except ArgumentError:
+        time.sleep(3)  # longer than the others wait
+        return "", -1
+    assert part is not None
+    part.close()
+    return "", -1
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_errors_name_the_ranks_of_the_communicator_that_is_split(launch: Pool, dies: bool) -> None:
+    """Of ranks 1 and 3, which would have been 0 and 1."""
+    ranks = launch(4, HETCOLL_INIT_TIMEOUT="2")
+    ranks.start(_one_does_not_come, dies)
+    (outcome,) = ranks.finish(only=[1])
+    assert outcome.error is None, outcome.trace
+    text, rank = outcome.value
+    assert "rank 3 " in text
+    assert "rank 1 " not in text.partition("; rank 1 was in ")[0]
+    assert (rank == 3) == dies
+    if dies:
+        ranks.finish(only=[0, 2])
+        ranks.kill(3)
+    else:
+        ranks.finish(only=[0, 2, 3])

@@ -9,8 +9,9 @@
 namespace hetcoll {
 
 struct KernelTable {
-  Kernels entry[kDTypes][kReduceOps];  // reduce is null where the pair is undefined
-  Codec codec[kDTypes][kFormats];      // round is null where there is none
+  Kernels entry[kDTypes][kReduceOps];    // reduce is null where the pair is undefined
+  Kernels one_nan[kDTypes][kReduceOps];  // the same where `entry` gives several NaNs, else null
+  Codec codec[kDTypes][kFormats];        // round is null where there is none
   void (*copy)(char* dst, const char* src, std::size_t nbytes, Sweep sweep);
   void (*take)(char* dst, char* src, std::size_t nbytes, bool stream);
 };

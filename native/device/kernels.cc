@@ -52,9 +52,11 @@ const KernelTable& Table() { return *Chosen().load(std::memory_order_relaxed); }
 
 }  // namespace
 
-const Kernels* FindKernels(DType dtype, ReduceOp op) {
+const Kernels* FindKernels(DType dtype, ReduceOp op, bool one_nan) {
   const auto row = static_cast<unsigned>(dtype), column = static_cast<unsigned>(op);
   if (row >= kDTypes || column >= kReduceOps) return nullptr;
+  const Kernels& settled = Table().one_nan[row][column];
+  if (one_nan && settled.reduce != nullptr) return &settled;
   const Kernels& kernels = Table().entry[row][column];
   return kernels.reduce ? &kernels : nullptr;
 }

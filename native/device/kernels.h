@@ -41,8 +41,10 @@ struct Kernels {
 };
 
 // The kernels for one type and operation (kAvg reduces as kSum), or null where the pair is undefined (types.py:
-// supports). Unaligned pointers are allowed.
-const Kernels* FindKernels(DType dtype, ReduceOp op);
+// supports). Unaligned pointers are allowed. `one_nan`: whatever NaN comes out, it is the quiet one of sign 0 without a
+// payload. Otherwise sums and products may give any, by the order of the operands and the processor: looking for NaNs
+// takes a seventh more instructions where the sums of an all-reduce of 1 MiB are most of its work.
+const Kernels* FindKernels(DType dtype, ReduceOp op, bool one_nan = false);
 
 // dst[i] = src[i] as 8-bit float of kind `to`: of the same format in OCP's kind and AMD's older one (fnuz), by value
 // (devices/kernels/convert.h). `to` = `from`, OCP's: to what both kinds hold. dst may be src. False: no such pair.

@@ -300,6 +300,17 @@ constexpr Kernels& At(KernelTable& table, DType dtype, ReduceOp op) {
   return table.entry[static_cast<int>(dtype)][static_cast<int>(op)];
 }
 
+constexpr Kernels& OneNanAt(KernelTable& table, DType dtype, ReduceOp op) {
+  return table.one_nan[static_cast<int>(dtype)][static_cast<int>(op)];
+}
+
+// Into the table of those that give one NaN.
+template <class S, class P, std::size_t kSize>
+constexpr void AddOneNan(KernelTable& table, DType dtype, ScaleFn scale) {
+  OneNanAt(table, dtype, ReduceOp::kSum) = OneNanAt(table, dtype, ReduceOp::kAvg) = Make<S, kSize>(scale);
+  OneNanAt(table, dtype, ReduceOp::kProd) = Make<P, kSize>(scale);
+}
+
 // T orders and divides; its unsigned counterpart U does the rest: it wraps, and both signs share code.
 template <class T, class U>
 constexpr void AddInt(KernelTable& table, DType dtype) {
@@ -324,6 +335,7 @@ constexpr void AddFloat(KernelTable& table, DType dtype) {
   At(table, dtype, ReduceOp::kProd) = Make<Prod<T>, sizeof(T)>(kScale);
   At(table, dtype, ReduceOp::kMax) = Make<FloatExtreme<T, true>, sizeof(T)>(kScale);
   At(table, dtype, ReduceOp::kMin) = Make<FloatExtreme<T, false>, sizeof(T)>(kScale);
+  AddOneNan<OneNan<Sum<T>>, OneNan<Prod<T>>, sizeof(T)>(table, dtype, kScale);
 }
 
 template <class Format>
@@ -334,6 +346,10 @@ constexpr void AddNarrow(KernelTable& table, DType dtype) {
   At(table, dtype, ReduceOp::kProd) = Make<NarrowProd<Format>, kSize>(kScale);
   At(table, dtype, ReduceOp::kMax) = Make<NarrowExtreme<Format, true>, kSize>(kScale);
   At(table, dtype, ReduceOp::kMin) = Make<NarrowExtreme<Format, false>, kSize>(kScale);
+  if constexpr (Format::kNan <= Format::kMagnitude) {  // the others have one NaN
+    AddOneNan<NarrowOneNan<Format, NarrowSum<Format>>, NarrowOneNan<Format, NarrowProd<Format>>, kSize>(table, dtype,
+                                                                                                        kScale);
+  }
 }
 
 template <class T>
@@ -342,6 +358,7 @@ constexpr void AddComplex(KernelTable& table, DType dtype) {
   constexpr ScaleFn kScale = &Scale<T, kSize>;
   At(table, dtype, ReduceOp::kSum) = At(table, dtype, ReduceOp::kAvg) = Make<Sum<T>, kSize>(kScale);
   At(table, dtype, ReduceOp::kProd) = Make<ComplexProd<T>, kSize>(kScale);
+  AddOneNan<OneNan<Sum<T>>, OneNan<ComplexProd<T>>, kSize>(table, dtype, kScale);
 }
 
 constexpr void AddBool(KernelTable& table) {

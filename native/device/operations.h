@@ -327,5 +327,29 @@ struct NarrowExtreme : Operation<typename Format::Storage> {
   }
 };
 
+// ---- One NaN ----
+
+// The same, and whatever NaN comes out is the quiet one of sign 0 without a payload, which min and max give, too.
+template <class E>
+struct OneNan : E {
+  template <class V>
+  static HETCOLL_INLINE V Apply(V a, V b) {
+    const V x = E::Apply(a, b);
+    return x != x ? V{} + static_cast<typename E::Element>(__builtin_nan("")) : x;
+  }
+};
+
+template <class Format, class E>
+struct NarrowOneNan : E {
+  template <class V>
+  static HETCOLL_INLINE V Apply(V a, V b) {
+    using Signed = std::make_signed_t<typename Format::Storage>;
+    const V x = E::Apply(a, b);
+    const auto magnitude = BitCast<Vector<Signed, sizeof(V)>>(x) & static_cast<Signed>(Format::kMagnitude);
+    return magnitude > static_cast<Signed>(Format::kTop) ? V{} + static_cast<typename Format::Storage>(Format::kNan)
+                                                         : x;
+  }
+};
+
 }  // namespace
 }  // namespace hetcoll

@@ -29,6 +29,7 @@ Engine::Engine(const EngineOptions& options)
       doorbell_(options.doorbell_name, options.local_rank),
       injector_(FaultSpec::Parse(options.fault), options.rank),
       links_(options.size),
+      called_(options.identity),
       scratch_(nullptr, [](std::byte* p) { std::free(p); }),
       departed_(static_cast<std::size_t>(options.size)) {
   // With more ranks than cores, whoever spins keeps a peer from running.
@@ -72,7 +73,8 @@ std::shared_ptr<Shape> Engine::Bind(int plan, DType dtype, ReduceOp op, std::siz
                                     std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table,
                                     std::uint64_t descriptor, bool p2p, bool skip_empty, Format format) {
   const Plan& p = *plans_.at(static_cast<std::size_t>(plan));
-  const Kernels* kernels = FindKernels(dtype, op);
+  // Ranks that reduce the same elements may take their operands in another order, or be of another kind.
+  const Kernels* kernels = FindKernels(dtype, op, (p.head.flags & kRedundant) != 0);
   for (const StepRecord& s : p.steps) {
     const auto o = static_cast<Op>(s.op);
     const bool reduces = o == Op::kRecvReduce || o == Op::kReduce || o == Op::kScale;
@@ -113,14 +115,15 @@ std::shared_ptr<Task> Engine::TakeTask(Shape& shape) {
 }
 
 std::uint64_t Engine::Sign(int shape, std::uint64_t hash, bool p2p) {
-  // Point-to-point messages carry no sequence number: the channel's order is theirs.
-  std::uint64_t sequence = 0;
+  // Point-to-point messages carry nothing of what was before: the channel's order is theirs.
   if (p2p) {
     messages_.Add(shape);
-  } else {
-    sequence = history_.Add(shape);
+    return Mix(options_.identity ^ hash);
   }
-  return Mix(options_.identity ^ hash ^ (sequence * 0x9e3779b97f4a7c15u));
+  history_.Add(shape);
+  // A linear congruential generator, which as all constants are odd comes back after 2^64 calls at the earliest.
+  called_ = called_ * kNumberStep + (hash | 1);
+  return Mix(called_);
 }
 
 std::uint64_t Engine::Enter(int shape, std::uint64_t descriptor, bool p2p) {

@@ -242,7 +242,10 @@ class Engine {
   std::atomic<std::uint64_t> naps_{0};         // the same
   std::atomic<std::uint64_t> still_moves_{0};  // what moves_ was at still_ns_
   std::atomic<std::int64_t> still_ns_{0};
-  CallHistory history_;         // of collectives
+  CallHistory history_;  // of collectives
+  // What signatures of collectives are made from: all calls so far. So ranks that have once called different things
+  // disagree about every later call, also where no message of the first one went astray.
+  std::uint64_t called_;
   CallHistory messages_;        // of sends and receives
   std::shared_ptr<Team> team_;  // helps with links to GPUs
   std::unique_ptr<std::byte, void (*)(std::byte*)> scratch_;

@@ -41,7 +41,7 @@ void CheckHeader(const PlanHeader& head) {
   if (head.magic != kPlanMagic) throw PlanError("plan: wrong magic number");
   const std::uint32_t like = head.scratch_like == 0 ? head.send_units : head.recv_units;
   if (head.lanes > kMaxLanes || head.send_units > kMostUnits || head.recv_units > kMostUnits ||
-      head.scratch_copies > kMostUnits || head.scratch_like > 1 || head.flags > (kApart | kStaged) ||
+      head.scratch_copies > kMostUnits || head.scratch_like > 1 || head.flags > (kApart | kStaged | kRedundant) ||
       (head.scratch_copies > 0 && like == 0)) {
     throw PlanError("plan: too many lanes, units or copies, or scratch like nothing");
   }

@@ -41,7 +41,7 @@ struct PlanHeader {
   std::uint32_t recv_units;
   std::uint32_t scratch_copies;
   std::uint8_t scratch_like;
-  std::uint8_t flags;     // kApart, kStaged
+  std::uint8_t flags;     // kApart, kStaged, kRedundant
   std::uint16_t credits;  // 0: the plan completes even when every send waits for its receive
   std::uint32_t parts;    // of local steps, all together
 };
@@ -50,6 +50,8 @@ static_assert(sizeof(PlanHeader) == 36);
 inline constexpr std::uint8_t kApart = 1;
 // SCRATCH is to be where the other ranks of the host can read it.
 inline constexpr std::uint8_t kStaged = 2;
+// Several ranks reduce the same elements, each for itself.
+inline constexpr std::uint8_t kRedundant = 4;
 inline constexpr std::uint16_t kPointToPoint = 9;  // a `collective`; the others are those of types.h
 inline constexpr std::uint32_t kPlanMagic = 0x48435032;
 

@@ -142,7 +142,9 @@ void BindShortWay(nb::module_& m) {
     return nb::cpp_function(
         [type, collective, op](nb::handle function) { return Make(type, function, collective, op, 5, 5, true); });
   });
-  m.def("ranks_key", [](nb::handle dest, nb::handle source) { return RanksKey(dest.ptr(), source.ptr()); });
+  m.def(
+      "ranks_key", [](nb::handle dest, nb::handle source) { return RanksKey(dest.ptr(), source.ptr()); },
+      nb::arg("dest").none(), nb::arg("source").none());
 }
 
 }  // namespace hetcoll

@@ -1,4 +1,5 @@
-// Prints the speed of the kernels, in 10^9 bytes of dst per second: kernels_bench [dtype [op]] (their numbers).
+// Prints the speed of the kernels, in 10^9 bytes of dst per second: kernels_bench [dtype [op [1]]] (their numbers; with
+// 1 of those that give one NaN).
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -60,8 +61,8 @@ struct Buffers {
   std::vector<unsigned char> dst, dst2, a, b;
 };
 
-void BenchPair(const char* isa, DType dtype, ReduceOp op, std::vector<Buffers>& buffers) {
-  const Kernels* kernels = FindKernels(dtype, op);
+void BenchPair(const char* isa, DType dtype, ReduceOp op, bool one_nan, std::vector<Buffers>& buffers) {
+  const Kernels* kernels = FindKernels(dtype, op, one_nan);
   if (kernels == nullptr) return;
   std::printf("%-8s %-10s %-4s", isa, kDTypeNames[static_cast<int>(dtype)], kOpNames[static_cast<int>(op)]);
   for (Buffers& x : buffers) {
@@ -123,7 +124,7 @@ int main(int argc, char** argv) {
     for (int t = 0; t < kDTypes; ++t) {
       for (int o = 0; o < kReduceOps; ++o) {
         if ((argc > 1 && std::atoi(argv[1]) != t) || (argc > 2 && std::atoi(argv[2]) != o)) continue;
-        BenchPair(isa, static_cast<DType>(t), static_cast<ReduceOp>(o), buffers);
+        BenchPair(isa, static_cast<DType>(t), static_cast<ReduceOp>(o), argc > 3, buffers);
       }
     }
     if (argc == 1) BenchCopy(isa);

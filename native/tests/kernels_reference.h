@@ -241,6 +241,27 @@ inline Bytes ReferenceScale(DType t, const Bytes& x, unsigned divisor) {
   return result;
 }
 
+// `x` with the quiet NaN of sign 0 without a payload in place of every NaN.
+inline Bytes WithOneNan(DType t, Bytes x) {
+  const std::size_t size = ItemSize(t);
+  if (IsNarrow(t)) {
+    const Format f = FormatOf(t);
+    for (std::size_t i = 0; i + size <= x.size(); i += size) {
+      const unsigned nan = Encode(f, std::numeric_limits<float>::quiet_NaN());
+      if (std::isnan(Decode(f, GetCode(&x[i], size)))) PutCode(&x[i], size, nan);
+    }
+    return x;
+  }
+  WithType(t, [&]<class T>(T) {
+    if constexpr (std::is_floating_point_v<T>) {
+      for (std::size_t i = 0; i + sizeof(T) <= x.size(); i += sizeof(T)) {
+        if (std::isnan(Get<T>(&x[i]))) Put(&x[i], std::numeric_limits<T>::quiet_NaN());
+      }
+    }
+  });
+  return x;
+}
+
 // ---- Comparison ----
 
 inline bool SameElement(DType t, const unsigned char* x, const unsigned char* y) {

@@ -158,6 +158,28 @@ void TestScale(DType t, const Kernels& kernels, const Bytes& a) {
   }
 }
 
+// The kernels that give one NaN, to the last bit.
+void TestOneNan(DType t, const Bytes& a, const Bytes& b) {
+  for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kProd, ReduceOp::kMax, ReduceOp::kMin}) {
+    const Kernels* kernels = FindKernels(t, op, true);
+    CHECK((kernels != nullptr) == Supports(t, op), "dtype %d op %d", static_cast<int>(t), static_cast<int>(op));
+    if (kernels == nullptr) continue;
+    const Bytes want = WithOneNan(t, ReferenceReduce(t, op == ReduceOp::kAvg ? ReduceOp::kSum : op, a, b));
+    for (std::size_t count : {std::size_t{1}, std::size_t{3}, std::size_t{77}, kMost}) {
+      const std::size_t nbytes = count * ItemSize(t);
+      for (Sweep sweep : kSweeps) {
+        Bytes one(nbytes), first(nbytes), second(nbytes);
+        kernels->reduce(one.data(), a.data(), b.data(), count, sweep);
+        kernels->reduce2(first.data(), second.data(), a.data(), b.data(), count, sweep);
+        for (const Bytes* got : {&one, &first, &second}) {
+          CHECK(std::memcmp(got->data(), want.data(), nbytes) == 0, "dtype %d op %d count %zu sweep %d",
+                static_cast<int>(t), static_cast<int>(op), count, static_cast<int>(sweep));
+        }
+      }
+    }
+  }
+}
+
 void TestType(DType t) {
   const Bytes a = Input(t, kMost, 1), b = Input(t, kMost, 2);
   for (int o = 0; o < hetcoll::kReduceOps; ++o) {
@@ -175,6 +197,7 @@ void TestType(DType t) {
       }
     }
   }
+  TestOneNan(t, a, b);
   const Kernels* average = FindKernels(t, ReduceOp::kAvg);
   if (average != nullptr) {
     CHECK(average->reduce == FindKernels(t, ReduceOp::kSum)->reduce, "kAvg reduces as kSum");

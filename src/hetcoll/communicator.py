@@ -41,9 +41,10 @@ class Communicator(Messages, Regrouping):
     """A group of ranks that run collectives together. Made by `hetcoll.init`, `Communicator.init` and `split`.
 
     Every rank must call the same collectives in the same order; a mismatch is a `CollectiveMismatchError` on every
-    rank. `sendbuf` is never written unless it is also where the result goes. Results are bitwise the same on all ranks.
-    `timeout` is in seconds (default: HETCOLL_TIMEOUT, 300). Errors after a call has begun are `CommunicationError`s and
-    leave the communicator fit only for `close` and `shrink`. `stream` is ignored for host buffers.
+    rank. `sendbuf` is never written unless it is also where the result goes. Results are bitwise the same on all ranks,
+    NaNs as well. `timeout` is in seconds (default: HETCOLL_TIMEOUT, 300). Errors after a call has begun are
+    `CommunicationError`s and leave the communicator fit only for `close` and `shrink`. `stream` is ignored for host
+    buffers.
 
     Any thread may use a communicator, several at once as well. Collectives run one after another in the order in which
     they were begun here: where several threads begin them it is for the program to see to the same order on all ranks,

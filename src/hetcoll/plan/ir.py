@@ -151,7 +151,8 @@ class Plan:
     or message, every share is cut into `pieces` units. `islands` are the ranks of each island, in a plan with LOCAL
     steps. `compress`: some edges are compressed. `staged`: SCRATCH is to be where the other ranks of the host can read
     it, so what is sent from there is not copied. `stretches`: the buffer is cut into so many stretches of equal numbers
-    of units, and the units of all but the last are as long as one another (`algorithms.base.stretched`).
+    of units, and the units of all but the last are as long as one another (`algorithms.base.stretched`). `redundant`:
+    several ranks reduce the same elements, each for itself, and must get the same bits of a NaN, too.
     """
 
     collective: Collective
@@ -171,6 +172,7 @@ class Plan:
     compress: bool = False
     staged: bool = False
     stretches: int = 1
+    redundant: bool = False
 
     @property
     def lanes(self) -> int:
@@ -221,7 +223,8 @@ class Plan:
             parts.extend(mine)
         head = HEADER.pack(
             MAGIC, self.lanes, self.collective, len(self.steps), len(deps), self.send_units, self.recv_units,
-            self.scratch_copies, self.scratch_like, self.apart | self.staged << 1, self.credits, len(parts),
+            self.scratch_copies, self.scratch_like, self.apart | self.staged << 1 | self.redundant << 2, self.credits,
+            len(parts),
         )  # fmt: skip
         tail = [struct.pack(f"<{len(deps)}I", *deps), *(SPAN.pack(*_record(part)) for part in parts)]
         return b"".join([head, *rows, *tail])

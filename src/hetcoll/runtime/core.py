@@ -296,7 +296,8 @@ class Core:
 
         `dtype` is a NumPy dtype, or the name of one of ml_dtypes'. The memory is given back when the last array that
         uses it is gone, which may be after `close`. Alone on a host without RDMA, or over TCP only, it is ordinary
-        memory.
+        memory. ArgumentError where this rank's part of the shared memory has not so much left, or a `shape` is none;
+        MemoryError where there is not so much ordinary memory.
         """
         self._check_usable()
         if device != "cpu":
@@ -305,8 +306,13 @@ class Core:
         extents = [check_int(n, "shape") for n in (shape if isinstance(shape, Sequence) else (shape,))]
         if min(extents, default=0) < 0:
             raise ArgumentError(f"shape: wanted extents of 0 or more, got {shape!r}")
+        if math.prod(n for n in extents if n) * kind.itemsize >= 1 << 63:  # NumPy leaves zeros out as well
+            raise ArgumentError(f"shape: wanted less than 2**63 bytes, got {shape!r} of {kind.itemsize} bytes each")
         nbytes, memory = math.prod(extents) * kind.itemsize, self._wiring.memory
-        raw = self._engine.empty(nbytes)
+        try:
+            raw = self._engine.empty(nbytes)
+        except ValueError as error:
+            raise ArgumentError(f"shape: {error}") from None
         if memory is not None and nbytes >= memory.least:
             raw = memory.empty(nbytes, raw)
         return np.empty(extents, kind) if raw is None else raw.view(kind).reshape(extents)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -11,7 +14,7 @@ import numpy as np
 
 from .. import calls
 from ..calls import check_int
-from ..errors import InitError, PeerLostError
+from ..errors import InitError, PeerLostError, spell_ranks
 from ..health.diagnosis import Kind
 from ..plan.topology import restrict
 from ..types import Format
@@ -42,7 +45,11 @@ class Regrouping(Core):
             return None
         members = [r for _, r in sorted((row[2], r) for r, row in enumerate(rows.tolist()) if row[:2] == mine)]
         name = hashlib.blake2b(self._group + f"split {self._splits} {color}".encode(), digest_size=16).digest()
-        return self._make(name, members, self._config.init_timeout, form)
+        try:
+            return self._make(name, members, self._config.init_timeout, form)
+        except (PeerLostError, InitError):
+            self._check_failed()  # where a rank is gone, that is what this communicator failed with
+            raise
 
     def shrink(self, *, timeout: float | None = None) -> Self:
         """A communicator of the ranks that are left after a failure, in the order of their ranks here.
@@ -78,7 +85,8 @@ class Regrouping(Core):
         name = hashlib.blake2b(self._group + f"shrink {number}".encode(), digest_size=16).digest()
         comm = self._make(name, ranks, deadline - time.monotonic())
         try:
-            self._session.control.exchange(name, b"shrink", b"", max(deadline - time.monotonic(), 0.1))
+            with _in_ranks_of_parent(ranks):
+                self._session.control.exchange(name, b"shrink", b"", max(deadline - time.monotonic(), 0.1))
         except BaseException:
             comm.close()
             raise
@@ -88,4 +96,27 @@ class Regrouping(Core):
         """The communicator called `name` of these ranks, this one among them."""
         compress = self._config.compress if form is None else form
         config = replace(self._config, islands=restrict(self._config.islands, members), compress=compress)
-        return type(self)(self._session, name, members.index(self._rank), len(members), config, timeout)
+        with _in_ranks_of_parent(members):
+            return type(self)(self._session, name, members.index(self._rank), len(members), config, timeout)
+
+
+_RANKS = re.compile(r"\branks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)(?: of \d+)?")  # as `errors.spell_ranks` spells them
+
+
+@contextlib.contextmanager
+def _in_ranks_of_parent(members: Sequence[int]) -> Iterator[None]:
+    """Whoever makes a communicator of `members` knows no other ranks than theirs in the one that they come from: so
+    what goes wrong meanwhile is told in these."""
+
+    def spell(found: re.Match[str]) -> str:
+        runs = [[int(end) for end in run.split("-")] for run in found[1].split(", ")]
+        ranks = [rank for run in runs for rank in range(run[0], run[-1] + 1)]
+        return spell_ranks(members[r] for r in ranks) if max(ranks) < len(members) else found[0]
+
+    try:
+        yield
+    except PeerLostError as error:
+        rank = members[error.rank] if 0 <= error.rank < len(members) else -1
+        raise PeerLostError(_RANKS.sub(spell, str(error)), rank) from error
+    except InitError as error:
+        raise type(error)(_RANKS.sub(spell, str(error))) from error

@@ -71,6 +71,7 @@ class Draft(Builder):
     stretches: int = 1
     cores: int = 2
     staged: bool = False
+    redundant: bool = False
 
     def others(self) -> list[int]:
         """Every rank but this one, in order."""
@@ -146,7 +147,7 @@ class Draft(Builder):
         return Plan(
             self.collective, self.algorithm, self.size, self.rank, send_units, recv_units, tuple(self.steps),
             self.root, self.scratch_copies, self.scratch_like, self.credits, self.pieces, self.islands,
-            self.apart, self.compress, self.staged, self.stretches,
+            self.apart, self.compress, self.staged, self.stretches, self.redundant,
         )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def allreduce(p: Draft) -> None:
     if at.k > 1:
         summed = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=mine, parts=at.intervals(inp))
     if at.m == 2:
-        p.credits = 1  # both send first
+        p.credits, p.redundant = 1, True  # both send first, and both add
         final = list(_exchange(p, at, summed))
         if at.k > 1:
             p.local(LOCAL, Collective.ALLGATHER, src=mine, parts=at.intervals(out), after=final)
@@ -102,7 +102,8 @@ def allreduce(p: Draft) -> None:
 
 def _exchange(p: Draft, at: Split, summed: int | None) -> Iterator[int | None]:
     """Of two islands: both owners of a piece send it and add what comes. As many bytes each way as in two phases, and
-    nothing to wait for in between; a + b has the same bits as b + a."""
+    nothing to wait for in between; a + b has the same bits as b + a where there
+    is one NaN."""
     held, pieces = inp if at.k == 1 else out, at.crossing(1 - at.i)
     sent: list[tuple[Span, int]] = []
     for peer, start, count in pieces:

@@ -54,8 +54,9 @@ def _halving_cost(n: int) -> Cost:
 @register(Collective.ALLREDUCE, "doubling", cost=_doubling_cost)
 def allreduce_doubling(p: Draft) -> None:
     """log2 n rounds, in each of which partners swap the whole buffer and both add: all hold the same bits, since
-    reductions commute bit for bit. Both overwrite what they send, so a message must fit between."""
-    p.credits = 1
+    reductions commute bit for bit where there is one NaN. Both overwrite what they send, so a message must fit
+    between."""
+    p.credits, p.redundant = 1, True
     fold = Fold(p.size, p.rank)
     ready = _fold_in(p, fold)
     if fold.sits_out:

@@ -171,7 +171,9 @@ struct Coding {
         float mine[kCodecBlock];
         Read<kAlign>(mine, x + b * kBytes, n);
         HETCOLL_UNROLL
-        for (unsigned i = 0; i < kCodecBlock; ++i) v[i] = mine[i] + Type::Widen(Type::Narrow(v[i]));
+        for (unsigned i = 0; i < kCodecBlock; ++i) {
+          v[i] = Type::Widen(Type::Settle(mine[i] + Type::Widen(Type::Narrow(v[i]))));
+        }
       }
       Write<kAlign>(dst + b * kBytes, v, n);
     }

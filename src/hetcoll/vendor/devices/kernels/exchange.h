@@ -123,7 +123,7 @@ HETCOLL_DEVICE void Combine(const Exchange& x, unsigned slot, U64 begin, U64 end
         if constexpr (Op::kAverages) {
           if (x.divisor > 1) total[d][e] = Type::Divide(total[d][e], x.divisor);
         }
-        result.element[e] = Type::Narrow(Type::Canonical(total[d][e]));
+        result.element[e] = Type::Settle(total[d][e]);
       }
       WritePack<T>(x.dst, begin, end, i, result);
     }

@@ -73,7 +73,7 @@ HETCOLL_DEVICE void Finish(const Oneshot& x, U64 i, typename Type::Value* total)
       if (x.divisor > 1) total[e] = Type::Divide(total[e], x.divisor);
     }
     if (i * Item<T>::kElements + e < x.count) {
-      Store<1>(to + e * sizeof(T), Type::Narrow(Type::Canonical(total[e])));
+      Store<1>(to + e * sizeof(T), Type::Settle(total[e]));
     }
   }
 }

@@ -146,7 +146,7 @@ struct Number {
 
   HETCOLL_DEVICE Value Widen(Storage x) { return x; }
   HETCOLL_DEVICE Storage Narrow(Value x) { return x; }
-  HETCOLL_DEVICE Value Canonical(Value x) { return x; }
+  HETCOLL_DEVICE Storage Settle(Value x) { return x; }  // the same with one NaN, as Nan()
 };
 
 template <class T>
@@ -192,7 +192,7 @@ struct Float : Number<T> {
   using min = Min;
 
   // Vendors differ in the NaN that comes out of arithmetic.
-  HETCOLL_DEVICE T Canonical(T x) { return x == x ? x : Nan<T>(); }
+  HETCOLL_DEVICE T Settle(T x) { return x == x ? x : Nan<T>(); }
   HETCOLL_DEVICE T Divide(T x, unsigned by) { return x / static_cast<T>(by); }
 };
 
@@ -201,8 +201,8 @@ struct Complex : Number<Pair<T>> {
   using sum = Sum;
   using prod = Prod;
 
-  HETCOLL_DEVICE Pair<T> Canonical(Pair<T> x) {
-    return {Float<T>::Canonical(x.real), Float<T>::Canonical(x.imaginary)};
+  HETCOLL_DEVICE Pair<T> Settle(Pair<T> x) {
+    return {Float<T>::Settle(x.real), Float<T>::Settle(x.imaginary)};
   }
   HETCOLL_DEVICE Pair<T> Divide(Pair<T> x, unsigned by) {
     return {Float<T>::Divide(x.real, by), Float<T>::Divide(x.imaginary, by)};
@@ -221,6 +221,11 @@ struct Small : Float<float> {
   }
   HETCOLL_DEVICE Storage Narrow(float x) {
     return static_cast<Storage>(Format::template Encode<std::uint32_t, float>(x) >> kAbove);
+  }
+  // Overflow gives NaN of either sign in some formats.
+  HETCOLL_DEVICE Storage Settle(float x) {
+    const Storage code = Narrow(x);
+    return (code & Format::kMagnitude) > Format::kTop ? static_cast<Storage>(Format::kNan) : code;
   }
 };
 

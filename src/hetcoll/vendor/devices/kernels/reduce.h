@@ -8,13 +8,13 @@ namespace hetcoll {
 template <class Type, class Op>
 struct Reduction {
   using T = typename Type::Storage;
-  HETCOLL_DEVICE T Apply(T a, T b, unsigned) { return Type::Narrow(Op::Combine(Type::Widen(a), Type::Widen(b))); }
+  HETCOLL_DEVICE T Apply(T a, T b, unsigned) { return Type::Settle(Op::Combine(Type::Widen(a), Type::Widen(b))); }
 };
 
 template <class Type>
 struct Division {
   using T = typename Type::Storage;
-  HETCOLL_DEVICE T Apply(T x, T, unsigned divisor) { return Type::Narrow(Type::Divide(Type::Widen(x), divisor)); }
+  HETCOLL_DEVICE T Apply(T x, T, unsigned divisor) { return Type::Settle(Type::Divide(Type::Widen(x), divisor)); }
 };
 
 constexpr unsigned kPack = 16;  // bytes that a thread reads and writes at a time

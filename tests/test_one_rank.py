@@ -1,0 +1,99 @@
+"""Every algorithm of every collective by name, on one rank and on a few; also on one that a split or a shrink left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from cases import variant
+from ranks import Ranks
+
+import hetcoll
+from hetcoll.plan.algorithms import ALGORITHMS
+from hetcoll.types import Collective
+
+Pool = Callable[..., Ranks]
+Launch = Callable[..., Ranks]
+COUNTS = (0, 1, 7, 3 << 20)  # the last has several stretches, where an algorithm cuts buffers into such
+
+
+def _calls(comm: hetcoll.Communicator, kind: Collective, count: int) -> None:
+    """One collective with a known result."""
+    n, rank, root = comm.size, comm.rank, comm.size - 1
+    whole, mine = np.arange(n * count, dtype=np.int32), np.arange(rank * count, (rank + 1) * count, dtype=np.int32)
+    total = n * np.arange(count, dtype=np.int32)
+    each, all_of = np.full(count, -1, np.int32), np.full(n * count, -1, np.int32)
+    same = np.arange(count, dtype=np.int32)
+    match kind:
+        case Collective.ALLREDUCE:
+            comm.allreduce(same, each)
+            assert (each == total).all()
+            comm.allreduce(same)
+            assert (same == total).all()
+        case Collective.REDUCE_SCATTER:
+            comm.reduce_scatter(whole, each)
+            assert (each == n * mine).all()
+        case Collective.ALLGATHER:
+            comm.allgather(mine, all_of)
+            assert (all_of == whole).all()
+        case Collective.BROADCAST:
+            comm.broadcast(same if rank == root else each, root)
+            assert rank == root or (each == same).all()
+        case Collective.REDUCE:
+            comm.reduce(same, each, root=root)
+            assert rank != root or (each == total).all()
+        case Collective.GATHER:
+            comm.gather(mine, all_of, root)
+            assert rank != root or (all_of == whole).all()
+        case Collective.SCATTER:
+            comm.scatter(whole, each, root)
+            assert (each == mine).all()
+        case Collective.ALLTOALL:
+            comm.alltoall(np.repeat(np.arange(n, dtype=np.int32) + n * rank, count), all_of)
+            assert (all_of == np.repeat(np.arange(n, dtype=np.int32) * n + rank, count)).all()
+        case _:
+            comm.barrier()
+
+
+def _forced(comm: hetcoll.Communicator, counts: tuple[int, ...]) -> None:
+    """Every algorithm that supports so many ranks."""
+    for kind, table in ALGORITHMS.items():
+        for name, entry in table.items():
+            if entry.supports(comm.size):
+                chosen = variant(comm, algo=f"{kind.label}:{name}")
+                assert chosen.explain(kind.label, 1 << 24).algorithm == name
+                for count in counts:
+                    _calls(chosen, kind, count)
+                chosen.close()
+                del vars(comm)["variants"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_every_algorithm(launch: Launch, size: int) -> None:
+    launch(size).run(_forced, COUNTS if size < 3 else COUNTS[:3], timeout=100)
+
+
+def _split_alone(comm: hetcoll.Communicator, counts: tuple[int, ...]) -> None:
+    part = comm.split(comm.rank)
+    assert part is not None
+    with part:
+        for kind in ALGORITHMS:
+            for count in counts:
+                _calls(part, kind, count)
+
+
+def _shrunk_alone(comm: hetcoll.Communicator, counts: tuple[int, ...]) -> None:
+    if comm.rank > 0:
+        return
+    with comm.shrink(timeout=1) as rest:
+        assert rest.size == 1
+        for kind in ALGORITHMS:
+            for count in counts:
+                _calls(rest, kind, count)
+
+
+@pytest.mark.parametrize("how", [_split_alone, _shrunk_alone])
+@pytest.mark.parametrize("algorithm", ["allreduce:chained", "allreduce:staged", "hierarchical,allreduce:tree"])
+def test_one_rank_that_is_left(launch: Launch, algorithm: str, how: Callable[..., None]) -> None:
+    launch(2, HETCOLL_ALGO=algorithm).run(how, COUNTS)
