@@ -409,8 +409,22 @@ class Core:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is not None and not self._closed and not issubclass(kind, CommunicationError):
-            self.abort(f"{kind.__name__}: {error}")
+            self._tell_exit(error)
         self.close()
+
+    def _tell_exit(self, error: BaseException | None) -> None:
+        """An exception leaves the ``with`` block: the others must not wait for this rank. One that ends the program
+        without an error is a goodbye, which `close` says."""
+        if self._engine.forked or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            return
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else 1  # Python's own rule
+            reason = f"sys.exit({error.code!r}) ended it with status {code}"
+        else:
+            reason = f"it raised {type(error).__name__}: {error}"
+        text = f"rank {self._rank} was lost: {reason}"
+        self._engine.fail(Kind.PEER_GONE, self._rank, text)
+        self._diagnosis.post(Kind.PEER_GONE, self._rank, text)
 
     # Telling.
 

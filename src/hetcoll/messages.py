@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .buffers import Buffer, read_buffer
-from .calls import check_rank
-from .core import Core
+from .calls import Call, check_rank
+from .core import Core, _refuse
 from .errors import ArgumentError, BufferTypeError
 from .selection import RECV, SEND, Message, describe_message
 from .work import DONE, Work, finished
@@ -34,11 +34,14 @@ class Messages(Core):
 
     _batch: list[tuple[int, Any, int]] | None = None  # of the group() that is open: SEND or RECV, buffer, peer
     _batcher = 0  # the thread that is in it
+    _ungrouped: Callable[..., Work | None]  # the short way, while a group is open
 
     def group(self) -> contextlib.AbstractContextManager[None]:
         """Sends and receives inside the ``with`` block start together at its end, which waits for all of them.
 
         So their order does not matter: every rank may send before it receives. Messages to oneself are allowed here.
+        Nothing else is: collectives of this thread inside the block are an ArgumentError, as are messages with a
+        `timeout` or `stream` of their own.
         """
         return Group(self)
 
@@ -47,9 +50,12 @@ class Messages(Core):
         if self._batch is not None:
             raise ArgumentError("group(): already inside a group")
         self._batch, self._batcher = [], threading.get_ident()
+        self._ungrouped, self._call = self._call, _refuse  # the long way tells what is no message
 
     def _end_group(self, run: bool) -> None:
         batch, self._batch = self._batch, None
+        if self._call is _refuse and not self._closed:
+            self._call = self._ungrouped
         assert batch is not None
         self._check_usable()
         if not run or not batch or self._engine.run_messages(batch):
@@ -105,9 +111,22 @@ class Messages(Core):
         self._check_usable()
         return self._diagnosis.ask(question, seconds)
 
+    def _in_group(self) -> bool:
+        """Whether this thread is in the block of a `group`."""
+        return self._batch is not None and self._batcher == threading.get_ident()
+
+    def _launch(self, call: Call, async_op: bool, timeout: float | None, stream: object = None) -> Work:
+        if self._in_group():
+            raise ArgumentError(
+                f"group(): wanted sends and receives only, got {call.describe()}: call it after the block"
+            )
+        return super()._launch(call, async_op, timeout, stream)
+
     def _message(self, kind: int, buf: Any, peer: int, async_op: bool, timeout: float | None, stream: object) -> Work:
         """One half of a message, `kind` is SEND or RECV; in a `group` it is only noted."""
-        if self._batch is not None and self._batcher == threading.get_ident():
+        if self._in_group():
+            if timeout is not None or stream is not None:
+                raise ArgumentError("group(): wanted messages without a timeout or stream of their own")
             if not self._engine.knows(kind, buf, peer):
                 self._check_usable()
                 peer = check_rank(peer, self._size, "peer")
@@ -182,6 +201,8 @@ class Messages(Core):
         timeout: float | None,
         stream: object,
     ) -> Work:
+        if self._in_group():
+            raise ArgumentError("group(): wanted send and recv, got sendrecv")
         self._check_usable()
         to, origin = check_rank(dest, self._size, "dest"), check_rank(source, self._size, "source")
         send = read_buffer(sendbuf, "sendbuf", writable=False)

@@ -33,6 +33,8 @@ def mismatch(store: dist.Store, rank: int, size: int) -> None:
     with pytest.raises(dist.DistBackendError, match="rank") as caught:
         dist.all_reduce(torch.ones(3 if rank == 2 else 4))
     assert isinstance(caught.value, hetcoll.CollectiveMismatchError)
+    assert f"at {__file__}:{mismatch.__code__.co_firstlineno + 3}" in str(caught.value)  # not torch's own
+    assert "distributed_c10d" not in str(caught.value)
     with pytest.raises(RuntimeError):
         dist.barrier()
     _end()
