@@ -144,6 +144,55 @@ def shrinking_a_group(store: dist.Store, rank: int, size: int) -> None:
     _end()
 
 
+def tags_of_other_sizes(store: dist.Store, rank: int, size: int) -> None:
+    """A tagged receive of another count than the send's fails the group, whose next calls tell the sender."""
+    _init(store, rank, size)
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(dist.DistBackendError) as caught:
+            dist.recv(torch.empty(4), 0, tag=3)
+        assert isinstance(caught.value, hetcoll.CollectiveMismatchError)
+        assert "rank 1 called recv(float32, count=4, tag=3) from rank 0; rank 0 called send(float32, count=8, tag=3)" in (
+            str(caught.value)
+        )
+    else:
+        if rank == 0:
+            dist.send(torch.ones(8), 1, tag=3)
+        with pytest.raises(dist.DistBackendError, match="tag=3"):
+            dist.barrier()
+    _end()
+
+
+def a_tag_that_nobody_sends(store: dist.Store, rank: int, size: int) -> None:
+    _init(store, rank, size)
+    dist.barrier()
+    if rank == 1:
+        work = dist.irecv(torch.empty(4), 0, tag=3)
+        with pytest.raises(dist.DistBackendError, match=r"tag=3\) from rank 0 did not finish in 0\.5 s") as caught:
+            work.wait(timedelta(seconds=0.5))
+        assert isinstance(caught.value, hetcoll.CollectiveTimeoutError)
+    else:
+        with pytest.raises(dist.DistBackendError, match="tag=3"):
+            dist.barrier()
+    _end()
+
+
+def a_tagged_message_of_a_lost_rank(store: dist.Store, rank: int, size: int) -> None:
+    _init(store, rank, size)
+    x = torch.empty(2)
+    if rank == 0:
+        dist.send(torch.ones(2), 1, tag=1)
+    if rank == 1:
+        dist.recv(x, 0, tag=1)
+        with pytest.raises(dist.DistBackendError) as caught:
+            dist.recv(x, 0, tag=2)
+        assert isinstance(caught.value, hetcoll.PeerLostError | hetcoll.AbortedError), caught.value
+    if rank == 0:
+        dist.distributed_c10d._abort_process_group()
+    else:
+        _end()
+
+
 def no_source(store: dist.Store, rank: int, size: int) -> None:
     _init(store, rank, size, 0.7)
     if rank == 0:
