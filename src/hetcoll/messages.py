@@ -124,7 +124,7 @@ class Messages(Core):
 
     def _message(self, kind: int, buf: Any, peer: int, async_op: bool, timeout: float | None, stream: object) -> Work:
         """One half of a message, `kind` is SEND or RECV; in a `group` it is only noted."""
-        if self._in_group():
+        if self._batch is not None and self._in_group():
             if timeout is not None or stream is not None:
                 raise ArgumentError("group(): wanted messages without a timeout or stream of their own")
             if not self._engine.knows(kind, buf, peer):

@@ -1,4 +1,4 @@
-"""A program that shards a model by FSDP2, and ends with or without a word. torch's caches keep its groups to the end."""
+"""A program that shards a model by FSDP2, and destroys its groups or leaves them to torch's caches."""
 
 from __future__ import annotations
 

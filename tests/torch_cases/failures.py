@@ -152,9 +152,9 @@ def tags_of_other_sizes(store: dist.Store, rank: int, size: int) -> None:
         with pytest.raises(dist.DistBackendError) as caught:
             dist.recv(torch.empty(4), 0, tag=3)
         assert isinstance(caught.value, hetcoll.CollectiveMismatchError)
-        assert "rank 1 called recv(float32, count=4, tag=3) from rank 0; rank 0 called send(float32, count=8, tag=3)" in (
-            str(caught.value)
-        )
+        site = f"{__file__}:{tags_of_other_sizes.__code__.co_firstlineno + 6}"
+        assert f"rank 1 called recv(float32, count=4, tag=3) from rank 0 at {site}" in str(caught.value)
+        assert "; rank 0 called send(float32, count=8, tag=3) to rank 1" in str(caught.value)
     else:
         if rank == 0:
             dist.send(torch.ones(8), 1, tag=3)
@@ -168,7 +168,9 @@ def a_tag_that_nobody_sends(store: dist.Store, rank: int, size: int) -> None:
     dist.barrier()
     if rank == 1:
         work = dist.irecv(torch.empty(4), 0, tag=3)
-        with pytest.raises(dist.DistBackendError, match=r"tag=3\) from rank 0 did not finish in 0\.5 s") as caught:
+        with pytest.raises(
+            dist.DistBackendError, match=r"tag=3\) from rank 0 at .* did not finish in 0\.5 s"
+        ) as caught:
             work.wait(timedelta(seconds=0.5))
         assert isinstance(caught.value, hetcoll.CollectiveTimeoutError)
     else:
@@ -191,6 +193,21 @@ def a_tagged_message_of_a_lost_rank(store: dist.Store, rank: int, size: int) -> 
         dist.distributed_c10d._abort_process_group()
     else:
         _end()
+
+
+def a_tag_of_a_rank_that_leaves(store: dist.Store, rank: int, size: int) -> None:
+    """Numbers are those of the group, whoever of the two found out."""
+    _init(store, rank, size)
+    x = torch.empty(2)
+    if rank == 3:
+        dist.send(torch.ones(2), 1, tag=1)
+    if rank == 1:
+        dist.recv(x, 3, tag=1)
+        with pytest.raises(dist.DistBackendError, match="from rank 3 at .* left while it was needed") as caught:
+            dist.recv(x, 3, tag=2)
+        assert isinstance(caught.value, hetcoll.PeerLostError)
+        assert caught.value.rank == 3
+    _end()
 
 
 def no_source(store: dist.Store, rank: int, size: int) -> None:

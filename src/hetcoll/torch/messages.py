@@ -1,4 +1,4 @@
-"""Point to point. Messages between two ranks match by their tags (`tags.py`), and those of one in the order of the calls.
+"""Point to point. Messages between two ranks match by tag (`tags.py`), and those of one in the order of the calls.
 
 A GPU's messages match in the order of the calls alone, as NCCL's do.
 """
@@ -76,7 +76,7 @@ class Messages(Launcher):
         return self._receive_tagged(tensor, None, tag) if tag else self._receive_later(self._comm, tensor, None)
 
     def _matched(self, tensor: torch.Tensor, tag: int) -> int:
-        """The tag that a message is matched by. NCCL's have none; ValueError where one of a GPU's tensors is to count."""
+        """The tag that a message is matched by: NCCL has none. ValueError where a GPU's is to count."""
         if tag < 0:
             raise ValueError(f"tag: wanted 0 or more, got {tag}")
         if tag == 0 or tensor.is_cpu:

@@ -150,12 +150,16 @@ class HetcollProcessGroup(Collectives, Messages):
     def close(self) -> None:
         """See `shutdown`. More than once is fine."""
         lifetime.forget(self)
-        for each in (*self._sources.values(), *self._boxes.values()):
-            each.leave()
+        for sources in self._sources.values():
+            sources.leave()
+        for box in self._boxes.values():
+            box.leave()
         for comm in self._comms:
             comm.close()
-        for each in (*self._sources.values(), *self._boxes.values()):
-            each.close()
+        for sources in self._sources.values():
+            sources.close()
+        for box in self._boxes.values():
+            box.close()
         self._futures.close()
         self._in_use.clear()
         # torch may keep the group until the process ends, as its caches of device meshes do: not the engine with it.

@@ -40,7 +40,7 @@ def replace(backends: Collection[str]) -> None:
 def refuse(reason: Exception) -> None:
     """HETCOLL_REPLACE makes no sense: whoever makes a group is told so, whatever backend it is to have."""
 
-    class BackendConfig(distributed_c10d.BackendConfig):  # type: ignore[misc, name-defined]
+    class BackendConfig(distributed_c10d.BackendConfig):
         def __init__(self, *_: Any) -> None:
             raise reason
 

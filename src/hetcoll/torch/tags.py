@@ -14,7 +14,7 @@ import hashlib
 import struct
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -23,7 +23,9 @@ import torch
 from .. import _native
 from ..communicator import Communicator
 from ..diagnosis import Kind
-from ..errors import ClosedError, HetcollError
+from ..errors import ClosedError, HetcollError, PeerLostError
+from ..inquiry import Called
+from ..witness import call_site
 from ..work import Work as Operation
 from .futures import Worker
 
@@ -31,8 +33,12 @@ _QUESTION = "tagged messages to you"
 _ASKING = 2.0  # seconds for the answers
 _PAUSES = (100e-6, 5e-3)  # seconds between questions: at first, and at most
 _SLICE = 0.02  # seconds between looks at whether the group has failed
+_REASON = 2.0  # seconds until the news of what became of a rank is there
 _EVER = 7 * 86400.0  # seconds until the other rank uses tags, too
 _HEADER = struct.Struct("<qq16s")  # tag, count, type
+
+
+Kept = tuple[str, int, torch.Tensor]  # a message: its type, its count, and its bytes
 
 
 class Parcel(Operation):
@@ -44,7 +50,8 @@ class Parcel(Operation):
         self.count, self.dtype = memory.numel(), str(memory.dtype).removeprefix("torch.")
         where = "any rank" if peer is None else f"rank {peer}"
         way = "to" if word == "send" else "from"
-        super().__init__(what=f"{word}({self.dtype}, count={self.count}, tag={tag}) {way} {where}")
+        what = f"{word}({self.dtype}, count={self.count}, tag={tag}) {way} {where}"
+        super().__init__(what=str(Called(what, call_site())))
         self.memory, self.tag, self.wanted, self.source = memory.view(torch.uint8), tag, peer, -1
         self._box = box
         self._begun = threading.Event()
@@ -73,7 +80,8 @@ class Parcel(Operation):
                 self._begun.wait(min(left, _SLICE))
             elif self._inner is not None:
                 pair, inner = self._inner
-                pair._engine.wait(inner._ticket, min(left, _SLICE))
+                if (ticket := inner._ticket) is not None:
+                    pair._engine.wait(ticket, min(left, _SLICE))
         if (error := self.error) is not None:
             raise error
 
@@ -85,13 +93,12 @@ class Parcel(Operation):
 
     @property
     def error(self) -> Exception | None:
-        if self._begun.is_set() and self._failed is None and (self._inner is None or self._inner[1].done):
-            if self._inner is None or self._inner[1].error is None:
-                return None
-            return self._box.failure(self._inner[1].error)
         if self._failed is not None:
             return self._failed
-        return self._box.failure(None)
+        inner = None if self._inner is None else self._inner[1]
+        if not self._begun.is_set() or (inner is not None and not inner.done):
+            return self._box.failure()
+        return None if inner is None or inner.error is None else self._box.explain(inner.error, self)
 
     def fits(self, dtype: str, count: int) -> bool:
         return (dtype, count) == (self.dtype, self.count)
@@ -106,7 +113,7 @@ class Line:
         self.pair: Communicator | None = None
         self.writer, self.reader = Worker(f"hetcoll-tags-to-{peer}"), Worker(f"hetcoll-tags-from-{peer}")
         self.sent = self.read = self.awaited = 0  # messages; `awaited` are those that are known to come
-        self.kept: defaultdict[int, deque[tuple[str, int, torch.Tensor]]] = defaultdict(deque)
+        self.kept: dict[int, deque[Kept]] = {}  # by their tags
 
 
 class Mailbox:
@@ -149,21 +156,24 @@ class Mailbox:
         with self._mutex:
             lines = list(self._lines.values()) if source is None else [self._line(source)]
             for line in lines:
-                if line.kept[tag]:
-                    self._give(parcel, line.peer, *line.kept[tag].popleft())
+                if (kept := line.kept.get(tag)) is not None:
+                    message = kept.popleft()
+                    if not kept:
+                        del line.kept[tag]
+                    self._give(parcel, line.peer, *message)
                     return parcel
             self._posted.append(parcel)
         if source is None:
             self._finder.put(lambda: self._run(parcel, lambda: self._find(parcel)))
         else:
-            self._line(source).reader.put(lambda: self._run(parcel, lambda: self._read_for(lines[0], parcel)))
+            lines[0].reader.put(lambda: self._run(parcel, lambda: self._read_for(lines[0], parcel)))
         return parcel
 
     def _run(self, parcel: Parcel, task: Callable[[], None]) -> None:
         try:
             task()
         except Exception as error:
-            parcel.end(self.failure(error))
+            parcel.end(self.explain(error, parcel))
 
     def _write(self, line: Line, parcel: Parcel) -> None:
         pair, other = self._pair(line)
@@ -201,7 +211,7 @@ class Mailbox:
             elif (late := self._take(line.peer, tag)) is not None:  # it was posted meanwhile
                 self._give(late, line.peer, dtype, count, memory)
             else:
-                line.kept[tag].append((dtype, count, memory))
+                line.kept.setdefault(tag, deque()).append((dtype, count, memory))
 
     def _take(self, peer: int, tag: int) -> Parcel | None:
         """The first receive that waits for such a message, which from now on waits for this one."""
@@ -231,13 +241,18 @@ class Mailbox:
                     if line is None or sent <= max(line.read, line.awaited):
                         continue
                     line.awaited = sent
-                line.reader.put(lambda line=line, sent=sent: self._run(parcel, lambda: self._read_until(line, sent)))  # type: ignore[misc]
+                self._read_until(line, sent, parcel)
             time.sleep(pause)
             pause = min(1.5 * pause, _PAUSES[1])
 
-    def _read_until(self, line: Line, sent: int) -> None:
-        while line.read < sent:
-            self._read(line)
+    def _read_until(self, line: Line, sent: int, parcel: Parcel) -> None:
+        """On the line's thread; what goes wrong there ends the receive that asked for it."""
+
+        def read() -> None:
+            while line.read < sent:
+                self._read(line)
+
+        line.reader.put(lambda: self._run(parcel, read))
 
     def _name(self, peer: int) -> tuple[bytes, list[int]]:
         """Of the communicator of this rank and that one, and its ranks."""
@@ -250,29 +265,40 @@ class Mailbox:
             if line.pair is None:
                 self._check()
                 line.pair = self._comm._make(*self._name(line.peer), _EVER)
+                self._check()  # nobody else could halt this one
             return line.pair, 1 - line.pair.rank
 
     def _complete(self, pair: Communicator, work: Operation) -> None:
         """Wait as long as the group is whole. Not by `Work.wait`: no call of the program is stuck here."""
-        while pair._engine.wait(work._ticket, _SLICE) is _native.Status.TIMED_OUT:
+        ticket = work._ticket
+        assert ticket is not None, "it is not done"
+        while (status := pair._engine.wait(ticket, _SLICE)) is _native.Status.TIMED_OUT:
             self._check()
-        if work.error is not None:
-            raise work.error
+        if status is not _native.Status.DONE:
+            raise work.error or ClosedError("this process group was destroyed")
 
     def _check(self) -> None:
-        if (error := self.failure(None)) is not None:
+        if (error := self.failure()) is not None:
             raise error
 
-    def failure(self, found: Exception | None) -> Exception | None:
-        """What the group has failed with. What a pair of ranks `found` is told with their ranks in the group."""
-        if found is not None and not self._closed:
-            deadline = time.monotonic() + 2.0
-            while isinstance(found, HetcollError) and self._comm.error is None and time.monotonic() < deadline:
-                time.sleep(_SLICE)  # the news of what became of a rank
-        error = self._comm.error or (ClosedError("this process group was destroyed") if self._closed else found)
+    def failure(self) -> Exception | None:
+        """What the group has failed with; then nothing touches the memory of messages any more."""
+        error = self._comm.error or (ClosedError("this process group was destroyed") if self._closed else None)
         if error is not None:
             self.halt()
         return error
+
+    def explain(self, error: Exception, parcel: Parcel) -> Exception:
+        """What the group has failed with, where two ranks of it had this `error`, which has their numbers as a pair."""
+        deadline = time.monotonic() + _REASON
+        while isinstance(error, HetcollError) and self.failure() is None and time.monotonic() < deadline:
+            time.sleep(_SLICE)  # the news of what became of a rank is on its way
+        if (known := self.failure()) is not None:
+            return known
+        peer = -1 if parcel.wanted is None else parcel.wanted
+        if isinstance(error, PeerLostError):
+            return self.fail(Kind.PEER_GONE, peer, f"{self} called {parcel._what}, which left while it was needed")
+        return self.fail(Kind.SYSTEM, peer, f"{self} called {parcel._what}: {type(error).__name__}: {error}")
 
     def fail(self, kind: Kind, peer: int, text: str) -> Exception:
         """Fail the group on all ranks."""

@@ -21,8 +21,8 @@ from .failures import translate, translated
 from .futures import Level, OrderedFuture
 from .profiling import Span
 from .sources import Deferred
-from .tags import Parcel
 from .streams import current
+from .tags import Parcel
 from .tensors import seconds
 
 NO_TIME = timedelta(0)
