@@ -203,7 +203,7 @@ def a_tag_of_a_rank_that_leaves(store: dist.Store, rank: int, size: int) -> None
         dist.send(torch.ones(2), 1, tag=1)
     if rank == 1:
         dist.recv(x, 3, tag=1)
-        with pytest.raises(dist.DistBackendError, match="from rank 3 at .* left while it was needed") as caught:
+        with pytest.raises(dist.DistBackendError, match=r"from rank 3 at .* left while it was needed") as caught:
             dist.recv(x, 3, tag=2)
         assert isinstance(caught.value, hetcoll.PeerLostError)
         assert caught.value.rank == 3
