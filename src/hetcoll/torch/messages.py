@@ -186,6 +186,8 @@ class Messages(Launcher):
         messages to oneself, for which no other rank needs to do anything.
         """
         works, rank = [], self.rank()
+        for each in operations:
+            self._matched(each.tensor, each.tag)  # before anything moves
         if not all(each.tensor.is_cpu for each in operations):
             others = [each for each in operations if each.group_peer != rank]
             operations = [each for each in operations if each.group_peer == rank]
@@ -199,8 +201,6 @@ class Messages(Launcher):
 
     def _enqueue_batch(self, operations: Sequence[dist.P2POp]) -> dist.Work:
         comm = self._comm
-        for each in operations:
-            self._matched(each.tensor, each.tag)
         sends = [(flat(each.tensor), each.group_peer) for each in operations if each.op is dist.isend]
         recvs = [(flat(each.tensor), each.group_peer) for each in operations if each.op is not dist.isend]
         sources = self._sources_of(comm)
