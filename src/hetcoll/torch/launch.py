@@ -60,10 +60,10 @@ class Launcher(dist.ProcessGroup):
         Those that callbacks of futures start have one of their own: ranks agree on their order, but not on when they
         come among those of the program.
         """
-        level, comm = self._futures.of_this_thread().number, self.comm
+        level = self._futures.of_this_thread().number
         if level == len(self._comms):
             store = dist.PrefixStore(f"callbacks/{level}/", self._store)
-            limit, session = self._usual_timeout, comm.session
+            limit, session = self._usual_timeout, self.comm.session
             self._comms.append(connect(store, self.rank(), self.size(), limit, session, self._compress))
         return self._comms[level]
 

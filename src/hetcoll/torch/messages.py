@@ -41,7 +41,8 @@ class Messages(Launcher):
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> dist.Work:
         """Start to send one tensor to `dst_rank` of the group."""
         (tensor,) = tensors
-        tag = self._matched(tensor, tag)
+        if tag:
+            tag = self._matched(tensor, tag)
         if dst_rank == self.rank():
             return self._to_self(tensor, None, tag)
         memory, comm = flat(tensor), self._comm
@@ -56,7 +57,8 @@ class Messages(Launcher):
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> dist.Work:
         """Start to receive one tensor from `src_rank` of the group."""
         (tensor,) = tensors
-        tag = self._matched(tensor, tag)
+        if tag:
+            tag = self._matched(tensor, tag)
         if src_rank == self.rank():
             return self._to_self(None, tensor, tag)
         memory, comm = flat(tensor), self._comm
@@ -72,7 +74,8 @@ class Messages(Launcher):
         On a GPU's tensor the host waits until a rank begins to send.
         """
         (tensor,) = tensors
-        tag = self._matched(tensor, tag)
+        if tag:
+            tag = self._matched(tensor, tag)
         return self._receive_tagged(tensor, None, tag) if tag else self._receive_later(self._comm, tensor, None)
 
     def _matched(self, tensor: torch.Tensor, tag: int) -> int:
@@ -187,7 +190,8 @@ class Messages(Launcher):
         """
         works, rank = [], self.rank()
         for each in operations:
-            self._matched(each.tensor, each.tag)  # before anything moves
+            if each.tag:
+                self._matched(each.tensor, each.tag)  # before anything moves
         if not all(each.tensor.is_cpu for each in operations):
             others = [each for each in operations if each.group_peer != rank]
             operations = [each for each in operations if each.group_peer == rank]
