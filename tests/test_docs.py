@@ -23,9 +23,11 @@ import pytest
 from installed import need_jax
 
 import hetcoll
-from hetcoll import env, errors, simulator
-from hetcoll.algorithms import ALGORITHMS
+from hetcoll import errors
 from hetcoll.cli import build_parser
+from hetcoll.config import env
+from hetcoll.plan import simulator
+from hetcoll.plan.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -22,10 +22,10 @@ import torch
 
 from .. import _native
 from ..communicator import Communicator
-from ..diagnosis import Kind
 from ..errors import ClosedError, HetcollError, PeerLostError
-from ..inquiry import Called
-from ..witness import call_site
+from ..health.desync_report import Called
+from ..health.diagnosis import Kind
+from ..health.status_report import call_site
 from ..work import Work as Operation
 from .futures import Worker
 
