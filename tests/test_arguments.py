@@ -226,6 +226,29 @@ def _indivisible(comm: hetcoll.Communicator) -> None:
         pass
     with pytest.raises(ArgumentError, match="to itself do not match its receives"), comm.group():
         comm.send(new(), comm.rank)
+    for what, call in {
+        "allreduce": lambda: comm.allreduce(new()),
+        "broadcast": lambda: comm.broadcast(new(), async_op=True),
+        "barrier": lambda: comm.barrier(),
+        "split": lambda: comm.split(0),
+    }.items():
+        for _ in range(2):
+            call()  # so that it is one that the short way knows
+        with (
+            pytest.raises(ArgumentError, match=rf"group\(\): wanted sends and receives only, got {what}"),
+            comm.group(),
+        ):
+            call()
+    with pytest.raises(ArgumentError, match="wanted send and recv, got sendrecv"), comm.group():
+        comm.sendrecv(new(), 1 - comm.rank, new(), 1 - comm.rank)
+    for words in ({"timeout": 1.0}, {"stream": 7}):
+        with pytest.raises(ArgumentError, match="without a timeout or stream of their own"), comm.group():
+            comm.recv(new(), 1 - comm.rank, **words)
+    into = new()
+    with comm.group():
+        comm.send(np.full(COUNT, float(comm.rank)), 1 - comm.rank)
+        comm.recv(into, 1 - comm.rank)
+    assert (into == 1 - comm.rank).all()
     _still_works(comm)
 
 

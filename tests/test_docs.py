@@ -8,6 +8,7 @@ a set of lines, ``<!-- run: first and last -->`` what stands before and after a 
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import inspect
 import os
@@ -21,9 +22,11 @@ from pathlib import Path
 import pytest
 from installed import need_jax
 
+import hetcoll
 from hetcoll import errors
 from hetcoll.cli import build_parser
 from hetcoll.config import env
+from hetcoll.plan import simulator
 from hetcoll.plan.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
@@ -253,3 +256,13 @@ sys.exit(failed > 0)
 
 def test_the_examples_of_docstrings_run() -> None:
     assert int(run(["python", "-c", DOCTESTS])[-1]) > 10
+
+
+def test_every_error_in_the_documents_is_a_name_in_hetcoll() -> None:
+    """But for Python's own, those of the frameworks, and the simulator's, which has a page of its own."""
+    theirs = {"DistBackendError", "JaxRuntimeError", simulator.PlanError.__name__}
+    named = {name for page in PAGES for name in re.findall(r"\b[A-Z]\w*Error\b", page.read_text())}
+    missing = {name for name in named - theirs if not hasattr(builtins, name) and not hasattr(hetcoll, name)}
+    assert not missing
+    ours = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert ours <= set(hetcoll.__all__)

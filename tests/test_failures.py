@@ -439,23 +439,39 @@ def test_abort_needs_nobody(launch: Launch) -> None:
     ranks.signal(0, signal.SIGCONT)
 
 
-def raise_inside(comm: hetcoll.Communicator) -> str:
+def leave_inside(comm: hetcoll.Communicator, how: BaseException) -> str:
     try:
         with comm:
             comm.barrier()
             if comm.rank == 1:
-                raise ZeroDivisionError("of the user's own")
+                raise how
             comm.allreduce(f32(10))
-    except (ZeroDivisionError, AbortedError) as error:
-        return f"{type(error).__name__}: {error}; {comm.closed}"
+    except (ZeroDivisionError, SystemExit, PeerLostError) as error:
+        return f"{type(error).__name__} {getattr(error, 'rank', '')}: {error}; {comm.closed}"
     return "nothing"
 
 
+@pytest.mark.parametrize(
+    ("how", "here", "there"),
+    [
+        (ZeroDivisionError("of ours"), "ZeroDivisionError : of ours", "was lost: it raised ZeroDivisionError: of ours"),
+        (SystemExit(3), "SystemExit : 3", "was lost: sys.exit(3) ended it with status 3"),
+        (SystemExit("why"), "SystemExit : why", "was lost: sys.exit('why') ended it with status 1"),
+        (SystemExit(0), "SystemExit : 0", "left while it was needed"),
+    ],
+    ids=["exception", "exit 3", "exit why", "exit 0"],
+)
 @TRANSPORTS
-def test_an_exception_inside_the_with_block_aborts(launch: Launch, transport: str) -> None:
-    other = "AbortedError: rank 1 called abort(): ZeroDivisionError: of the user's own; True"
+def test_who_leaves_the_with_block_is_lost(
+    launch: Launch, transport: str, how: BaseException, here: str, there: str
+) -> None:
     ranks = launch(3, HETCOLL_TRANSPORT=transport)
-    assert ranks.run(raise_inside) == [other, "ZeroDivisionError: of the user's own; True", other]
+    found = ranks.run(leave_inside, how)
+    assert found[1] == f"{here}; True"
+    for other in (found[0], found[2]):
+        assert other.startswith("PeerLostError 1: ")
+        assert f"rank 1 {there}" in other
+        assert other.endswith("; True")
 
 
 def be_interrupted(comm: hetcoll.Communicator, how: str) -> None:

@@ -20,6 +20,11 @@ def test_messages_and_groups(torch_ranks: TorchRanks, case: str) -> None:
     torch_ranks.run("messages", case)
 
 
+@pytest.mark.parametrize("case", names("tags"))
+def test_tags(torch_ranks: TorchRanks, case: str) -> None:
+    torch_ranks.run("tags", case)
+
+
 @pytest.mark.parametrize("case", names("training"))
 def test_training(torch_ranks: TorchRanks, case: str) -> None:
     torch_ranks.run("training", case)

@@ -52,10 +52,25 @@ def test_torchrun(environment: dict[str, str]) -> None:
     assert run(words, environment | {"HETCOLL_REPLACE": "nccl"}) == ["nccl is HetcollProcessGroup"] * 2
 
 
-def test_a_wrong_name_is_told_at_import(environment: dict[str, str]) -> None:
-    words = [sys.executable, "-c", "import torch"]
+def test_a_wrong_name_is_told_to_who_makes_a_group(environment: dict[str, str]) -> None:
+    """Other programs import torch, too, and the environment may be somebody else's."""
+    wrong = environment | {"HETCOLL_REPLACE": "mpi"}
     done = subprocess.run(
-        words, env=environment | {"HETCOLL_REPLACE": "mpi"}, capture_output=True, text=True, timeout=250
+        [sys.executable, "-c", "import torch"], env=wrong, capture_output=True, text=True, timeout=250
     )
-    assert done.returncode != 0
-    assert "HETCOLL_REPLACE: wanted nccl, gloo or both: nccl,gloo, got 'mpi'" in done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    for backend in ("gloo", "hetcoll"):
+        program = f"import torch.distributed as d; d.init_process_group('{backend}', init_method='tcp://127.0.0.1:0', "
+        words = [sys.executable, "-c", f"{program} rank=0, world_size=1)"]
+        done = subprocess.run(words, env=wrong, capture_output=True, text=True, timeout=250)
+        assert done.returncode != 0
+        assert "HETCOLL_REPLACE: wanted nccl, gloo or both: nccl,gloo, got 'mpi'" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["destroy", "leave"])
+def test_sharded_models_end_without_a_word(environment: dict[str, str], how: str) -> None:
+    """torch keeps groups until the interpreter is gone; nothing of the engine's may be among what it finds then."""
+    program = str(Path(PROGRAM).with_name("end.py"))
+    words = [sys.executable, "-m", "hetcoll", "run", "-n", "2", "--no-prefix", program, how]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n" * 2, "")

@@ -197,7 +197,9 @@ def test_messages_with_one_peer_wait_for_none_with_others(made: Any) -> None:
     for peer in (1, 2, 1):
         made.group.send(tensors[:1], peer)
     made.group.batch([SimpleNamespace(op=dist.isend, tensor=each, group_peer=2, tag=0) for each in tensors])
-    made.group.batch([SimpleNamespace(op=dist.isend, tensor=each, group_peer=1 + i) for i, each in enumerate(tensors)])
+    made.group.batch(
+        [SimpleNamespace(op=dist.isend, tensor=each, group_peer=1 + i, tag=0) for i, each in enumerate(tensors)]
+    )
     assert [note for note in made.notes if "event" not in note] == [
         "send on own", "send on second", "send on own",
         "group begins", "send on second", "send on second", "group ends",

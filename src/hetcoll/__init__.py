@@ -18,6 +18,7 @@ from .errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
+    DeviceError,
     HetcollError,
     InitError,
     PeerLostError,
@@ -33,6 +34,6 @@ from .work import Work
 __all__ = [
     "AbortedError", "ArgumentError", "AuthenticationError", "BufferTypeError", "ClosedError",
     "CollectiveMismatchError", "CollectiveTimeoutError", "CommunicationError", "Communicator", "DType",
-    "HetcollError", "InitError", "PeerLostError", "ReduceOp", "RegistrationError", "UniqueId", "Work", "__version__",
-    "from_mpi", "get_unique_id", "init",
+    "DeviceError", "HetcollError", "InitError", "PeerLostError", "ReduceOp", "RegistrationError", "UniqueId", "Work",
+    "__version__", "from_mpi", "get_unique_id", "init",
 ]  # fmt: skip

@@ -33,6 +33,8 @@ def mismatch(store: dist.Store, rank: int, size: int) -> None:
     with pytest.raises(dist.DistBackendError, match="rank") as caught:
         dist.all_reduce(torch.ones(3 if rank == 2 else 4))
     assert isinstance(caught.value, hetcoll.CollectiveMismatchError)
+    assert f"at {__file__}:{mismatch.__code__.co_firstlineno + 3}" in str(caught.value)  # not torch's own
+    assert "distributed_c10d" not in str(caught.value)
     with pytest.raises(RuntimeError):
         dist.barrier()
     _end()
@@ -139,6 +141,72 @@ def shrinking_a_group(store: dist.Store, rank: int, size: int) -> None:
     y = torch.ones(1)
     dist.all_reduce(y)
     assert y.item() == size
+    _end()
+
+
+def tags_of_other_sizes(store: dist.Store, rank: int, size: int) -> None:
+    """A tagged receive of another count than the send's fails the group, whose next calls tell the sender."""
+    _init(store, rank, size)
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(dist.DistBackendError) as caught:
+            dist.recv(torch.empty(4), 0, tag=3)
+        assert isinstance(caught.value, hetcoll.CollectiveMismatchError)
+        site = f"{__file__}:{tags_of_other_sizes.__code__.co_firstlineno + 6}"
+        assert f"rank 1 called recv(float32, count=4, tag=3) from rank 0 at {site}" in str(caught.value)
+        assert "; rank 0 called send(float32, count=8, tag=3) to rank 1" in str(caught.value)
+    else:
+        if rank == 0:
+            dist.send(torch.ones(8), 1, tag=3)
+        with pytest.raises(dist.DistBackendError, match="tag=3"):
+            dist.barrier()
+    _end()
+
+
+def a_tag_that_nobody_sends(store: dist.Store, rank: int, size: int) -> None:
+    _init(store, rank, size)
+    dist.barrier()
+    if rank == 1:
+        work = dist.irecv(torch.empty(4), 0, tag=3)
+        with pytest.raises(
+            dist.DistBackendError, match=r"tag=3\) from rank 0 at .* did not finish in 0\.5 s"
+        ) as caught:
+            work.wait(timedelta(seconds=0.5))
+        assert isinstance(caught.value, hetcoll.CollectiveTimeoutError)
+    else:
+        with pytest.raises(dist.DistBackendError, match="tag=3"):
+            dist.barrier()
+    _end()
+
+
+def a_tagged_message_of_a_lost_rank(store: dist.Store, rank: int, size: int) -> None:
+    _init(store, rank, size)
+    x = torch.empty(2)
+    if rank == 0:
+        dist.send(torch.ones(2), 1, tag=1)
+    if rank == 1:
+        dist.recv(x, 0, tag=1)
+        with pytest.raises(dist.DistBackendError) as caught:
+            dist.recv(x, 0, tag=2)
+        assert isinstance(caught.value, hetcoll.PeerLostError | hetcoll.AbortedError), caught.value
+    if rank == 0:
+        dist.distributed_c10d._abort_process_group()
+    else:
+        _end()
+
+
+def a_tag_of_a_rank_that_leaves(store: dist.Store, rank: int, size: int) -> None:
+    """Numbers are those of the group, whoever of the two found out."""
+    _init(store, rank, size)
+    x = torch.empty(2)
+    if rank == 3:
+        dist.send(torch.ones(2), 1, tag=1)
+    if rank == 1:
+        dist.recv(x, 3, tag=1)
+        with pytest.raises(dist.DistBackendError, match=r"from rank 3 at .* left while it was needed") as caught:
+            dist.recv(x, 3, tag=2)
+        assert isinstance(caught.value, hetcoll.PeerLostError)
+        assert caught.value.rank == 3
     _end()
 
 

@@ -25,6 +25,12 @@ def main(backend: str | None, answer: str) -> None:
     pair = dist.new_group([0, 1])
     assert dist.get_backend(pair) == answer
     dist.monitored_barrier()
+    rank, got = dist.get_rank(), [torch.empty(2), torch.empty(2)]
+    works = [dist.isend(torch.full((2,), float(tag)), 1 - rank, tag=tag) for tag in (0, 1)]
+    works += [dist.irecv(got[tag], 1 - rank, tag=tag) for tag in (1, 0)]
+    for work in works:
+        work.wait()
+    assert [x[0].item() for x in got] == [0, 1]
     # One write: under torchrun all ranks share one pipe, and print() gives an unbuffered one the newline by itself.
     sys.stdout.write(f"{backend} is {type(dist.group.WORLD).__name__}\n")
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ from .. import _native
 from ..work import Work
 from .desync_report import WINDOW, Answer, Called, Edge, Wait
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _RUNTIME = ("runtime/core", "runtime/messages", "runtime/regroup")
 _CALLS = {os.path.join(_PACKAGE, f"{name}.py") for name in ("communicator", "work", *_RUNTIME)}
 
@@ -22,16 +22,30 @@ _JAX = os.path.join(_PACKAGE, "jax", "handler.py")
 
 
 def call_site(frame: FrameType | None = None) -> str:
-    """``file.py:12`` of the innermost frame outside this package; of the caller's own frames by default.
+    """``file.py:12`` of the innermost frame outside this package and PyTorch; of the caller's own frames by default.
 
-    A call that comes from a compiled JAX program was written elsewhere: the frame that runs it has that place.
+    A thread that runs nothing but PyTorch's code is somewhere there. A call that comes from a compiled JAX program was
+    written elsewhere: the frame that runs it has that place.
     """
-    frame = sys._getframe(1) if frame is None else frame
-    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
-        if frame.f_code.co_filename == _JAX and "called_at" in frame.f_locals:
+    frame, theirs = sys._getframe(1) if frame is None else frame, None
+    ours, torch = (_PACKAGE, contextlib.__file__), _folder_of_torch()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _JAX and "called_at" in frame.f_locals:
             return str(frame.f_locals["called_at"])
+        if torch and file.startswith(torch):
+            theirs = theirs or frame
+        elif not file.startswith(ours):
+            break
         frame = frame.f_back
+    frame = frame or theirs
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _folder_of_torch() -> str:
+    """Where PyTorch lies, with a slash; "" in programs that have not loaded it."""
+    file = getattr(sys.modules.get("torch"), "__file__", None)
+    return os.path.join(os.path.dirname(file), "") if file else ""
 
 
 class Witness:

@@ -178,9 +178,16 @@ class Core:
     def _on_gpu(self, buffer: Buffer, stream: object) -> GpuPath:
         """The way of calls on a GPU's memory; from the first one on the short way tries it, too."""
         path = self._paths.on_gpu(buffer, stream)
-        if not self._config.check:
-            self._call = path.call
+        self._choose_fast_path()
         return path
+
+    def _choose_fast_path(self) -> None:
+        """What the methods of calls try first: the engine's call, or the GPU's once there is one, which takes both."""
+        gpu = self._paths.gpu
+        self._call = _refuse if not self._takes_fast_path() else self._engine.call if gpu is None else gpu.call
+
+    def _takes_fast_path(self) -> bool:
+        return not self._closed and not self._config.check
 
     def _meet(self, label: str, blob: bytes, timeout: float | None = None) -> list[bytes]:
         """Every rank's `blob`, by rank. A collective call that is called `label` in errors."""
@@ -448,8 +455,22 @@ class Core:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is not None and not self._closed and not issubclass(kind, CommunicationError):
-            self.abort(f"{kind.__name__}: {error}")
+            self._tell_exit(error)
         self.close()
+
+    def _tell_exit(self, error: BaseException | None) -> None:
+        """An exception leaves the ``with`` block: the others must not wait for this rank. One that ends the program
+        without an error is a goodbye, which `close` says."""
+        if self._engine.forked or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            return
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else 1  # Python's own rule
+            reason = f"sys.exit({error.code!r}) ended it with status {code}"
+        else:
+            reason = f"it raised {type(error).__name__}: {error}"
+        text = f"rank {self._rank} was lost: {reason}"
+        self._engine.fail(Kind.PEER_GONE, self._rank, text)
+        self._diagnosis.post(Kind.PEER_GONE, self._rank, text)
 
     # Telling.
 

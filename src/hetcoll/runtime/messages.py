@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..buffers import Buffer, read_buffer
-from ..calls import RECV, SEND, Message, check_rank, describe_message
+from ..calls import RECV, SEND, Call, Message, check_rank, describe_message
 from ..errors import ArgumentError, BufferTypeError
 from ..work import DONE, Work, finished
 from .core import Core
@@ -39,7 +39,9 @@ class Messages(Core):
         """Sends and receives inside the ``with`` block start together at its end, which waits for all of them.
 
         So their order does not matter: every rank may send before it receives. Messages to oneself are allowed here.
-        It is of the thread that opens it: what other threads send meanwhile is not held back.
+        It is of the thread that opens it: what other threads send meanwhile is not held back. Nothing else is allowed
+        inside: collectives of this thread are an ArgumentError, as are messages with a `timeout` or `stream` of their
+        own.
         """
         return Group(self)
 
@@ -48,11 +50,13 @@ class Messages(Core):
         if threading.get_ident() in self._batches:
             raise ArgumentError("group(): already inside a group")
         self._batches[threading.get_ident()] = []
+        self._choose_fast_path()
 
     def _end_group(self, run: bool) -> None:
         batch = self._batches.pop(threading.get_ident(), None)
         if batch is None:
             raise ArgumentError("group(): wanted its end on the thread that began it")
+        self._choose_fast_path()
         self._check_usable()
         if not run or not batch or self._engine.run_messages(batch):
             return
@@ -108,10 +112,26 @@ class Messages(Core):
         self._check_usable()
         return self._diagnosis.ask(question, seconds)
 
+    def _in_group(self) -> bool:
+        """Whether this thread is in the block of a `group`."""
+        return threading.get_ident() in self._batches
+
+    def _takes_fast_path(self) -> bool:
+        return not self._batches and super()._takes_fast_path()  # the slow one tells what is no message
+
+    def _launch(self, call: Call, async_op: bool, timeout: float | None, stream: object = None) -> Work:
+        if self._in_group():
+            raise ArgumentError(
+                f"group(): wanted sends and receives only, got {call.describe()}: call it after the block"
+            )
+        return super()._launch(call, async_op, timeout, stream)
+
     def _message(self, kind: int, buf: Any, peer: int, async_op: bool, timeout: float | None, stream: object) -> Work:
         """One half of a message, `kind` is SEND or RECV; in a `group` it is only noted."""
         batch = self._batches.get(threading.get_ident()) if self._batches else None
         if batch is not None:
+            if timeout is not None or stream is not None:
+                raise ArgumentError("group(): wanted messages without a timeout or stream of their own")
             if not self._engine.knows(kind, buf, peer):
                 self._check_usable()
                 peer = check_rank(peer, self._size, "peer")
@@ -187,6 +207,8 @@ class Messages(Core):
         timeout: float | None,
         stream: object,
     ) -> Work:
+        if self._in_group():
+            raise ArgumentError("group(): wanted send and recv, got sendrecv")
         self._check_usable()
         to, origin = check_rank(dest, self._size, "dest"), check_rank(source, self._size, "source")
         send = read_buffer(sendbuf, "sendbuf", writable=False)

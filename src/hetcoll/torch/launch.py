@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..communicator import Communicator
+from ..errors import ClosedError
 from ..types import Format
 from ..work import Work as Operation
 from . import profiling
@@ -37,7 +38,8 @@ class Launcher(dist.ProcessGroup):
     def __init__(self, comm: Communicator, store: dist.Store, timeout: float, compress: Format | None = None) -> None:
         super().__init__(comm.rank, comm.size)
         self._store, self._timeout, self._compress = store, timeout, compress
-        self._comms = [comm]  # by the level of callbacks that use it, see `_comm`
+        self._comms = [comm]  # by the level of callbacks that use it, see `_comm`; none once the group has ended
+        self._last_failure: Exception | None = None  # of a group that has ended
         self._futures = Level()
         self._gpu_lanes: dict[tuple[LaneName, torch.device], Lane] = {}
         self._in_use: collections.deque[tuple[torch.cuda.Event, list[object]]] = collections.deque()
@@ -46,7 +48,9 @@ class Launcher(dist.ProcessGroup):
 
     @property
     def comm(self) -> Communicator:
-        """The communicator beneath."""
+        """The communicator beneath. ClosedError once the group has ended."""
+        if not self._comms:
+            raise ClosedError("this process group was destroyed")
         return self._comms[0]
 
     @property
@@ -179,7 +183,7 @@ class Launcher(dist.ProcessGroup):
         for comm in self._comms:
             if (error := comm.error) is not None:
                 return translate(error)
-        return None
+        return self._last_failure
 
     def _error_type(self) -> Any:
         error = self._failure()

@@ -1,14 +1,17 @@
-"""Point to point. Messages between two ranks match in the order of the calls, as NCCL's do; tags are not looked at."""
+"""Point to point. Messages between two ranks match by tag (`tags.py`), and those of one in the order of the calls.
+
+A GPU's messages match in the order of the calls alone, as NCCL's do.
+"""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ..communicator import Communicator
 from ..types import Format
@@ -16,11 +19,12 @@ from ..work import Work as Operation
 from .failures import translated
 from .launch import BATCHES, LaneName, Launcher, Start
 from .sources import Sources
+from .tags import Mailbox
 from .tensors import flat
 from .work import Bundle, ToSelf
 
 Tensors = Sequence[torch.Tensor]
-Halves = deque[tuple[torch.Tensor, ToSelf]]
+Halves = list[tuple[int, torch.Tensor, ToSelf]]
 Half = tuple[torch.Tensor, int]  # of a message: its memory, and the other rank
 
 
@@ -30,24 +34,36 @@ class Messages(Launcher):
     def __init__(self, comm: Communicator, store: dist.Store, timeout: float, compress: Format | None = None) -> None:
         super().__init__(comm, store, timeout, compress)
         self._bundle: list[dist.Work] | None = None  # between _start_coalescing and _end_coalescing
-        self._halves: tuple[Halves, Halves] = (deque(), deque())  # sends to itself, and receives from itself
+        self._halves: tuple[Halves, Halves] = ([], [])  # sends to itself, and receives from itself
         self._sources: dict[Communicator, Sources] = {}
+        self._boxes: dict[Communicator, Mailbox] = {}
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> dist.Work:
         """Start to send one tensor to `dst_rank` of the group."""
         (tensor,) = tensors
+        if tag:
+            tag = self._matched(tensor, tag)
         if dst_rank == self.rank():
-            return self._to_self(tensor, None)
+            return self._to_self(tensor, None, tag)
         memory, comm = flat(tensor), self._comm
+        if tag:
+            box = self._box_of(comm)
+            return self._message(
+                comm, [tensor], lambda how: [box.send(memory, dst_rank, tag)], ("send", dst_rank), dst_rank
+            )
         self._sources_of(comm).sending(dst_rank)
         return self._one(comm, tensor, memory, "send", dst_rank)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> dist.Work:
         """Start to receive one tensor from `src_rank` of the group."""
         (tensor,) = tensors
+        if tag:
+            tag = self._matched(tensor, tag)
         if src_rank == self.rank():
-            return self._to_self(None, tensor)
+            return self._to_self(None, tensor, tag)
         memory, comm = flat(tensor), self._comm
+        if tag:
+            return self._receive_tagged(tensor, src_rank, tag)
         if not self._sources_of(comm).receiving(src_rank):
             return self._receive_later(comm, tensor, src_rank)
         return self._one(comm, tensor, memory, "recv", src_rank)
@@ -58,7 +74,34 @@ class Messages(Launcher):
         On a GPU's tensor the host waits until a rank begins to send.
         """
         (tensor,) = tensors
-        return self._receive_later(self._comm, tensor, None)
+        if tag:
+            tag = self._matched(tensor, tag)
+        return self._receive_tagged(tensor, None, tag) if tag else self._receive_later(self._comm, tensor, None)
+
+    def _matched(self, tensor: torch.Tensor, tag: int) -> int:
+        """The tag that a message is matched by: NCCL has none. ValueError where a GPU's is to count."""
+        if tag < 0:
+            raise ValueError(f"tag: wanted 0 or more, got {tag}")
+        if tag == 0 or tensor.is_cpu:
+            return tag
+        config = distributed_c10d._world.pg_backend_config.get(self, "")
+        if "nccl" not in config:
+            raise ValueError(
+                f"tag: wanted 0 for a tensor on {tensor.device}, got {tag}: a GPU's messages match in the order of the "
+                "calls, as NCCL's do. Send and receive in one order without tags, or send copies on the CPU"
+            )
+        return 0
+
+    def _receive_tagged(self, tensor: torch.Tensor, source: int | None, tag: int) -> dist.Work:
+        comm, memory, peer = self._comm, flat(tensor), -1 if source is None else source
+        box = self._box_of(comm)
+        return self._message(comm, [tensor], lambda how: [box.receive(memory, source, tag)], ("recv", peer), peer)
+
+    def _box_of(self, comm: Communicator) -> Mailbox:
+        found = self._boxes.get(comm)
+        if found is None:
+            found = self._boxes.setdefault(comm, Mailbox(comm, self._timeout))
+        return found
 
     def _receive_later(self, comm: Communicator, tensor: torch.Tensor, source: int | None) -> dist.Work:
         """A receive from any source, or one from `source` after such ones."""
@@ -111,15 +154,17 @@ class Messages(Launcher):
 
     # To oneself: the first half waits for the second one.
 
-    def _to_self(self, out: torch.Tensor | None, into: torch.Tensor | None) -> dist.Work:
+    def _to_self(self, out: torch.Tensor | None, into: torch.Tensor | None, tag: int) -> dist.Work:
         halves = self._halves[0 if out is None else 1]  # of the other kind
         mine = out if out is not None else into
         assert mine is not None
         work = ToSelf(mine, self.rank())
-        if not halves:
-            self._halves[1 if out is None else 0].append((mine, work))
+        found = next((half for half in halves if half[0] == tag), None)
+        if found is None:
+            self._halves[1 if out is None else 0].append((tag, mine, work))
             return work
-        theirs, other = halves.popleft()
+        halves.remove(found)
+        _, theirs, other = found
         target, source = (theirs, mine) if into is None else (mine, theirs)
         if (target.shape.numel(), target.dtype) != (source.shape.numel(), source.dtype):
             raise ValueError(f"to oneself: wanted {source.numel()} elements of {source.dtype}, got {target.numel()} of "
@@ -144,6 +189,9 @@ class Messages(Launcher):
         messages to oneself, for which no other rank needs to do anything.
         """
         works, rank = [], self.rank()
+        for each in operations:
+            if each.tag:
+                self._matched(each.tensor, each.tag)  # before anything moves
         if not all(each.tensor.is_cpu for each in operations):
             others = [each for each in operations if each.group_peer != rank]
             operations = [each for each in operations if each.group_peer == rank]

@@ -38,7 +38,7 @@ class HetcollProcessGroup(Collectives, Messages):
 
     def __init__(self, comm: Communicator, store: dist.Store, timeout: float, compress: Format | None = None) -> None:
         super().__init__(comm, store, timeout, compress)
-        self._name, self._description = "", "undefined"
+        self._name, self._description, self._session = "", "undefined", comm.session
         self._inner = Inner(self)
         for device in DEVICES:
             # None: what this class does not override fails in torch's dispatcher, and never runs on something else.
@@ -126,7 +126,7 @@ class HetcollProcessGroup(Collectives, Messages):
             return None
         limit = seconds(timeout) or self._timeout
         store = dist.PrefixStore(f"{group_name or sorted(new_ranks)}/", self._store)
-        rank, session = list(new_ranks).index(self.rank()), self.comm.session
+        rank, session = list(new_ranks).index(self.rank()), self._session
         compress = self._compress if compress is None else compress
         comm = connect(store, rank, len(new_ranks), limit, session, compress)
         made = type(self)(comm, store, limit, compress)
@@ -152,12 +152,21 @@ class HetcollProcessGroup(Collectives, Messages):
         lifetime.forget(self)
         for sources in self._sources.values():
             sources.leave()
+        for box in self._boxes.values():
+            box.leave()
         for comm in self._comms:
             comm.close()
         for sources in self._sources.values():
             sources.close()
+        for box in self._boxes.values():
+            box.close()
         self._futures.close()
         self._in_use.clear()
+        # torch may keep the group until the process ends, as its caches of device meshes do: not the engine with it.
+        self._last_failure = self._failure()
+        self._comms.clear()
+        self._sources.clear()
+        self._boxes.clear()
 
     def abandon(self) -> None:
         """In a forked child: the communicator looks after itself, and the threads are not there."""
@@ -166,6 +175,8 @@ class HetcollProcessGroup(Collectives, Messages):
         """Fail every operation in flight, here at once and soon on the other ranks. Never blocks."""
         for comm in self._comms:
             comm.abort("torch.distributed")
+        for box in self._boxes.values():
+            box.halt()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r} rank {self.rank()} of {self.size()}>"
@@ -257,4 +268,4 @@ _hide_from_compiler()
 def job_session() -> Session | None:
     """This process's membership in the job, where torch's default group is one of ours: all ranks have it, or none."""
     world = dist.group.WORLD
-    return world.comm.session if isinstance(world, HetcollProcessGroup) else None
+    return world._session if isinstance(world, HetcollProcessGroup) else None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ..config.env import replaced_backends
+from ..errors import ArgumentError
 from .names import DEVICES, NAME
 
 if TYPE_CHECKING:
@@ -16,11 +17,17 @@ if TYPE_CHECKING:
 def install() -> None:
     """Register the backend; replace others where HETCOLL_REPLACE says so."""
     dist.Backend.register_backend(NAME, make_group, extended_api=True, devices=DEVICES)
-    replaced = replaced_backends()
-    if replaced:
-        from .replace import replace
+    try:
+        replaced = replaced_backends()
+    except ArgumentError as error:  # programs that make no group must be able to import torch
+        from .replace import refuse
 
-        replace(replaced)
+        refuse(error)
+    else:
+        if replaced:
+            from .replace import replace
+
+            replace(replaced)
     from . import wrappers
 
     wrappers.install()

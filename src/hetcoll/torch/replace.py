@@ -37,6 +37,16 @@ def replace(backends: Collection[str]) -> None:
         distributed_c10d._GLOO_AVAILABLE = True
 
 
+def refuse(reason: Exception) -> None:
+    """HETCOLL_REPLACE makes no sense: whoever makes a group is told so, whatever backend it is to have."""
+
+    class BackendConfig(distributed_c10d.BackendConfig):
+        def __init__(self, *_: Any) -> None:
+            raise reason
+
+    distributed_c10d.BackendConfig = BackendConfig
+
+
 def _pretend_nccl() -> None:
     """Scripts look whether torch was built with NCCL before they ask for it."""
     distributed_c10d._NCCL_AVAILABLE = True

@@ -1,0 +1,333 @@
+"""Messages with tags other than 0, which match by tag as Gloo's do: those of two ranks and one tag in their order.
+
+Messages with tag 0 go straight over the group's communicator, where they match in the order of the calls. A receive
+that is posted there would be given whatever comes next, so others must not go there: each two ranks that use tags have
+a communicator for these, which threads make when both do. On it a message is two: its tag, type and count, then its
+bytes. While receives from a rank wait, a thread reads what that rank sends; what no receive is for is kept until one
+is. So receives need not be posted in the order of the sends, and a message holds up no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from .. import _native
+from ..communicator import Communicator
+from ..errors import ClosedError, HetcollError, PeerLostError
+from ..health.desync_report import Called
+from ..health.diagnosis import Kind
+from ..health.status_report import call_site
+from ..work import Work as Operation
+from .futures import Worker
+
+_QUESTION = "tagged messages to you"
+_ASKING = 2.0  # seconds for the answers
+_PAUSES = (100e-6, 5e-3)  # seconds between questions: at first, and at most
+_SLICE = 0.02  # seconds between looks at whether the group has failed
+_REASON = 2.0  # seconds until the news of what became of a rank is there
+_EVER = 7 * 86400.0  # seconds until the other rank uses tags, too
+_HEADER = struct.Struct("<qq16s")  # tag, count, type
+
+
+Kept = tuple[str, int, torch.Tensor]  # a message: its type, its count, and its bytes
+
+
+class Parcel(Operation):
+    """A send or a receive of a tagged message. `source` is the rank that a complete receive came from."""
+
+    __slots__ = ("_begun", "_box", "_failed", "_inner", "count", "dtype", "memory", "source", "tag", "wanted")
+
+    def __init__(self, box: Mailbox, memory: torch.Tensor, tag: int, peer: int | None, word: str) -> None:
+        self.count, self.dtype = memory.numel(), str(memory.dtype).removeprefix("torch.")
+        where = "any rank" if peer is None else f"rank {peer}"
+        way = "to" if word == "send" else "from"
+        what = f"{word}({self.dtype}, count={self.count}, tag={tag}) {way} {where}"
+        super().__init__(what=str(Called(what, call_site())))
+        self.memory, self.tag, self.wanted, self.source = memory.view(torch.uint8), tag, peer, -1
+        self._box = box
+        self._begun = threading.Event()
+        self._inner: tuple[Communicator, Operation] | None = None
+        self._failed: Exception | None = None
+
+    def begin(self, pair: Communicator, inner: Operation) -> None:
+        """The bytes are on their way."""
+        self._inner = (pair, inner)
+        self._begun.set()
+
+    def end(self, error: Exception | None = None) -> None:
+        """It is complete, or has failed."""
+        if not self._begun.is_set():
+            self._failed = error
+            self._begun.set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        seconds = self._box.limit if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        while not self.done:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._box.fail(Kind.TIMEOUT, -1, f"{self._what} did not finish in {seconds:g} s on {self._box}")
+            elif not self._begun.is_set():
+                self._begun.wait(min(left, _SLICE))
+            elif self._inner is not None:
+                pair, inner = self._inner
+                if (ticket := inner._ticket) is not None:
+                    pair._engine.wait(ticket, min(left, _SLICE))
+        if (error := self.error) is not None:
+            raise error
+
+    @property
+    def done(self) -> bool:
+        if self.error is not None:
+            return True
+        return self._begun.is_set() and (self._inner is None or self._inner[1].done)
+
+    @property
+    def error(self) -> Exception | None:
+        if self._failed is not None:
+            return self._failed
+        inner = None if self._inner is None else self._inner[1]
+        if not self._begun.is_set() or (inner is not None and not inner.done):
+            return self._box.failure()
+        return None if inner is None or inner.error is None else self._box.explain(inner.error, self)
+
+    def fits(self, dtype: str, count: int) -> bool:
+        return (dtype, count) == (self.dtype, self.count)
+
+
+class Line:
+    """What goes between this rank and another one."""
+
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+        self.connecting = threading.Lock()
+        self.pair: Communicator | None = None
+        self.writer, self.reader = Worker(f"hetcoll-tags-to-{peer}"), Worker(f"hetcoll-tags-from-{peer}")
+        self.sent = self.read = self.awaited = 0  # messages; `awaited` are those that are known to come
+        self.kept: dict[int, deque[Kept]] = {}  # by their tags
+
+
+class Mailbox:
+    """The tagged messages of one communicator. `limit` is how many seconds one may take."""
+
+    def __init__(self, comm: Communicator, limit: float) -> None:
+        self._comm, self.limit = comm, limit
+        self._mutex = threading.Lock()
+        self._lines: dict[int, Line] = {}
+        self._posted: list[Parcel] = []  # receives, in the order of the calls
+        self._finder = Worker("hetcoll-tags-from-any")
+        self._closed = False
+        comm.answer(_QUESTION, self._sent_to)
+
+    def __str__(self) -> str:
+        return f"rank {self._comm.rank}"
+
+    def _sent_to(self, peer: int) -> int:
+        line = self._lines.get(peer)
+        return 0 if line is None else line.sent
+
+    def _line(self, peer: int) -> Line:
+        """Under the mutex."""
+        if peer not in self._lines:
+            self._lines[peer] = Line(peer)
+        return self._lines[peer]
+
+    def send(self, memory: torch.Tensor, dest: int, tag: int) -> Parcel:
+        """Start to send; complete when the memory may be used again."""
+        parcel = Parcel(self, memory, tag, dest, "send")
+        with self._mutex:
+            line = self._line(dest)
+            line.sent += 1
+        line.writer.put(lambda: self._run(parcel, lambda: self._write(line, parcel)))
+        return parcel
+
+    def receive(self, memory: torch.Tensor, source: int | None, tag: int) -> Parcel:
+        """Start to receive from `source`, or from any rank."""
+        parcel = Parcel(self, memory, tag, source, "recv")
+        with self._mutex:
+            lines = list(self._lines.values()) if source is None else [self._line(source)]
+            for line in lines:
+                if (kept := line.kept.get(tag)) is not None:
+                    message = kept.popleft()
+                    if not kept:
+                        del line.kept[tag]
+                    self._give(parcel, line.peer, *message)
+                    return parcel
+            self._posted.append(parcel)
+        if source is None:
+            self._finder.put(lambda: self._run(parcel, lambda: self._find(parcel)))
+        else:
+            lines[0].reader.put(lambda: self._run(parcel, lambda: self._read_for(lines[0], parcel)))
+        return parcel
+
+    def _run(self, parcel: Parcel, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except Exception as error:
+            parcel.end(self.explain(error, parcel))
+
+    def _write(self, line: Line, parcel: Parcel) -> None:
+        pair, other = self._pair(line)
+        header = _HEADER.pack(parcel.tag, parcel.count, parcel.dtype.encode())
+        inner = pair.send(np.frombuffer(header, np.uint8), other, async_op=True)
+        if parcel.count:
+            inner = pair.send(parcel.memory, other, async_op=True)
+        parcel.begin(pair, inner)
+
+    def _read_for(self, line: Line, parcel: Parcel) -> None:
+        while not parcel.done:
+            self._read(line)
+
+    def _read(self, line: Line) -> None:
+        """The next message of a rank; waits for it."""
+        pair, other = self._pair(line)
+        header = np.empty(_HEADER.size, np.uint8)
+        self._complete(pair, pair.recv(header, other, async_op=True))
+        tag, count, name = _HEADER.unpack(header.tobytes())
+        dtype = name.rstrip(b"\0").decode()
+        with self._mutex:
+            parcel = self._take(line.peer, tag)
+        if parcel is not None and not parcel.fits(dtype, count):
+            self._give(parcel, line.peer, dtype, count, None)
+        memory = torch.empty(count * getattr(torch, dtype).itemsize, dtype=torch.uint8)
+        if parcel is not None:
+            memory = parcel.memory
+        if count:
+            self._complete(pair, pair.recv(memory, other, async_op=True))
+        with self._mutex:
+            line.read += 1
+            if parcel is not None:
+                parcel.source = line.peer
+                parcel.end()
+            elif (late := self._take(line.peer, tag)) is not None:  # it was posted meanwhile
+                self._give(late, line.peer, dtype, count, memory)
+            else:
+                line.kept.setdefault(tag, deque()).append((dtype, count, memory))
+
+    def _take(self, peer: int, tag: int) -> Parcel | None:
+        """The first receive that waits for such a message, which from now on waits for this one."""
+        for parcel in self._posted:
+            if parcel.tag == tag and parcel.wanted in (None, peer):
+                self._posted.remove(parcel)
+                return parcel
+        return None
+
+    def _give(self, parcel: Parcel, source: int, dtype: str, count: int, memory: torch.Tensor | None) -> None:
+        """A message to the receive that it is for; a mismatch fails the group."""
+        if memory is None or not parcel.fits(dtype, count):
+            other = f"rank {source} called send({dtype}, count={count}, tag={parcel.tag}) to {self}"
+            parcel.end(self.fail(Kind.MISMATCH, source, f"{self} called {parcel._what}; {other}"))
+            raise self._comm.error or ClosedError("this process group was destroyed")
+        parcel.memory.copy_(memory)
+        parcel.source = source
+        parcel.end()
+
+    def _find(self, parcel: Parcel) -> None:
+        """Read what ranks say that they have sent until one message was for this receive from any."""
+        pause = _PAUSES[0]
+        while not parcel.done:
+            for rank, sent in self._comm.ask(_QUESTION, _ASKING).items():
+                with self._mutex:
+                    line = self._line(rank) if isinstance(sent, int) and sent else None
+                    if line is None or sent <= max(line.read, line.awaited):
+                        continue
+                    line.awaited = sent
+                self._read_until(line, sent, parcel)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _PAUSES[1])
+
+    def _read_until(self, line: Line, sent: int, parcel: Parcel) -> None:
+        """On the line's thread; what goes wrong there ends the receive that asked for it."""
+
+        def read() -> None:
+            while line.read < sent:
+                self._read(line)
+
+        line.reader.put(lambda: self._run(parcel, read))
+
+    def _name(self, peer: int) -> tuple[bytes, list[int]]:
+        """Of the communicator of this rank and that one, and its ranks."""
+        ranks = sorted((self._comm.rank, peer))
+        return hashlib.blake2b(self._comm._group + f"tags {ranks}".encode(), digest_size=16).digest(), ranks
+
+    def _pair(self, line: Line) -> tuple[Communicator, int]:
+        """The communicator of this rank and that one, and that one's rank there."""
+        with line.connecting:
+            if line.pair is None:
+                self._check()
+                line.pair = self._comm._make(*self._name(line.peer), _EVER)
+                self._check()  # nobody else could halt this one
+            return line.pair, 1 - line.pair.rank
+
+    def _complete(self, pair: Communicator, work: Operation) -> None:
+        """Wait as long as the group is whole. Not by `Work.wait`: no call of the program is stuck here."""
+        ticket = work._ticket
+        assert ticket is not None, "it is not done"
+        while (status := pair._engine.wait(ticket, _SLICE)) is _native.Status.TIMED_OUT:
+            self._check()
+        if status is not _native.Status.DONE:
+            raise work.error or ClosedError("this process group was destroyed")
+
+    def _check(self) -> None:
+        if (error := self.failure()) is not None:
+            raise error
+
+    def failure(self) -> Exception | None:
+        """What the group has failed with; then nothing touches the memory of messages any more."""
+        error = self._comm.error or (ClosedError("this process group was destroyed") if self._closed else None)
+        if error is not None:
+            self.halt()
+        return error
+
+    def explain(self, error: Exception, parcel: Parcel) -> Exception:
+        """What the group has failed with, where two ranks of it had this `error`, which has their numbers as a pair."""
+        deadline = time.monotonic() + _REASON
+        while isinstance(error, HetcollError) and self.failure() is None and time.monotonic() < deadline:
+            time.sleep(_SLICE)  # the news of what became of a rank is on its way
+        if (known := self.failure()) is not None:
+            return known
+        peer = -1 if parcel.wanted is None else parcel.wanted
+        if isinstance(error, PeerLostError):
+            return self.fail(Kind.PEER_GONE, peer, f"{self} called {parcel._what}, which left while it was needed")
+        return self.fail(Kind.SYSTEM, peer, f"{self} called {parcel._what}: {type(error).__name__}: {error}")
+
+    def fail(self, kind: Kind, peer: int, text: str) -> Exception:
+        """Fail the group on all ranks."""
+        self._comm._diagnosis.post(kind, peer, text)
+        self.halt()
+        return self._comm.error or ClosedError("this process group was destroyed")
+
+    def halt(self) -> None:
+        """Nothing touches the memory of messages any more."""
+        for line in list(self._lines.values()):
+            if line.pair is not None and not line.pair._engine.failed:
+                line.pair._engine.fail(Kind.ABORTED, -1, "the process group failed")
+
+    def leave(self) -> None:
+        """Before the communicator is closed: others may yet receive what was sent."""
+        sent = [self._sent_to(rank) for rank in range(self._comm.size)]
+        if any(sent) and self._comm.error is None:
+            self._comm.leave_answers(_QUESTION, sent)
+        self._closed = True
+        for line in self._lines.values():
+            with contextlib.suppress(HetcollError):  # the other rank has not used tags: ends the wait for it
+                if line.pair is None:
+                    self._comm.session.control.leave(self._name(line.peer)[0], timeout=1.0)
+                else:
+                    line.pair.close()
+
+    def close(self) -> None:
+        """End the threads, after `leave`."""
+        for line in self._lines.values():
+            line.writer.close()
+            line.reader.close()
+        self._finder.close()
