@@ -6,8 +6,6 @@
 #include <string>
 #include <tuple>
 
-#include "transport/transport.h"
-
 namespace hetcoll {
 namespace {
 

@@ -8,9 +8,9 @@
 #include <stdexcept>
 #include <vector>
 
+#include "base/message.h"
 #include "base/types.h"
 #include "kernels/codecs.h"
-#include "transport/transport.h"
 
 namespace hetcoll {
 
@@ -26,9 +26,6 @@ enum class Op : std::uint8_t {
 };
 enum class Buf : std::int8_t { kNone = -1, kSend = 0, kRecv = 1, kScratch = 2 };
 inline constexpr int kMaxLanes = 32;
-inline constexpr int kChannels = 3;  // two phases of collectives, and point to point
-// Of a host rank: the same again to ranks on GPUs, and once more instead of slots that did not work.
-inline constexpr int kLinkChannels = 3 * kChannels;
 
 // The records of plan.py, little-endian.
 struct PlanHeader {

@@ -11,7 +11,7 @@
 #include <random>
 #include <vector>
 
-#include "tests/kernels_reference.h"
+#include "kernels_reference.h"
 
 using namespace hetcoll::reference;
 using hetcoll::CopyBytes;

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .topology import Topology
 
 SLOTS = 3
-CHANNELS = 3  # native/plan/plan.h
+CHANNELS = 3  # native/base/message.h
 WORD_BYTES = 64  # bytes from one slot's word to the next: native/gpu/queue.h
 WORDS_BYTES = 4096  # bytes in front of an edge's slots
 _EDGES = 2 * CHANNELS  # between two ranks in a direction: captured calls have their own

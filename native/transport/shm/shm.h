@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "plan/plan.h"
+#include "base/message.h"
 #include "transport/shm/pages.h"
 #include "transport/transport.h"
 
