@@ -8,7 +8,7 @@
 #include <memory>
 #include <unordered_map>
 
-#include "engine/types.h"
+#include "base/types.h"
 
 namespace hetcoll {
 

@@ -15,9 +15,9 @@
 #include <tuple>
 #include <vector>
 
-#include "engine/clock.h"
-#include "engine/device_queue.h"
-#include "engine/ledger.h"
+#include "base/clock.h"
+#include "gpu/ledger.h"
+#include "gpu/queue.h"
 #include "python/gpu_calls.h"
 #include "python/py_device_queue.h"
 #include "python/verbs.h"

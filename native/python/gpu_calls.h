@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/ledger.h"
+#include "gpu/ledger.h"
 #include "python/call_cache.h"
 #include "python/plain_tensor.h"
 #include "python/py_device_queue.h"

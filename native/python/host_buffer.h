@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "engine/types.h"
+#include "base/types.h"
 #include "python/known_types.h"
 #include "python/memory.h"
 #include "python/numpy_array.h"

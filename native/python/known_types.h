@@ -16,7 +16,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/types.h"
+#include "base/types.h"
 
 namespace hetcoll {
 

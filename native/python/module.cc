@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/engine.h"
+#include "host/engine.h"
 #include "python/devices.h"
 #include "python/host_buffer.h"
 #include "python/py_engine.h"

@@ -9,7 +9,7 @@
 #include <iterator>
 #include <optional>
 
-#include "engine/types.h"
+#include "base/types.h"
 
 namespace hetcoll {
 

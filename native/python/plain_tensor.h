@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "engine/types.h"
+#include "base/types.h"
 #include "python/known_types.h"
 
 namespace hetcoll {

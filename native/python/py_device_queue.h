@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/device_capture.h"
-#include "engine/device_queue.h"
+#include "gpu/capture.h"
+#include "gpu/queue.h"
 
 namespace hetcoll {
 

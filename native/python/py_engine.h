@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/clock.h"
-#include "engine/engine.h"
+#include "base/clock.h"
+#include "host/engine.h"
 #include "python/call_cache.h"
 #include "python/call_words.h"
 #include "python/host_buffer.h"

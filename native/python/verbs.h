@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/engine.h"
-#include "engine/relay.h"
+#include "host/engine.h"
+#include "proxy/proxy.h"
 
 namespace hetcoll {
 

@@ -9,7 +9,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 
 namespace hetcoll::testing {
 

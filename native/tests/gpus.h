@@ -7,7 +7,7 @@
 #include <map>
 #include <random>
 
-#include "engine/device_queue.h"
+#include "gpu/queue.h"
 #include "harness.h"
 
 namespace hetcoll::testing {

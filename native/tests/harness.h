@@ -23,10 +23,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "bytes.h"
-#include "engine/clock.h"
-#include "engine/engine.h"
 #include "fake_verbs.h"
+#include "host/engine.h"
 
 namespace hetcoll::testing {
 

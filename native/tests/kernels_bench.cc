@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "device/kernels.h"
+#include "kernels/kernels.h"
 
 using namespace hetcoll;
 

@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "engine/types.h"
+#include "base/types.h"
 
 namespace hetcoll::reference {
 

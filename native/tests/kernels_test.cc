@@ -1,7 +1,7 @@
 // Every type, operation and instruction set against a scalar reference, over counts, alignments, aliasing and
 // streaming. Prints a summary; exits with 1 when anything differed.
 
-#include "device/kernels.h"
+#include "kernels/kernels.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include <random>
 #include <vector>
 
-#include "tests/kernels_reference.h"
+#include "kernels_reference.h"
 
 using namespace hetcoll::reference;
 using hetcoll::CopyBytes;

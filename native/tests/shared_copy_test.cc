@@ -12,8 +12,8 @@
 #include <thread>
 
 #include "harness.h"
-#include "transport/shm_edge.h"
-#include "transport/shm_private.h"
+#include "transport/shm/edge.h"
+#include "transport/shm/private.h"
 
 namespace hetcoll::testing {
 namespace {

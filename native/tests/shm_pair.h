@@ -9,7 +9,7 @@
 #include <memory>
 
 #include "harness.h"
-#include "transport/shm_edge.h"
+#include "transport/shm/edge.h"
 
 namespace hetcoll::testing {
 

@@ -1,7 +1,5 @@
 // Messages that are read where they lie in the sender's process: which are, and what happens to them there.
 
-#include "transport/shm_private.h"
-
 #include <sys/mman.h>
 #include <sys/utsname.h>
 #include <sys/wait.h>
@@ -12,6 +10,7 @@
 #include <optional>
 
 #include "shm_pair.h"
+#include "transport/shm/private.h"
 
 namespace hetcoll::testing {
 namespace {

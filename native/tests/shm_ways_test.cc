@@ -1,9 +1,8 @@
 // Which messages are timed by slots and by reading, and which way they go then.
-#include "transport/shm_ways.h"
-
 #include <utility>
 
 #include "shm_pair.h"
+#include "transport/shm/ways.h"
 
 namespace hetcoll::testing {
 namespace {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "fake_verbs.h"
-#include "transport/verbs.h"
+#include "transport/verbs/verbs.h"
 
 namespace hetcoll::testing {
 namespace {

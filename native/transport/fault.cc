@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 #include "transport/ready.h"
 
 namespace hetcoll {

@@ -61,7 +61,7 @@ class LedgerEntry:
     def make(signature: int, text: str) -> LedgerEntry: ...
 
 class Ledger:
-    """What the ranks of one host have called; see native/engine/ledger.h. `pages` is the address of shared memory."""
+    """What the ranks of one host have called; see native/gpu/ledger.h. `pages` is the address of shared memory."""
 
     def __init__(self, pages: int, rank: int, size: int) -> None: ...
     def note(self, entry: LedgerEntry) -> int: ...
@@ -120,7 +120,7 @@ class RelayEdge:
     """One direction of a relay's edge to another rank."""
 
 class Relay(_Verbs):
-    """Carries what lies in a GPU's slots to other hosts, on threads of its own; see native/engine/relay.h."""
+    """Carries what lies in a GPU's slots to other hosts, on threads of its own; see native/proxy/proxy.h."""
 
     def __init__(self, *, threads: int, oversubscribed: bool, rank: int, fault: str = "") -> None: ...
     def connect(self, peer: int, channel: int, fds: Sequence[int]) -> None: ...
@@ -159,7 +159,7 @@ class Relay(_Verbs):
     def moves(self) -> int: ...
 
 class DeviceQueue:
-    """Runs plans on a GPU. Streams, memory and functions are addresses; see native/engine/device_queue.h."""
+    """Runs plans on a GPU. Streams, memory and functions are addresses; see native/gpu/queue.h."""
 
     def __init__(
         self,

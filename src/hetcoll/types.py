@@ -1,6 +1,6 @@
 """The vocabulary shared by every layer: data types, reductions, collectives.
 
-The numbers are wire values: they travel in plans and in frame signatures, and ``native/engine/types.h``
+The numbers are wire values: they travel in plans and in frame signatures, and ``native/base/types.h``
 holds the same ones (``tests/test_types.py`` compares them). The first twelve data types and the first five
 reductions are NCCL's own numbers (nccl.h), so that an island can hand them through unchanged.
 """
@@ -138,7 +138,7 @@ SAME = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.ALLGATH
 
 
 class Format(IntEnum):
-    """How elements travel over compressed edges; the numbers are those of ``native/device/codecs.h``.
+    """How elements travel over compressed edges; the numbers are those of ``native/kernels/codecs.h``.
 
     BF16 is float32's upper half, rounded to nearest even. FP8 (E4M3) and INT8 are codes of one byte in blocks of 32,
     times a power of two that the largest magnitude of the block decides, as in OCP's Microscaling formats.

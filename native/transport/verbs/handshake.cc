@@ -2,7 +2,7 @@
 
 #include <bit>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 #include "transport/verbs/link.h"
 
 namespace hetcoll {

@@ -6,7 +6,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 
 namespace hetcoll {
 namespace {

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <limits>
 
-#include "device/kernels.h"
-#include "engine/clock.h"
+#include "base/clock.h"
+#include "kernels/kernels.h"
 
 namespace hetcoll {
 namespace {

@@ -9,7 +9,7 @@
 #include <random>
 #include <utility>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 #include "transport/verbs/bring_up.h"
 
 namespace hetcoll {

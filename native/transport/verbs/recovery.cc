@@ -11,7 +11,7 @@
 #include <chrono>
 #include <system_error>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 #include "transport/verbs/link.h"
 
 namespace hetcoll {

@@ -53,7 +53,7 @@ Debug = Literal["none", "warn", "info", "debug", "trace"]
 FORMATS = tuple(found.label for found in Format)
 REPLACEABLE = ("nccl", "gloo")  # backends of torch.distributed
 DEVICES = "auto, cpu, cuda, hip, or a GPU such as cuda:1"
-SHM_STORES = ("auto", "cached", "streaming", "claimed")  # in the order of native/transport/shm.h
+SHM_STORES = ("auto", "cached", "streaming", "claimed")  # in the order of native/transport/shm/shm.h
 SHM_READ = ("auto", "always", "never")  # the same
 
 

@@ -7,7 +7,7 @@ ones, by RDMA or sockets (`relays`); inside an island they are the vendor librar
 
 A call is a plan like any other, cut into pieces that fit a slot (`pipeline`), in an order that no number of hardware
 queues can turn into a deadlock (`order`), and compiled once for its counts into a list of driver calls
-(``native/engine/device_program.cc``). Later calls of the same shape only enqueue that list.
+(``native/gpu/program.cc``). Later calls of the same shape only enqueue that list.
 """
 
 from __future__ import annotations

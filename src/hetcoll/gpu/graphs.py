@@ -1,4 +1,4 @@
-"""What calls that copy engines do need to be captured into a CUDA or HIP graph (``native/engine/device_capture.h``).
+"""What calls that copy engines do need to be captured into a CUDA or HIP graph (``native/gpu/capture.h``).
 
 It is made at the first such call, apart from what other calls use: a graph may be replayed while those are under way.
 """

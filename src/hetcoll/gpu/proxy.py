@@ -1,7 +1,7 @@
 """A GPU's messages to and from ranks that it shares no memory with, through slots of this process alone.
 
 An edge looks to the GPU like one inside a host (`slots`); threads of a native relay carry what lies in its slots
-(``native/engine/relay.h``). By the way between the two ranks (`topology.Topology.way`):
+(``native/proxy/proxy.h``). By the way between the two ranks (`topology.Topology.way`):
 
 direct        the slots are the GPU's own memory, and RDMA goes from there to the peer's. No processor touches them.
 staged-rdma   the slots are pinned host memory, which RDMA devices read and write; they end on TCP when the last fails.

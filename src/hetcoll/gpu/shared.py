@@ -1,6 +1,6 @@
 """What all ranks tell each other before the first call on GPUs, and what those of one host then share.
 
-That is the slots through which they pass messages (`slots`), and a ledger of calls (``native/engine/ledger.h``):
+That is the slots through which they pass messages (`slots`), and a ledger of calls (``native/gpu/ledger.h``):
 streams move bytes without looking at them, so ranks compare what they call before anything of it is enqueued.
 """
 

@@ -5,11 +5,11 @@ own: `ready`, which the sender writes when the slot is full, and `credit`, which
 The same few megabytes are used again and again, so they stay in the last-level cache: that is what lets several GPUs
 of a host talk at full speed at once. An edge is mapped by a driver when the first plan uses it.
 Calls in graphs have edges of their own, whose words count the messages of each slot
-(``native/engine/device_capture.h``).
+(``native/gpu/capture.h``).
 
 In front of the edges lie areas and rings of each rank for messages that are too small for copy engines, which kernels
 on the GPUs write and read (``devices/kernels/oneshot.h``, ``exchange.h``), a word of each rank that makes its kernels
-give up, and a page of each rank where it writes down what it calls (``native/engine/ledger.h``).
+give up, and a page of each rank where it writes down what it calls (``native/gpu/ledger.h``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ..vendor.devices.base import Device
 
 SLOTS = 3
-CHANNELS = 3  # native/engine/plan.h
-WORD_BYTES = 64  # bytes from one slot's word to the next: native/engine/device_queue.h
+CHANNELS = 3  # native/base/message.h
+WORD_BYTES = 64  # bytes from one slot's word to the next: native/gpu/queue.h
 WORDS_BYTES = 4096  # bytes in front of an edge's slots
 _EDGES = 2 * CHANNELS  # between two ranks in a direction: captured calls have their own
 _CAPTURED = 16  # bytes from a rank's abort word to its words about captured calls

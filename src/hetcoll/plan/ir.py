@@ -14,7 +14,7 @@ Rules that make a set of plans (one a rank) a Kahn network, whose result does no
 
 Where a step and one it depends on touch the very same span, the engine lets the second follow the first at the pace of
 elements instead of whole steps: that is what pipelines a ring or a tree, and why a plan needs no pieces of its own.
-`simulator.py` proves plans; ``native/engine/plan.cc`` reads `Plan.encode`.
+`simulator.py` proves plans; ``native/plan/plan.cc`` reads `Plan.encode`.
 
 Examples
 --------
@@ -35,7 +35,7 @@ MAGIC = 0x48435032  # "HCP2"
 HEADER = struct.Struct("<IHHIIIIIBBHI")
 STEP = struct.Struct("<BBBBiiiiiiiIIII")
 SPAN = struct.Struct("<iii")
-assert (HEADER.size, STEP.size) == (36, 48)  # native/engine/plan.h asserts the same
+assert (HEADER.size, STEP.size) == (36, 48)  # native/plan/plan.h asserts the same
 
 
 class Buf(IntEnum):
@@ -238,7 +238,7 @@ def cut(count: int, units: int) -> tuple[int, ...]:
     """Where each unit of a buffer of `count` elements begins, and the end: `units + 1` offsets.
 
     Unit i is [i*count//units, (i+1)*count//units): sizes differ by at most one, and some are empty when count < units.
-    The same rule is in ``native/engine/plan.cc``; ``tests/test_plan.py`` holds them equal.
+    The same rule is in ``native/plan/plan.cc``; ``tests/test_plan.py`` holds them equal.
     """
     return tuple(i * count // units for i in range(units + 1))
 

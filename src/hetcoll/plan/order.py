@@ -8,7 +8,7 @@ on each rank, the global order itself is a way to the end; and since plans are K
 With more queues than one, less waits. `simulator.serialisable` proves an order without relying on this argument.
 
 A graph's nodes run in any order that its edges allow, so a captured plan has edges for it
-(``native/engine/device_capture.h``). Its steps have `levels`, of which those of what other ranks do for them are lower
+(``native/gpu/capture.h``). Its steps have `levels`, of which those of what other ranks do for them are lower
 by a lag. A step that waits for a message or a slot comes after all that its rank tells its peers at levels that are
 lower by the lag, and a LOCAL step after all of that at lower levels. Then nothing gets stuck, on any number of queues.
 Suppose something did: take the lowest level, a, at which a step waits for a message or a slot in vain, and the lowest,

@@ -29,7 +29,7 @@ from ..types import WHOLE, Collective
 from .ir import Op, Plan, Span, Step
 from .simulator import follows
 
-MOST_UNITS = 1 << 15  # native/engine/plan.cc
+MOST_UNITS = 1 << 15  # native/plan/plan.cc
 
 
 def ramp(length: int, most: int) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class RankInfo:
     `nics` are the ports of RDMA devices that it has opened, and `no_nics` says why there are none.
     `wish` is the device that it was told to use: ``cpu``, ``cuda`` or ``hip``, or nothing. `no_direct` says why its
     RDMA devices do not reach its GPU's memory; nothing where they do, or nobody has looked. `claims`: its processor is
-    slow to write where others have only read, so slots are claimed (native/transport/shm.h).
+    slow to write where others have only read, so slots are claimed (native/transport/shm/shm.h).
     """
 
     rank: int

@@ -1,4 +1,4 @@
-// How elements travel over a compressed edge: native/device/codecs.h says how, codecs.inc.h there does the same on a
+// How elements travel over a compressed edge: native/kernels/codecs.h says how, codecs.inc.h there does the same on a
 // processor, with the same bits. A thread takes a block of 32 elements; the last block may be short.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Reductions and element types, one value at a time: what native/device/operations.h does to vectors, with the same
+// Reductions and element types, one value at a time: what native/kernels/operations.h does to vectors, with the same
 // bits.
 #pragma once
 

@@ -1,2 +1,0 @@
-#define HETCOLL_ISA_NAMESPACE avx512
-#include "device/kernels.inc.h"

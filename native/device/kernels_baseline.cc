@@ -1,2 +1,0 @@
-#define HETCOLL_ISA_NAMESPACE baseline
-#include "device/kernels.inc.h"

@@ -1,0 +1,319 @@
+// Runs plans on a GPU by enqueuing them: copies, reductions and signals on streams, in an order computed beforehand.
+//
+// Between GPUs of one host a message goes through a slot of host memory that both drivers have mapped. The sender's
+// copy engine fills the slot and the stream then writes the slot's `ready` word; the receiver's stream waits for that
+// word, empties the slot and writes its `credit` word. No processor takes part. Words are numbers of messages on the
+// edge, which only grow.
+//
+// A plan is compiled once for its counts into a list of actions: which stream does what, and which events order them
+// where they touch the same memory. The order of the steps is a linear extension of the order in which all ranks'
+// steps depend on each other (algorithms/pipelined.py), so that the list makes progress even on a device that runs all
+// streams of the process one action after another.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "gpu/driver.h"
+#include "gpu/vendor.h"
+#include "plan/plan.h"
+#include "proxy/proxy.h"
+#include "transport/shm/slots.h"
+
+namespace hetcoll {
+
+// One direction of the way between this rank and a peer. All addresses are the device's. Where `relay` is set, the
+// slots are this process's own, at one address for the host as well, and the relay carries what is in them.
+struct SlotEdge {
+  Slots slots;
+  std::shared_ptr<RelayEdge> relay = nullptr;
+  std::uint64_t messages = 0;
+  std::uint64_t call = 0;              // the last one that used it, and
+  std::uint64_t begun = 0;             // the messages before that
+  std::optional<Event> last = {};      // the end of the last EnqueueAlone, and
+  DeviceStream last_stream = nullptr;  // where that was
+};
+
+struct DeviceKernel {
+  DeviceFunction function = nullptr;
+  unsigned block = 1;
+  unsigned most_blocks = 1;
+  unsigned per_block = 1;  // bytes of one operand
+};
+
+enum class DeviceStep : std::uint8_t {
+  kWaitEvent,   // until `event` of another stream
+  kRecord,      // `event`
+  kWaitCredit,  // until the edge's next slot is empty
+  kWaitReady,   // until it is full
+  kCopy,        // src -> dst
+  kCopyOut,     // src -> the next slot
+  kCopyIn,      // the next slot -> dst
+  kPublish,     // the slot is full: on to the next one
+  kGrant,       // the slot is empty: on to the next one
+  kReduce,      // dst = src (+) other
+  kScale,       // dst = dst / divisor
+  kRound,       // dst = src as a compressed edge carries it; `other` is what was lost, in residuals
+  kEncode,      // dst = src as codes
+  kDecode,      // dst = what the codes in src stand for
+  kDecodeAdd,   // dst = src + what the codes in `other` stand for
+  kLocal,       // a collective of the island: `edge` is its number in the program
+};
+
+// From kMessages on: the messages of a group, each of which has a buffer of its own.
+enum class Area : std::int16_t { kSend = 0, kRecv = 1, kScratch = 2, kStaging = 3, kResidual = 4, kMessages = 5 };
+
+struct Place {
+  Area area = Area::kSend;
+  std::size_t offset = 0;
+
+  std::size_t message() const { return static_cast<std::size_t>(area) - static_cast<std::size_t>(Area::kMessages); }
+};
+
+// Where the areas are; without residuals there is none.
+struct Bases {
+  std::byte* At(const Place& p) const {
+    return (p.area < Area::kMessages ? areas[static_cast<std::size_t>(p.area)] : messages[p.message()]) + p.offset;
+  }
+
+  std::array<std::byte*, static_cast<std::size_t>(Area::kMessages)> areas;
+  std::span<std::byte* const> messages;
+};
+
+struct DeviceAction {
+  DeviceStep step;
+  std::uint8_t stream;
+  std::uint16_t edge = 0;
+  std::uint32_t event = 0;
+  Place dst{};
+  Place src{};
+  Place other{};
+  std::size_t n = 0;
+  std::uint32_t level = 0;  // of its step: order.py
+
+  bool Waits() const {  // for a peer
+    return step == DeviceStep::kWaitCredit || step == DeviceStep::kWaitReady || step == DeviceStep::kLocal;
+  }
+  bool Tells() const {  // a peer
+    return step == DeviceStep::kPublish || step == DeviceStep::kGrant || step == DeviceStep::kLocal;
+  }
+};
+
+// The streams of a queue, by what they do. Two for each direction of copies, which take turns: a stream that waits for
+// a value in host memory leaves its copy engine idle for some microseconds before the next copy (seen on H200s: 5 to 7
+// us of the 73 that 3 MiB take), and meanwhile the other one copies. Signals have streams of their own: behind a copy
+// in the same stream they would wait for the one that was begun meanwhile. Each stream that waits delays what the
+// others have waited for, so collectives inside a host have one for both directions (docs/gpus.md). It takes signals in
+// the order of the steps, so what has not come holds up what is to go. There that costs nothing, as sends are ahead of
+// receives by some messages. Point-to-point messages take turns, and what comes from another host may be long in
+// coming: those have one for each direction.
+inline constexpr unsigned kCopyLanes = 2;
+enum DeviceLane : std::uint8_t {
+  kOutLanes,                            // fill slots
+  kInLanes = kOutLanes + kCopyLanes,    // empty slots
+  kSignalLane = kInLanes + kCopyLanes,  // says that slots are full, and that they are empty where it is the only one
+  kGrantLane,                           // says that slots are empty
+  kWorkLane,                            // reductions, and copies inside the GPU
+  kLocalLane,                           // what the vendor's library does
+};
+inline constexpr unsigned kDeviceLanes = kLocalLane + 1;
+inline constexpr unsigned kStagedMessages = 2 * kCopyLanes;  // that have come and wait for their reduction
+
+// A part of a local step; nothing where n is 0.
+struct LocalPart {
+  Place at{};
+  std::size_t n = 0;
+};
+
+struct LocalAction {
+  Collective kind;
+  int root;
+  LocalPart src;
+  LocalPart dst;
+  std::vector<LocalPart> parts;
+  bool even;  // the parts are equally long and adjacent
+};
+
+struct DeviceProgram {
+  // `order` names each step of the plan once, by rising `levels` where they have any; `one_signal_lane`: for both
+  // directions. Throws PlanError where a message is larger than a slot.
+  DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_t> order, std::span<const std::uint16_t> edges,
+                std::size_t slot_bytes, bool one_signal_lane, std::span<const std::uint32_t> levels = {});
+
+  // What lies in SEND and RECV are messages, which begin at these bytes: each has an area of its own from now on.
+  void Part(std::span<const std::size_t> sends, std::span<const std::size_t> recvs);
+
+  std::vector<DeviceAction> actions;
+  std::vector<LocalAction> locals;
+  std::array<bool, kDeviceLanes> used{};
+  bool all_local = true;          // nothing but local steps: they can run on the user's own stream
+  bool alone = false;             // nothing but messages of one edge: so can those
+  std::set<std::uint16_t> edges;  // that it uses
+  std::uint32_t events = 0;
+  std::size_t scratch_bytes = 0;
+};
+
+// From what a program is made that can be captured: its steps come by their levels, and what waits for a peer comes
+// `lag` levels after what this rank tells its peers (order.py).
+struct CaptureRecipe {
+  DeviceProgram Program(std::size_t slot_bytes) const;
+
+  BoundPlan plan;
+  std::vector<std::uint16_t> edges;
+  std::vector<std::uint32_t> levels;
+  std::uint32_t lag;
+  std::vector<std::size_t> sends;  // see DeviceProgram::Part
+  std::vector<std::size_t> recvs;
+};
+
+// How the vendor's library sees a reduction: islands/native.py.
+struct LocalReduction {
+  int dtype = 0;
+  int op = 0;
+  unsigned elements = 1;  // of its that make one of ours
+};
+
+// Kernels for compressed edges.
+struct DeviceCodec {
+  DeviceKernel round;
+  DeviceKernel encode;
+  DeviceKernel decode;
+  DeviceKernel add;
+};
+
+struct DeviceShape {
+  DeviceProgram program;
+  DeviceKernel reduce;
+  DeviceKernel scale;
+  std::size_t item;
+  unsigned divisor;
+  LocalReduction local{};
+  bool p2p = false;  // messages are numbered along the edge, not within the call
+  DeviceCodec codec{};
+  std::shared_ptr<const CaptureRecipe> recipe = nullptr;
+};
+
+// A collective in one kernel. Its only argument is a struct (devices/kernels/arguments.h) that begins with the
+// addresses of the two buffers, dst and src, which each call fills in.
+struct KernelShape {
+  DeviceFunction function;
+  std::vector<std::byte> arguments;
+  unsigned blocks;
+  unsigned threads;
+};
+
+// Streams, and events between them.
+class DeviceLanes {
+ public:
+  DeviceLanes(std::shared_ptr<Driver> driver, std::vector<DeviceStream> streams);
+
+  DeviceStream operator[](std::size_t lane) const { return streams_[lane]; }
+  DeviceEvent EventAt(std::uint32_t index);
+
+  // The lanes in use begin after what is on `user` now.
+  void Fork(const std::array<bool, kDeviceLanes>& used, DeviceStream user);
+  DeviceEvent end(std::size_t lane) const { return ends_[lane].get(); }
+
+ private:
+  std::shared_ptr<Driver> driver_;
+  std::vector<DeviceStream> streams_;
+  std::vector<Event> events_;
+  Event start_;
+  std::vector<Event> ends_;  // of each lane's last call
+};
+
+class DeviceCapture;
+
+class DeviceQueue {
+ public:
+  // `streams` are the lanes'; `staging` is device memory for the staged messages, of a slot each.
+  DeviceQueue(std::shared_ptr<Driver> driver, std::vector<DeviceStream> streams, std::byte* staging,
+              std::size_t slot_bytes);
+  ~DeviceQueue();
+
+  // The communicator of this rank's island, where it has one.
+  void SetIsland(std::unique_ptr<VendorCollectives> island, int place, int members);
+
+  // Slots of `slot_bytes`, at least as many as the order of the steps counts on. Returns the edge's number.
+  std::uint16_t AddEdge(SlotEdge edge);
+
+  // A program of these steps, see DeviceProgram. `ahead`: sends are some messages ahead of receives, as in collectives.
+  // Then both directions share a stream for signals, but not where a message goes to another host or comes from there.
+  DeviceProgram Compile(const BoundPlan& plan, std::span<const std::uint32_t> order,
+                        std::span<const std::uint16_t> edges, bool ahead) const;
+
+  // What programs of copies need to be captured; before the first of them is.
+  void SetCapture(std::unique_ptr<DeviceCapture> capture);
+  DeviceCapture* capture() const { return capture_.get(); }
+
+  // Enqueues one run over this device memory. It begins after what is on `user` now, and whatever comes on `user` later
+  // begins after it where `join` says so. Messages of one edge, joined, come one after another and wait for nothing
+  // else; other calls come one after another. `signature` is the call's, for what travels between hosts. `capturing`,
+  // as Capturing said: it becomes a part of the graph that is captured on `user`, joined and after what was captured
+  // there before; who launches the graph keeps it apart from other calls. `residual`: the call's, in float32, or null.
+  void Enqueue(const DeviceShape& shape, const std::byte* send, std::byte* recv, std::byte* scratch,
+               std::uint64_t signature, DeviceStream user, bool join, bool capturing = false,
+               std::byte* residual = nullptr);
+
+  // The same for a group of messages, of which each has a buffer and a signature: first all sends, then all receives.
+  void EnqueueGroup(const DeviceShape& shape, std::span<std::byte* const> buffers,
+                    std::span<const std::uint64_t> signatures, DeviceStream user, bool join, bool capturing);
+
+  // A kernel on the user's own stream. Calls on different streams come one after another: they share their state.
+  void EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user,
+                     bool capturing = false);
+
+  // Makes `user` wait for everything enqueued so far; where it is captured, for what its graph has of that.
+  void Join(DeviceStream user);
+  bool Idle();
+  bool Capturing(DeviceStream user);
+
+  std::size_t slot_bytes() const { return slot_bytes_; }
+
+ private:
+  void Enqueue(const DeviceShape& shape, Bases bases, std::span<const std::uint64_t> signatures, DeviceStream user,
+               bool join, bool capturing);
+  void Begin(const DeviceShape& shape, DeviceStream user);
+  void JoinLanes(DeviceStream user);
+  void FollowCaptured(DeviceStream user);
+  void EndCaptured(DeviceStream user);
+  void EnqueueLocal(const DeviceShape& shape, const Bases& bases, DeviceStream user, bool capturing);
+  void EnqueueAlone(const DeviceShape& shape, const Bases& bases, std::span<const std::uint64_t> signatures,
+                    DeviceStream user);
+  void Run(const DeviceShape& shape, const DeviceAction& action, const Bases& bases,
+           std::span<const std::uint64_t> signatures, DeviceStream stream);
+  void Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n, std::uint64_t signature);
+  void Work(const DeviceShape& shape, const DeviceAction& action, const Bases& bases, std::byte* slot,
+            DeviceLanes& lanes);
+  void RunLocal(const DeviceShape& shape, const LocalAction& local, const Bases& bases, DeviceStream stream);
+  void Launch(const DeviceKernel& kernel, std::size_t n, void** params, DeviceStream stream);
+
+  std::shared_ptr<Driver> driver_;
+  DeviceLanes lanes_;
+  std::vector<DeviceStream> streams_;
+  std::byte* staging_;
+  std::size_t slot_bytes_;
+  std::vector<SlotEdge> edges_;
+  std::unique_ptr<VendorCollectives> island_;
+  int place_ = 0;  // of this rank in its island
+  int members_ = 1;
+  std::uint64_t calls_ = 0;
+  Event kernel_;                   // the end of the last EnqueueKernel
+  Event local_;                    // the end of the last EnqueueLocal
+  Event captured_;                 // the end of what was captured last, and
+  std::uint64_t captured_in_ = 0;  // the capture's number
+  std::unique_ptr<DeviceCapture> capture_;
+  DeviceStream kernel_stream_ = nullptr;
+  std::vector<std::byte> kernel_arguments_;
+  std::array<bool, kDeviceLanes> ended_{};  // which lanes' ends were recorded
+  DeviceStream joined_ = nullptr;           // the stream that waits for the last call already
+  bool is_joined_ = true;
+};
+
+}  // namespace hetcoll

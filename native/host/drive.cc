@@ -1,0 +1,353 @@
+// How the engine moves what is in flight, and how it waits.
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <new>
+
+#include "base/clock.h"
+#include "host/engine.h"
+
+namespace hetcoll {
+namespace {
+
+constexpr std::int64_t kSharedSleepSliceNs = 1'000'000;  // another thread may finish our task while we sleep
+// Where a GPU must be awaited, which rings no bell: a quarter of the time that it has been awaited.
+constexpr std::int64_t kShortestNapNs = 20'000;
+constexpr std::int64_t kLongestNapNs = 1'000'000;
+constexpr std::size_t kKeepScratch = std::size_t{64} << 20;  // between calls: fresh memory is a page fault every 4 KiB
+constexpr int kPromptYields = 32;                            // in place of spinning, where a peer waits for our core
+// Two ranks that take turns on one core may stay there beside an idle one: the kernel looks for a better place when it
+// wakes a sleeper, so one of them sleeps now and then.
+constexpr int kMoveAfter = 64;
+constexpr std::int64_t kYieldNs = 200'000;  // between spinning and sleeping
+// Where ranks take turns on a core, each may copy and add that much before the next one runs, at 2 GB/s. To be waited
+// for by yielding: sleepers come back late where nobody sleeps for long.
+constexpr std::size_t kMostTurnBytes = std::size_t{1} << 20;
+constexpr std::int64_t kMostYieldNs = 10'000'000;
+constexpr int kSpinsPerClock = 64;
+
+}  // namespace
+
+Outcome Engine::RunPrompt(const std::shared_ptr<Shape>& shape, const void* send, void* recv,
+                          std::shared_ptr<Task>& pending, float* residual) {
+  if (failed()) return Outcome::kFailed;
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock() || !Idle()) {
+    if (lock.owns_lock()) lock.unlock();
+    pending = Submit(shape, send, recv, residual);
+    return Outcome::kPending;
+  }
+  if (shape->spare == nullptr) shape->spare = std::make_shared<Task>(*shape);
+  const bool spare_is_free = shape->spare.use_count() == 1;
+  std::shared_ptr<Task> fresh = spare_is_free ? nullptr : std::make_shared<Task>(*shape);
+  Task& task = spare_is_free ? *shape->spare : *fresh;
+  task.Prepare(links_, send, recv, NextSignature(*shape), residual);
+  int idle = 0;
+  bool crowded = false;
+  NoteCore();
+  while (!task.finished() && !failed()) {
+    if (PassTask(task)) {
+      idle = 0;
+      continue;
+    }
+    if (idle == 0) {
+      RingDoorbells();
+      crowded = WaitsForOwnCore(task);
+      if (crowded && ++crowded_waits_ % kMoveAfter == 0) {
+        sleep_at_once_ = true;
+        break;
+      }
+    }
+    if (++idle > (crowded ? kPromptYields : prompt_spins_)) break;
+    if (contenders_.load(std::memory_order_relaxed) > 0) break;
+    if (crowded) {
+      sched_yield();
+    } else {
+      CpuRelax();
+    }
+  }
+  RingDoorbells();
+  if (task.finished()) return Outcome::kDone;
+  if (failed()) {
+    FenceLinks();
+    return Outcome::kFailed;
+  }
+  pending = spare_is_free ? shape->spare : std::move(fresh);
+  pending->keepalive = shape;
+  if (shape->p2p) {
+    p2p_.push_back(pending);
+  } else {
+    collectives_.push_back(pending);
+  }
+  return Outcome::kPending;
+}
+
+// Tells the ranks of this host on which core this one runs.
+void Engine::NoteCore() {
+  const int core = own_bell_ == nullptr ? -1 : sched_getcpu();
+  if (core == core_) return;
+  core_ = core;
+  own_bell_->core.store(static_cast<std::uint32_t>(core) + 1, std::memory_order_relaxed);
+}
+
+// Whether a rank that this task waits for was last seen on the very core that we run on: then it cannot move before we
+// let it, and spinning would only keep it out.
+bool Engine::WaitsForOwnCore(const Task& task) {
+  NoteCore();
+  if (core_ < 0) return false;
+  bool found = false;
+  task.ForEachBlocked([&](const BoundStep& s) {
+    if (s.peer < 0) return;
+    const ShmDoorbell* bell = links_.rx(s.peer, s.channel).doorbell;
+    found |= bell != nullptr && bell->core.load(std::memory_order_relaxed) == static_cast<std::uint32_t>(core_) + 1;
+  });
+  return found;
+}
+
+bool Engine::PassTask(Task& task) {
+  try {
+    if (!task.begun) {
+      task.SetScratch(task.staged() ? Stage(task.scratch_bytes()) : Scratch(task.scratch_bytes()));
+      task.begun = true;
+    }
+    return task.Pass(links_);
+  } catch (const Fault& fault) {
+    const std::string at = task.Describe();
+    Fail(fault.kind, fault.peer, std::string(fault.what()) + " (" + at + ")");
+  } catch (const std::bad_alloc&) {
+    Fail(FaultKind::kSystem, -1, "no memory for " + std::to_string(task.scratch_bytes()) + " bytes of scratch");
+  }
+  return false;
+}
+
+bool Engine::PassAll() {
+  if (failed()) {
+    DropTasks();
+    return true;
+  }
+  bool moved = false;
+  while (!collectives_.empty()) {
+    Task& task = *collectives_.front();
+    moved |= PassTask(task);
+    if (!task.finished()) break;
+    task.keepalive.reset();
+    task.state.store(Task::State::kDone, std::memory_order_release);
+    collectives_.pop_front();
+    moved = true;
+  }
+  for (std::size_t i = 0; i < p2p_.size();) {
+    Task& task = *p2p_[i];
+    moved |= PassTask(task);
+    if (!task.finished()) {
+      ++i;
+      continue;
+    }
+    task.keepalive.reset();
+    task.state.store(Task::State::kDone, std::memory_order_release);
+    p2p_.erase(p2p_.begin() + static_cast<std::ptrdiff_t>(i));
+    moved = true;
+  }
+  if (scratch_size_ > kKeepScratch && collectives_.empty()) {
+    scratch_.reset();
+    scratch_size_ = 0;
+  }
+  if (moved) moves_.store(moves_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  return moved;
+}
+
+void Engine::RingDoorbells() {
+  if (links_.touched.empty()) return;
+  // What was published must be visible before we look whether its receiver sleeps; it does the same the other way
+  // round.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (const Links::Touched& t : links_.touched) {
+    *t.flag = false;
+    if (t.doorbell->sleeping.load(std::memory_order_relaxed) != 0) doorbell_.Ring(t.local_peer);
+  }
+  links_.touched.clear();
+  if (loans_ != nullptr && !loans_->returned.empty()) RingLenders();
+}
+
+// Whose memory is home: it came by another rank.
+void Engine::RingLenders() {
+  for (const int lender : loans_->returned) {
+    if (segment_->doorbell(lender).sleeping.load(std::memory_order_relaxed) != 0) doorbell_.Ring(lender);
+  }
+  loans_->returned.clear();
+}
+
+void Engine::CheckDeparted() {
+  const auto check = [&](const std::shared_ptr<Task>& task) {
+    task->ForEachBlocked([&](const BoundStep& s) {
+      if (s.peer < 0 || !departed_[static_cast<std::size_t>(s.peer)].load() || !task->Ready(s)) return;
+      const bool final = s.op == Op::kSend ? links_.tx(s.peer, s.channel).end->FinalWithoutPeer()
+                                           : links_.rx(s.peer, s.channel).end->FinalWithoutPeer();
+      if (!final) return;
+      Fail(FaultKind::kPeerGone, s.peer,
+           "rank " + std::to_string(s.peer) + " left while it was needed (" + task->Describe() + ")");
+    });
+  };
+  if (!collectives_.empty()) check(collectives_.front());
+  std::for_each(p2p_.begin(), p2p_.end(), check);
+}
+
+// How long to yield before sleeping.
+std::int64_t Engine::YieldNs() const {
+  if (!options_.oversubscribed || segment_ == nullptr || collectives_.empty()) return kYieldNs;
+  const std::size_t turn = std::min(collectives_.front()->bytes(), kMostTurnBytes);
+  return std::min(kYieldNs + static_cast<std::int64_t>(turn / 2) * segment_->layout().local_size, kMostYieldNs);
+}
+
+// Whoever waits does so in slices: only the first look since the last move counts.
+void Engine::NoteStill(std::int64_t now) {
+  const std::uint64_t moves = moves_.load(std::memory_order_relaxed);
+  if (still_ns_.load(std::memory_order_relaxed) != 0 && moves == still_moves_.load(std::memory_order_relaxed)) {
+    return;
+  }
+  still_moves_.store(moves, std::memory_order_relaxed);
+  still_ns_.store(now, std::memory_order_relaxed);
+}
+
+template <class Done>
+void Engine::DriveUntil(Done&& done, std::int64_t until) {
+  std::unique_lock lock(mutex_);
+  std::int64_t idle_since = 0;
+  int spins = 0;
+  while (!done()) {
+    const bool departed = any_departed_.load(std::memory_order_acquire);
+    if (PassAll()) {
+      idle_since = 0;
+      spins = 0;
+      continue;
+    }
+    if (departed) CheckDeparted();
+    RingDoorbells();
+    if (sleep_at_once_) {
+      sleep_at_once_ = false;
+      Sleep(lock, until, 0);
+      continue;
+    }
+    if (contenders_.load(std::memory_order_relaxed) > 0) {
+      lock.unlock();
+      sched_yield();
+      lock.lock();
+    }
+    if (++spins % kSpinsPerClock != 0 && !options_.oversubscribed) {
+      CpuRelax();
+      continue;
+    }
+    const std::int64_t now = NowNs();
+    if (idle_since == 0) NoteStill(idle_since = now);
+    if (now >= until) break;
+    if (now - idle_since < spin_ns_) {
+      CpuRelax();
+    } else if (now - idle_since < spin_ns_ + YieldNs()) {
+      lock.unlock();
+      sched_yield();
+      lock.lock();
+    } else {
+      Sleep(lock, until, now - idle_since);
+    }
+  }
+  RingDoorbells();
+}
+
+void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::int64_t idle) {
+  if (own_bell_ != nullptr) {
+    own_bell_->sleeping.store(1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (PassAll()) {  // what came before the flag could be seen rings no bell
+      own_bell_->sleeping.store(0, std::memory_order_relaxed);
+      return;
+    }
+  }
+  naps_.store(naps_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  std::vector<pollfd> fds{{doorbell_.fd(), POLLIN, 0}};
+  bool silent = false;
+  const auto add = [&](const std::shared_ptr<Task>& task) {
+    task->ForEachBlocked([&](const BoundStep& s) {
+      if (s.peer < 0 || !task->Ready(s)) return;
+      if (s.op == Op::kSend) {
+        links_.tx(s.peer, s.channel).end->AddPoll(fds);
+        silent |= links_.tx(s.peer, s.channel).end->Silent();
+      } else {
+        links_.rx(s.peer, s.channel).end->AddPoll(fds);
+        silent |= links_.rx(s.peer, s.channel).end->Silent();
+      }
+    });
+  };
+  if (!collectives_.empty()) add(collectives_.front());
+  std::for_each(p2p_.begin(), p2p_.end(), add);
+  std::int64_t slice = drivers_.load() > 1 || background_driving_ ? kSharedSleepSliceNs : options_.sleep_slice_ns;
+  if (silent) slice = std::min(slice, std::clamp(idle / 4, kShortestNapNs, kLongestNapNs));
+  const std::int64_t wait = std::clamp<std::int64_t>(until - NowNs(), 0, slice);
+  lock.unlock();
+  const timespec timeout{wait / 1'000'000'000, wait % 1'000'000'000};
+  static_cast<void>(ppoll(fds.data(), fds.size(), &timeout, nullptr));
+  lock.lock();
+  if (own_bell_ != nullptr) own_bell_->sleeping.store(0, std::memory_order_relaxed);
+  doorbell_.Drain();
+}
+
+Outcome Engine::Drive(const Task& task, std::int64_t until) {
+  const auto settled = [&] { return task.state.load(std::memory_order_acquire) != Task::State::kRunning; };
+  drivers_.fetch_add(1);
+  contenders_.fetch_add(1);  // ask whoever drives now to let us in
+  mutex_.lock();
+  contenders_.fetch_sub(1);
+  mutex_.unlock();
+  DriveUntil(settled, until);
+  drivers_.fetch_sub(1);
+  switch (task.state.load(std::memory_order_acquire)) {
+    case Task::State::kDone:
+      return Outcome::kDone;
+    case Task::State::kFailed:
+      return Outcome::kFailed;
+    default:
+      return failed() ? Outcome::kFailed : Outcome::kPending;
+  }
+}
+
+void Engine::DriveInBackground() {
+  std::lock_guard lock(background_mutex_);
+  if (background_stop_) return;
+  background_work_ = true;
+  if (!background_.joinable()) background_ = std::thread([this] { BackgroundLoop(); });
+  background_wake_.notify_one();
+}
+
+void Engine::BackgroundLoop() {
+  pthread_setname_np(pthread_self(), "hetcoll");
+  for (;;) {
+    {
+      std::unique_lock lock(background_mutex_);
+      background_wake_.wait(lock, [&] { return background_stop_ || background_work_; });
+      if (background_stop_) return;
+    }
+    // Step aside while a user's thread drives: it does this work as well, with less delay.
+    const auto enough = [&] { return Idle() || drivers_.load(std::memory_order_relaxed) > 0; };
+    background_driving_ = true;
+    DriveUntil(enough, kForever);
+    background_driving_ = false;
+    std::unique_lock lock(background_mutex_);
+    if (drivers_.load() > 0) {
+      background_wake_.wait_for(lock, std::chrono::milliseconds(1), [&] { return background_stop_; });
+      continue;
+    }
+    std::lock_guard tasks(mutex_);
+    background_work_ = !Idle();
+  }
+}
+
+void Engine::StopBackground() {
+  {
+    std::lock_guard lock(background_mutex_);
+    background_stop_ = true;
+  }
+  background_wake_.notify_all();
+  if (background_.joinable()) background_.join();
+}
+
+}  // namespace hetcoll

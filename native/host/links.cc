@@ -1,0 +1,108 @@
+// Who the engine talks to: links and the memory that they reach.
+#include <unistd.h>
+
+#include "host/engine.h"
+
+namespace hetcoll {
+namespace {
+
+constexpr std::size_t kLargestItem = 16;
+
+}  // namespace
+
+void Engine::AttachShm(int fd, std::size_t ring_bytes, std::size_t most_heap, std::span<const int> local_ranks,
+                       const ShmOptions& options) {
+  const ShmLayout layout(static_cast<int>(local_ranks.size()), ring_bytes, most_heap);
+  ShmOptions settled = options;
+  settled.weighs = !options_.oversubscribed;  // who shares a core has the other one run while it waits, and times that
+  AttachShm(std::make_shared<ShmSegment>(fd, layout, settled), local_ranks);
+}
+
+void Engine::AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int> local_ranks) {
+  const int local_size = static_cast<int>(local_ranks.size());
+  segment_ = std::move(segment);
+  heap_ = std::make_shared<Heap>(segment_, options_.local_rank);
+  own_bell_ = &segment_->doorbell(options_.local_rank);
+  loans_ = &segment_->loans();
+  segment_->Introduce(options_.local_rank);
+  for (int i = 0; i < local_size; ++i) {
+    const int peer = local_ranks[static_cast<std::size_t>(i)];
+    if (peer == options_.rank) continue;
+    auto made = MakeShm(*segment_, options_.local_rank, i, peer);
+    for (int channel = 0; channel < kChannels; ++channel) {
+      LinkEnds ends = injector_.Wrap(std::move(made[static_cast<std::size_t>(channel)]), kLargestItem, peer, channel);
+      auto& tx = links_.tx(peer, channel);
+      tx.end = std::move(ends.send);
+      auto& rx = links_.rx(peer, channel);
+      rx.end = std::move(ends.recv);
+      tx.doorbell = rx.doorbell = &segment_->doorbell(i);
+      tx.local_peer = rx.local_peer = i;
+    }
+  }
+}
+
+void Engine::AttachTcp(int peer, int channel, std::span<const int> fds) {
+  LinkEnds ends = injector_.Wrap(MakeTcp(fds, peer, staging_), 1, peer, channel);
+  std::lock_guard lock(mutex_);
+  if (failed()) return;  // perhaps closed: then nobody would close them
+  links_.tx(peer, channel).end = std::move(ends.send);
+  links_.rx(peer, channel).end = std::move(ends.recv);
+}
+
+int Engine::AddNic(NicInfo info, const VerbsApi& api) {
+  std::lock_guard lock(mutex_);
+  if (verbs_ == nullptr) verbs_ = std::make_unique<VerbsHost>(api, staging_, link_events_);
+  return verbs_->AddNic(std::move(info));
+}
+
+void Engine::AttachVerbs(int peer, int channel, std::span<const std::pair<int, std::string>> rails,
+                         std::size_t ring_bytes, std::span<const int> fds) {
+  contenders_.fetch_add(1);
+  std::lock_guard lock(mutex_);
+  contenders_.fetch_sub(1);
+  if (failed() || verbs_ == nullptr) {  // perhaps closed
+    for (const int fd : fds) close(fd);
+    return;
+  }
+  LinkEnds ends = injector_.Wrap(
+      verbs_->Attach({options_.rank, peer, channel, ring_bytes, false, options_.recovery_ns}, rails, fds), kLargestItem,
+      peer, channel);
+  links_.tx(peer, channel).end = std::move(ends.send);
+  links_.rx(peer, channel).end = std::move(ends.recv);
+  if (keeper_ == nullptr) keeper_ = std::make_unique<Keeper>([this](auto& fds) { ServeLinks(fds); });
+  keeper_->Wake();
+}
+
+// On the keeper's thread.
+void Engine::ServeLinks(std::vector<pollfd>& fds) {
+  contenders_.fetch_add(1);
+  std::lock_guard lock(mutex_);
+  contenders_.fetch_sub(1);
+  if (failed()) return;
+  try {
+    if (verbs_->Service()) doorbell_.Ring(options_.local_rank);
+    verbs_->AddWatch(fds);
+  } catch (const Fault& fault) {
+    Fail(fault.kind, fault.peer, fault.what());
+  }
+}
+
+int Engine::RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,
+                           std::optional<std::uintptr_t> seen_at) {
+  return AskVerbs([&](VerbsHost& verbs) { return verbs.regions().Add(address, nbytes, keys, seen_at); }, 0);
+}
+
+bool Engine::UnregisterMemory(int handle) {
+  return AskVerbs([&](VerbsHost& verbs) { return verbs.regions().Remove(handle); }, true);
+}
+
+void Engine::AttachSlots(int peer, int channel, const Slots& out, const Slots& in, unsigned helpers) {
+  std::lock_guard lock(mutex_);
+  if (team_ == nullptr && helpers > 0) team_ = std::make_shared<Team>(helpers);
+  links_.tx(peer, channel).end = MakeSlotSend(out, team_);
+  links_.rx(peer, channel).end = MakeSlotRecv(in, team_);
+}
+
+bool Engine::Linked(int peer, int channel) const { return const_cast<Links&>(links_).tx(peer, channel).end != nullptr; }
+
+}  // namespace hetcoll

@@ -1,0 +1,2 @@
+#define HETCOLL_ISA_NAMESPACE avx512
+#include "kernels/kernels.inc.h"

@@ -1,0 +1,2 @@
+#define HETCOLL_ISA_NAMESPACE baseline
+#include "kernels/kernels.inc.h"

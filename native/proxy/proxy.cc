@@ -1,0 +1,249 @@
+#include "proxy/proxy.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "base/clock.h"
+#include "proxy/lane.h"
+#include "proxy/worker.h"
+#include "transport/tcp.h"
+
+namespace hetcoll {
+
+Relay::Relay(const RelayOptions& options)
+    : options_(options), injector_(FaultSpec::Parse(options.fault), options.rank), pid_(getpid()) {
+  // The two ends of a link that misbehaves share state.
+  if (!options_.fault.empty()) options_.threads = 1;
+  for (unsigned i = 0; i < options_.threads; ++i) AddWorker();
+}
+
+RelayWorker& Relay::AddWorker() {
+  const auto failed = [this](const Fault& fault, int peer, const std::string& where) {
+    const std::string text = std::string(fault.what()) + " (" + where + ")";
+    {
+      std::lock_guard lock(mutex_);
+      if (trying_ && peer >= 0) {
+        problems_.try_emplace(peer, text);
+        return true;
+      }
+    }
+    Fail(fault.kind, fault.peer, text);
+    return false;
+  };
+  const auto told = [this](std::vector<std::string> events) {
+    {
+      std::lock_guard lock(mutex_);
+      events_.insert(events_.end(), events.begin(), events.end());
+    }
+    news_.notify_all();
+  };
+  return *workers_.emplace_back(std::make_unique<RelayWorker>(options_.oversubscribed, failed, told));
+}
+
+Relay::~Relay() {
+  if (getpid() == pid_) {
+    Close();
+  } else {  // the threads are the parent's, and so are the connections
+    for (auto& worker : workers_) worker->Abandon();
+  }
+}
+
+void Relay::Connect(int peer, int channel, std::span<const int> fds) {
+  Links& links = links_[{peer, channel}];
+  for (const int fd : fds) {
+    links.ends.push_back(injector_.Wrap(MakeTcp(std::span(&fd, 1), peer, nullptr), 1, peer, channel));
+  }
+}
+
+RelayWorker& Relay::VerbsWorker() {
+  if (verbs_ == nullptr) {
+    verbs_ = &AddWorker();
+    if (Stopped()) verbs_->Stop();
+  }
+  return *verbs_;
+}
+
+bool Relay::Stopped() const {
+  std::lock_guard lock(mutex_);
+  return stopped_;
+}
+
+int Relay::AddNic(NicInfo info, const VerbsApi& api) {
+  RelayWorker& worker = VerbsWorker();
+  return worker.AskVerbs([&](std::unique_ptr<VerbsHost>& host) {
+    if (host == nullptr) {
+      host = std::make_unique<VerbsHost>(api, std::make_shared<TcpStaging>(), worker.has_events());
+    }
+    return host->AddNic(std::move(info));
+  });
+}
+
+void Relay::ConnectVerbs(int peer, int channel, const RelayVerbs& link, std::span<const int> fds) {
+  LinkEnds ends = VerbsWorker().AskVerbs([&](std::unique_ptr<VerbsHost>& host) {
+    if (host == nullptr) {
+      for (const int fd : fds) close(fd);
+      throw Fault(FaultKind::kSystem, peer, "verbs: the relay has no NICs");
+    }
+    return host->Attach({options_.rank, peer, channel, link.ring_bytes, link.device, link.recovery_ns}, link.rails,
+                        fds);
+  });
+  Links& links = links_[{peer, channel}];
+  links.verbs = true;
+  links.ends.push_back(injector_.Wrap(std::move(ends), 1, peer, channel));
+}
+
+int Relay::RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,
+                          std::optional<std::uintptr_t> seen_at) {
+  return VerbsWorker().AskVerbs([&](std::unique_ptr<VerbsHost>& host) {
+    return host == nullptr ? 0 : host->regions().Add(address, nbytes, keys, seen_at);
+  });
+}
+
+bool Relay::UnregisterMemory(int handle) {
+  return VerbsWorker().AskVerbs(
+      [&](std::unique_ptr<VerbsHost>& host) { return host == nullptr || host->regions().Remove(handle); });
+}
+
+void Relay::Try(bool on) {
+  std::lock_guard lock(mutex_);
+  trying_ = on;
+  if (on) problems_.clear();
+}
+
+std::string Relay::Problem(int peer) const {
+  std::lock_guard lock(mutex_);
+  const auto found = problems_.find(peer);
+  return found == problems_.end() ? "" : found->second;
+}
+
+void Relay::Leave(int peer) {
+  for (auto& worker : workers_) worker->Leave(peer);
+  std::lock_guard lock(mutex_);
+  problems_.erase(peer);
+}
+
+std::string Relay::DescribeLinks() {
+  if (verbs_ == nullptr) return "[]";
+  return verbs_->AskVerbs(
+      [](std::unique_ptr<VerbsHost>& host) { return host == nullptr ? std::string("[]") : host->Describe(); });
+}
+
+std::vector<std::pair<std::string, std::uint64_t>> Relay::Counters() {
+  if (verbs_ == nullptr) return {};
+  return verbs_->AskVerbs([](std::unique_ptr<VerbsHost>& host) {
+    return host == nullptr ? std::vector<std::pair<std::string, std::uint64_t>>{} : host->Counters();
+  });
+}
+
+std::vector<std::string> Relay::TakeEvents() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(events_, {});
+}
+
+std::shared_ptr<RelayEdge> Relay::AddEdge(int peer, int channel, bool out, const Slots& slots) {
+  auto edge = std::make_shared<RelayEdge>(shared_from_this(), slots.count, options_.part_bytes);
+  const auto ended = std::make_shared<PartsEnded>(slots.count);
+  Links& links = links_.at({peer, channel});
+  if (links.verbs && slots.count > kInvitations) {
+    throw Fault(FaultKind::kSystem, peer,
+                "at most " + std::to_string(kInvitations) + " slots were wanted, got " + std::to_string(slots.count));
+  }
+  for (LinkEnds& link : links.ends) {
+    LinkEnds end;
+    if (out) {
+      end.send = std::move(link.send);
+    } else {
+      end.recv = std::move(link.recv);
+    }
+    auto lane = std::make_unique<RelayLane>(peer, channel, slots, ended, std::move(end), links.verbs);
+    RelayWorker* worker = links.verbs ? verbs_ : workers_[turn_++ % options_.threads].get();
+    worker->Own(lane.get());
+    edge->lanes_.emplace_back(worker, lane.get());
+    std::lock_guard lock(mutex_);
+    lanes_.push_back(std::move(lane));
+  }
+  return edge;
+}
+
+void RelayEdge::Post(const RelayMessage& m) const {
+  const std::size_t parts = std::clamp<std::size_t>(m.nbytes / part_bytes_, 1, lanes_.size());
+  for (std::size_t i = 0; i < parts; ++i) {
+    const auto& [worker, lane] = lanes_[(m.number % slots_ + i) % lanes_.size()];
+    const std::size_t begin = m.nbytes * i / parts;
+    const std::size_t end = m.nbytes * (i + 1) / parts;
+    worker->Post(lane, {m.number, m.signature, begin, end - begin, static_cast<unsigned>(parts)});
+  }
+}
+
+bool Relay::Idle() const {
+  std::lock_guard lock(mutex_);
+  return stopped_ || std::all_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->idle(); });
+}
+
+void Relay::Stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  news_.notify_all();
+  for (auto& worker : workers_) worker->Stop();
+}
+
+void Relay::Fail(FaultKind kind, int peer, const std::string& text) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!stopped_) failure_ = {kind, peer, text};
+  }
+  Stop();
+}
+
+Failure Relay::AwaitFailure(std::int64_t until) {
+  std::unique_lock lock(mutex_);
+  const auto limit = std::chrono::steady_clock::time_point(std::chrono::nanoseconds(until));
+  news_.wait_until(lock, limit, [&] { return stopped_ || !events_.empty(); });
+  return failure_;
+}
+
+void Relay::Close(std::int64_t until) {
+  bool sound = false;
+  {
+    std::lock_guard lock(mutex_);
+    sound = failure_.kind == FaultKind::kNone;
+  }
+  Stop();
+  for (auto& worker : workers_) worker->Join();
+  if (verbs_ != nullptr) {
+    verbs_->AskVerbs([&](std::unique_ptr<VerbsHost>& host) {
+      if (host != nullptr && sound) host->Drain(until);
+    });
+  }
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& lane : lanes_) lane->Close();
+    links_.clear();
+  }
+  if (verbs_ != nullptr) {
+    verbs_->AskVerbs([](std::unique_ptr<VerbsHost>& host) { host.reset(); });
+  }
+}
+
+std::string Relay::Describe() const {
+  std::lock_guard lock(mutex_);
+  std::string out;
+  for (const auto& lane : lanes_) {
+    const std::string one = lane->Describe();
+    if (!one.empty()) out += (out.empty() ? "" : "; ") + one;
+  }
+  return out;
+}
+
+std::uint64_t Relay::moves() const {
+  std::lock_guard lock(mutex_);
+  std::uint64_t sum = 0;
+  for (const auto& lane : lanes_) sum += lane->moves();
+  return sum;
+}
+
+}  // namespace hetcoll

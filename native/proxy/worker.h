@@ -1,0 +1,85 @@
+// A thread that moves the messages of some of a relay's lanes, and looks after RDMA links where these have some.
+#pragma once
+
+#include <poll.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "proxy/proxy.h"
+#include "transport/verbs/verbs.h"
+
+namespace hetcoll {
+
+class RelayWorker {
+ public:
+  using Failed = std::function<bool(const Fault&, int peer, const std::string& where)>;
+  using Told = std::function<void(std::vector<std::string>)>;
+
+  // `failed` and `told` (what became of RDMA links) are called on the thread. `failed` says whether the links to that
+  // peer are to be left, so that the others go on.
+  RelayWorker(bool oversubscribed, Failed failed, Told told);
+  ~RelayWorker();
+  RelayWorker(const RelayWorker&) = delete;
+  RelayWorker& operator=(const RelayWorker&) = delete;
+
+  void Own(RelayLane* lane);
+  void Post(RelayLane* lane, const RelayPart& m);
+  // Nothing goes to or comes from this peer any more over the lanes there are; streams that wait for it are let go.
+  void Leave(int peer);
+  void Stop();
+  void Join();
+  // In a fork's child: the thread is the parent's, and so are the devices.
+  void Abandon();
+
+  // Calls `ask` with this thread's RDMA links between two passes over its lanes, and waits for that; on the caller's
+  // own thread once this one has ended.
+  template <class Ask>
+  auto AskVerbs(Ask&& ask) -> decltype(ask(std::declval<std::unique_ptr<VerbsHost>&>())) {
+    std::packaged_task<decltype(ask(verbs_))()> task([&] { return ask(verbs_); });
+    Do([&] { task(); });
+    return task.get_future().get();
+  }
+  std::atomic<bool>& has_events() { return has_events_; }
+
+ private:
+  template <class Change>
+  void Tell(Change&& change);
+  void Do(const std::function<void()>& what);
+  void Run();
+  bool MoveAny(const std::vector<RelayLane*>& active);
+  bool Listen(std::vector<RelayLane*>& active);
+  void LeaveLanes(int peer);
+  void ServeLinks(bool at_once);
+  void Sleep(const std::vector<RelayLane*>& active, std::int64_t nap);
+
+  bool oversubscribed_;
+  Failed failed_;
+  Told told_;
+  int wake_;
+  std::vector<pollfd> fds_;
+  std::atomic<bool> has_events_{false};
+  std::unique_ptr<VerbsHost> verbs_;
+  std::int64_t serve_at_ = 0;
+
+  std::mutex late_;  // over `verbs_`, once the thread has ended
+  std::mutex mutex_;
+  std::vector<RelayLane*> lanes_;
+  std::vector<std::pair<RelayLane*, RelayPart>> inbox_;
+  std::vector<std::packaged_task<void()>> tasks_;
+  bool asleep_ = false;
+  bool stop_ = false;
+  bool over_ = false;
+  std::atomic<bool> news_{false};
+  std::thread thread_;
+};
+
+}  // namespace hetcoll

@@ -1,0 +1,465 @@
+// Relays over fake RDMA devices: slots in memory that no processor may touch, and in the host's.
+
+#include <random>
+
+#include "harness.h"
+#include "proxy/proxy.h"
+
+namespace hetcoll::testing {
+namespace {
+
+constexpr unsigned kSlots = 8;
+constexpr std::size_t kSlotBytes = std::size_t{192} << 10;
+constexpr std::size_t kWords = 4096;
+
+// What NICs, and this test in the place of a GPU, see of a device's memory lies at `seen`. At `at` nobody may touch it.
+class Memory {
+ public:
+  Memory(bool device, std::size_t n) : n_(n), seen_(n) {
+    at_ = device ? static_cast<std::byte*>(mmap(nullptr, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))
+                 : seen_.data();
+  }
+  ~Memory() {
+    if (at_ != seen_.data()) munmap(at_, n_);
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  std::byte* at() const { return at_; }
+  std::byte* seen() { return seen_.data(); }
+
+ private:
+  std::size_t n_;
+  Bytes seen_;
+  std::byte* at_;
+};
+
+struct Setting {
+  bool device = true;
+  int rails = 2;
+  FabricOptions fabric = {};
+  std::size_t ring_bytes = 64 << 10;
+  std::int64_t recovery_ns = 1'000'000'000'000;
+  std::function<void(Fabric&)> prepare = nullptr;
+  bool tried = false;
+};
+
+// Two ranks with an edge in each direction. NIC k of rank r is the fabric's number r * rails + k.
+class Pair {
+ public:
+  explicit Pair(const Setting& s) : setting(s), fabric(s.fabric) {
+    for (int rank = 0; rank < 2; ++rank) {
+      for (int k = 0; k < s.rails; ++k) nics_.push_back(fabric.AddNic("fake" + std::to_string(rank * s.rails + k)));
+    }
+    if (s.prepare) s.prepare(fabric);
+    for (int rank = 0; rank < 2; ++rank) {
+      auto& relay = relays.emplace_back(std::make_shared<Relay>(RelayOptions{1, true, rank}));
+      relay->Try(s.tried);
+      for (int k = 0; k < s.rails; ++k) relay->AddNic(Nic(rank, k), Fabric::Api());
+    }
+    Connect(0);
+  }
+  // Links of a channel, with edges that take the place of others.
+  void Connect(int channel) {
+    const auto [mine, theirs] = SocketPairs(1);
+    for (int rank = 0; rank < 2; ++rank) {
+      std::vector<std::pair<int, std::string>> rails;
+      for (int k = 0; k < setting.rails; ++k) rails.emplace_back(k, Nic(1 - rank, k).device);
+      relays[static_cast<std::size_t>(rank)]->ConnectVerbs(
+          1 - rank, channel, {setting.ring_bytes, setting.device, rails, setting.recovery_ns},
+          rank == 0 ? mine : theirs);
+      for (const bool out : {true, false}) AddEdge(rank, channel, out);
+    }
+  }
+  ~Pair() {
+    for (auto& relay : relays) relay->Close(DeadlineNs(kPatience));
+    for (ibv::Mr* mr : mrs_) Fabric::Api().dereg_mr(mr);
+  }
+  Pair(const Pair&) = delete;
+  Pair& operator=(const Pair&) = delete;
+
+  struct End {
+    std::shared_ptr<RelayEdge> edge;
+    std::unique_ptr<Memory> memory;
+    Slots slots;
+    std::byte* At(std::uint64_t m) const { return memory->seen() + slots.Index(m) * kSlotBytes; }
+  };
+  End& end(int rank, bool out) { return ends_[static_cast<std::size_t>(2 * rank + out)]; }
+  NicInfo& Nic(int rank, int k) { return nics_[static_cast<std::size_t>(rank * setting.rails + k)]; }
+
+  std::uint64_t Counter(int rank, std::string_view name) {
+    for (const auto& [key, value] : relays[static_cast<std::size_t>(rank)]->Counters()) {
+      if (key == name) return value;
+    }
+    std::abort();
+  }
+  // What the first relay to fail says.
+  Failure AwaitFailure() {
+    for (const std::int64_t start = NowNs(); Seconds(start) < kPatience;) {
+      for (auto& relay : relays) {
+        Failure f = relay->AwaitFailure(NowNs() + 1'000'000);
+        if (f.kind != FaultKind::kNone) return f;
+        static_cast<void>(relay->TakeEvents());
+      }
+    }
+    return {};
+  }
+
+  Setting setting;
+  Fabric fabric;
+  std::vector<std::shared_ptr<Relay>> relays;
+
+ private:
+  void AddEdge(int rank, int channel, bool out) {
+    End& e = end(rank, out);
+    if (e.memory != nullptr) kept_.push_back(std::move(e.memory));  // the fabric takes its addresses for a device's
+    e.memory = std::make_unique<Memory>(setting.device, kSlots * kSlotBytes);
+    auto& words = words_[static_cast<std::size_t>(2 * rank + out)];
+    words.assign(kWords / 8, 0);
+    e.slots = {e.memory->at(), words.data(), words.data() + kSlots * kWordStride, kSlotBytes, kSlots};
+    std::vector<RegionKey> keys;
+    for (int k = 0; k < setting.rails; ++k) {
+      mrs_.push_back(Fabric::Api().reg_mr(Nic(rank, k).pd, e.memory->seen(), kSlots * kSlotBytes, 7));
+      keys.push_back({k, mrs_.back()->lkey, mrs_.back()->rkey});
+    }
+    std::optional<std::uintptr_t> seen;
+    if (setting.device) {
+      seen = reinterpret_cast<std::uintptr_t>(e.memory->seen());
+      fabric.HoldBack(e.memory->seen(), kSlots * kSlotBytes);
+    }
+    Relay& relay = *relays[static_cast<std::size_t>(rank)];
+    relay.RegisterMemory(reinterpret_cast<std::uintptr_t>(e.memory->at()), kSlots * kSlotBytes, keys, seen);
+    e.edge = relay.AddEdge(1 - rank, channel, out, e.slots);
+  }
+
+  std::vector<NicInfo> nics_;
+  std::vector<ibv::Mr*> mrs_;
+  std::vector<std::unique_ptr<Memory>> kept_;
+  std::array<std::vector<std::uint64_t>, 4> words_;
+  std::array<End, 4> ends_;
+};
+
+std::byte ByteOf(int rank, std::uint64_t message, std::size_t i) {
+  return static_cast<std::byte>((message * 1237 + i * 31 + static_cast<std::size_t>(rank) * 101) >> 3);
+}
+
+std::size_t SizeOf(std::uint64_t message) {
+  constexpr std::size_t sizes[] = {1, 100, kSlotBytes, 16 << 10, 8191, kSlotBytes - 3, 70'000};
+  return sizes[message % std::size(sizes)];
+}
+
+// What the GPUs' streams would do: one fills slots, one empties them. False where nothing moves any more.
+bool Exchange(Pair& pair, std::uint64_t from, std::uint64_t messages) {
+  std::atomic<bool> good{true};
+  const auto await = [&](const std::function<bool()>& ready) {
+    for (const std::int64_t start = NowNs(); !ready();) {
+      if (Seconds(start) > kPatience || !good) {
+        good = false;
+        return false;
+      }
+      std::this_thread::yield();
+    }
+    return true;
+  };
+  const auto released = [](std::uint64_t* word) {
+    return std::atomic_ref(*word).load(std::memory_order_acquire) >= kReleased;
+  };
+  std::vector<std::thread> streams;
+  for (int rank = 0; rank < 2; ++rank) {
+    streams.emplace_back([&, rank] {
+      Pair::End& e = pair.end(rank, true);
+      for (std::uint64_t m = from; m < from + messages; ++m) {
+        e.edge->Post({m, 0x5151 + m * kNumberStep, SizeOf(m)});
+        if (!await([&] { return e.slots.Free(m); }) || (m >= kSlots && released(e.slots.Credit(m)))) return;
+        for (std::size_t i = 0; i < SizeOf(m); ++i) e.At(m)[i] = ByteOf(rank, m, i);
+        e.slots.Publish(m);
+      }
+    });
+    streams.emplace_back([&, rank] {
+      Pair::End& e = pair.end(rank, false);
+      std::uint64_t posted = from;
+      for (std::uint64_t m = from; m < from + messages; ++m) {
+        for (; posted < std::min(m + 2 * kSlots, from + messages); ++posted) {
+          e.edge->Post({posted, 0x5151 + posted * kNumberStep, SizeOf(posted)});
+        }
+        if (!await([&] { return e.slots.Full(m); })) return;
+        if (released(e.slots.Ready(m))) {
+          good = false;
+          return;
+        }
+        std::size_t wrong = 0;
+        for (std::size_t i = 0; i < SizeOf(m); ++i) wrong += e.At(m)[i] != ByteOf(1 - rank, m, i);
+        CHECK(wrong == 0, "rank %d, message %d: %zu of %zu bytes are wrong", rank, int(m), wrong, SizeOf(m));
+        std::memset(e.At(m), 0xee, SizeOf(m));
+        e.slots.Grant(m);
+      }
+    });
+  }
+  for (auto& stream : streams) stream.join();
+  return good;
+}
+
+void Well(const Setting& setting, const char* what) {
+  Pair pair(setting);
+  CHECK(Exchange(pair, 0, 60), "%s: it stands: %s %s", what, pair.relays[0]->Describe().c_str(),
+        pair.relays[1]->Describe().c_str());
+  for (int rank = 0; rank < 2; ++rank) {
+    const std::string links = pair.relays[static_cast<std::size_t>(rank)]->DescribeLinks();
+    CHECK(pair.Counter(rank, "links_over_tcp") == 0, "%s: %s", what, links.c_str());
+    if (!setting.device) continue;
+    CHECK(pair.Counter(rank, "staged_bytes") == 0, "%s: %s", what, links.c_str());
+    CHECK(pair.Counter(rank, "direct_bytes") == pair.Counter(rank, "zero_copy_bytes"), "%s: %s", what, links.c_str());
+  }
+  CHECK(pair.fabric.complaints().empty(), "%s", what);
+}
+
+// A rail dies while messages are under way; the others go on with what it carried.
+void Rails(const Setting& base, const char* what) {
+  const std::function<void(FakeNic&)> deaths[] = {
+      [](FakeNic& nic) { nic.down_from = nic.bytes + (std::uint64_t{1} << 20); },
+      [](FakeNic& nic) { nic.fail_after = 40; },
+      [](FakeNic& nic) {
+        nic.fail_after = 40;
+        nic.fail_delivered = true;
+      },
+      [](FakeNic& nic) { nic.refuse_after = 50; },
+  };
+  for (const auto& die : deaths) {
+    for (const int victim : {0, base.rails}) {  // at either end
+      Pair pair(base);
+      CHECK(Exchange(pair, 0, 5), "%s", what);
+      pair.fabric.Change(victim, die);
+      CHECK(Exchange(pair, 5, 60), "%s: it stands: %s %s %s", what, pair.relays[0]->AwaitFailure(NowNs()).text.c_str(),
+            pair.relays[0]->DescribeLinks().c_str(), pair.relays[1]->DescribeLinks().c_str());
+      CHECK(pair.Counter(0, "lost_rails") + pair.Counter(1, "lost_rails") > 0, "%s: no rail was lost", what);
+      CHECK(pair.Counter(0, "links_over_tcp") == 0, "%s", what);
+      CHECK(pair.fabric.complaints().empty(), "%s", what);
+    }
+  }
+}
+
+void KillAll(Pair& pair, std::uint64_t bytes = 1 << 20) {
+  for (int nic = 0; nic < 2 * pair.setting.rails; ++nic) {
+    pair.fabric.Change(nic, [&](FakeNic& n) { n.down_from = n.bytes + bytes; });
+  }
+}
+
+}  // namespace
+
+void RelaysOverVerbs() {
+  for (const bool device : {true, false}) {
+    const char* what = device ? "direct" : "staged";
+    Well({.device = device, .rails = 1}, what);
+    Well({.device = device, .rails = 3, .fabric = {.threaded = true, .overtake = true, .seed = 3}}, what);
+    Well({.device = device, .rails = 2, .ring_bytes = 1 << 20}, what);
+  }
+}
+
+void RelaysThatLoseRails() {
+  Rails({.device = true, .rails = 2}, "direct");
+  Rails({.device = true, .rails = 3, .fabric = {.threaded = true, .overtake = true, .seed = 5}}, "direct, overtaking");
+  Rails({.device = false, .rails = 2, .fabric = {.threaded = true}}, "staged");
+}
+
+void RelaysThatLoseAllRails() {
+  {  // the host's memory can go over TCP
+    Pair pair({.device = false});
+    CHECK(Exchange(pair, 0, 5), "before");
+    KillAll(pair);
+    CHECK(Exchange(pair, 5, 60), "it stands: %s", pair.relays[0]->DescribeLinks().c_str());
+    CHECK(pair.Counter(0, "links_over_tcp") == 1, "%s", pair.relays[0]->DescribeLinks().c_str());
+    CHECK(!pair.relays[0]->TakeEvents().empty(), "it is told");
+  }
+  {  // a GPU's cannot, and waits only so long
+    Pair pair({.device = true, .recovery_ns = 10'000'000});
+    CHECK(Exchange(pair, 0, 5), "before");
+    KillAll(pair);
+    std::thread streams([&] { CHECK(!Exchange(pair, 5, 60), "it ends"); });
+    const Failure f = pair.AwaitFailure();
+    for (auto& relay : pair.relays) relay->Fail(FaultKind::kAborted, -1, "a rank failed");
+    streams.join();
+    CHECK(f.kind == FaultKind::kSystem && f.text.find("HETCOLL_CROSS=staged") != std::string::npos, "%s",
+          f.text.c_str());
+    CHECK(f.text.find("no rail to rank") != std::string::npos && f.text.find("fake") != std::string::npos, "%s",
+          f.text.c_str());
+  }
+  {  // from the start
+    Pair pair({.device = true, .prepare = [](Fabric& fabric) {
+                 for (int nic = 0; nic < 2; ++nic) fabric.nic(nic).down = true;
+               }});
+    std::thread streams([&] { CHECK(!Exchange(pair, 0, 5), "it ends"); });
+    const Failure f = pair.AwaitFailure();
+    for (auto& relay : pair.relays) relay->Fail(FaultKind::kAborted, -1, "a rank failed");
+    streams.join();
+    CHECK(f.text.find("no rail to rank") != std::string::npos, "%s", f.text.c_str());
+  }
+}
+
+// A link that fails while ways are tried ends nothing else: it is left, and another one takes its place.
+void RelaysThatAreTried() {
+  Pair pair({.device = true,
+             .prepare =
+                 [](Fabric& fabric) {
+                   for (int nic = 0; nic < 2; ++nic) fabric.nic(nic).down = true;
+                 },
+             .tried = true});
+  CHECK(!Exchange(pair, 0, 5), "its streams are let go");
+  for (int rank = 0; rank < 2; ++rank) {
+    Relay& relay = *pair.relays[static_cast<std::size_t>(rank)];
+    CHECK(relay.Problem(1 - rank).find("no rail to rank") != std::string::npos, "rank %d: %s", rank,
+          relay.Problem(1 - rank).c_str());
+    relay.Leave(1 - rank);
+    CHECK(relay.Problem(1 - rank).empty() && relay.Idle(), "%s", relay.Describe().c_str());
+    CHECK(relay.AwaitFailure(NowNs()).kind == FaultKind::kNone, "the relay goes on");
+    CHECK(pair.Counter(rank, "links") == 0, "%s", relay.DescribeLinks().c_str());
+  }
+  for (int nic = 0; nic < 4; ++nic) pair.fabric.Change(nic, [](FakeNic& n) { n.down = false; });
+  pair.setting.device = false;
+  pair.Connect(3);
+  CHECK(Exchange(pair, 0, 60), "it stands: %s %s %s", pair.relays[0]->DescribeLinks().c_str(),
+        pair.relays[0]->Problem(1).c_str(), pair.relays[1]->Problem(0).c_str());
+  CHECK(pair.Counter(0, "links_over_tcp") == 0, "%s", pair.relays[0]->DescribeLinks().c_str());
+}
+
+// A message that the peer does not expect is found before a byte of it is sent.
+void RelaysThatDiffer() {
+  for (const bool length : {true, false}) {
+    Pair pair({});
+    Pair::End& from = pair.end(0, true);
+    from.edge->Post({0, 7, 1000});
+    from.slots.Publish(0);
+    pair.end(1, false).edge->Post({0, length ? 7u : 8u, length ? 1001u : 1000u});
+    const Failure f = pair.AwaitFailure();
+    CHECK(f.kind == FaultKind::kMismatch || f.kind == FaultKind::kCorrupt, "%s", f.text.c_str());
+    CHECK(f.peer == 1, "%d: %s", f.peer, f.text.c_str());
+    CHECK(!length || f.text.find("wants a message of 1001 bytes") != std::string::npos, "%s", f.text.c_str());
+  }
+}
+
+// A NIC that cannot read back what it wrote is given up, and what it brought comes again over the other.
+void RelaysThatCannotReadBack() {
+  Pair pair({.device = true, .rails = 2, .prepare = [](Fabric& fabric) { fabric.nic(2).no_reads = true; }});
+  CHECK(Exchange(pair, 0, 60), "it stands: %s", pair.relays[1]->DescribeLinks().c_str());
+  const std::string links = pair.relays[1]->DescribeLinks();
+  CHECK(pair.Counter(1, "lost_rails") == 1 && links.find("reading back") != std::string::npos, "%s", links.c_str());
+  CHECK(pair.Counter(0, "resent") > 0, "%s", links.c_str());
+}
+
+// Rails of a GPU's link come back: what was lost with them came over the others meanwhile, and their devices, which
+// could not read back while they were down, do so again. Then they carry their part again.
+void RelaysWhoseRailsComeBack() {
+  Pair pair({.device = true, .rails = 2, .fabric = {.threaded = true}, .recovery_ns = 30'000'000});
+  std::uint64_t from = 0;
+  const auto exchange = [&](std::uint64_t messages, const char* what) {
+    const bool good = Exchange(pair, from, messages);
+    CHECK(good, "%s: it stands: %s %s %s", what, pair.relays[0]->AwaitFailure(NowNs()).text.c_str(),
+          pair.relays[0]->DescribeLinks().c_str(), pair.relays[1]->DescribeLinks().c_str());
+    from += messages;
+    return good;
+  };
+  const auto until = [&](const char* what, const std::function<bool()>& so) {
+    for (const std::int64_t start = NowNs(); !so();) {
+      if (Seconds(start) > kPatience || !exchange(2, what)) {
+        CHECK(false, "%s: %s", what, pair.relays[0]->DescribeLinks().c_str());
+        return false;
+      }
+    }
+    return true;
+  };
+  exchange(5, "before");
+  for (std::uint64_t turn = 0; turn < 4; ++turn) {
+    const int bad = static_cast<int>(turn);
+    pair.fabric.Change(bad, [](FakeNic& nic) { nic.down_from = nic.bytes + 100'000; });
+    const auto lost = [&] { return pair.Counter(0, "lost_rails") > turn && pair.Counter(1, "lost_rails") > turn; };
+    if (!until("lost", lost) || !exchange(10, "with one")) return;
+    pair.fabric.Change(bad, [](FakeNic& nic) {
+      nic.down_from = ~std::uint64_t{0};
+      nic.down = false;
+    });
+    const auto back = [&](int rank) { return pair.Counter(rank, "recovered_rails") > turn; };
+    if (!until("back", [&] { return back(0) && back(1); })) return;
+    const std::uint64_t before = pair.fabric.bytes(bad);
+    if (!until("again", [&] { return pair.fabric.bytes(bad) >= before + kSlotBytes; })) return;
+  }
+  for (int rank = 0; rank < 2; ++rank) {
+    CHECK(pair.Counter(rank, "links_over_tcp") == 0 && pair.Counter(rank, "staged_bytes") == 0, "direct");
+  }
+  CHECK(pair.fabric.complaints().empty(), "queues held");
+}
+
+// All rails of a GPU's link are lost in the middle of messages, and one of them comes back, or all.
+void RelaysWhoseLastRailComesBack() {
+  for (int turn = 0; turn < 6; ++turn) {
+    const int rails = 1 + turn % 3;
+    Pair pair({.device = true,
+               .rails = rails,
+               .fabric = {.threaded = turn % 2 == 1, .overtake = turn >= 3, .seed = static_cast<std::uint32_t>(turn)},
+               .recovery_ns = 100'000'000});
+    CHECK(Exchange(pair, 0, 5), "before");
+    for (int round = 0; round < 2; ++round) {
+      const auto all = [&](const char* name) {
+        return pair.Counter(0, name) >= static_cast<std::uint64_t>((round + 1) * rails) &&
+               pair.Counter(1, name) >= static_cast<std::uint64_t>((round + 1) * rails);
+      };
+      KillAll(pair, 200'000);
+      std::thread streams([&] {
+        CHECK(Exchange(pair, 5 + 60 * static_cast<std::uint64_t>(round), 60), "turn %d, round %d: it stands: %s %s %s",
+              turn, round, pair.relays[0]->AwaitFailure(NowNs()).text.c_str(), pair.relays[0]->DescribeLinks().c_str(),
+              pair.relays[1]->DescribeLinks().c_str());
+      });
+      CHECK(Within(kPatience, [&] { return all("lost_rails"); }), "%s", pair.relays[0]->DescribeLinks().c_str());
+      CHECK(pair.relays[0]->DescribeLinks().find("waiting for a rail") != std::string::npos, "%s",
+            pair.relays[0]->DescribeLinks().c_str());
+      for (int nic = 0; nic < 2 * rails; ++nic) {
+        pair.fabric.Change(nic, [](FakeNic& n) {
+          n.down_from = ~std::uint64_t{0};
+          n.down = false;
+        });
+      }
+      streams.join();
+      CHECK(Within(kPatience, [&] { return all("recovered_rails"); }), "%s", pair.relays[0]->DescribeLinks().c_str());
+    }
+    CHECK(pair.Counter(0, "links_over_tcp") == 0 && pair.Counter(0, "staged_bytes") == 0, "direct");
+    CHECK(pair.fabric.complaints().empty(), "queues held");
+  }
+}
+
+// What is sent again is written to the same place once more: until that is over, nothing new may be written there by
+// another rail. Here what comes again waits in a device that does nothing, until that is given up as well.
+void RelaysThatWaitForWhatComesAgain() {
+  bool seen = false;  // a message that arrived, though its sender cannot know, and comes again
+  for (int turn = 0; turn < 20 && !seen; ++turn) {
+    Pair pair({.device = true, .rails = 3});
+    Pair::End& from = pair.end(0, true);
+    Pair::End& to = pair.end(1, false);
+    const auto send = [&](std::uint64_t m, std::size_t n) {
+      to.edge->Post({m, 0x5151 + m * kNumberStep, n});
+      from.edge->Post({m, 0x5151 + m * kNumberStep, n});
+      std::memset(from.At(m), static_cast<int>(m) + 1, n);
+      from.slots.Publish(m);
+    };
+    const auto within = [](const std::function<bool()>& condition) {
+      for (const std::int64_t start = NowNs(); Seconds(start) < kPatience; std::this_thread::yield()) {
+        if (condition()) return true;
+      }
+      return condition();
+    };
+    send(0, 100);
+    CHECK(within([&] { return to.slots.Full(0); }), "%s", pair.relays[0]->DescribeLinks().c_str());
+    pair.fabric.Change(0, [](FakeNic& nic) {  // the first rail, which takes short messages
+      nic.fail_after = 1;                     // behind the payload
+      nic.fail_delivered = true;
+    });
+    pair.fabric.Change(1, [](FakeNic& nic) { nic.stalled = true; });  // the next one
+    send(1, 100);
+    CHECK(within([&] { return pair.Counter(0, "resent") > 0; }), "%s", pair.relays[0]->DescribeLinks().c_str());
+    const bool arrived = within([&] { return to.slots.Full(1); });
+    seen = arrived && pair.Counter(0, "lost_rails") == 1;
+    send(2, 16 << 10);  // one frame: it takes the third, which has nothing else to do
+    CHECK(within([&] { return to.slots.Full(2); }), "%s", pair.relays[0]->DescribeLinks().c_str());
+    CHECK(pair.Counter(0, "lost_rails") == 2, "turn %d: the second was waited for: %s", turn,
+          pair.relays[0]->DescribeLinks().c_str());
+  }
+  CHECK(seen, "once");
+}
+
+}  // namespace hetcoll::testing
