@@ -37,9 +37,10 @@ std::size_t Fifos(const Plan& plan) { return static_cast<std::size_t>(plan.size)
 // of a step that does both the reading comes first.
 struct Touch {
   std::uint64_t span;
-  std::uint32_t step;
-  bool writes;
+  std::uint64_t turn;  // twice its step, and 1 more where it writes
   auto operator<=>(const Touch&) const = default;
+  std::uint32_t step() const { return static_cast<std::uint32_t>(turn / 2); }
+  bool writes() const { return turn % 2 != 0; }
 };
 
 std::uint64_t Name(const SpanRecord& s) {
@@ -47,12 +48,14 @@ std::uint64_t Name(const SpanRecord& s) {
 }
 
 std::vector<Touch> TouchesOf(const Plan& plan) {
+  std::size_t spans = 0;
+  for (const StepRecord& r : plan.steps) spans += std::size_t{r.src.buf >= 0} + std::size_t{r.dst.buf >= 0};
   std::vector<Touch> touches;
-  touches.reserve(2 * plan.steps.size());
-  for (std::uint32_t i = 0; i < plan.steps.size(); ++i) {
+  touches.reserve(spans);
+  for (std::uint64_t i = 0; i < plan.steps.size(); ++i) {
     const StepRecord& r = plan.steps[i];
-    if (r.src.buf >= 0) touches.push_back({Name(r.src), i, false});
-    if (r.dst.buf >= 0) touches.push_back({Name(r.dst), i, true});
+    if (r.src.buf >= 0) touches.push_back({Name(r.src), 2 * i});
+    if (r.dst.buf >= 0) touches.push_back({Name(r.dst), 2 * i + 1});
   }
   std::sort(touches.begin(), touches.end());
   return touches;
@@ -120,15 +123,15 @@ bool MayBeGiven(const BoundStep& s) { return s.op == Op::kSend && !s.block && s.
 
 // For each send that may be given: the last step before it in its plan, or else the first one behind it, that touches
 // what it sends; as many as there are steps where none does. O(n log n).
-std::vector<std::size_t> Neighbours(const std::vector<BoundStep>& steps, bool behind) {
-  std::vector<std::size_t> found(steps.size(), steps.size());
+std::vector<std::uint32_t> Neighbours(const std::vector<BoundStep>& steps, bool behind) {
+  std::vector<std::uint32_t> found(steps.size(), static_cast<std::uint32_t>(steps.size()));
   LastTouch touched;
   for (std::size_t turn = 0; turn < steps.size(); ++turn) {
     const std::size_t index = behind ? steps.size() - 1 - turn : turn;
     const BoundStep& s = steps[index];
     if (MayBeGiven(s)) {
       const std::size_t last = touched.Of(s.src_off, s.len);
-      if (last != LastTouch::kNever) found[index] = behind ? steps.size() - 1 - last : last;
+      if (last != LastTouch::kNever) found[index] = static_cast<std::uint32_t>(behind ? steps.size() - 1 - last : last);
     }
     if (s.src_buf == Buf::kScratch) touched.Set(s.src_off, s.len, turn);
     if (s.dst_buf == Buf::kScratch) touched.Set(s.dst_off, s.len, turn);
@@ -205,15 +208,15 @@ void BoundPlan::MarkReaders(const Plan& plan, bool large) {
   };
   for (auto begin = touches.begin(); begin != touches.end();) {
     const auto end = std::find_if(begin, touches.end(), [&](const Touch& t) { return t.span != begin->span; });
-    const auto readers = std::count_if(begin, end, [](const Touch& t) { return !t.writes; });
+    const auto readers = std::count_if(begin, end, [](const Touch& t) { return !t.writes(); });
     for (auto at = begin; at != end; ++at) {
-      if (!at->writes) continue;
-      BoundStep& s = steps[at->step];
+      if (!at->writes()) continue;
+      BoundStep& s = steps[at->step()];
       auto next = at + 1;
-      while (next != end && !next->writes && !fuses(at->step, next->step)) ++next;
-      const bool fused = next != end && !next->writes;
-      if (fused) s.fuse = static_cast<std::int32_t>(next->step);
-      const bool itself = at != begin && (at - 1)->step == at->step;
+      while (next != end && !next->writes() && !fuses(at->step(), next->step())) ++next;
+      const bool fused = next != end && !next->writes();
+      if (fused) s.fuse = static_cast<std::int32_t>(next->step());
+      const bool itself = at != begin && (at - 1)->step() == at->step();
       s.stream_stores = large && readers == (fused ? 1 : 0) + (itself ? 1 : 0) && s.dst_buf == Buf::kRecv;
     }
     begin = end;
@@ -252,7 +255,7 @@ void BoundPlan::MarkMutual(const Plan& plan) {
 // What is written to a place in scratch and read by one send only, before the place is written again or never. Steps
 // that touch the same place depend on each other in the order that they have in the plan, or both read. O(n log n).
 void BoundPlan::MarkGiven() {
-  const std::vector<std::size_t> before = Neighbours(steps, false), behind = Neighbours(steps, true);
+  const std::vector<std::uint32_t> before = Neighbours(steps, false), behind = Neighbours(steps, true);
   for (std::size_t i = 0; i < steps.size(); ++i) {
     BoundStep& s = steps[i];
     s.gives = MayBeGiven(s) && before[i] < steps.size() && Writes(steps[before[i]], s) &&
