@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import run_cases
-from hetcoll.algorithms import ALGORITHMS
 from ranks import Ranks, wait_until
 from reference import Case
 
 import hetcoll
 from hetcoll import CollectiveTimeoutError, CommunicationError
+from hetcoll.plan.algorithms import ALGORITHMS
 from hetcoll.rendezvous.auth import MAX_PENDING
 from hetcoll.types import Collective
 

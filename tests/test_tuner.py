@@ -68,7 +68,7 @@ def test_stated_costs_are_those_of_the_plans(algorithm: Algorithm) -> None:
 
 def units_answered(plans: list[Plan], rank: int) -> int:
     """What a rank reduces from a peer's message and sends back as the first of a channel, where the peer expects it
-    before all else: native/plan/plan.cc, MarkAnswers."""
+    before all else: native/plan/passes.cc, MarkAnswers."""
     steps, units = plans[rank].steps, 0
     for i, got in enumerate(steps):
         if got.op is not Op.RECV_REDUCE:

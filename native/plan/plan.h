@@ -174,11 +174,16 @@ struct BoundPlan {
   std::size_t part_off = 0;  // ... which begins there
 
  private:
-  void MarkAnswers();
-  void MarkMutual();
+  void Compress(BoundStep& step, std::size_t items, const Codec& codec);
+  // The passes (passes.cc), in this order: each may use what those before it found out.
+  void NumberMessages(const Plan& plan);
+  void BindDeps(const Plan& plan, int rank);
+  void OrderLanes(const Plan& plan);
+  void MarkReaders(const Plan& plan, bool large);
+  void MarkAnswers(const Plan& plan);
+  void MarkMutual(const Plan& plan);
   void MarkGiven();
   void PackScratch();
-  void Compress(BoundStep& step, std::size_t items, const Codec& codec);
 };
 
 }  // namespace hetcoll

@@ -13,6 +13,8 @@ void CompressedSums();
 
 // plan_test.cc
 void CheckPlans();
+void ComparePasses();
+void BindManySteps();
 void CheckLocals();
 void StoringSums();
 void FuzzPlans();
@@ -368,6 +370,8 @@ struct Scenario {
 
 constexpr Scenario kScenarios[] = {
     {"plans", CheckPlans},
+    {"plans: passes", ComparePasses},
+    {"plans: many steps", BindManySteps},
     {"locals", CheckLocals},
     {"sums", StoringSums},
     {"fuzz", FuzzPlans},

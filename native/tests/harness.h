@@ -82,7 +82,7 @@ class Draft {
     parts_.insert(parts_.end(), parts);
     return step;
   }
-  void Compress() { compress_ = true; }  // all messages
+  void Compress(bool on = true) { compress_ = on; }  // all messages from here on
   void Scratch(std::uint32_t copies) { head_.scratch_copies = copies; }
   void Stage() { head_.flags |= kStaged; }
 

@@ -67,7 +67,7 @@ class Draft(Builder):
     apart: bool = False
     islands: Hosts = ()
     compress: bool = False
-    groups: Hosts = ()
+    near: frozenset[int] = frozenset()  # the ranks to and from which nothing is compressed
     stretches: int = 1
     cores: int = 2
     staged: bool = False
@@ -139,7 +139,7 @@ class Draft(Builder):
 
     def _slow(self, peer: int) -> bool:
         """Whether messages to and from `peer` are compressed."""
-        return self.compress and not any(self.rank in group and peer in group for group in self.groups)
+        return self.compress and peer not in self.near
 
     def finish(self) -> Plan:
         """The plan of the steps so far. `Algorithm.build` calls it."""
@@ -261,10 +261,10 @@ class Algorithm(NamedTuple):
         hosts = hosts or (tuple(range(size)),)
         if sorted(r for host in hosts for r in host) != list(range(size)) or not all(hosts):
             raise ArgumentError(f"wanted hosts that hold each of {size} ranks once, got {hosts}")
+        near = frozenset(r for group in groups or hosts if rank in group for r in group)
         draft = Draft(
             collective=self.collective, algorithm=self.name, size=size, rank=rank, hosts=hosts, root=root,
-            average=scale, compress=compress and len(hosts) > 1, groups=groups or hosts, stretches=stretches,
-            cores=cores,
+            average=scale, compress=compress and len(hosts) > 1, near=near, stretches=stretches, cores=cores,
         )  # fmt: skip
         if size > 1:
             self.draw(draft)

@@ -14,6 +14,7 @@ waits only for messages that come before it in an order that sender and receiver
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise, zip_longest
 from math import lcm
 
@@ -65,9 +66,16 @@ class Place:
 
     def parts(self, rank: int, order: list[int]) -> list[Part]:
         """The parts of the interval of `rank`, host by host in the order given."""
-        cuts = sorted({self.units * j // len(host) for host in self.hosts for j in range(len(host) + 1)})
-        atoms = [(a, (b - a) // self.m) for a, b in pairwise(cuts) if rank == self.owner(self.i, a)]
-        return [Part(h, a, a + h * size, size) for h in order for a, size in atoms]
+        return [Part(h, a, a + h * size, size) for h in order for a, size in self._atoms[rank]]
+
+    @cached_property
+    def _atoms(self) -> dict[int, list[tuple[int, int]]]:
+        """Of each rank of this host, where the atoms of its interval begin, and how many units a part of each has."""
+        cuts = sorted({self.units * j // k for k in set(map(len, self.hosts)) for j in range(k + 1)})
+        atoms: dict[int, list[tuple[int, int]]] = {mate: [] for mate in self.mates}
+        for a, b in pairwise(cuts):
+            atoms[self.owner(self.i, a)].append((a, (b - a) // self.m))
+        return atoms
 
     def counterparts(self, host: int) -> list[int]:
         """The ranks of another host whose units pass through this rank: every k-th."""

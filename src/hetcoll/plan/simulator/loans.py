@@ -13,7 +13,7 @@ def join_loans(plans: Sequence[Plan], nodes: list[list[Node]]) -> None:
     """Join each send whose memory the receiver may use for a sum to the send of that sum.
 
     The first one may then be over only when the second one is, and so on. Every engine does as it likes.
-    ``BoundPlan::MarkGiven`` in ``native/plan/plan.cc`` has the same rule.
+    ``BoundPlan::MarkGiven`` in ``native/plan/passes.cc`` has the same rule.
     """
     given: dict[int, Node] = {}  # such sends, by who wrote what they send
     for plan, row in zip(plans, nodes, strict=True):

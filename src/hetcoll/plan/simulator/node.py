@@ -50,7 +50,7 @@ class Node:
 def only_in_place(plan: Plan, first: Step, second: Step) -> bool:
     """Whether `second` depends on `first` only where the plan's input and output are the same memory.
 
-    ``native/plan/plan.cc`` has the same rule.
+    ``native/plan/passes.cc`` has the same rule.
     """
     hazards = _hazards(first, second)
     if any(meet(x, y) for x, y in hazards):
@@ -62,7 +62,7 @@ def follows(plan: Plan, first: Step, second: Step) -> bool:
     """Whether `second`, which depends on `first`, may follow it element by element instead of as a whole.
 
     It may when every hazard between them is about one and the same span. Vendor libraries show no elements before all
-    are done. ``native/plan/plan.cc`` has the same rule.
+    are done. ``native/plan/passes.cc`` has the same rule.
     """
     spans = [(_in_place(plan, x), _in_place(plan, y)) for x, y in _hazards(first, second)]
     meeting = [(x, y) for x, y in spans if meet(x, y)]
