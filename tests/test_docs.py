@@ -285,6 +285,16 @@ def test_paths_that_a_page_names_exist(page: Path) -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_comments_cite_documents_that_exist() -> None:
+    sources = [path for folder in ("src", "native", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
+    for path in sources:
+        if path.suffix in {".py", ".pyi", ".h", ".cc", ".c", ".txt"}:
+            text = path.read_text()
+            missing = [cited for cited in re.findall(r"\bdocs/[\w/-]+\.md\b", text) if not (ROOT / cited).exists()]
+            assert not missing, f"{path.relative_to(ROOT)} cites {missing}"
+            assert not re.search(r"\bDESIGN\s+[A-Z]\d", text), f"{path.relative_to(ROOT)} cites a design document"
+
+
 def test_the_walkthrough_places_its_names_in_files() -> None:
     found = symbols(without_fences(ROOT / "docs/walkthrough.md"))
     assert len({path for _, path, _ in found}) >= 5
