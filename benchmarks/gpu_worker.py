@@ -21,9 +21,9 @@ import numpy as np
 from gpu_limits import Copies, Nothing
 
 import hetcoll
-from hetcoll.devices import cuda, hip
-from hetcoll.devices.array import DeviceArray
+from hetcoll.gpu.array import DeviceArray
 from hetcoll.types import DType, ReduceOp
+from hetcoll.vendor.devices import cuda, hip
 
 PERIOD = 977  # prime, and small: sums of float32 are exact
 WARM, ROUNDS, ALONE = 3, 2, 20

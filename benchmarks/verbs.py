@@ -157,7 +157,7 @@ def hetcoll_job(cables: int, port: int) -> dict[int, float]:
 def inside(rounds: int, output: Path) -> None:
     """All measurements, written to `output` as JSON."""
     import hetcoll
-    from hetcoll.verbs import offer
+    from hetcoll.links.verbs import offer
 
     del hetcoll, offer  # loaded for the ranks
     samples: Samples = {}

@@ -17,17 +17,17 @@ PAGE = Path(__file__).with_name("api.md")
 SECTIONS: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
     ("hetcoll", "hetcoll", ("init", "from_mpi", "get_unique_id", "Communicator", "Work", "UniqueId")),
     ("hetcoll.types", "Types and reductions", ("DType", "ReduceOp", "supports", "Collective")),
-    ("hetcoll.topology", "Who is where", ("Topology", "RankInfo")),
-    ("hetcoll.selection", "What a call will use", ("Explanation",)),
+    ("hetcoll.plan.topology", "Who is where", ("Topology", "RankInfo")),
+    ("hetcoll.runtime.selection", "What a call will use", ("Explanation",)),
     ("hetcoll.errors", "Errors", None),
     ("hetcoll.plan", "Plans", ("Plan", "Step", "Span", "Op", "Buf", "cut")),
     (
-        "hetcoll.algorithms",
+        "hetcoll.plan.algorithms",
         "Algorithms",
         ("register", "Draft", "inp", "out", "tmp", "Cost", "Reach", "Algorithm", "find"),
     ),
-    ("hetcoll.simulator", "The simulator", ("check", "Report", "PlanError", "predict")),
-    ("hetcoll.launch", "Starting ranks", ("run",)),
+    ("hetcoll.plan.simulator", "The simulator", ("check", "Report", "PlanError", "predict")),
+    ("hetcoll.tools.launch", "Starting ranks", ("run",)),
 )
 INTERNAL = {"abandon", "session"}  # public to other modules of the package only
 WIDTH = 110

@@ -11,7 +11,7 @@ import numpy as np
 from reference import Array, Case, alltoallv_counts, expected, make_input, numpy_type
 
 import hetcoll
-from hetcoll.core import Core
+from hetcoll.runtime.core import Core
 
 _FENCE = 192  # bytes before and after each buffer
 _FILL = 0xA5

@@ -8,9 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from hetcoll.plan import Buf, Op, Plan, Span, cut
-from hetcoll.simulator.network import network
-from hetcoll.simulator.progress import run
+from hetcoll.plan.ir import Buf, Op, Plan, Span, cut
+from hetcoll.plan.simulator.network import network
+from hetcoll.plan.simulator.progress import run
 from hetcoll.types import DType, Format
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -1,4 +1,4 @@
-"""What the rules for 8-bit floats of two kinds give, worked out by ml_dtypes: see hetcoll/float8.py."""
+"""What the rules for 8-bit floats of two kinds give, worked out by ml_dtypes: see hetcoll/vendor/float8.py."""
 
 from __future__ import annotations
 

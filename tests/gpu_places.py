@@ -9,7 +9,7 @@ import pytest
 import standins
 from ranks import Env, Ranks
 
-from hetcoll.devices import cuda
+from hetcoll.vendor.devices import cuda
 
 STAND_INS, REAL = "stand-ins", "GPUs"
 PLACES = [pytest.param(STAND_INS, marks=pytest.mark.standins), pytest.param(REAL, marks=pytest.mark.cuda)]

@@ -16,7 +16,8 @@ import numpy as np
 from elements import AVERAGED, NARROW, NUMPY, Array, assert_same, bit_patterns, part_type, special_values
 
 from hetcoll import _native
-from hetcoll.devices.kernels import (
+from hetcoll.types import DType, ReduceOp
+from hetcoll.vendor.devices.kernels import (
     ONESHOT_RANKS,
     KernelTable,
     Oneshot,
@@ -25,7 +26,6 @@ from hetcoll.devices.kernels import (
     reductions,
     scale_name,
 )
-from hetcoll.types import DType, ReduceOp
 
 GUARD = 32  # bytes before and after a result that must stay as they were
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]

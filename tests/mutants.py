@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hetcoll.plan import Buf, Local, Op, Plan, Span, Step
-from hetcoll.simulator import PlanError, check
+from hetcoll.plan.ir import Buf, Local, Op, Plan, Span, Step
+from hetcoll.plan.simulator import PlanError, check
 from hetcoll.types import Collective
 
 

@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from hetcoll.plan import Buf, Local, Op, Plan, Span, Step, cut
-from hetcoll.simulator import follows
+from hetcoll.plan.ir import Buf, Local, Op, Plan, Span, Step, cut
+from hetcoll.plan.simulator import follows
 from hetcoll.types import Collective
 
 Array = NDArray[np.float64]

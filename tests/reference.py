@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from hetcoll.plan import Buf, Op, Plan, Span, cut
-from hetcoll.simulator.network import network
-from hetcoll.simulator.progress import run
+from hetcoll.plan.ir import Buf, Op, Plan, Span, cut
+from hetcoll.plan.simulator.network import network
+from hetcoll.plan.simulator.progress import run
 
 Array = NDArray[Any]
 LOGICAL = ("land", "lor", "lxor")

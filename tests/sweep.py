@@ -9,7 +9,7 @@ from cases import run_cases
 from ranks import Ranks
 from reference import Case
 
-from hetcoll.algorithms import ALGORITHMS
+from hetcoll.plan.algorithms import ALGORITHMS
 from hetcoll.types import REDUCING, ROOTED, Collective
 
 KINDS = [kind for kind in ALGORITHMS if kind is not Collective.BARRIER]  # which has no result: see test_async.py

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_executor import execute
 
-from hetcoll.algorithms import ALGORITHMS, Algorithm, Draft, direct, find, inp, out, p2p, register, ring, tree
-from hetcoll.algorithms.base import stretched
 from hetcoll.errors import ArgumentError
-from hetcoll.plan import Buf, Op, Plan, Span, Step
-from hetcoll.simulator import Report, check, follows
+from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, direct, find, inp, out, p2p, register, ring, tree
+from hetcoll.plan.algorithms.base import stretched
+from hetcoll.plan.ir import Buf, Op, Plan, Span, Step
+from hetcoll.plan.simulator import Report, check, follows
 from hetcoll.types import REDUCING, ROOTED, Collective
 
 SIZES = [2, 3, 4, 5, 7, 8, 12, 16]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hetcoll.algorithms import ALGORITHMS
 from hetcoll.cli import main, simulate
 from hetcoll.cli.topo import text
-from hetcoll.simulator import PlanError
-from hetcoll.topology import RankInfo, Topology
+from hetcoll.plan.algorithms import ALGORITHMS
+from hetcoll.plan.simulator import PlanError
+from hetcoll.plan.topology import RankInfo, Topology
 from hetcoll.types import Collective
 
 

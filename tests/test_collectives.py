@@ -14,7 +14,7 @@ from ranks import Ranks
 from reference import Case, blank_output, interpret, make_input
 from sweep import KINDS, NAMES, cases_of, check, collectives_of, counts_for
 
-from hetcoll.algorithms import ALGORITHMS
+from hetcoll.plan.algorithms import ALGORITHMS
 from hetcoll.types import REDUCING, ROOTED, Collective, DType, ReduceOp, supports
 
 Pool = Callable[..., Ranks]

@@ -18,11 +18,11 @@ from ranks import Ranks
 
 import hetcoll
 from hetcoll import ArgumentError, CollectiveMismatchError, PeerLostError, _native
-from hetcoll.algorithms import ALGORITHMS, Hosts, find
-from hetcoll.compression import LEAST_BYTES
-from hetcoll.env import read_config
-from hetcoll.plan import Op, Plan
-from hetcoll.simulator import PlanError, check
+from hetcoll.config.env import read_config
+from hetcoll.plan.algorithms import ALGORITHMS, Hosts, find
+from hetcoll.plan.ir import Op, Plan
+from hetcoll.plan.simulator import PlanError, check
+from hetcoll.runtime.compression import LEAST_BYTES
 from hetcoll.types import Collective, DType, Format
 
 Pool = Callable[..., Ranks]

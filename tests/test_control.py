@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from hetcoll.env import Config
+from hetcoll.config.env import Config
 from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
 from hetcoll.rendezvous import auth, control, store
 from hetcoll.rendezvous.bootstrap import get_unique_id
@@ -64,7 +64,7 @@ def unique_id() -> Iterator[UniqueId]:
 MEMBER = """
 import sys
 from hetcoll.rendezvous.control import WORLD, ControlClient
-from hetcoll.env import Config
+from hetcoll.config.env import Config
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.unique_id import UniqueId
 

@@ -10,8 +10,8 @@ import pytest
 from elements import AVERAGED, NARROW, PAIRS, pair_id
 from plain_kernels import PlainMachine
 
-from hetcoll.devices.kernels import KernelTable, modules, source
 from hetcoll.types import DType, ReduceOp
+from hetcoll.vendor.devices.kernels import KernelTable, modules, source
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,10 @@ import pytest
 from definitions import defines
 from installed import need_jax
 
-from hetcoll import env, errors
-from hetcoll.algorithms import ALGORITHMS
+from hetcoll import errors
 from hetcoll.cli import build_parser
+from hetcoll.config import env
+from hetcoll.plan.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

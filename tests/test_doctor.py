@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hetcoll.checks import CHECKS, Finding, Level, machine, rdma, run_checks
 from hetcoll.cli import doctor
-from hetcoll.verbs.library import UnavailableError
+from hetcoll.links.verbs.library import UnavailableError
+from hetcoll.tools.checks import CHECKS, Finding, Level, machine, rdma, run_checks
 
 
 @pytest.fixture

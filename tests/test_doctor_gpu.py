@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import standins
 
-from hetcoll.checks import Finding, Level, gpu
-from hetcoll.devices import cuda, hip
+from hetcoll.tools.checks import Finding, Level, gpu
+from hetcoll.vendor.devices import cuda, hip
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetcoll.env import (
+from hetcoll.config.env import (
     Config,
     DeviceChoice,
     DeviceFilter,
@@ -18,8 +18,8 @@ from hetcoll.env import (
     read_launch,
     unknown_variables,
 )
+from hetcoll.config.launchers import first_host
 from hetcoll.errors import ArgumentError
-from hetcoll.launchers import first_host
 
 
 def test_defaults_leave_the_choice_to_the_library() -> None:

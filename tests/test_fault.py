@@ -15,8 +15,8 @@ from ranks import Job, Ranks
 from reference import Case
 
 import hetcoll
-from hetcoll.algorithms import ALGORITHMS
 from hetcoll.errors import ArgumentError, CollectiveTimeoutError, CommunicationError, PeerLostError
+from hetcoll.plan.algorithms import ALGORITHMS
 from hetcoll.types import REDUCING, Collective
 
 Pool = Callable[..., Ranks]

@@ -18,10 +18,10 @@ from test_gpu_and_cpu import Own, device_of, has_gpu, start
 
 import hetcoll
 from hetcoll import _native
-from hetcoll.devices.kernels import convert_name
-from hetcoll.float8 import Passage, two_kinds
-from hetcoll.gpu_facts import Gpu
 from hetcoll.types import FNUZ_OF, OCP_OF, DType
+from hetcoll.vendor.devices.kernels import convert_name
+from hetcoll.vendor.facts import Gpu
+from hetcoll.vendor.float8 import Passage, two_kinds
 
 # Conversions.
 

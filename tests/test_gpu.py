@@ -26,10 +26,10 @@ from ranks import Ranks, close_all, kept
 from reference import Case
 
 import hetcoll
-from hetcoll.devices.array import DeviceArray
-from hetcoll.devices.base import Device
 from hetcoll.errors import ArgumentError
+from hetcoll.gpu.array import DeviceArray
 from hetcoll.types import OCP_OF, DType, ReduceOp, supports
+from hetcoll.vendor.devices.base import Device
 
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "alltoall")
 ODD = (0, 1, 5, 1009, 70_001)
@@ -37,7 +37,7 @@ ODD = (0, 1, 5, 1009, 70_001)
 
 def device_of_rank(rank: int) -> Device:
     """Of the vendor whose GPUs the process sees; of both, the one that HETCOLL_DEVICE names."""
-    from hetcoll.devices import cuda, hip
+    from hetcoll.vendor.devices import cuda, hip
 
     posing = os.environ.get("HETCOLL_DEVICE") == "hip"
     found = cuda.devices() if cuda.why_not() is None and not posing else hip.devices()
@@ -163,7 +163,7 @@ def messages_again(comm: hetcoll.Communicator) -> int:
 
 def wait_on_another_stream(comm: hetcoll.Communicator) -> list[int]:
     """The streams that the handle of a short call makes wait: the current one of the tensors' library, or one named."""
-    from hetcoll.gpu import GpuPath
+    from hetcoll.gpu.executor import GpuPath
 
     device = device_of_rank(comm.rank)
     place = KINDS[device.vendor], device.index

@@ -20,19 +20,13 @@ from reference import Case
 from test_gpu import cases_of, check, every_reduction
 
 import hetcoll
-from hetcoll import gpu_host
 from hetcoll.buffers import element_type
-from hetcoll.devices import cuda, hip
-from hetcoll.devices.array import DeviceArray
-from hetcoll.devices.base import Device
-from hetcoll.errors import (
-    BufferTypeError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    InitError,
-    PeerLostError,
-)
+from hetcoll.errors import BufferTypeError, CollectiveMismatchError, CollectiveTimeoutError, InitError, PeerLostError
+from hetcoll.gpu import cpu_rank as gpu_host
+from hetcoll.gpu.array import DeviceArray
 from hetcoll.types import DType
+from hetcoll.vendor.devices import cuda, hip
+from hetcoll.vendor.devices.base import Device
 
 pytestmark = pytest.mark.standins
 

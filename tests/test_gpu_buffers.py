@@ -13,12 +13,13 @@ import standins
 from dlpack_arrays import CODES, Array, Quick
 from ranks import Job, Ranks
 
-from hetcoll import _native, calls, streams
+from hetcoll import _native, calls
 from hetcoll.buffers import Buffer, read_buffer
-from hetcoll.devices import owner as owners
-from hetcoll.devices.base import Pointer
 from hetcoll.errors import ArgumentError, BufferTypeError
+from hetcoll.gpu import streams
 from hetcoll.types import DType
+from hetcoll.vendor.devices import owner as owners
+from hetcoll.vendor.devices.base import Pointer
 
 # ----------------------------------------------------------------------------------------------------------- DLPack
 
@@ -172,7 +173,7 @@ def _owners(job: Job) -> list[tuple[str, str, int]]:
     """What the driver says of memory of the second GPU, pinned, managed and ordinary memory."""
     from cuda.bindings import driver
 
-    from hetcoll.devices import cuda
+    from hetcoll.vendor.devices import cuda
 
     device = cuda.device(1)
     device.activate()

@@ -16,10 +16,10 @@ from test_gpu_compression import COLLECTIVES, KINDS
 from test_gpu_mixed import mixed
 
 import hetcoll
-from hetcoll.algorithms import Hosts
 from hetcoll.buffers import Buffer
 from hetcoll.errors import ArgumentError, CollectiveMismatchError
-from hetcoll.topology import spell_islands
+from hetcoll.plan.algorithms import Hosts
+from hetcoll.plan.topology import spell_islands
 from hetcoll.types import Collective, DType, Format
 
 __all__ = ["mixed"]

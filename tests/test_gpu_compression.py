@@ -14,14 +14,14 @@ from kernel_checks import Launch, as_bytes
 from mutants import edited, field_mutants, passes, structural_mutants
 from plain_kernels import PlainMachine
 
-from hetcoll.algorithms import Hosts
-from hetcoll.algorithms.islands import ISLANDS
-from hetcoll.devices.kernels import codec_names
-from hetcoll.order import enqueue_order
-from hetcoll.pipeline import pipelined
-from hetcoll.plan import Plan
-from hetcoll.simulator import check, serialisable
+from hetcoll.plan.algorithms import Hosts
+from hetcoll.plan.algorithms.islands import ISLANDS
+from hetcoll.plan.ir import Plan
+from hetcoll.plan.order import enqueue_order
+from hetcoll.plan.pipeline import pipelined
+from hetcoll.plan.simulator import check, serialisable
 from hetcoll.types import Collective, DType, Format
+from hetcoll.vendor.devices.kernels import codec_names
 
 Array = np.ndarray[Any, np.dtype[Any]]
 KINDS = [

@@ -15,7 +15,6 @@ from ranks import Ranks, close_all
 from test_gpu import device_of_rank
 
 import hetcoll
-from hetcoll.devices.array import DeviceArray
 from hetcoll.errors import (
     AbortedError,
     BufferTypeError,
@@ -24,6 +23,7 @@ from hetcoll.errors import (
     CommunicationError,
     PeerLostError,
 )
+from hetcoll.gpu.array import DeviceArray
 
 Launch = Callable[..., Ranks]
 APART, TOGETHER = "0|1|2", ""

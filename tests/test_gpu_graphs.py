@@ -29,9 +29,9 @@ from test_gpu import cases_of, check, device_of_rank
 from test_gpu_and_cpu import start
 
 import hetcoll
-from hetcoll.devices.array import DeviceArray
-from hetcoll.devices.base import Device
 from hetcoll.errors import ArgumentError, CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
+from hetcoll.gpu.array import DeviceArray
+from hetcoll.vendor.devices.base import Device
 
 LARGE = 600_001  # float32s: more than one kernel does, in some pieces, in slots that come again
 MIB = (1 << 20) // 4
@@ -400,7 +400,7 @@ def close_before_the_graph(comm: hetcoll.Communicator, failed: bool) -> tuple[fl
     part = comm.split(0)
     assert part is not None
     array = DeviceArray.of(device_of_rank(comm.rank), np.ones(LARGE, np.float32))
-    with unittest.mock.patch("hetcoll.gpu_islands._END_SECONDS", 2.0):
+    with unittest.mock.patch("hetcoll.gpu.vendor_comm._END_SECONDS", 2.0):
         part.allreduce(array.buffer())  # sets NCCL up
     device, stream, _, captured = captured_allreduce(part)
     comm.barrier()
@@ -436,7 +436,7 @@ import numpy as np
 from device_checks import Capture
 from test_gpu import device_of_rank
 import hetcoll
-from hetcoll.devices.array import DeviceArray
+from hetcoll.gpu.array import DeviceArray
 
 comm = hetcoll.init()
 device = device_of_rank(comm.rank)
@@ -488,9 +488,9 @@ def test_ranks_that_capture_different_calls(fresh: Any, eager: bool) -> None:
 
 @pytest.mark.parametrize("lag", [1, 3])
 def test_levels_rise_with_what_waits(lag: int) -> None:
-    from hetcoll.algorithms import find
-    from hetcoll.order import _waits, levels
-    from hetcoll.pipeline import pipelined, ramp
+    from hetcoll.plan.algorithms import find
+    from hetcoll.plan.order import _waits, levels
+    from hetcoll.plan.pipeline import pipelined, ramp
     from hetcoll.types import Collective
 
     for size, length, slots in itertools.product((2, 3), (1, 9), (2, 3)):

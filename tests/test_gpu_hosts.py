@@ -20,11 +20,11 @@ from test_gpu import cases_of, check, device_of_rank, exchange
 from test_gpu_streams import overlap
 
 import hetcoll
-from hetcoll.devices.array import DeviceArray
 from hetcoll.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, PeerLostError
-from hetcoll.relays import Relays
-from hetcoll.topology import RankInfo, Topology
-from hetcoll.wiring import Wiring
+from hetcoll.gpu.array import DeviceArray
+from hetcoll.gpu.proxy import Relays
+from hetcoll.links.wiring import Wiring
+from hetcoll.plan.topology import RankInfo, Topology
 
 pytestmark = pytest.mark.standins
 

@@ -16,9 +16,9 @@ from test_gpu import cases_of, check, device_of_rank, every_reduction, exchange
 from test_gpu_streams import overlap
 
 import hetcoll
-from hetcoll.devices import hip
-from hetcoll.devices.array import DeviceArray
 from hetcoll.errors import CollectiveMismatchError, CommunicationError, PeerLostError
+from hetcoll.gpu.array import DeviceArray
+from hetcoll.vendor.devices import hip
 
 pytestmark = pytest.mark.standins
 

@@ -18,8 +18,8 @@ from test_gpu_compression import COLLECTIVES, KINDS
 from test_gpu_streams import overlap
 
 import hetcoll
-from hetcoll.devices.array import DeviceArray
 from hetcoll.errors import AbortedError, CollectiveMismatchError
+from hetcoll.gpu.array import DeviceArray
 from hetcoll.types import Collective, DType, Format
 
 VENDOR: dict[str, str | None] = {"n": "cuda", "p": "posing", "c": None}

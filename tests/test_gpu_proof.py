@@ -15,13 +15,13 @@ from ranks import Outcome
 from test_gpu_and_cpu import Own, start
 
 import hetcoll
-from hetcoll import gpu_proof
 from hetcoll.errors import InitError
-from hetcoll.gpu_proof import Bytes, pairs_to_try, pattern, try_all, without
-from hetcoll.relays import Relays
-from hetcoll.slots import Edge, SlotSegment
-from hetcoll.topology import RankInfo, Topology
-from hetcoll.verbs.rails import Nic
+from hetcoll.gpu import path_probe as gpu_proof
+from hetcoll.gpu.path_probe import Bytes, pairs_to_try, pattern, try_all, without
+from hetcoll.gpu.proxy import Relays
+from hetcoll.gpu.slots import Edge, SlotSegment
+from hetcoll.plan.rails import Nic
+from hetcoll.plan.topology import RankInfo, Topology
 
 # The protocol, without any GPU.
 

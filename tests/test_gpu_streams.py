@@ -12,10 +12,10 @@ from gpu_places import REAL
 from test_gpu import device_of_rank, gpus
 
 import hetcoll
-from hetcoll.devices.array import DeviceArray
-from hetcoll.devices.kernels import reduce_name
 from hetcoll.errors import DeviceError
+from hetcoll.gpu.array import DeviceArray
 from hetcoll.types import DType, ReduceOp
+from hetcoll.vendor.devices.kernels import reduce_name
 
 __all__ = ["gpus"]
 

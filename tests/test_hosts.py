@@ -18,7 +18,7 @@ import socket, sys, time
 from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.rendezvous.descriptors import host_identity
 from hetcoll.rendezvous.edges import EdgeKey, Request, pack_addresses, unpack_addresses
-from hetcoll.env import environment
+from hetcoll.config.env import environment
 from hetcoll.rendezvous.listener import Listener
 from hetcoll.rendezvous.bootstrap import bootstrap
 
@@ -116,7 +116,7 @@ import sys, threading
 from hetcoll.rendezvous import sockets
 sockets._KEEP_ALIVE, sockets._USER_TIMEOUT = 1, 3  # instead of 5 and 30 s
 from hetcoll.rendezvous.control import WORLD, ControlClient, Lost
-from hetcoll.env import environment
+from hetcoll.config.env import environment
 from hetcoll.rendezvous.bootstrap import bootstrap
 
 launch, config = environment().launch, environment().config

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetcoll.inquiry import Answer, Called, find_deadlock, find_mismatch, find_wrong_message
+from hetcoll.health.desync_report import Answer, Called, find_deadlock, find_mismatch, find_wrong_message
 
 SUM, MAX = "allreduce(float32, count=4, op=sum)", "allreduce(float32, count=4, op=max)"
 

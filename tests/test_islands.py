@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from mutants import field_mutants, passes, structural_mutants
 from plan_executor import execute
 
-from hetcoll.algorithms import Algorithm, Hosts
-from hetcoll.algorithms.islands import ISLANDS
-from hetcoll.order import enqueue_order
-from hetcoll.pipeline import pipelined, ramp
-from hetcoll.plan import Buf, Local, Op, Plan, Span, Step
-from hetcoll.simulator import PlanError, check, predict, serialisable
-from hetcoll.topology import RankInfo, Topology
+from hetcoll.plan.algorithms import Algorithm, Hosts
+from hetcoll.plan.algorithms.islands import ISLANDS
+from hetcoll.plan.ir import Buf, Local, Op, Plan, Span, Step
+from hetcoll.plan.order import enqueue_order
+from hetcoll.plan.pipeline import pipelined, ramp
+from hetcoll.plan.simulator import PlanError, check, predict, serialisable
+from hetcoll.plan.topology import RankInfo, Topology
 from hetcoll.types import REDUCING, ROOTED, Collective
 
 ALL = [pytest.param(a, id=kind.label) for kind, a in ISLANDS.items()]

@@ -16,7 +16,7 @@ from installed import need_jax
 from ranks import Ranks, kept
 
 import hetcoll
-from hetcoll.devices import cuda
+from hetcoll.vendor.devices import cuda
 
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or ""

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from hetcoll import launch
 from hetcoll.errors import ArgumentError
-from hetcoll.launch import run
-from hetcoll.watchdog import find_job
+from hetcoll.tools import launch
+from hetcoll.tools.launch import run
+from hetcoll.tools.watchdog import find_job
 
 SOURCE = str(Path(launch.__file__).parents[1])
 
@@ -37,7 +37,7 @@ def launcher(code: str, nproc: int, *, grace: float = 5.0) -> Iterator[subproces
     """A launcher in a process of its own, whose ranks run `code`. Killed at the end, if it is still there."""
     program = f"""
 import sys
-from hetcoll.launch import run
+from hetcoll.tools.launch import run
 sys.exit(run([sys.executable, "-I", "-c", {code!r}], {nproc}, grace={grace}))
 """
     env = os.environ | {"PYTHONPATH": SOURCE}

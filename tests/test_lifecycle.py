@@ -168,7 +168,7 @@ def test_calls_on_cpus_load_nothing_of_gpus(tmp_path: Path) -> None:
     loaded = [line.split() for line in done.stdout.splitlines() if "loaded:" in line]
     assert len(loaded) == 2
     for names in loaded:
-        assert "hetcoll.algorithms" in names
+        assert "hetcoll.plan.algorithms" in names
         assert of_ours(names, [name for name in LATER if name != "algorithms"]) == []
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import netns
 import pytest
 
-from hetcoll.env import Config, InterfaceFilter
+from hetcoll.config.env import Config, InterfaceFilter
 from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
 from hetcoll.rendezvous import auth
 from hetcoll.rendezvous.connector import choose_source, order_addresses

@@ -15,8 +15,8 @@ from ranks import Job, Ranks
 from reference import Case
 
 import hetcoll
-from hetcoll.algorithms import ALGORITHMS
 from hetcoll.errors import CollectiveTimeoutError, CommunicationError
+from hetcoll.plan.algorithms import ALGORITHMS
 from hetcoll.rendezvous import store
 from hetcoll.types import REDUCING, ROOTED, Collective
 

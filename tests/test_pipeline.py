@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_executor import execute
 
-from hetcoll.algorithms import ALGORITHMS, Algorithm, find, p2p
-from hetcoll.algorithms.islands import ISLANDS
 from hetcoll.errors import ArgumentError
-from hetcoll.order import enqueue_order
-from hetcoll.pipeline import offsets, parts, pipelined, ramp, share_units
-from hetcoll.plan import Op, Plan, cut
-from hetcoll.simulator import PlanError, check, serialisable
+from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, find, p2p
+from hetcoll.plan.algorithms.islands import ISLANDS
+from hetcoll.plan.ir import Op, Plan, cut
+from hetcoll.plan.order import enqueue_order
+from hetcoll.plan.pipeline import offsets, parts, pipelined, ramp, share_units
+from hetcoll.plan.simulator import PlanError, check, serialisable
 from hetcoll.types import REDUCING, ROOTED, WHOLE, Collective
 
 SHIPPED = [pytest.param(a, id=f"{k.label}-{a.name}") for k, table in ALGORITHMS.items() for a in table.values()]

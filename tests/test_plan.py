@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetcoll import _native
-from hetcoll.plan import HEADER, MAGIC, SPAN, STEP, Buf, Builder, Local, Op, Plan, Span, Step, cut
+from hetcoll.plan.ir import HEADER, MAGIC, SPAN, STEP, Buf, Builder, Local, Op, Plan, Span, Step, cut
 from hetcoll.types import Collective
 
 counts = st.integers(0, 1 << 62)

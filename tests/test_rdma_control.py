@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetcoll.devices.base import DmaBuf
 from hetcoll.errors import ArgumentError, DeviceError, RegistrationError
-from hetcoll.topology import RankInfo, Topology
-from hetcoll.tuner import choose
+from hetcoll.links.verbs import memory
+from hetcoll.links.verbs.memory import Memory
+from hetcoll.links.verbs.report import by_peer, describe, fell_back
+from hetcoll.plan.rails import MOST_RAILS, Nic, pair_up
+from hetcoll.plan.topology import RankInfo, Topology
+from hetcoll.plan.tuner import choose
 from hetcoll.types import Collective
-from hetcoll.verbs import memory
-from hetcoll.verbs.memory import Memory
-from hetcoll.verbs.rails import MOST_RAILS, Nic, pair_up
-from hetcoll.verbs.report import by_peer, describe, fell_back
+from hetcoll.vendor.devices.base import DmaBuf
 
 # Rails --------------------------------------------------------------------------------------------------------------
 

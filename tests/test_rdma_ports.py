@@ -15,15 +15,15 @@ from typing import Any, Self
 
 import pytest
 
-import hetcoll.verbs.offer
-from hetcoll.env import Config
-from hetcoll.variables import DeviceFilter
-from hetcoll.verbs import library, nics, pci
-from hetcoll.verbs.library import Library, UnavailableError
-from hetcoll.verbs.pci import Distance
-from hetcoll.verbs.ports import Port, choose_gid, choose_ports, list_ports
-from hetcoll.verbs.rails import ETHERNET, Nic
-from hetcoll.wiring import Wiring
+import hetcoll.links.verbs.offer
+from hetcoll.config.env import Config
+from hetcoll.config.variables import DeviceFilter
+from hetcoll.links.verbs import library, nics, pci
+from hetcoll.links.verbs.library import Library, UnavailableError
+from hetcoll.links.verbs.pci import Distance
+from hetcoll.links.verbs.ports import Port, choose_gid, choose_ports, list_ports
+from hetcoll.links.wiring import Wiring
+from hetcoll.plan.rails import ETHERNET, Nic
 
 IPV4 = "::ffff:10.0.0.7"
 
@@ -125,10 +125,10 @@ def test_no_rdma_in_the_kernel_is_no_problem(tmp_path: Path, monkeypatch: pytest
     def refuse() -> None:
         raise FakeVerbsError("Failed to get devices list")
 
-    monkeypatch.setattr("hetcoll.verbs.ports.list_names", list)
+    monkeypatch.setattr("hetcoll.links.verbs.ports.list_names", list)
     found = Library(SimpleNamespace(get_device_list=refuse), None, None, FakeVerbsError, "made up", True)
     assert list_ports(found) == ([], {})
-    monkeypatch.setattr("hetcoll.verbs.ports.list_names", lambda: ["mlx5_0"])
+    monkeypatch.setattr("hetcoll.links.verbs.ports.list_names", lambda: ["mlx5_0"])
     assert list_ports(found) == ([], {"mlx5_0": "Failed to get devices list"})
 
 
@@ -290,7 +290,7 @@ def test_ports_near_the_ranks_gpu_come_first(
     assert [device for device, _ in order(None)] == ["mlx5_0", "mlx5_1", "mlx5_2"]  # near core 5
 
     # A rank that sees several GPUs says which it uses with its first array.
-    opened = hetcoll.verbs.offer.Offer.__new__(hetcoll.verbs.offer.Offer)
+    opened = hetcoll.links.verbs.offer.Offer.__new__(hetcoll.links.verbs.offer.Offer)
     opened.nics = tuple(Nic(f"{name}:1", ETHERNET, "10.0.0.1", "") for name in cards)
     opened._numbers = [4, 5, 6]
     wiring = Wiring.__new__(Wiring)
@@ -303,7 +303,7 @@ def test_ports_near_the_ranks_gpu_come_first(
     def offer(*given: Any) -> None:
         raise RecordedError(given[-1])
 
-    monkeypatch.setattr(hetcoll.verbs.offer, "Offer", offer)
+    monkeypatch.setattr(hetcoll.links.verbs.offer, "Offer", offer)
     for buses, near in ((["0000:3d:00.0"], gpu), (["0000:3d:00.0", "0000:50:00.0"], None), (["0000:99:00.0"], None)):
         wiring = Wiring.__new__(Wiring)
         wiring._config, wiring._gpus = Config(transport="verbs"), buses

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from installed import find_program
 
-from hetcoll.env import Config, Launch
+from hetcoll.config.env import Config, Launch
 from hetcoll.errors import ArgumentError, AuthenticationError, InitError
 from hetcoll.rendezvous import bootstrap as rendezvous
 from hetcoll.rendezvous import store
@@ -30,7 +30,7 @@ from hetcoll.rendezvous.unique_id import UniqueId
 SCRIPT = """
 import os
 from hetcoll.rendezvous.control import WORLD, ControlClient
-from hetcoll.env import environment
+from hetcoll.config.env import environment
 from hetcoll.rendezvous.bootstrap import bootstrap
 
 launch, config = environment().launch, environment().config

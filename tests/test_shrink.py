@@ -14,7 +14,7 @@ import pytest
 from ranks import Ranks, elapsed, wait_until
 
 import hetcoll
-from hetcoll import wiring
+from hetcoll.links import wiring
 
 Launch = Callable[..., Ranks]
 TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import edited, field_mutants, passes, reordered, structural_mutants
 
-from hetcoll.algorithms import ALGORITHMS, Algorithm, Hosts, find, p2p
-from hetcoll.plan import Buf, Op, Plan, Span, Step
-from hetcoll.simulator import PlanError, check, follows, predict
-from hetcoll.topology import RankInfo, Topology
+from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Hosts, find, p2p
+from hetcoll.plan.ir import Buf, Op, Plan, Span, Step
+from hetcoll.plan.simulator import PlanError, check, follows, predict
+from hetcoll.plan.topology import RankInfo, Topology
 from hetcoll.types import REDUCING, ROOTED, Collective
 
 SHIPPED = [pytest.param(a, id=f"{k.label}-{a.name}") for k, table in ALGORITHMS.items() for a in table.values()]

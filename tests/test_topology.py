@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from ranks import Job, RankError, Ranks
 
 import hetcoll
-from hetcoll.env import Config
+from hetcoll.config.env import Config
+from hetcoll.config.variables import islands as parse
 from hetcoll.errors import ArgumentError, InitError
+from hetcoll.gpu.slots import slot_bytes
 from hetcoll.job import _with_islands
-from hetcoll.slots import slot_bytes
-from hetcoll.topology import Islands, RankInfo, Topology, restrict, spell_islands
-from hetcoll.variables import islands as parse
-from hetcoll.verbs.rails import Nic
+from hetcoll.plan.rails import Nic
+from hetcoll.plan.topology import Islands, RankInfo, Topology, restrict, spell_islands
 
 Pool = Callable[..., Ranks]
 

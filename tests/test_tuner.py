@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetcoll.algorithms import ALGORITHMS, Algorithm, Draft, register
 from hetcoll.errors import ArgumentError, InitError
-from hetcoll.plan import Op, Plan
-from hetcoll.simulator import Link, Machine, check, predict
-from hetcoll.topology import RankInfo, Topology
-from hetcoll.tuner import UNLIMITED, choose, named, table
+from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, register
+from hetcoll.plan.ir import Op, Plan
+from hetcoll.plan.simulator import Link, Machine, check, predict
+from hetcoll.plan.topology import RankInfo, Topology
+from hetcoll.plan.tuner import UNLIMITED, choose, named, table
 from hetcoll.types import Collective
 
 ALL = [(k, a) for k, entries in ALGORITHMS.items() for a in entries.values()]

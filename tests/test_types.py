@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetcoll import _native, plan
+from hetcoll import _native
 from hetcoll.calls import OP_LABELS
+from hetcoll.plan import ir as plan
 from hetcoll.types import COMPLEX, FLOATS, REDUCING, ROOTED, Collective, DType, ReduceOp, supports
 
 SIZES, REDUCTIONS, CHANNELS, LANES, HEADER_BYTES, STEP_BYTES, MAGIC = _native.wire()

@@ -21,11 +21,11 @@ import standins
 from ranks import Job, Ranks, close_all, elapsed, wait_until
 
 from hetcoll.errors import ArgumentError, CommunicationError, DeviceError, InitError
-from hetcoll.islands import nccl, rccl
-from hetcoll.islands.finding import Finder, loaded
-from hetcoll.islands.library import Island, Library
-from hetcoll.islands.native import BYTES, Native, native
 from hetcoll.types import COMPLEX, FLOATS, DType, ReduceOp, supports
+from hetcoll.vendor.ccl import nccl, rccl
+from hetcoll.vendor.ccl.finding import Finder, loaded
+from hetcoll.vendor.ccl.library import Island, Library
+from hetcoll.vendor.ccl.native import BYTES, Native, native
 
 FINDERS = {"cuda": nccl, "hip": rccl}
 VERSIONS = {"cuda": "2.28.9", "hip": "2.27.7"}  # of the stand-ins
@@ -170,7 +170,7 @@ _here: dict[str, Any] = {}
 
 
 def _prepare(job: Job, vendor: str) -> None:
-    driver = importlib.import_module(f"hetcoll.devices.{vendor}")
+    driver = importlib.import_module(f"hetcoll.vendor.devices.{vendor}")
     _here["library"] = FINDERS[vendor].library()
     _here["device"] = driver.device(job.rank % len(driver.devices()))
 
@@ -381,7 +381,7 @@ def test_wrong_arguments_are_refused(rank: int, nbytes: int) -> None:
 
 
 def test_the_scalars_of_bfloat16_are_rounded_to_nearest() -> None:
-    from hetcoll.islands.library import _scalar
+    from hetcoll.vendor.ccl.library import _scalar
 
     for value in (1 / 3, 0.1, 1.0, 1e-3, 2 / 7):
         assert _scalar(value, DType.BFLOAT16) == ml_dtypes.bfloat16(value).tobytes()

@@ -1,4 +1,4 @@
-// Plans as the engine sees them: decoded from src/hetcoll/plan.py's records, then bound to byte counts.
+// Plans as the engine sees them: decoded from src/hetcoll/plan/ir.py's records, then bound to byte counts.
 #pragma once
 
 #include <array>

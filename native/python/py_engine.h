@@ -29,7 +29,7 @@ namespace nb = nanobind;
 
 inline constexpr std::size_t kHoldGilBytes = 16
                                              << 10;  // longer messages release the interpreter's lock before they start
-// The two halves of Collective.P2P, as src/hetcoll/selection.py calls them.
+// The two halves of Collective.P2P, as src/hetcoll/runtime/selection.py calls them.
 inline constexpr int kCallSend = 13;
 inline constexpr int kCallSendRecv = 15;
 inline constexpr std::int64_t kSignalSliceNs = 50'000'000;

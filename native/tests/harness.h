@@ -44,7 +44,7 @@ inline std::atomic<long> failed{0};
     }                                                             \
   } while (0)
 
-// ---- Plans: the C++ twin of src/hetcoll/plan.py's builder and of a few algorithms ----
+// ---- Plans: the C++ twin of src/hetcoll/plan/ir.py's builder and of a few algorithms ----
 
 class Draft {
  public:

@@ -1,4 +1,4 @@
-// Slots of host memory through which messages pass to and from a GPU: the host's view of src/hetcoll/slots.py.
+// Slots of host memory through which messages pass to and from a GPU: the host's view of src/hetcoll/gpu/slots.py.
 //
 // Message k of an edge lies in slot k % count. Its sender writes k + 1 to the slot's `ready` word when it is there, its
 // receiver to the `credit` word when it has gone: words only grow. On a GPU it is a stream that writes and waits.

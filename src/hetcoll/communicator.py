@@ -13,9 +13,9 @@ from typing import Any
 from . import calls
 from ._native import ranks_key, short_exchange, short_way
 from .calls import OP_LABELS
-from .messages import Messages
-from .regroup import Regrouping
-from .selection import RECV, SEND, SENDRECV
+from .runtime.messages import Messages
+from .runtime.regroup import Regrouping
+from .runtime.selection import RECV, SEND, SENDRECV
 from .types import Collective
 from .work import Work
 

@@ -9,15 +9,16 @@ from dataclasses import replace
 from operator import index
 from typing import Any
 
-from . import _native, variables
+from . import _native
 from .communicator import Communicator
-from .compression import parse_format
-from .env import DEVICES, Config, configuration, environment
+from .config import variables
+from .config.env import DEVICES, Config, configuration, environment
 from .errors import ArgumentError, InitError
 from .rendezvous.bootstrap import bootstrap, get_unique_id
 from .rendezvous.control import WORLD
 from .rendezvous.session import Session
 from .rendezvous.unique_id import UniqueId
+from .runtime.compression import parse_format
 
 _world: Communicator | None = None
 

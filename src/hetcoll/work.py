@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from . import _native
 
 if TYPE_CHECKING:
-    from .core import Core
+    from .runtime.core import Core
 
 _RUNNING, _DONE, _FAILED = 0, 1, 2
 

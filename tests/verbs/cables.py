@@ -18,7 +18,14 @@ ENDS = ("=rxe0,rxe2", "=rxe1,rxe3")  # of both cables, in HETCOLL_IB_HCA's words
 _FAR = {"veth0": "10.77.0.2", "veth1": "10.77.0.1", "veth2": "10.77.1.2", "veth3": "10.77.1.1"}
 
 # Emulated processors take seconds to import anything, so once for all ranks, and nothing that is not needed here.
-PRELOADED = ("hetcoll", "hetcoll.cli.patterns", "hetcoll.tuner", "hetcoll.verbs.offer", "ml_dtypes", "pytest")
+PRELOADED = (
+    "hetcoll",
+    "hetcoll.cli.patterns",
+    "hetcoll.plan.tuner",
+    "hetcoll.links.verbs.offer",
+    "ml_dtypes",
+    "pytest",
+)
 ranks.preload(*PRELOADED)
 
 

@@ -15,9 +15,9 @@ from test_gpu import COLLECTIVES, run_on_gpu
 
 import hetcoll
 from hetcoll.errors import RegistrationError
-from hetcoll.relays import Relays
-from hetcoll.verbs import offer, pci
-from hetcoll.verbs.memory import Memory
+from hetcoll.gpu.proxy import Relays
+from hetcoll.links.verbs import offer, pci
+from hetcoll.links.verbs.memory import Memory
 
 VENDORS = ("cuda.bindings.driver", "cuda.bindings.nvrtc", "rocm.bindings.hip", "rocm.bindings.hiprtc")
 ranks.preload(*PRELOADED, *VENDORS, "hetcoll.gpu", "numpy.random", "test_gpu")

@@ -20,8 +20,8 @@ from test_gpu import device_of_rank, run_on_gpu
 from two_guests import LOCAL, SIZE, run_ranks
 
 import hetcoll
-from hetcoll import gpu_proof
-from hetcoll.devices.array import DeviceArray
+from hetcoll.gpu import path_probe as gpu_proof
+from hetcoll.gpu.array import DeviceArray
 
 COUNT = 300_000
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from cables import all_plugged, unplug
 
-from hetcoll.checks import Level, rdma
-from hetcoll.variables import DeviceFilter
-from hetcoll.verbs.library import DISTRIBUTION, load
-from hetcoll.verbs.pci import Distance, device_folder, to_cores
-from hetcoll.verbs.ports import Port, choose_gid, choose_ports, list_ports
+from hetcoll.config.variables import DeviceFilter
+from hetcoll.links.verbs.library import DISTRIBUTION, load
+from hetcoll.links.verbs.pci import Distance, device_folder, to_cores
+from hetcoll.links.verbs.ports import Port, choose_gid, choose_ports, list_ports
+from hetcoll.tools.checks import Level, rdma
 
 INFINIBAND = Path("/sys/class/infiniband")
 
@@ -105,7 +105,7 @@ def test_soft_roce_takes_no_dma_buf() -> None:
 def test_too_little_memory_to_lock_is_a_problem() -> None:
     """As another user, since root may lock what it likes."""
     code = (
-        "import os, resource; from hetcoll.checks import rdma; "
+        "import os, resource; from hetcoll.tools.checks import rdma; "
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536)); os.setuid(65534); "
         "(finding,) = rdma.locked_memory(); print(finding.level, finding.text)"
     )

@@ -23,9 +23,9 @@ from test_gpu import device_of_rank, run_on_gpu
 from test_gpu_and_cpu import run_on_own
 
 import hetcoll
-from hetcoll.devices.array import DeviceArray
 from hetcoll.errors import InitError
-from hetcoll.slots import CHANNELS
+from hetcoll.gpu.array import DeviceArray
+from hetcoll.gpu.slots import CHANNELS
 
 Launch = Callable[..., Ranks]
 PROMPT = {"HETCOLL_IB_TIMEOUT": "14", "HETCOLL_IB_RETRY_CNT": "7"}

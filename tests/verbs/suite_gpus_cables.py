@@ -16,8 +16,8 @@ from suite_gpus import PROMPT, Launch, direct, told
 from test_gpu import device_of_rank
 
 import hetcoll
-from hetcoll.devices.array import DeviceArray
 from hetcoll.errors import CommunicationError
+from hetcoll.gpu.array import DeviceArray
 
 pytestmark = pytest.mark.timeout(300)  # processors are emulated
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..checks import Finding, Level, run_checks
+from ..tools.checks import Finding, Level, run_checks
 
 _WIDTH = 118
 

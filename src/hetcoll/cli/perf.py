@@ -125,7 +125,7 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
         raise SystemExit(f"hetcoll perf: -b {args.minbytes} is larger than -e {args.maxbytes}")
     if args.transport is not None:
         os.environ["HETCOLL_TRANSPORT"] = args.transport  # before anyone reads it; the ranks inherit it
-    from ..env import environment
+    from ..config.env import environment
 
     if environment().launch.launcher == "single" and args.ranks > 1:
         return _start_ranks(args.ranks, argv)
@@ -136,7 +136,7 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _start_ranks(ranks: int, argv: Sequence[str]) -> int:
-    from .. import launch
+    from ..tools import launch
 
     command = [sys.executable, "-m", "hetcoll", *argv]
     if not sys.stderr.isatty():

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .. import launch
-from ..env import REPLACEABLE
+from ..config.env import REPLACEABLE
+from ..tools import launch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..env import child_environment, shown_variables
+from ..config.env import child_environment, shown_variables
 from ..types import DType, ReduceOp, supports
 from .cases import OPS, REDUCING, Case, places
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
-    from ..devices.base import Device
+    from ..vendor.devices.base import Device
 
 REPORT = "hetcoll-selftest.txt"
 PART_SECONDS, CALL_SECONDS = 900.0, 60.0
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run all parts and write the report; or, as a rank, one part."""
     if args.part:
         return _be_rank(*json.loads(args.part), quick=args.quick)
-    from ..checks import run_checks
+    from ..tools.checks import run_checks
     from .doctor import text
 
     found, reasons = _gpus()
@@ -107,7 +107,7 @@ def parts(gpus: Mapping[str, int], cpus: int) -> list[Part]:
 
 def _gpus() -> tuple[dict[str, int], list[str]]:
     """How many GPUs of each vendor there are, and why there are none."""
-    from ..devices import cuda, hip
+    from ..vendor.devices import cuda, hip
 
     counts, reasons = {}, []
     for vendor, module in (("cuda", cuda), ("hip", hip)):
@@ -161,7 +161,7 @@ def _told(part: Part, results: Sequence[Result]) -> Iterator[str]:
 
 
 def _be_rank(devices: Sequence[str], islands: str, folder: str, *, quick: bool) -> int:
-    from ..env import environment
+    from ..config.env import environment
     from ..job import init
 
     rank, result = environment().launch.rank, Result()
@@ -229,7 +229,7 @@ def wrong_elements(case: Case) -> int:
 
 
 def _open(device: str) -> Device | None:
-    from ..devices import cuda, hip
+    from ..vendor.devices import cuda, hip
 
     vendor, _, index = device.partition(":")
     return None if vendor == "cpu" else {"cuda": cuda, "hip": hip}[vendor].device(int(index))
@@ -239,7 +239,7 @@ def _time(comm: Communicator, gpu: Device | None, nbytes: int) -> float:
     """Microseconds of an all-reduce in a row of them, the best of three rows."""
     import numpy as np
 
-    from ..devices.array import DeviceArray
+    from ..gpu.array import DeviceArray
 
     values = np.ones(nbytes // 4, np.float32)
     array: Any = values if gpu is None else DeviceArray.of(gpu, values)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..algorithms import ALGORITHMS, find
 from ..errors import ArgumentError
-from ..plan import Plan
-from ..simulator import PlanError, Report, check
+from ..plan.algorithms import ALGORITHMS, find
+from ..plan.ir import Plan
+from ..plan.simulator import PlanError, Report, check
 from ..types import Collective
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..topology import Topology
+from ..plan.topology import Topology
 
 _WIDEST = 32  # ranks up to which every pair is shown
 
@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Under a launcher describe its job, else that of a job started here; rank 0 prints."""
-    from ..env import environment
+    from ..config.env import environment
 
     if args.transport is not None:
         os.environ["HETCOLL_TRANSPORT"] = args.transport  # before anyone reads it; the ranks inherit it
     if environment().launch.launcher == "single" and args.ranks > 1:
-        from .. import launch
+        from ..tools import launch
 
         return launch.run([sys.executable, "-m", "hetcoll", *argv], args.ranks, prefix=False)
     import hetcoll

@@ -20,18 +20,7 @@ itself. After it, `recover` lets programs of other communicators run again.
 
 from __future__ import annotations
 
-from .functions import (
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    ppermute,
-    recv,
-    reduce,
-    reduce_scatter,
-    send,
-    sendrecv,
-)
+from .functions import allgather, allreduce, alltoall, broadcast, ppermute, recv, reduce, reduce_scatter, send, sendrecv
 from .primitive import recover
 
 __all__ = [

@@ -10,19 +10,10 @@ import jax.numpy as jnp
 from ..calls import check_rank, parse_op
 from ..communicator import Communicator
 from ..errors import ArgumentError, BufferTypeError
+from ..health.status_report import call_site
 from ..types import DType
-from ..witness import call_site
 from .handler import number_of
-from .operations import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Member,
-    Move,
-    Reduce,
-    ReduceScatter,
-)
+from .operations import AllGather, AllReduce, AllToAll, Broadcast, Member, Move, Reduce, ReduceScatter
 from .primitive import bind
 
 _DTYPES = {dtype.label: dtype for dtype in DType}

@@ -24,7 +24,7 @@ import socket
 import time
 from collections.abc import Iterable
 
-from ..env import Config, Launch, environment
+from ..config.env import Config, Launch, environment
 from ..errors import AuthenticationError, InitError
 from .auth import GREETING, VERDICT, Response, Service, Verb, greeting_context
 from .descriptors import peer_is_us

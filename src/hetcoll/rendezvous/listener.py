@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from .. import lifetime
-from ..env import Config
+from ..config.env import Config
 from ..errors import ClosedError, InitError, spell_ranks
 from .auth import Service
 from .connector import connect_all

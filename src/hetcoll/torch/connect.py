@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..communicator import Communicator
-from ..env import Config, configuration
+from ..config.env import Config, configuration
 from ..errors import InitError
 from ..job import configure
 from ..rendezvous.bootstrap import get_unique_id

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..env import replaced_backends
+from ..config.env import replaced_backends
 
 if TYPE_CHECKING:
     from .process_group import HetcollProcessGroup

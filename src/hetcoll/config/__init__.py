@@ -1,0 +1,1 @@
+"""What the user has set: the one place that reads the environment."""

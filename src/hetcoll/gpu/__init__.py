@@ -1,0 +1,1 @@
+"""The GPU executor: calls on device memory become work on streams."""

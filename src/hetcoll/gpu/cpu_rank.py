@@ -1,0 +1,286 @@
+"""A rank without a GPU among ranks that have one: its processor fills and empties the slots that GPUs use.
+
+It runs the very plans that the GPUs run (`gpu_plans`), piece by piece, on its engine. What differs is what carries a
+message. To a GPU of the same host it goes through the slots of `slots`; to one of another host through a socket, whose
+other end is a relay (`relays`); to another rank without a GPU as everything else does. Links to GPUs have channels of
+their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import _native
+from ..buffers import Buffer
+from ..calls import Call
+from ..health.diagnosis import Diagnosis
+from ..links.wiring import Check, Wiring
+from ..plan.algorithms.base import Hosts
+from ..plan.ir import Plan
+from ..plan.topology import Way
+from ..runtime.selection import describe_message, descriptor
+from ..types import OCP_OF, Collective, DType, Format, ReduceOp
+from ..vendor import float8
+from . import path_probe as gpu_proof
+from .plans import GpuPlans, Kept
+from .shared import GpuShare, Note
+from .slots import CHANNELS, SLOTS
+from .vendor_comm import GpuIslands, Meet
+
+if TYPE_CHECKING:
+    from ..vendor.ccl.native import Native
+
+HELPERS = 7  # threads at most, beside the caller's, that fill and empty slots: one core moves a tenth of what PCIe does
+Describe = Callable[[int, str], None]
+Prepare = Callable[[Callable[[Check], _native.Shape], float], _native.Shape]
+
+
+class HostPath:
+    """What one communicator keeps on a rank without a GPU. Made together with the other ranks' `gpu.GpuPath`.
+
+    Calls that compress do so between `groups`. `describe` is told what a bound plan was bound for, as
+    `selection.Selection` knows it.
+    """
+
+    def __init__(
+        self, wiring: Wiring, diagnosis: Diagnosis, groups: Hosts, timeout: float, *, meet: Meet, describe: Describe
+    ) -> None:
+        self._wiring, self._describe = wiring, describe
+        self._share = GpuShare(wiring, diagnosis, None, "it has no GPU", meet, timeout)
+        try:
+            islands = GpuIslands(wiring.topology, wiring.rank, self._share.gpus, None, meet, timeout)
+        except BaseException:
+            self._share.close()
+            raise
+        self.two_kinds = float8.two_kinds(self._share.gpus)
+        self._links = _Links(wiring, self._share)
+        self._plans = GpuPlans(
+            wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links), groups
+        )
+        self._shapes: Kept[_native.Shape] = Kept()
+        self._unfinished: list[gpu_proof.Bytes] = []
+        self._notes: Kept[list[Note]] = Kept()
+
+    def prove(self, meet: Meet, prepare: Prepare, timeout: float) -> None:
+        """Try the ways to GPUs together with their ranks: as `gpu.GpuPath.prove`."""
+        engine, done = self._wiring.engine, _native.Status.DONE
+
+        def exchange(peer: int, data: gpu_proof.Bytes, seconds: float) -> gpu_proof.Bytes | str:
+            ends, got = [(peer, data.size)], np.zeros_like(data)
+            made = functools.partial(self._plans.messages, DType.UINT8, ends, ends, ())
+            shape = prepare(lambda check: self._links.during(timeout, check, made), timeout)
+            status = engine.run(shape, int(data.ctypes.data), int(got.ctypes.data), seconds)
+            if status is done:
+                return got
+            if status is _native.Status.TIMED_OUT:
+                ticket = engine.pending
+                self._links.give_up(peer)
+                status = engine.wait(ticket, seconds)
+            if status is not done:
+                self._unfinished += [data, got]  # the engine may still use them
+            return f"nothing came from rank {peer} in {seconds:.3g} s"
+
+        gpu_proof.prove(self._share, exchange, meet, self._links.give_up, lambda: self._wiring.listen(timeout))
+
+    def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
+        """As `selection.Selection.shape`."""
+        key = (
+            call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
+            call.recv_table, call.compress,
+        )  # fmt: skip
+
+        def bind() -> _native.Shape:
+            shape = self._links.during(timeout, check, lambda: self._plans.compile(call))
+            self._describe(shape.id, call.describe())
+            return shape
+
+        return self._shapes.get_or(key, bind)
+
+    def point(
+        self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, timeout: float, check: Check
+    ) -> _native.Shape:
+        """As `selection.Selection.point`."""
+        first = send or recv
+        assert first is not None
+        ends = (() if send is None else ((dest, send.count),), () if recv is None else ((source, recv.count),))
+
+        def bind() -> _native.Shape:
+            shape = self._links.during(timeout, check, lambda: self._plans.messages(first.dtype, *ends, ()))
+            self._describe(shape.id, describe_message(send, dest, recv, source))
+            return shape
+
+        return self._shapes.get_or((first.dtype, *ends), bind)
+
+    def converted(self, call: Call) -> tuple[Call, Callable[[], None] | None]:
+        """The call to make instead, and what is to be done once it is complete: see `float8`."""
+        passage = float8.Passage.of_call(call, self._wiring.rank) if self.two_kinds else None
+        if passage is None:
+            return call, None
+        send, recv, finish = float8.on_host(passage)
+        return replace(call, send=send, recv=recv, dtype=OCP_OF.get(call.dtype, call.dtype)), finish
+
+    def converted_message(
+        self, send: Buffer | None, dest: int, recv: Buffer | None
+    ) -> tuple[Buffer | None, Buffer | None, Callable[[], None] | None]:
+        """The same for messages."""
+        passage = float8.Passage.of_message(send, dest, recv, self._wiring.rank) if self.two_kinds else None
+        return (send, recv, None) if passage is None else float8.on_host(passage)
+
+    def note(self, call: Call) -> None:
+        """Write a collective down for this host's other ranks; raises where one of them called something else."""
+        what = call.describe()
+        self._share.note(self._notes.get_or((what,), lambda: [self._share.entry(what)]))
+
+    def note_message(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> None:
+        """The same for messages."""
+        halves = ((b.dtype, b.count, peer) if b else None for b, peer in ((send, dest), (recv, source)))
+        self._share.note(self._notes.get_or((*halves,), lambda: self._share.notes(send, dest, recv, source)))
+
+    def paths(self) -> tuple[str, ...]:
+        """For people: how data goes from this rank to every GPU."""
+        gpus = enumerate(self._share.gpus)
+        return tuple(
+            f"from this rank, a CPU, to the GPU of rank {peer} ({gpu.vendor} {gpu.arch}): {self._links.how(peer)}"
+            + self._share.told_tried(peer)
+            for peer, gpu in gpus
+            if gpu.vendor
+        )
+
+    def explain(self, collective: Collective, nbytes: int) -> str:
+        """For people: the plan of a collective."""
+        return self._plans.explain(collective, nbytes)
+
+    def close(self) -> None:
+        """Give everything back. The engine must be closed."""
+        self._share.close()
+
+
+def helpers(wiring: Wiring) -> int:
+    """How many threads may help this rank: what its share of the host's cores leaves it."""
+    share = wiring.topology.shares[wiring.rank]
+    return max(0, min(HELPERS, share - 1, len(os.sched_getaffinity(0)) - 1))
+
+
+class _Links:
+    """The engine's links to all other ranks, made when a plan first uses them."""
+
+    def __init__(self, wiring: Wiring, share: GpuShare) -> None:
+        self._wiring, self._share = wiring, share
+        self._helpers = helpers(wiring)
+        self._waiting: tuple[float, Check] | None = None
+
+    def during(self, timeout: float, check: Check, make: Callable[[], _native.Shape]) -> _native.Shape:
+        """`make`, whose links may take so long and are watched over by `check`."""
+        self._waiting = (timeout, check)
+        try:
+            return make()
+        finally:
+            self._waiting = None
+
+    def of(self, plan: Plan) -> Plan:
+        """`plan` over links that exist now: what goes to GPUs has channels of its own."""
+        assert self._waiting is not None
+        wiring, waiting = self._wiring, self._waiting
+        edges = sorted(plan.edges)
+        wiring.ensure([(peer, channel) for peer, channel in edges if not self._gpu(peer)], *waiting)
+        to_gpus = [(peer, self._shifted(peer, channel)) for peer, channel in edges if self._gpu(peer)]
+        missing = [edge for edge in to_gpus if not wiring.engine.linked(*edge)]
+        far = {edge: 1 for edge in missing if self._far(edge[0])}
+        for (peer, channel), fds in wiring.sockets(far, *waiting).items():
+            if self._way(peer) == "staged-rdma":
+                wiring.attach_verbs(peer, channel, fds, self._share.topology)
+            else:
+                wiring.engine.attach_tcp(peer, channel, fds)
+        for peer, channel in missing:
+            if not self._far(peer):
+                self._attach(peer, channel - CHANNELS)
+        moved = (
+            replace(s, channel=self._shifted(s.peer, s.channel)) if s.peer >= 0 and self._gpu(s.peer) else s
+            for s in plan.steps
+        )
+        return replace(plan, steps=tuple(moved))
+
+    def _shifted(self, peer: int, channel: int) -> int:
+        """The engine's number of a channel to a GPU, and that by which both ends ask for sockets (`relays`): links that
+        take the place of slots that did not work have others."""
+        return channel + CHANNELS * (1 + self._share.given_up(peer))
+
+    def give_up(self, peer: int) -> None:
+        """Let the engine go that waits for a GPU, where slots of this host are the way."""
+        if not self._far(peer):
+            self._share.segment.release_edges(self._share.here, self._wiring.locals.index(peer))
+
+    def _attach(self, peer: int, channel: int) -> None:
+        segment, here, there = self._share.segment, self._share.here, self._wiring.locals.index(peer)
+        out, into = segment.edge(here, there, channel), segment.edge(there, here, channel)
+        self._wiring.engine.attach_slots(
+            peer=peer,
+            channel=channel + CHANNELS,
+            out=(out.slots, out.ready, out.credit),
+            into=(into.slots, into.ready, into.credit),
+            slot_bytes=self._share.slot_bytes,
+            count=SLOTS,
+            aborts=segment.aborts[0],
+            ranks=len(self._wiring.locals),
+            helpers=self._helpers,
+        )
+
+    def _gpu(self, peer: int) -> bool:
+        return bool(self._share.gpus[peer].vendor)
+
+    def _far(self, peer: int) -> bool:
+        return self._share.topology.far(self._wiring.rank, peer)
+
+    def _way(self, peer: int) -> Way:
+        return self._share.topology.way(self._wiring.rank, peer)
+
+    def how(self, peer: int) -> str:
+        """For people: how messages to a GPU go."""
+        way = {
+            "mapped": "through slots in the host's memory that the GPU has mapped",
+            "staged-rdma": "by RDMA to the GPU's pinned slots",
+        }.get(self._way(peer), "through 1 socket")
+        return f"{way} ({self._share.why(peer)})"
+
+
+class _HostBinder:
+    """Binds plans for the engine."""
+
+    def __init__(self, wiring: Wiring, links: _Links) -> None:
+        self._engine, self._links = wiring.engine, links
+        self._numbers: dict[bytes, int] = {}  # of the engine's plans, by what they consist of
+
+    def bind(
+        self,
+        plan: Plan,
+        order: Sequence[int],
+        level: Sequence[int],
+        dtype: DType,
+        tables: Sequence[Sequence[int]],
+        call: Call | None,
+        local: Native | None,
+        apart: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    ) -> _native.Shape:
+        """See `gpu_plans.Binder`. Lanes run beside each other here, so the order of the steps is of no use."""
+        encoded = self._links.of(plan).encode()
+        if encoded not in self._numbers:
+            self._numbers[encoded] = self._engine.add_plan(encoded)
+        return self._engine.bind(
+            plan=self._numbers[encoded],
+            dtype=dtype,
+            op=ReduceOp.SUM if call is None else call.op,
+            send_count=tables[0][-1],
+            recv_count=tables[1][-1],
+            send_table=tables[0],
+            recv_table=tables[1],
+            descriptor=descriptor(f"p2p {dtype.label}" if call is None else call.describe()),
+            p2p=call is None,
+            skip_empty=True,
+            format=Format.NONE if call is None else call.compress,
+        )

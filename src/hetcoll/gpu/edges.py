@@ -1,0 +1,126 @@
+"""The ways from one rank's GPU to all other ranks: through slots that its host shares, or through a relay's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .. import _native
+from ..links.wiring import Check, Wiring
+from ..plan.ir import Op, Plan
+from .proxy import Relays
+from .shared import GpuShare
+from .slots import SLOTS
+from .vendor_comm import GpuIslands
+
+Prepare = Callable[[Callable[[Check], None], float], None]
+
+
+class GpuEdges:
+    """Edges of `queue`, made when a plan first uses them. `prepare` watches over the connecting of those that are far
+    away, each of which takes at most `timeout` seconds."""
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        queue: _native.DeviceQueue,
+        share: GpuShare,
+        relays: Relays,
+        prepare: Prepare,
+        timeout: float,
+    ) -> None:
+        self._wiring, self._queue, self._segment, self._relays = wiring, queue, share.segment, relays
+        self._share = share
+        self._prepare, self._timeout, self._gpus = prepare, timeout, share.gpus
+        self._here = share.here
+        self._numbers: dict[tuple[int, int, int], int] = {}
+        self._peers: dict[int, int] = {}  # by number
+        self._captured: set[int] = set()  # numbers
+        self.one_host = not any(map(self._far, range(wiring.size)))
+
+    def of(self, plan: Plan) -> list[int]:
+        """The queue's numbers of the edges that the plan's steps use, 0 where a step needs none."""
+        far = [(peer, channel) for peer, channel in sorted(plan.edges) if self._far(peer)]
+        if far:
+            self._prepare(lambda check: self._relays.connect(far, self._timeout, check), self._timeout)
+        return [0 if step.peer < 0 else self._edge(step.op is Op.SEND, step.peer, step.channel) for step in plan.steps]
+
+    def _far(self, peer: int) -> bool:
+        return self._share.topology.far(self._wiring.rank, peer)
+
+    def _edge(self, out: bool, peer: int, channel: int) -> int:
+        if self._far(peer):
+            number = self._relays.edge(self._queue, out, peer, channel)
+            self._peers[number] = peer
+            return number
+        other = self._wiring.locals.index(peer)
+        key = (self._here, other, channel) if out else (other, self._here, channel)
+        found = self._numbers.get(key)
+        if found is None:
+            edge = self._segment.edge(*key)
+            found = self._numbers[key] = self._queue.add_edge(edge.slots, edge.ready, edge.credit, SLOTS)
+            self._peers[found] = peer
+        return found
+
+    def why_not_captured(self, numbers: Sequence[int] | None) -> str | None:
+        """Why what goes over these edges cannot be part of a graph; None where it can. `numbers` are those of messages
+        between two ranks; None: of a collective, for which all ranks of the communicator must be able to."""
+        if numbers is None:  # the same on all ranks
+            peers = [(one, other) for other in range(self._wiring.size) for one in range(other + 1)]
+        else:
+            peers = [(self._wiring.rank, self._peers[number]) for number in numbers]
+        for one, other in peers:
+            if not self._gpus[other].vendor:
+                return f"got rank {other}, which has none"
+            if one != other and self._share.topology.way(one, other) != "mapped":
+                return f"got rank {other} ({self._share.topology.why(one, other)})"
+        return None
+
+    def capture(self, numbers: Sequence[int]) -> None:
+        """See to it that captured programs have edges in place of these."""
+        for key, number in self._numbers.items():
+            if number in numbers and number not in self._captured:
+                edge = self._segment.edge(*key, captured=True)
+                self._queue.add_capture_edge(number, edge.slots, edge.ready, edge.credit, SLOTS)
+                self._captured.add(number)
+
+    def describe(self, peer: int) -> str:
+        """For people: how messages to `peer` go."""
+        why = self._share.why(peer)
+        if self._far(peer):
+            return f"{self._relays.describe_way(peer)} ({why})"
+        both = "both GPUs have mapped" if self._gpus[peer].vendor else "it has mapped"
+        return f"through slots in the host's memory that {both} ({why})"
+
+    def describe_all(self, islands: GpuIslands) -> list[str]:
+        """For people: how data goes from this rank's GPU to every other rank."""
+        rank, found = self._wiring.rank, []
+        mine = next(island for island in islands.islands if rank in island)
+        for peer, gpu in enumerate(self._gpus):
+            if peer == rank:
+                continue
+            way = self.describe(peer) + self._share.told_tried(peer)
+            if peer in mine and islands.island is not None:
+                way = f"by {islands.island.library}; what that does not do, {way}"
+            other = f"to that of rank {peer} ({gpu.vendor} {gpu.arch})" if gpu.vendor else f"to rank {peer}, a CPU"
+            found.append(f"from the GPU {other}: {way}")
+        return found
+
+    def progress(self) -> int:
+        """Grows while messages of this rank move."""
+        return self._segment.progress(self._here) + self._relays.progress
+
+    def problem(self, peer: int) -> str:
+        """What the way to `peer` failed with while it was tried, where that is known."""
+        return self._relays.problem(peer) if self._far(peer) else ""
+
+    def give_up(self, peer: int) -> None:
+        """Let this rank's streams go that wait for `peer`, on the way that did not work."""
+        if self._far(peer):
+            self._relays.leave(peer)
+        else:
+            self._segment.release_edges(self._here, self._wiring.locals.index(peer))
+
+    def fail(self, reason: str) -> None:
+        """Let every stream and kernel go that waits for a peer; those that wait for this host's ranks, only now."""
+        self._relays.fail(reason)
+        self._segment.release(self._here)

@@ -1,0 +1,380 @@
+"""The GPU half of a communicator: from a checked call on device memory to work on streams.
+
+It comes to be at the first call with GPU buffers, which all ranks make together. Ranks tell each other what device they
+have; those that one vendor's library serves form islands (`topology`). Between the islands of one host messages pass
+through mapped slots (`slots`), by the copy engines of the GPUs, and between hosts through slots of their own or pinned
+ones, by RDMA or sockets (`relays`); inside an island they are the vendor library's.
+
+A call is a plan like any other, cut into pieces that fit a slot (`pipeline`), in an order that no number of hardware
+queues can turn into a deadlock (`order`), and compiled once for its counts into a list of driver calls
+(``native/engine/device_program.cc``). Later calls of the same shape only enqueue that list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .. import _native
+from ..buffers import Buffer
+from ..calls import Call
+from ..errors import ArgumentError, BufferTypeError, DeviceError, spell_ranks
+from ..health.diagnosis import Diagnosis, Kind
+from ..links.wiring import Wiring
+from ..runtime.compression import Compression, DeviceResidual
+from ..runtime.selection import descriptor
+from ..types import OCP_OF, Collective, DType
+from ..vendor import float8
+from ..vendor.devices.base import URGENT
+from ..vendor.devices.signals import signal_kernels
+from ..work import Work
+from . import path_probe as gpu_proof
+from . import streams
+from .array import clear
+from .direct import why_not_direct
+from .edges import GpuEdges, Prepare
+from .graphs import GpuGraphs
+from .one_kernel import STATE_BYTES, ZERO, OneKernel
+from .p2p import GpuMessages
+from .plans import DeviceBinder, GpuPlans, Kept
+from .proxy import Relays
+from .shared import GpuShare, Note
+from .vendor_comm import GpuIslands, Meet, unlike_float8
+from .watchdog import GpuWatch
+from .work import GpuWork
+
+if TYPE_CHECKING:
+    from ..vendor.devices.base import Device
+
+_DLPACK = {"cuda": 2, "rocm": 10}  # dlpack.h: kDLCUDA, kDLROCM
+
+Announce = Callable[[str], int]
+Shape = _native.DeviceShape | _native.KernelShape
+
+
+class GpuPath:
+    """What one communicator keeps on this rank's GPU. All of it is made in `__init__` and given back by `close`.
+
+    `capturing`: the call that needs it is being captured into a graph. `meet` exchanges what all ranks must know,
+    `prepare` watches over what connects them, and `announce` gives a call the number by which others ask for it.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        diagnosis: Diagnosis,
+        device: Device,
+        compression: Compression,
+        timeout: float,
+        *,
+        capturing: bool,
+        meet: Meet,
+        prepare: Prepare,
+        announce: Announce,
+    ) -> None:
+        self._wiring, self._diagnosis, self._device, self._announce = wiring, diagnosis, device, announce
+        self._compression = compression
+        self._engine = wiring.engine
+        self._kind = "cuda" if device.vendor == "cuda" else "rocm"
+        self._known: Kept[_native.GpuCall] = Kept()
+        self._scratch_bytes = 0
+        self._undo = contextlib.ExitStack()
+        with device.active(), contextlib.ExitStack() as undo:
+            no_direct = why_not_direct(wiring, device)
+            share = self._share = GpuShare(wiring, diagnosis, device, no_direct, meet, timeout)
+            undo.callback(share.close)
+            self._segment, self._slot_bytes = share.segment, share.slot_bytes
+            streams = [device.stream(URGENT) for _ in range(_native.DEVICE_LANES)]
+            for stream in streams:
+                undo.callback(device.destroy_stream, stream)
+            staging = device.allocate(_native.STAGED_MESSAGES * self._slot_bytes)
+            undo.callback(device.free, staging)
+            self._state = device.allocate(STATE_BYTES)
+            undo.callback(device.free, self._state)
+            clear(device, self._state, STATE_BYTES)
+            abort = self._segment.aborts[share.here]  # the rest of its cache line is this rank's, too
+            self._queue = _native.DeviceQueue(
+                vendor=device.vendor,
+                functions={**device.functions(), **signal_kernels(device, abort + 8, self._state + ZERO, abort)},
+                streams=streams,
+                staging=staging,
+                slot_bytes=self._slot_bytes,
+            )
+            self._islands = GpuIslands(wiring.topology, wiring.rank, share.gpus, device, meet, timeout, capturing)
+            undo.callback(self._islands.close)
+            island = self._islands.island
+            if island is not None:
+                self._queue.set_island(island.functions(), island.handle, island.rank, island.size)
+            self._float8 = None
+            self.two_kinds = float8.two_kinds(share.gpus)
+            if self.two_kinds:
+                self._float8 = float8.OnGpu(device)
+                undo.callback(self._float8.close)
+            self._relays = Relays(wiring, diagnosis, device, share)
+            self._edges = GpuEdges(wiring, self._queue, share, self._relays, prepare, timeout)
+            self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
+            undo.callback(self._graphs.close)
+            self._plans = GpuPlans(
+                wiring.rank,
+                wiring.size,
+                self._islands,
+                self._slot_bytes,
+                DeviceBinder(self._queue, device, self._edges.of),
+                compression.groups,
+            )
+            self._one_kernel = None
+            if self._edges.one_host and not self._islands.whole and all(gpu.vendor for gpu in share.gpus):
+                self._one_kernel = OneKernel(self._queue, device, share, self._state, wiring.rank, wiring.size)
+            self._watch = GpuWatch(
+                self._settled,
+                self._edges.progress,
+                self._islands.error,
+                self._stuck,
+                self._broken,
+                self._release,
+                timeout,
+            )
+            self._calls = _native.GpuCalls(
+                engine=self._engine,
+                queue=self._queue,
+                device_type=_DLPACK[self._kind],
+                device_id=device.index,
+                differs=share.differs,
+                refused=self._refused,
+                captured=self._captured,
+                broken=self._ended,
+                started=self._watch.started,
+                work=lambda current: GpuWork(self, None, "calls", current),
+            )
+            mates = self._islands.mates(wiring.rank).intersection(wiring.locals)
+            self.messages = GpuMessages(self, share, self._plans, self._calls, mates, self._float8)
+            undo.callback(self.messages.close)
+            # `Engine.call` for both kinds of memory: on a GPU's, what was called before with the same counts.
+            self.call: Callable[[int, Any, Any, Any, int], Work | None] = self._calls.call
+            self._undo = undo.pop_all()
+
+    def prove(self, meet: Meet, timeout: float) -> None:
+        """Try the ways to all other ranks, all ranks together: see `gpu_proof`."""
+        with self._watch.patient(), self._relays.trying():
+            if gpu_proof.prove(self._share, self._try, meet, self._edges.give_up, lambda: self._wiring.listen(timeout)):
+                self._one_kernel = None  # it wants the mapped memory of all
+
+    def _try(self, peer: int, data: gpu_proof.Bytes, seconds: float) -> gpu_proof.Bytes | str:
+        """See `gpu_proof.Exchange`."""
+
+        def enqueue(send: int, recv: int) -> GpuWork:
+            plan = self._plans.messages(DType.UINT8, [(peer, data.size)], [(peer, data.size)], ())
+            self._calls.run(self.bound(plan, gpu_proof.LABEL, [], DType.UINT8), send, recv, 0, False)
+            return GpuWork(self, None, gpu_proof.LABEL)
+
+        return gpu_proof.exchange_on(self._device, self._edges, enqueue, peer, data, seconds)
+
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    def launch(self, call: Call, stream: object, async_op: bool) -> GpuWork:
+        """Enqueue `call` after what is on `stream` now; what comes on it later begins after it, unless `async_op`."""
+        handle = self.stream(stream, sendbuf=call.send, recvbuf=call.recv)
+        passage = None if self._float8 is None else float8.Passage.of_call(call, self._wiring.rank)
+        if self._float8 is None or passage is None:
+            return self._launch(call, handle, async_op)
+        with self._float8.around(passage, handle, async_op) as (send, recv, on):
+            dtype = OCP_OF.get(call.dtype, call.dtype)
+            self._launch(replace(call, send=send, recv=recv, dtype=dtype), on, False, again=False)
+        return GpuWork(self, (call.send, call.recv), call.collective.label)
+
+    def _launch(self, call: Call, stream: int, async_op: bool, *, again: bool = True) -> GpuWork:
+        """`again`: the short way may run such a call when it comes again."""
+        in_place = call.collective is Collective.ALLTOALL and call.in_place
+        key = (
+            call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
+            call.recv_table, call.compress, in_place,
+        )  # fmt: skip
+        bound = self._known.get_or(key, lambda: self._bind(call, again and not in_place))
+        lost = self._residual(call, bound) if call.compress else 0
+        return self._run(bound, call.send, call.recv, stream, async_op, call.collective.label, lost)
+
+    def _residual(self, call: Call, bound: _native.GpuCall) -> int:
+        """Where what calls on these buffers have lost is kept, or 0."""
+
+        def make(count: int) -> DeviceResidual | None:
+            try:
+                made = DeviceResidual(self._device, 4 * count, self._settled)
+            except DeviceError:  # the GPU is full; the call goes on, since other ranks may be in it
+                return None
+            clear(self._device, made.address, made.nbytes)
+            return made
+
+        assert bound.program is not None
+        found = self._compression.residual(call, bound.program, make)
+        return 0 if found is None else found.address
+
+    def _run(
+        self,
+        bound: _native.GpuCall,
+        send: Buffer | None,
+        recv: Buffer | None,
+        stream: int,
+        async_op: bool,
+        what: str,
+        residual: int = 0,
+    ) -> GpuWork:
+        source, target = (0 if buffer is None else buffer.ptr for buffer in (send, recv))
+        self._calls.run(bound, source, target, stream, not async_op, residual)
+        return GpuWork(self, (send, recv), what)
+
+    def _bind(self, call: Call, again: bool) -> _native.GpuCall:
+        what = call.describe()
+        small = None if self._one_kernel is None or call.compress else self._one_kernel.bind(call)
+        shape = small or self._plans.compile(call)
+        bound = self.bound(shape, what, [self._share.entry(what)])
+        if again and (key := call.key) is not None:
+            self._calls.remember(*key, bound)
+        return bound
+
+    def bound(
+        self,
+        shape: Shape,
+        what: str,
+        notes: Sequence[Note],
+        message: DType | None = None,
+        group: Sequence[DType] = (),
+    ) -> _native.GpuCall:
+        """What `GpuCalls` takes. `message` is the type of point-to-point messages, all that their two ranks must
+        agree on; in a `group` each has its own."""
+        common = descriptor(what if message is None else f"p2p {message.label}")
+        kernel = shape if isinstance(shape, _native.KernelShape) else None
+        program = shape if isinstance(shape, _native.DeviceShape) else None
+        if program is not None and program.scratch_bytes > self._scratch_bytes:
+            self._grow_scratch(program.scratch_bytes)
+        return _native.GpuCall(
+            program=program,
+            kernel=kernel,
+            notes=notes,
+            number=self._announce(what),
+            descriptor=common,
+            p2p=message is not None,
+            descriptors=[descriptor(f"p2p {dtype.label}") for dtype in group],
+        )
+
+    def stream(self, stream: object, **buffers: Buffer | None) -> int:
+        """The handle of a stream, or of the buffers' current one. BufferTypeError for buffers that lie elsewhere."""
+        for name, buffer in buffers.items():
+            if buffer is not None and (buffer.device, buffer.index) != (self._kind, self._device.index):
+                wanted = f"memory of {self._kind}:{self._device.index}, the GPU of rank {self._wiring.rank}"
+                raise BufferTypeError(f"{name}: wanted {wanted}, got some of {buffer.device}:{buffer.index}")
+        return streams.handle(stream, next(filter(None, buffers.values()), None))
+
+    # Failing.
+
+    def _refused(self, problem: str) -> NoReturn:
+        """Nothing was enqueued: the driver does not take the stream."""
+        raise ArgumentError(f"stream: wanted one of {self._kind}:{self._device.index}: {problem}")
+
+    def _captured(self, shape: _native.DeviceShape, stream: int) -> None:
+        """A call by copies is about to become a part of a graph."""
+        if shape.compressed[0]:
+            raise ArgumentError("compress: wanted a call that no graph captures: what it loses is kept elsewhere then")
+        scratch = self._graphs.prepare(shape, stream)
+        if scratch is not None:
+            self._calls.set_capture_scratch(scratch)
+        self._watch.look_for_replays()
+
+    def _ended(self, problem: str) -> NoReturn:
+        """A driver or a library refused to go on in the middle of a call."""
+        if not self._engine.failed:
+            self._broken(problem)
+        raise self._diagnosis.error()
+
+    def _stuck(self, seconds: float) -> None:
+        """Nothing has moved for so long: the verdict says where everyone stands."""
+        behind, where = self._share.standing()
+        text = f"GPU calls of rank {self._wiring.rank} have not moved for {seconds:.3g} s; {where}"
+        waits, text = self.messages.awaited, "; ".join(filter(None, (text, self._relays.describe())))
+        if module := self.messages.loading:
+            text = f"{text}; its kernels of {module} are being loaded, which waits for messages before it"
+        if waits:
+            behind, text = min(waits), f"{text}; its first message waits for a call of {spell_ranks(waits)}"
+        self._diagnosis.post(Kind.TIMEOUT, behind, text)
+
+    def _broken(self, problem: str) -> None:
+        rank = self._wiring.rank
+        self._diagnosis.post(Kind.SYSTEM, rank, f"rank {rank}: {problem}")
+
+    def failed(self) -> None:
+        """The communicator has failed: let every stream and kernel go that waits for a peer, until all are idle.
+
+        What is in the buffers of calls in flight is undefined from now on.
+        """
+        self._release()
+        self._islands.abort()
+        self._watch.fail()
+
+    def _release(self) -> None:
+        self._edges.fail("the communicator has failed")
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything enqueued so far is done."""
+        return self._settled()
+
+    def _settled(self) -> bool:
+        """Whether nothing is under way. A device that has failed ends the communicator, and does nothing more."""
+        try:
+            return self._queue.idle() and (self._float8 is None or self._float8.done)
+        except (_native.Fault, DeviceError) as error:
+            if not self._engine.failed:
+                self._broken(str(error))
+            return True
+
+    def check(self) -> None:
+        """Raise what the communicator failed with, if it did."""
+        if self._engine.failed:
+            raise self._diagnosis.error()
+
+    def paths(self) -> tuple[str, ...]:
+        """For people: how data goes from this rank's GPU to every other."""
+        return tuple(filter(None, (*self._edges.describe_all(self._islands), unlike_float8(self._share.gpus))))
+
+    def explain(self, collective: Collective, nbytes: int) -> str:
+        """For people: the plan of a collective."""
+        kernel = None if self._one_kernel is None else self._one_kernel.choose(collective, nbytes)
+        return self._plans.explain(collective, nbytes) if kernel is None else f"{kernel}, one kernel a rank"
+
+    def counters(self) -> dict[str, int]:
+        """Of the RDMA links between this GPU and those of other hosts."""
+        return self._relays.counters()
+
+    def join(self, stream: object) -> None:
+        """What comes on `stream` later begins after everything enqueued so far."""
+        handle = streams.handle(stream, None)
+        self._queue.join(handle)
+        if self._float8 is not None:
+            self._float8.join(handle)
+
+    def _grow_scratch(self, nbytes: int) -> None:
+        """At least twice as much as before; the old one stays until `close`, since streams may still use it."""
+        nbytes = max(nbytes, 2 * self._scratch_bytes)
+        scratch = self._device.allocate(nbytes)
+        self._undo.callback(self._device.free, scratch)
+        self._calls.set_scratch(scratch)
+        self._scratch_bytes = nbytes
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Give everything back, once the device is done or, after `timeout` seconds, made to be."""
+        deadline = time.monotonic() + timeout
+        while not self._settled():
+            if time.monotonic() > deadline:
+                self._release()
+            time.sleep(0.001)
+        self._compression.forget()
+        self._relays.close(deadline)
+        self._watch.close()
+        self._undo.close()
+        self._known.clear()
+        # They hold methods of this object, and no garbage collector looks into them.
+        del self._calls, self.call, self.messages

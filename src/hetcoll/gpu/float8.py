@@ -1,0 +1,198 @@
+"""8-bit floats of two kinds in one call: OCP's, and AMD's older one (fnuz, gfx94x), converted by value.
+
+All ranks know every rank's GPU, so they decide alike, before they know what is passed: where GPUs of the older kind are
+beside others in a communicator, all its calls on 8-bit floats run in OCP's kind, messages as well. A rank that passes
+arrays of the older kind has its input converted in a buffer of its own, and its result back. Elsewhere nothing is
+converted.
+
+What the kinds cannot both hold (``devices/kernels/convert.h`` has the rules): of e4m3, OCP's goes up to 448 and fnuz to
+240; of both formats, fnuz has a last place half as large near 0, one NaN, no -0, and no infinity. So what several ranks
+receive (`types.SAME`) is brought to what both kinds hold on the ranks with OCP's arrays, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .. import _native
+from ..buffers import Buffer, element_type
+from ..calls import Call
+from ..errors import ArgumentError
+from ..types import FNUZ_OF, OCP_OF, SAME, Collective, DType
+from .devices.kernels.source import convert_name
+
+if TYPE_CHECKING:
+    from .devices.base import Device
+    from .facts import Gpu
+
+_GRAIN = 256  # staged buffers begin at multiples
+
+
+def two_kinds(gpus: Sequence[Gpu]) -> bool:
+    """Whether calls on 8-bit floats run in OCP's kind and convert: GPUs of the older kind are beside others."""
+    kinds = {gpu.float8 for gpu in gpus if gpu.vendor}
+    return "fnuz" in kinds and len(kinds) > 1
+
+
+class Passage(NamedTuple):
+    """The buffers of one rank in such a call: whether it reads `send` and writes `recv`, and whether what it writes is
+    the same on all ranks."""
+
+    send: Buffer | None
+    recv: Buffer | None
+    reads: bool
+    writes: bool
+    alike: bool = False
+
+    @classmethod
+    def of_call(cls, call: Call, rank: int) -> Passage | None:
+        """None for calls that have no 8-bit floats."""
+        if call.dtype not in FNUZ_OF and call.dtype not in OCP_OF:
+            return None
+        root = call.collective is not Collective.BROADCAST or call.root == rank
+        writes = call.recv is not None and (call.collective is not Collective.BROADCAST or not root)
+        return cls(call.send, call.recv, call.send is not None and root, writes, call.collective in SAME)
+
+    @classmethod
+    def of_message(cls, send: Buffer | None, dest: int, recv: Buffer | None, rank: int) -> Passage | None:
+        """None for messages that have no 8-bit floats, and for those to oneself."""
+        first = send or recv
+        assert first is not None
+        if (first.dtype not in FNUZ_OF and first.dtype not in OCP_OF) or (send is not None and dest == rank):
+            return None
+        return cls(send, recv, send is not None, recv is not None)
+
+    @property
+    def dtype(self) -> DType:
+        first = self.send or self.recv
+        assert first is not None
+        return first.dtype
+
+    def staged(self, base: int, owner: Any = None) -> tuple[Buffer | None, Buffer | None]:
+        """The buffers in OCP's kind, in memory from `base` on: they overlap there as they do here."""
+        ocp = OCP_OF[self.dtype]
+        first, second = (
+            None if buffer is None else replace(buffer, ptr=base + at, dtype=ocp, owner=(owner, buffer.owner))
+            for buffer, at in zip((self.send, self.recv), self._places(), strict=True)
+        )
+        return first, second
+
+    @property
+    def nbytes(self) -> int:
+        """What `staged` needs."""
+        places = zip(self._places(), (self.send, self.recv), strict=True)
+        return max(at + (0 if buffer is None else buffer.count) for at, buffer in places)
+
+    def _places(self) -> tuple[int, int]:
+        send, recv = self.send, self.recv
+        if send is None or recv is None:
+            return 0, 0
+        if send.ptr == recv.ptr or send.overlaps(recv):
+            first = min(send.ptr, recv.ptr)
+            return send.ptr - first, recv.ptr - first
+        return 0, -(-send.count // _GRAIN) * _GRAIN
+
+    def before(self, staged: Buffer | None) -> tuple[int, int, int, DType, DType] | None:
+        """What is to be converted before the call: to, from, count, of which kind, to which."""
+        if staged is None or not self.reads:
+            return None
+        assert self.send is not None
+        return staged.ptr, self.send.ptr, self.send.count, self.dtype, staged.dtype
+
+    def after(self, staged: Buffer | None) -> tuple[int, int, int, DType, DType] | None:
+        """And what after it; `staged` is None where the call wrote to the user's own buffer, of OCP's kind."""
+        if self.recv is None or not self.writes:
+            return None
+        if staged is not None:
+            return self.recv.ptr, staged.ptr, self.recv.count, staged.dtype, self.dtype
+        return (self.recv.ptr, self.recv.ptr, self.recv.count, self.dtype, self.dtype) if self.alike else None
+
+
+class OnGpu:
+    """Conversions on one GPU. Calls take turns with one staging buffer, whatever streams they are on."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._begun, self._ended = device.event(), device.event()
+        self._stream = device.stream()  # of asynchronous calls: no stream of the user's waits for those
+        self._memory: list[int] = []
+        self._nbytes = 0
+
+    @contextlib.contextmanager
+    def around(
+        self, passage: Passage, stream: int, async_op: bool
+    ) -> Iterator[tuple[Buffer | None, Buffer | None, int]]:
+        """What to call with instead; the block enqueues the call on the stream given, which then waits for it."""
+        device, fnuz = self._device, passage.dtype in OCP_OF
+        if device.capturing(stream):
+            raise ArgumentError("stream: a graph is being captured on it; 8-bit floats are not converted inside one")
+        if fnuz and (passage.nbytes > self._nbytes or not self._memory):
+            self._nbytes = max(passage.nbytes, 2 * self._nbytes, _GRAIN)
+            self._memory.append(device.allocate(self._nbytes))  # streams may still use the old one
+        if async_op:
+            device.record(self._begun, stream)
+            stream = self._stream
+            device.wait(stream, self._begun)
+        device.wait(stream, self._ended)
+        send, recv = passage.staged(self._memory[-1]) if fnuz else (None, None)
+        self._run(passage.before(send), stream)
+        yield (send, recv, stream) if fnuz else (passage.send, passage.recv, stream)
+        self._run(passage.after(recv), stream)
+        device.record(self._ended, stream)
+
+    def _run(self, step: tuple[int, int, int, DType, DType] | None, stream: int) -> None:
+        if step is None or step[2] == 0:
+            return
+        dst, src, count, source, target = step
+        table = self._device.kernels()
+        shape = table.launch(count, 1)
+        arguments = [value.to_bytes(8, "little") for value in (dst, src, count)]
+        self._device.launch(table.function(convert_name(source, target)), *shape, arguments, stream)
+
+    @property
+    def done(self) -> bool:
+        """Whether all that was enqueued is done."""
+        return self._device.query(self._ended)
+
+    def join(self, stream: int) -> None:
+        """What comes on `stream` later begins after all that was enqueued."""
+        self._device.wait(stream, self._ended)
+
+    def close(self) -> None:
+        """Give everything back. The device must be done."""
+        self._device.destroy_stream(self._stream)
+        for event in (self._begun, self._ended):
+            self._device.destroy_event(event)
+        for at in self._memory:
+            self._device.free(at)
+
+
+def in_common(buffer: Buffer) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """A host buffer's values that both kinds hold: the same numbers, and one NaN, of whatever kind it is."""
+    ocp = OCP_OF.get(buffer.dtype, buffer.dtype)
+    codes = np.empty(buffer.count, np.uint8)
+    _native.convert_float8(int(codes.ctypes.data), buffer.ptr, buffer.count, buffer.dtype, ocp)
+    _native.convert_float8(int(codes.ctypes.data), int(codes.ctypes.data), buffer.count, ocp, ocp)
+    values = codes.view(element_type(ocp.label)).astype(np.float32) + np.float32(0)  # no -0
+    values[np.isnan(values)] = np.nan
+    return values
+
+
+def on_host(passage: Passage) -> tuple[Buffer | None, Buffer | None, Callable[[], None]]:
+    """The same on a processor, before the call: what to call with instead, and what to do once it is complete."""
+    fnuz = passage.dtype in OCP_OF
+    memory = np.empty(passage.nbytes if fnuz else 0, np.uint8)
+    send, recv = passage.staged(int(memory.ctypes.data), memory) if fnuz else (None, None)
+    if (step := passage.before(send)) is not None:
+        _native.convert_float8(*step)
+
+    def finish() -> None:
+        if (step := passage.after(recv)) is not None:
+            _native.convert_float8(*step)
+
+    return (*((send, recv) if fnuz else (passage.send, passage.recv)), finish)

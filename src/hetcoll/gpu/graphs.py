@@ -1,0 +1,87 @@
+"""What calls that copy engines do need to be captured into a CUDA or HIP graph (``native/engine/device_capture.h``).
+
+It is made at the first such call, apart from what other calls use: a graph may be replayed while those are under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from .. import _native
+from ..errors import ArgumentError
+
+if TYPE_CHECKING:
+    from ..vendor.devices.base import Device
+    from .edges import GpuEdges
+    from .shared import GpuShare
+
+
+class GpuGraphs:
+    """Captured calls of `queue`, whose signals need a word of device memory at `zero` that stays 0."""
+
+    def __init__(self, device: Device, queue: _native.DeviceQueue, share: GpuShare, edges: GpuEdges, zero: int) -> None:
+        self._device, self._queue, self._share, self._edges, self._zero = device, queue, share, edges, zero
+        self._scratch_bytes = 0
+        self._undo = contextlib.ExitStack()
+        self.used = False  # whether anything was captured
+
+    def prepare(self, shape: _native.DeviceShape, stream: int) -> int | None:
+        """See to what `shape` needs to be captured on `stream`. Returns new scratch memory for all that is captured
+        from now on, None where what there is suffices.
+
+        Raises
+        ------
+        ArgumentError
+            It cannot be captured: some rank has no GPU, or is not reached through mapped memory, or the communicator
+            is in the middle of another capture. It says which.
+        """
+        reason = self._edges.why_not_captured(None if not shape.p2p else shape.edges)
+        if reason is not None:
+            raise ArgumentError(
+                "stream: a graph is being captured on it; wanted GPUs of one host, as for all calls that they do by"
+                f" copies, {reason}"
+            )
+        if self._queue.capture_taken(stream):
+            raise ArgumentError(
+                "stream: a graph is being captured on it; wanted one capture at a time of calls that GPUs do by copies,"
+                " got a second one before the end of the first"
+            )
+        if not self.used:
+            self._start()
+        self._edges.capture(shape.edges)
+        return self._grow_scratch(shape.scratch_bytes)
+
+    def _start(self) -> None:
+        device, share = self._device, self._share
+        table, words = device.kernels(), share.segment.captured(share.here)
+        with contextlib.ExitStack() as undo:
+            streams = [device.stream() for _ in range(_native.DEVICE_LANES)]
+            for stream in streams:
+                undo.callback(device.destroy_stream, stream)
+            staging = device.allocate(_native.STAGED_MESSAGES * share.slot_bytes)
+            undo.callback(device.free, staging)
+            kernels = {name: table.function(name) for name in ("bump", "await")}
+            self._queue.set_capture(
+                kernels={**kernels, "zero": self._zero, "abort": share.segment.aborts[share.here]},
+                streams=streams,
+                staging=staging,
+                words=words.device,
+                seen=words.host,
+            )
+            undo.callback(self._queue.drop_capture)
+            self._undo = undo.pop_all()
+        self.used = True
+
+    def _grow_scratch(self, nbytes: int) -> int | None:
+        """The old one stays until `close`: graphs know it."""
+        if nbytes <= self._scratch_bytes:
+            return None
+        self._scratch_bytes = max(nbytes, 2 * self._scratch_bytes)
+        scratch = self._device.allocate(self._scratch_bytes)
+        self._undo.callback(self._device.free, scratch)
+        return scratch
+
+    def close(self) -> None:
+        """Give everything back. No graph may be replayed any more."""
+        self._undo.close()

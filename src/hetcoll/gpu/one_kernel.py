@@ -1,0 +1,65 @@
+"""All-reduces among the GPUs of one host as one kernel a rank, where that is faster than copies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import _native
+from ..calls import Call
+from ..types import Collective, ReduceOp
+from ..vendor.devices.kernels.source import exchange_name, oneshot_name
+from ..vendor.devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot
+from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS
+
+if TYPE_CHECKING:
+    from ..vendor.devices.base import Device
+    from .shared import GpuShare
+
+_SMALL = 64 << 10  # bytes up to which a kernel of words beats copies
+_MEDIUM = 2 << 20  # bytes that a rank reads up to which one with rings does
+_LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
+_ONESHOT_STATE = 256
+ZERO = _ONESHOT_STATE + 8 * BLOCKS  # where in the state lie 8 bytes that stay 0
+STATE_BYTES = ZERO + 8
+
+
+class OneKernel:
+    """Binds such calls of rank `rank` of `size`. `state` is device memory of STATE_BYTES, zero at first."""
+
+    def __init__(
+        self, queue: _native.DeviceQueue, device: Device, share: GpuShare, state: int, rank: int, size: int
+    ) -> None:
+        self._queue, self._device, self._share, self._state = queue, device, share, state
+        self._rank, self._size = rank, size
+
+    def choose(self, collective: Collective, nbytes: int) -> str | None:
+        """Which kernel does it; None where copies are faster, or none can."""
+        if collective is not Collective.ALLREDUCE or nbytes == 0 or self._size > ONESHOT_RANKS:
+            return None
+        return "oneshot" if nbytes <= _SMALL else "exchange" if nbytes * (self._size - 1) <= _MEDIUM else None
+
+    def bind(self, call: Call) -> _native.KernelShape | None:
+        """None where copies are faster, or no kernel does it."""
+        size, kernel = self._size, self.choose(call.collective, call.nbytes)
+        if kernel is None:
+            return None
+        arguments: Oneshot | Exchange
+        table, segment, item = self._device.kernels(), self._share.segment, call.dtype.itemsize
+        if kernel == "oneshot":
+            name = oneshot_name(call.dtype, call.op)
+            blocks, threads = table.oneshot_launch(call.count, item)
+            arguments = Oneshot(state=self._state, words=AREA_WORDS)
+            arguments.areas[:size] = segment.areas
+        else:
+            name = exchange_name(call.dtype, call.op)
+            chunk = max(_LEAST_CHUNK, min(RING_SLOT_BYTES, -(-call.nbytes // (BLOCKS * _PACK)) * _PACK))
+            blocks, threads = min(BLOCKS, -(-call.nbytes // chunk)), _THREADS
+            arguments = Exchange(slots=RING_SLOTS, slot_bytes=RING_SLOT_BYTES, chunk_bytes=chunk)
+            arguments.state = self._state + _ONESHOT_STATE
+            arguments.rings[:size], arguments.words[:size] = segment.rings, segment.ring_words
+        arguments.count, arguments.rank, arguments.size = call.count, self._rank, size
+        arguments.divisor = size if call.op is ReduceOp.AVG else 1
+        arguments.abort = segment.aborts[self._share.here]
+        return self._queue.bind_kernel(
+            function=table.function(name), arguments=bytes(arguments), blocks=blocks, threads=threads
+        )

@@ -1,0 +1,146 @@
+"""Which way calls take to GPUs, this rank's own or others'; each is set up by the first call that needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..buffers import Buffer
+from ..calls import Call
+from ..config.env import Config
+from ..errors import ArgumentError, BufferTypeError, DeviceError
+from ..health.diagnosis import Diagnosis, Kind
+from ..links.wiring import Check, Wiring
+from ..runtime.compression import Compression
+from ..runtime.selection import Selection
+from ..types import FNUZ_OF, OCP_OF, Collective
+from . import streams
+
+if TYPE_CHECKING:
+    from .cpu_rank import HostPath
+    from .executor import GpuPath
+
+_KINDS = {"rocm": "hip"}  # a device's name in DLPack's words: whose it is
+
+Meet = Callable[[str, bytes, float | None], list[bytes]]
+Prepare = Callable[[Callable[[Check], Any], float], Any]
+
+
+class GpuPaths:
+    """Of one rank. `meet` exchanges bytes among all ranks, in so many seconds if not as usual; `prepare` watches over
+    what connects them. Setting a path up is collective over all ranks."""
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        diagnosis: Diagnosis,
+        selection: Selection,
+        compression: Compression,
+        config: Config,
+        *,
+        meet: Meet,
+        prepare: Prepare,
+    ) -> None:
+        self._wiring, self._diagnosis, self._selection, self._config = wiring, diagnosis, selection, config
+        self._meet, self._prepare, self._compression = meet, prepare, compression
+        self._meetings = 0
+        self.gpu: GpuPath | None = None
+        self.host: HostPath | None = None
+
+    def check_place(self, buffer: Buffer) -> None:
+        """Whether a buffer is where this rank said that its buffers are."""
+        wish, mine = self._config.device, _KINDS.get(buffer.device, buffer.device)
+        if wish is None or (wish.kind == mine and wish.index in (None, buffer.index)):
+            return
+        if mine == "cpu" and not self._wiring.topology.some_without_gpu:
+            return  # calls of all ranks on host memory
+        raise BufferTypeError(
+            f"wanted memory of {wish}, the device that rank {self._wiring.rank} said it uses,"
+            f" got some of {buffer.place}"
+        )
+
+    def on_gpu(self, buffer: Buffer, stream: object) -> GpuPath:
+        """The way of calls on a GPU's memory, such as `buffer`, of which the first one is on `stream`."""
+        if self.gpu is None:
+            from ..vendor.facts import device_of
+            from .executor import GpuPath
+
+            device = device_of(buffer)
+            try:
+                capturing = device.capturing(streams.handle(stream, buffer))
+            except DeviceError as error:
+                raise ArgumentError(f"stream: wanted one of {buffer.place}: {error}") from error
+            path = self.gpu = GpuPath(
+                self._wiring,
+                self._diagnosis,
+                device,
+                self._compression,
+                self._config.timeout,
+                capturing=capturing,
+                meet=self._meet_soon,
+                prepare=self._prepare,
+                announce=self._selection.announce,
+            )
+            self._diagnosis.on_failure = path.failed
+            self._prove(lambda: path.prove(self._meet_slow, self._config.timeout))
+        return self.gpu
+
+    def on_host(self) -> HostPath | None:
+        """How a rank without a GPU takes part in the calls of those that have one; None where there are no such."""
+        if self.host is None and self._wiring.topology.some_without_gpu:
+            from .cpu_rank import HostPath
+
+            path = self.host = HostPath(
+                self._wiring,
+                self._diagnosis,
+                self._compression.groups,
+                self._config.timeout,
+                meet=self._meet_soon,
+                describe=self._selection.note_shape,
+            )
+            self._prove(lambda: path.prove(self._meet_slow, self._prepare, self._config.timeout))
+        return self.host
+
+    def converts(self, call: Call, stream: object) -> bool:
+        """Whether it is one on 8-bit floats, of which ranks may pass two kinds: see `float8`. As `on_gpu`."""
+        buffer = call.send or call.recv
+        if buffer is None or (call.dtype not in FNUZ_OF and call.dtype not in OCP_OF):
+            return False
+        self.check_place(buffer)
+        path = self.on_host() if buffer.device == "cpu" else self.on_gpu(buffer, stream)
+        return path is not None and path.two_kinds
+
+    def _prove(self, prove: Callable[[], None]) -> None:
+        """Try the ways to GPUs. Where that fails, nothing may use them."""
+        try:
+            prove()
+        except BaseException as error:
+            self._wiring.engine.fail(Kind.ABORTED, self._wiring.rank, f"{type(error).__name__}: {error}")
+            raise
+
+    def _meet_soon(self, label: str, blob: bytes) -> list[bytes]:
+        return self._meet(label, blob, None)
+
+    def _meet_slow(self, label: str, blob: bytes) -> list[bytes]:
+        """While some ranks may still try what does not work: then an engine that takes part carries nothing else."""
+        from .path_probe import SECONDS
+
+        seconds = self._config.timeout + 3 * SECONDS
+        if not self._wiring.topology.some_without_gpu:
+            return self._meet(label, blob, seconds)
+        self._meetings += 1
+        return self._wiring.exchange(f"{label} {self._meetings}", blob, seconds)
+
+    def counters(self) -> dict[str, int]:
+        """What the path has counted, as `Communicator.counters` tells it."""
+        return {} if self.gpu is None else {f"gpu_{name}": n for name, n in self.gpu.counters().items()}
+
+    def explain(self, op: str, nbytes: int) -> str:
+        """For people: how a collective on GPUs runs, once there were some."""
+        path = self.gpu or self.host
+        return "" if path is None else path.explain(Collective[op.upper()], nbytes)
+
+    def describe(self) -> tuple[str, ...]:
+        """For people: how data goes to each GPU, once that is known."""
+        path = self.gpu or self.host
+        return () if path is None else path.paths()

@@ -1,0 +1,186 @@
+"""Messages between GPUs: one, one each way, or a group that is under way together.
+
+Between islands they go through slots, inside one by the vendor library's send and receive. A library connects two ranks
+for messages when both call it, and holds up the host until then (NCCL: "Point-to-point communication"); 446 MiB of an
+H200's memory and 0.2 s a pair is what that takes, so only ranks that send to each other are connected.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from .. import _native
+from ..buffers import Buffer
+from ..errors import ArgumentError, DeviceError, spell_ranks
+from ..runtime.selection import RECV, SEND, Message, describe_message, message_key
+from ..types import DType
+from ..vendor import float8
+from ..vendor.devices.base import URGENT
+from .plans import GpuPlans, Kept
+from .shared import GpuShare
+from .work import GpuWork
+
+if TYPE_CHECKING:
+    from ..vendor.devices.kernels.table import KernelTable
+    from .executor import GpuPath
+
+log = logging.getLogger("hetcoll")
+
+_MESSAGE = "a message"
+
+
+class GpuMessages:
+    """Those of one communicator on this rank's GPU. `mates` are the ranks that the island's library reaches, this one
+    among them."""
+
+    def __init__(
+        self,
+        path: GpuPath,
+        share: GpuShare,
+        plans: GpuPlans[_native.DeviceShape],
+        calls: _native.GpuCalls,
+        mates: Collection[int],
+        convert: float8.OnGpu | None,
+    ) -> None:
+        self._path, self._share, self._plans, self._calls = path, share, plans, calls
+        self._mates, self._convert, self._device = mates, convert, path.device
+        self._strangers = frozenset(mates) - {share.rank}
+        self.awaited: Collection[int] = ()
+        """The ranks that the library connects with this one just now."""
+        self._kernels: KernelTable | None = None  # once what the cache has was loaded
+        self._known: Kept[_native.GpuCall] = Kept()
+        self._bytes = self._device.allocate(2 * len(mates)) if mates else 0
+        self._lanes: dict[tuple[bool, int], tuple[int, int]] = {}  # see `_lane`
+
+    def one(
+        self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, stream: object, async_op: bool
+    ) -> GpuWork:
+        """Enqueue a message to `dest`, one from `source`, or both at once."""
+        handle = self._path.stream(stream, sendbuf=send, recvbuf=recv)
+        if async_op and (send is None or recv is None):
+            handle, async_op = self._lane(send is not None, max(dest, source), handle)
+        passage = None if self._convert is None else float8.Passage.of_message(send, dest, recv, self._share.rank)
+        if self._convert is None or passage is None:
+            self._enqueue(send, dest, recv, source, handle, not async_op)
+        else:
+            with self._convert.around(passage, handle, async_op) as (out, into, on):
+                self._enqueue(out, dest, into, source, on, True, again=False)
+        return GpuWork(self._path, (send, recv), _MESSAGE)
+
+    def _enqueue(
+        self,
+        send: Buffer | None,
+        dest: int,
+        recv: Buffer | None,
+        source: int,
+        stream: int,
+        join: bool,
+        *,
+        again: bool = True,
+    ) -> None:
+        """`again`: the short way may run such a message when it comes again."""
+        first = send or recv
+        assert first is not None
+        ends = (() if send is None else ((dest, send.count),), () if recv is None else ((source, recv.count),))
+        key = (first.dtype, *ends)
+
+        def bind() -> _native.GpuCall:
+            self._load_ahead()
+            notes = self._share.notes(send, dest, recv, source)
+            plan = self._plans.messages(*key, self._mates)
+            bound = self._path.bound(plan, describe_message(send, dest, recv, source), notes, first.dtype)
+            if again:
+                self._calls.remember(*message_key(send, dest, recv, source), bound)
+            return bound
+
+        self._connect((dest, source), stream)
+        source_at, target_at = (0 if buffer is None else buffer.ptr for buffer in (send, recv))
+        self._calls.run(self._known.get_or(key, bind), source_at, target_at, stream, join)
+
+    def _load_ahead(self) -> None:
+        """Before the first message: a driver may wait for the device when it loads kernels, and the device will wait
+        for messages. Where that cannot be done, as without a compiler, messages need none, and what does will say so.
+        """
+        if self._kernels is None:
+            try:
+                self._kernels = self._device.kernels()
+                self._kernels.load_kept()
+            except DeviceError as error:
+                log.info("no kernels are loaded ahead of messages: %s", error)
+
+    @property
+    def loading(self) -> str | None:
+        """Whose kernels are being loaded just now, perhaps behind messages."""
+        return None if self._kernels is None else self._kernels.loading
+
+    def _lane(self, out: bool, peer: int, stream: int) -> tuple[int, bool]:
+        """Where a message runs that no stream is to wait for: on a stream of its peer and direction, behind what is on
+        `stream` now, so that it waits for no other; made at the first one. And whether that is `stream` itself, as in a
+        graph, which has an order of its own."""
+        if self._device.capturing(stream):
+            return stream, True
+        found = self._lanes.get((out, peer))
+        if found is None:
+            found = self._lanes[out, peer] = (self._device.stream(URGENT), self._device.event())
+        lane, begun = found
+        self._device.record(begun, stream)
+        self._device.wait(lane, begun)
+        return lane, False
+
+    def converts(self, messages: Sequence[Message]) -> bool:
+        """Whether some of them are of 8-bit floats that their other rank has in another kind: see `float8`."""
+        rank = self._share.rank
+        found = (
+            float8.Passage.of_message(send, dest, recv, rank) for send, dest, recv, _ in (m.halves for m in messages)
+        )
+        return self._convert is not None and any(found)
+
+    def group(self, messages: Sequence[Message], stream: object) -> GpuWork:
+        """Enqueue messages, none of which `converts`, all under way together. Those to this rank itself match."""
+        handle = self._path.stream(stream, **{f"buf of message {i}": m.buffer for i, m in enumerate(messages)})
+        sends, recvs = ([m for m in messages if m.kind == half] for half in (SEND, RECV))
+        key = tuple((m.kind, m.buffer.dtype, m.buffer.count, m.peer) for m in messages)
+
+        def bind() -> _native.GpuCall:
+            self._load_ahead()
+            out, into = ([(m.peer, m.buffer.nbytes) for m in half] for half in (sends, recvs))
+            plan = self._plans.messages(DType.UINT8, out, into, self._mates, apart=True)
+            what = f"group of {', '.join(map(str, messages))}"
+            notes = [note for m in messages for note in self._share.notes(*m.halves)]
+            return self._path.bound(plan, what, notes, DType.UINT8, [m.buffer.dtype for m in (*sends, *recvs)])
+
+        self._connect([m.peer for m in messages], handle)
+        bound = self._known.get_or(key, bind)
+        self._calls.run_group(bound, [m.buffer.ptr for m in (*sends, *recvs)], handle, True)
+        return GpuWork(self._path, [m.buffer for m in messages], _MESSAGE)
+
+    def _connect(self, peers: Collection[int], stream: int) -> None:
+        """Before the first message to or from each: both ways at once, so that two ranks that send first do not wait
+        for each other."""
+        fresh = self._strangers.intersection(peers)
+        if not fresh:
+            return
+        if self._device.capturing(stream):
+            raise ArgumentError(
+                "stream: a graph is being captured on it, while the vendor's library cannot connect"
+                f" {spell_ranks(fresh)} to this one; wanted a message between them before"
+            )
+        ends = [(peer, 1) for peer in sorted(fresh)]
+        plan = self._plans.messages(DType.UINT8, ends, ends, self._mates, apart=True)
+        bound = self._path.bound(plan, "first message", [], DType.UINT8, [DType.UINT8] * 2 * len(ends))
+        self.awaited = fresh
+        try:
+            self._calls.run_group(bound, [self._bytes + i for i in range(2 * len(ends))], stream, True)
+        finally:
+            self.awaited = ()
+        self._strangers -= fresh
+
+    def close(self) -> None:
+        """Give everything back. Nothing may be under way."""
+        for stream, event in self._lanes.values():
+            self._device.destroy_stream(stream)
+            self._device.destroy_event(event)
+        if self._bytes:
+            self._device.free(self._bytes)

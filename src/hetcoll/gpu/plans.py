@@ -1,0 +1,363 @@
+"""From a call on GPU buffers to a list of driver calls: which algorithm, in which pieces, in which order.
+
+Plans are cut into pieces that fit a slot (`pipeline`); small pieces first and last fill and drain the way quickly. The
+order is one that no number of hardware queues can turn into a deadlock (`order`). What was compiled is kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+from .. import _native
+from ..calls import Call
+from ..errors import BufferTypeError
+from ..plan.algorithms import find
+from ..plan.algorithms.base import Algorithm, Hosts
+from ..plan.algorithms.islands import ISLANDS
+from ..plan.algorithms.p2p import CHANNEL
+from ..plan.ir import Buf, Local, Op, Plan, Span, Step
+from ..plan.order import enqueue_order, levels
+from ..plan.pipeline import offsets, parts, pipelined, ramp
+from ..plan.topology import Islands, spell_islands
+from ..types import REDUCING, WHOLE, Collective, DType, ReduceOp
+from ..vendor.devices.kernels import codec_names
+from .slots import SLOTS
+
+if TYPE_CHECKING:
+    from ..vendor.ccl.native import Native
+    from ..vendor.devices.base import Device
+    from .vendor_comm import GpuIslands
+
+_SMALLEST = 256 << 10  # bytes of a piece
+_GRAIN = 256  # bytes: units begin at multiples, as copy engines and vector loads like it
+_MOST_SMALLEST = _LEAST_LARGEST = 1 << 20
+_ENDS, _MIDDLE = 4, 3  # the first and last piece of a message have a part in 2**4 of it, most others one in 2**3
+_LOCAL_MESSAGES = 8  # of a piece, where vendors' libraries take part on all ranks: their calls cost as much as messages
+_LAG = SLOTS  # in levels: as many messages as may be under way
+_KEEP = 1 << 10  # compiled plans kept; the least recently used go first
+_BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 16, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
+_CODEC_BLOCK, _MOST_CODEC_BLOCKS, _ELEMENTS = 128, 256, 32  # of a codec, whose threads take so many elements each
+
+End = tuple[int, int]
+"""Of a message: the peer, and how many elements."""
+Orders = tuple[tuple[int, ...], ...]
+Parts = tuple[Span | None, ...]
+Link = Callable[[Plan], list[int]]
+Kernel = tuple[int, int, int, int]  # function, threads in a block, most blocks, bytes for each
+T = TypeVar("T")
+S = TypeVar("S", covariant=True)
+
+
+class Kept(OrderedDict[tuple[object, ...], T]):
+    """The values made last, by key."""
+
+    def get_or(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        found = super().get(key)
+        if found is None:
+            found = self[key] = make()
+            if len(self) > _KEEP:
+                self.popitem(last=False)
+        else:
+            self.move_to_end(key)
+        return found
+
+
+class Binder(Protocol[S]):
+    """What makes a plan ready to run on one rank."""
+
+    def bind(
+        self,
+        plan: Plan,
+        order: Sequence[int],
+        level: Sequence[int],
+        dtype: DType,
+        tables: Sequence[Sequence[int]],
+        call: Call | None,
+        local: Native | None,
+        apart: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    ) -> S:
+        """`plan`, whose steps come in this `order` and have these levels (see `order.levels`), over buffers whose units
+        begin at the elements in `tables`.
+
+        `call` is None for messages between two ranks; `local` says how the island's library reduces. `apart` has the
+        elements at which messages begin, sends and receives, that have a buffer each.
+        """
+
+
+class GpuPlans(Generic[S]):
+    """The plans of rank `rank` of `size`, made ready by `binder`. Messages fit slots of `slot_bytes`.
+
+    Calls that compress do so between `groups`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        islands: GpuIslands,
+        slot_bytes: int,
+        binder: Binder[S],
+        groups: Hosts = (),
+    ) -> None:
+        self._rank, self._size, self._islands, self._slot_bytes = rank, size, islands, slot_bytes
+        self._groups = groups
+        self._bind = binder.bind
+        self._mates = next(island for island in islands.islands if rank in island)
+        self._drawn: Kept[tuple[list[Plan], Orders, Orders]] = Kept()
+
+    def compile(self, call: Call) -> S:
+        """A collective."""
+        if call.collective is Collective.ALLTOALLV:
+            return self._alltoallv(call, (call.send_table, call.recv_table))
+        if call.collective is Collective.ALLTOALL and self._islands.whole:
+            each = [r * (call.send_count // self._size) for r in range(self._size + 1)]
+            return self._put_aside(call, each) if call.in_place else self._alltoallv(call, (each, each))
+        item = call.dtype.itemsize
+        grain = max(1, _GRAIN // item)
+        send_shares, recv_shares = _shares(call, self._size)
+        islands, local = self._islands.serving(call.collective, call.dtype, call.op)
+        base = self._base(call, islands)
+        length, (smallest, largest) = 1, _piece_bytes(call.nbytes, self._slot_bytes)
+        if len(islands) > 1:
+            length = parts(base, item * max(*send_shares, *recv_shares), smallest, grain * item)
+        most = largest // smallest
+        key = (
+            call.collective.plain,
+            call.root,
+            call.op is ReduceOp.AVG,
+            len(islands),
+            length,
+            most,
+            bool(call.compress),
+        )
+        plans, orders, level = self._drawn.get_or(key, lambda: self._draw(base, length, most))
+        plan = plans[self._rank]
+        tables = [
+            offsets(shares, units // len(shares), grain)
+            for shares, units in ((send_shares, plan.send_units), (recv_shares, plan.recv_units))
+        ]
+        return self._bind(plan, orders[self._rank], level[self._rank], call.dtype, tables, call, local)
+
+    def _alltoallv(self, call: Call, tables: Iterable[Sequence[int]]) -> S:
+        """Each pair of ranks knows its own count, so the pieces are theirs, too."""
+        sends, recvs = ([(peer, b - a) for peer, (a, b) in enumerate(pairwise(table))] for table in tables)
+        mates = self._mates if self._islands.island is not None else ()
+        return self.messages(call.dtype, sends, recvs, mates, call)
+
+    def _put_aside(self, call: Call, table: Sequence[int]) -> S:
+        """An all-to-all in place inside one island: all that is sent is copied first, then sent from there.
+
+        Another rank's may be out of place: to the library both are one group of the same messages.
+        """
+        parts = [Span(buf, r) if r != self._rank else None for buf in (Buf.SCRATCH, Buf.RECV) for r in self._mates]
+        aside = Step(Op.COPY, 0, Span(Buf.SEND, 0, self._size), Span(Buf.SCRATCH, 0, self._size))
+        exchange = Step(Op.LOCAL, 1, deps=(0,), local=Local(Collective.ALLTOALL, parts=tuple(parts)))
+        n, steps, islands = self._size, (aside, exchange), self._islands.islands
+        plan = Plan(Collective.ALLTOALL, "aside", n, self._rank, n, n, steps, scratch_copies=1, islands=islands)
+        return self._bind(plan, (0, 1), (0, 1), call.dtype, (table, table), call, None)
+
+    def messages(
+        self,
+        dtype: DType,
+        sends: Sequence[End],
+        recvs: Sequence[End],
+        mates: Collection[int],
+        call: Call | None = None,
+        *,
+        apart: bool = False,
+    ) -> S:
+        """Messages to peers and from peers, all under way together; those of `mates`, of which it is one, by the
+        island's library. Those to oneself match in their order. `call`: they are what it consists of; `apart`: each has
+        a buffer of its own.
+
+        Piece by piece of each edge, sends before receives: what peers need is enqueued before what this rank waits for.
+        What the library does comes last.
+        """
+        channel = CHANNEL if call is None else 0  # messages of two ranks are numbered along the edge
+        out = self._half(Op.SEND, channel, dtype.itemsize, sends, mates)
+        into = self._half(Op.RECV, channel, dtype.itemsize, recvs, mates)
+        numbered = sorted((*out.pieces, *into.pieces), key=lambda piece: (piece[0], piece[1].op))
+        numbered += [(0, Step(Op.COPY, 2, src, dst)) for src, dst in zip(out.own, into.own, strict=True)]
+        if out.rows or into.rows:
+            what = Local(Collective.ALLTOALL, parts=_parts(out.rows, into.rows))
+            numbered.append((0, Step(Op.LOCAL, 3, local=what)))
+        levels = [k // SLOTS * 2 * _LAG + k % SLOTS + _LAG * int(step.op is Op.RECV) for k, step in numbered]
+        steps = tuple(step for _, step in numbered)
+        units = (len(out.table) - 1, len(into.table) - 1)
+        islands = self._islands.islands
+        plan = Plan(Collective.P2P, "messages", self._size, self._rank, *units, steps, islands=islands)
+        begins = (out.begins, into.begins) if apart else ((), ())
+        return self._bind(plan, tuple(range(len(steps))), levels, dtype, (out.table, into.table), call, None, begins)
+
+    def _half(self, op: Op, channel: int, item: int, messages: Sequence[End], mates: Collection[int]) -> _Half:
+        half, pieces = _Half([0], [], [], [], []), Counter[int]()
+        buf = Buf.SEND if op is Op.SEND else Buf.RECV
+        inside: dict[int, list[Span]] = {mate: [] for mate in self._mates}
+        for peer, count in messages:
+            at, cuts = len(half.table) - 1, self._cuts(count * item)
+            if peer in mates or peer == self._rank:
+                cuts = (0, 1)
+                (inside[peer] if peer in mates else half.own).append(Span(buf, at))
+            elif count > 0:
+                for a, b in pairwise(cuts):
+                    span = Span(buf, at + a, b - a)
+                    src, dst = (span, None) if op is Op.SEND else (None, span)
+                    half.pieces.append((pieces[peer], Step(op, int(op is Op.RECV), src, dst, peer, channel)))
+                    pieces[peer] += 1
+            half.begins.append(half.table[-1])
+            half.table.extend(half.begins[-1] + x for x in offsets([count], cuts[-1], max(1, _GRAIN // item))[1:])
+        half.rows.extend(zip_longest(*inside.values()))
+        return half
+
+    def _cuts(self, nbytes: int) -> tuple[int, ...]:
+        """The units of a message at which its pieces begin and end."""
+        smallest, largest = _piece_bytes(nbytes, self._slot_bytes)
+        return ramp(max(1, -(-nbytes // smallest)), largest // smallest)
+
+    def _base(self, call: Call, islands: Islands) -> list[Plan]:
+        scale, whole = call.op is ReduceOp.AVG, len(islands) == 1  # then the library averages by itself
+        how: dict[str, Any] = {"root": call.root, "scale": scale and not whole}
+        if call.compress:
+            entry = ISLANDS[call.collective.plain]
+            how |= {"hosts": islands, "compress": True, "groups": self._groups}
+        else:
+            entry = self._algorithm(call.collective.plain, islands)
+            how |= {"hosts": islands} if len(islands) < self._size else {}
+        return [entry.build(self._size, r, **how) for r in range(self._size)]
+
+    def _algorithm(self, collective: Collective, islands: Islands) -> Algorithm:
+        if len(islands) < self._size:
+            return ISLANDS[collective]
+        name = "pairwise" if collective is Collective.ALLTOALL else "direct"
+        if collective is Collective.ALLREDUCE and self._size == 2:
+            name = "oneshot"  # as many bytes each way as in two phases, and nothing to wait for in between
+        return find(collective, name)
+
+    def explain(self, collective: Collective, nbytes: int) -> str:
+        """For people: how a collective on float32, with sums, is done."""
+        if collective is Collective.BARRIER:
+            return "by the hosts"
+        if collective in (Collective.P2P, Collective.ALLTOALLV):
+            name, islands = "a message for each pair", self._islands.alone
+        else:
+            islands, _ = self._islands.serving(collective.plain, DType.FLOAT32, ReduceOp.SUM)
+            name = self._algorithm(collective.plain, islands).name
+        if self._size > 1 and len(islands) == 1:
+            return f"one call of {self._islands.island and self._islands.island.library}"
+        if len(islands) < self._size:
+            name += f" {spell_islands(islands)}, their libraries inside and messages between"
+        first, most = _piece_bytes(nbytes, self._slot_bytes)
+        return f"{name}, in pieces of up to {most} bytes, the first of {first}"
+
+    def _draw(self, base: list[Plan], length: int, most: int) -> tuple[list[Plan], Orders, Orders]:
+        local = all(any(step.op is Op.LOCAL for step in plan.steps) for plan in base)
+        plans = pipelined(base, ramp(length, most * _LOCAL_MESSAGES if local else most), most)
+        return plans, enqueue_order(plans, SLOTS), levels(plans, SLOTS, _LAG)
+
+
+class DeviceBinder:
+    """Compiles plans into lists of driver calls for `queue`. `link` gives the queue's numbers of the edges in use."""
+
+    def __init__(self, queue: _native.DeviceQueue, device: Device, link: Link) -> None:
+        self._queue, self._device, self._link = queue, device, link
+
+    def bind(
+        self,
+        plan: Plan,
+        order: Sequence[int],
+        level: Sequence[int],
+        dtype: DType,
+        tables: Sequence[Sequence[int]],
+        call: Call | None,
+        local: Native | None,
+        apart: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    ) -> _native.DeviceShape:
+        """See `Binder`."""
+        reduce, scale = (None, None) if call is None else self._kernels(call)
+        return self._queue.bind(
+            plan=plan.encode(),
+            rank=plan.rank,
+            size=plan.size,
+            dtype=dtype,
+            send_count=tables[0][-1],
+            recv_count=tables[1][-1],
+            send_table=tables[0],
+            recv_table=tables[1],
+            order=order,
+            levels=level,
+            lag=_LAG,
+            edges=self._link(plan),
+            reduce=reduce,
+            scale=scale,
+            divisor=plan.size,
+            local=local,
+            p2p=call is None,
+            ahead=plan.collective is not Collective.P2P,
+            codec=None if call is None or not call.compress else self._codec(call),
+            sends=[at * dtype.itemsize for at in apart[0]],
+            recvs=[at * dtype.itemsize for at in apart[1]],
+        )
+
+    def _codec(self, call: Call) -> tuple[int, Kernel, Kernel, Kernel, Kernel]:
+        """The format, and what rounds to it, encodes, decodes, and adds what it decodes."""
+        names, table = codec_names(call.dtype, call.compress), self._device.kernels()
+        shape = (_CODEC_BLOCK, _MOST_CODEC_BLOCKS, _CODEC_BLOCK * _ELEMENTS * call.dtype.itemsize)
+        kernels = [(table.function(name), *shape) for name in names]
+        return int(call.compress), kernels[0], kernels[1], kernels[2], kernels[3]
+
+    def _kernels(self, call: Call) -> tuple[Kernel | None, Kernel | None]:
+        if call.collective not in REDUCING:
+            return None, None
+        op = ReduceOp.SUM if call.op is ReduceOp.AVG else call.op
+        table, shape = self._device.kernels(), (_BLOCK, _MOST_BLOCKS, _PER_BLOCK)
+        reduce = (table.function(f"reduce_{call.dtype.label}_{op.label}"), *shape)
+        if call.op is not ReduceOp.AVG:
+            return reduce, None
+        return reduce, (table.function(f"scale_{call.dtype.label}"), *shape)
+
+
+def _shares(call: Call, size: int) -> tuple[list[int], list[int]]:
+    """The parts by rank that SEND and RECV consist of, in elements; one part where they are not cut by rank."""
+    send, recv = call.counts(size)
+    if call.collective.plain in WHOLE:
+        return [send], [recv]
+    match call.collective.plain:
+        case Collective.ALLGATHER | Collective.GATHER:
+            return [send], [b - a for a, b in pairwise(call.recv_table)] or [send] * size
+        case Collective.REDUCE_SCATTER | Collective.SCATTER:
+            return [b - a for a, b in pairwise(call.send_table)] or [recv] * size, [recv]
+        case Collective.ALLTOALL:
+            return [send // size] * size, [recv // size] * size
+    raise BufferTypeError(f"{call.collective.label} does not take GPU buffers")
+
+
+def _piece_bytes(nbytes: int, slot_bytes: int) -> tuple[int, int]:
+    """Bytes of the first and last piece of a message, and most of the others: each piece costs some microseconds, and
+    nothing of a piece can be used before all of it has come."""
+    largest = min(slot_bytes, max(_LEAST_LARGEST, _power(nbytes >> _MIDDLE)))
+    return min(max(_SMALLEST, _power(nbytes >> _ENDS)), _MOST_SMALLEST, largest // 2), largest
+
+
+class _Half(NamedTuple):
+    """What this rank sends, or what it receives."""
+
+    table: list[int]  # elements at which units begin, and the end
+    begins: list[int]  # those at which messages do
+    pieces: list[tuple[int, Step]]  # with their numbers on their edges
+    own: list[Span]  # to this rank itself, or from it
+    rows: list[tuple[Span | None, ...]]  # by the island's library: a message of each member, or none
+
+
+def _parts(sends: Sequence[tuple[Span | None, ...]], recvs: Sequence[tuple[Span | None, ...]]) -> Parts:
+    """Those of a LOCAL all-to-all of such rows."""
+    rows = max(len(sends), len(recvs))
+    nothing = (None,) * len((*sends, *recvs)[0])
+    return tuple(part for each in (sends, recvs) for row in (*each, *[nothing] * (rows - len(each))) for part in row)
+
+
+def _power(n: int) -> int:
+    """The power of two that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,242 @@
+"""A GPU's messages to and from ranks that it shares no memory with, through slots of this process alone.
+
+An edge looks to the GPU like one inside a host (`slots`); threads of a native relay carry what lies in its slots
+(``native/engine/relay.h``). By the way between the two ranks (`topology.Topology.way`):
+
+direct        the slots are the GPU's own memory, and RDMA goes from there to the peer's. No processor touches them.
+staged-rdma   the slots are pinned host memory, which RDMA devices read and write; they end on TCP when the last fails.
+staged-tcp    the slots are pinned host memory, and an edge has several sockets: one cannot fill a fast network, nor one
+              processor core its end of it. A thread moves both directions of a socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import threading
+import time
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from .. import _native
+from ..errors import RegistrationError
+from ..health.diagnosis import Diagnosis, Kind
+from ..links.verbs.report import describe_link, planned
+from ..links.wiring import Check, Wiring
+from .shared import GpuShare
+from .slots import CHANNELS, WORD_BYTES, WORDS_BYTES
+
+if TYPE_CHECKING:
+    from ..links.verbs.memory import Lease, Memory
+    from ..vendor.devices.base import Device
+
+log = logging.getLogger("hetcoll")
+
+SLOTS = 8  # of an edge: more than orders count on, so that the GPU fills some while others are on their way
+LEAST_STRIPES, MOST_STRIPES = 4, 20
+
+assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
+
+
+class Relays:
+    """The edges of one rank's GPU to ranks elsewhere. Nothing is set up before the first one is connected."""
+
+    def __init__(self, wiring: Wiring, diagnosis: Diagnosis, device: Device, share: GpuShare) -> None:
+        self._wiring, self._diagnosis, self._device = wiring, diagnosis, device
+        self._share, self._gpus, self._slot_bytes = share, share.gpus, share.slot_bytes
+        self._relay: _native.Relay | None = None
+        self._registered: Memory | None = None
+        self._connected: set[tuple[int, int]] = set()
+        self._edges: dict[tuple[bool, int, int], int] = {}
+        self._undo = contextlib.ExitStack()  # memory
+        self._failed: str | None = None
+        self._trying = False
+        self._lock = threading.Lock()  # over `_relay` and `_failed`
+        self._thread: threading.Thread | None = None
+
+    def stripes(self, peer: int) -> int:
+        """Sockets of an edge. RDMA links have one, for the handshake and for the worst case; and a rank without a GPU
+        has no relay: its engine deals messages to one. Each socket has a thread, which spins, so there are as many as
+        leave more than half of the cores of either rank alone."""
+        if self._rdma(peer) or not self._gpus[peer].vendor:
+            return 1
+        cores = min(self._share.topology.shares[rank] for rank in (self._wiring.rank, peer))
+        return self._wiring.stripes or max(LEAST_STRIPES, min(3 * cores // 8, MOST_STRIPES))
+
+    def _rdma(self, peer: int) -> bool:
+        return self._share.topology.way(self._wiring.rank, peer) in ("direct", "staged-rdma")
+
+    def _direct(self, peer: int) -> bool:
+        return self._share.topology.way(self._wiring.rank, peer) == "direct"
+
+    def connect(self, edges: Collection[tuple[int, int]], timeout: float, check: Check) -> None:
+        """Connect these (peer, channel) pairs. Both ends must ask; see `Wiring.ensure`."""
+        wanted = [(peer, self._channel(peer, channel)) for peer, channel in edges]
+        missing = [edge for edge in wanted if edge not in self._connected]
+        apart = {(p, c + CHANNELS): self.stripes(p) for p, c in missing}  # the engine has the other channels
+        for (peer, shifted), fds in self._wiring.sockets(apart, timeout, check).items():
+            relay, channel = self._start(), shifted - CHANNELS
+            if self._rdma(peer):
+                rails, direct = self._wiring.rails(peer, self._share.topology), self._direct(peer)
+                self._share_nics(relay)
+                relay.connect_verbs(peer, channel, fds, rails, self._wiring.rail_bytes, direct)
+            else:
+                relay.connect(peer, channel, fds)
+            self._connected.add((peer, channel))
+
+    def _channel(self, peer: int, channel: int) -> int:
+        """Links that take the place of others that did not work have channels of their own."""
+        return channel + CHANNELS * self._share.given_up(peer)
+
+    def edge(self, queue: _native.DeviceQueue, out: bool, peer: int, channel: int) -> int:
+        """The queue's number of a connected edge: one for sends, one for receives."""
+        channel = self._channel(peer, channel)
+        number = self._edges.get((out, peer, channel))
+        if number is None:
+            assert self._relay is not None
+            words, slots = self._allocate(peer)
+            ready, credit = words, words + SLOTS * WORD_BYTES
+            carried = self._relay.add_edge(
+                peer=peer,
+                channel=channel,
+                out=out,
+                slots=slots,
+                ready=ready,
+                credit=credit,
+                slot_bytes=self._slot_bytes,
+                count=SLOTS,
+            )
+            number = self._edges[out, peer, channel] = queue.add_edge(slots, ready, credit, SLOTS, carried)
+        return number
+
+    def _allocate(self, peer: int) -> tuple[int, int]:
+        """The words of an edge, and its slots: the GPU's memory, or the host's behind the words."""
+        device, nbytes = self._device, SLOTS * self._slot_bytes
+        direct = self._direct(peer)
+        words = device.allocate_host(WORDS_BYTES if direct else WORDS_BYTES + nbytes)
+        self._undo.callback(device.free_host, words)
+        ctypes.memset(words, 0, WORDS_BYTES)
+        slots = words + WORDS_BYTES
+        if direct:
+            slots = device.allocate(nbytes)
+            self._undo.callback(device.free, slots)
+        if self._rdma(peer):
+            try:
+                self._register(slots, nbytes, device if direct else None)
+            except RegistrationError as error:
+                if direct:
+                    raise
+                log.warning("rank %d: slots that are copied before they are sent: %s", self._wiring.rank, error)
+        return words, slots
+
+    def _register(self, address: int, nbytes: int, gpu: Device | None) -> Lease:
+        assert self._registered is not None
+        return self._registered.lease(address, nbytes, None, gpu)  # until the memory is closed
+
+    def _share_nics(self, relay: _native.Relay) -> None:
+        if self._registered is None:
+            assert self._wiring.offer is not None
+            self._registered = self._wiring.offer.share(relay)
+
+    def _start(self) -> _native.Relay:
+        with self._lock:
+            if self._relay is None:
+                wiring = self._wiring
+                sockets = max([self.stripes(p) for p in range(wiring.size) if p != wiring.rank], default=1)
+                self._relay = _native.Relay(
+                    threads=max(1, min(max(sockets, 2), self._share.topology.shares[wiring.rank])),
+                    oversubscribed=wiring.oversubscribed,
+                    rank=wiring.rank,
+                    fault=wiring.fault,
+                )
+                self._relay.try_links(self._trying)
+                if self._failed is not None:
+                    self._relay.fail(Kind.ABORTED, wiring.rank, self._failed)
+                self._thread = threading.Thread(target=self._watch, name="hetcoll-relays", daemon=True)
+                self._thread.start()
+            return self._relay
+
+    def _watch(self) -> None:
+        """Threads of the relay cannot tell the other ranks what went wrong, and nobody waits for them: this does. What
+        links lost, and went on without, is logged."""
+        assert self._relay is not None
+        while True:
+            kind, peer, text = self._relay.await_failure(-1.0)
+            events = self._relay.events()
+            for event in events:
+                log.warning("%s", event)
+            if kind != Kind.NONE or not events:
+                break
+        if kind not in (Kind.NONE, Kind.ABORTED):
+            self._wiring.engine.fail(kind, peer, text)
+            self._diagnosis.error()
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """While the block runs, a link that fails ends what goes to its peer, and nothing else: see `problem`."""
+        self._try(True)
+        try:
+            yield
+        finally:
+            self._try(False)
+
+    def _try(self, on: bool) -> None:
+        with self._lock:
+            self._trying = on
+            if self._relay is not None:
+                self._relay.try_links(on)
+
+    def problem(self, peer: int) -> str:
+        """What links to `peer` failed with in such a block, or nothing."""
+        return "" if self._relay is None else self._relay.problem(peer)
+
+    def leave(self, peer: int) -> None:
+        """Let this rank's streams go that wait for `peer`: the links that there are to it are not used any more."""
+        if self._relay is not None:
+            self._relay.leave(peer)
+
+    @property
+    def progress(self) -> int:
+        """Grows while anything moves."""
+        return 0 if self._relay is None else self._relay.moves
+
+    def counters(self) -> dict[str, int]:
+        """Of the RDMA links."""
+        return {} if self._relay is None else self._relay.counters()
+
+    def describe(self) -> str:
+        """What is under way, for people."""
+        return "" if self._relay is None else self._relay.describe()
+
+    def describe_way(self, peer: int) -> str:
+        """How messages to `peer` go, for people."""
+        if not self._rdma(peer):
+            n = self.stripes(peer)
+            return f"through pinned slots and {n} socket{'s' * (n != 1)}"
+        slots = "slots in both GPUs' memory" if self._direct(peer) else "pinned slots"
+        links = [] if self._relay is None else json.loads(self._relay.links())
+        made = [link for link in links if link["peer"] == peer]
+        if made:
+            return f"through {slots} and {'; '.join(map(describe_link, made))}"
+        return f"through {slots} and RDMA over {planned(self._share.topology, self._wiring.rank, peer)}"
+
+    def fail(self, reason: str) -> None:
+        """Let every stream go that waits for another host, now and later."""
+        with self._lock:
+            self._failed = self._failed or reason
+            if self._relay is not None:
+                self._relay.fail(Kind.ABORTED, self._wiring.rank, self._failed)
+
+    def close(self, deadline: float) -> None:
+        """Send what lies in slots, until `deadline` (time.monotonic), and give everything back. The GPU is idle."""
+        if self._relay is not None:
+            while not self._relay.idle and time.monotonic() < deadline:
+                time.sleep(0.001)
+            self._relay.close(max(0.0, deadline - time.monotonic()))
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        if self._registered is not None:
+            self._registered.close()  # before the memory goes
+        self._undo.close()

@@ -1,0 +1,163 @@
+"""What all ranks tell each other before the first call on GPUs, and what those of one host then share.
+
+That is the slots through which they pass messages (`slots`), and a ledger of calls (``native/engine/ledger.h``):
+streams move bytes without looking at them, so ranks compare what they call before anything of it is enqueued.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from .. import _native
+from ..buffers import Buffer
+from ..health.diagnosis import Diagnosis, Kind
+from ..health.status_report import call_site
+from ..links.wiring import Wiring
+from ..plan.topology import Pair, Topology, pair_of
+from ..rendezvous.descriptors import new_name, receive_fd, share_fd
+from ..runtime.selection import describe_message, descriptor
+from ..vendor.facts import Gpu
+from .slots import SlotSegment, slot_bytes
+from .vendor_comm import Meet
+
+if TYPE_CHECKING:
+    from ..vendor.devices.base import Device
+
+
+Note = tuple[_native.Ledger, _native.LedgerEntry]
+_FLOAT8 = re.compile(r"float8_\w+")
+
+
+class GpuShare:
+    """One rank's part in it. `device` is its GPU, None on a rank without; `no_direct` as `gpu_facts.Gpu` has it.
+
+    Making it is collective over all ranks. `close` it when nothing uses the slots any more.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        diagnosis: Diagnosis,
+        device: Device | None,
+        no_direct: str,
+        meet: Meet,
+        timeout: float,
+    ) -> None:
+        self._wiring, self._diagnosis = wiring, diagnosis
+        self.rank, self.here = wiring.rank, wiring.locals.index(wiring.rank)
+        ports = () if device is None else wiring.ports_near(device.bus_id)
+        self.gpus: Sequence[Gpu] = wiring.facts.choose(device, new_name(), no_direct, ports, meet)
+        kinds = [(gpu.vendor, gpu.bus) for gpu in self.gpus]
+        topology = wiring.topology.equipped(kinds, [gpu.no_direct for gpu in self.gpus])
+        self.topology = topology.with_ports([gpu.ports for gpu in self.gpus])
+        self._failed: dict[Pair, str] = {}
+        self.tried: Collection[Pair] = ()  # ways that carried known bytes, and are used
+        self.slot_bytes = slot_bytes(self.topology)
+        self.segment = self._segment(device, timeout)
+        self.ledger = _native.Ledger(self.segment.ledger, self.here, len(wiring.locals))
+        self._edges: dict[tuple[int, int], _native.Ledger] = {}  # of messages, by their two ranks
+
+    def exclude(self, failed: dict[Pair, str], topology: Topology) -> None:
+        """The ways in use between these ranks do not work, and why: `topology` is what is left."""
+        self._failed |= failed
+        self.topology = topology
+
+    def told_tried(self, peer: int) -> str:
+        """Whether the way to `peer` is one of those, for people."""
+        return ", tried with bytes" if pair_of(self.rank, peer) in self.tried else ""
+
+    def given_up(self, peer: int) -> int:
+        """How many ways to `peer` did not work."""
+        return len(self.topology.failed(self.rank, peer))
+
+    def why(self, peer: int) -> str:
+        """Why messages to `peer` go as they do, for people."""
+        problem = self._failed.get(pair_of(self.rank, peer))
+        return self.topology.why(self.rank, peer) + (f": {problem}" if problem else "")
+
+    def _segment(self, device: Device | None, timeout: float) -> SlotSegment:
+        wiring, locals_ = self._wiring, self._wiring.locals
+        name, secret = self.gpus[locals_[0]].doorbell, wiring.secret
+        if wiring.rank == locals_[0]:
+            fd = os.memfd_create("hetcoll-slots", os.MFD_CLOEXEC)
+        else:
+            fd = receive_fd(name, wiring.rank, secret, timeout)
+        try:
+            if wiring.rank == locals_[0]:
+                os.ftruncate(fd, SlotSegment.nbytes(len(locals_), self.slot_bytes))
+                share_fd(name, fd, locals_[1:], secret, timeout)
+            return SlotSegment(fd, len(locals_), self.slot_bytes, device)
+        finally:
+            os.close(fd)
+
+    def entry(self, what: str) -> Note:
+        """How a collective is written down, for all ranks of this host."""
+        return self.ledger, _native.LedgerEntry.make(descriptor(what), _first(what))
+
+    def notes(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> list[Note]:
+        """How messages are written down, each for its two ranks: where they share a host, and one of them has a GPU.
+
+        Elsewhere frames say what they carry.
+        """
+        rank = self._wiring.rank
+        halves = [(send, dest, (rank, dest), describe_message(send, dest, None, -1))] if send else []
+        halves += [(recv, source, (source, rank), describe_message(None, -1, recv, source))] if recv else []
+        found = []
+        for buffer, peer, edge, what in halves:
+            if peer != rank and peer in self._wiring.locals and (self.gpus[peer].vendor or self.gpus[rank].vendor):
+                same = descriptor(f"message {buffer.dtype.label} {buffer.count}")
+                found.append((self._edge(edge), _native.LedgerEntry.make(same, _first(what))))
+        return found
+
+    def _edge(self, edge: tuple[int, int]) -> _native.Ledger:
+        ledger = self._edges.get(edge)
+        if ledger is None:
+            src, dst = (self._wiring.locals.index(rank) for rank in edge)
+            place = edge.index(self._wiring.rank)
+            ledger = self._edges[edge] = _native.Ledger(self.segment.pages(src, dst), place, len(edge))
+        return ledger
+
+    def note(self, notes: Sequence[Note]) -> None:
+        """Write down what is called next; raises where another rank called something else."""
+        for ledger, entry in notes:
+            peer = ledger.note(entry)
+            if peer >= 0:
+                self.differs(ledger, peer)
+
+    def differs(self, ledger: _native.Ledger, peer: int) -> NoReturn:
+        """The rank at place `peer` of a ledger wrote something else down under the number of this rank's last call."""
+        edge = next((edge for edge, each in self._edges.items() if each is ledger), None)
+        ranks = self._wiring.locals if edge is None else edge
+        mine = ranks.index(self._wiring.rank)
+        number = ledger.calls(mine)
+        texts = [f"rank {ranks[i]} called {ledger.text(i, number) or 'something else'}" for i in (mine, peer)]
+        kinds = {kind for text in texts for kind in _FLOAT8.findall(text)}
+        if len(kinds) > 1:
+            texts.append("8-bit floats are converted only between kinds of one format, where ranks have GPUs of both")
+        self._diagnosis.post(Kind.MISMATCH, ranks[peer], "; ".join(texts))
+        raise self._diagnosis.error()
+
+    def _text(self, rank: int, number: int) -> str:
+        return self.ledger.text(self._wiring.locals.index(rank), number) or "something else"
+
+    def standing(self) -> tuple[int, str]:
+        """The rank of this host that is furthest behind, and where each of them is, for people."""
+        where = [(rank, self.ledger.calls(i)) for i, rank in enumerate(self._wiring.locals)]
+        parts = [f"rank {rank} is at GPU call {n}: {self._text(rank, n)}" if n else f"rank {rank} has called nothing"
+                 for rank, n in where]  # fmt: skip
+        replays = [(rank, self.segment.replays(i)) for i, rank in enumerate(self._wiring.locals)]
+        if len({n for _, n in replays}) > 1:  # of calls that were captured, and so written down when that was done
+            parts += [f"rank {rank} has begun {n} captured calls" for rank, n in replays]
+            where = replays
+        return min(where, key=lambda pair: pair[1])[0], "; ".join(parts)
+
+    def close(self) -> None:
+        """Unmap the slots."""
+        self.segment.close()
+
+
+def _first(what: str) -> str:
+    return f"{what} (first called at {call_site()})"

@@ -1,0 +1,191 @@
+"""Host memory that the GPUs of one host have mapped: the slots through which they pass messages to each other.
+
+Every pair of ranks has a few slots in each direction and channel, each with two 64-bit words on cache lines of their
+own: `ready`, which the sender writes when the slot is full, and `credit`, which the receiver writes when it is empty.
+The same few megabytes are used again and again, so they stay in the last-level cache: that is what lets several GPUs
+of a host talk at full speed at once. An edge is mapped by a driver when the first plan uses it.
+Calls in graphs have edges of their own, whose words count the messages of each slot
+(``native/engine/device_capture.h``).
+
+In front of the edges lie areas and rings of each rank for messages that are too small for copy engines, which kernels
+on the GPUs write and read (``devices/kernels/oneshot.h``, ``exchange.h``), a word of each rank that makes its kernels
+give up, and a page of each rank where it writes down what it calls (``native/engine/ledger.h``).
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from .. import _native
+from ..errors import InitError
+from ..vendor.devices.kernels.table import ONESHOT_RANKS
+
+if TYPE_CHECKING:
+    from ..plan.topology import Topology
+    from ..vendor.devices.base import Device
+
+SLOTS = 3
+CHANNELS = 3  # native/engine/plan.h
+WORD_BYTES = 64  # bytes from one slot's word to the next: native/engine/device_queue.h
+WORDS_BYTES = 4096  # bytes in front of an edge's slots
+_EDGES = 2 * CHANNELS  # between two ranks in a direction: captured calls have their own
+_CAPTURED = 16  # bytes from a rank's abort word to its words about captured calls
+_RELEASED = 1 << 62  # above the number of any message
+_PAGE = 4096
+# Bytes of slots in use at once: with half as much again all-reduces of four H200s take a tenth longer.
+_CACHED = 24 << 20
+_LEAST_SLOT = _SLOT_STEP = 256 << 10
+BLOCKS, RING_SLOTS, RING_SLOT_BYTES = 32, 4, 32 << 10  # of an exchange kernel: devices/kernels/exchange.h
+_RING = BLOCKS * RING_SLOTS * RING_SLOT_BYTES
+_RING_WORDS = BLOCKS * RING_SLOTS * (1 + ONESHOT_RANKS) * WORD_BYTES
+AREA_WORDS = 16 << 10  # of 4 bytes of data each, in a half of a rank's area
+_AREA = 2 * 8 * AREA_WORDS
+
+assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
+
+
+def slot_bytes(topology: Topology) -> int:
+    """Bytes of a slot, the same on all ranks: so small that what is in the slots of a host stays in the part of the
+    last-level cache that devices may write to, else large, to hide what a message costs. Where some messages go between
+    hosts, what was measured to be best over sockets.
+
+    Not all ranks fill slots at full speed: those of the largest island wait for the others, which have as much to send.
+    """
+    ranks = len(topology.ranks)
+    if any(topology.far(0, peer) for peer in range(1, ranks)):
+        return 2 << 20
+    busy = min(ranks, 2 * (ranks - max(map(len, topology.islands))))
+    return max(_LEAST_SLOT, _CACHED // (SLOTS * max(2, busy)) // _SLOT_STEP * _SLOT_STEP)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The device's addresses of one direction between two ranks."""
+
+    slots: int
+    ready: int
+    credit: int
+
+
+class Words(NamedTuple):
+    """Addresses of the same words."""
+
+    device: int
+    host: int
+
+
+class SlotSegment:
+    """The slots of one host, in a file of memory that its ranks share.
+
+    `fd` is not kept. `size` is the number of ranks of the host, which are named by their place among them here.
+    Addresses are those of `device`; a rank without one (None) has the host's.
+    """
+
+    def __init__(self, fd: int, size: int, slot_bytes: int, device: Device | None) -> None:
+        self._size, self._device = size, device
+        self._edge_bytes = WORDS_BYTES + SLOTS * slot_bytes
+        nbytes = self.nbytes(size, slot_bytes)
+        self._areas = _PAGE + -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
+        self._rings = self._areas + size * _AREA
+        self._head = self._rings + size * (_RING + _RING_WORDS)
+        self._edges: dict[tuple[int, int, int], Edge] = {}
+        try:
+            self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
+        except OSError as error:
+            raise InitError(f"mapping {nbytes} bytes for the slots of GPUs: {error.strerror}") from error
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._address = int(self._bytes.ctypes.data)
+        self._registered: list[int] = []  # offsets
+        head = self._register(0, self._head)
+        self.aborts = [head + WORD_BYTES * r for r in range(size)]
+        self.rings = [head + self._rings + _RING * r for r in range(size)]
+        self.ring_words = [head + self._rings + _RING * size + _RING_WORDS * r for r in range(size)]
+        self.areas = [head + self._areas + _AREA * r for r in range(size)]
+        self.ledger = self._address + _PAGE  # for the host
+
+    @staticmethod
+    def nbytes(size: int, slot_bytes: int) -> int:
+        """Address space for a host of `size` ranks; memory is taken only by edges in use."""
+        ledger = -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
+        return (
+            _PAGE
+            + ledger
+            + size * (_AREA + _RING + _RING_WORDS)
+            + size * size * (_EDGES * (WORDS_BYTES + SLOTS * slot_bytes) + 2 * _native.LEDGER_BYTES)
+        )
+
+    def pages(self, src: int, dst: int) -> int:
+        """The host's address of the two pages of a ledger, where `src` and `dst` write down their messages."""
+        first = self._head + self._size * self._size * _EDGES * self._edge_bytes
+        return self._address + first + (src * self._size + dst) * 2 * _native.LEDGER_BYTES
+
+    def _register(self, offset: int, nbytes: int) -> int:
+        """Map this part; returns the device's address of it."""
+        if self._device is None:
+            return self._address + offset
+        self._bytes[offset : offset + nbytes : mmap.PAGESIZE].sum()  # drivers pin pages that exist
+        at = self._device.register_host(self._address + offset, nbytes)
+        self._registered.append(offset)
+        return at
+
+    def _offset(self, src: int, dst: int, channel: int) -> int:
+        return self._head + ((src * self._size + dst) * _EDGES + channel) * self._edge_bytes
+
+    def edge(self, src: int, dst: int, channel: int, *, captured: bool = False) -> Edge:
+        """The way from `src` to `dst`, or that of `captured` calls, mapped by this rank's driver on the first use."""
+        key = (src, dst, channel + CHANNELS * captured)
+        found = self._edges.get(key)
+        if found is None:
+            at = self._register(self._offset(*key), self._edge_bytes)
+            found = self._edges[key] = Edge(at + WORDS_BYTES, at, at + SLOTS * WORD_BYTES)
+        return found
+
+    def captured(self, rank: int) -> Words:
+        """Where `rank` counts how many captured calls it has begun, and how many it has ended: two words."""
+        offset = WORD_BYTES * rank + _CAPTURED
+        return Words(self.aborts[0] + offset, self._address + offset)
+
+    def replays(self, rank: int) -> int:
+        """How many captured calls `rank` has begun."""
+        return int(self._bytes.view(np.uint64)[(WORD_BYTES * rank + _CAPTURED) // 8])
+
+    def progress(self, rank: int) -> int:
+        """A number that grows while messages of `rank` move."""
+        words = self._bytes.view(np.uint64)
+        moved = 0
+        for edge in self._edges:
+            first = self._offset(*edge) // 8
+            moved += int(words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8].sum())
+        ring = (self._rings + _RING * self._size + _RING_WORDS * rank) // 8
+        moved += int(words[ring : ring + _RING_WORDS // 8 : WORD_BYTES // 8].sum())
+        area = (self._areas + _AREA * rank) // 8
+        return moved + sum(int(words[area + half * AREA_WORDS] >> np.uint64(32)) for half in (0, 1))
+
+    def release(self, rank: int) -> None:
+        """Let every stream and kernel of `rank` go that waits for a peer: nothing of value comes any more."""
+        words = self._bytes.view(np.uint64)
+        words[rank * WORD_BYTES // 8] = 1
+        for edge in self._edges:
+            first = self._offset(*edge) // 8
+            words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8] = _RELEASED
+
+    def release_edges(self, rank: int, peer: int) -> None:
+        """The same for the edges between two ranks, which are never used again."""
+        words = self._bytes.view(np.uint64)
+        for edge in self._edges:
+            if {*edge[:2]} == {rank, peer}:
+                first = self._offset(*edge) // 8
+                words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8] = _RELEASED
+
+    def close(self) -> None:
+        """Unmap. The device must be done with all slots."""
+        for offset in self._registered:
+            assert self._device is not None
+            self._device.unregister_host(self._address + offset)
+        self._registered.clear()
+        del self._bytes
+        self._map.close()

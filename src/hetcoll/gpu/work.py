@@ -1,0 +1,52 @@
+"""The handle of an operation on streams."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..buffers import read_buffer
+from ..errors import CollectiveTimeoutError
+from ..work import Work
+from . import streams
+
+if TYPE_CHECKING:
+    from .executor import GpuPath
+
+
+class GpuWork(Work):
+    """An operation on streams. It was enqueued when the call returned."""
+
+    __slots__ = ("_current", "_path")
+
+    def __init__(self, path: GpuPath, keep: object, what: str, current: Callable[[], int] | None = None) -> None:
+        """`current` gives the current stream of the arrays' library; without it their `keep` is asked."""
+        super().__init__(None, None, keep, what)
+        self._path, self._current = path, current
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block the host until the operation, and what was enqueued since, is complete."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout  # the watch ends what gets stuck
+        pause = 20e-6
+        while not self._path.idle:
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(f"{self._what}: not complete after {timeout:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+        self._path.check()
+        self._keep = None
+
+    def wait_stream(self, stream: object = None) -> None:
+        """What comes on `stream` later begins after the operation. None: on the current one of the arrays' library."""
+        if stream is None and self._current is not None:
+            stream = self._current()
+        elif stream is None and self._keep is not None:
+            array = next(array for array in self._keep if array is not None)
+            stream = streams.current(read_buffer(array, "array", writable=False))
+        self._path.join(stream)
+
+    @property
+    def done(self) -> bool:
+        return self._path.idle

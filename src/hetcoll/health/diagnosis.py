@@ -1,0 +1,342 @@
+"""What went wrong, for people: turns the engine's failures and the control channel's news into errors.
+
+The data path can only say "this frame is not mine" or "nothing came". Who did what instead is found out of band: every
+rank answers questions from the thread of its control connection, also while its main thread is stuck in a call. What
+one rank finds out it posts as a verdict, so that all ranks raise the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from .. import _native
+from ..errors import (
+    AbortedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    HetcollError,
+    InitError,
+    PeerLostError,
+    spell_ranks,
+)
+from ..links.wiring import PATIENCE
+from ..rendezvous.control import Event, Left, Lost, Query, StoreLost, Verdict
+from .desync_report import Answer, Answers, Called, find_deadlock, find_failure, find_mismatch, find_wrong_message
+from .status_report import Witness
+
+if TYPE_CHECKING:
+    from ..rendezvous.session import Session
+
+_QUERY_SECONDS = 2.0
+_VERDICT_SECONDS = 2.0
+_REASON_SECONDS = 2.0
+_LEAVING_SECONDS = 1.0
+_STAGGER = 0.5  # seconds between the first and the last of many stuck ranks to ask
+_LONGEST_PAUSE = 30.0
+
+
+class Kind(IntEnum):
+    """native/transport/transport.h: FaultKind."""
+
+    NONE = 0
+    MISMATCH = 1
+    PEER_GONE = 2
+    CORRUPT = 3
+    SYSTEM = 4
+    TIMEOUT = 5
+    ABORTED = 6
+
+
+_ERRORS: dict[Kind, type[CommunicationError]] = {
+    Kind.MISMATCH: CollectiveMismatchError,
+    Kind.TIMEOUT: CollectiveTimeoutError,
+    Kind.ABORTED: AbortedError,
+}
+
+
+class Vigil:
+    """Over one call that does not end: asks the others what they do after 2, 4, 8, ... seconds of waiting.
+
+    Many ranks get stuck at once. They begin to ask one after another, and who was asked a moment ago does not ask.
+    """
+
+    def __init__(self, diagnosis: Diagnosis, turn: float, waited: float) -> None:
+        self._diagnosis = diagnosis
+        self._start = time.monotonic() - waited
+        self._pause = PATIENCE
+        self._next = self._start + PATIENCE + _STAGGER * turn
+        self._answers: Answers = {}
+
+    def seconds(self) -> float:
+        """Until the next look."""
+        return max(0.0, self._next - time.monotonic())
+
+    def look(self) -> None:
+        """Ask, if it is time to; raises when the answers say that the call cannot end."""
+        if time.monotonic() < self._next:
+            return
+        self._next += self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._answers = self._diagnosis.look(self._answers)
+
+
+class Diagnosis:
+    """The failure side of one communicator."""
+
+    def __init__(self, session: Session, group: bytes, rank: int, size: int) -> None:
+        self._session, self._group, self._rank, self._size = session, group, rank, size
+        self._news = threading.Condition()  # guards what follows
+        self._engine: _native.Engine | None = None
+        self._early: list[Lost | Left | Verdict | StoreLost] = []
+        self._left: set[int] = set()
+        self._report: tuple[Kind, int, str] | None = None
+        self._asked = -PATIENCE  # when another rank asked last
+        self.answers: dict[str, Callable[[int], Any]] = {}
+        """Of other questions than what this rank is in: what to answer which rank, as JSON."""
+        self._last_words: dict[tuple[str, int], Any] = {}  # of ranks that have left
+        self.on_failure: Callable[[], None] | None = None  # ends what the engine does not know of
+
+    def attach(self, engine: _native.Engine, witness: Witness) -> None:
+        """From now on there is something to fail: news that came earlier is delivered now."""
+        self._witness = witness
+        with self._news:
+            self._engine = engine
+            early, self._early = self._early, []
+        for event in early:
+            self._apply(engine, event)
+
+    # News from the control connection; on its thread.
+
+    def on_event(self, group: bytes, event: Event) -> bytes | None:
+        with self._news:
+            engine = self._engine
+            if engine is None and not isinstance(event, Query):
+                self._early.append(event)
+        if engine is None:
+            return Answer(0, {}).encode() if isinstance(event, Query) else None
+        if isinstance(event, Query):
+            question = json.loads(event.blob)
+            if isinstance(question, str):
+                answer = self.answers.get(question)
+                return json.dumps(None if answer is None else answer(event.rank)).encode()
+            if event.rank != self._rank:
+                self._asked = time.monotonic()
+            return self._witness.testify(question, event.rank).encode()
+        self._apply(engine, event)
+        return None
+
+    def _apply(self, engine: _native.Engine, event: Lost | Left | Verdict | StoreLost) -> None:
+        if isinstance(event, Lost):
+            self._settle(engine, Kind.PEER_GONE, event.rank, self._add_state(event.reason, event.rank))
+        elif isinstance(event, Left):
+            engine.peer_left(event.rank)
+            with self._news:
+                self._left.add(event.rank)
+                self._news.notify_all()
+        elif isinstance(event, Verdict):
+            kind, peer, text = json.loads(event.blob)
+            self._settle(engine, Kind(kind), peer, text)
+        elif not event.orderly:
+            text = f"the process that hosts the job's store was lost: {event.reason}"
+            self._settle(engine, Kind.PEER_GONE, -1, text)
+
+    def _add_state(self, reason: str, peer: int) -> str:
+        """What became of a rank, and what was in flight here then."""
+        assert self._engine is not None
+        text, inside = f"rank {peer} was lost: {reason}", self._witness.inside()
+        # A broken link may have told the engine first.
+        state = self._engine.failure[2] if self._engine.failed else self._engine.describe()
+        if inside is None and not state:
+            return text
+        where = f"rank {self._rank} was in {inside or 'an asynchronous call'}"
+        return "; ".join([text, f"{where}: {state}" if state else where])
+
+    def _settle(self, engine: _native.Engine, kind: Kind, peer: int, text: str) -> None:
+        with self._news:
+            if self._report is None:
+                self._report = (kind, peer, text)
+            self._news.notify_all()
+        engine.fail(kind, peer, text)
+        if self.on_failure is not None:
+            self.on_failure()
+
+    # Verdicts.
+
+    def post(self, kind: Kind, peer: int, text: str) -> None:
+        """Tell every rank, as far as the control channel still works; the first verdict of the group wins."""
+        assert self._engine is not None
+        self._engine.fail(kind, peer, text)
+        try:
+            blob = json.dumps([kind, peer, text]).encode()
+            verdict = self._session.control.post_verdict(self._group, b"failed", blob, _VERDICT_SECONDS)
+            won = json.loads(verdict.blob)
+            self._settle(self._engine, Kind(won[0]), won[1], won[2])
+        except HetcollError:
+            self._keep(kind, peer, text)
+
+    def _keep(self, kind: Kind, peer: int, text: str) -> None:
+        """The verdict of this rank alone."""
+        assert self._engine is not None
+        self._settle(self._engine, kind, peer, text)
+
+    def error(self) -> CommunicationError:
+        """The error for the failure that the engine holds. May ask the other ranks what they did."""
+        assert self._engine is not None
+        number, peer, text = self._engine.failure
+        if self._report is None and number == Kind.MISMATCH:
+            self.post(Kind.MISMATCH, peer, self._explain_mismatch(peer, text))
+        elif self._report is None and number != Kind.ABORTED:  # who aborts or closes says so, or has nothing to say
+            if number == Kind.PEER_GONE:
+                self._await_reason({peer})
+                what = "left while it was needed" if peer in self._left else "closed its connection"
+                text = f"rank {peer} {what}: {text}"
+            if self._report is None:
+                self.post(Kind(number), peer, f"{self._here()}: {text}")
+        return self.known_error()
+
+    def known_error(self) -> CommunicationError:
+        """`error` as far as it is known, at once."""
+        assert self._engine is not None
+        kind, peer, text = self._report or self._engine.failure
+        return (
+            PeerLostError(text, peer) if kind == Kind.PEER_GONE else _ERRORS.get(Kind(kind), CommunicationError)(text)
+        )
+
+    def unconnected(self, problem: InitError, deadline: float, seconds: float) -> CommunicationError:
+        """For a call whose links could not be made by `deadline` (time.monotonic), or not at all."""
+        if time.monotonic() >= deadline:
+            return self.timeout(seconds, str(problem))
+        self._await_reason(range(self._size))
+        if self._report is None:
+            self.post(Kind.SYSTEM, -1, f"{self._here()}: {problem}")
+        return self.error()
+
+    def check_present(self, peers: Collection[int]) -> None:
+        """Raise when one of the ranks that a call needs has left in order: it will not connect any more."""
+        gone = self._left.intersection(peers)
+        if gone:
+            self.post(Kind.PEER_GONE, min(gone), f"{self._here()}: {spell_ranks(gone)} left while it was needed")
+            raise self.error()
+
+    def _await_reason(self, peers: Collection[int]) -> None:
+        """A closed connection has a reason, and the control channel will tell it: a death, a goodbye, an abort."""
+        with self._news:
+            self._news.wait_for(lambda: self._report is not None or self._left.intersection(peers), _REASON_SECONDS)
+
+    def _here(self) -> str:
+        inside = self._witness.inside(threading.get_ident())
+        return f"rank {self._rank}" if inside is None else f"rank {self._rank} in {inside}"
+
+    # Questions.
+
+    def vigil(self, waited: float = 0.0) -> Vigil:
+        """For a call that has already waited for so many seconds."""
+        return Vigil(self, self._rank / self._size, waited)
+
+    def look(self, before: Answers) -> Answers:
+        """Ask all ranks, unless one of them did so just now; raises when they cannot go on. `before` is what they said
+        at the last look."""
+        if time.monotonic() - self._asked < PATIENCE / 2:
+            return before
+        answers = self._ask()
+        wrong = self._judge(answers, before)
+        if wrong is not None:
+            raise wrong
+        return answers
+
+    def _judge(self, answers: Answers, before: Answers) -> CommunicationError | None:
+        """What the answers say is wrong, if anything; then every rank is told."""
+        found, failure = find_mismatch(answers) or find_deadlock(before, answers), find_failure(answers)
+        if found:
+            self.post(Kind.MISMATCH, -1, found)
+        elif failure:
+            self.post(Kind(failure[0]), *failure[1:])
+        else:
+            return None
+        return self.error()
+
+    def timeout(self, seconds: float, state: str = "") -> CommunicationError:
+        """For a call that did not finish in time: says who is missing and poisons the communicator everywhere.
+
+        `state` is how far it has come, where the engine does not know.
+        """
+        assert self._engine is not None
+        inside = self._witness.inside(threading.get_ident()) or Called("a call")
+        state = state or self._engine.describe()
+        answers = self._ask()
+        wrong = self._judge(answers, {})
+        if wrong is not None:
+            return wrong
+        parts = [f"{inside} did not finish in {seconds:g} s on rank {self._rank}" + (f": {state}" if state else "")]
+        silent = [rank for rank, answer in answers.items() if answer is None]
+        others = {rank: answer for rank, answer in answers.items() if answer is not None and rank != self._rank}
+        if not answers:
+            parts.append("the job's store did not answer (its process is stopped, cut off or busy)")
+        if silent:
+            parts.append(f"{spell_ranks(silent)} did not answer (stopped, cut off or busy)")
+        behind = [] if inside.what.startswith(("send(", "recv(")) else self._behind(others)
+        if behind:
+            parts.append(f"{spell_ranks(behind)} did not call it")
+        parts += [
+            f"rank {rank} is in {answer.inside}" + (f": {answer.state}" if answer.state else "")
+            for rank, answer in list(others.items())[:8]
+            if answer.inside is not None
+        ]
+        tell = self.post if answers else self._keep  # whom, if nobody hears us
+        tell(Kind.TIMEOUT, (silent + behind + [-1])[0], "; ".join(parts))
+        return self.error()
+
+    def _behind(self, others: dict[int, Answer]) -> list[int]:
+        """Who has not come to the collective that this rank is in."""
+        assert self._engine is not None
+        now = self._engine.collectives + (self._witness.preparing is not None)
+        return [rank for rank, answer in others.items() if now not in answer.calls and answer.now < now]
+
+    def ask(self, question: str, seconds: float) -> dict[int, Any]:
+        """What the ranks' `answers` to it are; None from one that gave none in time."""
+        answers = self._session.control.query(self._group, json.dumps(question).encode(), seconds)
+        told = {rank: None if blob is None else json.loads(blob) for rank, blob in answers.items()}
+        return told | {rank: self._last_answer(question, rank) for rank in tuple(self._left)}
+
+    def _last_answer(self, question: str, rank: int) -> Any:
+        """What a rank that has left would answer this one."""
+        if (question, rank) not in self._last_words:
+            words: list[Any] = [None] * self._size
+            with contextlib.suppress(InitError):  # it left none
+                words = json.loads(self._session.control.get(self._last_key(question, rank), 0.0))
+            self._last_words[question, rank] = words[self._rank]
+        return self._last_words[question, rank]
+
+    def leave_answers(self, question: str, answers: Sequence[Any]) -> None:
+        """For when this rank has left: what each rank is told then."""
+        with contextlib.suppress(HetcollError):  # the store may be gone, and with it who would ask
+            blob = json.dumps(answers).encode()
+            self._session.control.put(self._last_key(question, self._rank), blob, _LEAVING_SECONDS)
+
+    def _last_key(self, question: str, rank: int) -> bytes:
+        return b"/".join((b"last words", self._group, str(rank).encode(), question.encode()))
+
+    def _ask(self) -> Answers:
+        """Every rank's answer; None from one that is stopped or cut off. Empty when the control channel is gone."""
+        try:
+            blob = json.dumps(self._witness.since()).encode()
+            answers = self._session.control.query(self._group, blob, _QUERY_SECONDS)
+        except HetcollError:
+            return {}
+        return {rank: Answer.decode(blob) if blob else None for rank, blob in answers.items()}
+
+    def _explain_mismatch(self, peer: int, text: str) -> str:
+        answers = self._ask()
+        found = find_mismatch(answers)
+        if found:
+            return found
+        mine = self._witness.inside(threading.get_ident()) or self._witness.received_from(peer)
+        mine = mine or Called("an asynchronous call")
+        return f"{find_wrong_message(answers, self._rank, peer, mine)} ({text})"

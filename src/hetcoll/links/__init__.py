@@ -1,0 +1,1 @@
+"""What connects ranks: the engine's links over shared memory, TCP and RDMA."""

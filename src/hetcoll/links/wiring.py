@@ -1,0 +1,327 @@
+"""From a control connection to an engine with links: who runs where, shared memory, TCP, RDMA.
+
+Ranks of one host share one segment, made by the lowest of them and handed to the others as a descriptor. Other pairs
+get TCP sockets when a plan first needs them, all at once. Where both have RDMA devices that reach each other, the
+engine makes queue pairs too: the two ends introduce them to each other through the socket, which then rests until the
+last queue pair has died.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .. import _native
+from ..config.env import SHM_READ, SHM_STORES, Config
+from ..errors import ArgumentError, InitError
+from ..plan.rails import Nic
+from ..plan.topology import RankInfo, Topology, spell_islands
+from ..rendezvous.control import ControlClient
+from ..rendezvous.descriptors import host_identity, new_name, receive_fd, share_fd
+from ..rendezvous.edges import Address, EdgeKey, Request, pack_addresses, unpack_addresses
+from ..rendezvous.listener import Listener
+from ..rendezvous.wire import pack, unpack
+from ..vendor.facts import Facts, check_digests, decode, encode, visible
+from ..version import __version__
+from .verbs.report import by_peer, describe, fell_back
+
+if TYPE_CHECKING:
+    from .verbs.memory import Memory
+    from .verbs.offer import Offer
+
+log = logging.getLogger("hetcoll")
+
+_SPIN_SECONDS = 10e-6  # then it yields: its peer may be waiting for the very same core
+PATIENCE = 2.0
+"""Seconds after which a stuck call asks what the other ranks do."""
+
+
+_AGREED = (
+    *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check"),
+    *("ib_bytes", "ib_retry_cnt", "ib_sl", "ib_tc", "ib_timeout"),
+)
+"""What must be the same in the configurations of all ranks; islands as well."""
+
+Check = Callable[[Collection[int]], None]
+"""Called now and then, with the ranks that are waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Introduction:
+    """What a rank tells the others first. `settings` must be equal everywhere."""
+
+    host: str
+    pid: int
+    cores: list[int]  # that it may run on
+    doorbell: str
+    device: str
+    settings: str
+    gpus: list[dict[str, Any]]  # that it may use: `gpu_facts.Gpu`
+    no_gpu: str
+    claims: bool
+
+
+def ring_bytes(local_size: int, configured: int | None) -> int:
+    """The data ring of one directed edge and channel: a power of two.
+
+    Larger than a core's L2 cache where there are few: a slot that the reader's cache has long evicted is written at the
+    speed of the shared cache, one that it still holds at the speed of the cores' conversation about it (a quarter).
+    """
+    if configured is not None:
+        return max(4096, 1 << (configured.bit_length() - 1))
+    return int(min(2 << 20, max(128 << 10, (8 << 20) >> (local_size - 1).bit_length())))
+
+
+def rail_bytes(size: int, configured: int | None) -> int:
+    """The ring of one rail in one direction, in a communicator of `size` ranks: a power of two. It is locked memory."""
+    if configured is not None:
+        return min(256 << 20, max(64 << 10, 1 << (configured.bit_length() - 1)))
+    return int(min(1 << 20, max(64 << 10, (16 << 20) >> (size - 1).bit_length())))
+
+
+class Wiring:
+    """One communicator's topology, engine and links. `rank` and `size` are those of `group`."""
+
+    def __init__(self, control: ControlClient, group: bytes, rank: int, size: int, config: Config, timeout: float):
+        self._control, self._config = control, config
+        self.group, self.rank, self.size = group, rank, size
+        self._deadline = time.monotonic() + timeout
+        self._listener: Listener | None = None
+        intros = self._introduce()
+        cores: dict[str, set[int]] = defaultdict(set)  # a launcher may have given each rank one of its host's cores
+        for intro in intros:
+            cores[intro.host].update(intro.cores)
+        infos = (
+            RankInfo(r, i.host, i.pid, len(cores[i.host]), version=__version__, wish=i.device, claims=i.claims)
+            for r, i in enumerate(intros)
+        )
+        self.topology = Topology(tuple(infos), config.transport, config.islands, config.cross)
+        self.stripes = config.socket_stripes
+        self.locals = list(next(host for host in self.topology.hosts if rank in host))
+        spin = _SPIN_SECONDS if config.spin_us is None else config.spin_us * 1e-6
+        self.oversubscribed = len(self.locals) > len(cores[intros[rank].host])
+        self.fault = config.fault or ""
+        patience = min(PATIENCE, config.timeout)
+        identity = hashlib.blake2b(control.unique_id.job_id + group, digest_size=8).digest()
+        try:
+            self.engine = _native.Engine(
+                rank=rank,
+                size=size,
+                identity=int.from_bytes(identity, "little"),
+                doorbell_name=intros[self.locals[0]].doorbell,
+                local_rank=self.locals.index(rank),
+                spin_seconds=spin,
+                oversubscribed=self.oversubscribed,
+                timeout=patience,
+                fault=self.fault,
+            )
+        except ValueError as error:
+            raise ArgumentError(f"HETCOLL_FAULT: {error}") from None
+        if config.fault is not None:
+            log.info("rank %d: links misbehave on purpose: HETCOLL_FAULT=%s", rank, config.fault)
+        self.offer: Offer | None = None
+        gpus = [decode(intro.gpus) for intro in intros]
+        self._gpus = [gpu.bus for gpu in gpus[rank]]
+        try:
+            if config.transport in ("auto", "shm") and len(self.locals) > 1:
+                self._attach_shm(intros[self.locals[0]].doorbell)
+            apart = config.transport in ("tcp", "verbs") or len(self.topology.hosts) > 1
+            if size > 1 and (apart or config.cross == "staged"):
+                self._listen()
+            # Only now: whether the direct way is there depends on the RDMA devices that ranks have just told.
+            self.facts = Facts(self.topology, gpus, [intro.no_gpu for intro in intros])
+            if digest := self.facts.digest:
+                check_digests(control.exchange(group, b"gpus", digest, self._left()))
+        except BaseException:
+            self.engine.close()
+            self.close()
+            raise
+
+    @property
+    def secret(self) -> bytes:
+        """What authenticates every connection of the job."""
+        return self._control.unique_id.secret
+
+    def _left(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.1)
+
+    def _introduce(self) -> list[_Introduction]:
+        c = self._config
+        islands = None if c.islands is None else spell_islands(c.islands)
+        chosen = {f"HETCOLL_{name.upper()}": getattr(c, name) for name in _AGREED} | {"HETCOLL_ISLANDS": islands}
+        gpus, no_gpu = visible(c.device)
+        mine = _Introduction(
+            host_identity(c.host_id),
+            os.getpid(),
+            sorted(os.sched_getaffinity(0)),
+            new_name(),
+            c.device.kind if c.device else "",
+            json.dumps(chosen),
+            encode(gpus),
+            no_gpu,
+            _native.claims_slots(SHM_STORES.index(c.shm_stores)),
+        )
+        blobs = self._control.exchange(self.group, b"introduce", json.dumps(asdict(mine)).encode(), self._left())
+        intros = [_Introduction(**json.loads(blob)) for blob in blobs]
+        for rank, other in enumerate(intros):
+            if other.settings != intros[0].settings:
+                ours, theirs = json.loads(intros[0].settings), json.loads(other.settings)
+                unequal = [k for k in ours if ours[k] != theirs.get(k)]
+                raise InitError(
+                    "; ".join(f"{k} is {ours[k]!r} on rank 0 and {theirs.get(k)!r} on rank {rank}" for k in unequal)
+                )
+        return intros
+
+    def _attach_shm(self, name: str) -> None:
+        ring = ring_bytes(len(self.locals), self._config.shm_bytes)
+        secret = self._control.unique_id.secret
+
+        def check(ranks: Collection[int]) -> None:
+            self._control.check_present(self.group, ranks)
+
+        if self.rank == self.locals[0]:
+            # A memfd: not limited by the size of /dev/shm, and gone with the last process that maps it.
+            fd = os.memfd_create("hetcoll", os.MFD_CLOEXEC)
+        else:
+            fd = receive_fd(name, self.rank, secret, self._left(), self.locals[0], check)
+        try:
+            if self.rank == self.locals[0]:
+                os.ftruncate(fd, _native.shm_bytes(len(self.locals), ring))
+                share_fd(name, fd, self.locals[1:], secret, self._left(), check)
+            stores, reads = SHM_STORES.index(self._config.shm_stores), SHM_READ.index(self._config.shm_read)
+            self.engine.attach_shm(fd, ring, self.locals, stores, reads)
+        finally:
+            os.close(fd)
+
+    def exchange(self, label: str, blob: bytes, timeout: float) -> list[bytes]:
+        """Every rank's `blob`, by rank, past the engine. A collective call; each has another label."""
+        return self._control.exchange(self.group, label.encode(), blob, timeout)
+
+    def listen(self, timeout: float) -> None:
+        """Sockets may be wanted after all: all ranks tell each other where they are reached, once."""
+        if self._listener is None:
+            self._deadline = time.monotonic() + timeout
+            self._listen()
+
+    def _listen(self) -> None:
+        loopback = len(self.topology.hosts) == 1
+        self._listener = Listener(self._config, self._control.unique_id.secret, loopback=loopback)
+        no_nics = self._open_nics(self._listener.addresses)
+        nics = [asdict(nic) for nic in self.nics]
+        mine = pack([pack_addresses(self._listener.addresses), json.dumps([nics, no_nics]).encode()])
+        blobs = [unpack(blob) for blob in self._control.exchange(self.group, b"addresses", mine, self._left())]
+        self._addresses = [unpack_addresses(addresses) for addresses, _ in blobs]
+        infos = []
+        for info, (_, blob) in zip(self.topology.ranks, blobs, strict=True):
+            nics, no_nics = json.loads(blob)
+            infos.append(replace(info, nics=tuple(Nic(**nic) for nic in nics), no_nics=no_nics))
+        self.topology = replace(self.topology, ranks=tuple(infos))
+        self.topology.check_rails()
+
+    def _open_nics(self, addresses: Sequence[Address]) -> str:
+        """Open this rank's RDMA devices, unless they cannot be needed; why there are none."""
+        if self._config.transport not in ("auto", "verbs"):
+            return f"HETCOLL_TRANSPORT is {self._config.transport}"
+        if self._config.transport == "auto" and len(self.topology.hosts) == 1:
+            return "all ranks are on one host"
+        from .verbs.library import UnavailableError  # few jobs need it, and imports count
+        from .verbs.offer import Offer
+        from .verbs.pci import pci_folder
+
+        family = socket.AF_INET if any(":" not in address.host for address in addresses) else socket.AF_INET6
+        # Of several GPUs the first call says which it is (`ports_near`). Until then the cores say what is near.
+        near = pci_folder(self._gpus[0]) if len(self._gpus) == 1 else None
+        try:
+            self.offer = Offer(self.engine, self._config, family, near)
+        except UnavailableError as error:
+            log.info("rank %d: no RDMA: %s", self.rank, error)
+            return str(error)
+        return ""
+
+    @property
+    def nics(self) -> tuple[Nic, ...]:
+        """This rank's open ports of RDMA devices."""
+        return () if self.offer is None else self.offer.nics
+
+    @property
+    def memory(self) -> Memory | None:
+        """Where memory is registered, if it needs to be."""
+        return None if self.offer is None else self.offer.memory
+
+    def ensure(self, edges: Iterable[tuple[int, int]], timeout: float, check: Check) -> None:
+        """Links for these (peer, channel) pairs. Both ends must ask; `check` may raise to end the wait."""
+        missing = {(p, c): self.stripes or 1 for p, c in edges if not self.engine.linked(p, c)}
+        for (p, c), fds in self.sockets(missing, timeout, check).items():
+            if self.topology.transport(self.rank, p) == "verbs":
+                self.attach_verbs(p, c, fds, self.topology)
+            else:
+                self.engine.attach_tcp(p, c, fds)
+
+    def sockets(
+        self, edges: Mapping[tuple[int, int], int], timeout: float, check: Check
+    ) -> dict[tuple[int, int], list[int]]:
+        """So many connected sockets for each (peer, channel), which belong to the caller. As `ensure`."""
+        if not edges:
+            return {}
+        if self._listener is None:
+            raise InitError(f"no transport links rank {self.rank} to {sorted({p for p, _ in edges})}")
+        comm = hashlib.blake2b(self.group, digest_size=16).digest()
+        keys = {
+            (p, c): [EdgeKey(comm, min(self.rank, p), max(self.rank, p), c, s) for s in range(stripes)]
+            for (p, c), stripes in edges.items()
+        }
+        requests = [Request(key, self._addresses[p]) for (p, _), each in keys.items() for key in each]
+        peers = {p for p, _ in edges}
+        made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, lambda: check(peers))
+        return {edge: [made[key].detach() for key in each] for edge, each in keys.items()}
+
+    def attach_verbs(self, peer: int, channel: int, fds: list[int], topology: Topology) -> None:
+        """An RDMA link of the engine's to a rank that has rails to this one. Takes over the sockets."""
+        self.engine.attach_verbs(peer, channel, fds, self.rails(peer, topology), self.rail_bytes)
+
+    @property
+    def rail_bytes(self) -> int:
+        """The ring of one rail in one direction."""
+        return rail_bytes(self.size, self._config.ib_bytes)
+
+    def rails(self, peer: int, topology: Topology) -> list[tuple[int, str]]:
+        """For the engine, or a relay: this rank's port and the name of the peer's device, for each rail, as `topology`
+        has them, which is the same at both ends."""
+        assert self.offer is not None
+        mine, theirs = topology.ranks[self.rank].nics, topology.ranks[peer].nics
+        return [(self.offer.number(mine[i]), theirs[j].device) for i, j in topology.rails(self.rank, peer)]
+
+    def ports_near(self, bus: str) -> tuple[int, ...]:
+        """The places of this rank's RDMA ports, those nearest to the PCI function `bus` first."""
+        if self.offer is None:
+            return ()
+        from .verbs.pci import pci_folder
+
+        return self.offer.near(pci_folder(bus))
+
+    def transports(self, peers: Iterable[int]) -> str:
+        """What carries data to these ranks now, such as ``shm+tcp``; ``self`` where there are none."""
+        links = by_peer(self.engine.links())
+        planned = {p: self.topology.transport(self.rank, p) for p in peers if p != self.rank}
+        return "+".join(sorted({"tcp" if fell_back(links, p) else path for p, path in planned.items()})) or "self"
+
+    def paths(self, peers: Iterable[int]) -> tuple[str, ...]:
+        """For people: how data goes to those of these ranks that are not reached through shared memory, and why."""
+        return describe(by_peer(self.engine.links()), self.topology, self.rank, peers)
+
+    def close(self) -> None:
+        """Close the listener and give RDMA's devices and memory back. The engine must be closed."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self.offer is not None:
+            self.offer.close()
+            self.offer = None

@@ -1,0 +1,332 @@
+"""What an algorithm is: a function that draws one rank's plan, and its entry in the table.
+
+An algorithm takes a `Draft` (who I am, on which host, which root, whether to average) and adds steps to it. Lanes run
+beside each other, steps in a lane one after another; `after` names the steps of other lanes whose data a step needs or
+destroys. What messages already order needs no `after`: a reply that was computed from what I sent cannot come before I
+sent it.
+
+Examples
+--------
+A user's own algorithm, the whole of it (`tests/test_algorithms.py` runs it):
+
+>>> @register(Collective.BROADCAST, "star")                                               # doctest: +SKIP
+... def star(p: Draft) -> None:
+...     for peer in p.others():
+...         if p.rank == p.root:
+...             p.send(0, inp(), peer)
+...     if p.rank != p.root:
+...         p.recv(0, out(), p.root)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from ...errors import ArgumentError
+from ...types import Collective
+from ..ir import Buf, Builder, Local, Op, Plan, Span, cut
+
+After = Iterable[int | None]
+Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host: `Topology.hosts`
+
+
+def inp(start: int = 0, count: int = 1) -> Span:
+    """`count` units of the caller's input (SEND). Never written."""
+    return Span(Buf.SEND, start, count)
+
+
+def out(start: int = 0, count: int = 1) -> Span:
+    """`count` units of the caller's output (RECV). In place it is the same memory as the input."""
+    return Span(Buf.RECV, start, count)
+
+
+def tmp(start: int = 0, count: int = 1) -> Span:
+    """`count` units of the communicator's scratch memory."""
+    return Span(Buf.SCRATCH, start, count)
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft(Builder):
+    """A plan in the making. `units` counts only where buffers are not cut by rank, `pieces` where they are."""
+
+    collective: Collective
+    algorithm: str
+    size: int
+    rank: int
+    hosts: Hosts
+    root: int = 0
+    average: bool = False
+    units: int = 1
+    pieces: int = 1
+    scratch_copies: int = 0
+    scratch_like: Buf = Buf.SEND
+    credits: int = 0
+    apart: bool = False
+    islands: Hosts = ()
+    compress: bool = False
+    groups: Hosts = ()
+    stretches: int = 1
+    cores: int = 2
+    staged: bool = False
+
+    def others(self) -> list[int]:
+        """Every rank but this one, in order."""
+        return [r for r in range(self.size) if r != self.rank]
+
+    def after_me(self) -> list[int]:
+        """The others from rank + 1 on, round the ring: whom to send to, so that nobody is everybody's first."""
+        return [(self.rank + d) % self.size for d in range(1, self.size)]
+
+    def before_me(self) -> list[int]:
+        """The others from rank - 1 down, round the ring: whose message comes first when they send in `after_me`."""
+        return [(self.rank - d) % self.size for d in range(1, self.size)]
+
+    def send(self, lane: int, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
+        """Send `src` to `peer`. Like the next four it gives the step's index, to be named in a later `after`."""
+        slow = self._slow(peer)
+        return self.add(Op.SEND, lane, src=src, peer=peer, channel=channel, deps=after, compressed=slow)
+
+    def recv(self, lane: int, dst: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
+        """Receive into `dst` what `peer` sends next on this channel, which has as many units."""
+        slow = self._slow(peer)
+        return self.add(Op.RECV, lane, dst=dst, peer=peer, channel=channel, deps=after, compressed=slow)
+
+    def recv_reduce(self, lane: int, dst: Span, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
+        """Receive from `peer` and write the reduction of that and `src` to `dst`, which may be `src`."""
+        slow = self._slow(peer)
+        return self.add(Op.RECV_REDUCE, lane, src=src, dst=dst, peer=peer, channel=channel, deps=after, compressed=slow)
+
+    def copy(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
+        """Copy `src` to `dst`, which may be the same memory: then nothing is moved."""
+        return self.add(Op.COPY, lane, src=src, dst=dst, deps=after)
+
+    def reduce(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
+        """Reduce `src` into `dst`."""
+        return self.add(Op.REDUCE, lane, src=src, dst=dst, deps=after)
+
+    def local(
+        self,
+        lane: int,
+        kind: Collective,
+        *,
+        src: Span | None = None,
+        dst: Span | None = None,
+        root: int = -1,
+        parts: Iterable[Span | None] = (),
+        after: After = (),
+    ) -> int:
+        """The vendor's collective `kind` inside this rank's island, from `src` to `dst`; see `hetcoll.plan.Local`."""
+        last = {self.steps[step].lane: step for step in sorted(s for s in after if s is not None)}
+        what = Local(kind, root, tuple(parts))
+        return self.add(Op.LOCAL, lane, src=src, dst=dst, deps=last.values(), local=what)
+
+    def scaled(self, lane: int, dst: Span, reduced: int | None) -> int | None:
+        """The step after which `dst` is final: a division when the collective averages, else `reduced` itself."""
+        return self.add(Op.SCALE, lane, dst=dst, deps=[reduced]) if self.average else reduced
+
+    def rounded(
+        self, lane: int, dst: Span, src: Span, step: int | None, peers: Iterable[int]
+    ) -> tuple[Span, int | None]:
+        """What may be sent to all `peers` in place of `src`, which is there after `step`, and the step after which it
+        is there: `src` itself where none of these edges is compressed."""
+        if not any(map(self._slow, peers)):
+            return src, step
+        return dst, self.add(Op.ROUND, lane, src=src, dst=dst, deps=[step])
+
+    def _slow(self, peer: int) -> bool:
+        """Whether messages to and from `peer` are compressed."""
+        return self.compress and not any(self.rank in group and peer in group for group in self.groups)
+
+    def finish(self) -> Plan:
+        """The plan of the steps so far. `Algorithm.build` calls it."""
+        send_units, recv_units = _units(self.collective, self.size, self.units, self.pieces)
+        return Plan(
+            self.collective, self.algorithm, self.size, self.rank, send_units, recv_units, tuple(self.steps),
+            self.root, self.scratch_copies, self.scratch_like, self.credits, self.pieces, self.islands,
+            self.apart, self.compress, self.staged, self.stretches,
+        )  # fmt: skip
+
+
+def _units(collective: Collective, size: int, units: int, pieces: int) -> tuple[int, int]:
+    """Into how many units SEND and RECV are cut. The same on all ranks, also where a rank lacks one of the two."""
+    match collective:
+        case Collective.ALLGATHER | Collective.GATHER:
+            return pieces, size * pieces
+        case Collective.REDUCE_SCATTER | Collective.SCATTER:
+            return size * pieces, pieces
+        case Collective.ALLTOALL:
+            return size * pieces, size * pieces
+        case Collective.BARRIER:
+            return 1, 1
+        case _:
+            return units, units
+
+
+def floor_log2(n: int) -> int:
+    return n.bit_length() - 1
+
+
+def ceil_log2(n: int) -> int:
+    return (n - 1).bit_length()
+
+
+class Reach(Enum):
+    """Whom an algorithm talks to: it decides how many ranks of a host share its network card at a time."""
+
+    NEAR = "ranks that are next to each other: few messages leave a host"
+    ANYONE = "anyone"
+
+
+class Cost(NamedTuple):
+    """What an algorithm takes. Bytes are in multiples of the larger of the collective's two buffers.
+
+    `hops` is the longest chain of messages that wait for each other; the rest is about the rank that moves the most:
+    messages sent and received, bytes sent, bytes received, and how many of these are added on arrival. The simulator
+    counts the same on the plans themselves; ``tests/test_tuner.py`` holds these formulas to that. `stepwise` says that
+    ranks wait for each other at every step: whole messages depend on each other, or several streams meet in one rank.
+    `answered` are bytes sent that were reduced from what the same peer sent: in shared memory they go back in the slots
+    that they came in, at no cost. `mean` is what the average rank sends, as a part of what the busiest one does, where
+    that was found to count: ranks that share cores are held up by all that is sent. `copied`: so much of the buffer is
+    copied first, to scratch memory that ranks of a host have mapped; what is sent is read there. `turns`: for ranks
+    that share at most so many cores, fewer than there are ranks; hops go from one to the next on its core. Elsewhere it
+    is taken only by name.
+    """
+
+    hops: int
+    messages: int
+    sent: float
+    received: float
+    reduced: float = 0.0
+    reach: Reach = Reach.ANYONE
+    stepwise: bool = False
+    answered: float = 0.0
+    mean: float = 1.0
+    copied: float = 0.0
+    turns: int = 0
+
+
+class Algorithm(NamedTuple):
+    """One entry of the table. Without `cost` and `levels` it is taken only by name, never by itself.
+
+    `levels` is the cost of an algorithm that is made for several hosts: what it takes inside them, and what between
+    them. Bytes between are those of a whole host. `compresses`: it rounds whatever it sends between hosts where the
+    draft says `compress`. `stretches`: into how many it cuts a buffer of so many bytes where the ranks of a host have
+    so many cores; see `stretched`.
+    """
+
+    name: str
+    collective: Collective
+    draw: Callable[[Draft], None]
+    supports: Callable[[int], bool]
+    cost: Callable[[int], Cost] | None = None
+    levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None
+    compresses: bool = False
+    stretches: Callable[[int, int], int] | None = None
+
+    def build(
+        self,
+        size: int,
+        rank: int,
+        *,
+        root: int = 0,
+        scale: bool = False,
+        hosts: Hosts | None = None,
+        compress: bool = False,
+        groups: Hosts = (),
+        stretches: int = 1,
+        cores: int = 2,
+    ) -> Plan:
+        """The plan of `rank` among `size`.
+
+        `scale` divides the result by `size` (AVG). `hosts` are the ranks of each host, by default one; all ranks must
+        give the same. `compress`: the edges between them are compressed, or those between `groups`, where these are
+        larger than hosts. `cores`: those that the ranks of a host share, dealt to them in turn.
+
+        Raises
+        ------
+        ArgumentError
+            `rank` or `root` is not a rank, or the algorithm does not support `size`, or
+            cannot compress.
+        """
+        if not (0 <= rank < size and 0 <= root < size):
+            raise ArgumentError(f"rank and root must lie in 0..{size - 1}, got rank {rank} and root {root}")
+        if not self.supports(size):
+            raise ArgumentError(f"{self.collective.label} by {self.name} does not support {size} ranks")
+        if compress and not self.compresses:
+            raise ArgumentError(f"{self.collective.label} by {self.name} compresses no edges")
+        hosts = hosts or (tuple(range(size)),)
+        if sorted(r for host in hosts for r in host) != list(range(size)) or not all(hosts):
+            raise ArgumentError(f"wanted hosts that hold each of {size} ranks once, got {hosts}")
+        draft = Draft(
+            collective=self.collective, algorithm=self.name, size=size, rank=rank, hosts=hosts, root=root,
+            average=scale, compress=compress and len(hosts) > 1, groups=groups or hosts, stretches=stretches,
+            cores=cores,
+        )  # fmt: skip
+        if size > 1:
+            self.draw(draft)
+        elif self.collective not in (Collective.BROADCAST, Collective.BARRIER):
+            draft.copy(0, out(), inp())
+        return draft.finish()
+
+
+_GRAIN = 16  # elements, which most types have at least a cache line of
+
+ALGORITHMS: dict[Collective, dict[str, Algorithm]] = {}
+
+
+def any_size(size: int) -> bool:
+    return size >= 1
+
+
+def power_of_two(size: int) -> bool:
+    return size >= 1 and size & (size - 1) == 0
+
+
+def register(
+    collective: Collective,
+    name: str,
+    *,
+    supports: Callable[[int], bool] = any_size,
+    cost: Callable[[int], Cost] | None = None,
+    levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None,
+    compresses: bool = False,
+    stretches: Callable[[int, int], int] | None = None,
+) -> Callable[[Callable[[Draft], None]], Callable[..., Plan]]:
+    """Enter a drawing function into the table under `name`; it is replaced by the `build` of its entry."""
+
+    def enter(draw: Callable[[Draft], None]) -> Callable[..., Plan]:
+        entry = Algorithm(name, collective, draw, supports, cost, levels, compresses, stretches)
+        if ALGORITHMS.setdefault(collective, {}).setdefault(name, entry) is not entry:
+            raise ArgumentError(f"{collective.label} has an algorithm called {name} already")
+        return entry.build
+
+    return enter
+
+
+def stretched(count: int, size: int, stretches: int) -> tuple[int, ...]:
+    """Where each unit begins when `count` elements are cut into stretches of `size` units: rising offsets.
+
+    All units are as long as one another but those of the last stretch, among which what is left is cut evenly.
+    """
+    length = count // (size * stretches) // _GRAIN * _GRAIN
+    last = length * size * (stretches - 1)
+    starts = [length * unit for unit in range(size * (stretches - 1))]
+    return (*starts, *(last + at for at in cut(count - last, size)))
+
+
+def find(collective: Collective, name: str) -> Algorithm:
+    """The entry called `name`.
+
+    Raises
+    ------
+    ArgumentError
+        There is none; says which there are.
+    """
+    table = ALGORITHMS.get(collective.plain, {})
+    if name not in table:
+        known = ", ".join(sorted(table)) or "none"
+        raise ArgumentError(f"no algorithm {name!r} for {collective.label}: there are {known}")
+    return table[name]

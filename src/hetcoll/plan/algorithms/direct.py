@@ -1,0 +1,155 @@
+"""One hop: whoever has data sends it straight to whoever needs it.
+
+The fewest dependent hops and the most messages: best between few ranks, and where a hop costs more than its bytes
+(more ranks than cores). Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH" (IJHPCA 2005), compare such linear algorithms with trees and rings. Sends go round the ring from rank + 1 on
+and receives from rank - 1 down, so nobody is everybody's first target; a message then waits only for messages over a
+shorter distance, which is why nothing can deadlock even without buffers.
+"""
+
+from __future__ import annotations
+
+from ...types import Collective
+from ..ir import Span
+from .base import Cost, Draft, inp, out, register, tmp
+
+
+@register(Collective.ALLREDUCE, "oneshot", cost=lambda n: Cost(1, 2 * (n - 1), n - 1, n - 1, n - 1))
+def oneshot_allreduce(p: Draft) -> None:
+    """Everyone sends all to everyone: 1 hop, n-1 messages a rank of the whole buffer.
+
+    Every rank adds in rank order ((x0 + x1) + x2) + ..., so all hold the same bits. The first two may be swapped:
+    reductions commute bit for bit.
+    """
+    n, r = p.size, p.rank
+    sent = None
+    for peer in p.others():
+        sent = p.send(0, inp(), peer)
+    if n == 2:
+        p.credits, p.apart = 1, True  # in place both overwrite what they send: a message must fit between
+        p.scaled(2, out(), p.recv_reduce(1, out(), inp(), 1 - r, after=[sent]))
+        return
+    p.scratch_copies = 1
+    total = inp() if r < 2 else tmp()
+    done = None
+    for peer in range(n):
+        if peer == r:
+            if r > 1:
+                done = p.reduce(1, tmp(), inp())
+        elif peer == 0 and r > 1:
+            p.recv(1, tmp(), peer)
+        elif peer == n - 1:
+            done = p.recv_reduce(1, out(), total, peer, after=[sent])
+        else:
+            p.recv_reduce(1, tmp(), total, peer)
+            total = tmp()
+    if r == n - 1:
+        done = p.copy(1, out(), tmp(), after=[sent])
+    p.scaled(2, out(), done)
+
+
+def _reduce_own(p: Draft, result: Span, own: Span) -> int | None:
+    """Channel 0, lanes 0 and 1: everyone sends unit q of its input to q; `result` gets the sum of my unit `own`."""
+    for peer in p.after_me():
+        p.send(0, inp(peer), peer)
+    reduced = None
+    for peer in p.before_me():
+        reduced = p.recv_reduce(1, result, own, peer)
+        own = result
+    return reduced
+
+
+@register(
+    Collective.ALLREDUCE,
+    "direct",
+    cost=lambda n: Cost(2, 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, answered=1 / n),
+)
+def allreduce(p: Draft) -> None:
+    """Reduce-scatter and all-gather, each in one hop: 2(n-1) messages a rank, each a share of 1/n."""
+    p.units = p.size
+    mine = out(p.rank)
+    ready = p.scaled(4, mine, _reduce_own(p, mine, inp(p.rank)))
+    for peer in p.after_me():
+        p.send(2, mine, peer, channel=1, after=[ready])
+        ready = None
+    for peer in p.before_me():
+        p.recv(3, out(peer), peer, channel=1)
+
+
+@register(
+    Collective.REDUCE_SCATTER,
+    "direct",
+    cost=lambda n: Cost(1, 2 * (n - 1), (n - 1) / n, (n - 1) / n, (n - 1) / n),
+)
+def reduce_scatter(p: Draft) -> None:
+    """1 hop, n-1 messages a rank, each a share of 1/n."""
+    p.scaled(2, out(), _reduce_own(p, out(), inp(p.rank)))
+
+
+@register(
+    Collective.ALLGATHER,
+    "direct",
+    cost=lambda n: Cost(1, 2 * (n - 1), (n - 1) / n, (n - 1) / n),
+)
+def allgather(p: Draft) -> None:
+    """1 hop, n-1 messages a rank, each a share of 1/n."""
+    for peer in p.after_me():
+        p.send(0, inp(), peer)
+    for peer in p.before_me():
+        p.recv(1, out(peer), peer)
+    p.copy(2, out(p.rank), inp())
+
+
+@register(Collective.BROADCAST, "direct", cost=lambda n: Cost(1, n - 1, n - 1, 0))
+def broadcast(p: Draft) -> None:
+    """The root sends all to everyone: 1 hop, n-1 messages."""
+    if p.rank != p.root:
+        p.recv(0, out(), p.root)
+        return
+    for peer in p.after_me():
+        p.send(0, inp(), peer)
+
+
+@register(Collective.REDUCE, "direct", cost=lambda n: Cost(1, n - 1, 0, n - 1, n - 1))
+def reduce(p: Draft) -> None:
+    """Everyone sends all to the root, which adds round the ring from itself on: 1 hop, n-1 messages."""
+    if p.rank != p.root:
+        p.send(0, inp(), p.root)
+        return
+    total, reduced = inp(), None
+    for peer in p.after_me():
+        reduced = p.recv_reduce(0, out(), total, peer)
+        total = out()
+    p.scaled(1, out(), reduced)
+
+
+@register(Collective.GATHER, "direct", cost=lambda n: Cost(1, n - 1, 0, (n - 1) / n))
+def gather(p: Draft) -> None:
+    """Everyone sends its unit to the root: 1 hop, n-1 messages."""
+    if p.rank != p.root:
+        p.send(0, inp(), p.root)
+        return
+    for peer in p.after_me():
+        p.recv(0, out(peer), peer)
+    p.copy(1, out(p.root), inp())
+
+
+@register(Collective.SCATTER, "direct", cost=lambda n: Cost(1, n - 1, (n - 1) / n, 0))
+def scatter(p: Draft) -> None:
+    """The root sends everyone its unit: 1 hop, n-1 messages."""
+    if p.rank != p.root:
+        p.recv(0, out(), p.root)
+        return
+    for peer in p.after_me():
+        p.send(0, inp(peer), peer)
+    p.copy(1, out(), inp(p.root))
+
+
+@register(Collective.BARRIER, "direct", cost=lambda n: Cost(1, 2 * (n - 1), 0, 0))
+def barrier(p: Draft) -> None:
+    """Everyone tells everyone: 1 hop, n-1 empty messages a rank. One lane, so an empty message must fit between."""
+    p.credits = 1
+    for peer in p.after_me():
+        p.send(0, inp(), peer)
+    for peer in p.before_me():
+        p.recv(0, out(), peer)

@@ -1,0 +1,348 @@
+"""Islands: a vendor's collectives inside them, messages between them. For islands of any sizes, and any ranks in them.
+
+A buffer is split over the members of an island: member j of k has the interval [j/k, (j+1)/k). What goes from one
+island to another goes from the owner of an interval there to the owner here, piece by piece where their intervals do
+not agree: so each byte crosses once, through all members' links at a time, and a rank talks to few others. Inside,
+LOCAL steps bring the intervals together. All-reduce shares its middle with `hierarchical`, where it is described.
+
+Collectives whose buffers consist of shares treat an island's shares, in its members' order, as one such buffer: its
+*region*. Messages between two islands are in the order of the region at both ends, and rank i's islands in the order of
+their distance, so that a message waits only for earlier ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from math import lcm
+
+from ...types import Collective
+from ..ir import Buf, Span
+from .base import Algorithm, Draft, any_size, inp, out, tmp
+from .hierarchical import Place, gather_between, reduce_between
+
+LOCAL, SEND, RECV, LAST, ROUND = 0, 1, 2, 3, 4  # lanes; all-reduce has those of `hierarchical`
+Make = Callable[[int, int], Span]  # inp, out or tmp
+
+ISLANDS: dict[Collective, Algorithm] = {}
+
+
+def _register(
+    collective: Collective, *, compresses: bool = False
+) -> Callable[[Callable[[Draft], None]], Callable[[Draft], None]]:
+    def enter(draw: Callable[[Draft], None]) -> Callable[[Draft], None]:
+        ISLANDS[collective] = Algorithm("islands", collective, draw, any_size, compresses=compresses)
+        return draw
+
+    return enter
+
+
+# ------------------------------------------------------------------------------------------------ whole buffers
+
+
+class Split(Place):
+    """A buffer of `units` split over the members of every island. `home` is the root's."""
+
+    def __init__(self, p: Draft, parts: int = 1) -> None:
+        super().__init__(p.hosts, p.rank)
+        p.islands = p.hosts
+        p.units = self.units = lcm(*map(len, p.hosts)) * parts
+        self.home = next(i for i, island in enumerate(p.hosts) if p.root in island)
+
+    def interval(self, island: int, j: int) -> range:
+        """The units of member j."""
+        k = len(self.hosts[island])
+        return range(self.units * j // k, self.units * (j + 1) // k)
+
+    def intervals(self, make: Make) -> list[Span]:
+        """Of all members of my island."""
+        return [make(x.start, len(x)) for x in (self.interval(self.i, j) for j in range(self.k))]
+
+    def crossing(self, island: int) -> list[tuple[int, int, int]]:
+        """(owner there, first unit, units) of the pieces of my interval, as another island splits it."""
+        mine, found = self.interval(self.i, self.j), []
+        for j, rank in enumerate(self.hosts[island]):
+            both = _both(mine, self.interval(island, j))
+            found += [(rank, both.start, len(both))] if both else []
+        return found
+
+    def others(self, sign: int) -> list[int]:
+        """The other islands by their distance from mine, forwards or backwards."""
+        return [self.host_after(sign * d) for d in range(1, self.m)]
+
+
+def _both(x: range, y: range) -> range:
+    return range(max(x.start, y.start), min(x.stop, y.stop))
+
+
+@_register(Collective.ALLREDUCE, compresses=True)
+def allreduce(p: Draft) -> None:
+    """Reduce-scatter inside; all-reduce each interval among its owners, one an island; all-gather inside."""
+    at = Split(p, parts=len(p.hosts) if len(p.hosts) > 2 else 1)
+    if at.m == 1:
+        p.scaled(LAST, out(0, at.units), p.local(0, Collective.ALLREDUCE, src=inp(0, at.units), dst=out(0, at.units)))
+        return
+    mine = at.intervals(out)[at.j]
+    summed = None
+    if at.k > 1:
+        summed = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=mine, parts=at.intervals(inp))
+    if at.m == 2:
+        p.credits = 1  # both send first
+        final = list(_exchange(p, at, summed))
+        if at.k > 1:
+            p.local(LOCAL, Collective.ALLGATHER, src=mine, parts=at.intervals(out), after=final)
+        return
+    outward = [at.host_after(d) for d in range(1, at.m + 1)]
+    ready = reduce_between(p, at, dict.fromkeys(at.parts(p.rank, outward), summed))
+    gather_between(p, at, ready)
+    if at.k > 1:
+        p.local(LOCAL, Collective.ALLGATHER, src=mine, parts=at.intervals(out), after=ready.values())
+
+
+def _exchange(p: Draft, at: Split, summed: int | None) -> Iterator[int | None]:
+    """Of two islands: both owners of a piece send it and add what comes. As many bytes each way as in two phases, and
+    nothing to wait for in between; a + b has the same bits as b + a."""
+    held, pieces = inp if at.k == 1 else out, at.crossing(1 - at.i)
+    sent: list[tuple[Span, int]] = []
+    for peer, start, count in pieces:
+        term, ready = p.rounded(9, out(start, count), held(start, count), summed, [peer])
+        sent.append((term, p.send(2, term, peer, after=[ready])))
+    for (term, step), (peer, start, count) in zip(sent, pieces, strict=True):
+        yield p.scaled(8, out(start, count), p.recv_reduce(3, out(start, count), term, peer, after=[step]))
+
+
+@_register(Collective.BROADCAST)
+def broadcast(p: Draft) -> None:
+    """Inside the root's island first, whose members send an interval each to every other; all-gather there."""
+    at = Split(p)
+    if at.i == at.home:
+        known, whole = None, inp(0, at.units)
+        if at.k > 1 and p.rank == p.root:
+            p.local(LOCAL, Collective.BROADCAST, root=p.root, src=whole)
+        elif at.k > 1:
+            known = p.local(LOCAL, Collective.BROADCAST, root=p.root, dst=out(0, at.units))
+        for island in at.others(1):
+            for peer, start, count in at.crossing(island):
+                p.send(SEND, inp(start, count) if known is None else out(start, count), peer, after=[known])
+        return
+    came = [p.recv(RECV, out(start, count), peer) for peer, start, count in at.crossing(at.home)]
+    if at.k > 1:
+        parts = at.intervals(out)
+        p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came)
+
+
+@_register(Collective.REDUCE)
+def reduce(p: Draft) -> None:
+    """Reduce-scatter inside; the root's island adds what comes to its members' intervals, and reduces to the root."""
+    at = Split(p)
+    p.scratch_copies = int(at.m > 1 and at.k > 1)
+    if at.i != at.home:
+        grown, make = None, inp
+        if at.k > 1:
+            mine, make = at.intervals(tmp)[at.j], tmp
+            grown = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=mine, parts=at.intervals(inp))
+        for peer, start, count in at.crossing(at.home):
+            p.send(SEND, make(start, count), peer, after=[grown])
+        return
+    total, grow = inp, out if at.k == 1 else tmp
+    reduced: int | None = None
+    for island in at.others(-1):
+        for peer, start, count in at.crossing(island):
+            reduced = p.recv_reduce(RECV, grow(start, count), total(start, count), peer)
+        total = grow
+    if at.k > 1:
+        for j, (term, result) in enumerate(zip(at.intervals(inp), at.intervals(out), strict=True)):
+            if j == at.j and at.m > 1:
+                term = at.intervals(tmp)[j]
+            dst = result if p.rank == p.root else None
+            reduced = p.local(LOCAL, Collective.REDUCE, root=p.root, src=term, dst=dst, after=[reduced])
+    if p.rank == p.root:
+        p.scaled(LAST, out(0, at.units), reduced)
+
+
+# ------------------------------------------------------------------------------------------------------- shares
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Units [start, start + count) of the share of `rank`, which member `j` of another island passes on."""
+
+    rank: int
+    j: int
+    start: int
+    count: int
+
+
+class Regions(Place):
+    """Buffers of one share a rank, of `pieces` units each. `home` is the root's island."""
+
+    def __init__(self, p: Draft) -> None:
+        super().__init__(p.hosts, p.rank)
+        p.islands = p.hosts
+        p.pieces = self.pieces = lcm(*map(len, p.hosts))
+        self.home = next(i for i, island in enumerate(p.hosts) if p.root in island)
+
+    def split(self, region: int, island: int) -> list[Piece]:
+        """The region of one island as another's members split it, in order."""
+        owners, n, k = self.hosts[region], self.pieces, len(self.hosts[island])
+        each = len(owners) * n // k
+        cuts = sorted({*range(0, len(owners) * n + 1, n), *range(0, len(owners) * n + 1, each)})
+        return [Piece(owners[a // n], a // each, a % n, b - a) for a, b in pairwise(cuts)]
+
+    def span(self, make: Make, piece: Piece) -> Span:
+        """Where a piece lies in a buffer of all shares."""
+        return make(piece.rank * self.pieces + piece.start, piece.count)
+
+    def share(self, make: Make, rank: int) -> Span:
+        return make(rank * self.pieces, self.pieces)
+
+    def rows(self, make: Make, region: int, *, merge: bool = False) -> Iterator[tuple[Span | None, ...]]:
+        """What each member of my island has of another's region: a piece each, as often as it takes.
+
+        `merge` makes one span of pieces that lie side by side: once suffices where the region does.
+        """
+        members: list[list[Span]] = [[] for _ in range(self.k)]
+        for piece in self.split(region, self.i):
+            spans, span = members[piece.j], self.span(make, piece)
+            if merge and spans and spans[-1].start + spans[-1].count == span.start:
+                span = make(spans[-1].start, spans.pop().count + span.count)
+            spans.append(span)
+        return zip_longest(*members)
+
+    def own(self, region: int) -> list[Piece]:
+        """My pieces of another island's region."""
+        return [piece for piece in self.split(region, self.i) if piece.j == self.j]
+
+    def mine(self, island: int) -> list[tuple[int, Piece]]:
+        """The pieces of my share, and to which rank of another island each belongs."""
+        pieces = self.split(self.i, island)
+        return [(self.hosts[island][piece.j], piece) for piece in pieces if piece.rank == self.mates[self.j]]
+
+    def others(self, sign: int) -> list[int]:
+        """The other islands by their distance from mine, forwards or backwards."""
+        return [self.host_after(sign * d) for d in range(1, self.m)]
+
+
+@_register(Collective.ALLGATHER)
+def allgather(p: Draft) -> None:
+    """The members of every other island get an interval of each region, and gather it there."""
+    at = Regions(p)
+    if at.k > 1:
+        p.local(LOCAL, Collective.ALLGATHER, src=inp(0, at.pieces), parts=[at.share(out, mate) for mate in at.mates])
+    else:
+        p.copy(LAST, at.share(out, p.rank), inp(0, at.pieces))
+    for island in at.others(1):
+        for peer, piece in at.mine(island):
+            p.send(SEND, inp(piece.start, piece.count), peer)
+    for island in at.others(-1):
+        came = [p.recv(RECV, at.span(out, piece), piece.rank) for piece in at.own(island)]
+        for parts in at.rows(out, island, merge=True) if at.k > 1 else ():
+            p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came)
+
+
+@_register(Collective.REDUCE_SCATTER, compresses=True)
+def reduce_scatter(p: Draft) -> None:
+    """Every island adds up the others' regions, an interval each member, and sends them to their owners."""
+    at = Regions(p)
+    p.scratch_copies = int(at.m > 1 and (at.k > 1 or p.compress))
+    for island in at.others(1):
+        grown, make = None, inp
+        for parts in at.rows(inp, island, merge=True) if at.k > 1 else ():
+            make, part = tmp, parts[at.j]
+            dst = None if part is None else tmp(part.start, part.count)
+            grown = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=dst, parts=parts)
+        for piece in at.own(island):
+            sent, ready = p.rounded(ROUND, at.span(tmp, piece), at.span(make, piece), grown, [piece.rank])
+            p.send(SEND, sent, piece.rank, after=[ready])
+    ready = None
+    if at.k > 1:
+        parts = tuple(at.share(inp, mate) for mate in at.mates)
+        ready = p.local(LOCAL, Collective.REDUCE_SCATTER, dst=out(0, at.pieces), parts=parts)
+    first = ready
+    for d, island in enumerate(at.others(-1)):
+        for peer, piece in at.mine(island):
+            fresh = d == 0 and at.k == 1
+            term = at.span(inp, piece) if fresh else out(piece.start, piece.count)
+            ready = p.recv_reduce(RECV, out(piece.start, piece.count), term, peer, after=[first])
+    p.scaled(LAST, out(0, at.pieces), ready)
+
+
+@_register(Collective.GATHER)
+def gather(p: Draft) -> None:
+    """The members of the root's island get an interval each of every other's region, and gather it at the root."""
+    at = Regions(p)
+    if at.i != at.home:
+        for peer, piece in at.mine(at.home):
+            p.send(SEND, inp(piece.start, piece.count), peer)
+        return
+    is_root = p.rank == p.root
+    if at.k > 1:
+        own = [at.share(out, mate) for mate in at.mates] if is_root else []
+        p.local(LOCAL, Collective.GATHER, root=p.root, src=inp(0, at.pieces), parts=own)
+    else:
+        p.copy(LAST, at.share(out, p.rank), inp(0, at.pieces))
+    p.scratch_like, p.scratch_copies = Buf.RECV, int(at.m > 1 and not is_root)
+    for island in at.others(-1):
+        came = [p.recv(RECV, at.span(out if is_root else tmp, piece), piece.rank) for piece in at.own(island)]
+        for parts in at.rows(out, island) if at.k > 1 else ():
+            src, others = _beside_root(p, at, parts)
+            p.local(LOCAL, Collective.GATHER, root=p.root, src=src, parts=others, after=came if src else [])
+
+
+def _beside_root(p: Draft, at: Regions, parts: tuple[Span | None, ...]) -> tuple[Span | None, list[Span | None]]:
+    """What a member has in its scratch, and what the root has of the others: its own part is where it belongs."""
+    if p.rank == p.root:
+        return None, [None if j == at.j else part for j, part in enumerate(parts)]
+    mine = parts[at.j]
+    return (None if mine is None else tmp(mine.start, mine.count)), []
+
+
+@_register(Collective.SCATTER)
+def scatter(p: Draft) -> None:
+    """The root scatters every region over the members of its island, who send the pieces to their owners."""
+    at = Regions(p)
+    if at.i != at.home:
+        for peer, piece in at.mine(at.home):
+            p.recv(RECV, out(piece.start, piece.count), peer)
+        return
+    is_root = p.rank == p.root
+    p.scratch_copies = int(at.m > 1 and not is_root)
+    for island in at.others(1):
+        came = None
+        for parts in at.rows(inp, island) if at.k > 1 else ():
+            dst, others = _beside_root(p, at, parts)
+            came = p.local(LOCAL, Collective.SCATTER, root=p.root, dst=dst, parts=others)
+        for piece in at.own(island):
+            p.send(SEND, at.span(inp if is_root else tmp, piece), piece.rank, after=[] if is_root else [came])
+    if at.k > 1:
+        own = [at.share(inp, mate) for mate in at.mates] if is_root else []
+        p.local(LOCAL, Collective.SCATTER, root=p.root, dst=out(0, at.pieces), parts=own)
+    else:
+        p.copy(LAST, out(0, at.pieces), at.share(inp, p.rank))
+
+
+@_register(Collective.ALLTOALL)
+def alltoall(p: Draft) -> None:
+    """Each member scatters inside its island; between islands rank r meets (k - r) mod n in round k.
+
+    In place, what goes to a mate and what comes from it share their memory, so the first is put aside; and a message
+    between islands must fit between.
+    """
+    at = Place(p.hosts, p.rank)
+    p.islands, p.credits, p.scratch_copies = p.hosts, 1, int(at.k > 1)
+    aside = None
+    for mate in at.mates_after():
+        aside = p.copy(LAST, tmp(mate), inp(mate))
+    p.copy(LAST, out(p.rank), inp(p.rank))
+    for root in at.mates if at.k > 1 else ():
+        if root == p.rank:
+            parts = [None if mate == root else tmp(mate) for mate in at.mates]
+            p.local(LOCAL, Collective.SCATTER, root=root, parts=parts, after=[aside])
+        else:
+            p.local(LOCAL, Collective.SCATTER, root=root, dst=out(root), after=[aside])
+    for k in range(p.size):
+        peer = (k - p.rank) % p.size
+        if peer not in at.mates:
+            sent = p.send(SEND, inp(peer), peer)
+            p.recv(RECV, out(peer), peer, after=[sent])

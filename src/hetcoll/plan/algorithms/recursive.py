@@ -1,0 +1,136 @@
+"""Recursive doubling and halving: log2 n rounds in which ranks meet in pairs, at distances 1, 2, 4, ...
+
+Thakur, Rabenseifner and Gropp (IJHPCA 2005), sections 4.2 and 4.5; Rabenseifner, "Optimization of collective reduction
+operations" (ICCS 2004). When n is not a power of two, each of the first n - 2^k even ranks hands its input to the next
+rank, sits the rounds out and gets the result back: two more hops.
+"""
+
+from __future__ import annotations
+
+from ...types import Collective
+from .base import Cost, Draft, floor_log2, inp, out, power_of_two, register, tmp
+
+
+class Fold:
+    """Which ranks take part in the rounds, and their places among the `size` that do."""
+
+    def __init__(self, n: int, rank: int) -> None:
+        self.size = 1 << (n.bit_length() - 1)
+        self.extra = n - self.size
+        self.paired = rank < 2 * self.extra
+        self.sits_out = self.paired and rank % 2 == 0
+        self.place = rank // 2 if self.paired else rank - self.extra
+
+    def rank(self, place: int) -> int:
+        return 2 * place + 1 if place < self.extra else place + self.extra
+
+
+def _fold_in(p: Draft, fold: Fold) -> int | None:
+    """Channel 0: the even rank of a pair gives its whole input and waits for the result; the odd one adds it."""
+    if not fold.paired:
+        return None
+    if fold.sits_out:
+        p.send(0, inp(0, p.units), p.rank + 1)
+        p.recv(1, out(0, p.units), p.rank + 1)
+        return None
+    return p.recv_reduce(1, out(0, p.units), inp(0, p.units), p.rank - 1)
+
+
+def _doubling_cost(n: int) -> Cost:
+    k, extra = floor_log2(n), n - (1 << floor_log2(n))
+    rounds = k + (extra > 0)
+    every = 2 * extra + k * (n - extra)  # messages: who sits out sends one, and its partner one back
+    mean = every / (n * rounds) if n > 1 else 1.0
+    return Cost(k + 2 * (extra > 0), 2 * rounds, rounds, rounds, rounds, mean=mean)
+
+
+def _halving_cost(n: int) -> Cost:
+    k, folded = floor_log2(n), n & (n - 1) > 0
+    once = 1 - 1 / (1 << k)
+    moved = 2 * once + folded
+    return Cost(2 * k + 2 * folded, 4 * k + 2 * folded, moved, moved, once + folded, stepwise=True)
+
+
+@register(Collective.ALLREDUCE, "doubling", cost=_doubling_cost)
+def allreduce_doubling(p: Draft) -> None:
+    """log2 n rounds, in each of which partners swap the whole buffer and both add: all hold the same bits, since
+    reductions commute bit for bit. Both overwrite what they send, so a message must fit between."""
+    p.credits = 1
+    fold = Fold(p.size, p.rank)
+    ready = _fold_in(p, fold)
+    if fold.sits_out:
+        return
+    total = inp() if ready is None else out()
+    for k in range(fold.size.bit_length() - 1):
+        partner = fold.rank(fold.place ^ 1 << k)
+        sent = p.send(0, total, partner, after=[ready])
+        ready = p.recv_reduce(1, out(), total, partner, after=[sent])
+        total = out()
+    ready = p.scaled(2, out(), ready)
+    if fold.paired:
+        p.send(0, out(), p.rank - 1, after=[ready])
+
+
+@register(Collective.ALLREDUCE, "halving_doubling", cost=_halving_cost)
+def allreduce_halving(p: Draft) -> None:
+    """Rabenseifner's: log2 n rounds that swap halves, quarters, ... and add, then the same backwards without adding."""
+    fold = Fold(p.size, p.rank)
+    p.units = fold.size
+    ready = _fold_in(p, fold)
+    if fold.sits_out:
+        return
+    total, start, half = inp if ready is None else out, 0, fold.size // 2
+    while half:
+        partner = fold.rank(fold.place ^ half)
+        keep, give = (start + half, start) if fold.place & half else (start, start + half)
+        p.send(0, total(give, half), partner, after=[ready])
+        ready = p.recv_reduce(1, out(keep, half), total(keep, half), partner)
+        total, start, half = out, keep, half // 2
+    ready = p.scaled(2, out(start), ready)
+    half = 1
+    while half < fold.size:
+        partner = fold.rank(fold.place ^ half)
+        p.send(3, out(start, half), partner, channel=1, after=[ready])
+        theirs = start ^ half
+        ready = p.recv(4, out(theirs, half), partner, channel=1)
+        start, half = min(start, theirs), 2 * half
+    if fold.paired:
+        p.send(3, out(0, p.units), p.rank - 1, after=[ready])
+
+
+@register(
+    Collective.REDUCE_SCATTER,
+    "halving",
+    supports=power_of_two,
+    cost=lambda n: Cost(floor_log2(n), 2 * floor_log2(n), (n - 1) / n, (n - 1) / n, (n - 1) / n, stepwise=True),
+)
+def reduce_scatter(p: Draft) -> None:
+    """log2 n rounds that swap half, a quarter, ... of the buffer; powers of two only."""
+    p.scratch_copies = 1 if p.size > 2 else 0
+    total, start, half, ready = inp, 0, p.size // 2, None
+    while half:
+        partner = p.rank ^ half
+        keep, give = (start + half, start) if p.rank & half else (start, start + half)
+        p.send(0, total(give, half), partner, after=[ready])
+        ready = p.recv_reduce(1, tmp(keep, half) if half > 1 else out(), total(keep, half), partner)
+        total, start, half = tmp, keep, half // 2
+    p.scaled(2, out(), ready)
+
+
+@register(
+    Collective.ALLGATHER,
+    "doubling",
+    supports=power_of_two,
+    cost=lambda n: Cost(floor_log2(n), 2 * floor_log2(n), (n - 1) / n, (n - 1) / n, stepwise=True),
+)
+def allgather(p: Draft) -> None:
+    """log2 n rounds that swap all that is known so far: 1, 2, 4, ... units; powers of two only."""
+    own: int | None = p.copy(2, out(p.rank), inp())
+    ready, half = None, 1
+    while half < p.size:
+        partner, start = p.rank ^ half, p.rank & -half
+        p.send(0, inp() if half == 1 else out(start, half), partner, after=[ready, own if half > 1 else None])
+        if half > 1:
+            own = None
+        ready = p.recv(1, out(start ^ half, half), partner)
+        half *= 2

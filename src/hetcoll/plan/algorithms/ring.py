@@ -1,0 +1,94 @@
+"""Rings and chains: every rank talks to its two neighbours only, and data streams through all of them.
+
+Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (JPDC 2009). The phases of
+an all-reduce run in lanes and on a channel of their own, so the second follows the first at the pace of elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...types import Collective
+from ..ir import Span
+from .base import Cost, Draft, Reach, inp, out, register, tmp
+
+NEAR = Reach.NEAR
+
+
+def _reduce_phase(p: Draft, partial: Callable[[int], Span], result: Span) -> int:
+    """n-1 steps, channel 0, lanes 0 and 1: unit u starts at rank u+1 and comes to its owner u, growing on its way."""
+    n, r = p.size, p.rank
+    grown = None
+    for s in range(1, n):
+        sent, got = (r - s) % n, (r - s - 1) % n
+        p.send(0, inp(sent) if s == 1 else partial(sent), (r + 1) % n, after=[grown])
+        grown = p.recv_reduce(1, result if got == r else partial(got), inp(got), (r - 1) % n)
+    assert grown is not None
+    return grown
+
+
+def _gather_phase(p: Draft, own: Span, ready: int | None, *, lane: int, channel: int) -> None:
+    """n-1 steps, lanes `lane` and `lane + 1`: unit u goes from its owner u once round the ring."""
+    n, r = p.size, p.rank
+    for s in range(n - 1):
+        sent, got = (r - s) % n, (r - s - 1) % n
+        p.send(lane, own if s == 0 else out(sent), (r + 1) % n, channel=channel, after=[ready])
+        ready = p.recv(lane + 1, out(got), (r - 1) % n, channel=channel)
+
+
+@register(
+    Collective.ALLREDUCE,
+    "ring",
+    cost=lambda n: Cost(2 * (n - 1), 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, NEAR),
+)
+def allreduce(p: Draft) -> None:
+    """Reduce-scatter, then all-gather: 2(n-1) messages a rank, each a share of 1/n. Unit r is reduced on rank r."""
+    p.units = p.size
+    reduced = _reduce_phase(p, out, out(p.rank))
+    _gather_phase(p, out(p.rank), p.scaled(4, out(p.rank), reduced), lane=2, channel=1)
+
+
+@register(
+    Collective.REDUCE_SCATTER,
+    "ring",
+    cost=lambda n: Cost(n - 1, 2 * (n - 1), (n - 1) / n, (n - 1) / n, (n - 1) / n, NEAR),
+)
+def reduce_scatter(p: Draft) -> None:
+    """n-1 messages a rank, each a share of 1/n. What grows on its way lies in scratch: the input is not ours."""
+    p.scratch_copies = 1 if p.size > 2 else 0
+    reduced = _reduce_phase(p, tmp, out())
+    p.scaled(2, out(), reduced)
+
+
+@register(
+    Collective.ALLGATHER,
+    "ring",
+    cost=lambda n: Cost(n - 1, 2 * (n - 1), (n - 1) / n, (n - 1) / n, 0, NEAR),
+)
+def allgather(p: Draft) -> None:
+    """n-1 messages a rank, each a share of 1/n."""
+    _gather_phase(p, inp(), None, lane=0, channel=0)
+    p.copy(2, out(p.rank), inp())
+
+
+@register(Collective.BROADCAST, "ring", cost=lambda n: Cost(n - 1, min(n - 1, 2), 1, int(n > 2), 0, NEAR))
+def broadcast(p: Draft) -> None:
+    """A chain from the root on: n-1 hops, the whole buffer streams through every rank once."""
+    n, place = p.size, (p.rank - p.root) % p.size
+    got = p.recv(0, out(), (p.rank - 1) % n) if place > 0 else None
+    if place < n - 1:
+        p.send(1, inp() if place == 0 else out(), (p.rank + 1) % n, after=[got])
+
+
+@register(Collective.REDUCE, "ring", cost=lambda n: Cost(n - 1, min(n - 1, 2), int(n > 2), 1, 1, NEAR))
+def reduce(p: Draft) -> None:
+    """A chain that ends at the root: n-1 hops, each rank adds its own as the buffer streams through."""
+    n, place = p.size, (p.rank - p.root) % p.size
+    if place == 0:
+        p.scaled(2, out(), p.recv_reduce(0, out(), inp(), (p.rank + 1) % n))
+        return
+    grown = None
+    if place < n - 1:
+        p.scratch_copies = 1
+        grown = p.recv_reduce(0, tmp(), inp(), (p.rank + 1) % n)
+    p.send(1, inp() if grown is None else tmp(), (p.rank - 1) % n, after=[grown])

@@ -1,0 +1,45 @@
+"""Through memory that all ranks of the host read, a stretch at a time: long messages among four ranks or more.
+
+A rank that fills a slot for each of the others writes as many bytes for a reduce-scatter as its buffer has, and as many
+again for the all-gather, in a place for each of them; where ranks take turns on a core, no cache holds them until the
+others run. Here it leaves one copy of a stretch of its input, in SCRATCH, which the others can read where it lies; each
+adds up its share of all copies, over its own part of its own copy, and the sums are read there as well. The next
+stretch goes through the same place: short enough for the caches, and long enough for what messages take besides.
+"""
+
+from __future__ import annotations
+
+from ...types import Collective
+from .base import Cost, Draft, inp, out, register, tmp
+
+_STRETCH_BYTES = 2 << 20
+_MOST_STRETCHES = 64
+
+
+@register(
+    Collective.ALLREDUCE,
+    "staged",
+    cost=lambda n: Cost(2, 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, copied=1),
+    stretches=lambda nbytes, _: min(max(1, nbytes // _STRETCH_BYTES), _MOST_STRETCHES),
+)
+def allreduce(p: Draft) -> None:
+    """Of each stretch a copy, then reduce-scatter and all-gather, each in one hop. The last stretch, whose length may
+    be another, has a place of its own. In place, sums come only after all of the stretch was copied: they hold it."""
+    n, last = p.size, p.stretches - 1
+    p.units, p.scratch_copies, p.staged = n * p.stretches, 1, True
+    read: list[int | None] = []  # what the next copy waits for
+    for k in range(p.stretches):
+        begin, place = n * k, n * k if k == last else 0
+        mine = tmp(place + p.rank)
+        copied = p.copy(0, tmp(place, n), inp(begin, n), after=read if k < last else ())
+        for peer in p.after_me():
+            given = p.send(1, tmp(place + peer), peer, after=[copied])
+        reduced = copied
+        for peer in p.before_me():
+            reduced = p.recv_reduce(2, mine, mine, peer, after=[copied])
+        total = p.scaled(3, mine, reduced)
+        for peer in p.after_me():
+            shown = p.send(4, mine, peer, channel=1, after=[total])
+        for peer in p.before_me():
+            p.recv(5, out(begin + peer), peer, channel=1)
+        read = [given, shown, p.copy(6, out(begin + p.rank), mine, after=[total])]

@@ -1,0 +1,122 @@
+"""Trees: double binary trees for streams, binomial trees for small messages.
+
+Two binary trees carry half the buffer each. A rank that is inner in one is a leaf in the other, so nobody sends or
+receives more than the buffer's size: full bandwidth with about log2 n hops. Sanders, Speck and Träff, "Two-tree
+algorithms for full bandwidth broadcast, reduction and scan" (Parallel Computing 2009).
+
+Each child has a lane of its own, so that an inner rank streams: what it gets from one it adds to what came from the
+other at the pace of elements.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...types import Collective
+from ..ir import Span
+from .base import Cost, Draft, Reach, ceil_log2, inp, out, register, tmp
+
+
+def _parent(place: int, n: int) -> int:
+    """The in-order binary tree of places 1..n-1, hung below place 0: odd places are leaves."""
+    bit = place & -place
+    up = (place ^ bit) | (bit << 1)
+    return up if up < n else place ^ bit
+
+
+def _place(v: int, n: int, tree: int) -> int:
+    """Where rank v (counted from the root) stands in `tree`. In the second tree, inner places go to the first's leaves.
+
+    With an even number of places below the root they are mirrored, with an odd number shifted by one.
+    """
+    if tree == 0 or v == 0:
+        return v
+    return n - v if n % 2 else v % (n - 1) + 1
+
+
+class Family(NamedTuple):
+    """A rank's neighbours in one tree; the root's parent is None."""
+
+    parent: int | None
+    children: tuple[int, ...]
+
+
+def family(size: int, rank: int, root: int, tree: int) -> Family:
+    """The neighbours of `rank` in the first or second tree over all ranks, both with `root` on top."""
+    place = {r: _place((r - root) % size, size, tree) for r in range(size)}
+    who = {p: r for r, p in place.items()}
+    up = who[_parent(place[rank], size)] if rank != root else None
+    below = (p for p in range(1, size) if _parent(p, size) == place[rank])
+    return Family(up, tuple(who[p] for p in below))
+
+
+def _up(p: Draft, tree: int, lane: int, mine: Family, partial: Span) -> int | None:
+    """Adds what the children send to the own input, in lanes `lane` and `lane + 1`; the root's total goes to RECV."""
+    total, ready = inp(tree), None
+    for i, child in enumerate(mine.children):
+        ready = p.recv_reduce(lane + i, partial, total, child, channel=tree, after=[ready])
+        total = partial
+    if mine.parent is not None:
+        p.send(lane + 2, total, mine.parent, channel=tree, after=[ready])
+    return ready
+
+
+def _down(p: Draft, tree: int, lane: int, mine: Family, held: Span, ready: int | None) -> None:
+    """Takes the parent's result and hands it to the children, in lanes `lane` to `lane + 2`."""
+    if mine.parent is not None:
+        ready = p.recv(lane, out(tree), mine.parent, channel=tree)
+    for i, child in enumerate(mine.children):
+        p.send(lane + 1 + i, held, child, channel=tree, after=[ready])
+
+
+def _below(n: int) -> float:
+    """How often the buffer goes to the children of an inner rank: two halves, but one or none among few ranks."""
+    return min(n - 2, 2) / 2
+
+
+def _allreduce_cost(n: int) -> Cost:
+    added = 1 if n == 2 else _below(n)  # of two ranks, one adds both halves
+    return Cost(2 * ceil_log2(n), min(2 * n, 8), 1 + _below(n), 1 + _below(n), added, Reach.NEAR, stepwise=True)
+
+
+def _reduce_cost(n: int) -> Cost:
+    sent, received = (0, 1) if n == 2 else (1, _below(n))
+    return Cost(ceil_log2(n), min(n, 4), sent, received, received, Reach.NEAR, stepwise=True)
+
+
+@register(Collective.ALLREDUCE, "tree", cost=_allreduce_cost)
+def allreduce(p: Draft) -> None:
+    """Up and down both trees: 2 ceil(log2 n) hops. No rank sends or receives more than twice the buffer."""
+    p.units = 2
+    for tree in (0, 1):
+        lane, mine = 8 * tree, family(p.size, p.rank, 0, tree)
+        ready = _up(p, tree, lane, mine, out(tree))
+        if mine.parent is None:
+            ready = p.scaled(lane + 3, out(tree), ready)
+        _down(p, tree, lane + 4, mine, out(tree), ready)
+
+
+@register(
+    Collective.BROADCAST,
+    "tree",
+    cost=lambda n: Cost(ceil_log2(n), min(n, 4), _below(n), 1, 0, Reach.NEAR, stepwise=True),
+)
+def broadcast(p: Draft) -> None:
+    """Down both trees: ceil(log2 n) hops. No rank sends more than the buffer's size, the root sends each half once."""
+    p.units = 2
+    for tree in (0, 1):
+        mine = family(p.size, p.rank, p.root, tree)
+        _down(p, tree, 4 * tree, mine, inp(tree) if mine.parent is None else out(tree), None)
+
+
+@register(Collective.REDUCE, "tree", cost=_reduce_cost)
+def reduce(p: Draft) -> None:
+    """Up both trees: ceil(log2 n) hops. No rank receives more than the buffer's size, the root gets each half once."""
+    p.units = 2
+    for tree in (0, 1):
+        mine = family(p.size, p.rank, p.root, tree)
+        if mine.parent is not None and mine.children:
+            p.scratch_copies = 1
+        ready = _up(p, tree, 4 * tree, mine, out(tree) if mine.parent is None else tmp(tree))
+        if mine.parent is None:
+            p.scaled(4 * tree + 3, out(tree), ready)

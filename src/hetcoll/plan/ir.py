@@ -1,0 +1,272 @@
+"""The plan: a collective as data.
+
+A plan is what one rank does: steps over a few lanes. A lane runs its steps in order; lanes run beside each other.
+Steps name *units*, not bytes: a buffer of `count` elements is cut into its plan's number of units by `cut`, when the
+plan is launched, so one plan serves every size.
+
+Rules that make a set of plans (one a rank) a Kahn network, whose result does not depend on timing:
+
+* a (source, destination, channel) triple is a FIFO, matched by order, written by one lane and read by one lane;
+* a compressed message carries nothing but what a ROUND step of the very same span has made, or a compressed message
+  has brought: then its codes lose nothing, and whoever keeps what it sent has what the others got;
+* `deps` are data hazards (read after write, write after read, write after write) between lanes of the same rank;
+* plans are written as if the input and output buffers were the same memory, so the same plan is right in place.
+
+Where a step and one it depends on touch the very same span, the engine lets the second follow the first at the pace of
+elements instead of whole steps: that is what pipelines a ring or a tree, and why a plan needs no pieces of its own.
+`simulator.py` proves plans; ``native/engine/plan.cc`` reads `Plan.encode`.
+
+Examples
+--------
+>>> cut(10, 4)
+(0, 2, 5, 7, 10)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from ..types import Collective
+
+MAGIC = 0x48435032  # "HCP2"
+HEADER = struct.Struct("<IHHIIIIIBBHI")
+STEP = struct.Struct("<BBBBiiiiiiiIIII")
+SPAN = struct.Struct("<iii")
+assert (HEADER.size, STEP.size) == (36, 48)  # native/engine/plan.h asserts the same
+
+
+class Buf(IntEnum):
+    """Which memory a span lies in."""
+
+    SEND = 0
+    RECV = 1
+    SCRATCH = 2
+
+
+class Op(IntEnum):
+    """What a step does. There are no fused operations: fusing is the engine's business."""
+
+    SEND = 0  # src -> peer
+    RECV = 1  # peer -> dst
+    RECV_REDUCE = 2  # dst = src (+) what the peer sent; src may be dst
+    COPY = 3  # dst = src
+    REDUCE = 4  # dst = dst (+) src
+    SCALE = 5  # dst = dst / number of ranks (AVG)
+    LOCAL = 6  # a vendor collective inside the island
+    ROUND = 7  # dst = src as a compressed edge carries it, with what was lost at the last call added first
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`count` units of `buf` from unit `start` on.
+
+    SCRATCH consists of whole copies of the buffer that `Plan.scratch_like` names: unit `k * units + i` is unit `i`
+    of copy `k`. A span never crosses from one copy into the next.
+    """
+
+    buf: Buf
+    start: int
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.buf.name.lower()}[{self.start}:{self.start + self.count}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Which collective a LOCAL step is. All members of the rank's island take part, also those it gives nothing to do.
+
+    `root` is a rank, for a rooted collective. `parts` has one span, or None for nothing, for each member of the island
+    in its order. Who has which spans:
+
+    ==============  ============================================================================
+    ALLREDUCE       src, dst on everyone
+    REDUCE          src on everyone; dst on the root
+    BROADCAST       src on the root; dst on the others
+    ALLGATHER       src: what I give; parts: where I put what each member gives (mine may be src)
+    REDUCE_SCATTER  parts: my terms of what each member gets; dst: what I get (may be my part)
+    GATHER          src: what I give; parts on the root: where it puts what each member gives
+    SCATTER         parts on the root: what it gives each member; dst: what I get
+    ALLTOALL        parts: what I send to each member, then where I put what each sends; for several messages, either
+                    half has a row of members for each
+    ==============  ============================================================================
+
+    Reductions are those of the call, except that of an average they are the sum. Vendor libraries have calls for equal
+    parts that lie side by side in the order of members; everything else is a group of rooted calls.
+    """
+
+    kind: Collective
+    root: int = -1
+    parts: tuple[Span | None, ...] = ()
+
+    def __str__(self) -> str:
+        root = f" root {self.root}" if self.root >= 0 else ""
+        parts = " of " + ",".join("-" if part is None else str(part) for part in self.parts) if self.parts else ""
+        return self.kind.label + root + parts
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step. `deps` are indices into the same plan's steps. LOCAL steps of a rank are all in one lane."""
+
+    op: Op
+    lane: int
+    src: Span | None = None
+    dst: Span | None = None
+    peer: int = -1
+    channel: int = 0
+    deps: tuple[int, ...] = ()
+    local: Local | None = None
+    compressed: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"{self.lane}:{self.op.name.lower()}"]
+        if self.local is not None:
+            parts.append(str(self.local))
+        if self.src is not None:
+            parts.append(str(self.src))
+        if self.dst is not None:
+            parts.append(f"-> {self.dst}")
+        if self.peer >= 0:
+            parts.append(f"peer {self.peer}" + (f" channel {self.channel}" if self.channel else ""))
+        if self.compressed:
+            parts.append("compressed")
+        if self.deps:
+            parts.append("after " + ",".join(map(str, self.deps)))
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What rank `rank` of `size` does for one collective.
+
+    `send_units` and `recv_units` are the numbers of units that the user's buffers are cut into. SCRATCH is
+    `scratch_copies` copies of `scratch_like`. `credits` is the least number of slots a channel needs; 0 means that
+    the plan completes even when every send waits for its receive. `apart` says that only calls in place need credits:
+    where input and output are different memory, the plan needs none, and no deps but those that its memory then still
+    asks for. Where a buffer consists of shares, one for each rank
+    or message, every share is cut into `pieces` units. `islands` are the ranks of each island, in a plan with LOCAL
+    steps. `compress`: some edges are compressed. `staged`: SCRATCH is to be where the other ranks of the host can read
+    it, so what is sent from there is not copied. `stretches`: the buffer is cut into so many stretches of equal numbers
+    of units, and the units of all but the last are as long as one another (`algorithms.base.stretched`).
+    """
+
+    collective: Collective
+    algorithm: str
+    size: int
+    rank: int
+    send_units: int
+    recv_units: int
+    steps: tuple[Step, ...]
+    root: int = 0
+    scratch_copies: int = 0
+    scratch_like: Buf = Buf.SEND
+    credits: int = 0
+    pieces: int = 1
+    islands: tuple[tuple[int, ...], ...] = ()
+    apart: bool = False
+    compress: bool = False
+    staged: bool = False
+    stretches: int = 1
+
+    @property
+    def lanes(self) -> int:
+        return 1 + max((step.lane for step in self.steps), default=-1)
+
+    @property
+    def edges(self) -> frozenset[tuple[int, int]]:
+        """The (peer, channel) pairs that this rank talks over, in either direction."""
+        return frozenset((step.peer, step.channel) for step in self.steps if step.peer >= 0)
+
+    def units(self, buf: Buf) -> int:
+        """The number of units in `buf`."""
+        if buf is Buf.SCRATCH:
+            return self.scratch_copies * self.units(self.scratch_like)
+        return self.send_units if buf is Buf.SEND else self.recv_units
+
+    @property
+    def island(self) -> tuple[int, ...]:
+        """The members of this rank's island, in order."""
+        return next((island for island in self.islands if self.rank in island), (self.rank,))
+
+    def _place(self, rank: int) -> int:
+        return self.island.index(rank) if rank in self.island else -1
+
+    def dump(self) -> str:
+        """The plan for people, a line a step."""
+        head = f"{self.collective.label} by {self.algorithm}: rank {self.rank} of {self.size}"
+        return "\n".join([head, *(f"{i:3d}  {step}" for i, step in enumerate(self.steps))])
+
+    def encode(self) -> bytes:
+        """The fixed little-endian records that the engine loads: header, steps, all deps, then all parts.
+
+        A LOCAL step has the number of its collective in `channel`, and its root's place in the island, or -1, in
+        `peer`.
+        """
+        deps: list[int] = []
+        parts: list[Span | None] = []
+        rows: list[bytes] = []
+        for step in self.steps:
+            mine = () if step.local is None else step.local.parts
+            where = (step.channel, step.peer) if step.local is None else (step.local.kind, self._place(step.local.root))
+            spans = (*_record(step.src), *_record(step.dst))
+            channel, peer = where
+            counts = (len(deps), len(step.deps), len(parts), len(mine))
+            row = (step.op, step.lane, channel, step.compressed, peer, *spans, *counts)
+            rows.append(STEP.pack(*row))
+            deps.extend(step.deps)
+            parts.extend(mine)
+        head = HEADER.pack(
+            MAGIC, self.lanes, self.collective, len(self.steps), len(deps), self.send_units, self.recv_units,
+            self.scratch_copies, self.scratch_like, self.apart | self.staged << 1, self.credits, len(parts),
+        )  # fmt: skip
+        tail = [struct.pack(f"<{len(deps)}I", *deps), *(SPAN.pack(*_record(part)) for part in parts)]
+        return b"".join([head, *rows, *tail])
+
+
+def _record(span: Span | None) -> tuple[int, int, int]:
+    return (-1, 0, 0) if span is None else (span.buf, span.start, span.count)
+
+
+def cut(count: int, units: int) -> tuple[int, ...]:
+    """Where each unit of a buffer of `count` elements begins, and the end: `units + 1` offsets.
+
+    Unit i is [i*count//units, (i+1)*count//units): sizes differ by at most one, and some are empty when count < units.
+    The same rule is in ``native/engine/plan.cc``; ``tests/test_plan.py`` holds them equal.
+    """
+    return tuple(i * count // units for i in range(units + 1))
+
+
+@dataclass(slots=True)
+class Builder:
+    """Collects steps; `add` returns the index to name in later `deps`."""
+
+    steps: list[Step] = field(default_factory=list)
+    waited: dict[tuple[int, int], int] = field(default_factory=dict)  # (lane, other lane): its last step waited for
+
+    def add(
+        self,
+        op: Op,
+        lane: int,
+        *,
+        src: Span | None = None,
+        dst: Span | None = None,
+        peer: int = -1,
+        channel: int = 0,
+        deps: Iterable[int | None] = (),
+        local: Local | None = None,
+        compressed: bool = False,
+    ) -> int:
+        """Append a step. `None` among the deps stands for "nothing to wait for".
+
+        Deps on the same lane, and on what an earlier step of this lane has waited for, are dropped.
+        """
+        wanted = {d: (lane, self.steps[d].lane) for d in deps if d is not None}
+        kept = tuple(sorted(d for d, ends in wanted.items() if ends[1] != lane and d > self.waited.get(ends, -1)))
+        for d in kept:
+            self.waited[wanted[d]] = d
+        self.steps.append(Step(op, lane, src, dst, peer, channel, kept, local, compressed))
+        return len(self.steps) - 1

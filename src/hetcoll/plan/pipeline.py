@@ -1,0 +1,236 @@
+"""Pipelining: plans whose messages are cut into pieces that fit a slot.
+
+The engine streams a message of any length through a channel's slots by itself. A device cannot: what it does is
+enqueued before it runs, one operation a piece. `pipelined` therefore draws the pieces into the plan. Every piece is the
+whole algorithm on a part of the data, and a lane runs all pieces of its first step, then all of its second: pieces of
+different steps overlap as far as lanes, deps and messages allow, and what `simulator.check` proves of a plan it proves
+of its pieces.
+
+    cuts = ramp(parts(plans, nbytes, smallest), slot // smallest)   small at both ends, to fill and drain quickly
+    plans = pipelined(plans, cuts)
+    table = offsets([count], plans[rank].recv_units, grain)         where the units of such a plan begin, aligned
+
+Examples
+--------
+>>> ramp(16, 4)
+(0, 1, 3, 6, 9, 13, 15, 16)
+>>> offsets([10, 4], 2, 4)
+(0, 8, 10, 14, 14)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise, zip_longest
+
+from ..errors import ArgumentError
+from ..types import WHOLE, Collective
+from .ir import Op, Plan, Span, Step
+from .simulator import follows
+
+MOST_UNITS = 1 << 15  # native/engine/plan.cc
+
+
+def ramp(length: int, most: int) -> tuple[int, ...]:
+    """Cuts of `length` parts into pieces of 1, 2, 4, ... and at most `most` parts, then down again to 1.
+
+    Returns
+    -------
+    Rising offsets from 0 to `length`. One and two parts stay one piece, where `most` allows it.
+    """
+    if length < 1 or most < 1:
+        raise ArgumentError(f"wanted at least one part, and one in a piece, got {length} and {most}")
+    rise: list[int] = []
+    size = 1
+    while size < most and 2 * (sum(rise) + size) + size <= length:
+        rise.append(size)
+        size *= 2
+    middle = length - 2 * sum(rise)
+    pieces = -(-middle // most)
+    level = [middle * (i + 1) // pieces - middle * i // pieces for i in range(pieces)]
+    return (0, *accumulate([*rise, *level, *reversed(rise)]))
+
+
+def share_units(plan: Plan) -> int:
+    """Units of what lies in one piece in a buffer: a share, or all of it where it is not cut by rank."""
+    return max(1, plan.send_units, plan.recv_units) if plan.collective in WHOLE else plan.pieces
+
+
+def parts(plans: Sequence[Plan], nbytes: int, smallest: int, grain: int = 1) -> int:
+    """How many parts of at most `smallest` bytes make the longest message of `plans`: the `length` that `ramp` wants.
+
+    Parameters
+    ----------
+    plans
+        Of all ranks, not yet pipelined.
+    nbytes
+        Bytes of the buffer, or of its longest share, where it consists of shares.
+    smallest
+        Bytes of the smallest piece. Pieces of up to ``slot // smallest`` parts fit a slot.
+    grain
+        Bytes that units will be aligned to (see `offsets`).
+
+    Returns
+    -------
+    At least 1, rounded up to three significant bits, so that few plans serve all sizes.
+
+    Raises
+    ------
+    ArgumentError
+        `smallest` does not hold one grain of each unit of the longest message.
+    """
+    units, longest = share_units(plans[0]), _longest(plans)
+    room = smallest // longest // grain * grain
+    if room == 0:
+        raise ArgumentError(f"a piece of {smallest} bytes does not hold {longest} units of {grain} bytes")
+    wanted = max(1, -(-nbytes // (units * room)))
+    coarse = 1 << max(0, wanted.bit_length() - 3)
+    return -(-wanted // coarse) * coarse
+
+
+def offsets(shares: Sequence[int], units: int, grain: int) -> tuple[int, ...]:
+    """Where each unit begins when every share is cut into `units`: ``len(shares) * units + 1`` rising offsets.
+
+    All in elements. A share's units are as long as one another and begin at multiples of `grain` within it, except that
+    the last ones are shorter or empty. A buffer that is not cut by rank is one share.
+    """
+    table = [0]
+    for count in shares:
+        begin = table[-1]
+        length = -(-count // (units * grain)) * grain
+        table += [begin + min(count, length * (i + 1)) for i in range(units)]
+    return tuple(table)
+
+
+def pipelined(plans: Sequence[Plan], cuts: Sequence[int], most: int | None = None) -> list[Plan]:
+    """The plans of all ranks with every message cut into pieces.
+
+    Parameters
+    ----------
+    plans
+        Of all ranks, in rank order; those of a barrier carry nothing and stay as they are.
+    cuts
+        Rising offsets from 0 to the number of parts, one piece between two of them (see `ramp`). Each unit is cut into
+        that many units. Piece i is a stretch of the whole buffer where buffers are not cut by rank (all-reduce,
+        broadcast, reduce), else a stretch of every share.
+    most
+        Parts of a piece that a message holds. Messages of longer pieces are cut again, where LOCAL steps stay whole: a
+        vendor's library wants longer pieces than a slot holds.
+
+    Raises
+    ------
+    ArgumentError
+        `cuts` does not rise from 0, or there would be more than 2**15 units.
+    """
+    if len(cuts) < 2 or cuts[0] != 0 or any(a >= b for a, b in pairwise(cuts)):
+        raise ArgumentError(f"wanted rising cuts from 0 on, got {tuple(cuts)}")
+    for plan in plans:
+        if max(plan.send_units, plan.recv_units) * cuts[-1] > MOST_UNITS:
+            raise ArgumentError(f"{plan.collective.label} by {plan.algorithm}: {cuts[-1]} parts of a unit are too many")
+    if cuts[-1] == 1 or any(plan.collective is Collective.BARRIER for plan in plans):
+        return list(plans)
+    units = (most or cuts[-1]) * _longest(plans)
+    return [_pipelined(plan, tuple(cuts), units, _starts(plans, plan.island)) for plan in plans]
+
+
+def _longest(plans: Sequence[Plan]) -> int:
+    """Units of the longest message, of which shares go one by one."""
+    spans = [step.src or step.dst for plan in plans for step in plan.steps if step.peer >= 0]
+    return min(share_units(plans[0]), max((span.count for span in spans if span is not None), default=1))
+
+
+def _starts(plans: Sequence[Plan], island: tuple[int, ...]) -> list[bool]:
+    """For each LOCAL step of an island, whether it waits for anything but its lane, on any member."""
+    rows = [[bool(step.deps) for step in plans[r].steps if step.op is Op.LOCAL] for r in island]
+    return [any(waits) for waits in zip_longest(*rows)]
+
+
+def _pipelined(plan: Plan, cuts: tuple[int, ...], most: int, starts: list[bool]) -> Plan:
+    n = cuts[-1]
+    steps: list[Step] = []
+    pieces: dict[int, list[list[list[int]]]] = {}  # of each old step, of each piece, of each share: its new steps
+    for together in _batches(plan, starts):
+        pieces.update((old, []) for old in together)
+        for k, (begin, end) in enumerate(pairwise(cuts)):
+            for old in together:
+                step = plan.steps[old]
+                mine: list[list[int]] = []
+                for i, whole in enumerate(_piece(plan, step, begin, end, n)):
+                    messages = _messages(whole, most)
+                    mine.append(list(range(len(steps), len(steps) + len(messages))))
+                    for j, new in enumerate(messages):
+                        befores = [_before(plan, pieces[d][k], plan.steps[d], step, i) for d in step.deps]
+                        deps = {one[j] if len(one) == len(messages) else one[-1] for one in befores}
+                        steps.append(replace(new, deps=tuple(sorted(deps))))
+                pieces[old].append(mine)
+    return replace(
+        plan,
+        steps=tuple(steps),
+        send_units=plan.send_units * n,
+        recv_units=plan.recv_units * n,
+        pieces=plan.pieces if plan.collective in WHOLE else plan.pieces * n,
+    )
+
+
+def _batches(plan: Plan, starts: list[bool]) -> list[list[int]]:
+    """The steps in an order, those together whose pieces take turns: LOCAL steps of which only the first waits.
+
+    Else all pieces of one would be through before the first of the next, which is ready no later. The members of an
+    island must batch alike, since their LOCAL steps must come in the same order.
+    """
+    batches: list[list[int]] = []
+    last: list[int] | None = None  # batch of LOCAL steps
+    waits = iter(starts)
+    for i, step in enumerate(plan.steps):
+        if step.op is Op.LOCAL and not next(waits) and last is not None:
+            last.append(i)
+            continue
+        batches.append([i])
+        if step.op is Op.LOCAL:
+            last = batches[-1]
+    return batches
+
+
+def _piece(plan: Plan, step: Step, begin: int, end: int, n: int) -> list[Step]:
+    """What the parts [begin, end) of n are of a step: one step for each share that its longest span touches."""
+    spans = [step.src, step.dst, *(step.local.parts if step.local else ())]
+    rows = list(zip_longest(*(_cut(plan, span, begin, end, n) for span in spans))) or [(None,) * len(spans)]
+    return [
+        replace(step, src=row[0], dst=row[1], local=replace(step.local, parts=row[2:]) if step.local else None)
+        for row in rows
+    ]
+
+
+def _cut(plan: Plan, span: Span | None, begin: int, end: int, n: int) -> list[Span]:
+    """What the parts [begin, end) of n are of a span: one span for each share that it touches."""
+    if span is None:
+        return []
+    share = share_units(plan)
+    spans = []
+    unit, last = span.start, span.start + span.count
+    while unit < last:
+        stop = min(last, (unit // share + 1) * share)
+        start = unit // share * share * n + begin * share + unit % share * (end - begin)
+        spans.append(Span(span.buf, start, (stop - unit) * (end - begin)))
+        unit = stop
+    return spans
+
+
+def _messages(step: Step, most: int) -> list[Step]:
+    """A step, or where it is a message of more than `most` units, several."""
+    span = step.src or step.dst
+    if step.peer < 0 or span is None or span.count <= most:
+        return [step]
+    cuts = [span.count * i // -(-span.count // most) for i in range(-(-span.count // most) + 1)]
+    return [replace(step, src=_part(step.src, a, b), dst=_part(step.dst, a, b)) for a, b in pairwise(cuts)]
+
+
+def _part(span: Span | None, begin: int, end: int) -> Span | None:
+    return None if span is None else Span(span.buf, span.start + begin, end - begin)
+
+
+def _before(plan: Plan, candidates: list[list[int]], first: Step, second: Step, i: int) -> list[int]:
+    """Of the steps that one piece of `first` became, those that the i-th share of `second` follows: one by one, if it
+    has as many, else the last."""
+    return candidates[i] if follows(plan, first, second) else candidates[-1][-1:]

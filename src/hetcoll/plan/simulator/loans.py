@@ -1,0 +1,39 @@
+"""Memory that is lent on: where plans are `staged`, a sum that is only sent on stays where its first summand lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..ir import Buf, Op, Plan, Span
+from .local import reads, writes
+from .node import Node, meet
+
+
+def join_loans(plans: Sequence[Plan], nodes: list[list[Node]]) -> None:
+    """Join each send whose memory the receiver may use for a sum to the send of that sum.
+
+    The first one may then be over only when the second one is, and so on. Every engine does as it likes.
+    ``BoundPlan::MarkGiven`` in ``native/engine/plan.cc`` has the same rule.
+    """
+    given: dict[int, Node] = {}  # such sends, by who wrote what they send
+    for plan, row in zip(plans, nodes, strict=True):
+        for i, node in enumerate(row if plan.staged else ()):
+            span = node.step.src
+            if node.step.op is not Op.SEND or span is None or span.buf is not Buf.SCRATCH:
+                continue
+            before, after = _first(span, reversed(row[:i])), _first(span, row[i + 1 :])
+            if before is not None and all(n is None or _only_writes(n, span) for n in (before, after)):
+                given[before.id] = node
+    for node in given.values():
+        assert node.other is not None
+        if node.other.step.op is Op.RECV_REDUCE:
+            node.onward = given.get(node.other.id)
+
+
+def _first(span: Span, row: Iterable[Node]) -> Node | None:
+    """The first that touches any of it."""
+    return next((n for n in row if any(meet(span, each) for each in reads(n.step) + writes(n.step))), None)
+
+
+def _only_writes(node: Node, span: Span) -> bool:
+    return span in writes(node.step) and not any(meet(span, each) for each in reads(node.step))

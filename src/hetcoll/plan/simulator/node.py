@@ -1,0 +1,108 @@
+"""What the simulator's parts share: the nodes of a network, and what is wrong with a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import HetcollError
+from ...types import Collective
+from ..ir import Buf, Op, Plan, Span, Step
+
+RECEIVES = (Op.RECV, Op.RECV_REDUCE)
+
+
+class PlanError(HetcollError, AssertionError):
+    """A set of plans is wrong: says which rank and step, what was wanted and what was found."""
+
+    def __init__(self, plan: Plan, step: int | None, problem: str) -> None:
+        where = f"{plan.collective.label} by {plan.algorithm}, rank {plan.rank} of {plan.size}"
+        if step is not None:
+            where += f", step {step} ({plan.steps[step]})"
+        super().__init__(f"{where}: {problem}")
+        self.rank = plan.rank
+        self.step = step
+
+
+@dataclass(slots=True)
+class Node:
+    """A step of one rank, its place in the network, and how far it has come."""
+
+    rank: int
+    index: int
+    step: Step
+    before: Node | None  # the previous step of its lane
+    deps: list[tuple[Node, bool]]  # and whether this step may follow it element by element
+    id: int
+    other: Node | None = None  # the other end of its message
+    group: tuple[Node, ...] = ()  # a LOCAL step on all members of the island, in its order
+    sources: tuple[Node, ...] = ()  # of these, the ones whose data it gets
+    onward: Node | None = None  # the send by which what this one lends may be lent on: see loans.py
+    met: bool = False  # without slots: a send whose message was received, though what it lent may still be read
+    done: int = 0  # pieces
+    full: int = 0  # bit set of the nodes that end before this one begins
+    paced: int = 0  # bit set of the nodes of which each element is done before the same element of this one
+    hops: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.index} ({self.step})"
+
+
+def only_in_place(plan: Plan, first: Step, second: Step) -> bool:
+    """Whether `second` depends on `first` only where the plan's input and output are the same memory.
+
+    ``native/engine/plan.cc`` has the same rule.
+    """
+    hazards = _hazards(first, second)
+    if any(meet(x, y) for x, y in hazards):
+        return False
+    return any(meet(_in_place(plan, x), _in_place(plan, y)) for x, y in hazards)
+
+
+def follows(plan: Plan, first: Step, second: Step) -> bool:
+    """Whether `second`, which depends on `first`, may follow it element by element instead of as a whole.
+
+    It may when every hazard between them is about one and the same span. Vendor libraries show no elements before all
+    are done. ``native/engine/plan.cc`` has the same rule.
+    """
+    spans = [(_in_place(plan, x), _in_place(plan, y)) for x, y in _hazards(first, second)]
+    meeting = [(x, y) for x, y in spans if meet(x, y)]
+    return bool(meeting) and all(x == y for x, y in meeting)
+
+
+def _hazards(first: Step, second: Step) -> list[tuple[Span, Span]]:
+    """What both touch, where one of them writes; nothing where a vendor's library is one of them."""
+    if Op.LOCAL in (first.op, second.op):
+        return []
+    pairs = ((first.dst, second.src), (first.src, second.dst), (first.dst, second.dst))
+    return [(x, y) for x, y in pairs if x is not None and y is not None]
+
+
+def meet(x: Span, y: Span) -> bool:
+    return x.buf is y.buf and x.start < y.start + y.count and y.start < x.start + x.count
+
+
+def _in_place(plan: Plan, span: Span) -> Span:
+    """The span as it is named in place, where the smaller of SEND and RECV is this rank's part of the other."""
+    if span.buf is Buf.SCRATCH:
+        return span
+    larger = Buf.SEND if plan.send_units > plan.recv_units else Buf.RECV
+    shift = plan.send_units != plan.recv_units and span.buf is not larger
+    return Span(larger, span.start + shift * plan.rank * min(plan.send_units, plan.recv_units), span.count)
+
+
+def lengths(plan: Plan, span: Span | None) -> list[tuple[int, ...]]:
+    """The length of each unit, as a name: units of the same name are of the same length, whatever the counts are."""
+    assert span is not None
+    buf, units = span.buf, range(span.start, span.start + span.count)
+    if buf is Buf.SCRATCH:
+        buf = plan.scratch_like
+        units = range(span.start % plan.units(buf), span.start % plan.units(buf) + span.count)
+    me, kind, n = plan.rank, plan.collective, plan.pieces
+    if kind is Collective.ALLTOALL:
+        return [(me, u // n, u % n) if buf is Buf.SEND else (u // n, me, u % n) for u in units]
+    if kind in (Collective.GATHER, Collective.SCATTER, Collective.BARRIER, Collective.P2P):
+        return [(u % n,) for u in units]
+    if (kind, buf) in ((Collective.ALLGATHER, Buf.SEND), (Collective.REDUCE_SCATTER, Buf.RECV)):
+        return [(me * n + u,) for u in units]
+    alike = plan.units(buf) // plan.stretches * (plan.stretches - 1)  # those of all stretches but the last
+    return [(max(u, alike - 1),) for u in units]

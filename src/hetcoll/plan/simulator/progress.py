@@ -1,0 +1,110 @@
+"""Runs a network: to see that it ends, and how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...types import Collective
+from ..ir import Op, Plan
+from .node import RECEIVES, Node, PlanError
+
+
+def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int) -> list[Node]:
+    """Run all steps with `slots` in each FIFO; the order in which they ended. Raises when they cannot end.
+
+    With slots, every message is cut into more pieces than there are slots: nothing may rely on a message fitting in.
+    Without, whole messages meet (finer pieces could only help). A barrier's messages are empty and always fit.
+    """
+    pieces = 1 if slots == 0 or plans[0].collective is Collective.BARRIER else slots + 2
+    lanes: dict[tuple[int, int], list[Node]] = {}
+    for row in nodes:
+        for node in row:
+            lanes.setdefault((node.rank, node.step.lane), []).append(node)
+    waiting = [lane[::-1] for lane in lanes.values()]
+    flying: dict[tuple[int, int, int], int] = {}
+    order: list[Node] = []
+    moved = True
+    while moved:
+        moved = False
+        for lane in waiting:
+            while lane:
+                if _home(lane[-1]):
+                    lane[-1].done = pieces
+                if lane[-1].done == pieces:
+                    lane.pop()
+                elif not _advance(_due(lane), pieces, slots, flying, order):
+                    break
+                moved = True
+    stuck = [lane[-1] for lane in waiting if lane]
+    if stuck:
+        names = "; ".join(f"rank {n.rank} step {n}" for n in stuck[:8])
+        raise PlanError(plans[stuck[0].rank], stuck[0].index, f"deadlock with {slots} slots: {names}")
+    return order
+
+
+def _home(node: Node) -> bool:
+    """Whether nobody reads any more what a send has lent."""
+    return node.met and (node.onward is None or _home(node.onward))
+
+
+def _due(lane: list[Node]) -> Node:
+    """What a lane does next. Sends do not wait until what those before them have lent is home."""
+    first = next((node for node in reversed(lane) if not node.met), lane[-1])
+    return first if first.step.op is Op.SEND else lane[-1]
+
+
+def _advance(node: Node, pieces: int, slots: int, flying: dict[tuple[int, int, int], int], order: list[Node]) -> bool:
+    """Move one piece of a step, if its deps and its FIFO allow. A step that ends joins `order`."""
+    other, step = node.other, node.step
+    if not _ready(node, pieces):
+        return False
+    if step.op is Op.LOCAL:  # the members wait for each other, whether or not the library makes them
+        if not all(_ready(member, pieces) for member in node.group):
+            return False
+        for member in node.group:
+            member.done = pieces
+        order += node.group
+        return True
+    if other is not None and slots == 0:
+        if step.op is not Op.SEND or node.met or not _ready(other, pieces):
+            return False
+        node.met, other.done = True, pieces
+        order += (node, other)
+        return True
+    if other is not None and step.op is Op.SEND:
+        fifo = (node.rank, step.peer, step.channel)
+        if flying.get(fifo, 0) == slots:
+            return False
+        flying[fifo] = flying.get(fifo, 0) + 1
+    elif other is not None:
+        if other.done == node.done:
+            return False
+        flying[step.peer, node.rank, step.channel] -= 1
+    node.done += 1
+    if node.done == pieces:
+        order.append(node)
+    return True
+
+
+def _ready(node: Node, pieces: int) -> bool:
+    before = node.before
+    if before is not None and before.done < pieces and not (before.met and node.step.op is Op.SEND):
+        return False
+    return all(dep.done == pieces or (follow and dep.done > node.done) for dep, follow in node.deps)
+
+
+def order_node(node: Node) -> None:
+    """What has happened before `node`, from what happened before the steps it waits for."""
+    whole = [] if node.before is None else [node.before]
+    for source in node.sources:
+        whole += ([] if source.before is None else [source.before]) + [dep for dep, _ in source.deps]
+    paced = [] if node.other is None or node.step.op is Op.SEND else [node.other]
+    for dep, follow in node.deps:
+        (paced if follow else whole).append(dep)
+    for n in whole:
+        node.full |= n.full | n.paced | 1 << n.id
+    for n in paced:
+        node.full |= n.full
+        node.paced |= n.paced | 1 << n.id
+    receives = node.step.op in RECEIVES
+    node.hops = max((n.hops + (receives and n is node.other) for n in whole + paced), default=0)

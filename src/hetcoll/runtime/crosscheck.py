@@ -1,0 +1,98 @@
+"""HETCOLL_CHECK=1: blocking collectives are checked across the ranks, for programs whose results are wrong.
+
+Before anything moves the ranks meet and tell each other whether their input holds what is not finite (NaN, infinity):
+if so every rank raises the same error, which says whose it is, and no buffer was touched. The meeting is called after
+the call, so ranks that call different things are found there, too. Afterwards, where all ranks must hold the same, they
+compare a hash of it. Buffers on a GPU are left out. Where ranks may pass 8-bit floats of two kinds (`float8`), kinds of
+one format are the same, and hashes are of values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..buffers import Buffer, element_type
+from ..calls import Call
+from ..errors import ArgumentError, spell_ranks
+from ..types import COMPLEX, FLOATS, OCP_OF, ROOTED, SAME, Collective
+from ..vendor.float8 import in_common
+from .diagnosis import Diagnosis, Kind
+
+Meet = Callable[[str, bytes], list[bytes]]
+_EMPTY: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
+
+
+class CrossCheck:
+    """One communicator's checks. `meet` gives every rank's blob, by rank."""
+
+    def __init__(self, rank: int, meet: Meet, diagnosis: Diagnosis) -> None:
+        self._rank, self._meet, self._diagnosis = rank, meet, diagnosis
+
+    def before(self, call: Call, converts: bool) -> None:
+        """ArgumentError on every rank where the input of one is not finite. `converts`: ranks may have other kinds of
+        8-bit floats."""
+        source = self._input(call)
+        found = "" if source is None else find_odd(source)
+        told = self._tell(f"HETCOLL_CHECK before {_common(call, converts)}", found)
+        problems = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
+        if problems:
+            raise ArgumentError(f"HETCOLL_CHECK: the input of {call.describe()} is not finite: {'; '.join(problems)}")
+
+    def after(self, call: Call, converts: bool) -> None:
+        """CommunicationError on every rank where ranks hold different results."""
+        if call.collective not in SAME:
+            return
+        result = call.recv or call.send
+        mine = "" if result is None or result.device != "cpu" else hash_of(result, converts)
+        holders: dict[str, list[int]] = {}
+        for rank, told in enumerate(self._tell(f"HETCOLL_CHECK after {_common(call, converts)}", mine)):
+            if told:
+                holders.setdefault(told, []).append(rank)
+        if len(holders) > 1:
+            parts = [f"{spell_ranks(ranks)}: {told}" for told, ranks in holders.items()]
+            text = f"HETCOLL_CHECK: the result of {call.describe()} is not the same everywhere: {'; '.join(parts)}"
+            self._diagnosis.post(Kind.CORRUPT, -1, text)
+            raise self._diagnosis.error()
+
+    def _input(self, call: Call) -> Buffer | None:
+        """What this rank gives."""
+        gives = call.collective not in ROOTED or call.collective in (Collective.REDUCE, Collective.GATHER)
+        source = call.send if gives or call.root == self._rank else None
+        return source if source is not None and source.device == "cpu" else None
+
+    def _tell(self, label: str, mine: str) -> list[str]:
+        return [json.loads(blob) for blob in self._meet(label, json.dumps(mine).encode())]
+
+
+def _common(call: Call, converts: bool) -> str:
+    """The call as all ranks have it."""
+    return (replace(call, dtype=OCP_OF.get(call.dtype, call.dtype)) if converts else call).describe()
+
+
+def view(buffer: Buffer) -> np.ndarray[Any, Any]:
+    """A host buffer as an array."""
+    raw = np.ctypeslib.as_array((ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)) if buffer.nbytes else _EMPTY
+    return raw.view(element_type(buffer.dtype.label))
+
+
+def find_odd(buffer: Buffer) -> str:
+    """How many elements are not finite, and the first of them; nothing where all are."""
+    if buffer.dtype not in FLOATS | COMPLEX:
+        return ""
+    values = view(buffer)
+    odd = np.flatnonzero(~np.isfinite(values))
+    return f"{odd.size} of {values.size} elements, the first is {values[odd[0]]} at {odd[0]}" if odd.size else ""
+
+
+def hash_of(buffer: Buffer, converts: bool = False) -> str:
+    """16 hexadecimal digits that are equal where the bytes are; with `converts`, where the values are that both kinds
+    of 8-bit floats hold."""
+    values = in_common(buffer) if converts else view(buffer)
+    return hashlib.blake2b(values.view(np.uint8).data, digest_size=8).hexdigest()

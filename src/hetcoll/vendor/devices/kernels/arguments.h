@@ -1,0 +1,41 @@
+// What the one-shot kernels take, shared with the engine that launches them. Addresses are the launching device's.
+#pragma once
+
+namespace hetcoll {
+
+constexpr unsigned kOneshotRanks = 16;
+
+// The ranks of one host that reduce small messages among themselves. Every rank has an area of 2 * `words` words in
+// memory that all devices have mapped, zeroed at first; `areas` lists them in rank order, in the same way everywhere.
+struct Oneshot {
+  void* dst;        // count elements; may be src
+  const void* src;  // count elements, at any address
+  unsigned long long count;
+  unsigned long long* areas[kOneshotRanks];
+  unsigned* state;        // two words of this device's memory, zeroed at first: calls made, blocks done in this call
+  const unsigned* abort;  // a word of mapped memory: when it is not 0, the kernel gives up
+  int rank, size;         // 2 <= size <= kOneshotRanks
+  unsigned divisor;       // of sums; 1: none
+  unsigned words;         // in a half of an area: at least count * itemsize / 4, rounded up to whole elements
+};
+static_assert(sizeof(Oneshot) == 24 + 8 * kOneshotRanks + 32, "hetcoll/vendor/devices/kernels.py has the same layout");
+
+// What the exchange kernels take (exchange.h). Every rank has a ring of `slots` slots for each block, and their words,
+// zeroed at first, in memory that all devices have mapped.
+struct Exchange {
+  void* dst;        // count elements; may be src
+  const void* src;  // count elements, at any address
+  unsigned long long count;
+  char* rings[kOneshotRanks];
+  unsigned long long* words[kOneshotRanks];
+  unsigned long long* state;  // a word for each block, in this device's memory, zeroed at first: its chunks so far
+  const unsigned* abort;      // as above
+  int rank, size;
+  unsigned divisor;
+  unsigned slots;
+  unsigned slot_bytes;   // from one slot to the next
+  unsigned chunk_bytes;  // at most slot_bytes; of the size of the message alone
+};
+static_assert(sizeof(Exchange) == 24 + 16 * kOneshotRanks + 40, "hetcoll/vendor/devices/kernels.py has the same layout");
+
+}  // namespace hetcoll

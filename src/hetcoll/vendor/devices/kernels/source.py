@@ -1,0 +1,136 @@
+"""The names of the kernels, and the source of the modules that hold them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+from ....errors import ArgumentError
+from ....types import FNUZ_OF, DType, Format, ReduceOp, supports
+
+SIGNALS = "signals"
+FLOAT8 = "float8"
+_EXCHANGE, _CODECS = "_exchange", "_codecs"  # modules of their own, as few programs need them
+_CODED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+_CODINGS = ("round", "encode", "decode", "add")
+_SIGNAL_KERNELS = ("bump", "await")
+
+
+def reduce_name(dtype: DType, op: ReduceOp) -> str:
+    """The kernel that reduces `dtype` by `op`."""
+    return _name("reduce", dtype, op)
+
+
+def oneshot_name(dtype: DType, op: ReduceOp) -> str:
+    """The kernel that all-reduces small messages."""
+    return _name("oneshot", dtype, op)
+
+
+def exchange_name(dtype: DType, op: ReduceOp) -> str:
+    """The kernel that all-reduces medium messages."""
+    return _name("exchange", dtype, op)
+
+
+def scale_name(dtype: DType) -> str:
+    """The kernel that divides `dtype`."""
+    if not supports(dtype, ReduceOp.AVG):
+        raise ArgumentError(f"wanted a type that avg is defined on, got {dtype.label}")
+    return f"scale_{dtype.label}"
+
+
+def convert_name(source: DType, target: DType) -> str:
+    """The kernel that converts 8-bit floats of one kind to the other. To the same, OCP's: to what both hold."""
+    return f"common_{source.label}" if source is target else f"convert_{source.label}_{target.label}"
+
+
+def codec_names(dtype: DType, form: Format) -> tuple[str, ...]:
+    """The kernels that round to a format, encode, decode, and add what they decode."""
+    return tuple(f"{what}_{dtype.label}_{form.label}" for what in _CODINGS)
+
+
+def _formats(dtype: DType) -> list[Format]:
+    """Those that are narrower than the type."""
+    return [form for form in Format if form.factor(dtype.itemsize) < 1]
+
+
+def _conversions() -> dict[str, str]:
+    """Every such kernel, and the arguments of the macro that makes it."""
+    table = {}
+    for ocp, fnuz in FNUZ_OF.items():
+        table[convert_name(ocp, fnuz)] = f"Conversion, {ocp.label}, {fnuz.label}"
+        table[convert_name(fnuz, ocp)] = f"Conversion, {fnuz.label}, {ocp.label}"
+        table[convert_name(ocp, ocp)] = f"Commoning, {ocp.label}, {fnuz.label}"
+    return table
+
+
+def _name(kind: str, dtype: DType, op: ReduceOp) -> str:
+    if not supports(dtype, op):
+        raise ArgumentError(f"{op.label} is not defined on {dtype.label}")
+    return f"{kind}_{dtype.label}_{(ReduceOp.SUM if op is ReduceOp.AVG else op).label}"
+
+
+def reductions(dtype: DType) -> list[ReduceOp]:
+    """The reductions that `dtype` has kernels for."""
+    return [op for op in ReduceOp if op is not ReduceOp.AVG and supports(dtype, op)]
+
+
+@functools.cache
+def modules() -> dict[str, tuple[str, ...]]:
+    """The kernels of every module."""
+    table: dict[str, tuple[str, ...]] = {SIGNALS: _SIGNAL_KERNELS, FLOAT8: tuple(_conversions())}
+    for dtype in DType:
+        names = [name(dtype, op) for op in reductions(dtype) for name in (reduce_name, oneshot_name)]
+        if supports(dtype, ReduceOp.AVG):
+            names.append(scale_name(dtype))
+        table[dtype.label] = tuple(names)
+        if dtype in _CODED:
+            table[dtype.label + _CODECS] = tuple(name for form in _formats(dtype) for name in codec_names(dtype, form))
+        table[dtype.label + _EXCHANGE] = tuple(exchange_name(dtype, op) for op in reductions(dtype))
+    return table
+
+
+@functools.cache
+def module_of() -> dict[str, str]:
+    """The module of every kernel."""
+    return {name: module for module, names in modules().items() for name in names}
+
+
+_PACKAGE = Path(__file__).parents[2]
+_INCLUDE = re.compile(r'#include "(.*)"\n')
+
+
+def source(module: str) -> str:
+    """One module's whole source: no compiler needs a path to our headers."""
+    if module == SIGNALS:
+        return _expand("devices/kernels/signals.h", set())
+    if module == FLOAT8:
+        lines = [_expand("devices/kernels/float8.h", set()), f'#line 1 "{module}"\n']
+        return "".join([*lines, *(f"HETCOLL_CONVERT({name}, {rest})\n" for name, rest in _conversions().items())])
+    dtype = DType[module.removesuffix(_EXCHANGE).removesuffix(_CODECS).upper()]
+    if module.endswith(_CODECS):
+        lines = [_expand("devices/kernels/codecs.h", set()), f'#line 1 "{module}"\n']
+        return "".join([*lines, *(f"HETCOLL_CODECS({dtype.label}, {form.label})\n" for form in _formats(dtype))])
+    if module.endswith(_EXCHANGE):
+        lines = [_expand("devices/kernels/exchange.h", set()), f'#line 1 "{module}"\n']
+        return "".join([*lines, *(f"HETCOLL_EXCHANGE({dtype.label}, {op.label})\n" for op in reductions(dtype))])
+    lines = [_expand("devices/kernels/oneshot.h", set()), f'#line 1 "{module}"\n']
+    lines += [
+        f"HETCOLL_REDUCE({module}, {op.label})\nHETCOLL_ONESHOT({module}, {op.label})\n" for op in reductions(dtype)
+    ]
+    if supports(dtype, ReduceOp.AVG):
+        lines.append(f"HETCOLL_SCALE({module})\n")
+    return "".join(lines)
+
+
+def _expand(path: str, seen: set[str]) -> str:
+    """The file with every file of ours that it includes in place of the first directive that does so."""
+    seen.add(path)
+    lines = [f'#line 1 "{path}"\n']
+    for number, line in enumerate((_PACKAGE / path).read_text().splitlines(keepends=True), 1):
+        included = _INCLUDE.fullmatch(line)
+        if included and included[1] not in seen:
+            lines.append(_expand(included[1], seen) + f'#line {number + 1} "{path}"\n')
+        else:
+            lines.append("\n" if included or line == "#pragma once\n" else line)
+    return "".join(lines)

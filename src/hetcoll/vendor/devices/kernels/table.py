@@ -1,0 +1,180 @@
+"""The kernels of one device: compiled, kept, loaded, found by name."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import threading
+from typing import Protocol
+
+from ....errors import ArgumentError, DeviceError
+from .cache import Cache
+from .source import module_of, source
+
+log = logging.getLogger("hetcoll")
+
+ONESHOT_RANKS = 16  # kOneshotRanks of arguments.h
+_BLOCK = 512  # threads; kMaxThreads of platform.h
+_PACK = 16  # bytes that a thread takes at a time
+_ONESHOT_BLOCK, _ONESHOT_BLOCKS = 256, 32
+
+
+class Oneshot(ctypes.Structure):
+    """The argument of the one-shot kernels: ``arguments.h`` says what each field is."""
+
+    _fields_ = (
+        ("dst", ctypes.c_uint64),
+        ("src", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("areas", ctypes.c_uint64 * ONESHOT_RANKS),
+        ("state", ctypes.c_uint64),
+        ("abort", ctypes.c_uint64),
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("divisor", ctypes.c_uint32),
+        ("words", ctypes.c_uint32),
+    )
+
+
+class Exchange(ctypes.Structure):
+    """The argument of the exchange kernels: ``arguments.h`` says what each field is."""
+
+    _fields_ = (
+        ("dst", ctypes.c_uint64),
+        ("src", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("rings", ctypes.c_uint64 * ONESHOT_RANKS),
+        ("words", ctypes.c_uint64 * ONESHOT_RANKS),
+        ("state", ctypes.c_uint64),
+        ("abort", ctypes.c_uint64),
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("divisor", ctypes.c_uint32),
+        ("slots", ctypes.c_uint32),
+        ("slot_bytes", ctypes.c_uint32),
+        ("chunk_bytes", ctypes.c_uint32),
+    )
+
+
+class Compiler(Protocol):
+    """A vendor's run-time compiler, set up for one architecture."""
+
+    @property
+    def key(self) -> str:
+        """All that its results depend on but the source: vendor, version, architecture, options."""
+
+    def compile(self, name: str, source: str) -> bytes:
+        """The image that the driver loads. `DeviceError` holds the compiler's words."""
+
+
+class Loader(Protocol):
+    """The part of a device that takes compiled modules (`base.Device`)."""
+
+    @property
+    def multiprocessors(self) -> int: ...
+
+    def load(self, image: bytes) -> int: ...
+
+    def function(self, module: int, name: str) -> int: ...
+
+
+class KernelTable:
+    """The kernels of one device in this process. Safe to use from any thread."""
+
+    def __init__(self, device: Loader, compiler: Compiler, cache: Cache | None) -> None:
+        self._device = device
+        self._compiler = compiler
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._modules: dict[str, int] = {}
+        self._functions: dict[str, int] = {}
+        self._all_kept = False
+        self.loading: str | None = None
+        """The module that is being loaded just now: it may wait until the device is idle."""
+
+    def function(self, name: str) -> int:
+        """The address of a kernel (CUfunction, hipFunction_t).
+
+        Its module is compiled (some seconds for the narrowest types) and loaded at first use in the process. Loading
+        may wait until the device is idle: ask for what a plan needs when it is made, not between two launches.
+        """
+        with self._lock:
+            found = self._functions.get(name)
+            if found is None:
+                module = module_of().get(name)
+                if module is None:
+                    raise ArgumentError(f"there is no kernel {name!r}")
+                if module not in self._modules:
+                    self._modules[module] = self._load(module)
+                found = self._find(name, module)
+            return found
+
+    def load_kept(self) -> None:
+        """Load all kernels that the cache has, the first time that it is called: before the device waits for another
+        rank, which may itself wait for what this one calls next."""
+        with self._lock:
+            if self._all_kept:
+                return
+            self._all_kept = True
+            for module in dict.fromkeys(module_of().values()):
+                if module not in self._modules and (loaded := self._from_cache(module)) is not None:
+                    self._modules[module] = loaded
+            for name, module in module_of().items():
+                if module in self._modules and name not in self._functions:
+                    self._find(name, module)
+
+    def launch(self, count: int, itemsize: int) -> tuple[int, int]:
+        """Blocks and threads for a reduction or a scale of `count` elements: two blocks a multiprocessor at most."""
+        packs = -(-count * itemsize // _PACK)
+        return max(1, min(2 * self._device.multiprocessors, -(-packs // _BLOCK))), _BLOCK
+
+    @property
+    def compiler(self) -> str:
+        """Which compiler makes them, its version and options."""
+        return self._compiler.key
+
+    @staticmethod
+    def oneshot_launch(count: int, itemsize: int) -> tuple[int, int]:
+        """Blocks and threads for a one-shot all-reduce: of the size alone, so the same on all ranks."""
+        items = -(-count * itemsize // max(4, itemsize))
+        return max(1, min(_ONESHOT_BLOCKS, -(-items // _ONESHOT_BLOCK))), _ONESHOT_BLOCK
+
+    @staticmethod
+    def oneshot_words(nbytes: int) -> int:
+        """Words in a half of an area that serves messages of up to `nbytes` bytes: 8 bytes each."""
+        return -(-nbytes // 16) * 4
+
+    def _find(self, name: str, module: str) -> int:
+        found = self._functions[name] = self._device.function(self._modules[module], name)
+        return found
+
+    def _load(self, module: str) -> int:
+        found = self._from_cache(module)
+        if found is not None:
+            return found
+        image = self._compiler.compile(module, source(module))
+        loaded = self._load_image(module, image)
+        if self._cache:
+            self._cache.put(self._key(module), image)
+        return loaded
+
+    def _from_cache(self, module: str) -> int | None:
+        image = self._cache.get(self._key(module)) if self._cache else None
+        if image is None:
+            return None
+        try:
+            return self._load_image(module, image)
+        except DeviceError as error:
+            log.warning("kernels of %s from the cache: %s; they are compiled again", module, error)
+            return None
+
+    def _load_image(self, module: str, image: bytes) -> int:
+        self.loading = module
+        try:
+            return self._device.load(image)
+        finally:
+            self.loading = None
+
+    def _key(self, module: str) -> str:
+        return hashlib.sha256(f"{self._compiler.key}\0{source(module)}".encode()).hexdigest()
