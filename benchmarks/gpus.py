@@ -180,37 +180,43 @@ def line(op: str, nbytes: int, row: Row) -> str:
 
 
 def markdown(setting: Setting, found: list[tuple[str, int, Row]]) -> str:
-    names = [peer.name for peer in setting.peers]
-    head = ["operation", "size", "us", "GB/s", "sync us", "host us"]
-    head += [f"{name}: {what}" for name in names for what in ("us", "host us", "ratio")]
-    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
-    notes = []
+    """Of each operation our microseconds, the ratio to each peer, and the part of the limit, by size."""
+    at = {(op, nbytes): row for op, nbytes, row in found if op not in ("product", "nothing")}
+    sizes = sorted({nbytes for _, nbytes in at})
+    rows = [["operation", "", *map(results.human, sizes)], ["---", "---", *["---:"] * len(sizes)]]
+    for op in dict.fromkeys(op for op, _ in at):
+        rows.append([op, "us", *(results.digits(at[op, n]["hetcoll"]["us"]) if (op, n) in at else "" for n in sizes)])
+        for peer in setting.peers:
+            cells = [ratio(at.get((op, nbytes), {}), peer.name) for nbytes in sizes]
+            if any(cells):
+                rows.append(["", "of the limit" if peer.name == COPIES else f"times {peer.name}", *cells])
+    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows)
+    return "\n\n".join(["### " + heading(setting).replace("|", "\\|"), table, *notes(found)])
+
+
+def ratio(row: Row, peer: str) -> str:
+    """How many times as fast as a peer we are, or what part of the limit we reach; "" where it was not measured."""
+    return f"{row[peer]['us'] / row['hetcoll']['us']:.2f}" if peer in row else ""
+
+
+def notes(found: list[tuple[str, int, Row]]) -> list[str]:
+    """Sentences of what is no row of a table."""
+    told = []
     for op, nbytes, row in found:
-        ours = row["hetcoll"]
         if op == "nothing":
-            notes.append(
-                f"An empty kernel, by the driver's C function: {ours['us']:.1f} us, {ours['sync']:.1f} with a wait."
-            )
-            continue
-        if op == "product":
+            ours = row["hetcoll"]
+            words = f"An empty kernel, by the driver's C function: {ours['us']:.1f} us, {ours['sync']:.1f} with a wait."
+            told.append(words)
+        elif op == "product":
             parts = [
                 f"{name} {100 * (x['beside'] / x['alone'] - 1):.1f} % ({x['alone']:.0f} to {x['beside']:.0f} us)"
                 for name, x in row.items()
             ]
-            notes.append(
+            told.append(
                 f"All-reduces of {results.human(nbytes)} beside products of 8192 x 8192 matrices in bfloat16 make "
                 f"these slower by: {', '.join(parts)}."
             )
-            continue
-        cells = [op, results.human(nbytes), results.digits(ours["us"])]
-        cells += [f"{nbytes / ours['us'] / 1e3:.1f}" if nbytes >= M else "", results.digits(ours["sync"])]
-        cells.append(results.digits(ours["cost"]))
-        for name in names:
-            x = row.get(name)
-            cells += [""] * 3 if x is None else digits(x, ours)
-        rows.append(cells)
-    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows)
-    return "\n\n".join(["### " + heading(setting).replace("|", "\\|"), table, *notes])
+    return told
 
 
 def section(gpus: int) -> str:
@@ -221,10 +227,6 @@ def section(gpus: int) -> str:
 def heading(setting: Setting) -> str:
     gpus = setting.ranks - setting.cpus
     return f"{section(gpus)}, {setting.title}"
-
-
-def digits(x: dict[str, float], ours: dict[str, float]) -> list[str]:
-    return [results.digits(x["us"]), results.digits(x["cost"]), f"{x['us'] / ours['us']:.2f}"]
 
 
 def about() -> str:
@@ -258,10 +260,12 @@ def main() -> int:
             parts.append(markdown(setting, found))
     turns = f"the best of {TURNS} turns, below 1 MiB of {SMALL_TURNS}"
     head = f"{about()}. `python benchmarks/gpus.py --gpus {args.gpus}`, float32, {turns}."
+    document = json.dumps({"schema": 1, "about": head, "settings": done}, indent=1) + "\n"
     if args.json:
-        args.json.write_text(json.dumps({"schema": 1, "about": head, "settings": done}, indent=1) + "\n")
+        args.json.write_text(document)
     if args.write_docs:
-        text = "\n\n".join([head, *parts])
+        all_of_it = results.keep(document, PAGE.parent, time.strftime("%Y-%m-%d"), f"gpus-{args.gpus}")
+        text = "\n\n".join([f"{head} Everything: {all_of_it}.", *parts])
         PAGE.write_text(results.replace_between_marks(PAGE.read_text(), section(args.gpus), text, "benchmarks/gpus.py"))
     return 1 if wrong else 0
 

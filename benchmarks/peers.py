@@ -57,7 +57,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--join", nargs="+", type=Path, default=[], metavar="FILE",
         help="results of earlier runs, by --json, that count as well; with --rounds 0 nothing else does")  # fmt: skip
     add("--json", type=Path, help="where to write the results (default: results.json in the cache)")
-    add("--write-docs", action="store_true", help="write docs/benchmarks.md and docs/figures/sweep.svg")
+    add("--write-docs", action="store_true",
+        help="write docs/benchmarks.md, docs/measurements and docs/figures/sweep.svg")  # fmt: skip
     add("--install", action="store_true", help="only install the peers")
     return parser.parse_args(words)
 
@@ -165,18 +166,16 @@ def print_table(lines: Sequence[Line]) -> None:
               f"{peer:>12} {x.ratio:>6.2f} {x.ratio_mid:>6.2f} {limit:>9} {reached:>8}  {x.best_peer}")  # fmt: skip
 
 
-def write_docs(
-    env: Mapping[str, Any], limits: Mapping[str, Any], lines: Sequence[Line], json_file: Path, cache: Path
-) -> None:
-    """docs/benchmarks.md between its marks, and the figure."""
+def write_docs(env: Mapping[str, Any], lines: Sequence[Line], json_file: Path, cache: Path) -> None:
+    """docs/benchmarks.md between its marks, all results beside the measurements, and the figure."""
     page = DOCS / "benchmarks.md"
     versions = ", ".join(f"{name} ({version})" for name, version in env["versions"].items())
     about = (
         f"{env['date']}, {env['cpu']}, {env['cpus']} CPUs, {env['system']}, Python {env['python']}; {versions}. "
-        f"`{env['command']}`, {env['rounds']} rounds at most, the best of each library's launches. float32; µs; "
-        "a ratio above 1 means that hetcoll is faster than the best peer."
+        f"`{env['command']}`, {env['rounds']} rounds at most, the best of each library's launches, float32. "
+        f"Times and the machine's limits: {results.keep(json_file.read_text(), DOCS, env['date'], SECTION)}."
     )
-    body = "\n\n".join([about, results.limits_markdown(limits), results.markdown(lines)])
+    body = "\n\n".join([about, results.markdown(lines)])
     page.write_text(results.replace_between_marks(page.read_text(), SECTION, body))
     figure = DOCS / "figures/sweep.svg"
     figure.parent.mkdir(exist_ok=True)
@@ -206,7 +205,7 @@ def main() -> int:
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     if args.write_docs and lines:
-        write_docs(env, limits, lines, json_file, args.cache)
+        write_docs(env, lines, json_file, args.cache)
     return 1 if failures or not lines else 0
 
 

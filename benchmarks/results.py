@@ -155,33 +155,26 @@ def digits(value: float) -> str:
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """The tables, one for each transport and number of ranks, with every peer's best."""
+    """Two tables for each transport and number of ranks: the ratios to the best peer, and the parts of the limit."""
     parts = []
     for transport, ranks in dict.fromkeys((line.transport, line.ranks) for line in lines):
         chosen = [line for line in lines if (line.transport, line.ranks) == (transport, ranks)]
-        names = list(dict.fromkeys(name for line in chosen for name in line.peers))
-        head = ["operation", "size", "hetcoll us", *(f"{name} us" for name in names), "best peer", "ratio", "of limit"]
-        parts += ["", f"### {ranks} ranks, {transport}", "", _row(head), _row(["---", *["---:"] * (len(head) - 1)])]
-        for line in chosen:
-            peers = [digits(line.peers[name][0]) if name in line.peers else "" for name in names]
-            limit = f"{100 * line.of_limit:.0f} %" if line.limit_us else ""
-            cells = [line.op, human(line.nbytes), digits(line.best_us), *peers, line.best_peer]
-            parts.append(_row([*cells, f"{line.ratio:.2f}" if line.peers else "", limit]))
-    return "\n".join(parts)
+        where = f"### {ranks} ranks, {transport}:"
+        if any(line.peers for line in chosen):
+            cells = {(x.op, x.nbytes): f"{x.ratio:.2f}" for x in chosen if x.peers}
+            parts += [f"{where} how many times as fast as the best peer", _matrix(cells)]
+        if any(line.limit_us for line in chosen):
+            cells = {(x.op, x.nbytes): f"{100 * x.of_limit:.0f}" for x in chosen if x.limit_us}
+            parts += [f"{where} per cent of the limit", _matrix(cells)]
+    return "\n\n".join(parts)
 
 
-def limits_markdown(limits: Mapping[str, Any]) -> str:
-    """The machine's limits as a table."""
-    rows = []
-    for key, text in (("memcpy_gbs", "memcpy"), ("add_gbs", "add in place (float32)")):
-        for size, rates in limits[key].items():
-            rows.append((f"{text}, {human(int(size))}", f"{rates['one']:.1f} GB/s", f"{rates['both']:.1f} GB/s"))
-    loop = limits["loopback_gbs"]
-    rows.append(("TCP on loopback, one way and each of both ways", f"{loop['one_way']:.2f} GB/s",
-                 f"{loop['each_way']:.2f} GB/s"))  # fmt: skip
-    rows.append(("TCP on loopback, 8 B one way, spinning", f"{limits['loopback_latency_us']:.1f} us", ""))
-    rows.append(("a flag in shared memory, one way", f"{limits['flag_us'] * 1e3:.0f} ns", ""))
-    return "\n".join([_row(["limit", "alone", "two at once"]), _row(["---", "---:", "---:"]), *map(_row, rows)])
+def _matrix(cells: Mapping[tuple[str, int], str]) -> str:
+    """A row for each operation, a column for each size."""
+    sizes = sorted({nbytes for _, nbytes in cells})
+    head = [_row(["operation", *map(human, sizes)]), _row(["---", *["---:"] * len(sizes)])]
+    ops = dict.fromkeys(op for op, _ in cells)
+    return "\n".join([*head, *(_row([op, *(cells.get((op, nbytes), "") for nbytes in sizes)]) for op in ops)])
 
 
 def _row(cells: Iterable[str]) -> str:
@@ -196,6 +189,13 @@ def replace_between_marks(text: str, name: str, body: str, script: str = "benchm
     if not (found and also):
         raise ValueError(f"wanted the marks {start!r} and {end!r}, found {'one' if found else 'none'} of them")
     return f"{head}{start}\n{body.strip()}\n{end}{tail}"
+
+
+def keep(text: str, docs: Path, date: str, name: str) -> str:
+    """Writes a run's JSON text into docs/measurements; the link to it from a page of docs."""
+    kept = f"measurements/{date}-{name}.json"
+    (docs / kept).write_text(text)
+    return f"[{kept}]({kept})"
 
 
 def document(env: Mapping[str, Any], limits: Mapping[str, Any], points: Sequence[Point],

@@ -160,18 +160,32 @@ def judge(way: str, found: dict[str, Found], wanted: list[float], tokens: int) -
 
 
 def markdown(done: dict[str, dict[str, Found]], balanced: dict[str, Any], tokens: int, gpus: int) -> str:
-    rows = [["way", "carried by", "tokens/s", "of NCCL", "x Gloo", "loss", "error"], ["---", "---", *["---:"] * 5]]
-    for way, found in done.items():
-        for name, each in found.items():
-            middle = statistics.median(each.seconds)
-            of = [
-                f"{statistics.median(found[peer].seconds) / middle:.{digits}f}" if peer in found else "-"
-                for peer, digits in (("nccl", 3), ("gloo", 2))
-            ]
-            end = f"{each.losses[-1]:.4f}", f"{each.error:.1e}"
-            rows.append([way, PEERS[name].name, f"{tokens / middle:.0f}", *of, *end])
+    """NCCL's tokens/s in each way; of each peer the part of them that it reaches, and in brackets how often Gloo's."""
+    rows = [["carried by", *done], ["---", *["---:"] * len(done)]]
+    nccl = [
+        f"{tokens / statistics.median(found['nccl'].seconds):.0f}" if "nccl" in found else "-"
+        for found in done.values()
+    ]
+    rows.append(["NCCL, tokens/s", *nccl])
+    for name, peer in PEERS.items():
+        if any(name in found for found in done.values()):
+            rows.append([peer.name, *(ratios(found, name) for found in done.values())])
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
-    return "\n\n".join([f"### {gpus} GPUs", table, *([balance_text(balanced, gpus)] if balanced else [])])
+    error = max((each.error for found in done.values() for each in found.values()), default=0.0)
+    told = [f"The largest error of a loss: {error:.1e}.", *([balance_text(balanced, gpus)] if balanced else [])]
+    return "\n\n".join([f"### {gpus} GPUs", table, *told])
+
+
+def ratios(found: dict[str, Found], name: str) -> str:
+    """A peer's speed, of NCCL's and in brackets of Gloo's."""
+    if name not in found:
+        return "-"
+    middle = statistics.median(found[name].seconds)
+    nccl, gloo = (
+        f"{statistics.median(found[peer].seconds) / middle:.{digits}f}" if peer in found else "-"
+        for peer, digits in (("nccl", 3), ("gloo", 2))
+    )
+    return f"{nccl} ({gloo})"
 
 
 def section(gpus: int) -> str:
@@ -226,7 +240,9 @@ def main(args: argparse.Namespace, tolerance: float) -> int:
     if args.write_docs and not run.failed and not wrong:
         command = f"python benchmarks/training.py --gpus {args.gpus} --bucket {args.bucket} --samples {args.samples}"
         words = f"{about()}, PyTorch {torch_version()}. `{command}`, medians of {TURNS} turns."
-        text = f"{words}\n\n{markdown(done, balanced, tokens, args.gpus)}"
+        told = json.dumps(document(run, done, balanced, wanted), indent=1) + "\n"
+        all_of_it = results.keep(told, PAGE.parent, time.strftime("%Y-%m-%d"), f"training-{args.gpus}")
+        text = f"{words} Everything: {all_of_it}.\n\n{markdown(done, balanced, tokens, args.gpus)}"
         name, page = section(args.gpus), PAGE.read_text()
         PAGE.write_text(results.replace_between_marks(page, name, text, "benchmarks/training.py"))
     return int(bool(run.failed or wrong))
@@ -238,8 +254,13 @@ def torch_version() -> str:
     return str(torch.__version__)
 
 
+def document(run: Run, done: dict[str, dict[str, Found]], balanced: dict[str, Any], wanted: Any) -> dict[str, Any]:
+    """Everything, for the JSON file."""
+    ways = {way: {name: asdict(each) for name, each in found.items()} for way, found in done.items()}
+    told = {"about": about(), "shape": asdict(run.whole), "one process": wanted, "ways": ways}
+    return told | {"balance": balanced, "failed": run.failed}
+
+
 def save(file: Path | None, run: Run, done: dict[str, dict[str, Found]], balanced: dict[str, Any], wanted: Any) -> None:
     if file is not None:
-        ways = {way: {name: asdict(each) for name, each in found.items()} for way, found in done.items()}
-        told = {"about": about(), "shape": asdict(run.whole), "one process": wanted, "ways": ways}
-        file.write_text(json.dumps(told | {"balance": balanced, "failed": run.failed}, indent=1) + "\n")
+        file.write_text(json.dumps(document(run, done, balanced, wanted), indent=1) + "\n")

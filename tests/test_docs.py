@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from definitions import defines
 from installed import need_jax
 
 import hetcoll
@@ -30,7 +31,11 @@ from hetcoll.plan import simulator
 from hetcoll.plan.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+NOTES = sorted((ROOT / "docs/measurements").glob("*.md"))  # dated: their paths and names are those of their day
 SECONDS = 100.0
 
 
@@ -156,7 +161,7 @@ def links(page: Path) -> set[str]:
     return {target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     measured = "Not measured yet." not in (ROOT / "docs/benchmarks.md").read_text()
     for target in links(page):
@@ -168,7 +173,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_leads_to_every_page() -> None:
-    assert {f"docs/{page.name}" for page in PAGES[1:]} <= links(ROOT / "README.md")
+    pages = {str(page.relative_to(ROOT)) for page in PAGES} - {"README.md"}
+    assert pages <= links(ROOT / "README.md")
+
+
+def test_measurements_are_listed_and_one_reference_page_leads_to_them() -> None:
+    folder = ROOT / "docs/measurements"
+    assert {note.name for note in NOTES} - {"README.md"} <= links(folder / "README.md")
+    assert "measurements/README.md" in links(ROOT / "docs/performance.md")
 
 
 # Tables and references that must agree with the code ----------------------------------------------------------------
@@ -215,13 +227,152 @@ def test_the_table_of_algorithms_has_them_all() -> None:
     assert {row[0]: row[1].split(", ") for row in rows("docs/concepts.md", "Collective")} == wanted
 
 
-def test_the_walkthrough_names_what_is_there() -> None:
-    for file, names in rows("docs/walkthrough.md", "File"):
-        path = re.search(r"\(\.\./(.*)\)", file)
-        assert path
-        text = (ROOT / path[1]).read_text()
-        for name in re.findall(r"`(\w+)`", names):
-            assert re.search(rf"\b{name}\b", text), f"{path[1]} has no {name}"
+# What documents say of files ------------------------------------------------------------------------------------------
+
+FOLDERS = ("src", "native", "tests", "docs", "benchmarks", ".ci")
+PATH = rf"(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./]+\w"
+NAMED = rf"(?:`({PATH})`|\[[^\]]*\]\((?:\.\./)?({PATH})\))"  # a code span or a link
+
+
+def without_fences(page: Path) -> str:
+    """A page's text, with empty lines where its fences are, so that lines keep their numbers."""
+    return re.sub(r"^```.*?^```$", lambda m: "\n" * m[0].count("\n"), page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def symbols(text: str) -> list[tuple[int, str, str]]:
+    """(line, path, symbol) of all that a text places in a file.
+
+    It does so by tables whose columns are "File" and "Look for", and in sentences by "`path`: `symbol`, `symbol`" and
+    by "`symbol` in `path`"; the path may be a link.
+    """
+    found: list[tuple[int, str, str]] = []
+    table = False
+    symbol = r"`([A-Za-z_][\w.:]*)(?:\(\))?`"
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if cells[:2] == ["File", "Look for"]:
+                table = True
+            elif table and not cells[0].startswith("---"):
+                path = re.fullmatch(NAMED, cells[0])
+                assert path, f"line {number}: {cells[0]!r} is no path"
+                found += [(number, path[1] or path[2], name) for name in re.findall(symbol, cells[1])]
+            continue
+        table = False
+        for pair in re.finditer(rf"{NAMED}: ({symbol}(?:, {symbol})*)", line):
+            found += [(number, pair[1] or pair[2], name) for name in re.findall(symbol, pair[3])]
+        for pair in re.finditer(rf"{symbol} in {NAMED}", line):
+            found.append((number, pair[2] or pair[3], pair[1]))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_places_in_a_file_is_defined_there(page: Path) -> None:
+    """Defined, not mentioned: who looks it up there must find it."""
+    wrong = []
+    for line, path, name in symbols(without_fences(page)):
+        if not (ROOT / path).exists():
+            wrong.append(f"{page.name}:{line}: there is no {path}")
+        elif not defines(ROOT / path, name):
+            sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "native").rglob("*.h"), *(ROOT / "native").rglob("*.cc")]
+            places = [str(source.relative_to(ROOT)) for source in sorted(sources) if defines(source, name)]
+            wrong.append(f"{page.name}:{line}: {path} does not define {name}; {', '.join(places) or 'no file'} does")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_that_a_page_names_exist(page: Path) -> None:
+    text = without_fences(page)
+    named = {(text[: m.start()].count("\n") + 1, m[1]) for m in re.finditer(rf"`({PATH})/?`", text)}
+    missing = [f"{page.name}:{line}: there is no {path}" for line, path in sorted(named) if not (ROOT / path).exists()]
+    missing = [told for told in missing if "NAME" not in told]  # stands for one that a reader chooses
+    assert not missing, "\n".join(missing)
+
+
+def test_comments_cite_documents_that_exist() -> None:
+    sources = [path for folder in ("src", "native", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
+    for path in sources:
+        if path.suffix in {".py", ".pyi", ".h", ".cc", ".c", ".txt"}:
+            text = path.read_text()
+            missing = [cited for cited in re.findall(r"\bdocs/[\w/-]+\.md\b", text) if not (ROOT / cited).exists()]
+            assert not missing, f"{path.relative_to(ROOT)} cites {missing}"
+            assert not re.search(r"\bDESIGN\s+[A-Z]\d", text), f"{path.relative_to(ROOT)} cites a design document"
+
+
+def test_the_walkthrough_places_its_names_in_files() -> None:
+    found = symbols(without_fences(ROOT / "docs/walkthrough.md"))
+    assert len({path for _, path, _ in found}) >= 5
+
+
+def test_places_are_read_from_tables_and_sentences() -> None:
+    text = """
+| File | Look for | Why |
+| --- | --- | --- |
+| `src/a.py` | `one`, `Two.three` | `not_this` |
+| [b](../native/b.h) | `B::C()` | |
+
+`src/a.py`: `four`, `five`. And (`Six` in [`c.h`](../native/c.h)), but `seven` is `eight`.
+"""
+    assert symbols(text) == [
+        (4, "src/a.py", "one"), (4, "src/a.py", "Two.three"), (5, "native/b.h", "B::C"),
+        (7, "src/a.py", "four"), (7, "src/a.py", "five"), (7, "native/c.h", "Six"),
+    ]  # fmt: skip
+
+
+PYTHON = """
+from elsewhere import imported
+LIMIT: int = mentioned(7)
+if True:
+    first, second = 1, 2
+class Class:
+    member = 3
+    def method(self):
+        local = called()
+        def inner(): ...
+"""
+CPP = """
+// commented() { }
+#pragma once
+#define MACRO 1
+class Forward;
+inline constexpr int kLimit = 7;
+using Alias = std::vector<Other>;
+struct Record : Base {
+  std::uint64_t member = 0;
+  bool fuse = false, stream = false;
+  int Short() const { return Called(member); }
+  void Declared(int x);
+};
+template <class T>
+static int Free(T x, int (*f)(int)) noexcept {
+  if (Tested(x)) { return kUsed; }
+  object.Sent(x);
+  return Assigned;
+}
+Record::Record(int a) : Base(a), member(Given(a)) {}
+std::ptrdiff_t Record::Push(const Message& m) {
+  throw Thrown{};
+}
+"""
+
+
+def test_what_a_file_defines_is_told_from_what_it_mentions(tmp_path: Path) -> None:
+    python, cpp = tmp_path / "a.py", tmp_path / "a.h"
+    python.write_text(PYTHON)
+    cpp.write_text(CPP)
+    for path, names in (
+        (python, "LIMIT first second Class member method Class.method inner"),
+        (cpp, "MACRO kLimit Alias Record member fuse stream Short Free Push Record::Push Record::Short"),
+    ):
+        assert [name for name in names.split() if not defines(path, name)] == []
+    for path, names in (
+        (python, "imported mentioned local called Other.method self elsewhere"),
+        (
+            cpp,
+            "commented Forward Other Called Declared Tested kUsed Sent Assigned Given Thrown Message Base Other::Push",
+        ),
+    ):
+        assert [name for name in names.split() if defines(path, name)] == []
 
 
 def test_the_table_of_tests_names_files_that_exist() -> None:

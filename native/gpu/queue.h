@@ -109,7 +109,7 @@ struct DeviceAction {
 // a value in host memory leaves its copy engine idle for some microseconds before the next copy (seen on H200s: 5 to 7
 // us of the 73 that 3 MiB take), and meanwhile the other one copies. Signals have streams of their own: behind a copy
 // in the same stream they would wait for the one that was begun meanwhile. Each stream that waits delays what the
-// others have waited for, so collectives inside a host have one for both directions (docs/gpus.md). It takes signals in
+// others have waited for, so collectives inside a host have one for both directions. It takes signals in
 // the order of the steps, so what has not come holds up what is to go. There that costs nothing, as sends are ahead of
 // receives by some messages. Point-to-point messages take turns, and what comes from another host may be long in
 // coming: those have one for each direction.

@@ -24,7 +24,8 @@ namespace hetcoll {
 inline constexpr std::size_t kPrivateFragment = std::size_t{4} << 20;
 
 // The lengths of messages that are read in this way, where it works. Where slots are claimed, two copies through them
-// are faster than the kernel's look at every page, unless pages are huge; elsewhere hardly ever: docs/performance.md.
+// are faster than the kernel's look at every page, unless pages are huge; elsewhere hardly ever
+// (docs/performance.md, "Slots, or the sender's memory").
 // Of those of middle length Ways decides, where it is asked (ShmSegment::weighs).
 struct PrivateLengths {
   struct Range {

@@ -21,8 +21,7 @@ constexpr std::size_t AlignUp(std::size_t n, std::size_t to) { return (n + to - 
 
 // How a message is cut on its way. Both ends of an exchange are busy all the time, so large fragments cost no overlap
 // and save bookkeeping, until what is in flight no longer fits the L2 cache beside the user's buffers. Of what goes one
-// way only, the receiver reads one part while the sender copies the next, if it is not long. Measured in
-// docs/performance.md.
+// way only, the receiver reads one part while the sender copies the next, if it is not long.
 std::size_t FragmentBytes(const Message& m) {
   constexpr std::size_t kKiB = 1024;
   if (m.use == Use::kStored && !m.mutual && m.total < 256 * kKiB) return 16 * kKiB;

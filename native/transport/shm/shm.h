@@ -2,9 +2,9 @@
 //
 // A directed edge has a ring of header lines and a ring of data. A header line is one cache line that carries a stamp,
 // the signature and, for small fragments, the payload itself: one line moves from core to core and nothing else. Stamps
-// only grow and lie where no payload ever does, so a receiver cannot take old bytes for news (DESIGN M1-M3). The
-// segment is a memfd: it has no name, so nothing is left when a job is killed, and /dev/shm's size does not matter. Its
-// pages come into being when they are first touched, so edges that no plan uses cost nothing.
+// only grow and lie where no payload ever does, so a receiver cannot take old bytes for news, whatever the payload
+// is. The segment is a memfd: it has no name, so nothing is left when a job is killed, and /dev/shm's size does not
+// matter. Its pages come into being when they are first touched, so edges that no plan uses cost nothing.
 #pragma once
 
 #include <array>

@@ -2,10 +2,10 @@
 // at each end that the other end writes.
 //
 // A frame (header and payload) is one RDMA write with immediate into the peer's ring. The immediate says where it lies
-// and bears the low bits of its number, so that nothing is ever inferred from payload (DESIGN M3) and a wrong number is
-// seen (M7). The receiver grants room with further writes: empty ones, whose immediate is the count of frames that it
-// is done with. At most kDepth frames, and so at most kDepth grants, are on their way in each direction, and the
-// receive queue has a place for all of them.
+// and bears the low bits of its number, so that nothing is ever inferred from payload, which may hold any bytes, and
+// a frame that comes twice, or not at all, is seen. The receiver grants room with further writes: empty ones, whose
+// immediate is the count of frames that it is done with. At most kDepth frames, and so at most kDepth grants, are on
+// their way in each direction, and the receive queue has a place for all of them.
 #pragma once
 
 #include <array>

@@ -1,7 +1,7 @@
 // What a NIC wrote into a GPU's memory is on its way there when the NIC says that it is done: the completion took
 // another way, to host memory. A read of that memory by the same NIC does not overtake what it wrote (PCI Express
-// orders reads behind writes), so once it is answered, kernels and copy engines of the GPU see what was written before
-// (DESIGN M4). It is the same for GPUs of all vendors, and no driver is called for it.
+// orders reads behind writes), so once it is answered, kernels and copy engines of the GPU see what was written before.
+// It is the same for GPUs of all vendors, and no driver is called for it.
 //
 // The queue pair is connected to itself. Reads are counted: one that was begun after something arrived covers it.
 #pragma once

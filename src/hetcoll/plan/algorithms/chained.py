@@ -6,7 +6,7 @@ last one left and of its own input, where the next one reads it. As such a sum i
 where its first summand lies (`Loans` in native/transport/shm/shm.h): in the scratch memory of the first rank, to which
 all but the last add. So input is read once and copied nowhere, and what was written is read by whoever has the next
 turn, on the same core first: the chains begin on different ones, and ranks are dealt to cores in turn. The last rank's
-sum is read by all where it lies. docs/performance.md, "More ranks than cores".
+sum is read by all where it lies.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ A rank that fills a slot for each of the others writes as many bytes for a reduc
 again for the all-gather, in a place for each of them; where ranks take turns on a core, no cache holds them until the
 others run. Here it leaves one copy of a stretch of its input, in SCRATCH, which the others can read where it lies; each
 adds up its share of all copies, over its own part of its own copy, and the sums are read there as well. The next
-stretch goes through the same place: short enough for the caches, and long enough for what messages take besides
-(docs/performance.md, "Staged sums").
+stretch goes through the same place: short enough for the caches, and long enough for what messages take besides.
 """
 
 from __future__ import annotations
