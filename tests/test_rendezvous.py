@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from installed import find_program
 
 from hetcoll import _native
+from hetcoll.communicator import Communicator
 from hetcoll.config.env import Config, Launch
 from hetcoll.errors import ArgumentError, AuthenticationError, InitError
-from hetcoll.job import join
 from hetcoll.rendezvous import auth, store
 from hetcoll.rendezvous import bootstrap as rendezvous
 from hetcoll.rendezvous.bootstrap import bootstrap, get_unique_id
@@ -240,9 +240,9 @@ def test_what_the_system_refuses_is_an_init_error(monkeypatch: pytest.MonkeyPatc
         def refuse(*args: object, refusal: OSError = refusal) -> None:
             raise refusal
 
-        monkeypatch.setattr("hetcoll.job.Communicator", refuse)
+        monkeypatch.setattr(Communicator, "__init__", refuse)
         with pytest.raises(InitError, match=r"did not come together on this rank: .*(open files|bind)") as caught:
-            join(1, 0, unique_id, 10)
+            Communicator.init(1, 0, unique_id, timeout=10)
         assert caught.value.__cause__ is refusal
 
 
