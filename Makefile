@@ -31,7 +31,7 @@ help:
 	@echo "make launchers     install Open MPI, MPICH, Intel MPI and PyTorch for the tests that run them"
 	@echo "make jax           install JAX for the tests that need it"
 	@echo "make vendors       install cuda-python, NVRTC and hip-python for the tests that need them (no GPU)"
-	@echo "make lint types    ruff, clang-format; mypy"
+	@echo "make lint types    ruff, clang-format; mypy, import contracts"
 	@echo "make sanitize      the native tests under ASan, UBSan and TSan"
 	@echo "make bench         against Gloo, Open MPI, MPICH, Intel MPI; writes docs/benchmarks.md (BENCH=\"...\")"
 	@echo "make instructions  count instructions with callgrind, compare with benchmarks/instructions.json"
@@ -55,6 +55,7 @@ format: $(VENV)/dev
 
 types: $(VENV)/installed $(VENV)/test $(VENV)/dev
 	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
 
 # The tests of one variant mostly wait or use one processor: they run beside those of the other.
 sanitize: sanitizers

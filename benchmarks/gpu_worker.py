@@ -22,6 +22,7 @@ from gpu_limits import Copies, Nothing
 
 import hetcoll
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.gpu.executor import GpuExecutor
 from hetcoll.types import DType, ReduceOp
 from hetcoll.vendor.devices import cuda, hip
 
@@ -108,8 +109,8 @@ class Rank:
         assert isinstance(self.send, DeviceArray)
         assert isinstance(self.recv, DeviceArray)
         self.comm.allreduce(self.send.buffer(0, 4), self.recv.buffer(0, 4), stream=self.stream)
-        path = self.comm._paths.gpu
-        assert path is not None
+        path = self.comm._gpus.executor
+        assert isinstance(path, GpuExecutor)
         island = path._islands.island
         assert island is not None
         assert island.size == self.size

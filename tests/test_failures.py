@@ -480,7 +480,7 @@ def be_interrupted(comm: hetcoll.Communicator, how: str) -> None:
     main = threading.get_ident()
 
     def interrupt() -> None:
-        wait_until(lambda: comm._witness.inside(main) is not None)
+        wait_until(lambda: comm._host.witness.inside(main) is not None)
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -163,7 +163,7 @@ def messages_again(comm: hetcoll.Communicator) -> int:
 
 def wait_on_another_stream(comm: hetcoll.Communicator) -> list[int]:
     """The streams that the handle of a short call makes wait: the current one of the tensors' library, or one named."""
-    from hetcoll.gpu.executor import GpuPath
+    from hetcoll.gpu.executor import GpuExecutor
 
     device = device_of_rank(comm.rank)
     place = KINDS[device.vendor], device.index
@@ -172,7 +172,7 @@ def wait_on_another_stream(comm: hetcoll.Communicator) -> list[int]:
     for _ in range(2):
         work = comm.allreduce(tensor)
     Quick.streams[place] = device.stream()
-    with unittest.mock.patch.object(GpuPath, "join", autospec=True) as join:
+    with unittest.mock.patch.object(GpuExecutor, "join", autospec=True) as join:
         work.wait_stream()
         work.wait_stream(77)
     work.wait()
@@ -235,7 +235,7 @@ def close_and_look(comm: hetcoll.Communicator) -> bool:
     assert other is not None
     array = DeviceArray.of(device_of_rank(comm.rank), np.ones(5, np.float32))
     other.allreduce(array).wait()
-    path = weakref.ref(other._paths.gpu)  # type: ignore[arg-type]
+    path = weakref.ref(other._gpus.executor)  # type: ignore[arg-type]
     other.close()
     del other
     gc.collect()
@@ -426,7 +426,9 @@ def capture(comm: hetcoll.Communicator) -> tuple[list[float], float]:
     with Capture(device, stream) as captured:
         comm.allreduce(values, stream=stream)
         comm.allreduce(large, stream=stream)
-        asker = threading.Thread(target=lambda: comm._paths.gpu.idle)  # as the watch does: it must not end the capture
+        asker = threading.Thread(
+            target=lambda: comm._gpus.executor.idle
+        )  # as the watch does: it must not end the capture
         asker.start()
         asker.join()
     for _ in range(3):

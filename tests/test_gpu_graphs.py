@@ -354,7 +354,7 @@ def replay_alone(comm: hetcoll.Communicator, then: str) -> tuple[str, float]:
         limit = time.monotonic() + 20
         while not said and time.monotonic() < limit:
             try:
-                comm._paths.gpu.check()  # type: ignore[union-attr]
+                comm._gpus.executor.check()  # type: ignore[union-attr]
             except CommunicationError as error:
                 said = f"{type(error).__name__}: {error}"
             time.sleep(0.05)
@@ -383,7 +383,7 @@ def close_with_one_stuck(comm: hetcoll.Communicator) -> float:
     comm.barrier()
     if comm.rank == 0:
         captured.replay(stream)
-        while comm._paths.gpu.idle:  # type: ignore[union-attr]
+        while comm._gpus.executor.idle:  # type: ignore[union-attr]
             time.sleep(0.01)
     begun = time.monotonic()
     comm.close()

@@ -259,7 +259,7 @@ def own_gpu(comm: hetcoll.Communicator) -> tuple[int, str, tuple[tuple[int, ...]
     array = DeviceArray.of(found[0], np.ones(70_001, np.float32))
     comm.allreduce(array.buffer()).wait(60)
     assert (array.get() == comm.size).all()
-    path = comm._paths.gpu
+    path = comm._gpus.executor
     assert path is not None
     return len(found), found[0].bus_id, path._islands.islands
 

@@ -270,7 +270,7 @@ def exchange(comm: hetcoll.Communicator) -> dict[int, bool]:
     """Whether messages to each other rank, and from it, have moved words of slots."""
     size, rank, found = comm.size, comm.rank, dict[int, bool]()
     comm.allreduce(Own(comm, np.ones(4, np.float32)).array).wait(60)
-    edges = comm._paths.gpu._edges  # type: ignore[union-attr]
+    edges = comm._gpus.executor._edges  # type: ignore[union-attr]
     for count in (6, 70_002, 3_000_003):
         own, got = Own(comm, np.arange(count, dtype=np.float32) + rank), Own(comm, np.zeros(count, np.float32))
         for pair in itertools.combinations(range(size), 2):

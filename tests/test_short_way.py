@@ -241,9 +241,10 @@ def send_one_and_fail(comm: hetcoll.Communicator, other: int) -> None:
 def exchange_in_groups(comm: hetcoll.Communicator) -> None:
     """Messages in groups: known ones, new ones, and both; those to one rank keep their order."""
     other = 1 - comm.rank
-    exchange = comm._exchange
+    host = comm._host
+    exchange = host.exchange
     for turn in range(4):
-        comm.__dict__["_exchange"] = exchange if turn in (0, 2) else None
+        host.__dict__["exchange"] = exchange if turn in (0, 2) else None
         for counts in ([4], [4, 4, 4], [9, 4], *([[5]] if turn >= 2 else [])):
             outgoing = [np.full(n, 10.0 * i + comm.rank) for i, n in enumerate(counts)]
             incoming = [np.zeros(n) for n in counts]

@@ -17,6 +17,7 @@ from .calls import OP_LABELS, RECV, SEND, SENDRECV
 from .config.env import Config, configuration
 from .config.process import configure
 from .errors import ArgumentError
+from .gpu.open import Gpus
 from .rendezvous.session import Session, coming_together
 from .rendezvous.unique_id import UniqueId
 from .rendezvous.wire import WORLD
@@ -50,6 +51,8 @@ class Communicator(Messages, Regrouping):
     they were begun here: where several threads begin them it is for the program to see to the same order on all ranks,
     as with ``async_op=True`` under a lock. So with messages of several threads to one rank, or from one.
     """
+
+    _open_gpus = Gpus
 
     @classmethod
     def init(cls, size: int, rank: int, unique_id: UniqueId | str | bytes, *, timeout: float | None = None) -> Self:

@@ -87,7 +87,7 @@ def test_devices_near_the_gpu_that_is_used_come_first(launch: Launch, vendors: s
 
 def links_to_gpus(comm: hetcoll.Communicator) -> list[Any]:
     """Of this rank's relay, or, without a GPU, of its engine, where they have channels of their own."""
-    path = comm._paths.gpu
+    path = comm._gpus.executor
     if path is None:
         return [link for link in json.loads(comm._engine.links()) if link["channel"] >= CHANNELS]
     relay = path._relays._relay

@@ -40,8 +40,8 @@ HELPERS = 7  # threads at most, beside the caller's, that fill and empty slots: 
 Prepare = Callable[[Callable[[Check], _native.Shape], float], _native.Shape]
 
 
-class HostPath:
-    """What one communicator keeps on a rank without a GPU. Made together with the other ranks' `gpu.GpuPath`.
+class CpuRank:
+    """What one communicator keeps on a rank without a GPU. Made together with the other ranks' `gpu.GpuExecutor`.
 
     Calls that compress do so between `groups`.
     """
@@ -64,7 +64,7 @@ class HostPath:
         self._unfinished: list[path_probe.Bytes] = []
 
     def prove(self, meet: Meet, prepare: Prepare, timeout: float) -> None:
-        """Try the ways to GPUs together with their ranks: as `gpu.GpuPath.prove`."""
+        """Try the ways to GPUs together with their ranks: as `gpu.GpuExecutor.prove`."""
         engine, done = self._wiring.engine, _native.Status.DONE
 
         def exchange(peer: int, data: path_probe.Bytes, seconds: float) -> path_probe.Bytes | str:

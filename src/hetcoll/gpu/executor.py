@@ -13,23 +13,24 @@ queues can turn into a deadlock (`order`), and compiled once for its counts into
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from .. import _native
 from ..buffers import Buffer
-from ..calls import Call, descriptor
+from ..calls import RECV, SEND, Call, Message, descriptor
 from ..errors import ArgumentError, BufferTypeError, ClosedError, DeviceError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
 from ..runtime.compression import Compression, DeviceResidual
+from ..runtime.executor import FastPath
 from ..runtime.planner import Planner
 from ..types import OCP_OF, Collective, DType
 from ..vendor.devices.base import URGENT
 from ..vendor.devices.signals import signal_kernels
-from ..work import Work
 from . import float8, path_probe, streams
 from .array import clear
 from .direct import why_not_direct
@@ -52,7 +53,7 @@ _DLPACK = {"cuda": 2, "rocm": 10}  # dlpack.h: kDLCUDA, kDLROCM
 Shape = _native.DeviceShape | _native.KernelShape
 
 
-class GpuPath:
+class GpuExecutor:
     """What one communicator keeps on this rank's GPU. All of it is made in `__init__` and given back by `close`.
 
     `capturing`: the call that needs it is being captured into a graph. `meet` exchanges what all ranks must know,
@@ -149,8 +150,6 @@ class GpuPath:
             mates = self._islands.mates(wiring.rank).intersection(wiring.locals)
             self.messages = GpuMessages(self, share, self._plans, planner, self._calls, mates, self._float8)
             undo.callback(self.messages.close)
-            # `Engine.call` for both kinds of memory: on a GPU's, what was called before with the same counts.
-            self.call: Callable[[int, Any, Any, Any, int], Work | None] = self._calls.call
             self._undo = undo.pop_all()
 
     def prove(self, meet: Meet, timeout: float) -> None:
@@ -175,7 +174,7 @@ class GpuPath:
     def device(self) -> Device:
         return self._device
 
-    def launch(self, call: Call, stream: object, async_op: bool) -> GpuWork:
+    def run(self, call: Call, stream: object, async_op: bool, seconds: float) -> GpuWork:
         """Enqueue `call` after what is on `stream` now; what comes on it later begins after it, unless `async_op`."""
         handle = self.stream(stream, sendbuf=call.send, recvbuf=call.recv)
         passage = None if self._float8 is None else float8.Passage.of_call(call, self._wiring.rank)
@@ -185,6 +184,45 @@ class GpuPath:
             dtype = OCP_OF.get(call.dtype, call.dtype)
             self._launch(replace(call, send=send, recv=recv, dtype=dtype), on, False, again=False)
         return GpuWork(self, (call.send, call.recv), call.collective.label)
+
+    @property
+    def fast_path(self) -> FastPath:
+        """`Engine.call` for both kinds of memory: on a GPU's, what was called before with the same counts."""
+        return self._calls.call
+
+    def exchange(
+        self,
+        send: Buffer | None,
+        dest: int,
+        recv: Buffer | None,
+        source: int,
+        stream: object,
+        async_op: bool,
+        seconds: float,
+    ) -> GpuWork:
+        """Enqueue a message to `dest`, one from `source`, or both at once."""
+        return self.messages.one(send, dest, recv, source, stream, async_op)
+
+    def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
+        """Enqueue messages that are under way together. Where some are converted they go a send and a receive at a
+        time: each has to be read before its conversion's memory is written again."""
+        if not self.messages.converts(messages):
+            self.messages.group(messages, None)
+            return
+        rank = self._wiring.rank
+        for others in (False, True):  # messages to oneself have both halves
+            sends, recvs = (
+                [(m.buffer, m.peer) for m in messages if m.kind == half and (m.peer != rank) == others]
+                for half in (SEND, RECV)
+            )
+            for out, into in itertools.zip_longest(sends, recvs):
+                send, dest = out or (None, -1)
+                recv, source = into or (None, -1)
+                if send is not None and recv is not None and send.dtype is not recv.dtype:
+                    self.messages.one(send, dest, None, -1, None, False)
+                    self.messages.one(None, -1, recv, source, None, False)
+                else:
+                    self.messages.one(send, dest, recv, source, None, False)
 
     def _launch(self, call: Call, stream: int, async_op: bool, *, again: bool = True) -> GpuWork:
         """`again`: the short way may run such a call when it comes again."""
@@ -314,7 +352,7 @@ class GpuPath:
         rank = self._wiring.rank
         self._diagnosis.post(Kind.SYSTEM, rank, f"rank {rank}: {problem}")
 
-    def failed(self) -> None:
+    def fail(self) -> None:
         """The communicator has failed: let every stream and kernel go that waits for a peer, until all are idle.
 
         What is in the buffers of calls in flight is undefined from now on.
@@ -389,4 +427,4 @@ class GpuPath:
         self._undo.close()
         self._planner.forget()
         # They hold methods of this object, and no garbage collector looks into them.
-        del self._calls, self.call, self.messages
+        del self._calls, self.messages

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..buffers import Buffer
 from ..calls import Call
 from ..config.env import Config
 from ..errors import ArgumentError, BufferTypeError, DeviceError
 from ..health.diagnosis import Diagnosis, Kind
-from ..links.wiring import Check, Wiring
+from ..links.wiring import Wiring
 from ..runtime.compression import Compression
+from ..runtime.executor import Meet, Prepare
 from ..runtime.planner import Planner
 from ..types import FNUZ_OF, OCP_OF, Collective
 from . import streams
 
 if TYPE_CHECKING:
-    from .cpu_rank import HostPath
-    from .executor import GpuPath
+    from ..vendor.devices.base import Device
+    from .cpu_rank import CpuRank
+    from .executor import GpuExecutor
 
 _KINDS = {"rocm": "hip"}  # a device's name in DLPack's words: whose it is
 
-Meet = Callable[[str, bytes, float | None], list[bytes]]
-Prepare = Callable[[Callable[[Check], Any], float], Any]
 
-
-class GpuPaths:
+class Gpus:
     """Of one rank. `meet` exchanges bytes among all ranks, in so many seconds if not as usual; `prepare` watches over
     what connects them. Setting a path up is collective over all ranks."""
 
@@ -47,8 +46,8 @@ class GpuPaths:
         self._meetings = 0
         self.turn = threading.RLock()
         """Who sets a path up, or takes it the long way: one thread at a time."""
-        self.gpu: GpuPath | None = None
-        self.host: HostPath | None = None
+        self.executor: GpuExecutor | None = None
+        self.cpu_rank: CpuRank | None = None
 
     def check_place(self, buffer: Buffer) -> None:
         """Whether a buffer is where this rank said that its buffers are."""
@@ -62,21 +61,21 @@ class GpuPaths:
             f" got some of {buffer.place}"
         )
 
-    def on_gpu(self, buffer: Buffer, stream: object) -> GpuPath:
+    def on_gpu(self, buffer: Buffer, stream: object) -> GpuExecutor:
         """The way of calls on a GPU's memory, such as `buffer`, of which the first one is on `stream`."""
         with self.turn:
-            return self.gpu or self._make_gpu(buffer, stream)
+            return self.executor or self._make_gpu(buffer, stream)
 
-    def _make_gpu(self, buffer: Buffer, stream: object) -> GpuPath:
+    def _make_gpu(self, buffer: Buffer, stream: object) -> GpuExecutor:
         from .device_of import device_of
-        from .executor import GpuPath
+        from .executor import GpuExecutor
 
         device = device_of(buffer)
         try:
             capturing = device.capturing(streams.handle(stream, buffer))
         except DeviceError as error:
             raise ArgumentError(f"stream: wanted one of {buffer.place}: {error}") from error
-        path = self.gpu = GpuPath(
+        path = self.executor = GpuExecutor(
             self._wiring,
             self._diagnosis,
             device,
@@ -87,21 +86,21 @@ class GpuPaths:
             meet=self._meet_soon,
             prepare=self._prepare,
         )
-        self._diagnosis.on_failure = path.failed
+        self._diagnosis.on_failure = path.fail
         self._prove(lambda: path.prove(self._meet_slow, self._config.timeout))
         return path
 
-    def on_host(self) -> HostPath | None:
+    def among_gpus(self) -> CpuRank | None:
         """How a rank without a GPU takes part in the calls of those that have one; None where there are no such."""
         if not self._wiring.topology.some_without_gpu:
             return None
         with self.turn:
-            return self.host or self._make_host()
+            return self.cpu_rank or self._make_host()
 
-    def _make_host(self) -> HostPath:
-        from .cpu_rank import HostPath
+    def _make_host(self) -> CpuRank:
+        from .cpu_rank import CpuRank
 
-        path = self.host = HostPath(
+        path = self.cpu_rank = CpuRank(
             self._wiring,
             self._diagnosis,
             self._planner,
@@ -112,13 +111,19 @@ class GpuPaths:
         self._prove(lambda: path.prove(self._meet_slow, self._prepare, self._config.timeout))
         return path
 
+    def device_of(self, buffer: Buffer) -> Device:
+        """The GPU that holds a buffer."""
+        from .device_of import device_of
+
+        return device_of(buffer)
+
     def converts(self, call: Call, stream: object) -> bool:
         """Whether it is one on 8-bit floats, of which ranks may pass two kinds: see `float8`. As `on_gpu`."""
         buffer = call.send or call.recv
         if buffer is None or (call.dtype not in FNUZ_OF and call.dtype not in OCP_OF):
             return False
         self.check_place(buffer)
-        path = self.on_host() if buffer.device == "cpu" else self.on_gpu(buffer, stream)
+        path = self.among_gpus() if buffer.device == "cpu" else self.on_gpu(buffer, stream)
         return path is not None and path.two_kinds
 
     def _prove(self, prove: Callable[[], None]) -> None:
@@ -144,14 +149,14 @@ class GpuPaths:
 
     def counters(self) -> dict[str, int]:
         """What the path has counted, as `Communicator.counters` tells it."""
-        return {} if self.gpu is None else {f"gpu_{name}": n for name, n in self.gpu.counters().items()}
+        return {} if self.executor is None else {f"gpu_{name}": n for name, n in self.executor.counters().items()}
 
     def explain(self, op: str, nbytes: int) -> str:
         """For people: how a collective on GPUs runs, once there were some."""
-        path = self.gpu or self.host
+        path = self.executor or self.cpu_rank
         return "" if path is None else path.explain(Collective[op.upper()], nbytes)
 
     def describe(self) -> tuple[str, ...]:
         """For people: how data goes to each GPU, once that is known."""
-        path = self.gpu or self.host
+        path = self.executor or self.cpu_rank
         return () if path is None else path.paths()

@@ -33,7 +33,7 @@ _MESSAGE = "a message"
 
 
 class Executor(Enqueued, Protocol):
-    """What messages need of the executor that runs them (`executor.GpuPath`)."""
+    """What messages need of the executor that runs them (`executor.GpuExecutor`)."""
 
     @property
     def device(self) -> Device: ...

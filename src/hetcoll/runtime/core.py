@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
@@ -19,21 +18,19 @@ from .. import _native, calls, lifetime
 from ..buffers import Buffer, element_type, read_buffer
 from ..calls import OP_LABELS, Call, check_int
 from ..config.env import Config
-from ..errors import ArgumentError, ClosedError, CommunicationError, HetcollError, InitError
-from ..gpu.open import GpuPaths
-from ..health.diagnosis import Diagnosis, Kind, Vigil
-from ..health.status_report import Witness
-from ..links.wiring import PATIENCE, Check, Wiring
+from ..errors import ArgumentError, CommunicationError, InitError
+from ..health.diagnosis import Diagnosis, Kind
+from ..links.wiring import Wiring
 from ..plan.topology import Topology
 from ..rendezvous.session import Session
-from ..work import DONE, Work, finished
-from .compression import Compression, float32_zeros
-from .host import HostPlans
+from ..work import DONE, Work
+from .compression import Compression
+from .executor import Executor, FastPath, OpenGpus
+from .host import HostExecutor
 from .planner import Explanation, Planner
 from .registration import Registration
 
 if TYPE_CHECKING:
-    from ..gpu.executor import GpuPath
     from .crosscheck import CrossCheck
 
 log = logging.getLogger("hetcoll")
@@ -47,14 +44,12 @@ _MEETING_BYTES = 1024
 class Core:
     """See `hetcoll.Communicator`."""
 
+    _open_gpus: OpenGpus  # what GPUs need is above this floor
     _closed = True  # until there is something to close
 
     def __init__(self, session: Session, group: bytes, rank: int, size: int, config: Config, timeout: float) -> None:
         self._session, self._group, self._config = session, group, config
         self._rank, self._size = rank, size
-        self._pending: list[Work] = []  # keeps the memory of asynchronous calls alive
-        self._pending_lock = threading.Lock()
-        self._prune_at = 16
         self._diagnosis = Diagnosis(session, group, rank, size)
         deadline = time.monotonic() + timeout
         with contextlib.ExitStack() as undo:
@@ -64,25 +59,26 @@ class Core:
             undo.callback(self._wiring.close)
             self._engine = self._wiring.engine
             undo.callback(self._engine.close)
-            # Weakly, since the engine must not keep its communicator alive.
-            self._engine.set_ops(
-                OP_LABELS, DONE, _weakly(self._stuck), _weakly(self._interrupted), _weakly(self._log_news)
-            )
-            self._call: Callable[..., Work | None] = _refuse if config.check else self._engine.call
+            self._call: FastPath = _refuse if config.check else self._engine.call
             self._compression = Compression(self._wiring.topology, config.compress, config.compress_feedback)
             wiring = self._wiring
             self._planner = Planner(lambda: wiring.topology, rank, config.algo, self._compression)
-            self._plans = HostPlans(wiring, self._planner)
-            self._witness = Witness(self, rank, self._engine, self._planner.describe)
-            self._diagnosis.attach(self._engine, self._witness)
-            self._paths = GpuPaths(
-                self._wiring,
+            host = self._host = HostExecutor(
+                self, wiring, self._diagnosis, self._planner, self._compression, config.timeout
+            )
+            # Weakly, since the engine must not keep its communicator alive.
+            self._engine.set_ops(
+                OP_LABELS, DONE, _weakly(host.stuck), _weakly(host.interrupted), _weakly(self._log_news)
+            )
+            self._diagnosis.attach(self._engine, host.witness)
+            self._gpus = host.gpus = self._open_gpus(
+                wiring,
                 self._diagnosis,
                 self._planner,
                 self._compression,
                 config,
                 meet=_weakly(self._meet),
-                prepare=_weakly(self._prepare),
+                prepare=_weakly(host.prepare),
             )
             undo.pop_all()
         self._cross: CrossCheck | None = None
@@ -138,7 +134,7 @@ class Core:
         seconds = self._seconds(timeout)
         if self._cross is None or async_op or call.label:
             return self._start(call, async_op, seconds, stream)
-        converts = self._paths.converts(call, stream)
+        converts = self._gpus.converts(call, stream)
         self._cross.before(call, converts)
         work = self._start(call, async_op, seconds, stream)
         self._cross.after(call, converts)
@@ -146,45 +142,27 @@ class Core:
 
     def _start(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         buffer = call.send or call.recv
-        among = None
-        if buffer is not None and not call.label:
-            self._paths.check_place(buffer)
-            if buffer.device != "cpu":
-                with self._paths.turn:
-                    return self._on_gpu(buffer, stream).launch(call, stream, async_op)
-            among = self._paths.on_host()
-        finish = None
-        if among is not None:
-            call, finish = among.converted(call)
-        plans = among or self._plans
-        witness, thread = self._witness, threading.get_ident()
-        witness.calls[thread], witness.preparing = call.describe(), thread
-        try:
-            shape = self._prepare(lambda check: plans.shape(call, seconds, check), seconds)
-            if among is not None:
-                among.note(call)
-            if witness.preparing == thread:
-                witness.preparing = None
-            send = 0 if call.send is None else call.send.ptr
-            recv = 0 if call.recv is None else call.recv.ptr
-            residual = self._compression.residual(call, shape, float32_zeros) if call.compress else None
-            buffers = (call.send, call.recv)
-            return finished(self._run(shape, send, recv, async_op, seconds, buffers, residual=residual), finish)
-        finally:
-            if witness.preparing == thread:
-                witness.preparing = None
-            witness.calls.pop(thread, None)
+        if buffer is None or call.label:
+            return self._host.run(call, stream, async_op, seconds)
+        with self._executor(buffer, stream) as executor:
+            return executor.run(call, stream, async_op, seconds)
 
-    def _on_gpu(self, buffer: Buffer, stream: object) -> GpuPath:
-        """The way of calls on a GPU's memory; from the first one on the short way tries it, too."""
-        path = self._paths.on_gpu(buffer, stream)
-        self._choose_fast_path()
-        return path
+    @contextlib.contextmanager
+    def _executor(self, buffer: Buffer, stream: object) -> Iterator[Executor]:
+        """What runs calls on such memory, for the ``with`` block; on a GPU's, one thread at a time."""
+        self._gpus.check_place(buffer)
+        if buffer.device == "cpu":
+            yield self._host
+            return
+        with self._gpus.turn:
+            executor = self._gpus.on_gpu(buffer, stream)
+            self._choose_fast_path()  # from the first call on, the fast path tries the GPU's, too
+            yield executor
 
     def _choose_fast_path(self) -> None:
-        """What the methods of calls try first: the engine's call, or the GPU's once there is one, which takes both."""
-        gpu = self._paths.gpu
-        self._call = _refuse if not self._takes_fast_path() else self._engine.call if gpu is None else gpu.call
+        """What the methods of calls try first: the host's, or the GPU's once there is one, which takes both."""
+        executor = self._gpus.executor or self._host
+        self._call = executor.fast_path if self._takes_fast_path() else _refuse
 
     def _takes_fast_path(self) -> bool:
         return not self._closed and not self._config.check
@@ -198,102 +176,9 @@ class Core:
         self._launch(calls.meeting(self._rank, label, mine, rows), False, timeout)
         return [row.tobytes().rstrip() for row in rows]
 
-    def _prepare(self, find: Callable[[Check], T], seconds: float) -> T:
-        """`find` a bound plan. The first one between two ranks may have to wait until the other one connects."""
-        deadline, thread = time.monotonic() + seconds, threading.get_ident()
-        vigil: Vigil | None = None
-
-        def check(peers: Collection[int]) -> None:
-            nonlocal vigil
-            vigil = vigil or self._diagnosis.vigil(deadline)
-            self._witness.connecting[thread] = tuple(peers)
-            self._check_usable()
-            self._diagnosis.check_present(peers)
-            vigil.look()
-
-        try:
-            return find(check)
-        except InitError as error:
-            raise self._diagnosis.unconnected(error, deadline, seconds) from error
-        except (HetcollError, _native.PlanError):
-            self._check_usable()
-            raise
-        except BaseException as error:
-            if isinstance(error, OSError) and error.errno is not None:  # not raised by a signal handler
-                raise self._diagnosis.unprepared(error) from error
-            self._give_up()
-            raise
-        finally:
-            self._witness.connecting.pop(thread, None)
-
-    def _run(
-        self,
-        shape: _native.Shape,
-        send: int,
-        recv: int,
-        async_op: bool,
-        seconds: float,
-        keep: Any,
-        *,
-        background: bool = True,
-        residual: np.ndarray[Any, Any] | None = None,
-    ) -> Work:
-        engine, lost = self._engine, 0 if residual is None else residual.ctypes.data
-        if async_op:
-            ticket = engine.submit(shape, send, recv, background, lost)
-            work = Work(
-                self,
-                ticket,
-                keep if residual is None else (keep, residual),
-                self._witness.calls.get(threading.get_ident(), ""),
-            )
-            with self._pending_lock:
-                if len(self._pending) >= self._prune_at:
-                    self._pending = [w for w in self._pending if not w.done]
-                    self._prune_at = 2 * len(self._pending) + 16
-                self._pending.append(work)
-            return work
-        first = min(seconds, PATIENCE)
-        status = engine.run(shape, send, recv, first, lost)
-        if status is not _native.Status.DONE:
-            self._finish(status, engine.pending, seconds, first)
-        return DONE
-
-    def _finish(self, status: _native.Status, ticket: _native.Ticket, seconds: float, waited: float) -> None:
-        """Wait on after a first attempt that gave up after `waited` of `seconds`; raises what went wrong."""
-        deadline = time.monotonic() + seconds - waited
-        vigil = self._diagnosis.vigil(deadline, waited)
-        try:
-            while status is _native.Status.TIMED_OUT:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise self._diagnosis.timeout(seconds)
-                vigil.look()
-                status = self._engine.wait(ticket, min(left, vigil.seconds()))
-            if status is _native.Status.FAILED:
-                self._check_parent()
-                raise self._diagnosis.error()
-        except HetcollError:
-            raise
-        except BaseException:
-            self._give_up()
-            raise
-
-    def _give_up(self) -> None:
-        """A signal handler raised while a call was under way: nothing may touch its memory any more, nobody wait."""
-        self._engine.fail(Kind.ABORTED, self._rank, f"rank {self._rank} was interrupted")
-        self._interrupted()
-
-    def _stuck(self, status: _native.Status) -> None:
-        """The short way's second half, when a call was not complete in time: waits on, or raises."""
-        seconds = self._config.timeout
-        self._finish(status, self._engine.pending, seconds, min(PATIENCE, seconds))
-
     def _wait(self, ticket: _native.Ticket, timeout: float | None) -> None:
         self._check_parent()
-        seconds = self._seconds(timeout)
-        first = min(seconds, PATIENCE)
-        self._finish(self._engine.wait(ticket, first), ticket, seconds, first)
+        self._host.wait(ticket, self._seconds(timeout))
 
     # Memory.
 
@@ -338,9 +223,7 @@ class Core:
             return Registration(buffer)
         gpu = None
         if buffer.device != "cpu":
-            from ..gpu.device_of import device_of
-
-            gpu = device_of(buffer)
+            gpu = self._gpus.device_of(buffer)
         return Registration(buffer, memory.lease(buffer.ptr, buffer.nbytes, buffer.owner, gpu))
 
     def counters(self) -> dict[str, int]:
@@ -357,7 +240,7 @@ class Core:
         found = {"collectives": self._engine.collectives, "messages": self._engine.messages} | self._engine.counters()
         found |= self._compression.counters()
         found |= {} if memory is None else {f"memory_{name}": n for name, n in memory.counters.items()}
-        return found | self._paths.counters()
+        return found | self._gpus.counters()
 
     def reset_feedback(self) -> None:
         """Forget what compression has lost so far of each buffer, which later calls would add: for new data in the
@@ -377,14 +260,10 @@ class Core:
 
     def _check_parent(self) -> None:
         """ClosedError in a forked child: the links are its parent's."""
-        if self._engine.forked:
-            raise ClosedError("this communicator belongs to the parent of this forked process")
+        self._host.check_parent()
 
     def _check_usable(self) -> None:
-        self._check_parent()
-        if self._closed:
-            raise ClosedError("this communicator was closed")
-        self._check_failed()
+        self._host.check_usable()
 
     def _check_failed(self) -> None:
         if self._engine.failed:
@@ -392,10 +271,6 @@ class Core:
 
     def _failure(self) -> CommunicationError | None:
         return self._diagnosis.known_error() if self._engine.failed else None
-
-    def _interrupted(self) -> None:
-        """A signal handler raised inside a call (Ctrl-C): the others must not wait for this rank."""
-        self._diagnosis.post(Kind.ABORTED, self._rank, f"rank {self._rank} was interrupted")
 
     def abort(self, reason: str = "") -> None:
         """End every operation in flight, here at once and on the other ranks as soon as they hear of it.
@@ -417,13 +292,13 @@ class Core:
         communicator until it was waited for.
         """
         if not self._closed:
-            self._closed = True
+            self._closed = self._host.closed = True
             self._give_back()
 
     def __del__(self) -> None:
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._host.closed = True
         lifetime.drop(self._give_back)
         warnings.warn(f"<{self._name()}> was not closed", ResourceWarning, source=self, stacklevel=2)
 
@@ -433,13 +308,11 @@ class Core:
         if self._engine.forked:
             return
         self._log_news()
-        if self._paths.gpu is not None:
-            self._paths.gpu.close()
-        self._engine.close()  # from here on nothing of ours touches the memory of calls in flight
-        with self._pending_lock:
-            self._pending.clear()
-        if self._paths.host is not None:
-            self._paths.host.close()
+        if self._gpus.executor is not None:
+            self._gpus.executor.close()
+        self._host.close()
+        if self._gpus.cpu_rank is not None:
+            self._gpus.cpu_rank.close()
         self._planner.forget()
         self._compression.forget()
         self._session.leave(self._group)
@@ -447,7 +320,8 @@ class Core:
 
     def abandon(self) -> None:
         """In a forked child: nothing of the parent's may be touched."""
-        self._closed, self._call = True, _refuse
+        self._closed = self._host.closed = True
+        self._call = _refuse
         self._engine.abandon()
 
     def __enter__(self) -> Self:
@@ -481,8 +355,8 @@ class Core:
         """
         self._check_usable()
         self._log_news()
-        found = self._planner.explain(op, nbytes, compress, self._plans.paths)
-        return found._replace(paths=found.paths + self._paths.describe(), gpus=self._paths.explain(op, nbytes))
+        found = self._planner.explain(op, nbytes, compress, self._host.plans.paths)
+        return found._replace(paths=found.paths + self._gpus.describe(), gpus=self._gpus.explain(op, nbytes))
 
     def _log_news(self) -> None:
         """Tell what links lost, and how they went on: once each."""

@@ -1,19 +1,32 @@
-"""The host executor's plans: from a checked call on host memory to a plan that the engine has bound."""
+"""The host executor: from a checked call on host memory to a plan that the engine has bound, and runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import _native
 from ..buffers import Buffer
-from ..calls import Call, describe_message, descriptor, message_key
-from ..links.wiring import Check, Wiring
+from ..calls import RECV, SEND, Call, Message, describe_message, descriptor, message_key
+from ..errors import ClosedError, HetcollError, InitError
+from ..health.diagnosis import Diagnosis, Kind, Vigil
+from ..health.status_report import Witness
+from ..links.wiring import PATIENCE, Check, Wiring
 from ..types import Collective, ReduceOp
+from ..work import DONE, Waiter, Work, finished
+from .compression import Compression, float32_zeros
+from .executor import FastPath, Gpus
 from .planner import Drawing, Planner
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..plan.ir import Plan
+
+T = TypeVar("T")
 
 
 class HostPlans:
@@ -94,10 +107,6 @@ class HostPlans:
 
         return self._planner.bound("host message", key, bind)
 
-    def copy(self, source: Buffer, target: Buffer) -> None:
-        """A message to oneself."""
-        _native.copy_bytes(target.ptr, source.ptr, source.nbytes)
-
     def paths(self, peers: Collection[int]) -> tuple[str, tuple[str, ...]]:
         """What carries data to these ranks now, and, for people, how data goes to those that shared memory does not
         reach."""
@@ -115,3 +124,235 @@ class HostPlans:
             self._wiring.ensure(sorted(plan.edges), timeout, check)
             number = self._plans[drawing] = self._engine.add_plan(plan.encode())
         return number
+
+
+class HostExecutor:
+    """Runs one communicator's calls on host memory: see `executor.Executor`. Also who waits for the engine on behalf of
+    all others.
+
+    `owner` is whom a `Work` of an asynchronous call asks; it is not kept alive. `gpus` is set once they can be asked.
+    """
+
+    gpus: Gpus
+
+    def __init__(
+        self,
+        owner: Waiter,
+        wiring: Wiring,
+        diagnosis: Diagnosis,
+        planner: Planner,
+        compression: Compression,
+        timeout: float,
+    ) -> None:
+        self._owner_ref = weakref.ref(owner)
+        self._engine, self._rank, self._timeout = wiring.engine, wiring.rank, timeout
+        self._planner = planner
+        self._diagnosis, self._compression = diagnosis, compression
+        self.plans = HostPlans(wiring, planner)
+        self.witness = Witness(owner, wiring.rank, wiring.engine, planner.describe)
+        self.closed = False
+        self._pending: list[Work] = []  # keeps the memory of asynchronous calls alive
+        self._pending_lock = threading.Lock()
+        self._prune_at = 16
+
+    @property
+    def fast_path(self) -> FastPath:
+        return self._engine.call
+
+    def run(self, call: Call, stream: object, async_op: bool, seconds: float) -> Work:
+        """See `executor.Executor`. Those that make a communicator out of ranks (`call.label`) never ask for GPUs."""
+        among = None if call.label or (call.send or call.recv) is None else self.gpus.among_gpus()
+        finish = None
+        if among is not None:
+            call, finish = among.converted(call)
+        plans = among or self.plans
+        witness, thread = self.witness, threading.get_ident()
+        witness.calls[thread], witness.preparing = call.describe(), thread
+        try:
+            shape = self.prepare(lambda check: plans.shape(call, seconds, check), seconds)
+            if among is not None:
+                among.note(call)
+            if witness.preparing == thread:
+                witness.preparing = None
+            send = 0 if call.send is None else call.send.ptr
+            recv = 0 if call.recv is None else call.recv.ptr
+            residual = self._compression.residual(call, shape, float32_zeros) if call.compress else None
+            buffers = (call.send, call.recv)
+            return finished(self._run(shape, send, recv, async_op, seconds, buffers, residual=residual), finish)
+        finally:
+            if witness.preparing == thread:
+                witness.preparing = None
+            witness.calls.pop(thread, None)
+
+    def exchange(
+        self,
+        send: Buffer | None,
+        dest: int,
+        recv: Buffer | None,
+        source: int,
+        stream: object,
+        async_op: bool,
+        seconds: float,
+        *,
+        background: bool = True,
+    ) -> Work:
+        """See `executor.Executor`. `background`: a thread of the engine's may help it on."""
+        among, finish = self.gpus.among_gpus(), None
+        if among is not None:
+            send, recv, finish = among.converted_message(send, dest, recv)
+        plans = among or self.plans
+        calls, thread = self.witness.calls, threading.get_ident()
+        calls[thread] = describe_message(send, dest, recv, source)
+        try:
+            shape = self.prepare(lambda check: plans.point(send, dest, recv, source, seconds, check), seconds)
+            if among is not None:
+                among.note_message(send, dest, recv, source)
+            ptrs = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
+            work = self._run(shape, *ptrs, async_op, seconds, (send, recv), background=background)
+            return finished(work, finish)
+        finally:
+            calls.pop(thread, None)
+
+    def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
+        """See `executor.Executor`. Returns when all are complete."""
+        outgoing, incoming = (
+            [m.buffer for m in messages if m.peer == self._rank and m.kind == k] for k in (SEND, RECV)
+        )
+        for source, target in zip(outgoing, incoming, strict=True):
+            _native.copy_bytes(target.ptr, source.ptr, source.nbytes)
+        others = [m.halves for m in messages if m.peer != self._rank]
+        works = [self.exchange(*halves, None, True, seconds, background=False) for halves in others]
+        for work in works:
+            work.wait()
+
+    def explain(self, collective: Collective, nbytes: int) -> str:
+        """See `executor.Executor`."""
+        return str(self._planner.explain(collective.label, nbytes, None, self.plans.paths))
+
+    def fail(self) -> None:
+        """See `executor.Executor`: `Engine.fail` says why, and whoever finds that out has called it."""
+
+    def close(self) -> None:
+        """See `executor.Executor`. From here on nothing of ours touches the memory of calls in flight."""
+        self._engine.close()
+        with self._pending_lock:
+            self._pending.clear()
+
+    def check_parent(self) -> None:
+        """ClosedError in a forked child: the links are its parent's."""
+        if self._engine.forked:
+            raise ClosedError("this communicator belongs to the parent of this forked process")
+
+    def check_usable(self) -> None:
+        """Raise unless calls may begin."""
+        self.check_parent()
+        if self.closed:
+            raise ClosedError("this communicator was closed")
+        if self._engine.failed:
+            raise self._diagnosis.error()
+
+    def interrupted(self) -> None:
+        """A signal handler raised inside a call (Ctrl-C): the others must not wait for this rank."""
+        self._diagnosis.post(Kind.ABORTED, self._rank, f"rank {self._rank} was interrupted")
+
+    def _owner(self) -> Waiter:
+        owner = self._owner_ref()
+        assert owner is not None, "it is in a call"
+        return owner
+
+    def prepare(self, find: Callable[[Check], T], seconds: float) -> T:
+        """`find` a bound plan. The first one between two ranks may have to wait until the other one connects."""
+        deadline, thread = time.monotonic() + seconds, threading.get_ident()
+        vigil: Vigil | None = None
+
+        def check(peers: Collection[int]) -> None:
+            nonlocal vigil
+            vigil = vigil or self._diagnosis.vigil(deadline)
+            self.witness.connecting[thread] = tuple(peers)
+            self.check_usable()
+            self._diagnosis.check_present(peers)
+            vigil.look()
+
+        try:
+            return find(check)
+        except InitError as error:
+            raise self._diagnosis.unconnected(error, deadline, seconds) from error
+        except (HetcollError, _native.PlanError):
+            self.check_usable()
+            raise
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno is not None:  # not raised by a signal handler
+                raise self._diagnosis.unprepared(error) from error
+            self._give_up()
+            raise
+        finally:
+            self.witness.connecting.pop(thread, None)
+
+    def _run(
+        self,
+        shape: _native.Shape,
+        send: int,
+        recv: int,
+        async_op: bool,
+        seconds: float,
+        keep: Any,
+        *,
+        background: bool = True,
+        residual: np.ndarray[Any, Any] | None = None,
+    ) -> Work:
+        engine, lost = self._engine, 0 if residual is None else residual.ctypes.data
+        if async_op:
+            ticket = engine.submit(shape, send, recv, background, lost)
+            work = Work(
+                self._owner(),
+                ticket,
+                keep if residual is None else (keep, residual),
+                self.witness.calls.get(threading.get_ident(), ""),
+            )
+            with self._pending_lock:
+                if len(self._pending) >= self._prune_at:
+                    self._pending = [w for w in self._pending if not w.done]
+                    self._prune_at = 2 * len(self._pending) + 16
+                self._pending.append(work)
+            return work
+        first = min(seconds, PATIENCE)
+        status = engine.run(shape, send, recv, first, lost)
+        if status is not _native.Status.DONE:
+            self._finish(status, engine.pending, seconds, first)
+        return DONE
+
+    def _finish(self, status: _native.Status, ticket: _native.Ticket, seconds: float, waited: float) -> None:
+        """Wait on after a first attempt that gave up after `waited` of `seconds`; raises what went wrong."""
+        deadline = time.monotonic() + seconds - waited
+        vigil = self._diagnosis.vigil(deadline, waited)
+        try:
+            while status is _native.Status.TIMED_OUT:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self._diagnosis.timeout(seconds)
+                vigil.look()
+                status = self._engine.wait(ticket, min(left, vigil.seconds()))
+            if status is _native.Status.FAILED:
+                self.check_parent()
+                raise self._diagnosis.error()
+        except HetcollError:
+            raise
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """A signal handler raised while a call was under way: nothing may touch its memory any more, nobody wait."""
+        self._engine.fail(Kind.ABORTED, self._rank, f"rank {self._rank} was interrupted")
+        self.interrupted()
+
+    def stuck(self, status: _native.Status) -> None:
+        """The short way's second half, when a call was not complete in time: waits on, or raises."""
+        seconds = self._timeout
+        self._finish(status, self._engine.pending, seconds, min(PATIENCE, seconds))
+
+    def wait(self, ticket: _native.Ticket, seconds: float) -> None:
+        """Until an asynchronous call is complete; raises what it failed with."""
+        self.check_parent()
+        first = min(seconds, PATIENCE)
+        self._finish(self._engine.wait(ticket, first), ticket, seconds, first)

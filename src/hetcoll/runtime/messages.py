@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..buffers import Buffer, read_buffer
-from ..calls import RECV, SEND, Call, Message, check_rank, describe_message
+from ..calls import RECV, SEND, Call, Message, check_rank
 from ..errors import ArgumentError, BufferTypeError
-from ..work import DONE, Work, finished
+from ..work import DONE, Work
 from .core import Core
 
 
@@ -62,42 +61,13 @@ class Messages(Core):
             return
         every = [Message(kind, read_buffer(buf, "buf", writable=kind == RECV), peer) for kind, buf, peer in batch]
         self._check_own(every)
-        read = [message for message in every if message.buffer.device == "cpu"]
         on_gpu = [message for message in every if message.buffer.device != "cpu"]
-        if on_gpu:
-            with self._paths.turn:
-                self._enqueue_group(on_gpu)
-        self._deliver_to_self(read)
-        works = [
-            self._start_message(kind, buffer, peer, True, None, background=False)
-            for kind, buffer, peer in read
-            if peer != self._rank
-        ]
-        for work in works:
-            work.wait()
-
-    def _enqueue_group(self, messages: list[Message]) -> None:
-        """Messages of GPU buffers. Where some are converted they go a send and a receive at a time: each has to be
-        read before its conversion's memory is written again."""
-        for message in messages:
-            self._paths.check_place(message.buffer)
-        on_gpu = self._on_gpu(messages[0].buffer, None).messages
-        if not on_gpu.converts(messages):
-            on_gpu.group(messages, None)
-            return
-        for others in (False, True):  # messages to oneself have both halves
-            sends, recvs = (
-                [(b, p) for kind, b, p in messages if kind == half and (p != self._rank) == others]
-                for half in (SEND, RECV)
-            )
-            for out, into in itertools.zip_longest(sends, recvs):
-                send, dest = out or (None, -1)
-                recv, source = into or (None, -1)
-                if send is not None and recv is not None and send.dtype is not recv.dtype:
-                    self._exchange(send, dest, None, -1, False, None)
-                    self._exchange(None, -1, recv, source, False, None)
-                else:
-                    self._exchange(send, dest, recv, source, False, None)
+        for message in every:
+            self._gpus.check_place(message.buffer)
+        for some in (on_gpu, [message for message in every if message.buffer.device == "cpu"]):
+            if some:
+                with self._executor(some[0].buffer, None) as executor:
+                    executor.exchange_all(some, self._config.timeout)
 
     def answer(self, question: str, function: Callable[[int], Any]) -> None:
         """What this rank answers other ranks' `ask`: `function` of the asking rank, quick, from any thread; as JSON."""
@@ -143,22 +113,8 @@ class Messages(Core):
         buffer = read_buffer(buf, "buf", writable=kind == RECV)
         if other == self._rank:
             raise ArgumentError(f"peer: rank {other} is this rank; a message to oneself needs both halves in a group()")
-        return self._start_message(kind, buffer, other, async_op, timeout, stream)
-
-    def _start_message(
-        self,
-        kind: int,
-        buffer: Buffer,
-        peer: int,
-        async_op: bool,
-        timeout: float | None,
-        stream: object = None,
-        *,
-        background: bool = True,
-    ) -> Work:
-        if kind == SEND:
-            return self._exchange(buffer, peer, None, -1, async_op, timeout, stream, background=background)
-        return self._exchange(None, -1, buffer, peer, async_op, timeout, stream, background=background)
+        halves = Message(kind, buffer, other).halves
+        return self._exchange(*halves, async_op, timeout, stream)
 
     def _exchange(
         self,
@@ -169,33 +125,13 @@ class Messages(Core):
         async_op: bool,
         timeout: float | None,
         stream: object = None,
-        *,
-        background: bool = True,
     ) -> Work:
-        """The long way for a message to `dest`, one from `source`, or both at once."""
-        seconds = self._seconds(timeout)
+        """The slow path of a message to `dest`, one from `source`, or both at once."""
         buffer = send or recv
         assert buffer is not None
-        self._paths.check_place(buffer)
-        if buffer.device != "cpu":
-            with self._paths.turn:
-                return self._on_gpu(buffer, stream).messages.one(send, dest, recv, source, stream, async_op)
-        among = self._paths.on_host()
-        finish = None
-        if among is not None:
-            send, recv, finish = among.converted_message(send, dest, recv)
-        plans = among or self._plans
-        calls, thread = self._witness.calls, threading.get_ident()
-        calls[thread] = describe_message(send, dest, recv, source)
-        try:
-            shape = self._prepare(lambda check: plans.point(send, dest, recv, source, seconds, check), seconds)
-            if among is not None:
-                among.note_message(send, dest, recv, source)
-            ptrs = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
-            work = self._run(shape, *ptrs, async_op, seconds, (send, recv), background=background)
-            return finished(work, finish)
-        finally:
-            calls.pop(thread, None)
+        seconds = self._seconds(timeout)
+        with self._executor(buffer, stream) as executor:
+            return executor.exchange(send, dest, recv, source, stream, async_op, seconds)
 
     def _sendrecv(
         self,
@@ -224,7 +160,7 @@ class Messages(Core):
         if to == self._rank and send.device == "cpu":
             own = [Message(SEND, send, to), Message(RECV, recv, origin)]
             self._check_own(own)
-            self._deliver_to_self(own)
+            self._host.exchange_all(own, self._config.timeout)
             return DONE
         return self._exchange(send, to, recv, origin, async_op, timeout, stream)
 
@@ -236,8 +172,3 @@ class Messages(Core):
         )
         if outgoing != incoming:
             raise ArgumentError(f"group(): the sends of rank {self._rank} to itself do not match its receives")
-
-    def _deliver_to_self(self, batch: list[Message]) -> None:
-        outgoing, incoming = ([b for k, b, peer in batch if k == kind and peer == self._rank] for kind in (SEND, RECV))
-        for source, target in zip(outgoing, incoming, strict=True):
-            self._plans.copy(source, target)

@@ -1,0 +1,145 @@
+"""What runs calls: an executor for each kind of memory, with one protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+from .. import _native
+from ..buffers import Buffer
+from ..calls import Call, Message
+from ..config.env import Config
+from ..health.diagnosis import Diagnosis
+from ..links.wiring import Check, Wiring
+from ..types import Collective
+from ..work import Work
+from .compression import Compression
+from .planner import Planner
+
+T = TypeVar("T")
+
+FastPath = Callable[[int, Any, Any, Any, int], Work | None]
+"""A call that was bound before, at once; None for all others, which take the slow path. See `Engine.call`."""
+
+Meet = Callable[[str, bytes, float | None], list[bytes]]
+"""Every rank's bytes, by rank, in so many seconds if not as usual; a collective call of this label."""
+
+
+class Prepare(Protocol):
+    """Watches over what connects ranks for at most so many seconds: see `HostExecutor.prepare`."""
+
+    def __call__(self, find: Callable[[Check], T], seconds: float) -> T: ...
+
+
+class Executor(Protocol):
+    """Runs calls on one kind of memory: the host's (`host.HostExecutor`) or a GPU's (`gpu.executor.GpuExecutor`).
+
+    Arguments are checked. `seconds` bounds what the host waits for, `stream` is what work on a GPU comes after.
+    """
+
+    @property
+    def fast_path(self) -> FastPath: ...
+
+    def run(self, call: Call, stream: object, async_op: bool, seconds: float) -> Work:
+        """A collective."""
+
+    def exchange(
+        self,
+        send: Buffer | None,
+        dest: int,
+        recv: Buffer | None,
+        source: int,
+        stream: object,
+        async_op: bool,
+        seconds: float,
+    ) -> Work:
+        """A message to `dest`, one from `source`, or both at once."""
+
+    def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
+        """Messages that are under way together; those of this rank to itself match."""
+
+    def explain(self, collective: Collective, nbytes: int) -> str:
+        """For people: how a collective of this size runs."""
+
+    def fail(self) -> None:
+        """The communicator has failed: nothing may wait, or touch the memory of calls, from now on."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class CpuRank(Protocol):
+    """How a rank without a GPU takes part in the calls of ranks that have one (`gpu.cpu_rank.CpuRank`): what it binds,
+    and what it makes of 8-bit floats that they have in another kind."""
+
+    def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape: ...
+
+    def point(
+        self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, timeout: float, check: Check
+    ) -> _native.Shape: ...
+
+    def converted(self, call: Call) -> tuple[Call, Callable[[], None] | None]: ...
+
+    def converted_message(
+        self, send: Buffer | None, dest: int, recv: Buffer | None
+    ) -> tuple[Buffer | None, Buffer | None, Callable[[], None] | None]: ...
+
+    def note(self, call: Call) -> None: ...
+
+    def note_message(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Gpus(Protocol):
+    """One communicator's GPU side, set up by the first call that needs it, collectively (`gpu.open.Gpus`)."""
+
+    @property
+    def executor(self) -> Executor | None:
+        """This rank's GPU executor, once there is one."""
+
+    @property
+    def cpu_rank(self) -> CpuRank | None:
+        """This rank's part in others' GPU calls, once there is one."""
+
+    @property
+    def turn(self) -> AbstractContextManager[Any]:
+        """Held by the one thread that sets up or takes the slow path."""
+
+    def check_place(self, buffer: Buffer) -> None:
+        """BufferTypeError unless a buffer is where this rank said that its buffers are."""
+
+    def on_gpu(self, buffer: Buffer, stream: object) -> Executor:
+        """The executor of calls on memory such as `buffer`, of which the first one is on `stream`."""
+
+    def among_gpus(self) -> CpuRank | None:
+        """How this rank, without a GPU, takes part in calls; None where all ranks have GPUs, or none has."""
+
+    def device_of(self, buffer: Buffer) -> Any:
+        """The GPU that holds a buffer."""
+
+    def converts(self, call: Call, stream: object) -> bool:
+        """Whether it is one on 8-bit floats, of which ranks may pass two kinds."""
+
+    def counters(self) -> dict[str, int]: ...
+
+    def explain(self, op: str, nbytes: int) -> str: ...
+
+    def describe(self) -> tuple[str, ...]: ...
+
+
+class OpenGpus(Protocol):
+    """Makes the GPU side of a communicator. It imports nothing of GPUs until a call needs them."""
+
+    def __call__(
+        self,
+        wiring: Wiring,
+        diagnosis: Diagnosis,
+        planner: Planner,
+        compression: Compression,
+        config: Config,
+        *,
+        meet: Meet,
+        prepare: Prepare,
+    ) -> Gpus: ...
