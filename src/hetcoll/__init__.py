@@ -8,6 +8,7 @@
 >>> comm.close()
 """
 
+from ._moved import install as _find_what_moved
 from .communicator import Communicator
 from .errors import (
     AbortedError,
@@ -37,3 +38,5 @@ __all__ = [
     "DeviceError", "HetcollError", "InitError", "PeerLostError", "ReduceOp", "RegistrationError", "UniqueId", "Work",
     "__version__", "from_mpi", "get_unique_id", "init",
 ]  # fmt: skip
+
+_find_what_moved()
