@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import fakes
 import pytest
-import standins
+from fakes.harness import on, vendor
 from ranks import Ranks, close_all
-from standins.harness import on, vendor
 
 __all__ = ["on", "vendor"]
 
@@ -18,9 +18,9 @@ _MOST = 32  # idle processes kept for later tests
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the stand-ins before the first test that uses them, so that its timeout is its own."""
-    wanted = any(item.get_closest_marker("standins") for item in session.items)
-    if wanted and not session.config.option.collectonly and not all(map(standins.why_not, ("cuda", "hip"))):
-        standins.build()
+    wanted = any(item.get_closest_marker("fakes") for item in session.items)
+    if wanted and not session.config.option.collectonly and not all(map(fakes.why_not, ("cuda", "hip"))):
+        fakes.build()
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import fakes
 import ranks
-import standins
 from cables import PRELOADED
 from ranks import Ranks
 from reference import Case
@@ -43,7 +43,7 @@ GPUS = cases()
 def environment(vendors: str) -> dict[str, Any]:
     """Ranks with a GPU each, "n" of NVIDIA's and "a" of AMD's, all of which are islands; "c" has none."""
     size = len(vendors)
-    devices = standins.environments([VENDOR[vendor] for vendor in vendors], size, timeout=120)
+    devices = fakes.environments([VENDOR[vendor] for vendor in vendors], size, timeout=120)
     told = {"HETCOLL_DEVICE": tuple(VENDOR[vendor] or "cpu" for vendor in vendors)} if "c" in vendors else {}
     return {**devices, **told, "HETCOLL_ISLANDS": "|".join(map(str, range(size))), "HETCOLL_IB_BYTES": "128K"}
 
@@ -55,7 +55,7 @@ def sealed(_: object = None) -> None:
     def seal(relays: Relays, address: int, nbytes: int, gpu: Any) -> Any:
         lease = register(relays, address, nbytes, gpu)
         if gpu is not None:
-            standins.seal(address)
+            fakes.seal(address)
         return lease
 
     Relays._register = seal  # type: ignore[method-assign]

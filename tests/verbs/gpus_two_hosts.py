@@ -11,8 +11,8 @@ import os
 import sys
 import threading
 
+import fakes
 import numpy as np
-import standins
 from cables import tool
 from gpus import GPUS, environment, sealed
 from reference import Case
@@ -46,7 +46,7 @@ def rank_main(rank: int) -> None:
     vendors = "nnaa"
     mine = {name: each[rank] if isinstance(each, tuple) else each for name, each in environment(vendors).items()}
     os.environ |= mine | {"RANK": str(rank), "HETCOLL_ISLANDS": "auto"}
-    standins.load()
+    fakes.load()
     sealed()
     path_probe.SECONDS = 60.0  # four ranks and their stand-ins share what this machine's processors emulate
     with hetcoll.init() as comm:

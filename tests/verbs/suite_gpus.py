@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import fakes
 import gpus
 import numpy as np
 import pytest
-import standins
 from cables import ENDS, Pool
 from gpus import GPUS, check, environment, sealed
 from ranks import RankError, Ranks
@@ -173,4 +173,4 @@ def test_the_way_that_was_asked_for_and_fails_is_an_error_on_all_ranks(launch: L
 
 
 def test_stand_ins_of_both_vendors_are_here() -> None:
-    assert [standins.why_not(vendor) for vendor in ("cuda", "hip")] == [None, None]
+    assert [fakes.why_not(vendor) for vendor in ("cuda", "hip")] == [None, None]
