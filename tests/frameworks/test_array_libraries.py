@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from installed import why_no_jax_gpus
 from ranks import Ranks, close_all
-from test_jax import why_no_gpus
 
 import hetcoll
 from hetcoll.buffers import read_buffer
@@ -21,7 +21,7 @@ Case = Callable[[hetcoll.Communicator], None]
 
 @pytest.fixture(params=["0,1", "0|1"], ids=["nccl", "two islands"])
 def two(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    if why := why_no_gpus():
+    if why := why_no_jax_gpus():
         pytest.skip(why)
     ranks = Ranks(2, {"HETCOLL_ISLANDS": request.param}, tidy=False)
     yield ranks

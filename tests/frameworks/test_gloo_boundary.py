@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from torch_ranks import TorchRanks, torch_ranks
+from torch_ranks import TorchRanks
 
-__all__ = ["torch_ranks"]
 pytestmark = pytest.mark.timeout(300)
 
 

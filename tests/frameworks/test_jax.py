@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from installed import need_jax
+from installed import need_jax, why_no_jax_gpus
 from ranks import Ranks, kept
 
 import hetcoll
-from hetcoll.vendor.devices import cuda
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -82,21 +81,11 @@ def test_a_mismatch_names_the_lines_that_were_traced(jax_ranks: Ranks) -> None:
         }, text
 
 
-def why_no_gpus() -> str:
-    """What is missing for two GPUs in JAX, or nothing."""
-    if (why := cuda.why_not()) is not None:
-        return str(why)
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        return "JAX has no CUDA 13 plugin"
-    found = len(cuda.devices())
-    return "" if found > 1 else f"two GPUs are wanted, {found} found"
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("islands", ["0,1", "0|1"], ids=["nccl", "two islands"])
 def test_on_gpus(islands: str) -> None:
     need_jax()
-    if why := why_no_gpus():
+    if why := why_no_jax_gpus():
         pytest.skip(why)
     env = _ENV | {
         "JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ("0", "1"), "HETCOLL_ISLANDS": islands,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 from installed import import_torch
-from torch_ranks import TorchRanks, names, torch_ranks
+from torch_ranks import TorchRanks, names
 
-__all__ = ["torch_ranks"]
 pytestmark = pytest.mark.timeout(300)  # the first test starts the ranks, which load torch
 
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from installed import import_torch
-from torch_ranks import TorchRanks, names, torch_ranks
+from torch_ranks import TorchRanks, names
 
-__all__ = ["torch_ranks"]
 pytestmark = pytest.mark.timeout(300)
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import tempfile
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 from installed import import_torch
 from ranks import Env, Job, Ranks
 
@@ -57,14 +55,6 @@ class TorchRanks:
     def close(self) -> None:
         (self._ranks.kill_all if self._ranks.broken else self._ranks.close)()
         self._folder.cleanup()
-
-
-@pytest.fixture(scope="session")
-def torch_ranks() -> Iterator[TorchRanks]:
-    import_torch()  # or skips
-    ranks = TorchRanks()
-    yield ranks
-    ranks.close()
 
 
 def load(_job: Job) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from elements import NUMPY, Array
 from float8_values import check_codes, codes_of, common, converted, in_ocp, same_values, steps
+from gpu_kinds import Own, device_of, has_gpu, start
 from on_gpu import OnGpu
 from plain_kernels import PlainMachine
 from ranks import kept
-from test_gpu_and_cpu import Own, device_of, has_gpu, start
 
 import hetcoll
 from hetcoll import _native

@@ -10,7 +10,6 @@ import sys
 import threading
 import unittest.mock
 import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,82 +19,18 @@ import pytest
 from cases import run_case
 from device_checks import Capture
 from dlpack_arrays import Quick
-from gpu_places import PLACES, STAND_INS, ranks_on
+from gpu_calls import cases_of, check, device_of_rank, exchange
+from gpu_places import STAND_INS
 from on_gpu import KINDS, Copies, OnGpu
-from ranks import Ranks, close_all, kept
+from ranks import Ranks, close_all
 from reference import Case
 
 import hetcoll
 from hetcoll.errors import ArgumentError
 from hetcoll.gpu.array import DeviceArray
-from hetcoll.types import OCP_OF, DType, ReduceOp, supports
-from hetcoll.vendor.devices.base import Device
+from hetcoll.types import DType, ReduceOp, supports
 
-COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "alltoall")
 ODD = (0, 1, 5, 1009, 70_001)
-
-
-def device_of_rank(rank: int) -> Device:
-    """Of the vendor whose GPUs the process sees; of both, the one that HETCOLL_DEVICE names."""
-    from hetcoll.vendor.devices import cuda, hip
-
-    posing = os.environ.get("HETCOLL_DEVICE") == "hip"
-    found = cuda.devices() if cuda.why_not() is None and not posing else hip.devices()
-    return found[rank % len(found)]
-
-
-@pytest.fixture(scope="module", params=PLACES)
-def gpus(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Ranks with a GPU each: ``gpus(3)``, every one an island unless said otherwise.
-
-    Settings are those of `fakes.environment`.
-    """
-
-    def start(size: int, islands: str | None = None, *, env: dict[str, str] | None = None, **settings: Any) -> Ranks:
-        asked = "|".join(map(str, range(size))) if islands is None else islands
-        more = {**(env or {}), **({"HETCOLL_ISLANDS": asked} if asked else {})}
-        return ranks_on(request.param, ["cuda"] * size, more, **settings)
-
-    with kept(start) as get:
-        yield get
-
-
-def run_on_gpu(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
-    device = device_of_rank(comm.rank)
-    stream = device.stream()
-    try:
-        return [run_case(OnGpu(comm, device, stream), case) for case in cases]  # type: ignore[arg-type]
-    finally:
-        device.destroy_stream(stream)
-
-
-def check(ranks: Ranks, cases: list[Case], run: Callable[..., list[bytes]] = run_on_gpu) -> None:
-    """`run` checks the results on each rank; what all ranks must have alike is compared here, bit by bit."""
-    rows = ranks.run(run, cases, timeout=300)
-    for case, digests in zip(cases, zip(*rows, strict=True), strict=True):
-        if case.collective in ("allreduce", "allgather", "allgatherv", "broadcast"):
-            assert len(set(digests)) == 1, f"{case}: ranks hold different bits"
-
-
-def cases_of(size: int, counts: tuple[int, ...]) -> Iterator[Case]:
-    turn = 0
-    for kind, count, inplace in itertools.product(COLLECTIVES, counts, (False, True)):
-        if kind == "broadcast" and inplace:
-            continue
-        turn += 1
-        op = ("sum", "max", "avg")[turn % 3] if "reduce" in kind else "sum"
-        yield Case(kind, ("float32", "bfloat16", "int64")[turn % 3], count, op, turn % size, inplace, seed=turn)
-
-
-def every_reduction(*, older_float8: bool = True) -> list[Case]:
-    """Without AMD's older 8-bit floats, where GPUs of both kinds have them converted (`test_float8`)."""
-    return [
-        Case("allreduce", dtype.label, count, op.label, seed=count, exact=op is not ReduceOp.AVG)
-        for dtype in DType
-        for op in ReduceOp
-        for count in (7, 2001)
-        if supports(dtype, op) and (older_float8 or dtype not in OCP_OF)
-    ]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -291,36 +226,6 @@ def copy_while_others_write(comm: hetcoll.Communicator) -> None:
 def test_copies_stay_within_what_numpy_allocated(gpus: Any) -> None:
     """What lies around it is not ours, and may change between the copies to the device and back."""
     gpus(2).run(copy_while_others_write)
-
-
-def exchange(comm: hetcoll.Communicator) -> None:
-    """Rings of messages, both ways at once and in groups, to oneself as well."""
-    device, size, rank = device_of_rank(comm.rank), comm.size, comm.rank
-    right, left = (rank + 1) % size, (rank - 1) % size
-    for count in (1, 7_000_003):
-        mine = DeviceArray.of(device, np.arange(count, dtype=np.int32) + rank)
-        got, other = (DeviceArray(device, count, "int32") for _ in range(2))
-        comm.sendrecv(mine.buffer(), right, got.buffer(), left).wait(60)
-        assert (got.get() == np.arange(count) + left).all()
-        with comm.group():
-            comm.send(mine.buffer(), left)
-            comm.send(mine.buffer(), rank)
-            comm.recv(got.buffer(), right)
-            comm.recv(other.buffer(), rank)
-        assert (got.get() == np.arange(count) + right).all()
-        assert (other.get() == mine.get()).all()
-        if rank == 0:  # where others have a group
-            comm.sendrecv(mine.buffer(), right, got.buffer(), left).wait(60)
-        else:
-            with comm.group():
-                comm.send(mine.buffer(), right)
-                comm.recv(got.buffer(), left)
-        assert (got.get() == np.arange(count) + left).all()
-        if rank == 0:
-            comm.send(mine.buffer(), 1)
-        elif rank == 1:
-            comm.recv(got.buffer(), 0)
-            assert (got.get() == np.arange(count)).all()
 
 
 def test_messages(gpus: Any) -> None:

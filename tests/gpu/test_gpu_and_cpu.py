@@ -12,12 +12,10 @@ from typing import Any
 import fakes
 import numpy as np
 import pytest
-from cases import run_case
-from gpu_places import STAND_INS, ranks_on
-from on_gpu import OnGpu
+from gpu_calls import cases_of, check, every_reduction
+from gpu_kinds import Own, has_gpu, run_on_own, start
 from ranks import Job, Outcome, Ranks, kept, wait_until
 from reference import Case
-from test_gpu import cases_of, check, every_reduction
 
 import hetcoll
 from hetcoll.buffers import element_type
@@ -26,19 +24,8 @@ from hetcoll.gpu import cpu_rank
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.types import DType
 from hetcoll.vendor.devices import cuda, hip
-from hetcoll.vendor.devices.base import Device
 
 pytestmark = pytest.mark.fakes
-
-VENDOR: dict[str, str | None] = {"n": "cuda", "a": "hip", "c": None}
-
-
-def start(kinds: str, join: bool = True, place: str = STAND_INS, **settings: Any) -> Ranks:
-    """Ranks of these kinds: "nac" has NVIDIA's GPU, AMD's, and none. Settings in capitals are variables."""
-    devices = tuple(VENDOR[kind] or "cpu" for kind in kinds)
-    env = {"HETCOLL_DEVICE": devices, **{name: value for name, value in settings.items() if name.isupper()}}
-    ours = {"timeout": 120, **{name: value for name, value in settings.items() if not name.isupper()}}
-    return ranks_on(place, [VENDOR[kind] for kind in kinds], env, join=join, **ours)
 
 
 @pytest.fixture(scope="module")
@@ -46,27 +33,6 @@ def mixed() -> Iterator[Any]:
     """`start`, for ranks that stay whole: they are kept for later tests."""
     with kept(start) as get:
         yield get
-
-
-def has_gpu(comm: hetcoll.Communicator) -> bool:
-    return comm.topology.ranks[comm.rank].wish != "cpu"
-
-
-def device_of(comm: hetcoll.Communicator) -> Device:
-    """This rank's GPU, of the vendor that it was told to use."""
-    found = (cuda if comm.topology.ranks[comm.rank].wish == "cuda" else hip).devices()
-    return found[comm.rank % len(found)]
-
-
-def run_on_own(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
-    if not has_gpu(comm):
-        return [run_case(comm, case) for case in cases]
-    device = device_of(comm)
-    stream = device.stream()
-    try:
-        return [run_case(OnGpu(comm, device, stream), case) for case in cases]  # type: ignore[arg-type]
-    finally:
-        device.destroy_stream(stream)
 
 
 @pytest.mark.parametrize("kinds", ["nc", "ca", "nnc", "nac", "cnc"])
@@ -120,17 +86,6 @@ def test_the_way_between_gpus_that_was_asked_for(mixed: Any) -> None:
 def test_streams_that_are_late_and_share_a_hardware_queue(mixed: Any) -> None:
     few = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "GPU_MAX_HW_QUEUES": "1"}
     check(mixed("nac", jitter="3:100", **few), [*cases_of(3, (1009,)), Case("allreduce", count=1_000_003)], run_on_own)
-
-
-class Own:
-    """An array on this rank's own device."""
-
-    def __init__(self, comm: hetcoll.Communicator, values: Any) -> None:
-        self._gpu = DeviceArray.of(device_of(comm), values) if has_gpu(comm) else None
-        self.array = values.copy() if self._gpu is None else self._gpu
-
-    def get(self) -> Any:
-        return self.array if self._gpu is None else self._gpu.get()
 
 
 def exchange(comm: hetcoll.Communicator) -> None:

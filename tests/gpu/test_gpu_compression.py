@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from codec_reference import rounded, wire
+from compressed_calls import COLLECTIVES, KINDS
 from elements import NUMPY, assert_same, bit_patterns
 from kernel_checks import Launch, as_bytes
 from mutants import edited, field_mutants, passes, structural_mutants
@@ -24,12 +25,6 @@ from hetcoll.types import Collective, DType, Format
 from hetcoll.vendor.devices.kernels import codec_names
 
 Array = np.ndarray[Any, np.dtype[Any]]
-KINDS = [
-    (d, f)
-    for d in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
-    for f in (Format.BF16, Format.FP8, Format.INT8)
-    if f.factor(d.itemsize) < 1
-]
 COUNTS = (1, 31, 32, 33, 4099)
 
 
@@ -110,7 +105,6 @@ ISLAND_SHAPES: tuple[Hosts, ...] = (
     ((0,), (1,)), ((0,), (1,), (2,)), ((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0, 3), (1, 2)), ((0, 1), (2,), (3, 4, 5)),
     ((1, 0), (4, 2, 3)),
 )  # fmt: skip
-COLLECTIVES = (Collective.ALLREDUCE, Collective.REDUCE_SCATTER)
 
 
 def build(kind: Collective, islands: Hosts, groups: Hosts = (), *, scale: bool = False) -> list[Plan]:

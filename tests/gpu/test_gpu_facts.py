@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from gpu_kinds import start
 from ranks import Job
-from test_gpu_and_cpu import start
 
 import hetcoll
 from hetcoll.errors import ArgumentError, HetcollError, InitError

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_calls import device_of_rank
 from gpu_places import PLACES, STAND_INS, ranks_on
 from ranks import Ranks, close_all
-from test_gpu import device_of_rank
 
 import hetcoll
 from hetcoll.errors import (

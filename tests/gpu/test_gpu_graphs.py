@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 from cases import run_case
 from device_checks import Capture
+from gpu_calls import cases_of, check, device_of_rank
+from gpu_kinds import start
 from gpu_places import PLACES, ranks_on
 from on_gpu import Copies
 from ranks import Ranks, close_all, kept, wait_until
 from reference import Case
-from test_gpu import cases_of, check, device_of_rank
-from test_gpu_and_cpu import start
 
 import hetcoll
 from hetcoll.errors import ArgumentError, CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
@@ -434,7 +434,7 @@ def test_close_does_not_wait_for_graphs_for_ever(fresh: Any, failed: bool) -> No
 LEAVES = """
 import numpy as np
 from device_checks import Capture
-from test_gpu import device_of_rank
+from gpu_calls import device_of_rank
 import hetcoll
 from hetcoll.gpu.array import DeviceArray
 

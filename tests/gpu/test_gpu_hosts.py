@@ -13,11 +13,10 @@ from typing import Any
 import fakes
 import numpy as np
 import pytest
+from gpu_calls import cases_of, check, device_of_rank, exchange, overlap
 from ranks import Ranks, kept, wait_until
 from reference import Case
-from test_failures import check_lost
-from test_gpu import cases_of, check, device_of_rank, exchange
-from test_gpu_streams import overlap
+from verdicts import check_lost
 
 import hetcoll
 from hetcoll.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, PeerLostError

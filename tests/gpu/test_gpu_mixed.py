@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fakes
 import numpy as np
 import pytest
-from ranks import Ranks, kept, wait_until
+from gpu_calls import cases_of, check, device_of_rank, every_reduction, exchange, overlap
+from gpu_kinds import start_gpus
+from ranks import Ranks, wait_until
 from reference import Case
-from test_gpu import cases_of, check, device_of_rank, every_reduction, exchange
-from test_gpu_streams import overlap
 
 import hetcoll
 from hetcoll.errors import CollectiveMismatchError, CommunicationError, PeerLostError
@@ -22,25 +21,7 @@ from hetcoll.vendor.devices import hip
 
 pytestmark = pytest.mark.fakes
 
-VENDOR = {"n": "cuda", "a": "hip"}
 ODD = (0, 5, 1009, 70_001)
-
-
-def start(gpus: str, **settings: Any) -> Ranks:
-    """Ranks with a GPU each: "nna" has two of NVIDIA's and one of AMD's.
-
-    Settings in capitals are variables.
-    """
-    env = {name: value for name, value in settings.items() if name.isupper()}
-    ours = {"timeout": 120, **{name: value for name, value in settings.items() if not name.isupper()}}
-    return Ranks(len(gpus), {**fakes.environments([VENDOR[gpu] for gpu in gpus], len(gpus), **ours), **env})
-
-
-@pytest.fixture(scope="module")
-def mixed() -> Iterator[Any]:
-    """`start`, for ranks that stay whole: they are kept for later tests."""
-    with kept(start) as get:
-        yield get
 
 
 @pytest.mark.parametrize("gpus", ["na", "aa", "nnaa", "nnna", "naaaa"])
@@ -138,7 +119,7 @@ def reduce_until_told(
     ],
 )
 def test_errors_of_a_vendor_end_the_call_everywhere(failing: dict[str, str], named: str) -> None:
-    ranks = start("na", HETCOLL_ISLANDS="0|1", **failing)
+    ranks = start_gpus("na", HETCOLL_ISLANDS="0|1", **failing)
     try:
         ranks.start(reduce_until_told, 3_000_001, ("float32",))
         outcomes = ranks.finish(120)
@@ -153,7 +134,7 @@ def test_errors_of_a_vendor_end_the_call_everywhere(failing: dict[str, str], nam
 
 @pytest.mark.parametrize("killed", [0, 3])
 def test_a_killed_rank_is_named(killed: int, tmp_path: Path) -> None:
-    ranks = start("nnaa")
+    ranks = start_gpus("nnaa")
     try:
         ranks.start(reduce_until_told, 300_001, ("float32",), tmp_path)
         wait_until(lambda: len(list(tmp_path.iterdir())) == 4, 60)
@@ -168,7 +149,7 @@ def test_a_killed_rank_is_named(killed: int, tmp_path: Path) -> None:
 
 def test_kinds_of_fp8_are_not_mixed_up() -> None:
     """OCP's and AMD's older one differ in what their bytes mean: GPUs of one kind have them converted nowhere."""
-    ranks = start("aa", HETCOLL_ISLANDS="0|1")
+    ranks = start_gpus("aa", HETCOLL_ISLANDS="0|1")
     try:
         ranks.start(reduce_until_told, 1009, ("float8_e4m3fn", "float8_e4m3fnuz"))
         outcomes = ranks.finish(120)
@@ -199,7 +180,7 @@ def send_differently(comm: hetcoll.Communicator, kinds: tuple[str, str], counts:
 )
 def test_messages_that_differ(kinds: tuple[str, str], counts: tuple[int, int], said: str) -> None:
     """Slots do not say what is in them: no bytes may be taken for another type."""
-    ranks = start("na")
+    ranks = start_gpus("na")
     try:
         ranks.start(send_differently, kinds, counts)
         outcomes = ranks.finish(120)
@@ -266,7 +247,7 @@ def own_gpu(comm: hetcoll.Communicator) -> tuple[int, str, tuple[tuple[int, ...]
 
 def test_each_rank_sees_the_gpu_that_it_was_given() -> None:
     """HIP_VISIBLE_DEVICES: both call their GPU 0, and are an island of two GPUs."""
-    with start("aa", HIP_VISIBLE_DEVICES=("1", "0")) as ranks:
+    with start_gpus("aa", HIP_VISIBLE_DEVICES=("1", "0")) as ranks:
         (count, first, islands), (_, second, _) = ranks.run(own_gpu, timeout=100)
     assert count == 1
     assert first > second, "the second GPU of the host is rank 0's"
@@ -290,7 +271,7 @@ def plans(comm: hetcoll.Communicator) -> list[str]:
     ],
 )
 def test_explain_says_which_plan(gpus: str, first: tuple[str, ...]) -> None:
-    with start(gpus) as ranks:
+    with start_gpus(gpus) as ranks:
         told, *others = ranks.run(plans, timeout=100)
     assert others == [told] * (len(gpus) - 1)
     assert [text.startswith(begin) for text, begin in zip(told, first, strict=False)] == [True] * 3, told

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compressed_calls import COLLECTIVES, KINDS, Calls, summed, wanted
+from gpu_calls import cases_of, check, every_reduction, exchange, overlap
+from gpu_kinds import device_of, run_on_own
 from gpu_places import PLACES, ranks_on
 from ranks import Ranks, kept
 from reference import Case
-from test_gpu import cases_of, check, every_reduction, exchange
-from test_gpu_and_cpu import device_of, run_on_own
-from test_gpu_compressed_calls import Calls, summed, wanted
-from test_gpu_compression import COLLECTIVES, KINDS
-from test_gpu_streams import overlap
 
 import hetcoll
 from hetcoll.errors import AbortedError, CollectiveMismatchError

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_kinds import Own, start
 from ranks import Outcome
-from test_gpu_and_cpu import Own, start
 
 import hetcoll
 from hetcoll.errors import InitError

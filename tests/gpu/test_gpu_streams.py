@@ -8,16 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_calls import device_of_rank, overlap
 from gpu_places import REAL
-from test_gpu import device_of_rank, gpus
 
 import hetcoll
 from hetcoll.errors import DeviceError
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.types import DType, ReduceOp
 from hetcoll.vendor.devices.kernels import reduce_name
-
-__all__ = ["gpus"]
 
 TURNS = {0: ((1, 1), (1, 3)), 1: ((0, 2), (0, 0)), 2: ((1, 3), (1, 1)), 3: ((0, 0), (0, 2))}
 """What each rank calls: 1 and whom it sends to, or 0 and whom it receives from. In turn nobody could begin."""
@@ -126,30 +124,6 @@ def messages_alone(comm: hetcoll.Communicator) -> None:
 
 def test_messages_need_no_compiler(gpus: Any, tmp_path: Path) -> None:
     gpus(2, env={"HETCOLL_CACHE": str(tmp_path / "kernels")}).run(messages_alone)
-
-
-def overlap(comm: hetcoll.Communicator) -> None:
-    """Calls on several streams with work of the user's before and behind, none waited for by the host."""
-    device = device_of_rank(comm.rank)
-    streams = [device.stream() for _ in range(3)]
-    count = 150_003
-    sources = [DeviceArray.of(device, np.full(count, 1 + i + comm.rank, np.float32)) for i in range(3)]
-    work = [DeviceArray(device, count) for _ in range(3)]
-    results = [DeviceArray(device, count) for _ in range(12)]
-    device.synchronize()
-    works = []
-    for turn, result in enumerate(results):
-        i, stream = turn % 3, streams[turn % 3]
-        device.copy(work[i].ptr, sources[i].ptr, work[i].nbytes, stream)
-        works.append(comm.allreduce(work[i].buffer(), stream=stream, async_op=turn % 2 == 1))
-        if turn % 2 == 1:
-            works[-1].wait_stream(stream)
-        device.copy(result.ptr, work[i].ptr, result.nbytes, stream)
-    for each in works:
-        each.wait(60)
-    for turn, result in enumerate(results):
-        want = sum(1 + turn % 3 + rank for rank in range(comm.size))
-        assert (result.get() == want).all(), f"call {turn}"
 
 
 def test_order_on_streams(gpus: Any) -> None:

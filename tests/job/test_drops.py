@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from calls import LINKS, add, use_everything
 from ranks import Job, RankError, Ranks, Resources, wait_until
-from test_lifecycle import LINKS, add, use_everything
 
 import hetcoll
 

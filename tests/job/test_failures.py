@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import Outcome, Ranks, elapsed, wait_until
+from verdicts import check_lost
 
 import hetcoll
 from hetcoll import AbortedError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
@@ -187,17 +188,6 @@ def wait_in_a_call(comm: hetcoll.Communicator, rank: int, how: str) -> None:
         comm.allreduce(f32(4), async_op=True).wait()
     elif how == "split":
         comm.split(0)
-
-
-def check_lost(outcomes: list[Outcome], rank: int, asked: float, within: float) -> None:
-    """All but `rank` name it in a PeerLostError; `asked` is when it was killed (time.monotonic)."""
-    for outcome in outcomes:
-        if outcome.rank == rank:
-            continue
-        assert isinstance(outcome.error, PeerLostError), f"{outcome.value!r} {outcome.trace}"
-        assert outcome.error.rank == rank, outcome.error
-        assert f"rank {rank} was lost: " in str(outcome.error)
-        assert outcome.ended - asked < within, f"rank {outcome.rank} took {outcome.ended - asked:.2f} s"
 
 
 @TRANSPORTS

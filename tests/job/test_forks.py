@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from calls import LINKS, add
 from ranks import Ranks, wait_until
-from test_lifecycle import LINKS, add
 
 import hetcoll
 

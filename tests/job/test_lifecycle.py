@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from calls import LINKS, add, use_everything
 from ranks import Job, Ranks, Resources, elapsed, wait_until
 
 import hetcoll
@@ -24,22 +25,6 @@ from hetcoll.rendezvous.control import ControlClient
 from hetcoll.rendezvous.wire import Frame, Op
 
 Launch = Callable[..., Ranks]
-LINKS = pytest.mark.parametrize("transport", ["auto", "tcp"])
-
-
-def add(comm: hetcoll.Communicator, count: int = 4) -> float:
-    x = np.full(count, comm.rank + 1.0)
-    comm.allreduce(x)
-    return float(x.sum()) / max(1, count)
-
-
-def use_everything(comm: hetcoll.Communicator) -> None:
-    """Every link, the engine's own thread, scratch memory, and a message longer than the rings."""
-    for count in (1, 10, 100_000):
-        add(comm, count)
-    comm.allreduce(np.ones(1000), async_op=True).wait()
-    comm.alltoall(np.ones(comm.size * 300_000), np.ones(comm.size * 300_000))
-    comm.barrier()
 
 
 def close_and_keep(job: Job, communicators: int) -> str:

@@ -11,8 +11,8 @@ import sys
 import time
 
 import pytest
+from calls import LINKS
 from ranks import Job, wait_until
-from test_lifecycle import LINKS
 
 PROGRAM = """
 import sys, threading, atexit

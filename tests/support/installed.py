@@ -44,3 +44,15 @@ def need_jax() -> None:
     """Skips the test where JAX is not installed. It is not imported here: it warns of every fork from then on."""
     if importlib.util.find_spec("jax") is None:
         pytest.skip("JAX is not installed; `make jax` does it")
+
+
+def why_no_jax_gpus() -> str:
+    """What is missing for two GPUs in JAX, or nothing."""
+    from hetcoll.vendor.devices import cuda
+
+    if (why := cuda.why_not()) is not None:
+        return str(why)
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "JAX has no CUDA 13 plugin"
+    found = len(cuda.devices())
+    return "" if found > 1 else f"two GPUs are wanted, {found} found"

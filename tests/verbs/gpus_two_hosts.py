@@ -14,9 +14,9 @@ import threading
 import fakes
 import numpy as np
 from cables import tool
+from gpu_calls import device_of_rank, run_on_gpu
 from gpus import GPUS, environment, sealed
 from reference import Case
-from test_gpu import device_of_rank, run_on_gpu
 from two_guests import LOCAL, SIZE, run_ranks
 
 import hetcoll

@@ -9,15 +9,13 @@ from collections.abc import Iterator
 
 import fakes
 import pytest
-from test_verbs import FOLDER, PATHS, SECONDS, _guests, run_hosts, run_suites
-
-__all__ = ["_guests"]
+from guests import FOLDER, PATHS, SECONDS, run_hosts, run_suites
 
 pytestmark = [pytest.mark.verbs, pytest.mark.fakes, pytest.mark.timeout(2 * SECONDS + 60)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _kernels(_guests: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _kernels(guests: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What stand-in devices run, compiled before there are guests."""
     fakes.require("both")
     fakes.build()
