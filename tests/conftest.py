@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ from ranks import Ranks, close_all
 
 __all__ = ["on", "vendor"]
 
-_MOST = 32  # idle processes kept for later tests
+_LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_MOST = 32 // _LANES  # idle processes kept for later tests, by each lane
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -107,7 +107,9 @@ def test_a_buffer_keeps_its_memory() -> None:
     assert held.count == 4
 
 
-@pytest.mark.parametrize("empty", [bytearray(), array.array("d"), memoryview(b""), np.zeros(0)], ids=repr)
+@pytest.mark.parametrize(
+    "empty", [bytearray(), array.array("d"), memoryview(b""), np.zeros(0)], ids=lambda each: type(each).__name__
+)
 def test_nothing_is_a_buffer_too(empty: Any) -> None:
     found = read(empty, writable=False)
     assert (found.count, found.nbytes) == (0, 0)
@@ -204,7 +206,9 @@ def test_formats_that_are_not_supported() -> None:
         read(memoryview(np.zeros(3, [("x", "i4"), ("y", "f4")])))
 
 
-@pytest.mark.parametrize("obj", [None, 3, 3.0, [1, 2], "text", object(), np.ndarray], ids=repr)
+@pytest.mark.parametrize(
+    "obj", [None, 3, 3.0, [1, 2], "text", object(), np.ndarray], ids=lambda each: type(each).__name__
+)
 def test_what_is_no_array(obj: object) -> None:
     with pytest.raises(BufferTypeError) as caught:
         read(obj)

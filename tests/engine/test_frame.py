@@ -20,6 +20,7 @@ from ranks import Job, Ranks
 
 import hetcoll
 
+pytestmark = pytest.mark.calm
 Pool = Callable[..., Ranks]
 TRANSPORTS = ("shm", "tcp")
 MIB = 1 << 20

@@ -49,7 +49,11 @@ def test_numpy_arrays(dtype: DType, shape: tuple[int, ...]) -> None:
     assert both(np.zeros(shape, numpy_type(dtype))) is not None
 
 
-@pytest.mark.parametrize("obj", [bytearray(5), memoryview(bytearray(8)).cast("f"), array.array("h", [1, 2])], ids=str)
+@pytest.mark.parametrize(
+    "obj",
+    [bytearray(5), memoryview(bytearray(8)).cast("f"), array.array("h", [1, 2])],
+    ids=lambda each: type(each).__name__,
+)
 def test_bytes_likes(obj: object) -> None:
     assert both(obj) is not None
 

@@ -270,6 +270,7 @@ def test_several_islands_one_after_another(members: Callable[..., Ranks]) -> Non
         ranks.run(_end, how)
 
 
+@pytest.mark.calm
 def test_those_who_wait_for_a_member_give_up_in_time(members: Callable[..., Ranks]) -> None:
     ranks = members(3)
     outcomes = ranks.outcomes(_join, ranks.run(_unique_id)[0], 0.6, 2)

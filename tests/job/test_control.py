@@ -199,6 +199,7 @@ def test_ranks_that_all_left_may_come_back(unique_id: UniqueId) -> None:
         client.close()
 
 
+@pytest.mark.calm
 def test_256_ranks_join_and_exchange_in_little_time(unique_id: UniqueId) -> None:
     size, blob = 256, bytes(1000)
     started = time.process_time()
@@ -240,6 +241,7 @@ def test_a_stopped_rank_does_not_answer(unique_id: UniqueId) -> None:
     client.close()
 
 
+@pytest.mark.calm
 def test_a_stopped_store_costs_little_more_than_the_timeout() -> None:
     with member(0, 2, None) as process:
         client = ControlClient(UniqueId.parse(first_line(process)), 1, 2, 20)
@@ -291,6 +293,7 @@ def test_the_ordered_end_of_the_stores_host_is_told_as_such() -> None:
     client.close()
 
 
+@pytest.mark.calm
 def test_the_interpreter_ends_cleanly_and_quickly_with_open_clients(unique_id: UniqueId) -> None:
     events = Events(0)
     client = ControlClient(unique_id, 0, 2, 20, events)

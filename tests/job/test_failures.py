@@ -190,6 +190,7 @@ def wait_in_a_call(comm: hetcoll.Communicator, rank: int, how: str) -> None:
         comm.split(0)
 
 
+@pytest.mark.calm
 @TRANSPORTS
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_at_once(launch: Launch, victim: int, transport: str) -> None:
@@ -332,6 +333,7 @@ def leave_early(comm: hetcoll.Communicator, how: str, leaver: int) -> None:
     comm.allreduce(f32(10))
 
 
+@pytest.mark.calm
 @TRANSPORTS
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_rank_that_leaves_while_it_is_needed_is_named(launch: Launch, leaver: int, transport: str) -> None:
@@ -392,6 +394,7 @@ def abort_from_a_thread(comm: hetcoll.Communicator, how: str) -> None:
     comm.barrier()
 
 
+@pytest.mark.calm
 @TRANSPORTS
 def test_abort_ends_every_wait_everywhere(launch: Launch, transport: str) -> None:
     jobs = {how: launch(3, HETCOLL_TRANSPORT=transport) for how in WAYS_TO_WAIT}
@@ -417,6 +420,7 @@ def abort_without_help(comm: hetcoll.Communicator) -> float:
     return took[0]
 
 
+@pytest.mark.calm
 def test_abort_needs_nobody(launch: Launch) -> None:
     """With the process that hosts the store stopped, and so nobody to tell the others."""
     ranks = launch(3)
@@ -479,6 +483,7 @@ def be_interrupted(comm: hetcoll.Communicator, how: str) -> None:
     wait_in_a_call(comm, 0, how)
 
 
+@pytest.mark.calm
 @TRANSPORTS
 def test_ctrl_c_in_a_call(launch: Launch, transport: str) -> None:
     jobs = {how: launch(3, HETCOLL_TRANSPORT=transport) for how in WAYS_TO_WAIT}

@@ -199,6 +199,7 @@ def join_and_count(job: Job) -> tuple[int, int, float]:
     return len(answers), sum(answers), add(comm)
 
 
+@pytest.mark.calm
 @pytest.mark.slow
 def test_256_ranks(launch: Launch) -> None:
     """As many requests a rank as with few ranks, and bytes for each other rank."""

@@ -76,6 +76,7 @@ def check_pairs(ends: Sequence[dict[EdgeKey, socket.socket]]) -> None:
         ends[0][key].close()
 
 
+@pytest.mark.calm
 @pytest.mark.parametrize("first", [0, 1])
 def test_neither_end_waits_until_the_other_asks(first: int) -> None:
     listeners = [Listener(Config(), SECRET, loopback=True) for _ in range(2)]

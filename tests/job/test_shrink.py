@@ -253,6 +253,7 @@ def lose_the_store(comm: hetcoll.Communicator) -> tuple[str, float]:
     return str(caught.value), took[0]
 
 
+@pytest.mark.calm
 def test_without_the_store_there_is_nobody_to_decide(launch: Launch) -> None:
     ranks = launch(3)
     ranks.start(lose_the_store)

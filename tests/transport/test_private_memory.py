@@ -114,6 +114,7 @@ def _exchange(comm: hetcoll.Communicator) -> None:
         comm.sendrecv(a, (comm.rank + 1) % comm.size, b, (comm.rank - 1) % comm.size)
 
 
+@pytest.mark.calm
 def test_a_sender_that_is_killed_while_it_is_read(launch: Launch) -> None:
     ranks = launch(3, HETCOLL_SHM_READ="always")
     ranks.start(_exchange)
@@ -132,6 +133,7 @@ def _broadcast(comm: hetcoll.Communicator, buffer: npt.NDArray[np.float64]) -> N
         comm.broadcast(buffer)
 
 
+@pytest.mark.calm
 @pytest.mark.parametrize("dies", [0, 1])
 def test_ranks_that_are_killed_while_both_ends_copy(launch: Launch, dies: int) -> None:
     ranks = launch(2, HETCOLL_SHM_READ="always")

@@ -194,6 +194,7 @@ def run_out_of_descriptors(comm: hetcoll.Communicator) -> None:
             spare.close()
 
 
+@pytest.mark.calm
 def test_a_rank_that_runs_out_of_descriptors_is_named(launch: Launch) -> None:
     ranks = launch(4, HETCOLL_TRANSPORT="tcp")
     for outcome in ranks.outcomes(run_out_of_descriptors):

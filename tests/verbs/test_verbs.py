@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 from guests import FOLDER, SECONDS, run_guests, run_hosts, run_suites
 
-pytestmark = [pytest.mark.verbs, pytest.mark.usefixtures("guests"), pytest.mark.timeout(2 * SECONDS + 60)]
+pytestmark = [
+    pytest.mark.verbs,
+    pytest.mark.calm,
+    pytest.mark.usefixtures("guests"),
+    pytest.mark.timeout(2 * SECONDS + 60),
+]
 
 
 def test_the_pyverbs_of_the_package_index() -> None:
