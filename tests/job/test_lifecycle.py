@@ -54,7 +54,7 @@ def test_close_gives_everything_back_at_once(launch: Launch, size: int, transpor
 
 def works_after_close(comm: hetcoll.Communicator) -> list[str]:
     """What every method says after close()."""
-    x = np.ones(comm.size)
+    x, place = np.ones(comm.size), (comm.rank, comm.size)
     add(comm)
     pending = comm.allreduce(np.ones(10), async_op=True)
     pending.wait()
@@ -89,7 +89,7 @@ def works_after_close(comm: hetcoll.Communicator) -> list[str]:
             said.append(str(error))
     assert comm.closed
     assert "closed" in repr(comm)
-    assert (comm.rank, comm.size) == (comm.rank, comm.size)
+    assert (comm.rank, comm.size) == place
     pending.wait()
     assert pending.done
     assert pending.error is None

@@ -207,7 +207,7 @@ AGAIN = replace(ADD1, src=ADD1.dst)
         (pair(SEND0, replace(ADD1, dst=Span(Buf.SEND, 0)), credits=1), "writes the caller's input"),
         (pair(SEND0, replace(ADD1, dst=Span(Buf.RECV, 1)), credits=1), r"recv\[1:2\] is outside the 1 units"),
         (pair(SEND0, replace(ADD1, src=None), credits=1), "wanted .src, dst, peer. to be"),
-        (pair(SEND0, replace(ADD1, lane=31), credits=1), "lane or channel"),
+        (pair(SEND0, replace(ADD1, lane=32), credits=1), "lane or channel"),
         (pair(replace(SEND0, channel=2), ADD1, credits=1), "channel 2 is not for allreduce"),
         (pair(SEND0, replace(ADD1, deps=(1,)), credits=1), "wanted deps to be earlier steps"),
         (

@@ -10,6 +10,10 @@ from hypothesis import strategies as st
 from hetcoll import _native
 from hetcoll.calls import OP_LABELS
 from hetcoll.plan import ir
+from hetcoll.plan.algorithms.p2p import CHANNEL as P2P_CHANNEL
+from hetcoll.plan.algorithms.p2p import LANES as P2P_LANES
+from hetcoll.plan.simulator.network import CHANNELS as PROVED_CHANNELS
+from hetcoll.plan.simulator.network import LANES as PROVED_LANES
 from hetcoll.types import COMPLEX, FLOATS, REDUCING, ROOTED, Collective, DType, ReduceOp, supports
 
 SIZES, REDUCTIONS, CHANNELS, LANES, HEADER_BYTES, STEP_BYTES, MAGIC = _native.wire()
@@ -40,8 +44,9 @@ def test_reductions_have_the_same_numbers() -> None:
 
 def test_plans_have_the_same_layout() -> None:
     assert (ir.HEADER.size, ir.STEP.size, ir.MAGIC) == (HEADER_BYTES, STEP_BYTES, MAGIC)
-    assert CHANNELS >= 2, "collectives and messages must not share one"
-    assert LANES >= 1
+    assert (PROVED_CHANNELS, PROVED_LANES) == (CHANNELS, LANES)  # what is proved is what the engine takes
+    assert P2P_CHANNEL == CHANNELS - 1  # which no collective has
+    assert 2 * P2P_LANES + 1 <= LANES
 
 
 def test_kinds_of_types_are_disjoint() -> None:
