@@ -7,6 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PERF ?= allreduce -n 2 -b 8 -e 64M
 TESTS ?=
+LANES ?= 4
 BENCH ?= --write-docs
 SANITIZERS := address,undefined thread
 NATIVE_TESTS := hetcoll_kernels_test hetcoll_engine_test hetcoll_verbs_test
@@ -23,14 +24,15 @@ EXTRA = $(BIN)/python -c "import tomllib; \
 	print(*(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'] \
 	if not r.startswith('hetcoll')), sep='\n')" | $(PIP) -r /dev/stdin
 
-.PHONY: help perf test jax vendors launchers lint types format sanitize sanitizers bench instructions clean tools
+.PHONY: help perf test test-all jax vendors launchers guest lint types format sanitize sanitizers bench instructions clean tools
 
 help:
 	@echo "make perf          measure all-reduce with two ranks here (PERF=\"...\": other arguments of hetcoll perf)"
-	@echo "make test          run the tests (TESTS=\"...\": arguments for pytest)"
+	@echo "make test          run the tests, those of GPU code on fakes of the drivers (TESTS=\"...\": arguments for pytest)"
+	@echo "make test-all      the same with what others make: make launchers jax guest, then make test"
 	@echo "make launchers     install Open MPI, MPICH, Intel MPI and PyTorch for the tests that run them"
 	@echo "make jax           install JAX for the tests that need it"
-	@echo "make vendors       install cuda-python, NVRTC and hip-python for the tests that need them (no GPU)"
+	@echo "make guest         fetch what boots virtual machines with RDMA devices for the tests in them (as root)"
 	@echo "make lint types    ruff, clang-format; mypy, import contracts"
 	@echo "make sanitize      the native tests under ASan, UBSan and TSan"
 	@echo "make bench         against Gloo, Open MPI, MPICH, Intel MPI; writes docs/benchmarks.md (BENCH=\"...\")"
@@ -40,8 +42,20 @@ help:
 perf: $(VENV)/installed
 	$(BIN)/hetcoll perf $(PERF)
 
-test: $(VENV)/installed $(VENV)/test
+# Most tests wait rather than compute, so several files run at a time. Those that count time or fill the machine are
+# marked `calm`, and run one by one when the others are done.
+test: $(VENV)/installed $(VENV)/test $(VENV)/vendors
+ifeq ($(strip $(TESTS)),)
+	@status=0; \
+	$(BIN)/python -m pytest -n $(LANES) --dist loadfile -m "not calm" || status=1; \
+	$(BIN)/python -m pytest -m calm || status=1; \
+	exit $$status
+else
 	$(BIN)/python -m pytest $(TESTS)
+endif
+
+test-all: launchers jax guest
+	+$(MAKE) test
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
@@ -76,6 +90,11 @@ sanitize-run-%:
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/peers.py $(BENCH)
+
+guest: $(VENV)/made
+	@if $(BIN)/python tests/verbs/guest.py --check 2>/dev/null; then :; \
+	elif [ "$$(id -u)" != 0 ]; then echo "no guest: it needs root once; its tests skip"; \
+	else timeout 900 $(BIN)/python tests/verbs/guest.py --prepare; fi
 
 launchers: $(VENV)/installed
 	$(BIN)/python benchmarks/peers.py --install
@@ -116,7 +135,7 @@ $(VENV)/jax: $(VENV)/made pyproject.toml
 	$(call EXTRA,jax)
 	touch $@
 
-# cuda-python, NVRTC and both lines of hip-python: tests of GPU code skip without them. nccl4py comes without NCCL, which
+# cuda-python, NVRTC and both lines of hip-python, which tests of GPU code run over fakes of the drivers. nccl4py comes without NCCL, which
 # is large and does nothing without a GPU.
 vendors: $(VENV)/vendors
 

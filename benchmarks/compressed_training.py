@@ -91,7 +91,7 @@ def launcher(rate: str | None) -> Iterator[Callable[[str, bool, int], dict[str, 
     if rate is None:
         yield launch
         return
-    sys.path.append(str(HERE.parents[1] / "tests"))
+    sys.path.append(str(HERE.parents[1] / "tests/support"))
     from netns import Network
 
     made = Network(RANKS, rate)

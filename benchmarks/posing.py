@@ -3,7 +3,7 @@
     python benchmarks/posing.py [--gpus 2|4] [--rounds 12] [--json FILE]
 
 1+1 and, on four GPUs, 2+2: the second half goes through hip-python, hipRTC and RCCL's names over CUDA's driver, NVRTC
-and NCCL (tests/standins/posing), against HETCOLL_ISLANDS in the same places. Both jobs stay for all rounds, on arrays
+and NCCL (tests/fakes/posing), against HETCOLL_ISLANDS in the same places. Both jobs stay for all rounds, on arrays
 of hetcoll's own. A round is a short row of all-reduces by each, in alternating order; what counts is the median of the
 rounds' ratios (posing to not posing, in time), since machines change their pace within minutes.
 """
@@ -33,9 +33,9 @@ BYTES = 3 << 29  # in a row
 def posing() -> dict[str, str]:
     """What a rank needs for its GPU to pose as AMD's."""
     sys.path.append(str(HERE.parent / "tests"))
-    import standins
+    import fakes
 
-    return standins.posing()
+    return fakes.posing()
 
 
 class Job(StayingRanks):

@@ -23,7 +23,7 @@ from training_ways import PIPELINES, DataParallel, Pipeline
 
 import hetcoll.torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 Answer = dict[str, Any]
 

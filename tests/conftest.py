@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import fakes
 import pytest
-import standins
+from fakes.harness import on, vendor
 from ranks import Ranks, close_all
-from standins.harness import on, vendor
 
 __all__ = ["on", "vendor"]
 
-_MOST = 32  # idle processes kept for later tests
+_LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_MOST = 32 // _LANES  # idle processes kept for later tests, by each lane
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the stand-ins before the first test that uses them, so that its timeout is its own."""
-    wanted = any(item.get_closest_marker("standins") for item in session.items)
-    if wanted and not session.config.option.collectonly and not all(map(standins.why_not, ("cuda", "hip"))):
-        standins.build()
+    wanted = any(item.get_closest_marker("fakes") for item in session.items)
+    if wanted and not session.config.option.collectonly and not all(map(fakes.why_not, ("cuda", "hip"))):
+        fakes.build()
 
 
 @pytest.fixture(scope="session")

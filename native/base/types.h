@@ -1,4 +1,4 @@
-// The vocabulary of src/hetcoll/types.py, with the same wire values (tests/test_types.py compares them).
+// The vocabulary of src/hetcoll/types.py, with the same wire values (tests/plan/test_types.py compares them).
 #pragma once
 
 #include <cstddef>

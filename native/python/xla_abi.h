@@ -1,7 +1,7 @@
 // The part of XLA's FFI binary interface that we use, declared here so that no header of XLA is needed to build.
 //
 // The layouts are those of <xla/ffi/api/c_api.h>, FFI API version 0.3, which jaxlib ships from 0.10 on;
-// tests/xla_abi_check.cc compares them where that header is installed. Structs carry their own sizes, which xla.cc
+// tests/frameworks/xla_abi_check.cc compares them where that header is installed. Structs carry their own sizes, which xla.cc
 // compares before it reads them.
 #pragma once
 

@@ -1,7 +1,7 @@
 """The vocabulary shared by every layer: data types, reductions, collectives.
 
 The numbers are wire values: they travel in plans and in frame signatures, and ``native/base/types.h``
-holds the same ones (``tests/test_types.py`` compares them). The first twelve data types and the first five
+holds the same ones (``tests/plan/test_types.py`` compares them). The first twelve data types and the first five
 reductions are NCCL's own numbers (nccl.h), so that an island can hand them through unchanged.
 """
 

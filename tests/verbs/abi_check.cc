@@ -1,9 +1,9 @@
 // Our declarations of libibverbs' structs (native/transport/verbs/abi.h) against its own header. Only compiled, by
-// tests/test_verbs_abi.py.
+// tests/verbs/test_verbs_abi.py.
 
 #include <infiniband/verbs.h>
 
-#include "../same_layout.h"
+#include "support/same_layout.h"
 #include "transport/verbs/abi.h"
 #include "transport/verbs/api.h"
 

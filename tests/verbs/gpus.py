@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fakes
 import ranks
-import standins
-from cables import PRELOADED
+from cables import ENDS, PRELOADED, Pool
+from gpu_calls import COLLECTIVES, run_on_gpu
 from ranks import Ranks
 from reference import Case
-from test_gpu import COLLECTIVES, run_on_gpu
 
 import hetcoll
 from hetcoll.errors import RegistrationError
@@ -20,8 +21,10 @@ from hetcoll.links.verbs import offer, pci
 from hetcoll.links.verbs.memory import Memory
 
 VENDORS = ("cuda.bindings.driver", "cuda.bindings.nvrtc", "rocm.bindings.hip", "rocm.bindings.hiprtc")
-ranks.preload(*PRELOADED, *VENDORS, "hetcoll.gpu.executor", "numpy.random", "test_gpu")
+ranks.preload(*PRELOADED, *VENDORS, "hetcoll.gpu.executor", "numpy.random", "gpu_calls")
 
+Launch = Callable[..., Ranks]
+PROMPT = {"HETCOLL_IB_TIMEOUT": "14", "HETCOLL_IB_RETRY_CNT": "7"}
 VENDOR = {"n": "cuda", "a": "hip", "c": None}
 
 
@@ -43,9 +46,17 @@ GPUS = cases()
 def environment(vendors: str) -> dict[str, Any]:
     """Ranks with a GPU each, "n" of NVIDIA's and "a" of AMD's, all of which are islands; "c" has none."""
     size = len(vendors)
-    devices = standins.environments([VENDOR[vendor] for vendor in vendors], size, timeout=120)
+    devices = fakes.environments([VENDOR[vendor] for vendor in vendors], size, timeout=120)
     told = {"HETCOLL_DEVICE": tuple(VENDOR[vendor] or "cpu" for vendor in vendors)} if "c" in vendors else {}
     return {**devices, **told, "HETCOLL_ISLANDS": "|".join(map(str, range(size))), "HETCOLL_IB_BYTES": "128K"}
+
+
+def direct(pool: Pool, vendors: str, **env: Any) -> Ranks:
+    """Ranks that pose as hosts of their own, by turns at the two ends of both cables."""
+    ends = tuple(ENDS[rank % 2] for rank in range(len(vendors)))
+    hosts = tuple("ab"[rank % 2] for rank in range(len(vendors)))
+    given = {**environment(vendors), "HETCOLL_HOST_ID": hosts, "HETCOLL_IB_HCA": ends, **env}
+    return pool(len(vendors), **given)
 
 
 def sealed(_: object = None) -> None:
@@ -55,7 +66,7 @@ def sealed(_: object = None) -> None:
     def seal(relays: Relays, address: int, nbytes: int, gpu: Any) -> Any:
         lease = register(relays, address, nbytes, gpu)
         if gpu is not None:
-            standins.seal(address)
+            fakes.seal(address)
         return lease
 
     Relays._register = seal  # type: ignore[method-assign]
@@ -107,6 +118,10 @@ def misplace(comm: hetcoll.Communicator, rank: int, ways: tuple[str, ...], how: 
         return edge(relays, Shifted(queue, *by) if broken else queue, out, peer, channel)  # type: ignore[arg-type]
 
     Relays.edge = wrong  # type: ignore[method-assign]
+
+
+def told(comm: hetcoll.Communicator) -> tuple[dict[str, int], tuple[str, ...]]:
+    return comm.counters(), comm.explain("allreduce", 1 << 20).paths
 
 
 def check(job: Ranks, wanted: list[Case]) -> None:

@@ -11,12 +11,12 @@ import os
 import sys
 import threading
 
+import fakes
 import numpy as np
-import standins
 from cables import tool
+from gpu_calls import device_of_rank, run_on_gpu
 from gpus import GPUS, environment, sealed
 from reference import Case
-from test_gpu import device_of_rank, run_on_gpu
 from two_guests import LOCAL, SIZE, run_ranks
 
 import hetcoll
@@ -46,7 +46,7 @@ def rank_main(rank: int) -> None:
     vendors = "nnaa"
     mine = {name: each[rank] if isinstance(each, tuple) else each for name, each in environment(vendors).items()}
     os.environ |= mine | {"RANK": str(rank), "HETCOLL_ISLANDS": "auto"}
-    standins.load()
+    fakes.load()
     sealed()
     path_probe.SECONDS = 60.0  # four ranks and their stand-ins share what this machine's processors emulate
     with hetcoll.init() as comm:

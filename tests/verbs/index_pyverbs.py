@@ -4,8 +4,8 @@
     index_pyverbs.py            into a folder of the user's cache; some minutes of one processor
     index_pyverbs.py --where    only say which folder that is
 
-Wants CMake, a C compiler, pkg-config and the headers of libnl-3 and libnl-route-3. The test in tests/test_verbs.py that
-runs with the result skips where there is none.
+Wants CMake, a C compiler, pkg-config and the headers of libnl-3 and libnl-route-3. The test in test_verbs.py that runs
+with the result skips where there is none.
 """
 
 from __future__ import annotations

@@ -8,42 +8,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
+import fakes
 import gpus
 import numpy as np
 import pytest
-import standins
 from cables import ENDS, Pool
-from gpus import GPUS, check, environment, sealed
-from ranks import RankError, Ranks
+from gpu_calls import device_of_rank, run_on_gpu
+from gpu_kinds import run_on_own
+from gpus import GPUS, Launch, check, direct, sealed, told
+from ranks import RankError
 from reference import Case
-from test_gpu import device_of_rank, run_on_gpu
-from test_gpu_and_cpu import run_on_own
 
 import hetcoll
 from hetcoll.errors import InitError
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.slots import CHANNELS
 
-Launch = Callable[..., Ranks]
-PROMPT = {"HETCOLL_IB_TIMEOUT": "14", "HETCOLL_IB_RETRY_CNT": "7"}
 BIG = 300_001
 
 pytestmark = pytest.mark.timeout(300)  # processors are emulated
-
-
-def direct(pool: Pool, vendors: str, **env: Any) -> Ranks:
-    """Ranks that pose as hosts of their own, by turns at the two ends of both cables."""
-    ends = tuple(ENDS[rank % 2] for rank in range(len(vendors)))
-    hosts = tuple("ab"[rank % 2] for rank in range(len(vendors)))
-    given = {**environment(vendors), "HETCOLL_HOST_ID": hosts, "HETCOLL_IB_HCA": ends, **env}
-    return pool(len(vendors), **given)
-
-
-def told(comm: hetcoll.Communicator) -> tuple[dict[str, int], tuple[str, ...]]:
-    return comm.counters(), comm.explain("allreduce", 1 << 20).paths
 
 
 def messages(comm: hetcoll.Communicator) -> None:
@@ -173,4 +158,4 @@ def test_the_way_that_was_asked_for_and_fails_is_an_error_on_all_ranks(launch: L
 
 
 def test_stand_ins_of_both_vendors_are_here() -> None:
-    assert [standins.why_not(vendor) for vendor in ("cuda", "hip")] == [None, None]
+    assert [fakes.why_not(vendor) for vendor in ("cuda", "hip")] == [None, None]

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from cables import all_plugged, plug, unplug
-from gpus import check, sealed
+from faults import Progress, in_the_middle
+from gpu_calls import device_of_rank
+from gpus import PROMPT, Launch, check, direct, sealed, told
 from ranks import Outcome, Ranks, wait_until
 from reference import Case
-from suite_faults import Progress, in_the_middle
-from suite_gpus import PROMPT, Launch, direct, told
-from test_gpu import device_of_rank
 
 import hetcoll
 from hetcoll.errors import CommunicationError

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from cables import narrow, tool, verbs
-from suite_faults import PROMPT, Launch, add_up, told
+from faults import PROMPT, Launch, add_up, told
 
 MISMATCH = "packets of 4096 bytes did not: MTU mismatch"
 

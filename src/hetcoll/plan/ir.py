@@ -238,7 +238,7 @@ def cut(count: int, units: int) -> tuple[int, ...]:
     """Where each unit of a buffer of `count` elements begins, and the end: `units + 1` offsets.
 
     Unit i is [i*count//units, (i+1)*count//units): sizes differ by at most one, and some are empty when count < units.
-    The same rule is in ``native/plan/plan.cc``; ``tests/test_plan.py`` holds them equal.
+    The same rule is in ``native/plan/plan.cc``; ``tests/plan/test_plan.py`` holds them equal.
     """
     return tuple(i * count // units for i in range(units + 1))
 

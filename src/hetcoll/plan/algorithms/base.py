@@ -7,7 +7,7 @@ sent it.
 
 Examples
 --------
-A user's own algorithm, the whole of it (`tests/test_algorithms.py` runs it):
+A user's own algorithm, the whole of it (`tests/plan/test_algorithms.py` runs it):
 
 >>> @register(Collective.BROADCAST, "star")                                               # doctest: +SKIP
 ... def star(p: Draft) -> None:
@@ -186,7 +186,7 @@ class Cost(NamedTuple):
 
     `hops` is the longest chain of messages that wait for each other; the rest is about the rank that moves the most:
     messages sent and received, bytes sent, bytes received, and how many of these are added on arrival. The simulator
-    counts the same on the plans themselves; ``tests/test_tuner.py`` holds these formulas to that. `stepwise` says that
+    counts the same on the plans themselves; ``test_tuner.py`` holds these formulas to that. `stepwise` says that
     ranks wait for each other at every step: whole messages depend on each other, or several streams meet in one rank.
     `answered` are bytes sent that were reduced from what the same peer sent: in shared memory they go back in the slots
     that they came in, at no cost. `mean` is what the average rank sends, as a part of what the busiest one does, where

@@ -10,7 +10,7 @@ from .loans import join_loans
 from .local import check_local, join, writes
 from .node import RECEIVES, Node, PlanError, follows, lengths, only_in_place
 
-LANES = 31
+LANES = 32
 CHANNELS = 3
 P2P_CHANNEL = 2
 NEEDS = {  # op -> (has src, has dst, has peer)

@@ -1,0 +1,437 @@
+"""The benchmark against peers: from the ranks' files to tables, the limits' probe, and the worker over hetcoll."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import fakes
+import numpy as np
+import pytest
+from installed import import_torch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import gpu_limits  # noqa: E402
+import gpus  # noqa: E402
+import instructions  # noqa: E402
+import libraries  # noqa: E402
+import peers  # noqa: E402
+import results  # noqa: E402
+import staying  # noqa: E402
+import worker  # noqa: E402
+
+LIMITS = {
+    "memcpy_gbs": {"65536": {"one": 40.0, "both": 32.0}, "1048576": {"one": 20.0, "both": 10.0}},
+    "add_gbs": {"65536": {"one": 30.0, "both": 16.0}, "1048576": {"one": 20.0, "both": 5.0}},
+    "loopback_gbs": {"one_way": 5.0, "each_way": 2.5},
+    "loopback_latency_us": 5.0,
+    "flag_us": 0.05,
+}
+
+
+def point(name: str, median: float, nbytes: int = 8, transport: str = "shm", wrong: int = 0) -> results.Point:
+    return results.Point(name, "1", transport, 2, "allreduce", nbytes, median, wrong)
+
+
+def write_ranks(folder: Path, medians: list[list[float]]) -> Path:
+    for rank, row in enumerate(medians):
+        rows = [{"op": "allreduce", "nbytes": 8 << i, "median_us": m, "wrong": rank} for i, m in enumerate(row)]
+        (folder / f"x.{rank}.json").write_text(json.dumps({"version": "9", "rows": rows}))
+    return folder / "x"
+
+
+def test_a_point_is_the_slowest_ranks_and_everyones_errors(tmp_path: Path) -> None:
+    points = results.read_launch(write_ranks(tmp_path, [[1.0, 5.0], [2.0, 4.0]]), "MPICH", "tcp", 2)
+    assert [(p.nbytes, p.median_us, p.wrong, p.version) for p in points] == [(8, 2.0, 1, "9"), (16, 5.0, 1, "9")]
+
+
+def test_a_launch_without_all_ranks_results_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rank 2 of 3 wrote no results"):
+        results.read_launch(write_ranks(tmp_path, [[1.0], [2.0]]), "MPICH", "tcp", 3)
+
+
+def test_the_ratio_is_to_the_best_round_of_the_best_peer() -> None:
+    points = [point("hetcoll", us) for us in (0.5, 0.4, 0.9)]
+    points += [point("MPICH", us) for us in (1.0, 0.8, 3.0)] + [point("Gloo", us) for us in (0.9, 0.9, 0.9)]
+    (line,) = results.summarise(points, LIMITS)
+    assert (line.best_us, line.mid_us) == (0.4, 0.5)
+    assert line.peers == {"MPICH": (0.8, 1.0), "Gloo": (0.9, 0.9)}
+    assert line.best_peer == "MPICH"
+    assert line.ratio == pytest.approx(2.0)
+    assert line.ratio_mid == pytest.approx(0.9 / 0.5)
+
+
+def test_without_us_there_is_no_line_and_without_peers_no_ratio() -> None:
+    assert results.summarise([point("MPICH", 1.0)], LIMITS) == []
+    (line,) = results.summarise([point("hetcoll", 1.0)], LIMITS)
+    assert (line.ratio, line.best_peer) == (0.0, "")
+
+
+def test_limits_follow_the_model() -> None:
+    mib = 1 << 20
+    shm = results.limit_us(LIMITS, "allreduce", "shm", 2, mib)
+    assert shm == pytest.approx(0.05 + mib / 2 / 10e3 + mib / 2 / 5e3)  # half is copied, half is added
+    assert results.limit_us(LIMITS, "allgather", "shm", 2, 4096) == pytest.approx(0.05 + 4096 / 32e3)
+    assert results.limit_us(LIMITS, "allreduce", "tcp", 2, mib) == pytest.approx(5.0 + mib / 2.5e3)
+    assert results.limit_us(LIMITS, "allgather", "tcp", 2, mib) == pytest.approx(5.0 + mib / 2 / 2.5e3)
+    assert results.limit_us(LIMITS, "broadcast", "tcp", 2, mib) == pytest.approx(5.0 + mib / 5e3)
+    assert results.limit_us(LIMITS, "allreduce", "shm", 4, mib) == 0.0
+
+
+def test_the_best_limits_are_the_largest_rates_and_the_smallest_times() -> None:
+    other = json.loads(json.dumps(LIMITS))
+    other["flag_us"], other["loopback_gbs"]["one_way"], other["add_gbs"]["65536"]["both"] = 0.04, 6.0, 3.0
+    best = results.best_limits([LIMITS, other])
+    assert (best["flag_us"], best["loopback_gbs"]["one_way"], best["add_gbs"]["65536"]["both"]) == (0.04, 6.0, 16.0)
+
+
+def test_a_sweep_may_be_joined_from_parts(tmp_path: Path) -> None:
+    """With no round of its own the command only puts the parts together, as often as it likes."""
+    part, other, whole = (tmp_path / f"{name}.json" for name in ("part", "other", "whole"))
+    for path, us, flag in ((part, 0.5, 0.05), (other, 0.4, 0.06)):
+        points = [point("hetcoll", us), point("MPICH", 2 * us)]
+        path.write_text(json.dumps(results.document({}, LIMITS | {"flag_us": flag}, points, [], ["a failure"])))
+    words = [sys.executable, str(BENCHMARKS / "peers.py"), "--rounds", "0", "--json", str(whole)]
+    ended = subprocess.run([*words, "--join", part, other, tmp_path / "absent"], timeout=60, check=False)
+    assert ended.returncode == 1  # the parts' failures stay failures
+    joined = json.loads(whole.read_text())
+    assert [p["median_us"] for p in joined["points"]] == [0.5, 1.0, 0.4, 0.8]
+    assert (joined["env"]["rounds"], joined["limits"]["flag_us"], len(joined["failures"])) == (2, 0.05, 2)
+    assert joined["table"][0]["ratio"] == 2.0
+
+
+def test_markdown_has_a_table_for_each_question_of_each_transport() -> None:
+    points = [point(name, us, transport=t) for t in ("shm", "tcp") for name, us in (("hetcoll", 0.5), ("Gloo", 100.0))]
+    points += [point(name, us, 65536, "tcp") for name, us in (("hetcoll", 50.0), ("Gloo", 100.0), ("MPICH", 60.0))]
+    text = results.markdown(results.summarise(points, LIMITS))
+    assert [line for line in text.splitlines() if line and not line.startswith("| ---")] == [
+        "### 2 ranks, shm: how many times as fast as the best peer",
+        "| operation | 8 B |",
+        "| allreduce | 200.00 |",
+        "### 2 ranks, shm: per cent of the limit",
+        "| operation | 8 B |",
+        "| allreduce | 10 |",
+        "### 2 ranks, tcp: how many times as fast as the best peer",
+        "| operation | 8 B | 64 KiB |",
+        "| allreduce | 200.00 | 1.20 |",
+        "### 2 ranks, tcp: per cent of the limit",
+        "| operation | 8 B | 64 KiB |",
+        "| allreduce | 1001 | 62 |",
+    ]
+
+
+def test_a_size_that_was_not_measured_is_an_empty_cell() -> None:
+    points = [point("hetcoll", 1.0), point("Gloo", 3.0), point("hetcoll", 1.0, 16)]
+    text = results.markdown(results.summarise(points, {}))
+    assert "| operation | 8 B |" in text
+    assert "16 B" not in text
+    assert "limit" not in text
+
+
+def test_what_a_page_does_not_show_is_kept_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "measurements").mkdir()
+    link = results.keep('{"a": 1}', tmp_path, "2026-01-02", "sweep")
+    assert link == "[measurements/2026-01-02-sweep.json](measurements/2026-01-02-sweep.json)"
+    assert json.loads((tmp_path / "measurements/2026-01-02-sweep.json").read_text()) == {"a": 1}
+
+
+def test_table_of_gpus() -> None:
+    setting = next(each for each in gpus.settings(2) if each.title == "islands 0|1")
+    found = [
+        ("allreduce", 8, {"hetcoll": {"us": 5.0}, "NCCL without P2P": {"us": 10.0}}),
+        ("allreduce", 1 << 20, {"hetcoll": {"us": 50.0}, "NCCL without P2P": {"us": 60.0}, gpus.COPIES: {"us": 40.0}}),
+        ("sendrecv", 8, {"hetcoll": {"us": 20.0}, "NCCL without P2P": {"us": 10.0}}),
+        ("product", 1 << 20, {"hetcoll": {"alone": 100.0, "beside": 102.0}}),
+        ("nothing", 0, {"hetcoll": {"us": 5.0, "sync": 12.0}}),
+    ]
+    assert gpus.markdown(setting, found).splitlines() == [
+        "### 2 GPUs, islands 0\\|1",
+        "",
+        "| operation |  | 8 B | 1 MiB |",
+        "| --- | --- | ---: | ---: |",
+        "| allreduce | us | 5 | 50 |",
+        "|  | times NCCL without P2P | 2.00 | 1.20 |",
+        "|  | of the limit |  | 0.80 |",
+        "| sendrecv | us | 20 |  |",
+        "|  | times NCCL without P2P | 0.50 |  |",
+        "",
+        "All-reduces of 1 MiB beside products of 8192 x 8192 matrices in bfloat16 make these slower by: "
+        "hetcoll 2.0 % (100 to 102 us).",
+        "",
+        "An empty kernel, by the driver's C function: 5.0 us, 12.0 with a wait.",
+    ]
+
+
+def test_text_between_marks_is_replaced_and_nothing_else() -> None:
+    begin, end = (
+        results.MARK.format(which=f"sweep {what}: output", script="benchmarks/peers.py") for what in ("begins", "ends")
+    )
+    page = f"before\n{begin}\nold\n{end}\nafter\n"
+    once = results.replace_between_marks(page, "sweep", "new")
+    assert once == f"before\n{begin}\nnew\n{end}\nafter\n"
+    assert results.replace_between_marks(once, "sweep", "new") == once
+    with pytest.raises(ValueError, match="found none of them"):
+        results.replace_between_marks("no marks", "sweep", "new")
+
+
+def test_what_benchmarks_write_has_marks_in_the_documents() -> None:
+    """Each section that one can write, once."""
+    import_torch()
+    import training_gpus
+
+    sections = {
+        "gpus.py": [gpus.section(n) for n in gpus.GPUS],
+        "peers.py": [peers.SECTION],
+        "training.py": [training_gpus.section(n) for n in training_gpus.GPUS],
+    }
+    assert {path.name for path in BENCHMARKS.glob("*.py") if '"--write-docs"' in path.read_text()} == set(sections)
+    page = (BENCHMARKS.parent / "docs/benchmarks.md").read_text()
+    for script, names in sections.items():
+        for name in names:
+            assert "\nnew\n" in results.replace_between_marks(page, name, "new", f"benchmarks/{script}")
+            assert page.count(results.MARK.format(which=f"{name} begins: output", script=f"benchmarks/{script}")) == 1
+
+
+@pytest.mark.parametrize("words", [[], ["--gpus", "2", "--small"]])
+def test_training_writes_no_table_of_what_is_not_on_gpus(words: list[str]) -> None:
+    import_torch()
+    command = [sys.executable, str(BENCHMARKS / "training.py"), "--write-docs", *words]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # where PyTorch may be
+    ended = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True, env=env)
+    assert ended.returncode == 2
+    assert "--write-docs: wanted with --gpus and without --small" in ended.stderr
+
+
+def test_every_transport_has_us_and_every_peer() -> None:
+    for transport in libraries.TRANSPORTS:
+        names = {variant.name for variant in libraries.VARIANTS if transport in variant.transports}
+        assert names >= {"hetcoll", "Gloo", "Open MPI", "MPICH", "Intel MPI"}
+    assert all(v.environment in libraries.ENVIRONMENTS for v in libraries.VARIANTS if v.environment)
+
+
+def test_a_hanging_launch_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    script = f"""
+import pathlib, subprocess, sys
+process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+pathlib.Path({str(child)!r}).write_text(str(process.pid))
+process.wait()
+"""
+    with pytest.raises(subprocess.TimeoutExpired):
+        libraries.run_group([sys.executable, "-c", script], {}, 2.0)
+    stat = Path(f"/proc/{child.read_text()}/stat")
+    deadline = time.monotonic() + 10
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":  # init has yet to bury it
+        assert time.monotonic() < deadline, "the launched process's own child still runs"
+        time.sleep(0.01)
+
+
+def test_the_reason_of_a_failed_launch_is_what_it_said() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        libraries.run_group([sys.executable, "-c", "import sys; sys.exit('no such fabric')"], {}, 30.0)
+    assert peers.reason(caught.value) == "exit status 1: no such fabric"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_limits_probe_measures(tmp_path: Path) -> None:
+    probe = peers.build_limits(tmp_path)
+    limits = json.loads(libraries.run_group([str(probe)], {}, 100.0))
+    rates = [r for key in ("memcpy_gbs", "add_gbs") for sizes in limits[key].values() for r in sizes.values()]
+    assert len(rates) == 20
+    assert all(0.05 < rate < 2000 for rate in [*rates, *limits["loopback_gbs"].values()])
+    assert 0 < limits["flag_us"] < 10000
+    assert results.limit_us(limits, "allreduce", "shm", 2, 1 << 20) > 0
+
+
+def test_a_rise_of_more_than_three_per_cent_is_told() -> None:
+    then = {"small": 1000.0, "large": 200.0}
+    assert instructions.compare({"small": 1029.0, "large": 100.0}, then) == []
+    (line,) = instructions.compare({"small": 1031.0, "large": 200.0}, then)
+    assert line == "small: 1031.0 instructions, 1000.0 before: +3.1 %"
+
+
+def test_the_total_of_a_callgrind_file() -> None:
+    assert instructions.total("events: Ir\nfn=(1) main\n7 12\ntotals: 4242\n") == 4242
+    with pytest.raises(ValueError, match="no callgrind file"):
+        instructions.total("")
+
+
+class Alone:
+    """A library with one rank, for the worker's loop. `spoil` breaks one element of every result."""
+
+    rank, size, version = 0, 1, "0"
+
+    def __init__(self, spoil: bool = False) -> None:
+        self.spoil = spoil
+
+    def barrier(self) -> None:
+        pass
+
+    def bind(self, op: str, send: np.ndarray, recv: np.ndarray) -> worker.Call:
+        def call() -> None:
+            if op != "broadcast":
+                recv[:] = send
+            recv[recv.size // 2] += self.spoil
+
+        return call
+
+
+@pytest.mark.parametrize("op", worker.OPS)
+@pytest.mark.parametrize("nbytes", [8, 4096, 1 << 20])
+def test_the_worker_verifies_what_it_times(op: str, nbytes: int) -> None:
+    row = worker.measure(Alone(), worker.Case(Alone(), op, nbytes, False), 2000.0)
+    assert (row["op"], row["nbytes"], row["wrong"]) == (op, nbytes, 0)
+    assert row["samples"] >= worker.FEWEST_SAMPLES
+    assert 0 < row["best_us"] <= row["median_us"]
+    assert worker.measure(Alone(True), worker.Case(Alone(True), op, nbytes, False), 2000.0)["wrong"] == 2
+
+
+def test_the_worker_reduces_in_one_buffer() -> None:
+    bound: list[bool] = []
+
+    class Same(Alone):
+        def bind(self, op: str, send: np.ndarray, recv: np.ndarray) -> worker.Call:
+            bound.append(send is recv)
+            return super().bind(op, send, recv)
+
+    for inplace in (False, True):
+        bound.clear()
+        row = worker.measure(Same(), worker.Case(Same(), "allreduce", 4096, inplace), 2000.0)
+        assert (row["wrong"], bound[0]) == (0, inplace)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("op", worker.OPS)
+def test_the_worker_knows_what_every_rank_must_get(op: str, size: int) -> None:
+    nothing = {"bind": lambda *_: None}
+    ranks = [worker.Case(SimpleNamespace(rank=r, size=size, **nothing), op, 12 * 1000, False) for r in range(size)]
+    for case in ranks:
+        case.fill(3)
+    total = sum(case.send for case in ranks)
+    for case in ranks:
+        mine = slice(case.rank * case.part, (case.rank + 1) * case.part)
+        if op in ("allreduce", "reduce_scatter"):
+            right = total if op == "allreduce" else total[mine]
+        elif op in ("allgather", "alltoall"):
+            right = np.concatenate([other.send if op == "allgather" else other.send[mine] for other in ranks])
+        else:
+            right = ranks[0].recv if op == "broadcast" else ranks[case.rank - 1].send
+        case.recv[:] = right
+    assert [case.wrong(3) for case in ranks] == [0] * size
+
+
+def test_table_of_training() -> None:
+    import_torch()
+    import training_gpus as t
+
+    found = {
+        "nccl": t.Found([1.0, 1.1, 0.9], [5.0, 2.0]),
+        "islands": t.Found([1.25, 9.0, 1.0], [5.0, 2.002]),
+        "gloo": t.Found([2.0, 2.0, 3.0], [5.0, 2.1]),
+    }
+    told = t.judge("ddp", found, [5.0, 2.0], tokens=1000)
+    assert [round(each.error, 6) for each in found.values()] == [0, 0.001, 0.05]
+    assert "of NCCL 0.800, of Gloo 1.60" in told
+    text = t.markdown({"ddp": found}, {}, 1000, 4)
+    assert text.splitlines()[2:] == [
+        "| carried by | ddp |",
+        "| --- | ---: |",
+        "| NCCL, tokens/s | 1000 |",
+        "| NCCL | 1.000 (2.00) |",
+        "| hetcoll, two islands | 0.800 (1.60) |",
+        "| NCCL inside, Gloo between the halves | 0.500 (1.00) |",
+        "",
+        "The largest error of a loss: 5.0e-02.",
+    ]
+    balanced = {"even": 1.0, "slowed": 2.0, "balanced": 1.25, "shares": [3, 3, 3, 2]}
+    told = t.balance_text(balanced | {f"loss {phase}": 2.0 for phase in t.PHASES}, 4)
+    assert "50 % of the tokens/s of equal GPUs with equal parts, 80 % with" in told
+    assert "the GPUs leave 88 %, so balance reaches 0.914 of its share" in told
+
+
+# Ranks that stay.
+
+ANSWERS = """
+import json, os, sys
+for line in sys.stdin:
+    told = json.loads(line)
+    if told["do"] == "end" and os.environ["RANK"] == "1":
+        sys.exit("rank 1 has had enough")
+    if told["do"] != "sleep":
+        print(json.dumps({"rank": os.environ["RANK"], "did": told["do"]}), flush=True)
+"""
+
+
+def stay(tmp_path: Path, seconds: float) -> staying.StayingRanks:
+    commands = [([sys.executable, "-c", ANSWERS], {"RANK": str(rank)}) for rank in range(2)]
+    return staying.StayingRanks("some library", commands, tmp_path / "log", seconds)
+
+
+def test_ranks_stay_and_answer(tmp_path: Path) -> None:
+    ranks = stay(tmp_path, 60)
+    for do in ("this", "that"):
+        assert ranks.ask({"do": do}) == [{"rank": "0", "did": do}, {"rank": "1", "did": do}]
+    ranks.close()
+    assert [process.returncode for process in ranks.ranks] == [0, 0]
+
+
+def test_a_rank_that_ends_is_told_of_with_its_words(tmp_path: Path) -> None:
+    ranks = stay(tmp_path, 60)
+    with pytest.raises(RuntimeError, match=r"some library: a rank ended at {'do': 'end'}: rank 1 has had enough"):
+        ranks.ask({"do": "end"})
+    ranks.close()
+    assert all(process.returncode is not None for process in ranks.ranks)
+
+
+def test_ranks_that_do_not_answer_are_ended(tmp_path: Path) -> None:
+    ranks = stay(tmp_path, 1)
+    with pytest.raises(RuntimeError, match=r"some library: a rank ended at {'do': 'sleep'}"):
+        ranks.ask({"do": "sleep"})
+    ranks.close()
+    assert all(process.returncode is not None for process in ranks.ranks)
+
+
+@pytest.mark.fakes
+@pytest.mark.parametrize("library", ["hetcoll", "nccl", "copies"])
+def test_ranks_of_the_benchmark_on_gpus(library: str, tmp_path: Path) -> None:
+    """What they measure is right, or at least there; times of stand-ins mean nothing."""
+    env = fakes.environment("cuda", devices=2) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    env |= {} if library == "nccl" else {"HETCOLL_ISLANDS": "0|1"}
+    setting = gpus.Setting("two islands", 2, {}, (), ())
+    job = gpus.Job(gpus.Peer(library, library, env), setting, 1 << 20, tmp_path / "log")
+    try:
+        for op, nbytes in (("allreduce", 65536), ("allgather", 1 << 20), ("reduce_scatter", 1 << 20)):
+            found = job.measure(op, nbytes, most=3)
+            assert found["wrong"] == 0
+            assert found["us"] > 0
+            assert found["cost"] <= found["us"]
+        if library == "hetcoll":
+            assert job.measure("nothing", 0)["sync"] > 0
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize(
+    ("islands", "rank", "op", "bytes_"),
+    [
+        ([[0], [1]], 0, "allreduce", (240, 240)),
+        ([[0, 1], [2, 3]], 3, "allreduce", (120, 120)),
+        ([[0, 1, 2], [3]], 3, "allreduce", (240, 240)),
+        ([[0, 1, 2], [3]], 0, "allreduce", (80, 80)),
+        ([[0], [1], [2, 3]], 1, "allreduce", (320, 320)),
+        ([[0], [1], [2, 3]], 2, "allreduce", (160, 160)),
+        ([[0], [1]], 0, "allgather", (120, 120)),
+        ([[0], [1], [2, 3]], 2, "allgather", (120, 60)),
+        ([[0], [1], [2, 3]], 0, "reduce_scatter", (180, 120)),
+    ],
+)
+def test_what_must_cross_between_islands(islands: list[list[int]], rank: int, op: str, bytes_: tuple[int, int]) -> None:
+    assert gpu_limits.crossing(op, islands, rank, 240) == bytes_

@@ -1,0 +1,34 @@
+"""Ranks with GPUs that several modules ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from gpu_kinds import start_gpus
+from gpu_places import PLACES, ranks_on
+from ranks import Ranks, kept
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def gpus(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Ranks with a GPU each: ``gpus(3)``, every one an island unless said otherwise.
+
+    Settings are those of `fakes.environment`.
+    """
+
+    def start(size: int, islands: str | None = None, *, env: dict[str, str] | None = None, **settings: Any) -> Ranks:
+        asked = "|".join(map(str, range(size))) if islands is None else islands
+        more = {**(env or {}), **({"HETCOLL_ISLANDS": asked} if asked else {})}
+        return ranks_on(request.param, ["cuda"] * size, more, **settings)
+
+    with kept(start) as get:
+        yield get
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Iterator[Any]:
+    """`start_gpus`, for ranks that stay whole: they are kept for later tests."""
+    with kept(start_gpus) as get:
+        yield get

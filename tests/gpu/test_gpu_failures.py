@@ -1,0 +1,168 @@
+"""What goes wrong on GPUs has a name, on every rank, in bounded time, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_calls import device_of_rank
+from gpu_places import PLACES, STAND_INS, ranks_on
+from ranks import Ranks, close_all
+
+import hetcoll
+from hetcoll.errors import (
+    AbortedError,
+    BufferTypeError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    PeerLostError,
+)
+from hetcoll.gpu.array import DeviceArray
+
+Launch = Callable[..., Ranks]
+APART, TOGETHER = "0|1|2", ""
+LARGE = 3_000_001  # elements: copies through slots
+WAYS = pytest.mark.parametrize(("islands", "count"), [(APART, 100), (APART, LARGE), (TOGETHER, LARGE)])
+
+
+@pytest.fixture(params=PLACES)
+def gpus(request: pytest.FixtureRequest) -> Iterator[Launch]:
+    made: list[Ranks] = []
+
+    def start(islands: str, **env: str) -> Ranks:
+        asked = {"HETCOLL_ISLANDS": islands} if islands else {}
+        made.append(ranks_on(request.param, ["cuda"] * 3, {**asked, **env}, timeout=60))
+        return made[-1]
+
+    yield start
+    close_all(made)
+
+
+def array(comm: hetcoll.Communicator, count: int) -> DeviceArray:
+    return DeviceArray.of(device_of_rank(comm.rank), np.ones(count, np.float32))
+
+
+def warm_up(comm: hetcoll.Communicator, count: int) -> DeviceArray:
+    """Kernels are compiled and links made before anything goes wrong."""
+    made = array(comm, count)
+    comm.allreduce(made.buffer()).wait(60)
+    return made
+
+
+def warm_up_only(comm: hetcoll.Communicator, count: int) -> None:
+    warm_up(comm, count)
+
+
+def wait_in_vain(comm: hetcoll.Communicator, count: int, absent: int, then: str) -> Any:
+    """An all-reduce that `absent` does not make: it does something else."""
+    made = warm_up(comm, count)
+    comm.barrier()
+    if comm.rank == absent:
+        time.sleep(0.3)
+        if then == "abort":
+            comm.abort("enough")
+        elif then == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            time.sleep(12.0)
+        return None
+    begun = time.monotonic()
+    try:
+        comm.allreduce(made.buffer()).wait(60)
+    except CommunicationError as error:
+        return error, time.monotonic() - begun
+    return None, 0.0
+
+
+@WAYS
+@pytest.mark.parametrize(("then", "wanted"), [("die", PeerLostError), ("abort", AbortedError)])
+def test_a_rank_that_is_gone(gpus: Launch, islands: str, count: int, then: str, wanted: type[Exception]) -> None:
+    ranks = gpus(islands)
+    ranks.run(warm_up_only, count, timeout=100)
+    ranks.start(wait_in_vain, count, 1, then)
+    outcomes = ranks.finish(100, only=[0, 2])
+    if then == "die":
+        ranks.kill(1)  # it is gone already: nobody need wait for it
+    for outcome in outcomes:
+        error, seconds = outcome.value
+        assert isinstance(error, wanted), error
+        assert "rank 1" in str(error)
+        assert seconds < 20
+
+
+@WAYS
+def test_a_rank_that_never_calls(gpus: Launch, islands: str, count: int) -> None:
+    ranks = gpus(islands, HETCOLL_TIMEOUT="4")
+    ranks.start(wait_in_vain, count, 1, "nothing")
+    for outcome in ranks.finish(100, only=[0, 2]):
+        error, seconds = outcome.value
+        assert isinstance(error, CollectiveTimeoutError), error
+        assert "rank 1 is at GPU call 1" in str(error)
+        assert seconds < 20
+    ranks.finish(30, only=[1])
+
+
+def differ(comm: hetcoll.Communicator, count: int) -> Any:
+    try:
+        made = warm_up(comm, count)  # others may be further already, and have seen that they differ
+        comm.allreduce(made.buffer(), op="max" if comm.rank == 1 else "sum").wait(60)
+        comm.allreduce(made.buffer()).wait(60)
+    except CommunicationError as error:
+        return error
+    return None
+
+
+@WAYS
+def test_ranks_that_call_different_things(gpus: Launch, islands: str, count: int) -> None:
+    for outcome in gpus(islands).run(differ, count, timeout=100):
+        assert isinstance(outcome, CollectiveMismatchError), outcome
+        assert "op=max" in str(outcome)
+        assert "op=sum" in str(outcome)
+        assert "test_gpu_failures.py" in str(outcome)
+
+
+def pass_wrong_things(comm: hetcoll.Communicator) -> None:
+    made = warm_up(comm, 100)
+    elsewhere = DeviceArray(device_of_rank(comm.rank + 1), 100)
+    with pytest.raises(BufferTypeError, match="the GPU of rank"):
+        comm.allreduce(elsewhere.buffer())
+    host = np.ones(100, np.float32)
+    with pytest.raises(BufferTypeError):
+        comm.allreduce(made.buffer(), host)
+    comm.allreduce(made.buffer()).wait(60)
+    comm.allreduce(host)
+
+
+def test_wrong_arguments_leave_all_well(gpus: Launch) -> None:
+    gpus(APART).run(pass_wrong_things, timeout=100)
+
+
+def send_where_it_fails(comm: hetcoll.Communicator) -> tuple[CommunicationError | None, float]:
+    other = comm.split(0)
+    assert other is not None
+    made = [warm_up(each, 100) for each in (comm, other)][1]
+    failed = None
+    try:
+        comm.sendrecv(made.buffer(), 1 - comm.rank, array(comm, 100).buffer(), 1 - comm.rank).wait(60)
+    except CommunicationError as error:
+        failed = error
+    other.allreduce(made.buffer()).wait(60)
+    return failed, float(made.get()[0])
+
+
+def test_a_library_that_refuses_one_call_of_a_group_serves_other_communicators() -> None:
+    """A group that is left open would hold up whatever the thread enqueues next."""
+    ranks = ranks_on(STAND_INS, ["cuda"] * 2, {"HETCOLL_TIMEOUT": "20"}, cuda_fail="ncclSend:1:5")
+    try:
+        for error, value in ranks.run(send_where_it_fails, timeout=100):
+            assert error is not None
+            assert "ncclSend" in str(error)
+            assert value == 4.0
+    finally:
+        ranks.kill_all()

@@ -1,0 +1,502 @@
+"""Calls in CUDA and HIP graphs: captured once, replayed with other data, in any order that a graph's edges allow."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import unittest.mock
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fakes
+import numpy as np
+import pytest
+from cases import run_case
+from device_checks import Capture
+from gpu_calls import cases_of, check, device_of_rank
+from gpu_kinds import start
+from gpu_places import PLACES, ranks_on
+from on_gpu import Copies
+from ranks import Ranks, close_all, kept, wait_until
+from reference import Case
+
+import hetcoll
+from hetcoll.errors import ArgumentError, CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
+from hetcoll.gpu.array import DeviceArray
+from hetcoll.vendor.devices.base import Device
+
+LARGE = 600_001  # float32s: more than one kernel does, in some pieces, in slots that come again
+MIB = (1 << 20) // 4
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def gpus(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
+    """Ranks of these kinds (see `start`) on so many hardware queues, every one an island unless said otherwise."""
+
+    def on_queues(kinds: str, islands: str | None = None, queues: int = 8, **env: str) -> Ranks:
+        asked = "|".join(map(str, range(len(kinds)))) if islands is None else islands
+        env |= {"HETCOLL_ISLANDS": asked} if asked else {}
+        env |= {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues), "GPU_MAX_HW_QUEUES": str(queues)}
+        return start(kinds, place=request.param, jitter=f"{queues}:50", **env)
+
+    with kept(on_queues) as get:
+        yield get
+
+
+class InGraph:
+    """The collectives of `comm`, each captured into a graph of its own that is replayed on memory of zeros first."""
+
+    def __init__(self, comm: hetcoll.Communicator, device: Device, stream: int, replays: int = 2) -> None:
+        self._comm, self._device, self._stream, self._replays = comm, device, stream, replays
+        self.rank, self.size = comm.rank, comm.size
+
+    def __getattr__(self, name: str) -> Callable[..., hetcoll.Work]:
+        method, device, stream = getattr(self._comm, name), self._device, self._stream
+
+        def call(*args: Any, **options: Any) -> hetcoll.Work:
+            arrays = [a for a in args if isinstance(a, np.ndarray)]
+            with Copies(device, arrays) as copies:
+                moved = [copies.buffer(a) if isinstance(a, np.ndarray) else a for a in args]
+                zeros = np.zeros(max((a.nbytes for a in arrays), default=0), np.uint8)
+                with Capture(device, stream) as captured:
+                    method(*moved, stream=stream, **options)
+                for turn in range(self._replays):
+                    device.synchronize()
+                    copies.__enter__()
+                    for array, buffer in zip(arrays, filter(_is_buffer, moved), strict=True):
+                        if turn + 1 < self._replays and array.nbytes:
+                            device.copy(buffer.ptr, zeros.ctypes.data, array.nbytes)
+                    device.synchronize()
+                    captured.replay(stream)
+                device.synchronize()
+                copies.fetch()
+                captured.close()
+            return hetcoll.Work()
+
+        return call
+
+
+def _is_buffer(value: object) -> bool:
+    return isinstance(value, hetcoll.buffers.Buffer)
+
+
+def run_in_graphs(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
+    device = device_of_rank(comm.rank)
+    device.activate()
+    stream = device.stream()
+    comm.allreduce(DeviceArray(device, 1))
+    try:
+        return [run_case(InGraph(comm, device, stream), case) for case in cases]  # type: ignore[arg-type]
+    finally:
+        device.destroy_stream(stream)
+
+
+@pytest.mark.parametrize(("kinds", "queues"), [("nn", 1), ("aa", 2), ("nnn", 4), ("nan", 4)])
+def test_every_collective(gpus: Any, kinds: str, queues: int) -> None:
+    cases = list(cases_of(len(kinds), (250_001,)))
+    check(gpus(kinds, queues=queues), cases, run_in_graphs)
+
+
+@pytest.mark.parametrize("islands", ["0,1|2,3", "0,1,2|3"])
+def test_islands(gpus: Any, islands: str) -> None:
+    check(gpus("nnnn", islands, 1), list(cases_of(4, (130_003,))), run_in_graphs)
+
+
+def test_parts_of_unequal_size(gpus: Any) -> None:
+    cases = [
+        Case("allgatherv", "int16", counts=(70_001, 0, 300_000), seed=1),
+        Case("reduce_scatterv", "float32", op="avg", counts=(5, 900_001, 7), seed=2),
+        Case("alltoallv", "int32", 190_001, seed=3),
+    ]
+    check(gpus("nan", queues=1), cases, run_in_graphs)
+
+
+@pytest.mark.parametrize("count", [8 * MIB + 1])
+def test_large_messages(gpus: Any, count: int) -> None:
+    check(gpus("nn", queues=1), [Case("allreduce", count=count, inplace=i, seed=i) for i in (0, 1)], run_in_graphs)
+
+
+def train(comm: hetcoll.Communicator) -> None:
+    """Steps of two graphs, each with several calls, by turns with calls outside of them; all data new at each step."""
+    device, size, rank = device_of_rank(comm.rank), comm.size, comm.rank
+    device.activate()
+    stream, side = device.stream(), device.stream()
+    n, m = LARGE, 700_003
+    half = m // size
+    a, b = DeviceArray(device, n), DeviceArray(device, m)
+    parts = DeviceArray(device, half * size)
+    fork, join = device.event(), device.event()
+    graphs = []
+    for turn in range(2):
+        with Capture(device, stream) as captured:
+            comm.allreduce(a.buffer(), stream=stream)
+            device.record(fork, stream)
+            device.wait(side, fork)
+            work = comm.allreduce(b.buffer(), op="max" if turn else "sum", stream=side, async_op=True)
+            work.wait_stream(stream)
+            comm.allgather(b.buffer(rank * half, half), parts.buffer(), stream=stream)
+            device.record(join, side)
+            device.wait(stream, join)
+        graphs.append(captured)
+    for step in range(6):
+        a.set(np.full(n, step + rank, np.float32))
+        b.set(np.arange(m, dtype=np.float32) % 97 + step * rank)
+        turn = (step // 2) % 2
+        if step % 3 == 2:
+            comm.allreduce(a.buffer(), stream=stream)
+            device.synchronize(stream)
+            assert (a.get() == sum(step + r for r in range(size))).all()
+            a.set(np.full(n, step + rank, np.float32))
+        graphs[turn].replay(stream)
+        device.synchronize(stream)
+        assert (a.get() == sum(step + r for r in range(size))).all(), step
+        ramp = np.arange(m, dtype=np.float32) % 97
+        want = ramp + step * (size - 1) if turn else size * ramp + step * sum(range(size))
+        assert (b.get() == want).all(), step
+        assert (parts.get() == want[: half * size]).all(), step
+    for captured in graphs:
+        captured.close()
+    for each in (stream, side):
+        device.destroy_stream(each)
+
+
+@pytest.mark.parametrize("kinds", ["nn", "ana"])
+def test_graphs_by_turns_with_other_calls(gpus: Any, kinds: str) -> None:
+    gpus(kinds, queues=2).run(train, timeout=200)
+
+
+def exchange(comm: hetcoll.Communicator) -> None:
+    """A ring of messages, a group of them, and one to oneself, in one graph."""
+    device, size, rank = device_of_rank(comm.rank), comm.size, comm.rank
+    device.activate()
+    stream, right, left = device.stream(), (rank + 1) % size, (rank - 1) % size
+    mine, got, back, own = (DeviceArray(device, LARGE, "int32") for _ in range(4))
+    with Capture(device, stream) as captured:
+        comm.sendrecv(mine.buffer(), right, got.buffer(), left, stream=stream)
+        if rank == 0:
+            comm.send(got.buffer(), 1, stream=stream)
+        elif rank == 1:
+            comm.recv(back.buffer(), 0, stream=stream)
+        comm.sendrecv(mine.buffer(), rank, own.buffer(), rank, stream=stream)
+    for step in range(3):
+        mine.set(np.arange(LARGE, dtype=np.int32) * (rank + 1) + step)
+        captured.replay(stream)
+        device.synchronize(stream)
+        assert (got.get() == np.arange(LARGE) * (left + 1) + step).all()
+        assert (own.get() == mine.get()).all()
+        assert rank != 1 or (back.get() == np.arange(LARGE) * size + step).all()
+    captured.close()
+    device.destroy_stream(stream)
+
+
+def test_messages(gpus: Any) -> None:
+    gpus("nan", queues=1).run(exchange, timeout=200)
+
+
+def grouped(comm: hetcoll.Communicator) -> None:
+    """`group` has no stream of its own: the tensors' library says which is current."""
+    from dlpack_arrays import Quick
+    from on_gpu import KINDS
+
+    device, other = device_of_rank(comm.rank), 1 - comm.rank
+    device.activate()
+    stream = device.stream()
+    place = KINDS[device.vendor], device.index
+    mine, got = (DeviceArray(device, LARGE) for _ in range(2))
+    send, recv = (Quick(*place, shape=(LARGE,), address=a.ptr) for a in (mine, got))
+    Quick.streams[place] = stream
+    with Capture(device, stream) as captured, comm.group():
+        comm.send(send, other)
+        comm.recv(recv, other)
+    for step in range(3):
+        mine.set(np.full(LARGE, comm.rank + 10 * step, np.float32))
+        captured.replay(stream)
+        device.synchronize(stream)
+        assert (got.get() == other + 10 * step).all()
+    captured.close()
+    Quick.streams[place] = 0
+    device.destroy_stream(stream)
+
+
+def test_groups_of_messages(gpus: Any) -> None:
+    gpus("nn", queues=1).run(grouped)
+
+
+def refuse(comm: hetcoll.Communicator, compress: str | None = None) -> str:
+    if "cpu" in str(comm._config.device):
+        comm.allreduce(np.ones(LARGE, np.float32))
+        return ""
+    device = device_of_rank(comm.rank)
+    device.activate()
+    stream = device.stream()
+    array, small = (DeviceArray.of(device, np.ones(n, np.float32)) for n in (LARGE, 5))
+    comm.allreduce(array.buffer(), stream=stream)
+    with Capture(device, stream):
+        with pytest.raises(ArgumentError) as raised:
+            comm.allreduce(array.buffer(), stream=stream, compress=compress)
+        device.copy(array.ptr, small.ptr, 20, stream)
+    device.destroy_stream(stream)
+    return str(raised.value)
+
+
+def test_a_rank_without_a_gpu_is_named(gpus: Any) -> None:
+    for said in gpus("nnc").run(refuse)[:2]:
+        assert said.endswith("got rank 2, which has none"), said
+
+
+def test_a_rank_that_is_reached_by_sockets_is_named(gpus: Any) -> None:
+    for said in gpus("nn", HETCOLL_CROSS="staged").run(refuse):
+        assert said.endswith("got rank 1 (staged, as HETCOLL_CROSS says)"), said
+
+
+def test_compressed_calls_are_refused(gpus: Any) -> None:
+    for said in gpus("nn", HETCOLL_ISLANDS="0|1").run(refuse, "int8"):
+        assert said.startswith("compress: wanted a call that no graph captures"), said
+
+
+def capture_at_once(comm: hetcoll.Communicator) -> tuple[str, float]:
+    """The first call of a communicator in a graph, and again after one outside of it."""
+    device, fresh = device_of_rank(comm.rank), comm.split(0)
+    assert fresh is not None
+    device.activate()
+    stream = device.stream()
+    array, other = (DeviceArray.of(device, np.ones(LARGE, np.float32)) for _ in range(2))
+    with Capture(device, stream):
+        with pytest.raises(ArgumentError) as raised:
+            fresh.allreduce(array.buffer(), stream=stream)
+        device.copy(array.ptr, other.ptr, 4, stream)
+    fresh.allreduce(array.buffer(), stream=stream)
+    with Capture(device, stream) as captured:
+        fresh.allreduce(array.buffer(), stream=stream)
+    captured.replay(stream)
+    device.synchronize(stream)
+    captured.close()
+    fresh.close()
+    device.destroy_stream(stream)
+    return str(raised.value), float(array.get()[-1])
+
+
+@pytest.mark.parametrize("islands", ["0,1,2,3", "0,1,2|3"])
+def test_libraries_are_not_set_up_during_a_capture(gpus: Any, islands: str) -> None:
+    for said, value in gpus("nnnn", islands, 1).run(capture_at_once):
+        assert said.endswith("wanted a call of this communicator before")
+        assert value == 16
+
+
+def capture_twice(comm: hetcoll.Communicator) -> str:
+    device = device_of_rank(comm.rank)
+    device.activate()
+    streams = [device.stream() for _ in range(2)]
+    array = DeviceArray.of(device, np.ones(LARGE, np.float32))
+    with Capture(device, streams[0], "relaxed") as captured:
+        comm.allreduce(array.buffer(), stream=streams[0])
+        with Capture(device, streams[1], "relaxed"):
+            with pytest.raises(ArgumentError) as raised:
+                comm.allreduce(array.buffer(), stream=streams[1])
+            device.copy(array.ptr, array.ptr + 64, 32, streams[1])
+    captured.replay(streams[0])
+    device.synchronize(streams[0])
+    assert (array.get() == 2).all()
+    return str(raised.value)
+
+
+def test_a_second_capture_at_the_same_time_is_refused(gpus: Any) -> None:
+    for said in gpus("nn").run(capture_twice):
+        assert "one capture at a time" in said
+
+
+@pytest.fixture(params=PLACES)
+def fresh(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
+    """Two ranks of this test's own."""
+    made: list[Ranks] = []
+
+    def get(**env: str) -> Ranks:
+        made.append(ranks_on(request.param, ["cuda"] * 2, {"HETCOLL_ISLANDS": "0|1", **env}, timeout=60))
+        return made[-1]
+
+    yield get
+    close_all(made)
+
+
+def captured_allreduce(comm: hetcoll.Communicator) -> tuple[Device, int, DeviceArray, Capture]:
+    device = device_of_rank(comm.rank)
+    device.activate()
+    stream, array = device.stream(), DeviceArray.of(device, np.ones(LARGE, np.float32))
+    with Capture(device, stream) as captured:
+        comm.allreduce(array.buffer(), stream=stream)
+    captured.replay(stream)
+    device.synchronize(stream)
+    assert (array.get() == 2).all()
+    return device, stream, array, captured
+
+
+def replay_alone(comm: hetcoll.Communicator, then: str) -> tuple[str, float]:
+    """Rank 0 replays, rank 1 does not. What rank 0 is told, and how long its stream took to be free."""
+    device, stream, _, captured = captured_allreduce(comm)
+    comm.barrier()
+    begun, said = time.monotonic(), ""
+    if comm.rank == 0:
+        captured.replay(stream)
+        if then == "abort":
+            time.sleep(0.3)
+            comm.abort("enough")
+        device.synchronize(stream)
+    took = time.monotonic() - begun
+    if then != "abort" or comm.rank == 0:
+        limit = time.monotonic() + 20
+        while not said and time.monotonic() < limit:
+            try:
+                comm._gpus.executor.check()  # type: ignore[union-attr]
+            except CommunicationError as error:
+                said = f"{type(error).__name__}: {error}"
+            time.sleep(0.05)
+    if comm.rank == 0:
+        captured.replay(stream)  # nothing waits any more
+        device.synchronize(stream)
+    captured.close()
+    return said, took
+
+
+def test_a_replay_that_others_do_not_make_is_found(fresh: Any) -> None:
+    for said, took in fresh(HETCOLL_TIMEOUT="2").run(replay_alone, "nothing", timeout=60):
+        assert said.startswith(CollectiveTimeoutError.__name__), said
+        assert "rank 0 has begun 2 captured calls; rank 1 has begun 1 captured calls" in said
+        assert took < 10
+
+
+def test_abort_lets_replays_go(fresh: Any) -> None:
+    (said, took), _ = fresh().run(replay_alone, "abort", timeout=60)
+    assert "enough" in said
+    assert took < 10
+
+
+def close_with_one_stuck(comm: hetcoll.Communicator) -> float:
+    device, stream, _, captured = captured_allreduce(comm)
+    comm.barrier()
+    if comm.rank == 0:
+        captured.replay(stream)
+        while comm._gpus.executor.idle:  # type: ignore[union-attr]
+            time.sleep(0.01)
+    begun = time.monotonic()
+    comm.close()
+    device.synchronize()
+    return time.monotonic() - begun
+
+
+def test_close_ends_what_is_stuck(fresh: Any) -> None:
+    assert max(fresh().run(close_with_one_stuck, timeout=60)) < 20
+
+
+def close_before_the_graph(comm: hetcoll.Communicator, failed: bool) -> tuple[float, str]:
+    """Rank 0's graph outlives the communicator that it has a call of. How long `close` took there, and what it said."""
+    part = comm.split(0)
+    assert part is not None
+    array = DeviceArray.of(device_of_rank(comm.rank), np.ones(LARGE, np.float32))
+    with unittest.mock.patch("hetcoll.gpu.vendor_comm._END_SECONDS", 2.0):
+        part.allreduce(array.buffer())  # sets NCCL up
+    device, stream, _, captured = captured_allreduce(part)
+    comm.barrier()
+    if comm.rank == 1:
+        captured.close()
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("hetcoll").addHandler(handler)
+    begun = time.monotonic()
+    if failed and comm.rank == 0:
+        part.abort("enough")
+    part.close()
+    took = time.monotonic() - begun
+    logging.getLogger("hetcoll").removeHandler(handler)
+    if comm.rank == 0:
+        captured.close()
+    wait_until(lambda: not any("island" in thread.name for thread in threading.enumerate()))
+    device.destroy_stream(stream)
+    return took, said.getvalue()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_close_does_not_wait_for_graphs_for_ever(fresh: Any, failed: bool) -> None:
+    ranks = fresh(HETCOLL_ISLANDS="0,1")
+    took, said = ranks.run(close_before_the_graph, failed, timeout=60)[0]
+    assert took < 9
+    assert "NCCL 2" in said
+    assert "has not ended its communicator of ranks 0-1 within 2 s: it waits for graphs" in said
+
+
+LEAVES = """
+import numpy as np
+from device_checks import Capture
+from gpu_calls import device_of_rank
+import hetcoll
+from hetcoll.gpu.array import DeviceArray
+
+comm = hetcoll.init()
+device = device_of_rank(comm.rank)
+device.activate()
+stream, array = device.stream(), DeviceArray.of(device, np.ones(5, np.float32))
+comm.allreduce(array.buffer(), stream=stream)
+with Capture(device, stream) as captured:
+    comm.allreduce(array.buffer(), stream=stream)
+print("leaves", array.get()[0])
+"""
+
+
+@pytest.mark.fakes
+def test_an_interpreter_ends_with_graphs(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    env = {**os.environ, **fakes.environment("cuda", 2), "HETCOLL_TIMEOUT": "5", "HETCOLL_ISLANDS": "0,1"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-m", "hetcoll", "run", "-n", "2", sys.executable, str(tmp_path / "leaves.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("leaves 2.0") == 2
+    assert (done.stdout + done.stderr).count("has not ended its communicator of ranks 0-1 within 5 s") == 2
+
+
+def capture_something_else(comm: hetcoll.Communicator, eager: bool) -> str:
+    device, stream, array, captured = captured_allreduce(comm)
+    said = ""
+    try:
+        if eager and comm.rank == 1:
+            comm.allreduce(array.buffer(), stream=stream).wait(30)
+        else:
+            with contextlib.ExitStack() as undo:
+                undo.enter_context(Capture(device, stream))
+                device.copy(array.ptr, array.ptr + 64, 32, stream)
+                comm.allreduce(array.buffer(0, LARGE - (0 if eager else comm.rank)), stream=stream)
+            comm.barrier(timeout=20)
+    except CommunicationError as error:
+        said = f"{type(error).__name__}: {error}"
+    captured.close()
+    return said
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_ranks_that_capture_different_calls(fresh: Any, eager: bool) -> None:
+    for said in fresh(HETCOLL_TIMEOUT="20").run(capture_something_else, eager, timeout=60):
+        assert said.startswith(CollectiveMismatchError.__name__), said
+        assert "called in a graph, allreduce(" in said
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_levels_rise_with_what_waits(lag: int) -> None:
+    from hetcoll.plan.algorithms import find
+    from hetcoll.plan.order import _waits, levels
+    from hetcoll.plan.pipeline import pipelined, ramp
+    from hetcoll.types import Collective
+
+    for size, length, slots in itertools.product((2, 3), (1, 9), (2, 3)):
+        base = [find(Collective.ALLREDUCE, "direct").build(size, r) for r in range(size)]
+        plans = pipelined(base, ramp(length, 4))
+        found = levels(plans, slots, lag)
+        for (rank, step), earlier in _waits(plans, slots).items():
+            for r, i in earlier:
+                assert found[r][i] + (1 if r == rank else lag) <= found[rank][step]

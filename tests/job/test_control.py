@@ -1,0 +1,537 @@
+"""The control plane: the store, its clients, and what they say when ranks are missing, lost or strangers."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from hetcoll.config.env import Config
+from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
+from hetcoll.rendezvous import auth, control, store
+from hetcoll.rendezvous.bootstrap import get_unique_id
+from hetcoll.rendezvous.control import WORLD, ControlClient, Event, Left, Lost, Query, StoreLost, Verdict
+from hetcoll.rendezvous.door import Door
+from hetcoll.rendezvous.sockets import receive_exactly
+from hetcoll.rendezvous.unique_id import UniqueId
+
+T = TypeVar("T")
+
+
+class Events:
+    """Records what a client's handler is told; answers questions with its rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.seen: list[Event] = []
+        self._news = threading.Condition()
+
+    def __call__(self, group: bytes, event: Event) -> bytes | None:
+        with self._news:
+            self.seen.append(event)
+            self._news.notify_all()
+        return b"answer of %d" % self.rank if isinstance(event, Query) else None
+
+    def wait_for(self, wanted: Callable[[Event], bool], seconds: float = 5.0) -> Event:
+        with self._news:
+            assert self._news.wait_for(lambda: any(map(wanted, self.seen)), seconds), self.seen
+            return next(event for event in self.seen if wanted(event))
+
+
+def in_parallel(calls: list[Callable[[], T]]) -> list[T]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(60) for future in [pool.submit(call) for call in calls]]
+
+
+@pytest.fixture
+def unique_id() -> Iterator[UniqueId]:
+    made = get_unique_id(Config(linger=0))
+    yield made
+    store._hosted[made.job_id].close()
+
+
+# A rank in a process of its own: joins, answers questions, says so, and lives until its stdin ends.
+MEMBER = """
+import sys
+from hetcoll.rendezvous.control import WORLD, ControlClient
+from hetcoll.config.env import Config
+from hetcoll.rendezvous.bootstrap import get_unique_id
+from hetcoll.rendezvous.unique_id import UniqueId
+
+rank, size, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+unique_id = UniqueId.parse(text) if text else get_unique_id(Config(linger=0))
+client = ControlClient(unique_id, rank, size, 20, lambda group, event: b"here")
+print(unique_id, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def member(rank: int, size: int, unique_id: UniqueId | None, ending: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Rank `rank` in a process of its own; it hosts the store where there is no unique id. `ending`: more code."""
+    command = [sys.executable, "-c", MEMBER + ending, str(rank), str(size), str(unique_id or "")]
+    env = os.environ | {"PYTHONPATH": str(Path(control.__file__).parents[2])}
+    with subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def first_line(process: subprocess.Popen[str], seconds: float = 30.0) -> str:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], seconds)
+    assert ready
+    return process.stdout.readline().strip()
+
+
+def join_all(unique_id: UniqueId, size: int) -> tuple[list[ControlClient], list[Events]]:
+    events = [Events(rank) for rank in range(size)]
+    clients = in_parallel([lambda r=r: ControlClient(unique_id, r, size, 60, events[r]) for r in range(size)])
+    return clients, events
+
+
+def test_exchange_gives_every_blob_in_the_order_of_ranks(unique_id: UniqueId) -> None:
+    clients, _ = join_all(unique_id, 3)
+    for tag in (b"a", b"b", b"a"):  # a tag may be used again
+        results = in_parallel(
+            [lambda c=c, r=r, tag=tag: c.exchange(WORLD, tag, b"%d" % r * 100000) for r, c in enumerate(clients)]
+        )
+        assert results == [[b"%d" % r * 100000 for r in range(3)]] * 3
+    for client in clients:
+        client.close()
+
+
+def test_missing_ranks_are_named(unique_id: UniqueId) -> None:
+    one, two = ControlClient(unique_id, 1, 8, 5), ControlClient(unique_id, 4, 8, 5)
+    with pytest.raises(InitError, match=r"ranks 0, 2-7 never came to 'topology'; ranks 0, 2-3, 5-7 of 8 never joined"):
+        one.exchange(WORLD, b"topology", b"", 0.2)
+    with pytest.raises(InitError, match="ranks 0, 2-7 never came"):  # a late rank is told the same
+        two.exchange(WORLD, b"topology", b"", 60)
+    one.close()
+    two.close()
+
+
+def test_a_second_process_of_a_rank_and_another_size_are_refused(unique_id: UniqueId) -> None:
+    first = ControlClient(unique_id, 1, 3, 5)
+    with pytest.raises(InitError, match=r"two processes say that they are rank 1: .* came first"):
+        ControlClient(unique_id, 1, 3, 5)
+    with pytest.raises(InitError, match=r"two processes say that they are rank 1: "):  # nobody knows who is right
+        first.exchange(WORLD, b"t", b"")
+    first.close()
+    first = ControlClient(unique_id, 1, 3, 5)  # when all have left it begins anew
+    with pytest.raises(InitError, match=r"rank 2 .* says that the job has 4 ranks; rank 1 said 3"):
+        ControlClient(unique_id, 2, 4, 5)
+    first.close()
+
+
+def test_the_first_verdict_wins_and_late_members_get_it(unique_id: UniqueId) -> None:
+    clients, events = join_all(unique_id, 2)
+    clients[0].join(b"sub", 0, 2, events[0])
+    assert clients[0].post_verdict(b"sub", b"abort", b"why") == Verdict(b"abort", b"why", 0)
+    clients[1].join(b"sub", 1, 2, events[1])
+    assert events[1].wait_for(lambda e: isinstance(e, Verdict)) == Verdict(b"abort", b"why", 0)
+    assert clients[1].post_verdict(b"sub", b"mismatch", b"else") == Verdict(b"abort", b"why", 0)
+    for client in clients:
+        client.close()
+
+
+def test_query_collects_answers(unique_id: UniqueId) -> None:
+    clients, _ = join_all(unique_id, 3)
+    assert clients[2].query(WORLD, b"where?", 5) == {r: b"answer of %d" % r for r in range(3)}
+    for client in clients:
+        client.close()
+
+
+def test_put_and_get(unique_id: UniqueId) -> None:
+    clients, _ = join_all(unique_id, 2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(clients[0].get, b"key", 5)
+        clients[1].put(b"key", b"value")
+        assert waiting.result(5) == b"value"
+    with pytest.raises(InitError, match=r"nobody put 'other' within 0.1 s"):
+        clients[0].get(b"other", 0.1)
+    for client in clients:
+        client.close()
+
+
+def test_a_goodbye_is_seen_and_ends_exchanges(unique_id: UniqueId) -> None:
+    clients, events = join_all(unique_id, 3)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(clients[0].exchange, WORLD, b"t", b"", 30)
+        clients[1].close()
+        events[0].wait_for(lambda e: e == Left(1))
+        with pytest.raises(PeerLostError, match="rank 1 has left") as caught:
+            waiting.result(5)
+    assert caught.value.rank == 1
+    for client in clients:
+        client.close()
+
+
+def test_ranks_that_all_left_may_come_back(unique_id: UniqueId) -> None:
+    clients, _ = join_all(unique_id, 2)
+    clients[0].close()
+    with pytest.raises(InitError, match=r"rank 0 left and is back, but rank 1 did not leave within 0\.\d+ s"):
+        ControlClient(unique_id, 0, 2, 0.2)
+    with ThreadPoolExecutor(1) as pool:
+        back = pool.submit(ControlClient, unique_id, 0, 2, 10)
+        clients[1].close()
+        again = [back.result(10), ControlClient(unique_id, 1, 2, 10)]
+    assert in_parallel([lambda c=c: c.exchange(WORLD, b"t", b"x") for c in again]) == [[b"x", b"x"]] * 2
+    for client in again:
+        client.close()
+
+
+@pytest.mark.calm
+def test_256_ranks_join_and_exchange_in_little_time(unique_id: UniqueId) -> None:
+    size, blob = 256, bytes(1000)
+    started = time.process_time()
+    clients, _ = join_all(unique_id, size)
+    results = in_parallel([lambda c=c: c.exchange(WORLD, b"topology", blob, 60) for c in clients])
+    took = time.process_time() - started  # of all clients and the store, and whatever else the machine does
+    assert all(result == [blob] * size for result in results)
+    in_parallel([client.close for client in clients])
+    assert took < 5, took  # about one second
+
+
+def test_a_killed_rank_is_noticed_at_once(unique_id: UniqueId) -> None:
+    events = Events(0)
+    client = ControlClient(unique_id, 0, 2, 20, events)
+    with member(1, 2, unique_id) as process, ThreadPoolExecutor(1) as pool:
+        first_line(process)
+        waiting = pool.submit(client.exchange, WORLD, b"t", b"", 60)
+        process.kill()
+        killed = time.monotonic()
+        lost = events.wait_for(lambda e: isinstance(e, Lost))
+        with pytest.raises(PeerLostError, match="rank 1 was lost: its process died") as caught:
+            waiting.result(5)
+        assert time.monotonic() - killed < 5  # at once; what is left is for a busy machine
+    assert isinstance(lost, Lost)
+    assert (lost.rank, caught.value.rank) == (1, 1)
+    client.close()
+
+
+def test_a_stopped_rank_does_not_answer(unique_id: UniqueId) -> None:
+    client = ControlClient(unique_id, 0, 2, 20, Events(0))
+    with member(1, 2, unique_id) as process:
+        first_line(process)
+        assert client.query(WORLD, b"?", 10) == {0: b"answer of 0", 1: b"here"}
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # the signal is only sent so far
+        started = time.monotonic()
+        assert client.query(WORLD, b"?", 3) == {0: b"answer of 0", 1: None}  # long enough for a busy machine
+        assert time.monotonic() - started < 30
+    client.close()
+
+
+@pytest.mark.calm
+def test_a_stopped_store_costs_little_more_than_the_timeout() -> None:
+    with member(0, 2, None) as process:
+        client = ControlClient(UniqueId.parse(first_line(process)), 1, 2, 20)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        calls: list[Callable[[], Any]] = [
+            lambda: client.exchange(WORLD, b"t", b"", 1.0),
+            lambda: client.post_verdict(WORLD, b"k", b"", 1.0),
+            lambda: client.get(b"k", 1.0),
+            lambda: client.join(b"other", 0, 1, timeout=1.0),
+            lambda: client.leave(WORLD, timeout=1.0),
+        ]
+        for call in calls:
+            started = time.monotonic()
+            with pytest.raises(InitError, match="did not answer in 1 s"):
+                call()
+            assert 1.0 < time.monotonic() - started < 3.0
+        process.send_signal(signal.SIGCONT)
+        client.close()
+
+
+def test_the_death_of_the_stores_host_is_the_loss_of_its_rank() -> None:
+    events = Events(1)
+    with member(0, 2, None) as process:
+        client = ControlClient(UniqueId.parse(first_line(process)), 1, 2, 20, events)
+        process.kill()
+        lost = events.wait_for(lambda e: isinstance(e, Lost))
+        gone = events.wait_for(lambda e: isinstance(e, StoreLost))
+    assert isinstance(lost, Lost)
+    assert lost.rank == 0
+    assert gone == StoreLost("the connection ended", False)
+    with pytest.raises(PeerLostError, match="rank 0, which hosts the job's store, was lost") as caught:
+        client.exchange(WORLD, b"t", b"")
+    assert caught.value.rank == 0
+    client.close()
+
+
+def test_the_ordered_end_of_the_stores_host_is_told_as_such() -> None:
+    events = Events(1)
+    with member(0, 2, None) as process:
+        client = ControlClient(UniqueId.parse(first_line(process)), 1, 2, 20, events)
+        assert process.stdin is not None
+        process.stdin.close()
+        events.wait_for(lambda e: isinstance(e, StoreLost))
+        assert process.wait(10) == 0
+    assert events.seen == [Left(0), StoreLost("its process ended in order", True)]
+    with pytest.raises(PeerLostError, match="rank 0, which hosts the job's store, has ended"):
+        client.put(b"k", b"v")
+    client.close()
+
+
+@pytest.mark.calm
+def test_the_interpreter_ends_cleanly_and_quickly_with_open_clients(unique_id: UniqueId) -> None:
+    events = Events(0)
+    client = ControlClient(unique_id, 0, 2, 20, events)
+    with member(1, 2, unique_id) as process:
+        first_line(process)
+        started = time.monotonic()
+        _, errors = process.communicate("", 10)
+        assert (process.returncode, errors) == (0, "")
+        assert time.monotonic() - started < 3
+    assert events.wait_for(lambda e: True) == Left(1)
+    client.close()
+
+
+FORK = """
+pid = os.fork()
+if pid == 0:
+    try:
+        client.put(b"k", b"v")
+    except ClosedError as error:
+        os.write(1, f"{error}\\n".encode())
+    sockets = [fd for fd in os.listdir("/proc/self/fd") if "socket" in target(fd)]
+    os.write(1, f"{sockets}\\n".encode())
+    time.sleep(60)
+client.put(b"pid", str(pid).encode())
+time.sleep(60)
+"""
+
+
+def test_a_forked_child_keeps_nothing_of_the_parent(unique_id: UniqueId) -> None:
+    """Not only on paper: the child lives on, and the parent's death is seen all the same."""
+    setup = """
+import os, time
+from hetcoll.errors import ClosedError
+from hetcoll.rendezvous.listener import Listener
+listener = Listener(Config(), unique_id.secret)
+get_unique_id(Config(linger=0))
+def target(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+"""
+    events = Events(0)
+    client = ControlClient(unique_id, 0, 2, 20, events)
+    with member(1, 2, unique_id, setup + FORK) as process:
+        first_line(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        child = int(client.get(b"pid", 20))
+        try:
+            lines = [process.stdout.readline() for _ in range(2)]
+            assert lines == ["this control connection belongs to the parent of this forked process\n", "[]\n"]
+            process.kill()
+            assert isinstance(events.wait_for(lambda e: isinstance(e, Lost), 1.0), Lost)
+        finally:
+            os.kill(child, signal.SIGKILL)
+    client.close()
+
+
+def test_strangers_cost_little_and_do_not_get_in(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence, garbage, and more connections than are looked at at a time: the job comes together all the same."""
+    address = unique_id.addresses[-1]
+    silent = [socket.create_connection(address) for _ in range(auth.MAX_PENDING - 10)]
+    talkative = [socket.create_connection(address) for _ in range(9)]
+    for sock in talkative:
+        sock.sendall(os.urandom(5000))
+    clients, _ = join_all(unique_id, 2)
+    for sock in talkative:
+        sock.settimeout(10)
+        try:
+            while sock.recv(1000):  # its greeting, our refusal, the end
+                pass
+        except ConnectionResetError:
+            continue
+    for sock in (*silent, *talkative):
+        sock.close()
+    for client in clients:
+        client.close()
+
+
+@contextmanager
+def crowd(address: tuple[str, int], count: int) -> Iterator[None]:
+    """So many idle connections of a stranger, all of them there, who comes back whenever one is turned away."""
+    selector, ended = selectors.DefaultSelector(), threading.Event()
+    socks: set[socket.socket] = set()
+
+    def come() -> None:
+        sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+        sock.setblocking(False)
+        sock.connect_ex(address)
+        socks.add(sock)
+        selector.register(sock, selectors.EVENT_READ)
+
+    def come_back() -> None:
+        while not ended.is_set():
+            for key, _ in selector.select(0.05):
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                with suppress(OSError):
+                    if sock.recv(1000):
+                        continue
+                selector.unregister(sock)
+                socks.discard(sock)
+                sock.close()
+                come()
+
+    for _ in range(count):
+        come()
+    thread = threading.Thread(target=come_back)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(10)
+        selector.close()
+        for sock in socks:
+            sock.close()
+
+
+def test_idle_strangers_do_not_keep_ranks_out_however_many_and_however_long(unique_id: UniqueId) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    unique_id = replace(unique_id, addresses=unique_id.addresses[-1:])
+    with crowd(unique_id.addresses[0], 1500):
+        clients = in_parallel(
+            [lambda rank=rank: ControlClient(unique_id, rank, 8, 20, None) for rank in range(8)]  # type: ignore[misc]
+        )
+        for client in clients:
+            client.close()
+
+
+def test_a_claim_that_lies_there_counts_however_late_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that gets no processor for a while turns nobody away who has answered."""
+    monkeypatch.setattr("hetcoll.rendezvous.door.HANDSHAKE_SECONDS", 0.05)
+    admitted: list[str] = []
+    server = socket.create_server(("127.0.0.1", 0))
+    with selectors.DefaultSelector() as selector, socket.create_connection(server.getsockname()) as sock:
+
+        def admit(guest: socket.socket, name: str, context: bytes) -> None:
+            admitted.append(name)
+            guest.close()
+
+        door = Door(selector, [server], bytes(32), auth.Service.STORE, b"", admit)
+        door.prepare()
+        for key, _ in selector.select(10):
+            key.data(key)
+        sock.setblocking(False)
+        greeting = receive_exactly(sock, auth.GREETING.size, time.monotonic() + 10)
+        sock.sendall(auth.Response(bytes(32), greeting).claim)
+        time.sleep(0.1)
+        door.prepare()
+        assert len(admitted) == 1
+        door.close()
+
+
+def test_a_silent_connection_is_closed_after_its_time(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetcoll.rendezvous.door.HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr("hetcoll.rendezvous.door.MAX_PENDING", 4)
+    silent = [socket.create_connection(unique_id.addresses[-1]) for _ in range(20)]
+    client = ControlClient(unique_id, 0, 1, 10)  # waits for its turn behind them
+    for sock in silent:
+        sock.settimeout(10)
+        assert len(sock.recv(1000)) == auth.GREETING.size
+        assert sock.recv(1000) == b""
+        sock.close()
+    client.close()
+
+
+def test_another_secret_is_refused(unique_id: UniqueId) -> None:
+    stranger = UniqueId(unique_id.addresses, unique_id.job_id, bytes(32))
+    with pytest.raises(AuthenticationError, match="different secrets"):
+        ControlClient(stranger, 0, 1, 10)
+
+
+def test_a_store_that_does_not_know_the_secret_is_refused(unique_id: UniqueId) -> None:
+    """A listener that accepts every proof, and cannot give its own."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept_anything() -> None:
+            sock, _ = server.accept()
+            with sock:
+                sock.sendall(auth.Challenge(bytes(32), auth.Service.STORE, unique_id.job_id).greeting)
+                sock.recv(auth.CLAIM.size)
+                sock.sendall(auth.VERDICT.pack(1, bytes(32)))
+                sock.recv(1)
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(accept_anything)
+            impostor = UniqueId((server.getsockname(),), unique_id.job_id, unique_id.secret)
+            with pytest.raises(AuthenticationError, match="could not prove that it knows"):
+                ControlClient(impostor, 0, 1, 10)
+
+
+@pytest.mark.parametrize("garbage", [b"\xff" * 16, b"\3" + bytes(15), b"\1\0\0\0\5\0\0\0" + bytes(8) + b"\xff\0\0\0x"])
+def test_a_member_that_talks_nonsense_hurts_nobody_else(unique_id: UniqueId, garbage: bytes) -> None:
+    sock, _ = control.connect_store(unique_id, time.monotonic() + 10)
+    sock.sendall(garbage)
+    client = ControlClient(unique_id, 0, 1, 10)
+    assert client.exchange(WORLD, b"t", b"x") == [b"x"]
+    sock.close()
+    client.close()
+
+
+def test_a_store_that_is_not_there() -> None:
+    nowhere = UniqueId((("127.0.0.1", 9),), bytes(16), bytes(32))
+    with pytest.raises(InitError, match=r"not found within \d\.\d s: 127\.0\.0\.1:9: connection refused"):
+        ControlClient(nowhere, 0, 1, 0.2)
+
+
+def test_a_handler_that_calls_its_client_is_told_so(unique_id: UniqueId, caplog: pytest.LogCaptureFixture) -> None:
+    def handler(group: bytes, event: Event) -> bytes | None:
+        client.put(b"k", b"v")
+        return None
+
+    client = ControlClient(unique_id, 0, 1, 10, handler)
+    assert client.query(WORLD, b"?", 0.2) == {0: None}
+    assert "an event handler called its ControlClient" in caplog.text
+    client.close()
+
+
+def test_close_is_idempotent_ends_waiting_calls_and_leaves_nothing(unique_id: UniqueId) -> None:
+    ControlClient(unique_id, 0, 1, 10).close()
+    fds, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
+    server = get_unique_id(Config(linger=0))
+    clients, _ = join_all(server, 3)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(clients[0].get, b"never", 60)
+        while not clients[0]._calls:
+            time.sleep(0.001)
+        clients[0].close()
+        with pytest.raises(ClosedError):
+            waiting.result(5)
+    for client in clients * 2:
+        client.close()
+    with pytest.raises(ClosedError, match="was closed"):
+        clients[0].put(b"k", b"v")
+    store._hosted[server.job_id].close()
+    assert threading.active_count() == threads
+    assert set(os.listdir("/proc/self/fd")) == fds

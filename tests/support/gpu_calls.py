@@ -1,0 +1,121 @@
+"""What tests run on ranks that have a GPU each: cases held to what NumPy gives, messages, calls on several streams."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from cases import run_case
+from on_gpu import OnGpu
+from ranks import Ranks
+from reference import Case
+
+import hetcoll
+from hetcoll.gpu.array import DeviceArray
+from hetcoll.types import OCP_OF, DType, ReduceOp, supports
+from hetcoll.vendor.devices.base import Device
+
+COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "alltoall")
+
+
+def device_of_rank(rank: int) -> Device:
+    """Of the vendor whose GPUs the process sees; of both, the one that HETCOLL_DEVICE names."""
+    from hetcoll.vendor.devices import cuda, hip
+
+    posing = os.environ.get("HETCOLL_DEVICE") == "hip"
+    found = cuda.devices() if cuda.why_not() is None and not posing else hip.devices()
+    return found[rank % len(found)]
+
+
+def run_on_gpu(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:
+    device = device_of_rank(comm.rank)
+    stream = device.stream()
+    try:
+        return [run_case(OnGpu(comm, device, stream), case) for case in cases]  # type: ignore[arg-type]
+    finally:
+        device.destroy_stream(stream)
+
+
+def check(ranks: Ranks, cases: list[Case], run: Callable[..., list[bytes]] = run_on_gpu) -> None:
+    """`run` checks the results on each rank; what all ranks must have alike is compared here, bit by bit."""
+    rows = ranks.run(run, cases, timeout=300)
+    for case, digests in zip(cases, zip(*rows, strict=True), strict=True):
+        if case.collective in ("allreduce", "allgather", "allgatherv", "broadcast"):
+            assert len(set(digests)) == 1, f"{case}: ranks hold different bits"
+
+
+def cases_of(size: int, counts: tuple[int, ...]) -> Iterator[Case]:
+    turn = 0
+    for kind, count, inplace in itertools.product(COLLECTIVES, counts, (False, True)):
+        if kind == "broadcast" and inplace:
+            continue
+        turn += 1
+        op = ("sum", "max", "avg")[turn % 3] if "reduce" in kind else "sum"
+        yield Case(kind, ("float32", "bfloat16", "int64")[turn % 3], count, op, turn % size, inplace, seed=turn)
+
+
+def every_reduction(*, older_float8: bool = True) -> list[Case]:
+    """Without AMD's older 8-bit floats, where GPUs of both kinds have them converted (`test_float8`)."""
+    return [
+        Case("allreduce", dtype.label, count, op.label, seed=count, exact=op is not ReduceOp.AVG)
+        for dtype in DType
+        for op in ReduceOp
+        for count in (7, 2001)
+        if supports(dtype, op) and (older_float8 or dtype not in OCP_OF)
+    ]
+
+
+def exchange(comm: hetcoll.Communicator) -> None:
+    """Rings of messages, both ways at once and in groups, to oneself as well."""
+    device, size, rank = device_of_rank(comm.rank), comm.size, comm.rank
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for count in (1, 7_000_003):
+        mine = DeviceArray.of(device, np.arange(count, dtype=np.int32) + rank)
+        got, other = (DeviceArray(device, count, "int32") for _ in range(2))
+        comm.sendrecv(mine.buffer(), right, got.buffer(), left).wait(60)
+        assert (got.get() == np.arange(count) + left).all()
+        with comm.group():
+            comm.send(mine.buffer(), left)
+            comm.send(mine.buffer(), rank)
+            comm.recv(got.buffer(), right)
+            comm.recv(other.buffer(), rank)
+        assert (got.get() == np.arange(count) + right).all()
+        assert (other.get() == mine.get()).all()
+        if rank == 0:  # where others have a group
+            comm.sendrecv(mine.buffer(), right, got.buffer(), left).wait(60)
+        else:
+            with comm.group():
+                comm.send(mine.buffer(), right)
+                comm.recv(got.buffer(), left)
+        assert (got.get() == np.arange(count) + left).all()
+        if rank == 0:
+            comm.send(mine.buffer(), 1)
+        elif rank == 1:
+            comm.recv(got.buffer(), 0)
+            assert (got.get() == np.arange(count)).all()
+
+
+def overlap(comm: hetcoll.Communicator) -> None:
+    """Calls on several streams with work of the user's before and behind, none waited for by the host."""
+    device = device_of_rank(comm.rank)
+    streams = [device.stream() for _ in range(3)]
+    count = 150_003
+    sources = [DeviceArray.of(device, np.full(count, 1 + i + comm.rank, np.float32)) for i in range(3)]
+    work = [DeviceArray(device, count) for _ in range(3)]
+    results = [DeviceArray(device, count) for _ in range(12)]
+    device.synchronize()
+    works = []
+    for turn, result in enumerate(results):
+        i, stream = turn % 3, streams[turn % 3]
+        device.copy(work[i].ptr, sources[i].ptr, work[i].nbytes, stream)
+        works.append(comm.allreduce(work[i].buffer(), stream=stream, async_op=turn % 2 == 1))
+        if turn % 2 == 1:
+            works[-1].wait_stream(stream)
+        device.copy(result.ptr, work[i].ptr, result.nbytes, stream)
+    for each in works:
+        each.wait(60)
+    for turn, result in enumerate(results):
+        want = sum(1 + turn % 3 + rank for rank in range(comm.size))
+        assert (result.get() == want).all(), f"call {turn}"

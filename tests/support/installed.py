@@ -1,0 +1,58 @@
+"""Other libraries, from where `make launchers` (or `make bench`) installs them: an environment for each."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PEERS = Path(os.environ.get("PEERS_CACHE", Path.home() / ".cache/hetcoll-bench"))
+
+
+def find_program(program: str, environment: str, accept: Callable[[str], bool] = lambda _: True) -> str:
+    """A launcher of another library; skips the test where it is not installed."""
+    for path in (PEERS / environment / "bin" / program, Path(shutil.which(program) or "/nonexistent")):
+        if path.exists():
+            env = os.environ | {"PATH": f"{path.parent}:{os.environ['PATH']}"}
+            version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, env=env).stdout
+            if accept(version):
+                return str(path)
+    pytest.skip(f"{program} of {environment} is not installed; `make launchers` does it")
+
+
+def import_torch() -> Any:
+    """PyTorch, here or in its environment; skips the test where it is in neither."""
+    if importlib.util.find_spec("torch") is None:
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        folder = PEERS / "gloo/lib" / version / "site-packages"
+        if not (folder / "torch").exists():
+            pytest.skip("PyTorch is not installed; `make launchers` does it")
+        sys.path.append(str(folder))
+    import torch
+
+    return torch
+
+
+def need_jax() -> None:
+    """Skips the test where JAX is not installed. It is not imported here: it warns of every fork from then on."""
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("JAX is not installed; `make jax` does it")
+
+
+def why_no_jax_gpus() -> str:
+    """What is missing for two GPUs in JAX, or nothing."""
+    from hetcoll.vendor.devices import cuda
+
+    if (why := cuda.why_not()) is not None:
+        return str(why)
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "JAX has no CUDA 13 plugin"
+    found = len(cuda.devices())
+    return "" if found > 1 else f"two GPUs are wanted, {found} found"

@@ -1,0 +1,204 @@
+"""Links that stall: slow is not stuck, however long it takes. Only the timeout ends it, and says what hangs."""
+
+from __future__ import annotations
+
+import re
+import resource
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import run_cases
+from ranks import Ranks, wait_until
+from reference import Case
+
+import hetcoll
+from hetcoll import CollectiveTimeoutError, CommunicationError
+from hetcoll.plan.algorithms import ALGORITHMS
+from hetcoll.rendezvous.auth import MAX_PENDING
+from hetcoll.types import Collective
+
+Launch = Callable[..., Ranks]
+HOLD = 7.0  # seconds: longer than it takes to look at stuck ranks twice
+STALL = {"HETCOLL_FAULT": f"stall=8000000,hold={HOLD}"}
+
+
+def pass_on(comm: hetcoll.Communicator, count: int) -> float:
+    """One long message from rank 0 to rank 1, which answers."""
+    x = np.arange(count, dtype=np.uint32)
+    into, reply = np.zeros_like(x), np.zeros(3, np.int16)
+    start = time.monotonic()
+    if comm.rank == 0:
+        comm.send(x, 1)
+        comm.recv(reply, 1)
+    elif comm.rank == 1:
+        comm.recv(into, 0)
+        comm.send(reply + 1, 0)
+        assert (into == x).all()
+    return time.monotonic() - start
+
+
+def exchange(comm: hetcoll.Communicator, count: int) -> float:
+    """The same both ways at once."""
+    x, into = np.full(count, comm.rank, np.uint32), np.zeros(count, np.uint32)
+    start = time.monotonic()
+    comm.sendrecv(x, 1 - comm.rank, into, 1 - comm.rank)
+    assert (into == 1 - comm.rank).all()
+    return time.monotonic() - start
+
+
+def add_up(comm: hetcoll.Communicator, count: int) -> float:
+    x = np.ones(count, np.float32)
+    start = time.monotonic()
+    comm.allreduce(x)
+    comm.barrier()
+    assert (x == comm.size).all()
+    return time.monotonic() - start
+
+
+def test_a_stalled_link_is_waited_for(launch: Launch) -> None:
+    """Whether the sender's or the receiver's end stalls, and whether the sender has gone on meanwhile."""
+    small = {"HETCOLL_FAULT": f"stall=50000,hold={HOLD},rank=1"}  # then the whole message is in the link's buffers
+    plans: list[tuple[int, Any, int, dict[str, str]]] = []
+    for transport in ("auto", "tcp"):
+        over = {"HETCOLL_TRANSPORT": transport}
+        plans += [
+            (2, pass_on, 6_000_000, {"HETCOLL_FAULT": f"{STALL['HETCOLL_FAULT']},rank={r}", **over}) for r in (0, 1)
+        ]
+        plans += [(2, pass_on, 20_000, small | over), (2, exchange, 6_000_000, STALL | over)]
+    plans.append(
+        (4, add_up, 6_000_000, {"HETCOLL_FAULT": f"{STALL['HETCOLL_FAULT']},rank=2", "HETCOLL_TRANSPORT": "tcp"})
+    )
+    jobs = [(launch(size, **env), function, count) for size, function, count, env in plans]
+    for ranks, function, count in jobs:
+        ranks.start(function, count)
+    for (ranks, function, _), (*_, env) in zip(jobs, plans, strict=True):
+        for outcome in ranks.finish(40):
+            assert outcome.error is None, f"{function.__name__} {env}: {outcome.trace}"
+            assert outcome.value > HOLD - 1, "the link did not stall"
+
+
+def test_the_timeout_names_the_messages_that_hang(launch: Launch) -> None:
+    message = [
+        launch(2, HETCOLL_TIMEOUT="4.5", HETCOLL_TRANSPORT=transport, HETCOLL_FAULT=f"stall=8000000,hold=60,rank={end}")
+        for transport in ("auto", "tcp")
+        for end in (0, 1)
+    ]
+    gone_on = launch(2, HETCOLL_TIMEOUT="4.5", HETCOLL_TRANSPORT="tcp", HETCOLL_FAULT="stall=50000,hold=60,rank=1")
+    sums = launch(4, HETCOLL_TIMEOUT="4.5", HETCOLL_TRANSPORT="tcp", HETCOLL_FAULT="stall=2000000,hold=60,rank=2")
+    for ranks in message:
+        ranks.start(pass_on, 6_000_000)
+    gone_on.start(pass_on, 20_000)
+    sums.start(add_up, 4_000_000)
+    for ranks in [*message, gone_on, sums]:
+        texts = set()
+        for outcome in ranks.finish(30):
+            assert isinstance(outcome.error, CollectiveTimeoutError), outcome.trace or outcome.value
+            assert outcome.seconds < 8.0
+            texts.add(str(outcome.error))
+        (text,) = texts
+        if ranks is sums:
+            assert re.search(r"MB from rank (2 to rank \d|\d to rank 2) came, none for ", text), text
+        else:
+            some = "50 of 80 kB" if ranks is gone_on else "8 of 24 MB"
+            assert re.search(rf"{some} from rank 0 to rank 1 came, none for \d s", text), text
+
+
+def count_links(comm: hetcoll.Communicator, cases: list[Case]) -> tuple[list[tuple[int, ...]], int]:
+    """Run the cases; then peer, channel, bytes and messages that were sent, and those that came. Also how many bytes
+    were compressed."""
+    run_cases(comm, cases, {})
+    edges = [(peer, channel) for peer in range(comm.size) if peer != comm.rank for channel in range(3)]
+    through = comm._engine.through
+    rows = [(peer, channel, *through(peer, channel, True), *through(peer, channel, False)) for peer, channel in edges]
+    return rows, comm.counters().get("compressed_before", 0)
+
+
+CASES = [
+    Case(kind.label, "float32", count, root=1, inplace=count == 5 and kind is not Collective.BROADCAST)
+    for kind in ALGORITHMS
+    if kind is not Collective.BARRIER
+    for count in (0, 5, 40_001)
+]
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"HETCOLL_TRANSPORT": "shm"},
+        {"HETCOLL_TRANSPORT": "tcp"},
+        {"HETCOLL_HOST_ID": ("a", "b", "c"), "HETCOLL_COMPRESS": "bf16"},
+    ],
+)
+def test_both_ends_of_a_link_count_alike(launch: Launch, env: dict[str, Any]) -> None:
+    """Else what has come would be taken for what is under way, and deadlocks would not be found."""
+    rows = launch(3, **env).run(count_links, CASES)
+    sent = {(rank, peer, channel): counts[:2] for rank, (row, _) in enumerate(rows) for peer, channel, *counts in row}
+    came = {(peer, rank, channel): counts[2:] for rank, (row, _) in enumerate(rows) for peer, channel, *counts in row}
+    assert sent == came
+    assert sum(messages for _, messages in sent.values()) > 3 * len(CASES)
+    assert all(compressed > 0 for _, compressed in rows) == ("HETCOLL_COMPRESS" in env)
+
+
+# Links that are being made.
+
+
+def meet_late(comm: hetcoll.Communicator, folder: Path) -> float:
+    """The first message between two ranks, once a stranger has filled the doors of both."""
+    listener = comm._wiring._listener
+    assert listener is not None
+    (folder / f"{comm.rank}.part").write_text(f"{listener.addresses[0].host} {listener.addresses[0].port}")
+    (folder / f"{comm.rank}.part").rename(folder / str(comm.rank))
+    wait_until((folder / "go").exists, 30)
+    x, start = np.ones(5, np.int32), time.monotonic()
+    comm.send(x, 1) if comm.rank == 0 else comm.recv(x, 0)
+    return time.monotonic() - start
+
+
+def test_links_that_are_being_made_are_waited_for(launch: Launch, tmp_path: Path) -> None:
+    ranks = launch(2, HETCOLL_TRANSPORT="tcp")
+    ranks.start(meet_late, tmp_path)
+    wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)), 20)
+    strangers: list[socket.socket] = []
+    try:
+        for rank in range(2):
+            host, port = (tmp_path / str(rank)).read_text().split()
+            strangers += [
+                socket.create_connection((host, int(port)), 10) for _ in range(MAX_PENDING + MAX_PENDING // 2)
+            ]
+        (tmp_path / "go").touch()
+        outcomes = ranks.finish(40)
+    finally:
+        for sock in strangers:
+            sock.close()
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.trace
+    assert max(outcome.value for outcome in outcomes) > 4.5, "nobody was kept out"
+
+
+def run_out_of_descriptors(comm: hetcoll.Communicator) -> None:
+    x = np.ones(comm.size, np.int32)
+    if comm.rank == 1:
+        spare = socket.socket()
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare.fileno() + 1, hard))
+    try:
+        comm.alltoall(x, np.empty_like(x))
+    finally:
+        if comm.rank == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            spare.close()
+
+
+@pytest.mark.calm
+def test_a_rank_that_runs_out_of_descriptors_is_named(launch: Launch) -> None:
+    ranks = launch(4, HETCOLL_TRANSPORT="tcp")
+    for outcome in ranks.outcomes(run_out_of_descriptors):
+        assert isinstance(outcome.error, CommunicationError), outcome.trace or outcome.value
+        assert str(outcome.error).startswith("rank 1 in alltoall(int32, count=1) at "), outcome.error
+        assert "Too many open files" in str(outcome.error)
+        assert outcome.seconds < 3.0

@@ -1,0 +1,55 @@
+"""RDMA on real kernel verbs: suites that run in virtual machines with Soft-RoCE devices (tests/verbs/guest.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from guests import FOLDER, SECONDS, run_guests, run_hosts, run_suites
+
+pytestmark = [
+    pytest.mark.verbs,
+    pytest.mark.calm,
+    pytest.mark.usefixtures("guests"),
+    pytest.mark.timeout(2 * SECONDS + 60),
+]
+
+
+def test_the_pyverbs_of_the_package_index() -> None:
+    command = [sys.executable, FOLDER / "index_pyverbs.py", "--where"]
+    pyverbs = Path(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip())
+    if not pyverbs.exists():
+        pytest.skip(f"no {pyverbs}: tests/verbs/index_pyverbs.py makes it")
+    run_suites("suite_devices.py", "suite_memory.py", pyverbs=pyverbs)
+
+
+def test_devices_memory_and_collectives() -> None:
+    run_suites("suite_devices.py", "suite_memory.py", "suite_collectives.py")
+
+
+def test_faults() -> None:
+    run_suites("suite_faults.py", "suite_mtu.py")
+
+
+def test_two_guests_as_two_hosts() -> None:
+    run_hosts("two_hosts.py")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_guests_start_once_more_where_qemu_dies(times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = tmp_path / "qemu-system-x86_64"
+    stand_in.write_text(f"""#!/bin/sh
+        echo >>{tmp_path}/starts
+        [ $(wc -l <{tmp_path}/starts) -gt {times} ] || kill -SEGV $$
+        exec {shutil.which(stand_in.name)} "$@"
+    """)
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    dies = contextlib.nullcontext() if times == 1 else pytest.raises(AssertionError, match="SIGSEGV")
+    with dies, pytest.warns(UserWarning, match="QEMU died"):
+        run_guests(["-c", "print('alive')"])
