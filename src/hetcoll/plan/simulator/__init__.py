@@ -6,7 +6,9 @@ reader make a Kahn network, whose outcome timing cannot change (Kahn, "The seman
 programming", 1974), and more room in the FIFOs cannot add a deadlock.
 
 * Progress: the steps run with the fewest slots that the plans declare. Without slots a send waits for its receive.
-* Races: every pair of accesses to the same unit, one of them a write, must be ordered by lanes, deps and messages.
+* Races: every pair of accesses to the same unit, one of them a write, must be ordered by lanes, deps and messages. A
+  send lends its memory: it is over when its own message was received, or whatever its memory was lent on for; the
+  sends behind it in its lane, and what answers them, say nothing about that (`order_node`, `join_loans`).
 * Values: inputs are random integers modulo a prime, so a contribution that is missing, doubled or in the wrong place
   changes the sum; a second value per unit depends on the order of the additions, to prove that all ranks hold the
   same bits.
@@ -74,8 +76,9 @@ def check(
     order = run(plans, nodes, slots)
     memories = [Memory(plan, inplace) for plan in plans]
     for node in order:
-        order_node(node)
-        if plans[0].collective is not Collective.BARRIER:  # its units are empty
+        lends = plans[0].collective is not Collective.BARRIER  # its units are empty
+        order_node(node, lends)
+        if lends:
             check_races(plans[node.rank], memories[node.rank], node)
     averaged = any(s.op is Op.SCALE for p in plans for s in p.steps) if scale is None else scale
     check_values(plans, order, memories, averaged and plans[0].collective in REDUCING)

@@ -25,6 +25,7 @@ class Memory:
         for buf in Buf:
             self.cells[buf] = list(range(size, size + plan.units(buf)))
             size += plan.units(buf)
+        self.scratch = plan.units(Buf.SEND) + plan.units(Buf.RECV)  # its first cell
         send, recv, kind, root = self.cells[Buf.SEND], self.cells[Buf.RECV], plan.collective, plan.rank == plan.root
         mine = slice(plan.rank * plan.pieces, (plan.rank + 1) * plan.pieces)
         if kind is Collective.BROADCAST or (inplace and kind in SAME):
@@ -74,16 +75,34 @@ def check_races(plan: Plan, memory: Memory, node: Node) -> None:
             last = memory.writer[cell]
             if last is not None and not last.precedes(node, cells):
                 raise PlanError(plan, node.index, f"reads while step {last.node} may write")
+            if last is not None:
+                _check_turn(plan, memory, cell, last.node, node)
             memory.readers[cell].append(Access(node, cells))
     for cells in written:
         for cell in cells:
             last, readers = memory.writer[cell], memory.readers[cell]
             for access in readers if last is None else [last, *readers]:
                 if access.node is not node and not access.precedes(node, cells):
-                    raise PlanError(plan, node.index, f"writes while step {access.node} may use it")
+                    why = _LENT if node.sent >> access.node.id & 1 else ""
+                    raise PlanError(plan, node.index, f"writes while step {access.node} may use it{why}")
+                _check_turn(plan, memory, cell, access.node, node)
             if last is not None and not readers:
                 raise PlanError(plan, last.node.index, f"overwritten by step {node} before any use")
             memory.writer[cell], memory.readers[cell] = Access(node, cells), []
+
+
+_LENT = (
+    ": what was sent may still be read where it lies, or hold a sum that is lent on, and neither the sends behind it"
+    " nor what answers them wait for that; `after` that step would"
+)
+
+
+def _check_turn(plan: Plan, memory: Memory, cell: int, first: Node, second: Node) -> None:
+    """Which sums are given away is found out in the order of the plan (``Neighbours`` in ``native/plan/passes.cc``):
+    steps that touch a place in scratch, and do not both read it, must have there the order in which they happen."""
+    if plan.staged and first.index > second.index and cell >= memory.scratch:
+        why = "where a plan is staged, what uses scratch must stand in the plan in the order in which it happens"
+        raise PlanError(plan, second.index, f"uses scratch after step {first}, which stands behind it in the plan: {why}")
 
 
 @lru_cache(maxsize=1 << 16)

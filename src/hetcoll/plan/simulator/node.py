@@ -37,9 +37,12 @@ class Node:
     group: tuple[Node, ...] = ()  # a LOCAL step on all members of the island, in its order
     sources: tuple[Node, ...] = ()  # of these, the ones whose data it gets
     onward: Node | None = None  # the send by which what this one lends may be lent on: see loans.py
+    lent: Node | None = None  # the send whose memory this one may lend on
     met: bool = False  # without slots: a send whose message was received, though what it lent may still be read
     done: int = 0  # pieces
-    full: int = 0  # bit set of the nodes that end before this one begins
+    full: int = 0  # bit set of the nodes that end before this one begins; a send begins when it may be handed over
+    over: int = 0  # bit set of the nodes that have ended when this one has
+    sent: int = 0  # bit set of the sends that were handed over before this one begins, though they may not have ended
     paced: int = 0  # bit set of the nodes of which each element is done before the same element of this one
     hops: int = 0
 

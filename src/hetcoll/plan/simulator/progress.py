@@ -93,18 +93,53 @@ def _ready(node: Node, pieces: int) -> bool:
     return all(dep.done == pieces or (follow and dep.done > node.done) for dep, follow in node.deps)
 
 
-def order_node(node: Node) -> None:
-    """What has happened before `node`, from what happened before the steps it waits for."""
-    whole = [] if node.before is None else [node.before]
+def order_node(node: Node, lends: bool) -> None:
+    """What has happened before `node`, from what happened before the steps it waits for.
+
+    A send is handed over first, and ends when what it lent is home. With `lends` a send waits only until the sends
+    before it in its lane were handed over (``Task::PostAhead`` and ``Task::MayPost`` in ``native/host/task.cc``). Who
+    gets a message knows that it was handed over, and once it was received, that this one is over, unless its memory may
+    have been lent on (``Task::FuseSlot``): then the last one who gets it knows. Deps count as over, whole or element by
+    element, what a send has ended in its turn (``Task::Limit``, ``Task::MoveSend``): all before it in its lane has, too.
+    """
+    before, other = node.before, node.other
+    ahead = before if lends and before is not None and _handed(node) and _handed(before) else None
+    whole = [] if before is None or ahead is not None else [before]
     for source in node.sources:
         whole += ([] if source.before is None else [source.before]) + [dep for dep, _ in source.deps]
-    paced = [] if node.other is None or node.step.op is Op.SEND else [node.other]
-    for dep, follow in node.deps:
-        (paced if follow else whole).append(dep)
+    paced = [] if other is None or node.step.op is Op.SEND else [other]
+    followed = [dep for dep, follow in node.deps if follow]
+    whole += [dep for dep, follow in node.deps if not follow]
     for n in whole:
-        node.full |= n.full | n.paced | 1 << n.id
+        node.full |= n.over
+    for n in followed:
+        node.full |= n.full | (0 if n.before is None else n.before.over)
+        node.paced |= n.paced | 1 << n.id
+    if ahead is not None:
+        node.full |= ahead.full | ahead.paced
+        node.sent |= ahead.sent | 1 << ahead.id
     for n in paced:
         node.full |= n.full
-        node.paced |= n.paced | 1 << n.id
+        node.paced |= n.paced | (0 if n.onward is not None else _chain(n))
+        node.sent |= 1 << n.id
+    for n in (*whole, *followed, *paced):
+        node.sent |= n.sent
+    node.over = node.full | node.paced | 1 << node.id | (0 if before is None else before.over)
     receives = node.step.op in RECEIVES
-    node.hops = max((n.hops + (receives and n is node.other) for n in whole + paced), default=0)
+    waited = [*whole, *followed, *paced] + ([] if ahead is None else [ahead])
+    node.hops = max((n.hops + (receives and n is other) for n in waited), default=0)
+
+
+def _handed(node: Node) -> bool:
+    """Whether it is a send that may be lent: codes are never."""
+    return node.step.op is Op.SEND and not node.step.compressed
+
+
+def _chain(node: Node) -> int:
+    """Bit set of a send and of those whose memory it may lend on."""
+    bits = 0
+    n: Node | None = node
+    while n is not None:
+        bits |= 1 << n.id
+        n = n.lent
+    return bits
