@@ -1,4 +1,4 @@
-"""Plans that nobody ships, on the engine: random ones that the checker accepts, and the smallest that it must refuse."""
+"""Plans that nobody ships, on the engine: random ones that the checker accepts, and the smallest that it refuses."""
 
 from __future__ import annotations
 

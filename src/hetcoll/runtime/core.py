@@ -68,7 +68,7 @@ class Core:
             )
             # Weakly, since the engine must not keep its communicator alive.
             self._engine.set_ops(
-                OP_LABELS, DONE, _weakly(host.stuck), _weakly(host.interrupted), _weakly(self._log_news)
+                OP_LABELS, DONE, _weakly(self._stuck), _weakly(host.interrupted), _weakly(self._log_news)
             )
             self._diagnosis.attach(self._engine, host.witness)
             self._gpus = host.gpus = self._open_gpus(
@@ -175,6 +175,10 @@ class Core:
         rows = np.empty((self._size, _MEETING_BYTES), np.uint8)
         self._launch(calls.meeting(self._rank, label, mine, rows), False, timeout)
         return [row.tobytes().rstrip() for row in rows]
+
+    def _stuck(self, status: _native.Status) -> None:
+        """The fast path's second half: a call that has no Python frame has this one, by which others find it."""
+        self._host.stuck(status)
 
     def _wait(self, ticket: _native.Ticket, timeout: float | None) -> None:
         self._check_parent()

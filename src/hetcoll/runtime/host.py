@@ -347,7 +347,7 @@ class HostExecutor:
         self.interrupted()
 
     def stuck(self, status: _native.Status) -> None:
-        """The short way's second half, when a call was not complete in time: waits on, or raises."""
+        """The fast path's second half, when a call was not complete in time: waits on, or raises."""
         seconds = self._timeout
         self._finish(status, self._engine.pending, seconds, min(PATIENCE, seconds))
 
