@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PERF ?= allreduce -n 2 -b 8 -e 64M
 TESTS ?=
-LANES ?= 4
+LANES ?= 0
 BENCH ?= --write-docs
 SANITIZERS := address,undefined thread
 NATIVE_TESTS := hetcoll_kernels_test hetcoll_engine_test hetcoll_verbs_test
@@ -42,8 +42,8 @@ help:
 perf: $(VENV)/installed
 	$(BIN)/hetcoll perf $(PERF)
 
-# Most tests wait rather than compute, so several files run at a time. Those that count time or fill the machine are
-# marked `calm`, and run one by one when the others are done.
+# LANES=4 runs several files at a time: most tests wait rather than compute. Those that count time or fill the machine are
+# marked `calm`, and run one by one when the others are done. 0 runs all one by one.
 test: $(VENV)/installed $(VENV)/test $(VENV)/vendors
 ifeq ($(strip $(TESTS)),)
 	@status=0; \
