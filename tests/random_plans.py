@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,7 +139,7 @@ class _Author:
         mine = Span(Buf.SEND, start, count)
         if not any(_cells(place) & self.unread[r] for r in ranks):
             self.add(ranks[0], Step(Op.COPY, self.rng.randrange(5), mine, place))
-            for a, b in zip(ranks, ranks[1:], strict=False):
+            for a, b in pairwise(ranks):
                 end = Span(Buf.RECV, start, count) if b == ranks[-1] and self.rng.random() < 0.7 else place
                 self.message(a, b, place, end, mine)
 
@@ -237,7 +238,8 @@ def shape(comm: hetcoll.Communicator, plan: Plan, count: int) -> _native.Shape:
         wiring.ensure(sorted(plan.edges), SECONDS, check)  # type: ignore[arg-type]
         found = wiring.engine.bind(
             plan=wiring.engine.add_plan(plan.encode()), dtype=DType.INT64, op=ReduceOp.SUM, send_count=count,
-            recv_count=count, send_table=(), recv_table=(), descriptor=descriptor(f"{plan.algorithm} {count}"), p2p=False,
+            recv_count=count, send_table=(), recv_table=(), p2p=False,
+            descriptor=descriptor(f"{plan.algorithm} {count}"),
         )  # fmt: skip
         comm._planner.note(found.id, plan.algorithm)
         return found

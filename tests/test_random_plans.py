@@ -1,4 +1,4 @@
-"""Plans that nobody ships, on the engine: random ones that the checker accepts, and the smallest that it must refuse."""
+"""Plans that nobody ships, on the engine: random ones that the checker accepts, and small ones that it must refuse."""
 
 from __future__ import annotations
 
@@ -74,7 +74,11 @@ def test_most_random_plans_are_accepted_and_rely_on_messages() -> None:
 
     assert deps(kept) < 0.9 * deps([s for s in whole if s is not None])
     assert {s.plans[0].staged for s in kept} == {s.plans[0].credits > 0 for s in kept} == {False, True}
-    assert {step.op for s in kept for plan in s.plans for step in plan.steps} >= set(Op) - {Op.SCALE, Op.LOCAL, Op.ROUND}
+    assert {step.op for s in kept for plan in s.plans for step in plan.steps} >= set(Op) - {
+        Op.SCALE,
+        Op.LOCAL,
+        Op.ROUND,
+    }
 
 
 # ---------------------------------------------------------------------------------------- what the checker refuses

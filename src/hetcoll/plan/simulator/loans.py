@@ -40,7 +40,9 @@ def _answer(reduced: Node, row: list[Node]) -> Node | None:
     for node in row[reduced.index + 1 :]:
         step = node.step
         if step.op is Op.SEND and step.src == reduced.step.dst and step.lane != reduced.step.lane and step.deps:
-            fifo = [n for n in row if n.step.op is Op.SEND and (n.step.peer, n.step.channel) == (step.peer, step.channel)]
+            fifo = [
+                n for n in row if n.step.op is Op.SEND and (n.step.peer, n.step.channel) == (step.peer, step.channel)
+            ]
             return node if node is fifo[0] and step.peer == reduced.step.peer and not step.compressed else None
         if step.dst == reduced.step.dst:
             return None

@@ -102,7 +102,9 @@ def _check_turn(plan: Plan, memory: Memory, cell: int, first: Node, second: Node
     steps that touch a place in scratch, and do not both read it, must have there the order in which they happen."""
     if plan.staged and first.index > second.index and cell >= memory.scratch:
         why = "where a plan is staged, what uses scratch must stand in the plan in the order in which it happens"
-        raise PlanError(plan, second.index, f"uses scratch after step {first}, which stands behind it in the plan: {why}")
+        raise PlanError(
+            plan, second.index, f"uses scratch after step {first}, which stands behind it in the plan: {why}"
+        )
 
 
 @lru_cache(maxsize=1 << 16)

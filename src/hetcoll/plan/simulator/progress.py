@@ -100,7 +100,7 @@ def order_node(node: Node, lends: bool) -> None:
     before it in its lane were handed over (``Task::PostAhead`` and ``Task::MayPost`` in ``native/host/task.cc``). Who
     gets a message knows that it was handed over, and once it was received, that this one is over, unless its memory may
     have been lent on (``Task::FuseSlot``): then the last one who gets it knows. Deps count as over, whole or element by
-    element, what a send has ended in its turn (``Task::Limit``, ``Task::MoveSend``): all before it in its lane has, too.
+    element, what a send has ended in its turn (``Task::Limit``, ``Task::MoveSend``): so has all before it in its lane.
     """
     before, other = node.before, node.other
     ahead = before if lends and before is not None and _handed(node) and _handed(before) else None
