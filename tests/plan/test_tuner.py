@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetcoll import _native
 from hetcoll.errors import ArgumentError, InitError
-from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, register
-from hetcoll.plan.ir import Op, Plan
+from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, find, register
+from hetcoll.plan.ir import MOST_UNITS, Op, Plan
 from hetcoll.plan.simulator import Link, Machine, check, predict
 from hetcoll.plan.topology import RankInfo, Topology
 from hetcoll.plan.tuner import UNLIMITED, choose, named, table
-from hetcoll.types import Collective
+from hetcoll.types import Collective, DType
 
 ALL = [(k, a) for k, entries in ALGORITHMS.items() for a in entries.values()]
 SHIPPED = [pytest.param(a, id=f"{k.label}-{a.name}") for k, a in ALL if a.cost]
@@ -285,3 +286,25 @@ def test_predictions_refuse_plans_that_do_not_fit_together() -> None:
     broken: Plan = replace(plans[0], steps=tuple(s for s in plans[0].steps if s.op is not Op.SEND))
     with pytest.raises(AssertionError, match="carries 0 messages but 1 are received"):
         predict([broken, plans[1]], 8, cluster(2))
+
+
+@pytest.mark.parametrize("hosts", [1, 128])
+def test_the_choice_for_a_thousand_ranks_binds(hosts: int) -> None:
+    """However long the buffer is, and whichever algorithm is asked for that cuts it into stretches."""
+    n, seen = 1024, set()
+    for cores in (2, 64):
+        topology = Topology(tuple(RankInfo(r, f"host{r * hosts // n}", cores=cores) for r in range(n)))
+        for kind, entries in ALGORITHMS.items():
+            for nbytes in (8 << shift for shift in range(0, 28, 9)):
+                names = {choose(kind, nbytes, topology).name} | {a.name for a in entries.values() if a.stretches}
+                for name in names:
+                    cut = find(kind, name).cut(nbytes, topology.cores, n)
+                    drawn = (kind, name, cut, topology.cores)
+                    if drawn not in seen:
+                        seen.add(drawn)
+                        plan = find(kind, name).build(n, 0, hosts=topology.hosts, stretches=cut, cores=topology.cores)
+                        assert max(plan.send_units, plan.recv_units) <= MOST_UNITS
+                        each = -(-nbytes // 4 // max(plan.send_units, plan.recv_units))  # elements of a unit
+                        counts = each * plan.send_units, each * plan.recv_units
+                        steps, _ = _native.bind_plan(plan.encode(), 0, n, DType.FLOAT32, *counts)
+                        assert steps == len(plan.steps)

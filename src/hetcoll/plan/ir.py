@@ -35,6 +35,7 @@ MAGIC = 0x48435032  # "HCP2"
 HEADER = struct.Struct("<IHHIIIIIBBHI")
 STEP = struct.Struct("<BBBBiiiiiiiIIII")
 SPAN = struct.Struct("<iii")
+MOST_UNITS = 1 << 15  # of a buffer: kMostUnits in native/plan/plan.cc
 assert (HEADER.size, STEP.size) == (36, 48)  # native/plan/plan.h asserts the same
 
 

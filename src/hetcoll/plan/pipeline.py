@@ -26,10 +26,8 @@ from itertools import accumulate, pairwise, zip_longest
 
 from ..errors import ArgumentError
 from ..types import WHOLE, Collective
-from .ir import Op, Plan, Span, Step
+from .ir import MOST_UNITS, Op, Plan, Span, Step
 from .simulator import follows
-
-MOST_UNITS = 1 << 15  # native/plan/plan.cc
 
 
 def ramp(length: int, most: int) -> tuple[int, ...]:

@@ -200,10 +200,8 @@ class Planner:
         """In how many parts, one after another, an algorithm does a call of this size."""
         from ..plan.algorithms import find
 
-        entry, topology = find(collective, name), self._topology()
-        if entry.stretches is None or topology.size == 1:  # one rank copies the whole, if anything
-            return 1
-        return entry.stretches(nbytes, topology.cores)
+        topology = self._topology()
+        return find(collective, name).cut(nbytes, topology.cores, topology.size)
 
     def draw(self, what: Drawing) -> Plan:
         """This rank's plan of a call on host memory."""

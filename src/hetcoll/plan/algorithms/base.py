@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from ...errors import ArgumentError
 from ...types import Collective
-from ..ir import Buf, Builder, Local, Op, Plan, Span, cut
+from ..ir import MOST_UNITS, Buf, Builder, Local, Op, Plan, Span, cut
 
 After = Iterable[int | None]
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host: `Topology.hosts`
@@ -215,7 +215,7 @@ class Algorithm(NamedTuple):
     `levels` is the cost of an algorithm that is made for several hosts: what it takes inside them, and what between
     them. Bytes between are those of a whole host. `compresses`: it rounds whatever it sends between hosts where the
     draft says `compress`. `stretches`: into how many it cuts a buffer of so many bytes where the ranks of a host have
-    so many cores; see `stretched`.
+    so many cores, if a plan has so many units; see `cut` and `stretched`.
     """
 
     name: str
@@ -226,6 +226,12 @@ class Algorithm(NamedTuple):
     levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None
     compresses: bool = False
     stretches: Callable[[int, int], int] | None = None
+
+    def cut(self, nbytes: int, cores: int, size: int) -> int:
+        """Into how many stretches `size` ranks cut a buffer: each has a unit for every rank, and a plan so many."""
+        if self.stretches is None or size == 1:  # one rank copies the whole, if anything
+            return 1
+        return max(1, min(self.stretches(nbytes, cores), MOST_UNITS // size))
 
     def build(
         self,
