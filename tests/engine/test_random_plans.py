@@ -232,7 +232,7 @@ def test_what_is_refused_does_go_wrong(pool: Pool, what: str) -> None:
 
 def test_the_checker_names_what_it_models_of_the_engine() -> None:
     """``name`` in ``native/...``: the file defines it."""
-    root, seen = Path(__file__).parents[1], set()
+    root, seen = Path(__file__).parents[2], set()
     for path in Path(simulator.__file__).parent.glob("*.py"):
         text = " ".join(path.read_text().split())
         for names, file in re.findall(r"((?:``[A-Za-z:]+``(?: and |, )?)+) in ``(native/[\w/]+\.cc)``", text):

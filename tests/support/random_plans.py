@@ -244,7 +244,7 @@ def shape(comm: hetcoll.Communicator, plan: Plan, count: int) -> _native.Shape:
         comm._planner.note(found.id, plan.algorithm)
         return found
 
-    return comm._prepare(bind, SECONDS)
+    return comm._host.prepare(bind, SECONDS)
 
 
 def play(
@@ -255,7 +255,7 @@ def play(
     send = comm.empty(len(mine), "int64") if shared else np.empty_like(mine)
     send[:] = mine
     recv = send if inplace else np.full(len(mine), UNWRITTEN, np.int64)
-    comm._run(bound, send.ctypes.data, recv.ctypes.data, False, SECONDS, None)
+    comm._host._run(bound, send.ctypes.data, recv.ctypes.data, False, SECONDS, None)
     if not inplace:
         np.testing.assert_array_equal(send, mine)
     return recv
