@@ -141,9 +141,10 @@ std::vector<std::uint32_t> Neighbours(const std::vector<BoundStep>& steps, bool 
 
 // Of a step that touches what `sent` sends: whether it writes that, all of it, and reads none of it.
 bool Writes(const BoundStep& t, const BoundStep& sent) {
+  const bool adds = t.op == Op::kReduce || t.op == Op::kScale;  // to what is there
   const bool reads =
       t.src_buf == Buf::kScratch && t.src_off < sent.src_off + sent.len && sent.src_off < t.src_off + t.len;
-  return !reads && t.dst_off == sent.src_off && t.len == sent.len;
+  return !adds && !reads && t.dst_off == sent.src_off && t.len == sent.len;
 }
 
 }  // namespace

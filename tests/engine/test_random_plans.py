@@ -44,12 +44,7 @@ def _scene(comm: hetcoll.Communicator, played: Scene, counts: tuple[int, ...], r
             np.testing.assert_array_equal(got, wanted, f"{count} elements, in place {inplace}")
 
 
-# One of these plans, of five ranks, gives a third of its elements wrong over shared memory: the checker's model of what
-# is lent still lacks a rule, or the engine breaks one. No shipped plan is of the kind. docs/status.md says so, too.
-_SHM = pytest.param("shm", marks=pytest.mark.xfail(run=False, reason="a plan that the checker accepts goes wrong"))
-
-
-@pytest.mark.parametrize("way", [_SHM, "tcp"])
+@pytest.mark.parametrize("way", ["shm", "tcp"])
 def test_random_plans(pool: Pool, way: str) -> None:
     """Deps are left out as far as the checker accepts it: so what it proves must be what the engine does."""
     env = {"HETCOLL_TRANSPORT": way, "HETCOLL_SHM_READ": "always"}
