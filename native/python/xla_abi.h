@@ -1,8 +1,8 @@
 // The part of XLA's FFI binary interface that we use, declared here so that no header of XLA is needed to build.
 //
 // The layouts are those of <xla/ffi/api/c_api.h>, FFI API version 0.3, which jaxlib ships from 0.10 on;
-// tests/frameworks/xla_abi_check.cc compares them where that header is installed. Structs carry their own sizes, which xla.cc
-// compares before it reads them.
+// tests/frameworks/xla_abi_check.cc compares them where that header is installed. Structs carry their own sizes, which
+// xla.cc compares before it reads them.
 #pragma once
 
 #include <cstddef>

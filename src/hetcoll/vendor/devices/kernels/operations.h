@@ -201,9 +201,7 @@ struct Complex : Number<Pair<T>> {
   using sum = Sum;
   using prod = Prod;
 
-  HETCOLL_DEVICE Pair<T> Settle(Pair<T> x) {
-    return {Float<T>::Settle(x.real), Float<T>::Settle(x.imaginary)};
-  }
+  HETCOLL_DEVICE Pair<T> Settle(Pair<T> x) { return {Float<T>::Settle(x.real), Float<T>::Settle(x.imaginary)}; }
   HETCOLL_DEVICE Pair<T> Divide(Pair<T> x, unsigned by) {
     return {Float<T>::Divide(x.real, by), Float<T>::Divide(x.imaginary, by)};
   }
