@@ -56,7 +56,8 @@ bool Gives(const BoundPlan& bound, std::size_t i) {
     for (auto t = begin; t != end; ++t) {
       if (touched(*t, t->src_buf, t->src_off)) return First::kOther;
       if (touched(*t, t->dst_buf, t->dst_off)) {
-        return t->dst_off == s.src_off && t->len == s.len ? First::kWrite : First::kOther;
+        const bool adds = t->op == Op::kReduce || t->op == Op::kScale;  // to what is there
+        return !adds && t->dst_off == s.src_off && t->len == s.len ? First::kWrite : First::kOther;
       }
     }
     return First::kNothing;
