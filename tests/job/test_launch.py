@@ -21,7 +21,7 @@ from hetcoll.tools import launch
 from hetcoll.tools.launch import run
 from hetcoll.tools.watchdog import find_job
 
-SOURCE = str(Path(launch.__file__).parents[1])
+SOURCE = str(Path(launch.__file__).parents[2])
 
 
 def run_python(code: str, nproc: int, **options: object) -> tuple[int, list[str], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -169,7 +170,7 @@ def leave_one_out(comm: hetcoll.Communicator, silent: int, done: Path) -> tuple[
     awake = np.zeros(1)
     while not awake[0]:  # the others' answers to questions in the old group show when it runs again
         works(rest)
-        awake[0] = comm._session.control.query(comm._group, b"1", 0.2)[silent] is not None
+        awake[0] = comm._session.control.query(comm._group, json.dumps([0, []]).encode(), 0.2)[silent] is not None
         rest.allreduce(awake, op="max")
     works(rest)
     return rest.size, str(caught_here.value)
