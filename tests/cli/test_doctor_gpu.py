@@ -14,7 +14,7 @@ import fakes
 import pytest
 
 from hetcoll.tools.checks import Finding, Level, gpu
-from hetcoll.vendor.devices import cuda, hip
+from hetcoll.vendors.devices import cuda, hip
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_device(on: Callable[..., Any], name: str) -> None:
 def _choice_of_cuda(job: Job, vendor: str) -> int:
     from cuda.bindings import driver
 
-    from hetcoll.vendor.devices import cuda, hip
+    from hetcoll.vendors.devices import cuda, hip
 
     devices, found = (cuda if vendor == "cuda" else hip).devices(), list[int]()
 

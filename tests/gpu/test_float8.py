@@ -20,8 +20,8 @@ import hetcoll
 from hetcoll import _native
 from hetcoll.gpu.float8 import Passage, two_kinds
 from hetcoll.types import FNUZ_OF, OCP_OF, DType
-from hetcoll.vendor.devices.kernels import convert_name
-from hetcoll.vendor.facts import Gpu
+from hetcoll.vendors.devices.kernels import convert_name
+from hetcoll.vendors.facts import Gpu
 
 # Conversions.
 

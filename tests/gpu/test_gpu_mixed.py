@@ -17,7 +17,7 @@ from reference import Case
 import hetcoll
 from hetcoll.errors import CollectiveMismatchError, CommunicationError, PeerLostError
 from hetcoll.gpu.array import DeviceArray
-from hetcoll.vendor.devices import hip
+from hetcoll.vendors.devices import hip
 
 pytestmark = pytest.mark.fakes
 

@@ -22,10 +22,10 @@ from ranks import Job, Ranks, close_all, elapsed, wait_until
 
 from hetcoll.errors import ArgumentError, CommunicationError, DeviceError, InitError
 from hetcoll.types import COMPLEX, FLOATS, DType, ReduceOp, supports
-from hetcoll.vendor.ccl import nccl, rccl
-from hetcoll.vendor.ccl.finding import Finder, loaded
-from hetcoll.vendor.ccl.library import Island, Library
-from hetcoll.vendor.ccl.native import BYTES, Native, native
+from hetcoll.vendors.ccl import nccl, rccl
+from hetcoll.vendors.ccl.finding import Finder, loaded
+from hetcoll.vendors.ccl.library import Island, Library
+from hetcoll.vendors.ccl.native import BYTES, Native, native
 
 FINDERS = {"cuda": nccl, "hip": rccl}
 VERSIONS = {"cuda": "2.28.9", "hip": "2.27.7"}  # of the stand-ins
@@ -170,7 +170,7 @@ _here: dict[str, Any] = {}
 
 
 def _prepare(job: Job, vendor: str) -> None:
-    driver = importlib.import_module(f"hetcoll.vendor.devices.{vendor}")
+    driver = importlib.import_module(f"hetcoll.vendors.devices.{vendor}")
     _here["library"] = FINDERS[vendor].library()
     _here["device"] = driver.device(job.rank % len(driver.devices()))
 
@@ -382,7 +382,7 @@ def test_wrong_arguments_are_refused(rank: int, nbytes: int) -> None:
 
 
 def test_the_scalars_of_bfloat16_are_rounded_to_nearest() -> None:
-    from hetcoll.vendor.ccl.library import _scalar
+    from hetcoll.vendors.ccl.library import _scalar
 
     for value in (1 / 3, 0.1, 1.0, 1e-3, 2 / 7):
         assert _scalar(value, DType.BFLOAT16) == ml_dtypes.bfloat16(value).tobytes()

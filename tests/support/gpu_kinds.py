@@ -13,8 +13,8 @@ from reference import Case
 
 import hetcoll
 from hetcoll.gpu.array import DeviceArray
-from hetcoll.vendor.devices import cuda, hip
-from hetcoll.vendor.devices.base import Device
+from hetcoll.vendors.devices import cuda, hip
+from hetcoll.vendors.devices.base import Device
 
 VENDOR: dict[str, str | None] = {"n": "cuda", "a": "hip", "c": None}
 

@@ -9,7 +9,7 @@ import fakes
 import pytest
 from ranks import Env, Ranks
 
-from hetcoll.vendor.devices import cuda
+from hetcoll.vendors.devices import cuda
 
 STAND_INS, REAL = "stand-ins", "GPUs"
 PLACES = [pytest.param(STAND_INS, marks=pytest.mark.fakes), pytest.param(REAL, marks=pytest.mark.cuda)]

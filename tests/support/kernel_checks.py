@@ -17,7 +17,7 @@ from elements import AVERAGED, NARROW, NUMPY, Array, assert_same, bit_patterns, 
 
 from hetcoll import _native
 from hetcoll.types import DType, ReduceOp
-from hetcoll.vendor.devices.kernels import (
+from hetcoll.vendors.devices.kernels import (
     ONESHOT_RANKS,
     KernelTable,
     Oneshot,

@@ -18,7 +18,7 @@ import hetcoll
 from hetcoll.buffers import Buffer, read_buffer
 
 if TYPE_CHECKING:
-    from hetcoll.vendor.devices.base import Device
+    from hetcoll.vendors.devices.base import Device
 
 
 @contextlib.contextmanager

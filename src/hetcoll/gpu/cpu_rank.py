@@ -34,7 +34,7 @@ from .slots import CHANNELS, SLOTS
 from .vendor_comm import GpuIslands, Meet
 
 if TYPE_CHECKING:
-    from ..vendor.ccl.native import Native
+    from ..vendors.ccl.native import Native
 
 HELPERS = 7  # threads at most, beside the caller's, that fill and empty slots: one core moves a tenth of what PCIe does
 Prepare = Callable[[Callable[[Check], _native.Shape], float], _native.Shape]

@@ -8,7 +8,7 @@ from ..errors import RegistrationError
 
 if TYPE_CHECKING:
     from ..links.wiring import Wiring
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
 
 _TRIED = 2 << 20  # bytes: a piece that drivers hand to others
 

@@ -29,8 +29,8 @@ from ..runtime.compression import Compression, DeviceResidual
 from ..runtime.executor import FastPath
 from ..runtime.planner import Planner
 from ..types import OCP_OF, Collective, DType
-from ..vendor.devices.base import URGENT
-from ..vendor.devices.signals import signal_kernels
+from ..vendors.devices.base import URGENT
+from ..vendors.devices.signals import signal_kernels
 from . import float8, path_probe, streams
 from .array import clear
 from .direct import why_not_direct
@@ -46,7 +46,7 @@ from .watchdog import GpuWatch
 from .work import GpuWork
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
 
 _DLPACK = {"cuda": 2, "rocm": 10}  # dlpack.h: kDLCUDA, kDLROCM
 

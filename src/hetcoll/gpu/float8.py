@@ -24,11 +24,11 @@ from ..buffers import Buffer
 from ..calls import Call
 from ..errors import ArgumentError
 from ..types import FNUZ_OF, OCP_OF, SAME, Collective, DType
-from ..vendor.devices.kernels.source import convert_name
+from ..vendors.devices.kernels.source import convert_name
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
-    from ..vendor.facts import Gpu
+    from ..vendors.devices.base import Device
+    from ..vendors.facts import Gpu
 
 _GRAIN = 256  # staged buffers begin at multiples
 

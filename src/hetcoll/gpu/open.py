@@ -19,7 +19,7 @@ from ..types import FNUZ_OF, OCP_OF, Collective
 from . import streams
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
     from .cpu_rank import CpuRank
     from .executor import GpuExecutor
 

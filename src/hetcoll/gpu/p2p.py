@@ -17,15 +17,15 @@ from ..calls import RECV, SEND, Message, describe_message, message_key
 from ..errors import ArgumentError, DeviceError, spell_ranks
 from ..runtime.planner import Planner
 from ..types import DType
-from ..vendor.devices.base import URGENT
+from ..vendors.devices.base import URGENT
 from . import float8
 from .plans import GpuPlans
 from .shared import GpuShare, Note
 from .work import Enqueued, GpuWork
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
-    from ..vendor.devices.kernels.table import KernelTable
+    from ..vendors.devices.base import Device
+    from ..vendors.devices.kernels.table import KernelTable
 
 log = logging.getLogger("hetcoll")
 

@@ -30,7 +30,7 @@ from .slots import CHANNELS, WORD_BYTES, WORDS_BYTES
 
 if TYPE_CHECKING:
     from ..links.verbs.memory import Lease, Memory
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
 
 log = logging.getLogger("hetcoll")
 

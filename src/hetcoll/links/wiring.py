@@ -30,7 +30,7 @@ from ..rendezvous.descriptors import host_identity, new_name, receive_fd, share_
 from ..rendezvous.edges import Address, EdgeKey, Request, pack_addresses, unpack_addresses
 from ..rendezvous.listener import Listener
 from ..rendezvous.wire import pack, unpack
-from ..vendor.facts import Facts, check_digests, decode, encode, visible
+from ..vendors.facts import Facts, check_digests, decode, encode, visible
 from ..version import __version__
 from .making import Making
 from .verbs.report import by_peer, describe, fell_back
