@@ -157,9 +157,9 @@ def hetcoll_job(cables: int, port: int) -> dict[int, float]:
 def inside(rounds: int, output: Path) -> None:
     """All measurements, written to `output` as JSON."""
     import hetcoll
-    from hetcoll.links.verbs import offer
+    from hetcoll.links.verbs import local_nics
 
-    del hetcoll, offer  # loaded for the ranks
+    del hetcoll, local_nics  # loaded for the ranks
     samples: Samples = {}
     port = 20000
 

@@ -1,4 +1,4 @@
-"""Ranks without a GPU among ranks with one, of NVIDIA and of AMD, on stand-ins of both runtimes."""
+"""Ranks without a GPU among ranks with one, of NVIDIA and of AMD, on fakes of both runtimes."""
 
 from __future__ import annotations
 

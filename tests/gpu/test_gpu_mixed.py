@@ -1,4 +1,4 @@
-"""GPUs of NVIDIA and of AMD in one communicator, on stand-ins of both runtimes."""
+"""GPUs of NVIDIA and of AMD in one communicator, on fakes of both runtimes."""
 
 from __future__ import annotations
 

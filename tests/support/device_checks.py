@@ -1,4 +1,4 @@
-"""What every device must do: `hetcoll.vendors.devices.base`, on a GPU or over a stand-in.
+"""What every device must do: `hetcoll.vendors.devices.base`, on a GPU or over a fake.
 
 Each check takes a device; `CHECKS` has them all by name.
 """

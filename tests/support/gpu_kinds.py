@@ -28,7 +28,7 @@ def start(kinds: str, join: bool = True, place: str = STAND_INS, **settings: Any
 
 
 def start_gpus(gpus: str, **settings: Any) -> Ranks:
-    """Stand-in ranks with a GPU each: "nna" has two of NVIDIA's and one of AMD's.
+    """Fake ranks with a GPU each: "nna" has two of NVIDIA's and one of AMD's.
 
     Settings in capitals are variables.
     """

@@ -80,7 +80,9 @@ class GpuMessages:
         handle = self._path.stream(stream, sendbuf=send, recvbuf=recv)
         if async_op and (send is None or recv is None):
             handle, async_op = self._lane(send is not None, max(dest, source), handle)
-        passage = None if self._convert is None else float8.Passage.of_message(send, dest, recv, self._share.rank)
+        passage = (
+            None if self._convert is None else float8.Float8Conversion.of_message(send, dest, recv, self._share.rank)
+        )
         if self._convert is None or passage is None:
             self._enqueue(send, dest, recv, source, handle, not async_op)
         else:
@@ -99,7 +101,7 @@ class GpuMessages:
         *,
         again: bool = True,
     ) -> None:
-        """`again`: the short way may run such a message when it comes again."""
+        """`again`: the fast path may run such a message when it comes again."""
         first = send or recv
         assert first is not None
         ends = (() if send is None else ((dest, send.count),), () if recv is None else ((source, recv.count),))
@@ -152,7 +154,8 @@ class GpuMessages:
         """Whether some of them are of 8-bit floats that their other rank has in another kind: see `float8`."""
         rank = self._share.rank
         found = (
-            float8.Passage.of_message(send, dest, recv, rank) for send, dest, recv, _ in (m.halves for m in messages)
+            float8.Float8Conversion.of_message(send, dest, recv, rank)
+            for send, dest, recv, _ in (m.halves for m in messages)
         )
         return self._convert is not None and any(found)
 

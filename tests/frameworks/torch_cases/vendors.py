@@ -1,4 +1,4 @@
-"""Training whose gradients and activations go through GPUs of two vendors: stand-ins, with tensors of the CPU."""
+"""Training whose gradients and activations go through GPUs of two vendors: fakes, with tensors of the CPU."""
 
 from __future__ import annotations
 
