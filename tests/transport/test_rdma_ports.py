@@ -294,7 +294,7 @@ def test_ports_near_the_ranks_gpu_come_first(
     opened.nics = tuple(Nic(f"{name}:1", ETHERNET, "10.0.0.1", "") for name in cards)
     opened._numbers = [4, 5, 6]
     wiring = Wiring.__new__(Wiring)
-    wiring.offer = opened
+    wiring.local_nics = opened
     assert wiring.ports_near("0000:3D:00.0") == (2, 1, 0)
     assert wiring.ports_near("0000:bb:00.0") == (0, 1, 2)
     assert wiring.ports_near("0000:99:00.0") == (0, 1, 2)  # which nobody knows: as they are

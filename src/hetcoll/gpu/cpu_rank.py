@@ -216,8 +216,8 @@ class _Links:
                 self._attach(peer, channel - CHANNELS)
 
     def _shifted(self, peer: int, channel: int) -> int:
-        """The engine's number of a channel to a GPU, and that by which both ends ask for sockets (`proxies`): links that
-        take the place of slots that did not work have others."""
+        """The engine's number of a channel to a GPU, and that by which both ends ask for sockets (`proxies`): links
+        that take the place of slots that did not work have others."""
         return channel + CHANNELS * (1 + self._share.given_up(peer))
 
     def give_up(self, peer: int) -> None:
