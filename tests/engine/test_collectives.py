@@ -123,8 +123,10 @@ def test_large_messages(pool: Pool, size: int) -> None:
     check(pool(size), [*cases, Case("allreduce", "float32", count, "avg", inplace=True)], {})
 
 
+@pytest.mark.calm
+@pytest.mark.parametrize("name", ["staged", "chained"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_large_messages_by_stretches(pool: Pool, size: int) -> None:
+def test_large_messages_by_stretches(pool: Pool, size: int, name: str) -> None:
     """One stretch, two, some and as many as there may be, of which the last is longer."""
     counts = [(1 << 19) - 1, (1 << 20) + 1, (5 << 19) + 4999]
     cases = [
@@ -134,9 +136,8 @@ def test_large_messages_by_stretches(pool: Pool, size: int) -> None:
         for inplace in (False, True)
     ]
     cases += [Case("allreduce", "float64", (65 << 18) + 77, "avg"), Case("allreduce", "uint8", (6 << 20) + 5, "sum")]
-    for name in ("staged", "chained"):
-        for link in ({}, {"transport": "tcp"}):
-            check(pool(size), cases, {"algo": name, **link})
+    for link in ({}, {"transport": "tcp"}):
+        check(pool(size), cases, {"algo": name, **link})
 
 
 def chosen(comm: Any, stores: str) -> str:
