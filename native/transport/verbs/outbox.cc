@@ -18,10 +18,10 @@ constexpr std::size_t kTcpFrames = 32;  // that the peer may have to keep
 
 }  // namespace
 
-Outbox::Outbox(const Rails& rails, ControlSocket& control socket, Regions& regions, std::size_t ring_bytes, int peer,
+Outbox::Outbox(const Rails& rails, ControlSocket& control_socket, Regions& regions, std::size_t ring_bytes, int peer,
                bool device)
     : rails_(rails),
-      control_socket_(control socket),
+      control_socket_(control_socket),
       regions_(regions),
       peer_(peer),
       device_(device),

@@ -42,7 +42,7 @@ class Outbox {
  public:
   // `device`: all memory, here and there, is a GPU's. Then messages wait until they are invited, every one is, and the
   // processor touches none of them.
-  Outbox(const Rails& rails, ControlSocket& control socket, Regions& regions, std::size_t ring_bytes, int peer,
+  Outbox(const Rails& rails, ControlSocket& control_socket, Regions& regions, std::size_t ring_bytes, int peer,
          bool device);
   ~Outbox();
 
