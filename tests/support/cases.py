@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from reference import Array, Case, alltoallv_counts, expected, make_input, numpy_type
+from reference import LOGICAL, Array, Case, alltoallv_counts, expected, make_input, numpy_type
 
 import hetcoll
 from hetcoll.runtime.core import Core
+from hetcoll.types import REDUCING, DType, ReduceOp, supports
 
 _FENCE = 192  # bytes before and after each buffer
 _FILL = 0xA5
@@ -44,6 +45,19 @@ def variant(comm: hetcoll.Communicator, **changes: Any) -> hetcoll.Communicator:
         kept[key] = type(comm)(comm._session, name, comm.rank, comm.size, config, 30.0)
     found: hetcoll.Communicator = kept[key]
     return found
+
+
+def truths(counts: tuple[int, ...]) -> list[Case]:
+    """Calls whose result is 0 or 1 whatever one rank gives: every type that has logical reductions."""
+    return [
+        Case(kind.label, dtype.label, count, op, inplace=inplace, counts=(count,) if kind.plain is not kind else ())
+        for kind in REDUCING
+        for dtype in DType
+        for op in LOGICAL
+        for count in counts
+        for inplace in (False, True)
+        if supports(dtype, ReduceOp[op.upper()])
+    ]
 
 
 def run_cases(comm: Core, cases: Sequence[Case], config: dict[str, Any], async_op: bool = False) -> list[bytes]:

@@ -22,7 +22,7 @@ from ..plan.order import enqueue_order, levels
 from ..plan.pipeline import offsets, parts, pipelined, ramp
 from ..plan.topology import Islands, spell_islands
 from ..runtime.planner import Kept, Planner
-from ..types import REDUCING, WHOLE, Collective, DType, ReduceOp
+from ..types import LOGICAL, REDUCING, WHOLE, Collective, DType, ReduceOp
 from ..vendor.devices.kernels import codec_names
 from .slots import SLOTS
 
@@ -114,6 +114,7 @@ class GpuPlans(Generic[S]):
             call.collective.plain,
             call.root,
             call.op is ReduceOp.AVG,
+            self._logical(call),
             len(islands),
             base[self._rank].algorithm,
             length,
@@ -206,7 +207,7 @@ class GpuPlans(Generic[S]):
 
     def _base(self, call: Call, islands: Islands) -> list[Plan]:
         scale, whole = call.op is ReduceOp.AVG, len(islands) == 1  # then the library averages by itself
-        how: dict[str, Any] = {"root": call.root, "scale": scale and not whole}
+        how: dict[str, Any] = {"root": call.root, "scale": scale and not whole, "logical": self._logical(call)}
         if call.compress:
             entry = ISLANDS[call.collective.plain]
             how |= {"hosts": islands, "compress": True, "groups": self._groups}
@@ -214,6 +215,9 @@ class GpuPlans(Generic[S]):
             entry = self._planner.on_gpus(call.collective, islands, self._library)
             how |= {"hosts": islands} if len(islands) < self._size else {}
         return [entry.build(self._size, r, **how) for r in range(self._size)]
+
+    def _logical(self, call: Call) -> bool:
+        return call.op in LOGICAL and self._size == 1
 
     def explain(self, collective: Collective, nbytes: int) -> str:
         """For people: how a collective on float32, with sums, is done."""

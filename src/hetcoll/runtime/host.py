@@ -15,7 +15,7 @@ from ..errors import ClosedError, HetcollError, InitError
 from ..health.diagnosis import Diagnosis, Kind, Vigil
 from ..health.status_report import Witness
 from ..links.wiring import PATIENCE, Check, Wiring
-from ..types import Collective, ReduceOp
+from ..types import LOGICAL, Collective, ReduceOp
 from ..work import DONE, Waiter, Work, finished
 from .compression import Compression, float32_zeros
 from .executor import FastPath, Gpus
@@ -56,8 +56,8 @@ class HostPlans:
         planner = self._planner
         name = planner.on_host(call.collective, call.nbytes, bool(call.compress))
         stretches = planner.stretches(call.collective, name, call.nbytes)
-        scale = call.op is ReduceOp.AVG
-        drawing = Drawing(call.collective.plain, name, call.root, scale, bool(call.compress), stretches)
+        scale, logical = call.op is ReduceOp.AVG, call.op in LOGICAL and self._wiring.size == 1
+        drawing = Drawing(call.collective.plain, name, call.root, scale, logical, bool(call.compress), stretches)
         number = self._number(drawing, lambda: planner.draw(drawing), timeout, check)
         table = self._table(call.send_count, stretches)
         what = call.describe()
