@@ -227,11 +227,7 @@ class GpuExecutor:
     def _launch(self, call: Call, stream: int, async_op: bool, *, again: bool = True) -> GpuWork:
         """`again`: the short way may run such a call when it comes again."""
         in_place = call.collective is Collective.ALLTOALL and call.in_place
-        key = (
-            call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
-            call.recv_table, call.compress, in_place,
-        )  # fmt: skip
-        bound = self._planner.bound("gpu", key, lambda: self._bind(call, again and not in_place))
+        bound = self._planner.bound("gpu", (*call.binding, in_place), lambda: self._bind(call, again and not in_place))
         lost = self._residual(call, bound) if call.compress else 0
         return self._run(bound, call.send, call.recv, stream, async_op, call.collective.label, lost)
 

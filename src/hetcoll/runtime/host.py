@@ -38,19 +38,7 @@ class HostPlans:
 
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """The bound plan of a call; connects what it needs within `timeout` seconds on the first use."""
-        key = (
-            call.collective,
-            call.dtype,
-            call.op,
-            call.root,
-            call.send_count,
-            call.recv_count,
-            call.send_table,
-            call.recv_table,
-            call.label,
-            call.compress,
-        )
-        return self._planner.bound("host", key, lambda: self._bind(call, timeout, check))
+        return self._planner.bound("host", call.binding, lambda: self._bind(call, timeout, check))
 
     def _bind(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         planner = self._planner
