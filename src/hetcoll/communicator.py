@@ -1,7 +1,7 @@
 """The communicator: what users call.
 
 A call that was made before with the same type and counts is one C++ call (`Engine.call`). Everything else takes the
-long way: `calls.py` checks the arguments, and `core.py` has an algorithm chosen, its plan made and connected, and runs
+slow path: `calls.py` checks the arguments, and `core.py` has an algorithm chosen, its plan made and connected, and runs
 it.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from . import calls, lifetime
-from ._native import ranks_key, short_exchange, short_way
+from ._native import fast_exchange, fast_path, ranks_key
 from .calls import OP_LABELS, RECV, SEND, SENDRECV
 from .config.env import Config, configuration
 from .config.process import configure
@@ -86,7 +86,7 @@ class Communicator(Messages, Regrouping):
 
     # Collectives.
 
-    @short_way(_ALLREDUCE, _SUM, 3)
+    @fast_path(_ALLREDUCE, _SUM, 3)
     def allreduce(
         self,
         sendbuf: Array,
@@ -116,7 +116,7 @@ class Communicator(Messages, Regrouping):
         call = calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op)
         return self._launch(self._compression.choose(call, compress), async_op, timeout, stream)
 
-    @short_way(_ALLGATHER, _SUM, 2)
+    @fast_path(_ALLGATHER, _SUM, 2)
     def allgather(
         self,
         sendbuf: Array,
@@ -136,7 +136,7 @@ class Communicator(Messages, Regrouping):
                 return done
         return self._launch(calls.allgather(self._rank, self._size, sendbuf, recvbuf), async_op, timeout, stream)
 
-    @short_way(_REDUCE_SCATTER, _SUM, 3)
+    @fast_path(_REDUCE_SCATTER, _SUM, 3)
     def reduce_scatter(
         self,
         sendbuf: Array,
@@ -240,7 +240,7 @@ class Communicator(Messages, Regrouping):
                 return done
         return self._launch(calls.scatter(self._rank, self._size, sendbuf, recvbuf, root), async_op, timeout, stream)
 
-    @short_way(_ALLTOALL, _SUM, 2)
+    @fast_path(_ALLTOALL, _SUM, 2)
     def alltoall(
         self,
         sendbuf: Array,
@@ -335,7 +335,7 @@ class Communicator(Messages, Regrouping):
             return done
         return self._message(RECV, buf, peer, async_op, timeout, stream)
 
-    @short_exchange(SENDRECV, _SUM)
+    @fast_exchange(SENDRECV, _SUM)
     def sendrecv(
         self,
         sendbuf: Array,

@@ -70,7 +70,7 @@ class Core:
             self._engine.set_ops(
                 OP_LABELS, DONE, _weakly(self._stuck), _weakly(host.interrupted), _weakly(self._log_news)
             )
-            self._diagnosis.attach(self._engine, host.witness)
+            self._diagnosis.attach(self._engine, host.reporter)
             self._gpus = host.gpus = self._open_gpus(
                 wiring,
                 self._diagnosis,
@@ -129,7 +129,7 @@ class Core:
     # Running calls.
 
     def _launch(self, call: Call, async_op: bool, timeout: float | None, stream: object = None) -> Work:
-        """The long way: for shapes not seen before, asynchronous calls, deadlines of their own and GPU buffers."""
+        """The slow path: for shapes not seen before, asynchronous calls, deadlines of their own and GPU buffers."""
         self._check_usable()
         seconds = self._seconds(timeout)
         if self._cross is None or async_op or call.label:
@@ -387,4 +387,4 @@ def _weakly(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def _refuse(*args: object) -> None:
-    """Stands in for the engine's call after `close` and under HETCOLL_CHECK: the short way needs no test of its own."""
+    """Stands in for the engine's call after `close` and under HETCOLL_CHECK: the fast path needs no test of its own."""
