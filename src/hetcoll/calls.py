@@ -80,6 +80,14 @@ class Call:
         return (self.collective, self.dtype, self.op, self.root, first.count, second.count)
 
     @property
+    def binding(self) -> tuple[object, ...]:
+        """What two calls have alike that one bound plan serves, wherever their buffers lie."""
+        return (
+            self.collective, self.dtype, self.op, self.root, self.send_count, self.recv_count, self.send_table,
+            self.recv_table, self.label, self.compress,
+        )  # fmt: skip
+
+    @property
     def in_place(self) -> bool:
         """Whether both buffers begin at one address."""
         return self.send is not None and self.recv is not None and self.send.ptr == self.recv.ptr

@@ -130,6 +130,8 @@ _PLAIN = {
     Collective.ALLTOALLV: Collective.ALLTOALL,
 }
 
+LOGICAL = frozenset({ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR})
+"""What makes 0 or 1 of any element."""
 REDUCING = frozenset({Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE, Collective.REDUCE_SCATTERV})
 ROOTED = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER})
 WHOLE = frozenset({Collective.ALLREDUCE, Collective.BROADCAST, Collective.REDUCE})  # buffers are not cut by rank

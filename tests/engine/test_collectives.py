@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cases import result_of, variant
+from cases import result_of, run_mixed, run_sequence, variant
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
@@ -39,6 +39,26 @@ def test_every_algorithm_over_every_link(pool: Pool, name: str, size: int, link:
     counts = counts_for(size, large=20011) if link == "shm" else [0, 1, size + 1, 4099]
     config = {"algo": name, **LINKS[link]}
     check(pool(size), [case for kind in kinds for case in cases_of(kind, size, counts)], config)
+
+
+@pytest.mark.parametrize("size", [6, 7, 8])
+def test_every_algorithm_on_more_ranks(pool: Pool, size: int) -> None:
+    for name in NAMES:
+        cases = [case for kind in collectives_of(name, size) for case in cases_of(kind, size, [0, size + 1])]
+        check(pool(size), cases, {"algo": name})
+
+
+@pytest.mark.parametrize("link", ["shm", "tcp"])
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_every_algorithm_in_place_on_some_ranks(pool: Pool, size: int, link: str) -> None:
+    for name in NAMES:
+        cases = [
+            Case(kind.label, ("float32", "int64")[turn], count, root=turn, seed=count)
+            for kind in collectives_of(name, size)
+            for turn, count in enumerate((size + 1, 20_011))
+            if kind is not Collective.BROADCAST
+        ]
+        pool(size).run(run_mixed, cases, {"algo": name, **LINKS[link]}, timeout=60)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -168,6 +188,39 @@ PLANNED = [
 
 def run_planned(comm: Any, case: Case, config: dict[str, Any]) -> bytes:
     return result_of(variant(comm, **config), case)
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> tuple[int, list[tuple[Case, bool]]]:
+    """Ranks, and calls of all collectives, each asynchronous or not."""
+    size, calls = draw(st.integers(2, 4)), []
+    labels = [kind.label for kind in KINDS] + ["allgatherv", "reduce_scatterv", "alltoallv"]
+    for _ in range(draw(st.integers(3, 10))):
+        label = draw(st.sampled_from(labels))
+        kind, (dtype, op) = Collective[label.upper()], draw(st.sampled_from(TABLE))
+        case = Case(
+            label,
+            dtype,
+            draw(st.integers(0, 9) | st.integers(10, 20_000)),
+            op if kind in REDUCING else "sum",
+            draw(st.integers(0, size - 1)) if kind in ROOTED else 0,
+            draw(st.booleans()) and label not in ("broadcast", "alltoallv"),
+            tuple(draw(st.lists(st.integers(0, 3000), min_size=size, max_size=size)))
+            if label in ("allgatherv", "reduce_scatterv")
+            else (),
+            draw(st.integers(0, 1 << 30)),
+            draw(st.integers(0, 7)),
+            exact=op != "avg",
+        )
+        calls.append((case, draw(st.booleans())))
+    return size, calls
+
+
+@given(sequences())
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_calls_one_after_another(pool: Pool, drawn: tuple[int, list[tuple[Case, bool]]]) -> None:
+    size, calls = drawn
+    pool(size).run(run_sequence, calls)
 
 
 @st.composite

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cases import variant
+from cases import run_cases, truths, variant
 from ranks import Ranks
 
 import hetcoll
 from hetcoll.plan.algorithms import ALGORITHMS
-from hetcoll.types import Collective
+from hetcoll.types import REDUCING, Collective
 
 Pool = Callable[..., Ranks]
 Launch = Callable[..., Ranks]
@@ -97,3 +97,19 @@ def _shrunk_alone(comm: hetcoll.Communicator, counts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("algorithm", ["allreduce:chained", "allreduce:staged", "hierarchical,allreduce:tree"])
 def test_one_rank_that_is_left(launch: Launch, algorithm: str, how: Callable[..., None]) -> None:
     launch(2, HETCOLL_ALGO=algorithm).run(how, COUNTS)
+
+
+def test_logical_reductions_give_truth_values_on_one_rank(pool: Pool) -> None:
+    pool(1).run(run_cases, truths((0, 1, 7, 70_001)), {})
+
+
+def _forced_truths(comm: hetcoll.Communicator) -> None:
+    for kind in REDUCING:
+        cases = [case for case in truths((7,)) if case.collective == kind.label and case.dtype in ("int8", "uint64")]
+        for name, entry in ALGORITHMS[kind.plain].items():
+            if entry.supports(1):
+                run_cases(comm, cases, {"algo": f"{kind.label}:{name}"})
+
+
+def test_every_algorithm_gives_truth_values_on_one_rank(pool: Pool) -> None:
+    pool(1).run(_forced_truths)

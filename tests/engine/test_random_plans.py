@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from definitions import defines
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from plan_executor import execute
 from random_plans import Scene, inputs, play, prove, scene, shape
 from ranks import Ranks
 
@@ -204,6 +206,20 @@ def test_what_lending_breaks_is_refused(what: str) -> None:
         check(right, inplace=True)
         with pytest.raises(PlanError, match=problem):
             check(wrong, inplace=True)
+
+
+def test_the_reference_lends() -> None:
+    """So it, too, shows that a plan writes what may still be read."""
+    wrong, right, *_ = WRONG["posted ahead"]
+    found = 0
+    for seed in range(100):
+        execute(right, [8] * 3, True, random.Random(seed))
+        execute(wrong, [8] * 3, False, random.Random(seed))
+        try:
+            execute(wrong, [8] * 3, True, random.Random(seed))
+        except AssertionError:
+            found += 1
+    assert found > 0
 
 
 def _late(comm: hetcoll.Communicator, played: Scene, rounds: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import fakes
 import numpy as np
 import pytest
-from cases import run_case
+from cases import run_case, truths
 from device_checks import Capture
 from dlpack_arrays import Quick
 from gpu_calls import cases_of, check, device_of_rank, exchange
@@ -191,6 +191,10 @@ def test_messages_larger_than_all_slots(gpus: Any) -> None:
 def test_every_type_with_every_reduction(gpus: Any, dtype: str) -> None:
     ops = [op.label for op in ReduceOp if supports(DType[dtype.upper()], op)]
     check(gpus(2), [Case("allreduce", dtype, n, op, seed=n) for op in ops for n in (7, 40_001)])
+
+
+def test_logical_reductions_give_truth_values_on_one_rank(gpus: Any) -> None:
+    check(gpus(1), truths((1009,)))
 
 
 def test_parts_of_unequal_size(gpus: Any) -> None:

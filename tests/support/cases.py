@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from reference import Array, Case, alltoallv_counts, expected, make_input, numpy_type
+from reference import LOGICAL, Array, Case, alltoallv_counts, expected, make_input, numpy_type
 
 import hetcoll
 from hetcoll.runtime.core import Core
+from hetcoll.types import REDUCING, DType, ReduceOp, supports
 
 _FENCE = 192  # bytes before and after each buffer
 _FILL = 0xA5
@@ -46,6 +47,19 @@ def variant(comm: hetcoll.Communicator, **changes: Any) -> hetcoll.Communicator:
     return found
 
 
+def truths(counts: tuple[int, ...]) -> list[Case]:
+    """Calls whose result is 0 or 1 whatever one rank gives: every type that has logical reductions."""
+    return [
+        Case(kind.label, dtype.label, count, op, inplace=inplace, counts=(count,) if kind.plain is not kind else ())
+        for kind in REDUCING
+        for dtype in DType
+        for op in LOGICAL
+        for count in counts
+        for inplace in (False, True)
+        if supports(dtype, ReduceOp[op.upper()])
+    ]
+
+
 def run_cases(comm: Core, cases: Sequence[Case], config: dict[str, Any], async_op: bool = False) -> list[bytes]:
     """Each case twice, since a second call takes another way; a digest of what came out of each."""
     assert isinstance(comm, hetcoll.Communicator)
@@ -63,6 +77,33 @@ def run_case(comm: hetcoll.Communicator, case: Case, *, async_op: bool = False) 
     return digest
 
 
+def run_mixed(comm: hetcoll.Communicator, cases: Sequence[Case], config: dict[str, Any]) -> None:
+    """Each case in place on every second rank, and then on the others."""
+    chosen = variant(comm, **config)
+    for case in cases:
+        for turn in range(2):
+            run_case(chosen, dataclasses.replace(case, inplace=comm.rank % 2 == turn))
+
+
+def run_sequence(comm: hetcoll.Communicator, calls: Sequence[tuple[Case, bool]]) -> None:
+    """These calls, of which those that are asynchronous are waited for at the end, the first one last."""
+    waiting = []
+    for number, (case, async_op) in enumerate(calls):
+        end = _begin(comm, case, async_op)
+        if async_op:
+            waiting.append((number, case, end))
+            continue
+        try:
+            end()
+        except AssertionError as error:
+            raise AssertionError(f"call {number}, {case} on rank {comm.rank} of {comm.size}: {error}") from error
+    for number, case, end in reversed(waiting):
+        try:
+            end()
+        except AssertionError as error:
+            raise AssertionError(f"asynchronous call {number}, {case} on rank {comm.rank}: {error}") from error
+
+
 def result_of(comm: hetcoll.Communicator, case: Case) -> bytes:
     """What one call leaves in this rank's RECV, right or wrong; nothing where it has none."""
     inputs = [make_input(case, each, comm.size) for each in range(comm.size)]
@@ -73,15 +114,34 @@ def result_of(comm: hetcoll.Communicator, case: Case) -> bytes:
 
 
 def _run_once(comm: hetcoll.Communicator, case: Case, async_op: bool) -> bytes:
+    return _begin(comm, case, async_op)()
+
+
+def _begin(comm: hetcoll.Communicator, case: Case, async_op: bool) -> Callable[[], bytes]:
+    """Start a call; what it gives waits for it, checks all and returns a digest of what came out."""
     rank, size = comm.rank, comm.size
     inputs = [make_input(case, each, size) for each in range(size)]
     want = expected(case, inputs, rank)
     fences, send, recv = _place(case, inputs[rank], want, rank)
-    _call(comm, case, send, recv, async_op).wait()
-    for fence in fences:
-        fence.check()
+    work = _call(comm, case, send, recv, async_op)
+
+    def end() -> bytes:
+        work.wait()
+        for fence in fences:
+            fence.check()
+        _check(case, comm, inputs, want, send, recv)
+        return b"" if want is None else hashlib.blake2b(recv.tobytes(), digest_size=8).digest()
+
+    return end
+
+
+def _check(
+    case: Case, comm: hetcoll.Communicator, inputs: Sequence[Array], want: Array | None, send: Any, recv: Any
+) -> None:
+    """The result, and that the input is as it was."""
+    rank = comm.rank
     if want is None:
-        return b""
+        return
     _compare(case, recv, want)
     if case.inplace and case.collective in ("reduce_scatter", "reduce_scatterv"):
         assert send is not None
@@ -91,7 +151,6 @@ def _run_once(comm: hetcoll.Communicator, case: Case, async_op: bool) -> bytes:
         assert send[rest].tobytes() == inputs[rank][rest].tobytes(), "the rest of the input was written"
     elif send is not None and not _same_memory(case):
         assert send.tobytes() == inputs[rank].tobytes(), "the input was written"
-    return hashlib.blake2b(recv.tobytes(), digest_size=8).digest()
 
 
 def _same_memory(case: Case) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hetcoll.plan.ir import Buf, Local, Op, Plan, Span, Step, cut
 from hetcoll.plan.simulator import follows
+from hetcoll.plan.simulator.node import only_in_place
 from hetcoll.types import Collective
 
 Array = NDArray[np.float64]
@@ -20,14 +21,20 @@ Array = NDArray[np.float64]
 
 @dataclass
 class Running:
-    """A step on its way. Elements move one at a time, as far as deps and room allow, in any order of the lanes."""
+    """A step on its way. Elements move one at a time, as far as deps and room allow, in any order of the lanes.
+
+    A message that is `lent` lies where it was until the receiver reads it; of others, slots hold copies.
+    """
 
     step: Step
     source: Array
     target: Array
     deps: list[tuple[Running, bool]] = field(default_factory=list)
-    done: int = 0
+    done: int = 0  # as those see it who wait for it: what a send has lent counts when it was read, in the lane's turn
     begun: bool = False
+    lent: bool = False
+    handed: int = 0  # elements of a message that the receiver may take
+    taken: int = 0  # those that are not needed any more
     complete: bool = False
     parts: list[Array | None] = field(default_factory=list)
     members: list[Running] = field(default_factory=list)  # of the island, in its order: its k-th LOCAL step on each
@@ -47,10 +54,12 @@ class Running:
 
 
 def execute(plans: Sequence[Plan], counts: Sequence[int], inplace: bool, rng: random.Random, slots: int = 2) -> None:
-    """Run plans on arrays, in a random order of lanes and elements, and compare with NumPy.
+    """Run plans on arrays, in a random order of lanes and elements, and compare with NumPy. About every second message
+    is lent, unless the plans need slots.
 
     `counts`: elements of each rank's share where the collective cuts a buffer by rank, else all equal.
     """
+    apart = plans[0].apart and not inplace
     memories = [Memory(plan, counts, inplace) for plan in plans]
     lanes: list[tuple[int, deque[Running]]] = []
     locals: dict[int, list[Running]] = {plan.rank: [] for plan in plans}
@@ -58,7 +67,8 @@ def execute(plans: Sequence[Plan], counts: Sequence[int], inplace: bool, rng: ra
         running: list[Running] = []
         queues: dict[int, deque[Running]] = {}
         for step in plan.steps:
-            deps = [(running[d], follows(plan, plan.steps[d], step)) for d in step.deps]
+            kept = [d for d in step.deps if not (apart and only_in_place(plan, plan.steps[d], step))]
+            deps = [(running[d], follows(plan, plan.steps[d], step)) for d in kept]
             running.append(Running(step, memory.view(step.src), memory.view(step.dst), deps))
             queues.setdefault(step.lane, deque()).append(running[-1])
             if step.local is not None:
@@ -69,10 +79,15 @@ def execute(plans: Sequence[Plan], counts: Sequence[int], inplace: bool, rng: ra
         for members in zip(*(locals[rank] for rank in island), strict=True):
             for r in members:
                 r.members = list(members)
-    wires: dict[tuple[int, int, int], deque[float]] = {}
+    wires: Wires = {}
+    lends = apart or not any(plan.credits for plan in plans)
     while lanes:
         rng.shuffle(lanes)
-        moved = [advance(rank, queue[0], wires, len(plans), slots, rng) for rank, queue in lanes]
+        moved = [
+            advance(rank, r, wires, len(plans), slots, rng, lends=lends, first=r is queue[0])
+            for rank, queue in lanes
+            for r in due(queue)
+        ]
         assert any(moved), "stuck"
         for _, queue in lanes:
             if queue[0].complete:
@@ -84,10 +99,24 @@ def execute(plans: Sequence[Plan], counts: Sequence[int], inplace: bool, rng: ra
         memory.compare(memories, averaged, counts)
 
 
+Wires = dict[tuple[int, int, int], deque[tuple[Running, float]]]
+"""What is under way, by sender, receiver and channel: the send of each element, and its value when that was sent."""
+
+
+def due(lane: deque[Running]) -> Iterator[Running]:
+    """What a lane does next. Sends do not wait until what those before them have lent was read."""
+    for r in lane:
+        sends = r.step.op is Op.SEND
+        if sends or r is lane[0]:
+            yield r
+        if not (sends and r.begun and r.handed == r.length):
+            return
+
+
 def advance(
-    rank: int, r: Running, wires: dict[tuple[int, int, int], deque[float]], size: int, slots: int, rng: random.Random
+    rank: int, r: Running, wires: Wires, size: int, slots: int, rng: random.Random, *, lends: bool, first: bool
 ) -> bool:
-    """Move a few elements of one step. A message is its length, then its elements."""
+    """Move a few elements of one step. A message is its length, then its elements. `first`: its lane has come to it."""
     step, limit = r.step, r.limit()
     if step.local is not None:
         r.begun = all(dep.complete for dep, _ in r.deps)
@@ -100,21 +129,28 @@ def advance(
     length = r.length
     sends = step.op is Op.SEND
     wire = wires.setdefault((rank, step.peer, step.channel) if sends else (step.peer, rank, step.channel), deque())
-    before = r.done, r.begun
+    before = r.done, r.handed, r.begun
     if step.peer >= 0 and not r.begun:
         if sends and len(wire) < slots + 1:
-            wire.append(length)
-            r.begun = True
+            wire.append((r, length))
+            r.begun, r.lent = True, lends and rng.random() < 0.5
         elif not sends and wire:
-            assert wire.popleft() == length, f"rank {rank}: {step}: lengths differ"
+            assert wire.popleft()[1] == length, f"rank {rank}: {step}: lengths differ"
             r.begun = True
     for _ in range(rng.randint(1, 4)):
+        if sends:
+            if not r.begun or r.handed == limit or not (r.lent or len(wire) < slots + 1):
+                break
+            wire.append((r, r.source[r.handed]))
+            r.handed, r.taken = r.handed + 1, r.taken + (not r.lent)
+            continue
         if r.done == limit or (step.peer >= 0 and not r.begun):
             break
-        if sends and len(wire) < slots + 1:
-            wire.append(r.source[r.done])
-        elif step.peer >= 0 and not sends and wire:
-            came = wire.popleft()
+        if step.peer >= 0 and wire:
+            sent, came = wire.popleft()
+            if sent.lent:
+                came = sent.source[sent.taken]
+                sent.taken += 1
             r.target[r.done] = came if step.op is Op.RECV else r.source[r.done] + came
         elif step.op is Op.SCALE:
             r.target[r.done] /= size
@@ -125,8 +161,10 @@ def advance(
         else:
             break
         r.done += 1
-    r.complete = r.done == length and (step.peer < 0 or r.begun) and limit == length
-    return (r.done, r.begun) != before or r.complete
+    if sends and first:
+        r.done = r.taken
+    r.complete = r.done == length and (step.peer < 0 or r.begun) and limit == length and first
+    return (r.done, r.handed, r.begun) != before or r.complete
 
 
 def together(local: Local, members: list[Running], rng: random.Random) -> None:

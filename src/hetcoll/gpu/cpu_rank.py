@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,13 +27,10 @@ from ..plan.topology import Way
 from ..runtime.planner import Planner
 from ..types import OCP_OF, Collective, DType, Format, ReduceOp
 from . import float8, path_probe
-from .plans import GpuPlans
+from .plans import GpuPlans, Made
 from .shared import GpuShare
 from .slots import CHANNELS, SLOTS
 from .vendor_comm import GpuIslands, Meet
-
-if TYPE_CHECKING:
-    from ..vendors.ccl.native import Native
 
 HELPERS = 7  # threads at most, beside the caller's, that fill and empty slots: one core moves a tenth of what PCIe does
 Prepare = Callable[[Callable[[Check], _native.Shape], float], _native.Shape]
@@ -86,17 +82,13 @@ class CpuRank:
 
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """As `runtime.host.HostPlans.shape`."""
-        key = (
-            call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
-            call.recv_table, call.compress,
-        )  # fmt: skip
 
         def bind() -> _native.Shape:
             shape = self._links.during(timeout, check, lambda: self._plans.compile(call))
             self._planner.note(shape.id, call.describe())
             return shape
 
-        return self._planner.bound("cpu rank", key, bind)
+        return self._planner.bound("cpu rank", call.binding, bind)
 
     def point(
         self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, timeout: float, check: Check
@@ -265,19 +257,10 @@ class _HostBinder:
         self._engine, self._links = wiring.engine, links
         self._numbers: dict[bytes, int] = {}  # of the engine's plans, by what they consist of
 
-    def bind(
-        self,
-        plan: Plan,
-        order: Sequence[int],
-        level: Sequence[int],
-        dtype: DType,
-        tables: Sequence[Sequence[int]],
-        call: Call | None,
-        local: Native | None,
-        apart: tuple[Sequence[int], Sequence[int]] = ((), ()),
-    ) -> _native.Shape:
+    def bind(self, made: Made) -> _native.Shape:
         """See `gpu_plans.Binder`. Lanes run beside each other here, so the order of the steps is of no use."""
-        encoded = self._links.of(plan).encode()
+        call, dtype, tables = made.call, made.dtype, made.tables
+        encoded = self._links.of(made.plan).encode()
         if encoded not in self._numbers:
             self._numbers[encoded] = self._engine.add_plan(encoded)
         return self._engine.bind(

@@ -13,7 +13,6 @@ queues can turn into a deadlock (`order`), and compiled once for its counts into
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from .. import _native
 from ..buffers import Buffer
-from ..calls import RECV, SEND, Call, Message, descriptor
+from ..calls import Call, Message, descriptor
 from ..errors import ArgumentError, BufferTypeError, ClosedError, DeviceError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
@@ -204,36 +203,17 @@ class GpuExecutor:
         return self.messages.one(send, dest, recv, source, stream, async_op)
 
     def exchange_all(self, messages: Sequence[Message], seconds: float) -> None:
-        """Enqueue messages that are under way together. Where some are converted they go a send and a receive at a
-        time: each has to be read before its conversion's memory is written again."""
-        if not self.messages.converts(messages):
-            self.messages.group(messages, None)
-            return
-        rank = self._wiring.rank
-        for others in (False, True):  # messages to oneself have both halves
-            sends, recvs = (
-                [(m.buffer, m.peer) for m in messages if m.kind == half and (m.peer != rank) == others]
-                for half in (SEND, RECV)
-            )
-            for out, into in itertools.zip_longest(sends, recvs):
-                send, dest = out or (None, -1)
-                recv, source = into or (None, -1)
-                if send is not None and recv is not None and send.dtype is not recv.dtype:
-                    self.messages.one(send, dest, None, -1, None, False)
-                    self.messages.one(None, -1, recv, source, None, False)
-                else:
-                    self.messages.one(send, dest, recv, source, None, False)
+        """Enqueue messages that are under way together."""
+        self.messages.together(messages)
 
     def _launch(self, call: Call, stream: int, async_op: bool, *, again: bool = True) -> GpuWork:
         """`again`: the fast path may run such a call when it comes again."""
         in_place = call.collective is Collective.ALLTOALL and call.in_place
-        key = (
-            call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
-            call.recv_table, call.compress, in_place,
-        )  # fmt: skip
-        bound = self._planner.bound("gpu", key, lambda: self._bind(call, again and not in_place))
+        bound = self._planner.bound("gpu", (*call.binding, in_place), lambda: self._bind(call, again and not in_place))
         lost = self._residual(call, bound) if call.compress else 0
-        return self._run(bound, call.send, call.recv, stream, async_op, call.collective.label, lost)
+        source, target = (0 if buffer is None else buffer.ptr for buffer in (call.send, call.recv))
+        self._calls.run(bound, source, target, stream, not async_op, lost)
+        return GpuWork(self, (call.send, call.recv), call.collective.label)
 
     def _residual(self, call: Call, bound: _native.GpuCall) -> int:
         """Where what calls on these buffers have lost is kept, or 0."""
@@ -250,20 +230,6 @@ class GpuExecutor:
         found = self._compression.residual(call, bound.program, make)
         return 0 if found is None else found.address
 
-    def _run(
-        self,
-        bound: _native.GpuCall,
-        send: Buffer | None,
-        recv: Buffer | None,
-        stream: int,
-        async_op: bool,
-        what: str,
-        residual: int = 0,
-    ) -> GpuWork:
-        source, target = (0 if buffer is None else buffer.ptr for buffer in (send, recv))
-        self._calls.run(bound, source, target, stream, not async_op, residual)
-        return GpuWork(self, (send, recv), what)
-
     def _bind(self, call: Call, again: bool) -> _native.GpuCall:
         what = call.describe()
         kernel = None if call.compress else self._kernel_for(call.collective)
@@ -272,12 +238,6 @@ class GpuExecutor:
         if again and (key := call.key) is not None:
             self._calls.remember(*key, bound)
         return bound
-
-    def _announce(self, what: str) -> int:
-        """The number by which others ask for a call that is not the engine's to run."""
-        number = self._engine.new_shape()
-        self._planner.note(number, what)
-        return number
 
     def _kernel_for(self, collective: Collective) -> OneKernel | None:
         """What does short calls in one kernel, unless HETCOLL_ALGO asks for an algorithm."""
@@ -298,11 +258,13 @@ class GpuExecutor:
         program = shape if isinstance(shape, _native.DeviceShape) else None
         if program is not None and program.scratch_bytes > self._scratch_bytes:
             self._grow_scratch(program.scratch_bytes)
+        number = self._engine.new_shape()  # by which others ask for a call that is not the engine's to run
+        self._planner.note(number, what)
         return _native.GpuCall(
             program=program,
             kernel=kernel,
             notes=notes,
-            number=self._announce(what),
+            number=number,
             descriptor=common,
             p2p=message is not None,
             descriptors=[descriptor(f"p2p {dtype.label}") for dtype in group],

@@ -34,7 +34,7 @@ class OneKernel:
 
     def choose(self, collective: Collective, nbytes: int) -> str | None:
         """Which kernel does it; None where copies are faster, or none can."""
-        if collective is not Collective.ALLREDUCE or nbytes == 0 or self._size > ONESHOT_RANKS:
+        if collective is not Collective.ALLREDUCE or nbytes == 0 or not 1 < self._size <= ONESHOT_RANKS:
             return None
         return "oneshot" if nbytes <= _SMALL else "exchange" if nbytes * (self._size - 1) <= _MEDIUM else None
 

@@ -7,6 +7,7 @@ H200's memory and 0.2 s a pair is what that takes, so only ranks that send to ea
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -150,7 +151,28 @@ class GpuMessages:
         self._device.wait(lane, begun)
         return lane, False
 
-    def converts(self, messages: Sequence[Message]) -> bool:
+    def together(self, messages: Sequence[Message]) -> None:
+        """Enqueue messages that are under way together. Where some are converted they go a send and a receive at a
+        time: each has to be read before its conversion's memory is written again."""
+        if not self._converts(messages):
+            self._group(messages, None)
+            return
+        rank = self._share.rank
+        for others in (False, True):  # messages to oneself have both halves
+            sends, recvs = (
+                [(m.buffer, m.peer) for m in messages if m.kind == half and (m.peer != rank) == others]
+                for half in (SEND, RECV)
+            )
+            for out, into in itertools.zip_longest(sends, recvs):
+                send, dest = out or (None, -1)
+                recv, source = into or (None, -1)
+                if send is not None and recv is not None and send.dtype is not recv.dtype:
+                    self.one(send, dest, None, -1, None, False)
+                    self.one(None, -1, recv, source, None, False)
+                else:
+                    self.one(send, dest, recv, source, None, False)
+
+    def _converts(self, messages: Sequence[Message]) -> bool:
         """Whether some of them are of 8-bit floats that their other rank has in another kind: see `float8`."""
         rank = self._share.rank
         found = (
@@ -159,8 +181,8 @@ class GpuMessages:
         )
         return self._convert is not None and any(found)
 
-    def group(self, messages: Sequence[Message], stream: object) -> GpuWork:
-        """Enqueue messages, none of which `converts`, all under way together. Those to this rank itself match."""
+    def _group(self, messages: Sequence[Message], stream: object) -> GpuWork:
+        """Enqueue messages, none of which is converted, all under way together. Those to this rank itself match."""
         handle = self._path.stream(stream, **{f"buf of message {i}": m.buffer for i, m in enumerate(messages)})
         sends, recvs = ([m for m in messages if m.kind == half] for half in (SEND, RECV))
         key = tuple((m.kind, m.buffer.dtype, m.buffer.count, m.peer) for m in messages)

@@ -22,7 +22,7 @@ from ..plan.order import enqueue_order, levels
 from ..plan.pipeline import offsets, parts, pipelined, ramp
 from ..plan.topology import Islands, spell_islands
 from ..runtime.planner import Kept, Planner
-from ..types import REDUCING, WHOLE, Collective, DType, ReduceOp
+from ..types import LOGICAL, REDUCING, WHOLE, Collective, DType, ReduceOp
 from ..vendors.devices.kernels import codec_names
 from .slots import SLOTS
 
@@ -49,26 +49,28 @@ Kernel = tuple[int, int, int, int]  # function, threads in a block, most blocks,
 S = TypeVar("S", covariant=True)
 
 
+class Made(NamedTuple):
+    """A plan for a `Binder`: its steps come in this `order` and have these levels (see `order.levels`), over buffers
+    whose units begin at the elements in `tables`.
+
+    `call` is None for messages between two ranks; `local` says how the island's library reduces. `apart` has the
+    elements at which messages begin, sends and receives, that have a buffer each.
+    """
+
+    plan: Plan
+    order: Sequence[int]
+    level: Sequence[int]
+    dtype: DType
+    tables: Sequence[Sequence[int]]
+    call: Call | None
+    local: Native | None = None
+    apart: tuple[Sequence[int], Sequence[int]] = ((), ())
+
+
 class Binder(Protocol[S]):
     """What makes a plan ready to run on one rank."""
 
-    def bind(
-        self,
-        plan: Plan,
-        order: Sequence[int],
-        level: Sequence[int],
-        dtype: DType,
-        tables: Sequence[Sequence[int]],
-        call: Call | None,
-        local: Native | None,
-        apart: tuple[Sequence[int], Sequence[int]] = ((), ()),
-    ) -> S:
-        """`plan`, whose steps come in this `order` and have these levels (see `order.levels`), over buffers whose units
-        begin at the elements in `tables`.
-
-        `call` is None for messages between two ranks; `local` says how the island's library reduces. `apart` has the
-        elements at which messages begin, sends and receives, that have a buffer each.
-        """
+    def bind(self, made: Made) -> S: ...
 
 
 class GpuPlans(Generic[S]):
@@ -114,6 +116,7 @@ class GpuPlans(Generic[S]):
             call.collective.plain,
             call.root,
             call.op is ReduceOp.AVG,
+            self._logical(call),
             len(islands),
             base[self._rank].algorithm,
             length,
@@ -126,7 +129,7 @@ class GpuPlans(Generic[S]):
             offsets(shares, units // len(shares), grain)
             for shares, units in ((send_shares, plan.send_units), (recv_shares, plan.recv_units))
         ]
-        return self._bind(plan, orders[self._rank], level[self._rank], call.dtype, tables, call, local)
+        return self._bind(Made(plan, orders[self._rank], level[self._rank], call.dtype, tables, call, local))
 
     def _alltoallv(self, call: Call, tables: Iterable[Sequence[int]]) -> S:
         """Each pair of ranks knows its own count, so the pieces are theirs, too."""
@@ -144,7 +147,7 @@ class GpuPlans(Generic[S]):
         exchange = Step(Op.LOCAL, 1, deps=(0,), local=Local(Collective.ALLTOALL, parts=tuple(parts)))
         n, steps, islands = self._size, (aside, exchange), self._islands.islands
         plan = Plan(Collective.ALLTOALL, "aside", n, self._rank, n, n, steps, scratch_copies=1, islands=islands)
-        return self._bind(plan, (0, 1), (0, 1), call.dtype, (table, table), call, None)
+        return self._bind(Made(plan, (0, 1), (0, 1), call.dtype, (table, table), call))
 
     def messages(
         self,
@@ -177,7 +180,8 @@ class GpuPlans(Generic[S]):
         islands = self._islands.islands
         plan = Plan(Collective.P2P, "messages", self._size, self._rank, *units, steps, islands=islands)
         begins = (out.begins, into.begins) if apart else ((), ())
-        return self._bind(plan, tuple(range(len(steps))), levels, dtype, (out.table, into.table), call, None, begins)
+        tables = (out.table, into.table)
+        return self._bind(Made(plan, tuple(range(len(steps))), levels, dtype, tables, call, apart=begins))
 
     def _half(self, op: Op, channel: int, item: int, messages: Sequence[End], mates: Collection[int]) -> _Half:
         half, pieces = _Half([0], [], [], [], []), Counter[int]()
@@ -206,7 +210,7 @@ class GpuPlans(Generic[S]):
 
     def _base(self, call: Call, islands: Islands) -> list[Plan]:
         scale, whole = call.op is ReduceOp.AVG, len(islands) == 1  # then the library averages by itself
-        how: dict[str, Any] = {"root": call.root, "scale": scale and not whole}
+        how: dict[str, Any] = {"root": call.root, "scale": scale and not whole, "logical": self._logical(call)}
         if call.compress:
             entry = ISLANDS[call.collective.plain]
             how |= {"hosts": islands, "compress": True, "groups": self._groups}
@@ -214,6 +218,9 @@ class GpuPlans(Generic[S]):
             entry = self._planner.on_gpus(call.collective, islands, self._library)
             how |= {"hosts": islands} if len(islands) < self._size else {}
         return [entry.build(self._size, r, **how) for r in range(self._size)]
+
+    def _logical(self, call: Call) -> bool:
+        return call.op in LOGICAL and self._size == 1
 
     def explain(self, collective: Collective, nbytes: int) -> str:
         """For people: how a collective on float32, with sums, is done."""
@@ -243,18 +250,9 @@ class DeviceBinder:
     def __init__(self, queue: _native.DeviceQueue, device: Device, link: Link) -> None:
         self._queue, self._device, self._link = queue, device, link
 
-    def bind(
-        self,
-        plan: Plan,
-        order: Sequence[int],
-        level: Sequence[int],
-        dtype: DType,
-        tables: Sequence[Sequence[int]],
-        call: Call | None,
-        local: Native | None,
-        apart: tuple[Sequence[int], Sequence[int]] = ((), ()),
-    ) -> _native.DeviceShape:
+    def bind(self, made: Made) -> _native.DeviceShape:
         """See `Binder`."""
+        plan, call, dtype, tables = made.plan, made.call, made.dtype, made.tables
         reduce, scale = (None, None) if call is None else self._kernels(call)
         return self._queue.bind(
             plan=plan.encode(),
@@ -265,19 +263,19 @@ class DeviceBinder:
             recv_count=tables[1][-1],
             send_table=tables[0],
             recv_table=tables[1],
-            order=order,
-            levels=level,
+            order=made.order,
+            levels=made.level,
             lag=_LAG,
             edges=self._link(plan),
             reduce=reduce,
             scale=scale,
             divisor=plan.size,
-            local=local,
+            local=made.local,
             p2p=call is None,
             ahead=plan.collective is not Collective.P2P,
             codec=None if call is None or not call.compress else self._codec(call),
-            sends=[at * dtype.itemsize for at in apart[0]],
-            recvs=[at * dtype.itemsize for at in apart[1]],
+            sends=[at * dtype.itemsize for at in made.apart[0]],
+            recvs=[at * dtype.itemsize for at in made.apart[1]],
         )
 
     def _codec(self, call: Call) -> tuple[int, Kernel, Kernel, Kernel, Kernel]:

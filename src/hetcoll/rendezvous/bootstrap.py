@@ -215,13 +215,6 @@ def _ask(key: bytes, endpoints: Sequence[tuple[str, int]], config: Config, deadl
         time.sleep(_RETRY)
 
 
-def _fetch(sock: socket.socket, greeting: bytes, context: bytes, deadline: float) -> UniqueId:
-    response = Response(b"", greeting, context, Verb.FETCH)
-    send_all(sock, response.claim, deadline)
-    response.check(receive_exactly(sock, VERDICT.size, deadline))
-    return _read_id(sock, deadline)
-
-
 def _read_id(sock: socket.socket, deadline: float) -> UniqueId:
     """What a store sends after the verdict on a FETCH."""
     length = HEADER.unpack(receive_exactly(sock, HEADER.size, deadline))[3]
@@ -305,7 +298,10 @@ def _fetch_locally(sock: socket.socket, key: bytes, deadline: float) -> UniqueId
     context = greeting_context(greeting, Service.STORE)
     if context is None or context[16:] != key:
         raise ConnectionResetError("what announces itself is not this job's store")
-    return _fetch(sock, greeting, context, deadline)
+    response = Response(b"", greeting, context, Verb.FETCH)
+    send_all(sock, response.claim, deadline)
+    response.check(receive_exactly(sock, VERDICT.size, deadline))
+    return _read_id(sock, deadline)
 
 
 def launcher_pid() -> int:

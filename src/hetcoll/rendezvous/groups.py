@@ -1,4 +1,4 @@
-"""What the store does, without its sockets: groups of ranks, exchanges, verdicts, questions and keys.
+"""What the store does, without its sockets: groups of ranks, exchanges, verdicts and questions; keys are in `keys`.
 
 A member is one connection; it may be a rank of several groups. Everything a member waits for has a deadline, and is
 answered sooner when a rank it waits for is gone. A group is forgotten when all of its ranks have come and gone, or when
@@ -15,31 +15,18 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from ..errors import spell_gone, spell_ranks
+from .keys import Keys, Member, RefusedError
 from .wire import F64, MAX_BODY, MAX_ID, NOBODY, U32, WORLD, Frame, Op, Status, pack
 
 log = logging.getLogger("hetcoll.groups")
 
 MAX_GROUPS = 1 << 16
-MAX_KEYS = 1 << 20
 MAX_EXCHANGE = MAX_BODY // 2  # bytes in all blobs of one exchange
 MAX_SIZE = 1 << 20
 MAX_SECONDS = 7 * 86400.0
-
-
-class Member(Protocol):
-    """A connection that has proven the secret. `ranks` says which rank it is in each of its groups."""
-
-    name: str
-    ranks: dict[bytes, int]
-
-    def send(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK) -> None: ...
-
-
-class RefusedError(Exception):
-    """A request that cannot be served. Becomes an InitError at the member."""
 
 
 @dataclass(slots=True)
@@ -99,11 +86,9 @@ class Groups:
         self._launched = launched
         self._groups: dict[bytes, Group] = {}
         self._returning: dict[bytes, list[tuple[Member, int, tuple[bytes, ...]]]] = {}  # JOINs that wait for that
-        self._values: dict[bytes, bytes] = {}
-        self._value_bytes = 0
-        self._getters: dict[bytes, dict[int, tuple[Member, int]]] = {}
         self._numbers = itertools.count(1)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._keys = Keys(self._after)
         self._handlers: dict[int, tuple[int, Callable[..., None]]] = {
             Op.JOIN: (5, self._join),
             Op.LEAVE: (1, self._leave),
@@ -111,8 +96,8 @@ class Groups:
             Op.POST: (3, self._post),
             Op.QUERY: (3, self._query),
             Op.ANSWER: (2, self._answer),
-            Op.PUT: (2, self._put),
-            Op.GET: (2, self._get),
+            Op.PUT: (2, self._keys.put),
+            Op.GET: (2, self._keys.get),
             Op.SHRINK: (2, self._shrink),
         }
 
@@ -133,9 +118,7 @@ class Groups:
 
     def drop(self, member: Member, reason: str) -> None:
         """`member` is gone: lost for `reason`, or in order where that is empty."""
-        for getters in self._getters.values():
-            for number in [number for number, (who, _) in getters.items() if who is member]:
-                del getters[number]
+        self._keys.drop(member)
         for returning in self._returning.values():
             returning[:] = [each for each in returning if each[0] is not member]
         for name in list(member.ranks):
@@ -396,33 +379,6 @@ class Groups:
         for member, request in group.roll.values():
             member.send(Op.REPLY, body, request)
         group.roll.clear()
-
-    # Keys.
-
-    def _put(self, member: Member, request: int, key: bytes, value: bytes) -> None:
-        size = self._value_bytes + len(value) - len(self._values.get(key, b""))
-        if size > MAX_BODY or (key not in self._values and len(self._values) >= MAX_KEYS):
-            raise RefusedError(f"the store is full: {len(self._values)} keys, {self._value_bytes} bytes")
-        self._value_bytes = size
-        self._values[key] = value
-        member.send(Op.REPLY, b"", request)
-        for getter, waiting in self._getters.pop(key, {}).values():
-            getter.send(Op.REPLY, pack([value]), waiting)
-
-    def _get(self, member: Member, request: int, key: bytes, seconds8: bytes) -> None:
-        if key in self._values:
-            member.send(Op.REPLY, pack([self._values[key]]), request)
-            return
-        number = next(self._numbers)
-        self._after(seconds8, lambda: self._expire_get(key, number))
-        self._getters.setdefault(key, {})[number] = (member, request)
-
-    def _expire_get(self, key: bytes, number: int) -> None:
-        waiting = self._getters.get(key, {}).pop(number, None)
-        if waiting is None:
-            return
-        text = f"nobody put {key.decode(errors='replace')!r}"
-        waiting[0].send(Op.REPLY, text.encode(), waiting[1], Status.TIMEOUT)
 
 
 def _parting(name: bytes, rank: int, reason: str) -> tuple[Op, bytes]:

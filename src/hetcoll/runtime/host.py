@@ -15,7 +15,7 @@ from ..errors import ClosedError, HetcollError, InitError
 from ..health.diagnosis import Diagnosis, Kind, StallDetector
 from ..health.status_report import StatusReporter
 from ..links.wiring import PATIENCE, Check, Wiring
-from ..types import Collective, ReduceOp
+from ..types import LOGICAL, Collective, ReduceOp
 from ..work import DONE, Waiter, Work, finished
 from .compression import Compression, float32_zeros
 from .executor import FastPath, Gpus
@@ -38,26 +38,14 @@ class HostPlans:
 
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """The bound plan of a call; connects what it needs within `timeout` seconds on the first use."""
-        key = (
-            call.collective,
-            call.dtype,
-            call.op,
-            call.root,
-            call.send_count,
-            call.recv_count,
-            call.send_table,
-            call.recv_table,
-            call.label,
-            call.compress,
-        )
-        return self._planner.bound("host", key, lambda: self._bind(call, timeout, check))
+        return self._planner.bound("host", call.binding, lambda: self._bind(call, timeout, check))
 
     def _bind(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         planner = self._planner
         name = planner.on_host(call.collective, call.nbytes, bool(call.compress))
         stretches = planner.stretches(call.collective, name, call.nbytes)
-        scale = call.op is ReduceOp.AVG
-        drawing = Drawing(call.collective.plain, name, call.root, scale, bool(call.compress), stretches)
+        scale, logical = call.op is ReduceOp.AVG, call.op in LOGICAL and self._wiring.size == 1
+        drawing = Drawing(call.collective.plain, name, call.root, scale, logical, bool(call.compress), stretches)
         number = self._number(drawing, lambda: planner.draw(drawing), timeout, check)
         table = self._table(call.send_count, stretches)
         what = call.describe()

@@ -93,6 +93,7 @@ class Drawing(NamedTuple):
     name: str
     root: int
     scale: bool
+    logical: bool
     compress: bool
     stretches: int
 
@@ -213,6 +214,7 @@ class Planner:
             self._rank,
             root=what.root,
             scale=what.scale,
+            logical=what.logical,
             hosts=self._compression.groups if what.compress else topology.hosts,
             compress=what.compress,
             stretches=what.stretches,
@@ -243,7 +245,7 @@ class Planner:
         if form:
             choice = choice._replace(seconds=math.nan, reason="the one that compresses")
         stretches = self.stretches(collective, choice.name, nbytes)
-        plan = self.draw(Drawing(collective.plain, choice.name, 0, False, bool(form), stretches))
+        plan = self.draw(Drawing(collective.plain, choice.name, 0, False, False, bool(form), stretches))
         if form:
             told = self._compression.spell(form, sorted({step.peer for step in plan.steps if step.compressed}))
         channels = len({channel for _, channel in plan.edges})

@@ -240,6 +240,7 @@ class Algorithm(NamedTuple):
         *,
         root: int = 0,
         scale: bool = False,
+        logical: bool = False,
         hosts: Hosts | None = None,
         compress: bool = False,
         groups: Hosts = (),
@@ -248,7 +249,8 @@ class Algorithm(NamedTuple):
     ) -> Plan:
         """The plan of `rank` among `size`.
 
-        `scale` divides the result by `size` (AVG). `hosts` are the ranks of each host, by default one; all ranks must
+        `scale` divides the result by `size` (AVG). `logical`: one rank, too, makes 0 or 1 of its elements (LAND, LOR,
+        LXOR); several do by reducing. `hosts` are the ranks of each host, by default one; all ranks must
         give the same. `compress`: the edges between them are compressed, or those between `groups`, where these are
         larger than hosts. `cores`: those that the ranks of a host share, dealt to them in turn.
 
@@ -276,6 +278,11 @@ class Algorithm(NamedTuple):
             self.draw(draft)
         elif self.collective not in (Collective.BROADCAST, Collective.BARRIER):
             draft.copy(0, out(), inp())
+            if logical:  # reduced with itself, an element is 0 or whether it is not 0; with that, it is the latter
+                draft.scratch_copies = 1
+                draft.copy(0, tmp(), out())
+                draft.reduce(0, tmp(), tmp())
+                draft.reduce(0, out(), tmp())
         return draft.finish()
 
 
