@@ -46,7 +46,8 @@ class Owner(Waiter, Protocol):
 
 
 class Core:
-    """Of one communicator, `owner`, which it does not keep alive: then whoever drops that one would not close it."""
+    """The parts of one communicator, and what they do together. It does not keep `owner`, that communicator, alive:
+    one that nobody refers to any more is closed."""
 
     def __init__(
         self,
