@@ -16,10 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hetcoll.types import DType, ReduceOp
-from hetcoll.vendor.devices.kernels import reduce_name
+from hetcoll.vendors.devices.kernels import reduce_name
 
 if TYPE_CHECKING:
-    from hetcoll.vendor.devices.base import Device
+    from hetcoll.vendors.devices.base import Device
 
 NBYTES = 256 << 20
 ROUNDS, LAUNCHES = 5, 4
@@ -43,7 +43,7 @@ def timed(device: Device, stream: int, run: Callable[[], None]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("vendor", nargs="?", choices=["cuda", "hip"], default="cuda")
-    device: Device = importlib.import_module(f"hetcoll.vendor.devices.{parser.parse_args().vendor}").device(0)
+    device: Device = importlib.import_module(f"hetcoll.vendors.devices.{parser.parse_args().vendor}").device(0)
     table = device.kernels()
     with ExitStack() as undo:
         buffers = [device.allocate(NBYTES) for _ in range(3)]

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from hetcoll.gpu.slots import SLOTS, slot_bytes
 from hetcoll.types import DType, ReduceOp
-from hetcoll.vendor.devices.kernels import reduce_name
+from hetcoll.vendors.devices.kernels import reduce_name
 
 if TYPE_CHECKING:
     from hetcoll import Communicator
-    from hetcoll.vendor.devices.base import Device
+    from hetcoll.vendors.devices.base import Device
 
 _LANES = 2  # streams a direction
 _P = ctypes.c_void_p

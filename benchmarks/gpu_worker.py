@@ -24,7 +24,7 @@ import hetcoll
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.executor import GpuExecutor
 from hetcoll.types import DType, ReduceOp
-from hetcoll.vendor.devices import cuda, hip
+from hetcoll.vendors.devices import cuda, hip
 
 PERIOD = 977  # prime, and small: sums of float32 are exact
 WARM, ROUNDS, ALONE = 3, 2, 20

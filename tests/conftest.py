@@ -19,7 +19,7 @@ _MOST = 32 // _LANES  # idle processes kept for later tests, by each lane
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build the stand-ins before the first test that uses them, so that its timeout is its own."""
+    """Build the fakes before the first test that uses them, so that its timeout is its own."""
     wanted = any(item.get_closest_marker("fakes") for item in session.items)
     if wanted and not session.config.option.collectonly and not all(map(fakes.why_not, ("cuda", "hip"))):
         fakes.build()

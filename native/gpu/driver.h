@@ -1,6 +1,6 @@
 // One vendor's GPU driver, as far as the engine calls it: everything here is enqueued on a stream and returns at once.
 //
-// Nothing is linked and no vendor header is read. Python has opened the library (src/hetcoll/vendor/devices/) and
+// Nothing is linked and no vendor header is read. Python has opened the library (src/hetcoll/vendors/devices/) and
 // passes the addresses of its functions by name; cuda.cc and hip.cc know their signatures. Streams, events and
 // functions are the driver's own handles. A call that fails is a Fault that names the function and the driver's error.
 #pragma once

@@ -264,12 +264,12 @@ DeviceProgram::DeviceProgram(const BoundPlan& plan, std::span<const std::uint32_
 
 DeviceProgram DeviceQueue::Compile(const BoundPlan& plan, std::span<const std::uint32_t> order,
                                    std::span<const std::uint16_t> edges, bool ahead) const {
-  bool relayed = false;
+  bool proxied = false;
   for (std::size_t i = 0; i < std::min(edges.size(), plan.steps.size()); ++i) {
     const bool talks = plan.steps[i].op <= Op::kRecvReduce;  // other steps have no edge, whatever its number here
-    relayed |= talks && edges[i] < edges_.size() && edges_[edges[i]].relay != nullptr;
+    proxied |= talks && edges[i] < edges_.size() && edges_[edges[i]].proxy != nullptr;
   }
-  return {plan, order, edges, slot_bytes_, ahead && !relayed};
+  return {plan, order, edges, slot_bytes_, ahead && !proxied};
 }
 
 void DeviceProgram::Part(std::span<const std::size_t> sends, std::span<const std::size_t> recvs) {

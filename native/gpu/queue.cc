@@ -189,13 +189,13 @@ std::uint64_t SignatureOf(const DeviceAction& a, std::span<const std::uint64_t> 
 
 // Before the stream gets to it, so that a thread is awake by then.
 void DeviceQueue::Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n, std::uint64_t signature) {
-  if (edge.relay == nullptr) return;
+  if (edge.proxy == nullptr) return;
   if (edge.call != calls_) {
     edge.call = calls_;
     edge.begun = edge.messages;
   }
   const std::uint64_t step = shape.p2p ? edge.messages : edge.messages - edge.begun;
-  edge.relay->Post({edge.messages, signature + kNumberStep * step, n});
+  edge.proxy->Post({edge.messages, signature + kNumberStep * step, n});
 }
 
 void DeviceQueue::Run(const DeviceShape& shape, const DeviceAction& a, const Bases& bases,

@@ -28,11 +28,11 @@
 
 namespace hetcoll {
 
-// One direction of the way between this rank and a peer. All addresses are the device's. Where `relay` is set, the
-// slots are this process's own, at one address for the host as well, and the relay carries what is in them.
+// One direction of the way between this rank and a peer. All addresses are the device's. Where `proxy` is set, the
+// slots are this process's own, at one address for the host as well, and the proxy carries what is in them.
 struct SlotEdge {
   Slots slots;
-  std::shared_ptr<RelayEdge> relay = nullptr;
+  std::shared_ptr<ProxyEdge> proxy = nullptr;
   std::uint64_t messages = 0;
   std::uint64_t call = 0;              // the last one that used it, and
   std::uint64_t begun = 0;             // the messages before that

@@ -1,5 +1,5 @@
 // The collectives of NCCL, which RCCL has under the same names (nccl.h, "Collective Communication Operations"): each is
-// enqueued on a stream and runs among the ranks of one island. Opened and set up by src/hetcoll/vendor/ccl/.
+// enqueued on a stream and runs among the ranks of one island. Opened and set up by src/hetcoll/vendors/ccl/.
 #pragma once
 
 #include <cstddef>

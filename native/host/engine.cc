@@ -159,7 +159,7 @@ void Engine::FenceLinks() {
   if (verbs_ != nullptr && !draining_) verbs_->Fence();
   if (segment_ == nullptr) return;
   segment_->owner(options_.local_rank).withdrawn.store(1, std::memory_order_seq_cst);
-  segment_->invitations().Settle();
+  segment_->copying_senders().Settle();
 }
 
 void Engine::DropTasks() {

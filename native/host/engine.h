@@ -127,7 +127,7 @@ class Engine {
   std::shared_ptr<Task> Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv,
                                float* residual = nullptr);
 
-  // The short way for a blocking collective: runs it to the end on this thread if nothing else is in flight and its
+  // The fast path for a blocking collective: runs it to the end on this thread if nothing else is in flight and its
   // peers are prompt. Otherwise `task` is what was submitted instead, and the outcome kPending.
   Outcome RunPrompt(const std::shared_ptr<Shape>& shape, const void* send, void* recv, std::shared_ptr<Task>& task,
                     float* residual = nullptr);
@@ -222,7 +222,7 @@ class Engine {
   Doorbell doorbell_;
   FaultInjector injector_;
   std::shared_ptr<ShmSegment> segment_;
-  Loans* loans_ = nullptr;  // the segment's
+  BorrowedBuffers* loans_ = nullptr;  // the segment's
   std::shared_ptr<Heap> heap_;
   std::shared_ptr<TcpStaging> staging_ = std::make_shared<TcpStaging>();
   ShmDoorbell* own_bell_ = nullptr;

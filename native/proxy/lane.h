@@ -1,4 +1,4 @@
-// What goes through one link of one direction of a relay's edge: messages, or a part of each. Moved by one thread.
+// What goes through one link of one direction of a proxy's edge: messages, or a part of each. Moved by one thread.
 #pragma once
 
 #include <poll.h>
@@ -21,14 +21,14 @@ namespace hetcoll {
 // Of the messages in an edge's slots.
 using PartsEnded = std::vector<std::atomic<unsigned>>;
 
-class RelayLane {
+class ProxyLane {
  public:
   // `ended` is shared by the lanes of the edge. `ahead`: the link makes use of what is announced before it is due.
-  RelayLane(int peer, int channel, const Slots& slots, std::shared_ptr<PartsEnded> ended, LinkEnds end, bool ahead)
+  ProxyLane(int peer, int channel, const Slots& slots, std::shared_ptr<PartsEnded> ended, LinkEnds end, bool ahead)
       : peer_(peer), channel_(channel), slots_(slots), ended_(std::move(ended)), end_(std::move(end)), ahead_(ahead) {}
 
   void Expect() { posted_.fetch_add(1, std::memory_order_relaxed); }
-  void Add(const RelayPart& m) {
+  void Add(const ProxyPart& m) {
     if (left_) {
       through_.fetch_add(1, std::memory_order_release);
     } else {
@@ -90,13 +90,13 @@ class RelayLane {
 
  private:
   struct Lent {
-    RelayPart part;
+    ProxyPart part;
     std::uint64_t end;  // bytes that were pushed until then
   };
 
   // Whether the other parts of its message are through as well, now that this one is. The next message comes to the
   // slot only after that.
-  bool Last(const RelayPart& m) {
+  bool Last(const ProxyPart& m) {
     if (m.parts == 1) return true;
     std::atomic<unsigned>& ended = (*ended_)[slots_.Index(m.number)];
     if (ended.fetch_add(1, std::memory_order_acq_rel) + 1 < m.parts) return false;
@@ -104,8 +104,8 @@ class RelayLane {
     return true;
   }
 
-  std::byte* At(const RelayPart& m) const { return slots_.At(m.number) + m.begin; }
-  bool Ours(const RelayPart& m) const { return outgoing_ ? slots_.Full(m.number) : slots_.Free(m.number); }
+  std::byte* At(const ProxyPart& m) const { return slots_.At(m.number) + m.begin; }
+  bool Ours(const ProxyPart& m) const { return outgoing_ ? slots_.Full(m.number) : slots_.Free(m.number); }
 
   // A NIC may read a slot until the peer has confirmed what it read there.
   bool MoveOut() {
@@ -113,7 +113,7 @@ class RelayLane {
     if (lent_.empty()) return moved;
     const std::uint64_t back = pushed_ - end_.send->Lent();
     for (; !lent_.empty() && lent_.front().end <= back; lent_.pop_front(), moved = true) {
-      const RelayPart& first = lent_.front().part;
+      const ProxyPart& first = lent_.front().part;
       if (Last(first)) slots_.Grant(first.number);
       through_.fetch_add(1, std::memory_order_release);
     }
@@ -121,7 +121,7 @@ class RelayLane {
   }
 
   bool Push() {
-    const RelayPart m = queue_.front();
+    const ProxyPart m = queue_.front();
     const std::size_t at = done_.load(std::memory_order_relaxed);
     const std::ptrdiff_t n = end_.send->Push({m.signature, m.nbytes, true}, at, At(m) + at, m.nbytes - at);
     if (n == kWouldBlock) return false;
@@ -133,10 +133,10 @@ class RelayLane {
   bool MoveIn() {
     if (queue_.empty()) return false;
     for (; announced_ < queue_.size() && Ours(queue_[announced_]); ++announced_) {
-      const RelayPart& next = queue_[announced_];
+      const ProxyPart& next = queue_[announced_];
       end_.recv->Announce({next.signature, next.nbytes}, At(next));
     }
-    const RelayPart m = queue_.front();
+    const ProxyPart m = queue_.front();
     if (announced_ == 0) return false;
     const std::size_t at = done_.load(std::memory_order_relaxed);
     const std::ptrdiff_t n = end_.recv->Pull({m.signature, m.nbytes}, at, At(m) + at, m.nbytes - at, false);
@@ -166,7 +166,7 @@ class RelayLane {
   bool ahead_;
   bool outgoing_ = end_.send != nullptr;
   bool left_ = false;
-  std::deque<RelayPart> queue_;
+  std::deque<ProxyPart> queue_;
   std::size_t announced_ = 0;         // of these, to the link: coming in
   std::deque<Lent> lent_;             // pushed, but perhaps still read: going out
   std::uint64_t pushed_ = 0;          // bytes

@@ -12,14 +12,14 @@
 
 namespace hetcoll {
 
-Relay::Relay(const RelayOptions& options)
+Proxy::Proxy(const ProxyOptions& options)
     : options_(options), injector_(FaultSpec::Parse(options.fault), options.rank), pid_(getpid()) {
   // The two ends of a link that misbehaves share state.
   if (!options_.fault.empty()) options_.threads = 1;
   for (unsigned i = 0; i < options_.threads; ++i) AddWorker();
 }
 
-RelayWorker& Relay::AddWorker() {
+ProxyWorker& Proxy::AddWorker() {
   const auto failed = [this](const Fault& fault, int peer, const std::string& where) {
     const std::string text = std::string(fault.what()) + " (" + where + ")";
     {
@@ -39,10 +39,10 @@ RelayWorker& Relay::AddWorker() {
     }
     news_.notify_all();
   };
-  return *workers_.emplace_back(std::make_unique<RelayWorker>(options_.oversubscribed, failed, told));
+  return *workers_.emplace_back(std::make_unique<ProxyWorker>(options_.oversubscribed, failed, told));
 }
 
-Relay::~Relay() {
+Proxy::~Proxy() {
   if (getpid() == pid_) {
     Close();
   } else {  // the threads are the parent's, and so are the connections
@@ -50,14 +50,14 @@ Relay::~Relay() {
   }
 }
 
-void Relay::Connect(int peer, int channel, std::span<const int> fds) {
+void Proxy::Connect(int peer, int channel, std::span<const int> fds) {
   Links& links = links_[{peer, channel}];
   for (const int fd : fds) {
     links.ends.push_back(injector_.Wrap(MakeTcp(std::span(&fd, 1), peer, nullptr), 1, peer, channel));
   }
 }
 
-RelayWorker& Relay::VerbsWorker() {
+ProxyWorker& Proxy::VerbsWorker() {
   if (verbs_ == nullptr) {
     verbs_ = &AddWorker();
     if (Stopped()) verbs_->Stop();
@@ -65,13 +65,13 @@ RelayWorker& Relay::VerbsWorker() {
   return *verbs_;
 }
 
-bool Relay::Stopped() const {
+bool Proxy::Stopped() const {
   std::lock_guard lock(mutex_);
   return stopped_;
 }
 
-int Relay::AddNic(NicInfo info, const VerbsApi& api) {
-  RelayWorker& worker = VerbsWorker();
+int Proxy::AddNic(NicInfo info, const VerbsApi& api) {
+  ProxyWorker& worker = VerbsWorker();
   return worker.AskVerbs([&](std::unique_ptr<VerbsHost>& host) {
     if (host == nullptr) {
       host = std::make_unique<VerbsHost>(api, std::make_shared<TcpStaging>(), worker.has_events());
@@ -80,11 +80,11 @@ int Relay::AddNic(NicInfo info, const VerbsApi& api) {
   });
 }
 
-void Relay::ConnectVerbs(int peer, int channel, const RelayVerbs& link, std::span<const int> fds) {
+void Proxy::ConnectVerbs(int peer, int channel, const ProxyVerbs& link, std::span<const int> fds) {
   LinkEnds ends = VerbsWorker().AskVerbs([&](std::unique_ptr<VerbsHost>& host) {
     if (host == nullptr) {
       for (const int fd : fds) close(fd);
-      throw Fault(FaultKind::kSystem, peer, "verbs: the relay has no NICs");
+      throw Fault(FaultKind::kSystem, peer, "verbs: the proxy has no NICs");
     }
     return host->Attach({options_.rank, peer, channel, link.ring_bytes, link.device, link.recovery_ns}, link.rails,
                         fds);
@@ -94,61 +94,61 @@ void Relay::ConnectVerbs(int peer, int channel, const RelayVerbs& link, std::spa
   links.ends.push_back(injector_.Wrap(std::move(ends), 1, peer, channel));
 }
 
-int Relay::RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,
+int Proxy::RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,
                           std::optional<std::uintptr_t> seen_at) {
   return VerbsWorker().AskVerbs([&](std::unique_ptr<VerbsHost>& host) {
     return host == nullptr ? 0 : host->regions().Add(address, nbytes, keys, seen_at);
   });
 }
 
-bool Relay::UnregisterMemory(int handle) {
+bool Proxy::UnregisterMemory(int handle) {
   return VerbsWorker().AskVerbs(
       [&](std::unique_ptr<VerbsHost>& host) { return host == nullptr || host->regions().Remove(handle); });
 }
 
-void Relay::Try(bool on) {
+void Proxy::Try(bool on) {
   std::lock_guard lock(mutex_);
   trying_ = on;
   if (on) problems_.clear();
 }
 
-std::string Relay::Problem(int peer) const {
+std::string Proxy::Problem(int peer) const {
   std::lock_guard lock(mutex_);
   const auto found = problems_.find(peer);
   return found == problems_.end() ? "" : found->second;
 }
 
-void Relay::Leave(int peer) {
+void Proxy::Leave(int peer) {
   for (auto& worker : workers_) worker->Leave(peer);
   std::lock_guard lock(mutex_);
   problems_.erase(peer);
 }
 
-std::string Relay::DescribeLinks() {
+std::string Proxy::DescribeLinks() {
   if (verbs_ == nullptr) return "[]";
   return verbs_->AskVerbs(
       [](std::unique_ptr<VerbsHost>& host) { return host == nullptr ? std::string("[]") : host->Describe(); });
 }
 
-std::vector<std::pair<std::string, std::uint64_t>> Relay::Counters() {
+std::vector<std::pair<std::string, std::uint64_t>> Proxy::Counters() {
   if (verbs_ == nullptr) return {};
   return verbs_->AskVerbs([](std::unique_ptr<VerbsHost>& host) {
     return host == nullptr ? std::vector<std::pair<std::string, std::uint64_t>>{} : host->Counters();
   });
 }
 
-std::vector<std::string> Relay::TakeEvents() {
+std::vector<std::string> Proxy::TakeEvents() {
   std::lock_guard lock(mutex_);
   return std::exchange(events_, {});
 }
 
-std::shared_ptr<RelayEdge> Relay::AddEdge(int peer, int channel, bool out, const Slots& slots) {
-  auto edge = std::make_shared<RelayEdge>(shared_from_this(), slots.count, options_.part_bytes);
+std::shared_ptr<ProxyEdge> Proxy::AddEdge(int peer, int channel, bool out, const Slots& slots) {
+  auto edge = std::make_shared<ProxyEdge>(shared_from_this(), slots.count, options_.part_bytes);
   const auto ended = std::make_shared<PartsEnded>(slots.count);
   Links& links = links_.at({peer, channel});
-  if (links.verbs && slots.count > kInvitations) {
+  if (links.verbs && slots.count > kClearToSends) {
     throw Fault(FaultKind::kSystem, peer,
-                "at most " + std::to_string(kInvitations) + " slots were wanted, got " + std::to_string(slots.count));
+                "at most " + std::to_string(kClearToSends) + " slots were wanted, got " + std::to_string(slots.count));
   }
   for (LinkEnds& link : links.ends) {
     LinkEnds end;
@@ -157,8 +157,8 @@ std::shared_ptr<RelayEdge> Relay::AddEdge(int peer, int channel, bool out, const
     } else {
       end.recv = std::move(link.recv);
     }
-    auto lane = std::make_unique<RelayLane>(peer, channel, slots, ended, std::move(end), links.verbs);
-    RelayWorker* worker = links.verbs ? verbs_ : workers_[turn_++ % options_.threads].get();
+    auto lane = std::make_unique<ProxyLane>(peer, channel, slots, ended, std::move(end), links.verbs);
+    ProxyWorker* worker = links.verbs ? verbs_ : workers_[turn_++ % options_.threads].get();
     worker->Own(lane.get());
     edge->lanes_.emplace_back(worker, lane.get());
     std::lock_guard lock(mutex_);
@@ -167,7 +167,7 @@ std::shared_ptr<RelayEdge> Relay::AddEdge(int peer, int channel, bool out, const
   return edge;
 }
 
-void RelayEdge::Post(const RelayMessage& m) const {
+void ProxyEdge::Post(const ProxyMessage& m) const {
   const std::size_t parts = std::clamp<std::size_t>(m.nbytes / part_bytes_, 1, lanes_.size());
   for (std::size_t i = 0; i < parts; ++i) {
     const auto& [worker, lane] = lanes_[(m.number % slots_ + i) % lanes_.size()];
@@ -177,12 +177,12 @@ void RelayEdge::Post(const RelayMessage& m) const {
   }
 }
 
-bool Relay::Idle() const {
+bool Proxy::Idle() const {
   std::lock_guard lock(mutex_);
   return stopped_ || std::all_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->idle(); });
 }
 
-void Relay::Stop() {
+void Proxy::Stop() {
   {
     std::lock_guard lock(mutex_);
     stopped_ = true;
@@ -191,7 +191,7 @@ void Relay::Stop() {
   for (auto& worker : workers_) worker->Stop();
 }
 
-void Relay::Fail(FaultKind kind, int peer, const std::string& text) {
+void Proxy::Fail(FaultKind kind, int peer, const std::string& text) {
   {
     std::lock_guard lock(mutex_);
     if (!stopped_) failure_ = {kind, peer, text};
@@ -199,14 +199,14 @@ void Relay::Fail(FaultKind kind, int peer, const std::string& text) {
   Stop();
 }
 
-Failure Relay::AwaitFailure(std::int64_t until) {
+Failure Proxy::AwaitFailure(std::int64_t until) {
   std::unique_lock lock(mutex_);
   const auto limit = std::chrono::steady_clock::time_point(std::chrono::nanoseconds(until));
   news_.wait_until(lock, limit, [&] { return stopped_ || !events_.empty(); });
   return failure_;
 }
 
-void Relay::Close(std::int64_t until) {
+void Proxy::Close(std::int64_t until) {
   bool sound = false;
   {
     std::lock_guard lock(mutex_);
@@ -229,7 +229,7 @@ void Relay::Close(std::int64_t until) {
   }
 }
 
-std::string Relay::Describe() const {
+std::string Proxy::Describe() const {
   std::lock_guard lock(mutex_);
   std::string out;
   for (const auto& lane : lanes_) {
@@ -239,7 +239,7 @@ std::string Relay::Describe() const {
   return out;
 }
 
-std::uint64_t Relay::moves() const {
+std::uint64_t Proxy::moves() const {
   std::lock_guard lock(mutex_);
   std::uint64_t sum = 0;
   for (const auto& lane : lanes_) sum += lane->moves();

@@ -1,12 +1,12 @@
 // Carries a GPU's messages to and from other hosts.
 //
 // The GPU's streams fill and empty slots of host memory as they do between GPUs of one host (gpu/queue.h); at
-// the other end of such a slot is a thread of this relay, and a link to the peer's relay. Going out, a thread waits for
+// the other end of such a slot is a thread of this proxy, and a link to the peer's proxy. Going out, a thread waits for
 // a slot's `ready` word, sends what is in the slot, and writes `credit`; coming in, it waits until the slot is free,
 // receives into it, and writes `ready`. Bytes go straight from the slot into the socket and from the socket into the
 // slot.
 //
-// The queue tells the relay of each message when it enqueues it, so a thread knows what is due: it sleeps when nothing
+// The queue tells the proxy of each message when it enqueues it, so a thread knows what is due: it sleeps when nothing
 // is, and a frame that is not the one that was due is found when it comes. An edge may have several links ("stripes"):
 // a long message goes through all of them, a part each, so that it is there as soon as it can be, and a short one
 // through one. Its number and its length say which, at both ends alike.
@@ -35,14 +35,14 @@
 
 namespace hetcoll {
 
-struct RelayMessage {
+struct ProxyMessage {
   std::uint64_t number;  // on its edge, from 0 on
   std::uint64_t signature;
   std::size_t nbytes;  // above 0
 };
 
 // What goes through one link of it.
-struct RelayPart {
+struct ProxyPart {
   std::uint64_t number;
   std::uint64_t signature;
   std::size_t begin;
@@ -50,7 +50,7 @@ struct RelayPart {
   unsigned parts;  // of that message
 };
 
-struct RelayOptions {
+struct ProxyOptions {
   unsigned threads;
   bool oversubscribed;  // more ranks here than cores: threads that find nothing to do give theirs away at once
   int rank;
@@ -59,31 +59,31 @@ struct RelayOptions {
 };
 
 // A link over RDMA: as VerbsLinkOptions. Rails are a NIC's number and the name of the peer's device.
-struct RelayVerbs {
+struct ProxyVerbs {
   std::size_t ring_bytes;
   bool device;  // the slots lie in memory of GPUs, at both ends
   std::vector<std::pair<int, std::string>> rails;
   std::int64_t recovery_ns = 1'000'000'000;
 };
 
-class RelayEdge;
-class RelayLane;
-class RelayWorker;
+class ProxyEdge;
+class ProxyLane;
+class ProxyWorker;
 
-class Relay : public std::enable_shared_from_this<Relay> {
+class Proxy : public std::enable_shared_from_this<Proxy> {
  public:
-  explicit Relay(const RelayOptions& options);
-  ~Relay();
-  Relay(const Relay&) = delete;
-  Relay& operator=(const Relay&) = delete;
+  explicit Proxy(const ProxyOptions& options);
+  ~Proxy();
+  Proxy(const Proxy&) = delete;
+  Proxy& operator=(const Proxy&) = delete;
 
-  // Takes over the connected sockets to the same channel of a peer's relay, which has as many.
+  // Takes over the connected sockets to the same channel of a peer's proxy, which has as many.
   void Connect(int peer, int channel, std::span<const int> fds);
 
   // The same for one link over RDMA. A socket that goes with it is wanted, for the handshake, and for what comes after
   // the last rail where the slots are the host's. `api` stands for the system's libibverbs in tests.
   int AddNic(NicInfo info, const VerbsApi& api);
-  void ConnectVerbs(int peer, int channel, const RelayVerbs& link, std::span<const int> fds);
+  void ConnectVerbs(int peer, int channel, const ProxyVerbs& link, std::span<const int> fds);
   // As Engine's.
   int RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,
                      std::optional<std::uintptr_t> seen_at);
@@ -94,7 +94,7 @@ class Relay : public std::enable_shared_from_this<Relay> {
 
   // One direction of a connected pair, once for each: `out` of these slots, or into them, which a driver has pinned at
   // one address for the host and the device.
-  std::shared_ptr<RelayEdge> AddEdge(int peer, int channel, bool out, const Slots& slots);
+  std::shared_ptr<ProxyEdge> AddEdge(int peer, int channel, bool out, const Slots& slots);
 
   // Whether every message that was posted is through, or nothing moves any more.
   bool Idle() const;
@@ -106,7 +106,7 @@ class Relay : public std::enable_shared_from_this<Relay> {
   // The same for a link that nothing is wrong with. New links may be made to that peer on other channels.
   void Leave(int peer);
 
-  // Ends everything: streams that wait for a word of this relay are let go, now and later, and what is in the slots is
+  // Ends everything: streams that wait for a word of this proxy are let go, now and later, and what is in the slots is
   // of no value. The first failure is kept. Callable from any thread.
   void Fail(FaultKind kind, int peer, const std::string& text);
   // Waits for that, or for Close, or for events to take, or until `until` (NowNs); kNone where nothing failed.
@@ -122,27 +122,27 @@ class Relay : public std::enable_shared_from_this<Relay> {
   std::uint64_t moves() const;
 
  private:
-  friend class RelayEdge;
+  friend class ProxyEdge;
   struct Links {
     bool verbs = false;
     std::vector<LinkEnds> ends{};  // an end leaves with its edge
   };
 
-  RelayWorker& AddWorker();
-  RelayWorker& VerbsWorker();
+  ProxyWorker& AddWorker();
+  ProxyWorker& VerbsWorker();
   bool Stopped() const;
   void Stop();
 
-  RelayOptions options_;
+  ProxyOptions options_;
   FaultInjector injector_;
   int pid_;
   std::map<std::pair<int, int>, Links> links_;  // by peer and channel
-  std::vector<std::unique_ptr<RelayWorker>> workers_;
-  RelayWorker* verbs_ = nullptr;  // the one with RDMA links
+  std::vector<std::unique_ptr<ProxyWorker>> workers_;
+  ProxyWorker* verbs_ = nullptr;  // the one with RDMA links
   std::size_t turn_ = 0;          // whose the next lane is
 
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<RelayLane>> lanes_;
+  std::vector<std::unique_ptr<ProxyLane>> lanes_;
   std::vector<std::string> events_;
   bool trying_ = false;
   std::map<int, std::string> problems_;  // by peer
@@ -152,20 +152,20 @@ class Relay : public std::enable_shared_from_this<Relay> {
 };
 
 // One direction between two ranks.
-class RelayEdge {
+class ProxyEdge {
  public:
-  RelayEdge(std::shared_ptr<Relay> relay, unsigned slots, std::size_t part_bytes)
-      : relay_(std::move(relay)), slots_(slots), part_bytes_(part_bytes) {}
+  ProxyEdge(std::shared_ptr<Proxy> proxy, unsigned slots, std::size_t part_bytes)
+      : proxy_(std::move(proxy)), slots_(slots), part_bytes_(part_bytes) {}
 
   // `m` is the next message: a stream will fill its slot, or wait for it. Callable from one thread at a time.
-  void Post(const RelayMessage& m) const;
+  void Post(const ProxyMessage& m) const;
 
  private:
-  friend class Relay;
-  std::shared_ptr<Relay> relay_;
+  friend class Proxy;
+  std::shared_ptr<Proxy> proxy_;
   unsigned slots_;
   std::size_t part_bytes_;
-  std::vector<std::pair<RelayWorker*, RelayLane*>> lanes_{};  // by link
+  std::vector<std::pair<ProxyWorker*, ProxyLane*>> lanes_{};  // by link
 };
 
 }  // namespace hetcoll

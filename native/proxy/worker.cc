@@ -29,7 +29,7 @@ timespec Time(std::int64_t ns) { return {ns / 1'000'000'000, ns % 1'000'000'000}
 
 }  // namespace
 
-RelayWorker::RelayWorker(bool oversubscribed, Failed failed, Told told)
+ProxyWorker::ProxyWorker(bool oversubscribed, Failed failed, Told told)
     : oversubscribed_(oversubscribed),
       failed_(std::move(failed)),
       told_(std::move(told)),
@@ -38,19 +38,19 @@ RelayWorker::RelayWorker(bool oversubscribed, Failed failed, Told told)
   thread_ = std::thread([this] { Run(); });
 }
 
-RelayWorker::~RelayWorker() {
+ProxyWorker::~ProxyWorker() {
   if (thread_.joinable()) thread_.join();
   close(wake_);
 }
 
-void RelayWorker::Own(RelayLane* lane) {
+void ProxyWorker::Own(ProxyLane* lane) {
   std::lock_guard lock(mutex_);
   lanes_.push_back(lane);
   if (over_) lane->Release();
 }
 
 template <class Change>
-void RelayWorker::Tell(Change&& change) {
+void ProxyWorker::Tell(Change&& change) {
   bool asleep = false;
   {
     std::lock_guard lock(mutex_);
@@ -62,7 +62,7 @@ void RelayWorker::Tell(Change&& change) {
   if (asleep) static_cast<void>(write(wake_, &one, sizeof one));  // it fails only when the thread is awake
 }
 
-void RelayWorker::Post(RelayLane* lane, const RelayPart& m) {
+void ProxyWorker::Post(ProxyLane* lane, const ProxyPart& m) {
   Tell([&] {
     if (stop_) return;
     lane->Expect();
@@ -70,7 +70,7 @@ void RelayWorker::Post(RelayLane* lane, const RelayPart& m) {
   });
 }
 
-void RelayWorker::Do(const std::function<void()>& what) {
+void ProxyWorker::Do(const std::function<void()>& what) {
   std::packaged_task<void()> task(what);
   std::future<void> done = task.get_future();
   bool here = false;
@@ -85,42 +85,42 @@ void RelayWorker::Do(const std::function<void()>& what) {
   done.get();
 }
 
-void RelayWorker::Leave(int peer) {
+void ProxyWorker::Leave(int peer) {
   Do([&] { LeaveLanes(peer); });
 }
 
-void RelayWorker::LeaveLanes(int peer) {
-  std::vector<RelayLane*> lanes;
+void ProxyWorker::LeaveLanes(int peer) {
+  std::vector<ProxyLane*> lanes;
   {
     std::lock_guard lock(mutex_);
     lanes = lanes_;
   }
-  for (RelayLane* lane : lanes) {
+  for (ProxyLane* lane : lanes) {
     if (lane->peer() == peer) lane->Leave();
   }
   if (verbs_ != nullptr) verbs_->Forget();
 }
 
-void RelayWorker::Stop() {
+void ProxyWorker::Stop() {
   Tell([&] { stop_ = true; });
 }
 
-void RelayWorker::Join() {
+void ProxyWorker::Join() {
   if (thread_.joinable()) thread_.join();
 }
 
-void RelayWorker::Abandon() {
+void ProxyWorker::Abandon() {
   if (thread_.joinable()) thread_.detach();
   static_cast<void>(verbs_.release());
 }
 
-void RelayWorker::Run() {
-  pthread_setname_np(pthread_self(), "hetcoll-relay");
-  std::vector<RelayLane*> active;
+void ProxyWorker::Run() {
+  pthread_setname_np(pthread_self(), "hetcoll-proxy");
+  std::vector<ProxyLane*> active;
   std::int64_t idle_since = 0;
   while (Listen(active)) {
     if (MoveAny(active)) {
-      std::erase_if(active, [](const RelayLane* lane) { return lane->empty(); });
+      std::erase_if(active, [](const ProxyLane* lane) { return lane->empty(); });
       ServeLinks(false);
       idle_since = 0;
       continue;
@@ -142,15 +142,15 @@ void RelayWorker::Run() {
     std::lock_guard lock(mutex_);
     over_ = true;
     tasks.swap(tasks_);
-    for (RelayLane* lane : lanes_) lane->Release();
+    for (ProxyLane* lane : lanes_) lane->Release();
   }
   std::lock_guard lock(late_);
   for (auto& task : tasks) task();
 }
 
-bool RelayWorker::MoveAny(const std::vector<RelayLane*>& active) {
+bool ProxyWorker::MoveAny(const std::vector<ProxyLane*>& active) {
   bool moved = false;
-  for (RelayLane* lane : active) {
+  for (ProxyLane* lane : active) {
     try {
       moved |= lane->Move();
     } catch (const Fault& fault) {
@@ -162,7 +162,7 @@ bool RelayWorker::MoveAny(const std::vector<RelayLane*>& active) {
 }
 
 // Takes what is new; false when it is time to end.
-bool RelayWorker::Listen(std::vector<RelayLane*>& active) {
+bool ProxyWorker::Listen(std::vector<ProxyLane*>& active) {
   if (!news_.load(std::memory_order_acquire)) return true;
   std::vector<std::packaged_task<void()>> tasks;
   bool stop = false;
@@ -182,7 +182,7 @@ bool RelayWorker::Listen(std::vector<RelayLane*>& active) {
 }
 
 // What nobody may be waiting for: handshakes, rails that die, peers that leave.
-void RelayWorker::ServeLinks(bool at_once) {
+void ProxyWorker::ServeLinks(bool at_once) {
   if (verbs_ == nullptr) return;
   const std::int64_t now = NowNs();
   if (!at_once && now < serve_at_ && !has_events_.load(std::memory_order_relaxed)) return;
@@ -196,10 +196,10 @@ void RelayWorker::ServeLinks(bool at_once) {
 }
 
 // Until there is news, or a link is ready, or `nap` is over where only the GPU's words will tell.
-void RelayWorker::Sleep(const std::vector<RelayLane*>& active, std::int64_t nap) {
+void ProxyWorker::Sleep(const std::vector<ProxyLane*>& active, std::int64_t nap) {
   fds_.assign(1, {wake_, POLLIN, 0});
   bool short_nap = false;
-  for (const RelayLane* lane : active) short_nap |= lane->AddPoll(fds_);
+  for (const ProxyLane* lane : active) short_nap |= lane->AddPoll(fds_);
   if (verbs_ != nullptr) verbs_->AddWatch(fds_);
   {
     std::lock_guard lock(mutex_);

@@ -1,4 +1,4 @@
-// A thread that moves the messages of some of a relay's lanes, and looks after RDMA links where these have some.
+// A thread that moves the messages of some of a proxy's lanes, and looks after RDMA links where these have some.
 #pragma once
 
 #include <poll.h>
@@ -19,20 +19,20 @@
 
 namespace hetcoll {
 
-class RelayWorker {
+class ProxyWorker {
  public:
   using Failed = std::function<bool(const Fault&, int peer, const std::string& where)>;
   using Told = std::function<void(std::vector<std::string>)>;
 
   // `failed` and `told` (what became of RDMA links) are called on the thread. `failed` says whether the links to that
   // peer are to be left, so that the others go on.
-  RelayWorker(bool oversubscribed, Failed failed, Told told);
-  ~RelayWorker();
-  RelayWorker(const RelayWorker&) = delete;
-  RelayWorker& operator=(const RelayWorker&) = delete;
+  ProxyWorker(bool oversubscribed, Failed failed, Told told);
+  ~ProxyWorker();
+  ProxyWorker(const ProxyWorker&) = delete;
+  ProxyWorker& operator=(const ProxyWorker&) = delete;
 
-  void Own(RelayLane* lane);
-  void Post(RelayLane* lane, const RelayPart& m);
+  void Own(ProxyLane* lane);
+  void Post(ProxyLane* lane, const ProxyPart& m);
   // Nothing goes to or comes from this peer any more over the lanes there are; streams that wait for it are let go.
   void Leave(int peer);
   void Stop();
@@ -55,11 +55,11 @@ class RelayWorker {
   void Tell(Change&& change);
   void Do(const std::function<void()>& what);
   void Run();
-  bool MoveAny(const std::vector<RelayLane*>& active);
-  bool Listen(std::vector<RelayLane*>& active);
+  bool MoveAny(const std::vector<ProxyLane*>& active);
+  bool Listen(std::vector<ProxyLane*>& active);
   void LeaveLanes(int peer);
   void ServeLinks(bool at_once);
-  void Sleep(const std::vector<RelayLane*>& active, std::int64_t nap);
+  void Sleep(const std::vector<ProxyLane*>& active, std::int64_t nap);
 
   bool oversubscribed_;
   Failed failed_;
@@ -72,8 +72,8 @@ class RelayWorker {
 
   std::mutex late_;  // over `verbs_`, once the thread has ended
   std::mutex mutex_;
-  std::vector<RelayLane*> lanes_;
-  std::vector<std::pair<RelayLane*, RelayPart>> inbox_;
+  std::vector<ProxyLane*> lanes_;
+  std::vector<std::pair<ProxyLane*, ProxyPart>> inbox_;
   std::vector<std::packaged_task<void()>> tasks_;
   bool asleep_ = false;
   bool stop_ = false;

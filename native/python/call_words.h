@@ -1,4 +1,4 @@
-// The numbers among a call's arguments, as the short way reads them.
+// The numbers among a call's arguments, as the fast path reads them.
 #pragma once
 
 #include <Python.h>

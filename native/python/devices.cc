@@ -28,40 +28,40 @@ using namespace nb::literals;
 namespace hetcoll {
 
 void BindDevices(nb::module_& m) {
-  nb::class_<RelayEdge>(m, "RelayEdge");
-  nb::class_<Relay> relay(m, "Relay");
-  BindVerbs(relay, [](Relay& r) -> Relay& { return r; });
-  relay
+  nb::class_<ProxyEdge>(m, "ProxyEdge");
+  nb::class_<Proxy> proxy(m, "Proxy");
+  BindVerbs(proxy, [](Proxy& r) -> Proxy& { return r; });
+  proxy
       .def(nb::new_([](unsigned threads, bool oversubscribed, int rank, const std::string& fault) {
-             return std::make_shared<Relay>(RelayOptions{threads, oversubscribed, rank, fault});
+             return std::make_shared<Proxy>(ProxyOptions{threads, oversubscribed, rank, fault});
            }),
            nb::kw_only(), "threads"_a, "oversubscribed"_a, "rank"_a, "fault"_a = "")
       .def(
           "connect",
-          [](Relay& r, int peer, int channel, const std::vector<int>& fds) { r.Connect(peer, channel, fds); }, "peer"_a,
+          [](Proxy& r, int peer, int channel, const std::vector<int>& fds) { r.Connect(peer, channel, fds); }, "peer"_a,
           "channel"_a, "fds"_a)
       .def(
           "connect_verbs",
-          [](Relay& r, int peer, int channel, const std::vector<int>& fds,
+          [](Proxy& r, int peer, int channel, const std::vector<int>& fds,
              const std::vector<std::pair<int, std::string>>& rails, std::size_t ring_bytes,
              bool device) { r.ConnectVerbs(peer, channel, {ring_bytes, device, rails}, fds); },
           "peer"_a, "channel"_a, "fds"_a, "rails"_a, "ring_bytes"_a, "device"_a)
       .def(
           "add_edge",
-          [](Relay& r, int peer, int channel, bool out, Address slots, Address ready, Address credit,
+          [](Proxy& r, int peer, int channel, bool out, Address slots, Address ready, Address credit,
              std::size_t slot_bytes, unsigned count) {
             return r.AddEdge(peer, channel, out, SlotsAt(slots, ready, credit, slot_bytes, count));
           },
           nb::kw_only(), "peer"_a, "channel"_a, "out"_a, "slots"_a, "ready"_a, "credit"_a, "slot_bytes"_a, "count"_a)
-      .def_prop_ro("idle", &Relay::Idle)
-      .def("try_links", &Relay::Try, "on"_a)
-      .def("problem", &Relay::Problem, "peer"_a)
-      .def("leave", &Relay::Leave, "peer"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("fail", [](Relay& r, int kind, int peer,
+      .def_prop_ro("idle", &Proxy::Idle)
+      .def("try_links", &Proxy::Try, "on"_a)
+      .def("problem", &Proxy::Problem, "peer"_a)
+      .def("leave", &Proxy::Leave, "peer"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("fail", [](Proxy& r, int kind, int peer,
                       const std::string& text) { r.Fail(static_cast<FaultKind>(kind), peer, text); })
       .def(
           "await_failure",
-          [](Relay& r, double seconds) {
+          [](Proxy& r, double seconds) {
             Failure f;
             {
               nb::gil_scoped_release release;
@@ -71,10 +71,10 @@ void BindDevices(nb::module_& m) {
           },
           "seconds"_a)
       .def(
-          "close", [](Relay& r, double seconds) { r.Close(DeadlineNs(seconds)); }, "seconds"_a = 0.0,
+          "close", [](Proxy& r, double seconds) { r.Close(DeadlineNs(seconds)); }, "seconds"_a = 0.0,
           nb::call_guard<nb::gil_scoped_release>())
-      .def("describe", &Relay::Describe)
-      .def_prop_ro("moves", &Relay::moves);
+      .def("describe", &Proxy::Describe)
+      .def_prop_ro("moves", &Proxy::moves);
   nb::class_<DeviceShape>(m, "DeviceShape")
       .def_prop_ro("all_local", [](const DeviceShape& s) { return s.program.all_local; })
       .def_prop_ro("p2p", [](const DeviceShape& s) { return s.p2p; })
@@ -107,7 +107,7 @@ void BindDevices(nb::module_& m) {
            nb::kw_only(), "vendor"_a, "functions"_a, "streams"_a, "staging"_a, "slot_bytes"_a)
       .def("set_island", &PyDeviceQueue::SetIsland, "functions"_a, "handle"_a, "place"_a, "members"_a)
       .def("add_edge", &PyDeviceQueue::AddEdge, "slots"_a, "ready"_a, "credit"_a, "count"_a,
-           "relay"_a.none() = nb::none())
+           "proxy"_a.none() = nb::none())
       .def("set_capture", &PyDeviceQueue::SetCapture, nb::kw_only(), "kernels"_a, "streams"_a, "staging"_a, "words"_a,
            "seen"_a)
       .def("drop_capture", &PyDeviceQueue::DropCapture)

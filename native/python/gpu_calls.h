@@ -51,7 +51,7 @@ class GpuCalls {
   GpuCalls(PyEngine& engine, PyDeviceQueue& queue, int device_type, int device_id, GpuHooks hooks)
       : engine_(engine), queue_(queue), device_type_(device_type), device_id_(device_id), hooks_(std::move(hooks)) {}
 
-  // The short way: enqueues on the current stream what was called before with the same counts, and gives its handle.
+  // The fast path: enqueues on the current stream what was called before with the same counts, and gives its handle.
   // None: it was not, or there is more to it, and nothing was done. Host memory is the engine's.
   nb::object Call(int collective, nb::handle send, nb::handle recv, nb::handle op, nb::handle where) {
     const std::optional<GpuTensor> first = GpuTensor::Read(send.ptr());

@@ -1,10 +1,10 @@
-// Python types whose memory the short way reads although the buffer protocol cannot describe it:
+// Python types whose memory the fast path reads although the buffer protocol cannot describe it:
 //
 // * NumPy arrays of ml_dtypes types, which have no format character, by the identity of their dtype;
 // * tensors that export a DLTensor by a C function (dmlc/dlpack, dlpack.h 1.3: DLPackExchangeAPI), which costs no
 //   Python call.
 //
-// src/hetcoll/buffers.py adds an entry when it has read such an object by the long way. What is looked up at each call
+// src/hetcoll/buffers.py adds an entry when it has read such an object by the slow path. What is looked up at each call
 // is the type alone; address, size and dtype are read anew each time.
 #pragma once
 

@@ -18,9 +18,9 @@
 
 #include "host/engine.h"
 #include "python/devices.h"
+#include "python/fast_path.h"
 #include "python/host_buffer.h"
 #include "python/py_engine.h"
-#include "python/short_way.h"
 #include "python/verbs.h"
 #include "python/xla.h"
 
@@ -93,7 +93,7 @@ void ConvertAt(std::uintptr_t dst, std::uintptr_t src, std::size_t count, int fr
   }
 }
 
-// What the short way sees in an object: its address, count and type; None where it leaves it to the long way.
+// What the fast path sees in an object: its address, count and type; None where it leaves it to the slow path.
 nb::object ReadMemory(nb::handle object, bool writable) {
   HostBuffer buffer;
   if (!buffer.Read(object.ptr(), writable)) return nb::none();
@@ -289,7 +289,7 @@ NB_MODULE(_native, m) {
   m.def("convert_float8", &ConvertAt, nb::call_guard<nb::gil_scoped_release>());
   m.def("wire", &Wire);
   BindDevices(m);
-  BindShortWay(m);
+  BindFastPath(m);
   BindXla(m);
 }
 

@@ -66,10 +66,10 @@ class PyDeviceQueue {
         queue_(driver_, Streams(streams), As<std::byte*>(staging), slot_bytes) {}
 
   std::uint16_t AddEdge(Address slots, Address ready, Address credit, unsigned count,
-                        std::shared_ptr<RelayEdge> relay) {
+                        std::shared_ptr<ProxyEdge> proxy) {
     nb::gil_scoped_release release;
     std::lock_guard lock(mutex_);
-    return queue_.AddEdge({SlotsAt(slots, ready, credit, queue_.slot_bytes(), count), std::move(relay)});
+    return queue_.AddEdge({SlotsAt(slots, ready, credit, queue_.slot_bytes(), count), std::move(proxy)});
   }
 
   void SetIsland(const DriverFunctions& functions, Address handle, int place, int members) {

@@ -75,7 +75,7 @@ class PyEngine {
   // Runs a collective that was run before with the same counts, and gives what stands for one that is done. None: it
   // was not run before, and nothing was done.
   nb::object Call(int collective, nb::handle send, nb::handle recv, nb::handle op, nb::handle where) {
-    // Only what needs no conversion: the rest is for the long way, and so are all errors.
+    // Only what needs no conversion: the rest is for the slow path, and so are all errors.
     const std::int32_t root = SmallNumber(where.ptr());
     if (engine_.forked() || !op_labels_ || root < 0) return nb::none();
     const bool in_place = recv.is_none();
@@ -108,7 +108,7 @@ class PyEngine {
     return done_;
   }
 
-  // Whether a message such as this went over the short way before: then RunMessages will know it, too.
+  // Whether a message such as this went over the fast path before: then RunMessages will know it, too.
   bool Knows(int kind, nb::handle object, nb::handle peer) {
     HostBuffer buffer;
     const std::int32_t rank = SmallNumber(peer.ptr());

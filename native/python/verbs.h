@@ -1,4 +1,4 @@
-// NICs and registered memory of whoever has RDMA links: an engine, or a relay.
+// NICs and registered memory of whoever has RDMA links: an engine, or a proxy.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -34,9 +34,9 @@ inline VerbsCounters CountersOf(Engine& e) {
 inline std::vector<std::string> EventsOf(Engine& e) {
   return e.AskVerbs([](VerbsHost& verbs) { return verbs.TakeEvents(); }, std::vector<std::string>{});
 }
-inline std::string LinksOf(Relay& r) { return r.DescribeLinks(); }
-inline VerbsCounters CountersOf(Relay& r) { return r.Counters(); }
-inline std::vector<std::string> EventsOf(Relay& r) { return r.TakeEvents(); }
+inline std::string LinksOf(Proxy& r) { return r.DescribeLinks(); }
+inline VerbsCounters CountersOf(Proxy& r) { return r.Counters(); }
+inline std::vector<std::string> EventsOf(Proxy& r) { return r.TakeEvents(); }
 
 template <class Owner>
 int AddNic(Owner& owner, std::uintptr_t pd, int port, int gid_index, const nb::bytes& gid, int lid, std::uint32_t mtu,

@@ -30,7 +30,7 @@ void Stores();
 void BadHeaders();
 
 // shm_loans_test.cc
-void Loans();
+void BorrowedBuffers();
 void GivenSends();
 void LoansOfEngines();
 
@@ -42,7 +42,7 @@ void Withdrawing();
 void DeadSender();
 void PrivateMessages();
 
-// shm_ways_test.cc
+// protocol_choice_test.cc
 void Bands();
 void Trials();
 void TimedMessages();
@@ -60,16 +60,16 @@ void HarmfulFaults();
 void GpusOfOneHost();
 void SignalsOfPrograms();
 void GpusOfManyHosts();
-void BrokenRelays();
-void RelaysOverVerbs();
-void RelaysThatLoseRails();
-void RelaysThatLoseAllRails();
-void RelaysThatDiffer();
-void RelaysThatAreTried();
-void RelaysThatCannotReadBack();
-void RelaysWhoseRailsComeBack();
-void RelaysWhoseLastRailComesBack();
-void RelaysThatWaitForWhatComesAgain();
+void BrokenProxies();
+void ProxiesOverVerbs();
+void ProxiesThatLoseRails();
+void ProxiesThatLoseAllRails();
+void ProxiesThatDiffer();
+void ProxiesThatAreTried();
+void ProxiesThatCannotReadBack();
+void ProxiesWhoseRailsComeBack();
+void ProxiesWhoseLastRailComesBack();
+void ProxiesThatWaitForWhatComesAgain();
 void GpusAndHosts();
 
 namespace {
@@ -400,7 +400,7 @@ constexpr Scenario kScenarios[] = {
     {"slots: fragments", Fragments},
     {"slots: stores", Stores},
     {"slots: headers", BadHeaders},
-    {"loans", Loans},
+    {"loans", BorrowedBuffers},
     {"loans: which sends", GivenSends},
     {"loans: of engines", LoansOfEngines},
     {"private", Private},
@@ -418,17 +418,17 @@ constexpr Scenario kScenarios[] = {
     {"harmful", HarmfulFaults},
     {"gpus", GpusOfOneHost},
     {"signals", SignalsOfPrograms},
-    {"gpus: relay", GpusOfManyHosts},
-    {"gpus: broken", BrokenRelays},
-    {"rdma: all is well", RelaysOverVerbs},
-    {"rdma: a rail is lost", RelaysThatLoseRails},
-    {"rdma: all rails are lost", RelaysThatLoseAllRails},
-    {"rdma: different calls", RelaysThatDiffer},
-    {"rdma: tried", RelaysThatAreTried},
-    {"rdma: no reading back", RelaysThatCannotReadBack},
-    {"rdma: rails come back", RelaysWhoseRailsComeBack},
-    {"rdma: the last rail comes back", RelaysWhoseLastRailComesBack},
-    {"rdma: sent again, later", RelaysThatWaitForWhatComesAgain},
+    {"gpus: proxy", GpusOfManyHosts},
+    {"gpus: broken", BrokenProxies},
+    {"rdma: all is well", ProxiesOverVerbs},
+    {"rdma: a rail is lost", ProxiesThatLoseRails},
+    {"rdma: all rails are lost", ProxiesThatLoseAllRails},
+    {"rdma: different calls", ProxiesThatDiffer},
+    {"rdma: tried", ProxiesThatAreTried},
+    {"rdma: no reading back", ProxiesThatCannotReadBack},
+    {"rdma: rails come back", ProxiesWhoseRailsComeBack},
+    {"rdma: the last rail comes back", ProxiesWhoseLastRailComesBack},
+    {"rdma: sent again, later", ProxiesThatWaitForWhatComesAgain},
     {"gpus: mixed", GpusAndHosts},
 };
 

@@ -1,5 +1,5 @@
 // For the tests of plans on GPU streams: a driver made of threads, and ranks whose actions, events, words, slots and
-// relays are the real ones.
+// proxies are the real ones.
 #pragma once
 
 #include <condition_variable>
@@ -166,8 +166,8 @@ inline Orders SomeOrders(const std::vector<BoundPlan>& plans, unsigned slots, st
   return orders;
 }
 
-// The slots of all edges, and each rank's queue. Between hosts every rank has slots of its own, and relays over stripes
-// of sockets; `host` says where each rank is.
+// The slots of all edges, and each rank's queue. Between hosts every rank has slots of its own, and proxies over
+// stripes of sockets; `host` says where each rank is.
 struct Gpus {
   Gpus(int n, int folded, unsigned seed, bool late, std::vector<int> where = {}, int links = 1,
        const std::string& fault = "", bool connect = true)
@@ -182,7 +182,7 @@ struct Gpus {
       std::vector<DeviceStream> own;
       for (int i = 0; i < streams; ++i) own.push_back(drivers.back()->stream(i));
       queues.push_back(std::make_unique<DeviceQueue>(drivers.back(), own, staging.back().data(), kSlotBytes));
-      relays.push_back(std::make_shared<Relay>(RelayOptions{2, true, rank, fault, kPartBytes}));
+      proxies.push_back(std::make_shared<Proxy>(ProxyOptions{2, true, rank, fault, kPartBytes}));
     }
     for (int a = 0; a < n; ++a) {
       for (int b = a + 1; b < n; ++b) {
@@ -191,7 +191,7 @@ struct Gpus {
     }
   }
   ~Gpus() {
-    for (auto& relay : relays) relay->Close();
+    for (auto& proxy : proxies) proxy->Close();
   }
 
   // One of the two streams of a rank's user.
@@ -203,8 +203,8 @@ struct Gpus {
 
   void Connect(int a, int b, int channel) {
     const auto [mine, theirs] = SocketPairs(stripes);
-    relays[static_cast<std::size_t>(a)]->Connect(b, channel, mine);
-    relays[static_cast<std::size_t>(b)]->Connect(a, channel, theirs);
+    proxies[static_cast<std::size_t>(a)]->Connect(b, channel, mine);
+    proxies[static_cast<std::size_t>(b)]->Connect(a, channel, theirs);
   }
 
   // What `rank` knows as the slots of an edge.
@@ -222,7 +222,7 @@ struct Gpus {
       const auto r = static_cast<std::size_t>(rank);
       const Slots slots = SlotsOf(rank, src, dst, channel);
       const bool out = rank == src;
-      auto edge = Apart(src, dst) ? relays[r]->AddEdge(out ? dst : src, channel, out, slots) : nullptr;
+      auto edge = Apart(src, dst) ? proxies[r]->AddEdge(out ? dst : src, channel, out, slots) : nullptr;
       found->second = queues[r]->AddEdge({slots, std::move(edge)});
     }
     return found->second;
@@ -240,7 +240,7 @@ struct Gpus {
   std::vector<Bytes> staging;
   std::vector<std::shared_ptr<ThreadDriver>> drivers;
   std::vector<std::unique_ptr<DeviceQueue>> queues;
-  std::vector<std::shared_ptr<Relay>> relays;
+  std::vector<std::shared_ptr<Proxy>> proxies;
   std::uint64_t calls = 0;
   std::map<std::tuple<int, int, int, int>, std::uint16_t> edges;
 };

@@ -1,4 +1,4 @@
-// Ranks without a GPU among those with one: engines at one end of a slot or of a relay, streams at the other.
+// Ranks without a GPU among those with one: engines at one end of a slot or of a proxy, streams at the other.
 
 #include "gpus.h"
 
@@ -43,7 +43,7 @@ struct Mixed {
 
   void Attach(int rank, int peer, int channel, const std::vector<int>& fds) {
     if (Gpu(rank)) {
-      gpus.relays[static_cast<std::size_t>(rank)]->Connect(peer, channel, fds);
+      gpus.proxies[static_cast<std::size_t>(rank)]->Connect(peer, channel, fds);
     } else {
       engine(rank).AttachTcp(peer, channel + (Gpu(peer) ? kChannels : 0), fds);
     }
@@ -99,7 +99,7 @@ void Reduce(Mixed& mixed, Algorithm algorithm, std::size_t count, std::minstd_ra
     const auto r = static_cast<std::size_t>(rank);
     const std::int64_t start = NowNs();
     while (mixed.Gpu(rank) && !mixed.gpus.queues[r]->Idle() && Seconds(start) < kPatience) SleepMs(1);
-    const Failure failure = mixed.gpus.relays[r]->AwaitFailure(0);
+    const Failure failure = mixed.gpus.proxies[r]->AwaitFailure(0);
     CHECK(call.out[r] == call.want, "%s: %d ranks, %zu elements, rank %d: %s", what, mixed.size, count, rank,
           failure.text.c_str());
   }

@@ -1,33 +1,33 @@
-// Plans on the streams of GPUs of several hosts, over relays and sockets.
+// Plans on the streams of GPUs of several hosts, over proxies and sockets.
 
 #include "gpus.h"
 
 namespace hetcoll::testing {
 namespace {
 
-// Waits until every stream and relay of a rank is done; false where they hang.
+// Waits until every stream and proxy of a rank is done; false where they hang.
 bool Settles(Gpus& gpus, int rank) {
   const auto r = static_cast<std::size_t>(rank);
   const std::int64_t start = NowNs();
-  while (!gpus.queues[r]->Idle() || !gpus.relays[r]->Idle()) {
+  while (!gpus.queues[r]->Idle() || !gpus.proxies[r]->Idle()) {
     if (Seconds(start) > kPatience) return false;
     SleepMs(1);
   }
   return true;
 }
 
-// Ends every relay, as the verdict that all ranks hear of does.
+// Ends every proxy, as the verdict that all ranks hear of does.
 void End(Gpus& gpus) {
-  for (auto& relay : gpus.relays) relay->Fail(FaultKind::kAborted, -1, "another rank failed");
+  for (auto& proxy : gpus.proxies) proxy->Fail(FaultKind::kAborted, -1, "another rank failed");
   for (int rank = 0; rank < gpus.size; ++rank) CHECK(Settles(gpus, rank), "rank %d is stuck", rank);
 }
 
-// What some rank's relay failed with, and whose: the first that is found.
+// What some rank's proxy failed with, and whose: the first that is found.
 std::pair<int, Failure> FirstFailure(Gpus& gpus) {
   const std::int64_t start = NowNs();
   while (Seconds(start) < kPatience) {
     for (int rank = 0; rank < gpus.size; ++rank) {
-      Failure found = gpus.relays[static_cast<std::size_t>(rank)]->AwaitFailure(NowNs() + 1'000'000);
+      Failure found = gpus.proxies[static_cast<std::size_t>(rank)]->AwaitFailure(NowNs() + 1'000'000);
       if (found.kind != FaultKind::kNone) return {rank, std::move(found)};
     }
   }
@@ -64,7 +64,7 @@ void Leave() {
   Gpus gpus(3, 3, 1, false, {0, 1, 2});
   Reduction call(gpus, RingAllreduce, 300, random);
   call.Enqueue(gpus, 0, 1 << 20, 0, false, true);
-  gpus.relays[2]->Close();
+  gpus.proxies[2]->Close();
   const auto [rank, found] = FirstFailure(gpus);
   CHECK(rank == 0 && found.kind == FaultKind::kPeerGone && found.peer == 2, "%d: %s", found.peer, found.text.c_str());
   End(gpus);
@@ -77,7 +77,7 @@ void Late() {
   End(gpus);
   Reduction call(gpus, DirectAllreduce, 300, random);
   for (std::uint64_t turn = 0; turn < 3; ++turn) call.Enqueue(gpus, 0, turn << 20, 0, false, true);
-  CHECK(Settles(gpus, 0), "streams wait for a relay that has ended");
+  CHECK(Settles(gpus, 0), "streams wait for a proxy that has ended");
 }
 
 }  // namespace
@@ -99,17 +99,17 @@ void GpusOfManyHosts() {
   for (const Setting& s : settings) {
     Gpus gpus(static_cast<int>(s.host.size()), s.queues, 11, s.late, s.host, s.stripes, s.fault);
     for (const std::size_t count : {std::size_t{1}, std::size_t{7}, std::size_t{250}}) {
-      Reduce(gpus, RingAllreduce, count, random, "ring over relays");
-      Reduce(gpus, DirectAllreduce, count, random, "direct over relays");
-      Reduce(gpus, ScratchAllreduce, count, random, "scratch over relays");
+      Reduce(gpus, RingAllreduce, count, random, "ring over proxies");
+      Reduce(gpus, DirectAllreduce, count, random, "direct over proxies");
+      Reduce(gpus, ScratchAllreduce, count, random, "scratch over proxies");
     }
-    for (auto& relay : gpus.relays) {
-      CHECK(relay->Idle() && relay->Describe().empty() && relay->moves() > 0, "%s", relay->Describe().c_str());
+    for (auto& proxy : gpus.proxies) {
+      CHECK(proxy->Idle() && proxy->Describe().empty() && proxy->moves() > 0, "%s", proxy->Describe().c_str());
     }
   }
 }
 
-void BrokenRelays() {
+void BrokenProxies() {
   Break("drop=1", FaultKind::kCorrupt);
   Break("duplicate=1", FaultKind::kCorrupt);
   Break("close=2", FaultKind::kPeerGone);

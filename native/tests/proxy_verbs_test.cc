@@ -1,4 +1,4 @@
-// Relays over fake RDMA devices: slots in memory that no processor may touch, and in the host's.
+// Proxies over fake RDMA devices: slots in memory that no processor may touch, and in the host's.
 
 #include <random>
 
@@ -52,9 +52,9 @@ class Pair {
     }
     if (s.prepare) s.prepare(fabric);
     for (int rank = 0; rank < 2; ++rank) {
-      auto& relay = relays.emplace_back(std::make_shared<Relay>(RelayOptions{1, true, rank}));
-      relay->Try(s.tried);
-      for (int k = 0; k < s.rails; ++k) relay->AddNic(Nic(rank, k), Fabric::Api());
+      auto& proxy = proxies.emplace_back(std::make_shared<Proxy>(ProxyOptions{1, true, rank}));
+      proxy->Try(s.tried);
+      for (int k = 0; k < s.rails; ++k) proxy->AddNic(Nic(rank, k), Fabric::Api());
     }
     Connect(0);
   }
@@ -64,21 +64,21 @@ class Pair {
     for (int rank = 0; rank < 2; ++rank) {
       std::vector<std::pair<int, std::string>> rails;
       for (int k = 0; k < setting.rails; ++k) rails.emplace_back(k, Nic(1 - rank, k).device);
-      relays[static_cast<std::size_t>(rank)]->ConnectVerbs(
+      proxies[static_cast<std::size_t>(rank)]->ConnectVerbs(
           1 - rank, channel, {setting.ring_bytes, setting.device, rails, setting.recovery_ns},
           rank == 0 ? mine : theirs);
       for (const bool out : {true, false}) AddEdge(rank, channel, out);
     }
   }
   ~Pair() {
-    for (auto& relay : relays) relay->Close(DeadlineNs(kPatience));
+    for (auto& proxy : proxies) proxy->Close(DeadlineNs(kPatience));
     for (ibv::Mr* mr : mrs_) Fabric::Api().dereg_mr(mr);
   }
   Pair(const Pair&) = delete;
   Pair& operator=(const Pair&) = delete;
 
   struct End {
-    std::shared_ptr<RelayEdge> edge;
+    std::shared_ptr<ProxyEdge> edge;
     std::unique_ptr<Memory> memory;
     Slots slots;
     std::byte* At(std::uint64_t m) const { return memory->seen() + slots.Index(m) * kSlotBytes; }
@@ -87,18 +87,18 @@ class Pair {
   NicInfo& Nic(int rank, int k) { return nics_[static_cast<std::size_t>(rank * setting.rails + k)]; }
 
   std::uint64_t Counter(int rank, std::string_view name) {
-    for (const auto& [key, value] : relays[static_cast<std::size_t>(rank)]->Counters()) {
+    for (const auto& [key, value] : proxies[static_cast<std::size_t>(rank)]->Counters()) {
       if (key == name) return value;
     }
     std::abort();
   }
-  // What the first relay to fail says.
+  // What the first proxy to fail says.
   Failure AwaitFailure() {
     for (const std::int64_t start = NowNs(); Seconds(start) < kPatience;) {
-      for (auto& relay : relays) {
-        Failure f = relay->AwaitFailure(NowNs() + 1'000'000);
+      for (auto& proxy : proxies) {
+        Failure f = proxy->AwaitFailure(NowNs() + 1'000'000);
         if (f.kind != FaultKind::kNone) return f;
-        static_cast<void>(relay->TakeEvents());
+        static_cast<void>(proxy->TakeEvents());
       }
     }
     return {};
@@ -106,7 +106,7 @@ class Pair {
 
   Setting setting;
   Fabric fabric;
-  std::vector<std::shared_ptr<Relay>> relays;
+  std::vector<std::shared_ptr<Proxy>> proxies;
 
  private:
   void AddEdge(int rank, int channel, bool out) {
@@ -126,9 +126,9 @@ class Pair {
       seen = reinterpret_cast<std::uintptr_t>(e.memory->seen());
       fabric.HoldBack(e.memory->seen(), kSlots * kSlotBytes);
     }
-    Relay& relay = *relays[static_cast<std::size_t>(rank)];
-    relay.RegisterMemory(reinterpret_cast<std::uintptr_t>(e.memory->at()), kSlots * kSlotBytes, keys, seen);
-    e.edge = relay.AddEdge(1 - rank, channel, out, e.slots);
+    Proxy& proxy = *proxies[static_cast<std::size_t>(rank)];
+    proxy.RegisterMemory(reinterpret_cast<std::uintptr_t>(e.memory->at()), kSlots * kSlotBytes, keys, seen);
+    e.edge = proxy.AddEdge(1 - rank, channel, out, e.slots);
   }
 
   std::vector<NicInfo> nics_;
@@ -200,10 +200,10 @@ bool Exchange(Pair& pair, std::uint64_t from, std::uint64_t messages) {
 
 void Well(const Setting& setting, const char* what) {
   Pair pair(setting);
-  CHECK(Exchange(pair, 0, 60), "%s: it stands: %s %s", what, pair.relays[0]->Describe().c_str(),
-        pair.relays[1]->Describe().c_str());
+  CHECK(Exchange(pair, 0, 60), "%s: it stands: %s %s", what, pair.proxies[0]->Describe().c_str(),
+        pair.proxies[1]->Describe().c_str());
   for (int rank = 0; rank < 2; ++rank) {
-    const std::string links = pair.relays[static_cast<std::size_t>(rank)]->DescribeLinks();
+    const std::string links = pair.proxies[static_cast<std::size_t>(rank)]->DescribeLinks();
     CHECK(pair.Counter(rank, "links_over_tcp") == 0, "%s: %s", what, links.c_str());
     if (!setting.device) continue;
     CHECK(pair.Counter(rank, "staged_bytes") == 0, "%s: %s", what, links.c_str());
@@ -228,8 +228,8 @@ void Rails(const Setting& base, const char* what) {
       Pair pair(base);
       CHECK(Exchange(pair, 0, 5), "%s", what);
       pair.fabric.Change(victim, die);
-      CHECK(Exchange(pair, 5, 60), "%s: it stands: %s %s %s", what, pair.relays[0]->AwaitFailure(NowNs()).text.c_str(),
-            pair.relays[0]->DescribeLinks().c_str(), pair.relays[1]->DescribeLinks().c_str());
+      CHECK(Exchange(pair, 5, 60), "%s: it stands: %s %s %s", what, pair.proxies[0]->AwaitFailure(NowNs()).text.c_str(),
+            pair.proxies[0]->DescribeLinks().c_str(), pair.proxies[1]->DescribeLinks().c_str());
       CHECK(pair.Counter(0, "lost_rails") + pair.Counter(1, "lost_rails") > 0, "%s: no rail was lost", what);
       CHECK(pair.Counter(0, "links_over_tcp") == 0, "%s", what);
       CHECK(pair.fabric.complaints().empty(), "%s", what);
@@ -245,7 +245,7 @@ void KillAll(Pair& pair, std::uint64_t bytes = 1 << 20) {
 
 }  // namespace
 
-void RelaysOverVerbs() {
+void ProxiesOverVerbs() {
   for (const bool device : {true, false}) {
     const char* what = device ? "direct" : "staged";
     Well({.device = device, .rails = 1}, what);
@@ -254,20 +254,20 @@ void RelaysOverVerbs() {
   }
 }
 
-void RelaysThatLoseRails() {
+void ProxiesThatLoseRails() {
   Rails({.device = true, .rails = 2}, "direct");
   Rails({.device = true, .rails = 3, .fabric = {.threaded = true, .overtake = true, .seed = 5}}, "direct, overtaking");
   Rails({.device = false, .rails = 2, .fabric = {.threaded = true}}, "staged");
 }
 
-void RelaysThatLoseAllRails() {
+void ProxiesThatLoseAllRails() {
   {  // the host's memory can go over TCP
     Pair pair({.device = false});
     CHECK(Exchange(pair, 0, 5), "before");
     KillAll(pair);
-    CHECK(Exchange(pair, 5, 60), "it stands: %s", pair.relays[0]->DescribeLinks().c_str());
-    CHECK(pair.Counter(0, "links_over_tcp") == 1, "%s", pair.relays[0]->DescribeLinks().c_str());
-    CHECK(!pair.relays[0]->TakeEvents().empty(), "it is told");
+    CHECK(Exchange(pair, 5, 60), "it stands: %s", pair.proxies[0]->DescribeLinks().c_str());
+    CHECK(pair.Counter(0, "links_over_tcp") == 1, "%s", pair.proxies[0]->DescribeLinks().c_str());
+    CHECK(!pair.proxies[0]->TakeEvents().empty(), "it is told");
   }
   {  // a GPU's cannot, and waits only so long
     Pair pair({.device = true, .recovery_ns = 10'000'000});
@@ -275,7 +275,7 @@ void RelaysThatLoseAllRails() {
     KillAll(pair);
     std::thread streams([&] { CHECK(!Exchange(pair, 5, 60), "it ends"); });
     const Failure f = pair.AwaitFailure();
-    for (auto& relay : pair.relays) relay->Fail(FaultKind::kAborted, -1, "a rank failed");
+    for (auto& proxy : pair.proxies) proxy->Fail(FaultKind::kAborted, -1, "a rank failed");
     streams.join();
     CHECK(f.kind == FaultKind::kSystem && f.text.find("HETCOLL_CROSS=staged") != std::string::npos, "%s",
           f.text.c_str());
@@ -288,14 +288,14 @@ void RelaysThatLoseAllRails() {
                }});
     std::thread streams([&] { CHECK(!Exchange(pair, 0, 5), "it ends"); });
     const Failure f = pair.AwaitFailure();
-    for (auto& relay : pair.relays) relay->Fail(FaultKind::kAborted, -1, "a rank failed");
+    for (auto& proxy : pair.proxies) proxy->Fail(FaultKind::kAborted, -1, "a rank failed");
     streams.join();
     CHECK(f.text.find("no rail to rank") != std::string::npos, "%s", f.text.c_str());
   }
 }
 
 // A link that fails while ways are tried ends nothing else: it is left, and another one takes its place.
-void RelaysThatAreTried() {
+void ProxiesThatAreTried() {
   Pair pair({.device = true,
              .prepare =
                  [](Fabric& fabric) {
@@ -304,24 +304,24 @@ void RelaysThatAreTried() {
              .tried = true});
   CHECK(!Exchange(pair, 0, 5), "its streams are let go");
   for (int rank = 0; rank < 2; ++rank) {
-    Relay& relay = *pair.relays[static_cast<std::size_t>(rank)];
-    CHECK(relay.Problem(1 - rank).find("no rail to rank") != std::string::npos, "rank %d: %s", rank,
-          relay.Problem(1 - rank).c_str());
-    relay.Leave(1 - rank);
-    CHECK(relay.Problem(1 - rank).empty() && relay.Idle(), "%s", relay.Describe().c_str());
-    CHECK(relay.AwaitFailure(NowNs()).kind == FaultKind::kNone, "the relay goes on");
-    CHECK(pair.Counter(rank, "links") == 0, "%s", relay.DescribeLinks().c_str());
+    Proxy& proxy = *pair.proxies[static_cast<std::size_t>(rank)];
+    CHECK(proxy.Problem(1 - rank).find("no rail to rank") != std::string::npos, "rank %d: %s", rank,
+          proxy.Problem(1 - rank).c_str());
+    proxy.Leave(1 - rank);
+    CHECK(proxy.Problem(1 - rank).empty() && proxy.Idle(), "%s", proxy.Describe().c_str());
+    CHECK(proxy.AwaitFailure(NowNs()).kind == FaultKind::kNone, "the proxy goes on");
+    CHECK(pair.Counter(rank, "links") == 0, "%s", proxy.DescribeLinks().c_str());
   }
   for (int nic = 0; nic < 4; ++nic) pair.fabric.Change(nic, [](FakeNic& n) { n.down = false; });
   pair.setting.device = false;
   pair.Connect(3);
-  CHECK(Exchange(pair, 0, 60), "it stands: %s %s %s", pair.relays[0]->DescribeLinks().c_str(),
-        pair.relays[0]->Problem(1).c_str(), pair.relays[1]->Problem(0).c_str());
-  CHECK(pair.Counter(0, "links_over_tcp") == 0, "%s", pair.relays[0]->DescribeLinks().c_str());
+  CHECK(Exchange(pair, 0, 60), "it stands: %s %s %s", pair.proxies[0]->DescribeLinks().c_str(),
+        pair.proxies[0]->Problem(1).c_str(), pair.proxies[1]->Problem(0).c_str());
+  CHECK(pair.Counter(0, "links_over_tcp") == 0, "%s", pair.proxies[0]->DescribeLinks().c_str());
 }
 
 // A message that the peer does not expect is found before a byte of it is sent.
-void RelaysThatDiffer() {
+void ProxiesThatDiffer() {
   for (const bool length : {true, false}) {
     Pair pair({});
     Pair::End& from = pair.end(0, true);
@@ -336,30 +336,30 @@ void RelaysThatDiffer() {
 }
 
 // A NIC that cannot read back what it wrote is given up, and what it brought comes again over the other.
-void RelaysThatCannotReadBack() {
+void ProxiesThatCannotReadBack() {
   Pair pair({.device = true, .rails = 2, .prepare = [](Fabric& fabric) { fabric.nic(2).no_reads = true; }});
-  CHECK(Exchange(pair, 0, 60), "it stands: %s", pair.relays[1]->DescribeLinks().c_str());
-  const std::string links = pair.relays[1]->DescribeLinks();
+  CHECK(Exchange(pair, 0, 60), "it stands: %s", pair.proxies[1]->DescribeLinks().c_str());
+  const std::string links = pair.proxies[1]->DescribeLinks();
   CHECK(pair.Counter(1, "lost_rails") == 1 && links.find("reading back") != std::string::npos, "%s", links.c_str());
   CHECK(pair.Counter(0, "resent") > 0, "%s", links.c_str());
 }
 
 // Rails of a GPU's link come back: what was lost with them came over the others meanwhile, and their devices, which
 // could not read back while they were down, do so again. Then they carry their part again.
-void RelaysWhoseRailsComeBack() {
+void ProxiesWhoseRailsComeBack() {
   Pair pair({.device = true, .rails = 2, .fabric = {.threaded = true}, .recovery_ns = 30'000'000});
   std::uint64_t from = 0;
   const auto exchange = [&](std::uint64_t messages, const char* what) {
     const bool good = Exchange(pair, from, messages);
-    CHECK(good, "%s: it stands: %s %s %s", what, pair.relays[0]->AwaitFailure(NowNs()).text.c_str(),
-          pair.relays[0]->DescribeLinks().c_str(), pair.relays[1]->DescribeLinks().c_str());
+    CHECK(good, "%s: it stands: %s %s %s", what, pair.proxies[0]->AwaitFailure(NowNs()).text.c_str(),
+          pair.proxies[0]->DescribeLinks().c_str(), pair.proxies[1]->DescribeLinks().c_str());
     from += messages;
     return good;
   };
   const auto until = [&](const char* what, const std::function<bool()>& so) {
     for (const std::int64_t start = NowNs(); !so();) {
       if (Seconds(start) > kPatience || !exchange(2, what)) {
-        CHECK(false, "%s: %s", what, pair.relays[0]->DescribeLinks().c_str());
+        CHECK(false, "%s: %s", what, pair.proxies[0]->DescribeLinks().c_str());
         return false;
       }
     }
@@ -387,7 +387,7 @@ void RelaysWhoseRailsComeBack() {
 }
 
 // All rails of a GPU's link are lost in the middle of messages, and one of them comes back, or all.
-void RelaysWhoseLastRailComesBack() {
+void ProxiesWhoseLastRailComesBack() {
   for (int turn = 0; turn < 6; ++turn) {
     const int rails = 1 + turn % 3;
     Pair pair({.device = true,
@@ -403,12 +403,12 @@ void RelaysWhoseLastRailComesBack() {
       KillAll(pair, 200'000);
       std::thread streams([&] {
         CHECK(Exchange(pair, 5 + 60 * static_cast<std::uint64_t>(round), 60), "turn %d, round %d: it stands: %s %s %s",
-              turn, round, pair.relays[0]->AwaitFailure(NowNs()).text.c_str(), pair.relays[0]->DescribeLinks().c_str(),
-              pair.relays[1]->DescribeLinks().c_str());
+              turn, round, pair.proxies[0]->AwaitFailure(NowNs()).text.c_str(),
+              pair.proxies[0]->DescribeLinks().c_str(), pair.proxies[1]->DescribeLinks().c_str());
       });
-      CHECK(Within(kPatience, [&] { return all("lost_rails"); }), "%s", pair.relays[0]->DescribeLinks().c_str());
-      CHECK(pair.relays[0]->DescribeLinks().find("waiting for a rail") != std::string::npos, "%s",
-            pair.relays[0]->DescribeLinks().c_str());
+      CHECK(Within(kPatience, [&] { return all("lost_rails"); }), "%s", pair.proxies[0]->DescribeLinks().c_str());
+      CHECK(pair.proxies[0]->DescribeLinks().find("waiting for a rail") != std::string::npos, "%s",
+            pair.proxies[0]->DescribeLinks().c_str());
       for (int nic = 0; nic < 2 * rails; ++nic) {
         pair.fabric.Change(nic, [](FakeNic& n) {
           n.down_from = ~std::uint64_t{0};
@@ -416,7 +416,7 @@ void RelaysWhoseLastRailComesBack() {
         });
       }
       streams.join();
-      CHECK(Within(kPatience, [&] { return all("recovered_rails"); }), "%s", pair.relays[0]->DescribeLinks().c_str());
+      CHECK(Within(kPatience, [&] { return all("recovered_rails"); }), "%s", pair.proxies[0]->DescribeLinks().c_str());
     }
     CHECK(pair.Counter(0, "links_over_tcp") == 0 && pair.Counter(0, "staged_bytes") == 0, "direct");
     CHECK(pair.fabric.complaints().empty(), "queues held");
@@ -425,7 +425,7 @@ void RelaysWhoseLastRailComesBack() {
 
 // What is sent again is written to the same place once more: until that is over, nothing new may be written there by
 // another rail. Here what comes again waits in a device that does nothing, until that is given up as well.
-void RelaysThatWaitForWhatComesAgain() {
+void ProxiesThatWaitForWhatComesAgain() {
   bool seen = false;  // a message that arrived, though its sender cannot know, and comes again
   for (int turn = 0; turn < 20 && !seen; ++turn) {
     Pair pair({.device = true, .rails = 3});
@@ -444,20 +444,20 @@ void RelaysThatWaitForWhatComesAgain() {
       return condition();
     };
     send(0, 100);
-    CHECK(within([&] { return to.slots.Full(0); }), "%s", pair.relays[0]->DescribeLinks().c_str());
+    CHECK(within([&] { return to.slots.Full(0); }), "%s", pair.proxies[0]->DescribeLinks().c_str());
     pair.fabric.Change(0, [](FakeNic& nic) {  // the first rail, which takes short messages
       nic.fail_after = 1;                     // behind the payload
       nic.fail_delivered = true;
     });
     pair.fabric.Change(1, [](FakeNic& nic) { nic.stalled = true; });  // the next one
     send(1, 100);
-    CHECK(within([&] { return pair.Counter(0, "resent") > 0; }), "%s", pair.relays[0]->DescribeLinks().c_str());
+    CHECK(within([&] { return pair.Counter(0, "resent") > 0; }), "%s", pair.proxies[0]->DescribeLinks().c_str());
     const bool arrived = within([&] { return to.slots.Full(1); });
     seen = arrived && pair.Counter(0, "lost_rails") == 1;
     send(2, 16 << 10);  // one frame: it takes the third, which has nothing else to do
-    CHECK(within([&] { return to.slots.Full(2); }), "%s", pair.relays[0]->DescribeLinks().c_str());
+    CHECK(within([&] { return to.slots.Full(2); }), "%s", pair.proxies[0]->DescribeLinks().c_str());
     CHECK(pair.Counter(0, "lost_rails") == 2, "turn %d: the second was waited for: %s", turn,
-          pair.relays[0]->DescribeLinks().c_str());
+          pair.proxies[0]->DescribeLinks().c_str());
   }
   CHECK(seen, "once");
 }

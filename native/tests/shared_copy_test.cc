@@ -153,10 +153,10 @@ void Withdrawn() {
   two.sender->owner(1).withdrawn = 1;
   CHECK(!copy.Write(1, data.data(), kLeastPiece, two.sender->owner(1), 1) && copy.written() == 0, "withdrawn");
 
-  Invitations& invitations = two.receiver->invitations();
-  invitations.Settle();  // nobody was invited
-  invitations.Add(*two.pieces, two.sender->owner(0));
-  invitations.Settle();  // nobody writes
+  CopyingSenders& copying_senders = two.receiver->copying_senders();
+  copying_senders.Settle();  // nobody was invited
+  copying_senders.Add(*two.pieces, two.sender->owner(0));
+  copying_senders.Settle();  // nobody writes
   two.pieces->writing = 1;
   std::atomic<bool> over{false};
   std::thread writer([&] {
@@ -164,7 +164,7 @@ void Withdrawn() {
     over = true;
     two.pieces->writing = 0;
   });
-  invitations.Settle();
+  copying_senders.Settle();
   CHECK(over, "it waits");
   writer.join();
 
@@ -177,7 +177,7 @@ void Withdrawn() {
   int status = -1;
   CHECK(waitpid(child, &status, 0) == child && status == 0, "status %d", status);
   const std::int64_t start = NowNs();
-  invitations.Settle();
+  copying_senders.Settle();
   CHECK(NowNs() - start < 500'000'000, "the dead write nothing");
 }
 

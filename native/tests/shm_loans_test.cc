@@ -144,7 +144,7 @@ Encoded ChainedAllreduce(int n, int r) {
 
 }  // namespace
 
-void Loans() {
+void BorrowedBuffers() {
   Three three;
   for (std::uint64_t signature = 1; signature < 3 * kLines; ++signature) LendOn(three, Given(signature));
   NotLentOn();

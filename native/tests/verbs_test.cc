@@ -200,7 +200,7 @@ void Direct() {
       Bytes buffer = Input(rank == 0 ? 5 : 6, kBytes, DType::kUint8);
       Registered memory(job, rank, 2, buffer);
       if (!lent && rank == 0) memory.End();
-      if (rank == 0) CHECK(Within(kPatience, [&] { return Counter(e, "invitations") > 0; }), "the receiver waits");
+      if (rank == 0) CHECK(Within(kPatience, [&] { return Counter(e, "clear_to_sends") > 0; }), "the receiver waits");
       CHECK(RunToEnd(e, shape, buffer.data(), buffer.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
       CHECK(buffer == Input(5, kBytes, DType::kUint8), "rank %d", rank);
       CHECK(memory.End(), "it is over");

@@ -116,10 +116,10 @@ class _Verbs:
     def events(self) -> list[str]:
         """What verbs links lost, and how they went on, since the last call."""
 
-class RelayEdge:
-    """One direction of a relay's edge to another rank."""
+class ProxyEdge:
+    """One direction of a proxy's edge to another rank."""
 
-class Relay(_Verbs):
+class Proxy(_Verbs):
     """Carries what lies in a GPU's slots to other hosts, on threads of its own; see native/proxy/proxy.h."""
 
     def __init__(self, *, threads: int, oversubscribed: bool, rank: int, fault: str = "") -> None: ...
@@ -137,7 +137,7 @@ class Relay(_Verbs):
 
     def add_edge(
         self, *, peer: int, channel: int, out: bool, slots: int, ready: int, credit: int, slot_bytes: int, count: int
-    ) -> RelayEdge: ...
+    ) -> ProxyEdge: ...
     @property
     def idle(self) -> bool: ...
     def try_links(self, on: bool) -> None:
@@ -171,7 +171,7 @@ class DeviceQueue:
         slot_bytes: int,
     ) -> None: ...
     def set_island(self, functions: Mapping[str, int], handle: int, place: int, members: int) -> None: ...
-    def add_edge(self, slots: int, ready: int, credit: int, count: int, relay: RelayEdge | None = None) -> int: ...
+    def add_edge(self, slots: int, ready: int, credit: int, count: int, proxy: ProxyEdge | None = None) -> int: ...
     def set_capture(
         self, *, kernels: Mapping[str, int], streams: Sequence[int], staging: int, words: int, seen: int
     ) -> None: ...
@@ -373,12 +373,12 @@ class Engine(_Verbs):
     @property
     def scratch_bytes(self) -> int: ...
 
-def short_way(collective: int, op: str, operands: int) -> Callable[[F], F]:
+def fast_path(collective: int, op: str, operands: int) -> Callable[[F], F]:
     """Makes of a method (self, sendbuf, recvbuf, op) one whose calls with up to `operands` positional arguments and
     no keywords first try ``self._call(collective, sendbuf, recvbuf, op, 0)``. Where that gives None, and for all other
     calls, the method is called as it is written. `op` is for calls without one."""
 
-def short_exchange(collective: int, op: str) -> Callable[[F], F]:
+def fast_exchange(collective: int, op: str) -> Callable[[F], F]:
     """The same of a method (self, sendbuf, dest, recvbuf, source), whose plain calls have all of these: it tries
     ``self._call(collective, sendbuf, recvbuf, op, ranks_key(dest, source))``."""
 

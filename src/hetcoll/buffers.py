@@ -244,7 +244,7 @@ def _from_cuda_interface(obj: Any, name: str, writable: bool) -> Buffer:
 
 def _place(address: int, count: int, name: str) -> tuple[str, int]:
     """Device and index of memory that does not say so itself. What is empty lies nowhere, that is on the first GPU."""
-    from .vendor.devices.owner import owner
+    from .vendors.devices.owner import owner
 
     vendor, found = owner(address)
     kind = "cuda" if vendor == "cuda" else "rocm"

@@ -44,7 +44,7 @@ class Call:
     compress: Format = Format.NONE
     """How it travels over slow edges."""
     remembered: bool = True
-    """Whether the short way may take calls that look like it for the same."""
+    """Whether the fast path may take calls that look like it for the same."""
 
     @property
     def send_count(self) -> int:
@@ -68,7 +68,7 @@ class Call:
 
     @property
     def key(self) -> tuple[int, int, int, int, int, int] | None:
-        """By what the short way knows such a call: collective, dtype, op, root, counts. None where it never runs it."""
+        """By what the fast path knows such a call: collective, dtype, op, root, counts. None where it never runs it."""
         if self.label or self.send_table or self.recv_table or self.compress or not self.remembered:
             return None
         if self.collective is Collective.BARRIER:
@@ -325,7 +325,7 @@ class Message(NamedTuple):
 def message_key(
     send: Buffer | None, dest: int, recv: Buffer | None, source: int
 ) -> tuple[int, DType, ReduceOp, int, int, int]:
-    """By what the short way knows a message to `dest`, one from `source`, or both at once; as `Call.key`."""
+    """By what the fast path knows a message to `dest`, one from `source`, or both at once; as `Call.key`."""
     first, second = send or recv, recv or send
     assert first is not None
     assert second is not None

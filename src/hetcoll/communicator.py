@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from . import calls, lifetime
-from ._native import Status, Ticket, ranks_key, short_exchange, short_way
+from ._native import Status, Ticket, fast_exchange, fast_path, ranks_key
 from .calls import OP_LABELS, RECV, SEND, SENDRECV
 from .config.env import Config, configuration
 from .config.process import configure
@@ -62,7 +62,7 @@ class Communicator:
     """
 
     _closed = True  # until there is something to close
-    _call: FastPath  # what `short_way` and the methods of calls try first: see `Core.choose_fast_path`
+    _call: FastPath  # what `fast_path` and the methods of calls try first: see `Core.choose_fast_path`
 
     @classmethod
     def init(cls, size: int, rank: int, unique_id: UniqueId | str | bytes, *, timeout: float | None = None) -> Self:
@@ -141,7 +141,7 @@ class Communicator:
 
     # Collectives.
 
-    @short_way(_ALLREDUCE, _SUM, 3)
+    @fast_path(_ALLREDUCE, _SUM, 3)
     def allreduce(
         self,
         sendbuf: Array,
@@ -171,7 +171,7 @@ class Communicator:
         call = calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op)
         return self._core.launch(self._compression.choose(call, compress), async_op, timeout, stream)
 
-    @short_way(_ALLGATHER, _SUM, 2)
+    @fast_path(_ALLGATHER, _SUM, 2)
     def allgather(
         self,
         sendbuf: Array,
@@ -191,7 +191,7 @@ class Communicator:
                 return done
         return self._core.launch(calls.allgather(self._rank, self._size, sendbuf, recvbuf), async_op, timeout, stream)
 
-    @short_way(_REDUCE_SCATTER, _SUM, 3)
+    @fast_path(_REDUCE_SCATTER, _SUM, 3)
     def reduce_scatter(
         self,
         sendbuf: Array,
@@ -292,7 +292,7 @@ class Communicator:
         call = calls.scatter(self._rank, self._size, sendbuf, recvbuf, root)
         return self._core.launch(call, async_op, timeout, stream)
 
-    @short_way(_ALLTOALL, _SUM, 2)
+    @fast_path(_ALLTOALL, _SUM, 2)
     def alltoall(
         self,
         sendbuf: Array,
@@ -374,7 +374,7 @@ class Communicator:
             return done
         return messages.one_way(self._core, RECV, buf, peer, async_op, timeout, stream)
 
-    @short_exchange(SENDRECV, _SUM)
+    @fast_exchange(SENDRECV, _SUM)
     def sendrecv(
         self,
         sendbuf: Array,

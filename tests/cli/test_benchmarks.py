@@ -402,7 +402,7 @@ def test_ranks_that_do_not_answer_are_ended(tmp_path: Path) -> None:
 @pytest.mark.fakes
 @pytest.mark.parametrize("library", ["hetcoll", "nccl", "copies"])
 def test_ranks_of_the_benchmark_on_gpus(library: str, tmp_path: Path) -> None:
-    """What they measure is right, or at least there; times of stand-ins mean nothing."""
+    """What they measure is right, or at least there; times of fakes mean nothing."""
     env = fakes.environment("cuda", devices=2) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     env |= {} if library == "nccl" else {"HETCOLL_ISLANDS": "0|1"}
     setting = gpus.Setting("two islands", 2, {}, (), ())

@@ -1,4 +1,4 @@
-"""`hetcoll doctor` on GPUs: made-up machines, and stand-ins for the drivers, some of them broken."""
+"""`hetcoll doctor` on GPUs: made-up machines, and fakes for the drivers, some of them broken."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import fakes
 import pytest
 
 from hetcoll.tools.checks import Finding, Level, gpu
-from hetcoll.vendor.devices import cuda, hip
+from hetcoll.vendors.devices import cuda, hip
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_kernel_options(sysfs: Path, tmp_path: Path) -> None:
 
 
 def doctor(tmp_path: Path, **settings: object) -> dict[str, Finding]:
-    """What it says about a machine with stand-in GPUs."""
+    """What it says about a machine with fake GPUs."""
     env = {**os.environ, **fakes.environment("cuda", **settings), "HETCOLL_CACHE": str(tmp_path / "cache")}
     words = [sys.executable, "-m", "hetcoll", "doctor", "--json"]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100)

@@ -233,7 +233,7 @@ def _indivisible(comm: hetcoll.Communicator) -> None:
         "split": lambda: comm.split(0),
     }.items():
         for _ in range(2):
-            call()  # so that it is one that the short way knows
+            call()  # so that it is one that the fast path knows
         with (
             pytest.raises(ArgumentError, match=rf"group\(\): wanted sends and receives only, got {what}"),
             comm.group(),

@@ -111,7 +111,7 @@ def a_thread_waits_for_another_rank(comm: hetcoll.Communicator) -> list[float]:
     else:
 
         def meet() -> None:
-            wait_until(lambda: comm._host.witness.calls)  # the other thread is in its call
+            wait_until(lambda: comm._host.reporter.calls)  # the other thread is in its call
             exchange(1, 1 - comm.rank)
             if comm.rank == 0:
                 comm._session.control.put(b"ranks 0 and 1 have met", b"")

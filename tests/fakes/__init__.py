@@ -1,10 +1,10 @@
-"""Stand-ins for the vendors' drivers: shared libraries that the real cuda-python and hip-python call in their place.
+"""Fakes for the vendors' drivers: shared libraries that the real cuda-python and hip-python call in their place.
 
 `build` makes them from the sources beside this file, with the machine's C++ compiler, into a directory that later
 sessions find again. `environment` says what a process must find in its environment to get them: devices whose memory
 is host memory, whose streams are threads and whose kernels g++ compiles. Every load and store of a kernel is checked.
 
-Settings (environment variables; ``STANDIN_CUDA_<NAME>`` and ``STANDIN_HIP_<NAME>`` go before ``STANDIN_<NAME>``):
+Settings (environment variables; ``FAKE_CUDA_<NAME>`` and ``FAKE_HIP_<NAME>`` go before ``FAKE_<NAME>``):
 
 DEVICES         how many there are (1); CUDA_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES choose among them
 MEMORY          bytes of each (2 GiB)
@@ -21,7 +21,7 @@ FAIL            ``NAME:N:CODE,...``: the N-th call of NAME (``3+``: and later on
                 succeeds and what it enqueued fails
 LOG             a file that gets one line a call: process, thread, name
 
-Devices that pose (``posing/``) are CUDA's, stand-ins or real ones, behind a libamdhip64 that calls the CUDA driver.
+Devices that pose (``posing/``) are CUDA's, fakes or real ones, behind a libamdhip64 that calls the CUDA driver.
 
 Streams share CUDA_DEVICE_MAX_CONNECTIONS (8) or GPU_MAX_HW_QUEUES (4) hardware queues, round robin: what waits in one
 stream holds up whatever shares its queue. With GPU_STREAMOPS_CP_WAIT=1 a HIP stream waits for signal memory alone.
@@ -76,10 +76,10 @@ _HEADERS = ("runtime/hooks.h", "compiler/shim.h", "compiler/tail.h")  # what com
 def why_not(vendor: str | None) -> str | None:
     """Why `environment` cannot give a process what it is asked for here, or None when it can."""
     if os.uname().machine != "x86_64":
-        return "the stand-ins compile kernels for x86-64 only"
+        return "the fakes compile kernels for x86-64 only"
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
-        return f"the stand-ins need a C++ compiler ({compiler})"
+        return f"the fakes need a C++ compiler ({compiler})"
     for package in _PACKAGES[vendor]:
         if any(importlib.util.find_spec(module) is None for module in _MODULES[package]):
             return f"{package} is not installed"
@@ -167,7 +167,7 @@ def _compile_into(out: Path, compiler: str, sanitize: tuple[str, ...]) -> None:
 
 
 def environment(vendor: str | None, devices: int = 1, **settings: object) -> dict[str, str]:
-    """What a process needs to have stand-in devices of ``"cuda"``, ``"hip"``, ``"both"``, or none at all; with
+    """What a process needs to have fake devices of ``"cuda"``, ``"hip"``, ``"both"``, or none at all; with
     ``"posing"`` of CUDA, and a libamdhip64 over them (`posing`).
 
     `settings` are those above in lower case (``jitter="7:300"``). Give it to a new process, or put it into the
@@ -182,8 +182,8 @@ def environment(vendor: str | None, devices: int = 1, **settings: object) -> dic
         "CUDA_VISIBLE_DEVICES": everything if vendor in ("cuda", "both", "posing") else "",
         "HIP_VISIBLE_DEVICES": everything if vendor in ("hip", "both", "posing") else "",
         "ROCM_PATH": {"hip": str(made), "both": str(made), "posing": str(made / "posing")}.get(vendor or "", ""),
-        "STANDIN_DEVICES": str(devices),
-        **{f"STANDIN_{name.upper()}": str(value) for name, value in settings.items()},
+        "FAKE_DEVICES": str(devices),
+        **{f"FAKE_{name.upper()}": str(value) for name, value in settings.items()},
     }
 
 
@@ -206,7 +206,7 @@ def posing() -> dict[str, str]:
     for name, target in links.items():
         if not (root / "lib" / name).is_symlink():
             (root / "lib" / name).symlink_to(target)
-    return {"ROCM_PATH": str(root), "STANDIN_NVRTC": nvrtc, "HETCOLL_DEVICE": "hip"}
+    return {"ROCM_PATH": str(root), "FAKE_NVRTC": nvrtc, "HETCOLL_DEVICE": "hip"}
 
 
 def seal(address: int) -> None:
@@ -215,7 +215,7 @@ def seal(address: int) -> None:
     Copies of the driver's can, and RDMA devices that it is registered with. For processes with devices of one vendor.
     """
     drivers = [path for path in os.environ["LD_PRELOAD"].split(":") if Path(path).name in _START]
-    (error,) = (ctypes.CDLL(path).standin_seal(ctypes.c_size_t(address)) for path in drivers)
+    (error,) = (ctypes.CDLL(path).fake_seal(ctypes.c_size_t(address)) for path in drivers)
     if error:
         raise RuntimeError(f"sealing {address:#x}: error {error}")
 

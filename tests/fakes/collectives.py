@@ -1,4 +1,4 @@
-"""NCCL and RCCL by their C functions, through ctypes: what the tests of the stand-ins call."""
+"""NCCL and RCCL by their C functions, through ctypes: what the tests of the fakes call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vendors' drivers through their real Python packages, in the same words: what the tests of the stand-ins call.
+"""The vendors' drivers through their real Python packages, in the same words: what the tests of the fakes call.
 
 Addresses, streams and events are ints. A call that fails raises `DriverError`, which holds the vendor's number.
 """

@@ -1,4 +1,4 @@
-"""What the tests of the stand-ins share: processes that have them, error codes, kernels."""
+"""What the tests of the fakes share: processes that have them, error codes, kernels."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def vendor(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def on(vendor: str, pool: Callable[..., Ranks]) -> Iterator[On]:
-    """Calls ``function(driver, job, *args)`` on ranks that have the stand-ins; gives its results.
+    """Calls ``function(driver, job, *args)`` on ranks that have the fakes; gives its results.
 
-    ``fresh`` ranks are this test's own, for what leaves a device that has failed; `settings` are the stand-ins'.
+    ``fresh`` ranks are this test's own, for what leaves a device that has failed; `settings` are the fakes'.
     """
     fresh_ranks: list[Ranks] = []
 

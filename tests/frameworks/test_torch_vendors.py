@@ -1,4 +1,4 @@
-"""Training over stand-in GPUs of two vendors: the losses of one vendor, and of one process."""
+"""Training over fake GPUs of two vendors: the losses of one vendor, and of one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = 7e-3  # HetCCL's figure for the relative error of the loss
 def start(**env: str | tuple[str, ...]) -> TorchRanks:
     """Each sees GPUs of both vendors; the islands are those of two vendors, whatever the GPUs are, if not said."""
     if import_torch().version.cuda is not None:
-        pytest.skip("PyTorch for CUDA needs more of NCCL's library than the stand-in has: a build for CPUs is wanted")
+        pytest.skip("PyTorch for CUDA needs more of NCCL's library than the fake has: a build for CPUs is wanted")
     return TorchRanks(**{**fakes.environment("both", SIZE, timeout=60), "HETCOLL_ISLANDS": "0,1|2,3", **env})
 
 

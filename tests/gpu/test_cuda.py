@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: the whole of `hetcoll.vendor.devices.cuda` and every kernel, on a real one."""
+"""NVIDIA GPUs: the whole of `hetcoll.vendors.devices.cuda` and every kernel, on a real one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from elements import NARROW, pair_id
 
 from hetcoll.types import DType
-from hetcoll.vendor.devices import cuda
+from hetcoll.vendors.devices import cuda
 
 _MISSING = cuda.why_not()
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]

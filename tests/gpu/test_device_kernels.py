@@ -11,7 +11,7 @@ from elements import AVERAGED, NARROW, PAIRS, pair_id
 from plain_kernels import PlainMachine
 
 from hetcoll.types import DType, ReduceOp
-from hetcoll.vendor.devices.kernels import KernelTable, modules, source
+from hetcoll.vendors.devices.kernels import KernelTable, modules, source
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Devices over stand-ins for the vendors' drivers: the real cuda-python and hip-python, every check of theirs."""
+"""Devices over fakes for the vendors' drivers: the real cuda-python and hip-python, every check of theirs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOME = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT8_E4M3FN, DType.INT16, DType.C
 
 @pytest.fixture(scope="module", params=["cuda", "hip", "hip7", "posing"])
 def on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Calls ``f(vendor, ...)`` in a process that has two stand-in devices of the vendor; of CUDA, posing as HIP's."""
+    """Calls ``f(vendor, ...)`` in a process that has two fake devices of the vendor; of CUDA, posing as HIP's."""
     kind, older = request.param.removesuffix("7"), request.param == "hip7"
     vendor = "cuda" if kind == "cuda" else "hip"
     if older and not (OLDER_HIP / "hip").is_dir():
@@ -72,7 +72,7 @@ def test_device(on: Callable[..., Any], name: str) -> None:
 def _choice_of_cuda(job: Job, vendor: str) -> int:
     from cuda.bindings import driver
 
-    from hetcoll.vendor.devices import cuda, hip
+    from hetcoll.vendors.devices import cuda, hip
 
     devices, found = (cuda if vendor == "cuda" else hip).devices(), list[int]()
 

@@ -1,4 +1,4 @@
-"""The stand-ins for NCCL and RCCL: what they compute, how they wait, how they fail."""
+"""The fakes for NCCL and RCCL: what they compute, how they wait, how they fail."""
 
 from __future__ import annotations
 

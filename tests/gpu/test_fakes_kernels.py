@@ -1,4 +1,4 @@
-"""Kernels and graphs on the stand-in drivers, and the errors that tests inject."""
+"""Kernels and graphs on the fake drivers, and the errors that tests inject."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of the stand-in drivers: what it is, who reaches it, who shares it."""
+"""Memory of the fake drivers: what it is, who reaches it, who shares it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vendors' Python packages, as far as users of hetcoll would mix them with it, run on the stand-ins."""
+"""The vendors' Python packages, as far as users of hetcoll would mix them with it, run on the fakes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cuda_core(job: Job) -> None:
 
     device = Device(0)
     device.set_current()
-    assert device.name == "Stand-in GPU"
+    assert device.name == "Fake GPU"
     assert device.compute_capability == (9, 0)
     stream = device.create_stream()
     image = Program(ADD_ONE, "c++", ProgramOptions(arch="sm_90", std="c++17")).compile("cubin")

@@ -1,4 +1,4 @@
-"""The stand-ins under the sanitizers: they are threads over shared memory, as what they test is."""
+"""The fakes under the sanitizers: they are threads over shared memory, as what they test is."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_clean(sanitizer: str, tmp_path: Path) -> None:
         f"-Wl,-rpath,{lib}",
     ]
     subprocess.run([os.environ.get("CXX") or "g++", *words, *names, "-o", str(program)], check=True, timeout=120)
-    settings = {"STANDIN_DEVICES": "3", "STANDIN_JITTER": "1:200", "STANDIN_TIMEOUT": "60"}
+    settings = {"FAKE_DEVICES": "3", "FAKE_JITTER": "1:200", "FAKE_TIMEOUT": "60"}
     options = {"UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1", "TSAN_OPTIONS": "halt_on_error=1"}
     done = subprocess.run(
         [str(program)], env={**os.environ, **settings, **options}, capture_output=True, text=True, timeout=200

@@ -1,4 +1,4 @@
-"""Streams, events and host functions of the stand-in drivers are as asynchronous, and as bound, as a driver's."""
+"""Streams, events and host functions of the fake drivers are as asynchronous, and as bound, as a driver's."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from ranks import kept
 
 import hetcoll
 from hetcoll import _native
-from hetcoll.gpu.float8 import Passage, two_kinds
+from hetcoll.gpu.float8 import Float8Conversion, two_kinds
 from hetcoll.types import FNUZ_OF, OCP_OF, DType
-from hetcoll.vendor.devices.kernels import convert_name
-from hetcoll.vendor.facts import Gpu
+from hetcoll.vendors.devices.kernels import convert_name
+from hetcoll.vendors.facts import Gpu
 
 # Conversions.
 
@@ -79,7 +79,7 @@ def test_staged_buffers_overlap_as_the_users_do() -> None:
     whole, part = hetcoll.buffers.read_buffer(memory, "", writable=True), memory[30:60]
     inner = hetcoll.buffers.read_buffer(part, "", writable=True)
     for send, recv in ((whole, inner), (inner, whole), (whole, whole)):
-        passage = Passage(send, recv, True, True)
+        passage = Float8Conversion(send, recv, True, True)
         first, second = passage.staged(4096)
         assert first is not None
         assert second is not None
@@ -87,13 +87,13 @@ def test_staged_buffers_overlap_as_the_users_do() -> None:
         assert min(first.ptr, second.ptr) == 4096
         assert passage.nbytes == 100
     other = hetcoll.buffers.read_buffer(memory.copy(), "", writable=True)
-    first, second = Passage(inner, other, True, True).staged(4096)
+    first, second = Float8Conversion(inner, other, True, True).staged(4096)
     assert first is not None
     assert second is not None
     assert not first.overlaps(second)
 
 
-# Calls, on stand-ins.
+# Calls, on fakes.
 
 
 @pytest.fixture(scope="module")

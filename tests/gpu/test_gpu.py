@@ -1,4 +1,4 @@
-"""Collectives and messages on device memory: what NumPy gives, on stand-in GPUs everywhere and on real ones."""
+"""Collectives and messages on device memory: what NumPy gives, on fake GPUs everywhere and on real ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_island_of_two(gpus: Any) -> None:
 
 
 def run_again(comm: hetcoll.Communicator, cases: list[Case]) -> list[int]:
-    """How many calls of each case go the long way when it is run for the second time."""
+    """How many calls of each case go the slow path when it is run for the second time."""
     device = device_of_rank(comm.rank)
     stream = device.stream()
     on, kind = OnGpu(comm, device, stream, quick=True), type(comm)
@@ -63,7 +63,7 @@ def run_again(comm: hetcoll.Communicator, cases: list[Case]) -> list[int]:
 
 
 @pytest.mark.parametrize("islands", [None, "0,1|2"])
-def test_what_was_called_before_takes_the_short_way(gpus: Any, islands: str | None) -> None:
+def test_what_was_called_before_takes_the_fast_path(gpus: Any, islands: str | None) -> None:
     again = cases_of(3, (70_001,))
     cases = [case for case in again if not (case.collective == "alltoall" and case.inplace)]  # another program: long
     for found in gpus(3, islands).run(run_again, cases, timeout=300):
@@ -71,7 +71,7 @@ def test_what_was_called_before_takes_the_short_way(gpus: Any, islands: str | No
 
 
 def messages_again(comm: hetcoll.Communicator) -> int:
-    """How many messages go the long way when each of these is sent for the second time."""
+    """How many messages go the slow path when each of these is sent for the second time."""
     device, other = device_of_rank(comm.rank), 1 - comm.rank
     kind = type(comm)
     Quick.streams[KINDS[device.vendor], device.index] = 0
@@ -120,7 +120,7 @@ def test_the_handle_of_a_short_call_knows_its_library(gpus: Any) -> None:
     assert gpus(2).run(wait_on_another_stream) == [[0, 77]] * 2
 
 
-def test_messages_take_the_short_way_too(gpus: Any) -> None:
+def test_messages_take_the_fast_path_too(gpus: Any) -> None:
     assert gpus(2).run(messages_again) == [3, 3]  # the first of each
 
 

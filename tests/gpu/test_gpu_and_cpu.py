@@ -1,4 +1,4 @@
-"""Ranks without a GPU among ranks with one, of NVIDIA and of AMD, on stand-ins of both runtimes."""
+"""Ranks without a GPU among ranks with one, of NVIDIA and of AMD, on fakes of both runtimes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hetcoll.errors import BufferTypeError, CollectiveMismatchError, CollectiveT
 from hetcoll.gpu import cpu_rank
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.types import DType
-from hetcoll.vendor.devices import cuda, hip
+from hetcoll.vendors.devices import cuda, hip
 
 pytestmark = pytest.mark.fakes
 

@@ -18,8 +18,8 @@ from hetcoll.buffers import Buffer, read_buffer
 from hetcoll.errors import ArgumentError, BufferTypeError
 from hetcoll.gpu import streams
 from hetcoll.types import DType
-from hetcoll.vendor.devices import owner as owners
-from hetcoll.vendor.devices.base import Pointer
+from hetcoll.vendors.devices import owner as owners
+from hetcoll.vendors.devices.base import Pointer
 
 # ----------------------------------------------------------------------------------------------------------- DLPack
 
@@ -173,7 +173,7 @@ def _owners(job: Job) -> list[tuple[str, str, int]]:
     """What the driver says of memory of the second GPU, pinned, managed and ordinary memory."""
     from cuda.bindings import driver
 
-    from hetcoll.vendor.devices import cuda
+    from hetcoll.vendors.devices import cuda
 
     device = cuda.device(1)
     device.activate()

@@ -1,4 +1,4 @@
-"""Whole calls over compressed edges between GPUs, on stand-ins of both vendors, and between those and processors."""
+"""Whole calls over compressed edges between GPUs, on fakes of both vendors, and between those and processors."""
 
 from __future__ import annotations
 

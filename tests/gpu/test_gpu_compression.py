@@ -22,7 +22,7 @@ from hetcoll.plan.order import enqueue_order
 from hetcoll.plan.pipeline import pipelined
 from hetcoll.plan.simulator import check, serialisable
 from hetcoll.types import Collective, DType, Format
-from hetcoll.vendor.devices.kernels import codec_names
+from hetcoll.vendors.devices.kernels import codec_names
 
 Array = np.ndarray[Any, np.dtype[Any]]
 COUNTS = (1, 31, 32, 33, 4099)

@@ -17,8 +17,8 @@ import hetcoll
 from hetcoll.errors import ArgumentError, HetcollError, InitError
 from hetcoll.gpu.vendor_comm import unlike_float8
 from hetcoll.plan.topology import RankInfo, Topology
-from hetcoll.vendor.ccl.native import float8_kind
-from hetcoll.vendor.facts import Facts, Gpu, check_digests
+from hetcoll.vendors.ccl.native import float8_kind
+from hetcoll.vendors.facts import Facts, Gpu, check_digests
 
 H200 = Gpu("cuda", "0000:1a:00.0", "sm_90", "NVIDIA H200", "x", 22809, "OCP", True)
 MI300X = Gpu("hip", "0000:0c:00.0", "gfx942", "AMD Instinct MI300X", "y", 22707, "fnuz", True)
@@ -108,11 +108,11 @@ def test_hosts_without_a_driver_import_nothing_of_a_vendors() -> None:
     """Nor do ranks that use a CPU."""
     code = """
 import sys
-from hetcoll.vendor.facts import visible
+from hetcoll.vendors.facts import visible
 from hetcoll.config.variables import DeviceChoice
 assert visible(DeviceChoice("cpu")) == ([], "")
 assert visible(None) == ([], "")
-assert not [name for name in sys.modules if name.startswith(("cuda", "hip", "rocm", "hetcoll.vendor.devices.cuda"))]
+assert not [name for name in sys.modules if name.startswith(("cuda", "hip", "rocm", "hetcoll.vendors.devices.cuda"))]
 found, why = visible(DeviceChoice("cuda"))
 assert not found and why, why
 """

@@ -31,7 +31,7 @@ from reference import Case
 import hetcoll
 from hetcoll.errors import ArgumentError, CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
 from hetcoll.gpu.array import DeviceArray
-from hetcoll.vendor.devices.base import Device
+from hetcoll.vendors.devices.base import Device
 
 LARGE = 600_001  # float32s: more than one kernel does, in some pieces, in slots that come again
 MIB = (1 << 20) // 4

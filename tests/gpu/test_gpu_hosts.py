@@ -21,7 +21,7 @@ from verdicts import check_lost
 import hetcoll
 from hetcoll.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, PeerLostError
 from hetcoll.gpu.array import DeviceArray
-from hetcoll.gpu.proxy import Relays
+from hetcoll.gpu.proxy import Proxies
 from hetcoll.links.wiring import Wiring
 from hetcoll.plan.topology import RankInfo, Topology
 
@@ -39,7 +39,7 @@ def environment(hosts: str, **settings: Any) -> dict[str, str | tuple[str, ...]]
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Any]:
-    """Ranks with a stand-in GPU each, on hosts: ``gpus("aab")`` has two on one and one on another."""
+    """Ranks with a fake GPU each, on hosts: ``gpus("aab")`` has two on one and one on another."""
 
     def start(hosts: str, *, env: dict[str, str] | None = None, **settings: Any) -> Ranks:
         return Ranks(len(hosts), {**environment(hosts, **settings), **(env or {})})
@@ -53,7 +53,7 @@ def test_every_collective(gpus: Any, hosts: str) -> None:
     check(gpus(hosts), list(cases_of(len(hosts), (0, 1, 5, 1009, 70_001))))
 
 
-def test_islands_that_talk_through_relays(gpus: Any) -> None:
+def test_islands_that_talk_through_proxies(gpus: Any) -> None:
     ranks = gpus("aabb", env={"HETCOLL_ISLANDS": "0,1|2,3"})
     check(ranks, list(cases_of(4, (5, 70_001))))
 
@@ -71,7 +71,7 @@ def test_sockets_go_by_the_cores_of_both_ranks(cores: tuple[int, int], sockets: 
     for rank in range(2):
         wiring: Any = SimpleNamespace(rank=rank, stripes=None)
         nothing: Any = None
-        assert Relays(wiring, nothing, nothing, share).stripes(1 - rank) == sockets
+        assert Proxies(wiring, nothing, nothing, share).stripes(1 - rank) == sockets
 
 
 def test_every_type(gpus: Any) -> None:
@@ -82,7 +82,7 @@ def test_every_type(gpus: Any) -> None:
 
 @pytest.mark.parametrize(("stripes", "count"), [("1", 5_000_003), ("3", LARGE), ("16", 5_000_003)])
 def test_messages_in_many_pieces(gpus: Any, stripes: str, count: int) -> None:
-    """Few of them are reduced: every load and store of a stand-in's kernel is looked at."""
+    """Few of them are reduced: every load and store of a fake's kernel is looked at."""
     cases = [Case("allgather", "bfloat16", count), Case("allreduce", "int64", 300_003, inplace=True)]
     check(gpus("ab", env={"HETCOLL_SOCKET_STRIPES": stripes}), cases)
 

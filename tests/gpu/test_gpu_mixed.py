@@ -1,4 +1,4 @@
-"""GPUs of NVIDIA and of AMD in one communicator, on stand-ins of both runtimes."""
+"""GPUs of NVIDIA and of AMD in one communicator, on fakes of both runtimes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reference import Case
 import hetcoll
 from hetcoll.errors import CollectiveMismatchError, CommunicationError, PeerLostError
 from hetcoll.gpu.array import DeviceArray
-from hetcoll.vendor.devices import hip
+from hetcoll.vendors.devices import hip
 
 pytestmark = pytest.mark.fakes
 

@@ -1,5 +1,5 @@
 """GPUs of NVIDIA's that pose as AMD's, beside NVIDIA's and ranks without one: HIP's calls made to CUDA's driver, and
-NCCL under RCCL's name. On stand-ins everywhere; on real GPUs it is what those of one vendor can prove of two."""
+NCCL under RCCL's name. On fakes everywhere; on real GPUs it is what those of one vendor can prove of two."""
 
 from __future__ import annotations
 

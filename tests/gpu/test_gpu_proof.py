@@ -18,7 +18,7 @@ import hetcoll
 from hetcoll.errors import InitError
 from hetcoll.gpu import path_probe
 from hetcoll.gpu.path_probe import Bytes, pairs_to_try, pattern, try_all, without
-from hetcoll.gpu.proxy import Relays
+from hetcoll.gpu.proxy import Proxies
 from hetcoll.gpu.slots import Edge, SlotSegment
 from hetcoll.plan.rails import Nic
 from hetcoll.plan.topology import RankInfo, Topology
@@ -150,7 +150,7 @@ def test_ways_between_hosts_are_given_up_one_by_one() -> None:
     assert seen[2][1] == "staged: direct and staged-rdma did not work"
 
 
-# On stand-ins.
+# On fakes.
 
 
 def break_slots(rank: int, how: str) -> None:
@@ -335,7 +335,7 @@ def test_a_message_that_nobody_takes_ends_in_time() -> None:
     assert "its first message waits for a call of rank 1" in str(outcome.error)
 
 
-# Between hosts, which stand-ins have sockets for alone: tests/verbs/suite_gpus.py has the other ways.
+# Between hosts, which fakes have sockets for alone: tests/verbs/suite_gpus.py has the other ways.
 
 
 class Shifted:
@@ -344,24 +344,24 @@ class Shifted:
     def __init__(self, queue: Any, slots: int, words: int) -> None:
         self._queue, self._slots, self._words = queue, slots, words
 
-    def add_edge(self, slots: int, ready: int, credit: int, count: int, relay: Any) -> int:
-        return int(self._queue.add_edge(slots + self._slots, ready + self._words, credit, count, relay))
+    def add_edge(self, slots: int, ready: int, credit: int, count: int, proxy: Any) -> int:
+        return int(self._queue.add_edge(slots + self._slots, ready + self._words, credit, count, proxy))
 
 
-def break_relay(how: str) -> None:
+def break_proxy(how: str) -> None:
     """From now on what this rank's GPU has for other hosts lies beside where it should, or nobody is told of it."""
-    edge, by = Relays.edge, (64, 0) if how == "bytes" else (0, 8)
+    edge, by = Proxies.edge, (64, 0) if how == "bytes" else (0, 8)
 
-    def wrong(self: Relays, queue: Any, out: bool, peer: int, channel: int) -> int:
+    def wrong(self: Proxies, queue: Any, out: bool, peer: int, channel: int) -> int:
         return edge(self, Shifted(queue, *by) if out else queue, out, peer, channel)  # type: ignore[arg-type]
 
-    Relays.edge = wrong  # type: ignore[method-assign]
+    Proxies.edge = wrong  # type: ignore[method-assign]
 
 
 def reduce_between_hosts(comm: hetcoll.Communicator, broken: int, how: str) -> tuple[str, ...]:
     path_probe.SECONDS = 5.0
     if comm.rank == broken:
-        break_relay(how)
+        break_proxy(how)
     own = Own(comm, np.full(70_001, comm.rank + 1, np.float32))
     comm.allreduce(own.array).wait(60)
     assert (own.get() == sum(range(1, comm.size + 1))).all()

@@ -15,7 +15,7 @@ import hetcoll
 from hetcoll.errors import DeviceError
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.types import DType, ReduceOp
-from hetcoll.vendor.devices.kernels import reduce_name
+from hetcoll.vendors.devices.kernels import reduce_name
 
 TURNS = {0: ((1, 1), (1, 3)), 1: ((0, 2), (0, 0)), 2: ((1, 3), (1, 1)), 3: ((0, 0), (0, 2))}
 """What each rank calls: 1 and whom it sends to, or 0 and whom it receives from. In turn nobody could begin."""

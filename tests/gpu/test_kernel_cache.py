@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hetcoll.config.env import read_config
-from hetcoll.vendor.devices.kernels import Cache
+from hetcoll.vendors.devices.kernels import Cache
 
 
 def test_what_was_put_comes_back(tmp_path: Path) -> None:
@@ -94,6 +94,6 @@ def test_the_environment_says_where() -> None:
 def test_it_needs_no_launcher() -> None:
     """A job that starts its ranks itself may leave what launchers set half there."""
     env = {name: value for name, value in os.environ.items() if name != "RANK"} | {"WORLD_SIZE": "2"}
-    words = [sys.executable, "-c", "from hetcoll.vendor.devices.kernels.cache import kept; kept()"]
+    words = [sys.executable, "-c", "from hetcoll.vendors.devices.kernels.cache import kept; kept()"]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

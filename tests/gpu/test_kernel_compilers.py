@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from hetcoll.errors import DeviceError
-from hetcoll.vendor.devices import cuda
-from hetcoll.vendor.devices.kernels import modules, source
+from hetcoll.vendors.devices import cuda
+from hetcoll.vendors.devices.kernels import modules, source
 
 SECONDS = 100
 # Clang by its version: 17 knows gfx942. The options are hipRTC's, without the headers and libraries of ROCm.
@@ -115,8 +115,8 @@ def test_clang_compiles_kernels_for_amd(arch: str, tmp_path: Path) -> None:
 
 
 HIPRTC = """
-from hetcoll.vendor.devices import hip
-from hetcoll.vendor.devices.kernels import modules, source
+from hetcoll.vendors.devices import hip
+from hetcoll.vendors.devices.kernels import modules, source
 from hetcoll.errors import DeviceError
 
 for arch in ("gfx90a:sramecc+:xnack-", "gfx1030"):

@@ -1,6 +1,6 @@
 """NCCL and RCCL as islands: found, joined within a deadline, called by address, failing in words, ended at once.
 
-They are the stand-ins: libraries of the same functions, over the stand-in driver's devices.
+They are the fakes: libraries of the same functions, over the fake driver's devices.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ranks import Job, Ranks, close_all, elapsed, wait_until
 
 from hetcoll.errors import ArgumentError, CommunicationError, DeviceError, InitError
 from hetcoll.types import COMPLEX, FLOATS, DType, ReduceOp, supports
-from hetcoll.vendor.ccl import nccl, rccl
-from hetcoll.vendor.ccl.finding import Finder, loaded
-from hetcoll.vendor.ccl.library import Island, Library
-from hetcoll.vendor.ccl.native import BYTES, Native, native
+from hetcoll.vendors.ccl import nccl, rccl
+from hetcoll.vendors.ccl.finding import Finder, loaded
+from hetcoll.vendors.ccl.library import Island, Library
+from hetcoll.vendors.ccl.native import BYTES, Native, native
 
 FINDERS = {"cuda": nccl, "hip": rccl}
-VERSIONS = {"cuda": "2.28.9", "hip": "2.27.7"}  # of the stand-ins
+VERSIONS = {"cuda": "2.28.9", "hip": "2.27.7"}  # of the fakes
 SECONDS = 10.0
 _P, _I, _Z = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _ALL_REDUCE = ctypes.CFUNCTYPE(_I, _P, _P, _Z, _I, _I, _P, _P)
@@ -170,7 +170,7 @@ _here: dict[str, Any] = {}
 
 
 def _prepare(job: Job, vendor: str) -> None:
-    driver = importlib.import_module(f"hetcoll.vendor.devices.{vendor}")
+    driver = importlib.import_module(f"hetcoll.vendors.devices.{vendor}")
     _here["library"] = FINDERS[vendor].library()
     _here["device"] = driver.device(job.rank % len(driver.devices()))
 
@@ -211,7 +211,7 @@ def _reduces(job: Job) -> None:
     for dtype in DType:
         for op in ReduceOp:
             how = native(dtype, op, "sm_90", 22800) if supports(dtype, op) else None
-            if how is None or how.dtype >= 10:  # the stand-in is old enough to have no fp8
+            if how is None or how.dtype >= 10:  # the fake is old enough to have no fp8
                 continue
             low = 0 if dtype is DType.BOOL or dtype.label.startswith("u") else -3
             terms = rng.integers(low, 2 if dtype is DType.BOOL else 4, (job.size, 33))
@@ -315,7 +315,7 @@ def _hang_and_abort(job: Job) -> float:
 
 def test_abort_ends_what_waits_for_a_peer(members: Callable[..., Ranks]) -> None:
     ranks = _formed(members)
-    assert ranks.run(_hang_and_abort)[0] < 7  # the stand-in itself would end it after 8
+    assert ranks.run(_hang_and_abort)[0] < 7  # the fake itself would end it after 8
     ranks.run(_end_quietly)
 
 
@@ -382,7 +382,7 @@ def test_wrong_arguments_are_refused(rank: int, nbytes: int) -> None:
 
 
 def test_the_scalars_of_bfloat16_are_rounded_to_nearest() -> None:
-    from hetcoll.vendor.ccl.library import _scalar
+    from hetcoll.vendors.ccl.library import _scalar
 
     for value in (1 / 3, 0.1, 1.0, 1e-3, 2 / 7):
         assert _scalar(value, DType.BFLOAT16) == ml_dtypes.bfloat16(value).tobytes()

@@ -24,9 +24,9 @@ import pytest
 from hetcoll.config.env import Config
 from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
 from hetcoll.rendezvous import auth, control, store
+from hetcoll.rendezvous.acceptor import Acceptor
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.control import WORLD, ControlClient, Event, Left, Lost, Query, StoreLost, Verdict
-from hetcoll.rendezvous.door import Door
 from hetcoll.rendezvous.sockets import receive_exactly
 from hetcoll.rendezvous.unique_id import UniqueId
 
@@ -429,7 +429,7 @@ def test_idle_strangers_do_not_keep_ranks_out_however_many_and_however_long(uniq
 
 def test_a_claim_that_lies_there_counts_however_late_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that gets no processor for a while turns nobody away who has answered."""
-    monkeypatch.setattr("hetcoll.rendezvous.door.HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr("hetcoll.rendezvous.acceptor.HANDSHAKE_SECONDS", 0.05)
     admitted: list[str] = []
     server = socket.create_server(("127.0.0.1", 0))
     with selectors.DefaultSelector() as selector, socket.create_connection(server.getsockname()) as sock:
@@ -438,22 +438,22 @@ def test_a_claim_that_lies_there_counts_however_late_it_is_read(monkeypatch: pyt
             admitted.append(name)
             guest.close()
 
-        door = Door(selector, [server], bytes(32), auth.Service.STORE, b"", admit)
-        door.prepare()
+        acceptor = Acceptor(selector, [server], bytes(32), auth.Service.STORE, b"", admit)
+        acceptor.prepare()
         for key, _ in selector.select(10):
             key.data(key)
         sock.setblocking(False)
         greeting = receive_exactly(sock, auth.GREETING.size, time.monotonic() + 10)
         sock.sendall(auth.Response(bytes(32), greeting).claim)
         time.sleep(0.1)
-        door.prepare()
+        acceptor.prepare()
         assert len(admitted) == 1
-        door.close()
+        acceptor.close()
 
 
 def test_a_silent_connection_is_closed_after_its_time(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetcoll.rendezvous.door.HANDSHAKE_SECONDS", 0.3)
-    monkeypatch.setattr("hetcoll.rendezvous.door.MAX_PENDING", 4)
+    monkeypatch.setattr("hetcoll.rendezvous.acceptor.HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr("hetcoll.rendezvous.acceptor.MAX_PENDING", 4)
     silent = [socket.create_connection(unique_id.addresses[-1]) for _ in range(20)]
     client = ControlClient(unique_id, 0, 1, 10)  # waits for its turn behind them
     for sock in silent:

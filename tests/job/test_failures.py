@@ -78,7 +78,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 def call_one_of(comm: hetcoll.Communicator, name: str, warm: bool) -> None:
-    """`warm`: first both calls as they should be, so that the wrong ones take the short way."""
+    """`warm`: first both calls as they should be, so that the wrong ones take the fast path."""
     first, others = MISTAKES[name]
     if warm:
         first(comm)
@@ -474,7 +474,7 @@ def be_interrupted(comm: hetcoll.Communicator, how: str) -> None:
     main = threading.get_ident()
 
     def interrupt() -> None:
-        wait_until(lambda: comm._host.witness.inside(main) is not None)
+        wait_until(lambda: comm._host.reporter.inside(main) is not None)
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGINT)
 

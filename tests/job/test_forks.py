@@ -50,7 +50,7 @@ def refused(call: Callable[[], Any]) -> bool:
 
 
 def fork_idle(comm: hetcoll.Communicator) -> tuple[int, float]:
-    """The child may not use the communicator, by the short way or the long; the parent goes on."""
+    """The child may not use the communicator, by the fast path or the long; the parent goes on."""
     x = np.ones(4)
     comm.allreduce(x)
     calls = [lambda: comm.allreduce(x), comm.barrier, lambda: comm.split(0)]

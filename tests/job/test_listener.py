@@ -178,8 +178,8 @@ def test_sharing_ends_when_a_rank_that_is_waited_for_is_lost() -> None:
 
 
 def test_a_connection_that_proves_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetcoll.rendezvous.door.HANDSHAKE_SECONDS", 0.3)
-    monkeypatch.setattr("hetcoll.rendezvous.door.MAX_PENDING", 3)
+    monkeypatch.setattr("hetcoll.rendezvous.acceptor.HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr("hetcoll.rendezvous.acceptor.MAX_PENDING", 3)
     ours, theirs = Listener(Config(), SECRET, loopback=True), Listener(Config(), SECRET, loopback=True)
     silent = [socket.create_connection(theirs.addresses[0][:2]) for _ in range(10)]
     silent[0].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(200))

@@ -1,4 +1,4 @@
-"""What every device must do: `hetcoll.vendor.devices.base`, on a GPU or over a stand-in.
+"""What every device must do: `hetcoll.vendors.devices.base`, on a GPU or over a fake.
 
 Each check takes a device; `CHECKS` has them all by name.
 """
@@ -26,21 +26,21 @@ from kernel_checks import Bytes, Launch
 
 from hetcoll.errors import ArgumentError, DeviceError
 from hetcoll.types import DType, ReduceOp
-from hetcoll.vendor.devices import base
-from hetcoll.vendor.devices.calls import Calls
-from hetcoll.vendor.devices.kernels import Cache, KernelTable, modules, source
+from hetcoll.vendors.devices import base
+from hetcoll.vendors.devices.calls import Calls
+from hetcoll.vendors.devices.kernels import Cache, KernelTable, modules, source
 
 if TYPE_CHECKING:
-    from hetcoll.vendor.devices.base import Device
+    from hetcoll.vendors.devices.base import Device
 
 SECONDS = 30.0
 
 
 def open_device(vendor: str, index: int = 0) -> Device:
     if vendor == "cuda":
-        from hetcoll.vendor.devices import cuda as module
+        from hetcoll.vendors.devices import cuda as module
     else:
-        from hetcoll.vendor.devices import hip as module
+        from hetcoll.vendors.devices import hip as module
     assert module.why_not() is None, module.why_not()
     return module.device(index)
 
@@ -137,9 +137,9 @@ def check_identity(device: Device) -> None:
 def check_currency(device: Device) -> None:
     """Work on a device changes nobody's current device; every thread has its own."""
     if device.vendor == "cuda":
-        from hetcoll.vendor.devices import cuda as module
+        from hetcoll.vendors.devices import cuda as module
     else:
-        from hetcoll.vendor.devices import hip as module
+        from hetcoll.vendors.devices import hip as module
     other = module.device(1) if len(module.devices()) > 1 else device
     device.activate()
     other.free(other.allocate(64))

@@ -15,14 +15,14 @@ from reference import Case
 import hetcoll
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.types import OCP_OF, DType, ReduceOp, supports
-from hetcoll.vendor.devices.base import Device
+from hetcoll.vendors.devices.base import Device
 
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "alltoall")
 
 
 def device_of_rank(rank: int) -> Device:
     """Of the vendor whose GPUs the process sees; of both, the one that HETCOLL_DEVICE names."""
-    from hetcoll.vendor.devices import cuda, hip
+    from hetcoll.vendors.devices import cuda, hip
 
     posing = os.environ.get("HETCOLL_DEVICE") == "hip"
     found = cuda.devices() if cuda.why_not() is None and not posing else hip.devices()

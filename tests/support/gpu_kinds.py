@@ -13,8 +13,8 @@ from reference import Case
 
 import hetcoll
 from hetcoll.gpu.array import DeviceArray
-from hetcoll.vendor.devices import cuda, hip
-from hetcoll.vendor.devices.base import Device
+from hetcoll.vendors.devices import cuda, hip
+from hetcoll.vendors.devices.base import Device
 
 VENDOR: dict[str, str | None] = {"n": "cuda", "a": "hip", "c": None}
 
@@ -28,7 +28,7 @@ def start(kinds: str, join: bool = True, place: str = STAND_INS, **settings: Any
 
 
 def start_gpus(gpus: str, **settings: Any) -> Ranks:
-    """Stand-in ranks with a GPU each: "nna" has two of NVIDIA's and one of AMD's.
+    """Fake ranks with a GPU each: "nna" has two of NVIDIA's and one of AMD's.
 
     Settings in capitals are variables.
     """

@@ -1,4 +1,4 @@
-"""Where tests of GPU collectives run: on stand-ins everywhere, and on NVIDIA's GPUs where there are enough."""
+"""Where tests of GPU collectives run: on fakes everywhere, and on NVIDIA's GPUs where there are enough."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import fakes
 import pytest
 from ranks import Env, Ranks
 
-from hetcoll.vendor.devices import cuda
+from hetcoll.vendors.devices import cuda
 
-STAND_INS, REAL = "stand-ins", "GPUs"
+STAND_INS, REAL = "fakes", "GPUs"
 PLACES = [pytest.param(STAND_INS, marks=pytest.mark.fakes), pytest.param(REAL, marks=pytest.mark.cuda)]
 
 
@@ -26,7 +26,7 @@ def ranks_on(
     place: str, vendors: Sequence[str | None], more: Env | None = None, *, join: bool = True, **settings: object
 ) -> Ranks:
     """Ranks with these vendors' GPUs, one each: None is a CPU, "posing" NVIDIA's that pose as AMD's. `settings` are
-    those of stand-ins (`fakes`): GPUs are late and share hardware queues as they are."""
+    those of fakes (`fakes`): GPUs are late and share hardware queues as they are."""
     if place == STAND_INS:
         env = fakes.environments(vendors, len(vendors), **settings)
         return Ranks(len(vendors), {**env, **(more or {})}, join=join)

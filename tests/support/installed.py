@@ -48,7 +48,7 @@ def need_jax() -> None:
 
 def why_no_jax_gpus() -> str:
     """What is missing for two GPUs in JAX, or nothing."""
-    from hetcoll.vendor.devices import cuda
+    from hetcoll.vendors.devices import cuda
 
     if (why := cuda.why_not()) is not None:
         return str(why)

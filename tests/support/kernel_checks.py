@@ -1,4 +1,4 @@
-"""What every build of the GPU kernels must do, wherever it runs: compiled as plain C++, over a stand-in, on a GPU.
+"""What every build of the GPU kernels must do, wherever it runs: compiled as plain C++, over a fake, on a GPU.
 
 The host's kernels are the reference: the same bits, but that any NaN is as good as another.
 """
@@ -17,7 +17,7 @@ from elements import AVERAGED, NARROW, NUMPY, Array, assert_same, bit_patterns, 
 
 from hetcoll import _native
 from hetcoll.types import DType, ReduceOp
-from hetcoll.vendor.devices.kernels import (
+from hetcoll.vendors.devices.kernels import (
     ONESHOT_RANKS,
     KernelTable,
     Oneshot,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import hetcoll
 from hetcoll.buffers import Buffer, read_buffer
-from hetcoll.vendor.devices.base import Device
+from hetcoll.vendors.devices.base import Device
 
 Array = NDArray[Any]
 KINDS = {"cuda": 2, "hip": 10}  # dlpack.h: kDLCUDA, kDLROCM

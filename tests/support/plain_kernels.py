@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from kernel_checks import Bytes, Launch
 
-from hetcoll.vendor.devices.kernels import modules, source
-from hetcoll.vendor.devices.kernels.source import module_of
+from hetcoll.vendors.devices.kernels import modules, source
+from hetcoll.vendors.devices.kernels.source import module_of
 
 FLAGS = "-std=c++20 -ffp-contract=off -Wall -Wextra -fPIC -shared -x c++"
 SECONDS = 100.0

@@ -322,7 +322,7 @@ class Resources:
             ("mappings", self.maps - before.maps),
         ):
             # Kernels stay loaded until the process ends.
-            parts += [f"{n} {kind} of {what}" for what, n in held.items() if "standin-module" not in what]
+            parts += [f"{n} {kind} of {what}" for what, n in held.items() if "fake-module" not in what]
         return ", ".join(parts)
 
 

@@ -2,7 +2,7 @@
 
 `Posing` shows PyTorch's CUDA tensors to hetcoll as AMD's: with the environment of `fakes.posing` everything below a
 rank's process group is then HIP's, over a libamdhip64 that calls CUDA's driver. `ThroughGpu` carries CPU tensors over
-stand-in GPUs: their bytes go into a device's memory, the collective takes place there, and they come back.
+fake GPUs: their bytes go into a device's memory, the collective takes place there, and they come back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import hetcoll
 from hetcoll.buffers import Buffer, read_buffer
 
 if TYPE_CHECKING:
-    from hetcoll.vendor.devices.base import Device
+    from hetcoll.vendors.devices.base import Device
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ def test_small_rings(pool: Launch, read: str) -> None:
 
 
 def _trials(comm: hetcoll.Communicator) -> None:
-    """Both ways of each band of messages (native/transport/shm/ways.h), and from one to the other."""
+    """Both ways of each band of messages (native/transport/shm/protocol_choice.h), and from one to the other."""
     other = 1 - comm.rank
     for nbytes in (16 << 10, 40_000, 100_000, 200_000, 300_000, 700_000, 32 << 20):
         a, b = np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)

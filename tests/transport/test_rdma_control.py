@@ -24,7 +24,7 @@ from hetcoll.plan.rails import MOST_RAILS, Nic, pair_up
 from hetcoll.plan.topology import RankInfo, Topology
 from hetcoll.plan.tuner import choose
 from hetcoll.types import Collective
-from hetcoll.vendor.devices.base import DmaBuf
+from hetcoll.vendors.devices.base import DmaBuf
 
 # Rails --------------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""RDMA discovery without devices: a made-up tree of sysfs and a stand-in for pyverbs with the calls that are used."""
+"""RDMA discovery without devices: a made-up tree of sysfs and a fake for pyverbs with the calls that are used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import pytest
 
-import hetcoll.links.verbs.offer
+import hetcoll.links.verbs.local_nics
 from hetcoll.config.env import Config
 from hetcoll.config.variables import DeviceFilter
 from hetcoll.links.verbs import library, nics, pci
@@ -290,7 +290,7 @@ def test_ports_near_the_ranks_gpu_come_first(
     assert [device for device, _ in order(None)] == ["mlx5_0", "mlx5_1", "mlx5_2"]  # near core 5
 
     # A rank that sees several GPUs says which it uses with its first array.
-    opened = hetcoll.links.verbs.offer.Offer.__new__(hetcoll.links.verbs.offer.Offer)
+    opened = hetcoll.links.verbs.local_nics.LocalNics.__new__(hetcoll.links.verbs.local_nics.LocalNics)
     opened.nics = tuple(Nic(f"{name}:1", ETHERNET, "10.0.0.1", "") for name in cards)
     opened._numbers = [4, 5, 6]
     wiring = Wiring.__new__(Wiring)
@@ -303,7 +303,7 @@ def test_ports_near_the_ranks_gpu_come_first(
     def offer(*given: Any) -> None:
         raise RecordedError(given[-1])
 
-    monkeypatch.setattr(hetcoll.links.verbs.offer, "Offer", offer)
+    monkeypatch.setattr(hetcoll.links.verbs.local_nics, "LocalNics", offer)
     for buses, near in ((["0000:3d:00.0"], gpu), (["0000:3d:00.0", "0000:50:00.0"], None), (["0000:99:00.0"], None)):
         wiring = Wiring.__new__(Wiring)
         wiring._config, wiring._gpus = Config(transport="verbs"), buses

@@ -22,7 +22,7 @@ PRELOADED = (
     "hetcoll",
     "hetcoll.cli.patterns",
     "hetcoll.plan.tuner",
-    "hetcoll.links.verbs.offer",
+    "hetcoll.links.verbs.local_nics",
     "ml_dtypes",
     "pytest",
 )

@@ -1,4 +1,4 @@
-"""What the suites on GPUs share: stand-in devices in guests, and the cases that run on them."""
+"""What the suites on GPUs share: fake devices in guests, and the cases that run on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reference import Case
 
 import hetcoll
 from hetcoll.errors import RegistrationError
-from hetcoll.gpu.proxy import Relays
+from hetcoll.gpu.proxy import Proxies
 from hetcoll.links.verbs import offer, pci
 from hetcoll.links.verbs.memory import Memory
 
@@ -61,15 +61,15 @@ def direct(pool: Pool, vendors: str, **env: Any) -> Ranks:
 
 def sealed(_: object = None) -> None:
     """From now on no processor can touch the slots that this rank's device has for messages."""
-    register = Relays._register
+    register = Proxies._register
 
-    def seal(relays: Relays, address: int, nbytes: int, gpu: Any) -> Any:
-        lease = register(relays, address, nbytes, gpu)
+    def seal(proxies: Proxies, address: int, nbytes: int, gpu: Any) -> Any:
+        lease = register(proxies, address, nbytes, gpu)
         if gpu is not None:
             fakes.seal(address)
         return lease
 
-    Relays._register = seal  # type: ignore[method-assign]
+    Proxies._register = seal  # type: ignore[method-assign]
 
 
 def refuse(comm: hetcoll.Communicator, rank: int) -> None:
@@ -101,8 +101,8 @@ class Shifted:
     def __init__(self, queue: Any, slots: int, words: int) -> None:
         self._queue, self._slots, self._words = queue, slots, words
 
-    def add_edge(self, slots: int, ready: int, credit: int, count: int, relay: Any) -> int:
-        return int(self._queue.add_edge(slots + self._slots, ready + self._words, credit, count, relay))
+    def add_edge(self, slots: int, ready: int, credit: int, count: int, proxy: Any) -> int:
+        return int(self._queue.add_edge(slots + self._slots, ready + self._words, credit, count, proxy))
 
 
 def misplace(comm: hetcoll.Communicator, rank: int, ways: tuple[str, ...], how: str) -> None:
@@ -110,14 +110,14 @@ def misplace(comm: hetcoll.Communicator, rank: int, ways: tuple[str, ...], how: 
     is told that it is there ("signal")."""
     if comm.rank != rank:
         return
-    edge, by = Relays.edge, (64, 0) if how == "bytes" else (0, 8)
+    edge, by = Proxies.edge, (64, 0) if how == "bytes" else (0, 8)
     me = comm.rank
 
-    def wrong(relays: Relays, queue: Any, out: bool, peer: int, channel: int) -> int:
-        broken = out and relays._share.topology.way(me, peer) in ways
-        return edge(relays, Shifted(queue, *by) if broken else queue, out, peer, channel)  # type: ignore[arg-type]
+    def wrong(proxies: Proxies, queue: Any, out: bool, peer: int, channel: int) -> int:
+        broken = out and proxies._share.topology.way(me, peer) in ways
+        return edge(proxies, Shifted(queue, *by) if broken else queue, out, peer, channel)  # type: ignore[arg-type]
 
-    Relays.edge = wrong  # type: ignore[method-assign]
+    Proxies.edge = wrong  # type: ignore[method-assign]
 
 
 def told(comm: hetcoll.Communicator) -> tuple[dict[str, int], tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""One of two guests that are the two hosts of a job: gpus_two_hosts.py HOST. Each has two stand-in GPUs, the first
+"""One of two guests that are the two hosts of a job: gpus_two_hosts.py HOST. Each has two fake GPUs, the first
 NVIDIA's and the second AMD's.
 
 The vendors' libraries join the GPUs of a host, and RDMA goes between the hosts over two networks, from memory of one
@@ -48,7 +48,7 @@ def rank_main(rank: int) -> None:
     os.environ |= mine | {"RANK": str(rank), "HETCOLL_ISLANDS": "auto"}
     fakes.load()
     sealed()
-    path_probe.SECONDS = 60.0  # four ranks and their stand-ins share what this machine's processors emulate
+    path_probe.SECONDS = 60.0  # four ranks and their fakes share what this machine's processors emulate
     with hetcoll.init() as comm:
         run_on_gpu(comm, [*GPUS, Case("allreduce", count=COUNT, inplace=True)])
         told = comm.explain("allreduce", COUNT * 4).paths

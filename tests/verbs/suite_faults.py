@@ -252,7 +252,7 @@ def receive_into_dead_keys(comm: hetcoll.Communicator, messages: int) -> None:
         for i in range(messages):
             if comm.rank == 0:
                 if i == 0:
-                    wait_until(lambda: comm.counters()["invitations"] > 0, 30)
+                    wait_until(lambda: comm.counters()["clear_to_sends"] > 0, 30)
                 comm.send(data + i, 1)
             else:
                 comm.recv(got, 0)

@@ -1,4 +1,4 @@
-"""In a guest: stand-in GPUs of both vendors that exchange their memory by RDMA over real verbs.
+"""In a guest: fake GPUs of both vendors that exchange their memory by RDMA over real verbs.
 
 What devices hold for messages is registered by its address, as peer memory is, and then sealed: a processor that
 touches it is killed. So all that arrives went from one device's memory straight to the other's.
@@ -71,13 +71,13 @@ def test_devices_near_the_gpu_that_is_used_come_first(launch: Launch, vendors: s
 
 
 def links_to_gpus(comm: hetcoll.Communicator) -> list[Any]:
-    """Of this rank's relay, or, without a GPU, of its engine, where they have channels of their own."""
+    """Of this rank's proxy, or, without a GPU, of its engine, where they have channels of their own."""
     path = comm._gpus.executor
     if path is None:
         return [link for link in json.loads(comm._engine.links()) if link["channel"] >= CHANNELS]
-    relay = path._relays._relay
-    assert relay is not None
-    return list(json.loads(relay.links()))
+    proxy = path._proxies._proxy
+    assert proxy is not None
+    return list(json.loads(proxy.links()))
 
 
 def test_pinned_slots_by_rdma(pool: Pool) -> None:
@@ -91,7 +91,7 @@ def test_pinned_slots_by_rdma(pool: Pool) -> None:
 
 
 def test_a_rank_without_a_gpu(pool: Pool) -> None:
-    """Its engine's RDMA meets the relay's: pinned slots at one end, the user's memory at the other."""
+    """Its engine's RDMA meets the proxy's: pinned slots at one end, the user's memory at the other."""
     ranks = direct(pool, "nc")
     ranks.run(run_on_own, GPUS[::4], timeout=200)
     (gpu, _), (_, cpu) = ranks.run(told)
@@ -157,5 +157,5 @@ def test_the_way_that_was_asked_for_and_fails_is_an_error_on_all_ranks(launch: L
         assert "(HETCOLL_CROSS=direct leaves no other way)" in str(outcome.error)
 
 
-def test_stand_ins_of_both_vendors_are_here() -> None:
+def test_fakes_of_both_vendors_are_here() -> None:
     assert [fakes.why_not(vendor) for vendor in ("cuda", "hip")] == [None, None]

@@ -1,4 +1,4 @@
-"""In a guest: what becomes of RDMA between the memory of stand-in GPUs when cables fail. See suite_gpus."""
+"""In a guest: what becomes of RDMA between the memory of fake GPUs when cables fail. See suite_gpus."""
 
 from __future__ import annotations
 

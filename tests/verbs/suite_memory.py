@@ -15,7 +15,7 @@ from cables import kernel_objects, verbs
 from ranks import Job, Ranks, Resources, wait_until
 
 import hetcoll
-from hetcoll.vendor.devices.base import DmaBuf
+from hetcoll.vendors.devices.base import DmaBuf
 
 Launch = Callable[..., Ranks]
 COUNT = 100_000

@@ -42,13 +42,13 @@ def test_two_guests_as_two_hosts() -> None:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_guests_start_once_more_where_qemu_dies(times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = tmp_path / "qemu-system-x86_64"
-    stand_in.write_text(f"""#!/bin/sh
+    fakes = tmp_path / "qemu-system-x86_64"
+    fakes.write_text(f"""#!/bin/sh
         echo >>{tmp_path}/starts
         [ $(wc -l <{tmp_path}/starts) -gt {times} ] || kill -SEGV $$
-        exec {shutil.which(stand_in.name)} "$@"
+        exec {shutil.which(fakes.name)} "$@"
     """)
-    stand_in.chmod(0o755)
+    fakes.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     dies = contextlib.nullcontext() if times == 1 else pytest.raises(AssertionError, match="SIGSEGV")
     with dies, pytest.warns(UserWarning, match="QEMU died"):

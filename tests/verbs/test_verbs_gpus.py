@@ -1,4 +1,4 @@
-"""Stand-in GPUs of both vendors that exchange their memory over real kernel verbs, in guests (tests/verbs)."""
+"""Fake GPUs of both vendors that exchange their memory over real kernel verbs, in guests (tests/verbs)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.verbs, pytest.mark.calm, pytest.mark.fakes, pytest.mar
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels(guests: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What stand-in devices run, compiled before there are guests."""
+    """What fake devices run, compiled before there are guests."""
     fakes.require("both")
     fakes.build()
     paths = [*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -53,9 +53,9 @@ struct Edge {
 // two journeys that a line of a ring makes for each message, there and back, one is spared. Between two ranks and on
 // one channel there are 2 * kHands, half of which are either's at first. They are used where messages go both ways, and
 // run out where more go one way: then there is the ring.
-class Hand {
+class RecycledSlots {
  public:
-  Hand(const ShmSegment& segment, int me, int other, int channel) {
+  RecycledSlots(const ShmSegment& segment, int me, int other, int channel) {
     const int low = std::min(me, other), high = std::max(me, other);
     const std::size_t bytes = segment.layout().hand_bytes;
     for (std::size_t i = 0; i < kHands; ++i) {
@@ -87,7 +87,8 @@ class Hand {
 // What the ends of one rank toward one peer know of each other, so that a fragment can come and go back in one slot.
 struct Neighbour {
   Neighbour(const ShmSegment& segment, int me, int other)
-      : hands{Hand(segment, me, other, 0), Hand(segment, me, other, 1), Hand(segment, me, other, 2)} {
+      : hands{RecycledSlots(segment, me, other, 0), RecycledSlots(segment, me, other, 1),
+              RecycledSlots(segment, me, other, 2)} {
     static_assert(kChannels == 3);
   }
 
@@ -99,7 +100,7 @@ struct Neighbour {
     std::uint64_t fragment = 0;
   };
   std::array<Open, kChannels> open;
-  std::array<Hand, kChannels> hands;
+  std::array<RecycledSlots, kChannels> hands;
   // For each header line of the sending end of a channel: the last fragment there whose return was read, plus one.
   std::array<std::array<std::uint64_t, kLines>, kChannels> home{};
 };

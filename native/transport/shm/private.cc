@@ -117,16 +117,16 @@ bool SharedCopy::TakeBack(std::size_t nbytes, Piece& piece) {
   return true;
 }
 
-void Invitations::Add(const ShmPieces& pieces, const ShmOwner& sender) {
+void CopyingSenders::Add(const ShmPieces& pieces, const ShmOwner& sender) {
   std::lock_guard lock(mutex_);
-  guests_.emplace_back(&pieces, &sender);
+  senders_.emplace_back(&pieces, &sender);
 }
 
-void Invitations::Settle() {
+void CopyingSenders::Settle() {
   constexpr std::int64_t kMostNs = 1'000'000'000;
   std::lock_guard lock(mutex_);
   const std::int64_t start = NowNs();
-  for (const auto& [pieces, sender] : guests_) {
+  for (const auto& [pieces, sender] : senders_) {
     while (pieces->writing.load(std::memory_order_seq_cst) != 0 && NowNs() - start < kMostNs) {
       const bool alive = PrivateMemory(*sender, -1).Try();
       // A process that ends has threads that are in the kernel for a moment longer.

@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "transport/shm/protocol_choice.h"
 #include "transport/shm/shm.h"
-#include "transport/shm/ways.h"
 
 namespace hetcoll {
 
@@ -26,7 +26,7 @@ inline constexpr std::size_t kPrivateFragment = std::size_t{4} << 20;
 // The lengths of messages that are read in this way, where it works. Where slots are claimed, two copies through them
 // are faster than the kernel's look at every page, unless pages are huge; elsewhere hardly ever
 // (docs/performance.md, "Slots, or the sender's memory").
-// Of those of middle length Ways decides, where it is asked (ShmSegment::weighs).
+// Of those of middle length ProtocolChoice decides, where it is asked (ShmSegment::weighs).
 struct PrivateLengths {
   struct Range {
     std::size_t any = SIZE_MAX;   // from here on in any pages
@@ -44,7 +44,7 @@ struct PrivateLengths {
       of(Use::kStored).huge = 2048 * kKiB;
     } else {
       // What no cache holds is better stored around it.
-      of(Use::kExchanged) = {.any = 64 * kKiB, .most = Ways::kUncached - 1};
+      of(Use::kExchanged) = {.any = 64 * kKiB, .most = ProtocolChoice::kUncached - 1};
       of(Use::kStored).any = 256 * kKiB;
       of(Use::kSummed).any = 1024 * kKiB;
     }
@@ -138,7 +138,7 @@ class SharedCopy {
 };
 
 // Who was invited to write into this rank's memory.
-class Invitations {
+class CopyingSenders {
  public:
   void Add(const ShmPieces& pieces, const ShmOwner& sender);
   // Once this rank has withdrawn: returns when nobody writes into its memory any more. A process that was stopped just
@@ -147,7 +147,7 @@ class Invitations {
 
  private:
   std::mutex mutex_;  // who fails a communicator may be another thread than the one that moves its data
-  std::vector<std::pair<const ShmPieces*, const ShmOwner*>> guests_;
+  std::vector<std::pair<const ShmPieces*, const ShmOwner*>> senders_;
 };
 
 }  // namespace hetcoll

@@ -7,7 +7,7 @@
 #include "kernels/kernels.h"
 #include "transport/shm/edge.h"
 #include "transport/shm/private.h"
-#include "transport/shm/ways.h"
+#include "transport/shm/protocol_choice.h"
 
 namespace hetcoll {
 namespace {
@@ -29,10 +29,11 @@ class ShmRecv final : public RecvEnd {
         memory_(segment.owner(other), peer),
         shared_(*edge_.pieces),
         sender_(segment.owner(other)),
-        invitations_(segment.invitations()),
+        copying_senders_(segment.copying_senders()),
         segment_(segment),
         loans_(segment.loans()),
-        least_private_(segment.weighs() ? Ways::kLeast : PrivateLengths(segment.reads(), segment.policy()).Least()),
+        least_private_(segment.weighs() ? ProtocolChoice::kLeast
+                                        : PrivateLengths(segment.reads(), segment.policy()).Least()),
         peer_(peer),
         base_(segment.base()) {
     for (int back = 0; back < kChannels; ++back) {
@@ -192,7 +193,7 @@ class ShmRecv final : public RecvEnd {
   // False while the sender still writes a piece.
   bool CopyWithSender(std::byte* dst) {
     if (!inviting_) {
-      if (!invited_) invitations_.Add(*edge_.pieces, sender_);
+      if (!invited_) copying_senders_.Add(*edge_.pieces, sender_);
       inviting_ = invited_ = true;
       shared_.Open(seen_ + 1, dst);
       written_ += SharedCopy::Pieces(size_);
@@ -218,14 +219,14 @@ class ShmRecv final : public RecvEnd {
     read_ = place_ == ShmPlace::kPrivate;
     if (!read_ && place_ != ShmPlace::kSlot && place_ != ShmPlace::kHanded) return false;
     const ShmLine::Where& where = line.where;
-    if (where.band < 0 || where.band >= Ways::kBands) return false;
+    if (where.band < 0 || where.band >= ProtocolChoice::kBands) return false;
     band_ = where.band;
     ways_.Began(band_);
     if (edge_.credit->asked.load(std::memory_order_relaxed) != ways_.asked()) {
       edge_.credit->asked.store(ways_.asked(), std::memory_order_relaxed);
     }
     // The first fragment was copied in before, or all of them were.
-    const float parts = Ways::Streams(band_) ? 1 : static_cast<float>(m.total) / static_cast<float>(size_);
+    const float parts = ProtocolChoice::Streams(band_) ? 1 : static_cast<float>(m.total) / static_cast<float>(size_);
     copied_in_ns_ = static_cast<float>(where.copied_ns) * parts;
     total_ = m.total;
     began_ = NowNs();
@@ -251,20 +252,20 @@ class ShmRecv final : public RecvEnd {
   StorePolicy& policy_;
   std::shared_ptr<Neighbour> neighbour_;
   Neighbour::Open& open_;  // ours, for the sending ends
-  Hand& hand_;
+  RecycledSlots& hand_;
   std::size_t hand_bytes_;
   PrivateMemory memory_;
   SharedCopy shared_;
   const ShmOwner& sender_;
-  Invitations& invitations_;
+  CopyingSenders& copying_senders_;
   const ShmSegment& segment_;
-  Loans& loans_;
+  BorrowedBuffers& loans_;
   int lender_ = 0;             // whose what lies on a heap is
   bool invited_ = false;       // ever
   bool inviting_ = false;      // to this fragment
   std::uint64_t written_ = 0;  // pieces that the sender will have written once it is there
   std::size_t least_private_;
-  Ways ways_;
+  ProtocolChoice ways_;
   bool timed_ = false;  // this long message is; the next five are about it
   bool read_ = false;
   int band_ = 0;

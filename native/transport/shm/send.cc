@@ -5,7 +5,7 @@
 #include "kernels/kernels.h"
 #include "transport/shm/edge.h"
 #include "transport/shm/private.h"
-#include "transport/shm/ways.h"
+#include "transport/shm/protocol_choice.h"
 
 namespace hetcoll {
 namespace {
@@ -158,7 +158,7 @@ class ShmSend final : public SendEnd {
     return private_.Include(m, [&] { return pages_.MostlyHuge(data, m.total); });
   }
 
-  int Band(const Message& m) const { return weighs_ ? Ways::Band(m) : -1; }
+  int Band(const Message& m) const { return weighs_ ? ProtocolChoice::Band(m) : -1; }
 
   std::ptrdiff_t Lend(const Message& m, const std::byte* data, std::size_t n) {
     if (!LineFree()) return kWouldBlock;
@@ -215,7 +215,7 @@ class ShmSend final : public SendEnd {
 
   // A slot, of which the next line says the rest. The first one of a message is timed where that is asked for.
   void Fill(const Message& m, std::size_t at, std::byte* slot, const std::byte* data, std::size_t n) {
-    const int band = at == 0 && m.total >= Ways::kLeast ? Band(m) : -1;
+    const int band = at == 0 && m.total >= ProtocolChoice::kLeast ? Band(m) : -1;
     if (band < 0) return policy_.Copy(slot, data, n);
     const std::int64_t start = NowNs();
     policy_.Copy(slot, data, n);
@@ -286,7 +286,7 @@ class ShmSend final : public SendEnd {
   PrivateLengths private_;
   bool weighs_;
   OwnPages& pages_;
-  Loans& loans_;
+  BorrowedBuffers& loans_;
   SharedCopy shared_;
   const ShmOwner& receiver_;
   int peer_;
@@ -294,7 +294,7 @@ class ShmSend final : public SendEnd {
   int writes_ = 0;            // whether the receiver's memory can be written: as ShmCredit::reads
   std::shared_ptr<Neighbour> neighbour_;
   int channel_;
-  Hand& hand_;
+  RecycledSlots& hand_;
   std::size_t hand_bytes_;
   int waited_ = 0;               // calls since one had a slot to give away
   std::uint64_t sent_ = 0;       // fragments published

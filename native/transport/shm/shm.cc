@@ -117,7 +117,7 @@ std::size_t ShmLayout::EdgeOffset(int src, int dst, int channel) const {
 }
 
 ShmSegment::ShmSegment(int fd, const ShmLayout& layout, const ShmOptions& options)
-    : options_(options), invitations_(std::make_shared<Invitations>()), layout_(layout) {
+    : options_(options), copying_senders_(std::make_shared<CopyingSenders>()), layout_(layout) {
   void* at = mmap(nullptr, layout.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (at == MAP_FAILED) {
     throw Fault(FaultKind::kSystem, -1,
@@ -128,7 +128,10 @@ ShmSegment::ShmSegment(int fd, const ShmLayout& layout, const ShmOptions& option
 }
 
 ShmSegment::ShmSegment(std::shared_ptr<std::byte> base, const ShmLayout& layout, const ShmOptions& options)
-    : options_(options), invitations_(std::make_shared<Invitations>()), layout_(layout), base_(std::move(base)) {}
+    : options_(options),
+      copying_senders_(std::make_shared<CopyingSenders>()),
+      layout_(layout),
+      base_(std::move(base)) {}
 
 std::shared_ptr<ShmSegment> ShmSegment::Share() const {
   return std::shared_ptr<ShmSegment>(new ShmSegment(base_, layout_, options_));

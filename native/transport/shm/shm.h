@@ -46,7 +46,7 @@ struct alignas(64) ShmLine {
     bool shared = false;  // kPrivate: the sender has nothing else to do, and copies pieces of it
     bool gives = false;   // kLent: its owner does not read it again
     bool home = false;    // kLent, lent on: written by whoever was the last to read it
-    std::int8_t band = -1;        // of a message that is timed (Ways), or -1
+    std::int8_t band = -1;        // of a message that is timed (ProtocolChoice), or -1
     std::uint32_t copied_ns = 0;  // and what it took to copy this into a slot; 0 where it was not timed
   };
 
@@ -67,7 +67,7 @@ struct alignas(128) ShmCredit {
   std::atomic<std::uint64_t> lines;  // fragments consumed
   // Whether the receiver can read the sender's memory: 0 where it has not tried yet, 1 where it can, 2 where it cannot.
   std::atomic<std::uint32_t> reads;
-  std::atomic<std::uint32_t> asked;  // what the receiver has Ways ask for
+  std::atomic<std::uint32_t> asked;  // what the receiver has ProtocolChoice ask for
 };
 
 // Of a private fragment that both ends copy: the receiver by reading, the sender, which waits meanwhile, by writing.
@@ -116,11 +116,11 @@ enum class SlotStores : int { kAuto, kCached, kStreaming, kClaimed };  // as in 
 
 enum class PrivateReads : int { kAuto, kAlways, kNever };  // as in Python: env.py
 
-class Invitations;
+class CopyingSenders;
 
 // Of a sum that is only sent on no more than one place is needed: whoever lends what goes into it need not have it back
 // as it was, so each rank adds to what lies there and lends it on. Its owner has it back when the last one has read it.
-struct Loans {
+struct BorrowedBuffers {
   // The fragment that this rank was lent in this way and that one of its receiving ends shows, untouched so far.
   const std::byte* data = nullptr;
   std::size_t n = 0;
@@ -188,11 +188,11 @@ class ShmSegment {
   const ShmLayout& layout() const { return layout_; }
   StorePolicy& policy() const { return *policy_; }
   PrivateReads reads() const { return options_.reads; }
-  // Whether Ways chooses.
+  // Whether ProtocolChoice chooses.
   bool weighs() const { return options_.weighs && options_.reads == PrivateReads::kAuto && !policy_->claims(); }
   OwnPages& pages() const { return *pages_; }
-  Invitations& invitations() const { return *invitations_; }
-  Loans& loans() const { return *loans_; }
+  CopyingSenders& copying_senders() const { return *copying_senders_; }
+  BorrowedBuffers& loans() const { return *loans_; }
 
  private:
   ShmSegment(std::shared_ptr<std::byte> base, const ShmLayout& layout, const ShmOptions& options);
@@ -200,8 +200,8 @@ class ShmSegment {
   ShmOptions options_;
   std::unique_ptr<StorePolicy> policy_ = std::make_unique<StorePolicy>(options_.stores);
   std::unique_ptr<OwnPages> pages_ = std::make_unique<OwnPages>();
-  std::shared_ptr<Invitations> invitations_;  // of this rank, as are
-  std::unique_ptr<Loans> loans_ = std::make_unique<Loans>();
+  std::shared_ptr<CopyingSenders> copying_senders_;  // of this rank, as are
+  std::unique_ptr<BorrowedBuffers> loans_ = std::make_unique<BorrowedBuffers>();
   ShmLayout layout_;
   std::shared_ptr<std::byte> base_;
   std::unique_ptr<std::uint64_t> token_ = std::make_unique<std::uint64_t>(0);

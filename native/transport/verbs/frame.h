@@ -17,7 +17,7 @@ inline constexpr std::uint32_t kFrameLent = 1;    // the sender waits until it i
 inline constexpr std::uint32_t kFrameDirect = 2;  // its payload was written where the receiver had invited it to
 // Not part of the stream: their number is kNoSeq.
 inline constexpr std::uint32_t kFrameProbe = 4;    // of the handshake
-inline constexpr std::uint32_t kFrameInvite = 8;   // its payload is an Invitation
+inline constexpr std::uint32_t kFrameInvite = 8;   // its payload is an ClearToSend
 inline constexpr std::uint32_t kFrameProved = 16;  // the peer's probe came whole as well: data follows
 inline constexpr std::uint64_t kNoSeq = UINT64_MAX;
 

@@ -27,11 +27,11 @@ void VerbsLink::SendHello() {
   hello.rails = static_cast<std::uint32_t>(rails_.size());
   hello.ring_bytes = options_.ring_bytes;
   for (const auto& rail : rails_) hello.addresses[rail->number()] = rail->address();
-  lifeline_.Send(hello);
+  control_socket_.Send(hello);
 }
 
 void VerbsLink::TakeHello() {
-  if (!lifeline_.Receive(peer_hello_)) return;
+  if (!control_socket_.Receive(peer_hello_)) return;
   const Hello& hello = peer_hello_;
   const auto refuse = [&](const char* what, std::uint64_t ours, std::uint64_t theirs) {
     throw Fault(FaultKind::kCorrupt, options_.peer,
@@ -51,7 +51,7 @@ void VerbsLink::TakeHello() {
       rail->Kill(fault.what());
     }
   }
-  lifeline_.Send(Word{kReadyWord, Alive(), 0});
+  control_socket_.Send(Word{kReadyWord, Alive(), 0});
   state_ = State::kConnect;
 }
 
@@ -99,7 +99,7 @@ void VerbsLink::Probe() {
   }
   if (!told_ && (Alive() & ~verified_) == 0) {
     told_ = Alive();
-    lifeline_.Send(Word{kVerifiedWord, *told_, 0});
+    control_socket_.Send(Word{kVerifiedWord, *told_, 0});
   }
   if (told_ && heard_) FinishProbe(*told_ & *heard_);
 }
@@ -116,7 +116,7 @@ void VerbsLink::FinishProbe(std::uint32_t mask) {
   state_ = State::kUp;
   if (!why.empty())
     Tell(std::to_string(std::popcount(mask)) + " of " + std::to_string(rails_.size()) + " rails in use" + why);
-  if (mask != 0) return PostInvitations();
+  if (mask != 0) return PostClearToSends();
   if (options_.device) LostLast();
   state_ = State::kSwitch;
 }

@@ -28,10 +28,10 @@ VerbsLink::VerbsLink(const VerbsLinkOptions& options, std::span<const std::pair<
                      std::span<const int> fds, VerbsShared& shared)
     : options_(options),
       shared_(shared),
-      lifeline_(fds, options.peer),
+      control_socket_(fds, options.peer),
       memory_(Map(2 * rails.size() * options.ring_bytes, options.peer)),
       rails_(MakeRails(rails)),
-      outbox_(rails_, lifeline_, shared.regions, options.ring_bytes, options.peer, options.device),
+      outbox_(rails_, control_socket_, shared.regions, options.ring_bytes, options.peer, options.device),
       inbox_(options.peer, options.device),
       recoveries_(rails.size()) {
   SendHello();
@@ -78,15 +78,15 @@ void VerbsLink::DriveOnce() {
     if (AllBuried()) ReadWords();
     PollRails();
     if (outbox_.resending()) outbox_.Resend();
-    if (unposted_ > 0) PostInvitations();
+    if (unposted_ > 0) PostClearToSends();
   }
-  if (state_ == State::kSwitch && lifeline_.Flush()) GoOverTcp();
+  if (state_ == State::kSwitch && control_socket_.Flush()) GoOverTcp();
 }
 
 bool VerbsLink::Service() {
   if (fault_) return false;
   const std::uint64_t news = news_;
-  const bool ended = lifeline_.ended();
+  const bool ended = control_socket_.ended();
   if (state_ == State::kUp) {
     ReadWords();
     Confirm(true);
@@ -95,11 +95,11 @@ bool VerbsLink::Service() {
     Recover(now);
   }
   Drive();
-  return news != news_ || ended != lifeline_.ended();
+  return news != news_ || ended != control_socket_.ended();
 }
 
 bool VerbsLink::ReceiveWord(WordKind kind, Word& word) {
-  if (!lifeline_.Receive(word)) return false;
+  if (!control_socket_.Receive(word)) return false;
   CheckWord(kind, word);
   return true;
 }
@@ -118,10 +118,10 @@ void VerbsLink::OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, con
     return inbox_.Arrived(rail, index, frame, payload);
   }
   if ((frame.flags & kFrameProbe) != 0) TakeProbe(rail, frame, payload);
-  if ((frame.flags & kFrameInvite) != 0 && frame.nbytes == sizeof(Invitation)) {
-    Invitation invitation;
-    std::memcpy(&invitation, payload, sizeof invitation);
-    outbox_.Invited(invitation);
+  if ((frame.flags & kFrameInvite) != 0 && frame.nbytes == sizeof(ClearToSend)) {
+    ClearToSend clear_to_send;
+    std::memcpy(&clear_to_send, payload, sizeof clear_to_send);
+    outbox_.Invited(clear_to_send);
   }
   if ((frame.flags & kFrameProved) != 0) TakeUp(rail);
   rail.Release(index, false);
@@ -157,14 +157,14 @@ void VerbsLink::PollRails() {
   for (const auto& rail : rails_) {
     if (!rail->alive() && (buried_ & 1u << rail->number()) == 0) Bury(*rail);
   }
-  if (options_.device && AllBuried() && !lifeline_.ended() && NowNs() >= wait_until_) LostLast();
+  if (options_.device && AllBuried() && !control_socket_.ended() && NowNs() >= wait_until_) LostLast();
 }
 
 void VerbsLink::Bury(Rail& rail) {
   buried_ |= 1u << rail.number();
   ++news_;
   ReadWords();
-  if (lifeline_.ended()) return;  // the peer has left: nothing is lost
+  if (control_socket_.ended()) return;  // the peer has left: nothing is lost
   ++lost_rails_;
   lost_ |= 1u << rail.number();
   outbox_.Lost(rail);
@@ -180,7 +180,7 @@ void VerbsLink::Bury(Rail& rail) {
   if (left != 0 || leaving_) return;
   for (const auto& other : rails_) {  // the last may not have brought the news of those before
     const Recovery& r = recoveries_[static_cast<std::size_t>(other->number())];
-    if (IsLost(*other)) lifeline_.Send(Word{kLostWord, static_cast<std::uint32_t>(other->number()), r.life});
+    if (IsLost(*other)) control_socket_.Send(Word{kLostWord, static_cast<std::uint32_t>(other->number()), r.life});
   }
 }
 
@@ -194,15 +194,15 @@ void VerbsLink::LostLast() const {
                   why);
 }
 
-// What the lifeline brings while the link is up.
+// What the control socket brings while the link is up.
 void VerbsLink::ReadWords() {
-  lifeline_.Flush();
+  control_socket_.Flush();
   for (Word word{};;) {
     if (rail_word_) {
       if (!TakeOffer()) return;
     } else if (in_frame_) {
       if (!TakeFrame()) return;
-    } else if (lifeline_.Receive(word)) {
+    } else if (control_socket_.Receive(word)) {
       TakeWord(word);
     } else {
       return;
@@ -234,13 +234,13 @@ void VerbsLink::TakeWord(const Word& word) {
 bool VerbsLink::TakeFrame() {
   if (!incoming_) {
     Frame frame{};
-    if (!lifeline_.Receive(frame)) return false;
+    if (!control_socket_.Receive(frame)) return false;
     if (frame.nbytes > options_.ring_bytes || options_.device) {
       throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: a frame that may not come over TCP");
     }
     incoming_ = {frame, std::make_unique_for_overwrite<std::byte[]>(frame.nbytes), 0};
   }
-  if (!lifeline_.ReceiveBytes(incoming_->payload.get(), incoming_->frame.nbytes, incoming_->have)) return false;
+  if (!control_socket_.ReceiveBytes(incoming_->payload.get(), incoming_->frame.nbytes, incoming_->have)) return false;
   inbox_.Arrived(incoming_->frame, std::move(incoming_->payload));
   incoming_.reset();
   in_frame_ = false;
@@ -251,7 +251,7 @@ bool VerbsLink::TakeFrame() {
 void VerbsLink::SendTaken() {
   if (leaving_) return;
   confirmed_ = inbox_.due();
-  lifeline_.Send(Word{kTakenWord, 0, confirmed_});
+  control_socket_.Send(Word{kTakenWord, 0, confirmed_});
 }
 
 void VerbsLink::GrantRest() {
@@ -260,7 +260,7 @@ void VerbsLink::GrantRest() {
 }
 
 void VerbsLink::GoOverTcp() {
-  const std::vector<int> fds = lifeline_.Release();
+  const std::vector<int> fds = control_socket_.Release();
   tcp_ = MakeTcp(fds, options_.peer, shared_.staging);
   state_ = State::kTcp;
   ++news_;
@@ -290,9 +290,9 @@ void VerbsLink::PeerGone() const {
 
 // ---- Sleeping, and the end ----
 
-// While it is up, what the lifeline brings is the keeper's business; it wakes the others.
+// While it is up, what the control socket brings is the keeper's business; it wakes the others.
 void VerbsLink::AddWatch(std::vector<pollfd>& fds) const {
-  if (!fault_ && state_ != State::kTcp) lifeline_.AddPoll(fds);
+  if (!fault_ && state_ != State::kTcp) control_socket_.AddPoll(fds);
 }
 
 void VerbsLink::AddPoll(std::vector<pollfd>& fds) {
@@ -318,17 +318,17 @@ void VerbsLink::AddPoll(std::vector<pollfd>& fds) {
 }
 
 bool VerbsLink::Drained() {
-  if (fault_ || lifeline_.ended() || state_ < State::kUp) return true;
+  if (fault_ || control_socket_.ended() || state_ < State::kUp) return true;
   Drive();
   if (state_ == State::kTcp) return true;
   if (state_ != State::kUp || outbox_.resending()) return false;
-  bool drained = !outbox_.waits_for_tcp() || lifeline_.Delivered();
+  bool drained = !outbox_.waits_for_tcp() || control_socket_.Delivered();
   for (const auto& rail : rails_) drained &= !rail->alive() || rail->Drained();
   return drained;
 }
 
 bool VerbsLink::Settled() const {
-  if (fault_ || lifeline_.ended() || state_ == State::kTcp) return true;
+  if (fault_ || control_socket_.ended() || state_ == State::kTcp) return true;
   if (state_ != State::kUp || outbox_.resending()) return false;
   bool settled = true;
   for (const auto& rail : rails_) settled &= !rail->alive() || rail->confirmed();
@@ -340,7 +340,7 @@ void VerbsLink::Shutdown() {
   if (tcp_.send != nullptr) {
     tcp_.send->Finish();
   } else {
-    lifeline_.Shutdown();
+    control_socket_.Shutdown();
   }
 }
 

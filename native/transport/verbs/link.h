@@ -1,13 +1,14 @@
-// One link over verbs: its rails, its lifeline, and what happens to it from the handshake to the last rail's death.
+// One link over verbs: its rails, its control socket, and what happens to it from the handshake to the last rail's
+// death.
 //
 //   kHello -> kConnect -> kProbe -> kUp, or else kSwitch -> kTcp
 //
 // Each end sends a Hello with the addresses of its queue pairs, connects them, says which it could (Ready), sends a
 // probe over those that both could, and says which of them brought the peer's probe whole (Verified). A rail is used
 // when both ends verified it. Where none is, the link is a plain TCP link from the start. Whoever finds a rail dead
-// tells the other end over those that are left, or over the lifeline after the last (Lost). From then on until a rail
-// is back (recovery.cc) the lifeline carries the frames (Frame), and the receiver confirms them (Taken). Where the
-// memory is a GPU's it cannot: then they wait for that, but not for ever.
+// tells the other end over those that are left, or over the control socket after the last (Lost). From then on until a
+// rail is back (recovery.cc) the control socket carries the frames (Frame), and the receiver confirms them (Taken).
+// Where the memory is a GPU's it cannot: then they wait for that, but not for ever.
 #pragma once
 
 #include <atomic>
@@ -24,8 +25,8 @@
 #include "transport/ready.h"
 #include "transport/tcp.h"
 #include "transport/transport.h"
+#include "transport/verbs/control_socket.h"
 #include "transport/verbs/inbox.h"
-#include "transport/verbs/lifeline.h"
 #include "transport/verbs/outbox.h"
 #include "transport/verbs/rail.h"
 #include "transport/verbs/recovery.h"
@@ -64,7 +65,7 @@ class VerbsLink final : private RailListener {
 
   // Does whatever can be done without waiting. Throws Fault; then again whenever it is called.
   void Drive();
-  // The same, and looks at the lifeline. For the engine's keeper, while nobody may be using the link.
+  // The same, and looks at the control socket. For the engine's keeper, while nobody may be using the link.
   // Whether anything changed.
   bool Service();
   void AddWatch(std::vector<pollfd>& fds) const;
@@ -72,7 +73,7 @@ class VerbsLink final : private RailListener {
   void AddPoll(std::vector<pollfd>& fds);
 
   // Whether messages go through the outbox: not while the link is being made or mended.
-  bool open() const { return state_ == State::kUp && !outbox_.resending() && !lifeline_.ended(); }
+  bool open() const { return state_ == State::kUp && !outbox_.resending() && !control_socket_.ended(); }
   bool over_tcp() const { return state_ == State::kTcp || (without_rails() && !options_.device); }
   bool without_rails() const { return state_ == State::kUp && Alive() == 0; }
   SendEnd* tcp_send() const { return tcp_.send.get(); }  // null but for plain TCP links
@@ -104,7 +105,7 @@ class VerbsLink final : private RailListener {
   Inbox& inbox() { return inbox_; }
   // Whether the peer has left and nothing of its is on the way.
   [[noreturn]] void PeerGone() const;
-  bool ended() const { return lifeline_.ended(); }
+  bool ended() const { return control_socket_.ended(); }
 
   // Whether the peer's NICs, or its TCP, have all that was sent. Asks them first where no answer is due.
   bool Drained();
@@ -161,11 +162,11 @@ class VerbsLink final : private RailListener {
   bool TakeOffer();
   void TakeUp(Rail& rail);
 
-  // invitations.cc
+  // clear-to-sends.cc
   void Invite(const Message& m, std::size_t at, std::byte* dst, std::size_t n);
   void Uninvite();
-  void PostInvitations();
-  bool PostInvitation(Invitation& invitation);
+  void PostClearToSends();
+  bool PostClearToSend(ClearToSend& clear_to_send);
 
   [[noreturn]] void LostLast() const;
   void PollRails();
@@ -186,21 +187,21 @@ class VerbsLink final : private RailListener {
   VerbsLinkOptions options_;
   VerbsShared& shared_;
   State state_ = State::kHello;
-  Lifeline lifeline_;
+  ControlSocket control_socket_;
   std::shared_ptr<std::byte> memory_;  // of each rail: its ring, then its staging
   Rails rails_;
   Outbox outbox_;
   Inbox inbox_;
   LinkEnds tcp_;
   struct Invited {  // a message that the peer may write
-    Invitation what;
+    ClearToSend what;
     Region* region;
     const std::byte* base;
   };
-  std::uint64_t expected_ = 0;  // signature of the last message for which an invitation was thought of
+  std::uint64_t expected_ = 0;  // signature of the last message for which a clear-to-send was thought of
   std::deque<Invited> invited_;
   std::size_t unposted_ = 0;  // of these, the last ones, that were not sent
-  std::uint64_t invitations_ = 0;
+  std::uint64_t clear_to_sends_ = 0;
   bool landing_ = false;  // a NIC reads what it wrote
   Hello peer_hello_{};
   std::uint32_t verified_ = 0;          // rails that brought the peer's probe
@@ -217,7 +218,7 @@ class VerbsLink final : private RailListener {
   std::int64_t wait_until_ = 0;  // for a rail, where none is left
   std::uint32_t lost_ = 0;       // of those, what was in use
   int lost_rails_ = 0;
-  bool leaving_ = false;    // nothing more is sent over the lifeline
+  bool leaving_ = false;    // nothing more is sent over the control socket
   std::uint64_t news_ = 0;  // grows with whatever a sleeper would want to know
   std::optional<Fault> fault_;
 };

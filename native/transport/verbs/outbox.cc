@@ -18,9 +18,10 @@ constexpr std::size_t kTcpFrames = 32;  // that the peer may have to keep
 
 }  // namespace
 
-Outbox::Outbox(const Rails& rails, Lifeline& lifeline, Regions& regions, std::size_t ring_bytes, int peer, bool device)
+Outbox::Outbox(const Rails& rails, ControlSocket& control socket, Regions& regions, std::size_t ring_bytes, int peer,
+               bool device)
     : rails_(rails),
-      lifeline_(lifeline),
+      control_socket_(control socket),
       regions_(regions),
       peer_(peer),
       device_(device),
@@ -31,9 +32,9 @@ Outbox::Outbox(const Rails& rails, Lifeline& lifeline, Regions& regions, std::si
 
 Outbox::~Outbox() { DeliveredBefore(next_); }
 
-// The peer's invitation to a message of a GPU, the next one of this link; null before it is here.
-const Invitation* Outbox::Wanted(const Message& m) const {
-  const Invitation& next = invitations_[messages_ % kInvitations];
+// The peer's clear-to-send to a message of a GPU, the next one of this link; null before it is here.
+const ClearToSend* Outbox::Wanted(const Message& m) const {
+  const ClearToSend& next = clear_to_sends_[messages_ % kClearToSends];
   if (next.number != messages_) return nullptr;
   if (next.signature == m.signature && next.total != m.total) {
     throw Fault(FaultKind::kMismatch, peer_,
@@ -44,18 +45,18 @@ const Invitation* Outbox::Wanted(const Message& m) const {
   return &next;
 }
 
-void Outbox::Invited(const Invitation& invitation) {
+void Outbox::Invited(const ClearToSend& clear_to_send) {
   if (device_) {
-    taken_ = std::max(taken_, std::min(invitation.taken, next_));
+    taken_ = std::max(taken_, std::min(clear_to_send.taken, next_));
     for (std::uint64_t seq = oldest_; seq < taken_; ++seq) {
       // What is on its way once more reads from here, and writes there: that must be over first.
       if (At(seq).lost || !At(seq).again) Delivered(seq);
     }
   }
-  Invitation& place = invitations_[(device_ ? invitation.number : counters_.invitations) % kInvitations];
-  ++counters_.invitations;
-  const bool late = device_ && place.number != UINT64_MAX && place.number > invitation.number;  // sent twice
-  if (!late) place = invitation;
+  ClearToSend& place = clear_to_sends_[(device_ ? clear_to_send.number : counters_.clear_to_sends) % kClearToSends];
+  ++counters_.clear_to_sends;
+  const bool late = device_ && place.number != UINT64_MAX && place.number > clear_to_send.number;  // sent twice
+  if (!late) place = clear_to_send;
 }
 
 std::ptrdiff_t Outbox::Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
@@ -122,17 +123,17 @@ void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* re
                   std::size_t n) {
   *frame = {m.signature, m.total, next_, static_cast<std::uint32_t>(n), region != nullptr ? kFrameLent : 0};
   Target target{};
-  const auto write_to = [&](const Invitation& invitation) {
-    target = {invitation.address + at, invitation.rkeys[rail.number()]};
+  const auto write_to = [&](const ClearToSend& clear_to_send) {
+    target = {clear_to_send.address + at, clear_to_send.rkeys[rail.number()]};
     frame->flags |= kFrameDirect;
   };
   if (device_) {
     write_to(*Wanted(m));
-  } else if (m.total >= kInviteBytes && counters_.invitations > 0) {
-    for (std::size_t i = 1; i <= kInvitations; ++i) {  // it is the latest one, most often
-      const Invitation& invitation = invitations_[(counters_.invitations - i) % kInvitations];
-      if (invitation.signature != m.signature || invitation.total != m.total) continue;
-      write_to(invitation);
+  } else if (m.total >= kInviteBytes && counters_.clear_to_sends > 0) {
+    for (std::size_t i = 1; i <= kClearToSends; ++i) {  // it is the latest one, most often
+      const ClearToSend& clear_to_send = clear_to_sends_[(counters_.clear_to_sends - i) % kClearToSends];
+      if (clear_to_send.signature != m.signature || clear_to_send.total != m.total) continue;
+      write_to(clear_to_send);
       break;
     }
   }
@@ -166,7 +167,9 @@ bool Outbox::NoRails() const {
   return std::none_of(rails_.begin(), rails_.end(), [](const auto& rail) { return rail->alive(); });
 }
 
-bool Outbox::TcpHasRoom() const { return over_tcp_ < kTcpFrames && lifeline_.Flush() && !lifeline_.ended(); }
+bool Outbox::TcpHasRoom() const {
+  return over_tcp_ < kTcpFrames && control_socket_.Flush() && !control_socket_.ended();
+}
 
 void Outbox::SendOverTcp(const Frame& frame, const std::byte* payload, const Region* region) {
   if (region != nullptr && !region->on_host) {
@@ -174,7 +177,7 @@ void Outbox::SendOverTcp(const Frame& frame, const std::byte* payload, const Reg
         FaultKind::kSystem, peer_,
         "verbs: the last rail is lost, and what it carried lies in memory of a device, where TCP cannot get it");
   }
-  lifeline_.SendFrame(frame, payload);
+  control_socket_.SendFrame(frame, payload);
   ++over_tcp_;
   counters_.tcp_bytes += frame.nbytes;
 }
@@ -240,8 +243,8 @@ void Outbox::Resend() {
     --lost_;
     ++counters_.resent;
     const auto nic = static_cast<std::size_t>(best->nic().index());
-    const Invitation& invitation = invitations_[sent.invited % kInvitations];
-    const Target target{invitation.address + sent.at, invitation.rkeys[best->number()]};
+    const ClearToSend& clear_to_send = clear_to_sends_[sent.invited % kClearToSends];
+    const Target target{clear_to_send.address + sent.at, clear_to_send.rkeys[best->number()]};
     if (sent.region != nullptr) {
       best->Post(frame, sent.region->Seen(sent.payload), sent.region->lkey[nic], device_ ? &target : nullptr);
     } else {  // the dead rail's staging memory may soon be a new one's

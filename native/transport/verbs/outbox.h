@@ -2,11 +2,11 @@
 //
 // Frames are numbered along the link and kept until the peer has consumed them: copied ones in the staging memory of
 // the rail that carried them last, lent ones where the user has them. When a rail dies, what it carried and the peer
-// did not confirm goes again on the others, or over the lifeline where there are none. Neither end uses a dead rail's
-// ring any more, so a late write into it does no harm, and the receiver drops what it has already.
+// did not confirm goes again on the others, or over the control socket where there are none. Neither end uses a dead
+// rail's ring any more, so a late write into it does no harm, and the receiver drops what it has already.
 //
-// While no rail is alive, new frames go over the lifeline as well, so many at a time as the peer is sure to have room
-// for. The receiver has one order for all, so a rail may take over again between any two frames.
+// While no rail is alive, new frames go over the control socket as well, so many at a time as the peer is sure to have
+// room for. The receiver has one order for all, so a rail may take over again between any two frames.
 #pragma once
 
 #include <array>
@@ -16,25 +16,25 @@
 #include <vector>
 
 #include "transport/transport.h"
-#include "transport/verbs/lifeline.h"
+#include "transport/verbs/control_socket.h"
 #include "transport/verbs/rail.h"
 
 namespace hetcoll {
 
-inline constexpr std::size_t kInviteBytes = std::size_t{64} << 10;  // shorter messages are not worth an invitation
-inline constexpr std::size_t kInvitations = 16;                     // that a link's ends keep
+inline constexpr std::size_t kInviteBytes = std::size_t{64} << 10;  // shorter messages are not worth a clear-to-send
+inline constexpr std::size_t kClearToSends = 16;                    // that a link's ends keep
 inline constexpr std::uint64_t kWindow = std::uint64_t{kRailDepth} * kMaxRails;  // frames between the ends of a link
 
 // A receiver's: this message may be written straight to its destination.
-struct Invitation {
+struct ClearToSend {
   std::uint64_t signature = 0;
   std::uint64_t total = 0;
   std::uint64_t address = 0;          // of the message's first byte
-  std::uint64_t number = UINT64_MAX;  // of the invitation on this link
+  std::uint64_t number = UINT64_MAX;  // of the clear-to-send on this link
   std::uint64_t taken = 0;            // frames that the receiver was done with, whether or not that was confirmed
   std::uint32_t rkeys[kMaxRails] = {};
 };
-static_assert(sizeof(Invitation) == 72);
+static_assert(sizeof(ClearToSend) == 72);
 
 using Rails = std::vector<std::unique_ptr<Rail>>;
 
@@ -42,7 +42,8 @@ class Outbox {
  public:
   // `device`: all memory, here and there, is a GPU's. Then messages wait until they are invited, every one is, and the
   // processor touches none of them.
-  Outbox(const Rails& rails, Lifeline& lifeline, Regions& regions, std::size_t ring_bytes, int peer, bool device);
+  Outbox(const Rails& rails, ControlSocket& control socket, Regions& regions, std::size_t ring_bytes, int peer,
+         bool device);
   ~Outbox();
 
   // As SendEnd's. kWouldBlock: no rail has room.
@@ -52,14 +53,14 @@ class Outbox {
   std::size_t Lent();
 
   void Delivered(std::uint64_t seq);
-  void Invited(const Invitation& invitation);
+  void Invited(const ClearToSend& clear_to_send);
 
   // What this rail carried has to go again.
   void Lost(const Rail& rail);
   // Where the peer's memory is a GPU's, what is sent again is written there again: nothing new may come before that is
   // over, or it would be overwritten.
   bool resending() const { return lost_ > 0 || oldest_ < recovered_; }
-  // Sends again what rails have room for, or the lifeline.
+  // Sends again what rails have room for, or the control socket.
   void Resend();
 
   // The peer has everything before `seq`.
@@ -67,7 +68,7 @@ class Outbox {
   // Whether something that this dead rail carried still waits to go again.
   bool Uses(const Rail& rail) const;
 
-  // Whether the peer is not known to be done with everything that went over the lifeline.
+  // Whether the peer is not known to be done with everything that went over the control socket.
   bool waits_for_tcp() const { return over_tcp_ > 0; }
 
   std::uint32_t nics() const { return nics_; }
@@ -76,10 +77,10 @@ class Outbox {
   struct Counters {
     std::uint64_t lent_bytes = 0;
     std::uint64_t copied_bytes = 0;
-    std::uint64_t tcp_bytes = 0;  // over the lifeline
+    std::uint64_t tcp_bytes = 0;  // over the control socket
     std::uint64_t resent = 0;     // frames, on other rails or over TCP
     std::uint64_t full = 0;       // times that no rail had room
-    std::uint64_t invitations = 0;
+    std::uint64_t clear_to_sends = 0;
   };
   const Counters& counters() const { return counters_; }
 
@@ -101,7 +102,7 @@ class Outbox {
 
   Sent& At(std::uint64_t seq) { return sent_[seq % kWindow]; }
   const Sent& At(std::uint64_t seq) const { return sent_[seq % kWindow]; }
-  const Invitation* Wanted(const Message& m) const;
+  const ClearToSend* Wanted(const Message& m) const;
   Rail* Pick(std::size_t n, Frame*& frame);
   std::ptrdiff_t PushOverTcp(const Message& m, std::size_t at, const std::byte* data, std::size_t n);
   bool TcpHasRoom() const;
@@ -112,7 +113,7 @@ class Outbox {
             std::size_t n);
 
   const Rails& rails_;
-  Lifeline& lifeline_;
+  ControlSocket& control_socket_;
   Regions& regions_;
   int peer_;
   bool device_;
@@ -126,12 +127,12 @@ class Outbox {
   std::size_t over_tcp_ = 0;  // frames, not delivered
   std::uint64_t resend_from_ = 0;
   std::uint64_t recovered_ = 0;  // once all frames before it are delivered
-  std::uint64_t taken_ = 0;      // frames of a GPU that the peer was done with, as it said in its invitations
+  std::uint64_t taken_ = 0;      // frames of a GPU that the peer was done with, as it said in its clear-to-sends
   std::uint64_t messages_ = 0;   // pushed to their end
   std::uint64_t pushed_ = 0;     // bytes
   std::uint64_t lent_seq_ = 0;
   // The last ones: most are used at once, or too late. Of a GPU, each has the place of its number.
-  std::array<Invitation, kInvitations> invitations_;
+  std::array<ClearToSend, kClearToSends> clear_to_sends_;
   Rail* reserved_rail_ = nullptr;
   Frame* reserved_ = nullptr;
   Counters counters_;

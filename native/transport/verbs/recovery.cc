@@ -1,10 +1,10 @@
 // How a lost rail comes back, beside others that carry on, or TCP: see link.h.
 //
 // The end with the lower rank leads. It makes a new queue pair over the lost one's memory and says so over the
-// lifeline; the other end makes its own, connects it and answers; the first connects as well and sends a probe. The
-// other end answers a whole probe with its own, and that is answered with the frame that puts the rail to use at both
-// ends: what follows it has been proved both ways. Whoever fails says so, with an address that is not usable. Then the
-// leader waits twice as long as before.
+// control socket; the other end makes its own, connects it and answers; the first connects as well and sends a probe.
+// The other end answers a whole probe with its own, and that is answered with the frame that puts the rail to use at
+// both ends: what follows it has been proved both ways. Whoever fails says so, with an address that is not usable. Then
+// the leader waits twice as long as before.
 
 #include <algorithm>
 #include <bit>
@@ -31,7 +31,7 @@ std::string Why(const Recovery& r) {
 }  // namespace
 
 void VerbsLink::Recover(std::int64_t now) {
-  if (lifeline_.ended() || leaving_) return;
+  if (control_socket_.ended() || leaving_) return;
   for (std::size_t n = 0; n < rails_.size(); ++n) {
     Recovery& r = recoveries_[n];
     if (r.making.valid()) {
@@ -88,7 +88,7 @@ void VerbsLink::Lead(Rail& lost, Recovery& r, std::int64_t now) {
 
 void VerbsLink::Follow(Rail& lost, Recovery& r) {
   if (r.heard) {
-    const Recovery::Offer offer = *std::exchange(r.heard, std::nullopt);
+    const Recovery::LocalNics offer = *std::exchange(r.heard, std::nullopt);
     r.made = {};
     r.step = Step::kIdle;
     if (offer.address.usable == 0) return;
@@ -166,14 +166,14 @@ void VerbsLink::AwaitRecovery(const Rail& rail) {
 }
 
 void VerbsLink::SendOffer(int number, std::uint32_t attempt, const RailAddress& address) {
-  lifeline_.Send(Word{kRailWord, static_cast<std::uint32_t>(number), attempt});
-  lifeline_.Send(address);
+  control_socket_.Send(Word{kRailWord, static_cast<std::uint32_t>(number), attempt});
+  control_socket_.Send(address);
 }
 
 // False until the rest of it is here.
 bool VerbsLink::TakeOffer() {
   RailAddress address{};
-  if (!lifeline_.Receive(address)) return false;
+  if (!control_socket_.Receive(address)) return false;
   if (rail_word_->mask >= rails_.size()) {
     throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: the peer has a rail more");
   }

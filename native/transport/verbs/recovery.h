@@ -15,7 +15,7 @@ namespace hetcoll {
 struct Recovery {
   enum class Step { kIdle, kMake, kOffered, kConnect, kProbe };
   // What the peer says: where its new end is, or (not usable) that there is none.
-  struct Offer {
+  struct LocalNics {
     std::uint32_t attempt;
     RailAddress address;
   };
@@ -34,7 +34,7 @@ struct Recovery {
   std::int64_t next_ns = 0;   // no try before
   std::int64_t until_ns = 0;  // its probe has to be through
   std::int64_t up_ns = 0;     // it was taken up again
-  std::optional<Offer> heard;
+  std::optional<LocalNics> heard;
   RailAddress peer{};
   std::string why;  // the last try failed
   Made made;

@@ -17,7 +17,7 @@ class VerbsSend final : public SendEnd {
   explicit VerbsSend(std::shared_ptr<VerbsLink> link) : link_(std::move(link)) {}
 
   std::ptrdiff_t Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) override {
-    if (at == 0 && m.total >= kInviteBytes) link_->Drive();  // there may be an invitation
+    if (at == 0 && m.total >= kInviteBytes) link_->Drive();  // there may be a clear-to-send
     if (Open()) {
       std::ptrdiff_t taken = link_->outbox().Push(m, at, data, n);
       if (taken != kWouldBlock) return taken;
@@ -96,7 +96,7 @@ class VerbsRecv final : public RecvEnd {
     if (RecvEnd* tcp = link_->tcp_recv()) tcp->AddPoll(fds);
   }
 
-  bool FinalWithoutPeer() const override { return false; }  // the lifeline ends behind the data
+  bool FinalWithoutPeer() const override { return false; }  // the control socket ends behind the data
 
  private:
   bool Ready() {
@@ -257,7 +257,7 @@ std::vector<std::pair<std::string, std::uint64_t>> VerbsHost::Counters() const {
     out.tcp_bytes += c.tcp_bytes;
     out.resent += c.resent;
     out.full += c.full;
-    out.invitations += c.invitations;
+    out.clear_to_sends += c.clear_to_sends;
     twice += link->inbox().twice();
     lost += static_cast<std::uint64_t>(link->lost_rails());
     tcp += link->over_tcp();
@@ -273,7 +273,7 @@ std::vector<std::pair<std::string, std::uint64_t>> VerbsHost::Counters() const {
           {"direct_bytes", rails.direct_bytes},
           {"staged_bytes", out.copied_bytes},
           {"tcp_bytes", out.tcp_bytes},
-          {"invitations", out.invitations},
+          {"clear_to_sends", out.clear_to_sends},
           {"waits", out.full},
           {"resent", out.resent},
           {"duplicates", twice},

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..buffers import Buffer, read_buffer
 from ..communicator import Communicator
-from ..vendor.devices.base import Device
+from ..vendors.devices.base import Device
 
 _PAGE = 4096
 _SECONDS = 60.0

@@ -27,7 +27,7 @@ from .cases import OPS, REDUCING, Case, places
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
 
 REPORT = "hetcoll-selftest.txt"
 PART_SECONDS, CALL_SECONDS = 900.0, 60.0
@@ -107,7 +107,7 @@ def parts(gpus: Mapping[str, int], cpus: int) -> list[Part]:
 
 def _gpus() -> tuple[dict[str, int], list[str]]:
     """How many GPUs of each vendor there are, and why there are none."""
-    from ..vendor.devices import cuda, hip
+    from ..vendors.devices import cuda, hip
 
     counts, reasons = {}, []
     for vendor, module in (("cuda", cuda), ("hip", hip)):
@@ -229,7 +229,7 @@ def wrong_elements(case: Case) -> int:
 
 
 def _open(device: str) -> Device | None:
-    from ..vendor.devices import cuda, hip
+    from ..vendors.devices import cuda, hip
 
     vendor, _, index = device.partition(":")
     return None if vendor == "cpu" else {"cuda": cuda, "hip": hip}[vendor].device(int(index))

@@ -18,7 +18,7 @@ from ..errors import ArgumentError
 from ..types import DType
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
 
 
 def clear(device: Device, address: int, nbytes: int) -> None:

@@ -2,7 +2,7 @@
 
 It runs the very plans that the GPUs run (`gpu_plans`), piece by piece, on its engine. What differs is what carries a
 message. To a GPU of the same host it goes through the slots of `slots`; to one of another host through a socket, whose
-other end is a relay (`relays`); to another rank without a GPU as everything else does. Links to GPUs have channels of
+other end is a proxy (`proxies`); to another rank without a GPU as everything else does. Links to GPUs have channels of
 their own.
 """
 
@@ -34,7 +34,7 @@ from .slots import CHANNELS, SLOTS
 from .vendor_comm import GpuIslands, Meet
 
 if TYPE_CHECKING:
-    from ..vendor.ccl.native import Native
+    from ..vendors.ccl.native import Native
 
 HELPERS = 7  # threads at most, beside the caller's, that fill and empty slots: one core moves a tenth of what PCIe does
 Prepare = Callable[[Callable[[Check], _native.Shape], float], _native.Shape]
@@ -115,7 +115,7 @@ class CpuRank:
 
     def converted(self, call: Call) -> tuple[Call, Callable[[], None] | None]:
         """The call to make instead, and what is to be done once it is complete: see `float8`."""
-        passage = float8.Passage.of_call(call, self._wiring.rank) if self.two_kinds else None
+        passage = float8.Float8Conversion.of_call(call, self._wiring.rank) if self.two_kinds else None
         if passage is None:
             return call, None
         send, recv, finish = float8.on_host(passage)
@@ -125,7 +125,7 @@ class CpuRank:
         self, send: Buffer | None, dest: int, recv: Buffer | None
     ) -> tuple[Buffer | None, Buffer | None, Callable[[], None] | None]:
         """The same for messages."""
-        passage = float8.Passage.of_message(send, dest, recv, self._wiring.rank) if self.two_kinds else None
+        passage = float8.Float8Conversion.of_message(send, dest, recv, self._wiring.rank) if self.two_kinds else None
         return (send, recv, None) if passage is None else float8.on_host(passage)
 
     def note(self, call: Call) -> None:
@@ -216,7 +216,7 @@ class _Links:
                 self._attach(peer, channel - CHANNELS)
 
     def _shifted(self, peer: int, channel: int) -> int:
-        """The engine's number of a channel to a GPU, and that by which both ends ask for sockets (`relays`): links that
+        """The engine's number of a channel to a GPU, and that by which both ends ask for sockets (`proxies`): links that
         take the place of slots that did not work have others."""
         return channel + CHANNELS * (1 + self._share.given_up(peer))
 

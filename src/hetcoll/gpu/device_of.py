@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, cast
 
 from ..buffers import Buffer
 from ..errors import BufferTypeError
-from ..vendor import devices
+from ..vendors import devices
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
 
 
 def device_of(buffer: Buffer) -> Device:

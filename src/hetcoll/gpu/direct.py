@@ -8,7 +8,7 @@ from ..errors import RegistrationError
 
 if TYPE_CHECKING:
     from ..links.wiring import Wiring
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
 
 _TRIED = 2 << 20  # bytes: a piece that drivers hand to others
 
@@ -18,11 +18,11 @@ def why_not_direct(wiring: Wiring, device: Device) -> str:
     topology = wiring.topology
     if topology.cross not in ("auto", "direct"):
         return f"HETCOLL_CROSS is {topology.cross}"
-    if wiring.offer is None:
+    if wiring.local_nics is None:
         return topology.ranks[wiring.rank].no_nics or "no RDMA was looked for, since no rank is on another host"
     address = device.allocate(_TRIED)
     try:
-        wiring.offer.memory.lease(address, _TRIED, None, device).close()
+        wiring.local_nics.memory.lease(address, _TRIED, None, device).close()
     except RegistrationError as error:
         return str(error)
     finally:

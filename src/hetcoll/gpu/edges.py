@@ -1,4 +1,4 @@
-"""The ways from one rank's GPU to all other ranks: through slots that its host shares, or through a relay's."""
+"""The ways from one rank's GPU to all other ranks: through slots that its host shares, or through a proxy's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from .. import _native
 from ..links.wiring import Check, Wiring
 from ..plan.ir import Op, Plan
-from .proxy import Relays
+from .proxy import Proxies
 from .shared import GpuShare
 from .slots import SLOTS
 from .vendor_comm import GpuIslands
@@ -24,11 +24,11 @@ class GpuEdges:
         wiring: Wiring,
         queue: _native.DeviceQueue,
         share: GpuShare,
-        relays: Relays,
+        proxies: Proxies,
         prepare: Prepare,
         timeout: float,
     ) -> None:
-        self._wiring, self._queue, self._segment, self._relays = wiring, queue, share.segment, relays
+        self._wiring, self._queue, self._segment, self._proxies = wiring, queue, share.segment, proxies
         self._share = share
         self._prepare, self._timeout, self._gpus = prepare, timeout, share.gpus
         self._here = share.here
@@ -41,7 +41,7 @@ class GpuEdges:
         """The queue's numbers of the edges that the plan's steps use, 0 where a step needs none."""
         far = [(peer, channel) for peer, channel in sorted(plan.edges) if self._far(peer)]
         if far:
-            self._prepare(lambda check: self._relays.connect(far, self._timeout, check), self._timeout)
+            self._prepare(lambda check: self._proxies.connect(far, self._timeout, check), self._timeout)
         return [0 if step.peer < 0 else self._edge(step.op is Op.SEND, step.peer, step.channel) for step in plan.steps]
 
     def _far(self, peer: int) -> bool:
@@ -49,7 +49,7 @@ class GpuEdges:
 
     def _edge(self, out: bool, peer: int, channel: int) -> int:
         if self._far(peer):
-            number = self._relays.edge(self._queue, out, peer, channel)
+            number = self._proxies.edge(self._queue, out, peer, channel)
             self._peers[number] = peer
             return number
         other = self._wiring.locals.index(peer)
@@ -87,7 +87,7 @@ class GpuEdges:
         """For people: how messages to `peer` go."""
         why = self._share.why(peer)
         if self._far(peer):
-            return f"{self._relays.describe_way(peer)} ({why})"
+            return f"{self._proxies.describe_way(peer)} ({why})"
         both = "both GPUs have mapped" if self._gpus[peer].vendor else "it has mapped"
         return f"through slots in the host's memory that {both} ({why})"
 
@@ -107,20 +107,20 @@ class GpuEdges:
 
     def progress(self) -> int:
         """Grows while messages of this rank move."""
-        return self._segment.progress(self._here) + self._relays.progress
+        return self._segment.progress(self._here) + self._proxies.progress
 
     def problem(self, peer: int) -> str:
         """What the way to `peer` failed with while it was tried, where that is known."""
-        return self._relays.problem(peer) if self._far(peer) else ""
+        return self._proxies.problem(peer) if self._far(peer) else ""
 
     def give_up(self, peer: int) -> None:
         """Let this rank's streams go that wait for `peer`, on the way that did not work."""
         if self._far(peer):
-            self._relays.leave(peer)
+            self._proxies.leave(peer)
         else:
             self._segment.release_edges(self._here, self._wiring.locals.index(peer))
 
     def fail(self, reason: str) -> None:
         """Let every stream and kernel go that waits for a peer; those that wait for this host's ranks, only now."""
-        self._relays.fail(reason)
+        self._proxies.fail(reason)
         self._segment.release(self._here)

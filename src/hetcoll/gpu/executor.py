@@ -3,7 +3,7 @@
 It comes to be at the first call with GPU buffers, which all ranks make together. Ranks tell each other what device they
 have; those that one vendor's library serves form islands (`topology`). Between the islands of one host messages pass
 through mapped slots (`slots`), by the copy engines of the GPUs, and between hosts through slots of their own or pinned
-ones, by RDMA or sockets (`relays`); inside an island they are the vendor library's.
+ones, by RDMA or sockets (`proxies`); inside an island they are the vendor library's.
 
 A call is a plan like any other, cut into pieces that fit a slot (`pipeline`), in an order that no number of hardware
 queues can turn into a deadlock (`order`), and compiled once for its counts into a list of driver calls
@@ -29,8 +29,8 @@ from ..runtime.compression import Compression, DeviceResidual
 from ..runtime.executor import FastPath
 from ..runtime.planner import Planner
 from ..types import OCP_OF, Collective, DType
-from ..vendor.devices.base import URGENT
-from ..vendor.devices.signals import signal_kernels
+from ..vendors.devices.base import URGENT
+from ..vendors.devices.signals import signal_kernels
 from . import float8, path_probe, streams
 from .array import clear
 from .direct import why_not_direct
@@ -39,14 +39,14 @@ from .graphs import GpuGraphs
 from .one_kernel import STATE_BYTES, ZERO, OneKernel
 from .p2p import GpuMessages
 from .plans import DeviceBinder, GpuPlans
-from .proxy import Relays
+from .proxy import Proxies
 from .shared import GpuShare, Note
 from .vendor_comm import GpuIslands, Meet, unlike_float8
 from .watchdog import GpuWatch
 from .work import GpuWork
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
 
 _DLPACK = {"cuda": 2, "rocm": 10}  # dlpack.h: kDLCUDA, kDLROCM
 
@@ -110,8 +110,8 @@ class GpuExecutor:
             if self.two_kinds:
                 self._float8 = float8.OnGpu(device)
                 undo.callback(self._float8.close)
-            self._relays = Relays(wiring, diagnosis, device, share)
-            self._edges = GpuEdges(wiring, self._queue, share, self._relays, prepare, timeout)
+            self._proxies = Proxies(wiring, diagnosis, device, share)
+            self._edges = GpuEdges(wiring, self._queue, share, self._proxies, prepare, timeout)
             self._graphs = GpuGraphs(device, self._queue, share, self._edges, self._state + ZERO)
             undo.callback(self._graphs.close)
             self._plans = GpuPlans(
@@ -154,7 +154,7 @@ class GpuExecutor:
 
     def prove(self, meet: Meet, timeout: float) -> None:
         """Try the ways to all other ranks, all ranks together: see `path_probe`."""
-        with self._watch.patient(), self._relays.trying():
+        with self._watch.patient(), self._proxies.trying():
             if path_probe.prove(
                 self._share, self._try, meet, self._edges.give_up, lambda: self._wiring.listen(timeout)
             ):
@@ -177,7 +177,7 @@ class GpuExecutor:
     def run(self, call: Call, stream: object, async_op: bool, seconds: float) -> GpuWork:
         """Enqueue `call` after what is on `stream` now; what comes on it later begins after it, unless `async_op`."""
         handle = self.stream(stream, sendbuf=call.send, recvbuf=call.recv)
-        passage = None if self._float8 is None else float8.Passage.of_call(call, self._wiring.rank)
+        passage = None if self._float8 is None else float8.Float8Conversion.of_call(call, self._wiring.rank)
         if self._float8 is None or passage is None:
             return self._launch(call, handle, async_op)
         with self._float8.around(passage, handle, async_op) as (send, recv, on):
@@ -225,7 +225,7 @@ class GpuExecutor:
                     self.messages.one(send, dest, recv, source, None, False)
 
     def _launch(self, call: Call, stream: int, async_op: bool, *, again: bool = True) -> GpuWork:
-        """`again`: the short way may run such a call when it comes again."""
+        """`again`: the fast path may run such a call when it comes again."""
         in_place = call.collective is Collective.ALLTOALL and call.in_place
         key = (
             call.collective, call.dtype, call.op, call.root, call.send_count, call.recv_count, call.send_table,
@@ -341,7 +341,7 @@ class GpuExecutor:
         """Nothing has moved for so long: the verdict says where everyone stands."""
         behind, where = self._share.standing()
         text = f"GPU calls of rank {self._wiring.rank} have not moved for {seconds:.3g} s; {where}"
-        waits, text = self.messages.awaited, "; ".join(filter(None, (text, self._relays.describe())))
+        waits, text = self.messages.awaited, "; ".join(filter(None, (text, self._proxies.describe())))
         if module := self.messages.loading:
             text = f"{text}; its kernels of {module} are being loaded, which waits for messages before it"
         if waits:
@@ -397,7 +397,7 @@ class GpuExecutor:
 
     def counters(self) -> dict[str, int]:
         """Of the RDMA links between this GPU and those of other hosts."""
-        return self._relays.counters()
+        return self._proxies.counters()
 
     def join(self, stream: object) -> None:
         """What comes on `stream` later begins after everything enqueued so far."""
@@ -422,7 +422,7 @@ class GpuExecutor:
                 self._release()
             time.sleep(0.001)
         self._compression.forget()
-        self._relays.close(deadline)
+        self._proxies.close(deadline)
         self._watch.close()
         self._undo.close()
         self._planner.forget()

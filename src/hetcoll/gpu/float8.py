@@ -24,11 +24,11 @@ from ..buffers import Buffer
 from ..calls import Call
 from ..errors import ArgumentError
 from ..types import FNUZ_OF, OCP_OF, SAME, Collective, DType
-from ..vendor.devices.kernels.source import convert_name
+from ..vendors.devices.kernels.source import convert_name
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
-    from ..vendor.facts import Gpu
+    from ..vendors.devices.base import Device
+    from ..vendors.facts import Gpu
 
 _GRAIN = 256  # staged buffers begin at multiples
 
@@ -39,7 +39,7 @@ def two_kinds(gpus: Sequence[Gpu]) -> bool:
     return "fnuz" in kinds and len(kinds) > 1
 
 
-class Passage(NamedTuple):
+class Float8Conversion(NamedTuple):
     """The buffers of one rank in such a call: whether it reads `send` and writes `recv`, and whether what it writes is
     the same on all ranks."""
 
@@ -50,7 +50,7 @@ class Passage(NamedTuple):
     alike: bool = False
 
     @classmethod
-    def of_call(cls, call: Call, rank: int) -> Passage | None:
+    def of_call(cls, call: Call, rank: int) -> Float8Conversion | None:
         """None for calls that have no 8-bit floats."""
         if call.dtype not in FNUZ_OF and call.dtype not in OCP_OF:
             return None
@@ -59,7 +59,7 @@ class Passage(NamedTuple):
         return cls(call.send, call.recv, call.send is not None and root, writes, call.collective in SAME)
 
     @classmethod
-    def of_message(cls, send: Buffer | None, dest: int, recv: Buffer | None, rank: int) -> Passage | None:
+    def of_message(cls, send: Buffer | None, dest: int, recv: Buffer | None, rank: int) -> Float8Conversion | None:
         """None for messages that have no 8-bit floats, and for those to oneself."""
         first = send or recv
         assert first is not None
@@ -125,7 +125,7 @@ class OnGpu:
 
     @contextlib.contextmanager
     def around(
-        self, passage: Passage, stream: int, async_op: bool
+        self, passage: Float8Conversion, stream: int, async_op: bool
     ) -> Iterator[tuple[Buffer | None, Buffer | None, int]]:
         """What to call with instead; the block enqueues the call on the stream given, which then waits for it."""
         device, fnuz = self._device, passage.dtype in OCP_OF
@@ -172,7 +172,7 @@ class OnGpu:
             self._device.free(at)
 
 
-def on_host(passage: Passage) -> tuple[Buffer | None, Buffer | None, Callable[[], None]]:
+def on_host(passage: Float8Conversion) -> tuple[Buffer | None, Buffer | None, Callable[[], None]]:
     """The same on a processor, before the call: what to call with instead, and what to do once it is complete."""
     fnuz = passage.dtype in OCP_OF
     memory = np.empty(passage.nbytes if fnuz else 0, np.uint8)

@@ -12,7 +12,7 @@ from .. import _native
 from ..errors import ArgumentError
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
     from .edges import GpuEdges
     from .shared import GpuShare
 

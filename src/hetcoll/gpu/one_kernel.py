@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from .. import _native
 from ..calls import Call
 from ..types import Collective, ReduceOp
-from ..vendor.devices.kernels.source import exchange_name, oneshot_name
-from ..vendor.devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot
+from ..vendors.devices.kernels.source import exchange_name, oneshot_name
+from ..vendors.devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot
 from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
     from .shared import GpuShare
 
 _SMALL = 64 << 10  # bytes up to which a kernel of words beats copies

@@ -19,7 +19,7 @@ from ..types import FNUZ_OF, OCP_OF, Collective
 from . import streams
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
     from .cpu_rank import CpuRank
     from .executor import GpuExecutor
 
@@ -45,7 +45,7 @@ class Gpus:
         self._meet, self._prepare, self._compression = meet, prepare, compression
         self._meetings = 0
         self.turn = threading.RLock()
-        """Who sets a path up, or takes it the long way: one thread at a time."""
+        """Who sets a path up, or takes it the slow path: one thread at a time."""
         self.executor: GpuExecutor | None = None
         self.cpu_rank: CpuRank | None = None
 

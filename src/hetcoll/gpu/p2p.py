@@ -17,15 +17,15 @@ from ..calls import RECV, SEND, Message, describe_message, message_key
 from ..errors import ArgumentError, DeviceError, spell_ranks
 from ..runtime.planner import Planner
 from ..types import DType
-from ..vendor.devices.base import URGENT
+from ..vendors.devices.base import URGENT
 from . import float8
 from .plans import GpuPlans
 from .shared import GpuShare, Note
 from .work import Enqueued, GpuWork
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
-    from ..vendor.devices.kernels.table import KernelTable
+    from ..vendors.devices.base import Device
+    from ..vendors.devices.kernels.table import KernelTable
 
 log = logging.getLogger("hetcoll")
 
@@ -80,7 +80,9 @@ class GpuMessages:
         handle = self._path.stream(stream, sendbuf=send, recvbuf=recv)
         if async_op and (send is None or recv is None):
             handle, async_op = self._lane(send is not None, max(dest, source), handle)
-        passage = None if self._convert is None else float8.Passage.of_message(send, dest, recv, self._share.rank)
+        passage = (
+            None if self._convert is None else float8.Float8Conversion.of_message(send, dest, recv, self._share.rank)
+        )
         if self._convert is None or passage is None:
             self._enqueue(send, dest, recv, source, handle, not async_op)
         else:
@@ -99,7 +101,7 @@ class GpuMessages:
         *,
         again: bool = True,
     ) -> None:
-        """`again`: the short way may run such a message when it comes again."""
+        """`again`: the fast path may run such a message when it comes again."""
         first = send or recv
         assert first is not None
         ends = (() if send is None else ((dest, send.count),), () if recv is None else ((source, recv.count),))
@@ -152,7 +154,8 @@ class GpuMessages:
         """Whether some of them are of 8-bit floats that their other rank has in another kind: see `float8`."""
         rank = self._share.rank
         found = (
-            float8.Passage.of_message(send, dest, recv, rank) for send, dest, recv, _ in (m.halves for m in messages)
+            float8.Float8Conversion.of_message(send, dest, recv, rank)
+            for send, dest, recv, _ in (m.halves for m in messages)
         )
         return self._convert is not None and any(found)
 

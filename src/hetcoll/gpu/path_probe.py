@@ -20,7 +20,7 @@ from ..errors import CollectiveTimeoutError, InitError, RegistrationError
 from ..plan.topology import SPELLED, Pair, Topology, pair_of
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
     from ..work import Work
     from .edges import GpuEdges
     from .shared import GpuShare

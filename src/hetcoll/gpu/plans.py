@@ -23,12 +23,12 @@ from ..plan.pipeline import offsets, parts, pipelined, ramp
 from ..plan.topology import Islands, spell_islands
 from ..runtime.planner import Kept, Planner
 from ..types import REDUCING, WHOLE, Collective, DType, ReduceOp
-from ..vendor.devices.kernels import codec_names
+from ..vendors.devices.kernels import codec_names
 from .slots import SLOTS
 
 if TYPE_CHECKING:
-    from ..vendor.ccl.native import Native
-    from ..vendor.devices.base import Device
+    from ..vendors.ccl.native import Native
+    from ..vendors.devices.base import Device
     from .vendor_comm import GpuIslands
 
 _SMALLEST = 256 << 10  # bytes of a piece

@@ -1,6 +1,6 @@
 """A GPU's messages to and from ranks that it shares no memory with, through slots of this process alone.
 
-An edge looks to the GPU like one inside a host (`slots`); threads of a native relay carry what lies in its slots
+An edge looks to the GPU like one inside a host (`slots`); threads of a native proxy carry what lies in its slots
 (``native/proxy/proxy.h``). By the way between the two ranks (`topology.Topology.way`):
 
 direct        the slots are the GPU's own memory, and RDMA goes from there to the peer's. No processor touches them.
@@ -30,7 +30,7 @@ from .slots import CHANNELS, WORD_BYTES, WORDS_BYTES
 
 if TYPE_CHECKING:
     from ..links.verbs.memory import Lease, Memory
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
 
 log = logging.getLogger("hetcoll")
 
@@ -40,25 +40,25 @@ LEAST_STRIPES, MOST_STRIPES = 4, 20
 assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
 
 
-class Relays:
+class Proxies:
     """The edges of one rank's GPU to ranks elsewhere. Nothing is set up before the first one is connected."""
 
     def __init__(self, wiring: Wiring, diagnosis: Diagnosis, device: Device, share: GpuShare) -> None:
         self._wiring, self._diagnosis, self._device = wiring, diagnosis, device
         self._share, self._gpus, self._slot_bytes = share, share.gpus, share.slot_bytes
-        self._relay: _native.Relay | None = None
+        self._proxy: _native.Proxy | None = None
         self._registered: Memory | None = None
         self._connected: set[tuple[int, int]] = set()
         self._edges: dict[tuple[bool, int, int], int] = {}
         self._undo = contextlib.ExitStack()  # memory
         self._failed: str | None = None
         self._trying = False
-        self._lock = threading.Lock()  # over `_relay` and `_failed`
+        self._lock = threading.Lock()  # over `_proxy` and `_failed`
         self._thread: threading.Thread | None = None
 
     def stripes(self, peer: int) -> int:
         """Sockets of an edge. RDMA links have one, for the handshake and for the worst case; and a rank without a GPU
-        has no relay: its engine deals messages to one. Each socket has a thread, which spins, so there are as many as
+        has no proxy: its engine deals messages to one. Each socket has a thread, which spins, so there are as many as
         leave more than half of the cores of either rank alone."""
         if self._rdma(peer) or not self._gpus[peer].vendor:
             return 1
@@ -77,13 +77,13 @@ class Relays:
         missing = [edge for edge in wanted if edge not in self._connected]
         apart = {(p, c + CHANNELS): self.stripes(p) for p, c in missing}  # the engine has the other channels
         for (peer, shifted), fds in self._wiring.sockets(apart, timeout, check).items():
-            relay, channel = self._start(), shifted - CHANNELS
+            proxy, channel = self._start(), shifted - CHANNELS
             if self._rdma(peer):
                 rails, direct = self._wiring.rails(peer, self._share.topology), self._direct(peer)
-                self._share_nics(relay)
-                relay.connect_verbs(peer, channel, fds, rails, self._wiring.rail_bytes, direct)
+                self._share_nics(proxy)
+                proxy.connect_verbs(peer, channel, fds, rails, self._wiring.rail_bytes, direct)
             else:
-                relay.connect(peer, channel, fds)
+                proxy.connect(peer, channel, fds)
             self._connected.add((peer, channel))
 
     def _channel(self, peer: int, channel: int) -> int:
@@ -95,10 +95,10 @@ class Relays:
         channel = self._channel(peer, channel)
         number = self._edges.get((out, peer, channel))
         if number is None:
-            assert self._relay is not None
+            assert self._proxy is not None
             words, slots = self._allocate(peer)
             ready, credit = words, words + SLOTS * WORD_BYTES
-            carried = self._relay.add_edge(
+            carried = self._proxy.add_edge(
                 peer=peer,
                 channel=channel,
                 out=out,
@@ -135,36 +135,36 @@ class Relays:
         assert self._registered is not None
         return self._registered.lease(address, nbytes, None, gpu)  # until the memory is closed
 
-    def _share_nics(self, relay: _native.Relay) -> None:
+    def _share_nics(self, proxy: _native.Proxy) -> None:
         if self._registered is None:
-            assert self._wiring.offer is not None
-            self._registered = self._wiring.offer.share(relay)
+            assert self._wiring.local_nics is not None
+            self._registered = self._wiring.local_nics.share(proxy)
 
-    def _start(self) -> _native.Relay:
+    def _start(self) -> _native.Proxy:
         with self._lock:
-            if self._relay is None:
+            if self._proxy is None:
                 wiring = self._wiring
                 sockets = max([self.stripes(p) for p in range(wiring.size) if p != wiring.rank], default=1)
-                self._relay = _native.Relay(
+                self._proxy = _native.Proxy(
                     threads=max(1, min(max(sockets, 2), self._share.topology.shares[wiring.rank])),
                     oversubscribed=wiring.oversubscribed,
                     rank=wiring.rank,
                     fault=wiring.fault,
                 )
-                self._relay.try_links(self._trying)
+                self._proxy.try_links(self._trying)
                 if self._failed is not None:
-                    self._relay.fail(Kind.ABORTED, wiring.rank, self._failed)
-                self._thread = threading.Thread(target=self._watch, name="hetcoll-relays", daemon=True)
+                    self._proxy.fail(Kind.ABORTED, wiring.rank, self._failed)
+                self._thread = threading.Thread(target=self._watch, name="hetcoll-proxies", daemon=True)
                 self._thread.start()
-            return self._relay
+            return self._proxy
 
     def _watch(self) -> None:
-        """Threads of the relay cannot tell the other ranks what went wrong, and nobody waits for them: this does. What
+        """Threads of the proxy cannot tell the other ranks what went wrong, and nobody waits for them: this does. What
         links lost, and went on without, is logged."""
-        assert self._relay is not None
+        assert self._proxy is not None
         while True:
-            kind, peer, text = self._relay.await_failure(-1.0)
-            events = self._relay.events()
+            kind, peer, text = self._proxy.await_failure(-1.0)
+            events = self._proxy.events()
             for event in events:
                 log.warning("%s", event)
             if kind != Kind.NONE or not events:
@@ -185,30 +185,30 @@ class Relays:
     def _try(self, on: bool) -> None:
         with self._lock:
             self._trying = on
-            if self._relay is not None:
-                self._relay.try_links(on)
+            if self._proxy is not None:
+                self._proxy.try_links(on)
 
     def problem(self, peer: int) -> str:
         """What links to `peer` failed with in such a block, or nothing."""
-        return "" if self._relay is None else self._relay.problem(peer)
+        return "" if self._proxy is None else self._proxy.problem(peer)
 
     def leave(self, peer: int) -> None:
         """Let this rank's streams go that wait for `peer`: the links that there are to it are not used any more."""
-        if self._relay is not None:
-            self._relay.leave(peer)
+        if self._proxy is not None:
+            self._proxy.leave(peer)
 
     @property
     def progress(self) -> int:
         """Grows while anything moves."""
-        return 0 if self._relay is None else self._relay.moves
+        return 0 if self._proxy is None else self._proxy.moves
 
     def counters(self) -> dict[str, int]:
         """Of the RDMA links."""
-        return {} if self._relay is None else self._relay.counters()
+        return {} if self._proxy is None else self._proxy.counters()
 
     def describe(self) -> str:
         """What is under way, for people."""
-        return "" if self._relay is None else self._relay.describe()
+        return "" if self._proxy is None else self._proxy.describe()
 
     def describe_way(self, peer: int) -> str:
         """How messages to `peer` go, for people."""
@@ -216,7 +216,7 @@ class Relays:
             n = self.stripes(peer)
             return f"through pinned slots and {n} socket{'s' * (n != 1)}"
         slots = "slots in both GPUs' memory" if self._direct(peer) else "pinned slots"
-        links = [] if self._relay is None else json.loads(self._relay.links())
+        links = [] if self._proxy is None else json.loads(self._proxy.links())
         made = [link for link in links if link["peer"] == peer]
         if made:
             return f"through {slots} and {'; '.join(map(describe_link, made))}"
@@ -226,15 +226,15 @@ class Relays:
         """Let every stream go that waits for another host, now and later."""
         with self._lock:
             self._failed = self._failed or reason
-            if self._relay is not None:
-                self._relay.fail(Kind.ABORTED, self._wiring.rank, self._failed)
+            if self._proxy is not None:
+                self._proxy.fail(Kind.ABORTED, self._wiring.rank, self._failed)
 
     def close(self, deadline: float) -> None:
         """Send what lies in slots, until `deadline` (time.monotonic), and give everything back. The GPU is idle."""
-        if self._relay is not None:
-            while not self._relay.idle and time.monotonic() < deadline:
+        if self._proxy is not None:
+            while not self._proxy.idle and time.monotonic() < deadline:
                 time.sleep(0.001)
-            self._relay.close(max(0.0, deadline - time.monotonic()))
+            self._proxy.close(max(0.0, deadline - time.monotonic()))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         if self._registered is not None:

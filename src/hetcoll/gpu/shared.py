@@ -19,12 +19,12 @@ from ..health.status_report import call_site
 from ..links.wiring import Wiring
 from ..plan.topology import Pair, Topology, pair_of
 from ..rendezvous.descriptors import new_name, receive_fd, share_fd
-from ..vendor.facts import Gpu
+from ..vendors.facts import Gpu
 from .slots import SlotSegment, slot_bytes
 from .vendor_comm import Meet
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
 
 
 Note = tuple[_native.Ledger, _native.LedgerEntry]

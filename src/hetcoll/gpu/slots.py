@@ -22,11 +22,11 @@ import numpy as np
 
 from .. import _native
 from ..errors import InitError
-from ..vendor.devices.kernels.table import ONESHOT_RANKS
+from ..vendors.devices.kernels.table import ONESHOT_RANKS
 
 if TYPE_CHECKING:
     from ..plan.topology import Topology
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
 
 SLOTS = 3
 CHANNELS = 3  # native/base/message.h

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from ..errors import ArgumentError, HetcollError, spell_ranks
 from ..plan.topology import Islands, Topology, spell_islands
 from ..types import REDUCING, DType, ReduceOp
-from ..vendor.ccl import nccl, rccl
-from ..vendor.ccl.library import Island
-from ..vendor.ccl.native import BYTES, Native, native
-from ..vendor.facts import Gpu, served
+from ..vendors.ccl import nccl, rccl
+from ..vendors.ccl.library import Island
+from ..vendors.ccl.native import BYTES, Native, native
+from ..vendors.facts import Gpu, served
 from .float8 import two_kinds
 
 if TYPE_CHECKING:
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
 
 log = logging.getLogger("hetcoll")
 

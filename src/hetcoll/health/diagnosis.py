@@ -42,7 +42,7 @@ from .desync_report import (
     find_wrong_message,
     unsure,
 )
-from .status_report import Witness
+from .status_report import StatusReporter
 
 if TYPE_CHECKING:
     from ..rendezvous.session import Session
@@ -81,7 +81,7 @@ def _spell_state(answer: Answer) -> str:
     return answer.state
 
 
-class Vigil:
+class StallDetector:
     """Over one call that does not end: asks the others what they do after 2, 4, 8, ... seconds of waiting.
 
     Many ranks get stuck at once. They begin to ask one after another, and who was asked a moment ago does not ask.
@@ -123,9 +123,9 @@ class Diagnosis:
         self._last_words: dict[tuple[str, int], Any] = {}  # of ranks that have left
         self.on_failure: Callable[[], None] | None = None  # ends what the engine does not know of
 
-    def attach(self, engine: _native.Engine, witness: Witness) -> None:
+    def attach(self, engine: _native.Engine, reporter: StatusReporter) -> None:
         """From now on there is something to fail: news that came earlier is delivered now."""
-        self._witness = witness
+        self._reporter = reporter
         with self._news:
             self._engine = engine
             early, self._early = self._early, []
@@ -149,7 +149,7 @@ class Diagnosis:
             if event.rank != self._rank:
                 self._asked = time.monotonic()
             since, edges = question
-            return self._witness.testify(since, event.rank, (Edge(*edge) for edge in edges)).encode()
+            return self._reporter.report(since, event.rank, (Edge(*edge) for edge in edges)).encode()
         self._apply(engine, event)
         return None
 
@@ -171,7 +171,7 @@ class Diagnosis:
     def _add_state(self, reason: str, peer: int) -> str:
         """What became of a rank, and what was in flight here then."""
         assert self._engine is not None
-        text, inside = f"rank {peer} was lost: {reason}", self._witness.inside()
+        text, inside = f"rank {peer} was lost: {reason}", self._reporter.inside()
         # A broken link may have told the engine first.
         state = self._engine.failure[2] if self._engine.failed else self._engine.describe()
         if inside is None and not state:
@@ -257,14 +257,14 @@ class Diagnosis:
             self._news.wait_for(lambda: self._report is not None or self._left.intersection(peers), _REASON_SECONDS)
 
     def _here(self) -> str:
-        inside = self._witness.inside(threading.get_ident())
+        inside = self._reporter.inside(threading.get_ident())
         return f"rank {self._rank}" if inside is None else f"rank {self._rank} in {inside}"
 
     # Questions.
 
-    def vigil(self, deadline: float, waited: float = 0.0) -> Vigil:
+    def stall_detector(self, deadline: float, waited: float = 0.0) -> StallDetector:
         """For a call that has already waited for so many seconds, and does so until `deadline` (time.monotonic)."""
-        return Vigil(self, self._rank / self._size, waited, deadline)
+        return StallDetector(self, self._rank / self._size, waited, deadline)
 
     def look(self, before: Answers, deadline: float) -> Answers:
         """Ask all ranks, unless one of them did so just now; raises when they cannot go on. `before` is what they said
@@ -296,7 +296,7 @@ class Diagnosis:
         `state` is how far it has come, where the engine does not know.
         """
         assert self._engine is not None
-        inside = self._witness.inside(threading.get_ident()) or Called("a call")
+        inside = self._reporter.inside(threading.get_ident()) or Called("a call")
         state = state or self._engine.describe()
         answers = self._ask()
         wrong = self._judge(answers, {})
@@ -306,7 +306,7 @@ class Diagnosis:
         silent = [rank for rank, answer in answers.items() if answer is None]
         if not silent and (edges := unsure(answers)):
             answers = self._ask(edges) or answers
-        parts += find_stalls(answers or {self._rank: self._witness.testify(1, self._rank)})[:_MOST_TOLD]
+        parts += find_stalls(answers or {self._rank: self._reporter.report(1, self._rank)})[:_MOST_TOLD]
         others = {rank: answer for rank, answer in answers.items() if answer is not None and rank != self._rank}
         if not answers:
             parts.append("the job's store did not answer (its process is stopped, cut off or busy)")
@@ -327,7 +327,7 @@ class Diagnosis:
     def _behind(self, others: dict[int, Answer]) -> list[int]:
         """Who has not come to the collective that this rank is in."""
         assert self._engine is not None
-        now = self._engine.collectives + (self._witness.preparing is not None)
+        now = self._engine.collectives + (self._reporter.preparing is not None)
         return [rank for rank, answer in others.items() if now not in answer.calls and answer.now < now]
 
     def ask(self, question: str, seconds: float) -> dict[int, Any]:
@@ -361,7 +361,7 @@ class Diagnosis:
         """
         seconds = min(_QUERY_SECONDS, max(0.0, deadline - time.monotonic()))
         try:
-            blob = json.dumps((self._witness.since(), edges)).encode()
+            blob = json.dumps((self._reporter.since(), edges)).encode()
             answers = self._session.control.query(self._group, blob, seconds)
         except HetcollError:
             return {}
@@ -372,6 +372,6 @@ class Diagnosis:
         found = find_mismatch(answers)
         if found:
             return found
-        mine = self._witness.inside(threading.get_ident()) or self._witness.received_from(peer)
+        mine = self._reporter.inside(threading.get_ident()) or self._reporter.received_from(peer)
         mine = mine or Called("an asynchronous call")
         return f"{find_wrong_message(answers, self._rank, peer, mine)} ({text})"

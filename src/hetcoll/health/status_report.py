@@ -47,10 +47,10 @@ def _folder_of_torch() -> str:
     return os.path.join(os.path.dirname(file), "") if file else ""
 
 
-class Witness:
+class StatusReporter:
     """Knows what one communicator is doing. `describe` turns the engine's number of a shape into the call it is for.
 
-    `calls` are the calls that took the long way and are not over, by thread. `preparing` is the thread whose call is a
+    `calls` are the calls that took the slow path and are not over, by thread. `preparing` is the thread whose call is a
     collective that has no number yet.
     """
 
@@ -67,7 +67,7 @@ class Witness:
         """The first collective that a question of this rank is about."""
         return max(1, self._engine.collectives - WINDOW // 2)
 
-    def testify(self, since: int, asker: int, edges: Iterable[Edge] = ()) -> Answer:
+    def report(self, since: int, asker: int, edges: Iterable[Edge] = ()) -> Answer:
         """This rank's answer to a question of rank `asker`, which also asks what was handed to `edges`."""
         engine = self._engine
         state, waits = engine.describe(), engine.waits_for()
@@ -131,7 +131,7 @@ class Witness:
         return None
 
     def _latest(self, method: str) -> str:
-        """The call of `method` that took the short way, and so is the last one that the engine knows."""
+        """The call of `method` that took the fast path, and so is the last one that the engine knows."""
         engine = self._engine
         if method in ("send", "recv", "sendrecv", "_end_group"):
             called = self._describe(engine.message_history(engine.messages))

@@ -91,7 +91,7 @@ def _move(dest: int, source: int, comm: Communicator, x: Any, y: Any, stream: in
 
 
 def _start(parsed: Parsed, x: Any, y: Any, stream: int, called_at: str) -> None:
-    """`called_at` is for `witness.call_site`."""
+    """`called_at` is for `reporter.call_site`."""
     comm = _communicators.get(parsed.comm)
     if comm is None:
         raise ClosedError("the communicator of this call does not exist any more")

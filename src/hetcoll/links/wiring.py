@@ -30,14 +30,14 @@ from ..rendezvous.descriptors import host_identity, new_name, receive_fd, share_
 from ..rendezvous.edges import Address, EdgeKey, Request, pack_addresses, unpack_addresses
 from ..rendezvous.listener import Listener
 from ..rendezvous.wire import pack, unpack
-from ..vendor.facts import Facts, check_digests, decode, encode, visible
+from ..vendors.facts import Facts, check_digests, decode, encode, visible
 from ..version import __version__
 from .making import Making
 from .verbs.report import by_peer, describe, fell_back
 
 if TYPE_CHECKING:
+    from .verbs.local_nics import LocalNics
     from .verbs.memory import Memory
-    from .verbs.offer import Offer
 
 log = logging.getLogger("hetcoll")
 
@@ -147,7 +147,7 @@ class Wiring:
         if config.fault is not None:
             log.info("rank %d: links misbehave on purpose: HETCOLL_FAULT=%s", rank, config.fault)
         self._making = Making[tuple[int, int]](lambda edge: self.engine.linked(*edge))
-        self.offer: Offer | None = None
+        self.local_nics: LocalNics | None = None
         gpus = [decode(intro.gpus) for intro in intros]
         self._gpus = [gpu.bus for gpu in gpus[rank]]
         try:
@@ -254,14 +254,14 @@ class Wiring:
         if self._config.transport == "auto" and len(self.topology.hosts) == 1:
             return "all ranks are on one host"
         from .verbs.library import UnavailableError  # few jobs need it, and imports count
-        from .verbs.offer import Offer
+        from .verbs.local_nics import LocalNics
         from .verbs.pci import pci_folder
 
         family = socket.AF_INET if any(":" not in address.host for address in addresses) else socket.AF_INET6
         # Of several GPUs the first call says which it is (`ports_near`). Until then the cores say what is near.
         near = pci_folder(self._gpus[0]) if len(self._gpus) == 1 else None
         try:
-            self.offer = Offer(self.engine, self._config, family, near)
+            self.local_nics = LocalNics(self.engine, self._config, family, near)
         except UnavailableError as error:
             log.info("rank %d: no RDMA: %s", self.rank, error)
             return str(error)
@@ -270,12 +270,12 @@ class Wiring:
     @property
     def nics(self) -> tuple[Nic, ...]:
         """This rank's open ports of RDMA devices."""
-        return () if self.offer is None else self.offer.nics
+        return () if self.local_nics is None else self.local_nics.nics
 
     @property
     def memory(self) -> Memory | None:
         """Where memory is registered, if it needs to be."""
-        return None if self.offer is None else self.offer.memory
+        return None if self.local_nics is None else self.local_nics.memory
 
     def ensure(self, edges: Iterable[tuple[int, int]], timeout: float, check: Check) -> None:
         """Links for these (peer, channel) pairs. Both ends must ask; `check` may raise to end the wait."""
@@ -334,19 +334,19 @@ class Wiring:
         return rail_bytes(self.size, self._config.ib_bytes)
 
     def rails(self, peer: int, topology: Topology) -> list[tuple[int, str]]:
-        """For the engine, or a relay: this rank's port and the name of the peer's device, for each rail, as `topology`
+        """For the engine, or a proxy: this rank's port and the name of the peer's device, for each rail, as `topology`
         has them, which is the same at both ends."""
-        assert self.offer is not None
+        assert self.local_nics is not None
         mine, theirs = topology.ranks[self.rank].nics, topology.ranks[peer].nics
-        return [(self.offer.number(mine[i]), theirs[j].device) for i, j in topology.rails(self.rank, peer)]
+        return [(self.local_nics.number(mine[i]), theirs[j].device) for i, j in topology.rails(self.rank, peer)]
 
     def ports_near(self, bus: str) -> tuple[int, ...]:
         """The places of this rank's RDMA ports, those nearest to the PCI function `bus` first."""
-        if self.offer is None:
+        if self.local_nics is None:
             return ()
         from .verbs.pci import pci_folder
 
-        return self.offer.near(pci_folder(bus))
+        return self.local_nics.near(pci_folder(bus))
 
     def transports(self, peers: Iterable[int]) -> str:
         """What carries data to these ranks now, such as ``shm+tcp``; ``self`` where there are none."""
@@ -363,6 +363,6 @@ class Wiring:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        if self.offer is not None:
-            self.offer.close()
-            self.offer = None
+        if self.local_nics is not None:
+            self.local_nics.close()
+            self.local_nics = None

@@ -268,7 +268,7 @@ class Topology:
         return ways[0]
 
     def far(self, a: int, b: int) -> bool:
-        """Whether each has slots of its own, which relays carry."""
+        """Whether each has slots of its own, which proxies carry."""
         return self.way(a, b) != "mapped"
 
     def not_direct(self, a: int, b: int) -> str:

@@ -1,6 +1,6 @@
 """How the processes of a job find each other, and what they tell each other beside the data.
 
-`bootstrap` finds rank 0's store; `store` and `groups` are that store, behind the `door` that asks for the job's secret
+`bootstrap` finds rank 0's store; `store` and `groups` are that store, behind the `acceptor` that asks for the job's secret
 (`auth`); `control` is a rank's connection to it, which a process's communicators share (`session`). `listener` and
 `connector` make the data plane's TCP connections, named by `edges`; `descriptors` hands shared memory around a host.
 """

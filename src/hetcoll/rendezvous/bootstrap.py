@@ -31,10 +31,10 @@ from collections.abc import Iterable, Sequence
 
 from ..config.env import Config, Launch, environment
 from ..errors import HetcollError, InitError
+from .acceptor import BACKLOG
 from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, Verb, greeting_context
 from .control import ControlClient
 from .descriptors import peer_is_us
-from .door import BACKLOG
 from .interfaces import choose_interfaces
 from .probe import Search
 from .sockets import receive_exactly, send_all, spell_address, spell_error

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from .. import lifetime
 from ..config.env import Config
 from ..errors import ClosedError, InitError, spell_ranks
+from .acceptor import BACKLOG, Acceptor
 from .auth import Service
 from .connector import connect_all
-from .door import BACKLOG, Door
 from .edges import ADMITTED, CONFIRMED, YIELD, Address, EdgeKey, Request
 from .interfaces import choose_interfaces
 from .sockets import settle, spell_error, unpace
@@ -81,7 +81,7 @@ class Listener:
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._wake_read.recv(64))
-        self._door = Door(self._selector, listeners, secret, Service.DATA, token.ljust(32, b"\0"), self._admit)
+        self._acceptor = Acceptor(self._selector, listeners, secret, Service.DATA, token.ljust(32, b"\0"), self._admit)
         self._thread = threading.Thread(target=self._run, name="hetcoll-listener", daemon=True)
         lifetime.watch(self)
         self._thread.start()
@@ -176,7 +176,7 @@ class Listener:
         self._closing = True
         self._news = threading.Condition()  # the parent's may have been locked
         self._selector.close()
-        self._door.abandon()
+        self._acceptor.abandon()
         promised = [each.sock for each in list(self._promises)]
         for sock in (*self._arrived.values(), *promised, *self._connecting, self._wake_read, self._wake_write):
             sock.close()
@@ -193,7 +193,7 @@ class Listener:
         finally:
             with self._news:
                 self._closing = True
-                self._door.close()
+                self._acceptor.close()
                 for sock in (*self._arrived.values(), *(each.sock for each in self._promises)):
                     sock.close()
                 self._arrived.clear()
@@ -203,7 +203,7 @@ class Listener:
             self._wake_read.close()
 
     def _wait(self) -> float | None:
-        wait = self._door.prepare()
+        wait = self._acceptor.prepare()
         return None if wait is None else max(0.0, wait)
 
     def _admit(self, sock: socket.socket, name: str, context: bytes) -> None:

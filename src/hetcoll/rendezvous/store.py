@@ -1,6 +1,6 @@
 """The store: one thread in rank 0's process through which the ranks of a job find and watch each other.
 
-Who proves the job's secret (`door`) becomes a member. What members can ask for is in `groups`.
+Who proves the job's secret (`acceptor`) becomes a member. What members can ask for is in `groups`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from itertools import islice
 
 from .. import lifetime
 from ..errors import CommunicationError
+from .acceptor import Acceptor, Fetch, choose_wait
 from .auth import Service
-from .door import Door, Fetch, choose_wait
 from .groups import Groups
 from .sockets import receive, spell_error
 from .unique_id import HOSTED
@@ -98,7 +98,7 @@ class StoreServer:
         self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._wake_read.recv(64))
         body = pack([unique_id])
         fetch = Fetch(header(Op.REPLY, body) + body, open_fetch)
-        self._door = Door(self._selector, listeners, secret, Service.STORE, context, self._admit, fetch)
+        self._acceptor = Acceptor(self._selector, listeners, secret, Service.STORE, context, self._admit, fetch)
         self._thread = threading.Thread(target=self._run, name="hetcoll-store", daemon=True)
         _hosted[self._job_id] = self
         HOSTED.add(self._job_id)
@@ -131,17 +131,17 @@ class StoreServer:
         _hosted.pop(self._job_id, None)
         HOSTED.discard(self._job_id)
         self._selector.close()  # never unregister: the epoll set is shared with the parent
-        self._door.abandon()
+        self._acceptor.abandon()
         for sock in (self._wake_read, self._wake_write, *(each.sock for each in list(self._connections.values()))):
             sock.close()
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._turn(choose_wait(self._groups.tick(), self._door.prepare()))
+                self._turn(choose_wait(self._groups.tick(), self._acceptor.prepare()))
             self._say_farewell()
         finally:
-            self._door.close()
+            self._acceptor.close()
             for connection in list(self._connections.values()):
                 connection.sock.close()
             self._selector.close()
@@ -208,7 +208,7 @@ class StoreServer:
             self._idle.set()
 
     def _say_farewell(self) -> None:
-        self._door.close()
+        self._acceptor.close()
         for connection in self._connections.values():
             connection.send(Op.CLOSING, b"")
         deadline = time.monotonic() + _FAREWELL

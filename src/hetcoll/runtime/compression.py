@@ -27,7 +27,7 @@ from ..types import Collective, DType, Format, ReduceOp
 
 if TYPE_CHECKING:
     from ..calls import Call
-    from ..vendor.devices.base import Device
+    from ..vendors.devices.base import Device
 
 log = logging.getLogger("hetcoll")
 

@@ -81,7 +81,7 @@ class Core:
             self.engine.set_ops(
                 OP_LABELS, DONE, _weakly(owner._stuck), _weakly(host.interrupted), _weakly(self.log_news)
             )
-            diagnosis.attach(self.engine, host.witness)
+            diagnosis.attach(self.engine, host.reporter)
             self.gpus = host.gpus = open_gpus(*parts, config, meet=_weakly(self.meet), prepare=_weakly(host.prepare))
             undo.pop_all()
         self._cross: CrossCheck | None = None
@@ -219,4 +219,4 @@ def _weakly(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def refuse(*args: object) -> None:
-    """Stands in for the engine's call after `close` and under HETCOLL_CHECK: the short way needs no test of its own."""
+    """Stands in for the engine's call after `close` and under HETCOLL_CHECK: the fast path needs no test of its own."""

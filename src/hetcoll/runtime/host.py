@@ -12,8 +12,8 @@ from .. import _native
 from ..buffers import Buffer
 from ..calls import RECV, SEND, Call, Message, describe_message, descriptor, message_key
 from ..errors import ClosedError, HetcollError, InitError
-from ..health.diagnosis import Diagnosis, Kind, Vigil
-from ..health.status_report import Witness
+from ..health.diagnosis import Diagnosis, Kind, StallDetector
+from ..health.status_report import StatusReporter
 from ..links.wiring import PATIENCE, Check, Wiring
 from ..types import Collective, ReduceOp
 from ..work import DONE, Waiter, Work, finished
@@ -149,7 +149,7 @@ class HostExecutor:
         self._planner = planner
         self._diagnosis, self._compression = diagnosis, compression
         self.plans = HostPlans(wiring, planner)
-        self.witness = Witness(owner, wiring.rank, wiring.engine, planner.describe)
+        self.reporter = StatusReporter(owner, wiring.rank, wiring.engine, planner.describe)
         self.closed = False
         self._pending: list[Work] = []  # keeps the memory of asynchronous calls alive
         self._pending_lock = threading.Lock()
@@ -166,23 +166,23 @@ class HostExecutor:
         if among is not None:
             call, finish = among.converted(call)
         plans = among or self.plans
-        witness, thread = self.witness, threading.get_ident()
-        witness.calls[thread], witness.preparing = call.describe(), thread
+        reporter, thread = self.reporter, threading.get_ident()
+        reporter.calls[thread], reporter.preparing = call.describe(), thread
         try:
             shape = self.prepare(lambda check: plans.shape(call, seconds, check), seconds)
             if among is not None:
                 among.note(call)
-            if witness.preparing == thread:
-                witness.preparing = None
+            if reporter.preparing == thread:
+                reporter.preparing = None
             send = 0 if call.send is None else call.send.ptr
             recv = 0 if call.recv is None else call.recv.ptr
             residual = self._compression.residual(call, shape, float32_zeros) if call.compress else None
             buffers = (call.send, call.recv)
             return finished(self._run(shape, send, recv, async_op, seconds, buffers, residual=residual), finish)
         finally:
-            if witness.preparing == thread:
-                witness.preparing = None
-            witness.calls.pop(thread, None)
+            if reporter.preparing == thread:
+                reporter.preparing = None
+            reporter.calls.pop(thread, None)
 
     def exchange(
         self,
@@ -201,7 +201,7 @@ class HostExecutor:
         if among is not None:
             send, recv, finish = among.converted_message(send, dest, recv)
         plans = among or self.plans
-        calls, thread = self.witness.calls, threading.get_ident()
+        calls, thread = self.reporter.calls, threading.get_ident()
         calls[thread] = describe_message(send, dest, recv, source)
         try:
             shape = self.prepare(lambda check: plans.point(send, dest, recv, source, seconds, check), seconds)
@@ -263,15 +263,15 @@ class HostExecutor:
     def prepare(self, find: Callable[[Check], T], seconds: float) -> T:
         """`find` a bound plan. The first one between two ranks may have to wait until the other one connects."""
         deadline, thread = time.monotonic() + seconds, threading.get_ident()
-        vigil: Vigil | None = None
+        stall_detector: StallDetector | None = None
 
         def check(peers: Collection[int]) -> None:
-            nonlocal vigil
-            vigil = vigil or self._diagnosis.vigil(deadline)
-            self.witness.connecting[thread] = tuple(peers)
+            nonlocal stall_detector
+            stall_detector = stall_detector or self._diagnosis.stall_detector(deadline)
+            self.reporter.connecting[thread] = tuple(peers)
             self.check_usable()
             self._diagnosis.check_present(peers)
-            vigil.look()
+            stall_detector.look()
 
         try:
             return find(check)
@@ -286,7 +286,7 @@ class HostExecutor:
             self._give_up()
             raise
         finally:
-            self.witness.connecting.pop(thread, None)
+            self.reporter.connecting.pop(thread, None)
 
     def _run(
         self,
@@ -307,7 +307,7 @@ class HostExecutor:
                 self._owner(),
                 ticket,
                 keep if residual is None else (keep, residual),
-                self.witness.calls.get(threading.get_ident(), ""),
+                self.reporter.calls.get(threading.get_ident(), ""),
             )
             with self._pending_lock:
                 if len(self._pending) >= self._prune_at:
@@ -324,14 +324,14 @@ class HostExecutor:
     def _finish(self, status: _native.Status, ticket: _native.Ticket, seconds: float, waited: float) -> None:
         """Wait on after a first attempt that gave up after `waited` of `seconds`; raises what went wrong."""
         deadline = time.monotonic() + seconds - waited
-        vigil = self._diagnosis.vigil(deadline, waited)
+        stall_detector = self._diagnosis.stall_detector(deadline, waited)
         try:
             while status is _native.Status.TIMED_OUT:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise self._diagnosis.timeout(seconds)
-                vigil.look()
-                status = self._engine.wait(ticket, min(left, vigil.seconds()))
+                stall_detector.look()
+                status = self._engine.wait(ticket, min(left, stall_detector.seconds()))
             if status is _native.Status.FAILED:
                 self.check_parent()
                 raise self._diagnosis.error()

@@ -17,7 +17,7 @@
 
 extern char** environ;
 
-namespace standin {
+namespace fake {
 namespace {
 
 // Where this library lies; the shim lies beside it, and so do compiled kernels.
@@ -61,7 +61,7 @@ std::string hash(const std::string& text) {
   return out;
 }
 
-// Runs the compiler without the stand-ins in front of its libraries; true when it succeeded.
+// Runs the compiler without the fakes in front of its libraries; true when it succeeded.
 bool run(const std::vector<std::string>& command, const std::string& log) {
   std::vector<char*> arguments, variables;
   for (const std::string& argument : command) arguments.push_back(const_cast<char*>(argument.c_str()));
@@ -87,7 +87,7 @@ bool run(const std::vector<std::string>& command, const std::string& log) {
 
 // The names of `__global__` functions in preprocessed text, but templates: those need an expression.
 std::set<std::string> kernels_in(const std::string& text) {
-  static const std::string mark = "STANDIN_KERNEL_HERE";
+  static const std::string mark = "FAKE_KERNEL_HERE";
   std::set<std::string> names;
   for (std::size_t at = text.find(mark); at != std::string::npos; at = text.find(mark, at)) {
     std::size_t begin = text.find_last_of(";{}", at);
@@ -191,18 +191,18 @@ Outcome build(Program& program, const Command& command, const std::string& vendo
       "#line 1 \"" + (program.name.empty() ? "default_program" : program.name) + "\"\n" + program.source + "\n";
   if (!write_file(source, whole)) return Outcome::kBroken;
   std::vector<std::string> scan = common;
-  for (const char* option : {"-E", "-P", "-DSTANDIN_SCAN", "-o", text.c_str(), source.c_str()}) scan.push_back(option);
+  for (const char* option : {"-E", "-P", "-DFAKE_SCAN", "-o", text.c_str(), source.c_str()}) scan.push_back(option);
   bool compiled = run(scan, log);
   if (compiled) {
     whole += "#include \"tail.h\"\n";
-    for (const std::string& name : kernels_in(read_file(text))) whole += "STANDIN_KERNEL(" + name + ")\n";
+    for (const std::string& name : kernels_in(read_file(text))) whole += "FAKE_KERNEL(" + name + ")\n";
     for (const auto& [expression, lowered] : program.lowered) {
-      whole += "STANDIN_EXPRESSION(" + lowered + ", " + expression + ")\n";
+      whole += "FAKE_EXPRESSION(" + lowered + ", " + expression + ")\n";
     }
     if (!write_file(source, whole)) return Outcome::kBroken;
     std::vector<std::string> full = common;
-    std::string vendor_macro = "-DSTANDIN_VENDOR=\"" + vendor + "\"";
-    std::string arch_macro = "-DSTANDIN_IMAGE_ARCH=\"" + command.arch + "\"";
+    std::string vendor_macro = "-DFAKE_VENDOR=\"" + vendor + "\"";
+    std::string arch_macro = "-DFAKE_IMAGE_ARCH=\"" + command.arch + "\"";
     for (const char* option : {"-O2",
                                "-fno-strict-aliasing",
                                "-fno-exceptions",
@@ -242,7 +242,7 @@ Outcome compile(Program& program, const std::vector<std::string>& options, const
   if (!translate(options, &command)) return Outcome::kBadOption;
   std::size_t count = 0;
   for (const std::string& expression : program.expressions) {
-    program.lowered[expression] = "standin_expression_" + std::to_string(count++);
+    program.lowered[expression] = "fake_expression_" + std::to_string(count++);
   }
   std::string key = vendor + '\0' + command.arch + '\0' + program.source + '\0' + program.name;
   for (const std::string& option : command.common) key += '\0' + option;
@@ -270,4 +270,4 @@ Outcome compile(Program& program, const std::vector<std::string>& options, const
   return Outcome::kCompiled;
 }
 
-}  // namespace standin
+}  // namespace fake

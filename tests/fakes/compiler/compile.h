@@ -1,12 +1,12 @@
-// Compiles a kernel's source into an image that the stand-in drivers load: a shared object that g++ makes. NVRTC's
-// and hipRTC's stand-ins are two faces of it.
+// Compiles a kernel's source into an image that the fake drivers load: a shared object that g++ makes. NVRTC's
+// and hipRTC's fakes are two faces of it.
 #pragma once
 
 #include <map>
 #include <string>
 #include <vector>
 
-namespace standin {
+namespace fake {
 
 struct Header {
   std::string name, text;
@@ -27,4 +27,4 @@ enum class Outcome { kCompiled, kError, kBadOption, kBroken };
 Outcome compile(Program& program, const std::vector<std::string>& options, const std::string& vendor,
                 const std::string& macro, const std::string& default_arch);
 
-}  // namespace standin
+}  // namespace fake

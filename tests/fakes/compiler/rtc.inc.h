@@ -7,8 +7,8 @@
 
 #include "compile.h"
 
-using standin::Outcome;
-using standin::Program;
+using fake::Outcome;
+using fake::Program;
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -85,7 +85,7 @@ RtcResult RTC(GetLoweredName)(Program* program, const char* expression, const ch
 RtcResult RTC(CompileProgram)(Program* program, int count, const char* const* options) {
   if (!program) return kInvalidProgram;
   switch (
-      standin::compile(*program, std::vector<std::string>(options, options + count), RTC_VENDOR, RTC_MACRO, RTC_ARCH)) {
+      fake::compile(*program, std::vector<std::string>(options, options + count), RTC_VENDOR, RTC_MACRO, RTC_ARCH)) {
     case Outcome::kCompiled:
       return kSuccess;
     case Outcome::kBadOption:

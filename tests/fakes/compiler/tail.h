@@ -1,33 +1,33 @@
 // What comes after a kernel's source: the checks that its loads and stores call, and how the runtime finds and calls
-// each kernel. The compiler appends one STANDIN_KERNEL(name) for each.
+// each kernel. The compiler appends one FAKE_KERNEL(name) for each.
 #pragma once
 
 #undef __global__
 #pragma GCC diagnostic ignored "-Wattributes"
 
-const standin::Hooks* standin_hooks = nullptr;
+const fake::Hooks* fake_hooks = nullptr;
 
 // g++ calls these before each access (-fsanitize=kernel-address, without its inlined checks).
-#define STANDIN_CHECK(size)                                                         \
-  extern "C" STANDIN_OWN void __asan_load##size##_noabort(unsigned long address) {  \
-    standin_hooks->access(address, size, 0);                                        \
+#define FAKE_CHECK(size)                                                         \
+  extern "C" FAKE_OWN void __asan_load##size##_noabort(unsigned long address) {  \
+    fake_hooks->access(address, size, 0);                                        \
   }                                                                                 \
-  extern "C" STANDIN_OWN void __asan_store##size##_noabort(unsigned long address) { \
-    standin_hooks->access(address, size, 1);                                        \
+  extern "C" FAKE_OWN void __asan_store##size##_noabort(unsigned long address) { \
+    fake_hooks->access(address, size, 1);                                        \
   }
-STANDIN_CHECK(1)
-STANDIN_CHECK(2)
-STANDIN_CHECK(4)
-STANDIN_CHECK(8)
-STANDIN_CHECK(16)
-extern "C" STANDIN_OWN void __asan_loadN_noabort(unsigned long address, unsigned long nbytes) {
-  standin_hooks->access(address, nbytes, 0);
+FAKE_CHECK(1)
+FAKE_CHECK(2)
+FAKE_CHECK(4)
+FAKE_CHECK(8)
+FAKE_CHECK(16)
+extern "C" FAKE_OWN void __asan_loadN_noabort(unsigned long address, unsigned long nbytes) {
+  fake_hooks->access(address, nbytes, 0);
 }
-extern "C" STANDIN_OWN void __asan_storeN_noabort(unsigned long address, unsigned long nbytes) {
-  standin_hooks->access(address, nbytes, 1);
+extern "C" FAKE_OWN void __asan_storeN_noabort(unsigned long address, unsigned long nbytes) {
+  fake_hooks->access(address, nbytes, 1);
 }
 
-namespace standin_shim {
+namespace fake_shim {
 template <class T>
 struct value {
   using type = T;
@@ -46,26 +46,26 @@ struct described<kernel, void (*)(A...)> {
   static constexpr unsigned sizes[sizeof...(A) + 1] = {sizeof(A)..., 0};
   static constexpr unsigned alignments[sizeof...(A) + 1] = {alignof(A)..., 0};
   template <unsigned... I>
-  STANDIN_OWN static void call(void** arguments, indices<I...>) {
+  FAKE_OWN static void call(void** arguments, indices<I...>) {
     (void)arguments;
     kernel(*static_cast<typename value<A>::type*>(arguments[I])...);
   }
-  STANDIN_OWN static void run(void** arguments) { call(arguments, indices<__integer_pack(sizeof...(A))...>{}); }
-  static constexpr standin::Kernel about = {sizeof...(A), sizes, alignments, &run};
+  FAKE_OWN static void run(void** arguments) { call(arguments, indices<__integer_pack(sizeof...(A))...>{}); }
+  static constexpr fake::Kernel about = {sizeof...(A), sizes, alignments, &run};
 };
 
-STANDIN_OWN void bind(const standin::Hooks* hooks) { standin_hooks = hooks; }
-}  // namespace standin_shim
+FAKE_OWN void bind(const fake::Hooks* hooks) { fake_hooks = hooks; }
+}  // namespace fake_shim
 
-#define STANDIN_EXPORT extern "C" __attribute__((visibility("default")))
-#define STANDIN_KERNEL(name)                                  \
-  STANDIN_EXPORT const standin::Kernel standin_kernel_##name; \
-  const standin::Kernel standin_kernel_##name = standin_shim::described<&name>::about;
+#define FAKE_EXPORT extern "C" __attribute__((visibility("default")))
+#define FAKE_KERNEL(name)                                  \
+  FAKE_EXPORT const fake::Kernel fake_kernel_##name; \
+  const fake::Kernel fake_kernel_##name = fake_shim::described<&name>::about;
 // A name expression (nvrtcAddNameExpression), under a name of its own.
-#define STANDIN_EXPRESSION(lowered, ...)                         \
-  STANDIN_EXPORT void lowered() {}                               \
-  STANDIN_EXPORT const standin::Kernel standin_kernel_##lowered; \
-  const standin::Kernel standin_kernel_##lowered = standin_shim::described<&__VA_ARGS__>::about;
+#define FAKE_EXPRESSION(lowered, ...)                         \
+  FAKE_EXPORT void lowered() {}                               \
+  FAKE_EXPORT const fake::Kernel fake_kernel_##lowered; \
+  const fake::Kernel fake_kernel_##lowered = fake_shim::described<&__VA_ARGS__>::about;
 
-STANDIN_EXPORT const standin::Image standin_image;
-const standin::Image standin_image = {STANDIN_VENDOR, STANDIN_IMAGE_ARCH, &standin_shim::bind};
+FAKE_EXPORT const fake::Image fake_image;
+const fake::Image fake_image = {FAKE_VENDOR, FAKE_IMAGE_ARCH, &fake_shim::bind};

@@ -11,7 +11,7 @@
 #include "memory.h"
 #include "operations.h"
 
-namespace standin {
+namespace fake {
 
 namespace cuda {
 namespace {
@@ -161,12 +161,12 @@ const Named* named(int code) {
 
 }  // namespace
 }  // namespace cuda
-}  // namespace standin
+}  // namespace fake
 
-using namespace standin;
-using namespace standin::cuda;
+using namespace fake;
+using namespace fake::cuda;
 
-STANDIN_API cuInit(unsigned flags) {
+FAKE_API cuInit(unsigned flags) {
   if (Error error = enter(__func__)) return error;
   if (flags != 0) return kInvalidValue;
   if (settings().devices.empty()) return kNoDevice;
@@ -176,42 +176,42 @@ STANDIN_API cuInit(unsigned flags) {
   return kOk;
 }
 
-STANDIN_API cuDriverGetVersion(int* version) {
+FAKE_API cuDriverGetVersion(int* version) {
   if (Error error = enter(__func__)) return error;
   *version = 13000;
   return kOk;
 }
 
-STANDIN_API cuGetErrorName(int code, const char** name) {
+FAKE_API cuGetErrorName(int code, const char** name) {
   const Named* found = named(code);
   *name = found ? found->name : nullptr;
   return found ? kOk : kInvalidValue;
 }
 
-STANDIN_API cuGetErrorString(int code, const char** text) {
+FAKE_API cuGetErrorString(int code, const char** text) {
   const Named* found = named(code);
   *text = found ? found->text : nullptr;
   return found ? kOk : kInvalidValue;
 }
 
 // The newest signature that a caller of this version knows; versions matter here for one function only.
-STANDIN_API cuGetProcAddress_v2(const char* name, void** function, int version, std::uint64_t, int* status) {
+FAKE_API cuGetProcAddress_v2(const char* name, void** function, int version, std::uint64_t, int* status) {
   bool older = version < 12030 && std::strcmp(name, "cuStreamGetCaptureInfo") == 0;
   *function = find_symbol(older ? "cuStreamGetCaptureInfo_v2" : name);
   if (status) *status = *function ? 0 : 1;
   return *function || status ? kOk : kNotFound;
 }
 
-STANDIN_API cuGetProcAddress(const char* name, void** function, int version, std::uint64_t flags) {
+FAKE_API cuGetProcAddress(const char* name, void** function, int version, std::uint64_t flags) {
   return cuGetProcAddress_v2(name, function, version, flags, nullptr);
 }
 
-STANDIN_API cuGetExportTable(const void** table, const void*) {
+FAKE_API cuGetExportTable(const void** table, const void*) {
   *table = nullptr;
   return kNotFound;
 }
 
-STANDIN_API cuDevicePrimaryCtxRetain(void** context, CUdevice ordinal) {
+FAKE_API cuDevicePrimaryCtxRetain(void** context, CUdevice ordinal) {
   BEGIN();
   Device* device = device_at(ordinal);
   if (!device) return kInvalidDevice;
@@ -221,7 +221,7 @@ STANDIN_API cuDevicePrimaryCtxRetain(void** context, CUdevice ordinal) {
   return kOk;
 }
 
-STANDIN_API cuDevicePrimaryCtxRelease_v2(CUdevice ordinal) {
+FAKE_API cuDevicePrimaryCtxRelease_v2(CUdevice ordinal) {
   BEGIN();
   Device* device = device_at(ordinal);
   if (!device) return kInvalidDevice;
@@ -231,7 +231,7 @@ STANDIN_API cuDevicePrimaryCtxRelease_v2(CUdevice ordinal) {
   return kOk;
 }
 
-STANDIN_API cuDevicePrimaryCtxReset_v2(CUdevice ordinal) {
+FAKE_API cuDevicePrimaryCtxReset_v2(CUdevice ordinal) {
   BEGIN();
   Device* device = device_at(ordinal);
   if (!device) return kInvalidDevice;
@@ -240,7 +240,7 @@ STANDIN_API cuDevicePrimaryCtxReset_v2(CUdevice ordinal) {
   return kOk;
 }
 
-STANDIN_API cuDevicePrimaryCtxGetState(CUdevice ordinal, unsigned* flags, int* active) {
+FAKE_API cuDevicePrimaryCtxGetState(CUdevice ordinal, unsigned* flags, int* active) {
   BEGIN();
   Device* device = device_at(ordinal);
   if (!device) return kInvalidDevice;
@@ -249,12 +249,12 @@ STANDIN_API cuDevicePrimaryCtxGetState(CUdevice ordinal, unsigned* flags, int* a
   return kOk;
 }
 
-STANDIN_API cuDevicePrimaryCtxSetFlags_v2(CUdevice ordinal, unsigned) {
+FAKE_API cuDevicePrimaryCtxSetFlags_v2(CUdevice ordinal, unsigned) {
   BEGIN();
   return device_at(ordinal) ? kOk : kInvalidDevice;
 }
 
-STANDIN_API cuCtxCreate_v4(void** out, void*, unsigned, CUdevice ordinal) {
+FAKE_API cuCtxCreate_v4(void** out, void*, unsigned, CUdevice ordinal) {
   BEGIN();
   Device* device = device_at(ordinal);
   if (!device) return kInvalidDevice;
@@ -265,7 +265,7 @@ STANDIN_API cuCtxCreate_v4(void** out, void*, unsigned, CUdevice ordinal) {
   return kOk;
 }
 
-STANDIN_API cuCtxDestroy_v2(void* handle) {
+FAKE_API cuCtxDestroy_v2(void* handle) {
   BEGIN();
   if (!known_context(handle) || static_cast<Context*>(handle)->primary) return kInvalidContext;
   synchronize_device(*static_cast<Context*>(handle)->device);
@@ -276,27 +276,27 @@ STANDIN_API cuCtxDestroy_v2(void* handle) {
   return kOk;
 }
 
-STANDIN_API cuCtxGetCurrent(void** context) {
+FAKE_API cuCtxGetCurrent(void** context) {
   BEGIN();
   *context = current();
   return kOk;
 }
 
-STANDIN_API cuCtxSetCurrent(void* context) {
+FAKE_API cuCtxSetCurrent(void* context) {
   BEGIN();
   if (context && !known_context(context)) return kInvalidContext;
   set_current(static_cast<Context*>(context));
   return kOk;
 }
 
-STANDIN_API cuCtxPushCurrent_v2(void* context) {
+FAKE_API cuCtxPushCurrent_v2(void* context) {
   BEGIN();
   if (!known_context(context)) return kInvalidContext;
   stack.push_back(static_cast<Context*>(context));
   return kOk;
 }
 
-STANDIN_API cuCtxPopCurrent_v2(void** context) {
+FAKE_API cuCtxPopCurrent_v2(void** context) {
   BEGIN();
   if (stack.empty()) return kInvalidContext;
   if (context) *context = stack.back();
@@ -304,14 +304,14 @@ STANDIN_API cuCtxPopCurrent_v2(void** context) {
   return kOk;
 }
 
-STANDIN_API cuCtxGetDevice(CUdevice* ordinal) {
+FAKE_API cuCtxGetDevice(CUdevice* ordinal) {
   BEGIN();
   DEVICE(device);
   *ordinal = device->ordinal;
   return kOk;
 }
 
-STANDIN_API cuCtxGetId(void* context, unsigned long long* id) {
+FAKE_API cuCtxGetId(void* context, unsigned long long* id) {
   BEGIN();
   auto* wanted = context ? static_cast<Context*>(context) : current();
   if (!wanted || !known_context(wanted)) return kInvalidContext;
@@ -319,32 +319,32 @@ STANDIN_API cuCtxGetId(void* context, unsigned long long* id) {
   return kOk;
 }
 
-STANDIN_API cuCtxSynchronize() {
+FAKE_API cuCtxSynchronize() {
   BEGIN();
   DEVICE(device);
   return synchronize_device(*device);
 }
 
-STANDIN_API cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+FAKE_API cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   BEGIN();
   if (least) *least = 0;
   if (greatest) *greatest = -5;
   return kOk;
 }
 
-STANDIN_API cuCtxGetApiVersion(void*, unsigned* version) {
+FAKE_API cuCtxGetApiVersion(void*, unsigned* version) {
   BEGIN();
   *version = 3020;
   return kOk;
 }
 
-STANDIN_API cuCtxGetFlags(unsigned* flags) {
+FAKE_API cuCtxGetFlags(unsigned* flags) {
   BEGIN();
   *flags = 0;
   return kOk;
 }
 
-STANDIN_API cuCtxEnablePeerAccess(void* peer, unsigned flags) {
+FAKE_API cuCtxEnablePeerAccess(void* peer, unsigned flags) {
   BEGIN();
   DEVICE(device);
   if (flags != 0) return kInvalidValue;
@@ -355,7 +355,7 @@ STANDIN_API cuCtxEnablePeerAccess(void* peer, unsigned flags) {
   return device->peers.fetch_or(bit) & bit ? kPeerAlreadyEnabled : kOk;
 }
 
-STANDIN_API cuCtxDisablePeerAccess(void* peer) {
+FAKE_API cuCtxDisablePeerAccess(void* peer) {
   BEGIN();
   DEVICE(device);
   if (!known_context(peer)) return kInvalidContext;
@@ -363,7 +363,7 @@ STANDIN_API cuCtxDisablePeerAccess(void* peer) {
   return device->peers.fetch_and(~bit) & bit ? kOk : kPeerNotEnabled;
 }
 
-extern "C" __attribute__((visibility("default"))) const DriverAccess* standin_driver() {
+extern "C" __attribute__((visibility("default"))) const DriverAccess* fake_driver() {
   static const DriverAccess access = driver_access(current_device);
   return &access;
 }

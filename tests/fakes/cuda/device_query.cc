@@ -5,8 +5,8 @@
 #include "driver.h"
 #include "memory.h"
 
-using namespace standin;
-using namespace standin::cuda;
+using namespace fake;
+using namespace fake::cuda;
 
 namespace {
 
@@ -91,20 +91,20 @@ int attribute(const Device& device, int which) {
 
 }  // namespace
 
-STANDIN_API cuDeviceGetCount(int* count) {
+FAKE_API cuDeviceGetCount(int* count) {
   BEGIN();
   *count = static_cast<int>(devices().size());
   return kOk;
 }
 
-STANDIN_API cuDeviceGet(CUdevice* device, int ordinal) {
+FAKE_API cuDeviceGet(CUdevice* device, int ordinal) {
   BEGIN();
   if (!device_at(ordinal)) return kInvalidDevice;
   *device = ordinal;
   return kOk;
 }
 
-STANDIN_API cuDeviceGetName(char* name, int length, CUdevice ordinal) {
+FAKE_API cuDeviceGetName(char* name, int length, CUdevice ordinal) {
   BEGIN();
   if (!device_at(ordinal)) return kInvalidDevice;
   std::strncpy(name, kVendor.device_name, static_cast<std::size_t>(length));
@@ -112,7 +112,7 @@ STANDIN_API cuDeviceGetName(char* name, int length, CUdevice ordinal) {
   return kOk;
 }
 
-STANDIN_API cuDeviceGetUuid_v2(char* uuid, CUdevice ordinal) {
+FAKE_API cuDeviceGetUuid_v2(char* uuid, CUdevice ordinal) {
   BEGIN();
   Device* device = device_at(ordinal);
   if (!device) return kInvalidDevice;
@@ -120,7 +120,7 @@ STANDIN_API cuDeviceGetUuid_v2(char* uuid, CUdevice ordinal) {
   return kOk;
 }
 
-STANDIN_API cuDeviceGetPCIBusId(char* text, int length, CUdevice ordinal) {
+FAKE_API cuDeviceGetPCIBusId(char* text, int length, CUdevice ordinal) {
   BEGIN();
   Device* device = device_at(ordinal);
   if (!device) return kInvalidDevice;
@@ -130,7 +130,7 @@ STANDIN_API cuDeviceGetPCIBusId(char* text, int length, CUdevice ordinal) {
   return kOk;
 }
 
-STANDIN_API cuDeviceGetByPCIBusId(CUdevice* ordinal, const char* text) {
+FAKE_API cuDeviceGetByPCIBusId(CUdevice* ordinal, const char* text) {
   BEGIN();
   for (auto& device : devices()) {
     if (strcasecmp(device->bus_id().c_str(), text) != 0) continue;
@@ -140,14 +140,14 @@ STANDIN_API cuDeviceGetByPCIBusId(CUdevice* ordinal, const char* text) {
   return kInvalidDevice;
 }
 
-STANDIN_API cuDeviceTotalMem_v2(std::size_t* nbytes, CUdevice ordinal) {
+FAKE_API cuDeviceTotalMem_v2(std::size_t* nbytes, CUdevice ordinal) {
   BEGIN();
   if (!device_at(ordinal)) return kInvalidDevice;
   *nbytes = settings().memory;
   return kOk;
 }
 
-STANDIN_API cuDeviceGetAttribute(int* value, int which, CUdevice ordinal) {
+FAKE_API cuDeviceGetAttribute(int* value, int which, CUdevice ordinal) {
   BEGIN();
   Device* device = device_at(ordinal);
   if (!device) return kInvalidDevice;
@@ -156,14 +156,14 @@ STANDIN_API cuDeviceGetAttribute(int* value, int which, CUdevice ordinal) {
   return kOk;
 }
 
-STANDIN_API cuDeviceCanAccessPeer(int* can, CUdevice ordinal, CUdevice peer) {
+FAKE_API cuDeviceCanAccessPeer(int* can, CUdevice ordinal, CUdevice peer) {
   BEGIN();
   if (!device_at(ordinal) || !device_at(peer)) return kInvalidDevice;
   *can = settings().peer && ordinal != peer;
   return kOk;
 }
 
-STANDIN_API cuDeviceGetP2PAttribute(int* value, int which, CUdevice source, CUdevice destination) {
+FAKE_API cuDeviceGetP2PAttribute(int* value, int which, CUdevice source, CUdevice destination) {
   BEGIN();
   if (!device_at(source) || !device_at(destination) || source == destination) return kInvalidDevice;
   *value = which == 1 ? 0 : settings().peer;

@@ -1,4 +1,4 @@
-// What the files of the stand-in libcuda share. Types are the driver's own in size; names of its enumerations' values
+// What the files of the fake libcuda share. Types are the driver's own in size; names of its enumerations' values
 // are in cuda.h of the CUDA toolkit, which this does not need.
 #pragma once
 
@@ -9,13 +9,13 @@
 #include "errors.h"
 #include "settings.h"
 
-#define STANDIN_API extern "C" __attribute__((visibility("default"))) int
+#define FAKE_API extern "C" __attribute__((visibility("default"))) int
 
 using CUdeviceptr = unsigned long long;
 using CUdevice = int;
 using CUstream = void*;
 
-namespace standin::cuda {
+namespace fake::cuda {
 
 struct Context {
   Device* device = nullptr;
@@ -37,12 +37,12 @@ Error stream_argument(CUstream handle, Stream** stream);
 
 // What every function begins with, and most go on with.
 #define BEGIN() \
-  if (::standin::Error begun = ::standin::cuda::begin(__func__)) return begun
+  if (::fake::Error begun = ::fake::cuda::begin(__func__)) return begun
 #define DEVICE(name)                 \
-  ::standin::Device* name = nullptr; \
-  if (::standin::Error found = ::standin::cuda::current_device(&name)) return found
+  ::fake::Device* name = nullptr; \
+  if (::fake::Error found = ::fake::cuda::current_device(&name)) return found
 #define STREAM(name, handle)         \
-  ::standin::Stream* name = nullptr; \
-  if (::standin::Error found = ::standin::cuda::stream_argument(handle, &name)) return found
+  ::fake::Stream* name = nullptr; \
+  if (::fake::Error found = ::fake::cuda::stream_argument(handle, &name)) return found
 
-}  // namespace standin::cuda
+}  // namespace fake::cuda

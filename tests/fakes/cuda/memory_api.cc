@@ -5,8 +5,8 @@
 #include "memory.h"
 #include "operations.h"
 
-using namespace standin;
-using namespace standin::cuda;
+using namespace fake;
+using namespace fake::cuda;
 
 namespace {
 
@@ -41,7 +41,7 @@ Error free_block(std::uintptr_t base, Kind kind) {
 
 }  // namespace
 
-STANDIN_API cuMemGetInfo_v2(std::size_t* available, std::size_t* total) {
+FAKE_API cuMemGetInfo_v2(std::size_t* available, std::size_t* total) {
   BEGIN();
   DEVICE(device);
   *total = settings().memory;
@@ -49,23 +49,23 @@ STANDIN_API cuMemGetInfo_v2(std::size_t* available, std::size_t* total) {
   return kOk;
 }
 
-STANDIN_API cuMemAlloc_v2(CUdeviceptr* out, std::size_t nbytes) {
+FAKE_API cuMemAlloc_v2(CUdeviceptr* out, std::size_t nbytes) {
   BEGIN();
   return allocate(out, Kind::kDevice, nbytes);
 }
 
-STANDIN_API cuMemAllocManaged(CUdeviceptr* out, std::size_t nbytes, unsigned flags) {
+FAKE_API cuMemAllocManaged(CUdeviceptr* out, std::size_t nbytes, unsigned flags) {
   BEGIN();
   if (flags != 1 && flags != 2) return kInvalidValue;
   return allocate(out, Kind::kManaged, nbytes);
 }
 
-STANDIN_API cuMemFree_v2(CUdeviceptr address) {
+FAKE_API cuMemFree_v2(CUdeviceptr address) {
   BEGIN();
   return address == 0 ? kOk : free_block(address, Kind::kDevice);
 }
 
-STANDIN_API cuMemAllocHost_v2(void** out, std::size_t nbytes) {
+FAKE_API cuMemAllocHost_v2(void** out, std::size_t nbytes) {
   BEGIN();
   CUdeviceptr address = 0;
   Error error = allocate(&address, Kind::kPinned, nbytes);
@@ -73,7 +73,7 @@ STANDIN_API cuMemAllocHost_v2(void** out, std::size_t nbytes) {
   return error;
 }
 
-STANDIN_API cuMemHostAlloc(void** out, std::size_t nbytes, unsigned flags) {
+FAKE_API cuMemHostAlloc(void** out, std::size_t nbytes, unsigned flags) {
   BEGIN();
   CUdeviceptr address = 0;
   Error error = flags > 7 ? kInvalidValue : allocate(&address, Kind::kPinned, nbytes, flags);
@@ -81,12 +81,12 @@ STANDIN_API cuMemHostAlloc(void** out, std::size_t nbytes, unsigned flags) {
   return error;
 }
 
-STANDIN_API cuMemFreeHost(void* address) {
+FAKE_API cuMemFreeHost(void* address) {
   BEGIN();
   return free_block(reinterpret_cast<std::uintptr_t>(address), Kind::kPinned);
 }
 
-STANDIN_API cuMemHostRegister_v2(void* address, std::size_t nbytes, unsigned flags) {
+FAKE_API cuMemHostRegister_v2(void* address, std::size_t nbytes, unsigned flags) {
   BEGIN();
   DEVICE(device);
   if (flags > 15) return kInvalidValue;
@@ -94,14 +94,14 @@ STANDIN_API cuMemHostRegister_v2(void* address, std::size_t nbytes, unsigned fla
   return memory().register_host(reinterpret_cast<std::uintptr_t>(address), nbytes, device->ordinal, flags);
 }
 
-STANDIN_API cuMemHostUnregister(void* address) {
+FAKE_API cuMemHostUnregister(void* address) {
   BEGIN();
   Error failed = drain();
   Error error = memory().unregister_host(reinterpret_cast<std::uintptr_t>(address));
   return failed != kOk ? failed : error;
 }
 
-STANDIN_API cuMemHostGetDevicePointer_v2(CUdeviceptr* out, void* address, unsigned flags) {
+FAKE_API cuMemHostGetDevicePointer_v2(CUdeviceptr* out, void* address, unsigned flags) {
   BEGIN();
   Block block = memory().find(reinterpret_cast<std::uintptr_t>(address));
   if (flags != 0 || (block.kind != Kind::kPinned && block.kind != Kind::kRegistered)) return kInvalidValue;
@@ -109,7 +109,7 @@ STANDIN_API cuMemHostGetDevicePointer_v2(CUdeviceptr* out, void* address, unsign
   return kOk;
 }
 
-STANDIN_API cuMemHostGetFlags(unsigned* flags, void* address) {
+FAKE_API cuMemHostGetFlags(unsigned* flags, void* address) {
   BEGIN();
   Block block = memory().find(reinterpret_cast<std::uintptr_t>(address));
   if (block.kind != Kind::kPinned) return kInvalidValue;
@@ -117,7 +117,7 @@ STANDIN_API cuMemHostGetFlags(unsigned* flags, void* address) {
   return kOk;
 }
 
-STANDIN_API cuMemGetAddressRange_v2(CUdeviceptr* base, std::size_t* nbytes, CUdeviceptr address) {
+FAKE_API cuMemGetAddressRange_v2(CUdeviceptr* base, std::size_t* nbytes, CUdeviceptr address) {
   BEGIN();
   Block block = memory().find(address);
   if (block.kind == Kind::kPageable) return kNotFound;
@@ -126,7 +126,7 @@ STANDIN_API cuMemGetAddressRange_v2(CUdeviceptr* base, std::size_t* nbytes, CUde
   return kOk;
 }
 
-STANDIN_API cuMemGetHandleForAddressRange(void* handle, CUdeviceptr address, std::size_t nbytes, int type,
+FAKE_API cuMemGetHandleForAddressRange(void* handle, CUdeviceptr address, std::size_t nbytes, int type,
                                           unsigned long long flags) {
   BEGIN();
   if (type != 1 || flags > 1) return kInvalidValue;  // DMA_BUF_FD
@@ -134,7 +134,7 @@ STANDIN_API cuMemGetHandleForAddressRange(void* handle, CUdeviceptr address, std
   return memory().export_file(address, nbytes, static_cast<int*>(handle));
 }
 
-STANDIN_API cuIpcGetMemHandle(char* handle, CUdeviceptr address) {
+FAKE_API cuIpcGetMemHandle(char* handle, CUdeviceptr address) {
   BEGIN();
   return memory().export_handle(address, handle);
 }
@@ -143,7 +143,7 @@ struct IpcHandle {  // passed by value
   char bytes[kHandleBytes];
 };
 
-STANDIN_API cuIpcOpenMemHandle_v2(CUdeviceptr* out, IpcHandle handle, unsigned flags) {
+FAKE_API cuIpcOpenMemHandle_v2(CUdeviceptr* out, IpcHandle handle, unsigned flags) {
   BEGIN();
   DEVICE(device);
   if (flags > 1) return kInvalidValue;
@@ -153,7 +153,7 @@ STANDIN_API cuIpcOpenMemHandle_v2(CUdeviceptr* out, IpcHandle handle, unsigned f
   return error;
 }
 
-STANDIN_API cuIpcCloseMemHandle(CUdeviceptr address) {
+FAKE_API cuIpcCloseMemHandle(CUdeviceptr address) {
   BEGIN();
   Error failed = drain();
   Error error = memory().close_imported(address);
@@ -226,12 +226,12 @@ std::size_t attribute_bytes(int which) {
 
 }  // namespace
 
-STANDIN_API cuPointerGetAttribute(void* data, int which, CUdeviceptr address) {
+FAKE_API cuPointerGetAttribute(void* data, int which, CUdeviceptr address) {
   BEGIN();
   return pointer_attribute(data, which, memory().find(address), address);
 }
 
-STANDIN_API cuPointerGetAttributes(unsigned count, const int* which, void** data, CUdeviceptr address) {
+FAKE_API cuPointerGetAttributes(unsigned count, const int* which, void** data, CUdeviceptr address) {
   BEGIN();
   Block block = memory().find(address);
   for (unsigned i = 0; i < count; ++i) {
@@ -243,19 +243,19 @@ STANDIN_API cuPointerGetAttributes(unsigned count, const int* which, void** data
   return kOk;
 }
 
-STANDIN_API cuPointerSetAttribute(const void*, int which, CUdeviceptr address) {
+FAKE_API cuPointerSetAttribute(const void*, int which, CUdeviceptr address) {
   BEGIN();
   if (which != 6) return kInvalidValue;  // SYNC_MEMOPS, which copies here need not heed: they are in order
   return memory().find(address).on_device() ? kOk : kInvalidValue;
 }
 
 #define COPY(suffix, destination_type, source_type, direction)                                                       \
-  STANDIN_API cuMemcpy##suffix##_v2(destination_type destination, source_type source, std::size_t nbytes) {          \
+  FAKE_API cuMemcpy##suffix##_v2(destination_type destination, source_type source, std::size_t nbytes) {          \
     BEGIN();                                                                                                         \
     STREAM(stream, nullptr);                                                                                         \
     return copy_and_wait(stream, (std::uintptr_t)destination, (std::uintptr_t)source, nbytes, Direction::direction); \
   }                                                                                                                  \
-  STANDIN_API cuMemcpy##suffix##Async_v2(destination_type destination, source_type source, std::size_t nbytes,       \
+  FAKE_API cuMemcpy##suffix##Async_v2(destination_type destination, source_type source, std::size_t nbytes,       \
                                          CUstream handle) {                                                          \
     BEGIN();                                                                                                         \
     STREAM(stream, handle);                                                                                          \
@@ -266,25 +266,25 @@ COPY(DtoH, void*, CUdeviceptr, kDeviceToHost)
 COPY(DtoD, CUdeviceptr, CUdeviceptr, kDeviceToDevice)
 #undef COPY
 
-STANDIN_API cuMemcpy(CUdeviceptr destination, CUdeviceptr source, std::size_t nbytes) {
+FAKE_API cuMemcpy(CUdeviceptr destination, CUdeviceptr source, std::size_t nbytes) {
   BEGIN();
   STREAM(stream, nullptr);
   return copy_and_wait(stream, destination, source, nbytes, Direction::kAny);
 }
 
-STANDIN_API cuMemcpyAsync(CUdeviceptr destination, CUdeviceptr source, std::size_t nbytes, CUstream handle) {
+FAKE_API cuMemcpyAsync(CUdeviceptr destination, CUdeviceptr source, std::size_t nbytes, CUstream handle) {
   BEGIN();
   STREAM(stream, handle);
   return copy(stream, destination, source, nbytes, Direction::kAny);
 }
 
-STANDIN_API cuMemcpyPeer(CUdeviceptr destination, void*, CUdeviceptr source, void*, std::size_t nbytes) {
+FAKE_API cuMemcpyPeer(CUdeviceptr destination, void*, CUdeviceptr source, void*, std::size_t nbytes) {
   BEGIN();
   STREAM(stream, nullptr);
   return copy_and_wait(stream, destination, source, nbytes, Direction::kDeviceToDevice);
 }
 
-STANDIN_API cuMemcpyPeerAsync(CUdeviceptr destination, void*, CUdeviceptr source, void*, std::size_t nbytes,
+FAKE_API cuMemcpyPeerAsync(CUdeviceptr destination, void*, CUdeviceptr source, void*, std::size_t nbytes,
                               CUstream handle) {
   BEGIN();
   STREAM(stream, handle);
@@ -292,12 +292,12 @@ STANDIN_API cuMemcpyPeerAsync(CUdeviceptr destination, void*, CUdeviceptr source
 }
 
 #define FILL(bits, type)                                                                                        \
-  STANDIN_API cuMemsetD##bits##_v2(CUdeviceptr destination, type value, std::size_t count) {                    \
+  FAKE_API cuMemsetD##bits##_v2(CUdeviceptr destination, type value, std::size_t count) {                    \
     BEGIN();                                                                                                    \
     STREAM(stream, nullptr);                                                                                    \
     return fill(stream, destination, value, bits / 8, count);                                                   \
   }                                                                                                             \
-  STANDIN_API cuMemsetD##bits##Async(CUdeviceptr destination, type value, std::size_t count, CUstream handle) { \
+  FAKE_API cuMemsetD##bits##Async(CUdeviceptr destination, type value, std::size_t count, CUstream handle) { \
     BEGIN();                                                                                                    \
     STREAM(stream, handle);                                                                                     \
     return fill(stream, destination, value, bits / 8, count);                                                   \
@@ -308,7 +308,7 @@ FILL(32, unsigned)
 #undef FILL
 
 // Stream-ordered allocation: of one pool a device, which has no handles for other processes.
-STANDIN_API cuMemAllocAsync(CUdeviceptr* out, std::size_t nbytes, CUstream handle) {
+FAKE_API cuMemAllocAsync(CUdeviceptr* out, std::size_t nbytes, CUstream handle) {
   BEGIN();
   STREAM(stream, handle);
   {
@@ -321,31 +321,31 @@ STANDIN_API cuMemAllocAsync(CUdeviceptr* out, std::size_t nbytes, CUstream handl
   return error;
 }
 
-STANDIN_API cuMemAllocFromPoolAsync(CUdeviceptr* out, std::size_t nbytes, void*, CUstream handle) {
+FAKE_API cuMemAllocFromPoolAsync(CUdeviceptr* out, std::size_t nbytes, void*, CUstream handle) {
   return cuMemAllocAsync(out, nbytes, handle);
 }
 
-STANDIN_API cuMemFreeAsync(CUdeviceptr address, CUstream handle) {
+FAKE_API cuMemFreeAsync(CUdeviceptr address, CUstream handle) {
   BEGIN();
   STREAM(stream, handle);
   return release_in_order(stream, address);
 }
 
-STANDIN_API cuDeviceGetDefaultMemPool(void** pool, CUdevice ordinal) {
+FAKE_API cuDeviceGetDefaultMemPool(void** pool, CUdevice ordinal) {
   BEGIN();
   *pool = device_at(ordinal);
   return *pool ? kOk : kInvalidDevice;
 }
 
-STANDIN_API cuDeviceGetMemPool(void** pool, CUdevice ordinal) { return cuDeviceGetDefaultMemPool(pool, ordinal); }
+FAKE_API cuDeviceGetMemPool(void** pool, CUdevice ordinal) { return cuDeviceGetDefaultMemPool(pool, ordinal); }
 
-STANDIN_API cuMemPoolGetAttribute(void*, int, void* value) {
+FAKE_API cuMemPoolGetAttribute(void*, int, void* value) {
   BEGIN();
   std::memset(value, 0, 8);
   return kOk;
 }
 
-STANDIN_API cuMemPoolSetAttribute(void*, int, void*) {
+FAKE_API cuMemPoolSetAttribute(void*, int, void*) {
   BEGIN();
   return kOk;
 }

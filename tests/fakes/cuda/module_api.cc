@@ -8,8 +8,8 @@
 #include "driver.h"
 #include "module.h"
 
-using namespace standin;
-using namespace standin::cuda;
+using namespace fake;
+using namespace fake::cuda;
 
 #define MODULE(name, handle)                 \
   auto* name = static_cast<Module*>(handle); \
@@ -63,19 +63,19 @@ int parameter(const Function& function, std::size_t index, std::size_t* offset, 
 
 }  // namespace
 
-STANDIN_API cuModuleLoadData(void** out, const void* image) {
+FAKE_API cuModuleLoadData(void** out, const void* image) {
   BEGIN();
   DEVICE(device);
   return device ? load(out, image) : kInvalidContext;
 }
 
-STANDIN_API cuModuleLoadDataEx(void** out, const void* image, unsigned, int*, void**) {
+FAKE_API cuModuleLoadDataEx(void** out, const void* image, unsigned, int*, void**) {
   BEGIN();
   DEVICE(device);
   return device ? load(out, image) : kInvalidContext;
 }
 
-STANDIN_API cuModuleLoad(void** out, const char* path) {
+FAKE_API cuModuleLoad(void** out, const char* path) {
   BEGIN();
   DEVICE(device);
   std::ifstream file(path, std::ios::binary);
@@ -84,18 +84,18 @@ STANDIN_API cuModuleLoad(void** out, const char* path) {
   return load(out, image.data());
 }
 
-STANDIN_API cuModuleUnload(void* handle) {
+FAKE_API cuModuleUnload(void* handle) {
   BEGIN();
   MODULE(module, handle);
   return unload_module(module);
 }
 
-STANDIN_API cuModuleGetFunction(void** out, void* handle, const char* name) {
+FAKE_API cuModuleGetFunction(void** out, void* handle, const char* name) {
   BEGIN();
   return find(out, handle, name);
 }
 
-STANDIN_API cuModuleGetGlobal_v2(CUdeviceptr* address, std::size_t* nbytes, void* handle, const char* name) {
+FAKE_API cuModuleGetGlobal_v2(CUdeviceptr* address, std::size_t* nbytes, void* handle, const char* name) {
   BEGIN();
   MODULE(module, handle);
   std::uintptr_t at = 0;
@@ -106,99 +106,99 @@ STANDIN_API cuModuleGetGlobal_v2(CUdeviceptr* address, std::size_t* nbytes, void
   return kOk;
 }
 
-STANDIN_API cuModuleGetLoadingMode(int* mode) {
+FAKE_API cuModuleGetLoadingMode(int* mode) {
   BEGIN();
   *mode = 1;  // eager
   return kOk;
 }
 
-STANDIN_API cuLibraryLoadData(void** out, const void* image, int*, void**, unsigned, int*, void**, unsigned) {
+FAKE_API cuLibraryLoadData(void** out, const void* image, int*, void**, unsigned, int*, void**, unsigned) {
   BEGIN();
   return load(out, image);
 }
 
-STANDIN_API cuLibraryUnload(void* handle) {
+FAKE_API cuLibraryUnload(void* handle) {
   BEGIN();
   MODULE(module, handle);
   return unload_module(module);
 }
 
-STANDIN_API cuLibraryGetKernel(void** out, void* handle, const char* name) {
+FAKE_API cuLibraryGetKernel(void** out, void* handle, const char* name) {
   BEGIN();
   return find(out, handle, name);
 }
 
-STANDIN_API cuLibraryGetModule(void** out, void* handle) {
+FAKE_API cuLibraryGetModule(void** out, void* handle) {
   BEGIN();
   MODULE(module, handle);
   *out = module;
   return kOk;
 }
 
-STANDIN_API cuKernelGetFunction(void** out, void* handle) {
+FAKE_API cuKernelGetFunction(void** out, void* handle) {
   BEGIN();
   FUNCTION(function, handle);
   *out = function;
   return kOk;
 }
 
-STANDIN_API cuKernelGetAttribute(int* value, int which, void* handle, CUdevice) {
+FAKE_API cuKernelGetAttribute(int* value, int which, void* handle, CUdevice) {
   BEGIN();
   FUNCTION(function, handle);
   return function ? function_attribute(value, which) : kInvalidHandle;
 }
 
-STANDIN_API cuFuncGetAttribute(int* value, int which, void* handle) {
+FAKE_API cuFuncGetAttribute(int* value, int which, void* handle) {
   BEGIN();
   FUNCTION(function, handle);
   return function ? function_attribute(value, which) : kInvalidHandle;
 }
 
-STANDIN_API cuFuncSetAttribute(void* handle, int which, int) {
+FAKE_API cuFuncSetAttribute(void* handle, int which, int) {
   BEGIN();
   FUNCTION(function, handle);
   return function && which >= 8 && which <= 15 ? kOk : kInvalidValue;
 }
 
-STANDIN_API cuKernelSetAttribute(int which, int value, void* handle, CUdevice) {
+FAKE_API cuKernelSetAttribute(int which, int value, void* handle, CUdevice) {
   return cuFuncSetAttribute(handle, which, value);
 }
 
-STANDIN_API cuKernelGetParamInfo(void* handle, std::size_t index, std::size_t* offset, std::size_t* nbytes) {
+FAKE_API cuKernelGetParamInfo(void* handle, std::size_t index, std::size_t* offset, std::size_t* nbytes) {
   BEGIN();
   FUNCTION(function, handle);
   return parameter(*function, index, offset, nbytes);
 }
 
-STANDIN_API cuFuncGetParamInfo(void* handle, std::size_t index, std::size_t* offset, std::size_t* nbytes) {
+FAKE_API cuFuncGetParamInfo(void* handle, std::size_t index, std::size_t* offset, std::size_t* nbytes) {
   BEGIN();
   FUNCTION(function, handle);
   return parameter(*function, index, offset, nbytes);
 }
 
-STANDIN_API cuFuncGetName(const char** name, void* handle) {
+FAKE_API cuFuncGetName(const char** name, void* handle) {
   BEGIN();
   FUNCTION(function, handle);
   *name = function->name.c_str();
   return kOk;
 }
 
-STANDIN_API cuKernelGetName(const char** name, void* handle) { return cuFuncGetName(name, handle); }
+FAKE_API cuKernelGetName(const char** name, void* handle) { return cuFuncGetName(name, handle); }
 
-STANDIN_API cuFuncLoad(void* handle) {
+FAKE_API cuFuncLoad(void* handle) {
   BEGIN();
   FUNCTION(function, handle);
   return function ? kOk : kInvalidHandle;
 }
 
-STANDIN_API cuFuncIsLoaded(int* state, void* handle) {
+FAKE_API cuFuncIsLoaded(int* state, void* handle) {
   BEGIN();
   FUNCTION(function, handle);
   *state = function != nullptr;
   return kOk;
 }
 
-STANDIN_API cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void* handle, int threads, std::size_t) {
+FAKE_API cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void* handle, int threads, std::size_t) {
   BEGIN();
   FUNCTION(function, handle);
   if (!function || threads < 1 || threads > 1024) return kInvalidValue;
@@ -206,12 +206,12 @@ STANDIN_API cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void* handl
   return kOk;
 }
 
-STANDIN_API cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, void* handle, int threads,
+FAKE_API cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, void* handle, int threads,
                                                                  std::size_t shared, unsigned) {
   return cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks, handle, threads, shared);
 }
 
-STANDIN_API cuLaunchKernel(void* handle, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+FAKE_API cuLaunchKernel(void* handle, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                            unsigned shared, CUstream stream_handle, void** parameters, void** extra) {
   BEGIN();
   STREAM(stream, stream_handle);
@@ -226,7 +226,7 @@ struct LaunchConfig {  // CUlaunchConfig
   unsigned count;
 };
 
-STANDIN_API cuLaunchKernelEx(const LaunchConfig* config, void* handle, void** parameters, void** extra) {
+FAKE_API cuLaunchKernelEx(const LaunchConfig* config, void* handle, void** parameters, void** extra) {
   BEGIN();
   STREAM(stream, config->stream);
   FUNCTION(function, handle);

@@ -6,14 +6,14 @@
 #include "event.h"
 #include "operations.h"
 
-using namespace standin;
-using namespace standin::cuda;
+using namespace fake;
+using namespace fake::cuda;
 
 #define EVENT(name, handle)                 \
   auto* name = static_cast<Event*>(handle); \
   if (!name || !known_event(name)) return kInvalidHandle
 
-STANDIN_API cuStreamCreateWithPriority(CUstream* out, unsigned flags, int priority) {
+FAKE_API cuStreamCreateWithPriority(CUstream* out, unsigned flags, int priority) {
   BEGIN();
   DEVICE(device);
   if (flags > 1) return kInvalidValue;
@@ -23,7 +23,7 @@ STANDIN_API cuStreamCreateWithPriority(CUstream* out, unsigned flags, int priori
   return error;
 }
 
-STANDIN_API cuStreamCreate(CUstream* out, unsigned flags) {
+FAKE_API cuStreamCreate(CUstream* out, unsigned flags) {
   BEGIN();
   DEVICE(device);
   if (flags > 1) return kInvalidValue;
@@ -33,68 +33,68 @@ STANDIN_API cuStreamCreate(CUstream* out, unsigned flags) {
   return error;
 }
 
-STANDIN_API cuStreamDestroy_v2(CUstream handle) {
+FAKE_API cuStreamDestroy_v2(CUstream handle) {
   BEGIN();
   if (reinterpret_cast<std::uintptr_t>(handle) <= 2) return kInvalidHandle;
   STREAM(stream, handle);
   return destroy_stream(stream);
 }
 
-STANDIN_API cuStreamQuery(CUstream handle) {
+FAKE_API cuStreamQuery(CUstream handle) {
   BEGIN();
   STREAM(stream, handle);
   return query_stream(stream);
 }
 
-STANDIN_API cuStreamSynchronize(CUstream handle) {
+FAKE_API cuStreamSynchronize(CUstream handle) {
   BEGIN();
   STREAM(stream, handle);
   return synchronize_stream(stream);
 }
 
-STANDIN_API cuStreamGetPriority(CUstream handle, int* priority) {
+FAKE_API cuStreamGetPriority(CUstream handle, int* priority) {
   BEGIN();
   STREAM(stream, handle);
   *priority = stream->priority;
   return kOk;
 }
 
-STANDIN_API cuStreamGetFlags(CUstream handle, unsigned* flags) {
+FAKE_API cuStreamGetFlags(CUstream handle, unsigned* flags) {
   BEGIN();
   STREAM(stream, handle);
   *flags = stream->flags;
   return kOk;
 }
 
-STANDIN_API cuStreamGetId(CUstream handle, unsigned long long* id) {
+FAKE_API cuStreamGetId(CUstream handle, unsigned long long* id) {
   BEGIN();
   STREAM(stream, handle);
   *id = static_cast<unsigned long long>(stream->id);
   return kOk;
 }
 
-STANDIN_API cuStreamGetCtx(CUstream handle, void** context) {
+FAKE_API cuStreamGetCtx(CUstream handle, void** context) {
   BEGIN();
   STREAM(stream, handle);
   *context = primary(*stream->device);
   return kOk;
 }
 
-STANDIN_API cuStreamGetDevice(CUstream handle, CUdevice* ordinal) {
+FAKE_API cuStreamGetDevice(CUstream handle, CUdevice* ordinal) {
   BEGIN();
   STREAM(stream, handle);
   *ordinal = stream->device->ordinal;
   return kOk;
 }
 
-STANDIN_API cuStreamWaitEvent(CUstream handle, void* event_handle, unsigned) {
+FAKE_API cuStreamWaitEvent(CUstream handle, void* event_handle, unsigned) {
   BEGIN();
   STREAM(stream, handle);
   EVENT(event, event_handle);
   return wait_event(stream, event);
 }
 
-STANDIN_API cuEventCreate(void** out, unsigned flags) {
+FAKE_API cuEventCreate(void** out, unsigned flags) {
   BEGIN();
   DEVICE(device);
   Event* event = nullptr;
@@ -103,20 +103,20 @@ STANDIN_API cuEventCreate(void** out, unsigned flags) {
   return error;
 }
 
-STANDIN_API cuEventDestroy_v2(void* handle) {
+FAKE_API cuEventDestroy_v2(void* handle) {
   BEGIN();
   EVENT(event, handle);
   return destroy_event(event);
 }
 
-STANDIN_API cuEventRecord(void* handle, CUstream stream_handle) {
+FAKE_API cuEventRecord(void* handle, CUstream stream_handle) {
   BEGIN();
   EVENT(event, handle);
   STREAM(stream, stream_handle);
   return record_event(event, stream);
 }
 
-STANDIN_API cuEventRecordWithFlags(void* handle, CUstream stream_handle, unsigned flags) {
+FAKE_API cuEventRecordWithFlags(void* handle, CUstream stream_handle, unsigned flags) {
   BEGIN();
   if (flags != 0) return flags == 1 ? kNotSupported : kInvalidValue;  // 1: a record node of a graph
   EVENT(event, handle);
@@ -124,26 +124,26 @@ STANDIN_API cuEventRecordWithFlags(void* handle, CUstream stream_handle, unsigne
   return record_event(event, stream);
 }
 
-STANDIN_API cuEventQuery(void* handle) {
+FAKE_API cuEventQuery(void* handle) {
   BEGIN();
   EVENT(event, handle);
   return query_event(event);
 }
 
-STANDIN_API cuEventSynchronize(void* handle) {
+FAKE_API cuEventSynchronize(void* handle) {
   BEGIN();
   EVENT(event, handle);
   return synchronize_event(event);
 }
 
-STANDIN_API cuEventElapsedTime_v2(float* milliseconds, void* start_handle, void* end_handle) {
+FAKE_API cuEventElapsedTime_v2(float* milliseconds, void* start_handle, void* end_handle) {
   BEGIN();
   EVENT(start, start_handle);
   EVENT(end, end_handle);
   return elapsed(start, end, milliseconds);
 }
 
-STANDIN_API cuIpcGetEventHandle(char* out, void* handle) {
+FAKE_API cuIpcGetEventHandle(char* out, void* handle) {
   BEGIN();
   EVENT(event, handle);
   return export_event(event, out);
@@ -153,7 +153,7 @@ struct IpcEventHandle {  // passed by value
   char bytes[64];
 };
 
-STANDIN_API cuIpcOpenEventHandle(void** out, IpcEventHandle handle) {
+FAKE_API cuIpcOpenEventHandle(void** out, IpcEventHandle handle) {
   BEGIN();
   DEVICE(device);
   Event* event = nullptr;
@@ -180,22 +180,22 @@ Error write_word(CUstream handle, CUdeviceptr address, std::uint64_t value, unsi
 
 }  // namespace
 
-STANDIN_API cuStreamWaitValue32_v2(CUstream handle, CUdeviceptr address, std::uint32_t value, unsigned flags) {
+FAKE_API cuStreamWaitValue32_v2(CUstream handle, CUdeviceptr address, std::uint32_t value, unsigned flags) {
   BEGIN();
   return wait_word(handle, address, value, flags, 4);
 }
 
-STANDIN_API cuStreamWaitValue64_v2(CUstream handle, CUdeviceptr address, std::uint64_t value, unsigned flags) {
+FAKE_API cuStreamWaitValue64_v2(CUstream handle, CUdeviceptr address, std::uint64_t value, unsigned flags) {
   BEGIN();
   return wait_word(handle, address, value, flags, 8);
 }
 
-STANDIN_API cuStreamWriteValue32_v2(CUstream handle, CUdeviceptr address, std::uint32_t value, unsigned flags) {
+FAKE_API cuStreamWriteValue32_v2(CUstream handle, CUdeviceptr address, std::uint32_t value, unsigned flags) {
   BEGIN();
   return write_word(handle, address, value, flags, 4);
 }
 
-STANDIN_API cuStreamWriteValue64_v2(CUstream handle, CUdeviceptr address, std::uint64_t value, unsigned flags) {
+FAKE_API cuStreamWriteValue64_v2(CUstream handle, CUdeviceptr address, std::uint64_t value, unsigned flags) {
   BEGIN();
   return write_word(handle, address, value, flags, 8);
 }
@@ -210,7 +210,7 @@ struct BatchOperation {  // CUstreamBatchMemOpParams
 };
 static_assert(sizeof(BatchOperation) == 48);
 
-STANDIN_API cuStreamBatchMemOp_v2(CUstream handle, unsigned count, BatchOperation* operations, unsigned) {
+FAKE_API cuStreamBatchMemOp_v2(CUstream handle, unsigned count, BatchOperation* operations, unsigned) {
   BEGIN();
   if (count > 256) return kInvalidValue;
   for (unsigned i = 0; i < count; ++i) {
@@ -227,25 +227,25 @@ STANDIN_API cuStreamBatchMemOp_v2(CUstream handle, unsigned count, BatchOperatio
   return kOk;
 }
 
-STANDIN_API cuFlushGPUDirectRDMAWrites(int, int) {
+FAKE_API cuFlushGPUDirectRDMAWrites(int, int) {
   BEGIN();
   DEVICE(device);
   return device ? kOk : kInvalidContext;
 }
 
-STANDIN_API cuLaunchHostFunc(CUstream handle, void (*function)(void*), void* argument) {
+FAKE_API cuLaunchHostFunc(CUstream handle, void (*function)(void*), void* argument) {
   BEGIN();
   STREAM(stream, handle);
   return host_function(stream, function, argument);
 }
 
-STANDIN_API cuStreamBeginCapture_v2(CUstream handle, int mode) {
+FAKE_API cuStreamBeginCapture_v2(CUstream handle, int mode) {
   BEGIN();
   STREAM(stream, handle);
   return begin_capture(stream, mode);
 }
 
-STANDIN_API cuStreamEndCapture(CUstream handle, void** out) {
+FAKE_API cuStreamEndCapture(CUstream handle, void** out) {
   BEGIN();
   STREAM(stream, handle);
   Graph* graph = nullptr;
@@ -254,7 +254,7 @@ STANDIN_API cuStreamEndCapture(CUstream handle, void** out) {
   return error;
 }
 
-STANDIN_API cuStreamIsCapturing(CUstream handle, int* status) {
+FAKE_API cuStreamIsCapturing(CUstream handle, int* status) {
   BEGIN();
   STREAM(stream, handle);
   int id = 0;
@@ -262,7 +262,7 @@ STANDIN_API cuStreamIsCapturing(CUstream handle, int* status) {
   return kOk;
 }
 
-STANDIN_API cuStreamGetCaptureInfo_v3(CUstream handle, int* status, std::uint64_t* id, void** graph, const void** edges,
+FAKE_API cuStreamGetCaptureInfo_v3(CUstream handle, int* status, std::uint64_t* id, void** graph, const void** edges,
                                       const void** edge_data, std::size_t* count) {
   BEGIN();
   STREAM(stream, handle);
@@ -276,12 +276,12 @@ STANDIN_API cuStreamGetCaptureInfo_v3(CUstream handle, int* status, std::uint64_
   return kOk;
 }
 
-STANDIN_API cuStreamGetCaptureInfo_v2(CUstream handle, int* status, std::uint64_t* id, void** graph, const void** edges,
+FAKE_API cuStreamGetCaptureInfo_v2(CUstream handle, int* status, std::uint64_t* id, void** graph, const void** edges,
                                       std::size_t* count) {
   return cuStreamGetCaptureInfo_v3(handle, status, id, graph, edges, nullptr, count);
 }
 
-STANDIN_API cuThreadExchangeStreamCaptureMode(int* mode) {
+FAKE_API cuThreadExchangeStreamCaptureMode(int* mode) {
   BEGIN();
   return exchange_capture_mode(mode);
 }
@@ -290,7 +290,7 @@ STANDIN_API cuThreadExchangeStreamCaptureMode(int* mode) {
   auto* name = static_cast<Graph*>(handle); \
   if (!known_graph(name, executable)) return kInvalidValue
 
-STANDIN_API cuGraphInstantiateWithFlags(void** out, void* handle, unsigned long long) {
+FAKE_API cuGraphInstantiateWithFlags(void** out, void* handle, unsigned long long) {
   BEGIN();
   GRAPH(graph, handle, false);
   Graph* executable = nullptr;
@@ -299,7 +299,7 @@ STANDIN_API cuGraphInstantiateWithFlags(void** out, void* handle, unsigned long 
   return error;
 }
 
-STANDIN_API cuGraphInstantiateWithParams(void** out, void* handle, std::uint64_t* parameters) {
+FAKE_API cuGraphInstantiateWithParams(void** out, void* handle, std::uint64_t* parameters) {
   int error = cuGraphInstantiateWithFlags(out, handle, parameters[0]);
   parameters[2] = 0;  // no node at fault
   std::uint32_t result = error == kOk ? 0 : 1;
@@ -307,7 +307,7 @@ STANDIN_API cuGraphInstantiateWithParams(void** out, void* handle, std::uint64_t
   return error;
 }
 
-STANDIN_API cuGraphGetNodes(void* handle, void** nodes, std::size_t* count) {
+FAKE_API cuGraphGetNodes(void* handle, void** nodes, std::size_t* count) {
   BEGIN();
   GRAPH(graph, handle, false);
   for (std::size_t i = 0; nodes && i < *count; ++i) {
@@ -317,27 +317,27 @@ STANDIN_API cuGraphGetNodes(void* handle, void** nodes, std::size_t* count) {
   return kOk;
 }
 
-STANDIN_API cuGraphUpload(void* handle, CUstream stream_handle) {
+FAKE_API cuGraphUpload(void* handle, CUstream stream_handle) {
   BEGIN();
   GRAPH(graph, handle, true);
   STREAM(stream, stream_handle);
   return graph && stream ? kOk : kInvalidValue;
 }
 
-STANDIN_API cuGraphLaunch(void* handle, CUstream stream_handle) {
+FAKE_API cuGraphLaunch(void* handle, CUstream stream_handle) {
   BEGIN();
   GRAPH(graph, handle, true);
   STREAM(stream, stream_handle);
   return launch_graph(graph, stream);
 }
 
-STANDIN_API cuGraphExecDestroy(void* handle) {
+FAKE_API cuGraphExecDestroy(void* handle) {
   BEGIN();
   GRAPH(graph, handle, true);
   return destroy_graph(graph);
 }
 
-STANDIN_API cuGraphDestroy(void* handle) {
+FAKE_API cuGraphDestroy(void* handle) {
   BEGIN();
   GRAPH(graph, handle, false);
   return destroy_graph(graph);

@@ -11,7 +11,7 @@
 #include "operations.h"
 #include "properties.h"
 
-namespace standin::hip {
+namespace fake::hip {
 namespace {
 
 thread_local int device_ordinal = 0;
@@ -99,30 +99,30 @@ int attribute(const Device& device, int which) {
 }
 
 }  // namespace
-}  // namespace standin::hip
+}  // namespace fake::hip
 
-using namespace standin;
-using namespace standin::hip;
+using namespace fake;
+using namespace fake::hip;
 
-extern "C" __attribute__((visibility("default"))) const DriverAccess* standin_driver() {
+extern "C" __attribute__((visibility("default"))) const DriverAccess* fake_driver() {
   static const DriverAccess access = driver_access(current_device);
   return &access;
 }
 
-STANDIN_API hipInit(unsigned flags) {
+FAKE_API hipInit(unsigned flags) {
   BEGIN();
   return flags == 0 ? kOk : kInvalidValue;
 }
 
-STANDIN_API hipDriverGetVersion(int* version) {
+FAKE_API hipDriverGetVersion(int* version) {
   if (Error error = enter(__func__)) return error;
   *version = 70000000;  // 7.0.0
   return kOk;
 }
 
-STANDIN_API hipRuntimeGetVersion(int* version) { return hipDriverGetVersion(version); }
+FAKE_API hipRuntimeGetVersion(int* version) { return hipDriverGetVersion(version); }
 
-STANDIN_API hipGetProcAddress(const char* name, void** function, int, std::uint64_t, int* status) {
+FAKE_API hipGetProcAddress(const char* name, void** function, int, std::uint64_t, int* status) {
   static void* const self = [] {
     Dl_info info;
     dladdr(reinterpret_cast<const void*>(&begin), &info);
@@ -133,33 +133,33 @@ STANDIN_API hipGetProcAddress(const char* name, void** function, int, std::uint6
   return *function ? kOk : kNotFound;
 }
 
-STANDIN_API hipGetDeviceCount(int* count) {
+FAKE_API hipGetDeviceCount(int* count) {
   *count = 0;
   BEGIN();
   *count = static_cast<int>(devices().size());
   return kOk;
 }
 
-STANDIN_API hipSetDevice(int ordinal) {
+FAKE_API hipSetDevice(int ordinal) {
   BEGIN();
   if (!device_at(ordinal)) return kInvalidDevice;
   device_ordinal = ordinal;
   return kOk;
 }
 
-STANDIN_API hipGetDevice(int* ordinal) {
+FAKE_API hipGetDevice(int* ordinal) {
   BEGIN();
   *ordinal = device_ordinal;
   return kOk;
 }
 
-STANDIN_API hipDeviceGet(int* device, int ordinal) {
+FAKE_API hipDeviceGet(int* device, int ordinal) {
   BEGIN();
   *device = ordinal;
   return device_at(ordinal) ? kOk : kInvalidDevice;
 }
 
-STANDIN_API hipDeviceReset() {
+FAKE_API hipDeviceReset() {
   BEGIN();
   Device* device = device_at(device_ordinal);
   synchronize_device(*device);
@@ -167,13 +167,13 @@ STANDIN_API hipDeviceReset() {
   return kOk;
 }
 
-STANDIN_API hipDeviceSynchronize() {
+FAKE_API hipDeviceSynchronize() {
   BEGIN();
   DEVICE(device);
   return synchronize_device(*device);
 }
 
-STANDIN_API hipDeviceGetName(char* name, int length, int ordinal) {
+FAKE_API hipDeviceGetName(char* name, int length, int ordinal) {
   BEGIN();
   if (!device_at(ordinal) || length < 1) return kInvalidDevice;
   std::strncpy(name, kVendor.device_name, static_cast<std::size_t>(length));
@@ -181,7 +181,7 @@ STANDIN_API hipDeviceGetName(char* name, int length, int ordinal) {
   return kOk;
 }
 
-STANDIN_API hipDeviceGetUuid(char* uuid, int ordinal) {
+FAKE_API hipDeviceGetUuid(char* uuid, int ordinal) {
   BEGIN();
   Device* device = device_at(ordinal);
   if (!device) return kInvalidDevice;
@@ -189,14 +189,14 @@ STANDIN_API hipDeviceGetUuid(char* uuid, int ordinal) {
   return kOk;
 }
 
-STANDIN_API hipDeviceTotalMem(std::size_t* nbytes, int ordinal) {
+FAKE_API hipDeviceTotalMem(std::size_t* nbytes, int ordinal) {
   BEGIN();
   if (!device_at(ordinal)) return kInvalidDevice;
   *nbytes = settings().memory;
   return kOk;
 }
 
-STANDIN_API hipDeviceGetPCIBusId(char* text, int length, int ordinal) {
+FAKE_API hipDeviceGetPCIBusId(char* text, int length, int ordinal) {
   BEGIN();
   Device* device = device_at(ordinal);
   if (!device) return kInvalidDevice;
@@ -206,7 +206,7 @@ STANDIN_API hipDeviceGetPCIBusId(char* text, int length, int ordinal) {
   return kOk;
 }
 
-STANDIN_API hipDeviceGetByPCIBusId(int* ordinal, const char* text) {
+FAKE_API hipDeviceGetByPCIBusId(int* ordinal, const char* text) {
   BEGIN();
   for (auto& device : devices()) {
     if (strcasecmp(device->bus_id().c_str(), text) != 0) continue;
@@ -216,7 +216,7 @@ STANDIN_API hipDeviceGetByPCIBusId(int* ordinal, const char* text) {
   return kInvalidValue;
 }
 
-STANDIN_API hipDeviceGetAttribute(int* value, int which, int ordinal) {
+FAKE_API hipDeviceGetAttribute(int* value, int which, int ordinal) {
   BEGIN();
   Device* device = device_at(ordinal);
   if (!device) return kInvalidDevice;
@@ -224,7 +224,7 @@ STANDIN_API hipDeviceGetAttribute(int* value, int which, int ordinal) {
   return kOk;
 }
 
-STANDIN_API hipGetDevicePropertiesR0600(Properties* properties, int ordinal) {
+FAKE_API hipGetDevicePropertiesR0600(Properties* properties, int ordinal) {
   BEGIN();
   Device* device = device_at(ordinal);
   if (!device) return kInvalidDevice;
@@ -252,21 +252,21 @@ STANDIN_API hipGetDevicePropertiesR0600(Properties* properties, int ordinal) {
   return kOk;
 }
 
-STANDIN_API hipDeviceCanAccessPeer(int* can, int ordinal, int peer) {
+FAKE_API hipDeviceCanAccessPeer(int* can, int ordinal, int peer) {
   BEGIN();
   if (!device_at(ordinal) || !device_at(peer)) return kInvalidDevice;
   *can = settings().peer && ordinal != peer;
   return kOk;
 }
 
-STANDIN_API hipDeviceGetP2PAttribute(int* value, int which, int source, int destination) {
+FAKE_API hipDeviceGetP2PAttribute(int* value, int which, int source, int destination) {
   BEGIN();
   if (!device_at(source) || !device_at(destination) || source == destination) return kInvalidDevice;
   *value = which == 0 ? 0 : settings().peer;
   return kOk;
 }
 
-STANDIN_API hipDeviceEnablePeerAccess(int peer, unsigned flags) {
+FAKE_API hipDeviceEnablePeerAccess(int peer, unsigned flags) {
   BEGIN();
   DEVICE(device);
   if (flags != 0) return kInvalidValue;
@@ -276,7 +276,7 @@ STANDIN_API hipDeviceEnablePeerAccess(int peer, unsigned flags) {
   return device->peers.fetch_or(bit) & bit ? kPeerAlreadyEnabled : kOk;
 }
 
-STANDIN_API hipDeviceDisablePeerAccess(int peer) {
+FAKE_API hipDeviceDisablePeerAccess(int peer) {
   BEGIN();
   DEVICE(device);
   if (!device_at(peer)) return kInvalidDevice;
@@ -284,7 +284,7 @@ STANDIN_API hipDeviceDisablePeerAccess(int peer) {
   return device->peers.fetch_and(~bit) & bit ? kOk : kPeerNotEnabled;
 }
 
-STANDIN_API hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
+FAKE_API hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
   BEGIN();
   if (least) *least = 1;
   if (greatest) *greatest = -1;

@@ -6,8 +6,8 @@
 #include "operations.h"
 #include "properties.h"
 
-using namespace standin;
-using namespace standin::hip;
+using namespace fake;
+using namespace fake::hip;
 
 namespace {
 
@@ -59,7 +59,7 @@ Direction direction_of(int kind) {
 
 }  // namespace
 
-STANDIN_API hipMemGetInfo(std::size_t* available, std::size_t* total) {
+FAKE_API hipMemGetInfo(std::size_t* available, std::size_t* total) {
   BEGIN();
   DEVICE(device);
   *total = settings().memory;
@@ -67,58 +67,58 @@ STANDIN_API hipMemGetInfo(std::size_t* available, std::size_t* total) {
   return kOk;
 }
 
-STANDIN_API hipMalloc(void** out, std::size_t nbytes) {
+FAKE_API hipMalloc(void** out, std::size_t nbytes) {
   BEGIN();
   return allocate(out, Kind::kDevice, nbytes);
 }
 
-STANDIN_API hipExtMallocWithFlags(void** out, std::size_t nbytes, unsigned flags) {
+FAKE_API hipExtMallocWithFlags(void** out, std::size_t nbytes, unsigned flags) {
   BEGIN();
   if (flags == 2) return nbytes == 8 ? allocate(out, Kind::kSignal, nbytes) : kInvalidValue;
   return flags == 0 || flags == 1 || flags == 3 ? allocate(out, Kind::kDevice, nbytes, flags) : kInvalidValue;
 }
 
-STANDIN_API hipMallocManaged(void** out, std::size_t nbytes, unsigned flags) {
+FAKE_API hipMallocManaged(void** out, std::size_t nbytes, unsigned flags) {
   BEGIN();
   return flags == 1 || flags == 2 ? allocate(out, Kind::kManaged, nbytes) : kInvalidValue;
 }
 
-STANDIN_API hipFree(void* address) {
+FAKE_API hipFree(void* address) {
   BEGIN();
   Kind kind = memory().find(number(address)).kind;
   return free_block(number(address), kind == Kind::kSignal ? kind : Kind::kDevice);
 }
 
-STANDIN_API hipHostMalloc(void** out, std::size_t nbytes, unsigned flags) {
+FAKE_API hipHostMalloc(void** out, std::size_t nbytes, unsigned flags) {
   BEGIN();
   return allocate(out, Kind::kPinned, nbytes, flags);
 }
 
-STANDIN_API hipHostAlloc(void** out, std::size_t nbytes, unsigned flags) {
+FAKE_API hipHostAlloc(void** out, std::size_t nbytes, unsigned flags) {
   BEGIN();
   return allocate(out, Kind::kPinned, nbytes, flags);
 }
 
-STANDIN_API hipHostFree(void* address) {
+FAKE_API hipHostFree(void* address) {
   BEGIN();
   return free_block(number(address), Kind::kPinned);
 }
 
-STANDIN_API hipHostRegister(void* address, std::size_t nbytes, unsigned flags) {
+FAKE_API hipHostRegister(void* address, std::size_t nbytes, unsigned flags) {
   BEGIN();
   DEVICE(device);
   if (Error error = may_synchronize(*device)) return error;
   return memory().register_host(number(address), nbytes, device->ordinal, flags);
 }
 
-STANDIN_API hipHostUnregister(void* address) {
+FAKE_API hipHostUnregister(void* address) {
   BEGIN();
   Error failed = drain();
   Error error = memory().unregister_host(number(address));
   return failed != kOk ? failed : error;
 }
 
-STANDIN_API hipHostGetDevicePointer(void** out, void* address, unsigned flags) {
+FAKE_API hipHostGetDevicePointer(void** out, void* address, unsigned flags) {
   BEGIN();
   Block block = memory().find(number(address));
   if (flags != 0 || (block.kind != Kind::kPinned && block.kind != Kind::kRegistered)) return kInvalidValue;
@@ -126,7 +126,7 @@ STANDIN_API hipHostGetDevicePointer(void** out, void* address, unsigned flags) {
   return kOk;
 }
 
-STANDIN_API hipHostGetFlags(unsigned* flags, void* address) {
+FAKE_API hipHostGetFlags(unsigned* flags, void* address) {
   BEGIN();
   Block block = memory().find(number(address));
   if (block.kind != Kind::kPinned && block.kind != Kind::kRegistered) return kInvalidValue;
@@ -134,7 +134,7 @@ STANDIN_API hipHostGetFlags(unsigned* flags, void* address) {
   return kOk;
 }
 
-STANDIN_API hipMemGetAddressRange(void** base, std::size_t* nbytes, void* address) {
+FAKE_API hipMemGetAddressRange(void** base, std::size_t* nbytes, void* address) {
   BEGIN();
   Block block = memory().find(number(address));
   if (block.kind == Kind::kPageable) return kNotFound;
@@ -143,14 +143,14 @@ STANDIN_API hipMemGetAddressRange(void** base, std::size_t* nbytes, void* addres
   return kOk;
 }
 
-STANDIN_API hipMemPtrGetInfo(void* address, std::size_t* nbytes) {
+FAKE_API hipMemPtrGetInfo(void* address, std::size_t* nbytes) {
   BEGIN();
   Block block = memory().find(number(address));
   *nbytes = block.size;
   return block.kind == Kind::kPageable ? kInvalidValue : kOk;
 }
 
-STANDIN_API hipMemGetHandleForAddressRange(void* handle, void* address, std::size_t nbytes, int type,
+FAKE_API hipMemGetHandleForAddressRange(void* handle, void* address, std::size_t nbytes, int type,
                                            unsigned long long) {
   BEGIN();
   if (type != 1) return kInvalidValue;
@@ -158,12 +158,12 @@ STANDIN_API hipMemGetHandleForAddressRange(void* handle, void* address, std::siz
   return memory().export_file(number(address), nbytes, static_cast<int*>(handle));
 }
 
-STANDIN_API hipIpcGetMemHandle(char* handle, void* address) {
+FAKE_API hipIpcGetMemHandle(char* handle, void* address) {
   BEGIN();
   return memory().export_handle(number(address), handle);
 }
 
-STANDIN_API hipIpcOpenMemHandle(void** out, Handle handle, unsigned flags) {
+FAKE_API hipIpcOpenMemHandle(void** out, Handle handle, unsigned flags) {
   BEGIN();
   DEVICE(device);
   if (flags > 1) return kInvalidValue;
@@ -173,14 +173,14 @@ STANDIN_API hipIpcOpenMemHandle(void** out, Handle handle, unsigned flags) {
   return error;
 }
 
-STANDIN_API hipIpcCloseMemHandle(void* address) {
+FAKE_API hipIpcCloseMemHandle(void* address) {
   BEGIN();
   Error failed = drain();
   Error error = memory().close_imported(number(address));
   return failed != kOk ? failed : error;
 }
 
-STANDIN_API hipPointerGetAttributes(PointerAttributes* attributes, const void* address) {
+FAKE_API hipPointerGetAttributes(PointerAttributes* attributes, const void* address) {
   BEGIN();
   Block block = memory().find(number(address));
   if (block.kind == Kind::kPageable) return kInvalidValue;  // as CUDA before version 11, says HIP's documentation
@@ -192,7 +192,7 @@ STANDIN_API hipPointerGetAttributes(PointerAttributes* attributes, const void* a
   return kOk;
 }
 
-STANDIN_API hipPointerGetAttribute(void* data, int which, void* address) {
+FAKE_API hipPointerGetAttribute(void* data, int which, void* address) {
   BEGIN();
   Block block = memory().find(number(address));
   if (block.kind == Kind::kPageable) return kInvalidValue;
@@ -226,26 +226,26 @@ STANDIN_API hipPointerGetAttribute(void* data, int which, void* address) {
   }
 }
 
-STANDIN_API hipMemcpy(void* to, const void* from, std::size_t nbytes, int kind) {
+FAKE_API hipMemcpy(void* to, const void* from, std::size_t nbytes, int kind) {
   BEGIN();
   STREAM(stream, nullptr);
   return copy_and_wait(stream, number(to), number(from), nbytes, direction_of(kind));
 }
 
-STANDIN_API hipMemcpyAsync(void* to, const void* from, std::size_t nbytes, int kind, hipStream_t handle) {
+FAKE_API hipMemcpyAsync(void* to, const void* from, std::size_t nbytes, int kind, hipStream_t handle) {
   BEGIN();
   STREAM(stream, handle);
   return copy(stream, number(to), number(from), nbytes, direction_of(kind));
 }
 
-STANDIN_API hipMemcpyWithStream(void* to, const void* from, std::size_t nbytes, int kind, hipStream_t handle) {
+FAKE_API hipMemcpyWithStream(void* to, const void* from, std::size_t nbytes, int kind, hipStream_t handle) {
   BEGIN();
   STREAM(stream, handle);
   return copy_and_wait(stream, number(to), number(from), nbytes, direction_of(kind));
 }
 
 #define COPY(suffix, to_type, from_type, direction)                                                          \
-  STANDIN_API hipMemcpy##suffix##Async(to_type to, from_type from, std::size_t nbytes, hipStream_t handle) { \
+  FAKE_API hipMemcpy##suffix##Async(to_type to, from_type from, std::size_t nbytes, hipStream_t handle) { \
     BEGIN();                                                                                                 \
     STREAM(stream, handle);                                                                                  \
     return copy(stream, number(to), number(from), nbytes, Direction::direction);                             \
@@ -255,26 +255,26 @@ COPY(DtoH, void*, void*, kDeviceToHost)
 COPY(DtoD, void*, void*, kDeviceToDevice)
 #undef COPY
 
-STANDIN_API hipMemcpyPeerAsync(void* to, int, const void* from, int, std::size_t nbytes, hipStream_t handle) {
+FAKE_API hipMemcpyPeerAsync(void* to, int, const void* from, int, std::size_t nbytes, hipStream_t handle) {
   BEGIN();
   STREAM(stream, handle);
   return copy(stream, number(to), number(from), nbytes, Direction::kDeviceToDevice);
 }
 
-STANDIN_API hipMemset(void* to, int value, std::size_t nbytes) {
+FAKE_API hipMemset(void* to, int value, std::size_t nbytes) {
   BEGIN();
   STREAM(stream, nullptr);
   if (Error error = fill(stream, number(to), static_cast<unsigned char>(value), 1, nbytes)) return error;
   return synchronize_stream(stream);
 }
 
-STANDIN_API hipMemsetAsync(void* to, int value, std::size_t nbytes, hipStream_t handle) {
+FAKE_API hipMemsetAsync(void* to, int value, std::size_t nbytes, hipStream_t handle) {
   BEGIN();
   STREAM(stream, handle);
   return fill(stream, number(to), static_cast<unsigned char>(value), 1, nbytes);
 }
 
-STANDIN_API hipMallocAsync(void** out, std::size_t nbytes, hipStream_t handle) {
+FAKE_API hipMallocAsync(void** out, std::size_t nbytes, hipStream_t handle) {
   BEGIN();
   STREAM(stream, handle);
   {
@@ -287,7 +287,7 @@ STANDIN_API hipMallocAsync(void** out, std::size_t nbytes, hipStream_t handle) {
   return error;
 }
 
-STANDIN_API hipFreeAsync(void* address, hipStream_t handle) {
+FAKE_API hipFreeAsync(void* address, hipStream_t handle) {
   BEGIN();
   STREAM(stream, handle);
   return release_in_order(stream, number(address));

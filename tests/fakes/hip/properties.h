@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-namespace standin::hip {
+namespace fake::hip {
 
 // hipDeviceProp_tR0600
 struct Properties {
@@ -54,4 +54,4 @@ struct Handle {  // hipIpcMemHandle_t, hipIpcEventHandle_t: passed by value
   char bytes[64];
 };
 
-}  // namespace standin::hip
+}  // namespace fake::hip

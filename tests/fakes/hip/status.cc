@@ -1,6 +1,6 @@
 #include "status.h"
 
-namespace standin::hip {
+namespace fake::hip {
 namespace {
 
 thread_local int last_error = 0;
@@ -62,9 +62,9 @@ Status::Status(Error error) : code(error) {
   if (code != 0 && code != kNotReady) last_error = code;
 }
 
-}  // namespace standin::hip
+}  // namespace fake::hip
 
-using namespace standin::hip;
+using namespace fake::hip;
 
 extern "C" {
 

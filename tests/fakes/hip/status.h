@@ -3,7 +3,7 @@
 
 #include "errors.h"
 
-namespace standin::hip {
+namespace fake::hip {
 
 // The numbers are the CUDA driver's but for those that HIP lacks. The last one that was no success stays with the
 // thread (hipGetLastError). Returned in a register, as an int is.
@@ -12,6 +12,6 @@ struct Status {
   Status(Error error);  // NOLINT: functions return errors
 };
 
-}  // namespace standin::hip
+}  // namespace fake::hip
 
-#define STANDIN_API extern "C" __attribute__((visibility("default"))) ::standin::hip::Status
+#define FAKE_API extern "C" __attribute__((visibility("default"))) ::fake::hip::Status

@@ -8,8 +8,8 @@
 #include "operations.h"
 #include "properties.h"
 
-using namespace standin;
-using namespace standin::hip;
+using namespace fake;
+using namespace fake::hip;
 
 #define EVENT(name, handle)                 \
   auto* name = static_cast<Event*>(handle); \
@@ -24,7 +24,7 @@ using namespace standin::hip;
   auto* name = static_cast<Function*>(handle); \
   if (!known_function(name)) return kInvalidHandle
 
-STANDIN_API hipStreamCreateWithPriority(hipStream_t* out, unsigned flags, int priority) {
+FAKE_API hipStreamCreateWithPriority(hipStream_t* out, unsigned flags, int priority) {
   BEGIN();
   DEVICE(device);
   if (flags > 1) return kInvalidValue;
@@ -34,60 +34,60 @@ STANDIN_API hipStreamCreateWithPriority(hipStream_t* out, unsigned flags, int pr
   return error;
 }
 
-STANDIN_API hipStreamCreateWithFlags(hipStream_t* out, unsigned flags) {
+FAKE_API hipStreamCreateWithFlags(hipStream_t* out, unsigned flags) {
   return hipStreamCreateWithPriority(out, flags, 0);
 }
 
-STANDIN_API hipStreamCreate(hipStream_t* out) { return hipStreamCreateWithPriority(out, 0, 0); }
+FAKE_API hipStreamCreate(hipStream_t* out) { return hipStreamCreateWithPriority(out, 0, 0); }
 
-STANDIN_API hipStreamDestroy(hipStream_t handle) {
+FAKE_API hipStreamDestroy(hipStream_t handle) {
   BEGIN();
   if (reinterpret_cast<std::uintptr_t>(handle) <= 2) return kInvalidHandle;
   STREAM(stream, handle);
   return destroy_stream(stream);
 }
 
-STANDIN_API hipStreamQuery(hipStream_t handle) {
+FAKE_API hipStreamQuery(hipStream_t handle) {
   BEGIN();
   STREAM(stream, handle);
   return query_stream(stream);
 }
 
-STANDIN_API hipStreamSynchronize(hipStream_t handle) {
+FAKE_API hipStreamSynchronize(hipStream_t handle) {
   BEGIN();
   STREAM(stream, handle);
   return synchronize_stream(stream);
 }
 
-STANDIN_API hipStreamGetPriority(hipStream_t handle, int* priority) {
+FAKE_API hipStreamGetPriority(hipStream_t handle, int* priority) {
   BEGIN();
   STREAM(stream, handle);
   *priority = stream->priority;
   return kOk;
 }
 
-STANDIN_API hipStreamGetFlags(hipStream_t handle, unsigned* flags) {
+FAKE_API hipStreamGetFlags(hipStream_t handle, unsigned* flags) {
   BEGIN();
   STREAM(stream, handle);
   *flags = stream->flags;
   return kOk;
 }
 
-STANDIN_API hipStreamGetDevice(hipStream_t handle, int* ordinal) {
+FAKE_API hipStreamGetDevice(hipStream_t handle, int* ordinal) {
   BEGIN();
   STREAM(stream, handle);
   *ordinal = stream->device->ordinal;
   return kOk;
 }
 
-STANDIN_API hipStreamWaitEvent(hipStream_t handle, void* event_handle, unsigned) {
+FAKE_API hipStreamWaitEvent(hipStream_t handle, void* event_handle, unsigned) {
   BEGIN();
   STREAM(stream, handle);
   EVENT(event, event_handle);
   return wait_event(stream, event);
 }
 
-STANDIN_API hipEventCreateWithFlags(void** out, unsigned flags) {
+FAKE_API hipEventCreateWithFlags(void** out, unsigned flags) {
   BEGIN();
   DEVICE(device);
   Event* event = nullptr;
@@ -96,47 +96,47 @@ STANDIN_API hipEventCreateWithFlags(void** out, unsigned flags) {
   return error;
 }
 
-STANDIN_API hipEventCreate(void** out) { return hipEventCreateWithFlags(out, 0); }
+FAKE_API hipEventCreate(void** out) { return hipEventCreateWithFlags(out, 0); }
 
-STANDIN_API hipEventDestroy(void* handle) {
+FAKE_API hipEventDestroy(void* handle) {
   BEGIN();
   EVENT(event, handle);
   return destroy_event(event);
 }
 
-STANDIN_API hipEventRecord(void* handle, hipStream_t stream_handle) {
+FAKE_API hipEventRecord(void* handle, hipStream_t stream_handle) {
   BEGIN();
   EVENT(event, handle);
   STREAM(stream, stream_handle);
   return record_event(event, stream);
 }
 
-STANDIN_API hipEventQuery(void* handle) {
+FAKE_API hipEventQuery(void* handle) {
   BEGIN();
   EVENT(event, handle);
   return query_event(event);
 }
 
-STANDIN_API hipEventSynchronize(void* handle) {
+FAKE_API hipEventSynchronize(void* handle) {
   BEGIN();
   EVENT(event, handle);
   return synchronize_event(event);
 }
 
-STANDIN_API hipEventElapsedTime(float* milliseconds, void* start_handle, void* end_handle) {
+FAKE_API hipEventElapsedTime(float* milliseconds, void* start_handle, void* end_handle) {
   BEGIN();
   EVENT(start, start_handle);
   EVENT(end, end_handle);
   return elapsed(start, end, milliseconds);
 }
 
-STANDIN_API hipIpcGetEventHandle(char* out, void* handle) {
+FAKE_API hipIpcGetEventHandle(char* out, void* handle) {
   BEGIN();
   EVENT(event, handle);
   return export_event(event, out);
 }
 
-STANDIN_API hipIpcOpenEventHandle(void** out, Handle handle) {
+FAKE_API hipIpcOpenEventHandle(void** out, Handle handle) {
   BEGIN();
   DEVICE(device);
   Event* event = nullptr;
@@ -163,41 +163,41 @@ Error write_word(hipStream_t handle, void* address, std::uint64_t value, unsigne
 
 }  // namespace
 
-STANDIN_API hipStreamWaitValue32(hipStream_t handle, void* address, std::uint32_t value, unsigned flags,
+FAKE_API hipStreamWaitValue32(hipStream_t handle, void* address, std::uint32_t value, unsigned flags,
                                  std::uint32_t mask) {
   BEGIN();
   return wait_word(handle, address, value, flags, mask, 4);
 }
 
-STANDIN_API hipStreamWaitValue64(hipStream_t handle, void* address, std::uint64_t value, unsigned flags,
+FAKE_API hipStreamWaitValue64(hipStream_t handle, void* address, std::uint64_t value, unsigned flags,
                                  std::uint64_t mask) {
   BEGIN();
   return wait_word(handle, address, value, flags, mask, 8);
 }
 
-STANDIN_API hipStreamWriteValue32(hipStream_t handle, void* address, std::uint32_t value, unsigned flags) {
+FAKE_API hipStreamWriteValue32(hipStream_t handle, void* address, std::uint32_t value, unsigned flags) {
   BEGIN();
   return write_word(handle, address, value, flags, 4);
 }
 
-STANDIN_API hipStreamWriteValue64(hipStream_t handle, void* address, std::uint64_t value, unsigned flags) {
+FAKE_API hipStreamWriteValue64(hipStream_t handle, void* address, std::uint64_t value, unsigned flags) {
   BEGIN();
   return write_word(handle, address, value, flags, 8);
 }
 
-STANDIN_API hipLaunchHostFunc(hipStream_t handle, void (*function)(void*), void* argument) {
+FAKE_API hipLaunchHostFunc(hipStream_t handle, void (*function)(void*), void* argument) {
   BEGIN();
   STREAM(stream, handle);
   return host_function(stream, function, argument);
 }
 
-STANDIN_API hipStreamBeginCapture(hipStream_t handle, int mode) {
+FAKE_API hipStreamBeginCapture(hipStream_t handle, int mode) {
   BEGIN();
   STREAM(stream, handle);
   return begin_capture(stream, mode);
 }
 
-STANDIN_API hipStreamEndCapture(hipStream_t handle, void** out) {
+FAKE_API hipStreamEndCapture(hipStream_t handle, void** out) {
   BEGIN();
   STREAM(stream, handle);
   Graph* graph = nullptr;
@@ -206,7 +206,7 @@ STANDIN_API hipStreamEndCapture(hipStream_t handle, void** out) {
   return error;
 }
 
-STANDIN_API hipStreamIsCapturing(hipStream_t handle, int* status) {
+FAKE_API hipStreamIsCapturing(hipStream_t handle, int* status) {
   BEGIN();
   STREAM(stream, handle);
   int id = 0;
@@ -214,7 +214,7 @@ STANDIN_API hipStreamIsCapturing(hipStream_t handle, int* status) {
   return kOk;
 }
 
-STANDIN_API hipStreamGetCaptureInfo(hipStream_t handle, int* status, unsigned long long* id) {
+FAKE_API hipStreamGetCaptureInfo(hipStream_t handle, int* status, unsigned long long* id) {
   BEGIN();
   STREAM(stream, handle);
   int number = 0;
@@ -223,12 +223,12 @@ STANDIN_API hipStreamGetCaptureInfo(hipStream_t handle, int* status, unsigned lo
   return kOk;
 }
 
-STANDIN_API hipThreadExchangeStreamCaptureMode(int* mode) {
+FAKE_API hipThreadExchangeStreamCaptureMode(int* mode) {
   BEGIN();
   return exchange_capture_mode(mode);
 }
 
-STANDIN_API hipGraphInstantiateWithFlags(void** out, void* handle, unsigned long long) {
+FAKE_API hipGraphInstantiateWithFlags(void** out, void* handle, unsigned long long) {
   BEGIN();
   GRAPH(graph, handle, false);
   Graph* executable = nullptr;
@@ -237,11 +237,11 @@ STANDIN_API hipGraphInstantiateWithFlags(void** out, void* handle, unsigned long
   return error;
 }
 
-STANDIN_API hipGraphInstantiate(void** out, void* handle, void**, char*, std::size_t) {
+FAKE_API hipGraphInstantiate(void** out, void* handle, void**, char*, std::size_t) {
   return hipGraphInstantiateWithFlags(out, handle, 0);
 }
 
-STANDIN_API hipGraphGetNodes(void* handle, void** nodes, std::size_t* count) {
+FAKE_API hipGraphGetNodes(void* handle, void** nodes, std::size_t* count) {
   BEGIN();
   GRAPH(graph, handle, false);
   for (std::size_t i = 0; nodes && i < *count; ++i) {
@@ -251,26 +251,26 @@ STANDIN_API hipGraphGetNodes(void* handle, void** nodes, std::size_t* count) {
   return kOk;
 }
 
-STANDIN_API hipGraphLaunch(void* handle, hipStream_t stream_handle) {
+FAKE_API hipGraphLaunch(void* handle, hipStream_t stream_handle) {
   BEGIN();
   GRAPH(graph, handle, true);
   STREAM(stream, stream_handle);
   return launch_graph(graph, stream);
 }
 
-STANDIN_API hipGraphExecDestroy(void* handle) {
+FAKE_API hipGraphExecDestroy(void* handle) {
   BEGIN();
   GRAPH(graph, handle, true);
   return destroy_graph(graph);
 }
 
-STANDIN_API hipGraphDestroy(void* handle) {
+FAKE_API hipGraphDestroy(void* handle) {
   BEGIN();
   GRAPH(graph, handle, false);
   return destroy_graph(graph);
 }
 
-STANDIN_API hipModuleLoadData(void** out, const void* image) {
+FAKE_API hipModuleLoadData(void** out, const void* image) {
   BEGIN();
   DEVICE(device);
   if (Error error = may_synchronize(*device)) return error;
@@ -280,17 +280,17 @@ STANDIN_API hipModuleLoadData(void** out, const void* image) {
   return error;
 }
 
-STANDIN_API hipModuleLoadDataEx(void** out, const void* image, unsigned, int*, void**) {
+FAKE_API hipModuleLoadDataEx(void** out, const void* image, unsigned, int*, void**) {
   return hipModuleLoadData(out, image);
 }
 
-STANDIN_API hipModuleUnload(void* handle) {
+FAKE_API hipModuleUnload(void* handle) {
   BEGIN();
   MODULE(module, handle);
   return unload_module(module);
 }
 
-STANDIN_API hipModuleGetFunction(void** out, void* handle, const char* name) {
+FAKE_API hipModuleGetFunction(void** out, void* handle, const char* name) {
   BEGIN();
   MODULE(module, handle);
   Function* function = nullptr;
@@ -299,7 +299,7 @@ STANDIN_API hipModuleGetFunction(void** out, void* handle, const char* name) {
   return error;
 }
 
-STANDIN_API hipModuleGetGlobal(void** address, std::size_t* nbytes, void* handle, const char* name) {
+FAKE_API hipModuleGetGlobal(void** address, std::size_t* nbytes, void* handle, const char* name) {
   BEGIN();
   MODULE(module, handle);
   std::uintptr_t at = 0;
@@ -310,7 +310,7 @@ STANDIN_API hipModuleGetGlobal(void** address, std::size_t* nbytes, void* handle
   return kOk;
 }
 
-STANDIN_API hipFuncGetAttribute(int* value, int which, void* handle) {
+FAKE_API hipFuncGetAttribute(int* value, int which, void* handle) {
   BEGIN();
   FUNCTION(function, handle);
   if (!function || which < 0 || which > 15) return kInvalidValue;
@@ -318,7 +318,7 @@ STANDIN_API hipFuncGetAttribute(int* value, int which, void* handle) {
   return kOk;
 }
 
-STANDIN_API hipModuleOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void* handle, int threads, std::size_t) {
+FAKE_API hipModuleOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void* handle, int threads, std::size_t) {
   BEGIN();
   FUNCTION(function, handle);
   if (!function || threads < 1 || threads > 1024) return kInvalidValue;
@@ -326,7 +326,7 @@ STANDIN_API hipModuleOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void
   return kOk;
 }
 
-STANDIN_API hipModuleLaunchKernel(void* handle, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+FAKE_API hipModuleLaunchKernel(void* handle, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                                   unsigned bz, unsigned shared, hipStream_t stream_handle, void** parameters,
                                   void** extra) {
   BEGIN();

@@ -1,9 +1,9 @@
 #include "settings.h"
 
-namespace standin {
+namespace fake {
 
 const Vendor kVendor = {
-    "HIP", "hip", "gfx942", "Stand-in Instinct", "GPU_MAX_HW_QUEUES", 4, "HIP_VISIBLE_DEVICES", 64, 0x40, false,
+    "HIP", "hip", "gfx942", "Fake Instinct", "GPU_MAX_HW_QUEUES", 4, "HIP_VISIBLE_DEVICES", 64, 0x40, false,
 };
 
-}  // namespace standin
+}  // namespace fake

@@ -1,4 +1,4 @@
-// The stand-in driver, compiler and collectives by their C functions, from several threads at once: for the
+// The fake driver, compiler and collectives by their C functions, from several threads at once: for the
 // sanitizers. Ends with status 0 and one line when all went as it should.
 #include <atomic>
 #include <cstdint>
@@ -203,5 +203,5 @@ int main() {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  std::puts("the stand-ins passed");
+  std::puts("the fakes passed");
 }

@@ -6,10 +6,10 @@
 #include "group.h"
 #include "settings.h"
 
-#define STANDIN_API extern "C" __attribute__((visibility("default")))
+#define FAKE_API extern "C" __attribute__((visibility("default")))
 
-using namespace standin;
-using namespace standin::nccl;
+using namespace fake;
+using namespace fake::nccl;
 
 namespace {
 
@@ -112,18 +112,18 @@ Result init_here(Comm** out, int size, const Id& id, int rank, const Config* con
 
 }  // namespace
 
-STANDIN_API int ncclGetVersion(int* version) {
+FAKE_API int ncclGetVersion(int* version) {
   BEGIN();
   *version = kVendor.name[0] == 'C' ? 22809 : 22707;
   return kSuccess;
 }
 
-STANDIN_API int ncclGetUniqueId(Id* id) {
+FAKE_API int ncclGetUniqueId(Id* id) {
   BEGIN();
   return Segment::make(id) ? kSuccess : refuse(kSystemError, "no memory to share");
 }
 
-STANDIN_API const char* ncclGetErrorString(int result) {
+FAKE_API const char* ncclGetErrorString(int result) {
   static const char* const texts[] = {"no error",
                                       "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
                                       "unhandled system error (run with NCCL_DEBUG=INFO for details)",
@@ -135,25 +135,25 @@ STANDIN_API const char* ncclGetErrorString(int result) {
   return result >= 0 && result <= kInProgress ? texts[result] : "unknown result code";
 }
 
-STANDIN_API const char* ncclGetLastError(const Comm*) { return last_error.c_str(); }
+FAKE_API const char* ncclGetLastError(const Comm*) { return last_error.c_str(); }
 
-STANDIN_API int ncclCommInitRank(Comm** comm, int size, Id id, int rank) {
+FAKE_API int ncclCommInitRank(Comm** comm, int size, Id id, int rank) {
   BEGIN();
   return init_here(comm, size, id, rank, nullptr);
 }
 
-STANDIN_API int ncclCommInitRankConfig(Comm** comm, int size, Id id, int rank, const Config* config) {
+FAKE_API int ncclCommInitRankConfig(Comm** comm, int size, Id id, int rank, const Config* config) {
   BEGIN();
   return init_here(comm, size, id, rank, config);
 }
 
-STANDIN_API int ncclCommInitRankScalable(Comm** comm, int size, int rank, int ids, const Id* id, const Config* config) {
+FAKE_API int ncclCommInitRankScalable(Comm** comm, int size, int rank, int ids, const Id* id, const Config* config) {
   BEGIN();
   if (ids < 1) return refuse(kInvalidArgument, "no unique id");
   return init_here(comm, size, id[0], rank, config);
 }
 
-STANDIN_API int ncclCommFinalize(const Comm* handle) {
+FAKE_API int ncclCommFinalize(const Comm* handle) {
   BEGIN();
   READY(comm, handle);
   if (comm->blocking()) {
@@ -167,7 +167,7 @@ STANDIN_API int ncclCommFinalize(const Comm* handle) {
   return kInProgress;
 }
 
-STANDIN_API int ncclCommDestroy(const Comm* handle) {
+FAKE_API int ncclCommDestroy(const Comm* handle) {
   BEGIN();
   std::shared_ptr<Comm> comm = take(handle);
   if (!comm) return handle ? refuse(kInvalidArgument, "not a communicator") : kSuccess;
@@ -175,7 +175,7 @@ STANDIN_API int ncclCommDestroy(const Comm* handle) {
   return kSuccess;
 }
 
-STANDIN_API int ncclCommAbort(const Comm* handle) {
+FAKE_API int ncclCommAbort(const Comm* handle) {
   BEGIN();
   std::shared_ptr<Comm> comm = take(handle);
   if (!comm) return handle ? refuse(kInvalidArgument, "not a communicator") : kSuccess;
@@ -184,7 +184,7 @@ STANDIN_API int ncclCommAbort(const Comm* handle) {
   return kSuccess;
 }
 
-STANDIN_API int ncclCommSplit(const Comm* handle, int color, int key, Comm** out, const Config* config) {
+FAKE_API int ncclCommSplit(const Comm* handle, int color, int key, Comm** out, const Config* config) {
   BEGIN();
   READY(comm, handle);
   bool blocking = comm->blocking();
@@ -199,7 +199,7 @@ STANDIN_API int ncclCommSplit(const Comm* handle, int color, int key, Comm** out
   });
 }
 
-STANDIN_API int ncclCommGetAsyncError(const Comm* handle, int* result) {
+FAKE_API int ncclCommGetAsyncError(const Comm* handle, int* result) {
   BEGIN();
   std::shared_ptr<Comm> comm = find(handle);
   if (!comm) return refuse(kInvalidArgument, "not a communicator");
@@ -207,28 +207,28 @@ STANDIN_API int ncclCommGetAsyncError(const Comm* handle, int* result) {
   return kSuccess;
 }
 
-STANDIN_API int ncclCommCount(const Comm* handle, int* size) {
+FAKE_API int ncclCommCount(const Comm* handle, int* size) {
   BEGIN();
   READY(comm, handle);
   *size = comm->size();
   return kSuccess;
 }
 
-STANDIN_API int ncclCommCuDevice(const Comm* handle, int* device) {
+FAKE_API int ncclCommCuDevice(const Comm* handle, int* device) {
   BEGIN();
   READY(comm, handle);
   *device = comm->device().ordinal;
   return kSuccess;
 }
 
-STANDIN_API int ncclCommUserRank(const Comm* handle, int* rank) {
+FAKE_API int ncclCommUserRank(const Comm* handle, int* rank) {
   BEGIN();
   READY(comm, handle);
   *rank = comm->rank();
   return kSuccess;
 }
 
-STANDIN_API int ncclMemAlloc(void** out, std::size_t nbytes) {
+FAKE_API int ncclMemAlloc(void** out, std::size_t nbytes) {
   BEGIN();
   Device* device = nullptr;
   std::uintptr_t base = 0;
@@ -237,14 +237,14 @@ STANDIN_API int ncclMemAlloc(void** out, std::size_t nbytes) {
   return kSuccess;
 }
 
-STANDIN_API int ncclMemFree(void* base) {
+FAKE_API int ncclMemFree(void* base) {
   BEGIN();
   Device* device = nullptr;
   if (driver().current(&device) != kOk) return kUnhandledCudaError;
   return driver().release(*device, reinterpret_cast<std::uintptr_t>(base)) == kOk ? kSuccess : kInvalidArgument;
 }
 
-STANDIN_API int ncclCommRegister(const Comm* handle, void* buffer, std::size_t nbytes, void** registration) {
+FAKE_API int ncclCommRegister(const Comm* handle, void* buffer, std::size_t nbytes, void** registration) {
   BEGIN();
   READY(comm, handle);
   bool ours = driver().reaches(comm->device(), reinterpret_cast<std::uintptr_t>(buffer), nbytes);
@@ -252,33 +252,33 @@ STANDIN_API int ncclCommRegister(const Comm* handle, void* buffer, std::size_t n
   return ours ? kSuccess : refuse(kInvalidArgument, "not memory of this device");
 }
 
-STANDIN_API int ncclCommDeregister(const Comm* handle, void*) {
+FAKE_API int ncclCommDeregister(const Comm* handle, void*) {
   BEGIN();
   READY(comm, handle);
   return comm ? kSuccess : kInvalidArgument;
 }
 
-STANDIN_API int ncclRedOpCreatePreMulSum(int* op, void* factor, int dtype, int residence, const Comm* handle) {
+FAKE_API int ncclRedOpCreatePreMulSum(int* op, void* factor, int dtype, int residence, const Comm* handle) {
   BEGIN();
   READY(comm, handle);
   if (!op || !factor || dtype < 0 || dtype >= kTypes) return refuse(kInvalidArgument, "invalid operator");
-  if (residence != 1) return refuse(kInvalidArgument, "scalars in device memory are not supported by the stand-in");
+  if (residence != 1) return refuse(kInvalidArgument, "scalars in device memory are not supported by the fake");
   *op = comm->add_operator(scalar(factor, dtype), dtype);
   return kSuccess;
 }
 
-STANDIN_API int ncclRedOpDestroy(int op, const Comm* handle) {
+FAKE_API int ncclRedOpDestroy(int op, const Comm* handle) {
   BEGIN();
   READY(comm, handle);
   return comm->remove_operator(op) ? kSuccess : refuse(kInvalidArgument, "not an operator of this communicator");
 }
 
-STANDIN_API int ncclGroupStart() {
+FAKE_API int ncclGroupStart() {
   BEGIN();
   return group_start();
 }
 
-STANDIN_API int ncclGroupEnd() {
+FAKE_API int ncclGroupEnd() {
   BEGIN();
   return group_end();
 }
@@ -314,71 +314,71 @@ int message(bool sends, std::uintptr_t buffer, std::size_t count, int dtype, int
 
 }  // namespace
 
-STANDIN_API int ncclAllReduce(const void* send, void* recv, std::size_t count, int dtype, int op, const Comm* comm,
+FAKE_API int ncclAllReduce(const void* send, void* recv, std::size_t count, int dtype, int op, const Comm* comm,
                               void* stream) {
   BEGIN();
   return call(kAllReduce, send, recv, count, dtype, op, 0, comm, stream);
 }
 
-STANDIN_API int ncclReduce(const void* send, void* recv, std::size_t count, int dtype, int op, int root,
+FAKE_API int ncclReduce(const void* send, void* recv, std::size_t count, int dtype, int op, int root,
                            const Comm* comm, void* stream) {
   BEGIN();
   return call(kReduce, send, recv, count, dtype, op, root, comm, stream);
 }
 
-STANDIN_API int ncclBroadcast(const void* send, void* recv, std::size_t count, int dtype, int root, const Comm* comm,
+FAKE_API int ncclBroadcast(const void* send, void* recv, std::size_t count, int dtype, int root, const Comm* comm,
                               void* stream) {
   BEGIN();
   return call(kBroadcast, send, recv, count, dtype, kSum, root, comm, stream);
 }
 
-STANDIN_API int ncclBcast(void* buffer, std::size_t count, int dtype, int root, const Comm* comm, void* stream) {
+FAKE_API int ncclBcast(void* buffer, std::size_t count, int dtype, int root, const Comm* comm, void* stream) {
   BEGIN();
   return call(kBroadcast, buffer, buffer, count, dtype, kSum, root, comm, stream);
 }
 
-STANDIN_API int ncclAllGather(const void* send, void* recv, std::size_t count, int dtype, const Comm* comm,
+FAKE_API int ncclAllGather(const void* send, void* recv, std::size_t count, int dtype, const Comm* comm,
                               void* stream) {
   BEGIN();
   return call(kAllGather, send, recv, count, dtype, kSum, 0, comm, stream);
 }
 
-STANDIN_API int ncclReduceScatter(const void* send, void* recv, std::size_t count, int dtype, int op, const Comm* comm,
+FAKE_API int ncclReduceScatter(const void* send, void* recv, std::size_t count, int dtype, int op, const Comm* comm,
                                   void* stream) {
   BEGIN();
   return call(kReduceScatter, send, recv, count, dtype, op, 0, comm, stream);
 }
 
-STANDIN_API int ncclAlltoAll(const void* send, void* recv, std::size_t count, int dtype, const Comm* comm,
+FAKE_API int ncclAlltoAll(const void* send, void* recv, std::size_t count, int dtype, const Comm* comm,
                              void* stream) {
   BEGIN();
   return call(kAllToAll, send, recv, count, dtype, kSum, 0, comm, stream);
 }
 
-STANDIN_API int ncclAllToAll(const void* send, void* recv, std::size_t count, int dtype, const Comm* comm,
+FAKE_API int ncclAllToAll(const void* send, void* recv, std::size_t count, int dtype, const Comm* comm,
                              void* stream) {  // RCCL's spelling
   BEGIN();
   return call(kAllToAll, send, recv, count, dtype, kSum, 0, comm, stream);
 }
 
-STANDIN_API int ncclGather(const void* send, void* recv, std::size_t count, int dtype, int root, const Comm* comm,
+FAKE_API int ncclGather(const void* send, void* recv, std::size_t count, int dtype, int root, const Comm* comm,
                            void* stream) {
   BEGIN();
   return call(kGather, send, recv, count, dtype, kSum, root, comm, stream);
 }
 
-STANDIN_API int ncclScatter(const void* send, void* recv, std::size_t count, int dtype, int root, const Comm* comm,
+FAKE_API int ncclScatter(const void* send, void* recv, std::size_t count, int dtype, int root, const Comm* comm,
                             void* stream) {
   BEGIN();
   return call(kScatter, send, recv, count, dtype, kSum, root, comm, stream);
 }
 
-STANDIN_API int ncclSend(const void* send, std::size_t count, int dtype, int peer, const Comm* comm, void* stream) {
+FAKE_API int ncclSend(const void* send, std::size_t count, int dtype, int peer, const Comm* comm, void* stream) {
   BEGIN();
   return message(true, reinterpret_cast<std::uintptr_t>(send), count, dtype, peer, comm, stream);
 }
 
-STANDIN_API int ncclRecv(void* recv, std::size_t count, int dtype, int peer, const Comm* comm, void* stream) {
+FAKE_API int ncclRecv(void* recv, std::size_t count, int dtype, int peer, const Comm* comm, void* stream) {
   BEGIN();
   return message(false, reinterpret_cast<std::uintptr_t>(recv), count, dtype, peer, comm, stream);
 }

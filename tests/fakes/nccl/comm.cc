@@ -10,7 +10,7 @@
 
 #include "settings.h"
 
-namespace standin::nccl {
+namespace fake::nccl {
 namespace {
 
 // Waits until `ready`, the communicator is aborted or the time is up.
@@ -45,7 +45,7 @@ const DriverAccess& driver() {
     std::string path = info.dli_fname;
     path = path.substr(0, path.rfind('/')) + (kVendor.name[0] == 'C' ? "/libcuda.so.1" : "/libamdhip64.so");
     void* library = dlopen(path.c_str(), RTLD_NOW);
-    void* symbol = library ? dlsym(library, "standin_driver") : nullptr;
+    void* symbol = library ? dlsym(library, "fake_driver") : nullptr;
     if (!symbol) {
       complain("%s", dlerror());
       std::abort();
@@ -136,7 +136,7 @@ Result Comm::split(int color, int key, std::shared_ptr<Comm>* out, bool blocking
   if (Result result = exchange(place, &ids)) return result;
   if (color < 0) return kSuccess;
   const std::int64_t* chosen = &ids[4 * static_cast<std::size_t>(members[0])];
-  std::strncpy(id.magic, "standin", sizeof id.magic);
+  std::strncpy(id.magic, "fake", sizeof id.magic);
   std::strncpy(id.vendor, kVendor.name, sizeof id.vendor - 1);
   id.process = static_cast<std::int32_t>(chosen[0]);
   id.fd = static_cast<std::int32_t>(chosen[1]);
@@ -239,4 +239,4 @@ bool Comm::resolve(int op, int dtype, int* plain, double* factor) {
   return true;
 }
 
-}  // namespace standin::nccl
+}  // namespace fake::nccl

@@ -1,4 +1,4 @@
-// A communicator of the stand-in NCCL (or RCCL): what the ranks share, and the operations they have under way.
+// A communicator of the fake NCCL (or RCCL): what the ranks share, and the operations they have under way.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 #include "reduce.h"
 #include "segment.h"
 
-namespace standin::nccl {
+namespace fake::nccl {
 
 enum Result : int {  // ncclResult_t
   kSuccess = 0,
@@ -56,7 +56,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Comm(Device& device, int size, int rank, bool blocking);
   ~Comm();
 
-  // Meets the others; returns when all have come, or an error. `abort` and STANDIN_TIMEOUT end it.
+  // Meets the others; returns when all have come, or an error. `abort` and FAKE_TIMEOUT end it.
   Result meet(const Id& id);
   // The communicator of those with this rank's color, in the order of key; null for color -1.
   Result split(int color, int key, std::shared_ptr<Comm>* out, bool blocking);
@@ -119,4 +119,4 @@ const DriverAccess& driver();
 // Runs the work here and now, on a stream's thread.
 Error run_work(Comm& comm, const Work& work, Execution& execution);
 
-}  // namespace standin::nccl
+}  // namespace fake::nccl

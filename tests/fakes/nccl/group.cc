@@ -6,7 +6,7 @@
 
 #include "settings.h"
 
-namespace standin::nccl {
+namespace fake::nccl {
 namespace {
 
 struct Pending {
@@ -124,4 +124,4 @@ Result add(std::shared_ptr<Comm> comm, std::function<Result()> job) {
   return group_end();
 }
 
-}  // namespace standin::nccl
+}  // namespace fake::nccl

@@ -7,7 +7,7 @@
 
 #include "comm.h"
 
-namespace standin::nccl {
+namespace fake::nccl {
 
 Result group_start();
 Result group_end();
@@ -18,4 +18,4 @@ Result add(std::shared_ptr<Comm> comm, const Message& message, void* stream);
 // Something that must meet other ranks (init, split): at the end of the group, each on a thread of its own.
 Result add(std::shared_ptr<Comm> comm, std::function<Result()> job);
 
-}  // namespace standin::nccl
+}  // namespace fake::nccl

@@ -5,7 +5,7 @@
 #include <limits>
 #include <type_traits>
 
-namespace standin::nccl {
+namespace fake::nccl {
 namespace {
 
 // A binary float of 1 sign bit, `kExponent` and `kMantissa` bits. With infinity as IEEE 754 has it, or (e4m3) without:
@@ -167,4 +167,4 @@ double scalar(const void* value, int dtype) {
   return number;
 }
 
-}  // namespace standin::nccl
+}  // namespace fake::nccl

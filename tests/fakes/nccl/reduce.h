@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace standin::nccl {
+namespace fake::nccl {
 
 enum DType : int {
   kInt8,
@@ -38,4 +38,4 @@ bool integral(int dtype);
 // A scalar of the type as a number.
 double scalar(const void* value, int dtype);
 
-}  // namespace standin::nccl
+}  // namespace fake::nccl

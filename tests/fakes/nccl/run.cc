@@ -1,6 +1,6 @@
 // What a collective's kernel does: the ranks pass their data through chunks in shared memory, step by step. Each waits
 // for all others in every step, so that an order of calls that differs between ranks stands still, as it does with
-// the real library; STANDIN_TIMEOUT bounds that.
+// the real library; FAKE_TIMEOUT bounds that.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -8,7 +8,7 @@
 #include "comm.h"
 #include "settings.h"
 
-namespace standin::nccl {
+namespace fake::nccl {
 
 class Run {
  public:
@@ -244,4 +244,4 @@ Error run_work(Comm& comm, const Work& work, Execution& execution) {
   return run.all(work);
 }
 
-}  // namespace standin::nccl
+}  // namespace fake::nccl

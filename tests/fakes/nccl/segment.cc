@@ -12,13 +12,13 @@
 
 #include "settings.h"
 
-namespace standin::nccl {
+namespace fake::nccl {
 namespace {
 
-constexpr char kMagic[8] = "standin";
+constexpr char kMagic[8] = "fake";
 
 std::string file_name(const Id& id) {
-  return std::string("standin-nccl-") + kVendor.name + "-" + std::to_string(id.nonce);
+  return std::string("fake-nccl-") + kVendor.name + "-" + std::to_string(id.nonce);
 }
 
 struct Own {  // files of ids that this process made and has not joined yet
@@ -99,4 +99,4 @@ unsigned char* Segment::chunk(int rank) const {
   return memory_ + 64 + n * sizeof(Peer) + n * n * sizeof(Pair) + static_cast<std::size_t>(rank) * kChunk;
 }
 
-}  // namespace standin::nccl
+}  // namespace fake::nccl

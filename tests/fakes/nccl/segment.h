@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <memory>
 
-namespace standin::nccl {
+namespace fake::nccl {
 
 constexpr std::size_t kChunk = 256 * 1024;  // of a rank's data that the others see at a time
 constexpr std::size_t kSlot = 64 * 1024;    // the same of a message to one peer
@@ -67,4 +67,4 @@ class Segment {
   int ranks_;
 };
 
-}  // namespace standin::nccl
+}  // namespace fake::nccl

@@ -10,7 +10,7 @@
 namespace posing {
 
 using Pointer = unsigned long long;  // CUdeviceptr
-using IpcHandle = standin::hip::Handle;
+using IpcHandle = fake::hip::Handle;
 
 // name as exported, arguments
 #define POSING_CUDA(F)                                                                            \
@@ -106,7 +106,7 @@ const Cuda* cuda();
 inline Pointer number(const void* address) { return reinterpret_cast<Pointer>(address); }
 
 // A CUresult as hipError_t: the numbers are the same but for those that HIP lacks.
-inline standin::hip::Status status(int code) { return static_cast<standin::Error>(code); }
+inline fake::hip::Status status(int code) { return static_cast<fake::Error>(code); }
 
 // Makes the context of the thread's device current: NCCL and others look at that. An error code.
 int activate();

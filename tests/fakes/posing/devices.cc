@@ -13,8 +13,8 @@
 #include "cuda.h"
 
 using namespace posing;
-using standin::hip::Properties;
-using standin::hip::Status;
+using fake::hip::Properties;
+using fake::hip::Status;
 
 namespace posing {
 namespace {
@@ -138,75 +138,75 @@ int hip_ordinal(int number) {
   const int name = cuda_ordinal(hip); \
   if (name < 0) return status(kInvalidDevice)
 
-STANDIN_API hipInit(unsigned flags) {
+FAKE_API hipInit(unsigned flags) {
   BEGIN();
   return status(flags == 0 ? 0 : 1);
 }
 
-STANDIN_API hipDriverGetVersion(int* version) {
+FAKE_API hipDriverGetVersion(int* version) {
   *version = 70000000;
   return status(0);
 }
 
-STANDIN_API hipRuntimeGetVersion(int* version) { return hipDriverGetVersion(version); }
+FAKE_API hipRuntimeGetVersion(int* version) { return hipDriverGetVersion(version); }
 
-STANDIN_API hipGetDeviceCount(int* count) {
+FAKE_API hipGetDeviceCount(int* count) {
   *count = 0;
   BEGIN();
   *count = static_cast<int>(visible().size());
   return status(0);
 }
 
-STANDIN_API hipSetDevice(int hip) {
+FAKE_API hipSetDevice(int hip) {
   DEVICE(number, hip);
   ordinal = hip;
   void* context = context_of(hip);
   return status(context == nullptr ? kInvalidDevice : CU(cuCtxSetCurrent)(context));
 }
 
-STANDIN_API hipGetDevice(int* hip) {
+FAKE_API hipGetDevice(int* hip) {
   BEGIN();  // whoever asks will use it, and CUDA's libraries look at the context
   *hip = ordinal;
   return status(0);
 }
 
-STANDIN_API hipDeviceGet(int* device, int hip) {
+FAKE_API hipDeviceGet(int* device, int hip) {
   DEVICE(number, hip);
   *device = hip;
   return status(0);
 }
 
-STANDIN_API hipDeviceReset() {
+FAKE_API hipDeviceReset() {
   BEGIN();
   return status(CU(cuDevicePrimaryCtxReset_v2)(cuda_ordinal(ordinal)));
 }
 
-STANDIN_API hipDeviceSynchronize() {
+FAKE_API hipDeviceSynchronize() {
   BEGIN();
   return status(CU(cuCtxSynchronize)());
 }
 
-STANDIN_API hipDeviceGetName(char* name, int length, int hip) {
+FAKE_API hipDeviceGetName(char* name, int length, int hip) {
   DEVICE(number, hip);
   return status(CU(cuDeviceGetName)(name, length, number));
 }
 
-STANDIN_API hipDeviceGetUuid(char* uuid, int hip) {
+FAKE_API hipDeviceGetUuid(char* uuid, int hip) {
   DEVICE(number, hip);
   return status(CU(cuDeviceGetUuid_v2)(uuid, number));
 }
 
-STANDIN_API hipDeviceTotalMem(std::size_t* nbytes, int hip) {
+FAKE_API hipDeviceTotalMem(std::size_t* nbytes, int hip) {
   DEVICE(number, hip);
   return status(CU(cuDeviceTotalMem_v2)(nbytes, number));
 }
 
-STANDIN_API hipDeviceGetPCIBusId(char* text, int length, int hip) {
+FAKE_API hipDeviceGetPCIBusId(char* text, int length, int hip) {
   DEVICE(number, hip);
   return status(CU(cuDeviceGetPCIBusId)(text, length, number));
 }
 
-STANDIN_API hipDeviceGetByPCIBusId(int* hip, const char* text) {
+FAKE_API hipDeviceGetByPCIBusId(int* hip, const char* text) {
   BEGIN();
   int number = 0;
   const int code = CU(cuDeviceGetByPCIBusId)(&number, text);
@@ -214,7 +214,7 @@ STANDIN_API hipDeviceGetByPCIBusId(int* hip, const char* text) {
   return status(code == 0 && *hip < 0 ? 1 : code);
 }
 
-STANDIN_API hipDeviceGetAttribute(int* value, int which, int hip) {
+FAKE_API hipDeviceGetAttribute(int* value, int which, int hip) {
   DEVICE(number, hip);
   *value = 0;
   if (which == 10016) *value = 1;  // FineGrainSupport: mapped host memory is coherent
@@ -222,7 +222,7 @@ STANDIN_API hipDeviceGetAttribute(int* value, int which, int hip) {
   return status(theirs < 0 ? 0 : CU(cuDeviceGetAttribute)(value, theirs, number));
 }
 
-STANDIN_API hipGetDevicePropertiesR0600(Properties* properties, int hip) {
+FAKE_API hipGetDevicePropertiesR0600(Properties* properties, int hip) {
   DEVICE(number, hip);
   *properties = {};
   Properties& p = *properties;
@@ -247,25 +247,25 @@ STANDIN_API hipGetDevicePropertiesR0600(Properties* properties, int hip) {
   return status(0);
 }
 
-STANDIN_API hipDeviceCanAccessPeer(int* can, int hip, int peer) {
+FAKE_API hipDeviceCanAccessPeer(int* can, int hip, int peer) {
   DEVICE(number, hip);
   if (cuda_ordinal(peer) < 0) return status(kInvalidDevice);
   return status(CU(cuDeviceCanAccessPeer)(can, number, cuda_ordinal(peer)));
 }
 
-STANDIN_API hipDeviceEnablePeerAccess(int peer, unsigned flags) {
+FAKE_API hipDeviceEnablePeerAccess(int peer, unsigned flags) {
   BEGIN();
   if (cuda_ordinal(peer) < 0) return status(kInvalidDevice);
   return status(CU(cuCtxEnablePeerAccess)(context_of(peer), flags));
 }
 
-STANDIN_API hipDeviceDisablePeerAccess(int peer) {
+FAKE_API hipDeviceDisablePeerAccess(int peer) {
   BEGIN();
   if (cuda_ordinal(peer) < 0) return status(kInvalidDevice);
   return status(CU(cuCtxDisablePeerAccess)(context_of(peer)));
 }
 
-STANDIN_API hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
+FAKE_API hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
   BEGIN();
   return status(CU(cuCtxGetStreamPriorityRange)(least, greatest));
 }

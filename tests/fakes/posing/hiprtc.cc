@@ -1,6 +1,6 @@
 // hipRTC's names over NVRTC, for devices that pose as AMD's: what they run is cubins.
 //
-// STANDIN_NVRTC is NVRTC's path, where the loader does not know it.
+// FAKE_NVRTC is NVRTC's path, where the loader does not know it.
 #include <dlfcn.h>
 
 #include <cstddef>
@@ -23,9 +23,9 @@ void* open(const char* asked, const char* const* names) {
 template <class Function>
 Function* nvrtc(const char* name) {
   static constexpr const char* kNames[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", nullptr};
-  static void* const library = open(std::getenv("STANDIN_NVRTC"), kNames);
+  static void* const library = open(std::getenv("FAKE_NVRTC"), kNames);
   void* found = library == nullptr ? nullptr : dlsym(library, name);
-  if (found == nullptr) std::fprintf(stderr, "posing as hipRTC: no %s: set STANDIN_NVRTC to NVRTC's path\n", name);
+  if (found == nullptr) std::fprintf(stderr, "posing as hipRTC: no %s: set FAKE_NVRTC to NVRTC's path\n", name);
   return reinterpret_cast<Function*>(found);
 }
 

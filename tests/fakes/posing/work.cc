@@ -5,8 +5,8 @@
 #include "cuda.h"
 
 using namespace posing;
-using standin::hip::Handle;
-using standin::hip::PointerAttributes;
+using fake::hip::Handle;
+using fake::hip::PointerAttributes;
 
 namespace {
 
@@ -29,95 +29,95 @@ int wait_for(int code, void* stream) { return code != 0 ? code : CU(cuStreamSync
 
 }  // namespace
 
-STANDIN_API hipMemGetInfo(std::size_t* available, std::size_t* total) {
+FAKE_API hipMemGetInfo(std::size_t* available, std::size_t* total) {
   BEGIN();
   return status(CU(cuMemGetInfo_v2)(available, total));
 }
 
-STANDIN_API hipMalloc(void** out, std::size_t nbytes) {
+FAKE_API hipMalloc(void** out, std::size_t nbytes) {
   BEGIN();
   *out = nullptr;
   return status(nbytes == 0 ? 0 : CU(cuMemAlloc_v2)(reinterpret_cast<Pointer*>(out), nbytes));
 }
 
-STANDIN_API hipExtMallocWithFlags(void** out, std::size_t nbytes, unsigned flags) {
+FAKE_API hipExtMallocWithFlags(void** out, std::size_t nbytes, unsigned flags) {
   BEGIN();
   if (flags != 2) return hipMalloc(out, nbytes);
   return status(nbytes == 8 ? CU(cuMemHostAlloc)(out, nbytes, 3) : kInvalidValue);  // memory for signals
 }
 
-STANDIN_API hipMallocManaged(void** out, std::size_t nbytes, unsigned flags) {
+FAKE_API hipMallocManaged(void** out, std::size_t nbytes, unsigned flags) {
   BEGIN();
   return status(CU(cuMemAllocManaged)(reinterpret_cast<Pointer*>(out), nbytes, flags));
 }
 
-STANDIN_API hipFree(void* address) {
+FAKE_API hipFree(void* address) {
   BEGIN();
   if (address == nullptr) return status(0);
   const bool host = of<int>(number(address), Attribute::kType) == kHostMemory;
   return status(host ? CU(cuMemFreeHost)(address) : CU(cuMemFree_v2)(number(address)));
 }
 
-STANDIN_API hipHostMalloc(void** out, std::size_t nbytes, unsigned flags) {
+FAKE_API hipHostMalloc(void** out, std::size_t nbytes, unsigned flags) {
   BEGIN();
   *out = nullptr;
   return status(nbytes == 0 ? 0 : CU(cuMemHostAlloc)(out, nbytes, flags & 7));  // the others choose coherence, nodes
 }
 
-STANDIN_API hipHostAlloc(void** out, std::size_t nbytes, unsigned flags) { return hipHostMalloc(out, nbytes, flags); }
+FAKE_API hipHostAlloc(void** out, std::size_t nbytes, unsigned flags) { return hipHostMalloc(out, nbytes, flags); }
 
-STANDIN_API hipHostFree(void* address) {
+FAKE_API hipHostFree(void* address) {
   BEGIN();
   return status(address == nullptr ? 0 : CU(cuMemFreeHost)(address));
 }
 
-STANDIN_API hipHostRegister(void* address, std::size_t nbytes, unsigned flags) {
+FAKE_API hipHostRegister(void* address, std::size_t nbytes, unsigned flags) {
   BEGIN();
   return status(CU(cuMemHostRegister_v2)(address, nbytes, flags & 15));
 }
 
-STANDIN_API hipHostUnregister(void* address) {
+FAKE_API hipHostUnregister(void* address) {
   BEGIN();
   return status(CU(cuMemHostUnregister)(address));
 }
 
-STANDIN_API hipHostGetDevicePointer(void** out, void* address, unsigned flags) {
+FAKE_API hipHostGetDevicePointer(void** out, void* address, unsigned flags) {
   BEGIN();
   return status(CU(cuMemHostGetDevicePointer_v2)(reinterpret_cast<Pointer*>(out), address, flags));
 }
 
-STANDIN_API hipHostGetFlags(unsigned* flags, void* address) {
+FAKE_API hipHostGetFlags(unsigned* flags, void* address) {
   BEGIN();
   return status(CU(cuMemHostGetFlags)(flags, address));
 }
 
-STANDIN_API hipMemGetAddressRange(void** base, std::size_t* nbytes, void* address) {
+FAKE_API hipMemGetAddressRange(void** base, std::size_t* nbytes, void* address) {
   BEGIN();
   return status(CU(cuMemGetAddressRange_v2)(reinterpret_cast<Pointer*>(base), nbytes, number(address)));
 }
 
-STANDIN_API hipMemGetHandleForAddressRange(void* handle, void* address, std::size_t nbytes, int type,
+FAKE_API hipMemGetHandleForAddressRange(void* handle, void* address, std::size_t nbytes, int type,
                                            unsigned long long flags) {
   BEGIN();
   return status(CU(cuMemGetHandleForAddressRange)(handle, number(address), nbytes, type, flags));
 }
 
-STANDIN_API hipIpcGetMemHandle(char* handle, void* address) {
+FAKE_API hipIpcGetMemHandle(char* handle, void* address) {
   BEGIN();
   return status(CU(cuIpcGetMemHandle)(handle, number(address)));
 }
 
-STANDIN_API hipIpcOpenMemHandle(void** out, Handle handle, unsigned flags) {
+FAKE_API hipIpcOpenMemHandle(void** out, Handle handle, unsigned flags) {
   BEGIN();
   return status(CU(cuIpcOpenMemHandle_v2)(reinterpret_cast<Pointer*>(out), handle, flags));
 }
 
-STANDIN_API hipIpcCloseMemHandle(void* address) {
+FAKE_API hipIpcCloseMemHandle(void* address) {
   BEGIN();
   return status(CU(cuIpcCloseMemHandle)(number(address)));
 }
 
-STANDIN_API hipPointerGetAttributes(PointerAttributes* attributes, const void* address) {
+FAKE_API hipPointerGetAttributes(PointerAttributes* attributes, const void* address) {
   BEGIN();
   const Pointer at = number(address);
   int type = 0;
@@ -132,22 +132,22 @@ STANDIN_API hipPointerGetAttributes(PointerAttributes* attributes, const void* a
   return status(0);
 }
 
-STANDIN_API hipMemcpyAsync(void* to, const void* from, std::size_t nbytes, int, void* stream) {
+FAKE_API hipMemcpyAsync(void* to, const void* from, std::size_t nbytes, int, void* stream) {
   BEGIN();
   return status(nbytes == 0 ? 0 : CU(cuMemcpyAsync)(number(to), number(from), nbytes, stream));
 }
 
-STANDIN_API hipMemcpyWithStream(void* to, const void* from, std::size_t nbytes, int, void* stream) {
+FAKE_API hipMemcpyWithStream(void* to, const void* from, std::size_t nbytes, int, void* stream) {
   BEGIN();
   return status(wait_for(CU(cuMemcpyAsync)(number(to), number(from), nbytes, stream), stream));
 }
 
-STANDIN_API hipMemcpy(void* to, const void* from, std::size_t nbytes, int kind) {
+FAKE_API hipMemcpy(void* to, const void* from, std::size_t nbytes, int kind) {
   return hipMemcpyWithStream(to, from, nbytes, kind, nullptr);
 }
 
 #define COPY(suffix, to_type, from_type)                                                               \
-  STANDIN_API hipMemcpy##suffix##Async(to_type to, from_type from, std::size_t nbytes, void* stream) { \
+  FAKE_API hipMemcpy##suffix##Async(to_type to, from_type from, std::size_t nbytes, void* stream) { \
     BEGIN();                                                                                           \
     return status(CU(cuMemcpyAsync)(number(to), number(from), nbytes, stream));                        \
   }
@@ -156,40 +156,40 @@ COPY(DtoH, void*, void*)
 COPY(DtoD, void*, void*)
 #undef COPY
 
-STANDIN_API hipMemsetAsync(void* to, int value, std::size_t nbytes, void* stream) {
+FAKE_API hipMemsetAsync(void* to, int value, std::size_t nbytes, void* stream) {
   BEGIN();
   return status(CU(cuMemsetD8Async)(number(to), static_cast<unsigned char>(value), nbytes, stream));
 }
 
-STANDIN_API hipMemset(void* to, int value, std::size_t nbytes) {
+FAKE_API hipMemset(void* to, int value, std::size_t nbytes) {
   BEGIN();
   return status(wait_for(CU(cuMemsetD8Async)(number(to), static_cast<unsigned char>(value), nbytes, nullptr), nullptr));
 }
 
-STANDIN_API hipMallocAsync(void** out, std::size_t nbytes, void* stream) {
+FAKE_API hipMallocAsync(void** out, std::size_t nbytes, void* stream) {
   BEGIN();
   return status(CU(cuMemAllocAsync)(reinterpret_cast<Pointer*>(out), nbytes, stream));
 }
 
-STANDIN_API hipFreeAsync(void* address, void* stream) {
+FAKE_API hipFreeAsync(void* address, void* stream) {
   BEGIN();
   return status(CU(cuMemFreeAsync)(number(address), stream));
 }
 
 // ---- Streams and events ----
 
-STANDIN_API hipStreamCreateWithPriority(void** out, unsigned flags, int priority) {
+FAKE_API hipStreamCreateWithPriority(void** out, unsigned flags, int priority) {
   BEGIN();
   return status(CU(cuStreamCreateWithPriority)(out, flags, priority));
 }
 
-STANDIN_API hipStreamCreateWithFlags(void** out, unsigned flags) { return hipStreamCreateWithPriority(out, flags, 0); }
+FAKE_API hipStreamCreateWithFlags(void** out, unsigned flags) { return hipStreamCreateWithPriority(out, flags, 0); }
 
-STANDIN_API hipStreamCreate(void** out) { return hipStreamCreateWithPriority(out, 0, 0); }
+FAKE_API hipStreamCreate(void** out) { return hipStreamCreateWithPriority(out, 0, 0); }
 
 // Calls that CUDA's driver has with the same arguments.
 #define SAME(hip, cuda, parameters, ...)  \
-  STANDIN_API hip parameters {            \
+  FAKE_API hip parameters {            \
     BEGIN();                              \
     return status(CU(cuda)(__VA_ARGS__)); \
   }
@@ -244,13 +244,13 @@ SAME(hipModuleLaunchKernel, cuLaunchKernel,
 #undef SAME
 
 // CUDA compares all bits, and cyclically where HIP does not: no word of ours comes near to where that differs.
-STANDIN_API hipStreamWaitValue32(void* stream, void* address, std::uint32_t value, unsigned flags, std::uint32_t mask) {
+FAKE_API hipStreamWaitValue32(void* stream, void* address, std::uint32_t value, unsigned flags, std::uint32_t mask) {
   BEGIN();
   if (mask != ~std::uint32_t{0}) return status(kNotSupported);
   return status(CU(cuStreamWaitValue32_v2)(stream, number(address), value, flags));
 }
 
-STANDIN_API hipStreamWaitValue64(void* stream, void* address, std::uint64_t value, unsigned flags, std::uint64_t mask) {
+FAKE_API hipStreamWaitValue64(void* stream, void* address, std::uint64_t value, unsigned flags, std::uint64_t mask) {
   BEGIN();
   if (mask != ~std::uint64_t{0}) return status(kNotSupported);
   return status(CU(cuStreamWaitValue64_v2)(stream, number(address), value, flags));

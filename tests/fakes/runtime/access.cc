@@ -4,7 +4,7 @@
 #include "operations.h"
 #include "settings.h"
 
-namespace standin {
+namespace fake {
 namespace {
 
 CompletionPtr last(Stream* stream) {
@@ -27,4 +27,4 @@ DriverAccess driver_access(Error (*current)(Device**)) {
   return {current, stream_of, last, enqueue, reaches, allocate, release};
 }
 
-}  // namespace standin
+}  // namespace fake

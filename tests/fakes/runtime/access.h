@@ -1,5 +1,5 @@
-// What a stand-in driver lends to the stand-in collectives of its vendor (nccl/), which put their kernels on its
-// streams: found by name, as `standin_driver`.
+// What a fake driver lends to the fake collectives of its vendor (nccl/), which put their kernels on its
+// streams: found by name, as `fake_driver`.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 #include "errors.h"
 #include "queue.h"
 
-namespace standin {
+namespace fake {
 
 struct DriverAccess {
   Error (*current)(Device** device);                // of the calling thread
@@ -23,6 +23,6 @@ struct DriverAccess {
 
 DriverAccess driver_access(Error (*current)(Device**));
 
-}  // namespace standin
+}  // namespace fake
 
-extern "C" const standin::DriverAccess* standin_driver();
+extern "C" const fake::DriverAccess* fake_driver();

@@ -6,7 +6,7 @@
 
 #include "settings.h"
 
-namespace standin {
+namespace fake {
 namespace {
 
 std::set<Capture*>& active() {
@@ -196,4 +196,4 @@ bool known_graph(const Graph* graph, bool executable) {
   return found != graphs().end() && ((*found)->executable != 0) == executable;
 }
 
-}  // namespace standin
+}  // namespace fake

@@ -14,7 +14,7 @@
 #include "errors.h"
 #include "queue.h"
 
-namespace standin {
+namespace fake {
 
 struct Node {
   const char* name;
@@ -60,4 +60,4 @@ Error launch_graph(const Graph* executable, Stream* stream);
 Error destroy_graph(Graph* graph);
 bool known_graph(const Graph* graph, bool executable);
 
-}  // namespace standin
+}  // namespace fake

@@ -7,7 +7,7 @@
 #include "memory.h"
 #include "settings.h"
 
-namespace standin {
+namespace fake {
 namespace {
 
 std::atomic<int> next_stream{1};
@@ -68,7 +68,7 @@ std::string Device::bus_id() const {
 
 void Device::uuid(char bytes[16]) const {
   std::memset(bytes, 0, 16);
-  std::snprintf(bytes, 16, "standin-%s-%02d", kVendor.name, physical);
+  std::snprintf(bytes, 16, "fake-%s-%02d", kVendor.name, physical);
 }
 
 std::mutex& state_mutex() {
@@ -199,4 +199,4 @@ Error enqueue(Stream* stream, const char* name, Body body, std::vector<Completio
   return kOk;
 }
 
-}  // namespace standin
+}  // namespace fake

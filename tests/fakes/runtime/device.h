@@ -12,7 +12,7 @@
 #include "errors.h"
 #include "queue.h"
 
-namespace standin {
+namespace fake {
 
 struct Capture;  // capture.h
 
@@ -60,7 +60,7 @@ Error query_stream(Stream* stream);
 Error synchronize_stream(Stream* stream);
 Error synchronize_device(Device& device);
 // Of calls that a driver lets wait for the device when it likes (allocation, registration, loading of code): here they
-// do with STANDIN_STRICT=1, and never otherwise.
+// do with FAKE_STRICT=1, and never otherwise.
 Error may_synchronize(Device& device);
 
 // The stream that a handle means on this device: null and 1 the default stream, 2 this thread's own; null if none.
@@ -75,4 +75,4 @@ Error enqueue(Stream* stream, const char* name, Body body, std::vector<Completio
 Error refuse_capture(Stream* stream);
 Error refuse_any_capture();
 
-}  // namespace standin
+}  // namespace fake

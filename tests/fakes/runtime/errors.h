@@ -1,8 +1,8 @@
-// The error codes of the CUDA driver (CUresult) that the stand-ins return. HIP's have the same numbers but for
+// The error codes of the CUDA driver (CUresult) that the fakes return. HIP's have the same numbers but for
 // a few, which hip/ translates.
 #pragma once
 
-namespace standin {
+namespace fake {
 
 enum Error : int {
   kOk = 0,
@@ -40,4 +40,4 @@ enum Error : int {
   kCaptureWrongThread = 908,
 };
 
-}  // namespace standin
+}  // namespace fake

@@ -11,7 +11,7 @@
 #include "capture.h"
 #include "settings.h"
 
-namespace standin {
+namespace fake {
 namespace {
 
 std::set<Event*>& events() {
@@ -29,7 +29,7 @@ struct EventHandle {
 static_assert(sizeof(EventHandle) == 64);
 
 std::string file_name(const char* kind, int process, std::uint64_t id) {
-  return std::string("standin-") + kVendor.name + "-" + kind + "-" + std::to_string(process) + "-" + std::to_string(id);
+  return std::string("fake-") + kVendor.name + "-" + kind + "-" + std::to_string(process) + "-" + std::to_string(id);
 }
 
 std::shared_ptr<SharedMark> map_mark(int fd) {
@@ -220,4 +220,4 @@ Error import_event(Device& device, const char in[64], Event** out) {
   return kOk;
 }
 
-}  // namespace standin
+}  // namespace fake

@@ -7,7 +7,7 @@
 #include "device.h"
 #include "errors.h"
 
-namespace standin {
+namespace fake {
 
 enum EventFlags : unsigned { kEventBlocking = 1, kEventNoTiming = 2, kEventInterprocess = 4 };
 
@@ -39,4 +39,4 @@ bool known_event(Event* event);
 Error export_event(Event* event, char handle[64]);
 Error import_event(Device& device, const char handle[64], Event** event);
 
-}  // namespace standin
+}  // namespace fake

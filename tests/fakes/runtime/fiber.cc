@@ -11,7 +11,7 @@ extern "C" void __tsan_destroy_fiber(void* fiber);
 extern "C" void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 #endif
 
-namespace standin {
+namespace fake {
 namespace {
 
 thread_local Fiber* arriving = nullptr;
@@ -74,4 +74,4 @@ void Fiber::arrived() {
 #endif
 }
 
-}  // namespace standin
+}  // namespace fake

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <memory>
 
-namespace standin {
+namespace fake {
 
 class Fiber {
  public:
@@ -38,4 +38,4 @@ class Fiber {
   std::size_t size_ = kStack;
 };
 
-}  // namespace standin
+}  // namespace fake

@@ -2,7 +2,7 @@
 // so it needs no header.
 #pragma once
 
-namespace standin {
+namespace fake {
 
 struct ThreadView {  // of the thread that runs now
   unsigned thread[3], block[3], block_dim[3], grid_dim[3];
@@ -20,17 +20,17 @@ struct Hooks {
   void (*trap)();
 };
 
-struct Kernel {  // exported as standin_kernel_<name>
+struct Kernel {  // exported as fake_kernel_<name>
   unsigned parameters;
   const unsigned* sizes;  // of each, bytes
   const unsigned* alignments;
   void (*call)(void** arguments);  // one thread's
 };
 
-struct Image {  // exported as standin_image
+struct Image {  // exported as fake_image
   char vendor[8];
   char arch[24];
   void (*bind)(const Hooks* hooks);
 };
 
-}  // namespace standin
+}  // namespace fake

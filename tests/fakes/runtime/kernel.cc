@@ -15,7 +15,7 @@
 #include "operations.h"
 #include "settings.h"
 
-namespace standin {
+namespace fake {
 namespace {
 
 constexpr unsigned kLoadsInARow = 256;  // so many loads and no store: it waits for somebody
@@ -316,4 +316,4 @@ Error run_kernel(Execution& execution, const Function& function, const Shape& sh
   return kOk;
 }
 
-}  // namespace standin
+}  // namespace fake

@@ -14,7 +14,7 @@
 
 #include "settings.h"
 
-namespace standin {
+namespace fake {
 namespace {
 
 constexpr std::size_t kGuard = 65536;     // on either side, so that a stray access hits it
@@ -41,7 +41,7 @@ struct Handle {  // what a process gives another to open its memory
 static_assert(sizeof(Handle) == kHandleBytes);
 
 std::string file_name(std::uint64_t id) {
-  return std::string("standin-") + kVendor.name + "-" + std::to_string(getpid()) + "-" + std::to_string(id);
+  return std::string("fake-") + kVendor.name + "-" + std::to_string(getpid()) + "-" + std::to_string(id);
 }
 
 // Reserves addresses around `mapped` bytes and puts the file (or fresh memory, fd -1) between them; 0 when refused.
@@ -253,7 +253,7 @@ Error Memory::import_handle(const char in[kHandleBytes], int device, std::uintpt
     }
   }
   std::string path = "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.fd);
-  std::string wanted = std::string("/memfd:standin-") + kVendor.name + "-" + std::to_string(handle.process) + "-" +
+  std::string wanted = std::string("/memfd:fake-") + kVendor.name + "-" + std::to_string(handle.process) + "-" +
                        std::to_string(handle.id) + " ";
   char name[128] = {};
   if (readlink(path.c_str(), name, sizeof name - 1) < 0 || std::strncmp(name, wanted.c_str(), wanted.size()) != 0) {
@@ -295,9 +295,9 @@ Error Memory::export_file(std::uintptr_t address, std::size_t size, int* fd) {
   return *fd < 0 ? kNotSupported : kOk;
 }
 
-}  // namespace standin
+}  // namespace fake
 
 // For tests.
-extern "C" __attribute__((visibility("default"))) int standin_seal(std::uintptr_t base) {
-  return standin::Memory::instance().seal(base);
+extern "C" __attribute__((visibility("default"))) int fake_seal(std::uintptr_t base) {
+  return fake::Memory::instance().seal(base);
 }

@@ -1,4 +1,4 @@
-// The memory that a stand-in driver knows: "device" memory is host memory in a file of its own (memfd), so that
+// The memory that a fake driver knows: "device" memory is host memory in a file of its own (memfd), so that
 // another process can map it (IPC), between pages that nobody may touch. An address is never used twice.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 #include "errors.h"
 
-namespace standin {
+namespace fake {
 
 enum class Kind {
   kPageable,    // not the driver's
@@ -85,4 +85,4 @@ class Memory {
   std::atomic<std::uint64_t> epoch_{0};
 };
 
-}  // namespace standin
+}  // namespace fake

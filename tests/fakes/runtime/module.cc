@@ -10,7 +10,7 @@
 
 #include "settings.h"
 
-namespace standin {
+namespace fake {
 namespace {
 
 std::map<Module*, std::shared_ptr<Module>>& modules() {
@@ -35,7 +35,7 @@ std::string unique_path(int fd) {
 }
 
 void* open_image(const void* image, std::size_t nbytes) {
-  int fd = memfd_create("standin-module", MFD_CLOEXEC);
+  int fd = memfd_create("fake-module", MFD_CLOEXEC);
   if (fd < 0) return nullptr;
   std::size_t written = 0;
   while (written < nbytes) {
@@ -62,7 +62,7 @@ Error load_module(const void* image, Module** out) {
   auto module = std::make_shared<Module>();
   module->library = open_image(image, nbytes);
   if (!module->library) return kInvalidImage;
-  auto* about = static_cast<const Image*>(dlsym(module->library, "standin_image"));
+  auto* about = static_cast<const Image*>(dlsym(module->library, "fake_image"));
   if (!about || std::strcmp(about->vendor, kVendor.name) != 0) return kInvalidImage;
   if (settings().arch != about->arch) return kNoBinary;
   about->bind(&hooks());
@@ -81,7 +81,7 @@ Error get_function(Module* module, const char* name, Function** out) {
   std::lock_guard lock(state_mutex());
   std::unique_ptr<Function>& function = module->functions[name];
   if (!function) {
-    auto* kernel = static_cast<const Kernel*>(dlsym(module->library, (std::string("standin_kernel_") + name).c_str()));
+    auto* kernel = static_cast<const Kernel*>(dlsym(module->library, (std::string("fake_kernel_") + name).c_str()));
     if (!kernel || !dlsym(module->library, name)) {  // absent, or its name is mangled
       module->functions.erase(name);
       return kNotFound;
@@ -177,4 +177,4 @@ Error launch(Stream* stream, Function* function, const Shape& shape, void** para
   });
 }
 
-}  // namespace standin
+}  // namespace fake

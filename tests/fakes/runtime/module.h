@@ -11,7 +11,7 @@
 #include "errors.h"
 #include "hooks.h"
 
-namespace standin {
+namespace fake {
 
 struct Function {
   std::string name;
@@ -47,4 +47,4 @@ Error run_kernel(Execution& execution, const Function& function, const Shape& sh
 
 const Hooks& hooks();
 
-}  // namespace standin
+}  // namespace fake

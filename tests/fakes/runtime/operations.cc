@@ -11,7 +11,7 @@
 #include "memory.h"
 #include "settings.h"
 
-namespace standin {
+namespace fake {
 namespace {
 
 bool fits(std::uintptr_t address, std::size_t nbytes, bool must_be_device, Block* block) {
@@ -224,4 +224,4 @@ Error release_in_order(Stream* stream, std::uintptr_t base) {
   });
 }
 
-}  // namespace standin
+}  // namespace fake

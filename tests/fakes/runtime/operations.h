@@ -7,7 +7,7 @@
 #include "device.h"
 #include "errors.h"
 
-namespace standin {
+namespace fake {
 
 enum class Direction { kAny, kHostToDevice, kDeviceToHost, kDeviceToDevice };
 enum class Compare : unsigned { kGreaterOrEqual = 0, kEqual = 1, kAnd = 2, kNor = 3 };
@@ -36,4 +36,4 @@ Error release_in_order(Stream* stream, std::uintptr_t base);
 // Whether the device may touch [address, address + nbytes): its own memory, a peer's, or host memory that it knows.
 bool reaches(const Device& device, std::uintptr_t address, std::size_t nbytes);
 
-}  // namespace standin
+}  // namespace fake

@@ -12,7 +12,7 @@
 #include "device.h"
 #include "settings.h"
 
-namespace standin {
+namespace fake {
 
 void Completion::finish() {
   std::lock_guard lock(mutex_);
@@ -47,7 +47,7 @@ Error Execution::Pause::rest() {
 }
 
 void Execution::report(const char* what) const {
-  complain("device %d, stream %d waited %g s (STANDIN_TIMEOUT) %s", device_.ordinal, stream_, settings().timeout, what);
+  complain("device %d, stream %d waited %g s (FAKE_TIMEOUT) %s", device_.ordinal, stream_, settings().timeout, what);
 }
 
 void start_thread(std::function<void()> run) {
@@ -120,4 +120,4 @@ void Queue::loiter() {
   nanosleep(&nap, nullptr);
 }
 
-}  // namespace standin
+}  // namespace fake

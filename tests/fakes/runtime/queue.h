@@ -12,7 +12,7 @@
 
 #include "errors.h"
 
-namespace standin {
+namespace fake {
 
 struct Device;
 
@@ -41,7 +41,7 @@ class Execution {
   Device& device() const { return device_; }
   int stream() const { return stream_; }
 
-  // Polls until `ready` or the device has failed; kLaunchTimeout after STANDIN_TIMEOUT, with `what` in the complaint.
+  // Polls until `ready` or the device has failed; kLaunchTimeout after FAKE_TIMEOUT, with `what` in the complaint.
   template <class Ready, class What>
   Error until(Ready ready, What what) {
     Pause pause(*this);
@@ -103,4 +103,4 @@ class Queue {
   std::deque<Operation> operations_;
 };
 
-}  // namespace standin
+}  // namespace fake

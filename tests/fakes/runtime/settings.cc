@@ -14,7 +14,7 @@
 #include <map>
 #include <mutex>
 
-namespace standin {
+namespace fake {
 namespace {
 
 std::atomic<bool> forked{false};
@@ -47,7 +47,7 @@ std::multimap<std::string, Failure> parse_failures(const char* text) {
     rest = comma == std::string::npos ? "" : rest.substr(comma + 1);
     std::size_t one = item.find(':'), two = item.rfind(':');
     if (one == std::string::npos || one == two) {
-      std::fprintf(stderr, "STANDIN_FAIL: \"%s\" is not NAME:N:CODE\n", item.c_str());
+      std::fprintf(stderr, "FAKE_FAIL: \"%s\" is not NAME:N:CODE\n", item.c_str());
       std::abort();
     }
     Failure failure;
@@ -142,9 +142,9 @@ Settings read_settings() {
 }  // namespace
 
 const char* setting(const char* name) {
-  std::string own = std::string("STANDIN_") + kVendor.name + "_" + name;
+  std::string own = std::string("FAKE_") + kVendor.name + "_" + name;
   const char* value = std::getenv(own.c_str());
-  return value ? value : std::getenv((std::string("STANDIN_") + name).c_str());
+  return value ? value : std::getenv((std::string("FAKE_") + name).c_str());
 }
 
 const Settings& settings() {
@@ -177,7 +177,7 @@ void complain(const char* format, ...) {
   va_start(arguments, format);
   std::vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
-  std::fprintf(stderr, "stand-in %s, process %d: %s\n", kVendor.name, getpid(), text);
+  std::fprintf(stderr, "fake %s, process %d: %s\n", kVendor.name, getpid(), text);
 }
 
 double now() {
@@ -186,4 +186,4 @@ double now() {
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-}  // namespace standin
+}  // namespace fake

@@ -1,4 +1,4 @@
-// What the environment says about a stand-in driver, its log, and the errors that a test injects.
+// What the environment says about a fake driver, its log, and the errors that a test injects.
 #pragma once
 
 #include <cstddef>
@@ -8,13 +8,13 @@
 
 #include "errors.h"
 
-namespace standin {
+namespace fake {
 
 // What differs between the vendors; each front end (cuda/, hip/) defines its own.
 struct Vendor {
   const char* name;              // "CUDA", "HIP"
   const char* prefix;            // "cu", "hip": of the names of its functions
-  const char* arch;              // of a device, unless STANDIN_ARCH says otherwise
+  const char* arch;              // of a device, unless FAKE_ARCH says otherwise
   const char* device_name;       // marketing name
   const char* queues_variable;   // how many hardware queues the streams share
   int queues;                    // and how many without it
@@ -43,15 +43,15 @@ struct Settings {
   std::string log_path;  // one line a call: "pid tid name"
 };
 
-// STANDIN_<VENDOR>_<NAME>, else STANDIN_<NAME>, else null. Read once, at the first call.
+// FAKE_<VENDOR>_<NAME>, else FAKE_<NAME>, else null. Read once, at the first call.
 const char* setting(const char* name);
 const Settings& settings();
 
 // Every exported function begins with this: it counts and logs the call, and returns the error that a test injected
-// (STANDIN_FAIL), or that the call may not be made here (after fork, inside a host function).
+// (FAKE_FAIL), or that the call may not be made here (after fork, inside a host function).
 Error enter(const char* function);
 
-// The error that STANDIN_FAIL wants the operation just entered to end with on its stream, once.
+// The error that FAKE_FAIL wants the operation just entered to end with on its stream, once.
 Error take_late_error();
 
 // Marks this thread as one that runs a host function, where no call is permitted.
@@ -62,4 +62,4 @@ __attribute__((format(printf, 1, 2))) void complain(const char* format, ...);
 
 double now();  // seconds, monotonic
 
-}  // namespace standin
+}  // namespace fake

@@ -1,4 +1,4 @@
-"""Training whose gradients and activations go through GPUs of two vendors: stand-ins, with tensors of the CPU."""
+"""Training whose gradients and activations go through GPUs of two vendors: fakes, with tensors of the CPU."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def trained(
 ) -> tuple[list[float], str, list[str], dict[str, int]]:
     """Losses, a hash of this rank's parameters, how data reached the others, and what was counted. `vendors` is a
     letter a rank, "c" for one without a GPU."""
-    from hetcoll.vendor.devices import cuda, hip
+    from hetcoll.vendors.devices import cuda, hip
 
     device = {"n": cuda, "a": hip}[vendors[rank]].devices()[rank] if vendors[rank] != "c" else None
     made: list[Any] = []

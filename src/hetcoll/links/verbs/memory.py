@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...errors import ArgumentError, DeviceError, RegistrationError
-from ...vendor.devices.base import Device as Gpu
+from ...vendors.devices.base import Device as Gpu
 from .devices import Device
 
 log = logging.getLogger("hetcoll")

@@ -25,7 +25,7 @@ _SECONDS = 90.0
 @dataclass(frozen=True, slots=True)
 class _Vendor:
     about: str
-    module: str  # in hetcoll.vendor.devices
+    module: str  # in hetcoll.vendors.devices
     pci: str
     node: str  # in /dev: what a container must have been given
     driver: str
@@ -58,7 +58,7 @@ def amd(sysfs: Path = _SYSFS, dev: Path = _DEV) -> Iterator[Finding]:
 
 
 def _gpus(vendor: _Vendor, sysfs: Path, dev: Path) -> Iterator[Finding]:
-    module = importlib.import_module(f"hetcoll.vendor.devices.{vendor.module}")
+    module = importlib.import_module(f"hetcoll.vendors.devices.{vendor.module}")
     reason = module.why_not()
     found = _hardware(vendor, sysfs)
     if reason is None:

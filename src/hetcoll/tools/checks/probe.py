@@ -19,12 +19,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ...errors import DeviceError
-from ...vendor.devices.kernels import modules
-from ...vendor.devices.signals import refusal
+from ...vendors.devices.kernels import modules
+from ...vendors.devices.signals import refusal
 from .finding import Finding, Level
 
 if TYPE_CHECKING:
-    from ...vendor.devices.base import Device
+    from ...vendors.devices.base import Device
 
 _GIB = 1 << 30
 _PINNED = 64 << 20  # bytes: what the slots between a few GPUs of a host take
@@ -157,7 +157,7 @@ def _dmabuf(device: Device) -> tuple[Level, str]:
 
 def main(vendor: str, index: str) -> None:
     """Print the findings of one GPU."""
-    device = importlib.import_module(f"hetcoll.vendor.devices.{vendor}").device(int(index))
+    device = importlib.import_module(f"hetcoll.vendors.devices.{vendor}").device(int(index))
     print(json.dumps([asdict(finding) for finding in probe(device)]))
 
 

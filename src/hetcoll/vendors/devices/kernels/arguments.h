@@ -19,7 +19,7 @@ struct Oneshot {
   unsigned words;         // in a half of an area: at least count * itemsize / 4, rounded up to whole elements
 };
 static_assert(sizeof(Oneshot) == 24 + 8 * kOneshotRanks + 32,
-              "hetcoll/vendor/devices/kernels/table.py has the same layout");
+              "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
 // What the exchange kernels take (exchange.h). Every rank has a ring of `slots` slots for each block, and their words,
 // zeroed at first, in memory that all devices have mapped.
@@ -38,6 +38,6 @@ struct Exchange {
   unsigned chunk_bytes;  // at most slot_bytes; of the size of the message alone
 };
 static_assert(sizeof(Exchange) == 24 + 16 * kOneshotRanks + 40,
-              "hetcoll/vendor/devices/kernels/table.py has the same layout");
+              "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
 }  // namespace hetcoll

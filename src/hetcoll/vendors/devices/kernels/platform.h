@@ -1,6 +1,6 @@
 // What differs between the compilers of this source: NVRTC (CUDA), hipRTC or Clang (HIP), and any C++ compiler. For the
 // last, a shim takes a GPU's part: it runs the threads of a launch one after another, block after block. A compiler
-// that defines HETCOLL_STANDIN has CUDA's words for blocks and threads, and GCC's atomics.
+// that defines HETCOLL_FAKE has CUDA's words for blocks and threads, and GCC's atomics.
 //
 // Nothing here depends on the width of a wavefront, and no header of a vendor is needed.
 #pragma once
@@ -88,7 +88,7 @@ HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return __atomic_
 
 // ---- Kernels, blocks and threads ----
 
-#if defined(__CUDACC__) || defined(HETCOLL_STANDIN)
+#if defined(__CUDACC__) || defined(HETCOLL_FAKE)
 
 #define HETCOLL_KERNEL extern "C" __global__ void __launch_bounds__(hetcoll::kMaxThreads)
 #define HETCOLL_ENTRY(name)
@@ -198,7 +198,7 @@ HETCOLL_DEVICE void Relax() {}
 
 #define HETCOLL_CONSTANT const
 
-#if !defined(__HIP__) && !defined(HETCOLL_STANDIN)
+#if !defined(__HIP__) && !defined(HETCOLL_FAKE)
 #include <sched.h>
 #endif
 
@@ -206,7 +206,7 @@ namespace hetcoll {
 #if defined(__HIP__)
 [[maybe_unused]] constexpr unsigned kAbortEvery = 1024;
 HETCOLL_DEVICE void Relax() { __builtin_amdgcn_s_sleep(1); }
-#elif defined(HETCOLL_STANDIN)
+#elif defined(HETCOLL_FAKE)
 constexpr unsigned kAbortEvery = 16;
 HETCOLL_DEVICE void Relax() { __nanosleep(20); }
 #else

@@ -1,8 +1,9 @@
 // Which messages are timed by slots and by reading, and which way they go then.
+#include "transport/shm/protocol_choice.h"
+
 #include <utility>
 
 #include "shm_pair.h"
-#include "transport/shm/ways.h"
 
 namespace hetcoll::testing {
 namespace {
@@ -12,13 +13,13 @@ constexpr std::size_t kKiB = 1024;
 constexpr Frame Exchanged(std::size_t total) { return {1, total, true, -1, Use::kExchanged, true}; }
 constexpr Frame Stored(std::size_t total) { return {2, total, true, -1, Use::kStored}; }
 
-bool Asks(const Ways& ways, int band) { return (ways.asked() >> band & 1) != 0; }
+bool Asks(const ProtocolChoice& ways, int band) { return (ways.asked() >> band & 1) != 0; }
 
 // A period of messages, all of which go the way that is asked for. Whether those after the trial are read.
-bool Period(Ways& ways, int band, float slots, float read) {
-  const int trial = Ways::Trial(band);
+bool Period(ProtocolChoice& ways, int band, float slots, float read) {
+  const int trial = ProtocolChoice::Trial(band);
   bool first = false, last = false;
-  for (int i = 0; i < Ways::kPeriod; ++i) {
+  for (int i = 0; i < ProtocolChoice::kPeriod; ++i) {
     ways.Began(band);
     const bool asked = Asks(ways, band);
     if (i == 0) first = asked;
@@ -51,22 +52,23 @@ void Bands() {
                                           {{4, 64 * kKiB, true}, -1},
                                           {Exchanged(0), -1}};
   for (const auto& [m, band] : frames) {
-    CHECK(Ways::Band(m) == band, "%zu bytes: band %d, not %d", m.total, Ways::Band(m), band);
+    CHECK(ProtocolChoice::Band(m) == band, "%zu bytes: band %d, not %d", m.total, ProtocolChoice::Band(m), band);
   }
 }
 
 void Trials() {
-  for (int band = 0; band < Ways::kBands; ++band) {
-    Ways ways;
+  for (int band = 0; band < ProtocolChoice::kBands; ++band) {
+    ProtocolChoice ways;
     const std::uint32_t others = ~(1U << band), first = ways.asked();
     CHECK(Period(ways, band, 2, 1), "band %d: reading takes less", band);
     CHECK(!Period(ways, band, 1, 2), "band %d: slots do since", band);
     CHECK(Period(ways, band, 1, 1) == ((first >> band & 1) != 0), "band %d: neither", band);
     CHECK((ways.asked() & others) == (first & others), "each band by itself");
-    for (int i = 0; i < Ways::kPeriod; ++i) {  // as from memory that cannot be read
+    for (int i = 0; i < ProtocolChoice::kPeriod; ++i) {  // as from memory that cannot be read
       ways.Began(band);
       ways.Took(band, false, 1);
-      CHECK(i < 2 * Ways::Trial(band) || !Asks(ways, band), "band %d: what could not be read is not asked for", band);
+      CHECK(i < 2 * ProtocolChoice::Trial(band) || !Asks(ways, band),
+            "band %d: what could not be read is not asked for", band);
     }
   }
 }
@@ -77,7 +79,7 @@ void TimedMessages() {
     Pair pair(std::size_t{2} << 20, {SlotStores::kCached, PrivateReads::kAuto, true});
     pair.segment->Introduce(0);
     const ShmCredit& credit = *reinterpret_cast<ShmCredit*>(pair.segment->edge(0, 1, 0));
-    const int band = Ways::Band(m), trial = Ways::Trial(band);
+    const int band = ProtocolChoice::Band(m), trial = ProtocolChoice::Trial(band);
     int lent = 0;
     for (int i = 0; i < 2 * trial + 4; ++i) {
       const Bytes data = Pattern(m.total, static_cast<unsigned>(i));
@@ -98,7 +100,7 @@ void TimedMessages() {
 void FalseBands() {
   const Frame m = Exchanged(20 * kKiB);
   const Bytes data = Pattern(m.total, 1);
-  for (const int band : {-2, Ways::kBands, 127, -128}) {
+  for (const int band : {-2, ProtocolChoice::kBands, 127, -128}) {
     Pair pair(std::size_t{2} << 20, {SlotStores::kCached, PrivateReads::kAuto, true});
     pair.a[0].send->Push(m, 0, data.data(), m.total);
     pair.line(0, 0).where.band = static_cast<std::int8_t>(band);

@@ -1,4 +1,4 @@
-"""What the short way reads of an object by itself: the same as the long way, or nothing; anew at every call."""
+"""What the fast path reads of an object by itself: the same as the slow path, or nothing; anew at every call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def numpy_type(dtype: DType) -> np.dtype[Any]:
 
 
 def both(obj: object, *, writable: bool = True) -> tuple[int, int, int] | None:
-    """What the short way reads, after the long way has read it."""
+    """What the fast path reads, after the slow path has read it."""
     found = read_buffer(obj, "buf", writable=writable)
     short = _native.read_memory(obj, writable)
     assert short in (None, (found.ptr, found.count, found.dtype)), (short, found)
@@ -211,7 +211,7 @@ def test_torch_tensors() -> None:
 
 
 def repeat(comm: hetcoll.Communicator) -> None:
-    """After the first call of its kind nothing goes the long way any more; arrays may be others every time."""
+    """After the first call of its kind nothing goes the slow path any more; arrays may be others every time."""
     kinds = [lambda n: np.full(n, comm.rank + 1.0, BFLOAT16), lambda n: Tensor(np.full(n, comm.rank + 1.0, np.float32))]
     core = comm._core
     launch = core.launch
@@ -287,12 +287,12 @@ class Recorder:
             raise self.answer
         return self.answer
 
-    @_native.short_way(7, "sum", 3)
+    @_native.fast_path(7, "sum", 3)
     def reduced(self, sendbuf: object, recvbuf: object = None, op: str = "sum", *, stream: object = None) -> object:
         """Reduces."""
         return "long", sendbuf, recvbuf, op, stream
 
-    @_native.short_exchange(15, "sum")
+    @_native.fast_exchange(15, "sum")
     def exchanged(
         self, sendbuf: object, dest: object, recvbuf: object, source: object, *, stream: object = 0
     ) -> object:
@@ -300,7 +300,7 @@ class Recorder:
         return "long", sendbuf, dest, recvbuf, source, stream
 
 
-def test_plain_calls_take_the_short_way() -> None:
+def test_plain_calls_take_the_fast_path() -> None:
     recorder = Recorder("done")
     assert recorder.reduced("a") == recorder.reduced("a", "b") == recorder.reduced("a", "b", "max") == "done"
     assert recorder.short == [(7, "a", None, "sum", 0), (7, "a", "b", "sum", 0), (7, "a", "b", "max", 0)]
@@ -324,7 +324,7 @@ def test_no_pair_of_ranks_is_taken_for_another(dest: int, source: int) -> None:
 
 def test_all_other_calls_are_the_method_as_it_is_written() -> None:
     recorder = Recorder(None)
-    assert recorder.reduced("a") == ("long", "a", None, "sum", None)  # the short way would not have it
+    assert recorder.reduced("a") == ("long", "a", None, "sum", None)  # the fast path would not have it
     assert len(recorder.short) == 1
     recorder.answer = "done"
     assert recorder.reduced("a", op="max") == ("long", "a", None, "max", None)

@@ -30,13 +30,13 @@ enum WordKind : std::uint32_t {
   kLostWord = 6,      // a rail's number and life: it is lost
 };
 
-class Lifeline {
+class ControlSocket {
  public:
   // Takes over the descriptors and makes them non-blocking. Records use the first.
-  Lifeline(std::span<const int> fds, int peer);
-  ~Lifeline();
-  Lifeline(const Lifeline&) = delete;
-  Lifeline& operator=(const Lifeline&) = delete;
+  ControlSocket(std::span<const int> fds, int peer);
+  ~ControlSocket();
+  ControlSocket(const ControlSocket&) = delete;
+  ControlSocket& operator=(const ControlSocket&) = delete;
 
   template <class Record>
   void Send(const Record& record) {

@@ -3,7 +3,7 @@
 Until it has proven something a connection costs one socket, CLAIM.size bytes and HANDSHAKE_SECONDS. There are at most
 MAX_PENDING of them. When more come, the oldest is turned away as soon as it has had PATIENCE seconds, in which a rank
 answers: idle strangers, however long they last, delay a rank by PATIENCE for each MAX_PENDING that came before it. A
-rank that was turned away because it was slow comes again. A door shares its owner's selector and thread.
+rank that was turned away because it was slow comes again. An acceptor shares its owner's selector and thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .auth import CLAIM, HANDSHAKE_SECONDS, MAX_PENDING, PATIENCE, Challenge, Se
 from .descriptors import peer_is_us
 from .sockets import spell_address, spell_error, tune
 
-log = logging.getLogger("hetcoll.door")
+log = logging.getLogger("hetcoll.acceptor")
 
 BACKLOG = 4096
 _RETRY = 0.1  # seconds until the next accept when descriptors ran out
@@ -29,15 +29,15 @@ Admit = Callable[[socket.socket, str, bytes], None]
 
 
 class Fetch(NamedTuple):
-    """What a FETCH of the door's context gets after the verdict: processes of our user over a Unix socket always, all
-    others only through an `open` door."""
+    """What a FETCH of the acceptor's context gets after the verdict: processes of our user over a Unix socket always, all
+    others only through an `open` acceptor."""
 
     reply: bytes
     open: bool
 
 
 @dataclass(slots=True)
-class _Guest:
+class _Pending:
     sock: socket.socket
     name: str
     local: bool
@@ -46,7 +46,7 @@ class _Guest:
     claim: bytes = b""
 
 
-class Door:
+class Acceptor:
     """Guards the `listeners` (bound, listening), which it owns.
 
     `admit` is called with a non-blocking socket, the peer's address for people and the claim's context.
@@ -65,7 +65,7 @@ class Door:
         self._selector, self._listeners = selector, listeners
         self._secret, self._service, self._context = secret, service, context
         self._admit, self._fetch = admit, fetch
-        self._guests: dict[int, _Guest] = {}  # oldest first
+        self._pending: dict[int, _Pending] = {}  # oldest first
         self._open = False
         self._open_at = 0.0
         for listener in listeners:
@@ -74,37 +74,37 @@ class Door:
     def prepare(self) -> float | None:
         """Call before each select; gives the seconds until the next call is due, or None."""
         now = time.monotonic()
-        while self._guests and now >= self._oldest().came + HANDSHAKE_SECONDS:
+        while self._pending and now >= self._oldest().came + HANDSHAKE_SECONDS:
             self._part_with(self._oldest(), "it proved nothing in time")
-        if self._full(now):  # full of guests who may yet answer
+        if self._full(now):  # full of pending connections who may yet answer
             self._shut()
             self._open_at = self._oldest().came + PATIENCE
         elif not self._open and now >= self._open_at:
             for listener in self._listeners:
                 self._selector.register(listener, selectors.EVENT_READ, self._accept)
             self._open = True
-        waits = [self._oldest().came + HANDSHAKE_SECONDS - now] if self._guests else []
+        waits = [self._oldest().came + HANDSHAKE_SECONDS - now] if self._pending else []
         if not self._open:
             waits.append(self._open_at - now)
         return min(waits, default=None)
 
-    def _oldest(self) -> _Guest:
-        return next(iter(self._guests.values()))
+    def _oldest(self) -> _Pending:
+        return next(iter(self._pending.values()))
 
     def _full(self, now: float) -> bool:
-        return len(self._guests) >= MAX_PENDING and now < self._oldest().came + PATIENCE
+        return len(self._pending) >= MAX_PENDING and now < self._oldest().came + PATIENCE
 
     def close(self) -> None:
         """Close the listeners and all connections that were not let in."""
         self._shut()
-        for guest in list(self._guests.values()):
-            self._turn_away(guest, "the listener ends")
+        for pending in list(self._pending.values()):
+            self._turn_away(pending, "the listener ends")
         self.abandon()
 
     def abandon(self) -> None:
         """Close the descriptors without touching the selector."""
-        for guest in list(self._guests.values()):
-            guest.sock.close()
+        for pending in list(self._pending.values()):
+            pending.sock.close()
         for listener in self._listeners:
             listener.close()
 
@@ -130,62 +130,62 @@ class Door:
                 self._shut()
                 self._open_at = now + _RETRY
                 return
-            if len(self._guests) >= MAX_PENDING:
+            if len(self._pending) >= MAX_PENDING:
                 self._part_with(self._oldest(), "others wait, and it has proven nothing")
             challenge = Challenge(self._secret, self._service, self._context)
-            guest = _Guest(sock, spell_address(address), listener.family == socket.AF_UNIX, challenge, now)
+            pending = _Pending(sock, spell_address(address), listener.family == socket.AF_UNIX, challenge, now)
             try:
                 tune(sock)
                 sock.send(challenge.greeting, socket.MSG_NOSIGNAL)
             except OSError as error:
-                log.debug("%s: %s", guest.name, spell_error(error))
+                log.debug("%s: %s", pending.name, spell_error(error))
                 sock.close()
                 continue
-            self._guests[sock.fileno()] = guest
-            self._selector.register(sock, selectors.EVENT_READ, lambda _, guest=guest: self._read(guest))
+            self._pending[sock.fileno()] = pending
+            self._selector.register(sock, selectors.EVENT_READ, lambda _, pending=pending: self._read(pending))
 
-    def _read(self, guest: _Guest) -> None:
-        if self._guests.get(guest.sock.fileno()) is not guest:
+    def _read(self, pending: _Pending) -> None:
+        if self._pending.get(pending.sock.fileno()) is not pending:
             return  # turned away by an earlier event of the same round
         try:
-            part = guest.sock.recv(CLAIM.size - len(guest.claim))
-            guest.claim += part
+            part = pending.sock.recv(CLAIM.size - len(pending.claim))
+            pending.claim += part
             if not part:
-                self._turn_away(guest, "it ended before it proved anything")
-            elif len(guest.claim) == CLAIM.size:
-                self._judge(guest)
+                self._turn_away(pending, "it ended before it proved anything")
+            elif len(pending.claim) == CLAIM.size:
+                self._judge(pending)
         except BlockingIOError:
             return
         except OSError as error:
-            self._turn_away(guest, spell_error(error))
+            self._turn_away(pending, spell_error(error))
 
-    def _judge(self, guest: _Guest) -> None:
-        judgement = guest.challenge.judge(guest.claim, open_fetch=self._may_fetch(guest))
+    def _judge(self, pending: _Pending) -> None:
+        judgement = pending.challenge.judge(pending.claim, open_fetch=self._may_fetch(pending))
         reply = self._fetch.reply if self._fetch and judgement.accepted and not judgement.proven else b""
-        guest.sock.send(judgement.verdict + reply, socket.MSG_NOSIGNAL)
+        pending.sock.send(judgement.verdict + reply, socket.MSG_NOSIGNAL)
         if not judgement.proven:
-            self._turn_away(guest, "it was told the unique id" if reply else "it did not prove the job's secret")
+            self._turn_away(pending, "it was told the unique id" if reply else "it did not prove the job's secret")
             return
-        del self._guests[guest.sock.fileno()]
-        self._selector.unregister(guest.sock)
-        self._admit(guest.sock, guest.name, judgement.context)
+        del self._pending[pending.sock.fileno()]
+        self._selector.unregister(pending.sock)
+        self._admit(pending.sock, pending.name, judgement.context)
 
-    def _may_fetch(self, guest: _Guest) -> bool:
-        if self._fetch is None or guest.claim[8:40] != self._context:
+    def _may_fetch(self, pending: _Pending) -> bool:
+        if self._fetch is None or pending.claim[8:40] != self._context:
             return False
-        return peer_is_us(guest.sock) if guest.local else self._fetch.open
+        return peer_is_us(pending.sock) if pending.local else self._fetch.open
 
-    def _part_with(self, guest: _Guest, reason: str) -> None:
+    def _part_with(self, pending: _Pending, reason: str) -> None:
         """Turn away who is too late, unless its claim is here: we may be late ourselves."""
-        self._read(guest)
-        if self._guests.get(guest.sock.fileno()) is guest:
-            self._turn_away(guest, reason)
+        self._read(pending)
+        if self._pending.get(pending.sock.fileno()) is pending:
+            self._turn_away(pending, reason)
 
-    def _turn_away(self, guest: _Guest, reason: str) -> None:
-        log.debug("%s: closed, %s", guest.name, reason)
-        del self._guests[guest.sock.fileno()]
-        self._selector.unregister(guest.sock)
-        guest.sock.close()
+    def _turn_away(self, pending: _Pending, reason: str) -> None:
+        log.debug("%s: closed, %s", pending.name, reason)
+        del self._pending[pending.sock.fileno()]
+        self._selector.unregister(pending.sock)
+        pending.sock.close()
 
 
 def choose_wait(*waits: float | None) -> float | None:

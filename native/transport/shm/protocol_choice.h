@@ -18,7 +18,7 @@
 
 namespace hetcoll {
 
-class Ways {
+class ProtocolChoice {
  public:
   // Bands of messages: octaves of an exchange, from the first of these on two octaves of what goes one way, and
   // exchanges that no cache holds.

@@ -1,4 +1,4 @@
-#include "transport/verbs/lifeline.h"
+#include "transport/verbs/control_socket.h"
 
 #include <fcntl.h>
 #include <linux/sockios.h>
@@ -14,7 +14,7 @@
 
 namespace hetcoll {
 
-Lifeline::Lifeline(std::span<const int> fds, int peer) : fds_(fds.begin(), fds.end()), peer_(peer) {
+ControlSocket::ControlSocket(std::span<const int> fds, int peer) : fds_(fds.begin(), fds.end()), peer_(peer) {
   for (int fd : fds_) {
     const int flags = fcntl(fd, F_GETFL);
     if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) {
@@ -23,12 +23,12 @@ Lifeline::Lifeline(std::span<const int> fds, int peer) : fds_(fds.begin(), fds.e
   }
 }
 
-Lifeline::~Lifeline() {
+ControlSocket::~ControlSocket() {
   for (int fd : fds_) close(fd);
 }
 
 // What the socket takes at once.
-std::size_t Lifeline::Write(const std::byte* data, std::size_t n, int flags) {
+std::size_t ControlSocket::Write(const std::byte* data, std::size_t n, int flags) {
   std::size_t done = 0;
   while (done < n && !ended_) {
     const ssize_t sent = send(fds_[0], data + done, n - done, MSG_NOSIGNAL | MSG_DONTWAIT | flags);
@@ -43,13 +43,13 @@ std::size_t Lifeline::Write(const std::byte* data, std::size_t n, int flags) {
   return done;
 }
 
-void Lifeline::SendBytes(const void* data, std::size_t n, int flags) {
+void ControlSocket::SendBytes(const void* data, std::size_t n, int flags) {
   const auto* bytes = static_cast<const std::byte*>(data);
   const std::size_t done = Flush() ? Write(bytes, n, flags) : 0;
   out_.insert(out_.end(), bytes + done, bytes + n);
 }
 
-void Lifeline::SendFrame(const Frame& frame, const std::byte* payload) {
+void ControlSocket::SendFrame(const Frame& frame, const std::byte* payload) {
   const struct {
     Word word;
     Frame frame;
@@ -58,7 +58,7 @@ void Lifeline::SendFrame(const Frame& frame, const std::byte* payload) {
   SendBytes(payload, frame.nbytes);
 }
 
-bool Lifeline::Flush() {
+bool ControlSocket::Flush() {
   out_at_ += Write(out_.data() + out_at_, out_.size() - out_at_, 0);
   if (out_at_ < out_.size()) return false;
   out_.clear();
@@ -66,12 +66,12 @@ bool Lifeline::Flush() {
   return true;
 }
 
-bool Lifeline::Delivered() {
+bool ControlSocket::Delivered() {
   int waiting = 0;
   return ended_ || (Flush() && (ioctl(fds_[0], SIOCOUTQ, &waiting) != 0 || waiting == 0));
 }
 
-bool Lifeline::ReceiveBytes(std::byte* to, std::size_t n, std::size_t& have) {
+bool ControlSocket::ReceiveBytes(std::byte* to, std::size_t n, std::size_t& have) {
   while (have < n && !ended_) {
     const ssize_t got = recv(fds_[0], to + have, n - have, MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
@@ -83,7 +83,7 @@ bool Lifeline::ReceiveBytes(std::byte* to, std::size_t n, std::size_t& have) {
 }
 
 // Never reads beyond the record: what follows may be for the TCP ends.
-bool Lifeline::Fill(std::size_t n) {
+bool ControlSocket::Fill(std::size_t n) {
   std::size_t have = in_.size();
   in_.resize(n);
   const bool whole = ReceiveBytes(in_.data(), n, have);
@@ -91,15 +91,15 @@ bool Lifeline::Fill(std::size_t n) {
   return whole;
 }
 
-void Lifeline::AddPoll(std::vector<pollfd>& fds) const {
+void ControlSocket::AddPoll(std::vector<pollfd>& fds) const {
   if (ended_ || fds_.empty()) return;
   fds.push_back({fds_[0], static_cast<short>(out_.empty() ? POLLIN : POLLIN | POLLOUT), 0});
 }
 
-void Lifeline::Shutdown() const {
+void ControlSocket::Shutdown() const {
   for (int fd : fds_) shutdown(fd, SHUT_WR);
 }
 
-std::vector<int> Lifeline::Release() { return std::exchange(fds_, {}); }
+std::vector<int> ControlSocket::Release() { return std::exchange(fds_, {}); }
 
 }  // namespace hetcoll

@@ -19,20 +19,20 @@ void VerbsLink::Invite(const Message& m, std::size_t at, std::byte* dst, std::si
     throw Fault(FaultKind::kSystem, options_.rank, "verbs: a GPU's memory is not registered");
   }
   if (region == nullptr) return;
-  if (invited_.size() == kInvitations) {
+  if (invited_.size() == kClearToSends) {
     throw Fault(FaultKind::kSystem, options_.rank,
-                "verbs: more than " + std::to_string(kInvitations) + " messages were announced");
+                "verbs: more than " + std::to_string(kClearToSends) + " messages were announced");
   }
-  Invitation invitation{m.signature,    m.total, reinterpret_cast<std::uintptr_t>(region->Seen(dst - at)),
-                        invitations_++, 0,       {}};
+  ClearToSend clear_to_send{m.signature,       m.total, reinterpret_cast<std::uintptr_t>(region->Seen(dst - at)),
+                            clear_to_sends_++, 0,       {}};
   for (const auto& rail : rails_) {
-    invitation.rkeys[rail->number()] = region->rkey[static_cast<std::size_t>(rail->nic().index())];
+    clear_to_send.rkeys[rail->number()] = region->rkey[static_cast<std::size_t>(rail->nic().index())];
   }
-  invited_.push_back({invitation, region, dst - at});
+  invited_.push_back({clear_to_send, region, dst - at});
   ++unposted_;
   ++region->uses;
   if (invited_.size() == 1) inbox_.Direct(m.signature, dst - at);
-  PostInvitations();
+  PostClearToSends();
 }
 
 void VerbsLink::Uninvite() {
@@ -47,18 +47,18 @@ void VerbsLink::Uninvite() {
 }
 
 // There may be no room for them: then later.
-void VerbsLink::PostInvitations() {
+void VerbsLink::PostClearToSends() {
   if (state_ != State::kUp) return;
-  while (unposted_ > 0 && PostInvitation(invited_[invited_.size() - unposted_].what)) --unposted_;
+  while (unposted_ > 0 && PostClearToSend(invited_[invited_.size() - unposted_].what)) --unposted_;
 }
 
-bool VerbsLink::PostInvitation(Invitation& invitation) {
+bool VerbsLink::PostClearToSend(ClearToSend& clear_to_send) {
   for (const auto& rail : rails_) {
-    Frame* frame = rail->alive() ? rail->Slot(sizeof(Invitation)) : nullptr;
+    Frame* frame = rail->alive() ? rail->Slot(sizeof(ClearToSend)) : nullptr;
     if (frame == nullptr) continue;
-    *frame = {0, 0, kNoSeq, sizeof(Invitation), kFrameInvite};
-    invitation.taken = inbox_.due();
-    std::memcpy(frame + 1, &invitation, sizeof invitation);
+    *frame = {0, 0, kNoSeq, sizeof(ClearToSend), kFrameInvite};
+    clear_to_send.taken = inbox_.due();
+    std::memcpy(frame + 1, &clear_to_send, sizeof clear_to_send);
     rail->Post(frame, reinterpret_cast<std::byte*>(frame + 1), rail->staging_lkey());
     return rail->alive();
   }

@@ -1,10 +1,10 @@
-#include "transport/shm/ways.h"
+#include "transport/shm/protocol_choice.h"
 
 #include <limits>
 
 namespace hetcoll {
 
-void Ways::Began(int band) {
+void ProtocolChoice::Began(int band) {
   State& state = states_[static_cast<std::size_t>(band)];
   const std::uint32_t bit = 1U << band;
   state.messages = (state.messages + 1) % kPeriod;
@@ -20,13 +20,13 @@ void Ways::Began(int band) {
   }
 }
 
-void Ways::Took(int band, bool read, float cost) {
+void ProtocolChoice::Took(int band, bool read, float cost) {
   State& state = states_[static_cast<std::size_t>(band)];
   if (read != ((asked_ >> band & 1) != 0) || state.messages >= 2 * Trial(band)) return;
   if (state.messages % Trial(band) >= Settling(band)) state.costs[state.n++] = cost;
 }
 
-float Ways::State::Median() {
+float ProtocolChoice::State::Median() {
   if (n == 0) return std::numeric_limits<float>::infinity();
   const auto middle = costs.begin() + static_cast<std::ptrdiff_t>(n / 2);
   std::nth_element(costs.begin(), middle, costs.begin() + static_cast<std::ptrdiff_t>(n));

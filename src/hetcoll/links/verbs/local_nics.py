@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hetcoll")
 
 
-class Offer:
+class LocalNics:
     """The chosen ports of this host, opened for `engine`: `nics` is what to tell the others, in the engine's order.
 
     Raises
@@ -91,12 +91,12 @@ class Offer:
         self._ports.append(told)
         return number
 
-    def share(self, relay: _native.Relay) -> Memory:
-        """Let a relay use the ports, too; what is registered for it. Its numbers of them are the engine's. The relay,
+    def share(self, proxy: _native.Proxy) -> Memory:
+        """Let a proxy use the ports, too; what is registered for it. Its numbers of them are the engine's. The proxy,
         and then this memory, must be closed before the offer."""
-        numbers = [relay.add_nic(**told) for told in self._ports]
+        numbers = [proxy.add_nic(**told) for told in self._ports]
         assert numbers == self._numbers, numbers
-        self._shared.append(Memory(relay, list(zip(self._devices, numbers, strict=True))))
+        self._shared.append(Memory(proxy, list(zip(self._devices, numbers, strict=True))))
         return self._shared[-1]
 
     def number(self, nic: Nic) -> int:

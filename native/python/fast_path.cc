@@ -1,4 +1,4 @@
-#include "python/short_way.h"
+#include "python/fast_path.h"
 
 #include <nanobind/nanobind.h>
 #include <structmember.h>
@@ -14,22 +14,22 @@ namespace nb = nanobind;
 namespace hetcoll {
 namespace {
 
-struct ShortWay {
+struct FastPath {
   PyObject_HEAD vectorcallfunc call;
   PyObject* function;    // the method as it is written in Python
   PyObject* collective;  // an int
   PyObject* op;          // what a call without one means
-  Py_ssize_t least;      // positional arguments, `self` among them, that the short way understands
+  Py_ssize_t least;      // positional arguments, `self` among them, that the fast path understands
   Py_ssize_t most;
   bool exchanges;  // self, sendbuf, dest, recvbuf, source
 };
 
 PyObject* g_call;  // "_call"
 
-ShortWay* Of(PyObject* object) { return reinterpret_cast<ShortWay*>(object); }
+FastPath* Of(PyObject* object) { return reinterpret_cast<FastPath*>(object); }
 
 // What `_call` gives; None where there is nothing to call it with.
-PyObject* Short(const ShortWay& method, PyObject* const* args, Py_ssize_t given) {
+PyObject* Short(const FastPath& method, PyObject* const* args, Py_ssize_t given) {
   const std::int32_t root = method.exchanges ? RanksKey(args[2], args[4]) : 0;
   if (root < 0) return Py_NewRef(Py_None);
   PyObject* recv = method.exchanges ? args[3] : given > 2 ? args[2] : Py_None;
@@ -42,10 +42,10 @@ PyObject* Short(const ShortWay& method, PyObject* const* args, Py_ssize_t given)
   return PyObject_Vectorcall(call.ptr(), words + 1, kWords | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
 }
 
-// args: self, sendbuf, recvbuf, op, or those of an exchange. Anything else, and what the short way leaves alone, is for
+// args: self, sendbuf, recvbuf, op, or those of an exchange. Anything else, and what the fast path leaves alone, is for
 // the Python method.
 PyObject* Call(PyObject* object, PyObject* const* args, std::size_t flags, PyObject* names) {
-  const ShortWay& method = *Of(object);
+  const FastPath& method = *Of(object);
   const Py_ssize_t given = PyVectorcall_NARGS(flags);
   if (names == nullptr && given >= method.least && given <= method.most) {
     PyObject* done = Short(method, args, given);
@@ -91,8 +91,8 @@ void Delete(PyObject* object) {
 }
 
 PyMemberDef g_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(ShortWay, call), READONLY, nullptr},
-    {"__wrapped__", T_OBJECT, offsetof(ShortWay, function), READONLY, nullptr},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(FastPath, call), READONLY, nullptr},
+    {"__wrapped__", T_OBJECT, offsetof(FastPath, function), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 PyGetSetDef g_properties[] = {{"__doc__", Doc, nullptr, nullptr, nullptr},
@@ -109,14 +109,14 @@ PyType_Slot g_slots[] = {
     {0, nullptr},
 };
 PyType_Spec g_spec = {
-    "hetcoll._native.ShortWay", sizeof(ShortWay), 0,
+    "hetcoll._native.FastPath", sizeof(FastPath), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR, g_slots};
 
 nb::object Make(nb::handle type, nb::handle function, int collective, nb::handle op, Py_ssize_t least, Py_ssize_t most,
                 bool exchanges) {
   nb::object made = nb::steal(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type.ptr()), 0));
   if (!made.is_valid()) nb::raise_python_error();
-  ShortWay& method = *Of(made.ptr());
+  FastPath& method = *Of(made.ptr());
   method.call = Call;
   method.function = Py_NewRef(function.ptr());
   method.collective = nb::int_(collective).release().ptr();
@@ -129,16 +129,16 @@ nb::object Make(nb::handle type, nb::handle function, int collective, nb::handle
 
 }  // namespace
 
-void BindShortWay(nb::module_& m) {
+void BindFastPath(nb::module_& m) {
   g_call = PyUnicode_InternFromString("_call");
   nb::object type = nb::steal(PyType_FromSpec(&g_spec));
   if (!type.is_valid()) nb::raise_python_error();
-  m.def("short_way", [type](int collective, nb::object op, int operands) {
+  m.def("fast_path", [type](int collective, nb::object op, int operands) {
     return nb::cpp_function([type, collective, op, operands](nb::handle function) {
       return Make(type, function, collective, op, 2, operands + 1, false);
     });
   });
-  m.def("short_exchange", [type](int collective, nb::object op) {
+  m.def("fast_exchange", [type](int collective, nb::object op) {
     return nb::cpp_function(
         [type, collective, op](nb::handle function) { return Make(type, function, collective, op, 5, 5, true); });
   });
