@@ -1,36 +1,45 @@
 """The communicator: what users call.
 
 A call that was made before with the same type and counts is one C++ call (`Engine.call`). Everything else takes the
-slow path: `calls.py` checks the arguments, and `core.py` has an algorithm chosen, its plan made and connected, and runs
-it.
+slow path: `calls.py` checks the arguments, and `runtime/core.py` hands the call to what chooses an algorithm, makes and
+connects its plan and runs it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from . import calls, lifetime
-from ._native import fast_exchange, fast_path, ranks_key
+from ._native import Status, Ticket, fast_exchange, fast_path, ranks_key
 from .calls import OP_LABELS, RECV, SEND, SENDRECV
 from .config.env import Config, configuration
 from .config.process import configure
-from .errors import ArgumentError
+from .errors import ArgumentError, CommunicationError, InitError, PeerLostError
 from .gpu.open import Gpus
+from .health.diagnosis import Kind
+from .plan.topology import Topology
 from .rendezvous.session import Session, coming_together
 from .rendezvous.unique_id import UniqueId
 from .rendezvous.wire import WORLD
-from .runtime.messages import Messages
-from .runtime.regroup import Regrouping
-from .types import Collective
+from .runtime import messages, registration, regroup
+from .runtime.compression import parse_format
+from .runtime.core import Core, refuse
+from .runtime.executor import FastPath
+from .runtime.planner import Explanation
+from .runtime.registration import Registration
+from .types import Collective, Format
 from .work import Work
 
 _SUM = OP_LABELS[0]
-_ALLREDUCE, _ALLGATHER, _REDUCE_SCATTER = map(
-    int, (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER)
-)
-_BROADCAST, _REDUCE, _ALLTOALL = map(int, (Collective.BROADCAST, Collective.REDUCE, Collective.ALLTOALL))
+_ALLREDUCE, _ALLGATHER, _ALLTOALL = map(int, (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.ALLTOALL))
+_BROADCAST, _REDUCE, _REDUCE_SCATTER = map(int, (Collective.BROADCAST, Collective.REDUCE, Collective.REDUCE_SCATTER))
 _GATHER, _SCATTER, _BARRIER = map(int, (Collective.GATHER, Collective.SCATTER, Collective.BARRIER))
 _NOTHING = bytearray()
 
@@ -38,7 +47,7 @@ Array = Any
 """NumPy, anything with DLPack or the buffer protocol; C-contiguous."""
 
 
-class Communicator(Messages, Regrouping):
+class Communicator:
     """A group of ranks that run collectives together. Made by `hetcoll.init`, `Communicator.init` and `split`.
 
     Every rank must call the same collectives in the same order; a mismatch is a `CollectiveMismatchError` on every
@@ -52,7 +61,8 @@ class Communicator(Messages, Regrouping):
     as with ``async_op=True`` under a lock. So with messages of several threads to one rank, or from one.
     """
 
-    _open_gpus = Gpus
+    _closed = True  # until there is something to close
+    _call: FastPath  # what `fast_path` and the methods of calls try first: see `Core.choose_fast_path`
 
     @classmethod
     def init(cls, size: int, rank: int, unique_id: UniqueId | str | bytes, *, timeout: float | None = None) -> Self:
@@ -84,6 +94,51 @@ class Communicator(Messages, Regrouping):
                 session.control.close()
                 raise
 
+    def __init__(self, session: Session, group: bytes, rank: int, size: int, config: Config, timeout: float) -> None:
+        core = self._core = Core(self, session, group, rank, size, config, timeout, Gpus)
+        self._session, self._group, self._rank, self._size, self._config = session, group, rank, size, config
+        self._wiring, self._engine, self._diagnosis = core.wiring, core.engine, core.diagnosis
+        self._host, self._gpus, self._planner, self._compression = core.host, core.gpus, core.planner, core.compression
+        self._batches, self._splits = core.batches, 0
+        self._closed = False
+        lifetime.watch(self, weakly=True)
+
+    @property
+    def rank(self) -> int:
+        """This rank, in [0, size)."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's position among those of its host."""
+        return self._wiring.locals.index(self._rank)
+
+    @property
+    def topology(self) -> Topology:
+        """Who the ranks are, on which hosts, and what carries data between them."""
+        return self._wiring.topology
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def session(self) -> Session:
+        """This process's membership in the job, which all its communicators share."""
+        return self._session
+
+    @property
+    def error(self) -> CommunicationError | None:
+        """What the communicator has failed with, or None. Never blocks, and never changes once it is there."""
+        self._host.check_parent()
+        return self._failure()
+
     # Collectives.
 
     @fast_path(_ALLREDUCE, _SUM, 3)
@@ -114,7 +169,7 @@ class Communicator(Messages, Regrouping):
             if done is not None:
                 return done
         call = calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op)
-        return self._launch(self._compression.choose(call, compress), async_op, timeout, stream)
+        return self._core.launch(self._compression.choose(call, compress), async_op, timeout, stream)
 
     @fast_path(_ALLGATHER, _SUM, 2)
     def allgather(
@@ -134,7 +189,7 @@ class Communicator(Messages, Regrouping):
             done = self._call(_ALLGATHER, sendbuf, recvbuf, _SUM, 0)
             if done is not None:
                 return done
-        return self._launch(calls.allgather(self._rank, self._size, sendbuf, recvbuf), async_op, timeout, stream)
+        return self._core.launch(calls.allgather(self._rank, self._size, sendbuf, recvbuf), async_op, timeout, stream)
 
     @fast_path(_REDUCE_SCATTER, _SUM, 3)
     def reduce_scatter(
@@ -158,23 +213,17 @@ class Communicator(Messages, Regrouping):
             if done is not None:
                 return done
         call = calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op)
-        return self._launch(self._compression.choose(call, compress), async_op, timeout, stream)
+        return self._core.launch(self._compression.choose(call, compress), async_op, timeout, stream)
 
     def broadcast(
-        self,
-        buf: Array,
-        root: int = 0,
-        *,
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
+        self, buf: Array, root: int = 0, *, stream: object = None, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Copy the root's `buf` into every other rank's. Only the root may pass a read-only array."""
         if not async_op and timeout is None and stream is None:
             done = self._call(_BROADCAST, buf, None, _SUM, root)
             if done is not None:
                 return done
-        return self._launch(calls.broadcast(self._rank, self._size, buf, root), async_op, timeout, stream)
+        return self._core.launch(calls.broadcast(self._rank, self._size, buf, root), async_op, timeout, stream)
 
     def reduce(
         self,
@@ -196,7 +245,8 @@ class Communicator(Messages, Regrouping):
             done = self._call(_REDUCE, sendbuf, into, op, root)
             if done is not None:
                 return done
-        return self._launch(calls.reduce(self._rank, self._size, sendbuf, into, op, root), async_op, timeout, stream)
+        call = calls.reduce(self._rank, self._size, sendbuf, into, op, root)
+        return self._core.launch(call, async_op, timeout, stream)
 
     def gather(
         self,
@@ -217,7 +267,8 @@ class Communicator(Messages, Regrouping):
         plain = not async_op and timeout is None and stream is None and (into is None) == (self._rank != root)
         if plain and (done := self._call(_GATHER, sendbuf, into, _SUM, root)) is not None:
             return done
-        return self._launch(calls.gather(self._rank, self._size, sendbuf, recvbuf, root), async_op, timeout, stream)
+        call = calls.gather(self._rank, self._size, sendbuf, recvbuf, root)
+        return self._core.launch(call, async_op, timeout, stream)
 
     def scatter(
         self,
@@ -238,7 +289,8 @@ class Communicator(Messages, Regrouping):
             source, into = (sendbuf, recvbuf) if self._rank == root else (recvbuf, None)
             if (done := self._call(_SCATTER, source, into, _SUM, root)) is not None:
                 return done
-        return self._launch(calls.scatter(self._rank, self._size, sendbuf, recvbuf, root), async_op, timeout, stream)
+        call = calls.scatter(self._rank, self._size, sendbuf, recvbuf, root)
+        return self._core.launch(call, async_op, timeout, stream)
 
     @fast_path(_ALLTOALL, _SUM, 2)
     def alltoall(
@@ -261,7 +313,7 @@ class Communicator(Messages, Regrouping):
         if plain and (done := self._call(_ALLTOALL, sendbuf, recvbuf, _SUM, 0)) is not None:
             return done
         call = calls.alltoall(self._rank, self._size, sendbuf, recvbuf, sendcounts, recvcounts)
-        return self._launch(call, async_op, timeout, stream)
+        return self._core.launch(call, async_op, timeout, stream)
 
     def allgatherv(
         self,
@@ -274,9 +326,8 @@ class Communicator(Messages, Regrouping):
         timeout: float | None = None,
     ) -> Work:
         """`allgather` of unequal parts: rank r contributes ``counts[r]`` elements; the same `counts` on all ranks."""
-        return self._launch(
-            calls.allgatherv(self._rank, self._size, sendbuf, recvbuf, counts), async_op, timeout, stream
-        )
+        call = calls.allgatherv(self._rank, self._size, sendbuf, recvbuf, counts)
+        return self._core.launch(call, async_op, timeout, stream)
 
     def reduce_scatterv(
         self,
@@ -291,24 +342,18 @@ class Communicator(Messages, Regrouping):
     ) -> Work:
         """`reduce_scatter` into unequal parts: rank r receives ``counts[r]`` elements; the same on all ranks."""
         call = calls.reduce_scatterv(self._rank, self._size, sendbuf, recvbuf, op, counts)
-        return self._launch(call, async_op, timeout, stream)
+        return self._core.launch(call, async_op, timeout, stream)
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work:
         """Return (or be done) only when every rank has called it."""
         if not async_op and timeout is None and (done := self._call(_BARRIER, _NOTHING, None, _SUM, 0)) is not None:
             return done
-        return self._launch(calls.barrier(), async_op, timeout)
+        return self._core.launch(calls.barrier(), async_op, timeout)
 
     # Point to point.
 
     def send(
-        self,
-        buf: Array,
-        peer: int,
-        *,
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
+        self, buf: Array, peer: int, *, stream: object = None, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Send `buf` to `peer`, which calls `recv` with as many elements. Returns when `buf` may be reused.
 
@@ -318,22 +363,16 @@ class Communicator(Messages, Regrouping):
         plain = not async_op and timeout is None and stream is None and not self._batches
         if plain and (done := self._call(SEND, buf, None, _SUM, peer)) is not None:
             return done
-        return self._message(SEND, buf, peer, async_op, timeout, stream)
+        return messages.one_way(self._core, SEND, buf, peer, async_op, timeout, stream)
 
     def recv(
-        self,
-        buf: Array,
-        peer: int,
-        *,
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
+        self, buf: Array, peer: int, *, stream: object = None, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Receive `buf` from `peer`, which calls `send` with as many elements."""
         plain = not async_op and timeout is None and stream is None and not self._batches
         if plain and (done := self._call(RECV, buf, None, _SUM, peer)) is not None:
             return done
-        return self._message(RECV, buf, peer, async_op, timeout, stream)
+        return messages.one_way(self._core, RECV, buf, peer, async_op, timeout, stream)
 
     @fast_exchange(SENDRECV, _SUM)
     def sendrecv(
@@ -355,4 +394,205 @@ class Communicator(Messages, Regrouping):
             done = self._call(SENDRECV, sendbuf, recvbuf, _SUM, ranks_key(dest, source))
             if done is not None:
                 return done
-        return self._sendrecv(sendbuf, dest, recvbuf, source, async_op, timeout, stream)
+        return messages.both_ways(self._core, sendbuf, dest, recvbuf, source, async_op, timeout, stream)
+
+    def group(self) -> contextlib.AbstractContextManager[None]:
+        """Sends and receives inside the ``with`` block start together at its end, which waits for all of them.
+
+        So their order does not matter: every rank may send before it receives. Messages to oneself are allowed here.
+        It is of the thread that opens it: what other threads send meanwhile is not held back. Nothing else is allowed
+        inside: collectives of this thread are an ArgumentError, as are messages with a `timeout` or `stream` of their
+        own.
+        """
+        return messages.Group(self._core, self._end_group)
+
+    # What ranks ask each other, out of band.
+
+    def answer(self, question: str, function: Callable[[int], Any]) -> None:
+        """What this rank answers other ranks' `ask`: `function` of the asking rank, quick, from any thread; as JSON."""
+        self._diagnosis.answers[question] = function
+
+    def leave_answers(self, question: str, answers: Sequence[Any]) -> None:
+        """What each rank's `ask` is told once this rank has left in order: to be called before `close`."""
+        self._diagnosis.leave_answers(question, answers)
+
+    def ask(self, question: str, seconds: float) -> dict[int, Any]:
+        """Every rank's answer, out of band, whatever their threads are doing; None from who gave none in `seconds`."""
+        self._host.check_usable()
+        return self._diagnosis.ask(question, seconds)
+
+    # Communicators that come from this one.
+
+    def split(self, color: int | None, key: int = 0, *, compress: str | None = None) -> Self | None:
+        """A communicator for each `color`: this rank's, with ranks ordered by `key` and then by rank here.
+
+        Collective over this communicator. A rank with `color` None belongs to none and gets None. Both are 64-bit.
+        `compress`: as `hetcoll.init` has it; by default as here.
+        """
+        self._host.check_usable()
+        form = None if compress is None else parse_format(compress)
+        members = regroup.members_of(self._core, color, key)
+        self._splits += 1
+        if color is None:
+            return None
+        name = regroup.name_of(self._group, f"split {self._splits} {color}")
+        try:
+            return self._make(name, members, self._config.init_timeout, form)
+        except (PeerLostError, InitError) as error:
+            if self._engine.failed:  # where a rank is gone, that is what this communicator failed with
+                raise self._diagnosis.error() from error
+            raise
+
+    def shrink(self, *, timeout: float | None = None) -> Self:
+        """A communicator of the ranks that are left after a failure, in the order of their ranks here.
+
+        Every rank that goes on calls it; it returns when all ranks of this communicator have called it or are gone.
+        Ranks that do not call it within `timeout` seconds (default: HETCOLL_INIT_TIMEOUT) are left out, and when they
+        call it later they get an `InitError`. So are those that have called it and then do not answer for half as long:
+        the others agree anew, for which they wait half as long again. The new communicator has memory, connections and
+        signatures of its own, so nothing that is still under way from before can reach it. This one is afterwards good
+        for `close` only.
+
+        Raises PeerLostError where the process that hosts the job's store is gone, most often rank 0's: there is nobody
+        left to decide.
+        """
+        if self._closed or self._engine.forked:
+            self._host.check_usable()
+        seconds = self._config.init_timeout if timeout is None else self._core.seconds(timeout)
+        self._engine.fail(Kind.ABORTED, self._rank, "shrink() replaced this communicator")
+        return regroup.survivors(self._core, seconds, self._make)
+
+    def _make(self, name: bytes, members: list[int], timeout: float, form: Format | None = None) -> Self:
+        """The communicator called `name` of these ranks, this one among them."""
+        config = regroup.configure(self._config, members, form)
+        with regroup.in_ranks_of_parent(members):
+            return type(self)(self._session, name, members.index(self._rank), len(members), config, timeout)
+
+    # Memory.
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32", *, device: str = "cpu") -> np.ndarray[Any, Any]:
+        """An uninitialised array in memory that all ranks of this host have mapped, and that is registered with the
+        RDMA devices in use: it moves without a staging copy.
+
+        `dtype` is a NumPy dtype, or the name of one of ml_dtypes'. The memory is given back when the last array that
+        uses it is gone, which may be after `close`. Alone on a host without RDMA, or over TCP only, it is ordinary
+        memory. ArgumentError where this rank's part of the shared memory has not so much left, or a `shape` is none;
+        MemoryError where there is not so much ordinary memory.
+        """
+        self._host.check_usable()
+        return registration.empty(self._core, shape, dtype, device)
+
+    def register(self, buf: Any) -> Registration:
+        """Announce memory that will be sent from or received into again and again, so that transports that must
+        prepare memory do so once. It stays announced until the result's `close`, or the end of its ``with`` block.
+
+        RDMA devices then read and write it where it is, without a staging copy: memory of GPUs as well, as a dma-buf.
+        Shared memory and TCP need no preparation, so there it changes nothing; `empty` gives memory that shared memory
+        moves without a staging copy. RegistrationError where it cannot be had.
+        """
+        self._host.check_usable()
+        return registration.register(self._core, buf)
+
+    def reset_feedback(self) -> None:
+        """Forget what compression has lost so far of each buffer, which later calls would add: for new data in the
+        memory of old, such as another model's gradients. Local; gives the memory back.
+        """
+        self._host.check_parent()
+        self._compression.forget()
+
+    # Telling.
+
+    def explain(self, op: str, nbytes: int, *, compress: str | None = None) -> Explanation:
+        """Which algorithm, channels and transports a collective of `nbytes` uses, and why. Local; sends nothing.
+
+        `compress` as the call would have it, on host memory. Of compressed edges it tells what they make of float32.
+        """
+        self._host.check_usable()
+        self._core.log_news()
+        found = self._planner.explain(op, nbytes, compress, self._host.plans.paths)
+        return found._replace(paths=found.paths + self._gpus.describe(), gpus=self._gpus.explain(op, nbytes))
+
+    def counters(self) -> dict[str, int]:
+        """What this rank has counted since the communicator came to be, for tests and for people.
+
+        ``collectives`` and ``messages`` that were started; with RDMA also pieces and bytes sent, copied and lent,
+        pieces that were sent again, rails lost, under ``memory_`` what is registered, under ``gpu_`` the
+        same of what GPUs send to other hosts; with compression
+        ``compressed_before`` and ``compressed_after``, bytes of the messages that it made smaller, ``residual_bytes``
+        kept for error feedback and ``residuals_dropped`` for want of room.
+        """
+        self._host.check_usable()
+        return self._core.counters()
+
+    def __repr__(self) -> str:
+        return f"<{self._name()}{' closed' if self._closed else ''}>"
+
+    def _name(self) -> str:
+        return f"hetcoll.{type(self).__name__} rank {self._rank} of {self._size}"
+
+    # Failing and ending.
+
+    def abort(self, reason: str = "") -> None:
+        """End every operation in flight, here at once and on the other ranks as soon as they hear of it.
+
+        May be called from any thread, also while another one is stuck in a call, which then raises `AbortedError`.
+        Needs no other rank's help. Afterwards only `close` and `shrink` are of use.
+        """
+        if not self._closed and not self._engine.forked:
+            self._core.fail(Kind.ABORTED, f"rank {self._rank} called abort()" + (f": {reason}" if reason else ""))
+
+    def close(self) -> None:
+        """Give everything back: links, threads, shared memory. Does not wait for other ranks. More than once is fine.
+
+        Operations still in flight here fail with `AbortedError`; ranks that need this one get a `PeerLostError`.
+        A communicator whose last reference goes is closed soon after, with a ResourceWarning. A `Work` refers to its
+        communicator until it was waited for.
+        """
+        if not self._closed:
+            self._closed = self._host.closed = True
+            self._give_back()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is not None and not self._closed and not issubclass(kind, CommunicationError):
+            self._core.lose(error)
+        self.close()
+
+    def __del__(self) -> None:
+        if self._closed:
+            return
+        self._closed = self._host.closed = True
+        lifetime.drop(self._give_back)
+        warnings.warn(f"<{self._name()}> was not closed", ResourceWarning, source=self, stacklevel=2)
+
+    def _give_back(self) -> None:
+        lifetime.forget(self)
+        self._call = refuse
+        self._core.close()
+
+    def abandon(self) -> None:
+        """In a forked child: nothing of the parent's may be touched."""
+        self._closed = self._host.closed = True
+        self._call = refuse
+        self._engine.abandon()
+
+    # What the engine, a `Work` and a `Group` call. Others find this rank in these frames where a call has no method's.
+
+    def _stuck(self, status: Status) -> None:
+        """The fast path's second half: a call without a Python frame was not complete in time."""
+        self._host.stuck(status)
+
+    def _wait(self, ticket: Ticket, timeout: float | None) -> None:
+        self._host.check_parent()
+        self._host.wait(ticket, self._core.seconds(timeout))
+
+    def _end_group(self, run: bool) -> None:
+        messages.end_group(self._core, run)
+
+    def _check_parent(self) -> None:
+        self._host.check_parent()
+
+    def _failure(self) -> CommunicationError | None:
+        return self._diagnosis.known_error() if self._engine.failed else None

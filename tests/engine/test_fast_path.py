@@ -213,19 +213,20 @@ def test_torch_tensors() -> None:
 def repeat(comm: hetcoll.Communicator) -> None:
     """After the first call of its kind nothing goes the slow path any more; arrays may be others every time."""
     kinds = [lambda n: np.full(n, comm.rank + 1.0, BFLOAT16), lambda n: Tensor(np.full(n, comm.rank + 1.0, np.float32))]
-    launch = comm._launch
+    core = comm._core
+    launch = core.launch
     for new in kinds:
-        comm.__dict__["_launch"] = launch
+        core.__dict__["launch"] = launch
         comm.allreduce(new(4))
         comm.allreduce(new(50_000))
-        comm.__dict__["_launch"] = None
+        core.__dict__["launch"] = None
         for count in (4, 50_000, 4):
             x = new(count)
             comm.allreduce(x)
             values = x.values if isinstance(x, Tensor) else x
             assert (values.astype(np.float64) == 3).all()
     x = np.ones(4, BFLOAT16)
-    comm.__dict__["_launch"] = launch
+    core.__dict__["launch"] = launch
     comm.allreduce(x)
     x.resize(9, refcheck=False)
     x[:] = 1

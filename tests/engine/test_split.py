@@ -12,7 +12,6 @@ from ranks import Job, Ranks
 
 import hetcoll
 from hetcoll import ArgumentError
-from hetcoll.runtime import regroup
 
 Pool = Callable[..., Ranks]
 TRANSPORTS = ("shm", "tcp")
@@ -201,7 +200,7 @@ def _one_does_not_come(comm: hetcoll.Communicator, dies: bool) -> tuple[str, int
                 os._exit(0)
             raise ArgumentError("enough")
 
-        regroup.Regrouping._make = stop  # type: ignore[method-assign,assignment]
+        hetcoll.Communicator._make = stop  # type: ignore[method-assign,assignment]
     try:
         part = comm.split(comm.rank % 2)
     except (hetcoll.InitError, hetcoll.PeerLostError) as error:

@@ -15,8 +15,7 @@ from ..work import Work
 from .desync_report import WINDOW, Answer, Called, Edge, Wait
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-_RUNTIME = ("runtime/core", "runtime/messages", "runtime/regroup")
-_CALLS = {os.path.join(_PACKAGE, f"{name}.py") for name in ("communicator", "work", *_RUNTIME)}
+_CALLS = {os.path.join(_PACKAGE, f"{name}.py") for name in ("communicator", "work")}
 
 _JAX = os.path.join(_PACKAGE, "jax", "handler.py")
 

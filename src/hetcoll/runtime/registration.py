@@ -1,10 +1,17 @@
-"""Memory that the user announced with `Communicator.register`."""
+"""Memory that moves without a copy: arrays of `Communicator.empty`, and what `Communicator.register` announced."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
 
-from ..buffers import Buffer
+import numpy as np
+
+from ..buffers import Buffer, element_type, read_buffer
+from ..calls import check_int
+from ..errors import ArgumentError
+from .core import Core
 
 if TYPE_CHECKING:
     from ..links.verbs.memory import Lease
@@ -36,3 +43,32 @@ class Registration:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def register(core: Core, buf: Any) -> Registration:
+    """See `Communicator.register`."""
+    buffer, memory = read_buffer(buf, "buf", writable=False), core.wiring.memory
+    if memory is None or buffer.nbytes == 0:
+        return Registration(buffer)
+    gpu = None if buffer.device == "cpu" else core.gpus.device_of(buffer)
+    return Registration(buffer, memory.lease(buffer.ptr, buffer.nbytes, buffer.owner, gpu))
+
+
+def empty(core: Core, shape: int | Sequence[int], dtype: Any, device: str) -> np.ndarray[Any, Any]:
+    """See `Communicator.empty`."""
+    if device != "cpu":
+        raise ArgumentError(f"device: wanted 'cpu', got {device!r}")
+    kind = element_type(dtype)
+    extents = [check_int(n, "shape") for n in (shape if isinstance(shape, Sequence) else (shape,))]
+    if min(extents, default=0) < 0:
+        raise ArgumentError(f"shape: wanted extents of 0 or more, got {shape!r}")
+    if math.prod(n for n in extents if n) * kind.itemsize >= 1 << 63:  # NumPy leaves zeros out as well
+        raise ArgumentError(f"shape: wanted less than 2**63 bytes, got {shape!r} of {kind.itemsize} bytes each")
+    nbytes, memory = math.prod(extents) * kind.itemsize, core.wiring.memory
+    try:
+        raw = core.engine.empty(nbytes)
+    except ValueError as error:
+        raise ArgumentError(f"shape: {error}") from None
+    if memory is not None and nbytes >= memory.least:
+        raw = memory.empty(nbytes, raw)
+    return np.empty(extents, kind) if raw is None else raw.view(kind).reshape(extents)
