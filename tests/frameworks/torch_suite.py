@@ -129,7 +129,7 @@ def read(file: Path) -> dict[str, Found]:
 
 
 def write(found: dict[str, Found], theirs: dict[str, Found], late: int, earlier: int, ranks: int, backend: str) -> None:
-    """The table between this backend's marks in docs/measurements/torch-suite.md. `theirs` is what the backend itself did."""
+    """The table between this backend's marks in the page. `theirs` is what the backend itself did."""
     import torch
 
     states = collections.Counter(each.state for each in found.values())
