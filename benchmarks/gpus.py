@@ -245,7 +245,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="settings whose title contains this")
     parser.add_argument("--largest", type=int, default=256 * M, help="leave out what is larger, in bytes")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--write-docs", action="store_true", help=f"write the tables into {PAGE.name} of docs/measurements")
+    parser.add_argument("--write-docs", action="store_true", help=f"write the tables into {PAGE.name}")
     args = parser.parse_args()
     done, wrong, parts = [], 0.0, []
     with tempfile.TemporaryDirectory() as home:
