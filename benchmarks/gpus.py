@@ -33,7 +33,7 @@ import results
 from staying import StayingRanks
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs/benchmarks.md"
+PAGE = HERE.parent / "docs/measurements/gpu-tables.md"
 K, M = 1 << 10, 1 << 20
 SMALL, LARGE = (8, 4 * K, 16 * K, 64 * K), (1 * M, 16 * M, 64 * M, 256 * M)
 COPIES = "only the copies"  # gpu_limits.py
@@ -220,7 +220,7 @@ def notes(found: list[tuple[str, int, Row]]) -> list[str]:
 
 
 def section(gpus: int) -> str:
-    """The name of the marks in docs/benchmarks.md between which the tables stand."""
+    """The name of the marks in the page between which the tables stand."""
     return f"{gpus} GPU{'s' * (gpus > 1)}"
 
 
@@ -245,7 +245,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="settings whose title contains this")
     parser.add_argument("--largest", type=int, default=256 * M, help="leave out what is larger, in bytes")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--write-docs", action="store_true", help="write the tables into docs/benchmarks.md")
+    parser.add_argument("--write-docs", action="store_true", help=f"write the tables into {PAGE.name}")
     args = parser.parse_args()
     done, wrong, parts = [], 0.0, []
     with tempfile.TemporaryDirectory() as home:

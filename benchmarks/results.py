@@ -191,10 +191,10 @@ def replace_between_marks(text: str, name: str, body: str, script: str = "benchm
     return f"{head}{start}\n{body.strip()}\n{end}{tail}"
 
 
-def keep(text: str, docs: Path, date: str, name: str) -> str:
-    """Writes a run's JSON text into docs/measurements; the link to it from a page of docs."""
-    kept = f"measurements/{date}-{name}.json"
-    (docs / kept).write_text(text)
+def keep(text: str, folder: Path, date: str, name: str) -> str:
+    """Writes a run's JSON text into docs/measurements; the link from a page in `folder`, docs or measurements."""
+    kept = f"{date}-{name}.json" if folder.name == "measurements" else f"measurements/{date}-{name}.json"
+    (folder / kept).write_text(text)
     return f"[{kept}]({kept})"
 
 

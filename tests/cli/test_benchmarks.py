@@ -141,6 +141,9 @@ def test_what_a_page_does_not_show_is_kept_beside_it(tmp_path: Path) -> None:
     link = results.keep('{"a": 1}', tmp_path, "2026-01-02", "sweep")
     assert link == "[measurements/2026-01-02-sweep.json](measurements/2026-01-02-sweep.json)"
     assert json.loads((tmp_path / "measurements/2026-01-02-sweep.json").read_text()) == {"a": 1}
+    link = results.keep('{"a": 2}', tmp_path / "measurements", "2026-01-02", "gpus-2")
+    assert link == "[2026-01-02-gpus-2.json](2026-01-02-gpus-2.json)"
+    assert json.loads((tmp_path / "measurements/2026-01-02-gpus-2.json").read_text()) == {"a": 2}
 
 
 def test_table_of_gpus() -> None:
@@ -193,8 +196,8 @@ def test_what_benchmarks_write_has_marks_in_the_documents() -> None:
         "training.py": [training_gpus.section(n) for n in training_gpus.GPUS],
     }
     assert {path.name for path in BENCHMARKS.glob("*.py") if '"--write-docs"' in path.read_text()} == set(sections)
-    page = (BENCHMARKS.parent / "docs/benchmarks.md").read_text()
     for script, names in sections.items():
+        page = (gpus.PAGE if script == "gpus.py" else BENCHMARKS.parent / "docs/benchmarks.md").read_text()
         for name in names:
             assert "\nnew\n" in results.replace_between_marks(page, name, "new", f"benchmarks/{script}")
             assert page.count(results.MARK.format(which=f"{name} begins: output", script=f"benchmarks/{script}")) == 1

@@ -27,7 +27,7 @@ from pathlib import Path
 from torch_teams import Found, Teams, tests_of
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/torch.md"
+PAGE = ROOT / "docs/measurements/torch-suite.md"
 SECONDS = {"gloo": 100.0, "nccl": 60.0}  # for one test
 MANY = 8  # ranks for the tests that want so many
 
@@ -97,7 +97,7 @@ def main() -> int:
     parser.add_argument("--peer", type=float, help="run what failed on the backend itself, too, for so many seconds")
     parser.add_argument("--after", type=Path, help="what --save wrote: what passed in that run is not run again")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all of it")
-    parser.add_argument("--write-docs", action="store_true", help="write the table of docs/torch.md")
+    parser.add_argument("--write-docs", action="store_true", help="write the table of docs/measurements/torch-suite.md")
     parser.add_argument("--save", type=Path, help="also write the results to this file, a line of JSON each")
     args = parser.parse_args()
     deadline = time.monotonic() + args.limit
@@ -129,7 +129,7 @@ def read(file: Path) -> dict[str, Found]:
 
 
 def write(found: dict[str, Found], theirs: dict[str, Found], late: int, earlier: int, ranks: int, backend: str) -> None:
-    """The table between this backend's marks in docs/torch.md. `theirs` is what the backend itself did."""
+    """The table between this backend's marks in the page. `theirs` is what the backend itself did."""
     import torch
 
     states = collections.Counter(each.state for each in found.values())
