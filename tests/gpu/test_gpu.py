@@ -28,6 +28,8 @@ from reference import Case
 import hetcoll
 from hetcoll.errors import ArgumentError
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.runtime import messages
+from hetcoll.runtime.core import Core
 from hetcoll.types import DType, ReduceOp, supports
 
 ODD = (0, 1, 5, 1009, 70_001)
@@ -47,14 +49,14 @@ def run_again(comm: hetcoll.Communicator, cases: list[Case]) -> list[int]:
     """How many calls of each case go the slow path when it is run for the second time."""
     device = device_of_rank(comm.rank)
     stream = device.stream()
-    on, kind = OnGpu(comm, device, stream, quick=True), type(comm)
+    on = OnGpu(comm, device, stream, quick=True)
     cases = [dataclasses.replace(case, op=sys.intern(case.op)) for case in cases]  # as in a program's text
     try:
         for case in cases:
             run_case(on, case)  # type: ignore[arg-type]
         found = []
         for case in cases:
-            with unittest.mock.patch.object(kind, "_launch", autospec=True, side_effect=kind._launch) as launch:
+            with unittest.mock.patch.object(Core, "launch", autospec=True, side_effect=Core.launch) as launch:
                 run_case(on, case)  # type: ignore[arg-type]
             found.append(launch.call_count)
         return found
@@ -73,13 +75,12 @@ def test_what_was_called_before_takes_the_fast_path(gpus: Any, islands: str | No
 def messages_again(comm: hetcoll.Communicator) -> int:
     """How many messages go the slow path when each of these is sent for the second time."""
     device, other = device_of_rank(comm.rank), 1 - comm.rank
-    kind = type(comm)
     Quick.streams[KINDS[device.vendor], device.index] = 0
     out, into = DeviceArray(device, 3000), DeviceArray(device, 3000)
     send, recv = (Quick(KINDS[device.vendor], device.index, shape=(3000,), address=a.ptr) for a in (out, into))
     with (
-        unittest.mock.patch.object(kind, "_message", autospec=True, side_effect=kind._message) as half,
-        unittest.mock.patch.object(kind, "_sendrecv", autospec=True, side_effect=kind._sendrecv) as both,
+        unittest.mock.patch.object(messages, "one_way", side_effect=messages.one_way) as half,
+        unittest.mock.patch.object(messages, "both_ways", side_effect=messages.both_ways) as both,
     ):
         for turn in range(2):
             calls = [
