@@ -7,12 +7,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PERF ?= allreduce -n 2 -b 8 -e 64M
 TESTS ?=
-LANES ?= 0
 BENCH ?= --write-docs
 SANITIZERS := address,undefined thread
 NATIVE_TESTS := hetcoll_kernels_test hetcoll_engine_test hetcoll_verbs_test
 
 CPUS := $(shell nproc 2>/dev/null || echo 2)
+LANES ?= $(shell n=$(CPUS); echo $$((n < 7 ? n + 1 : 8)))
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(CPUS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -42,8 +42,8 @@ help:
 perf: $(VENV)/installed
 	$(BIN)/hetcoll perf $(PERF)
 
-# LANES=4 runs several files at a time: most tests wait rather than compute. Those that count time or fill the machine are
-# marked `calm`, and run one by one when the others are done. 0 runs all one by one.
+# LANES files run at a time, one more than there are processors: most tests wait rather than compute. Those that count
+# time or fill the machine are marked `calm`, and run one by one when the others are done. LANES=0 runs all one by one.
 test: $(VENV)/installed $(VENV)/test $(VENV)/vendors
 ifeq ($(strip $(TESTS)),)
 	@status=0; \

@@ -373,14 +373,14 @@ class Engine(_Verbs):
     @property
     def scratch_bytes(self) -> int: ...
 
-def fast_path(collective: int, op: str, operands: int) -> Callable[[F], F]:
-    """Makes of a method (self, sendbuf, recvbuf, op) one whose calls with up to `operands` positional arguments and
-    no keywords first try ``self._call(collective, sendbuf, recvbuf, op, 0)``. Where that gives None, and for all other
-    calls, the method is called as it is written. `op` is for calls without one."""
+def fast_path(collective: int) -> Callable[[F], F]:
+    """Makes of a communicator's method one that first tries ``self._call(collective, sendbuf, recvbuf, op, root)``.
+    Where that gives None, the method is called as it is written.
 
-def fast_exchange(collective: int, op: str) -> Callable[[F], F]:
-    """The same of a method (self, sendbuf, dest, recvbuf, source), whose plain calls have all of these: it tries
-    ``self._call(collective, sendbuf, recvbuf, op, ranks_key(dest, source))``."""
+    It goes by the names of the method's parameters. Those that are not among `sendbuf` or `buf`, `recvbuf`, `op`, and
+    `root`, `peer` or `dest` and `source` must be what they are by default; other calls do not try. ``ranks_key(dest,
+    source)`` stands in for a root. Buffers that only the root has are dropped on other ranks, which `self._rank` tells.
+    """
 
 def ranks_key(dest: object, source: object) -> int:
     """What a call with two ranks has in place of a root; -1 where these cannot be ranks."""

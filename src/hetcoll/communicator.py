@@ -17,8 +17,8 @@ from typing import Any, Self
 import numpy as np
 
 from . import calls, lifetime
-from ._native import Status, Ticket, fast_exchange, fast_path, ranks_key
-from .calls import OP_LABELS, RECV, SEND, SENDRECV
+from ._native import Status, Ticket, fast_path
+from .calls import RECV, SEND, SENDRECV
 from .config.env import Config, configuration
 from .config.process import configure
 from .errors import ArgumentError, CommunicationError, InitError, PeerLostError
@@ -36,12 +36,6 @@ from .runtime.planner import Explanation
 from .runtime.registration import Registration
 from .types import Collective, Format
 from .work import Work
-
-_SUM = OP_LABELS[0]
-_ALLREDUCE, _ALLGATHER, _ALLTOALL = map(int, (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.ALLTOALL))
-_BROADCAST, _REDUCE, _REDUCE_SCATTER = map(int, (Collective.BROADCAST, Collective.REDUCE, Collective.REDUCE_SCATTER))
-_GATHER, _SCATTER, _BARRIER = map(int, (Collective.GATHER, Collective.SCATTER, Collective.BARRIER))
-_NOTHING = bytearray()
 
 Array = Any
 """NumPy, anything with DLPack or the buffer protocol; C-contiguous."""
@@ -62,7 +56,7 @@ class Communicator:
     """
 
     _closed = True  # until there is something to close
-    _call: FastPath  # what `fast_path` and the methods of calls try first: see `Core.choose_fast_path`
+    _call: FastPath  # what methods with `@fast_path` try first: see `Core.choose_fast_path`
 
     @classmethod
     def init(cls, size: int, rank: int, unique_id: UniqueId | str | bytes, *, timeout: float | None = None) -> Self:
@@ -141,12 +135,12 @@ class Communicator:
 
     # Collectives.
 
-    @fast_path(_ALLREDUCE, _SUM, 3)
+    @fast_path(Collective.ALLREDUCE)
     def allreduce(
         self,
         sendbuf: Array,
         recvbuf: Array | None = None,
-        op: str = _SUM,
+        op: str = "sum",
         *,
         stream: object = None,
         async_op: bool = False,
@@ -164,14 +158,10 @@ class Communicator:
         from this memory is added at the next call on it (`reset_feedback`). ``"none"``: not at all. Default: the
         communicator's setting, for calls of 64 KiB and more.
         """
-        if not async_op and timeout is None and stream is None and compress is None:
-            done = self._call(_ALLREDUCE, sendbuf, recvbuf, op, 0)
-            if done is not None:
-                return done
         call = calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op)
         return self._core.launch(self._compression.choose(call, compress), async_op, timeout, stream)
 
-    @fast_path(_ALLGATHER, _SUM, 2)
+    @fast_path(Collective.ALLGATHER)
     def allgather(
         self,
         sendbuf: Array,
@@ -185,18 +175,14 @@ class Communicator:
 
         In place when `sendbuf` is ``recvbuf[rank * count : (rank + 1) * count]``.
         """
-        if not async_op and timeout is None and stream is None:
-            done = self._call(_ALLGATHER, sendbuf, recvbuf, _SUM, 0)
-            if done is not None:
-                return done
         return self._core.launch(calls.allgather(self._rank, self._size, sendbuf, recvbuf), async_op, timeout, stream)
 
-    @fast_path(_REDUCE_SCATTER, _SUM, 3)
+    @fast_path(Collective.REDUCE_SCATTER)
     def reduce_scatter(
         self,
         sendbuf: Array,
         recvbuf: Array,
-        op: str = _SUM,
+        op: str = "sum",
         *,
         stream: object = None,
         async_op: bool = False,
@@ -208,28 +194,22 @@ class Communicator:
         In place when `recvbuf` is ``sendbuf[rank * count : (rank + 1) * count]``. `op` and `compress` as in
         `allreduce`.
         """
-        if not async_op and timeout is None and stream is None and compress is None:
-            done = self._call(_REDUCE_SCATTER, sendbuf, recvbuf, op, 0)
-            if done is not None:
-                return done
         call = calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op)
         return self._core.launch(self._compression.choose(call, compress), async_op, timeout, stream)
 
+    @fast_path(Collective.BROADCAST)
     def broadcast(
         self, buf: Array, root: int = 0, *, stream: object = None, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Copy the root's `buf` into every other rank's. Only the root may pass a read-only array."""
-        if not async_op and timeout is None and stream is None:
-            done = self._call(_BROADCAST, buf, None, _SUM, root)
-            if done is not None:
-                return done
         return self._core.launch(calls.broadcast(self._rank, self._size, buf, root), async_op, timeout, stream)
 
+    @fast_path(Collective.REDUCE)
     def reduce(
         self,
         sendbuf: Array,
         recvbuf: Array | None = None,
-        op: str = _SUM,
+        op: str = "sum",
         root: int = 0,
         *,
         stream: object = None,
@@ -240,14 +220,10 @@ class Communicator:
 
         Other ranks' `recvbuf` is not looked at, and their `sendbuf` is not written.
         """
-        into = recvbuf if self._rank == root else None
-        if not async_op and timeout is None and stream is None:
-            done = self._call(_REDUCE, sendbuf, into, op, root)
-            if done is not None:
-                return done
-        call = calls.reduce(self._rank, self._size, sendbuf, into, op, root)
+        call = calls.reduce(self._rank, self._size, sendbuf, recvbuf, op, root)
         return self._core.launch(call, async_op, timeout, stream)
 
+    @fast_path(Collective.GATHER)
     def gather(
         self,
         sendbuf: Array,
@@ -263,13 +239,10 @@ class Communicator:
         In place on the root when `sendbuf` is ``recvbuf[rank * count : (rank + 1) * count]``. Other ranks' `recvbuf`
         is not looked at.
         """
-        into = recvbuf if self._rank == root else None
-        plain = not async_op and timeout is None and stream is None and (into is None) == (self._rank != root)
-        if plain and (done := self._call(_GATHER, sendbuf, into, _SUM, root)) is not None:
-            return done
         call = calls.gather(self._rank, self._size, sendbuf, recvbuf, root)
         return self._core.launch(call, async_op, timeout, stream)
 
+    @fast_path(Collective.SCATTER)
     def scatter(
         self,
         sendbuf: Array | None = None,
@@ -285,14 +258,10 @@ class Communicator:
         In place on the root when `recvbuf` is ``sendbuf[rank * count : (rank + 1) * count]``. Other ranks' `sendbuf`
         is not looked at.
         """
-        if not async_op and timeout is None and stream is None and recvbuf is not None:
-            source, into = (sendbuf, recvbuf) if self._rank == root else (recvbuf, None)
-            if (done := self._call(_SCATTER, source, into, _SUM, root)) is not None:
-                return done
         call = calls.scatter(self._rank, self._size, sendbuf, recvbuf, root)
         return self._core.launch(call, async_op, timeout, stream)
 
-    @fast_path(_ALLTOALL, _SUM, 2)
+    @fast_path(Collective.ALLTOALL)
     def alltoall(
         self,
         sendbuf: Array,
@@ -309,9 +278,6 @@ class Communicator:
         Parts are equal, or as long as `sendcounts` and `recvcounts` say (elements, one a rank; rank a's
         ``sendcounts[b]`` must be rank b's ``recvcounts[a]``). In place (the same array) only with equal parts.
         """
-        plain = sendcounts is None and recvcounts is None and not async_op and timeout is None and stream is None
-        if plain and (done := self._call(_ALLTOALL, sendbuf, recvbuf, _SUM, 0)) is not None:
-            return done
         call = calls.alltoall(self._rank, self._size, sendbuf, recvbuf, sendcounts, recvcounts)
         return self._core.launch(call, async_op, timeout, stream)
 
@@ -333,7 +299,7 @@ class Communicator:
         self,
         sendbuf: Array,
         recvbuf: Array,
-        op: str = _SUM,
+        op: str = "sum",
         *,
         counts: Sequence[int],
         stream: object = None,
@@ -344,14 +310,14 @@ class Communicator:
         call = calls.reduce_scatterv(self._rank, self._size, sendbuf, recvbuf, op, counts)
         return self._core.launch(call, async_op, timeout, stream)
 
+    @fast_path(Collective.BARRIER)
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work:
         """Return (or be done) only when every rank has called it."""
-        if not async_op and timeout is None and (done := self._call(_BARRIER, _NOTHING, None, _SUM, 0)) is not None:
-            return done
         return self._core.launch(calls.barrier(), async_op, timeout)
 
     # Point to point.
 
+    @fast_path(SEND)
     def send(
         self, buf: Array, peer: int, *, stream: object = None, async_op: bool = False, timeout: float | None = None
     ) -> Work:
@@ -360,21 +326,16 @@ class Communicator:
         Messages between two ranks arrive in order. A send may or may not wait for its receive: ranks that send to each
         other first must use `group` or ``async_op=True``.
         """
-        plain = not async_op and timeout is None and stream is None and not self._batches
-        if plain and (done := self._call(SEND, buf, None, _SUM, peer)) is not None:
-            return done
         return messages.one_way(self._core, SEND, buf, peer, async_op, timeout, stream)
 
+    @fast_path(RECV)
     def recv(
         self, buf: Array, peer: int, *, stream: object = None, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Receive `buf` from `peer`, which calls `send` with as many elements."""
-        plain = not async_op and timeout is None and stream is None and not self._batches
-        if plain and (done := self._call(RECV, buf, None, _SUM, peer)) is not None:
-            return done
         return messages.one_way(self._core, RECV, buf, peer, async_op, timeout, stream)
 
-    @fast_exchange(SENDRECV, _SUM)
+    @fast_path(SENDRECV)
     def sendrecv(
         self,
         sendbuf: Array,
@@ -390,10 +351,6 @@ class Communicator:
 
         The other halves may be `send`, `recv` or `sendrecv` calls. Both buffers have one dtype; they do not overlap.
         """
-        if not async_op and timeout is None and stream is None:
-            done = self._call(SENDRECV, sendbuf, recvbuf, _SUM, ranks_key(dest, source))
-            if done is not None:
-                return done
         return messages.both_ways(self._core, sendbuf, dest, recvbuf, source, async_op, timeout, stream)
 
     def group(self) -> contextlib.AbstractContextManager[None]:

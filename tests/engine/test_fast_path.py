@@ -275,10 +275,10 @@ def test_groups(launch: Launch, transport: str) -> None:
 
 
 class Recorder:
-    """Has a method of either kind, and says which way its calls went."""
+    """Has methods of each kind, and says which way their calls went."""
 
-    def __init__(self, answer: object) -> None:
-        self.answer = answer
+    def __init__(self, answer: object, rank: int = 0) -> None:
+        self.answer, self._rank = answer, rank
         self.short: list[tuple[object, ...]] = []
 
     def _call(self, *words: object) -> object:
@@ -287,23 +287,43 @@ class Recorder:
             raise self.answer
         return self.answer
 
-    @_native.fast_path(7, "sum", 3)
+    @_native.fast_path(0)
     def reduced(self, sendbuf: object, recvbuf: object = None, op: str = "sum", *, stream: object = None) -> object:
         """Reduces."""
         return "long", sendbuf, recvbuf, op, stream
 
-    @_native.fast_exchange(15, "sum")
+    @_native.fast_path(15)
     def exchanged(
         self, sendbuf: object, dest: object, recvbuf: object, source: object, *, stream: object = 0
     ) -> object:
         """Exchanges."""
         return "long", sendbuf, dest, recvbuf, source, stream
 
+    @_native.fast_path(1)
+    def gathered_by_all(self, sendbuf: object, recvbuf: object, *, timeout: float | None = None) -> object:
+        return "long", sendbuf, recvbuf, timeout
+
+    @_native.fast_path(4)
+    def reduced_to(self, sendbuf: object, recvbuf: object = None, op: str = "sum", root: int = 0) -> object:
+        return "long", sendbuf, recvbuf, op, root
+
+    @_native.fast_path(5)
+    def gathered(self, sendbuf: object, recvbuf: object = None, root: int = 0) -> object:
+        return "long", sendbuf, recvbuf, root
+
+    @_native.fast_path(6)
+    def scattered(self, sendbuf: object = None, recvbuf: object = None, root: int = 0) -> object:
+        return "long", sendbuf, recvbuf, root
+
+    @_native.fast_path(10)
+    def met(self, *, async_op: bool = False) -> object:
+        return "long", async_op
+
 
 def test_plain_calls_take_the_fast_path() -> None:
     recorder = Recorder("done")
     assert recorder.reduced("a") == recorder.reduced("a", "b") == recorder.reduced("a", "b", "max") == "done"
-    assert recorder.short == [(7, "a", None, "sum", 0), (7, "a", "b", "sum", 0), (7, "a", "b", "max", 0)]
+    assert recorder.short == [(0, "a", None, "sum", 0), (0, "a", "b", "sum", 0), (0, "a", "b", "max", 0)]
     bound = recorder.reduced
     assert bound("c") == Recorder.reduced(recorder, "c") == "done"
     recorder.short.clear()
@@ -322,22 +342,60 @@ def test_no_pair_of_ranks_is_taken_for_another(dest: int, source: int) -> None:
     assert _native.ranks_key(dest, source) == -1
 
 
+def test_named_arguments_take_the_fast_path_too() -> None:
+    recorder = Recorder("done")
+    assert recorder.reduced("a", op="max") == recorder.reduced(sendbuf="a", recvbuf="b") == "done"
+    assert recorder.reduced("a", stream=None) == "done"  # what it is by default
+    assert recorder.short == [(0, "a", None, "max", 0), (0, "a", "b", "sum", 0), (0, "a", None, "sum", 0)]
+    recorder.short.clear()
+    assert recorder.exchanged("a", dest=1, recvbuf="b", source=2) == recorder.met(async_op=False) == "done"
+    assert recorder.short == [(15, "a", "b", "sum", 1 << 16 | 2), (10, bytearray(), None, "sum", 0)]
+
+
+def test_buffers_of_the_root_are_dropped_elsewhere() -> None:
+    root, other = Recorder("done", rank=3), Recorder("done", rank=1)
+    for recorder in (root, other):
+        assert recorder.reduced_to("a", "b", "max", 3) == recorder.reduced_to("a", root=3) == "done"
+        assert recorder.gathered("a", "b", root=3) == recorder.scattered("a", "b", 3) == "done"
+    assert root.short == [
+        (4, "a", "b", "max", 3),
+        (4, "a", None, "sum", 3),
+        (5, "a", "b", "sum", 3),
+        (6, "a", "b", "sum", 3),
+    ]
+    assert other.short == [
+        (4, "a", None, "max", 3),
+        (4, "a", None, "sum", 3),
+        (5, "a", None, "sum", 3),
+        (6, "b", None, "sum", 3),
+    ]
+    assert other.gathered("a", root=3) == other.scattered(recvbuf="b", root=3) == "done"
+    assert root.gathered("a", root=3) == ("long", "a", None, 3)  # the slow path tells what is missing
+    assert root.scattered("a", root=3) == ("long", "a", None, 3)
+
+
 def test_all_other_calls_are_the_method_as_it_is_written() -> None:
     recorder = Recorder(None)
     assert recorder.reduced("a") == ("long", "a", None, "sum", None)  # the fast path would not have it
     assert len(recorder.short) == 1
     recorder.answer = "done"
-    assert recorder.reduced("a", op="max") == ("long", "a", None, "max", None)
     assert recorder.reduced("a", "b", stream=3) == ("long", "a", "b", "sum", 3)
-    assert len(recorder.short) == 1
+    assert recorder.gathered_by_all("a", None) == ("long", "a", None, None)  # in place needs a part of its own
+    assert recorder.gathered_by_all("a", "b", timeout=1.0) == ("long", "a", "b", 1.0)
+    assert recorder.met(async_op=True) == ("long", True)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'sendbuf'"):
         recorder.reduced()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional arguments"):
         recorder.reduced("a", "b", "max", "more")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="multiple values for argument 'sendbuf'"):
+        recorder.reduced("a", sendbuf="b")  # type: ignore[misc]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bufs'"):
+        recorder.reduced("a", bufs="b")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'self'"):
+        Recorder.reduced(sendbuf="a")  # type: ignore[call-arg]
     assert recorder.exchanged("a", 1, "b", True) == ("long", "a", 1, "b", True, 0)
     assert recorder.exchanged("a", 1, "b", 1.0) == ("long", "a", 1, "b", 1.0, 0)
     assert recorder.exchanged("a", 1, "b", 1, stream=2) == ("long", "a", 1, "b", 1, 2)
-    assert recorder.exchanged("a", dest=1, recvbuf="b", source=1) == ("long", "a", 1, "b", 1, 0)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'source'"):
         recorder.exchanged("a", 1, "b")  # type: ignore[call-arg]
     assert len(recorder.short) == 1
