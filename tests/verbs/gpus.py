@@ -17,7 +17,7 @@ from reference import Case
 import hetcoll
 from hetcoll.errors import RegistrationError
 from hetcoll.gpu.proxy import Proxies
-from hetcoll.links.verbs import offer, pci
+from hetcoll.links.verbs import local_nics, pci
 from hetcoll.links.verbs.memory import Memory
 
 VENDORS = ("cuda.bindings.driver", "cuda.bindings.nvrtc", "rocm.bindings.hip", "rocm.bindings.hiprtc")
@@ -91,7 +91,7 @@ def near(comm: hetcoll.Communicator, rank: int, device: str) -> None:
     if comm.rank != rank:
         return
     place = "/sys/devices/pci0000:3a/0000:3a:00.0/0000:3b:00.0"
-    offer.device_folder = lambda name: Path(place if name == device else "/sys/devices/pci0000:ba")  # type: ignore
+    local_nics.device_folder = lambda name: Path(place if name == device else "/sys/devices/pci0000:ba")  # type: ignore
     pci.pci_folder = lambda _: Path(place[:-1] + "1")  # type: ignore[assignment]
 
 
