@@ -27,18 +27,18 @@ class Enqueued(Protocol):
 class GpuWork(Work):
     """An operation on streams. It was enqueued when the call returned."""
 
-    __slots__ = ("_current", "_path")
+    __slots__ = ("_current", "_over", "_path")
 
     def __init__(self, path: Enqueued, keep: object, what: str, current: Callable[[], int] | None = None) -> None:
         """`current` gives the current stream of the arrays' library; without it their `keep` is asked."""
         super().__init__(None, None, keep, what)
-        self._path, self._current = path, current
+        self._path, self._current, self._over = path, current, False
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block the host until the operation, and what was enqueued since, is complete."""
+        """Block the host until the operation is complete, and it may be what was enqueued since, too."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout  # the watch ends what gets stuck
         pause = 20e-6
-        while not self._path.idle:
+        while not self.done:
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(f"{self._what}: not complete after {timeout:g} s")
             time.sleep(pause)
@@ -57,4 +57,6 @@ class GpuWork(Work):
 
     @property
     def done(self) -> bool:
-        return self._path.idle
+        # What is over stays over: the path may be asked by another thread at this moment, or have new calls since.
+        self._over = self._over or self._path.idle
+        return self._over
