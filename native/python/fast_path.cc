@@ -42,10 +42,7 @@ class Signature {
     if (given < 1 || given > positional_) return false;
     for (int word = 0; word < kWords; ++word) words[word] = fallbacks_[word].ptr();
     for (Py_ssize_t i = 1; i < given; ++i) words[parameters_[i].word] = args[i];
-    if (names != nullptr && !ReadNamed(args, given, names, words)) return false;
-    for (int word = 0; word < kWords; ++word) {
-      if (words[word] == nullptr) return false;
-    }
+    if (names == nullptr ? given < needed_ : !ReadNamed(args, given, names, words)) return false;
     return rooted_ ? OfRoot(args[0], words) : words[kRecv] != Py_None || !needs_recv_;
   }
 
@@ -60,6 +57,7 @@ class Signature {
   std::vector<Parameter> parameters_;
   std::array<nb::object, kWords> fallbacks_;
   Py_ssize_t positional_ = 0;
+  Py_ssize_t needed_ = 0;  // of these, those without a default
   int number_;
   bool rooted_;              // one of the buffers is the root's alone
   bool needs_recv_ = false;  // it has one, and is not in place without
@@ -96,6 +94,7 @@ Signature::Signature(int number, nb::handle function)
   positional_ = nb::cast<Py_ssize_t>(code.attr("co_argcount"));
   const auto all = positional_ + nb::cast<Py_ssize_t>(code.attr("co_kwonlyargcount"));
   const Py_ssize_t first = positional_ - static_cast<Py_ssize_t>(by_place.is_none() ? 0 : nb::len(by_place));
+  needed_ = first;
   fallbacks_ = {nb::steal(PyByteArray_FromStringAndSize("", 0)), nb::none(),
                 nb::steal(PyUnicode_InternFromString("sum")), nb::int_(0), nb::none()};
   for (Py_ssize_t i = 0; i < all; ++i) {
@@ -125,7 +124,7 @@ bool Signature::ReadNamed(PyObject* const* args, Py_ssize_t given, PyObject* nam
       return false;
     }
   }
-  return true;
+  return std::find(words, words + kWords, nullptr) == words + kWords;
 }
 
 // The buffer that only the root has is not looked at elsewhere; there the other one is the first word.

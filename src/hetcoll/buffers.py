@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from . import _native
+import hetcoll._native as _native
+
 from .errors import BufferTypeError
 from .types import DType
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from . import _native
+import hetcoll._native as _native
+
 from .buffers import Buffer, read_buffer
 from .errors import ArgumentError, BufferTypeError
 from .types import REDUCING, ROOTED, Collective, DType, Format, ReduceOp, supports

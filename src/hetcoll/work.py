@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from . import _native
+import hetcoll._native as _native
 
 _RUNNING, _DONE, _FAILED = 0, 1, 2
 

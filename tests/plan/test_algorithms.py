@@ -359,8 +359,8 @@ def test_p2p_gives_each_peer_and_direction_a_lane() -> None:
         "0:send send[0:1] peer 3 channel 2",
         "0:send send[2:3] peer 3 channel 2",
         "1:send send[1:2] peer 4 channel 2",
-        "15:recv -> recv[0:1] peer 1 channel 2",
-        "21:recv -> recv[1:2] peer 3 channel 2",
+        "2:recv -> recv[0:1] peer 1 channel 2",
+        "3:recv -> recv[1:2] peer 3 channel 2",
     ]
     assert (plan.send_units, plan.recv_units) == (3, 2)
 

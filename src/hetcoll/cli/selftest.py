@@ -118,7 +118,7 @@ def _gpus() -> tuple[dict[str, int], list[str]]:
 
 
 def _header() -> Iterator[str]:
-    from .. import __version__
+    from ..version import __version__
 
     yield f"hetcoll {__version__} selftest, {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}"
     yield f"Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores"

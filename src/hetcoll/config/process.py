@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..errors import ArgumentError
 from .env import Config
 

@@ -16,7 +16,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..buffers import Buffer
 from ..calls import Call, describe_message, descriptor
 from ..health.diagnosis import Diagnosis

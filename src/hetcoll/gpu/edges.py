@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..links.wiring import Check, Wiring
 from ..plan.ir import Op, Plan
 from .proxy import Proxies

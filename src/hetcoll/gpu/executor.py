@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..buffers import Buffer
 from ..calls import Call, Message, descriptor
 from ..errors import ArgumentError, BufferTypeError, ClosedError, DeviceError, spell_ranks

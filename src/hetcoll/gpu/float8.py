@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..buffers import Buffer
 from ..calls import Call
 from ..errors import ArgumentError

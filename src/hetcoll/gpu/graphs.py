@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..errors import ArgumentError
 
 if TYPE_CHECKING:

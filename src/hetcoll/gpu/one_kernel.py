@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..calls import Call
 from ..types import Collective, ReduceOp
 from ..vendors.devices.kernels.source import exchange_name, oneshot_name

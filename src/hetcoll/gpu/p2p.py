@@ -12,7 +12,8 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..buffers import Buffer
 from ..calls import RECV, SEND, Message, describe_message, message_key
 from ..errors import ArgumentError, DeviceError, spell_ranks

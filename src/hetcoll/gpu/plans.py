@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..calls import Call
 from ..errors import BufferTypeError
 from ..plan.algorithms.base import Hosts

@@ -20,7 +20,8 @@ import time
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..errors import RegistrationError
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.verbs.report import describe_link, planned

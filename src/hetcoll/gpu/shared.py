@@ -11,7 +11,8 @@ import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..buffers import Buffer
 from ..calls import describe_message, descriptor
 from ..health.diagnosis import Diagnosis, Kind

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..errors import InitError
 from ..vendors.devices.kernels.table import ONESHOT_RANKS
 

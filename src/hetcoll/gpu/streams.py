@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..buffers import Buffer
 from ..errors import ArgumentError
 

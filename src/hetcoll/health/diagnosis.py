@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..errors import (
     AbortedError,
     CollectiveMismatchError,

@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..work import Work
 from .desync_report import WINDOW, Answer, Called, Edge, Wait
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..communicator import Communicator
 from ..errors import (
     AbortedError,

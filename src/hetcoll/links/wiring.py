@@ -20,7 +20,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..config.env import SHM_READ, SHM_STORES, Config
 from ..errors import ArgumentError, InitError
 from ..plan.rails import Nic

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
-from .. import _native, calls
+import hetcoll._native as _native
+
+from .. import calls
 from ..buffers import Buffer
 from ..calls import OP_LABELS, Call
 from ..config.env import Config

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..buffers import Buffer, element_type
 from ..calls import Call
 from ..errors import ArgumentError, spell_ranks

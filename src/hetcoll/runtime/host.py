@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..buffers import Buffer
 from ..calls import RECV, SEND, Call, Message, describe_message, descriptor, message_key
 from ..errors import ClosedError, HetcollError, InitError

@@ -20,7 +20,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..communicator import Communicator
 from ..errors import ClosedError, HetcollError, PeerLostError
 from ..health.desync_report import Called

@@ -145,8 +145,8 @@ def shrinking_a_group(store: dist.Store, rank: int, size: int) -> None:
 
 
 def tags_of_other_sizes(store: dist.Store, rank: int, size: int) -> None:
-    """A tagged receive of another count than the send's fails the group. The sender hears of it by its next call, if the
-    send was over before."""
+    """A tagged receive of another count than the send's fails the group. The sender hears of it by its next call, if
+    the send was over before."""
     _init(store, rank, size)
     dist.barrier()
     if rank == 1:
@@ -157,7 +157,7 @@ def tags_of_other_sizes(store: dist.Store, rank: int, size: int) -> None:
         assert f"rank 1 called recv(float32, count=4, tag=3) from rank 0 at {site}" in str(caught.value)
         assert "; rank 0 called send(float32, count=8, tag=3) to rank 1" in str(caught.value)
     else:
-        with pytest.raises(dist.DistBackendError, match="tag=3"):  # noqa: PT012: whichever hears of it first
+        with pytest.raises(dist.DistBackendError, match="tag=3"):  # noqa: PT012 (whichever hears of it first)
             if rank == 0:
                 dist.send(torch.ones(8), 1, tag=3)
             dist.barrier()

@@ -19,7 +19,7 @@ from .nics import Chosen, choose, networks
 from .pci import between, device_folder
 
 if TYPE_CHECKING:
-    from ... import _native
+    import hetcoll._native as _native
 
 log = logging.getLogger("hetcoll")
 

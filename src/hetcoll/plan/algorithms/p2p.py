@@ -28,16 +28,22 @@ def p2p(size: int, rank: int, sends: Sequence[int], recvs: Sequence[int]) -> Pla
         if not 0 <= peer < size:
             raise ArgumentError(f"peer must lie in 0..{size - 1}, got {peer}")
     plan = Builder()
-    for distance, i in sorted(((peer - rank) % size, i) for i, peer in enumerate(sends) if peer != rank):
-        lane = (distance - 1) % LANES
-        plan.add(Op.SEND, lane, src=Span(Buf.SEND, i), peer=sends[i], channel=CHANNEL)
-    for distance, j in sorted(((rank - peer) % size, j) for j, peer in enumerate(recvs) if peer != rank):
-        lane = LANES + (distance - 1) % LANES
-        plan.add(Op.RECV, lane, dst=Span(Buf.RECV, j), peer=recvs[j], channel=CHANNEL)
+    out = sorted(((peer - rank) % size, i) for i, peer in enumerate(sends) if peer != rank)
+    into = sorted(((rank - peer) % size, j) for j, peer in enumerate(recvs) if peer != rank)
+    used = [*sorted({_lane(d) for d, _ in out}), *sorted({LANES + _lane(d) for d, _ in into})]
+    number = {lane: i for i, lane in enumerate(used)}  # the engine passes all lanes up to the last
+    for distance, i in out:
+        plan.add(Op.SEND, number[_lane(distance)], src=Span(Buf.SEND, i), peer=sends[i], channel=CHANNEL)
+    for distance, j in into:
+        plan.add(Op.RECV, number[LANES + _lane(distance)], dst=Span(Buf.RECV, j), peer=recvs[j], channel=CHANNEL)
     given = [i for i, peer in enumerate(sends) if peer == rank]
     taken = [j for j, peer in enumerate(recvs) if peer == rank]
     if len(given) != len(taken):
         raise ArgumentError(f"rank {rank} sends itself {len(given)} messages but receives {len(taken)} from itself")
     for i, j in zip(given, taken, strict=True):
-        plan.add(Op.COPY, 2 * LANES, src=Span(Buf.SEND, i), dst=Span(Buf.RECV, j))
+        plan.add(Op.COPY, len(used), src=Span(Buf.SEND, i), dst=Span(Buf.RECV, j))
     return Plan(Collective.P2P, "p2p", size, rank, len(sends), len(recvs), tuple(plan.steps))
+
+
+def _lane(distance: int) -> int:
+    return (distance - 1) % LANES
