@@ -327,11 +327,14 @@ class ControlClient:
             return
         if frame.op == Op.HOST:
             (membership.host,) = U32.unpack(rest[0])
-        elif frame.op == Op.LOST or frame.op == Op.LEFT:
-            (rank,) = U32.unpack(rest[0])
-            reason = rest[1].decode() if frame.op == Op.LOST else ""
+        elif frame.op == Op.LOST:
+            (rank,), reason = U32.unpack(rest[0]), rest[1].decode()
             membership.gone[rank] = reason
-            self._tell(group, membership, Lost(rank, reason) if reason else Left(rank))
+            self._tell(group, membership, Lost(rank, reason))
+        elif frame.op == Op.LEFT:
+            for (rank,) in map(U32.unpack, rest):
+                membership.gone[rank] = ""
+                self._tell(group, membership, Left(rank))
         elif frame.op == Op.VERDICT:
             self._tell(group, membership, Verdict(rest[0], rest[1], U32.unpack(rest[2])[0]))
         elif frame.op == Op.ASK:

@@ -27,6 +27,8 @@ MAX_GROUPS = 1 << 16
 MAX_EXCHANGE = MAX_BODY // 2  # bytes in all blobs of one exchange
 MAX_SIZE = 1 << 20
 MAX_SECONDS = 7 * 86400.0
+_GATHER = 0.02  # seconds in which goodbyes are gathered, and told together
+_GATHER_A_RANK = 50e-6  # seconds more for each rank: telling all of them takes longer, too
 
 
 @dataclass(slots=True)
@@ -59,6 +61,7 @@ class Group:
     `roll` are the requests of ranks that want to go on with those that are left, `rolls` the number of such calls so
     far, and `late` who is there but did not come to one in time. `formed` once all ranks have met in an exchange.
     `mixed` is why it never will: two processes said that they are the same rank, or ranks said different sizes.
+    `leaving` are ranks that said goodbye, of which the others have yet to be told.
     """
 
     size: int
@@ -73,6 +76,7 @@ class Group:
     late: set[int] = field(default_factory=set)
     formed: bool = False
     mixed: str = ""
+    leaving: list[int] = field(default_factory=list)
 
 
 class Groups:
@@ -152,11 +156,16 @@ class Groups:
         if hosts == b"\1":
             group.host = rank
             self._push(group, Op.HOST, name, rank4)
+        self._tell_leaving(group, name)
         group.members[rank] = member
         member.ranks[name] = rank
         member.send(Op.REPLY, pack([U32.pack(group.host)]), request)
+        left = [gone for gone, reason in group.gone.items() if not reason]
+        if left:
+            member.send(Op.LEFT, pack([name, *map(U32.pack, left)]))
         for gone, reason in group.gone.items():
-            member.send(*_parting(name, gone, reason))
+            if reason:
+                member.send(*_loss(name, gone, reason))
         if group.verdict is not None:
             member.send(Op.VERDICT, group.verdict)
 
@@ -222,9 +231,13 @@ class Groups:
         group, rank = self._groups[name], member.ranks.pop(name)
         del group.members[rank]
         group.gone[rank] = reason
-        op, body = _parting(name, rank, reason)
-        for other in group.members.values():
-            other.send(op, body)
+        if reason:
+            self._tell_leaving(group, name)  # in the order in which they went
+            op, body = _loss(name, rank, reason)
+            for other in group.members.values():
+                other.send(op, body)
+        else:
+            self._gather_leaving(group, name, rank)
         for tag, exchange in list(group.exchanges.items()):
             _, request = exchange.waiting.pop(rank, (member, 0))
             if request:  # of another of its threads
@@ -242,6 +255,22 @@ class Groups:
             if not question.waiting or question.asker is member:
                 self._close_question(group, number)
         self._begin_anew(name)
+
+    def _gather_leaving(self, group: Group, name: bytes, rank: int) -> None:
+        """A job ends with goodbyes of all ranks at about the same time: those who are still there hear of many at once,
+        and most of none. Telling each of every other one takes n² messages."""
+        if not group.leaving:
+            seconds = _GATHER + _GATHER_A_RANK * group.size
+            self._after(F64.pack(seconds), lambda: self._tell_leaving(group, name))
+        group.leaving.append(rank)
+
+    def _tell_leaving(self, group: Group, name: bytes) -> None:
+        if not group.leaving:
+            return
+        body = pack([name, *map(U32.pack, group.leaving)])
+        group.leaving.clear()
+        for member in group.members.values():
+            member.send(Op.LEFT, body)
 
     def _of(self, member: Member, name: bytes) -> tuple[Group, int]:
         if name not in member.ranks:
@@ -370,8 +399,10 @@ class Groups:
 
     def _close_roll(self, group: Group, *, now: bool = False) -> None:
         """Tell those who came to a roll call who they are, once all have come that can, or `now`."""
+        if not group.roll:  # most often, and there may be many ranks
+            return
         missing = group.members.keys() - group.roll.keys() - group.late
-        if not group.roll or (missing and not now):
+        if missing and not now:
             return
         group.late |= missing
         group.rolls += 1
@@ -381,7 +412,5 @@ class Groups:
         group.roll.clear()
 
 
-def _parting(name: bytes, rank: int, reason: str) -> tuple[Op, bytes]:
-    if reason:
-        return Op.LOST, pack([name, U32.pack(rank), reason.encode()])
-    return Op.LEFT, pack([name, U32.pack(rank)])
+def _loss(name: bytes, rank: int, reason: str) -> tuple[Op, bytes]:
+    return Op.LOST, pack([name, U32.pack(rank), reason.encode()])

@@ -38,7 +38,7 @@ class Op(IntEnum):
     SHRINK = 10  # group, seconds -> the number of the roll call, and who answered it: a field a rank, in rising order
     REPLY = 64
     LOST = 65  # group, rank, reason
-    LEFT = 66  # group, rank
+    LEFT = 66  # group, ranks
     VERDICT = 67  # group, kind, blob, rank
     ASK = 68  # group, rank that asks, blob, the number of the question
     HOST = 69  # group, rank that hosts the store
