@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import select
 import selectors
@@ -226,6 +227,18 @@ def test_a_killed_rank_is_noticed_at_once(unique_id: UniqueId) -> None:
     assert isinstance(lost, Lost)
     assert (lost.rank, caught.value.rank) == (1, 1)
     client.close()
+
+
+def test_a_job_with_more_ranks_than_descriptors_is_told_how_many_it_needs(unique_id: UniqueId) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for rank in (0, 3):  # every rank that comes is told
+        with pytest.raises(InitError, match=rf"the job's {hard} ranks do not fit .* and {hard} are allowed") as caught:
+            ControlClient(unique_id, rank, hard, 20)
+        needed = re.search(r"(\d+) file descriptors are needed", str(caught.value))
+        assert needed is not None
+        assert int(needed[1]) > hard
+    joined = ControlClient(unique_id, 0, 1, 20)  # the store serves whom it can serve
+    joined.close()
 
 
 def test_a_stopped_rank_does_not_answer(unique_id: UniqueId) -> None:

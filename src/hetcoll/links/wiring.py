@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _native
 from ..config.env import SHM_READ, SHM_STORES, Config
+from ..config.limits import reserve_descriptors
 from ..errors import ArgumentError, InitError
 from ..plan.rails import Nic
 from ..plan.topology import RankInfo, Topology, spell_islands
@@ -321,6 +322,8 @@ class Wiring:
         }
         requests = [Request(key, self._addresses[p]) for (p, _), each in keys.items() for key in each]
         peers = {p for p, _ in edges}
+        if problem := reserve_descriptors(len(requests)):
+            raise InitError(f"{len(requests)} sockets to {len(peers)} ranks do not fit rank {self.rank}: {problem}")
         made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, lambda: check(peers))
         return {edge: [made[key].detach() for key in each] for edge, each in keys.items()}
 

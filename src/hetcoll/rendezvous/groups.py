@@ -82,11 +82,18 @@ class Group:
 class Groups:
     """The store's state. Not thread-safe: one thread calls it. `clock` is `time.monotonic`.
 
-    `launched`: the process with the store is rank 0 of WORLD, and no other can be.
+    `launched`: the process with the store is rank 0 of WORLD, and no other can be. `reserve` is told how many ranks
+    WORLD has when the first of them comes, and says why they are too many, or nothing.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, launched: bool = False) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        launched: bool = False,
+        reserve: Callable[[int], str] = lambda _: "",
+    ) -> None:
+        self._clock, self._reserve = clock, reserve
         self._launched = launched
         self._groups: dict[bytes, Group] = {}
         self._returning: dict[bytes, list[tuple[Member, int, tuple[bytes, ...]]]] = {}  # JOINs that wait for that
@@ -146,6 +153,8 @@ class Groups:
         if group is None:
             if len(self._groups) >= MAX_GROUPS:
                 raise RefusedError(f"{len(self._groups)} groups are open: wanted fewer than {MAX_GROUPS}")
+            if name == WORLD and (problem := self._reserve(size)):
+                raise RefusedError(f"the job's {size} ranks do not fit the process that hosts its store: {problem}")
             group = self._groups[name] = Group(size)
         if group.gone.get(rank) == "":
             self._returning.setdefault(name, []).append((member, request, rest))
