@@ -24,7 +24,7 @@ import pytest
 
 from hetcoll.config.env import Config
 from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
-from hetcoll.rendezvous import auth, control, store
+from hetcoll.rendezvous import auth, control, probe, store
 from hetcoll.rendezvous.acceptor import Acceptor
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.control import WORLD, ControlClient, Event, Left, Lost, Query, StoreLost, Verdict
@@ -504,7 +504,7 @@ def test_a_store_that_does_not_know_the_secret_is_refused(unique_id: UniqueId) -
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 16, b"\3" + bytes(15), b"\1\0\0\0\5\0\0\0" + bytes(8) + b"\xff\0\0\0x"])
 def test_a_member_that_talks_nonsense_hurts_nobody_else(unique_id: UniqueId, garbage: bytes) -> None:
-    sock, _ = control.connect_store(unique_id, time.monotonic() + 10)
+    sock, _ = probe.connect_store(unique_id, time.monotonic() + 10)
     sock.sendall(garbage)
     client = ControlClient(unique_id, 0, 1, 10)
     assert client.exchange(WORLD, b"t", b"x") == [b"x"]

@@ -81,7 +81,7 @@ class Store(RuleBasedStateMachine):
     @precondition(lambda self: self.members)
     @rule(who=st.integers(0, 5), name=names, tag=tags, wait=seconds)
     def exchange(self, who: int, name: bytes, tag: bytes, wait: float) -> None:
-        self.ask(who, Op.EXCHANGE, name, tag, b"blob", F64.pack(wait))
+        self.ask(who, Op.EXCHANGE, name, tag, pack([b"blob"]), F64.pack(wait))
 
     @precondition(lambda self: self.members)
     @rule(who=st.integers(0, 5), name=names, kind=tags)

@@ -32,3 +32,12 @@ def reserve_descriptors(wanted: int) -> str:
         # Twice as many where they are to be had: a link that both ends hurry to make has two for a moment.
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, needed + wanted), hard))
     return ""
+
+
+def address_space_left() -> int | None:
+    """Bytes that this process may still map; None where they are not limited (``ulimit -v``)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    with open("/proc/self/statm") as file:
+        return max(0, limit - int(file.read().split()[0]) * resource.getpagesize())

@@ -18,30 +18,17 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ..errors import spell_gone, spell_ranks
+from .exchanges import Exchange
 from .keys import Keys, Member, RefusedError
-from .wire import F64, MAX_BODY, MAX_ID, NOBODY, U32, WORLD, Frame, Op, Status, pack
+from .wire import F64, MAX_ID, NOBODY, U32, WORLD, Frame, Op, Status, pack
 
 log = logging.getLogger("hetcoll.groups")
 
 MAX_GROUPS = 1 << 16
-MAX_EXCHANGE = MAX_BODY // 2  # bytes in all blobs of one exchange
 MAX_SIZE = 1 << 20
 MAX_SECONDS = 7 * 86400.0
 _GATHER = 0.02  # seconds in which goodbyes are gathered, and told together
 _GATHER_A_RANK = 50e-6  # seconds more for each rank: telling all of them takes longer, too
-
-
-@dataclass(slots=True)
-class Exchange:
-    """One all-gather in progress: the blobs so far, and the requests that wait for the rest.
-
-    `failed` is why it did not complete in time. It stays, so that a late rank gets the same answer as the others.
-    """
-
-    blobs: dict[int, bytes] = field(default_factory=dict)
-    nbytes: int = 0
-    failed: bytes = b""
-    waiting: dict[int, tuple[Member, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -206,8 +193,7 @@ class Groups:
             raise RefusedError(text)
         group.mixed = text
         for exchange in group.exchanges.values():
-            for member, request in exchange.waiting.values():
-                member.send(Op.REPLY, text.encode(), request, Status.REFUSED)
+            exchange.answer(text.encode(), Status.REFUSED)
         group.exchanges.clear()
         raise RefusedError(text)
 
@@ -252,7 +238,7 @@ class Groups:
             if request:  # of another of its threads
                 text = f"rank {rank} left the group while it exchanged {tag!r}"
                 member.send(Op.REPLY, text.encode(), request, Status.REFUSED)
-            if reason or rank not in exchange.blobs:
+            if reason or rank not in exchange.rows:
                 self._fail_exchange(group, tag, rank)
         _, request = group.roll.pop(rank, (member, 0))
         if request:
@@ -312,48 +298,31 @@ class Groups:
         if exchange.failed:
             member.send(Op.REPLY, exchange.failed, request, Status.TIMEOUT)
             return
-        exchange.nbytes += len(blob)
-        if exchange.nbytes > MAX_EXCHANGE:
-            raise RefusedError(f"the blobs of {tag!r} are too large: wanted at most {MAX_EXCHANGE} bytes in all")
-        exchange.blobs[rank] = blob
-        exchange.waiting[rank] = (member, request)
-        if len(exchange.blobs) == group.size:
-            self._finish_exchange(group, tag)
+        exchange.add(tag, rank, member, request, blob)
+        if len(exchange.rows) == group.size:
+            group.formed = True
+            group.exchanges.pop(tag).finish(group.size)
             return
-        gone = [other for other in group.gone if other not in exchange.blobs]
+        gone = [other for other in group.gone if other not in exchange.rows]
         if gone:
             self._fail_exchange(group, tag, gone[0])
             return
         self._after(seconds8, lambda: self._expire_exchange(group, tag, exchange))
 
-    def _finish_exchange(self, group: Group, tag: bytes) -> None:
-        exchange = group.exchanges.pop(tag)
-        group.formed = True
-        body = pack(exchange.blobs[rank] for rank in range(group.size))  # built once, shared by all replies
-        for member, request in exchange.waiting.values():
-            member.send(Op.REPLY, body, request)
-        exchange.blobs.clear()  # its timer still refers to it
-
     def _fail_exchange(self, group: Group, tag: bytes, rank: int) -> None:
-        exchange = group.exchanges.pop(tag)
-        body = pack([U32.pack(rank), f"{spell_gone(rank, group.gone[rank])}; {tag!r} needed it".encode()])
-        for member, request in exchange.waiting.values():
-            member.send(Op.REPLY, body, request, Status.LOST)
-        exchange.blobs.clear()
+        text = f"{spell_gone(rank, group.gone[rank])}; {tag!r} needed it"
+        group.exchanges.pop(tag).answer(pack([U32.pack(rank), text.encode()]), Status.LOST)
 
     def _expire_exchange(self, group: Group, tag: bytes, exchange: Exchange) -> None:
         if group.exchanges.get(tag) is not exchange or exchange.failed:
             return
-        late = [rank for rank in range(group.size) if rank not in exchange.blobs]
+        late = [rank for rank in range(group.size) if rank not in exchange.rows]
         absent = [rank for rank in late if rank not in group.members]
         text = f"{spell_ranks(late)} never came to {tag.decode(errors='replace')!r}"
         if absent:
             text += f"; {spell_ranks(absent)} of {group.size} never joined the job"
         exchange.failed = text.encode()
-        for member, request in exchange.waiting.values():
-            member.send(Op.REPLY, exchange.failed, request, Status.TIMEOUT)
-        exchange.waiting.clear()
-        exchange.blobs.clear()
+        exchange.answer(exchange.failed, Status.TIMEOUT)
 
     # Verdicts and questions.
 

@@ -28,7 +28,7 @@ class Op(IntEnum):
 
     JOIN = 1  # group, rank, size, 1 where this process hosts the store, seconds -> rank that hosts it, or NOBODY
     LEAVE = 2  # group
-    EXCHANGE = 3  # group, tag, blob, seconds -> blobs in the order of ranks
+    EXCHANGE = 3  # group, tag, packed values, seconds -> a column for each value: see `columns`
     POST = 4  # group, kind, blob -> kind, blob and rank of the group's first verdict
     QUERY = 5  # group, blob, seconds -> a field a rank: 1 and the answer, or empty
     PUT = 6  # key, value
