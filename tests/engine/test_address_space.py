@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ranks import Job, Ranks
 
-from hetcoll.links.wiring import address_space_left
+from hetcoll.config.limits import address_space_left
 
 Launch = Callable[..., Ranks]
 

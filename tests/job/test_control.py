@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import select
 import selectors
@@ -23,7 +24,7 @@ import pytest
 
 from hetcoll.config.env import Config
 from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
-from hetcoll.rendezvous import auth, control, store
+from hetcoll.rendezvous import auth, control, probe, store
 from hetcoll.rendezvous.acceptor import Acceptor
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.control import WORLD, ControlClient, Event, Left, Lost, Query, StoreLost, Verdict
@@ -226,6 +227,18 @@ def test_a_killed_rank_is_noticed_at_once(unique_id: UniqueId) -> None:
     assert isinstance(lost, Lost)
     assert (lost.rank, caught.value.rank) == (1, 1)
     client.close()
+
+
+def test_a_job_with_more_ranks_than_descriptors_is_told_how_many_it_needs(unique_id: UniqueId) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for rank in (0, 3):  # every rank that comes is told
+        with pytest.raises(InitError, match=rf"the job's {hard} ranks do not fit .* and {hard} are allowed") as caught:
+            ControlClient(unique_id, rank, hard, 20)
+        needed = re.search(r"(\d+) file descriptors are needed", str(caught.value))
+        assert needed is not None
+        assert int(needed[1]) > hard
+    joined = ControlClient(unique_id, 0, 1, 20)  # the store serves whom it can serve
+    joined.close()
 
 
 def test_a_stopped_rank_does_not_answer(unique_id: UniqueId) -> None:
@@ -491,7 +504,7 @@ def test_a_store_that_does_not_know_the_secret_is_refused(unique_id: UniqueId) -
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 16, b"\3" + bytes(15), b"\1\0\0\0\5\0\0\0" + bytes(8) + b"\xff\0\0\0x"])
 def test_a_member_that_talks_nonsense_hurts_nobody_else(unique_id: UniqueId, garbage: bytes) -> None:
-    sock, _ = control.connect_store(unique_id, time.monotonic() + 10)
+    sock, _ = probe.connect_store(unique_id, time.monotonic() + 10)
     sock.sendall(garbage)
     client = ControlClient(unique_id, 0, 1, 10)
     assert client.exchange(WORLD, b"t", b"x") == [b"x"]

@@ -81,7 +81,7 @@ class Store(RuleBasedStateMachine):
     @precondition(lambda self: self.members)
     @rule(who=st.integers(0, 5), name=names, tag=tags, wait=seconds)
     def exchange(self, who: int, name: bytes, tag: bytes, wait: float) -> None:
-        self.ask(who, Op.EXCHANGE, name, tag, b"blob", F64.pack(wait))
+        self.ask(who, Op.EXCHANGE, name, tag, pack([b"blob"]), F64.pack(wait))
 
     @precondition(lambda self: self.members)
     @rule(who=st.integers(0, 5), name=names, kind=tags)
@@ -185,3 +185,32 @@ def test_endless_timeouts_are_refused() -> None:
     for wait in (float("nan"), float("inf")):
         groups.handle(member, Frame(Op.GET, 0, 1, pack([b"key", struct.pack("<d", wait)])))
     assert [status for _, _, _, status in member.sent] == [Status.REFUSED] * 2
+
+
+def left_of(member: FakeMember) -> list[int]:
+    """The ranks of which it was told that they have left."""
+    bodies = [unpack(body)[1:] for op, body, _, _ in member.sent if op is Op.LEFT]
+    return [U32.unpack(rank)[0] for ranks in bodies for rank in ranks]
+
+
+def test_goodbyes_of_all_ranks_take_few_messages_and_reach_all_who_stay() -> None:
+    now, size = [0.0], 500
+    groups = Groups(lambda: now[0])
+    members = [FakeMember(f"m{rank}") for rank in range(size)]
+    for rank, member in enumerate(members):
+        groups.handle(member, Frame(Op.JOIN, 0, 1, pack([b"world", U32.pack(rank), U32.pack(size), b"", F64.pack(1)])))
+    for rank, member in enumerate(members[: size // 2]):
+        if rank == 100:
+            groups.drop(member, "it died")
+        else:
+            groups.drop(member, "")
+    now[0] += 0.5
+    groups.tick()
+    staying = members[size // 2 :]
+    for member in staying:
+        assert left_of(member) == [*range(100), *range(101, size // 2)]
+        ops = [op for op, _, _, _ in member.sent if op is not Op.REPLY]
+        assert ops == [Op.LEFT, Op.LOST, Op.LEFT]  # a death is told at once, after the goodbyes before it
+    for member in staying:
+        groups.drop(member, "")
+    assert sum(op is Op.LEFT for member in members for op, _, _, _ in member.sent) <= 3 * size

@@ -122,8 +122,12 @@ def die_at(comm: hetcoll.Communicator, moment: str) -> None:
         die()
     elif moment == "memory":
         wiring.share_fd = die
-    control, exchange = comm._session.control, comm._session.control.exchange
-    control.__dict__["exchange"] = lambda g, tag, *rest: die() if tag == moment.encode() else exchange(g, tag, *rest)
+    control, exchange = comm._session.control, comm._session.control.exchange_columns
+
+    def tell(group: bytes, tag: bytes, *rest: Any) -> Any:
+        return die() if tag == moment.encode() else exchange(group, tag, *rest)
+
+    control.__dict__["exchange_columns"] = tell
 
 
 def lose_two(comm: hetcoll.Communicator, first: int, second: int, moment: str) -> tuple[int, int, float]:

@@ -9,30 +9,27 @@ last queue pair has died.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
-import resource
 import socket
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import hetcoll._native as _native
 
 from ..config.env import SHM_READ, SHM_STORES, Config
+from ..config.limits import reserve_descriptors
 from ..errors import ArgumentError, InitError
 from ..plan.rails import Nic
-from ..plan.topology import RankInfo, Topology, spell_islands
+from ..plan.topology import Topology
 from ..rendezvous.control import ControlClient
-from ..rendezvous.descriptors import host_identity, new_name, receive_fd, share_fd
-from ..rendezvous.edges import Address, EdgeKey, Request, pack_addresses, unpack_addresses
+from ..rendezvous.descriptors import receive_fd, share_fd
+from ..rendezvous.edges import Address, EdgeKey, Request
 from ..rendezvous.listener import Listener
-from ..rendezvous.wire import pack, unpack
-from ..vendors.facts import Facts, check_digests, decode, encode, visible
-from ..version import __version__
+from ..vendors.facts import Facts, check_digests
+from .introduction import Introduction, Introductions, Reach, Reaches
 from .making import Making
 from .verbs.report import by_peer, describe, fell_back
 
@@ -48,30 +45,8 @@ PATIENCE = 2.0
 
 
 _UNLIMITED = (1 << 64) - 1  # native/transport/shm.cc says how much it takes then
-_AGREED = (
-    *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check"),
-    *("ib_bytes", "ib_retry_cnt", "ib_sl", "ib_tc", "ib_timeout"),
-)
-"""What must be the same in the configurations of all ranks; islands as well."""
-
 Check = Callable[[Collection[int]], None]
 """Called now and then, with the ranks that are waited for."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Introduction:
-    """What a rank tells the others first. `settings` must be equal everywhere."""
-
-    host: str
-    pid: int
-    cores: list[int]  # that it may run on
-    doorbell: str
-    device: str
-    settings: str
-    gpus: list[dict[str, Any]]  # that it may use: `gpu_facts.Gpu`
-    no_gpu: str
-    claims: bool
-    room: int | None  # what is left of its address space
 
 
 def ring_bytes(local_size: int, configured: int | None) -> int:
@@ -92,15 +67,6 @@ def rail_bytes(size: int, configured: int | None) -> int:
     return int(min(1 << 20, max(64 << 10, (16 << 20) >> (size - 1).bit_length())))
 
 
-def address_space_left() -> int | None:
-    """Bytes that this process may still map; None where they are not limited (``ulimit -v``)."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return None
-    with open("/proc/self/statm") as file:
-        return max(0, limit - int(file.read().split()[0]) * resource.getpagesize())
-
-
 def most_heap(rooms: Iterable[int | None]) -> int:
     """Address space for what the ranks of a host lend each other, of which so much is `rooms`: a quarter of the least,
     since each communicator takes its own, and the program needs some, too."""
@@ -116,18 +82,11 @@ class Wiring:
         self._deadline = time.monotonic() + timeout
         self._listener: Listener | None = None
         intros = self._introduce()
-        cores: dict[str, set[int]] = defaultdict(set)  # a launcher may have given each rank one of its host's cores
-        for intro in intros:
-            cores[intro.host].update(intro.cores)
-        infos = (
-            RankInfo(r, i.host, i.pid, len(cores[i.host]), version=__version__, wish=i.device, claims=i.claims)
-            for r, i in enumerate(intros)
-        )
-        self.topology = Topology(tuple(infos), config.transport, config.islands, config.cross)
+        self.topology = Topology(intros.infos, config.transport, config.islands, config.cross)
         self.stripes = config.socket_stripes
         self.locals = list(next(host for host in self.topology.hosts if rank in host))
         spin = _SPIN_SECONDS if config.spin_us is None else config.spin_us * 1e-6
-        self.oversubscribed = len(self.locals) > len(cores[intros[rank].host])
+        self.oversubscribed = len(self.locals) > intros.cores[intros.hosts[rank]]
         self.fault = config.fault or ""
         patience = min(PATIENCE, config.timeout)
         identity = hashlib.blake2b(control.unique_id.job_id + group, digest_size=8).digest()
@@ -136,7 +95,7 @@ class Wiring:
                 rank=rank,
                 size=size,
                 identity=int.from_bytes(identity, "little"),
-                doorbell_name=intros[self.locals[0]].doorbell,
+                doorbell_name=intros.doorbell(self.locals[0]),
                 local_rank=self.locals.index(rank),
                 spin_seconds=spin,
                 oversubscribed=self.oversubscribed,
@@ -149,16 +108,16 @@ class Wiring:
             log.info("rank %d: links misbehave on purpose: HETCOLL_FAULT=%s", rank, config.fault)
         self._making = Making[tuple[int, int]](lambda edge: self.engine.linked(*edge))
         self.local_nics: LocalNics | None = None
-        gpus = [decode(intro.gpus) for intro in intros]
-        self._gpus = [gpu.bus for gpu in gpus[rank]]
+        self._gpus = [gpu.bus for gpu in intros.gpus[rank]]
         try:
             if config.transport in ("auto", "shm") and len(self.locals) > 1:
-                self._attach_shm(intros[self.locals[0]].doorbell, most_heap(intros[r].room for r in self.locals))
+                heap = most_heap(intros.rooms[r] for r in self.locals)
+                self._attach_shm(intros.doorbell(self.locals[0]), heap)
             apart = config.transport in ("tcp", "verbs") or len(self.topology.hosts) > 1
             if size > 1 and (apart or config.cross == "staged"):
                 self._listen()
             # Only now: whether the direct way is there depends on the RDMA devices that ranks have just told.
-            self.facts = Facts(self.topology, gpus, [intro.no_gpu for intro in intros])
+            self.facts = Facts(self.topology, intros.gpus, intros.no_gpu)
             if digest := self.facts.digest:
                 check_digests(control.exchange(group, b"gpus", digest, self._left()))
         except BaseException:
@@ -174,33 +133,9 @@ class Wiring:
     def _left(self) -> float:
         return max(self._deadline - time.monotonic(), 0.1)
 
-    def _introduce(self) -> list[_Introduction]:
-        c = self._config
-        islands = None if c.islands is None else spell_islands(c.islands)
-        chosen = {f"HETCOLL_{name.upper()}": getattr(c, name) for name in _AGREED} | {"HETCOLL_ISLANDS": islands}
-        gpus, no_gpu = visible(c.device)
-        mine = _Introduction(
-            host_identity(c.host_id),
-            os.getpid(),
-            sorted(os.sched_getaffinity(0)),
-            new_name(),
-            c.device.kind if c.device else "",
-            json.dumps(chosen),
-            encode(gpus),
-            no_gpu,
-            _native.claims_slots(SHM_STORES.index(c.shm_stores)),
-            address_space_left(),
-        )
-        blobs = self._control.exchange(self.group, b"introduce", json.dumps(asdict(mine)).encode(), self._left())
-        intros = [_Introduction(**json.loads(blob)) for blob in blobs]
-        for rank, other in enumerate(intros):
-            if other.settings != intros[0].settings:
-                ours, theirs = json.loads(intros[0].settings), json.loads(other.settings)
-                unequal = [k for k in ours if ours[k] != theirs.get(k)]
-                raise InitError(
-                    "; ".join(f"{k} is {ours[k]!r} on rank 0 and {theirs.get(k)!r} on rank {rank}" for k in unequal)
-                )
-        return intros
+    def _introduce(self) -> Introductions:
+        mine = Introduction.here(self._config).values()
+        return Introductions(self._control.exchange_columns(self.group, b"introduce", mine, self._left()))
 
     def _attach_shm(self, name: str, heap: int) -> None:
         ring = ring_bytes(len(self.locals), self._config.shm_bytes)
@@ -237,14 +172,13 @@ class Wiring:
         loopback = len(self.topology.hosts) == 1
         self._listener = Listener(self._config, self._control.unique_id.secret, loopback=loopback)
         no_nics = self._open_nics(self._listener.addresses)
-        nics = [asdict(nic) for nic in self.nics]
-        mine = pack([pack_addresses(self._listener.addresses), json.dumps([nics, no_nics]).encode()])
-        blobs = [unpack(blob) for blob in self._control.exchange(self.group, b"addresses", mine, self._left())]
-        self._addresses = [unpack_addresses(addresses) for addresses, _ in blobs]
-        infos = []
-        for info, (_, blob) in zip(self.topology.ranks, blobs, strict=True):
-            nics, no_nics = json.loads(blob)
-            infos.append(replace(info, nics=tuple(Nic(**nic) for nic in nics), no_nics=no_nics))
+        mine = Reach(self._listener.addresses, self.nics, no_nics).values()
+        told = self._control.exchange_columns(self.group, b"addresses", mine, self._left())
+        self._reaches = Reaches(told)
+        infos = (
+            replace(info, nics=nics, no_nics=no_nics)
+            for info, (nics, no_nics) in zip(self.topology.ranks, self._reaches.nics, strict=True)
+        )
         self.topology = replace(self.topology, ranks=tuple(infos))
         self.topology.check_rails()
 
@@ -320,8 +254,11 @@ class Wiring:
             (p, c): [EdgeKey(comm, min(self.rank, p), max(self.rank, p), c, s) for s in range(stripes)]
             for (p, c), stripes in edges.items()
         }
-        requests = [Request(key, self._addresses[p]) for (p, _), each in keys.items() for key in each]
         peers = {p for p, _ in edges}
+        places = {p: self._reaches.addresses(p) for p in peers}
+        requests = [Request(key, places[p]) for (p, _), each in keys.items() for key in each]
+        if problem := reserve_descriptors(len(requests)):
+            raise InitError(f"{len(requests)} sockets to {len(peers)} ranks do not fit rank {self.rank}: {problem}")
         made = self._listener.ensure(self.rank, requests, time.monotonic() + timeout, lambda: check(peers))
         return {edge: [made[key].detach() for key in each] for edge, each in keys.items()}
 

@@ -187,13 +187,18 @@ class Topology:
         if self.asked is not None:
             return self.asked
         islands: list[list[int]] = []
+        of_vendor: dict[str, list[list[int]]] = {}
+        earlier = Counter[tuple[str, str, str]]()  # ranks that have the same GPU
         for info in self.ranks:
-            fitting = (island for island in islands if self._one_library(info, island))
-            island = next(fitting, None)
-            if island is None:
-                islands.append([info.rank])
-            else:
-                island.append(info.rank)
+            mine = of_vendor.setdefault(info.vendor, [])
+            place = (info.vendor, info.host, info.device)
+            number = earlier[place] if info.device else 0  # each of those is in another island
+            earlier[place] += 1
+            if not info.vendor or number == len(mine):
+                mine.append([])
+                islands.append(mine[-1])
+                number = -1
+            mine[number].append(info.rank)
         return tuple(map(tuple, islands))
 
     def _one_library(self, info: RankInfo, island: Sequence[int]) -> bool:

@@ -14,14 +14,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .. import lifetime
 from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError, spell_gone
-from .auth import Response, Service
-from .probe import Search
+from .columns import Column, unpack_columns
+from .probe import connect_store
 from .sockets import receive, send_all, spell_address, spell_error
 from .unique_id import UniqueId, hosted_here
 from .wire import F64, NOBODY, U32, WORLD, Frame, FrameReader, Op, Status, header, pack, unpack
@@ -74,6 +74,7 @@ Handler = Callable[[bytes, Event], bytes | None]
 @dataclass(slots=True)
 class _Membership:
     rank: int
+    size: int
     handler: Handler | None
     host: int = NOBODY
     gone: dict[int, str] = field(default_factory=dict)  # why, "" for one that left
@@ -147,7 +148,7 @@ class ControlClient:
         with self._lock:
             if group in self._groups:
                 raise InitError(f"this process is already rank {self._groups[group].rank} of the group {group!r}")
-            self._groups[group] = membership = _Membership(rank, on_event)
+            self._groups[group] = membership = _Membership(rank, size, on_event)
         hosts = b"\1" if hosted_here(self._id.job_id) else b"\0"
         try:
             seconds = self._timeout if timeout is None else timeout
@@ -172,8 +173,16 @@ class ControlClient:
         InitError names the ranks that did not come within `timeout` seconds; PeerLostError a rank that is gone. A tag
         whose exchange failed stays failed.
         """
+        return list(self.exchange_columns(group, tag, [blob], timeout)[0])
+
+    def exchange_columns(
+        self, group: bytes, tag: bytes, values: Sequence[bytes], timeout: float | None = None
+    ) -> list[Column]:
+        """As `exchange`, of several values: what all ranks told as the first of theirs, as the second, and so on."""
         seconds = self._timeout if timeout is None else timeout
-        return self._call(Op.EXCHANGE, (group, tag, blob, F64.pack(seconds)), seconds, group).fields
+        membership = self._groups.get(group)
+        body = self._call(Op.EXCHANGE, (group, tag, pack(values), F64.pack(seconds)), seconds, group).body
+        return unpack_columns(body, 0 if membership is None else membership.size)
 
     def post_verdict(self, group: bytes, kind: bytes, blob: bytes, timeout: float | None = None) -> Verdict:
         """Tell all members, this one too, what became of the group. The first verdict wins, and is returned."""
@@ -327,11 +336,14 @@ class ControlClient:
             return
         if frame.op == Op.HOST:
             (membership.host,) = U32.unpack(rest[0])
-        elif frame.op == Op.LOST or frame.op == Op.LEFT:
-            (rank,) = U32.unpack(rest[0])
-            reason = rest[1].decode() if frame.op == Op.LOST else ""
+        elif frame.op == Op.LOST:
+            (rank,), reason = U32.unpack(rest[0]), rest[1].decode()
             membership.gone[rank] = reason
-            self._tell(group, membership, Lost(rank, reason) if reason else Left(rank))
+            self._tell(group, membership, Lost(rank, reason))
+        elif frame.op == Op.LEFT:
+            for (rank,) in map(U32.unpack, rest):
+                membership.gone[rank] = ""
+                self._tell(group, membership, Left(rank))
         elif frame.op == Op.VERDICT:
             self._tell(group, membership, Verdict(rest[0], rest[1], U32.unpack(rest[2])[0]))
         elif frame.op == Op.ASK:
@@ -382,15 +394,3 @@ def _checked(frame: Frame, seconds: float) -> Frame:
     if frame.status == Status.TIMEOUT:
         raise InitError(f"{text.decode()} within {seconds:.3g} s")
     raise InitError(text.decode())
-
-
-def connect_store(unique_id: UniqueId, deadline: float) -> tuple[socket.socket, tuple[str, int]]:
-    """A connection to the job's store that has proven the secret, and the address it goes to."""
-    found = Search(
-        Service.STORE,
-        lambda context: context[:16] == unique_id.job_id,
-        unique_id.addresses,
-        lambda greeting, _: Response(unique_id.secret, greeting),
-        settled=True,
-    ).run(deadline)
-    return found.sock, found.address

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..errors import ArgumentError
-from .wire import U32, pack, unpack
+from .wire import pack, unpack
 
 _KEY = struct.Struct("<16sIIHH4x")
 assert _KEY.size == 32  # it is the context of the connection's claim
 _HURRIED = 1 << 15  # of the stripe's bits
+_PORT = struct.Struct("<H")
+_TOKEN_BYTES = 16
 
 
 ADMITTED, YIELD = b"\1", b"\0"
@@ -48,7 +50,8 @@ class EdgeKey(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where a rank listens. `token`, 16 bytes, is the listener's own: another process may have the same address."""
+    """Where a rank listens. `token`, 16 bytes, is the listener's own: another process may have the same address. All
+    addresses of a listener have one token."""
 
     host: str
     port: int
@@ -69,18 +72,17 @@ class Request(NamedTuple):
         return self.key.src if self.hurried else self.key.dst
 
 
-def pack_addresses(addresses: Iterable[Address]) -> bytes:
-    """A listener's addresses as bytes, to be exchanged."""
-    parts: list[bytes] = []
-    for host, port, interface, token in addresses:
-        parts += (host.encode(), U32.pack(port), interface.encode(), token)
-    return pack(parts)
+def pack_addresses(addresses: Sequence[Address]) -> tuple[bytes, bytes]:
+    """A listener's addresses as two values, to be exchanged: what the ranks of its host have alike, and the rest."""
+    shared = pack(part for each in addresses for part in (each.host.encode(), each.interface.encode()))
+    own = b"".join(_PORT.pack(each.port) for each in addresses) + (addresses[0].token if addresses else b"")
+    return shared, own
 
 
-def unpack_addresses(data: bytes) -> tuple[Address, ...]:
+def unpack_addresses(shared: bytes, own: bytes) -> tuple[Address, ...]:
     """What `pack_addresses` made."""
-    rows = iter(unpack(data))
+    rows = iter(unpack(shared))
     return tuple(
-        Address(host.decode(), U32.unpack(port)[0], interface.decode(), token)
-        for host, port, interface, token in zip(rows, rows, rows, rows, strict=True)
+        Address(host.decode(), _PORT.unpack_from(own, _PORT.size * i)[0], interface.decode(), own[-_TOKEN_BYTES:])
+        for i, (host, interface) in enumerate(zip(rows, rows, strict=True))
     )

@@ -18,28 +18,17 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ..errors import spell_gone, spell_ranks
+from .exchanges import Exchange
 from .keys import Keys, Member, RefusedError
-from .wire import F64, MAX_BODY, MAX_ID, NOBODY, U32, WORLD, Frame, Op, Status, pack
+from .wire import F64, MAX_ID, NOBODY, U32, WORLD, Frame, Op, Status, pack
 
 log = logging.getLogger("hetcoll.groups")
 
 MAX_GROUPS = 1 << 16
-MAX_EXCHANGE = MAX_BODY // 2  # bytes in all blobs of one exchange
 MAX_SIZE = 1 << 20
 MAX_SECONDS = 7 * 86400.0
-
-
-@dataclass(slots=True)
-class Exchange:
-    """One all-gather in progress: the blobs so far, and the requests that wait for the rest.
-
-    `failed` is why it did not complete in time. It stays, so that a late rank gets the same answer as the others.
-    """
-
-    blobs: dict[int, bytes] = field(default_factory=dict)
-    nbytes: int = 0
-    failed: bytes = b""
-    waiting: dict[int, tuple[Member, int]] = field(default_factory=dict)
+_GATHER = 0.02  # seconds in which goodbyes are gathered, and told together
+_GATHER_A_RANK = 50e-6  # seconds more for each rank: telling all of them takes longer, too
 
 
 @dataclass(slots=True)
@@ -59,6 +48,7 @@ class Group:
     `roll` are the requests of ranks that want to go on with those that are left, `rolls` the number of such calls so
     far, and `late` who is there but did not come to one in time. `formed` once all ranks have met in an exchange.
     `mixed` is why it never will: two processes said that they are the same rank, or ranks said different sizes.
+    `leaving` are ranks that said goodbye, of which the others have yet to be told.
     """
 
     size: int
@@ -73,16 +63,24 @@ class Group:
     late: set[int] = field(default_factory=set)
     formed: bool = False
     mixed: str = ""
+    leaving: list[int] = field(default_factory=list)
 
 
 class Groups:
     """The store's state. Not thread-safe: one thread calls it. `clock` is `time.monotonic`.
 
-    `launched`: the process with the store is rank 0 of WORLD, and no other can be.
+    `launched`: the process with the store is rank 0 of WORLD, and no other can be. `reserve` is told how many ranks
+    WORLD has when the first of them comes, and says why they are too many, or nothing.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, launched: bool = False) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        launched: bool = False,
+        reserve: Callable[[int], str] = lambda _: "",
+    ) -> None:
+        self._clock, self._reserve = clock, reserve
         self._launched = launched
         self._groups: dict[bytes, Group] = {}
         self._returning: dict[bytes, list[tuple[Member, int, tuple[bytes, ...]]]] = {}  # JOINs that wait for that
@@ -142,6 +140,8 @@ class Groups:
         if group is None:
             if len(self._groups) >= MAX_GROUPS:
                 raise RefusedError(f"{len(self._groups)} groups are open: wanted fewer than {MAX_GROUPS}")
+            if name == WORLD and (problem := self._reserve(size)):
+                raise RefusedError(f"the job's {size} ranks do not fit the process that hosts its store: {problem}")
             group = self._groups[name] = Group(size)
         if group.gone.get(rank) == "":
             self._returning.setdefault(name, []).append((member, request, rest))
@@ -152,11 +152,16 @@ class Groups:
         if hosts == b"\1":
             group.host = rank
             self._push(group, Op.HOST, name, rank4)
+        self._tell_leaving(group, name)
         group.members[rank] = member
         member.ranks[name] = rank
         member.send(Op.REPLY, pack([U32.pack(group.host)]), request)
+        left = [gone for gone, reason in group.gone.items() if not reason]
+        if left:
+            member.send(Op.LEFT, pack([name, *map(U32.pack, left)]))
         for gone, reason in group.gone.items():
-            member.send(*_parting(name, gone, reason))
+            if reason:
+                member.send(*_loss(name, gone, reason))
         if group.verdict is not None:
             member.send(Op.VERDICT, group.verdict)
 
@@ -188,8 +193,7 @@ class Groups:
             raise RefusedError(text)
         group.mixed = text
         for exchange in group.exchanges.values():
-            for member, request in exchange.waiting.values():
-                member.send(Op.REPLY, text.encode(), request, Status.REFUSED)
+            exchange.answer(text.encode(), Status.REFUSED)
         group.exchanges.clear()
         raise RefusedError(text)
 
@@ -222,15 +226,19 @@ class Groups:
         group, rank = self._groups[name], member.ranks.pop(name)
         del group.members[rank]
         group.gone[rank] = reason
-        op, body = _parting(name, rank, reason)
-        for other in group.members.values():
-            other.send(op, body)
+        if reason:
+            self._tell_leaving(group, name)  # in the order in which they went
+            op, body = _loss(name, rank, reason)
+            for other in group.members.values():
+                other.send(op, body)
+        else:
+            self._gather_leaving(group, name, rank)
         for tag, exchange in list(group.exchanges.items()):
             _, request = exchange.waiting.pop(rank, (member, 0))
             if request:  # of another of its threads
                 text = f"rank {rank} left the group while it exchanged {tag!r}"
                 member.send(Op.REPLY, text.encode(), request, Status.REFUSED)
-            if reason or rank not in exchange.blobs:
+            if reason or rank not in exchange.rows:
                 self._fail_exchange(group, tag, rank)
         _, request = group.roll.pop(rank, (member, 0))
         if request:
@@ -242,6 +250,22 @@ class Groups:
             if not question.waiting or question.asker is member:
                 self._close_question(group, number)
         self._begin_anew(name)
+
+    def _gather_leaving(self, group: Group, name: bytes, rank: int) -> None:
+        """A job ends with goodbyes of all ranks at about the same time: those who are still there hear of many at once,
+        and most of none. Telling each of every other one takes n² messages."""
+        if not group.leaving:
+            seconds = _GATHER + _GATHER_A_RANK * group.size
+            self._after(F64.pack(seconds), lambda: self._tell_leaving(group, name))
+        group.leaving.append(rank)
+
+    def _tell_leaving(self, group: Group, name: bytes) -> None:
+        if not group.leaving:
+            return
+        body = pack([name, *map(U32.pack, group.leaving)])
+        group.leaving.clear()
+        for member in group.members.values():
+            member.send(Op.LEFT, body)
 
     def _of(self, member: Member, name: bytes) -> tuple[Group, int]:
         if name not in member.ranks:
@@ -274,48 +298,31 @@ class Groups:
         if exchange.failed:
             member.send(Op.REPLY, exchange.failed, request, Status.TIMEOUT)
             return
-        exchange.nbytes += len(blob)
-        if exchange.nbytes > MAX_EXCHANGE:
-            raise RefusedError(f"the blobs of {tag!r} are too large: wanted at most {MAX_EXCHANGE} bytes in all")
-        exchange.blobs[rank] = blob
-        exchange.waiting[rank] = (member, request)
-        if len(exchange.blobs) == group.size:
-            self._finish_exchange(group, tag)
+        exchange.add(tag, rank, member, request, blob)
+        if len(exchange.rows) == group.size:
+            group.formed = True
+            group.exchanges.pop(tag).finish(group.size)
             return
-        gone = [other for other in group.gone if other not in exchange.blobs]
+        gone = [other for other in group.gone if other not in exchange.rows]
         if gone:
             self._fail_exchange(group, tag, gone[0])
             return
         self._after(seconds8, lambda: self._expire_exchange(group, tag, exchange))
 
-    def _finish_exchange(self, group: Group, tag: bytes) -> None:
-        exchange = group.exchanges.pop(tag)
-        group.formed = True
-        body = pack(exchange.blobs[rank] for rank in range(group.size))  # built once, shared by all replies
-        for member, request in exchange.waiting.values():
-            member.send(Op.REPLY, body, request)
-        exchange.blobs.clear()  # its timer still refers to it
-
     def _fail_exchange(self, group: Group, tag: bytes, rank: int) -> None:
-        exchange = group.exchanges.pop(tag)
-        body = pack([U32.pack(rank), f"{spell_gone(rank, group.gone[rank])}; {tag!r} needed it".encode()])
-        for member, request in exchange.waiting.values():
-            member.send(Op.REPLY, body, request, Status.LOST)
-        exchange.blobs.clear()
+        text = f"{spell_gone(rank, group.gone[rank])}; {tag!r} needed it"
+        group.exchanges.pop(tag).answer(pack([U32.pack(rank), text.encode()]), Status.LOST)
 
     def _expire_exchange(self, group: Group, tag: bytes, exchange: Exchange) -> None:
         if group.exchanges.get(tag) is not exchange or exchange.failed:
             return
-        late = [rank for rank in range(group.size) if rank not in exchange.blobs]
+        late = [rank for rank in range(group.size) if rank not in exchange.rows]
         absent = [rank for rank in late if rank not in group.members]
         text = f"{spell_ranks(late)} never came to {tag.decode(errors='replace')!r}"
         if absent:
             text += f"; {spell_ranks(absent)} of {group.size} never joined the job"
         exchange.failed = text.encode()
-        for member, request in exchange.waiting.values():
-            member.send(Op.REPLY, exchange.failed, request, Status.TIMEOUT)
-        exchange.waiting.clear()
-        exchange.blobs.clear()
+        exchange.answer(exchange.failed, Status.TIMEOUT)
 
     # Verdicts and questions.
 
@@ -370,8 +377,10 @@ class Groups:
 
     def _close_roll(self, group: Group, *, now: bool = False) -> None:
         """Tell those who came to a roll call who they are, once all have come that can, or `now`."""
+        if not group.roll:  # most often, and there may be many ranks
+            return
         missing = group.members.keys() - group.roll.keys() - group.late
-        if not group.roll or (missing and not now):
+        if missing and not now:
             return
         group.late |= missing
         group.rolls += 1
@@ -381,7 +390,5 @@ class Groups:
         group.roll.clear()
 
 
-def _parting(name: bytes, rank: int, reason: str) -> tuple[Op, bytes]:
-    if reason:
-        return Op.LOST, pack([name, U32.pack(rank), reason.encode()])
-    return Op.LEFT, pack([name, U32.pack(rank)])
+def _loss(name: bytes, rank: int, reason: str) -> tuple[Op, bytes]:
+    return Op.LOST, pack([name, U32.pack(rank), reason.encode()])

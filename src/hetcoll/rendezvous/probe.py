@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from ..errors import AuthenticationError, InitError
 from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, greeting_context
 from .sockets import is_itself, spell_address, spell_error, tune
+from .unique_id import UniqueId
 
 log = logging.getLogger("hetcoll.probe")
 
@@ -235,3 +236,15 @@ class Search:
 def _first_few(items: Iterable[str]) -> str:
     items = list(items)
     return ", ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
+
+
+def connect_store(unique_id: UniqueId, deadline: float) -> tuple[socket.socket, tuple[str, int]]:
+    """A connection to the job's store that has proven the secret, and the address it goes to."""
+    found = Search(
+        Service.STORE,
+        lambda context: context[:16] == unique_id.job_id,
+        unique_id.addresses,
+        lambda greeting, _: Response(unique_id.secret, greeting),
+        settled=True,
+    ).run(deadline)
+    return found.sock, found.address

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from .. import lifetime
+from ..config.limits import reserve_descriptors
 from ..errors import CommunicationError
 from .acceptor import Acceptor, Fetch, choose_wait
 from .auth import Service
@@ -89,7 +90,7 @@ class StoreServer:
         self._idle = threading.Event()  # nobody is connected
         self._idle.set()
         self._job_id = context[:16]
-        self._groups = Groups(launched=any(context[16:]))
+        self._groups = Groups(launched=any(context[16:]), reserve=reserve_descriptors)
         self._connections: dict[int, Connection] = {}
         self._dirty: set[Connection] = set()  # have something queued since the last flush
         self._closing = False

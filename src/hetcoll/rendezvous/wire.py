@@ -28,7 +28,7 @@ class Op(IntEnum):
 
     JOIN = 1  # group, rank, size, 1 where this process hosts the store, seconds -> rank that hosts it, or NOBODY
     LEAVE = 2  # group
-    EXCHANGE = 3  # group, tag, blob, seconds -> blobs in the order of ranks
+    EXCHANGE = 3  # group, tag, packed values, seconds -> a column for each value: see `columns`
     POST = 4  # group, kind, blob -> kind, blob and rank of the group's first verdict
     QUERY = 5  # group, blob, seconds -> a field a rank: 1 and the answer, or empty
     PUT = 6  # key, value
@@ -38,7 +38,7 @@ class Op(IntEnum):
     SHRINK = 10  # group, seconds -> the number of the roll call, and who answered it: a field a rank, in rising order
     REPLY = 64
     LOST = 65  # group, rank, reason
-    LEFT = 66  # group, rank
+    LEFT = 66  # group, ranks
     VERDICT = 67  # group, kind, blob, rank
     ASK = 68  # group, rank that asks, blob, the number of the question
     HOST = 69  # group, rank that hosts the store

@@ -132,7 +132,7 @@ class Facts:
         ]
         if wrong:
             raise InitError("; ".join(wrong))
-        if not all(len({gpu.vendor for gpu in one}) < 2 for one in self.gpus):
+        if not any(self.gpus) or not all(len({gpu.vendor for gpu in one}) < 2 for one in self.gpus):
             return  # which vendor's a rank uses is known with its first array
         likely = [one[0] if one else Gpu.none("") for one in self.gpus]
         places = [(gpu.vendor, gpu.bus if len(one) == 1 else "") for gpu, one in zip(likely, self.gpus, strict=True)]
@@ -143,7 +143,9 @@ class Facts:
         """Equal where ranks were told the same; empty where there are no GPUs."""
         if not any(self.gpus):
             return b""
-        return hashlib.blake2b(json.dumps([encode(one) for one in self.gpus]).encode(), digest_size=16).digest()
+        # Ranks that were told of the same GPUs share one list of them (`Column.each`), and there may be many ranks.
+        texts = {id(one): json.dumps(encode(one)).encode() for one in {id(one): one for one in self.gpus}.values()}
+        return hashlib.blake2b(b"\0".join(texts[id(one)] for one in self.gpus), digest_size=16).digest()
 
     def choose(
         self,

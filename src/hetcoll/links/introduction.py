@@ -1,0 +1,144 @@
+"""What the ranks of a communicator tell each other before anything else, and where each is reached.
+
+Both are exchanged in columns (`rendezvous.columns`), cut so that what ranks have in common stands by itself: only a
+process's number and a random name differ from rank to rank, 24 bytes. What is read here is read once for each different
+content, and everything else a rank does at the start takes time that grows with the number of ranks, and no faster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Self
+
+from .. import _native
+from ..config.env import SHM_STORES, Config
+from ..config.limits import address_space_left
+from ..errors import InitError
+from ..plan.rails import Nic
+from ..plan.topology import RankInfo, spell_islands
+from ..rendezvous.columns import Column
+from ..rendezvous.descriptors import host_identity
+from ..rendezvous.edges import Address, pack_addresses, unpack_addresses
+from ..vendors.facts import Gpu, decode, encode, visible
+from ..version import __version__
+
+_AGREED = (
+    *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check"),
+    *("ib_bytes", "ib_retry_cnt", "ib_sl", "ib_tc", "ib_timeout"),
+)
+"""What must be the same in the configurations of all ranks; islands as well."""
+
+_PROCESS = struct.Struct("<Q")
+_NAME_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a rank tells the others first. `settings` must be equal everywhere."""
+
+    host: str
+    cores: list[int]  # that it may run on
+    settings: dict[str, Any]
+    device: str
+    gpus: Sequence[Gpu]  # that it may use
+    no_gpu: str
+    claims: bool
+    room: int | None  # what is left of its address space
+    version: str
+    pid: int
+    name: bytes  # random, by which its memory is found
+
+    @classmethod
+    def here(cls, config: Config) -> Self:
+        """That of this process."""
+        islands = None if config.islands is None else spell_islands(config.islands)
+        chosen = {f"HETCOLL_{name.upper()}": getattr(config, name) for name in _AGREED} | {"HETCOLL_ISLANDS": islands}
+        gpus, no_gpu = visible(config.device)
+        return cls(
+            host=host_identity(config.host_id),
+            cores=sorted(os.sched_getaffinity(0)),
+            settings=chosen,
+            device=config.device.kind if config.device else "",
+            gpus=gpus,
+            no_gpu=no_gpu,
+            claims=_native.claims_slots(SHM_STORES.index(config.shm_stores)),
+            room=address_space_left(),
+            version=__version__,
+            pid=os.getpid(),
+            name=os.urandom(_NAME_BYTES),
+        )
+
+    def values(self) -> list[bytes]:
+        """One value a column, for `Introductions`."""
+        shared = [self.device, self.no_gpu, self.claims, self.room, self.version]
+        parts = (self.host, self.cores, self.settings, encode(self.gpus), shared)
+        return [*(json.dumps(part).encode() for part in parts), _PROCESS.pack(self.pid), self.name]
+
+
+class Introductions:
+    """Those of all ranks. InitError where their settings differ."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        hosts, cores, settings, gpus, shared, pids, self._names = columns
+        _check_settings(settings)
+        self.hosts: list[str] = hosts.each(json.loads)
+        found: dict[str, set[int]] = {}  # a launcher may have given each rank one of its host's cores
+        for host, mine in {(self.hosts[r], cores.which[r]): cores[r] for r in range(len(hosts))}.items():
+            found.setdefault(host[0], set()).update(json.loads(mine))
+        self.cores = {host: len(numbers) for host, numbers in found.items()}
+        self.gpus: list[list[Gpu]] = gpus.each(lambda told: decode(json.loads(told)))
+        told: list[list[Any]] = shared.each(json.loads)
+        self.no_gpu: list[str] = [each[1] for each in told]
+        self.rooms: list[int | None] = [each[3] for each in told]
+        self.infos = tuple(
+            RankInfo(rank, host, pid, self.cores[host], version=version, wish=device, claims=claims)
+            for rank, (host, pid, (device, _, claims, _, version)) in enumerate(
+                zip(self.hosts, pids.each(lambda pid: int(_PROCESS.unpack(pid)[0])), told, strict=True)
+            )
+        )
+
+    def doorbell(self, rank: int) -> str:
+        """The name under which `rank` shares its memory: nobody can guess it."""
+        return f"hetcoll-{self._names[rank].hex()}"
+
+
+def _check_settings(settings: Column) -> None:
+    if len(settings.values) > 1:
+        odd = next(rank for rank, which in enumerate(settings.which) if which != settings.which[0])
+        ours, theirs = json.loads(settings[0]), json.loads(settings[odd])
+        unequal = [k for k in ours if ours[k] != theirs.get(k)]
+        raise InitError("; ".join(f"{k} is {ours[k]!r} on rank 0 and {theirs.get(k)!r} on rank {odd}" for k in unequal))
+
+
+class Reach(NamedTuple):
+    """Where a rank listens, its RDMA ports, and why it has none."""
+
+    addresses: Sequence[Address]
+    nics: Sequence[Nic]
+    no_nics: str
+
+    def values(self) -> list[bytes]:
+        """One value a column, for `Reaches`."""
+        places, own = pack_addresses(self.addresses)
+        return [places, own, json.dumps([[asdict(nic) for nic in self.nics], self.no_nics]).encode()]
+
+
+class Reaches:
+    """Those of all ranks."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self._places, self._own, nics = columns
+        self.nics: list[tuple[tuple[Nic, ...], str]] = nics.each(_read_nics)
+
+    def addresses(self, rank: int) -> tuple[Address, ...]:
+        """Where `rank` listens. Read when it is needed: few ranks are."""
+        return unpack_addresses(self._places[rank], self._own[rank])
+
+
+def _read_nics(value: bytes) -> tuple[tuple[Nic, ...], str]:
+    nics, no_nics = json.loads(value)
+    return tuple(Nic(**nic) for nic in nics), no_nics
