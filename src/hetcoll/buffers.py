@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -44,6 +44,33 @@ KNOWS_ARRAYS = _native.know_arrays(np.zeros((2, 3), np.float32))
 """Whether repeated calls read NumPy's arrays directly; a NumPy with other fields is read by the buffer protocol."""
 
 
+class SupportsBuffer(Protocol):
+    """Python's buffer protocol: bytes-likes, memoryview, array.array, NumPy arrays."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
+class SupportsDLPack(Protocol):
+    """What PyTorch, JAX, CuPy and NumPy speak. Libraries differ in the arguments."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __dlpack_device__(self) -> Any: ...
+
+
+class SupportsCudaArrayInterface(Protocol):
+    """Numba's protocol."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any: ...
+
+
+class SupportsHetcollBuffer(Protocol):
+    """Arrays of this package, which say themselves where they lie."""
+
+    def __hetcoll_buffer__(self) -> Any: ...
+
+
 @dataclass(slots=True)  # not frozen: that takes a microsecond a call
 class Buffer:
     """`count` elements of `dtype` from address `ptr` on, contiguous. `owner` keeps the memory alive."""
@@ -69,6 +96,10 @@ class Buffer:
 
     def overlaps(self, other: Buffer) -> bool:
         return self.ptr < other.ptr + other.nbytes and other.ptr < self.ptr + self.nbytes
+
+
+Array = SupportsBuffer | SupportsDLPack | SupportsCudaArrayInterface | SupportsHetcollBuffer | Buffer
+"""What calls take: C-contiguous, of a type in `DType`, and writable where they write."""
 
 
 def element_type(dtype: Any) -> np.dtype[Any]:
