@@ -103,10 +103,16 @@ Array = SupportsBuffer | SupportsDLPack | SupportsCudaArrayInterface | SupportsH
 
 
 def element_type(dtype: Any) -> np.dtype[Any]:
-    """`dtype` as NumPy's; names of ml_dtypes' types need that package. BufferTypeError for what is not supported."""
+    """`dtype`, a `DType` or what NumPy takes for one, as NumPy's; ml_dtypes' types need that package. BufferTypeError
+    for what is not supported."""
+    dtype = dtype.label if isinstance(dtype, DType) else dtype
     if isinstance(dtype, str) and dtype in _BY_NAME and not hasattr(np, dtype) and dtype != "bool":
-        import ml_dtypes
-
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise BufferTypeError(
+                f"dtype: {dtype} needs the package ml_dtypes: pip install 'hetcoll[dtypes]'"
+            ) from None
         dtype = getattr(ml_dtypes, dtype)
     try:
         found: np.dtype[Any] = np.dtype(dtype)
@@ -208,7 +214,10 @@ _capsule_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 def _from_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
     """The capsule is read and left unconsumed: its destructor gives the exporter's reference back."""
-    kind, index = map(int, obj.__dlpack_device__())
+    try:
+        kind, index = map(int, obj.__dlpack_device__())
+    except (BufferError, RuntimeError, ValueError) as error:  # PyTorch's meta tensors have no memory
+        raise BufferTypeError(f"{name}: this {type(obj).__name__} has no memory that DLPack knows: {error}") from error
     device = _DEVICES.get(kind)
     if device is None:
         raise BufferTypeError(f"{name}: {_foreign(kind)}")

@@ -429,10 +429,10 @@ class Communicator:
         """An uninitialised array in memory that all ranks of this host have mapped, and that is registered with the
         RDMA devices in use: it moves without a staging copy.
 
-        `dtype` is a NumPy dtype, or the name of one of ml_dtypes'. The memory is given back when the last array that
-        uses it is gone, which may be after `close`. Alone on a host without RDMA, or over TCP only, it is ordinary
-        memory. ArgumentError where this rank's part of the shared memory has not so much left, or a `shape` is none;
-        MemoryError where there is not so much ordinary memory.
+        `dtype` is a NumPy dtype, a `DType` or its label; some need the package ml_dtypes. The memory is given back when
+        the last array that uses it is gone, which may be after `close`. Alone on a host without RDMA, or over TCP only,
+        it is ordinary memory. ArgumentError where this rank's part of the shared memory has not so much left, or a
+        `shape` is none; MemoryError where there is not so much ordinary memory.
         """
         self._host.check_usable()
         return registration.empty(self._core, shape, dtype, device)
