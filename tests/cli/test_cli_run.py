@@ -53,6 +53,13 @@ def test_a_script_runs_as_ranks_with_its_own_arguments(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == want
 
 
+def test_two_dashes_end_the_launchers_options(tmp_path: Path) -> None:
+    script = tmp_path / "say.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    done = command("run", "-n", "1", "--restart", "1", "--keep-going", "--", str(script), "--", "-n", "7")
+    assert (done.returncode, done.stdout) == (0, "[0] ['--', '-n', '7']\n"), done.stderr
+
+
 def test_output_without_prefix_and_a_module(tmp_path: Path) -> None:
     (tmp_path / "who.py").write_text("import os, sys\nprint(os.environ['RANK'], *sys.argv[1:])\n")
     done = command("run", "-n", "2", "--no-prefix", "-m", "who", "a", "--b", cwd=tmp_path)
