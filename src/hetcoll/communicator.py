@@ -543,6 +543,10 @@ class Communicator:
         self._host.check_parent()
         self._host.wait(ticket, self._core.seconds(timeout))
 
+    def _check_limit(self, ticket: Ticket, waited: float) -> None:
+        if waited >= self._config.timeout:
+            self._host.wait(ticket, self._config.timeout, waited)
+
     def _end_group(self, run: bool) -> None:
         messages.end_group(self._core, run)
 
