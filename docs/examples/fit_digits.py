@@ -1,5 +1,6 @@
 """Data-parallel training of a small network, in which ranks have unequal shares of every batch.
 
+    pip install scikit-learn
     hetcoll run -n 4 docs/examples/fit_digits.py
 
 Rank r takes about r + 1 parts of each batch of scikit-learn's handwritten digits (1797 images of 8 x 8). It adds up the
@@ -24,8 +25,10 @@ def load(comm: hetcoll.Communicator) -> tuple[np.ndarray, np.ndarray]:
     """The images, scaled to [0, 1], and their labels. Rank 0 reads them and broadcasts them."""
     images, labels = np.empty((IMAGES, 64)), np.empty(IMAGES, np.int64)
     if comm.rank == 0:
-        from sklearn.datasets import load_digits
-
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError:
+            raise SystemExit("fit_digits.py: its images come with scikit-learn: pip install scikit-learn") from None
         digits = load_digits()
         images[:], labels[:] = digits.data / 16.0, digits.target
     comm.broadcast(images)

@@ -9,6 +9,7 @@
 """
 
 from ._moved import install as _find_what_moved
+from .buffers import Array
 from .communicator import Communicator
 from .errors import (
     AbortedError,
@@ -28,15 +29,15 @@ from .errors import (
 from .job import from_mpi, init
 from .rendezvous.bootstrap import get_unique_id
 from .rendezvous.unique_id import UniqueId
-from .types import DType, ReduceOp
+from .types import DType, OpName, ReduceOp
 from .version import __version__
 from .work import Work
 
 __all__ = [
-    "AbortedError", "ArgumentError", "AuthenticationError", "BufferTypeError", "ClosedError",
+    "AbortedError", "ArgumentError", "Array", "AuthenticationError", "BufferTypeError", "ClosedError",
     "CollectiveMismatchError", "CollectiveTimeoutError", "CommunicationError", "Communicator", "DType",
-    "DeviceError", "HetcollError", "InitError", "PeerLostError", "ReduceOp", "RegistrationError", "UniqueId", "Work",
-    "__version__", "from_mpi", "get_unique_id", "init",
+    "DeviceError", "HetcollError", "InitError", "OpName", "PeerLostError", "ReduceOp", "RegistrationError", "UniqueId",
+    "Work", "__version__", "from_mpi", "get_unique_id", "init",
 ]  # fmt: skip
 
 _find_what_moved()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -44,6 +44,33 @@ KNOWS_ARRAYS = _native.know_arrays(np.zeros((2, 3), np.float32))
 """Whether repeated calls read NumPy's arrays directly; a NumPy with other fields is read by the buffer protocol."""
 
 
+class SupportsBuffer(Protocol):
+    """Python's buffer protocol: bytes-likes, memoryview, array.array, NumPy arrays."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
+class SupportsDLPack(Protocol):
+    """What PyTorch, JAX, CuPy and NumPy speak. Libraries differ in the arguments."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __dlpack_device__(self) -> Any: ...
+
+
+class SupportsCudaArrayInterface(Protocol):
+    """Numba's protocol."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any: ...
+
+
+class SupportsHetcollBuffer(Protocol):
+    """Arrays of this package, which say themselves where they lie."""
+
+    def __hetcoll_buffer__(self) -> Any: ...
+
+
 @dataclass(slots=True)  # not frozen: that takes a microsecond a call
 class Buffer:
     """`count` elements of `dtype` from address `ptr` on, contiguous. `owner` keeps the memory alive."""
@@ -71,11 +98,21 @@ class Buffer:
         return self.ptr < other.ptr + other.nbytes and other.ptr < self.ptr + self.nbytes
 
 
-def element_type(dtype: Any) -> np.dtype[Any]:
-    """`dtype` as NumPy's; names of ml_dtypes' types need that package. BufferTypeError for what is not supported."""
-    if isinstance(dtype, str) and dtype in _BY_NAME and not hasattr(np, dtype) and dtype != "bool":
-        import ml_dtypes
+Array = SupportsBuffer | SupportsDLPack | SupportsCudaArrayInterface | SupportsHetcollBuffer | Buffer
+"""What calls take: C-contiguous, of a type in `DType`, and writable where they write."""
 
+
+def element_type(dtype: Any) -> np.dtype[Any]:
+    """`dtype`, a `DType` or what NumPy takes for one, as NumPy's; ml_dtypes' types need that package. BufferTypeError
+    for what is not supported."""
+    dtype = dtype.label if isinstance(dtype, DType) else dtype
+    if isinstance(dtype, str) and dtype in _BY_NAME and not hasattr(np, dtype) and dtype != "bool":
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise BufferTypeError(
+                f"dtype: {dtype} needs the package ml_dtypes: pip install 'hetcoll[dtypes]'"
+            ) from None
         dtype = getattr(ml_dtypes, dtype)
     try:
         found: np.dtype[Any] = np.dtype(dtype)
@@ -177,7 +214,10 @@ _capsule_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 def _from_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
     """The capsule is read and left unconsumed: its destructor gives the exporter's reference back."""
-    kind, index = map(int, obj.__dlpack_device__())
+    try:
+        kind, index = map(int, obj.__dlpack_device__())
+    except (BufferError, RuntimeError, ValueError) as error:  # PyTorch's meta tensors have no memory
+        raise BufferTypeError(f"{name}: this {type(obj).__name__} has no memory that DLPack knows: {error}") from error
     device = _DEVICES.get(kind)
     if device is None:
         raise BufferTypeError(f"{name}: {_foreign(kind)}")

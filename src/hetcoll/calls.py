@@ -163,12 +163,20 @@ def _check_overlap(send: Buffer, recv: Buffer, in_place_offset: int | None) -> N
         )
 
 
+def _check_recvbuf(recvbuf: object) -> None:
+    """The reduction's place is that of recvbuf in other libraries."""
+    if isinstance(recvbuf, str | ReduceOp):
+        got = f"ReduceOp.{recvbuf.name}" if isinstance(recvbuf, ReduceOp) else repr(recvbuf)
+        raise BufferTypeError(f"recvbuf: wanted an array or None, got {got}; write op={got}")
+
+
 def _wanted(name: str, buffer: Buffer, count: int, why: str) -> None:
     if buffer.count != count:
         raise ArgumentError(f"{name}: wanted {count} elements ({why}), got {buffer.count}")
 
 
 def allreduce(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object) -> Call:
+    _check_recvbuf(recvbuf)
     send = read_buffer(sendbuf, "sendbuf", writable=recvbuf is None)
     recv = send if recvbuf is None else read_buffer(recvbuf, "recvbuf", writable=True)
     _alike(send, recv)
@@ -187,6 +195,7 @@ def allgather(rank: int, size: int, sendbuf: Any, recvbuf: Any) -> Call:
 
 
 def reduce_scatter(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object) -> Call:
+    _check_recvbuf(recvbuf)
     send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
     _alike(send, recv)
     _wanted("sendbuf", send, recv.count * size, f"{size} ranks x {recv.count}")
@@ -202,6 +211,7 @@ def broadcast(rank: int, size: int, buf: Any, root: object) -> Call:
 
 
 def reduce(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object, root: object) -> Call:
+    _check_recvbuf(recvbuf)
     at = check_rank(root, size, "root")
     send = read_buffer(sendbuf, "sendbuf", writable=rank == at and recvbuf is None)
     recv = None
@@ -295,6 +305,7 @@ def allgatherv(rank: int, size: int, sendbuf: Any, recvbuf: Any, counts: Sequenc
 
 
 def reduce_scatterv(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object, counts: Sequence[int]) -> Call:
+    _check_recvbuf(recvbuf)
     send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
     _alike(send, recv)
     table = _offsets(_counts(counts, size, "counts"))

@@ -18,6 +18,7 @@ import numpy as np
 
 from . import calls, lifetime
 from ._native import Status, Ticket, fast_path
+from .buffers import Array
 from .calls import RECV, SEND, SENDRECV
 from .config.env import Config, configuration
 from .config.process import configure
@@ -34,11 +35,8 @@ from .runtime.core import Core, refuse
 from .runtime.executor import FastPath
 from .runtime.planner import Explanation
 from .runtime.registration import Registration
-from .types import Collective, Format
+from .types import Collective, Format, FormatName, OpName, ReduceOp
 from .work import Work
-
-Array = Any
-"""NumPy, anything with DLPack or the buffer protocol; C-contiguous."""
 
 
 class Communicator:
@@ -140,17 +138,17 @@ class Communicator:
         self,
         sendbuf: Array,
         recvbuf: Array | None = None,
-        op: str = "sum",
+        op: ReduceOp | OpName = "sum",
         *,
         stream: object = None,
         async_op: bool = False,
         timeout: float | None = None,
-        compress: str | None = None,
+        compress: FormatName | None = None,
     ) -> Work:
         """Reduce `sendbuf` over all ranks, element by element, into `recvbuf` on every rank; in place without one.
 
-        Both have the same dtype and count, which is the same on all ranks. `op`: sum, prod, max, min, avg, land, lor,
-        lxor, band, bor, bxor, where the dtype has it (`hetcoll.types.supports`). 8- and 16-bit floats are computed in
+        Both have the same dtype and count, which is the same on all ranks. `op`: a `ReduceOp`, or its name in lower
+        case (which is faster), where the dtype has it (`hetcoll.types.supports`). 8- and 16-bit floats are computed in
         float32 and rounded once per reduction.
 
         `compress`: ``"bf16"``, ``"fp8"`` or ``"int8"``: how sums and averages of float32, float16 and bfloat16
@@ -182,12 +180,12 @@ class Communicator:
         self,
         sendbuf: Array,
         recvbuf: Array,
-        op: str = "sum",
+        op: ReduceOp | OpName = "sum",
         *,
         stream: object = None,
         async_op: bool = False,
         timeout: float | None = None,
-        compress: str | None = None,
+        compress: FormatName | None = None,
     ) -> Work:
         """Reduce `sendbuf` (size x count elements) over all ranks and leave part `rank` of it in `recvbuf` (count).
 
@@ -209,7 +207,7 @@ class Communicator:
         self,
         sendbuf: Array,
         recvbuf: Array | None = None,
-        op: str = "sum",
+        op: ReduceOp | OpName = "sum",
         root: int = 0,
         *,
         stream: object = None,
@@ -299,7 +297,7 @@ class Communicator:
         self,
         sendbuf: Array,
         recvbuf: Array,
-        op: str = "sum",
+        op: ReduceOp | OpName = "sum",
         *,
         counts: Sequence[int],
         stream: object = None,
@@ -380,7 +378,7 @@ class Communicator:
 
     # Communicators that come from this one.
 
-    def split(self, color: int | None, key: int = 0, *, compress: str | None = None) -> Self | None:
+    def split(self, color: int | None, key: int = 0, *, compress: FormatName | None = None) -> Self | None:
         """A communicator for each `color`: this rank's, with ranks ordered by `key` and then by rank here.
 
         Collective over this communicator. A rank with `color` None belongs to none and gets None. Both are 64-bit.
@@ -431,10 +429,10 @@ class Communicator:
         """An uninitialised array in memory that all ranks of this host have mapped, and that is registered with the
         RDMA devices in use: it moves without a staging copy.
 
-        `dtype` is a NumPy dtype, or the name of one of ml_dtypes'. The memory is given back when the last array that
-        uses it is gone, which may be after `close`. Alone on a host without RDMA, or over TCP only, it is ordinary
-        memory. ArgumentError where this rank's part of the shared memory has not so much left, or a `shape` is none;
-        MemoryError where there is not so much ordinary memory.
+        `dtype` is a NumPy dtype, a `DType` or its label; some need the package ml_dtypes. The memory is given back when
+        the last array that uses it is gone, which may be after `close`. Alone on a host without RDMA, or over TCP only,
+        it is ordinary memory. ArgumentError where this rank's part of the shared memory has not so much left, or a
+        `shape` is none; MemoryError where there is not so much ordinary memory.
         """
         self._host.check_usable()
         return registration.empty(self._core, shape, dtype, device)
@@ -459,7 +457,7 @@ class Communicator:
 
     # Telling.
 
-    def explain(self, op: str, nbytes: int, *, compress: str | None = None) -> Explanation:
+    def explain(self, op: str, nbytes: int, *, compress: FormatName | None = None) -> Explanation:
         """Which algorithm, channels and transports a collective of `nbytes` uses, and why. Local; sends nothing.
 
         `compress` as the call would have it, on host memory. Of compressed edges it tells what they make of float32.
@@ -544,6 +542,10 @@ class Communicator:
     def _wait(self, ticket: Ticket, timeout: float | None) -> None:
         self._host.check_parent()
         self._host.wait(ticket, self._core.seconds(timeout))
+
+    def _check_limit(self, ticket: Ticket, waited: float) -> None:
+        if waited >= self._config.timeout:
+            self._host.wait(ticket, self._config.timeout, waited)
 
     def _end_group(self, run: bool) -> None:
         messages.end_group(self._core, run)

@@ -17,6 +17,7 @@ from .errors import ArgumentError, InitError
 from .rendezvous.bootstrap import bootstrap, get_unique_id
 from .rendezvous.session import coming_together
 from .runtime.compression import parse_format
+from .types import FormatName
 
 _world: weakref.ref[Communicator] | None = None
 
@@ -26,7 +27,7 @@ def init(
     timeout: float | None = None,
     islands: str | Sequence[Sequence[int]] | None = None,
     device: str | None = None,
-    compress: str | None = None,
+    compress: FormatName | None = None,
 ) -> Communicator:
     """The communicator of all ranks of this job, as the launcher's environment describes it.
 

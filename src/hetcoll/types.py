@@ -8,6 +8,7 @@ reductions are NCCL's own numbers (nccl.h), so that an island can hand them thro
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Literal
 
 
 class DType(IntEnum):
@@ -71,6 +72,11 @@ class ReduceOp(IntEnum):
     def label(self) -> str:
         return self.name.lower()
 
+
+OpName = Literal["sum", "prod", "max", "min", "avg", "land", "lor", "lxor", "band", "bor", "bxor"]
+"""The labels of `ReduceOp`, which calls take as well."""
+FormatName = Literal["none", "bf16", "fp8", "int8"]
+"""The labels of `Format`, which calls take."""
 
 FLOATS = frozenset(
     {

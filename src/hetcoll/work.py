@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 import hetcoll._native as _native
 
+log = logging.getLogger("hetcoll")
+
 _RUNNING, _DONE, _FAILED = 0, 1, 2
+_PAUSES = (50e-6, 2e-3)  # seconds between looks at what callbacks are for: at first, and at most
+_IDLE = 0.2  # seconds until a thread without works ends
 
 
 class Waiter(Protocol):
     """What a `Work` needs of the communicator that started it."""
 
     def _wait(self, ticket: _native.Ticket, timeout: float | None) -> None: ...
+
+    def _check_limit(self, ticket: _native.Ticket, waited: float) -> None: ...
 
     def _failure(self) -> Exception | None: ...
 
@@ -77,6 +87,40 @@ class Work:
             return None
         return comm._failure()
 
+    def add_done_callback(self, callback: Callable[[Work], object]) -> None:
+        """Call `callback` with this Work once it is over, successfully or not: `error` says which.
+
+        At once where it is over already, else on a thread that all Works share: a callback is quick and does not wait.
+        It starts no collectives, since ranks would start them in different orders. What it raises is logged. A Work on
+        host buffers that takes longer than the communicator's timeout is over, with a `CollectiveTimeoutError`.
+        """
+        if self.done:
+            _tell(self, callback)
+        else:
+            _watch.add(self, callback)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """``await work``: as `wait`, while the event loop of asyncio runs on. Cancelling it ends the waiting only."""
+        if not self.done:
+            import asyncio  # most programs have no loop, and imports count
+
+            loop = asyncio.get_running_loop()
+            over = asyncio.Event()
+
+            def tell(_: Work) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop was closed
+                    loop.call_soon_threadsafe(over.set)
+
+            self.add_done_callback(tell)
+            yield from over.wait().__await__()
+        self.wait()
+
+    def _check_limit(self, waited: float) -> None:
+        """CollectiveTimeoutError where `waited` seconds are more than the communicator allows."""
+        comm, ticket = self._comm, self._ticket
+        if comm is not None and ticket is not None:
+            comm._check_limit(ticket, waited)
+
     def _release(self) -> None:
         self._comm = self._ticket = self._keep = None
 
@@ -109,6 +153,9 @@ class _Finished(Work):
     def error(self) -> Exception | None:
         return self._work.error
 
+    def _check_limit(self, waited: float) -> None:
+        self._work._check_limit(waited)
+
     def _end(self) -> None:
         with self._lock:
             if self._finish is not None:
@@ -128,3 +175,63 @@ def finished(work: Work, finish: Callable[[], None] | None) -> Work:
 
 DONE = Work()
 """What a call returns that was complete on return: there is nothing in it that could differ from one to the next."""
+
+
+def _tell(work: Work, callback: Callable[[Work], object]) -> None:
+    try:
+        callback(work)
+    except Exception:
+        log.exception("a callback of %r", work)
+
+
+class _Watch:
+    """A thread that calls back when works are over. It is there while there are some, and a little longer."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._watched: list[tuple[float, Work, Callable[[Work], object]]] = []
+        self._runs = False
+
+    def add(self, work: Work, callback: Callable[[Work], object]) -> None:
+        with self._changed:
+            self._watched.append((time.monotonic(), work, callback))
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="hetcoll-callbacks", daemon=True).start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        pause, known = _PAUSES[0], 0
+        while True:
+            with self._changed:
+                if not self._watched and not self._changed.wait(_IDLE):
+                    self._runs = False
+                    return
+                entries = list(self._watched)
+            over = [entry for entry in entries if _is_over(entry[1], entry[0])]
+            if over or len(entries) != known:
+                pause = _PAUSES[0]
+            with self._changed:
+                self._watched = [entry for entry in self._watched if entry not in over]
+                known = len(self._watched)
+            for _, work, callback in over:
+                _tell(work, callback)
+            del entries, over  # they keep the memory of calls
+            with self._changed:
+                if self._watched:
+                    self._changed.wait(pause)
+            pause = min(2 * pause, _PAUSES[1])
+
+
+def _is_over(work: Work, since: float) -> bool:
+    try:
+        if not work.done:
+            work._check_limit(time.monotonic() - since)
+            return False
+    except Exception:
+        log.debug("%r is over", work, exc_info=True)  # whoever looks at it is told the same
+    return True
+
+
+_watch = _Watch()
+os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # the thread is the parent's

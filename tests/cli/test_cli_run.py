@@ -53,6 +53,13 @@ def test_a_script_runs_as_ranks_with_its_own_arguments(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == want
 
 
+def test_two_dashes_end_the_launchers_options(tmp_path: Path) -> None:
+    script = tmp_path / "say.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    done = command("run", "-n", "1", "--restart", "1", "--keep-going", "--", str(script), "--", "-n", "7")
+    assert (done.returncode, done.stdout) == (0, "[0] ['--', '-n', '7']\n"), done.stderr
+
+
 def test_output_without_prefix_and_a_module(tmp_path: Path) -> None:
     (tmp_path / "who.py").write_text("import os, sys\nprint(os.environ['RANK'], *sys.argv[1:])\n")
     done = command("run", "-n", "2", "--no-prefix", "-m", "who", "a", "--b", cwd=tmp_path)
@@ -159,3 +166,26 @@ def test_a_mistake_is_one_line(words: list[str], complaint: str, capsys: pytest.
     captured = capsys.readouterr()
     assert complaint in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+# The command line itself ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["perf", "doctor", "selftest", "topo", "simulate"])
+def test_a_wrong_option_gets_the_usage_of_its_command(name: str) -> None:
+    operands = {"perf": ["allreduce"], "simulate": ["allreduce"]}.get(name, [])
+    done = command(name, *operands, "--no-such-option")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"usage: hetcoll {name} ")
+    assert done.stderr.endswith("error: unrecognized arguments: --no-such-option\n")
+
+
+def test_nobody_reads_to_the_end_of_simulate() -> None:
+    words = [sys.executable, "-m", "hetcoll", "simulate", "allreduce", "ring", "-n", "40"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"allreduce by ring: rank 0 of 40\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 141

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from hetcoll.cli import selftest
 from hetcoll.cli.cases import Case
 from hetcoll.cli.selftest import Part
+from hetcoll.cli.terminal import Screen
 from hetcoll.types import DType, ReduceOp
 
 
@@ -120,3 +122,20 @@ def test_amds_gpus(tmp_path: Path, cache: dict[str, str]) -> None:
         assert any(line.startswith("ok ") and job in line for line in said.splitlines()), said
     assert "by RCCL" in report
     assert "gfx942" in report
+
+
+def test_a_terminal_sees_how_far_it_is(tmp_path: Path) -> None:
+    """Its ranks' pipes hold progress messages, and what else they say."""
+    out, terminal = io.BytesIO(), io.BytesIO()
+    said = "\0[1/2] allreduce float32\na warning\n\0[2/2] send float32\n"
+    code = f"import sys; sys.stderr.write({said!r}); sys.exit(3)"
+    status, said = selftest._listen([sys.executable, "-c", code], os.environ, "CPUs", Screen(out, terminal))
+    assert (status, said) == (3, "a warning\n")
+    shown = terminal.getvalue().decode()
+    assert shown.index("CPUs [1/2] allreduce float32") < shown.index("CPUs [2/2] send float32")
+
+
+def test_a_part_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "PART_SECONDS", 0.5)
+    with pytest.raises(subprocess.TimeoutExpired):
+        selftest._listen([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, "CPUs", None)

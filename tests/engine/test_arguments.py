@@ -13,7 +13,7 @@ from ranks import Ranks
 
 import hetcoll
 from hetcoll import ArgumentError, BufferTypeError
-from hetcoll.types import Collective
+from hetcoll.types import Collective, ReduceOp
 
 Pool = Callable[..., Ranks]
 Mistake = tuple[type[hetcoll.HetcollError], str, Callable[[hetcoll.Communicator], object]]
@@ -34,6 +34,16 @@ def overlapping(first: int = 1, second: int = 1) -> tuple[Any, Any]:
     """Two arrays that share all but one element of the smaller one, in neither's part for a rank."""
     whole = np.ones(COUNT * max(first, second) + 1)
     return whole[: COUNT * first], whole[1 : 1 + COUNT * second]
+
+
+class Meta:
+    """As PyTorch's tensors on its device "meta"."""
+
+    def __dlpack__(self, **options: object) -> object:
+        raise AssertionError("there is nothing to export")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise ValueError("Unknown device type meta for Dlpack")
 
 
 DTYPES = (BufferTypeError, "sendbuf and recvbuf: wanted one dtype, got float64 and int64")
@@ -124,6 +134,14 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # What is no array, or cannot be one here.
     "not an array": (BufferTypeError, "sendbuf: wanted an array", lambda c: c.allreduce([1.0, 2.0])),
+    "a dictionary": (BufferTypeError, "buf: wanted an array", lambda c: c.broadcast({"weight": [1.0]})),
+    "a meta tensor": (BufferTypeError, "buf: this Meta has no memory that DLPack knows", lambda c: c.broadcast(Meta())),
+    "allreduce op where recvbuf is": (
+        BufferTypeError, "got 'max'; write op='max'", lambda c: c.allreduce(new(), "max")
+    ),
+    "reduce_scatter op where recvbuf is": (
+        BufferTypeError, "got ReduceOp.MAX; write op=ReduceOp.MAX", lambda c: c.reduce_scatter(new(), ReduceOp.MAX)
+    ),
     "no receiver": (BufferTypeError, "recvbuf: wanted an array", lambda c: c.allgather(new(), 3)),
     "strided": (BufferTypeError, "sendbuf: wanted a C-contiguous", lambda c: c.allreduce(new(2)[::2])),
     "read-only": (BufferTypeError, "sendbuf: wanted a writable array", lambda c: c.allreduce(read_only())),

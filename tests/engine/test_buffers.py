@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import re
 import sys
 from typing import Any
 
@@ -247,3 +248,12 @@ def test_element_types_that_are_not_supported(dtype: Any) -> None:
 def test_what_is_no_element_type(dtype: Any) -> None:
     with pytest.raises(BufferTypeError, match=r"^dtype: .*; supported: int8, uint8"):
         element_type(dtype)
+
+
+def test_a_type_by_its_number_and_one_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert element_type(DType.INT16) == np.int16
+    assert element_type(DType.BFLOAT16) == ml_dtypes.bfloat16
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    for dtype in ("bfloat16", DType.FLOAT8_E5M2):
+        with pytest.raises(BufferTypeError, match=re.escape("pip install 'hetcoll[dtypes]'")):
+            element_type(dtype)

@@ -6,6 +6,7 @@ import io
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -166,6 +167,88 @@ time.sleep(60)
     assert out == ["[1] before"]
     last = err.index("hetcoll run: rank 1 failed with exit code 7; its last lines:")
     assert sorted(err[last + 1 :]) == ["[1] before", "[1] the reason"]
+
+
+def test_the_others_go_on_where_they_may() -> None:
+    """Rank 1 dies; the others see that, shrink and come to their end. The status is rank 0's."""
+    code = """
+import os, signal, numpy as np, hetcoll
+comm = hetcoll.init(timeout=30)
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+x = np.ones(1)
+try:
+    while True:
+        comm.allreduce(x)
+except hetcoll.PeerLostError:
+    pass
+with comm.shrink() as rest:
+    y = np.ones(1)
+    rest.allreduce(y)
+    print(rest.size, "left", y[0], flush=True)
+    rest.barrier()
+comm.close()
+os._exit(7 if comm.rank == 2 else 0)
+"""
+    words = [sys.executable, "-c", code]
+    out, err = io.BytesIO(), io.BytesIO()
+    env = {"PYTHONPATH": SOURCE}
+    assert run(words, 3, env=env, keep_going=True, stdout=out, stderr=err) == 0, err.getvalue().decode()
+    assert sorted(out.getvalue().decode().splitlines()) == ["[0] 2 left 2.0", "[2] 2 left 2.0"]
+    told = [line for line in err.getvalue().decode().splitlines() if line.startswith("hetcoll run:")]
+    assert told == [
+        "hetcoll run: rank 1 was killed by SIGKILL; the others go on",
+        "hetcoll run: rank 2 failed with exit code 7; the others go on",
+    ]
+
+
+def test_the_status_of_a_job_that_keeps_going_is_that_of_rank_0() -> None:
+    """Rank 1 ends after it, and is not ended."""
+    code = """
+import os, sys, time
+if os.environ["RANK"] == "0":
+    sys.exit(3)
+time.sleep(0.3)
+print("came to its end")
+"""
+    status, out, err = run_python(code, 2, keep_going=True)
+    assert (status, out) == (3, ["[1] came to its end"])
+    said = "hetcoll run: rank 0 failed with exit code 3"
+    assert err == [f"{said}; the others go on", f"{said}; it printed nothing"]
+
+
+def test_a_job_that_failed_is_started_anew(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+attempt = {str(tmp_path)!r} + "/" + os.environ["RANK"]
+with open(attempt, "a") as file:
+    print(os.environ["HETCOLL_JOB"], os.environ["HETCOLL_SECRET"], file=file)
+with open(attempt) as file:
+    sys.exit(4 if len(file.readlines()) < 3 else 0)
+"""
+    status, _, err = run_python(code, 1, restarts=5)
+    assert status == 0
+    assert [line for line in err if "anew" in line] == [
+        f"hetcoll run: starting all ranks anew, {left} restarts left" for left in (4, 3)
+    ]
+    lines = (tmp_path / "0").read_text().splitlines()
+    assert len(set(lines)) == len(lines) == 3, "each start has a name and a secret of its own"
+    assert run_python("import sys; sys.exit(5)", 1, restarts=1)[0] == 5
+
+
+def test_what_cannot_be_started_is_not_started_again(tmp_path: Path) -> None:
+    err = io.BytesIO()
+    assert run([str(tmp_path / "nothing")], 1, restarts=3, stderr=err) == 127
+    assert b"anew" not in err.getvalue()
+
+
+def test_the_port_is_free_on_all_addresses() -> None:
+    """Rank 0's store, or PyTorch's, may bind it on any of them."""
+    for _ in range(20):
+        port = launch._free_port()
+        for address in ("", "127.0.0.1"):
+            with socket.create_server((address, port)):
+                pass
 
 
 def test_a_rank_that_dies_of_a_signal() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all subcommands; `subcommand` and `main` of its result say which one and what runs it."""
+    """The parser of all subcommands; `subcommand` and `main` of its result say which one and what runs it, `refuse`
+    ends the program with that one's usage."""
     from ..version import __version__
     from . import doctor, perf, run, selftest, simulate, topo
 
@@ -26,21 +29,28 @@ def build_parser() -> argparse.ArgumentParser:
     for name, (add_arguments, main_of, text) in about.items():
         subparser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         add_arguments(subparser)
-        subparser.set_defaults(main=main_of)
+        subparser.set_defaults(main=main_of, refuse=subparser.error)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status. An error that hetcoll raised on purpose is one line on stderr and status 1."""
+    """Run the command; the exit status. An error that hetcoll raised on purpose is one line on stderr and status 1.
+    Where nobody reads stdout any more, as with ``| head``, it ends with 141 and without a word."""
     from ..errors import HetcollError
 
     words = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(words)
+    args, unknown = build_parser().parse_known_args(words)
+    if unknown:
+        args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status: int = args.main(args, words)
+        sys.stdout.flush()
     except HetcollError as error:
         print(f"hetcoll {args.subcommand}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+        return 128 + signal.SIGPIPE
     return status

@@ -91,7 +91,8 @@ def header(env: Mapping[str, Any], plans: Iterable[PlanLine], notes: Iterable[st
         f"# {_plural(env['ranks'], 'rank')} on {_plural(len(env['hosts']), 'host')}, device {env['device']}, "
         f"transport {env['transport']}",
         *(f"# plan {line}" for line in plan_lines(plans)),
-        "# time: mean over the timed calls on the slowest rank (nccl-tests averages over ranks); p50, p99: its own.",
+        "# time: mean over the timed calls on the slowest rank (nccl-tests averages over ranks); its p50",
+        "#       and p99 are in --json and --csv.",
         "#       Calls under 10 us are timed in batches of 10. Every element of every buffer is verified.",
     ]
     return lines + [f"# {note}" for note in notes]
@@ -122,7 +123,7 @@ def human_size(nbytes: int) -> str:
 
 
 class Table:
-    """nccl-tests' table; p50 and p99 stand at the right end, where what reads nccl-tests' columns does not look."""
+    """nccl-tests' table, 120 columns wide unless a type has a long name: p50 and p99 are in the files."""
 
     def __init__(self, out: TextIO | None, dtypes: Iterable[str]) -> None:
         self._out = out  # None on every rank but the first: prints nothing
@@ -134,15 +135,12 @@ class Table:
         left = 12 + 2 + 12 + 2 + width + 2 + 6 + 2 + 6
         four = f"  {'time':>7} {'algbw':>7} {'busbw':>7} {'#wrong':>7}"
         units = f"  {'(us)':>7} {'(GB/s)':>7} {'(GB/s)':>7} {'':>7}"
-        tails = f"  {'p50':>8} {'p99':>8}"
-        tail_units = f"  {'(us)':>8} {'(us)':>8}"
         names = f"{'size':>11}  {'count':>12}  {'type':>{width}}  {'redop':>6}  {'root':>6}"
         below = f"{'(B)':>11}  {'(elements)':>12}  {'':>{width}}  {'':>6}  {'':>6}"
-        groups = "".join(f"{title:^{len(part)}}" for title, part in (
-            ("out-of-place", four), ("in-place", four), ("out-of-place", tails), ("in-place", tails)))  # fmt: skip
+        groups = "".join(f"{title:^{len(four)}}" for title in ("out-of-place", "in-place"))
         self._line(f"#{'':>{left - 1}}{groups}".rstrip())
-        self._line(f"#{names}{four * 2}{tails * 2}")
-        self._line(f"#{below}{units * 2}{tail_units * 2}".rstrip())
+        self._line(f"#{names}{four * 2}")
+        self._line(f"#{below}{units * 2}".rstrip())
 
     def row(self, rows: Sequence[Row]) -> None:
         """One line: the out-of-place and in-place measurements of one size, either of which may be missing."""
@@ -156,10 +154,6 @@ class Table:
             if row is not None:
                 cells = [_time(row.time_us), f"{row.algbw_gbs:.2f}", f"{row.busbw_gbs:.2f}", str(row.wrong)]
             text += "  " + " ".join(f"{cell:>7}" for cell in cells)
-        for place in ("out", "in"):
-            row = by_place.get(place)
-            cells = ["N/A"] * 2 if row is None else [_time(row.p50_us), _time(row.p99_us)]
-            text += "  " + " ".join(f"{cell:>8}" for cell in cells)
         self._line(text)
 
     def foot(self, rows: Sequence[Row]) -> None:

@@ -14,6 +14,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.env import child_environment, shown_variables
 from ..types import DType, ReduceOp, supports
 from .cases import OPS, REDUCING, Case, places
+from .terminal import MARK, Progress, Screen
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
@@ -75,9 +77,11 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     found, reasons = _gpus()
     lines = [*_header(), "", "hetcoll doctor", text(run_checks()), "", *reasons]
     good = True
+    screen = Screen(sys.stdout.buffer, sys.stderr.buffer)
     for part in parts(found, max(2, args.ranks)):
         start = time.monotonic()
-        results = _run(part, args.quick)
+        results = _run(part, args.quick, screen if sys.stderr.isatty() else None)
+        screen.clear()
         fine = all(not r.error and not r.wrong for r in results)
         good &= fine
         summary = f"{'ok' if fine else 'FAILED':6} {part.name}: {', '.join(part.devices)}"
@@ -125,16 +129,16 @@ def _header() -> Iterator[str]:
     yield from (f"{name}={value}" for name, value in shown_variables())
 
 
-def _run(part: Part, quick: bool) -> list[Result]:
-    """Start the ranks of a job, and read what each found."""
+def _run(part: Part, quick: bool, screen: Screen | None) -> list[Result]:
+    """Start the ranks of a job, and read what each found. `screen` shows how far they are."""
     with tempfile.TemporaryDirectory(prefix="hetcoll-selftest-") as folder:
         words = ["selftest", "--part", json.dumps([part.devices, part.islands, folder]), *["--quick"] * quick]
         python = [sys.executable, "-m", "hetcoll"]
-        command = [*python, "run", "-n", str(len(part.devices)), *python, *words]
+        command = [*python, "run", "--no-prefix", "-n", str(len(part.devices)), *python, *words]
         env = child_environment({"HETCOLL_TIMEOUT": f"{CALL_SECONDS:g}", "HETCOLL_ISLANDS": "", "HETCOLL_DEVICE": ""})
         try:
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PART_SECONDS)
-            said = f"exit status {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}" if done.returncode else ""
+            status, output = _listen(command, env, part.name, screen)
+            said = f"exit status {status}\n{output[-4000:]}" if status else ""
         except subprocess.TimeoutExpired as error:
             said = f"not done after {error.timeout:.0f} s"
         results = []
@@ -144,6 +148,38 @@ def _run(part: Part, quick: bool) -> list[Result]:
     if said and not any(result.error or result.wrong for result in results):
         results[0].error = said
     return results
+
+
+def _listen(command: Sequence[str], env: Mapping[str, str], name: str, screen: Screen | None) -> tuple[int, str]:
+    """Run a command: its exit status, and its output but for progress messages, which go to `screen`.
+
+    TimeoutExpired after PART_SECONDS. Killing the launcher ends the ranks: it has a watchdog.
+    """
+    lines: list[str] = []
+    expired = threading.Event()
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+
+        def end() -> None:
+            expired.set()
+            job.kill()
+
+        late = threading.Timer(PART_SECONDS, end)
+        late.start()
+        try:
+            assert job.stdout is not None
+            for line in job.stdout:
+                if not line.startswith(MARK):
+                    lines.append(line)
+                elif screen is not None:
+                    screen.stderr.write(f"{MARK}{name} {line.removeprefix(MARK)}".encode())
+            status = job.wait()
+        finally:
+            job.kill()
+            late.cancel()
+            late.join()
+    if expired.is_set():
+        raise subprocess.TimeoutExpired(command, PART_SECONDS)
+    return status, "".join(lines)
 
 
 def _told(part: Part, results: Sequence[Result]) -> Iterator[str]:
@@ -184,7 +220,10 @@ def check(comm: Communicator, device: str, quick: bool, result: Result) -> None:
     if not have_ml_dtypes():
         result.left_out.append("without bfloat16 and 8-bit floats: they need the package ml_dtypes")
     on = comm if gpu is None else OnDevice(comm, gpu)
-    for op, dtype, redop, root, elements, inplace in listed(comm.size, quick, have_ml_dtypes()):
+    cases = list(listed(comm.size, quick, have_ml_dtypes()))
+    progress = Progress(len(cases), "lines" if comm.rank == 0 else "off")
+    for op, dtype, redop, root, elements, inplace in cases:
+        progress.show(f"{op} {dtype.label}")
         wrong = wrong_elements(Case(on, op, elements, dtype, redop, root, inplace))
         result.cases += 1
         if wrong:

@@ -66,8 +66,8 @@ def parse(call: bytes) -> Parsed:
 
 
 def _starter(method: str, words: list[str]) -> Start:
-    words = list(map(sys.intern, words))  # as the engine knows the names of reductions
-    match method, words:
+    known: list[Any] = list(map(sys.intern, words))  # as the engine knows the names of reductions
+    match method, known:
         case "allreduce", [op]:
             return lambda comm, x, y, stream: comm.allreduce(x, y, op, stream=stream)
         case "reduce_scatter", [op]:

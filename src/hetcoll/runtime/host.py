@@ -340,8 +340,9 @@ class HostExecutor:
         seconds = self._timeout
         self._finish(status, self._engine.pending, seconds, min(PATIENCE, seconds))
 
-    def wait(self, ticket: _native.Ticket, seconds: float) -> None:
-        """Until an asynchronous call is complete; raises what it failed with."""
+    def wait(self, ticket: _native.Ticket, seconds: float, waited: float = 0.0) -> None:
+        """Until an asynchronous call is complete, for which `waited` of `seconds` have gone; raises what it failed
+        with."""
         self.check_parent()
-        first = min(seconds, PATIENCE)
-        self._finish(self._engine.wait(ticket, first), ticket, seconds, first)
+        first = max(0.0, min(seconds - waited, PATIENCE))
+        self._finish(self._engine.wait(ticket, first), ticket, seconds, waited + first)

@@ -37,6 +37,8 @@ def run(
     prefix: bool = True,
     grace: float = 5.0,
     bind: bool = True,
+    keep_going: bool = False,
+    restarts: int = 0,
     stdout: BinaryIO | None = None,
     stderr: BinaryIO | None = None,
 ) -> int:
@@ -55,15 +57,29 @@ def run(
     job in the same way (130, 143, 129), a second one at once; when we are killed, a watchdog process kills the ranks.
     What the ranks started and left running is killed when they have ended. 126 or 127: the command could not be
     started. 141: nobody reads our output any more.
+
+    With `keep_going` a rank that fails is told of at once and does not end the others, so that they can go on by
+    `Communicator.shrink`. The job's code is then rank 0's: the job's store is in its process, without which nobody can.
+
+    A job that failed is started anew up to `restarts` times, all of its ranks, with another port and secret of ours.
+    Not one that a signal to us ended, or whose command could not be started.
     """
     if nproc < 1:
         raise ArgumentError(f"nproc: wanted 1 or more, got {nproc}")
     if not command:
         raise ArgumentError("command: wanted a program or a script, got nothing")
+    if restarts < 0:
+        raise ArgumentError(f"restarts: wanted 0 or more, got {restarts}")
     words = [sys.executable, *command] if command[0].endswith(".py") else list(command)
     out, err = stdout or sys.stdout.buffer, stderr or sys.stderr.buffer
-    with _Job(words, nproc, dict(env or {}), grace, bind, _Printer(out, err, prefix)) as job:
-        return job.run()
+    printer = _Printer(out, err, prefix)
+    for left in range(restarts, -1, -1):
+        with _Job(words, nproc, dict(env or {}), grace, bind, keep_going, printer) as job:
+            code = job.run()
+        if code == 0 or not left or not job.may_start_again:
+            break
+        printer.say(2, f"hetcoll run: starting all ranks anew, {left - 1} restarts left\n".encode())
+    return code
 
 
 class _Printer:
@@ -110,9 +126,10 @@ class _Job:
     """The ranks while they run. They stay zombies until the end, so that their process groups' numbers stay theirs."""
 
     def __init__(
-        self, words: list[str], nproc: int, env: dict[str, str], grace: float, bind: bool, printer: _Printer
+        self, words: list[str], nproc: int, env: dict[str, str], grace: float, bind: bool, goes_on: bool, out: _Printer
     ) -> None:
-        self._words, self._nproc, self._env, self._grace, self._printer = words, nproc, env, grace, printer
+        self._words, self._nproc, self._env, self._grace, self._printer = words, nproc, env, grace, out
+        self._keep_going = goes_on
         self._cores = sorted(os.sched_getaffinity(0))
         self._bind = bind and nproc > len(self._cores)
         self._name = secrets.token_hex(8)
@@ -157,6 +174,11 @@ class _Job:
             self._show_failure(self._failed)
             return _shell_code(self._failed.code or 0)
         return 128 + self._stopped_by if self._stopped_by else 0
+
+    @property
+    def may_start_again(self) -> bool:
+        """Whether it was ranks that failed, and not the command, or someone who ended the job."""
+        return bool(self._ranks) and not self._stopped_by
 
     # Starting.
 
@@ -274,7 +296,13 @@ class _Job:
             return
         self._selector.unregister(rank.pidfd)
         rank.code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        if rank.code != 0 and self._failed is None and not self._stopped_by:
+        if rank.code == 0 or self._stopped_by:
+            return
+        if self._keep_going:
+            text = f"hetcoll run: rank {rank.number} {_spell_code(rank.code)}; the others go on\n"
+            self._printer.say(2, text.encode())
+            self._failed = rank if rank.number == 0 else self._failed
+        elif self._failed is None:
             self._failed = rank
             self._terminate()
 
@@ -341,9 +369,10 @@ class _Job:
 
 
 def _free_port() -> int:
-    """A port that is free now. If someone else takes it before rank 0 does, the ranks meet at one of the next."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+    """A port that is free now on all addresses, as some programs bind it there. If someone else takes it before rank 0
+    does, the ranks meet at one of the next."""
+    both = socket.has_dualstack_ipv6()
+    with socket.create_server(("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both) as sock:
         port: int = sock.getsockname()[1]
         return port
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_OPS = {
-    int(kind): name
-    for kind, name in (
-        (dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "avg"), (dist.ReduceOp.PRODUCT, "prod"),
-        (dist.ReduceOp.MIN, "min"), (dist.ReduceOp.MAX, "max"), (dist.ReduceOp.BAND, "band"),
-        (dist.ReduceOp.BOR, "bor"), (dist.ReduceOp.BXOR, "bxor"), (dist.ReduceOp.PREMUL_SUM, "sum"),
-    )
-}  # fmt: skip
+from ..types import OpName
+
+_NAMES: tuple[tuple[Any, OpName], ...] = (
+    (dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "avg"), (dist.ReduceOp.PRODUCT, "prod"),
+    (dist.ReduceOp.MIN, "min"), (dist.ReduceOp.MAX, "max"), (dist.ReduceOp.BAND, "band"),
+    (dist.ReduceOp.BOR, "bor"), (dist.ReduceOp.BXOR, "bxor"), (dist.ReduceOp.PREMUL_SUM, "sum"),
+)  # fmt: skip
+_OPS = {int(kind): name for kind, name in _NAMES}
 _PREMUL = int(dist.ReduceOp.PREMUL_SUM)
 
 
@@ -74,7 +74,7 @@ def rows(tensor: torch.Tensor) -> tuple[int, int]:
     return first, tensor.numel() // first if first else 0
 
 
-def reduction(op: Any) -> tuple[str, Any]:
+def reduction(op: Any) -> tuple[OpName, Any]:
     """hetcoll's name of a reduction, and the factor of a PREMUL_SUM, or None."""
     kind = int(op.op if isinstance(op, dist.ReduceOp) else op)
     name = _OPS.get(kind)
