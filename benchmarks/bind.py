@@ -50,7 +50,7 @@ def row(entry: Algorithm, size: int, stretches: int, turns: int) -> str:
         encoded, packed = best(plan.encode, turns)
         units = max(plan.send_units, plan.recv_units, 1)
         counts = [BYTES // 4 // units * n for n in (plan.send_units, plan.recv_units)]
-        (steps, _), bound = best(lambda: _native.bind_plan(encoded, rank, size, DType.FLOAT32, *counts), turns)
+        (steps, _), bound = best(lambda: _native.bind_plan(encoded, size, DType.FLOAT32, *counts), turns)
     except ValueError as refused:
         return f"| {name} | {size} | - | - | - | - | - | {refused} |"
     return f"| {name} | {size} | {steps} | {len(encoded)} | {drawn:.2f} | {packed:.2f} | {bound:.3f} |  |"

@@ -81,7 +81,7 @@ std::shared_ptr<Shape> Engine::Bind(int plan, DType dtype, ReduceOp op, std::siz
     if (reduces && kernels == nullptr) throw PlanError("plan: this reduction is not defined on this type");
   }
   const Codec* codec = FindCodec(dtype, format);
-  BoundPlan bound(p, options_.rank, dtype, send_count, recv_count, send_table, recv_table, skip_empty, codec);
+  BoundPlan bound(p, dtype, send_count, recv_count, send_table, recv_table, skip_empty, codec);
   return std::make_shared<Shape>(std::move(bound), dtype, kernels, codec, static_cast<unsigned>(options_.size),
                                  Mix(descriptor), p2p, shapes_++);
 }

@@ -122,7 +122,7 @@ BoundLocal ResolveLocal(const Plan& plan, std::uint32_t index, const Layout& lay
 
 }  // namespace
 
-BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_count, std::size_t recv_count,
+BoundPlan::BoundPlan(const Plan& plan, DType dtype, std::size_t send_count, std::size_t recv_count,
                      std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table, bool skip_empty,
                      const Codec* codec) {
   const std::size_t item = ItemSize(dtype);
@@ -136,8 +136,7 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
   send_bytes = send_count * item;
   recv_bytes = recv_count * item;
   may_alias = h.collective != kPointToPoint;
-  const std::uint32_t part = static_cast<std::uint32_t>(rank) * std::min(h.send_units, h.recv_units);
-  if (may_alias && h.send_units != h.recv_units) part_off = layout.Offset(h.send_units > h.recv_units ? 0 : 1, part);
+  if (may_alias && h.send_units != h.recv_units) part_off = layout.Offset(h.send_units > h.recv_units ? 0 : 1, h.place);
 
   steps.reserve(plan.steps.size());
   for (const StepRecord& r : plan.steps) {
@@ -153,7 +152,7 @@ BoundPlan::BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_c
   // Where ranks share caches, all their buffers are in them or none.
   const std::size_t sharers = staged ? static_cast<std::size_t>(plan.size) : 1;
   NumberMessages(plan);
-  BindDeps(plan, rank);
+  BindDeps(plan);
   OrderLanes(plan);
   MarkReaders(plan, std::max(send_bytes, recv_bytes) * sharers > kStreamBytes);
   MarkAnswers(plan);

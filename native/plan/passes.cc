@@ -19,12 +19,11 @@ bool Overlaps(const SpanRecord& a, const SpanRecord& b) {
 
 // SEND and RECV may be the same memory. In place, the smaller of the two is this rank's part of the larger (NCCL's
 // convention), so a span of either has one name in the larger one's units.
-SpanRecord InPlaceName(SpanRecord s, const PlanHeader& head, int rank) {
+SpanRecord InPlaceName(SpanRecord s, const PlanHeader& head) {
   if (s.buf != 0 && s.buf != 1) return s;
   const bool send_is_larger = head.send_units > head.recv_units;
   const int larger = send_is_larger ? 0 : 1;
-  const std::uint32_t smaller_units = send_is_larger ? head.recv_units : head.send_units;
-  if (head.send_units != head.recv_units && s.buf != larger) s.start += rank * static_cast<std::int32_t>(smaller_units);
+  if (head.send_units != head.recv_units && s.buf != larger) s.start += static_cast<std::int32_t>(head.place);
   s.buf = larger;
   return s;
 }
@@ -159,7 +158,7 @@ void BoundPlan::NumberMessages(const Plan& plan) {
 }
 
 // Which deps can be followed element by element, and which are there for calls in place alone. O(n).
-void BoundPlan::BindDeps(const Plan& plan, int rank) {
+void BoundPlan::BindDeps(const Plan& plan) {
   deps.reserve(plan.deps.size());
   for (std::size_t i = 0; i < steps.size(); ++i) {
     const StepRecord& r = plan.steps[i];
@@ -171,7 +170,7 @@ void BoundPlan::BindDeps(const Plan& plan, int rank) {
       bool skewed = false;
       bool anyway = false;
       const auto hazard = [&](const SpanRecord& x, const SpanRecord& y) {
-        const SpanRecord a = InPlaceName(x, plan.head, rank), b = InPlaceName(y, plan.head, rank);
+        const SpanRecord a = InPlaceName(x, plan.head), b = InPlaceName(y, plan.head);
         same |= SameSpan(a, b);
         skewed |= Overlaps(a, b) && !SameSpan(a, b);
         anyway |= Overlaps(x, y);

@@ -1,22 +1,26 @@
 // Plans as they come in: every field is checked here, once, so that nothing that works on plans has to.
 #include "plan/plan.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
 namespace hetcoll {
 namespace {
 
-constexpr std::uint32_t kMostUnits = 1 << 15;  // of a buffer, and copies of it in SCRATCH: products fit 32 bits
+// Of a buffer, and of all copies in SCRATCH: that numbers of units, and sums of two, fit 31 bits.
+constexpr std::uint64_t kMostUnits = 1 << 30;
 
 void CheckHeader(const PlanHeader& head) {
   if (head.magic != kPlanMagic) throw PlanError("plan: wrong magic number");
   const std::uint32_t like = head.scratch_like == 0 ? head.send_units : head.recv_units;
   if (head.lanes > kMaxLanes || head.send_units > kMostUnits || head.recv_units > kMostUnits ||
-      head.scratch_copies > kMostUnits || head.scratch_like > 1 || head.flags > (kApart | kStaged | kRedundant) ||
-      (head.scratch_copies > 0 && like == 0)) {
+      std::uint64_t{head.scratch_copies} * like > kMostUnits || head.scratch_like > 1 ||
+      head.flags > (kApart | kStaged | kRedundant) || (head.scratch_copies > 0 && like == 0)) {
     throw PlanError("plan: too many lanes, units or copies, or scratch like nothing");
   }
+  const auto [smaller, larger] = std::minmax(head.send_units, head.recv_units);
+  if (std::uint64_t{head.place} + smaller > larger) throw PlanError("plan: the smaller buffer is outside the larger");
 }
 
 void CheckSpan(const SpanRecord& s, bool needed, const PlanHeader& head, std::size_t step) {

@@ -41,8 +41,9 @@ struct PlanHeader {
   std::uint8_t flags;     // kApart, kStaged, kRedundant
   std::uint16_t credits;  // 0: the plan completes even when every send waits for its receive
   std::uint32_t parts;    // of local steps, all together
+  std::uint32_t place;    // in place: the unit of the larger of SEND and RECV at which the smaller one begins
 };
-static_assert(sizeof(PlanHeader) == 36);
+static_assert(sizeof(PlanHeader) == 40);
 // Out of place, the plan needs no credits, nor deps that are only for calls in place.
 inline constexpr std::uint8_t kApart = 1;
 // SCRATCH is to be where the other ranks of the host can read it.
@@ -50,7 +51,7 @@ inline constexpr std::uint8_t kStaged = 2;
 // Several ranks reduce the same elements, each for itself.
 inline constexpr std::uint8_t kRedundant = 4;
 inline constexpr std::uint16_t kPointToPoint = 9;  // a `collective`; the others are those of types.h
-inline constexpr std::uint32_t kPlanMagic = 0x48435032;
+inline constexpr std::uint32_t kPlanMagic = 0x48435033;
 
 struct SpanRecord {
   std::int32_t buf;
@@ -151,7 +152,7 @@ struct BoundLocal {
 struct BoundPlan {
   // `send_table` and `recv_table` are element offsets of units (units + 1 entries); empty means the even cut. With
   // `skip_empty`, as on GPUs, what is empty is no message. `codec` is for plans with compressed edges.
-  BoundPlan(const Plan& plan, int rank, DType dtype, std::size_t send_count, std::size_t recv_count,
+  BoundPlan(const Plan& plan, DType dtype, std::size_t send_count, std::size_t recv_count,
             std::span<const std::size_t> send_table, std::span<const std::size_t> recv_table, bool skip_empty = false,
             const Codec* codec = nullptr);
 
@@ -177,7 +178,7 @@ struct BoundPlan {
   void Compress(BoundStep& step, std::size_t items, const Codec& codec);
   // The passes (passes.cc), in this order: each may use what those before it found out.
   void NumberMessages(const Plan& plan);
-  void BindDeps(const Plan& plan, int rank);
+  void BindDeps(const Plan& plan);
   void OrderLanes(const Plan& plan);
   void MarkReaders(const Plan& plan, bool large);
   void MarkAnswers(const Plan& plan);

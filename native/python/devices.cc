@@ -113,8 +113,8 @@ void BindDevices(nb::module_& m) {
       .def("drop_capture", &PyDeviceQueue::DropCapture)
       .def("add_capture_edge", &PyDeviceQueue::AddCaptureEdge, "edge"_a, "slots"_a, "ready"_a, "credit"_a, "count"_a)
       .def("capture_taken", &PyDeviceQueue::CaptureTaken, "stream"_a)
-      .def("bind", &PyDeviceQueue::Bind, nb::kw_only(), "plan"_a, "rank"_a, "size"_a, "dtype"_a, "send_count"_a,
-           "recv_count"_a, "send_table"_a, "recv_table"_a, "order"_a, "levels"_a, "lag"_a, "edges"_a, "reduce"_a.none(),
+      .def("bind", &PyDeviceQueue::Bind, nb::kw_only(), "plan"_a, "size"_a, "dtype"_a, "send_count"_a, "recv_count"_a,
+           "send_table"_a, "recv_table"_a, "order"_a, "levels"_a, "lag"_a, "edges"_a, "reduce"_a.none(),
            "scale"_a.none(), "divisor"_a, "p2p"_a = false, "ahead"_a = false, "local"_a.none() = nb::none(),
            "codec"_a.none() = nb::none(), "sends"_a = std::vector<std::size_t>(),
            "recvs"_a = std::vector<std::size_t>())

@@ -112,10 +112,9 @@ nb::object ReadGpuTensor(nb::handle object) {
 }
 
 // Binds a plan for nobody, as an engine would: its steps, and its bytes of scratch memory.
-nb::tuple BindPlan(const nb::bytes& encoded, int rank, int size, int dtype, std::size_t send_count,
-                   std::size_t recv_count) {
-  if (rank < 0 || rank >= size || dtype < 0 || dtype >= kDTypes) throw nb::value_error("no such rank or type");
-  const BoundPlan bound(Plan(AsBytes(encoded), size), rank, static_cast<DType>(dtype), send_count, recv_count, {}, {});
+nb::tuple BindPlan(const nb::bytes& encoded, int size, int dtype, std::size_t send_count, std::size_t recv_count) {
+  if (size < 1 || dtype < 0 || dtype >= kDTypes) throw nb::value_error("no such size or type");
+  const BoundPlan bound(Plan(AsBytes(encoded), size), static_cast<DType>(dtype), send_count, recv_count, {}, {});
   return nb::make_tuple(bound.steps.size(), bound.scratch_bytes);
 }
 
@@ -264,7 +263,7 @@ NB_MODULE(_native, m) {
   });
   m.def("cut_offset",
         [](std::size_t count, std::uint32_t units, std::uint32_t unit) { return CutOffset(count, units, unit); });
-  m.def("bind_plan", &BindPlan, "encoded"_a, "rank"_a, "size"_a, "dtype"_a, "send_count"_a, "recv_count"_a);
+  m.def("bind_plan", &BindPlan, "encoded"_a, "size"_a, "dtype"_a, "send_count"_a, "recv_count"_a);
   m.def("claims_slots", [](int stores) { return StorePolicy(static_cast<SlotStores>(stores)).claims(); });
   m.def("kernel_isa", &KernelIsa);
   m.def("set_kernel_isa", &SetKernelIsa);

@@ -102,7 +102,7 @@ class PyDeviceQueue {
     return queue_.capture() != nullptr && queue_.capture()->Taken(As<DeviceStream>(stream));
   }
 
-  std::shared_ptr<DeviceShape> Bind(const nb::bytes& encoded, int rank, int size, int dtype, std::size_t send_count,
+  std::shared_ptr<DeviceShape> Bind(const nb::bytes& encoded, int size, int dtype, std::size_t send_count,
                                     std::size_t recv_count, const std::vector<std::size_t>& send_table,
                                     const std::vector<std::size_t>& recv_table, const std::vector<std::uint32_t>& order,
                                     const std::vector<std::uint32_t>& levels, std::uint32_t lag,
@@ -113,7 +113,7 @@ class PyDeviceQueue {
     const Plan plan({reinterpret_cast<const std::byte*>(encoded.c_str()), encoded.size()}, size);
     const auto type = static_cast<DType>(dtype);
     const Codec* sizes = codec ? FindCodec(type, static_cast<Format>(std::get<0>(*codec))) : nullptr;
-    BoundPlan bound(plan, rank, type, send_count, recv_count, send_table, recv_table, false, sizes);
+    BoundPlan bound(plan, type, send_count, recv_count, send_table, recv_table, false, sizes);
     if (levels.size() != bound.steps.size() || lag == 0)
       throw PlanError("plan: a level for each step, and a lag wanted");
     if (sends.size() + recvs.size() > kMostMessages)

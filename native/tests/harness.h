@@ -91,6 +91,8 @@ class Draft {
     head.steps = static_cast<std::uint32_t>(steps_.size());
     head.deps = static_cast<std::uint32_t>(deps_.size());
     head.parts = static_cast<std::uint32_t>(parts_.size());
+    const auto [smaller, larger] = std::minmax(head.send_units, head.recv_units);
+    if (smaller != larger && head.collective != kPointToPoint) head.place = static_cast<std::uint32_t>(rank_) * smaller;
     std::vector<std::byte> out;
     const auto append = [&out](const auto& records) {
       const auto bytes = std::as_bytes(std::span(records));

@@ -173,7 +173,7 @@ void ComparePasses() {
     const Plan plan(RandomPlan(random, size, round % 4 > 0), size);
     const bool large = round % 5 == 0;
     const std::size_t count = large ? std::size_t{20} << 20 : random() % 12;
-    const BoundPlan bound(plan, 0, DType::kFloat32, count, count, {}, {}, round % 7 == 0,
+    const BoundPlan bound(plan, DType::kFloat32, count, count, {}, {}, round % 7 == 0,
                           FindCodec(DType::kFloat32, Format::kInt8));
     Compare(plan, bound, large);
     for (const BoundStep& s : bound.steps) {
@@ -196,7 +196,7 @@ void BindManySteps() {
   const Plan plan(ManySteps(64, 4000), 64);
   CHECK(plan.steps.size() == 4000u * 65u, "%zu steps", plan.steps.size());
   const std::int64_t start = NowNs();
-  const BoundPlan bound(plan, 0, DType::kUint8, 64, 64, {}, {});
+  const BoundPlan bound(plan, DType::kUint8, 64, 64, {}, {});
   CHECK(Seconds(start) < 15, "%zu steps were bound in %.1f s", bound.steps.size(), Seconds(start));
 }
 

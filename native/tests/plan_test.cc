@@ -49,7 +49,7 @@ void CheckPacking() {
     if (stage) p.Stage();
     for (const int unit : {5, 6, 40, 64, 127}) p.Local(Op::kCopy, 0, Draft::Tmp(unit), Draft::In(unit % 64));
     p.Send(1, Draft::Tmp(40), 1, 0, {2});
-    const BoundPlan bound(Plan(p.Encode(), 2), 0, DType::kUint8, kUnits * kUnit, kUnits * kUnit, {}, {});
+    const BoundPlan bound(Plan(p.Encode(), 2), DType::kUint8, kUnits * kUnit, kUnits * kUnit, {}, {});
     CheckBounds(bound);
     const std::size_t all = 2 * kUnits * kUnit;
     CHECK(stage ? bound.scratch_bytes < 5 * (kUnit + 4096) : bound.scratch_bytes == all, "%zu", bound.scratch_bytes);
@@ -106,7 +106,7 @@ void CheckPlans() {
   // The answer to what is sent on channel 0 may come back in its place, where nothing else can be in its way.
   const auto backs = [](const Encoded& encoded, int size) {
     std::vector<int> found;
-    for (const BoundStep& s : BoundPlan(Plan(encoded, size), 0, DType::kInt16, 100, 100, {}, {}).steps) {
+    for (const BoundStep& s : BoundPlan(Plan(encoded, size), DType::kInt16, 100, 100, {}, {}).steps) {
       if (s.op == Op::kSend) found.push_back(s.back);
     }
     return found;
@@ -126,12 +126,12 @@ void CheckPlans() {
 
   const Plan plan(good, 3);
   const std::vector<std::size_t> table{0, 4, 4, 10}, disordered{0, 5, 4, 10}, shorter{0, 10};
-  const BoundPlan bound(plan, 1, DType::kInt16, 10, 10, table, table);
+  const BoundPlan bound(plan, DType::kInt16, 10, 10, table, table);
   CheckBounds(bound);
   for (const auto& bad : {disordered, shorter, std::vector<std::size_t>{0, 4, 4, 11}}) {
     bool refused = false;
     try {
-      BoundPlan(plan, 1, DType::kInt16, 10, 10, bad, bad);
+      BoundPlan(plan, DType::kInt16, 10, 10, bad, bad);
     } catch (const PlanError&) {
       refused = true;
     }
@@ -161,7 +161,7 @@ void StoringSums() {
 
 void CheckLocals() {
   const Encoded good = IslandAllreduce(2, 1);
-  const BoundPlan bound(Plan(good, 2), 1, DType::kFloat32, 5, 5, {}, {});
+  const BoundPlan bound(Plan(good, 2), DType::kFloat32, 5, 5, {}, {});
   CheckBounds(bound);
   CHECK(bound.locals.size() == 3 && bound.steps[0].len == 12 && bound.steps[0].dst_off == 8, "the second half");
   const BoundLocal& scatter = bound.locals[0];
@@ -215,7 +215,7 @@ void FuzzPlans() {
     try {
       const Plan decoded(plan, size);
       const std::size_t send = below(1000), recv = below(4) == 0 ? below(1000) : send;
-      CheckBounds(BoundPlan(decoded, 0, static_cast<DType>(below(kDTypes)), send, recv, {}, {}));
+      CheckBounds(BoundPlan(decoded, static_cast<DType>(below(kDTypes)), send, recv, {}, {}));
       ++bound_plans;
     } catch (const PlanError&) {
     }

@@ -155,13 +155,13 @@ void BorrowedBuffers() {
 // Which sends say that their memory may be used: those of all ranks but the last, whose sums are sent to several.
 void GivenSends() {
   for (int rank = 0; rank < 4; ++rank) {
-    for (const BoundStep& s : BoundPlan(Plan(ChainedAllreduce(4, rank), 4), rank, DType::kInt32, 8, 8, {}, {}).steps) {
+    for (const BoundStep& s : BoundPlan(Plan(ChainedAllreduce(4, rank), 4), DType::kInt32, 8, 8, {}, {}).steps) {
       CHECK(s.gives == (s.op == Op::kSend && rank < 3), "rank %d, operation %d", rank, int(s.op));
     }
   }
   const auto gives = [](const Draft& p) {
     std::vector<bool> found;
-    for (const BoundStep& s : BoundPlan(Plan(p.Encode(), 2), 0, DType::kInt32, 8, 8, {}, {}).steps) {
+    for (const BoundStep& s : BoundPlan(Plan(p.Encode(), 2), DType::kInt32, 8, 8, {}, {}).steps) {
       if (s.op == Op::kSend) found.push_back(s.gives);
     }
     return found;

@@ -182,7 +182,6 @@ class DeviceQueue:
         self,
         *,
         plan: bytes,
-        rank: int,
         size: int,
         dtype: int,
         send_count: int,
@@ -395,7 +394,7 @@ def verbs_library() -> str:
 
 def shm_bytes(local_size: int, ring_bytes: int, most_heap: int) -> int: ...
 def cut_offset(count: int, units: int, unit: int) -> int: ...
-def bind_plan(encoded: bytes, rank: int, size: int, dtype: int, send_count: int, recv_count: int) -> tuple[int, int]:
+def bind_plan(encoded: bytes, size: int, dtype: int, send_count: int, recv_count: int) -> tuple[int, int]:
     """Binds a plan as an engine would, for nobody: the number of its steps, and its bytes of scratch memory."""
 
 def claims_slots(stores: int) -> bool:

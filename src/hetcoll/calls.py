@@ -9,7 +9,7 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import hetcoll._native as _native
@@ -66,6 +66,19 @@ class Call:
         if self.collective is Collective.SCATTER:
             return recv * size, recv
         return max(send, 0), recv if recv >= 0 else max(send, 0)
+
+    def shares(self, size: int) -> tuple[list[int], list[int]]:
+        """The parts by rank that SEND and RECV consist of, in elements; one part where they are not cut by rank."""
+        send, recv = self.counts(size)
+        match self.collective.plain:
+            case Collective.ALLGATHER | Collective.GATHER:
+                return [send], [b - a for a, b in pairwise(self.recv_table)] or [send] * size
+            case Collective.REDUCE_SCATTER | Collective.SCATTER:
+                return [b - a for a, b in pairwise(self.send_table)] or [recv] * size, [recv]
+            case Collective.ALLTOALL:
+                return [send // size] * size, [recv // size] * size
+            case _:
+                return [send], [recv]
 
     @property
     def key(self) -> tuple[int, int, int, int, int, int] | None:

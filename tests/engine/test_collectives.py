@@ -14,7 +14,8 @@ from ranks import Ranks
 from reference import Case, blank_output, interpret, make_input
 from sweep import KINDS, NAMES, cases_of, check, collectives_of, counts_for
 
-from hetcoll.plan.algorithms import ALGORITHMS
+from hetcoll.plan import ir
+from hetcoll.plan.algorithms import ALGORITHMS, find
 from hetcoll.types import REDUCING, ROOTED, Collective, DType, ReduceOp, supports
 
 Pool = Callable[..., Ranks]
@@ -132,6 +133,23 @@ def test_shared_memory_and_tcp_in_one_communicator(pool: Pool, hosts: str) -> No
 
 def transports(comm: Any) -> tuple[str, ...]:
     return tuple(comm.explain("alltoall", 8).transport.split("+"))
+
+
+def test_plans_of_more_units_than_the_engine_numbers(pool: Pool) -> None:
+    """They are encoded by the points at which spans begin and end, and bound to offsets. Here 8 units are many."""
+    ranks = pool(5, HETCOLL_HOST_ID=tuple("vvwww"), HETCOLL_ALGO="hierarchical")
+    ranks.run(number_at_most, 8)
+    cases = list(cases_of(Collective.ALLREDUCE, 5, [0, 1, 4, 7, 31, 5003]))
+    check(ranks, cases, {})
+    assert set(ranks.run(crowded)) == {True}
+
+
+def number_at_most(comm: Any, units: int) -> None:
+    ir.MOST_UNITS = units
+
+
+def crowded(comm: Any) -> bool:
+    return find(Collective.ALLREDUCE, "hierarchical").build(5, comm.rank, hosts=comm.topology.hosts).crowded
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -67,7 +67,7 @@ def test_encoded_records_hold_every_field() -> None:
     plan = example()
     data = plan.encode()
     head = HEADER.unpack_from(data)
-    assert head == (MAGIC, 4, Collective.REDUCE_SCATTER, 4, 4, 7, 1, 1, Buf.SEND, 0, plan.credits, 2)
+    assert head == (MAGIC, 4, Collective.REDUCE_SCATTER, 4, 4, 7, 1, 1, Buf.SEND, 0, plan.credits, 2, 2)
     rows = [STEP.unpack_from(data, HEADER.size + i * STEP.size) for i in range(4)]
     tail = data[HEADER.size + 4 * STEP.size :]
     deps = struct.unpack_from("<4I", tail)

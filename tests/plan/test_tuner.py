@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hetcoll import _native
 from hetcoll.errors import ArgumentError, InitError
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, find, register
-from hetcoll.plan.ir import MOST_UNITS, Op, Plan
+from hetcoll.plan.ir import Op, Plan
 from hetcoll.plan.simulator import Link, Machine, check, predict
 from hetcoll.plan.topology import RankInfo, Topology
 from hetcoll.plan.tuner import UNLIMITED, choose, named, table
@@ -303,8 +303,8 @@ def test_the_choice_for_a_thousand_ranks_binds(hosts: int) -> None:
                     if drawn not in seen:
                         seen.add(drawn)
                         plan = find(kind, name).build(n, 0, hosts=topology.hosts, stretches=cut, cores=topology.cores)
-                        assert max(plan.send_units, plan.recv_units) <= MOST_UNITS
+                        assert max(plan.send_units, plan.recv_units) <= 1 << 15
                         each = -(-nbytes // 4 // max(plan.send_units, plan.recv_units))  # elements of a unit
                         counts = each * plan.send_units, each * plan.recv_units
-                        steps, _ = _native.bind_plan(plan.encode(), 0, n, DType.FLOAT32, *counts)
+                        steps, _ = _native.bind_plan(plan.encode(), n, DType.FLOAT32, *counts)
                         assert steps == len(plan.steps)

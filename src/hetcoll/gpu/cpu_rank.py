@@ -261,7 +261,7 @@ class _HostBinder:
     def bind(self, made: Made) -> _native.Shape:
         """See `gpu_plans.Binder`. Lanes run beside each other here, so the order of the steps is of no use."""
         call, dtype, tables = made.call, made.dtype, made.tables
-        encoded = self._links.of(made.plan).encode()
+        encoded = self._links.of(made.plan).encode(made.points)
         if encoded not in self._numbers:
             self._numbers[encoded] = self._engine.add_plan(encoded)
         return self._engine.bind(

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 import hetcoll._native as _native
 
 from ..calls import Call
-from ..errors import BufferTypeError
 from ..plan.algorithms.base import Hosts
 from ..plan.algorithms.islands import ISLANDS
 from ..plan.algorithms.p2p import CHANNEL
-from ..plan.ir import Buf, Local, Op, Plan, Span, Step
+from ..plan.ir import Buf, Local, Op, Plan, Points, Span, Step, offsets
 from ..plan.order import enqueue_order, levels
-from ..plan.pipeline import offsets, parts, pipelined, ramp
+from ..plan.pipeline import parts, pipelined, ramp
 from ..plan.topology import Islands, spell_islands
 from ..runtime.planner import Kept, Planner
-from ..types import LOGICAL, REDUCING, WHOLE, Collective, DType, ReduceOp
+from ..types import LOGICAL, REDUCING, Collective, DType, ReduceOp
 from ..vendors.devices.kernels import codec_names
 from .slots import SLOTS
 
@@ -52,7 +51,7 @@ S = TypeVar("S", covariant=True)
 
 class Made(NamedTuple):
     """A plan for a `Binder`: its steps come in this `order` and have these levels (see `order.levels`), over buffers
-    whose units begin at the elements in `tables`.
+    whose units begin at the elements in `tables`; with `points`, those of the plan's points.
 
     `call` is None for messages between two ranks; `local` says how the island's library reduces. `apart` has the
     elements at which messages begin, sends and receives, that have a buffer each.
@@ -66,6 +65,7 @@ class Made(NamedTuple):
     call: Call | None
     local: Native | None = None
     apart: tuple[Sequence[int], Sequence[int]] = ((), ())
+    points: Points | None = None
 
 
 class Binder(Protocol[S]):
@@ -106,12 +106,13 @@ class GpuPlans(Generic[S]):
             return self._put_aside(call, each) if call.in_place else self._alltoallv(call, (each, each))
         item = call.dtype.itemsize
         grain = max(1, _GRAIN // item)
-        send_shares, recv_shares = _shares(call, self._size)
+        shares = call.shares(self._size)
         islands, local = self._islands.serving(call.collective, call.dtype, call.op)
         base = self._base(call, islands)
-        length, (smallest, largest) = 1, _piece_bytes(call.nbytes, self._slot_bytes)
-        if len(islands) > 1:
-            length = parts(base, item * max(*send_shares, *recv_shares), smallest, grain * item)
+        smallest, largest = _piece_bytes(call.nbytes, self._slot_bytes)
+        length, equal = parts(base, item * max(*shares[0], *shares[1]), smallest, grain * item)
+        if len(islands) == 1:
+            length = 1
         most = largest // smallest
         key = (
             call.collective.plain,
@@ -126,11 +127,13 @@ class GpuPlans(Generic[S]):
         )
         plans, orders, level = self._drawn.get_or(key, lambda: self._draw(base, length, most))
         plan = plans[self._rank]
+        points = plan.points()
         tables = [
-            offsets(shares, units // len(shares), grain)
-            for shares, units in ((send_shares, plan.send_units), (recv_shares, plan.recv_units))
+            offsets(counts, units // len(counts), at, grain, length * equal)
+            for counts, units, at in zip(shares, (plan.send_units, plan.recv_units), points, strict=True)
         ]
-        return self._bind(Made(plan, orders[self._rank], level[self._rank], call.dtype, tables, call, local))
+        order, rise = orders[self._rank], level[self._rank]
+        return self._bind(Made(plan, order, rise, call.dtype, tables, call, local, points=points))
 
     def _alltoallv(self, call: Call, tables: Iterable[Sequence[int]]) -> S:
         """Each pair of ranks knows its own count, so the pieces are theirs, too."""
@@ -200,7 +203,7 @@ class GpuPlans(Generic[S]):
                     half.pieces.append((pieces[peer], Step(op, int(op is Op.RECV), src, dst, peer, channel)))
                     pieces[peer] += 1
             half.begins.append(half.table[-1])
-            half.table.extend(half.begins[-1] + x for x in offsets([count], cuts[-1], max(1, _GRAIN // item))[1:])
+            half.table.extend(half.begins[-1] + x for x in _aligned(count, cuts[-1], max(1, _GRAIN // item)))
         half.rows.extend(zip_longest(*inside.values()))
         return half
 
@@ -256,8 +259,7 @@ class DeviceBinder:
         plan, call, dtype, tables = made.plan, made.call, made.dtype, made.tables
         reduce, scale = (None, None) if call is None else self._kernels(call)
         return self._queue.bind(
-            plan=plan.encode(),
-            rank=plan.rank,
+            plan=plan.encode(made.points),
             size=plan.size,
             dtype=dtype,
             send_count=tables[0][-1],
@@ -297,26 +299,16 @@ class DeviceBinder:
         return reduce, (table.function(f"scale_{call.dtype.label}"), *shape)
 
 
-def _shares(call: Call, size: int) -> tuple[list[int], list[int]]:
-    """The parts by rank that SEND and RECV consist of, in elements; one part where they are not cut by rank."""
-    send, recv = call.counts(size)
-    if call.collective.plain in WHOLE:
-        return [send], [recv]
-    match call.collective.plain:
-        case Collective.ALLGATHER | Collective.GATHER:
-            return [send], [b - a for a, b in pairwise(call.recv_table)] or [send] * size
-        case Collective.REDUCE_SCATTER | Collective.SCATTER:
-            return [b - a for a, b in pairwise(call.send_table)] or [recv] * size, [recv]
-        case Collective.ALLTOALL:
-            return [send // size] * size, [recv // size] * size
-    raise BufferTypeError(f"{call.collective.label} does not take GPU buffers")
-
-
 def _piece_bytes(nbytes: int, slot_bytes: int) -> tuple[int, int]:
     """Bytes of the first and last piece of a message, and most of the others: each piece costs some microseconds, and
     nothing of a piece can be used before all of it has come."""
     largest = min(slot_bytes, max(_LEAST_LARGEST, _power(nbytes >> _MIDDLE)))
     return min(max(_SMALLEST, _power(nbytes >> _ENDS)), _MOST_SMALLEST, largest // 2), largest
+
+
+def _aligned(count: int, units: int, grain: int) -> list[int]:
+    """Where each of `units` equal units ends."""
+    return offsets([count], units, range(1, units + 1), grain, units)
 
 
 class _Half(NamedTuple):

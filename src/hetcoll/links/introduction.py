@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..config.env import SHM_STORES, Config
 from ..config.limits import address_space_left
 from ..errors import InitError

@@ -2,7 +2,8 @@
 
 A plan is what one rank does: steps over a few lanes. A lane runs its steps in order; lanes run beside each other.
 Steps name *units*, not bytes: a buffer of `count` elements is cut into its plan's number of units by `cut`, when the
-plan is launched, so one plan serves every size.
+plan is launched, so one plan serves every size. Units are a common denominator and cost nothing: there may be any
+number of them, and what a rank keeps are the `points` at which its own spans begin and end.
 
 Rules that make a set of plans (one a rank) a Kahn network, whose result does not depend on timing:
 
@@ -25,18 +26,21 @@ Examples
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
 
 from ..types import Collective
 
-MAGIC = 0x48435032  # "HCP2"
-HEADER = struct.Struct("<IHHIIIIIBBHI")
+MAGIC = 0x48435033  # "HCP3"
+HEADER = struct.Struct("<IHHIIIIIBBHII")
 STEP = struct.Struct("<BBBBiiiiiiiIIII")
 SPAN = struct.Struct("<iii")
-MOST_UNITS = 1 << 15  # of a buffer: kMostUnits in native/plan/plan.cc
-assert (HEADER.size, STEP.size) == (36, 48)  # native/plan/plan.h asserts the same
+MOST_UNITS = 1 << 30  # of a buffer, and of its copies in SCRATCH: kMostUnits in native/plan/plan.cc
+assert (HEADER.size, STEP.size) == (40, 48)  # native/plan/plan.h asserts the same
+Points = tuple[Sequence[int], Sequence[int]]
+"""Units of SEND, and of RECV, in rising order: see `Plan.points`."""
 
 
 class Buf(IntEnum):
@@ -191,6 +195,39 @@ class Plan:
         return self.send_units if buf is Buf.SEND else self.recv_units
 
     @property
+    def place(self) -> int:
+        """The unit of the larger of SEND and RECV at which the smaller one begins in place: this rank's share."""
+        alike = self.send_units == self.recv_units or self.collective is Collective.P2P
+        return 0 if alike else self.rank * min(self.send_units, self.recv_units)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there are more units than the engine numbers: then `encode` needs `points`."""
+        return max(self.send_units, self.recv_units, self.units(Buf.SCRATCH)) > MOST_UNITS
+
+    def points(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The units of SEND and of RECV at which spans of this rank begin or end, and both ends: rising, each once.
+
+        What shares memory in place, and what lies in copies of the other, is cut alike.
+        """
+        send, recv = self.send_units, self.recv_units
+        small = Buf.SEND if send < recv else Buf.RECV
+        begin, end = self.place, self.place + min(send, recv)
+        found = {0, max(send, recv), begin, end}
+        for step in self.steps:
+            for span in (step.src, step.dst, *(() if step.local is None else step.local.parts)):
+                if span is not None:
+                    buf, start = span.buf, span.start
+                    if buf is Buf.SCRATCH:
+                        buf = self.scratch_like
+                        start %= self.units(buf)
+                    start += begin * (buf is small)
+                    found.update((start, start + span.count))
+        larger = tuple(sorted(found))
+        smaller = tuple(point - begin for point in larger if begin <= point <= end)
+        return (smaller, larger) if small is Buf.SEND else (larger, smaller)
+
+    @property
     def island(self) -> tuple[int, ...]:
         """The members of this rank's island, in order."""
         return next((island for island in self.islands if self.rank in island), (self.rank,))
@@ -203,19 +240,21 @@ class Plan:
         head = f"{self.collective.label} by {self.algorithm}: rank {self.rank} of {self.size}"
         return "\n".join([head, *(f"{i:3d}  {step}" for i, step in enumerate(self.steps))])
 
-    def encode(self) -> bytes:
+    def encode(self, points: Points | None = None) -> bytes:
         """The fixed little-endian records that the engine loads: header, steps, all deps, then all parts.
 
         A LOCAL step has the number of its collective in `channel`, and its root's place in the island, or -1, in
-        `peer`.
+        `peer`. With `points`, as the method gives them, what lies between two is one unit: the plan is to be bound to
+        offsets of these points (`offsets`).
         """
+        name = _Names(self, points)
         deps: list[int] = []
         parts: list[Span | None] = []
         rows: list[bytes] = []
         for step in self.steps:
             mine = () if step.local is None else step.local.parts
             where = (step.channel, step.peer) if step.local is None else (step.local.kind, self._place(step.local.root))
-            spans = (*_record(step.src), *_record(step.dst))
+            spans = (*name.record(step.src), *name.record(step.dst))
             channel, peer = where
             counts = (len(deps), len(step.deps), len(parts), len(mine))
             row = (step.op, step.lane, channel, step.compressed, peer, *spans, *counts)
@@ -223,16 +262,39 @@ class Plan:
             deps.extend(step.deps)
             parts.extend(mine)
         head = HEADER.pack(
-            MAGIC, self.lanes, self.collective, len(self.steps), len(deps), self.send_units, self.recv_units,
+            MAGIC, self.lanes, self.collective, len(self.steps), len(deps), *name.units,
             self.scratch_copies, self.scratch_like, self.apart | self.staged << 1 | self.redundant << 2, self.credits,
-            len(parts),
+            len(parts), name.place,
         )  # fmt: skip
-        tail = [struct.pack(f"<{len(deps)}I", *deps), *(SPAN.pack(*_record(part)) for part in parts)]
+        tail = [struct.pack(f"<{len(deps)}I", *deps), *(SPAN.pack(*name.record(part)) for part in parts)]
         return b"".join([head, *rows, *tail])
 
 
-def _record(span: Span | None) -> tuple[int, int, int]:
-    return (-1, 0, 0) if span is None else (span.buf, span.start, span.count)
+class _Names:
+    """The numbers by which the engine knows a plan's units: their own, or those of its points."""
+
+    def __init__(self, plan: Plan, points: Points | None) -> None:
+        self.units, self.place = (plan.send_units, plan.recv_units), plan.place
+        self._like, self._whole = plan.scratch_like, plan.units(plan.scratch_like)
+        self._numbers: tuple[dict[int, int], dict[int, int]] | None = None
+        if points is not None:
+            send, recv = ({at: i for i, at in enumerate(each)} for each in points)
+            self._numbers = send, recv
+            self.units = len(send) - 1, len(recv) - 1
+            self.place = (send if plan.send_units > plan.recv_units else recv)[plan.place]
+
+    def record(self, span: Span | None) -> tuple[int, int, int]:
+        if span is None:
+            return (-1, 0, 0)
+        if self._numbers is None:
+            return (span.buf, span.start, span.count)
+        copy, start, buf = 0, span.start, span.buf
+        if buf is Buf.SCRATCH:
+            buf = self._like
+            copy, start = divmod(start, self._whole)
+        number = self._numbers[buf]
+        begin, end = number[start], number[start + span.count]
+        return (span.buf, copy * self.units[buf] + begin, end - begin)
 
 
 def cut(count: int, units: int) -> tuple[int, ...]:
@@ -242,6 +304,23 @@ def cut(count: int, units: int) -> tuple[int, ...]:
     The same rule is in ``native/plan/plan.cc``; ``tests/plan/test_plan.py`` holds them equal.
     """
     return tuple(i * count // units for i in range(units + 1))
+
+
+def offsets(shares: Sequence[int], units: int, points: Sequence[int], grain: int = 1, equal: int = 1) -> list[int]:
+    """Where some units begin: the element of each of `points` in a buffer of `shares`, of `units` units each.
+
+    All in elements. Those on the borders of an even cut of a share into `equal` are multiples of `grain` in it, as long
+    as one another except that the last ones are shorter or empty; others are rounded down to multiples. By default
+    nothing is rounded: this is `cut`, share by share. A buffer that is not cut by rank is one share.
+    """
+    begins = [0, *accumulate(shares)]
+    padded = [-(-count // (equal * grain)) * equal * grain for count in shares] + [0]
+    found = []
+    for point in points:
+        share, unit = divmod(point, units)
+        inside = padded[share] * unit // units // grain * grain
+        found.append(begins[share] + (min(inside, shares[share]) if unit > 0 else 0))
+    return found
 
 
 @dataclass(slots=True)

@@ -6,16 +6,16 @@ whole algorithm on a part of the data, and a lane runs all pieces of its first s
 different steps overlap as far as lanes, deps and messages allow, and what `simulator.check` proves of a plan it proves
 of its pieces.
 
-    cuts = ramp(parts(plans, nbytes, smallest), slot // smallest)   small at both ends, to fill and drain quickly
-    plans = pipelined(plans, cuts)
-    table = offsets([count], plans[rank].recv_units, grain)         where the units of such a plan begin, aligned
+    length, equal = parts(plans, nbytes, smallest, grain)
+    cuts = ramp(length, slot // smallest)                           small at both ends, to fill and drain quickly
+    plan = pipelined(plans, cuts)[rank]
+    where the spans of such a plan begin and end, aligned:
+    offsets([count], plan.recv_units, plan.points()[1], grain, length * equal)
 
 Examples
 --------
 >>> ramp(16, 4)
 (0, 1, 3, 6, 9, 13, 15, 16)
->>> offsets([10, 4], 2, 4)
-(0, 8, 10, 14, 14)
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, zip_longest
+from math import lcm
 
 from ..errors import ArgumentError
 from ..types import WHOLE, Collective
-from .ir import MOST_UNITS, Op, Plan, Span, Step
+from .ir import Op, Plan, Span, Step
 from .simulator import follows
+
+_MOST_EQUAL = 1024  # aligned units of a part: more would leave parts that are mostly alignment
 
 
 def ramp(length: int, most: int) -> tuple[int, ...]:
@@ -55,8 +58,8 @@ def share_units(plan: Plan) -> int:
     return max(1, plan.send_units, plan.recv_units) if plan.collective in WHOLE else plan.pieces
 
 
-def parts(plans: Sequence[Plan], nbytes: int, smallest: int, grain: int = 1) -> int:
-    """How many parts of at most `smallest` bytes make the longest message of `plans`: the `length` that `ramp` wants.
+def parts(plans: Sequence[Plan], nbytes: int, smallest: int, grain: int = 1) -> tuple[int, int]:
+    """How many parts of at most `smallest` bytes make the longest message of `plans`, and how each is aligned.
 
     Parameters
     ----------
@@ -67,38 +70,34 @@ def parts(plans: Sequence[Plan], nbytes: int, smallest: int, grain: int = 1) -> 
     smallest
         Bytes of the smallest piece. Pieces of up to ``slot // smallest`` parts fit a slot.
     grain
-        Bytes that units will be aligned to (see `offsets`).
+        Bytes that units will be aligned to (see `ir.offsets`).
 
     Returns
     -------
-    At least 1, rounded up to three significant bits, so that few plans serve all sizes.
+    length
+        What `ramp` wants: at least 1, rounded up to three significant bits, so that few plans serve all sizes.
+    equal
+        Into how many equal runs of units each part is cut, for `ir.offsets`. All units where these are few, else what
+        the members of islands own, since vendors' libraries want that equal; 1 where that is too much, too.
 
     Raises
     ------
     ArgumentError
-        `smallest` does not hold one grain of each unit of the longest message.
+        `smallest` does not hold one grain of each unit of the longest message, nor two grains and more.
     """
     units, longest = share_units(plans[0]), _longest(plans)
-    room = smallest // longest // grain * grain
-    if room == 0:
-        raise ArgumentError(f"a piece of {smallest} bytes does not hold {longest} units of {grain} bytes")
-    wanted = max(1, -(-nbytes // (units * room)))
-    coarse = 1 << max(0, wanted.bit_length() - 3)
-    return -(-wanted // coarse) * coarse
-
-
-def offsets(shares: Sequence[int], units: int, grain: int) -> tuple[int, ...]:
-    """Where each unit begins when every share is cut into `units`: ``len(shares) * units + 1`` rising offsets.
-
-    All in elements. A share's units are as long as one another and begin at multiples of `grain` within it, except that
-    the last ones are shorter or empty. A buffer that is not cut by rank is one share.
-    """
-    table = [0]
-    for count in shares:
-        begin = table[-1]
-        length = -(-count // (units * grain)) * grain
-        table += [begin + min(count, length * (i + 1)) for i in range(units)]
-    return tuple(table)
+    inside = lcm(*map(len, plans[0].islands))
+    for equal in (units, inside, 1):
+        # Bytes that the longest message of a part may have, before alignment; what is cut elsewhere adds a grain.
+        room = smallest // longest // grain * grain * longest
+        if equal < units:
+            room = smallest - grain - -(-longest * equal * grain // units)
+        fits = equal == 1 or (equal <= _MOST_EQUAL and (equal == units or 2 * room >= smallest))
+        if fits and room > 0:
+            wanted = max(1, -(-nbytes * longest // (units * room)))
+            coarse = 1 << max(0, wanted.bit_length() - 3)
+            return -(-wanted // coarse) * coarse, equal
+    raise ArgumentError(f"a piece of {smallest} bytes does not hold {longest} units of {grain} bytes")
 
 
 def pipelined(plans: Sequence[Plan], cuts: Sequence[int], most: int | None = None) -> list[Plan]:
@@ -119,13 +118,10 @@ def pipelined(plans: Sequence[Plan], cuts: Sequence[int], most: int | None = Non
     Raises
     ------
     ArgumentError
-        `cuts` does not rise from 0, or there would be more than 2**15 units.
+        `cuts` does not rise from 0.
     """
     if len(cuts) < 2 or cuts[0] != 0 or any(a >= b for a, b in pairwise(cuts)):
         raise ArgumentError(f"wanted rising cuts from 0 on, got {tuple(cuts)}")
-    for plan in plans:
-        if max(plan.send_units, plan.recv_units) * cuts[-1] > MOST_UNITS:
-            raise ArgumentError(f"{plan.collective.label} by {plan.algorithm}: {cuts[-1]} parts of a unit are too many")
     if cuts[-1] == 1 or any(plan.collective is Collective.BARRIER for plan in plans):
         return list(plans)
     units = (most or cuts[-1]) * _longest(plans)

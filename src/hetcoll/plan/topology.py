@@ -128,16 +128,17 @@ class Topology:
         if not all(asked) or sorted(r for island in asked for r in island) != list(range(self.size)):
             raise ArgumentError(f"islands: wanted each of the ranks 0-{self.size - 1} once, got {spell_islands(asked)}")
         for island in asked:
-            first = self.ranks[island[0]]
-            for k, info in enumerate(self.ranks[r] for r in island):
+            first, taken = self.ranks[island[0]], set[tuple[str, str]]()
+            for info in (self.ranks[r] for r in island):
                 ranks = f"islands: {spell_islands(asked)} has ranks {first.rank} and {info.rank} in one island, but"
                 if info.vendor != first.vendor:
                     vendors = " and ".join(i.vendor or "no GPU" for i in (first, info))
                     raise ArgumentError(f"{ranks} no one library serves {vendors}")
-                if info.vendor and not self._one_library(info, island[:k] or (info.rank,)) and k > 0:
+                if info.vendor and info.device and (info.host, info.device) in taken:
                     raise ArgumentError(
                         f"{ranks} a library takes each GPU once, and {info.host} {info.device} is taken"
                     )
+                taken.add((info.host, info.device))
 
     def check_rails(self) -> None:
         """ArgumentError where RDMA is asked for and two ranks have none between them: says which, and why."""
@@ -200,12 +201,6 @@ class Topology:
                 number = -1
             mine[number].append(info.rank)
         return tuple(map(tuple, islands))
-
-    def _one_library(self, info: RankInfo, island: Sequence[int]) -> bool:
-        others = [self.ranks[r] for r in island]
-        if not info.vendor or others[0].vendor != info.vendor:
-            return False
-        return not any(info.device and (o.host, o.device) == (info.host, info.device) for o in others)
 
     def island(self, rank: int) -> tuple[int, ...]:
         """The members of the island of `rank`."""
@@ -313,9 +308,12 @@ class Topology:
     @cached_property
     def between_hosts(self) -> Path:
         """What carries data between hosts: TCP where it does between some of them."""
-        firsts = [host[0] for host in self.hosts]
-        paths = {self.transport(a, b) for a, b in itertools.combinations(firsts, 2)}
-        return "verbs" if paths == {"verbs"} else "tcp"
+        kinds = dict[tuple[Nic, ...], list[int]]()
+        for host in self.hosts:
+            kinds.setdefault(self.ranks[host[0]].nics, []).append(host[0])
+        firsts = [rank for ranks in kinds.values() for rank in ranks[:2]]  # hosts with the same devices are alike
+        pairs = itertools.combinations(firsts, 2)
+        return "verbs" if len(self.hosts) > 1 and all(self.transport(a, b) == "verbs" for a, b in pairs) else "tcp"
 
     def without_rails(self, a: int, b: int) -> str:
         """Why two ranks have no RDMA path to each other."""

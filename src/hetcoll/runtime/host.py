@@ -35,7 +35,7 @@ class HostPlans:
 
     def __init__(self, wiring: Wiring, planner: Planner) -> None:
         self._wiring, self._engine, self._planner = wiring, wiring.engine, planner
-        self._plans: dict[object, int] = {}  # the engine's numbers of what was drawn
+        self._plans: dict[object, tuple[int, Plan | None]] = {}  # the engine's numbers of what was drawn
 
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """The bound plan of a call; connects what it needs within `timeout` seconds on the first use."""
@@ -47,8 +47,8 @@ class HostPlans:
         stretches = planner.stretches(call.collective, name, call.nbytes)
         scale, logical = call.op is ReduceOp.AVG, call.op in LOGICAL and self._wiring.size == 1
         drawing = Drawing(call.collective.plain, name, call.root, scale, logical, bool(call.compress), stretches)
-        number = self._number(drawing, lambda: planner.draw(drawing), timeout, check)
-        table = self._table(call.send_count, stretches)
+        number, plan = self._plan(drawing, lambda: planner.draw(drawing), timeout, check)
+        tables = self._tables(call, plan, stretches)
         what = call.describe()
         shape = self._engine.bind(
             plan=number,
@@ -56,8 +56,8 @@ class HostPlans:
             op=call.op,
             send_count=call.send_count,
             recv_count=call.recv_count,
-            send_table=table or call.send_table,
-            recv_table=table or call.recv_table,
+            send_table=tables[0],
+            recv_table=tables[1],
             descriptor=descriptor(f"{what} by {name}"),
             p2p=False,
             format=call.compress,
@@ -78,7 +78,8 @@ class HostPlans:
 
             sends, recvs = ((dest,) if send else (), (source,) if recv else ())
             rank, size = self._wiring.rank, self._wiring.size
-            number = self._number((Collective.P2P, sends, recvs), lambda: p2p(size, rank, sends, recvs), timeout, check)
+            drawing = (Collective.P2P, sends, recvs)
+            number, _ = self._plan(drawing, lambda: p2p(size, rank, sends, recvs), timeout, check)
             shape = self._engine.bind(
                 plan=number,
                 dtype=key[1],
@@ -101,18 +102,30 @@ class HostPlans:
         reach."""
         return self._wiring.transports(peers), self._wiring.paths(peers)
 
-    def _table(self, count: int, stretches: int) -> tuple[int, ...]:
-        from ..plan.algorithms.base import stretched
+    def _tables(self, call: Call, plan: Plan | None, stretches: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The elements at which units of SEND and RECV begin; empty where they are cut evenly."""
+        if stretches > 1:
+            from ..plan.algorithms.base import stretched
 
-        return () if stretches == 1 else stretched(count, self._wiring.size, stretches)
+            table = stretched(call.send_count, self._wiring.size, stretches)
+            return table, table
+        if plan is None:
+            return call.send_table, call.recv_table
+        from ..plan.ir import offsets
 
-    def _number(self, drawing: object, draw: Callable[[], Plan], timeout: float, check: Check) -> int:
-        number = self._plans.get(drawing)
-        if number is None:
+        cut = zip(call.shares(self._wiring.size), (plan.send_units, plan.recv_units), plan.points(), strict=True)
+        send, recv = (offsets(shares, units // len(shares), points) for shares, units, points in cut)
+        return send, recv
+
+    def _plan(self, drawing: object, draw: Callable[[], Plan], timeout: float, check: Check) -> tuple[int, Plan | None]:
+        """The engine's number of a plan, and the plan if its calls need offsets of its points."""
+        found = self._plans.get(drawing)
+        if found is None:
             plan = draw()
             self._wiring.ensure(sorted(plan.edges), timeout, check)
-            number = self._plans[drawing] = self._engine.add_plan(plan.encode())
-        return number
+            number = self._engine.add_plan(plan.encode(plan.points() if plan.crowded else None))
+            found = self._plans[drawing] = number, plan if plan.crowded else None
+        return found
 
 
 class HostExecutor:

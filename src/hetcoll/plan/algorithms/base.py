@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from ...errors import ArgumentError
 from ...types import Collective
-from ..ir import MOST_UNITS, Buf, Builder, Local, Op, Plan, Span, cut
+from ..ir import Buf, Builder, Local, Op, Plan, Span, cut
 
 After = Iterable[int | None]
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host: `Topology.hosts`
@@ -228,10 +228,10 @@ class Algorithm(NamedTuple):
     stretches: Callable[[int, int], int] | None = None
 
     def cut(self, nbytes: int, cores: int, size: int) -> int:
-        """Into how many stretches `size` ranks cut a buffer: each has a unit for every rank, and a plan so many."""
+        """Into how many stretches `size` ranks cut a buffer: each has a unit for every rank, with an offset."""
         if self.stretches is None or size == 1:  # one rank copies the whole, if anything
             return 1
-        return max(1, min(self.stretches(nbytes, cores), MOST_UNITS // size))
+        return max(1, min(self.stretches(nbytes, cores), _MOST_STRETCHED // size))
 
     def build(
         self,
@@ -286,6 +286,7 @@ class Algorithm(NamedTuple):
         return draft.finish()
 
 
+_MOST_STRETCHED = 1 << 15  # units
 _GRAIN = 16  # elements, which most types have at least a cache line of
 
 ALGORITHMS: dict[Collective, dict[str, Algorithm]] = {}

@@ -49,7 +49,8 @@ class Place:
         self.i = next(i for i, host in enumerate(hosts) if rank in host)
         self.mates = hosts[self.i]
         self.j, self.k = self.mates.index(rank), len(self.mates)
-        self.units = lcm(*map(len, hosts)) * self.m
+        self.sizes = set(map(len, hosts))
+        self.units = lcm(*self.sizes) * self.m
 
     def mates_after(self) -> list[int]:
         return [self.mates[(self.j + d) % self.k] for d in range(1, self.k)]
@@ -71,7 +72,7 @@ class Place:
     @cached_property
     def _atoms(self) -> dict[int, list[tuple[int, int]]]:
         """Of each rank of this host, where the atoms of its interval begin, and how many units a part of each has."""
-        cuts = sorted({self.units * j // k for k in set(map(len, self.hosts)) for j in range(k + 1)})
+        cuts = sorted({self.units * j // k for k in self.sizes for j in range(k + 1)})
         atoms: dict[int, list[tuple[int, int]]] = {mate: [] for mate in self.mates}
         for a, b in pairwise(cuts):
             atoms[self.owner(self.i, a)].append((a, (b - a) // self.m))
@@ -89,7 +90,9 @@ class Place:
 def _allreduce_levels(hosts: Hosts) -> tuple[Cost, Cost]:
     m, k = len(hosts), max(map(len, hosts))
     fewest = min(hosts, key=len)
-    atoms = len({a for h in hosts for a in (lcm(*map(len, hosts)) * j // len(h) for j in range(len(h)))})
+    sizes = set(map(len, hosts))
+    common = lcm(*sizes)
+    atoms = len({common * j // size for size in sizes for j in range(size)})
     each = -(-atoms // len(fewest))  # atoms of the largest interval
     parts = -(-atoms // k) * m
     inside = Cost(2, 4 * (k - 1) * parts, 2 * (k - 1) / k, 2 * (k - 1) / k, (k - 1) / k)

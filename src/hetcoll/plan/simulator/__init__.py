@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from ...types import REDUCING, Collective
 from ..ir import Op, Plan
 from ..machine import Link, Machine
+from .grid import grids
 from .memory import Memory, check_races, check_values
 from .network import network
 from .node import RECEIVES, Node, PlanError, follows
@@ -74,7 +75,7 @@ def check(
     nodes = network(plans, apart)
     slots = credits if credits is not None else 0 if apart else max(plan.credits for plan in plans)
     order = run(plans, nodes, slots)
-    memories = [Memory(plan, inplace) for plan in plans]
+    memories = [Memory(plan, inplace, grid) for plan, grid in zip(plans, grids(plans), strict=True)]
     for node in order:
         lends = plans[0].collective is not Collective.BARRIER  # its units are empty
         order_node(node, lends)

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from ...types import Collective
 from ..ir import Buf, Op, Plan, Span, Step
+from .grid import Grid
 from .local import flows, reads, writes
 from .node import Node, PlanError
 
@@ -17,17 +18,18 @@ Value = tuple[int, int]  # the sum, and a number that knows the order of additio
 
 
 class Memory:
-    """One rank's units. `cells` says in which cell a unit lies: in place, units of SEND and RECV share them."""
+    """One rank's cells (see `grid`), with a number each: in place, those of SEND and RECV share theirs."""
 
-    def __init__(self, plan: Plan, inplace: bool) -> None:
+    def __init__(self, plan: Plan, inplace: bool, grid: Grid) -> None:
+        self.grid = grid
         self.cells: dict[Buf, list[int]] = {}
         size = 0
         for buf in Buf:
-            self.cells[buf] = list(range(size, size + plan.units(buf)))
-            size += plan.units(buf)
-        self.scratch = plan.units(Buf.SEND) + plan.units(Buf.RECV)  # its first cell
+            self.cells[buf] = list(range(size, size + grid.cells(buf)))
+            size += grid.cells(buf)
+        self.scratch = grid.cells(Buf.SEND) + grid.cells(Buf.RECV)  # its first cell
         send, recv, kind, root = self.cells[Buf.SEND], self.cells[Buf.RECV], plan.collective, plan.rank == plan.root
-        mine = slice(plan.rank * plan.pieces, (plan.rank + 1) * plan.pieces)
+        mine = grid.mine
         if kind is Collective.BROADCAST or (inplace and kind in SAME):
             recv[:] = send
         elif inplace and (kind is Collective.ALLGATHER or (kind is Collective.GATHER and root)):
@@ -40,7 +42,8 @@ class Memory:
         self.readers: list[list[Access]] = [[] for _ in range(size)]
 
     def where(self, span: Span) -> tuple[int, ...]:
-        return tuple(self.cells[span.buf][span.start : span.start + span.count])
+        begin, end = self.grid.where(span)
+        return tuple(self.cells[span.buf][begin:end])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ def _check_turn(plan: Plan, memory: Memory, cell: int, first: Node, second: Node
 
 @lru_cache(maxsize=1 << 16)
 def _input(rank: int, unit: int) -> Value:
-    x = pow(3, 1 + (rank << 20) + unit, PRIME)
+    x = pow(3, 1 + rank + (unit << 20), PRIME)
     return x, x
 
 
@@ -134,9 +137,10 @@ def check_values(plans: Sequence[Plan], order: list[Node], memories: list[Memory
         return
     for plan, memory in zip(plans, memories, strict=True):
         if kind not in (Collective.BROADCAST, Collective.SCATTER) or plan.rank == plan.root:
-            for unit, cell in enumerate(memory.cells[Buf.SEND]):
+            for unit, cell in zip(memory.grid.points[Buf.SEND], memory.cells[Buf.SEND], strict=False):
                 memory.values[cell] = _input(plan.rank, unit)
     messages: dict[int, list[Value]] = {}
+    totals: dict[tuple[int, int], int] = {}
     for node in order:
         if not node.group:
             _execute(plans[node.rank], memories[node.rank], node, messages)
@@ -148,7 +152,7 @@ def check_values(plans: Sequence[Plan], order: list[Node], memories: list[Memory
             if last is not None and not memory.readers[cell]:
                 raise PlanError(plan, last.node.index, "nobody uses the result")
         if plan.rank == plan.root or kind not in (Collective.REDUCE, Collective.GATHER):
-            _check_result(plans, plan, memory, memories[0], averaged)
+            _check_result(plans, plan, memory, memories[0], averaged, totals)
 
 
 def _read(plan: Plan, memory: Memory, node: Node, span: Span | None) -> list[Value]:
@@ -212,39 +216,57 @@ def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Va
         memory.rounded[cell] = written if step.op is Op.ROUND or (step.op is Op.RECV and step.compressed) else ()
 
 
-def _check_result(plans: Sequence[Plan], plan: Plan, memory: Memory, first: Memory, averaged: bool) -> None:
+def _check_result(
+    plans: Sequence[Plan],
+    plan: Plan,
+    memory: Memory,
+    first: Memory,
+    averaged: bool,
+    totals: dict[tuple[int, int], int],
+) -> None:
+    """`totals` keeps the sums of inputs that several ranks should hold, by the first of them and their number."""
     wanted = _p2p_inputs(plans, plan.rank) if plan.collective is Collective.P2P else None
-    for unit, cell in enumerate(memory.cells[Buf.RECV]):
+    for i, (unit, cell) in enumerate(zip(memory.grid.points[Buf.RECV], memory.cells[Buf.RECV], strict=False)):
         value = memory.values[cell]
-        sources = wanted[unit] if wanted else _sources(plan, unit)
-        total = sum(_input(rank, u)[0] for rank, u in sources) % PRIME
+        total = 0
+        if wanted is None:
+            ranks, source = _sources(plan, unit)
+            key = source, ranks.start if len(ranks) == 1 else -1
+            if key not in totals:
+                totals[key] = sum(_input(rank, source)[0] for rank in ranks) % PRIME
+            total = totals[key]
+            sources = [(rank, source) for rank in ranks[:8]]
+        else:
+            sources = wanted[unit]
+            total = sum(_input(rank, u)[0] for rank, u in sources) % PRIME
         if averaged:
             total = total * pow(plan.size, -1, PRIME) % PRIME
         if value is None or value[0] != total:
             names = " + ".join(f"rank {r}'s unit {u}" for r, u in sources) + (" averaged" if averaged else "")
             problem = "holds nothing" if value is None else "holds something else"
             raise PlanError(plan, None, f"wanted recv[{unit}] to be {names}; it {problem} in the end")
-        if plan.collective is Collective.ALLREDUCE and value != first.values[first.cells[Buf.RECV][unit]]:
+        if plan.collective is Collective.ALLREDUCE and value != first.values[first.cells[Buf.RECV][i]]:
             raise PlanError(plan, None, f"recv[{unit}] was added up in another order than on rank 0")
 
 
-def _sources(plan: Plan, unit: int) -> list[tuple[int, int]]:
-    """The (rank, unit) whose sum belongs into this rank's RECV unit."""
+def _sources(plan: Plan, unit: int) -> tuple[range, int]:
+    """The ranks the sum of whose unit belongs into this rank's RECV unit, and which unit that is."""
     share, piece = divmod(unit, plan.pieces)
     mine = plan.rank * plan.pieces + piece
+    everyone, giver, root = range(plan.size), range(share, share + 1), range(plan.root, plan.root + 1)
     match plan.collective:
         case Collective.ALLREDUCE | Collective.REDUCE:
-            return [(q, unit) for q in range(plan.size)]
+            return everyone, unit
         case Collective.REDUCE_SCATTER:
-            return [(q, mine) for q in range(plan.size)]
+            return everyone, mine
         case Collective.ALLGATHER | Collective.GATHER:
-            return [(share, piece)]
+            return giver, piece
         case Collective.ALLTOALL:
-            return [(share, mine)]
+            return giver, mine
         case Collective.SCATTER:
-            return [(plan.root, mine)]
+            return root, mine
         case _:
-            return [(plan.root, unit)]
+            return root, unit
 
 
 def _p2p_inputs(plans: Sequence[Plan], rank: int) -> list[list[tuple[int, int]]]:

@@ -94,18 +94,24 @@ def _in_place(plan: Plan, span: Span) -> Span:
 
 
 def lengths(plan: Plan, span: Span | None) -> list[tuple[int, ...]]:
-    """The length of each unit, as a name: units of the same name are of the same length, whatever the counts are."""
+    """How long a span is, as a name: spans of the same name are of the same length, whatever the counts are.
+
+    A tuple for each share that it touches; of what consists of stretches, one for what lies in all but the last.
+    """
     assert span is not None
-    buf, units = span.buf, range(span.start, span.start + span.count)
+    buf, start = span.buf, span.start
     if buf is Buf.SCRATCH:
         buf = plan.scratch_like
-        units = range(span.start % plan.units(buf), span.start % plan.units(buf) + span.count)
-    me, kind, n = plan.rank, plan.collective, plan.pieces
-    if kind is Collective.ALLTOALL:
-        return [(me, u // n, u % n) if buf is Buf.SEND else (u // n, me, u % n) for u in units]
-    if kind in (Collective.GATHER, Collective.SCATTER, Collective.BARRIER, Collective.P2P):
-        return [(u % n,) for u in units]
+        start %= plan.units(buf)
+    me, kind, n, end = plan.rank, plan.collective, plan.pieces, start + span.count
+    if kind in (Collective.ALLTOALL, Collective.GATHER, Collective.SCATTER, Collective.BARRIER, Collective.P2P):
+        shares = ((u // n, max(start - u, 0), min(end - u, n)) for u in range(start // n * n, end, n))
+        if kind is not Collective.ALLTOALL:
+            return [(a, b) for _, a, b in shares]
+        return [(me, share, a, b) if buf is Buf.SEND else (share, me, a, b) for share, a, b in shares]
     if (kind, buf) in ((Collective.ALLGATHER, Buf.SEND), (Collective.REDUCE_SCATTER, Buf.RECV)):
-        return [(me * n + u,) for u in units]
+        return [(0, me * n + start, me * n + end)]
     alike = plan.units(buf) // plan.stretches * (plan.stretches - 1)  # those of all stretches but the last
-    return [(max(u, alike - 1),) for u in units]
+    if end <= alike:
+        return [(end - start,)]
+    return [(max(0, alike - start), max(start, alike), end)]
