@@ -48,7 +48,7 @@ PATIENCE = 2.0
 
 _UNLIMITED = (1 << 64) - 1  # native/transport/shm.cc says how much it takes then
 _AGREED = (
-    *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check"),
+    *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check", "reproducible"),
     *("ib_bytes", "ib_retry_cnt", "ib_sl", "ib_tc", "ib_timeout"),
 )
 """What must be the same in the configurations of all ranks; islands as well."""

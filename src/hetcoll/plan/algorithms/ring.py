@@ -80,9 +80,15 @@ def broadcast(p: Draft) -> None:
         p.send(1, inp() if place == 0 else out(), (p.rank + 1) % n, after=[got])
 
 
-@register(Collective.REDUCE, "ring", cost=lambda n: Cost(n - 1, min(n - 1, 2), int(n > 2), 1, 1, NEAR))
+@register(Collective.REDUCE, "ring", cost=lambda n: Cost(n - 1, min(n - 1, 2), int(n > 2), 1, 1, NEAR), ordered=True)
 def reduce(p: Draft) -> None:
-    """A chain that ends at the root: n-1 hops, each rank adds its own as the buffer streams through."""
+    """A chain that ends at the root: n-1 hops, each rank adds its own as the buffer streams through.
+
+    In rank order it ends at the last rank, which is one hop more from most roots.
+    """
+    if p.ordered:
+        _reduce_in_order(p)
+        return
     n, place = p.size, (p.rank - p.root) % p.size
     if place == 0:
         p.scaled(2, out(), p.recv_reduce(0, out(), inp(), (p.rank + 1) % n))
@@ -92,3 +98,18 @@ def reduce(p: Draft) -> None:
         p.scratch_copies = 1
         grown = p.recv_reduce(0, tmp(), inp(), (p.rank + 1) % n)
     p.send(1, inp() if grown is None else tmp(), (p.rank - 1) % n, after=[grown])
+
+
+def _reduce_in_order(p: Draft) -> None:
+    """From rank 0 to the last one, and from there to the root."""
+    last, mine, grown = p.size - 1, inp(), None
+    if p.rank > 0:
+        mine = out() if p.rank == p.root == last else tmp()
+        p.scratch_copies = int(mine != out())
+        grown = p.recv_reduce(0, mine, inp(), p.rank - 1)
+    if p.rank < last:
+        p.send(1, mine, p.rank + 1, after=[grown])
+    elif p.root < last:
+        p.send(1, mine, p.root, after=[grown])
+    if p.rank == p.root:
+        p.scaled(3, out(), grown if p.root == last else p.recv(2, out(), last))
