@@ -46,11 +46,11 @@ def init(
     given: ``"none"``, ``"bf16"``, ``"fp8"`` or ``"int8"``, in `Communicator.allreduce` and `reduce_scatter`; the same
     on all ranks. Default: HETCOLL_COMPRESS, else ``"none"``.
 
-    `reproducible`: every all-reduce, reduce and reduce-scatter, of whatever form, combines each element in the order of
-    ranks, ``((x0 + x1) + x2) + ...``, and rounds after every step to the arrays' dtype. So the same inputs give the same
-    bits, whatever the size of a message, the cut into buckets, the algorithm, the transport, and the layout of hosts
-    and islands. Vendors' libraries, which promise no order, then do no reductions, and nothing is compressed. The same
-    on all ranks; parts of this communicator inherit it. Default: HETCOLL_REPRODUCIBLE, else False.
+    `reproducible`: every all-reduce, reduce and reduce-scatter combines each element in the order of ranks,
+    ``((x0 + x1) + x2) + ...``, rounds to the arrays' dtype after every step, and divides last (``avg``). So the same
+    inputs give the same bits, whatever the size of a message, the cut into buckets, the algorithm, the transport, and
+    the layout of hosts and islands. Vendors' libraries, which promise no order, then do no reductions, and nothing is
+    compressed. The same on all ranks; parts of this communicator inherit it. Default: HETCOLL_REPRODUCIBLE, else False.
     """
     global _world
     world = None if _world is None else _world()

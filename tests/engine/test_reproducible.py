@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 from cases import variant
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rank_order import in_rank_order, same, terms
 from ranks import Ranks
-from reference import numpy_type
 
 import hetcoll
 from hetcoll.config.env import Config, read_config
@@ -20,40 +19,8 @@ from hetcoll.errors import ArgumentError, InitError
 from hetcoll.plan.algorithms import ALGORITHMS
 from hetcoll.types import Collective, Format
 
-Array = np.ndarray[Any, Any]
 DTYPES = ["float64", "float32", "float16", "bfloat16", "float8_e5m2", "complex64", "int32"]
-OPS = {"sum": np.add, "avg": np.add, "prod": np.multiply}
 NAMES = [None, *(name for name, entry in ALGORITHMS[Collective.ALLREDUCE].items() if entry.ordered)]
-
-
-def terms(size: int, count: int, dtype: str, seed: int) -> list[Array]:
-    """What each rank gives: sums of floats of such different sizes depend on the order of the additions."""
-    rng = np.random.default_rng(seed)
-    if dtype == "int32":
-        return [rng.integers(-99, 99, count, np.int32) for _ in range(size)]
-    spread = 1.0 if "8" in dtype else 3.0
-    rows = [rng.standard_normal(count) * 10 ** rng.uniform(-spread, spread, count) for _ in range(size)]
-    if dtype == "complex64":
-        return [(row + 1j * row[::-1]).astype(dtype) for row in rows]
-    rows[-1][::97] = np.nan  # whose bits must not depend on the way either
-    return [row.astype(numpy_type(dtype)) for row in rows]
-
-
-def in_rank_order(rows: list[Array], op: str) -> Array:
-    """The documented result: one addition after another, each rounded to the type, then a division."""
-    with np.errstate(all="ignore"):
-        total = reduce(lambda a, b: OPS[op](a, b).astype(a.dtype), rows)
-        return (total / np.asarray(len(rows), total.dtype)).astype(total.dtype) if op == "avg" else total
-
-
-def same(got: Array, want: Array) -> None:
-    """Equal bits; NumPy's NaNs have other payloads, and sign."""
-    size = got.dtype.itemsize if got.dtype.kind != "c" else got.dtype.itemsize // 2
-    finite = ~np.isnan(want)
-    assert np.isnan(got[~finite]).all()
-    assert got[finite].tobytes() == want[finite].tobytes()
-    if (~finite).any() and got.dtype.kind != "c":
-        assert len(set(got[~finite].view(f"u{size}").tolist())) == 1
 
 
 def sums(comm: hetcoll.Communicator, dtype: str, count: int, seed: int, cuts: list[int], config: dict[str, Any]) -> int:
@@ -157,7 +124,7 @@ def refused(job: Any) -> str:
 
 
 def test_what_it_refuses() -> None:
-    with pytest.raises(ArgumentError, match="reproducible: wanted compress=none with it, .* got compress=bf16"):
+    with pytest.raises(ArgumentError, match=r"reproducible: wanted compress=none with it, .* got compress=bf16"):
         Config(reproducible=True, compress=Format.BF16)
     with pytest.raises(ArgumentError, match="HETCOLL_REPRODUCIBLE: wanted 0 or 1, got 'maybe'"):
         read_config({"HETCOLL_REPRODUCIBLE": "maybe"})

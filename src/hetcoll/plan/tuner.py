@@ -53,10 +53,8 @@ def choose(
         `forced` does not exist, cannot serve this many ranks, or has another order.
     """
     machine = machine or Machine()
-    times = {
-        name: fixed + nbytes * slope
-        for name, (fixed, slope) in _lines(collective, topology, machine, forced, ordered).items()
-    }
+    lines = _lines(collective, topology, machine, forced, ordered)
+    times = {name: fixed + nbytes * slope for name, (fixed, slope) in lines.items()}
     if forced is not None:
         if not find(collective, forced).supports(topology.size):
             raise ArgumentError(f"{collective.label} by {forced} does not support {topology.size} ranks")
@@ -67,9 +65,8 @@ def choose(
                 f" order of ranks; wanted one of {able}"
             )
         return Choice(forced, times.get(forced, math.nan), "asked for")
-    name = next(
-        name for upper, name in table(collective, topology, machine=machine, ordered=ordered) if nbytes <= upper
-    )
+    rows = table(collective, topology, machine=machine, ordered=ordered)
+    name = next(name for upper, name in rows if nbytes <= upper)
     others = sorted((t, other) for other, t in times.items() if other != name)
     reason = f"before {others[0][1]} ({others[0][0] * 1e6:.1f} us)" if others else "the only one"
     return Choice(name, times[name], reason)

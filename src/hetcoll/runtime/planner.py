@@ -109,8 +109,8 @@ class Planner:
         compression: Compression,
         ordered: bool = False,
     ) -> None:
-        """`topology` gives what is known now: RDMA devices are told later than ranks. `algo` is HETCOLL_ALGO. `ordered`:
-        every reduction is in the order of ranks."""
+        """`topology` gives what is known now: RDMA devices are told later than ranks. `algo` is HETCOLL_ALGO.
+        `ordered`: every reduction is in the order of ranks."""
         self.ordered = ordered
         self._topology, self._rank, self._compression = topology, rank, compression
         self._forced: dict[Collective, str] = {}
@@ -190,7 +190,8 @@ class Planner:
         if not does(entry):
             able = [name for name, e in ALGORITHMS[collective.plain].items() if does(e)]
             raise ArgumentError(
-                f"HETCOLL_ALGO asks for {collective.label} by {forced}, which {size} ranks with GPUs cannot do{' in rank order' * ordered}:"
+                f"HETCOLL_ALGO asks for {collective.label} by {forced}, which {size} ranks with GPUs cannot do"
+                f"{' in the order of ranks' * ordered}:"
                 f" wanted {', '.join(able)}"
             )
         return entry

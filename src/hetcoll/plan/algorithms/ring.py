@@ -80,15 +80,9 @@ def broadcast(p: Draft) -> None:
         p.send(1, inp() if place == 0 else out(), (p.rank + 1) % n, after=[got])
 
 
-@register(Collective.REDUCE, "ring", cost=lambda n: Cost(n - 1, min(n - 1, 2), int(n > 2), 1, 1, NEAR), ordered=True)
+@register(Collective.REDUCE, "ring", cost=lambda n: Cost(n - 1, min(n - 1, 2), int(n > 2), 1, 1, NEAR))
 def reduce(p: Draft) -> None:
-    """A chain that ends at the root: n-1 hops, each rank adds its own as the buffer streams through.
-
-    In rank order it ends at the last rank, which is one hop more from most roots.
-    """
-    if p.ordered:
-        _reduce_in_order(p)
-        return
+    """A chain that ends at the root: n-1 hops, each rank adds its own as the buffer streams through."""
     n, place = p.size, (p.rank - p.root) % p.size
     if place == 0:
         p.scaled(2, out(), p.recv_reduce(0, out(), inp(), (p.rank + 1) % n))
@@ -100,8 +94,9 @@ def reduce(p: Draft) -> None:
     p.send(1, inp() if grown is None else tmp(), (p.rank - 1) % n, after=[grown])
 
 
-def _reduce_in_order(p: Draft) -> None:
-    """From rank 0 to the last one, and from there to the root."""
+@register(Collective.REDUCE, "chain", cost=lambda n: Cost(n, 2, 1, 1, 1, NEAR), ordered=True)
+def reduce_in_rank_order(p: Draft) -> None:
+    """From rank 0 to the last one, and from there to the root: n hops, n-1 where the last one is the root."""
     last, mine, grown = p.size - 1, inp(), None
     if p.rank > 0:
         mine = out() if p.rank == p.root == last else tmp()
