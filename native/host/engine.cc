@@ -154,12 +154,11 @@ std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const 
 }
 
 // Called before whoever waits is told of a failure: then the memory is the users' again, who may write what peers still
-// read. Those of this host look at the flag once they have read, and before they write.
+// read. Those of this host look at the flag once they have read; nobody writes.
 void Engine::FenceLinks() {
   if (verbs_ != nullptr && !draining_) verbs_->Fence();
   if (segment_ == nullptr) return;
   segment_->owner(options_.local_rank).withdrawn.store(1, std::memory_order_seq_cst);
-  segment_->copying_senders().Settle();
 }
 
 void Engine::DropTasks() {

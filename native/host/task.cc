@@ -150,9 +150,7 @@ bool Task::MoveSend(Links& links, BoundStep& s, std::size_t limit) {
   if (!posted && s.len == 0) return false;
   const std::uint64_t returned = port.taken - port.end->Lent();
   const std::size_t free = s.posted - std::min<std::uint64_t>(s.posted, s.until - std::min(s.until, returned));
-  const bool helped = free < s.posted && port.end->Help();
-  if (helped) Touch(links, port);
-  const bool moved = free > s.done || posted || helped;
+  const bool moved = free > s.done || posted;
   s.done = free;
   s.complete = s.done == s.len;
   return moved;

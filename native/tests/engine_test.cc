@@ -49,7 +49,6 @@ void TimedMessages();
 void FalseBands();
 
 // shared_copy_test.cc
-void SharedCopies();
 
 // fault_test.cc
 void Mismatches();
@@ -409,7 +408,6 @@ constexpr Scenario kScenarios[] = {
     {"private: withdrawn", Withdrawing},
     {"private: dead", DeadSender},
     {"private: messages", PrivateMessages},
-    {"private: both ends copy", SharedCopies},
     {"ways: bands", Bands},
     {"ways: trials", Trials},
     {"ways: timed messages", TimedMessages},

@@ -160,7 +160,6 @@ class FaultySend final : public SendEnd {
     return !mood_.resting() && link_->ends.send != nullptr && link_->ends.send->FinalWithoutPeer();
   }
   std::size_t Lent() override { return link_->ends.send != nullptr ? link_->ends.send->Lent() : 0; }
-  bool Help() override { return link_->ends.send != nullptr && link_->ends.send->Help(); }
   void Finish() override {
     if (link_->ends.send != nullptr) link_->ends.send->Finish();
   }

@@ -80,9 +80,6 @@ class SendEnd {
   // is lent, not copied, and must not be written until it is given back.
   virtual std::size_t Lent() { return 0; }
 
-  // While some are: copies for the peer what it has not come to yet. Whether there was anything.
-  virtual bool Help() { return false; }
-
   // A place for exactly n further bytes, which will also be at `data`, that the caller fills before Commit; or null (no
   // room now, or no need or no such place in this transport). It lets a reduction write its result straight into a
   // slot. `from` is null, or n bytes that a RecvEnd of this rank shows and the result is computed from: the place may

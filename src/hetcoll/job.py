@@ -28,6 +28,7 @@ def init(
     islands: str | Sequence[Sequence[int]] | None = None,
     device: str | None = None,
     compress: FormatName | None = None,
+    reproducible: bool | None = None,
 ) -> Communicator:
     """The communicator of all ranks of this job, as the launcher's environment describes it.
 
@@ -45,6 +46,12 @@ def init(
     `compress` is how sums and averages of 64 KiB and more travel between hosts, or between the `islands` if they are
     given: ``"none"``, ``"bf16"``, ``"fp8"`` or ``"int8"``, in `Communicator.allreduce` and `reduce_scatter`; the same
     on all ranks. Default: HETCOLL_COMPRESS, else ``"none"``.
+
+    `reproducible`: every all-reduce, reduce and reduce-scatter combines each element in the order of ranks,
+    ``((x0 + x1) + x2) + ...``, rounds to the arrays' dtype after every step, and divides last (``avg``). So the same
+    inputs give the same bits, whatever the size of a message, the cut into buckets, the algorithm, the transport, and
+    the layout of hosts and islands. Vendors' libraries, which promise no order, then do no reductions, and nothing is
+    compressed. The same on all ranks; parts of this communicator inherit it. Default: HETCOLL_REPRODUCIBLE, else False.
     """
     global _world
     world = None if _world is None else _world()
@@ -54,6 +61,10 @@ def init(
     config = _with_device(_with_islands(env.config, islands), device)
     if compress is not None:
         config = replace(config, compress=parse_format(compress))
+    if reproducible is not None:
+        if not isinstance(reproducible, bool):
+            raise ArgumentError(f"reproducible: wanted True or False, got {reproducible!r}")
+        config = replace(config, reproducible=reproducible)
     configure(config)
     seconds = env.config.init_timeout if timeout is None else timeout
     start = time.monotonic()

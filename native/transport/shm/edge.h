@@ -20,9 +20,8 @@ struct Edge {
       : Edge(segment.edge(src, dst, channel), segment.layout()) {}
   Edge(std::byte* at, const ShmLayout& layout)
       : credit(reinterpret_cast<ShmCredit*>(at)),
-        pieces(reinterpret_cast<ShmPieces*>(at + sizeof(ShmCredit))),
-        lines(reinterpret_cast<ShmLine*>(at + sizeof(ShmCredit) + sizeof(ShmPieces))),
-        hands(at + sizeof(ShmCredit) + sizeof(ShmPieces) + kLines * sizeof(ShmLine)),
+        lines(reinterpret_cast<ShmLine*>(at + sizeof(ShmCredit))),
+        hands(at + sizeof(ShmCredit) + kLines * sizeof(ShmLine)),
         data(hands + kHands * layout.hand_bytes),
         capacity(layout.ring_bytes) {}
 
@@ -41,7 +40,6 @@ struct Edge {
   ShmLine& line(std::uint64_t fragment) const { return lines[fragment % kLines]; }
 
   ShmCredit* credit;
-  ShmPieces* pieces;
   ShmLine* lines;
   std::byte* hands;  // where its slots that change hands begin
   std::byte* data;

@@ -3,18 +3,14 @@
 // Whether that is allowed depends on users, containers and kernel.yama.ptrace_scope, so the receiver tries: it looks
 // for a random number that the sender says it holds. The kernel looks up every page, so it pays for long messages only.
 //
-// A sender that has nothing else to do meanwhile writes pieces of it into the receiver's process: the receiver invites
-// it, and each end takes the next piece when it is done with one. Whoever fails says so (`withdrawn`) and then waits
-// until nobody writes any more, before its memory is its user's again.
+// Nobody writes into another process's memory: whoever fails may give its own back at once. It says so (`withdrawn`),
+// so that nobody takes what was read from it since for good.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
-#include <utility>
-#include <vector>
 
 #include "transport/shm/protocol_choice.h"
 #include "transport/shm/shm.h"
@@ -80,74 +76,12 @@ class PrivateMemory {
   bool Try() const;
   // Reads n bytes at `address` of the owner's process. Throws Fault.
   void Read(std::byte* dst, std::uint64_t address, std::size_t n) const;
-  // Writes them. False where only the owner itself can: memory of devices, memfd_secret(2). Throws Fault.
-  bool Write(std::uint64_t address, const std::byte* src, std::size_t n) const;
   // Throws Fault where the owner has failed: what was read of its memory until now may be anything.
   void CheckValid() const;
 
  private:
   const ShmOwner& owner_;
   int peer_;
-};
-
-// Shorter pieces cost more than it helps that two copy them.
-inline constexpr std::size_t kLeastPiece = std::size_t{32} << 10;
-inline constexpr std::size_t kMostPiece = std::size_t{1} << 20;
-
-// Of a fragment that both ends copy: half of it, so that neither asks the kernel more often than it must, but no more
-// than one end would like to wait for when the other one has lost its core.
-constexpr std::size_t PieceBytes(std::size_t nbytes) {
-  constexpr std::size_t kPage = 4096;
-  return std::clamp((nbytes / 2 + kPage - 1) / kPage * kPage, kLeastPiece, kMostPiece);
-}
-
-struct Piece {
-  std::size_t at;
-  std::size_t n;
-};
-
-// The fragments of an edge that both ends copy.
-class SharedCopy {
- public:
-  explicit SharedCopy(ShmPieces& pieces) : pieces_(pieces) {}
-
-  static std::size_t Pieces(std::size_t nbytes) { return (nbytes + PieceBytes(nbytes) - 1) / PieceBytes(nbytes); }
-
-  // By the receiver: invites the sender to write the fragment with this number to `into`.
-  void Open(std::uint64_t fragment, std::byte* into);
-  // The number of the fragment that was opened last.
-  std::uint64_t fragment() const { return pieces_.next.load(std::memory_order_acquire) >> kPieceBits; }
-  // The next piece of that fragment, of `nbytes`. False where there is none left, or it is not the one that is open.
-  bool Take(std::uint64_t fragment, std::size_t nbytes, Piece& piece);
-  // By the sender: writes pieces into the receiver's process until there are none left. Whether there were any. One
-  // that cannot be written is given back.
-  bool Write(std::uint64_t fragment, const std::byte* data, std::size_t nbytes, const ShmOwner& receiver, int peer);
-  // By the receiver: a piece that was given back.
-  bool TakeBack(std::size_t nbytes, Piece& piece);
-  // By the sender: whether it has ever given one back.
-  bool gave_back() const { return gave_back_; }
-  // Pieces that the sender has written, of all fragments.
-  std::uint64_t written() const { return pieces_.written.load(std::memory_order_acquire); }
-
- private:
-  static constexpr unsigned kPieceBits = 8;
-  static_assert(kPrivateFragment / kLeastPiece < 1u << kPieceBits);
-
-  ShmPieces& pieces_;
-  bool gave_back_ = false;
-};
-
-// Who was invited to write into this rank's memory.
-class CopyingSenders {
- public:
-  void Add(const ShmPieces& pieces, const ShmOwner& sender);
-  // Once this rank has withdrawn: returns when nobody writes into its memory any more. A process that was stopped just
-  // then (SIGSTOP, a debugger) is waited for for a second.
-  void Settle();
-
- private:
-  std::mutex mutex_;  // who fails a communicator may be another thread than the one that moves its data
-  std::vector<std::pair<const ShmPieces*, const ShmOwner*>> senders_;
 };
 
 }  // namespace hetcoll

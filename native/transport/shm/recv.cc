@@ -27,9 +27,6 @@ class ShmRecv final : public RecvEnd {
         hand_(neighbour_->hands[static_cast<std::size_t>(channel)]),
         hand_bytes_(segment.layout().hand_bytes),
         memory_(segment.owner(other), peer),
-        shared_(*edge_.pieces),
-        sender_(segment.owner(other)),
-        copying_senders_(segment.copying_senders()),
         segment_(segment),
         loans_(segment.loans()),
         least_private_(segment.weighs() ? ProtocolChoice::kLeast
@@ -71,11 +68,7 @@ class ShmRecv final : public RecvEnd {
   std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) override {
     if (!opened_ && !Open(m, at)) return kWouldBlock;
     n = std::min(n, size_ - taken_);
-    if (inviting_ || Invites(n)) {
-      if (!CopyWithSender(dst)) return kWouldBlock;
-    } else {
-      Copy(dst, n, m.total, stream);
-    }
+    Copy(dst, n, m.total, stream);
     if (m.total >= least_private_ && !more_ && taken_ + n == size_) Weigh();
     Consume(n);
     return static_cast<std::ptrdiff_t>(n);
@@ -185,27 +178,6 @@ class ShmRecv final : public RecvEnd {
     }
   }
 
-  // Whether the sender is to copy a part of this fragment, all of which is asked for.
-  bool Invites(std::size_t n) const {
-    return place_ == ShmPlace::kPrivate && edge_.line(seen_).where.shared && n == size_ && n >= 2 * kLeastPiece;
-  }
-
-  // False while the sender still writes a piece.
-  bool CopyWithSender(std::byte* dst) {
-    if (!inviting_) {
-      if (!invited_) copying_senders_.Add(*edge_.pieces, sender_);
-      inviting_ = invited_ = true;
-      shared_.Open(seen_ + 1, dst);
-      written_ += SharedCopy::Pieces(size_);
-    }
-    for (Piece piece{}; shared_.Take(seen_ + 1, size_, piece) || shared_.TakeBack(size_, piece); --written_) {
-      memory_.Read(dst + piece.at, address_ + piece.at, piece.n);
-    }
-    if (shared_.written() != written_) return false;
-    inviting_ = false;
-    return true;
-  }
-
   // What might be read: finds out whether it can.
   [[gnu::noinline]] void OpenLong(const Message& m, std::size_t at, const ShmLine& line) {
     if (edge_.credit->reads.load(std::memory_order_relaxed) == 0) {
@@ -255,15 +227,9 @@ class ShmRecv final : public RecvEnd {
   RecycledSlots& hand_;
   std::size_t hand_bytes_;
   PrivateMemory memory_;
-  SharedCopy shared_;
-  const ShmOwner& sender_;
-  CopyingSenders& copying_senders_;
   const ShmSegment& segment_;
   BorrowedBuffers& loans_;
-  int lender_ = 0;             // whose what lies on a heap is
-  bool invited_ = false;       // ever
-  bool inviting_ = false;      // to this fragment
-  std::uint64_t written_ = 0;  // pieces that the sender will have written once it is there
+  int lender_ = 0;  // whose what lies on a heap is
   std::size_t least_private_;
   ProtocolChoice ways_;
   bool timed_ = false;  // this long message is; the next five are about it

@@ -37,9 +37,6 @@ class ShmSend final : public SendEnd {
         weighs_(segment.weighs()),
         pages_(segment.pages()),
         loans_(segment.loans()),
-        shared_(*edge_.pieces),
-        receiver_(segment.owner(other)),
-        peer_(peer),
         neighbour_(std::move(neighbour)),
         channel_(channel),
         hand_(neighbour_->hands[static_cast<std::size_t>(channel)]),
@@ -120,17 +117,6 @@ class ShmSend final : public SendEnd {
     return taken_ - record_[first % kLines].begin;
   }
 
-  bool Help() override {
-    const std::uint64_t fragment = shared_.fragment();
-    if (fragment <= reclaimed_ || fragment > sent_ || fragment == helped_) return false;
-    const ShmLine& line = edge_.line(fragment - 1);
-    if (static_cast<ShmPlace>(line.place) != ShmPlace::kPrivate || !line.where.shared) return false;
-    helped_ = fragment;
-    if (writes_ == 0) writes_ = PrivateMemory(receiver_, peer_).Try() ? 1 : 2;
-    const auto* data = reinterpret_cast<const std::byte*>(line.where.offset);  // NOLINT: as Lend has put it there
-    return writes_ == 1 && !shared_.gave_back() && shared_.Write(fragment, data, line.nbytes, receiver_, peer_);
-  }
-
  private:
   struct Sent {
     std::uint64_t end = 0;    // of the ring as it was filled then
@@ -166,7 +152,6 @@ class ShmSend final : public SendEnd {
     const auto address = reinterpret_cast<std::uintptr_t>(data);
     Line().where = {.offset = on_heap_ ? static_cast<std::uint64_t>(data - base_) : address,
                     .channel = -1,
-                    .shared = m.use == Use::kStored,
                     .gives = m.gives,
                     .band = static_cast<std::int8_t>(Band(m))};
     Publish(on_heap_ ? ShmPlace::kLent : ShmPlace::kPrivate, m, n, n);
@@ -287,11 +272,6 @@ class ShmSend final : public SendEnd {
   bool weighs_;
   OwnPages& pages_;
   BorrowedBuffers& loans_;
-  SharedCopy shared_;
-  const ShmOwner& receiver_;
-  int peer_;
-  std::uint64_t helped_ = 0;  // the number of the fragment that was last looked at there
-  int writes_ = 0;            // whether the receiver's memory can be written: as ShmCredit::reads
   std::shared_ptr<Neighbour> neighbour_;
   int channel_;
   RecycledSlots& hand_;

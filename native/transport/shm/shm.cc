@@ -89,7 +89,7 @@ ShmLayout::ShmLayout(int local, std::size_t ring, std::size_t most_heap)
     : local_size(local),
       ring_bytes(ring),
       hand_bytes(std::min(kMostHandBytes, AlignUp(ring / 8, kLineBytes))),
-      edge_bytes(sizeof(ShmCredit) + sizeof(ShmPieces) + kLines * sizeof(ShmLine) + kHands * hand_bytes + ring),
+      edge_bytes(sizeof(ShmCredit) + kLines * sizeof(ShmLine) + kHands * hand_bytes + ring),
       heap_bytes(HeapBytes(local, most_heap)),
       total_bytes(HeapOffset(local)) {}
 
@@ -117,7 +117,7 @@ std::size_t ShmLayout::EdgeOffset(int src, int dst, int channel) const {
 }
 
 ShmSegment::ShmSegment(int fd, const ShmLayout& layout, const ShmOptions& options)
-    : options_(options), copying_senders_(std::make_shared<CopyingSenders>()), layout_(layout) {
+    : options_(options), layout_(layout) {
   void* at = mmap(nullptr, layout.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (at == MAP_FAILED) {
     throw Fault(FaultKind::kSystem, -1,
@@ -128,10 +128,7 @@ ShmSegment::ShmSegment(int fd, const ShmLayout& layout, const ShmOptions& option
 }
 
 ShmSegment::ShmSegment(std::shared_ptr<std::byte> base, const ShmLayout& layout, const ShmOptions& options)
-    : options_(options),
-      copying_senders_(std::make_shared<CopyingSenders>()),
-      layout_(layout),
-      base_(std::move(base)) {}
+    : options_(options), layout_(layout), base_(std::move(base)) {}
 
 std::shared_ptr<ShmSegment> ShmSegment::Share() const {
   return std::shared_ptr<ShmSegment>(new ShmSegment(base_, layout_, options_));

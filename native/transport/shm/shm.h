@@ -42,10 +42,9 @@ struct alignas(64) ShmLine {
     // lent it, or 0: this one.
     std::uint64_t fragment = 0;
     std::int8_t channel = -1;  // kReturned: of its way out; kSlot: on which it may come back, or -1
-    bool kept = false;    // written by the receiver. kSlot: it comes back, and is free once read; kLent: it was lent on
-    bool shared = false;  // kPrivate: the sender has nothing else to do, and copies pieces of it
-    bool gives = false;   // kLent: its owner does not read it again
-    bool home = false;    // kLent, lent on: written by whoever was the last to read it
+    bool kept = false;   // written by the receiver. kSlot: it comes back, and is free once read; kLent: it was lent on
+    bool gives = false;  // kLent: its owner does not read it again
+    bool home = false;   // kLent, lent on: written by whoever was the last to read it
     std::int8_t band = -1;        // of a message that is timed (ProtocolChoice), or -1
     std::uint32_t copied_ns = 0;  // and what it took to copy this into a slot; 0 where it was not timed
   };
@@ -68,15 +67,6 @@ struct alignas(128) ShmCredit {
   // Whether the receiver can read the sender's memory: 0 where it has not tried yet, 1 where it can, 2 where it cannot.
   std::atomic<std::uint32_t> reads;
   std::atomic<std::uint32_t> asked;  // what the receiver has ProtocolChoice ask for
-};
-
-// Of a private fragment that both ends copy: the receiver by reading, the sender, which waits meanwhile, by writing.
-struct alignas(128) ShmPieces {
-  std::atomic<std::uint64_t> next;  // by both: fragment's index + 1, and the piece of it that nobody has taken yet
-  std::atomic<std::uint64_t> into;  // by the receiver: where the fragment goes in its process
-  alignas(64) std::atomic<std::uint32_t> writing;  // by the sender: it writes there, or is about to
-  std::atomic<std::uint64_t> written;              // by the sender: pieces, of all fragments
-  std::atomic<std::uint64_t> returned;             // by the sender: a piece that it could not write, plus one
 };
 
 struct alignas(128) ShmDoorbell {
@@ -115,8 +105,6 @@ inline constexpr std::size_t kHands = 2;  // slots that change hands, of each di
 enum class SlotStores : int { kAuto, kCached, kStreaming, kClaimed };  // as in Python: env.py
 
 enum class PrivateReads : int { kAuto, kAlways, kNever };  // as in Python: env.py
-
-class CopyingSenders;
 
 // Of a sum that is only sent on no more than one place is needed: whoever lends what goes into it need not have it back
 // as it was, so each rank adds to what lies there and lends it on. Its owner has it back when the last one has read it.
@@ -191,7 +179,6 @@ class ShmSegment {
   // Whether ProtocolChoice chooses.
   bool weighs() const { return options_.weighs && options_.reads == PrivateReads::kAuto && !policy_->claims(); }
   OwnPages& pages() const { return *pages_; }
-  CopyingSenders& copying_senders() const { return *copying_senders_; }
   BorrowedBuffers& loans() const { return *loans_; }
 
  private:
@@ -200,7 +187,6 @@ class ShmSegment {
   ShmOptions options_;
   std::unique_ptr<StorePolicy> policy_ = std::make_unique<StorePolicy>(options_.stores);
   std::unique_ptr<OwnPages> pages_ = std::make_unique<OwnPages>();
-  std::shared_ptr<CopyingSenders> copying_senders_;  // of this rank, as are
   std::unique_ptr<BorrowedBuffers> loans_ = std::make_unique<BorrowedBuffers>();
   ShmLayout layout_;
   std::shared_ptr<std::byte> base_;

@@ -69,6 +69,7 @@ class Config:
     4.096 us << code; 16 are 0.27 s. `islands` are the ranks of each island. `device` is what this rank's buffers are
     on, None: what its first call's are. `cross` is the way between GPUs that no library joins. `compress` is how sums
     travel over slow edges, `compress_feedback` how much memory the residuals may take, 0: there is no error feedback.
+    `reproducible`: every reduction is in the order of ranks. ArgumentError where it is compressed as well.
     """
 
     debug: Debug = "warn"
@@ -85,6 +86,7 @@ class Config:
     cross: Cross = "auto"
     compress: Format = Format.NONE
     compress_feedback: int = 4 << 30
+    reproducible: bool = False
     fault: str | None = None
     shm_bytes: int | None = None
     shm_stores: str = "auto"
@@ -102,6 +104,13 @@ class Config:
     ib_sl: int = 0
     ib_tc: int = 0
     ib_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.reproducible and self.compress is not Format.NONE:
+            raise ArgumentError(
+                "reproducible: wanted compress=none with it, since which edges are slow must not change bits, got"
+                f" compress={self.compress.label}"
+            )
 
 
 def read_config(environ: Environ) -> Config:
@@ -145,6 +154,7 @@ def read_config(environ: Environ) -> Config:
             ).upper()
         ],
         compress_feedback=read(environ, "HETCOLL_COMPRESS_FEEDBACK", "bytes such as 4G, or 0", _feedback, 4 << 30),
+        reproducible=read(environ, "HETCOLL_REPRODUCIBLE", "0 or 1", flag, False),
         fault=word("HETCOLL_FAULT", "a fault to inject"),
         shm_bytes=read(environ, "HETCOLL_SHM_BYTES", "bytes such as 4194304 or 4M", auto(nbytes), None),
         shm_stores=read(
@@ -209,8 +219,8 @@ def _cache(environ: Environ) -> str | None:
 
 _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS DEVICE
-    CROSS COMPRESS COMPRESS_FEEDBACK FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK SPIN_US MASTER JOB REPLACE
-    CACHE IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
+    CROSS COMPRESS COMPRESS_FEEDBACK REPRODUCIBLE FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK SPIN_US MASTER
+    JOB REPLACE CACHE IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())
 

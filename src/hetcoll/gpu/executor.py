@@ -28,7 +28,7 @@ from ..links.wiring import Wiring
 from ..runtime.compression import Compression, DeviceResidual
 from ..runtime.executor import FastPath
 from ..runtime.planner import Planner
-from ..types import OCP_OF, Collective, DType
+from ..types import FLOATS, OCP_OF, Collective, DType
 from ..vendors.devices.base import URGENT
 from ..vendors.devices.signals import signal_kernels
 from . import float8, path_probe, streams
@@ -233,7 +233,7 @@ class GpuExecutor:
 
     def _bind(self, call: Call, again: bool) -> _native.GpuCall:
         what = call.describe()
-        kernel = None if call.compress else self._kernel_for(call.collective)
+        kernel = None if call.compress or self._rounds_late(call) else self._kernel_for(call.collective)
         shape = (kernel and kernel.bind(call)) or self._plans.compile(call)
         bound = self.bound(shape, what, [self._share.entry(what)])
         if again and (key := call.key) is not None:
@@ -243,6 +243,10 @@ class GpuExecutor:
     def _kernel_for(self, collective: Collective) -> OneKernel | None:
         """What does short calls in one kernel, unless HETCOLL_ALGO asks for an algorithm."""
         return self._one_kernel if self._planner.chooses_freely(collective) else None
+
+    def _rounds_late(self, call: Call) -> bool:
+        """Whether the kernels' sums, which they round once, would not have the bits of one addition after another."""
+        return self._planner.ordered and call.dtype in FLOATS and call.dtype.itemsize < 4
 
     def bound(
         self,

@@ -107,7 +107,7 @@ class GpuPlans(Generic[S]):
         item = call.dtype.itemsize
         grain = max(1, _GRAIN // item)
         shares = call.shares(self._size)
-        islands, local = self._islands.serving(call.collective, call.dtype, call.op)
+        islands, local = self._serving(call.collective, call.dtype, call.op)
         base = self._base(call, islands)
         smallest, largest = _piece_bytes(call.nbytes, self._slot_bytes)
         length, equal = parts(base, item * max(*shares[0], *shares[1]), smallest, grain * item)
@@ -215,6 +215,7 @@ class GpuPlans(Generic[S]):
     def _base(self, call: Call, islands: Islands) -> list[Plan]:
         scale, whole = call.op is ReduceOp.AVG, len(islands) == 1  # then the library averages by itself
         how: dict[str, Any] = {"root": call.root, "scale": scale and not whole, "logical": self._logical(call)}
+        how["ordered"] = self._planner.ordered
         if call.compress:
             entry = ISLANDS[call.collective.plain]
             how |= {"hosts": islands, "compress": True, "groups": self._groups}
@@ -222,6 +223,13 @@ class GpuPlans(Generic[S]):
             entry = self._planner.on_gpus(call.collective, islands, self._library)
             how |= {"hosts": islands} if len(islands) < self._size else {}
         return [entry.build(self._size, r, **how) for r in range(self._size)]
+
+    def _serving(self, collective: Collective, dtype: DType, op: ReduceOp) -> tuple[Islands, Native | None]:
+        """The islands of a call, and how their libraries reduce. These promise no order: where there is to be one,
+        every rank is an island."""
+        if self._planner.ordered and collective in REDUCING:
+            return self._islands.alone, None
+        return self._islands.serving(collective, dtype, op)
 
     def _logical(self, call: Call) -> bool:
         return call.op in LOGICAL and self._size == 1
@@ -233,10 +241,12 @@ class GpuPlans(Generic[S]):
         if collective in (Collective.P2P, Collective.ALLTOALLV):
             name, islands = "a message for each pair", self._islands.alone
         else:
-            islands, _ = self._islands.serving(collective.plain, DType.FLOAT32, ReduceOp.SUM)
+            islands, _ = self._serving(collective.plain, DType.FLOAT32, ReduceOp.SUM)
             name = self._planner.on_gpus(collective, islands, self._library).name
         if self._size > 1 and len(islands) == 1:
             return f"one call of {self._library}"
+        if self._planner.ordered and collective in REDUCING:
+            name += ", in the order of ranks"
         if len(islands) < self._size:
             name += f" {spell_islands(islands)}, their libraries inside and messages between"
         first, most = _piece_bytes(nbytes, self._slot_bytes)

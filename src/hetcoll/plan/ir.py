@@ -157,7 +157,8 @@ class Plan:
     steps. `compress`: some edges are compressed. `staged`: SCRATCH is to be where the other ranks of the host can read
     it, so what is sent from there is not copied. `stretches`: the buffer is cut into so many stretches of equal numbers
     of units, and the units of all but the last are as long as one another (`algorithms.base.stretched`). `redundant`:
-    several ranks reduce the same elements, each for itself, and must get the same bits of a NaN, too.
+    several ranks reduce the same elements, each for itself, and must get the same bits of a NaN, too. `ordered`: every
+    element is reduced in the order of ranks, ((r0 + r1) + r2) + ...
     """
 
     collective: Collective
@@ -178,6 +179,7 @@ class Plan:
     staged: bool = False
     stretches: int = 1
     redundant: bool = False
+    ordered: bool = False
 
     @property
     def lanes(self) -> int:

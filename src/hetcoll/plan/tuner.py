@@ -21,7 +21,7 @@ import math
 from typing import NamedTuple
 
 from ..errors import ArgumentError
-from ..types import ROOTED, Collective
+from ..types import REDUCING, ROOTED, Collective
 from .algorithms import ALGORITHMS, Cost, Reach, find
 from .machine import Link, Machine
 from .topology import Topology
@@ -38,36 +38,51 @@ class Choice(NamedTuple):
 
 
 def choose(
-    collective: Collective, nbytes: int, topology: Topology, forced: str | None = None, machine: Machine | None = None
+    collective: Collective,
+    nbytes: int,
+    topology: Topology,
+    forced: str | None = None,
+    machine: Machine | None = None,
+    ordered: bool = False,
 ) -> Choice:
-    """The algorithm for one call; `nbytes` is the larger of its two buffers.
+    """The algorithm for one call; `nbytes` is the larger of its two buffers. `ordered`: it reduces in rank order.
 
     Raises
     ------
     ArgumentError
-        `forced` does not exist or cannot serve this many ranks.
+        `forced` does not exist, cannot serve this many ranks, or has another order.
     """
     machine = machine or Machine()
-    times = {
-        name: fixed + nbytes * slope for name, (fixed, slope) in _lines(collective, topology, machine, forced).items()
-    }
+    lines = _lines(collective, topology, machine, forced, ordered)
+    times = {name: fixed + nbytes * slope for name, (fixed, slope) in lines.items()}
     if forced is not None:
         if not find(collective, forced).supports(topology.size):
             raise ArgumentError(f"{collective.label} by {forced} does not support {topology.size} ranks")
+        if ordered and collective in REDUCING and not find(collective, forced).ordered:
+            able = ", ".join(name for name, entry in ALGORITHMS[collective.plain].items() if entry.ordered)
+            raise ArgumentError(
+                f"reproducible: HETCOLL_ALGO asks for {collective.label} by {forced}, which does not reduce in the"
+                f" order of ranks; wanted one of {able}"
+            )
         return Choice(forced, times.get(forced, math.nan), "asked for")
-    name = next(name for upper, name in table(collective, topology, machine=machine) if nbytes <= upper)
+    rows = table(collective, topology, machine=machine, ordered=ordered)
+    name = next(name for upper, name in rows if nbytes <= upper)
     others = sorted((t, other) for other, t in times.items() if other != name)
     reason = f"before {others[0][1]} ({others[0][0] * 1e6:.1f} us)" if others else "the only one"
     return Choice(name, times[name], reason)
 
 
 def table(
-    collective: Collective, topology: Topology, forced: str | None = None, machine: Machine | None = None
+    collective: Collective,
+    topology: Topology,
+    forced: str | None = None,
+    machine: Machine | None = None,
+    ordered: bool = False,
 ) -> list[tuple[int, str]]:
     """(largest nbytes, algorithm) in rising order, up to `UNLIMITED`: what `choose` answers, for all sizes."""
     if forced is not None:
-        return [(UNLIMITED, choose(collective, 0, topology, forced, machine).name)]
-    lines = _lines(collective, topology, machine or Machine())
+        return [(UNLIMITED, choose(collective, 0, topology, forced, machine, ordered).name)]
+    lines = _lines(collective, topology, machine or Machine(), ordered=ordered)
     if not lines:
         raise ArgumentError(f"no algorithm for {collective.label} among {topology.size} ranks states its cost")
     name = min(lines, key=lines.__getitem__)  # of equals, the first in the table
@@ -114,12 +129,12 @@ def named(setting: str) -> dict[Collective, str]:
 
 
 def _lines(
-    collective: Collective, topology: Topology, machine: Machine, forced: str | None = None
+    collective: Collective, topology: Topology, machine: Machine, forced: str | None = None, ordered: bool = False
 ) -> dict[str, tuple[float, float]]:
     """For each algorithm that can be chosen or is asked for: seconds of an empty message, and for each byte."""
     lines = {}
     for name, algorithm in ALGORITHMS.get(collective.plain, {}).items():
-        if algorithm.supports(topology.size):
+        if algorithm.supports(topology.size) and (algorithm.ordered or not ordered or collective not in REDUCING):
             if algorithm.cost is not None:
                 cost = algorithm.cost(topology.size)
                 if name == forced or not cost.turns or (topology.crowding > 1 and topology.cores <= cost.turns):

@@ -84,8 +84,8 @@ class Shape(Protocol):
 class Compression:
     """One communicator's: its setting, and the residuals of its calls."""
 
-    def __init__(self, topology: Topology, default: Format, most_bytes: int) -> None:
-        self.default = default
+    def __init__(self, topology: Topology, default: Format, most_bytes: int, reproducible: bool = False) -> None:
+        self.default, self._reproducible = default, reproducible
         self.groups = topology.asked or topology.hosts
         self._topology, self._most_bytes = topology, most_bytes
         self._residuals: OrderedDict[tuple[object, ...], HostResidual | DeviceResidual] = OrderedDict()
@@ -125,7 +125,9 @@ class Compression:
         return self._nowhere()
 
     def _nowhere(self) -> str:
-        """Why this communicator has no slow edges; empty where it has some."""
+        """Why this communicator compresses nothing; empty where it has slow edges, and may round what crosses them."""
+        if self._reproducible:
+            return "it is reproducible, and which edges are slow must not change bits"
         if len(self.groups) > 1:
             return ""
         return f"all {self._topology.size} ranks are in one {'island' if self._topology.asked else 'host'}"

@@ -75,8 +75,9 @@ class Core:
             undo.callback(wiring.close)
             self.engine = wiring.engine
             undo.callback(self.engine.close)
-            self.compression = Compression(wiring.topology, config.compress, config.compress_feedback)
-            self.planner = Planner(lambda: wiring.topology, rank, config.algo, self.compression)
+            feedback, ordered = config.compress_feedback, config.reproducible
+            self.compression = Compression(wiring.topology, config.compress, feedback, ordered)
+            self.planner = Planner(lambda: wiring.topology, rank, config.algo, self.compression, ordered)
             parts = (wiring, diagnosis, self.planner, self.compression)
             host = self.host = HostExecutor(owner, *parts, config.timeout)
             # Weakly, since the engine must not keep its communicator alive.

@@ -16,7 +16,7 @@ from ..errors import ArgumentError
 from ..health.desync_report import Called
 from ..health.status_report import call_site
 from ..plan.topology import Islands, Topology, spell_islands
-from ..types import Collective
+from ..types import REDUCING, Collective
 from .compression import Compression
 
 if TYPE_CHECKING:
@@ -101,8 +101,17 @@ class Drawing(NamedTuple):
 class Planner:
     """Chooses for one communicator, and keeps what its executors have bound."""
 
-    def __init__(self, topology: Callable[[], Topology], rank: int, algo: str | None, compression: Compression) -> None:
-        """`topology` gives what is known now: RDMA devices are told later than ranks. `algo` is HETCOLL_ALGO."""
+    def __init__(
+        self,
+        topology: Callable[[], Topology],
+        rank: int,
+        algo: str | None,
+        compression: Compression,
+        ordered: bool = False,
+    ) -> None:
+        """`topology` gives what is known now: RDMA devices are told later than ranks. `algo` is HETCOLL_ALGO.
+        `ordered`: every reduction is in the order of ranks."""
+        self.ordered = ordered
         self._topology, self._rank, self._compression = topology, rank, compression
         self._forced: dict[Collective, str] = {}
         if algo is not None:
@@ -141,7 +150,7 @@ class Planner:
         if table is None:
             from ..plan import tuner
 
-            table = tuner.table(collective, self._topology(), self._forced.get(collective))
+            table = tuner.table(collective, self._topology(), self._forced.get(collective), ordered=self.ordered)
             self._tables[collective] = table
         return next(name for upper, name in table if nbytes <= upper)
 
@@ -172,11 +181,17 @@ class Planner:
             if collective is Collective.ALLREDUCE and size == 2:
                 name = "oneshot"  # as many bytes each way as in two phases, and nothing to wait for in between
             return find(collective, name)
+        ordered = self.ordered and collective in REDUCING
+
+        def does(e: Algorithm) -> bool:
+            return e.stretches is None and e.supports(size) and (e.ordered or not ordered)
+
         entry = find(collective, forced)
-        if entry.stretches is not None or not entry.supports(size):
-            able = [n for n, e in ALGORITHMS[collective.plain].items() if e.stretches is None and e.supports(size)]
+        if not does(entry):
+            able = [name for name, e in ALGORITHMS[collective.plain].items() if does(e)]
             raise ArgumentError(
-                f"HETCOLL_ALGO asks for {collective.label} by {forced}, which {size} ranks with GPUs cannot do:"
+                f"HETCOLL_ALGO asks for {collective.label} by {forced}, which {size} ranks with GPUs cannot do"
+                f"{' in the order of ranks' * ordered}:"
                 f" wanted {', '.join(able)}"
             )
         return entry
@@ -219,6 +234,7 @@ class Planner:
             compress=what.compress,
             stretches=what.stretches,
             cores=topology.cores,
+            ordered=self.ordered,
         )
 
     # Telling.
@@ -241,7 +257,9 @@ class Planner:
 
         form, told = self._compression.explain(collective, nbytes, compress)
         forced = self.compressing(collective) if form else self._forced.get(collective)
-        choice = tuner.choose(collective, nbytes, topology, forced)
+        choice = tuner.choose(collective, nbytes, topology, forced, ordered=self.ordered)
+        if self.ordered and collective in REDUCING:
+            choice = choice._replace(reason=f"{choice.reason}; reproducible: reduces in the order of ranks")
         if form:
             choice = choice._replace(seconds=math.nan, reason="the one that compresses")
         stretches = self.stretches(collective, choice.name, nbytes)

@@ -26,7 +26,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ...errors import ArgumentError
-from ...types import Collective
+from ...types import REDUCING, Collective
 from ..ir import Buf, Builder, Local, Op, Plan, Span, cut
 
 After = Iterable[int | None]
@@ -72,6 +72,7 @@ class Draft(Builder):
     cores: int = 2
     staged: bool = False
     redundant: bool = False
+    ordered: bool = False
 
     def others(self) -> list[int]:
         """Every rank but this one, in order."""
@@ -147,7 +148,7 @@ class Draft(Builder):
         return Plan(
             self.collective, self.algorithm, self.size, self.rank, send_units, recv_units, tuple(self.steps),
             self.root, self.scratch_copies, self.scratch_like, self.credits, self.pieces, self.islands,
-            self.apart, self.compress, self.staged, self.stretches, self.redundant,
+            self.apart, self.compress, self.staged, self.stretches, self.redundant, self.ordered,
         )  # fmt: skip
 
 
@@ -215,7 +216,8 @@ class Algorithm(NamedTuple):
     `levels` is the cost of an algorithm that is made for several hosts: what it takes inside them, and what between
     them. Bytes between are those of a whole host. `compresses`: it rounds whatever it sends between hosts where the
     draft says `compress`. `stretches`: into how many it cuts a buffer of so many bytes where the ranks of a host have
-    so many cores, if a plan has so many units; see `cut` and `stretched`.
+    so many cores, if a plan has so many units; see `cut` and `stretched`. `ordered`: it reduces every element in the
+    order of ranks where the draft says so.
     """
 
     name: str
@@ -226,6 +228,7 @@ class Algorithm(NamedTuple):
     levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None
     compresses: bool = False
     stretches: Callable[[int, int], int] | None = None
+    ordered: bool = False
 
     def cut(self, nbytes: int, cores: int, size: int) -> int:
         """Into how many stretches `size` ranks cut a buffer: each has a unit for every rank, with an offset."""
@@ -246,19 +249,21 @@ class Algorithm(NamedTuple):
         groups: Hosts = (),
         stretches: int = 1,
         cores: int = 2,
+        ordered: bool = False,
     ) -> Plan:
         """The plan of `rank` among `size`.
 
         `scale` divides the result by `size` (AVG). `logical`: one rank, too, makes 0 or 1 of its elements (LAND, LOR,
         LXOR); several do by reducing. `hosts` are the ranks of each host, by default one; all ranks must
         give the same. `compress`: the edges between them are compressed, or those between `groups`, where these are
-        larger than hosts. `cores`: those that the ranks of a host share, dealt to them in turn.
+        larger than hosts. `cores`: those that the ranks of a host share, dealt to them in turn. `ordered`: reductions
+        are in the order of ranks.
 
         Raises
         ------
         ArgumentError
             `rank` or `root` is not a rank, or the algorithm does not support `size`, or
-            cannot compress.
+            cannot compress, or does not reduce in the order of ranks.
         """
         if not (0 <= rank < size and 0 <= root < size):
             raise ArgumentError(f"rank and root must lie in 0..{size - 1}, got rank {rank} and root {root}")
@@ -266,6 +271,9 @@ class Algorithm(NamedTuple):
             raise ArgumentError(f"{self.collective.label} by {self.name} does not support {size} ranks")
         if compress and not self.compresses:
             raise ArgumentError(f"{self.collective.label} by {self.name} compresses no edges")
+        ordered = ordered and self.collective in REDUCING
+        if ordered and not self.ordered:
+            raise ArgumentError(f"{self.collective.label} by {self.name} does not reduce in the order of ranks")
         hosts = hosts or (tuple(range(size)),)
         if sorted(r for host in hosts for r in host) != list(range(size)) or not all(hosts):
             raise ArgumentError(f"wanted hosts that hold each of {size} ranks once, got {hosts}")
@@ -273,6 +281,7 @@ class Algorithm(NamedTuple):
         draft = Draft(
             collective=self.collective, algorithm=self.name, size=size, rank=rank, hosts=hosts, root=root,
             average=scale, compress=compress and len(hosts) > 1, near=near, stretches=stretches, cores=cores,
+            ordered=ordered, redundant=ordered,  # one NaN: whose it was depends on who is first in an instruction
         )  # fmt: skip
         if size > 1:
             self.draw(draft)
@@ -309,11 +318,12 @@ def register(
     levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None,
     compresses: bool = False,
     stretches: Callable[[int, int], int] | None = None,
+    ordered: bool = False,
 ) -> Callable[[Callable[[Draft], None]], Callable[..., Plan]]:
     """Enter a drawing function into the table under `name`; it is replaced by the `build` of its entry."""
 
     def enter(draw: Callable[[Draft], None]) -> Callable[..., Plan]:
-        entry = Algorithm(name, collective, draw, supports, cost, levels, compresses, stretches)
+        entry = Algorithm(name, collective, draw, supports, cost, levels, compresses, stretches, ordered)
         if ALGORITHMS.setdefault(collective, {}).setdefault(name, entry) is not entry:
             raise ArgumentError(f"{collective.label} has an algorithm called {name} already")
         return entry.build

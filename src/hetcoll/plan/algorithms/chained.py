@@ -48,15 +48,16 @@ def _cost(n: int) -> Cost:
     return Cost(n, n + 3 - first, sent, received, reduced, copied=0.5, turns=_MOST_CORES)
 
 
-@register(Collective.ALLREDUCE, "chained", cost=_cost, stretches=_stretches)
+@register(Collective.ALLREDUCE, "chained", cost=_cost, stretches=_stretches, ordered=True)
 def allreduce(p: Draft) -> None:
     """Chains through all ranks, each to a star. The last stretch, whose length may be another, has a place of its own.
+    In rank order all chains begin at rank 0.
 
     In place, sums come only after whoever gets them was passed by its chain.
     """
     n, last, c = p.size, p.stretches - 1, min(_chains(p.cores), p.size)
     p.units, p.scratch_copies, p.staged = n * p.stretches, 1, True
-    orders, shares = [_order(n, c, h) for h in range(c)], list(pairwise(cut(n, c)))
+    orders, shares = [_order(n, 1 if p.ordered else c, h) for h in range(c)], list(pairwise(cut(n, c)))
     mine_first = sorted(range(c), key=lambda h: orders[h].index(p.rank))
     read: dict[int, list[int | None]] = {h: [] for h in range(c)}  # what a share's next sum waits for
     for k in range(p.stretches):

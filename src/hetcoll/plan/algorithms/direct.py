@@ -14,7 +14,7 @@ from ..ir import Span
 from .base import Cost, Draft, inp, out, register, tmp
 
 
-@register(Collective.ALLREDUCE, "oneshot", cost=lambda n: Cost(1, 2 * (n - 1), n - 1, n - 1, n - 1))
+@register(Collective.ALLREDUCE, "oneshot", cost=lambda n: Cost(1, 2 * (n - 1), n - 1, n - 1, n - 1), ordered=True)
 def oneshot_allreduce(p: Draft) -> None:
     """Everyone sends all to everyone: 1 hop, n-1 messages a rank of the whole buffer.
 
@@ -30,28 +30,35 @@ def oneshot_allreduce(p: Draft) -> None:
         p.scaled(2, out(), p.recv_reduce(1, out(), inp(), 1 - r, after=[sent]))
         return
     p.scratch_copies = 1
-    total = inp() if r < 2 else tmp()
-    done = None
-    for peer in range(n):
-        if peer == r:
-            if r > 1:
-                done = p.reduce(1, tmp(), inp())
-        elif peer == 0 and r > 1:
-            p.recv(1, tmp(), peer)
-        elif peer == n - 1:
-            done = p.recv_reduce(1, out(), total, peer, after=[sent])
-        else:
-            p.recv_reduce(1, tmp(), total, peer)
-            total = tmp()
-    if r == n - 1:
-        done = p.copy(1, out(), tmp(), after=[sent])
-    p.scaled(2, out(), done)
+    p.scaled(2, out(), _in_rank_order(p, 1, out(), inp(), tmp(), sent))
+
+
+def _in_rank_order(p: Draft, lane: int, result: Span, own: Span, held: Span, sent: int | None = None) -> int | None:
+    """`result` gets the sum of my term `own` and of a message of each other rank, added in rank order.
+
+    `held` is where the sum grows before it is whole: it may be `result` on ranks 0 and 1, whose own term is among the
+    first two, which may be swapped. `result` is written after `sent`.
+    """
+    last, r, total, done = p.size - 1, p.rank, own if p.rank < 2 else held, None
+    if r > 1:
+        p.recv(lane, held, 0)
+    for peer in range(int(r > 1), p.size):
+        if peer == r and r > 1:
+            done = p.reduce(lane, held, own)
+        elif peer != r:
+            total_to, after = (result, [sent]) if peer == last else (held, [])
+            done = p.recv_reduce(lane, total_to, total, peer, after=after)
+            total = held
+    return p.copy(lane, result, held, after=[sent]) if r == last and held != result else done
 
 
 def _reduce_own(p: Draft, result: Span, own: Span) -> int | None:
     """Channel 0, lanes 0 and 1: everyone sends unit q of its input to q; `result` gets the sum of my unit `own`."""
     for peer in p.after_me():
         p.send(0, inp(peer), peer)
+    if p.ordered:
+        p.scratch_copies = int(p.size > 2)
+        return _in_rank_order(p, 1, result, own, result if p.rank < 2 else tmp(p.rank))
     reduced = None
     for peer in p.before_me():
         reduced = p.recv_reduce(1, result, own, peer)
@@ -63,6 +70,7 @@ def _reduce_own(p: Draft, result: Span, own: Span) -> int | None:
     Collective.ALLREDUCE,
     "direct",
     cost=lambda n: Cost(2, 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, answered=1 / n),
+    ordered=True,
 )
 def allreduce(p: Draft) -> None:
     """Reduce-scatter and all-gather, each in one hop: 2(n-1) messages a rank, each a share of 1/n."""
@@ -80,6 +88,7 @@ def allreduce(p: Draft) -> None:
     Collective.REDUCE_SCATTER,
     "direct",
     cost=lambda n: Cost(1, 2 * (n - 1), (n - 1) / n, (n - 1) / n, (n - 1) / n),
+    ordered=True,
 )
 def reduce_scatter(p: Draft) -> None:
     """1 hop, n-1 messages a rank, each a share of 1/n."""
@@ -110,11 +119,15 @@ def broadcast(p: Draft) -> None:
         p.send(0, inp(), peer)
 
 
-@register(Collective.REDUCE, "direct", cost=lambda n: Cost(1, n - 1, 0, n - 1, n - 1))
+@register(Collective.REDUCE, "direct", cost=lambda n: Cost(1, n - 1, 0, n - 1, n - 1), ordered=True)
 def reduce(p: Draft) -> None:
-    """Everyone sends all to the root, which adds round the ring from itself on: 1 hop, n-1 messages."""
+    """Everyone sends all to the root, which adds round the ring from itself on, or in rank order: 1 hop."""
     if p.rank != p.root:
         p.send(0, inp(), p.root)
+        return
+    if p.ordered:
+        p.scratch_copies = int(p.rank > 1)
+        p.scaled(1, out(), _in_rank_order(p, 0, out(), inp(), out() if p.rank < 2 else tmp()))
         return
     total, reduced = inp(), None
     for peer in p.after_me():

@@ -92,3 +92,19 @@ def reduce(p: Draft) -> None:
         p.scratch_copies = 1
         grown = p.recv_reduce(0, tmp(), inp(), (p.rank + 1) % n)
     p.send(1, inp() if grown is None else tmp(), (p.rank - 1) % n, after=[grown])
+
+
+@register(Collective.REDUCE, "chain", cost=lambda n: Cost(n, 2, 1, 1, 1, NEAR), ordered=True)
+def reduce_in_rank_order(p: Draft) -> None:
+    """From rank 0 to the last one, and from there to the root: n hops, n-1 where the last one is the root."""
+    last, mine, grown = p.size - 1, inp(), None
+    if p.rank > 0:
+        mine = out() if p.rank == p.root == last else tmp()
+        p.scratch_copies = int(mine != out())
+        grown = p.recv_reduce(0, mine, inp(), p.rank - 1)
+    if p.rank < last:
+        p.send(1, mine, p.rank + 1, after=[grown])
+    elif p.root < last:
+        p.send(1, mine, p.root, after=[grown])
+    if p.rank == p.root:
+        p.scaled(3, out(), grown if p.root == last else p.recv(2, out(), last))

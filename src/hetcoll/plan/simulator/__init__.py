@@ -11,7 +11,7 @@ programming", 1974), and more room in the FIFOs cannot add a deadlock.
   sends behind it in its lane, and what answers them, say nothing about that (`order_node`, `join_loans`).
 * Values: inputs are random integers modulo a prime, so a contribution that is missing, doubled or in the wrong place
   changes the sum; a second value per unit depends on the order of the additions, to prove that all ranks hold the
-  same bits.
+  same bits, and those of the order of ranks where a plan says that (`ordered`).
 
 `serialisable` proves, beside that, orders in which the steps of plans may be enqueued on devices.
 """

@@ -1,0 +1,58 @@
+"""``reproducible=True`` where GPUs take part: fakes of both vendors, beside ranks without a GPU."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_kinds import Own, start
+from rank_order import in_rank_order, same, terms
+
+import hetcoll
+
+pytestmark = pytest.mark.fakes
+
+
+def sums(comm: hetcoll.Communicator, dtypes: list[str], counts: list[int]) -> str:
+    for dtype in dtypes:
+        for count in counts:
+            rows = terms(comm.size, count, dtype, count)
+            for op in ("sum", "avg") if dtype != "int32" else ("sum",):
+                want = in_rank_order(rows, op)
+                whole = Own(comm, rows[comm.rank])
+                comm.allreduce(whole.array, op=op).wait(60)
+                same(whole.get(), want)
+                begun = Own(comm, np.zeros_like(want))
+                comm.reduce(Own(comm, rows[comm.rank]).array, begun.array, op=op, root=comm.size - 1).wait(60)
+                if comm.rank == comm.size - 1:
+                    same(begun.get(), want)
+                edges = [count * r * r // comm.size**2 for r in range(comm.size + 1)]
+                parts = [b - a for a, b in pairwise(edges)]
+                mine, given = Own(comm, np.zeros(parts[comm.rank], want.dtype)), Own(comm, rows[comm.rank])
+                comm.reduce_scatterv(given.array, mine.array, op, counts=parts).wait(60)
+                same(mine.get(), want[edges[comm.rank] : edges[comm.rank + 1]])
+    return comm.explain("allreduce", 1 << 22).gpus
+
+
+DTYPES, COUNTS = ["float32", "bfloat16"], [1009, 170_001]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "env"),
+    [
+        ("nnaa", {"HETCOLL_ISLANDS": "0,1|2,3"}),
+        ("nan", {"HETCOLL_HOST_ID": ("a", "a", "b")}),
+    ],
+)
+def test_gpus_give_the_bits_of_cpus(gpus: str, env: dict[str, Any]) -> None:
+    """Also those that one vendor's library would serve, which promises no order."""
+    with start(gpus, HETCOLL_REPRODUCIBLE="1", **env) as ranks:
+        told = ranks.run(sums, DTYPES, COUNTS)
+    assert all("in the order of ranks" in each for each in told)
+
+
+def test_gpus_beside_ranks_without() -> None:
+    with start("nca", HETCOLL_REPRODUCIBLE="1") as ranks:
+        ranks.run(sums, DTYPES, COUNTS)
