@@ -10,9 +10,10 @@ that a graph of all ranks gives, since a run of it treats what is alike alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from .node import PlanError, follows
 
 PIECE = 64 << 10  # bytes that move at a time
 LEAST_PIECES, MOST_PIECES = 8, 256  # bounds of what a task is cut into at most; fewer where there are many tasks
+SLOT = 4 << 20  # bytes of a message between GPUs that move at a time
 EVENTS = 4_000_000  # about so many in a run
 SEND, RECV_REDUCE, LOCAL = Op.SEND, Op.RECV_REDUCE, Op.LOCAL  # members of an enum are slow to look up
 
@@ -143,13 +145,15 @@ class Tasks:
     whole: int  # units of the larger buffer
     hardware: Hardware
     home: Callable[[Server], Server]
+    pipelined: bool = False  # for GPUs: every task is cut into as many pieces as every other
     steps: list[tuple[int, Step | None]] = field(default_factory=list)
+    longest: int = 0  # units of a message
     servers: dict[Server, int] = field(default_factory=dict)
     units: list[int] = field(default_factory=list)
     one: list[bool] = field(default_factory=list)  # whether it is of one piece at any size
     uses: list[tuple[int, int, float, float]] = field(default_factory=list)  # task, server, seconds a unit, first
     then: list[tuple[int, int, bool, float]] = field(default_factory=list)  # task, waiting, paced, delay
-    _arrays: tuple[NDArray[np.generic], ...] = ()
+    _arrays: tuple[NDArray[Any], ...] = ()
 
     def add(self, rank: int, step: Step | None, units: int, uses: Iterable[Use], *, one: bool = False) -> int:
         """A task; its number."""
@@ -168,9 +172,15 @@ class Tasks:
             self._arrays = self._columns()
         units, one, uses_at, server, per_unit, first, then_at, then, paced, delay, used = self._arrays
         unit = nbytes / self.whole
-        most = min(MOST_PIECES, max(LEAST_PIECES, EVENTS // max(1, len(self.steps))))
-        pieces = np.clip(np.ceil(units * (unit / PIECE)), 1, np.where(one, 1, most)).astype(np.int32)
+        if self.pipelined:
+            count = max(1, min(8, nbytes >> 20), min(MOST_PIECES, math.ceil(self.longest * unit / SLOT)))
+            pieces = np.full(len(units), count, np.int32)
+        else:
+            most = min(MOST_PIECES, max(LEAST_PIECES, EVENTS // max(1, len(self.steps))))
+            pieces = np.clip(np.ceil(units * (unit / PIECE)), 1, np.where(one, 1, most)).astype(np.int32)
         each = per_unit * unit / pieces[used]
+        if self.pipelined:  # each piece is an operation of its own
+            each, first = each + first, np.zeros_like(first)
         arrays = (pieces, uses_at, server, each, first, then_at, then, paced, delay)
         begin, end, busy = map(np.frombuffer, _native.run_tasks(arrays, len(self.servers)))
         if len(end) and end.min() < 0:
@@ -178,7 +188,7 @@ class Tasks:
             raise ValueError(f"rank {rank} waits for ever at {step}")
         return Outcome(float(end.max(initial=0.0)), busy, begin, end)
 
-    def _columns(self) -> tuple[NDArray[np.generic], ...]:
+    def _columns(self) -> tuple[NDArray[Any], ...]:
         task, server, per_unit, first = _table(self.uses, 4)
         source, then, paced, delay = _table(self.then, 4)
         order = np.argsort(source, kind="stable")
@@ -202,8 +212,16 @@ def _offsets(task: Floats, n: int) -> NDArray[np.int64]:
 class Weaver:
     """Makes tasks of plans, one plan after another: plans of all ranks, or of those that stand for all."""
 
-    def __init__(self, whole: int, hardware: Hardware, symmetry: Symmetry, home: Callable[[Server], Server]) -> None:
-        self.tasks = Tasks(max(1, whole), hardware, home)
+    def __init__(
+        self,
+        whole: int,
+        hardware: Hardware,
+        symmetry: Symmetry,
+        home: Callable[[Server], Server],
+        *,
+        pipelined: bool = False,
+    ) -> None:
+        self.tasks = Tasks(max(1, whole), hardware, home, pipelined)
         self._hardware, self._symmetry = hardware, symmetry
         self._sends: dict[tuple[int, int, int], list[int]] = {}
         self._recvs: dict[tuple[int, int, int], list[int]] = {}
@@ -229,13 +247,14 @@ class Weaver:
                     ends = (rank, peer) if op is SEND else (peer, rank)
                     routes[key] = self._hardware.route(*ends, key[1])
                 route = routes[key]
+                tasks.longest = max(tasks.longest, units)
                 task = tasks.add(rank, step, units, route.out if op is SEND else route.into)
                 self._meet(rank, step, task, route.delay)
             elif op is LOCAL:
                 gate = self._gate(plan, locals_seen)
                 locals_seen += 1
                 task = tasks.add(rank, step, units, self._hardware.local(rank, plan.island, step), one=True)
-                tasks.then.append((gate, task, False, 0.0))
+                tasks.then.append((gate, task, tasks.pipelined, 0.0))
             else:
                 task = tasks.add(rank, step, units, self._hardware.work(rank, op))
             target = task if gate is None else gate
@@ -243,7 +262,7 @@ class Weaver:
             if before is not None:
                 tasks.then.append((before, target, False, 0.0))
             for d in step.deps:
-                paced = gate is None and follows(plan, plan.steps[d], step)
+                paced = tasks.pipelined or (gate is None and follows(plan, plan.steps[d], step))
                 tasks.then.append((row[d], target, paced, 0.0))
             heads[step.lane] = task
             row.append(task)
@@ -259,7 +278,7 @@ class Weaver:
         else:
             self._recvs.setdefault((rank, step.peer, step.channel), []).append(task)
 
-    def _gate(self, plan: Plan, number: int) -> tuple[int, list[int]]:
+    def _gate(self, plan: Plan, number: int) -> int:
         """The task that waits for all members of an island to begin their next collective."""
         if plan.rank not in self._firsts:
             for island in plan.islands:
