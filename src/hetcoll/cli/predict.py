@@ -181,8 +181,8 @@ def _training(table: Table) -> list[str]:
         hides, nbytes = nbytes, 2 * nbytes
     return [
         "",
-        f"a step of {plan.samples} samples computes for {_time(computes)}, and {_bytes(plan.gradients)} of gradients take"
-        f" {_time(reduces)} by {found.algorithm}, of which up to {_time(room)} are hidden",
+        f"a step of {plan.samples} samples computes for {_time(computes)}; {_bytes(plan.gradients)} of gradients take "
+        f"{_time(reduces)} by {found.algorithm}, of which up to {_time(room)} are hidden",
         f"so it takes {_time(step)}: {plan.samples / step:.0f} samples a second, {computes / step:.0%} of what the"
         f" ranks compute; all is hidden up to {_bytes(hides) if hides else 'less than 1M'}",
     ]  # fmt: skip
