@@ -4,8 +4,9 @@ Every step is a task, in pieces; a vendor's collective has one more, which waits
 is the hardware's to say (`Hardware`), in seconds a byte, so one graph serves every size.
 
 Where hosts are alike and an algorithm draws alike for each, only the ranks of the first ones are in the graph
-(`Symmetry`): what they send to another host arrives, by the same rules, from yet another. Their times are exactly those
-that a graph of all ranks gives, since a run of it treats what is alike alike.
+(`Symmetry`): what they send to another host arrives, by the same rules, from yet another. Their times are those of a
+graph of all ranks, but for ties: where messages of several ranks come to a card or switch at the same instant, one goes
+first, and which one may differ.
 """
 
 from __future__ import annotations
