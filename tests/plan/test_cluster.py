@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from hetcoll import _native
 from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import find
 from hetcoll.plan.algorithms.tree import family
@@ -174,3 +178,23 @@ def test_parents_and_children_in_trees_agree(size: int, tree: int) -> None:
         assert mine.parent is None or rank in families[mine.parent].children
         assert all(families[child].parent == rank for child in mine.children)
     assert sum(len(mine.children) for mine in families) == size - 1
+
+
+def test_the_clock_refuses_arrays_that_do_not_fit_together() -> None:
+    """Two tasks of which the second waits for the first, on one server; then with something wrong."""
+    at, one = np.array([0, 1, 2]), np.array([1.0, 1.0])
+    right: list[NDArray[Any]] = [
+        np.array([2, 1], np.int32), at, np.array([0, 0], np.int32), one, one / 2, np.array([0, 1, 1]),
+        np.array([1], np.int32), np.array([0], np.uint8), np.array([0.25]),
+    ]  # fmt: skip
+    begin, end, busy = (np.frombuffer(found).tolist() for found in _native.run_tasks(right, 1))
+    assert (begin, end, busy) == ([0.0, 2.75], [2.5, 4.25], [4.0])
+    wrong = {
+        0: np.array([0, 1], np.int32), 1: np.array([0, 2, 1]), 2: np.array([0, 1], np.int32), 3: np.array([1.0]),
+        5: np.array([0, 1]), 6: np.array([2], np.int32), 7: np.array([0], np.int32), 8: np.array([0.25, 1.0]),
+    }  # fmt: skip
+    for i, array in wrong.items():
+        with pytest.raises(ValueError, match="want|no such"):
+            _native.run_tasks([*right[:i], array, *right[i + 1 :]], 1)
+    with pytest.raises(ValueError, match="nine arrays"):
+        _native.run_tasks(right[:8], 1)
