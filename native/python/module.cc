@@ -9,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "host/engine.h"
+#include "plan/timeline.h"
 #include "python/devices.h"
 #include "python/fast_path.h"
 #include "python/host_buffer.h"
@@ -74,6 +76,38 @@ void ReduceBytes(nb::handle dst, nb::handle a, nb::handle b, int dtype, int op, 
     throw nb::value_error("three contiguous buffers of one size were wanted");
   }
   kernels.reduce(d.data(), x.data(), y.data(), d.nbytes() / item, stream ? Sweep::kAround : Sweep::kPlain);
+}
+
+// A view of an array that has as many bytes per element as T; `held` keeps it.
+template <typename T>
+std::span<const T> ArrayOf(nb::handle object, HostBuffer& held) {
+  if (!held.Read(object.ptr(), false) || ItemSize(held.dtype()) != sizeof(T)) {
+    throw nb::value_error("contiguous arrays of the types that the graph has were wanted");
+  }
+  return {reinterpret_cast<const T*>(held.data()), held.count()};
+}
+
+std::tuple<nb::bytes, nb::bytes, nb::bytes> RunTasks(const std::vector<nb::object>& arrays, std::size_t servers) {
+  if (arrays.size() != 9) throw nb::value_error("nine arrays were wanted");
+  std::array<HostBuffer, 9> held;
+  TaskGraph graph;
+  graph.pieces = ArrayOf<std::int32_t>(arrays[0], held[0]);
+  graph.uses_at = ArrayOf<std::int64_t>(arrays[1], held[1]);
+  graph.server = ArrayOf<std::int32_t>(arrays[2], held[2]);
+  graph.each = ArrayOf<double>(arrays[3], held[3]);
+  graph.first = ArrayOf<double>(arrays[4], held[4]);
+  graph.then_at = ArrayOf<std::int64_t>(arrays[5], held[5]);
+  graph.then = ArrayOf<std::int32_t>(arrays[6], held[6]);
+  graph.paced = ArrayOf<std::uint8_t>(arrays[7], held[7]);
+  graph.delay = ArrayOf<double>(arrays[8], held[8]);
+  graph.servers = servers;
+  Timeline found;
+  {
+    const nb::gil_scoped_release release;
+    found = RunTimeline(graph);
+  }
+  const auto bytes = [](const std::vector<double>& v) { return nb::bytes(v.data(), v.size() * sizeof(double)); };
+  return {bytes(found.begin), bytes(found.end), bytes(found.busy)};
 }
 
 void ScaleBytes(nb::handle x, int dtype, unsigned divisor) {
@@ -269,6 +303,7 @@ NB_MODULE(_native, m) {
   m.def("set_kernel_isa", &SetKernelIsa);
   m.def("reduce_bytes", &ReduceBytes);
   m.def("scale_bytes", &ScaleBytes);
+  m.def("run_tasks", &RunTasks, "arrays"_a, "servers"_a);
   m.def("round_elements",
         [](std::uintptr_t dst, std::uintptr_t src, std::uintptr_t residual, std::size_t count, int dtype, int format) {
           CodecOf(dtype, format).round(At(dst), At(src), reinterpret_cast<float*>(residual), count);

@@ -55,9 +55,9 @@ class Network:
         _tool("ip", "-n", name, "link", "set", near, "up")
         self.set_rate(host, net, self._rate)
 
-    def set_rate(self, host: int, net: int, rate: str) -> None:
-        """How fast a host may send over one of its interfaces."""
-        shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+    def set_rate(self, host: int, net: int, rate: str, burst: str = "256kb") -> None:
+        """How fast a host may send over one of its interfaces, beyond a burst."""
+        shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
         _tool("tc", "-n", self.hosts[host], "qdisc", "replace", "dev", f"eth{net}", *shape)
 
     def cut(self, host: int, *nets: int) -> None:

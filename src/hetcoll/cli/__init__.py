@@ -24,7 +24,11 @@ def build_parser() -> argparse.ArgumentParser:
         "doctor": (doctor.add_arguments, doctor.main, "say what this machine lacks, and what to do about it"),
         "selftest": (selftest.add_arguments, selftest.main, "check all collectives on the devices of this machine"),
         "topo": (topo.add_arguments, topo.main, "show the ranks of a job and how they reach each other"),
-        "simulate": (simulate.add_arguments, simulate.main, "print the plans of an algorithm and prove them"),
+        "simulate": (
+            simulate.add_arguments,
+            simulate.main,
+            "prove an algorithm's plans, or predict their time in a cluster",
+        ),
     }
     for name, (add_arguments, main_of, text) in about.items():
         subparser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")

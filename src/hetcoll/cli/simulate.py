@@ -1,4 +1,4 @@
-"""`hetcoll simulate`: print the plans of an algorithm, and prove them."""
+"""`hetcoll simulate`: print the plans of an algorithm and prove them, or say what they would take in a cluster."""
 
 from __future__ import annotations
 
@@ -13,21 +13,36 @@ from ..plan.algorithms import ALGORITHMS, find
 from ..plan.ir import Plan
 from ..plan.simulator import PlanError, Report, check
 from ..types import Collective
+from . import predict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which plans, and in which form to print them."""
     labels = [collective.label for collective in Collective]
-    parser.add_argument("collective", choices=labels, metavar="COLLECTIVE", help=", ".join(labels))
-    parser.add_argument("algorithm", nargs="?", metavar="ALGORITHM", help="its name; without one, the names there are")
+    what = f"{', '.join(labels)}; or a cluster file, NAME.toml"
+    parser.add_argument("collective", type=_collective, metavar="COLLECTIVE", help=what)
+    named = "its name; without one, the names there are. After a cluster file, the collective"
+    parser.add_argument("algorithm", nargs="?", metavar="ALGORITHM", help=named)
     parser.add_argument("-n", "--ranks", type=int, default=4, help="number of ranks (default 4)")
     parser.add_argument("-r", "--root", type=int, default=0, help="the root, where there is one (default 0)")
     parser.add_argument("--avg", action="store_true", help="the plan of an average instead of a sum")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    predict.add_arguments(parser)
+
+
+def _collective(word: str) -> str:
+    labels = [collective.label for collective in Collective]
+    if word not in labels and not word.endswith(".toml"):
+        raise argparse.ArgumentTypeError(f"invalid choice: {word!r} (choose from {', '.join(labels)}, or a .toml file)")
+    return word
 
 
 def main(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     """Print; 0 when the plans are proved, 1 when the checker refuses them."""
+    if args.collective.endswith(".toml"):
+        return predict.main(args)
+    if given := predict.only_for_clusters(args):
+        raise ArgumentError(f"{given[0]} is for cluster files: hetcoll simulate CLUSTER.toml {args.collective}")
     collective = Collective[args.collective.upper()]
     if args.ranks < 1:
         raise ArgumentError(f"-n wants a number of ranks from 1, got {args.ranks}")

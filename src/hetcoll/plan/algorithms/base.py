@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 from ...errors import ArgumentError
@@ -274,10 +275,11 @@ class Algorithm(NamedTuple):
         ordered = ordered and self.collective in REDUCING
         if ordered and not self.ordered:
             raise ArgumentError(f"{self.collective.label} by {self.name} does not reduce in the order of ranks")
-        hosts = hosts or (tuple(range(size)),)
-        if sorted(r for host in hosts for r in host) != list(range(size)) or not all(hosts):
+        if not hosts:
+            hosts = _one_host(size)
+        elif not _each_once(hosts, size):
             raise ArgumentError(f"wanted hosts that hold each of {size} ranks once, got {hosts}")
-        near = frozenset(r for group in groups or hosts if rank in group for r in group)
+        near = frozenset(r for group in groups or hosts if rank in group for r in group) if compress else frozenset()
         draft = Draft(
             collective=self.collective, algorithm=self.name, size=size, rank=rank, hosts=hosts, root=root,
             average=scale, compress=compress and len(hosts) > 1, near=near, stretches=stretches, cores=cores,
@@ -293,6 +295,17 @@ class Algorithm(NamedTuple):
                 draft.reduce(0, tmp(), tmp())
                 draft.reduce(0, out(), tmp())
         return draft.finish()
+
+
+@lru_cache(maxsize=8)
+def _one_host(size: int) -> Hosts:
+    return (tuple(range(size)),)
+
+
+@lru_cache(maxsize=8)
+def _each_once(hosts: Hosts, size: int) -> bool:
+    """Whether hosts hold each rank once. Kept, as the plans of many ranks are drawn over the same hosts."""
+    return all(hosts) and sorted(r for host in hosts for r in host) == list(range(size))
 
 
 _MOST_STRETCHED = 1 << 15  # units

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ...types import Collective
 from ..ir import Span
-from .base import Cost, Draft, Reach, ceil_log2, inp, out, register, tmp
+from .base import Cost, Draft, Reach, ceil_log2, floor_log2, inp, out, register, tmp
 
 
 def _parent(place: int, n: int) -> int:
@@ -34,6 +34,26 @@ def _place(v: int, n: int, tree: int) -> int:
     return n - v if n % 2 else v % (n - 1) + 1
 
 
+def _at(place: int, n: int, tree: int) -> int:
+    """The inverse of `_place`: which rank stands there."""
+    if tree == 0 or place == 0:
+        return place
+    if n % 2:
+        return n - place
+    return place - 1 if place > 1 else n - 1
+
+
+def _below_place(place: int, n: int) -> list[int]:
+    """The places whose `_parent` this is, in order."""
+    if place == 0:
+        return [1 << floor_log2(n - 1)] if n > 1 else []
+    half = (place & -place) >> 1
+    left = [place - half] if half else []
+    while half and place + half >= n:
+        half >>= 1
+    return [*left, place + half] if half else left
+
+
 class Family(NamedTuple):
     """A rank's neighbours in one tree; the root's parent is None."""
 
@@ -43,11 +63,13 @@ class Family(NamedTuple):
 
 def family(size: int, rank: int, root: int, tree: int) -> Family:
     """The neighbours of `rank` in the first or second tree over all ranks, both with `root` on top."""
-    place = {r: _place((r - root) % size, size, tree) for r in range(size)}
-    who = {p: r for r, p in place.items()}
-    up = who[_parent(place[rank], size)] if rank != root else None
-    below = (p for p in range(1, size) if _parent(p, size) == place[rank])
-    return Family(up, tuple(who[p] for p in below))
+    place = _place((rank - root) % size, size, tree)
+
+    def who(place: int) -> int:
+        return (_at(place, size, tree) + root) % size
+
+    up = who(_parent(place, size)) if rank != root else None
+    return Family(up, tuple(map(who, _below_place(place, size))))
 
 
 def _up(p: Draft, tree: int, lane: int, mine: Family, partial: Span) -> int | None:

@@ -1,0 +1,308 @@
+"""Plans as tasks that occupy servers: what ``native/plan/timeline.cc`` runs.
+
+Every step is a task, in pieces; a vendor's collective has one more, which waits for all members. What a task occupies
+is the hardware's to say (`Hardware`), in seconds a byte, so one graph serves every size.
+
+Where hosts are alike and an algorithm draws alike for each, only the ranks of the first ones are in the graph
+(`Symmetry`): what they send to another host arrives, by the same rules, from yet another. Their times are those of a
+graph of all ranks, but for ties: where messages of several ranks come to a card or switch at the same instant, one goes
+first, and which one may differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import _native
+from ..ir import Op, Plan, Span, Step
+from .node import PlanError, follows
+
+PIECE = 64 << 10  # bytes that move at a time
+LEAST_PIECES, MOST_PIECES = 8, 256  # bounds of what a task is cut into at most; fewer where there are many tasks
+SLOT = 4 << 20  # bytes of a message between GPUs that move at a time
+EVENTS = 4_000_000  # about so many in a run
+SEND, RECV_REDUCE, LOCAL = Op.SEND, Op.RECV_REDUCE, Op.LOCAL  # members of an enum are slow to look up
+
+Floats = NDArray[np.float64]
+Server = tuple[str, int, int]
+"""What kind, of which rank, host or switch, and which of several."""
+
+
+class Use(NamedTuple):
+    """A server's part in a task: seconds for each byte, and before the first."""
+
+    server: Server
+    per_byte: float
+    first: float = 0.0
+
+
+class Route(NamedTuple):
+    """What a message occupies at its source and on its way, what at its end, and how much later it is seen there."""
+
+    out: tuple[Use, ...]
+    into: tuple[Use, ...]
+    delay: float
+
+
+class Hardware(Protocol):
+    """What tasks occupy."""
+
+    def route(self, a: int, b: int, reduces: bool) -> Route:
+        """Of a message from rank `a` to rank `b`, which adds what comes, or not."""
+
+    def work(self, rank: int, op: Op) -> tuple[Use, ...]:
+        """Of a step that moves nothing between ranks."""
+
+    def local(self, rank: int, island: tuple[int, ...], step: Step) -> tuple[Use, ...]:
+        """Of a vendor's collective, on one member."""
+
+    def name(self, server: Server) -> str:
+        """For people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Hosts that are alike and lie side by side: ranks begin + host * each + j."""
+
+    begin: int
+    hosts: int
+    each: int
+
+
+@dataclass(frozen=True, slots=True)
+class Symmetry:
+    """Ranks that fare alike: every host and the one `stride` further in its group; all groups move together."""
+
+    groups: tuple[Group, ...]
+    stride: int
+
+    def home(self, rank: int) -> tuple[int, int]:
+        """The rank that stands for `rank`, and how many strides further this is."""
+        for g in self.groups:
+            if rank < g.begin + g.hosts * g.each:
+                host, j = divmod(rank - g.begin, g.each)
+                return g.begin + host % self.stride * g.each + j, host // self.stride
+        raise IndexError(rank)
+
+    def move(self, rank: int, strides: int) -> int:
+        """The rank that is to `rank` what another is to that one, so many strides away."""
+        for g in self.groups:
+            if rank < g.begin + g.hosts * g.each:
+                host, j = divmod(rank - g.begin, g.each)
+                return g.begin + (host + strides * self.stride) % g.hosts * g.each + j
+        raise IndexError(rank)
+
+    def standing(self) -> list[int]:
+        """The ranks that stand for all."""
+        return [r for g in self.groups for r in range(g.begin, g.begin + self.stride * g.each)]
+
+
+def alike(plan: Plan, other: Plan, symmetry: Symmetry, strides: int) -> bool:
+    """Whether `other`, of the rank so many strides away, does what `plan` does, with peers as far away."""
+    if len(plan.steps) != len(other.steps) or plan.send_units != other.send_units:
+        return False
+    peers = {-1: -1}
+    for a, b in zip(plan.steps, other.steps, strict=True):
+        if a.peer not in peers:
+            peers[a.peer] = symmetry.move(a.peer, strides)
+        if (a.op, a.lane, peers[a.peer], a.channel, a.deps) != (b.op, b.lane, b.peer, b.channel, b.deps):
+            return False
+        if _count(a.src) != _count(b.src) or _count(a.dst) != _count(b.dst):
+            return False
+        if a.local is not None and b.local is not None and _units(a) != _units(b):
+            return False
+    return True
+
+
+def _count(span: Span | None) -> int:
+    return 0 if span is None else span.count
+
+
+def _units(step: Step) -> int:
+    if step.local is not None and step.local.parts:
+        return sum(_count(part) for part in step.local.parts)
+    return _count(step.dst or step.src)
+
+
+class Outcome(NamedTuple):
+    """`seconds` until the last task ends; by server, the seconds that it worked; by task, when it began and ended."""
+
+    seconds: float
+    busy: Floats
+    begin: Floats
+    end: Floats
+
+
+@dataclass(slots=True)
+class Tasks:
+    """The tasks of a set of plans. `steps` has the rank and step of each; a step is None where members gather."""
+
+    whole: int  # units of the larger buffer
+    hardware: Hardware
+    home: Callable[[Server], Server]
+    pipelined: bool = False  # for GPUs: every task is cut into as many pieces as every other
+    steps: list[tuple[int, Step | None]] = field(default_factory=list)
+    longest: int = 0  # units of a message
+    servers: dict[Server, int] = field(default_factory=dict)
+    units: list[int] = field(default_factory=list)
+    one: list[bool] = field(default_factory=list)  # whether it is of one piece at any size
+    uses: list[tuple[int, int, float, float]] = field(default_factory=list)  # task, server, seconds a unit, first
+    then: list[tuple[int, int, bool, float]] = field(default_factory=list)  # task, waiting, paced, delay
+    _arrays: tuple[NDArray[Any], ...] = ()
+
+    def add(self, rank: int, step: Step | None, units: int, uses: Iterable[Use], *, one: bool = False) -> int:
+        """A task; its number."""
+        task = len(self.steps)
+        self.steps.append((rank, step))
+        self.units.append(units)
+        self.one.append(one)
+        for use in uses:
+            server = self.servers.setdefault(self.home(use.server), len(self.servers))
+            self.uses.append((task, server, use.per_byte * units, use.first))
+        return task
+
+    def run(self, nbytes: int) -> Outcome:
+        """With a larger buffer of `nbytes`."""
+        if not self._arrays:
+            self._arrays = self._columns()
+        units, one, uses_at, server, per_unit, first, then_at, then, paced, delay, used = self._arrays
+        unit = nbytes / self.whole
+        if self.pipelined:
+            count = max(1, min(8, nbytes >> 20), min(MOST_PIECES, math.ceil(self.longest * unit / SLOT)))
+            pieces = np.full(len(units), count, np.int32)
+        else:
+            most = min(MOST_PIECES, max(LEAST_PIECES, EVENTS // max(1, len(self.steps))))
+            pieces = np.clip(np.ceil(units * (unit / PIECE)), 1, np.where(one, 1, most)).astype(np.int32)
+        each = per_unit * unit / pieces[used]
+        if self.pipelined:  # each piece is an operation of its own
+            each, first = each + first, np.zeros_like(first)
+        arrays = (pieces, uses_at, server, each, first, then_at, then, paced, delay)
+        begin, end, busy = map(np.frombuffer, _native.run_tasks(arrays, len(self.servers)))
+        if len(end) and end.min() < 0:
+            rank, step = self.steps[int(np.argmin(end))]
+            raise ValueError(f"rank {rank} waits for ever at {step}")
+        return Outcome(float(end.max(initial=0.0)), busy, begin, end)
+
+    def _columns(self) -> tuple[NDArray[Any], ...]:
+        task, server, per_unit, first = _table(self.uses, 4)
+        source, then, paced, delay = _table(self.then, 4)
+        order = np.argsort(source, kind="stable")
+        n = len(self.steps)
+        return (
+            np.array(self.units, np.float64), np.array(self.one, np.bool_), _offsets(task, n),
+            server.astype(np.int32), per_unit, first, _offsets(source, n), then[order].astype(np.int32),
+            paced[order].astype(np.uint8), np.ascontiguousarray(delay[order]), task.astype(np.int64),
+        )  # fmt: skip
+
+
+def _table(rows: Sequence[Sequence[float]], width: int) -> list[Floats]:
+    return [np.array([row[i] for row in rows], np.float64) for i in range(width)]
+
+
+def _offsets(task: Floats, n: int) -> NDArray[np.int64]:
+    counts = np.bincount(task.astype(np.int64), minlength=n)
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+class Weaver:
+    """Makes tasks of plans, one plan after another: plans of all ranks, or of those that stand for all."""
+
+    def __init__(
+        self,
+        whole: int,
+        hardware: Hardware,
+        symmetry: Symmetry,
+        home: Callable[[Server], Server],
+        *,
+        pipelined: bool = False,
+    ) -> None:
+        self.tasks = Tasks(max(1, whole), hardware, home, pipelined)
+        self._hardware, self._symmetry = hardware, symmetry
+        self._sends: dict[tuple[int, int, int], list[int]] = {}
+        self._recvs: dict[tuple[int, int, int], list[int]] = {}
+        self._delays: dict[tuple[int, int], float] = {}
+        self._gates: dict[tuple[int, int], int] = {}  # of the k-th collective of an island, by its first stand-in
+        self._firsts: dict[int, int] = {}
+        self._plans: dict[int, Plan] = {}
+
+    def add(self, plan: Plan) -> None:
+        """The steps of one rank."""
+        tasks, rank = self.tasks, plan.rank
+        heads: dict[int, int] = {}
+        routes: dict[tuple[int, bool], Route] = {}
+        row: list[int] = []
+        locals_seen = 0
+        for step in plan.steps:
+            op, peer = step.op, step.peer
+            units = _units(step)
+            gate = None
+            if peer >= 0:
+                key = (peer, op is RECV_REDUCE)
+                if key not in routes:
+                    ends = (rank, peer) if op is SEND else (peer, rank)
+                    routes[key] = self._hardware.route(*ends, key[1])
+                route = routes[key]
+                tasks.longest = max(tasks.longest, units)
+                task = tasks.add(rank, step, units, route.out if op is SEND else route.into)
+                self._meet(rank, step, task, route.delay)
+            elif op is LOCAL:
+                gate = self._gate(plan, locals_seen)
+                locals_seen += 1
+                task = tasks.add(rank, step, units, self._hardware.local(rank, plan.island, step), one=True)
+                tasks.then.append((gate, task, tasks.pipelined, 0.0))
+            else:
+                task = tasks.add(rank, step, units, self._hardware.work(rank, op))
+            target = task if gate is None else gate
+            before = heads.get(step.lane)
+            if before is not None:
+                tasks.then.append((before, target, False, 0.0))
+            for d in step.deps:
+                paced = tasks.pipelined or (gate is None and follows(plan, plan.steps[d], step))
+                tasks.then.append((row[d], target, paced, 0.0))
+            heads[step.lane] = task
+            row.append(task)
+        self._plans[rank] = replace(plan, steps=())
+
+    def _meet(self, rank: int, step: Step, task: int, delay: float) -> None:
+        """Put a message's end where its other end will be looked for: as the receiver's stand-in sees it."""
+        if step.op is SEND:
+            into, strides = self._symmetry.home(step.peer)
+            key = (into, self._symmetry.move(rank, -strides), step.channel)
+            self._sends.setdefault(key, []).append(task)
+            self._delays[key[:2]] = delay
+        else:
+            self._recvs.setdefault((rank, step.peer, step.channel), []).append(task)
+
+    def _gate(self, plan: Plan, number: int) -> int:
+        """The task that waits for all members of an island to begin their next collective."""
+        if plan.rank not in self._firsts:
+            for island in plan.islands:
+                first = min(self._symmetry.home(rank)[0] for rank in island)
+                self._firsts.update(dict.fromkeys(island, first))
+        key = (self._firsts[plan.rank], number)
+        if key not in self._gates:
+            self._gates[key] = self.tasks.add(plan.rank, None, 0, (), one=True)
+        return self._gates[key]
+
+    def done(self) -> Tasks:
+        """When all plans are there. Raises PlanError when they do not fit together."""
+        tasks = self.tasks
+        for into, source, channel in sorted(self._sends.keys() | self._recvs.keys()):
+            sends = self._sends.get((into, source, channel), [])
+            recvs = self._recvs.get((into, source, channel), [])
+            name = f"the channel {channel} from rank {source} to rank {into}"
+            if len(sends) != len(recvs):
+                problem = f"{name} carries {len(sends)} messages but {len(recvs)} are received"
+                raise PlanError(self._plans[into], None, problem)
+            for send, recv in zip(sends, recvs, strict=True):
+                if tasks.units[send] != tasks.units[recv]:
+                    problem = f"wanted a message of {tasks.units[recv]} units, got {tasks.units[send]} on {name}"
+                    raise PlanError(self._plans[into], None, problem)
+                tasks.then.append((send, recv, True, self._delays[into, source]))
+        return tasks

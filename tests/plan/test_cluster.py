@@ -1,0 +1,200 @@
+"""Predictions for clusters: wrong files, hosts that stand for others, and what is known without a simulator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from hetcoll import _native
+from hetcoll.errors import ArgumentError
+from hetcoll.plan.algorithms import find
+from hetcoll.plan.algorithms.tree import family
+from hetcoll.plan.cluster import Cluster, Wiring, read
+from hetcoll.plan.forecast import candidates, forecast
+from hetcoll.plan.ir import Plan
+from hetcoll.plan.simulator.graph import Tasks, Weaver, alike
+from hetcoll.plan.simulator.timing import everyone
+from hetcoll.types import Collective
+
+CLUSTERS = sorted((Path(__file__).parents[2] / "docs/examples/clusters").glob("*.toml"))
+AR = Collective.ALLREDUCE
+PLAIN = """
+[[hosts]]
+name = "node"
+count = 6
+ranks = 2
+cores = 8
+nic = "1 GB/s"
+
+[network]
+latency = "10 us"
+overhead = "0 us"
+"""
+
+
+def plain(*changes: str) -> Cluster:
+    return read(PLAIN, "plain.toml", changes)
+
+
+def whole(cluster: Cluster, name: str) -> Tasks:
+    """The tasks of all ranks, none of which stands for another."""
+    plans = drawn(cluster, name)
+    units = max(max(plan.send_units, plan.recv_units) for plan in plans)
+    weaver = Weaver(units, Wiring(cluster), everyone(cluster.size), lambda server: server)
+    for plan in plans:
+        weaver.add(plan)
+    return weaver.done()
+
+
+def drawn(cluster: Cluster, name: str) -> list[Plan]:
+    entry = find(AR, name)
+    return [entry.build(cluster.size, rank, hosts=cluster.hosts) for rank in range(cluster.size)]
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_every_example_is_read(path: Path) -> None:
+    cluster = read(path.read_text(), str(path))
+    assert candidates(cluster, AR)
+    assert [cluster.host_of[host[0]] for host in cluster.hosts] == list(range(len(cluster.hosts)))
+
+
+@pytest.mark.parametrize("name", ["ring", "direct", "hierarchical", "halving_doubling", "doubling", "tree", "oneshot"])
+@pytest.mark.parametrize("nbytes", [0, 1000, 1 << 22])
+@pytest.mark.parametrize("switches", [(), ("network.hosts_per_switch=2", "network.uplink=1 GB/s")])
+def test_ranks_that_stand_for_others_take_as_long(name: str, nbytes: int, switches: tuple[str, ...]) -> None:
+    cluster = plain(*switches)
+    found = forecast(cluster, AR, name)
+    full = whole(cluster, name)
+    exact = name != "hierarchical" or switches  # there several ranks' messages come to a card at the same instant
+    tolerance = 1e-9 if exact or nbytes == 0 else 1e-3
+    assert found.tasks.run(nbytes).seconds == pytest.approx(full.run(nbytes).seconds, rel=tolerance)
+    if name in ("ring", "direct", "hierarchical"):
+        assert found.standing == (4 if switches else 2)
+        assert len(found.tasks.steps) * (3 if switches else 6) == len(full.steps)
+    if name in ("tree", "oneshot"):
+        assert found.standing == cluster.size
+
+
+def test_what_stands_for_all_is_compared_with_what_it_stands_for() -> None:
+    cluster = plain()
+    assert cluster.symmetry
+    plans = drawn(cluster, "ring")
+    assert alike(plans[0], plans[2], cluster.symmetry, 1)
+    assert not alike(plans[0], plans[1], cluster.symmetry, 1)
+    assert plain("slow.node/1=2").symmetry is None
+    assert plain("hosts.node.count=1").symmetry is None
+
+
+def test_a_ring_takes_what_its_bytes_take() -> None:
+    """A card for each rank's bytes: 2 (n - 1) / n of the buffer cross each card each way."""
+    cluster = plain("hosts.node.ranks=1", "hosts.node.count=8")
+    nbytes = 1 << 30
+    seconds = forecast(cluster, AR, "ring").tasks.run(nbytes).seconds
+    assert seconds == pytest.approx(2 * 7 / 8 * nbytes / 1e9, rel=0.01)
+    empty = forecast(cluster, AR, "ring").tasks.run(0).seconds
+    assert empty == pytest.approx(14 * 10e-6, rel=1e-6)
+
+
+def test_stragglers_lost_cards_and_narrow_switches_hold_back() -> None:
+    nbytes = 1 << 28
+
+    def ring(*changes: str) -> float:
+        return forecast(plain("hosts.node.nics=2", *changes), AR, "ring").tasks.run(nbytes).seconds
+
+    usual = ring()
+    assert 3 * usual <= ring("slow.node/3=3") <= 4 * usual  # the more as both directions of both phases pass there
+    assert ring("lost.node/3=1") >= usual
+    assert ring("hosts.node.nic=500 MB/s") == pytest.approx(2 * usual, rel=0.05)
+    narrow = ring("network.hosts_per_switch=3", "network.uplink=250 MB/s")
+    assert narrow == pytest.approx(4 * usual, rel=0.05)
+    found = forecast(plain("network.hosts_per_switch=3", "network.uplink=250 MB/s"), AR, "ring")
+    assert found.links(found.tasks.run(nbytes))[0][0].startswith("switch")
+
+
+def test_cards_that_ranks_share_are_shared() -> None:
+    """Direct: of all bytes of a host those to other hosts cross its one card."""
+    cluster = plain()
+    seconds = forecast(cluster, AR, "direct").tasks.run(1 << 28).seconds
+    crossing = 2 * 2 * 10 / 12 * (1 << 28)  # two phases, two ranks, ten of twelve shares
+    assert crossing / 1e9 <= seconds <= 1.6 * crossing / 1e9
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ('nic = "1 GB/s"', 'nic = "1 GB"', "line 7: hosts.1.nic: wanted a bandwidth in a string"),
+        ('nic = "1 GB/s"', "", "line 2: hosts.1: wanted nic there"),
+        ("count = 6", "count = -1", "line 4: hosts.1.count: wanted a whole number from 0 on, got -1"),
+        ("count = 6", "cuont = 6", "line 4: hosts.1.cuont: is no key here: there are name, count"),
+        ("count = 6", "count = 0", "wanted at least one host"),
+        ("ranks = 2", "ranks = true", "line 5: hosts.1.ranks: wanted a whole number from 1 on, got True"),
+        ("cores = 8", 'vendor = "intel"', "line 6: hosts.1.vendor: wanted 'cuda' or 'hip', got 'intel'"),
+        ("cores = 8", "cores = = 8", "at line 6"),
+        ('latency = "10 us"', "latency = 10", "line 10: network.latency: wanted a time in a string"),
+        ("[network]", "[netwrk]", "line 9: netwrk: is no table here: there are hosts, network"),
+        ("[network]", '[slow]\n"node/6" = 2\n[network]', "line 10: slow.node/6: is no host: wanted NAME/NUMBER"),
+        ("[network]", '[lost]\n"node/5" = 1\n[network]', "line 10: lost.node/5: wanted at least one of its 1 cards"),
+        ("[network]", "[training]\nsamples = 1\n[network]", "line 9: training: wanted gradients there"),
+        ('overhead = "0 us"', 'uplink = "1 GB/s"', "line 9: network: wanted both of hosts_per_switch and uplink"),
+    ],
+)
+def test_a_wrong_file_names_the_line_and_what_was_wanted(old: str, new: str, complaint: str) -> None:
+    with pytest.raises(ArgumentError, match=r"^wrong\.toml") as caught:
+        read(PLAIN.replace(old, new, 1), "wrong.toml")
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("hosts.node.count", "wanted KEY=VALUE"), ("hosts.nodes.count=1", "no table called 'nodes'"),
+        ("hosts.node.count=x", "plain.toml with hosts.node.count=x, line 4: hosts.1.count: wanted a whole number"),
+        ("hosts.count=1", "wanted the name of one table of hosts"),
+    ],
+)  # fmt: skip
+def test_a_wrong_change_is_named(change: str, complaint: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        plain(change)
+    assert complaint in str(caught.value)
+
+
+def test_what_is_too_large_says_so() -> None:
+    with pytest.raises(ArgumentError, match="steps of 16384 ranks that may all differ"):
+        forecast(plain("hosts.node.count=8192", "slow.node/0=2"), AR, "ring")
+    with pytest.raises(ArgumentError, match="at least 2 ranks"):
+        forecast(plain("hosts.node.count=1", "hosts.node.ranks=1"), AR, "ring")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 13, 16, 33, 1000])
+@pytest.mark.parametrize("tree", [0, 1])
+def test_parents_and_children_in_trees_agree(size: int, tree: int) -> None:
+    families = [family(size, rank, size // 3, tree) for rank in range(size)]
+    for rank, mine in enumerate(families):
+        assert (mine.parent is None) == (rank == size // 3)
+        assert mine.parent is None or rank in families[mine.parent].children
+        assert all(families[child].parent == rank for child in mine.children)
+    assert sum(len(mine.children) for mine in families) == size - 1
+
+
+def test_the_clock_refuses_arrays_that_do_not_fit_together() -> None:
+    """Two tasks of which the second waits for the first, on one server; then with something wrong."""
+    at, one = np.array([0, 1, 2]), np.array([1.0, 1.0])
+    right: list[NDArray[Any]] = [
+        np.array([2, 1], np.int32), at, np.array([0, 0], np.int32), one, one / 2, np.array([0, 1, 1]),
+        np.array([1], np.int32), np.array([0], np.uint8), np.array([0.25]),
+    ]  # fmt: skip
+    begin, end, busy = (np.frombuffer(found).tolist() for found in _native.run_tasks(right, 1))
+    assert (begin, end, busy) == ([0.0, 2.75], [2.5, 4.25], [4.0])
+    wrong = {
+        0: np.array([0, 1], np.int32), 1: np.array([0, 2, 1]), 2: np.array([0, 1], np.int32), 3: np.array([1.0]),
+        5: np.array([0, 1]), 6: np.array([2], np.int32), 7: np.array([0], np.int32), 8: np.array([0.25, 1.0]),
+    }  # fmt: skip
+    for i, array in wrong.items():
+        with pytest.raises(ValueError, match="want|no such"):
+            _native.run_tasks([*right[:i], array, *right[i + 1 :]], 1)
+    with pytest.raises(ValueError, match="nine arrays"):
+        _native.run_tasks(right[:8], 1)
