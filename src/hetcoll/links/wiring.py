@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import _native
-from ..config.env import SHM_READ, SHM_STORES, Config
+from ..config.env import INTEGRITY, SHM_READ, SHM_STORES, Config
 from ..errors import ArgumentError, InitError
 from ..plan.rails import Nic
 from ..plan.topology import RankInfo, Topology, spell_islands
@@ -48,7 +48,7 @@ PATIENCE = 2.0
 
 _UNLIMITED = (1 << 64) - 1  # native/transport/shm.cc says how much it takes then
 _AGREED = (
-    *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check"),
+    *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check", "integrity"),
     *("ib_bytes", "ib_retry_cnt", "ib_sl", "ib_tc", "ib_timeout"),
 )
 """What must be the same in the configurations of all ranks; islands as well."""
@@ -128,6 +128,7 @@ class Wiring:
         spin = _SPIN_SECONDS if config.spin_us is None else config.spin_us * 1e-6
         self.oversubscribed = len(self.locals) > len(cores[intros[rank].host])
         self.fault = config.fault or ""
+        self.integrity = INTEGRITY.index(config.integrity)
         patience = min(PATIENCE, config.timeout)
         identity = hashlib.blake2b(control.unique_id.job_id + group, digest_size=8).digest()
         try:
@@ -141,6 +142,7 @@ class Wiring:
                 oversubscribed=self.oversubscribed,
                 timeout=patience,
                 fault=self.fault,
+                integrity=self.integrity,
             )
         except ValueError as error:
             raise ArgumentError(f"HETCOLL_FAULT: {error}") from None
