@@ -28,6 +28,7 @@ Engine::Engine(const EngineOptions& options)
     : options_(options),
       doorbell_(options.doorbell_name, options.local_rank),
       injector_(FaultSpec::Parse(options.fault), options.rank),
+      tcp_(std::make_shared<TcpShared>(options.integrity, injector_.spoil())),
       links_(options.size),
       called_(options.identity),
       scratch_(nullptr, [](std::byte* p) { std::free(p); }),

@@ -43,6 +43,7 @@ struct EngineOptions {
   std::string fault{};                        // what goes wrong on purpose: FaultSpec::Parse
   std::int64_t sleep_slice_ns = 100'000'000;  // an upper bound on noticing what no doorbell announces
   std::int64_t recovery_ns = 1'000'000'000;   // until an RDMA rail that was lost is tried again for the first time
+  Integrity integrity = Integrity::kOff;
 };
 
 enum class Outcome : int { kDone, kPending, kFailed };
@@ -179,6 +180,7 @@ class Engine {
   // The same for sends and receives, which are counted together.
   std::uint64_t messages() const { return messages_.count(); }
   int MessageHistory(std::uint64_t number) const { return messages_.Find(number); }
+  const IntegrityCounts& integrity() const { return tcp_->counts; }
   std::size_t scratch_bytes() const { return scratch_size_; }
   // Whether this process is a fork of the one that made the engine: then nothing here may be used, or destroyed.
   bool forked() const { return birthplace_.left(); }
@@ -224,7 +226,7 @@ class Engine {
   std::shared_ptr<ShmSegment> segment_;
   BorrowedBuffers* loans_ = nullptr;  // the segment's
   std::shared_ptr<Heap> heap_;
-  std::shared_ptr<TcpStaging> staging_ = std::make_shared<TcpStaging>();
+  std::shared_ptr<TcpShared> tcp_;
   ShmDoorbell* own_bell_ = nullptr;
   std::atomic<bool> link_events_{false};
   bool draining_ = false;  // under mutex_: closing, and what was sent is still on its way

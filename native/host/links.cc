@@ -42,7 +42,7 @@ void Engine::AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int>
 }
 
 void Engine::AttachTcp(int peer, int channel, std::span<const int> fds) {
-  LinkEnds ends = injector_.Wrap(MakeTcp(fds, peer, staging_), 1, peer, channel);
+  LinkEnds ends = injector_.Wrap(MakeTcp(fds, peer, tcp_), 1, peer, channel);
   std::lock_guard lock(mutex_);
   if (failed()) return;  // perhaps closed: then nobody would close them
   links_.tx(peer, channel).end = std::move(ends.send);
@@ -51,7 +51,7 @@ void Engine::AttachTcp(int peer, int channel, std::span<const int> fds) {
 
 int Engine::AddNic(NicInfo info, const VerbsApi& api) {
   std::lock_guard lock(mutex_);
-  if (verbs_ == nullptr) verbs_ = std::make_unique<VerbsHost>(api, staging_, link_events_);
+  if (verbs_ == nullptr) verbs_ = std::make_unique<VerbsHost>(api, tcp_, link_events_);
   return verbs_->AddNic(std::move(info));
 }
 

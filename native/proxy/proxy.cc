@@ -53,8 +53,14 @@ Proxy::~Proxy() {
 void Proxy::Connect(int peer, int channel, std::span<const int> fds) {
   Links& links = links_[{peer, channel}];
   for (const int fd : fds) {
-    links.ends.push_back(injector_.Wrap(MakeTcp(std::span(&fd, 1), peer, nullptr), 1, peer, channel));
+    links.ends.push_back(injector_.Wrap(MakeTcp(std::span(&fd, 1), peer, Share()), 1, peer, channel));
   }
+}
+
+// For one link, since each worker has links of its own.
+std::shared_ptr<TcpShared> Proxy::Share() {
+  std::lock_guard lock(mutex_);
+  return tcp_.emplace_back(std::make_shared<TcpShared>(options_.integrity, injector_.spoil()));
 }
 
 ProxyWorker& Proxy::VerbsWorker() {
@@ -74,7 +80,7 @@ int Proxy::AddNic(NicInfo info, const VerbsApi& api) {
   ProxyWorker& worker = VerbsWorker();
   return worker.AskVerbs([&](std::unique_ptr<VerbsHost>& host) {
     if (host == nullptr) {
-      host = std::make_unique<VerbsHost>(api, std::make_shared<TcpStaging>(), worker.has_events());
+      host = std::make_unique<VerbsHost>(api, Share(), worker.has_events());
     }
     return host->AddNic(std::move(info));
   });
@@ -128,6 +134,13 @@ std::string Proxy::DescribeLinks() {
   if (verbs_ == nullptr) return "[]";
   return verbs_->AskVerbs(
       [](std::unique_ptr<VerbsHost>& host) { return host == nullptr ? std::string("[]") : host->Describe(); });
+}
+
+IntegrityCounts Proxy::integrity() {
+  std::lock_guard lock(mutex_);
+  IntegrityCounts sum;
+  for (const auto& link : tcp_) sum += link->counts;
+  return sum;
 }
 
 std::vector<std::pair<std::string, std::uint64_t>> Proxy::Counters() {

@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "transport/fault.h"
+#include "transport/integrity.h"
 #include "transport/shm/slots.h"
 #include "transport/transport.h"
 #include "transport/verbs/nic.h"
@@ -56,6 +57,7 @@ struct ProxyOptions {
   int rank;
   std::string fault{};                // what goes wrong on purpose: FaultSpec::Parse
   std::size_t part_bytes = 64 << 10;  // the least that is worth a link of its own
+  Integrity integrity = Integrity::kOff;
 };
 
 // A link over RDMA: as VerbsLinkOptions. Rails are a NIC's number and the name of the peer's device.
@@ -65,6 +67,8 @@ struct ProxyVerbs {
   std::vector<std::pair<int, std::string>> rails;
   std::int64_t recovery_ns = 1'000'000'000;
 };
+
+struct TcpShared;
 
 class ProxyEdge;
 class ProxyLane;
@@ -90,6 +94,7 @@ class Proxy : public std::enable_shared_from_this<Proxy> {
   bool UnregisterMemory(int handle);
   std::string DescribeLinks();  // JSON
   std::vector<std::pair<std::string, std::uint64_t>> Counters();
+  IntegrityCounts integrity();            // of all TCP links
   std::vector<std::string> TakeEvents();  // what RDMA links lost
 
   // One direction of a connected pair, once for each: `out` of these slots, or into them, which a driver has pinned at
@@ -130,6 +135,7 @@ class Proxy : public std::enable_shared_from_this<Proxy> {
 
   ProxyWorker& AddWorker();
   ProxyWorker& VerbsWorker();
+  std::shared_ptr<TcpShared> Share();
   bool Stopped() const;
   void Stop();
 
@@ -142,6 +148,7 @@ class Proxy : public std::enable_shared_from_this<Proxy> {
   std::size_t turn_ = 0;          // whose the next lane is
 
   mutable std::mutex mutex_;
+  std::vector<std::shared_ptr<TcpShared>> tcp_;  // of each link
   std::vector<std::unique_ptr<ProxyLane>> lanes_;
   std::vector<std::string> events_;
   bool trying_ = false;

@@ -32,10 +32,14 @@ void BindDevices(nb::module_& m) {
   nb::class_<Proxy> proxy(m, "Proxy");
   BindVerbs(proxy, [](Proxy& r) -> Proxy& { return r; });
   proxy
-      .def(nb::new_([](unsigned threads, bool oversubscribed, int rank, const std::string& fault) {
-             return std::make_shared<Proxy>(ProxyOptions{threads, oversubscribed, rank, fault});
+      .def(nb::new_([](unsigned threads, bool oversubscribed, int rank, const std::string& fault, int integrity) {
+             return std::make_shared<Proxy>(ProxyOptions{.threads = threads,
+                                                         .oversubscribed = oversubscribed,
+                                                         .rank = rank,
+                                                         .fault = fault,
+                                                         .integrity = static_cast<Integrity>(integrity)});
            }),
-           nb::kw_only(), "threads"_a, "oversubscribed"_a, "rank"_a, "fault"_a = "")
+           nb::kw_only(), "threads"_a, "oversubscribed"_a, "rank"_a, "fault"_a = "", "integrity"_a = 0)
       .def(
           "connect",
           [](Proxy& r, int peer, int channel, const std::vector<int>& fds) { r.Connect(peer, channel, fds); }, "peer"_a,

@@ -185,12 +185,21 @@ NB_MODULE(_native, m) {
       .def(
           "__init__",
           [](PyEngine* self, int rank, int size, std::uint64_t identity, const std::string& doorbell_name,
-             int local_rank, double spin_seconds, bool oversubscribed, double timeout, const std::string& fault) {
-            new (self) PyEngine({rank, size, identity, doorbell_name, local_rank, spin_seconds, oversubscribed, fault},
+             int local_rank, double spin_seconds, bool oversubscribed, double timeout, const std::string& fault,
+             int integrity) {
+            new (self) PyEngine({.rank = rank,
+                                 .size = size,
+                                 .identity = identity,
+                                 .doorbell_name = doorbell_name,
+                                 .local_rank = local_rank,
+                                 .spin_seconds = spin_seconds,
+                                 .oversubscribed = oversubscribed,
+                                 .fault = fault,
+                                 .integrity = static_cast<Integrity>(integrity)},
                                 timeout);
           },
           nb::kw_only(), "rank"_a, "size"_a, "identity"_a, "doorbell_name"_a, "local_rank"_a, "spin_seconds"_a,
-          "oversubscribed"_a, "timeout"_a, "fault"_a = "")
+          "oversubscribed"_a, "timeout"_a, "fault"_a = "", "integrity"_a = 0)
       .def("call", &PyEngine::Call, "collective"_a, "send"_a.none(), "recv"_a.none(), "op"_a.none(), "root"_a.none())
       .def("knows", &PyEngine::Knows, "kind"_a, "buffer"_a.none(), "peer"_a.none())
       .def("run_messages", &PyEngine::RunMessages, "messages"_a)

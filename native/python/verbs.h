@@ -95,6 +95,9 @@ void BindVerbs(Class& c, Of of) {
            [of](Self& self) {
              nb::dict out;
              for (const auto& [name, value] : CountersOf(of(self))) out[name.c_str()] = value;
+             const IntegrityCounts& integrity = of(self).integrity();
+             out["checked_bytes"] = integrity.checked_bytes.get();
+             out["spoiled_pieces"] = integrity.spoiled.get();
              return out;
            })
       .def("events", [of](Self& self) { return EventsOf(of(self)); });

@@ -56,6 +56,12 @@ void Garbage();
 void FaultSpecs();
 void HarmlessFaults();
 void HarmfulFaults();
+
+// integrity_test.cc
+void Checksums();
+void SpoiledBytes();
+void CheckedLinks();
+
 void GpusOfOneHost();
 void SignalsOfPrograms();
 void GpusOfManyHosts();
@@ -414,6 +420,9 @@ constexpr Scenario kScenarios[] = {
     {"ways: false bands", FalseBands},
     {"harmless", HarmlessFaults},
     {"harmful", HarmfulFaults},
+    {"checksums", Checksums},
+    {"integrity: spoiled", SpoiledBytes},
+    {"integrity: sound", CheckedLinks},
     {"gpus", GpusOfOneHost},
     {"signals", SignalsOfPrograms},
     {"gpus: proxy", GpusOfManyHosts},

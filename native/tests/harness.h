@@ -307,6 +307,7 @@ struct JobOptions {
   FabricOptions fabric = {};
   std::function<void(Fabric&)> prepare = {};  // its devices, before links are made
   ShmOptions shm = {};
+  Integrity integrity = Integrity::kOff;
 };
 
 class Job {
@@ -316,8 +317,8 @@ class Job {
     const std::string name = "hetcoll-test-" + std::to_string(getpid()) + "-" + std::to_string(jobs++);
     const bool crowded = o.size > static_cast<int>(std::thread::hardware_concurrency());
     for (int r = 0; r < o.size; ++r) {
-      engines_.push_back(std::make_unique<Engine>(EngineOptions{r, o.size, 0x1234, name, r, o.spin_seconds, crowded,
-                                                                o.fault, o.sleep_slice_ns, o.recovery_ns}));
+      engines_.push_back(std::make_unique<Engine>(EngineOptions{
+          r, o.size, 0x1234, name, r, o.spin_seconds, crowded, o.fault, o.sleep_slice_ns, o.recovery_ns, o.integrity}));
     }
     if (o.over == Over::kShm) {
       MapAll(o);

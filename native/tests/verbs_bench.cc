@@ -19,7 +19,7 @@ namespace hetcoll::testing {
 namespace {
 
 struct End {
-  End(Fabric& fabric, int rank, int fd) : host(Fabric::Api(), std::make_shared<TcpStaging>(), events) {
+  End(Fabric& fabric, int rank, int fd) : host(Fabric::Api(), std::make_shared<TcpShared>(), events) {
     nic = fabric.AddNic(rank == 0 ? "fake0" : "fake1");
     host.AddNic(nic);
     const std::pair<int, std::string> rails[] = {{0, "fake"}};

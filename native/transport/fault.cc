@@ -253,6 +253,7 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
                            : name == "drop"    ? &spec.drop
                            : name == "close"   ? &spec.close
                            : name == "stall"   ? &spec.stall
+                           : name == "corrupt" ? &spec.corrupt
                                                : nullptr;
     if (often != nullptr) {
       const auto number = Number<double>(value);
@@ -262,7 +263,7 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
     } else if (which != nullptr) {
       const auto number = Number<std::uint64_t>(value);
       if (!number || *number == 0) {
-        Refuse(item, "duplicate, drop or close = a message's number from 1, or stall = a byte's");
+        Refuse(item, "duplicate, drop or close = a message's number from 1, or stall or corrupt = a byte's");
       }
       *which = *number;
     } else if (name == "hold") {
@@ -278,14 +279,15 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
       if (!number || *number < 0) Refuse(item, "rank = a rank");
       spec.rank = *number;
     } else {
-      Refuse(item, "delay, short, reorder, duplicate, drop, close, stall, hold, rank or seed, each = a number");
+      Refuse(item,
+             "delay, short, reorder, duplicate, drop, close, stall, hold, corrupt, rank or seed, each = a number");
     }
   }
   return spec;
 }
 
 LinkEnds FaultInjector::Wrap(LinkEnds ends, std::size_t grain, int peer, int channel) {
-  if (!spec_.any() || (spec_.rank >= 0 && spec_.rank != rank_)) return ends;
+  if (!spec_.any() || !Applies()) return ends;
   std::shared_ptr<ReadyFd> ready = ready_.lock();
   if (ready == nullptr) ready_ = ready = std::make_shared<ReadyFd>();
   auto link = std::make_shared<Link>(Link{std::move(ends), spec_, grain, peer, std::move(ready)});

@@ -2,7 +2,7 @@
 //
 // `delay`, `short` and `reorder` are what any transport may do; they must never change a result. `duplicate`, `drop`
 // and `close` are what none may do; they must end in an error that names the peer, in bounded time, and never in wrong
-// data.
+// data. `corrupt` spoils a byte on the way, beneath the checksums of HETCOLL_INTEGRITY, over TCP.
 #pragma once
 
 #include <cstddef>
@@ -33,6 +33,7 @@ struct FaultSpec {
   std::uint64_t duplicate = 0;  // the message that is sent twice
   std::uint64_t drop = 0;       // the message that is not sent
   std::uint64_t close = 0;      // the message before which the link is closed
+  std::uint64_t corrupt = 0;    // the byte of what each link sends, counted from 1, of which a bit is turned; 0: none
   int rank = -1;                // the rank whose links misbehave; -1: every rank's
   std::uint64_t seed = 1;
 };
@@ -48,7 +49,12 @@ class FaultInjector {
   // the transport joins the pieces again, the largest element's size where the receiver sees them as they are.
   LinkEnds Wrap(LinkEnds ends, std::size_t grain, int peer, int channel);
 
+  // For transports that spoil bytes themselves, since a wrapper's lie above their checksums: FaultSpec::corrupt.
+  std::uint64_t spoil() const { return Applies() ? spec_.corrupt : 0; }
+
  private:
+  bool Applies() const { return spec_.rank < 0 || spec_.rank == rank_; }
+
   FaultSpec spec_;
   int rank_;
   std::weak_ptr<ReadyFd> ready_;  // the links'

@@ -474,9 +474,10 @@ class Communicator:
         pieces that were sent again, rails lost, under ``memory_`` what is registered, under ``gpu_`` the
         same of what GPUs send to other hosts; with compression
         ``compressed_before`` and ``compressed_after``, bytes of the messages that it made smaller, ``residual_bytes``
-        kept for error feedback and ``residuals_dropped`` for want of room.
+        kept for error feedback and ``residuals_dropped`` for want of room. ``checked_bytes`` came over TCP with a
+        checksum, and ``spoiled_pieces`` with a wrong one (HETCOLL_INTEGRITY). Also after a failure.
         """
-        self._host.check_usable()
+        self._host.check_open()
         return self._core.counters()
 
     def __repr__(self) -> str:

@@ -36,7 +36,7 @@ namespace hetcoll {
 // What the links of an engine share.
 struct VerbsShared {
   Regions regions;
-  std::shared_ptr<TcpStaging> staging;
+  std::shared_ptr<TcpShared> tcp;
   ReadyFd ready;
   std::vector<std::string> events;  // for the log: what was lost, and how it went on
   std::atomic<bool>& has_events;

@@ -146,8 +146,8 @@ std::string DescribeRail(const Rail& rail, const Recovery& r, bool up) {
 
 }  // namespace
 
-VerbsHost::VerbsHost(const VerbsApi& api, std::shared_ptr<TcpStaging> staging, std::atomic<bool>& has_events)
-    : api_(api), shared_{{}, std::move(staging), {}, {}, has_events} {}
+VerbsHost::VerbsHost(const VerbsApi& api, std::shared_ptr<TcpShared> tcp, std::atomic<bool>& has_events)
+    : api_(api), shared_{{}, std::move(tcp), {}, {}, has_events} {}
 
 std::vector<std::string> VerbsHost::TakeEvents() {
   shared_.has_events.store(false, std::memory_order_relaxed);

@@ -22,7 +22,7 @@ namespace hetcoll {
 class VerbsHost {
  public:
   // `has_events` is set while there is something to take.
-  VerbsHost(const VerbsApi& api, std::shared_ptr<TcpStaging> staging, std::atomic<bool>& has_events);
+  VerbsHost(const VerbsApi& api, std::shared_ptr<TcpShared> tcp, std::atomic<bool>& has_events);
 
   int AddNic(NicInfo info);
   // Rails: a NIC's number here and the name of the peer's device. Both ends give as many, in the same order. Returns at

@@ -55,6 +55,7 @@ REPLACEABLE = ("nccl", "gloo")  # backends of torch.distributed
 DEVICES = "auto, cpu, cuda, hip, or a GPU such as cuda:1"
 SHM_STORES = ("auto", "cached", "streaming", "claimed")  # in the order of native/transport/shm/shm.h
 SHM_READ = ("auto", "always", "never")  # the same
+INTEGRITY = ("off", "sampled", "all")  # in the order of native/transport/integrity.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class Config:
     host_id: str | None = None
     isa: str | None = None
     check: bool = False
+    integrity: str = "sampled"
     spin_us: int | None = None
     master: tuple[str, int] | None = None
     cache: str | None = None
@@ -164,6 +166,7 @@ def read_config(environ: Environ) -> Config:
         host_id=word("HETCOLL_HOST_ID", "a host's name"),
         isa=word("HETCOLL_ISA", "an instruction set"),
         check=read(environ, "HETCOLL_CHECK", "0 or 1", flag, False),
+        integrity=read(environ, "HETCOLL_INTEGRITY", "off, sampled or all", choice(*INTEGRITY), "sampled"),
         spin_us=read(environ, "HETCOLL_SPIN_US", "whole microseconds, 0 or more", auto(whole(0, 10**9)), None),
         master=read(environ, "HETCOLL_MASTER", "host:port", endpoint, None),
         cache=_cache(environ),
@@ -219,8 +222,8 @@ def _cache(environ: Environ) -> str | None:
 
 _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS DEVICE
-    CROSS COMPRESS COMPRESS_FEEDBACK REPRODUCIBLE FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK SPIN_US MASTER
-    JOB REPLACE CACHE IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
+    CROSS COMPRESS COMPRESS_FEEDBACK REPRODUCIBLE FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK INTEGRITY
+    SPIN_US MASTER JOB REPLACE CACHE IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())
 

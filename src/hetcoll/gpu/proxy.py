@@ -151,6 +151,7 @@ class Proxies:
                     oversubscribed=wiring.oversubscribed,
                     rank=wiring.rank,
                     fault=wiring.fault,
+                    integrity=wiring.integrity,
                 )
                 self._proxy.try_links(self._trying)
                 if self._failed is not None:

@@ -28,7 +28,7 @@ from ..vendors.facts import Gpu, decode, encode, visible
 from ..version import __version__
 
 _AGREED = (
-    *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check", "reproducible"),
+    *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check", "integrity", "reproducible"),
     *("ib_bytes", "ib_retry_cnt", "ib_sl", "ib_tc", "ib_timeout"),
 )
 """What must be the same in the configurations of all ranks; islands as well."""

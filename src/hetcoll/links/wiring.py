@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import hetcoll._native as _native
 
-from ..config.env import SHM_READ, SHM_STORES, Config
+from ..config.env import INTEGRITY, SHM_READ, SHM_STORES, Config
 from ..config.limits import reserve_descriptors
 from ..errors import ArgumentError, InitError
 from ..plan.rails import Nic
@@ -88,6 +88,7 @@ class Wiring:
         spin = _SPIN_SECONDS if config.spin_us is None else config.spin_us * 1e-6
         self.oversubscribed = len(self.locals) > intros.cores[intros.hosts[rank]]
         self.fault = config.fault or ""
+        self.integrity = INTEGRITY.index(config.integrity)
         patience = min(PATIENCE, config.timeout)
         identity = hashlib.blake2b(control.unique_id.job_id + group, digest_size=8).digest()
         try:
@@ -101,6 +102,7 @@ class Wiring:
                 oversubscribed=self.oversubscribed,
                 timeout=patience,
                 fault=self.fault,
+                integrity=self.integrity,
             )
         except ValueError as error:
             raise ArgumentError(f"HETCOLL_FAULT: {error}") from None

@@ -245,11 +245,15 @@ class HostExecutor:
         if self._engine.forked:
             raise ClosedError("this communicator belongs to the parent of this forked process")
 
-    def check_usable(self) -> None:
-        """Raise unless calls may begin."""
+    def check_open(self) -> None:
+        """ClosedError where the communicator is closed, or the parent's."""
         self.check_parent()
         if self.closed:
             raise ClosedError("this communicator was closed")
+
+    def check_usable(self) -> None:
+        """Raise unless calls may begin."""
+        self.check_open()
         if self._engine.failed:
             raise self._diagnosis.error()
 
