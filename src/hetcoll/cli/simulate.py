@@ -13,6 +13,7 @@ from ..plan.algorithms import ALGORITHMS, find
 from ..plan.ir import Plan
 from ..plan.simulator import PlanError, Report, check
 from ..types import Collective
+from .own import add_import, import_own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-r", "--root", type=int, default=0, help="the root, where there is one (default 0)")
     parser.add_argument("--avg", action="store_true", help="the plan of an average instead of a sum")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_import(parser)
 
 
 def main(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     """Print; 0 when the plans are proved, 1 when the checker refuses them."""
     collective = Collective[args.collective.upper()]
+    import_own(args.modules)
     if args.ranks < 1:
         raise ArgumentError(f"-n wants a number of ranks from 1, got {args.ranks}")
     if args.algorithm is None:
