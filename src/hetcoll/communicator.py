@@ -33,6 +33,7 @@ from .runtime import messages, registration, regroup
 from .runtime.compression import parse_format
 from .runtime.core import Core, refuse
 from .runtime.executor import FastPath
+from .runtime.hints import give_hints
 from .runtime.planner import Explanation
 from .runtime.registration import Registration
 from .types import Collective, Format, FormatName, OpName, ReduceOp
@@ -556,3 +557,6 @@ class Communicator:
 
     def _failure(self) -> CommunicationError | None:
         return self._diagnosis.known_error() if self._engine.failed else None
+
+
+give_hints(Communicator)

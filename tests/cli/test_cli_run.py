@@ -18,10 +18,15 @@ from hetcoll.plan.topology import RankInfo, Topology
 from hetcoll.types import Collective
 
 
-def command(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def command(*words: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("HETCOLL_")}
     return subprocess.run(
-        [sys.executable, "-m", "hetcoll", *words], env=env, cwd=cwd, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "hetcoll", *words],
+        env=env | variables,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -166,6 +171,43 @@ def test_a_mistake_is_one_line(words: list[str], complaint: str, capsys: pytest.
     captured = capsys.readouterr()
     assert complaint in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+STAR = """
+from hetcoll.plan.algorithms import Draft, inp, out, register
+from hetcoll.types import Collective
+
+
+@register(Collective.ALLREDUCE, "star")
+def star(p: Draft) -> None:
+    if p.rank != 0:
+        p.send(0, inp(), 0)
+        p.recv(1, out(), 0, channel=1)
+        return
+    total, added = inp(), None
+    for peer in p.others():
+        added = p.recv_reduce(0, out(), total, peer)
+        total = out()
+    final = p.scaled(1, out(), added)
+    for peer in p.others():
+        p.send(2, out(), peer, channel=1, after=[final])
+"""
+
+
+def test_algorithms_of_ones_own(tmp_path: Path) -> None:
+    """By a module's name and by a file's; perf runs them on all ranks."""
+    (tmp_path / "mine.py").write_text(STAR)
+    for name in ("mine", "mine.py", str(tmp_path / "mine.py")):
+        done = command("simulate", "allreduce", "star", "-n", "3", "--import", name, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "proved for every timing" in done.stdout
+    words = ("perf", "allreduce", "-n", "2", "-b", "8", "-e", "8", "--iters", "5", "--import", "mine.py")
+    done = command(*words, cwd=tmp_path, HETCOLL_ALGO="allreduce:star")
+    assert done.returncode == 0, done.stderr
+    assert "# plan allreduce 8 B: star over shm" in done.stdout
+    done = command("simulate", "allreduce", "--import", "no_such_module", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "--import: wanted a module or a file NAME.py, got 'no_such_module'" in done.stderr
 
 
 # The command line itself ------------------------------------------------------------------------------------------

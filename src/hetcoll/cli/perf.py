@@ -16,6 +16,7 @@ import numpy as np
 
 from ..types import DType, ReduceOp, supports
 from .cases import OPS, REDUCING, ROOTED, Case, bandwidths, places, shape
+from .own import add_import, import_own
 from .patterns import numpy_dtype
 from .report import PlanLine, Row, Table, describe_run, header, human_size, write_csv, write_json
 from .terminal import Progress, Screen
@@ -116,6 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("host",), default="host", help="where the buffers are")
     add("--json", metavar="FILE", help="write the results as JSON, too")
     add("--csv", metavar="FILE", help="write the results as CSV, too")
+    add_import(parser)
     add("--progress", choices=("auto", "lines"), default="auto", help=argparse.SUPPRESS)  # lines: terminal.py
 
 
@@ -123,6 +125,7 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure. `argv` are the words of the command line after `hetcoll`, for the ranks that this starts."""
     if args.minbytes > args.maxbytes:
         raise SystemExit(f"hetcoll perf: -b {args.minbytes} is larger than -e {args.maxbytes}")
+    import_own(args.modules)
     if args.transport is not None:
         os.environ["HETCOLL_TRANSPORT"] = args.transport  # before anyone reads it; the ranks inherit it
     from ..config.env import environment

@@ -14,6 +14,7 @@ from ..plan.ir import Plan
 from ..plan.simulator import PlanError, Report, check
 from ..types import Collective
 from . import predict
+from .own import add_import, import_own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--avg", action="store_true", help="the plan of an average instead of a sum")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     predict.add_arguments(parser)
+    add_import(parser)
 
 
 def _collective(word: str) -> str:
@@ -44,6 +46,7 @@ def main(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     if given := predict.only_for_clusters(args):
         raise ArgumentError(f"{given[0]} is for cluster files: hetcoll simulate CLUSTER.toml {args.collective}")
     collective = Collective[args.collective.upper()]
+    import_own(args.modules)
     if args.ranks < 1:
         raise ArgumentError(f"-n wants a number of ranks from 1, got {args.ranks}")
     if args.algorithm is None:

@@ -1,0 +1,49 @@
+"""What users of MPI, PyTorch and NCCL type first, and what it is called here."""
+
+from __future__ import annotations
+
+NAMES = {
+    # mpi4py: capitals take buffers, as all calls here do; the lower case takes objects.
+    "Allgather": "allgather", "Allgatherv": "allgatherv", "Allreduce": "allreduce", "Alltoall": "alltoall",
+    "Alltoallv": "alltoall", "Barrier": "barrier", "Bcast": "broadcast", "bcast": "broadcast", "Gather": "gather",
+    "Get_rank": "rank", "Get_size": "size", "Recv": "recv", "Reduce": "reduce", "Reduce_scatter": "reduce_scatterv",
+    "Reduce_scatter_block": "reduce_scatter", "Scatter": "scatter", "Send": "send", "Sendrecv": "sendrecv",
+    "Split": "split", "Free": "close", "Abort": "abort", "Iallreduce": "allreduce", "Ibcast": "broadcast",
+    "Isend": "send", "Irecv": "recv", "isend": "send", "irecv": "recv",
+    # torch.distributed.
+    "all_gather": "allgather", "all_gather_into_tensor": "allgather", "all_reduce": "allreduce",
+    "all_to_all": "alltoall", "all_to_all_single": "alltoall", "batch_isend_irecv": "group",
+    "destroy_process_group": "close", "get_rank": "rank", "get_world_size": "size", "new_group": "split",
+    "reduce_scatter_tensor": "reduce_scatter",
+    # NCCL.
+    "all_gather_v": "allgatherv", "destroy": "close", "group_start": "group", "nranks": "size",
+}  # fmt: skip
+_IN_FLIGHT = frozenset({"Iallreduce", "Ibcast", "Isend", "Irecv", "isend", "irecv"})
+
+
+class Hint:
+    """Stands in a class for a name that others use: it is no attribute, and says which one is.
+
+    A `__getattr__` of the class would do the same, and make each of its attributes slower to find.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name, self._owner = name, owner.__name__
+
+    def __get__(self, instance: object, owner: type) -> object:
+        raise AttributeError(f"{self._owner!r} object has no attribute {self._name!r}; {self}", name=self._name)
+
+    def __str__(self) -> str:
+        how = " with async_op=True" if self._name in _IN_FLIGHT else ""
+        return f"it is {NAMES[self._name]!r} here{how}"
+
+    def __repr__(self) -> str:
+        return f"<no attribute: {self}>"
+
+
+def give_hints(cls: type) -> None:
+    """Let `cls` answer the names that it does not have by those that it has."""
+    for name in NAMES.keys() - vars(cls).keys():
+        hint = Hint()
+        setattr(cls, name, hint)
+        hint.__set_name__(cls, name)

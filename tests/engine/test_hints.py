@@ -1,0 +1,41 @@
+"""Names that users of MPI, PyTorch and NCCL type first are answered by what they are called here."""
+
+from __future__ import annotations
+
+import pydoc
+
+import pytest
+
+import hetcoll
+from hetcoll.runtime.hints import NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_others_gets_a_hint_that_is_right(name: str) -> None:
+    comm = hetcoll.Communicator.__new__(hetcoll.Communicator)
+    assert not hasattr(comm, name)
+    wanted = f"'Communicator' object has no attribute '{name}'; it is '{NAMES[name]}' here"
+    with pytest.raises(AttributeError, match=wanted):
+        getattr(comm, name)
+    assert NAMES[name] in vars(hetcoll.Communicator)
+    assert NAMES[name] not in NAMES
+
+
+def test_operations_in_flight_are_asked_for_by_a_keyword() -> None:
+    comm = hetcoll.Communicator.__new__(hetcoll.Communicator)
+    with pytest.raises(AttributeError, match="it is 'send' here with async_op=True"):
+        comm.isend  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_other_names_are_missing_as_ever() -> None:
+    comm = hetcoll.Communicator.__new__(hetcoll.Communicator)
+    with pytest.raises(AttributeError, match=r"no attribute 'frobnicate'$"):
+        comm.frobnicate  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_help_shows_the_calls_and_their_documents() -> None:
+    page = pydoc.render_doc(hetcoll.Communicator, renderer=pydoc.plaintext)
+    assert "allreduce(self, sendbuf: 'Array', recvbuf: 'Array | None' = None" in page
+    assert "Reduce `sendbuf` over all ranks, element by element" in page
+    page = pydoc.render_doc(hetcoll.Communicator.allreduce, renderer=pydoc.plaintext)
+    assert "Reduce `sendbuf` over all ranks, element by element" in page
