@@ -16,7 +16,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from .. import _native
+import hetcoll._native as _native
+
 from ..errors import CommunicationError
 from .desync_report import Called
 
