@@ -1,4 +1,7 @@
-"""What `hetcoll perf` prints and writes: nccl-tests' table, JSON (schema 1) and CSV."""
+"""What `hetcoll perf` prints and writes: nccl-tests' table, JSON (schema 1) and CSV.
+
+The table is by hand and not by rich: programs read nccl-tests' columns.
+"""
 
 from __future__ import annotations
 
