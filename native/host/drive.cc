@@ -43,7 +43,7 @@ Outcome Engine::RunPrompt(const std::shared_ptr<Shape>& shape, const void* send,
   const bool spare_is_free = shape->spare.use_count() == 1;
   std::shared_ptr<Task> fresh = spare_is_free ? nullptr : std::make_shared<Task>(*shape);
   Task& task = spare_is_free ? *shape->spare : *fresh;
-  task.Prepare(links_, send, recv, NextSignature(*shape), residual);
+  task.Prepare(links_, send, recv, NextSignature(*shape, task), residual);
   int idle = 0;
   bool crowded = false;
   NoteCore();
@@ -69,7 +69,10 @@ Outcome Engine::RunPrompt(const std::shared_ptr<Shape>& shape, const void* send,
     }
   }
   RingDoorbells();
-  if (task.finished()) return Outcome::kDone;
+  if (task.finished()) {
+    task.mark.End();
+    return Outcome::kDone;
+  }
   if (failed()) {
     FenceLinks();
     return Outcome::kFailed;
@@ -132,6 +135,7 @@ bool Engine::PassAll() {
     Task& task = *collectives_.front();
     moved |= PassTask(task);
     if (!task.finished()) break;
+    task.mark.End();
     task.keepalive.reset();
     task.state.store(Task::State::kDone, std::memory_order_release);
     collectives_.pop_front();
@@ -144,6 +148,7 @@ bool Engine::PassAll() {
       ++i;
       continue;
     }
+    task.mark.End();
     task.keepalive.reset();
     task.state.store(Task::State::kDone, std::memory_order_release);
     p2p_.erase(p2p_.begin() + static_cast<std::ptrdiff_t>(i));

@@ -115,13 +115,13 @@ std::shared_ptr<Task> Engine::TakeTask(Shape& shape) {
   return shape.spare.use_count() == 1 ? shape.spare : std::make_shared<Task>(shape);
 }
 
-std::uint64_t Engine::Sign(int shape, std::uint64_t hash, bool p2p) {
+std::uint64_t Engine::Sign(int shape, std::uint64_t hash, bool p2p, std::uint64_t bytes, FlightRecorder::Mark& mark) {
   // Point-to-point messages carry nothing of what was before: the channel's order is theirs.
   if (p2p) {
-    messages_.Add(shape);
+    messages_.Begin(shape, bytes, mark);
     return Mix(options_.identity ^ hash);
   }
-  history_.Add(shape);
+  history_.Begin(shape, bytes, mark);
   // A linear congruential generator, which as all constants are odd comes back after 2^64 calls at the earliest.
   called_ = called_ * kNumberStep + (hash | 1);
   return Mix(called_);
@@ -131,7 +131,8 @@ std::uint64_t Engine::Enter(int shape, std::uint64_t descriptor, bool p2p) {
   contenders_.fetch_add(1, std::memory_order_relaxed);
   std::lock_guard lock(mutex_);
   contenders_.fetch_sub(1, std::memory_order_relaxed);
-  return Sign(shape, Mix(descriptor), p2p);
+  FlightRecorder::Mark unused;  // a GPU does not say here when a call ends
+  return Sign(shape, Mix(descriptor), p2p, 0, unused);
 }
 
 std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv,
@@ -140,7 +141,7 @@ std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const 
   std::lock_guard lock(mutex_);
   contenders_.fetch_sub(1, std::memory_order_relaxed);
   std::shared_ptr<Task> task = TakeTask(*shape);
-  task->Prepare(links_, send, recv, NextSignature(*shape), residual);
+  task->Prepare(links_, send, recv, NextSignature(*shape, *task), residual);
   if (failed()) {
     task->state.store(Task::State::kFailed, std::memory_order_release);
     return task;

@@ -18,6 +18,7 @@
 
 #include "base/forks.h"
 #include "base/team.h"
+#include "host/flight_recorder.h"
 #include "host/keeper.h"
 #include "host/task.h"
 #include "plan/plan.h"
@@ -47,27 +48,6 @@ struct EngineOptions {
 };
 
 enum class Outcome : int { kDone, kPending, kFailed };
-
-// The shapes of the last calls by number, from 1 on. Written by one thread at a time, read by any.
-class CallHistory {
- public:
-  std::uint64_t count() const { return count_.load(std::memory_order_acquire); }
-  std::uint64_t Add(int shape) {
-    const std::uint64_t number = count_.load(std::memory_order_relaxed) + 1;
-    shapes_[number % shapes_.size()].store(shape, std::memory_order_relaxed);
-    count_.store(number, std::memory_order_release);
-    return number;
-  }
-  int Find(std::uint64_t number) const {  // -1 where it is to come, or long ago
-    const std::uint64_t now = count();
-    if (number == 0 || number > now || now - number >= shapes_.size()) return -1;
-    return shapes_[number % shapes_.size()].load(std::memory_order_relaxed);
-  }
-
- private:
-  std::atomic<std::uint64_t> count_{0};
-  std::array<std::atomic<int>, 1024> shapes_{};
-};
 
 // A step that nothing but its peer keeps from moving. Of a send, `done` bytes of `total` were handed to the link, of a
 // receive they came. `bytes` and `messages` went through this end of the link since it was made.
@@ -181,6 +161,12 @@ class Engine {
   std::uint64_t messages() const { return messages_.count(); }
   int MessageHistory(std::uint64_t number) const { return messages_.Find(number); }
   const IntegrityCounts& integrity() const { return tcp_->counts; }
+  // The last collectives, or the last sends and receives.
+  std::vector<CallRecord> Records(bool messages, std::size_t most) const {
+    TickClock clock = ticks_;
+    clock.Now();
+    return (messages ? messages_ : history_).Last(most, clock);
+  }
   std::size_t scratch_bytes() const { return scratch_size_; }
   // Whether this process is a fork of the one that made the engine: then nothing here may be used, or destroyed.
   bool forked() const { return birthplace_.left(); }
@@ -190,8 +176,10 @@ class Engine {
  private:
   void Prepare(const Plan& plan);
   std::shared_ptr<Task> TakeTask(Shape& shape);
-  std::uint64_t NextSignature(const Shape& shape) { return Sign(shape.id, shape.descriptor, shape.p2p); }
-  std::uint64_t Sign(int shape, std::uint64_t hash, bool p2p);
+  std::uint64_t NextSignature(const Shape& shape, Task& task) {
+    return Sign(shape.id, shape.descriptor, shape.p2p, task.bytes(), task.mark);
+  }
+  std::uint64_t Sign(int shape, std::uint64_t hash, bool p2p, std::uint64_t bytes, FlightRecorder::Mark& mark);
   void ServeLinks(std::vector<pollfd>& fds);
   bool PassAll();  // the six below: under mutex_
   void NoteCore();
@@ -244,11 +232,12 @@ class Engine {
   std::atomic<std::uint64_t> naps_{0};         // the same
   std::atomic<std::uint64_t> still_moves_{0};  // what moves_ was at still_ns_
   std::atomic<std::int64_t> still_ns_{0};
-  CallHistory history_;  // of collectives
+  TickClock ticks_;
+  FlightRecorder history_;  // of collectives
   // What signatures of collectives are made from: all calls so far. So ranks that have once called different things
   // disagree about every later call, also where no message of the first one went astray.
   std::uint64_t called_;
-  CallHistory messages_;        // of sends and receives
+  FlightRecorder messages_;     // of sends and receives
   std::shared_ptr<Team> team_;  // helps with links to GPUs
   std::unique_ptr<std::byte, void (*)(std::byte*)> scratch_;
   std::size_t scratch_size_ = 0;

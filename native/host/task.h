@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "host/flight_recorder.h"
 #include "kernels/codecs.h"
 #include "kernels/kernels.h"
 #include "plan/plan.h"
@@ -107,6 +108,7 @@ class Task {
   int shape_id() const { return shape_id_; }
   std::atomic<State> state{State::kRunning};
   bool begun = false;                // it has its scratch
+  FlightRecorder::Mark mark;         // of the call
   std::shared_ptr<Shape> keepalive;  // while it is queued
 
   // The steps that wait at the heads of lanes: for sleeping, for departed peers and for messages to people.

@@ -282,6 +282,14 @@ NB_MODULE(_native, m) {
           nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("still_seconds", [](PyEngine& e) { return e.engine().still_seconds(); })
       .def_prop_ro("pending", [](const PyEngine&) { return PyEngine::pending(); })
+      .def("records",
+           [](PyEngine& e, bool messages, std::size_t most) {
+             nb::list rows;
+             for (const CallRecord& r : e.engine().Records(messages, most)) {
+               rows.append(nb::make_tuple(r.number, r.shape, r.bytes, r.begin_ns, r.end_ns));
+             }
+             return rows;
+           })
       .def("history", [](PyEngine& e, std::uint64_t sequence) { return e.engine().History(sequence); })
       .def_prop_ro("collectives", [](PyEngine& e) { return e.engine().collectives(); })
       .def("message_history", [](PyEngine& e, std::uint64_t number) { return e.engine().MessageHistory(number); })

@@ -134,6 +134,13 @@ void Flight() {
       }
       CHECK(e.collectives() == kTasks, "%llu collectives", static_cast<unsigned long long>(e.collectives()));
       CHECK(e.History(1) == shapes[0]->id && e.History(kTasks + 1) == -1, "history");
+      std::int64_t before = 0;
+      const std::vector<CallRecord> records = e.Records(false, kTasks + 1);
+      CHECK(records.size() == kTasks && e.Records(false, 1).size() == 1, "records");
+      for (const CallRecord& r : records) {
+        CHECK(r.begin_ns >= before && r.end_ns >= r.begin_ns && r.end_ns <= NowNs(), "times of records");
+        before = r.begin_ns;
+      }
     });
   }
 }

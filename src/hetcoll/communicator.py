@@ -481,6 +481,26 @@ class Communicator:
         self._host.check_open()
         return self._core.counters()
 
+    def dump(self, most: int = 64) -> str:
+        """The last `most` calls of this rank, a line each: number, what, where it was first called so, bytes, when it
+        began and how long it took. Local, from any thread, also while a call waits.
+
+        The recorder is always on. It holds 1023 collectives and as many sends and receives. On a GPU a call ends where
+        the host does not see it. With ``HETCOLL_SIGUSR2=1`` the signal SIGUSR2 prints this for all communicators.
+        """
+        self._host.check_parent()
+        return self._core.recorder.dump(calls.check_int(most, "most"))
+
+    def trace(self, path: str, *, timeout: float = 10.0) -> None:
+        """Write the last calls of all ranks to `path`, as a trace that Perfetto and Chrome open, on this rank's clock.
+
+        One rank calls it, at any time; the others answer while they wait, too. Between hosts clocks are compared by
+        asking: the file says how far they may be off (``otherData``: ``clock_error_us`` by rank, ``silent_ranks``).
+        `CommunicationError` when no rank answers within `timeout` seconds.
+        """
+        self._host.check_usable()
+        self._core.recorder.trace(path, self._core.seconds(timeout))
+
     def __repr__(self) -> str:
         return f"<{self._name()}{' closed' if self._closed else ''}>"
 

@@ -122,6 +122,15 @@ def test_topo_for_people() -> None:
     assert lines[6].split() == ["1", "tcp", "-", "tcp", "tcp"]
 
 
+def test_explain_says_what_the_communicator_says() -> None:
+    done = command("explain", "allreduce", "8", "64M", "-n", "2", "--transport", "tcp")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
+    assert first.startswith("allreduce of 8 bytes: ")
+    assert " over tcp, " in first
+    assert f"allreduce of {64 << 20} bytes: " in done.stdout, second
+
+
 # simulate -----------------------------------------------------------------------------------------------------------
 
 

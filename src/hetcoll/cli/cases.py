@@ -7,12 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..types import COMPLEX, FLOATS, DType, ReduceOp
+from .on_device import Mirror
 from .patterns import Array, Pattern, Piece, count_wrong, numpy_dtype, write
+
+if TYPE_CHECKING:
+    from .on_device import Stream
 
 OPS = (
     "allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "alltoall",
@@ -174,10 +178,21 @@ class Guarded:
 
 
 class Case:
-    """One operation at one size on this rank: `fill`, then `call`, then `wrong` says how many elements are wrong."""
+    """One operation at one size on this rank: `fill`, then `call`, then `wrong` says how many elements are wrong.
+
+    With a `stream` the buffers lie on its GPU, calls are enqueued on it, and the values are checked in host memory.
+    """
 
     def __init__(
-        self, comm: Any, op: str, elements: int, dtype: DType, redop: ReduceOp | None, root: int, inplace: bool
+        self,
+        comm: Any,
+        op: str,
+        elements: int,
+        dtype: DType,
+        redop: ReduceOp | None,
+        root: int,
+        inplace: bool,
+        stream: Stream | None = None,
     ) -> None:
         self.op, self.dtype, self.redop, self.root, self.inplace = op, dtype, redop, root, inplace
         self.size: int = comm.size
@@ -188,7 +203,9 @@ class Case:
         self._owners: list[Guarded] = []
         self._send, self._recv = self._buffers(kind)
         self._pattern = Pattern(dtype, self.size, 0, redop)
-        self.call = _bind(comm, self)
+        memories = [owner.memory for owner in self._owners]
+        self._mirror = None if stream is None else Mirror(stream, memories)
+        self.call = _bind(comm, self, self._mirror)
 
     def _buffers(self, kind: np.dtype[Any]) -> tuple[Array | None, Array | None]:
         def new(count: int) -> Array:
@@ -216,9 +233,18 @@ class Case:
             write(self._send, self._input())
         elif self.op == "broadcast" and self.rank == self.root and self._recv is not None:
             write(self._recv, self._output())
+        if self._mirror is not None:
+            self._mirror.upload()
+
+    def wait(self) -> None:
+        """Until calls on a GPU's stream are done."""
+        if self._mirror is not None:
+            self._mirror.stream.synchronize()
 
     def wrong(self) -> int:
         """Wrong elements of the output, changed ones of an input that must not change, and damaged guard bytes."""
+        if self._mirror is not None:
+            self._mirror.download()
         wrong = sum(owner.damaged() for owner in self._owners)
         if self._recv is not None:
             rounded = self.redop is ReduceOp.AVG and self.dtype in FLOATS | COMPLEX
@@ -244,34 +270,39 @@ class Case:
         return pieces
 
 
-def _bind(comm: Any, case: Case) -> Callable[[], object]:
+def _bind(comm: Any, case: Case, mirror: Mirror | None) -> Callable[[], object]:
     """The call with all its arguments bound, so that a timed loop pays for nothing but the call."""
-    send, recv = case.buffers
     redop = None if case.redop is None else sys.intern(case.redop.label)  # as a literal is
+    send: Any
+    recv: Any
+    send, recv = case.buffers
+    on: dict[str, Any] = {}
+    if mirror is not None:
+        send, recv = (None if array is None else mirror.buffer(array) for array in (send, recv))
+        on = {"stream": mirror.stream.handle}
     match case.op:
         case "allreduce":
-            return partial(comm.allreduce, send, None if case.inplace else recv, redop)
+            return partial(comm.allreduce, send, None if case.inplace else recv, redop, **on)
         case "reduce":
-            return partial(comm.reduce, send, None if case.inplace else recv, redop, case.root)
+            return partial(comm.reduce, send, None if case.inplace else recv, redop, case.root, **on)
         case "allgather" | "alltoall":
-            return partial(getattr(comm, case.op), send, recv)
+            return partial(getattr(comm, case.op), send, recv, **on)
         case "reduce_scatter":
-            return partial(comm.reduce_scatter, send, recv, redop)
+            return partial(comm.reduce_scatter, send, recv, redop, **on)
         case "broadcast":
-            return partial(comm.broadcast, recv, case.root)
+            return partial(comm.broadcast, recv, case.root, **on)
         case "gather" | "scatter":
-            return partial(getattr(comm, case.op), send, recv, case.root)
+            return partial(getattr(comm, case.op), send, recv, case.root, **on)
         case "allgatherv":
-            return partial(comm.allgatherv, send, recv, counts=case.shape.sends)
+            return partial(comm.allgatherv, send, recv, counts=case.shape.sends, **on)
         case "reduce_scatterv":
-            return partial(comm.reduce_scatterv, send, recv, redop, counts=case.shape.sends)
+            return partial(comm.reduce_scatterv, send, recv, redop, counts=case.shape.sends, **on)
         case "alltoallv":
             counts = {"sendcounts": case.shape.sends, "recvcounts": case.shape.receives}
-            return partial(comm.alltoall, send, recv, **counts)
+            return partial(comm.alltoall, send, recv, **counts, **on)
         case "sendrecv":
-            assert send is not None
-            assert recv is not None
-            return partial(comm.sendrecv, send, (case.rank + 1) % case.size, recv, (case.rank - 1) % case.size)
+            following, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
+            return partial(comm.sendrecv, send, following, recv, before, **on)
         case "barrier":
             return partial(comm.barrier)
     raise ValueError(f"unknown operation {case.op!r}: expected one of {', '.join(OPS)}")

@@ -13,9 +13,13 @@ from time import perf_counter_ns
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..errors import ArgumentError
 from ..types import DType, ReduceOp, supports
+from . import compare, plot
 from .cases import OPS, REDUCING, ROOTED, Case, bandwidths, places, shape
+from .on_device import Stream, Talk, check_devices, choose_device, visible_gpus
 from .own import add_import, import_own
 from .patterns import numpy_dtype
 from .report import PlanLine, Row, Table, describe_run, header, human_size, write_csv, write_json
@@ -35,6 +39,7 @@ _FROM_ML_DTYPES = frozenset(
     }
 )  # fmt: skip
 _HOST_NAME_BYTES = 64
+_MOST_CAPTURED = 50  # calls in a graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,14 @@ def _redops(text: str) -> tuple[ReduceOp, ...]:
     return (known[text],)
 
 
+def _device(text: str) -> str:
+    try:
+        return check_devices(text)
+    except ValueError:
+        wanted = "cpu, cuda, hip, auto, or one for each rank, such as cuda,hip,cpu"
+        raise argparse.ArgumentTypeError(f"wanted {wanted}; got {text!r}") from None
+
+
 def have_ml_dtypes() -> bool:
     """Whether bfloat16 and fp8 can be measured."""
     return importlib.util.find_spec("ml_dtypes") is not None
@@ -99,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags, which mean what they mean in nccl-tests where they are the same letter; -n is the ranks here."""
     parser.add_argument("ops", nargs="+", choices=(*OPS, "all"), metavar="OP", help=f"{', '.join(OPS)} or all")
     add = parser.add_argument
-    add("-n", "--ranks", type=_at_least(1), default=2, help="ranks to start on this host (default 2)")
+    add("-n", "--ranks", type=_at_least(1), help="ranks to start on this host (default: those of -g, or 2)")
     add("-b", "--minbytes", type=parse_size, default=8, metavar="SIZE", help="smallest size (default 8)")
     add("-e", "--maxbytes", type=parse_size, default=64 << 20, metavar="SIZE", help="largest size (default 64M)")
     add("-f", "--stepfactor", type=_at_least(2), default=2, metavar="N", help="factor between sizes (default 2)")
@@ -114,10 +127,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--transport", choices=("auto", "shm", "tcp", "verbs"), help="how ranks reach each other (default: the fastest)"
     )
-    add("--device", choices=("host",), default="host", help="where the buffers are")
-    add("--json", metavar="FILE", help="write the results as JSON, too")
+    add(
+        "--device", type=_device, metavar="DEVICE",
+        help="where buffers are: cpu (default), cuda, hip, auto, or one for each rank, such as cuda,hip,cpu",
+    )  # fmt: skip
+    add("-g", "--ngpus", type=_at_least(1), metavar="N", help="so many ranks of the host have a GPU, one each")
+    add("-G", "--graph", type=_at_least(1), nargs="?", const=10, metavar="N", help="run a captured graph N times (10)")
+    add("-z", "--blocking", action="store_true", help="wait for each call on a GPU before the next")
+    add("--json", metavar="FILE", help="write the results as JSON, too; - is the output, and the table goes to stderr")
     add("--csv", metavar="FILE", help="write the results as CSV, too")
     add_import(parser)
+    add("--plot", metavar="FILE", help="draw bandwidth and latency, as .png or .svg; in dark beside it (*-dark)")
+    add("--compare", metavar="FILE", help="of perf (JSON), nccl-tests, osu-micro-benchmarks or PARAM: print ratios")
     add("--progress", choices=("auto", "lines"), default="auto", help=argparse.SUPPRESS)  # lines: terminal.py
 
 
@@ -126,16 +147,28 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.minbytes > args.maxbytes:
         raise SystemExit(f"hetcoll perf: -b {args.minbytes} is larger than -e {args.maxbytes}")
     import_own(args.modules)
+    known = None if args.compare is None else compare.read(args.compare)
+    if args.plot is not None:
+        plot.check(args.plot)  # before minutes of measuring
     if args.transport is not None:
         os.environ["HETCOLL_TRANSPORT"] = args.transport  # before anyone reads it; the ranks inherit it
     from ..config.env import environment
 
-    if environment().launch.launcher == "single" and args.ranks > 1:
-        return _start_ranks(args.ranks, argv)
+    launch = environment().launch
+    ranks = args.ranks or (args.device or "").count(",") + 1
+    if args.ranks is None and ranks == 1:
+        ranks = args.ngpus or 2
+    if launch.launcher == "single" and ranks > 1:
+        return _start_ranks(ranks, argv)
     import hetcoll
 
-    with hetcoll.init() as comm:
-        return measure(comm, args, argv, hetcoll.__version__)
+    device = None
+    if args.device is not None or args.ngpus is not None:
+        place = launch.rank if launch.local_rank is None else launch.local_rank
+        device = choose_device(args.device or "auto", args.ngpus, place, visible_gpus())
+    with hetcoll.init(device=device) as comm:
+        stream = None if device is None else Stream.of(device)
+        return measure(comm, args, argv, hetcoll.__version__, stream, known or [])
 
 
 def _start_ranks(ranks: int, argv: Sequence[str]) -> int:
@@ -186,17 +219,30 @@ def sizes(args: argparse.Namespace, op: str, ranks: int, dtype: DType) -> list[i
     return list(found.values())
 
 
-def measure(comm: Any, args: argparse.Namespace, argv: Sequence[str], version: str) -> int:
-    """Run every sweep on `comm`; rank 0 prints and writes. Returns 0, or 1 when any rank saw a wrong element."""
+def measure(
+    comm: Any,
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    version: str,
+    stream: Stream | None = None,
+    known: Sequence[compare.Known] = (),
+) -> int:
+    """Run every sweep on `comm`, this rank's on the GPU of `stream`, if any; rank 0 prints and writes. `known` is what
+    to compare with. Returns 0, or 1 when any rank saw a wrong element."""
     jobs = expand(args, comm.size)
     sweeps = [(job, sizes(args, job.op, comm.size, job.dtype)) for job in jobs]
-    hosts = _gather_text(comm, socket.gethostname())
+    talk = comm if stream is None else Talk(comm, stream)
+    hosts = _gather_text(talk, socket.gethostname())
+    devices = _gather_text(talk, "host" if stream is None else stream.device.vendor)
+    if args.graph and "host" in devices:
+        raise ArgumentError(f"--graph: wanted a GPU for every rank, rank {devices.index('host')} has none")
     plans = list(_plans(comm, sweeps))
     transport = "+".join(dict.fromkeys(plan.transport for plan in plans)) or "none"
-    env = describe_run(version, hosts, transport, args.device, ["hetcoll", *argv])
+    env = describe_run(version, hosts, transport, "+".join(dict.fromkeys(devices)), ["hetcoll", *argv])
     first = comm.rank == 0
-    table = Table(sys.stdout if first else None, [job.dtype.label for job in jobs])
-    table.comment(header(env, plans, _notes(args)))
+    out = sys.stderr if args.json == "-" else sys.stdout
+    table = Table(out if first else None, [job.dtype.label for job in jobs])
+    table.comment(header(env, plans, _notes(args, devices)))
     progress = Progress(sum(len(counts) for _, counts in sweeps), _progress_mode(args, first))
     rows: list[Row] = []
     by_size = {(plan.op, plan.nbytes): plan for plan in plans}
@@ -206,15 +252,21 @@ def measure(comm: Any, args: argparse.Namespace, argv: Sequence[str], version: s
             table.head()
         for elements in counts:
             progress.show(f"{job.op} {human_size(elements * job.dtype.itemsize)} {job.dtype.label}")
-            line = [_one(comm, args, job, elements, place, by_size) for place in places(job.op, args.inplace)]
+            line = [
+                _one(comm, talk, args, job, elements, place, by_size, stream, env["device"])
+                for place in places(job.op, args.inplace)
+            ]
             progress.clear()
             table.row(line)
             rows += line
     table.foot(rows)
+    table.comment(compare.lines(rows, known))
     if first and args.json:
         write_json(args.json, env, rows)
     if first and args.csv:
         write_csv(args.csv, rows)
+    if first and args.plot:
+        plot.draw(args.plot, env, rows)
     return 1 if any(row.wrong for row in rows) else 0
 
 
@@ -226,10 +278,18 @@ def _progress_mode(args: argparse.Namespace, first: bool) -> str:
     return "terminal" if sys.stderr.isatty() else "off"
 
 
-def _notes(args: argparse.Namespace) -> list[str]:
+def _notes(args: argparse.Namespace, devices: Sequence[str]) -> list[str]:
+    notes = []
     if len(args.datatype) > 1 and not have_ml_dtypes():
-        return ["without bfloat16 and float8: they need the package ml_dtypes"]
-    return []
+        notes.append("without bfloat16 and float8: they need the package ml_dtypes")
+    if set(devices) != {"host"}:
+        how = "in a row on one stream, by the GPU's clock"
+        if args.graph:
+            how = f"in a captured graph, run {args.graph} times"
+        elif args.blocking:
+            how = "one by one, each with a wait of the host"
+        notes.append(f"GPU calls are timed {how}.")
+    return notes
 
 
 def _plans(comm: Any, sweeps: Sequence[tuple[Job, list[int]]]) -> Iterator[PlanLine]:
@@ -245,14 +305,17 @@ def _plans(comm: Any, sweeps: Sequence[tuple[Job, list[int]]]) -> Iterator[PlanL
 
 def _one(
     comm: Any,
+    talk: Any,
     args: argparse.Namespace,
     job: Job,
     elements: int,
     place: str,
     plans: dict[tuple[str, int], PlanLine],
+    stream: Stream | None,
+    device: str,
 ) -> Row:
     """Verify, warm up, time, verify: one operation at one size in one place."""
-    case = Case(comm, job.op, elements, job.dtype, job.redop, job.root, place == "in")
+    case = Case(comm, job.op, elements, job.dtype, job.redop, job.root, place == "in", stream)
     seeds = iter(range(1, 1 << 30))
     wrong, estimate = 0, 0.0
     for _ in range(args.check):
@@ -264,22 +327,46 @@ def _one(
         start = perf_counter_ns()
         for _ in range(args.warmup):
             case.call()
+        if stream is not None:
+            stream.synchronize()
         estimate = (perf_counter_ns() - start) / 1e3 / args.warmup
-    schedule = Schedule.choose(agree_on_estimate(comm, estimate), args.iters)
+    schedule = Schedule.choose(agree_on_estimate(talk, estimate), args.iters)
     comm.barrier()
-    timing = Timing.of(take_samples(case.call, schedule))
+    timing = Timing.of(_samples(args, case, schedule, stream))
     if case.repeatable:
         wrong += case.wrong()
     for _ in range(args.check):
         wrong += _verified_call(comm, case, next(seeds))[0]
-    timing, wrong = slowest(comm, timing, wrong)
+    timing, wrong = slowest(talk, timing, wrong)
     plan = plans[(job.op, case.nbytes)]
     algbw, busbw = bandwidths(job.op, comm.size, case.nbytes, timing.mean_us)
     return Row(
-        job.op, args.device, plan.transport, plan.algorithm, comm.size, case.nbytes, case.shape.count,
+        job.op, device, plan.transport, plan.algorithm, comm.size, case.nbytes, case.shape.count,
         "none" if job.op == "barrier" else job.dtype.label, "none" if job.redop is None else job.redop.label,
         job.root if job.op in ROOTED else -1, place, timing.mean_us, timing.p50_us, timing.p99_us, algbw, busbw, wrong,
     )  # fmt: skip
+
+
+def _samples(args: argparse.Namespace, case: Case, schedule: Schedule, stream: Stream | None) -> NDArray[np.float64]:
+    """Microseconds a call of each sample on this rank."""
+    if stream is None or case.op == "barrier":
+        return take_samples(case.call, schedule)
+    if args.blocking:
+
+        def call() -> None:
+            case.call()
+            stream.synchronize()
+
+        return take_samples(call, schedule)
+    if not args.graph:
+        return stream.samples(case.call, schedule)
+    calls = min(_MOST_CAPTURED, schedule.samples * schedule.batch)
+    graph = stream.captured(case.call, calls)
+    try:
+        return stream.samples(graph, Schedule(args.graph, 1)) / calls
+    finally:
+        stream.synchronize()
+        graph.close()
 
 
 def _verified_call(comm: Any, case: Case, seed: int) -> tuple[int, float]:
@@ -288,7 +375,9 @@ def _verified_call(comm: Any, case: Case, seed: int) -> tuple[int, float]:
     comm.barrier()
     start = perf_counter_ns()
     case.call()
-    return case.wrong(), (perf_counter_ns() - start) / 1e3
+    case.wait()
+    spent = (perf_counter_ns() - start) / 1e3
+    return case.wrong(), spent
 
 
 def _gather_text(comm: Any, text: str) -> list[str]:

@@ -1,4 +1,7 @@
-"""What `hetcoll perf` prints and writes: nccl-tests' table, JSON (schema 1) and CSV."""
+"""What `hetcoll perf` prints and writes: nccl-tests' table, JSON (schema 1) and CSV.
+
+The table is by hand and not by rich: programs read nccl-tests' columns.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import csv
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
@@ -179,9 +183,14 @@ def _time(microseconds: float) -> str:
 
 
 def write_json(path: str, env: Mapping[str, Any], rows: Iterable[Row]) -> None:
-    """Schema 1: `{"schema": 1, "env": {...}, "rows": [{...}]}`."""
+    """Schema 1: `{"schema": 1, "env": {...}, "rows": [{...}]}`; "-" is the output."""
     document = {"schema": SCHEMA, "env": dict(env), "rows": [asdict(row) for row in rows]}
-    Path(path).write_text(json.dumps(document, indent=1) + "\n")
+    text = json.dumps(document, indent=1) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        Path(path).write_text(text)
 
 
 def write_csv(path: str, rows: Iterable[Row]) -> None:

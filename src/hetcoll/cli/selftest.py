@@ -112,13 +112,10 @@ def parts(gpus: Mapping[str, int], cpus: int) -> list[Part]:
 def _gpus() -> tuple[dict[str, int], list[str]]:
     """How many GPUs of each vendor there are, and why there are none."""
     from ..vendors.devices import cuda, hip
+    from .on_device import visible_gpus
 
-    counts, reasons = {}, []
-    for vendor, module in (("cuda", cuda), ("hip", hip)):
-        reason = module.why_not()
-        counts[vendor] = 0 if reason is not None else len(module.devices())
-        reasons.append(f"GPUs of {vendor}: {counts[vendor] if reason is None else reason}")
-    return counts, reasons
+    counts, reasons = visible_gpus(), {"cuda": cuda.why_not(), "hip": hip.why_not()}
+    return counts, [f"GPUs of {vendor}: {reasons[vendor] or count}" for vendor, count in counts.items()]
 
 
 def _header() -> Iterator[str]:
@@ -213,18 +210,17 @@ def _be_rank(devices: Sequence[str], islands: str, folder: str, *, quick: bool) 
 
 def check(comm: Communicator, device: str, quick: bool, result: Result) -> None:
     """Run all cases and the timed all-reduces on `comm`; what is found goes to `result`."""
-    from .on_device import OnDevice
+    from .on_device import Stream
     from .perf import have_ml_dtypes
 
-    gpu = _open(device)
+    stream = Stream.of(device)
     if not have_ml_dtypes():
         result.left_out.append("without bfloat16 and 8-bit floats: they need the package ml_dtypes")
-    on = comm if gpu is None else OnDevice(comm, gpu)
     cases = list(listed(comm.size, quick, have_ml_dtypes()))
     progress = Progress(len(cases), "lines" if comm.rank == 0 else "off")
     for op, dtype, redop, root, elements, inplace in cases:
         progress.show(f"{op} {dtype.label}")
-        wrong = wrong_elements(Case(on, op, elements, dtype, redop, root, inplace))
+        wrong = wrong_elements(Case(comm, op, elements, dtype, redop, root, inplace, stream))
         result.cases += 1
         if wrong:
             how = "" if redop is None else f" {redop.label}"
@@ -232,7 +228,7 @@ def check(comm: Communicator, device: str, quick: bool, result: Result) -> None:
             result.wrong.append(f"{op} {dtype.label}{how}, {elements} elements, root {root}, {place}: {wrong} wrong")
     result.paths = list(comm.explain("allreduce", SIZES[-1]).paths)
     for nbytes in SIZES[:2] if quick else SIZES:
-        result.microseconds[str(nbytes)] = _time(comm, gpu, nbytes)
+        result.microseconds[str(nbytes)] = _time(comm, None if stream is None else stream.device, nbytes)
 
 
 def listed(size: int, quick: bool, narrow: bool) -> Iterator[tuple[str, DType, ReduceOp | None, int, int, bool]]:
@@ -265,13 +261,6 @@ def wrong_elements(case: Case) -> int:
         case.call()
         wrong += case.wrong()
     return wrong
-
-
-def _open(device: str) -> Device | None:
-    from ..vendors.devices import cuda, hip
-
-    vendor, _, index = device.partition(":")
-    return None if vendor == "cpu" else {"cuda": cuda, "hip": hip}[vendor].device(int(index))
 
 
 def _time(comm: Communicator, gpu: Device | None, nbytes: int) -> float:

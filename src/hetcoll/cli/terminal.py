@@ -2,6 +2,8 @@
 
 Rank 0 of a job that `hetcoll perf` started has a pipe for its standard error. It writes each progress message there as
 a line that begins with MARK, and the process that started it shows the latest one below the output.
+
+By hand and not by rich, which draws for one process: here the one that measures is not the one that has the terminal.
 """
 
 from __future__ import annotations

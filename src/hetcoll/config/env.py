@@ -71,6 +71,8 @@ class Config:
     on, None: what its first call's are. `cross` is the way between GPUs that no library joins. `compress` is how sums
     travel over slow edges, `compress_feedback` how much memory the residuals may take, 0: there is no error feedback.
     `reproducible`: every reduction is in the order of ranks. ArgumentError where it is compressed as well.
+    `warn_after` is how long a call waits before a warning says for whom, 0: there is none. `sigusr2`: that signal
+    prints the last calls.
     """
 
     debug: Debug = "warn"
@@ -106,6 +108,8 @@ class Config:
     ib_sl: int = 0
     ib_tc: int = 0
     ib_bytes: int | None = None
+    warn_after: float = 10.0
+    sigusr2: bool = False
 
     def __post_init__(self) -> None:
         if self.reproducible and self.compress is not Format.NONE:
@@ -177,6 +181,8 @@ def read_config(environ: Environ) -> Config:
         ib_sl=read(environ, "HETCOLL_IB_SL", "0 to 15", whole(0, 15), 0),
         ib_tc=read(environ, "HETCOLL_IB_TC", "0 to 255", whole(0, 255), 0),
         ib_bytes=read(environ, "HETCOLL_IB_BYTES", "bytes such as 1048576 or 1M", auto(nbytes), None),
+        warn_after=read(environ, "HETCOLL_WARN_AFTER", "seconds, 0 for never", span, 10.0),
+        sigusr2=read(environ, "HETCOLL_SIGUSR2", "0 or 1", flag, False),
     )
 
 
@@ -224,6 +230,7 @@ _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS DEVICE
     CROSS COMPRESS COMPRESS_FEEDBACK REPRODUCIBLE FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK INTEGRITY
     SPIN_US MASTER JOB REPLACE CACHE IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
+    WARN_AFTER SIGUSR2
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())
 

@@ -10,14 +10,25 @@ from ..errors import ArgumentError
 from .env import Config
 
 
+class _Own(logging.StreamHandler):  # type: ignore[type-arg]
+    """Lines on stderr, for programs that have set up no logging, by now or later: theirs would say each line again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(process)d %(name)s %(levelname)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
 def configure(config: Config) -> None:
     """Set up logging and the kernels' instruction set."""
     log = logging.getLogger("hetcoll")
     level = {"none": logging.CRITICAL, "warn": logging.WARNING, "info": logging.INFO}.get(config.debug, logging.DEBUG)
-    if config.debug != "warn" and not log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(name)s %(levelname)s %(message)s"))
-        log.addHandler(handler)
+    if config.debug != "warn" and log.level == logging.NOTSET:  # else the program has set it
         log.setLevel(level)
+        if config.debug != "none" and not log.handlers:
+            log.addHandler(_Own())
     if config.isa is not None and not _native.set_kernel_isa(config.isa):
         raise ArgumentError(f"HETCOLL_ISA: wanted an instruction set that this processor has, got {config.isa!r}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import threading
 import time
@@ -43,17 +44,18 @@ from .desync_report import (
     find_wrong_message,
     unsure,
 )
+from .stall_detector import StallDetector
 from .status_report import StatusReporter
 
 if TYPE_CHECKING:
     from ..rendezvous.session import Session
 
+log = logging.getLogger("hetcoll")
+
 _QUERY_SECONDS = 2.0
 _VERDICT_SECONDS = 2.0
 _REASON_SECONDS = 2.0
 _LEAVING_SECONDS = 1.0
-_STAGGER = 0.5  # seconds between the first and the last of many stuck ranks to ask
-_LONGEST_PAUSE = 30.0
 _MOST_TOLD = 8  # ranks, and messages, of which an error tells
 
 
@@ -82,30 +84,8 @@ def _spell_state(answer: Answer) -> str:
     return answer.state
 
 
-class StallDetector:
-    """Over one call that does not end: asks the others what they do after 2, 4, 8, ... seconds of waiting.
-
-    Many ranks get stuck at once. They begin to ask one after another, and who was asked a moment ago does not ask.
-    """
-
-    def __init__(self, diagnosis: Diagnosis, turn: float, waited: float, deadline: float) -> None:
-        self._diagnosis, self._deadline = diagnosis, deadline
-        self._start = time.monotonic() - waited
-        self._pause = PATIENCE
-        self._next = self._start + PATIENCE + _STAGGER * turn
-        self._answers: Answers = {}
-
-    def seconds(self) -> float:
-        """Until the next look."""
-        return max(0.0, self._next - time.monotonic())
-
-    def look(self) -> None:
-        """Ask, if it is time to; raises when the answers say that the call cannot end."""
-        if time.monotonic() < self._next:
-            return
-        self._next += self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._answers = self._diagnosis.look(self._answers, self._deadline)
+def _receives(call: Called) -> bool:
+    return call.what.startswith("recv(")
 
 
 class Diagnosis:
@@ -121,6 +101,7 @@ class Diagnosis:
         self._asked = -PATIENCE  # when another rank asked last
         self.answers: dict[str, Callable[[int], Any]] = {}
         """Of other questions than what this rank is in: what to answer which rank, as JSON."""
+        self.warn_after = 0.0  # seconds; see `StallDetector`
         self._last_words: dict[tuple[str, int], Any] = {}  # of ranks that have left
         self.on_failure: Callable[[], None] | None = None  # ends what the engine does not know of
 
@@ -265,7 +246,7 @@ class Diagnosis:
 
     def stall_detector(self, deadline: float, waited: float = 0.0) -> StallDetector:
         """For a call that has already waited for so many seconds, and does so until `deadline` (time.monotonic)."""
-        return StallDetector(self, self._rank / self._size, waited, deadline)
+        return StallDetector(self, self._rank / self._size, waited, deadline, self.warn_after)
 
     def look(self, before: Answers, deadline: float) -> Answers:
         """Ask all ranks, unless one of them did so just now; raises when they cannot go on. `before` is what they said
@@ -303,11 +284,29 @@ class Diagnosis:
         wrong = self._judge(answers, {})
         if wrong is not None:
             return wrong
-        parts = [f"{inside} did not finish in {seconds:g} s on rank {self._rank}" + (f": {state}" if state else "")]
+        head = f"{inside} did not finish in {seconds:g} s on rank {self._rank}" + (f": {state}" if state else "")
         silent = [rank for rank, answer in answers.items() if answer is None]
         if not silent and (edges := unsure(answers)):
             answers = self._ask(edges) or answers
-        parts += find_stalls(answers or {self._rank: self._reporter.report(1, self._rank)})[:_MOST_TOLD]
+        missing, parts = self._missing(inside, answers)
+        tell = self.post if answers else self._keep  # whom, if nobody hears us
+        tell(Kind.TIMEOUT, [*missing, -1][0], "; ".join([head, *parts]))
+        return self.error()
+
+    def warn(self, seconds: float, answers: Answers) -> None:
+        """Log for whom this rank waits, if it is the first of those that wait. Who waits in a receive says nothing:
+        programs do so on purpose."""
+        inside = self._reporter.inside(threading.get_ident()) or Called("a call")
+        waiting = [r for r, a in answers.items() if a is not None and a.inside is not None and not _receives(a.inside)]
+        if _receives(inside) or min([*waiting, self._rank]) != self._rank:
+            return
+        _, parts = self._missing(inside, answers)
+        log.warning("rank %d has waited %.0f s in %s: %s", self._rank, seconds, inside, "; ".join(parts))
+
+    def _missing(self, inside: Called, answers: Answers) -> tuple[list[int], list[str]]:
+        """The ranks that keep a call from ending, as far as that is known, and what the answers say, for people."""
+        parts = find_stalls(answers or {self._rank: self._reporter.report(1, self._rank)})[:_MOST_TOLD]
+        silent = [rank for rank, answer in answers.items() if answer is None]
         others = {rank: answer for rank, answer in answers.items() if answer is not None and rank != self._rank}
         if not answers:
             parts.append("the job's store did not answer (its process is stopped, cut off or busy)")
@@ -321,9 +320,7 @@ class Diagnosis:
             for rank, answer in list(others.items())[:_MOST_TOLD]
             if answer.inside is not None
         ]
-        tell = self.post if answers else self._keep  # whom, if nobody hears us
-        tell(Kind.TIMEOUT, (silent + behind + [-1])[0], "; ".join(parts))
-        return self.error()
+        return silent + behind, parts
 
     def _behind(self, others: dict[int, Answer]) -> list[int]:
         """Who has not come to the collective that this rank is in."""

@@ -20,6 +20,7 @@ from ..calls import OP_LABELS, Call
 from ..config.env import Config
 from ..errors import ArgumentError, InitError
 from ..health.diagnosis import Diagnosis, Kind
+from ..health.flight_recorder import FlightRecorder, listen
 from ..links.wiring import Wiring
 from ..rendezvous.session import Session
 from ..work import DONE, Waiter, Work
@@ -85,6 +86,11 @@ class Core:
                 OP_LABELS, DONE, _weakly(owner._stuck), _weakly(host.interrupted), _weakly(self.log_news)
             )
             diagnosis.attach(self.engine, host.reporter)
+            diagnosis.warn_after = config.warn_after
+            self.recorder = FlightRecorder(rank, size, self.engine, self.planner.describe, diagnosis.ask)
+            diagnosis.answers |= self.recorder.answers()
+            if config.sigusr2:
+                listen()
             self.gpus = host.gpus = open_gpus(*parts, config, meet=_weakly(self.meet), prepare=_weakly(host.prepare))
             undo.pop_all()
         self._cross: CrossCheck | None = None

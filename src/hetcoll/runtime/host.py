@@ -13,7 +13,8 @@ import hetcoll._native as _native
 from ..buffers import Buffer
 from ..calls import RECV, SEND, Call, Message, describe_message, descriptor, message_key
 from ..errors import ClosedError, HetcollError, InitError
-from ..health.diagnosis import Diagnosis, Kind, StallDetector
+from ..health.diagnosis import Diagnosis, Kind
+from ..health.stall_detector import StallDetector
 from ..health.status_report import StatusReporter
 from ..links.wiring import PATIENCE, Check, Wiring
 from ..types import LOGICAL, Collective, ReduceOp

@@ -1,0 +1,213 @@
+"""`hetcoll perf` on GPUs: which rank has which, streams and graphs on fakes; figures to compare and to draw."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fakes
+import pytest
+
+from hetcoll.cli import compare, plot
+from hetcoll.cli.on_device import check_devices, choose_device
+from hetcoll.cli.report import Row
+from hetcoll.errors import ArgumentError
+
+BOTH = {"cuda": 2, "hip": 1}
+NONE = {"cuda": 0, "hip": 0}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where kernels are compiled to, once for all jobs here."""
+    return {"HETCOLL_CACHE": str(tmp_path_factory.mktemp("cache") / "kernels"), "HETCOLL_TIMEOUT": "60"}
+
+
+def perf(*words: str, **env: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "hetcoll", "perf", *words]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=110, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("wish", "gpus", "visible", "devices"),
+    [
+        ("cpu", None, BOTH, ["cpu", "cpu"]),
+        ("auto", None, NONE, ["cpu", "cpu"]),
+        ("auto", None, BOTH, ["cuda:0", "cuda:1", "cpu"]),
+        ("auto", None, {"cuda": 0, "hip": 1}, ["hip:0", "cpu"]),
+        ("cuda", 1, BOTH, ["cuda:0", "cpu", "cpu"]),
+        ("cuda", None, BOTH, ["cuda:0", "cuda:1"]),
+        ("cuda:1", None, BOTH, ["cuda:1"]),
+        ("hip,cuda,cpu,cuda", None, BOTH, ["hip:0", "cuda:0", "cpu", "cuda:1"]),
+    ],
+)
+def test_which_rank_has_which_gpu(wish: str, gpus: int | None, visible: dict[str, int], devices: list[str]) -> None:
+    assert [choose_device(check_devices(wish), gpus, rank, visible) for rank in range(len(devices))] == devices
+
+
+@pytest.mark.parametrize(
+    ("wish", "gpus", "rank", "words"),
+    [
+        ("cuda", None, 2, "wanted 3 GPUs of cuda, this machine shows 2"),
+        ("hip", 2, 1, "wanted 2 GPUs of hip, this machine shows 1"),
+        ("cuda,cpu", None, 2, "a device for each rank"),
+        ("cuda,cpu", 1, 0, "wanted one of them"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(wish: str, gpus: int | None, rank: int, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        choose_device(wish, gpus, rank, BOTH)
+
+
+@pytest.mark.parametrize("text", ["gpu", "cuda:x", "cpu:1", "cuda,auto"])
+def test_devices_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        check_devices(text)
+
+
+def test_a_gpu_where_there_is_none_is_an_error_in_one_line() -> None:
+    status, _, said = perf("allreduce", "-g", "1", "-e", "8", CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+    assert status == 1
+    assert "wanted 1 GPUs, this machine shows none" in said
+
+
+# On fakes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fakes
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("vendor", ["cuda", "hip"])
+def test_two_gpus_and_a_cpu(vendor: str, cache: dict[str, str]) -> None:
+    words = ["allreduce", "alltoall", "-n", "3", "-g", "2", "-b", "8", "-e", "4K", "-f", "512", "--iters", "3"]
+    status, out, said = perf(*words, "--json", "-", **fakes.environment(vendor, devices=2, timeout=60), **cache)
+    assert status == 0, said
+    document = json.loads(out)
+    assert document["env"]["device"] == f"{vendor}+host"
+    assert len(document["rows"]) == 8
+    assert {row["wrong"] for row in document["rows"]} == {0}
+    assert all(row["time_us"] > 0 for row in document["rows"])
+    assert "GPU calls are timed in a row on one stream" in said
+
+
+@pytest.mark.fakes
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("vendor", ["cuda", "hip"])
+def test_a_graph_is_captured_and_run(vendor: str, cache: dict[str, str]) -> None:
+    own = fakes.environment(vendor, devices=2, timeout=60) | cache
+    words = ["allreduce", "-g", "2", "-b", "4K", "-e", "4K", "--iters", "3"]
+    status, out, said = perf(*words, "--graph", "2", **own)
+    assert status == 0, said
+    assert "in a captured graph, run 2 times" in out
+    assert "values : 0 OK" in out
+
+
+@pytest.mark.fakes
+def test_a_graph_needs_a_gpu_on_every_rank(cache: dict[str, str]) -> None:
+    status, _, said = perf(
+        "allreduce", "-n", "2", "-g", "1", "-e", "8", "--graph", **fakes.environment("cuda", timeout=60), **cache
+    )
+    assert status == 1
+    assert "--graph: wanted a GPU for every rank, rank 1 has none" in said
+
+
+# Comparing ----------------------------------------------------------------------------------------------------------
+
+
+def row(op: str, nbytes: int, place: str, time_us: float) -> Row:
+    return Row(op, "host", "shm", "ring", 2, nbytes, 2, "float32", "sum", -1, place, time_us, 1, 1, 1.0, 1.0, 0)
+
+
+NCCL_TESTS = """\
+# Collective test starting: all_reduce_perf
+# nThread 1 nGpus 2 minBytes 8 maxBytes 1024 step: 2(factor) warmup iters: 1 iters: 20 agg iters: 1 validation: 1
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+           8             2     float     sum      -1    20.01    0.00    0.00      0    19.50    0.00    0.00      0
+        1024           256     float     sum      -1    22.30    0.05    0.05      0      N/A     N/A     N/A    N/A
+# Out of bounds values : 0 OK
+"""
+OSU = """\
+
+# OSU MPI Allreduce Latency Test v7.4
+# Datatype: MPI_FLOAT.
+# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations
+4                       1.11              1.00              1.30        1000
+1024                    2.75              2.50              3.00        1000
+"""
+PARAM = """\
+
+\tCOMMS-RES  total-size (B)  nElementsPerRank  Time(us):p50  p75  p95  Min  Max  AlgBW(GB/s)  BusBW(GB/s)
+\tCOMMS-RES-all_reduce-float32  1024  256  31.5  32.0  33.0  30.0  34.0  0.033  0.033  40.0
+"""
+
+
+def test_all_four_formats_are_read(tmp_path: Path) -> None:
+    def read(text: str) -> list[compare.Known]:
+        path = tmp_path / "other.txt"
+        path.write_text(text)
+        return compare.read(str(path))
+
+    K = compare.Known  # noqa: N806
+    assert read(NCCL_TESTS) == [
+        K("allreduce", 8, "out", 20.01), K("allreduce", 8, "in", 19.5), K("allreduce", 1024, "out", 22.3),
+    ]  # fmt: skip
+    assert read(OSU) == [K("allreduce", 4, "", 1.11), K("allreduce", 1024, "", 2.75)]
+    assert read(PARAM) == [K("allreduce", 1024, "", 31.5)]
+    ours = {"schema": 1, "env": {}, "rows": [{"op": "allgather", "nbytes": 8, "place": "in", "time_us": 2.0}]}
+    assert read(json.dumps(ours)) == [K("allgather", 8, "in", 2.0)]
+
+
+NO_TIMES = "# OSU MPI Bandwidth Test v7.4\n# Size      Bandwidth (MB/s)\n8  9.0\n"
+
+
+@pytest.mark.parametrize("text", ["nothing", "{}", '{"rows": [{"op": 1}]}', NO_TIMES])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.txt"
+    path.write_text(text)
+    with pytest.raises(ArgumentError, match=r"--compare: .*other\.txt"):
+        compare.read(str(path))
+    with pytest.raises(ArgumentError, match="readable file"):
+        compare.read(str(tmp_path / "none"))
+
+
+def test_what_both_measured_is_compared(tmp_path: Path) -> None:
+    known = [compare.Known("allreduce", 8, "", 3.0), compare.Known("allgather", 8, "", 9.0)]
+    rows = [row("allreduce", 8, "out", 1.5), row("allreduce", 16, "out", 1.0), row("allreduce", 8, "in", 6.0)]
+    assert compare.lines(rows, known) == [
+        "# compared: 2 of 3 measurements",
+        "# allreduce 8 B out: 1.50 us, was 3.00 us: 2.00 times as fast",
+        "# allreduce 8 B in: 6.00 us, was 3.00 us: 0.50 times as fast",
+    ]
+    assert compare.lines(rows, []) == []
+
+
+# Drawing ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_figure_that_cannot_be_drawn_is_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"ends in \.png or \.svg"):
+        plot.check(str(tmp_path / "a.pdf"))
+    with pytest.raises(ArgumentError, match="folder that is there"):
+        plot.check(str(tmp_path / "none" / "a.svg"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ArgumentError, match=r"pip install 'hetcoll\[plot\]'"):
+        plot.check(str(tmp_path / "a.svg"))
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_figure_for_light_and_for_dark_pages(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    env = {"ranks": 2, "device": "host", "transport": "shm"}
+    rows = [row("allreduce", 8 << i, place, 1.0 + i) for i in range(12) for place in ("out", "in")]
+    made = plot.draw(str(tmp_path / f"a.{suffix}"), env, [*rows, row("barrier", 0, "out", 1.0)])
+    assert [path.name for path in made] == [f"a.{suffix}", f"a-dark.{suffix}"]
+    begin = {"svg": b"<?xml", "png": b"\x89PNG"}[suffix]
+    contents = [path.read_bytes() for path in made]
+    assert all(content.startswith(begin) for content in contents)
+    assert contents[0] != contents[1]
