@@ -194,7 +194,7 @@ def test_the_clock_refuses_arrays_that_do_not_fit_together() -> None:
         5: np.array([0, 1]), 6: np.array([2], np.int32), 7: np.array([0], np.int32), 8: np.array([0.25, 1.0]),
     }  # fmt: skip
     for i, array in wrong.items():
-        with pytest.raises(ValueError, match="want|no such"):
+        with pytest.raises(ValueError, match=r"want|no such"):
             _native.run_tasks([*right[:i], array, *right[i + 1 :]], 1)
     with pytest.raises(ValueError, match="nine arrays"):
         _native.run_tasks(right[:8], 1)
