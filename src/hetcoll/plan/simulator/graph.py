@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import _native
+import hetcoll._native as _native
+
 from ..ir import Op, Plan, Span, Step
 from .node import PlanError, follows
 
