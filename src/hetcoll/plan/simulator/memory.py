@@ -247,13 +247,13 @@ def _check_result(
             raise PlanError(plan, None, f"wanted recv[{unit}] to be {names}; it {problem} in the end")
         if plan.collective is Collective.ALLREDUCE and value != first.values[first.cells[Buf.RECV][i]]:
             raise PlanError(plan, None, f"recv[{unit}] was added up in another order than on rank 0")
-        if plan.ordered and value != _in_rank_order(sources, plan.size if averaged else 1):
+        if plan.ordered and value != _in_rank_order(*_sources(plan, unit), plan.size if averaged else 1):
             raise PlanError(plan, None, f"recv[{unit}] was not added up in the order of ranks, as the plan says")
 
 
-def _in_rank_order(sources: list[tuple[int, int]], divisor: int) -> Value:
-    """What the sum of these inputs, one after another, comes to, and its average where `divisor` is not 1."""
-    total = reduce(_add, (_input(rank, unit) for rank, unit in sources))
+def _in_rank_order(ranks: range, unit: int, divisor: int) -> Value:
+    """What this unit of these ranks, one after another, comes to, and its average where `divisor` is not 1."""
+    total = reduce(_add, (_input(rank, unit) for rank in ranks))
     return total if divisor == 1 else _divide(total, divisor)
 
 
