@@ -4,8 +4,8 @@
 
 A light rank does what a rank does before it makes links: it connects to rank 0's store and proves the secret, joins,
 tells who it is and where it listens, reads what all others told, and says goodbye in the end. Sockets, frames, threads
-and the store are the real ones; many ranks share a process, and ranks are on hosts of eight. Reading what was told
-takes a rank as long as all others together, so one rank a process reads it, and the others take it as it comes.
+and the store are the real ones; 64 ranks share a process, and ranks are on hosts of eight. One rank a process reads
+what was told as far as a topology; the others take it apart into columns.
 
 Prints seconds from the first connection until every rank knows all others, and from the first goodbye until the last;
 bytes on all connections; the CPU-seconds, peak memory and open file descriptors of the process with the store; and
@@ -38,7 +38,7 @@ from hetcoll.rendezvous.control import ControlClient
 from hetcoll.rendezvous.edges import Address
 from hetcoll.rendezvous.wire import WORLD
 
-PROCESSES = 8  # that have the light ranks
+A_PROCESS = 64  # light ranks
 A_HOST = 8  # ranks
 SECONDS = 300.0
 _ACKED = 120  # where a tcp_info has the bytes that were acknowledged, and after them those that came (tcp(7))
@@ -126,9 +126,10 @@ def _all(pipes: list[Connection], word: object = None) -> list[object]:
 def _job(size: int) -> None:
     """In a process of its own, which hosts the store."""
     processes, pipes = [], []
-    for first in range(PROCESSES):
+    count = -(-size // A_PROCESS)
+    for first in range(count):
         ours, theirs = mp.Pipe()
-        ranks = range(first, size, PROCESSES)
+        ranks = range(first, size, count)
         processes.append(mp.Process(target=_light_ranks, args=(ranks, size, theirs), daemon=True))
         processes[-1].start()
         pipes.append(ours)
