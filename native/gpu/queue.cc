@@ -62,6 +62,11 @@ void DeviceQueue::Enqueue(const DeviceShape& shape, Bases bases, std::span<const
   const Current current(*driver_);
   ++calls_;
   if (capturing) FollowCaptured(user);
+  if (!shape.messages.empty() && shape.program.actions.empty()) {
+    for (const MessagesKernel& kernel : shape.messages) RunMessages(kernel, bases, user, capturing);
+    if (capturing) EndCaptured(user);
+    return;
+  }
   if (shape.program.all_local) return EnqueueLocal(shape, bases, user, capturing);
   if (capturing) {
     if (capture_ == nullptr || shape.recipe == nullptr)
@@ -135,6 +140,7 @@ void DeviceQueue::Join(DeviceStream user) {
   for (const SlotEdge& edge : edges_) {
     if (edge.last) driver_->WaitEvent(edge.last->get(), user);
   }
+  for (const auto& [ring, end] : rings_) driver_->WaitEvent(end.last->get(), user);
 }
 
 void DeviceQueue::JoinLanes(DeviceStream user) {
@@ -163,11 +169,33 @@ void DeviceQueue::EnqueueKernel(const KernelShape& shape, const std::byte* send,
   kernel_stream_ = user;
 }
 
+// On the user's own stream, or on a lane where copies run beside it.
+void DeviceQueue::RunMessages(const MessagesKernel& kernel, const Bases& bases, DeviceStream stream, bool capturing) {
+  if (!capturing) {
+    for (const std::uint16_t ring : kernel.rings) {
+      const auto found = rings_.find(ring);
+      if (found != rings_.end() && found->second.stream != stream)
+        driver_->WaitEvent(found->second.last->get(), stream);
+    }
+  }
+  kernel_arguments_ = kernel.arguments;
+  for (std::size_t i = 0; i < kernel.places.size(); ++i) {
+    std::byte* const at = bases.At(kernel.places[i]);
+    std::memcpy(kernel_arguments_.data() + i * kMessageStride, &at, sizeof at);
+  }
+  void* params[] = {kernel_arguments_.data()};
+  driver_->Launch(kernel.function, kernel.blocks, kernel.threads, params, stream);
+  if (capturing) return;
+  driver_->Record(kernel.end->get(), stream);  // now: see EnqueueKernel
+  for (const std::uint16_t ring : kernel.rings) rings_[ring] = {kernel.end, stream};
+}
+
 bool DeviceQueue::Idle() {
   const Current current(*driver_);
   return driver_->Done(kernel_.get()) && driver_->Done(local_.get()) &&
          std::all_of(edges_.begin(), edges_.end(),
                      [&](const SlotEdge& edge) { return !edge.last || driver_->Done(edge.last->get()); }) &&
+         std::all_of(rings_.begin(), rings_.end(), [&](const auto& r) { return driver_->Done(r.second.last->get()); }) &&
          std::all_of(streams_.begin(), streams_.end(), [&](DeviceStream s) { return driver_->Idle(s); }) &&
          (capture_ == nullptr || !capture_->Busy());
 }
@@ -290,6 +318,9 @@ void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const Ba
       Launch(shape.codec.add, a.n, params, stream);
       break;
     }
+    case DeviceStep::kMessages:
+      for (const MessagesKernel& kernel : shape.messages) RunMessages(kernel, bases, stream, &lanes != &lanes_);
+      break;
     case DeviceStep::kLocal:
       RunLocal(shape, shape.program.locals[a.edge], bases, stream);
       break;

@@ -36,7 +36,8 @@ from .array import clear
 from .direct import why_not_direct
 from .edges import GpuEdges, Prepare
 from .graphs import GpuGraphs
-from .one_kernel import STATE_BYTES, ZERO, OneKernel
+from .message_kernel import MessageKernel
+from .one_kernel import MESSAGES, STATE_BYTES, ZERO, OneKernel
 from .p2p import GpuMessages
 from .plans import DeviceBinder, GpuPlans
 from .proxy import Proxies
@@ -159,6 +160,11 @@ class GpuExecutor:
                 self._share, self._try, meet, self._edges.give_up, lambda: self._wiring.listen(timeout)
             ):
                 self._one_kernel = None  # it wants the mapped memory of all
+        if self._planner.chooses_freely(Collective.P2P):
+            kernel = MessageKernel(
+                self._device, self._share, self._wiring.locals, self._edges.far, self._state + MESSAGES
+            )
+            self._plans.kernel = kernel
 
     def _try(self, peer: int, data: path_probe.Bytes, seconds: float) -> path_probe.Bytes | str:
         """See `path_probe.Exchange`."""
