@@ -97,7 +97,14 @@ def test_every_kernel_stands_in_one_module() -> None:
     names = [name for each in modules().values() for name in each]
     assert len(names) == len(set(names))
     of_types = {d.label + end for d in DType for end in ("", "_exchange")}
-    assert set(modules()) == of_types | {"signals", "messages", "float8", "float32_codecs", "float16_codecs", "bfloat16_codecs"}
+    assert set(modules()) == of_types | {
+        "signals",
+        "messages",
+        "float8",
+        "float32_codecs",
+        "float16_codecs",
+        "bfloat16_codecs",
+    }
 
 
 def test_a_source_needs_no_file_of_ours() -> None:

@@ -176,7 +176,9 @@ class SlotSegment:
             moved += int(words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8].sum())
         for key in tuple(self._message_rings):  # another thread may map more
             counters = self._message_offset(*key) + MESSAGE_COUNTERS
-            moved += int(words[counters // 8 : (counters - MESSAGE_COUNTERS + MESSAGE_RING) // 8 : WORD_BYTES // 8].sum())
+            moved += int(
+                words[counters // 8 : (counters - MESSAGE_COUNTERS + MESSAGE_RING) // 8 : WORD_BYTES // 8].sum()
+            )
         ring = (self._rings + _RING * self._size + _RING_WORDS * rank) // 8
         moved += int(words[ring : ring + _RING_WORDS // 8 : WORD_BYTES // 8].sum())
         area = (self._areas + _AREA * rank) // 8

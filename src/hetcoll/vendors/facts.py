@@ -164,7 +164,9 @@ class Facts:
         told = [json.loads(blob) for blob in meet("gpus()", words.encode())]
         return [self._chosen(rank, *one) for rank, one in enumerate(told)]
 
-    def _chosen(self, rank: int, vendor: str, bus: str, doorbell: str, no_direct: str, kernels: bool, *ports: int) -> Gpu:
+    def _chosen(
+        self, rank: int, vendor: str, bus: str, doorbell: str, no_direct: str, kernels: bool, *ports: int
+    ) -> Gpu:
         if not vendor:
             return Gpu.none(doorbell)
         for gpu in self.gpus[rank]:
