@@ -161,10 +161,10 @@ class GpuExecutor:
             ):
                 self._one_kernel = None  # it wants the mapped memory of all
         if self._planner.chooses_freely(Collective.P2P):
-            kernel = MessageKernel(
-                self._device, self._share, self._wiring.locals, self._edges.far, self._state + MESSAGES
+            mates, state = self._islands.mates(self._wiring.rank), self._state + MESSAGES
+            self._plans.kernel = MessageKernel(
+                self._device, self._share, self._wiring.locals, mates, self._edges.far, state
             )
-            self._plans.kernel = kernel
 
     def _try(self, peer: int, data: path_probe.Bytes, seconds: float) -> path_probe.Bytes | str:
         """See `path_probe.Exchange`."""

@@ -6,7 +6,7 @@ The two ranks of a message choose alike, by its size and by what all know of bot
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import DeviceError
@@ -54,22 +54,34 @@ def has_kernel(device: Device) -> bool:
 
 
 class MessageKernel:
-    """That of this rank. `state` is device memory of STATE_BYTES, zero at first; `far` says of a rank whether its slots
-    are not in this host's memory."""
+    """That of this rank. `state` is device memory of STATE_BYTES, zero at first; `far` says of a rank of this host
+    whether its slots are not in the host's memory."""
 
-    def __init__(self, device: Device, share: GpuShare, locals_: Sequence[int], far: Callable[[int], bool], state: int):
-        self._device, self._share, self._locals, self._far, self._state = device, share, locals_, far, state
+    def __init__(
+        self,
+        device: Device,
+        share: GpuShare,
+        locals_: Sequence[int],
+        mates: Collection[int],
+        far: Callable[[int], bool],
+        state: int,
+    ) -> None:
+        """`mates`: who is reached by a library. All rings are mapped now: later a driver might wait for messages that
+        are under way."""
+        self._device, self._share, self._state = device, share, state
+        here = share.here
+        self._rings: dict[tuple[int, bool], tuple[int, int]] = {}  # by peer, and whether this rank sends: number, place
+        if len(locals_) > ONESHOT_RANKS or not share.gpus[share.rank].kernels:
+            return
+        for there, peer in enumerate(locals_):
+            if peer != share.rank and peer not in mates and share.gpus[peer].kernels and not far(peer):
+                for out in (False, True):
+                    ring = share.segment.message_ring(*((here, there) if out else (there, here)))
+                    self._rings[peer, out] = 2 * there + out, ring
 
     def takes(self, peer: int, nbytes: int) -> bool:
         """Whether a message between this rank and `peer`, either way, is one for it."""
-        ends = (self._share.rank, peer)
-        return (
-            0 < nbytes <= _MOST
-            and peer != self._share.rank
-            and len(self._locals) <= ONESHOT_RANKS
-            and all(self._share.gpus[rank].kernels for rank in ends)
-            and not self._far(peer)
-        )
+        return 0 < nbytes <= _MOST and (peer, True) in self._rings
 
     def bind(self, sends: Sequence[Small], recvs: Sequence[Small]) -> list[Kernel]:
         """The kernels that carry these, one after another: the first of each rank and direction, then the second of
@@ -85,14 +97,13 @@ class MessageKernel:
         return [self._kernel(turn) for turn in rounds]
 
     def _kernel(self, messages: Sequence[tuple[bool, Small]]) -> Kernel:
-        segment, here = self._share.segment, self._share.here
-        arguments, blocks, rings = Messages(count=len(messages), abort=segment.aborts[here]), 0, []
+        abort = self._share.segment.aborts[self._share.here]
+        arguments, blocks, rings = Messages(count=len(messages), abort=abort), 0, []
         for i, (out, (_, peer, nbytes)) in enumerate(messages):
-            there = self._locals.index(peer)
-            rings.append(2 * there + out)
-            ring = segment.message_ring(*((here, there) if out else (there, here)))
-            state = self._state + MESSAGE_STATE * rings[-1]
+            number, ring = self._rings[peer, out]
+            state = self._state + MESSAGE_STATE * number
             made = arguments.message[i] = KernelTable.message(nbytes, ring, state, blocks, sends=out)
+            rings.append(number)
             blocks += made.blocks
         function = self._device.kernels().function(MESSAGES)
         return function, bytes(arguments), blocks, MESSAGE_THREADS, [m.buffer for _, m in messages], rings

@@ -141,9 +141,7 @@ class GpuMessages:
     def _by_kernel(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> bool:
         """Whether nothing but a kernel carries these."""
         kernel, halves = self._plans.kernel, ((send, dest), (recv, source))
-        return kernel is not None and all(
-            kernel.takes(peer, buffer.nbytes) and peer not in self._mates for buffer, peer in halves if buffer
-        )
+        return kernel is not None and all(kernel.takes(peer, buffer.nbytes) for buffer, peer in halves if buffer)
 
     def _lane(self, dest: int, source: int, stream: int) -> tuple[int, bool]:
         """Where a message runs that no stream is to wait for: on a stream of its peer and direction, behind what is on

@@ -95,7 +95,7 @@ class SlotSegment:
         self._head = self._rings + size * (_RING + _RING_WORDS)
         self._behind_edges = self._head + size * size * _EDGES * self._edge_bytes
         self._edges: dict[tuple[int, int, int], Edge] = {}
-        self._message_rings: dict[tuple[int, int], int] = {}
+        self._message_rings: list[tuple[int, int]] = []
         try:
             self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
         except OSError as error:
@@ -126,12 +126,9 @@ class SlotSegment:
         return self._address + self._behind_edges + (src * self._size + dst) * 2 * _native.LEDGER_BYTES
 
     def message_ring(self, src: int, dst: int) -> int:
-        """The ring of the message kernels (``devices/kernels/messages.h``) from `src` to `dst`, mapped by this rank's
-        driver on the first use."""
-        found = self._message_rings.get((src, dst))
-        if found is None:
-            found = self._message_rings[src, dst] = self._register(self._message_offset(src, dst), MESSAGE_RING)
-        return found
+        """Map the ring of the message kernels (``devices/kernels/messages.h``) from `src` to `dst`, once."""
+        self._message_rings.append((src, dst))
+        return self._register(self._message_offset(src, dst), MESSAGE_RING)
 
     def _message_offset(self, src: int, dst: int) -> int:
         first = self._behind_edges + self._size * self._size * 2 * _native.LEDGER_BYTES
@@ -174,7 +171,7 @@ class SlotSegment:
         for edge in self._edges:
             first = self._offset(*edge) // 8
             moved += int(words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8].sum())
-        for key in tuple(self._message_rings):  # another thread may map more
+        for key in self._message_rings:
             counters = self._message_offset(*key) + MESSAGE_COUNTERS
             moved += int(
                 words[counters // 8 : (counters - MESSAGE_COUNTERS + MESSAGE_RING) // 8 : WORD_BYTES // 8].sum()
