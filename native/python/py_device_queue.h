@@ -26,8 +26,8 @@ using KernelArgs = std::optional<std::tuple<Address, unsigned, unsigned, unsigne
 using CodecArgs = std::optional<std::tuple<int, KernelArgs, KernelArgs, KernelArgs, KernelArgs>>;  // the format first
 
 // Function, arguments, blocks, threads; and of each message its buffer and its end of a ring.
-using MessagesArgs = std::tuple<Address, nb::bytes, unsigned, unsigned, std::vector<std::uint16_t>,
-                                std::vector<std::uint16_t>>;
+using MessagesArgs =
+    std::tuple<Address, nb::bytes, unsigned, unsigned, std::vector<std::uint16_t>, std::vector<std::uint16_t>>;
 
 using LocalArgs = std::optional<std::tuple<int, int, unsigned>>;
 
@@ -128,9 +128,9 @@ class PyDeviceQueue {
     if (!kernels.empty()) program.LeadWithMessages();
     auto recipe = std::make_shared<CaptureRecipe>(
         CaptureRecipe{std::move(bound), edges, levels, lag, std::move(sends), std::move(recvs), !kernels.empty()});
-    auto shape = std::make_shared<DeviceShape>(DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale),
-                                                           ItemSize(type), divisor, LocalOf(local), p2p,
-                                                           CodecOf(codec), std::move(recipe)});
+    auto shape =
+        std::make_shared<DeviceShape>(DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale), ItemSize(type),
+                                                  divisor, LocalOf(local), p2p, CodecOf(codec), std::move(recipe)});
     for (const MessagesArgs& args : kernels) shape->messages.push_back(MessagesOf(args, apart));
     return shape;
   }
@@ -196,8 +196,9 @@ class PyDeviceQueue {
     for (const std::uint16_t buffer : buffers)
       places.push_back({static_cast<Area>(buffer + (apart ? static_cast<int>(Area::kMessages) : 0)), 0});
     const Current current(*driver_);
-    return {As<DeviceFunction>(function), {bytes, bytes + arguments.size()}, blocks, threads, std::move(places), rings,
-            std::make_shared<Event>(driver_)};
+    return {
+        As<DeviceFunction>(function),    {bytes, bytes + arguments.size()}, blocks, threads, std::move(places), rings,
+        std::make_shared<Event>(driver_)};
   }
 
   DeviceProgram Compile(const BoundPlan& plan, const std::vector<std::uint32_t>& order,

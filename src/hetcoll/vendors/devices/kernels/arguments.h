@@ -47,10 +47,10 @@ constexpr unsigned kMessageBlocks = 32;                  // at most, for one mes
 struct Message {
   void* at;  // nbytes, at any address: read by the sender, written by the receiver
   unsigned long long nbytes;
-  char* ring;                 // in memory that both devices have mapped, zeroed at first
-  unsigned long long* state;  // of this end of the ring, in this device's memory, zeroed at first
-  unsigned first, blocks;     // whose blocks it has
-  unsigned chunk;             // bytes that a block takes at a time: of nbytes alone
+  char* ring;                   // in memory that both devices have mapped, zeroed at first
+  unsigned long long* state;    // of this end of the ring, in this device's memory, zeroed at first
+  unsigned first, blocks;       // whose blocks it has
+  unsigned chunk;               // bytes that a block takes at a time: of nbytes alone
   unsigned short sends, words;  // 1: it is sent, by words that carry their number
 };
 struct Messages {

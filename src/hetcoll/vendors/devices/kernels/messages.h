@@ -14,10 +14,10 @@
 
 namespace hetcoll {
 
-constexpr unsigned kRingSlots = 8;                         // of a block, of either kind
-constexpr unsigned kWordSlot = 4096, kPackSlot = 8192;     // bytes; words hold half as many
-constexpr unsigned kLineBytes = 64;                        // from one counter to the next
-constexpr unsigned kRingSweep = 1u << 16;                  // a slot's words are all written once in so many times
+constexpr unsigned kRingSlots = 8;                      // of a block, of either kind
+constexpr unsigned kWordSlot = 4096, kPackSlot = 8192;  // bytes; words hold half as many
+constexpr unsigned kLineBytes = 64;                     // from one counter to the next
+constexpr unsigned kRingSweep = 1u << 16;               // a slot's words are all written once in so many times
 
 // What a block has of a ring: its slots of one kind, and their counters.
 struct Lane {
@@ -26,8 +26,7 @@ struct Lane {
     constexpr U64 kPackBytes = U64{kMessageBlocks} * kRingSlots * kPackSlot;
     const unsigned slot = m.words ? kWordSlot : kPackSlot, row = (m.words ? 0 : 2 * kMessageBlocks) + block;
     char* counters = m.ring + kWordBytes + kPackBytes;
-    return {m.ring + (m.words ? 0 : kWordBytes) + U64{block} * kRingSlots * slot,
-            slot,
+    return {m.ring + (m.words ? 0 : kWordBytes) + U64{block} * kRingSlots * slot, slot,
             reinterpret_cast<U64*>(counters + U64{row} * kLineBytes),
             reinterpret_cast<U64*>(counters + U64{row + kMessageBlocks} * kLineBytes),
             m.state + 2 * ((m.words ? 0 : kMessageBlocks) + block)};
