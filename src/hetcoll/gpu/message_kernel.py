@@ -61,7 +61,6 @@ class MessageKernel:
         self,
         device: Device,
         share: GpuShare,
-        locals_: Sequence[int],
         mates: Collection[int],
         far: Callable[[int], bool],
         state: int,
@@ -69,7 +68,7 @@ class MessageKernel:
         """`mates`: who is reached by a library. All rings are mapped now: later a driver might wait for messages that
         are under way."""
         self._device, self._share, self._state = device, share, state
-        here = share.here
+        here, locals_ = share.here, share.locals
         self._rings: dict[tuple[int, bool], tuple[int, int]] = {}  # by peer, and whether this rank sends: number, place
         if len(locals_) > ONESHOT_RANKS or not share.gpus[share.rank].kernels:
             return

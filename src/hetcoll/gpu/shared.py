@@ -49,7 +49,7 @@ class GpuShare:
         timeout: float,
     ) -> None:
         self._wiring, self._diagnosis = wiring, diagnosis
-        self.rank, self.here = wiring.rank, wiring.locals.index(wiring.rank)
+        self.rank, self.locals, self.here = wiring.rank, wiring.locals, wiring.locals.index(wiring.rank)
         ports = () if device is None else wiring.ports_near(device.bus_id)
         self.gpus: Sequence[Gpu] = wiring.facts.choose(
             device, new_name(), no_direct, device is not None and has_kernel(device), ports, meet
