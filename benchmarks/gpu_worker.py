@@ -2,7 +2,8 @@
 
 Its library is hetcoll; NCCL by its C interface, on the communicator of hetcoll's island; PyTorch's NCCL; PyTorch's Gloo
 on pinned copies in host memory; or nothing but copies (gpu_limits.py). Memory is PyTorch's where that has CUDA, and
-`DeviceArray` otherwise, as for the library "plain", which is hetcoll without PyTorch. HETCOLL_DEVICE says what a rank
+`DeviceArray` otherwise, as for the library "plain", which is hetcoll without PyTorch. "by copies" is hetcoll whose
+messages are all done by copy engines. HETCOLL_DEVICE says what a rank
 is: ``cpu``, or ``hip`` for a GPU that poses as AMD's.
 """
 
@@ -14,17 +15,19 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from gpu_limits import Copies, Nothing
 
 import hetcoll
+from hetcoll.gpu import message_kernel
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.gpu.executor import GpuExecutor
 from hetcoll.types import DType, ReduceOp
 from hetcoll.vendors.devices import cuda, hip
+from hetcoll.vendors.devices.base import Device
 
 PERIOD = 977  # prime, and small: sums of float32 are exact
 WARM, ROUNDS, ALONE = 3, 2, 20
@@ -35,6 +38,8 @@ _MOVES = ctypes.CFUNCTYPE(ctypes.c_int, _P, ctypes.c_size_t, ctypes.c_int, ctype
 _GROUPS = ctypes.CFUNCTYPE(ctypes.c_int)
 
 Call = Callable[[], object]
+HALVES = ("oneway", "pingpong")  # of a message each way
+CLEARED = 64 << 20  # bytes of a buffer up to which it is cleared before each row
 
 
 def has_torch() -> bool:
@@ -62,11 +67,13 @@ class Rank:
     """This rank's GPU, if it has one, two buffers there of the largest size, and a stream."""
 
     def __init__(self, library: str, largest: int) -> None:
+        if library == "by copies":
+            message_kernel._MOST = 0
         self.comm = hetcoll.init()
         self.rank, self.size = self.comm.rank, self.comm.size
         self.next, self.last = (self.rank + 1) % self.size, (self.rank - 1) % self.size  # neighbours in a ring
         wish = os.environ.get("HETCOLL_DEVICE", "")
-        self.device = None if wish == "cpu" else (hip if wish == "hip" else cuda).devices()[self.rank]
+        self.device = None if wish == "cpu" else self.choose((hip if wish == "hip" else cuda).devices())
         self.pattern = np.arange(largest // 4, dtype=np.float32) % PERIOD
         self.send: DeviceArray | HostArray
         self.recv: DeviceArray | HostArray
@@ -82,13 +89,14 @@ class Rank:
         if self.torch:
             import torch
 
-            torch.cuda.set_device(self.rank)
+            torch.cuda.set_device(self.rank % torch.cuda.device_count())
             side = torch.cuda.Stream()
             torch.cuda.set_stream(side)
             self.stream = side.cuda_stream
             self.tensors = [torch.as_tensor(each, device="cuda") for each in (self.send, self.recv)]
         self.bind: Callable[[str, int, int], Call] = {
-            "hetcoll": self.hetcoll, "plain": self.hetcoll, "nccl": self.nccl, "torch": self.by_torch,
+            "hetcoll": self.hetcoll, "plain": self.hetcoll, "by copies": self.hetcoll,
+            "nccl": self.nccl, "torch": self.by_torch,
             "gloo": self.gloo if self.device is not None else self.gloo_of_host, "copies": self.copies,
         }[library]  # fmt: skip
 
@@ -97,10 +105,24 @@ class Rank:
             return self.tensors[which][:count]
         return (self.send, self.recv)[which].buffer(0, count)
 
+    def in_turn(self, op: str, send: Call, recv: Call) -> Call:
+        """The even rank sends first; its peer answers, unless it is one way."""
+        mine = (send, recv) if self.rank % 2 == 0 else (recv, send)
+        return mine[0] if op == "oneway" else lambda: (mine[0](), mine[1]())
+
+    @staticmethod
+    def choose(devices: Sequence[Device]) -> Device:
+        """Ranks share GPUs where there are fewer."""
+        return devices[int(os.environ["RANK"]) % len(devices)]
+
     # The libraries. Counts are elements of the two buffers.
 
     def hetcoll(self, op: str, send: int, recv: int) -> Call:
-        out, into, call = self.part(0, send), self.part(1, recv), getattr(self.comm, op)
+        out, into = self.part(0, send), self.part(1, recv)
+        if op in HALVES:
+            halves = (lambda: self.comm.send(out, self.next), lambda: self.comm.recv(into, self.last))
+            return self.in_turn(op, *halves)
+        call = getattr(self.comm, op)
         if op == "sendrecv":
             return lambda: call(out, self.next, into, self.last)
         return lambda: call(out, into)
@@ -116,7 +138,7 @@ class Rank:
         assert island.size == self.size
         functions, kind, tail = island.functions(), int(DType.FLOAT32), (island.handle, self.stream)
         ends = (self.send.ptr, self.recv.ptr)
-        if op in ("sendrecv", "alltoall"):
+        if op in ("sendrecv", "alltoall", *HALVES):
             return self.nccl_messages(op, send, functions, kind, tail)
         if op == "allgather":
             gather = _GATHERS(functions["ncclAllGather"])
@@ -133,6 +155,12 @@ class Rank:
         assert isinstance(self.send, DeviceArray)
         assert isinstance(self.recv, DeviceArray)
         n, out, into = count // self.size, self.send.ptr, self.recv.ptr
+        if op in HALVES:
+            halves = (
+                lambda: send(out, count, kind, self.next, *tail),
+                lambda: recv(into, count, kind, self.last, *tail),
+            )
+            return self.in_turn(op, *halves)
         ends = [(out, count, self.next, into, self.last)]
         if op == "alltoall":
             ends = [(out + 4 * n * peer, n, peer, into + 4 * n * peer, peer) for peer in range(self.size)]
@@ -226,6 +254,9 @@ class Rank:
         """This rank's times of one call in microseconds, in rows of at most so many; `nbytes` is the larger buffer."""
         whole, share = nbytes // 4, nbytes // 4 // self.size
         send, recv = {"allgather": (share, whole), "reduce_scatter": (whole, share)}.get(op, (whole, whole))
+        if isinstance(self.recv, DeviceArray) and self.recv.nbytes <= CLEARED:
+            self.recv.set(np.zeros_like(self.pattern))  # what another operation left is not to pass for a result
+            self.settle()
         call = self.bind(op, send, recv)
         call()
         return self.timed(call, nbytes, most) | {"wrong": self.wrong(op, send, recv)}
@@ -259,7 +290,9 @@ class Rank:
         got, size = self.recv.get()[:recv], self.size
         if op == "allgather":
             want = np.concatenate([self.pattern[:send] + rank for rank in range(size)])
-        elif op == "sendrecv":
+        elif op == "oneway" and self.rank % 2 == 0:
+            return 0
+        elif op in ("sendrecv", *HALVES):
             want = self.pattern[:recv] + self.last
         elif op == "alltoall":
             n = recv // size

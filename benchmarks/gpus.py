@@ -3,6 +3,7 @@
     python benchmarks/gpus.py --gpus 2 [--write-docs] [--json FILE]
     python benchmarks/gpus.py --gpus 4
     python benchmarks/gpus.py --gpus 1          # beside a rank without a GPU, which --gpus 2 has as well
+    python benchmarks/gpus.py --gpus 2 --only messages
 
 Each library has processes of its own, a rank a GPU, which wait while another one is measured (gpu_worker.py). NCCL is
 called through its C interface; "without P2P" is NCCL_P2P_DISABLE=1, the way of GPUs that no NVLink joins; "sockets" has
@@ -61,7 +62,7 @@ class Setting:
     """What hetcoll is asked to do, beside whom, on which operations and sizes. The last `cpus` ranks have no GPU."""
 
     title: str
-    ranks: int
+    ranks: int  # which share GPUs where there are fewer
     env: dict[str, str]
     peers: tuple[Peer, ...]
     points: tuple[tuple[str, int], ...]
@@ -72,6 +73,12 @@ class Setting:
 ALLREDUCE = tuple(("allreduce", nbytes) for nbytes in (*SMALL, *LARGE))
 HALVES = (("allgather", 256 * M), ("reduce_scatter", 256 * M))
 MESSAGES = tuple(("sendrecv", nbytes) for nbytes in (8, 64 * K, M, 8 * M, 64 * M, 256 * M))  # both ways in a ring
+SMALL_MESSAGES = tuple(
+    (op, nbytes)
+    for op in ("sendrecv", "oneway", "pingpong")
+    for nbytes in (8, K, 4 * K, 16 * K, 64 * K, 128 * K, 256 * K, 512 * K, M, 2 * M, 4 * M)
+)
+BY_COPIES = Peer("hetcoll by copies", "by copies", {"HETCOLL_ISLANDS": "0|1"})
 EACH = tuple(("alltoall", nbytes) for nbytes in (64 * K, M, 16 * M, 256 * M))
 BIG = tuple(("allreduce", nbytes) for nbytes in LARGE)
 PRODUCT, NOTHING = (("product", 256 * M),), (("nothing", 0),)
@@ -80,6 +87,9 @@ PRODUCT, NOTHING = (("product", 256 * M),), (("nothing", 0),)
 def settings(gpus: int) -> Iterator[Setting]:
     if gpus < 4:
         yield Setting("and a rank without one", gpus + 1, {}, (Peer("Gloo", "gloo"),), ALLREDUCE, cpus=1)
+    alone = (BY_COPIES,) if gpus == 1 else (BY_COPIES, Peer("NCCL without P2P", "nccl", NO_P2P))
+    if gpus < 4:
+        yield Setting("messages between islands 0|1", 2, {"HETCOLL_ISLANDS": "0|1"}, alone, SMALL_MESSAGES)
     if gpus == 1:
         return
     without = Peer("NCCL without P2P", "nccl", NO_P2P)

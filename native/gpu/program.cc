@@ -294,6 +294,13 @@ void DeviceProgram::Part(std::span<const std::size_t> sends, std::span<const std
   }
 }
 
+void DeviceProgram::LeadWithMessages() {
+  if (actions.empty()) return;
+  actions.insert(actions.begin(), {.step = DeviceStep::kMessages, .stream = kWorkLane});
+  used[kWorkLane] = true;
+  all_local = alone = false;
+}
+
 DeviceProgram CaptureRecipe::Program(std::size_t slot_bytes) const {
   std::vector<std::uint32_t> order(plan.steps.size());
   std::iota(order.begin(), order.end(), 0u);
@@ -302,6 +309,7 @@ DeviceProgram CaptureRecipe::Program(std::size_t slot_bytes) const {
   });
   DeviceProgram program(plan, order, edges, slot_bytes, false, levels);
   if (!sends.empty() || !recvs.empty()) program.Part(sends, recvs);
+  if (messages) program.LeadWithMessages();
   return program;
 }
 

@@ -1,7 +1,6 @@
 #include "gpu/queue.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "gpu/capture.h"
 
@@ -62,6 +61,11 @@ void DeviceQueue::Enqueue(const DeviceShape& shape, Bases bases, std::span<const
   const Current current(*driver_);
   ++calls_;
   if (capturing) FollowCaptured(user);
+  if (!shape.messages.empty() && shape.program.actions.empty()) {
+    for (const MessagesKernel& kernel : shape.messages) RunMessages(kernel, bases, user, capturing);
+    if (capturing) EndCaptured(user);
+    return;
+  }
   if (shape.program.all_local) return EnqueueLocal(shape, bases, user, capturing);
   if (capturing) {
     if (capture_ == nullptr || shape.recipe == nullptr)
@@ -135,6 +139,7 @@ void DeviceQueue::Join(DeviceStream user) {
   for (const SlotEdge& edge : edges_) {
     if (edge.last) driver_->WaitEvent(edge.last->get(), user);
   }
+  for (const auto& [ring, end] : rings_) driver_->WaitEvent(end.last->get(), user);
 }
 
 void DeviceQueue::JoinLanes(DeviceStream user) {
@@ -145,29 +150,13 @@ void DeviceQueue::JoinLanes(DeviceStream user) {
   is_joined_ = true;
 }
 
-void DeviceQueue::EnqueueKernel(const KernelShape& shape, const std::byte* send, std::byte* recv, DeviceStream user,
-                                bool capturing) {
-  const Current current(*driver_);
-  if (capturing) {
-    FollowCaptured(user);
-  } else if (kernel_stream_ != user) {
-    driver_->WaitEvent(kernel_.get(), user);
-  }
-  kernel_arguments_ = shape.arguments;
-  std::memcpy(kernel_arguments_.data(), &recv, sizeof recv);
-  std::memcpy(kernel_arguments_.data() + sizeof recv, &send, sizeof send);
-  void* params[] = {kernel_arguments_.data()};
-  driver_->Launch(shape.function, shape.blocks, shape.threads, params, user);
-  if (capturing) return EndCaptured(user);
-  driver_->Record(kernel_.get(), user);  // now, since the stream may be gone when the next call comes
-  kernel_stream_ = user;
-}
-
 bool DeviceQueue::Idle() {
   const Current current(*driver_);
   return driver_->Done(kernel_.get()) && driver_->Done(local_.get()) &&
          std::all_of(edges_.begin(), edges_.end(),
                      [&](const SlotEdge& edge) { return !edge.last || driver_->Done(edge.last->get()); }) &&
+         std::all_of(rings_.begin(), rings_.end(),
+                     [&](const auto& r) { return driver_->Done(r.second.last->get()); }) &&
          std::all_of(streams_.begin(), streams_.end(), [&](DeviceStream s) { return driver_->Idle(s); }) &&
          (capture_ == nullptr || !capture_->Busy());
 }
@@ -290,6 +279,9 @@ void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const Ba
       Launch(shape.codec.add, a.n, params, stream);
       break;
     }
+    case DeviceStep::kMessages:
+      for (const MessagesKernel& kernel : shape.messages) RunMessages(kernel, bases, stream, &lanes != &lanes_);
+      break;
     case DeviceStep::kLocal:
       RunLocal(shape, shape.program.locals[a.edge], bases, stream);
       break;

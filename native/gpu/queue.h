@@ -14,6 +14,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -64,6 +65,7 @@ enum class DeviceStep : std::uint8_t {
   kDecode,      // dst = what the codes in src stand for
   kDecodeAdd,   // dst = src + what the codes in `other` stand for
   kLocal,       // a collective of the island: `edge` is its number in the program
+  kMessages,    // the small messages of the call, by kernels
 };
 
 // From kMessages on: the messages of a group, each of which has a buffer of its own.
@@ -98,10 +100,12 @@ struct DeviceAction {
   std::uint32_t level = 0;  // of its step: order.py
 
   bool Waits() const {  // for a peer
-    return step == DeviceStep::kWaitCredit || step == DeviceStep::kWaitReady || step == DeviceStep::kLocal;
+    return step == DeviceStep::kWaitCredit || step == DeviceStep::kWaitReady || step == DeviceStep::kLocal ||
+           step == DeviceStep::kMessages;
   }
   bool Tells() const {  // a peer
-    return step == DeviceStep::kPublish || step == DeviceStep::kGrant || step == DeviceStep::kLocal;
+    return step == DeviceStep::kPublish || step == DeviceStep::kGrant || step == DeviceStep::kLocal ||
+           step == DeviceStep::kMessages;
   }
 };
 
@@ -149,6 +153,9 @@ struct DeviceProgram {
   // What lies in SEND and RECV are messages, which begin at these bytes: each has an area of its own from now on.
   void Part(std::span<const std::size_t> sends, std::span<const std::size_t> recvs);
 
+  // Kernels that carry messages come first, beside all the rest. Where there is no rest they are not in `actions`.
+  void LeadWithMessages();
+
   std::vector<DeviceAction> actions;
   std::vector<LocalAction> locals;
   std::array<bool, kDeviceLanes> used{};
@@ -170,6 +177,7 @@ struct CaptureRecipe {
   std::uint32_t lag;
   std::vector<std::size_t> sends;  // see DeviceProgram::Part
   std::vector<std::size_t> recvs;
+  bool messages = false;  // see DeviceProgram::LeadWithMessages
 };
 
 // How the vendor's library sees a reduction: islands/native.py.
@@ -187,6 +195,19 @@ struct DeviceCodec {
   DeviceKernel add;
 };
 
+// The small messages of a call, one each way with every other rank at most, in one kernel. Its argument
+// (devices/kernels/arguments.h) begins with the messages, each of which begins with the address of its buffer.
+inline constexpr std::size_t kMessageStride = 48;
+struct MessagesKernel {
+  DeviceFunction function;
+  std::vector<std::byte> arguments;
+  unsigned blocks;
+  unsigned threads;
+  std::vector<Place> places;         // of the buffers
+  std::vector<std::uint16_t> rings;  // whose ends they use: kernels that share one come one after another
+  std::shared_ptr<Event> end;        // of its last launch
+};
+
 struct DeviceShape {
   DeviceProgram program;
   DeviceKernel reduce;
@@ -197,6 +218,7 @@ struct DeviceShape {
   bool p2p = false;  // messages are numbered along the edge, not within the call
   DeviceCodec codec{};
   std::shared_ptr<const CaptureRecipe> recipe = nullptr;
+  std::vector<MessagesKernel> messages = {};
 };
 
 // A collective in one kernel. Its only argument is a struct (devices/kernels/arguments.h) that begins with the
@@ -277,6 +299,11 @@ class DeviceQueue {
   std::size_t slot_bytes() const { return slot_bytes_; }
 
  private:
+  struct RingEnd {
+    std::shared_ptr<Event> last;  // the end of the last kernel that used it, and
+    DeviceStream stream;          // where that was
+  };
+
   void Enqueue(const DeviceShape& shape, Bases bases, std::span<const std::uint64_t> signatures, DeviceStream user,
                bool join, bool capturing);
   void Begin(const DeviceShape& shape, DeviceStream user);
@@ -291,6 +318,7 @@ class DeviceQueue {
   void Expect(const DeviceShape& shape, SlotEdge& edge, std::size_t n, std::uint64_t signature);
   void Work(const DeviceShape& shape, const DeviceAction& action, const Bases& bases, std::byte* slot,
             DeviceLanes& lanes);
+  void RunMessages(const MessagesKernel& kernel, const Bases& bases, DeviceStream stream, bool capturing);
   void RunLocal(const DeviceShape& shape, const LocalAction& local, const Bases& bases, DeviceStream stream);
   void Launch(const DeviceKernel& kernel, std::size_t n, void** params, DeviceStream stream);
 
@@ -311,6 +339,7 @@ class DeviceQueue {
   std::unique_ptr<DeviceCapture> capture_;
   DeviceStream kernel_stream_ = nullptr;
   std::vector<std::byte> kernel_arguments_;
+  std::map<std::uint16_t, RingEnd> rings_;
   std::array<bool, kDeviceLanes> ended_{};  // which lanes' ends were recorded
   DeviceStream joined_ = nullptr;           // the stream that waits for the last call already
   bool is_joined_ = true;

@@ -121,7 +121,7 @@ void BindDevices(nb::module_& m) {
            "send_table"_a, "recv_table"_a, "order"_a, "levels"_a, "lag"_a, "edges"_a, "reduce"_a.none(),
            "scale"_a.none(), "divisor"_a, "p2p"_a = false, "ahead"_a = false, "local"_a.none() = nb::none(),
            "codec"_a.none() = nb::none(), "sends"_a = std::vector<std::size_t>(),
-           "recvs"_a = std::vector<std::size_t>())
+           "recvs"_a = std::vector<std::size_t>(), "kernels"_a = std::vector<MessagesArgs>())
       .def_static("bind_kernel", &PyDeviceQueue::BindKernel, nb::kw_only(), "function"_a, "arguments"_a, "blocks"_a,
                   "threads"_a)
       .def("join", &PyDeviceQueue::Join, "stream"_a)

@@ -25,6 +25,10 @@ using KernelArgs = std::optional<std::tuple<Address, unsigned, unsigned, unsigne
 
 using CodecArgs = std::optional<std::tuple<int, KernelArgs, KernelArgs, KernelArgs, KernelArgs>>;  // the format first
 
+// Function, arguments, blocks, threads; and of each message its buffer and its end of a ring.
+using MessagesArgs =
+    std::tuple<Address, nb::bytes, unsigned, unsigned, std::vector<std::uint16_t>, std::vector<std::uint16_t>>;
+
 using LocalArgs = std::optional<std::tuple<int, int, unsigned>>;
 
 inline LocalReduction LocalOf(const LocalArgs& args) {
@@ -109,7 +113,7 @@ class PyDeviceQueue {
                                     const std::vector<std::uint16_t>& edges, const KernelArgs& reduce,
                                     const KernelArgs& scale, unsigned divisor, bool p2p, bool ahead,
                                     const LocalArgs& local, const CodecArgs& codec, std::vector<std::size_t> sends,
-                                    std::vector<std::size_t> recvs) {
+                                    std::vector<std::size_t> recvs, const std::vector<MessagesArgs>& kernels) {
     const Plan plan({reinterpret_cast<const std::byte*>(encoded.c_str()), encoded.size()}, size);
     const auto type = static_cast<DType>(dtype);
     const Codec* sizes = codec ? FindCodec(type, static_cast<Format>(std::get<0>(*codec))) : nullptr;
@@ -119,12 +123,16 @@ class PyDeviceQueue {
     if (sends.size() + recvs.size() > kMostMessages)
       throw PlanError("a group of more than " + std::to_string(kMostMessages) + " messages");
     DeviceProgram program = Compile(bound, order, edges, ahead);
-    if (!sends.empty() || !recvs.empty()) program.Part(sends, recvs);
+    const bool apart = !sends.empty() || !recvs.empty();
+    if (apart) program.Part(sends, recvs);
+    if (!kernels.empty()) program.LeadWithMessages();
     auto recipe = std::make_shared<CaptureRecipe>(
-        CaptureRecipe{std::move(bound), edges, levels, lag, std::move(sends), std::move(recvs)});
-    return std::make_shared<DeviceShape>(DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale),
-                                                     ItemSize(type), divisor, LocalOf(local), p2p, CodecOf(codec),
-                                                     std::move(recipe)});
+        CaptureRecipe{std::move(bound), edges, levels, lag, std::move(sends), std::move(recvs), !kernels.empty()});
+    auto shape =
+        std::make_shared<DeviceShape>(DeviceShape{std::move(program), KernelOf(reduce), KernelOf(scale), ItemSize(type),
+                                                  divisor, LocalOf(local), p2p, CodecOf(codec), std::move(recipe)});
+    for (const MessagesArgs& args : kernels) shape->messages.push_back(MessagesOf(args, apart));
+    return shape;
   }
 
   void Run(const std::shared_ptr<DeviceShape>& shape, Address send, Address recv, Address scratch,
@@ -179,6 +187,20 @@ class PyDeviceQueue {
   }
 
  private:
+  MessagesKernel MessagesOf(const MessagesArgs& args, bool apart) {
+    const auto& [function, arguments, blocks, threads, buffers, rings] = args;
+    const auto* bytes = reinterpret_cast<const std::byte*>(arguments.c_str());
+    if (buffers.empty() || buffers.size() != rings.size() || buffers.size() * kMessageStride > arguments.size())
+      throw PlanError("a kernel of messages: wanted a buffer and a ring for each of them");
+    std::vector<Place> places;
+    for (const std::uint16_t buffer : buffers)
+      places.push_back({static_cast<Area>(buffer + (apart ? static_cast<int>(Area::kMessages) : 0)), 0});
+    const Current current(*driver_);
+    return {
+        As<DeviceFunction>(function),    {bytes, bytes + arguments.size()}, blocks, threads, std::move(places), rings,
+        std::make_shared<Event>(driver_)};
+  }
+
   DeviceProgram Compile(const BoundPlan& plan, const std::vector<std::uint32_t>& order,
                         const std::vector<std::uint16_t>& edges, bool ahead) {
     std::lock_guard lock(mutex_);

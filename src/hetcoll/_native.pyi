@@ -203,6 +203,7 @@ class DeviceQueue:
         codec: tuple[int, _Kernel, _Kernel, _Kernel, _Kernel] | None = None,
         sends: Sequence[int] = (),
         recvs: Sequence[int] = (),
+        kernels: Sequence[tuple[int, bytes, int, int, Sequence[int], Sequence[int]]] = (),
     ) -> DeviceShape: ...
     @staticmethod
     def bind_kernel(*, function: int, arguments: bytes, blocks: int, threads: int) -> KernelShape: ...

@@ -34,6 +34,10 @@ def test_kernels(device: cuda.CudaDevice, dtype: DType) -> None:
     device_checks.check_kernels(device, dtype)
 
 
+def test_messages(device: cuda.CudaDevice) -> None:
+    device_checks.check_messages(device)
+
+
 @pytest.mark.parametrize("dtype", NARROW, ids=pair_id)
 def test_every_code(device: cuda.CudaDevice, dtype: DType) -> None:
     device_checks.check_codes(device, dtype)

@@ -63,6 +63,14 @@ def test_oneshot_numbers_wrap_and_old_words_are_swept(machine: PlainMachine) -> 
     checks.check_oneshot_numbers(machine)
 
 
+def test_messages(machine: PlainMachine) -> None:
+    checks.check_messages(machine)
+
+
+def test_numbers_of_messages_pass_any_size_and_old_words_are_swept(machine: PlainMachine) -> None:
+    checks.check_message_numbers(machine)
+
+
 def test_signals(machine: PlainMachine) -> None:
     checks.check_signals(machine)
 
@@ -73,7 +81,7 @@ def test_waiting_kernels_end_when_aborted(machine: PlainMachine) -> None:
 
 def test_no_behaviour_is_undefined(tmp_path: Path) -> None:
     """Overflow, shifts, alignment, under UBSan, which takes too long to compile for all types."""
-    names = ["int16", "float8_e4m3fn"]
+    names = ["int16", "float8_e4m3fn", "messages"]
     machine = PlainMachine(tmp_path, names, "-O1 -fsanitize=undefined -fno-sanitize-recover=all")
     operands = checks.Operands(machine)
     for dtype in (DType.INT16, DType.FLOAT8_E4M3FN):
@@ -81,6 +89,7 @@ def test_no_behaviour_is_undefined(tmp_path: Path) -> None:
             checks.check_reduce(operands, dtype, op, shape)
         checks.check_scale(operands, dtype, shape)
         checks.check_oneshot(machine, dtype, 2)
+    checks.check_messages(machine)
     machine.close()
 
 
@@ -88,7 +97,14 @@ def test_every_kernel_stands_in_one_module() -> None:
     names = [name for each in modules().values() for name in each]
     assert len(names) == len(set(names))
     of_types = {d.label + end for d in DType for end in ("", "_exchange")}
-    assert set(modules()) == of_types | {"signals", "float8", "float32_codecs", "float16_codecs", "bfloat16_codecs"}
+    assert set(modules()) == of_types | {
+        "signals",
+        "messages",
+        "float8",
+        "float32_codecs",
+        "float16_codecs",
+        "bfloat16_codecs",
+    }
 
 
 def test_a_source_needs_no_file_of_ours() -> None:

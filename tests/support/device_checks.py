@@ -534,6 +534,12 @@ def check_kernels(device: Device, dtype: DType) -> None:
         kernel_checks.check_oneshot(machine, dtype, 3)
 
 
+def check_messages(device: Device) -> None:
+    """Between two ranks on one device."""
+    with DeviceMachine(device) as machine:
+        kernel_checks.check_messages(machine)
+
+
 def check_codes(device: Device, dtype: DType) -> None:
     """Every code of a narrow type."""
     assert dtype in NARROW
@@ -547,6 +553,7 @@ def check_waiting_kernels(device: Device) -> None:
         kernel_checks.check_signals(machine)
         kernel_checks.check_aborts(machine)
         kernel_checks.check_oneshot_numbers(machine)
+        kernel_checks.check_message_numbers(machine)
 
 
 def check_many_ranks(device: Device) -> None:

@@ -26,6 +26,15 @@ from hetcoll.vendors.devices.kernels import (
     reductions,
     scale_name,
 )
+from hetcoll.vendors.devices.kernels.table import (
+    MESSAGE_COUNTERS,
+    MESSAGE_MOST,
+    MESSAGE_RING,
+    MESSAGE_STATE,
+    MESSAGE_THREADS,
+    MESSAGE_WORDS,
+    Messages,
+)
 
 GUARD = 32  # bytes before and after a result that must stay as they were
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -284,6 +293,89 @@ def check_oneshot_numbers(machine: Machine) -> None:
         assert numbers[1].tolist() == [3] * 5 + [1] * (ring.words - 5)
 
 
+# ---- Messages ----
+
+
+class MessageRings:
+    """Two ranks of a host, and the rings between them; `number` chunks have gone through every block of them."""
+
+    def __init__(self, machine: Machine, number: int = 0) -> None:
+        self.machine = machine
+        self.rings = [machine.allocate(MESSAGE_RING, shared=True) for _ in range(2)]  # by sender
+        self.states = {(rank, sends): machine.allocate(MESSAGE_STATE) for rank in (0, 1) for sends in (0, 1)}
+        self.abort = machine.allocate(4, shared=True)
+        self.buffers = [(machine.allocate(MESSAGE_MOST + 512), machine.allocate(MESSAGE_MOST + 512)) for _ in (0, 1)]
+        blank = np.zeros(MESSAGE_RING, np.uint8)
+        blank[MESSAGE_COUNTERS:].view(np.uint64)[:] = number
+        blank[:MESSAGE_COUNTERS].view(np.uint32)[1::2] = max(0, number - 2**19)  # of the last sweep, in words
+        for ring in self.rings:
+            machine.write(ring, blank)
+        for state in self.states.values():
+            machine.write(state, np.full(MESSAGE_STATE // 8, number, np.uint64).view(np.uint8))
+        machine.write(self.abort, np.zeros(4, np.uint8))
+        self.sent = 0
+
+    def launch(self, rank: int, sends: Sequence[tuple[int, int]], recvs: Sequence[tuple[int, int]]) -> Launch:
+        """A kernel of at most one message each way: addresses and lengths."""
+        arguments, blocks = Messages(abort=self.abort), 0
+        for out, half in ((True, sends), (False, recvs)):
+            for at, nbytes in half:
+                ring, state = self.rings[rank if out else 1 - rank], self.states[rank, out]
+                made = KernelTable.message(nbytes, ring, state, blocks, sends=out)
+                made.at = at
+                arguments.message[arguments.count] = made
+                arguments.count += 1
+                blocks += made.blocks
+        return Launch("messages", blocks, MESSAGE_THREADS, bytes(arguments))
+
+    def cross(self, there: int, back: int, offset: int = 0, *, apart: bool = False) -> None:
+        """Rank 0 sends `there` bytes and rank 1 `back`, at `offset` from a multiple of 64, 0: none; `apart`: each has a
+        kernel for what it sends, which ends by itself, and then one for what it receives."""
+        data = []
+        for rank, nbytes in enumerate((there, back)):
+            self.sent += 1
+            data.append(np.random.default_rng(self.sent).integers(0, 256, nbytes, np.uint8))
+            out, into = self.buffers[rank]
+            self.machine.write(out + 64 + offset, data[-1])
+            self.machine.write(into + 64 + offset - GUARD, np.full((there, back)[1 - rank] + 2 * GUARD, 0x5A, np.uint8))
+        launches = []
+        for rank, (out, into) in enumerate(self.buffers):
+            send, recv = ([(at + 64 + offset, data[who].size)] for at, who in ((out, rank), (into, 1 - rank)))
+            halves = [(send, []), ([], recv)] if apart else [(send, recv)]
+            launches.append([self.launch(rank, *([x for x in half if x[1]] for half in each)) for each in halves])
+        for turn in zip(*launches, strict=True):
+            self.machine.run([launch for launch in turn if launch.grid])
+        for rank, (_, into) in enumerate(self.buffers):
+            want = data[1 - rank]
+            after = self.machine.read(into + 64 + offset - GUARD, want.size + 2 * GUARD)
+            assert (after[:GUARD] == 0x5A).all(), "written before the message"
+            assert (after[GUARD + want.size :] == 0x5A).all(), "written after the message"
+            np.testing.assert_array_equal(after[GUARD : GUARD + want.size], want)
+
+
+def check_messages(machine: Machine) -> None:
+    """Lengths at which blocks, chunks and kinds change, at any address, one after another through the same rings."""
+    rings = MessageRings(machine)
+    edges = (MESSAGE_WORDS, MESSAGE_MOST // 2, MESSAGE_MOST)
+    for nbytes in (1, 7, 8, 9, 100, 2048, 2049, *(n + d for n in edges for d in (-1, 0, 1) if n + d <= MESSAGE_MOST)):
+        rings.cross(nbytes, nbytes, nbytes % 3)
+    for turn in range(20):  # more than slots
+        rings.cross(5, MESSAGE_WORDS + 1 + turn, turn)
+        rings.cross(0, 3)
+    for nbytes in (8, MESSAGE_WORDS, MESSAGE_MOST):
+        rings.cross(nbytes, nbytes, apart=True)
+
+
+def check_message_numbers(machine: Machine) -> None:
+    """Chunks are numbered past 2^32, and words of slots that went unused for so long are swept."""
+    rings = MessageRings(machine, 2**32 - 4)
+    for _ in range(20):
+        rings.cross(8, 3000)
+        rings.cross(MESSAGE_WORDS + 5, 4)
+    slot = machine.read(rings.rings[0], 8 * 4096).view(np.uint32)[1::2].reshape(8, 512)
+    assert (slot[:, 1:] < 20).all(), "words of old numbers are left"
+
+
 def integers(machine: Machine, *values: int) -> list[int]:
     """A mapped word of 8 bytes for each value; returns their addresses."""
     addresses = [machine.allocate(8, shared=True) for _ in values]
@@ -308,9 +400,16 @@ def check_abort(machine: Machine, launch: Launch, abort: int) -> None:
 
 
 def check_aborts(machine: Machine) -> None:
-    """A peer that never comes, a counter that nobody moves."""
+    """A peer that never comes, a counter that nobody moves, a message that nobody sends or takes."""
     ring = Ring(machine, 2, 1024)
     check_abort(machine, ring.launch(0, DType.FLOAT32, ReduceOp.SUM, 100, 1, *ring.buffers[0]), ring.abort)
+    for nbytes in (8, MESSAGE_WORDS + 1):
+        rings = MessageRings(machine)
+        check_abort(machine, rings.launch(0, [], [(rings.buffers[0][0], nbytes)]), rings.abort)
+        rings = MessageRings(machine)
+        for _ in range(8):  # as many as there are slots
+            machine.run([rings.launch(0, [(rings.buffers[0][0], nbytes)], [])])
+        check_abort(machine, rings.launch(0, [(rings.buffers[0][0], nbytes)], []), rings.abort)
     counter, base, abort = integers(machine, 0, 0, 0)
     check_abort(machine, Launch("await", 1, 1, counter, base, 1, abort), abort)
 

@@ -36,20 +36,21 @@ class GpuEdges:
         self._numbers: dict[tuple[int, int, int], int] = {}
         self._peers: dict[int, int] = {}  # by number
         self._captured: set[int] = set()  # numbers
-        self.one_host = not any(map(self._far, range(wiring.size)))
+        self.one_host = not any(map(self.far, range(wiring.size)))
 
     def of(self, plan: Plan) -> list[int]:
         """The queue's numbers of the edges that the plan's steps use, 0 where a step needs none."""
-        far = [(peer, channel) for peer, channel in sorted(plan.edges) if self._far(peer)]
+        far = [(peer, channel) for peer, channel in sorted(plan.edges) if self.far(peer)]
         if far:
             self._prepare(lambda check: self._proxies.connect(far, self._timeout, check), self._timeout)
         return [0 if step.peer < 0 else self._edge(step.op is Op.SEND, step.peer, step.channel) for step in plan.steps]
 
-    def _far(self, peer: int) -> bool:
+    def far(self, peer: int) -> bool:
+        """Whether what goes to `peer` does not go through this host's slots."""
         return self._share.topology.far(self._wiring.rank, peer)
 
     def _edge(self, out: bool, peer: int, channel: int) -> int:
-        if self._far(peer):
+        if self.far(peer):
             number = self._proxies.edge(self._queue, out, peer, channel)
             self._peers[number] = peer
             return number
@@ -87,7 +88,7 @@ class GpuEdges:
     def describe(self, peer: int) -> str:
         """For people: how messages to `peer` go."""
         why = self._share.why(peer)
-        if self._far(peer):
+        if self.far(peer):
             return f"{self._proxies.describe_way(peer)} ({why})"
         both = "both GPUs have mapped" if self._gpus[peer].vendor else "it has mapped"
         return f"through slots in the host's memory that {both} ({why})"
@@ -112,11 +113,11 @@ class GpuEdges:
 
     def problem(self, peer: int) -> str:
         """What the way to `peer` failed with while it was tried, where that is known."""
-        return self._proxies.problem(peer) if self._far(peer) else ""
+        return self._proxies.problem(peer) if self.far(peer) else ""
 
     def give_up(self, peer: int) -> None:
         """Let this rank's streams go that wait for `peer`, on the way that did not work."""
-        if self._far(peer):
+        if self.far(peer):
             self._proxies.leave(peer)
         else:
             self._segment.release_edges(self._here, self._wiring.locals.index(peer))

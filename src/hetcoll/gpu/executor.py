@@ -36,7 +36,8 @@ from .array import clear
 from .direct import why_not_direct
 from .edges import GpuEdges, Prepare
 from .graphs import GpuGraphs
-from .one_kernel import STATE_BYTES, ZERO, OneKernel
+from .message_kernel import MessageKernel
+from .one_kernel import MESSAGES, STATE_BYTES, ZERO, OneKernel
 from .p2p import GpuMessages
 from .plans import DeviceBinder, GpuPlans
 from .proxy import Proxies
@@ -154,11 +155,12 @@ class GpuExecutor:
 
     def prove(self, meet: Meet, timeout: float) -> None:
         """Try the ways to all other ranks, all ranks together: see `path_probe`."""
+        edges, wiring = self._edges, self._wiring
         with self._watch.patient(), self._proxies.trying():
-            if path_probe.prove(
-                self._share, self._try, meet, self._edges.give_up, lambda: self._wiring.listen(timeout)
-            ):
+            if path_probe.prove(self._share, self._try, meet, edges.give_up, lambda: wiring.listen(timeout)):
                 self._one_kernel = None  # it wants the mapped memory of all
+        mates = self._islands.mates(wiring.rank)
+        self._plans.kernel = MessageKernel(self._device, self._share, mates, edges.far, self._state + MESSAGES)
 
     def _try(self, peer: int, data: path_probe.Bytes, seconds: float) -> path_probe.Bytes | str:
         """See `path_probe.Exchange`."""

@@ -10,6 +10,7 @@ from ..calls import Call
 from ..types import Collective, ReduceOp
 from ..vendors.devices.kernels.source import exchange_name, oneshot_name
 from ..vendors.devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot
+from .message_kernel import STATE_BYTES as MESSAGE_STATE_BYTES
 from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ _MEDIUM = 2 << 20  # bytes that a rank reads up to which one with rings does
 _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
 _ONESHOT_STATE = 256
 ZERO = _ONESHOT_STATE + 8 * BLOCKS  # where in the state lie 8 bytes that stay 0
-STATE_BYTES = ZERO + 8
+MESSAGES = ZERO + 8  # where that of message kernels begins
+STATE_BYTES = MESSAGES + MESSAGE_STATE_BYTES
 
 
 class OneKernel:

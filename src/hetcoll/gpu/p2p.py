@@ -73,15 +73,15 @@ class GpuMessages:
         """The ranks that the library connects with this one just now."""
         self._kernels: KernelTable | None = None  # once what the cache has was loaded
         self._bytes = self._device.allocate(2 * len(mates)) if mates else 0
-        self._lanes: dict[tuple[bool, int], tuple[int, int]] = {}  # see `_lane`
+        self._lanes: dict[tuple[int, int], tuple[int, int]] = {}  # see `_lane`
 
     def one(
         self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, stream: object, async_op: bool
     ) -> GpuWork:
         """Enqueue a message to `dest`, one from `source`, or both at once."""
         handle = self._path.stream(stream, sendbuf=send, recvbuf=recv)
-        if async_op and (send is None or recv is None):
-            handle, async_op = self._lane(send is not None, max(dest, source), handle)
+        if async_op and (send is None or recv is None or self._by_kernel(send, dest, recv, source)):
+            handle, async_op = self._lane(dest if send else -1, source if recv else -1, handle)
         passage = (
             None if self._convert is None else float8.Float8Conversion.of_message(send, dest, recv, self._share.rank)
         )
@@ -138,15 +138,20 @@ class GpuMessages:
         """Whose kernels are being loaded just now, perhaps behind messages."""
         return None if self._kernels is None else self._kernels.loading
 
-    def _lane(self, out: bool, peer: int, stream: int) -> tuple[int, bool]:
+    def _by_kernel(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int) -> bool:
+        """Whether nothing but a kernel carries these."""
+        kernel, halves = self._plans.kernel, ((send, dest), (recv, source))
+        return kernel is not None and all(kernel.takes(peer, buffer.nbytes) for buffer, peer in halves if buffer)
+
+    def _lane(self, dest: int, source: int, stream: int) -> tuple[int, bool]:
         """Where a message runs that no stream is to wait for: on a stream of its peer and direction, behind what is on
         `stream` now, so that it waits for no other; made at the first one. And whether that is `stream` itself, as in a
         graph, which has an order of its own."""
         if self._device.capturing(stream):
             return stream, True
-        found = self._lanes.get((out, peer))
+        found = self._lanes.get((dest, source))
         if found is None:
-            found = self._lanes[out, peer] = (self._device.stream(URGENT), self._device.event())
+            found = self._lanes[dest, source] = (self._device.stream(URGENT), self._device.event())
         lane, begun = found
         self._device.record(begun, stream)
         self._device.wait(lane, begun)

@@ -24,6 +24,8 @@ from ..plan.topology import Islands, spell_islands
 from ..runtime.planner import Kept, Planner
 from ..types import LOGICAL, REDUCING, Collective, DType, ReduceOp
 from ..vendors.devices.kernels import codec_names
+from .message_kernel import Kernel as MessageKernels
+from .message_kernel import MessageKernel, Small
 from .slots import SLOTS
 
 if TYPE_CHECKING:
@@ -54,7 +56,8 @@ class Made(NamedTuple):
     whose units begin at the elements in `tables`; with `points`, those of the plan's points.
 
     `call` is None for messages between two ranks; `local` says how the island's library reduces. `apart` has the
-    elements at which messages begin, sends and receives, that have a buffer each.
+    elements at which messages begin, sends and receives, that have a buffer each. `kernels` carry the messages that the
+    plan leaves out.
     """
 
     plan: Plan
@@ -66,6 +69,7 @@ class Made(NamedTuple):
     local: Native | None = None
     apart: tuple[Sequence[int], Sequence[int]] = ((), ())
     points: Points | None = None
+    kernels: Sequence[MessageKernels] = ()
 
 
 class Binder(Protocol[S]):
@@ -94,6 +98,8 @@ class GpuPlans(Generic[S]):
         self._planner, self._groups = planner, groups
         self._library = str(islands.island.library) if islands.island is not None else "their vendors' library"
         self._bind = binder.bind
+        self.kernel: MessageKernel | None = None
+        """What carries small messages between two ranks, once their ways are known to work."""
         self._mates = next(island for island in islands.islands if rank in island)
         self._drawn: Kept[tuple[object, ...], tuple[list[Plan], Orders, Orders]] = Kept()
 
@@ -168,11 +174,12 @@ class GpuPlans(Generic[S]):
         a buffer of its own.
 
         Piece by piece of each edge, sends before receives: what peers need is enqueued before what this rank waits for.
-        What the library does comes last.
+        What the library does comes last. Small messages between two ranks are a kernel's, which comes first.
         """
+        kernel = self.kernel if call is None else None
         channel = CHANNEL if call is None else 0  # messages of two ranks are numbered along the edge
-        out = self._half(Op.SEND, channel, dtype.itemsize, sends, mates)
-        into = self._half(Op.RECV, channel, dtype.itemsize, recvs, mates)
+        out = self._half(Op.SEND, channel, dtype.itemsize, sends, mates, kernel)
+        into = self._half(Op.RECV, channel, dtype.itemsize, recvs, mates, kernel)
         numbered = sorted((*out.pieces, *into.pieces), key=lambda piece: (piece[0], piece[1].op))
         numbered += [(0, Step(Op.COPY, 2, src, dst)) for src, dst in zip(out.own, into.own, strict=True)]
         if out.rows or into.rows:
@@ -184,18 +191,31 @@ class GpuPlans(Generic[S]):
         islands = self._islands.islands
         plan = Plan(Collective.P2P, "messages", self._size, self._rank, *units, steps, islands=islands)
         begins = (out.begins, into.begins) if apart else ((), ())
-        tables = (out.table, into.table)
-        return self._bind(Made(plan, tuple(range(len(steps))), levels, dtype, tables, call, apart=begins))
+        tables, order, base = (out.table, into.table), tuple(range(len(steps))), len(sends) if apart else 1
+        received = [each._replace(buffer=base + each.buffer) for each in into.small]
+        kernels = kernel.bind(out.small, received) if kernel and (out.small or received) else ()
+        return self._bind(Made(plan, order, levels, dtype, tables, call, apart=begins, kernels=kernels))
 
-    def _half(self, op: Op, channel: int, item: int, messages: Sequence[End], mates: Collection[int]) -> _Half:
-        half, pieces = _Half([0], [], [], [], []), Counter[int]()
+    def _half(
+        self,
+        op: Op,
+        channel: int,
+        item: int,
+        messages: Sequence[End],
+        mates: Collection[int],
+        kernel: MessageKernel | None,
+    ) -> _Half:
+        half, pieces = _Half([0], [], [], [], [], []), Counter[int]()
         buf = Buf.SEND if op is Op.SEND else Buf.RECV
         inside: dict[int, list[Span]] = {mate: [] for mate in self._mates}
-        for peer, count in messages:
+        for number, (peer, count) in enumerate(messages):
             at, cuts = len(half.table) - 1, self._cuts(count * item)
             if peer in mates or peer == self._rank:
                 cuts = (0, 1)
                 (inside[peer] if peer in mates else half.own).append(Span(buf, at))
+            elif kernel and kernel.takes(peer, count * item):
+                cuts = (0, 1)
+                half.small.append(Small(number, peer, count * item))
             elif count > 0:
                 for a, b in pairwise(cuts):
                     span = Span(buf, at + a, b - a)
@@ -289,6 +309,7 @@ class DeviceBinder:
             codec=None if call is None or not call.compress else self._codec(call),
             sends=[at * dtype.itemsize for at in made.apart[0]],
             recvs=[at * dtype.itemsize for at in made.apart[1]],
+            kernels=made.kernels,
         )
 
     def _codec(self, call: Call) -> tuple[int, Kernel, Kernel, Kernel, Kernel]:
@@ -329,6 +350,7 @@ class _Half(NamedTuple):
     pieces: list[tuple[int, Step]]  # with their numbers on their edges
     own: list[Span]  # to this rank itself, or from it
     rows: list[tuple[Span | None, ...]]  # by the island's library: a message of each member, or none
+    small: list[Small]  # by a kernel
 
 
 def _parts(sends: Sequence[tuple[Span | None, ...]], recvs: Sequence[tuple[Span | None, ...]]) -> Parts:

@@ -21,6 +21,7 @@ from ..links.wiring import Wiring
 from ..plan.topology import Pair, Topology, pair_of
 from ..rendezvous.descriptors import new_name, receive_fd, share_fd
 from ..vendors.facts import Gpu
+from .message_kernel import has_kernel
 from .slots import SlotSegment, slot_bytes
 from .vendor_comm import Meet
 
@@ -48,9 +49,11 @@ class GpuShare:
         timeout: float,
     ) -> None:
         self._wiring, self._diagnosis = wiring, diagnosis
-        self.rank, self.here = wiring.rank, wiring.locals.index(wiring.rank)
+        self.rank, self.locals, self.here = wiring.rank, wiring.locals, wiring.locals.index(wiring.rank)
         ports = () if device is None else wiring.ports_near(device.bus_id)
-        self.gpus: Sequence[Gpu] = wiring.facts.choose(device, new_name(), no_direct, ports, meet)
+        self.gpus: Sequence[Gpu] = wiring.facts.choose(
+            device, new_name(), no_direct, device is not None and has_kernel(device), ports, meet
+        )
         kinds = [(gpu.vendor, gpu.bus) for gpu in self.gpus]
         topology = wiring.topology.equipped(kinds, [gpu.no_direct for gpu in self.gpus])
         self.topology = topology.with_ports([gpu.ports for gpu in self.gpus])

@@ -23,7 +23,7 @@ import numpy as np
 import hetcoll._native as _native
 
 from ..errors import InitError
-from ..vendors.devices.kernels.table import ONESHOT_RANKS
+from ..vendors.devices.kernels.table import MESSAGE_COUNTERS, MESSAGE_RING, ONESHOT_RANKS
 
 if TYPE_CHECKING:
     from ..plan.topology import Topology
@@ -93,7 +93,9 @@ class SlotSegment:
         self._areas = _PAGE + -(-size * _native.LEDGER_BYTES // _PAGE) * _PAGE
         self._rings = self._areas + size * _AREA
         self._head = self._rings + size * (_RING + _RING_WORDS)
+        self._behind_edges = self._head + size * size * _EDGES * self._edge_bytes
         self._edges: dict[tuple[int, int, int], Edge] = {}
+        self._message_rings: list[tuple[int, int]] = []
         try:
             self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
         except OSError as error:
@@ -116,13 +118,21 @@ class SlotSegment:
             _PAGE
             + ledger
             + size * (_AREA + _RING + _RING_WORDS)
-            + size * size * (_EDGES * (WORDS_BYTES + SLOTS * slot_bytes) + 2 * _native.LEDGER_BYTES)
+            + size * size * (_EDGES * (WORDS_BYTES + SLOTS * slot_bytes) + 2 * _native.LEDGER_BYTES + MESSAGE_RING)
         )
 
     def pages(self, src: int, dst: int) -> int:
         """The host's address of the two pages of a ledger, where `src` and `dst` write down their messages."""
-        first = self._head + self._size * self._size * _EDGES * self._edge_bytes
-        return self._address + first + (src * self._size + dst) * 2 * _native.LEDGER_BYTES
+        return self._address + self._behind_edges + (src * self._size + dst) * 2 * _native.LEDGER_BYTES
+
+    def message_ring(self, src: int, dst: int) -> int:
+        """Map the ring of the message kernels (``devices/kernels/messages.h``) from `src` to `dst`, once."""
+        self._message_rings.append((src, dst))
+        return self._register(self._message_offset(src, dst), MESSAGE_RING)
+
+    def _message_offset(self, src: int, dst: int) -> int:
+        first = self._behind_edges + self._size * self._size * 2 * _native.LEDGER_BYTES
+        return first + (src * self._size + dst) * MESSAGE_RING
 
     def _register(self, offset: int, nbytes: int) -> int:
         """Map this part; returns the device's address of it."""
@@ -161,6 +171,11 @@ class SlotSegment:
         for edge in self._edges:
             first = self._offset(*edge) // 8
             moved += int(words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8].sum())
+        for key in self._message_rings:
+            counters = self._message_offset(*key) + MESSAGE_COUNTERS
+            moved += int(
+                words[counters // 8 : (counters - MESSAGE_COUNTERS + MESSAGE_RING) // 8 : WORD_BYTES // 8].sum()
+            )
         ring = (self._rings + _RING * self._size + _RING_WORDS * rank) // 8
         moved += int(words[ring : ring + _RING_WORDS // 8 : WORD_BYTES // 8].sum())
         area = (self._areas + _AREA * rank) // 8

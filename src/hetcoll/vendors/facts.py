@@ -33,8 +33,9 @@ class Gpu:
 
     `vendor` is empty on a rank without a GPU. `float8` is the kind of 8-bit floats that the GPU itself computes with:
     OCP's, AMD's older one (fnuz), or none; `signals` whether its driver has streams that wait for values. `doorbell` is
-    where its rank can be reached, `no_direct` why RDMA devices do not reach its memory, or nothing, and `ports` the
-    places of its rank's RDMA ports, the nearest to the GPU first: all known once the GPU is in use.
+    where its rank can be reached, `no_direct` why RDMA devices do not reach its memory, or nothing, `kernels` whether
+    it has the kernel of small messages, and `ports` the places of its rank's RDMA ports, the nearest to the GPU first:
+    all known once the GPU is in use.
     """
 
     vendor: str
@@ -46,6 +47,7 @@ class Gpu:
     float8: str
     signals: bool
     no_direct: str = ""
+    kernels: bool = False
     ports: tuple[int, ...] = ()
 
     @classmethod
@@ -152,21 +154,24 @@ class Facts:
         mine: Device | None,
         doorbell: str,
         no_direct: str,
+        kernels: bool,
         ports: Sequence[int],
         meet: Callable[[str, bytes], Sequence[bytes]],
     ) -> Sequence[Gpu]:
         """Each rank's GPU, now that all have one in use; collective. `mine` is None on a rank without."""
         place = ("", "") if mine is None else (mine.vendor, mine.bus_id)
-        words = json.dumps([*place, doorbell, no_direct[:_MOST], *ports])
+        words = json.dumps([*place, doorbell, no_direct[:_MOST], kernels, *ports])
         told = [json.loads(blob) for blob in meet("gpus()", words.encode())]
         return [self._chosen(rank, *one) for rank, one in enumerate(told)]
 
-    def _chosen(self, rank: int, vendor: str, bus: str, doorbell: str, no_direct: str, *ports: int) -> Gpu:
+    def _chosen(
+        self, rank: int, vendor: str, bus: str, doorbell: str, no_direct: str, kernels: bool, *ports: int
+    ) -> Gpu:
         if not vendor:
             return Gpu.none(doorbell)
         for gpu in self.gpus[rank]:
             if (gpu.vendor, gpu.bus) == (vendor, bus):
-                return replace(gpu, doorbell=doorbell, no_direct=no_direct, ports=ports)
+                return replace(gpu, doorbell=doorbell, no_direct=no_direct, kernels=kernels, ports=ports)
         raise InitError(
             f"rank {rank} uses GPU {bus} of {vendor}, which it did not see when the communicator was made: wanted"
             f" HETCOLL_DEVICE={vendor}, or device={vendor!r}, there"

@@ -13,6 +13,8 @@ Kernels (native signatures stand in ``*.h`` beside this file; counts are element
     The all-reduce of small messages in one host (``oneshot.h``). AVG is SUM with a divisor.
 ``bump(counter, base, offset)``, ``await(counter, base, offset, abort)``
     Signals and waits as kernels of one thread (``signals.h``).
+``messages(Messages)``
+    All small messages of a call among the GPUs of one host, each way with any ranks (``messages.h``).
 ``convert_<dtype>_<dtype>(dst, src, count)``, ``common_<dtype>(dst, src, count)``
     8-bit floats of OCP's kind and AMD's older one: to the other kind, or to what both hold (``convert.h``). dst may be
     src.

@@ -40,4 +40,24 @@ struct Exchange {
 static_assert(sizeof(Exchange) == 24 + 16 * kOneshotRanks + 40,
               "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
+constexpr unsigned kMessages = 2 * (kOneshotRanks - 1);  // of a kernel: one each way with every other rank
+constexpr unsigned kMessageBlocks = 32;                  // at most, for one message
+
+// One message, in the ring of its direction between two ranks of a host (messages.h).
+struct Message {
+  void* at;  // nbytes, at any address: read by the sender, written by the receiver
+  unsigned long long nbytes;
+  char* ring;                   // in memory that both devices have mapped, zeroed at first
+  unsigned long long* state;    // of this end of the ring, in this device's memory, zeroed at first
+  unsigned first, blocks;       // whose blocks it has
+  unsigned chunk;               // bytes that a block takes at a time: of nbytes alone
+  unsigned short sends, words;  // 1: it is sent, by words that carry their number
+};
+struct Messages {
+  Message message[kMessages];
+  const unsigned* abort;  // as above
+  unsigned count, unused;
+};
+static_assert(sizeof(Messages) == 48 * kMessages + 16, "hetcoll/vendors/devices/kernels/table.py has the same layout");
+
 }  // namespace hetcoll

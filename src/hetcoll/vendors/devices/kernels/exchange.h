@@ -11,6 +11,7 @@
 
 #include "devices/kernels/arguments.h"
 #include "devices/kernels/reduce.h"
+#include "devices/kernels/rings.h"
 
 namespace hetcoll {
 
@@ -26,15 +27,6 @@ HETCOLL_DEVICE char* Slot(const Exchange& x, int owner, unsigned slot) {
   return x.rings[owner] + (U64{BlockIndex()} * x.slots + slot) * x.slot_bytes;
 }
 
-// Waits until the word has reached `number`. False: the call was aborted.
-HETCOLL_DEVICE bool AwaitWord(const Exchange& x, const U64* word, U64 number) {
-  for (unsigned looks = 1; LoadAcquire(word) < number; ++looks) {
-    if (looks % kAbortEvery == 0 && LoadRelaxed(x.abort) != 0) return false;
-    Relax();
-  }
-  return true;
-}
-
 // One thread for each peer waits for that peer's word, and the block for all of them. `at` names a peer's word.
 template <class At>
 HETCOLL_DEVICE bool AwaitPeers(const Exchange& x, U64 number, At at) {
@@ -42,49 +34,12 @@ HETCOLL_DEVICE bool AwaitPeers(const Exchange& x, U64 number, At at) {
   if (ThreadInBlock() == 0) stop = 0;
   Barrier();
   for (int peer = static_cast<int>(ThreadInBlock()); peer < x.size; peer += static_cast<int>(BlockSize())) {
-    if (peer != x.rank && !AwaitWord(x, at(peer), number)) stop = 1;
+    if (peer != x.rank && !AwaitWord(x.abort, at(peer), number)) stop = 1;
   }
   Barrier();
   const bool go = stop == 0;
   Barrier();  // before `stop` is used again
   return go;
-}
-
-// Pack `i` of the elements [begin, end) of memory at any address; what is past the end is 0.
-template <class T>
-HETCOLL_DEVICE Pack<T> ReadPack(const void* from, U64 begin, U64 end, U64 i) {
-  constexpr unsigned kElements = Pack<T>::kElements;
-  const U64 first = begin + i * kElements;
-  const auto* at = static_cast<const char*>(from) + first * sizeof(T);
-  if (first + kElements <= end && reinterpret_cast<U64>(at) % kPack == 0) return Load<Pack<T>, kPack>(at);
-  Pack<T> pack{};
-  HETCOLL_UNROLL
-  for (unsigned e = 0; e < kElements; ++e) {
-    if (first + e < end) pack.element[e] = Load<T, 1>(at + e * sizeof(T));
-  }
-  return pack;
-}
-
-template <class T>
-HETCOLL_DEVICE void WritePack(void* to, U64 begin, U64 end, U64 i, const Pack<T>& pack) {
-  constexpr unsigned kElements = Pack<T>::kElements;
-  const U64 first = begin + i * kElements;
-  auto* at = static_cast<char*>(to) + first * sizeof(T);
-  if (first + kElements <= end && reinterpret_cast<U64>(at) % kPack == 0) return Store<kPack>(at, pack);
-  HETCOLL_UNROLL
-  for (unsigned e = 0; e < kElements; ++e) {
-    if (first + e < end) Store<1>(at + e * sizeof(T), pack.element[e]);
-  }
-}
-
-// A pack that a peer has written: not from a cache.
-template <class T>
-HETCOLL_DEVICE Pack<T> LoadPeers(const char* from) {
-  U64 half[2];
-  LoadRelaxedPair(from, half);
-  Pack<T> pack;
-  HETCOLL_MEMCPY(&pack, half, sizeof(pack));
-  return pack;
 }
 
 // The chunk [begin, end) of all ranks into dst, from the slots of the peers.

@@ -46,6 +46,9 @@ HETCOLL_DEVICE void PublishRelease(U64* to, U64 value) {
 HETCOLL_DEVICE void LoadRelaxedPair(const void* from, U64* pair) {
   asm volatile("ld.volatile.v2.u64 {%0, %1}, [%2];" : "=l"(pair[0]), "=l"(pair[1]) : "l"(from) : "memory");
 }
+HETCOLL_DEVICE void StoreRelaxedPair(void* to, U64 first, U64 second) {
+  asm volatile("st.volatile.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+}
 HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return atomicAdd(at, more); }
 }  // namespace hetcoll
 
@@ -80,6 +83,10 @@ HETCOLL_DEVICE void PublishRelease(U64* to, U64 value) {
 HETCOLL_DEVICE void LoadRelaxedPair(const void* from, U64* pair) {
   pair[0] = LoadRelaxed(static_cast<const U64*>(from));
   pair[1] = LoadRelaxed(static_cast<const U64*>(from) + 1);
+}
+HETCOLL_DEVICE void StoreRelaxedPair(void* to, U64 first, U64 second) {
+  StoreRelaxed(static_cast<U64*>(to), first);
+  StoreRelaxed(static_cast<U64*>(to) + 1, second);
 }
 HETCOLL_DEVICE unsigned FetchAdd(unsigned* at, unsigned more) { return __atomic_fetch_add(at, more, __ATOMIC_RELAXED); }
 }  // namespace hetcoll

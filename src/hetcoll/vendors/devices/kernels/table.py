@@ -15,6 +15,14 @@ from .source import module_of, source
 log = logging.getLogger("hetcoll")
 
 ONESHOT_RANKS = 16  # kOneshotRanks of arguments.h
+MESSAGES, MESSAGE_BLOCKS, MESSAGE_THREADS = 2 * (ONESHOT_RANKS - 1), 32, 256  # kMessages, kMessageBlocks
+_WORD_SLOT, _PACK_SLOT, _RING_SLOTS = 4096, 8192, 8  # of messages.h
+MESSAGE_WORDS = MESSAGE_BLOCKS * _WORD_SLOT // 2  # bytes of a message up to which it is words
+MESSAGE_MOST = MESSAGE_BLOCKS * _RING_SLOTS * _PACK_SLOT // 2  # bytes of the largest one; then a ring takes two
+MESSAGE_COUNTERS = MESSAGE_BLOCKS * _RING_SLOTS * (_WORD_SLOT + _PACK_SLOT)  # bytes of a ring in front of its counters
+MESSAGE_RING = MESSAGE_COUNTERS + 4 * MESSAGE_BLOCKS * 64
+MESSAGE_STATE = 2 * MESSAGE_BLOCKS * 16  # bytes, of an end of a ring
+_LEAST_CHUNK, _CHUNKS = 4096, 4  # bytes of packs at a time; how many of them a block takes, where there are more
 _BLOCK = 512  # threads; kMaxThreads of platform.h
 _PACK = 16  # bytes that a thread takes at a time
 _ONESHOT_BLOCK, _ONESHOT_BLOCKS = 256, 32
@@ -54,6 +62,33 @@ class Exchange(ctypes.Structure):
         ("slots", ctypes.c_uint32),
         ("slot_bytes", ctypes.c_uint32),
         ("chunk_bytes", ctypes.c_uint32),
+    )
+
+
+class Message(ctypes.Structure):
+    """A part of the argument of the message kernel: ``arguments.h`` says what each field is."""
+
+    _fields_ = (
+        ("at", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+        ("ring", ctypes.c_uint64),
+        ("state", ctypes.c_uint64),
+        ("first", ctypes.c_uint32),
+        ("blocks", ctypes.c_uint32),
+        ("chunk", ctypes.c_uint32),
+        ("sends", ctypes.c_uint16),
+        ("words", ctypes.c_uint16),
+    )
+
+
+class Messages(ctypes.Structure):
+    """The argument of the message kernel."""
+
+    _fields_ = (
+        ("message", Message * MESSAGES),
+        ("abort", ctypes.c_uint64),
+        ("count", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
     )
 
 
@@ -144,6 +179,17 @@ class KernelTable:
     def oneshot_words(nbytes: int) -> int:
         """Words in a half of an area that serves messages of up to `nbytes` bytes: 8 bytes each."""
         return -(-nbytes // 16) * 4
+
+    @staticmethod
+    def message(nbytes: int, ring: int, state: int, first: int, *, sends: bool) -> Message:
+        """One of 1 to MESSAGE_MOST bytes, but for its buffer, whose first block has this number."""
+        words = nbytes <= MESSAGE_WORDS
+        chunk = _WORD_SLOT // 2
+        if not words:
+            share = -(-nbytes // (MESSAGE_BLOCKS * _CHUNKS))
+            chunk = max(_LEAST_CHUNK, -(-share // _PACK) * _PACK)
+        blocks = min(MESSAGE_BLOCKS, -(-nbytes // chunk))
+        return Message(0, nbytes, ring, state, first, blocks, chunk, sends, words)
 
     def _find(self, name: str, module: str) -> int:
         found = self._functions[name] = self._device.function(self._modules[module], name)

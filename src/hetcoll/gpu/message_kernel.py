@@ -1,0 +1,108 @@
+"""Small messages among the GPUs of one host, as one kernel a call on each rank (``devices/kernels/messages.h``).
+
+The two ranks of a message choose alike, by its size and by what all know of both.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import DeviceError
+from ..vendors.devices.kernels.source import MESSAGES
+from ..vendors.devices.kernels.table import (
+    MESSAGE_MOST,
+    MESSAGE_STATE,
+    MESSAGE_THREADS,
+    ONESHOT_RANKS,
+    KernelTable,
+    Messages,
+)
+
+if TYPE_CHECKING:
+    from ..vendors.devices.base import Device
+    from .shared import GpuShare
+
+log = logging.getLogger("hetcoll")
+
+STATE_BYTES = 2 * ONESHOT_RANKS * MESSAGE_STATE
+_MOST = MESSAGE_MOST  # bytes up to which a kernel beats copies
+
+
+class Small(NamedTuple):
+    """A message that a kernel carries: the number of its buffer, the other rank, bytes."""
+
+    buffer: int
+    peer: int
+    nbytes: int
+
+
+Kernel = tuple[int, bytes, int, int, list[int], list[int]]
+"""For a native queue: function, arguments, blocks, threads, and of each message its buffer and its end of a ring."""
+
+
+def has_kernel(device: Device) -> bool:
+    """Whether the kernel can be had here. It is compiled, where it never was, and loaded: before messages are under
+    way, for which a driver may wait."""
+    try:
+        device.kernels().function(MESSAGES)
+    except DeviceError as error:
+        log.info("messages between GPUs go by copies: %s", error)
+        return False
+    return True
+
+
+class MessageKernel:
+    """That of this rank. `state` is device memory of STATE_BYTES, zero at first; `far` says of a rank of this host
+    whether its slots are not in the host's memory."""
+
+    def __init__(
+        self,
+        device: Device,
+        share: GpuShare,
+        mates: Collection[int],
+        far: Callable[[int], bool],
+        state: int,
+    ) -> None:
+        """`mates`: who is reached by a library. All rings are mapped now: later a driver might wait for messages that
+        are under way."""
+        self._device, self._share, self._state = device, share, state
+        here, locals_ = share.here, share.locals
+        self._rings: dict[tuple[int, bool], tuple[int, int]] = {}  # by peer, and whether this rank sends: number, place
+        if len(locals_) > ONESHOT_RANKS or not share.gpus[share.rank].kernels:
+            return
+        for there, peer in enumerate(locals_):
+            if peer != share.rank and peer not in mates and share.gpus[peer].kernels and not far(peer):
+                for out in (False, True):
+                    ring = share.segment.message_ring(*((here, there) if out else (there, here)))
+                    self._rings[peer, out] = 2 * there + out, ring
+
+    def takes(self, peer: int, nbytes: int) -> bool:
+        """Whether a message between this rank and `peer`, either way, is one for it."""
+        return 0 < nbytes <= _MOST and (peer, True) in self._rings
+
+    def bind(self, sends: Sequence[Small], recvs: Sequence[Small]) -> list[Kernel]:
+        """The kernels that carry these, one after another: the first of each rank and direction, then the second of
+        each, and so on, so that all ranks have the same messages in the kernels of one number."""
+        rounds: list[list[tuple[bool, Small]]] = []
+        for out, half in ((True, sends), (False, recvs)):
+            seen: dict[int, int] = {}
+            for each in half:
+                turn = seen[each.peer] = seen.get(each.peer, -1) + 1
+                if turn == len(rounds):
+                    rounds.append([])
+                rounds[turn].append((out, each))
+        return [self._kernel(turn) for turn in rounds]
+
+    def _kernel(self, messages: Sequence[tuple[bool, Small]]) -> Kernel:
+        abort = self._share.segment.aborts[self._share.here]
+        arguments, blocks, rings = Messages(count=len(messages), abort=abort), 0, []
+        for i, (out, (_, peer, nbytes)) in enumerate(messages):
+            number, ring = self._rings[peer, out]
+            state = self._state + MESSAGE_STATE * number
+            made = arguments.message[i] = KernelTable.message(nbytes, ring, state, blocks, sends=out)
+            rings.append(number)
+            blocks += made.blocks
+        function = self._device.kernels().function(MESSAGES)
+        return function, bytes(arguments), blocks, MESSAGE_THREADS, [m.buffer for _, m in messages], rings

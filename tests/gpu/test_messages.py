@@ -1,0 +1,178 @@
+"""Small messages between GPUs of one host: kernels, beside copies and the library's, in any order of sizes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from device_checks import Capture
+from gpu_calls import device_of_rank
+from gpu_places import PLACES, ranks_on
+from ranks import Ranks, close_all
+
+import hetcoll
+from hetcoll.errors import AbortedError, CommunicationError, PeerLostError
+from hetcoll.gpu.array import DeviceArray
+from hetcoll.vendors.devices.kernels.table import MESSAGE_MOST, MESSAGE_WORDS
+
+SIZES = (1, 8, MESSAGE_WORDS, MESSAGE_WORDS + 4, MESSAGE_MOST, MESSAGE_MOST + 4)  # bytes
+
+
+def of_bytes(comm: hetcoll.Communicator, values: Any) -> DeviceArray:
+    return DeviceArray.of(device_of_rank(comm.rank), np.asarray(values, np.uint8))
+
+
+def pattern(src: int, nbytes: int, turn: int = 0) -> Any:
+    return np.random.default_rng(1000 * src + turn).integers(0, 256, nbytes, np.uint8)
+
+
+def of_every_size(comm: hetcoll.Communicator) -> None:
+    """One way, both ways with other sizes each way, and more of them on the way than a ring has slots."""
+    rank, size = comm.rank, comm.size
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for i, nbytes in enumerate(SIZES):
+        back = SIZES[-1 - i]  # from even ranks; the ring of an odd number of ranks has two even neighbours
+        mine, theirs = ((nbytes if who % 2 else back) for who in (rank, before))
+        out, into = of_bytes(comm, pattern(rank, mine, i)), of_bytes(comm, np.zeros(theirs))
+        work = comm.sendrecv(out.buffer(), after, into.buffer(), before, async_op=i % 2 == 1)
+        work.wait(60)
+        assert (into.get() == pattern(before, theirs, i)).all(), nbytes
+    if rank > 1:
+        return
+    arrays = [of_bytes(comm, pattern(0, 5, turn) if rank == 0 else np.zeros(5)) for turn in range(30)]
+    works = [(comm.recv if rank else comm.send)(each.buffer(), 1 - rank, async_op=turn % 3 == 0)
+             for turn, each in enumerate(arrays)]  # fmt: skip
+    for work in works:
+        work.wait(60)
+    assert all((each.get() == pattern(0, 5, turn)).all() for turn, each in enumerate(arrays))
+
+
+def in_groups(comm: hetcoll.Communicator) -> None:
+    """Messages of a pair that kernels and copies carry, several of each, against calls of their own on the peer."""
+    rank, size = comm.rank, comm.size
+    peers = [peer for peer in range(size) if peer != rank]
+    sizes = (7, MESSAGE_MOST + 4, MESSAGE_WORDS, 9)
+    for apart in (False, True):  # rank 0 makes calls instead, one after another
+        sent = [(peer, of_bytes(comm, pattern(rank, n, i))) for peer in peers for i, n in enumerate(sizes)]
+        got = [(peer, i, of_bytes(comm, np.zeros(n))) for peer in peers for i, n in enumerate(sizes)]
+
+        if apart and rank == 0:
+            works = [comm.send(array.buffer(), peer, async_op=True) for peer, array in sent]
+            works += [comm.recv(array.buffer(), peer, async_op=True) for peer, _, array in got]
+            for work in works:
+                work.wait(60)
+        else:
+            with comm.group():
+                for peer, array in sent:
+                    comm.send(array.buffer(), peer)
+                for peer, _, array in got:
+                    comm.recv(array.buffer(), peer)
+        for peer, i, array in got:
+            assert (array.get() == pattern(peer, sizes[i], i)).all(), (peer, sizes[i])
+
+
+def mixed_graph(comm: hetcoll.Communicator) -> None:
+    """A graph of messages that kernels and copies carry, replayed by turns with calls."""
+    device, other = device_of_rank(comm.rank), 1 - comm.rank
+    device.activate()
+    stream = device.stream()
+    sizes = (8, MESSAGE_MOST + 4)
+    out = [of_bytes(comm, np.zeros(n)) for n in sizes]
+    into = [of_bytes(comm, np.zeros(n)) for n in sizes]
+
+    def both(k: int, j: int) -> None:
+        comm.sendrecv(out[k].buffer(), other, into[j].buffer(), other, stream=stream)
+
+    with Capture(device, stream) as captured:
+        both(0, 0)
+        both(1, 1)
+        both(comm.rank, other)
+    for turn in range(4):
+        for each in out:
+            each.set(pattern(comm.rank, each.size, turn))
+        for each in into:
+            each.set(np.zeros(each.size, np.uint8))
+        if turn % 2:
+            both(0, 0)
+        captured.replay(stream)
+        device.synchronize(stream)
+        assert all((each.get() == pattern(other, each.size, turn)).all() for each in into)
+    captured.close()
+    device.destroy_stream(stream)
+
+
+KINDS = {"nn": ["cuda"] * 2, "nan": ["cuda", "hip", "cuda"], "np": ["cuda", "posing"]}
+
+
+@pytest.fixture(params=PLACES)
+def gpus(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def start(kinds: str, **env: str) -> Ranks:
+        vendors = KINDS[kinds]
+        devices = {"HETCOLL_DEVICE": tuple("hip" if vendor == "posing" else vendor for vendor in vendors)}
+        asked = {"HETCOLL_ISLANDS": "|".join(map(str, range(len(vendors))))}
+        made.append(ranks_on(request.param, vendors, {**devices, **asked, **env}, timeout=60))
+        return made[-1]
+
+    yield start
+    close_all(made)
+
+
+def all_of_it(comm: hetcoll.Communicator) -> None:
+    of_every_size(comm)
+    in_groups(comm)
+
+
+@pytest.mark.parametrize("kinds", ["nn", "nan"])
+def test_messages_of_every_size(gpus: Callable[..., Ranks], kinds: str) -> None:
+    gpus(kinds).run(all_of_it, timeout=200)
+
+
+def test_in_graphs(gpus: Callable[..., Ranks]) -> None:
+    ranks = gpus("nn", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    ranks.run(of_every_size, timeout=100)
+    ranks.run(mixed_graph, timeout=100)
+
+
+def wait_in_vain(comm: hetcoll.Communicator, nbytes: int, sends: bool, then: str) -> Any:
+    """A message that rank 1 has no part in: it does something else."""
+    made, into = (of_bytes(comm, np.zeros(nbytes)) for _ in range(2))
+    comm.sendrecv(made.buffer(), 1 - comm.rank, into.buffer(), 1 - comm.rank).wait(60)
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(0.3)
+        if then == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.abort("enough")
+        return None
+    begun = time.monotonic()
+    try:
+        for _ in range(30):  # more than a ring holds
+            work = (comm.send if sends else comm.recv)(made.buffer(), 1)
+        work.wait(60)
+    except CommunicationError as error:
+        return error, time.monotonic() - begun
+    return None, 0.0
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "sends", "then", "wanted"),
+    [(8, False, "die", PeerLostError), (MESSAGE_MOST, True, "abort", AbortedError)],
+)
+def test_a_rank_that_is_gone(
+    gpus: Callable[..., Ranks], nbytes: int, sends: bool, then: str, wanted: type[Exception]
+) -> None:
+    ranks = gpus("nn")
+    ranks.start(wait_in_vain, nbytes, sends, then)
+    (outcome,) = ranks.finish(100, only=[0])
+    if then == "die":
+        ranks.kill(1)
+    error, seconds = outcome.value
+    assert isinstance(error, wanted), error
+    assert seconds < 20
