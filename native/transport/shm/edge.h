@@ -104,7 +104,7 @@ struct Neighbour {
 };
 
 // The ends of rank `me` on one channel toward `other`, which is rank `peer` of the communicator.
-std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int me, int other, int channel, int peer,
+std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int me, int other, int channel,
                                      std::shared_ptr<Neighbour> neighbour);
 std::unique_ptr<RecvEnd> MakeShmRecv(const ShmSegment& segment, int me, int other, int channel, int peer,
                                      std::shared_ptr<Neighbour> neighbour);

@@ -30,7 +30,7 @@ std::size_t FragmentBytes(const Message& m) {
 
 class ShmSend final : public SendEnd {
  public:
-  ShmSend(const ShmSegment& segment, int me, int other, int channel, int peer, std::shared_ptr<Neighbour> neighbour)
+  ShmSend(const ShmSegment& segment, int me, int other, int channel, std::shared_ptr<Neighbour> neighbour)
       : edge_(segment, me, other, channel),
         policy_(segment.policy()),
         private_(segment.reads(), segment.policy()),
@@ -297,9 +297,9 @@ class ShmSend final : public SendEnd {
 
 }  // namespace
 
-std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int me, int other, int channel, int peer,
+std::unique_ptr<SendEnd> MakeShmSend(const ShmSegment& segment, int me, int other, int channel,
                                      std::shared_ptr<Neighbour> neighbour) {
-  return std::make_unique<ShmSend>(segment, me, other, channel, peer, std::move(neighbour));
+  return std::make_unique<ShmSend>(segment, me, other, channel, std::move(neighbour));
 }
 
 }  // namespace hetcoll

@@ -153,7 +153,7 @@ std::array<LinkEnds, kChannels> MakeShm(const ShmSegment& segment, int me, int o
   const auto neighbour = std::make_shared<Neighbour>(segment, me, other);
   std::array<LinkEnds, kChannels> ends;
   for (int channel = 0; channel < kChannels; ++channel) {
-    ends[static_cast<std::size_t>(channel)] = {MakeShmSend(segment, me, other, channel, peer, neighbour),
+    ends[static_cast<std::size_t>(channel)] = {MakeShmSend(segment, me, other, channel, neighbour),
                                                MakeShmRecv(segment, me, other, channel, peer, neighbour)};
   }
   return ends;
