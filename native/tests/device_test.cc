@@ -11,7 +11,7 @@ namespace {
 // to the other host is the queue's first one: no step but a message may be taken for a user of it.
 void SignalLanes(Gpus& gpus, int peer, bool ahead, bool captured, bool two, const char* what) {
   gpus.Edge(0, 0, 2, 0);
-  BoundPlan plan(Plan(ScratchAllreduce(2, 0), 2), 0, DType::kInt32, 10, 10, std::span<const std::size_t>{},
+  BoundPlan plan(Plan(ScratchAllreduce(2, 0), 2), DType::kInt32, 10, 10, std::span<const std::size_t>{},
                  std::span<const std::size_t>{});
   std::vector<std::uint32_t> order(plan.steps.size());
   std::iota(order.begin(), order.end(), 0u);
@@ -55,7 +55,7 @@ void GpusOfOneHost() {
     }
   }
   Gpus host(2, 3, 1, false);
-  const BoundPlan big(Plan(DirectAllreduce(2, 0), 2), 0, DType::kInt32, 5000, 5000, std::span<const std::size_t>{},
+  const BoundPlan big(Plan(DirectAllreduce(2, 0), 2), DType::kInt32, 5000, 5000, std::span<const std::size_t>{},
                       std::span<const std::size_t>{});
   const std::vector<std::uint32_t> order{0, 1, 2, 3};
   const std::vector<std::uint16_t> edges(4, 0);

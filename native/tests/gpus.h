@@ -253,7 +253,7 @@ struct Reduction {
       : count(n), want(Sum(gpus.size, n, kType)) {
     std::vector<BoundPlan> bound;
     for (int rank = 0; rank < gpus.size; ++rank) {
-      bound.emplace_back(Plan(algorithm(gpus.size, rank), gpus.size), rank, kType, n, n, std::span<const std::size_t>{},
+      bound.emplace_back(Plan(algorithm(gpus.size, rank), gpus.size), kType, n, n, std::span<const std::size_t>{},
                          std::span<const std::size_t>{});
     }
     const Orders orders = SomeOrders(bound, Gpus::kSlots, random);
