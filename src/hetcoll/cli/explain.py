@@ -34,9 +34,9 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
         from ..tools import launch
 
         return launch.run([sys.executable, "-m", "hetcoll", *argv], args.ranks, prefix=False)
-    import hetcoll
+    from ..job import init
 
-    with hetcoll.init() as comm:
+    with init() as comm:
         if comm.rank == 0:
             for nbytes in args.sizes:
                 print(comm.explain(args.collective, nbytes, compress=args.compress), flush=True)

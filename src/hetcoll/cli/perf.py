@@ -160,15 +160,16 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
         ranks = args.ngpus or 2
     if launch.launcher == "single" and ranks > 1:
         return _start_ranks(ranks, argv)
-    import hetcoll
+    from ..job import init
+    from ..version import __version__
 
     device = None
     if args.device is not None or args.ngpus is not None:
         place = launch.rank if launch.local_rank is None else launch.local_rank
         device = choose_device(args.device or "auto", args.ngpus, place, visible_gpus())
-    with hetcoll.init(device=device) as comm:
+    with init(device=device) as comm:
         stream = None if device is None else Stream.of(device)
-        return measure(comm, args, argv, hetcoll.__version__, stream, known or [])
+        return measure(comm, args, argv, __version__, stream, known or [])
 
 
 def _start_ranks(ranks: int, argv: Sequence[str]) -> int:

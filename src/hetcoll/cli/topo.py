@@ -31,9 +31,9 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
         from ..tools import launch
 
         return launch.run([sys.executable, "-m", "hetcoll", *argv], args.ranks, prefix=False)
-    import hetcoll
+    from ..job import init
 
-    with hetcoll.init() as comm:
+    with init() as comm:
         topology = comm.topology
         if comm.rank == 0:
             print(json.dumps(document(topology), indent=1) if args.json else text(topology), flush=True)

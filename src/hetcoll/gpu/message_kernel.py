@@ -5,11 +5,9 @@ The two ranks of a message choose alike, by its size and by what all know of bot
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..errors import DeviceError
 from ..vendors.devices.kernels.source import MESSAGES
 from ..vendors.devices.kernels.table import (
     MESSAGE_MOST,
@@ -23,8 +21,6 @@ from ..vendors.devices.kernels.table import (
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
     from .shared import GpuShare
-
-log = logging.getLogger("hetcoll")
 
 STATE_BYTES = 2 * ONESHOT_RANKS * MESSAGE_STATE
 _MOST = MESSAGE_MOST  # bytes up to which a kernel beats copies
@@ -40,17 +36,6 @@ class Small(NamedTuple):
 
 Kernel = tuple[int, bytes, int, int, list[int], list[int]]
 """For a native queue: function, arguments, blocks, threads, and of each message its buffer and its end of a ring."""
-
-
-def has_kernel(device: Device) -> bool:
-    """Whether the kernel can be had here. It is compiled, where it never was, and loaded: before messages are under
-    way, for which a driver may wait."""
-    try:
-        device.kernels().function(MESSAGES)
-    except DeviceError as error:
-        log.info("messages between GPUs go by copies: %s", error)
-        return False
-    return True
 
 
 class MessageKernel:

@@ -6,6 +6,7 @@ streams move bytes without looking at them, so ranks compare what they call befo
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Collection, Sequence
@@ -15,19 +16,21 @@ import hetcoll._native as _native
 
 from ..buffers import Buffer
 from ..calls import describe_message, descriptor
+from ..errors import DeviceError
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.status_report import call_site
 from ..links.wiring import Wiring
 from ..plan.topology import Pair, Topology, pair_of
 from ..rendezvous.descriptors import new_name, receive_fd, share_fd
+from ..vendors.devices.kernels.source import MESSAGES
 from ..vendors.facts import Gpu
-from .message_kernel import has_kernel
 from .slots import SlotSegment, slot_bytes
 from .vendor_comm import Meet
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
 
+log = logging.getLogger("hetcoll")
 
 Note = tuple[_native.Ledger, _native.LedgerEntry]
 _FLOAT8 = re.compile(r"float8_\w+")
@@ -52,7 +55,7 @@ class GpuShare:
         self.rank, self.locals, self.here = wiring.rank, wiring.locals, wiring.locals.index(wiring.rank)
         ports = () if device is None else wiring.ports_near(device.bus_id)
         self.gpus: Sequence[Gpu] = wiring.facts.choose(
-            device, new_name(), no_direct, device is not None and has_kernel(device), ports, meet
+            device, new_name(), no_direct, device is not None and _has_message_kernel(device), ports, meet
         )
         kinds = [(gpu.vendor, gpu.bus) for gpu in self.gpus]
         topology = wiring.topology.equipped(kinds, [gpu.no_direct for gpu in self.gpus])
@@ -165,3 +168,14 @@ class GpuShare:
 
 def _first(what: str) -> str:
     return f"{what} (first called at {call_site()})"
+
+
+def _has_message_kernel(device: Device) -> bool:
+    """Whether the kernel of small messages can be had here. It is compiled, where it never was, and loaded: before
+    messages are under way, for which a driver may wait."""
+    try:
+        device.kernels().function(MESSAGES)
+    except DeviceError as error:
+        log.info("messages between GPUs go by copies: %s", error)
+        return False
+    return True

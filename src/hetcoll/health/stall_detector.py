@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..links.wiring import PATIENCE
 
 if TYPE_CHECKING:
     from .desync_report import Answers
-    from .diagnosis import Diagnosis
 
 _STAGGER = 0.5  # seconds between the first and the last of many stuck ranks to ask
 _LONGEST_PAUSE = 30.0
+
+
+class Inquiry(Protocol):
+    """What a `StallDetector` needs of the communicator's `Diagnosis`: to ask all ranks, and to tell the user."""
+
+    def look(self, before: Answers, deadline: float) -> Answers: ...
+
+    def warn(self, seconds: float, answers: Answers) -> None: ...
 
 
 class StallDetector:
@@ -23,7 +30,7 @@ class StallDetector:
     After `warn_after` seconds one of them, the first that waits, logs a warning, once a call.
     """
 
-    def __init__(self, diagnosis: Diagnosis, turn: float, waited: float, deadline: float, warn_after: float) -> None:
+    def __init__(self, diagnosis: Inquiry, turn: float, waited: float, deadline: float, warn_after: float) -> None:
         self._diagnosis, self._deadline = diagnosis, deadline
         self._warn_at = time.monotonic() - waited + warn_after + _STAGGER * turn if warn_after else math.inf
         self._start = time.monotonic() - waited
