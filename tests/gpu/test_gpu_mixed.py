@@ -18,6 +18,7 @@ import hetcoll
 from hetcoll.errors import CollectiveMismatchError, CommunicationError, PeerLostError
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.vendors.devices import hip
+from hetcoll.vendors.devices.kernels.table import MESSAGE_MOST
 
 pytestmark = pytest.mark.fakes
 
@@ -223,9 +224,10 @@ def move_sealed(comm: hetcoll.Communicator) -> None:
             fakes.seal(array.ptr)
         comm.allgather(mine.buffer(), all_.buffer()).wait(60)
         assert (all_.get() == np.repeat(np.arange(size), count)).all()
-        comm.sendrecv(mine.buffer(), (rank + 1) % size, all_.buffer(0, count), (rank - 1) % size).wait(60)
+        if mine.nbytes > MESSAGE_MOST:  # shorter messages inside a host are a kernel's
+            comm.sendrecv(mine.buffer(), (rank + 1) % size, all_.buffer(0, count), (rank - 1) % size).wait(60)
+            assert (all_.get()[:count] == (rank - 1) % size).all()
         comm.broadcast(mine.buffer(), root=size - 1).wait(60)
-        assert (all_.get()[:count] == (rank - 1) % size).all()
         assert (mine.get() == size - 1).all()
 
 

@@ -15,6 +15,7 @@ from hetcoll import _native
 from hetcoll.calls import descriptor
 from hetcoll.plan.ir import Buf, Op, Plan, Span, Step, cut
 from hetcoll.plan.simulator import PlanError
+from hetcoll.plan.simulator.grid import grids
 from hetcoll.plan.simulator.memory import Memory, check_races
 from hetcoll.plan.simulator.network import network
 from hetcoll.plan.simulator.progress import order_node, run
@@ -29,7 +30,7 @@ def prove(plans: Sequence[Plan], inplace: bool) -> None:
     """What `simulator.check` proves, but for what the result is: these plans are no collective."""
     apart = not inplace and plans[0].apart
     nodes = network(plans, apart)
-    memories = [Memory(plan, inplace) for plan in plans]
+    memories = [Memory(plan, inplace, grid) for plan, grid in zip(plans, grids(plans), strict=True)]
     for node in run(plans, nodes, 0 if apart else plans[0].credits):
         order_node(node, lends=True)
         check_races(plans[node.rank], memories[node.rank], node)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
 import threading
 import time
@@ -141,6 +140,8 @@ _SHOWN = 32  # calls of each communicator on the signal
 def listen() -> None:
     """From now on SIGUSR2 prints the last calls of all communicators on stderr. A program's own handler stays (with a
     warning)."""
+    import signal  # few jobs ask for it, and imports count
+
     present = signal.getsignal(signal.SIGUSR2)
     if present is _print:
         return

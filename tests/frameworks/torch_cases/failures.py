@@ -153,7 +153,7 @@ def tags_of_other_sizes(store: dist.Store, rank: int, size: int) -> None:
         with pytest.raises(dist.DistBackendError) as caught:
             dist.recv(torch.empty(4), 0, tag=3)
         assert isinstance(caught.value, hetcoll.CollectiveMismatchError)
-        site = f"{__file__}:{tags_of_other_sizes.__code__.co_firstlineno + 6}"
+        site = f"{__file__}:{tags_of_other_sizes.__code__.co_firstlineno + 7}"
         assert f"rank 1 called recv(float32, count=4, tag=3) from rank 0 at {site}" in str(caught.value)
         assert "; rank 0 called send(float32, count=8, tag=3) to rank 1" in str(caught.value)
     else:
