@@ -41,7 +41,6 @@ static_assert(sizeof(Exchange) == 24 + 16 * kOneshotRanks + 40,
               "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
 constexpr unsigned kMessages = 2 * (kOneshotRanks - 1);  // of a kernel: one each way with every other rank
-constexpr unsigned kMessageBlocks = 32;                  // at most, for one message
 
 // One message, in the ring of its direction between two ranks of a host (messages.h).
 struct Message {

@@ -14,6 +14,7 @@
 
 namespace hetcoll {
 
+constexpr unsigned kMessageBlocks = 32;                 // at most, for one message
 constexpr unsigned kRingSlots = 8;                      // of a block, of either kind
 constexpr unsigned kWordSlot = 4096, kPackSlot = 8192;  // bytes; words hold half as many
 constexpr unsigned kLineBytes = 64;                     // from one counter to the next
