@@ -86,7 +86,7 @@ def test_the_first_failure_is_the_status_and_what_is_shown(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"), [([], "wanted a program or a script"), (["-n", "0", "x.py"], "wanted 1 or more")]
+    ("words", "complaint"), [([], "wanted a program or a script"), (["-n", "0", "x.py"], "1 or more")]
 )
 def test_nothing_to_run_is_one_line(words: list[str], complaint: str) -> None:
     done = command("run", *words)

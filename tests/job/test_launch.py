@@ -311,7 +311,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace() -> None:
 
 
 def test_a_killed_launcher_leaves_nothing_behind() -> None:
-    with launcher(GRANDCHILDREN + "print(os.environ['HETCOLL_JOB'], flush=True); time.sleep(60)", 2) as process:
+    with launcher(GRANDCHILDREN + "print(os.environ['HETCOLL_RUN'], flush=True); time.sleep(60)", 2) as process:
         lines = [line.split()[1:] for line in read_lines(process, 4)]
         pids = [int(pid) for words in lines if len(words) == 3 for pid in words]
         (job,) = {words[0] for words in lines if len(words) == 1}

@@ -20,7 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     about = {
         "perf": (perf.add_arguments, perf.main, "measure and verify collectives, in nccl-tests' table"),
-        "run": (run.add_arguments, run.main, "start ranks of a program on this host"),
+        "run": (run.add_arguments, run.main, "start ranks of a program, here or on several hosts"),
         "doctor": (doctor.add_arguments, doctor.main, "say what this machine lacks, and what to do about it"),
         "selftest": (selftest.add_arguments, selftest.main, "check all collectives on the devices of this machine"),
         "topo": (topo.add_arguments, topo.main, "show the ranks of a job and how they reach each other"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast
 
@@ -229,7 +230,7 @@ def _cache(environ: Environ) -> str | None:
 _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS DEVICE
     CROSS COMPRESS COMPRESS_FEEDBACK REPRODUCIBLE FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK INTEGRITY
-    SPIN_US MASTER JOB REPLACE CACHE IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
+    SPIN_US MASTER JOB RUN REPLACE CACHE IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
     WARN_AFTER SIGUSR2
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())
@@ -277,12 +278,23 @@ def replaced_backends() -> tuple[str, ...]:
 
 
 _SHOWN = ("HETCOLL_", "CUDA_", "HIP_", "ROCR_", "GPU_", "HSA_", "NCCL_", "RCCL_")
-_HIDDEN = ("HETCOLL_SECRET", "HETCOLL_SECRET_FILE", "HETCOLL_JOB", "HETCOLL_MASTER")
+_HIDDEN = ("HETCOLL_SECRET", "HETCOLL_SECRET_FILE", "HETCOLL_JOB", "HETCOLL_RUN", "HETCOLL_MASTER")
 
 
 def shown_variables() -> list[tuple[str, str]]:
     """What of the environment may have to do with how collectives run, and is no secret: for reports."""
     return [(name, os.environ[name]) for name in sorted(os.environ) if name.startswith(_SHOWN) and name not in _HIDDEN]
+
+
+def forwarded_variables(words: Sequence[str]) -> dict[str, str]:
+    """What ranks on other hosts are to have of our environment: all of hetcoll's, and ``NAME`` or ``NAME=VALUE``."""
+    found = {name: value for name, value in os.environ.items() if name.startswith("HETCOLL_")}
+    for word in words:
+        name, given, value = word.partition("=")
+        if not name or not (given or name in os.environ):
+            raise ArgumentError(f"-x: wanted NAME=VALUE, or the name of a variable that is set here, got {word!r}")
+        found[name] = value if given else os.environ[name]
+    return found
 
 
 def child_environment(changes: Environ) -> dict[str, str]:

@@ -12,7 +12,9 @@ from .variables import Environ, read, whole
 
 _COUNT = whole(1, 1 << 24)
 _INDEX = whole(0, (1 << 24) - 1)
-_SLURM_PORTS = range(12000, 28000, 40)  # below Linux's ephemeral ports; each job may try the 33 from its own on
+NAMED_PORTS = range(
+    12000, 28000, 40
+)  # of jobs with a name, below Linux's ephemeral ports; each may try the 33 from its own on
 
 
 class Launch(NamedTuple):
@@ -95,7 +97,7 @@ def _slurm(environ: Environ) -> Launch:
     job = f"slurm {environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
     master = _master(environ)
     if master is None and nodes:
-        master = first_host(nodes), _SLURM_PORTS[crc32(job.encode()) % len(_SLURM_PORTS)]
+        master = first_host(nodes), NAMED_PORTS[crc32(job.encode()) % len(NAMED_PORTS)]
     local_rank = _optional(environ, "SLURM_LOCALID", _INDEX)
     return Launch(rank, size, local_rank, _tasks_here(environ), master, "slurm", job)
 

@@ -1,32 +1,54 @@
-"""``hetcoll run``: starts the ranks of a job on this host, shows their output, and leaves none of them behind."""
+"""`hetcoll run`: where the ranks of a job start, on this host or on several, and what each is told."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
-import selectors
-import signal
+import shlex
 import socket
-import subprocess
 import sys
-import threading
-import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import BinaryIO
+from zlib import crc32
 
 from ..config.env import child_environment
+from ..config.launchers import NAMED_PORTS
 from ..errors import ArgumentError
-from . import watchdog
+from ..version import __version__
+from .processes import Command, Job, Printer
 
-_CHUNK = 64 << 10
-_LONGEST_LINE = 16 << 20  # bytes; a longer one is cut
-_TAIL_LINES = 20
-_DRAIN = 1.0  # seconds for output that comes after the ranks ended
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15"
+_AGENT_GRACE = 5.0  # seconds beyond the ranks' own that a launcher on another host has to end
+
+
+@dataclass(frozen=True)
+class Options:
+    """How ranks run, wherever they do; `run` says what each means."""
+
+    prefix: bool = True
+    grace: float = 5.0
+    bind: bool = True
+    keep_going: bool = False
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Node:
+    """The part of a job that one launcher starts: as node `index`, of the nodes whose numbers of ranks are `counts`.
+
+    Rank 0 listens at `master` (host, port).
+    """
+
+    index: int
+    counts: tuple[int, ...]
+    master: tuple[str, int]
+
+    @property
+    def first(self) -> int:
+        """The rank of the node's first process."""
+        return sum(self.counts[: self.index])
 
 
 def run(
@@ -34,23 +56,29 @@ def run(
     nproc: int,
     *,
     env: Mapping[str, str] | None = None,
+    node: Node | None = None,
     prefix: bool = True,
     grace: float = 5.0,
     bind: bool = True,
     keep_going: bool = False,
     restarts: int = 0,
+    until_stdin_ends: bool = False,
     stdout: BinaryIO | None = None,
     stderr: BinaryIO | None = None,
 ) -> int:
     """Run `command` as ranks 0 to `nproc` - 1 and return the job's exit code.
 
-    A command whose first word ends in ``.py`` is run by this Python. Ranks get RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, HETCOLL_JOB and a random HETCOLL_SECRET on top of our environment and
-    `env`; their stdin is empty. Where there are more ranks than cores that we may use, each is bound to one of them, by
-    turns, unless `bind` is False: left to the kernel, three of four may share one of two for a second. Each is a
-    process group of our session, not a session: Linux shares cores out among sessions (sched_autogroup_enabled), and
-    a rank that has one to itself gives nothing away by sched_yield(2). Output goes to `stdout` and `stderr` (ours by
-    default) in whole lines, with ``[rank]`` before each where `prefix`.
+    A command that begins with ``-m`` or a word that ends in ``.py`` is run by this Python. Ranks get RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, HETCOLL_JOB and a random HETCOLL_SECRET on top of our
+    environment and `env`; their stdin is empty. Where there are more ranks than cores that we may use, each is bound to
+    one of them, by turns, unless `bind` is False: left to the kernel, three of four may share one of two for a second.
+    Each is a process group of our session, not a session: Linux shares cores out among sessions
+    (sched_autogroup_enabled), and a rank that has one to itself gives nothing away by sched_yield(2). Output goes to
+    `stdout` and `stderr` (ours by default) in whole lines, with ``[rank]`` before each where `prefix`.
+
+    With `node` these are the ranks of that node of a larger job. What its nodes have in common is then the caller's:
+    HETCOLL_JOB and HETCOLL_SECRET are left as they are. `until_stdin_ends` ends the job with our stdin, as SIGTERM
+    does.
 
     The first rank that fails ends the others: SIGTERM to their process groups, and SIGKILL after `grace` seconds. Its
     last lines are shown last and its code is returned, 128 + n for signal n. SIGINT, SIGTERM and SIGHUP to us end the
@@ -68,13 +96,106 @@ def run(
         raise ArgumentError(f"nproc: wanted 1 or more, got {nproc}")
     if not command:
         raise ArgumentError("command: wanted a program or a script, got nothing")
-    if restarts < 0:
-        raise ArgumentError(f"restarts: wanted 0 or more, got {restarts}")
-    words = [sys.executable, *command] if command[0].endswith(".py") else list(command)
-    out, err = stdout or sys.stdout.buffer, stderr or sys.stderr.buffer
-    printer = _Printer(out, err, prefix)
-    for left in range(restarts, -1, -1):
-        with _Job(words, nproc, dict(env or {}), grace, bind, keep_going, printer) as job:
+    by_python = command[0] == "-m" or command[0].endswith(".py")
+    words = [sys.executable, *command] if by_python else list(command)
+    cores = sorted(os.sched_getaffinity(0))
+    bound = bind and nproc > len(cores)
+
+    def commands(name: str) -> list[Command]:
+        common = _common(name, dict(env or {}), node or Node(0, (nproc,), ("127.0.0.1", _free_port())), node is None)
+        return [_rank(words, common, number, node, prefix, cores if bound else []) for number in range(nproc)]
+
+    options = Options(prefix, grace, bind, keep_going, restarts)
+    return _attempts(commands, options, stdout, stderr, until_stdin_ends=until_stdin_ends)
+
+
+def run_hosts(
+    command: Sequence[str],
+    hosts: Sequence[tuple[str, int]],
+    options: Options,
+    *,
+    master: tuple[str, int],
+    env: Mapping[str, str] | None = None,
+    ssh: str = SSH,
+    python: str = sys.executable,
+) -> int:
+    """Run `command` on `hosts`, (name, number of ranks) each, in their order; the job's exit code, as of `run`.
+
+    On each a launcher of its own is started by ``ssh HOST`` (directly where the name is localhost), with `python`, in
+    our working directory. It is told everything by its stdin, the job's secret too, and ends its ranks when that ends:
+    also where we are killed, or the connection is lost. Its ranks get the environment that it finds there, and `env`.
+    Rank 0 listens at `master` (host, port), port 0: at one of ours.
+    """
+    if not command:
+        raise ArgumentError("command: wanted a program or a script, got nothing")
+    names = [host for host, _ in hosts]
+    address, port = master
+    if address == "localhost" and set(names) != {"localhost"}:
+        raise ArgumentError(f"hosts: wanted a name of this host that {names[-1]} can reach, got localhost; or --master")
+    counts = tuple(count for _, count in hosts)
+
+    def commands(name: str) -> list[Command]:
+        where = (address, port or NAMED_PORTS[crc32(name.encode()) % len(NAMED_PORTS)])
+        told = _named(dict(env or {}), name)
+        made = []
+        for index, host in enumerate(names):
+            words = [python, "-m", "hetcoll", "run", "--agent"]
+            if host != "localhost":
+                words = [*shlex.split(ssh), host, f"exec {shlex.join(words)}"]
+            task = {
+                "version": __version__,
+                "directory": os.getcwd(),
+                "command": list(command),
+                "env": told,
+                "node": asdict(Node(index, counts, where)),
+                "options": asdict(replace(options, restarts=0)),
+            }
+            line = json.dumps(task).encode() + b"\n"
+            ours = child_environment({"HETCOLL_RUN": name})
+            made.append(Command(words, ours, f"host {host}", stdin=line, decides=index == 0))
+        return made
+
+    return _attempts(commands, replace(options, grace=options.grace + _AGENT_GRACE), None, None)
+
+
+def serve(line: bytes) -> int:
+    """The launcher on one of several hosts: do what `line`, of `run_hosts`, says. Stdin ends with the job."""
+    task = json.loads(line)
+    if task["version"] != __version__:
+        raise ArgumentError(
+            f"hetcoll {__version__} is installed on {socket.gethostname()}, "
+            f"and {task['version']} where the job was started: wanted the same on all hosts"
+        )
+    try:
+        os.chdir(task["directory"])
+    except OSError as error:
+        raise ArgumentError(
+            f"{socket.gethostname()}: wanted the directory {task['directory']!r} of the launcher: {error.strerror}"
+        ) from error
+    said = task["node"]
+    node = Node(said["index"], tuple(said["counts"]), (said["master"][0], said["master"][1]))
+    return run(
+        task["command"], node.counts[node.index], env=task["env"], node=node, until_stdin_ends=True, **task["options"]
+    )
+
+
+def _attempts(
+    commands: Callable[[str], list[Command]],
+    options: Options,
+    stdout: BinaryIO | None,
+    stderr: BinaryIO | None,
+    *,
+    until_stdin_ends: bool = False,
+) -> int:
+    """Run the `commands` of a new name, as often as `options` allow."""
+    if options.restarts < 0:
+        raise ArgumentError(f"restarts: wanted 0 or more, got {options.restarts}")
+    printer = Printer(stdout or sys.stdout.buffer, stderr or sys.stderr.buffer)
+    for left in range(options.restarts, -1, -1):
+        name = secrets.token_hex(8)
+        grace, keep_going = options.grace, options.keep_going
+        made = commands(name)
+        with Job(made, name, printer, grace=grace, keep_going=keep_going, until_stdin_ends=until_stdin_ends) as job:
             code = job.run()
         if code == 0 or not left or not job.may_start_again:
             break
@@ -82,290 +203,42 @@ def run(
     return code
 
 
-class _Printer:
-    """Writes whole lines, and stops where nobody reads any more."""
+def _common(name: str, env: dict[str, str], node: Node, whole: bool) -> dict[str, str]:
+    """What all ranks here have in common: our own environment, the caller's changes, and where the job meets.
 
-    def __init__(self, stdout: BinaryIO, stderr: BinaryIO, prefix: bool) -> None:
-        self._files = {1: stdout, 2: stderr}
-        self._prefix = prefix
-        self.broken = False
-
-    def write(self, stream: int, rank: int, lines: list[bytes]) -> None:
-        """Lines of `rank`, each with its newline, to stdout (1) or stderr (2)."""
-        head = b"[%d] " % rank if self._prefix else b""
-        self.say(stream, b"".join(head + line for line in lines))
-
-    def say(self, stream: int, data: bytes) -> None:
-        try:
-            self._files[stream].write(data)
-            self._files[stream].flush()
-        except BrokenPipeError:
-            self.broken = True
+    With `whole` these are all ranks of the job, which gets a name and a secret.
+    """
+    common = child_environment(env)
+    common.setdefault("PYTHONUNBUFFERED", "1")
+    if whole:
+        common = _named(common, name)
+    common["HETCOLL_RUN"] = name
+    common["WORLD_SIZE"], common["LOCAL_WORLD_SIZE"] = str(sum(node.counts)), str(node.counts[node.index])
+    common["MASTER_ADDR"], common["MASTER_PORT"] = node.master[0], str(node.master[1])
+    return common
 
 
-@dataclass(slots=True)
-class _Stream:
-    """One of a rank's two pipes, and its unfinished line."""
-
-    rank: _Rank
-    number: int
-    pipe: int
-    partial: bytes = b""
+def _named(env: dict[str, str], name: str) -> dict[str, str]:
+    """`env` with the name of a job and, where it has none, a secret."""
+    secret = (
+        {} if env.get("HETCOLL_SECRET") or env.get("HETCOLL_SECRET_FILE") else {"HETCOLL_SECRET": secrets.token_hex(32)}
+    )
+    return {**env, **secret, "HETCOLL_JOB": name}
 
 
-@dataclass(slots=True)
-class _Rank:
-    number: int
-    process: subprocess.Popen[bytes]
-    pidfd: int
-    code: int | None = None
-    tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
-
-
-class _Job:
-    """The ranks while they run. They stay zombies until the end, so that their process groups' numbers stay theirs."""
-
-    def __init__(
-        self, words: list[str], nproc: int, env: dict[str, str], grace: float, bind: bool, goes_on: bool, out: _Printer
-    ) -> None:
-        self._words, self._nproc, self._env, self._grace, self._printer = words, nproc, env, grace, out
-        self._keep_going = goes_on
-        self._cores = sorted(os.sched_getaffinity(0))
-        self._bind = bind and nproc > len(self._cores)
-        self._name = secrets.token_hex(8)
-        self._ranks: list[_Rank] = []
-        self._streams: dict[int, _Stream] = {}  # by the descriptor of their pipe, while that is open
-        self._failed: _Rank | None = None
-        self._stopped_by = 0  # the signal that ended the job
-        self._kill_at: float | None = None
-        self._selector = selectors.DefaultSelector()
-        self._watchdog: subprocess.Popen[bytes] | None = None
-        self._old_handlers: dict[int, object] = {}
-
-    def __enter__(self) -> _Job:
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                self._old_handlers[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        try:
-            self._end_all()
-        finally:
-            for number, handler in self._old_handlers.items():
-                signal.signal(number, handler)  # type: ignore[arg-type]
-            self._selector.close()
-            self._wake_read.close()
-            self._wake_write.close()
-
-    def run(self) -> int:
-        """Start the ranks, serve them to their end, and give the job's code."""
-        code = self._start_all()
-        while code is None and any(rank.code is None for rank in self._ranks):
-            self._turn()
-        self._end_all()
-        if code is not None:
-            return code
-        if self._failed is not None:
-            self._show_failure(self._failed)
-            return _shell_code(self._failed.code or 0)
-        return 128 + self._stopped_by if self._stopped_by else 0
-
-    @property
-    def may_start_again(self) -> bool:
-        """Whether it was ranks that failed, and not the command, or someone who ended the job."""
-        return bool(self._ranks) and not self._stopped_by
-
-    # Starting.
-
-    def _start_all(self) -> int | None:
-        """Start the watchdog and the ranks; a code where the command cannot be started."""
-        script = [sys.executable, "-I", "-S", watchdog.__file__, self._name]
-        self._watchdog = subprocess.Popen(
-            script, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            bufsize=0,  # a word that it no longer reads is not tried again when its stdin is closed
-        )  # fmt: skip
-        common = self._environment()
-        try:
-            for number in range(self._nproc):
-                if self._stopped_by:
-                    break
-                self._start(number, {**common, "RANK": str(number), "LOCAL_RANK": str(number)})
-        except OSError as error:
-            self._printer.say(2, f"hetcoll run: {self._words[0]}: {error.strerror}\n".encode())
-            return 127 if isinstance(error, FileNotFoundError) else 126
-        if self._stopped_by:
-            self._terminate()  # the last rank may have started after the signal was handled
-        return None
-
-    def _environment(self) -> dict[str, str]:
-        """What all ranks have in common: our own environment, the caller's changes, and where they meet."""
-        common = child_environment(self._env)
-        common.setdefault("PYTHONUNBUFFERED", "1")
-        if not (common.get("HETCOLL_SECRET") or common.get("HETCOLL_SECRET_FILE")):
-            common["HETCOLL_SECRET"] = secrets.token_hex(32)
-        common["HETCOLL_JOB"] = self._name
-        common["WORLD_SIZE"] = common["LOCAL_WORLD_SIZE"] = str(self._nproc)
-        common["MASTER_ADDR"], common["MASTER_PORT"] = "127.0.0.1", str(_free_port())
-        return common
-
-    def _start(self, number: int, env: dict[str, str]) -> None:
-        if self._bind:  # a child is where this thread is, with every thread that it will have
-            os.sched_setaffinity(0, {self._cores[number % len(self._cores)]})
-        try:
-            process = subprocess.Popen(
-                self._words,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=env,
-                process_group=0,  # not a session: see `run`
-            )
-        finally:
-            if self._bind:
-                os.sched_setaffinity(0, self._cores)
-        self._tell_watchdog(b"%d\n" % process.pid)
-        rank = _Rank(number, process, os.pidfd_open(process.pid))
-        self._ranks.append(rank)
-        self._selector.register(rank.pidfd, selectors.EVENT_READ, rank)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        for stream, pipe in ((1, process.stdout), (2, process.stderr)):
-            os.set_blocking(pipe.fileno(), False)
-            self._streams[pipe.fileno()] = _Stream(rank, stream, pipe.fileno())
-            self._selector.register(pipe.fileno(), selectors.EVENT_READ, self._streams[pipe.fileno()])
-
-    def _tell_watchdog(self, word: bytes) -> None:
-        assert self._watchdog is not None
-        assert self._watchdog.stdin is not None
-        try:
-            self._watchdog.stdin.write(word)
-        except BrokenPipeError:
-            self._printer.say(
-                2, b"hetcoll run: the watchdog was killed: nothing ends the ranks if the launcher is too\n"
-            )
-
-    # Serving.
-
-    def _turn(self, longest: float | None = None) -> None:
-        """Sleep until something happens, and serve it."""
-        now = time.monotonic()
-        if self._kill_at is not None and now >= self._kill_at:
-            self._kill_at = None
-            self._signal_groups(signal.SIGKILL)
-        waits = [longest, None if self._kill_at is None else self._kill_at - now]
-        for key, _ in self._selector.select(min((wait for wait in waits if wait is not None), default=None)):
-            if isinstance(key.data, _Stream):
-                self._read(key.data)
-            elif isinstance(key.data, _Rank):
-                self._note_end(key.data)
-            else:
-                self._wake_read.recv(64)
-        if self._printer.broken and not self._stopped_by:
-            self._stop(signal.SIGPIPE)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._stop(number)
-        with suppress(BlockingIOError):  # then it is full of wake-ups
-            self._wake_write.send(b"\0")
-
-    def _stop(self, number: int) -> None:
-        """End the job because of a signal; at once when it is not the first."""
-        again, self._stopped_by = bool(self._stopped_by), self._stopped_by or number
-        if again:
-            self._kill_at = 0.0
-        else:
-            self._terminate()
-
-    def _terminate(self) -> None:
-        if self._kill_at is None:
-            self._kill_at = time.monotonic() + self._grace
-        self._signal_groups(signal.SIGTERM)
-
-    def _signal_groups(self, number: int) -> None:
-        for rank in self._ranks:
-            os.killpg(rank.process.pid, number)  # a zombie, at least, is in it
-
-    def _note_end(self, rank: _Rank) -> None:
-        ended = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if ended is None:
-            return
-        self._selector.unregister(rank.pidfd)
-        rank.code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        if rank.code == 0 or self._stopped_by:
-            return
-        if self._keep_going:
-            text = f"hetcoll run: rank {rank.number} {_spell_code(rank.code)}; the others go on\n"
-            self._printer.say(2, text.encode())
-            self._failed = rank if rank.number == 0 else self._failed
-        elif self._failed is None:
-            self._failed = rank
-            self._terminate()
-
-    def _read(self, stream: _Stream) -> None:
-        try:
-            data = os.read(stream.pipe, _CHUNK)
-        except BlockingIOError:
-            return
-        self._take(stream, data, not data)
-
-    def _take(self, stream: _Stream, data: bytes, last: bool) -> None:
-        """Show the lines that `data` completes; with `last` the unfinished one too."""
-        if last:
-            self._selector.unregister(stream.pipe)
-            del self._streams[stream.pipe]
-        *lines, partial = (stream.partial + data).split(b"\n")
-        if partial and (last or len(partial) > _LONGEST_LINE):
-            lines.append(partial)
-            partial = b""
-        stream.partial = partial
-        if lines:
-            whole = [line + b"\n" for line in lines]
-            stream.rank.tail.extend(whole)
-            self._printer.write(stream.number, stream.rank.number, whole)
-
-    # Ending.
-
-    def _end_all(self) -> None:
-        """Whatever happened: no process of the job is left, no output lost, no descriptor open."""
-        if self._watchdog is None:
-            return
-        if any(rank.code is None for rank in self._ranks):
-            self._terminate()
-            while any(rank.code is None for rank in self._ranks):
-                self._turn()
-        self._drain()
-        watchdog.kill_job(self._name, [rank.process.pid for rank in self._ranks])
-        self._drain()
-        for stream in list(self._streams.values()):
-            self._take(stream, b"", True)
-        for rank in self._ranks:
-            rank.process.wait()
-            os.close(rank.pidfd)
-            for pipe in (rank.process.stdout, rank.process.stderr):
-                assert pipe is not None
-                pipe.close()
-        self._tell_watchdog(b"done\n")
-        assert self._watchdog.stdin is not None
-        self._watchdog.stdin.close()
-        self._watchdog.wait()
-        self._watchdog = None
-
-    def _drain(self) -> None:
-        """Show what the ranks' pipes still hold, and wait a little for what descendants may add."""
-        deadline = time.monotonic() + _DRAIN
-        while self._streams and time.monotonic() < deadline:
-            self._turn(max(0.0, deadline - time.monotonic()))
-
-    def _show_failure(self, rank: _Rank) -> None:
-        text = f"hetcoll run: rank {rank.number} {_spell_code(rank.code or 0)}"
-        text += "; its last lines:\n" if rank.tail else "; it printed nothing\n"
-        self._printer.say(2, text.encode())
-        self._printer.write(2, rank.number, list(rank.tail))
+def _rank(
+    words: Sequence[str], common: dict[str, str], number: int, node: Node | None, prefix: bool, cores: Sequence[int]
+) -> Command:
+    """The `number`-th rank of this host, bound to one of `cores`, if there are any."""
+    rank = number + (node.first if node else 0)
+    return Command(
+        words,
+        {**common, "RANK": str(rank), "LOCAL_RANK": str(number)},
+        name=f"rank {rank}",
+        prefix=b"[%d] " % rank if prefix else b"",
+        core=cores[number % len(cores)] if cores else None,
+        decides=rank == 0,
+    )
 
 
 def _free_port() -> int:
@@ -375,17 +248,3 @@ def _free_port() -> int:
     with socket.create_server(("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both) as sock:
         port: int = sock.getsockname()[1]
         return port
-
-
-def _shell_code(code: int) -> int:
-    return 128 - code if code < 0 else code
-
-
-def _spell_code(code: int) -> str:
-    if code >= 0:
-        return f"failed with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was killed by {name}"

@@ -1,7 +1,7 @@
-"""Ends a job whose launcher died: run as a script of its own by `launch`, with the job's name as its argument.
+"""Ends a job whose launcher died: run as a script of its own by `launch`, with the run's name as its argument.
 
 The launcher writes the process group of each rank to our stdin, and "done" before it ends. Without that last word the
-end of stdin means that it was killed, so all groups are killed, and whatever else has the job's name in its
+end of stdin means that it was killed, so all groups are killed, and whatever else has the run's name in its
 environment: a rank started in the last instant, or a grandchild in a session of its own.
 """
 
@@ -15,7 +15,7 @@ from contextlib import suppress
 
 
 def kill_job(name: str, groups: list[int]) -> None:
-    """Kill the process groups, then every process with HETCOLL_JOB=`name`, until there is none."""
+    """Kill the process groups, then every process with HETCOLL_RUN=`name`, until there is none."""
     for group in groups:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
@@ -32,8 +32,8 @@ def kill_job(name: str, groups: list[int]) -> None:
 
 
 def find_job(name: str) -> list[int]:
-    """The processes with HETCOLL_JOB=`name` in the environment that they were started with. Zombies have none."""
-    wanted = f"HETCOLL_JOB={name}".encode()
+    """The processes with HETCOLL_RUN=`name` in the environment that they were started with. Zombies have none."""
+    wanted = f"HETCOLL_RUN={name}".encode()
     found = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
