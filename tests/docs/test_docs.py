@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from definitions import defines
+from definitions import defines, python_names
 from installed import need_jax
 
 import hetcoll
@@ -216,6 +216,15 @@ def test_the_table_of_errors_has_them_all() -> None:
     for found in named:
         assert found
         assert not found[2] or found[2] in [base.__name__ for base in getattr(errors, found[1]).__mro__]
+
+
+def test_every_failure_names_a_test_that_shows_it() -> None:
+    table = rows("docs/failures.md", "What happens | What the ranks see | When | Shown by")
+    there = {name for path in (ROOT / "tests").rglob("test_*.py") for name in python_names(path.read_text())}
+    for row in table:
+        named = re.findall(r"`(\w+)`", row[3])
+        assert named, row[0]
+        assert [name for name in named if name not in there] == []
 
 
 def test_the_table_of_algorithms_has_them_all() -> None:
