@@ -24,7 +24,7 @@ EXTRA = $(BIN)/python -c "import tomllib; \
 	print(*(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'] \
 	if not r.startswith('hetcoll')), sep='\n')" | $(PIP) -r /dev/stdin
 
-.PHONY: help perf test test-all jax vendors launchers guest lint types format sanitize sanitizers bench instructions clean tools
+.PHONY: help perf test test-all jax vendors launchers guest lint types format sanitize sanitizers site bench instructions clean tools
 
 help:
 	@echo "make perf          measure all-reduce with two ranks here (PERF=\"...\": other arguments of hetcoll perf)"
@@ -34,6 +34,7 @@ help:
 	@echo "make jax           install JAX for the tests that need it"
 	@echo "make guest         fetch what boots virtual machines with RDMA devices for the tests in them (as root)"
 	@echo "make lint types    ruff, clang-format; mypy, import contracts"
+	@echo "make site          the documents as a site in build/site; read it by python -m http.server -d build/site"
 	@echo "make sanitize      the native tests under ASan, UBSan and TSan"
 	@echo "make bench         against Gloo, Open MPI, MPICH, Intel MPI; writes docs/benchmarks.md (BENCH=\"...\")"
 	@echo "make instructions  count instructions with callgrind, compare with benchmarks/instructions.json"
@@ -70,6 +71,10 @@ format: $(VENV)/dev
 types: $(VENV)/installed $(VENV)/test $(VENV)/dev
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports
+
+# `--strict`: a link that leads nowhere, a page that nothing lists and a name without documents are errors.
+site: $(VENV)/installed $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The tests of one variant mostly wait or use one processor: they run beside those of the other.
 sanitize: sanitizers
@@ -143,6 +148,10 @@ $(VENV)/vendors: $(VENV)/made pyproject.toml
 	$(call EXTRA,vendors)
 	$(PIP) --no-deps nccl4py
 	$(PIP) --no-deps --upgrade --target $(VENV)/hip7 'hip-python<10'
+	touch $@
+
+$(VENV)/docs: $(VENV)/made pyproject.toml
+	$(call EXTRA,docs)
 	touch $@
 
 $(VENV)/dev: $(VENV)/made pyproject.toml

@@ -33,7 +33,8 @@ from worker import OPS, PAGES
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"
-SECTION = "sweep"  # of docs/benchmarks.md
+SECTION = "sweep"  # of docs/benchmarks.md, and of what follows
+LIMITS_PAGE = DOCS / "measurements/cpu-tables.md"
 SIZES = [8, 64, 512, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 
 
@@ -167,16 +168,17 @@ def print_table(lines: Sequence[Line]) -> None:
 
 
 def write_docs(env: Mapping[str, Any], lines: Sequence[Line], json_file: Path, cache: Path) -> None:
-    """docs/benchmarks.md between its marks, all results beside the measurements, and the figure."""
-    page = DOCS / "benchmarks.md"
+    """The tables of both pages between their marks, all results beside the measurements, and the figure."""
     versions = ", ".join(f"{name} ({version})" for name, version in env["versions"].items())
     about = (
         f"{env['date']}, {env['cpu']}, {env['cpus']} CPUs, {env['system']}, Python {env['python']}; {versions}. "
         f"`{env['command']}`, {env['rounds']} rounds at most, the best of each library's launches, float32. "
-        f"Times and the machine's limits: {results.keep(json_file.read_text(), DOCS, env['date'], SECTION)}."
+        "Times and the machine's limits: "
     )
-    body = "\n\n".join([about, results.markdown(lines)])
-    page.write_text(results.replace_between_marks(page.read_text(), SECTION, body))
+    for page, tables in ((DOCS / "benchmarks.md", results.ratios), (LIMITS_PAGE, results.of_limits)):
+        kept = results.keep(json_file.read_text(), page.parent, env["date"], SECTION)
+        body = f"{about}{kept}.\n\n{tables(lines)}"
+        page.write_text(results.replace_between_marks(page.read_text(), SECTION, body))
     figure = DOCS / "figures/sweep.svg"
     figure.parent.mkdir(exist_ok=True)
     python = prepare("plot", cache) / "bin/python"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -154,18 +154,23 @@ def digits(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def markdown(lines: Sequence[Line]) -> str:
-    """Two tables for each transport and number of ranks: the ratios to the best peer, and the parts of the limit."""
+def ratios(lines: Sequence[Line]) -> str:
+    """A table for each transport and number of ranks: how many times as fast as the best peer."""
+    return _tables(lines, "how many times as fast as the best peer", lambda x: f"{x.ratio:.2f}" if x.peers else "")
+
+
+def of_limits(lines: Sequence[Line]) -> str:
+    """A table for each transport and number of ranks: the parts of the limit that are reached."""
+    return _tables(lines, "per cent of the limit", lambda x: f"{100 * x.of_limit:.0f}" if x.limit_us else "")
+
+
+def _tables(lines: Sequence[Line], what: str, cell: Callable[[Line], str]) -> str:
     parts = []
     for transport, ranks in dict.fromkeys((line.transport, line.ranks) for line in lines):
         chosen = [line for line in lines if (line.transport, line.ranks) == (transport, ranks)]
-        where = f"### {ranks} ranks, {transport}:"
-        if any(line.peers for line in chosen):
-            cells = {(x.op, x.nbytes): f"{x.ratio:.2f}" for x in chosen if x.peers}
-            parts += [f"{where} how many times as fast as the best peer", _matrix(cells)]
-        if any(line.limit_us for line in chosen):
-            cells = {(x.op, x.nbytes): f"{100 * x.of_limit:.0f}" for x in chosen if x.limit_us}
-            parts += [f"{where} per cent of the limit", _matrix(cells)]
+        cells = {(x.op, x.nbytes): cell(x) for x in chosen if cell(x)}
+        if cells:
+            parts += [f"### {ranks} ranks, {transport}: {what}", _matrix(cells)]
     return "\n\n".join(parts)
 
 

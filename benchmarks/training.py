@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=900.0, help="with --gpus: seconds; the rest is left out")
     parser.add_argument("--small", action="store_true", help="with --gpus: a tiny model on CPUs, to try the program")
     parser.add_argument("--json", type=Path, help="also write all results to this file")
-    parser.add_argument("--write-docs", action="store_true", help="with --gpus: write the table of docs/benchmarks.md")
+    parser.add_argument("--write-docs", action="store_true", help="with --gpus: write the table of training-tables.md")
     parser.add_argument("--worker", nargs=3, metavar=("WAY", "BACKEND", "STEPS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.write_docs and (args.small or not args.gpus):

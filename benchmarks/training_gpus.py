@@ -26,7 +26,7 @@ from posing import posing
 from staying import StayingRanks
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs/benchmarks.md"
+PAGE = HERE.parent / "docs/measurements/training-tables.md"
 GPUS = (2, 4)
 PHASES = ("even", "slowed", "balanced")
 TURNS, STEPS = 3, 4  # each turn's first step is not timed
@@ -189,7 +189,7 @@ def ratios(found: dict[str, Found], name: str) -> str:
 
 
 def section(gpus: int) -> str:
-    """The name of the marks in docs/benchmarks.md between which the table stands."""
+    """The name of the marks in training-tables.md between which the table stands."""
     return f"training on {gpus} GPUs"
 
 

@@ -70,6 +70,7 @@ class ReduceOp(IntEnum):
 
     @property
     def label(self) -> str:
+        """The name in lower case, as calls take it."""
         return self.name.lower()
 
 
@@ -122,6 +123,7 @@ class Collective(IntEnum):
 
     @property
     def label(self) -> str:
+        """The name in lower case, as it is printed."""
         return self.name.lower()
 
     @property

@@ -111,17 +111,18 @@ def test_a_sweep_may_be_joined_from_parts(tmp_path: Path) -> None:
 def test_markdown_has_a_table_for_each_question_of_each_transport() -> None:
     points = [point(name, us, transport=t) for t in ("shm", "tcp") for name, us in (("hetcoll", 0.5), ("Gloo", 100.0))]
     points += [point(name, us, 65536, "tcp") for name, us in (("hetcoll", 50.0), ("Gloo", 100.0), ("MPICH", 60.0))]
-    text = results.markdown(results.summarise(points, LIMITS))
+    lines = results.summarise(points, LIMITS)
+    text = f"{results.ratios(lines)}\n{results.of_limits(lines)}"
     assert [line for line in text.splitlines() if line and not line.startswith("| ---")] == [
         "### 2 ranks, shm: how many times as fast as the best peer",
         "| operation | 8 B |",
         "| allreduce | 200.00 |",
-        "### 2 ranks, shm: per cent of the limit",
-        "| operation | 8 B |",
-        "| allreduce | 10 |",
         "### 2 ranks, tcp: how many times as fast as the best peer",
         "| operation | 8 B | 64 KiB |",
         "| allreduce | 200.00 | 1.20 |",
+        "### 2 ranks, shm: per cent of the limit",
+        "| operation | 8 B |",
+        "| allreduce | 10 |",
         "### 2 ranks, tcp: per cent of the limit",
         "| operation | 8 B | 64 KiB |",
         "| allreduce | 1001 | 62 |",
@@ -130,7 +131,7 @@ def test_markdown_has_a_table_for_each_question_of_each_transport() -> None:
 
 def test_a_size_that_was_not_measured_is_an_empty_cell() -> None:
     points = [point("hetcoll", 1.0), point("Gloo", 3.0), point("hetcoll", 1.0, 16)]
-    text = results.markdown(results.summarise(points, {}))
+    text = results.ratios(results.summarise(points, {}))
     assert "| operation | 8 B |" in text
     assert "16 B" not in text
     assert "limit" not in text
@@ -190,15 +191,16 @@ def test_what_benchmarks_write_has_marks_in_the_documents() -> None:
     import_torch()
     import training_gpus
 
+    docs = BENCHMARKS.parent / "docs"
     sections = {
-        "gpus.py": [gpus.section(n) for n in gpus.GPUS],
-        "peers.py": [peers.SECTION],
-        "training.py": [training_gpus.section(n) for n in training_gpus.GPUS],
+        "gpus.py": [(gpus.PAGE, gpus.section(n)) for n in gpus.GPUS],
+        "peers.py": [(page, peers.SECTION) for page in (docs / "benchmarks.md", peers.LIMITS_PAGE)],
+        "training.py": [(training_gpus.PAGE, training_gpus.section(n)) for n in training_gpus.GPUS],
     }
     assert {path.name for path in BENCHMARKS.glob("*.py") if '"--write-docs"' in path.read_text()} == set(sections)
-    for script, names in sections.items():
-        page = (gpus.PAGE if script == "gpus.py" else BENCHMARKS.parent / "docs/benchmarks.md").read_text()
-        for name in names:
+    for script, places in sections.items():
+        for path, name in places:
+            page = path.read_text()
             assert "\nnew\n" in results.replace_between_marks(page, name, "new", f"benchmarks/{script}")
             assert page.count(results.MARK.format(which=f"{name} begins: output", script=f"benchmarks/{script}")) == 1
 

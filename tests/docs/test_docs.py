@@ -9,7 +9,6 @@ a set of lines, ``<!-- run: first and last -->`` what stands before and after a 
 from __future__ import annotations
 
 import builtins
-import importlib.util
 import inspect
 import os
 import re
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from definitions import defines
+from definitions import defines, python_names
 from installed import need_jax
 
 import hetcoll
@@ -219,6 +218,15 @@ def test_the_table_of_errors_has_them_all() -> None:
         assert not found[2] or found[2] in [base.__name__ for base in getattr(errors, found[1]).__mro__]
 
 
+def test_every_failure_names_a_test_that_shows_it() -> None:
+    table = rows("docs/failures.md", "What happens | What the ranks see | When | Shown by")
+    there = {name for path in (ROOT / "tests").rglob("test_*.py") for name in python_names(path.read_text())}
+    for row in table:
+        named = re.findall(r"`(\w+)`", row[3])
+        assert named, row[0]
+        assert [name for name in named if name not in there] == []
+
+
 def test_the_table_of_algorithms_has_them_all() -> None:
     wanted = {
         kind.label: sorted(name for name, entry in table.items() if entry.draw.__module__.startswith("hetcoll."))
@@ -287,6 +295,13 @@ def test_paths_that_a_page_names_exist(page: Path) -> None:
     missing = [f"{page.name}:{line}: there is no {path}" for line, path in sorted(named) if not (ROOT / path).exists()]
     missing = [told for told in missing if "NAME" not in told]  # stands for one that a reader chooses
     assert not missing, "\n".join(missing)
+
+
+def test_the_picture_names_files_that_exist() -> None:
+    words = re.findall(r"[\w/]+(?:\.py|/)(?=[\s,<:])|native/\w+", (ROOT / "docs/figures/parts.svg").read_text())
+    assert len(words) > 10
+    beside = ("src/hetcoll", "src/hetcoll/config", ".")  # "config/env.py, launchers.py"
+    assert [word for word in words if not any((ROOT / folder / word).exists() for folder in beside)] == []
 
 
 def test_comments_cite_documents_that_exist() -> None:
@@ -378,15 +393,6 @@ def test_what_a_file_defines_is_told_from_what_it_mentions(tmp_path: Path) -> No
 def test_the_table_of_tests_names_files_that_exist() -> None:
     named = set(re.findall(r"`(test_\w+\.py)`", (ROOT / "docs/testing.md").read_text()))
     assert named <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-
-
-def test_the_api_reference_is_what_the_docstrings_say() -> None:
-    spec = importlib.util.spec_from_file_location("generate_api", ROOT / "docs/generate_api.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert (ROOT / "docs/api.md").read_text() == module.generate(), "run python docs/generate_api.py"
 
 
 DOCTESTS = """

@@ -183,6 +183,7 @@ class Plan:
 
     @property
     def lanes(self) -> int:
+        """The number of lanes."""
         return 1 + max((step.lane for step in self.steps), default=-1)
 
     @property

@@ -162,6 +162,7 @@ class Topology:
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return len(self.ranks)
 
     @cached_property
@@ -233,6 +234,7 @@ class Topology:
         return next(host.index(rank) for host in self.hosts if rank in host)
 
     def same_host(self, a: int, b: int) -> bool:
+        """Whether two ranks can share memory."""
         return self.ranks[a].host == self.ranks[b].host
 
     def transport(self, a: int, b: int) -> Path:

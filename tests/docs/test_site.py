@@ -1,0 +1,127 @@
+"""The site: each public name is documented in the API's pages, links lead on, schedules show what the plans do."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+import hetcoll
+from hetcoll.plan.algorithms import ALGORITHMS
+from hetcoll.plan.ir import Op
+from hetcoll.types import Collective
+
+ROOT = Path(__file__).parents[2]
+API = sorted((ROOT / "docs/api").glob("*.md"))
+DIRECTIVES = [name for page in API for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)]
+INTERNAL = {"abandon", "enter", "session"}  # public to other modules of the package only: mkdocs.yml leaves them out
+
+
+def load(name: str) -> Any:
+    """A module, or what stands in one."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        module, _, last = name.rpartition(".")
+        return getattr(importlib.import_module(module), last)
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The modules that mkdocs runs."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs/site"))
+    return {name: importlib.import_module(name) for name in ("hook", "schedules")}
+
+
+def test_each_public_name_is_in_the_api_pages() -> None:
+    direct = {name.removeprefix("hetcoll.") for name in DIRECTIVES if re.fullmatch(r"hetcoll\.\w+", name)}
+    whole = (
+        {name for name in vars(hetcoll.errors) if name.endswith("Error")} if "hetcoll.errors" in DIRECTIVES else set()
+    )
+    assert set(hetcoll.__all__) - {"__version__"} <= direct | whole
+
+
+@pytest.mark.parametrize("name", [name for name in DIRECTIVES if not name.startswith("hetcoll.jax")])
+def test_what_the_api_pages_name_has_docstrings(name: str) -> None:
+    thing = load(name)
+    if inspect.ismodule(thing):
+        kinds = [value for value in vars(thing).values() if inspect.isclass(value) and value.__module__ == name]
+        assert kinds
+        assert [kind.__name__ for kind in kinds if not kind.__doc__] == []
+    elif not inspect.isclass(thing) and not inspect.isfunction(thing):
+        module, _, last = name.rpartition(".")  # an alias of a type: a text stands below it in its module
+        homes = [importlib.import_module(module), hetcoll.types, hetcoll.buffers]
+        texts = [Path(str(home.__file__)).read_text() for home in homes]
+        assert any(re.search(rf'^{last}\b[^\n]*=(.|\n)*?\n"""', text, re.MULTILINE) for text in texts)
+    else:
+        assert thing.__doc__
+        members = vars(thing).items() if inspect.isclass(thing) else ()
+        public = [(m, v) for m, v in members if not m.startswith("_") and m not in INTERNAL]
+        missing = [m for m, v in public if (inspect.isroutine(v) or isinstance(v, property)) and not v.__doc__]
+        assert missing == []
+
+
+def test_the_site_lists_each_page() -> None:
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = [*(ROOT / "docs").glob("*.md"), *API]
+    assert {str(page.relative_to(ROOT / "docs")) for page in pages} <= listed
+
+
+def test_links_of_the_repository_lead_on_at_the_site(site: dict[str, ModuleType]) -> None:
+    rewritten = site["hook"].rewritten
+    text = "[a](docs/start.md) [b](LICENSE) ![c](docs/figures/parts.svg) [d](https://example.org)"
+    wanted = "[a](start.md) [b](source/LICENSE.md) ![c](figures/parts.svg) [d](https://example.org)"
+    assert rewritten("README.md", text) == wanted
+    assert rewritten("docs/start.md", "[a](../README.md)") == "[a](index.md)"
+    assert rewritten("docs/api/jax.md", "[a](../../src/hetcoll/work.py)") == "[a](../source/src/hetcoll/work.py.md)"
+    assert (
+        rewritten("docs/start.md", "[a](../src) and\n```text\n[a](../src)\n```") == "a and\n```text\n[a](../src)\n```"
+    )
+
+
+MARKS = [
+    mark
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    for mark in re.findall(r"^<!-- schedule: (\w+) (\w+) ([\d+]+) -->$", page.read_text(), re.MULTILINE)
+]
+EVERY = [
+    (collective.label, name, "5" if entry.supports(5) else "4")
+    for collective, table in ALGORITHMS.items()
+    for name, entry in table.items()
+    if entry.draw.__module__.startswith("hetcoll.") and collective is not Collective.P2P
+]
+
+
+@pytest.mark.parametrize(("collective", "algorithm", "ranks"), [*MARKS, *EVERY])
+def test_a_schedule_shows_all_messages_and_ends_with_the_result(
+    site: dict[str, ModuleType], collective: str, algorithm: str, ranks: str
+) -> None:
+    shown = site["schedules"].schedule(collective, algorithm, ranks)
+    size = len(shown.plans)
+    assert len(shown.messages) == sum(step.op is Op.SEND for plan in shown.plans for step in plan.steps)
+    everyone = frozenset(range(size))
+    if collective in ("allreduce", "reduce_scatter"):
+        assert all(terms == everyone for rank in shown.states[-1] for terms in rank)
+    if collective == "reduce":
+        assert all(terms == everyone for terms in shown.states[-1][0])
+    if collective == "broadcast":
+        assert all(terms == {0} for rank in shown.states[-1] for terms in rank)
+    figure = ElementTree.fromstring(site["schedules"].draw(collective, algorithm, ranks))
+    assert len(list(figure.iter("line"))) == len(shown.messages)
+
+
+def test_the_documents_draw_a_ring_a_tree_and_two_levels() -> None:
+    assert {"ring", "tree", "hierarchical"} <= {algorithm for _, algorithm, _ in MARKS}
+
+
+def test_drawing_imports_no_mkdocs() -> None:
+    code = "import sys; sys.path.insert(0, 'docs/site'); import hook; sys.exit('mkdocs' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
