@@ -22,6 +22,7 @@ from hetcoll.buffers import element_type
 from hetcoll.errors import BufferTypeError, CollectiveMismatchError, CollectiveTimeoutError, InitError, PeerLostError
 from hetcoll.gpu import cpu_rank
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.runtime.digest import read
 from hetcoll.types import DType
 from hetcoll.vendors.devices import cuda, hip
 
@@ -353,3 +354,29 @@ def test_check_takes_two_kinds_of_a_format_for_one() -> None:
     assert root[3] != found[0][3], "what only OCP's kind holds is among them"
     for told in (*found, root):  # which two ranks notice first is a matter of time
         assert re.search(r"HETCOLL_CHECK before allreduce\(float8_e4m3fn, count=(9|10|11|12), op=max\)", told[-1]), told
+
+
+def check_on_gpus(comm: hetcoll.Communicator) -> str:
+    """A right call on device memory, and one whose input is not finite on one rank."""
+    own = Own(comm, np.full(5, comm.rank + 1.0, np.float32))
+    comm.allreduce(own.array)
+    assert own.get().tolist() == [6.0] * 5
+    comm.barrier()
+    values = np.ones(5, np.float32)
+    values[3] = np.inf if comm.rank == 1 else 1.0
+    with pytest.raises(hetcoll.ArgumentError) as caught:
+        comm.allreduce(Own(comm, values).array)
+    comm.allreduce(own.array)  # nothing was touched
+    assert own.get().tolist() == [18.0] * 5
+    return str(caught.value)
+
+
+def test_calls_on_gpus_are_inspected(tmp_path: Path) -> None:
+    """HETCOLL_CHECK and HETCOLL_DIGEST see what lies on a GPU."""
+    with start("nac", HETCOLL_CHECK="1", HETCOLL_DIGEST=str(tmp_path)) as ranks:
+        told = ranks.run(check_on_gpus, timeout=120)
+    for said in told:
+        assert said.endswith("is not finite: rank 1: 1 of 5 elements, the first is inf at 3")
+    lines = read(tmp_path)
+    assert all(line.given != line.made for rank in range(3) for line in lines[rank] if "allreduce" in line.call)
+    assert len({tuple(line.made for line in lines[rank]) for rank in range(3)}) == 1

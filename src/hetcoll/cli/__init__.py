@@ -13,7 +13,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands; `subcommand` and `main` of its result say which one and what runs it, `refuse`
     ends the program with that one's usage."""
     from ..version import __version__
-    from . import deploy, doctor, explain, perf, run, selftest, simulate, topo
+    from . import deploy, digest, doctor, explain, perf, run, selftest, simulate, topo
 
     parser = argparse.ArgumentParser(prog="hetcoll", description="Collective communication: measure, start, inspect.")
     parser.add_argument("--version", action="version", version=f"hetcoll {__version__}")
@@ -22,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
         "perf": (perf.add_arguments, perf.main, "measure and verify collectives, in nccl-tests' table"),
         "run": (run.add_arguments, run.main, "start ranks of a program, here or on several hosts"),
         "deploy": (deploy.add_arguments, deploy.main, "print the manifest of a job for a Kubernetes cluster"),
+        "digest": (digest.add_arguments, digest.main, "name the first call in which two runs differ"),
         "doctor": (doctor.add_arguments, doctor.main, "say what this machine lacks, and what to do about it"),
         "selftest": (selftest.add_arguments, selftest.main, "check all collectives on the devices of this machine"),
         "topo": (topo.add_arguments, topo.main, "show the ranks of a job and how they reach each other"),

@@ -98,6 +98,7 @@ class Config:
     host_id: str | None = None
     isa: str | None = None
     check: bool = False
+    digest: str | None = None
     integrity: str = "sampled"
     spin_us: int | None = None
     master: tuple[str, int] | None = None
@@ -171,6 +172,7 @@ def read_config(environ: Environ) -> Config:
         host_id=word("HETCOLL_HOST_ID", "a host's name"),
         isa=word("HETCOLL_ISA", "an instruction set"),
         check=read(environ, "HETCOLL_CHECK", "0 or 1", flag, False),
+        digest=word("HETCOLL_DIGEST", "a directory"),
         integrity=read(environ, "HETCOLL_INTEGRITY", "off, sampled or all", choice(*INTEGRITY), "sampled"),
         spin_us=read(environ, "HETCOLL_SPIN_US", "whole microseconds, 0 or more", auto(whole(0, 10**9)), None),
         master=read(environ, "HETCOLL_MASTER", "host:port", endpoint, None),
@@ -229,7 +231,7 @@ def _cache(environ: Environ) -> str | None:
 
 _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS DEVICE
-    CROSS COMPRESS COMPRESS_FEEDBACK REPRODUCIBLE FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK INTEGRITY
+    CROSS COMPRESS COMPRESS_FEEDBACK REPRODUCIBLE FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK DIGEST INTEGRITY
     SPIN_US MASTER JOB RUN REPLACE CACHE IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
     WARN_AFTER SIGUSR2
 """

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ..buffers import Buffer
 from ..calls import Call
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     from ..vendors.devices.base import Device
     from .cpu_rank import CpuRank
     from .executor import GpuExecutor
+
+log = logging.getLogger("hetcoll")
 
 _KINDS = {"rocm": "hip"}  # a device's name in DLPack's words: whose it is
 
@@ -116,6 +122,20 @@ class Gpus:
         from .device_of import device_of
 
         return device_of(buffer)
+
+    def on_host(self, buffer: Buffer | None, stream: object) -> Buffer | None:
+        """See `runtime.executor.Gpus`."""
+        if buffer is None or buffer.device == "cpu":
+            return buffer
+        device, handle = self.device_of(buffer), streams.handle(stream, buffer)
+        if device.capturing(handle):
+            log.warning("calls that a graph captures are not inspected (HETCOLL_CHECK, HETCOLL_DIGEST)")
+            return None
+        data = np.empty(buffer.nbytes, np.uint8)
+        with device.active():
+            device.synchronize(handle)
+            device.copy(int(data.ctypes.data), buffer.ptr, buffer.nbytes)
+        return replace(buffer, ptr=int(data.ctypes.data), owner=data, device="cpu", index=0, stream=None)
 
     def converts(self, call: Call, stream: object) -> bool:
         """Whether it is one on 8-bit floats, of which ranks may pass two kinds: see `float8`. As `on_gpu`."""

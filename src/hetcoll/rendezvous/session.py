@@ -16,6 +16,8 @@ class Session:
     """Joins a job's first group, WORLD; closes the connection when the last communicator of the job has left."""
 
     def __init__(self, unique_id: UniqueId, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        """Of the job."""
         self._handlers: dict[bytes, Handler] = {}
         self._early: dict[bytes, list[Event]] = {WORLD: []}  # of groups being joined: news that came before a handler
         self._lock = threading.Lock()

@@ -8,7 +8,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,9 +30,6 @@ from .executor import Executor, FastPath, OpenGpus
 from .host import HostExecutor
 from .planner import Planner
 
-if TYPE_CHECKING:
-    from .crosscheck import CrossCheck
-
 log = logging.getLogger("hetcoll")
 
 T = TypeVar("T")
@@ -46,6 +44,15 @@ class Owner(Waiter, Protocol):
     _call: FastPath
 
     def _stuck(self, status: _native.Status) -> None: ...
+
+
+class Inspector(Protocol):
+    """Looks at the data of blocking collectives, which is on the host then: HETCOLL_CHECK, HETCOLL_DIGEST. `converts`:
+    ranks may have other kinds of 8-bit floats."""
+
+    def before(self, call: Call, converts: bool) -> None: ...
+
+    def after(self, call: Call, converts: bool) -> None: ...
 
 
 class Core:
@@ -93,11 +100,15 @@ class Core:
                 listen()
             self.gpus = host.gpus = open_gpus(*parts, config, meet=_weakly(self.meet), prepare=_weakly(host.prepare))
             undo.pop_all()
-        self._cross: CrossCheck | None = None
-        if config.check:
-            from .crosscheck import CrossCheck  # few jobs need it, and imports count
+        self._inspectors: list[Inspector] = []
+        if config.digest:  # few jobs need it, or the check, and imports count
+            from .digest import Digest
 
-            self._cross = CrossCheck(rank, _weakly(self.meet), diagnosis)
+            self._inspectors.append(Digest(config.digest, session.rank, rank))
+        if config.check:
+            from .crosscheck import CrossCheck
+
+            self._inspectors.append(CrossCheck(rank, _weakly(self.meet), diagnosis))
         self.choose_fast_path()
         log.info("rank %d of %d: %s", rank, size, wiring.topology)
 
@@ -111,13 +122,22 @@ class Core:
             )
         self.host.check_usable()
         seconds = self.seconds(timeout)
-        if self._cross is None or async_op or call.label:
+        if not self._inspectors or async_op or call.label:
             return self.start(call, async_op, seconds, stream)
         converts = self.gpus.converts(call, stream)
-        self._cross.before(call, converts)
+        seen = self._seen(call, stream)
+        for inspector in self._inspectors:
+            inspector.before(seen, converts)
         work = self.start(call, async_op, seconds, stream)
-        self._cross.after(call, converts)
+        seen = self._seen(call, stream)
+        for inspector in self._inspectors:
+            inspector.after(seen, converts)
         return work
+
+    def _seen(self, call: Call, stream: object) -> Call:
+        """`call` with copies on the host of buffers on a GPU, after what is on `stream`."""
+        send = self.gpus.on_host(call.send, stream)
+        return replace(call, send=send, recv=send if call.recv is call.send else self.gpus.on_host(call.recv, stream))
 
     def start(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         """The same, unchecked."""
@@ -144,7 +164,7 @@ class Core:
         groups: the slow path tells what is no message."""
         executor, owner = self.gpus.executor or self.host, self._owner()
         assert owner is not None, "it is in a call"
-        owner._call = refuse if self.batches or self.host.closed or self.config.check else executor.fast_path
+        owner._call = refuse if self.batches or self.host.closed or self._inspectors else executor.fast_path
 
     def in_group(self) -> bool:
         """Whether this thread is in the block of a `group`."""
@@ -228,4 +248,4 @@ def _weakly(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def refuse(*args: object) -> None:
-    """Stands in for the engine's call after `close` and under HETCOLL_CHECK: the fast path needs no test of its own."""
+    """Stands in for the engine's call after `close` and for inspectors: the fast path needs no test of its own."""

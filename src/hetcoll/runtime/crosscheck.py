@@ -3,7 +3,7 @@
 Before anything moves the ranks meet and tell each other whether their input holds what is not finite (NaN, infinity):
 if so every rank raises the same error, which says whose it is, and no buffer was touched. The meeting is called after
 the call, so ranks that call different things are found there, too. Afterwards, where all ranks must hold the same, they
-compare a hash of it. Buffers on a GPU are left out. Where ranks may pass 8-bit floats of two kinds (`float8`), kinds of
+compare a hash of it. Where ranks may pass 8-bit floats of two kinds (`float8`), kinds of
 one format are the same, and hashes are of values.
 """
 
@@ -39,7 +39,7 @@ class CrossCheck:
     def before(self, call: Call, converts: bool) -> None:
         """ArgumentError on every rank where the input of one is not finite. `converts`: ranks may have other kinds of
         8-bit floats."""
-        source = self._input(call)
+        source = given(call, self._rank)
         found = "" if source is None else find_odd(source)
         told = self._tell(f"HETCOLL_CHECK before {_common(call, converts)}", found)
         problems = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
@@ -51,7 +51,7 @@ class CrossCheck:
         if call.collective not in SAME:
             return
         result = call.recv or call.send
-        mine = "" if result is None or result.device != "cpu" else hash_of(result, converts)
+        mine = "" if result is None else hash_of(result, converts)
         holders: dict[str, list[int]] = {}
         for rank, told in enumerate(self._tell(f"HETCOLL_CHECK after {_common(call, converts)}", mine)):
             if told:
@@ -62,14 +62,14 @@ class CrossCheck:
             self._diagnosis.post(Kind.CORRUPT, -1, text)
             raise self._diagnosis.error()
 
-    def _input(self, call: Call) -> Buffer | None:
-        """What this rank gives."""
-        gives = call.collective not in ROOTED or call.collective in (Collective.REDUCE, Collective.GATHER)
-        source = call.send if gives or call.root == self._rank else None
-        return source if source is not None and source.device == "cpu" else None
-
     def _tell(self, label: str, mine: str) -> list[str]:
         return [json.loads(blob) for blob in self._meet(label, json.dumps(mine).encode())]
+
+
+def given(call: Call, rank: int) -> Buffer | None:
+    """What `rank` gives to a collective."""
+    gives = call.collective not in ROOTED or call.collective in (Collective.REDUCE, Collective.GATHER)
+    return call.send if gives or call.root == rank else None
 
 
 def _common(call: Call, converts: bool) -> str:

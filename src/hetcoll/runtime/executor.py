@@ -120,6 +120,10 @@ class Gpus(Protocol):
     def device_of(self, buffer: Buffer) -> Any:
         """The GPU that holds a buffer."""
 
+    def on_host(self, buffer: Buffer | None, stream: object) -> Buffer | None:
+        """The buffer itself, or a copy on the host of one on a GPU, after what is on `stream`; none of one whose stream
+        is being captured, which has no data yet."""
+
     def converts(self, call: Call, stream: object) -> bool:
         """Whether it is one on 8-bit floats, of which ranks may pass two kinds."""
 
