@@ -184,12 +184,12 @@ class Plan:
     @property
     def lanes(self) -> int:
         """The number of lanes."""
-        return 1 + max((step.lane for step in self.steps), default=-1)
+        return 1 + max([step.lane for step in self.steps], default=-1)
 
     @property
     def edges(self) -> frozenset[tuple[int, int]]:
         """The (peer, channel) pairs that this rank talks over, in either direction."""
-        return frozenset((step.peer, step.channel) for step in self.steps if step.peer >= 0)
+        return frozenset([(step.peer, step.channel) for step in self.steps if step.peer >= 0])
 
     def units(self, buf: Buf) -> int:
         """The number of units in `buf`."""
@@ -350,9 +350,12 @@ class Builder:
 
         Deps on the same lane, and on what an earlier step of this lane has waited for, are dropped.
         """
-        wanted = {d: (lane, self.steps[d].lane) for d in deps if d is not None}
-        kept = tuple(sorted(d for d, ends in wanted.items() if ends[1] != lane and d > self.waited.get(ends, -1)))
+        steps, kept = self.steps, set[int]()
+        for d in deps:
+            if d is not None and (other := steps[d].lane) != lane and d > self.waited.get((lane, other), -1):
+                kept.add(d)
         for d in kept:
-            self.waited[wanted[d]] = d
-        self.steps.append(Step(op, lane, src, dst, peer, channel, kept, local, compressed))
+            ends = lane, steps[d].lane
+            self.waited[ends] = max(d, self.waited.get(ends, -1))
+        steps.append(Step(op, lane, src, dst, peer, channel, tuple(sorted(kept)), local, compressed))
         return len(self.steps) - 1

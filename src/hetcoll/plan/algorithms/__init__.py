@@ -16,7 +16,8 @@ from . import direct  # first: of two that are equally fast, the tuner takes the
 
 # isort: split
 from . import binomial, chained, dissemination, hierarchical, pairwise, recursive, ring, staged, tree
-from .base import ALGORITHMS, Algorithm, Cost, Draft, Hosts, Reach, find, inp, out, power_of_two, register, tmp
+from ..costs import Cost, Hosts, Reach
+from .base import ALGORITHMS, Algorithm, Draft, find, inp, out, power_of_two, register, tmp
 from .p2p import p2p
 
 __all__ = [
