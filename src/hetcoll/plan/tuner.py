@@ -59,10 +59,11 @@ def choose(
     lines = _lines(collective, topology, machine or Machine(), forced, ordered)
     times = {name: fixed + nbytes * slope for name, (fixed, slope) in lines.items()}
     if forced is not None:
-        if not find(collective, forced).supports(topology.size):
+        entry = find(collective, forced)
+        if not entry.supports(topology.size):
             raise ArgumentError(f"{collective.label} by {forced} does not support {topology.size} ranks")
-        if ordered and collective in REDUCING and not find(collective, forced).ordered:
-            able = ", ".join(name for name, entry in ALGORITHMS[collective.plain].items() if entry.ordered)
+        if ordered and collective in REDUCING and not entry.ordered:
+            able = ", ".join(name for name, each in ALGORITHMS[collective.plain].items() if each.ordered)
             raise ArgumentError(
                 f"reproducible: HETCOLL_ALGO asks for {collective.label} by {forced}, which does not reduce in the"
                 f" order of ranks; wanted one of {able}"
@@ -138,9 +139,10 @@ def named(setting: str) -> dict[Collective, str]:
 def _lines(
     collective: Collective, topology: Topology, machine: Machine, forced: str | None = None, ordered: bool = False
 ) -> dict[str, tuple[float, float]]:
-    """For each algorithm that can be chosen or is asked for: seconds of an empty message, and for each byte."""
+    """For each algorithm that can be chosen, or the one that is `forced`: seconds of an empty message, and a byte's."""
     plain, size, ordered = collective.plain, topology.size, ordered and collective in REDUCING
-    able = [n for n, a in ALGORITHMS.get(plain, {}).items() if a.supports(size) and (a.ordered or not ordered)]
+    known = {forced: find(collective, forced)} if forced else ALGORITHMS.get(plain, {})
+    able = [name for name, each in known.items() if each.supports(size) and (each.ordered or not ordered)]
     place, lines = _Place(collective, topology, machine), {}
     for name, cost in stated(plain, able, size, topology.hosts).items():
         if not isinstance(cost, Cost):
@@ -172,7 +174,7 @@ class _Place:
         """Hops one after another, and the busiest rank's work, which the ranks of a core share; or its host's card."""
         machine, inside, between, crowding = self.machine, self.inside, self.between, self.crowding
         near, far = cost.reach is Reach.NEAR, float(self.several)
-        if near and cost.hops > 0:  # a chain of neighbours leaves its host now and then, but once for each host at least
+        if near and cost.hops > 0:  # a chain of neighbours leaves its host now and then, at least once for each
             far = max(self.borders / self.size, min(1.0, self.borders / cost.hops))
         latency = inside.latency + far * (between.latency - inside.latency) + machine.switch * (crowding - 1)
         overhead = inside.overhead + far * (between.overhead - inside.overhead)

@@ -68,7 +68,7 @@ class Draft(Builder):
     apart: bool = False
     islands: Hosts = ()
     compress: bool = False
-    near: frozenset[int] = frozenset()  # the ranks to and from which nothing is compressed
+    slow: frozenset[int] = frozenset()  # the ranks to and from which everything is compressed
     stretches: int = 1
     cores: int = 2
     staged: bool = False
@@ -89,17 +89,17 @@ class Draft(Builder):
 
     def send(self, lane: int, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Send `src` to `peer`. Like the next four it gives the step's index, to be named in a later `after`."""
-        slow = self._slow(peer)
+        slow = peer in self.slow
         return self.add(Op.SEND, lane, src=src, peer=peer, channel=channel, deps=after, compressed=slow)
 
     def recv(self, lane: int, dst: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Receive into `dst` what `peer` sends next on this channel, which has as many units."""
-        slow = self._slow(peer)
+        slow = peer in self.slow
         return self.add(Op.RECV, lane, dst=dst, peer=peer, channel=channel, deps=after, compressed=slow)
 
     def recv_reduce(self, lane: int, dst: Span, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Receive from `peer` and write the reduction of that and `src` to `dst`, which may be `src`."""
-        slow = self._slow(peer)
+        slow = peer in self.slow
         return self.add(Op.RECV_REDUCE, lane, src=src, dst=dst, peer=peer, channel=channel, deps=after, compressed=slow)
 
     def copy(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
@@ -135,13 +135,9 @@ class Draft(Builder):
     ) -> tuple[Span, int | None]:
         """What may be sent to all `peers` in place of `src`, which is there after `step`, and the step after which it
         is there: `src` itself where none of these edges is compressed."""
-        if not any(map(self._slow, peers)):
+        if self.slow.isdisjoint(peers):
             return src, step
         return dst, self.add(Op.ROUND, lane, src=src, dst=dst, deps=[step])
-
-    def _slow(self, peer: int) -> bool:
-        """Whether messages to and from `peer` are compressed."""
-        return self.compress and peer not in self.near
 
     def finish(self) -> Plan:
         """The plan of the steps so far. `Algorithm.build` calls it."""
@@ -243,10 +239,12 @@ class Algorithm(NamedTuple):
             hosts = _one_host(size)
         elif not _each_once(hosts, size):
             raise ArgumentError(f"wanted hosts that hold each of {size} ranks once, got {hosts}")
-        near = frozenset(r for group in groups or hosts if rank in group for r in group) if compress else frozenset()
+        compress, slow = compress and len(hosts) > 1, frozenset[int]()
+        if compress:
+            slow = frozenset(range(size)).difference(*(group for group in groups or hosts if rank in group))
         draft = Draft(
             collective=self.collective, algorithm=self.name, size=size, rank=rank, hosts=hosts, root=root,
-            average=scale, compress=compress and len(hosts) > 1, near=near, stretches=stretches, cores=cores,
+            average=scale, compress=compress, slow=slow, stretches=stretches, cores=cores,
             ordered=ordered, redundant=ordered,  # one NaN: whose it was depends on who is first in an instruction
         )  # fmt: skip
         if size > 1:

@@ -19,8 +19,9 @@ from itertools import pairwise, zip_longest
 from math import lcm
 
 from ...types import Collective
+from ..costs import Hosts
 from ..ir import Span
-from .base import Draft, Hosts, inp, out, register, tmp
+from .base import Draft, inp, out, register, tmp
 
 
 @dataclass(frozen=True, slots=True)
