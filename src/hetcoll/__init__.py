@@ -8,7 +8,6 @@
 >>> comm.close()
 """
 
-from ._moved import install as _find_what_moved
 from .buffers import Array
 from .communicator import Communicator
 from .errors import (
@@ -24,6 +23,7 @@ from .errors import (
     HetcollError,
     InitError,
     PeerLostError,
+    PlanError,
     RegistrationError,
 )
 from .job import from_mpi, init
@@ -36,8 +36,6 @@ from .work import Work
 __all__ = [
     "AbortedError", "ArgumentError", "Array", "AuthenticationError", "BufferTypeError", "ClosedError",
     "CollectiveMismatchError", "CollectiveTimeoutError", "CommunicationError", "Communicator", "DType",
-    "DeviceError", "HetcollError", "InitError", "OpName", "PeerLostError", "ReduceOp", "RegistrationError", "UniqueId",
-    "Work", "__version__", "from_mpi", "get_unique_id", "init",
+    "DeviceError", "HetcollError", "InitError", "OpName", "PeerLostError", "PlanError", "ReduceOp", "RegistrationError",
+    "UniqueId", "Work", "__version__", "from_mpi", "get_unique_id", "init",
 ]  # fmt: skip
-
-_find_what_moved()

@@ -16,7 +16,7 @@ import hetcoll._native as _native
 
 from .buffers import Buffer, read_buffer
 from .errors import ArgumentError, BufferTypeError
-from .types import REDUCING, ROOTED, Collective, DType, Format, ReduceOp, supports
+from .types import REDUCING, REDUCTIONS, ROOTED, Collective, DType, Format, ReduceOp
 
 SEND, RECV, SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's forms
 _OPS = {op.label: op for op in ReduceOp}
@@ -134,7 +134,7 @@ def parse_op(op: object, dtype: DType) -> ReduceOp:
         found = _OPS.get(op.lower()) if isinstance(op, str) else None
     if found is None:
         raise ArgumentError(f"op: wanted one of {', '.join(_OPS)}, got {op!r}")
-    if not supports(dtype, found):
+    if found not in REDUCTIONS[dtype]:
         raise ArgumentError(f"op: {found.label} is not defined on {dtype.label}")
     return found
 
@@ -188,13 +188,19 @@ def _wanted(name: str, buffer: Buffer, count: int, why: str) -> None:
         raise ArgumentError(f"{name}: wanted {count} elements ({why}), got {buffer.count}")
 
 
-def allreduce(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object) -> Call:
-    _check_recvbuf(recvbuf)
-    send = read_buffer(sendbuf, "sendbuf", writable=recvbuf is None)
-    recv = send if recvbuf is None else read_buffer(recvbuf, "recvbuf", writable=True)
+def _result(recvbuf: Any, send: Buffer) -> Buffer:
+    """Where a reduction of all of `send` goes that has a place of its own."""
+    recv = read_buffer(recvbuf, "recvbuf", writable=True)
     _alike(send, recv)
     _wanted("recvbuf", recv, send.count, "as many as sendbuf")
     _check_overlap(send, recv, 0)
+    return recv
+
+
+def allreduce(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object) -> Call:
+    _check_recvbuf(recvbuf)
+    send = read_buffer(sendbuf, "sendbuf", writable=recvbuf is None)
+    recv = send if recvbuf is None else _result(recvbuf, send)
     redop = parse_op(op, send.dtype)
     return Call(Collective.ALLREDUCE, send, recv, send.dtype, send.count, send.nbytes, redop)
 
@@ -229,10 +235,7 @@ def reduce(rank: int, size: int, sendbuf: Any, recvbuf: Any, op: object, root: o
     send = read_buffer(sendbuf, "sendbuf", writable=rank == at and recvbuf is None)
     recv = None
     if rank == at:
-        recv = send if recvbuf is None else read_buffer(recvbuf, "recvbuf", writable=True)
-        _alike(send, recv)
-        _wanted("recvbuf", recv, send.count, "as many as sendbuf")
-        _check_overlap(send, recv, 0)
+        recv = send if recvbuf is None else _result(recvbuf, send)
     redop = parse_op(op, send.dtype)
     return Call(Collective.REDUCE, send, recv, send.dtype, send.count, send.nbytes, redop, at)
 

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from .buffers import Array
 from .calls import RECV, SEND, SENDRECV
 from .config.env import Config, configuration
 from .config.process import configure
+from .config.variables import parse_format
 from .errors import ArgumentError, CommunicationError, InitError, PeerLostError
 from .gpu.open import Gpus
 from .health.diagnosis import Kind
@@ -30,14 +31,15 @@ from .rendezvous.session import Session, coming_together
 from .rendezvous.unique_id import UniqueId
 from .rendezvous.wire import WORLD
 from .runtime import messages, registration, regroup
-from .runtime.compression import parse_format
 from .runtime.core import Core, refuse
 from .runtime.executor import FastPath
 from .runtime.hints import give_hints
-from .runtime.planner import Explanation
 from .runtime.registration import Registration
 from .types import Collective, Format, FormatName, OpName, ReduceOp
 from .work import Work
+
+if TYPE_CHECKING:
+    from .runtime.planner import Explanation
 
 
 class Communicator:
@@ -158,7 +160,7 @@ class Communicator:
         communicator's setting, for calls of 64 KiB and more.
         """
         call = calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op)
-        return self._core.launch(self._compression.choose(call, compress), async_op, timeout, stream)
+        return self._core.launch(call, async_op, timeout, stream, compress)
 
     @fast_path(Collective.ALLGATHER)
     def allgather(
@@ -194,7 +196,7 @@ class Communicator:
         `allreduce`.
         """
         call = calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op)
-        return self._core.launch(self._compression.choose(call, compress), async_op, timeout, stream)
+        return self._core.launch(call, async_op, timeout, stream, compress)
 
     @fast_path(Collective.BROADCAST)
     def broadcast(

@@ -44,6 +44,17 @@ class AuthenticationError(InitError):
     """A connection could not prove that it knows the job's secret."""
 
 
+class PlanError(HetcollError, AssertionError):
+    """A set of plans is wrong: says which rank and step, what was wanted and what was found.
+
+    `rank` and `step` say where; `step` is None where no one step is at fault.
+    """
+
+    def __init__(self, message: str, rank: int = -1, step: int | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.step = rank, step
+
+
 class RegistrationError(HetcollError):
     """Memory could not be registered with a device, most often for a limit: says which, and what to do about it."""
 

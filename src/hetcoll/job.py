@@ -16,7 +16,6 @@ from .config.process import configure
 from .errors import ArgumentError, InitError
 from .rendezvous.bootstrap import bootstrap, get_unique_id
 from .rendezvous.session import coming_together
-from .runtime.compression import parse_format
 from .types import FormatName
 
 _world: weakref.ref[Communicator] | None = None
@@ -60,7 +59,7 @@ def init(
     env = environment()
     config = _with_device(_with_islands(env.config, islands), device)
     if compress is not None:
-        config = replace(config, compress=parse_format(compress))
+        config = replace(config, compress=variables.parse_format(compress))
     if reproducible is not None:
         if not isinstance(reproducible, bool):
             raise ArgumentError(f"reproducible: wanted True or False, got {reproducible!r}")

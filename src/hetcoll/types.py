@@ -11,8 +11,21 @@ from enum import IntEnum
 from typing import Literal
 
 
-class DType(IntEnum):
-    """Element types. Values 0-11 are ``ncclDataType_t``."""
+class Labelled(IntEnum):
+    """Numbers that have a label each: the name in lower case."""
+
+    label: str
+    """The name in lower case, as calls take it and as it is printed."""
+
+    def __init__(self, number: int) -> None:
+        self.label = self.name.lower()
+
+
+class DType(Labelled):
+    """Element types. Values 0-11 are ``ncclDataType_t``; labels are NumPy's and ml_dtypes', e.g. ``float8_e4m3fn``."""
+
+    itemsize: int
+    """Bytes per element."""
 
     INT8 = 0
     UINT8 = 1
@@ -34,16 +47,6 @@ class DType(IntEnum):
     FLOAT8_E5M2FNUZ = 17
     BOOL = 18
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return _ITEMSIZE[self]
-
-    @property
-    def label(self) -> str:
-        """The NumPy/ml_dtypes name, e.g. ``float8_e4m3fn``."""
-        return self.name.lower()
-
 
 _ITEMSIZE = {
     DType.INT8: 1, DType.UINT8: 1, DType.INT16: 2, DType.UINT16: 2, DType.INT32: 4, DType.UINT32: 4,
@@ -51,9 +54,11 @@ _ITEMSIZE = {
     DType.COMPLEX64: 8, DType.COMPLEX128: 16, DType.FLOAT8_E4M3FN: 1, DType.FLOAT8_E5M2: 1,
     DType.FLOAT8_E4M3FNUZ: 1, DType.FLOAT8_E5M2FNUZ: 1, DType.BOOL: 1,
 }  # fmt: skip
+for _dtype in DType:
+    _dtype.itemsize = _ITEMSIZE[_dtype]
 
 
-class ReduceOp(IntEnum):
+class ReduceOp(Labelled):
     """Reductions. Values 0-4 are ``ncclRedOp_t``; AVG is a sum followed by a scale."""
 
     SUM = 0
@@ -67,11 +72,6 @@ class ReduceOp(IntEnum):
     BAND = 8
     BOR = 9
     BXOR = 10
-
-    @property
-    def label(self) -> str:
-        """The name in lower case, as calls take it."""
-        return self.name.lower()
 
 
 OpName = Literal["sum", "prod", "max", "min", "avg", "land", "lor", "lxor", "band", "bor", "bxor"]
@@ -91,21 +91,27 @@ OCP_OF = {fnuz: ocp for ocp, fnuz in FNUZ_OF.items()}
 COMPLEX = frozenset({DType.COMPLEX64, DType.COMPLEX128})
 
 
+REDUCTIONS = dict.fromkeys(DType, frozenset(ReduceOp))
+"""The reductions that are defined on each type.
+
+Integers: every one (AVG truncates toward zero, as NCCL's does). Floats: SUM PROD MAX MIN AVG. Complex: SUM PROD AVG (no
+order). Bool: everything but AVG, with NumPy's meaning (SUM and MAX are or, PROD and MIN are and).
+"""
+REDUCTIONS |= dict.fromkeys(FLOATS, frozenset(op for op in ReduceOp if op <= ReduceOp.AVG))
+REDUCTIONS |= dict.fromkeys(COMPLEX, frozenset({ReduceOp.SUM, ReduceOp.PROD, ReduceOp.AVG}))
+REDUCTIONS[DType.BOOL] -= {ReduceOp.AVG}
+
+
 def supports(dtype: DType, op: ReduceOp) -> bool:
-    """Whether `op` is defined on `dtype`.
-
-    Integers: every op (AVG truncates toward zero, as NCCL's does). Floats: SUM PROD MAX MIN AVG. Complex: SUM PROD
-    AVG (no order). Bool: everything but AVG, with NumPy's meaning (SUM and MAX are or, PROD and MIN are and).
-    """
-    if dtype in COMPLEX:
-        return op in (ReduceOp.SUM, ReduceOp.PROD, ReduceOp.AVG)
-    if dtype in FLOATS:
-        return op <= ReduceOp.AVG
-    return not (dtype is DType.BOOL and op is ReduceOp.AVG)
+    """Whether `op` is defined on `dtype`: see `REDUCTIONS`."""
+    return op in REDUCTIONS[dtype]
 
 
-class Collective(IntEnum):
+class Collective(Labelled):
     """What a plan computes. The v-forms run the plan of their plain form over a table of counts."""
+
+    plain: Collective
+    """The collective whose plans this one runs."""
 
     ALLREDUCE = 0
     ALLGATHER = 1
@@ -121,22 +127,9 @@ class Collective(IntEnum):
     REDUCE_SCATTERV = 11
     ALLTOALLV = 12
 
-    @property
-    def label(self) -> str:
-        """The name in lower case, as it is printed."""
-        return self.name.lower()
 
-    @property
-    def plain(self) -> Collective:
-        """The collective whose plans this one runs."""
-        return _PLAIN.get(self, self)
-
-
-_PLAIN = {
-    Collective.ALLGATHERV: Collective.ALLGATHER,
-    Collective.REDUCE_SCATTERV: Collective.REDUCE_SCATTER,
-    Collective.ALLTOALLV: Collective.ALLTOALL,
-}
+for _kind in Collective:
+    _kind.plain = Collective[_kind.name.removesuffix("V")]
 
 LOGICAL = frozenset({ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR})
 """What makes 0 or 1 of any element."""
@@ -147,7 +140,7 @@ SAME = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.ALLGATH
 """What leaves the same on every rank."""
 
 
-class Format(IntEnum):
+class Format(Labelled):
     """How elements travel over compressed edges; the numbers are those of ``native/kernels/codecs.h``.
 
     BF16 is float32's upper half, rounded to nearest even. FP8 (E4M3) and INT8 are codes of one byte in blocks of 32,
@@ -163,10 +156,6 @@ class Format(IntEnum):
     BF16 = 1
     FP8 = 2
     INT8 = 3
-
-    @property
-    def label(self) -> str:
-        return self.name.lower()
 
     def factor(self, itemsize: int) -> float:
         """Bytes on the wire for each byte of elements of `itemsize` bytes."""

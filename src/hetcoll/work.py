@@ -163,10 +163,8 @@ class _Finished(Work):
             self._finish = None
 
 
-def finished(work: Work, finish: Callable[[], None] | None) -> Work:
+def finished(work: Work, finish: Callable[[], None]) -> Work:
     """`work`, over only when `finish` was called after it; now, where it is complete."""
-    if finish is None:
-        return work
     if work is not DONE:
         return _Finished(work, finish)
     finish()

@@ -13,7 +13,7 @@ import pytest
 from hetcoll.cli import main, simulate
 from hetcoll.cli.topo import text
 from hetcoll.plan.algorithms import ALGORITHMS
-from hetcoll.plan.simulator import PlanError
+from hetcoll.plan.simulator.node import wrong
 from hetcoll.plan.topology import RankInfo, Topology
 from hetcoll.types import Collective
 
@@ -161,7 +161,7 @@ def test_simulate_says_what_the_checker_refuses(
 
     def refuse(plans, **options):  # type: ignore[no-untyped-def]
         right(plans, **options)
-        raise PlanError(plans[1], 0, "wanted a peer")
+        raise wrong(plans[1], 0, "wanted a peer")
 
     monkeypatch.setattr(simulate, "check", refuse)
     assert main(["simulate", "allreduce", "ring", "-n", "2"]) == 1

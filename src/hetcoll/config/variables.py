@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..errors import ArgumentError
+from ..types import Format
 
 Environ = Mapping[str, str]
 T = TypeVar("T")
@@ -231,3 +232,11 @@ def _names(text: str) -> tuple[tuple[str, ...], bool, bool]:
     if not names:
         raise ValueError(text)
     return names, exclude, exact
+
+
+def parse_format(compress: object) -> Format:
+    """A format by its name."""
+    labels = [known.label for known in Format]
+    if not isinstance(compress, str) or compress.lower() not in labels:
+        raise ArgumentError(f"compress: wanted one of {', '.join(labels)}, got {compress!r}")
+    return Format[compress.upper()]

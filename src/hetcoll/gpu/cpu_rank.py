@@ -22,7 +22,7 @@ from ..buffers import Buffer
 from ..calls import Call, describe_message, descriptor
 from ..health.diagnosis import Diagnosis
 from ..links.wiring import Check, Wiring
-from ..plan.algorithms.base import Hosts
+from ..plan.costs import Hosts
 from ..plan.ir import Plan
 from ..plan.topology import Way
 from ..runtime.planner import Planner

@@ -18,11 +18,11 @@ from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
 from ..runtime.compression import Compression
 from ..runtime.executor import Meet, Prepare
-from ..runtime.planner import Planner
 from ..types import FNUZ_OF, OCP_OF, Collective
 from . import streams
 
 if TYPE_CHECKING:
+    from ..runtime.planner import Planner
     from ..vendors.devices.base import Device
     from .cpu_rank import CpuRank
     from .executor import GpuExecutor
@@ -96,10 +96,8 @@ class Gpus:
         self._prove(lambda: path.prove(self._meet_slow, self._config.timeout))
         return path
 
-    def among_gpus(self) -> CpuRank | None:
-        """How a rank without a GPU takes part in the calls of those that have one; None where there are no such."""
-        if not self._wiring.topology.some_without_gpu:
-            return None
+    def among_gpus(self) -> CpuRank:
+        """How a rank without a GPU takes part in the calls of those that have one (`Topology.some_without_gpu`)."""
         with self.turn:
             return self.cpu_rank or self._make_host()
 
@@ -143,8 +141,9 @@ class Gpus:
         if buffer is None or (call.dtype not in FNUZ_OF and call.dtype not in OCP_OF):
             return False
         self.check_place(buffer)
-        path = self.among_gpus() if buffer.device == "cpu" else self.on_gpu(buffer, stream)
-        return path is not None and path.two_kinds
+        if buffer.device != "cpu":
+            return self.on_gpu(buffer, stream).two_kinds
+        return self._wiring.topology.some_without_gpu and self.among_gpus().two_kinds
 
     def _prove(self, prove: Callable[[], None]) -> None:
         """Try the ways to GPUs. Where that fails, nothing may use them."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 import hetcoll._native as _native
 
 from ..calls import Call
-from ..plan.algorithms.base import Hosts
 from ..plan.algorithms.islands import ISLANDS
 from ..plan.algorithms.p2p import CHANNEL
+from ..plan.costs import Hosts
 from ..plan.ir import Buf, Local, Op, Plan, Points, Span, Step, offsets
 from ..plan.order import enqueue_order, levels
 from ..plan.pipeline import parts, pipelined, ramp

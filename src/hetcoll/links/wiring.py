@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import starmap
 from typing import TYPE_CHECKING
 
 import hetcoll._native as _native
@@ -236,6 +237,8 @@ class Wiring:
         """Have `make` attach those of these (peer, channel) pairs that the engine has no link for, in at most so many
         seconds, which are its second argument. Of several threads that need a link one makes it."""
         wanted, deadline = list(edges), time.monotonic() + timeout
+        if all(starmap(self.engine.linked, wanted)):  # as shared memory does from the start
+            return
         while True:
             with self._making.missing(wanted) as missing:
                 if missing:

@@ -184,12 +184,12 @@ class Plan:
     @property
     def lanes(self) -> int:
         """The number of lanes."""
-        return 1 + max((step.lane for step in self.steps), default=-1)
+        return 1 + max([step.lane for step in self.steps], default=-1)
 
     @property
     def edges(self) -> frozenset[tuple[int, int]]:
         """The (peer, channel) pairs that this rank talks over, in either direction."""
-        return frozenset((step.peer, step.channel) for step in self.steps if step.peer >= 0)
+        return frozenset([(step.peer, step.channel) for step in self.steps if step.peer >= 0])
 
     def units(self, buf: Buf) -> int:
         """The number of units in `buf`."""
@@ -250,14 +250,17 @@ class Plan:
         `peer`. With `points`, as the method gives them, what lies between two is one unit: the plan is to be bound to
         offsets of these points (`offsets`).
         """
-        name = _Names(self, points)
+        units, place, record = (self.send_units, self.recv_units), self.place, _record
+        if points is not None:
+            names = _Names(self, points)
+            units, place, record = names.units, names.place, names.record
         deps: list[int] = []
         parts: list[Span | None] = []
         rows: list[bytes] = []
         for step in self.steps:
             mine = () if step.local is None else step.local.parts
             where = (step.channel, step.peer) if step.local is None else (step.local.kind, self._place(step.local.root))
-            spans = (*name.record(step.src), *name.record(step.dst))
+            spans = (*record(step.src), *record(step.dst))
             channel, peer = where
             counts = (len(deps), len(step.deps), len(parts), len(mine))
             row = (step.op, step.lane, channel, step.compressed, peer, *spans, *counts)
@@ -265,32 +268,33 @@ class Plan:
             deps.extend(step.deps)
             parts.extend(mine)
         head = HEADER.pack(
-            MAGIC, self.lanes, self.collective, len(self.steps), len(deps), *name.units,
+            MAGIC, self.lanes, self.collective, len(self.steps), len(deps), *units,
             self.scratch_copies, self.scratch_like, self.apart | self.staged << 1 | self.redundant << 2, self.credits,
-            len(parts), name.place,
+            len(parts), place,
         )  # fmt: skip
-        tail = [struct.pack(f"<{len(deps)}I", *deps), *(SPAN.pack(*name.record(part)) for part in parts)]
+        tail = [struct.pack(f"<{len(deps)}I", *deps), *[SPAN.pack(*record(part)) for part in parts]]
         return b"".join([head, *rows, *tail])
 
 
-class _Names:
-    """The numbers by which the engine knows a plan's units: their own, or those of its points."""
+def _record(span: Span | None) -> tuple[int, int, int]:
+    """A span as the engine knows it."""
+    return (-1, 0, 0) if span is None else (span.buf, span.start, span.count)
 
-    def __init__(self, plan: Plan, points: Points | None) -> None:
-        self.units, self.place = (plan.send_units, plan.recv_units), plan.place
+
+class _Names:
+    """The numbers by which the engine knows a plan's units where it is to know them by the plan's points."""
+
+    def __init__(self, plan: Plan, points: Points) -> None:
         self._like, self._whole = plan.scratch_like, plan.units(plan.scratch_like)
-        self._numbers: tuple[dict[int, int], dict[int, int]] | None = None
-        if points is not None:
-            send, recv = ({at: i for i, at in enumerate(each)} for each in points)
-            self._numbers = send, recv
-            self.units = len(send) - 1, len(recv) - 1
-            self.place = (send if plan.send_units > plan.recv_units else recv)[plan.place]
+        send, recv = ({at: i for i, at in enumerate(each)} for each in points)
+        self._numbers = send, recv
+        self.units = len(send) - 1, len(recv) - 1
+        self.place = (send if plan.send_units > plan.recv_units else recv)[plan.place]
 
     def record(self, span: Span | None) -> tuple[int, int, int]:
+        """As `_record`."""
         if span is None:
             return (-1, 0, 0)
-        if self._numbers is None:
-            return (span.buf, span.start, span.count)
         copy, start, buf = 0, span.start, span.buf
         if buf is Buf.SCRATCH:
             buf = self._like
@@ -350,9 +354,12 @@ class Builder:
 
         Deps on the same lane, and on what an earlier step of this lane has waited for, are dropped.
         """
-        wanted = {d: (lane, self.steps[d].lane) for d in deps if d is not None}
-        kept = tuple(sorted(d for d, ends in wanted.items() if ends[1] != lane and d > self.waited.get(ends, -1)))
+        steps, kept = self.steps, set[int]()
+        for d in deps:
+            if d is not None and (other := steps[d].lane) != lane and d > self.waited.get((lane, other), -1):
+                kept.add(d)
         for d in kept:
-            self.waited[wanted[d]] = d
-        self.steps.append(Step(op, lane, src, dst, peer, channel, kept, local, compressed))
+            ends = lane, steps[d].lane
+            self.waited[ends] = max(d, self.waited.get(ends, -1))
+        steps.append(Step(op, lane, src, dst, peer, channel, tuple(sorted(kept)), local, compressed))
         return len(self.steps) - 1

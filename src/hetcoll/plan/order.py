@@ -24,7 +24,8 @@ from collections.abc import Sequence
 
 from ..errors import ArgumentError
 from .ir import Op, Plan
-from .simulator import RECEIVES, PlanError
+from .simulator import RECEIVES
+from .simulator.node import wrong
 
 
 def enqueue_order(plans: Sequence[Plan], credits: int) -> tuple[tuple[int, ...], ...]:
@@ -80,7 +81,7 @@ def levels(plans: Sequence[Plan], credits: int, lag: int = 1) -> tuple[tuple[int
                 ready.append(later)
     if len(ready) < len(names):
         rank, i = next(name for name in names if missing[name])
-        raise PlanError(plans[rank], i, f"deadlock with {credits} slots of one message each")
+        raise wrong(plans[rank], i, f"deadlock with {credits} slots of one message each")
     return tuple(tuple(level[plan.rank, i] for i in range(len(plan.steps))) for plan in plans)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Literal
 
 from ..errors import ArgumentError, InitError, spell_ranks
@@ -160,7 +161,7 @@ class Topology:
             if self.transport(a, b) != "shm" and (reason := self.not_direct(a, b)):
                 raise InitError(f"HETCOLL_CROSS=direct: {reason}")
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
@@ -210,18 +211,23 @@ class Topology:
     @cached_property
     def crowding(self) -> float:
         """Ranks for each core on the host where there are most, at least 1."""
-        cores = [max(1, *(self.ranks[r].cores for r in host)) for host in self.hosts]
-        return max(1.0, *(len(host) / n for host, n in zip(self.hosts, cores, strict=True)))
+        each: list[float] = [len(host) / cores for host, cores in zip(self.hosts, self._cores, strict=True)]
+        return max(1.0, *each)
 
     @cached_property
     def cores(self) -> int:
         """Cores of the host that has the fewest."""
-        return min(max(1, *(self.ranks[r].cores for r in host)) for host in self.hosts)
+        return min(self._cores)
 
-    @property
+    @cached_property
+    def _cores(self) -> list[int]:
+        """Of each host."""
+        return [max(1, *[self.ranks[rank].cores for rank in host]) for host in self.hosts]
+
+    @cached_property
     def claims(self) -> bool:
         """Whether slots in shared memory are claimed anywhere."""
-        return any(info.claims for info in self.ranks)
+        return any(map(attrgetter("claims"), self.ranks))
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
@@ -310,12 +316,14 @@ class Topology:
     @cached_property
     def between_hosts(self) -> Path:
         """What carries data between hosts: TCP where it does between some of them."""
+        if len(self.hosts) == 1:
+            return "tcp"
         kinds = dict[tuple[Nic, ...], list[int]]()
         for host in self.hosts:
             kinds.setdefault(self.ranks[host[0]].nics, []).append(host[0])
         firsts = [rank for ranks in kinds.values() for rank in ranks[:2]]  # hosts with the same devices are alike
         pairs = itertools.combinations(firsts, 2)
-        return "verbs" if len(self.hosts) > 1 and all(self.transport(a, b) == "verbs" for a, b in pairs) else "tcp"
+        return "verbs" if all(self.transport(a, b) == "verbs" for a, b in pairs) else "tcp"
 
     def without_rails(self, a: int, b: int) -> str:
         """Why two ranks have no RDMA path to each other."""

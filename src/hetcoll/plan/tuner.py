@@ -1,8 +1,8 @@
 """Which algorithm for which size.
 
-A pure function of the topology, which all ranks hold alike, so all ranks choose alike. Each algorithm states what it
-takes from the busiest rank (`algorithms.base.Cost`); a few numbers for each kind of edge turn that into a time that is
-linear in the size: alpha-beta-gamma, as in Thakur, Rabenseifner and Gropp (IJHPCA 2005). The fastest algorithm for
+A pure function of the topology, which all ranks hold alike, so all ranks choose alike. `costs` states what each
+algorithm takes from the busiest rank; a few numbers for each kind of edge turn that into a time that is linear in the
+size: alpha-beta-gamma, as in Thakur, Rabenseifner and Gropp (IJHPCA 2005). The fastest algorithm for
 every size is then the lower envelope of a few straight lines, computed once: no size is looked at when a call is made.
 
 Examples
@@ -18,11 +18,15 @@ Examples
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from ..errors import ArgumentError
 from ..types import REDUCING, ROOTED, Collective
-from .algorithms import ALGORITHMS, Cost, Reach, find
+from .algorithms import ALGORITHMS, find
+from .costs import Cost, Levels, Reach, stated
 from .machine import Link, Machine
 from .topology import Topology
 
@@ -52,21 +56,20 @@ def choose(
     ArgumentError
         `forced` does not exist, cannot serve this many ranks, or has another order.
     """
-    machine = machine or Machine()
-    lines = _lines(collective, topology, machine, forced, ordered)
+    lines = _lines(collective, topology, machine or Machine(), forced, ordered)
     times = {name: fixed + nbytes * slope for name, (fixed, slope) in lines.items()}
     if forced is not None:
-        if not find(collective, forced).supports(topology.size):
+        entry = find(collective, forced)
+        if not entry.supports(topology.size):
             raise ArgumentError(f"{collective.label} by {forced} does not support {topology.size} ranks")
-        if ordered and collective in REDUCING and not find(collective, forced).ordered:
-            able = ", ".join(name for name, entry in ALGORITHMS[collective.plain].items() if entry.ordered)
+        if ordered and collective in REDUCING and not entry.ordered:
+            able = ", ".join(name for name, each in ALGORITHMS[collective.plain].items() if each.ordered)
             raise ArgumentError(
                 f"reproducible: HETCOLL_ALGO asks for {collective.label} by {forced}, which does not reduce in the"
                 f" order of ranks; wanted one of {able}"
             )
         return Choice(forced, times.get(forced, math.nan), "asked for")
-    rows = table(collective, topology, machine=machine, ordered=ordered)
-    name = next(name for upper, name in rows if nbytes <= upper)
+    name = look_up(table(collective, topology, machine=machine, ordered=ordered), nbytes)
     others = sorted((t, other) for other, t in times.items() if other != name)
     reason = f"before {others[0][1]} ({others[0][0] * 1e6:.1f} us)" if others else "the only one"
     return Choice(name, times[name], reason)
@@ -94,11 +97,16 @@ def table(
             for other, (other_fixed, other_slope) in lines.items()
             if other_slope < slope
         ]
-        where, _, following = min(crossings, key=lambda c: c[:2], default=(math.inf, 0.0, ""))
+        where, _, following = min(crossings, key=itemgetter(0, 1), default=(math.inf, 0.0, ""))
         if where >= UNLIMITED:
             return [*rows, (UNLIMITED, name)]
         rows.append((math.floor(where), name))
         name = following
+
+
+def look_up(rows: list[tuple[int, str]], nbytes: int) -> str:
+    """The algorithm for one size, of a `table`."""
+    return rows[bisect_left(rows, (nbytes,))][1]
 
 
 def named(setting: str) -> dict[Collective, str]:
@@ -131,55 +139,72 @@ def named(setting: str) -> dict[Collective, str]:
 def _lines(
     collective: Collective, topology: Topology, machine: Machine, forced: str | None = None, ordered: bool = False
 ) -> dict[str, tuple[float, float]]:
-    """For each algorithm that can be chosen or is asked for: seconds of an empty message, and for each byte."""
-    lines = {}
-    for name, algorithm in ALGORITHMS.get(collective.plain, {}).items():
-        if algorithm.supports(topology.size) and (algorithm.ordered or not ordered or collective not in REDUCING):
-            if algorithm.cost is not None:
-                cost = algorithm.cost(topology.size)
-                if name == forced or not cost.turns or (topology.crowding > 1 and topology.cores <= cost.turns):
-                    lines[name] = _line(cost, topology, machine, rooted=collective in ROOTED)
-            elif algorithm.levels is not None and 1 < len(topology.hosts) < topology.size:
-                lines[name] = _two_lines(*algorithm.levels(topology.hosts), topology, machine)
+    """For each algorithm that can be chosen, or the one that is `forced`: seconds of an empty message, and a byte's."""
+    plain, size, ordered = collective.plain, topology.size, ordered and collective in REDUCING
+    known = {forced: find(collective, forced)} if forced else ALGORITHMS.get(plain, {})
+    able = [name for name, each in known.items() if each.supports(size) and (each.ordered or not ordered)]
+    place, lines = _Place(collective, topology, machine), {}
+    for name, cost in stated(plain, able, size, topology.hosts).items():
+        if not isinstance(cost, Cost):
+            lines[name] = place.levels(cost)
+        elif name == forced or not cost.turns or (place.crowding > 1 and topology.cores <= cost.turns):
+            lines[name] = place.line(cost)
     return lines
 
 
-def _two_lines(inside: Cost, between: Cost, topology: Topology, machine: Machine) -> tuple[float, float]:
-    """The work inside a host, then that between hosts: some of it overlaps, which is not counted on."""
-    (near, far), crowding = _links(topology, machine), topology.crowding
-    fixed = inside.hops * near.latency + between.hops * far.latency
-    fixed += (inside.hops + between.hops) * machine.switch * (crowding - 1)
-    fixed += (inside.messages * near.overhead + between.messages * far.overhead) * crowding
-    slope = (inside.sent + inside.received - inside.reduced) / near.bandwidth * crowding
-    slope += max(between.sent, between.received) / far.bandwidth
-    return fixed, slope + (inside.reduced + between.reduced) / machine.reduce * crowding
+class _Place:
+    """Where a collective runs, and how long there is what an algorithm takes."""
 
+    def __init__(self, collective: Collective, topology: Topology, machine: Machine) -> None:
+        self.machine, self.crowding = machine, topology.crowding
+        hosts, self.size = topology.hosts, topology.size
+        self.inside, self.between = _links(topology, machine)
+        self.several, self.claims = len(hosts) > 1, topology.claims
+        # How many ranks have the next one on another host; and how many ranks' whole traffic the busiest host's network
+        # card carries, where they talk to those next to them, and where they talk to anyone.
+        self.borders, self.next_senders, self.senders = 0, 0.0, 0.0
+        if self.several:
+            host_of = [info.host for info in topology.ranks]
+            leaving = [a for a, b in pairwise([*host_of, host_of[0]]) if a != b]
+            self.borders, self.next_senders = len(leaving), max(map(leaving.count, set(host_of)))
+            rooted = collective in ROOTED
+            self.senders = max((1 if rooted else len(h)) * (self.size - len(h)) / (self.size - 1) for h in hosts)
 
-def _line(cost: Cost, topology: Topology, machine: Machine, *, rooted: bool) -> tuple[float, float]:
-    """Hops one after another, and the busiest rank's work, which the ranks of a core share; or its host's card."""
-    near, crowding = cost.reach is Reach.NEAR, topology.crowding
-    inside, between = _links(topology, machine)
-    far = float(len(topology.hosts) > 1)
-    if near and cost.hops > 0:  # a chain of neighbours leaves its host now and then, but once for each host at least
-        borders = _far_neighbours(topology)
-        far = max(borders / topology.size, min(1.0, borders / cost.hops))
-    latency = inside.latency + far * (between.latency - inside.latency) + machine.switch * (crowding - 1)
-    overhead = inside.overhead + far * (between.overhead - inside.overhead)
-    link = between if far > 0 else inside
-    mean = max(cost.mean, 1 / crowding) if link is machine.loopback else 1.0  # all that it takes is work of the cores
-    # The ranks of a core run one after another, and not always the one that could go on.
-    hops = 1.5 * (cost.hops - 1) / crowding + 1 if cost.turns else cost.hops
-    fixed = (hops * latency + cost.messages * overhead * crowding) * mean
-    copied = cost.sent + cost.received - cost.reduced - (0 if far > 0 else cost.answered)
-    if cost.copied > 0:
-        copied += cost.copied - (cost.sent if link is machine.shm and not topology.claims else 0)
-        fixed += machine.staging * cost.copied / crowding**2
-    moved = max(cost.sent, cost.received) if link.duplex else copied
-    work = (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * mean
-    # Who waits for one other leaves a shared core to the rest; where several streams meet (near), all wait.
-    if cost.stepwise and (near or crowding <= 1 or link is not machine.loopback):
-        work *= machine.stall
-    return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * _senders(near, rooted, topology))
+    def line(self, cost: Cost) -> tuple[float, float]:
+        """Hops one after another, and the busiest rank's work, which the ranks of a core share; or its host's card."""
+        machine, inside, between, crowding = self.machine, self.inside, self.between, self.crowding
+        near, far = cost.reach is Reach.NEAR, float(self.several)
+        if near and cost.hops > 0:  # a chain of neighbours leaves its host now and then, at least once for each
+            far = max(self.borders / self.size, min(1.0, self.borders / cost.hops))
+        latency = inside.latency + far * (between.latency - inside.latency) + machine.switch * (crowding - 1)
+        overhead = inside.overhead + far * (between.overhead - inside.overhead)
+        link = between if far > 0 else inside
+        mean = max(cost.mean, 1 / crowding) if link is machine.loopback else 1.0  # all that it takes is work of cores
+        # The ranks of a core run one after another, and not always the one that could go on.
+        hops = 1.5 * (cost.hops - 1) / crowding + 1 if cost.turns else cost.hops
+        fixed = (hops * latency + cost.messages * overhead * crowding) * mean
+        copied = cost.sent + cost.received - cost.reduced - (0 if far > 0 else cost.answered)
+        if cost.copied > 0:
+            copied += cost.copied - (cost.sent if link is machine.shm and not self.claims else 0)
+            fixed += machine.staging * cost.copied / crowding**2
+        moved = max(cost.sent, cost.received) if link.duplex else copied
+        work = (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * mean
+        # Who waits for one other leaves a shared core to the rest; where several streams meet (near), all wait.
+        if cost.stepwise and (near or crowding <= 1 or link is not machine.loopback):
+            work *= machine.stall
+        senders = self.next_senders if near else self.senders
+        return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * senders)
+
+    def levels(self, levels: Levels) -> tuple[float, float]:
+        """The work inside a host, then that between hosts: some of it overlaps, which is not counted on."""
+        (inside, between), near, far = levels, self.inside, self.between
+        machine, crowding = self.machine, self.crowding
+        fixed = inside.hops * near.latency + between.hops * far.latency
+        fixed += (inside.hops + between.hops) * machine.switch * (crowding - 1)
+        fixed += (inside.messages * near.overhead + between.messages * far.overhead) * crowding
+        slope = (inside.sent + inside.received - inside.reduced) / near.bandwidth * crowding
+        slope += max(between.sent, between.received) / far.bandwidth
+        return fixed, slope + (inside.reduced + between.reduced) / machine.reduce * crowding
 
 
 def _links(topology: Topology, machine: Machine) -> tuple[Link, Link]:
@@ -189,17 +214,3 @@ def _links(topology: Topology, machine: Machine) -> tuple[Link, Link]:
     if every is not None:
         return every, every
     return machine.shm, machine.verbs if topology.between_hosts == "verbs" else machine.tcp
-
-
-def _far_neighbours(topology: Topology) -> int:
-    """How many ranks have the next one on another host."""
-    return sum(not topology.same_host(r, (r + 1) % topology.size) for r in range(topology.size))
-
-
-def _senders(near: bool, rooted: bool, topology: Topology) -> float:
-    """How many ranks' whole traffic the busiest host's network card carries."""
-    if len(topology.hosts) == 1:
-        return 0.0
-    if near:
-        return max(sum(not topology.same_host(r, (r + 1) % topology.size) for r in host) for host in topology.hosts)
-    return max((1 if rooted else len(h)) * (topology.size - len(h)) / (topology.size - 1) for h in topology.hosts)

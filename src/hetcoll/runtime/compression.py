@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
+from ..config.variables import parse_format
 from ..errors import ArgumentError, spell_ranks
 from ..plan.topology import Topology
 from ..types import Collective, DType, Format, ReduceOp
@@ -39,14 +40,6 @@ _PAUSE = 100e-6  # seconds between looks at a GPU
 _COLLECTIVES = (Collective.ALLREDUCE, Collective.REDUCE_SCATTER)
 _DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _OPS = (ReduceOp.SUM, ReduceOp.AVG)
-LABELS = tuple(found.label for found in Format)
-
-
-def parse_format(compress: object) -> Format:
-    """A format by its name."""
-    if not isinstance(compress, str) or compress.lower() not in LABELS:
-        raise ArgumentError(f"compress: wanted one of {', '.join(LABELS)}, got {compress!r}")
-    return Format[compress.upper()]
 
 
 class DeviceResidual:
@@ -94,8 +87,8 @@ class Compression:
         if default is not Format.NONE and (why := self._nowhere()):
             log.info("compress=%s: nothing is compressed: %s", default.label, why)
 
-    def choose(self, call: Call, asked: object) -> Call:
-        """The call with its format: what was asked for, or where that is None, the communicator's if it suits.
+    def choose(self, call: Call, asked: object) -> None:
+        """Give the call its format: what was asked for, or where that is None, the communicator's if it suits.
 
         Raises
         ------
@@ -105,15 +98,13 @@ class Compression:
         if asked is None:
             if self.default is not Format.NONE and call.nbytes >= LEAST_BYTES and not self._why_not(call, self.default):
                 call.compress = self.default
-            return call
+            return
         call.compress, call.remembered = parse_format(asked), False
         if call.compress is not Format.NONE and (why := self._why_not(call, call.compress)):
             raise ArgumentError(f"compress: {call.compress.label} was asked for, but {why}")
-        return call
 
     def _why_not(self, call: Call, wanted: Format) -> str:
         """Why a call cannot be compressed; empty where it can."""
-        assert call.send is not None
         if call.collective not in _COLLECTIVES:
             return f"{call.collective.label} is not compressed"
         if call.dtype not in _DTYPES:

@@ -27,8 +27,6 @@ from ..rendezvous.session import Session
 from ..work import DONE, Waiter, Work
 from .compression import Compression
 from .executor import Executor, FastPath, OpenGpus
-from .host import HostExecutor
-from .planner import Planner
 
 log = logging.getLogger("hetcoll")
 
@@ -70,6 +68,9 @@ class Core:
         timeout: float,
         open_gpus: OpenGpus,
     ) -> None:
+        from .host import HostExecutor  # and with these what chooses and draws plans: imports count
+        from .planner import Planner
+
         self._owner = weakref.ref(owner)
         self.session, self.group, self.rank, self.size, self.config = session, group, rank, size, config
         self.batches: dict[int, list[tuple[int, Any, int]]] = {}
@@ -85,7 +86,7 @@ class Core:
             undo.callback(self.engine.close)
             feedback, ordered = config.compress_feedback, config.reproducible
             self.compression = Compression(wiring.topology, config.compress, feedback, ordered)
-            self.planner = Planner(lambda: wiring.topology, rank, config.algo, self.compression, ordered)
+            self.planner = Planner(wiring, rank, config.algo, self.compression, ordered)
             parts = (wiring, diagnosis, self.planner, self.compression)
             host = self.host = HostExecutor(owner, *parts, config.timeout)
             # Weakly, since the engine must not keep its communicator alive.
@@ -114,8 +115,12 @@ class Core:
 
     # Running calls.
 
-    def launch(self, call: Call, async_op: bool, timeout: float | None, stream: object = None) -> Work:
+    def launch(
+        self, call: Call, async_op: bool, timeout: float | None, stream: object = None, compress: object = None
+    ) -> Work:
         """The slow path: for shapes not seen before, asynchronous calls, deadlines of their own and GPU buffers."""
+        if compress is not None or self.config.compress:
+            self.compression.choose(call, compress)
         if self.in_group():
             raise ArgumentError(
                 f"group(): wanted sends and receives only, got {call.describe()}: call it after the block"
@@ -150,7 +155,8 @@ class Core:
     @contextlib.contextmanager
     def executor(self, buffer: Buffer, stream: object) -> Iterator[Executor]:
         """What runs calls on such memory, for the ``with`` block; on a GPU's, one thread at a time."""
-        self.gpus.check_place(buffer)
+        if self.config.device is not None:
+            self.gpus.check_place(buffer)
         if buffer.device == "cpu":
             yield self.host
             return

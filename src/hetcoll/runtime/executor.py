@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import hetcoll._native as _native
 
@@ -16,7 +16,9 @@ from ..links.wiring import Check, Wiring
 from ..types import Collective
 from ..work import Work
 from .compression import Compression
-from .planner import Planner
+
+if TYPE_CHECKING:
+    from .planner import Planner  # a communicator loads it
 
 T = TypeVar("T")
 
@@ -114,8 +116,8 @@ class Gpus(Protocol):
     def on_gpu(self, buffer: Buffer, stream: object) -> Executor:
         """The executor of calls on memory such as `buffer`, of which the first one is on `stream`."""
 
-    def among_gpus(self) -> CpuRank | None:
-        """How this rank, without a GPU, takes part in calls; None where all ranks have GPUs, or none has."""
+    def among_gpus(self) -> CpuRank:
+        """How a rank without a GPU takes part in the calls of those that have one (`Topology.some_without_gpu`)."""
 
     def device_of(self, buffer: Buffer) -> Any:
         """The GPU that holds a buffer."""

@@ -6,7 +6,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
 
 import hetcoll._native as _native
 
@@ -17,16 +20,14 @@ from ..health.diagnosis import Diagnosis, Kind
 from ..health.stall_detector import StallDetector
 from ..health.status_report import StatusReporter
 from ..links.wiring import PATIENCE, Check, Wiring
-from ..types import LOGICAL, Collective, ReduceOp
+from ..plan.algorithms import p2p
+from ..plan.algorithms.base import stretched
+from ..plan.ir import Plan, offsets
+from ..types import Collective, ReduceOp
 from ..work import DONE, Waiter, Work, finished
 from .compression import Compression, float32_zeros
 from .executor import FastPath, Gpus
-from .planner import Drawing, Planner
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..plan.ir import Plan
+from .planner import Planner
 
 T = TypeVar("T")
 
@@ -40,16 +41,12 @@ class HostPlans:
 
     def shape(self, call: Call, timeout: float, check: Check) -> _native.Shape:
         """The bound plan of a call; connects what it needs within `timeout` seconds on the first use."""
-        return self._planner.bound("host", call.binding, lambda: self._bind(call, timeout, check))
+        return self._planner.bound("host", call.binding, partial(self._bind, call, timeout, check))
 
     def _bind(self, call: Call, timeout: float, check: Check) -> _native.Shape:
-        planner = self._planner
-        name = planner.on_host(call.collective, call.nbytes, bool(call.compress))
-        stretches = planner.stretches(call.collective, name, call.nbytes)
-        scale, logical = call.op is ReduceOp.AVG, call.op in LOGICAL and self._wiring.size == 1
-        drawing = Drawing(call.collective.plain, name, call.root, scale, logical, bool(call.compress), stretches)
-        number, plan = self._plan(drawing, lambda: planner.draw(drawing), timeout, check)
-        tables = self._tables(call, plan, stretches)
+        drawing = self._planner.on_host(call)
+        number, plan = self._plan(drawing, partial(self._planner.draw, drawing), timeout, check)
+        tables = self._tables(call, plan, drawing.stretches)
         what = call.describe()
         shape = self._engine.bind(
             plan=number,
@@ -59,11 +56,11 @@ class HostPlans:
             recv_count=call.recv_count,
             send_table=tables[0],
             recv_table=tables[1],
-            descriptor=descriptor(f"{what} by {name}"),
+            descriptor=descriptor(f"{what} by {drawing.algorithm.name}"),
             p2p=False,
             format=call.compress,
         )
-        planner.note(shape.id, what)
+        self._planner.note(shape.id, what)
         if (short := call.key) is not None:
             self._engine.remember(*short, shape)
         return shape
@@ -75,12 +72,10 @@ class HostPlans:
         key = message_key(send, dest, recv, source)
 
         def bind() -> _native.Shape:
-            from ..plan.algorithms import p2p
-
             sends, recvs = ((dest,) if send else (), (source,) if recv else ())
             rank, size = self._wiring.rank, self._wiring.size
             drawing = (Collective.P2P, sends, recvs)
-            number, _ = self._plan(drawing, lambda: p2p(size, rank, sends, recvs), timeout, check)
+            number, _ = self._plan(drawing, partial(p2p, size, rank, sends, recvs), timeout, check)
             shape = self._engine.bind(
                 plan=number,
                 dtype=key[1],
@@ -106,14 +101,10 @@ class HostPlans:
     def _tables(self, call: Call, plan: Plan | None, stretches: int) -> tuple[Sequence[int], Sequence[int]]:
         """The elements at which units of SEND and RECV begin; empty where they are cut evenly."""
         if stretches > 1:
-            from ..plan.algorithms.base import stretched
-
             table = stretched(call.send_count, self._wiring.size, stretches)
             return table, table
         if plan is None:
             return call.send_table, call.recv_table
-        from ..plan.ir import offsets
-
         cut = zip(call.shares(self._wiring.size), (plan.send_units, plan.recv_units), plan.points(), strict=True)
         send, recv = (offsets(shares, units // len(shares), points) for shares, units, points in cut)
         return send, recv
@@ -124,8 +115,9 @@ class HostPlans:
         if found is None:
             plan = draw()
             self._wiring.ensure(sorted(plan.edges), timeout, check)
-            number = self._engine.add_plan(plan.encode(plan.points() if plan.crowded else None))
-            found = self._plans[drawing] = number, plan if plan.crowded else None
+            crowded = plan.crowded
+            number = self._engine.add_plan(plan.encode(plan.points() if crowded else None))
+            found = self._plans[drawing] = number, plan if crowded else None
         return found
 
 
@@ -149,6 +141,7 @@ class HostExecutor:
     ) -> None:
         self._owner_ref = weakref.ref(owner)
         self._engine, self._rank, self._timeout = wiring.engine, wiring.rank, timeout
+        self._with_gpus = wiring.topology.some_without_gpu
         self._planner = planner
         self._diagnosis, self._compression = diagnosis, compression
         self.plans = HostPlans(wiring, planner)
@@ -164,15 +157,15 @@ class HostExecutor:
 
     def run(self, call: Call, stream: object, async_op: bool, seconds: float) -> Work:
         """See `executor.Executor`. Those that make a communicator out of ranks (`call.label`) never ask for GPUs."""
-        among = None if call.label or (call.send or call.recv) is None else self.gpus.among_gpus()
-        finish = None
-        if among is not None:
+        among, finish = None, None
+        if self._with_gpus and (call.send or call.recv) and not call.label:
+            among = self.gpus.among_gpus()
             call, finish = among.converted(call)
         plans = among or self.plans
         reporter, thread = self.reporter, threading.get_ident()
         reporter.calls[thread], reporter.preparing = call.describe(), thread
         try:
-            shape = self.prepare(lambda check: plans.shape(call, seconds, check), seconds)
+            shape = self.prepare(partial(plans.shape, call, seconds), seconds)
             if among is not None:
                 among.note(call)
             if reporter.preparing == thread:
@@ -181,7 +174,8 @@ class HostExecutor:
             recv = 0 if call.recv is None else call.recv.ptr
             residual = self._compression.residual(call, shape, float32_zeros) if call.compress else None
             buffers = (call.send, call.recv)
-            return finished(self._run(shape, send, recv, async_op, seconds, buffers, residual=residual), finish)
+            work = self._run(shape, send, recv, async_op, seconds, buffers, residual=residual)
+            return finished(work, finish) if finish else work
         finally:
             if reporter.preparing == thread:
                 reporter.preparing = None
@@ -200,19 +194,20 @@ class HostExecutor:
         background: bool = True,
     ) -> Work:
         """See `executor.Executor`. `background`: a thread of the engine's may help it on."""
-        among, finish = self.gpus.among_gpus(), None
-        if among is not None:
+        among, finish = None, None
+        if self._with_gpus:
+            among = self.gpus.among_gpus()
             send, recv, finish = among.converted_message(send, dest, recv)
         plans = among or self.plans
         calls, thread = self.reporter.calls, threading.get_ident()
         calls[thread] = describe_message(send, dest, recv, source)
         try:
-            shape = self.prepare(lambda check: plans.point(send, dest, recv, source, seconds, check), seconds)
+            shape = self.prepare(partial(plans.point, send, dest, recv, source, seconds), seconds)
             if among is not None:
                 among.note_message(send, dest, recv, source)
             ptrs = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
             work = self._run(shape, *ptrs, async_op, seconds, (send, recv), background=background)
-            return finished(work, finish)
+            return finished(work, finish) if finish else work
         finally:
             calls.pop(thread, None)
 

@@ -1,6 +1,7 @@
 """The planner: which algorithm runs a call, on host memory and on GPUs; and what was bound before is kept here.
 
-What draws and chooses plans is imported by the first call that needs a new one: `import hetcoll` costs less without.
+A communicator imports it when it comes to be, and with it all that chooses and draws plans: `import hetcoll` costs less
+without.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
-from ..calls import check_int
+from ..calls import Call, check_int
 from ..errors import ArgumentError
 from ..health.desync_report import Called
 from ..health.status_report import call_site
+from ..plan import tuner
+from ..plan.algorithms import ALGORITHMS, Algorithm, find
+from ..plan.algorithms.islands import ISLANDS
+from ..plan.ir import Plan
 from ..plan.topology import Islands, Topology, spell_islands
-from ..types import REDUCING, Collective
+from ..types import LOGICAL, REDUCING, Collective, ReduceOp
 from .compression import Compression
-
-if TYPE_CHECKING:
-    from ..plan.algorithms.base import Algorithm
-    from ..plan.ir import Plan
 
 _KEEP = 1024  # bound plans kept; the least recently used go first
 
@@ -87,15 +88,20 @@ class Explanation(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """What tells one drawn plan of a collective on host memory from another."""
+    """What tells one drawn plan of a collective on host memory from another: an algorithm, and what `build` takes."""
 
-    collective: Collective
-    name: str
-    root: int
-    scale: bool
-    logical: bool
-    compress: bool
+    algorithm: Algorithm
     stretches: int
+    root: int = 0
+    scale: bool = False
+    logical: bool = False
+    compress: bool = False
+
+
+class Connected(Protocol):
+    """What knows the ranks (`links.wiring.Wiring`): RDMA devices are told later than ranks."""
+
+    topology: Topology
 
 
 class Planner:
@@ -103,21 +109,16 @@ class Planner:
 
     def __init__(
         self,
-        topology: Callable[[], Topology],
+        wiring: Connected,
         rank: int,
         algo: str | None,
         compression: Compression,
         ordered: bool = False,
     ) -> None:
-        """`topology` gives what is known now: RDMA devices are told later than ranks. `algo` is HETCOLL_ALGO.
-        `ordered`: every reduction is in the order of ranks."""
+        """`algo` is HETCOLL_ALGO. `ordered`: every reduction is in the order of ranks."""
         self.ordered = ordered
-        self._topology, self._rank, self._compression = topology, rank, compression
-        self._forced: dict[Collective, str] = {}
-        if algo is not None:
-            from ..plan import tuner
-
-            self._forced = tuner.named(algo)
+        self._wiring, self._rank, self._compression = wiring, rank, compression
+        self._forced = {} if algo is None else tuner.named(algo)
         self._tables: dict[Collective, list[tuple[int, str]]] = {}
         self._bound: Kept[tuple[object, ...], object] = Kept()
         self._described: Kept[int, Called] = Kept(2 * _KEEP)
@@ -142,17 +143,26 @@ class Planner:
 
     # Choosing.
 
-    def on_host(self, collective: Collective, nbytes: int, compress: bool) -> str:
-        """The algorithm of a call on host memory; `nbytes` is the larger of its two buffers."""
-        if compress:
-            return self.compressing(collective)
-        table = self._tables.get(collective)
-        if table is None:
-            from ..plan import tuner
-
-            table = tuner.table(collective, self._topology(), self._forced.get(collective), ordered=self.ordered)
-            self._tables[collective] = table
-        return next(name for upper, name in table if nbytes <= upper)
+    def on_host(self, call: Call) -> Drawing:
+        """What is to be drawn for a call on host memory."""
+        collective, topology = call.collective, self._wiring.topology
+        if call.compress:
+            name = self.compressing(collective)
+        else:
+            table = self._tables.get(collective)
+            if table is None:
+                table = tuner.table(collective, topology, self._forced.get(collective), ordered=self.ordered)
+                self._tables[collective] = table
+            name = tuner.look_up(table, call.nbytes)
+        algorithm = find(collective, name)
+        return Drawing(
+            algorithm,
+            algorithm.cut(call.nbytes, topology.cores, topology.size),
+            call.root,
+            scale=call.op is ReduceOp.AVG,
+            logical=call.op in LOGICAL and topology.size == 1,
+            compress=bool(call.compress),
+        )
 
     def on_gpus(self, collective: Collective, islands: Islands, library: str) -> Algorithm:
         """The algorithm of a call that GPUs take part in, whose vendors' libraries serve `islands`: one call of
@@ -163,10 +173,7 @@ class Planner:
         ArgumentError
             HETCOLL_ALGO asks for another one, which cannot be had there.
         """
-        from ..plan.algorithms import ALGORITHMS, find
-        from ..plan.algorithms.islands import ISLANDS
-
-        size, forced = self._topology().size, self._forced.get(collective)
+        size, forced = self._wiring.topology.size, self._forced.get(collective)
         if len(islands) < size:
             only = ISLANDS[collective.plain]
             if forced not in (None, only.name):
@@ -202,8 +209,6 @@ class Planner:
 
     def compressing(self, collective: Collective) -> str:
         """The algorithm that compresses."""
-        from ..plan.algorithms import ALGORITHMS
-
         names = [name for name, algorithm in ALGORITHMS[collective.plain].items() if algorithm.compresses]
         forced = self._forced.get(collective)
         if forced not in (None, *names):
@@ -212,19 +217,10 @@ class Planner:
             )
         return forced or names[0]
 
-    def stretches(self, collective: Collective, name: str, nbytes: int) -> int:
-        """In how many parts, one after another, an algorithm does a call of this size."""
-        from ..plan.algorithms import find
-
-        topology = self._topology()
-        return find(collective, name).cut(nbytes, topology.cores, topology.size)
-
     def draw(self, what: Drawing) -> Plan:
         """This rank's plan of a call on host memory."""
-        from ..plan.algorithms import find
-
-        topology = self._topology()
-        return find(what.collective, what.name).build(
+        topology = self._wiring.topology
+        return what.algorithm.build(
             topology.size,
             self._rank,
             root=what.root,
@@ -249,12 +245,10 @@ class Planner:
             raise ArgumentError(f"op: wanted one of {', '.join(c.label for c in Collective)}, got {op!r}") from None
         if check_int(nbytes, "nbytes") < 0:
             raise ArgumentError(f"nbytes: wanted 0 or more, got {nbytes}")
-        topology = self._topology()
+        topology = self._wiring.topology
         if collective is Collective.P2P:
             carried, paths = over(range(topology.size))
             return Explanation(collective.label, nbytes, "direct", carried, 1, math.nan, "the only one", paths)
-        from ..plan import tuner
-
         form, told = self._compression.explain(collective, nbytes, compress)
         forced = self.compressing(collective) if form else self._forced.get(collective)
         choice = tuner.choose(collective, nbytes, topology, forced, ordered=self.ordered)
@@ -262,8 +256,9 @@ class Planner:
             choice = choice._replace(reason=f"{choice.reason}; reproducible: reduces in the order of ranks")
         if form:
             choice = choice._replace(seconds=math.nan, reason="the one that compresses")
-        stretches = self.stretches(collective, choice.name, nbytes)
-        plan = self.draw(Drawing(collective.plain, choice.name, 0, False, False, bool(form), stretches))
+        algorithm = find(collective, choice.name)
+        stretches = algorithm.cut(nbytes, topology.cores, topology.size)
+        plan = self.draw(Drawing(algorithm, stretches, compress=bool(form)))
         if form:
             told = self._compression.spell(form, sorted({step.peer for step in plan.steps if step.compressed}))
         channels = len({channel for _, channel in plan.edges})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch._C import _distributed_c10d as c10d
 
-from ..runtime.compression import parse_format
+from ..config.variables import parse_format
 from ..types import Format
 from .replace import NoProcessGroupNCCL
 

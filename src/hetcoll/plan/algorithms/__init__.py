@@ -15,8 +15,9 @@ allgather by ring: rank 0 of 2
 from . import direct  # first: of two that are equally fast, the tuner takes the one that came first
 
 # isort: split
+from ..costs import Cost, Hosts, Reach
 from . import binomial, chained, dissemination, hierarchical, pairwise, recursive, ring, staged, tree
-from .base import ALGORITHMS, Algorithm, Cost, Draft, Hosts, Reach, find, inp, out, power_of_two, register, tmp
+from .base import ALGORITHMS, Algorithm, Draft, find, inp, out, power_of_two, register, tmp
 from .p2p import p2p
 
 __all__ = [

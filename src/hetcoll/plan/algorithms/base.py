@@ -22,16 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from ...errors import ArgumentError
 from ...types import REDUCING, Collective
+from ..costs import COSTS, LEVELS, Cost, Hosts, Levels
 from ..ir import Buf, Builder, Local, Op, Plan, Span, cut
 
 After = Iterable[int | None]
-Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host: `Topology.hosts`
 
 
 def inp(start: int = 0, count: int = 1) -> Span:
@@ -68,7 +68,7 @@ class Draft(Builder):
     apart: bool = False
     islands: Hosts = ()
     compress: bool = False
-    near: frozenset[int] = frozenset()  # the ranks to and from which nothing is compressed
+    slow: frozenset[int] = frozenset()  # the ranks to and from which everything is compressed
     stretches: int = 1
     cores: int = 2
     staged: bool = False
@@ -77,7 +77,7 @@ class Draft(Builder):
 
     def others(self) -> list[int]:
         """Every rank but this one, in order."""
-        return [r for r in range(self.size) if r != self.rank]
+        return [*range(self.rank), *range(self.rank + 1, self.size)]
 
     def after_me(self) -> list[int]:
         """The others from rank + 1 on, round the ring: whom to send to, so that nobody is everybody's first."""
@@ -89,17 +89,17 @@ class Draft(Builder):
 
     def send(self, lane: int, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Send `src` to `peer`. Like the next four it gives the step's index, to be named in a later `after`."""
-        slow = self._slow(peer)
+        slow = peer in self.slow
         return self.add(Op.SEND, lane, src=src, peer=peer, channel=channel, deps=after, compressed=slow)
 
     def recv(self, lane: int, dst: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Receive into `dst` what `peer` sends next on this channel, which has as many units."""
-        slow = self._slow(peer)
+        slow = peer in self.slow
         return self.add(Op.RECV, lane, dst=dst, peer=peer, channel=channel, deps=after, compressed=slow)
 
     def recv_reduce(self, lane: int, dst: Span, src: Span, peer: int, *, channel: int = 0, after: After = ()) -> int:
         """Receive from `peer` and write the reduction of that and `src` to `dst`, which may be `src`."""
-        slow = self._slow(peer)
+        slow = peer in self.slow
         return self.add(Op.RECV_REDUCE, lane, src=src, dst=dst, peer=peer, channel=channel, deps=after, compressed=slow)
 
     def copy(self, lane: int, dst: Span, src: Span, *, after: After = ()) -> int:
@@ -135,13 +135,9 @@ class Draft(Builder):
     ) -> tuple[Span, int | None]:
         """What may be sent to all `peers` in place of `src`, which is there after `step`, and the step after which it
         is there: `src` itself where none of these edges is compressed."""
-        if not any(map(self._slow, peers)):
+        if self.slow.isdisjoint(peers):
             return src, step
         return dst, self.add(Op.ROUND, lane, src=src, dst=dst, deps=[step])
-
-    def _slow(self, peer: int) -> bool:
-        """Whether messages to and from `peer` are compressed."""
-        return self.compress and peer not in self.near
 
     def finish(self) -> Plan:
         """The plan of the steps so far. `Algorithm.build` calls it."""
@@ -168,68 +164,32 @@ def _units(collective: Collective, size: int, units: int, pieces: int) -> tuple[
             return units, units
 
 
-def floor_log2(n: int) -> int:
-    return n.bit_length() - 1
-
-
-def ceil_log2(n: int) -> int:
-    return (n - 1).bit_length()
-
-
-class Reach(Enum):
-    """Whom an algorithm talks to: it decides how many ranks of a host share its network card at a time."""
-
-    NEAR = "ranks that are next to each other: few messages leave a host"
-    ANYONE = "anyone"
-
-
-class Cost(NamedTuple):
-    """What an algorithm takes. Bytes are in multiples of the larger of the collective's two buffers.
-
-    `hops` is the longest chain of messages that wait for each other; the rest is about the rank that moves the most:
-    messages sent and received, bytes sent, bytes received, and how many of these are added on arrival. The simulator
-    counts the same on the plans themselves; ``test_tuner.py`` holds these formulas to that. `stepwise` says that
-    ranks wait for each other at every step: whole messages depend on each other, or several streams meet in one rank.
-    `answered` are bytes sent that were reduced from what the same peer sent: in shared memory they go back in the slots
-    that they came in, at no cost. `mean` is what the average rank sends, as a part of what the busiest one does, where
-    that was found to count: ranks that share cores are held up by all that is sent. `copied`: so much of the buffer is
-    copied first, to scratch memory that ranks of a host have mapped; what is sent is read there. `turns`: for ranks
-    that share at most so many cores, fewer than there are ranks; hops go from one to the next on its core. Elsewhere it
-    is taken only by name.
-    """
-
-    hops: int
-    messages: int
-    sent: float
-    received: float
-    reduced: float = 0.0
-    reach: Reach = Reach.ANYONE
-    stepwise: bool = False
-    answered: float = 0.0
-    mean: float = 1.0
-    copied: float = 0.0
-    turns: int = 0
-
-
 class Algorithm(NamedTuple):
-    """One entry of the table. Without `cost` and `levels` it is taken only by name, never by itself.
+    """One entry of the table; what it takes stands in `hetcoll.plan.costs`.
 
-    `levels` is the cost of an algorithm that is made for several hosts: what it takes inside them, and what between
-    them. Bytes between are those of a whole host. `compresses`: it rounds whatever it sends between hosts where the
-    draft says `compress`. `stretches`: into how many it cuts a buffer of so many bytes where the ranks of a host have
-    so many cores, if a plan has so many units; see `cut` and `stretched`. `ordered`: it reduces every element in the
-    order of ranks where the draft says so.
+    `supports` says for which numbers of ranks it can draw. `compresses`: it rounds whatever it sends between hosts
+    where the draft says `compress`. `stretches`: into how many it cuts a buffer of so many bytes where the ranks of a
+    host have so many cores, if a plan has so many units; see `cut` and `stretched`. `ordered`: it reduces every element
+    in the order of ranks where the draft says so.
     """
 
     name: str
     collective: Collective
     draw: Callable[[Draft], None]
-    supports: Callable[[int], bool]
-    cost: Callable[[int], Cost] | None = None
-    levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None
+    supports: Callable[[int], bool] = bool  # any number of ranks
     compresses: bool = False
     stretches: Callable[[int, int], int] | None = None
     ordered: bool = False
+
+    @property
+    def cost(self) -> Callable[[int], Cost] | None:
+        """What it takes of so many ranks, if it states that."""
+        return COSTS.get(self.collective, {}).get(self.name)
+
+    @property
+    def levels(self) -> Callable[[Hosts], Levels] | None:
+        """What it takes inside these hosts and between them, if it is made for several."""
+        return LEVELS.get(self.collective, {}).get(self.name)
 
     def cut(self, nbytes: int, cores: int, size: int) -> int:
         """Into how many stretches `size` ranks cut a buffer: each has a unit for every rank, with an offset."""
@@ -279,10 +239,12 @@ class Algorithm(NamedTuple):
             hosts = _one_host(size)
         elif not _each_once(hosts, size):
             raise ArgumentError(f"wanted hosts that hold each of {size} ranks once, got {hosts}")
-        near = frozenset(r for group in groups or hosts if rank in group for r in group) if compress else frozenset()
+        compress, slow = compress and len(hosts) > 1, frozenset[int]()
+        if compress:
+            slow = frozenset(range(size)).difference(*(group for group in groups or hosts if rank in group))
         draft = Draft(
             collective=self.collective, algorithm=self.name, size=size, rank=rank, hosts=hosts, root=root,
-            average=scale, compress=compress and len(hosts) > 1, near=near, stretches=stretches, cores=cores,
+            average=scale, compress=compress, slow=slow, stretches=stretches, cores=cores,
             ordered=ordered, redundant=ordered,  # one NaN: whose it was depends on who is first in an instruction
         )  # fmt: skip
         if size > 1:
@@ -305,17 +267,13 @@ def _one_host(size: int) -> Hosts:
 @lru_cache(maxsize=8)
 def _each_once(hosts: Hosts, size: int) -> bool:
     """Whether hosts hold each rank once. Kept, as the plans of many ranks are drawn over the same hosts."""
-    return all(hosts) and sorted(r for host in hosts for r in host) == list(range(size))
+    return all(hosts) and sorted(chain.from_iterable(hosts)) == list(range(size))
 
 
 _MOST_STRETCHED = 1 << 15  # units
 _GRAIN = 16  # elements, which most types have at least a cache line of
 
 ALGORITHMS: dict[Collective, dict[str, Algorithm]] = {}
-
-
-def any_size(size: int) -> bool:
-    return size >= 1
 
 
 def power_of_two(size: int) -> bool:
@@ -326,19 +284,27 @@ def register(
     collective: Collective,
     name: str,
     *,
-    supports: Callable[[int], bool] = any_size,
+    supports: Callable[[int], bool] = bool,
     cost: Callable[[int], Cost] | None = None,
-    levels: Callable[[Hosts], tuple[Cost, Cost]] | None = None,
+    levels: Callable[[Hosts], Levels] | None = None,
     compresses: bool = False,
     stretches: Callable[[int, int], int] | None = None,
     ordered: bool = False,
 ) -> Callable[[Callable[[Draft], None]], Callable[..., Plan]]:
-    """Enter a drawing function into the table under `name`; it is replaced by the `build` of its entry."""
+    """Enter a drawing function into the table under `name`; it is replaced by the `build` of its entry.
+
+    `cost` and `levels` are rows for `hetcoll.plan.costs`, which has those of the library's own: what it takes by the
+    number of ranks, or by the ranks of each host. Without one it is taken only by name, never by itself.
+    """
 
     def enter(draw: Callable[[Draft], None]) -> Callable[..., Plan]:
-        entry = Algorithm(name, collective, draw, supports, cost, levels, compresses, stretches, ordered)
+        entry = Algorithm(name, collective, draw, supports, compresses, stretches, ordered)
         if ALGORITHMS.setdefault(collective, {}).setdefault(name, entry) is not entry:
             raise ArgumentError(f"{collective.label} has an algorithm called {name} already")
+        if cost is not None:
+            COSTS.setdefault(collective, {})[name] = cost
+        if levels is not None:
+            LEVELS.setdefault(collective, {})[name] = levels
         return entry.build
 
     return enter

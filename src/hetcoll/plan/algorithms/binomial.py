@@ -11,10 +11,9 @@ whose own buffers are small.
 from __future__ import annotations
 
 from ...types import Collective
+from ..costs import ceil_log2
 from ..ir import Buf
-from .base import Cost, Draft, Reach, ceil_log2, floor_log2, inp, out, register, tmp
-
-NEAR = Reach.NEAR
+from .base import Draft, inp, out, register, tmp
 
 
 def _family(p: Draft) -> tuple[int | None, list[int]]:
@@ -34,7 +33,7 @@ def _interval(p: Draft, rank: int) -> list[tuple[int, int]]:
     return [(rank, first), (0, count - first)] if count > first else [(rank, count)]
 
 
-@register(Collective.BROADCAST, "binomial", cost=lambda n: Cost(floor_log2(n), ceil_log2(n), ceil_log2(n), 0, 0, NEAR))
+@register(Collective.BROADCAST, "binomial")
 def broadcast(p: Draft) -> None:
     """floor(log2 n) hops; the furthest child first, since it has the most below it."""
     parent, children = _family(p)
@@ -44,9 +43,7 @@ def broadcast(p: Draft) -> None:
         p.send(0, inp() if parent is None else out(), child)
 
 
-@register(
-    Collective.REDUCE, "binomial", cost=lambda n: Cost(floor_log2(n), ceil_log2(n), 0, ceil_log2(n), ceil_log2(n), NEAR)
-)
+@register(Collective.REDUCE, "binomial")
 def reduce(p: Draft) -> None:
     """floor(log2 n) hops; the nearest child first, since it has the least to wait for."""
     parent, children = _family(p)

@@ -15,10 +15,9 @@ from itertools import pairwise
 
 from ...types import Collective
 from ..ir import cut
-from .base import Cost, Draft, inp, out, register, tmp
+from .base import Draft, inp, out, register, tmp
 
 _MOST_CHAINS = 4  # more are no faster: a rank waits for one chain while another could go on
-_MOST_CORES = 32  # the most that were measured
 _STRETCH_KIB = (128, 512, 3072, 4096)  # by the number of chains; measured, as is the next
 _WHOLE_BYTES = 1 << 20  # up to here beginning anew costs more than caches give, where cores work at the same time
 _MOST_STRETCHES = 128
@@ -40,15 +39,7 @@ def _order(n: int, chains: int, h: int) -> list[int]:
     return sorted(range(n), key=lambda rank: ((rank - h) % chains, rank // chains))
 
 
-def _cost(n: int) -> Cost:
-    """Of two chains; the last rank of the longer one does most."""
-    short, long = n // 2 / n, (n - n // 2) / n
-    first = n == 2  # and begins the other
-    sent, received, reduced = (n - 1) * long + short, 1 + short * (not first), 1 - short * first
-    return Cost(n, n + 3 - first, sent, received, reduced, copied=0.5, turns=_MOST_CORES)
-
-
-@register(Collective.ALLREDUCE, "chained", cost=_cost, stretches=_stretches, ordered=True)
+@register(Collective.ALLREDUCE, "chained", stretches=_stretches, ordered=True)
 def allreduce(p: Draft) -> None:
     """Chains through all ranks, each to a star. The last stretch, whose length may be another, has a place of its own.
     In rank order all chains begin at rank 0.

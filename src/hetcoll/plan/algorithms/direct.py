@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from ...types import Collective
 from ..ir import Span
-from .base import Cost, Draft, inp, out, register, tmp
+from .base import Draft, inp, out, register, tmp
 
 
-@register(Collective.ALLREDUCE, "oneshot", cost=lambda n: Cost(1, 2 * (n - 1), n - 1, n - 1, n - 1), ordered=True)
+@register(Collective.ALLREDUCE, "oneshot", ordered=True)
 def oneshot_allreduce(p: Draft) -> None:
     """Everyone sends all to everyone: 1 hop, n-1 messages a rank of the whole buffer.
 
@@ -66,12 +66,7 @@ def _reduce_own(p: Draft, result: Span, own: Span) -> int | None:
     return reduced
 
 
-@register(
-    Collective.ALLREDUCE,
-    "direct",
-    cost=lambda n: Cost(2, 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, answered=1 / n),
-    ordered=True,
-)
+@register(Collective.ALLREDUCE, "direct", ordered=True)
 def allreduce(p: Draft) -> None:
     """Reduce-scatter and all-gather, each in one hop: 2(n-1) messages a rank, each a share of 1/n."""
     p.units = p.size
@@ -84,22 +79,13 @@ def allreduce(p: Draft) -> None:
         p.recv(3, out(peer), peer, channel=1)
 
 
-@register(
-    Collective.REDUCE_SCATTER,
-    "direct",
-    cost=lambda n: Cost(1, 2 * (n - 1), (n - 1) / n, (n - 1) / n, (n - 1) / n),
-    ordered=True,
-)
+@register(Collective.REDUCE_SCATTER, "direct", ordered=True)
 def reduce_scatter(p: Draft) -> None:
     """1 hop, n-1 messages a rank, each a share of 1/n."""
     p.scaled(2, out(), _reduce_own(p, out(), inp(p.rank)))
 
 
-@register(
-    Collective.ALLGATHER,
-    "direct",
-    cost=lambda n: Cost(1, 2 * (n - 1), (n - 1) / n, (n - 1) / n),
-)
+@register(Collective.ALLGATHER, "direct")
 def allgather(p: Draft) -> None:
     """1 hop, n-1 messages a rank, each a share of 1/n."""
     for peer in p.after_me():
@@ -109,7 +95,7 @@ def allgather(p: Draft) -> None:
     p.copy(2, out(p.rank), inp())
 
 
-@register(Collective.BROADCAST, "direct", cost=lambda n: Cost(1, n - 1, n - 1, 0))
+@register(Collective.BROADCAST, "direct")
 def broadcast(p: Draft) -> None:
     """The root sends all to everyone: 1 hop, n-1 messages."""
     if p.rank != p.root:
@@ -119,7 +105,7 @@ def broadcast(p: Draft) -> None:
         p.send(0, inp(), peer)
 
 
-@register(Collective.REDUCE, "direct", cost=lambda n: Cost(1, n - 1, 0, n - 1, n - 1), ordered=True)
+@register(Collective.REDUCE, "direct", ordered=True)
 def reduce(p: Draft) -> None:
     """Everyone sends all to the root, which adds round the ring from itself on, or in rank order: 1 hop."""
     if p.rank != p.root:
@@ -136,7 +122,7 @@ def reduce(p: Draft) -> None:
     p.scaled(1, out(), reduced)
 
 
-@register(Collective.GATHER, "direct", cost=lambda n: Cost(1, n - 1, 0, (n - 1) / n))
+@register(Collective.GATHER, "direct")
 def gather(p: Draft) -> None:
     """Everyone sends its unit to the root: 1 hop, n-1 messages."""
     if p.rank != p.root:
@@ -147,7 +133,7 @@ def gather(p: Draft) -> None:
     p.copy(1, out(p.root), inp())
 
 
-@register(Collective.SCATTER, "direct", cost=lambda n: Cost(1, n - 1, (n - 1) / n, 0))
+@register(Collective.SCATTER, "direct")
 def scatter(p: Draft) -> None:
     """The root sends everyone its unit: 1 hop, n-1 messages."""
     if p.rank != p.root:
@@ -158,7 +144,7 @@ def scatter(p: Draft) -> None:
     p.copy(1, out(), inp(p.root))
 
 
-@register(Collective.BARRIER, "direct", cost=lambda n: Cost(1, 2 * (n - 1), 0, 0))
+@register(Collective.BARRIER, "direct")
 def barrier(p: Draft) -> None:
     """Everyone tells everyone: 1 hop, n-1 empty messages a rank. One lane, so an empty message must fit between."""
     p.credits = 1

@@ -6,10 +6,11 @@ Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988).
 from __future__ import annotations
 
 from ...types import Collective
-from .base import Cost, Draft, ceil_log2, inp, out, register
+from ..costs import ceil_log2
+from .base import Draft, inp, out, register
 
 
-@register(Collective.BARRIER, "dissemination", cost=lambda n: Cost(ceil_log2(n), 2 * ceil_log2(n), 0, 0))
+@register(Collective.BARRIER, "dissemination")
 def barrier(p: Draft) -> None:
     """Round k tells rank + 2^k all that is known so far: ceil(log2 n) hops, one empty message a round and rank.
 

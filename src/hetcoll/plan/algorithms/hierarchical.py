@@ -19,8 +19,9 @@ from itertools import pairwise, zip_longest
 from math import lcm
 
 from ...types import Collective
+from ..costs import Hosts
 from ..ir import Span
-from .base import Cost, Draft, Hosts, inp, out, register, tmp
+from .base import Draft, inp, out, register, tmp
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +88,7 @@ class Place:
         return self.hosts[host][self.j % len(self.hosts[host])]
 
 
-def _allreduce_levels(hosts: Hosts) -> tuple[Cost, Cost]:
-    m, k = len(hosts), max(map(len, hosts))
-    fewest = min(hosts, key=len)
-    sizes = set(map(len, hosts))
-    common = lcm(*sizes)
-    atoms = len({common * j // size for size in sizes for j in range(size)})
-    each = -(-atoms // len(fewest))  # atoms of the largest interval
-    parts = -(-atoms // k) * m
-    inside = Cost(2, 4 * (k - 1) * parts, 2 * (k - 1) / k, 2 * (k - 1) / k, (k - 1) / k)
-    once = (m - 1) / m
-    return inside, Cost(2, 4 * (m - 1) * each, 2 * once, 2 * once, once / len(fewest))
-
-
-@register(Collective.ALLREDUCE, "hierarchical", levels=_allreduce_levels, compresses=True)
+@register(Collective.ALLREDUCE, "hierarchical", compresses=True)
 def allreduce(p: Draft) -> None:
     """Reduce inside, reduce between, gather between, gather inside: 4 hops. 2(m-1)/m of the buffer leaves a host."""
     at = Place(p.hosts, p.rank)
@@ -172,19 +160,7 @@ def _gather_inside(p: Draft, at: Place, order: list[int], final: dict[Part, int 
                 p.recv(7, part.output, mate, channel=1)
 
 
-def _shares_levels(hosts: Hosts, *, reduces: bool) -> tuple[Cost, Cost]:
-    n, m, k = sum(map(len, hosts)), len(hosts), max(map(len, hosts))
-    passing = 1 + -(-(n - k) // k)  # units that pass through one rank of the largest host
-    inside = Cost(1, (k - 1) * passing + n - passing, (k - 1) * passing / n, (n - passing) / n)
-    between = Cost(1, m - 1 + passing - 1, k * (m - 1) / n, (n - k) / n)
-    if not reduces:
-        return inside, between
-    added = (k - 1) * passing / n
-    inside = Cost(1, inside.messages, inside.received, inside.sent, added)
-    return inside, Cost(1, between.messages, between.received, between.sent, (m - 1) / n)
-
-
-@register(Collective.ALLGATHER, "hierarchical", levels=lambda hosts: _shares_levels(hosts, reduces=False))
+@register(Collective.ALLGATHER, "hierarchical")
 def allgather(p: Draft) -> None:
     """Each unit goes to one rank of every other host, which hands it on inside: 2 hops; a unit enters a host once."""
     at = Place(p.hosts, p.rank)
@@ -208,9 +184,7 @@ def allgather(p: Draft) -> None:
     p.copy(4, out(p.rank), inp())
 
 
-@register(
-    Collective.REDUCE_SCATTER, "hierarchical", levels=lambda hosts: _shares_levels(hosts, reduces=True), compresses=True
-)
+@register(Collective.REDUCE_SCATTER, "hierarchical", compresses=True)
 def reduce_scatter(p: Draft) -> None:
     """Each unit is added up on one rank of every other host, which sends it to its owner: 2 hops."""
     at = Place(p.hosts, p.rank)

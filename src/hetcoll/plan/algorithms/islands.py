@@ -19,7 +19,7 @@ from math import lcm
 
 from ...types import Collective
 from ..ir import Buf, Span
-from .base import Algorithm, Draft, any_size, inp, out, tmp
+from .base import Algorithm, Draft, inp, out, tmp
 from .hierarchical import Place, gather_between, reduce_between
 
 LOCAL, SEND, RECV, LAST, ROUND = 0, 1, 2, 3, 4  # lanes; all-reduce has those of `hierarchical`
@@ -32,7 +32,7 @@ def _register(
     collective: Collective, *, compresses: bool = False
 ) -> Callable[[Callable[[Draft], None]], Callable[[Draft], None]]:
     def enter(draw: Callable[[Draft], None]) -> Callable[[Draft], None]:
-        ISLANDS[collective] = Algorithm("islands", collective, draw, any_size, compresses=compresses)
+        ISLANDS[collective] = Algorithm("islands", collective, draw, compresses=compresses)
         return draw
 
     return enter

@@ -7,14 +7,10 @@ round k, which works for any n.
 from __future__ import annotations
 
 from ...types import Collective
-from .base import Cost, Draft, inp, out, register
+from .base import Draft, inp, out, register
 
 
-@register(
-    Collective.ALLTOALL,
-    "pairwise",
-    cost=lambda n: Cost(1, 2 * (n - 1), (n - 1) / n, (n - 1) / n),
-)
+@register(Collective.ALLTOALL, "pairwise")
 def alltoall(p: Draft) -> None:
     """1 hop, n-1 messages a rank, each a share of 1/n.
 

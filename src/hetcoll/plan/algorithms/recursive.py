@@ -8,7 +8,7 @@ rank, sits the rounds out and gets the result back: two more hops.
 from __future__ import annotations
 
 from ...types import Collective
-from .base import Cost, Draft, floor_log2, inp, out, power_of_two, register, tmp
+from .base import Draft, inp, out, power_of_two, register, tmp
 
 
 class Fold:
@@ -36,22 +36,7 @@ def _fold_in(p: Draft, fold: Fold) -> int | None:
     return p.recv_reduce(1, out(0, p.units), inp(0, p.units), p.rank - 1)
 
 
-def _doubling_cost(n: int) -> Cost:
-    k, extra = floor_log2(n), n - (1 << floor_log2(n))
-    rounds = k + (extra > 0)
-    every = 2 * extra + k * (n - extra)  # messages: who sits out sends one, and its partner one back
-    mean = every / (n * rounds) if n > 1 else 1.0
-    return Cost(k + 2 * (extra > 0), 2 * rounds, rounds, rounds, rounds, mean=mean)
-
-
-def _halving_cost(n: int) -> Cost:
-    k, folded = floor_log2(n), n & (n - 1) > 0
-    once = 1 - 1 / (1 << k)
-    moved = 2 * once + folded
-    return Cost(2 * k + 2 * folded, 4 * k + 2 * folded, moved, moved, once + folded, stepwise=True)
-
-
-@register(Collective.ALLREDUCE, "doubling", cost=_doubling_cost)
+@register(Collective.ALLREDUCE, "doubling")
 def allreduce_doubling(p: Draft) -> None:
     """log2 n rounds, in each of which partners swap the whole buffer and both add: all hold the same bits, since
     reductions commute bit for bit where there is one NaN. Both overwrite what they send, so a message must fit
@@ -72,7 +57,7 @@ def allreduce_doubling(p: Draft) -> None:
         p.send(0, out(), p.rank - 1, after=[ready])
 
 
-@register(Collective.ALLREDUCE, "halving_doubling", cost=_halving_cost)
+@register(Collective.ALLREDUCE, "halving_doubling")
 def allreduce_halving(p: Draft) -> None:
     """Rabenseifner's: log2 n rounds that swap halves, quarters, ... and add, then the same backwards without adding."""
     fold = Fold(p.size, p.rank)
@@ -99,12 +84,7 @@ def allreduce_halving(p: Draft) -> None:
         p.send(3, out(0, p.units), p.rank - 1, after=[ready])
 
 
-@register(
-    Collective.REDUCE_SCATTER,
-    "halving",
-    supports=power_of_two,
-    cost=lambda n: Cost(floor_log2(n), 2 * floor_log2(n), (n - 1) / n, (n - 1) / n, (n - 1) / n, stepwise=True),
-)
+@register(Collective.REDUCE_SCATTER, "halving", supports=power_of_two)
 def reduce_scatter(p: Draft) -> None:
     """log2 n rounds that swap half, a quarter, ... of the buffer; powers of two only."""
     p.scratch_copies = 1 if p.size > 2 else 0
@@ -118,12 +98,7 @@ def reduce_scatter(p: Draft) -> None:
     p.scaled(2, out(), ready)
 
 
-@register(
-    Collective.ALLGATHER,
-    "doubling",
-    supports=power_of_two,
-    cost=lambda n: Cost(floor_log2(n), 2 * floor_log2(n), (n - 1) / n, (n - 1) / n, stepwise=True),
-)
+@register(Collective.ALLGATHER, "doubling", supports=power_of_two)
 def allgather(p: Draft) -> None:
     """log2 n rounds that swap all that is known so far: 1, 2, 4, ... units; powers of two only."""
     own: int | None = p.copy(2, out(p.rank), inp())

@@ -10,9 +10,7 @@ from collections.abc import Callable
 
 from ...types import Collective
 from ..ir import Span
-from .base import Cost, Draft, Reach, inp, out, register, tmp
-
-NEAR = Reach.NEAR
+from .base import Draft, inp, out, register, tmp
 
 
 def _reduce_phase(p: Draft, partial: Callable[[int], Span], result: Span) -> int:
@@ -36,11 +34,7 @@ def _gather_phase(p: Draft, own: Span, ready: int | None, *, lane: int, channel:
         ready = p.recv(lane + 1, out(got), (r - 1) % n, channel=channel)
 
 
-@register(
-    Collective.ALLREDUCE,
-    "ring",
-    cost=lambda n: Cost(2 * (n - 1), 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, NEAR),
-)
+@register(Collective.ALLREDUCE, "ring")
 def allreduce(p: Draft) -> None:
     """Reduce-scatter, then all-gather: 2(n-1) messages a rank, each a share of 1/n. Unit r is reduced on rank r."""
     p.units = p.size
@@ -48,11 +42,7 @@ def allreduce(p: Draft) -> None:
     _gather_phase(p, out(p.rank), p.scaled(4, out(p.rank), reduced), lane=2, channel=1)
 
 
-@register(
-    Collective.REDUCE_SCATTER,
-    "ring",
-    cost=lambda n: Cost(n - 1, 2 * (n - 1), (n - 1) / n, (n - 1) / n, (n - 1) / n, NEAR),
-)
+@register(Collective.REDUCE_SCATTER, "ring")
 def reduce_scatter(p: Draft) -> None:
     """n-1 messages a rank, each a share of 1/n. What grows on its way lies in scratch: the input is not ours."""
     p.scratch_copies = 1 if p.size > 2 else 0
@@ -60,18 +50,14 @@ def reduce_scatter(p: Draft) -> None:
     p.scaled(2, out(), reduced)
 
 
-@register(
-    Collective.ALLGATHER,
-    "ring",
-    cost=lambda n: Cost(n - 1, 2 * (n - 1), (n - 1) / n, (n - 1) / n, 0, NEAR),
-)
+@register(Collective.ALLGATHER, "ring")
 def allgather(p: Draft) -> None:
     """n-1 messages a rank, each a share of 1/n."""
     _gather_phase(p, inp(), None, lane=0, channel=0)
     p.copy(2, out(p.rank), inp())
 
 
-@register(Collective.BROADCAST, "ring", cost=lambda n: Cost(n - 1, min(n - 1, 2), 1, int(n > 2), 0, NEAR))
+@register(Collective.BROADCAST, "ring")
 def broadcast(p: Draft) -> None:
     """A chain from the root on: n-1 hops, the whole buffer streams through every rank once."""
     n, place = p.size, (p.rank - p.root) % p.size
@@ -80,7 +66,7 @@ def broadcast(p: Draft) -> None:
         p.send(1, inp() if place == 0 else out(), (p.rank + 1) % n, after=[got])
 
 
-@register(Collective.REDUCE, "ring", cost=lambda n: Cost(n - 1, min(n - 1, 2), int(n > 2), 1, 1, NEAR))
+@register(Collective.REDUCE, "ring")
 def reduce(p: Draft) -> None:
     """A chain that ends at the root: n-1 hops, each rank adds its own as the buffer streams through."""
     n, place = p.size, (p.rank - p.root) % p.size
@@ -94,7 +80,7 @@ def reduce(p: Draft) -> None:
     p.send(1, inp() if grown is None else tmp(), (p.rank - 1) % n, after=[grown])
 
 
-@register(Collective.REDUCE, "chain", cost=lambda n: Cost(n, 2, 1, 1, 1, NEAR), ordered=True)
+@register(Collective.REDUCE, "chain", ordered=True)
 def reduce_in_rank_order(p: Draft) -> None:
     """From rank 0 to the last one, and from there to the root: n hops, n-1 where the last one is the root."""
     last, mine, grown = p.size - 1, inp(), None

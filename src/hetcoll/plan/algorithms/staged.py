@@ -10,7 +10,7 @@ stretch goes through the same place: short enough for the caches, and long enoug
 from __future__ import annotations
 
 from ...types import Collective
-from .base import Cost, Draft, inp, out, register, tmp
+from .base import Draft, inp, out, register, tmp
 
 _STRETCH_BYTES = 2 << 20
 _MOST_STRETCHES = 64
@@ -19,7 +19,6 @@ _MOST_STRETCHES = 64
 @register(
     Collective.ALLREDUCE,
     "staged",
-    cost=lambda n: Cost(2, 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, copied=1),
     stretches=lambda nbytes, _: min(max(1, nbytes // _STRETCH_BYTES), _MOST_STRETCHES),
 )
 def allreduce(p: Draft) -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...types import Collective
+from ..costs import floor_log2
 from ..ir import Span
-from .base import Cost, Draft, Reach, ceil_log2, floor_log2, inp, out, register, tmp
+from .base import Draft, inp, out, register, tmp
 
 
 def _parent(place: int, n: int) -> int:
@@ -91,22 +92,7 @@ def _down(p: Draft, tree: int, lane: int, mine: Family, held: Span, ready: int |
         p.send(lane + 1 + i, held, child, channel=tree, after=[ready])
 
 
-def _below(n: int) -> float:
-    """How often the buffer goes to the children of an inner rank: two halves, but one or none among few ranks."""
-    return min(n - 2, 2) / 2
-
-
-def _allreduce_cost(n: int) -> Cost:
-    added = 1 if n == 2 else _below(n)  # of two ranks, one adds both halves
-    return Cost(2 * ceil_log2(n), min(2 * n, 8), 1 + _below(n), 1 + _below(n), added, Reach.NEAR, stepwise=True)
-
-
-def _reduce_cost(n: int) -> Cost:
-    sent, received = (0, 1) if n == 2 else (1, _below(n))
-    return Cost(ceil_log2(n), min(n, 4), sent, received, received, Reach.NEAR, stepwise=True)
-
-
-@register(Collective.ALLREDUCE, "tree", cost=_allreduce_cost)
+@register(Collective.ALLREDUCE, "tree")
 def allreduce(p: Draft) -> None:
     """Up and down both trees: 2 ceil(log2 n) hops. No rank sends or receives more than twice the buffer."""
     p.units = 2
@@ -118,11 +104,7 @@ def allreduce(p: Draft) -> None:
         _down(p, tree, lane + 4, mine, out(tree), ready)
 
 
-@register(
-    Collective.BROADCAST,
-    "tree",
-    cost=lambda n: Cost(ceil_log2(n), min(n, 4), _below(n), 1, 0, Reach.NEAR, stepwise=True),
-)
+@register(Collective.BROADCAST, "tree")
 def broadcast(p: Draft) -> None:
     """Down both trees: ceil(log2 n) hops. No rank sends more than the buffer's size, the root sends each half once."""
     p.units = 2
@@ -131,7 +113,7 @@ def broadcast(p: Draft) -> None:
         _down(p, tree, 4 * tree, mine, inp(tree) if mine.parent is None else out(tree), None)
 
 
-@register(Collective.REDUCE, "tree", cost=_reduce_cost)
+@register(Collective.REDUCE, "tree")
 def reduce(p: Draft) -> None:
     """Up both trees: ceil(log2 n) hops. No rank receives more than the buffer's size, the root gets each half once."""
     p.units = 2

@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ...errors import PlanError
 from ...types import REDUCING, Collective
 from ..ir import Op, Plan
 from ..machine import Link, Machine
 from .grid import grids
 from .memory import Memory, check_races, check_values
 from .network import network
-from .node import RECEIVES, Node, PlanError, follows
+from .node import RECEIVES, Node, follows
 from .progress import order_node, run
 from .serial import serialisable
 from .timing import predict

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import hetcoll._native as _native
 
 from ..ir import Op, Plan, Span, Step
-from .node import PlanError, follows
+from .node import follows, wrong
 
 PIECE = 64 << 10  # bytes that move at a time
 LEAST_PIECES, MOST_PIECES = 8, 256  # bounds of what a task is cut into at most; fewer where there are many tasks
@@ -300,10 +300,10 @@ class Weaver:
             name = f"the channel {channel} from rank {source} to rank {into}"
             if len(sends) != len(recvs):
                 problem = f"{name} carries {len(sends)} messages but {len(recvs)} are received"
-                raise PlanError(self._plans[into], None, problem)
+                raise wrong(self._plans[into], None, problem)
             for send, recv in zip(sends, recvs, strict=True):
                 if tasks.units[send] != tasks.units[recv]:
                     problem = f"wanted a message of {tasks.units[recv]} units, got {tasks.units[send]} on {name}"
-                    raise PlanError(self._plans[into], None, problem)
+                    raise wrong(self._plans[into], None, problem)
                 tasks.then.append((send, recv, True, self._delays[into, source]))
         return tasks

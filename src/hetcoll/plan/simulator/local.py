@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...types import ROOTED, Collective
 from ..ir import Local, Op, Plan, Span, Step
-from .node import Node, PlanError, lengths
+from .node import Node, lengths, wrong
 
 PARTED = (Collective.ALLGATHER, Collective.REDUCE_SCATTER, Collective.GATHER, Collective.SCATTER)
 KINDS = (*PARTED, Collective.ALLREDUCE, Collective.REDUCE, Collective.BROADCAST)
@@ -74,15 +74,15 @@ def check_local(plan: Plan, i: int) -> None:
     """Whether step `i` has what its kind of collective needs, on this rank."""
     step, local = plan.steps[i], plan.steps[i].local
     if local is None or local.kind not in KINDS or step.peer >= 0 or step.channel != 0:
-        raise PlanError(plan, i, "is no collective among the members of an island")
+        raise wrong(plan, i, "is no collective among the members of an island")
     if not plan.islands:
-        raise PlanError(plan, i, "is in a plan that knows no islands")
+        raise wrong(plan, i, "is in a plan that knows no islands")
     if (local.root in plan.island) != (local.kind in ROOTED):
-        raise PlanError(plan, i, f"wanted a root on this island where the collective is rooted, got {local.root}")
+        raise wrong(plan, i, f"wanted a root on this island where the collective is rooted, got {local.root}")
     root = plan.rank == local.root
     parted = local.kind in PARTED and (root or local.kind not in ROOTED)
     if len(local.parts) != len(plan.island) * parted:
-        raise PlanError(plan, i, f"wanted {len(plan.island) * parted} parts, got {len(local.parts)}")
+        raise wrong(plan, i, f"wanted {len(plan.island) * parted} parts, got {len(local.parts)}")
     mine = parted and local.parts[plan.island.index(plan.rank)] is not None
     has_src, has_dst = step.src is not None, step.dst is not None
     wanted = {
@@ -95,7 +95,7 @@ def check_local(plan: Plan, i: int) -> None:
         Collective.SCATTER: (False, mine if root else has_dst),
     }[local.kind]
     if (has_src, has_dst) != wanted:
-        raise PlanError(plan, i, f"wanted (src, dst) to be {wanted}")
+        raise wrong(plan, i, f"wanted (src, dst) to be {wanted}")
 
 
 def join(plans: Sequence[Plan], locals: dict[int, list[Node]]) -> None:
@@ -106,9 +106,9 @@ def join(plans: Sequence[Plan], locals: dict[int, list[Node]]) -> None:
         for k, node in enumerate(most):
             for rank, row in zip(island, rows, strict=True):
                 if k >= len(row):
-                    raise PlanError(plans[node.rank], node.index, f"rank {rank} has only {len(row)} local steps")
+                    raise wrong(plans[node.rank], node.index, f"rank {rank} has only {len(row)} local steps")
                 if row[k].step.lane != row[0].step.lane:
-                    raise PlanError(plans[rank], row[k].index, "wanted all local steps in one lane")
+                    raise wrong(plans[rank], row[k].index, "wanted all local steps in one lane")
             _join(plans, tuple(row[k] for row in rows))
 
 
@@ -117,16 +117,16 @@ def _join(plans: Sequence[Plan], group: tuple[Node, ...]) -> None:
     for node in group:
         mine = _local(node)
         if (mine.kind, mine.root) != (first.kind, first.root):
-            raise PlanError(plans[node.rank], node.index, f"is {first} on rank {group[0].rank}")
+            raise wrong(plans[node.rank], node.index, f"is {first} on rank {group[0].rank}")
         node.group = group
     sources: dict[int, dict[int, Node]] = {node.id: {} for node in group}
     for flow in flows(group):
         plan, i = plans[flow.to.rank], flow.to.index
         for node, term in flow.terms:
             if (term is None) != (flow.target is None):
-                raise PlanError(plan, i, f"gets {flow.target} where rank {node.rank} gives {term}")
+                raise wrong(plan, i, f"gets {flow.target} where rank {node.rank} gives {term}")
             if term is not None and lengths(plans[node.rank], term) != lengths(plan, flow.target):
-                raise PlanError(plan, i, f"{flow.target} differs in length from {term} on rank {node.rank}")
+                raise wrong(plan, i, f"{flow.target} differs in length from {term} on rank {node.rank}")
             sources[flow.to.id][node.id] = node
     for node in group:
         node.sources = tuple(sources[node.id].values())

@@ -10,7 +10,7 @@ from ...types import Collective
 from ..ir import Buf, Op, Plan, Span, Step
 from .grid import Grid
 from .local import flows, reads, writes
-from .node import Node, PlanError
+from .node import Node, wrong
 
 PRIME = (1 << 61) - 1
 SAME = (Collective.ALLREDUCE, Collective.REDUCE, Collective.ALLTOALL)  # in place, unit u of SEND is unit u of RECV
@@ -70,14 +70,14 @@ def check_races(plan: Plan, memory: Memory, node: Node) -> None:
     """Every earlier access to what this step touches must be ordered before it, unless both only read."""
     read, written = _accesses(memory, node.step)
     if len({cell for cells in written for cell in cells}) < sum(map(len, written)):
-        raise PlanError(plan, node.index, "writes something twice")
+        raise wrong(plan, node.index, "writes something twice")
     for cells in read:
         if any(cells != target and not set(cells).isdisjoint(target) for target in written):
-            raise PlanError(plan, node.index, "src and dst overlap, but are not the same")
+            raise wrong(plan, node.index, "src and dst overlap, but are not the same")
         for cell in cells:
             last = memory.writer[cell]
             if last is not None and not last.precedes(node, cells):
-                raise PlanError(plan, node.index, f"reads while step {last.node} may write")
+                raise wrong(plan, node.index, f"reads while step {last.node} may write")
             if last is not None:
                 _check_turn(plan, memory, cell, last.node, node)
             memory.readers[cell].append(Access(node, cells))
@@ -87,10 +87,10 @@ def check_races(plan: Plan, memory: Memory, node: Node) -> None:
             for access in readers if last is None else [last, *readers]:
                 if access.node is not node and not access.precedes(node, cells):
                     why = _LENT if node.sent >> access.node.id & 1 else ""
-                    raise PlanError(plan, node.index, f"writes while step {access.node} may use it{why}")
+                    raise wrong(plan, node.index, f"writes while step {access.node} may use it{why}")
                 _check_turn(plan, memory, cell, access.node, node)
             if last is not None and not readers:
-                raise PlanError(plan, last.node.index, f"overwritten by step {node} before any use")
+                raise wrong(plan, last.node.index, f"overwritten by step {node} before any use")
             memory.writer[cell], memory.readers[cell] = Access(node, cells), []
 
 
@@ -105,9 +105,7 @@ def _check_turn(plan: Plan, memory: Memory, cell: int, first: Node, second: Node
     steps that touch a place in scratch, and do not both read it, must have there the order in which they happen."""
     if plan.staged and first.index > second.index and cell >= memory.scratch:
         why = "where a plan is staged, what uses scratch must stand in the plan in the order in which it happens"
-        raise PlanError(
-            plan, second.index, f"uses scratch after step {first}, which stands behind it in the plan: {why}"
-        )
+        raise wrong(plan, second.index, f"uses scratch after step {first}, which stands behind it in the plan: {why}")
 
 
 @lru_cache(maxsize=1 << 16)
@@ -150,7 +148,7 @@ def check_values(plans: Sequence[Plan], order: list[Node], memories: list[Memory
         for cell in memory.cells[Buf.SCRATCH]:
             last = memory.writer[cell]
             if last is not None and not memory.readers[cell]:
-                raise PlanError(plan, last.node.index, "nobody uses the result")
+                raise wrong(plan, last.node.index, "nobody uses the result")
         if plan.rank == plan.root or kind not in (Collective.REDUCE, Collective.GATHER):
             _check_result(plans, plan, memory, memories[0], averaged, totals)
 
@@ -159,7 +157,7 @@ def _read(plan: Plan, memory: Memory, node: Node, span: Span | None) -> list[Val
     assert span is not None
     values = [memory.values[cell] for cell in memory.where(span)]
     if None in values:
-        raise PlanError(plan, node.index, f"reads {span}, which holds nothing yet")
+        raise wrong(plan, node.index, f"reads {span}, which holds nothing yet")
     return [value for value in values if value is not None]
 
 
@@ -194,7 +192,7 @@ def _execute(plan: Plan, memory: Memory, node: Node, messages: dict[int, list[Va
             assert step.src is not None
             together = memory.where(step.src)
             if step.compressed and any(memory.rounded[cell] != together for cell in together):
-                raise PlanError(plan, node.index, f"compresses {step.src}, which no step has rounded as a whole")
+                raise wrong(plan, node.index, f"compresses {step.src}, which no step has rounded as a whole")
             return
         case Op.ROUND:
             result = [_round(a) for a in read(step.src)]
@@ -244,11 +242,11 @@ def _check_result(
         if value is None or value[0] != total:
             names = " + ".join(f"rank {r}'s unit {u}" for r, u in sources) + (" averaged" if averaged else "")
             problem = "holds nothing" if value is None else "holds something else"
-            raise PlanError(plan, None, f"wanted recv[{unit}] to be {names}; it {problem} in the end")
+            raise wrong(plan, None, f"wanted recv[{unit}] to be {names}; it {problem} in the end")
         if plan.collective is Collective.ALLREDUCE and value != first.values[first.cells[Buf.RECV][i]]:
-            raise PlanError(plan, None, f"recv[{unit}] was added up in another order than on rank 0")
+            raise wrong(plan, None, f"recv[{unit}] was added up in another order than on rank 0")
         if plan.ordered and value != _in_rank_order(*_sources(plan, unit), plan.size if averaged else 1):
-            raise PlanError(plan, None, f"recv[{unit}] was not added up in the order of ranks, as the plan says")
+            raise wrong(plan, None, f"recv[{unit}] was not added up in the order of ranks, as the plan says")
 
 
 def _in_rank_order(ranks: range, unit: int, divisor: int) -> Value:
@@ -306,4 +304,4 @@ def _check_barrier(plans: Sequence[Plan], order: list[Node]) -> None:
     for plan in plans:
         for other in plans:
             if other is not plan and not heard[plan.rank] & own[other.rank]:
-                raise PlanError(plan, None, f"leaves without having heard of rank {other.rank}")
+                raise wrong(plan, None, f"leaves without having heard of rank {other.rank}")

@@ -8,7 +8,7 @@ from ...types import Collective
 from ..ir import Buf, Op, Plan, Span
 from .loans import join_loans
 from .local import check_local, join, writes
-from .node import RECEIVES, Node, PlanError, follows, lengths, only_in_place
+from .node import RECEIVES, Node, follows, lengths, only_in_place, wrong
 
 LANES = 32
 CHANNELS = 3
@@ -63,16 +63,16 @@ def network(plans: Sequence[Plan], apart: bool = False) -> list[list[Node]]:
 def _check_header(plans: Sequence[Plan], rank: int) -> None:
     plan, first = plans[rank], plans[0]
     if (plan.rank, plan.size) != (rank, len(plans)):
-        raise PlanError(plan, None, f"is plan {rank} of {len(plans)}")
+        raise wrong(plan, None, f"is plan {rank} of {len(plans)}")
     same = ["collective", "algorithm", "root", "credits", "apart", "pieces", "islands", "compress", "stretches"]
     same += ["redundant", "ordered"]
     if plan.collective is not Collective.P2P:
         same += ["send_units", "recv_units"]
     for name in same:
         if getattr(plan, name) != getattr(first, name):
-            raise PlanError(plan, None, f"{name} is {getattr(plan, name)}, but {getattr(first, name)} on rank 0")
+            raise wrong(plan, None, f"{name} is {getattr(plan, name)}, but {getattr(first, name)} on rank 0")
     if plan.islands and sorted(r for island in plan.islands for r in island) != list(range(plan.size)):
-        raise PlanError(plan, None, f"islands {plan.islands} do not hold each rank once")
+        raise wrong(plan, None, f"islands {plan.islands} do not hold each rank once")
 
 
 def _check_step(plan: Plan, i: int) -> None:
@@ -80,40 +80,40 @@ def _check_step(plan: Plan, i: int) -> None:
     if step.op is Op.LOCAL:
         check_local(plan, i)
     elif step.local is not None or (step.src is not None, step.dst is not None, step.peer >= 0) != NEEDS[step.op]:
-        raise PlanError(plan, i, f"wanted (src, dst, peer) to be {NEEDS[step.op]}")
+        raise wrong(plan, i, f"wanted (src, dst, peer) to be {NEEDS[step.op]}")
     if (step.compressed or step.op is Op.ROUND) and not plan.compress:
-        raise PlanError(plan, i, "is for compressed edges, and the plan has none")
+        raise wrong(plan, i, "is for compressed edges, and the plan has none")
     if step.compressed and step.peer < 0:
-        raise PlanError(plan, i, "is no message, but compressed")
+        raise wrong(plan, i, "is no message, but compressed")
     if step.peer >= plan.size or step.peer == plan.rank:
-        raise PlanError(plan, i, "wanted another rank as peer")
+        raise wrong(plan, i, "wanted another rank as peer")
     if not (0 <= step.lane < LANES and 0 <= step.channel < CHANNELS):
-        raise PlanError(plan, i, f"lane or channel {step.channel} out of range")
+        raise wrong(plan, i, f"lane or channel {step.channel} out of range")
     if step.peer >= 0 and (step.channel == P2P_CHANNEL) != (plan.collective is Collective.P2P):
-        raise PlanError(plan, i, f"channel {step.channel} is not for {plan.collective.label}")
+        raise wrong(plan, i, f"channel {step.channel} is not for {plan.collective.label}")
     for d in step.deps:
         if not (0 <= d < i and plan.steps[d].lane != step.lane):
-            raise PlanError(plan, i, f"wanted deps to be earlier steps of other lanes, got {d}")
+            raise wrong(plan, i, f"wanted deps to be earlier steps of other lanes, got {d}")
     for span in (step.src, step.dst, *(step.local.parts if step.local else ())):
         if span is not None:
             _check_span(plan, i, span)
     if any(span.buf is Buf.SEND for span in writes(step)):
-        raise PlanError(plan, i, "writes the caller's input")
+        raise wrong(plan, i, "writes the caller's input")
     if step.src is not None and step.dst is not None and lengths(plan, step.src) != lengths(plan, step.dst):
-        raise PlanError(plan, i, "src and dst differ in length")
+        raise wrong(plan, i, "src and dst differ in length")
 
 
 def _check_span(plan: Plan, i: int, span: Span) -> None:
     units = plan.units(span.buf)
     if not (0 <= span.start < span.start + span.count <= units):
-        raise PlanError(plan, i, f"{span} is outside the {units} units of its buffer")
+        raise wrong(plan, i, f"{span} is outside the {units} units of its buffer")
     if span.buf is Buf.SCRATCH:
         one = plan.units(plan.scratch_like)
         if span.start // one != (span.start + span.count - 1) // one:
-            raise PlanError(plan, i, f"{span} crosses the end of a copy of {one} units")
+            raise wrong(plan, i, f"{span} crosses the end of a copy of {one} units")
     absent = {Collective.REDUCE: Buf.RECV, Collective.GATHER: Buf.RECV, Collective.SCATTER: Buf.SEND}
     if plan.rank != plan.root and absent.get(plan.collective) is span.buf:
-        raise PlanError(plan, i, f"only the root has {span}")
+        raise wrong(plan, i, f"only the root has {span}")
 
 
 def _match(plans: Sequence[Plan], fifo: tuple[int, int, int], sends: list[Node], recvs: list[Node]) -> None:
@@ -123,14 +123,14 @@ def _match(plans: Sequence[Plan], fifo: tuple[int, int, int], sends: list[Node],
         if k >= len(recvs) or k >= len(sends):
             left = (sends if k < len(sends) else recvs)[k]
             problem = f"{name} carries {len(sends)} messages but {len(recvs)} are received"
-            raise PlanError(plans[left.rank], left.index, problem)
+            raise wrong(plans[left.rank], left.index, problem)
         send, recv = sends[k], recvs[k]
         for end, first in ((send, sends[0]), (recv, recvs[0])):
             if end.step.lane != first.step.lane:
-                raise PlanError(plans[end.rank], end.index, f"{name} is used by lane {first.step.lane} too")
+                raise wrong(plans[end.rank], end.index, f"{name} is used by lane {first.step.lane} too")
         if send.step.compressed != recv.step.compressed:
-            raise PlanError(plans[recv.rank], recv.index, f"{name} is compressed at one end only")
+            raise wrong(plans[recv.rank], recv.index, f"{name} is compressed at one end only")
         send.other, recv.other = recv, send
         went, came = lengths(plans[send.rank], send.step.src), lengths(plans[recv.rank], recv.step.dst)
         if went != came:
-            raise PlanError(plans[recv.rank], recv.index, f"wanted a message as long as {came}, got {went} on {name}")
+            raise wrong(plans[recv.rank], recv.index, f"wanted a message as long as {came}, got {went} on {name}")

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...errors import HetcollError
+from ...errors import PlanError
 from ...types import Collective
 from ..ir import Buf, Op, Plan, Span, Step
 
 RECEIVES = (Op.RECV, Op.RECV_REDUCE)
 
 
-class PlanError(HetcollError, AssertionError):
-    """A set of plans is wrong: says which rank and step, what was wanted and what was found."""
-
-    def __init__(self, plan: Plan, step: int | None, problem: str) -> None:
-        where = f"{plan.collective.label} by {plan.algorithm}, rank {plan.rank} of {plan.size}"
-        if step is not None:
-            where += f", step {step} ({plan.steps[step]})"
-        super().__init__(f"{where}: {problem}")
-        self.rank = plan.rank
-        self.step = step
+def wrong(plan: Plan, step: int | None, problem: str) -> PlanError:
+    """What is wrong with a plan, or with one of its steps."""
+    where = f"{plan.collective.label} by {plan.algorithm}, rank {plan.rank} of {plan.size}"
+    if step is not None:
+        where += f", step {step} ({plan.steps[step]})"
+    return PlanError(f"{where}: {problem}", plan.rank, step)
 
 
 @dataclass(slots=True)

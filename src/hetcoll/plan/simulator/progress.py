@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...types import Collective
 from ..ir import Op, Plan
-from .node import RECEIVES, Node, PlanError
+from .node import RECEIVES, Node, wrong
 
 
 def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int) -> list[Node]:
@@ -38,7 +38,7 @@ def run(plans: Sequence[Plan], nodes: list[list[Node]], slots: int) -> list[Node
     stuck = [lane[-1] for lane in waiting if lane]
     if stuck:
         names = "; ".join(f"rank {n.rank} step {n}" for n in stuck[:8])
-        raise PlanError(plans[stuck[0].rank], stuck[0].index, f"deadlock with {slots} slots: {names}")
+        raise wrong(plans[stuck[0].rank], stuck[0].index, f"deadlock with {slots} slots: {names}")
     return order
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..ir import Op, Plan
 from .network import network
-from .node import Node, PlanError
+from .node import Node, wrong
 
 
 def serialisable(plans: Sequence[Plan], orders: Sequence[Sequence[int]], credits: int) -> None:
@@ -47,17 +47,17 @@ def serialisable(plans: Sequence[Plan], orders: Sequence[Sequence[int]], credits
     if stuck:
         names = "; ".join(f"rank {n.rank} step {n}" for n in stuck[:8])
         problem = f"one step after another, with {credits} slots, does not complete: {names}"
-        raise PlanError(plans[stuck[0].rank], stuck[0].index, problem)
+        raise wrong(plans[stuck[0].rank], stuck[0].index, problem)
 
 
 def _check_order(plan: Plan, row: list[Node], order: Sequence[int]) -> None:
     if sorted(order) != list(range(len(row))):
-        raise PlanError(plan, None, f"wanted an order of {len(row)} steps, each once")
+        raise wrong(plan, None, f"wanted an order of {len(row)} steps, each once")
     place = {i: k for k, i in enumerate(order)}
     for node in row:
         for earlier in [dep for dep, _ in node.deps] + ([] if node.before is None else [node.before]):
             if place[earlier.index] > place[node.index]:
-                raise PlanError(plan, node.index, f"is enqueued before step {earlier}, which it waits for")
+                raise wrong(plan, node.index, f"is enqueued before step {earlier}, which it waits for")
 
 
 def _passes(
