@@ -14,8 +14,6 @@ namespace {
 
 constexpr std::size_t kFarCopy = 128 << 10;      // shorter fragments are copied one page after the other
 constexpr std::size_t kStagedBytes = 256 << 10;  // of private memory that a reduction reads
-// Up to here even what a plan would have stored around the cache goes by the string instruction, where that is fast.
-constexpr std::size_t kMostString = std::size_t{8} << 20;
 
 class ShmRecv final : public RecvEnd {
  public:
@@ -68,7 +66,7 @@ class ShmRecv final : public RecvEnd {
   std::ptrdiff_t Pull(const Message& m, std::size_t at, std::byte* dst, std::size_t n, bool stream) override {
     if (!opened_ && !Open(m, at)) return kWouldBlock;
     n = std::min(n, size_ - taken_);
-    Copy(dst, n, m.total, stream);
+    Copy(dst, n, stream);
     if (m.total >= least_private_ && !more_ && taken_ + n == size_) Weigh();
     Consume(n);
     return static_cast<std::ptrdiff_t>(n);
@@ -130,15 +128,14 @@ class ShmRecv final : public RecvEnd {
     throw Corrupt("a fragment lies nowhere");
   }
 
-  void Copy(std::byte* dst, std::size_t n, std::size_t total, bool stream) {
+  void Copy(std::byte* dst, std::size_t n, bool stream) {
     if (place_ == ShmPlace::kPrivate) {
       memory_.Read(dst, address_ + taken_, n);
-    } else if (policy_.strings(n) && (!stream || total <= kMostString)) {
-      CopyString(dst, data_ + taken_, n);
-      claimed_ = true;  // need not be: it will be written by the string instruction
     } else if (n == size_ && Claimable()) {
       TakeBytes(dst, data_, n, stream);
       claimed_ = true;
+    } else if (!stream && policy_.strings(n)) {
+      CopyString(dst, data_ + taken_, n);
     } else if (!stream && n >= kFarCopy && Far()) {
       CopyBytes(dst, data_ + taken_, n, Sweep::kPages);
     } else {

@@ -129,8 +129,8 @@ struct ShmOptions {
 // A store into a line that another core's cache holds as well must first take it away from there. How long that takes
 // depends on the processor, on where the two cores are, and on whether the other one has written the line: AMD's give a
 // modified line away at about the speed of a copy, but take four to ten times as long for one that was only read. So
-// there the reader of a slot writes a word into each of its lines once it has read them (kClaimed). Where the
-// processor's string instruction is fast, longer copies into slots and out of them are its work, and need no such word.
+// there the reader of a slot of a ring writes a word into each of its lines once it has read them (kClaimed). Where the
+// processor's string instruction is fast, longer copies into slots, and out of those that change hands, are its work.
 //
 // Elsewhere, ordinary stores are several times slower than those around the cache where the reader's core is behind
 // another cache, and a virtual machine's cores move about. Which it is shows in how long a copy into a slot takes, so
@@ -140,7 +140,7 @@ class StorePolicy {
   explicit StorePolicy(SlotStores stores);
   bool claims() const { return stores_ == SlotStores::kClaimed; }
   bool around_cache() const { return around_left_ > 0; }
-  // Whether n bytes go into slots and out of them by the processor's string instruction.
+  // Whether n bytes go into slots, and out of those that need no claim, by the processor's string instruction.
   bool strings(std::size_t n) const { return n >= least_string_; }
   // How much of a ring to use for a message of `total` bytes, whose slots may come back. The less, the fewer cache
   // lines; but one that the reader's cache still holds unmodified is best left alone until it has been evicted. What
