@@ -9,10 +9,12 @@ PERF ?= allreduce -n 2 -b 8 -e 64M
 TESTS ?=
 BENCH ?= --write-docs
 SANITIZERS := address,undefined thread
-NATIVE_TESTS := hetcoll_kernels_test hetcoll_engine_test hetcoll_verbs_test
+NATIVE_TESTS := hetcoll_engine_test hetcoll_verbs_test
+# The kernels' own test has one thread, and nothing for TSan.
+tests_under = $(NATIVE_TESTS) $(if $(filter thread,$(1)),,hetcoll_kernels_test)
 
 CPUS := $(shell nproc 2>/dev/null || echo 2)
-LANES ?= $(shell n=$(CPUS); echo $$((n < 7 ? n + 1 : 8)))
+LANES ?= $(shell n=$(CPUS); echo $$((n < 6 ? n + 2 : 8)))
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(CPUS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -24,11 +26,12 @@ EXTRA = $(BIN)/python -c "import tomllib; \
 	print(*(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'] \
 	if not r.startswith('hetcoll')), sep='\n')" | $(PIP) -r /dev/stdin
 
-.PHONY: help perf test test-all jax vendors launchers guest lint types format sanitize sanitizers site bench instructions clean tools
+.PHONY: help perf test test-all test-lanes test-calm jax vendors launchers guest lint types format sanitize sanitizers site bench instructions clean tools
 
 help:
 	@echo "make perf          measure all-reduce with two ranks here (PERF=\"...\": other arguments of hetcoll perf)"
 	@echo "make test          run the tests, those of GPU code on fakes of the drivers (TESTS=\"...\": arguments for pytest)"
+	@echo "make test-lanes    of these what needs no calm, some files at a time; make test-calm: the others, one by one"
 	@echo "make test-all      the same with what others make: make launchers jax guest, then make test"
 	@echo "make launchers     install Open MPI, MPICH, Intel MPI and PyTorch for the tests that run them"
 	@echo "make jax           install JAX for the tests that need it"
@@ -43,17 +46,26 @@ help:
 perf: $(VENV)/installed
 	$(BIN)/hetcoll perf $(PERF)
 
-# LANES files run at a time, one more than there are processors: most tests wait rather than compute. Those that count
-# time or fill the machine are marked `calm`, and run one by one when the others are done. LANES=0 runs all one by one.
-test: $(VENV)/installed $(VENV)/test $(VENV)/vendors
+TESTED := $(VENV)/installed $(VENV)/test $(VENV)/vendors
+
+test: $(TESTED)
 ifeq ($(strip $(TESTS)),)
-	@status=0; \
-	$(BIN)/python -m pytest -n $(LANES) --dist loadfile -m "not calm" || status=1; \
-	$(BIN)/python -m pytest -m calm || status=1; \
+	+@status=0; \
+	$(MAKE) test-lanes || status=1; \
+	$(MAKE) test-calm || status=1; \
 	exit $$status
 else
 	$(BIN)/python -m pytest $(TESTS)
 endif
+
+# LANES files run at a time, two more than there are processors: most tests wait rather than compute. What takes long
+# begins first (tests/conftest.py), above all the virtual machines. LANES=0 runs all one by one.
+test-lanes: $(TESTED)
+	$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder -m "not calm"
+
+# What counts time, one by one.
+test-calm: $(TESTED)
+	$(BIN)/python -m pytest -m calm
 
 test-all: launchers jax guest
 	+$(MAKE) test
@@ -85,10 +97,10 @@ sanitizers: $(SANITIZERS:%=sanitize-build-%)
 sanitize-build-%: $(VENV)/dev
 	$(BIN)/cmake -S native -B build/$* -DHETCOLL_BUILD_TESTS=ON -DHETCOLL_SANITIZE=$* -DHETCOLL_WERROR=ON \
 	  -DCMAKE_BUILD_TYPE=RelWithDebInfo
-	$(BIN)/cmake --build build/$* --target $(NATIVE_TESTS)
+	$(BIN)/cmake --build build/$* --target $(call tests_under,$*)
 
 sanitize-run-%:
-	set -e; for name in $(NATIVE_TESTS); do \
+	set -e; for name in $(call tests_under,$*); do \
 	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
 	    $$(find build/$* -type f -name $$name -perm -u+x); \
 	done
@@ -101,7 +113,7 @@ guest: $(VENV)/made
 	elif [ "$$(id -u)" != 0 ]; then echo "no guest: it needs root once; its tests skip"; \
 	else timeout 900 $(BIN)/python tests/verbs/guest.py --prepare; fi
 
-launchers: $(VENV)/installed
+launchers: $(VENV)/test
 	$(BIN)/python benchmarks/peers.py --install
 
 instructions: $(VENV)/installed

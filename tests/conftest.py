@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = any(item.get_closest_marker("fakes") for item in session.items)
     if wanted and not session.config.option.collectonly and not all(map(fakes.why_not, ("cuda", "hip"))):
         fakes.build()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In lanes: first the files that boot virtual machines, which take longest, then those with the most tests."""
+    if hasattr(config, "workerinput"):
+        sizes = Counter(item.path for item in items)
+        items.sort(key=lambda item: (item.get_closest_marker("verbs") is None, -sizes[item.path], item.path))
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ struct Isa {
 
 // Best first. What counts as present is what CMakeLists.txt compiles the files with.
 constexpr Isa kIsas[] = {
-#ifdef __x86_64__
+#ifdef HETCOLL_AVX
     {"avx512", avx512::Table,
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

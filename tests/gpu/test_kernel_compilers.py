@@ -46,7 +46,7 @@ def nvrtc(arch: str) -> cuda.Nvrtc:
         pytest.skip(str(error))
 
 
-@pytest.mark.calm
+@pytest.mark.timeout(6 * SECONDS)  # a minute of all processors, which others may want, too
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_nvrtc_compiles_kernels(arch: str) -> None:
     compiler = nvrtc(arch)
@@ -98,7 +98,7 @@ def clang() -> str:
     pytest.skip("there is no Clang 17 or later, which knows AMD's gfx942 (apt install clang-19)")
 
 
-@pytest.mark.calm
+@pytest.mark.timeout(6 * SECONDS)  # a minute of all processors, which others may want, too
 @pytest.mark.parametrize("arch", AMD)
 def test_clang_compiles_kernels_for_amd(arch: str, tmp_path: Path) -> None:
     def compile_one(module: str) -> None:

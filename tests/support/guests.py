@@ -14,7 +14,7 @@ TESTS = Path(__file__).resolve().parents[1]
 FOLDER = TESTS / "verbs"
 PATHS = [str(TESTS), str(TESTS / "support"), str(FOLDER)]  # where programs in guests find what they import
 GUEST = FOLDER / "guest.py"
-SECONDS = 420  # on an idle machine no guest needs a third of it
+SECONDS = 1200  # on an idle machine no guest needs a tenth of it
 CRASHED = 123  # guest.py's status where QEMU died of a signal
 
 

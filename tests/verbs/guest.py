@@ -15,8 +15,9 @@ In a group, which is made of guests that were started with one PORT (a free UDP 
 has rxe0 (10.78.0.RANK+1) on eth0 and rxe1 (10.78.1.RANK+1) on eth1, and reaches the others over both.
 
 The exit status is the command's; 124 after the timeout, 125 when there was no guest, 123 when QEMU died of a signal.
-Processors are emulated in software, since nested virtualisation is not to be had everywhere: it is for finding out what
-works, not how fast.
+Processors are emulated in software, since nested virtualisation is not to be had everywhere, and a /dev/kvm does not
+say that it runs this kernel (KVM for guests that know of it, PVM, does not). It is for finding out what works, not how
+fast.
 """
 
 from __future__ import annotations

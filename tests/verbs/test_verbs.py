@@ -14,7 +14,6 @@ from guests import FOLDER, SECONDS, run_guests, run_hosts, run_suites
 
 pytestmark = [
     pytest.mark.verbs,
-    pytest.mark.calm,
     pytest.mark.usefixtures("guests"),
     pytest.mark.timeout(2 * SECONDS + 60),
 ]
