@@ -30,12 +30,12 @@ from typing import NamedTuple
 
 from hetcoll.config.env import Config
 from hetcoll.config.limits import reserve_descriptors
-from hetcoll.links.introduction import Introduction, Introductions, Reach, Reaches
+from hetcoll.links.introduction import Introduction, Introductions, Reach, read_nics
 from hetcoll.plan.topology import Topology
 from hetcoll.rendezvous.bootstrap import get_unique_id
-from hetcoll.rendezvous.columns import Column
+from hetcoll.rendezvous.columns import Column, Telling
 from hetcoll.rendezvous.control import ControlClient
-from hetcoll.rendezvous.edges import Address
+from hetcoll.rendezvous.edges import Address, unpack_addresses
 from hetcoll.rendezvous.wire import WORLD
 
 A_PROCESS = 64  # light ranks
@@ -52,14 +52,14 @@ class Told(NamedTuple):
     memory: int  # bytes
 
 
-def _values(rank: int) -> tuple[list[bytes], list[bytes]]:
+def _tellings(rank: int) -> tuple[Telling, Telling]:
     """What light rank `rank` tells of itself, and of where it listens."""
     host = rank // A_HOST
     mine = replace(
         Introduction.here(Config()), host=f"host {host}", pid=1000 + rank, cores=list(range(64)), name=os.urandom(16)
     )
     address = Address(f"10.1.{host >> 8}.{host & 255}", 20000 + rank % 40000, "eth0", os.urandom(16))
-    return mine.values(), Reach([address], [], "no RDMA here").values()
+    return mine.telling(), Reach([address], [], "no RDMA here").telling()
 
 
 def _in_threads(calls: Iterable[Callable[[], None]]) -> None:
@@ -73,7 +73,7 @@ def _in_threads(calls: Iterable[Callable[[], None]]) -> None:
 def _read(intros: list[Column], reaches: list[Column], size: int) -> None:
     topology = Topology(Introductions(intros).infos)
     assert len(topology.hosts) == -(-size // A_HOST)
-    Reaches(reaches).addresses(size - 1)
+    assert len(read_nics(*reaches)) == size
 
 
 def _light_ranks(ranks: range, size: int, pipe: Connection) -> None:
@@ -82,7 +82,7 @@ def _light_ranks(ranks: range, size: int, pipe: Connection) -> None:
     if problem := reserve_descriptors(2 * len(ranks)):
         raise SystemExit(problem)
     unique_id = pipe.recv()
-    told = {rank: _values(rank) for rank in ranks}
+    told = {rank: _tellings(rank) for rank in ranks}
     clients: dict[int, ControlClient] = {}
     columns: list[tuple[list[Column], list[Column]]] = []
 
@@ -90,6 +90,8 @@ def _light_ranks(ranks: range, size: int, pipe: Connection) -> None:
         client = clients[rank] = ControlClient(unique_id, rank, size, SECONDS)
         intros = client.exchange_columns(WORLD, b"introduce", told[rank][0])
         reaches = client.exchange_columns(WORLD, b"addresses", told[rank][1])
+        (place,) = client.look_up(WORLD, b"addresses", [(rank + 1) % size]).values()
+        assert unpack_addresses(place)[0].port == 20000 + (rank + 1) % size % 40000
         if rank == ranks[0]:
             columns.append((intros, reaches))
 

@@ -61,6 +61,16 @@ struct Awaited {
   std::uint64_t messages;
 };
 
+// Bytes of what an engine holds, and its descriptors and threads.
+struct EngineMemory {
+  Holdings links;
+  std::size_t slots = 0;   // in shared memory, through which this rank's messages leave
+  std::size_t arrays = 0;  // of the heap, that are lent to arrays
+  std::size_t plans = 0;   // decoded; bound ones are their owners'
+  std::size_t scratch = 0;
+  std::size_t threads = 0;
+};
+
 class Engine {
  public:
   explicit Engine(const EngineOptions& options);
@@ -81,6 +91,8 @@ class Engine {
   // `helpers`: threads that help with all such links, as many as the first one says.
   void AttachSlots(int peer, int channel, const Slots& out, const Slots& in, unsigned helpers);
   bool Linked(int peer, int channel) const;
+  // What it holds now. Callable from any thread.
+  EngineMemory Memory();
 
   // User memory that NICs may read and write where it lies. `seen_at` is the address that they have for a device's,
   // which only they are to touch. Unregister: false while it is in use.

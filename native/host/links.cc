@@ -103,6 +103,34 @@ void Engine::AttachSlots(int peer, int channel, const Slots& out, const Slots& i
   links_.rx(peer, channel).end = MakeSlotRecv(in, team_);
 }
 
+EngineMemory Engine::Memory() {
+  EngineMemory held;
+  {
+    std::lock_guard lock(background_mutex_);
+    held.threads += background_.joinable() ? 1 : 0;
+  }
+  contenders_.fetch_add(1);
+  std::lock_guard lock(mutex_);
+  contenders_.fetch_sub(1);
+  if (doorbell_.fd() >= 0) held.links.descriptors += 1;
+  for (const auto& port : links_.send) {
+    if (port.end != nullptr) port.end->Count(held.links);
+  }
+  if (keeper_ != nullptr) {
+    held.links.descriptors += 1;
+    held.threads += 1;
+  }
+  if (team_ != nullptr) held.threads += team_->helpers();
+  if (segment_ != nullptr) {
+    const ShmLayout& layout = segment_->layout();
+    held.slots = static_cast<std::size_t>(layout.local_size - 1) * kChannels * layout.edge_bytes;
+  }
+  if (heap_ != nullptr) held.arrays = heap_->used();
+  for (const auto& plan : plans_) held.plans += plan->nbytes();
+  held.scratch = scratch_size_ + tcp_->staging.capacity();
+  return held;
+}
+
 bool Engine::Linked(int peer, int channel) const { return const_cast<Links&>(links_).tx(peer, channel).end != nullptr; }
 
 }  // namespace hetcoll

@@ -177,4 +177,12 @@ void BoundPlan::Compress(BoundStep& s, std::size_t items, const Codec& codec) {
   compressed_after += s.wire;
 }
 
+std::size_t BoundPlan::nbytes() const {
+  std::size_t found = sizeof *this + steps.capacity() * sizeof(BoundStep) + deps.capacity() * sizeof(BoundDep) +
+                      (order.capacity() + lane_begin.capacity()) * sizeof(std::uint32_t) +
+                      locals.capacity() * sizeof(BoundLocal);
+  for (const BoundLocal& local : locals) found += local.parts.capacity() * sizeof(BoundPart);
+  return found;
+}
+
 }  // namespace hetcoll

@@ -89,4 +89,9 @@ void Plan::CheckLocal(const StepRecord& s, std::size_t index) const {
   for (std::uint32_t k = 0; k < s.part_count; ++k) CheckSpan(parts[s.part_begin + k], false, head, index);
 }
 
+std::size_t Plan::nbytes() const {
+  return sizeof *this + steps.capacity() * sizeof(StepRecord) + deps.capacity() * sizeof(std::uint32_t) +
+         parts.capacity() * sizeof(SpanRecord);
+}
+
 }  // namespace hetcoll

@@ -93,6 +93,8 @@ struct Plan {
   std::vector<SpanRecord> parts;
   int size;  // ranks
 
+  std::size_t nbytes() const;  // of memory
+
  private:
   void CheckLocal(const StepRecord& step, std::size_t index) const;
 };
@@ -173,6 +175,8 @@ struct BoundPlan {
   std::size_t compressed_after = 0;
   bool may_alias = true;     // SEND and RECV may be the same memory: then the smaller is a part of the larger
   std::size_t part_off = 0;  // ... which begins there
+
+  std::size_t nbytes() const;  // of memory
 
  private:
   void Compress(BoundStep& step, std::size_t items, const Codec& codec);

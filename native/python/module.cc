@@ -172,6 +172,7 @@ NB_MODULE(_native, m) {
       .value("TIMED_OUT", Status::kTimedOut);
   nb::class_<Shape>(m, "Shape")
       .def_ro("id", &Shape::id)
+      .def_prop_ro("nbytes", [](const Shape& s) { return s.bound.nbytes(); })
       .def_prop_ro("residuals", [](const Shape& s) { return s.bound.residuals; })
       .def_prop_ro("compressed",
                    [](const Shape& s) { return nb::make_tuple(s.bound.compressed_before, s.bound.compressed_after); });
@@ -296,6 +297,24 @@ NB_MODULE(_native, m) {
       .def_prop_ro("moves", [](PyEngine& e) { return e.engine().moves(); })
       .def_prop_ro("naps", [](PyEngine& e) { return e.engine().naps(); })
       .def_prop_ro("messages", [](PyEngine& e) { return e.engine().messages(); })
+      .def("memory",
+           [](PyEngine& e) {
+             EngineMemory held;
+             {
+               nb::gil_scoped_release release;
+               held = e.engine().Memory();
+             }
+             nb::dict out;
+             out["slots"] = held.slots;
+             out["arrays"] = held.arrays;
+             out["pinned"] = held.links.pinned_bytes;
+             out["plans"] = held.plans;
+             out["scratch"] = held.scratch;
+             out["sockets"] = held.links.socket_bytes;
+             out["descriptors"] = held.links.descriptors;
+             out["threads"] = held.threads;
+             return out;
+           })
       .def_prop_ro("scratch_bytes", [](PyEngine& e) { return e.engine().scratch_bytes(); });
 
   m.def("read_memory", &ReadMemory, "object"_a.none(), "writable"_a);

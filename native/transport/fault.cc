@@ -156,6 +156,9 @@ class FaultySend final : public SendEnd {
     if (mood_.resting()) fds.push_back(link_->ready->Poll());
     if (link_->ends.send != nullptr) link_->ends.send->AddPoll(fds);
   }
+  void Count(Holdings& held) const override {
+    if (link_->ends.send != nullptr) link_->ends.send->Count(held);
+  }
   bool FinalWithoutPeer() const override {
     return !mood_.resting() && link_->ends.send != nullptr && link_->ends.send->FinalWithoutPeer();
   }

@@ -36,6 +36,7 @@ class TcpSend final : public SendEnd {
   }
 
   void AddPoll(std::vector<pollfd>& fds) const override { fds.push_back({sockets_->fd(course_.stripe), POLLOUT, 0}); }
+  void Count(Holdings& held) const override { sockets_->Count(held); }
   void Finish() override { sockets_->Shutdown(); }
   void Abandon() override { sockets_->Close(); }
 

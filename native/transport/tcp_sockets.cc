@@ -27,6 +27,17 @@ constexpr std::size_t kJoined = std::size_t{4} << 10;
 
 }  // namespace
 
+void CountSocket(int fd, Holdings& held) {
+  held.descriptors += 1;
+  for (const int option : {SO_SNDBUF, SO_RCVBUF}) {
+    int nbytes = 0;
+    socklen_t length = sizeof nbytes;
+    if (getsockopt(fd, SOL_SOCKET, option, &nbytes, &length) == 0) {
+      held.socket_bytes += static_cast<std::size_t>(nbytes);
+    }
+  }
+}
+
 void Parts::CopyTo(std::byte* to) const {
   if (head > 0) std::memcpy(to, header, head);
   if (n > 0) std::memcpy(to + head, data, n);
@@ -42,6 +53,10 @@ Sockets::Sockets(std::span<const int> fds, int peer, std::uint64_t spoil)
     // Unix sockets serve as links in tests: they have no Nagle delay to turn off.
     if (setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) < 0 && errno != EOPNOTSUPP) Fail("TCP_NODELAY");
   }
+}
+
+void Sockets::Count(Holdings& held) const {
+  for (const int fd : fds_) CountSocket(fd, held);
 }
 
 ssize_t Sockets::Send(std::uint32_t stripe, const Parts& parts) {

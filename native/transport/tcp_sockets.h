@@ -10,6 +10,11 @@
 
 namespace hetcoll {
 
+struct Holdings;
+
+// Adds a connected socket, and the most that the kernel keeps in it: its buffers grow up to that by themselves.
+void CountSocket(int fd, Holdings& held);
+
 // What one call sends: a header, data, and the data's checksum, each of which may be nothing.
 struct Parts {
   const std::byte* header;
@@ -38,6 +43,7 @@ class Sockets {
   ssize_t Send(std::uint32_t stripe, const Parts& parts);
   ssize_t Receive(std::uint32_t stripe, std::byte* header, std::size_t head, std::byte* data, std::size_t n) const;
 
+  void Count(Holdings& held) const;
   void Close() const;
   void Shutdown() const;
 

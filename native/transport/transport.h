@@ -62,6 +62,14 @@ inline Fault WrongFrame(const Message& due, std::uint64_t signature, std::size_t
 
 class Team;
 
+// What a link holds beside the memory of its users. Of sockets, `socket_bytes` is what the kernel may keep in them, in
+// both directions.
+struct Holdings {
+  std::size_t descriptors = 0;
+  std::size_t socket_bytes = 0;
+  std::size_t pinned_bytes = 0;
+};
+
 class SendEnd {
  public:
   virtual ~SendEnd() = default;
@@ -104,6 +112,9 @@ class SendEnd {
 
   // Once the peer has left: whether a kWouldBlock is the last word.
   virtual bool FinalWithoutPeer() const { return true; }
+
+  // Adds what the link of this end holds, for both of its directions.
+  virtual void Count(Holdings& held) const { static_cast<void>(held); }
 
   // Nothing more will be pushed: the peer may see the end behind what was.
   virtual void Finish() {}

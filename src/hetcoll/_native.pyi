@@ -17,11 +17,12 @@ class Status(IntEnum):
 class Shape:
     """A plan bound to counts and a type.
 
-    `residuals`: elements that it rounds. `compressed`: bytes of the messages over compressed edges that this rank
-    sends, and of their codes.
+    `nbytes` of memory. `residuals`: elements that it rounds. `compressed`: bytes of the messages over compressed edges
+    that this rank sends, and of their codes.
     """
 
     id: int
+    nbytes: int
     residuals: int
     compressed: tuple[int, int]
 
@@ -377,6 +378,9 @@ class Engine(_Verbs):
 
     @property
     def moves(self) -> int: ...
+    def memory(self) -> dict[str, int]:
+        """Bytes that it holds, by kind, and its descriptors and threads: see `Communicator.memory`."""
+
     @property
     def scratch_bytes(self) -> int: ...
 

@@ -483,6 +483,19 @@ class Communicator:
         self._host.check_open()
         return self._core.counters()
 
+    def memory(self) -> dict[str, int]:
+        """What this rank holds for this communicator now, counted from what holds it. Local; also after a failure.
+
+        Bytes: ``slots`` of shared memory through which its messages leave (address space: a page is taken when it is
+        first used), ``arrays`` of `empty` in shared memory, ``pinned`` memory of GPUs' slots and RDMA, ``plans``,
+        ``scratch`` of plans, ``residuals`` of compression, and ``sockets``: the most that the kernel may keep in those
+        of its links. Then the number of ``descriptors``, and of ``threads``. The connection to the store counts in the
+        communicator of all ranks, and so does the store on the rank that hosts it. What vendors' libraries hold is not
+        in it.
+        """
+        self._host.check_open()
+        return self._core.memory()
+
     def dump(self, most: int = 64) -> str:
         """The last `most` calls of this rank, a line each: number, what, where it was first called so, bytes, when it
         began and how long it took. Local, from any thread, also while a call waits.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import time
 import tracemalloc
 from dataclasses import replace
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 
 from hetcoll.config.env import Config
 from hetcoll.errors import CommunicationError, InitError
-from hetcoll.links.introduction import Introduction, Introductions, Reach, Reaches
+from hetcoll.links.introduction import Introduction, Introductions, Process, Reach, read_nics
 from hetcoll.plan.topology import RankInfo, Topology
 from hetcoll.rendezvous.columns import pack_columns, unpack_columns
-from hetcoll.rendezvous.edges import Address
+from hetcoll.rendezvous.edges import Address, unpack_addresses
 from hetcoll.vendors.facts import Facts, Gpu
 
 columns = st.integers(1, 40).flatmap(
@@ -31,6 +32,9 @@ columns = st.integers(1, 40).flatmap(
 @given(columns)
 def test_any_values_come_back(told: tuple[int, list[list[bytes]]]) -> None:
     size, values = told
+    for column, untold in zip(values, unpack_columns(pack_columns(values, size, len(values)), size), strict=True):
+        first = dict[bytes, int]()
+        assert list(untold) == [b"%d" % first.setdefault(value, len(first)) for value in column]
     found = unpack_columns(pack_columns(values, size), size)
     assert [list(column) for column in found] == values
     for column in found:
@@ -46,8 +50,13 @@ def test_numbers_are_as_wide_as_needed(count: int) -> None:
     body = pack_columns([values], size)
     (column,) = unpack_columns(body, size)
     assert list(column) == values
+    assert len(body) < 4 + 12 + 6 * count + 1500, "numbers that follow a rule take little"
     width = {1: 0, 2: 1, 256: 1, 257: 2, 65537: 4}[count]
-    assert len(body) == 4 + 12 + 6 * count + width * size
+    mixed = list(values)
+    random.Random(1).shuffle(mixed)
+    body = pack_columns([mixed], size)
+    assert [list(column) for column in unpack_columns(body, size)] == [mixed]
+    assert len(body) <= 4 + 12 + 6 * count + width * size, "and others no more than they are wide"
 
 
 @given(st.data())
@@ -64,42 +73,45 @@ def test_garbled_columns_are_errors(data: st.DataObject) -> None:
 GPU = Gpu("cuda", "0000:1b:00.0", "sm_90", "NVIDIA H200", "", 22800, "ocp", True)
 
 
-def introduced(size: int) -> tuple[list[list[bytes]], list[list[bytes]]]:
-    """What `size` ranks on hosts of eight, each with a GPU of its own, tell: introductions and places, by column."""
+def introduced(size: int) -> tuple[list[list[bytes]], list[list[bytes]], list[bytes]]:
+    """What `size` ranks on hosts of eight, each with a GPU of its own, tell: introductions and reaches, by column, and
+    where each listens."""
     mine = Introduction.here(Config())
     gpus = [replace(GPU, bus=f"0000:{number:02x}:00.0") for number in range(8)]
-    rows, places = [], []
+    rows, reaches, places = [], [], []
     for rank in range(size):
-        one = replace(mine, host=f"host {rank // 8}", pid=rank, name=b"%016d" % rank, gpus=[gpus[rank % 8]])
-        values = one.values()
-        rows.append(values)
+        one = replace(mine, host=f"host {rank // 8}", pid=rank, name=b"%016d" % rank, gpus=[gpus[rank % 8]]).telling()
+        assert Process.read(one.own) == (rank, b"%016d" % rank, f"host {rank // 8}")
+        rows.append([*one.shared, *one.alike])
         host = rank // 8
         address = Address(f"10.1.{host >> 8}.{host & 255}", 20000 + rank % 40000, "eth0", b"%016d" % rank)
-        places.append(Reach([address], [], "no RDMA here").values())
-    return [list(column) for column in zip(*rows, strict=True)], [list(column) for column in zip(*places, strict=True)]
+        reach = Reach([address], [], "no RDMA here").telling()
+        reaches.append(reach.shared)
+        places.append(reach.own)
+    return [list(column) for column in zip(*rows, strict=True)], [list(c) for c in zip(*reaches, strict=True)], places
 
 
 @pytest.mark.calm
 def test_what_a_rank_does_with_16384_introductions_takes_little_time_and_memory() -> None:
     size = 16384
-    told, places = introduced(size)
-    body, more = pack_columns(told, size), pack_columns(places, size)
-    assert len(body) < 45 * size, "bytes that each rank is sent"
-    assert len(more) < 35 * size
+    told, reaches, places = introduced(size)
+    body, more = pack_columns(told, size, 1), pack_columns(reaches, size)
+    assert len(body) < 6000, "bytes that each rank is sent"
+    assert len(more) < 100
     started = time.process_time()
     intros = Introductions(unpack_columns(body, size))
     topology = Topology(intros.infos)
-    reaches = Reaches(unpack_columns(more, size))
+    nics = read_nics(*unpack_columns(more, size))
     facts = Facts(topology, intros.gpus, intros.no_gpu)
     islands = topology.equipped([("cuda", gpus[0].bus) for gpus in facts.gpus]).islands
     seconds = time.process_time() - started
     assert len(topology.hosts) == size // 8
     assert [len(island) for island in islands] == [size]
-    assert reaches.addresses(9) == (Address("10.1.0.1", 20009, "eth0", b"%016d" % 9),)
-    assert intros.doorbell(3) == f"hetcoll-{(b'%016d' % 3).hex()}"
+    assert nics == [((), "no RDMA here")] * size
+    assert unpack_addresses(places[9]) == (Address("10.1.0.1", 20009, "eth0", b"%016d" % 9),)
     assert seconds < 1.2, seconds  # 0.3 where nothing else runs
     tracemalloc.start()
-    kept = Introductions(unpack_columns(body, size)), Reaches(unpack_columns(more, size))
+    kept = Introductions(unpack_columns(body, size)), read_nics(*unpack_columns(more, size))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 50 << 20, peak
@@ -107,9 +119,9 @@ def test_what_a_rank_does_with_16384_introductions_takes_little_time_and_memory(
 
 
 def test_unequal_settings_name_the_first_rank_that_differs() -> None:
-    told, _ = introduced(4)
-    other = json.loads(told[2][2]) | {"HETCOLL_ALGO": "ring"}
-    told[2][2] = json.dumps(other).encode()
+    told, _, _ = introduced(4)
+    other = json.loads(told[1][2]) | {"HETCOLL_ALGO": "ring"}
+    told[1][2] = json.dumps(other).encode()
     with pytest.raises(InitError, match="HETCOLL_ALGO is None on rank 0 and 'ring' on rank 2"):
         Introductions(unpack_columns(pack_columns(told, 4), 4))
 

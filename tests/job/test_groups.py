@@ -81,7 +81,12 @@ class Store(RuleBasedStateMachine):
     @precondition(lambda self: self.members)
     @rule(who=st.integers(0, 5), name=names, tag=tags, wait=seconds)
     def exchange(self, who: int, name: bytes, tag: bytes, wait: float) -> None:
-        self.ask(who, Op.EXCHANGE, name, tag, pack([b"blob"]), F64.pack(wait))
+        self.ask(who, Op.EXCHANGE, name, tag, pack([b"blob"]), pack([b"host"]), b"mine", F64.pack(wait))
+
+    @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), name=names, tag=tags, rank=st.integers(0, 3))
+    def look(self, who: int, name: bytes, tag: bytes, rank: int) -> None:
+        self.ask(who, Op.LOOK, name, tag, U32.pack(rank))
 
     @precondition(lambda self: self.members)
     @rule(who=st.integers(0, 5), name=names, kind=tags)

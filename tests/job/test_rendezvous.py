@@ -23,7 +23,7 @@ from hetcoll import _native
 from hetcoll.communicator import Communicator
 from hetcoll.config.env import Config, Launch
 from hetcoll.errors import ArgumentError, AuthenticationError, InitError
-from hetcoll.rendezvous import auth, store
+from hetcoll.rendezvous import auth, probe, store
 from hetcoll.rendezvous import bootstrap as rendezvous
 from hetcoll.rendezvous.bootstrap import bootstrap, get_unique_id
 from hetcoll.rendezvous.control import WORLD, ControlClient
@@ -495,3 +495,41 @@ def test_torchrun_itself(tmp_path: Path) -> None:
     torchrun = find_program("torchrun", "gloo")
     command = [torchrun, "--standalone", "--nproc-per-node", "3", "--no-python", sys.executable]
     assert run_ranks(command, tmp_path) == [f"torchrun {rank} sees 0 1 2" for rank in range(3)]
+
+
+def greet_late(listener: socket.socket, asked: threading.Event) -> None:
+    """A listener that takes connections and says nothing until it has been asked for something else."""
+    with listener.accept()[0]:
+        asked.wait(20)
+
+
+@pytest.mark.parametrize("first", ["works", "refuses", "says nothing"])
+def test_of_several_addresses_of_a_store_one_is_connected_to(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "GREETS", 0.05)
+    connected: list[int] = []
+    begin = socket.socket.connect_ex
+
+    def count(sock: socket.socket, address: tuple[str, int]) -> int:
+        connected.append(address[1])
+        return begin(sock, address)
+
+    monkeypatch.setattr(socket.socket, "connect_ex", count)
+    unique_id = get_unique_id(Config(linger=0), loopback=True)
+    there, asked = unique_id.addresses[0], threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as pool:
+        other_port = other.getsockname()[1]
+        if first == "works":
+            addresses = (there, ("127.0.0.1", other_port))
+        elif first == "says nothing":
+            pool.submit(greet_late, other, asked)
+            addresses = (("127.0.0.1", other_port), there)
+        else:
+            other.close()
+            addresses = (("127.0.0.1", other_port), there)
+        sock, found = probe.connect_store(
+            UniqueId(addresses, unique_id.job_id, unique_id.secret), time.monotonic() + 10
+        )
+        sock.close()
+        asked.set()
+    assert found == there
+    assert connected == [port for _, port in addresses[: 1 if first == "works" else 2]]

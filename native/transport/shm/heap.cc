@@ -33,6 +33,13 @@ std::byte* Heap::Allocate(std::size_t nbytes) {
   return nullptr;
 }
 
+std::size_t Heap::used() {
+  const std::lock_guard lock(mutex_);
+  std::size_t free = 0;
+  for (const auto& [offset, length] : holes_) free += length;
+  return capacity_ - free;
+}
+
 void Heap::Free(std::byte* at, std::size_t nbytes) {
   if (birthplace_.left()) return;  // the memory is the parent's, who still uses it
   std::size_t length = Pages(nbytes);

@@ -21,6 +21,8 @@ class Heap {
   // Gives the pages back to the system as well. In a forked child it does nothing.
   void Free(std::byte* at, std::size_t nbytes);
 
+  // What is handed out.
+  std::size_t used();
   std::size_t capacity() const { return capacity_; }
 
  private:

@@ -12,6 +12,8 @@
 #include <string>
 #include <utility>
 
+#include "transport/tcp_sockets.h"
+
 namespace hetcoll {
 
 ControlSocket::ControlSocket(std::span<const int> fds, int peer) : fds_(fds.begin(), fds.end()), peer_(peer) {
@@ -89,6 +91,10 @@ bool ControlSocket::Fill(std::size_t n) {
   const bool whole = ReceiveBytes(in_.data(), n, have);
   in_.resize(have);
   return whole;
+}
+
+void ControlSocket::Count(Holdings& held) const {
+  for (const int fd : fds_) CountSocket(fd, held);
 }
 
 void ControlSocket::AddPoll(std::vector<pollfd>& fds) const {

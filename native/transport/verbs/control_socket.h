@@ -58,6 +58,7 @@ class ControlSocket {
   bool ended() const { return ended_; }
 
   void AddPoll(std::vector<pollfd>& fds) const;
+  void Count(Holdings& held) const;
   void Shutdown() const;
   std::vector<int> Release();  // the descriptors; nothing may be left to flush
 

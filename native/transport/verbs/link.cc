@@ -295,6 +295,12 @@ void VerbsLink::AddWatch(std::vector<pollfd>& fds) const {
   if (!fault_ && state_ != State::kTcp) control_socket_.AddPoll(fds);
 }
 
+void VerbsLink::Count(Holdings& held) const {
+  control_socket_.Count(held);
+  if (tcp_.send != nullptr) tcp_.send->Count(held);
+  held.pinned_bytes += rails_.size() * 2 * options_.ring_bytes;  // what comes, and what goes
+}
+
 void VerbsLink::AddPoll(std::vector<pollfd>& fds) {
   const std::uint64_t news = news_;
   bool awake = false;

@@ -71,6 +71,8 @@ class VerbsLink final : private RailListener {
   void AddWatch(std::vector<pollfd>& fds) const;
   // Descriptors to sleep on. Whoever sleeps is woken when something arrives.
   void AddPoll(std::vector<pollfd>& fds);
+  // Adds the control socket, or the link over TCP in its place, and the rings of all rails.
+  void Count(Holdings& held) const;
 
   // Whether messages go through the outbox: not while the link is being made or mended.
   bool open() const { return state_ == State::kUp && !outbox_.resending() && !control_socket_.ended(); }

@@ -44,6 +44,7 @@ class VerbsSend final : public SendEnd {
     if (SendEnd* tcp = link_->tcp_send()) tcp->AddPoll(fds);
   }
 
+  void Count(Holdings& held) const override { link_->Count(held); }
   void Finish() override { link_->Shutdown(); }
 
  private:

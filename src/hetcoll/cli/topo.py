@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ..links.introduction import Process
 from ..plan.topology import Topology
 
 _WIDEST = 32  # ranks up to which every pair is shown
@@ -34,33 +35,36 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from ..job import init
 
     with init() as comm:
-        topology = comm.topology
         if comm.rank == 0:
-            print(json.dumps(document(topology), indent=1) if args.json else text(topology), flush=True)
+            topology, processes = comm.topology, comm._wiring.processes(range(comm.size))
+            answer = json.dumps(document(topology, processes), indent=1) if args.json else text(topology, processes)
+            print(answer, flush=True)
         comm.barrier()
     return 0
 
 
-def document(topology: Topology) -> dict[str, Any]:
-    """The topology as JSON values. `transports[a][b]` is what carries data from rank a to rank b."""
+def document(topology: Topology, processes: Sequence[Process]) -> dict[str, Any]:
+    """The topology, of these processes, as JSON values. `transports[a][b]` is what carries data from rank a to b."""
     return {
         "schema": 1,
         "setting": topology.setting,
         "hosts": [list(ranks) for ranks in topology.hosts],
         "ranks": [
-            {"rank": info.rank, "host": info.host, "pid": info.pid, "cores": info.cores} for info in topology.ranks
+            {"rank": info.rank, "host": process.host, "pid": process.pid, "cores": info.cores}
+            for info, process in zip(topology.ranks, processes, strict=True)
         ],
         "transports": [[_transport(topology, a, b) for b in range(topology.size)] for a in range(topology.size)],
     }
 
 
-def text(topology: Topology) -> str:
+def text(topology: Topology, processes: Sequence[Process]) -> str:
     """The topology for people: hosts with their ranks, then the transport of every pair."""
     hosts = topology.hosts
     lines = [f"{topology.size} ranks on {len(hosts)} host{'s' * (len(hosts) != 1)}, transport {topology.setting}"]
     for number, ranks in enumerate(hosts):
         first = topology.ranks[ranks[0]]
-        lines.append(f"host {number} ({first.host}), {first.cores} cores: ranks {_spans(ranks)}")
+        name = processes[ranks[0]].host
+        lines.append(f"host {number} ({name}), {first.cores} cores: ranks {_spans(ranks)}")
     if topology.crowding > 1:
         lines.append(f"{topology.crowding:g} ranks share a core: whoever waits sleeps instead of spinning")
     if topology.size <= _WIDEST:

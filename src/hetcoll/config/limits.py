@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import os
 import resource
+from typing import NamedTuple
 
 SPARE = 64
 """File descriptors that are left to the program, and to connections that come and go."""
+
+
+class Held(NamedTuple):
+    """What a part of a communicator holds: file descriptors, threads, and bytes of pinned memory."""
+
+    descriptors: int = 0
+    threads: int = 0
+    pinned: int = 0
 
 
 def reserve_descriptors(wanted: int) -> str:

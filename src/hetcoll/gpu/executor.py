@@ -22,6 +22,7 @@ import hetcoll._native as _native
 
 from ..buffers import Buffer
 from ..calls import Call, Message, descriptor
+from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError, ClosedError, DeviceError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
@@ -367,6 +368,11 @@ class GpuExecutor:
     def counters(self) -> dict[str, int]:
         """Of the RDMA links between this GPU and those of other hosts."""
         return self._proxies.counters()
+
+    def holds(self) -> Held:
+        """What proxies hold, the watchdog's thread, and the host's slots that this GPU has mapped."""
+        held = self._proxies.holds()
+        return held._replace(threads=held.threads + 1, pinned=held.pinned + self._segment.pinned)
 
     def join(self, stream: object) -> None:
         """What comes on `stream` later begins after everything enqueued so far."""

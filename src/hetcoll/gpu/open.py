@@ -13,6 +13,7 @@ import numpy as np
 from ..buffers import Buffer
 from ..calls import Call
 from ..config.env import Config
+from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError, DeviceError
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
@@ -169,6 +170,10 @@ class Gpus:
     def counters(self) -> dict[str, int]:
         """What the path has counted, as `Communicator.counters` tells it."""
         return {} if self.executor is None else {f"gpu_{name}": n for name, n in self.executor.counters().items()}
+
+    def holds(self) -> Held:
+        """See `runtime.executor.Gpus`. A rank without a GPU pins nothing."""
+        return Held() if self.executor is None else self.executor.holds()
 
     def explain(self, op: str, nbytes: int) -> str:
         """For people: how a collective on GPUs runs, once there were some."""

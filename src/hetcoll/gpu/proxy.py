@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import hetcoll._native as _native
 
+from ..config.limits import Held
 from ..errors import RegistrationError
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.verbs.report import describe_link, planned
@@ -56,6 +57,11 @@ class Proxies:
         self._trying = False
         self._lock = threading.Lock()  # over `_proxy` and `_failed`
         self._thread: threading.Thread | None = None
+        self._holds = Held()
+
+    def holds(self) -> Held:
+        """Sockets, threads, and the host's memory of slots and their words."""
+        return self._holds
 
     def stripes(self, peer: int) -> int:
         """Sockets of an edge. RDMA links have one, for the handshake and for the worst case; and a rank without a GPU
@@ -86,6 +92,7 @@ class Proxies:
             else:
                 proxy.connect(peer, channel, fds)
             self._connected.add((peer, channel))
+            self._hold(descriptors=len(fds))
 
     def _channel(self, peer: int, channel: int) -> int:
         """Links that take the place of others that did not work have channels of their own."""
@@ -112,12 +119,18 @@ class Proxies:
             number = self._edges[out, peer, channel] = queue.add_edge(slots, ready, credit, SLOTS, carried)
         return number
 
+    def _hold(self, descriptors: int = 0, threads: int = 0, pinned: int = 0) -> None:
+        held = self._holds
+        self._holds = Held(held.descriptors + descriptors, held.threads + threads, held.pinned + pinned)
+
     def _allocate(self, peer: int) -> tuple[int, int]:
         """The words of an edge, and its slots: the GPU's memory, or the host's behind the words."""
         device, nbytes = self._device, SLOTS * self._slot_bytes
         direct = self._direct(peer)
-        words = device.allocate_host(WORDS_BYTES if direct else WORDS_BYTES + nbytes)
+        on_host = WORDS_BYTES if direct else WORDS_BYTES + nbytes
+        words = device.allocate_host(on_host)
         self._undo.callback(device.free_host, words)
+        self._hold(pinned=on_host)
         ctypes.memset(words, 0, WORDS_BYTES)
         slots = words + WORDS_BYTES
         if direct:
@@ -146,8 +159,9 @@ class Proxies:
             if self._proxy is None:
                 wiring = self._wiring
                 sockets = max([self.stripes(p) for p in range(wiring.size) if p != wiring.rank], default=1)
+                threads = max(1, min(max(sockets, 2), self._share.topology.shares[wiring.rank]))
                 self._proxy = _native.Proxy(
-                    threads=max(1, min(max(sockets, 2), self._share.topology.shares[wiring.rank])),
+                    threads=threads,
                     oversubscribed=wiring.oversubscribed,
                     rank=wiring.rank,
                     fault=wiring.fault,
@@ -158,6 +172,7 @@ class Proxies:
                     self._proxy.fail(Kind.ABORTED, wiring.rank, self._failed)
                 self._thread = threading.Thread(target=self._watch, name="hetcoll-proxies", daemon=True)
                 self._thread.start()
+                self._hold(threads=threads + 1)
             return self._proxy
 
     def _watch(self) -> None:

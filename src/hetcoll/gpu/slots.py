@@ -103,6 +103,7 @@ class SlotSegment:
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._address = int(self._bytes.ctypes.data)
         self._registered: list[int] = []  # offsets
+        self.pinned = 0  # bytes
         head = self._register(0, self._head)
         self.aborts = [head + WORD_BYTES * r for r in range(size)]
         self.rings = [head + self._rings + _RING * r for r in range(size)]
@@ -141,6 +142,7 @@ class SlotSegment:
         self._bytes[offset : offset + nbytes : mmap.PAGESIZE].sum()  # drivers pin pages that exist
         at = self._device.register_host(self._address + offset, nbytes)
         self._registered.append(offset)
+        self.pinned += nbytes
         return at
 
     def _offset(self, src: int, dst: int, channel: int) -> int:

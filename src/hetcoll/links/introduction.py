@@ -1,8 +1,10 @@
 """What the ranks of a communicator tell each other before anything else, and where each is reached.
 
-Both are exchanged in columns (`rendezvous.columns`), cut so that what ranks have in common stands by itself: only a
-process's number and a random name differ from rank to rank, 24 bytes. What is read here is read once for each different
-content, and everything else a rank does at the start takes time that grows with the number of ranks, and no faster.
+Both are exchanged in columns (`rendezvous.columns`), cut so that what ranks have in common stands by itself. What
+differs from rank to rank (a process's number, a random name, a port) only those are told who ask: ranks of one host,
+and those that make a link. So what a rank is told hardly grows with their number. What is read here is read once for
+each different content, and everything else a rank does at the start takes time that grows with the number of ranks, and
+no faster.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from ..config.limits import address_space_left
 from ..errors import InitError
 from ..plan.rails import Nic
 from ..plan.topology import RankInfo, spell_islands
-from ..rendezvous.columns import Column
+from ..rendezvous.columns import Column, Telling
 from ..rendezvous.descriptors import host_identity
-from ..rendezvous.edges import Address, pack_addresses, unpack_addresses
+from ..rendezvous.edges import Address, pack_addresses
 from ..vendors.facts import Gpu, decode, encode, visible
 from ..version import __version__
 
@@ -33,8 +35,8 @@ _AGREED = (
 )
 """What must be the same in the configurations of all ranks; islands as well."""
 
-_PROCESS = struct.Struct("<Q")
 _NAME_BYTES = 16
+_PROCESS = struct.Struct(f"<Q{_NAME_BYTES}s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +75,40 @@ class Introduction:
             name=os.urandom(_NAME_BYTES),
         )
 
-    def values(self) -> list[bytes]:
-        """One value a column, for `Introductions`."""
+    def telling(self) -> Telling:
+        """For `Introductions`, and `Process`."""
         shared = [self.device, self.no_gpu, self.claims, self.room, self.version]
-        parts = (self.host, self.cores, self.settings, encode(self.gpus), shared)
-        return [*(json.dumps(part).encode() for part in parts), _PROCESS.pack(self.pid), self.name]
+        parts = (self.cores, self.settings, encode(self.gpus), shared)
+        host = self.host.encode()
+        return Telling([json.dumps(part).encode() for part in parts], [host], _PROCESS.pack(self.pid, self.name) + host)
+
+
+class Process(NamedTuple):
+    """What a rank tells of itself to those who ask."""
+
+    pid: int
+    name: bytes
+    host: str
+
+    @classmethod
+    def read(cls, own: bytes) -> Self:
+        """That of another rank's `Introduction`."""
+        pid, name = _PROCESS.unpack_from(own)
+        return cls(pid, name, own[_PROCESS.size :].decode())
+
+    @property
+    def doorbell(self) -> str:
+        """The name under which the rank shares its memory: nobody can guess it."""
+        return f"hetcoll-{self.name.hex()}"
 
 
 class Introductions:
     """Those of all ranks. InitError where their settings differ."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
-        hosts, cores, settings, gpus, shared, pids, self._names = columns
+        cores, settings, gpus, shared, hosts = columns
         _check_settings(settings)
-        self.hosts: list[str] = hosts.each(json.loads)
+        self.hosts: list[str] = hosts.each(bytes.decode)
         found: dict[str, set[int]] = {}  # a launcher may have given each rank one of its host's cores
         for host, mine in {(self.hosts[r], cores.which[r]): cores[r] for r in range(len(hosts))}.items():
             found.setdefault(host[0], set()).update(json.loads(mine))
@@ -96,15 +118,9 @@ class Introductions:
         self.no_gpu: list[str] = [each[1] for each in told]
         self.rooms: list[int | None] = [each[3] for each in told]
         self.infos = tuple(
-            RankInfo(rank, host, pid, self.cores[host], version=version, wish=device, claims=claims)
-            for rank, (host, pid, (device, _, claims, _, version)) in enumerate(
-                zip(self.hosts, pids.each(lambda pid: int(_PROCESS.unpack(pid)[0])), told, strict=True)
-            )
+            RankInfo(rank, host, self.cores[host], version=version, wish=device, claims=claims)
+            for rank, (host, (device, _, claims, _, version)) in enumerate(zip(self.hosts, told, strict=True))
         )
-
-    def doorbell(self, rank: int) -> str:
-        """The name under which `rank` shares its memory: nobody can guess it."""
-        return f"hetcoll-{self._names[rank].hex()}"
 
 
 def _check_settings(settings: Column) -> None:
@@ -122,22 +138,15 @@ class Reach(NamedTuple):
     nics: Sequence[Nic]
     no_nics: str
 
-    def values(self) -> list[bytes]:
-        """One value a column, for `Reaches`."""
-        places, own = pack_addresses(self.addresses)
-        return [places, own, json.dumps([[asdict(nic) for nic in self.nics], self.no_nics]).encode()]
+    def telling(self) -> Telling:
+        """For `read_nics`; the addresses for `unpack_addresses`, of those who ask."""
+        nics = json.dumps([[asdict(nic) for nic in self.nics], self.no_nics]).encode()
+        return Telling([nics], own=pack_addresses(self.addresses))
 
 
-class Reaches:
-    """Those of all ranks."""
-
-    def __init__(self, columns: Sequence[Column]) -> None:
-        self._places, self._own, nics = columns
-        self.nics: list[tuple[tuple[Nic, ...], str]] = nics.each(_read_nics)
-
-    def addresses(self, rank: int) -> tuple[Address, ...]:
-        """Where `rank` listens. Read when it is needed: few ranks are."""
-        return unpack_addresses(self._places[rank], self._own[rank])
+def read_nics(column: Column) -> list[tuple[tuple[Nic, ...], str]]:
+    """The RDMA ports of all ranks, and why those have none that have none."""
+    return column.each(_read_nics)
 
 
 def _read_nics(value: bytes) -> tuple[tuple[Nic, ...], str]:

@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING
 import hetcoll._native as _native
 
 from ..config.env import INTEGRITY, SHM_READ, SHM_STORES, Config
-from ..config.limits import reserve_descriptors
+from ..config.limits import Held, reserve_descriptors
 from ..errors import ArgumentError, InitError
 from ..plan.rails import Nic
 from ..plan.topology import Topology
 from ..rendezvous.control import ControlClient
 from ..rendezvous.descriptors import receive_fd, share_fd
-from ..rendezvous.edges import Address, EdgeKey, Request
+from ..rendezvous.edges import Address, EdgeKey, Request, unpack_addresses
 from ..rendezvous.listener import Listener
 from ..vendors.facts import Facts, check_digests
-from .introduction import Introduction, Introductions, Reach, Reaches
+from .introduction import Introduction, Introductions, Process, Reach, read_nics
 from .making import Making
 from .verbs.report import by_peer, describe, fell_back
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hetcoll")
 
+_INTRODUCE, _ADDRESSES = b"introduce", b"addresses"  # what ranks exchange: see `introduction`
 _SPIN_SECONDS = 10e-6  # then it yields: its peer may be waiting for the very same core
 PATIENCE = 2.0
 """Seconds after which a stuck call asks what the other ranks do."""
@@ -91,13 +92,14 @@ class Wiring:
         self.fault = config.fault or ""
         self.integrity = INTEGRITY.index(config.integrity)
         patience = min(PATIENCE, config.timeout)
+        doorbell = self.processes(self.locals[:1])[0].doorbell
         identity = hashlib.blake2b(control.unique_id.job_id + group, digest_size=8).digest()
         try:
             self.engine = _native.Engine(
                 rank=rank,
                 size=size,
                 identity=int.from_bytes(identity, "little"),
-                doorbell_name=intros.doorbell(self.locals[0]),
+                doorbell_name=doorbell,
                 local_rank=self.locals.index(rank),
                 spin_seconds=spin,
                 oversubscribed=self.oversubscribed,
@@ -115,7 +117,7 @@ class Wiring:
         try:
             if config.transport in ("auto", "shm") and len(self.locals) > 1:
                 heap = most_heap(intros.rooms[r] for r in self.locals)
-                self._attach_shm(intros.doorbell(self.locals[0]), heap)
+                self._attach_shm(doorbell, heap)
             apart = config.transport in ("tcp", "verbs") or len(self.topology.hosts) > 1
             if size > 1 and (apart or config.cross == "staged"):
                 self._listen()
@@ -137,8 +139,13 @@ class Wiring:
         return max(self._deadline - time.monotonic(), 0.1)
 
     def _introduce(self) -> Introductions:
-        mine = Introduction.here(self._config).values()
-        return Introductions(self._control.exchange_columns(self.group, b"introduce", mine, self._left()))
+        mine = Introduction.here(self._config).telling()
+        return Introductions(self._control.exchange_columns(self.group, _INTRODUCE, mine, self._left()))
+
+    def processes(self, ranks: Collection[int]) -> list[Process]:
+        """What each of `ranks` tells those who ask. The store is asked once for each."""
+        told = self._control.look_up(self.group, _INTRODUCE, ranks, self._left())
+        return [Process.read(told[rank]) for rank in ranks]
 
     def _attach_shm(self, name: str, heap: int) -> None:
         ring = ring_bytes(len(self.locals), self._config.shm_bytes)
@@ -175,12 +182,11 @@ class Wiring:
         loopback = len(self.topology.hosts) == 1
         self._listener = Listener(self._config, self._control.unique_id.secret, loopback=loopback)
         no_nics = self._open_nics(self._listener.addresses)
-        mine = Reach(self._listener.addresses, self.nics, no_nics).values()
-        told = self._control.exchange_columns(self.group, b"addresses", mine, self._left())
-        self._reaches = Reaches(told)
+        mine = Reach(self._listener.addresses, self.nics, no_nics).telling()
+        (told,) = self._control.exchange_columns(self.group, _ADDRESSES, mine, self._left())
         infos = (
             replace(info, nics=nics, no_nics=no_nics)
-            for info, (nics, no_nics) in zip(self.topology.ranks, self._reaches.nics, strict=True)
+            for info, (nics, no_nics) in zip(self.topology.ranks, read_nics(told), strict=True)
         )
         self.topology = replace(self.topology, ranks=tuple(infos))
         self.topology.check_rails()
@@ -260,7 +266,8 @@ class Wiring:
             for (p, c), stripes in edges.items()
         }
         peers = {p for p, _ in edges}
-        places = {p: self._reaches.addresses(p) for p in peers}
+        told = self._control.look_up(self.group, _ADDRESSES, peers, timeout)
+        places = {p: unpack_addresses(own) for p, own in told.items()}
         requests = [Request(key, places[p]) for (p, _), each in keys.items() for key in each]
         if problem := reserve_descriptors(len(requests)):
             raise InitError(f"{len(requests)} sockets to {len(peers)} ranks do not fit rank {self.rank}: {problem}")
@@ -300,6 +307,10 @@ class Wiring:
     def paths(self, peers: Iterable[int]) -> tuple[str, ...]:
         """For people: how data goes to those of these ranks that are not reached through shared memory, and why."""
         return describe(by_peer(self.engine.links()), self.topology, self.rank, peers)
+
+    def holds(self) -> Held:
+        """What the listener holds; the rest is the engine's."""
+        return Held() if self._listener is None else self._listener.holds()
 
     def close(self) -> None:
         """Close the listener and give RDMA's devices and memory back. The engine must be closed."""

@@ -41,18 +41,17 @@ def pair_of(a: int, b: int) -> Pair:
 class RankInfo:
     """What one rank tells all others.
 
-    `host` is equal on ranks that can share memory. `cores` is the number of cores that the ranks of its host can use
-    together. `version` must be the same everywhere. `vendor` is
-    whose library serves its GPU (``cuda``, ``hip``) and `device` which GPU of the host it is; empty while it has none.
-    `nics` are the ports of RDMA devices that it has opened, and `no_nics` says why there are none.
-    `wish` is the device that it was told to use: ``cpu``, ``cuda`` or ``hip``, or nothing. `no_direct` says why its
-    RDMA devices do not reach its GPU's memory; nothing where they do, or nobody has looked. `claims`: its processor is
-    slow to write where others have only read, so slots are claimed (native/transport/shm/shm.h).
+    `host` is equal on ranks that can share memory, and says no more. `cores` is the number of cores that the ranks of
+    its host can use together. `version` must be the same everywhere. `vendor` is whose library serves its GPU
+    (``cuda``, ``hip``) and `device` which GPU of the host it is; empty while it has none. `nics` are the ports of RDMA
+    devices that it has opened, and `no_nics` says why there are none. `wish` is the device that it was told to use:
+    ``cpu``, ``cuda`` or ``hip``, or nothing. `no_direct` says why its RDMA devices do not reach its GPU's memory;
+    nothing where they do, or nobody has looked. `claims`: its processor is slow to write where others have only read,
+    so slots are claimed (native/transport/shm/shm.h).
     """
 
     rank: int
     host: str
-    pid: int = 0
     cores: int = 1
     version: str = ""
     vendor: str = ""

@@ -88,6 +88,11 @@ class Acceptor:
             waits.append(self._open_at - now)
         return min(waits, default=None)
 
+    @property
+    def descriptors(self) -> int:
+        """How many it has open."""
+        return len(self._listeners) + len(self._pending)
+
     def _oldest(self) -> _Pending:
         return next(iter(self._pending.values()))
 

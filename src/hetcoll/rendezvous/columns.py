@@ -4,16 +4,23 @@ In an exchange a rank tells a few values, one a column. Most are the same on man
 GPUs it has. So a column travels as the different values that it has, and the number of its value for each rank: the
 answer to n ranks grows with what really differs, and who reads it works on each different value once.
 
-A column, little-endian: how many different values u32; the length of each u32, or MIXED; bytes of a rank's number u8
-(0: one value for all, or as many as ranks, in their order), 3 reserved; with MIXED the lengths, u32 each; the values;
-the numbers of all ranks.
+Two kinds of values need not travel to all. Of some, ranks need to know only who has the same as whom: in their place
+come the numbers of the different ones, as text. And what a rank tells for those who will have to do with it (where it
+listens) stays with the store, for who asks.
+
+A column, little-endian: how many different values u32; the length of each u32, or MIXED, or UNTOLD where only who has
+the same is told; bytes of a rank's number u8 (0: one value for all, or as many as ranks, in their order); 1 where the
+numbers are compressed, u8; 2 reserved; with MIXED the lengths, u32 each; the values; the numbers of all ranks, each
+but the first as its distance from the one before it, compressed (zlib) where that is shorter: ranks are most often
+placed in some regular way.
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, overload
+from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -22,9 +29,18 @@ from .wire import pack, unpack
 
 T = TypeVar("T")
 
-_HEAD = struct.Struct("<IIB3x")
-_MIXED = 0xFFFFFFFF
+_HEAD = struct.Struct("<IIBB2x")
+_MIXED, _UNTOLD = 0xFFFFFFFF, 0xFFFFFFFE
 _WIDTHS = {1: "<u1", 2: "<u2", 4: "<u4"}
+
+
+class Telling(NamedTuple):
+    """What a rank tells in an exchange: `shared` values, which all learn; `alike` ones, of which all learn who has the
+    same; and its `own`, for those who ask."""
+
+    shared: Sequence[bytes]
+    alike: Sequence[bytes] = ()
+    own: bytes = b""
 
 
 class Column(Sequence[bytes]):
@@ -61,51 +77,65 @@ def intern(values: Sequence[bytes]) -> Column:
     return Column(list(numbers), index)
 
 
-def pack_columns(columns: Sequence[Sequence[bytes]], size: int) -> bytes:
-    """The body that `unpack_columns` reads, of columns of `size` ranks."""
-    return pack(_pack(intern(column), size) for column in columns)
+def pack_columns(columns: Sequence[Sequence[bytes]], size: int, alike: int = 0) -> bytes:
+    """The body that `unpack_columns` reads, of columns of `size` ranks. Of the last `alike` no values are told."""
+    told = len(columns) - alike
+    return pack(_pack(intern(column), size, number < told) for number, column in enumerate(columns))
 
 
-def _pack(column: Column, size: int) -> bytes:
+def _pack(column: Column, size: int, told: bool) -> bytes:
     count = len(column.values)
     lengths = np.fromiter(map(len, column.values), "<u4", count)
     equal = count > 0 and bool((lengths == lengths[0]).all())
     width = 0 if count in (1, size) else next(w for w in _WIDTHS if count <= 1 << (8 * w))
-    parts = [_HEAD.pack(count, lengths[0] if equal else _MIXED, width)]
-    if not equal:
-        parts.append(lengths.tobytes())
-    parts += column.values
+    numbers, small = b"", False
     if width:
-        parts.append(np.array(column.which, _WIDTHS[width]).tobytes())
-    return b"".join(parts)
+        numbers = np.diff(np.array(column.which, _WIDTHS[width]), prepend=np.zeros(1, _WIDTHS[width])).tobytes()
+        packed = zlib.compress(numbers, 1)
+        small = len(packed) < len(numbers)
+        numbers = packed if small else numbers
+    parts = [_HEAD.pack(count, _UNTOLD if not told else lengths[0] if equal else _MIXED, width, small)]
+    if told:
+        parts += ([] if equal else [lengths.tobytes()]) + list(column.values)
+    return b"".join((*parts, numbers))
 
 
 def unpack_columns(body: bytes, size: int) -> list[Column]:
     """What `pack_columns` made for `size` ranks; CommunicationError for anything else."""
     try:
         return [_unpack(field, size) for field in unpack(body)]
-    except (struct.error, ValueError, IndexError) as error:
+    except (struct.error, ValueError, IndexError, zlib.error) as error:
         raise CommunicationError(f"what ranks told each other came garbled: {error}") from error
 
 
 def _unpack(data: bytes, size: int) -> Column:
-    count, length, width = _HEAD.unpack_from(data)
+    count, length, width, small = _HEAD.unpack_from(data)
     at = _HEAD.size
     if count > size or width not in (0, *_WIDTHS):
         raise ValueError(f"{count} values for {size} ranks, with numbers of {width} bytes")
-    if length == _MIXED:
+    if length == _UNTOLD:
+        lengths = []
+    elif length == _MIXED:
         lengths = np.frombuffer(data, "<u4", count, at).tolist()
         at += 4 * count
     else:
         lengths = [length] * count
-    values = []
+    values = [b"%d" % number for number in range(count)] if length == _UNTOLD else []
     for nbytes in lengths:
         values.append(data[at : at + nbytes])
         at += nbytes
     index: Sequence[int]
     if width:
-        index = np.frombuffer(data, _WIDTHS[width], size, at).tolist()
-        at += width * size
+        numbers, at = data[at:], len(data)
+        if small:
+            unpacker = zlib.decompressobj()
+            numbers = unpacker.decompress(numbers, width * size)
+            if not unpacker.eof or unpacker.unused_data:
+                raise ValueError("numbers of ranks that are compressed in another way")
+        if len(numbers) != width * size:
+            raise ValueError(f"numbers of {len(numbers)} bytes for {size} ranks: wanted {width * size}")
+        steps = np.frombuffer(numbers, _WIDTHS[width])
+        index = np.cumsum(steps, dtype=_WIDTHS[width]).tolist()
         if max(index) >= count:
             raise ValueError(f"a rank has value {max(index)} of {count}")
     elif count not in (1, size):

@@ -14,13 +14,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .. import lifetime
+from ..config.limits import Held
 from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError, spell_gone
-from .columns import Column, unpack_columns
+from .columns import Column, Telling, unpack_columns
 from .probe import connect_store
 from .sockets import receive, send_all, spell_address, spell_error
 from .unique_id import UniqueId, hosted_here
@@ -78,6 +79,7 @@ class _Membership:
     handler: Handler | None
     host: int = NOBODY
     gone: dict[int, str] = field(default_factory=dict)  # why, "" for one that left
+    own: dict[tuple[bytes, int], bytes] = field(default_factory=dict)  # what was looked up, by tag and rank
 
 
 class _Call:
@@ -173,16 +175,38 @@ class ControlClient:
         InitError names the ranks that did not come within `timeout` seconds; PeerLostError a rank that is gone. A tag
         whose exchange failed stays failed.
         """
-        return list(self.exchange_columns(group, tag, [blob], timeout)[0])
+        return list(self.exchange_columns(group, tag, Telling([blob]), timeout)[0])
 
     def exchange_columns(
-        self, group: bytes, tag: bytes, values: Sequence[bytes], timeout: float | None = None
+        self, group: bytes, tag: bytes, telling: Telling, timeout: float | None = None
     ) -> list[Column]:
-        """As `exchange`, of several values: what all ranks told as the first of theirs, as the second, and so on."""
+        """As `exchange`, of several values: what all ranks told as the first of theirs, as the second, and so on; then
+        in the same way, in place of values of which only who has the same is told, their numbers."""
         seconds = self._timeout if timeout is None else timeout
         membership = self._groups.get(group)
-        body = self._call(Op.EXCHANGE, (group, tag, pack(values), F64.pack(seconds)), seconds, group).body
-        return unpack_columns(body, 0 if membership is None else membership.size)
+        fields = (group, tag, pack(telling.shared), pack(telling.alike), telling.own, F64.pack(seconds))
+        frame = self._call(Op.EXCHANGE, fields, seconds, group)
+        assert membership is not None, "or the store refused"
+        columns, own = frame.fields
+        membership.own[tag, membership.rank] = telling.own
+        if own:
+            (values,) = unpack_columns(own, membership.size)
+            membership.own.update(((tag, rank), value) for rank, value in enumerate(values))
+        return unpack_columns(columns, membership.size)
+
+    def look_up(
+        self, group: bytes, tag: bytes, ranks: Collection[int], timeout: float | None = None
+    ) -> dict[int, bytes]:
+        """What each of `ranks` told as its own in the exchange `tag`, which must be over. Asks the store once for each
+        rank, and never in groups of few ranks, where all were told."""
+        self._check_usable(group)
+        membership = self._groups.get(group)
+        known = {} if membership is None else membership.own
+        missing = [rank for rank in dict.fromkeys(ranks) if (tag, rank) not in known]
+        if missing:
+            frame = self._call(Op.LOOK, (group, tag, b"".join(map(U32.pack, missing))), timeout, group)
+            known.update(zip(((tag, rank) for rank in missing), frame.fields, strict=True))
+        return {rank: known[tag, rank] for rank in ranks}
 
     def post_verdict(self, group: bytes, kind: bytes, blob: bytes, timeout: float | None = None) -> Verdict:
         """Tell all members, this one too, what became of the group. The first verdict wins, and is returned."""
@@ -220,6 +244,12 @@ class ControlClient:
         """The value of a key, waiting until someone puts it; InitError after `timeout` seconds."""
         seconds = self._timeout if timeout is None else timeout
         return self._call(Op.GET, (key, F64.pack(seconds)), seconds).fields[0]
+
+    def holds(self) -> Held:
+        """The connection and its thread, and the store where this process hosts it."""
+        mine = Held(self._end is None, self._thread.is_alive())
+        store = hosted_here(self._id.job_id)
+        return mine if store is None else Held(*map(sum, zip(mine, store.holds(), strict=True)))
 
     def close(self) -> None:
         """Leave all groups in order and end the thread. Takes a few seconds at most; more than once is fine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +14,6 @@ _KEY = struct.Struct("<16sIIHH4x")
 assert _KEY.size == 32  # it is the context of the connection's claim
 _HURRIED = 1 << 15  # of the stripe's bits
 _PORT = struct.Struct("<H")
-_TOKEN_BYTES = 16
 
 
 ADMITTED, YIELD = b"\1", b"\0"
@@ -72,17 +72,17 @@ class Request(NamedTuple):
         return self.key.src if self.hurried else self.key.dst
 
 
-def pack_addresses(addresses: Sequence[Address]) -> tuple[bytes, bytes]:
-    """A listener's addresses as two values, to be exchanged: what the ranks of its host have alike, and the rest."""
-    shared = pack(part for each in addresses for part in (each.host.encode(), each.interface.encode()))
-    own = b"".join(_PORT.pack(each.port) for each in addresses) + (addresses[0].token if addresses else b"")
-    return shared, own
+def pack_addresses(addresses: Sequence[Address]) -> bytes:
+    """A listener's addresses, for those who ask where it listens."""
+    rows = [(each.host.encode(), each.interface.encode(), _PORT.pack(each.port)) for each in addresses]
+    return pack([addresses[0].token if addresses else b"", *itertools.chain(*rows)])
 
 
-def unpack_addresses(shared: bytes, own: bytes) -> tuple[Address, ...]:
+def unpack_addresses(told: bytes) -> tuple[Address, ...]:
     """What `pack_addresses` made."""
-    rows = iter(unpack(shared))
+    token, *rows = unpack(told)
+    parts = iter(rows)
     return tuple(
-        Address(host.decode(), _PORT.unpack_from(own, _PORT.size * i)[0], interface.decode(), own[-_TOKEN_BYTES:])
-        for i, (host, interface) in enumerate(zip(rows, rows, strict=True))
+        Address(host.decode(), _PORT.unpack(port)[0], interface.decode(), token)
+        for host, interface, port in zip(parts, parts, parts, strict=True)
     )

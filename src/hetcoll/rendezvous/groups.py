@@ -48,7 +48,8 @@ class Group:
     `roll` are the requests of ranks that want to go on with those that are left, `rolls` the number of such calls so
     far, and `late` who is there but did not come to one in time. `formed` once all ranks have met in an exchange.
     `mixed` is why it never will: two processes said that they are the same rank, or ranks said different sizes.
-    `leaving` are ranks that said goodbye, of which the others have yet to be told.
+    `leaving` are ranks that said goodbye, of which the others have yet to be told. `own` is what ranks told in
+    exchanges, by tag, for those who ask.
     """
 
     size: int
@@ -64,6 +65,7 @@ class Group:
     formed: bool = False
     mixed: str = ""
     leaving: list[int] = field(default_factory=list)
+    own: dict[bytes, dict[int, bytes]] = field(default_factory=dict)
 
 
 class Groups:
@@ -90,7 +92,8 @@ class Groups:
         self._handlers: dict[int, tuple[int, Callable[..., None]]] = {
             Op.JOIN: (5, self._join),
             Op.LEAVE: (1, self._leave),
-            Op.EXCHANGE: (4, self._exchange),
+            Op.EXCHANGE: (6, self._exchange),
+            Op.LOOK: (3, self._look),
             Op.POST: (3, self._post),
             Op.QUERY: (3, self._query),
             Op.ANSWER: (2, self._answer),
@@ -286,7 +289,7 @@ class Groups:
 
     # Exchanges.
 
-    def _exchange(self, member: Member, request: int, name: bytes, tag: bytes, blob: bytes, seconds8: bytes) -> None:
+    def _exchange(self, member: Member, request: int, name: bytes, tag: bytes, *rest: bytes) -> None:
         group, rank = self._of(member, name)
         if len(tag) > MAX_ID:
             raise RefusedError(f"a tag of {len(tag)} bytes: wanted at most {MAX_ID}")
@@ -298,9 +301,12 @@ class Groups:
         if exchange.failed:
             member.send(Op.REPLY, exchange.failed, request, Status.TIMEOUT)
             return
-        exchange.add(tag, rank, member, request, blob)
+        shared, alike, own, seconds8 = rest
+        exchange.add(tag, rank, member, request, (shared, alike, own))
         if len(exchange.rows) == group.size:
             group.formed = True
+            if any(exchange.own.values()):
+                group.own[tag] = exchange.own
             group.exchanges.pop(tag).finish(group.size)
             return
         gone = [other for other in group.gone if other not in exchange.rows]
@@ -308,6 +314,14 @@ class Groups:
             self._fail_exchange(group, tag, gone[0])
             return
         self._after(seconds8, lambda: self._expire_exchange(group, tag, exchange))
+
+    def _look(self, member: Member, request: int, name: bytes, tag: bytes, ranks: bytes) -> None:
+        group, _ = self._of(member, name)
+        told = group.own.get(tag, {})
+        wanted = [rank for (rank,) in U32.iter_unpack(ranks)]
+        if unknown := [rank for rank in wanted if rank not in told]:
+            raise RefusedError(f"{spell_ranks(unknown)} told nothing of its own in {tag!r}")
+        member.send(Op.REPLY, pack(told[rank] for rank in wanted), request)
 
     def _fail_exchange(self, group: Group, tag: bytes, rank: int) -> None:
         text = f"{spell_gone(rank, group.gone[rank])}; {tag!r} needed it"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from .. import lifetime
 from ..config.env import Config
+from ..config.limits import Held
 from ..errors import ClosedError, InitError, spell_ranks
 from .acceptor import BACKLOG, Acceptor
 from .auth import Service
@@ -158,6 +159,12 @@ class Listener:
             self._check_open()
             check()
             self._news.wait(_POLL)
+
+    def holds(self) -> Held:
+        """Its sockets, its selector and its thread."""
+        with self._news:
+            waiting = len(self._arrived) + len(self._promises) + len(self._connecting)
+            return Held(0 if self._closing else 3 + self._acceptor.descriptors + waiting, self._thread.is_alive())
 
     def close(self) -> None:
         """Stop listening and close what nobody took. Takes a few seconds at most; more than once is fine."""

@@ -1,4 +1,8 @@
-"""Finding the store: connects to all places where it may listen, all at once, until one proves to be the right one.
+"""Finding the store: connects to all places where it may listen until one proves to be the right one.
+
+Ports, each of which may be another listener's, are tried all at once. Addresses at which one listener is reached (both
+of loopback, those of several interfaces) are tried in turn, as in RFC 8305: the next one when the one before has
+failed, has not been reached for STAGGER seconds, or was reached and has not greeted for GREETS seconds.
 
 What listens there instead is left alone: the store speaks first, so a foreign service sees a connection that opens,
 says nothing and closes. A place that refuses is tried again, because rank 0 may simply not be there yet. One that
@@ -9,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import selectors
 import socket
@@ -27,6 +32,8 @@ log = logging.getLogger("hetcoll.probe")
 _FIRST_RETRY, _LAST_RETRY = 0.02, 0.5  # seconds between attempts, doubling
 _FOREIGN_RETRY = 2.0  # where something else answered
 _NOT_TRIED = "not tried"
+STAGGER = 0.25
+GREETS = 2.0
 
 
 class Found(NamedTuple):
@@ -53,6 +60,7 @@ class _Place:
     context: bytes = b""
     response: Response | None = None  # to its greeting
     answers: int = 0  # how many attempts have ended
+    after: _Place | None = None  # the next address of the same listener
     denied: str = ""  # why it did not pass for the store, which it greets as
 
 
@@ -62,8 +70,9 @@ class Search:
 
     `respond` makes the claim out of a greeting and its context; the listener must accept it, and prove itself in turn.
     `settled`: it listens at one of the endpoints already or never will, so a failed proof is final when all of them
-    have answered. Else the search goes on, for it may come up at another. The first `eager` ports of each host are
-    tried at once, the rest a little later: most often they are not needed.
+    have answered. Else the search goes on, for it may come up at another. The first `eager` ports are tried at once,
+    the rest a little later: most often they are not needed. `one`: all endpoints are one listener's, not only those of
+    one port.
     """
 
     service: Service
@@ -71,6 +80,7 @@ class Search:
     endpoints: Sequence[tuple[str, int]]
     respond: Callable[[bytes, bytes], Response]
     settled: bool = False
+    one: bool = False
     eager: int = 4
     _places: dict[tuple[Any, ...], _Place] = field(default_factory=dict)
     _unresolved: dict[str, str] = field(default_factory=dict)
@@ -105,6 +115,9 @@ class Search:
         """Look the hosts up. A name that is not known yet may become known: the search tries again."""
         now = time.monotonic()
         self._unresolved.clear()
+        lasts: dict[int, _Place] = {}  # by port
+        for place in self._places.values():
+            lasts[0 if self.one else place.address[1]] = place
         for host in dict.fromkeys(host for host, _ in self.endpoints):
             try:
                 answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -114,9 +127,15 @@ class Search:
             ports = [port for name, port in self.endpoints if name == host]
             for family, _, _, _, address in answers:
                 for index, port in enumerate(ports):
-                    place = (address[0], port, *address[2:])
-                    due = now if index < self.eager else now + 10 * _FIRST_RETRY
-                    self._places.setdefault(place, _Place(family, place, due))
+                    at = (address[0], port, *address[2:])
+                    if at in self._places:
+                        continue
+                    last = lasts.get(0 if self.one else port)
+                    due = now + (0.0 if index < self.eager else 10 * _FIRST_RETRY)
+                    place = _Place(family, at, due if last is None or last.answers else math.inf)
+                    if last is not None:
+                        last.after = place
+                    self._places[at] = lasts[0 if self.one else port] = place
 
     def _step(self, until: float) -> Found | None:
         """Start what is due, then sleep until something happens."""
@@ -144,6 +163,7 @@ class Search:
         if place.outcome == _NOT_TRIED:
             place.outcome = "no answer"
         place.deadline = time.monotonic() + HANDSHAKE_SECONDS
+        _let_next(place, STAGGER)
         try:
             tune(sock)
             code = sock.connect_ex(place.address)
@@ -164,6 +184,7 @@ class Search:
                 if is_itself(sock):
                     raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
                 place.connected = True
+                _let_next(place, GREETS)
                 self._selector.modify(sock, selectors.EVENT_READ, place)
                 return None
             wanted = GREETING.size if place.response is None else VERDICT.size
@@ -213,6 +234,7 @@ class Search:
             place.sock.close()
         place.sock, place.outcome = None, outcome
         place.answers += 1
+        _let_next(place, 0.0)
         place.due = time.monotonic() + (pause or place.pause)
         place.pause = min(2 * place.pause, _LAST_RETRY)
 
@@ -233,6 +255,12 @@ class Search:
         return "; ".join(parts) or "there is no address to try"
 
 
+def _let_next(place: _Place, seconds: float) -> None:
+    """The next address of the same listener, unless it was tried, is tried after so long."""
+    if place.after is not None and place.after.outcome == _NOT_TRIED:
+        place.after.due = time.monotonic() + seconds
+
+
 def _first_few(items: Iterable[str]) -> str:
     items = list(items)
     return ", ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
@@ -246,5 +274,6 @@ def connect_store(unique_id: UniqueId, deadline: float) -> tuple[socket.socket, 
         unique_id.addresses,
         lambda greeting, _: Response(unique_id.secret, greeting),
         settled=True,
+        one=True,
     ).run(deadline)
     return found.sock, found.address

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from .. import lifetime
-from ..config.limits import reserve_descriptors
+from ..config.limits import Held, reserve_descriptors
 from ..errors import CommunicationError
 from .acceptor import Acceptor, Fetch, choose_wait
 from .auth import Service
@@ -101,8 +101,7 @@ class StoreServer:
         fetch = Fetch(header(Op.REPLY, body) + body, open_fetch)
         self._acceptor = Acceptor(self._selector, listeners, secret, Service.STORE, context, self._admit, fetch)
         self._thread = threading.Thread(target=self._run, name="hetcoll-store", daemon=True)
-        _hosted[self._job_id] = self
-        HOSTED.add(self._job_id)
+        HOSTED[self._job_id] = _hosted[self._job_id] = self
         lifetime.watch(self, self._end)
         self._thread.start()
 
@@ -110,13 +109,17 @@ class StoreServer:
         """Tell the members that the store ends, and end it. Takes a few seconds at most; more than once is fine."""
         lifetime.forget(self)
         _hosted.pop(self._job_id, None)
-        HOSTED.discard(self._job_id)
+        HOSTED.pop(self._job_id, None)
         if not self._closing:
             self._closing = True
             self._wake_write.send(b"\0")
         if threading.current_thread() is not self._thread:
             self._thread.join(_FAREWELL + 5)
             self._wake_write.close()  # not by the thread: it may end between our flag and our byte
+
+    def holds(self) -> Held:
+        """Its sockets, its selector and its thread."""
+        return Held(3 + self._acceptor.descriptors + len(self._connections), self._thread.is_alive())
 
     def _end(self) -> None:
         """At exit: ranks that are still at work may need the store. An exception is for all to hear of, at once."""
@@ -130,7 +133,7 @@ class StoreServer:
         """In a forked child: close the inherited descriptors."""
         self._closing = True
         _hosted.pop(self._job_id, None)
-        HOSTED.discard(self._job_id)
+        HOSTED.pop(self._job_id, None)
         self._selector.close()  # never unregister: the epoll set is shared with the parent
         self._acceptor.abandon()
         for sock in (self._wake_read, self._wake_write, *(each.sock for each in list(self._connections.values()))):

@@ -9,7 +9,9 @@ import hmac
 import os
 import struct
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from ..config.limits import Held
 from ..errors import ArgumentError
 
 _HEAD = struct.Struct("<4s16s32sB")
@@ -17,13 +19,19 @@ _ADDRESS = struct.Struct("<HB")
 _MAGIC = b"HCI1"
 
 
-HOSTED: set[bytes] = set()
-"""The ids of the jobs whose store lives in this process."""
+class Host(Protocol):
+    """A store."""
+
+    def holds(self) -> Held: ...
 
 
-def hosted_here(job_id: bytes) -> bool:
-    """Whether the store of this job lives in this process."""
-    return job_id in HOSTED
+HOSTED: dict[bytes, Host] = {}
+"""The stores that live in this process, by the ids of their jobs."""
+
+
+def hosted_here(job_id: bytes) -> Host | None:
+    """The store of this job, where it lives in this process."""
+    return HOSTED.get(job_id)
 
 
 @dataclass(frozen=True, slots=True)

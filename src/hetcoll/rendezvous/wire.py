@@ -28,7 +28,8 @@ class Op(IntEnum):
 
     JOIN = 1  # group, rank, size, 1 where this process hosts the store, seconds -> rank that hosts it, or NOBODY
     LEAVE = 2  # group
-    EXCHANGE = 3  # group, tag, packed values, seconds -> a column for each value: see `columns`
+    EXCHANGE = 3  # group, tag, packed values, packed ones of which only who has the same is told, own value, seconds
+    # -> a column for each value: see `columns`; and among few ranks one of own values
     POST = 4  # group, kind, blob -> kind, blob and rank of the group's first verdict
     QUERY = 5  # group, blob, seconds -> a field a rank: 1 and the answer, or empty
     PUT = 6  # key, value
@@ -36,6 +37,7 @@ class Op(IntEnum):
     ANSWER = 8  # the number of the question, blob; has no reply
     BYE = 9  # this member leaves all its groups; has no reply
     SHRINK = 10  # group, seconds -> the number of the roll call, and who answered it: a field a rank, in rising order
+    LOOK = 11  # group, tag of an exchange that is over, ranks -> the own value of each
     REPLY = 64
     LOST = 65  # group, rank, reason
     LEFT = 66  # group, ranks

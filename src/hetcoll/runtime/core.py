@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -24,6 +25,7 @@ from ..health.diagnosis import Diagnosis, Kind
 from ..health.flight_recorder import FlightRecorder, listen
 from ..links.wiring import Wiring
 from ..rendezvous.session import Session
+from ..rendezvous.wire import WORLD
 from ..work import DONE, Waiter, Work
 from .compression import Compression
 from .executor import Executor, FastPath, OpenGpus
@@ -202,6 +204,22 @@ class Core:
         found |= self.compression.counters()
         found |= {} if memory is None else {f"memory_{name}": n for name, n in memory.counters.items()}
         return found | self.gpus.counters()
+
+    def memory(self) -> dict[str, int]:
+        """See `Communicator.memory`."""
+        found = Counter(self.engine.memory())
+        found["plans"] += self.planner.bound_bytes()
+        found["residuals"] = self.compression.counters()["residual_bytes"]
+        if self.wiring.memory is not None:
+            found["pinned"] += self.wiring.memory.counters["bytes"]
+        holders = [self.wiring.holds(), self.gpus.holds()]
+        if self.group == WORLD:
+            holders.append(self.session.control.holds())
+        for descriptors, threads, pinned in holders:
+            found["descriptors"] += descriptors
+            found["threads"] += threads
+            found["pinned"] += pinned
+        return dict(found)
 
     def log_news(self) -> None:
         """Tell what links lost, and how they went on: once each."""

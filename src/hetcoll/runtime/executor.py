@@ -11,6 +11,7 @@ import hetcoll._native as _native
 from ..buffers import Buffer
 from ..calls import Call, Message
 from ..config.env import Config
+from ..config.limits import Held
 from ..health.diagnosis import Diagnosis
 from ..links.wiring import Check, Wiring
 from ..types import Collective
@@ -130,6 +131,9 @@ class Gpus(Protocol):
         """Whether it is one on 8-bit floats, of which ranks may pass two kinds."""
 
     def counters(self) -> dict[str, int]: ...
+
+    def holds(self) -> Held:
+        """What this rank's part in GPU calls holds."""
 
     def explain(self, op: str, nbytes: int) -> str: ...
 

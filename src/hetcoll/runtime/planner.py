@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol, TypeVar, cast
 
+import hetcoll._native as _native
+
 from ..calls import Call, check_int
 from ..errors import ArgumentError
 from ..health.desync_report import Called
@@ -46,6 +48,11 @@ class Kept(OrderedDict[K, T]):
         found = make()
         self.put(key, found)
         return found
+
+    def all(self) -> list[T]:
+        """All of them now."""
+        with self._lock:
+            return list(self.values())
 
     def put(self, key: K, value: T) -> None:
         """Keep `value`; the one used longest ago goes where there are too many."""
@@ -128,6 +135,10 @@ class Planner:
     def bound(self, executor: str, key: tuple[object, ...], bind: Callable[[], T]) -> T:
         """What `executor` has bound for a call of this `key`; `bind` makes it at the first one."""
         return cast("T", self._bound.get_or((executor, *key), bind))  # what an executor binds is of one type
+
+    def bound_bytes(self) -> int:
+        """Of what is bound for calls on host memory."""
+        return sum(shape.nbytes for shape in self._bound.all() if isinstance(shape, _native.Shape))
 
     def forget(self) -> None:
         """Drop all that was bound."""
