@@ -175,10 +175,16 @@ def write_docs(env: Mapping[str, Any], lines: Sequence[Line], json_file: Path, c
         f"`{env['command']}`, {env['rounds']} rounds at most, the best of each library's launches, float32. "
         "Times and the machine's limits: "
     )
-    for page, tables in ((DOCS / "benchmarks.md", results.ratios), (LIMITS_PAGE, results.of_limits)):
-        kept = results.keep(json_file.read_text(), page.parent, env["date"], SECTION)
-        body = f"{about}{kept}.\n\n{tables(lines)}"
-        page.write_text(results.replace_between_marks(page.read_text(), SECTION, body))
+    kept = results.keep(json_file.read_text(), LIMITS_PAGE.parent, env["date"], SECTION)
+    beside = f"[another page](measurements/{LIMITS_PAGE.name})"
+    short = (
+        f"{env['date']}, {env['cpu']}, {env['cpus']} CPUs. Versions, the command and the machine's limits: {beside}."
+    )
+    for page, head, tables in (
+        (DOCS / "benchmarks.md", short, results.ratios(lines)),
+        (LIMITS_PAGE, f"{about}{kept}.", results.of_limits(lines)),
+    ):
+        page.write_text(results.replace_between_marks(page.read_text(), SECTION, f"{head}\n\n{tables}"))
     figure = DOCS / "figures/sweep.svg"
     figure.parent.mkdir(exist_ok=True)
     python = prepare("plot", cache) / "bin/python"

@@ -22,6 +22,7 @@ OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANG
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 SCHEDULE = re.compile(r"^<!-- schedule: (\w+) (\w+) ([\d+]+) -->$", re.MULTILINE)
+CELL, CODE = re.compile(r"<td.*?</td>", re.DOTALL), re.compile(r"(?<=<code>).*?(?=</code>)", re.DOTALL)
 LANGUAGES = {".py": "python", ".h": "cpp", ".cc": "cpp", ".toml": "toml", ".sbatch": "bash"}
 
 
@@ -78,3 +79,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return markdown
     name = {there: here for here, there in OUTSIDE.items()}.get(uri, f"docs/{uri}")
     return SCHEDULE.sub(lambda found: draw(found[1], found[2], found[3]), rewritten(name, markdown))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Long names in tables may be cut after their underscores and slashes, and nowhere else."""
+
+    def breakable(code: re.Match[str]) -> str:
+        return re.sub(r"([_/])(?=[\w.])", r"\1<wbr>", code[0])
+
+    return CELL.sub(lambda cell: CODE.sub(breakable, cell[0]), html)

@@ -87,6 +87,12 @@ def test_links_of_the_repository_lead_on_at_the_site(site: dict[str, ModuleType]
     )
 
 
+def test_long_names_in_tables_may_be_cut(site: dict[str, ModuleType]) -> None:
+    html = "<p><code>a_b</code></p><td><code>c_d.py</code> a_b <code>src/a</code></td>"
+    wanted = "<p><code>a_b</code></p><td><code>c_<wbr>d.py</code> a_b <code>src/<wbr>a</code></td>"
+    assert site["hook"].on_page_content(html) == wanted
+
+
 MARKS = [
     mark
     for page in sorted((ROOT / "docs").glob("*.md"))
