@@ -14,7 +14,7 @@ NATIVE_TESTS := hetcoll_engine_test hetcoll_verbs_test
 tests_under = $(NATIVE_TESTS) $(if $(filter thread,$(1)),,hetcoll_kernels_test)
 
 CPUS := $(shell nproc 2>/dev/null || echo 2)
-LANES ?= $(shell n=$(CPUS); echo $$((n < 6 ? n + 2 : 8)))
+LANES ?= $(shell n=$(CPUS); echo $$((n < 5 ? n + 3 : 8)))
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(CPUS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -58,7 +58,7 @@ else
 	$(BIN)/python -m pytest $(TESTS)
 endif
 
-# LANES files run at a time, two more than there are processors: most tests wait rather than compute. What takes long
+# LANES files run at a time, three more than there are processors: most tests wait rather than compute. What takes long
 # begins first (tests/conftest.py), above all the virtual machines. LANES=0 runs all one by one.
 test-lanes: $(TESTED)
 	$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder -m "not calm"

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import fakes
@@ -16,6 +17,7 @@ from ranks import Ranks, close_all
 __all__ = ["on", "vendor"]
 
 _LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_COSTS = {"verbs": 1000, "fakes": 10}  # of a test with this mark, in tests without one
 _MOST = 32 // _LANES  # idle processes kept for later tests, by each lane
 
 
@@ -28,10 +30,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In lanes: first the files that boot virtual machines, which take longest, then those with the most tests."""
+    """In lanes the files that take longest come first: a virtual machine takes minutes, a test of GPU code seconds."""
     if hasattr(config, "workerinput"):
-        sizes = Counter(item.path for item in items)
-        items.sort(key=lambda item: (item.get_closest_marker("verbs") is None, -sizes[item.path], item.path))
+        cost: Counter[Path] = Counter()
+        for item in items:
+            cost[item.path] += next((n for mark, n in _COSTS.items() if item.get_closest_marker(mark)), 1)
+        items.sort(key=lambda item: (-cost[item.path], item.path))
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <spawn.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -40,6 +41,23 @@ std::string read_file(const std::string& path) {
   if (fd >= 0) close(fd);
   return text;
 }
+
+// Held by one process at a time, while this object lives.
+class Lock {
+ public:
+  explicit Lock(const std::string& path) : fd_(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
+    while (fd_ >= 0 && flock(fd_, LOCK_EX) != 0 && errno == EINTR) {
+    }
+  }
+  ~Lock() {
+    if (fd_ >= 0) close(fd_);
+  }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+ private:
+  int fd_;
+};
 
 bool write_file(const std::string& path, const std::string& text) {
   int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
@@ -203,7 +221,7 @@ Outcome build(Program& program, const Command& command, const std::string& vendo
     std::vector<std::string> full = common;
     std::string vendor_macro = "-DFAKE_VENDOR=\"" + vendor + "\"";
     std::string arch_macro = "-DFAKE_IMAGE_ARCH=\"" + command.arch + "\"";
-    for (const char* option : {"-O2",
+    for (const char* option : {"-O1",  // each access is a call of a check, which no optimisation takes away
                                "-fno-strict-aliasing",
                                "-fno-exceptions",
                                "-fno-rtti",
@@ -234,6 +252,21 @@ Outcome build(Program& program, const Command& command, const std::string& vendo
   return compiled ? Outcome::kCompiled : Outcome::kError;
 }
 
+// Builds in a folder of its own beside `output`, which comes to be as a whole.
+Outcome compile_into(const std::string& output, Program& program, const Command& command, const std::string& vendor) {
+  std::string work = output.substr(0, output.rfind('/')) + "/work-XXXXXX";
+  if (!mkdtemp(work.data())) return Outcome::kBroken;
+  Outcome outcome = build(program, command, vendor, work, work + "/image.so");
+  if (outcome == Outcome::kCompiled) {
+    program.image = read_file(work + "/image.so");
+    std::rename((work + "/image.so").c_str(), output.c_str());
+  }
+  for (const Header& header : program.headers) unlink((work + "/" + header.name).c_str());
+  for (const char* name : {"/main.cc", "/main.ii", "/log"}) unlink((work + name).c_str());
+  rmdir(work.c_str());
+  return outcome;
+}
+
 }  // namespace
 
 Outcome compile(Program& program, const std::vector<std::string>& options, const std::string& vendor,
@@ -254,16 +287,10 @@ Outcome compile(Program& program, const std::vector<std::string>& options, const
   std::string output = cache + "/" + hash(key) + ".so";
   program.image = read_file(output);
   if (program.image.empty()) {
-    std::string work = cache + "/work-XXXXXX";
-    if (!mkdtemp(work.data())) return Outcome::kBroken;
-    Outcome outcome = build(program, command, vendor, work, work + "/image.so");
-    if (outcome == Outcome::kCompiled) {
-      program.image = read_file(work + "/image.so");
-      std::rename((work + "/image.so").c_str(), output.c_str());
-    }
-    for (const Header& header : program.headers) unlink((work + "/" + header.name).c_str());
-    for (const char* name : {"/main.cc", "/main.ii", "/log"}) unlink((work + name).c_str());
-    rmdir(work.c_str());
+    // All ranks of a job want the same kernels at the same time: one compiles, and the others wait for its image.
+    Lock lock(output + ".lock");
+    program.image = read_file(output);
+    Outcome outcome = program.image.empty() ? compile_into(output, program, command, vendor) : Outcome::kCompiled;
     if (outcome != Outcome::kCompiled) return outcome;
   }
   program.compiled = true;
