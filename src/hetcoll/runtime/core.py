@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from ..rendezvous.wire import WORLD
 from ..work import DONE, Waiter, Work
 from .compression import Compression
 from .executor import Executor, FastPath, OpenGpus
+
+if TYPE_CHECKING:
+    from .one_sided import OneSided
 
 log = logging.getLogger("hetcoll")
 
@@ -103,6 +106,8 @@ class Core:
                 listen()
             self.gpus = host.gpus = open_gpus(*parts, config, meet=_weakly(self.meet), prepare=_weakly(host.prepare))
             undo.pop_all()
+        self.one_sided: OneSided | None = None
+        """Who carries one-sided messages, once there are windows."""
         self._inspectors: list[Inspector] = []
         if config.digest:  # few jobs need it, or the check, and imports count
             from .digest import Digest
@@ -203,6 +208,7 @@ class Core:
         found = {"collectives": self.engine.collectives, "messages": self.engine.messages} | self.engine.counters()
         found |= self.compression.counters()
         found |= {} if memory is None else {f"memory_{name}": n for name, n in memory.counters.items()}
+        found |= {} if self.one_sided is None else self.one_sided.counters()
         return found | self.gpus.counters()
 
     def memory(self) -> dict[str, int]:
@@ -219,6 +225,8 @@ class Core:
             found["descriptors"] += descriptors
             found["threads"] += threads
             found["pinned"] += pinned
+        if self.one_sided is not None:
+            found.update(self.one_sided.core.memory())
         return dict(found)
 
     def log_news(self) -> None:
@@ -230,6 +238,8 @@ class Core:
         """End what is in flight, here and on all other ranks."""
         self.engine.fail(kind, self.rank, text)
         self.diagnosis.post(kind, self.rank, text)
+        if self.one_sided is not None:
+            self.one_sided.core.fail(kind, text)
 
     def lose(self, error: BaseException | None) -> None:
         """An exception leaves the communicator's ``with`` block: the others must not wait for this rank. One that ends
@@ -248,6 +258,8 @@ class Core:
         if self.engine.forked:
             return
         self.log_news()
+        if self.one_sided is not None:
+            self.one_sided.close()
         if self.gpus.executor is not None:
             self.gpus.executor.close()
         self.host.close()
