@@ -125,6 +125,18 @@ bool Engine::PassTask(Task& task) {
   return false;
 }
 
+bool Engine::PassWindows() {
+  try {
+    return windows_->Pass(links_);
+  } catch (const Fault& fault) {
+    const std::string at = windows_->Describe();
+    Fail(fault.kind, fault.peer, fault.what() + (at.empty() ? at : " (" + at + ")"));
+  } catch (const std::bad_alloc&) {
+    Fail(FaultKind::kSystem, -1, "no memory for one-sided messages");
+  }
+  return false;
+}
+
 bool Engine::PassAll() {
   if (failed()) {
     DropTasks();
@@ -154,6 +166,7 @@ bool Engine::PassAll() {
     p2p_.erase(p2p_.begin() + static_cast<std::ptrdiff_t>(i));
     moved = true;
   }
+  if (windows_ != nullptr) moved |= PassWindows();
   if (scratch_size_ > kKeepScratch && collectives_.empty()) {
     scratch_.reset();
     scratch_size_ = 0;
@@ -196,6 +209,12 @@ void Engine::CheckDeparted() {
   };
   if (!collectives_.empty()) check(collectives_.front());
   std::for_each(p2p_.begin(), p2p_.end(), check);
+  for (int peer = 0; windows_ != nullptr && peer < options_.size; ++peer) {
+    if (!departed_[static_cast<std::size_t>(peer)].load() || !windows_->Needs(peer)) continue;
+    if (!links_.rx(peer, kAnswers).end->FinalWithoutPeer()) continue;
+    Fail(FaultKind::kPeerGone, peer,
+         "rank " + std::to_string(peer) + " left while it was needed (" + windows_->Describe() + ")");
+  }
 }
 
 // How long to yield before sleeping.
@@ -285,7 +304,11 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
   };
   if (!collectives_.empty()) add(collectives_.front());
   std::for_each(p2p_.begin(), p2p_.end(), add);
-  std::int64_t slice = drivers_.load() > 1 || background_driving_ ? kSharedSleepSliceNs : options_.sleep_slice_ns;
+  if (windows_ != nullptr) windows_->AddPoll(links_, fds);
+  // Who begins a transfer rings, and so does who leaves while the engine's own thread sleeps.
+  const bool serves = windows_ != nullptr && NoTasks() && drivers_.load() == 0;
+  const bool shared = !serves && (drivers_.load() > 1 || background_driving_);
+  std::int64_t slice = shared ? kSharedSleepSliceNs : options_.sleep_slice_ns;
   if (silent) slice = std::min(slice, std::clamp(idle / 4, kShortestNapNs, kLongestNapNs));
   const std::int64_t wait = std::clamp<std::int64_t>(until - NowNs(), 0, slice);
   lock.unlock();
@@ -296,8 +319,8 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
   doorbell_.Drain();
 }
 
-Outcome Engine::Drive(const Task& task, std::int64_t until) {
-  const auto settled = [&] { return task.state.load(std::memory_order_acquire) != Task::State::kRunning; };
+Outcome Engine::Drive(const Pending& task, std::int64_t until) {
+  const auto settled = [&] { return task.state.load(std::memory_order_acquire) != Pending::State::kRunning; };
   drivers_.fetch_add(1);
   contenders_.fetch_add(1);  // ask whoever drives now to let us in
   mutex_.lock();
@@ -305,6 +328,7 @@ Outcome Engine::Drive(const Task& task, std::int64_t until) {
   mutex_.unlock();
   DriveUntil(settled, until);
   drivers_.fetch_sub(1);
+  if (windows_ != nullptr) doorbell_.Ring(options_.local_rank);  // for the engine's own thread to take over
   switch (task.state.load(std::memory_order_acquire)) {
     case Task::State::kDone:
       return Outcome::kDone;

@@ -173,6 +173,7 @@ void Engine::DropTasks() {
   std::for_each(p2p_.begin(), p2p_.end(), drop);
   collectives_.clear();
   p2p_.clear();
+  if (windows_ != nullptr) windows_->Drop();
 }
 
 void Engine::Fail(FaultKind kind, int peer, const std::string& text) {
@@ -236,6 +237,25 @@ Failure Engine::failure() const {
   return failure_;
 }
 
+void Engine::ServeWindows() {
+  {
+    std::lock_guard lock(mutex_);
+    if (windows_ != nullptr) return;
+    constexpr std::uint64_t kKind = 0x6f6e652d73696465;  // signatures are of no plan's messages
+    windows_ = std::make_unique<Windows>(options_.rank, options_.size, Mix(options_.identity ^ kKind));
+  }
+  DriveInBackground();
+}
+
+void Engine::BeginTransfers() {
+  if (failed()) return DropTasks();
+  if (!windows_->Unsent()) return;
+  PassWindows();
+  RingDoorbells();
+  // The engine's own thread may sleep until there is something to receive.
+  if (windows_->Unsent() || failed()) doorbell_.Ring(options_.local_rank);
+}
+
 void Engine::PeerLeft(int peer) {
   contenders_.fetch_add(1);
   std::lock_guard lock(mutex_);
@@ -252,7 +272,7 @@ std::string Engine::Describe() {
   contenders_.fetch_sub(1);
   if (!collectives_.empty()) return collectives_.front()->Describe();
   if (!p2p_.empty()) return p2p_.front()->Describe();
-  return "";
+  return windows_ == nullptr ? "" : windows_->Describe();
 }
 
 std::vector<Awaited> Engine::WaitsFor() {

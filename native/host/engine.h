@@ -21,6 +21,7 @@
 #include "host/flight_recorder.h"
 #include "host/keeper.h"
 #include "host/task.h"
+#include "host/windows.h"
 #include "plan/plan.h"
 #include "transport/fault.h"
 #include "transport/shm/doorbell.h"
@@ -126,7 +127,21 @@ class Engine {
                     float* residual = nullptr);
 
   // Drives the engine until the task is finished, `until` (NowNs) has come, or the engine has failed.
-  Outcome Drive(const Task& task, std::int64_t until);
+  Outcome Drive(const Pending& task, std::int64_t until);
+
+  // One-sided messages. From here on a thread of the engine's own serves what other ranks ask for, the links' first two
+  // channels are `Windows`'s, and no plan runs here.
+  void ServeWindows();
+  // What `ask` does to the windows, under the engine's lock, and sends what it has them send, as far as there is room.
+  template <class Fn>
+  auto AskWindows(Fn&& ask) {
+    contenders_.fetch_add(1);
+    std::lock_guard lock(mutex_);
+    contenders_.fetch_sub(1);
+    auto result = ask(*windows_);
+    BeginTransfers();
+    return result;
+  }
 
   // For a call whose bytes others move: gives it the number that it has on every rank, and returns the signature of its
   // messages. `shape` is a number of NewShape's.
@@ -193,7 +208,9 @@ class Engine {
   }
   std::uint64_t Sign(int shape, std::uint64_t hash, bool p2p, std::uint64_t bytes, FlightRecorder::Mark& mark);
   void ServeLinks(std::vector<pollfd>& fds);
-  bool PassAll();  // the six below: under mutex_
+  void BeginTransfers();  // the eight below: under mutex_
+  bool PassAll();
+  bool PassWindows();
   void NoteCore();
   bool WaitsForOwnCore(const Task& task);
   bool PassTask(Task& task);  // false also when it failed the engine
@@ -203,7 +220,8 @@ class Engine {
   void Fail(FaultKind kind, int peer, const std::string& text);
   void StopBackground();
   void CheckDeparted();
-  bool Idle() const { return collectives_.empty() && p2p_.empty(); }
+  bool NoTasks() const { return collectives_.empty() && p2p_.empty(); }
+  bool Idle() const { return NoTasks() && (windows_ == nullptr || failed()); }
   void FenceLinks();
   void DropTasks();
   template <class Done>
@@ -240,6 +258,7 @@ class Engine {
   std::atomic<int> contenders_{0};
   std::deque<std::shared_ptr<Task>> collectives_;
   std::vector<std::shared_ptr<Task>> p2p_;
+  std::unique_ptr<Windows> windows_;
   std::atomic<std::uint64_t> moves_{0};        // written under mutex_
   std::atomic<std::uint64_t> naps_{0};         // the same
   std::atomic<std::uint64_t> still_moves_{0};  // what moves_ was at still_ns_

@@ -26,13 +26,6 @@ const char* Name(Op op) {
   }
 }
 
-template <class End>
-void Touch(Links& links, Port<End>& port) {
-  if (port.touched || port.doorbell == nullptr) return;
-  port.touched = true;
-  links.touched.push_back({port.doorbell, port.local_peer, &port.touched});
-}
-
 }  // namespace
 
 Task::Task(const Shape& shape)
@@ -170,7 +163,7 @@ bool Task::Post(Links& links, BoundStep& s, std::size_t limit) {
   s.posted += static_cast<std::size_t>(n);
   s.until = port.taken += static_cast<std::uint64_t>(n);
   port.through += s.posted == s.len;
-  Touch(links, port);
+  links.Touch(port);
   return n > 0 || s.len == 0;
 }
 
@@ -199,7 +192,7 @@ bool Task::MoveRecv(Links& links, BoundStep& s, std::size_t limit) {
   s.complete = s.done == s.len;
   port.taken += static_cast<std::uint64_t>(n);
   port.through += s.complete;
-  Touch(links, port);
+  links.Touch(port);
   return true;
 }
 
@@ -235,7 +228,7 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
         next.done = next.posted;
         next.complete = next.done == next.len;
       }
-      Touch(links, out);
+      links.Touch(out);
     } else {
       const Sweep kept = s.fuse < 0 ? sweep : cached;  // step `fuse` is about to read it
       share([&](std::size_t at, std::size_t end) {
@@ -248,7 +241,7 @@ bool Task::MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::
   s.complete = s.done == s.len;
   port.taken += n;
   port.through += s.complete;
-  Touch(links, port);
+  links.Touch(port);
   return true;
 }
 
@@ -297,7 +290,7 @@ bool Task::SendCodes(Links& links, BoundStep& s, std::size_t limit) {
       s.posted += static_cast<std::size_t>(n);
       port.taken += static_cast<std::uint64_t>(n);
       port.through += s.posted == s.wire;
-      Touch(links, port);
+      links.Touch(port);
       moved |= n > 0;
     }
   }
@@ -319,7 +312,7 @@ bool Task::RecvCodes(Links& links, BoundStep& s, std::size_t limit) {
       s.coded += static_cast<std::size_t>(n);
       port.taken += static_cast<std::uint64_t>(n);
       port.through += s.coded == s.wire;
-      Touch(links, port);
+      links.Touch(port);
       moved = true;
     }
   }

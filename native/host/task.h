@@ -52,6 +52,13 @@ struct Links {
   };
   std::vector<Touched> touched;  // whose doorbells to look at before waiting
 
+  template <class End>
+  void Touch(Port<End>& port) {
+    if (port.touched || port.doorbell == nullptr) return;
+    port.touched = true;
+    touched.push_back({port.doorbell, port.local_peer, &port.touched});
+  }
+
  private:
   static std::size_t Index(int peer, int channel) {
     return static_cast<std::size_t>(peer) * kLinkChannels + static_cast<std::size_t>(channel);
@@ -86,10 +93,15 @@ struct Shape : std::enable_shared_from_this<Shape> {
   std::shared_ptr<Task> spare = nullptr;  // reused by calls that do not overlap
 };
 
-class Task {
- public:
+// What somebody may wait for.
+struct Pending {
   enum class State : int { kRunning, kDone, kFailed };
+  std::atomic<State> state{State::kRunning};
+  int refused = 0;  // failed, but the engine has not: see Refusal
+};
 
+class Task : public Pending {
+ public:
   explicit Task(const Shape& shape);
 
   // A fresh run over this memory. `residual`: of what is rounded, or null: what is lost is forgotten. Point to point:
@@ -106,7 +118,6 @@ class Task {
   std::size_t bytes() const { return std::max(bound_.send_bytes, bound_.recv_bytes); }
   bool p2p() const { return p2p_; }
   int shape_id() const { return shape_id_; }
-  std::atomic<State> state{State::kRunning};
   bool begun = false;                // it has its scratch
   FlightRecorder::Mark mark;         // of the call
   std::shared_ptr<Shape> keepalive;  // while it is queued

@@ -176,9 +176,10 @@ NB_MODULE(_native, m) {
       .def_prop_ro("residuals", [](const Shape& s) { return s.bound.residuals; })
       .def_prop_ro("compressed",
                    [](const Shape& s) { return nb::make_tuple(s.bound.compressed_before, s.bound.compressed_after); });
-  nb::class_<Ticket>(m, "Ticket").def_prop_ro("state", [](const Ticket& t) {
-    return static_cast<int>(t.task ? t.task->state.load() : Task::State::kDone);
-  });
+  nb::class_<Ticket>(m, "Ticket")
+      .def_prop_ro("state",
+                   [](const Ticket& t) { return static_cast<int>(t.task ? t.task->state.load() : Task::State::kDone); })
+      .def_prop_ro("refused", [](const Ticket& t) { return t.task ? t.task->refused : 0; });
 
   nb::class_<PyEngine> engine(m, "Engine");
   BindVerbs(engine, [](PyEngine& e) -> Engine& { return e.engine(); });
@@ -207,6 +208,39 @@ NB_MODULE(_native, m) {
       .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a, "residual"_a = 0)
       .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a, "background"_a, "residual"_a = 0)
       .def("wait", &PyEngine::Wait, "ticket"_a, "timeout"_a)
+      .def("serve_windows", [](PyEngine& e) { e.engine().ServeWindows(); })
+      .def(
+          "add_window",
+          [](PyEngine& e, std::uint32_t id, std::uintptr_t address, std::size_t nbytes, std::size_t signals) {
+            return e.engine().AskWindows([&](Windows& windows) {
+              windows.Add(id, reinterpret_cast<std::byte*>(address), nbytes, signals);
+              return true;
+            });
+          },
+          "window"_a, "address"_a, "nbytes"_a, "signals"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "close_window",
+          [](PyEngine& e, std::uint32_t id) {
+            return e.engine().AskWindows([&](Windows& windows) {
+              windows.Close(id);
+              return true;
+            });
+          },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def("transfer", &PyEngine::Transfer, "gets"_a, "window"_a, "peer"_a, "address"_a, "pieces"_a, "signal"_a)
+      .def("expect",
+           [](PyEngine& e, std::uint32_t id, std::size_t index, std::uint64_t value) {
+             return Ticket{e.engine().AskWindows([&](Windows& windows) { return windows.Expect(id, index, value); })};
+           })
+      .def("signal",
+           [](PyEngine& e, std::uint32_t id, std::size_t index) {
+             return e.engine().AskWindows([&](Windows& windows) { return windows.Signal(id, index); });
+           })
+      .def("window_counts",
+           [](PyEngine& e) {
+             const WindowCounts c = e.engine().AskWindows([](Windows& windows) { return windows.counts(); });
+             return nb::make_tuple(c.puts, c.gets, c.pieces, c.bytes, c.refused);
+           })
       .def("new_shape", [](PyEngine& e) { return e.engine().NewShape(); })
       .def("remember", &PyEngine::Remember)
       .def("set_ops", &PyEngine::SetOps)

@@ -38,7 +38,7 @@ inline constexpr std::int64_t kSignalSliceNs = 50'000'000;
 enum class Status : int { kDone = 1, kFailed = 2, kTimedOut = 3 };
 
 struct Ticket {
-  std::shared_ptr<Task> task;
+  std::shared_ptr<Pending> task;
 };
 
 // Where the two buffers of a collective, of `s_bytes` and `r_bytes`, may coincide: the same rule as communicator.py's.
@@ -166,6 +166,20 @@ class PyEngine {
     return status;
   }
 
+  // Pieces of memory from `address` on to (or, `gets`, from) a peer's window; `pieces` is rows of Piece.
+  Ticket Transfer(bool gets, std::uint32_t window, int peer, std::uintptr_t address, nb::handle pieces, int signal) {
+    HostBuffer rows;
+    if (!rows.Read(pieces.ptr(), false) || ItemSize(rows.dtype()) != 8 || rows.count() % 3 != 0) {
+      throw nb::value_error("rows of three 64-bit integers were wanted");
+    }
+    const std::span<const Piece> span(reinterpret_cast<const Piece*>(rows.data()), rows.count() / 3);
+    nb::gil_scoped_release release;
+    auto* memory = reinterpret_cast<std::byte*>(address);
+    return {engine_.AskWindows([&](Windows& windows) -> std::shared_ptr<Pending> {
+      return gets ? windows.Get(window, peer, memory, span) : windows.Put(window, peer, memory, span, signal);
+    })};
+  }
+
   void Remember(int collective, int dtype, int op, int root, std::size_t send_count, std::size_t recv_count,
                 std::shared_ptr<Shape> shape) {
     cache_.Insert({static_cast<std::uint8_t>(collective), static_cast<DType>(dtype), static_cast<std::uint8_t>(op),
@@ -251,7 +265,7 @@ class PyEngine {
   }
 
   // Waits without the interpreter's lock, looking at signals now and then.
-  Status DriveTo(const Task& task, std::int64_t deadline) {
+  Status DriveTo(const Pending& task, std::int64_t deadline) {
     for (;;) {
       if (engine_.forked()) return Status::kFailed;  // a signal handler may have forked
       const std::int64_t until = std::min(deadline, NowNs() + kSignalSliceNs);

@@ -76,6 +76,9 @@ void ProxiesWhoseRailsComeBack();
 void ProxiesWhoseLastRailComesBack();
 void ProxiesThatWaitForWhatComesAgain();
 void GpusAndHosts();
+void OneSided();
+void ClosingWindows();
+void LeavingWindows();
 
 namespace {
 
@@ -444,6 +447,9 @@ constexpr Scenario kScenarios[] = {
     {"rdma: the last rail comes back", ProxiesWhoseLastRailComesBack},
     {"rdma: sent again, later", ProxiesThatWaitForWhatComesAgain},
     {"gpus: mixed", GpusAndHosts},
+    {"windows", OneSided},
+    {"windows: closed", ClosingWindows},
+    {"windows: left", LeavingWindows},
 };
 
 }  // namespace

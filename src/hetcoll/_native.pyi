@@ -30,6 +30,8 @@ class Ticket:
     """A submitted task. state: 0 running, 1 done, 2 failed."""
 
     state: int
+    refused: int
+    """Of a one-sided message that failed alone: 1 the window was closed, 2 a piece was not inside it."""
 
 _Kernel = tuple[int, int, int, int]
 
@@ -275,6 +277,19 @@ class Engine(_Verbs):
     def run(self, shape: Shape, send: int, recv: int, timeout: float, residual: int = 0) -> Status: ...
     def submit(self, shape: Shape, send: int, recv: int, background: bool, residual: int = 0) -> Ticket: ...
     def wait(self, ticket: Ticket, timeout: float) -> Status: ...
+    def serve_windows(self) -> None:
+        """Before all that follows: a thread serves other ranks from here on, and no plan runs any more."""
+
+    def add_window(self, window: int, address: int, nbytes: int, signals: int) -> None: ...
+    def close_window(self, window: int) -> None:
+        """When it returns, nothing touches the window's memory any more."""
+
+    def transfer(self, gets: bool, window: int, peer: int, address: int, pieces: Any, signal: int) -> Ticket:
+        """`pieces` is rows of three 64-bit integers, in bytes: offset here, offset in the window, length."""
+
+    def expect(self, window: int, signal: int, value: int) -> Ticket: ...
+    def signal(self, window: int, signal: int) -> int: ...
+    def window_counts(self) -> tuple[int, int, int, int, int]: ...
     def new_shape(self) -> int: ...
     def remember(
         self, collective: int, dtype: int, op: int, root: int, send_count: int, recv_count: int, shape: Shape

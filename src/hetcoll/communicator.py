@@ -37,6 +37,7 @@ from .types import Collective, Format, FormatName, OpName, ReduceOp
 from .work import Work
 
 if TYPE_CHECKING:
+    from .runtime.one_sided import Window
     from .runtime.planner import Explanation
 
 
@@ -360,6 +361,26 @@ class Communicator:
         own.
         """
         return messages.Group(self._core, self._end_group)
+
+    def window(self, buf: Array | None = None, *, signals: int = 1, timeout: float | None = None) -> Window:
+        """Let every rank put into `buf` and get from it, without a call of this rank: one-sided messages. Collective.
+
+        `buf` is host memory of any length, or None: this rank offers nothing. All have one dtype. The memory stays this
+        rank's, which may read and write it at any time; `signals` counters tell it what has arrived. The first window
+        makes a communicator of the same ranks that carries the messages of all windows, with a thread of the engine's.
+        """
+        from .runtime import one_sided  # few jobs need it, and imports count
+
+        self._host.check_usable()
+
+        def make() -> Core:
+            name = regroup.name_of(self._group, "windows")
+            carrier = self._make(name, list(range(self._size)), self._config.init_timeout)
+            carriers.append(carrier)
+            return carrier._core
+
+        carriers: list[Communicator] = []
+        return one_sided.open_window(self._core, make, lambda: carriers[0].close(), buf, signals, timeout)
 
     # What ranks ask each other, out of band.
 

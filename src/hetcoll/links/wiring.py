@@ -97,11 +97,7 @@ class Wiring:
         self.oversubscribed = len(self.locals) > intros.cores[intros.hosts[rank]]
         self.fault = config.fault or ""
         self.integrity = INTEGRITY.index(config.integrity)
-<<<<<<< HEAD
-        patience = min(PATIENCE, config.timeout)
         doorbell = self.processes(self.locals[:1])[0].doorbell
-=======
->>>>>>> a6f424f (110 arrows: what stands on the communicator uses the names that users have, and a communicator's methods hand on)
         identity = hashlib.blake2b(control.unique_id.job_id + group, digest_size=8).digest()
         try:
             self.engine = _native.Engine(

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,13 +31,10 @@ from ..work import DONE, Waiter, Work
 from .compression import Compression
 from .executor import Executor, FastPath, OpenGpus
 
-<<<<<<< HEAD
-=======
 if TYPE_CHECKING:
-    from .crosscheck import CrossCheck
+    from .one_sided import OneSided
     from .planner import Explanation
 
->>>>>>> a6f424f (110 arrows: what stands on the communicator uses the names that users have, and a communicator's methods hand on)
 log = logging.getLogger("hetcoll")
 
 T = TypeVar("T")
@@ -113,6 +110,8 @@ class Core:
                 listen()
             self.gpus = host.gpus = open_gpus(*parts, config, meet=_weakly(self.meet), prepare=_weakly(host.prepare))
             undo.pop_all()
+        self.one_sided: OneSided | None = None
+        """Who carries one-sided messages, once there are windows."""
         self._inspectors: list[Inspector] = []
         if config.digest:  # few jobs need it, or the check, and imports count
             from .digest import Digest
@@ -214,9 +213,9 @@ class Core:
         found = {"collectives": self.engine.collectives, "messages": self.engine.messages} | self.engine.counters()
         found |= self.compression.counters()
         found |= {} if memory is None else {f"memory_{name}": n for name, n in memory.counters.items()}
+        found |= {} if self.one_sided is None else self.one_sided.counters()
         return found | self.gpus.counters()
 
-<<<<<<< HEAD
     def memory(self) -> dict[str, int]:
         """See `Communicator.memory`."""
         found = Counter(self.engine.memory())
@@ -231,8 +230,10 @@ class Core:
             found["descriptors"] += descriptors
             found["threads"] += threads
             found["pinned"] += pinned
+        if self.one_sided is not None:
+            found.update(self.one_sided.core.memory())
         return dict(found)
-=======
+
     def explain(self, op: str, nbytes: int, compress: str | None) -> Explanation:
         """See `Communicator.explain`."""
         self.host.check_usable()
@@ -249,7 +250,6 @@ class Core:
         """See `Communicator.trace`."""
         self.host.check_usable()
         self.recorder.trace(path, self.seconds(timeout))
->>>>>>> a6f424f (110 arrows: what stands on the communicator uses the names that users have, and a communicator's methods hand on)
 
     def log_news(self) -> None:
         """Tell what links lost, and how they went on: once each."""
@@ -260,6 +260,8 @@ class Core:
         """End what is in flight, here and on all other ranks."""
         self.engine.fail(kind, self.rank, text)
         self.diagnosis.post(kind, self.rank, text)
+        if self.one_sided is not None:
+            self.one_sided.core.fail(kind, text)
 
     def abort(self, reason: str) -> None:
         """See `Communicator.abort`."""
@@ -283,6 +285,8 @@ class Core:
         if self.engine.forked:
             return
         self.log_news()
+        if self.one_sided is not None:
+            self.one_sided.close()
         if self.gpus.executor is not None:
             self.gpus.executor.close()
         self.host.close()

@@ -47,7 +47,7 @@ def split(core: Core, color: int | None, key: int, compress: str | None, make: M
     if color is None:
         return None
     try:
-        return make(_name(core.group, f"split {core.splits} {color}"), members, core.config.init_timeout, form)
+        return make(name_of(core.group, f"split {core.splits} {color}"), members, core.config.init_timeout, form)
     except (PeerLostError, InitError) as error:
         if core.engine.failed:  # where a rank is gone, that is what this communicator failed with
             raise core.diagnosis.error() from error
@@ -63,7 +63,7 @@ def _members(core: Core, color: int | None, key: int) -> list[int]:
     return [rank for _, rank in sorted(same)]
 
 
-def _name(parent: bytes, what: str) -> bytes:
+def name_of(parent: bytes, what: str) -> bytes:
     """Of a communicator that comes from `parent`, the same on all of its ranks."""
     return hashlib.blake2b(parent + what.encode(), digest_size=16).digest()
 
@@ -94,7 +94,7 @@ def shrink(core: Core, timeout: float | None, make: Make[C]) -> C:
 
 def _follow(core: Core, number: int, ranks: list[int], deadline: float, make: Make[C]) -> C:
     """The communicator that follows the roll call `number`, or an error on every rank that is alive."""
-    name = _name(core.group, f"shrink {number}")
+    name = name_of(core.group, f"shrink {number}")
     comm = make(name, ranks, deadline - time.monotonic())
     try:
         with in_ranks_of_parent(ranks):

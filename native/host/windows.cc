@@ -1,0 +1,424 @@
+#include "host/windows.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace hetcoll {
+namespace {
+
+constexpr std::size_t kSinkBytes = std::size_t{64} << 10;
+constexpr int kTurn = 64;  // messages of one FIFO until others have their turn
+
+void End(Transfer& transfer, Refusal refusal) {
+  transfer.refused = static_cast<int>(refusal);
+  transfer.state.store(refusal == Refusal::kNone ? Pending::State::kDone : Pending::State::kFailed,
+                       std::memory_order_release);
+}
+
+bool Inside(std::uint64_t offset, std::uint64_t nbytes, std::size_t size) {
+  return offset <= size && nbytes <= size - offset;
+}
+
+}  // namespace
+
+Windows::Windows(int rank, int size, std::uint64_t identity)
+    : rank_(rank), identity_(identity), peers_(static_cast<std::size_t>(size)) {}
+
+void Windows::Add(std::uint32_t id, std::byte* base, std::size_t nbytes, std::size_t signals) {
+  Window& window = windows_[id];
+  window.base = base;
+  window.nbytes = nbytes;
+  window.signals.assign(signals, 0);
+}
+
+Windows::Window* Windows::Find(std::uint32_t id) {
+  const auto found = windows_.find(id);
+  return found == windows_.end() || !found->second.open ? nullptr : &found->second;
+}
+
+void Windows::Close(std::uint32_t id) {
+  Window* window = Find(id);
+  if (window == nullptr) return;
+  window->open = false;
+  window->base = nullptr;
+  for (const Window::Expected& e : window->expected) End(*e.transfer, Refusal::kClosed);
+  window->expected.clear();
+  for (Peer& peer : peers_) {
+    for (Item& item : peer.out[kAnswers].items) {
+      if (item.window != static_cast<std::int64_t>(id)) continue;
+      std::size_t bytes = 0;
+      const std::size_t first = std::max<std::size_t>(item.next, 1);  // the head of the answer is its own
+      for (std::size_t i = first; i < item.parts.size(); ++i) bytes += item.parts[i].nbytes;
+      std::vector<std::byte> kept(item.own.size() + bytes);
+      std::copy(item.own.begin(), item.own.end(), kept.begin());
+      item.parts[0].data = kept.data();
+      std::byte* to = kept.data() + item.own.size();
+      for (std::size_t i = first; i < item.parts.size(); ++i) {
+        Part& part = item.parts[i];
+        std::memcpy(to, part.data, part.nbytes);
+        part.data = to;
+        to += part.nbytes;
+      }
+      item.own = std::move(kept);
+      item.window = -1;
+    }
+  }
+}
+
+std::uint64_t Windows::Signal(std::uint32_t id, std::size_t index) const {
+  const auto found = windows_.find(id);
+  return found == windows_.end() || index >= found->second.signals.size() ? 0 : found->second.signals[index];
+}
+
+std::shared_ptr<Transfer> Windows::Expect(std::uint32_t id, std::size_t index, std::uint64_t value) {
+  auto transfer = std::make_shared<Transfer>();
+  Window* window = Find(id);
+  if (window == nullptr || index >= window->signals.size()) {
+    End(*transfer, window == nullptr ? Refusal::kClosed : Refusal::kOutside);
+  } else if (window->signals[index] >= value) {
+    End(*transfer, Refusal::kNone);
+  } else {
+    // Whoever gave up waiting has let go of it.
+    std::erase_if(window->expected, [](const Window::Expected& e) { return e.transfer.use_count() == 1; });
+    window->expected.push_back({index, value, transfer});
+  }
+  return transfer;
+}
+
+void Windows::Raise(std::uint32_t id, int signal) {
+  Window* window = Find(id);
+  if (window == nullptr || signal < 0) return;
+  const auto index = static_cast<std::size_t>(signal);
+  const std::uint64_t now = ++window->signals[index];
+  std::erase_if(window->expected, [&](const Window::Expected& e) {
+    if (e.index != index || e.value > now) return false;
+    End(*e.transfer, Refusal::kNone);
+    return true;
+  });
+}
+
+Refusal Windows::Check(std::uint32_t id, std::span<const Run> runs, int signal) {
+  const Window* window = Find(id);
+  if (window == nullptr) return Refusal::kClosed;
+  const bool inside =
+      std::all_of(runs.begin(), runs.end(), [&](const Run& r) { return Inside(r.offset, r.nbytes, window->nbytes); });
+  return inside && (signal < 0 || static_cast<std::size_t>(signal) < window->signals.size()) ? Refusal::kNone
+                                                                                             : Refusal::kOutside;
+}
+
+// Requests of this rank.
+
+std::shared_ptr<Transfer> Windows::ToSelf(std::uint32_t id, std::byte* memory, std::span<const Piece> pieces,
+                                          int signal, bool gets) {
+  auto transfer = std::make_shared<Transfer>();
+  std::vector<Run> runs;
+  runs.reserve(pieces.size());
+  for (const Piece& p : pieces) runs.push_back({p.there, p.nbytes});
+  const Refusal refusal = Check(id, runs, signal);
+  if (refusal == Refusal::kNone) {
+    std::byte* base = Find(id)->base;
+    for (const Piece& p : pieces) {
+      std::byte *here = memory + p.here, *there = base + p.there;
+      std::memmove(gets ? here : there, gets ? there : here, p.nbytes);
+    }
+    Raise(id, signal);
+  }
+  End(*transfer, refusal);
+  return transfer;
+}
+
+std::shared_ptr<Transfer> Windows::Put(std::uint32_t id, int peer, const std::byte* src, std::span<const Piece> pieces,
+                                       int signal) {
+  if (peer == rank_) return ToSelf(id, const_cast<std::byte*>(src), pieces, signal, false);  // it is only read
+  auto transfer = std::make_shared<Transfer>();
+  transfer->peer = peer;
+  Request(peer, {.id = id, .gets = 0, .signal = signal}, pieces, src);
+  peers_[static_cast<std::size_t>(peer)].awaiting.push_back(transfer);
+  return transfer;
+}
+
+std::shared_ptr<Transfer> Windows::Get(std::uint32_t id, int peer, std::byte* dst, std::span<const Piece> pieces) {
+  if (peer == rank_) return ToSelf(id, dst, pieces, -1, true);
+  auto transfer = std::make_shared<Transfer>();
+  transfer->peer = peer;
+  transfer->base = dst;
+  transfer->pieces.assign(pieces.begin(), pieces.end());
+  Request(peer, {.id = id, .gets = 1, .signal = -1}, pieces, nullptr);
+  peers_[static_cast<std::size_t>(peer)].awaiting.push_back(transfer);
+  return transfer;
+}
+
+void Windows::Request(int peer, const Head& form, std::span<const Piece> pieces, const std::byte* src) {
+  Head head = form;
+  head.pieces = static_cast<std::uint32_t>(pieces.size());
+  const bool table = pieces.size() > 1;
+  if (pieces.size() == 1) {
+    head.offset = pieces[0].there;
+    head.nbytes = pieces[0].nbytes;
+  }
+  Item item;
+  item.own.resize(sizeof head + (table ? pieces.size() * sizeof(Run) : 0));
+  std::memcpy(item.own.data(), &head, sizeof head);
+  item.parts.reserve(2 + (src == nullptr ? 0 : pieces.size()));
+  item.parts.push_back({item.own.data(), sizeof head, false});
+  if (table) {
+    std::byte* to = item.own.data() + sizeof head;
+    item.parts.push_back({to, pieces.size() * sizeof(Run), false});
+    for (const Piece& p : pieces) {
+      const Run run{p.there, p.nbytes};
+      std::memcpy(to, &run, sizeof run);
+      to += sizeof run;
+    }
+  }
+  if (src != nullptr) {
+    for (const Piece& p : pieces) item.parts.push_back({src + p.here, p.nbytes, true});
+  }
+  Queue(peer, kRequests, std::move(item));
+}
+
+void Windows::Queue(int peer, int channel, Item item) {
+  peers_[static_cast<std::size_t>(peer)].out[static_cast<std::size_t>(channel)].items.push_back(std::move(item));
+  ++unsent_;
+}
+
+// What is lent is read before it is answered, and who waits for the answer keeps it until then.
+bool Windows::Send(Links& links, int peer, int channel) {
+  Outbound& out = peers_[static_cast<std::size_t>(peer)].out[static_cast<std::size_t>(channel)];
+  Port<SendEnd>& port = links.tx(peer, channel);
+  bool moved = false;
+  for (int turn = 0; turn < kTurn && !out.items.empty();) {
+    Item& item = out.items.front();
+    const Part& part = item.parts[item.next];
+    const Message m = MessageOf(out.number, part.nbytes, part.lends);
+    const std::ptrdiff_t n = port.end->Push(m, out.at, part.data + out.at, part.nbytes - out.at);
+    if (n == kWouldBlock) break;
+    moved = true;
+    out.at += static_cast<std::size_t>(n);
+    port.taken += static_cast<std::uint64_t>(n);
+    links.Touch(port);
+    if (out.at < part.nbytes) continue;
+    ++turn;
+    out.at = 0;
+    ++out.number;
+    ++port.through;
+    if (++item.next < item.parts.size()) continue;
+    out.items.pop_front();
+    --unsent_;
+  }
+  return moved;
+}
+
+// Takes more of the message that is due; whether that was all of it.
+bool Windows::Take(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* dst, std::size_t total, bool& moved) {
+  const Message m = MessageOf(in.number, total, false);
+  for (;;) {
+    std::byte* to = dst + in.at;
+    std::size_t most = total - in.at;
+    if (dst == nullptr) {
+      sink_.resize(kSinkBytes);
+      to = sink_.data();
+      most = std::min(most, kSinkBytes);
+    }
+    const std::ptrdiff_t n = port.end->Pull(m, in.at, to, most, false);
+    if (n == kWouldBlock) return false;
+    moved = true;
+    in.at += static_cast<std::size_t>(n);
+    port.taken += static_cast<std::uint64_t>(n);
+    links.Touch(port);
+    if (in.at == total) break;
+  }
+  in.at = 0;
+  ++in.number;
+  ++port.through;
+  return true;
+}
+
+// Requests of others.
+
+bool Windows::Serve(Links& links, int peer) {
+  Inbound& in = peers_[static_cast<std::size_t>(peer)].in[kRequests];
+  bool moved = false;
+  if (in.ended) return false;
+  try {
+    for (int turn = 0; turn < kTurn && ServeStep(links, peer, moved); ++turn) {
+    }
+  } catch (const Fault& fault) {
+    // Whoever closes its end asks nothing more; that it has died others will tell, and so will the FIFO of answers.
+    const bool between = in.phase == Phase::kHead && in.at == 0;
+    if (fault.kind != FaultKind::kPeerGone || !between) throw;
+    in.ended = true;
+  }
+  return moved;
+}
+
+// One message, or what there is of it; whether all of it came.
+bool Windows::ServeStep(Links& links, int peer, bool& moved) {
+  Inbound& in = peers_[static_cast<std::size_t>(peer)].in[kRequests];
+  Port<RecvEnd>& port = links.rx(peer, kRequests);
+  switch (in.phase) {
+    case Phase::kHead:
+      if (!Take(links, port, in, reinterpret_cast<std::byte*>(&in.head), sizeof in.head, moved)) return false;
+      if (in.head.pieces > kMostPieces) throw Fault(FaultKind::kCorrupt, peer, "a request has too many pieces");
+      in.runs.assign(in.head.pieces, {in.head.offset, in.head.nbytes});
+      if (in.head.pieces > 1) {
+        in.phase = Phase::kTable;
+      } else {
+        Admit(peer);
+      }
+      return true;
+    case Phase::kTable:
+      if (!Take(links, port, in, reinterpret_cast<std::byte*>(in.runs.data()), in.runs.size() * sizeof(Run), moved)) {
+        return false;
+      }
+      Admit(peer);
+      return true;
+    case Phase::kRuns:
+      break;
+  }
+  const Run& run = in.runs[in.run];
+  const Window* window = Find(in.head.id);
+  if (window == nullptr && in.refusal == Refusal::kNone) in.refusal = Refusal::kClosed;  // meanwhile
+  const bool sinks = in.refusal != Refusal::kNone;
+  if (!Take(links, port, in, sinks ? nullptr : window->base + run.offset, run.nbytes, moved)) return false;
+  counts_.refused += sinks;
+  counts_.pieces += !sinks;
+  counts_.bytes += sinks ? 0 : run.nbytes;
+  if (++in.run == in.runs.size()) {
+    if (!sinks) Raise(in.head.id, in.head.signal);
+    Answer(peer, in.refusal, {}, in.head.id);
+    in.phase = Phase::kHead;
+  }
+  return true;
+}
+
+// All that a request says is there.
+void Windows::Admit(int peer) {
+  Inbound& in = peers_[static_cast<std::size_t>(peer)].in[kRequests];
+  in.refusal = Check(in.head.id, in.runs, in.head.signal);
+  in.run = 0;
+  in.phase = Phase::kHead;
+  const bool fine = in.refusal == Refusal::kNone;
+  (in.head.gets != 0 ? counts_.gets : counts_.puts) += fine;
+  if (in.head.gets == 0 && !in.runs.empty()) {
+    in.phase = Phase::kRuns;
+    return;
+  }
+  if (in.head.gets != 0) {
+    (fine ? counts_.pieces : counts_.refused) += in.runs.size();
+    for (const Run& run : in.runs) counts_.bytes += fine ? run.nbytes : 0;
+  }
+  if (fine) Raise(in.head.id, in.head.signal);
+  Answer(peer, in.refusal, fine && in.head.gets != 0 ? std::span<const Run>(in.runs) : std::span<const Run>{},
+         in.head.id);
+}
+
+// What is got is never lent: its window may be closed while it is under way.
+void Windows::Answer(int peer, Refusal refusal, std::span<const Run> runs, std::uint32_t id) {
+  Item item;
+  item.own.resize(sizeof(std::uint32_t));
+  const auto status = static_cast<std::uint32_t>(refusal);
+  std::memcpy(item.own.data(), &status, sizeof status);
+  item.parts.reserve(1 + runs.size());
+  item.parts.push_back({item.own.data(), sizeof status, false});
+  if (!runs.empty()) {
+    item.window = static_cast<std::int64_t>(id);
+    const std::byte* base = Find(id)->base;
+    for (const Run& run : runs) item.parts.push_back({base + run.offset, run.nbytes, false});
+  }
+  Queue(peer, kAnswers, std::move(item));
+}
+
+// Answers to this rank.
+
+bool Windows::Collect(Links& links, int peer) {
+  bool moved = false;
+  for (int turn = 0; turn < kTurn && CollectStep(links, peer, moved); ++turn) {
+  }
+  return moved;
+}
+
+bool Windows::CollectStep(Links& links, int peer, bool& moved) {
+  Peer& p = peers_[static_cast<std::size_t>(peer)];
+  if (p.awaiting.empty()) return false;
+  Inbound& in = p.in[kAnswers];
+  Port<RecvEnd>& port = links.rx(peer, kAnswers);
+  Transfer& transfer = *p.awaiting.front();
+  if (in.phase == Phase::kHead) {
+    if (!Take(links, port, in, reinterpret_cast<std::byte*>(&p.status), sizeof p.status, moved)) return false;
+    if (p.status > static_cast<std::uint32_t>(Refusal::kOutside)) {
+      throw Fault(FaultKind::kCorrupt, peer, "an answer is none");
+    }
+    in.run = 0;
+    if (p.status == 0 && !transfer.pieces.empty()) {
+      in.phase = Phase::kRuns;
+      return true;
+    }
+  } else {
+    const Piece& piece = transfer.pieces[in.run];
+    if (!Take(links, port, in, transfer.base + piece.here, piece.nbytes, moved)) return false;
+    if (++in.run < transfer.pieces.size()) return true;
+  }
+  in.phase = Phase::kHead;
+  End(transfer, static_cast<Refusal>(p.status));
+  p.awaiting.pop_front();
+  return true;
+}
+
+bool Windows::Pass(Links& links) {
+  bool moved = false;
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    if (peer == rank_ || links.rx(peer, kRequests).end == nullptr) continue;
+    if (Unsent()) {
+      moved |= Send(links, peer, kRequests);
+      moved |= Send(links, peer, kAnswers);
+    }
+    moved |= Serve(links, peer);
+    moved |= Collect(links, peer);
+    if (Unsent()) moved |= Send(links, peer, kAnswers);
+  }
+  return moved;
+}
+
+bool Windows::Needs(int peer) const { return !peers_[static_cast<std::size_t>(peer)].awaiting.empty(); }
+
+void Windows::AddPoll(Links& links, std::vector<pollfd>& fds) const {
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    if (peer == rank_ || links.rx(peer, kRequests).end == nullptr) continue;
+    const Peer& p = peers_[static_cast<std::size_t>(peer)];
+    // Answers also while none is due: who sleeps is not woken by those who begin to wait.
+    if (!p.in[kRequests].ended) links.rx(peer, kRequests).end->AddPoll(fds);
+    if (!p.in[kRequests].ended || Needs(peer)) links.rx(peer, kAnswers).end->AddPoll(fds);
+    for (const int channel : {kRequests, kAnswers}) {
+      if (!p.out[static_cast<std::size_t>(channel)].items.empty()) links.tx(peer, channel).end->AddPoll(fds);
+    }
+  }
+}
+
+void Windows::Drop() {
+  for (auto& [id, window] : windows_) {
+    for (const Window::Expected& e : window.expected) e.transfer->state.store(Pending::State::kFailed);
+    window.expected.clear();
+  }
+  for (Peer& peer : peers_) {
+    for (const auto& transfer : peer.awaiting) transfer->state.store(Pending::State::kFailed);
+    peer.awaiting.clear();
+    for (Outbound& out : peer.out) out.items.clear();
+  }
+  unsent_ = 0;
+}
+
+std::string Windows::Describe() const {
+  std::string out;
+  for (std::size_t i = 0; i < peers_.size(); ++i) {
+    const Peer& p = peers_[i];
+    if (p.awaiting.empty()) continue;
+    const Outbound& requests = p.out[kRequests];
+    out += (out.empty() ? "" : "; ") + std::to_string(p.awaiting.size()) + " puts and gets wait for rank " +
+           std::to_string(i);
+    if (!requests.items.empty()) out += ", " + std::to_string(requests.items.size()) + " of them not sent yet";
+  }
+  return out;
+}
+
+}  // namespace hetcoll

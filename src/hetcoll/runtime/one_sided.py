@@ -1,0 +1,370 @@
+"""One-sided messages: memory that other ranks put into and get from, without a call of the rank whose it is."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
+
+import numpy as np
+
+from ..buffers import Buffer, read_buffer
+from ..calls import check_int, check_rank
+from ..errors import ArgumentError, BufferTypeError, ClosedError, CollectiveTimeoutError, CommunicationError
+from ..types import DType
+from ..work import DONE, Work
+from .core import Core
+
+if TYPE_CHECKING:
+    import hetcoll._native as _native
+
+_DONE, _FAILED = 1, 2  # states of tickets
+_CLOSED = 1  # native/host/windows.h, Refusal
+_MOST_PIECES = 1 << 20
+_CHANNELS = (0, 1)
+_COUNTERS = ("puts", "gets", "pieces", "bytes", "refused")
+
+Offsets = SupportsIndex | Sequence[int] | np.ndarray[Any, Any]
+"""Elements: one number, or one for each piece."""
+
+
+class Transfer(Work):
+    """A put, a get, or the waiting for a signal.
+
+    As `Work`, but for two things: one that the peer's closed window refused fails alone, with a `ClosedError`; and one
+    that is not over when `wait` gives up stays in flight, and may be waited for again.
+    """
+
+    __slots__ = ()
+    _comm: OneSided | None
+
+    def wait(self, timeout: float | None = None) -> None:
+        side, ticket = self._comm, self._ticket
+        if side is None or ticket is None:
+            return
+        side.finish(ticket, timeout, self._what)
+        self._release()
+
+    @property
+    def error(self) -> Exception | None:
+        side, ticket = self._comm, self._ticket
+        if side is not None and ticket is not None and ticket.refused:
+            return side.refusal(ticket, self._what)
+        return super().error
+
+
+class _Exposed(NamedTuple):
+    """What one rank offers: elements and signals."""
+
+    elements: int
+    signals: int
+
+
+class Window:
+    """Memory of every rank that all of them can reach. Made by `Communicator.window`; a context manager.
+
+    Offsets and counts are in elements of `dtype`. A rank's puts and gets of one peer are done in the order of the
+    calls. When a put is over its data is in the window, and `src` may be written again. Where two ranks write the same
+    elements, or a rank writes what it lends, either may win; nothing else is torn.
+    """
+
+    def __init__(self, side: OneSided, number: int, dtype: DType, exposed: Sequence[_Exposed]) -> None:
+        self._side, self._number, self._exposed = side, number, exposed
+        self.dtype = dtype
+        self.closed = False
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Elements of each rank's window."""
+        return tuple(each.elements for each in self._exposed)
+
+    def put(
+        self,
+        src: Any,
+        peer: int,
+        offset: Offsets = 0,
+        *,
+        src_offset: Offsets = 0,
+        count: Offsets | None = None,
+        signal: int | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Copy `count` elements of `src`, from `src_offset` on, to `offset` of the window of `peer`, which may be this
+        rank. By default all that `src` has from there on.
+
+        Sequences of offsets and counts, up to 2**20, are as many pieces in one call. `signal`: that counter of the
+        peer's grows by one when all of them are in place. The call returns when they are, or at once with
+        ``async_op=True``; then `src` belongs to the operation until its `Work` is over.
+
+        Raises ArgumentError where a piece is not inside `src` or the window, BufferTypeError for other memory than the
+        window's dtype on the host, before anything is sent; `ClosedError` where the peer has closed its window,
+        `PeerLostError` where it is gone, `CollectiveTimeoutError` after `timeout` seconds (default: the
+        communicator's).
+        """
+        return self._start(False, src, "src", peer, offset, src_offset, count, signal, async_op, timeout)
+
+    def get(
+        self,
+        dst: Any,
+        peer: int,
+        offset: Offsets = 0,
+        *,
+        dst_offset: Offsets = 0,
+        count: Offsets | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work:
+        """Copy `count` elements of the window of `peer`, from `offset` on, to `dst_offset` of `dst`. As `put`."""
+        return self._start(True, dst, "dst", peer, offset, dst_offset, count, None, async_op, timeout)
+
+    def signal(self, index: int = 0) -> int:
+        """How many puts that name this signal have arrived here."""
+        return self._side.core.engine.signal(self._number, self._check_signal(index, self._side.core.rank))
+
+    def wait_signal(
+        self, index: int = 0, value: int = 1, *, async_op: bool = False, timeout: float | None = None
+    ) -> Work:
+        """Wait until `signal` is `value` or more. `timeout` in seconds raises `CollectiveTimeoutError`; the
+        communicator stays usable."""
+        side, at = self._side, self._check_signal(index, self._side.core.rank)
+        if (least := check_int(value, "value")) < 0:
+            raise ArgumentError(f"value: wanted 0 or more, got {least}")
+        self._check_open()
+        ticket = side.core.engine.expect(self._number, at, least)
+        return side.begun(ticket, None, f"wait_signal({at}, {least})", async_op, timeout)
+
+    def close(self) -> None:
+        """Take this rank's memory back. Local. When it returns nothing touches the memory any more: what comes later is
+        refused, counted, and a `ClosedError` for who sent it. More than once is fine."""
+        if not self.closed:
+            self.closed = True
+            self._side.close_window(self._number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<hetcoll.Window of {self.dtype.label}, {self.counts}{' closed' if self.closed else ''}>"
+
+    def _check_open(self) -> None:
+        self._side.core.host.check_usable()
+        if self.closed:
+            raise ClosedError("this window was closed")
+
+    def _check_signal(self, index: object, peer: int) -> int:
+        at, there = check_int(index, "signal"), self._exposed[peer].signals
+        if not 0 <= at < there:
+            raise ArgumentError(f"signal: wanted one of the {there} of rank {peer}, got {at}")
+        return at
+
+    def _start(
+        self,
+        gets: bool,
+        obj: Any,
+        name: str,
+        peer: int,
+        offset: Offsets,
+        own_offset: Offsets,
+        count: Offsets | None,
+        signal: int | None,
+        async_op: bool,
+        timeout: float | None,
+    ) -> Work:
+        self._check_open()
+        side = self._side
+        other = check_rank(peer, side.core.size, "peer")
+        buffer = _host_buffer(obj, name, writable=gets)
+        if buffer.dtype is not self.dtype:
+            raise BufferTypeError(f"{name}: wanted the window's dtype, {self.dtype.label}, got {buffer.dtype.label}")
+        at = -1 if signal is None else self._check_signal(signal, other)
+        seconds = side.core.seconds(timeout)
+        rows = _pieces(buffer.count, self._exposed[other].elements, own_offset, offset, count, name, other)
+        if len(rows) == 0 and at < 0:
+            return DONE
+        rows *= self.dtype.itemsize
+        ticket = side.core.engine.transfer(gets, self._number, other, buffer.ptr, rows, at)
+        what = f"{'get from' if gets else 'put to'} rank {other} of {int(rows[:, 2].sum())} bytes in {len(rows)} pieces"
+        return side.begun(ticket, (buffer, self), what, async_op, seconds)
+
+
+class OneSided:
+    """What carries the messages of all windows of one communicator: another one, `core`, of the same ranks, whose
+    engine has a thread that serves other ranks. Also whom a `Transfer` asks."""
+
+    def __init__(self, core: Core, close: Callable[[], None]) -> None:
+        self.core, self._close = core, close
+        self._windows: dict[int, Buffer | None] = {}  # keeps their memory
+        self._opened = 0
+        self._pending: list[tuple[_native.Ticket, Any]] = []  # and that of what is in flight
+        self._lock = threading.Lock()
+        self._prune_at = 16
+        edges = [(peer, channel) for peer in range(core.size) if peer != core.rank for channel in _CHANNELS]
+        seconds = core.config.timeout
+        core.host.prepare(lambda check: core.wiring.ensure(edges, seconds, check), seconds)
+        core.engine.serve_windows()
+
+    def add_window(self, buffer: Buffer | None, signals: int) -> int:
+        """Its number, which is the same on all ranks."""
+        number, self._opened = self._opened, self._opened + 1
+        ptr, nbytes = (0, 0) if buffer is None else (buffer.ptr, buffer.nbytes)
+        self.core.engine.add_window(number, ptr, nbytes, signals)
+        self._windows[number] = buffer
+        return number
+
+    def close_window(self, number: int) -> None:
+        """Fence its memory."""
+        if not self.core.engine.forked:
+            self.core.engine.close_window(number)
+            self._windows.pop(number, None)
+
+    def begun(self, ticket: _native.Ticket, keep: Any, what: str, async_op: bool, seconds: float | None) -> Work:
+        """The Work of what was started; over, unless it is asynchronous."""
+        self._keep(ticket, keep)
+        if async_op:
+            return Transfer(self, ticket, keep, what)
+        self.finish(ticket, seconds, what)
+        return DONE
+
+    def _keep(self, ticket: _native.Ticket, keep: Any) -> None:
+        with self._lock:
+            if len(self._pending) >= self._prune_at:
+                self._pending = [each for each in self._pending if each[0].state not in (_DONE, _FAILED)]
+                self._prune_at = 2 * len(self._pending) + 16
+            self._pending.append((ticket, keep))
+
+    def finish(self, ticket: _native.Ticket, timeout: float | None, what: str) -> None:
+        """Wait for it; raises what it failed with."""
+        core = self.core
+        core.host.check_parent()
+        seconds = core.seconds(timeout)
+        if ticket.state != _DONE:
+            core.engine.wait(ticket, seconds)
+        if ticket.state == _DONE:
+            return
+        core.host.check_parent()
+        if ticket.refused:
+            raise self.refusal(ticket, what)
+        if ticket.state == _FAILED or core.engine.failed:
+            core.host.check_open()
+            raise core.diagnosis.error()
+        state = core.engine.describe()
+        raise CollectiveTimeoutError(
+            f"{what} is not over after {seconds:g} s on rank {core.rank}, and stays in flight"
+            + (f": {state}" if state else "")
+        )
+
+    def refusal(self, ticket: _native.Ticket, what: str) -> Exception:
+        """Why it failed alone."""
+        if ticket.refused == _CLOSED:
+            return ClosedError(f"{what}: the window was closed by its rank")
+        return CommunicationError(f"{what}: refused, since its rank has no such piece or signal")
+
+    def counters(self) -> dict[str, int]:
+        """Of all windows of this rank: what others did to them."""
+        return {f"window_{name}": n for name, n in zip(_COUNTERS, self.core.engine.window_counts(), strict=True)}
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._close()
+        self._windows.clear()
+        self._pending.clear()
+
+    # Of a `Work`'s communicator.
+
+    def _wait(self, ticket: _native.Ticket, timeout: float | None) -> None:
+        self.finish(ticket, timeout, "a one-sided message")
+
+    def _check_limit(self, ticket: _native.Ticket, waited: float) -> None:
+        if waited >= self.core.config.timeout:
+            raise CollectiveTimeoutError(f"a one-sided message is not over after {waited:g} s")
+
+    def _failure(self) -> CommunicationError | None:
+        return self.core.diagnosis.known_error() if self.core.engine.failed else None
+
+    def _check_parent(self) -> None:
+        self.core.host.check_parent()
+
+
+def open_window(
+    parent: Core,
+    make: Callable[[], Core],
+    close: Callable[[], None],
+    buf: Any,
+    signals: int,
+    timeout: float | None,
+) -> Window:
+    """See `Communicator.window`. `make` gives what is to carry the messages, `close` closes it."""
+    buffer = None if buf is None else _host_buffer(buf, "buf", writable=True)
+    if not 0 <= (own := check_int(signals, "signals")) <= _MOST_PIECES:
+        raise ArgumentError(f"signals: wanted 0 to {_MOST_PIECES}, got {own}")
+    seconds = parent.seconds(timeout)
+    if parent.one_sided is None:
+        parent.one_sided = OneSided(make(), close)
+    side = parent.one_sided
+    side.core.host.check_usable()
+    number = side.add_window(buffer, own)
+    mine = [-1 if buffer is None else buffer.dtype.value, 0 if buffer is None else buffer.count, own]
+    told = [json.loads(blob) for blob in parent.meet("window()", json.dumps(mine).encode(), seconds)]
+    kinds = {rank: DType(kind) for rank, (kind, _, _) in enumerate(told) if kind >= 0}
+    if len(set(kinds.values())) > 1:
+        side.close_window(number)
+        what = ", ".join(f"rank {rank} {kind.label}" for rank, kind in kinds.items())
+        raise BufferTypeError(f"buf: wanted one dtype on all ranks, got {what}")
+    dtype = next(iter(kinds.values()), DType.UINT8)
+    return Window(side, number, dtype, [_Exposed(count, there) for _, count, there in told])
+
+
+def _host_buffer(obj: Any, name: str, *, writable: bool) -> Buffer:
+    buffer = read_buffer(obj, name, writable=writable)
+    if buffer.device != "cpu":
+        raise BufferTypeError(f"{name}: one-sided messages wanted host memory, got {buffer.place}")
+    return buffer
+
+
+def _pieces(
+    here_count: int, there_count: int, here: Offsets, there: Offsets, count: Offsets | None, name: str, peer: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Rows of elements: offset here, offset in the window, length. What is empty is left out."""
+    own = f"{name}_offset"
+    if count is None:
+        if not (_is_single(here) and _is_single(there)):
+            raise ArgumentError("count: wanted one a piece, where there are several")
+        count = here_count - check_int(here, own)
+    columns = [_column(here, own), _column(there, "offset"), _column(count, "count")]
+    try:
+        rows = np.stack(np.broadcast_arrays(*columns), axis=-1)
+    except ValueError:
+        lengths = ", ".join(str(len(column)) for column in columns)
+        raise ArgumentError(f"{own}, offset, count: wanted as many of each, or one, got {lengths}") from None
+    if len(rows) > _MOST_PIECES:
+        raise ArgumentError(f"offset: wanted at most {_MOST_PIECES} pieces a call, got {len(rows)}")
+    length = rows[:, 2]
+    for at, most, what in ((0, here_count, name), (1, there_count, f"rank {peer}'s window")):
+        wrong = (rows[:, at] < 0) | (length < 0) | (length > most) | (rows[:, at] > most - length)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ArgumentError(
+                f"{(own, 'offset')[at]}: piece {i}, {length[i]} elements from {rows[i, at]} on, is not inside {what}, "
+                f"which has {most}"
+            )
+    return np.ascontiguousarray(rows[length > 0])
+
+
+def _is_single(values: Offsets) -> bool:
+    return not hasattr(values, "__len__") or (isinstance(values, np.ndarray) and values.ndim == 0)
+
+
+def _column(values: Offsets, name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    if _is_single(values):
+        return np.array([check_int(values, name)], np.int64)
+    column = np.atleast_1d(np.asarray(values))
+    if column.ndim != 1 or (column.size and column.dtype.kind not in "iu"):
+        raise BufferTypeError(f"{name}: wanted whole numbers, one a piece, got {column.dtype} of shape {column.shape}")
+    if column.dtype == np.uint64 and column.size and int(column.max()) >= 1 << 63:
+        raise ArgumentError(f"{name}: wanted 64 bits, got {column.max()}")
+    return column.astype(np.int64)

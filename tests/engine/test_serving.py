@@ -1,0 +1,150 @@
+"""Paged KV caches that change hands: re-cut heads and orders against NumPy, layers, cancelled and late requests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Ranks, wait_until
+
+import hetcoll
+from hetcoll import ArgumentError, CollectiveTimeoutError, CommunicationError
+from hetcoll.serving import CacheLayout, Handoff, cuts, pieces
+
+Pool = Callable[..., Ranks]
+AXES = ("layer", "kv", "block", "token", "head", "dim")
+ORDERS = [(*order, "dim") for order in itertools.permutations(AXES[:-1])]
+
+
+def whole(layout: CacheLayout, seed: int) -> Any:
+    """A cache with all heads, by AXES."""
+    shape = (layout.layers, layout.kv, layout.blocks, layout.block_tokens, layout.heads, layout.head_dim)
+    return np.random.default_rng(seed).integers(1, 1 << 30, shape, np.int32)
+
+
+def part(layout: CacheLayout, cache: Any, member: int) -> Any:
+    """What one rank of a group has of it."""
+    heads = layout.heads_of(member)
+    mine = cache[..., heads.start : heads.stop, :]
+    return np.ascontiguousarray(mine.transpose([AXES.index(axis) for axis in layout.axes]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_pieces_move_the_heads_that_numpy_would(data: st.DataObject) -> None:
+    heads = data.draw(st.sampled_from([1, 2, 4, 8]))
+    alike = {"layers": 2, "block_tokens": data.draw(st.sampled_from([1, 3])), "heads": heads, "head_dim": 4}
+    alike["kv"] = data.draw(st.sampled_from([1, 2]))
+    ranks, order = st.sampled_from([1, 2, 4, 8]), st.sampled_from(ORDERS)
+    src, dst = (CacheLayout(**alike, blocks=n, ranks=data.draw(ranks), axes=data.draw(order)) for n in (5, 7))
+    count, layer = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 1))
+    from_blocks, to_blocks = data.draw(st.permutations(range(5)))[:count], data.draw(st.permutations(range(7)))[:count]
+    source, target = whole(src, 1), whole(dst, 2)
+    sources = [part(src, source, member).reshape(-1) for member in range(src.ranks)]
+    targets = [part(dst, target, member).reshape(-1) for member in range(dst.ranks)]
+    for cut in cuts(src, dst):
+        for here, there, n in zip(*pieces(src, dst, cut, layer, from_blocks, to_blocks), strict=True):
+            targets[cut.target][there : there + n] = sources[cut.source][here : here + n]
+    target[layer][:, list(to_blocks)] = source[layer][:, list(from_blocks)]
+    for member, got in enumerate(targets):
+        assert (got == part(dst, target, member).reshape(-1)).all()
+
+
+def test_as_few_pieces_as_can_be() -> None:
+    """Four ranks to two: a target's token has the heads of two sources side by side. Blocks that neighbour in both."""
+    alike = {"layers": 3, "blocks": 8, "block_tokens": 16, "heads": 8, "head_dim": 64}
+    by_head = ("layer", "kv", "block", "head", "token", "dim")
+    src, dst = CacheLayout(**alike, ranks=4), CacheLayout(**alike, ranks=2)
+    assert [cut[:2] for cut in cuts(src, dst)] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert len(pieces(src, dst, cuts(src, dst)[0], 1, [1, 2], [4, 5])[0]) == 2 * 2 * 16
+    src, dst = CacheLayout(**alike, ranks=4, axes=by_head), CacheLayout(**alike, ranks=2, axes=by_head)
+    here, _, count = pieces(src, dst, cuts(src, dst)[1], 1, [1, 2], [4, 5])
+    assert len(here) == 2 * 2
+    assert set(count) == {2 * 16 * 64}
+    assert len(pieces(src, src, cuts(src, src)[0], 0, [1, 2], [4, 5])[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"ranks": 3}, "ranks: wanted a divisor or multiple of the 4 heads, got 3"),
+        ({"blocks": 0}, "blocks: wanted 1 or more, got 0"),
+        ({"axes": AXES[::-1]}, "with dim last"),
+    ],
+)
+def test_layouts_that_cannot_be(changes: dict[str, Any], wanted: str) -> None:
+    sizes: dict[str, Any] = {"layers": 1, "blocks": 2, "block_tokens": 4, "heads": 4, "head_dim": 8}
+    with pytest.raises(ArgumentError, match=wanted):
+        CacheLayout(**(sizes | changes))
+
+
+LAYERS = 4
+SIZES: dict[str, Any] = {"layers": LAYERS, "blocks": 6, "block_tokens": 4, "heads": 4, "head_dim": 32}
+
+
+def hand_over(comm: hetcoll.Communicator, senders: list[int], receivers: list[int]) -> None:
+    """Two requests after one another in one slot, layer by layer; then one that is given up, and one that is late."""
+    src = CacheLayout(**SIZES, ranks=len(senders))
+    dst = CacheLayout(**SIZES, ranks=len(receivers), axes=("block", "layer", "kv", "head", "token", "dim"))
+    source, target = whole(src, 3), whole(dst, 4)
+    sends = comm.rank in senders
+    member = (senders if sends else receivers).index(comm.rank)
+    cache = part(src if sends else dst, source if sends else target, member)
+    if comm.rank == 0:
+        with pytest.raises(ArgumentError, match="layouts: wanted one head_dim, got 32 and 16"):
+            Handoff(comm, cache, src, CacheLayout(**(SIZES | {"head_dim": 16})), senders, receivers)
+        with pytest.raises(ArgumentError, match="cache: wanted"):
+            Handoff(comm, np.zeros(3, np.int32), src, dst, senders, receivers)
+    handoff = Handoff(comm, cache, src, dst, senders, receivers, slots=2)
+    for turn, (from_blocks, to_blocks) in enumerate([([0, 3], [5, 1]), ([4], [5])]):
+        if sends:
+            with handoff.send(1) as sending:
+                with pytest.raises(ArgumentError, match="src_blocks: wanted blocks in"):
+                    sending.layer(0, [6], [0])
+                for layer in range(LAYERS):
+                    assert sending.layer(layer, from_blocks, to_blocks)
+        else:
+            receiving = handoff.receive(1)
+            for layer in range(LAYERS):
+                receiving.wait(layer)
+                target[layer][:, to_blocks] = source[layer][:, from_blocks]
+                blocks = dst.axes.index("block"), dst.axes.index("layer")
+                got = np.moveaxis(cache, blocks, (0, 1))[to_blocks, layer]
+                assert (got == np.moveaxis(part(dst, target, member), blocks, (0, 1))[to_blocks, layer]).all(), turn
+            receiving.close()
+    comm.barrier()
+    if sends:
+        with handoff.send(1) as sending:
+            assert sending.layer(0, [1], [0])
+            wait_until(lambda: sending.cancelled)
+            assert not sending.layer(1, [1], [0])
+    else:
+        receiving = handoff.receive(1)
+        with pytest.raises(ArgumentError, match="slot: 1 is still in use"):
+            handoff.receive(1)
+        receiving.wait(0)
+        with pytest.raises(CollectiveTimeoutError):
+            receiving.wait(1, timeout=0.15)
+        receiving.cancel()
+        cache[:] = 7  # the blocks are ours again
+    comm.barrier()
+    if sends:
+        handoff.send(1).close()
+    else:
+        receiving = handoff.receive(1)
+        with pytest.raises(CommunicationError, match="have ended the request without layer 2"):
+            receiving.wait(2)
+        receiving.close()
+        assert (cache == 7).all()
+    comm.barrier()
+    handoff.close()
+
+
+@pytest.mark.parametrize(("senders", "receivers"), [([2, 0], [1]), ([1], [0, 2])])
+def test_caches_change_hands(pool: Pool, senders: list[int], receivers: list[int]) -> None:
+    pool(3).run(hand_over, senders, receivers)
