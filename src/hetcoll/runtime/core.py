@@ -123,10 +123,7 @@ class Core:
         """The slow path: for shapes not seen before, asynchronous calls, deadlines of their own and GPU buffers."""
         if compress is not None or self.config.compress:
             self.compression.choose(call, compress)
-        if self.in_group():
-            raise ArgumentError(
-                f"group(): wanted sends and receives only, got {call.describe()}: call it after the block"
-            )
+        self.check_outside_group(call.describe)
         self.host.check_usable()
         seconds = self.seconds(timeout)
         if not self._inspectors or async_op or call.label:
@@ -177,6 +174,11 @@ class Core:
     def in_group(self) -> bool:
         """Whether this thread is in the block of a `group`."""
         return threading.get_ident() in self.batches
+
+    def check_outside_group(self, what: Callable[[], str]) -> None:
+        """ArgumentError in the block of a `group` for what is no send or receive of an array."""
+        if self.in_group():
+            raise ArgumentError(f"group(): wanted sends and receives only, got {what()}: call it after the block")
 
     def meet(self, label: str, blob: bytes, timeout: float | None = None) -> list[bytes]:
         """Every rank's `blob`, by rank. A collective call that is called `label` in errors."""
