@@ -75,7 +75,7 @@ class GpuCalls {
     const std::shared_ptr<const GpuCall> held = *call;  // another thread may change the cache that it lies in
     Run(*held, reinterpret_cast<Address>(first->plain.data), reinterpret_cast<Address>(second->plain.data),
         reinterpret_cast<Address>(first->stream), true);
-    return WorkOf(Py_TYPE(send.ptr()));
+    return WorkOf(Py_TYPE(send.ptr()), first->stream);
   }
 
   // From now on `Call` knows it.
@@ -151,11 +151,19 @@ class GpuCalls {
 
   // The handle of calls on tensors of this type that were enqueued on their library's current stream. It says when all
   // that was enqueued so far is done, so there is one for all of them.
-  nb::object WorkOf(PyTypeObject* type) {
+  nb::object WorkOf(PyTypeObject* type, void* on) {
+    const KnownTypes::TensorType* tensor = KnownTypes::Instance().FindTensorType(type);
+    if (tensor == nullptr) {  // Memory, which says itself on which stream it is: one handle for each of the last ones
+      for (const auto& [stream, work] : memory_works_) {
+        if (stream == on) return work;
+      }
+      if (memory_works_.size() >= kMostStreams) memory_works_.clear();
+      const auto fixed = [on] { return reinterpret_cast<Address>(on); };
+      return memory_works_.emplace_back(on, hooks_.work(nb::cpp_function(fixed))).second;
+    }
     for (const auto& [known, work] : works_) {
       if (known == type) return work;
     }
-    const KnownTypes::TensorType* tensor = KnownTypes::Instance().FindTensorType(type);
     const auto current = [find = tensor->current_stream, kind = device_type_, index = device_id_] {
       void* stream = nullptr;
       if (find(kind, index, &stream) != 0) throw nb::python_error();
@@ -181,6 +189,8 @@ class GpuCalls {
   Address capture_scratch_ = 0;
   CallCache<const GpuCall> cache_;
   std::vector<std::pair<PyTypeObject*, nb::object>> works_;
+  static constexpr std::size_t kMostStreams = 16;
+  std::vector<std::pair<void*, nb::object>> memory_works_;
 };
 
 }  // namespace hetcoll

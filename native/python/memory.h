@@ -1,8 +1,9 @@
-// Memory without an array around it: what XLA hands to the handler (xla.cc).
+// Memory without an array around it: what XLA hands to the handler (xla.cc), and what the benchmark measures with.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "base/types.h"
 
@@ -16,6 +17,7 @@ struct Memory {
   DType dtype = DType::kUint8;
   std::int32_t device_type = kCpu;
   std::int32_t device = 0;
+  std::optional<std::uintptr_t> stream{};  // of a GPU, on which its work is; the fast path wants one
 };
 
 }  // namespace hetcoll

@@ -22,6 +22,7 @@
 #include "python/devices.h"
 #include "python/fast_path.h"
 #include "python/host_buffer.h"
+#include "python/persistent.h"
 #include "python/py_engine.h"
 #include "python/verbs.h"
 #include "python/xla.h"
@@ -158,6 +159,36 @@ nb::tuple Wire() {
   return nb::make_tuple(sizes, kReduceOps, kChannels, kMaxLanes, sizeof(PlanHeader), sizeof(StepRecord), kPlanMagic);
 }
 
+int TraversePersistent(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  const Persistent& op = *nb::inst_ptr<Persistent>(self);
+  Py_VISIT(op.slow().ptr());
+  Py_VISIT(op.work().ptr());
+  return 0;
+}
+
+void BindPersistent(nb::module_& m) {
+  static PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(TraversePersistent)}, {0, nullptr}};
+  nb::class_<Persistent>(m, "Persistent", nb::type_slots(slots))
+      .def(
+          "__init__",
+          [](Persistent* self, PyEngine& engine, int collective, int dtype, int op, int root, std::size_t send_count,
+             std::size_t recv_count, bool fast, std::uintptr_t send, std::uintptr_t recv, nb::callable slow) {
+            const CallKey key{static_cast<std::uint8_t>(collective),
+                              static_cast<DType>(dtype),
+                              static_cast<std::uint8_t>(op),
+                              root,
+                              send_count,
+                              recv_count};
+            new (self) Persistent(engine, key, fast, send, recv, std::move(slow));
+          },
+          nb::keep_alive<1, 2>())
+      .def("start", &Persistent::Start, "Begin the operation. ArgumentError where the last one was not waited for.")
+      .def("wait", &Persistent::Wait, "Block until what `start` has begun is complete, within the communicator's time.")
+      .def_prop_ro("done", &Persistent::done, "Whether what `start` has begun is over. Never blocks.");
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -241,11 +272,11 @@ NB_MODULE(_native, m) {
              const WindowCounts c = e.engine().AskWindows([](Windows& windows) { return windows.counts(); });
              return nb::make_tuple(c.puts, c.gets, c.pieces, c.bytes, c.refused);
            })
+      .def("set_starts", &PyEngine::SetStarts, "starts"_a)
       .def("new_shape", [](PyEngine& e) { return e.engine().NewShape(); })
       .def("remember", &PyEngine::Remember)
       .def("set_ops", &PyEngine::SetOps)
-      .def(
-          "close", [](PyEngine& e) { e.engine().Close(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &PyEngine::Close)
       .def("empty", &PyEngine::Empty)
       .def("attach_shm",
            [](PyEngine& e, int fd, std::size_t ring_bytes, std::size_t most_heap, const std::vector<int>& local_ranks,
@@ -351,6 +382,7 @@ NB_MODULE(_native, m) {
            })
       .def_prop_ro("scratch_bytes", [](PyEngine& e) { return e.engine().scratch_bytes(); });
 
+  BindPersistent(m);
   m.def("read_memory", &ReadMemory, "object"_a.none(), "writable"_a);
   m.def("know_dtype",
         [](nb::object dtype, int number) { KnownTypes::Instance().AddDtype(dtype.ptr(), static_cast<DType>(number)); });

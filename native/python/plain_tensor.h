@@ -1,7 +1,7 @@
 // Tensors of known types (known_types.h), wherever they lie.
 #pragma once
 
-#include <Python.h>
+#include <nanobind/nanobind.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -9,6 +9,7 @@
 
 #include "base/types.h"
 #include "python/known_types.h"
+#include "python/memory.h"
 
 namespace hetcoll {
 
@@ -90,7 +91,7 @@ struct PlainTensor {
   }
 };
 
-// A plain tensor on a GPU, and the stream on which its library works there now.
+// A plain tensor on a GPU, and the stream on which its library works there now; or our own memory and its stream.
 struct GpuTensor {
   PlainTensor plain;
   std::int32_t device_type;  // dlpack.h: kDLCUDA, kDLROCM
@@ -100,6 +101,14 @@ struct GpuTensor {
   // Nothing, and no Python error set, for all other objects.
   static std::optional<GpuTensor> Read(PyObject* object) {
     constexpr std::int32_t kCuda = 2, kRocm = 10;
+    if (KnownTypes::Instance().IsMemory(object)) {
+      const Memory& memory = *nanobind::inst_ptr<Memory>(object);
+      if (!memory.stream || memory.device_type == Memory::kCpu) return std::nullopt;
+      return GpuTensor{{memory.data, memory.count, memory.dtype},
+                       memory.device_type,
+                       memory.device,
+                       reinterpret_cast<void*>(*memory.stream)};
+    }
     const KnownTypes::TensorType* known = KnownTypes::Instance().FindTensorType(Py_TYPE(object));
     if (known == nullptr || known->current_stream == nullptr) return std::nullopt;
     DlTensor t{};

@@ -108,6 +108,52 @@ class PyEngine {
     return done_;
   }
 
+  // Begins a collective that was run before with the same counts; `pending` is what is left of it, if anything. False:
+  // it was not run before, or the fast path refuses calls now, and nothing was done.
+  bool Start(const CallKey& key, void* send, void* recv, std::shared_ptr<Task>& pending) {
+    if (!starts_ || engine_.forked() || engine_.failed()) return false;
+    const std::shared_ptr<Shape>* found = cache_.Find(key);
+    if (found == nullptr) return false;
+    const std::shared_ptr<Shape> shape = *found;  // another thread may change the cache that it lies in
+    Outcome outcome = Outcome::kPending;
+    if (std::max(shape->bound.send_bytes, shape->bound.recv_bytes) <= kHoldGilBytes) {
+      outcome = engine_.RunPrompt(shape, send, recv, pending, nullptr);
+    } else {
+      nb::gil_scoped_release release;
+      pending = engine_.Submit(shape, send, recv, nullptr);
+    }
+    if (outcome == Outcome::kFailed) on_stuck_(Status::kFailed);  // raises
+    if (outcome == Outcome::kPending) engine_.DriveInBackground();
+    return true;
+  }
+
+  // Until what `Start` has begun is over.
+  void Await(std::shared_ptr<Task> task) {
+    Ticket ticket{std::move(task)};
+    const Status status = DriveTo(*ticket.task, DeadlineNs(timeout_));
+    if (status == Status::kTimedOut) t_pending = ticket;
+    if (status != Status::kDone) on_stuck_(status);  // raises, or has waited until it was done
+    TellNews();
+  }
+
+  // `memory` stays until what uses it is over, or with the engine.
+  void KeepUntilDone(std::shared_ptr<Task> task, nb::object memory) {
+    std::erase_if(kept_, [](const auto& each) { return each.first->state.load() != Task::State::kRunning; });
+    kept_.emplace_back(std::move(task), std::move(memory));
+  }
+
+  // Nothing of ours touches the memory of calls from here on.
+  void Close() {
+    {
+      nb::gil_scoped_release release;
+      engine_.Close();
+    }
+    kept_.clear();
+  }
+
+  // Whether `Start` may begin calls.
+  void SetStarts(bool starts) { starts_ = starts; }
+
   // Whether a message such as this went over the fast path before: then RunMessages will know it, too.
   bool Knows(int kind, nb::handle object, nb::handle peer) {
     HostBuffer buffer;
@@ -295,6 +341,8 @@ class PyEngine {
     Engine engine_;
   };
   CallCache<Shape> cache_;
+  bool starts_ = false;
+  std::vector<std::pair<std::shared_ptr<Task>, nb::object>> kept_;
   inline static thread_local Ticket t_pending;
   nb::object op_labels_;
   nb::object done_;

@@ -196,6 +196,21 @@ xla::Error* Handle(xla::CallFrame* frame) {
 void BindXla(nb::module_& m) {
   const nb::object memory =
       nb::class_<Memory>(m, "Memory")
+          .def(
+              "__init__",
+              [](Memory* self, std::uintptr_t address, std::size_t count, int dtype, int device_type, int device,
+                 std::uintptr_t stream) {
+                new (self) Memory{reinterpret_cast<std::byte*>(address),
+                                  count,
+                                  static_cast<DType>(dtype),
+                                  device_type,
+                                  device,
+                                  stream};
+              },
+              "address"_a, "count"_a, "dtype"_a, "device_type"_a, "device"_a, "stream"_a)
+          .def_prop_ro(
+              "stream",
+              [](const Memory& x) -> nb::object { return x.stream ? nb::object(nb::int_(*x.stream)) : nb::none(); })
           .def_prop_ro("address", [](const Memory& x) { return reinterpret_cast<std::uintptr_t>(x.data); })
           .def_ro("count", &Memory::count)
           .def_prop_ro("dtype", [](const Memory& x) { return static_cast<int>(x.dtype); })

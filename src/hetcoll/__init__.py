@@ -29,13 +29,15 @@ from .errors import (
 from .job import from_mpi, init
 from .rendezvous.bootstrap import get_unique_id
 from .rendezvous.unique_id import UniqueId
+from .runtime.messages import ANY_SOURCE
+from .runtime.persistent import Persistent
 from .types import DType, OpName, ReduceOp
 from .version import __version__
 from .work import Work
 
 __all__ = [
-    "AbortedError", "ArgumentError", "Array", "AuthenticationError", "BufferTypeError", "ClosedError",
+    "ANY_SOURCE", "AbortedError", "ArgumentError", "Array", "AuthenticationError", "BufferTypeError", "ClosedError",
     "CollectiveMismatchError", "CollectiveTimeoutError", "CommunicationError", "Communicator", "DType",
-    "DeviceError", "HetcollError", "InitError", "OpName", "PeerLostError", "PlanError", "ReduceOp", "RegistrationError",
-    "UniqueId", "Work", "__version__", "from_mpi", "get_unique_id", "init",
+    "DeviceError", "HetcollError", "InitError", "OpName", "PeerLostError", "Persistent", "PlanError", "ReduceOp",
+    "RegistrationError", "UniqueId", "Work", "__version__", "from_mpi", "get_unique_id", "init",
 ]  # fmt: skip

@@ -256,6 +256,34 @@ class GpuCalls:
     def set_scratch(self, address: int) -> None: ...
     def set_capture_scratch(self, address: int) -> None: ...
 
+class Persistent:
+    """A collective that is started again and again with the same arrays, as MPI's persistent operations. Made by
+    `Communicator.allreduce_init` and its like. It keeps the arrays. To `start` it is as good as the repeated call."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        collective: int,
+        dtype: int,
+        op: int,
+        root: int,
+        send_count: int,
+        recv_count: int,
+        fast: bool,
+        send: int,
+        recv: int,
+        slow: Callable[[], Any],
+    ) -> None: ...
+    def start(self) -> None:
+        """Begin the operation. ArgumentError where the last one was not waited for."""
+
+    def wait(self) -> None:
+        """Block until what `start` has begun is complete, within the communicator's time."""
+
+    @property
+    def done(self) -> bool:
+        """Whether what `start` has begun is over. Never blocks."""
+
 class Engine(_Verbs):
     def __init__(
         self,
@@ -290,6 +318,7 @@ class Engine(_Verbs):
     def expect(self, window: int, signal: int, value: int) -> Ticket: ...
     def signal(self, window: int, signal: int) -> int: ...
     def window_counts(self) -> tuple[int, int, int, int, int]: ...
+    def set_starts(self, starts: bool) -> None: ...
     def new_shape(self) -> int: ...
     def remember(
         self, collective: int, dtype: int, op: int, root: int, send_count: int, recv_count: int, shape: Shape
@@ -445,8 +474,12 @@ def convert_float8(dst: int, src: int, count: int, from_: int, to: int) -> None:
 def wire() -> tuple[list[int], int, int, int, int, int, int]: ...
 
 class Memory:
-    """Memory without an array around it: what XLA hands to a handler. `device_type` is DLPack's."""
+    """Memory without an array around it: what XLA hands to a handler. `device_type` is DLPack's. `stream`: on which its
+    work is; calls on it take the fast path, and nobody else keeps the memory."""
 
+    def __init__(self, address: int, count: int, dtype: int, device_type: int, device: int, stream: int) -> None: ...
+    @property
+    def stream(self) -> int | None: ...
     address: int
     count: int
     dtype: int

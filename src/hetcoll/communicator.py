@@ -11,8 +11,9 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
 import numpy as np
 
@@ -28,17 +29,21 @@ from .plan.topology import Topology
 from .rendezvous.session import Session, coming_together
 from .rendezvous.unique_id import UniqueId
 from .rendezvous.wire import WORLD
-from .runtime import messages, registration, regroup
+from .runtime import messages, objects, registration, regroup, results, weights
 from .runtime.core import Core, refuse
 from .runtime.executor import FastPath
 from .runtime.hints import give_hints
+from .runtime.persistent import Persistent, persistent
 from .runtime.registration import Registration
+from .runtime.results import Options, ReducingOptions
 from .types import Collective, Format, FormatName, OpName, ReduceOp
 from .work import Work
 
 if TYPE_CHECKING:
     from .runtime.one_sided import Window
     from .runtime.planner import Explanation
+
+A = TypeVar("A", bound=Array)
 
 
 class Communicator:
@@ -73,6 +78,8 @@ class Communicator:
             unique_id = UniqueId.from_bytes(unique_id)
         config = configuration()
         configure(config)
+        if config.objects is None:  # who has the unique id has the job's secret
+            config = replace(config, objects=True)
         return cls.enter(unique_id, rank, size, config, config.init_timeout if timeout is None else timeout)
 
     @classmethod
@@ -145,6 +152,7 @@ class Communicator:
         async_op: bool = False,
         timeout: float | None = None,
         compress: FormatName | None = None,
+        weight: float | None = None,
     ) -> Work:
         """Reduce `sendbuf` over all ranks, element by element, into `recvbuf` on every rank; in place without one.
 
@@ -156,43 +164,79 @@ class Communicator:
         travel between hosts, or between islands that were asked for; the same on all ranks. What rounding takes
         from this memory is added at the next call on it (`reset_feedback`). ``"none"``: not at all. Default: the
         communicator's setting, for calls of 64 KiB and more.
+
+        `weight`, with ``op="avg"`` and floats or complex numbers: how much this rank's `sendbuf` counts; the result is
+        sum(weight x sendbuf) / sum(weight). 0 or more, on all ranks or none; ArgumentError on every rank where all are
+        0. Each rank's part is rounded to the dtype before the sum. Waits for all ranks' weights, also with
+        ``async_op=True``.
         """
+        if weight is not None:
+            sendbuf, recvbuf, op = weights.weighed(self._core, sendbuf, recvbuf, op, weight, stream, timeout)
         call = calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op)
         return self._core.launch(call, async_op, timeout, stream, compress)
 
+    @overload
+    def allgather(self, sendbuf: A, recvbuf: None = None, **options: Unpack[Options]) -> A: ...
+    @overload
+    def allgather(
+        self, sendbuf: Array, recvbuf: Array, *, async_op: bool = False, **options: Unpack[Options]
+    ) -> Work: ...
     @fast_path(Collective.ALLGATHER)
     def allgather(
         self,
-        sendbuf: Array,
-        recvbuf: Array,
+        sendbuf: Any,
+        recvbuf: Any = None,
         *,
         stream: object = None,
         async_op: bool = False,
         timeout: float | None = None,
-    ) -> Work:
+    ) -> Any:
         """Gather every rank's `sendbuf` (count elements) into `recvbuf` (size x count) on every rank, by rank.
 
-        In place when `sendbuf` is ``recvbuf[rank * count : (rank + 1) * count]``.
+        In place when `sendbuf` is ``recvbuf[rank * count : (rank + 1) * count]``. Without `recvbuf` the result is
+        returned: a new array like `sendbuf` (NumPy's, PyTorch's, CuPy's), of the shape (size, \\*sendbuf.shape).
         """
+        if recvbuf is None:
+            out = results.gathered(self._core, sendbuf)
+            return results.returned(self.allgather, sendbuf, out, async_op, stream=stream, timeout=timeout)
         return self._core.launch(calls.allgather(self._rank, self._size, sendbuf, recvbuf), async_op, timeout, stream)
 
-    @fast_path(Collective.REDUCE_SCATTER)
+    @overload
+    def reduce_scatter(
+        self, sendbuf: A, recvbuf: None = None, op: ReduceOp | OpName = "sum", **options: Unpack[ReducingOptions]
+    ) -> A: ...
+    @overload
     def reduce_scatter(
         self,
         sendbuf: Array,
         recvbuf: Array,
         op: ReduceOp | OpName = "sum",
         *,
+        async_op: bool = False,
+        **options: Unpack[ReducingOptions],
+    ) -> Work: ...
+    @fast_path(Collective.REDUCE_SCATTER)
+    def reduce_scatter(
+        self,
+        sendbuf: Any,
+        recvbuf: Any = None,
+        op: ReduceOp | OpName = "sum",
+        *,
         stream: object = None,
         async_op: bool = False,
         timeout: float | None = None,
         compress: FormatName | None = None,
-    ) -> Work:
+    ) -> Any:
         """Reduce `sendbuf` (size x count elements) over all ranks and leave part `rank` of it in `recvbuf` (count).
 
         In place when `recvbuf` is ``sendbuf[rank * count : (rank + 1) * count]``. `op` and `compress` as in
-        `allreduce`.
+        `allreduce`. Without `recvbuf` the result is returned, as by `allgather`: of the shape ``sendbuf.shape[1:]``,
+        where `sendbuf` has the shape (size, \\*rest).
         """
+        if recvbuf is None:
+            options = {"stream": stream, "timeout": timeout, "compress": compress}
+            out = results.scattered(self._core, sendbuf)
+            return results.returned(self.reduce_scatter, sendbuf, out, async_op, op, **options)
         call = calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op)
         return self._core.launch(call, async_op, timeout, stream, compress)
 
@@ -260,7 +304,17 @@ class Communicator:
         call = calls.scatter(self._rank, self._size, sendbuf, recvbuf, root)
         return self._core.launch(call, async_op, timeout, stream)
 
-    @fast_path(Collective.ALLTOALL)
+    @overload
+    def alltoall(
+        self,
+        sendbuf: A,
+        recvbuf: None = None,
+        *,
+        sendcounts: Sequence[int] | None = None,
+        recvcounts: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> A: ...
+    @overload
     def alltoall(
         self,
         sendbuf: Array,
@@ -268,15 +322,31 @@ class Communicator:
         *,
         sendcounts: Sequence[int] | None = None,
         recvcounts: Sequence[int] | None = None,
+        async_op: bool = False,
+        **options: Unpack[Options],
+    ) -> Work: ...
+    @fast_path(Collective.ALLTOALL)
+    def alltoall(
+        self,
+        sendbuf: Any,
+        recvbuf: Any = None,
+        *,
+        sendcounts: Sequence[int] | None = None,
+        recvcounts: Sequence[int] | None = None,
         stream: object = None,
         async_op: bool = False,
         timeout: float | None = None,
-    ) -> Work:
+    ) -> Any:
         """Send part r of `sendbuf` to rank r, and receive part r of `recvbuf` from rank r.
 
         Parts are equal, or as long as `sendcounts` and `recvcounts` say (elements, one a rank; rank a's
-        ``sendcounts[b]`` must be rank b's ``recvcounts[a]``). In place (the same array) only with equal parts.
+        ``sendcounts[b]`` must be rank b's ``recvcounts[a]``). In place (the same array) only with equal parts. Without
+        `recvbuf` the result is returned, as by `allgather`: of the shape of `sendbuf`, or flat with `recvcounts`.
         """
+        if recvbuf is None:
+            options = {"sendcounts": sendcounts, "recvcounts": recvcounts, "stream": stream, "timeout": timeout}
+            out = results.exchanged(self._core, sendbuf, recvcounts)
+            return results.returned(self.alltoall, sendbuf, out, async_op, **options)
         call = calls.alltoall(self._rank, self._size, sendbuf, recvbuf, sendcounts, recvcounts)
         return self._core.launch(call, async_op, timeout, stream)
 
@@ -314,25 +384,138 @@ class Communicator:
         """Return (or be done) only when every rank has called it."""
         return self._core.launch(calls.barrier(), async_op, timeout)
 
+    # Persistent operations.
+
+    def allreduce_init(
+        self, sendbuf: Array, recvbuf: Array | None = None, op: ReduceOp | OpName = "sum", *, stream: object = None
+    ) -> Persistent:
+        """The all-reduce of these arrays, to be started again and again: ``op.start()``, ``op.wait()``, ``op.done``.
+
+        What MPI calls persistent. The arrays belong to the operation from `start` to `wait`. Local; the starts are in
+        one order on all ranks, as calls are, and match calls of `allreduce`. On a GPU `wait` blocks the host.
+        """
+        call = calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op)
+        return persistent(self._core, call, self.allreduce, sendbuf, recvbuf, op, stream=stream)
+
+    def allgather_init(self, sendbuf: Array, recvbuf: Array, *, stream: object = None) -> Persistent:
+        """As `allreduce_init`, of `allgather`."""
+        call = calls.allgather(self._rank, self._size, sendbuf, recvbuf)
+        return persistent(self._core, call, self.allgather, sendbuf, recvbuf, stream=stream)
+
+    def reduce_scatter_init(
+        self, sendbuf: Array, recvbuf: Array, op: ReduceOp | OpName = "sum", *, stream: object = None
+    ) -> Persistent:
+        """As `allreduce_init`, of `reduce_scatter`."""
+        call = calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op)
+        return persistent(self._core, call, self.reduce_scatter, sendbuf, recvbuf, op, stream=stream)
+
+    def broadcast_init(self, buf: Array, root: int = 0, *, stream: object = None) -> Persistent:
+        """As `allreduce_init`, of `broadcast`."""
+        call = calls.broadcast(self._rank, self._size, buf, root)
+        return persistent(self._core, call, self.broadcast, buf, root, stream=stream)
+
+    def alltoall_init(self, sendbuf: Array, recvbuf: Array, *, stream: object = None) -> Persistent:
+        """As `allreduce_init`, of `alltoall` with equal parts."""
+        call = calls.alltoall(self._rank, self._size, sendbuf, recvbuf, None, None)
+        return persistent(self._core, call, self.alltoall, sendbuf, recvbuf, stream=stream)
+
+    # Python's objects. Those that cannot be pickled are a BufferTypeError, those of more than `limit` bytes an
+    # ArgumentError, and so are all in a job without a secret: see docs/security.md.
+
+    def broadcast_object(
+        self, obj: Any = None, root: int = 0, *, limit: int = objects.LIMIT, timeout: float | None = None
+    ) -> Any:
+        """The root's `obj`, on every rank; on the root itself the very same. Others' `obj` is not looked at.
+
+        Objects travel pickled. So they need a job with a secret (`hetcoll run` makes one) or ``HETCOLL_OBJECTS=1``,
+        else this is an ArgumentError. No byte is unpickled before it has proved the job's secret. `limit`: bytes of a
+        pickle, the same on all ranks; a longer one is an ArgumentError on its own rank before anything is sent.
+        """
+        return objects.broadcast(self._core, obj, root, limit, timeout)
+
+    def allgather_object(self, obj: Any, *, limit: int = objects.LIMIT, timeout: float | None = None) -> list[Any]:
+        """Every rank's `obj`, by rank, on every rank. See `broadcast_object`."""
+        return objects.allgather(self._core, obj, limit, timeout)
+
+    def gather_object(
+        self, obj: Any, root: int = 0, *, limit: int = objects.LIMIT, timeout: float | None = None
+    ) -> list[Any] | None:
+        """Every rank's `obj`, by rank, on the root; None on others. See `broadcast_object`."""
+        return objects.gather(self._core, obj, root, limit, timeout)
+
+    def scatter_object(
+        self,
+        objs: Sequence[Any] | None = None,
+        root: int = 0,
+        *,
+        limit: int = objects.LIMIT,
+        timeout: float | None = None,
+    ) -> Any:
+        """Object r of the root's `objs`, one a rank, on rank r. Others' `objs` is not looked at. See
+        `broadcast_object`."""
+        return objects.scatter(self._core, objs, root, limit, timeout)
+
+    def send_object(self, obj: Any, peer: int, *, limit: int = objects.LIMIT, timeout: float | None = None) -> None:
+        """Send `obj` to `peer`, which calls `recv_object`. In one order with `send`, and may wait as that does. See
+        `broadcast_object`."""
+        objects.send(self._core, obj, peer, limit, timeout)
+
+    def recv_object(self, peer: int, *, limit: int = objects.LIMIT, timeout: float | None = None) -> Any:
+        """The object that `peer` sends by `send_object`. One that is longer than `limit` is received, dropped, and an
+        ArgumentError. See `broadcast_object`."""
+        return objects.recv(self._core, peer, limit, timeout)
+
+    def shards(self, total: int, weight: float = 1.0, *, least: int = 0, timeout: float | None = None) -> list[slice]:
+        """Each rank's part of `total` elements, in proportion to the ranks' `weight`, which is above 0: how fast a rank
+        is, for example. Parts follow each other by rank, and have `least` elements or more.
+
+        Collective; `total` and `least` are the same on all ranks. The list is the same on all; this rank's part is at
+        `rank`.
+        """
+        return weights.shards(self._core, total, weight, least, timeout)
+
     # Point to point.
 
     @fast_path(SEND)
     def send(
-        self, buf: Array, peer: int, *, stream: object = None, async_op: bool = False, timeout: float | None = None
+        self,
+        buf: Array,
+        peer: int,
+        *,
+        tag: int = 0,
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Work:
-        """Send `buf` to `peer`, which calls `recv` with as many elements. Returns when `buf` may be reused.
+        """Send `buf` to `peer`, which calls `recv` with as many elements and the same `tag`. Returns when `buf` may be
+        reused.
 
         Messages between two ranks arrive in order. A send may or may not wait for its receive: ranks that send to each
         other first must use `group` or ``async_op=True``.
+
+        Those with a `tag` above 0, of host memory, match by it, whatever their order; those of one tag in their order.
+        They hold up no other, are never in a `group`, and cost threads and a communicator for each two ranks. What
+        comes before its receive is kept in memory.
         """
-        return messages.one_way(self._core, SEND, buf, peer, async_op, timeout, stream)
+        return messages.one_way(self._core, SEND, buf, peer, async_op, timeout, stream, tag)
 
     @fast_path(RECV)
     def recv(
-        self, buf: Array, peer: int, *, stream: object = None, async_op: bool = False, timeout: float | None = None
+        self,
+        buf: Array,
+        peer: int,
+        *,
+        tag: int = 0,
+        stream: object = None,
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Work:
-        """Receive `buf` from `peer`, which calls `send` with as many elements."""
-        return messages.one_way(self._core, RECV, buf, peer, async_op, timeout, stream)
+        """Receive `buf` from `peer`, which calls `send` with as many elements and the same `tag`.
+
+        With a `tag` above 0 `peer` may be `hetcoll.ANY_SOURCE`: the first rank that sends such a message. `source` of
+        the Work says which. It asks all ranks, which takes some 0.2 ms, and up to 5 ms where nobody sends at once.
+        """
+        return messages.one_way(self._core, RECV, buf, peer, async_op, timeout, stream, tag)
 
     @fast_path(SENDRECV)
     def sendrecv(

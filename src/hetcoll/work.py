@@ -87,6 +87,11 @@ class Work:
             return None
         return comm._failure()
 
+    @property
+    def source(self) -> int:
+        """The rank that a receive with a tag came from, once it is complete; else -1."""
+        return -1
+
     def add_done_callback(self, callback: Callable[[Work], object]) -> None:
         """Call `callback` with this Work once it is over, successfully or not: `error` says which.
 

@@ -219,6 +219,27 @@ def test_algorithms_of_ones_own(tmp_path: Path) -> None:
     assert "--import: wanted a module or a file NAME.py, got 'no_such_module'" in done.stderr
 
 
+def test_algorithms_of_a_package(tmp_path: Path) -> None:
+    """By its entry point, without a word on the command line."""
+    (tmp_path / "stars.py").write_text(STAR)
+    about = tmp_path / "stars-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stars\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[hetcoll.algorithms]\nstar = stars\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    words = ("perf", "allreduce", "-n", "2", "-b", "8", "-e", "8", "--iters", "5")
+    done = command(*words, PYTHONPATH=path, HETCOLL_ALGO="allreduce:star")
+    assert done.returncode == 0, done.stderr
+    assert "# plan allreduce 8 B: star over shm" in done.stdout
+    done = command("simulate", "allreduce", "star", "-n", "3", PYTHONPATH=path)
+    assert "proved for every timing" in done.stdout
+    (tmp_path / "stars.py").write_text("raise RuntimeError('broken')")
+    done = command("simulate", "allreduce", "star", PYTHONPATH=path)
+    assert done.returncode == 1
+    wanted = "star = 'stars' (hetcoll.algorithms) of the package stars cannot be loaded: RuntimeError: broken"
+    assert wanted in done.stderr
+
+
 # The command line itself ------------------------------------------------------------------------------------------
 
 

@@ -43,7 +43,7 @@ def test_every_variable_is_read() -> None:
         "HETCOLL_IB_RETRY_CNT": "3", "HETCOLL_IB_SL": "4", "HETCOLL_IB_TC": "106", "HETCOLL_IB_BYTES": "64K",
         "HETCOLL_ISA": "avx2", "HETCOLL_CHECK": "yes", "HETCOLL_SPIN_US": "0", "HETCOLL_MASTER": "[::1]:4000",
         "HETCOLL_INTEGRITY": "All",
-        "HETCOLL_WARN_AFTER": "0", "HETCOLL_SIGUSR2": "1",
+        "HETCOLL_WARN_AFTER": "0", "HETCOLL_SIGUSR2": "1", "HETCOLL_OBJECTS": "0", "HETCOLL_NVTX": "1",
     })  # fmt: skip
     assert config == Config(
         debug="info", algo="ring", transport="tcp", socket_ifname=InterfaceFilter(("docker",), exclude=True),
@@ -51,7 +51,7 @@ def test_every_variable_is_read() -> None:
         islands=((0, 1, 2, 3), (7, 4, 5, 6)), fault="drop=1", shm_bytes=4 << 20, shm_stores="streaming", host_id="a",
         isa="avx2", check=True, spin_us=0, device=DeviceChoice("hip", 2), cross="staged",
         master=("::1", 4000), integrity="all",
-        warn_after=0.0, sigusr2=True,
+        warn_after=0.0, sigusr2=True, objects=False, nvtx=True,
         ib_hca=DeviceFilter((("mlx5_0", 2), ("rxe0", None)), exclude=True, exact=True), ib_gid_index=3, ib_timeout=20,
         ib_retry_cnt=3, ib_sl=4, ib_tc=106, ib_bytes=65536,
     )  # fmt: skip

@@ -56,8 +56,20 @@ def buffers(comm: Communicator, tensor: Tensor, old: OldTensor) -> None:
     comm.broadcast([1.0, 2.0])  # wrong
     comm.broadcast({"weight": 1.0})  # wrong
     comm.broadcast(1.0)  # wrong
-    comm.allgather(np.ones(1), None)  # wrong
+    comm.gather(np.ones(1), root="first")  # wrong
     comm.send("text", 1)  # wrong
+
+
+def results(comm: Communicator, x: npt.NDArray[np.float32]) -> None:
+    every: npt.NDArray[np.float32] = comm.allgather(x)
+    part: npt.NDArray[np.float32] = comm.reduce_scatter(every, op="max", timeout=3.0)
+    work: hetcoll.Work = comm.alltoall(x, part)
+    wrong: hetcoll.Work = comm.alltoall(x)  # wrong
+    comm.allgather(x, async_op=True)  # wrong
+    comm.allgather("text")  # wrong
+    names: list[str] = comm.allgather_object("name")
+    parts: list[slice] = comm.shards(len(names), weight="much")  # wrong
+    print(work, wrong, parts)
 
 
 def works(comm: Communicator, x: hetcoll.Array, op: hetcoll.OpName) -> bool:

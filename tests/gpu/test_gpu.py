@@ -26,6 +26,7 @@ from ranks import Ranks, close_all
 from reference import Case
 
 import hetcoll
+from hetcoll.cli.on_device import Mirror, Stream
 from hetcoll.errors import ArgumentError
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.runtime import messages
@@ -70,6 +71,39 @@ def test_what_was_called_before_takes_the_fast_path(gpus: Any, islands: str | No
     cases = [case for case in again if not (case.collective == "alltoall" and case.inplace)]  # another program: long
     for found in gpus(3, islands).run(run_again, cases, timeout=300):
         assert found == [0] * len(cases)
+
+
+def benchmark_again(comm: hetcoll.Communicator) -> tuple[int, list[str]]:
+    """Calls of the slow path, and Python functions, of a benchmark's calls and of a persistent operation's starts."""
+    stream = Stream(device_of_rank(comm.rank))
+    arrays = [np.full(8, comm.rank + 1.0, np.float32), np.zeros(8, np.float32), np.zeros(8 * comm.size, np.float32)]
+    mirror = Mirror(stream, arrays)
+    mirror.upload()
+    x, out, every = map(mirror.buffer, arrays)
+    handle = comm.allreduce(x, out)  # also the first call, on the same stream
+    comm.allgather(x, every)
+    op = comm.allreduce_init(x, out)
+    frames: list[str] = []
+    with unittest.mock.patch.object(Core, "launch", autospec=True, side_effect=Core.launch) as launch:
+        sys.setprofile(lambda frame, event, _: frames.append(frame.f_code.co_name) if event == "call" else None)
+        try:
+            comm.allreduce(x, out)
+            comm.allgather(x, every)
+        finally:
+            sys.setprofile(None)
+        op.start()
+        op.wait()
+    handle.wait_stream()
+    mirror.download()
+    assert (arrays[1] == sum(range(1, comm.size + 1))).all()
+    assert (arrays[2] == np.repeat(np.arange(1.0, comm.size + 1), 8)).all()
+    return launch.call_count, frames
+
+
+def test_the_benchmarks_memory_takes_the_fast_path(gpus: Any) -> None:
+    for slow, frames in gpus(2).run(benchmark_again):
+        assert slow == 0
+        assert not [name for name in frames if name in ("allreduce", "allgather", "launch", "read_buffer")], frames
 
 
 def messages_again(comm: hetcoll.Communicator) -> int:

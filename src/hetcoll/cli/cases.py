@@ -277,33 +277,31 @@ def _bind(comm: Any, case: Case, mirror: Mirror | None) -> Callable[[], object]:
     send: Any
     recv: Any
     send, recv = case.buffers
-    on: dict[str, Any] = {}
     if mirror is not None:
         send, recv = (None if array is None else mirror.buffer(array) for array in (send, recv))
-        on = {"stream": mirror.stream.handle}
     match case.op:
         case "allreduce":
-            return partial(comm.allreduce, send, None if case.inplace else recv, redop, **on)
+            return partial(comm.allreduce, send, None if case.inplace else recv, redop)
         case "reduce":
-            return partial(comm.reduce, send, None if case.inplace else recv, redop, case.root, **on)
+            return partial(comm.reduce, send, None if case.inplace else recv, redop, case.root)
         case "allgather" | "alltoall":
-            return partial(getattr(comm, case.op), send, recv, **on)
+            return partial(getattr(comm, case.op), send, recv)
         case "reduce_scatter":
-            return partial(comm.reduce_scatter, send, recv, redop, **on)
+            return partial(comm.reduce_scatter, send, recv, redop)
         case "broadcast":
-            return partial(comm.broadcast, recv, case.root, **on)
+            return partial(comm.broadcast, recv, case.root)
         case "gather" | "scatter":
-            return partial(getattr(comm, case.op), send, recv, case.root, **on)
+            return partial(getattr(comm, case.op), send, recv, case.root)
         case "allgatherv":
-            return partial(comm.allgatherv, send, recv, counts=case.shape.sends, **on)
+            return partial(comm.allgatherv, send, recv, counts=case.shape.sends)
         case "reduce_scatterv":
-            return partial(comm.reduce_scatterv, send, recv, redop, counts=case.shape.sends, **on)
+            return partial(comm.reduce_scatterv, send, recv, redop, counts=case.shape.sends)
         case "alltoallv":
             counts = {"sendcounts": case.shape.sends, "recvcounts": case.shape.receives}
-            return partial(comm.alltoall, send, recv, **counts, **on)
+            return partial(comm.alltoall, send, recv, **counts)
         case "sendrecv":
             following, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
-            return partial(comm.sendrecv, send, following, recv, before, **on)
+            return partial(comm.sendrecv, send, following, recv, before)
         case "barrier":
             return partial(comm.barrier)
     raise ValueError(f"unknown operation {case.op!r}: expected one of {', '.join(OPS)}")

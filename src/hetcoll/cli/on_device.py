@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import hetcoll._native as _native
+
 from .. import ArgumentError
-from ..buffers import Buffer, read_buffer
+from ..buffers import read_buffer
 from .timing import Schedule
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 VENDORS = ("cuda", "hip")
 _PAGE = 4096
+_DLPACK = {"cuda": 2, "hip": 10}  # dlpack.h: kDLCUDA, kDLROCM
 
 
 def choose_device(wish: str, gpus: int | None, rank: int, visible: Mapping[str, int]) -> str:
@@ -142,12 +145,11 @@ class Mirror:
         for owner in self._owners:
             self.stream.device.copy(owner.ctypes.data, self._there[id(owner)], owner.nbytes)
 
-    def buffer(self, array: NDArray[Any]) -> Buffer:
-        """The place on the GPU of an array within one of the owners."""
+    def buffer(self, array: NDArray[Any]) -> _native.Memory:
+        """The place on the GPU of an array within one of the owners, for calls on the stream. The mirror keeps it."""
         device, owner, host = self.stream.device, _owner(array), read_buffer(array, "array", writable=False)
-        kind = "cuda" if device.vendor == "cuda" else "rocm"
         address = self._there[id(owner)] + host.ptr - owner.ctypes.data
-        return Buffer(address, host.count, host.dtype, (array, self), kind, device.index)
+        return _native.Memory(address, host.count, host.dtype, _DLPACK[device.vendor], device.index, self.stream.handle)
 
 
 class Talk:
@@ -164,7 +166,7 @@ class Talk:
         mirror = Mirror(self._stream, parts)
         mirror.upload()
         ends = (mirror.buffer(part.view(send.dtype)) for part in parts)
-        self._comm.allgather(*ends, stream=self._stream.handle)
+        self._comm.allgather(*ends)
         mirror.download()
         recv[:] = parts[1].view(recv.dtype)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .. import ArgumentError
+from ..plan.algorithms import installed
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +22,8 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def import_own(modules: Iterable[str]) -> None:
-    """Import modules by their names, as from a program in this folder, and files by their paths."""
+    """Import what is installed, modules by their names, as from a program in this folder, and files by their paths."""
+    installed.load()
     for name in modules:
         try:
             if not name.endswith(".py"):

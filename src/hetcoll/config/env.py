@@ -73,7 +73,8 @@ class Config:
     travel over slow edges, `compress_feedback` how much memory the residuals may take, 0: there is no error feedback.
     `reproducible`: every reduction is in the order of ranks. ArgumentError where it is compressed as well.
     `warn_after` is how long a call waits before a warning says for whom, 0: there is none. `sigusr2`: that signal
-    prints the last calls.
+    prints the last calls. `objects`: whether calls may move pickled objects, None: in jobs that have a secret.
+    `nvtx`: calls are ranges in a profiler's timeline.
     """
 
     debug: Debug = "warn"
@@ -112,6 +113,8 @@ class Config:
     ib_bytes: int | None = None
     warn_after: float = 10.0
     sigusr2: bool = False
+    objects: bool | None = None
+    nvtx: bool = False
 
     def __post_init__(self) -> None:
         if self.reproducible and self.compress is not Format.NONE:
@@ -186,7 +189,14 @@ def read_config(environ: Environ) -> Config:
         ib_bytes=read(environ, "HETCOLL_IB_BYTES", "bytes such as 1048576 or 1M", auto(nbytes), None),
         warn_after=read(environ, "HETCOLL_WARN_AFTER", "seconds, 0 for never", span, 10.0),
         sigusr2=read(environ, "HETCOLL_SIGUSR2", "0 or 1", flag, False),
+        objects=read(environ, "HETCOLL_OBJECTS", "auto, 0 or 1", auto(flag), None),
+        nvtx=_nvtx(environ),
     )
+
+
+def _nvtx(environ: Environ) -> bool:
+    found = read(environ, "HETCOLL_NVTX", "auto, 0 or 1", auto(flag), None)
+    return "NVTX_INJECTION64_PATH" in environ if found is None else found  # a profiler of NVIDIA's sets it
 
 
 def _feedback(text: str) -> int:
@@ -233,7 +243,7 @@ _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS DEVICE
     CROSS COMPRESS COMPRESS_FEEDBACK REPRODUCIBLE FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK DIGEST INTEGRITY
     SPIN_US MASTER JOB RUN REPLACE CACHE IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
-    WARN_AFTER SIGUSR2
+    WARN_AFTER SIGUSR2 OBJECTS NVTX
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())
 

@@ -69,6 +69,10 @@ class DeviceArray:
         made.set(array)
         return made
 
+    def new_empty(self, shape: int | Sequence[int]) -> DeviceArray:
+        """Another one of this type and device, as PyTorch's tensors have it."""
+        return DeviceArray(self.device, shape, self.dtype)
+
     def set(self, array: np.ndarray[Any, Any]) -> None:
         """Fill it from a NumPy array of its shape and type. Complete on return."""
         if array.shape != self.shape or array.dtype != self.dtype:

@@ -34,6 +34,8 @@ from .executor import Executor, FastPath, OpenGpus
 if TYPE_CHECKING:
     from .one_sided import OneSided
     from .planner import Explanation
+    from .ranges import Ranges
+    from .tags import Mailbox
 
 log = logging.getLogger("hetcoll")
 
@@ -49,6 +51,23 @@ class Owner(Waiter, Protocol):
     _call: FastPath
 
     def _stuck(self, status: _native.Status) -> None: ...
+
+    def _make(self, name: bytes, members: list[int], timeout: float) -> Pair: ...
+
+
+class Pair(Protocol):
+    """What tagged messages need of the communicator of two ranks on which they go."""
+
+    _engine: _native.Engine
+
+    @property
+    def rank(self) -> int: ...
+
+    def send(self, buf: Any, peer: int, *, async_op: bool) -> Work: ...
+
+    def recv(self, buf: Any, peer: int, *, async_op: bool) -> Work: ...
+
+    def close(self) -> None: ...
 
 
 class Inspector(Protocol):
@@ -112,6 +131,13 @@ class Core:
             undo.pop_all()
         self.one_sided: OneSided | None = None
         """Who carries one-sided messages, once there are windows."""
+        self.ranges: Ranges | None = None
+        if config.nvtx:
+            from . import ranges  # only profilers want them
+
+            self.ranges = ranges.find()
+        self._mailbox: Mailbox | None = None
+        self._mailbox_lock = threading.Lock()
         self._inspectors: list[Inspector] = []
         if config.digest:  # few jobs need it, or the check, and imports count
             from .digest import Digest
@@ -132,10 +158,7 @@ class Core:
         """The slow path: for shapes not seen before, asynchronous calls, deadlines of their own and GPU buffers."""
         if compress is not None or self.config.compress:
             self.compression.choose(call, compress)
-        if self.in_group():
-            raise ArgumentError(
-                f"group(): wanted sends and receives only, got {call.describe()}: call it after the block"
-            )
+        self.check_outside_group(call.describe)
         self.host.check_usable()
         seconds = self.seconds(timeout)
         if not self._inspectors or async_op or call.label:
@@ -157,6 +180,10 @@ class Core:
 
     def start(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         """The same, unchecked."""
+        with self.range(call.describe):
+            return self._start(call, async_op, seconds, stream)
+
+    def _start(self, call: Call, async_op: bool, seconds: float, stream: object) -> Work:
         buffer = call.send or call.recv
         if buffer is None or call.label:
             return self.host.run(call, stream, async_op, seconds)
@@ -181,11 +208,29 @@ class Core:
         groups: the slow path tells what is no message."""
         executor, owner = self.gpus.executor or self.host, self._owner()
         assert owner is not None, "it is in a call"
-        owner._call = refuse if self.batches or self.host.closed or self._inspectors else executor.fast_path
+        refuses = bool(self.batches or self.host.closed or self._inspectors)
+        fast_path = executor.fast_path if self.ranges is None else self.ranges.tracing(executor.fast_path)
+        owner._call = refuse if refuses else fast_path
+        self.engine.set_starts(not refuses and self.ranges is None)
 
     def in_group(self) -> bool:
         """Whether this thread is in the block of a `group`."""
         return threading.get_ident() in self.batches
+
+    def check_outside_group(self, what: Callable[[], str]) -> None:
+        """ArgumentError in the block of a `group` for what is no send or receive of an array."""
+        if self.in_group():
+            raise ArgumentError(f"group(): wanted sends and receives only, got {what()}: call it after the block")
+
+    def range(self, what: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+        """The ``with`` block is a call that profilers show, if there is one."""
+        return contextlib.nullcontext() if self.ranges is None else self.ranges.around(what())
+
+    def mailbox(self, make: Callable[[Core, Callable[[], Owner | None]], Mailbox]) -> Mailbox:
+        """Of the messages with tags, made by the first one."""
+        with self._mailbox_lock:
+            self._mailbox = self._mailbox or make(self, self._owner)
+            return self._mailbox
 
     def meet(self, label: str, blob: bytes, timeout: float | None = None) -> list[bytes]:
         """Every rank's `blob`, by rank. A collective call that is called `label` in errors."""
@@ -259,6 +304,8 @@ class Core:
     def fail(self, kind: Kind, text: str) -> None:
         """End what is in flight, here and on all other ranks."""
         self.engine.fail(kind, self.rank, text)
+        if self._mailbox is not None:
+            self._mailbox.halt()
         self.diagnosis.post(kind, self.rank, text)
         if self.one_sided is not None:
             self.one_sided.core.fail(kind, text)
@@ -287,6 +334,9 @@ class Core:
         self.log_news()
         if self.one_sided is not None:
             self.one_sided.close()
+        self.engine.set_starts(False)
+        if self._mailbox is not None:
+            self._mailbox.leave()
         if self.gpus.executor is not None:
             self.gpus.executor.close()
         self.host.close()
@@ -296,6 +346,8 @@ class Core:
         self.compression.forget()
         self.session.leave(self.group)
         self.wiring.close()
+        if self._mailbox is not None:
+            self._mailbox.close()
 
 
 def _weakly(method: Callable[P, T]) -> Callable[P, T]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 NAMES = {
-    # mpi4py: capitals take buffers, as all calls here do; the lower case takes objects.
+    # mpi4py: capitals take buffers, as calls here do; the lower case takes objects, as those with `_object` do.
     "Allgather": "allgather", "Allgatherv": "allgatherv", "Allreduce": "allreduce", "Alltoall": "alltoall",
-    "Alltoallv": "alltoall", "Barrier": "barrier", "Bcast": "broadcast", "bcast": "broadcast", "Gather": "gather",
+    "Alltoallv": "alltoall", "Barrier": "barrier", "Bcast": "broadcast", "Gather": "gather",
+    "bcast": "broadcast_object",
     "Get_rank": "rank", "Get_size": "size", "Recv": "recv", "Reduce": "reduce", "Reduce_scatter": "reduce_scatterv",
     "Reduce_scatter_block": "reduce_scatter", "Scatter": "scatter", "Send": "send", "Sendrecv": "sendrecv",
     "Split": "split", "Free": "close", "Abort": "abort", "Iallreduce": "allreduce", "Ibcast": "broadcast",
@@ -14,7 +15,9 @@ NAMES = {
     "all_gather": "allgather", "all_gather_into_tensor": "allgather", "all_reduce": "allreduce",
     "all_to_all": "alltoall", "all_to_all_single": "alltoall", "batch_isend_irecv": "group",
     "destroy_process_group": "close", "get_rank": "rank", "get_world_size": "size", "new_group": "split",
-    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter", "all_gather_object": "allgather_object",
+    "broadcast_object_list": "broadcast_object", "scatter_object_list": "scatter_object",
+    "send_object_list": "send_object", "recv_object_list": "recv_object",
     # NCCL.
     "all_gather_v": "allgatherv", "destroy": "close", "group_start": "group", "nranks": "size",
 }  # fmt: skip

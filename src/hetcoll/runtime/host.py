@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..buffers import Buffer
+from ..buffers import Buffer, read_buffer
 from ..calls import RECV, SEND, Call, Message, describe_message, descriptor, message_key
 from ..errors import ClosedError, HetcollError, InitError
 from ..health.diagnosis import Diagnosis, Kind
@@ -66,9 +67,17 @@ class HostPlans:
         return shape
 
     def point(
-        self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, timeout: float, check: Check
+        self,
+        send: Buffer | None,
+        dest: int,
+        recv: Buffer | None,
+        source: int,
+        timeout: float,
+        check: Check,
+        word: str = "p2p",
     ) -> _native.Shape:
-        """The bound plan of a message to `dest`, one from `source`, or both at once; of one type."""
+        """The bound plan of a message to `dest`, one from `source`, or both at once; of one type. `word` is what both
+        sides call it; only "p2p" is an array's, which the fast path may send."""
         key = message_key(send, dest, recv, source)
 
         def bind() -> _native.Shape:
@@ -84,14 +93,15 @@ class HostPlans:
                 recv_count=recv.count if recv else 0,
                 send_table=(),
                 recv_table=(),
-                descriptor=descriptor(f"p2p {key[1].label}"),
+                descriptor=descriptor(f"{word} {key[1].label}"),
                 p2p=True,
             )
             self._planner.note(shape.id, describe_message(send, dest, recv, source))
-            self._engine.remember(*key, shape)
+            if word == "p2p":
+                self._engine.remember(*key, shape)
             return shape
 
-        return self._planner.bound("host message", key, bind)
+        return self._planner.bound(f"host message {word}", key, bind)
 
     def paths(self, peers: Collection[int]) -> tuple[str, tuple[str, ...]]:
         """What carries data to these ranks now, and, for people, how data goes to those that shared memory does not
@@ -199,15 +209,21 @@ class HostExecutor:
             among = self.gpus.among_gpus()
             send, recv, finish = among.converted_message(send, dest, recv)
         plans = among or self.plans
-        calls, thread = self.reporter.calls, threading.get_ident()
-        calls[thread] = describe_message(send, dest, recv, source)
-        try:
+        with self._inside(describe_message(send, dest, recv, source)):
             shape = self.prepare(partial(plans.point, send, dest, recv, source, seconds), seconds)
             if among is not None:
                 among.note_message(send, dest, recv, source)
             ptrs = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
             work = self._run(shape, *ptrs, async_op, seconds, (send, recv), background=background)
             return finished(work, finish) if finish else work
+
+    @contextlib.contextmanager
+    def _inside(self, what: str) -> Iterator[None]:
+        """This thread is in this message, as other ranks are told."""
+        calls, thread = self.reporter.calls, threading.get_ident()
+        calls[thread] = what
+        try:
+            yield
         finally:
             calls.pop(thread, None)
 
@@ -222,6 +238,22 @@ class HostExecutor:
         works = [self.exchange(*halves, None, True, seconds, background=False) for halves in others]
         for work in works:
             work.wait()
+
+    def send_bytes(self, data: np.ndarray[Any, Any], dest: int, seconds: float) -> None:
+        """Part of an object, to `recv_bytes` of as many: host memory whatever the ranks' arrays are on."""
+        self._move_bytes(read_buffer(data, "data", writable=False), dest, None, -1, seconds)
+
+    def recv_bytes(self, data: np.ndarray[Any, Any], source: int, seconds: float) -> None:
+        """The other half of `send_bytes`."""
+        self._move_bytes(None, -1, read_buffer(data, "data", writable=True), source, seconds)
+
+    def _move_bytes(self, send: Buffer | None, dest: int, recv: Buffer | None, source: int, seconds: float) -> None:
+        with self._inside(describe_message(send, dest, recv, source)):
+            shape = self.prepare(
+                lambda check: self.plans.point(send, dest, recv, source, seconds, check, "object"), seconds
+            )
+            ptrs = (0 if send is None else send.ptr, 0 if recv is None else recv.ptr)
+            self._run(shape, *ptrs, False, seconds, (send, recv))
 
     def explain(self, collective: Collective, nbytes: int) -> str:
         """See `executor.Executor`."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..buffers import Buffer, read_buffer
-from ..calls import RECV, SEND, Message, check_rank
+from ..calls import RECV, SEND, Message, check_rank, describe_message
 from ..errors import ArgumentError, BufferTypeError
 from ..work import DONE, Work
 from .core import Core
+
+ANY_SOURCE = -1
+"""As the `peer` of a receive with a tag: whichever rank sends such a message."""
 
 
 class Group(contextlib.AbstractContextManager[None]):
@@ -52,8 +56,14 @@ def end_group(core: Core, run: bool) -> None:
                 executor.exchange_all(some, core.config.timeout)
 
 
-def one_way(core: Core, kind: int, buf: Any, peer: int, async_op: bool, timeout: float | None, stream: object) -> Work:
+def one_way(
+    core: Core, kind: int, buf: Any, peer: int, async_op: bool, timeout: float | None, stream: object, tag: int = 0
+) -> Work:
     """One half of a message, `kind` is SEND or RECV; in a group it is only noted."""
+    if tag != 0 or (kind == RECV and peer == ANY_SOURCE):
+        from . import tags  # few programs use them, and imports count
+
+        return tags.tagged(core, kind, buf, peer, tag, async_op, timeout, stream)
     batch = core.batches.get(threading.get_ident()) if core.batches else None
     if batch is not None:
         if timeout is not None or stream is not None:
@@ -117,7 +127,8 @@ def _exchange(
     buffer = send or recv
     assert buffer is not None
     seconds = core.seconds(timeout)
-    with core.executor(buffer, stream) as executor:
+    what = partial(describe_message, send, dest, recv, source)
+    with core.range(what), core.executor(buffer, stream) as executor:
         return executor.exchange(send, dest, recv, source, stream, async_op, seconds)
 
 

@@ -18,33 +18,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import truediv
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..runtime.weights import shares
 
-def shares(total: int, speeds: Sequence[float], least: int = 1) -> list[int]:
-    """`total` samples in proportion to `speeds`, in whole numbers of at least `least`.
-
-    Largest remainders first, then lower ranks: the same on all ranks for the same speeds. ValueError where `total` does
-    not suffice, or a speed is not above 0.
-    """
-    if not speeds or min(speeds) <= 0:
-        raise ValueError(f"speeds: wanted numbers above 0, got {list(speeds)}")
-    spare = total - least * len(speeds)
-    if spare < 0:
-        raise ValueError(f"total: wanted {least} or more for each of {len(speeds)} ranks, got {total}")
-    wanted = [max(total * speed / sum(speeds) - least, 0.0) for speed in speeds]
-    scale = spare / sum(wanted) if sum(wanted) else 0.0
-    exact = [scale * each for each in wanted]
-    found = [int(each) for each in exact]
-    order = sorted(range(len(speeds)), key=lambda rank: (found[rank] - exact[rank], rank))
-    for rank in (order * (spare // len(order) + 1))[: spare - sum(found)]:
-        found[rank] += 1
-    return [least + each for each in found]
+__all__ = ["Balancer", "shares"]
 
 
 class Balancer:

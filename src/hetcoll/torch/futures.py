@@ -9,46 +9,13 @@ callbacks that they attach in turn go to another such thread, one level down.
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_CLOSING = 10.0  # seconds for a thread to end
-
-
-class Worker:
-    """A thread that runs what it is given, in order. It starts with the first of it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of starting and closing
-        self._closed = False
-        self.thread: threading.Thread | None = None
-
-    def put(self, task: Callable[[], None]) -> None:
-        """Run `task` after all that came before it."""
-        with self._lock:
-            if self.thread is None and not self._closed:
-                self.thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self.thread.start()
-        self._queue.put(task)
-
-    def _run(self) -> None:
-        while (task := self._queue.get()) is not None:
-            task()
-            del task
-
-    def close(self) -> None:
-        """End the thread after what it was given so far."""
-        with self._lock:
-            self._closed = True
-        self._queue.put(None)
-        if self.thread is not None and self.thread is not threading.current_thread():
-            self.thread.join(_CLOSING)
+from ..runtime.worker import Worker
 
 
 class Level:

@@ -1,4 +1,4 @@
-"""Point to point. Messages between two ranks match by tag (`tags.py`), and those of one in the order of the calls.
+"""Point to point. Messages between two ranks match by tag, and those of one in the order of the calls.
 
 A GPU's messages match in the order of the calls alone, as NCCL's do.
 """
@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .. import Communicator
+from .. import ANY_SOURCE, Communicator
 from .. import Work as Operation
 from ..types import Format
 from .failures import translated
 from .launch import BATCHES, LaneName, Launcher, Start
 from .sources import Sources
-from .tags import Mailbox
 from .tensors import flat
 from .work import Bundle, ToSelf
 
@@ -36,7 +35,6 @@ class Messages(Launcher):
         self._bundle: list[dist.Work] | None = None  # between _start_coalescing and _end_coalescing
         self._halves: tuple[Halves, Halves] = ([], [])  # sends to itself, and receives from itself
         self._sources: dict[Communicator, Sources] = {}
-        self._boxes: dict[Communicator, Mailbox] = {}
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> dist.Work:
         """Start to send one tensor to `dst_rank` of the group."""
@@ -47,9 +45,12 @@ class Messages(Launcher):
             return self._to_self(tensor, None, tag)
         memory, comm = flat(tensor), self._comm
         if tag:
-            box = self._box_of(comm)
             return self._message(
-                comm, [tensor], lambda how: [box.send(memory, dst_rank, tag)], ("send", dst_rank), dst_rank
+                comm,
+                [tensor],
+                lambda how: [comm.send(memory, dst_rank, tag=tag, async_op=True, timeout=self._timeout)],
+                ("send", dst_rank),
+                dst_rank,
             )
         self._sources_of(comm).sending(dst_rank)
         return self._one(comm, tensor, memory, "send", dst_rank)
@@ -76,7 +77,7 @@ class Messages(Launcher):
         (tensor,) = tensors
         if tag:
             tag = self._matched(tensor, tag)
-        return self._receive_tagged(tensor, None, tag) if tag else self._receive_later(self._comm, tensor, None)
+        return self._receive_tagged(tensor, ANY_SOURCE, tag) if tag else self._receive_later(self._comm, tensor, None)
 
     def _matched(self, tensor: torch.Tensor, tag: int) -> int:
         """The tag that a message is matched by: NCCL has none. ValueError where a GPU's is to count."""
@@ -92,16 +93,15 @@ class Messages(Launcher):
             )
         return 0
 
-    def _receive_tagged(self, tensor: torch.Tensor, source: int | None, tag: int) -> dist.Work:
-        comm, memory, peer = self._comm, flat(tensor), -1 if source is None else source
-        box = self._box_of(comm)
-        return self._message(comm, [tensor], lambda how: [box.receive(memory, source, tag)], ("recv", peer), peer)
-
-    def _box_of(self, comm: Communicator) -> Mailbox:
-        found = self._boxes.get(comm)
-        if found is None:
-            found = self._boxes.setdefault(comm, Mailbox(comm, self._timeout))
-        return found
+    def _receive_tagged(self, tensor: torch.Tensor, source: int, tag: int) -> dist.Work:
+        comm, memory = self._comm, flat(tensor)
+        return self._message(
+            comm,
+            [tensor],
+            lambda how: [comm.recv(memory, source, tag=tag, async_op=True, timeout=self._timeout)],
+            ("recv", source),
+            source,
+        )
 
     def _receive_later(self, comm: Communicator, tensor: torch.Tensor, source: int | None) -> dist.Work:
         """A receive from any source, or one from `source` after such ones."""

@@ -151,21 +151,16 @@ class HetcollProcessGroup(Collectives, Messages):
         lifetime.forget(self)
         for sources in self._sources.values():
             sources.leave()
-        for box in self._boxes.values():
-            box.leave()
         for comm in self._comms:
             comm.close()
         for sources in self._sources.values():
             sources.close()
-        for box in self._boxes.values():
-            box.close()
         self._futures.close()
         self._in_use.clear()
         # torch may keep the group until the process ends, as its caches of device meshes do: not the engine with it.
         self._last_failure = self._failure()
         self._comms.clear()
         self._sources.clear()
-        self._boxes.clear()
 
     def abandon(self) -> None:
         """In a forked child: the communicator looks after itself, and the threads are not there."""
@@ -174,8 +169,6 @@ class HetcollProcessGroup(Collectives, Messages):
         """Fail every operation in flight, here at once and soon on the other ranks. Never blocks."""
         for comm in self._comms:
             comm.abort("torch.distributed")
-        for box in self._boxes.values():
-            box.halt()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r} rank {self.rank()} of {self.size()}>"

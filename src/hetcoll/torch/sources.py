@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from .. import CollectiveTimeoutError, Communicator
 from .. import Work as Operation
-from .futures import Worker
+from ..runtime.worker import Worker
 
 _QUESTION = "messages to you"
 _ASKING = 2.0  # seconds for the answers
@@ -24,22 +24,26 @@ _PAUSES = (100e-6, 5e-3)  # seconds between questions: at first, and at most
 class Deferred(Operation):
     """A receive that a thread begins, once its source is known. `source` is that rank, when it is complete."""
 
-    __slots__ = ("_begun", "_failed", "_inner", "source")
+    __slots__ = ("_begun", "_failed", "_inner", "_source")
 
     def __init__(self) -> None:
         super().__init__(what="a receive from any source")
         self._begun = threading.Event()
         self._inner: Operation | None = None
         self._failed: Exception | None = None
-        self.source = -1
+        self._source = -1
 
     def begin(self, find: Callable[[], int], start: Callable[[int], Operation]) -> None:
         try:
-            self.source = find()
-            self._inner = start(self.source)
+            self._source = find()
+            self._inner = start(self._source)
         except Exception as error:
             self._failed = error
         self._begun.set()
+
+    @property
+    def source(self) -> int:
+        return self._source
 
     def wait(self, timeout: float | None = None) -> None:
         if not self._begun.wait(timeout):

@@ -20,9 +20,7 @@ from .. import Work as Operation
 from .failures import translate, translated
 from .futures import Level, OrderedFuture
 from .profiling import Span
-from .sources import Deferred
 from .streams import current
-from .tags import Parcel
 from .tensors import seconds
 
 NO_TIME = timedelta(0)
@@ -85,7 +83,7 @@ class HostWork(Handle):
 
     def source_rank(self) -> int:
         """See `Handle`; of a receive from any source once it is complete."""
-        return next((part.source for part in self._parts if isinstance(part, Deferred | Parcel)), super().source_rank())
+        return next((part.source for part in self._parts if part.source >= 0), super().source_rank())
 
     _source_rank = source_rank
 

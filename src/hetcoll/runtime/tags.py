@@ -1,33 +1,39 @@
-"""Messages with tags other than 0, which match by tag as Gloo's do: those of two ranks and one tag in their order.
+"""Messages with tags other than 0, which match by tag as MPI's do: those of two ranks and one tag in their order.
 
-Messages with tag 0 go straight over the group's communicator, where they match in the order of the calls. A receive
-that is posted there would be given whatever comes next, so others must not go there: each two ranks that use tags have
-a communicator for these, which threads make when both do. On it a message is two: its tag, type and count, then its
+Messages with tag 0 go straight over the communicator, where they match in the order of the calls. A receive that is
+posted there would be given whatever comes next, so others must not go there: each two ranks that use tags have a
+communicator for these, which threads make when both do. On it a message is two: its tag, type and count, then its
 bytes. While receives from a rank wait, a thread reads what that rank sends; what no receive is for is kept until one
-is. So receives need not be posted in the order of the sends, and a message holds up no other.
+is. So receives need not be posted in the order of the sends, and a message holds up no other. A receive from any rank
+asks all of them, out of band, how many such messages they have sent, and reads those.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-import torch
 
 import hetcoll._native as _native
 
-from .. import ClosedError, Communicator, HetcollError, PeerLostError
-from .. import Work as Operation
+from ..buffers import Buffer, read_buffer
+from ..calls import RECV, SEND, check_int, check_rank
+from ..errors import ArgumentError, ClosedError, HetcollError, PeerLostError
 from ..health.desync_report import Called
 from ..health.diagnosis import Kind
 from ..health.status_report import call_site
-from .futures import Worker
+from ..types import DType
+from ..work import Work
+from .core import Core, Owner, Pair
+from .messages import ANY_SOURCE
+from .regroup import name_of
+from .worker import Worker
 
 _QUESTION = "tagged messages to you"
 _ASKING = 2.0  # seconds for the answers
@@ -35,42 +41,56 @@ _PAUSES = (100e-6, 5e-3)  # seconds between questions: at first, and at most
 _SLICE = 0.02  # seconds between looks at whether the group has failed
 _REASON = 2.0  # seconds until the news of what became of a rank is there
 _EVER = 7 * 86400.0  # seconds until the other rank uses tags, too
+_CLOSED = "this communicator was closed"
 _HEADER = struct.Struct("<qq16s")  # tag, count, type
 
 
-Kept = tuple[str, int, torch.Tensor]  # a message: its type, its count, and its bytes
+Kept = tuple[str, int, "np.ndarray[Any, np.dtype[np.uint8]]"]  # a message: its type, its count, and its bytes
 
 
-class Parcel(Operation):
+class Parcel(Work):
     """A send or a receive of a tagged message. `source` is the rank that a complete receive came from."""
 
-    __slots__ = ("_begun", "_box", "_failed", "_inner", "count", "dtype", "memory", "source", "tag", "wanted")
+    __slots__ = (
+        "_begun",
+        "_box",
+        "_failed",
+        "_inner",
+        "_limit",
+        "_source",
+        "count",
+        "dtype",
+        "memory",
+        "tag",
+        "wanted",
+    )
 
-    def __init__(self, box: Mailbox, memory: torch.Tensor, tag: int, peer: int | None, word: str) -> None:
-        self.count, self.dtype = memory.numel(), str(memory.dtype).removeprefix("torch.")
+    def __init__(self, box: Mailbox, buffer: Buffer, tag: int, peer: int | None, word: str, limit: float) -> None:
+        self.count, self.dtype, self._limit = buffer.count, buffer.dtype.label, limit
         where = "any rank" if peer is None else f"rank {peer}"
         way = "to" if word == "send" else "from"
         what = f"{word}({self.dtype}, count={self.count}, tag={tag}) {way} {where}"
         super().__init__(what=str(Called(what, call_site())))
-        self.memory, self.tag, self.wanted, self.source = memory.view(torch.uint8), tag, peer, -1
+        self.memory = Buffer(buffer.ptr, buffer.nbytes, DType.UINT8, buffer.owner)
+        self.tag, self.wanted, self._source = tag, peer, ANY_SOURCE
         self._box = box
         self._begun = threading.Event()
-        self._inner: tuple[Communicator, Operation] | None = None
+        self._inner: tuple[Pair, Work] | None = None
         self._failed: Exception | None = None
 
-    def begin(self, pair: Communicator, inner: Operation) -> None:
+    def begin(self, pair: Pair, inner: Work) -> None:
         """The bytes are on their way."""
         self._inner = (pair, inner)
         self._begun.set()
 
-    def end(self, error: Exception | None = None) -> None:
-        """It is complete, or has failed."""
+    def end(self, error: Exception | None = None, source: int = ANY_SOURCE) -> None:
+        """It is complete, from `source` where it is a receive, or has failed."""
         if not self._begun.is_set():
-            self._failed = error
+            self._failed, self._source = error, source
             self._begun.set()
 
     def wait(self, timeout: float | None = None) -> None:
-        seconds = self._box.limit if timeout is None else timeout
+        seconds = self._limit if timeout is None else timeout
         deadline = time.monotonic() + seconds
         while not self.done:
             left = deadline - time.monotonic()
@@ -100,6 +120,10 @@ class Parcel(Operation):
             return self._box.failure()
         return None if inner is None or inner.error is None else self._box.explain(inner.error, self)
 
+    @property
+    def source(self) -> int:
+        return self._source
+
     def fits(self, dtype: str, count: int) -> bool:
         return (dtype, count) == (self.dtype, self.count)
 
@@ -110,26 +134,26 @@ class Line:
     def __init__(self, peer: int) -> None:
         self.peer = peer
         self.connecting = threading.Lock()
-        self.pair: Communicator | None = None
+        self.pair: Pair | None = None
         self.writer, self.reader = Worker(f"hetcoll-tags-to-{peer}"), Worker(f"hetcoll-tags-from-{peer}")
         self.sent = self.read = self.awaited = 0  # messages; `awaited` are those that are known to come
         self.kept: dict[int, deque[Kept]] = {}  # by their tags
 
 
 class Mailbox:
-    """The tagged messages of one communicator. `limit` is how many seconds one may take."""
+    """The tagged messages of one communicator, which is `owner`. It does not keep that alive."""
 
-    def __init__(self, comm: Communicator, limit: float) -> None:
-        self._comm, self.limit = comm, limit
+    def __init__(self, core: Core, owner: Callable[[], Owner | None]) -> None:
+        self._core, self._owner = core, owner
         self._mutex = threading.Lock()
         self._lines: dict[int, Line] = {}
         self._posted: list[Parcel] = []  # receives, in the order of the calls
         self._finder = Worker("hetcoll-tags-from-any")
         self._closed = False
-        comm.answer(_QUESTION, self._sent_to)
+        core.diagnosis.answers[_QUESTION] = self._sent_to
 
     def __str__(self) -> str:
-        return f"rank {self._comm.rank}"
+        return f"rank {self._core.rank}"
 
     def _sent_to(self, peer: int) -> int:
         line = self._lines.get(peer)
@@ -141,18 +165,18 @@ class Mailbox:
             self._lines[peer] = Line(peer)
         return self._lines[peer]
 
-    def send(self, memory: torch.Tensor, dest: int, tag: int) -> Parcel:
+    def send(self, buffer: Buffer, dest: int, tag: int, limit: float) -> Parcel:
         """Start to send; complete when the memory may be used again."""
-        parcel = Parcel(self, memory, tag, dest, "send")
+        parcel = Parcel(self, buffer, tag, dest, "send", limit)
         with self._mutex:
             line = self._line(dest)
             line.sent += 1
         line.writer.put(lambda: self._run(parcel, lambda: self._write(line, parcel)))
         return parcel
 
-    def receive(self, memory: torch.Tensor, source: int | None, tag: int) -> Parcel:
+    def receive(self, buffer: Buffer, source: int | None, tag: int, limit: float) -> Parcel:
         """Start to receive from `source`, or from any rank."""
-        parcel = Parcel(self, memory, tag, source, "recv")
+        parcel = Parcel(self, buffer, tag, source, "recv", limit)
         with self._mutex:
             lines = list(self._lines.values()) if source is None else [self._line(source)]
             for line in lines:
@@ -198,16 +222,14 @@ class Mailbox:
             parcel = self._take(line.peer, tag)
         if parcel is not None and not parcel.fits(dtype, count):
             self._give(parcel, line.peer, dtype, count, None)
-        memory = torch.empty(count * getattr(torch, dtype).itemsize, dtype=torch.uint8)
-        if parcel is not None:
-            memory = parcel.memory
+        memory = np.empty(0 if parcel is not None else count * DType[dtype.upper()].itemsize, np.uint8)
         if count:
-            self._complete(pair, pair.recv(memory, other, async_op=True))
+            into = memory if parcel is None else parcel.memory
+            self._complete(pair, pair.recv(into, other, async_op=True))
         with self._mutex:
             line.read += 1
             if parcel is not None:
-                parcel.source = line.peer
-                parcel.end()
+                parcel.end(source=line.peer)
             elif (late := self._take(line.peer, tag)) is not None:  # it was posted meanwhile
                 self._give(late, line.peer, dtype, count, memory)
             else:
@@ -221,21 +243,20 @@ class Mailbox:
                 return parcel
         return None
 
-    def _give(self, parcel: Parcel, source: int, dtype: str, count: int, memory: torch.Tensor | None) -> None:
+    def _give(self, parcel: Parcel, source: int, dtype: str, count: int, memory: np.ndarray[Any, Any] | None) -> None:
         """A message to the receive that it is for; a mismatch fails the group."""
         if memory is None or not parcel.fits(dtype, count):
             other = f"rank {source} called send({dtype}, count={count}, tag={parcel.tag}) to {self}"
             parcel.end(self.fail(Kind.MISMATCH, source, f"{self} called {parcel._what}; {other}"))
-            raise self._comm.error or ClosedError("this process group was destroyed")
-        parcel.memory.copy_(memory)
-        parcel.source = source
-        parcel.end()
+            raise self._gone()
+        _native.copy_bytes(parcel.memory.ptr, memory.ctypes.data, memory.nbytes)
+        parcel.end(source=source)
 
     def _find(self, parcel: Parcel) -> None:
         """Read what ranks say that they have sent until one message was for this receive from any."""
         pause = _PAUSES[0]
         while not parcel.done:
-            for rank, sent in self._comm.ask(_QUESTION, _ASKING).items():
+            for rank, sent in self._core.diagnosis.ask(_QUESTION, _ASKING).items():
                 with self._mutex:
                     line = self._line(rank) if isinstance(sent, int) and sent else None
                     if line is None or sent <= max(line.read, line.awaited):
@@ -256,26 +277,28 @@ class Mailbox:
 
     def _name(self, peer: int) -> tuple[bytes, list[int]]:
         """Of the communicator of this rank and that one, and its ranks."""
-        ranks = sorted((self._comm.rank, peer))
-        return hashlib.blake2b(self._comm._group + f"tags {ranks}".encode(), digest_size=16).digest(), ranks
+        ranks = sorted((self._core.rank, peer))
+        return name_of(self._core.group, f"tags {ranks}"), ranks
 
-    def _pair(self, line: Line) -> tuple[Communicator, int]:
+    def _pair(self, line: Line) -> tuple[Pair, int]:
         """The communicator of this rank and that one, and that one's rank there."""
         with line.connecting:
             if line.pair is None:
                 self._check()
-                line.pair = self._comm._make(*self._name(line.peer), _EVER)
+                if (owner := self._owner()) is None:
+                    raise self._gone()
+                line.pair = owner._make(*self._name(line.peer), _EVER)
                 self._check()  # nobody else could halt this one
             return line.pair, 1 - line.pair.rank
 
-    def _complete(self, pair: Communicator, work: Operation) -> None:
+    def _complete(self, pair: Pair, work: Work) -> None:
         """Wait as long as the group is whole. Not by `Work.wait`: no call of the program is stuck here."""
         ticket = work._ticket
         assert ticket is not None, "it is not done"
         while (status := pair._engine.wait(ticket, _SLICE)) is _native.Status.TIMED_OUT:
             self._check()
         if status is not _native.Status.DONE:
-            raise work.error or ClosedError("this process group was destroyed")
+            raise work.error or self._gone()
 
     def _check(self) -> None:
         if (error := self.failure()) is not None:
@@ -283,7 +306,9 @@ class Mailbox:
 
     def failure(self) -> Exception | None:
         """What the group has failed with; then nothing touches the memory of messages any more."""
-        error = self._comm.error or (ClosedError("this process group was destroyed") if self._closed else None)
+        self._core.host.check_parent()
+        failed = self._core.engine.failed
+        error = self._core.diagnosis.known_error() if failed else ClosedError(_CLOSED) if self._closed else None
         if error is not None:
             self.halt()
         return error
@@ -302,26 +327,29 @@ class Mailbox:
 
     def fail(self, kind: Kind, peer: int, text: str) -> Exception:
         """Fail the group on all ranks."""
-        self._comm._diagnosis.post(kind, peer, text)
+        self._core.diagnosis.post(kind, peer, text)
         self.halt()
-        return self._comm.error or ClosedError("this process group was destroyed")
+        return self._gone()
+
+    def _gone(self) -> Exception:
+        return self.failure() or ClosedError(_CLOSED)
 
     def halt(self) -> None:
         """Nothing touches the memory of messages any more."""
         for line in list(self._lines.values()):
             if line.pair is not None and not line.pair._engine.failed:
-                line.pair._engine.fail(Kind.ABORTED, -1, "the process group failed")
+                line.pair._engine.fail(Kind.ABORTED, -1, "its communicator failed")
 
     def leave(self) -> None:
         """Before the communicator is closed: others may yet receive what was sent."""
-        sent = [self._sent_to(rank) for rank in range(self._comm.size)]
-        if any(sent) and self._comm.error is None:
-            self._comm.leave_answers(_QUESTION, sent)
+        sent = [self._sent_to(rank) for rank in range(self._core.size)]
+        if any(sent) and not self._core.engine.failed:
+            self._core.diagnosis.leave_answers(_QUESTION, sent)
         self._closed = True
         for line in self._lines.values():
             with contextlib.suppress(HetcollError):  # the other rank has not used tags: ends the wait for it
                 if line.pair is None:
-                    self._comm.session.control.leave(self._name(line.peer)[0], timeout=1.0)
+                    self._core.session.control.leave(self._name(line.peer)[0], timeout=1.0)
                 else:
                     line.pair.close()
 
@@ -331,3 +359,45 @@ class Mailbox:
             line.writer.close()
             line.reader.close()
         self._finder.close()
+
+
+def check_tag(tag: object) -> int:
+    """`tag` as an int of 0 or more."""
+    value = check_int(tag, "tag")
+    if value < 0:
+        raise ArgumentError(f"tag: wanted 0 or more, got {value}")
+    return value
+
+
+def tagged(
+    core: Core, kind: int, buf: Any, peer: int, tag: int, async_op: bool, timeout: float | None, stream: object
+) -> Work:
+    """One half of a message with a tag, `kind` is SEND or RECV: see `Communicator.send` and `recv`."""
+    if core.in_group():
+        raise ArgumentError("group(): wanted messages without tags, got one with a tag: those wait for no others")
+    core.host.check_usable()
+    number = check_tag(tag)
+    anyone = kind == RECV and peer == ANY_SOURCE
+    if anyone and number == 0:
+        raise ArgumentError(
+            "peer: ANY_SOURCE wants a tag above 0: messages without one match in the order of the calls"
+        )
+    other = None if anyone else check_rank(peer, core.size, "peer")
+    buffer = read_buffer(buf, "buf", writable=kind == RECV)
+    core.gpus.check_place(buffer)
+    if buffer.device != "cpu":
+        raise ArgumentError(
+            f"tag: wanted 0 for an array on {buffer.place}, got {number}: a GPU's messages match in the order of the"
+            " calls"
+        )
+    if other == core.rank:
+        raise ArgumentError(f"peer: rank {other} is this rank; a message to oneself needs both halves in a group()")
+    box, seconds = core.mailbox(Mailbox), core.seconds(timeout)
+    if kind == SEND:
+        assert other is not None
+        work = box.send(buffer, other, number, seconds)
+    else:
+        work = box.receive(buffer, other, number, seconds)
+    if not async_op:
+        work.wait()
+    return work

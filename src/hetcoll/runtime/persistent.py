@@ -1,0 +1,27 @@
+"""Persistent operations: a call that is described once and started again and again, over what the fast path keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import hetcoll._native as _native
+
+from ..calls import Call
+from ..work import Work
+from .core import Core
+
+Persistent = _native.Persistent
+
+
+def persistent(core: Core, call: Call, method: Callable[..., Work], *words: Any, stream: object = None) -> Persistent:
+    """The operation `call`, which `method` of these words begins where the fast path does not know it."""
+    core.host.check_usable()
+    first, second = call.send or call.recv, call.recv or call.send
+    assert first is not None
+    assert second is not None
+    key, host = call.key, first.device == "cpu"
+    options = {"async_op": True} if host else {} if stream is None else {"stream": stream}
+    slow = partial(method, *words, **options)
+    return Persistent(core.engine, *(key or (0,) * 6), host and key is not None, first.ptr, second.ptr, slow)

@@ -1,0 +1,123 @@
+"""Ranks that count for more than others: weighted means, and shares of a whole by weight."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from .. import calls
+from ..buffers import Buffer, element_type
+from ..calls import check_int
+from ..errors import ArgumentError, BufferTypeError
+from ..types import DType, ReduceOp
+from .core import Core
+
+_WIDE = {
+    DType.FLOAT64: np.float64, DType.COMPLEX64: np.complex64, DType.COMPLEX128: np.complex128,
+}  # fmt: skip
+
+_HAVE_PARTS = ("float", "bfloat", "complex")  # how the names of these types begin
+
+
+def shares(total: int, weights: Sequence[float], least: int = 1) -> list[int]:
+    """`total` in proportion to `weights`, in whole numbers of at least `least`: by how fast ranks are, for example.
+
+    Largest remainders first, then lower ranks: the same on all ranks for the same weights. ArgumentError where `total`
+    does not suffice, or a weight is not above 0.
+    """
+    if not weights or not all(weight > 0 and math.isfinite(weight) for weight in weights):
+        raise ArgumentError(f"weights: wanted numbers above 0, got {list(weights)}")
+    spare = total - least * len(weights)
+    if spare < 0:
+        raise ArgumentError(f"total: wanted {least} or more for each of {len(weights)} ranks, got {total}")
+    wanted = [max(total * weight / sum(weights) - least, 0.0) for weight in weights]
+    scale = spare / sum(wanted) if sum(wanted) else 0.0
+    exact = [scale * each for each in wanted]
+    found = [int(each) for each in exact]
+    order = sorted(range(len(weights)), key=lambda rank: (found[rank] - exact[rank], rank))
+    for rank in (order * (spare // len(order) + 1))[: spare - sum(found)]:
+        found[rank] += 1
+    return [least + each for each in found]
+
+
+def shards(core: Core, total: int, weight: float, least: int, timeout: float | None) -> list[slice]:
+    """See `Communicator.shards`."""
+    whole, floor = check_int(total, "total"), check_int(least, "least")
+    if floor < 0 or whole < floor * core.size:
+        raise ArgumentError(
+            f"total: wanted {floor} or more for each of {core.size} ranks, got {whole}"
+            if floor >= 0
+            else f"least: wanted 0 or more, got {floor}"
+        )
+    told = _told(core, f"shards({whole}, least={floor})", _checked(weight, zero=False), timeout)
+    return [slice(a, b) for a, b in pairwise((0, *accumulate(shares(whole, told, floor))))]
+
+
+def weighed(
+    core: Core, sendbuf: Any, recvbuf: Any, op: object, weight: float, stream: object, timeout: float | None
+) -> tuple[Any, None, ReduceOp]:
+    """What to reduce, in place and by which operation, so that the mean of all ranks' `sendbuf` comes out, each
+    counted `weight` times: this rank's part of it, which lies where the result is to be.
+
+    The ranks tell each other their weights first.
+    """
+    call = calls.allreduce(core.rank, core.size, sendbuf, recvbuf, op)
+    assert call.send is not None
+    assert call.recv is not None
+    if call.op is not ReduceOp.AVG:
+        raise ArgumentError(f"weight: wanted op='avg' with it, got {call.op.label}")
+    if not call.dtype.label.startswith(_HAVE_PARTS):
+        raise BufferTypeError(f"weight: wanted floats or complex numbers, got {call.dtype.label}")
+    if stream is not None:
+        raise ArgumentError("weight: wanted no stream, since the array's library scales on its own current one")
+    told = _told(core, "allreduce(op=avg, weight)", _checked(weight, zero=True), timeout)
+    if (whole := math.fsum(told)) <= 0:
+        raise ArgumentError(f"weight: wanted one above 0 on some rank, got {told}")
+    target = sendbuf if recvbuf is None else recvbuf
+    _scale(sendbuf, call.send, told[core.rank] / whole, target, call.recv)
+    return target, None, ReduceOp.SUM
+
+
+def _checked(weight: object, *, zero: bool) -> float:
+    if isinstance(weight, bool) or not hasattr(weight, "__float__"):
+        raise BufferTypeError(f"weight: wanted a number, got {weight!r}")
+    value = float(weight)
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise ArgumentError(f"weight: wanted a number {'of 0 or more' if zero else 'above 0'}, got {value}")
+    return value
+
+
+def _told(core: Core, label: str, weight: float, timeout: float | None) -> list[float]:
+    """Every rank's weight, by rank."""
+    rows = np.empty(core.size, np.float64)
+    core.launch(calls.meeting(core.rank, label, np.array([weight]), rows), False, timeout)
+    return [float(each) for each in rows]
+
+
+def _scale(array: Any, source: Buffer, factor: float, out: Any, target: Buffer) -> None:
+    """``out = factor * array``, computed in float32 or wider and rounded once. On a GPU the arrays' library does it."""
+    if source.count == 0:
+        return
+    if source.device == "cpu":
+        wide = _WIDE.get(source.dtype, np.float32)
+        np.multiply(_view(source), wide(factor), out=_view(target), dtype=wide, casting="unsafe")
+    elif (torch := sys.modules.get("torch")) is not None and isinstance(array, torch.Tensor):
+        torch.mul(array.detach().view(-1), factor, out=out.detach().view(-1))
+    elif hasattr(array, "__array_ufunc__"):  # CuPy
+        np.multiply(array.reshape(-1), factor, out=out.reshape(-1), casting="same_kind")
+    else:
+        raise BufferTypeError(
+            f"weight: wanted arrays on a GPU that can be scaled, of PyTorch or CuPy, got {type(array).__name__}"
+        )
+
+
+def _view(buffer: Buffer) -> np.ndarray[Any, Any]:
+    """Host memory as NumPy has it."""
+    memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)
+    return np.ctypeslib.as_array(memory).view(element_type(buffer.dtype))

@@ -1,0 +1,64 @@
+"""Calls without an array for the result return a new one like the input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from ranks import Ranks
+
+import hetcoll
+
+
+def _results(comm: hetcoll.Communicator) -> None:
+    rank, size = comm.rank, comm.size
+    for _ in range(2):  # the second time over the fast path
+        for dtype in (np.float32, np.int64, np.bool_):
+            x = np.full((2, 3), rank % 2, dtype)
+            every = comm.allgather(x)
+            assert every.dtype == dtype
+            assert every.shape == (size, 2, 3)
+            assert all((every[r] == dtype(r % 2)).all() for r in range(size))
+        assert comm.allgather(np.array(rank)).tolist() == list(range(size))
+        part = comm.reduce_scatter(np.arange(size * 4.0).reshape(size, 2, 2))
+        assert part.tolist() == (size * np.arange(size * 4.0).reshape(size, 2, 2)[rank]).tolist()
+        assert comm.reduce_scatter(np.arange(size), op="max").shape == ()
+        got = comm.alltoall(np.arange(2 * size) + 100 * rank)
+        assert got.tolist() == [100 * r + 2 * rank + i for r in range(size) for i in range(2)]
+        counts = [r + 1 for r in range(size)]
+        got = comm.alltoall(np.full(sum(counts), rank), sendcounts=counts, recvcounts=[rank + 1] * size, timeout=20.0)
+        assert got.tolist() == [r for r in range(size) for _ in range(rank + 1)]
+
+
+def _refuse(comm: hetcoll.Communicator) -> None:
+    x = np.ones(comm.size)
+    for wrong, error, words in (
+        (lambda: comm.reduce_scatter(np.ones((comm.size + 1, 2))), hetcoll.ArgumentError, "leading axis of 3"),
+        (lambda: comm.reduce_scatter(np.ones(())), hetcoll.ArgumentError, "leading axis of 3"),
+        (lambda: comm.alltoall(np.ones(4)), hetcoll.ArgumentError, "wanted a multiple of 3 elements, got 4"),
+        (lambda: comm.alltoall(x, sendcounts=[1] * 3), hetcoll.ArgumentError, "wanted both or neither"),
+        (lambda: comm.alltoall(x, sendcounts=[1] * 3, recvcounts=["a"]), hetcoll.BufferTypeError, "wanted a whole"),
+        (
+            lambda: comm.allgather(b"bytes"),
+            hetcoll.BufferTypeError,
+            "since none like a bytes can be made",
+        ),
+        (lambda: comm.allgather([1, 2]), hetcoll.BufferTypeError, "sendbuf: wanted an array"),
+        (
+            lambda: comm.allgather(x, async_op=True),
+            hetcoll.ArgumentError,
+            "recvbuf: wanted an array with async_op=True",
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            wrong()
+    comm.barrier()
+
+
+def test_results_are_returned(pool: Callable[..., Ranks]) -> None:
+    pool(3).run(_results)
+
+
+def test_what_has_no_result_like_it(pool: Callable[..., Ranks]) -> None:
+    pool(3).run(_refuse)

@@ -1,0 +1,143 @@
+"""Messages with tags match by them, also from any rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from ranks import Ranks
+
+import hetcoll
+
+CLOSED = "rank 0 has left|left while it was needed|closed its connection|was lost"
+
+
+def _out_of_order(comm: hetcoll.Communicator) -> None:
+    """Receives in another order than the sends, tag 0 among them, of sizes that no buffer holds."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for count in (3, 0, 1_000_003):
+        works = [comm.send(np.full(count, tag + comm.rank / 4), right, tag=tag, async_op=True) for tag in (1, 0, 2, 7)]
+        got = {tag: np.zeros(count) for tag in (7, 2, 0, 1)}
+        works += [comm.recv(x, left, tag=tag, async_op=True) for tag, x in got.items()]
+        for work in works[::-1]:
+            work.wait()
+            assert work.done
+            assert work.error is None
+        for tag, x in got.items():
+            assert (x == tag + left / 4).all(), (tag, x)
+        assert [work.source for work in works[4:]] == [left, left, -1, left]
+    if comm.rank == 0:
+        for i in range(20):
+            comm.send(np.array(i), 1, tag=4 + i % 2)
+    if comm.rank == 1:
+        found = [int(_received(comm, 0, tag)[0]) for tag in (5, 4) for _ in range(10)]
+        assert found == [*range(1, 20, 2), *range(0, 20, 2)]
+    comm.barrier()
+
+
+def _received(comm: hetcoll.Communicator, source: int, tag: int) -> tuple[np.ndarray, int]:
+    x = np.zeros((), int)
+    return x, comm.recv(x, source, tag=tag).source
+
+
+def _from_any(comm: hetcoll.Communicator) -> None:
+    if comm.rank == 0:
+        for tag in (2, 1):
+            got = [_received(comm, hetcoll.ANY_SOURCE, tag) for _ in range(comm.size - 1)]
+            assert sorted(source for _, source in got) == list(range(1, comm.size))
+            assert all(x == 10 * source + tag for x, source in got)
+        late = comm.recv(x := np.zeros((), int), hetcoll.ANY_SOURCE, tag=9, async_op=True)
+        assert not late.done
+        comm.barrier()  # a receive that waits holds nothing up
+        late.wait()
+        assert (int(x), late.source) == (9, 2)
+    else:
+        for tag in (1, 2):
+            comm.send(np.array(10 * comm.rank + tag), 0, tag=tag)
+        comm.barrier()
+        if comm.rank == 2:
+            comm.send(np.array(9), 0, tag=9)
+    comm.barrier()
+
+
+def _refuse(comm: hetcoll.Communicator) -> None:
+    x, other = np.zeros(2), (comm.rank + 1) % comm.size
+    for wrong, error, words in (
+        (lambda: comm.send(x, other, tag=-1), hetcoll.ArgumentError, "tag: wanted 0 or more, got -1"),
+        (lambda: comm.send(x, other, tag="a"), hetcoll.BufferTypeError, "tag: wanted a whole number"),  # type: ignore[arg-type]
+        (lambda: comm.send(x, hetcoll.ANY_SOURCE, tag=1), hetcoll.ArgumentError, "peer: wanted a rank"),
+        (lambda: comm.send(x, hetcoll.ANY_SOURCE), hetcoll.ArgumentError, "peer: wanted a rank"),
+        (lambda: comm.recv(x, hetcoll.ANY_SOURCE), hetcoll.ArgumentError, "peer: ANY_SOURCE wants a tag above 0"),
+        (lambda: comm.recv(x, comm.rank, tag=1), hetcoll.ArgumentError, "peer: rank . is this rank"),
+        (lambda: comm.recv(bytes(3), other, tag=1), hetcoll.BufferTypeError, "wanted a writable"),
+    ):
+        with pytest.raises(error, match=words):
+            wrong()
+    with pytest.raises(hetcoll.ArgumentError, match="wanted messages without tags"), comm.group():
+        comm.send(x, other, tag=1)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_tags(pool: Callable[..., Ranks], transport: str) -> None:
+    for case in (_out_of_order, _from_any, _refuse):
+        pool(3, HETCOLL_TRANSPORT=transport).run(case)
+
+
+def _other_sizes(comm: hetcoll.Communicator) -> None:
+    if comm.rank == 0:
+        comm.send(np.ones(8), 1, tag=3)
+        with pytest.raises(hetcoll.CollectiveMismatchError, match="tag=3"):
+            comm.recv(np.zeros(1), 1)
+        return
+    site = f"{__file__}:{_other_sizes.__code__.co_firstlineno + 8}"
+    with pytest.raises(hetcoll.CollectiveMismatchError) as caught:
+        comm.recv(np.zeros(4), 0, tag=3)
+    assert f"rank 1 called recv(float64, count=4, tag=3) from rank 0 at {site}" in str(caught.value)
+    assert "; rank 0 called send(float64, count=8, tag=3) to rank 1" in str(caught.value)
+
+
+def _nobody_sends(comm: hetcoll.Communicator) -> None:
+    if comm.rank == 1:
+        work = comm.recv(np.zeros(4), 0, tag=3, async_op=True)
+        with pytest.raises(hetcoll.CollectiveTimeoutError, match=r"tag=3\) from rank 0 at .* did not finish in 0\.5 s"):
+            work.wait(0.5)
+        assert isinstance(work.error, hetcoll.CollectiveTimeoutError)
+    else:
+        with pytest.raises(hetcoll.CollectiveTimeoutError):
+            comm.recv(np.zeros(1), 1)
+
+
+def _aborted(comm: hetcoll.Communicator) -> None:
+    work = comm.recv(np.zeros(4), 1 - comm.rank, tag=3, async_op=True)
+    assert not work.done
+    if comm.rank == 0:
+        comm.abort("enough")
+    with pytest.raises(hetcoll.AbortedError, match="enough"):
+        work.wait()
+
+
+def _peer_leaves(comm: hetcoll.Communicator) -> None:
+    if comm.rank == 0:
+        comm.send(np.arange(3), 1, tag=1)  # it may be received after this rank has left
+        comm.close()
+        return
+    with pytest.raises(hetcoll.PeerLostError, match=CLOSED):
+        comm.recv(np.zeros(4), 0, tag=3)
+
+
+@pytest.mark.parametrize("case", [_other_sizes, _nobody_sends, _aborted, _peer_leaves])
+def test_tags_that_fail(launch: Callable[..., Ranks], case: Callable[[hetcoll.Communicator], None]) -> None:
+    launch(2).run(case)
+
+
+def _closed(comm: hetcoll.Communicator) -> None:
+    work = comm.recv(np.zeros(4), 1 - comm.rank, tag=3, async_op=True)
+    comm.close()
+    with pytest.raises(hetcoll.HetcollError):
+        work.wait()
+
+
+def test_closing_ends_what_waits(launch: Callable[..., Ranks]) -> None:
+    launch(2).run(_closed)

@@ -1,0 +1,96 @@
+"""Ranks that count for more than others: weighted means, and shards by weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import Ranks
+
+import hetcoll
+from hetcoll.runtime.weights import shares
+
+
+@given(st.integers(0, 5), st.lists(st.floats(0.01, 100.0), min_size=1, max_size=9), st.integers(0, 1000))
+def test_shares_are_whole_and_in_proportion(least: int, weights: list[float], spare: int) -> None:
+    total = least * len(weights) + spare
+    found = shares(total, weights, least)
+    assert sum(found) == total
+    assert min(found) >= least
+    if least == 0:
+        exact = [total * weight / sum(weights) for weight in weights]
+        assert all(abs(a - b) <= 1 for a, b in zip(found, exact, strict=True))
+
+
+def _means(comm: hetcoll.Communicator) -> None:
+    rank, size = comm.rank, comm.size
+    each = [0.5 + 2 * r for r in range(size)]
+    whole = math.fsum(each)
+    for dtype, slack in (
+        (np.float32, 1e-6), (np.float64, 1e-15), (np.float16, 2e-3), (ml_dtypes.bfloat16, 2e-2),
+        (np.complex64, 1e-6), (np.complex128, 1e-15),
+    ):  # fmt: skip
+        x = np.full((3, 5), rank + 1, dtype)
+        want = sum((r + 1) * weight for r, weight in enumerate(each)) / whole
+        comm.allreduce(x, out := np.empty_like(x), op="avg", weight=each[rank])
+        assert (x == rank + 1).all(), "the input was written"
+        np.testing.assert_allclose(out.astype(complex), want, rtol=slack)
+        comm.allreduce(x, op="avg", weight=each[rank], async_op=True).wait()
+        assert x.tobytes() == out.tobytes()
+        assert len({bytes(part) for part in comm.allgather(x.view(np.uint8).reshape(-1))}) == 1
+    only = np.full(4, float(rank))
+    comm.allreduce(only, op="avg", weight=float(rank == 1))
+    assert (only == 1).all()
+    comm.allreduce(memoryview(mine := np.full(2, rank, np.float64)), op="avg", weight=1)
+    np.testing.assert_allclose(mine, (size - 1) / 2)
+    comm.allreduce(np.empty(0), op="avg", weight=1)
+
+
+def _refuse(comm: hetcoll.Communicator) -> None:
+    for wrong, error, words in (
+        (lambda: comm.allreduce(np.ones(2), weight=1.0), hetcoll.ArgumentError, "weight: wanted op='avg'"),
+        (
+            lambda: comm.allreduce(np.ones(2, int), op="avg", weight=1.0),
+            hetcoll.BufferTypeError,
+            "weight: wanted floats",
+        ),
+        (lambda: comm.allreduce(np.ones(2), op="avg", weight=-1), hetcoll.ArgumentError, "number of 0 or more, got -1"),
+        (lambda: comm.allreduce(np.ones(2), op="avg", weight=math.nan), hetcoll.ArgumentError, "0 or more, got nan"),
+        (lambda: comm.allreduce(np.ones(2), op="avg", weight="1"), hetcoll.BufferTypeError, "weight: wanted a number"),
+        (lambda: comm.allreduce(np.ones(2), op="avg", weight=0), hetcoll.ArgumentError, "above 0 on some rank"),
+        (lambda: comm.allreduce(np.ones(2), op="avg", weight=1, stream=1), hetcoll.ArgumentError, "wanted no stream"),
+        (lambda: comm.shards(10, 0), hetcoll.ArgumentError, "weight: wanted a number above 0"),
+        (lambda: comm.shards(1, least=1), hetcoll.ArgumentError, "total: wanted 1 or more for each of 3 ranks, got 1"),
+        (lambda: comm.shards(10, least=-1), hetcoll.ArgumentError, "least: wanted 0 or more"),
+        (lambda: comm.shards(1.5), hetcoll.BufferTypeError, "total: wanted a whole number"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(error, match=words):
+            wrong()
+    comm.barrier()
+
+
+def _shards(comm: hetcoll.Communicator) -> None:
+    parts = comm.shards(100, 1.0 + comm.rank)
+    assert parts == [slice(0, 17), slice(17, 50), slice(50, 100)]
+    data = np.arange(100)
+    assert np.concatenate(comm.allgather_object(data[parts[comm.rank]])).tolist() == data.tolist()
+    assert comm.shards(4, 1.0 if comm.rank else 1000.0, least=1) == [slice(0, 2), slice(2, 3), slice(3, 4)]
+
+
+def _mismatch(comm: hetcoll.Communicator) -> None:
+    with pytest.raises(hetcoll.CollectiveMismatchError, match="weight"):
+        comm.allreduce(np.ones(2), op="avg", weight=1.0 if comm.rank else None)
+
+
+def test_weighted_means_and_shards(pool: Callable[..., Ranks]) -> None:
+    for case in (_means, _refuse, _shards):
+        pool(3).run(case)
+
+
+def test_a_weight_on_one_rank_only_is_a_mismatch(launch: Callable[..., Ranks]) -> None:
+    launch(2).run(_mismatch)
