@@ -52,7 +52,7 @@ def test_each_public_name_is_in_the_api_pages() -> None:
 
 
 def undocumented(kind: type) -> list[str]:
-    """The public functions and properties of a class without docstrings; those of bases count for what is overridden."""
+    """The public functions and properties of a class without docstrings; a base's counts for what is overridden."""
     told = {name for base in inspect.getmro(kind)[1:] for name, value in vars(base).items() if value.__doc__}
     public = [(name, value) for name, value in vars(kind).items() if not name.startswith("_") and name not in INTERNAL]
     calls = [(name, value) for name, value in public if inspect.isroutine(value) or isinstance(value, property)]
