@@ -117,7 +117,7 @@ def hand_over(comm: hetcoll.Communicator, senders: list[int], receivers: list[in
                 got = np.moveaxis(cache, blocks, (0, 1))[to_blocks, layer]
                 assert (got == np.moveaxis(part(dst, target, member), blocks, (0, 1))[to_blocks, layer]).all(), turn
             receiving.close()
-    comm.barrier()
+        comm.barrier()  # the next request may have these blocks
     if sends:
         with handoff.send(1) as sending:
             assert sending.layer(0, [1], [0])
