@@ -13,6 +13,8 @@ from ranks import Ranks
 import hetcoll
 from hetcoll.errors import ClosedError
 
+CHANNELS = 3  # native/base/message.h
+
 
 def sockets() -> int:
     """This process's TCP sockets."""
@@ -42,7 +44,9 @@ def test_links_are_made_when_they_are_needed_and_counted(launch: Callable[..., R
     for rank, found in enumerate(ranks.run(around_a_call, 1 << 16)):
         (before, none), (after, some), (again, still) = found
         assert (before["plans"], before["sockets"]) == (0, 0), "nothing was called yet"
-        assert after["descriptors"] - before["descriptors"] == some - none == 2, "a ring has two neighbours"
+        made = after["descriptors"] - before["descriptors"]
+        assert made == some - none
+        assert 2 <= made <= 2 * CHANNELS, "a ring has two neighbours"
         assert after["threads"] == before["threads"] <= 3 + (rank == 0), "no link has a thread"
         assert after["sockets"] > 0
         assert after["plans"] > 0
