@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .. import lifetime
-from ..config.limits import Held
+from ..config.limits import Held, reserve_descriptors
 from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError, spell_gone
 from .columns import Column, Telling, unpack_columns
 from .news import Event, Handler, Left, Lost, Query, StoreLost, Verdict
@@ -33,6 +33,7 @@ log = logging.getLogger("hetcoll.control")
 
 _SEND_SECONDS = 30.0
 _GOODBYE_SECONDS = 1.0
+_RELAY_DESCRIPTORS = 170  # of its children, and of those who have yet to prove the secret
 
 
 @dataclass(slots=True)
@@ -253,6 +254,9 @@ class ControlClient:
             from .relay import Relay  # few processes need it, and imports count
 
             host = self._uplink.sock.getsockname()[0]
+            if problem := reserve_descriptors(_RELAY_DESCRIPTORS):
+                log.warning("this process cannot be a relay: %s", problem)
+                return
             try:
                 self._relay = Relay(self._id, host, self._size, self._timeout)
             except OSError as error:

@@ -81,7 +81,8 @@ class StoreServer:
         HOSTED.pop(self._job_id, None)
         if not self._closing:
             self._closing = True
-            self._wake_write.send(b"\0")
+            with contextlib.suppress(OSError):  # the thread may have seen the flag, and ended
+                self._wake_write.send(b"\0")
         if threading.current_thread() is not self._thread:
             self._thread.join(_FAREWELL + 5)
             self._wake_write.close()  # not by the thread: it may end between our flag and our byte
