@@ -32,7 +32,7 @@ log = logging.getLogger("hetcoll.uplink")
 SILENCE = 10.0  # seconds without a word from a relay until it is given up
 RETURN = 20.0  # seconds in which whoever lost its relay finds another
 _RELAY_SECONDS = 10.0  # that a relay has to answer
-_FIRST_PAUSE, _LAST_PAUSE = 0.05, 1.0  # seconds until who was not let in comes again
+_FIRST_PAUSE, _LAST_PAUSE = 0.05, 8.0  # seconds until who was not let in comes again, doubling: many wait at once
 TOKEN_BYTES = 16
 
 
