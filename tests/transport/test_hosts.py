@@ -116,7 +116,8 @@ WATCH = """
 import sys, threading
 from hetcoll.rendezvous import sockets
 sockets._KEEP_ALIVE, sockets._USER_TIMEOUT = 1, 3  # instead of 5 and 30 s
-from hetcoll.rendezvous.control import WORLD, ControlClient, Lost
+from hetcoll.rendezvous.control import WORLD, ControlClient
+from hetcoll.rendezvous.news import Lost
 from hetcoll.config.env import environment
 from hetcoll.rendezvous.bootstrap import bootstrap
 

@@ -28,7 +28,7 @@ VERDICT = struct.Struct("<B7x32s")
 assert (GREETING.size, CLAIM.size, VERDICT.size) == (72, 104, 40)
 CONTEXT_BYTES = 32
 HANDSHAKE_SECONDS = 5.0  # what a listener grants a connection that has proven nothing
-MAX_PENDING = 256  # how many such connections it has at a time; more are let in by turning the oldest away
+MAX_PENDING = 128  # how many such connections it has at a time; more are let in by turning the oldest away
 PATIENCE = 0.2  # seconds that each of them has at least, for its claim, while others wait in the kernel's backlog
 
 _MAGIC = b"HCC1"
@@ -41,6 +41,7 @@ class Service(IntEnum):
     STORE = 1
     DATA = 2
     DESCRIPTOR = 3
+    RELAY = 4
 
 
 class Verb(IntEnum):

@@ -9,67 +9,31 @@ from __future__ import annotations
 
 import itertools
 import logging
-import select
-import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from .. import lifetime
-from ..config.limits import Held
+from ..config.limits import Held, reserve_descriptors
 from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError, spell_gone
 from .columns import Column, Telling, unpack_columns
-from .probe import connect_store
-from .sockets import receive, send_all, spell_address, spell_error
+from .news import Event, Handler, Left, Lost, Query, StoreLost, Verdict
+from .sockets import spell_address, spell_error
 from .unique_id import UniqueId, hosted_here
-from .wire import F64, NOBODY, U32, WORLD, Frame, FrameReader, Op, Status, header, pack, unpack
+from .uplink import Uplink
+from .wire import F64, NOBODY, U32, WORLD, Frame, Op, Status, pack, unpack
+
+if TYPE_CHECKING:
+    from .relay import Relay
 
 log = logging.getLogger("hetcoll.control")
 
 _SEND_SECONDS = 30.0
 _GOODBYE_SECONDS = 1.0
-
-
-class Lost(NamedTuple):
-    """A rank of the group died, or its host vanished."""
-
-    rank: int
-    reason: str
-
-
-class Left(NamedTuple):
-    """A rank of the group said goodbye."""
-
-    rank: int
-
-
-class Verdict(NamedTuple):
-    """The group's first verdict: what `rank` posted. All members get the same one, late ones too."""
-
-    kind: bytes
-    blob: bytes
-    rank: int
-
-
-class Query(NamedTuple):
-    """A rank asks all members; the handler returns the answer."""
-
-    rank: int
-    blob: bytes
-
-
-class StoreLost(NamedTuple):
-    """The store is gone. Calls that need it fail from now on; `orderly` when its process ended in order."""
-
-    reason: str
-    orderly: bool
-
-
-Event = Lost | Left | Verdict | Query | StoreLost
-Handler = Callable[[bytes, Event], bytes | None]
+_RELAY_DESCRIPTORS = 170  # of its children, and of those who have yet to prove the secret
 
 
 @dataclass(slots=True)
@@ -121,11 +85,13 @@ class ControlClient:
         self._calls: dict[int, _Call] = {}
         self._groups: dict[bytes, _Membership] = {}
         self._lock = threading.Lock()  # of the two tables and _end
-        self._send_lock = threading.Lock()
         self._end: StoreLost | None = None
         self._closing = self._forked = False
         deadline = time.monotonic() + timeout
-        self._sock, self.store_address = connect_store(unique_id, deadline)
+        self._size = size
+        self._relay: Relay | None = None
+        self._uplink = Uplink(unique_id, size, deadline, self._serve)
+        self.store_address = unique_id.addresses[0]
         self._thread = threading.Thread(target=self._read, name="hetcoll-control", daemon=True)
         lifetime.watch(self)
         self._thread.start()
@@ -248,6 +214,8 @@ class ControlClient:
     def holds(self) -> Held:
         """The connection and its thread, and the store where this process hosts it."""
         mine = Held(self._end is None, self._thread.is_alive())
+        if self._relay is not None:
+            mine = Held(*map(sum, zip(mine, self._relay.holds(), strict=True)))
         store = hosted_here(self._id.job_id)
         return mine if store is None else Held(*map(sum, zip(mine, store.holds(), strict=True)))
 
@@ -257,23 +225,42 @@ class ControlClient:
         if self._forked:
             return
         with self._lock:
-            first, self._closing = not self._closing, True
+            first, self._closing, self._uplink.closing = not self._closing, True, True
+            relay = self._relay
+        if relay is not None:
+            relay.retire()
         if first and self._end is None:
             try:
-                self._send(Op.BYE, b"", 0, _GOODBYE_SECONDS)
+                self._uplink.send(Op.BYE, b"", 0, _GOODBYE_SECONDS)
             except OSError as error:
                 log.debug("goodbye: %s", spell_error(error))
         if threading.current_thread() is self._thread:
             return
         self._thread.join(_GOODBYE_SECONDS)  # the store closes the connection when it has read the goodbye
         if self._thread.is_alive():
-            self._shut_down()
+            self._uplink.shut_down()
             self._thread.join(5.0)
 
     def abandon(self) -> None:
         """In a forked child: close the inherited socket; every call raises ClosedError."""
         self._forked = self._closing = True
-        self._sock.close()
+        self._uplink.sock.close()
+
+    def _serve(self) -> None:
+        """The store wants this process to be a relay, at the address by which it is connected to the others."""
+        with self._lock:
+            if self._closing or self._relay is not None:
+                return
+            from .relay import Relay  # few processes need it, and imports count
+
+            host = self._uplink.sock.getsockname()[0]
+            if problem := reserve_descriptors(_RELAY_DESCRIPTORS):
+                log.warning("this process cannot be a relay: %s", problem)
+                return
+            try:
+                self._relay = Relay(self._id, host, self._size, self._timeout)
+            except OSError as error:
+                log.warning("this process cannot be a relay at %s: %s", host, spell_error(error))
 
     # Requests.
 
@@ -286,11 +273,11 @@ class ControlClient:
             self._calls[number] = call
         try:
             self._check_usable(group)  # the thread may have ended before it could see this call
-            self._send(op, pack(fields), number, min(patience, _SEND_SECONDS))
+            self._uplink.send(op, pack(fields), number, min(patience, _SEND_SECONDS))
             if not call.wait(patience):
                 raise InitError(f"the store at {spell_address(self.store_address)} did not answer in {seconds:.3g} s")
         except OSError as error:
-            self._shut_down()
+            self._uplink.shut_down()
             raise CommunicationError(f"the store could not be told: {spell_error(error)}") from error
         finally:
             with self._lock:
@@ -320,34 +307,16 @@ class ControlClient:
         what = "has ended" if self._end.orderly else f"was lost: {self._end.reason}"
         return PeerLostError(f"{who} {what}", -1 if host == NOBODY else host)
 
-    def _send(self, op: Op, body: bytes, number: int, seconds: float) -> None:
-        with self._send_lock:
-            send_all(self._sock, header(op, body, number) + body, time.monotonic() + seconds)
-
-    def _shut_down(self) -> None:
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            log.debug("shutting the control connection down: %s", spell_error(error))
-
     # The reader thread.
 
     def _read(self) -> None:
         end = StoreLost("the connection ended", False)
-        frames = FrameReader()
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
         try:
-            while not end.orderly:
-                poll.poll()
-                data = receive(self._sock)
-                if data == b"":
+            for frame in self._uplink.frames():
+                if frame.op == Op.CLOSING:
+                    end = StoreLost("its process ended in order", True)
                     break
-                for frame in frames.feed(data or b""):
-                    if frame.op == Op.CLOSING:
-                        end = StoreLost("its process ended in order", True)
-                        break
-                    self._dispatch(frame)
+                self._dispatch(frame)
         except (OSError, HetcollError, struct.error, ValueError) as error:
             end = StoreLost(spell_error(error), False)
         finally:
@@ -379,7 +348,7 @@ class ControlClient:
         elif frame.op == Op.ASK:
             answer = self._tell(group, membership, Query(U32.unpack(rest[0])[0], rest[1]))
             if answer is not None:
-                self._send(Op.ANSWER, pack((rest[2], answer)), 0, _SEND_SECONDS)
+                self._uplink.send(Op.ANSWER, pack((rest[2], answer)), 0, _SEND_SECONDS)
 
     def _tell(self, group: bytes, membership: _Membership, event: Event) -> bytes | None:
         if membership.handler is None:
@@ -394,7 +363,7 @@ class ControlClient:
         with self._lock:
             self._end = end
             calls, closing = list(self._calls.values()), self._closing
-        self._sock.close()
+        self._uplink.sock.close()
         for call in calls:
             error = ClosedError("the control connection was closed") if closing else self._store_error(None)
             call.finish(None, error)

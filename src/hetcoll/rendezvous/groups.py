@@ -14,13 +14,13 @@ import math
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ..errors import spell_gone, spell_ranks
 from .exchanges import Exchange
+from .group import Group, Question
 from .keys import Keys, Member, RefusedError
-from .wire import F64, MAX_ID, NOBODY, U32, WORLD, Frame, Op, Status, pack
+from .wire import F64, MAX_ID, U32, WORLD, Frame, Op, Status, pack
 
 log = logging.getLogger("hetcoll.groups")
 
@@ -29,43 +29,6 @@ MAX_SIZE = 1 << 20
 MAX_SECONDS = 7 * 86400.0
 _GATHER = 0.02  # seconds in which goodbyes are gathered, and told together
 _GATHER_A_RANK = 50e-6  # seconds more for each rank: telling all of them takes longer, too
-
-
-@dataclass(slots=True)
-class Question:
-    """One question to all members: who has yet to answer, and what came."""
-
-    asker: Member
-    request: int
-    waiting: set[int]
-    answers: dict[int, bytes] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Group:
-    """Ranks that know each other. `gone` has the reason of each rank that was lost, and "" for one that left.
-
-    `roll` are the requests of ranks that want to go on with those that are left, `rolls` the number of such calls so
-    far, and `late` who is there but did not come to one in time. `formed` once all ranks have met in an exchange.
-    `mixed` is why it never will: two processes said that they are the same rank, or ranks said different sizes.
-    `leaving` are ranks that said goodbye, of which the others have yet to be told. `own` is what ranks told in
-    exchanges, by tag, for those who ask.
-    """
-
-    size: int
-    members: dict[int, Member] = field(default_factory=dict)
-    gone: dict[int, str] = field(default_factory=dict)
-    host: int = NOBODY
-    verdict: bytes | None = None
-    exchanges: dict[bytes, Exchange] = field(default_factory=dict)
-    questions: dict[int, Question] = field(default_factory=dict)
-    roll: dict[int, tuple[Member, int]] = field(default_factory=dict)
-    rolls: int = 0
-    late: set[int] = field(default_factory=set)
-    formed: bool = False
-    mixed: str = ""
-    leaving: list[int] = field(default_factory=list)
-    own: dict[bytes, dict[int, bytes]] = field(default_factory=dict)
 
 
 class Groups:

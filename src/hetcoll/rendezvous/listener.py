@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
@@ -173,7 +174,8 @@ class Listener:
             first, self._closing = not self._closing, True
             self._news.notify_all()
         if first:
-            self._wake_write.send(b"\0")
+            with contextlib.suppress(OSError):  # the thread may have seen the flag, and ended
+                self._wake_write.send(b"\0")
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
             self._wake_write.close()  # not by the thread: it may end between our flag and our byte

@@ -72,7 +72,7 @@ class Search:
     `settled`: it listens at one of the endpoints already or never will, so a failed proof is final when all of them
     have answered. Else the search goes on, for it may come up at another. The first `eager` ports are tried at once,
     the rest a little later: most often they are not needed. `one`: all endpoints are one listener's, not only those of
-    one port.
+    one port. `there`: it has listened before, so where nobody answers for it, it is gone.
     """
 
     service: Service
@@ -81,6 +81,7 @@ class Search:
     respond: Callable[[bytes, bytes], Response]
     settled: bool = False
     one: bool = False
+    there: bool = False
     eager: int = 4
     _places: dict[tuple[Any, ...], _Place] = field(default_factory=dict)
     _unresolved: dict[str, str] = field(default_factory=dict)
@@ -100,6 +101,8 @@ class Search:
                     return found
                 if self.settled and not self._unresolved and all(place.answers for place in self._places.values()):
                     self._check_denied()
+                    if self.there:
+                        break
             waited = time.monotonic() - started
             self._check_denied()
             raise InitError(f"the store of rank 0 was not found within {waited:.1f} s: {self._spell_outcomes()}")
@@ -266,8 +269,10 @@ def _first_few(items: Iterable[str]) -> str:
     return ", ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
 
 
-def connect_store(unique_id: UniqueId, deadline: float) -> tuple[socket.socket, tuple[str, int]]:
-    """A connection to the job's store that has proven the secret, and the address it goes to."""
+def connect_store(
+    unique_id: UniqueId, deadline: float, *, there: bool = False
+) -> tuple[socket.socket, tuple[str, int]]:
+    """A connection to the job's store that has proven the secret, and the address it goes to. `there` as `Search`."""
     found = Search(
         Service.STORE,
         lambda context: context[:16] == unique_id.job_id,
@@ -275,5 +280,22 @@ def connect_store(unique_id: UniqueId, deadline: float) -> tuple[socket.socket, 
         lambda greeting, _: Response(unique_id.secret, greeting),
         settled=True,
         one=True,
+        there=there,
     ).run(deadline)
     return found.sock, found.address
+
+
+def connect_relay(
+    unique_id: UniqueId, token: bytes, addresses: Sequence[tuple[str, int]], deadline: float
+) -> socket.socket:
+    """A connection to the relay with this token that has proven the secret."""
+    search = Search(
+        Service.RELAY,
+        lambda context: context[:16] == token,
+        addresses,
+        lambda greeting, _: Response(unique_id.secret, greeting),
+        settled=True,
+        one=True,
+        there=True,
+    )
+    return search.run(deadline).sock

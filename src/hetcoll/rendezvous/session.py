@@ -7,7 +7,8 @@ import threading
 from collections.abc import Iterator
 
 from ..errors import HetcollError, InitError
-from .control import ControlClient, Event, Handler
+from .control import ControlClient
+from .news import Event, Handler
 from .unique_id import UniqueId
 from .wire import WORLD
 

@@ -12,60 +12,28 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 from .. import lifetime
 from ..config.limits import Held, reserve_descriptors
 from ..errors import CommunicationError
 from .acceptor import Acceptor, Fetch, choose_wait
 from .auth import Service
+from .exchanges import FEW
 from .groups import Groups
+from .members import Connection
 from .sockets import receive, spell_error
+from .tree import Tree
 from .unique_id import HOSTED
-from .wire import FrameReader, Op, Status, header, pack
+from .uplink import Kind
+from .wire import FrameReader, Op, header, pack
 
 log = logging.getLogger("hetcoll.store")
 
-_MAX_UNSENT = 256 << 20  # bytes queued for a member that does not read
+_ITSELF = 256  # descriptors that the store of a large job takes, whatever its size
 _FAREWELL = 1.0  # seconds that the last messages may take
 
 _hosted: dict[bytes, StoreServer] = {}
-
-
-class Connection:
-    """A member's socket and what is to be sent over it. A `groups.Member`."""
-
-    def __init__(self, sock: socket.socket, name: str, dirty: set[Connection]) -> None:
-        self.sock, self.name = sock, name
-        self.ranks: dict[bytes, int] = {}
-        self.reader = FrameReader()
-        self.queue: deque[memoryview] = deque()
-        self.unsent = 0
-        self._dirty = dirty
-
-    def send(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK) -> None:
-        """Queue one frame; the server flushes the queues before it sleeps."""
-        for part in (header(op, body, request, status), body):
-            if part:
-                self.queue.append(memoryview(part))
-                self.unsent += len(part)
-        self._dirty.add(self)
-
-    def flush(self) -> None:
-        """Send what the socket takes now."""
-        while self.queue:
-            try:
-                sent = self.sock.sendmsg(list(islice(self.queue, 64)), (), socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                return
-            self.unsent -= sent
-            while sent:
-                head = self.queue.popleft()
-                if sent < len(head):
-                    self.queue.appendleft(head[sent:])
-                sent -= min(sent, len(head))
 
 
 class StoreServer:
@@ -90,7 +58,8 @@ class StoreServer:
         self._idle = threading.Event()  # nobody is connected
         self._idle.set()
         self._job_id = context[:16]
-        self._groups = Groups(launched=any(context[16:]), reserve=reserve_descriptors)
+        self._groups = Groups(launched=any(context[16:]), reserve=_reserve)
+        self._tree = Tree(self._groups, self._part_with)
         self._connections: dict[int, Connection] = {}
         self._dirty: set[Connection] = set()  # have something queued since the last flush
         self._closing = False
@@ -112,7 +81,8 @@ class StoreServer:
         HOSTED.pop(self._job_id, None)
         if not self._closing:
             self._closing = True
-            self._wake_write.send(b"\0")
+            with contextlib.suppress(OSError):  # the thread may have seen the flag, and ended
+                self._wake_write.send(b"\0")
         if threading.current_thread() is not self._thread:
             self._thread.join(_FAREWELL + 5)
             self._wake_write.close()  # not by the thread: it may end between our flag and our byte
@@ -142,8 +112,10 @@ class StoreServer:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._turn(choose_wait(self._groups.tick(), self._acceptor.prepare()))
+                self._turn(choose_wait(self._groups.tick(), self._tree.tick(), self._acceptor.prepare()))
             self._say_farewell()
+        except Exception:
+            log.exception("the store failed")  # members see that it is lost
         finally:
             self._acceptor.close()
             for connection in list(self._connections.values()):
@@ -166,7 +138,7 @@ class StoreServer:
                 self._guarded(key.data, self._read)
 
     def _admit(self, sock: socket.socket, name: str, context: bytes) -> None:
-        connection = Connection(sock, name, self._dirty)
+        connection = Connection(sock, name, self._dirty, FrameReader())
         self._connections[sock.fileno()] = connection
         self._idle.clear()
         self._selector.register(sock, selectors.EVENT_READ, connection)
@@ -188,34 +160,51 @@ class StoreServer:
         if data == b"":
             raise ConnectionResetError("its process died: the connection ended without a goodbye")
         for frame in connection.reader.feed(data or b""):
-            if frame.op == Op.BYE:
+            if frame.op == Op.ENTER or connection.node is not None:
+                self._tree.handle(connection, frame)
+                if self._connections.get(connection.sock.fileno()) is not connection:
+                    return
+            elif frame.op == Op.BYE:
                 self._disconnect(connection, "")
                 return
-            self._groups.handle(connection, frame)
+            else:
+                self._groups.handle(connection, frame)
 
     def _flush(self, connection: Connection) -> None:
-        connection.flush()
-        if connection.unsent > _MAX_UNSENT:
-            raise ConnectionResetError(f"it left {connection.unsent} bytes unread")
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.queue else 0)
-        if self._selector.get_key(connection.sock).events != events:
-            self._selector.modify(connection.sock, events, connection)
+        connection.flush_with(self._selector)
 
     def _disconnect(self, connection: Connection, reason: str) -> None:
         """Close a connection and tell its groups. An empty reason is a goodbye."""
         del self._connections[connection.sock.fileno()]
         self._selector.unregister(connection.sock)
         connection.sock.close()
+        self._dirty.discard(connection)
         log.debug("%s is gone: %s", connection.name, reason or "goodbye")
         self._groups.drop(connection, reason)
-        if not self._connections:
+        self._tree.lost(connection, reason)
+        members = (c for c in self._connections.values() if c.node is None or c.node.entry.kind is Kind.MEMBER)
+        if not self._tree.members and not any(members):
             self._idle.set()
+
+    def _part_with(self, connection: Connection) -> None:
+        """The tree has no more use for a connection."""
+        if self._connections.get(connection.sock.fileno()) is connection:
+            with contextlib.suppress(OSError):
+                connection.flush()
+            self._disconnect(connection, "")
 
     def _say_farewell(self) -> None:
         self._acceptor.close()
         for connection in self._connections.values():
-            connection.send(Op.CLOSING, b"")
+            if connection.node is None:
+                connection.send(Op.CLOSING, b"")
+        self._tree.say_farewell()
         deadline = time.monotonic() + _FAREWELL
         self._turn(0.0)
         while any(each.queue for each in self._connections.values()) and time.monotonic() < deadline:
             self._turn(0.05)
+
+
+def _reserve(size: int) -> str:
+    """See `Groups`: a connection for each rank of a small job; the tree of a large one has its own bound."""
+    return reserve_descriptors(size if size <= FEW else _ITSELF)

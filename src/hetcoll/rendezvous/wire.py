@@ -1,6 +1,7 @@
 """Frames of the control plane: a fixed header, then fields with their lengths. Nothing is ever unpickled.
 
-Header, little-endian, 16 bytes: operation u8, status u8, reserved u16, body bytes u32, request u64. The body of most
+Header, little-endian, 16 bytes: operation u8, status u8, number u16, body bytes u32, request u64. The number is that of
+the frame among those of its member in large jobs (`streams`), else 0. The body of most
 frames is a list of fields, each u32 length and that many bytes. Replies carry the request they answer; pushes carry 0.
 """
 
@@ -20,6 +21,7 @@ WORLD = b"world"
 """The name of a job's first group."""
 
 U32 = struct.Struct("<I")
+U64 = struct.Struct("<Q")
 F64 = struct.Struct("<d")
 
 
@@ -38,6 +40,11 @@ class Op(IntEnum):
     BYE = 9  # this member leaves all its groups; has no reply
     SHRINK = 10  # group, seconds -> the number of the roll call, and who answered it: a field a rank, in rising order
     LOOK = 11  # group, tag of an exchange that is over, ranks -> the own value of each
+    ENTER = 12  # a large job's first frame: see `uplink.Entry` -> WELCOME or GO
+    ACK = 13  # how many frames have come, u64; both ways
+    SYNC = 14  # the same, after the way has changed -> SYNCED
+    GONE = 15  # of a relay: its child is gone, and why; nothing: in order
+    UP = 16  # of a relay: see `routes`
     REPLY = 64
     LOST = 65  # group, rank, reason
     LEFT = 66  # group, ranks
@@ -45,6 +52,14 @@ class Op(IntEnum):
     ASK = 68  # group, rank that asks, blob, the number of the question
     HOST = 69  # group, rank that hosts the store
     CLOSING = 70  # the process that hosts the store ends in order
+    WELCOME = 71  # how many frames of this member came, u64
+    GO = 72  # the token of a relay and where it listens: see `uplink`; nothing: come again
+    SERVE = 73  # this process is to be a relay
+    DOWN = 74  # to a relay: see `routes`
+    CUT = 75  # to a relay: a child of its has said goodbye, and its connection is to be closed
+    RESYNC = 76  # from a relay: the way to the store has changed
+    SYNCED = 77  # how many frames of this member came, u64
+    BEAT = 78  # from a relay, now and then: it is there
 
 
 class Status(IntEnum):
@@ -66,6 +81,7 @@ class Frame(NamedTuple):
     status: int
     request: int
     body: bytes
+    number: int = 0
 
     @property
     def fields(self) -> list[bytes]:
@@ -95,9 +111,9 @@ def unpack(body: bytes) -> list[bytes]:
     return fields
 
 
-def header(op: Op, body: bytes, request: int = 0, status: Status = Status.OK) -> bytes:
+def header(op: int, body: bytes, request: int = 0, status: int = Status.OK, number: int = 0) -> bytes:
     """The header that goes before `body`."""
-    return HEADER.pack(op, status, 0, len(body), request)
+    return HEADER.pack(op, status, number, len(body), request)
 
 
 class FrameReader:
@@ -111,7 +127,7 @@ class FrameReader:
         """Take the next bytes of the stream and give the frames that they complete."""
         self._data += data
         while len(self._data) >= HEADER.size:
-            op, status, _, length, request = HEADER.unpack_from(self._data)
+            op, status, number, length, request = HEADER.unpack_from(self._data)
             if length > self._limit:
                 raise CommunicationError(f"a frame of {length} bytes: wanted at most {self._limit}")
             end = HEADER.size + length
@@ -119,4 +135,4 @@ class FrameReader:
                 return
             body = bytes(memoryview(self._data)[HEADER.size : end])
             del self._data[:end]
-            yield Frame(op, status, request, body)
+            yield Frame(op, status, request, body, number)

@@ -265,7 +265,7 @@ class Core:
         """See `Communicator.memory`."""
         found = Counter(self.engine.memory())
         found["plans"] += self.planner.bound_bytes()
-        found["residuals"] = self.compression.counters()["residual_bytes"]
+        found["residuals"] = self.compression.counters().get("residual_bytes", 0)
         if self.wiring.memory is not None:
             found["pinned"] += self.wiring.memory.counters["bytes"]
         holders = [self.wiring.holds(), self.gpus.holds()]

@@ -1,0 +1,311 @@
+"""The store's side of a large job's tree: who is connected to whom, and who is told to go where.
+
+The first members stay with the store, and each that is asked to becomes a relay beside its own membership. Later ones
+are sent to the relay nearest to the store that has room; while there is none, they wait. A member is lost when its own
+connection ends. When a relay's ends, those behind it are missing and not lost: they come back elsewhere, each with what
+it has of the frames that were sent to it. Who has not come back after ABSENCE seconds is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..errors import CommunicationError
+from .groups import Groups
+from .members import Connection
+from .routes import Entry as Way
+from .routes import Route, unpack_up
+from .streams import Stream
+from .uplink import Entry, Kind, pack_places
+from .wire import U64, Frame, Op, Status, pack
+
+log = logging.getLogger("hetcoll.tree")
+
+FAN = 32  # children of a relay; members, and as many relays, that the store has itself
+_FOR_RELAYS = 2  # of these
+_TRIES = 3  # relays that somebody cannot reach until the store takes it itself
+MAX_WAITING = 48  # who wait at the store for a relay; more are to come again
+ABSENCE = 30.0  # seconds
+_GRANTED = 10.0  # seconds that a place is kept for who was sent there
+_PATIENCE = 1.0  # seconds that some wait until another relay is asked for
+
+
+class Node:
+    """A member or a relay, wherever it is. `parent` is a relay; None: the store itself, over `connection`."""
+
+    def __init__(self, tree: Tree, entry: Entry, name: str) -> None:
+        self._tree, self.entry, self.name = tree, entry, name
+        self.ranks: dict[bytes, int] = {}
+        self.stream = Stream()
+        self.parent: Node | None = None
+        self.connection: Connection | None = None
+        self.number = 0  # among its parent's children
+        self.children: dict[int, Node] = {}
+        self.granted: list[tuple[float, Kind]] = []  # until when places are kept, and for whom
+        self.asked = False  # to be a relay as well
+
+    def way(self) -> tuple[Connection, Route] | None:
+        """The connection that leads here, and the route from there on; None where there is no way now."""
+        route: list[int] = []
+        node = self
+        while node.parent is not None:
+            route.append(node.number)
+            node = node.parent
+        return None if node.connection is None else (node.connection, tuple(reversed(route)))
+
+    def send(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK) -> None:
+        """As `groups.Member`: sent again where it is lost with a relay."""
+        sent = self.stream.put(op, body, request, status)
+        self.emit(sent.op, sent.body, sent.request, sent.status, sent.number)
+
+    def emit(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK, number: int = 0) -> None:
+        """Send a frame that is lost where there is no way."""
+        way = self.way()
+        if way is None:
+            return
+        connection, route = way
+        if route:
+            connection.cast(op, body, status, Way(route, request, number))
+        else:
+            connection.send(op, body, request, status, number)
+
+    def sync(self, received: int, op: Op) -> None:
+        """It has so many frames: say how many of its are here, and send the rest."""
+        self.stream.acknowledge(received)
+        self.emit(op, U64.pack(self.stream.received))
+        for sent in self.stream.again():
+            self.emit(sent.op, sent.body, sent.request, sent.status, sent.number)
+
+    def has_room(self, kind: Kind, now: float) -> bool:
+        """Whether a relay has a place for one more. Some are for relays alone, or the tree could not grow."""
+        if len(self.children) >= FAN:
+            return False
+        self.granted = [each for each in self.granted if each[0] > now]
+        kinds = [each.entry.kind for each in self.children.values()] + [each for _, each in self.granted]
+        return len(kinds) < FAN and (kind is Kind.RELAY or kinds.count(Kind.MEMBER) < FAN - _FOR_RELAYS)
+
+
+class _Waiting(NamedTuple):
+    connection: Connection
+    entry: Entry
+
+
+class Tree:
+    """All nodes. `end` closes a connection of the store's own, once what is queued is sent. One thread calls it."""
+
+    def __init__(self, groups: Groups, end: Callable[[Connection], None]) -> None:
+        self._groups, self._end = groups, end
+        self._nodes: dict[bytes, Node] = {}
+        self._relays: list[Node] = []  # in the order in which they came
+        self._waiting: list[_Waiting] = []
+        self._missing: dict[bytes, float] = {}  # relays that were lost, and until when their children may come back
+        self._members = self._asked = 0
+        self._own = dict.fromkeys(Kind, 0)  # how many are connected to the store itself
+        self._recruit_at = 0.0
+
+    @property
+    def members(self) -> int:
+        """How many there are."""
+        return self._members
+
+    def tick(self) -> float | None:
+        """Do what is due; the seconds until the next deadline."""
+        now, waits = time.monotonic(), list[float]()
+        for token, until in list(self._missing.items()):
+            if until <= now and self._missing.pop(token, None) is not None:
+                self._give_up(self._nodes[token])
+            else:
+                waits.append(until - now)
+        if self._waiting:
+            if now >= self._recruit_at:
+                self._recruit_at = now + _PATIENCE
+                self._recruit()
+                self._serve_waiting()
+            waits.append(self._recruit_at - now)
+        return min(waits, default=None)
+
+    # Frames.
+
+    def handle(self, connection: Connection, frame: Frame) -> None:
+        """A frame of a connection whose first one was ENTER."""
+        if frame.op == Op.ENTER:
+            self._enter(connection, Entry.read(frame.body))
+            return
+        node = connection.node
+        if node is None:
+            raise CommunicationError(f"a frame of operation {frame.op} before it entered")
+        if frame.op != Op.UP:
+            self._frame(node, frame)
+            return
+        route, inner = unpack_up(frame.body)
+        for number in route[:-1]:
+            found = node.children.get(number)
+            if found is None:
+                return  # of a way that is no more
+            node = found
+        child = node.children.get(route[-1])
+        if inner.op == Op.ENTER:
+            self._enter_behind(node, route[-1], Entry.read(inner.body))
+        elif child is not None and inner.op == Op.GONE:
+            self._lose(child, inner.body.decode(errors="replace"))
+        elif child is not None:
+            try:
+                self._frame(child, inner)
+            except CommunicationError as error:  # not the relay's fault
+                self._lose(child, str(error))
+
+    def _frame(self, node: Node, frame: Frame) -> None:
+        if frame.op == Op.SYNC:
+            node.sync(U64.unpack(frame.body)[0], Op.SYNCED)
+        elif frame.op == Op.ACK:
+            node.stream.acknowledge(U64.unpack(frame.body)[0])
+        elif node.entry.kind is Kind.MEMBER and node.stream.accept(frame.number):
+            if node.stream.owes():
+                node.emit(Op.ACK, U64.pack(node.stream.received))
+            if frame.op == Op.BYE:
+                self._lose(node, "")
+            else:
+                self._groups.handle(node, frame)
+
+    def lost(self, connection: Connection, reason: str) -> None:
+        """A connection of the store's own has ended."""
+        self._waiting = [each for each in self._waiting if each.connection is not connection]
+        if connection.node is not None and connection.node.connection is connection:
+            self._lose(connection.node, reason)
+
+    # Entering.
+
+    def _enter(self, connection: Connection, entry: Entry) -> None:
+        node = self._nodes.get(entry.token)
+        if node is not None and entry.attempt <= node.entry.attempt:
+            return
+        if node is None and entry.received:
+            connection.send(Op.REPLY, b"the job has gone on without this process", 0, Status.REFUSED)
+            return
+        most = FAN if len(entry.failed) < _TRIES else 2 * FAN
+        if entry.hosts or self._own[entry.kind] < most:
+            self._attach(connection, None, 0, entry)
+        elif entry.kind is Kind.RELAY or len(self._waiting) < MAX_WAITING:
+            self._waiting.insert(0 if entry.kind is Kind.RELAY else len(self._waiting), _Waiting(connection, entry))
+            self._serve_waiting()
+        else:
+            connection.send(Op.GO, b"")
+
+    def _enter_behind(self, relay: Node, number: int, entry: Entry) -> None:
+        node = self._nodes.get(entry.token)
+        if number in relay.children or (node is not None and entry.attempt <= node.entry.attempt):
+            return  # it has gone elsewhere since
+        if entry.token not in self._nodes and entry.received:
+            way = relay.way()
+            if way is not None:
+                text = b"the job has gone on without this process"
+                way[0].cast(Op.REPLY, text, Status.REFUSED, Way((*way[1], number), 0, 0))
+            return
+        kept = next((each for each in relay.granted if each[1] is entry.kind), None)
+        if kept is not None:
+            relay.granted.remove(kept)
+        self._attach(None, relay, number, entry)
+
+    def _attach(self, connection: Connection | None, parent: Node | None, number: int, entry: Entry) -> None:
+        node = self._nodes.get(entry.token)
+        if node is None:
+            name = connection.name if connection is not None else f"a process behind {parent.name}" if parent else ""
+            node = self._nodes[entry.token] = Node(self, entry, name)
+            if entry.kind is Kind.RELAY:
+                self._relays.append(node)
+            else:
+                self._members += 1
+        self._detach(node)
+        node.entry = entry
+        self._missing.pop(entry.token, None)
+        node.parent, node.connection, node.number = parent, connection, number
+        if connection is not None:
+            connection.node = node
+            self._own[entry.kind] += 1
+        if parent is not None:
+            parent.children[number] = node
+        if entry.kind is Kind.RELAY:
+            node.emit(Op.WELCOME, U64.pack(0))
+            self._serve_waiting()
+            return
+        node.sync(entry.received, Op.WELCOME)
+        if self._asked * (FAN - _FOR_RELAYS) < entry.size - FAN and not entry.hosts:
+            self._ask(node)
+
+    def _detach(self, node: Node) -> None:
+        """Forget the way to it."""
+        if node.parent is not None:
+            node.parent.children.pop(node.number, None)
+        old, node.parent, node.connection = node.connection, None, None
+        if old is not None:
+            old.node = None
+            self._own[node.entry.kind] -= 1
+            self._end(old)
+
+    def _ask(self, node: Node) -> None:
+        node.asked = True
+        self._asked += 1
+        node.send(Op.SERVE, b"")
+
+    def _recruit(self) -> None:
+        """Some wait for longer than it takes to become a relay: ask one more."""
+        able = (n for n in self._nodes.values() if n.entry.kind is Kind.MEMBER and not (n.asked or n.entry.hosts))
+        found = next((node for node in able if node.way() is not None), None)
+        if found is not None:
+            self._ask(found)
+
+    def _serve_waiting(self) -> None:
+        """Send those on for whom a relay has room: the oldest relays are nearest to the store."""
+        now, left = time.monotonic(), list[_Waiting]()
+        room = [relay for relay in self._relays if relay.has_room(Kind.RELAY, now) and relay.way() is not None]
+        for each in self._waiting if room else ():
+            connection, entry = each
+            able = (relay for relay in room if relay.entry.token not in entry.failed)
+            relay = next((relay for relay in able if relay.has_room(entry.kind, now)), None)
+            if relay is None:
+                left.append(each)
+                continue
+            relay.granted.append((now + _GRANTED, entry.kind))
+            connection.send(Op.GO, pack((relay.entry.token, pack_places(relay.entry.addresses))))
+        if room:
+            self._waiting = left
+
+    # Losing.
+
+    def _lose(self, node: Node, reason: str) -> None:
+        """Its own connection has ended; in order where there is no reason."""
+        if node.entry.kind is Kind.RELAY:
+            self._detach(node)
+            self._missing[node.entry.token] = time.monotonic() + ABSENCE
+            return
+        way = node.way()
+        if not reason and way is not None and way[1]:
+            node.emit(Op.CUT, b"")
+        del self._nodes[node.entry.token]
+        self._members -= 1
+        self._detach(node)
+        self._groups.drop(node, reason)
+
+    def _give_up(self, relay: Node) -> None:
+        """A relay has not come back, nor have those that are still behind it."""
+        del self._nodes[relay.entry.token]
+        self._relays.remove(relay)
+        for child in list(relay.children.values()):
+            if child.entry.kind is Kind.RELAY:
+                self._detach(child)
+                self._missing.pop(child.entry.token, None)
+                self._give_up(child)
+            else:
+                self._lose(child, f"the relay to it was lost, and it did not come back within {ABSENCE:g} s")
+
+    def say_farewell(self) -> None:
+        """The store ends: tell members, and then relays."""
+        for kind in Kind:
+            for node in self._nodes.values():
+                if node.entry.kind is Kind.MEMBER and kind is Kind.MEMBER:
+                    node.send(Op.CLOSING, b"")
+                elif node.entry.kind is kind and node.connection is not None:
+                    node.connection.send(Op.CLOSING, b"")

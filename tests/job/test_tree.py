@@ -1,0 +1,371 @@
+"""The tree of a large job: light ranks in one process, over real sockets, with relays of few children."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from typing import TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetcoll.config.env import Config
+from hetcoll.errors import AuthenticationError, CommunicationError, InitError, PeerLostError
+from hetcoll.rendezvous import exchanges, probe, relay, store, tree, uplink
+from hetcoll.rendezvous.bootstrap import get_unique_id
+from hetcoll.rendezvous.control import WORLD, ControlClient
+from hetcoll.rendezvous.news import Event, Left, Lost, Query, StoreLost, Verdict
+from hetcoll.rendezvous.relay import Relay
+from hetcoll.rendezvous.routes import Entry, extend_up, pack_down, pack_up, unpack_down, unpack_up
+from hetcoll.rendezvous.streams import Sent, Stream
+from hetcoll.rendezvous.unique_id import UniqueId
+from hetcoll.rendezvous.wire import Frame, Op
+
+T = TypeVar("T")
+SIZE = 16
+
+
+class Light:
+    """A rank that is a client of the store and nothing else."""
+
+    def __init__(self, unique_id: UniqueId, rank: int, size: int = SIZE) -> None:
+        self.rank = rank
+        self.seen: list[Event] = []
+        self._news = threading.Condition()
+        self.client = ControlClient(unique_id, rank, size, 30, self._hear)
+
+    def _hear(self, group: bytes, event: Event) -> bytes | None:
+        with self._news:
+            self.seen.append(event)
+            self._news.notify_all()
+        return b"%d" % self.rank if isinstance(event, Query) else None
+
+    def wait_for(self, wanted: Callable[[Event], bool], seconds: float = 20.0) -> None:
+        with self._news:
+            assert self._news.wait_for(lambda: any(map(wanted, self.seen)), seconds), (self.rank, self.seen)
+
+    def die(self) -> None:
+        """As when its process is killed: all of its connections end without a word."""
+        self.client._uplink._behind = False  # it looks for no other way
+        self.client._uplink.shut_down()
+        if self.client._relay is not None:
+            self.client._relay.close()
+
+    @property
+    def serves(self) -> int:
+        """How many children its relay has."""
+        return 0 if self.client._relay is None else len(self.client._relay._children)
+
+
+class Job:
+    """A store, and light ranks that have entered; `pool` runs what waits for others."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.unique_id = get_unique_id(Config(linger=0), loopback=True)
+        self.store = store._hosted[self.unique_id.job_id]
+        self.pool = ThreadPoolExecutor(3 * size)
+        self.ranks: list[Light] = []
+        self.size = size
+
+    def enter(self) -> None:
+        self.ranks = self.all([lambda r=r: Light(self.unique_id, r, self.size) for r in range(self.size)])  # type: ignore[misc]
+
+    def all(self, calls: list[Callable[[], T]]) -> list[T]:
+        return [future.result(40) for future in [self.pool.submit(call) for call in calls]]
+
+    def exchange(self, tag: bytes, ranks: list[Light]) -> list[Future[list[bytes]]]:
+        return [self.pool.submit(each.client.exchange, WORLD, tag, b"%d" % each.rank, 30) for each in ranks]
+
+    def a_relay(self) -> Light:
+        """A rank behind which others are."""
+        return max(self.ranks, key=lambda each: each.serves)
+
+    def close(self) -> None:
+        for each in self.ranks:
+            each.client._uplink.closing = True
+        self.all([each.client.close for each in self.ranks])
+        self.store.close()
+        for each in self.ranks:
+            if each.client._relay is not None:
+                each.client._relay.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of more than two ranks have trees, of four children a relay, and the ranks here are no rank 0's."""
+    for module in (uplink, exchanges, store):
+        monkeypatch.setattr(module, "FEW", 2)
+    monkeypatch.setattr(tree, "FAN", 4)
+    monkeypatch.setattr(tree, "_PATIENCE", 0.1)
+    monkeypatch.setattr(uplink, "hosted_here", lambda job_id: None)
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with ExitStack() as stack:
+        made = Job()
+        stack.callback(made.close)
+        made.enter()
+        yield made
+
+
+def test_everything_goes_through_relays_as_it_goes_without(job: Job) -> None:
+    assert sum(each.client._uplink.behind for each in job.ranks) >= SIZE - 2 * tree.FAN
+    assert max(each.serves for each in job.ranks) <= tree.FAN
+    told = [b"%d" % rank for rank in range(SIZE)]
+    assert [each.result(30) for each in job.exchange(b"t", job.ranks)] == [told] * SIZE
+    last = job.ranks[-1].client
+    assert last.query(WORLD, b"?", 20) == dict(enumerate(told))
+    assert last.post_verdict(WORLD, b"kind", b"why") == Verdict(b"kind", b"why", SIZE - 1)
+    last.put(b"key", b"value")
+    for each in job.ranks:
+        each.wait_for(lambda event: event == Verdict(b"kind", b"why", SIZE - 1))
+        assert each.client.get(b"key", 20) == b"value"
+    half = [each for each in job.ranks if each.rank % 2]
+    job.all([lambda e=e: e.client.join(b"half", e.rank // 2, len(half), e._hear) for e in half])  # type: ignore[misc]
+    assert half[0].client.query(b"half", b"?", 20) == {i: b"%d" % each.rank for i, each in enumerate(half)}
+    half[1].client.leave(b"half")
+    half[2].wait_for(lambda event: event == Left(1))
+    assert job.store.holds().descriptors <= 2 * tree.FAN + 6
+
+
+PHASES = ("nothing", "an exchange", "a question", "a verdict", "goodbyes")
+
+
+@settings(max_examples=8, deadline=None)
+@given(phase=st.sampled_from(PHASES), deep=st.booleans(), which=st.integers(0, 7))
+def test_a_relay_that_dies_is_lost_and_nobody_else(phase: str, deep: bool, which: int) -> None:
+    job = Job()
+    with ExitStack() as stack:
+        stack.callback(job.close)
+        job.enter()
+        relays = [each for each in job.ranks if each.serves and each.client._uplink.behind == deep] or [job.a_relay()]
+        dead = relays[which % len(relays)]  # how many there are, timing decides
+        others = [each for each in job.ranks if each is not dead]
+        waiting: list[Future[list[bytes]]] = []
+        asked: Future[dict[int, bytes | None]] | None = None
+        gone: list[Light] = []
+        if phase == "an exchange":
+            waiting = job.exchange(b"t", others)
+        elif phase == "a question":
+            asked = job.pool.submit(others[0].client.query, WORLD, b"?", 20)
+        elif phase == "a verdict":
+            job.pool.submit(others[0].client.post_verdict, WORLD, b"kind", b"why")
+        elif phase == "goodbyes":
+            gone = others[::2]
+            for each in gone:
+                job.pool.submit(each.client.close)
+        dead.die()
+        left = [each for each in others if each not in gone]
+        for each in left:
+            each.wait_for(lambda event: isinstance(event, Lost))
+        for future in waiting:
+            with pytest.raises(PeerLostError) as error:
+                future.result(30)
+            assert error.value.rank == dead.rank
+        answers = left[-1].client.query(WORLD, b"?", 20)
+        assert answers == {each.rank: b"%d" % each.rank if each in left else None for each in job.ranks}
+        if asked is not None:
+            there = asked.result(30)
+            assert all(there[each.rank] == b"%d" % each.rank for each in others)
+        for each in left:
+            if phase == "a verdict":
+                each.wait_for(lambda event: event == Verdict(b"kind", b"why", others[0].rank))
+            assert {event.rank for event in each.seen if isinstance(event, Lost)} == {dead.rank}
+            assert not [event for event in each.seen if isinstance(event, StoreLost)]
+            for rank in [other.rank for other in gone]:
+                each.wait_for(lambda event, rank=rank: event == Left(rank))  # type: ignore[misc]
+
+
+def test_a_relay_that_ends_in_order_costs_nobody_anything(job: Job) -> None:
+    left = job.a_relay()
+    left.client.close()
+    assert left.client._relay is not None
+    left.client._relay.close()  # its process ends as well
+    others = [each for each in job.ranks if each is not left]
+    answers = others[0].client.query(WORLD, b"?", 20)
+    assert [rank for rank, answer in answers.items() if answer is None] == [left.rank]
+    for each in others:
+        each.wait_for(lambda event: event == Left(left.rank))
+        assert not [event for event in each.seen if isinstance(event, Lost)]
+
+
+def test_a_relay_that_is_stopped_is_left(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, go_on = job.a_relay(), threading.Event()
+    held = stopped.client._relay
+    assert held is not None
+    behind = [each for each in job.ranks if each.client._uplink.behind]
+    before = {each.rank: each.client._uplink.sock for each in behind}
+    monkeypatch.setattr(uplink, "SILENCE", 0.5)
+    monkeypatch.setattr(relay, "BEAT", 0.1)
+    monkeypatch.setattr(held, "_turn", lambda: go_on.wait(30))
+    held._wake()
+    children = held._children
+    deadline = time.monotonic() + 30
+    served = len(children)
+    while sum(each.client._uplink.sock is not before[each.rank] for each in behind) < 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    answers: dict[int, bytes | None] = {}
+    while None in (answers or {0: None}).values() and time.monotonic() < deadline:
+        answers = job.ranks[0].client.query(WORLD, b"?", 1)
+    monkeypatch.undo()
+    go_on.set()
+    assert served
+    assert answers == {rank: b"%d" % rank for rank in range(SIZE)}
+    assert not [event for each in job.ranks for event in each.seen if isinstance(event, Lost | StoreLost)]
+
+
+def test_who_dies_with_its_relay_is_lost_when_it_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "ABSENCE", 3.0)
+    job = Job()
+    with ExitStack() as stack:
+        stack.callback(job.close)
+        job.enter()
+        first = job.a_relay()
+        assert first.client._relay is not None
+        nodes = [node for node in job.store._tree._nodes.values() if node.entry.kind is uplink.Kind.MEMBER]
+        parent = next(n for n in job.store._tree._relays if n.entry.token == first.client._relay._token)
+        victim = next((job.ranks[n.ranks[WORLD]] for n in nodes if n.parent is parent), None)
+        if victim is None:
+            pytest.skip("only relays are behind it")
+        victim.client._uplink._behind = False
+        first.die()
+        others = [each for each in job.ranks if each not in (first, victim)]
+        for each in others:
+            each.wait_for(lambda event: isinstance(event, Lost) and event.rank == first.rank)
+            each.wait_for(lambda event: isinstance(event, Lost) and event.rank == victim.rank)
+            assert {event.rank for event in each.seen if isinstance(event, Lost)} == {first.rank, victim.rank}
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+def test_all_hear_of_the_end_of_the_store(job: Job, orderly: bool) -> None:
+    if orderly:
+        job.store.close()
+    else:
+        for listener in job.store._acceptor._listeners:
+            listener.close()
+        job.store._connections.clear()
+        job.store._say_farewell = lambda: None  # type: ignore[method-assign]
+        socks = [node.connection.sock for node in job.store._tree._nodes.values() if node.connection is not None]
+        job.store._closing = True
+        job.store._wake_write.send(b"\0")
+        job.store._thread.join(10)
+        for sock in socks:
+            sock.close()
+    for each in job.ranks:
+        each.wait_for(lambda event: isinstance(event, StoreLost) and event.orderly is orderly)
+
+
+def test_a_relay_lets_in_who_knows_the_secret_and_nobody_else(job: Job) -> None:
+    served = job.a_relay().client._relay
+    assert served is not None
+    token, places = served._token, served._entry.addresses
+    stranger = UniqueId(job.unique_id.addresses, job.unique_id.job_id, bytes(32))
+    with pytest.raises(AuthenticationError, match="different secrets"):
+        probe.connect_relay(stranger, token, places, time.monotonic() + 10)
+    with pytest.raises(InitError, match="another job's store"):
+        probe.connect_relay(job.unique_id, bytes(16), places, time.monotonic() + 10)
+    before = len(served._children)
+    sock = probe.connect_relay(job.unique_id, token, places, time.monotonic() + 10)
+    sock.sendall(b"\xff" * 64)  # a member that talks nonsense hurts nobody else
+    sock.settimeout(20)
+    while sock.recv(1000):
+        pass
+    sock.close()
+    assert len(served._children) == before
+    assert None not in job.ranks[0].client.query(WORLD, b"?", 20).values()
+
+
+def test_who_cannot_reach_a_relay_is_sent_to_another(job: Job) -> None:
+    """A relay that was given an address which is nobody's."""
+    nowhere = job.a_relay()
+    assert nowhere.client._relay is not None
+    node = next(n for n in job.store._tree._relays if n.entry.token == nowhere.client._relay._token)
+    node.entry = node.entry._replace(addresses=(("127.0.0.1", 9),))
+    for each in job.ranks:
+        if each.client._uplink.behind:
+            each.client._uplink.shut_down()  # its connection is lost, and so is it
+    late = Relay(job.unique_id, "127.0.0.1", SIZE, 20)
+    deadline = time.monotonic() + 20
+    while late._up is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert late._up is not None
+    late.close()
+
+
+# The parts.
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["send", "deliver", "cut", "resync"]), max_size=60))
+def test_a_stream_gives_each_frame_once_and_in_order_whatever_is_lost(moves: list[str]) -> None:
+    ends, wires = (Stream(), Stream()), (deque[Sent](), deque[Sent]())
+    sent: tuple[list[bytes], list[bytes]] = ([], [])
+    came: tuple[list[bytes], list[bytes]] = ([], [])
+
+    def resync() -> None:
+        for here, there in ((0, 1), (1, 0)):
+            ends[here].acknowledge(ends[there].received)
+            wires[here].extend(ends[here].again())
+
+    def deliver(side: int) -> None:
+        frame = wires[side].popleft()
+        if ends[1 - side].accept(frame.number):
+            came[1 - side].append(frame.body)
+
+    for number, move in enumerate([*moves, "resync"]):
+        side = number % 2
+        if move == "send":
+            sent[side].append(b"%d" % number)
+            wires[side].append(ends[side].put(Op.PUT, sent[side][-1]))
+        elif move == "deliver" and wires[side]:
+            deliver(side)
+        elif move == "cut":
+            wires[0].clear()
+            wires[1].clear()
+        elif move == "resync":
+            resync()
+    for side in (0, 1):
+        while wires[side]:
+            deliver(side)
+    assert came == (sent[1], sent[0])
+    with pytest.raises(CommunicationError):
+        ends[0].acknowledge(len(sent[0]) + 1)
+
+
+routes = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=16).map(tuple)
+entries = st.lists(st.builds(Entry, routes, st.integers(0, 2**64 - 1), st.integers(0, 65535)), max_size=5)
+
+
+@settings(deadline=None)
+@given(entries, st.binary(max_size=20), st.integers(64, 90), st.integers(0, 3))
+def test_frames_downwards_come_back(found: list[Entry], body: bytes, op: int, status: int) -> None:
+    assert unpack_down(pack_down(op, status, found, body)) == (op, status, found, body)
+
+
+@settings(deadline=None)
+@given(routes, st.binary(max_size=20), st.integers(0, 65535))
+def test_frames_upwards_bring_their_route(route: tuple[int, ...], body: bytes, number: int) -> None:
+    frame = Frame(Op.PUT, 0, 7, body, number)
+    packed = pack_up(route[-1], frame)
+    for child in reversed(route[:-1]):
+        packed = extend_up(child, packed)
+    assert unpack_up(packed) == (route, frame)
+    if len(route) == 16:
+        with pytest.raises(CommunicationError):
+            extend_up(1, packed)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=60))
+def test_garbled_frames_are_errors(data: bytes) -> None:
+    for unpack in (unpack_up, unpack_down, uplink.Entry.read):
+        with suppress(CommunicationError, ValueError, struct.error):  # anything else would end the thread that reads
+            unpack(data)
