@@ -81,6 +81,12 @@ SMALL_MESSAGES = tuple(
 BY_COPIES = Peer("hetcoll by copies", "by copies", {"HETCOLL_ISLANDS": "0|1"})
 EACH = tuple(("alltoall", nbytes) for nbytes in (64 * K, M, 16 * M, 256 * M))
 BIG = tuple(("allreduce", nbytes) for nbytes in LARGE)
+AMONG = (*(("allreduce", n) for n in (256 * K, M, 4 * M, 16 * M, 64 * M)),
+         *((op, 64 * M) for op in ("allgather", "reduce_scatter", "reduce")))  # fmt: skip
+ALGORITHMS = {
+    "direct": "direct", "ring": "ring", "tree": "allreduce:tree,reduce:tree",
+    "halving": "allreduce:halving_doubling,allgather:doubling,reduce_scatter:halving",
+}  # fmt: skip
 PRODUCT, NOTHING = (("product", 256 * M),), (("nothing", 0),)
 
 
@@ -100,11 +106,21 @@ def settings(gpus: int) -> Iterator[Setting]:
     if gpus == 2:
         asked = {"HETCOLL_ISLANDS": "0|1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         yield Setting("islands 0|1, one hardware queue", 2, asked, (), tuple(("allreduce", n) for n in (K, *LARGE)))
+        for islands in ("0|1|2|3", "0,1|2,3", "0|1|2,3"):
+            yield by_algorithm(islands)
     plain = (Peer("NCCL", "nccl"), Peer("PyTorch's NCCL", "torch"))
     yield Setting("one island", gpus, {}, plain, (*ALLREDUCE, *HALVES, *MESSAGES, *EACH))
     if gpus == 2:
         peers = (Peer("NCCL over sockets", "nccl", SOCKETS), Peer("Gloo", "gloo"))
         yield Setting("two hosts, by TCP on loopback", 2, {"HETCOLL_ISLANDS": "0|1"}, peers, BIG, hosts=True)
+
+
+def by_algorithm(islands: str) -> Setting:
+    """Four ranks on two GPUs, which each two share; what is chosen beside each algorithm."""
+    asked, m = {"HETCOLL_ISLANDS": islands}, islands.count("|") + 1
+    able = [name for name in ALGORITHMS if name != "halving" or m & (m - 1) == 0]
+    peers = (Peer(name, "hetcoll", asked | {"HETCOLL_ALGO": ALGORITHMS[name]}) for name in able)
+    return Setting(f"four ranks on two GPUs, islands {islands}, by algorithm", 4, asked, tuple(peers), AMONG)
 
 
 class Job(StayingRanks):

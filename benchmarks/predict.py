@@ -26,6 +26,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests"), str(Path(__f
 
 import netns  # noqa: E402
 from ranks import Job, Ranks  # noqa: E402
+from shaped import FRAMES, bits, shaped  # noqa: E402
 
 import hetcoll  # noqa: E402
 from hetcoll.cli.predict import spans  # noqa: E402
@@ -35,7 +36,6 @@ from hetcoll.rendezvous import store  # noqa: E402
 from hetcoll.types import Collective  # noqa: E402
 
 CALLS = 9
-FRAMES = 1448 / 1514  # of what tc counts, so much is data: a segment of TCP in a frame of Ethernet
 
 
 def enter(job: Job, hosts: list[str]) -> Any:
@@ -150,12 +150,6 @@ def compare(label: str, cluster: Cluster, algo: str, sizes: list[int], times: li
         yield said / took
 
 
-def bits(rate: str) -> float:
-    """Bytes per second of tc's words."""
-    units = {"mbit": 125e3, "gbit": 125e6}
-    return float(rate[:-4]) * units[rate[-4:]]
-
-
 def main(words: Any = None) -> int:
     """Measure, predict, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -169,10 +163,7 @@ def main(words: Any = None) -> int:
     print(f"{'what':<28} {'algorithm':<17} {'bytes':>10} {'took, us':>12} {'said, us':>12} {'ratio':>7}")
     for rate in args.rates:
         for n in args.hosts:
-            with netns.network(n, rate) as net:
-                for host in range(n):  # one network of the two
-                    net.cut(host, 1)
-                    net.set_rate(host, 0, rate, burst="32kb")  # what passes at once is not predicted
+            with shaped(n, rate, burst="32kb") as net:  # what passes at once is not predicted
                 found = {algo: measured(n, net.hosts, sizes, algo) for algo in args.algos}
             latency = max(1e-9, min(small for _, small, _ in found.values()) - 2e-6)
             cluster = described(n, 1, bits(rate) * FRAMES, latency, 10e9)

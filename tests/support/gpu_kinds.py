@@ -27,14 +27,14 @@ def start(kinds: str, join: bool = True, place: str = STAND_INS, **settings: Any
     return ranks_on(place, [VENDOR[kind] for kind in kinds], env, join=join, **ours)
 
 
-def start_gpus(gpus: str, **settings: Any) -> Ranks:
+def start_gpus(gpus: str, join: bool = True, **settings: Any) -> Ranks:
     """Fake ranks with a GPU each: "nna" has two of NVIDIA's and one of AMD's.
 
     Settings in capitals are variables.
     """
     env = {name: value for name, value in settings.items() if name.isupper()}
     ours = {"timeout": 120, **{name: value for name, value in settings.items() if not name.isupper()}}
-    return Ranks(len(gpus), {**fakes.environments([VENDOR[gpu] for gpu in gpus], len(gpus), **ours), **env})
+    return Ranks(len(gpus), {**fakes.environments([VENDOR[gpu] for gpu in gpus], len(gpus), **ours), **env}, join=join)
 
 
 def has_gpu(comm: hetcoll.Communicator) -> bool:

@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 import hetcoll._native as _native
 
 from ..calls import Call
+from ..plan.algorithms.among import AMONG
+from ..plan.algorithms.base import Algorithm
 from ..plan.algorithms.islands import ISLANDS
 from ..plan.algorithms.p2p import CHANNEL
 from ..plan.costs import Hosts
 from ..plan.ir import Buf, Local, Op, Plan, Points, Span, Step, offsets
-from ..plan.order import enqueue_order, levels
+from ..plan.order import Alike, enqueue_order, levels
 from ..plan.pipeline import parts, pipelined, ramp
 from ..plan.topology import Islands, spell_islands
 from ..runtime.planner import Kept, Planner
-from ..types import LOGICAL, REDUCING, Collective, DType, ReduceOp
+from ..types import LOGICAL, REDUCING, ROOTED, Collective, DType, ReduceOp
 from ..vendors.devices.kernels import codec_names
 from .message_kernel import Kernel as MessageKernels
 from .message_kernel import MessageKernel, Small
@@ -37,6 +39,7 @@ _SMALLEST = 256 << 10  # bytes of a piece
 _GRAIN = 256  # bytes: units begin at multiples, as copy engines and vector loads like it
 _MOST_SMALLEST = _LEAST_LARGEST = 1 << 20
 _ENDS, _MIDDLE = 4, 3  # the first and last piece of a message have a part in 2**4 of it, most others one in 2**3
+_BASES = 32  # sets of plans that are kept, before they are cut into pieces
 _LOCAL_MESSAGES = 8  # of a piece, where vendors' libraries take part on all ranks: their calls cost as much as messages
 _LAG = SLOTS  # in levels: as many messages as may be under way
 _BLOCK, _MOST_BLOCKS, _PER_BLOCK = 512, 16, 32 << 10  # of a reduction: enough for PCIe, little of the GPU
@@ -44,7 +47,7 @@ _CODEC_BLOCK, _MOST_CODEC_BLOCKS, _ELEMENTS = 128, 256, 32  # of a codec, whose 
 
 End = tuple[int, int]
 """Of a message: the peer, and how many elements."""
-Orders = tuple[tuple[int, ...], ...]
+Order = tuple[int, ...]
 Parts = tuple[Span | None, ...]
 Link = Callable[[Plan], list[int]]
 Kernel = tuple[int, int, int, int]  # function, threads in a block, most blocks, bytes for each
@@ -101,7 +104,8 @@ class GpuPlans(Generic[S]):
         self.kernel: MessageKernel | None = None
         """What carries small messages between two ranks, once their ways are known to work."""
         self._mates = next(island for island in islands.islands if rank in island)
-        self._drawn: Kept[tuple[object, ...], tuple[list[Plan], Orders, Orders]] = Kept()
+        self._bases: Kept[tuple[object, ...], tuple[list[Plan], Alike]] = Kept(_BASES)
+        self._drawn: Kept[tuple[object, ...], tuple[Plan, Order, Order]] = Kept()
 
     def compile(self, call: Call) -> S:
         """A collective."""
@@ -114,31 +118,29 @@ class GpuPlans(Generic[S]):
         grain = max(1, _GRAIN // item)
         shares = call.shares(self._size)
         islands, local = self._serving(call.collective, call.dtype, call.op)
-        base = self._base(call, islands)
+        entry = self._entry(call, islands)
+        kind = call.collective.plain
+        key = (
+            kind,
+            call.root,
+            call.op is ReduceOp.AVG,
+            self._logical(call),
+            len(islands),
+            entry.name,
+            bool(call.compress),
+        )
+        base, alike = self._bases.get_or(key, lambda: self._base(call, islands, entry))
         smallest, largest = _piece_bytes(call.nbytes, self._slot_bytes)
         length, equal = parts(base, item * max(*shares[0], *shares[1]), smallest, grain * item)
         if len(islands) == 1:
             length = 1
         most = largest // smallest
-        key = (
-            call.collective.plain,
-            call.root,
-            call.op is ReduceOp.AVG,
-            self._logical(call),
-            len(islands),
-            base[self._rank].algorithm,
-            length,
-            most,
-            bool(call.compress),
-        )
-        plans, orders, level = self._drawn.get_or(key, lambda: self._draw(base, length, most))
-        plan = plans[self._rank]
+        plan, order, rise = self._drawn.get_or((*key, length, most), lambda: self._draw(base, alike, length, most))
         points = plan.points()
         tables = [
             offsets(counts, units // len(counts), at, grain, length * equal)
             for counts, units, at in zip(shares, (plan.send_units, plan.recv_units), points, strict=True)
         ]
-        order, rise = orders[self._rank], level[self._rank]
         return self._bind(Made(plan, order, rise, call.dtype, tables, call, local, points=points))
 
     def _alltoallv(self, call: Call, tables: Iterable[Sequence[int]]) -> S:
@@ -232,17 +234,25 @@ class GpuPlans(Generic[S]):
         smallest, largest = _piece_bytes(nbytes, self._slot_bytes)
         return ramp(max(1, -(-nbytes // smallest)), largest // smallest)
 
-    def _base(self, call: Call, islands: Islands) -> list[Plan]:
+    def _entry(self, call: Call, islands: Islands) -> Algorithm:
+        """Which algorithm runs a call."""
+        if call.compress:
+            return ISLANDS[call.collective.plain]
+        return self._planner.on_gpus(call.collective, call.nbytes, islands, self._library)
+
+    def _base(self, call: Call, islands: Islands, entry: Algorithm) -> tuple[list[Plan], Alike]:
+        """The plans that the order of this rank's steps follows from, and whose they are."""
         scale, whole = call.op is ReduceOp.AVG, len(islands) == 1  # then the library averages by itself
         how: dict[str, Any] = {"root": call.root, "scale": scale and not whole, "logical": self._logical(call)}
         how["ordered"] = self._planner.ordered
         if call.compress:
-            entry = ISLANDS[call.collective.plain]
             how |= {"hosts": islands, "compress": True, "groups": self._groups}
-        else:
-            entry = self._planner.on_gpus(call.collective, islands, self._library)
-            how |= {"hosts": islands} if len(islands) < self._size else {}
-        return [entry.build(self._size, r, **how) for r in range(self._size)]
+        elif len(islands) < self._size:
+            how["hosts"] = islands
+        alike = Alike(tuple(range(self._size)))
+        if not call.compress and not self._planner.ordered and call.collective.plain in AMONG:
+            alike = Alike.of(self._rank, islands, turns=entry.turns, rooted=call.collective in ROOTED)
+        return [entry.build(self._size, r, **how) for r in alike.ranks], alike
 
     def _serving(self, collective: Collective, dtype: DType, op: ReduceOp) -> tuple[Islands, Native | None]:
         """The islands of a call, and how their libraries reduce. These promise no order: where there is to be one,
@@ -262,20 +272,22 @@ class GpuPlans(Generic[S]):
             name, islands = "a message for each pair", self._islands.alone
         else:
             islands, _ = self._serving(collective.plain, DType.FLOAT32, ReduceOp.SUM)
-            name = self._planner.on_gpus(collective, islands, self._library).name
+            name = self._planner.on_gpus(collective, nbytes, islands, self._library).name
         if self._size > 1 and len(islands) == 1:
             return f"one call of {self._library}"
         if self._planner.ordered and collective in REDUCING:
             name += ", in the order of ranks"
         if len(islands) < self._size:
-            name += f" {spell_islands(islands)}, their libraries inside and messages between"
+            among = "" if name == "islands" else " among islands"
+            name += f"{among} {spell_islands(islands)}, their libraries inside and messages between"
         first, most = _piece_bytes(nbytes, self._slot_bytes)
         return f"{name}, in pieces of up to {most} bytes, the first of {first}"
 
-    def _draw(self, base: list[Plan], length: int, most: int) -> tuple[list[Plan], Orders, Orders]:
+    def _draw(self, base: list[Plan], alike: Alike, length: int, most: int) -> tuple[Plan, Order, Order]:
         local = all(any(step.op is Op.LOCAL for step in plan.steps) for plan in base)
         plans = pipelined(base, ramp(length, most * _LOCAL_MESSAGES if local else most), most)
-        return plans, enqueue_order(plans, SLOTS), levels(plans, SLOTS, _LAG)
+        mine = alike.ranks.index(self._rank)
+        return plans[mine], enqueue_order(plans, SLOTS, alike)[mine], levels(plans, SLOTS, _LAG, alike)[mine]
 
 
 class DeviceBinder:

@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import ArgumentError
 from ..types import Collective
 from .algorithms import ALGORITHMS, Algorithm, find
+from .algorithms.among import AMONG, among
 from .algorithms.islands import ISLANDS
 from .cluster import Cluster, Wiring
 from .ir import Plan
@@ -38,21 +39,36 @@ class Forecast(NamedTuple):
 
 
 def candidates(cluster: Cluster, collective: Collective) -> list[str]:
-    """The names of algorithms that the ranks may choose from, in order; with GPUs `islands` comes first.
+    """The names of algorithms that the ranks may choose from, in order; with GPUs `islands` comes first, and others run
+    among islands.
 
     Among more than `MANY` ranks only those that are made for so many.
     """
-    apart = len(cluster.hosts) > 1
+    apart, m = len(cluster.hosts) > 1, cluster.size
+    if inside := _inside(cluster):
+        m = len(cluster.islands)
     names = []
-    for name, entry in ALGORITHMS.get(collective.plain, {}).items():
-        cost = entry.cost(cluster.size) if entry.cost and entry.supports(cluster.size) else None
+    for name, entry in (
+        ALGORITHMS.get(collective.plain, {}).items() if not inside or _among(cluster, collective) else ()
+    ):
+        cost = entry.cost(m) if entry.cost and entry.supports(m) and not (inside and entry.stretches) else None
         flat = cost is not None and not cost.turns and not (cost.copied and apart)
-        if flat or (entry.levels is not None and 1 < len(cluster.hosts) < cluster.size):
+        if flat or (entry.levels is not None and not inside and 1 < len(cluster.hosts) < cluster.size):
             names.append(name)
     if collective.plain in ISLANDS and any(kind.vendor for kind in cluster.kinds if kind.count):
         names.insert(0, "islands")
     many = ("islands", "ring", "tree", "hierarchical")
     return [name for name in names if name in many] or names if cluster.size > MANY else names
+
+
+def _inside(cluster: Cluster) -> bool:
+    """Whether vendors' libraries join ranks there."""
+    return any(kind.vendor for kind in cluster.kinds if kind.count) and len(cluster.islands) < cluster.size
+
+
+def _among(cluster: Cluster, collective: Collective) -> bool:
+    """Whether algorithms run among islands there."""
+    return _inside(cluster) and len(cluster.islands) > 1 and collective.plain in AMONG
 
 
 def forecast(cluster: Cluster, collective: Collective, name: str, root: int = 0) -> Forecast:
@@ -71,9 +87,11 @@ def forecast(cluster: Cluster, collective: Collective, name: str, root: int = 0)
     entry = ISLANDS.get(collective.plain) if name == "islands" else find(collective, name)
     if entry is None:
         raise ArgumentError(f"there is no {collective.label} by islands")
-    if not entry.supports(cluster.size):
-        raise ArgumentError(f"{collective.label} by {name} does not support {cluster.size} ranks")
-    draw = _Drawing(cluster, entry, root)
+    between = name != "islands" and _among(cluster, collective)
+    if not entry.supports(len(cluster.islands) if between else cluster.size):
+        who = f"{len(cluster.islands)} islands" if between else f"{cluster.size} ranks"
+        raise ArgumentError(f"{collective.label} by {name} does not support {who}")
+    draw = _Drawing(cluster, among(entry) if between else entry, root, between or name == "islands")
     symmetry = cluster.symmetry
     if symmetry is not None and draw.fits(symmetry):
         standing = symmetry.standing()
@@ -100,9 +118,9 @@ def forecast(cluster: Cluster, collective: Collective, name: str, root: int = 0)
 
 
 class _Drawing:
-    def __init__(self, cluster: Cluster, entry: Algorithm, root: int) -> None:
+    def __init__(self, cluster: Cluster, entry: Algorithm, root: int, islands: bool) -> None:
         self._entry, self._size, self._root = entry, cluster.size, root
-        self._hosts = cluster.islands if entry.name == "islands" else cluster.hosts
+        self._hosts = cluster.islands if islands else cluster.hosts
         self._kept: dict[int, Plan] = {}
 
     def plan(self, rank: int) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -46,3 +47,16 @@ class Machine(NamedTuple):
     switch: float = 2e-6
     stall: float = 1.6
     staging: float = 14e-6
+
+
+GPUS = Machine(
+    shm=Link(latency=20e-6, overhead=10e-6, bandwidth=45e9, duplex=True),
+    tcp=Link(latency=60e-6, overhead=15e-6, bandwidth=3.5e9, duplex=True),
+    loopback=Link(latency=60e-6, overhead=15e-6, bandwidth=3.5e9, duplex=True),
+    verbs=Link(latency=30e-6, overhead=15e-6, bandwidth=11e9, duplex=True),
+    reduce=math.inf,  # while the next piece comes
+    switch=0.0,
+    stall=1.0,
+)
+"""Of messages between GPUs of different islands, by copy engines. Inside a host they are those of H200s; between hosts
+they are not measured."""

@@ -106,7 +106,8 @@ def pipelined(plans: Sequence[Plan], cuts: Sequence[int], most: int | None = Non
     Parameters
     ----------
     plans
-        Of all ranks, in rank order; those of a barrier carry nothing and stay as they are.
+        Of all ranks, in rank order, or of those that stand for all (`order.Alike`); those of a barrier carry nothing
+        and stay as they are.
     cuts
         Rising offsets from 0 to the number of parts, one piece between two of them (see `ramp`). Each unit is cut into
         that many units. Piece i is a stretch of the whole buffer where buffers are not cut by rank (all-reduce,
@@ -136,7 +137,8 @@ def _longest(plans: Sequence[Plan]) -> int:
 
 def _starts(plans: Sequence[Plan], island: tuple[int, ...]) -> list[bool]:
     """For each LOCAL step of an island, whether it waits for anything but its lane, on any member."""
-    rows = [[bool(step.deps) for step in plans[r].steps if step.op is Op.LOCAL] for r in island]
+    members = [plan for plan in plans if plan.rank in island]
+    rows = [[bool(step.deps) for step in plan.steps if step.op is Op.LOCAL] for plan in members]
     return [any(waits) for waits in zip_longest(*rows)]
 
 

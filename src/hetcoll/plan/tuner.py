@@ -19,16 +19,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
 from ..errors import ArgumentError
 from ..types import REDUCING, ROOTED, Collective
-from .algorithms import ALGORITHMS, find, installed
+from .algorithms import ALGORITHMS, Algorithm, find, installed
 from .costs import Cost, Levels, Reach, stated
-from .machine import Link, Machine
-from .topology import Topology
+from .machine import GPUS, Link, Machine
+from .topology import Islands, Topology
 
 UNLIMITED = (1 << 63) - 1
 
@@ -81,11 +83,15 @@ def table(
     forced: str | None = None,
     machine: Machine | None = None,
     ordered: bool = False,
+    able: Callable[[Algorithm], bool] | None = None,
 ) -> list[tuple[int, str]]:
-    """(largest nbytes, algorithm) in rising order, up to `UNLIMITED`: what `choose` answers, for all sizes."""
+    """(largest nbytes, algorithm) in rising order, up to `UNLIMITED`: what `choose` answers, for all sizes. `able`:
+    only of such algorithms."""
     if forced is not None:
         return [(UNLIMITED, choose(collective, 0, topology, forced, machine, ordered).name)]
     lines = _lines(collective, topology, machine or Machine(), ordered=ordered)
+    if able is not None:
+        lines = {name: line for name, line in lines.items() if able(find(collective, name))}
     if not lines:
         raise ArgumentError(f"no algorithm for {collective.label} among {topology.size} ranks states its cost")
     name = min(lines, key=lines.__getitem__)  # of equals, the first in the table
@@ -102,6 +108,21 @@ def table(
             return [*rows, (UNLIMITED, name)]
         rows.append((math.floor(where), name))
         name = following
+
+
+def table_among(
+    collective: Collective, topology: Topology, islands: Islands, able: Callable[[Algorithm], bool]
+) -> list[tuple[int, str]]:
+    """The same for ranks with GPUs: which algorithm runs among `islands`, one member of each on a part of the buffer.
+
+    Calls inside them take as long whatever this is.
+    """
+    firsts = [topology.ranks[island[0]] for island in islands]
+    cores = len(firsts)  # a GPU moves data without them
+    among = Topology(tuple(replace(info, rank=i, cores=cores) for i, info in enumerate(firsts)), topology.setting)
+    fewest = min(map(len, islands))
+    rows = table(collective, among, machine=GPUS, able=able)
+    return [(upper if upper == UNLIMITED else upper * fewest, name) for upper, name in rows]
 
 
 def look_up(rows: list[tuple[int, str]], nbytes: int) -> str:

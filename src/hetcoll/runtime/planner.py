@@ -20,6 +20,7 @@ from ..health.desync_report import Called
 from ..health.status_report import call_site
 from ..plan import tuner
 from ..plan.algorithms import ALGORITHMS, Algorithm, find
+from ..plan.algorithms.among import AMONG, among
 from ..plan.algorithms.islands import ISLANDS
 from ..plan.ir import Plan
 from ..plan.topology import Islands, Topology, spell_islands
@@ -127,6 +128,7 @@ class Planner:
         self._wiring, self._rank, self._compression = wiring, rank, compression
         self._forced = {} if algo is None else tuner.named(algo)
         self._tables: dict[Collective, list[tuple[int, str]]] = {}
+        self._tables_among: dict[tuple[Collective, int], list[tuple[int, str]]] = {}  # and of how many islands
         self._bound: Kept[tuple[object, ...], object] = Kept()
         self._described: Kept[int, Called] = Kept(2 * _KEEP)
 
@@ -175,44 +177,53 @@ class Planner:
             compress=bool(call.compress),
         )
 
-    def on_gpus(self, collective: Collective, islands: Islands, library: str) -> Algorithm:
+    def on_gpus(self, collective: Collective, nbytes: int, islands: Islands, library: str) -> Algorithm:
         """The algorithm of a call that GPUs take part in, whose vendors' libraries serve `islands`: one call of
-        `library`'s, where there is one island.
+        `library`'s, where there is one island. `nbytes` is the larger of its two buffers.
 
         Raises
         ------
         ArgumentError
             HETCOLL_ALGO asks for another one, which cannot be had there.
         """
-        size, forced = self._wiring.topology.size, self._forced.get(collective)
-        if len(islands) < size:
-            only = ISLANDS[collective.plain]
-            if forced not in (None, only.name):
-                who = library if len(islands) == 1 else f"{only.name}, over the islands {spell_islands(islands)},"
+        size, forced, kind = self._wiring.topology.size, self._forced.get(collective), collective.plain
+        m, inside = len(islands), len(islands) < size
+        if inside and (m == 1 or kind not in AMONG):
+            if forced is not None:
+                who = library if m == 1 else f"islands, over {spell_islands(islands)},"
                 raise ArgumentError(
                     f"HETCOLL_ALGO asks for {collective.label} by {forced}, but on these GPUs {who} runs it;"
                     " HETCOLL_ISLANDS with each rank apart ('0|1|...') makes every algorithm possible"
                 )
-            return only
-        if forced is None:
-            name = "pairwise" if collective.plain is Collective.ALLTOALL else "direct"
-            if collective is Collective.ALLREDUCE and size == 2:
-                name = "oneshot"  # as many bytes each way as in two phases, and nothing to wait for in between
-            return find(collective, name)
+            return ISLANDS[kind]
         ordered = self.ordered and collective in REDUCING
 
         def does(e: Algorithm) -> bool:
-            return e.stretches is None and e.supports(size) and (e.ordered or not ordered)
+            return e.stretches is None and e.supports(m) and (e.ordered or not ordered)
 
-        entry = find(collective, forced)
-        if not does(entry):
-            able = [name for name, e in ALGORITHMS[collective.plain].items() if does(e)]
+        if forced is None:
+            name = self._chosen_among(collective, nbytes, islands, lambda e: does(e) and e.levels is None)
+            if inside and name in ("direct", "oneshot" if m == 2 else ""):
+                return ISLANDS[kind]  # which is that one
+        elif does(find(collective, forced)):
+            name = forced
+        else:
+            who = f"{size} ranks" if not inside else f"{m} islands of ranks"
             raise ArgumentError(
-                f"HETCOLL_ALGO asks for {collective.label} by {forced}, which {size} ranks with GPUs cannot do"
+                f"HETCOLL_ALGO asks for {collective.label} by {forced}, which {who} with GPUs cannot do"
                 f"{' in the order of ranks' * ordered}:"
-                f" wanted {', '.join(able)}"
+                f" wanted {', '.join(name for name, e in ALGORITHMS[kind].items() if does(e))}"
             )
-        return entry
+        entry = find(collective, name)
+        return among(entry) if inside else entry
+
+    def _chosen_among(
+        self, collective: Collective, nbytes: int, islands: Islands, able: Callable[[Algorithm], bool]
+    ) -> str:
+        key = collective, len(islands)
+        if key not in self._tables_among:
+            self._tables_among[key] = tuner.table_among(collective, self._wiring.topology, islands, able)
+        return tuner.look_up(self._tables_among[key], nbytes)
 
     def chooses_freely(self, collective: Collective) -> bool:
         """Whether HETCOLL_ALGO leaves the algorithm of this collective open."""

@@ -170,7 +170,8 @@ class Algorithm(NamedTuple):
     `supports` says for which numbers of ranks it can draw. `compresses`: it rounds whatever it sends between hosts
     where the draft says `compress`. `stretches`: into how many it cuts a buffer of so many bytes where the ranks of a
     host have so many cores, if a plan has so many units; see `cut` and `stretched`. `ordered`: it reduces every element
-    in the order of ranks where the draft says so.
+    in the order of ranks where the draft says so. `turns`: where it is not ordered and compresses nothing, rank r does
+    what rank 0 does, with all peers r further round the ring; so does one of equal islands beside the first.
     """
 
     name: str
@@ -180,6 +181,7 @@ class Algorithm(NamedTuple):
     compresses: bool = False
     stretches: Callable[[int, int], int] | None = None
     ordered: bool = False
+    turns: bool = False
 
     @property
     def cost(self) -> Callable[[int], Cost] | None:
@@ -290,6 +292,7 @@ def register(
     compresses: bool = False,
     stretches: Callable[[int, int], int] | None = None,
     ordered: bool = False,
+    turns: bool = False,
 ) -> Callable[[Callable[[Draft], None]], Callable[..., Plan]]:
     """Enter a drawing function into the table under `name`; it is replaced by the `build` of its entry.
 
@@ -298,7 +301,7 @@ def register(
     """
 
     def enter(draw: Callable[[Draft], None]) -> Callable[..., Plan]:
-        entry = Algorithm(name, collective, draw, supports, compresses, stretches, ordered)
+        entry = Algorithm(name, collective, draw, supports, compresses, stretches, ordered, turns)
         if ALGORITHMS.setdefault(collective, {}).setdefault(name, entry) is not entry:
             raise ArgumentError(f"{collective.label} has an algorithm called {name} already")
         if cost is not None:

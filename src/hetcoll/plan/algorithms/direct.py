@@ -66,7 +66,7 @@ def _reduce_own(p: Draft, result: Span, own: Span) -> int | None:
     return reduced
 
 
-@register(Collective.ALLREDUCE, "direct", ordered=True)
+@register(Collective.ALLREDUCE, "direct", ordered=True, turns=True)
 def allreduce(p: Draft) -> None:
     """Reduce-scatter and all-gather, each in one hop: 2(n-1) messages a rank, each a share of 1/n."""
     p.units = p.size
@@ -79,13 +79,13 @@ def allreduce(p: Draft) -> None:
         p.recv(3, out(peer), peer, channel=1)
 
 
-@register(Collective.REDUCE_SCATTER, "direct", ordered=True)
+@register(Collective.REDUCE_SCATTER, "direct", ordered=True, turns=True)
 def reduce_scatter(p: Draft) -> None:
     """1 hop, n-1 messages a rank, each a share of 1/n."""
     p.scaled(2, out(), _reduce_own(p, out(), inp(p.rank)))
 
 
-@register(Collective.ALLGATHER, "direct")
+@register(Collective.ALLGATHER, "direct", turns=True)
 def allgather(p: Draft) -> None:
     """1 hop, n-1 messages a rank, each a share of 1/n."""
     for peer in p.after_me():

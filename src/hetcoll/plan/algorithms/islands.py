@@ -29,10 +29,10 @@ ISLANDS: dict[Collective, Algorithm] = {}
 
 
 def _register(
-    collective: Collective, *, compresses: bool = False
+    collective: Collective, *, compresses: bool = False, turns: bool = False
 ) -> Callable[[Callable[[Draft], None]], Callable[[Draft], None]]:
     def enter(draw: Callable[[Draft], None]) -> Callable[[Draft], None]:
-        ISLANDS[collective] = Algorithm("islands", collective, draw, compresses=compresses)
+        ISLANDS[collective] = Algorithm("islands", collective, draw, compresses=compresses, turns=turns)
         return draw
 
     return enter
@@ -61,10 +61,11 @@ class Split(Place):
 
     def crossing(self, island: int) -> list[tuple[int, int, int]]:
         """(owner there, first unit, units) of the pieces of my interval, as another island splits it."""
-        mine, found = self.interval(self.i, self.j), []
-        for j, rank in enumerate(self.hosts[island]):
+        mine, members, found = self.interval(self.i, self.j), self.hosts[island], []
+        first, last = (unit * len(members) // self.units for unit in (mine.start, mine.stop - 1))
+        for j in range(first, last + 1):
             both = _both(mine, self.interval(island, j))
-            found += [(rank, both.start, len(both))] if both else []
+            found.append((members[j], both.start, len(both)))
         return found
 
     def others(self, sign: int) -> list[int]:
@@ -76,7 +77,7 @@ def _both(x: range, y: range) -> range:
     return range(max(x.start, y.start), min(x.stop, y.stop))
 
 
-@_register(Collective.ALLREDUCE, compresses=True)
+@_register(Collective.ALLREDUCE, compresses=True, turns=True)
 def allreduce(p: Draft) -> None:
     """Reduce-scatter inside; all-reduce each interval among its owners, one an island; all-gather inside."""
     at = Split(p, parts=len(p.hosts) if len(p.hosts) > 2 else 1)
@@ -178,10 +179,10 @@ class Piece:
 class Regions(Place):
     """Buffers of one share a rank, of `pieces` units each. `home` is the root's island."""
 
-    def __init__(self, p: Draft) -> None:
+    def __init__(self, p: Draft, parts: int = 1) -> None:
         super().__init__(p.hosts, p.rank)
         p.islands = p.hosts
-        p.pieces = self.pieces = lcm(*map(len, p.hosts))
+        p.pieces = self.pieces = lcm(*map(len, p.hosts)) * parts
         self.home = next(i for i, island in enumerate(p.hosts) if p.root in island)
 
     def split(self, region: int, island: int) -> list[Piece]:
@@ -225,7 +226,7 @@ class Regions(Place):
         return [self.host_after(sign * d) for d in range(1, self.m)]
 
 
-@_register(Collective.ALLGATHER)
+@_register(Collective.ALLGATHER, turns=True)
 def allgather(p: Draft) -> None:
     """The members of every other island get an interval of each region, and gather it there."""
     at = Regions(p)
@@ -242,7 +243,7 @@ def allgather(p: Draft) -> None:
             p.local(LOCAL, Collective.ALLGATHER, src=parts[at.j], parts=parts, after=came)
 
 
-@_register(Collective.REDUCE_SCATTER, compresses=True)
+@_register(Collective.REDUCE_SCATTER, compresses=True, turns=True)
 def reduce_scatter(p: Draft) -> None:
     """Every island adds up the others' regions, an interval each member, and sends them to their owners."""
     at = Regions(p)

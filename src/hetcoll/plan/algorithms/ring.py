@@ -34,7 +34,7 @@ def _gather_phase(p: Draft, own: Span, ready: int | None, *, lane: int, channel:
         ready = p.recv(lane + 1, out(got), (r - 1) % n, channel=channel)
 
 
-@register(Collective.ALLREDUCE, "ring")
+@register(Collective.ALLREDUCE, "ring", turns=True)
 def allreduce(p: Draft) -> None:
     """Reduce-scatter, then all-gather: 2(n-1) messages a rank, each a share of 1/n. Unit r is reduced on rank r."""
     p.units = p.size
@@ -42,7 +42,7 @@ def allreduce(p: Draft) -> None:
     _gather_phase(p, out(p.rank), p.scaled(4, out(p.rank), reduced), lane=2, channel=1)
 
 
-@register(Collective.REDUCE_SCATTER, "ring")
+@register(Collective.REDUCE_SCATTER, "ring", turns=True)
 def reduce_scatter(p: Draft) -> None:
     """n-1 messages a rank, each a share of 1/n. What grows on its way lies in scratch: the input is not ours."""
     p.scratch_copies = 1 if p.size > 2 else 0
@@ -50,7 +50,7 @@ def reduce_scatter(p: Draft) -> None:
     p.scaled(2, out(), reduced)
 
 
-@register(Collective.ALLGATHER, "ring")
+@register(Collective.ALLGATHER, "ring", turns=True)
 def allgather(p: Draft) -> None:
     """n-1 messages a rank, each a share of 1/n."""
     _gather_phase(p, inp(), None, lane=0, channel=0)

@@ -1,0 +1,253 @@
+"""Any algorithm among islands: proved for islands of any sizes, ordered by the plans of few ranks, chosen by cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mutants import passes, structural_mutants
+from plan_executor import execute
+
+from hetcoll.errors import ArgumentError
+from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, Hosts, find, inp, out
+from hetcoll.plan.algorithms.among import AMONG, among
+from hetcoll.plan.algorithms.islands import ISLANDS
+from hetcoll.plan.ir import Op, Plan
+from hetcoll.plan.order import Alike, enqueue_order, levels
+from hetcoll.plan.pipeline import pipelined, ramp
+from hetcoll.plan.simulator import check, serialisable
+from hetcoll.plan.topology import RankInfo, Topology
+from hetcoll.plan.tuner import UNLIMITED, table_among
+from hetcoll.types import REDUCING, ROOTED, Collective
+
+FLAT = [entry for kind in AMONG for entry in ALGORITHMS[kind].values() if entry.stretches is None]
+ALL = [pytest.param(entry, id=f"{entry.collective.label}-{entry.name}") for entry in FLAT]
+
+
+def side_by_side(*sizes: int) -> Hosts:
+    ends = list(accumulate(sizes))
+    return tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
+
+
+SHAPES = [side_by_side(*s) for s in [(2, 2), (3, 1), (1, 1, 2), (2, 2, 2, 2), (2, 3, 5), (1, 1, 1, 2), (2, 1, 1, 3, 1)]]
+SHAPES += [((0, 2, 4), (1, 3)), ((3, 1), (0,), (2, 4, 5), (6,))]
+
+
+def build(entry: Algorithm, islands: Hosts, *, root: int = 0, scale: bool = False) -> list[Plan]:
+    n = sum(map(len, islands))
+    return [among(entry).build(n, r, root=root, scale=scale, hosts=islands) for r in range(n)]
+
+
+def prove(plans: list[Plan], *, inplace: bool, scale: bool, credits: int) -> None:
+    check(plans, inplace=inplace, scale=scale)
+    serialisable(plans, enqueue_order(plans, credits), credits)
+
+
+@pytest.mark.parametrize("entry", ALL)
+def test_they_are_proved_whole_and_in_pieces(entry: Algorithm) -> None:
+    for turn, islands in enumerate(shape for shape in SHAPES if entry.supports(len(shape))):
+        n = sum(map(len, islands))
+        scale = turn % 2 == 1 and entry.collective in REDUCING
+        plans = build(entry, islands, root=(turn * 2) % n if entry.collective in ROOTED else 0, scale=scale)
+        prove(plans, inplace=turn % 2 == 0, scale=scale, credits=1)
+        prove(pipelined(plans, (0, 1, 3)), inplace=turn % 2 == 1, scale=scale, credits=2)
+
+
+@st.composite
+def any_islands(draw: st.DrawFn) -> Hosts:
+    """2 to 5 islands of 1 to 5 ranks, whose ranks lie anywhere."""
+    sizes = draw(st.lists(st.sampled_from([1, 1, 2, 3, 5]), min_size=2, max_size=5))
+    ranks = draw(st.permutations(range(sum(sizes))))
+    return tuple(tuple(ranks[i] for i in island) for island in side_by_side(*sizes))
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_islands_give_numpys_result_in_any_order(data: st.DataObject) -> None:
+    islands = data.draw(any_islands())
+    n, m = sum(map(len, islands)), len(islands)
+    entry = data.draw(st.sampled_from([e for e in FLAT if e.supports(m)]))
+    scale = data.draw(st.booleans()) and entry.collective in REDUCING
+    root = data.draw(st.integers(0, n - 1)) if entry.collective in ROOTED else 0
+    plans = build(entry, islands, root=root, scale=scale)
+    if data.draw(st.booleans()):
+        plans = pipelined(plans, ramp(data.draw(st.integers(1, 4)), 2))
+    prove(plans, inplace=data.draw(st.booleans()), scale=scale, credits=data.draw(st.integers(1, 3)))
+    counts = [data.draw(st.integers(0, 40))] * n
+    if entry.collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER):  # the v forms
+        counts = data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
+    rng = random.Random(data.draw(st.integers(0, 1 << 30)))
+    execute(plans, counts, data.draw(st.booleans()), rng, max(plans[0].credits, data.draw(st.integers(1, 3))))
+
+
+@pytest.mark.parametrize("name", ["ring", "tree"])
+def test_every_single_edit_is_caught(name: str) -> None:
+    for kind in AMONG:
+        if name not in ALGORITHMS[kind]:
+            continue
+        scale, islands = kind in REDUCING, side_by_side(2, 1, 1)
+        plans = build(find(kind, name), islands, root=1 if kind in ROOTED else 0, scale=scale)
+        missed = [
+            f"{kind.label}, rank {rank}: {what}"
+            for rank, plan in enumerate(plans)
+            for what, mutant in structural_mutants(plan)
+            if passes([*plans[:rank], mutant, *plans[rank + 1 :]], scale)
+        ]
+        assert not missed
+
+
+# --------------------------------------------------------------------------------------------------------- schedules
+
+
+def test_a_ring_of_three_islands() -> None:
+    """The second member of the first island owns a half, and passes thirds of it to the second members beside it."""
+    plan = build(find(Collective.ALLREDUCE, "ring"), side_by_side(2, 2, 2))[1]
+    assert [str(step) for step in plan.steps] == [
+        "4:local reduce_scatter of send[0:3],send[3:6] -> recv[3:6]",
+        "0:send recv[5:6] peer 3 after 0",
+        "1:recv_reduce recv[4:5] -> recv[4:5] peer 5 after 0",
+        "0:send recv[4:5] peer 3 after 2",
+        "1:recv_reduce recv[3:4] -> recv[3:4] peer 5",
+        "2:send recv[3:4] peer 3 channel 1 after 0,4",
+        "3:recv -> recv[5:6] peer 5 channel 1 after 0",
+        "2:send recv[5:6] peer 3 channel 1 after 6",
+        "3:recv -> recv[4:5] peer 5 channel 1",
+        "4:local allgather of recv[0:3],recv[3:6] recv[3:6] after 4,8",
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 2, 3), (3, 1, 5, 7), (8,) * 16])
+def test_a_ring_has_two_neighbours_and_no_more_bytes_than_direct(sizes: tuple[int, ...]) -> None:
+    islands, m = side_by_side(*sizes), len(sizes)
+    where = {r: i for i, island in enumerate(islands) for r in island}
+    for kind in (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER):
+        plans = build(find(kind, "ring"), islands)
+        direct = [ISLANDS[kind].build(plans[0].size, r, hosts=islands) for r in range(plans[0].size)]
+        for island in islands if kind is Collective.ALLREDUCE or len(set(sizes)) == 1 else ():
+            assert sent(plans, island) == pytest.approx(sent(direct, island))
+        for plan in plans:
+            near = {where[peer] - where[plan.rank] for peer, _ in plan.edges}
+            assert near <= {1, -1, m - 1, 1 - m}
+    for plan in build(find(Collective.ALLREDUCE, "tree"), islands):
+        assert len({where[peer] for peer, _ in plan.edges}) <= 6
+
+
+def sent(plans: list[Plan], island: tuple[int, ...]) -> float:
+    """What leaves an island, in buffers."""
+    spans = [s.src for r in island for s in plans[r].steps if s.op is Op.SEND and s.src is not None]
+    return sum(span.count for span in spans) / max(plans[0].send_units, plans[0].recv_units)
+
+
+def star(p: Draft) -> None:
+    """A user's: rank 0 adds up and sends the sum."""
+    if p.rank != 0:
+        p.send(0, inp(), 0)
+        p.recv(1, out(), 0, channel=1)
+        return
+    total, added = inp(), None
+    for peer in p.others():
+        added = p.recv_reduce(0, out(), total, peer)
+        total = out()
+    final = p.scaled(1, out(), added)
+    for peer in p.others():
+        p.send(2, out(), peer, channel=1, after=[final])
+
+
+def test_what_a_user_writes_runs_among_islands() -> None:
+    for islands in SHAPES:
+        for scale in (False, True):
+            plans = build(Algorithm("star", Collective.ALLREDUCE, star), islands, scale=scale)
+            prove(plans, inplace=scale, scale=scale, credits=1)
+
+
+def test_what_cannot_be_had_is_said() -> None:
+    with pytest.raises(ArgumentError, match="gather among islands has one way: that of `islands`"):
+        among(find(Collective.GATHER, "direct"))
+    with pytest.raises(ArgumentError, match="allgather by doubling does not support 3 islands"):
+        build(find(Collective.ALLGATHER, "doubling"), side_by_side(1, 1, 2))
+
+
+# ------------------------------------------------------------------------------------------------------------- order
+
+
+def turning() -> Iterator[tuple[Algorithm, Hosts]]:
+    for sizes in [(1, 1, 1), (2, 2), (3, 3, 3), (2,) * 4]:
+        for kind in AMONG:
+            for entry in (ISLANDS[kind], *(among(e) for e in ALGORITHMS[kind].values() if e.stretches is None)):
+                if entry.turns:
+                    yield entry, side_by_side(*sizes)
+
+
+def test_ranks_that_fare_alike_have_the_levels_of_all() -> None:
+    """From one rank's plan alone, where it turns, or those of its place: what all plans give."""
+    seen = 0
+    for entry, islands in turning():
+        n = sum(map(len, islands))
+        for cuts, most in (((0, 1), None), ((0, 1, 4, 5), 2)):
+            plans = pipelined([entry.build(n, r, hosts=islands) for r in range(n)], cuts, most)
+            whole, order = levels(plans, 3, 3), enqueue_order(plans, 3)
+            for rank in (0, n - 1):
+                for turns in (True, False):
+                    alike = Alike.of(rank, islands, turns=turns, rooted=False)
+                    few = pipelined([entry.build(n, r, hosts=islands) for r in alike.ranks], cuts, most)
+                    mine = alike.ranks.index(rank)
+                    assert few[mine] == plans[rank]
+                    assert levels(few, 3, 3, alike)[mine] == whole[rank]
+                    assert enqueue_order(few, 3, alike)[mine] == order[rank]
+                    seen += len(alike.ranks) == 1
+    assert seen > 50
+
+
+@pytest.mark.parametrize("entry", [entry for entry in FLAT if entry.collective not in ROOTED])
+def test_members_of_one_place_have_the_levels_of_all(entry: Algorithm) -> None:
+    for islands in (side_by_side(2, 2), side_by_side(3, 3, 3), side_by_side(2, 2, 2, 2, 2)):
+        if entry.supports(len(islands)):
+            plans = pipelined(build(entry, islands), (0, 1, 3, 4))
+            for rank in (0, 1, len(plans) - 1):
+                alike = Alike.of(rank, islands, turns=False, rooted=False)
+                few = [plans[r] for r in alike.ranks]
+                assert levels(few, 3, 3, alike)[alike.ranks.index(rank)] == levels(plans, 3, 3)[rank]
+
+
+def test_whose_plans_a_rank_draws() -> None:
+    eights = side_by_side(*[8] * 128)
+    assert Alike.of(77, eights, turns=True, rooted=False).ranks == (77,)
+    assert Alike.of(77, eights, turns=False, rooted=False).ranks == tuple(range(5, 1024, 8))
+    for islands, rooted in ((eights, True), (side_by_side(500, 524), False)):
+        assert Alike.of(77, islands, turns=True, rooted=rooted).ranks == tuple(range(1024))
+
+
+def test_which_algorithms_turn() -> None:
+    assert {entry.name for entry in FLAT if entry.turns} == {"ring", "direct"}
+    for kind in (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER):
+        assert ISLANDS[kind].turns
+        assert {name for name, entry in ALGORITHMS[kind].items() if entry.turns} == {"ring", "direct"}
+
+
+# ------------------------------------------------------------------------------------------------------------ choice
+
+
+def chosen(kind: Collective, hosts: str, each: int = 1) -> list[tuple[int, str]]:
+    """Islands of so many ranks, one for each letter, which names its host."""
+    ranks = [host for host in hosts for _ in range(each)]
+    topology = Topology(tuple(RankInfo(r, host) for r, host in enumerate(ranks)))
+    islands = side_by_side(*[each] * len(hosts))
+
+    def able(entry: Algorithm) -> bool:
+        return entry.stretches is None and entry.levels is None and entry.supports(len(hosts))
+
+    return table_among(kind, topology, islands, able)
+
+
+def test_costs_choose_among_islands() -> None:
+    assert chosen(Collective.ALLREDUCE, "aa") == [(UNLIMITED, "oneshot")]
+    assert chosen(Collective.BROADCAST, "aaaa")[-1] == (UNLIMITED, "ring")  # direct: three times through one link
+    rows = [name for _, name in chosen(Collective.ALLREDUCE, "aabbccdd")]
+    assert rows[-1] == "ring"  # a host's card carries one island's bytes, not those of both
+    assert "direct" not in rows
+    alone, eights = chosen(Collective.ALLREDUCE, "abcdefgh"), chosen(Collective.ALLREDUCE, "abcdefgh", 8)
+    assert [(8 * upper, name) for upper, name in alone[:-1]] == eights[:-1]  # each member has an eighth
