@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from installed import import_torch
 from ranks import Ranks
 
 import hetcoll
+from hetcoll.runtime.results import _like
 
 
 def _results(comm: hetcoll.Communicator) -> None:
@@ -62,3 +64,10 @@ def test_results_are_returned(pool: Callable[..., Ranks]) -> None:
 
 def test_what_has_no_result_like_it(pool: Callable[..., Ranks]) -> None:
     pool(3).run(_refuse)
+
+
+def test_tensors_have_tensors_like_them() -> None:
+    torch = import_torch()
+    for kind in (torch.bfloat16, torch.int64):
+        made = _like(torch.ones(3, dtype=kind), (2, 3))
+        assert (made.dtype, tuple(made.shape), made.device.type) == (kind, (2, 3), "cpu")

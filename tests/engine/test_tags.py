@@ -111,9 +111,12 @@ def _nobody_sends(comm: hetcoll.Communicator) -> None:
 
 def _aborted(comm: hetcoll.Communicator) -> None:
     work = comm.recv(np.zeros(4), 1 - comm.rank, tag=3, async_op=True)
-    assert not work.done
     if comm.rank == 0:
+        assert not work.done
+        comm.recv(np.zeros(1), 1)  # it waits by now
         comm.abort("enough")
+    else:
+        comm.send(np.zeros(1), 0)
     with pytest.raises(hetcoll.AbortedError, match="enough"):
         work.wait()
 

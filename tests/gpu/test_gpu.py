@@ -94,6 +94,11 @@ def benchmark_again(comm: hetcoll.Communicator) -> tuple[int, list[str]]:
         op.start()
         op.wait()
     handle.wait_stream()
+    device = device_of_rank(comm.rank)
+    made = comm.allgather(DeviceArray.of(device, np.full((2, 3), float(comm.rank))))
+    assert made.device is device
+    device.synchronize()
+    assert (made.get() == np.arange(comm.size)[:, None, None] * np.ones((2, 3))).all()
     mirror.download()
     assert (arrays[1] == sum(range(1, comm.size + 1))).all()
     assert (arrays[2] == np.repeat(np.arange(1.0, comm.size + 1), 8)).all()

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from ..errors import ArgumentError
 from ..types import REDUCING, ROOTED, Collective
-from .algorithms import ALGORITHMS, Algorithm, find, installed
+from .algorithms import ALGORITHMS, Algorithm, find
 from .costs import Cost, Levels, Reach, stated
 from .machine import GPUS, Link, Machine
 from .topology import Islands, Topology
@@ -140,7 +140,6 @@ def named(setting: str) -> dict[Collective, str]:
     ArgumentError
         There is no such collective or algorithm.
     """
-    installed.load()
     asked: dict[Collective, str] = {}
     for entry in setting.split(","):
         label, colon, name = entry.strip().rpartition(":")
@@ -162,7 +161,6 @@ def _lines(
     collective: Collective, topology: Topology, machine: Machine, forced: str | None = None, ordered: bool = False
 ) -> dict[str, tuple[float, float]]:
     """For each algorithm that can be chosen, or the one that is `forced`: seconds of an empty message, and a byte's."""
-    installed.load()
     plain, size, ordered = collective.plain, topology.size, ordered and collective in REDUCING
     known = {forced: find(collective, forced)} if forced else ALGORITHMS.get(plain, {})
     able = [name for name, each in known.items() if each.supports(size) and (each.ordered or not ordered)]

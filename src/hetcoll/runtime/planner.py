@@ -19,7 +19,7 @@ from ..errors import ArgumentError
 from ..health.desync_report import Called
 from ..health.status_report import call_site
 from ..plan import tuner
-from ..plan.algorithms import ALGORITHMS, Algorithm, find
+from ..plan.algorithms import ALGORITHMS, Algorithm, find, installed
 from ..plan.algorithms.among import AMONG, among
 from ..plan.algorithms.islands import ISLANDS
 from ..plan.ir import Plan
@@ -126,6 +126,7 @@ class Planner:
         """`algo` is HETCOLL_ALGO. `ordered`: every reduction is in the order of ranks."""
         self.ordered = ordered
         self._wiring, self._rank, self._compression = wiring, rank, compression
+        installed.load()  # before anything chooses
         self._forced = {} if algo is None else tuner.named(algo)
         self._tables: dict[Collective, list[tuple[int, str]]] = {}
         self._tables_among: dict[tuple[Collective, int], list[tuple[int, str]]] = {}  # and of how many islands

@@ -361,14 +361,6 @@ class Mailbox:
         self._finder.close()
 
 
-def check_tag(tag: object) -> int:
-    """`tag` as an int of 0 or more."""
-    value = check_int(tag, "tag")
-    if value < 0:
-        raise ArgumentError(f"tag: wanted 0 or more, got {value}")
-    return value
-
-
 def tagged(
     core: Core, kind: int, buf: Any, peer: int, tag: int, async_op: bool, timeout: float | None, stream: object
 ) -> Work:
@@ -376,7 +368,8 @@ def tagged(
     if core.in_group():
         raise ArgumentError("group(): wanted messages without tags, got one with a tag: those wait for no others")
     core.host.check_usable()
-    number = check_tag(tag)
+    if (number := check_int(tag, "tag")) < 0:
+        raise ArgumentError(f"tag: wanted 0 or more, got {number}")
     anyone = kind == RECV and peer == ANY_SOURCE
     if anyone and number == 0:
         raise ArgumentError(
