@@ -22,10 +22,8 @@ from .buffers import Array
 from .calls import RECV, SEND, SENDRECV
 from .config.env import Config, configuration
 from .config.process import configure
-from .config.variables import parse_format
-from .errors import ArgumentError, CommunicationError, InitError, PeerLostError
+from .errors import ArgumentError, CommunicationError
 from .gpu.open import Gpus
-from .health.diagnosis import Kind
 from .plan.topology import Topology
 from .rendezvous.session import Session, coming_together
 from .rendezvous.unique_id import UniqueId
@@ -93,8 +91,7 @@ class Communicator:
         core = self._core = Core(self, session, group, rank, size, config, timeout, Gpus)
         self._session, self._group, self._rank, self._size, self._config = session, group, rank, size, config
         self._wiring, self._engine, self._diagnosis = core.wiring, core.engine, core.diagnosis
-        self._host, self._gpus, self._planner, self._compression = core.host, core.gpus, core.planner, core.compression
-        self._batches, self._splits = core.batches, 0
+        self._host, self._gpus, self._planner = core.host, core.gpus, core.planner
         self._closed = False
         lifetime.watch(self, weakly=True)
 
@@ -387,19 +384,7 @@ class Communicator:
         Collective over this communicator. A rank with `color` None belongs to none and gets None. Both are 64-bit.
         `compress`: as `hetcoll.init` has it; by default as here.
         """
-        self._host.check_usable()
-        form = None if compress is None else parse_format(compress)
-        members = regroup.members_of(self._core, color, key)
-        self._splits += 1
-        if color is None:
-            return None
-        name = regroup.name_of(self._group, f"split {self._splits} {color}")
-        try:
-            return self._make(name, members, self._config.init_timeout, form)
-        except (PeerLostError, InitError) as error:
-            if self._engine.failed:  # where a rank is gone, that is what this communicator failed with
-                raise self._diagnosis.error() from error
-            raise
+        return regroup.split(self._core, color, key, compress, self._make)
 
     def shrink(self, *, timeout: float | None = None) -> Self:
         """A communicator of the ranks that are left after a failure, in the order of their ranks here.
@@ -414,11 +399,7 @@ class Communicator:
         Raises PeerLostError where the process that hosts the job's store is gone, most often rank 0's: there is nobody
         left to decide.
         """
-        if self._closed or self._engine.forked:
-            self._host.check_usable()
-        seconds = self._config.init_timeout if timeout is None else self._core.seconds(timeout)
-        self._engine.fail(Kind.ABORTED, self._rank, "shrink() replaced this communicator")
-        return regroup.survivors(self._core, seconds, self._make)
+        return regroup.shrink(self._core, timeout, self._make)
 
     def _make(self, name: bytes, members: list[int], timeout: float, form: Format | None = None) -> Self:
         """The communicator called `name` of these ranks, this one among them."""
@@ -437,7 +418,6 @@ class Communicator:
         it is ordinary memory. ArgumentError where this rank's part of the shared memory has not so much left, or a
         `shape` is none; MemoryError where there is not so much ordinary memory.
         """
-        self._host.check_usable()
         return registration.empty(self._core, shape, dtype, device)
 
     def register(self, buf: Any) -> Registration:
@@ -448,7 +428,6 @@ class Communicator:
         Shared memory and TCP need no preparation, so there it changes nothing; `empty` gives memory that shared memory
         moves without a staging copy. RegistrationError where it cannot be had.
         """
-        self._host.check_usable()
         return registration.register(self._core, buf)
 
     def reset_feedback(self) -> None:
@@ -456,7 +435,7 @@ class Communicator:
         memory of old, such as another model's gradients. Local; gives the memory back.
         """
         self._host.check_parent()
-        self._compression.forget()
+        self._core.compression.forget()
 
     # Telling.
 
@@ -465,10 +444,7 @@ class Communicator:
 
         `compress` as the call would have it, on host memory. Of compressed edges it tells what they make of float32.
         """
-        self._host.check_usable()
-        self._core.log_news()
-        found = self._planner.explain(op, nbytes, compress, self._host.plans.paths)
-        return found._replace(paths=found.paths + self._gpus.describe(), gpus=self._gpus.explain(op, nbytes))
+        return self._core.explain(op, nbytes, compress)
 
     def counters(self) -> dict[str, int]:
         """What this rank has counted since the communicator came to be, for tests and for people.
@@ -480,7 +456,6 @@ class Communicator:
         kept for error feedback and ``residuals_dropped`` for want of room. ``checked_bytes`` came over TCP with a
         checksum, and ``spoiled_pieces`` with a wrong one (HETCOLL_INTEGRITY). Also after a failure.
         """
-        self._host.check_open()
         return self._core.counters()
 
     def memory(self) -> dict[str, int]:
@@ -503,8 +478,7 @@ class Communicator:
         The recorder is always on. It holds 1023 collectives and as many sends and receives. On a GPU a call ends where
         the host does not see it. With ``HETCOLL_SIGUSR2=1`` the signal SIGUSR2 prints this for all communicators.
         """
-        self._host.check_parent()
-        return self._core.recorder.dump(calls.check_int(most, "most"))
+        return self._core.dump(most)
 
     def trace(self, path: str, *, timeout: float = 10.0) -> None:
         """Write the last calls of all ranks to `path`, as a trace that Perfetto and Chrome open, on this rank's clock.
@@ -513,8 +487,7 @@ class Communicator:
         asking: the file says how far they may be off (``otherData``: ``clock_error_us`` by rank, ``silent_ranks``).
         `CommunicationError` when no rank answers within `timeout` seconds.
         """
-        self._host.check_usable()
-        self._core.recorder.trace(path, self._core.seconds(timeout))
+        self._core.trace(path, timeout)
 
     def __repr__(self) -> str:
         return f"<{self._name()}{' closed' if self._closed else ''}>"
@@ -530,8 +503,7 @@ class Communicator:
         May be called from any thread, also while another one is stuck in a call, which then raises `AbortedError`.
         Needs no other rank's help. Afterwards only `close` and `shrink` are of use.
         """
-        if not self._closed and not self._engine.forked:
-            self._core.fail(Kind.ABORTED, f"rank {self._rank} called abort()" + (f": {reason}" if reason else ""))
+        self._core.abort(reason)
 
     def close(self) -> None:
         """Give everything back: links, threads, shared memory. Does not wait for other ranks. More than once is fine.

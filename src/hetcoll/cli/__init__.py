@@ -12,7 +12,7 @@ from collections.abc import Sequence
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands; `subcommand` and `main` of its result say which one and what runs it, `refuse`
     ends the program with that one's usage."""
-    from ..version import __version__
+    from .. import __version__
     from . import deploy, digest, doctor, explain, perf, run, selftest, simulate, topo
 
     parser = argparse.ArgumentParser(prog="hetcoll", description="Collective communication: measure, start, inspect.")
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status. An error that hetcoll raised on purpose is one line on stderr and status 1.
     Where nobody reads stdout any more, as with ``| head``, it ends with 141 and without a word."""
-    from ..errors import HetcollError
+    from .. import HetcollError
 
     words = list(sys.argv[1:] if argv is None else argv)
     args, unknown = build_parser().parse_known_args(words)

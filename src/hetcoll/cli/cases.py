@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..types import COMPLEX, FLOATS, DType, ReduceOp
+from .. import DType, ReduceOp
+from ..types import COMPLEX, FLOATS
 from .on_device import Mirror
 from .patterns import Array, Pattern, Piece, count_wrong, numpy_dtype, write
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import ArgumentError
+from .. import ArgumentError
 from .report import Row, human_size
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import ArgumentError
 from ..buffers import Buffer, read_buffer
-from ..errors import ArgumentError
 from .timing import Schedule
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import ArgumentError
+from .. import ArgumentError
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:

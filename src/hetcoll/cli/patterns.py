@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..types import COMPLEX, FLOATS, DType, ReduceOp
+from .. import DType, ReduceOp
+from ..types import COMPLEX, FLOATS
 
 PERIOD = 65521
 _LARGEST = (1 << 20) - 1

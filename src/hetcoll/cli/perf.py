@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArgumentError
-from ..types import DType, ReduceOp, supports
+from .. import ArgumentError, DType, ReduceOp
+from ..types import supports
 from . import compare, plot
 from .cases import OPS, REDUCING, ROOTED, Case, bandwidths, places, shape
 from .on_device import Stream, Talk, check_devices, choose_device, visible_gpus
@@ -160,8 +160,7 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
         ranks = args.ngpus or 2
     if launch.launcher == "single" and ranks > 1:
         return _start_ranks(ranks, argv)
-    from ..job import init
-    from ..version import __version__
+    from .. import __version__, init
 
     device = None
     if args.device is not None or args.ngpus is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError
+from .. import ArgumentError
 from .report import Row, human_size
 
 _SUFFIXES = (".png", ".svg")

@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import ArgumentError
+from .. import ArgumentError
 from ..plan.algorithms import find
 from ..plan.cluster import Cluster, read
 from ..plan.forecast import Forecast, candidates, events, forecast

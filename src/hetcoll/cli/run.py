@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .. import ArgumentError
 from ..config.env import REPLACEABLE, forwarded_variables
-from ..errors import ArgumentError
 from ..tools import hosts, launch
 
 _MASTER_PORT = 29500  # torchrun's default, where this command runs on each host

@@ -22,13 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import DType, ReduceOp
 from ..config.env import child_environment, shown_variables
-from ..types import DType, ReduceOp, supports
+from ..types import supports
 from .cases import OPS, REDUCING, Case, places
 from .terminal import MARK, Progress, Screen
 
 if TYPE_CHECKING:
-    from ..communicator import Communicator
+    from .. import Communicator
     from ..vendors.devices.base import Device
 
 REPORT = "hetcoll-selftest.txt"
@@ -119,7 +120,7 @@ def _gpus() -> tuple[dict[str, int], list[str]]:
 
 
 def _header() -> Iterator[str]:
-    from ..version import __version__
+    from .. import __version__
 
     yield f"hetcoll {__version__} selftest, {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}"
     yield f"Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores"
@@ -194,8 +195,8 @@ def _told(part: Part, results: Sequence[Result]) -> Iterator[str]:
 
 
 def _be_rank(devices: Sequence[str], islands: str, folder: str, *, quick: bool) -> int:
+    from .. import init
     from ..config.env import environment
-    from ..job import init
 
     rank, result = environment().launch.rank, Result()
     try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..errors import ArgumentError
+from .. import ArgumentError
 from ..plan.algorithms import ALGORITHMS, find
 from ..plan.ir import Plan
 from ..plan.simulator import PlanError, Report, check

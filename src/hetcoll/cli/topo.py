@@ -4,43 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from .. import Communicator
 from ..links.introduction import Process
 from ..plan.topology import Topology
+from . import in_job
 
 _WIDEST = 32  # ranks up to which every pair is shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many ranks to start, where no launcher did, and the form of the answer."""
-    parser.add_argument("-n", "--ranks", type=int, default=2, help="ranks to start on this host (default 2)")
-    parser.add_argument("--transport", choices=("auto", "shm", "tcp", "verbs"), help="how ranks reach each other")
+    in_job.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Under a launcher describe its job, else that of a job started here; rank 0 prints."""
-    from ..config.env import environment
+    """Rank 0 prints the topology of the job."""
 
-    if args.transport is not None:
-        os.environ["HETCOLL_TRANSPORT"] = args.transport  # before anyone reads it; the ranks inherit it
-    if environment().launch.launcher == "single" and args.ranks > 1:
-        from ..tools import launch
+    def told(comm: Communicator) -> str:
+        topology, processes = comm.topology, comm._wiring.processes(range(comm.size))
+        return json.dumps(document(topology, processes), indent=1) if args.json else text(topology, processes)
 
-        return launch.run([sys.executable, "-m", "hetcoll", *argv], args.ranks, prefix=False)
-    from ..job import init
-
-    with init() as comm:
-        if comm.rank == 0:
-            topology, processes = comm.topology, comm._wiring.processes(range(comm.size))
-            answer = json.dumps(document(topology, processes), indent=1) if args.json else text(topology, processes)
-            print(answer, flush=True)
-        comm.barrier()
-    return 0
+    return in_job.tell(args, argv, told)
 
 
 def document(topology: Topology, processes: Sequence[Process]) -> dict[str, Any]:

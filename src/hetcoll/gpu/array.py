@@ -7,8 +7,9 @@ JAX and Numba through `__cuda_array_interface__` (NVIDIA) or DLPack, so that the
 from __future__ import annotations
 
 import math
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,24 @@ from ..types import DType
 
 if TYPE_CHECKING:
     from ..vendors.devices.base import Device
+
+
+_PAUSE = 100e-6  # seconds between looks at a GPU
+
+
+class Residual:
+    """What compression lost of a buffer on a GPU, kept there: `nbytes` from `address` on. `settled`: no call is under
+    way."""
+
+    def __init__(self, device: Device, nbytes: int, settled: Callable[[], bool]) -> None:
+        self._device, self._settled, self.nbytes = device, settled, nbytes
+        self.address = device.allocate(nbytes)
+
+    def free(self) -> None:
+        """Give the memory back, once no call is under way."""
+        while not self._settled():
+            time.sleep(_PAUSE)
+        self._device.free(self.address)
 
 
 def clear(device: Device, address: int, nbytes: int) -> None:

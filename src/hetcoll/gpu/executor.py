@@ -26,14 +26,14 @@ from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError, ClosedError, DeviceError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
-from ..runtime.compression import Compression, DeviceResidual
+from ..runtime.compression import Compression
 from ..runtime.executor import FastPath
 from ..runtime.planner import Planner
 from ..types import FLOATS, OCP_OF, Collective, DType
 from ..vendors.devices.base import URGENT
 from ..vendors.devices.signals import signal_kernels
 from . import float8, path_probe, streams
-from .array import clear
+from .array import Residual, clear
 from .direct import why_not_direct
 from .edges import GpuEdges, Prepare
 from .graphs import GpuGraphs
@@ -222,9 +222,9 @@ class GpuExecutor:
     def _residual(self, call: Call, bound: _native.GpuCall) -> int:
         """Where what calls on these buffers have lost is kept, or 0."""
 
-        def make(count: int) -> DeviceResidual | None:
+        def make(count: int) -> Residual | None:
             try:
-                made = DeviceResidual(self._device, 4 * count, self._settled)
+                made = Residual(self._device, 4 * count, self._settled)
             except DeviceError:  # the GPU is full; the call goes on, since other ranks may be in it
                 return None
             clear(self._device, made.address, made.nbytes)

@@ -29,7 +29,6 @@ from ..errors import (
     PeerLostError,
     spell_ranks,
 )
-from ..links.wiring import PATIENCE
 from ..rendezvous.control import Event, Left, Lost, Query, StoreLost, Verdict
 from .desync_report import (
     Answer,
@@ -44,7 +43,7 @@ from .desync_report import (
     find_wrong_message,
     unsure,
 )
-from .stall_detector import StallDetector
+from .stall_detector import PATIENCE, StallDetector
 from .status_report import StatusReporter
 
 if TYPE_CHECKING:

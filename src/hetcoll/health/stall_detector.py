@@ -6,11 +6,11 @@ import math
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from ..links.wiring import PATIENCE
-
 if TYPE_CHECKING:
     from .desync_report import Answers
 
+PATIENCE = 2.0
+"""Seconds after which a stuck call asks what the other ranks do."""
 _STAGGER = 0.5  # seconds between the first and the last of many stuck ranks to ask
 _LONGEST_PAUSE = 30.0
 

@@ -7,11 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .. import ArgumentError, BufferTypeError, Communicator, DType
 from ..calls import check_rank, parse_op
-from ..communicator import Communicator
-from ..errors import ArgumentError, BufferTypeError
 from ..health.status_report import call_site
-from ..types import DType
 from .handler import number_of
 from .operations import AllGather, AllReduce, AllToAll, Broadcast, Member, Move, Reduce, ReduceScatter
 from .primitive import bind

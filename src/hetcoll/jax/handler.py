@@ -15,12 +15,12 @@ import jax
 
 import hetcoll._native as _native
 
-from ..communicator import Communicator
-from ..errors import (
+from .. import (
     AbortedError,
     ClosedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    Communicator,
     HetcollError,
     PeerLostError,
 )

@@ -42,10 +42,6 @@ log = logging.getLogger("hetcoll")
 
 _INTRODUCE, _ADDRESSES = b"introduce", b"addresses"  # what ranks exchange: see `introduction`
 _SPIN_SECONDS = 10e-6  # then it yields: its peer may be waiting for the very same core
-PATIENCE = 2.0
-"""Seconds after which a stuck call asks what the other ranks do."""
-
-
 _UNLIMITED = (1 << 64) - 1  # native/transport/shm.cc says how much it takes then
 Check = Callable[[Collection[int]], None]
 """Called now and then, with the ranks that are waited for."""
@@ -76,9 +72,19 @@ def most_heap(rooms: Iterable[int | None]) -> int:
 
 
 class Wiring:
-    """One communicator's topology, engine and links. `rank` and `size` are those of `group`."""
+    """One communicator's topology, engine and links. `rank` and `size` are those of `group`. A call of the engine
+    returns after `patience` seconds, complete or not."""
 
-    def __init__(self, control: ControlClient, group: bytes, rank: int, size: int, config: Config, timeout: float):
+    def __init__(
+        self,
+        control: ControlClient,
+        group: bytes,
+        rank: int,
+        size: int,
+        config: Config,
+        timeout: float,
+        patience: float,
+    ) -> None:
         self._control, self._config = control, config
         self.group, self.rank, self.size = group, rank, size
         self._deadline = time.monotonic() + timeout
@@ -91,7 +97,6 @@ class Wiring:
         self.oversubscribed = len(self.locals) > intros.cores[intros.hosts[rank]]
         self.fault = config.fault or ""
         self.integrity = INTEGRITY.index(config.integrity)
-        patience = min(PATIENCE, config.timeout)
         doorbell = self.processes(self.locals[:1])[0].doorbell
         identity = hashlib.blake2b(control.unique_id.job_id + group, digest_size=8).digest()
         try:

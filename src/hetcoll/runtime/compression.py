@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -28,34 +27,30 @@ from ..types import Collective, DType, Format, ReduceOp
 
 if TYPE_CHECKING:
     from ..calls import Call
-    from ..vendors.devices.base import Device
 
 log = logging.getLogger("hetcoll")
 
 LEAST_BYTES = 64 << 10
 """A communicator's setting holds for calls from here on: smaller ones are a matter of latency, often of precision."""
 
-_PAUSE = 100e-6  # seconds between looks at a GPU
-
 _COLLECTIVES = (Collective.ALLREDUCE, Collective.REDUCE_SCATTER)
 _DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _OPS = (ReduceOp.SUM, ReduceOp.AVG)
 
 
-class DeviceResidual:
-    """What was lost of a buffer on a GPU, kept there: `nbytes` from `address` on. `settled`: no call is under way."""
+HostResidual = np.ndarray[Any, np.dtype[np.float32]]
 
-    def __init__(self, device: Device, nbytes: int, settled: Callable[[], bool]) -> None:
-        self._device, self._settled, self.nbytes = device, settled, nbytes
-        self.address = device.allocate(nbytes)
+
+class DeviceResidual(Protocol):
+    """What was lost of a buffer on a GPU, kept there: `nbytes` from `address` on (`gpu.array.Residual`)."""
+
+    address: int
+    nbytes: int
 
     def free(self) -> None:
-        while not self._settled():
-            time.sleep(_PAUSE)
-        self._device.free(self.address)
+        """Give the memory back, once no call is under way."""
 
 
-HostResidual = np.ndarray[Any, np.dtype[np.float32]]
 R = TypeVar("R", HostResidual, DeviceResidual)
 
 
@@ -183,7 +178,7 @@ class Compression:
             self._residuals.clear()
             self._counters["residual_bytes"] = 0
         for each in kept:
-            if isinstance(each, DeviceResidual):
+            if not isinstance(each, np.ndarray):
                 each.free()
 
     def counters(self) -> dict[str, int]:

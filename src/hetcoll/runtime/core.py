@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -23,12 +23,16 @@ from ..config.env import Config
 from ..errors import ArgumentError, InitError
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.flight_recorder import FlightRecorder, listen
+from ..health.stall_detector import PATIENCE
 from ..links.wiring import Wiring
 from ..rendezvous.session import Session
 from ..rendezvous.wire import WORLD
 from ..work import DONE, Waiter, Work
 from .compression import Compression
 from .executor import Executor, FastPath, OpenGpus
+
+if TYPE_CHECKING:
+    from .planner import Explanation
 
 log = logging.getLogger("hetcoll")
 
@@ -75,6 +79,7 @@ class Core:
 
         self._owner = weakref.ref(owner)
         self.session, self.group, self.rank, self.size, self.config = session, group, rank, size, config
+        self.splits = 0
         self.batches: dict[int, list[tuple[int, Any, int]]] = {}
         """Of open groups, by thread: kind, buffer and peer of each message. See `messages`."""
         self.diagnosis = diagnosis = Diagnosis(session, group, rank, size)
@@ -82,7 +87,8 @@ class Core:
         with contextlib.ExitStack() as undo:
             session.join(group, rank, size, diagnosis.on_event, timeout)
             undo.callback(session.leave, group)
-            self.wiring = wiring = Wiring(session.control, group, rank, size, config, deadline - time.monotonic())
+            left, patience = deadline - time.monotonic(), min(PATIENCE, config.timeout)
+            self.wiring = wiring = Wiring(session.control, group, rank, size, config, left, patience)
             undo.callback(wiring.close)
             self.engine = wiring.engine
             undo.callback(self.engine.close)
@@ -199,6 +205,7 @@ class Core:
 
     def counters(self) -> dict[str, int]:
         """See `Communicator.counters`."""
+        self.host.check_open()
         memory = self.wiring.memory
         found = {"collectives": self.engine.collectives, "messages": self.engine.messages} | self.engine.counters()
         found |= self.compression.counters()
@@ -221,6 +228,23 @@ class Core:
             found["pinned"] += pinned
         return dict(found)
 
+    def explain(self, op: str, nbytes: int, compress: str | None) -> Explanation:
+        """See `Communicator.explain`."""
+        self.host.check_usable()
+        self.log_news()
+        found = self.planner.explain(op, nbytes, compress, self.host.plans.paths)
+        return found._replace(paths=found.paths + self.gpus.describe(), gpus=self.gpus.explain(op, nbytes))
+
+    def dump(self, most: int) -> str:
+        """See `Communicator.dump`."""
+        self.host.check_parent()
+        return self.recorder.dump(calls.check_int(most, "most"))
+
+    def trace(self, path: str, timeout: float) -> None:
+        """See `Communicator.trace`."""
+        self.host.check_usable()
+        self.recorder.trace(path, self.seconds(timeout))
+
     def log_news(self) -> None:
         """Tell what links lost, and how they went on: once each."""
         for text in self.engine.events():
@@ -230,6 +254,11 @@ class Core:
         """End what is in flight, here and on all other ranks."""
         self.engine.fail(kind, self.rank, text)
         self.diagnosis.post(kind, self.rank, text)
+
+    def abort(self, reason: str) -> None:
+        """See `Communicator.abort`."""
+        if not self.host.closed and not self.engine.forked:
+            self.fail(Kind.ABORTED, f"rank {self.rank} called abort()" + (f": {reason}" if reason else ""))
 
     def lose(self, error: BaseException | None) -> None:
         """An exception leaves the communicator's ``with`` block: the others must not wait for this rank. One that ends

@@ -17,9 +17,9 @@ from ..buffers import Buffer
 from ..calls import RECV, SEND, Call, Message, describe_message, descriptor, message_key
 from ..errors import ClosedError, HetcollError, InitError
 from ..health.diagnosis import Diagnosis, Kind
-from ..health.stall_detector import StallDetector
+from ..health.stall_detector import PATIENCE, StallDetector
 from ..health.status_report import StatusReporter
-from ..links.wiring import PATIENCE, Check, Wiring
+from ..links.wiring import Check, Wiring
 from ..plan.algorithms import p2p
 from ..plan.algorithms.base import stretched
 from ..plan.ir import Plan, offsets

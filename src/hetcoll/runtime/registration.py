@@ -47,6 +47,7 @@ class Registration:
 
 def register(core: Core, buf: Any) -> Registration:
     """See `Communicator.register`."""
+    core.host.check_usable()
     buffer, memory = read_buffer(buf, "buf", writable=False), core.wiring.memory
     if memory is None or buffer.nbytes == 0:
         return Registration(buffer)
@@ -56,6 +57,7 @@ def register(core: Core, buf: Any) -> Registration:
 
 def empty(core: Core, shape: int | Sequence[int], dtype: Any, device: str) -> np.ndarray[Any, Any]:
     """See `Communicator.empty`."""
+    core.host.check_usable()
     if device != "cpu":
         raise ArgumentError(f"device: wanted 'cpu', got {device!r}")
     kind = element_type(dtype)

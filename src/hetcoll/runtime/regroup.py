@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -15,7 +15,9 @@ import numpy as np
 from .. import calls
 from ..calls import check_int
 from ..config.env import Config
+from ..config.variables import parse_format
 from ..errors import InitError, PeerLostError, spell_ranks
+from ..health.diagnosis import Kind
 from ..plan.topology import restrict
 from ..types import Format
 from .core import Core
@@ -27,10 +29,32 @@ class _Closable(Protocol):
     def close(self) -> None: ...
 
 
-C = TypeVar("C", bound=_Closable)
+C = TypeVar("C", bound=_Closable, covariant=True)
 
 
-def members_of(core: Core, color: int | None, key: int) -> list[int]:
+class Make(Protocol[C]):
+    """Makes the communicator of a name and of these ranks of another one, within so many seconds."""
+
+    def __call__(self, name: bytes, members: list[int], timeout: float, form: Format | None = None) -> C: ...
+
+
+def split(core: Core, color: int | None, key: int, compress: str | None, make: Make[C]) -> C | None:
+    """See `Communicator.split`."""
+    core.host.check_usable()
+    form = None if compress is None else parse_format(compress)
+    members = _members(core, color, key)
+    core.splits += 1
+    if color is None:
+        return None
+    try:
+        return make(_name(core.group, f"split {core.splits} {color}"), members, core.config.init_timeout, form)
+    except (PeerLostError, InitError) as error:
+        if core.engine.failed:  # where a rank is gone, that is what this communicator failed with
+            raise core.diagnosis.error() from error
+        raise
+
+
+def _members(core: Core, color: int | None, key: int) -> list[int]:
     """The ranks that split with this one's `color`, by `key`; none where it has no color. Collective."""
     mine = [0, 0] if color is None else [1, check_int(color, "color")]
     rows = np.empty((core.size, 3), np.int64)
@@ -39,7 +63,7 @@ def members_of(core: Core, color: int | None, key: int) -> list[int]:
     return [rank for _, rank in sorted(same)]
 
 
-def name_of(parent: bytes, what: str) -> bytes:
+def _name(parent: bytes, what: str) -> bytes:
     """Of a communicator that comes from `parent`, the same on all of its ranks."""
     return hashlib.blake2b(parent + what.encode(), digest_size=16).digest()
 
@@ -50,9 +74,12 @@ def configure(config: Config, members: Sequence[int], compress: Format | None) -
     return replace(config, islands=restrict(config.islands, members), compress=compress)
 
 
-def survivors(core: Core, seconds: float, make: Callable[[bytes, list[int], float], C]) -> C:
-    """The communicator of the ranks that are left: see `Communicator.shrink`. `make` gives that of a name and of these
-    ranks, within some seconds."""
+def shrink(core: Core, timeout: float | None, make: Make[C]) -> C:
+    """See `Communicator.shrink`."""
+    if core.host.closed or core.engine.forked:
+        core.host.check_usable()
+    seconds = core.config.init_timeout if timeout is None else core.seconds(timeout)
+    core.engine.fail(Kind.ABORTED, core.rank, "shrink() replaced this communicator")
     start, attempts, patience = time.monotonic(), core.size, seconds
     while True:
         number, ranks = core.session.control.shrink(core.group, patience)
@@ -65,11 +92,9 @@ def survivors(core: Core, seconds: float, make: Callable[[bytes, list[int], floa
                 raise
 
 
-def _follow(
-    core: Core, number: int, ranks: list[int], deadline: float, make: Callable[[bytes, list[int], float], C]
-) -> C:
+def _follow(core: Core, number: int, ranks: list[int], deadline: float, make: Make[C]) -> C:
     """The communicator that follows the roll call `number`, or an error on every rank that is alive."""
-    name = name_of(core.group, f"shrink {number}")
+    name = _name(core.group, f"shrink {number}")
     comm = make(name, ranks, deadline - time.monotonic())
     try:
         with in_ranks_of_parent(ranks):

@@ -14,10 +14,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..communicator import Communicator
+from .. import Communicator, InitError
 from ..config.env import Config, configuration
 from ..config.process import configure
-from ..errors import InitError
 from ..rendezvous.bootstrap import get_unique_id
 from ..rendezvous.session import Session
 from ..rendezvous.unique_id import UniqueId

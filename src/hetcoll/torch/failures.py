@@ -6,41 +6,41 @@ import contextlib
 
 import torch.distributed as dist
 
-from .. import errors
+import hetcoll
 
 
-class BackendError(errors.CommunicationError, dist.DistBackendError):
+class BackendError(hetcoll.CommunicationError, dist.DistBackendError):
     """An operation failed after it had begun. Subclasses say in which way; all are what hetcoll raises elsewhere, too.
 
     The group is good for `abort` and `torch.distributed.destroy_process_group` only.
     """
 
 
-class PeerLostError(errors.PeerLostError, BackendError):
+class PeerLostError(hetcoll.PeerLostError, BackendError):
     """A rank died or left. `rank` names it, as one of the group."""
 
 
-class CollectiveMismatchError(errors.CollectiveMismatchError, BackendError):
+class CollectiveMismatchError(hetcoll.CollectiveMismatchError, BackendError):
     """Ranks called different operations, or the same with different types, counts, roots or orders."""
 
 
-class CollectiveTimeoutError(errors.CollectiveTimeoutError, BackendError):
+class CollectiveTimeoutError(hetcoll.CollectiveTimeoutError, BackendError):
     """An operation did not finish in time."""
 
 
-class AbortedError(errors.AbortedError, BackendError):
+class AbortedError(hetcoll.AbortedError, BackendError):
     """The group was aborted, here or on another rank."""
 
 
 def translate(error: Exception) -> Exception:
     """`error` as one that is torch's as well; errors about arguments are torch's already: ValueError, TypeError."""
-    if isinstance(error, BackendError) or not isinstance(error, errors.CommunicationError | errors.ClosedError):
+    if isinstance(error, BackendError) or not isinstance(error, hetcoll.CommunicationError | hetcoll.ClosedError):
         return error
     for kind in (PeerLostError, CollectiveMismatchError, CollectiveTimeoutError, AbortedError):
         if isinstance(error, kind.__bases__[0]):
             text = str(error)
             found = kind(f"a timeout has passed: {text}" if kind is CollectiveTimeoutError else text)
-            if isinstance(found, PeerLostError) and isinstance(error, errors.PeerLostError):
+            if isinstance(found, PeerLostError) and isinstance(error, hetcoll.PeerLostError):
                 found.rank = error.rank
             return found
     return BackendError(*error.args)
@@ -51,7 +51,7 @@ class _Translated(contextlib.AbstractContextManager[None]):
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, errors.HetcollError) and (found := translate(error)) is not error:
+        if isinstance(error, hetcoll.HetcollError) and (found := translate(error)) is not error:
             raise found from error
 
 

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ..communicator import Communicator
-from ..errors import ClosedError
+from .. import ClosedError, Communicator
+from .. import Work as Operation
 from ..types import Format
-from ..work import Work as Operation
 from . import profiling
 from .connect import connect
 from .failures import CollectiveTimeoutError, translate

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..communicator import Communicator
+from .. import Communicator
+from .. import Work as Operation
 from ..types import Format
-from ..work import Work as Operation
 from .failures import translated
 from .launch import BATCHES, LaneName, Launcher, Start
 from .sources import Sources

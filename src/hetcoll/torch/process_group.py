@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch._C._dynamo import eval_frame
 
-from .. import lifetime
-from ..communicator import Communicator
+from .. import Communicator, lifetime
 from ..rendezvous.session import Session
 from ..types import Format
 from . import barriers

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from .. import ArgumentError
 from ..config.env import replaced_backends
-from ..errors import ArgumentError
 from .names import DEVICES, NAME
 
 if TYPE_CHECKING:

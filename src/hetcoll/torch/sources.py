@@ -12,9 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ..communicator import Communicator
-from ..errors import CollectiveTimeoutError
-from ..work import Work as Operation
+from .. import CollectiveTimeoutError, Communicator
+from .. import Work as Operation
 from .futures import Worker
 
 _QUESTION = "messages to you"

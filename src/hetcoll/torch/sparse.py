@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..communicator import Communicator
+from .. import Communicator
 from .tensors import reduction
 
 

@@ -22,12 +22,11 @@ import torch
 
 import hetcoll._native as _native
 
-from ..communicator import Communicator
-from ..errors import ClosedError, HetcollError, PeerLostError
+from .. import ClosedError, Communicator, HetcollError, PeerLostError
+from .. import Work as Operation
 from ..health.desync_report import Called
 from ..health.diagnosis import Kind
 from ..health.status_report import call_site
-from ..work import Work as Operation
 from .futures import Worker
 
 _QUESTION = "tagged messages to you"

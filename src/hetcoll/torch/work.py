@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..work import Work as Operation
+from .. import Work as Operation
 from .failures import translate, translated
 from .futures import Level, OrderedFuture
 from .profiling import Span
