@@ -25,6 +25,7 @@ void NotReturning();
 void Handing();
 void LentInOrder();
 void Windows();
+void Claims();
 void Fragments();
 void Stores();
 void BadHeaders();
@@ -411,6 +412,7 @@ constexpr Scenario kScenarios[] = {
     {"slots: kept", NotReturning},
     {"slots: handed over", Handing},
     {"slots: how much of a ring", Windows},
+    {"slots: claimed", Claims},
     {"slots: lent in order", LentInOrder},
     {"slots: fragments", Fragments},
     {"slots: stores", Stores},

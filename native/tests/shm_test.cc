@@ -204,6 +204,30 @@ void Windows() {
   CHECK(farthest(SlotStores::kClaimed, 0) == kRing / 2, "where it is claimed and comes back");
 }
 
+// Whoever has read a slot of the ring gives its lines back modified, by whichever instruction they were copied, and in
+// however many parts.
+void Claims() {
+  for (const std::size_t total : {std::size_t{1000}, std::size_t{16} << 10, std::size_t{64} << 10}) {
+    for (const std::size_t part : {total, total / 2}) {
+      Pair pair(std::size_t{2} << 20, {SlotStores::kClaimed});
+      const Frame m{1, total, false, -1, Use::kStored};
+      const Bytes data(total, std::byte{7});
+      const std::byte* ring = Edge(*pair.segment, 0, 1, 0).data;
+      CHECK(SendAll(*pair.a[0].send, m, data) == total && ring[0] == std::byte{7}, "sent");
+      for (std::size_t at = 0; at < total;) {
+        Bytes got(part);
+        const std::ptrdiff_t n = pair.b[0].recv->Pull(m, at, got.data(), std::min(part, total - at), false);
+        CHECK(n > 0 && got[0] == std::byte{7}, "received");
+        if (n <= 0) break;
+        at += static_cast<std::size_t>(n);
+      }
+      std::size_t claimed = 0;
+      for (std::size_t i = 0; i < total; i += kLineBytes) claimed += ring[i] == std::byte{0};
+      CHECK(claimed == (total + kLineBytes - 1) / kLineBytes, "%zu lines of %zu bytes are claimed", claimed, total);
+    }
+  }
+}
+
 // How messages are cut: what goes one way only, so that its receiver can read a part while the next is copied.
 void Fragments() {
   const auto fragments = [](std::size_t total, Use use, bool mutual) {
