@@ -19,9 +19,9 @@ from ranks import kept
 import hetcoll
 from hetcoll import _native
 from hetcoll.gpu.float8 import Float8Conversion, two_kinds
+from hetcoll.links.facts import Gpu
 from hetcoll.types import FNUZ_OF, OCP_OF, DType
 from hetcoll.vendors.devices.kernels import convert_name
-from hetcoll.vendors.facts import Gpu
 
 # Conversions.
 

@@ -16,9 +16,9 @@ from ranks import Job
 import hetcoll
 from hetcoll.errors import ArgumentError, HetcollError, InitError
 from hetcoll.gpu.vendor_comm import unlike_float8
+from hetcoll.links.facts import Facts, Gpu, check_digests
 from hetcoll.plan.topology import RankInfo, Topology
 from hetcoll.vendors.ccl.native import float8_kind
-from hetcoll.vendors.facts import Facts, Gpu, check_digests
 
 H200 = Gpu("cuda", "0000:1a:00.0", "sm_90", "NVIDIA H200", "x", 22809, "OCP", True)
 MI300X = Gpu("hip", "0000:0c:00.0", "gfx942", "AMD Instinct MI300X", "y", 22707, "fnuz", True)
@@ -113,7 +113,7 @@ def test_hosts_without_a_driver_import_nothing_of_a_vendors() -> None:
     """Nor do ranks that use a CPU."""
     code = """
 import sys
-from hetcoll.vendors.facts import visible
+from hetcoll.links.facts import visible
 from hetcoll.config.variables import DeviceChoice
 assert visible(DeviceChoice("cpu")) == ([], "")
 assert visible(None) == ([], "")

@@ -28,8 +28,8 @@ from ..types import FNUZ_OF, OCP_OF, SAME, Collective, DType
 from ..vendors.devices.kernels.source import convert_name
 
 if TYPE_CHECKING:
+    from ..links.facts import Gpu
     from ..vendors.devices.base import Device
-    from ..vendors.facts import Gpu
 
 _GRAIN = 256  # staged buffers begin at multiples
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError, HetcollError, spell_ranks
+from ..links.facts import Gpu, served
 from ..plan.topology import Islands, Topology, spell_islands
 from ..types import REDUCING, DType, ReduceOp
 from ..vendors.ccl import nccl, rccl
 from ..vendors.ccl.library import Island
 from ..vendors.ccl.native import BYTES, Native, native
-from ..vendors.facts import Gpu, served
 from .float8 import two_kinds
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from ..plan.topology import RankInfo, spell_islands
 from ..rendezvous.columns import Column, Telling
 from ..rendezvous.descriptors import host_identity
 from ..rendezvous.edges import Address, pack_addresses
-from ..vendors.facts import Gpu, decode, encode, visible
 from ..version import __version__
+from .facts import Gpu, decode, encode, visible
 
 _AGREED = (
     *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check", "integrity", "reproducible"),

@@ -29,7 +29,7 @@ from ..rendezvous.control import ControlClient
 from ..rendezvous.descriptors import receive_fd, share_fd
 from ..rendezvous.edges import Address, EdgeKey, Request, unpack_addresses
 from ..rendezvous.listener import Listener
-from ..vendors.facts import Facts, check_digests
+from .facts import Facts, check_digests
 from .introduction import Introduction, Introductions, Process, Reach, read_nics
 from .making import Making
 from .verbs.report import by_peer, describe, fell_back

@@ -21,7 +21,7 @@ from ..plan.topology import Islands, Topology
 
 if TYPE_CHECKING:
     from ..config.variables import DeviceChoice
-    from .devices.base import Device
+    from ..vendors.devices.base import Device
 
 log = logging.getLogger("hetcoll")
 _MOST = 500  # characters of what ranks tell each other of one thing
@@ -53,8 +53,8 @@ class Gpu:
     @classmethod
     def here(cls, device: Device) -> Gpu:
         """One of this process."""
-        from .ccl import nccl, rccl
-        from .ccl.native import float8_kind
+        from ..vendors.ccl import nccl, rccl
+        from ..vendors.ccl.native import float8_kind
 
         finder = nccl if device.vendor == "cuda" else rccl
         reason = finder.why_not()
@@ -89,7 +89,7 @@ def visible(wish: DeviceChoice | None) -> tuple[list[Gpu], str]:
 
 def _gpus(kind: str, index: int | None) -> list[Gpu]:
     """Those of one vendor. DeviceError where there are none, or none of that number."""
-    module = importlib.import_module(f".devices.{kind}", __package__)
+    module = importlib.import_module(f"..vendors.devices.{kind}", __package__)
     reason = module.why_not()
     if reason is not None:
         raise DeviceError(reason)
