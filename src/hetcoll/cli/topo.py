@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from .. import Communicator
-from ..links.introduction import Process
 from ..plan.topology import Topology
 from . import in_job
 
 _WIDEST = 32  # ranks up to which every pair is shown
+
+
+class Process(Protocol):
+    """What is said of a rank's process."""
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def pid(self) -> int: ...
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
