@@ -45,7 +45,7 @@ def preload(*modules: str) -> None:
     _context.set_forkserver_preload(list(modules))
 
 
-preload("hetcoll", "hetcoll.plan.tuner", "hetcoll.cli.patterns", "ml_dtypes", "hypothesis", "pytest")
+preload("hetcoll", "hetcoll.runtime.host", "hetcoll.cli.patterns", "ml_dtypes", "hypothesis", "pytest")
 
 
 @dataclass
