@@ -287,7 +287,9 @@ class Mailbox:
                 self._check()
                 if (owner := self._owner()) is None:
                     raise self._gone()
-                line.pair = owner._make(*self._name(line.peer), _EVER)
+                line.pair = pair = owner._make(*self._name(line.peer), _EVER)
+                if self._closed:  # `leave` has been here, and saw none
+                    pair.close()
                 self._check()  # nobody else could halt this one
             return line.pair, 1 - line.pair.rank
 
