@@ -15,11 +15,9 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from . import ArgumentError, CollectiveTimeoutError, CommunicationError, Communicator, Work
 from .buffers import read_buffer
 from .calls import check_int, check_rank
-from .communicator import Communicator
-from .errors import ArgumentError, CollectiveTimeoutError, CommunicationError
-from .work import Work
 
 __all__ = ["CacheLayout", "Cut", "Handoff", "Receiving", "Sending", "cuts", "pieces"]
 
