@@ -52,8 +52,7 @@ class Light:
 
     def die(self) -> None:
         """As when its process is killed: all of its connections end without a word."""
-        self.client._uplink._behind = False  # it looks for no other way
-        self.client._uplink.shut_down()
+        self.client._uplink.end()  # it looks for no other way
         if self.client._relay is not None:
             self.client._relay.close()
 
@@ -235,7 +234,7 @@ def test_who_dies_with_its_relay_is_lost_when_it_does_not_come_back(monkeypatch:
         victim = next((job.ranks[n.ranks[WORLD]] for n in nodes if n.parent is parent), None)
         if victim is None:
             pytest.skip("only relays are behind it")
-        victim.client._uplink._behind = False
+        victim.client._uplink._over = True
         first.die()
         others = [each for each in job.ranks if each not in (first, victim)]
         for each in others:

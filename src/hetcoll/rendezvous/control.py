@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hetcoll.control")
 
 _SEND_SECONDS = 30.0
-_GOODBYE_SECONDS = 1.0
+_GOODBYE_SECONDS, _GOODBYE_BEHIND = 1.0, 5.0  # the latter behind a relay
 _RELAY_DESCRIPTORS = 170  # of its children, and of those who have yet to prove the secret
 
 
@@ -236,9 +236,10 @@ class ControlClient:
                 log.debug("goodbye: %s", spell_error(error))
         if threading.current_thread() is self._thread:
             return
-        self._thread.join(_GOODBYE_SECONDS)  # the store closes the connection when it has read the goodbye
+        # The store closes the connection when it has read the goodbye, which may have to find another way to it.
+        self._thread.join(_GOODBYE_BEHIND if self._uplink.behind else _GOODBYE_SECONDS)
         if self._thread.is_alive():
-            self._uplink.shut_down()
+            self._uplink.end()
             self._thread.join(5.0)
 
     def abandon(self) -> None:

@@ -244,6 +244,7 @@ class Relay:
             if len(route) > 1:
                 onwards.setdefault(route[0], []).append(Entry(route[1:], request, number))
             elif op == Op.CUT:
+                child.send(Op.CUT, b"")  # its goodbye has come to the store
                 with contextlib.suppress(OSError):
                     child.flush()
                 self._lose(child, b"")

@@ -151,7 +151,7 @@ class Uplink:
         self._lock = threading.Lock()
         self._token = os.urandom(TOKEN_BYTES)
         self._stream = Stream() if size > FEW else None
-        self._behind = self.closing = False
+        self._behind = self.closing = self._over = False
         if self._stream is None:
             self.sock, self._reader = connect_store(unique_id, deadline)[0], FrameReader()
         else:
@@ -198,6 +198,11 @@ class Uplink:
         with self._lock:
             send_all(self.sock, header(op, body) + body, time.monotonic() + RETURN)
 
+    def end(self) -> None:
+        """Shut down for good, whether or not the goodbye has come to the store."""
+        self._over = True
+        self.shut_down()
+
     def shut_down(self) -> None:
         """Who reads sees the end."""
         try:
@@ -215,7 +220,7 @@ class Uplink:
                     raise ConnectionResetError("the connection ended")
                 yield from self._whole(data or b"")
             except OSError as error:
-                if not self._behind or self.closing or isinstance(error, HetcollError):
+                if not self._behind or self._over or isinstance(error, HetcollError):  # a goodbye is sent again, too
                     if isinstance(error, ConnectionResetError) and str(error) == "the connection ended":
                         return
                     raise
@@ -238,6 +243,8 @@ class Uplink:
                 yield frame
             elif frame.op == Op.BEAT:
                 continue
+            elif frame.op == Op.CUT:
+                self._over = True
             elif frame.op == Op.RESYNC:
                 self._tell(Op.SYNC)
             elif frame.op == Op.SYNCED:
