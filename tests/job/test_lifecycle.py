@@ -202,10 +202,10 @@ def join_and_count(job: Job) -> tuple[int, int, float]:
 @pytest.mark.calm
 @pytest.mark.slow
 def test_256_ranks(launch: Launch) -> None:
-    """As many requests a rank as with few ranks, and bytes for each other rank."""
+    """One request more than with few ranks, for the names of this host's processes, and bytes for each other rank."""
     size = 256
     few, found = (launch(n, join=False).run(join_and_count, timeout=100) for n in (3, size))
-    assert max(row[0] for row in found) == max(row[0] for row in few) > 0
+    assert 0 < max(row[0] for row in found) <= max(row[0] for row in few) + 1
     assert max(row[1] for row in found) / size <= max(row[1] for row in few) / 3
     assert {total for _, _, total in found} == {size * (size + 1) / 2}
 

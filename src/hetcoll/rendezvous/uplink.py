@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import select
 import socket
 import threading
@@ -101,7 +100,7 @@ def enter(unique_id: UniqueId, entry: Entry, deadline: float, *, again: bool = F
             return Place(sock, reader, False, U64.unpack(answer.body)[0])
         sock.close()
         if not answer.body:  # many wait for the first relays
-            time.sleep(max(0.0, min(deadline - time.monotonic(), pause * random.uniform(0.5, 1.5))))
+            time.sleep(max(0.0, min(deadline - time.monotonic(), pause * (0.5 + os.urandom(1)[0] / 255))))
             pause = min(2 * pause, _LAST_PAUSE)
             continue
         token, places = unpack(answer.body)
