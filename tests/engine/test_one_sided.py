@@ -95,9 +95,9 @@ def test_random_pieces(pool: Pool, link: str) -> None:
 
 
 def move_blocks(comm: hetcoll.Communicator, config: dict[str, Any]) -> None:
-    """Thousands of pieces of a cache in one call, while the owner is in no call of the library."""
+    """A thousand pieces of a cache in one call, while the owner is in no call of the library."""
     comm = variant(comm, **config)
-    block, blocks = 4096, 3000
+    block, blocks = 4096, 1000
     cache = np.zeros((blocks, block), np.uint32) if comm.rank == 0 else None
     with comm.window(cache) as window:
         before = comm.counters()
@@ -110,7 +110,7 @@ def move_blocks(comm: hetcoll.Communicator, config: dict[str, Any]) -> None:
             assert (back == src).all()
             comm.send(src[:1], 0)
         if cache is not None:
-            wait_until(lambda: window.signal() == 1)
+            wait_until(lambda: window.signal() == 1, 60)
             comm.recv(first := np.zeros((1, block), np.uint32), 1)
             assert (cache[np.random.default_rng(2).permutation(blocks)[0]] == first).all()
             found = comm.counters()
@@ -143,7 +143,7 @@ def close_windows(comm: hetcoll.Communicator, config: dict[str, Any]) -> int:
         closed = mine.copy()
         with pytest.raises(ClosedError, match="this window was closed"):
             window.put(src, 1)
-        wait_until(lambda: comm.counters()["window_refused"] > refused)
+        wait_until(lambda: comm.counters()["window_refused"] > refused, 60)
         assert (mine == closed).all(), "a window was written after it was closed"
         comm.barrier()
         assert (mine == closed).all(), "a window was written after it was closed"
@@ -258,7 +258,7 @@ def lose(comm: hetcoll.Communicator, dies: int, how: str) -> float:
 def test_a_peer_that_dies_is_named(launch: Launch, transport: str, how: str) -> None:
     ranks = launch(3, HETCOLL_TRANSPORT=transport)
     ranks.start(lose, 1, how)
-    wait_until(lambda: all("waiting" in ranks.output(rank) for rank in (0, 2)))
+    wait_until(lambda: all("waiting" in ranks.output(rank) for rank in (0, 2)), 60)
     asked = time.monotonic()
     ranks.kill(1)
     check_lost(ranks.finish(), 1, asked, FOUND_WITHIN)

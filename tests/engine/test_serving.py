@@ -121,7 +121,7 @@ def hand_over(comm: hetcoll.Communicator, senders: list[int], receivers: list[in
     if sends:
         with handoff.send(1) as sending:
             assert sending.layer(0, [1], [0])
-            wait_until(lambda: sending.cancelled)
+            wait_until(lambda: sending.cancelled, 60)
             assert not sending.layer(1, [1], [0])
     else:
         receiving = handoff.receive(1)

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -32,10 +32,8 @@ from .compression import Compression
 from .executor import Executor, FastPath, OpenGpus
 
 if TYPE_CHECKING:
-    from .one_sided import OneSided
     from .planner import Explanation
     from .ranges import Ranges
-    from .tags import Mailbox
 
 log = logging.getLogger("hetcoll")
 
@@ -67,7 +65,31 @@ class Pair(Protocol):
 
     def recv(self, buf: Any, peer: int, *, async_op: bool) -> Work: ...
 
+    def memory(self) -> dict[str, int]: ...
+
     def close(self) -> None: ...
+
+
+class Rider(Protocol):
+    """What moves data for a communicator beside its calls, on communicators of its own: windows, messages with tags."""
+
+    def counters(self) -> dict[str, int]:
+        """What it adds to `Communicator.counters`."""
+
+    def memory(self) -> dict[str, int]:
+        """What it adds to `Communicator.memory`."""
+
+    def fail(self, kind: Kind, text: str) -> None:
+        """The communicator has failed: nothing may wait, or touch memory, from now on."""
+
+    def leave(self) -> None:
+        """Before the communicator is closed: others may yet want what this rank has sent."""
+
+    def close(self) -> None:
+        """Give everything back, after `leave`."""
+
+
+R = TypeVar("R", bound=Rider)
 
 
 class Inspector(Protocol):
@@ -129,15 +151,13 @@ class Core:
                 listen()
             self.gpus = host.gpus = open_gpus(*parts, config, meet=_weakly(self.meet), prepare=_weakly(host.prepare))
             undo.pop_all()
-        self.one_sided: OneSided | None = None
-        """Who carries one-sided messages, once there are windows."""
+        self._riders: dict[type[Rider], Rider] = {}
+        self._rider_lock = threading.Lock()
         self.ranges: Ranges | None = None
         if config.nvtx:
             from . import ranges  # only profilers want them
 
             self.ranges = ranges.find()
-        self._mailbox: Mailbox | None = None
-        self._mailbox_lock = threading.Lock()
         self._inspectors: list[Inspector] = []
         if config.digest:  # few jobs need it, or the check, and imports count
             from .digest import Digest
@@ -226,11 +246,12 @@ class Core:
         """The ``with`` block is a call that profilers show, if there is one."""
         return contextlib.nullcontext() if self.ranges is None else self.ranges.around(what())
 
-    def mailbox(self, make: Callable[[Core, Callable[[], Owner | None]], Mailbox]) -> Mailbox:
-        """Of the messages with tags, made by the first one."""
-        with self._mailbox_lock:
-            self._mailbox = self._mailbox or make(self, self._owner)
-            return self._mailbox
+    def rider(self, kind: type[R], make: Callable[[Callable[[], Owner | None]], R]) -> R:
+        """The one of this kind, made where there is none yet; `make` is given who tells the communicator itself."""
+        with self._rider_lock:
+            if kind not in self._riders:
+                self._riders[kind] = make(self._owner)
+            return cast("R", self._riders[kind])  # it is of the type that it is kept by
 
     def meet(self, label: str, blob: bytes, timeout: float | None = None) -> list[bytes]:
         """Every rank's `blob`, by rank. A collective call that is called `label` in errors."""
@@ -258,7 +279,8 @@ class Core:
         found = {"collectives": self.engine.collectives, "messages": self.engine.messages} | self.engine.counters()
         found |= self.compression.counters()
         found |= {} if memory is None else {f"memory_{name}": n for name, n in memory.counters.items()}
-        found |= {} if self.one_sided is None else self.one_sided.counters()
+        for rider in list(self._riders.values()):
+            found |= rider.counters()
         return found | self.gpus.counters()
 
     def memory(self) -> dict[str, int]:
@@ -275,8 +297,8 @@ class Core:
             found["descriptors"] += descriptors
             found["threads"] += threads
             found["pinned"] += pinned
-        if self.one_sided is not None:
-            found.update(self.one_sided.core.memory())
+        for rider in list(self._riders.values()):
+            found.update(rider.memory())
         return dict(found)
 
     def explain(self, op: str, nbytes: int, compress: str | None) -> Explanation:
@@ -304,11 +326,9 @@ class Core:
     def fail(self, kind: Kind, text: str) -> None:
         """End what is in flight, here and on all other ranks."""
         self.engine.fail(kind, self.rank, text)
-        if self._mailbox is not None:
-            self._mailbox.halt()
+        for rider in list(self._riders.values()):
+            rider.fail(kind, text)
         self.diagnosis.post(kind, self.rank, text)
-        if self.one_sided is not None:
-            self.one_sided.core.fail(kind, text)
 
     def abort(self, reason: str) -> None:
         """See `Communicator.abort`."""
@@ -332,11 +352,9 @@ class Core:
         if self.engine.forked:
             return
         self.log_news()
-        if self.one_sided is not None:
-            self.one_sided.close()
         self.engine.set_starts(False)
-        if self._mailbox is not None:
-            self._mailbox.leave()
+        for rider in self._riders.values():
+            rider.leave()
         if self.gpus.executor is not None:
             self.gpus.executor.close()
         self.host.close()
@@ -346,8 +364,8 @@ class Core:
         self.compression.forget()
         self.session.leave(self.group)
         self.wiring.close()
-        if self._mailbox is not None:
-            self._mailbox.close()
+        for rider in self._riders.values():
+            rider.close()
 
 
 def _weakly(method: Callable[P, T]) -> Callable[P, T]:

@@ -12,6 +12,7 @@ import numpy as np
 from ..buffers import Buffer, read_buffer
 from ..calls import check_int, check_rank
 from ..errors import ArgumentError, BufferTypeError, ClosedError, CollectiveTimeoutError, CommunicationError
+from ..health.diagnosis import Kind
 from ..types import DType
 from ..work import DONE, Work
 from .core import Core
@@ -268,9 +269,20 @@ class OneSided:
         """Of all windows of this rank: what others did to them."""
         return {f"window_{name}": n for name, n in zip(_COUNTERS, self.core.engine.window_counts(), strict=True)}
 
-    def close(self) -> None:
-        """Give everything back."""
+    def memory(self) -> dict[str, int]:
+        """Of what carries the messages."""
+        return self.core.memory()
+
+    def fail(self, kind: Kind, text: str) -> None:
+        """See `core.Rider`."""
+        self.core.fail(kind, text)
+
+    def leave(self) -> None:
+        """See `core.Rider`."""
         self._close()
+
+    def close(self) -> None:
+        """See `core.Rider`."""
         self._windows.clear()
         self._pending.clear()
 
@@ -303,9 +315,7 @@ def open_window(
     if not 0 <= (own := check_int(signals, "signals")) <= _MOST_PIECES:
         raise ArgumentError(f"signals: wanted 0 to {_MOST_PIECES}, got {own}")
     seconds = parent.seconds(timeout)
-    if parent.one_sided is None:
-        parent.one_sided = OneSided(make(), close)
-    side = parent.one_sided
+    side = parent.rider(OneSided, lambda _: OneSided(make(), close))
     side.core.host.check_usable()
     number = side.add_window(buffer, own)
     mine = [-1 if buffer is None else buffer.dtype.value, 0 if buffer is None else buffer.count, own]

@@ -14,7 +14,7 @@ import contextlib
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -95,7 +95,7 @@ class Parcel(Work):
         while not self.done:
             left = deadline - time.monotonic()
             if left <= 0:
-                self._box.fail(Kind.TIMEOUT, -1, f"{self._what} did not finish in {seconds:g} s on {self._box}")
+                self._box.fail_all(Kind.TIMEOUT, -1, f"{self._what} did not finish in {seconds:g} s on {self._box}")
             elif not self._begun.is_set():
                 self._begun.wait(min(left, _SLICE))
             elif self._inner is not None:
@@ -247,7 +247,7 @@ class Mailbox:
         """A message to the receive that it is for; a mismatch fails the group."""
         if memory is None or not parcel.fits(dtype, count):
             other = f"rank {source} called send({dtype}, count={count}, tag={parcel.tag}) to {self}"
-            parcel.end(self.fail(Kind.MISMATCH, source, f"{self} called {parcel._what}; {other}"))
+            parcel.end(self.fail_all(Kind.MISMATCH, source, f"{self} called {parcel._what}; {other}"))
             raise self._gone()
         _native.copy_bytes(parcel.memory.ptr, memory.ctypes.data, memory.nbytes)
         parcel.end(source=source)
@@ -312,7 +312,7 @@ class Mailbox:
         failed = self._core.engine.failed
         error = self._core.diagnosis.known_error() if failed else ClosedError(_CLOSED) if self._closed else None
         if error is not None:
-            self.halt()
+            self._halt()
         return error
 
     def explain(self, error: Exception, parcel: Parcel) -> Exception:
@@ -324,26 +324,39 @@ class Mailbox:
             return known
         peer = -1 if parcel.wanted is None else parcel.wanted
         if isinstance(error, PeerLostError):
-            return self.fail(Kind.PEER_GONE, peer, f"{self} called {parcel._what}, which left while it was needed")
-        return self.fail(Kind.SYSTEM, peer, f"{self} called {parcel._what}: {type(error).__name__}: {error}")
+            return self.fail_all(Kind.PEER_GONE, peer, f"{self} called {parcel._what}, which left while it was needed")
+        return self.fail_all(Kind.SYSTEM, peer, f"{self} called {parcel._what}: {type(error).__name__}: {error}")
 
-    def fail(self, kind: Kind, peer: int, text: str) -> Exception:
+    def fail_all(self, kind: Kind, peer: int, text: str) -> Exception:
         """Fail the group on all ranks."""
         self._core.diagnosis.post(kind, peer, text)
-        self.halt()
+        self._halt()
         return self._gone()
 
     def _gone(self) -> Exception:
         return self.failure() or ClosedError(_CLOSED)
 
-    def halt(self) -> None:
+    def _halt(self) -> None:
         """Nothing touches the memory of messages any more."""
         for line in list(self._lines.values()):
             if line.pair is not None and not line.pair._engine.failed:
                 line.pair._engine.fail(Kind.ABORTED, -1, "its communicator failed")
 
+    # See `core.Rider`.
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def memory(self) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for line in list(self._lines.values()):
+            found.update(line.pair.memory() if line.pair is not None else {})
+        return found
+
+    def fail(self, kind: Kind, text: str) -> None:
+        self._halt()
+
     def leave(self) -> None:
-        """Before the communicator is closed: others may yet receive what was sent."""
         sent = [self._sent_to(rank) for rank in range(self._core.size)]
         if any(sent) and not self._core.engine.failed:
             self._core.diagnosis.leave_answers(_QUESTION, sent)
@@ -356,7 +369,6 @@ class Mailbox:
                     line.pair.close()
 
     def close(self) -> None:
-        """End the threads, after `leave`."""
         for line in self._lines.values():
             line.writer.close()
             line.reader.close()
@@ -387,7 +399,7 @@ def tagged(
         )
     if other == core.rank:
         raise ArgumentError(f"peer: rank {other} is this rank; a message to oneself needs both halves in a group()")
-    box, seconds = core.mailbox(Mailbox), core.seconds(timeout)
+    box, seconds = core.rider(Mailbox, lambda owner: Mailbox(core, owner)), core.seconds(timeout)
     if kind == SEND:
         assert other is not None
         work = box.send(buffer, other, number, seconds)
