@@ -6,25 +6,21 @@ import selectors
 import socket
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from .routes import Entry, pack_down
 from .wire import FrameReader, Op, Status, header
-
-if TYPE_CHECKING:
-    from .tree import Node
 
 _MAX_UNSENT = 256 << 20  # bytes queued for who does not read
 
 
 class Connection:
-    """A socket and its queue. A `groups.Member` of a small job; in large ones who is at its other end is its `node`, or
-    the `child` of a relay."""
+    """A socket and its queue. A `groups.Member` of a small job; in large ones who is at its other end has entered with
+    its `token`, or is the `child` of a relay."""
 
     def __init__(self, sock: socket.socket, name: str, dirty: set[Connection], reader: FrameReader) -> None:
         self.sock, self.name, self.reader = sock, name, reader
         self.ranks: dict[bytes, int] = {}
-        self.node: Node | None = None
+        self.token = b""
         self.child = 0
         self.queue: deque[memoryview] = deque()
         self._unsent = 0

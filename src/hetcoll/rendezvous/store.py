@@ -25,7 +25,6 @@ from .members import Connection
 from .sockets import receive, spell_error
 from .tree import Tree
 from .unique_id import HOSTED
-from .uplink import Kind
 from .wire import FrameReader, Op, header, pack
 
 log = logging.getLogger("hetcoll.store")
@@ -160,7 +159,7 @@ class StoreServer:
         if data == b"":
             raise ConnectionResetError("its process died: the connection ended without a goodbye")
         for frame in connection.reader.feed(data or b""):
-            if frame.op == Op.ENTER or connection.node is not None:
+            if frame.op == Op.ENTER or connection.token:
                 self._tree.handle(connection, frame)
                 if self._connections.get(connection.sock.fileno()) is not connection:
                     return
@@ -182,7 +181,7 @@ class StoreServer:
         log.debug("%s is gone: %s", connection.name, reason or "goodbye")
         self._groups.drop(connection, reason)
         self._tree.lost(connection, reason)
-        members = (c for c in self._connections.values() if c.node is None or c.node.entry.kind is Kind.MEMBER)
+        members = (each for each in self._connections.values() if not self._tree.relays(each))
         if not self._tree.members and not any(members):
             self._idle.set()
 
@@ -196,7 +195,7 @@ class StoreServer:
     def _say_farewell(self) -> None:
         self._acceptor.close()
         for connection in self._connections.values():
-            if connection.node is None:
+            if not connection.token:
                 connection.send(Op.CLOSING, b"")
         self._tree.say_farewell()
         deadline = time.monotonic() + _FAREWELL

@@ -134,7 +134,7 @@ class Tree:
         if frame.op == Op.ENTER:
             self._enter(connection, Entry.read(frame.body))
             return
-        node = connection.node
+        node = self._nodes.get(connection.token)
         if node is None:
             raise CommunicationError(f"a frame of operation {frame.op} before it entered")
         if frame.op != Op.UP:
@@ -173,8 +173,14 @@ class Tree:
     def lost(self, connection: Connection, reason: str) -> None:
         """A connection of the store's own has ended."""
         self._waiting = [each for each in self._waiting if each.connection is not connection]
-        if connection.node is not None and connection.node.connection is connection:
-            self._lose(connection.node, reason)
+        node = self._nodes.get(connection.token)
+        if node is not None and node.connection is connection:
+            self._lose(node, reason)
+
+    def relays(self, connection: Connection) -> bool:
+        """Whether a relay is at its other end, not a member."""
+        node = self._nodes.get(connection.token)
+        return node is not None and node.entry.kind is Kind.RELAY
 
     # Entering.
 
@@ -223,7 +229,7 @@ class Tree:
         self._missing.pop(entry.token, None)
         node.parent, node.connection, node.number = parent, connection, number
         if connection is not None:
-            connection.node = node
+            connection.token = entry.token
             self._own[entry.kind] += 1
         if parent is not None:
             parent.children[number] = node
@@ -241,7 +247,7 @@ class Tree:
             node.parent.children.pop(node.number, None)
         old, node.parent, node.connection = node.connection, None, None
         if old is not None:
-            old.node = None
+            old.token = b""
             self._own[node.entry.kind] -= 1
             self._end(old)
 
