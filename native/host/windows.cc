@@ -198,6 +198,8 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
   Port<RecvEnd>& port = links.rx(peer, kRequests);
   switch (in.phase) {
     case Phase::kHead:
+      // What the one before gets is read first: a put that follows would write over it.
+      if (!peers_[static_cast<std::size_t>(peer)].out[kAnswers].items.empty()) return false;
       if (!Take(links, port, in, reinterpret_cast<std::byte*>(&in.head), sizeof in.head, moved)) return false;
       if (in.head.pieces > kMostPieces) throw Fault(FaultKind::kCorrupt, peer, "a request has too many pieces");
       in.runs.assign(in.head.pieces, {in.head.offset, in.head.nbytes});
@@ -311,7 +313,8 @@ void Windows::AddPoll(Links& links, std::vector<pollfd>& fds) const {
     if (peer == rank_ || links.rx(peer, kRequests).end == nullptr) continue;
     const Peer& p = peers_[static_cast<std::size_t>(peer)];
     // Answers also while none is due: who sleeps is not woken by those who begin to wait.
-    if (!p.in[kRequests].ended) links.rx(peer, kRequests).end->AddPoll(fds);
+    const bool serves = !p.in[kRequests].ended && p.out[kAnswers].items.empty();
+    if (serves) links.rx(peer, kRequests).end->AddPoll(fds);
     if (!p.in[kRequests].ended || Needs(peer)) links.rx(peer, kAnswers).end->AddPoll(fds);
     for (const int channel : {kRequests, kAnswers}) {
       if (!p.out[static_cast<std::size_t>(channel)].items.empty()) links.tx(peer, channel).end->AddPoll(fds);

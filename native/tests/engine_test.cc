@@ -78,6 +78,7 @@ void ProxiesWhoseLastRailComesBack();
 void ProxiesThatWaitForWhatComesAgain();
 void GpusAndHosts();
 void OneSided();
+void OrderedRequests();
 void ClosingWindows();
 void LeavingWindows();
 
@@ -450,6 +451,7 @@ constexpr Scenario kScenarios[] = {
     {"rdma: sent again, later", ProxiesThatWaitForWhatComesAgain},
     {"gpus: mixed", GpusAndHosts},
     {"windows", OneSided},
+    {"windows: ordered", OrderedRequests},
     {"windows: closed", ClosingWindows},
     {"windows: left", LeavingWindows},
 };

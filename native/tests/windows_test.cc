@@ -1,5 +1,6 @@
 // One-sided messages: random pieces against a model, windows that close under way, and peers that leave.
 
+#include <algorithm>
 #include <random>
 
 #include "harness.h"
@@ -104,6 +105,26 @@ void OneSided() {
   Exchange({.size = 2, .over = Over::kTcp, .stripes = 3, .integrity = Integrity::kAll}, "tcp, checked");
   Exchange({.size = 2, .over = Over::kVerbs}, "verbs");
   Exchange({.size = 2, .over = Over::kTcp, .fault = "delay=0.2,short=0.5"}, "tcp, delayed");
+}
+
+// A put does not reach what a get before it is still to read.
+void OrderedRequests() {
+  for (const Over over : {Over::kShm, Over::kTcp}) {
+    Job job({.size = 2, .over = over, .ring_bytes = 4096});
+    constexpr std::size_t kBytes = std::size_t{1} << 20;
+    Bytes window = Pattern(kBytes, 1), unused(16), got(kBytes);
+    const Bytes before = window, src = Pattern(kBytes, 2);
+    Serve(job.engine(0), window);
+    Serve(job.engine(1), unused);
+    std::vector<Piece> pieces;
+    for (std::size_t at = 0; at < kBytes; at += 16384) pieces.push_back({at, at, 16384});
+    const auto get = Get(job.engine(1), 0, got, pieces);
+    std::reverse(pieces.begin(), pieces.end());
+    const auto put = Put(job.engine(1), 0, src, pieces, 0);
+    CHECK(Wait(job.engine(1), get) && Wait(job.engine(1), put), "in time");
+    CHECK(Same(got, before), "got what was put later");
+    CHECK(Same(window, src), "put");
+  }
 }
 
 // A window is closed, and its memory fenced, while pieces for it and from it are on their way.

@@ -12,6 +12,7 @@ import pytest
 
 from hetcoll.cli import main, simulate
 from hetcoll.cli.topo import text
+from hetcoll.links.introduction import Process
 from hetcoll.plan.algorithms import ALGORITHMS
 from hetcoll.plan.simulator.node import wrong
 from hetcoll.plan.topology import RankInfo, Topology
@@ -113,7 +114,8 @@ def test_topo_shows_a_real_job() -> None:
 
 def test_topo_for_people() -> None:
     ranks = (RankInfo(0, "a", cores=2), RankInfo(1, "b", cores=8), RankInfo(2, "a", cores=2), RankInfo(3, "a", cores=2))
-    lines = text(Topology(ranks)).splitlines()
+    processes = [Process(7, b"", rank.host) for rank in ranks]
+    lines = text(Topology(ranks), processes).splitlines()
     assert lines[0] == "4 ranks on 2 hosts, transport auto"
     assert lines[1] == "host 0 (a), 2 cores: ranks 0, 2-3"
     assert lines[2] == "host 1 (b), 8 cores: ranks 1"

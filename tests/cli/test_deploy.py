@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def test_every_pod_starts_its_ranks(engine: str, variable: str, capsys: pytest.C
     )
     master = {"volcano": "train-nvidia-0.train", "jobset": "train-nvidia-0-0.train"}[engine]
     ranks = []
+    env = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     for name, count, container in pods(document):
         resource, device, amount = {"nvidia": ("nvidia.com/gpu", "cuda", 8), "amd": ("amd.com/gpu", "hip", 4)}[name]
         assert container["resources"]["limits"] == {resource: amount}
@@ -77,7 +79,7 @@ def test_every_pod_starts_its_ranks(engine: str, variable: str, capsys: pytest.C
         for index in range(count):
             words = container["command"]
             assert f"--master {master}:29500" in words[2]
-            done = subprocess.run(words, env=os.environ | {variable: str(index)}, capture_output=True, text=True,
+            done = subprocess.run(words, env=env | {variable: str(index)}, capture_output=True, text=True,
                                   timeout=120)  # fmt: skip
             assert done.returncode == 0, done.stderr
             ranks += [line.partition("] ")[2] for line in done.stdout.splitlines()]

@@ -489,7 +489,7 @@ def test_ranks_that_capture_different_calls(fresh: Any, eager: bool) -> None:
 @pytest.mark.parametrize("lag", [1, 3])
 def test_levels_rise_with_what_waits(lag: int) -> None:
     from hetcoll.plan.algorithms import find
-    from hetcoll.plan.order import _waits, levels
+    from hetcoll.plan.order import Alike, _waits, levels
     from hetcoll.plan.pipeline import pipelined, ramp
     from hetcoll.types import Collective
 
@@ -497,6 +497,6 @@ def test_levels_rise_with_what_waits(lag: int) -> None:
         base = [find(Collective.ALLREDUCE, "direct").build(size, r) for r in range(size)]
         plans = pipelined(base, ramp(length, 4))
         found = levels(plans, slots, lag)
-        for (rank, step), earlier in _waits(plans, slots).items():
-            for r, i in earlier:
+        for (rank, step), earlier in _waits(plans, slots, Alike(tuple(range(size)))).items():
+            for (r, i), _ in earlier:
                 assert found[r][i] + (1 if r == rank else lag) <= found[rank][step]

@@ -107,7 +107,7 @@ def test_of_two_connections_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_addresses_survive_the_exchange() -> None:
     listener = Listener(Config(), SECRET)
-    assert unpack_addresses(*pack_addresses(listener.addresses)) == listener.addresses
+    assert unpack_addresses(pack_addresses(listener.addresses)) == listener.addresses
     listener.close()
 
 
