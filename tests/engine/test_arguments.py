@@ -165,7 +165,7 @@ MISTAKES: dict[str, Mistake] = {
     "scatter root": (ArgumentError, "root: wanted", lambda c: c.scatter(None, new(), -1)),
     "send to nobody": (ArgumentError, "peer: wanted a rank in [0, ", lambda c: c.send(new(), c.size)),
     "recv from nobody": (ArgumentError, "peer: wanted a rank in [0, ", lambda c: c.recv(new(), -2)),
-    "recv from any without a tag": (ArgumentError, "peer: ANY_SOURCE wants a tag above 0", lambda c: c.recv(new(), hetcoll.ANY_SOURCE)),
+    "recv from anyone": (ArgumentError, "ANY_SOURCE wants a tag above 0", lambda c: c.recv(new(), hetcoll.ANY_SOURCE)),
     "send to oneself": (ArgumentError, "needs both halves in a group()", lambda c: c.send(new(), c.rank)),
     "send what": (BufferTypeError, "buf: wanted an array", lambda c: c.send(3, c.size - 1)),
     "recv into read-only": (BufferTypeError, "buf: wanted a writable", lambda c: c.recv(read_only(), 0)),
