@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from ranks import Ranks
 
 import hetcoll
+from hetcoll.runtime.tags import Mailbox
 
 CLOSED = "rank 0 has left|left while it was needed|closed its connection|was lost"
 
@@ -61,6 +63,24 @@ def _from_any(comm: hetcoll.Communicator) -> None:
     comm.barrier()
 
 
+def _by_turns(comm: hetcoll.Communicator) -> None:
+    """Ranks whose messages wait have their turns in receives from any."""
+    if comm.rank > 0:
+        for work in [comm.send(np.array(i), 0, tag=3, async_op=True) for i in range(4)]:
+            work.wait()
+    comm.barrier()
+    if comm.rank == 0:
+        sources = [_received(comm, hetcoll.ANY_SOURCE, 3)[1]]
+        lines = comm._core.rider(Mailbox, lambda _: pytest.fail("it has one"))._lines.values()
+        deadline = time.monotonic() + 30
+        while sum(len(line.kept.get(3, ())) for line in lines) < 7:
+            assert time.monotonic() < deadline, "they did not come"
+            time.sleep(0.001)
+        sources += [_received(comm, hetcoll.ANY_SOURCE, 3)[1] for _ in range(7)]
+        assert sources in ([1, 2] * 4, [2, 1] * 4)
+    comm.barrier()
+
+
 def _refuse(comm: hetcoll.Communicator) -> None:
     x, other = np.zeros(2), (comm.rank + 1) % comm.size
     for wrong, error, words in (
@@ -81,7 +101,7 @@ def _refuse(comm: hetcoll.Communicator) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_tags(pool: Callable[..., Ranks], transport: str) -> None:
-    for case in (_out_of_order, _from_any, _refuse):
+    for case in (_out_of_order, _from_any, _by_turns, _refuse):
         pool(3, HETCOLL_TRANSPORT=transport).run(case)
 
 

@@ -148,6 +148,7 @@ class Mailbox:
         self._mutex = threading.Lock()
         self._lines: dict[int, Line] = {}
         self._posted: list[Parcel] = []  # receives, in the order of the calls
+        self._latest = core.rank  # whose message a receive from any rank was given last
         self._finder = Worker("hetcoll-tags-from-any")
         self._closed = False
         core.diagnosis.answers[_QUESTION] = self._sent_to
@@ -178,7 +179,7 @@ class Mailbox:
         """Start to receive from `source`, or from any rank."""
         parcel = Parcel(self, buffer, tag, source, "recv", limit)
         with self._mutex:
-            lines = list(self._lines.values()) if source is None else [self._line(source)]
+            lines = self._by_turns() if source is None else [self._line(source)]
             for line in lines:
                 if (kept := line.kept.get(tag)) is not None:
                     message = kept.popleft()
@@ -229,7 +230,7 @@ class Mailbox:
         with self._mutex:
             line.read += 1
             if parcel is not None:
-                parcel.end(source=line.peer)
+                self._end(parcel, line.peer)
             elif (late := self._take(line.peer, tag)) is not None:  # it was posted meanwhile
                 self._give(late, line.peer, dtype, count, memory)
             else:
@@ -250,7 +251,17 @@ class Mailbox:
             parcel.end(self.fail_all(Kind.MISMATCH, source, f"{self} called {parcel._what}; {other}"))
             raise self._gone()
         _native.copy_bytes(parcel.memory.ptr, memory.ctypes.data, memory.nbytes)
+        self._end(parcel, source)
+
+    def _end(self, parcel: Parcel, source: int) -> None:
+        """The receive is complete. Under the mutex."""
+        if parcel.wanted is None:
+            self._latest = source
         parcel.end(source=source)
+
+    def _by_turns(self) -> list[Line]:
+        """Ranks whose messages wait have their turns. Under the mutex."""
+        return sorted(self._lines.values(), key=lambda line: (line.peer - self._latest - 1) % self._core.size)
 
     def _find(self, parcel: Parcel) -> None:
         """Read what ranks say that they have sent until one message was for this receive from any."""

@@ -158,16 +158,20 @@ def any_source_in_the_background() -> None:
 
 
 def any_source_is_fair() -> None:
-    """Ranks whose messages wait have their turns."""
+    """Ranks whose messages wait have their turns. What came from ranks that have left is received all the same."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    works = [] if rank == 0 else [dist.isend(torch.full((1,), float(rank)), 0) for _ in range(4)]
-    dist.barrier()
-    if rank == 0:
-        sources = [dist.recv(torch.empty(1)) for _ in range(4 * (n - 1))]
-        assert sources == [1, 2, 3] * 4  # some ranks have left meanwhile
-    for work in works:
-        assert work is not None
-        work.wait()
+    for stay in (True, False):
+        works = [] if rank == 0 else [dist.isend(torch.full((1,), float(rank)), 0) for _ in range(4)]
+        dist.barrier()
+        if rank == 0:
+            sources = [dist.recv(torch.empty(1)) for _ in range(4 * (n - 1))]
+            wanted = [1, 2, 3] * 4
+            assert (sources if stay else sorted(sources)) == (wanted if stay else sorted(wanted)), sources
+        for work in works:
+            assert work is not None
+            work.wait()
+        if stay:
+            dist.barrier()
 
 
 def any_source_after_what_was_refused() -> None:
