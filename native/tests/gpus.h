@@ -48,7 +48,7 @@ class ThreadDriver final : public Driver {
     On(s, [=, this] {
       const std::int64_t until = NowNs() + std::int64_t{20'000'000'000};
       while (std::atomic_ref(*counter).load(std::memory_order_acquire) < value) {
-        std::this_thread::yield();
+        Nap();
         if (NowNs() > until) {
           stuck = true;
           return;
@@ -66,7 +66,7 @@ class ThreadDriver final : public Driver {
   void WaitEvent(DeviceEvent e, DeviceStream s) override {
     const auto flag = *static_cast<std::shared_ptr<std::atomic<bool>>*>(e);
     On(s, [flag] {
-      while (flag && !flag->load(std::memory_order_acquire)) std::this_thread::yield();
+      while (flag && !flag->load(std::memory_order_acquire)) Nap();
     });
   }
   bool Done(DeviceEvent e) override {

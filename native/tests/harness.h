@@ -294,6 +294,10 @@ inline std::pair<std::vector<int>, std::vector<int>> SocketPairs(int count) {
   return {std::move(mine), std::move(theirs)};
 }
 
+inline void SleepMs(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+// Between two looks at what others do. Who yields on a busy machine runs again last of all; who slept runs next.
+inline void Nap() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
+
 struct JobOptions {
   int size = 2;
   Over over = Over::kShm;
@@ -417,8 +421,6 @@ inline Outcome RunToEnd(Engine& e, const std::shared_ptr<Shape>& shape, const vo
 }
 
 inline double Seconds(std::int64_t since) { return static_cast<double>(NowNs() - since) * 1e-9; }
-
-inline void SleepMs(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
 template <class Condition>
 bool Within(double seconds, Condition&& condition) {

@@ -156,7 +156,7 @@ bool Exchange(Pair& pair, std::uint64_t from, std::uint64_t messages) {
         good = false;
         return false;
       }
-      std::this_thread::yield();
+      Nap();
     }
     return true;
   };
@@ -438,7 +438,7 @@ void ProxiesThatWaitForWhatComesAgain() {
       from.slots.Publish(m);
     };
     const auto within = [](const std::function<bool()>& condition) {
-      for (const std::int64_t start = NowNs(); Seconds(start) < kPatience; std::this_thread::yield()) {
+      for (const std::int64_t start = NowNs(); Seconds(start) < kPatience; Nap()) {
         if (condition()) return true;
       }
       return condition();
