@@ -1,7 +1,6 @@
 #include "queue.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <time.h>
 
@@ -37,11 +36,8 @@ Execution::Pause::Pause(const Execution& execution) : execution_(execution), dea
 
 Error Execution::Pause::rest() {
   if (int fault = execution_.device_.fault.load(std::memory_order_acquire)) return static_cast<Error>(fault);
-  if (++rests_ < 32) {
-    sched_yield();
-    return kOk;
-  }
-  timespec nap{0, rests_ < 256 ? 20'000 : 100'000};
+  // Who yields on a busy machine runs again last of all; who slept runs next.
+  timespec nap{0, ++rests_ < 256 ? 20'000 : 100'000};
   nanosleep(&nap, nullptr);
   return now() > deadline_ ? kLaunchTimeout : kOk;
 }

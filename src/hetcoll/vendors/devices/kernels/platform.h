@@ -206,7 +206,7 @@ HETCOLL_DEVICE void Relax() {}
 #define HETCOLL_CONSTANT const
 
 #if !defined(__HIP__) && !defined(HETCOLL_FAKE)
-#include <sched.h>
+#include <time.h>
 #endif
 
 namespace hetcoll {
@@ -218,7 +218,11 @@ constexpr unsigned kAbortEvery = 16;
 HETCOLL_DEVICE void Relax() { __nanosleep(20); }
 #else
 constexpr unsigned kAbortEvery = 16;
-HETCOLL_DEVICE void Relax() { sched_yield(); }
+// Ranks share processors here, perhaps with much else. Who yields runs again last of all; who slept runs next.
+HETCOLL_DEVICE void Relax() {
+  const timespec pause{0, 20'000};
+  nanosleep(&pause, nullptr);
+}
 #endif
 }  // namespace hetcoll
 
