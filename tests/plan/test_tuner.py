@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from topologies import cluster
 
 from hetcoll import _native
 from hetcoll.errors import ArgumentError, InitError
@@ -23,12 +24,6 @@ SHIPPED = [pytest.param(a, id=f"{k.label}-{a.name}") for k, a in ALL if a.cost]
 SIMULATED = [p for p in SHIPPED if not p.values[0].cost(4).turns]  # type: ignore[union-attr,misc]  # nothing has turns
 TWO_LEVELS = [pytest.param(a, id=k.label) for k, a in ALL if a.levels]
 KINDS = list(ALGORITHMS)
-
-
-def cluster(*hosts: int, cores: int = 64, setting: str = "auto") -> Topology:
-    """Hosts with these numbers of ranks, one host's ranks after the other's."""
-    names = [f"host{h}" for h, n in enumerate(hosts) for _ in range(n)]
-    return Topology(tuple(RankInfo(r, name, cores=cores) for r, name in enumerate(names)), setting)  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------------- costs

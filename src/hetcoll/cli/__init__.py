@@ -13,7 +13,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands; `subcommand` and `main` of its result say which one and what runs it, `refuse`
     ends the program with that one's usage."""
     from .. import __version__
-    from . import deploy, digest, doctor, explain, perf, run, selftest, simulate, topo
+    from . import deploy, digest, doctor, explain, perf, run, selftest, simulate, topo, tune
 
     parser = argparse.ArgumentParser(prog="hetcoll", description="Collective communication: measure, start, inspect.")
     parser.add_argument("--version", action="version", version=f"hetcoll {__version__}")
@@ -27,6 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
         "selftest": (selftest.add_arguments, selftest.main, "check all collectives on the devices of this machine"),
         "topo": (topo.add_arguments, topo.main, "show the ranks of a job and how they reach each other"),
         "explain": (explain.add_arguments, explain.main, "say how a call of some size would run, and why"),
+        "tune": (tune.add_arguments, tune.main, "measure this machine, so that the fastest algorithms are chosen"),
         "simulate": (
             simulate.add_arguments,
             simulate.main,

@@ -74,7 +74,8 @@ class Config:
     `reproducible`: every reduction is in the order of ranks. ArgumentError where it is compressed as well.
     `warn_after` is how long a call waits before a warning says for whom, 0: there is none. `sigusr2`: that signal
     prints the last calls. `objects`: whether calls may move pickled objects, None: in jobs that have a secret.
-    `nvtx`: calls are ranges in a profiler's timeline.
+    `nvtx`: calls are ranges in a profiler's timeline. `tuned` is the file with times by which algorithms are chosen,
+    None: the one that `hetcoll tune` kept for such hosts, if it did.
     """
 
     debug: Debug = "warn"
@@ -115,6 +116,7 @@ class Config:
     sigusr2: bool = False
     objects: bool | None = None
     nvtx: bool = False
+    tuned: str | None = None
 
     def __post_init__(self) -> None:
         if self.reproducible and self.compress is not Format.NONE:
@@ -191,6 +193,7 @@ def read_config(environ: Environ) -> Config:
         sigusr2=read(environ, "HETCOLL_SIGUSR2", "0 or 1", flag, False),
         objects=read(environ, "HETCOLL_OBJECTS", "auto, 0 or 1", auto(flag), None),
         nvtx=_nvtx(environ),
+        tuned=word("HETCOLL_TUNED", "a file, or none"),
     )
 
 
@@ -229,7 +232,7 @@ def _secret(environ: Environ) -> bytes | None:
 
 
 def _cache(environ: Environ) -> str | None:
-    """Where compiled kernels are kept: XDG's place, unless HETCOLL_CACHE names another or none."""
+    """Where compiled kernels and measured times are kept: XDG's place, unless HETCOLL_CACHE names another or none."""
     text = environ.get("HETCOLL_CACHE", "").strip()
     if text:
         return None if text.lower() == "none" else os.path.abspath(text)
@@ -243,7 +246,7 @@ _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS DEVICE
     CROSS COMPRESS COMPRESS_FEEDBACK REPRODUCIBLE FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK DIGEST INTEGRITY
     SPIN_US MASTER JOB RUN REPLACE CACHE IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
-    WARN_AFTER SIGUSR2 OBJECTS NVTX
+    WARN_AFTER SIGUSR2 OBJECTS NVTX TUNED
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())
 

@@ -14,7 +14,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import hetcoll._native as _native
 
@@ -27,7 +27,11 @@ from ..rendezvous.columns import Column, Telling
 from ..rendezvous.descriptors import host_identity
 from ..rendezvous.edges import Address, pack_addresses
 from ..version import __version__
+from . import tuned
 from .facts import Gpu, decode, encode, visible
+
+if TYPE_CHECKING:
+    from ..plan.tuned import Measured
 
 _AGREED = (
     *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check", "integrity", "reproducible"),
@@ -51,6 +55,7 @@ class Introduction:
     no_gpu: str
     claims: bool
     room: int | None  # what is left of its address space
+    tuned: tuple[str, str]  # see `tuned.load`
     version: str
     pid: int
     name: bytes  # random, by which its memory is found
@@ -70,6 +75,7 @@ class Introduction:
             no_gpu=no_gpu,
             claims=_native.claims_slots(SHM_STORES.index(config.shm_stores)),
             room=address_space_left(),
+            tuned=_checked(config),
             version=__version__,
             pid=os.getpid(),
             name=os.urandom(_NAME_BYTES),
@@ -77,7 +83,7 @@ class Introduction:
 
     def telling(self) -> Telling:
         """For `Introductions`, and `Process`."""
-        shared = [self.device, self.no_gpu, self.claims, self.room, self.version]
+        shared = [self.device, self.no_gpu, self.claims, self.room, self.version, self.tuned]
         parts = (self.cores, self.settings, encode(self.gpus), shared)
         host = self.host.encode()
         return Telling([json.dumps(part).encode() for part in parts], [host], _PROCESS.pack(self.pid, self.name) + host)
@@ -119,8 +125,24 @@ class Introductions:
         self.rooms: list[int | None] = [each[3] for each in told]
         self.infos = tuple(
             RankInfo(rank, host, self.cores[host], version=version, wish=device, claims=claims)
-            for rank, (host, (device, _, claims, _, version)) in enumerate(zip(self.hosts, told, strict=True))
+            for rank, (host, (device, _, claims, _, version, _)) in enumerate(zip(self.hosts, told, strict=True))
         )
+        self.measured = _read(*told[0][5])  # all ranks choose by rank 0's
+
+
+def _checked(config: Config) -> tuple[str, str]:
+    """What was measured on hosts like this one, and in which file; ArgumentError where that cannot be read."""
+    text, name = tuned.load(config.tuned, config.cache)
+    _read(text, name)
+    return text, name
+
+
+def _read(text: str, name: str) -> tuple[Measured, ...]:
+    if not text:
+        return ()
+    from ..plan.tuned import read  # imports count
+
+    return read(text, name)
 
 
 def _check_settings(settings: Column) -> None:

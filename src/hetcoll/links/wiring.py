@@ -91,6 +91,7 @@ class Wiring:
         self._listener: Listener | None = None
         intros = self._introduce()
         self.topology = Topology(intros.infos, config.transport, config.islands, config.cross)
+        self.measured = intros.measured
         self.stripes = config.socket_stripes
         self.locals = list(next(host for host in self.topology.hosts if rank in host))
         spin = _SPIN_SECONDS if config.spin_us is None else config.spin_us * 1e-6

@@ -58,8 +58,8 @@ def choose(
     ArgumentError
         `forced` does not exist, cannot serve this many ranks, or has another order.
     """
-    lines = _lines(collective, topology, machine or Machine(), forced, ordered)
-    times = {name: fixed + nbytes * slope for name, (fixed, slope) in lines.items()}
+    found = lines(collective, topology, machine, forced, ordered)
+    times = {name: fixed + nbytes * slope for name, (fixed, slope) in found.items()}
     if forced is not None:
         entry = find(collective, forced)
         if not entry.supports(topology.size):
@@ -89,18 +89,18 @@ def table(
     only of such algorithms."""
     if forced is not None:
         return [(UNLIMITED, choose(collective, 0, topology, forced, machine, ordered).name)]
-    lines = _lines(collective, topology, machine or Machine(), ordered=ordered)
+    found = lines(collective, topology, machine, ordered=ordered)
     if able is not None:
-        lines = {name: line for name, line in lines.items() if able(find(collective, name))}
-    if not lines:
+        found = {name: line for name, line in found.items() if able(find(collective, name))}
+    if not found:
         raise ArgumentError(f"no algorithm for {collective.label} among {topology.size} ranks states its cost")
-    name = min(lines, key=lines.__getitem__)  # of equals, the first in the table
+    name = min(found, key=found.__getitem__)  # of equals, the first in the table
     rows: list[tuple[int, str]] = []
     while True:
-        fixed, slope = lines[name]
+        fixed, slope = found[name]
         crossings = [
             ((other_fixed - fixed) / (slope - other_slope), other_slope, other)
-            for other, (other_fixed, other_slope) in lines.items()
+            for other, (other_fixed, other_slope) in found.items()
             if other_slope < slope
         ]
         where, _, following = min(crossings, key=itemgetter(0, 1), default=(math.inf, 0.0, ""))
@@ -157,20 +157,24 @@ def named(setting: str) -> dict[Collective, str]:
     return asked
 
 
-def _lines(
-    collective: Collective, topology: Topology, machine: Machine, forced: str | None = None, ordered: bool = False
+def lines(
+    collective: Collective,
+    topology: Topology,
+    machine: Machine | None = None,
+    forced: str | None = None,
+    ordered: bool = False,
 ) -> dict[str, tuple[float, float]]:
     """For each algorithm that can be chosen, or the one that is `forced`: seconds of an empty message, and a byte's."""
     plain, size, ordered = collective.plain, topology.size, ordered and collective in REDUCING
     known = {forced: find(collective, forced)} if forced else ALGORITHMS.get(plain, {})
     able = [name for name, each in known.items() if each.supports(size) and (each.ordered or not ordered)]
-    place, lines = _Place(collective, topology, machine), {}
+    place, found = _Place(collective, topology, machine or Machine()), {}
     for name, cost in stated(plain, able, size, topology.hosts).items():
         if not isinstance(cost, Cost):
-            lines[name] = place.levels(cost)
+            found[name] = place.levels(cost)
         elif name == forced or not cost.turns or (place.crowding > 1 and topology.cores <= cost.turns):
-            lines[name] = place.line(cost)
-    return lines
+            found[name] = place.line(cost)
+    return found
 
 
 class _Place:

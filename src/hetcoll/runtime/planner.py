@@ -18,7 +18,7 @@ from ..calls import Call, check_int
 from ..errors import ArgumentError
 from ..health.desync_report import Called
 from ..health.status_report import call_site
-from ..plan import tuner
+from ..plan import tuned, tuner
 from ..plan.algorithms import ALGORITHMS, Algorithm, find, installed
 from ..plan.algorithms.among import AMONG, among
 from ..plan.algorithms.islands import ISLANDS
@@ -110,6 +110,7 @@ class Connected(Protocol):
     """What knows the ranks (`links.wiring.Wiring`): RDMA devices are told later than ranks."""
 
     topology: Topology
+    measured: tuple[tuned.Measured, ...]
 
 
 class Planner:
@@ -165,7 +166,11 @@ class Planner:
         else:
             table = self._tables.get(collective)
             if table is None:
-                table = tuner.table(collective, topology, self._forced.get(collective), ordered=self.ordered)
+                measured, forced = self._wiring.measured, self._forced.get(collective)
+                if measured:
+                    table = tuned.table(collective, topology, measured, forced, self.ordered)
+                else:
+                    table = tuner.table(collective, topology, forced, ordered=self.ordered)
                 self._tables[collective] = table
             name = tuner.look_up(table, call.nbytes)
         algorithm = find(collective, name)
@@ -274,7 +279,7 @@ class Planner:
             return Explanation(collective.label, nbytes, "direct", carried, 1, math.nan, "the only one", paths)
         form, told = self._compression.explain(collective, nbytes, compress)
         forced = self.compressing(collective) if form else self._forced.get(collective)
-        choice = tuner.choose(collective, nbytes, topology, forced, ordered=self.ordered)
+        choice = tuned.choose(collective, nbytes, topology, self._wiring.measured, forced, self.ordered)
         if self.ordered and collective in REDUCING:
             choice = choice._replace(reason=f"{choice.reason}; reproducible: reduces in the order of ranks")
         if form:

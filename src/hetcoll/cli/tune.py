@@ -1,0 +1,193 @@
+"""`hetcoll tune`: measure what algorithms take on this machine, and keep numbers by which the fastest are chosen."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import ArgumentError, Communicator, HetcollError
+from ..config.env import environment
+from ..links import tuned as files
+from ..plan import tuned, tuner
+from ..runtime.regroup import name_of
+from ..types import Collective
+from .timing import Schedule, Timing, agree_on_estimate, slowest, take_samples
+
+SIZES = (8, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
+KINDS = (Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.ALLGATHER)  # that everyone waits for
+_CELL_US = 8000.0  # of calls that are timed, for each algorithm and size, in each turn
+_TURNS = 3
+_MOST_RANKS = 16
+_UNLIKE = 1.5  # times as long at one time as at another,
+_MOST_UNLIKE = 0.25  # which more than this part of all measurements may not take
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many ranks, over what, and where to write the numbers."""
+    parser.add_argument(
+        "-n", "--ranks", type=_whole, nargs="+", metavar="N",
+        help="ranks to measure with (default: 2, as many as there are cores, and twice as many, 16 at most)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--transport", choices=("shm", "tcp", "verbs"), nargs="+", default=["shm", "tcp"], help="default: shm tcp"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the numbers there, to be set as HETCOLL_TUNED")
+    parser.add_argument("--measure", metavar="FILE", help=argparse.SUPPRESS)
+    parser.epilog = (
+        "Ranks of this host measure every algorithm at many sizes. Under a launcher the ranks of that job do, over "
+        "HETCOLL_TRANSPORT: so the network between hosts is measured. Later jobs choose by these numbers; where ranks "
+        "have others, by rank 0's. HETCOLL_TUNED=none goes without."
+    )
+
+
+def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Measure, and write what was found; 0."""
+    config = environment()
+    if args.output is None and config.config.cache is None:
+        raise ArgumentError("-o: wanted a file to write to, since nothing is kept: HETCOLL_CACHE is none")
+    path = Path(args.output) if args.output else files.place(str(config.config.cache))
+    if config.launch.launcher != "single":
+        return _in_job(Path(args.measure or path), bool(args.measure))
+    measured: list[tuned.Measured] = []
+    for transport in args.transport:
+        for size in args.ranks or _ranks():
+            measured += _launch(transport, size)
+    _finish(measured, path)
+    return 0
+
+
+def _whole(text: str) -> int:
+    number = int(text)
+    if not 2 <= number <= _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"wanted 2 to {_MOST_RANKS} ranks, got {number}")
+    return number
+
+
+def _ranks() -> list[int]:
+    cores = len(os.sched_getaffinity(0))
+    return sorted({min(n, _MOST_RANKS) for n in (2, cores, 2 * cores) if n > 1})
+
+
+def _launch(transport: str, size: int) -> tuple[tuned.Measured, ...]:
+    """What so many ranks of this host measure."""
+    from ..tools import launch
+
+    with tempfile.TemporaryDirectory(prefix="hetcoll-tune-") as directory:
+        file = Path(directory) / "measured.toml"
+        command = [sys.executable, "-m", "hetcoll", "tune", "--measure", str(file)]
+        env = {"HETCOLL_TRANSPORT": transport, "HETCOLL_ALGO": "", "HETCOLL_TUNED": "none"}
+        if launch.run(command, size, env=env, prefix=False) != 0:
+            raise HetcollError(f"{size} ranks over {transport} did not measure to the end: see above")
+        return tuned.read(file.read_text(), str(file))
+
+
+def _in_job(path: Path, quiet: bool) -> int:
+    """The ranks of a launcher's job measure, and rank 0 writes."""
+    from .. import init
+
+    with init() as comm:
+        if any(info.vendor for info in comm._wiring.topology.ranks):
+            raise ArgumentError("tune: wanted ranks on CPUs, got some with GPUs: HETCOLL_DEVICE=cpu makes them such")
+        measured = _measure(comm)
+        if comm.rank == 0 and quiet:
+            path.write_text(tuned.write(measured, ()))
+        elif comm.rank == 0:
+            _finish(measured, path)
+        comm.barrier()
+    return 0
+
+
+def _measure(comm: Communicator) -> list[tuned.Measured]:
+    """What each algorithm takes that could be chosen for these ranks. Collective."""
+    topology = comm._wiring.topology
+    able = {kind: [*tuner.lines(kind, topology)] for kind in KINDS}
+    times: dict[tuple[Collective, str], list[list[float]]] = {}  # of each turn, and there of each size
+    for turn in range(_TURNS):  # whatever else the machine does meanwhile, it does not do each time
+        for name in sorted({name for names in able.values() for name in names}):
+            kinds = [kind for kind in KINDS if name in able[kind]]
+            with _bound_to(comm, ",".join(f"{kind.label}:{name}" for kind in kinds), turn) as child:
+                for kind in kinds:
+                    times.setdefault((kind, name), []).append([_time(child, kind, nbytes) for nbytes in SIZES])
+    placed = tuned.Placed.of(topology)
+    _check_alike(times.values(), f"{comm.size} ranks over {placed.transport}")
+    found: dict[Collective, dict[str, tuple[float, ...]]] = {kind: {} for kind in KINDS}
+    for (kind, name), turns in times.items():
+        found[kind][name] = tuple(map(min, *turns))
+    return [tuned.Measured(kind, placed, SIZES, seconds) for kind, seconds in found.items() if len(seconds) > 1]
+
+
+def _check_alike(times: Iterable[Sequence[Sequence[float]]], who: str) -> None:
+    """Of each measurement, the best two turns."""
+    best = [sorted(each)[:2] for turns in times for each in zip(*turns, strict=True)]
+    unlike = sum(second > _UNLIKE * first for first, second in best) / len(best)
+    if unlike > _MOST_UNLIKE:
+        raise HetcollError(
+            f"{unlike:.0%} of what {who} measured took more than {_UNLIKE:g} times as long at one time as at another: "
+            "wanted a machine that does nothing else. Nothing was kept"
+        )
+
+
+@contextmanager
+def _bound_to(comm: Communicator, algo: str, turn: int) -> Iterator[Communicator]:
+    """A communicator of the same ranks for which HETCOLL_ALGO is `algo`."""
+    config = replace(comm._config, algo=algo)
+    group = name_of(comm._core.group, f"tune {algo} {turn}")
+    child = type(comm)(comm._session, group, comm.rank, comm.size, config, config.init_timeout)
+    try:
+        yield child
+        child.barrier()
+    finally:
+        child.close()
+
+
+def _time(comm: Communicator, kind: Collective, nbytes: int) -> float:
+    """Seconds of one call: on the rank that takes the longest, the median."""
+    call = _call(comm, kind, nbytes)
+    call()
+    begun = time.perf_counter()
+    call()
+    estimate = agree_on_estimate(comm, (time.perf_counter() - begun) * 1e6)
+    schedule = Schedule.choose(estimate, max(3, round(min(2000.0, _CELL_US / max(estimate, 0.1)))))
+    comm.barrier()
+    timing, _ = slowest(comm, Timing.of(take_samples(call, schedule)), 0)
+    return timing.p50_us * 1e-6
+
+
+def _call(comm: Communicator, kind: Collective, nbytes: int) -> Callable[[], Any]:
+    """A call whose larger buffer has about so many bytes, and at least an element a rank; of ordinary memory."""
+    part = -(-nbytes // (4 * comm.size))
+    whole, result, own = (np.ones(n * part, np.float32) for n in (comm.size, comm.size, 1))
+    if kind is Collective.ALLGATHER:
+        return lambda: comm.allgather(own, whole)
+    if kind is Collective.REDUCE_SCATTER:
+        return lambda: comm.reduce_scatter(whole, own)
+    return lambda: comm.allreduce(whole, result)
+
+
+def _finish(measured: Sequence[tuned.Measured], path: Path) -> None:
+    """Keep what was measured, and say what is chosen by it and what had been."""
+    about = [
+        f"What `hetcoll tune` measured on {datetime.date.today().isoformat()} with {files.hardware()}, in microseconds",
+        "a call, for sizes of the larger of its two buffers.",
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(tuned.write(measured, about))
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+    print(f"{'collective':>14} {'ranks':>5} {'transport':>9}  chosen, up to so many bytes")
+    for one in measured:
+        rows = [f"{name} {upper}" if upper < tuner.UNLIMITED else name for upper, name in one.rows()]
+        print(f"{one.collective.label:>14} {sum(one.placed.hosts):>5} {one.placed.transport:>9}  {', '.join(rows)}")
+    print(f"kept in {path}; HETCOLL_TUNED=none goes without it")

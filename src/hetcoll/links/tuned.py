@@ -1,0 +1,52 @@
+"""The file with the times by which algorithms are chosen: HETCOLL_TUNED's, or what `hetcoll tune` kept here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import cache
+from pathlib import Path
+
+from ..errors import ArgumentError
+
+_HEAD = 4096  # bytes of /proc/cpuinfo, which has much to say of many processors
+_FIELDS = ("model name", "CPU implementer", "CPU part")
+
+
+def hardware() -> str:
+    """The processors of this host, in words; what is measured on one such host holds for another."""
+    found: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", "rb") as file:
+            for line in file.read(_HEAD).decode(errors="replace").splitlines():
+                key, _, value = line.partition(":")
+                if key.strip() in _FIELDS:
+                    found.setdefault(key.strip(), value.strip())
+    except OSError:
+        pass  # the number of processors has to do
+    return f"{os.cpu_count()} x {' '.join(found.values()) or os.uname().machine}"
+
+
+def place(kept: str) -> Path:
+    """Where what was measured on such hosts is kept, in the directory `kept` (`Config.cache`)."""
+    return Path(kept) / f"tuned-{hashlib.blake2b(hardware().encode(), digest_size=6).hexdigest()}.toml"
+
+
+@cache
+def load(given: str | None, kept: str | None) -> tuple[str, str]:
+    """A file's text and its name, both empty where there is none. `given` is HETCOLL_TUNED, `kept` as in `place`.
+
+    Raises
+    ------
+    ArgumentError
+        `given` cannot be read.
+    """
+    if given == "none" or (given is None and kept is None):
+        return "", ""
+    path = place(kept or "") if given is None else Path(given)
+    try:
+        return path.read_text(), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        if given is None:
+            return "", ""  # nobody has tuned here, or this user may not see it
+        raise ArgumentError(f"HETCOLL_TUNED: wanted a readable file, or none, got {given!r}: {error}") from None

@@ -1,0 +1,194 @@
+"""What `hetcoll tune` measured, as a file that people review and commit: times of algorithms, for ranks that are placed
+in one way. Where a job's are placed so, the fastest are taken; elsewhere the cost model chooses.
+
+Examples
+--------
+>>> text = '''
+... [[measured]]
+... collective = "allgather"
+... hosts = [4]
+... cores = 4
+... transport = "shm"
+... bytes = [8, 1024, 1048576]
+... us = { direct = [1.0, 2.0, 90.0], ring = [3.0, 2.5, 60.0] }
+... '''
+>>> [found] = read(text, "numbers.toml")
+>>> found.rows()
+[(32768, 'direct'), (9223372036854775807, 'ring')]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..types import REDUCING, Collective
+from . import tuner
+from .algorithms import ALGORITHMS, installed
+from .topology import Topology
+
+if TYPE_CHECKING:
+    from .document import Document
+
+_KEYS = ("collective", "hosts", "cores", "transport", "bytes", "us")
+_TRANSPORTS = "shm|tcp|verbs|shm and tcp|shm and verbs"
+_BETTER = 0.97  # of the time of what is taken for smaller messages, at most: else that stays
+
+
+class Placed(NamedTuple):
+    """How ranks are placed: how many on each host, of which so many cores count, and what carries their messages."""
+
+    hosts: tuple[int, ...]
+    cores: int
+    transport: str
+
+    @classmethod
+    def of(cls, topology: Topology) -> Placed:
+        """Cores that no rank would use do not count."""
+        hosts = tuple(map(len, topology.hosts))
+        if (transport := str(topology.setting)) in ("auto", "shm"):
+            several = f" and {topology.between_hosts}" if len(hosts) > 1 else ""
+            transport = f"shm{several}" if max(hosts) > 1 else topology.between_hosts
+        return cls(hosts, min(topology.cores, max(hosts)), transport)
+
+
+class Measured(NamedTuple):
+    """What the algorithms of a collective took, in seconds, at rising sizes: `nbytes` of the larger of two buffers."""
+
+    collective: Collective
+    placed: Placed
+    nbytes: tuple[int, ...]
+    seconds: dict[str, tuple[float, ...]]
+
+    def rows(self) -> list[tuple[int, str]]:
+        """(largest nbytes, algorithm) in rising order, as `tuner.table` has them: the fastest.
+
+        Between two sizes with different ones the first is taken up to their geometric mean.
+        """
+        chosen: list[str] = []
+        for i in range(len(self.nbytes)):
+            best = min(self.seconds, key=lambda name: self.seconds[name][i])
+            last = chosen[-1] if chosen else best
+            better = self.seconds[best][i] < _BETTER * self.seconds[last][i]
+            chosen.append(best if better else last)
+        rows = [
+            (math.isqrt(self.nbytes[i] * self.nbytes[i + 1]), one)
+            for i, (one, other) in enumerate(pairwise(chosen))
+            if one != other
+        ]
+        return [*rows, (tuner.UNLIMITED, chosen[-1])]
+
+    def at(self, nbytes: int) -> tuple[int, dict[str, float]]:
+        """The measured size nearest to `nbytes`, and what each algorithm took there; the fastest first."""
+        i = min(range(len(self.nbytes)), key=lambda i: abs(math.log((self.nbytes[i] + 1) / (nbytes + 1))))
+        times = {name: seconds[i] for name, seconds in self.seconds.items()}
+        return self.nbytes[i], dict(sorted(times.items(), key=lambda item: item[1]))
+
+
+def table(
+    collective: Collective, topology: Topology, measured: Sequence[Measured], forced: str | None, ordered: bool
+) -> list[tuple[int, str]]:
+    """As `tuner.table` has it, by what was measured where ranks are placed so."""
+    found = None if forced else _lookup(collective, topology, measured, ordered)
+    return tuner.table(collective, topology, forced, ordered=ordered) if found is None else found.rows()
+
+
+def choose(
+    collective: Collective,
+    nbytes: int,
+    topology: Topology,
+    measured: Sequence[Measured],
+    forced: str | None,
+    ordered: bool,
+) -> tuner.Choice:
+    """The same for one call, with the reason."""
+    found = None if forced else _lookup(collective, topology, measured, ordered)
+    if found is None:
+        return tuner.choose(collective, nbytes, topology, forced, ordered=ordered)
+    size, times = found.at(nbytes)
+    name = tuner.look_up(found.rows(), nbytes)
+    told = ", ".join(f"{one} {seconds * 1e6:.1f} us" for one, seconds in times.items())
+    return tuner.Choice(name, times[name], f"measured with {size} bytes: {told}")
+
+
+def _lookup(collective: Collective, topology: Topology, measured: Sequence[Measured], ordered: bool) -> Measured | None:
+    """What was measured of this collective for ranks that are placed as these are, of algorithms that may be taken."""
+    placed, kind = Placed.of(topology) if measured else None, collective.plain
+    for one in measured:
+        if one.collective is kind and one.placed == placed:
+            free = kind not in REDUCING or not ordered
+            known = ALGORITHMS[kind].items()
+            able = {name for name, entry in known if entry.supports(topology.size) and (free or entry.ordered)}
+            seconds = {name: times for name, times in one.seconds.items() if name in able}
+            return one._replace(seconds=seconds) if seconds else None
+    return None
+
+
+def read(text: str, name: str) -> tuple[Measured, ...]:
+    """What a file says.
+
+    Raises
+    ------
+    ArgumentError
+        Says which line is wrong, and what was wanted.
+    """
+    from .document import Document  # which imports what reads TOML, and not every job has such a file
+
+    installed.load()  # the file may name one of these
+    document = Document(text, name)
+    for key in document.tables:
+        if key != "measured":
+            document.refuse((key,), "is no table here: there are [[measured]]")
+    given = document.tables.get("measured", [])
+    if not isinstance(given, list):
+        document.refuse(("measured",), f"wanted tables [[measured]] with {', '.join(_KEYS)}")
+    return tuple(_read(document, ("measured", i), one) for i, one in enumerate(given))
+
+
+def _read(document: Document, path: tuple[str | int, ...], given: dict[str, object]) -> Measured:
+    for key in given:
+        if key not in _KEYS:
+            document.refuse((*path, key), f"is no key here: there are {', '.join(_KEYS)}")
+    for key in _KEYS:
+        if key not in given:
+            document.refuse(path, f"wanted {key} there")
+    labels = "|".join(kind.label for kind in Collective if kind.plain is kind)
+    collective = Collective[document.read((*path, "collective"), labels, given["collective"]).upper()]
+    hosts = _list(document, (*path, "hosts"), "some", given["hosts"])
+    cores = document.read((*path, "cores"), "some", given["cores"])
+    transport = document.read((*path, "transport"), _TRANSPORTS, given["transport"])
+    nbytes = _list(document, (*path, "bytes"), "some", given["bytes"])
+    if list(nbytes) != sorted(set(nbytes)):
+        document.refuse((*path, "bytes"), f"wanted rising sizes, got {list(nbytes)}")
+    table, seconds = given["us"], {}
+    if not isinstance(table, dict) or not table:
+        document.refuse((*path, "us"), f"wanted lists of microseconds by the names of algorithms, got {table!r}")
+    for algorithm, times in table.items():
+        if algorithm not in ALGORITHMS[collective]:
+            known = ", ".join(sorted(ALGORITHMS[collective]))
+            document.refuse((*path, "us", algorithm), f"is no algorithm of {collective.label}: there are {known}")
+        found = _list(document, (*path, "us", algorithm), "factor", times)
+        if len(found) != len(nbytes):
+            document.refuse((*path, "us", algorithm), f"wanted {len(nbytes)} times, one a size, got {len(found)}")
+        seconds[algorithm] = tuple(time * 1e-6 for time in found)
+    return Measured(collective, Placed(tuple(map(int, hosts)), cores, transport), tuple(map(int, nbytes)), seconds)
+
+
+def _list(document: Document, path: tuple[str | int, ...], kind: str, given: object) -> Sequence[float]:
+    if not isinstance(given, list) or not given:
+        document.refuse(path, f"wanted a list, got {given!r}")
+    return [document.read(path, kind, value) for value in given]
+
+
+def write(measured: Iterable[Measured], about: Sequence[str]) -> str:
+    """The file that `read` reads; `about` stands first, as comments."""
+    lines = [f"# {line}" for line in about]
+    for one in measured:
+        hosts, cores, transport = one.placed
+        lines += ["", "[[measured]]", f'collective = "{one.collective.label}"', f"hosts = {list(hosts)}"]
+        lines += [f"cores = {cores}", f'transport = "{transport}"', f"bytes = {list(one.nbytes)}", "[measured.us]"]
+        for name, seconds in one.seconds.items():
+            lines.append(f"{name} = [{', '.join(f'{time * 1e6:.4g}' for time in seconds)}]")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,120 @@
+"""`hetcoll tune` measures each algorithm, keeps what was found, and later jobs choose by it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+
+import hetcoll
+from hetcoll.cli import tune
+from hetcoll.links.tuned import place
+from hetcoll.plan import tuned, tuner
+from hetcoll.types import Collective
+
+
+def _hetcoll(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hetcoll", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=os.environ | env, check=False)
+
+
+def measure(comm: hetcoll.Communicator) -> list[tuned.Measured]:
+    """With a clock by which the algorithms of longer names are faster: what they are bound to is what runs."""
+
+    def time(child: hetcoll.Communicator, kind: Collective, nbytes: int) -> float:
+        tune._call(child, kind, nbytes)()
+        name = child.explain(kind.label, nbytes).algorithm
+        return (nbytes + 1) / len(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "_time", time)
+        return tune._measure(comm)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_every_algorithm_that_may_be_chosen_is_measured(pool: Callable[..., Ranks], transport: str) -> None:
+    found = pool(3, HETCOLL_TRANSPORT=transport, HETCOLL_TUNED="none").run(measure)
+    assert found[0] == found[1] == found[2]
+    assert [one.collective for one in found[0]] == list(tune.KINDS)
+    for one in found[0]:
+        assert one.placed.hosts == (3,)
+        assert one.placed.transport == transport
+        assert len(one.seconds) > 1
+        for name, seconds in one.seconds.items():
+            assert seconds == tuple((nbytes + 1) / len(name) for nbytes in tune.SIZES)
+        longest = max(map(len, one.seconds))
+        assert [len(name) for _, name in one.rows()] == [longest]
+
+
+def test_turns_that_differ_are_refused() -> None:
+    tune._check_alike([[[1.0] * 8, [9.0] * 8, [1.4] * 8]], "2 ranks over shm")
+    with pytest.raises(hetcoll.HetcollError, match=r"50% of what 2 ranks over shm measured .* Nothing was kept"):
+        tune._check_alike([[[1.0] * 8, [9.0] * 8, [1.0, 1.6] * 4]], "2 ranks over shm")
+
+
+def chosen(comm: hetcoll.Communicator) -> tuple[str, str]:
+    found = comm.explain("allreduce", 64)
+    return found.algorithm, found.reason
+
+
+def test_jobs_choose_by_rank_0s(launch: Callable[..., Ranks], tmp_path: Path) -> None:
+    (plain, reason), *_ = launch(2, HETCOLL_TUNED="none").run(chosen)
+    assert "measured" not in reason
+    other = "ring" if plain != "ring" else "direct"
+    seconds = {plain: (9e-6,), other: (1e-6,)}
+    cores = min(2, len(os.sched_getaffinity(0)))
+    one = tuned.Measured(Collective.ALLREDUCE, tuned.Placed((2,), cores, "shm"), (64,), seconds)
+    text = tuned.write([one], ["by hand"])
+    wanted = (other, f"measured with 64 bytes: {other} 1.0 us, {plain} 9.0 us")
+    file = tmp_path / "times.toml"
+    file.write_text(text)
+    assert launch(2, HETCOLL_TUNED=(str(file), "none")).run(chosen) == [wanted] * 2
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    place(str(cache)).write_text(text)
+    assert launch(2, HETCOLL_CACHE=str(cache)).run(chosen) == [wanted] * 2
+
+
+def test_a_file_that_is_wrong_ends_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "times.toml"
+    one = tuned.Measured(Collective.REDUCE, tuned.Placed((2,), 2, "shm"), (8,), {"ring": (1.0,)})
+    file.write_text(tuned.write([one], ()).replace("hosts = [2]", "hosts = 2"))
+    done = _hetcoll("explain", "reduce", "8", HETCOLL_TUNED=str(file))
+    assert done.returncode == 1
+    assert f"{file}, line 4: measured.1.hosts: wanted a list, got 2" in done.stderr
+    done = _hetcoll("explain", "reduce", "8", HETCOLL_TUNED=str(tmp_path / "none.toml"))
+    assert "HETCOLL_TUNED: wanted a readable file, or none, got " in done.stderr
+
+
+@pytest.mark.calm
+def test_the_command(tmp_path: Path) -> None:
+    """On a machine that is busy all the same it says so, and keeps nothing."""
+    done = _hetcoll("tune", "-n", "2", "--transport", "shm", HETCOLL_CACHE=str(tmp_path))
+    files = list(tmp_path.glob("tuned-*.toml"))
+    if done.returncode != 0:
+        assert "wanted a machine that does nothing else. Nothing was kept" in done.stderr
+        assert files == []
+        return
+    assert files == [place(str(tmp_path))]
+    measured = tuned.read(files[0].read_text(), "file")
+    assert [one.collective for one in measured] == list(tune.KINDS)
+    assert all(one.rows()[-1][0] == tuner.UNLIMITED for one in measured)
+    assert "HETCOLL_TUNED=none goes without it" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "told"),
+    [
+        (("tune", "-n", "1"), {}, "wanted 2 to 16 ranks, got 1"),
+        (("tune",), {"HETCOLL_CACHE": "none"}, "-o: wanted a file to write to, since nothing is kept"),
+    ],
+)
+def test_wrong_words(words: tuple[str, ...], env: dict[str, str], told: str) -> None:
+    done = _hetcoll(*words, **env)
+    assert done.returncode in (1, 2)
+    assert told in done.stderr

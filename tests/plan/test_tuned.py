@@ -1,0 +1,108 @@
+"""What `hetcoll tune` measured chooses where ranks are placed as they were then, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from topologies import cluster
+
+from hetcoll.errors import ArgumentError
+from hetcoll.plan import tuner
+from hetcoll.plan.algorithms import ALGORITHMS
+from hetcoll.plan.tuned import Measured, Placed, choose, read, table, write
+from hetcoll.types import Collective
+
+KIND = Collective.ALLREDUCE
+PLACED = Placed.of(cluster(4))
+ONE = Measured(KIND, PLACED, (8, 1024, 4096), {"tree": (1e-6, 5e-6, 9e-6), "ring": (3e-6, 4e-6, 5e-6)})
+
+
+@st.composite
+def measurements(draw: st.DrawFn) -> Measured:
+    kind = draw(st.sampled_from([KIND, Collective.ALLGATHER, Collective.REDUCE]))
+    sizes = tuple(sorted(draw(st.sets(st.integers(1, 2**40), min_size=1, max_size=6))))
+    times = st.tuples(*[st.floats(1e-8, 10.0)] * len(sizes))
+    seconds = draw(st.dictionaries(st.sampled_from(sorted(ALGORITHMS[kind])), times, min_size=1))
+    hosts = tuple(draw(st.lists(st.integers(1, 99), min_size=1, max_size=5)))
+    transport = draw(st.sampled_from(["shm", "tcp", "verbs", "shm and tcp", "shm and verbs"]))
+    return Measured(kind, Placed(hosts, draw(st.integers(1, 512)), transport), sizes, seconds)
+
+
+@given(st.lists(measurements(), max_size=4))
+def test_what_is_written_is_read(measured: list[Measured]) -> None:
+    found = read(write(measured, ["about", "it"]), "file")
+    assert [one[:3] for one in found] == [one[:3] for one in measured]
+    for one, other in zip(found, measured, strict=True):
+        assert one.seconds.keys() == other.seconds.keys()
+        for name, seconds in one.seconds.items():
+            assert seconds == pytest.approx(other.seconds[name], rel=1e-3)
+
+
+@given(measurements())
+def test_the_fastest_is_chosen_at_each_size_but_for_a_little(one: Measured) -> None:
+    rows = one.rows()
+    assert [upper for upper, _ in rows] == sorted({upper for upper, _ in rows})
+    assert rows[-1][0] == tuner.UNLIMITED
+    for i, nbytes in enumerate(one.nbytes):
+        least = min(seconds[i] for seconds in one.seconds.values())
+        assert one.seconds[tuner.look_up(rows, nbytes)][i] <= least / 0.97
+
+
+def test_it_holds_where_ranks_are_placed_so() -> None:
+    rows = [(math.isqrt(8 * 1024), "tree"), (tuner.UNLIMITED, "ring")]
+    assert table(KIND, cluster(4), [ONE], None, ordered=False) == rows
+    choice = choose(KIND, 900, cluster(4), [ONE], None, ordered=False)
+    assert choice == ("ring", 4e-6, "measured with 1024 bytes: ring 4.0 us, tree 5.0 us")
+    more = Placed.of(cluster(4, cores=4)), Placed.of(cluster(4, cores=64))
+    assert more[0] == more[1], "cores that nobody uses"
+    for other in (cluster(5), cluster(4, cores=2), cluster(2, 2), cluster(4, setting="tcp")):
+        assert table(KIND, other, [ONE], None, ordered=False) == tuner.table(KIND, other)
+    assert table(Collective.ALLGATHER, cluster(4), [ONE], None, ordered=False) == tuner.table(
+        Collective.ALLGATHER, cluster(4)
+    )
+    assert table(Collective.ALLGATHERV, cluster(4), [ONE._replace(collective=Collective.ALLGATHER)], None, False) != (
+        tuner.table(Collective.ALLGATHERV, cluster(4))
+    )
+
+
+def test_what_is_asked_for_comes_first() -> None:
+    assert table(KIND, cluster(4), [ONE], "direct", ordered=False) == [(tuner.UNLIMITED, "direct")]
+    ordered = [name for name, entry in ALGORITHMS[KIND].items() if entry.ordered]
+    found = ONE._replace(seconds=ONE.seconds | {ordered[0]: (9.0, 9.0, 9.0)})
+    assert table(KIND, cluster(4), [found], None, ordered=True) == [(tuner.UNLIMITED, ordered[0])]
+    only = ONE._replace(seconds={name: times for name, times in ONE.seconds.items() if name not in ordered})
+    assert table(KIND, cluster(4), [only], None, ordered=True) == tuner.table(KIND, cluster(4), ordered=True)
+    three = Measured(Collective.ALLGATHER, Placed.of(cluster(3)), (8,), {"doubling": (1e-6,)})  # of 2, 4, 8 ranks only
+    assert table(Collective.ALLGATHER, cluster(3), [three], None, ordered=False)[0][1] != "doubling"
+
+
+GOOD = write([ONE], ())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"allreduce"', '"allreduced"', r"file, line \d+: measured.1.collective: wanted '\w+' or "),
+        ("hosts = [4]", "hosts = []", "hosts: wanted a list, got "),
+        ("hosts = [4]", "hosts = [4, 0]", "hosts: wanted a whole number from 1 on, got 0"),
+        ("cores = 4", 'cores = "4"', "cores: wanted a whole number from 1 on, got '4'"),
+        ("cores = 4\n", "", "measured.1: wanted cores there"),
+        ('"shm"', '"smh"', "transport: wanted 'shm' or 'tcp' or "),
+        ("[8, 1024, 4096]", "[8, 4096, 1024]", "bytes: wanted rising sizes, got "),
+        ("ring = [3, 4, 5]", "ring = [3, 4]", "measured.1.us.ring: wanted 3 times, one a size, got 2"),
+        ("ring = [3, 4, 5]", "ring = [3, 4, -5]", "us.ring: wanted a number above 0, got -5"),
+        ("ring = [3, 4, 5]", "rign = [3, 4, 5]", "us.rign: is no algorithm of allreduce: there are chained, direct"),
+        ("cores = 4", "cores = 4\nsize = 3", "measured.1.size: is no key here: there are collective, "),
+        ("[[measured]]", "[[measures]]", "measures: is no table here"),
+        ("[[measured]]", "[[measured]", "file: "),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(old: str, new: str, words: str) -> None:
+    assert old in GOOD
+    read(GOOD, "file")
+    with pytest.raises(ArgumentError, match=words if "\\d" in words else re.escape(words)):
+        read(GOOD.replace(old, new), "file")
