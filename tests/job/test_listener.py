@@ -17,9 +17,9 @@ import pytest
 
 from hetcoll.config.env import Config, InterfaceFilter
 from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
+from hetcoll.links.descriptors import host_identity, new_name, receive_fd, share_fd
 from hetcoll.rendezvous import auth
 from hetcoll.rendezvous.connector import choose_source, order_addresses
-from hetcoll.rendezvous.descriptors import host_identity, new_name, receive_fd, share_fd
 from hetcoll.rendezvous.edges import ADMITTED, CONFIRMED, Address, EdgeKey, Request, pack_addresses, unpack_addresses
 from hetcoll.rendezvous.interfaces import Interface, choose_interfaces
 from hetcoll.rendezvous.listener import Listener

@@ -16,7 +16,7 @@ from hetcoll.rendezvous import control
 RANK = """
 import socket, sys, time
 from hetcoll.rendezvous.control import WORLD, ControlClient
-from hetcoll.rendezvous.descriptors import host_identity
+from hetcoll.links.descriptors import host_identity
 from hetcoll.rendezvous.edges import EdgeKey, Request, pack_addresses, unpack_addresses
 from hetcoll.config.env import environment
 from hetcoll.rendezvous.listener import Listener

@@ -19,10 +19,10 @@ from ..calls import describe_message, descriptor
 from ..errors import DeviceError
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.status_report import call_site
+from ..links.descriptors import new_name, receive_fd, share_fd
 from ..links.facts import Gpu
 from ..links.wiring import Wiring
 from ..plan.topology import Pair, Topology, pair_of
-from ..rendezvous.descriptors import new_name, receive_fd, share_fd
 from ..vendors.devices.kernels.source import MESSAGES
 from .slots import SlotSegment, slot_bytes
 from .vendor_comm import Meet

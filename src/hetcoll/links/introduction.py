@@ -24,10 +24,10 @@ from ..errors import InitError
 from ..plan.rails import Nic
 from ..plan.topology import RankInfo, spell_islands
 from ..rendezvous.columns import Column, Telling
-from ..rendezvous.descriptors import host_identity
 from ..rendezvous.edges import Address, pack_addresses
 from ..version import __version__
 from . import tuned
+from .descriptors import host_identity
 from .facts import Gpu, decode, encode, visible
 
 if TYPE_CHECKING:

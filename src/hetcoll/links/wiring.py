@@ -26,9 +26,9 @@ from ..errors import ArgumentError, InitError
 from ..plan.rails import Nic
 from ..plan.topology import Topology
 from ..rendezvous.control import ControlClient
-from ..rendezvous.descriptors import receive_fd, share_fd
 from ..rendezvous.edges import Address, EdgeKey, Request, unpack_addresses
 from ..rendezvous.listener import Listener
+from .descriptors import receive_fd, share_fd
 from .facts import Facts, check_digests
 from .introduction import Introduction, Introductions, Process, Reach, read_nics
 from .making import Making

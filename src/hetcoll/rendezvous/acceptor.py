@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .auth import CLAIM, HANDSHAKE_SECONDS, MAX_PENDING, PATIENCE, Challenge, Service
-from .descriptors import peer_is_us
-from .sockets import spell_address, spell_error, tune
+from .sockets import peer_is_us, spell_address, spell_error, tune
 
 log = logging.getLogger("hetcoll.acceptor")
 

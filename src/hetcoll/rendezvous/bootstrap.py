@@ -34,10 +34,9 @@ from ..errors import HetcollError, InitError
 from .acceptor import BACKLOG
 from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, Verb, greeting_context
 from .control import ControlClient
-from .descriptors import peer_is_us
 from .interfaces import choose_interfaces
 from .probe import Search
-from .sockets import receive_exactly, send_all, spell_address, spell_error
+from .sockets import peer_is_us, receive_exactly, send_all, spell_address, spell_error
 from .unique_id import UniqueId, hosted_here, job_secret
 from .wire import HEADER, unpack
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import socket
 import struct
@@ -14,6 +15,7 @@ _CHUNK = 256 << 10
 _KEEP_ALIVE = 5  # seconds: between probes of an idle connection
 _USER_TIMEOUT = 30  # seconds without an acknowledgement until the peer's host counts as lost
 _NAME = 16  # bytes of a congestion control's name
+_UCRED = struct.Struct("3i")
 _PACING = b"bbr"  # how those begin that pace
 
 
@@ -28,6 +30,13 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_ALIVE)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT * 1000)
+
+
+def peer_is_us(sock: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket runs as our user, or as root."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    uid: int = _UCRED.unpack(raw)[1]
+    return uid in (os.geteuid(), 0)
 
 
 def unpace(sock: socket.socket) -> None:

@@ -15,13 +15,21 @@ import time
 from collections.abc import Callable, Collection
 
 from ..errors import AuthenticationError, InitError, spell_ranks
-from .auth import CLAIM, GREETING, HANDSHAKE_SECONDS, VERDICT, Challenge, Response, Service, greeting_context
-from .sockets import receive_exactly, send_all, spell_error, wait_ready
+from ..rendezvous.auth import (
+    CLAIM,
+    GREETING,
+    HANDSHAKE_SECONDS,
+    VERDICT,
+    Challenge,
+    Response,
+    Service,
+    greeting_context,
+)
+from ..rendezvous.sockets import peer_is_us, receive_exactly, send_all, spell_error, wait_ready
 
 log = logging.getLogger("hetcoll.descriptors")
 
 _RANK = struct.Struct("<I")
-_UCRED = struct.Struct("3i")
 _RETRY = 0.01  # seconds between attempts to reach a socket that is not bound yet
 _POLL = 0.05  # seconds between looks at `check`
 
@@ -37,13 +45,6 @@ def _nothing(ranks: Collection[int]) -> None:
 def new_name() -> str:
     """A name for `share_fd` that nobody can guess."""
     return f"hetcoll-{os.urandom(16).hex()}"
-
-
-def peer_is_us(sock: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket runs as our user, or as root."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    uid: int = _UCRED.unpack(raw)[1]
-    return uid in (os.geteuid(), 0)
 
 
 def host_identity(override: str | None = None) -> str:
