@@ -8,6 +8,7 @@
 >>> comm.close()
 """
 
+from ._native import Persistent
 from .buffers import Array
 from .communicator import Communicator
 from .errors import (
@@ -29,9 +30,7 @@ from .errors import (
 from .job import from_mpi, init
 from .rendezvous.bootstrap import get_unique_id
 from .rendezvous.unique_id import UniqueId
-from .runtime.messages import ANY_SOURCE
-from .runtime.persistent import Persistent
-from .types import DType, OpName, ReduceOp
+from .types import ANY_SOURCE, DType, OpName, ReduceOp
 from .version import __version__
 from .work import Work
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 import numpy as np
 
 from . import calls, lifetime
-from ._native import Status, Ticket, fast_path
+from ._native import Persistent, Status, Ticket, fast_path
 from .buffers import Array
 from .calls import RECV, SEND, SENDRECV
 from .config.env import Config, configuration
@@ -33,7 +33,7 @@ from .runtime import messages, objects, registration, regroup, results, weights
 from .runtime.core import Core, refuse
 from .runtime.executor import FastPath
 from .runtime.hints import give_hints
-from .runtime.persistent import Persistent, persistent
+from .runtime.persistent import persistent
 from .runtime.registration import Registration
 from .runtime.results import Options, ReducingOptions
 from .types import Collective, Format, FormatName, OpName, ReduceOp

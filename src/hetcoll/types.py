@@ -79,6 +79,9 @@ OpName = Literal["sum", "prod", "max", "min", "avg", "land", "lor", "lxor", "ban
 FormatName = Literal["none", "bf16", "fp8", "int8"]
 """The labels of `Format`, which calls take."""
 
+ANY_SOURCE = -1
+"""As the `peer` of a receive with a tag: whichever rank sends such a message."""
+
 FLOATS = frozenset(
     {
         DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64, DType.FLOAT8_E4M3FN,

@@ -9,10 +9,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+from typing import Any
 
 import hetcoll._native as _native
 
-from ..work import Work
 from .desync_report import WINDOW, Answer, Called, Edge, Wait
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
@@ -120,8 +120,8 @@ class StatusReporter:
             inner: FrameType | None = frame
             while inner is not None:
                 if inner.f_code.co_filename in _CALLS:
-                    owner = inner.f_locals.get("self")
-                    if isinstance(owner, Work) and owner._comm is comm:
+                    owner: Any = inner.f_locals.get("self")
+                    if getattr(owner, "_comm", None) is comm:  # a `Work`
                         outermost, what = inner, owner._what
                     elif owner is comm:
                         outermost = inner

@@ -11,11 +11,9 @@ from typing import Any
 from ..buffers import Buffer, read_buffer
 from ..calls import RECV, SEND, Message, check_rank, describe_message
 from ..errors import ArgumentError, BufferTypeError
+from ..types import ANY_SOURCE
 from ..work import DONE, Work
 from .core import Core
-
-ANY_SOURCE = -1
-"""As the `peer` of a receive with a tag: whichever rank sends such a message."""
 
 
 class Group(contextlib.AbstractContextManager[None]):

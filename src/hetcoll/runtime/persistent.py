@@ -6,13 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import hetcoll._native as _native
+from hetcoll._native import Persistent
 
 from ..calls import Call
 from ..work import Work
 from .core import Core
-
-Persistent = _native.Persistent
 
 
 def persistent(core: Core, call: Call, method: Callable[..., Work], *words: Any, stream: object = None) -> Persistent:

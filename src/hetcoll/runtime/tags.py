@@ -28,10 +28,9 @@ from ..errors import ArgumentError, ClosedError, HetcollError, PeerLostError
 from ..health.desync_report import Called
 from ..health.diagnosis import Kind
 from ..health.status_report import call_site
-from ..types import DType
+from ..types import ANY_SOURCE, DType
 from ..work import Work
 from .core import Core, Owner, Pair
-from .messages import ANY_SOURCE
 from .regroup import name_of
 from .worker import Worker
 
