@@ -1,7 +1,7 @@
 // Reading a Python object's memory, for the path that a repeated call takes.
 //
 // Whatever this does not understand at once (other DLPack exporters, strided or read-only memory) is left to
-// src/hetcoll/buffers.py, which either understands it or says what is wrong.
+// src/hetcoll/calls/buffers.py, which either understands it or says what is wrong.
 #pragma once
 
 #include <nanobind/nanobind.h>

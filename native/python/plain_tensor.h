@@ -47,7 +47,7 @@ struct PlainTensor {
     return true;
   }
 
-  // buffers.py has the whole table; complex numbers are missing here on purpose.
+  // calls/buffers.py has the whole table; complex numbers are missing here on purpose.
   static std::optional<DType> ParseDlpack(const DlTensor& t) {
     if (t.lanes != 1) return std::nullopt;
     switch (t.code << 8 | t.bits) {

@@ -9,7 +9,7 @@
 """
 
 from ._native import Persistent
-from .buffers import Array
+from .calls.buffers import Array
 from .communicator import Communicator
 from .errors import (
     AbortedError,

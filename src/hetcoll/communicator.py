@@ -1,7 +1,7 @@
 """The communicator: what users call.
 
 A call that was made before with the same type and counts is one C++ call (`Engine.call`). Everything else takes the
-slow path: `calls.py` checks the arguments, and `runtime/core.py` hands the call to what chooses an algorithm, makes and
+slow path: `calls/` checks the arguments, and `runtime/core.py` hands the call to what chooses an algorithm, makes and
 connects its plan and runs it.
 """
 
@@ -19,8 +19,8 @@ import numpy as np
 
 from . import calls, lifetime
 from ._native import Persistent, Status, Ticket, fast_path
-from .buffers import Array
 from .calls import RECV, SEND, SENDRECV
+from .calls.buffers import Array
 from .config.env import Config, configuration
 from .config.process import configure
 from .errors import ArgumentError, CommunicationError

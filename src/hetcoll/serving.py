@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from . import ArgumentError, CollectiveTimeoutError, CommunicationError, Communicator, Work
-from .buffers import read_buffer
 from .calls import check_int, check_rank
+from .calls.buffers import read_buffer
 
 __all__ = ["CacheLayout", "Cut", "Handoff", "Receiving", "Sending", "cuts", "pieces"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from installed import import_torch
 
-from hetcoll.buffers import Buffer, element_type, read_buffer
+from hetcoll.calls.buffers import Buffer, element_type, read_buffer
 from hetcoll.errors import BufferTypeError
 from hetcoll.types import DType
 

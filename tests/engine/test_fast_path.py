@@ -16,7 +16,7 @@ from ranks import Ranks
 
 import hetcoll
 from hetcoll import _native
-from hetcoll.buffers import KNOWS_ARRAYS, read_buffer
+from hetcoll.calls.buffers import KNOWS_ARRAYS, read_buffer
 from hetcoll.errors import BufferTypeError
 from hetcoll.types import DType
 

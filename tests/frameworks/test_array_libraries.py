@@ -12,7 +12,7 @@ from installed import why_no_jax_gpus
 from ranks import Ranks, close_all
 
 import hetcoll
-from hetcoll.buffers import read_buffer
+from hetcoll.calls.buffers import read_buffer
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(120)]
 COUNT = 3_000_001

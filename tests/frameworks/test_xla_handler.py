@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hetcoll import _native
-from hetcoll.buffers import read_buffer
+from hetcoll.calls.buffers import read_buffer
 from hetcoll.types import DType
 
 FLOAT32, BFLOAT16, INT4, TOKEN = 11, 16, 21, 17

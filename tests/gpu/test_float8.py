@@ -76,8 +76,8 @@ def test_which_communicators_convert() -> None:
 
 def test_staged_buffers_overlap_as_the_users_do() -> None:
     memory = np.zeros(100, NUMPY[DType.FLOAT8_E4M3FNUZ])
-    whole, part = hetcoll.buffers.read_buffer(memory, "", writable=True), memory[30:60]
-    inner = hetcoll.buffers.read_buffer(part, "", writable=True)
+    whole, part = hetcoll.calls.buffers.read_buffer(memory, "", writable=True), memory[30:60]
+    inner = hetcoll.calls.buffers.read_buffer(part, "", writable=True)
     for send, recv in ((whole, inner), (inner, whole), (whole, whole)):
         passage = Float8Conversion(send, recv, True, True)
         first, second = passage.staged(4096)
@@ -86,7 +86,7 @@ def test_staged_buffers_overlap_as_the_users_do() -> None:
         assert second.ptr - first.ptr == recv.ptr - send.ptr
         assert min(first.ptr, second.ptr) == 4096
         assert passage.nbytes == 100
-    other = hetcoll.buffers.read_buffer(memory.copy(), "", writable=True)
+    other = hetcoll.calls.buffers.read_buffer(memory.copy(), "", writable=True)
     first, second = Float8Conversion(inner, other, True, True).staged(4096)
     assert first is not None
     assert second is not None

@@ -18,7 +18,7 @@ from ranks import Job, Outcome, Ranks, kept, wait_until
 from reference import Case
 
 import hetcoll
-from hetcoll.buffers import element_type
+from hetcoll.calls.buffers import element_type
 from hetcoll.errors import BufferTypeError, CollectiveMismatchError, CollectiveTimeoutError, InitError, PeerLostError
 from hetcoll.gpu import cpu_rank
 from hetcoll.gpu.array import DeviceArray
@@ -199,7 +199,7 @@ def test_the_first_buffer_says_which_vendors_gpu_a_rank_uses() -> None:
 def pass_memory_of_another(comm: hetcoll.Communicator) -> tuple[str, str]:
     """What this rank is told of memory that is not its own kind's; it stays whole."""
     host = np.ones(5, np.float32)
-    wrong: Any = host if has_gpu(comm) else hetcoll.buffers.Buffer(4096, 5, DType.FLOAT32, None, "rocm", 1)
+    wrong: Any = host if has_gpu(comm) else hetcoll.calls.buffers.Buffer(4096, 5, DType.FLOAT32, None, "rocm", 1)
     said = []
     for call in (lambda: comm.allreduce(wrong), lambda: comm.send(wrong, (comm.rank + 1) % comm.size)):
         with pytest.raises(BufferTypeError) as caught:

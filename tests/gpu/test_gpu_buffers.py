@@ -14,7 +14,7 @@ from dlpack_arrays import CODES, Array, Quick
 from ranks import Job, Ranks
 
 from hetcoll import _native, calls
-from hetcoll.buffers import Buffer, read_buffer
+from hetcoll.calls.buffers import Buffer, read_buffer
 from hetcoll.errors import ArgumentError, BufferTypeError
 from hetcoll.gpu import streams
 from hetcoll.types import DType

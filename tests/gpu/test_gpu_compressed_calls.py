@@ -13,7 +13,7 @@ from gpu_kinds import start
 from ranks import Ranks, kept
 
 import hetcoll
-from hetcoll.buffers import Buffer
+from hetcoll.calls.buffers import Buffer
 from hetcoll.errors import ArgumentError, CollectiveMismatchError
 from hetcoll.plan.algorithms import Hosts
 from hetcoll.plan.topology import spell_islands

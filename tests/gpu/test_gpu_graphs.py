@@ -85,7 +85,7 @@ class InGraph:
 
 
 def _is_buffer(value: object) -> bool:
-    return isinstance(value, hetcoll.buffers.Buffer)
+    return isinstance(value, hetcoll.calls.buffers.Buffer)
 
 
 def run_in_graphs(comm: hetcoll.Communicator, cases: list[Case]) -> list[bytes]:

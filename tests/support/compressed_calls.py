@@ -10,7 +10,7 @@ from elements import NUMPY
 from gpu_calls import device_of_rank
 
 import hetcoll
-from hetcoll.buffers import Buffer
+from hetcoll.calls.buffers import Buffer
 from hetcoll.plan.algorithms import Hosts
 from hetcoll.types import Collective, DType, Format
 

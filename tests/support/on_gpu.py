@@ -14,7 +14,7 @@ from dlpack_arrays import Quick
 from numpy.typing import NDArray
 
 import hetcoll
-from hetcoll.buffers import Buffer, read_buffer
+from hetcoll.calls.buffers import Buffer, read_buffer
 from hetcoll.vendors.devices.base import Device
 
 Array = NDArray[Any]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import hetcoll
-from hetcoll.buffers import Buffer, read_buffer
+from hetcoll.calls.buffers import Buffer, read_buffer
 
 if TYPE_CHECKING:
     from hetcoll.vendors.devices.base import Device

@@ -12,7 +12,7 @@ import numpy as np
 import hetcoll._native as _native
 
 from .. import ArgumentError
-from ..buffers import read_buffer
+from ..calls.buffers import read_buffer
 from .timing import Schedule
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..buffers import Buffer, element_type
+from ..calls.buffers import Buffer, element_type
 from ..errors import ArgumentError
 from ..types import DType
 

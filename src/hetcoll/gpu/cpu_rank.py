@@ -18,8 +18,8 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..buffers import Buffer
 from ..calls import Call, describe_message, descriptor
+from ..calls.buffers import Buffer
 from ..health.diagnosis import Diagnosis
 from ..links.wiring import Check, Wiring
 from ..plan.costs import Hosts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, cast
 
-from ..buffers import Buffer
+from ..calls.buffers import Buffer
 from ..errors import BufferTypeError
 from ..vendors import devices
 

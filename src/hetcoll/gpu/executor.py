@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import hetcoll._native as _native
 
-from ..buffers import Buffer
 from ..calls import Call, Message, descriptor
+from ..calls.buffers import Buffer
 from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError, ClosedError, DeviceError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind

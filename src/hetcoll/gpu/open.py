@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..buffers import Buffer
 from ..calls import Call
+from ..calls.buffers import Buffer
 from ..config.env import Config
 from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError, DeviceError

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import hetcoll._native as _native
 
-from ..buffers import Buffer
 from ..calls import RECV, SEND, Message, describe_message, message_key
+from ..calls.buffers import Buffer
 from ..errors import ArgumentError, DeviceError, spell_ranks
 from ..runtime.planner import Planner
 from ..types import DType

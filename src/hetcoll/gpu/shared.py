@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import hetcoll._native as _native
 
-from ..buffers import Buffer
 from ..calls import describe_message, descriptor
+from ..calls.buffers import Buffer
 from ..errors import DeviceError
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.status_report import call_site

@@ -11,7 +11,7 @@ from typing import Any
 
 import hetcoll._native as _native
 
-from ..buffers import Buffer
+from ..calls.buffers import Buffer
 from ..errors import ArgumentError
 
 WANTED = "stream: wanted None, a handle as an int, or an object with __cuda_stream__, cuda_stream or ptr"

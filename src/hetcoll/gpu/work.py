@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ..buffers import read_buffer
+from ..calls.buffers import read_buffer
 from ..errors import CollectiveTimeoutError
 from ..work import Work
 from . import streams

@@ -17,8 +17,8 @@ import numpy as np
 import hetcoll._native as _native
 
 from .. import calls
-from ..buffers import Buffer
 from ..calls import OP_LABELS, Call
+from ..calls.buffers import Buffer
 from ..config.env import Config
 from ..errors import ArgumentError, InitError
 from ..health.diagnosis import Diagnosis, Kind

@@ -20,8 +20,8 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..buffers import Buffer, element_type
 from ..calls import Call
+from ..calls.buffers import Buffer, element_type
 from ..errors import ArgumentError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..types import COMPLEX, FLOATS, OCP_OF, ROOTED, SAME, Collective

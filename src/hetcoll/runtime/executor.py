@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import hetcoll._native as _native
 
-from ..buffers import Buffer
 from ..calls import Call, Message
+from ..calls.buffers import Buffer
 from ..config.env import Config
 from ..config.limits import Held
 from ..health.diagnosis import Diagnosis

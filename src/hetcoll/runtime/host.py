@@ -14,8 +14,8 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..buffers import Buffer, read_buffer
 from ..calls import RECV, SEND, Call, Message, describe_message, descriptor, message_key
+from ..calls.buffers import Buffer, read_buffer
 from ..errors import ClosedError, HetcollError, InitError
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.stall_detector import PATIENCE, StallDetector

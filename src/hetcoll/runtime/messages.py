@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..buffers import Buffer, read_buffer
 from ..calls import RECV, SEND, Message, check_rank, describe_message
+from ..calls.buffers import Buffer, read_buffer
 from ..errors import ArgumentError, BufferTypeError
 from ..types import ANY_SOURCE
 from ..work import DONE, Work

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 
 import numpy as np
 
-from ..buffers import Buffer, read_buffer
 from ..calls import check_int, check_rank
+from ..calls.buffers import Buffer, read_buffer
 from ..errors import ArgumentError, BufferTypeError, ClosedError, CollectiveTimeoutError, CommunicationError
 from ..health.diagnosis import Kind
 from ..types import DType

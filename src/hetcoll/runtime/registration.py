@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ..buffers import Buffer, element_type, read_buffer
 from ..calls import check_int
+from ..calls.buffers import Buffer, element_type, read_buffer
 from ..errors import ArgumentError
 from .core import Core
 

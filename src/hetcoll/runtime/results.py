@@ -8,7 +8,7 @@ from typing import Any, TypedDict, TypeVar, cast
 
 import numpy as np
 
-from ..buffers import read_buffer
+from ..calls.buffers import read_buffer
 from ..errors import ArgumentError, BufferTypeError
 from ..types import FormatName
 from .core import Core

@@ -22,8 +22,8 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from ..buffers import Buffer, read_buffer
 from ..calls import RECV, SEND, check_int, check_rank
+from ..calls.buffers import Buffer, read_buffer
 from ..errors import ArgumentError, ClosedError, HetcollError, PeerLostError
 from ..health.desync_report import Called
 from ..health.diagnosis import Kind

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from .. import calls
-from ..buffers import Buffer, element_type
 from ..calls import check_int
+from ..calls.buffers import Buffer, element_type
 from ..errors import ArgumentError, BufferTypeError
 from ..types import DType, ReduceOp
 from .core import Core

@@ -18,8 +18,8 @@ import numpy as np
 
 import hetcoll._native as _native
 
-from .errors import BufferTypeError
-from .types import DType
+from ..errors import BufferTypeError
+from ..types import DType
 
 _DTYPES = tuple(DType)
 _BY_NAME = {t.label: t for t in DType}
@@ -285,7 +285,7 @@ def _from_cuda_interface(obj: Any, name: str, writable: bool) -> Buffer:
 
 def _place(address: int, count: int, name: str) -> tuple[str, int]:
     """Device and index of memory that does not say so itself. What is empty lies nowhere, that is on the first GPU."""
-    from .vendors.devices.owner import owner
+    from ..vendors.devices.owner import owner
 
     vendor, found = owner(address)
     kind = "cuda" if vendor == "cuda" else "rocm"

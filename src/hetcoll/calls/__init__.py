@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import hetcoll._native as _native
 
+from ..errors import ArgumentError, BufferTypeError
+from ..types import REDUCING, REDUCTIONS, ROOTED, Collective, DType, Format, ReduceOp
 from .buffers import Buffer, read_buffer
-from .errors import ArgumentError, BufferTypeError
-from .types import REDUCING, REDUCTIONS, ROOTED, Collective, DType, Format, ReduceOp
 
 SEND, RECV, SENDRECV = 13, 14, 15  # native/python/module.cc: Collective.P2P's forms
 _OPS = {op.label: op for op in ReduceOp}
