@@ -4,8 +4,8 @@
 // * tensors that export a DLTensor by a C function (dmlc/dlpack, dlpack.h 1.3: DLPackExchangeAPI), which costs no
 //   Python call.
 //
-// src/hetcoll/calls/buffers.py adds an entry when it has read such an object by the slow path. What is looked up at each
-// call is the type alone; address, size and dtype are read anew each time.
+// src/hetcoll/calls/buffers.py adds an entry when it has read such an object by the slow path. What is looked up at
+// each call is the type alone; address, size and dtype are read anew each time.
 #pragma once
 
 #include <Python.h>

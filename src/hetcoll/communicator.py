@@ -8,10 +8,8 @@ connects its plan and runs it.
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
@@ -21,21 +19,19 @@ from . import calls, lifetime
 from ._native import Persistent, Status, Ticket, fast_path
 from .calls import RECV, SEND, SENDRECV
 from .calls.buffers import Array
-from .config.env import Config, configuration
-from .config.process import configure
-from .errors import ArgumentError, CommunicationError
+from .config.env import Config
+from .errors import CommunicationError
 from .gpu.open import Gpus
 from .plan.topology import Topology
-from .rendezvous.session import Session, coming_together
+from .rendezvous.session import Session
 from .rendezvous.unique_id import UniqueId
-from .rendezvous.wire import WORLD
-from .runtime import messages, objects, registration, regroup, results, weights
+from .runtime import joining, messages, objects, registration, regroup, results, weights
 from .runtime.core import Core, refuse
 from .runtime.executor import FastPath
 from .runtime.hints import give_hints
 from .runtime.persistent import persistent
 from .runtime.registration import Registration
-from .runtime.results import Options, ReducingOptions
+from .runtime.results import ExchangeOptions, Options, ReducingOptions
 from .types import Collective, Format, FormatName, OpName, ReduceOp
 from .work import Work
 
@@ -55,6 +51,9 @@ class Communicator:
     `CommunicationError`s and leave the communicator fit only for `close` and `shrink`. `stream` is ignored for host
     buffers.
 
+    Where one buffer holds a part for each rank, the other may be this rank's part of it, elements ``rank * count`` to
+    ``(rank + 1) * count``: then the call works in place. What the root alone needs is not looked at on other ranks.
+
     Any thread may use a communicator, several at once as well. Collectives run one after another in the order in which
     they were begun here: where several threads begin them it is for the program to see to the same order on all ranks,
     as with ``async_op=True`` under a lock. So with messages of several threads to one rank, or from one.
@@ -70,30 +69,12 @@ class Communicator:
         Blocks until all ranks are there; `InitError` after `timeout` seconds (default: HETCOLL_INIT_TIMEOUT, 120) names
         those that never came. `unique_id` may be what `str` or `to_bytes` made of one.
         """
-        if size < 1 or not 0 <= rank < size:
-            raise ArgumentError(f"rank and size: wanted 0 <= rank < size, got rank {rank} of size {size}")
-        if isinstance(unique_id, str):
-            unique_id = UniqueId.parse(unique_id)
-        elif isinstance(unique_id, bytes):
-            unique_id = UniqueId.from_bytes(unique_id)
-        config = configuration()
-        configure(config)
-        if config.objects is None:  # who has the unique id has the job's secret
-            config = replace(config, objects=True)
-        return cls.enter(unique_id, rank, size, config, config.init_timeout if timeout is None else timeout)
+        return joining.init(cls, size, rank, unique_id, timeout)
 
     @classmethod
     def enter(cls, unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> Self:
         """As `init`, with the settings in `config` in place of the environment's. For `hetcoll.init`."""
-        deadline = time.monotonic() + timeout
-        lifetime.await_drops()  # this rank may have been in the same job until then
-        with coming_together():
-            session = Session(unique_id, rank, size, timeout)
-            try:
-                return cls(session, WORLD, rank, size, config, deadline - time.monotonic())
-            except BaseException:
-                session.control.close()
-                raise
+        return joining.enter(cls, unique_id, rank, size, config, timeout)
 
     def __init__(self, session: Session, group: bytes, rank: int, size: int, config: Config, timeout: float) -> None:
         core = self._core = Core(self, session, group, rank, size, config, timeout, Gpus)
@@ -143,17 +124,10 @@ class Communicator:
 
     @fast_path(Collective.ALLREDUCE)
     def allreduce(
-        self,
-        sendbuf: Array,
-        recvbuf: Array | None = None,
-        op: ReduceOp | OpName = "sum",
-        *,
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-        compress: FormatName | None = None,
-        weight: float | None = None,
-    ) -> Work:
+        self, sendbuf: Array, recvbuf: Array | None = None, op: ReduceOp | OpName = "sum",
+        *, stream: object = None, async_op: bool = False, timeout: float | None = None,
+        compress: FormatName | None = None, weight: float | None = None,
+    ) -> Work:  # fmt: skip
         """Reduce `sendbuf` over all ranks, element by element, into `recvbuf` on every rank; in place without one.
 
         Both have the same dtype and count, which is the same on all ranks. `op`: a `ReduceOp`, or its name in lower
@@ -183,22 +157,16 @@ class Communicator:
     ) -> Work: ...
     @fast_path(Collective.ALLGATHER)
     def allgather(
-        self,
-        sendbuf: Any,
-        recvbuf: Any = None,
-        *,
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
+        self, sendbuf: Any, recvbuf: Any = None,
+        *, stream: object = None, async_op: bool = False, timeout: float | None = None,
+    ) -> Any:  # fmt: skip
         """Gather every rank's `sendbuf` (count elements) into `recvbuf` (size x count) on every rank, by rank.
 
-        In place when `sendbuf` is ``recvbuf[rank * count : (rank + 1) * count]``. Without `recvbuf` the result is
-        returned: a new array like `sendbuf` (NumPy's, PyTorch's, CuPy's), of the shape (size, \\*sendbuf.shape).
+        Without `recvbuf` the result is returned: a new array like `sendbuf` (NumPy's, PyTorch's, CuPy's), of the shape
+        (size, \\*sendbuf.shape).
         """
         if recvbuf is None:
-            out = results.gathered(self._core, sendbuf)
-            return results.returned(self.allgather, sendbuf, out, async_op, stream=stream, timeout=timeout)
+            return results.gathered(self._core, self.allgather, sendbuf, async_op, stream=stream, timeout=timeout)
         return self._core.launch(calls.allgather(self._rank, self._size, sendbuf, recvbuf), async_op, timeout, stream)
 
     @overload
@@ -207,36 +175,23 @@ class Communicator:
     ) -> A: ...
     @overload
     def reduce_scatter(
-        self,
-        sendbuf: Array,
-        recvbuf: Array,
-        op: ReduceOp | OpName = "sum",
-        *,
-        async_op: bool = False,
-        **options: Unpack[ReducingOptions],
-    ) -> Work: ...
+        self, sendbuf: Array, recvbuf: Array, op: ReduceOp | OpName = "sum",
+        *, async_op: bool = False, **options: Unpack[ReducingOptions],
+    ) -> Work: ...  # fmt: skip
     @fast_path(Collective.REDUCE_SCATTER)
     def reduce_scatter(
-        self,
-        sendbuf: Any,
-        recvbuf: Any = None,
-        op: ReduceOp | OpName = "sum",
-        *,
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
+        self, sendbuf: Any, recvbuf: Any = None, op: ReduceOp | OpName = "sum",
+        *, stream: object = None, async_op: bool = False, timeout: float | None = None,
         compress: FormatName | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Reduce `sendbuf` (size x count elements) over all ranks and leave part `rank` of it in `recvbuf` (count).
 
-        In place when `recvbuf` is ``sendbuf[rank * count : (rank + 1) * count]``. `op` and `compress` as in
-        `allreduce`. Without `recvbuf` the result is returned, as by `allgather`: of the shape ``sendbuf.shape[1:]``,
-        where `sendbuf` has the shape (size, \\*rest).
+        `op` and `compress` as in `allreduce`. Without `recvbuf` the result is returned, as by `allgather`: of the shape
+        ``sendbuf.shape[1:]``, where `sendbuf` has the shape (size, \\*rest).
         """
         if recvbuf is None:
             options = {"stream": stream, "timeout": timeout, "compress": compress}
-            out = results.scattered(self._core, sendbuf)
-            return results.returned(self.reduce_scatter, sendbuf, out, async_op, op, **options)
+            return results.scattered(self._core, self.reduce_scatter, sendbuf, async_op, op, **options)
         call = calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op)
         return self._core.launch(call, async_op, timeout, stream, compress)
 
@@ -249,94 +204,43 @@ class Communicator:
 
     @fast_path(Collective.REDUCE)
     def reduce(
-        self,
-        sendbuf: Array,
-        recvbuf: Array | None = None,
-        op: ReduceOp | OpName = "sum",
-        root: int = 0,
-        *,
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
-        """Reduce `sendbuf` over all ranks into the root's `recvbuf`; in place there without one.
-
-        Other ranks' `recvbuf` is not looked at, and their `sendbuf` is not written.
-        """
+        self, sendbuf: Array, recvbuf: Array | None = None, op: ReduceOp | OpName = "sum", root: int = 0,
+        *, stream: object = None, async_op: bool = False, timeout: float | None = None,
+    ) -> Work:  # fmt: skip
+        """Reduce `sendbuf` over all ranks into the root's `recvbuf`; in place there, and there only, without one."""
         call = calls.reduce(self._rank, self._size, sendbuf, recvbuf, op, root)
         return self._core.launch(call, async_op, timeout, stream)
 
     @fast_path(Collective.GATHER)
     def gather(
-        self,
-        sendbuf: Array,
-        recvbuf: Array | None = None,
-        root: int = 0,
-        *,
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
-        """Gather every rank's `sendbuf` (count elements) into the root's `recvbuf` (size x count), by rank.
-
-        In place on the root when `sendbuf` is ``recvbuf[rank * count : (rank + 1) * count]``. Other ranks' `recvbuf`
-        is not looked at.
-        """
+        self, sendbuf: Array, recvbuf: Array | None = None, root: int = 0,
+        *, stream: object = None, async_op: bool = False, timeout: float | None = None,
+    ) -> Work:  # fmt: skip
+        """Gather every rank's `sendbuf` (count elements) into the root's `recvbuf` (size x count), by rank."""
         call = calls.gather(self._rank, self._size, sendbuf, recvbuf, root)
         return self._core.launch(call, async_op, timeout, stream)
 
     @fast_path(Collective.SCATTER)
     def scatter(
-        self,
-        sendbuf: Array | None = None,
-        recvbuf: Array | None = None,
-        root: int = 0,
-        *,
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
-        """Send part r of the root's `sendbuf` (size x count elements) to rank r's `recvbuf` (count).
-
-        In place on the root when `recvbuf` is ``sendbuf[rank * count : (rank + 1) * count]``. Other ranks' `sendbuf`
-        is not looked at.
-        """
+        self, sendbuf: Array | None = None, recvbuf: Array | None = None, root: int = 0,
+        *, stream: object = None, async_op: bool = False, timeout: float | None = None,
+    ) -> Work:  # fmt: skip
+        """Send part r of the root's `sendbuf` (size x count elements) to rank r's `recvbuf` (count)."""
         call = calls.scatter(self._rank, self._size, sendbuf, recvbuf, root)
         return self._core.launch(call, async_op, timeout, stream)
 
     @overload
-    def alltoall(
-        self,
-        sendbuf: A,
-        recvbuf: None = None,
-        *,
-        sendcounts: Sequence[int] | None = None,
-        recvcounts: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> A: ...
+    def alltoall(self, sendbuf: A, recvbuf: None = None, **options: Unpack[ExchangeOptions]) -> A: ...
     @overload
     def alltoall(
-        self,
-        sendbuf: Array,
-        recvbuf: Array,
-        *,
-        sendcounts: Sequence[int] | None = None,
-        recvcounts: Sequence[int] | None = None,
-        async_op: bool = False,
-        **options: Unpack[Options],
+        self, sendbuf: Array, recvbuf: Array, *, async_op: bool = False, **options: Unpack[ExchangeOptions]
     ) -> Work: ...
     @fast_path(Collective.ALLTOALL)
     def alltoall(
-        self,
-        sendbuf: Any,
-        recvbuf: Any = None,
-        *,
-        sendcounts: Sequence[int] | None = None,
-        recvcounts: Sequence[int] | None = None,
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
+        self, sendbuf: Any, recvbuf: Any = None,
+        *, sendcounts: Sequence[int] | None = None, recvcounts: Sequence[int] | None = None,
+        stream: object = None, async_op: bool = False, timeout: float | None = None,
+    ) -> Any:  # fmt: skip
         """Send part r of `sendbuf` to rank r, and receive part r of `recvbuf` from rank r.
 
         Parts are equal, or as long as `sendcounts` and `recvcounts` say (elements, one a rank; rank a's
@@ -345,36 +249,22 @@ class Communicator:
         """
         if recvbuf is None:
             options = {"sendcounts": sendcounts, "recvcounts": recvcounts, "stream": stream, "timeout": timeout}
-            out = results.exchanged(self._core, sendbuf, recvcounts)
-            return results.returned(self.alltoall, sendbuf, out, async_op, **options)
+            return results.exchanged(self._core, self.alltoall, sendbuf, async_op, **options)
         call = calls.alltoall(self._rank, self._size, sendbuf, recvbuf, sendcounts, recvcounts)
         return self._core.launch(call, async_op, timeout, stream)
 
     def allgatherv(
-        self,
-        sendbuf: Array,
-        recvbuf: Array,
-        counts: Sequence[int],
-        *,
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
+        self, sendbuf: Array, recvbuf: Array, counts: Sequence[int],
+        *, stream: object = None, async_op: bool = False, timeout: float | None = None,
+    ) -> Work:  # fmt: skip
         """`allgather` of unequal parts: rank r contributes ``counts[r]`` elements; the same `counts` on all ranks."""
         call = calls.allgatherv(self._rank, self._size, sendbuf, recvbuf, counts)
         return self._core.launch(call, async_op, timeout, stream)
 
     def reduce_scatterv(
-        self,
-        sendbuf: Array,
-        recvbuf: Array,
-        op: ReduceOp | OpName = "sum",
-        *,
-        counts: Sequence[int],
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
+        self, sendbuf: Array, recvbuf: Array, op: ReduceOp | OpName = "sum",
+        *, counts: Sequence[int], stream: object = None, async_op: bool = False, timeout: float | None = None,
+    ) -> Work:  # fmt: skip
         """`reduce_scatter` into unequal parts: rank r receives ``counts[r]`` elements; the same on all ranks."""
         call = calls.reduce_scatterv(self._rank, self._size, sendbuf, recvbuf, op, counts)
         return self._core.launch(call, async_op, timeout, stream)
@@ -394,75 +284,64 @@ class Communicator:
         What MPI calls persistent. The arrays belong to the operation from `start` to `wait`. Local; the starts are in
         one order on all ranks, as calls are, and match calls of `allreduce`. On a GPU `wait` blocks the host.
         """
-        call = calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op)
-        return persistent(self._core, call, self.allreduce, sendbuf, recvbuf, op, stream=stream)
+        return persistent(self._core, calls.allreduce, self.allreduce, sendbuf, recvbuf, op, stream=stream)
 
     def allgather_init(self, sendbuf: Array, recvbuf: Array, *, stream: object = None) -> Persistent:
         """As `allreduce_init`, of `allgather`."""
-        call = calls.allgather(self._rank, self._size, sendbuf, recvbuf)
-        return persistent(self._core, call, self.allgather, sendbuf, recvbuf, stream=stream)
+        return persistent(self._core, calls.allgather, self.allgather, sendbuf, recvbuf, stream=stream)
 
     def reduce_scatter_init(
         self, sendbuf: Array, recvbuf: Array, op: ReduceOp | OpName = "sum", *, stream: object = None
     ) -> Persistent:
         """As `allreduce_init`, of `reduce_scatter`."""
-        call = calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op)
-        return persistent(self._core, call, self.reduce_scatter, sendbuf, recvbuf, op, stream=stream)
+        return persistent(self._core, calls.reduce_scatter, self.reduce_scatter, sendbuf, recvbuf, op, stream=stream)
 
     def broadcast_init(self, buf: Array, root: int = 0, *, stream: object = None) -> Persistent:
         """As `allreduce_init`, of `broadcast`."""
-        call = calls.broadcast(self._rank, self._size, buf, root)
-        return persistent(self._core, call, self.broadcast, buf, root, stream=stream)
+        return persistent(self._core, calls.broadcast, self.broadcast, buf, root, stream=stream)
 
     def alltoall_init(self, sendbuf: Array, recvbuf: Array, *, stream: object = None) -> Persistent:
         """As `allreduce_init`, of `alltoall` with equal parts."""
-        call = calls.alltoall(self._rank, self._size, sendbuf, recvbuf, None, None)
-        return persistent(self._core, call, self.alltoall, sendbuf, recvbuf, stream=stream)
+        return persistent(self._core, calls.alltoall, self.alltoall, sendbuf, recvbuf, stream=stream)
 
-    # Python's objects. Those that cannot be pickled are a BufferTypeError, those of more than `limit` bytes an
-    # ArgumentError, and so are all in a job without a secret: see docs/security.md.
+    # Python's objects.
 
     def broadcast_object(
         self, obj: Any = None, root: int = 0, *, limit: int = objects.LIMIT, timeout: float | None = None
     ) -> Any:
-        """The root's `obj`, on every rank; on the root itself the very same. Others' `obj` is not looked at.
+        """The root's `obj`, on every rank; on the root itself the very same.
 
-        Objects travel pickled. So they need a job with a secret (`hetcoll run` makes one) or ``HETCOLL_OBJECTS=1``,
-        else this is an ArgumentError. No byte is unpickled before it has proved the job's secret. `limit`: bytes of a
-        pickle, the same on all ranks; a longer one is an ArgumentError on its own rank before anything is sent.
+        Objects travel pickled; one that cannot be is a `BufferTypeError`. They need a job with a secret (`hetcoll run`
+        makes one) or ``HETCOLL_OBJECTS=1``, else this is an ArgumentError: see docs/security.md. No byte is unpickled
+        before it has proved the job's secret. `limit`: bytes of a pickle, the same on all ranks; a longer one is an
+        ArgumentError on its own rank before anything is sent. All this holds for the other calls with objects.
         """
         return objects.broadcast(self._core, obj, root, limit, timeout)
 
     def allgather_object(self, obj: Any, *, limit: int = objects.LIMIT, timeout: float | None = None) -> list[Any]:
-        """Every rank's `obj`, by rank, on every rank. See `broadcast_object`."""
+        """Every rank's `obj`, by rank, on every rank."""
         return objects.allgather(self._core, obj, limit, timeout)
 
     def gather_object(
         self, obj: Any, root: int = 0, *, limit: int = objects.LIMIT, timeout: float | None = None
     ) -> list[Any] | None:
-        """Every rank's `obj`, by rank, on the root; None on others. See `broadcast_object`."""
+        """Every rank's `obj`, by rank, on the root; None on others."""
         return objects.gather(self._core, obj, root, limit, timeout)
 
     def scatter_object(
-        self,
-        objs: Sequence[Any] | None = None,
-        root: int = 0,
-        *,
-        limit: int = objects.LIMIT,
-        timeout: float | None = None,
-    ) -> Any:
-        """Object r of the root's `objs`, one a rank, on rank r. Others' `objs` is not looked at. See
-        `broadcast_object`."""
+        self, objs: Sequence[Any] | None = None, root: int = 0,
+        *, limit: int = objects.LIMIT, timeout: float | None = None,
+    ) -> Any:  # fmt: skip
+        """Object r of the root's `objs`, one a rank, on rank r."""
         return objects.scatter(self._core, objs, root, limit, timeout)
 
     def send_object(self, obj: Any, peer: int, *, limit: int = objects.LIMIT, timeout: float | None = None) -> None:
-        """Send `obj` to `peer`, which calls `recv_object`. In one order with `send`, and may wait as that does. See
-        `broadcast_object`."""
+        """Send `obj` to `peer`, which calls `recv_object`. In one order with `send`, and may wait as that does."""
         objects.send(self._core, obj, peer, limit, timeout)
 
     def recv_object(self, peer: int, *, limit: int = objects.LIMIT, timeout: float | None = None) -> Any:
         """The object that `peer` sends by `send_object`. One that is longer than `limit` is received, dropped, and an
-        ArgumentError. See `broadcast_object`."""
+        ArgumentError."""
         return objects.recv(self._core, peer, limit, timeout)
 
     def shards(self, total: int, weight: float = 1.0, *, least: int = 0, timeout: float | None = None) -> list[slice]:
@@ -478,15 +357,9 @@ class Communicator:
 
     @fast_path(SEND)
     def send(
-        self,
-        buf: Array,
-        peer: int,
-        *,
-        tag: int = 0,
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
+        self, buf: Array, peer: int,
+        *, tag: int = 0, stream: object = None, async_op: bool = False, timeout: float | None = None,
+    ) -> Work:  # fmt: skip
         """Send `buf` to `peer`, which calls `recv` with as many elements and the same `tag`. Returns when `buf` may be
         reused.
 
@@ -501,15 +374,9 @@ class Communicator:
 
     @fast_path(RECV)
     def recv(
-        self,
-        buf: Array,
-        peer: int,
-        *,
-        tag: int = 0,
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
+        self, buf: Array, peer: int,
+        *, tag: int = 0, stream: object = None, async_op: bool = False, timeout: float | None = None,
+    ) -> Work:  # fmt: skip
         """Receive `buf` from `peer`, which calls `send` with as many elements and the same `tag`.
 
         With a `tag` above 0 `peer` may be `hetcoll.ANY_SOURCE`: the first rank that sends such a message. `source` of
@@ -519,16 +386,9 @@ class Communicator:
 
     @fast_path(SENDRECV)
     def sendrecv(
-        self,
-        sendbuf: Array,
-        dest: int,
-        recvbuf: Array,
-        source: int,
-        *,
-        stream: object = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Work:
+        self, sendbuf: Array, dest: int, recvbuf: Array, source: int,
+        *, stream: object = None, async_op: bool = False, timeout: float | None = None,
+    ) -> Work:  # fmt: skip
         """Send `sendbuf` to `dest` and receive `recvbuf` from `source` at the same time.
 
         The other halves may be `send`, `recv` or `sendrecv` calls. Both buffers have one dtype; they do not overlap.
@@ -554,16 +414,7 @@ class Communicator:
         """
         from .runtime import one_sided  # few jobs need it, and imports count
 
-        self._host.check_usable()
-
-        def make() -> Core:
-            name = regroup.name_of(self._group, "windows")
-            carrier = self._make(name, list(range(self._size)), self._config.init_timeout)
-            carriers.append(carrier)
-            return carrier._core
-
-        carriers: list[Communicator] = []
-        return one_sided.open_window(self._core, make, lambda: carriers[0].close(), buf, signals, timeout)
+        return one_sided.open_window(self._core, self._make, buf, signals, timeout)
 
     # What ranks ask each other, out of band.
 

@@ -287,7 +287,12 @@ def _offsets(counts: list[int]) -> tuple[int, ...]:
 
 
 def alltoall(
-    rank: int, size: int, sendbuf: Any, recvbuf: Any, sendcounts: Sequence[int] | None, recvcounts: Sequence[int] | None
+    rank: int,
+    size: int,
+    sendbuf: Any,
+    recvbuf: Any,
+    sendcounts: Sequence[int] | None = None,
+    recvcounts: Sequence[int] | None = None,
 ) -> Call:
     send, recv = read_buffer(sendbuf, "sendbuf", writable=False), read_buffer(recvbuf, "recvbuf", writable=True)
     _alike(send, recv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, SupportsIndex
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from ..health.diagnosis import Kind
 from ..types import DType
 from ..work import DONE, Work
 from .core import Core
+from .regroup import Make, name_of
 
 if TYPE_CHECKING:
     import hetcoll._native as _native
@@ -53,6 +54,14 @@ class Transfer(Work):
         if side is not None and ticket is not None and ticket.refused:
             return side.refusal(ticket, self._what)
         return super().error
+
+
+class Carrier(Protocol):
+    """The communicator that carries the messages of windows."""
+
+    _core: Core
+
+    def close(self) -> None: ...
 
 
 class _Exposed(NamedTuple):
@@ -302,20 +311,19 @@ class OneSided:
         self.core.host.check_parent()
 
 
-def open_window(
-    parent: Core,
-    make: Callable[[], Core],
-    close: Callable[[], None],
-    buf: Any,
-    signals: int,
-    timeout: float | None,
-) -> Window:
-    """See `Communicator.window`. `make` gives what is to carry the messages, `close` closes it."""
+def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeout: float | None) -> Window:
+    """See `Communicator.window`. `make` gives the communicator that is to carry the messages."""
+    parent.host.check_usable()
     buffer = None if buf is None else _host_buffer(buf, "buf", writable=True)
     if not 0 <= (own := check_int(signals, "signals")) <= _MOST_PIECES:
         raise ArgumentError(f"signals: wanted 0 to {_MOST_PIECES}, got {own}")
     seconds = parent.seconds(timeout)
-    side = parent.rider(OneSided, lambda _: OneSided(make(), close))
+
+    def begin(_: object) -> OneSided:
+        carrier = make(name_of(parent.group, "windows"), list(range(parent.size)), parent.config.init_timeout)
+        return OneSided(carrier._core, carrier.close)
+
+    side = parent.rider(OneSided, begin)
     side.core.host.check_usable()
     number = side.add_window(buffer, own)
     mine = [-1 if buffer is None else buffer.dtype.value, 0 if buffer is None else buffer.count, own]

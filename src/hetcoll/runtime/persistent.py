@@ -13,8 +13,12 @@ from ..work import Work
 from .core import Core
 
 
-def persistent(core: Core, call: Call, method: Callable[..., Work], *words: Any, stream: object = None) -> Persistent:
-    """The operation `call`, which `method` of these words begins where the fast path does not know it."""
+def persistent(
+    core: Core, checked: Callable[..., Call], method: Callable[..., Work], *words: Any, stream: object = None
+) -> Persistent:
+    """The operation of these words: `checked` makes its call, and `method` begins it where the fast path does not
+    know it."""
+    call = checked(core.rank, core.size, *words)
     core.host.check_usable()
     first, second = call.send or call.recv, call.recv or call.send
     assert first is not None

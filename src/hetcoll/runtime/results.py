@@ -29,28 +29,38 @@ class ReducingOptions(Options, total=False):
     compress: FormatName | None
 
 
-def gathered(core: Core, array: A) -> A:
-    """For every rank's `array`, by rank along a new leading axis."""
-    return _like(array, (core.size, *_shape(array)))
+class ExchangeOptions(Options, total=False):
+    """The same of `Communicator.alltoall`."""
+
+    sendcounts: Sequence[int] | None
+    recvcounts: Sequence[int] | None
 
 
-def scattered(core: Core, array: A) -> A:
-    """For this rank's part of `array`, which has one for each rank along its leading axis."""
+def gathered(core: Core, call: Callable[..., object], array: A, async_op: bool, **options: Any) -> A:
+    """What `call` gathers: every rank's `array`, by rank along a new leading axis."""
+    return _filled(call, array, _like(array, (core.size, *_shape(array))), async_op, **options)
+
+
+def scattered(core: Core, call: Callable[..., object], array: A, async_op: bool, op: object, **options: Any) -> A:
+    """This rank's part of what `call` reduces; `array` has one for each rank along its leading axis."""
     shape = _shape(array)
     if not shape or shape[0] != core.size:
         raise ArgumentError(
             f"sendbuf: wanted a leading axis of {core.size}, a part for each rank, where no recvbuf says how it is cut;"
             f" got the shape {shape}"
         )
-    return _like(array, shape[1:])
+    return _filled(call, array, _like(array, shape[1:]), async_op, op, **options)
 
 
-def exchanged(core: Core, array: A, recvcounts: Sequence[int] | None) -> A:
-    """For what all ranks have for this one: shaped as `array` where parts are equal, else flat."""
-    return _like(array, _shape(array) if recvcounts is None else (_total(recvcounts),))
+def exchanged(core: Core, call: Callable[..., object], array: A, async_op: bool, **options: Any) -> A:
+    """What `call` receives from all ranks: shaped as `array` where parts are equal, else flat."""
+    counts = options["recvcounts"]
+    return _filled(
+        call, array, _like(array, _shape(array) if counts is None else (_total(counts),)), async_op, **options
+    )
 
 
-def returned(call: Callable[..., object], array: object, out: A, async_op: bool, *words: Any, **options: Any) -> A:
+def _filled(call: Callable[..., object], array: object, out: A, async_op: bool, *words: Any, **options: Any) -> A:
     """`out`, filled by `call`; on a GPU once its stream has come so far."""
     if async_op:
         raise ArgumentError("recvbuf: wanted an array with async_op=True, which returns a Work, got None")
