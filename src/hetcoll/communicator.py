@@ -79,6 +79,7 @@ class Communicator:
     def __init__(self, session: Session, group: bytes, rank: int, size: int, config: Config, timeout: float) -> None:
         core = self._core = Core(self, session, group, rank, size, config, timeout, Gpus)
         self._session, self._group, self._rank, self._size, self._config = session, group, rank, size, config
+        self._at = rank, size  # where what a call is given is checked
         self._wiring, self._engine, self._diagnosis = core.wiring, core.engine, core.diagnosis
         self._host, self._gpus, self._planner = core.host, core.gpus, core.planner
         self._closed = False
@@ -146,8 +147,7 @@ class Communicator:
         """
         if weight is not None:
             sendbuf, recvbuf, op = weights.weighed(self._core, sendbuf, recvbuf, op, weight, stream, timeout)
-        call = calls.allreduce(self._rank, self._size, sendbuf, recvbuf, op)
-        return self._core.launch(call, async_op, timeout, stream, compress)
+        return self._core.launch(calls.allreduce(*self._at, sendbuf, recvbuf, op), async_op, timeout, stream, compress)
 
     @overload
     def allgather(self, sendbuf: A, recvbuf: None = None, **options: Unpack[Options]) -> A: ...
@@ -167,7 +167,7 @@ class Communicator:
         """
         if recvbuf is None:
             return results.gathered(self._core, self.allgather, sendbuf, async_op, stream=stream, timeout=timeout)
-        return self._core.launch(calls.allgather(self._rank, self._size, sendbuf, recvbuf), async_op, timeout, stream)
+        return self._core.launch(calls.allgather(*self._at, sendbuf, recvbuf), async_op, timeout, stream)
 
     @overload
     def reduce_scatter(
@@ -192,7 +192,7 @@ class Communicator:
         if recvbuf is None:
             options = {"stream": stream, "timeout": timeout, "compress": compress}
             return results.scattered(self._core, self.reduce_scatter, sendbuf, async_op, op, **options)
-        call = calls.reduce_scatter(self._rank, self._size, sendbuf, recvbuf, op)
+        call = calls.reduce_scatter(*self._at, sendbuf, recvbuf, op)
         return self._core.launch(call, async_op, timeout, stream, compress)
 
     @fast_path(Collective.BROADCAST)
@@ -200,7 +200,7 @@ class Communicator:
         self, buf: Array, root: int = 0, *, stream: object = None, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Copy the root's `buf` into every other rank's. Only the root may pass a read-only array."""
-        return self._core.launch(calls.broadcast(self._rank, self._size, buf, root), async_op, timeout, stream)
+        return self._core.launch(calls.broadcast(*self._at, buf, root), async_op, timeout, stream)
 
     @fast_path(Collective.REDUCE)
     def reduce(
@@ -208,8 +208,7 @@ class Communicator:
         *, stream: object = None, async_op: bool = False, timeout: float | None = None,
     ) -> Work:  # fmt: skip
         """Reduce `sendbuf` over all ranks into the root's `recvbuf`; in place there, and there only, without one."""
-        call = calls.reduce(self._rank, self._size, sendbuf, recvbuf, op, root)
-        return self._core.launch(call, async_op, timeout, stream)
+        return self._core.launch(calls.reduce(*self._at, sendbuf, recvbuf, op, root), async_op, timeout, stream)
 
     @fast_path(Collective.GATHER)
     def gather(
@@ -217,8 +216,7 @@ class Communicator:
         *, stream: object = None, async_op: bool = False, timeout: float | None = None,
     ) -> Work:  # fmt: skip
         """Gather every rank's `sendbuf` (count elements) into the root's `recvbuf` (size x count), by rank."""
-        call = calls.gather(self._rank, self._size, sendbuf, recvbuf, root)
-        return self._core.launch(call, async_op, timeout, stream)
+        return self._core.launch(calls.gather(*self._at, sendbuf, recvbuf, root), async_op, timeout, stream)
 
     @fast_path(Collective.SCATTER)
     def scatter(
@@ -226,8 +224,7 @@ class Communicator:
         *, stream: object = None, async_op: bool = False, timeout: float | None = None,
     ) -> Work:  # fmt: skip
         """Send part r of the root's `sendbuf` (size x count elements) to rank r's `recvbuf` (count)."""
-        call = calls.scatter(self._rank, self._size, sendbuf, recvbuf, root)
-        return self._core.launch(call, async_op, timeout, stream)
+        return self._core.launch(calls.scatter(*self._at, sendbuf, recvbuf, root), async_op, timeout, stream)
 
     @overload
     def alltoall(self, sendbuf: A, recvbuf: None = None, **options: Unpack[ExchangeOptions]) -> A: ...
@@ -250,7 +247,7 @@ class Communicator:
         if recvbuf is None:
             options = {"sendcounts": sendcounts, "recvcounts": recvcounts, "stream": stream, "timeout": timeout}
             return results.exchanged(self._core, self.alltoall, sendbuf, async_op, **options)
-        call = calls.alltoall(self._rank, self._size, sendbuf, recvbuf, sendcounts, recvcounts)
+        call = calls.alltoall(*self._at, sendbuf, recvbuf, sendcounts, recvcounts)
         return self._core.launch(call, async_op, timeout, stream)
 
     def allgatherv(
@@ -258,15 +255,14 @@ class Communicator:
         *, stream: object = None, async_op: bool = False, timeout: float | None = None,
     ) -> Work:  # fmt: skip
         """`allgather` of unequal parts: rank r contributes ``counts[r]`` elements; the same `counts` on all ranks."""
-        call = calls.allgatherv(self._rank, self._size, sendbuf, recvbuf, counts)
-        return self._core.launch(call, async_op, timeout, stream)
+        return self._core.launch(calls.allgatherv(*self._at, sendbuf, recvbuf, counts), async_op, timeout, stream)
 
     def reduce_scatterv(
         self, sendbuf: Array, recvbuf: Array, op: ReduceOp | OpName = "sum",
         *, counts: Sequence[int], stream: object = None, async_op: bool = False, timeout: float | None = None,
     ) -> Work:  # fmt: skip
         """`reduce_scatter` into unequal parts: rank r receives ``counts[r]`` elements; the same on all ranks."""
-        call = calls.reduce_scatterv(self._rank, self._size, sendbuf, recvbuf, op, counts)
+        call = calls.reduce_scatterv(*self._at, sendbuf, recvbuf, op, counts)
         return self._core.launch(call, async_op, timeout, stream)
 
     @fast_path(Collective.BARRIER)
