@@ -22,7 +22,6 @@ from ..calls import Call, describe_message, descriptor
 from ..calls.buffers import Buffer
 from ..health.diagnosis import Diagnosis
 from ..links.wiring import Check, Wiring
-from ..plan.costs import Hosts
 from ..plan.ir import Plan
 from ..plan.topology import Way
 from ..runtime.planner import Planner
@@ -38,14 +37,9 @@ Prepare = Callable[[Callable[[Check], _native.Shape], float], _native.Shape]
 
 
 class CpuRank:
-    """What one communicator keeps on a rank without a GPU. Made together with the other ranks' `gpu.GpuExecutor`.
+    """What one communicator keeps on a rank without a GPU. Made together with the other ranks' `gpu.GpuExecutor`."""
 
-    Calls that compress do so between `groups`.
-    """
-
-    def __init__(
-        self, wiring: Wiring, diagnosis: Diagnosis, planner: Planner, groups: Hosts, timeout: float, *, meet: Meet
-    ) -> None:
+    def __init__(self, wiring: Wiring, diagnosis: Diagnosis, planner: Planner, timeout: float, *, meet: Meet) -> None:
         self._wiring, self._planner = wiring, planner
         self._share = GpuShare(wiring, diagnosis, None, "it has no GPU", meet, timeout)
         try:
@@ -56,7 +50,7 @@ class CpuRank:
         self.two_kinds = float8.two_kinds(self._share.gpus)
         self._links = _Links(wiring, self._share)
         self._plans = GpuPlans(
-            wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links), planner, groups
+            wiring.rank, wiring.size, islands, self._share.slot_bytes, _HostBinder(wiring, self._links), planner
         )
         self._unfinished: list[path_probe.Bytes] = []
 

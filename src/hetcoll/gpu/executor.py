@@ -26,7 +26,6 @@ from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError, ClosedError, DeviceError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
-from ..runtime.compression import Compression
 from ..runtime.executor import FastPath
 from ..runtime.planner import Planner
 from ..types import FLOATS, OCP_OF, Collective, DType
@@ -67,7 +66,6 @@ class GpuExecutor:
         wiring: Wiring,
         diagnosis: Diagnosis,
         device: Device,
-        compression: Compression,
         planner: Planner,
         timeout: float,
         *,
@@ -76,7 +74,7 @@ class GpuExecutor:
         prepare: Prepare,
     ) -> None:
         self._wiring, self._diagnosis, self._device = wiring, diagnosis, device
-        self._compression, self._planner = compression, planner
+        self._compression, self._planner = planner.compression, planner
         self._engine = wiring.engine
         self._kind = "cuda" if device.vendor == "cuda" else "rocm"
         self._scratch_bytes = 0
@@ -123,7 +121,6 @@ class GpuExecutor:
                 self._slot_bytes,
                 DeviceBinder(self._queue, device, self._edges.of),
                 planner,
-                compression.groups,
             )
             self._one_kernel = None
             if self._edges.one_host and not self._islands.whole and all(gpu.vendor for gpu in share.gpus):

@@ -17,7 +17,6 @@ from ..config.limits import Held
 from ..errors import ArgumentError, BufferTypeError, DeviceError
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
-from ..runtime.compression import Compression
 from ..runtime.executor import Meet, Prepare
 from ..types import FNUZ_OF, OCP_OF, Collective
 from . import streams
@@ -42,14 +41,13 @@ class Gpus:
         wiring: Wiring,
         diagnosis: Diagnosis,
         planner: Planner,
-        compression: Compression,
         config: Config,
         *,
         meet: Meet,
         prepare: Prepare,
     ) -> None:
         self._wiring, self._diagnosis, self._planner, self._config = wiring, diagnosis, planner, config
-        self._meet, self._prepare, self._compression = meet, prepare, compression
+        self._meet, self._prepare = meet, prepare
         self._meetings = 0
         self.turn = threading.RLock()
         """Who sets a path up, or takes it the slow path: one thread at a time."""
@@ -86,7 +84,6 @@ class Gpus:
             self._wiring,
             self._diagnosis,
             device,
-            self._compression,
             self._planner,
             self._config.timeout,
             capturing=capturing,
@@ -109,7 +106,6 @@ class Gpus:
             self._wiring,
             self._diagnosis,
             self._planner,
-            self._compression.groups,
             self._config.timeout,
             meet=self._meet_soon,
         )

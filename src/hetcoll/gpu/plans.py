@@ -18,7 +18,6 @@ from ..plan.algorithms.among import AMONG
 from ..plan.algorithms.base import Algorithm
 from ..plan.algorithms.islands import ISLANDS
 from ..plan.algorithms.p2p import CHANNEL
-from ..plan.costs import Hosts
 from ..plan.ir import Buf, Local, Op, Plan, Points, Span, Step, offsets
 from ..plan.order import Alike, enqueue_order, levels
 from ..plan.pipeline import parts, pipelined, ramp
@@ -82,10 +81,7 @@ class Binder(Protocol[S]):
 
 
 class GpuPlans(Generic[S]):
-    """The plans of rank `rank` of `size`, made ready by `binder`. Messages fit slots of `slot_bytes`.
-
-    Calls that compress do so between `groups`.
-    """
+    """The plans of rank `rank` of `size`, made ready by `binder`. Messages fit slots of `slot_bytes`."""
 
     def __init__(
         self,
@@ -95,10 +91,9 @@ class GpuPlans(Generic[S]):
         slot_bytes: int,
         binder: Binder[S],
         planner: Planner,
-        groups: Hosts = (),
     ) -> None:
         self._rank, self._size, self._islands, self._slot_bytes = rank, size, islands, slot_bytes
-        self._planner, self._groups = planner, groups
+        self._planner = planner
         self._library = str(islands.island.library) if islands.island is not None else "their vendors' library"
         self._bind = binder.bind
         self.kernel: MessageKernel | None = None
@@ -246,7 +241,7 @@ class GpuPlans(Generic[S]):
         how: dict[str, Any] = {"root": call.root, "scale": scale and not whole, "logical": self._logical(call)}
         how["ordered"] = self._planner.ordered
         if call.compress:
-            how |= {"hosts": islands, "compress": True, "groups": self._groups}
+            how |= {"hosts": islands, "compress": True, "groups": self._planner.compression.groups}
         elif len(islands) < self._size:
             how["hosts"] = islands
         alike = Alike(tuple(range(self._size)))

@@ -127,6 +127,11 @@ class Step:
     local: Local | None = None
     compressed: bool = False
 
+    @property
+    def lends(self) -> bool:
+        """Whether it is a send whose `src` a receiver may read where it lies: not where codes of it travel."""
+        return self.op is Op.SEND and not self.compressed
+
     def __str__(self) -> str:
         parts = [f"{self.lane}:{self.op.name.lower()}"]
         if self.local is not None:

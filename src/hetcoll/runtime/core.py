@@ -137,7 +137,7 @@ class Core:
             feedback, ordered = config.compress_feedback, config.reproducible
             self.compression = Compression(wiring.topology, config.compress, feedback, ordered)
             self.planner = Planner(wiring, rank, config.algo, self.compression, ordered)
-            parts = (wiring, diagnosis, self.planner, self.compression)
+            parts = (wiring, diagnosis, self.planner)
             host = self.host = HostExecutor(owner, *parts, config.timeout)
             # Weakly, since the engine must not keep its communicator alive.
             self.engine.set_ops(

@@ -16,7 +16,6 @@ from ..health.diagnosis import Diagnosis
 from ..links.wiring import Check, Wiring
 from ..types import Collective
 from ..work import Work
-from .compression import Compression
 
 if TYPE_CHECKING:
     from .planner import Planner  # a communicator loads it
@@ -148,7 +147,6 @@ class OpenGpus(Protocol):
         wiring: Wiring,
         diagnosis: Diagnosis,
         planner: Planner,
-        compression: Compression,
         config: Config,
         *,
         meet: Meet,

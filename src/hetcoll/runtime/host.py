@@ -26,7 +26,7 @@ from ..plan.algorithms.base import stretched
 from ..plan.ir import Plan, offsets
 from ..types import Collective, ReduceOp
 from ..work import DONE, Waiter, Work, finished
-from .compression import Compression, float32_zeros
+from .compression import float32_zeros
 from .executor import FastPath, Gpus
 from .planner import Planner
 
@@ -146,14 +146,13 @@ class HostExecutor:
         wiring: Wiring,
         diagnosis: Diagnosis,
         planner: Planner,
-        compression: Compression,
         timeout: float,
     ) -> None:
         self._owner_ref = weakref.ref(owner)
         self._engine, self._rank, self._timeout = wiring.engine, wiring.rank, timeout
         self._with_gpus = wiring.topology.some_without_gpu
         self._planner = planner
-        self._diagnosis, self._compression = diagnosis, compression
+        self._diagnosis, self._compression = diagnosis, planner.compression
         self.plans = HostPlans(wiring, planner)
         self.reporter = StatusReporter(owner, wiring.rank, wiring.engine, planner.describe)
         self.closed = False

@@ -126,7 +126,7 @@ class Planner:
     ) -> None:
         """`algo` is HETCOLL_ALGO. `ordered`: every reduction is in the order of ranks."""
         self.ordered = ordered
-        self._wiring, self._rank, self._compression = wiring, rank, compression
+        self._wiring, self._rank, self.compression = wiring, rank, compression
         installed.load()  # before anything chooses
         self._forced = {} if algo is None else tuner.named(algo)
         self._tables: dict[Collective, list[tuple[int, str]]] = {}
@@ -254,7 +254,7 @@ class Planner:
             root=what.root,
             scale=what.scale,
             logical=what.logical,
-            hosts=self._compression.groups if what.compress else topology.hosts,
+            hosts=self.compression.groups if what.compress else topology.hosts,
             compress=what.compress,
             stretches=what.stretches,
             cores=topology.cores,
@@ -277,7 +277,7 @@ class Planner:
         if collective is Collective.P2P:
             carried, paths = over(range(topology.size))
             return Explanation(collective.label, nbytes, "direct", carried, 1, math.nan, "the only one", paths)
-        form, told = self._compression.explain(collective, nbytes, compress)
+        form, told = self.compression.explain(collective, nbytes, compress)
         forced = self.compressing(collective) if form else self._forced.get(collective)
         choice = tuned.choose(collective, nbytes, topology, self._wiring.measured, forced, self.ordered)
         if self.ordered and collective in REDUCING:
@@ -288,7 +288,7 @@ class Planner:
         stretches = algorithm.cut(nbytes, topology.cores, topology.size)
         plan = self.draw(Drawing(algorithm, stretches, compress=bool(form)))
         if form:
-            told = self._compression.spell(form, sorted({step.peer for step in plan.steps if step.compressed}))
+            told = self.compression.spell(form, sorted({step.peer for step in plan.steps if step.compressed}))
         channels = len({channel for _, channel in plan.edges})
         carried, paths = over({peer for peer, _ in plan.edges})
         return Explanation(

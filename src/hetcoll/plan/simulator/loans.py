@@ -21,7 +21,7 @@ def join_loans(plans: Sequence[Plan], nodes: list[list[Node]]) -> None:
     for plan, row in zip(plans, nodes, strict=True):
         for i, node in enumerate(row if plan.staged else ()):
             span = node.step.src
-            if node.step.op is not Op.SEND or node.step.compressed or span is None or span.buf is not Buf.SCRATCH:
+            if not node.step.lends or span is None or span.buf is not Buf.SCRATCH:
                 continue
             before, after = _first(span, reversed(row[:i])), _first(span, row[i + 1 :])
             if before is not None and all(n is None or _only_writes(n, span) for n in (before, after)):
@@ -43,7 +43,7 @@ def _answer(reduced: Node, row: list[Node]) -> Node | None:
             fifo = [
                 n for n in row if n.step.op is Op.SEND and (n.step.peer, n.step.channel) == (step.peer, step.channel)
             ]
-            return node if node is fifo[0] and step.peer == reduced.step.peer and not step.compressed else None
+            return node if node is fifo[0] and step.peer == reduced.step.peer and step.lends else None
         if step.dst == reduced.step.dst:
             return None
     return None

@@ -103,7 +103,7 @@ def order_node(node: Node, lends: bool) -> None:
     element, what a send has ended in its turn (``Task::Limit``, ``Task::MoveSend``): all before it in its lane, too.
     """
     before, other = node.before, node.other
-    ahead = before if lends and before is not None and _handed(node) and _handed(before) else None
+    ahead = before if lends and before is not None and node.step.lends and before.step.lends else None
     whole = [] if before is None or ahead is not None else [before]
     for source in node.sources:
         whole += ([] if source.before is None else [source.before]) + [dep for dep, _ in source.deps]
@@ -128,11 +128,6 @@ def order_node(node: Node, lends: bool) -> None:
     receives = node.step.op in RECEIVES
     waited = [*whole, *followed, *paced] + ([] if ahead is None else [ahead])
     node.hops = max((n.hops + (receives and n is other) for n in waited), default=0)
-
-
-def _handed(node: Node) -> bool:
-    """Whether it is a send that may be lent: codes are never."""
-    return node.step.op is Op.SEND and not node.step.compressed
 
 
 def _chain(node: Node) -> int:
