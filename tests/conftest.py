@@ -16,6 +16,7 @@ from ranks import Ranks, close_all
 
 __all__ = ["on", "vendor"]
 
+os.environ["HETCOLL_TUNED"] = "none"  # not what somebody has measured here
 _LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _COSTS = {"verbs": 1000, "fakes": 10}  # of a test with this mark, in tests without one
 _MOST = 32 // _LANES  # idle processes kept for later tests, by each lane

@@ -77,7 +77,7 @@ def test_jobs_choose_by_rank_0s(launch: Callable[..., Ranks], tmp_path: Path) ->
     cache = tmp_path / "cache"
     cache.mkdir()
     place(str(cache)).write_text(text)
-    assert launch(2, HETCOLL_CACHE=str(cache)).run(chosen) == [wanted] * 2
+    assert launch(2, HETCOLL_TUNED="auto", HETCOLL_CACHE=str(cache)).run(chosen) == [wanted] * 2
 
 
 def test_a_file_that_is_wrong_ends_the_start(tmp_path: Path) -> None:
