@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import hetcoll._native as _native
@@ -137,6 +138,7 @@ def _checked(config: Config) -> tuple[str, str]:
     return text, name
 
 
+@cache  # a job has one, and many communicators
 def _read(text: str, name: str) -> tuple[Measured, ...]:
     if not text:
         return ()
