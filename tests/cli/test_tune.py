@@ -33,7 +33,7 @@ def measure(comm: hetcoll.Communicator) -> list[tuned.Measured]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tune, "_time", time)
-        return tune._measure(comm)
+        return tune._measure(comm, tune.SIZES)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -94,7 +94,7 @@ def test_a_file_that_is_wrong_ends_the_start(tmp_path: Path) -> None:
 @pytest.mark.calm
 def test_the_command(tmp_path: Path) -> None:
     """On a machine that is busy all the same it says so, and keeps nothing."""
-    done = _hetcoll("tune", "-n", "2", "--transport", "shm", HETCOLL_CACHE=str(tmp_path))
+    done = _hetcoll("tune", "-n", "2", "--transport", "shm", "--sizes", "8", "64K", HETCOLL_CACHE=str(tmp_path))
     files = list(tmp_path.glob("tuned-*.toml"))
     if done.returncode != 0:
         assert "wanted a machine that does nothing else. Nothing was kept" in done.stderr
@@ -111,6 +111,7 @@ def test_the_command(tmp_path: Path) -> None:
     ("words", "env", "told"),
     [
         (("tune", "-n", "1"), {}, "wanted 2 to 16 ranks, got 1"),
+        (("tune", "--sizes", "0"), {}, "--sizes: wanted 1 byte or more, got 0"),
         (("tune",), {"HETCOLL_CACHE": "none"}, "-o: wanted a file to write to, since nothing is kept"),
     ],
 )

@@ -22,6 +22,7 @@ from ..links import tuned as files
 from ..plan import tuned, tuner
 from ..runtime.regroup import name_of
 from ..types import Collective
+from .perf import parse_size
 from .timing import Schedule, Timing, agree_on_estimate, slowest, take_samples
 
 SIZES = (8, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
@@ -42,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transport", choices=("shm", "tcp", "verbs"), nargs="+", default=["shm", "tcp"], help="default: shm tcp"
     )
+    parser.add_argument(
+        "--sizes", type=parse_size, nargs="+", default=SIZES, metavar="SIZE", help="bytes (default 8 to 4M)"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the numbers there, to be set as HETCOLL_TUNED")
     parser.add_argument("--measure", metavar="FILE", help=argparse.SUPPRESS)
     parser.epilog = (
@@ -57,12 +61,14 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.output is None and config.config.cache is None:
         raise ArgumentError("-o: wanted a file to write to, since nothing is kept: HETCOLL_CACHE is none")
     path = Path(args.output) if args.output else files.place(str(config.config.cache))
+    if (sizes := sorted(set(args.sizes)))[0] < 1:
+        raise ArgumentError(f"--sizes: wanted 1 byte or more, got {sizes[0]}")
     if config.launch.launcher != "single":
-        return _in_job(Path(args.measure or path), bool(args.measure))
+        return _in_job(Path(args.measure or path), bool(args.measure), sizes)
     measured: list[tuned.Measured] = []
     for transport in args.transport:
         for size in args.ranks or _ranks():
-            measured += _launch(transport, size)
+            measured += _launch(transport, size, sizes)
     _finish(measured, path)
     return 0
 
@@ -79,27 +85,27 @@ def _ranks() -> list[int]:
     return sorted({min(n, _MOST_RANKS) for n in (2, cores, 2 * cores) if n > 1})
 
 
-def _launch(transport: str, size: int) -> tuple[tuned.Measured, ...]:
+def _launch(transport: str, size: int, sizes: Sequence[int]) -> tuple[tuned.Measured, ...]:
     """What so many ranks of this host measure."""
     from ..tools import launch
 
     with tempfile.TemporaryDirectory(prefix="hetcoll-tune-") as directory:
         file = Path(directory) / "measured.toml"
-        command = [sys.executable, "-m", "hetcoll", "tune", "--measure", str(file)]
+        command = [sys.executable, "-m", "hetcoll", "tune", "--measure", str(file), "--sizes", *map(str, sizes)]
         env = {"HETCOLL_TRANSPORT": transport, "HETCOLL_ALGO": "", "HETCOLL_TUNED": "none"}
         if launch.run(command, size, env=env, prefix=False) != 0:
             raise HetcollError(f"{size} ranks over {transport} did not measure to the end: see above")
         return tuned.read(file.read_text(), str(file))
 
 
-def _in_job(path: Path, quiet: bool) -> int:
+def _in_job(path: Path, quiet: bool, sizes: Sequence[int]) -> int:
     """The ranks of a launcher's job measure, and rank 0 writes."""
     from .. import init
 
     with init() as comm:
         if any(info.vendor for info in comm._wiring.topology.ranks):
             raise ArgumentError("tune: wanted ranks on CPUs, got some with GPUs: HETCOLL_DEVICE=cpu makes them such")
-        measured = _measure(comm)
+        measured = _measure(comm, sizes)
         if comm.rank == 0 and quiet:
             path.write_text(tuned.write(measured, ()))
         elif comm.rank == 0:
@@ -108,7 +114,7 @@ def _in_job(path: Path, quiet: bool) -> int:
     return 0
 
 
-def _measure(comm: Communicator) -> list[tuned.Measured]:
+def _measure(comm: Communicator, sizes: Sequence[int]) -> list[tuned.Measured]:
     """What each algorithm takes that could be chosen for these ranks. Collective."""
     topology = comm._wiring.topology
     able = {kind: [*tuner.lines(kind, topology)] for kind in KINDS}
@@ -118,13 +124,13 @@ def _measure(comm: Communicator) -> list[tuned.Measured]:
             kinds = [kind for kind in KINDS if name in able[kind]]
             with _bound_to(comm, ",".join(f"{kind.label}:{name}" for kind in kinds), turn) as child:
                 for kind in kinds:
-                    times.setdefault((kind, name), []).append([_time(child, kind, nbytes) for nbytes in SIZES])
+                    times.setdefault((kind, name), []).append([_time(child, kind, nbytes) for nbytes in sizes])
     placed = tuned.Placed.of(topology)
     _check_alike(times.values(), f"{comm.size} ranks over {placed.transport}")
     found: dict[Collective, dict[str, tuple[float, ...]]] = {kind: {} for kind in KINDS}
     for (kind, name), turns in times.items():
         found[kind][name] = tuple(map(min, *turns))
-    return [tuned.Measured(kind, placed, SIZES, seconds) for kind, seconds in found.items() if len(seconds) > 1]
+    return [tuned.Measured(kind, placed, tuple(sizes), seconds) for kind, seconds in found.items() if len(seconds) > 1]
 
 
 def _check_alike(times: Iterable[Sequence[Sequence[float]]], who: str) -> None:
