@@ -23,28 +23,31 @@ namespace hetcoll {
 
 inline constexpr std::size_t kInlineBytes = 40;
 
-// Where the bytes of a fragment are.
-enum class ShmPlace : std::uint8_t {
-  kLine,      // in the header line itself
-  kSlot,      // in the data ring of this edge
-  kReturned,  // in the receiver's own ring: the slot that it sent, filled anew
-  kLent,      // where they were, on the sender's heap
-  kPrivate,   // where they were, in the sender's process: see private.h
-  kHanded,    // in a slot that the receiver keeps: see edge.h
-};
+// Where the bytes of a fragment are, and when its sender may use them and the line again. A line goes round: its sender
+// fills it and stores the stamp; the receiver opens it, consumes it and counts it in ShmCredit::lines; the sender
+// reclaims it, in order:
+//
+//   free -- fill, stamp --> published -- Open --> open -- Consume, credit --> consumed -- Reclaim --> free
+//                                                                                |  `kept`: not before ...
+//   place      the bytes are in          offset           fragment               |
+//   kLine      the header line           -                -                      -
+//   kSlot      this edge's ring          in the ring      -                      its answer, kReturned, was read
+//   kReturned  the receiver's own ring   in that ring     its index on its way out  -
+//   kLent      its owner's heap         in the segment   the owner's line or 0  `home`: the last one has read it
+//   kPrivate   the sender's process      the address      -                      -
+//   kHanded    a slot that is given      its number       -                      - (the slot is the receiver's now)
+//
+// See private.h for kPrivate and edge.h for kHanded.
+enum class ShmPlace : std::uint8_t { kLine, kSlot, kReturned, kLent, kPrivate, kHanded };
 
 struct alignas(64) ShmLine {
   struct Where {
-    // kSlot: in the ring; kReturned: in the ring of the way back; kLent: in the segment; kPrivate: the address;
-    // kHanded: the slot's number.
-    std::uint64_t offset;
-    // kReturned: the index that the slot had on its way out; kLent: where in the segment the line is by which its owner
-    // lent it, or 0: this one.
-    std::uint64_t fragment = 0;
-    std::int8_t channel = -1;  // kReturned: of its way out; kSlot: on which it may come back, or -1
-    bool kept = false;   // written by the receiver. kSlot: it comes back, and is free once read; kLent: it was lent on
-    bool gives = false;  // kLent: its owner does not read it again
-    bool home = false;   // kLent, lent on: written by whoever was the last to read it
+    std::uint64_t offset;         // as in the table
+    std::uint64_t fragment = 0;   // as in the table; kLent: where in the segment that line is, or 0: this one
+    std::int8_t channel = -1;     // kReturned: of its way out; kSlot: on which it may come back, or -1
+    bool kept = false;            // written by the receiver: it comes back, or was lent on
+    bool gives = false;           // kLent: its owner does not read it again
+    bool home = false;            // kLent, kept: written by whoever was the last to read it
     std::int8_t band = -1;        // of a message that is timed (ProtocolChoice), or -1
     std::uint32_t copied_ns = 0;  // and what it took to copy this into a slot; 0 where it was not timed
   };
