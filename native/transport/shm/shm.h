@@ -32,8 +32,8 @@ inline constexpr std::size_t kInlineBytes = 40;
 //   place      the bytes are in          offset           fragment               |
 //   kLine      the header line           -                -                      -
 //   kSlot      this edge's ring          in the ring      -                      its answer, kReturned, was read
-//   kReturned  the receiver's own ring   in that ring     its index on its way out  -
-//   kLent      its owner's heap         in the segment   the owner's line or 0  `home`: the last one has read it
+//   kReturned  the receiver's own ring   in that ring     its index, sent out     -
+//   kLent      its owner's heap          in the segment   the owner's line or 0  `home`: the last one has read it
 //   kPrivate   the sender's process      the address      -                      -
 //   kHanded    a slot that is given      its number       -                      - (the slot is the receiver's now)
 //
