@@ -76,7 +76,7 @@ def test_jobs_choose_by_rank_0s(launch: Callable[..., Ranks], tmp_path: Path) ->
     assert launch(2, HETCOLL_TUNED=(str(file), "none")).run(chosen) == [wanted] * 2
     cache = tmp_path / "cache"
     cache.mkdir()
-    place(str(cache)).write_text(text)
+    Path(place(str(cache))).write_text(text)
     assert launch(2, HETCOLL_TUNED="auto", HETCOLL_CACHE=str(cache)).run(chosen) == [wanted] * 2
 
 
@@ -100,7 +100,7 @@ def test_the_command(tmp_path: Path) -> None:
         assert "wanted a machine that does nothing else. Nothing was kept" in done.stderr
         assert files == []
         return
-    assert files == [place(str(tmp_path))]
+    assert files == [Path(place(str(tmp_path)))]
     measured = tuned.read(files[0].read_text(), "file")
     assert [one.collective for one in measured] == list(tune.KINDS)
     assert all(one.rows()[-1][0] == tuner.UNLIMITED for one in measured)

@@ -281,7 +281,7 @@ def test_who_asks_a_stopped_rank_when_the_time_is_over_does_not_ask_twice(launch
     ranks.signal(2, signal.SIGSTOP)
     for outcome in ranks.finish(15, only=[0, 1]):
         assert isinstance(outcome.error, CollectiveTimeoutError), outcome.trace or outcome.value
-        assert outcome.seconds < 2.7 + 3.0
+        assert outcome.seconds < 2.7 + 3.9  # a question waits 2 s for its answers
     ranks.signal(2, signal.SIGCONT)
 
 

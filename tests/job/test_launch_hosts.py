@@ -116,6 +116,19 @@ def test_no_rank_outlives_the_launcher(ssh: str, number: int, status: int) -> No
     assert not any(map(find_job, runs))
 
 
+def test_a_launcher_above_does_not_find_the_watchdog() -> None:
+    """Were that killed with the launcher here, nobody would end the ranks."""
+    words = [sys.executable, "-m", "hetcoll", "run", *python("import time; print('up', flush=True); time.sleep(100)")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env=os.environ | {"HETCOLL_RUN": "above"}) as process:
+        assert process.stdout is not None
+        assert b"up" in process.stdout.readline()
+        found = find_job("above")
+        assert process.pid in found
+        assert not any(b"watchdog.py" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in found)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+
+
 def test_a_host_that_cannot_be_reached(tmp_path: Path) -> None:
     done = command("--ssh", "sh -c 'echo no route to it >&2; exit 255'", "--hosts", "a:1", *python("pass"))
     assert done.returncode == 255

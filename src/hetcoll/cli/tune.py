@@ -60,7 +60,7 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     config = environment()
     if args.output is None and config.config.cache is None:
         raise ArgumentError("-o: wanted a file to write to, since nothing is kept: HETCOLL_CACHE is none")
-    path = Path(args.output) if args.output else files.place(str(config.config.cache))
+    path = Path(args.output or files.place(str(config.config.cache)))
     if (sizes := sorted(set(args.sizes)))[0] < 1:
         raise ArgumentError(f"--sizes: wanted 1 byte or more, got {sizes[0]}")
     if config.launch.launcher != "single":

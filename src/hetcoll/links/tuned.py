@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from functools import cache
-from pathlib import Path
 
 from ..errors import ArgumentError
 
@@ -27,9 +26,9 @@ def hardware() -> str:
     return f"{os.cpu_count()} x {' '.join(found.values()) or os.uname().machine}"
 
 
-def place(kept: str) -> Path:
+def place(kept: str) -> str:
     """Where what was measured on such hosts is kept, in the directory `kept` (`Config.cache`)."""
-    return Path(kept) / f"tuned-{hashlib.blake2b(hardware().encode(), digest_size=6).hexdigest()}.toml"
+    return os.path.join(kept, f"tuned-{hashlib.blake2b(hardware().encode(), digest_size=6).hexdigest()}.toml")
 
 
 @cache
@@ -43,9 +42,10 @@ def load(given: str | None, kept: str | None) -> tuple[str, str]:
     """
     if given == "none" or (given is None and kept is None):
         return "", ""
-    path = place(kept or "") if given is None else Path(given)
+    path = place(kept or "") if given is None else given
     try:
-        return path.read_text(), str(path)
+        with open(path, encoding="utf-8") as file:
+            return file.read(), path
     except (OSError, UnicodeDecodeError) as error:
         if given is None:
             return "", ""  # nobody has tuned here, or this user may not see it

@@ -157,8 +157,11 @@ class Job:
     def _start_all(self) -> int | None:
         """Start the watchdog and the processes; a code where the command cannot be started."""
         script = [sys.executable, "-I", "-S", watchdog.__file__, self._name]
+        # Where another launcher started this one, its watchdog must not find ours: who would end our ranks then?
+        env = {name: value for name, value in os.environ.items() if name != "HETCOLL_RUN"}
         self._watchdog = subprocess.Popen(
             script, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            env=env,
             bufsize=0,  # a word that it no longer reads is not tried again when its stdin is closed
         )  # fmt: skip
         try:
