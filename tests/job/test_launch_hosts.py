@@ -110,7 +110,7 @@ def test_no_rank_outlives_the_launcher(ssh: str, number: int, status: int) -> No
         assert all(map(find_job, runs))
         process.send_signal(number)
         assert process.wait(60) == status
-    deadline = time.monotonic() + 80
+    deadline = time.monotonic() + 30
     while any(map(find_job, runs)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(find_job, runs))

@@ -159,10 +159,10 @@ def meet_late(comm: hetcoll.Communicator) -> float:
         time.sleep(HOLD)
         return wait()
 
+    x, start = np.ones(5, np.int32), time.monotonic()
     listener._wait = hold  # type: ignore[method-assign]
     listener._wake_write.send(b"\0")  # it waits already, and would take a connection before it is held
     assert held.wait(30)
-    x, start = np.ones(5, np.int32), time.monotonic()
     comm.send(x, 1) if comm.rank == 0 else comm.recv(x, 0)
     return time.monotonic() - start
 
@@ -171,7 +171,7 @@ def test_links_that_are_being_made_are_waited_for(launch: Launch) -> None:
     outcomes = launch(2, HETCOLL_TRANSPORT="tcp").outcomes(meet_late)
     for outcome in outcomes:
         assert outcome.error is None, outcome.trace
-    assert max(outcome.value for outcome in outcomes) > HOLD - 2, "nobody was held"
+    assert max(outcome.value for outcome in outcomes) >= HOLD, "nobody was held"
 
 
 def run_with_descriptors(comm: hetcoll.Communicator, more: int, hard_too: bool) -> int:
