@@ -178,14 +178,14 @@ class Mailbox:
         """Start to receive from `source`, or from any rank."""
         parcel = Parcel(self, buffer, tag, source, "recv", limit)
         with self._mutex:
-            lines = self._by_turns() if source is None else [self._line(source)]
-            for line in lines:
-                if (kept := line.kept.get(tag)) is not None:
-                    message = kept.popleft()
-                    if not kept:
-                        del line.kept[tag]
-                    self._give(parcel, line.peer, *message)
-                    return parcel
+            lines = list(self._lines.values()) if source is None else [self._line(source)]
+            if waiting := [line for line in lines if tag in line.kept]:  # those ranks have their turns
+                line = min(waiting, key=lambda line: (line.peer - self._latest - 1) % self._core.size)
+                message = line.kept[tag].popleft()
+                if not line.kept[tag]:
+                    del line.kept[tag]
+                self._give(parcel, line.peer, *message)
+                return parcel
             self._posted.append(parcel)
         if source is None:
             self._finder.put(lambda: self._run(parcel, lambda: self._find(parcel)))
@@ -257,10 +257,6 @@ class Mailbox:
         if parcel.wanted is None:
             self._latest = source
         parcel.end(source=source)
-
-    def _by_turns(self) -> list[Line]:
-        """Ranks whose messages wait have their turns. Under the mutex."""
-        return sorted(self._lines.values(), key=lambda line: (line.peer - self._latest - 1) % self._core.size)
 
     def _find(self, parcel: Parcel) -> None:
         """Read what ranks say that they have sent until one message was for this receive from any."""
