@@ -13,7 +13,7 @@ from topologies import cluster
 from hetcoll.errors import ArgumentError
 from hetcoll.plan import tuner
 from hetcoll.plan.algorithms import ALGORITHMS
-from hetcoll.plan.tuned import Measured, Placed, choose, read, table, write
+from hetcoll.plan.tuned import Measured, Placed, lookup, read, write
 from hetcoll.types import Collective
 
 KIND = Collective.ALLREDUCE
@@ -53,31 +53,28 @@ def test_the_fastest_is_chosen_at_each_size_but_for_a_little(one: Measured) -> N
 
 
 def test_it_holds_where_ranks_are_placed_so() -> None:
-    rows = [(math.isqrt(8 * 1024), "tree"), (tuner.UNLIMITED, "ring")]
-    assert table(KIND, cluster(4), [ONE], None, ordered=False) == rows
-    choice = choose(KIND, 900, cluster(4), [ONE], None, ordered=False)
-    assert choice == ("ring", 4e-6, "measured with 1024 bytes: ring 4.0 us, tree 5.0 us")
+    assert lookup(KIND, cluster(4), [ONE]) == ONE
+    assert ONE.rows() == [(math.isqrt(8 * 1024), "tree"), (tuner.UNLIMITED, "ring")]
+    assert ONE.choose(900) == ("ring", 4e-6, "measured with 1024 bytes: ring 4.0 us, tree 5.0 us")
     more = Placed.of(cluster(4, cores=4)), Placed.of(cluster(4, cores=64))
     assert more[0] == more[1], "cores that nobody uses"
     for other in (cluster(5), cluster(4, cores=2), cluster(2, 2), cluster(4, setting="tcp")):
-        assert table(KIND, other, [ONE], None, ordered=False) == tuner.table(KIND, other)
-    assert table(Collective.ALLGATHER, cluster(4), [ONE], None, ordered=False) == tuner.table(
-        Collective.ALLGATHER, cluster(4)
-    )
-    assert table(Collective.ALLGATHERV, cluster(4), [ONE._replace(collective=Collective.ALLGATHER)], None, False) != (
-        tuner.table(Collective.ALLGATHERV, cluster(4))
-    )
+        assert lookup(KIND, other, [ONE]) is None
+    assert lookup(Collective.ALLGATHER, cluster(4), [ONE]) is None
+    gathers = Measured(Collective.ALLGATHER, PLACED, (8,), {"ring": (1e-6,), "direct": (2e-6,)})
+    assert lookup(Collective.ALLGATHERV, cluster(4), [ONE, gathers]) == gathers
 
 
-def test_what_is_asked_for_comes_first() -> None:
-    assert table(KIND, cluster(4), [ONE], "direct", ordered=False) == [(tuner.UNLIMITED, "direct")]
+def test_of_algorithms_that_may_be_taken() -> None:
     ordered = [name for name, entry in ALGORITHMS[KIND].items() if entry.ordered]
-    found = ONE._replace(seconds=ONE.seconds | {ordered[0]: (9.0, 9.0, 9.0)})
-    assert table(KIND, cluster(4), [found], None, ordered=True) == [(tuner.UNLIMITED, ordered[0])]
+    slow = {ordered[0]: (9.0, 9.0, 9.0)}
+    found = lookup(KIND, cluster(4), [ONE._replace(seconds=ONE.seconds | slow)], ordered=True)
+    assert found is not None
+    assert found.seconds == {name: times for name, times in (ONE.seconds | slow).items() if name in ordered}
     only = ONE._replace(seconds={name: times for name, times in ONE.seconds.items() if name not in ordered})
-    assert table(KIND, cluster(4), [only], None, ordered=True) == tuner.table(KIND, cluster(4), ordered=True)
+    assert lookup(KIND, cluster(4), [only], ordered=True) is None
     three = Measured(Collective.ALLGATHER, Placed.of(cluster(3)), (8,), {"doubling": (1e-6,)})  # of 2, 4, 8 ranks only
-    assert table(Collective.ALLGATHER, cluster(3), [three], None, ordered=False)[0][1] != "doubling"
+    assert lookup(Collective.ALLGATHER, cluster(3), [three]) is None
 
 
 GOOD = write([ONE], ())

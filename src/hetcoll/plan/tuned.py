@@ -80,42 +80,20 @@ class Measured(NamedTuple):
         ]
         return [*rows, (tuner.UNLIMITED, chosen[-1])]
 
-    def at(self, nbytes: int) -> tuple[int, dict[str, float]]:
-        """The measured size nearest to `nbytes`, and what each algorithm took there; the fastest first."""
+    def choose(self, nbytes: int) -> tuner.Choice:
+        """As `tuner.choose` has it, by the measured size that is the nearest."""
         i = min(range(len(self.nbytes)), key=lambda i: abs(math.log((self.nbytes[i] + 1) / (nbytes + 1))))
-        times = {name: seconds[i] for name, seconds in self.seconds.items()}
-        return self.nbytes[i], dict(sorted(times.items(), key=lambda item: item[1]))
+        name = tuner.look_up(self.rows(), nbytes)
+        told = sorted((seconds[i], f"{one} {seconds[i] * 1e6:.1f} us") for one, seconds in self.seconds.items())
+        reason = f"measured with {self.nbytes[i]} bytes: {', '.join(text for _, text in told)}"
+        return tuner.Choice(name, self.seconds[name][i], reason)
 
 
-def table(
-    collective: Collective, topology: Topology, measured: Sequence[Measured], forced: str | None, ordered: bool
-) -> list[tuple[int, str]]:
-    """As `tuner.table` has it, by what was measured where ranks are placed so."""
-    found = None if forced else _lookup(collective, topology, measured, ordered)
-    return tuner.table(collective, topology, forced, ordered=ordered) if found is None else found.rows()
-
-
-def choose(
-    collective: Collective,
-    nbytes: int,
-    topology: Topology,
-    measured: Sequence[Measured],
-    forced: str | None,
-    ordered: bool,
-) -> tuner.Choice:
-    """The same for one call, with the reason."""
-    found = None if forced else _lookup(collective, topology, measured, ordered)
-    if found is None:
-        return tuner.choose(collective, nbytes, topology, forced, ordered=ordered)
-    size, times = found.at(nbytes)
-    name = tuner.look_up(found.rows(), nbytes)
-    told = ", ".join(f"{one} {seconds * 1e6:.1f} us" for one, seconds in times.items())
-    return tuner.Choice(name, times[name], f"measured with {size} bytes: {told}")
-
-
-def _lookup(collective: Collective, topology: Topology, measured: Sequence[Measured], ordered: bool) -> Measured | None:
+def lookup(
+    collective: Collective, topology: Topology, measured: Iterable[Measured], ordered: bool = False
+) -> Measured | None:
     """What was measured of this collective for ranks that are placed as these are, of algorithms that may be taken."""
-    placed, kind = Placed.of(topology) if measured else None, collective.plain
+    placed, kind = Placed.of(topology), collective.plain
     for one in measured:
         if one.collective is kind and one.placed == placed:
             free = kind not in REDUCING or not ordered

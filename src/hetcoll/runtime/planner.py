@@ -166,9 +166,9 @@ class Planner:
         else:
             table = self._tables.get(collective)
             if table is None:
-                measured, forced = self._wiring.measured, self._forced.get(collective)
-                if measured:
-                    table = tuned.table(collective, topology, measured, forced, self.ordered)
+                forced = self._forced.get(collective)
+                if (measured := self._measured(collective)) is not None:
+                    table = measured.rows()
                 else:
                     table = tuner.table(collective, topology, forced, ordered=self.ordered)
                 self._tables[collective] = table
@@ -182,6 +182,12 @@ class Planner:
             logical=call.op in LOGICAL and topology.size == 1,
             compress=bool(call.compress),
         )
+
+    def _measured(self, collective: Collective) -> tuned.Measured | None:
+        """What `hetcoll tune` measured for ranks that are placed so, where HETCOLL_ALGO leaves the choice open."""
+        if not self._wiring.measured or collective in self._forced:
+            return None
+        return tuned.lookup(collective, self._wiring.topology, self._wiring.measured, self.ordered)
 
     def on_gpus(self, collective: Collective, nbytes: int, islands: Islands, library: str) -> Algorithm:
         """The algorithm of a call that GPUs take part in, whose vendors' libraries serve `islands`: one call of
@@ -279,7 +285,10 @@ class Planner:
             return Explanation(collective.label, nbytes, "direct", carried, 1, math.nan, "the only one", paths)
         form, told = self.compression.explain(collective, nbytes, compress)
         forced = self.compressing(collective) if form else self._forced.get(collective)
-        choice = tuned.choose(collective, nbytes, topology, self._wiring.measured, forced, self.ordered)
+        if (measured := self._measured(collective)) is not None:
+            choice = measured.choose(nbytes)
+        else:
+            choice = tuner.choose(collective, nbytes, topology, forced, ordered=self.ordered)
         if self.ordered and collective in REDUCING:
             choice = choice._replace(reason=f"{choice.reason}; reproducible: reduces in the order of ranks")
         if form:
