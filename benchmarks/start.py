@@ -57,7 +57,7 @@ def _tellings(rank: int) -> tuple[Telling, Telling]:
     """What light rank `rank` tells of itself, and of where it listens."""
     host = rank // A_HOST
     mine = replace(
-        Introduction.here(Config()), host=f"host {host}", pid=1000 + rank, cores=list(range(64)), name=os.urandom(16)
+        Introduction.here(Config(), 0), host=f"host {host}", pid=1000 + rank, cores=list(range(64)), name=os.urandom(16)
     )
     address = Address(f"10.1.{host >> 8}.{host & 255}", 20000 + rank % 40000, "eth0", os.urandom(16))
     return mine.telling(), Reach([address], [], "no RDMA here").telling()

@@ -76,7 +76,7 @@ GPU = Gpu("cuda", "0000:1b:00.0", "sm_90", "NVIDIA H200", "", 22800, "ocp", True
 def introduced(size: int) -> tuple[list[list[bytes]], list[list[bytes]], list[bytes]]:
     """What `size` ranks on hosts of eight, each with a GPU of its own, tell: introductions and reaches, by column, and
     where each listens."""
-    mine = Introduction.here(Config())
+    mine = Introduction.here(Config(), 0)
     gpus = [replace(GPU, bus=f"0000:{number:02x}:00.0") for number in range(8)]
     rows, reaches, places = [], [], []
     for rank in range(size):

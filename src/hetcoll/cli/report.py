@@ -18,6 +18,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from ..links.tuned import processor
+
 SCHEMA = 1
 
 
@@ -55,18 +57,6 @@ class PlanLine:
     channels: int
 
 
-def cpu_name() -> str:
-    """The processor's name as /proc/cpuinfo has it, else the architecture's."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model", "cpu model") and value.strip():
-                return value.strip()
-    except OSError:
-        pass
-    return platform.machine()
-
-
 def describe_run(
     version: str, hosts: Sequence[str], transport: str, device: str, command: Sequence[str]
 ) -> dict[str, Any]:
@@ -76,7 +66,7 @@ def describe_run(
         "python": platform.python_version(),
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": cpu_name(),
+        "cpu": processor(),
         "cpus": len(os.sched_getaffinity(0)),
         "hosts": list(dict.fromkeys(hosts)),
         "ranks": len(hosts),

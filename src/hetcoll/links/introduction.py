@@ -62,8 +62,8 @@ class Introduction:
     name: bytes  # random, by which its memory is found
 
     @classmethod
-    def here(cls, config: Config) -> Self:
-        """That of this process."""
+    def here(cls, config: Config, rank: int) -> Self:
+        """That of this process, which is `rank`: what rank 0's file says, all go by."""
         islands = None if config.islands is None else spell_islands(config.islands)
         chosen = {f"HETCOLL_{name.upper()}": getattr(config, name) for name in _AGREED} | {"HETCOLL_ISLANDS": islands}
         gpus, no_gpu = visible(config.device)
@@ -76,7 +76,7 @@ class Introduction:
             no_gpu=no_gpu,
             claims=_native.claims_slots(SHM_STORES.index(config.shm_stores)),
             room=address_space_left(),
-            tuned=_checked(config),
+            tuned=_checked(config) if rank == 0 else ("", ""),
             version=__version__,
             pid=os.getpid(),
             name=os.urandom(_NAME_BYTES),

@@ -9,21 +9,27 @@ from functools import cache
 from ..errors import ArgumentError
 
 _HEAD = 4096  # bytes of /proc/cpuinfo, which has much to say of many processors
-_FIELDS = ("model name", "CPU implementer", "CPU part")
+_NAMES = ("model name", "Model", "cpu model")
+_NUMBERS = ("CPU implementer", "CPU part")  # of those that have no name there
 
 
-def hardware() -> str:
-    """The processors of this host, in words; what is measured on one such host holds for another."""
+def processor() -> str:
+    """The processor's name as /proc/cpuinfo has it, or its numbers there, else the architecture's."""
     found: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", "rb") as file:
             for line in file.read(_HEAD).decode(errors="replace").splitlines():
                 key, _, value = line.partition(":")
-                if key.strip() in _FIELDS:
-                    found.setdefault(key.strip(), value.strip())
+                found.setdefault(key.strip(), value.strip())
     except OSError:
-        pass  # the number of processors has to do
-    return f"{os.cpu_count()} x {' '.join(found.values()) or os.uname().machine}"
+        pass  # the architecture has to do
+    named = next((found[key] for key in _NAMES if found.get(key)), "")
+    return named or " ".join(found[key] for key in _NUMBERS if key in found) or os.uname().machine
+
+
+def hardware() -> str:
+    """The processors of this host, in words; what is measured on one such host holds for another."""
+    return f"{os.cpu_count()} x {processor()}"
 
 
 def place(kept: str) -> str:

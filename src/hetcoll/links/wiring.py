@@ -145,7 +145,7 @@ class Wiring:
         return max(self._deadline - time.monotonic(), 0.1)
 
     def _introduce(self) -> Introductions:
-        mine = Introduction.here(self._config).telling()
+        mine = Introduction.here(self._config, self.rank).telling()
         return Introductions(self._control.exchange_columns(self.group, _INTRODUCE, mine, self._left()))
 
     def processes(self, ranks: Collection[int]) -> list[Process]:
