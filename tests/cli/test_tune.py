@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ranks import Ranks
 
 import hetcoll
+from hetcoll import calls
 from hetcoll.cli import tune
 from hetcoll.links.tuned import place
 from hetcoll.plan import tuned, tuner
@@ -59,7 +61,13 @@ def test_turns_that_differ_are_refused() -> None:
 
 def chosen(comm: hetcoll.Communicator) -> tuple[str, str]:
     found = comm.explain("allreduce", 64)
+    call = calls.allreduce(comm.rank, comm.size, np.ones(16, np.float32), None, "sum")
+    assert comm._planner.on_host(call).algorithm.name == found.algorithm, "what runs is what is told"
     return found.algorithm, found.reason
+
+
+def asked_for(comm: hetcoll.Communicator) -> str:
+    return comm.explain("allreduce", 64).reason
 
 
 def test_jobs_choose_by_rank_0s(launch: Callable[..., Ranks], tmp_path: Path) -> None:
@@ -74,6 +82,7 @@ def test_jobs_choose_by_rank_0s(launch: Callable[..., Ranks], tmp_path: Path) ->
     file = tmp_path / "times.toml"
     file.write_text(text)
     assert launch(2, HETCOLL_TUNED=(str(file), "none")).run(chosen) == [wanted] * 2
+    assert launch(2, HETCOLL_TUNED=str(file), HETCOLL_ALGO=plain).run(asked_for) == ["asked for"] * 2
     cache = tmp_path / "cache"
     cache.mkdir()
     Path(place(str(cache))).write_text(text)
@@ -111,6 +120,7 @@ def test_the_command(tmp_path: Path) -> None:
     ("words", "env", "told"),
     [
         (("tune", "-n", "1"), {}, "wanted 2 to 16 ranks, got 1"),
+        (("tune", "-n", "two"), {}, "wanted 2 to 16 ranks, got two"),
         (("tune", "--sizes", "0"), {}, "--sizes: wanted 1 byte or more, got 0"),
         (("tune",), {"HETCOLL_CACHE": "none"}, "-o: wanted a file to write to, since nothing is kept"),
     ],

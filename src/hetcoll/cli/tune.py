@@ -37,7 +37,7 @@ _MOST_UNLIKE = 0.25  # which more than this part of all measurements may not tak
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many ranks, over what, and where to write the numbers."""
     parser.add_argument(
-        "-n", "--ranks", type=_whole, nargs="+", metavar="N",
+        "-n", "--ranks", type=_size, nargs="+", metavar="N",
         help="ranks to measure with (default: 2, as many as there are cores, and twice as many, 16 at most)",
     )  # fmt: skip
     parser.add_argument(
@@ -73,11 +73,10 @@ def main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return 0
 
 
-def _whole(text: str) -> int:
-    number = int(text)
-    if not 2 <= number <= _MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"wanted 2 to {_MOST_RANKS} ranks, got {number}")
-    return number
+def _size(text: str) -> int:
+    if not text.isdecimal() or not 2 <= int(text) <= _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"wanted 2 to {_MOST_RANKS} ranks, got {text}")
+    return int(text)
 
 
 def _ranks() -> list[int]:
@@ -188,10 +187,10 @@ def _finish(measured: Sequence[tuned.Measured], path: Path) -> None:
         "a call, for sizes of the larger of its two buffers.",
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(tuned.write(measured, about))
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:  # nobody reads half of it
+        file = Path(directory) / path.name
+        file.write_text(tuned.write(measured, about))
+        file.replace(path)
     print(f"{'collective':>14} {'ranks':>5} {'transport':>9}  chosen, up to so many bytes")
     for one in measured:
         rows = [f"{name} {upper}" if upper < tuner.UNLIMITED else name for upper, name in one.rows()]
