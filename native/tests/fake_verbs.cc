@@ -481,7 +481,7 @@ ibv::WcStatus Fabric::Write(FakeQp& qp, const Op& op) {
   }
   std::vector<std::byte> bytes(op.inlined);
   for (const auto& [from, n] : op.parts) {
-    if (options_.dropped) {
+    if (options_.resends) {
       bytes.resize(bytes.size() + n);
       ReadUnseen(bytes.data() + bytes.size() - n, from, n);
     } else {

@@ -24,7 +24,7 @@ namespace hetcoll::testing {
 struct FabricOptions {
   bool threaded = false;  // a thread of its own delivers, a little later; otherwise whoever posts
   bool overtake = false;  // threaded: between queue pairs, in any order
-  bool dropped = false;   // of rails that die: see ReadUnseen
+  bool resends = false;   // frames of rails that die come again: see ReadUnseen
   std::uint32_t seed = 1;
   std::uint32_t max_inline = 128;
   std::vector<std::uint32_t> mtus = {};  // of the first devices; others have 1024

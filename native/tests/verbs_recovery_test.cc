@@ -80,7 +80,7 @@ void RecoveringDirect(int rails) {
            .rails = rails,
            .ring_bytes = 256 << 10,
            .recovery_ns = kSoonNs,
-           .fabric = {.threaded = true, .dropped = true}});
+           .fabric = {.threaded = true, .resends = true}});
   Settle(job);
   constexpr std::size_t kCount = (1 << 20) / 8;
   std::atomic<bool> enough{false};
