@@ -262,7 +262,9 @@ def run(
             os.close(open_end)
         console = Path(f"{folder}/console")
         told = console.read_text(errors="replace") if console.exists() else ""
-        print("guest:", why, *told.splitlines()[-20:], sep="\n  ", file=sys.stderr, flush=True)
+        if "Kernel panic" in told:
+            status = _CRASHED
+        print("guest:", why, *told.splitlines()[-80:], sep="\n  ", file=sys.stderr, flush=True)
         return status
 
 
@@ -274,7 +276,9 @@ def _machine(
     words += ["-machine", "pc", "-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max"]
     words += ["-smp", str(cpus), "-m", str(memory), "-kernel", f"{cache}/vmlinux", "-initrd", f"{cache}/initramfs"]
     # Where other work delays this process, the kernel would take its timer for broken, and stop.
-    words += ["-append", "console=ttyS0 quiet panic=-1 mitigations=off tsc=unstable no_timer_check"]
+    # Where the kernel stands still for a minute it dies, and says where.
+    options = "panic=-1 softlockup_panic=1 watchdog_thresh=30 mitigations=off tsc=unstable no_timer_check"
+    words += ["-append", f"console=ttyS0 quiet {options}"]
     words += ["-chardev", f"file,id=console,path={console}", "-serial", "chardev:console"]
     words += ["-device", "virtio-serial-pci", "-chardev", "stdio,id=out,signal=off"]
     words += ["-device", "virtserialport,nr=1,chardev=out"]

@@ -50,5 +50,11 @@ def test_guests_start_once_more_where_qemu_dies(times: int, tmp_path: Path, monk
     fakes.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     dies = contextlib.nullcontext() if times == 1 else pytest.raises(AssertionError, match="SIGSEGV")
-    with dies, pytest.warns(UserWarning, match="QEMU died"):
+    with dies, pytest.warns(UserWarning, match="QEMU or a kernel died"):
         run_guests(["-c", "print('alive')"])
+
+
+def test_guests_start_once_more_where_the_kernel_dies(tmp_path: Path) -> None:
+    crash = "import os; os.sync(); open('/proc/sysrq-trigger', 'w').write('c')"
+    with pytest.raises(AssertionError, match="Kernel panic"), pytest.warns(UserWarning, match="QEMU or a kernel died"):
+        run_guests(["-c", crash])
