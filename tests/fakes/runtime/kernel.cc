@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <time.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -20,7 +21,7 @@ namespace {
 
 constexpr unsigned kLoadsInARow = 256;  // so many loads and no store: it waits for somebody
 
-enum class State : unsigned char { kFresh, kReady, kSpinning, kBarrier, kWarpBarrier, kDone };
+enum class State : unsigned char { kFresh, kRunning, kReady, kSpinning, kBarrier, kWarpBarrier, kDone };
 
 struct Worker {  // runs threads of the block, one after another, until one has to wait
   Fiber fiber;
@@ -28,6 +29,9 @@ struct Worker {  // runs threads of the block, one after another, until one has 
   bool finished = true;
   explicit Worker(void (*run)()) : fiber(run) {}
 };
+using Workers = std::vector<std::unique_ptr<Worker>>;
+
+thread_local Workers spare;  // of kernels that this queue ran before
 
 struct Range {
   std::uintptr_t begin = 0;
@@ -47,6 +51,9 @@ class BlockRun {
     lanes_.resize(threads_);
     slots_.resize(threads_);
   }
+  ~BlockRun();
+  BlockRun(const BlockRun&) = delete;
+  BlockRun& operator=(const BlockRun&) = delete;
 
   Error run(unsigned x, unsigned y, unsigned z);
 
@@ -64,8 +71,9 @@ class BlockRun {
   void leave(State state);
   void resume(Worker& worker);
   void set_thread(unsigned thread);
-  Worker* pick(State state);
+  Worker& next_ready();
   Worker& idle();
+  bool release(State state);
   bool release_barrier();
   bool release_warps();
   void allow(std::uintptr_t address, std::size_t nbytes);
@@ -84,10 +92,14 @@ class BlockRun {
   std::vector<unsigned long long> lanes_;  // that a thread waits for in its warp
   std::vector<unsigned long long> slots_;
   unsigned votes_ = 0, result_ = 0;
-  std::vector<std::unique_ptr<Worker>> workers_;
+  Workers workers_;
+  std::vector<Worker*> idle_;  // those that have finished
+  std::size_t turn_ = 0;       // whose turn it is among the workers
+  unsigned ready_ = 0;         // threads
   Worker* current_ = nullptr;
   Fiber scheduler_;
-  Range known_[4];
+  static constexpr unsigned kKnown = 8;
+  Range known_[kKnown];
   unsigned next_known_ = 0;
   std::uint64_t epoch_ = 0;
   unsigned loads_ = 0;
@@ -101,7 +113,15 @@ void BlockRun::set_thread(unsigned thread) {
   view_.thread[2] = thread / view_.block_dim[0] / view_.block_dim[1];
 }
 
-void BlockRun::enter() { running->work(); }
+BlockRun::~BlockRun() {
+  for (auto& worker : workers_) {  // what the others were doing when the kernel failed is forgotten
+    if (worker->finished) spare.push_back(std::move(worker));
+  }
+}
+
+void BlockRun::enter() {
+  for (;;) running->work();
+}
 
 // A worker runs fresh threads until one has to wait; the next worker goes on from there.
 void BlockRun::work() {
@@ -114,6 +134,7 @@ void BlockRun::work() {
     ++ended_;
   }
   self->finished = true;
+  idle_.push_back(self);
   scheduler_.resume(self->fiber);
 }
 
@@ -133,26 +154,42 @@ void BlockRun::resume(Worker& worker) {
   current_ = &worker;
   if (worker.finished) {
     worker.finished = false;
-    worker.fiber.restart(&BlockRun::enter);
   } else {
     set_thread(worker.thread);
-    states_[worker.thread] = State::kReady;
+    states_[worker.thread] = State::kRunning;
   }
   worker.fiber.resume(scheduler_);
 }
 
-Worker* BlockRun::pick(State state) {
-  for (auto& worker : workers_) {
-    if (!worker->finished && states_[worker->thread] == state) return worker.get();
+// Only while there is one.
+Worker& BlockRun::next_ready() {
+  --ready_;
+  for (;; ++turn_) {
+    if (turn_ >= workers_.size()) turn_ = 0;
+    Worker& worker = *workers_[turn_];
+    if (!worker.finished && states_[worker.thread] == State::kReady) return worker;
   }
-  return nullptr;
 }
 
 Worker& BlockRun::idle() {
-  for (auto& worker : workers_) {
-    if (worker->finished) return *worker;
+  if (idle_.empty()) {
+    if (spare.empty()) spare.push_back(std::make_unique<Worker>(&BlockRun::enter));
+    idle_.push_back(workers_.emplace_back(std::move(spare.back())).get());
+    spare.pop_back();
   }
-  return *workers_.emplace_back(std::make_unique<Worker>(&BlockRun::enter));
+  Worker& worker = *idle_.back();
+  idle_.pop_back();
+  return worker;
+}
+
+// All that are in this state may go on; whether there were any.
+bool BlockRun::release(State state) {
+  for (State& each : states_) {
+    if (each != state) continue;
+    each = State::kReady;
+    ++ready_;
+  }
+  return ready_ != 0;
 }
 
 bool BlockRun::release_barrier() {
@@ -161,15 +198,11 @@ bool BlockRun::release_barrier() {
   if (waiting == 0 || waiting + ended_ != threads_) return false;
   result_ = votes_;
   votes_ = 0;
-  for (State& state : states_) {
-    if (state == State::kBarrier) state = State::kReady;
-  }
-  return true;
+  return release(State::kBarrier);
 }
 
 // Lanes that wait with one mask go on when all of that mask (but those that ended) have come.
 bool BlockRun::release_warps() {
-  bool released = false;
   for (unsigned thread = 0; thread < threads_; ++thread) {
     if (states_[thread] != State::kWarpBarrier) continue;
     unsigned first = thread / kVendor.warp * kVendor.warp;
@@ -181,34 +214,33 @@ bool BlockRun::release_warps() {
       if ((mask >> lane & 1) && !here) all = false;
     }
     for (unsigned lane = 0; all && lane < kVendor.warp && first + lane < threads_; ++lane) {
-      if ((mask >> lane & 1) && states_[first + lane] == State::kWarpBarrier) states_[first + lane] = State::kReady;
+      if (!(mask >> lane & 1) || states_[first + lane] != State::kWarpBarrier) continue;
+      states_[first + lane] = State::kReady;
+      ++ready_;
     }
-    released |= all;
   }
-  return released;
+  return ready_ != 0;
 }
 
 Error BlockRun::run(unsigned x, unsigned y, unsigned z) {
   view_.block[0] = x, view_.block[1] = y, view_.block[2] = z;
-  next_ = ended_ = votes_ = 0;
+  next_ = ended_ = votes_ = ready_ = 0;
   std::fill(states_.begin(), states_.end(), State::kFresh);
   running = this;
   Execution::Pause pause(execution_);
   while (ended_ < threads_ && error_ == kOk) {
-    if (Worker* ready = pick(State::kReady)) {
-      resume(*ready);
+    if (ready_) {
+      resume(next_ready());
     } else if (next_ < threads_) {
       resume(idle());
     } else if (release_barrier() || release_warps()) {
       continue;
-    } else if (pick(State::kSpinning)) {
+    } else if (std::count(states_.begin(), states_.end(), State::kSpinning)) {
       if (Error error = pause.rest()) {
         if (error == kLaunchTimeout) complain("kernel %s spun for %g s", function_.name.c_str(), settings().timeout);
         return error;
       }
-      for (State& state : states_) {
-        if (state == State::kSpinning) state = State::kReady;
-      }
+      release(State::kSpinning);
     } else {
       complain("kernel %s: its threads wait at different barriers", function_.name.c_str());
       return kLaunchFailed;
@@ -228,11 +260,10 @@ void BlockRun::warp_barrier(unsigned long long lanes) {
   leave(State::kWarpBarrier);
 }
 
-void BlockRun::allow(std::uintptr_t address, std::size_t nbytes) { known_[next_known_++ % 4] = {address, nbytes}; }
+void BlockRun::allow(std::uintptr_t address, std::size_t nbytes) { known_[next_known_++ % kKnown] = {address, nbytes}; }
 
-// The kernel's own: its stack, and the variables of its module.
+// The variables of the kernel's module.
 bool BlockRun::own_data(std::uintptr_t address, std::size_t nbytes) {
-  if (current_->fiber.holds(address)) return true;
   struct Search {
     std::uintptr_t code, address;
     std::size_t nbytes;
@@ -271,13 +302,14 @@ void BlockRun::access(std::uintptr_t address, std::size_t nbytes, bool write) {
   for (const Range& range : known_) {
     if (address - range.begin < range.size && nbytes <= range.begin + range.size - address) return;
   }
+  auto shared = reinterpret_cast<std::uintptr_t>(shared_.data());
+  if (address - shared < shared_.size() && nbytes <= shared + shared_.size() - address) return;
+  if (current_->fiber.holds(address)) return;
   if (reaches(execution_.device(), address, nbytes)) {
     Block block = Memory::instance().find(address);
     allow(block.base, block.size);
     return;
   }
-  auto shared = reinterpret_cast<std::uintptr_t>(shared_.data());
-  if (address - shared < shared_.size() && nbytes <= shared + shared_.size() - address) return;
   if (own_data(address, nbytes)) return;
   Block near = Memory::instance().find(address);
   complain("kernel %s, block %u, thread %u: a %s of %zu bytes at 0x%zx, %s", function_.name.c_str(), view_.block[0],
