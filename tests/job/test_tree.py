@@ -202,18 +202,18 @@ def test_a_relay_that_is_stopped_is_left(job: Job, monkeypatch: pytest.MonkeyPat
     assert held is not None
     behind = [each for each in job.ranks if each.client._uplink.behind]
     before = {each.rank: each.client._uplink.sock for each in behind}
-    monkeypatch.setattr(uplink, "SILENCE", 0.5)
-    monkeypatch.setattr(relay, "BEAT", 0.1)
-    monkeypatch.setattr(held, "_turn", lambda: go_on.wait(30))
+    monkeypatch.setattr(uplink, "SILENCE", 2.0)  # of threads of one process, which wait for their turn
+    monkeypatch.setattr(relay, "BEAT", 0.2)
+    monkeypatch.setattr(held, "_turn", lambda: go_on.wait(60))
     held._wake()
     children = held._children
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     served = len(children)
     while sum(each.client._uplink.sock is not before[each.rank] for each in behind) < 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     answers: dict[int, bytes | None] = {}
     while None in (answers or {0: None}).values() and time.monotonic() < deadline:
-        answers = job.ranks[0].client.query(WORLD, b"?", 1)
+        answers = job.ranks[0].client.query(WORLD, b"?", 3)
     monkeypatch.undo()
     go_on.set()
     assert served
