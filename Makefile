@@ -17,6 +17,8 @@ CPUS := $(shell nproc 2>/dev/null || echo 2)
 LANES ?= $(shell n=$(CPUS); echo $$((n < 5 ? n + 3 : 8)))
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(CPUS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The ranks of a test are processes of their own: each would compile the tests' modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 SOURCES := pyproject.toml $(shell find src native -type f -not -name '*.so' -not -path '*/__pycache__/*')
 NATIVE_FILES := $(shell find native benchmarks src tests -name '*.cc' -o -name '*.h' -o -name '*.c')

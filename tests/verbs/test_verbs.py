@@ -31,10 +31,6 @@ def test_devices_memory_and_collectives() -> None:
     run_suites("suite_devices.py", "suite_memory.py", "suite_collectives.py")
 
 
-def test_faults() -> None:
-    run_suites("suite_faults.py", "suite_mtu.py")
-
-
 def test_two_guests_as_two_hosts() -> None:
     run_hosts("two_hosts.py")
 
