@@ -320,31 +320,6 @@ def test_nothing_is_lost_in_the_long_run(pool: Pool, form: Format) -> None:
     assert errors[-1] < without[-1] / 8
 
 
-def descend(comm: hetcoll.Communicator, form: str, fresh: bool) -> float:
-    """Gradient descent on a least-squares problem whose rows the ranks share; the distance from its solution."""
-    rng = np.random.default_rng(3)
-    matrix = rng.standard_normal((64, 32)).astype(np.float32) * np.logspace(0, -2, 32, dtype=np.float32)
-    goal = np.linspace(-1, 1, 32, dtype=np.float32)
-    mine = matrix[comm.rank :: comm.size]
-    weights, gradient = np.zeros(32, np.float32), np.empty(32, np.float32)
-    for _ in range(4000):
-        gradient[:] = mine.T @ (mine @ (weights - goal)) * (comm.size / 64)
-        if fresh:
-            comm.reset_feedback()
-        comm.allreduce(gradient, op="avg", compress=form)
-        weights -= 0.5 * gradient
-    return float(np.abs(matrix @ (weights - goal)).max())
-
-
-def test_descent_converges_with_feedback(pool: Pool) -> None:
-    """Small entries beside large ones round to nothing; what is kept of them adds up until it counts."""
-    ranks = pool(2, HETCOLL_ISLANDS="0|1")
-    (exact,) = set(ranks.run(descend, "none", False))
-    for form in FORMATS:
-        (with_feedback,) = set(ranks.run(descend, form.label, False))
-        assert with_feedback < 2 * exact + 1e-3, form
-
-
 def reset(comm: hetcoll.Communicator) -> tuple[list[bytes], list[int]]:
     comm.reset_feedback()  # of what other tests used
     x, found, kept = np.empty(1000, np.float32), [], []
