@@ -14,7 +14,7 @@ extern "C" void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 #endif
 
 // Keeps what a call keeps (System V ABI for AMD64, figure 3.4) on the stack, notes its top, and goes on on another.
-// swapcontext(3) would ask the kernel for the signal mask each time, which took half of a kernel's time.
+// swapcontext(3) would ask the operating system for the signal mask each time: half of what GPU kernels took here.
 extern "C" void fake_switch(void** from, void* to);
 asm(R"(
   .text
