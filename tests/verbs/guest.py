@@ -23,12 +23,14 @@ fast.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fcntl
 import lzma
 import os
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -250,7 +252,7 @@ def run(
         quiet, open_end = os.pipe()  # the guest's output stops when its input ends, so that must not
         try:
             sys.stdout.flush()
-            subprocess.run(machine, stdin=quiet, timeout=timeout, check=True)
+            subprocess.run(machine, stdin=quiet, timeout=timeout, check=True, preexec_fn=_die_with_us)
             return int((shared / "status").read_text())
         except subprocess.TimeoutExpired:
             why, status = f"no end after {timeout:g} s", _TIMED_OUT
@@ -266,6 +268,12 @@ def run(
             status = _CRASHED
         print("guest:", why, *told.splitlines()[-80:], sep="\n  ", file=sys.stderr, flush=True)
         return status
+
+
+def _die_with_us() -> None:
+    """The kernel ends this process when its parent ends, however that comes (prctl(2))."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _machine(

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from guests import FOLDER, SECONDS, run_guests, run_hosts, run_suites
+from guests import FOLDER, GUEST, SECONDS, run_guests, run_hosts, run_suites
+from ranks import wait_until
 
 pytestmark = [
     pytest.mark.verbs,
@@ -54,3 +55,15 @@ def test_guests_start_once_more_where_the_kernel_dies(tmp_path: Path) -> None:
     crash = "import os; os.sync(); open('/proc/sysrq-trigger', 'w').write('c')"
     with pytest.raises(AssertionError, match="Kernel panic"), pytest.warns(UserWarning, match="QEMU or a kernel died"):
         run_guests(["-c", crash])
+
+
+def test_the_machine_ends_with_who_started_it(tmp_path: Path) -> None:
+    fake, told = tmp_path / "qemu-system-x86_64", tmp_path / "pid"
+    fake.write_text(f"#!/bin/sh\necho $$ >{told}.new && mv {told}.new {told} && exec sleep 600\n")
+    fake.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with subprocess.Popen([sys.executable, str(GUEST), "true"], env=environ) as guest:
+        wait_until(told.exists, 60)
+        guest.kill()
+    status = Path(f"/proc/{told.read_text().strip()}/status")
+    wait_until(lambda: not status.exists() or "State:\tZ" in status.read_text(), 30)
