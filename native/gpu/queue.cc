@@ -298,7 +298,7 @@ void DeviceQueue::Work(const DeviceShape& shape, const DeviceAction& a, const Ba
   }
 }
 
-// plan.py's `Local` says who has src, dst and parts. What is not reduced moves as bytes.
+// `Local` in plan/ir.py says who has src, dst and parts. What is not reduced moves as bytes.
 void DeviceQueue::RunLocal(const DeviceShape& shape, const LocalAction& local, const Bases& bases,
                            DeviceStream stream) {
   constexpr int kBytes = 1;  // ncclUint8

@@ -27,7 +27,7 @@ enum class Op : std::uint8_t {
 enum class Buf : std::int8_t { kNone = -1, kSend = 0, kRecv = 1, kScratch = 2 };
 inline constexpr int kMaxLanes = 32;
 
-// The records of plan.py, little-endian.
+// The records of plan/ir.py, little-endian.
 struct PlanHeader {
   std::uint32_t magic;
   std::uint16_t lanes;
@@ -80,7 +80,7 @@ struct PlanError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Where each unit begins: the C++ half of plan.py's `cut`.
+// Where each unit begins: the C++ half of `cut` in plan/ir.py.
 std::size_t CutOffset(std::size_t count, std::uint32_t units, std::uint32_t unit);
 
 // A decoded plan. Immutable after construction.
@@ -143,7 +143,7 @@ struct BoundPart {
   std::size_t len;
 };
 
-// A local step: a collective among the members of this rank's island. plan.py's `Local` says who has what.
+// A local step: a collective among the members of this rank's island. `Local` in plan/ir.py says who has what.
 struct BoundLocal {
   std::uint32_t step;
   Collective kind;
