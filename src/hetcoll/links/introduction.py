@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..plan.tuned import Measured
 
 _AGREED = (
-    *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check", "integrity", "reproducible"),
+    *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check", "integrity", "objects", "reproducible"),
     *("ib_bytes", "ib_retry_cnt", "ib_sl", "ib_tc", "ib_timeout"),
 )
 """What must be the same in the configurations of all ranks; islands as well."""
