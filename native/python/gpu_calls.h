@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -128,13 +129,18 @@ class GpuCalls {
       const int peer = note.ledger->Note(capturing ? Ledger::Captured(note.entry) : note.entry);
       if (peer >= 0) hooks_.differs(note.object, peer);
     }
-    hooks_.started();
-    try {
-      enqueue(capturing);
-    } catch (const Fault& fault) {  // in the middle of a call: others wait for this rank
-      hooks_.broken(fault.what());
+    std::string broken;
+    {
+      const auto entering = queue_.Entering();
+      hooks_.started();
+      try {
+        enqueue(capturing);
+      } catch (const Fault& fault) {
+        broken = fault.what();
+      }
     }
-    hooks_.started();  // once more: whoever watches may have looked in between and seen nothing
+    if (!broken.empty()) hooks_.broken(broken.c_str());  // in the middle of a call: others wait for this rank
+    hooks_.started();                                    // once more: now it is under way
   }
 
   // Whether a graph is being captured; refuses the call, before anything is said to the others, where it cannot be.

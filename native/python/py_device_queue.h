@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -180,7 +181,15 @@ class PyDeviceQueue {
 
   // Whoever enqueues may be held up, by a driver whose queue is full or a library that connects ranks; who looks after
   // that asks here.
+  // While the result lives the queue is not idle. A call takes it before anybody is told to watch: enqueuing may wait
+  // for a peer, and who looked before it began would not look again.
+  auto Entering() {
+    ++entering_;
+    return std::unique_ptr<std::atomic<int>, void (*)(std::atomic<int>*)>(&entering_, [](auto* count) { --*count; });
+  }
+
   bool Idle() {
+    if (entering_ > 0) return false;
     nb::gil_scoped_release release;
     const std::unique_lock lock(mutex_, std::try_to_lock);
     return lock.owns_lock() && queue_.Idle();
@@ -215,6 +224,7 @@ class PyDeviceQueue {
 
   std::shared_ptr<Driver> driver_;
   std::mutex mutex_;
+  std::atomic<int> entering_{0};
   DeviceQueue queue_;
 };
 

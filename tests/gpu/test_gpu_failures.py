@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from hetcoll.errors import (
     PeerLostError,
 )
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.gpu.watchdog import GpuWatch
 
 Launch = Callable[..., Ranks]
 APART, TOGETHER = "0|1|2", ""
@@ -53,6 +55,28 @@ def warm_up(comm: hetcoll.Communicator, count: int) -> DeviceArray:
     made = array(comm, count)
     comm.allreduce(made.buffer()).wait(60)
     return made
+
+
+def look_when_called(comm: hetcoll.Communicator) -> list[bool]:
+    """What who watches sees at each word of a call: the first comes before it is enqueued, the second behind it."""
+    seen: list[bool] = []
+    started = GpuWatch.started
+
+    def look(watch: GpuWatch) -> None:
+        seen.append(watch._idle())
+        started(watch)
+
+    with unittest.mock.patch.object(GpuWatch, "started", look):
+        made = warm_up(comm, 100)
+        seen.clear()
+        comm.allreduce(made.buffer()).wait(60)
+    return seen
+
+
+def test_a_call_is_watched_before_it_is_enqueued(gpus: Launch) -> None:
+    """Enqueuing may wait for a peer for ever, in a library that connects: who saw nothing would not look again."""
+    for first, *_ in gpus(TOGETHER).run(look_when_called):
+        assert not first
 
 
 def warm_up_only(comm: hetcoll.Communicator, count: int) -> None:
