@@ -129,9 +129,9 @@ class GpuCalls {
       const int peer = note.ledger->Note(capturing ? Ledger::Captured(note.entry) : note.entry);
       if (peer >= 0) hooks_.differs(note.object, peer);
     }
-    std::string broken;
+    std::optional<std::string> broken;
     {
-      const auto entering = queue_.Entering();
+      const PyDeviceQueue::Entering entering(queue_);
       hooks_.started();
       try {
         enqueue(capturing);
@@ -139,8 +139,7 @@ class GpuCalls {
         broken = fault.what();
       }
     }
-    if (!broken.empty()) hooks_.broken(broken.c_str());  // in the middle of a call: others wait for this rank
-    hooks_.started();                                    // once more: now it is under way
+    if (broken) hooks_.broken(broken->c_str());  // in the middle of a call: others wait for this rank
   }
 
   // Whether a graph is being captured; refuses the call, before anything is said to the others, where it cannot be.

@@ -179,15 +179,21 @@ class PyDeviceQueue {
     return queue_.Capturing(As<DeviceStream>(stream));
   }
 
+  // While one lives the queue is not idle. A call makes one before it tells anybody to watch: who looked before it is
+  // enqueued would see nothing, and would not look again.
+  class Entering {
+   public:
+    explicit Entering(PyDeviceQueue& queue) : calls_(queue.entering_) { ++calls_; }
+    ~Entering() { --calls_; }
+    Entering(const Entering&) = delete;
+    Entering& operator=(const Entering&) = delete;
+
+   private:
+    std::atomic<int>& calls_;
+  };
+
   // Whoever enqueues may be held up, by a driver whose queue is full or a library that connects ranks; who looks after
   // that asks here.
-  // While the result lives the queue is not idle. A call takes it before anybody is told to watch: enqueuing may wait
-  // for a peer, and who looked before it began would not look again.
-  auto Entering() {
-    ++entering_;
-    return std::unique_ptr<std::atomic<int>, void (*)(std::atomic<int>*)>(&entering_, [](auto* count) { --*count; });
-  }
-
   bool Idle() {
     if (entering_ > 0) return false;
     nb::gil_scoped_release release;
@@ -224,7 +230,7 @@ class PyDeviceQueue {
 
   std::shared_ptr<Driver> driver_;
   std::mutex mutex_;
-  std::atomic<int> entering_{0};
+  std::atomic<int> entering_{0};  // calls
   DeviceQueue queue_;
 };
 

@@ -35,7 +35,9 @@ def every_pair(comm: hetcoll.Communicator, config: dict[str, Any]) -> None:
     comm = variant(comm, **config)
     pairs = [(a, b) for a in range(comm.size) for b in range(comm.size) if a != b]
     for turn, dtype in enumerate(("float32", "uint8", "bool", "complex128", "bfloat16", "int16", "float8_e4m3fn")):
-        for count in (0, 1, 5, 40, 41, 1023, 8192, *([70_001] if dtype == "float32" else [])):
+        for count in (0, 1, 5, 40, 41, 1023, 8192, 70_001):
+            if count == 70_001 and "shm_bytes" in config and turn > 0:
+                continue  # a busy machine takes minutes for all types through a ring of 4 KiB
             for sender, receiver in pairs * 2:
                 values = content(count, dtype, 100 * count + 10 * sender + receiver)
                 if comm.rank == sender:
