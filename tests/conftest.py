@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from ranks import Ranks, close_all
 __all__ = ["on", "vendor"]
 
 os.environ["HETCOLL_TUNED"] = "none"  # not what somebody has measured here
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # each process would have threads that spin for work
 _LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _COSTS = {"verbs": 1000, "fakes": 10}  # of a test with this mark, in tests without one
 _MOST = 32 // _LANES  # idle processes kept for later tests, by each lane
@@ -27,6 +29,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = any(item.get_closest_marker("fakes") for item in session.items)
     if wanted and not session.config.option.collectonly and not all(map(fakes.why_not, ("cuda", "hip"))):
         fakes.build()
+    gc.freeze()  # thousands of tests are nobody's garbage, and each full collection would look through them
 
 
 @pytest.hookimpl(trylast=True)
