@@ -17,7 +17,7 @@ from ranks import Outcome
 import hetcoll
 from hetcoll.errors import InitError
 from hetcoll.gpu import path_probe
-from hetcoll.gpu.path_probe import Bytes, pairs_to_try, pattern, try_all, without
+from hetcoll.gpu.path_probe import pairs_to_try, pattern, try_all, without, wrong
 from hetcoll.gpu.proxy import Proxies
 from hetcoll.gpu.slots import Edge, SlotSegment
 from hetcoll.plan.rails import Nic
@@ -45,17 +45,16 @@ class Ranks:
         self._barrier.wait(20)
         return found
 
-    def exchange(self, rank: int, peer: int, data: Bytes) -> Bytes | str:
+    def exchange(self, rank: int, peer: int, nbytes: int) -> str:
         assert rank not in self._busy
-        self.tried.append((rank, peer, data.size))
-        assert (data == pattern(rank, data.size)).all()
-        came = pattern(peer, data.size).copy()
+        self.tried.append((rank, peer, nbytes))
+        came = pattern(peer, nbytes)
         how = self._broken.get((peer, rank), "")
         if how == "never":
             return "nothing came"
-        if how and data.size > 1000:
+        if how and nbytes > 1000:
             came[1000:] = np.roll(came[1000:], 1)
-        return came
+        return wrong(lambda at, n: came[at : at + n], peer, nbytes)
 
     def try_all(self, pairs: set[tuple[int, int]]) -> list[dict[tuple[int, int], str]]:
         found: list[Any] = [None] * self._size
@@ -65,7 +64,7 @@ class Ranks:
                 pairs,
                 rank,
                 (257, 5000),
-                lambda peer, data, _: self.exchange(rank, peer, data),
+                lambda peer, nbytes, _: self.exchange(rank, peer, nbytes),
                 lambda _, blob: self.meet(rank, blob),
             )
 

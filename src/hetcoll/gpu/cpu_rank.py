@@ -58,20 +58,20 @@ class CpuRank:
         """Try the ways to GPUs together with their ranks: as `gpu.GpuExecutor.prove`."""
         engine, done = self._wiring.engine, _native.Status.DONE
 
-        def exchange(peer: int, data: path_probe.Bytes, seconds: float) -> path_probe.Bytes | str:
-            ends, got = [(peer, data.size)], np.zeros_like(data)
+        def exchange(peer: int, nbytes: int, seconds: float) -> str:
+            ends, data, got = [(peer, nbytes)], path_probe.pattern(self._share.rank, nbytes), np.zeros(nbytes, np.uint8)
             made = functools.partial(self._plans.messages, DType.UINT8, ends, ends, ())
             shape = prepare(lambda check: self._links.during(timeout, check, made), timeout)
             status = engine.run(shape, int(data.ctypes.data), int(got.ctypes.data), seconds)
             if status is done:
-                return got
+                return path_probe.wrong(lambda at, n: got[at : at + n], peer, nbytes)
             if status is _native.Status.TIMED_OUT:
                 ticket = engine.pending
                 self._links.give_up(peer)
                 status = engine.wait(ticket, seconds)
             if status is not done:
                 self._unfinished += [data, got]  # the engine may still use them
-            return f"nothing came from rank {peer} in {seconds:.3g} s"
+            return path_probe.nothing_came(peer, seconds)
 
         path_probe.prove(self._share, exchange, meet, self._links.give_up, lambda: self._wiring.listen(timeout))
 

@@ -160,15 +160,15 @@ class GpuExecutor:
         mates = self._islands.mates(wiring.rank)
         self._plans.kernel = MessageKernel(self._device, self._share, mates, edges.far, self._state + MESSAGES)
 
-    def _try(self, peer: int, data: path_probe.Bytes, seconds: float) -> path_probe.Bytes | str:
+    def _try(self, peer: int, nbytes: int, seconds: float) -> str:
         """See `path_probe.Exchange`."""
 
         def enqueue(send: int, recv: int) -> GpuWork:
-            plan = self._plans.messages(DType.UINT8, [(peer, data.size)], [(peer, data.size)], ())
+            plan = self._plans.messages(DType.UINT8, [(peer, nbytes)], [(peer, nbytes)], ())
             self._calls.run(self.bound(plan, path_probe.LABEL, [], DType.UINT8), send, recv, 0, False)
             return GpuWork(self, None, path_probe.LABEL)
 
-        return path_probe.exchange_on(self._device, self._edges, enqueue, peer, data, seconds)
+        return path_probe.exchange_on(self._device, self._edges, enqueue, self._share.rank, peer, nbytes, seconds)
 
     @property
     def device(self) -> Device:

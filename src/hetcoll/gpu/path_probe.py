@@ -26,16 +26,19 @@ if TYPE_CHECKING:
     from .shared import GpuShare
 
 LABEL = "proof of paths()"
-_SMALL, _SLOTS = 257, 6  # bytes; and slots full of bytes: then some pieces fill one
+_SMALL = 257  # bytes
+_SLOTS = 4  # so many slots full, and a bit: of such a message some pieces fill a slot, and each slot is used
 SECONDS = 10.0  # that one pattern may take, whatever HETCOLL_TIMEOUT is: some machines are slow
 _ALL = 64  # ranks among which all pairs are tried
 _MOST = 300  # characters of what went wrong, for others
 _PERIOD = 4099  # bytes; a prime, so that no two slots hold the same
+_CHUNK = 64 * _PERIOD  # bytes that are written and looked at at once: a host's memory for more is not touched
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Meet = Callable[[str, bytes], Sequence[bytes]]
-Exchange = Callable[[int, Bytes, float], "Bytes | str"]
-"""Send these bytes to a peer and receive as many within so many seconds: what came, or what went wrong."""
+Exchange = Callable[[int, int, float], str]
+"""Send so many bytes of the pattern to a peer, and receive its own within so many seconds: what went wrong, if anything
+did."""
 
 
 def prove(
@@ -48,7 +51,7 @@ def prove(
     failed, and where it is one to a rank without a GPU on another host: its engine keeps those links, whose RDMA ends
     on TCP by itself.
     """
-    gpus, lengths = share.gpus, (_SMALL, _SLOTS * share.slot_bytes)
+    gpus, lengths = share.gpus, (_SMALL, _SLOTS * share.slot_bytes + 8)
     tried = pairs_to_try(share.topology, [bool(gpu.vendor) for gpu in gpus])
     pairs: Collection[Pair] = tried
     given_up = False
@@ -107,7 +110,7 @@ def try_all(
         for nbytes in lengths:
             problem = ""
             if pair in pairs and pair not in failed:
-                problem = _problem(exchange(other, pattern(rank, nbytes), SECONDS), pattern(other, nbytes))
+                problem = exchange(other, nbytes, SECONDS)
             words = json.dumps([*pair, problem[:_MOST]])
             told = [json.loads(blob) for blob in meet(LABEL, words.encode())]
             failed |= {(a, b): f"rank {who}: {text}" for who, (a, b, text) in enumerate(told) if text}
@@ -115,29 +118,38 @@ def try_all(
 
 
 def exchange_on(
-    device: Device, edges: GpuEdges, enqueue: Callable[[int, int], Work], peer: int, data: Bytes, seconds: float
-) -> Bytes | str:
+    device: Device, edges: GpuEdges, enqueue: Callable[[int, int], Work], rank: int, peer: int, nbytes: int, wait: float
+) -> str:
     """`Exchange` on a GPU. `enqueue` sends from one address there and receives at another. Streams that wait for what
     does not come are let go."""
-    n, got, problem = data.size, np.zeros_like(data), ""
+    mine, got, problem = pattern(rank, min(nbytes, _CHUNK)), np.empty(_CHUNK, np.uint8), ""
+
+    def read(at: int, n: int) -> Bytes:
+        device.copy(int(got.ctypes.data), recv + at, n)
+        return got[:n]
+
     with contextlib.ExitStack() as undo:
-        send, recv = device.allocate(n), device.allocate(n)
+        send, recv = device.allocate(nbytes), device.allocate(nbytes)
         undo.callback(device.free, send)
         undo.callback(device.free, recv)
-        device.copy(send, int(data.ctypes.data), n)
-        device.copy(recv, int(got.ctypes.data), n)
+        for at in range(0, nbytes, _CHUNK):
+            for memory in (send, recv):  # where nothing comes, what is there is not the peer's
+                device.copy(memory + at, int(mine.ctypes.data), min(_CHUNK, nbytes - at))
         try:
             work = enqueue(send, recv)
         except RegistrationError as error:
             return str(error)
         try:
-            work.wait(seconds)
+            work.wait(wait)
         except CollectiveTimeoutError:
-            problem = edges.problem(peer) or f"nothing came from rank {peer} in {seconds:.3g} s"
+            problem = edges.problem(peer) or nothing_came(peer, wait)
             edges.give_up(peer)
             work.wait()
-        device.copy(int(got.ctypes.data), recv, n)
-    return edges.problem(peer) or problem or got
+        return edges.problem(peer) or problem or wrong(read, peer, nbytes)
+
+
+def nothing_came(peer: int, seconds: float) -> str:
+    return f"nothing came from rank {peer} in {seconds:.3g} s"
 
 
 def pattern(rank: int, nbytes: int) -> Bytes:
@@ -146,8 +158,13 @@ def pattern(rank: int, nbytes: int) -> Bytes:
     return np.resize(period, nbytes)
 
 
-def _problem(got: Bytes | str, want: Bytes) -> str:
-    if isinstance(got, str):
-        return got
-    wrong = np.flatnonzero(got != want)
-    return f"{wrong.size} of {want.size} bytes came wrong, the first at {wrong[0]}" if wrong.size else ""
+def wrong(read: Callable[[int, int], Bytes], rank: int, nbytes: int) -> str:
+    """What is wrong with what came from a rank, if anything is. `read` gives so many bytes of it from an offset on."""
+    want, count, first = pattern(rank, min(nbytes, _CHUNK)), 0, 0
+    for at in range(0, nbytes, _CHUNK):
+        n = min(_CHUNK, nbytes - at)
+        places = np.flatnonzero(read(at, n) != want[:n])
+        if places.size and not count:
+            first = at + int(places[0])
+        count += places.size
+    return f"{count} of {nbytes} bytes came wrong, the first at {first}" if count else ""
