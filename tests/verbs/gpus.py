@@ -20,8 +20,7 @@ from hetcoll.gpu.proxy import Proxies
 from hetcoll.links.verbs import local_nics, pci
 from hetcoll.links.verbs.memory import Memory
 
-VENDORS = ("cuda.bindings.driver", "cuda.bindings.nvrtc", "rocm.bindings.hip", "rocm.bindings.hiprtc")
-ranks.preload(*PRELOADED, *VENDORS, "hetcoll.gpu.executor", "numpy.random", "gpu_calls")
+ranks.preload(*PRELOADED, *ranks.VENDORS, "hetcoll.gpu.executor", "numpy.random", "gpu_calls")
 
 Launch = Callable[..., Ranks]
 PROMPT = {"HETCOLL_IB_TIMEOUT": "14", "HETCOLL_IB_RETRY_CNT": "7"}
