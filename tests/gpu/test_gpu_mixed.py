@@ -112,10 +112,10 @@ def reduce_until_told(
 
 
 @pytest.mark.parametrize(
-    ("failing", "named"),
+    ("failing", "named"),  # after some hundred copies of the try of each way
     [
-        ({"hip_fail": "hipMemcpyAsync:30:719"}, "hipMemcpyAsync"),
-        ({"cuda_fail": "cuMemcpyAsync:30:late719"}, "CUDA_ERROR_LAUNCH_FAILED"),
+        ({"hip_fail": "hipMemcpyAsync:900:719"}, "hipMemcpyAsync"),
+        ({"cuda_fail": "cuMemcpyAsync:900:late719"}, "CUDA_ERROR_LAUNCH_FAILED"),
         ({"hip_fail": "hipStreamWaitValue64:9:1"}, "hipStreamWaitValue64"),
     ],
 )
