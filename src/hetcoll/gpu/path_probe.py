@@ -132,9 +132,11 @@ def exchange_on(
         send, recv = device.allocate(nbytes), device.allocate(nbytes)
         undo.callback(device.free, send)
         undo.callback(device.free, recv)
-        for at in range(0, nbytes, _CHUNK):
-            for memory in (send, recv):  # where nothing comes, what is there is not the peer's
-                device.copy(memory + at, int(mine.ctypes.data), min(_CHUNK, nbytes - at))
+        device.copy(send, int(mine.ctypes.data), done := mine.size)
+        while done < nbytes:
+            device.copy(send + done, send, n := min(done, nbytes - done))
+            done += n
+        device.copy(recv, send, nbytes)  # where nothing comes, what is there is not the peer's
         try:
             work = enqueue(send, recv)
         except RegistrationError as error:
