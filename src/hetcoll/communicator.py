@@ -43,7 +43,7 @@ A = TypeVar("A", bound=Array)
 
 
 class Communicator:
-    """A group of ranks that run collectives together. Made by `hetcoll.init`, `Communicator.init` and `split`.
+    """A group of ranks that run collectives together. `hetcoll.init` makes one, and its methods others.
 
     Every rank must call the same collectives in the same order; a mismatch is a `CollectiveMismatchError` on every
     rank. `sendbuf` is never written unless it is also where the result goes. Results are bitwise the same on all ranks,
@@ -70,6 +70,19 @@ class Communicator:
         those that never came. `unique_id` may be what `str` or `to_bytes` made of one.
         """
         return joining.init(cls, size, rank, unique_id, timeout)
+
+    @classmethod
+    def join(cls, unique_id: UniqueId | str | bytes, *, timeout: float | None = None) -> Self:
+        """Come as a newcomer to a job that runs, which takes this process in by `grow`: the communicator that it makes.
+
+        `InitError` where no `grow` takes this process in within `timeout` seconds (default: HETCOLL_INIT_TIMEOUT).
+        """
+        return joining.join(cls, unique_id, timeout)
+
+    @classmethod
+    def come_in(cls, unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> Self:
+        """As `join`, with the settings in `config` in place of the environment's. For `hetcoll.init`."""
+        return joining.come_in(cls, unique_id, rank, size, config, timeout)
 
     @classmethod
     def enter(cls, unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> Self:
@@ -109,6 +122,12 @@ class Communicator:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    @property
+    def epoch(self) -> int:
+        """How often the job has lost or taken in ranks on the way to this communicator: 0 from `init`; `shrink` and
+        `grow` add one, `split` none. Above 0 on a newcomer, which has yet to be told what the others know."""
+        return self._core.epoch
 
     @property
     def session(self) -> Session:
@@ -452,6 +471,30 @@ class Communicator:
         """
         return regroup.shrink(self._core, timeout, self._make)
 
+    def grow(self, newcomers: int = 1, *, timeout: float | None = None) -> Self:
+        """A communicator of these ranks, which keep their numbers, and of so many `newcomers`, which have the next.
+
+        Collective, with the same number on all ranks. Newcomers are processes that call `hetcoll.init` with
+        ``join=True``, or `Communicator.join`; those that came first are taken. Their settings are compared as at
+        `init`; `compress` they have from here. This communicator stays as it is: close it when it is of no more use.
+
+        All ranks have the new one, or all get the same error, and newcomers an `InitError` or `PeerLostError`:
+        `InitError` where a rank or newcomers do not come within `timeout` seconds (default: HETCOLL_INIT_TIMEOUT), or
+        settings differ; PeerLostError where a rank of this communicator is lost. In the place of a newcomer that dies
+        meanwhile the next is awaited.
+        """
+        return regroup.grow(self._core, newcomers, timeout, self._make)
+
+    def agree(self, flag: int = 1, *, timeout: float | None = None) -> int:
+        """The bits that the `flag` of every rank has: the same on all ranks, whoever dies. Also after a failure.
+
+        What ULFM calls so. Collective over the ranks that are alive, in one order on all; a rank that died before it
+        called does not count. After a call that may have failed on some ranks only, ``agree(ok)`` tells all whether to
+        `shrink`. `flag`: a bool or 64 bits. `InitError` on all where a rank that is alive does not call within
+        `timeout` seconds (default: HETCOLL_TIMEOUT), PeerLostError where the job's store is gone.
+        """
+        return regroup.agree(self._core, flag, timeout)
+
     def _make(self, name: bytes, members: list[int], timeout: float, form: Format | None = None) -> Self:
         """The communicator called `name` of these ranks, this one among them."""
         config = regroup.configure(self._config, members, form)
@@ -505,7 +548,9 @@ class Communicator:
         same of what GPUs send to other hosts; with compression
         ``compressed_before`` and ``compressed_after``, bytes of the messages that it made smaller, ``residual_bytes``
         kept for error feedback and ``residuals_dropped`` for want of room. ``checked_bytes`` came over TCP with a
-        checksum, and ``spoiled_pieces`` with a wrong one (HETCOLL_INTEGRITY). Also after a failure.
+        checksum, and ``spoiled_pieces`` with a wrong one (HETCOLL_INTEGRITY). ``stale_refused``, on the rank that hosts
+        the job's store: what ranks asked of their group after the others had gone on without them. Also after a
+        failure.
         """
         return self._core.counters()
 

@@ -28,6 +28,7 @@ def init(
     device: str | None = None,
     compress: FormatName | None = None,
     reproducible: bool | None = None,
+    join: bool | None = None,
 ) -> Communicator:
     """The communicator of all ranks of this job, as the launcher's environment describes it.
 
@@ -51,6 +52,10 @@ def init(
     inputs give the same bits, whatever the size of a message, the cut into buckets, the algorithm, the transport, and
     the layout of hosts and islands. Vendors' libraries, which promise no order, then do no reductions, and nothing is
     compressed. The same on all ranks; parts of this communicator inherit it. Default: HETCOLL_REPRODUCIBLE, else False.
+
+    `join`: this process comes as a newcomer to a job that runs already, which takes it in by `Communicator.grow`. The
+    environment says where rank 0 is and how many ranks the job began with, as it told these. `islands` and `compress`
+    are then those of the communicator that grows; its `epoch` is above 0. Default: HETCOLL_JOIN, else False.
     """
     global _world
     world = None if _world is None else _world()
@@ -66,11 +71,15 @@ def init(
         config = replace(config, reproducible=reproducible)
     configure(config)
     seconds = env.config.init_timeout if timeout is None else timeout
+    joins = env.launch.joins if join is None else join
+    if joins and (env.launch.rank == 0 or env.launch.size == 1):
+        raise InitError("join: wanted RANK from 1 to WORLD_SIZE - 1 of the job that runs: rank 0 hosts its store")
     start = time.monotonic()
     with coming_together():
         unique_id = bootstrap(env.launch, env.config)
     left = seconds - (time.monotonic() - start)
-    world = Communicator.enter(unique_id, env.launch.rank, env.launch.size, config, left)
+    enter = Communicator.come_in if joins else Communicator.enter
+    world = enter(unique_id, env.launch.rank, env.launch.size, config, left)
     _world = weakref.ref(world)
     return world
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hetcoll.errors import spell_ranks
 from hetcoll.rendezvous.groups import Groups
-from hetcoll.rendezvous.wire import F64, U32, Frame, Op, Status, pack, unpack
+from hetcoll.rendezvous.wire import F64, I64, U32, Frame, Op, Status, pack, unpack
 
 SIZE = 3
 names = st.sampled_from([b"world", b"sub"])
@@ -46,6 +47,9 @@ class Store(RuleBasedStateMachine):
         self.members: list[FakeMember] = []
         self.everyone: list[FakeMember] = []
         self.request = 0
+        self.decisions: dict[int, tuple[int, str, int]] = {}  # by request: which decision of which group
+        self.decided: dict[tuple[int, int, str], int] = {}
+        self.kept: list[Any] = []  # so that ids stay theirs
         self.rolls: dict[int, tuple[object, int]] = {}  # by request: the group and the rank that asked who goes on
 
     def ask(self, who: int, op: Op, *fields: bytes) -> None:
@@ -106,6 +110,44 @@ class Store(RuleBasedStateMachine):
         self.ask(who, Op.SHRINK, name, F64.pack(wait))
 
     @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), name=names, wait=seconds, flag=st.integers(-4, 3))
+    def agree(self, who: int, name: bytes, wait: float, flag: int) -> None:
+        number = self.number(who, name, "agree")
+        self.ask(who, Op.AGREE, name, U32.pack(number), I64.pack(flag), F64.pack(wait))
+
+    @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), name=names, wait=seconds, count=st.sampled_from([1, 1, 1, 2]))
+    def grow(self, who: int, name: bytes, wait: float, count: int) -> None:
+        number = self.number(who, name, "grow")
+        self.ask(who, Op.GROW, name, U32.pack(number), U32.pack(count), b"told", F64.pack(wait))
+
+    def number(self, who: int, name: bytes, what: str) -> int:
+        """Of this member's next such decision of a group; whose answers are to be the same is kept."""
+        member = self.members[who % len(self.members)]
+        group = self.groups._groups.get(name)
+        number = self.decided[id(member), id(group), what] = self.decided.get((id(member), id(group), what), 0) + 1
+        self.decisions[self.request + 1] = (id(group), what, number)
+        self.kept.append((member, group))
+        return number
+
+    @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), wait=seconds)
+    def admit(self, who: int, wait: float) -> None:
+        self.ask(who, Op.ADMIT, F64.pack(wait))
+
+    @precondition(lambda self: any(set(member.ranks) - {b"world", b"sub"} for member in self.members))
+    @rule(drop=st.booleans())
+    def enter_what_has_grown(self, drop: bool) -> None:
+        """One of those that were taken in, or took in, joins the new group, or leaves it."""
+        who, member = next((i, m) for i, m in enumerate(self.members) if set(m.ranks) - {b"world", b"sub"})
+        name = next(name for name in member.ranks if name not in (b"world", b"sub"))
+        size = self.groups._groups[name].size
+        if drop:
+            self.ask(who, Op.LEAVE, name)
+        else:
+            self.ask(who, Op.JOIN, name, U32.pack(member.ranks[name]), U32.pack(size), b"\0", F64.pack(1.0))
+
+    @precondition(lambda self: self.members)
     @rule(who=st.integers(0, 5), wait=seconds, key=tags)
     def get(self, who: int, wait: float, key: bytes) -> None:
         self.ask(who, Op.GET, key, F64.pack(wait))
@@ -156,6 +198,23 @@ class Store(RuleBasedStateMachine):
                     assert ranks == told.setdefault((id(group), number), ranks)
 
     @invariant()
+    def all_who_decide_get_the_same(self) -> None:
+        """A flag or an error for all; where a group has grown, one name, and each rank once."""
+        told: dict[tuple[int, str, int], Any] = {}
+        places: set[tuple[bytes, bytes]] = set()
+        for member in self.members:
+            for op, body, request, status in member.sent:
+                if op is not Op.REPLY or request not in self.decisions or status is Status.REFUSED:
+                    continue
+                said: Any = (status, body)
+                if status is Status.OK and self.decisions[request][1] == "grow":
+                    name, rank, size, what = unpack(body)
+                    assert (name, rank) not in places
+                    places.add((name, rank))
+                    said = (name, size, what)
+                assert told.setdefault(self.decisions[request], said) == said
+
+    @invariant()
     def the_same_verdict_for_all(self) -> None:
         for member in self.members:
             for name in member.ranks:
@@ -173,6 +232,8 @@ class Store(RuleBasedStateMachine):
             self.groups.drop(member, "")
         assert not any(group.members or group.questions or group.roll for group in self.groups._groups.values())
         assert not any(self.groups._returning.values())
+        assert not self.groups.rolls._lobby
+        assert not self.groups.rolls._growing
 
 
 TestStore = Store.TestCase

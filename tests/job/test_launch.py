@@ -202,6 +202,30 @@ os._exit(7 if comm.rank == 2 else 0)
     ]
 
 
+def test_a_rank_that_failed_is_started_again_as_a_newcomer(tmp_path: Path) -> None:
+    """Rank 1 fails three times, and comes back twice; rank 0 does not."""
+    code = f"""
+import os, pathlib, sys, time
+rank, join, starts = os.environ["RANK"], os.environ["HETCOLL_JOIN"], pathlib.Path({str(tmp_path / "starts")!r})
+print(join, flush=True)
+if rank == "1":
+    with starts.open("a") as file:
+        file.write(".")
+    sys.exit(4)
+while not starts.exists() or len(starts.read_text()) < 3:
+    time.sleep(0.01)
+sys.exit(5)
+"""
+    status, out, err = run_python(code, 2, respawns=2)
+    assert status == 5
+    assert sorted(out) == ["[0] 0", "[1] 0", "[1] 1", "[1] 1"]
+    said = "hetcoll run: rank 1 failed with exit code 4; "
+    again = [f"{said}starting it again, {left} respawns left" for left in (1, 0)]
+    assert [line for line in err if line.startswith(said)] == [*again, f"{said}the others go on"]
+    with pytest.raises(ArgumentError, match="respawns: wanted 0 or more, got -1"):
+        run_python(code, 2, respawns=-1)
+
+
 def test_the_status_of_a_job_that_keeps_going_is_that_of_rank_0() -> None:
     """Rank 1 ends after it, and is not ended."""
     code = """

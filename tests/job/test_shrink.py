@@ -109,7 +109,7 @@ def test_one_rank_after_another_is_lost(launch: Launch, transport: str) -> None:
     assert survivors(ranks, 1, 2, 3) == [[3, 2, 1]]
 
 
-MOMENTS = ("before it calls", "while it waits for the others", "introduce", "memory", "addresses", "shrink")
+MOMENTS = ("before it calls", "while it waits for the others", "introduce", "memory", "addresses", "epoch")
 
 
 def die(*args: Any) -> Any:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hetcoll.config.env import Config
 from hetcoll.errors import AuthenticationError, CommunicationError, InitError, PeerLostError
-from hetcoll.rendezvous import exchanges, probe, relay, store, tree, uplink
+from hetcoll.rendezvous import decisions, exchanges, probe, relay, store, tree, uplink
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.rendezvous.news import Event, Left, Lost, Query, StoreLost, Verdict
@@ -133,6 +133,33 @@ def test_everything_goes_through_relays_as_it_goes_without(job: Job) -> None:
     half[1].client.leave(b"half")
     half[2].wait_for(lambda event: event == Left(1))
     assert job.store.holds().descriptors <= 2 * tree.FAN + 6
+
+
+def test_newcomers_come_through_relays_or_straight(job: Job) -> None:
+    """All of a large job's members take two in: one behind a relay, one that does not know how large the job is."""
+
+    def come(size: int) -> tuple[ControlClient, decisions.Place]:
+        client = ControlClient(job.unique_id, 0, size, 30, lambda *_: b"new", None)
+        stack.callback(client.close)
+        return client, decisions.come(client, 30)
+
+    def enter(client: ControlClient, place: decisions.Place) -> list[bytes]:
+        client.join(place.group, place.rank, place.size, lambda *_: b"here", timeout=30)
+        return client.exchange(place.group, b"t", b"%d" % place.rank, 30)
+
+    with ExitStack() as stack:
+        coming = [job.pool.submit(come, size) for size in (SIZE, 1)]
+        members = [each.client for each in job.ranks]
+        places = job.all([lambda c=c: decisions.grow(c, WORLD, 1, 2, b"told", 30) for c in members])  # type: ignore[misc]
+        assert [place.rank for place in places] == list(range(SIZE))
+        found = [*zip(members, places, strict=True), *(each.result(30) for each in coming)]
+        assert {place.rank for _, place in found} == set(range(SIZE + 2))
+        assert {(place.group, place.size, place.told) for _, place in found} == {(places[0].group, SIZE + 2, b"told")}
+        assert {client._uplink._stream is None for client, _ in found[-2:]} == {True, False}
+        told = [b"%d" % rank for rank in range(SIZE + 2)]
+        assert job.all([lambda f=f: enter(*f) for f in found]) == [told] * (SIZE + 2)  # type: ignore[misc]
+        flags = [lambda r=r, c=c: decisions.agree(c, WORLD, 1, 1 << r, 30) for r, c in enumerate(members)]  # type: ignore[misc]
+        assert set(job.all(flags)) == {0}
 
 
 PHASES = ("nothing", "an exchange", "a question", "a verdict", "goodbyes")

@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a rank that fails does not end the others, which can call shrink(); the exit status is rank 0's",
     )
     parser.add_argument(
+        "--respawn", type=int, default=0, metavar="N",
+        help="as --keep-going, and start a rank that failed again, up to N times in all, which the others take in by "
+        "grow(); never rank 0 (default 0)",
+    )  # fmt: skip
+    parser.add_argument(
         "--restart", type=int, default=0, metavar="N", help="start a job that failed anew, up to N times (default 0)"
     )
     ssh = parser.add_argument_group("on several hosts, from here")
@@ -74,7 +79,9 @@ def main(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     if args.module:
         command = ["-m", args.module, *args.command]
     env = {"HETCOLL_REPLACE": ",".join(REPLACEABLE)} if args.torch else {}
-    options = launch.Options(not args.no_prefix, args.grace, not args.no_bind, args.keep_going, args.restart)
+    options = launch.Options(
+        not args.no_prefix, args.grace, not args.no_bind, args.keep_going, args.respawn, args.restart
+    )
     if args.hosts or args.hostfile:
         return _by_ssh(args, command, options, env)
     counts, node = _counts(args), None

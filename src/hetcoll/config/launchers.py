@@ -8,7 +8,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from ..errors import ArgumentError
-from .variables import Environ, read, whole
+from .variables import Environ, flag, read, whole
 
 _COUNT = whole(1, 1 << 24)
 _INDEX = whole(0, (1 << 24) - 1)
@@ -23,7 +23,7 @@ class Launch(NamedTuple):
     `launcher` is "hetcoll", "torchrun" (also for variables set by hand), "openmpi", "hydra" (MPICH and Intel MPI),
     "slurm" or "single". `job` names this job among others that may run beside it; all its ranks have the same. It is
     empty where the launcher does not say: then only the master port tells jobs apart. `agent_store` is true when
-    torchrun's agent listens on the master port itself.
+    torchrun's agent listens on the master port itself. `joins`: the job runs already, and takes this process in.
     """
 
     rank: int = 0
@@ -34,6 +34,7 @@ class Launch(NamedTuple):
     launcher: str = "single"
     job: str = ""
     agent_store: bool = False
+    joins: bool = False
 
     @property
     def one_host(self) -> bool:
@@ -47,6 +48,11 @@ def read_launch(environ: Environ) -> Launch:
     The most specific one wins: ``RANK`` and ``WORLD_SIZE`` (torchrun, ``hetcoll run``, or set by hand) stand before
     what an MPI set, and an MPI's before srun's, whose variables also reach processes that the MPI started.
     """
+    joins = read(environ, "HETCOLL_JOIN", "0 or 1", flag, False)
+    return _read_launcher(environ)._replace(joins=joins)
+
+
+def _read_launcher(environ: Environ) -> Launch:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _torch_style(environ)
     if "OMPI_COMM_WORLD_RANK" in environ:

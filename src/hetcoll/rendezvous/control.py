@@ -65,7 +65,7 @@ class _Call:
 
 
 class ControlClient:
-    """Joins `group` of the job as `rank` of `size` within `timeout` seconds. Thread-safe.
+    """Joins `group` of the job, if any, as `rank` of `size` within `timeout` seconds. Thread-safe.
 
     Raises InitError when the store cannot be reached or refuses the rank, AuthenticationError when the secrets differ.
     `timeout` is also what calls without one of their own are given.
@@ -78,7 +78,7 @@ class ControlClient:
         size: int,
         timeout: float,
         on_event: Handler | None = None,
-        group: bytes = WORLD,
+        group: bytes | None = WORLD,
     ) -> None:
         self._id, self._timeout = unique_id, timeout
         self._numbers = itertools.count(1)
@@ -96,7 +96,8 @@ class ControlClient:
         lifetime.watch(self)
         self._thread.start()
         try:
-            self.join(group, rank, size, on_event, timeout=max(deadline - time.monotonic(), 0.1))
+            if group is not None:
+                self.join(group, rank, size, on_event, timeout=max(deadline - time.monotonic(), 0.1))
         except BaseException:
             self.close()
             raise
@@ -184,15 +185,9 @@ class ControlClient:
         answers = self._call(Op.QUERY, (group, blob, F64.pack(timeout)), timeout, group).fields
         return {rank: answer[1:] if answer else None for rank, answer in enumerate(answers)}
 
-    def shrink(self, group: bytes, timeout: float) -> tuple[int, list[int]]:
-        """Which ranks of `group` go on: all of them that call this, once no other is alive or `timeout` has passed.
-
-        All get the same answer: the number of this roll call, and the ranks in rising order. InitError where the others
-        have gone on already.
-        """
-        frame = self._call(Op.SHRINK, (group, F64.pack(timeout)), timeout, group)
-        number, *ranks = (U32.unpack(field)[0] for field in frame.fields)
-        return number, ranks
+    def decide(self, op: Op, fields: tuple[bytes, ...], timeout: float) -> list[bytes]:
+        """What the store answers to all that wait for one decision: see `decisions`."""
+        return self._call(op, (*fields, F64.pack(timeout)), timeout, fields[0] if fields else None).fields
 
     def check_present(self, group: bytes, ranks: Collection[int]) -> None:
         """PeerLostError where the store has told that one of `ranks` died or left."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from .exchanges import Exchange
 from .keys import Member
-from .wire import NOBODY
+from .wire import NOBODY, Op, Status
 
 
 @dataclass(slots=True)
@@ -20,16 +20,33 @@ class Question:
 
 
 @dataclass(slots=True)
+class Roll:
+    """One decision: the requests that wait for it by rank, and what each rank said; or how it failed."""
+
+    waiting: dict[int, tuple[Member, int]] = field(default_factory=dict)
+    said: dict[int, bytes] = field(default_factory=dict)
+    failed: tuple[bytes, Status] | None = None
+
+    def answer(self, body: bytes, status: Status) -> None:
+        for member, request in self.waiting.values():
+            member.send(Op.REPLY, body, request, status)
+        self.waiting.clear()
+
+
+@dataclass(slots=True)
 class Group:
     """Ranks that know each other. `gone` has the reason of each rank that was lost, and "" for one that left.
 
     `roll` are the requests of ranks that want to go on with those that are left, `rolls` the number of such calls so
-    far, and `late` who is there but did not come to one in time. `formed` once all ranks have met in an exchange.
+    far, and `late` who is there but did not come to one in time. `agreements` and `growths` are decisions under way, by
+    number, and those that failed. `reserved` are members that have yet to join what grew of their group. `formed` once
+    all ranks have met in an exchange.
     `mixed` is why it never will: two processes said that they are the same rank, or ranks said different sizes.
     `leaving` are ranks that said goodbye, of which the others have yet to be told. `own` is what ranks told in
     exchanges, by tag, for those who ask.
     """
 
+    name: bytes
     size: int
     members: dict[int, Member] = field(default_factory=dict)
     gone: dict[int, str] = field(default_factory=dict)
@@ -40,6 +57,9 @@ class Group:
     roll: dict[int, tuple[Member, int]] = field(default_factory=dict)
     rolls: int = 0
     late: set[int] = field(default_factory=set)
+    agreements: dict[int, Roll] = field(default_factory=dict)
+    growths: dict[int, Roll] = field(default_factory=dict)
+    reserved: dict[int, Member] = field(default_factory=dict)
     formed: bool = False
     mixed: str = ""
     leaving: list[int] = field(default_factory=list)

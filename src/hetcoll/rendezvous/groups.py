@@ -1,4 +1,5 @@
-"""What the store does, without its sockets: groups of ranks, exchanges, verdicts and questions; keys are in `keys`.
+"""What the store does, without its sockets: groups of ranks, exchanges, verdicts and questions; keys are in `keys`,
+what ranks decide together in `rolls`.
 
 A member is one connection; it may be a rank of several groups. Everything a member waits for has a deadline, and is
 answered sooner when a rank it waits for is gone. A group is forgotten when all of its ranks have come and gone, or when
@@ -20,6 +21,7 @@ from ..errors import spell_gone, spell_ranks
 from .exchanges import Exchange
 from .group import Group, Question
 from .keys import Keys, Member, RefusedError
+from .rolls import Rolls
 from .wire import F64, MAX_ID, U32, WORLD, Frame, Op, Status, pack
 
 log = logging.getLogger("hetcoll.groups")
@@ -52,6 +54,7 @@ class Groups:
         self._numbers = itertools.count(1)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._keys = Keys(self._after)
+        self.rolls = Rolls(self._of, self._create, self._after)
         self._handlers: dict[int, tuple[int, Callable[..., None]]] = {
             Op.JOIN: (5, self._join),
             Op.LEAVE: (1, self._leave),
@@ -62,7 +65,10 @@ class Groups:
             Op.ANSWER: (2, self._answer),
             Op.PUT: (2, self._keys.put),
             Op.GET: (2, self._keys.get),
-            Op.SHRINK: (2, self._shrink),
+            Op.SHRINK: (2, self.rolls.shrink),
+            Op.AGREE: (4, self.rolls.agree),
+            Op.GROW: (5, self.rolls.grow),
+            Op.ADMIT: (1, self.rolls.admit),
         }
 
     # What the server calls.
@@ -83,6 +89,7 @@ class Groups:
     def drop(self, member: Member, reason: str) -> None:
         """`member` is gone: lost for `reason`, or in order where that is empty."""
         self._keys.drop(member)
+        self.rolls.drop(member)
         for returning in self._returning.values():
             returning[:] = [each for each in returning if each[0] is not member]
         for name in list(member.ranks):
@@ -104,17 +111,18 @@ class Groups:
             raise RefusedError(f"rank {rank} of {size}: wanted a rank below the size, and a size from 1 to {MAX_SIZE}")
         group = self._groups.get(name)
         if group is None:
-            if len(self._groups) >= MAX_GROUPS:
-                raise RefusedError(f"{len(self._groups)} groups are open: wanted fewer than {MAX_GROUPS}")
             if name == WORLD and (problem := self._reserve(size)):
                 raise RefusedError(f"the job's {size} ranks do not fit the process that hosts its store: {problem}")
-            group = self._groups[name] = Group(size)
+            group = self._create(name, size)
         if group.gone.get(rank) == "":
             self._returning.setdefault(name, []).append((member, request, rest))
             self._after(seconds8, lambda: self._expire_return(name, member, request, rank))
             self._begin_anew(name)
             return
-        self._check_joining(group, name, member, rank, size, hosts == b"\1")
+        if group.reserved.get(rank) is member:
+            del group.reserved[rank]
+        else:
+            self._check_joining(group, name, member, rank, size, hosts == b"\1")
         if hosts == b"\1":
             group.host = rank
             self._push(group, Op.HOST, name, rank4)
@@ -130,6 +138,12 @@ class Groups:
                 member.send(*_loss(name, gone, reason))
         if group.verdict is not None:
             member.send(Op.VERDICT, group.verdict)
+
+    def _create(self, name: bytes, size: int) -> Group:
+        if len(self._groups) >= MAX_GROUPS:
+            raise RefusedError(f"{len(self._groups)} groups are open: wanted fewer than {MAX_GROUPS}")
+        group = self._groups[name] = Group(name, size)
+        return group
 
     def _check_joining(self, group: Group, name: bytes, member: Member, rank: int, size: int, hosts: bool) -> None:
         if group.mixed:
@@ -206,11 +220,7 @@ class Groups:
                 member.send(Op.REPLY, text.encode(), request, Status.REFUSED)
             if reason or rank not in exchange.rows:
                 self._fail_exchange(group, tag, rank)
-        _, request = group.roll.pop(rank, (member, 0))
-        if request:
-            text = f"rank {rank} left the group while it waited for those who go on"
-            member.send(Op.REPLY, text.encode(), request, Status.REFUSED)
-        self._close_roll(group)
+        self.rolls.part(group, rank, member)
         for number, question in list(group.questions.items()):
             question.waiting.discard(rank)
             if not question.waiting or question.asker is member:
@@ -253,7 +263,7 @@ class Groups:
     # Exchanges.
 
     def _exchange(self, member: Member, request: int, name: bytes, tag: bytes, *rest: bytes) -> None:
-        group, rank = self._of(member, name)
+        group, rank = self.rolls.find_current(member, name)
         if len(tag) > MAX_ID:
             raise RefusedError(f"a tag of {len(tag)} bytes: wanted at most {MAX_ID}")
         exchange = group.exchanges.setdefault(tag, Exchange())
@@ -304,7 +314,7 @@ class Groups:
     # Verdicts and questions.
 
     def _post(self, member: Member, request: int, name: bytes, kind: bytes, blob: bytes) -> None:
-        group, rank = self._of(member, name)
+        group, rank = self.rolls.find_current(member, name)
         if group.verdict is None:
             group.verdict = pack([name, kind, blob, U32.pack(rank)])
             for other in group.members.values():
@@ -312,7 +322,7 @@ class Groups:
         member.send(Op.REPLY, group.verdict, request)
 
     def _query(self, member: Member, request: int, name: bytes, blob: bytes, seconds8: bytes) -> None:
-        group, rank = self._of(member, name)
+        group, rank = self.rolls.find_current(member, name)
         number = next(self._numbers)
         self._after(seconds8, lambda: self._close_question(group, number))
         group.questions[number] = Question(member, request, set(group.members))
@@ -338,33 +348,6 @@ class Groups:
         answers = (question.answers.get(rank) for rank in range(group.size))
         body = pack(b"" if answer is None else b"\1" + answer for answer in answers)
         question.asker.send(Op.REPLY, body, question.request)
-
-    # Roll calls: who goes on after a failure.
-
-    def _shrink(self, member: Member, request: int, name: bytes, seconds8: bytes) -> None:
-        group, rank = self._of(member, name)
-        if rank in group.late:
-            raise RefusedError(f"rank {rank} did not come to shrink() in time: the others went on without it")
-        if rank in group.roll:
-            raise RefusedError(f"rank {rank} calls shrink() twice at a time")
-        turn = group.rolls
-        self._after(seconds8, lambda: self._close_roll(group, now=group.rolls == turn))
-        group.roll[rank] = (member, request)
-        self._close_roll(group)
-
-    def _close_roll(self, group: Group, *, now: bool = False) -> None:
-        """Tell those who came to a roll call who they are, once all have come that can, or `now`."""
-        if not group.roll:  # most often, and there may be many ranks
-            return
-        missing = group.members.keys() - group.roll.keys() - group.late
-        if missing and not now:
-            return
-        group.late |= missing
-        group.rolls += 1
-        body = pack(map(U32.pack, (group.rolls, *sorted(group.roll))))
-        for member, request in group.roll.values():
-            member.send(Op.REPLY, body, request)
-        group.roll.clear()
 
 
 def _loss(name: bytes, rank: int, reason: str) -> tuple[Op, bytes]:

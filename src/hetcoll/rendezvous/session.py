@@ -14,15 +14,17 @@ from .wire import WORLD
 
 
 class Session:
-    """Joins a job's first group, WORLD; closes the connection when the last communicator of the job has left."""
+    """Joins a job's first group, WORLD, or with `joins` none as yet; closes the connection when the last communicator
+    of the job has left."""
 
-    def __init__(self, unique_id: UniqueId, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, unique_id: UniqueId, rank: int, size: int, timeout: float, *, joins: bool = False) -> None:
         self.rank = rank
         """Of the job."""
         self._handlers: dict[bytes, Handler] = {}
         self._early: dict[bytes, list[Event]] = {WORLD: []}  # of groups being joined: news that came before a handler
         self._lock = threading.Lock()
-        self.control = ControlClient(unique_id, rank, size, timeout, self._dispatch)
+        first = None if joins else WORLD
+        self.control = ControlClient(unique_id, rank, size, timeout, self._dispatch, first)
 
     def join(self, group: bytes, rank: int, size: int, handler: Handler, timeout: float) -> None:
         """Make `handler` the one that news of `group` goes to; other groups than WORLD are joined first."""

@@ -90,6 +90,11 @@ class StoreServer:
         """Its sockets, its selector and its thread."""
         return Held(3 + self._acceptor.descriptors + len(self._connections), self._thread.is_alive())
 
+    @property
+    def refused(self) -> int:
+        """Requests of ranks that the others went on without."""
+        return self._groups.rolls.refused
+
     def _end(self) -> None:
         """At exit: ranks that are still at work may need the store. An exception is for all to hear of, at once."""
         if not self._idle.is_set() and not hasattr(sys, "last_value"):

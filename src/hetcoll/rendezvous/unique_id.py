@@ -24,6 +24,9 @@ class Host(Protocol):
 
     def holds(self) -> Held: ...
 
+    @property
+    def refused(self) -> int: ...
+
 
 HOSTED: dict[bytes, Host] = {}
 """The stores that live in this process, by the ids of their jobs."""

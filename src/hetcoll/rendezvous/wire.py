@@ -22,6 +22,7 @@ WORLD = b"world"
 
 U32 = struct.Struct("<I")
 U64 = struct.Struct("<Q")
+I64 = struct.Struct("<q")
 F64 = struct.Struct("<d")
 
 
@@ -45,6 +46,9 @@ class Op(IntEnum):
     SYNC = 14  # the same, after the way has changed -> SYNCED
     GONE = 15  # of a relay: its child is gone, and why; nothing: in order
     UP = 16  # of a relay: see `routes`
+    AGREE = 17  # group, number, flag i64, seconds -> the bits that the flags of all have who are alive
+    GROW = 18  # group, number, how many newcomers, what they are told, seconds -> the new group, rank, size, that
+    ADMIT = 19  # seconds -> the group that takes this process in, rank, size, what its members told
     REPLY = 64
     LOST = 65  # group, rank, reason
     LEFT = 66  # group, ranks

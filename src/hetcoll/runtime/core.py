@@ -26,6 +26,7 @@ from ..health.flight_recorder import FlightRecorder, listen
 from ..health.stall_detector import PATIENCE
 from ..links.wiring import Wiring
 from ..rendezvous.session import Session
+from ..rendezvous.unique_id import hosted_here
 from ..rendezvous.wire import WORLD
 from ..work import DONE, Waiter, Work
 from .compression import Compression
@@ -121,7 +122,8 @@ class Core:
 
         self._owner = weakref.ref(owner)
         self.session, self.group, self.rank, self.size, self.config = session, group, rank, size, config
-        self.splits = 0
+        self.splits = self.agreements = self.growths = 0
+        self.epoch = 0
         self.batches: dict[int, list[tuple[int, Any, int]]] = {}
         """Of open groups, by thread: kind, buffer and peer of each message. See `messages`."""
         self.diagnosis = diagnosis = Diagnosis(session, group, rank, size)
@@ -281,6 +283,8 @@ class Core:
         found |= {} if memory is None else {f"memory_{name}": n for name, n in memory.counters.items()}
         for rider in list(self._riders.values()):
             found |= rider.counters()
+        if (store := hosted_here(self.session.control.unique_id.job_id)) is not None:
+            found["stale_refused"] = store.refused
         return found | self.gpus.counters()
 
     def memory(self) -> dict[str, int]:

@@ -1,7 +1,8 @@
-"""How a process joins a job of which it knows the unique id: the communicator of all ranks."""
+"""How a process joins a job of which it knows the unique id: the communicator of all ranks, or one that grows."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,12 +11,15 @@ from typing import TypeVar
 from .. import lifetime
 from ..config.env import Config, configuration
 from ..config.process import configure
-from ..errors import ArgumentError
+from ..config.variables import parse_format
+from ..errors import ArgumentError, PeerLostError
+from ..rendezvous import decisions
 from ..rendezvous.session import Session, coming_together
 from ..rendezvous.unique_id import UniqueId
 from ..rendezvous.wire import WORLD
+from .regroup import Made, confirm
 
-C = TypeVar("C")
+C = TypeVar("C", bound=Made)
 
 Make = Callable[[Session, bytes, int, int, Config, float], C]
 """The class of communicators, as it is called: session, group, rank, size, settings, seconds."""
@@ -25,15 +29,57 @@ def init(make: Make[C], size: int, rank: int, unique_id: UniqueId | str | bytes,
     """See `Communicator.init`."""
     if size < 1 or not 0 <= rank < size:
         raise ArgumentError(f"rank and size: wanted 0 <= rank < size, got rank {rank} of size {size}")
-    if isinstance(unique_id, str):
-        unique_id = UniqueId.parse(unique_id)
-    elif isinstance(unique_id, bytes):
-        unique_id = UniqueId.from_bytes(unique_id)
+    unique_id = parse(unique_id)
     config = configuration()
     configure(config)
     if config.objects is None:  # who has the unique id has the job's secret
         config = replace(config, objects=True)
     return enter(make, unique_id, rank, size, config, config.init_timeout if timeout is None else timeout)
+
+
+def join(make: Make[C], unique_id: UniqueId | str | bytes, timeout: float | None) -> C:
+    """See `Communicator.join`."""
+    config = configuration()
+    configure(config)
+    if config.objects is None:
+        config = replace(config, objects=True)
+    return come_in(make, parse(unique_id), 0, 1, config, config.init_timeout if timeout is None else timeout)
+
+
+def parse(unique_id: UniqueId | str | bytes) -> UniqueId:
+    """That of a job, in any of its forms."""
+    if isinstance(unique_id, str):
+        return UniqueId.parse(unique_id)
+    return UniqueId.from_bytes(unique_id) if isinstance(unique_id, bytes) else unique_id
+
+
+def come_in(make: Make[C], unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> C:
+    """The communicator that takes this process in; `rank` and `size` are what the launcher started it as."""
+    deadline = time.monotonic() + timeout
+    lifetime.await_drops()  # this process may have been in the same job until then
+    while True:
+        with coming_together():
+            session = Session(unique_id, rank, size, max(deadline - time.monotonic(), 0.1), joins=True)
+        try:
+            place = decisions.come(session.control, max(deadline - time.monotonic(), 0.0))
+            try:
+                with coming_together():
+                    return _take(make, session, place, config, deadline)
+            except PeerLostError:  # another newcomer, say: the others try again, and so does this one
+                session.control.close()
+                if time.monotonic() >= deadline:
+                    raise
+        except BaseException:
+            session.control.close()
+            raise
+
+
+def _take(make: Make[C], session: Session, place: decisions.Place, config: Config, deadline: float) -> C:
+    """This process's communicator at a place, once all that are to have it have it."""
+    epoch, compress = json.loads(place.told)
+    config = replace(config, compress=parse_format(compress), islands=None)
+    comm = make(session, place.group, place.rank, place.size, config, deadline - time.monotonic())
+    return confirm(comm, session, place.group, epoch, deadline)
 
 
 def enter(make: Make[C], unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> C:

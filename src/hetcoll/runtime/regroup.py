@@ -1,9 +1,10 @@
-"""Communicators that come from another one: parts of it, and what is left of it."""
+"""Communicators that come from another one: parts of it, what is left of it, and with newcomers."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -16,26 +17,33 @@ from .. import calls
 from ..calls import check_int
 from ..config.env import Config
 from ..config.variables import parse_format
-from ..errors import InitError, PeerLostError, spell_ranks
+from ..errors import ArgumentError, InitError, PeerLostError, spell_ranks
 from ..health.diagnosis import Kind
 from ..plan.topology import restrict
+from ..rendezvous import decisions
+from ..rendezvous.session import Session
 from ..types import Format
 from .core import Core
 
 _ROUNDS = 4  # times the timeout of `shrink`: after so long it tries no more
 
 
-class _Closable(Protocol):
+class Made(Protocol):
+    """A communicator."""
+
+    _core: Core
+
     def close(self) -> None: ...
 
 
-C = TypeVar("C", bound=_Closable, covariant=True)
+C = TypeVar("C", bound=Made)
+D = TypeVar("D", bound=Made, covariant=True)
 
 
-class Make(Protocol[C]):
+class Make(Protocol[D]):
     """Makes the communicator of a name and of these ranks of another one, within so many seconds."""
 
-    def __call__(self, name: bytes, members: list[int], timeout: float, form: Format | None = None) -> C: ...
+    def __call__(self, name: bytes, members: list[int], timeout: float, form: Format | None = None) -> D: ...
 
 
 def split(core: Core, color: int | None, key: int, compress: str | None, make: Make[C]) -> C | None:
@@ -47,7 +55,9 @@ def split(core: Core, color: int | None, key: int, compress: str | None, make: M
     if color is None:
         return None
     try:
-        return make(name_of(core.group, f"split {core.splits} {color}"), members, core.config.init_timeout, form)
+        part = make(name_of(core.group, f"split {core.splits} {color}"), members, core.config.init_timeout, form)
+        part._core.epoch = core.epoch
+        return part
     except (PeerLostError, InitError) as error:
         if core.engine.failed:  # where a rank is gone, that is what this communicator failed with
             raise core.diagnosis.error() from error
@@ -82,26 +92,65 @@ def shrink(core: Core, timeout: float | None, make: Make[C]) -> C:
     core.engine.fail(Kind.ABORTED, core.rank, "shrink() replaced this communicator")
     start, attempts, patience = time.monotonic(), core.size, seconds
     while True:
-        number, ranks = core.session.control.shrink(core.group, patience)
+        number, ranks = decisions.shrink(core.session.control, core.group, patience)
         patience = seconds / 2  # not what is left: a rank that is stopped by now must not use up the others' time
         try:
-            return _follow(core, number, ranks, time.monotonic() + patience, make)
+            name = name_of(core.group, f"shrink {number}")
+            return _follow(core, name, ranks, time.monotonic() + patience, make)
         except (PeerLostError, InitError):  # one more is gone or stopped: all of them notice, and try again
             attempts -= 1
             if attempts == 0 or time.monotonic() >= start + _ROUNDS * seconds:
                 raise
 
 
-def _follow(core: Core, number: int, ranks: list[int], deadline: float, make: Make[C]) -> C:
-    """The communicator that follows the roll call `number`, or an error on every rank that is alive."""
-    name = name_of(core.group, f"shrink {number}")
+def agree(core: Core, flag: int, timeout: float | None) -> int:
+    """See `Communicator.agree`."""
+    if core.host.closed or core.engine.forked:
+        core.host.check_usable()
+    if not -(1 << 63) <= (flag := check_int(flag, "flag")) < 1 << 63:
+        raise ArgumentError(f"flag: wanted 64 bits, got {flag}")
+    core.agreements += 1
+    return decisions.agree(core.session.control, core.group, core.agreements, flag, core.seconds(timeout))
+
+
+def grow(core: Core, newcomers: int, timeout: float | None, make: Make[C]) -> C:
+    """See `Communicator.grow`."""
+    core.host.check_usable()
+    if (count := check_int(newcomers, "newcomers")) < 1:
+        raise ArgumentError(f"newcomers: wanted 1 or more, got {newcomers}")
+    if core.config.islands is not None:
+        raise ArgumentError("grow(): wanted islands that the library finds, got islands by rank: newcomers have none")
+    seconds = core.config.init_timeout if timeout is None else core.seconds(timeout)
+    deadline = time.monotonic() + seconds
+    told = json.dumps([core.epoch + 1, core.config.compress.label]).encode()
+    while True:
+        core.growths += 1
+        left = max(deadline - time.monotonic(), 0.0)
+        place = decisions.grow(core.session.control, core.group, core.growths, count, told, left)
+        try:
+            return _follow(core, place.group, list(range(place.size)), deadline, make)
+        except PeerLostError as error:
+            if core.engine.failed:  # a rank of this one is gone, too
+                raise core.diagnosis.error() from error
+            if time.monotonic() >= deadline:
+                raise  # else: it was a newcomer, and another one may come
+
+
+def _follow(core: Core, name: bytes, ranks: list[int], deadline: float, make: Make[C]) -> C:
+    """The communicator of the next epoch, or an error on every rank that is alive."""
     comm = make(name, ranks, deadline - time.monotonic())
+    with in_ranks_of_parent(ranks):
+        return confirm(comm, core.session, name, core.epoch + 1, deadline)
+
+
+def confirm(comm: C, session: Session, name: bytes, epoch: int, deadline: float) -> C:
+    """`comm`, which is called `name`, once all of its ranks have it; else it is closed."""
     try:
-        with in_ranks_of_parent(ranks):
-            core.session.control.exchange(name, b"shrink", b"", max(deadline - time.monotonic(), 0.1))
+        session.control.exchange(name, b"epoch", b"", max(deadline - time.monotonic(), 0.1))
     except BaseException:
         comm.close()
         raise
+    comm._core.epoch = epoch
     return comm
 
 

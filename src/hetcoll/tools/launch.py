@@ -31,6 +31,7 @@ class Options:
     grace: float = 5.0
     bind: bool = True
     keep_going: bool = False
+    respawns: int = 0
     restarts: int = 0
 
 
@@ -61,6 +62,7 @@ def run(
     grace: float = 5.0,
     bind: bool = True,
     keep_going: bool = False,
+    respawns: int = 0,
     restarts: int = 0,
     until_stdin_ends: bool = False,
     stdout: BinaryIO | None = None,
@@ -89,6 +91,10 @@ def run(
     With `keep_going` a rank that fails is told of at once and does not end the others, so that they can go on by
     `Communicator.shrink`. The job's code is then rank 0's: the job's store is in its process, without which nobody can.
 
+    So it is with `respawns`. A rank other than 0 that fails is then started again, up to so many times in all, with
+    HETCOLL_JOIN=1: `hetcoll.init` makes it a newcomer, which the others take in by `Communicator.grow`. With several
+    nodes each counts its own.
+
     A job that failed is started anew up to `restarts` times, all of its ranks, with another port and secret of ours.
     Not one that a signal to us ended, or whose command could not be started.
     """
@@ -105,7 +111,7 @@ def run(
         common = _common(name, dict(env or {}), node or Node(0, (nproc,), ("127.0.0.1", _free_port())), node is None)
         return [_rank(words, common, number, node, prefix, cores if bound else []) for number in range(nproc)]
 
-    options = Options(prefix, grace, bind, keep_going, restarts)
+    options = Options(prefix, grace, bind, keep_going, respawns, restarts)
     return _attempts(commands, options, stdout, stderr, until_stdin_ends=until_stdin_ends)
 
 
@@ -155,7 +161,7 @@ def run_hosts(
             made.append(Command(words, ours, f"host {host}", stdin=line, decides=index == 0))
         return made
 
-    return _attempts(commands, replace(options, grace=options.grace + _AGENT_GRACE), None, None)
+    return _attempts(commands, replace(options, grace=options.grace + _AGENT_GRACE), None, None, on_hosts=True)
 
 
 def serve(line: bytes) -> int:
@@ -186,16 +192,25 @@ def _attempts(
     stderr: BinaryIO | None,
     *,
     until_stdin_ends: bool = False,
+    on_hosts: bool = False,
 ) -> int:
-    """Run the `commands` of a new name, as often as `options` allow."""
-    if options.restarts < 0:
-        raise ArgumentError(f"restarts: wanted 0 or more, got {options.restarts}")
+    """Run the `commands` of a new name, as often as `options` allow. `on_hosts`: they are launchers."""
+    for name, number in (("restarts", options.restarts), ("respawns", options.respawns)):
+        if number < 0:
+            raise ArgumentError(f"{name}: wanted 0 or more, got {number}")
     printer = Printer(stdout or sys.stdout.buffer, stderr or sys.stderr.buffer)
     for left in range(options.restarts, -1, -1):
         name = secrets.token_hex(8)
-        grace, keep_going = options.grace, options.keep_going
-        made = commands(name)
-        with Job(made, name, printer, grace=grace, keep_going=keep_going, until_stdin_ends=until_stdin_ends) as job:
+        job = Job(
+            commands(name),
+            name,
+            printer,
+            grace=options.grace,
+            keep_going=options.keep_going or options.respawns > 0,
+            respawns=0 if on_hosts else options.respawns,
+            until_stdin_ends=until_stdin_ends,
+        )
+        with job:
             code = job.run()
         if code == 0 or not left or not job.may_start_again:
             break
@@ -212,7 +227,7 @@ def _common(name: str, env: dict[str, str], node: Node, whole: bool) -> dict[str
     common.setdefault("PYTHONUNBUFFERED", "1")
     if whole:
         common = _named(common, name)
-    common["HETCOLL_RUN"] = name
+    common["HETCOLL_RUN"], common["HETCOLL_JOIN"] = name, "0"
     common["WORLD_SIZE"], common["LOCAL_WORLD_SIZE"] = str(sum(node.counts)), str(node.counts[node.index])
     common["MASTER_ADDR"], common["MASTER_PORT"] = node.master[0], str(node.master[1])
     return common

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import BinaryIO
 
@@ -87,7 +87,9 @@ class Job:
     """Processes while they run. They stay zombies until the end, so that their process groups' numbers stay theirs.
 
     `name` is the value of HETCOLL_RUN in the environment of all `commands`: what they start and leave running is found
-    by it. With `until_stdin_ends` the end of our own stdin ends the job, as SIGTERM does.
+    by it. With `keep_going` a process that fails does not end the others. With `respawns` it is started again, up to so
+    many times in all, as a newcomer to its job, unless it decides. With `until_stdin_ends` the end of our own stdin
+    ends the job, as SIGTERM does.
     """
 
     def __init__(
@@ -98,10 +100,11 @@ class Job:
         *,
         grace: float,
         keep_going: bool,
+        respawns: int = 0,
         until_stdin_ends: bool = False,
     ) -> None:
         self._commands, self._name, self._printer = commands, name, printer
-        self._grace, self._keep_going = grace, keep_going
+        self._grace, self._keep_going, self._respawns = grace, keep_going, respawns
         self._until_stdin_ends = until_stdin_ends
         self._processes: list[_Process] = []
         self._streams: dict[int, _Stream] = {}  # by the descriptor of their pipe, while that is open
@@ -276,9 +279,13 @@ class Job:
         if one.code == 0 or self._stopped_by:
             return
         if self._keep_going:
-            text = f"hetcoll run: {one.command.name} {_spell_code(one.code)}; the others go on\n"
-            self._printer.say(2, text.encode())
+            again = self._respawns > 0 and not one.command.decides
+            then = f"starting it again, {self._respawns - 1} respawns left" if again else "the others go on"
+            self._printer.say(2, f"hetcoll run: {one.command.name} {_spell_code(one.code)}; {then}\n".encode())
             self._failed = one if one.command.decides else self._failed
+            if again:
+                self._respawns -= 1
+                self._start(replace(one.command, env={**one.command.env, "HETCOLL_JOIN": "1"}))
         elif self._failed is None:
             self._failed = one
             self._terminate()

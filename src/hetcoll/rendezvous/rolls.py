@@ -1,0 +1,227 @@
+"""What ranks decide together though some of them may die: who goes on, what a flag is, who is taken in.
+
+All who wait for a decision get the same answer in one turn of the store, and who comes too late to one that failed gets
+that, too. Ranks that the others went on without are of an earlier epoch: what they ask of their group is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import spell_gone, spell_ranks
+from .group import Group, Roll
+from .keys import Member, RefusedError
+from .wire import I64, U32, Op, Status, pack
+
+log = logging.getLogger("hetcoll.rolls")
+
+NAME_BYTES = 16
+MAX_NEWCOMERS = 1 << 16
+
+
+@dataclass(slots=True)
+class _Newcomer:
+    """A process that waits to be taken in."""
+
+    member: Member
+    request: int
+
+
+class Rolls:
+    """All decisions of a store. `find` gives a member's group and rank, `create` makes a group of a name and size,
+    `after` calls a function once so many seconds (a packed double) are over."""
+
+    def __init__(
+        self,
+        find: Callable[[Member, bytes], tuple[Group, int]],
+        create: Callable[[bytes, int], Group],
+        after: Callable[[bytes, Callable[[], None]], None],
+    ) -> None:
+        self._find, self._create, self._after = find, create, after
+        self._lobby: list[_Newcomer] = []  # in the order in which they came
+        self._growing: list[tuple[Group, bytes, Roll]] = []  # groups that wait, in that order
+        self.refused = 0
+        """Requests of ranks that the others went on without."""
+
+    def find_current(self, member: Member, name: bytes) -> tuple[Group, int]:
+        """As `find`; RefusedError for a rank that the others went on without."""
+        group, rank = self._find(member, name)
+        if rank in group.late:
+            self.refused += 1
+            raise RefusedError(f"rank {rank} did not come to shrink() in time: the others went on without it")
+        return group, rank
+
+    def drop(self, member: Member) -> None:
+        """`member` is gone, and is not taken in."""
+        self._lobby = [each for each in self._lobby if each.member is not member]
+
+    def part(self, group: Group, rank: int, member: Member) -> None:
+        """`rank` is no longer of `group`, which `group.gone` says already."""
+        rolls = [group.agreements, group.growths]
+        waiting = [group.roll.pop(rank, None), *(r.waiting.pop(rank, None) for each in rolls for r in each.values())]
+        for _, request in filter(None, waiting):
+            text = f"rank {rank} left the group while it waited for the others"
+            member.send(Op.REPLY, text.encode(), request, Status.REFUSED)
+        self._close_roll(group)
+        for number in list(group.agreements):
+            self._close_agreement(group, number)
+        group.reserved.pop(rank, None)
+        for roll in group.growths.values():
+            if roll.failed is None:
+                self._fail_growth(group, roll, *_gone(group, rank))
+
+    # Who goes on after a failure.
+
+    def shrink(self, member: Member, request: int, name: bytes, seconds8: bytes) -> None:
+        group, rank = self.find_current(member, name)
+        if rank in group.roll:
+            raise RefusedError(f"rank {rank} calls shrink() twice at a time")
+        turn = group.rolls
+        self._after(seconds8, lambda: self._close_roll(group, now=group.rolls == turn))
+        group.roll[rank] = (member, request)
+        self._close_roll(group)
+
+    def _close_roll(self, group: Group, *, now: bool = False) -> None:
+        """Tell those who came to a roll call who they are, once all have come that can, or `now`. Who did not come
+        hears that it was left behind: whatever it waits for does not come any more."""
+        if not group.roll:  # most often, and there may be many ranks
+            return
+        missing = group.members.keys() - group.roll.keys() - group.late
+        if missing and not now:
+            return
+        group.late |= missing
+        group.rolls += 1
+        body = pack(map(U32.pack, (group.rolls, *sorted(group.roll))))
+        for member, request in group.roll.values():
+            member.send(Op.REPLY, body, request)
+        group.roll.clear()
+        for rank in sorted(missing):
+            text = "it did not come to shrink() in time, and the others went on without it"
+            group.members[rank].send(Op.LOST, pack([group.name, U32.pack(rank), text.encode()]))
+
+    # What a flag is.
+
+    def agree(self, member: Member, request: int, name: bytes, number4: bytes, flag8: bytes, seconds8: bytes) -> None:
+        group, rank = self.find_current(member, name)
+        (number,), _ = U32.unpack(number4), I64.unpack(flag8)
+        roll = self._enter(group.agreements, number, rank, member, request, flag8)
+        if roll is not None:
+            self._after(seconds8, lambda: self._expire_agreement(group, number, roll))
+            self._close_agreement(group, number)
+
+    def _close_agreement(self, group: Group, number: int) -> None:
+        """The bits that all have who said something, once nobody is awaited that could."""
+        roll = group.agreements[number]
+        if roll.failed is None and not group.members.keys() - group.late - roll.said.keys():
+            flag = -1
+            for (said,) in map(I64.unpack, roll.said.values()):
+                flag &= said
+            del group.agreements[number]
+            roll.answer(pack([I64.pack(flag)]), Status.OK)
+
+    def _expire_agreement(self, group: Group, number: int, roll: Roll) -> None:
+        if group.agreements.get(number) is roll and roll.failed is None:
+            late = group.members.keys() - group.late - roll.said.keys()
+            roll.failed = f"{spell_ranks(late)} never came to agree()".encode(), Status.TIMEOUT
+            roll.answer(*roll.failed)
+
+    # Who is taken in.
+
+    def admit(self, member: Member, request: int, seconds8: bytes) -> None:
+        """A process that is of no group yet wants to be taken into one that grows."""
+        newcomer = _Newcomer(member, request)
+        self._after(seconds8, lambda: self._expire_newcomer(newcomer))
+        self._lobby.append(newcomer)
+        self._close_growths()
+
+    def _expire_newcomer(self, newcomer: _Newcomer) -> None:
+        if newcomer in self._lobby:
+            self._lobby.remove(newcomer)
+            text = "the job did not take this process in: grow() was not called for it"
+            newcomer.member.send(Op.REPLY, text.encode(), newcomer.request, Status.TIMEOUT)
+
+    def grow(
+        self, member: Member, request: int, name: bytes, number4: bytes, count4: bytes, told: bytes, seconds8: bytes
+    ) -> None:
+        """All of a group want so many newcomers; what the lowest rank told, these are told."""
+        group, rank = self.find_current(member, name)
+        (number,), (count,) = U32.unpack(number4), U32.unpack(count4)
+        if not 1 <= count <= MAX_NEWCOMERS:
+            raise RefusedError(f"grow() by {count} ranks: wanted 1 to {MAX_NEWCOMERS}")
+        roll = self._enter(group.growths, number, rank, member, request, count4 + told)
+        if roll is None:
+            return
+        if len(roll.said) == 1:
+            self._growing.append((group, name, roll))
+        counts = {other: U32.unpack(said[:4])[0] for other, said in roll.said.items()}
+        if len(set(counts.values())) > 1:
+            other = next(other for other, wanted in counts.items() if wanted != count)
+            text = f"rank {other} called grow({counts[other]}), rank {rank} grow({count}): wanted the same on all ranks"
+            self._fail_growth(group, roll, text.encode(), Status.REFUSED)
+        elif group.gone:
+            self._fail_growth(group, roll, *_gone(group, next(iter(group.gone))))
+        else:
+            self._after(seconds8, lambda: self._expire_growth(group, roll, count))
+            self._close_growths()
+
+    def _close_growths(self) -> None:
+        for group, name, roll in list(self._growing):
+            count = U32.unpack(next(iter(roll.said.values()))[:4])[0]
+            if len(roll.said) == group.size and len(self._lobby) >= count:
+                self._growing.remove((group, name, roll))
+                self._take_in(group, roll, count)
+
+    def _take_in(self, group: Group, roll: Roll, count: int) -> None:
+        """The members keep their ranks, the newcomers have those that follow. All are of the new group from now on, so
+        that who dies before it has said a word there is missed by the others."""
+        taken, self._lobby = self._lobby[:count], self._lobby[count:]
+        name, told = os.urandom(NAME_BYTES), roll.said[0][4:]
+        size = group.size + count
+        try:
+            made = self._create(name, size)
+        except RefusedError as error:
+            self._lobby = taken + self._lobby
+            self._fail_growth(group, roll, str(error).encode(), Status.REFUSED)
+            return
+        group.growths = {number: each for number, each in group.growths.items() if each is not roll}
+        waiting = sorted(roll.waiting.items())
+        roll.waiting.clear()
+        places = [*waiting, *((group.size + i, (each.member, each.request)) for i, each in enumerate(taken))]
+        for rank, (member, request) in places:
+            made.members[rank] = made.reserved[rank] = member
+            member.ranks[name] = rank
+            member.send(Op.REPLY, pack([name, U32.pack(rank), U32.pack(size), told]), request)
+
+    def _expire_growth(self, group: Group, roll: Roll, count: int) -> None:
+        if any(each[2] is roll for each in self._growing):
+            late = group.members.keys() - roll.said.keys()
+            text = f"{spell_ranks(late)} never came to grow()" if late else f"grow({count}) found {len(self._lobby)}"
+            text += "" if late else f" newcomer{'s' if len(self._lobby) != 1 else ''}"
+            self._fail_growth(group, roll, text.encode(), Status.TIMEOUT)
+
+    def _fail_growth(self, group: Group, roll: Roll, body: bytes, status: Status) -> None:
+        self._growing = [each for each in self._growing if each[2] is not roll]
+        roll.failed = body, status
+        roll.answer(body, status)
+
+    def _enter(
+        self, rolls: dict[int, Roll], number: int, rank: int, member: Member, request: int, said: bytes
+    ) -> Roll | None:
+        """The roll in which `rank` waits now; None where it was answered at once."""
+        roll = rolls.setdefault(number, Roll())
+        if rank in roll.said:
+            raise RefusedError(f"rank {rank} said twice what it says in decision {number}")
+        if roll.failed is not None:
+            member.send(Op.REPLY, roll.failed[0], request, roll.failed[1])
+            return None
+        roll.said[rank] = said
+        roll.waiting[rank] = (member, request)
+        return roll
+
+
+def _gone(group: Group, rank: int) -> tuple[bytes, Status]:
+    text = f"{spell_gone(rank, group.gone[rank])}; grow() needs all ranks: the others go on by shrink(), and then grow"
+    return pack([U32.pack(rank), text.encode()]), Status.LOST

@@ -1,0 +1,74 @@
+"""Ranks with GPUs that lose one of them and take another in: the vendors' communicators are made anew."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from gpu_calls import device_of_rank
+from gpu_places import STAND_INS, ranks_on
+from ranks import Job
+
+import hetcoll
+from hetcoll.gpu.array import DeviceArray
+
+LARGE = 1_000_001  # elements: copies through slots
+KINDS: dict[str, list[str | None]] = {
+    "one island": ["cuda", "cuda", "cuda", "cuda"],
+    "both vendors": ["cuda", "hip", "hip", "cuda"],
+    "another vendor's comes": ["cuda", "cuda", "cuda", "hip"],
+    "one GPU beside CPUs": ["cuda", None, None, "cuda"],
+}
+
+
+def check(comm: hetcoll.Communicator, seat: int) -> None:
+    """Sums of few and of many elements, in the memory that this process uses."""
+    for count in (7, LARGE):
+        want = comm.size * (comm.size + 1) / 2
+        mine = np.full(count, comm.rank + 1, np.float32)
+        if os.environ["HETCOLL_DEVICE"] == "cpu":
+            comm.allreduce(mine)
+        else:
+            array = DeviceArray.of(device_of_rank(seat), mine)
+            comm.allreduce(array.buffer()).wait(60)
+            mine = array.get()
+        assert (mine == want).all()
+
+
+def regain(job: Job) -> tuple[int, int]:
+    """Ranks 0 to 2 begin, rank 1 is killed, the fourth process comes."""
+    if job.rank == 3:
+        comm = hetcoll.Communicator.join(job.unique_id, timeout=60)
+    else:
+        whole = hetcoll.Communicator.init(3, job.rank, job.unique_id, timeout=60)
+        check(whole, job.rank)
+        whole.barrier()
+        if job.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(hetcoll.CommunicationError):
+            check(whole, job.rank)
+        rest = whole.shrink()
+        whole.close()
+        check(rest, job.rank)
+        comm = rest.grow(timeout=60)
+        rest.close()
+    check(comm, job.rank)
+    comm.barrier()
+    return comm.rank, comm.size
+
+
+@pytest.mark.fakes
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_a_rank_with_a_gpu_is_replaced(kinds: list[str | None]) -> None:
+    ranks = ranks_on(STAND_INS, kinds, {"HETCOLL_DEVICE": tuple(kind or "cpu" for kind in kinds)}, join=False)
+    try:
+        ranks.start(regain)
+        outcomes = ranks.finish(90, only=[0, 2, 3])
+        ranks.kill(1)
+        assert not [outcome.problem() for outcome in outcomes if outcome.problem()]
+        assert [outcome.value for outcome in outcomes] == [(0, 3), (1, 3), (2, 3)]
+        ranks.close()
+    finally:
+        ranks.kill_all()

@@ -1,0 +1,371 @@
+"""Taking ranks in: after a death, by several at a time, by who dies or is wrong, and in vain; and what is agreed on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import Job, Ranks, elapsed, wait_until
+
+import hetcoll
+from hetcoll import communicator
+from hetcoll.rendezvous.unique_id import UniqueId
+from hetcoll.rendezvous.wire import Op
+
+Launch = Callable[..., Ranks]
+TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])
+
+
+def works(comm: hetcoll.Communicator) -> None:
+    """Calls of several kinds, large and small, give the right results, and so do messages and a part."""
+    size, rank = comm.size, comm.rank
+    for count in (1, 100_000):
+        x = np.full(count, rank + 1.0)
+        comm.allreduce(x)
+        assert (x == size * (size + 1) / 2).all()
+    everyone = np.empty(size)
+    comm.allgather(np.array([float(rank)]), everyone)
+    assert everyone.tolist() == list(range(size))
+    with comm.group():
+        comm.send(np.array([rank]), (rank + 1) % size)
+        comm.recv(got := np.empty(1, np.int64), (rank - 1) % size)
+    assert got[0] == (rank - 1) % size
+    part = comm.split(rank % 2)
+    assert part is not None
+    assert part.epoch == comm.epoch
+    part.barrier()
+    part.close()
+
+
+def work(comm: hetcoll.Communicator) -> None:
+    while True:
+        comm.allreduce(np.ones(4))
+
+
+def lose(comm: hetcoll.Communicator, victim: int) -> None:
+    """Wait in a call until rank `victim` is killed."""
+    if comm.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(hetcoll.PeerLostError) as caught:
+        work(comm)
+    assert caught.value.rank == victim
+
+
+def found(ranks: Ranks, *victims: int, seconds: float = 30) -> dict[int, Any]:
+    """What the function gave on each rank but the victims, which have died."""
+    outcomes = ranks.finish(seconds, only=[rank for rank in range(ranks.size) if rank not in victims])
+    assert not [outcome.problem() for outcome in outcomes if outcome.problem()]
+    for victim in victims:
+        ranks.kill(victim)
+    return {outcome.rank: outcome.value for outcome in outcomes}
+
+
+# Ranks 0 to `first` - 1 begin the job; the others are processes that come later.
+
+
+def lose_and_regain(job: Job, first: int, victim: int, newcomers: int) -> tuple[int, int, int, str]:
+    if job.rank >= first:
+        comm = hetcoll.Communicator.join(job.unique_id, timeout=20)
+    else:
+        whole = hetcoll.Communicator.init(first, job.rank, job.unique_id, timeout=20)
+        works(whole)
+        lose(whole, victim)
+        rest = whole.shrink()
+        comm = rest.grow(newcomers, timeout=20)
+        works(rest)  # it stays as it is
+        rest.close()
+        whole.close()
+    works(comm)
+    comm.barrier()
+    return comm.rank, comm.size, comm.epoch, str(comm.topology.hosts)
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("newcomers", [1, 2])
+def test_a_rank_that_died_is_replaced(launch: Launch, newcomers: int, transport: str) -> None:
+    ranks = launch(3 + newcomers, join=False, HETCOLL_TRANSPORT=transport)
+    ranks.start(lose_and_regain, 3, 1, newcomers)
+    values = found(ranks, 1)
+    size = 2 + newcomers
+    assert sorted(value[0] for value in values.values()) == list(range(size))
+    assert (values[0][0], values[2][0]) == (0, 1), "those that stay keep their order"
+    assert {value[1:] for value in values.values()} == {(size, 2, str((tuple(range(size)),)))}
+
+
+def grow_a_part(job: Job) -> tuple[int, int, float]:
+    """Ranks 1 and 2 of three take rank 3 in; the whole communicator goes on."""
+    if job.rank == 3:
+        comm = hetcoll.Communicator.join(job.unique_id, timeout=20)
+        works(comm)
+        return comm.rank, comm.size, 0.0
+    whole = hetcoll.Communicator.init(3, job.rank, job.unique_id, timeout=20)
+    part = whole.split(int(job.rank > 0))
+    assert part is not None
+    if job.rank:
+        part = part.grow(timeout=20)
+    works(part)
+    x = np.ones(1)
+    whole.allreduce(x)
+    whole.barrier()
+    return part.rank, part.size, float(x[0])
+
+
+def test_a_part_grows(launch: Launch) -> None:
+    assert launch(4, join=False).run(grow_a_part) == [(0, 1, 3.0), (0, 3, 3.0), (1, 3, 3.0), (2, 3, 0.0)]
+
+
+def die(*args: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def one_dies_joining(job: Job, moment: str) -> tuple[int, int, float]:
+    """Rank 2 is the first newcomer, and dies at a certain step; rank 3 is taken in its place."""
+    if job.rank == 2:
+        if moment == "at once":
+            communicator.Core = die  # type: ignore[misc,assignment]
+        else:
+            from hetcoll.rendezvous.control import ControlClient
+
+            exchange = ControlClient.exchange_columns
+
+            def tell(self: Any, group: bytes, tag: bytes, *rest: Any) -> Any:
+                return die() if tag == moment.encode() else exchange(self, group, tag, *rest)
+
+            ControlClient.exchange_columns = tell  # type: ignore[method-assign]
+        hetcoll.Communicator.join(job.unique_id, timeout=20)
+    if job.rank == 3:
+        time.sleep(0.5)
+        comm = hetcoll.Communicator.join(job.unique_id, timeout=20)
+        works(comm)
+        return comm.rank, comm.size, 0.0
+    whole = hetcoll.Communicator.init(2, job.rank, job.unique_id, timeout=20)
+    with elapsed() as took:
+        comm = whole.grow(timeout=20)
+    works(comm)
+    works(whole)
+    return comm.rank, comm.size, took[0]
+
+
+@pytest.mark.parametrize("moment", ["at once", "introduce", "epoch"])
+def test_a_newcomer_dies_while_it_joins(launch: Launch, moment: str) -> None:
+    ranks = launch(4, join=False)
+    ranks.start(one_dies_joining, moment)
+    values = found(ranks, 2)
+    assert [value[:2] for value in values.values()] == [(0, 3), (1, 3), (2, 3)]
+    assert max(value[2] for value in values.values()) < 10
+
+
+def one_dies_of_two(job: Job) -> list[str]:
+    """Rank 1 dies while the others wait for a newcomer."""
+    comm = hetcoll.Communicator.init(3, job.rank, job.unique_id, timeout=20)
+    if job.rank == 1:
+        wait_until(lambda: len(comm.session.control._groups) == 1)
+        time.sleep(0.3)
+        die()
+    said = []
+    with elapsed() as took, pytest.raises(hetcoll.PeerLostError) as caught:
+        comm.grow(timeout=20)
+    assert took[0] < 5
+    assert caught.value.rank == 1
+    said.append(str(caught.value))
+    with pytest.raises(hetcoll.PeerLostError):
+        comm.grow(timeout=20)
+    works(comm.shrink())
+    return said
+
+
+def test_a_rank_dies_while_the_others_grow(launch: Launch) -> None:
+    ranks = launch(3, join=False)
+    ranks.start(one_dies_of_two)
+    for (text,) in found(ranks, 1).values():
+        assert text.startswith("rank 1 was lost: its process died")
+
+
+def grow_in_vain(comm: hetcoll.Communicator) -> list[str]:
+    said = []
+
+    def refused(count: int = 1, timeout: float = 0.5) -> None:
+        with pytest.raises(hetcoll.InitError) as caught:
+            comm.grow(count, timeout=timeout)
+        said.append(str(caught.value))
+
+    refused()
+    if comm.rank != 2:
+        refused()
+    comm.barrier()
+    if comm.rank == 2:
+        refused()  # too late, with the same answer
+    refused(1 if comm.rank == 1 else 2, 10)
+    with pytest.raises(hetcoll.ArgumentError, match="newcomers: wanted 1 or more, got 0"):
+        comm.grow(0)
+    with pytest.raises(hetcoll.ArgumentError, match="timeout: wanted seconds above 0"):
+        comm.grow(timeout=-1)
+    works(comm)
+    return said
+
+
+def test_nobody_comes(launch: Launch) -> None:
+    for first, second, third in launch(3).run(grow_in_vain):
+        assert first.startswith("grow(1) found 0 newcomers within ")
+        assert second.startswith("rank 2 never came to grow() within ")
+        assert "wanted the same on all ranks" in third
+
+
+def come_wrongly(job: Job, how: str) -> str:
+    """Rank 2 comes with a wrong secret or setting; then as it should."""
+    if job.rank < 2:
+        comm = hetcoll.Communicator.init(2, job.rank, job.unique_id, timeout=20)
+        said = ""
+        if how == "setting":
+            with pytest.raises(hetcoll.InitError) as caught:
+                comm.grow(timeout=20)
+            said = str(caught.value)
+        else:
+            with pytest.raises(hetcoll.InitError, match=r"grow\(1\) found 0 newcomers"):
+                comm.grow(timeout=1.0)
+        works(comm)
+        return said
+    unique_id = job.unique_id
+    if how == "secret":
+        unique_id = UniqueId(unique_id.addresses, unique_id.job_id, bytes(32))
+    with pytest.raises(hetcoll.InitError) as refused:
+        hetcoll.Communicator.join(unique_id, timeout=5)
+    assert isinstance(refused.value, hetcoll.AuthenticationError) == (how == "secret")
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("how", ["secret", "setting"])
+def test_a_newcomer_is_held_to_the_same(launch: Launch, how: str) -> None:
+    check = {"HETCOLL_INTEGRITY": ("off", "off", "all")} if how == "setting" else {}
+    said = launch(3, join=False, **check).run(come_wrongly, how)
+    if how == "setting":
+        assert set(said) == {"HETCOLL_INTEGRITY is 'off' on rank 0 and 'all' on rank 2"}
+    else:
+        assert "secret" in said[2]
+
+
+def join_in_vain(job: Job) -> str:
+    if job.rank == 0:
+        comm = hetcoll.Communicator.init(1, 0, job.unique_id, timeout=20)
+        comm.barrier()
+        return ""
+    with elapsed() as took, pytest.raises(hetcoll.InitError) as caught:
+        hetcoll.Communicator.join(job.unique_id, timeout=0.5)
+    assert took[0] < 5
+    return str(caught.value)
+
+
+def test_nobody_takes_it_in(launch: Launch) -> None:
+    said = launch(2, join=False).run(join_in_vain)[1]
+    assert said.startswith("the job did not take this process in: grow() was not called for it within ")
+
+
+def left_behind(job: Job, silent: int, done: Path) -> tuple[int, int, list[str], int]:
+    """Rank 2 is stopped; the others shrink without it. When it runs again it is told so, and comes as a newcomer."""
+    comm = hetcoll.Communicator.init(3, job.rank, job.unique_id, timeout=20)
+    comm.allreduce(x := np.ones(50_000))
+    comm.barrier()
+    said = []
+    if job.rank == silent:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with elapsed() as took, pytest.raises(hetcoll.PeerLostError) as caught:
+            comm.allreduce(x)
+        assert took[0] < 5
+        assert caught.value.rank == silent
+        said.append(str(caught.value))
+        control, group = comm.session.control, comm._group
+        for call in (
+            comm.shrink,
+            lambda: comm.agree(1),
+            lambda: control.exchange(group, b"something", b"", 5),
+            lambda: control.post_verdict(group, b"failed", b"[]"),
+            lambda: control.decide(Op.GROW, (group, bytes(4), b"\1\0\0\0", b""), 5),
+        ):
+            with pytest.raises(hetcoll.InitError) as refused:
+                call()
+            said.append(str(refused.value))
+        comm.close()
+        comm = hetcoll.Communicator.join(job.unique_id, timeout=20)
+    else:
+        comm = comm.shrink(timeout=1.0)
+        works(comm)
+        done.touch()
+        comm = comm.grow(timeout=20)
+    works(comm)
+    comm.barrier()
+    return comm.rank, comm.size, said, comm.counters().get("stale_refused", -1)
+
+
+@TRANSPORTS
+def test_who_was_left_behind_is_refused_and_may_come_again(launch: Launch, transport: str, tmp_path: Path) -> None:
+    ranks = launch(3, join=False, HETCOLL_TRANSPORT=transport)
+    ranks.start(left_behind, 2, tmp_path / "done")
+    wait_until((tmp_path / "done").exists, 20)
+    ranks.signal(2, signal.SIGCONT)
+    values = found(ranks)
+    assert [value[:2] for value in values.values()] == [(0, 3), (1, 3), (2, 3)]
+    first, *rest = values[2][2]
+    assert "rank 2 was lost: it did not come to shrink() in time, and the others went on without it" in first
+    assert set(rest) == {"rank 2 did not come to shrink() in time: the others went on without it"}
+    assert values[0][3] >= len(rest)
+    assert values[1][3] == -1
+
+
+# Agreement.
+
+
+def agree(comm: hetcoll.Communicator) -> list[int]:
+    flags = [comm.agree(7 - comm.rank), comm.agree(-1), comm.agree(comm.rank != 1), comm.agree(1 << 62)]
+    with pytest.raises(hetcoll.ArgumentError, match="flag: wanted 64 bits"):
+        comm.agree(1 << 63)
+    return flags
+
+
+def test_all_agree(launch: Launch) -> None:
+    assert launch(3).run(agree) == [[7 & 6 & 5, -1, 0, 1 << 62]] * 3
+
+
+def agree_though_one_dies(comm: hetcoll.Communicator) -> list[int]:
+    """Rank 2 dies before, in and after an agreement, as it happens; the others always agree."""
+    flags = []
+    if comm.rank == 2:
+        threading.Timer(0.3, die).start()
+    try:
+        while True:
+            flags.append(comm.agree(3 if comm.rank else 5))
+            comm.allreduce(np.ones(4))
+    except hetcoll.PeerLostError:
+        pass
+    assert len(flags) > 1
+    return [comm.agree(comm.rank + 2), *set(flags)]
+
+
+def test_survivors_agree(launch: Launch) -> None:
+    ranks = launch(4)
+    ranks.start(agree_though_one_dies)
+    values = found(ranks, 2)
+    assert list(values.values()) == [[2 & 3 & 5, 3 & 5]] * 3
+
+
+def disagree(comm: hetcoll.Communicator) -> str:
+    """Rank 1 comes too late, and is told the same."""
+    if comm.rank == 1:
+        comm.recv(np.empty(1), 0)
+    with pytest.raises(hetcoll.InitError) as caught:
+        comm.agree(1, timeout=0.3)
+    if comm.rank == 0:
+        comm.send(np.ones(1), 1)
+    comm.barrier()
+    assert comm.agree(6) == 6
+    return str(caught.value)
+
+
+def test_who_does_not_come_to_agree_is_named(launch: Launch) -> None:
+    assert set(launch(3).run(disagree)) == {"rank 1 never came to agree() within 0.3 s"}
