@@ -6,7 +6,7 @@ import struct
 from collections import Counter
 from typing import Any
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -135,18 +135,6 @@ class Store(RuleBasedStateMachine):
     def admit(self, who: int, wait: float) -> None:
         self.ask(who, Op.ADMIT, F64.pack(wait))
 
-    @precondition(lambda self: any(set(member.ranks) - {b"world", b"sub"} for member in self.members))
-    @rule(drop=st.booleans())
-    def enter_what_has_grown(self, drop: bool) -> None:
-        """One of those that were taken in, or took in, joins the new group, or leaves it."""
-        who, member = next((i, m) for i, m in enumerate(self.members) if set(m.ranks) - {b"world", b"sub"})
-        name = next(name for name in member.ranks if name not in (b"world", b"sub"))
-        size = self.groups._groups[name].size
-        if drop:
-            self.ask(who, Op.LEAVE, name)
-        else:
-            self.ask(who, Op.JOIN, name, U32.pack(member.ranks[name]), U32.pack(size), b"\0", F64.pack(1.0))
-
     @precondition(lambda self: self.members)
     @rule(who=st.integers(0, 5), wait=seconds, key=tags)
     def get(self, who: int, wait: float, key: bytes) -> None:
@@ -199,20 +187,12 @@ class Store(RuleBasedStateMachine):
 
     @invariant()
     def all_who_decide_get_the_same(self) -> None:
-        """A flag or an error for all; where a group has grown, one name, and each rank once."""
-        told: dict[tuple[int, str, int], Any] = {}
-        places: set[tuple[bytes, bytes]] = set()
+        told: dict[tuple[int, str, int], tuple[Status, bytes]] = {}
         for member in self.members:
             for op, body, request, status in member.sent:
                 if op is not Op.REPLY or request not in self.decisions or status is Status.REFUSED:
                     continue
-                said: Any = (status, body)
-                if status is Status.OK and self.decisions[request][1] == "grow":
-                    name, rank, size, what = unpack(body)
-                    assert (name, rank) not in places
-                    places.add((name, rank))
-                    said = (name, size, what)
-                assert told.setdefault(self.decisions[request], said) == said
+                assert told.setdefault(self.decisions[request], (status, body)) == (status, body)
 
     @invariant()
     def the_same_verdict_for_all(self) -> None:
@@ -280,3 +260,85 @@ def test_goodbyes_of_all_ranks_take_few_messages_and_reach_all_who_stay() -> Non
     for member in staying:
         groups.drop(member, "")
     assert sum(op is Op.LEFT for member in members for op, _, _, _ in member.sent) <= 3 * size
+
+
+def test_decisions_that_failed_are_kept_until_all_have_heard() -> None:
+    """A program may ask for newcomers at every step, in vain."""
+    now = 0.0
+    groups = Groups(lambda: now)
+    members = [FakeMember(f"member {rank}") for rank in range(2)]
+
+    def ask(rank: int, op: Op, *fields: bytes) -> tuple[Op, bytes, int, Status] | None:
+        sent = len(members[rank].sent)
+        groups.handle(members[rank], Frame(op, 0, sent + 1, pack(fields)))
+        return members[rank].sent[sent] if len(members[rank].sent) > sent else None
+
+    for rank in range(2):
+        ask(rank, Op.JOIN, b"world", U32.pack(rank), U32.pack(2), b"\0", F64.pack(9.0))
+    group = groups._groups[b"world"]
+    for number in range(1, 4):
+        for op, rolls in ((Op.GROW, group.growths), (Op.AGREE, group.agreements)):
+            more = (U32.pack(1), b"") if op is Op.GROW else (I64.pack(1),)
+            assert ask(0, op, b"world", U32.pack(number), *more, F64.pack(1.0)) is None
+            now += 2.0
+            groups.tick()
+            assert members[0].sent[-1][3] is Status.TIMEOUT
+            assert len(rolls) == 1
+            assert ask(1, op, b"world", U32.pack(number), *more, F64.pack(1.0)) is not None
+            assert members[1].sent[-1][1] == members[0].sent[-1][1]
+            assert not rolls
+
+
+EVENTS = [*(("grow", rank) for rank in range(SIZE)), *(("admit", i) for i in range(3))]
+TROUBLE = [("lose", 0), ("leave", 1), ("lose", SIZE), ("leave", SIZE + 1), ("time", 0)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), trouble=st.lists(st.sampled_from(TROUBLE), max_size=2), count=st.integers(1, 2))
+def test_all_grow_alike_or_none_does(data: st.DataObject, trouble: list[tuple[str, int]], count: int) -> None:
+    """Members call grow(), newcomers come, some die or leave, time passes, all in any order."""
+    now = 0.0
+    groups = Groups(lambda: now)
+    members = [FakeMember(f"member {i}") for i in range(SIZE + 3)]  # three of a group, and newcomers
+    asked: dict[int, int] = {}
+    gone: set[int] = set()
+
+    def ask(who: int, request: int, op: Op, *fields: bytes) -> None:
+        groups.handle(members[who], Frame(op, 0, request, pack(fields)))
+
+    for rank in range(SIZE):
+        ask(rank, 99, Op.JOIN, b"world", U32.pack(rank), U32.pack(SIZE), b"\0", F64.pack(9.0))
+    for what, who in data.draw(st.permutations(EVENTS + trouble)):
+        number = SIZE + who if what == "admit" else who
+        if what == "time":
+            now += 4.0
+            groups.tick()
+        elif number in gone:
+            continue
+        elif what in ("lose", "leave"):
+            gone.add(number)
+            groups.drop(members[number], "it died" if what == "lose" else "")
+        else:
+            asked[number] = len(asked) + 1
+            fields = (b"world", U32.pack(1), U32.pack(count), b"told by %d" % number) if what == "grow" else ()
+            ask(number, asked[number], Op.GROW if fields else Op.ADMIT, *fields, F64.pack(5.0))
+    now += 9.0
+    groups.tick()
+    replies: dict[int, list[tuple[Status, bytes]]] = {}
+    for number, request in asked.items():
+        sent = members[number].sent
+        replies[number] = [(s, body) for op, body, r, s in sent if op is Op.REPLY and r == request and body]
+        assert len(replies[number]) == 1 or (number in gone and not replies[number]), (number, sent)
+    places = {n: unpack(found[0][1]) for n, found in replies.items() if found and found[0][0] is Status.OK}
+    errors = {found[0] for n, found in replies.items() if found and n < SIZE and n not in gone and n not in places}
+    assert len(errors) <= 1, "one error for all that live"
+    assert not (errors and any(n < SIZE for n in places))
+    if places:
+        assert len(places) == SIZE + count
+        assert sorted(U32.unpack(rank)[0] for _, rank, _, _ in places.values()) == list(range(SIZE + count))
+        assert all(U32.unpack(places[rank][1])[0] == rank for rank in range(SIZE))
+        ((name, size, said),) = {(name, size, said) for name, _, size, said in places.values()}
+        assert (U32.unpack(size)[0], said) == (SIZE + count, b"told by 0")
+        alive = {n for n in places if n not in gone}
+        made = groups._groups.get(name)
+        assert alive == (set() if made is None else {members.index(member) for member in made.members.values()})

@@ -66,10 +66,11 @@ class Rolls:
             text = f"rank {rank} left the group while it waited for the others"
             member.send(Op.REPLY, text.encode(), request, Status.REFUSED)
         self._close_roll(group)
+        _forget(group)
         for number in list(group.agreements):
             self._close_agreement(group, number)
         group.reserved.pop(rank, None)
-        for roll in group.growths.values():
+        for roll in list(group.growths.values()):
             if roll.failed is None:
                 self._fail_growth(group, roll, *_gone(group, rank))
 
@@ -107,7 +108,7 @@ class Rolls:
     def agree(self, member: Member, request: int, name: bytes, number4: bytes, flag8: bytes, seconds8: bytes) -> None:
         group, rank = self.find_current(member, name)
         (number,), _ = U32.unpack(number4), I64.unpack(flag8)
-        roll = self._enter(group.agreements, number, rank, member, request, flag8)
+        roll = self._enter(group, group.agreements, number, rank, member, request, flag8)
         if roll is not None:
             self._after(seconds8, lambda: self._expire_agreement(group, number, roll))
             self._close_agreement(group, number)
@@ -125,8 +126,7 @@ class Rolls:
     def _expire_agreement(self, group: Group, number: int, roll: Roll) -> None:
         if group.agreements.get(number) is roll and roll.failed is None:
             late = group.members.keys() - group.late - roll.said.keys()
-            roll.failed = f"{spell_ranks(late)} never came to agree()".encode(), Status.TIMEOUT
-            roll.answer(*roll.failed)
+            self._fail(group, roll, f"{spell_ranks(late)} never came to agree()".encode(), Status.TIMEOUT)
 
     # Who is taken in.
 
@@ -151,7 +151,7 @@ class Rolls:
         (number,), (count,) = U32.unpack(number4), U32.unpack(count4)
         if not 1 <= count <= MAX_NEWCOMERS:
             raise RefusedError(f"grow() by {count} ranks: wanted 1 to {MAX_NEWCOMERS}")
-        roll = self._enter(group.growths, number, rank, member, request, count4 + told)
+        roll = self._enter(group, group.growths, number, rank, member, request, count4 + told)
         if roll is None:
             return
         if len(roll.said) == 1:
@@ -204,11 +204,22 @@ class Rolls:
 
     def _fail_growth(self, group: Group, roll: Roll, body: bytes, status: Status) -> None:
         self._growing = [each for each in self._growing if each[2] is not roll]
+        self._fail(group, roll, body, status)
+
+    def _fail(self, group: Group, roll: Roll, body: bytes, status: Status) -> None:
         roll.failed = body, status
         roll.answer(body, status)
+        _forget(group)
 
     def _enter(
-        self, rolls: dict[int, Roll], number: int, rank: int, member: Member, request: int, said: bytes
+        self,
+        group: Group,
+        rolls: dict[int, Roll],
+        number: int,
+        rank: int,
+        member: Member,
+        request: int,
+        said: bytes,
     ) -> Roll | None:
         """The roll in which `rank` waits now; None where it was answered at once."""
         roll = rolls.setdefault(number, Roll())
@@ -216,10 +227,20 @@ class Rolls:
             raise RefusedError(f"rank {rank} said twice what it says in decision {number}")
         if roll.failed is not None:
             member.send(Op.REPLY, roll.failed[0], request, roll.failed[1])
+            roll.said[rank] = said
+            _forget(group)
             return None
         roll.said[rank] = said
         roll.waiting[rank] = (member, request)
         return roll
+
+
+def _forget(group: Group) -> None:
+    """The failed rolls that nobody will ask for any more."""
+    awaited = group.members.keys() - group.late
+    for rolls in (group.agreements, group.growths):
+        for number in [n for n, roll in rolls.items() if roll.failed is not None and not awaited - roll.said.keys()]:
+            del rolls[number]
 
 
 def _gone(group: Group, rank: int) -> tuple[bytes, Status]:

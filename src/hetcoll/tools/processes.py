@@ -279,7 +279,8 @@ class Job:
         if one.code == 0 or self._stopped_by:
             return
         if self._keep_going:
-            again = self._respawns > 0 and not one.command.decides
+            over = any(each.command.decides and each.code is not None for each in self._processes)
+            again = self._respawns > 0 and not (one.command.decides or over)
             then = f"starting it again, {self._respawns - 1} respawns left" if again else "the others go on"
             self._printer.say(2, f"hetcoll run: {one.command.name} {_spell_code(one.code)}; {then}\n".encode())
             self._failed = one if one.command.decides else self._failed
