@@ -80,14 +80,12 @@ class Communicator:
         return joining.join(cls, unique_id, timeout)
 
     @classmethod
-    def come_in(cls, unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> Self:
-        """As `join`, with the settings in `config` in place of the environment's. For `hetcoll.init`."""
-        return joining.come_in(cls, unique_id, rank, size, config, timeout)
-
-    @classmethod
-    def enter(cls, unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float) -> Self:
-        """As `init`, with the settings in `config` in place of the environment's. For `hetcoll.init`."""
-        return joining.enter(cls, unique_id, rank, size, config, timeout)
+    def enter(
+        cls, unique_id: UniqueId, rank: int, size: int, config: Config, timeout: float, *, join: bool = False
+    ) -> Self:
+        """As `init`, or with `join` as that, with the settings in `config` in place of the environment's. For
+        `hetcoll.init`."""
+        return (joining.come_in if join else joining.enter)(cls, unique_id, rank, size, config, timeout)
 
     def __init__(self, session: Session, group: bytes, rank: int, size: int, config: Config, timeout: float) -> None:
         core = self._core = Core(self, session, group, rank, size, config, timeout, Gpus)

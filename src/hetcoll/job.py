@@ -78,8 +78,7 @@ def init(
     with coming_together():
         unique_id = bootstrap(env.launch, env.config)
     left = seconds - (time.monotonic() - start)
-    enter = Communicator.come_in if joins else Communicator.enter
-    world = enter(unique_id, env.launch.rank, env.launch.size, config, left)
+    world = Communicator.enter(unique_id, env.launch.rank, env.launch.size, config, left, join=joins)
     _world = weakref.ref(world)
     return world
 

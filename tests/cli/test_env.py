@@ -185,6 +185,10 @@ def test_variables_set_by_hand() -> None:
 def test_our_own_launcher() -> None:
     launch = read_launch(TORCHRUN | {"HETCOLL_JOB": "abc"})
     assert (launch.launcher, launch.job, launch.agent_store) == ("hetcoll", "hetcoll abc", False)
+    assert not launch.joins
+    assert read_launch(TORCHRUN | {"HETCOLL_JOB": "abc", "HETCOLL_JOIN": "1"}) == launch._replace(joins=True)
+    with pytest.raises(ArgumentError, match="HETCOLL_JOIN: wanted 0 or 1, got 'perhaps'"):
+        read_launch({"HETCOLL_JOIN": "perhaps"})
 
 
 def test_srun() -> None:

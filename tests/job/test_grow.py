@@ -318,6 +318,11 @@ def test_who_was_left_behind_is_refused_and_may_come_again(launch: Launch, trans
     assert values[1][3] == -1
 
 
+def test_rank_0_cannot_be_a_newcomer() -> None:
+    with pytest.raises(hetcoll.InitError, match="join: wanted RANK from 1 to WORLD_SIZE - 1 of the job that runs"):
+        hetcoll.init(join=True)
+
+
 # Agreement.
 
 
