@@ -48,8 +48,8 @@ class Communicator:
     Every rank must call the same collectives in the same order; a mismatch is a `CollectiveMismatchError` on every
     rank. `sendbuf` is never written unless it is also where the result goes. Results are bitwise the same on all ranks,
     NaNs as well. `timeout` is in seconds (default: HETCOLL_TIMEOUT, 300). Errors after a call has begun are
-    `CommunicationError`s and leave the communicator fit only for `close` and `shrink`. `stream` is ignored for host
-    buffers.
+    `CommunicationError`s and leave the communicator fit only for `close`, `agree` and `shrink`. `stream` is ignored
+    for host buffers.
 
     Where one buffer holds a part for each rank, the other may be this rank's part of it, elements ``rank * count`` to
     ``(rank + 1) * count``: then the call works in place. What the root alone needs is not looked at on other ranks.
@@ -595,7 +595,7 @@ class Communicator:
         """End every operation in flight, here at once and on the other ranks as soon as they hear of it.
 
         May be called from any thread, also while another one is stuck in a call, which then raises `AbortedError`.
-        Needs no other rank's help. Afterwards only `close` and `shrink` are of use.
+        Needs no other rank's help. Afterwards only `close`, `agree` and `shrink` are of use.
         """
         self._core.abort(reason)
 

@@ -1,7 +1,8 @@
 """Every error hetcoll raises.
 
 Argument errors are `ValueError` or `TypeError` subclasses, raised before anything is sent. The rest are what a job
-meets: they name ranks, operations and edges, and leave the communicator unusable except for `close` and `shrink`.
+meets: they name ranks, operations and edges, and leave the communicator unusable except for `close`, `agree` and
+`shrink`.
 """
 
 from __future__ import annotations

@@ -342,3 +342,19 @@ def test_all_grow_alike_or_none_does(data: st.DataObject, trouble: list[tuple[st
         alive = {n for n in places if n not in gone}
         made = groups._groups.get(name)
         assert alive == (set() if made is None else {members.index(member) for member in made.members.values()})
+
+
+def test_a_rank_that_was_lost_is_refused_and_counted() -> None:
+    """It may come as a newcomer."""
+    groups = Groups()
+    members = [FakeMember(f"member {i}") for i in range(3)]
+    for who, rank in ((0, 0), (1, 1)):
+        fields = (b"world", U32.pack(rank), U32.pack(2), b"\0", F64.pack(9.0))
+        groups.handle(members[who], Frame(Op.JOIN, 0, 1, pack(fields)))
+    groups.drop(members[1], "it died")
+    groups.handle(members[2], Frame(Op.JOIN, 0, 1, pack(fields)))
+    text = (
+        b"rank 1 was lost: it died, and cannot come back to this group: a newcomer enters by join=True (HETCOLL_JOIN=1)"
+    )
+    assert members[2].sent == [(Op.REPLY, text, 1, Status.REFUSED)]
+    assert groups.rolls.refused == 1

@@ -160,7 +160,8 @@ class Groups:
             text = f"two processes say that they are rank 0: the one that hosts the job's store, then {member.name}"
             self._refuse_mixing(group, text)
         if rank in group.gone:
-            raise RefusedError(f"{spell_gone(rank, group.gone[rank])}, and cannot come back to this group")
+            what = "and cannot come back to this group: a newcomer enters by join=True (HETCOLL_JOIN=1)"
+            self.rolls.refuse(f"{spell_gone(rank, group.gone[rank])}, {what}")
         if name in member.ranks:
             raise RefusedError(f"{member.name} is rank {member.ranks[name]} of this group, and cannot be {rank} too")
 

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from ..errors import spell_gone, spell_ranks
 from .group import Group, Roll
@@ -42,7 +43,7 @@ class Rolls:
     ) -> None:
         self._find, self._create, self._after = find, create, after
         self._lobby: list[_Newcomer] = []  # in the order in which they came
-        self._growing: list[tuple[Group, bytes, Roll]] = []  # groups that wait, in that order
+        self._growing: list[tuple[Group, Roll]] = []  # groups that wait, in that order
         self.refused = 0
         """Requests of ranks that the others went on without."""
 
@@ -50,9 +51,14 @@ class Rolls:
         """As `find`; RefusedError for a rank that the others went on without."""
         group, rank = self._find(member, name)
         if rank in group.late:
-            self.refused += 1
-            raise RefusedError(f"rank {rank} did not come to shrink() in time: the others went on without it")
+            self.refuse(f"rank {rank} did not come to shrink() in time: the others went on without it")
         return group, rank
+
+    def refuse(self, text: str) -> NoReturn:
+        """What a rank asks that the others went on without."""
+        self.refused += 1
+        log.info("refused: %s", text)
+        raise RefusedError(text)
 
     def drop(self, member: Member) -> None:
         """`member` is gone, and is not taken in."""
@@ -155,7 +161,7 @@ class Rolls:
         if roll is None:
             return
         if len(roll.said) == 1:
-            self._growing.append((group, name, roll))
+            self._growing.append((group, roll))
         counts = {other: U32.unpack(said[:4])[0] for other, said in roll.said.items()}
         if len(set(counts.values())) > 1:
             other = next(other for other, wanted in counts.items() if wanted != count)
@@ -168,10 +174,10 @@ class Rolls:
             self._close_growths()
 
     def _close_growths(self) -> None:
-        for group, name, roll in list(self._growing):
+        for group, roll in list(self._growing):
             count = U32.unpack(next(iter(roll.said.values()))[:4])[0]
             if len(roll.said) == group.size and len(self._lobby) >= count:
-                self._growing.remove((group, name, roll))
+                self._growing.remove((group, roll))
                 self._take_in(group, roll, count)
 
     def _take_in(self, group: Group, roll: Roll, count: int) -> None:
@@ -187,6 +193,7 @@ class Rolls:
             self._fail_growth(group, roll, str(error).encode(), Status.REFUSED)
             return
         group.growths = {number: each for number, each in group.growths.items() if each is not roll}
+        log.info("%d newcomers for a group of %d", count, group.size)
         waiting = sorted(roll.waiting.items())
         roll.waiting.clear()
         places = [*waiting, *((group.size + i, (each.member, each.request)) for i, each in enumerate(taken))]
@@ -196,14 +203,14 @@ class Rolls:
             member.send(Op.REPLY, pack([name, U32.pack(rank), U32.pack(size), told]), request)
 
     def _expire_growth(self, group: Group, roll: Roll, count: int) -> None:
-        if any(each[2] is roll for each in self._growing):
+        if any(each is roll for _, each in self._growing):
             late = group.members.keys() - roll.said.keys()
             text = f"{spell_ranks(late)} never came to grow()" if late else f"grow({count}) found {len(self._lobby)}"
             text += "" if late else f" newcomer{'s' if len(self._lobby) != 1 else ''}"
             self._fail_growth(group, roll, text.encode(), Status.TIMEOUT)
 
     def _fail_growth(self, group: Group, roll: Roll, body: bytes, status: Status) -> None:
-        self._growing = [each for each in self._growing if each[2] is not roll]
+        self._growing = [each for each in self._growing if each[1] is not roll]
         self._fail(group, roll, body, status)
 
     def _fail(self, group: Group, roll: Roll, body: bytes, status: Status) -> None:
