@@ -122,7 +122,7 @@ class Rolls:
     def _close_agreement(self, group: Group, number: int) -> None:
         """The bits that all have who said something, once nobody is awaited that could."""
         roll = group.agreements[number]
-        if roll.failed is None and not group.members.keys() - group.late - roll.said.keys():
+        if roll.failed is None and not _silent(group, roll):
             flag = -1
             for (said,) in map(I64.unpack, roll.said.values()):
                 flag &= said
@@ -131,8 +131,9 @@ class Rolls:
 
     def _expire_agreement(self, group: Group, number: int, roll: Roll) -> None:
         if group.agreements.get(number) is roll and roll.failed is None:
-            late = group.members.keys() - group.late - roll.said.keys()
-            self._fail(group, roll, f"{spell_ranks(late)} never came to agree()".encode(), Status.TIMEOUT)
+            self._fail(
+                group, roll, f"{spell_ranks(_silent(group, roll))} never came to agree()".encode(), Status.TIMEOUT
+            )
 
     # Who is taken in.
 
@@ -204,7 +205,7 @@ class Rolls:
 
     def _expire_growth(self, group: Group, roll: Roll, count: int) -> None:
         if any(each is roll for _, each in self._growing):
-            late = group.members.keys() - roll.said.keys()
+            late = _silent(group, roll)
             text = f"{spell_ranks(late)} never came to grow()" if late else f"grow({count}) found {len(self._lobby)}"
             text += "" if late else f" newcomer{'s' if len(self._lobby) != 1 else ''}"
             self._fail_growth(group, roll, text.encode(), Status.TIMEOUT)
@@ -242,11 +243,15 @@ class Rolls:
         return roll
 
 
+def _silent(group: Group, roll: Roll) -> set[int]:
+    """The ranks that could yet say something."""
+    return set(range(group.size)) - group.gone.keys() - group.late - roll.said.keys()
+
+
 def _forget(group: Group) -> None:
     """The failed rolls that nobody will ask for any more."""
-    awaited = group.members.keys() - group.late
     for rolls in (group.agreements, group.growths):
-        for number in [n for n, roll in rolls.items() if roll.failed is not None and not awaited - roll.said.keys()]:
+        for number in [n for n, roll in rolls.items() if roll.failed is not None and not _silent(group, roll)]:
             del rolls[number]
 
 
