@@ -231,6 +231,13 @@ def test_endless_timeouts_are_refused() -> None:
     for wait in (float("nan"), float("inf")):
         groups.handle(member, Frame(Op.GET, 0, 1, pack([b"key", struct.pack("<d", wait)])))
     assert [status for _, _, _, status in member.sent] == [Status.REFUSED] * 2
+    groups.handle(member, Frame(Op.JOIN, 0, 2, pack([b"g", U32.pack(0), U32.pack(1), b"\0", F64.pack(1.0)])))
+    for op, fields in ((Op.AGREE, (I64.pack(1),)), (Op.GROW, (U32.pack(1), b"")), (Op.ADMIT, ()), (Op.SHRINK, ())):
+        number = () if op in (Op.ADMIT, Op.SHRINK) else (U32.pack(1),)
+        name = () if op is Op.ADMIT else (b"g",)
+        groups.handle(member, Frame(op, 0, 3, pack((*name, *number, *fields, F64.pack(float("nan"))))))
+        assert member.sent[-1] == (Op.REPLY, b"a timeout of nan seconds: wanted a finite one", 3, Status.REFUSED)
+    assert len(member.sent) == 7
 
 
 def left_of(member: FakeMember) -> list[int]:
@@ -287,6 +294,11 @@ def test_decisions_that_failed_are_kept_until_all_have_heard() -> None:
             assert ask(1, op, b"world", U32.pack(number), *more, F64.pack(1.0)) is not None
             assert members[1].sent[-1][1] == members[0].sent[-1][1]
             assert not rolls
+    for number in range(4, 104):
+        for rank in range(2):
+            ask(rank, Op.AGREE, b"world", U32.pack(number), I64.pack(rank), F64.pack(300.0))
+        assert members[0].sent[-1][1] == pack([I64.pack(0)])
+    assert len(groups._timers) < 10, "one for all, not one for each"
 
 
 EVENTS = [*(("grow", rank) for rank in range(SIZE)), *(("admit", i) for i in range(3))]

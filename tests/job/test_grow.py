@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from ranks import Job, Ranks, elapsed, wait_until
 
 import hetcoll
 from hetcoll import communicator
+from hetcoll.config.env import Config
+from hetcoll.rendezvous import decisions, store
+from hetcoll.rendezvous.bootstrap import get_unique_id
+from hetcoll.rendezvous.control import ControlClient
 from hetcoll.rendezvous.unique_id import UniqueId
 from hetcoll.rendezvous.wire import Op
 
@@ -131,8 +136,6 @@ def one_dies_joining(job: Job, moment: str) -> tuple[int, int, float]:
         if moment == "at once":
             communicator.Core = die  # type: ignore[misc,assignment]
         else:
-            from hetcoll.rendezvous.control import ControlClient
-
             exchange = ControlClient.exchange_columns
 
             def tell(self: Any, group: bytes, tag: bytes, *rest: Any) -> Any:
@@ -316,6 +319,23 @@ def test_who_was_left_behind_is_refused_and_may_come_again(launch: Launch, trans
     assert set(rest) == {"rank 2 did not come to shrink() in time: the others went on without it"}
     assert values[0][3] >= len(rest)
     assert values[1][3] == -1
+
+
+def test_a_newcomer_does_not_keep_the_store_of_a_job_that_ends() -> None:
+    unique_id = get_unique_id(Config(linger=0), loopback=True)
+    server = store._hosted[unique_id.job_id]
+    member = ControlClient(unique_id, 0, 1, 10)
+    newcomer = ControlClient(unique_id, 1, 1, 10, None, None)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(decisions.come, newcomer, 20)
+        wait_until(lambda: server._groups.rolls._lobby)
+        assert not server._idle.is_set()
+        member.close()
+        wait_until(server._idle.is_set)
+        server.close()
+        with pytest.raises(hetcoll.PeerLostError, match="hosts the job's store has ended"):
+            waiting.result(5)
+    newcomer.close()
 
 
 def test_rank_0_cannot_be_a_newcomer() -> None:

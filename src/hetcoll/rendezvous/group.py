@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from .exchanges import Exchange
@@ -21,11 +22,12 @@ class Question:
 
 @dataclass(slots=True)
 class Roll:
-    """One decision: the requests that wait for it by rank, and what each rank said; or how it failed."""
+    """One decision: the requests that wait for it by rank, what each rank said, until when; or how it failed."""
 
     waiting: dict[int, tuple[Member, int]] = field(default_factory=dict)
     said: dict[int, bytes] = field(default_factory=dict)
     failed: tuple[bytes, Status] | None = None
+    due: float = math.inf
 
     def answer(self, body: bytes, status: Status) -> None:
         for member, request in self.waiting.values():
@@ -40,8 +42,8 @@ class Group:
     `roll` are the requests of ranks that want to go on with those that are left, `rolls` the number of such calls so
     far, and `late` who is there but did not come to one in time. `agreements` and `growths` are decisions under way, by
     number, and those that failed. `reserved` are members that have yet to join what grew of their group. `formed` once
-    all ranks have met in an exchange.
-    `mixed` is why it never will: two processes said that they are the same rank, or ranks said different sizes.
+    all ranks have met in an exchange. `mixed` is why it never will: two processes said that they are the same rank, or
+    ranks said different sizes. `watched` is when agreements are looked at next.
     `leaving` are ranks that said goodbye, of which the others have yet to be told. `own` is what ranks told in
     exchanges, by tag, for those who ask.
     """
@@ -64,3 +66,4 @@ class Group:
     mixed: str = ""
     leaving: list[int] = field(default_factory=list)
     own: dict[bytes, dict[int, bytes]] = field(default_factory=dict)
+    watched: float = math.inf

@@ -54,7 +54,7 @@ class Groups:
         self._numbers = itertools.count(1)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._keys = Keys(self._after)
-        self.rolls = Rolls(self._of, self._create, self._after)
+        self.rolls = Rolls(self._of, self._create, self._after, clock)
         self._handlers: dict[int, tuple[int, Callable[..., None]]] = {
             Op.JOIN: (5, self._join),
             Op.LEAVE: (1, self._leave),

@@ -7,6 +7,7 @@ that, too. Ranks that the others went on without are of an earlier epoch: what t
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import NoReturn
 from ..errors import spell_gone, spell_ranks
 from .group import Group, Roll
 from .keys import Member, RefusedError
-from .wire import I64, U32, Op, Status, pack
+from .wire import F64, I64, U32, Op, Status, pack
 
 log = logging.getLogger("hetcoll.rolls")
 
@@ -40,8 +41,9 @@ class Rolls:
         find: Callable[[Member, bytes], tuple[Group, int]],
         create: Callable[[bytes, int], Group],
         after: Callable[[bytes, Callable[[], None]], None],
+        clock: Callable[[], float],
     ) -> None:
-        self._find, self._create, self._after = find, create, after
+        self._find, self._create, self._after, self._clock = find, create, after, clock
         self._lobby: list[_Newcomer] = []  # in the order in which they came
         self._growing: list[tuple[Group, Roll]] = []  # groups that wait, in that order
         self.refused = 0
@@ -63,6 +65,10 @@ class Rolls:
     def drop(self, member: Member) -> None:
         """`member` is gone, and is not taken in."""
         self._lobby = [each for each in self._lobby if each.member is not member]
+
+    def awaits(self, member: Member) -> bool:
+        """Whether `member` waits to be taken in: when all others have gone, nobody does that any more."""
+        return any(each.member is member for each in self._lobby)
 
     def part(self, group: Group, rank: int, member: Member) -> None:
         """`rank` is no longer of `group`, which `group.gone` says already."""
@@ -113,11 +119,28 @@ class Rolls:
 
     def agree(self, member: Member, request: int, name: bytes, number4: bytes, flag8: bytes, seconds8: bytes) -> None:
         group, rank = self.find_current(member, name)
-        (number,), _ = U32.unpack(number4), I64.unpack(flag8)
+        (number,), _, seconds = U32.unpack(number4), I64.unpack(flag8), _finite(seconds8)
         roll = self._enter(group, group.agreements, number, rank, member, request, flag8)
         if roll is not None:
-            self._after(seconds8, lambda: self._expire_agreement(group, number, roll))
+            roll.due = min(roll.due, self._clock() + seconds)
+            self._watch(group, roll.due)
             self._close_agreement(group, number)
+
+    def _watch(self, group: Group, due: float) -> None:
+        """Look at the agreements of `group` at `due`. A program may agree at every step: a timer for each agreement
+        would stay for as long as its timeout."""
+        if due < group.watched:
+            group.watched = due
+            self._after(F64.pack(due - self._clock()), lambda: self._expire_agreements(group))
+
+    def _expire_agreements(self, group: Group) -> None:
+        group.watched, now = math.inf, self._clock()
+        under_way = [roll for roll in group.agreements.values() if roll.failed is None]
+        for roll in under_way:
+            if roll.due <= now:
+                text = f"{spell_ranks(_silent(group, roll))} never came to agree()"
+                self._fail(group, roll, text.encode(), Status.TIMEOUT)
+        self._watch(group, min((roll.due for roll in under_way if roll.failed is None), default=math.inf))
 
     def _close_agreement(self, group: Group, number: int) -> None:
         """The bits that all have who said something, once nobody is awaited that could."""
@@ -128,12 +151,6 @@ class Rolls:
                 flag &= said
             del group.agreements[number]
             roll.answer(pack([I64.pack(flag)]), Status.OK)
-
-    def _expire_agreement(self, group: Group, number: int, roll: Roll) -> None:
-        if group.agreements.get(number) is roll and roll.failed is None:
-            self._fail(
-                group, roll, f"{spell_ranks(_silent(group, roll))} never came to agree()".encode(), Status.TIMEOUT
-            )
 
     # Who is taken in.
 
@@ -155,7 +172,7 @@ class Rolls:
     ) -> None:
         """All of a group want so many newcomers; what the lowest rank told, these are told."""
         group, rank = self.find_current(member, name)
-        (number,), (count,) = U32.unpack(number4), U32.unpack(count4)
+        (number,), (count,), _ = U32.unpack(number4), U32.unpack(count4), _finite(seconds8)
         if not 1 <= count <= MAX_NEWCOMERS:
             raise RefusedError(f"grow() by {count} ranks: wanted 1 to {MAX_NEWCOMERS}")
         roll = self._enter(group, group.growths, number, rank, member, request, count4 + told)
@@ -241,6 +258,14 @@ class Rolls:
         roll.said[rank] = said
         roll.waiting[rank] = (member, request)
         return roll
+
+
+def _finite(seconds8: bytes) -> float:
+    """Before anything is kept that would wait for so long."""
+    (seconds,) = F64.unpack(seconds8)
+    if not math.isfinite(seconds):
+        raise RefusedError(f"a timeout of {seconds} seconds: wanted a finite one")
+    return float(seconds)
 
 
 def _silent(group: Group, roll: Roll) -> set[int]:

@@ -186,8 +186,8 @@ class StoreServer:
         log.debug("%s is gone: %s", connection.name, reason or "goodbye")
         self._groups.drop(connection, reason)
         self._tree.lost(connection, reason)
-        members = (each for each in self._connections.values() if not self._tree.relays(each))
-        if not self._tree.members and not any(members):
+        others = (each for each in self._connections.values() if not self._tree.relays(each))
+        if not self._tree.members and all(map(self._groups.rolls.awaits, others)):
             self._idle.set()
 
     def _part_with(self, connection: Connection) -> None:
