@@ -61,14 +61,14 @@ constexpr std::uint32_t kPastOne = PowerOfX(8 * kLane - 33);
 constexpr std::uint32_t kPastTwo = PowerOfX(16 * kLane - 33);
 
 // `crc` behind as many zero bytes as `power` stands for.
-__attribute__((target("sse4.2,pclmul"))) std::uint32_t Advance(std::uint64_t crc, std::uint32_t power) {
+__attribute__((target("sse4.2,crc32,pclmul"))) std::uint32_t Advance(std::uint64_t crc, std::uint32_t power) {
   const __m128i product = _mm_clmulepi64_si128(_mm_cvtsi64_si128(static_cast<long long>(crc)),
                                                _mm_cvtsi32_si128(static_cast<int>(power)), 0);
   return static_cast<std::uint32_t>(_mm_crc32_u64(0, static_cast<unsigned long long>(_mm_cvtsi128_si64(product))));
 }
 
-__attribute__((target("sse4.2,pclmul"))) std::uint32_t Instructions(std::uint32_t start, const void* data,
-                                                                    std::size_t n) {
+__attribute__((target("sse4.2,crc32,pclmul"))) std::uint32_t Instructions(std::uint32_t start, const void* data,
+                                                                          std::size_t n) {
   const auto* p = static_cast<const std::byte*>(data);
   std::uint64_t crc = ~start;
   for (; n >= 3 * kLane; n -= 3 * kLane, p += 3 * kLane) {

@@ -8,7 +8,6 @@ namespace hetcoll {
 namespace {
 
 constexpr std::size_t kSinkBytes = std::size_t{64} << 10;
-constexpr int kTurn = 64;  // messages of one FIFO until others have their turn
 
 void End(Transfer& transfer, Refusal refusal) {
   transfer.refused = static_cast<int>(refusal);

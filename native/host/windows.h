@@ -25,6 +25,7 @@ namespace hetcoll {
 inline constexpr int kRequests = 0;  // channels
 inline constexpr int kAnswers = 1;
 inline constexpr std::size_t kMostPieces = std::size_t{1} << 20;  // of one request
+inline constexpr int kTurn = 64;                                  // messages of one FIFO until others have their turn
 
 // Why a request was not carried out.
 enum class Refusal : int {

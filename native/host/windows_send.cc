@@ -5,12 +5,6 @@
 #include "host/windows.h"
 
 namespace hetcoll {
-namespace {
-
-constexpr int kTurn = 64;  // messages of one FIFO until others have their turn
-
-}  // namespace
-
 void Windows::Request(int peer, const Head& form, std::span<const Piece> pieces, const std::byte* src) {
   Head head = form;
   head.pieces = static_cast<std::uint32_t>(pieces.size());

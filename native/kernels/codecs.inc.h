@@ -123,7 +123,7 @@ struct Fp8Codes {
   }
 };
 
-// ---- Any number of elements: the last block may be short ----
+// ---- Any number of elements: the last block may be short, and goes through memory that holds a whole one ----
 
 template <class E, class F>
 struct Coding {
@@ -133,33 +133,31 @@ struct Coding {
   static void Encode(std::byte* wire, const void* src, std::size_t count) {
     auto* to = reinterpret_cast<char*>(wire);
     const auto* from = static_cast<const char*>(src);
-    Block v;
-    for (; count >= kCodecBlock; count -= kCodecBlock, from += kBytes, to += kWire) {
-      E::Load(v, from);
-      F::template Encode<E>(to, v);
-    }
-    if (count == 0) return;
     char part[kBytes] = {}, codes[kWire];
-    std::memcpy(part, from, count * E::kSize);
-    E::Load(v, part);
-    F::template Encode<E>(codes, v);
-    std::memcpy(to, codes, F::kScale + count * F::kCode);
+    for (std::size_t n; count > 0; count -= n, from += n * E::kSize, to += F::kScale + n * F::kCode) {
+      n = count < kCodecBlock ? count : kCodecBlock;
+      const bool whole = n == kCodecBlock;
+      if (!whole) std::memcpy(part, from, n * E::kSize);
+      Block v;
+      E::Load(v, whole ? from : part);
+      F::template Encode<E>(whole ? to : codes, v);
+      if (!whole) std::memcpy(to, codes, F::kScale + n * F::kCode);
+    }
   }
 
   static void Decode(void* dst, const std::byte* wire, std::size_t count) {
     auto* to = static_cast<char*>(dst);
     const auto* from = reinterpret_cast<const char*>(wire);
-    Block v;
-    for (; count >= kCodecBlock; count -= kCodecBlock, from += kWire, to += kBytes) {
-      F::Decode(v, from);
-      E::Store(to, v);
-    }
-    if (count == 0) return;
     char part[kBytes], codes[kWire] = {};
-    std::memcpy(codes, from, F::kScale + count * F::kCode);
-    F::Decode(v, codes);
-    E::Store(part, v);
-    std::memcpy(to, part, count * E::kSize);
+    for (std::size_t n; count > 0; count -= n, from += F::kScale + n * F::kCode, to += n * E::kSize) {
+      n = count < kCodecBlock ? count : kCodecBlock;
+      const bool whole = n == kCodecBlock;
+      if (!whole) std::memcpy(codes, from, F::kScale + n * F::kCode);
+      Block v;
+      F::Decode(v, whole ? from : codes);
+      E::Store(whole ? to : part, v);
+      if (!whole) std::memcpy(to, part, n * E::kSize);
+    }
   }
 
   static HETCOLL_INLINE void RoundBlock(char* to, const char* from, float* residual) {
@@ -182,18 +180,19 @@ struct Coding {
   static void Round(void* dst, const void* src, float* residual, std::size_t count) {
     auto* to = static_cast<char*>(dst);
     const auto* from = static_cast<const char*>(src);
-    for (; count >= kCodecBlock; count -= kCodecBlock, from += kBytes, to += kBytes) {
-      RoundBlock(to, from, residual);
-      if (residual != nullptr) residual += kCodecBlock;
-    }
-    if (count == 0) return;
+    const bool kept = residual != nullptr;
     char part[kBytes] = {};
     Block lost = {};
-    std::memcpy(part, from, count * E::kSize);
-    if (residual != nullptr) std::memcpy(lost, residual, count * sizeof(float));
-    RoundBlock(part, part, residual == nullptr ? nullptr : lost);
-    std::memcpy(to, part, count * E::kSize);
-    if (residual != nullptr) std::memcpy(residual, lost, count * sizeof(float));
+    for (std::size_t n; count > 0; count -= n, from += n * E::kSize, to += n * E::kSize) {
+      n = count < kCodecBlock ? count : kCodecBlock;
+      const bool whole = n == kCodecBlock;
+      if (!whole) std::memcpy(part, from, n * E::kSize);
+      if (!whole && kept) std::memcpy(lost, residual, n * sizeof(float));
+      RoundBlock(whole ? to : part, whole ? from : part, !kept ? nullptr : whole ? residual : lost);
+      if (!whole) std::memcpy(to, part, n * E::kSize);
+      if (!whole && kept) std::memcpy(residual, lost, n * sizeof(float));
+      if (kept) residual += n;
+    }
   }
 };
 

@@ -8,32 +8,19 @@
 #include <type_traits>
 
 #include "kernels/codecs.inc.h"
+#include "kernels/copies.inc.h"
 #include "kernels/kernel_table.h"
 #include "kernels/operations.h"
 
 namespace hetcoll::HETCOLL_ISA_NAMESPACE {
 namespace {
 
-// ---- Pages by turns ----
-
-constexpr std::size_t kPart = 512;  // bytes of one page before the next one's turn
-
-// Calls part(at), inlined, for the parts of whole groups of four pages. Returns where these end.
-template <class Part>
-HETCOLL_INLINE std::size_t ByPages(std::size_t nbytes, Part part) {
-  constexpr std::size_t kPage = 4096, kPages = 4;
-  std::size_t at = 0;
-  for (; at + kPages * kPage <= nbytes; at += kPages * kPage) {
-    for (std::size_t i = 0; i < kPage; i += kPart) {
-      for (std::size_t page = at + i; page < at + kPages * kPage; page += kPage) part(page);
-    }
-  }
-  return at;
-}
-
 // ---- Reductions ----
 
-// Where results go: Put takes whole vectors, PutPart the first bytes of one of 16.
+// Compilers take their time with each place that an operation is inlined in, and there are a hundred operations and
+// three instruction sets: ten places are what speed needs.
+
+// Where results go.
 struct One {
   char* dst;
 
@@ -42,10 +29,6 @@ struct One {
   template <class V>
   HETCOLL_INLINE void Put(std::size_t at, V v) const {
     Store(dst + at, v);
-  }
-  template <class V>
-  HETCOLL_INLINE void PutPart(V v, std::size_t nbytes) const {
-    StorePart(dst, v, nbytes);
   }
 };
 
@@ -59,39 +42,43 @@ struct Both {
     Store(dst + at, v);
     Store(dst2 + at, v);
   }
-  template <class V>
-  HETCOLL_INLINE void PutPart(V v, std::size_t nbytes) const {
-    StorePart(dst, v, nbytes);
-    StorePart(dst2, v, nbytes);
-  }
 };
 
-// At least one vector of kBytes. The last one may overlap the one before it, so it is computed before anything is
-// stored: dst may be a or b.
-template <std::size_t kBytes, class E, class Out>
+// At least one whole vector. The last one may overlap the one before it, so it is computed before anything is stored:
+// dst may be a or b. Nothing is called after these: GCC 12 leaves vectors' upper halves in use where it makes a jump of
+// a call (no vzeroupper), and code that knows no such halves is slow until somebody clears them.
+template <class E, class Out>
 HETCOLL_INLINE void Vectors(E op, Out out, const char* a, const char* b, std::size_t nbytes) {
-  using V = Vector<typename E::Element, kBytes>;
-  const std::size_t end = nbytes - kBytes;
+  using V = Vector<typename E::Element, E::kStep>;
+  const std::size_t end = nbytes - E::kStep;
   const V last = op.Apply(Load<V>(a + end), Load<V>(b + end));
-  for (std::size_t i = 0; i < end; i += kBytes) out.Put(i, op.Apply(Load<V>(a + i), Load<V>(b + i)));
+  for (std::size_t i = 0; i < end; i += E::kStep) out.Put(i, op.Apply(Load<V>(a + i), Load<V>(b + i)));
   out.Put(end, last);
 }
 
-template <class E, class Out>
-HETCOLL_INLINE void Run(E op, Out out, const char* a, const char* b, std::size_t nbytes) {
-  if (nbytes < 16) {
-    using V = Vector<typename E::Element, 16>;
-    out.PutPart(op.Apply(LoadPart<V>(a, nbytes), LoadPart<V>(b, nbytes)), nbytes);
-  } else if (nbytes < E::kStep) {
-    Vectors<16>(op, out, a, b, nbytes);
-  } else {
-    Vectors<E::kStep>(op, out, a, b, nbytes);
-  }
+// Fewer bytes than that, 16 at a time: wide vectors cost some processors a pause when they come seldom.
+template <class E>
+HETCOLL_INLINE void Short(E op, char* dst, const char* a, const char* b, std::size_t nbytes) {
+  using V = Vector<typename E::Element, 16>;
+  for (; nbytes >= 16; nbytes -= 16, dst += 16, a += 16, b += 16) Store(dst, op.Apply(Load<V>(a), Load<V>(b)));
+  if (nbytes > 0) StorePart(dst, op.Apply(LoadPart<V>(a, nbytes), LoadPart<V>(b, nbytes)), nbytes);
 }
 
-template <class E, class Out>
-void Plain(Out out, const char* a, const char* b, std::size_t nbytes) {
+template <class E>
+HETCOLL_INLINE void Run(E op, One out, const char* a, const char* b, std::size_t nbytes) {
+  nbytes < E::kStep ? Short(op, out.dst, a, b, nbytes) : Vectors(op, out, a, b, nbytes);
+}
+
+template <class E>
+__attribute__((noinline)) void Plain(One out, const char* a, const char* b, std::size_t nbytes) {
   Run(E{}, out, a, b, nbytes);
+}
+
+template <class E>
+__attribute__((noinline)) void Plain(Both out, const char* a, const char* b, std::size_t nbytes) {
+  if (nbytes >= E::kStep) return Vectors(E{}, out, a, b, nbytes);
+  Plain<E>(One{out.dst}, a, b, nbytes);
+  CopyShort(out.dst2, out.dst, nbytes);
 }
 
 template <class E, class Out>
@@ -102,87 +89,6 @@ __attribute__((noinline)) void Pages(Out out, const char* a, const char* b, std:
     for (std::size_t i = at; i < at + kPart; i += E::kStep) out.Put(i, E{}.Apply(Load<V>(a + i), Load<V>(b + i)));
   });
   Plain<E>(out.At(rest), a + rest, b + rest, nbytes - rest);
-}
-
-// ---- Copies, and what goes past the cache ----
-
-// At least kLine bytes. The first and the last line are unaligned and may overlap the aligned ones between them.
-template <bool kStream>
-HETCOLL_INLINE void CopyLines(char* dst, const char* src, std::size_t nbytes) {
-  CopyEnds<kLine>(dst, src, nbytes);
-  std::size_t i = kLine - reinterpret_cast<std::uintptr_t>(dst) % kLine;
-#pragma GCC unroll 4
-  for (; i + kLine < nbytes; i += kLine) {
-#pragma GCC unroll 4
-    for (std::size_t j = 0; j < kLine; j += kWidth) {
-      const auto v = Load<Vector<char, kWidth>>(src + i + j);
-      kStream ? StoreStream(dst + i + j, v) : Store(dst + i + j, v);
-    }
-  }
-}
-
-// Below this, waiting for the stores to arrive costs more than the cache gains.
-constexpr std::size_t kStreamBytes = 4096;
-
-// A word into each of the lines that begin in [at, end).
-HETCOLL_INLINE void Claim(char* at, const char* end) {
-  for (; at < end; at += kLine) Store(at, std::uint64_t{0});
-}
-
-// CopyLines, a few lines at a time so that they are claimed while they are at hand. Claims never overtake reads.
-template <bool kStream>
-HETCOLL_INLINE void TakeLines(char* dst, char* src, std::size_t nbytes) {
-  CopyEnds<kLine>(dst, src, nbytes);
-  std::size_t i = kLine - reinterpret_cast<std::uintptr_t>(dst) % kLine;
-  std::size_t claimed = 0;
-  for (; i + 4 * kLine <= nbytes; i += 4 * kLine) {
-#pragma GCC unroll 16
-    for (std::size_t j = 0; j < 4 * kLine; j += kWidth) {
-      const auto v = Load<Vector<char, kWidth>>(src + i + j);
-      kStream ? StoreStream(dst + i + j, v) : Store(dst + i + j, v);
-    }
-    Claim(src + claimed, src + claimed + 4 * kLine);
-    claimed += 4 * kLine;
-  }
-  for (; i + kLine < nbytes; i += kLine) {
-#pragma GCC unroll 4
-    for (std::size_t j = 0; j < kLine; j += kWidth) Store(dst + i + j, Load<Vector<char, kWidth>>(src + i + j));
-  }
-  Claim(src + claimed, src + nbytes);
-}
-
-void Take(char* dst, char* src, std::size_t nbytes, bool stream) {
-  if (nbytes <= kSmallCopy) {
-    CopySmall(dst, src, nbytes);
-    return Claim(src, src + nbytes);
-  }
-  if (!stream || nbytes < kStreamBytes) return TakeLines<false>(dst, src, nbytes);
-  TakeLines<true>(dst, src, nbytes);
-  StoreFence();
-}
-
-void CopyPlain(char* dst, const char* src, std::size_t nbytes) {
-  if (nbytes <= kSmallCopy) return CopySmall(dst, src, nbytes);
-  CopyLines<false>(dst, src, nbytes);
-}
-
-void CopyPages(char* dst, const char* src, std::size_t nbytes) {
-  const std::size_t head = -reinterpret_cast<std::uintptr_t>(dst) % kLine;  // stores do not straddle lines
-  CopySmall(dst, src, head);
-  const std::size_t rest = head + ByPages(nbytes - head, [=](std::size_t at) HETCOLL_LAMBDA {
-#pragma GCC unroll 4
-                             for (std::size_t i = head + at; i < head + at + kPart; i += kWidth) {
-                               Store(dst + i, Load<Vector<char, kWidth>>(src + i));
-                             }
-                           });
-  CopyPlain(dst + rest, src + rest, nbytes - rest);
-}
-
-void Copy(char* dst, const char* src, std::size_t nbytes, Sweep sweep) {
-  if (sweep == Sweep::kPlain || nbytes < kStreamBytes) return CopyPlain(dst, src, nbytes);
-  if (sweep == Sweep::kPages) return CopyPages(dst, src, nbytes);
-  CopyLines<true>(dst, src, nbytes);
-  StoreFence();
 }
 
 // To dst around the cache, and where kTwo to dst2 through it.

@@ -15,6 +15,8 @@ namespace hetcoll {
 
 inline constexpr std::size_t kLineBytes = 64;
 
+inline constexpr std::size_t AlignUp(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
+
 struct Edge {
   Edge(const ShmSegment& segment, int src, int dst, int channel)
       : Edge(segment.edge(src, dst, channel), segment.layout()) {}

@@ -17,8 +17,6 @@ constexpr int kHandPatience = 100;  // calls, of some 40 ns each, until the ring
 constexpr std::size_t kReservedWindow = 256
                                         << 10;  // of a reduction whose sum is sent on; its length is not known there
 
-constexpr std::size_t AlignUp(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
-
 // How a message is cut on its way. Both ends of an exchange are busy all the time, so large fragments cost no overlap
 // and save bookkeeping, until what is in flight no longer fits the L2 cache beside the user's buffers. Of what goes one
 // way only, the receiver reads one part while the sender copies the next, if it is not long.

@@ -22,8 +22,6 @@ constexpr std::size_t kHeapBytes = std::size_t{24} << 30;
 constexpr std::size_t kLeastHeapBytes = std::size_t{1} << 30;
 constexpr std::size_t kMostHandBytes = std::size_t{256} << 10;
 
-constexpr std::size_t AlignUp(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
-
 // Whether the processor is one of those for which slots are claimed.
 bool IsAmd() {
 #ifdef __x86_64__
