@@ -9,6 +9,8 @@ namespace hetcoll {
 
 // A Python int from 0 on that fits; -1 for any other object.
 inline std::int32_t SmallNumber(PyObject* object) {
+  static PyObject* const zero = PyLong_FromLong(0);  // the root of most calls; CPython has one object of it
+  if (object == zero) return 0;
   if (!PyLong_CheckExact(object)) return -1;
   int overflow = 0;
   const long value = PyLong_AsLongAndOverflow(object, &overflow);

@@ -70,8 +70,9 @@ struct FastPath {
   Signature signature;
 };
 
-PyObject* g_call;  // "_call"
-PyObject* g_rank;  // "_rank"
+PyObject* g_call;         // "_call"
+PyObject* g_rank;         // "_rank"
+PyObject* g_method_type;  // types.MethodType: PyMethod_New is not in the stable ABI
 
 FastPath* Of(PyObject* object) { return reinterpret_cast<FastPath*>(object); }
 
@@ -113,9 +114,9 @@ Signature::Signature(int number, nb::handle function)
 }
 
 bool Signature::ReadNamed(PyObject* const* args, Py_ssize_t given, PyObject* names, PyObject** words) const {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+  for (Py_ssize_t i = 0; i < NB_TUPLE_GET_SIZE(names); ++i) {
     const auto found = std::find_if(parameters_.begin() + given, parameters_.end(), [&](const Parameter& parameter) {
-      return parameter.name.is(PyTuple_GET_ITEM(names, i));
+      return parameter.name.is(NB_TUPLE_GET_ITEM(names, i));
     });
     if (found == parameters_.end()) return false;
     if (found->word != kNoWord) {
@@ -161,7 +162,7 @@ PyObject* Signature::Try(PyObject* self, PyObject* const* words) const {
 PyObject* Call(PyObject* object, PyObject* const* args, std::size_t flags, PyObject* names) {
   const FastPath& method = *Of(object);
   PyObject* words[kWords];
-  if (method.signature.Read(args, PyVectorcall_NARGS(flags), names, words)) {
+  if (method.signature.Read(args, static_cast<Py_ssize_t>(NB_VECTORCALL_NARGS(flags)), names, words)) {
     PyObject* done = method.signature.Try(args[0], words);
     if (done != Py_None) return done;  // also where it raised
     Py_DECREF(done);
@@ -170,7 +171,9 @@ PyObject* Call(PyObject* object, PyObject* const* args, std::size_t flags, PyObj
 }
 
 PyObject* Bind(PyObject* object, PyObject* instance, PyObject*) {
-  return instance == nullptr || instance == Py_None ? Py_NewRef(object) : PyMethod_New(object, instance);
+  if (instance == nullptr || instance == Py_None) return Py_NewRef(object);
+  PyObject* const both[] = {object, instance};
+  return PyObject_Vectorcall(g_method_type, both, 2, nullptr);
 }
 
 // What people and inspect.signature ask for is the Python method's.
@@ -199,7 +202,7 @@ void Delete(PyObject* object) {
   PyObject_GC_UnTrack(object);
   Py_CLEAR(Of(object)->function);
   std::destroy_at(&Of(object)->signature);
-  type->tp_free(object);
+  PyObject_GC_Del(object);
   Py_DECREF(reinterpret_cast<PyObject*>(type));
 }
 
@@ -241,6 +244,7 @@ nb::object Make(nb::handle type, int collective, nb::handle function) {
 void BindFastPath(nb::module_& m) {
   g_call = PyUnicode_InternFromString("_call");
   g_rank = PyUnicode_InternFromString("_rank");
+  g_method_type = nb::object(nb::module_::import_("types").attr("MethodType")).release().ptr();
   nb::object type = nb::steal(PyType_FromSpec(&g_spec));
   if (!type.is_valid()) nb::raise_python_error();
   m.def("fast_path", [type](int collective) {

@@ -54,9 +54,11 @@ class GpuCalls {
 
   // The fast path: enqueues on the current stream what was called before with the same counts, and gives its handle.
   // None: it was not, or there is more to it, and nothing was done. Host memory is the engine's.
-  nb::object Call(int collective, nb::handle send, nb::handle recv, nb::handle op, nb::handle where) {
+  nb::object Call(nb::handle number, nb::handle send, nb::handle recv, nb::handle op, nb::handle where) {
     const std::optional<GpuTensor> first = GpuTensor::Read(send.ptr());
-    if (!first) return engine_.Call(collective, send, recv, op, where);
+    if (!first) return engine_.Call(number, send, recv, op, where);
+    const std::int32_t collective = SmallNumber(number.ptr());
+    if (collective < 0) return nb::none();
     const std::int32_t root = SmallNumber(where.ptr());
     const int redop = engine_.OpNumber(op.ptr());
     if (root < 0 || redop < 0 || engine_.engine().forked() || engine_.engine().failed() || !Ours(*first)) {

@@ -74,10 +74,10 @@ class PyEngine {
 
   // Runs a collective that was run before with the same counts, and gives what stands for one that is done. None: it
   // was not run before, and nothing was done.
-  nb::object Call(int collective, nb::handle send, nb::handle recv, nb::handle op, nb::handle where) {
+  nb::object Call(nb::handle number, nb::handle send, nb::handle recv, nb::handle op, nb::handle where) {
     // Only what needs no conversion: the rest is for the slow path, and so are all errors.
-    const std::int32_t root = SmallNumber(where.ptr());
-    if (engine_.forked() || !op_labels_ || root < 0) return nb::none();
+    const std::int32_t collective = SmallNumber(number.ptr()), root = SmallNumber(where.ptr());
+    if (engine_.forked() || !done_ || collective < 0 || root < 0) return nb::none();
     const bool in_place = recv.is_none();
     HostBuffer send_buffer;
     HostBuffer recv_buffer;
@@ -263,7 +263,8 @@ class PyEngine {
   // `labels` are the interned strings that name the reductions, by number; `done` is what calls return.
   void SetOps(nb::tuple labels, nb::object done, nb::callable on_stuck, nb::callable on_interrupt,
               nb::callable on_news) {
-    op_labels_ = std::move(labels);
+    if (labels.size() != op_labels_.size()) throw nb::value_error("set_ops: one name for each reduction");
+    for (std::size_t i = 0; i < op_labels_.size(); ++i) op_labels_[i] = labels[i];
     done_ = std::move(done);
     on_stuck_ = std::move(on_stuck);
     on_interrupt_ = std::move(on_interrupt);
@@ -274,9 +275,8 @@ class PyEngine {
 
   // The number of a reduction by its name, -1 for all that SetOps was not told.
   int OpNumber(PyObject* op) const {
-    if (!op_labels_) return -1;
     for (int i = 0; i < kReduceOps; ++i) {
-      if (PyTuple_GET_ITEM(op_labels_.ptr(), i) == op) return i;
+      if (op_labels_[i].is(op)) return i;
     }
     return -1;
   }
@@ -344,7 +344,7 @@ class PyEngine {
   bool starts_ = false;
   std::vector<std::pair<std::shared_ptr<Task>, nb::object>> kept_;
   inline static thread_local Ticket t_pending;
-  nb::object op_labels_;
+  std::array<nb::object, kReduceOps> op_labels_;
   nb::object done_;
   nb::object on_interrupt_;
   nb::object on_news_;

@@ -3,6 +3,7 @@
 
 #include "python/xla.h"
 
+#include <dlfcn.h>
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
@@ -24,12 +25,18 @@ namespace {
 
 PyObject* g_runner = nullptr;  // for as long as the process lives: XLA never forgets a handler
 
+// Py_IsFinalizing, which is in the stable ABI from Python 3.13 on. Before, it has an underscore and the same type.
+using Question = int (*)();
+Question FindQuestion() {
+  void* found = dlsym(RTLD_DEFAULT, "Py_IsFinalizing");
+  if (found == nullptr) found = dlsym(RTLD_DEFAULT, "_Py_IsFinalizing");
+  if (found == nullptr) throw std::runtime_error("this Python has no Py_IsFinalizing");
+  return reinterpret_cast<Question>(found);
+}
+
 bool ShuttingDown() {
-#if PY_VERSION_HEX >= 0x030D0000
-  return !Py_IsInitialized() || Py_IsFinalizing();
-#else
-  return !Py_IsInitialized() || _Py_IsFinalizing();
-#endif
+  static const Question finalizing = FindQuestion();
+  return !Py_IsInitialized() || finalizing() != 0;
 }
 
 // xla::PrimitiveType of xla_data.proto.
