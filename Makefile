@@ -90,10 +90,10 @@ types: $(VENV)/installed $(VENV)/test $(VENV)/dev
 site: $(VENV)/installed $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# The tests of one variant mostly wait or use one processor: they run beside those of the other. TSan notes what `send`
-# reads after the call, when an answer may have come and been written there: it must not note that.
+# These tests mostly wait: they run beside each other. TSan notes what `send` reads after the call, when an answer may have
+# come and been written there: it must not note that.
 sanitize: sanitizers
-	+$(MAKE) -j $(words $(SANITIZERS)) --output-sync=target $(SANITIZERS:%=sanitize-run-%)
+	+$(MAKE) -j --output-sync=target $(foreach each,$(SANITIZERS),$(patsubst %,sanitize-run-$(each)@%,$(call tests_under,$(each))))
 
 sanitizers: $(SANITIZERS:%=sanitize-build-%)
 
@@ -103,10 +103,8 @@ sanitize-build-%: $(VENV)/dev
 	$(BIN)/cmake --build build/$* --target $(call tests_under,$*)
 
 sanitize-run-%:
-	set -e; for name in $(call tests_under,$*); do \
-	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:intercept_send=0 \
-	    $$(find build/$* -type f -name $$name -perm -u+x); \
-	done
+	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:intercept_send=0 \
+	  $$(find build/$(firstword $(subst @, ,$*)) -type f -name $(lastword $(subst @, ,$*)) -perm -u+x)
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/peers.py $(BENCH)
