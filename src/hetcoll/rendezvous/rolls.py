@@ -102,6 +102,8 @@ class Rolls:
         hears that it was left behind: whatever it waits for does not come any more."""
         if not group.roll:  # most often, and there may be many ranks
             return
+        if not now and len(group.roll) + len(group.late) < len(group.members):
+            return  # without a look at every rank each time that one comes
         missing = group.members.keys() - group.roll.keys() - group.late
         if missing and not now:
             return
@@ -145,7 +147,7 @@ class Rolls:
     def _close_agreement(self, group: Group, number: int) -> None:
         """The bits that all have who said something, once nobody is awaited that could."""
         roll = group.agreements[number]
-        if roll.failed is None and not _silent(group, roll):
+        if roll.failed is None and _complete(group, roll):
             flag = -1
             for (said,) in map(I64.unpack, roll.said.values()):
                 flag &= said
@@ -180,10 +182,10 @@ class Rolls:
             return
         if len(roll.said) == 1:
             self._growing.append((group, roll))
-        counts = {other: U32.unpack(said[:4])[0] for other, said in roll.said.items()}
-        if len(set(counts.values())) > 1:
-            other = next(other for other, wanted in counts.items() if wanted != count)
-            text = f"rank {other} called grow({counts[other]}), rank {rank} grow({count}): wanted the same on all ranks"
+        other, first = next(iter(roll.said.items()))
+        if first[:4] != count4:
+            (wanted,) = U32.unpack(first[:4])
+            text = f"rank {other} called grow({wanted}), rank {rank} grow({count}): wanted the same on all ranks"
             self._fail_growth(group, roll, text.encode(), Status.REFUSED)
         elif group.gone:
             self._fail_growth(group, roll, *_gone(group, next(iter(group.gone))))
@@ -273,10 +275,15 @@ def _silent(group: Group, roll: Roll) -> set[int]:
     return set(range(group.size)) - group.gone.keys() - group.late - roll.said.keys()
 
 
+def _complete(group: Group, roll: Roll) -> bool:
+    """Whether nobody is silent. Most often numbers tell: a look at every rank whenever one comes would be n squared."""
+    return len(roll.said) + len(group.gone) + len(group.late) >= group.size and not _silent(group, roll)
+
+
 def _forget(group: Group) -> None:
     """The failed rolls that nobody will ask for any more."""
     for rolls in (group.agreements, group.growths):
-        for number in [n for n, roll in rolls.items() if roll.failed is not None and not _silent(group, roll)]:
+        for number in [n for n, roll in rolls.items() if roll.failed is not None and _complete(group, roll)]:
             del rolls[number]
 
 
