@@ -104,7 +104,7 @@ sanitize-build-%: $(VENV)/dev
 
 sanitize-run-%:
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:intercept_send=0 \
-	  $$(find build/$(firstword $(subst @, ,$*)) -type f -name $(lastword $(subst @, ,$*)) -perm -u+x)
+	  "$$(find build/$(firstword $(subst @, ,$*)) -type f -name $(lastword $(subst @, ,$*)) -perm -u+x)"
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/peers.py $(BENCH)
