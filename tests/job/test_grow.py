@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from losing import found, lose, works
 from ranks import Job, Ranks, elapsed, wait_until
 
 import hetcoll
@@ -26,50 +27,6 @@ from hetcoll.rendezvous.wire import Op
 
 Launch = Callable[..., Ranks]
 TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])
-
-
-def works(comm: hetcoll.Communicator) -> None:
-    """Calls of several kinds, large and small, give the right results, and so do messages and a part."""
-    size, rank = comm.size, comm.rank
-    for count in (1, 100_000):
-        x = np.full(count, rank + 1.0)
-        comm.allreduce(x)
-        assert (x == size * (size + 1) / 2).all()
-    everyone = np.empty(size)
-    comm.allgather(np.array([float(rank)]), everyone)
-    assert everyone.tolist() == list(range(size))
-    with comm.group():
-        comm.send(np.array([rank]), (rank + 1) % size)
-        comm.recv(got := np.empty(1, np.int64), (rank - 1) % size)
-    assert got[0] == (rank - 1) % size
-    part = comm.split(rank % 2)
-    assert part is not None
-    assert part.epoch == comm.epoch
-    part.barrier()
-    part.close()
-
-
-def work(comm: hetcoll.Communicator) -> None:
-    while True:
-        comm.allreduce(np.ones(4))
-
-
-def lose(comm: hetcoll.Communicator, victim: int) -> None:
-    """Wait in a call until rank `victim` is killed."""
-    if comm.rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(hetcoll.PeerLostError) as caught:
-        work(comm)
-    assert caught.value.rank == victim
-
-
-def found(ranks: Ranks, *victims: int, seconds: float = 30) -> dict[int, Any]:
-    """What the function gave on each rank but the victims, which have died."""
-    outcomes = ranks.finish(seconds, only=[rank for rank in range(ranks.size) if rank not in victims])
-    assert not [outcome.problem() for outcome in outcomes if outcome.problem()]
-    for victim in victims:
-        ranks.kill(victim)
-    return {outcome.rank: outcome.value for outcome in outcomes}
 
 
 # Ranks 0 to `first` - 1 begin the job; the others are processes that come later.

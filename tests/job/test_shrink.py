@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from losing import found, lose, works
 from ranks import Ranks, elapsed, wait_until
 
 import hetcoll
@@ -21,50 +22,9 @@ Launch = Callable[..., Ranks]
 TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])
 
 
-def works(comm: hetcoll.Communicator) -> None:
-    """All kinds of calls, large and small, give the right results."""
-    size, rank = comm.size, comm.rank
-    for count in (1, 1000, 300_000):
-        x = np.full(count, rank + 1.0)
-        comm.allreduce(x)
-        assert (x == size * (size + 1) / 2).all()
-    everyone = np.empty(size)
-    comm.allgather(np.array([float(rank)]), everyone)
-    assert everyone.tolist() == list(range(size))
-    work = comm.broadcast(np.ones(5000), root=size - 1, async_op=True)
-    comm.barrier()
-    work.wait()
-    with comm.group():
-        comm.send(np.array([rank]), (rank + 1) % size)
-        comm.recv(got := np.empty(1, np.int64), (rank - 1) % size)
-    assert got[0] == (rank - 1) % size
-    part = comm.split(rank % 2)
-    assert part is not None
-    part.barrier()
-    part.close()
-
-
-def work(comm: hetcoll.Communicator) -> None:
-    while True:
-        comm.allreduce(np.ones(4))
-
-
-def lose(comm: hetcoll.Communicator, victim: int) -> None:
-    """Wait in a call until rank `victim` is killed."""
-    if comm.rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(hetcoll.PeerLostError) as caught:
-        work(comm)
-    assert caught.value.rank == victim
-
-
 def survivors(ranks: Ranks, *victims: int) -> list[Any]:
-    """What the function gave on all ranks but the victims, which have killed themselves."""
-    outcomes = ranks.finish(30, only=[rank for rank in range(ranks.size) if rank not in victims])
-    assert not [outcome.problem() for outcome in outcomes if outcome.problem()]
-    for victim in victims:
-        ranks.kill(victim)
-    return [outcome.value for outcome in outcomes]
+    """As `found`, in the order of ranks."""
+    return list(found(ranks, *victims).values())
 
 
 def lose_one(comm: hetcoll.Communicator, victim: int) -> tuple[int, int, str]:
@@ -186,9 +146,9 @@ def test_a_stopped_rank_is_left_out(launch: Launch, transport: str, tmp_path: Pa
     ranks.start(leave_one_out, 2, tmp_path / "done")
     wait_until((tmp_path / "done").exists, 20)
     ranks.signal(2, signal.SIGCONT)
-    found = survivors(ranks)
-    assert [size for size, _ in found] == [3, 3, 0, 3]
-    assert all("rank 2 did not answer" in text for _, text in found), found
+    values = survivors(ranks)
+    assert [size for size, _ in values] == [3, 3, 0, 3]
+    assert all("rank 2 did not answer" in text for _, text in values), values
 
 
 def stop_inside(comm: hetcoll.Communicator, silent: int, done: Path) -> tuple[int, str]:
@@ -216,9 +176,9 @@ def test_a_rank_that_is_stopped_inside_is_left_out(launch: Launch, tmp_path: Pat
     ranks.start(stop_inside, 2, tmp_path / "done")
     wait_until((tmp_path / "done").exists, 25)
     ranks.signal(2, signal.SIGCONT)
-    found = survivors(ranks)
-    assert [size for size, _ in found] == [2, 2, 0]
-    assert "rank 2 did not come to shrink() in time" in found[2][1]
+    values = survivors(ranks)
+    assert [size for size, _ in values] == [2, 2, 0]
+    assert "rank 2 did not come to shrink() in time" in values[2][1]
 
 
 def shrink_at_leisure(comm: hetcoll.Communicator) -> list[str]:
