@@ -87,21 +87,26 @@ def die(*args: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def one_dies_joining(job: Job, moment: str) -> tuple[int, int, float]:
+def one_dies_joining(job: Job, moment: str, taken: Path) -> tuple[int, int, float]:
     """Rank 2 is the first newcomer, and dies at a certain step; rank 3 is taken in its place."""
+
+    def die_taken(*args: Any, **named: Any) -> Any:
+        taken.touch()
+        die()
+
     if job.rank == 2:
         if moment == "at once":
-            communicator.Core = die  # type: ignore[misc,assignment]
+            communicator.Core = die_taken  # type: ignore[misc,assignment]
         else:
             exchange = ControlClient.exchange_columns
 
             def tell(self: Any, group: bytes, tag: bytes, *rest: Any) -> Any:
-                return die() if tag == moment.encode() else exchange(self, group, tag, *rest)
+                return die_taken() if tag == moment.encode() else exchange(self, group, tag, *rest)
 
             ControlClient.exchange_columns = tell  # type: ignore[method-assign]
         hetcoll.Communicator.join(job.unique_id, timeout=20)
     if job.rank == 3:
-        time.sleep(0.5)
+        wait_until(taken.exists, 20)  # earlier, and it might be the first
         comm = hetcoll.Communicator.join(job.unique_id, timeout=20)
         works(comm)
         return comm.rank, comm.size, 0.0
@@ -114,9 +119,9 @@ def one_dies_joining(job: Job, moment: str) -> tuple[int, int, float]:
 
 
 @pytest.mark.parametrize("moment", ["at once", "introduce", "epoch"])
-def test_a_newcomer_dies_while_it_joins(launch: Launch, moment: str) -> None:
+def test_a_newcomer_dies_while_it_joins(launch: Launch, moment: str, tmp_path: Path) -> None:
     ranks = launch(4, join=False)
-    ranks.start(one_dies_joining, moment)
+    ranks.start(one_dies_joining, moment, tmp_path / "taken")
     values = found(ranks, 2)
     assert [value[:2] for value in values.values()] == [(0, 3), (1, 3), (2, 3)]
     assert max(value[2] for value in values.values()) < 10
