@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 from calls import LINKS
+from ports import free_port
 from ranks import Job, wait_until
 
 PROGRAM = """
@@ -41,9 +41,8 @@ ENDINGS = {
 
 def run_program(text: str, size: int = 2, **env: str) -> list[subprocess.CompletedProcess[str]]:
     """Ranks as a launcher starts them, each an interpreter of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = str(sock.getsockname()[1])
-    common = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **env}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {**os.environ, "WORLD_SIZE": str(size), **where, **env}
     common |= {"LOCAL_WORLD_SIZE": str(size)}
     processes = [
         subprocess.Popen(
@@ -132,9 +131,8 @@ def press_until_it_ends(process: subprocess.Popen[bytes]) -> None:
 def test_the_store_does_not_wait_after(end: str) -> None:
     """Others must hear of the exception at once, and who presses Ctrl-C has had enough."""
     text = "raise KeyError('mine')" if end == "exception" else "print('at its end', flush=True)"
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = str(sock.getsockname()[1])
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HETCOLL_LINGER": "60"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {**os.environ, "WORLD_SIZE": "2", **where, "HETCOLL_LINGER": "60"}
     programs = [STAY.replace("{}", text), STAY.replace("{}", "").replace("1.5", "60")]
     processes = [
         subprocess.Popen([sys.executable, "-c", program], env={**common, "RANK": str(rank)}, stdout=-1, stderr=-1)

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from installed import find_program
+from ports import free_port
 
 from hetcoll import _native
 from hetcoll.communicator import Communicator
@@ -50,12 +51,6 @@ def clean_slate() -> Iterator[None]:
     for server in list(store._hosted.values()):
         server.close()
     rendezvous._found.clear()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def meet(launches: list[Launch], configs: list[Config]) -> list[list[bytes]]:
