@@ -1,9 +1,9 @@
-"""Data-parallel training that loses a rank and takes a new one in, without a restart and with the same losses.
+"""Data-parallel training that loses ranks and takes new ones in, without a restart and with the same losses.
 
-    hetcoll run -n 3 --respawn 1 docs/examples/elastic_training.py
+    hetcoll run -n 3 --respawn 2 docs/examples/elastic_training.py
 
-Rank 1 kills itself at step 20. `hetcoll run` starts it again, and `hetcoll.init` makes it a newcomer, which has all to
-learn: rank 0 tells it the weights and the losses so far. A step counts only where all ranks agree that it went well, so
+Rank 1 kills itself at step 20, rank 0 at step 40. `hetcoll run` starts it again, and `hetcoll.init` makes it a newcomer,
+which has all to learn: rank 0 tells it the weights and the losses so far. A step counts only where all ranks agree that it went well, so
 nobody is a step ahead. Every batch is divided among the ranks that are there, hence the losses are those of one process
 alone, but for the rounding of sums in another order.
 """
@@ -17,7 +17,8 @@ import numpy as np
 
 import hetcoll
 
-RANKS, STEPS, LOST_AT, BATCH, INPUTS, RATE = 3, 60, 20, 96, 8, 0.1
+RANKS, STEPS, BATCH, INPUTS, RATE = 3, 60, 96, 8, 0.1
+VICTIMS = {(20, 0): 1, (40, 2): 0}  # by step and epoch
 HIDDEN = np.random.default_rng(7).normal(size=INPUTS)  # what is to be learned
 
 
@@ -51,7 +52,7 @@ def train(comm: hetcoll.Communicator) -> tuple[np.ndarray, hetcoll.Communicator]
     if comm.epoch > 0:  # a newcomer: the others are in `whole_again`
         comm.broadcast(state)
     while (step := int(state[0])) < STEPS:
-        if comm.rank == 1 and step == LOST_AT and comm.epoch == 0:
+        if comm.rank == VICTIMS.get((step, comm.epoch)):
             os.kill(os.getpid(), signal.SIGKILL)
         total = sums(weights, step, comm.rank, comm.size)
         try:

@@ -71,14 +71,14 @@ def init(
         config = replace(config, reproducible=reproducible)
     configure(config)
     seconds = env.config.init_timeout if timeout is None else timeout
-    joins = env.launch.joins if join is None else join
-    if joins and (env.launch.rank == 0 or env.launch.size == 1):
-        raise InitError("join: wanted RANK from 1 to WORLD_SIZE - 1 of the job that runs: rank 0 hosts its store")
+    launch = env.launch if join is None else env.launch._replace(joins=join)
+    if launch.joins and launch.size == 1:
+        raise InitError("join: wanted RANK and WORLD_SIZE as the ranks of the job that runs were told, got a size of 1")
     start = time.monotonic()
     with coming_together():
-        unique_id = bootstrap(env.launch, env.config)
+        unique_id = bootstrap(launch, env.config)
     left = seconds - (time.monotonic() - start)
-    world = Communicator.enter(unique_id, env.launch.rank, env.launch.size, config, left, join=joins)
+    world = Communicator.enter(unique_id, launch.rank, launch.size, config, left, join=launch.joins)
     _world = weakref.ref(world)
     return world
 

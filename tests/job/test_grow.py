@@ -300,8 +300,8 @@ def test_a_newcomer_does_not_keep_the_store_of_a_job_that_ends() -> None:
     newcomer.close()
 
 
-def test_rank_0_cannot_be_a_newcomer() -> None:
-    with pytest.raises(hetcoll.InitError, match="join: wanted RANK from 1 to WORLD_SIZE - 1 of the job that runs"):
+def test_nobody_joins_a_job_of_one() -> None:
+    with pytest.raises(hetcoll.InitError, match="join: wanted RANK and WORLD_SIZE as the ranks of the job"):
         hetcoll.init(join=True)
 
 

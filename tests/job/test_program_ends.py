@@ -111,11 +111,9 @@ def test_the_store_waits_at_exit_for_ranks_that_are_still_at_work() -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_store_does_not_wait_longer_than_it_may() -> None:
-    zero, *rest = run_program(STAY, 3, HETCOLL_LINGER="0")
-    assert (zero.returncode, zero.stderr) == (0, "")
-    for done in rest:
-        assert "PeerLostError: the process that hosts the job's store has ended" in done.stderr
+def test_who_still_works_when_the_store_waits_no_longer_goes_on_with_another() -> None:
+    for done in run_program(STAY, 3, HETCOLL_LINGER="0"):
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def press_until_it_ends(process: subprocess.Popen[bytes]) -> None:

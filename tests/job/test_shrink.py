@@ -211,22 +211,6 @@ def test_nobody_is_lost(launch: Launch, transport: str) -> None:
         assert set(said) == {"shrink() replaced this communicator"}
 
 
-def lose_the_store(comm: hetcoll.Communicator) -> tuple[str, float]:
-    lose(comm, 0)
-    with elapsed() as took, pytest.raises(hetcoll.PeerLostError) as caught:
-        comm.shrink()
-    return str(caught.value), took[0]
-
-
-@pytest.mark.calm
-def test_without_the_store_there_is_nobody_to_decide(launch: Launch) -> None:
-    ranks = launch(3)
-    ranks.start(lose_the_store)
-    for text, seconds in survivors(ranks, 0):
-        assert "rank 0, which hosts the job's store, was lost" in text
-        assert seconds < 2
-
-
 def interrupt_while_shrinking(comm: hetcoll.Communicator) -> str:
     """Rank 1 never calls; Ctrl-C ends the wait of rank 0."""
     if comm.rank == 1:

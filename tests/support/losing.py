@@ -54,7 +54,8 @@ def lose(comm: hetcoll.Communicator, victim: int) -> None:
 def found(ranks: Ranks, *victims: int, seconds: float = 30) -> dict[int, Any]:
     """What the function gave on each rank but the victims, which have died."""
     outcomes = ranks.finish(seconds, only=[rank for rank in range(ranks.size) if rank not in victims])
-    assert not [outcome.problem() for outcome in outcomes if outcome.problem()]
+    problems = "\n".join(filter(None, (outcome.problem() for outcome in outcomes)))
+    assert not problems, problems
     for victim in victims:
         ranks.kill(victim)
     return {outcome.rank: outcome.value for outcome in outcomes}

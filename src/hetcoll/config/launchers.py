@@ -37,6 +37,11 @@ class Launch(NamedTuple):
     joins: bool = False
 
     @property
+    def hosts(self) -> bool:
+        """Whether the job's store is to be in this process."""
+        return self.rank == 0 and not self.joins
+
+    @property
     def one_host(self) -> bool:
         """Whether the launcher says that all ranks are on this host."""
         return self.local_size == self.size

@@ -21,7 +21,6 @@ from .sockets import peer_is_us, spell_address, spell_error, tune
 
 log = logging.getLogger("hetcoll.acceptor")
 
-BACKLOG = 4096
 _RETRY = 0.1  # seconds until the next accept when descriptors ran out
 
 Admit = Callable[[socket.socket, str, bytes], None]

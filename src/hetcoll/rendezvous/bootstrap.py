@@ -27,16 +27,15 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ..config.env import Config, Launch, environment
 from ..errors import HetcollError, InitError
-from .acceptor import BACKLOG
 from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, Verb, greeting_context
 from .control import ControlClient
-from .interfaces import choose_interfaces
+from .interfaces import own_hosts
 from .probe import Search
-from .sockets import peer_is_us, receive_exactly, send_all, spell_address, spell_error
+from .sockets import BACKLOG, bind_all, peer_is_us, receive_exactly, send_all, spell_address, spell_error
 from .unique_id import UniqueId, hosted_here, job_secret
 from .wire import HEADER, unpack
 
@@ -56,7 +55,7 @@ def get_unique_id(config: Config | None = None, *, loopback: bool = False) -> Un
     this process ends; waiting costs no CPU. The job's key is made from HETCOLL_SECRET, or random where there is none.
     """
     config = environment().config if config is None else config
-    return _start_store(bind_all(_own_hosts(config, loopback), 0), config)
+    return _start_store(bind_all(own_hosts(config.socket_ifname, loopback=loopback), 0), config)
 
 
 def bootstrap(launch: Launch, config: Config) -> UniqueId:
@@ -68,7 +67,7 @@ def bootstrap(launch: Launch, config: Config) -> UniqueId:
     what greets as rank 0 cannot prove the secret.
     """
     known = _found.get(launch)
-    if known is not None and (launch.rank != 0 or hosted_here(known.job_id)):
+    if known is not None and not launch.joins and (not launch.hosts or hosted_here(known.job_id)):
         return known
     deadline = time.monotonic() + config.init_timeout
     master = config.master or launch.master
@@ -96,7 +95,7 @@ def _by_master(launch: Launch, config: Config, master: tuple[str, int], deadline
     first = master[1] + launch.agent_store
     ports = range(first, min(master[1] + PORTS, 65536) if launch.job else first + 1)
     endpoints = [(master[0], port) for port in ports]
-    if launch.rank == 0:
+    if launch.hosts:
         listeners, taken = _bind_first_free(endpoints, launch.one_host)
         try:
             if taken:
@@ -228,10 +227,10 @@ def _read_id(sock: socket.socket, deadline: float) -> UniqueId:
 def _by_unix_socket(launch: Launch, config: Config, deadline: float) -> UniqueId:
     key = _key(launch.job or f"{launch.launcher} {launcher_pid()}", launch.size)
     name = f"\0hetcoll-{os.getuid()}-{key.hex()}"
-    if launch.rank == 0:
+    if launch.hosts:
         announcer = _listen_locally(name)
         try:
-            return _start_store([*bind_all(_own_hosts(config, True), 0), announcer], config, key)
+            return _start_store([*bind_all(own_hosts(config.socket_ifname, loopback=True), 0), announcer], config, key)
         except BaseException:
             announcer.close()
             raise
@@ -331,7 +330,7 @@ def _by_mpi(launch: Launch, config: Config, deadline: float) -> UniqueId:
             f"HETCOLL_MASTER=host:port in the environment of every rank, or mpi4py ({error})"
         ) from error
     world, message = mpi.COMM_WORLD, bytearray(_MPI_MESSAGE)
-    if launch.rank == 0:
+    if launch.hosts:
         data = get_unique_id(config).to_bytes()
         message[: len(data) + 4] = len(data).to_bytes(4, "little") + data
     request = world.Ibcast(message, root=0)
@@ -350,30 +349,6 @@ def _key(job: str, size: int) -> bytes:
     return hashlib.sha256(f"hetcoll launch {size} {job}".encode()).digest()[:16]
 
 
-def _own_hosts(config: Config, loopback: bool) -> list[str]:
-    """Addresses to listen at: loopback's, and those of the chosen interfaces unless `loopback`."""
-    interfaces = choose_interfaces(config.socket_ifname, loopback=True)
-    if not loopback:
-        interfaces = [*choose_interfaces(config.socket_ifname), *interfaces]
-    return list(dict.fromkeys(interface.host for interface in interfaces))
-
-
-def bind_all(hosts: Iterable[str], port: int) -> list[socket.socket]:
-    """A listening socket at each of the addresses `hosts`, at `port` (0: any). InitError where that is taken; then
-    none is left open."""
-    listeners: list[socket.socket] = []
-    host = ""
-    try:
-        for host in hosts:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listeners.append(socket.create_server((host, port), family=family, backlog=BACKLOG))
-    except OSError as error:
-        for listener in listeners:
-            listener.close()
-        raise InitError(f"listening at {spell_address((host, port))}: {spell_error(error)}") from error
-    return listeners
-
-
 def _start_store(listeners: list[socket.socket], config: Config, key: bytes | None = None) -> UniqueId:
     """A store behind `listeners`. With the `key` of a launch, and without HETCOLL_SECRET, it hands out the id."""
     addresses: list[tuple[str, int]] = []
@@ -381,7 +356,7 @@ def _start_store(listeners: list[socket.socket], config: Config, key: bytes | No
         if listener.family == socket.AF_UNIX:
             continue
         host, port = listener.getsockname()[:2]
-        hosts = _own_hosts(config, False) if host in ("::", "0.0.0.0") else [host]
+        hosts = own_hosts(config.socket_ifname) if host in ("::", "0.0.0.0") else [host]
         addresses += [(each, port) for each in hosts]
     if not addresses:
         raise InitError("no network interface is up: wanted one to listen at")

@@ -13,15 +13,16 @@ import struct
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .. import lifetime
 from ..config.limits import Held, reserve_descriptors
 from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError, spell_gone
 from .columns import Column, Telling, unpack_columns
+from .membership import Call, Membership
 from .news import Event, Handler, Left, Lost, Query, StoreLost, Verdict
 from .sockets import spell_address, spell_error
+from .succession import SECONDS, Succession
 from .unique_id import UniqueId, hosted_here
 from .uplink import Uplink
 from .wire import F64, NOBODY, U32, WORLD, Frame, Op, Status, pack, unpack
@@ -34,34 +35,6 @@ log = logging.getLogger("hetcoll.control")
 _SEND_SECONDS = 30.0
 _GOODBYE_SECONDS, _GOODBYE_BEHIND = 1.0, 5.0  # the latter behind a relay
 _RELAY_DESCRIPTORS = 170  # of its children, and of those who have yet to prove the secret
-
-
-@dataclass(slots=True)
-class _Membership:
-    rank: int
-    size: int
-    handler: Handler | None
-    host: int = NOBODY
-    gone: dict[int, str] = field(default_factory=dict)  # why, "" for one that left
-    own: dict[tuple[bytes, int], bytes] = field(default_factory=dict)  # what was looked up, by tag and rank
-
-
-class _Call:
-    """A request whose reply a thread waits for."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self.frame: Frame | None = None
-        self.error: HetcollError | None = None
-
-    def finish(self, frame: Frame | None, error: HetcollError | None = None) -> None:
-        """The first answer counts. Only the reader thread calls this."""
-        if not self._done.is_set():
-            self.frame, self.error = frame, error
-            self._done.set()
-
-    def wait(self, seconds: float) -> bool:
-        return self._done.wait(seconds)
 
 
 class ControlClient:
@@ -80,16 +53,17 @@ class ControlClient:
         on_event: Handler | None = None,
         group: bytes | None = WORLD,
     ) -> None:
-        self._id, self._timeout = unique_id, timeout
+        self._timeout = timeout
         self._numbers = itertools.count(1)
-        self._calls: dict[int, _Call] = {}
-        self._groups: dict[bytes, _Membership] = {}
+        self._calls: dict[int, Call] = {}
+        self._groups: dict[bytes, Membership] = {}
         self._lock = threading.Lock()  # of the two tables and _end
         self._end: StoreLost | None = None
         self._closing = self._forked = False
         deadline = time.monotonic() + timeout
         self._size = size
         self._relay: Relay | None = None
+        self._succession = Succession(hosts=hosted_here(unique_id.job_id) is not None)
         self._uplink = Uplink(unique_id, size, deadline, self._serve)
         self.store_address = unique_id.addresses[0]
         self._thread = threading.Thread(target=self._read, name="hetcoll-control", daemon=True)
@@ -104,8 +78,8 @@ class ControlClient:
 
     @property
     def unique_id(self) -> UniqueId:
-        """The job that this is connected to."""
-        return self._id
+        """The job that this is connected to, and where its store is."""
+        return self._uplink.unique_id
 
     def join(
         self, group: bytes, rank: int, size: int, on_event: Handler | None = None, *, timeout: float | None = None
@@ -117,8 +91,8 @@ class ControlClient:
         with self._lock:
             if group in self._groups:
                 raise InitError(f"this process is already rank {self._groups[group].rank} of the group {group!r}")
-            self._groups[group] = membership = _Membership(rank, size, on_event)
-        hosts = b"\1" if hosted_here(self._id.job_id) else b"\0"
+            self._groups[group] = membership = Membership(rank, size, on_event)
+        hosts = b"\1" if hosted_here(self.unique_id.job_id) else b"\0"
         try:
             seconds = self._timeout if timeout is None else timeout
             fields = (group, U32.pack(rank), U32.pack(size), hosts, F64.pack(seconds))
@@ -189,6 +163,11 @@ class ControlClient:
         """What the store answers to all that wait for one decision: see `decisions`."""
         return self._call(op, (*fields, F64.pack(timeout)), timeout, fields[0] if fields else None).fields
 
+    def count_rolls(self, group: bytes) -> int:
+        """How many times the ranks of `group` shrank."""
+        membership = self._groups.get(group)
+        return 0 if membership is None else membership.rolls
+
     def check_present(self, group: bytes, ranks: Collection[int]) -> None:
         """PeerLostError where the store has told that one of `ranks` died or left."""
         membership = self._groups.get(group)
@@ -211,7 +190,8 @@ class ControlClient:
         mine = Held(self._end is None, self._thread.is_alive())
         if self._relay is not None:
             mine = Held(*map(sum, zip(mine, self._relay.holds(), strict=True)))
-        store = hosted_here(self._id.job_id)
+        mine = Held(mine.descriptors + self._succession.descriptors, mine.threads)
+        store = hosted_here(self.unique_id.job_id)
         return mine if store is None else Held(*map(sum, zip(mine, store.holds(), strict=True)))
 
     def close(self) -> None:
@@ -236,11 +216,13 @@ class ControlClient:
         if self._thread.is_alive():
             self._uplink.end()
             self._thread.join(5.0)
+        self._succession.close()
 
     def abandon(self) -> None:
         """In a forked child: close the inherited socket; every call raises ClosedError."""
         self._forked = self._closing = True
         self._uplink.sock.close()
+        self._succession.close()
 
     def _serve(self) -> None:
         """The store wants this process to be a relay, at the address by which it is connected to the others."""
@@ -254,7 +236,7 @@ class ControlClient:
                 log.warning("this process cannot be a relay: %s", problem)
                 return
             try:
-                self._relay = Relay(self._id, host, self._size, self._timeout)
+                self._relay = Relay(self.unique_id, host, self._size, self._timeout)
             except OSError as error:
                 log.warning("this process cannot be a relay at %s: %s", host, spell_error(error))
 
@@ -264,7 +246,7 @@ class ControlClient:
         seconds = self._timeout if timeout is None else timeout
         patience = seconds + _slack(seconds)
         self._check_usable(group)
-        number, call = next(self._numbers), _Call()
+        number, call = next(self._numbers), Call(op, group, fields)
         with self._lock:
             self._calls[number] = call
         try:
@@ -276,6 +258,7 @@ class ControlClient:
             self._uplink.shut_down()
             raise CommunicationError(f"the store could not be told: {spell_error(error)}") from error
         finally:
+            self._uplink.forget(number)
             with self._lock:
                 self._calls.pop(number, None)
         if call.error is not None:
@@ -308,22 +291,72 @@ class ControlClient:
     def _read(self) -> None:
         end = StoreLost("the connection ended", False)
         try:
-            for frame in self._uplink.frames():
-                if frame.op == Op.CLOSING:
-                    end = StoreLost("its process ended in order", True)
+            while True:
+                end = self._listen()
+                if not self._go_on(end):
                     break
-                self._dispatch(frame)
-        except (OSError, HetcollError, struct.error, ValueError) as error:
-            end = StoreLost(spell_error(error), False)
         finally:
             self._finish(end)
 
+    def _listen(self) -> StoreLost:
+        """Until the store is lost."""
+        try:
+            for frame in self._uplink.frames():
+                if frame.op == Op.CLOSING:
+                    return StoreLost("its process ended in order", True)
+                self._dispatch(frame)
+        except (OSError, HetcollError, struct.error, ValueError) as error:
+            return StoreLost(spell_error(error), False)
+        return StoreLost("the connection ended", False)
+
+    def _go_on(self, end: StoreLost) -> bool:
+        """Go to the store that takes the place of the one that has ended, if there is any."""
+        deadline = time.monotonic() + SECONDS
+        while not (self._closing or self._succession.hosts or time.monotonic() >= deadline):
+            lost = self.unique_id
+            home = self._succession.find(lost, end.orderly, lambda: self._closing)
+            if home is None:
+                return False
+            if home is not lost:
+                self._part_with_host(end)
+                for membership in self._groups.values():
+                    membership.host = NOBODY
+            hosts = b"\1" if self._succession.hosts else b"\0"
+            pasts = pack(each.spell(name) for name, each in list(self._groups.items()) if each.joined)
+            self._relay = None  # it ends with the way to the store that it had
+            try:
+                self._uplink.move(home, pack((hosts, self._succession.places, pasts)), deadline)
+                self.store_address = home.addresses[0]
+                return True
+            except (OSError, HetcollError) as error:
+                end = StoreLost(spell_error(error), False)
+        return False
+
+    def _part_with_host(self, end: StoreLost) -> None:
+        """Tell groups what became of the rank whose process hosted the store."""
+        for group, membership in list(self._groups.items()):
+            host = membership.host
+            if host not in (NOBODY, membership.rank) and host not in membership.gone:
+                reason = f"its process hosted the job's store: {end.reason}"
+                membership.gone[host] = "" if end.orderly else reason
+                self._tell(group, membership, Left(host) if end.orderly else Lost(host, reason))
+
     def _dispatch(self, frame: Frame) -> None:
         if frame.op == Op.REPLY:
+            self._uplink.forget(frame.request)
             with self._lock:
                 call = self._calls.get(frame.request)
             if call is not None:
+                membership = None if call.group is None else self._groups.get(call.group)
+                if membership is not None:
+                    membership.keep(call, frame)
                 call.finish(frame)
+            return
+        if frame.op == Op.STAND:
+            self._uplink.send(Op.STANDING, pack((b"", self._succession.stand(frame.body))), 0, _SEND_SECONDS)
+            return
+        if frame.op == Op.SUCCESSORS:
+            self._succession.hear(frame.body)
             return
         group, *rest = frame.fields
         membership = self._groups.get(group)
@@ -333,20 +366,24 @@ class ControlClient:
             (membership.host,) = U32.unpack(rest[0])
         elif frame.op == Op.LOST:
             (rank,), reason = U32.unpack(rest[0]), rest[1].decode()
-            membership.gone[rank] = reason
-            self._tell(group, membership, Lost(rank, reason))
+            if not membership.gone.get(rank):  # a new store may tell what the one before has told
+                membership.gone[rank] = reason
+                self._tell(group, membership, Lost(rank, reason))
         elif frame.op == Op.LEFT:
             for (rank,) in map(U32.unpack, rest):
-                membership.gone[rank] = ""
-                self._tell(group, membership, Left(rank))
+                if rank not in membership.gone:
+                    membership.gone[rank] = ""
+                    self._tell(group, membership, Left(rank))
         elif frame.op == Op.VERDICT:
-            self._tell(group, membership, Verdict(rest[0], rest[1], U32.unpack(rest[2])[0]))
+            if not membership.verdict:
+                membership.verdict = frame.body
+                self._tell(group, membership, Verdict(rest[0], rest[1], U32.unpack(rest[2])[0]))
         elif frame.op == Op.ASK:
             answer = self._tell(group, membership, Query(U32.unpack(rest[0])[0], rest[1]))
             if answer is not None:
                 self._uplink.send(Op.ANSWER, pack((rest[2], answer)), 0, _SEND_SECONDS)
 
-    def _tell(self, group: bytes, membership: _Membership, event: Event) -> bytes | None:
+    def _tell(self, group: bytes, membership: Membership, event: Event) -> bytes | None:
         if membership.handler is None:
             return None
         try:
@@ -365,11 +402,8 @@ class ControlClient:
             call.finish(None, error)
         if closing:
             return
+        self._part_with_host(end)
         for group, membership in list(self._groups.items()):
-            host = membership.host
-            if host not in (NOBODY, membership.rank) and host not in membership.gone:
-                reason = f"its process hosted the job's store: {end.reason}"
-                self._tell(group, membership, Left(host) if end.orderly else Lost(host, reason))
             self._tell(group, membership, end)
 
 

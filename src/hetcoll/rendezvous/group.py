@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from .exchanges import Exchange
 from .keys import Member
+from .past import Answered
 from .wire import NOBODY, Op, Status
 
 
@@ -45,7 +46,8 @@ class Group:
     all ranks have met in an exchange. `mixed` is why it never will: two processes said that they are the same rank, or
     ranks said different sizes. `watched` is when agreements are looked at next.
     `leaving` are ranks that said goodbye, of which the others have yet to be told. `own` is what ranks told in
-    exchanges, by tag, for those who ask.
+    exchanges, by tag, for those who ask. `answered` are answers of a store that was lost, by operation and key,
+    of a group that was `resumed` after it.
     """
 
     name: bytes
@@ -67,3 +69,5 @@ class Group:
     leaving: list[int] = field(default_factory=list)
     own: dict[bytes, dict[int, bytes]] = field(default_factory=dict)
     watched: float = math.inf
+    answered: dict[tuple[int, bytes], Answered] = field(default_factory=dict)
+    resumed: bool = False

@@ -22,6 +22,7 @@ from .exchanges import Exchange
 from .group import Group, Question
 from .keys import Keys, Member, RefusedError
 from .rolls import Rolls
+from .successors import Returns, Successors
 from .wire import F64, MAX_ID, U32, WORLD, Frame, Op, Status, pack
 
 log = logging.getLogger("hetcoll.groups")
@@ -37,7 +38,9 @@ class Groups:
     """The store's state. Not thread-safe: one thread calls it. `clock` is `time.monotonic`.
 
     `launched`: the process with the store is rank 0 of WORLD, and no other can be. `reserve` is told how many ranks
-    WORLD has when the first of them comes, and says why they are too many, or nothing.
+    WORLD has when the first of them comes, and says why they are too many, or nothing. `charge` is what successors are
+    told, nothing: there are to be none. `succeeds`: this store has taken the place of another, waits for so many
+    members, and so many seconds for ranks.
     """
 
     def __init__(
@@ -46,6 +49,8 @@ class Groups:
         *,
         launched: bool = False,
         reserve: Callable[[int], str] = lambda _: "",
+        charge: bytes = b"",
+        succeeds: tuple[int, float] = (0, 0.0),
     ) -> None:
         self._clock, self._reserve = clock, reserve
         self._launched = launched
@@ -55,6 +60,8 @@ class Groups:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._keys = Keys(self._after)
         self.rolls = Rolls(self._of, self._create, self._after, clock)
+        self._successors = Successors(charge, self._after)
+        self.returns = Returns(self._find, self._part, self._catch_up, self.handle, self._after, *succeeds)
         self._handlers: dict[int, tuple[int, Callable[..., None]]] = {
             Op.JOIN: (5, self._join),
             Op.LEAVE: (1, self._leave),
@@ -65,16 +72,20 @@ class Groups:
             Op.ANSWER: (2, self._answer),
             Op.PUT: (2, self._keys.put),
             Op.GET: (2, self._keys.get),
-            Op.SHRINK: (2, self.rolls.shrink),
+            Op.SHRINK: (3, self.rolls.shrink),
             Op.AGREE: (4, self.rolls.agree),
             Op.GROW: (5, self.rolls.grow),
-            Op.ADMIT: (1, self.rolls.admit),
+            Op.ADMIT: (1, self._admit),
+            Op.STANDING: (2, self._successors.stand),
+            Op.RETURN: (3, self._return),
         }
 
     # What the server calls.
 
     def handle(self, member: Member, frame: Frame) -> None:
         """Serve one frame. A frame that makes no sense is refused, and does no harm."""
+        if self.returns.holds(member, frame):
+            return
         try:
             fields = frame.fields
             arity, handler = self._handlers.get(frame.op, (None, None))
@@ -82,6 +93,8 @@ class Groups:
                 raise RefusedError(f"a frame of operation {frame.op} with {len(fields)} fields: wanted {arity}")
             if len(fields[0]) > MAX_ID:
                 raise RefusedError(f"a name of {len(fields[0])} bytes: wanted at most {MAX_ID}")
+            if frame.status == Status.AGAIN and Returns.answer_again(self._groups.get(fields[0]), member, frame):
+                return
             handler(member, frame.request, *fields)
         except (RefusedError, struct.error) as error:
             member.send(Op.REPLY, str(error).encode(), frame.request, Status.REFUSED)
@@ -90,6 +103,7 @@ class Groups:
         """`member` is gone: lost for `reason`, or in order where that is empty."""
         self._keys.drop(member)
         self.rolls.drop(member)
+        self._successors.drop(member)
         for returning in self._returning.values():
             returning[:] = [each for each in returning if each[0] is not member]
         for name in list(member.ranks):
@@ -129,15 +143,38 @@ class Groups:
         self._tell_leaving(group, name)
         group.members[rank] = member
         member.ranks[name] = rank
+        self._successors.add(member, hosts=hosts == b"\1")
         member.send(Op.REPLY, pack([U32.pack(group.host)]), request)
+        self._catch_up(member, group)
+
+    @staticmethod
+    def _catch_up(member: Member, group: Group) -> None:
+        """Tell a member what the others of a group were told."""
         left = [gone for gone, reason in group.gone.items() if not reason]
         if left:
-            member.send(Op.LEFT, pack([name, *map(U32.pack, left)]))
+            member.send(Op.LEFT, pack([group.name, *map(U32.pack, left)]))
         for gone, reason in group.gone.items():
             if reason:
-                member.send(*_loss(name, gone, reason))
+                member.send(*_loss(group.name, gone, reason))
         if group.verdict is not None:
             member.send(Op.VERDICT, group.verdict)
+
+    def _admit(self, member: Member, request: int, seconds8: bytes) -> None:
+        self._successors.add(member)
+        self.rolls.admit(member, request, seconds8)
+
+    def _return(self, member: Member, request: int, hosts: bytes, places: bytes, pasts: bytes) -> None:
+        """A member of the store before this one."""
+        self._successors.add(member, hosts=hosts == b"\1", places=places)
+        self.returns.take(member, pasts)
+        for name, rank in member.ranks.items() if hosts == b"\1" else ():
+            self._groups[name].host = rank
+            self._push(self._groups[name], Op.HOST, name, U32.pack(rank))
+        if not self.returns.waits:
+            self._successors.begin(at_once=False)
+
+    def _find(self, name: bytes, size: int) -> Group:
+        return self._groups.get(name) or self._create(name, size)
 
     def _create(self, name: bytes, size: int) -> Group:
         if len(self._groups) >= MAX_GROUPS:
@@ -279,6 +316,8 @@ class Groups:
         exchange.add(tag, rank, member, request, (shared, alike, own))
         if len(exchange.rows) == group.size:
             group.formed = True
+            if name == WORLD:
+                self._successors.begin()
             if any(exchange.own.values()):
                 group.own[tag] = exchange.own
             group.exchanges.pop(tag).finish(group.size)

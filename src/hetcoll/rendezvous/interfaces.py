@@ -97,3 +97,11 @@ def choose_interfaces(wanted: InterfaceFilter, *, loopback: bool = False) -> lis
         return outside or chosen if wanted.exclude else chosen
     outside = [interface for interface in found if not interface.loopback]
     return [interface for interface in outside if not interface.name.startswith(_VIRTUAL)] or outside or local
+
+
+def own_hosts(wanted: InterfaceFilter, *, loopback: bool = False) -> list[str]:
+    """Addresses to listen at: loopback's, and those of the chosen interfaces unless `loopback`."""
+    interfaces = choose_interfaces(wanted, loopback=True)
+    if not loopback:
+        interfaces = [*choose_interfaces(wanted), *interfaces]
+    return list(dict.fromkeys(interface.host for interface in interfaces))

@@ -16,12 +16,12 @@ from .. import lifetime
 from ..config.env import Config
 from ..config.limits import Held
 from ..errors import ClosedError, InitError, spell_ranks
-from .acceptor import BACKLOG, Acceptor
+from .acceptor import Acceptor
 from .auth import Service
 from .connector import connect_all
 from .edges import ADMITTED, CONFIRMED, YIELD, Address, EdgeKey, Request
 from .interfaces import choose_interfaces
-from .sockets import settle, spell_error, unpace
+from .sockets import BACKLOG, settle, spell_error, unpace
 
 log = logging.getLogger("hetcoll.listener")
 

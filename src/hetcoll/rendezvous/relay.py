@@ -22,11 +22,11 @@ from .. import lifetime
 from ..config.limits import Held
 from ..errors import CommunicationError, HetcollError
 from . import uplink
-from .acceptor import BACKLOG, Acceptor, choose_wait
+from .acceptor import Acceptor, choose_wait
 from .auth import Service
 from .members import Connection
 from .routes import Entry, extend_up, pack_down, pack_up, unpack_down
-from .sockets import receive, spell_error
+from .sockets import BACKLOG, receive, spell_error
 from .unique_id import UniqueId
 from .wire import Frame, FrameReader, Op
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -88,7 +88,7 @@ class Rolls:
 
     # Who goes on after a failure.
 
-    def shrink(self, member: Member, request: int, name: bytes, seconds8: bytes) -> None:
+    def shrink(self, member: Member, request: int, name: bytes, _: bytes, seconds8: bytes) -> None:
         group, rank = self.find_current(member, name)
         if rank in group.roll:
             raise RefusedError(f"rank {rank} calls shrink() twice at a time")
@@ -99,7 +99,7 @@ class Rolls:
 
     def _close_roll(self, group: Group, *, now: bool = False) -> None:
         """Tell those who came to a roll call who they are, once all have come that can, or `now`. Who did not come
-        hears that it was left behind: whatever it waits for does not come any more."""
+        hears that it was left behind."""
         if not group.roll:  # most often, and there may be many ranks
             return
         if not now and len(group.roll) + len(group.late) < len(group.members):
@@ -113,9 +113,7 @@ class Rolls:
         for member, request in group.roll.values():
             member.send(Op.REPLY, body, request)
         group.roll.clear()
-        for rank in sorted(missing):
-            text = "it did not come to shrink() in time, and the others went on without it"
-            group.members[rank].send(Op.LOST, pack([group.name, U32.pack(rank), text.encode()]))
+        tell_left_behind(group, missing)
 
     # What a flag is.
 
@@ -260,6 +258,13 @@ class Rolls:
         roll.said[rank] = said
         roll.waiting[rank] = (member, request)
         return roll
+
+
+def tell_left_behind(group: Group, ranks: Iterable[int]) -> None:
+    """These are late, and hear it: whatever they wait for does not come any more."""
+    text = b"it did not come to shrink() in time, and the others went on without it"
+    for rank in sorted(ranks):
+        group.members[rank].send(Op.LOST, pack([group.name, U32.pack(rank), text]))
 
 
 def _finite(seconds8: bytes) -> float:

@@ -8,9 +8,13 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Iterable
+
+from ..errors import InitError
 
 log = logging.getLogger("hetcoll.sockets")
 
+BACKLOG = 4096
 _CHUNK = 256 << 10
 _KEEP_ALIVE = 5  # seconds: between probes of an idle connection
 _USER_TIMEOUT = 30  # seconds without an acknowledgement until the peer's host counts as lost
@@ -132,3 +136,19 @@ def receive_exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
             raise ConnectionResetError(f"closed after {len(data)} of {nbytes} bytes")
         data += part
     return bytes(data)
+
+
+def bind_all(hosts: Iterable[str], port: int) -> list[socket.socket]:
+    """A listening socket at each of the addresses `hosts`, at `port` (0: any). InitError where that is taken; then
+    none is left open."""
+    listeners: list[socket.socket] = []
+    host = ""
+    try:
+        for host in hosts:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listeners.append(socket.create_server((host, port), family=family, backlog=BACKLOG))
+    except OSError as error:
+        for listener in listeners:
+            listener.close()
+        raise InitError(f"listening at {spell_address((host, port))}: {spell_error(error)}") from error
+    return listeners

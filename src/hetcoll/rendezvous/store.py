@@ -25,7 +25,7 @@ from .members import Connection
 from .sockets import receive, spell_error
 from .tree import Tree
 from .unique_id import HOSTED
-from .wire import FrameReader, Op, header, pack
+from .wire import F64, FrameReader, Op, Status, header, pack
 
 log = logging.getLogger("hetcoll.store")
 
@@ -41,6 +41,7 @@ class StoreServer:
     `context` is the 32 bytes by which probes recognise the store: the job's id, 16 bytes, and the key of its launch.
     `unique_id` is what FETCH hands out: to processes of this user over a Unix listener, and with `open_fetch` to
     whoever asks for this job. When this process ends the store waits up to `linger` seconds for those who still use it.
+    `succeeds`: see `Groups`; such a store ends when all who came to it have gone.
     """
 
     def __init__(
@@ -52,12 +53,15 @@ class StoreServer:
         *,
         open_fetch: bool = False,
         linger: float = 0.0,
+        succeeds: tuple[int, float] = (0, 0.0),
     ) -> None:
         self._linger = linger
         self._idle = threading.Event()  # nobody is connected
         self._idle.set()
         self._job_id = context[:16]
-        self._groups = Groups(launched=any(context[16:]), reserve=_reserve)
+        charge = pack((context, b"\1" if open_fetch else b"\0", F64.pack(linger)))
+        launched = any(context[16:]) and not succeeds[0]
+        self._groups = Groups(launched=launched, reserve=_reserve, charge=charge, succeeds=succeeds)
         self._tree = Tree(self._groups, self._part_with)
         self._connections: dict[int, Connection] = {}
         self._dirty: set[Connection] = set()  # have something queued since the last flush
@@ -76,8 +80,7 @@ class StoreServer:
     def close(self) -> None:
         """Tell the members that the store ends, and end it. Takes a few seconds at most; more than once is fine."""
         lifetime.forget(self)
-        _hosted.pop(self._job_id, None)
-        HOSTED.pop(self._job_id, None)
+        self._forget()
         if not self._closing:
             self._closing = True
             with contextlib.suppress(OSError):  # the thread may have seen the flag, and ended
@@ -106,8 +109,7 @@ class StoreServer:
     def abandon(self) -> None:
         """In a forked child: close the inherited descriptors."""
         self._closing = True
-        _hosted.pop(self._job_id, None)
-        HOSTED.pop(self._job_id, None)
+        self._forget()
         self._selector.close()  # never unregister: the epoll set is shared with the parent
         self._acceptor.abandon()
         for sock in (self._wake_read, self._wake_write, *(each.sock for each in list(self._connections.values()))):
@@ -115,7 +117,7 @@ class StoreServer:
 
     def _run(self) -> None:
         try:
-            while not self._closing:
+            while not (self._closing or self._groups.returns.alone or self._left()):
                 self._turn(choose_wait(self._groups.tick(), self._tree.tick(), self._acceptor.prepare()))
             self._say_farewell()
         except Exception:
@@ -126,6 +128,18 @@ class StoreServer:
                 connection.sock.close()
             self._selector.close()
             self._wake_read.close()
+            if not self._closing:  # of itself
+                lifetime.forget(self)
+                self._forget()
+                self._wake_write.close()
+
+    def _forget(self) -> None:
+        _hosted.pop(self._job_id, None)
+        HOSTED.pop(self._job_id, None)
+
+    def _left(self) -> bool:
+        """Whether all have gone who came to this store when the one before it was lost."""
+        return self._idle.is_set() and bool(self._groups.returns.came)
 
     def _turn(self, wait: float | None) -> None:
         """Send what is queued, sleep, and serve what came."""
@@ -199,10 +213,12 @@ class StoreServer:
 
     def _say_farewell(self) -> None:
         self._acceptor.close()
+        alone = self._groups.returns.alone.encode()
+        last = (Op.REPLY, alone, 0, Status.REFUSED) if alone else (Op.CLOSING, b"", 0, Status.OK)
         for connection in self._connections.values():
             if not connection.token:
-                connection.send(Op.CLOSING, b"")
-        self._tree.say_farewell()
+                connection.send(*last)
+        self._tree.say_farewell(*last)
         deadline = time.monotonic() + _FAREWELL
         self._turn(0.0)
         while any(each.queue for each in self._connections.values()) and time.monotonic() < deadline:

@@ -307,11 +307,11 @@ class Tree:
             else:
                 self._lose(child, f"the relay to it was lost, and it did not come back within {ABSENCE:g} s")
 
-    def say_farewell(self) -> None:
+    def say_farewell(self, op: Op, body: bytes, request: int, status: Status) -> None:
         """The store ends: tell members, and then relays."""
         for kind in Kind:
             for node in self._nodes.values():
                 if node.entry.kind is Kind.MEMBER and kind is Kind.MEMBER:
-                    node.send(Op.CLOSING, b"")
+                    node.send(op, body, request, status)
                 elif node.entry.kind is kind and node.connection is not None:
                     node.connection.send(Op.CLOSING, b"")

@@ -3,7 +3,7 @@
 Who comes to the store of a job of more than FEW ranks says so in its first frame (`Entry`). The store keeps it, or
 sends it on to a relay: the same handshake there, and the same first frame, which the relay passes on. Where a relay is
 lost, or says nothing for SILENCE seconds, its children come to the store again; what was under way is sent again
-(`streams`). The process with the store is nobody's child, and its loss is final.
+(`streams`). The process with the store is nobody's child; when it is lost, `succession` says where to go.
 """
 
 from __future__ import annotations
@@ -148,13 +148,33 @@ class Uplink:
     def __init__(self, unique_id: UniqueId, size: int, deadline: float, serve: Callable[[], None]) -> None:
         self._id, self._size, self._serve = unique_id, size, serve
         self._lock = threading.Lock()
-        self._token = os.urandom(TOKEN_BYTES)
-        self._stream = Stream() if size > FEW else None
+        self._asked: dict[int, tuple[Op, bytes]] = {}  # requests without a reply
         self._behind = self.closing = self._over = False
+        self._connect(deadline)
+
+    def _connect(self, deadline: float) -> None:
+        """To the store, which has never heard of this process."""
+        self._token = os.urandom(TOKEN_BYTES)
+        self._stream = Stream() if self._size > FEW else None
         if self._stream is None:
-            self.sock, self._reader = connect_store(unique_id, deadline)[0], FrameReader()
+            self.sock, self._reader = connect_store(self._id, deadline)[0], FrameReader()
         else:
             self._come(deadline, again=False)
+
+    @property
+    def unique_id(self) -> UniqueId:
+        """The job, and where its store is now."""
+        return self._id
+
+    def move(self, unique_id: UniqueId, report: bytes, deadline: float) -> None:
+        """Go to another store of the job, say what was known to the one before, and ask again what that left open."""
+        with self._lock:
+            self.sock.close()
+            self._id, self._behind = unique_id, False
+            self._connect(deadline)
+            self._put(Op.RETURN, report, 0, deadline)
+            for request, (op, body) in list(self._asked.items()):
+                self._put(op, body, request, deadline, Status.AGAIN)
 
     @property
     def behind(self) -> bool:
@@ -177,18 +197,25 @@ class Uplink:
             send_all(self.sock, data, time.monotonic() + RETURN)
 
     def send(self, op: Op, body: bytes, request: int, seconds: float) -> None:
-        """Send a frame. OSError where there is no way; a relay that is lost on the way is none of the caller's."""
+        """Send a frame. OSError where there is no way, or the store takes nothing for so long. Where the way is lost
+        it is sent again over the next one, if there is any."""
         with self._lock:
-            if self._stream is None:
-                send_all(self.sock, header(op, body, request) + body, time.monotonic() + seconds)
-                return
-            sent = self._stream.put(op, body, request)
+            if request:
+                self._asked[request] = op, body
             try:
-                send_all(self.sock, header(op, body, request, number=sent.number) + body, time.monotonic() + seconds)
-            except OSError:
-                if not self._behind or self.closing:
+                self._put(op, body, request, time.monotonic() + seconds)
+            except OSError as error:
+                if self.closing or self._over or (isinstance(error, TimeoutError) and not self._behind):
                     raise
                 self.shut_down()  # who reads notices, and finds another way
+
+    def forget(self, request: int) -> None:
+        """Nobody waits for this reply any more."""
+        self._asked.pop(request, None)
+
+    def _put(self, op: Op, body: bytes, request: int, deadline: float, status: Status = Status.OK) -> None:
+        number = 0 if self._stream is None else self._stream.put(op, body, request, status).number
+        send_all(self.sock, header(op, body, request, status, number) + body, deadline)
 
     def _tell(self, op: Op) -> None:
         """How much has come, past the stream."""
@@ -238,6 +265,8 @@ class Uplink:
 
     def _whole(self, data: bytes) -> Iterator[Frame]:
         for frame in self._reader.feed(data):
+            if frame.op == Op.REPLY and frame.status == Status.REFUSED and frame.request == 0:
+                raise CommunicationError(frame.body.decode())
             if self._stream is None:
                 yield frame
             elif frame.op == Op.BEAT:
@@ -252,8 +281,6 @@ class Uplink:
             elif frame.op == Op.ACK:
                 with self._lock:
                     self._stream.acknowledge(U64.unpack(frame.body)[0])
-            elif frame.op == Op.REPLY and frame.status == Status.REFUSED and frame.request == 0:
-                raise CommunicationError(frame.body.decode())
             elif self._stream.accept(frame.number):
                 if self._stream.owes():
                     self._tell(Op.ACK)

@@ -39,7 +39,8 @@ class Op(IntEnum):
     GET = 7  # key, seconds -> value
     ANSWER = 8  # the number of the question, blob; has no reply
     BYE = 9  # this member leaves all its groups; has no reply
-    SHRINK = 10  # group, seconds -> the number of the roll call, and who answered it: a field a rank, in rising order
+    SHRINK = 10  # group, number of the roll call, seconds -> that number, and who answered it: a field a rank, in
+    # rising order
     LOOK = 11  # group, tag of an exchange that is over, ranks -> the own value of each
     ENTER = 12  # a large job's first frame: see `uplink.Entry` -> WELCOME or GO
     ACK = 13  # how many frames have come, u64; both ways
@@ -49,6 +50,9 @@ class Op(IntEnum):
     AGREE = 17  # group, number, flag i64, seconds -> the bits that the flags of all have who are alive
     GROW = 18  # group, number, how many newcomers, what they are told, seconds -> the new group, rank, size, that
     ADMIT = 19  # seconds -> the group that takes this process in, rank, size, what its members told
+    STANDING = 20  # nothing, where this process listens as a successor of the store; has no reply
+    RETURN = 21  # 1 where this process hosts the store, where it listens as a successor, what it knows of its groups
+    # (`past`); the first frame of a member to a store that has taken the place of another; has no reply
     REPLY = 64
     LOST = 65  # group, rank, reason
     LEFT = 66  # group, ranks
@@ -64,15 +68,21 @@ class Op(IntEnum):
     RESYNC = 76  # from a relay: the way to the store has changed
     SYNCED = 77  # how many frames of this member came, u64
     BEAT = 78  # from a relay, now and then: it is there
+    STAND = 79  # this process is to be a successor: the context of its greeting, 1 where it hands out the unique id,
+    # seconds to wait at exit
+    SUCCESSORS = 80  # how many members there are, where each successor listens
 
 
 class Status(IntEnum):
-    """How a request ended. Except for OK the body is one text; for LOST a rank stands before it."""
+    """How a request ended. Except for OK the body is one text; for LOST a rank stands before it.
+
+    A request itself is OK, or AGAIN: it was sent to the store before this one, too."""
 
     OK = 0
     REFUSED = 1
     TIMEOUT = 2
     LOST = 3
+    AGAIN = 4
 
 
 NOBODY = 0xFFFFFFFF  # in place of a rank

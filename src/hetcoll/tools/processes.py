@@ -279,11 +279,11 @@ class Job:
         if one.code == 0 or self._stopped_by:
             return
         if self._keep_going:
-            over = any(each.command.decides and each.code is not None for each in self._processes)
-            again = self._respawns > 0 and not (one.command.decides or over)
+            over = any(each.command.decides and each.code == 0 for each in self._processes)
+            again = self._respawns > 0 and not over
             then = f"starting it again, {self._respawns - 1} respawns left" if again else "the others go on"
             self._printer.say(2, f"hetcoll run: {one.command.name} {_spell_code(one.code)}; {then}\n".encode())
-            self._failed = one if one.command.decides else self._failed
+            self._failed = one if one.command.decides and not again else self._failed
             if again:
                 self._respawns -= 1
                 self._start(replace(one.command, env={**one.command.env, "HETCOLL_JOIN": "1"}))

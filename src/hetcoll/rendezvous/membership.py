@@ -1,0 +1,64 @@
+"""What a member keeps of a group that it is in, and of its requests."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from ..errors import HetcollError
+from .news import Handler
+from .past import JOINT, Answered, Past
+from .wire import NOBODY, U32, Frame, Op, Status
+
+
+class Call:
+    """A request whose reply a thread waits for. `key` is the second field of one that concerns a `group`."""
+
+    def __init__(self, op: Op, group: bytes | None, fields: tuple[bytes, ...]) -> None:
+        self.op, self.group = op, group
+        self.key = fields[1] if len(fields) > 1 else b""
+        self._done = threading.Event()
+        self.frame: Frame | None = None
+        self.error: HetcollError | None = None
+
+    def finish(self, frame: Frame | None, error: HetcollError | None = None) -> None:
+        """The first answer counts. Only the reader thread calls this."""
+        if not self._done.is_set():
+            self.frame, self.error = frame, error
+            self._done.set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
+
+
+@dataclass(slots=True)
+class Membership:
+    """Of this process in a group."""
+
+    rank: int
+    size: int
+    handler: Handler | None
+    host: int = NOBODY
+    gone: dict[int, str] = field(default_factory=dict)  # why, "" for one that left
+    own: dict[tuple[bytes, int], bytes] = field(default_factory=dict)  # what was looked up, by tag and rank
+    joined: bool = False
+    formed: bool = False  # all ranks have met in an exchange
+    rolls: int = 0  # how many times its ranks shrank
+    verdict: bytes = b""
+    answered: dict[int, Answered] = field(default_factory=dict)
+
+    def keep(self, call: Call, frame: Frame) -> None:
+        """Of a request that was answered."""
+        ended_well = frame.status == Status.OK
+        self.joined = self.joined or (call.op is Op.JOIN and ended_well)
+        self.formed = self.formed or (call.op is Op.EXCHANGE and ended_well)
+        if call.op is Op.SHRINK and ended_well:
+            (self.rolls,) = U32.unpack(call.key)
+        if call.op in JOINT and frame.status != Status.REFUSED:
+            self.answered[call.op] = Answered(call.key, Status(frame.status), frame.body)
+
+    def spell(self, name: bytes) -> bytes:
+        """For a new store."""
+        told = {tag: value for (tag, rank), value in self.own.items() if rank == self.rank}
+        past = Past(name, self.rank, self.size, self.formed, self.rolls, self.gone, self.verdict, told, self.answered)
+        return past.pack()

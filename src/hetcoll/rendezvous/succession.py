@@ -1,0 +1,159 @@
+"""A member's side of the end of the store: finding the successor that serves the job from then on, or being it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..config.env import environment
+from ..errors import HetcollError, InitError
+from .interfaces import own_hosts
+from .probe import connect_store
+from .sockets import bind_all, is_itself, spell_address, spell_error
+from .successors import GRACE
+from .unique_id import UniqueId
+from .uplink import pack_places, read_places
+from .wire import F64, U32, unpack
+
+log = logging.getLogger("hetcoll.succession")
+
+SECONDS = 30.0  # in which a successor is found
+_GREETS = 3.0  # seconds that one which listens is given at a time: it may have yet to notice
+_REFUSES = 1.0  # seconds in which the listener of a process that died is gone, too
+_UNSURE_GRACE = 15.0  # seconds between the first and the last who notice that a host has vanished
+
+Places = tuple[tuple[str, int], ...]
+
+
+class Succession:
+    """Who takes the store's place, as it told last; and this process's own listeners, where it is one of them."""
+
+    def __init__(self, *, hosts: bool) -> None:
+        self._count = 0
+        self._order: list[Places] = []
+        self._mine: Places = ()
+        self._listeners: list[socket.socket] = []
+        self._charge: list[bytes] = []
+        self._certain = True  # that every store before this one is dead, or that most members are here
+        self.hosts = hosts
+        """Whether the store is, or was, in this process."""
+
+    @property
+    def places(self) -> bytes:
+        """Where this process listens as a successor, packed."""
+        return pack_places(self._mine)
+
+    @property
+    def descriptors(self) -> int:
+        return len(self._listeners)
+
+    def stand(self, charge: bytes) -> bytes:
+        """Listen, as the store wants; where, packed. Nothing where that cannot be had."""
+        self._charge = unpack(charge)
+        if not self._listeners:
+            try:
+                self._listeners = bind_all(own_hosts(environment().config.socket_ifname), 0)
+            except HetcollError as error:
+                log.warning("this process cannot be a successor of the job's store: %s", error)
+            self._mine = tuple(each.getsockname()[:2] for each in self._listeners)
+        return self.places
+
+    def hear(self, body: bytes) -> None:
+        """What the store tells all members: how many they are, and where its successors listen."""
+        count, *places = unpack(body)
+        (self._count,), self._order = U32.unpack(count), [read_places(each) for each in places]
+        self._certain = True
+
+    def find(self, lost: UniqueId, orderly: bool, stopped: Callable[[], bool]) -> UniqueId | None:
+        """Where the job's store is from now on; None where there is none. `orderly`: the lost one said that it ends.
+
+        Where the job is still served at the addresses of the lost one, a successor has those by now; or only this
+        connection was lost, and what serves there has gone on without this process, as it will say."""
+        if not self._order or not self._certain:
+            return None
+        if not orderly:
+            if _serves(lost, _REFUSES):
+                return lost
+            self._certain = _refuses(lost.addresses)
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline and not stopped():
+            silent = False
+            for places in self._order:
+                if places == self._mine:
+                    return self._take_over(lost)
+                there = replace(lost, addresses=places)
+                if _serves(there, _GREETS):
+                    return there
+                refused = _refuses(places)
+                silent, self._certain = silent or not refused, self._certain and refused
+            if not silent:
+                return None
+        return None
+
+    def _take_over(self, lost: UniqueId) -> UniqueId:
+        """Serve the job, also where it was served before if that is here: newcomers look there."""
+        from .store import StoreServer  # few processes need it, and imports count
+
+        listeners, self._listeners = self._listeners, []
+        taken = replace(lost, addresses=self._mine)
+        for address in set(lost.addresses) - set(self._mine):
+            try:
+                listeners += bind_all(address[:1], address[1])
+            except InitError as error:
+                log.info("newcomers will not find the store at %s: %s", spell_address(address), error)
+        context, opened, linger = self._charge
+        quorum = 1 if self._certain else self._count // 2 + 1
+        log.info("this process serves the job's store from now on, at %s", spell_address(self._mine[0]))
+        StoreServer(
+            listeners,
+            lost.secret,
+            context,
+            taken.to_bytes(),
+            open_fetch=opened == b"\1",
+            linger=F64.unpack(linger)[0],
+            succeeds=(quorum, GRACE if self._certain else _UNSURE_GRACE),
+        )
+        self._mine, self.hosts = (), True
+        return taken
+
+    def close(self) -> None:
+        """Close the listeners."""
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
+
+
+def _serves(unique_id: UniqueId, seconds: float) -> bool:
+    """Whether the job's store is there."""
+    try:
+        sock, _ = connect_store(unique_id, time.monotonic() + seconds, there=True)
+    except HetcollError as error:
+        log.debug("no store: %s", error)
+        return False
+    sock.close()
+    return True
+
+
+def _refuses(addresses: Sequence[tuple[str, int]]) -> bool:
+    """Whether nobody listens at any of these addresses any more, as far as their host says so. A process that ends
+    closes its listeners last or first, but soon."""
+    until = time.monotonic() + _REFUSES
+    while True:
+        if all(_refused(address, until) for address in addresses):
+            return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.01)
+
+
+def _refused(address: tuple[str, int], until: float) -> bool:
+    try:
+        with socket.create_connection(address, max(0.01, until - time.monotonic())) as sock:
+            return is_itself(sock)
+    except OSError as error:
+        log.debug("%s: %s", spell_address(address), spell_error(error))
+        return error.errno == errno.ECONNREFUSED

@@ -1,0 +1,268 @@
+"""The store's side of its own end: which members would take its place, and how those that come to it then go on.
+
+A job that has come together has up to MOST successors: members that listen and serve nobody as yet. All members are
+told where. When the store is lost they go to the first of these that is alive, and each tells it what it knows of its
+groups (`past`): out of that the new store makes its state. For some seconds it takes ranks that have not come yet for
+members that say nothing. So long it decides nothing either: one of these may have heard what the lost store decided.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ..errors import CommunicationError
+from .group import Group
+from .keys import Member, RefusedError
+from .past import JOINT, Answered, Past
+from .rolls import tell_left_behind
+from .wire import F64, MAX_ID, NOBODY, U32, Frame, Op, Status, pack, unpack
+
+log = logging.getLogger("hetcoll.successors")
+
+MOST = 3
+GRACE, GRACE_A_RANK = 2.0, 0.01  # seconds in which members come to a new store
+_GATHER = 0.5  # seconds: who leaves in that time is told of together
+
+After = Callable[[bytes, Callable[[], None]], None]
+Waiting = tuple[Member, Frame]
+
+
+class Successors:
+    """All members, and which of them are successors. `charge` is the body of STAND."""
+
+    def __init__(self, charge: bytes, after: After) -> None:
+        self._charge, self._after = charge, after
+        self._members: dict[Member, bool] = {}  # whether the store is in its process
+        self._places: dict[Member, bytes] = {}  # of successors; nothing: asked
+        self._begun = self._due = False
+
+    def add(self, member: Member, *, hosts: bool = False, places: bytes = b"") -> None:
+        """A member is there. `places`: it is a successor already."""
+        known = member in self._members
+        self._members[member] = hosts or self._members.get(member, False)
+        if places:
+            self._places[member] = places
+        if self._begun and not known:
+            member.send(Op.SUCCESSORS, self._spell())
+            self._refresh_soon()
+
+    def drop(self, member: Member) -> None:
+        """A member is gone."""
+        if self._members.pop(member, None) is not None:
+            self._places.pop(member, None)
+            self._refresh_soon()
+
+    def begin(self, *, at_once: bool = True) -> None:
+        """The job has come together."""
+        if not self._begun and self._charge:
+            self._begun = True
+            if at_once:
+                self._refresh()
+            else:
+                self._refresh_soon()
+
+    def stand(self, member: Member, request: int, _: bytes, places: bytes) -> None:
+        """A member listens, and says where; nothing: it cannot."""
+        if member not in self._places:
+            return
+        if places:
+            self._places[member] = places
+        if all(self._places.values()):
+            self._tell()
+
+    def _refresh_soon(self) -> None:
+        if self._begun and not self._due:
+            self._due = True
+            self._after(F64.pack(_GATHER), self._refresh)
+
+    def _refresh(self) -> None:
+        """Have as many successors as can be, and tell all members, also of their number."""
+        self._due = False
+        asked = 0
+        for member, hosts in self._members.items():
+            if len(self._places) == MOST:
+                break
+            if not hosts and member not in self._places:
+                self._places[member] = b""
+                member.send(Op.STAND, self._charge)
+                asked += 1
+        if asked:
+            self._due = True
+            self._after(F64.pack(_GATHER), self._tell)  # one may be stopped
+        else:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._due = False
+        body = self._spell()
+        for member in self._members:
+            member.send(Op.SUCCESSORS, body)
+
+    def _spell(self) -> bytes:
+        return pack((U32.pack(len(self._members)), *filter(None, self._places.values())))
+
+
+class Absent:
+    """In place of a member that has not come to the new store yet."""
+
+    def __init__(self, name: bytes, rank: int) -> None:
+        self.name = f"rank {rank}"
+        self.ranks = {name: rank}
+
+    def send(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK) -> None:
+        """What it is told it will hear when it comes."""
+
+
+class Returns:
+    """How members of a lost store come to this one, which serves nobody until `quorum` of them have.
+
+    `find` gives the group of a name, made where there is none, `part` takes a member out of a group for a reason,
+    `catch_up` tells a member what others of a group were told, `handle` serves a frame.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[bytes, int], Group],
+        part: Callable[[Member, bytes, str], None],
+        catch_up: Callable[[Member, Group], None],
+        handle: Callable[[Member, Frame], None],
+        after: After,
+        quorum: int,
+        grace: float,
+    ) -> None:
+        self._find, self._part, self._catch_up, self._handle, self._after = find, part, catch_up, handle, after
+        self._quorum, self._grace = quorum, grace
+        self.came: set[Member] = set()
+        self._held: list[Waiting] = []  # until the quorum is there
+        self._settling: dict[bytes, list[Waiting]] = {}  # by group: until all of its ranks are here, or are missed
+        self.alone = ""
+        """Why this store gives up, if it does."""
+        if quorum > 1:
+            after(F64.pack(grace), self._give_up)
+
+    def holds(self, member: Member, frame: Frame) -> bool:
+        """Whether a frame has to wait for members that have yet to come; then it is kept."""
+        held: list[Waiting] | None = None
+        if self.waits and frame.op != Op.RETURN:
+            held = self._held
+        elif self._settling and (frame.op in JOINT or frame.op == Op.POST):
+            held = self._settling.get(next(iter(frame.fields), b""))
+        if held is None:
+            return False
+        held.append((member, frame))
+        return True
+
+    @property
+    def waits(self) -> bool:
+        """Whether too few members have come as yet."""
+        return self._quorum > 1
+
+    def _give_up(self) -> None:
+        if self.waits:
+            self.alone = (
+                f"{len(self.came)} processes found each other where {self._quorum} are more than half of the job"
+            )
+
+    def take(self, member: Member, pasts: bytes) -> None:
+        """A member comes, with what it knows of its groups. What has waited for that is served."""
+        for body in unpack(pasts):
+            try:
+                past = Past.read(body)
+            except (CommunicationError, ValueError, IndexError) as error:
+                raise RefusedError(f"what {member.name} tells of its groups came garbled: {error}") from error
+            self._settle(self._resume(member, past))
+        self.came.add(member)
+        if self.waits and len(self.came) >= self._quorum:
+            self._quorum, held, self._held = 0, self._held, []
+            self._serve(held)
+
+    def _serve(self, held: list[Waiting]) -> None:
+        for member, frame in held:
+            self._handle(member, frame)
+
+    def _settle(self, group: Group, *, now: bool = False) -> None:
+        """Serve a group from now on if all of its ranks are here, or `now`."""
+        if now or (group.formed and not any(isinstance(each, Absent) for each in group.members.values())):
+            self._serve(self._settling.pop(group.name, []))
+
+    def _resume(self, member: Member, past: Past) -> Group:
+        if len(past.name) > MAX_ID or past.rank >= past.size:
+            raise RefusedError(f"rank {past.rank} of {past.size} of a group: wanted a rank below the size")
+        group = self._find(past.name, past.size)
+        if not group.resumed:
+            group.resumed = True
+            self._settling[past.name] = []
+            seconds = self._grace + GRACE_A_RANK * group.size
+            self._after(F64.pack(seconds), lambda: self._miss(group, seconds))
+        present = group.members.get(past.rank)
+        if group.gone.get(past.rank) or group.size != past.size or not isinstance(present, Absent | None):
+            self._leave_behind(member, past.name, past.rank)
+            return group
+        group.gone.pop(past.rank, None)
+        group.members[past.rank] = member
+        member.ranks[past.name] = past.rank
+        if past.formed and not group.formed:
+            group.formed = True
+            for rank in range(group.size):
+                if rank not in group.members and rank not in group.gone:
+                    group.members[rank] = Absent(group.name, rank)
+        news = self._merge(group, past)
+        if group.host != NOBODY:
+            member.send(Op.HOST, pack((group.name, U32.pack(group.host))))
+        for each in group.members.values() if news else [member]:
+            self._catch_up(each, group)
+        return group
+
+    @staticmethod
+    def _leave_behind(member: Member, name: bytes, rank: int) -> None:
+        text = "its connection to the job's store was lost, and the others went on without it"
+        member.send(Op.LOST, pack((name, U32.pack(rank), text.encode())))
+
+    def _merge(self, group: Group, past: Past) -> bool:
+        """Whether others of the group have to hear of something."""
+        news = bool(past.verdict) and group.verdict is None
+        for rank, reason in past.gone.items():
+            other = group.members.get(rank)
+            if other is None:
+                news = news or rank not in group.gone
+                group.gone.setdefault(rank, reason)
+            elif isinstance(other, Absent):
+                self._part(other, group.name, reason)
+            elif reason and rank != past.rank:
+                self._leave_behind(other, group.name, rank)
+                self._part(other, group.name, reason)
+        group.rolls = max(group.rolls, past.rolls)
+        group.verdict = group.verdict or past.verdict or None
+        for tag, value in past.told.items():
+            group.own.setdefault(tag, {})[past.rank] = value
+        for op, last in past.answered.items():
+            group.answered[op, last.key] = last
+        last_roll = group.answered.get((Op.SHRINK, U32.pack(group.rolls)))
+        if last_roll is not None and last_roll.status == Status.OK:
+            _, *went_on = (U32.unpack(field)[0] for field in unpack(last_roll.body))
+            group.late = set(group.members) - set(went_on)
+            tell_left_behind(group, group.late)
+        return news
+
+    def _miss(self, group: Group, seconds: float) -> None:
+        """Who has not come by now does not."""
+        for other in list(group.members.values()):
+            if isinstance(other, Absent):
+                self._part(other, group.name, f"it did not come to the job's new store within {seconds:.3g} s")
+        self._settle(group, now=True)
+
+    @staticmethod
+    def answer_again(group: Group | None, member: Member, frame: Frame) -> bool:
+        """Answer a request that was sent to the lost store, too, if others have its answer from there."""
+        if group is None or frame.op not in JOINT:
+            return False
+        last: Answered | None = group.answered.get((frame.op, frame.fields[1]))
+        if last is None or group.name not in member.ranks:
+            return False
+        body = last.body
+        if frame.op == Op.GROW and last.status == Status.OK:
+            name, _, size, told = unpack(body)
+            body = pack((name, U32.pack(member.ranks[group.name]), size, told))
+        member.send(Op.REPLY, body, frame.request, last.status)
+        return True

@@ -1,0 +1,241 @@
+"""The state of a store that takes the place of another: of what members tell, whatever died or was under way."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from hetcoll.rendezvous.groups import Groups
+from hetcoll.rendezvous.membership import Call, Membership
+from hetcoll.rendezvous.wire import F64, I64, U32, WORLD, Frame, Op, Status, pack, unpack
+
+SIZE = 4
+clients = st.integers(0, SIZE - 1)
+some = st.one_of(st.permutations(range(SIZE)), st.lists(clients, unique=True))
+
+
+class Client:
+    """A rank of WORLD. It keeps what a real one keeps; what it has not read of its `inbox` is lost with the store."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.name = f"rank {rank}"
+        self.ranks: dict[bytes, int] = {}
+        self.inbox: list[Frame] = []
+        self.membership = Membership(rank, size, None)
+        self.pending: dict[int, tuple[Call, bytes]] = {}
+        self.numbers: dict[Op, int] = defaultdict(int)
+        self.got: dict[tuple[Op, bytes], tuple[Status, bytes]] = {}
+        self.behind = self.cut = False
+
+    def send(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK) -> None:
+        if self.cut:
+            return
+        self.inbox.append(Frame(op, status, request, body))
+
+    def read(self, count: int) -> None:
+        for frame in self.inbox[:count]:
+            member = self.membership
+            if frame.op == Op.REPLY:
+                call, _ = self.pending.pop(frame.request)
+                member.keep(call, frame)
+                if call.op is Op.SHRINK and frame.status == Status.OK:
+                    assert unpack(frame.body)[0] == call.key
+                self.got[call.op, call.key] = Status(frame.status), frame.body
+                continue
+            fields = unpack(frame.body)
+            if frame.op == Op.LOST:
+                (rank,) = U32.unpack(fields[1])
+                member.gone[rank] = member.gone.get(rank) or fields[2].decode()
+                self.behind = self.behind or rank == member.rank
+            elif frame.op == Op.LEFT:
+                for (rank,) in map(U32.unpack, fields[1:]):
+                    member.gone.setdefault(rank, "")
+            elif frame.op == Op.VERDICT:
+                member.verdict = member.verdict or frame.body
+        del self.inbox[:count]
+
+
+class Returning(RuleBasedStateMachine):
+    """Ranks decide things together, die, and lose the store in the middle of it."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.now, self.request = 0.0, 0
+        self.groups = Groups(lambda: self.now)
+        self.alive = [Client(rank, SIZE) for rank in range(SIZE)]
+        for client in self.alive:
+            rank = client.membership.rank
+            self.ask(client, Op.JOIN, WORLD, U32.pack(rank), U32.pack(SIZE), b"\0", F64.pack(9.0))
+        for client in self.alive:
+            self.ask_next(client, Op.EXCHANGE, pack([b"shared"]), pack([]), b"%d" % client.membership.rank)
+        for client in self.alive:
+            client.read(9)
+            assert client.membership.formed
+
+    def ask(self, client: Client, op: Op, *fields: bytes) -> None:
+        self.request += 1
+        client.pending[self.request] = Call(op, WORLD, fields), pack(fields)
+        if not client.cut:
+            self.groups.handle(client, Frame(op, 0, self.request, pack(fields)))
+
+    def ask_next(self, client: Client, op: Op, *fields: bytes) -> None:
+        """One of each kind at a time; shrinks are numbered by what is known, as `decisions` does it."""
+        if any(call.op is op for call, _ in client.pending.values()):
+            return
+        client.numbers[op] += 1
+        number = client.membership.rolls + 1 if op is Op.SHRINK else client.numbers[op]
+        self.ask(client, op, WORLD, U32.pack(number), *fields, F64.pack(9.0))
+
+    def pick(self, who: int) -> Client:
+        return self.alive[who % len(self.alive)]
+
+    def those(self, who: list[int]) -> list[Client]:
+        return [each for rank in who for each in self.alive if each.membership.rank == rank]
+
+    @rule(who=some)
+    def exchange(self, who: list[int]) -> None:
+        for client in self.those(who):
+            self.ask_next(client, Op.EXCHANGE, pack([b"shared"]), pack([]), b"own")
+
+    @rule(who=some)
+    def shrink(self, who: list[int]) -> None:
+        for client in self.those(who):
+            self.ask_next(client, Op.SHRINK)
+
+    @rule(who=some, flag=st.integers(0, 3))
+    def agree(self, who: list[int], flag: int) -> None:
+        for client in self.those(who):
+            self.ask_next(client, Op.AGREE, I64.pack(flag))
+
+    @precondition(lambda self: self.alive)
+    @rule(who=clients)
+    def post(self, who: int) -> None:
+        client = self.pick(who)
+        self.ask(client, Op.POST, WORLD, b"failed", client.name.encode())
+
+    @precondition(lambda self: self.alive)
+    @rule(who=clients, count=st.integers(1, 6))
+    def read(self, who: int, count: int) -> None:
+        self.pick(who).read(count)
+
+    @precondition(lambda self: len(self.alive) > 1)
+    @rule(who=clients)
+    def die(self, who: int) -> None:
+        client = self.pick(who)
+        self.alive.remove(client)
+        if not client.cut:
+            self.groups.drop(client, "it died")
+
+    @precondition(lambda self: len(self.alive) > 1)
+    @rule(who=clients)
+    def cut(self, who: int) -> None:
+        """Its connection breaks, and it lives."""
+        client = self.pick(who)
+        if not client.cut:
+            client.read(len(client.inbox))
+            client.cut = True
+            self.groups.drop(client, "it was cut off")
+
+    @rule(step=st.sampled_from([0.1, 3.0, 9.0]))
+    def time_passes(self, step: float) -> None:
+        self.now += step
+        self.groups.tick()
+
+    @precondition(lambda self: self.alive)
+    @rule(order=st.permutations(range(SIZE)), dead=st.sets(clients, max_size=2), late=st.booleans())
+    def lose_the_store(self, order: list[int], dead: set[int], late: bool) -> None:
+        """Some die with it; those that are left come to the next one in any order, the last one too late perhaps."""
+        self.groups = Groups(lambda: self.now, succeeds=(1, 2.0))
+        self.alive = [each for each in self.alive if each.membership.rank not in dead] or self.alive
+        coming = sorted(self.alive, key=lambda each: order[each.membership.rank])
+        for client in coming:
+            client.inbox.clear()
+            client.ranks.clear()
+            client.cut = False
+            if late and client is coming[-1] and len(coming) > 1:
+                self.time_passes(3.0)
+            past = client.membership.spell(WORLD)
+            self.groups.handle(client, Frame(Op.RETURN, 0, 0, pack([b"\0", b"", pack([past])])))
+            for request, (call, body) in list(client.pending.items()):
+                self.groups.handle(client, Frame(call.op, Status.AGAIN, request, body))
+
+    def teardown(self) -> None:
+        """In the end all was answered, all who decided together got the same, and know the same of the others."""
+        if not hasattr(self, "groups"):
+            return
+        self.lose_the_store(list(range(SIZE)), set(), late=False)
+        for _ in range(4):
+            self.now += 60.0
+            self.groups.tick()
+            for client in self.alive:
+                client.read(len(client.inbox))
+        for client in self.alive:
+            assert not client.pending, client.pending
+        present = [each for each in self.alive if not each.behind]
+        told: dict[tuple[Op, bytes], set[tuple[Status, bytes]]] = defaultdict(set)
+        for client in present:
+            for (op, key), (status, body) in client.got.items():
+                if op in (Op.SHRINK, Op.AGREE) and status is not Status.REFUSED:
+                    told[op, key].add((status, body))
+                if op is Op.SHRINK and status is Status.OK:
+                    went_on = {U32.unpack(field)[0] for field in unpack(body)[1:]}
+                    assert {each.membership.rank for each in present} <= went_on
+        assert all(len(answers) == 1 for answers in told.values()), told
+        assert len({each.membership.verdict for each in present}) <= 1
+        away = set(range(SIZE)) - {each.membership.rank for each in present}
+        for client in present:
+            assert set(client.membership.gone) <= away
+            assert {each for each in away if self.all_dead(each)} <= set(client.membership.gone)
+
+    def all_dead(self, rank: int) -> bool:
+        return all(each.membership.rank != rank for each in self.alive)
+
+
+TestReturning = Returning.TestCase
+TestReturning.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+
+
+def return_to(groups: Groups, client: Client) -> None:
+    groups.handle(client, Frame(Op.RETURN, 0, 0, pack([b"\0", b"", pack([client.membership.spell(WORLD)])])))
+
+
+def test_a_store_that_is_not_sure_waits_for_more_than_half() -> None:
+    now = [0.0]
+    groups = Groups(lambda: now[0], succeeds=(3, 5.0))
+    members = [Client(rank, 5) for rank in range(5)]
+    for client in members[:2]:
+        client.membership.formed = client.membership.joined = True
+        return_to(groups, client)
+        groups.handle(client, Frame(Op.PUT, 0, 7, pack([b"key", b"value"])))
+        assert [frame for frame in client.inbox if frame.op == Op.REPLY] == []
+    return_to(groups, members[2])
+    for client in members[:2]:
+        assert [frame.request for frame in client.inbox if frame.op == Op.REPLY] == [7]
+    now[0] = 60.0
+    groups.tick()
+    assert not groups.returns.alone
+
+
+def test_a_store_that_finds_no_half_gives_up() -> None:
+    now = [0.0]
+    groups = Groups(lambda: now[0], succeeds=(3, 5.0))
+    return_to(groups, Client(0, 5))
+    now[0] = 6.0
+    groups.tick()
+    assert groups.returns.alone == "1 processes found each other where 3 are more than half of the job"
+
+
+def test_who_was_left_behind_hears_it_from_the_next_store() -> None:
+    job = Returning()
+    job.begin()
+    job.shrink([0, 1, 2])
+    job.time_passes(9.0)
+    for client in job.alive[:3]:
+        client.read(1)
+    job.lose_the_store([3, 0, 1, 2], set(), late=False)
+    for client in job.alive:
+        client.read(len(client.inbox))
+    assert [client.behind for client in job.alive] == [False, False, False, True]

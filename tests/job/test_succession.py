@@ -1,0 +1,130 @@
+"""Rank 0 dies, and with it the job's store: another process serves the job, and those that are left go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from losing import found, lose, work, works
+from ranks import Ranks, elapsed, wait_until
+
+import hetcoll
+from hetcoll.rendezvous import succession
+
+Launch = Callable[..., Ranks]
+TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])
+
+
+def lose_the_first(comm: hetcoll.Communicator, times: int) -> tuple[list[int], float]:
+    """Rank 0 of what is left dies, so many times. The sizes from then on, and how long it took to go on."""
+    sizes, longest = [], 0.0
+    for _ in range(times):
+        comm.barrier()
+        with elapsed() as took:
+            lose(comm, 0)
+            comm = comm.shrink()
+        longest = max(longest, took[0])
+        works(comm)
+        sizes.append(comm.size)
+    comm.barrier()
+    return sizes, longest
+
+
+@TRANSPORTS
+@pytest.mark.calm
+def test_rank_0_may_die_and_the_next_one_too(launch: Launch, transport: str) -> None:
+    ranks = launch(5, HETCOLL_TRANSPORT=transport)
+    ranks.start(lose_the_first, 3)
+    for sizes, longest in found(ranks, 0, 1, 2).values():
+        assert sizes == [4, 3, 2]
+        assert longest < 5
+
+
+def test_the_last_one_goes_on_alone(launch: Launch) -> None:
+    ranks = launch(2)
+    ranks.start(lose_the_first, 1)
+    assert found(ranks, 0)[1][0] == [1]
+
+
+def test_rank_0_of_a_large_job_may_die(launch: Launch) -> None:
+    """Whose ranks reach the store through relays."""
+    ranks = launch(36)
+    ranks.start(lose_the_first, 1)
+    assert {tuple(sizes) for sizes, _ in found(ranks, 0, seconds=60).values()} == {(35,)}
+
+
+def go_on_without(comm: hetcoll.Communicator) -> int:
+    """Who has nothing to do with rank 0 hears nothing of its death; questions are still answered."""
+    part = comm.split(min(comm.rank, 1))
+    assert part is not None
+    part.barrier()
+    if comm.rank == 0:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not part.agree(comm._core.engine.failed):
+        part.allreduce(np.ones(1000))
+    works(part)
+    inner = part.split(0)
+    assert inner is not None
+    if part.rank == 0:
+        with pytest.raises(hetcoll.CollectiveTimeoutError, match="did not finish in"):
+            inner.recv(np.empty(1), 1, timeout=0.5)
+    part.barrier()
+    return part.size
+
+
+def test_others_do_not_notice(launch: Launch) -> None:
+    ranks = launch(4)
+    ranks.start(go_on_without)
+    assert set(found(ranks, 0).values()) == {3}
+
+
+def cut_off(comm: hetcoll.Communicator) -> str:
+    """The connection of rank 1 to the store breaks, and the store lives."""
+    if comm.rank == 1:
+        comm._session.control._uplink.shut_down()
+    with pytest.raises(hetcoll.PeerLostError) as caught:
+        work(comm)
+    assert caught.value.rank == 1
+    if comm.rank != 1:
+        works(comm.shrink())
+    return str(caught.value)
+
+
+def test_who_loses_its_connection_alone_is_lost(launch: Launch) -> None:
+    zero, one, two = launch(3).run(cut_off)
+    assert "its connection to the job's store was lost, and the others went on without it" in one
+    for other in (zero, two):
+        assert "rank 1 was lost: its process died: the connection ended" in other
+
+
+def stop_the_first(comm: hetcoll.Communicator, who: Path) -> int:
+    """The first successor is stopped when rank 0 dies."""
+    succession._GREETS = succession._UNSURE_GRACE = 1.0
+    known = comm._session.control._succession
+    wait_until(lambda: len(known._order) == 3)
+    comm.barrier()
+    if known._order[0] == known._mine:
+        who.write_text(str(comm.rank))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if comm.rank == 0:
+        wait_until(who.exists)
+        time.sleep(0.3)  # it is stopped by then
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(hetcoll.PeerLostError):
+        work(comm)
+    rest = comm.shrink()
+    works(rest)
+    return rest.size
+
+
+def test_a_successor_that_is_stopped_is_passed_over_by_more_than_half(launch: Launch, tmp_path: Path) -> None:
+    ranks = launch(5)
+    ranks.start(stop_the_first, tmp_path / "first")
+    wait_until((tmp_path / "first").exists, 20)
+    assert set(found(ranks, 0, int((tmp_path / "first").read_text())).values()) == {3}
