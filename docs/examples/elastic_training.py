@@ -2,10 +2,10 @@
 
     hetcoll run -n 3 --respawn 2 docs/examples/elastic_training.py
 
-Rank 1 kills itself at step 20, rank 0 at step 40. `hetcoll run` starts it again, and `hetcoll.init` makes it a newcomer,
-which has all to learn: rank 0 tells it the weights and the losses so far. A step counts only where all ranks agree that it went well, so
-nobody is a step ahead. Every batch is divided among the ranks that are there, hence the losses are those of one process
-alone, but for the rounding of sums in another order.
+Rank 1 kills itself at step 20, rank 0 at step 40. `hetcoll run` starts it again, and `hetcoll.init` makes it a
+newcomer, which has all to learn: rank 0 tells it the weights and the losses so far. A step counts only where all ranks
+agree that it went well, so nobody is a step ahead. Every batch is divided among the ranks that are there, hence the
+losses are those of one process alone, but for the rounding of sums in another order.
 """
 
 from __future__ import annotations

@@ -464,8 +464,9 @@ class Communicator:
         signatures of its own, so nothing that is still under way from before can reach it. This one is afterwards good
         for `close` only.
 
-        Raises PeerLostError where the process that hosts the job's store is gone, most often rank 0's: there is nobody
-        left to decide.
+        The process that hosts the job's store, rank 0's at first, may be among the lost: another one takes its place.
+        PeerLostError where none does: less than half of the job's processes find each other, and cannot tell whether
+        the others live.
         """
         return regroup.shrink(self._core, timeout, self._make)
 

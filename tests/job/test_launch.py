@@ -226,6 +226,15 @@ sys.exit(5)
         run_python(code, 2, respawns=-1)
 
 
+def test_rank_0_is_started_again_too_and_its_last_status_counts() -> None:
+    code = """
+import os, sys
+sys.exit(4 if (os.environ["RANK"], os.environ["HETCOLL_JOIN"]) == ("0", "0") else 0)
+"""
+    status, _, err = run_python(code, 1, respawns=1)
+    assert (status, err) == (0, ["hetcoll run: rank 0 failed with exit code 4; starting it again, 0 respawns left"])
+
+
 def test_the_status_of_a_job_that_keeps_going_is_that_of_rank_0() -> None:
     """Rank 1 ends after it, and is not ended."""
     code = """

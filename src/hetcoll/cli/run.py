@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--respawn", type=int, default=0, metavar="N",
         help="as --keep-going, and start a rank that failed again, up to N times in all, which the others take in by "
-        "grow(); never rank 0 (default 0)",
+        "grow() (default 0)",
     )  # fmt: skip
     parser.add_argument(
         "--restart", type=int, default=0, metavar="N", help="start a job that failed anew, up to N times (default 0)"

@@ -322,7 +322,8 @@ class ControlClient:
                 for membership in self._groups.values():
                     membership.host = NOBODY
             hosts = b"\1" if self._succession.hosts else b"\0"
-            pasts = pack(each.spell(name) for name, each in list(self._groups.items()) if each.joined)
+            whole = self._succession.hosts or bool(self._succession.places)
+            pasts = pack(each.spell(name, whole=whole) for name, each in list(self._groups.items()) if each.joined)
             self._relay = None  # it ends with the way to the store that it had
             try:
                 self._uplink.move(home, pack((hosts, self._succession.places, pasts)), deadline)

@@ -10,6 +10,8 @@ from .news import Handler
 from .past import JOINT, Answered, Past
 from .wire import NOBODY, U32, Frame, Op, Status
 
+_SHORT = 16 << 10  # bytes
+
 
 class Call:
     """A request whose reply a thread waits for. `key` is the second field of one that concerns a `group`."""
@@ -57,8 +59,9 @@ class Membership:
         if call.op in JOINT and frame.status != Status.REFUSED:
             self.answered[call.op] = Answered(call.key, Status(frame.status), frame.body)
 
-    def spell(self, name: bytes) -> bytes:
-        """For a new store."""
+    def spell(self, name: bytes, *, whole: bool = True) -> bytes:
+        """For a new store. Answers that are long are the same for all: not all have to tell the `whole` of them."""
         told = {tag: value for (tag, rank), value in self.own.items() if rank == self.rank}
-        past = Past(name, self.rank, self.size, self.formed, self.rolls, self.gone, self.verdict, told, self.answered)
+        answered = {op: each for op, each in self.answered.items() if whole or len(each.body) <= _SHORT}
+        past = Past(name, self.rank, self.size, self.formed, self.rolls, self.gone, self.verdict, told, answered)
         return past.pack()

@@ -89,11 +89,11 @@ def run(
     started. 141: nobody reads our output any more.
 
     With `keep_going` a rank that fails is told of at once and does not end the others, so that they can go on by
-    `Communicator.shrink`. The job's code is then rank 0's: the job's store is in its process, without which nobody can.
+    `Communicator.shrink`. The job's code is then rank 0's.
 
-    So it is with `respawns`. A rank other than 0 that fails is then started again, up to so many times in all, with
-    HETCOLL_JOIN=1: `hetcoll.init` makes it a newcomer, which the others take in by `Communicator.grow`. With several
-    nodes each counts its own.
+    So it is with `respawns`. A rank that fails is then started again, up to so many times in all and as long as rank 0
+    has not come to its end, with HETCOLL_JOIN=1: `hetcoll.init` makes it a newcomer, which the others take in by
+    `Communicator.grow`. With several nodes each counts its own.
 
     A job that failed is started anew up to `restarts` times, all of its ranks, with another port and secret of ours.
     Not one that a signal to us ended, or whose command could not be started.

@@ -88,8 +88,8 @@ class Job:
 
     `name` is the value of HETCOLL_RUN in the environment of all `commands`: what they start and leave running is found
     by it. With `keep_going` a process that fails does not end the others. With `respawns` it is started again, up to so
-    many times in all, as a newcomer to its job, unless it decides. With `until_stdin_ends` the end of our own stdin
-    ends the job, as SIGTERM does.
+    many times in all, as a newcomer to its job, until one that decides has ended well. With `until_stdin_ends` the end
+    of our own stdin ends the job, as SIGTERM does.
     """
 
     def __init__(
