@@ -15,11 +15,13 @@ import hetcoll
 from hetcoll.gpu.array import DeviceArray
 
 LARGE = 1_000_001  # elements: copies through slots
-KINDS: dict[str, list[str | None]] = {
-    "one island": ["cuda", "cuda", "cuda", "cuda"],
-    "both vendors": ["cuda", "hip", "hip", "cuda"],
-    "another vendor's comes": ["cuda", "cuda", "cuda", "hip"],
-    "one GPU beside CPUs": ["cuda", None, None, "cuda"],
+CASES: dict[str, tuple[list[str | None], int]] = {  # of each rank its kind of GPU, if any; and which rank dies
+    "one island": (["cuda", "cuda", "cuda", "cuda"], 1),
+    "both vendors": (["cuda", "hip", "hip", "cuda"], 1),
+    "both vendors, and rank 0 dies": (["hip", "cuda", "hip", "cuda"], 0),
+    "another vendor's comes": (["cuda", "cuda", "cuda", "hip"], 1),
+    "one GPU beside CPUs": (["cuda", None, None, "cuda"], 1),
+    "the GPU of rank 0 dies": (["cuda", None, None, "cuda"], 0),
 }
 
 
@@ -37,15 +39,15 @@ def check(comm: hetcoll.Communicator, seat: int) -> None:
         assert (mine == want).all()
 
 
-def regain(job: Job) -> tuple[int, int]:
-    """Ranks 0 to 2 begin, rank 1 is killed, the fourth process comes."""
+def regain(job: Job, victim: int) -> tuple[int, int]:
+    """Ranks 0 to 2 begin, one is killed, the fourth process comes."""
     if job.rank == 3:
         comm = hetcoll.Communicator.join(job.unique_id, timeout=60)
     else:
         whole = hetcoll.Communicator.init(3, job.rank, job.unique_id, timeout=60)
         check(whole, job.rank)
         whole.barrier()
-        if job.rank == 1:
+        if job.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(hetcoll.CommunicationError):
             check(whole, job.rank)
@@ -60,13 +62,13 @@ def regain(job: Job) -> tuple[int, int]:
 
 
 @pytest.mark.fakes
-@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-def test_a_rank_with_a_gpu_is_replaced(kinds: list[str | None]) -> None:
+@pytest.mark.parametrize(("kinds", "victim"), CASES.values(), ids=CASES)
+def test_a_rank_with_a_gpu_is_replaced(kinds: list[str | None], victim: int) -> None:
     ranks = ranks_on(STAND_INS, kinds, {"HETCOLL_DEVICE": tuple(kind or "cpu" for kind in kinds)}, join=False)
     try:
-        ranks.start(regain)
-        outcomes = ranks.finish(90, only=[0, 2, 3])
-        ranks.kill(1)
+        ranks.start(regain, victim)
+        outcomes = ranks.finish(90, only=sorted({0, 1, 2, 3} - {victim}))
+        ranks.kill(victim)
         assert not [outcome.problem() for outcome in outcomes if outcome.problem()]
         assert [outcome.value for outcome in outcomes] == [(0, 3), (1, 3), (2, 3)]
         ranks.close()

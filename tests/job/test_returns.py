@@ -239,3 +239,25 @@ def test_who_was_left_behind_hears_it_from_the_next_store() -> None:
     for client in job.alive:
         client.read(len(client.inbox))
     assert [client.behind for client in job.alive] == [False, False, False, True]
+
+
+def test_a_store_that_most_members_fall_silent_to_gives_up() -> None:
+    """Those that die with a word from their host, and those that leave, do not count."""
+    now = [0.0]
+    groups = Groups(lambda: now[0], charge=b"charge")
+    members = [Client(rank, 6) for rank in range(6)]
+    for rank, client in enumerate(members):
+        fields = (WORLD, U32.pack(rank), U32.pack(6), b"\1" if rank == 0 else b"\0", F64.pack(9.0))
+        groups.handle(client, Frame(Op.JOIN, 0, 1, pack(fields)))
+    for client in members:
+        told = (WORLD, b"tag", pack([b"shared"]), pack([]), b"", F64.pack(9.0))
+        groups.handle(client, Frame(Op.EXCHANGE, 0, 2, pack(told)))
+    groups.drop(members[5], "it died")
+    groups.drop(members[4], "timed out", silent=True)
+    now[0] += 100.0
+    groups.drop(members[3], "timed out", silent=True)
+    assert not groups.alone
+    groups.drop(members[2], "timed out", silent=True)
+    assert not groups.alone
+    groups.drop(members[1], "timed out", silent=True)
+    assert groups.alone == "3 of 4 processes fell silent, and may go on without this part"

@@ -71,7 +71,7 @@ def hosts() -> Iterator[list[str]]:
 def start_ranks(hosts: list[str], script: str, **variables: str) -> list[subprocess.Popen[str]]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("HETCOLL_")}
     env |= {"PYTHONPATH": str(Path(control.__file__).parents[2]), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
-    env |= {"WORLD_SIZE": "2", "HETCOLL_INIT_TIMEOUT": "20"} | variables
+    env |= {"WORLD_SIZE": str(len(hosts)), "HETCOLL_INIT_TIMEOUT": "20"} | variables
     return [
         subprocess.Popen(
             ["ip", "netns", "exec", host, sys.executable, "-c", script],
@@ -151,3 +151,44 @@ def test_a_host_that_vanishes_is_noticed_on_both_sides(hosts: list[str]) -> None
     # Which of the two the kernel says depends on whether it looked for the neighbour's address meanwhile.
     assert outputs[0][0].startswith(("0 1 connection timed out", "0 1 no route to host")), outputs
     assert outputs[1][0].startswith("1 0 its process hosted the job's store: "), outputs
+
+
+GO_ON = """
+import numpy as np
+import hetcoll
+comm = hetcoll.init()
+comm.barrier()
+print("ready", flush=True)
+try:
+    if comm.rank:
+        comm.allreduce(np.ones(4))
+    else:
+        comm.recv(np.empty(1), 1)
+except hetcoll.CommunicationError as error:
+    lost = type(error).__name__, error.rank
+try:
+    rest = comm.shrink(timeout=5.0)
+    rest.allreduce(x := np.ones(4))
+    print(*lost, rest.size, x.sum(), flush=True)
+    rest.close()
+except hetcoll.HetcollError as error:
+    print(*lost, type(error).__name__, flush=True)
+"""
+
+
+def test_when_rank_0s_host_vanishes_more_than_half_of_the_job_goes_on(hosts: list[str]) -> None:
+    """And nobody else does: rank 0 cannot know which half it is."""
+    ranks = start_ranks([hosts[0], hosts[1], hosts[1]], GO_ON)
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n"
+        for net in range(2):
+            ip("-n", hosts[0], "link", "set", f"eth{net}", "down")
+        (alone, _), *outputs = [rank.communicate(timeout=90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [out for out, _ in outputs] == ["PeerLostError 0 2 8.0\n"] * 2, outputs
+    assert alone.startswith("PeerLostError "), alone
+    assert alone.endswith(" PeerLostError\n"), alone

@@ -99,11 +99,16 @@ class Groups:
         except (RefusedError, struct.error) as error:
             member.send(Op.REPLY, str(error).encode(), frame.request, Status.REFUSED)
 
-    def drop(self, member: Member, reason: str) -> None:
-        """`member` is gone: lost for `reason`, or in order where that is empty."""
+    @property
+    def alone(self) -> str:
+        """Why this store gives up, if it does."""
+        return self.returns.alone or self._successors.cut_off
+
+    def drop(self, member: Member, reason: str, *, silent: bool = False) -> None:
+        """`member` is gone: lost for `reason`, or in order where that is empty. `silent`: it may live elsewhere."""
         self._keys.drop(member)
         self.rolls.drop(member)
-        self._successors.drop(member)
+        self._successors.drop(member, self._clock() if silent else None)
         for returning in self._returning.values():
             returning[:] = [each for each in returning if each[0] is not member]
         for name in list(member.ranks):

@@ -6,6 +6,7 @@ Who proves the job's secret (`acceptor`) becomes a member. What members can ask 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import selectors
 import socket
@@ -30,6 +31,7 @@ from .wire import F64, FrameReader, Op, Status, header, pack
 log = logging.getLogger("hetcoll.store")
 
 _ITSELF = 256  # descriptors that the store of a large job takes, whatever its size
+_SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 _FAREWELL = 1.0  # seconds that the last messages may take
 
 _hosted: dict[bytes, StoreServer] = {}
@@ -117,7 +119,7 @@ class StoreServer:
 
     def _run(self) -> None:
         try:
-            while not (self._closing or self._groups.returns.alone or self._left()):
+            while not (self._closing or self._groups.alone or self._left()):
                 self._turn(choose_wait(self._groups.tick(), self._tree.tick(), self._acceptor.prepare()))
             self._say_farewell()
         except Exception:
@@ -168,7 +170,8 @@ class StoreServer:
         try:
             action(connection)
         except (OSError, CommunicationError) as error:
-            self._disconnect(connection, spell_error(error))
+            silent = isinstance(error, OSError) and error.errno in _SILENT
+            self._disconnect(connection, spell_error(error), silent=silent)
         except Exception as error:
             log.exception("serving %s", connection.name)
             self._disconnect(connection, f"the store failed: {error!r}")
@@ -191,15 +194,15 @@ class StoreServer:
     def _flush(self, connection: Connection) -> None:
         connection.flush_with(self._selector)
 
-    def _disconnect(self, connection: Connection, reason: str) -> None:
+    def _disconnect(self, connection: Connection, reason: str, *, silent: bool = False) -> None:
         """Close a connection and tell its groups. An empty reason is a goodbye."""
         del self._connections[connection.sock.fileno()]
         self._selector.unregister(connection.sock)
         connection.sock.close()
         self._dirty.discard(connection)
         log.debug("%s is gone: %s", connection.name, reason or "goodbye")
-        self._groups.drop(connection, reason)
-        self._tree.lost(connection, reason)
+        self._groups.drop(connection, reason, silent=silent)
+        self._tree.lost(connection, reason, silent=silent)
         others = (each for each in self._connections.values() if not self._tree.relays(each))
         if not self._tree.members and all(map(self._groups.rolls.awaits, others)):
             self._idle.set()
@@ -213,7 +216,7 @@ class StoreServer:
 
     def _say_farewell(self) -> None:
         self._acceptor.close()
-        alone = self._groups.returns.alone.encode()
+        alone = self._groups.alone.encode()
         last = (Op.REPLY, alone, 0, Status.REFUSED) if alone else (Op.CLOSING, b"", 0, Status.OK)
         for connection in self._connections.values():
             if not connection.token:

@@ -23,6 +23,7 @@ log = logging.getLogger("hetcoll.successors")
 MOST = 3
 GRACE, GRACE_A_RANK = 2.0, 0.01  # seconds in which members come to a new store
 _GATHER = 0.5  # seconds: who leaves in that time is told of together
+_SILENCES = 60.0  # seconds in which all notice that a network is cut
 
 After = Callable[[bytes, Callable[[], None]], None]
 Waiting = tuple[Member, Frame]
@@ -36,6 +37,9 @@ class Successors:
         self._members: dict[Member, bool] = {}  # whether the store is in its process
         self._places: dict[Member, bytes] = {}  # of successors; nothing: asked
         self._begun = self._due = False
+        self._silent: list[float] = []  # when members fell silent, of late
+        self.cut_off = ""
+        """Why this store gives up, if it does: it may be in the smaller part of a job whose network is cut."""
 
     def add(self, member: Member, *, hosts: bool = False, places: bytes = b"") -> None:
         """A member is there. `places`: it is a successor already."""
@@ -47,11 +51,17 @@ class Successors:
             member.send(Op.SUCCESSORS, self._spell())
             self._refresh_soon()
 
-    def drop(self, member: Member) -> None:
-        """A member is gone."""
-        if self._members.pop(member, None) is not None:
-            self._places.pop(member, None)
-            self._refresh_soon()
+    def drop(self, member: Member, silent_at: float | None) -> None:
+        """A member is gone. `silent_at`: when, if all that is known is that nothing comes from it any more."""
+        if self._members.pop(member, None) is None:
+            return
+        self._places.pop(member, None)
+        self._refresh_soon()
+        if silent_at is not None:
+            self._silent = [when for when in self._silent if when > silent_at - _SILENCES] + [silent_at]
+            if self._begun and len(self._silent) > len(self._members):
+                count = len(self._silent) + len(self._members)
+                self.cut_off = f"{len(self._silent)} of {count} processes fell silent, and may go on without this part"
 
     def begin(self, *, at_once: bool = True) -> None:
         """The job has come together."""

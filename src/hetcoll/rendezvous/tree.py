@@ -170,12 +170,12 @@ class Tree:
             else:
                 self._groups.handle(node, frame)
 
-    def lost(self, connection: Connection, reason: str) -> None:
-        """A connection of the store's own has ended."""
+    def lost(self, connection: Connection, reason: str, *, silent: bool) -> None:
+        """A connection of the store's own has ended, or is `silent`."""
         self._waiting = [each for each in self._waiting if each.connection is not connection]
         node = self._nodes.get(connection.token)
         if node is not None and node.connection is connection:
-            self._lose(node, reason)
+            self._lose(node, reason, silent=silent)
 
     def relays(self, connection: Connection) -> bool:
         """Whether a relay is at its other end, not a member."""
@@ -281,7 +281,7 @@ class Tree:
 
     # Losing.
 
-    def _lose(self, node: Node, reason: str) -> None:
+    def _lose(self, node: Node, reason: str, *, silent: bool = False) -> None:
         """Its own connection has ended; in order where there is no reason."""
         if node.entry.kind is Kind.RELAY:
             self._detach(node)
@@ -293,7 +293,7 @@ class Tree:
         del self._nodes[node.entry.token]
         self._members -= 1
         self._detach(node)
-        self._groups.drop(node, reason)
+        self._groups.drop(node, reason, silent=silent)
 
     def _give_up(self, relay: Node) -> None:
         """A relay has not come back, nor have those that are still behind it."""
@@ -305,7 +305,8 @@ class Tree:
                 self._missing.pop(child.entry.token, None)
                 self._give_up(child)
             else:
-                self._lose(child, f"the relay to it was lost, and it did not come back within {ABSENCE:g} s")
+                text = f"the relay to it was lost, and it did not come back within {ABSENCE:g} s"
+                self._lose(child, text, silent=True)
 
     def say_farewell(self, op: Op, body: bytes, request: int, status: Status) -> None:
         """The store ends: tell members, and then relays."""
