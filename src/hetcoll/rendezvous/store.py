@@ -141,7 +141,7 @@ class StoreServer:
 
     def _left(self) -> bool:
         """Whether all have gone who came to this store when the one before it was lost."""
-        return self._idle.is_set() and bool(self._groups.returns.came)
+        return self._idle.is_set() and self._groups.returns.begun
 
     def _turn(self, wait: float | None) -> None:
         """Send what is queued, sleep, and serve what came."""

@@ -143,7 +143,9 @@ class Returns:
     ) -> None:
         self._find, self._part, self._catch_up, self._handle, self._after = find, part, catch_up, handle, after
         self._quorum, self._grace = quorum, grace
-        self.came: set[Member] = set()
+        self._came: set[Member] = set()
+        self.begun = False
+        """Whether a member of some group has come."""
         self._held: list[Waiting] = []  # until the quorum is there
         self._settling: dict[bytes, list[Waiting]] = {}  # by group: until all of its ranks are here, or are missed
         self.alone = ""
@@ -171,7 +173,7 @@ class Returns:
     def _give_up(self) -> None:
         if self.waits:
             self.alone = (
-                f"{len(self.came)} processes found each other where {self._quorum} are more than half of the job"
+                f"{len(self._came)} processes found each other where {self._quorum} are more than half of the job"
             )
 
     def take(self, member: Member, pasts: bytes) -> None:
@@ -182,8 +184,8 @@ class Returns:
             except (CommunicationError, ValueError, IndexError) as error:
                 raise RefusedError(f"what {member.name} tells of its groups came garbled: {error}") from error
             self._settle(self._resume(member, past))
-        self.came.add(member)
-        if self.waits and len(self.came) >= self._quorum:
+        self._came.add(member)
+        if self.waits and len(self._came) >= self._quorum:
             self._quorum, held, self._held = 0, self._held, []
             self._serve(held)
 
@@ -199,6 +201,7 @@ class Returns:
     def _resume(self, member: Member, past: Past) -> Group:
         if len(past.name) > MAX_ID or past.rank >= past.size:
             raise RefusedError(f"rank {past.rank} of {past.size} of a group: wanted a rank below the size")
+        self.begun = True
         group = self._find(past.name, past.size)
         if not group.resumed:
             group.resumed = True
