@@ -195,7 +195,7 @@ class Returns:
 
     def _settle(self, group: Group, *, now: bool = False) -> None:
         """Serve a group from now on if all of its ranks are here, or `now`."""
-        if now or (group.formed and not any(isinstance(each, Absent) for each in group.members.values())):
+        if now or (group.formed and not any(isinstance(each, Absent) for each in reversed(group.members.values()))):
             self._serve(self._settling.pop(group.name, []))
 
     def _resume(self, member: Member, past: Past) -> Group:
