@@ -1,6 +1,6 @@
 """How a job of many ranks starts and ends: light ranks, which are clients of a real store and nothing else.
 
-    python benchmarks/start.py [256 1024 4096]
+    python benchmarks/start.py [--lose] [256 1024 4096]
 
 A light rank does what a rank does before it makes links: it connects to rank 0's store and proves the secret, joins,
 tells who it is and where it listens, reads what all others told, and says goodbye in the end. Sockets, frames, threads
@@ -9,7 +9,9 @@ what was told as far as a topology; the others take it apart into columns.
 
 Prints seconds from the first connection until every rank knows all others, and from the first goodbye until the last;
 bytes on all connections; the CPU-seconds, peak memory and open file descriptors of the process with the store; and
-the most file descriptors of a rank (which may be a relay), and the CPU-seconds and memory of one that reads.
+the most file descriptors of a rank (which may be a relay), and the CPU-seconds and memory of one that reads. With
+`--lose` the store is lost in between, as if its process died: seconds until one of the ranks serves the job, and all
+have shrunk to those that are left.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from hetcoll.config.env import Config
 from hetcoll.config.limits import reserve_descriptors
 from hetcoll.links.introduction import Introduction, Introductions, Reach, read_nics
 from hetcoll.plan.topology import Topology
+from hetcoll.rendezvous import decisions, store
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.columns import Column, Telling
 from hetcoll.rendezvous.control import ControlClient
@@ -113,7 +116,15 @@ def _light_ranks(ranks: range, size: int, pipe: Connection) -> None:
     memory = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     pipe.send(Told(sum(sum(struct.unpack_from("<QQ", info, _ACKED)) for info in infos), reading, memory, most))
-    pipe.recv()
+
+    def shrink(rank: int) -> None:
+        number, left = decisions.shrink(clients[rank], WORLD, SECONDS)
+        assert (number, len(left)) == (1, size), f"{number}, {len(left)} of {size}"
+
+    if pipe.recv() == "lose":
+        _in_threads([lambda rank=rank: shrink(rank) for rank in ranks])  # type: ignore[misc]
+        pipe.send("shrunk")
+        pipe.recv()
     _in_threads([client.close for client in clients.values()])
     pipe.send("ended")
 
@@ -130,7 +141,7 @@ def _all(pipes: list[Connection], word: object = None) -> list[object]:
     return [pipe.recv() for pipe in pipes]
 
 
-def _job(size: int) -> None:
+def _job(size: int, lose: bool) -> None:
     """In a process of its own, which hosts the store."""
     processes, pipes = [], []
     count = -(-size // A_PROCESS)
@@ -141,32 +152,43 @@ def _job(size: int) -> None:
         processes[-1].start()
         pipes.append(ours)
     before = len(os.listdir("/proc/self/fd"))
-    _all(pipes, get_unique_id(Config(linger=0), loopback=True))
+    unique_id = get_unique_id(Config(linger=0), loopback=True)
+    _all(pipes, unique_id)
     began, cpu = time.monotonic(), _cpu()
     _all(pipes)
     start, start_cpu = time.monotonic() - began, _cpu() - cpu
     descriptors = len(os.listdir("/proc/self/fd")) - before
     found = [told for told in (pipe.recv() for pipe in pipes) if isinstance(told, Told)]
+    lost = 0.0
+    if lose:
+        time.sleep(1.0)  # successors are known
+        began = time.monotonic()
+        store._hosted[unique_id.job_id].abandon()
+        _all(pipes, "lose")
+        lost = time.monotonic() - began
     began, cpu = time.monotonic(), _cpu()
     _all(pipes)
     end, end_cpu = time.monotonic() - began, _cpu() - cpu
     for process in processes:
         process.join()
     nbytes, peak = sum(told.nbytes for told in found), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    store = f"{start_cpu:>9.2f} {end_cpu:>7.2f} {peak / 1e3:>7.0f} {descriptors:>7}"
+    host = f"{start_cpu:>9.2f} {end_cpu:>7.2f} {peak / 1e3:>7.0f} {descriptors:>7}"
     most, reading = max(t.descriptors for t in found), max(t.reading for t in found)
     rank = f"{most:>6} {reading:>9.3f} {max(t.memory for t in found) / 1e6:>8.1f}"
-    print(f"{size:>6} {start:>8.2f} {end:>7.2f} {nbytes / 1e6:>9.1f} {store} {rank}", flush=True)
+    without = f" {lost:>9.2f}" if lose else ""
+    print(f"{size:>6} {start:>8.2f} {end:>7.2f} {nbytes / 1e6:>9.1f} {host} {rank}{without}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sizes", type=int, nargs="*", default=[256, 1024, 4096], help="ranks; default: 256 1024 4096")
-    sizes = parser.parse_args().sizes
+    parser.add_argument("--lose", action="store_true", help="lose the store in between")
+    args = parser.parse_args()
     print("                           all    the process with the store       most of a rank")
-    print(" ranks  start s   end s        MB   start s   end s      MB   files  files   reads s       MB")
-    for size in sizes:
-        process = mp.Process(target=_job, args=(size,))
+    without = " without s" if args.lose else ""
+    print(f" ranks  start s   end s        MB   start s   end s      MB   files  files   reads s       MB{without}")
+    for size in args.sizes:
+        process = mp.Process(target=_job, args=(size, args.lose))
         process.start()
         process.join()
 

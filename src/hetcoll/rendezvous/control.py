@@ -310,7 +310,10 @@ class ControlClient:
         return StoreLost("the connection ended", False)
 
     def _go_on(self, end: StoreLost) -> bool:
-        """Go to the store that takes the place of the one that has ended, if there is any."""
+        """Go to the store that takes the place of the one that has ended, if there is any, and if that one was sure
+        to be the only one."""
+        if not self._succession.certain:
+            return False
         deadline = time.monotonic() + SECONDS
         while not (self._closing or self._succession.hosts or time.monotonic() >= deadline):
             lost = self.unique_id

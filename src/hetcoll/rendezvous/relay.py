@@ -122,7 +122,10 @@ class Relay:
         self._wake_write.close()
 
     def _come(self, seconds: float, *, again: bool) -> None:
-        place = uplink.enter(self._id, self._entry, time.monotonic() + seconds, again=again)
+        # A store that does not know it any more, or has taken the place of another, knows its children no better: it
+        # refuses a relay that was there before.
+        entry = self._entry._replace(received=1 if again else 0)
+        place = uplink.enter(self._id, entry, time.monotonic() + seconds, again=again)
         self._up = Connection(place.sock, "the store", self._dirty, place.reader)
         self._behind, self._heard = place.behind, time.monotonic()
         self._selector.register(place.sock, selectors.EVENT_READ, self._up)

@@ -38,9 +38,14 @@ class Succession:
         self._mine: Places = ()
         self._listeners: list[socket.socket] = []
         self._charge: list[bytes] = []
-        self._certain = True  # that every store before this one is dead, or that most members are here
+        self._certain = True
         self.hosts = hosts
         """Whether the store is, or was, in this process."""
+
+    @property
+    def certain(self) -> bool:
+        """Whether every store before this one is dead, or more than half of the members are here."""
+        return self._certain
 
     @property
     def places(self) -> bytes:
@@ -73,12 +78,12 @@ class Succession:
 
         Where the job is still served at the addresses of the lost one, a successor has those by now; or only this
         connection was lost, and what serves there has gone on without this process, as it will say."""
-        if not self._order or not self._certain:
+        if not self._order:
             return None
         if not orderly:
-            if _serves(lost, _REFUSES):
+            if _serves(lost, _GREETS):
                 return lost
-            self._certain = _refuses(lost.addresses)
+            self._certain = self._certain and _refuses(lost.addresses)
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline and not stopped():
             silent = False

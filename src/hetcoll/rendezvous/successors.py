@@ -12,16 +12,18 @@ import logging
 from collections.abc import Callable
 
 from ..errors import CommunicationError
+from .exchanges import FEW
 from .group import Group
 from .keys import Member, RefusedError
 from .past import JOINT, Answered, Past
 from .rolls import tell_left_behind
+from .uplink import ABSENCE
 from .wire import F64, MAX_ID, NOBODY, U32, Frame, Op, Status, pack, unpack
 
 log = logging.getLogger("hetcoll.successors")
 
 MOST = 3
-GRACE, GRACE_A_RANK = 2.0, 0.01  # seconds in which members come to a new store
+GRACE = 2.0  # seconds in which the members of a small job come to a new store
 _GATHER = 0.5  # seconds: who leaves in that time is told of together
 _SILENCES = 60.0  # seconds in which all notice that a network is cut
 
@@ -206,7 +208,7 @@ class Returns:
         if not group.resumed:
             group.resumed = True
             self._settling[past.name] = []
-            seconds = self._grace + GRACE_A_RANK * group.size
+            seconds = self._grace if group.size <= FEW else max(self._grace, ABSENCE)
             self._after(F64.pack(seconds), lambda: self._miss(group, seconds))
         present = group.members.get(past.rank)
         if group.gone.get(past.rank) or group.size != past.size or not isinstance(present, Absent | None):

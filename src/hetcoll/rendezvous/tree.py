@@ -19,7 +19,7 @@ from .members import Connection
 from .routes import Entry as Way
 from .routes import Route, unpack_up
 from .streams import Stream
-from .uplink import Entry, Kind, pack_places
+from .uplink import ABSENCE, Entry, Kind, pack_places
 from .wire import U64, Frame, Op, Status, pack
 
 log = logging.getLogger("hetcoll.tree")
@@ -28,7 +28,6 @@ FAN = 32  # children of a relay; members, and as many relays, that the store has
 _FOR_RELAYS = 2  # of these
 _TRIES = 3  # relays that somebody cannot reach until the store takes it itself
 MAX_WAITING = 48  # who wait at the store for a relay; more are to come again
-ABSENCE = 30.0  # seconds
 _GRANTED = 10.0  # seconds that a place is kept for who was sent there
 _PATIENCE = 1.0  # seconds that some wait until another relay is asked for
 

@@ -30,6 +30,7 @@ log = logging.getLogger("hetcoll.uplink")
 
 SILENCE = 10.0  # seconds without a word from a relay until it is given up
 RETURN = 20.0  # seconds in which whoever lost its relay finds another
+ABSENCE = 30.0  # seconds until who has not come back to the store of a large job is lost
 _RELAY_SECONDS = 10.0  # that a relay has to answer
 _FIRST_PAUSE, _LAST_PAUSE = 0.05, 8.0  # seconds until who was not let in comes again, doubling: many wait at once
 TOKEN_BYTES = 16
@@ -44,8 +45,10 @@ class Kind(IntEnum):
 
 class Entry(NamedTuple):
     """Who enters: `token`, random, is the same when it comes again; `received` says how many of the store's frames it
-    has by then. `hosts`: the store lives in this process. `failed` are tokens of relays that did not answer it. A
-    relay says where it listens. `attempt` grows each time: an entry that was given up may arrive after the next one."""
+    has by then (a relay: 1). `hosts`: the store lives in this process. `failed` are tokens of relays that did not
+    answer it. A relay says where it listens. `attempt` grows each time: an entry that was given up may arrive after the
+    next one.
+    """
 
     kind: Kind
     token: bytes
