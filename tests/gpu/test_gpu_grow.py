@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 from gpu_calls import device_of_rank
-from gpu_places import STAND_INS, ranks_on
+from gpu_places import PLACES, ranks_on
 from ranks import Job
 
 import hetcoll
@@ -61,10 +61,10 @@ def regain(job: Job, victim: int) -> tuple[int, int]:
     return comm.rank, comm.size
 
 
-@pytest.mark.fakes
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("kinds", "victim"), CASES.values(), ids=CASES)
-def test_a_rank_with_a_gpu_is_replaced(kinds: list[str | None], victim: int) -> None:
-    ranks = ranks_on(STAND_INS, kinds, {"HETCOLL_DEVICE": tuple(kind or "cpu" for kind in kinds)}, join=False)
+def test_a_rank_with_a_gpu_is_replaced(kinds: list[str | None], victim: int, place: str) -> None:
+    ranks = ranks_on(place, kinds, {"HETCOLL_DEVICE": tuple(kind or "cpu" for kind in kinds)}, join=False)
     try:
         ranks.start(regain, victim)
         outcomes = ranks.finish(90, only=sorted({0, 1, 2, 3} - {victim}))
