@@ -170,13 +170,13 @@ class Groups:
 
     def _return(self, member: Member, request: int, hosts: bytes, places: bytes, pasts: bytes) -> None:
         """A member of the store before this one."""
-        self._successors.add(member, hosts=hosts == b"\1", places=places)
+        self._successors.take_back(member, hosts == b"\1", places)
         self.returns.take(member, pasts)
         for name, rank in member.ranks.items() if hosts == b"\1" else ():
             self._groups[name].host = rank
             self._push(self._groups[name], Op.HOST, name, U32.pack(rank))
         if not self.returns.waits:
-            self._successors.begin(at_once=False)
+            self._successors.confirm()
 
     def _find(self, name: bytes, size: int) -> Group:
         return self._groups.get(name) or self._create(name, size)

@@ -68,10 +68,11 @@ class Succession:
         return self.places
 
     def hear(self, body: bytes) -> None:
-        """What the store tells all members: how many they are, and where its successors listen."""
-        count, *places = unpack(body)
-        (self._count,), self._order = U32.unpack(count), [read_places(each) for each in places]
+        """What the store tells all members: how many they are, and where its successors listen; nothing: as before."""
         self._certain = True
+        if body:
+            count, *places = unpack(body)
+            (self._count,), self._order = U32.unpack(count), [read_places(each) for each in places]
 
     def find(self, lost: UniqueId, orderly: bool, stopped: Callable[[], bool]) -> UniqueId | None:
         """Where the job's store is from now on; None where there is none. `orderly`: the lost one said that it ends.

@@ -38,19 +38,37 @@ class Successors:
         self._charge, self._after = charge, after
         self._members: dict[Member, bool] = {}  # whether the store is in its process
         self._places: dict[Member, bytes] = {}  # of successors; nothing: asked
+        self._unsure: list[Member] = []  # who came before this store was sure to serve
         self._begun = self._due = False
         self._silent: list[float] = []  # when members fell silent, of late
         self.cut_off = ""
         """Why this store gives up, if it does: it may be in the smaller part of a job whose network is cut."""
 
-    def add(self, member: Member, *, hosts: bool = False, places: bytes = b"") -> None:
-        """A member is there. `places`: it is a successor already."""
+    def add(self, member: Member, *, hosts: bool = False) -> None:
+        """A member is there. While the job comes together the first ones are asked to listen, so that all are told of
+        them before they go on."""
         known = member in self._members
         self._members[member] = hosts or self._members.get(member, False)
+        if self._begun and not known and not self._due:
+            member.send(Op.SUCCESSORS, self._spell())
+        elif not self._begun and self._charge:
+            self._ask()
+
+    def take_back(self, member: Member, hosts: bool, places: bytes) -> None:
+        """A member of the store before this one, which may be a successor already. It has the list from there, as all
+        have, and nobody is told of another until most have come: two that went by different lists might both serve."""
+        self._members[member] = hosts
+        self._unsure.append(member)
         if places:
             self._places[member] = places
-        if self._begun and not known:
-            member.send(Op.SUCCESSORS, self._spell())
+
+    def confirm(self) -> None:
+        """This store serves: those who came to it may rely on that."""
+        for member in self._unsure:
+            member.send(Op.SUCCESSORS, b"")
+        self._unsure.clear()
+        if not self._begun and self._charge:
+            self._begun = True
             self._refresh_soon()
 
     def drop(self, member: Member, silent_at: float | None) -> None:
@@ -65,14 +83,11 @@ class Successors:
                 count = len(self._silent) + len(self._members)
                 self.cut_off = f"{len(self._silent)} of {count} processes fell silent, and may go on without this part"
 
-    def begin(self, *, at_once: bool = True) -> None:
+    def begin(self) -> None:
         """The job has come together."""
         if not self._begun and self._charge:
             self._begun = True
-            if at_once:
-                self._refresh()
-            else:
-                self._refresh_soon()
+            self._refresh()
 
     def stand(self, member: Member, request: int, _: bytes, places: bytes) -> None:
         """A member listens, and says where; nothing: it cannot."""
@@ -80,7 +95,7 @@ class Successors:
             return
         if places:
             self._places[member] = places
-        if all(self._places.values()):
+        if self._begun and all(self._places.values()):
             self._tell()
 
     def _refresh_soon(self) -> None:
@@ -91,19 +106,20 @@ class Successors:
     def _refresh(self) -> None:
         """Have as many successors as can be, and tell all members, also of their number."""
         self._due = False
-        asked = 0
+        self._ask()
+        if all(self._places.values()):
+            self._tell()
+        else:
+            self._due = True
+            self._after(F64.pack(_GATHER), self._tell)  # one may be stopped
+
+    def _ask(self) -> None:
         for member, hosts in self._members.items():
             if len(self._places) == MOST:
                 break
             if not hosts and member not in self._places:
                 self._places[member] = b""
                 member.send(Op.STAND, self._charge)
-                asked += 1
-        if asked:
-            self._due = True
-            self._after(F64.pack(_GATHER), self._tell)  # one may be stopped
-        else:
-            self._tell()
 
     def _tell(self) -> None:
         self._due = False

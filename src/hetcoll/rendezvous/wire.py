@@ -70,7 +70,7 @@ class Op(IntEnum):
     BEAT = 78  # from a relay, now and then: it is there
     STAND = 79  # this process is to be a successor: the context of its greeting, 1 where it hands out the unique id,
     # seconds to wait at exit
-    SUCCESSORS = 80  # how many members there are, where each successor listens
+    SUCCESSORS = 80  # how many members there are, where each successor listens; nothing: as before
 
 
 class Status(IntEnum):
