@@ -5,15 +5,15 @@
 namespace hetcoll {
 namespace {
 
-constexpr unsigned kWaitGeq = 0;         // CU_STREAM_WAIT_VALUE_GEQ
-constexpr unsigned kWriteDefault = 0;    // CU_STREAM_WRITE_VALUE_DEFAULT: after a fence of the whole system
-constexpr unsigned kDisableTiming = 2;   // CU_EVENT_DISABLE_TIMING
-constexpr int kNotReady = 600;           // CUDA_ERROR_NOT_READY
-constexpr int kCaptureStatusActive = 1;  // CU_STREAM_CAPTURE_STATUS_ACTIVE
-
 using DevicePtr = unsigned long long;  // NOLINT: CUdeviceptr
 
 class CudaDriver final : public Driver {
+  static constexpr unsigned kWaitGeq = 0;         // CU_STREAM_WAIT_VALUE_GEQ
+  static constexpr unsigned kWriteDefault = 0;    // CU_STREAM_WRITE_VALUE_DEFAULT: after a fence of the whole system
+  static constexpr unsigned kDisableTiming = 2;   // CU_EVENT_DISABLE_TIMING
+  static constexpr int kNotReady = 600;           // CUDA_ERROR_NOT_READY
+  static constexpr int kCaptureStatusActive = 1;  // CU_STREAM_CAPTURE_STATUS_ACTIVE
+
  public:
   explicit CudaDriver(const DriverFunctions& f) : signals_(f), context_(reinterpret_cast<void*>(Find(f, "context"))) {
     Take(f, "cuCtxGetCurrent", get_current_);

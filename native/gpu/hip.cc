@@ -5,14 +5,14 @@
 namespace hetcoll {
 namespace {
 
-constexpr unsigned kWaitGeq = 0;                       // hipStreamWaitValueGte
-constexpr std::uint64_t kAllBits = ~std::uint64_t{0};  // the mask of a wait
-constexpr unsigned kDisableTiming = 2;                 // hipEventDisableTiming
-constexpr int kCopyDefault = 4;                        // hipMemcpyDefault: the runtime knows where pointers lie
-constexpr int kNotReady = 600;                         // hipErrorNotReady
-constexpr int kCaptureStatusActive = 1;                // hipStreamCaptureStatusActive
-
 class HipDriver final : public Driver {
+  static constexpr unsigned kWaitGeq = 0;                       // hipStreamWaitValueGte
+  static constexpr std::uint64_t kAllBits = ~std::uint64_t{0};  // the mask of a wait
+  static constexpr unsigned kDisableTiming = 2;                 // hipEventDisableTiming
+  static constexpr int kCopyDefault = 4;          // hipMemcpyDefault: the runtime knows where pointers lie
+  static constexpr int kNotReady = 600;           // hipErrorNotReady
+  static constexpr int kCaptureStatusActive = 1;  // hipStreamCaptureStatusActive
+
  public:
   explicit HipDriver(const DriverFunctions& f) : signals_(f), device_(static_cast<int>(f.at("device"))) {
     Take(f, "hipGetDevice", get_device_);

@@ -4,10 +4,10 @@
 
 #include <iterator>
 
+#include "transport/shm/pages.h"
+
 namespace hetcoll {
 namespace {
-
-constexpr std::size_t kPage = 4096;
 
 std::size_t Pages(std::size_t nbytes) { return nbytes == 0 ? kPage : (nbytes + kPage - 1) / kPage * kPage; }
 

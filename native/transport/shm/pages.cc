@@ -23,7 +23,6 @@ struct ScanCall {
 static_assert(sizeof(ScanCall) == 96);
 constexpr unsigned long kPagemapScan = _IOWR('f', 16, ScanCall);
 constexpr std::uint64_t kIsHuge = 1 << 6;
-constexpr std::uint64_t kPage = 4096;
 
 }  // namespace
 

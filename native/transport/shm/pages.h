@@ -8,6 +8,8 @@
 
 namespace hetcoll {
 
+inline constexpr std::size_t kPage = 4096;
+
 class OwnPages {
  public:
   OwnPages();

@@ -11,8 +11,8 @@ namespace hetcoll {
 namespace {
 
 constexpr std::size_t kFragment = std::size_t{128} << 10;
-constexpr std::size_t kLendBytes = std::size_t{16} << 10;  // shorter messages are copied: waiting would cost more
-constexpr std::size_t kSpread = std::size_t{8} << 10;      // shorter frames take the first rail
+constexpr std::size_t kVerbsLendBytes = std::size_t{16} << 10;  // shorter messages are copied: waiting would cost more
+constexpr std::size_t kSpread = std::size_t{8} << 10;           // shorter frames take the first rail
 constexpr double kPatience = 2;
 constexpr std::size_t kTcpFrames = 32;  // that the peer may have to keep
 
@@ -67,7 +67,7 @@ std::ptrdiff_t Outbox::Push(const Message& m, std::size_t at, const std::byte* d
   if (rail == nullptr) return NoRails() ? PushOverTcp(m, at, data, n) : kWouldBlock;
   // All of a message or nothing: what was lent must be what was taken last.
   Region* region = nullptr;
-  if (device_ || (m.may_lend && m.total >= kLendBytes)) region = regions_.Find(data - at, m.total, nics_);
+  if (device_ || (m.may_lend && m.total >= kVerbsLendBytes)) region = regions_.Find(data - at, m.total, nics_);
   if (device_ && region == nullptr) throw Fault(FaultKind::kSystem, -1, "verbs: a GPU's memory is not registered");
   const std::byte* payload = data;
   if (region == nullptr) {
