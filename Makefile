@@ -7,6 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PERF ?= allreduce -n 2 -b 8 -e 64M
 TESTS ?=
+WHEELS ?=
 BENCH ?= --write-docs
 SANITIZERS := address,undefined thread
 NATIVE_TESTS := hetcoll_engine_test hetcoll_verbs_test
@@ -28,7 +29,7 @@ EXTRA = $(BIN)/python -c "import tomllib; \
 	print(*(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'] \
 	if not r.startswith('hetcoll')), sep='\n')" | $(PIP) -r /dev/stdin
 
-.PHONY: help perf test test-all test-lanes test-calm jax vendors launchers guest lint types format sanitize sanitizers site bench instructions clean tools
+.PHONY: help perf test test-all test-lanes test-calm jax vendors launchers guest lint types format sanitize sanitizers site bench instructions wheels clean tools
 
 help:
 	@echo "make perf          measure all-reduce with two ranks here (PERF=\"...\": other arguments of hetcoll perf)"
@@ -43,6 +44,7 @@ help:
 	@echo "make sanitize      the native tests under ASan, UBSan and TSan"
 	@echo "make bench         against Gloo, Open MPI, MPICH, Intel MPI; writes docs/benchmarks.md (BENCH=\"...\")"
 	@echo "make instructions  count instructions with callgrind, compare with benchmarks/instructions.json"
+	@echo "make wheels        build, check and test wheels and sdist into dist (WHEELS=\"...\": arguments of packaging/wheels.py)"
 	@echo "make format clean"
 
 perf: $(VENV)/installed
@@ -119,6 +121,11 @@ launchers: $(VENV)/test
 
 instructions: $(VENV)/installed
 	$(BIN)/python benchmarks/instructions.py
+
+# What is published. An environment of its own, since these tools are not needed otherwise.
+wheels: tools
+	$(PYTHON) -m venv build/wheels/tools
+	build/wheels/tools/bin/python packaging/wheels.py $(WHEELS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
