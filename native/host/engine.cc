@@ -306,6 +306,19 @@ std::pair<std::uint64_t, std::uint64_t> Engine::Through(int peer, int channel, b
   return sends ? std::pair{tx.taken, tx.through} : std::pair{rx.taken, rx.through};
 }
 
+std::vector<std::uint64_t> Engine::Sent() {
+  std::vector<std::uint64_t> sent(static_cast<std::size_t>(options_.size));
+  contenders_.fetch_add(1);
+  std::lock_guard lock(mutex_);
+  contenders_.fetch_sub(1);
+  for (int peer = 0; peer < options_.size; ++peer) {
+    for (int channel = 0; channel < kLinkChannels; ++channel) {
+      sent[static_cast<std::size_t>(peer)] += links_.tx(peer, channel).taken;
+    }
+  }
+  return sent;
+}
+
 double Engine::still_seconds() const {
   const std::int64_t since = still_ns_.load(std::memory_order_relaxed);
   if (since == 0 || moves() != still_moves_.load(std::memory_order_relaxed)) return 0;

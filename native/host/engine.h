@@ -170,6 +170,8 @@ class Engine {
   std::vector<Awaited> WaitsFor();
   // Bytes and messages that ever went through this end of a link: that which sends, or that which receives.
   std::pair<std::uint64_t, std::uint64_t> Through(int peer, int channel, bool sends);
+  // Bytes that ever went to each rank. Callable from any thread.
+  std::vector<std::uint64_t> Sent();
   // For how long nothing has moved, of what is waited for; 0 unless it waits.
   double still_seconds() const;
 

@@ -346,6 +346,8 @@ NB_MODULE(_native, m) {
           "through",
           [](PyEngine& e, int peer, int channel, bool sends) { return e.engine().Through(peer, channel, sends); },
           nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "sent", [](PyEngine& e) { return e.engine().Sent(); }, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("still_seconds", [](PyEngine& e) { return e.engine().still_seconds(); })
       .def_prop_ro("pending", [](const PyEngine&) { return PyEngine::pending(); })
       .def("records",

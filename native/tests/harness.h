@@ -433,7 +433,13 @@ bool Within(double seconds, Condition&& condition) {
 // When all calls are over, both ends of every link have counted the same.
 inline void CheckNothingUnderWay(Job& job, const char* what) {
   for (int from = 0; from < job.size(); ++from) {
+    const std::vector<std::uint64_t> all = job.engine(from).Sent();
     for (int to = 0; to < job.size(); ++to) {
+      std::uint64_t bytes = 0;
+      for (int channel = 0; channel < kLinkChannels; ++channel)
+        bytes += job.engine(from).Through(to, channel, true).first;
+      CHECK(all[static_cast<std::size_t>(to)] == bytes, "%s: rank %d sent rank %d %zu bytes, counted as %zu", what,
+            from, to, std::size_t{bytes}, std::size_t{all[static_cast<std::size_t>(to)]});
       for (int channel = 0; channel < kChannels && from != to; ++channel) {
         const auto sent = job.engine(from).Through(to, channel, true);
         const auto came = job.engine(to).Through(from, channel, false);

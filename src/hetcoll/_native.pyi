@@ -392,6 +392,9 @@ class Engine(_Verbs):
     def through(self, peer: int, channel: int, sends: bool) -> tuple[int, int]:
         """Bytes and messages that ever went through this end of a link: that which sends, or that which receives."""
 
+    def sent(self) -> list[int]:
+        """Bytes that ever went to each rank, over all channels."""
+
     @property
     def still_seconds(self) -> float:
         """For how long nothing has moved, of what this rank waits for."""

@@ -73,6 +73,11 @@ class Store(RuleBasedStateMachine):
         assert member.ranks == {}
 
     @precondition(lambda self: self.members)
+    @rule(who=st.integers(0, 5), wait=seconds)
+    def survey(self, who: int, wait: float) -> None:
+        self.ask(who, Op.SURVEY, b"?", F64.pack(wait))
+
+    @precondition(lambda self: self.members)
     @rule(who=st.integers(0, 5), name=names, rank=ranks, wait=seconds, hosts=st.booleans())
     def join(self, who: int, name: bytes, rank: int, wait: float, hosts: bool) -> None:
         self.ask(who, Op.JOIN, name, U32.pack(rank), U32.pack(SIZE), b"\1" if hosts else b"\0", F64.pack(wait))

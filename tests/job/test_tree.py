@@ -21,6 +21,7 @@ from hetcoll.rendezvous import decisions, exchanges, probe, relay, store, tree, 
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.rendezvous.news import Event, Left, Lost, Query, StoreLost, Verdict
+from hetcoll.rendezvous.observing import Told, survey
 from hetcoll.rendezvous.relay import Relay
 from hetcoll.rendezvous.routes import Entry, extend_up, pack_down, pack_up, unpack_down, unpack_up
 from hetcoll.rendezvous.streams import Sent, Stream
@@ -133,6 +134,20 @@ def test_everything_goes_through_relays_as_it_goes_without(job: Job) -> None:
     half[1].client.leave(b"half")
     half[2].wait_for(lambda event: event == Left(1))
     assert job.store.holds().descriptors <= 2 * tree.FAN + 6
+
+
+def test_who_looks_on_asks_through_relays_too(job: Job) -> None:
+    looker = ControlClient(job.unique_id, 0, 1, 30, group=None)
+    try:
+        told = survey(looker, "?", 20)
+        assert told == [Told(WORLD, rank, rank) for rank in range(SIZE)]
+        a_relay = job.a_relay()
+        a_relay.die()
+        job.ranks[-1 if a_relay is not job.ranks[-1] else 0].wait_for(lambda event: isinstance(event, Lost))
+        told = survey(looker, "?", 20)
+        assert [each.rank for each in told] == [rank for rank in range(SIZE) if rank != a_relay.rank]
+    finally:
+        looker.close()
 
 
 def test_newcomers_come_through_relays_or_straight(job: Job) -> None:

@@ -13,7 +13,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands; `subcommand` and `main` of its result say which one and what runs it, `refuse`
     ends the program with that one's usage."""
     from .. import __version__
-    from . import deploy, digest, doctor, explain, perf, run, selftest, simulate, topo, tune
+    from . import deploy, digest, doctor, explain, perf, run, selftest, simulate, top, topo, tune
 
     parser = argparse.ArgumentParser(prog="hetcoll", description="Collective communication: measure, start, inspect.")
     parser.add_argument("--version", action="version", version=f"hetcoll {__version__}")
@@ -26,6 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
         "doctor": (doctor.add_arguments, doctor.main, "say what this machine lacks, and what to do about it"),
         "selftest": (selftest.add_arguments, selftest.main, "check all collectives on the devices of this machine"),
         "topo": (topo.add_arguments, topo.main, "show the ranks of a job and how they reach each other"),
+        "top": (top.add_arguments, top.main, "show what a running job does, and whom it waits for"),
         "explain": (explain.add_arguments, explain.main, "say how a call of some size would run, and why"),
         "tune": (tune.add_arguments, tune.main, "measure this machine, so that the fastest algorithms are chosen"),
         "simulate": (

@@ -31,18 +31,17 @@ from collections.abc import Sequence
 
 from ..config.env import Config, Launch, environment
 from ..errors import HetcollError, InitError
-from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, Verb, greeting_context
+from .announcing import announce, fetch_locally, find_announced, listen_locally, read_id
+from .auth import HANDSHAKE_SECONDS, Response, Service, Verb
 from .control import ControlClient
 from .interfaces import own_hosts
 from .probe import Search
-from .sockets import BACKLOG, bind_all, peer_is_us, receive_exactly, send_all, spell_address, spell_error
+from .sockets import BACKLOG, bind_all, spell_address, spell_error
 from .unique_id import UniqueId, hosted_here, job_secret
-from .wire import HEADER, unpack
 
 PORTS = 33  # the master port and the next 32
 _RETRY = 0.02  # seconds between attempts to reach rank 0's Unix socket
 _MPI_MESSAGE = 4096  # bytes broadcast through MPI
-MAX_ID_BYTES = 64 << 10
 _GLANCE = 1.0  # seconds that rank 0 looks who has the port that it wants
 
 _found: dict[Launch, UniqueId] = {}
@@ -107,7 +106,7 @@ def _by_master(launch: Launch, config: Config, master: tuple[str, int], deadline
             for listener in listeners:
                 listener.close()
             raise
-    return _ask(key, endpoints, config, deadline)
+    return find_store(endpoints, config, deadline, key)
 
 
 def _bind_first_free(
@@ -132,7 +131,7 @@ def _bind_first_free(
 def _check_alone(launch: Launch, config: Config, key: bytes, taken: Sequence[tuple[str, int]], deadline: float) -> None:
     """InitError where this job has another rank 0, at one of the ports that were `taken`, which hears of it as well."""
     try:
-        other = _ask(key, taken, config, min(deadline, time.monotonic() + _GLANCE))
+        other = find_store(taken, config, min(deadline, time.monotonic() + _GLANCE), key)
     except InitError:  # somebody else's; what they are is not for us to say
         return
     try:
@@ -188,8 +187,11 @@ def _bind_everywhere(port: int) -> socket.socket:
         raise InitError(f"listening at port {port}: {spell_error(error)}") from error
 
 
-def _ask(key: bytes, endpoints: Sequence[tuple[str, int]], config: Config, deadline: float) -> UniqueId:
-    """The unique id of the store with this `key` at one of `endpoints`, worked out from the secret or asked for."""
+def find_store(
+    endpoints: Sequence[tuple[str, int]], config: Config, deadline: float, key: bytes | None = None
+) -> UniqueId:
+    """The unique id of the store with this `key` at one of `endpoints`, worked out from the secret or asked for; None:
+    of any that is there by now."""
 
     def respond(greeting: bytes, context: bytes) -> Response:
         if config.secret is None:
@@ -197,28 +199,22 @@ def _ask(key: bytes, endpoints: Sequence[tuple[str, int]], config: Config, deadl
         return Response(job_secret(config.secret, context[:16]), greeting)
 
     # Who has a secret goes on after a stranger that knows none; who has none would have nothing to go by.
-    settled = config.secret is None or len(endpoints) == 1
+    there = key is None
+    settled = there or config.secret is None or len(endpoints) == 1
     while True:
-        found = Search(Service.STORE, lambda context: context[16:] == key, endpoints, respond, settled).run(deadline)
+        search = Search(Service.STORE, lambda c: key in (None, c[16:]), endpoints, respond, settled, there=there)
+        found = search.run(deadline)
         job_id = found.context[:16]
         with found.sock as sock:
             if config.secret is not None:
                 return UniqueId((found.address,), job_id, job_secret(config.secret, job_id))
             try:
-                told = _read_id(sock, min(deadline, time.monotonic() + HANDSHAKE_SECONDS))
+                told = read_id(sock, min(deadline, time.monotonic() + HANDSHAKE_SECONDS))
                 return UniqueId((found.address,), told.job_id, told.secret)
             except (OSError, HetcollError, struct.error, IndexError) as error:
                 if time.monotonic() + _RETRY >= deadline:
                     raise InitError(f"the store at {spell_address(found.address)}: {spell_error(error)}") from error
         time.sleep(_RETRY)
-
-
-def _read_id(sock: socket.socket, deadline: float) -> UniqueId:
-    """What a store sends after the verdict on a FETCH."""
-    length = HEADER.unpack(receive_exactly(sock, HEADER.size, deadline))[3]
-    if length > MAX_ID_BYTES:
-        raise ConnectionResetError(f"a unique id of {length} bytes: wanted at most {MAX_ID_BYTES}")
-    return UniqueId.from_bytes(unpack(receive_exactly(sock, length, deadline))[0])
 
 
 # On one host.
@@ -228,78 +224,25 @@ def _by_unix_socket(launch: Launch, config: Config, deadline: float) -> UniqueId
     key = _key(launch.job or f"{launch.launcher} {launcher_pid()}", launch.size)
     name = f"\0hetcoll-{os.getuid()}-{key.hex()}"
     if launch.hosts:
-        announcer = _listen_locally(name)
+        announcer = listen_locally(name)
         try:
             return _start_store([*bind_all(own_hosts(config.socket_ifname, loopback=True), 0), announcer], config, key)
         except BaseException:
             announcer.close()
             raise
     while True:
-        for each in _announced(name):
+        for each in find_announced(name):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
                 sock.setblocking(False)  # connecting to one whose queue is full fails at once
                 try:
                     sock.connect(each)
-                    return _fetch_locally(sock, key, deadline)
+                    return fetch_locally(sock, deadline, key)
                 except OSError as error:
                     problem = error
         if time.monotonic() + _RETRY >= deadline:
             text = f"rank 0 did not announce its store on this host: {spell_error(problem)}"
             raise InitError(f"{text} within {config.init_timeout:g} s") from problem
         time.sleep(_RETRY)
-
-
-def _announced(name: str) -> list[str]:
-    """Where rank 0 may listen: at `name`, or where another user has that, at one that begins with it (unix(7))."""
-    with open("/proc/net/unix", errors="replace") as file:
-        words = [line.split()[-1] for line in file]
-    begin = f"@{name[1:]}-"
-    return [name, *dict.fromkeys("\0" + word[1:] for word in words if word.startswith(begin))]
-
-
-def _held_by_us(name: str) -> bool:
-    """Whether a process of our user listens at this abstract name."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.setblocking(False)
-        try:
-            sock.connect(name)
-        except OSError:
-            return False
-        return peer_is_us(sock)
-
-
-def _listen_locally(name: str) -> socket.socket:
-    """A listener at `name`, which others can work out; where another user took it first, at a random one beside it."""
-    try:
-        return _listen_at(name)
-    except InitError:
-        if _held_by_us(name):
-            raise
-        return _listen_at(f"{name}-{os.urandom(16).hex()}")
-
-
-def _listen_at(name: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.bind(name)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise InitError(f"rank 0 cannot announce its store: {spell_error(error)}") from error
-    return sock
-
-
-def _fetch_locally(sock: socket.socket, key: bytes, deadline: float) -> UniqueId:
-    if not peer_is_us(sock):
-        raise ConnectionResetError("the process that announces it runs as another user")
-    greeting = receive_exactly(sock, GREETING.size, deadline)
-    context = greeting_context(greeting, Service.STORE)
-    if context is None or context[16:] != key:
-        raise ConnectionResetError("what announces itself is not this job's store")
-    response = Response(b"", greeting, context, Verb.FETCH)
-    send_all(sock, response.claim, deadline)
-    response.check(receive_exactly(sock, VERDICT.size, deadline))
-    return _read_id(sock, deadline)
 
 
 def launcher_pid() -> int:
@@ -367,5 +310,6 @@ def _start_store(listeners: list[socket.socket], config: Config, key: bytes | No
     from .store import StoreServer  # only rank 0 needs it, and imports count
 
     told = unique_id.to_bytes()
+    listeners = [*listeners, *announce(job_id)]
     StoreServer(listeners, unique_id.secret, context, told, open_fetch=open_fetch, linger=config.linger)
     return unique_id

@@ -23,6 +23,7 @@ from .group import Group, Question
 from .keys import Keys, Member, RefusedError
 from .rolls import Rolls
 from .successors import Returns, Successors
+from .surveys import FIRST, Surveys
 from .wire import F64, MAX_ID, U32, WORLD, Frame, Op, Status, pack
 
 log = logging.getLogger("hetcoll.groups")
@@ -59,6 +60,7 @@ class Groups:
         self._numbers = itertools.count(1)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._keys = Keys(self._after)
+        self._surveys = Surveys(self._groups, self._after)
         self.rolls = Rolls(self._of, self._create, self._after, clock)
         self._successors = Successors(charge, self._after)
         self.returns = Returns(self._find, self._part, self._catch_up, self.handle, self._after, *succeeds)
@@ -78,6 +80,7 @@ class Groups:
             Op.ADMIT: (1, self._admit),
             Op.STANDING: (2, self._successors.stand),
             Op.RETURN: (3, self._return),
+            Op.SURVEY: (2, self._surveys.ask),
         }
 
     # What the server calls.
@@ -109,10 +112,15 @@ class Groups:
         self._keys.drop(member)
         self.rolls.drop(member)
         self._successors.drop(member, self._clock() if silent else None)
+        self._surveys.drop(member)
         for returning in self._returning.values():
             returning[:] = [each for each in returning if each[0] is not member]
         for name in list(member.ranks):
             self._part(member, name, reason)
+
+    def keeps(self, member: Member) -> bool:
+        """Whether the store is to go on for `member`: not for who waits to be taken in or looks on."""
+        return not (self.rolls.awaits(member) or self._surveys.looks_on(member))
 
     def tick(self) -> float | None:
         """Do what is due; give the seconds until the next deadline, or `None`."""
@@ -375,6 +383,9 @@ class Groups:
 
     def _answer(self, member: Member, request: int, number8: bytes, blob: bytes) -> None:
         (number,) = struct.unpack("<Q", number8)
+        if number >= FIRST:
+            self._surveys.answer(member, number, blob)
+            return
         for name, rank in member.ranks.items():
             group = self._groups[name]
             question = group.questions.get(number)

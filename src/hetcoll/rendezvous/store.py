@@ -204,7 +204,7 @@ class StoreServer:
         self._groups.drop(connection, reason, silent=silent)
         self._tree.lost(connection, reason, silent=silent)
         others = (each for each in self._connections.values() if not self._tree.relays(each))
-        if not self._tree.members and all(map(self._groups.rolls.awaits, others)):
+        if not self._tree.members and not any(map(self._groups.keeps, others)):
             self._idle.set()
 
     def _part_with(self, connection: Connection) -> None:

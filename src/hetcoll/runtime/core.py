@@ -21,6 +21,7 @@ from ..calls import OP_LABELS, Call
 from ..calls.buffers import Buffer
 from ..config.env import Config
 from ..errors import ArgumentError, InitError
+from ..health.activity import Activity
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.flight_recorder import FlightRecorder, listen
 from ..health.stall_detector import PATIENCE
@@ -148,7 +149,10 @@ class Core:
             diagnosis.attach(self.engine, host.reporter)
             diagnosis.warn_after = config.warn_after
             self.recorder = FlightRecorder(rank, size, self.engine, self.planner.describe, diagnosis.ask)
-            diagnosis.answers |= self.recorder.answers()
+            job_id, describe = session.control.unique_id.job_id, self.planner.describe
+            self.activity = Activity(job_id, group, rank, size, self.engine, describe)
+            undo.callback(self.activity.close)
+            diagnosis.answers |= self.recorder.answers() | self.activity.answers()
             if config.sigusr2:
                 listen()
             self.gpus = host.gpus = open_gpus(*parts, config, meet=_weakly(self.meet), prepare=_weakly(host.prepare))
@@ -355,6 +359,7 @@ class Core:
         """Give everything back."""
         if self.engine.forked:
             return
+        self.activity.close()
         self.log_news()
         self.engine.set_starts(False)
         for rider in self._riders.values():
