@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from definitions import defines, python_names
-from installed import need_jax
+from installed import need_jax, need_ray
 
 import hetcoll
 from hetcoll import errors
@@ -103,6 +103,8 @@ def test_marked_console_blocks_print_what_they_say(fence: Fence) -> None:
     words = shlex.split(first[2:])
     if any("/jax_" in word for word in words):
         need_jax()
+    if any("/ray_" in word for word in words):
+        need_ray()
     variables = {}
     while re.match(r"[A-Z_]+=", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")

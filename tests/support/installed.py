@@ -46,6 +46,12 @@ def need_jax() -> None:
         pytest.skip("JAX is not installed; `make jax` does it")
 
 
+def need_ray() -> None:
+    """Skips the test where Ray is not installed, as in CI."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed: pip install ray")
+
+
 def why_no_jax_gpus() -> str:
     """What is missing for two GPUs in JAX, or nothing."""
     from hetcoll.vendors.devices import cuda
