@@ -8,6 +8,8 @@
 >>> comm.close()
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from ._native import Persistent
 from .calls.buffers import Array
 from .communicator import Communicator
@@ -40,3 +42,10 @@ __all__ = [
     "DeviceError", "HetcollError", "InitError", "OpName", "PeerLostError", "Persistent", "PlanError", "ReduceOp",
     "RegistrationError", "UniqueId", "Work", "__version__", "from_mpi", "get_unique_id", "init",
 ]  # fmt: skip
+
+if not _TYPE_CHECKING:  # to which any name would be one of ours, then
+
+    def __getattr__(name: str) -> object:
+        from .runtime.hints import missing
+
+        raise missing(name, vars(Communicator))

@@ -7,7 +7,7 @@ import pydoc
 import pytest
 
 import hetcoll
-from hetcoll.runtime.hints import NAMES
+from hetcoll.runtime.hints import NAMES, OF_MODULE
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -31,6 +31,26 @@ def test_other_names_are_missing_as_ever() -> None:
     comm = hetcoll.Communicator.__new__(hetcoll.Communicator)
     with pytest.raises(AttributeError, match=r"no attribute 'frobnicate'$"):
         comm.frobnicate  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(("name", "wanted"), OF_MODULE.items())
+def test_a_name_of_a_package_of_others_gets_one_too(name: str, wanted: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'; it is 'hetcoll.{wanted}' here"):
+        getattr(hetcoll, name)
+    found: object = hetcoll
+    for part in wanted.split("."):
+        found = getattr(found, part)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("all_reduce", "allreduce"), ("get_rank", "rank"), ("barrier", "barrier")]
+)
+def test_what_is_a_communicators_is_not_the_packages(name: str, method: str) -> None:
+    with pytest.raises(AttributeError, match=f"it is '{method}' of a communicator, which hetcoll.init\\(\\) makes"):
+        getattr(hetcoll, name)
+    for other in ("frobnicate", "__frobnicate__", "_core", "_call"):
+        with pytest.raises(AttributeError, match=rf"no attribute '{other}'$"):
+            getattr(hetcoll, other)
 
 
 def test_help_shows_the_calls_and_their_documents() -> None:

@@ -56,6 +56,18 @@ def test_islands_reach_over_hosts() -> None:
     assert Topology(infos).islands == ((0, 1),)
 
 
+def test_a_line_says_it_to_people() -> None:
+    assert Topology(ranks("")).line() == "1 rank on 1 host"
+    assert Topology(ranks("", "", "")).line() == "3 ranks on 1 host, shm inside"
+    places = enumerate([("a", "cuda"), ("a", "cuda"), ("b", "cpu"), ("a", "cuda")])
+    infos = tuple(RankInfo(rank, host, wish=wish) for rank, (host, wish) in places)
+    assert Topology(infos, asked=((0, 1, 3), (2,))).line() == (
+        "4 ranks on 2 hosts (0-1, 3 | 2), shm inside and tcp between hosts, devices 3 cuda, 1 cpu, islands 0,1,3|2"
+    )
+    many = Topology(tuple(RankInfo(rank, f"h{rank // 8}") for rank in range(1024)))
+    assert many.line() == "1024 ranks on 128 hosts, shm inside and tcp between hosts"
+
+
 def test_gpus_are_told_later() -> None:
     before = Topology(ranks("", "", ""), "auto", ((0, 1), (2,)))
     after = before.equipped([("cuda", "a"), ("cuda", "b"), ("hip", "a")])

@@ -37,6 +37,9 @@ def pair_of(a: int, b: int) -> Pair:
     return (a, b) if a < b else (b, a)
 
 
+_TOLD = 16  # hosts, or ranks of islands, that a line names
+
+
 @dataclass(frozen=True, slots=True)
 class RankInfo:
     """What one rank tells all others.
@@ -164,6 +167,21 @@ class Topology:
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    def line(self) -> str:
+        """All of it that fits a line, for people."""
+        hosts = self.hosts
+        parts = [f"{self.size} rank{'s' * (self.size > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"]
+        if 1 < len(hosts) <= _TOLD:
+            parts[0] += f" ({' | '.join(spell_ranks(ranks).split(' ', 1)[1] for ranks in hosts)})"
+        inside = next((self.transport(*ranks[:2]) for ranks in hosts if len(ranks) > 1), None)
+        ways = [f"{inside} inside"] if inside else []
+        ways += [f"{self.between_hosts} between hosts"] if len(hosts) > 1 else []
+        parts += [" and ".join(ways)] if ways else []
+        wishes = Counter(info.wish for info in self.ranks if info.wish)
+        parts += [f"devices {', '.join(f'{count} {wish}' for wish, count in wishes.items())}"] if wishes else []
+        parts += [f"islands {spell_islands(self.asked)}"] if self.asked is not None and self.size <= _TOLD else []
+        return ", ".join(parts)
 
     @cached_property
     def some_without_gpu(self) -> bool:

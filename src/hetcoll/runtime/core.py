@@ -174,7 +174,10 @@ class Core:
 
             self._inspectors.append(CrossCheck(rank, _weakly(self.meet), diagnosis))
         self.choose_fast_path()
-        log.info("rank %d of %d: %s", rank, size, wiring.topology)
+        if rank == 0 and log.isEnabledFor(logging.INFO):
+            name = group.decode() if group == WORLD else group.hex()[:6]
+            log.info("communicator %s: %s", name, wiring.topology.line())
+        log.debug("rank %d of %d: %s", rank, size, wiring.topology)
 
     # Running calls.
 

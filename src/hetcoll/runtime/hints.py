@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 NAMES = {
     # mpi4py: capitals take buffers, as calls here do; the lower case takes objects, as those with `_object` do.
     "Allgather": "allgather", "Allgatherv": "allgatherv", "Allreduce": "allreduce", "Alltoall": "alltoall",
@@ -10,18 +12,28 @@ NAMES = {
     "Get_rank": "rank", "Get_size": "size", "Recv": "recv", "Reduce": "reduce", "Reduce_scatter": "reduce_scatterv",
     "Reduce_scatter_block": "reduce_scatter", "Scatter": "scatter", "Send": "send", "Sendrecv": "sendrecv",
     "Split": "split", "Free": "close", "Abort": "abort", "Iallreduce": "allreduce", "Ibcast": "broadcast",
-    "Isend": "send", "Irecv": "recv", "isend": "send", "irecv": "recv",
+    "Isend": "send", "Irecv": "recv", "isend": "send", "irecv": "recv", "Iallgather": "allgather",
+    "Ialltoall": "alltoall", "Ibarrier": "barrier", "Ireduce": "reduce", "Igather": "gather", "Iscatter": "scatter",
+    "Allreduce_init": "allreduce_init", "Allgather_init": "allgather_init", "Alltoall_init": "alltoall_init",
+    "Bcast_init": "broadcast_init", "Reduce_scatter_block_init": "reduce_scatter_init", "Dup": "split",
     # torch.distributed.
     "all_gather": "allgather", "all_gather_into_tensor": "allgather", "all_reduce": "allreduce",
     "all_to_all": "alltoall", "all_to_all_single": "alltoall", "batch_isend_irecv": "group",
     "destroy_process_group": "close", "get_rank": "rank", "get_world_size": "size", "new_group": "split",
     "reduce_scatter_tensor": "reduce_scatter", "all_gather_object": "allgather_object",
     "broadcast_object_list": "broadcast_object", "scatter_object_list": "scatter_object",
-    "send_object_list": "send_object", "recv_object_list": "recv_object",
+    "send_object_list": "send_object", "recv_object_list": "recv_object", "monitored_barrier": "barrier",
+    "world_size": "size",
     # NCCL.
     "all_gather_v": "allgatherv", "destroy": "close", "group_start": "group", "nranks": "size",
 }  # fmt: skip
-_IN_FLIGHT = frozenset({"Iallreduce", "Ibcast", "Isend", "Irecv", "isend", "irecv"})
+_IN_FLIGHT = frozenset(name for name in NAMES if name[0] == "I") | {"isend", "irecv"}
+OF_MODULE = {
+    "init_process_group": "init", "COMM_WORLD": "init", "Init": "init", "MPI": "init", "ncclCommInitRank": "init",
+    "ncclCommInitAll": "init", "ncclGetUniqueId": "get_unique_id", "SUM": "ReduceOp.SUM", "PROD": "ReduceOp.PROD",
+    "MIN": "ReduceOp.MIN", "MAX": "ReduceOp.MAX", "AVG": "ReduceOp.AVG",
+}  # fmt: skip
+"""What stands in the place of a whole package's names, in `hetcoll`."""
 
 
 class Hint:
@@ -50,3 +62,13 @@ def give_hints(cls: type) -> None:
         hint = Hint()
         setattr(cls, name, hint)
         hint.__set_name__(cls, name)
+
+
+def missing(name: str, methods: Container[str]) -> AttributeError:
+    """The error for a name that is none of the package's. `methods` are a communicator's own."""
+    text = f"module 'hetcoll' has no attribute {name!r}"
+    if name in OF_MODULE:
+        text += f"; it is 'hetcoll.{OF_MODULE[name]}' here"
+    elif (method := NAMES.get(name, name)) in methods and not name.startswith("_"):
+        text += f"; it is {method!r} of a communicator, which hetcoll.init() makes"
+    return AttributeError(text, name=name)
