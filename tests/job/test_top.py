@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from losing import found, lose
 from ranks import Ranks, wait_until
 
 import hetcoll
@@ -172,6 +173,33 @@ def test_a_stopped_store_is_told_and_waited_for(launch: Launch) -> None:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (0, "")  # Ctrl-C is how one ends it
+
+
+def without_rank_0(comm: hetcoll.Communicator, at: str) -> None:
+    comm.barrier()
+    lose(comm, 0)
+    with_a_late_rank(comm.shrink(), at)
+
+
+def test_it_follows_the_store_where_rank_0_dies(launch: Launch, tmp_path: Path) -> None:
+    ranks, at = launch(3), tmp_path / "enough"
+    process = command(str(ranks.pid(0)), "--interval", "0.3", "--json", "-")
+    try:
+        assert process.stdout is not None
+        assert len(json.loads(process.stdout.readline())["ranks"]) == 3
+        ranks.start(without_rank_0, str(at))
+
+        def look() -> bool:
+            line = json.loads(process.stdout.readline())
+            pids = [rank["pid"] for rank in line["ranks"] if not rank["silent"]]
+            return pids == [ranks.pid(1), ranks.pid(2)] and bool(line["collectives"])
+
+        wait_until(look, 30)
+    finally:
+        at.touch()
+        process.kill()
+        process.communicate(timeout=30)
+    assert set(found(ranks, 0)) == {1, 2}
 
 
 # The job does not notice.

@@ -15,7 +15,7 @@ from typing import TextIO
 from .. import ArgumentError, CommunicationError, InitError
 from ..config.env import configuration
 from ..health.activity import QUESTION
-from ..rendezvous.observing import observe, survey
+from ..rendezvous.observing import follow, observe, survey
 from ..tools.rates import RankRates, Rates, Slowest, Watch
 
 _PATIENCE = 1.0  # seconds that a rank has to answer, at most half of the interval
@@ -80,11 +80,15 @@ def _look(args: argparse.Namespace, out: TextIO) -> int:
         except InitError as error:  # it is there, and says nothing
             problem = f"{error}: the process of rank 0 is stopped, cut off or busy"
         except CommunicationError as error:
-            if "has ended" not in str(error):
-                raise
-            if args.json is None:
-                print("the job has ended", file=out, flush=True)
-            return 0
+            if "has ended" in str(error):
+                if args.json is None:
+                    print("the job has ended", file=out, flush=True)
+                return 0
+            try:
+                control = follow(control.unique_id)
+            except InitError:
+                raise error from None
+            continue
         if number > 0:
             _show(args, watch.rates(), problem, out)
             if args.once:

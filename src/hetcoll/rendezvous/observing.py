@@ -22,6 +22,7 @@ from .unique_id import UniqueId
 from .wire import U32, Op, unpack
 
 _FIND_SECONDS = 5.0
+_FOLLOW_SECONDS, _PAUSE = 10.0, 0.1
 _GLANCE = 1.0  # seconds for the port that was named, before those after it
 _MOST_NAMED = 8
 
@@ -53,6 +54,19 @@ def observe(job: str | None, config: Config) -> ControlClient:
         )
     # A size of 1: straight to the store, whatever the job's size is.
     return ControlClient(unique_id, 0, 1, _FIND_SECONDS, group=None)
+
+
+def follow(lost: UniqueId) -> ControlClient:
+    """The same to the store that has taken the place of `lost` (`succession`). InitError where none does in time."""
+    deadline = time.monotonic() + _FOLLOW_SECONDS
+    while True:
+        here = [each for each in announced() if each.name.endswith(lost.job_id[:8].hex())]
+        try:
+            return ControlClient(_here(here[-1]) if here else lost, 0, 1, _GLANCE, group=None)
+        except InitError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_PAUSE)
 
 
 def survey(control: ControlClient, question: str, seconds: float) -> list[Told]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ..config.env import environment
 from ..errors import HetcollError, InitError
+from .announcing import announce
 from .interfaces import own_hosts
 from .probe import connect_store
 from .sockets import bind_all, is_itself, spell_address, spell_error
@@ -112,6 +113,7 @@ class Succession:
             except InitError as error:
                 log.info("newcomers will not find the store at %s: %s", spell_address(address), error)
         context, opened, linger = self._charge
+        listeners += announce(lost.job_id)
         quorum = 1 if self._certain else self._count // 2 + 1
         log.info("this process serves the job's store from now on, at %s", spell_address(self._mine[0]))
         StoreServer(
