@@ -158,7 +158,7 @@ class Returning(RuleBasedStateMachine):
             if late and client is coming[-1] and len(coming) > 1:
                 self.time_passes(3.0)
             past = client.membership.spell(WORLD)
-            self.groups.handle(client, Frame(Op.RETURN, 0, 0, pack([b"\0", b"", pack([past])])))
+            self.groups.handle(client, Frame(Op.RETURN, 0, 0, pack([b"\0", b"", b"", pack([past])])))
             for request, (call, body) in list(client.pending.items()):
                 self.groups.handle(client, Frame(call.op, Status.AGAIN, request, body))
 
@@ -199,7 +199,7 @@ TestReturning.settings = settings(max_examples=200, stateful_step_count=30, dead
 
 
 def return_to(groups: Groups, client: Client) -> None:
-    groups.handle(client, Frame(Op.RETURN, 0, 0, pack([b"\0", b"", pack([client.membership.spell(WORLD)])])))
+    groups.handle(client, Frame(Op.RETURN, 0, 0, pack([b"\0", b"", b"", pack([client.membership.spell(WORLD)])])))
 
 
 def test_a_store_that_is_not_sure_waits_for_more_than_half() -> None:

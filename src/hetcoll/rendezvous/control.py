@@ -324,12 +324,12 @@ class ControlClient:
                 self._part_with_host(end)
                 for membership in self._groups.values():
                     membership.host = NOBODY
-            hosts = b"\1" if self._succession.hosts else b"\0"
+            mine = b"\1" if self._succession.hosts else b"\0", self._succession.places, self._succession.told
             whole = self._succession.hosts or bool(self._succession.places)
             pasts = pack(each.spell(name, whole=whole) for name, each in list(self._groups.items()) if each.joined)
             self._relay = None  # it ends with the way to the store that it had
             try:
-                self._uplink.move(home, pack((hosts, self._succession.places, pasts)), deadline)
+                self._uplink.move(home, pack((*mine, pasts)), deadline)
                 self.store_address = home.addresses[0]
                 return True
             except (OSError, HetcollError) as error:

@@ -79,7 +79,7 @@ class Groups:
             Op.GROW: (5, self.rolls.grow),
             Op.ADMIT: (1, self._admit),
             Op.STANDING: (2, self._successors.stand),
-            Op.RETURN: (3, self._return),
+            Op.RETURN: (4, self._return),
             Op.SURVEY: (2, self._surveys.ask),
         }
 
@@ -176,9 +176,9 @@ class Groups:
         self._successors.add(member)
         self.rolls.admit(member, request, seconds8)
 
-    def _return(self, member: Member, request: int, hosts: bytes, places: bytes, pasts: bytes) -> None:
+    def _return(self, member: Member, request: int, hosts: bytes, places: bytes, told: bytes, pasts: bytes) -> None:
         """A member of the store before this one."""
-        self._successors.take_back(member, hosts == b"\1", places)
+        self._successors.take_back(member, hosts == b"\1", places, told)
         self.returns.take(member, pasts)
         for name, rank in member.ranks.items() if hosts == b"\1" else ():
             self._groups[name].host = rank

@@ -36,6 +36,8 @@ class Succession:
     def __init__(self, *, hosts: bool) -> None:
         self._count = 0
         self._order: list[Places] = []
+        self.told = b""
+        """The last SUCCESSORS that says something."""
         self._mine: Places = ()
         self._listeners: list[socket.socket] = []
         self._charge: list[bytes] = []
@@ -72,7 +74,7 @@ class Succession:
         """What the store tells all members: how many they are, and where its successors listen; nothing: as before."""
         self._certain = True
         if body:
-            count, *places = unpack(body)
+            self.told, (count, *places) = body, unpack(body)
             (self._count,), self._order = U32.unpack(count), [read_places(each) for each in places]
 
     def find(self, lost: UniqueId, orderly: bool, stopped: Callable[[], bool]) -> UniqueId | None:

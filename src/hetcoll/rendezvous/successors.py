@@ -40,6 +40,7 @@ class Successors:
         self._places: dict[Member, bytes] = {}  # of successors; nothing: asked
         self._unsure: list[Member] = []  # who came before this store was sure to serve
         self._begun = self._due = False
+        self._told = b""  # to all, last
         self._silent: list[float] = []  # when members fell silent, of late
         self.cut_off = ""
         """Why this store gives up, if it does: it may be in the smaller part of a job whose network is cut."""
@@ -49,15 +50,16 @@ class Successors:
         them before they go on."""
         known = member in self._members
         self._members[member] = hosts or self._members.get(member, False)
-        if self._begun and not known and not self._due:
-            member.send(Op.SUCCESSORS, self._spell())
+        if self._begun and not known:
+            member.send(Op.SUCCESSORS, self._told)
         elif not self._begun and self._charge:
             self._ask()
 
-    def take_back(self, member: Member, hosts: bool, places: bytes) -> None:
-        """A member of the store before this one, which may be a successor already. It has the list from there, as all
-        have, and nobody is told of another until most have come: two that went by different lists might both serve."""
+    def take_back(self, member: Member, hosts: bool, places: bytes, told: bytes) -> None:
+        """A member of the store before this one, which may be a successor already. It was `told` a list there, as all
+        were, and nobody is told another until most have come: two that went by different lists might both serve."""
         self._members[member] = hosts
+        self._told = self._told or told
         self._unsure.append(member)
         if places:
             self._places[member] = places
@@ -123,12 +125,9 @@ class Successors:
 
     def _tell(self) -> None:
         self._due = False
-        body = self._spell()
+        self._told = pack((U32.pack(len(self._members)), *filter(None, self._places.values())))
         for member in self._members:
-            member.send(Op.SUCCESSORS, body)
-
-    def _spell(self) -> bytes:
-        return pack((U32.pack(len(self._members)), *filter(None, self._places.values())))
+            member.send(Op.SUCCESSORS, self._told)
 
 
 class Absent:
