@@ -41,9 +41,17 @@ def looking_on(ranks: Ranks) -> Iterator[ControlClient]:
         control.close()
 
 
+TOP = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
+from hetcoll.cli import main
+sys.exit(main(["top", *sys.argv[1:]]))
+"""
+
+
 def command(*words: str, **variables: str) -> subprocess.Popen[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("HETCOLL_")} | variables
-    return subprocess.Popen([sys.executable, "-m", "hetcoll", "top", *words], env=env, text=True,
+    return subprocess.Popen([sys.executable, "-c", TOP, *words], env=env, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 
 
