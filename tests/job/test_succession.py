@@ -6,15 +6,20 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from losing import found, lose, work, works
+from ports import free_port
 from ranks import Ranks, elapsed, wait_until
 
 import hetcoll
-from hetcoll.rendezvous import succession
+from hetcoll.config.env import Config
+from hetcoll.rendezvous import store, succession
+from hetcoll.rendezvous.bootstrap import get_unique_id
+from hetcoll.rendezvous.control import ControlClient
 
 Launch = Callable[..., Ranks]
 TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])
@@ -128,3 +133,42 @@ def test_a_successor_that_is_stopped_is_passed_over_by_more_than_half(launch: La
     ranks.start(stop_the_first, tmp_path / "first")
     wait_until((tmp_path / "first").exists, 20)
     assert set(found(ranks, 0, int((tmp_path / "first").read_text())).values()) == {3}
+
+
+def is_first(comm: hetcoll.Communicator) -> bool:
+    known = comm._session.control._succession
+    wait_until(lambda: bool(known._order))
+    return known._order[0] == known._mine
+
+
+def hear_and_close(comm: hetcoll.Communicator) -> None:
+    with pytest.raises(hetcoll.PeerLostError):
+        work(comm)
+    comm.close()
+
+
+def test_who_comes_late_to_a_store_that_others_have_left_may_close(launch: Launch) -> None:
+    ranks = launch(3)
+    first = ranks.run(is_first).index(True)
+    (late,) = {1, 2} - {first}
+    ranks.signal(late, signal.SIGSTOP)
+    ranks.start(hear_and_close, only=[first])
+    ranks.kill(0)
+    outcomes = ranks.finish(20, only=[first])
+    ranks.signal(late, signal.SIGCONT)
+    ranks.start(hear_and_close, only=[late])
+    outcomes += ranks.finish(20, only=[late])
+    assert not [outcome.problem() for outcome in outcomes if outcome.problem()]
+    assert outcomes[-1].seconds < 10
+
+
+def test_a_store_that_is_gone_is_not_waited_for() -> None:
+    """Between the look whether a successor serves and the way to it, that may have ended: then there is another."""
+    unique_id = get_unique_id(Config(linger=0), loopback=True)
+    client = ControlClient(unique_id, 0, 1, 10)
+    gone = replace(unique_id, addresses=(("127.0.0.1", free_port()),))
+    with elapsed() as took, pytest.raises(hetcoll.InitError):
+        client._uplink.move(gone, b"", time.monotonic() + 30)
+    assert took[0] < 10
+    client.close()
+    store._hosted[unique_id.job_id].close()

@@ -119,8 +119,11 @@ class StoreServer:
 
     def _run(self) -> None:
         try:
-            while not (self._closing or self._groups.alone or self._left()):
-                self._turn(choose_wait(self._groups.tick(), self._tree.tick(), self._acceptor.prepare()))
+            while True:
+                wait = choose_wait(self._groups.tick(), self._tree.tick(), self._acceptor.prepare())
+                if self._closing or self._groups.alone or self._left():
+                    break
+                self._turn(wait)
             self._say_farewell()
         except Exception:
             log.exception("the store failed")  # members see that it is lost
@@ -141,7 +144,7 @@ class StoreServer:
 
     def _left(self) -> bool:
         """Whether all have gone who came to this store when the one before it was lost."""
-        return self._idle.is_set() and self._groups.returns.begun
+        return self._idle.is_set() and self._groups.returns.over
 
     def _turn(self, wait: float | None) -> None:
         """Send what is queued, sleep, and serve what came."""

@@ -161,8 +161,7 @@ class Returns:
         self._find, self._part, self._catch_up, self._handle, self._after = find, part, catch_up, handle, after
         self._quorum, self._grace = quorum, grace
         self._came: set[Member] = set()
-        self.begun = False
-        """Whether a member of some group has come."""
+        self._begun = False
         self._held: list[Waiting] = []  # until the quorum is there
         self._settling: dict[bytes, list[Waiting]] = {}  # by group: until all of its ranks are here, or are missed
         self.alone = ""
@@ -181,6 +180,11 @@ class Returns:
             return False
         held.append((member, frame))
         return True
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody is awaited any more, of some that were."""
+        return self._begun and not self._settling
 
     @property
     def waits(self) -> bool:
@@ -218,7 +222,7 @@ class Returns:
     def _resume(self, member: Member, past: Past) -> Group:
         if len(past.name) > MAX_ID or past.rank >= past.size:
             raise RefusedError(f"rank {past.rank} of {past.size} of a group: wanted a rank below the size")
-        self.begun = True
+        self._begun = True
         group = self._find(past.name, past.size)
         if not group.resumed:
             group.resumed = True

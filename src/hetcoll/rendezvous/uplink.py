@@ -153,16 +153,16 @@ class Uplink:
         self._lock = threading.Lock()
         self._asked: dict[int, tuple[Op, bytes]] = {}  # requests without a reply
         self._behind = self.closing = self._over = False
-        self._connect(deadline)
+        self._connect(deadline, there=False)
 
-    def _connect(self, deadline: float) -> None:
-        """To the store, which has never heard of this process."""
+    def _connect(self, deadline: float, *, there: bool) -> None:
+        """To the store, which has never heard of this process. `there`: where nobody answers for it, it is gone."""
         self._token = os.urandom(TOKEN_BYTES)
         self._stream = Stream() if self._size > FEW else None
         if self._stream is None:
-            self.sock, self._reader = connect_store(self._id, deadline)[0], FrameReader()
+            self.sock, self._reader = connect_store(self._id, deadline, there=there)[0], FrameReader()
         else:
-            self._come(deadline, again=False)
+            self._come(deadline, again=there)
 
     @property
     def unique_id(self) -> UniqueId:
@@ -174,7 +174,7 @@ class Uplink:
         with self._lock:
             self.sock.close()
             self._id, self._behind = unique_id, False
-            self._connect(deadline)
+            self._connect(deadline, there=True)
             self._put(Op.RETURN, report, 0, deadline)
             for request, (op, body) in list(self._asked.items()):
                 self._put(op, body, request, deadline, Status.AGAIN)
