@@ -215,7 +215,8 @@ class Store(RuleBasedStateMachine):
             assert {request for op, _, request, _ in member.sent if op is Op.REPLY} >= set(member.asked)
         for member in list(self.members):
             self.groups.drop(member, "")
-        assert not any(group.members or group.questions or group.roll for group in self.groups._groups.values())
+        assert not any(group.members or group.roll for group in self.groups._groups.values())
+        assert not self.groups._questions._open
         assert not any(self.groups._returning.values())
         assert not self.groups.rolls._lobby
         assert not self.groups.rolls._growing

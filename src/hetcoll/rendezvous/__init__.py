@@ -6,6 +6,6 @@ decide together is in `rolls`, and on their side in `decisions`. In large jobs a
 store's side, `relay` a relay's, `uplink` a member's; `streams` numbers frames and `routes` leads them. When the store
 is lost, `succession` finds the process that serves the job from then on, or becomes it; `successors` is that store's
 side, which learns its state from what each member keeps of its groups (`membership`, `past`). `hetcoll top` looks on
-by `observing` and `surveys`; `announcing` says where stores are on a host. `listener` and `connector` make the data
-plane's TCP connections, named by `edges`; `descriptors` hands shared memory around a host.
+by `observing`; `questions` are the store's side of that; `announcing` says where stores are on a host. `listener` and
+`connector` make the data plane's TCP connections, named by `edges`; `descriptors` hands shared memory around a host.
 """

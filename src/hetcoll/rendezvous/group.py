@@ -12,16 +12,6 @@ from .wire import NOBODY, Op, Status
 
 
 @dataclass(slots=True)
-class Question:
-    """One question to all members: who has yet to answer, and what came."""
-
-    asker: Member
-    request: int
-    waiting: set[int]
-    answers: dict[int, bytes] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class Roll:
     """One decision: the requests that wait for it by rank, what each rank said, until when; or how it failed."""
 
@@ -57,7 +47,6 @@ class Group:
     host: int = NOBODY
     verdict: bytes | None = None
     exchanges: dict[bytes, Exchange] = field(default_factory=dict)
-    questions: dict[int, Question] = field(default_factory=dict)
     roll: dict[int, tuple[Member, int]] = field(default_factory=dict)
     rolls: int = 0
     late: set[int] = field(default_factory=set)

@@ -1,5 +1,5 @@
-"""What the store does, without its sockets: groups of ranks, exchanges, verdicts and questions; keys are in `keys`,
-what ranks decide together in `rolls`.
+"""What the store does, without its sockets: groups of ranks, exchanges and verdicts; keys are in `keys`, questions
+in `questions`, what ranks decide together in `rolls`.
 
 A member is one connection; it may be a rank of several groups. Everything a member waits for has a deadline, and is
 answered sooner when a rank it waits for is gone. A group is forgotten when all of its ranks have come and gone, or when
@@ -19,11 +19,11 @@ from typing import NoReturn
 
 from ..errors import spell_gone, spell_ranks
 from .exchanges import Exchange
-from .group import Group, Question
+from .group import Group
 from .keys import Keys, Member, RefusedError
+from .questions import Questions
 from .rolls import Rolls
 from .successors import Returns, Successors
-from .surveys import FIRST, Surveys
 from .wire import F64, MAX_ID, U32, WORLD, Frame, Op, Status, pack
 
 log = logging.getLogger("hetcoll.groups")
@@ -60,8 +60,8 @@ class Groups:
         self._numbers = itertools.count(1)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._keys = Keys(self._after)
-        self._surveys = Surveys(self._groups, self._after)
         self.rolls = Rolls(self._of, self._create, self._after, clock)
+        self._questions = Questions(self.rolls.find_current, self._groups, self._after)
         self._successors = Successors(charge, self._after)
         self.returns = Returns(self._find, self._part, self._catch_up, self.handle, self._after, *succeeds)
         self._handlers: dict[int, tuple[int, Callable[..., None]]] = {
@@ -70,8 +70,8 @@ class Groups:
             Op.EXCHANGE: (6, self._exchange),
             Op.LOOK: (3, self._look),
             Op.POST: (3, self._post),
-            Op.QUERY: (3, self._query),
-            Op.ANSWER: (2, self._answer),
+            Op.QUERY: (3, self._questions.ask_group),
+            Op.ANSWER: (2, self._questions.answer),
             Op.PUT: (2, self._keys.put),
             Op.GET: (2, self._keys.get),
             Op.SHRINK: (3, self.rolls.shrink),
@@ -80,7 +80,7 @@ class Groups:
             Op.ADMIT: (1, self._admit),
             Op.STANDING: (2, self._successors.stand),
             Op.RETURN: (4, self._return),
-            Op.SURVEY: (2, self._surveys.ask),
+            Op.SURVEY: (2, self._questions.ask_all),
         }
 
     # What the server calls.
@@ -112,7 +112,7 @@ class Groups:
         self._keys.drop(member)
         self.rolls.drop(member)
         self._successors.drop(member, self._clock() if silent else None)
-        self._surveys.drop(member)
+        self._questions.drop(member)
         for returning in self._returning.values():
             returning[:] = [each for each in returning if each[0] is not member]
         for name in list(member.ranks):
@@ -120,7 +120,7 @@ class Groups:
 
     def keeps(self, member: Member) -> bool:
         """Whether the store is to go on for `member`: not for who waits to be taken in or looks on."""
-        return not (self.rolls.awaits(member) or self._surveys.looks_on(member))
+        return not (self.rolls.awaits(member) or self._questions.looks_on(member))
 
     def tick(self) -> float | None:
         """Do what is due; give the seconds until the next deadline, or `None`."""
@@ -272,10 +272,7 @@ class Groups:
             if reason or rank not in exchange.rows:
                 self._fail_exchange(group, tag, rank)
         self.rolls.part(group, rank, member)
-        for number, question in list(group.questions.items()):
-            question.waiting.discard(rank)
-            if not question.waiting or question.asker is member:
-                self._close_question(group, number)
+        self._questions.part(group, member)
         self._begin_anew(name)
 
     def _gather_leaving(self, group: Group, name: bytes, rank: int) -> None:
@@ -364,7 +361,7 @@ class Groups:
         exchange.failed = text.encode()
         exchange.answer(exchange.failed, Status.TIMEOUT)
 
-    # Verdicts and questions.
+    # Verdicts.
 
     def _post(self, member: Member, request: int, name: bytes, kind: bytes, blob: bytes) -> None:
         group, rank = self.rolls.find_current(member, name)
@@ -373,37 +370,6 @@ class Groups:
             for other in group.members.values():
                 other.send(Op.VERDICT, group.verdict)
         member.send(Op.REPLY, group.verdict, request)
-
-    def _query(self, member: Member, request: int, name: bytes, blob: bytes, seconds8: bytes) -> None:
-        group, rank = self.rolls.find_current(member, name)
-        number = next(self._numbers)
-        self._after(seconds8, lambda: self._close_question(group, number))
-        group.questions[number] = Question(member, request, set(group.members))
-        self._push(group, Op.ASK, name, U32.pack(rank), blob, struct.pack("<Q", number))
-
-    def _answer(self, member: Member, request: int, number8: bytes, blob: bytes) -> None:
-        (number,) = struct.unpack("<Q", number8)
-        if number >= FIRST:
-            self._surveys.answer(member, number, blob)
-            return
-        for name, rank in member.ranks.items():
-            group = self._groups[name]
-            question = group.questions.get(number)
-            if question is None or rank not in question.waiting:
-                continue
-            question.answers[rank] = blob
-            question.waiting.discard(rank)
-            if not question.waiting:
-                self._close_question(group, number)
-            return
-
-    def _close_question(self, group: Group, number: int) -> None:
-        question = group.questions.pop(number, None)
-        if question is None:
-            return
-        answers = (question.answers.get(rank) for rank in range(group.size))
-        body = pack(b"" if answer is None else b"\1" + answer for answer in answers)
-        question.asker.send(Op.REPLY, body, question.request)
 
 
 def _loss(name: bytes, rank: int, reason: str) -> tuple[Op, bytes]:
