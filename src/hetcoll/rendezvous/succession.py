@@ -11,13 +11,11 @@ from dataclasses import replace
 
 from ..config.env import environment
 from ..errors import HetcollError, InitError
-from .announcing import announce
 from .interfaces import own_hosts
 from .probe import connect_store
 from .sockets import bind_all, is_itself, spell_address, spell_error
-from .successors import GRACE
 from .unique_id import UniqueId
-from .uplink import pack_places, read_places
+from .uplink import GRACE, pack_places, read_places
 from .wire import F64, U32, unpack
 
 log = logging.getLogger("hetcoll.succession")
@@ -105,7 +103,8 @@ class Succession:
 
     def _take_over(self, lost: UniqueId) -> UniqueId:
         """Serve the job, also where it was served before if that is here: newcomers look there."""
-        from .store import StoreServer  # few processes need it, and imports count
+        from .announcing import announce  # few processes need these, and imports count
+        from .store import StoreServer
 
         listeners, self._listeners = self._listeners, []
         taken = replace(lost, addresses=self._mine)

@@ -23,7 +23,6 @@ from .wire import F64, MAX_ID, NOBODY, U32, Frame, Op, Status, pack, unpack
 log = logging.getLogger("hetcoll.successors")
 
 MOST = 3
-GRACE = 2.0  # seconds in which the members of a small job come to a new store
 _GATHER = 0.5  # seconds: who leaves in that time is told of together
 _SILENCES = 60.0  # seconds in which all notice that a network is cut
 
