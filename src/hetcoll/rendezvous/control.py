@@ -25,7 +25,7 @@ from .sockets import spell_address, spell_error
 from .succession import SECONDS, Succession
 from .unique_id import UniqueId, hosted_here
 from .uplink import Uplink
-from .wire import F64, NOBODY, U32, WORLD, Frame, Op, Status, pack, unpack
+from .wire import F64, NOBODY, U32, WORLD, Frame, Op, pack
 
 if TYPE_CHECKING:
     from .relay import Relay
@@ -261,10 +261,7 @@ class ControlClient:
             self._uplink.forget(number)
             with self._lock:
                 self._calls.pop(number, None)
-        if call.error is not None:
-            raise call.error
-        assert call.frame is not None
-        return _checked(call.frame, seconds)
+        return call.reply(seconds)
 
     def _check_usable(self, group: bytes | None) -> None:
         if self._forked:
@@ -414,16 +411,3 @@ class ControlClient:
 def _slack(seconds: float) -> float:
     """How much later than the deadline that the store was given its answer may come: it says who was missing."""
     return min(5.0, max(0.5, seconds / 10))
-
-
-def _checked(frame: Frame, seconds: float) -> Frame:
-    """The reply, or the error that it stands for."""
-    if frame.status == Status.OK:
-        return frame
-    if frame.status == Status.LOST:
-        rank, text = unpack(frame.body)
-        raise PeerLostError(text.decode(), U32.unpack(rank)[0])
-    text = frame.body
-    if frame.status == Status.TIMEOUT:
-        raise InitError(f"{text.decode()} within {seconds:.3g} s")
-    raise InitError(text.decode())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from ..errors import HetcollError
+from ..errors import HetcollError, InitError, PeerLostError
 from .news import Handler
 from .past import JOINT, Answered, Past
-from .wire import NOBODY, U32, Frame, Op, Status
+from .wire import NOBODY, U32, Frame, Op, Status, unpack
 
 _SHORT = 16 << 10  # bytes
 
@@ -31,6 +31,20 @@ class Call:
 
     def wait(self, seconds: float) -> bool:
         return self._done.wait(seconds)
+
+    def reply(self, seconds: float) -> Frame:
+        """What the store answered, which had so many seconds, or the error that it stands for."""
+        if self.error is not None:
+            raise self.error
+        frame = self.frame
+        assert frame is not None, "it has not answered"
+        if frame.status == Status.OK:
+            return frame
+        if frame.status == Status.LOST:
+            rank, text = unpack(frame.body)
+            raise PeerLostError(text.decode(), U32.unpack(rank)[0])
+        within = f" within {seconds:.3g} s" if frame.status == Status.TIMEOUT else ""
+        raise InitError(f"{frame.body.decode()}{within}")
 
 
 @dataclass(slots=True)
