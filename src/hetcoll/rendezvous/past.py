@@ -48,13 +48,13 @@ class Past(NamedTuple):
         """What `pack` made."""
         name, rank, size, formed, rolls, gone, verdict, told, answered = unpack(body)
         (number,), (count,), (roll,) = U32.unpack(rank), U32.unpack(size), U32.unpack(rolls)
-        lost = {U32.unpack(who)[0]: reason.decode() for who, reason in _groups(gone, 2)}
-        last = {kind[0]: Answered(key, Status(kind[1]), said) for kind, key, said in _groups(answered, 3)}
-        own = dict[bytes, bytes](_groups(told, 2))
+        lost = {U32.unpack(who)[0]: reason.decode() for who, reason in _rows(gone, 2)}
+        last = {kind[0]: Answered(key, Status(kind[1]), said) for kind, key, said in _rows(answered, 3)}
+        own = dict[bytes, bytes](_rows(told, 2))
         return cls(name, number, count, formed == b"\1", roll, lost, verdict, own, last)
 
 
-def _groups(body: bytes, count: int) -> list[list[bytes]]:
+def _rows(body: bytes, count: int) -> list[list[bytes]]:
     """The fields of a body, so many at a time."""
     fields = unpack(body)
     return [fields[at : at + count] for at in range(0, len(fields), count)]

@@ -265,18 +265,27 @@ class Returns:
             elif reason and rank != past.rank:
                 self._leave_behind(other, group.name, rank)
                 self._part(other, group.name, reason)
+        known = len(group.answered)
         group.rolls = max(group.rolls, past.rolls)
         group.verdict = group.verdict or past.verdict or None
         for tag, value in past.told.items():
             group.own.setdefault(tag, {})[past.rank] = value
         for op, last in past.answered.items():
             group.answered[op, last.key] = last
-        last_roll = group.answered.get((Op.SHRINK, U32.pack(group.rolls)))
-        if last_roll is not None and last_roll.status == Status.OK:
-            _, *went_on = (U32.unpack(field)[0] for field in unpack(last_roll.body))
+        if len(group.answered) > known:
+            self._leave_late(group)
+        elif past.rank in group.late:
+            tell_left_behind(group, [past.rank])
+        return news
+
+    @staticmethod
+    def _leave_late(group: Group) -> None:
+        """Who was not in the last roll call was left behind by those that were."""
+        last = group.answered.get((Op.SHRINK, U32.pack(group.rolls)))
+        if last is not None and last.status == Status.OK:
+            _, *went_on = (U32.unpack(field)[0] for field in unpack(last.body))
             group.late = set(group.members) - set(went_on)
             tell_left_behind(group, group.late)
-        return news
 
     def _miss(self, group: Group, seconds: float) -> None:
         """Who has not come by now does not."""
