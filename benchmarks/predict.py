@@ -32,7 +32,7 @@ import hetcoll  # noqa: E402
 from hetcoll.cli.predict import spans  # noqa: E402
 from hetcoll.plan.cluster import Cluster, read  # noqa: E402
 from hetcoll.plan.forecast import forecast  # noqa: E402
-from hetcoll.rendezvous import store  # noqa: E402
+from hetcoll.rendezvous.store import server as store  # noqa: E402
 from hetcoll.types import Collective  # noqa: E402
 
 CALLS = 9

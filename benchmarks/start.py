@@ -32,14 +32,15 @@ from typing import NamedTuple
 
 from hetcoll.config.env import Config
 from hetcoll.config.limits import reserve_descriptors
+from hetcoll.links.edges import Address, unpack_addresses
 from hetcoll.links.introduction import Introduction, Introductions, Reach, read_nics
 from hetcoll.plan.topology import Topology
-from hetcoll.rendezvous import decisions, store
+from hetcoll.rendezvous import decisions
 from hetcoll.rendezvous.bootstrap import get_unique_id
-from hetcoll.rendezvous.columns import Column, Telling
 from hetcoll.rendezvous.control import ControlClient
-from hetcoll.rendezvous.edges import Address, unpack_addresses
-from hetcoll.rendezvous.wire import WORLD
+from hetcoll.rendezvous.protocol.columns import Column, Telling
+from hetcoll.rendezvous.protocol.wire import WORLD
+from hetcoll.rendezvous.store import server as store
 
 A_PROCESS = 64  # light ranks
 A_HOST = 8  # ranks

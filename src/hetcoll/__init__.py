@@ -31,7 +31,7 @@ from .errors import (
 )
 from .job import from_mpi, init
 from .rendezvous.bootstrap import get_unique_id
-from .rendezvous.unique_id import UniqueId
+from .rendezvous.protocol.unique_id import UniqueId
 from .types import ANY_SOURCE, DType, OpName, ReduceOp
 from .version import __version__
 from .work import Work

@@ -23,8 +23,8 @@ from .config.env import Config
 from .errors import CommunicationError
 from .gpu.open import Gpus
 from .plan.topology import Topology
+from .rendezvous.protocol.unique_id import UniqueId
 from .rendezvous.session import Session
-from .rendezvous.unique_id import UniqueId
 from .runtime import joining, messages, objects, registration, regroup, results, weights
 from .runtime.core import Core, refuse
 from .runtime.executor import FastPath

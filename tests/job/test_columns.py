@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from hetcoll.config.env import Config
 from hetcoll.errors import CommunicationError, InitError
+from hetcoll.links.edges import Address, unpack_addresses
 from hetcoll.links.facts import Facts, Gpu
 from hetcoll.links.introduction import Introduction, Introductions, Process, Reach, read_nics
 from hetcoll.plan.topology import RankInfo, Topology
-from hetcoll.rendezvous.columns import pack_columns, unpack_columns
-from hetcoll.rendezvous.edges import Address, unpack_addresses
+from hetcoll.rendezvous.protocol.columns import pack_columns, unpack_columns
 
 columns = st.integers(1, 40).flatmap(
     lambda size: st.tuples(

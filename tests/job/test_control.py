@@ -24,13 +24,15 @@ import pytest
 
 from hetcoll.config.env import Config
 from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
-from hetcoll.rendezvous import auth, control, probe, store
-from hetcoll.rendezvous.acceptor import Acceptor
+from hetcoll.rendezvous import control
 from hetcoll.rendezvous.bootstrap import get_unique_id
+from hetcoll.rendezvous.connections import auth, probe
+from hetcoll.rendezvous.connections.acceptor import Acceptor
+from hetcoll.rendezvous.connections.sockets import receive_exactly
 from hetcoll.rendezvous.control import WORLD, ControlClient
-from hetcoll.rendezvous.news import Event, Left, Lost, Query, StoreLost, Verdict
-from hetcoll.rendezvous.sockets import receive_exactly
-from hetcoll.rendezvous.unique_id import UniqueId
+from hetcoll.rendezvous.protocol.news import Event, Left, Lost, Query, StoreLost, Verdict
+from hetcoll.rendezvous.protocol.unique_id import UniqueId
+from hetcoll.rendezvous.store import server as store
 
 T = TypeVar("T")
 
@@ -73,7 +75,7 @@ import sys
 from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.config.env import Config
 from hetcoll.rendezvous.bootstrap import get_unique_id
-from hetcoll.rendezvous.unique_id import UniqueId
+from hetcoll.rendezvous.protocol.unique_id import UniqueId
 
 rank, size, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 unique_id = UniqueId.parse(text) if text else get_unique_id(Config(linger=0))
@@ -344,7 +346,7 @@ def test_a_forked_child_keeps_nothing_of_the_parent(unique_id: UniqueId) -> None
     setup = """
 import os, time
 from hetcoll.errors import ClosedError
-from hetcoll.rendezvous.listener import Listener
+from hetcoll.links.listener import Listener
 listener = Listener(Config(), unique_id.secret)
 get_unique_id(Config(linger=0))
 def target(fd):
@@ -446,7 +448,7 @@ def test_idle_strangers_do_not_keep_ranks_out_however_many_and_however_long(uniq
 
 def test_a_claim_that_lies_there_counts_however_late_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that gets no processor for a while turns nobody away who has answered."""
-    monkeypatch.setattr("hetcoll.rendezvous.acceptor.HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr("hetcoll.rendezvous.connections.acceptor.HANDSHAKE_SECONDS", 0.05)
     admitted: list[str] = []
     server = socket.create_server(("127.0.0.1", 0))
     with selectors.DefaultSelector() as selector, socket.create_connection(server.getsockname()) as sock:
@@ -469,8 +471,8 @@ def test_a_claim_that_lies_there_counts_however_late_it_is_read(monkeypatch: pyt
 
 
 def test_a_silent_connection_is_closed_after_its_time(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetcoll.rendezvous.acceptor.HANDSHAKE_SECONDS", 0.3)
-    monkeypatch.setattr("hetcoll.rendezvous.acceptor.MAX_PENDING", 4)
+    monkeypatch.setattr("hetcoll.rendezvous.connections.acceptor.HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr("hetcoll.rendezvous.connections.acceptor.MAX_PENDING", 4)
     silent = [socket.create_connection(unique_id.addresses[-1]) for _ in range(20)]
     client = ControlClient(unique_id, 0, 1, 10)  # waits for its turn behind them
     for sock in silent:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hetcoll.errors import spell_ranks
-from hetcoll.rendezvous.groups import Groups
-from hetcoll.rendezvous.wire import F64, I64, U32, Frame, Op, Status, pack, unpack
+from hetcoll.rendezvous.protocol.wire import F64, I64, U32, Frame, Op, Status, pack, unpack
+from hetcoll.rendezvous.store.groups import Groups
 
 SIZE = 3
 names = st.sampled_from([b"world", b"sub"])

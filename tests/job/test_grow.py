@@ -19,11 +19,12 @@ from ranks import Job, Ranks, elapsed, wait_until
 import hetcoll
 from hetcoll import communicator
 from hetcoll.config.env import Config
-from hetcoll.rendezvous import decisions, store
+from hetcoll.rendezvous import decisions
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.control import ControlClient
-from hetcoll.rendezvous.unique_id import UniqueId
-from hetcoll.rendezvous.wire import Op
+from hetcoll.rendezvous.protocol.unique_id import UniqueId
+from hetcoll.rendezvous.protocol.wire import Op
+from hetcoll.rendezvous.store import server as store
 
 Launch = Callable[..., Ranks]
 TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])

@@ -20,9 +20,9 @@ from calls import LINKS, add, use_everything
 from ranks import Job, Ranks, Resources, elapsed, wait_until
 
 import hetcoll
-from hetcoll.rendezvous import store
 from hetcoll.rendezvous.control import ControlClient
-from hetcoll.rendezvous.wire import Frame, Op
+from hetcoll.rendezvous.protocol.wire import Frame, Op
+from hetcoll.rendezvous.store import server as store
 
 Launch = Callable[..., Ranks]
 

@@ -17,13 +17,13 @@ import pytest
 
 from hetcoll.config.env import Config, InterfaceFilter
 from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
+from hetcoll.links.connector import choose_source, order_addresses
 from hetcoll.links.descriptors import host_identity, new_name, receive_fd, share_fd
-from hetcoll.rendezvous import auth
-from hetcoll.rendezvous.connector import choose_source, order_addresses
-from hetcoll.rendezvous.edges import ADMITTED, CONFIRMED, Address, EdgeKey, Request, pack_addresses, unpack_addresses
-from hetcoll.rendezvous.interfaces import Interface, choose_interfaces
-from hetcoll.rendezvous.listener import Listener
-from hetcoll.rendezvous.sockets import receive_exactly, unpace
+from hetcoll.links.edges import ADMITTED, CONFIRMED, Address, EdgeKey, Request, pack_addresses, unpack_addresses
+from hetcoll.links.listener import Listener
+from hetcoll.rendezvous.connections import auth
+from hetcoll.rendezvous.connections.interfaces import Interface, choose_interfaces
+from hetcoll.rendezvous.connections.sockets import receive_exactly, unpace
 
 SECRET = b"s" * 32
 COMM = b"c" * 16
@@ -92,7 +92,7 @@ def test_neither_end_waits_until_the_other_asks(first: int) -> None:
 
 def test_of_two_connections_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends connect at the same time, many times over."""
-    monkeypatch.setattr("hetcoll.rendezvous.listener._GRACE", 0.0)
+    monkeypatch.setattr("hetcoll.links.listener._GRACE", 0.0)
     listeners = [Listener(Config(), SECRET, loopback=True) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         for channel in range(30):
@@ -178,8 +178,8 @@ def test_sharing_ends_when_a_rank_that_is_waited_for_is_lost() -> None:
 
 
 def test_a_connection_that_proves_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetcoll.rendezvous.acceptor.HANDSHAKE_SECONDS", 0.3)
-    monkeypatch.setattr("hetcoll.rendezvous.acceptor.MAX_PENDING", 3)
+    monkeypatch.setattr("hetcoll.rendezvous.connections.acceptor.HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr("hetcoll.rendezvous.connections.acceptor.MAX_PENDING", 3)
     ours, theirs = Listener(Config(), SECRET, loopback=True), Listener(Config(), SECRET, loopback=True)
     silent = [socket.create_connection(theirs.addresses[0][:2]) for _ in range(10)]
     silent[0].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(200))

@@ -24,11 +24,12 @@ from hetcoll import _native
 from hetcoll.communicator import Communicator
 from hetcoll.config.env import Config, Launch
 from hetcoll.errors import ArgumentError, AuthenticationError, InitError
-from hetcoll.rendezvous import auth, probe, store
 from hetcoll.rendezvous import bootstrap as rendezvous
 from hetcoll.rendezvous.bootstrap import bootstrap, get_unique_id
+from hetcoll.rendezvous.connections import auth, probe
 from hetcoll.rendezvous.control import WORLD, ControlClient
-from hetcoll.rendezvous.unique_id import UniqueId
+from hetcoll.rendezvous.protocol.unique_id import UniqueId
+from hetcoll.rendezvous.store import server as store
 
 SCRIPT = """
 import os

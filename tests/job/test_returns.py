@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from hetcoll.rendezvous.groups import Groups
 from hetcoll.rendezvous.membership import Call, Membership
-from hetcoll.rendezvous.wire import F64, I64, U32, WORLD, Frame, Op, Status, pack, unpack
+from hetcoll.rendezvous.protocol.wire import F64, I64, U32, WORLD, Frame, Op, Status, pack, unpack
+from hetcoll.rendezvous.store.groups import Groups
 
 SIZE = 4
 clients = st.integers(0, SIZE - 1)

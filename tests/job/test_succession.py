@@ -17,9 +17,10 @@ from ranks import Ranks, elapsed, wait_until
 
 import hetcoll
 from hetcoll.config.env import Config
-from hetcoll.rendezvous import store, succession
+from hetcoll.rendezvous import succession
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.control import ControlClient
+from hetcoll.rendezvous.store import server as store
 
 Launch = Callable[..., Ranks]
 TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])

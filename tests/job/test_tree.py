@@ -17,16 +17,20 @@ from hypothesis import strategies as st
 
 from hetcoll.config.env import Config
 from hetcoll.errors import AuthenticationError, CommunicationError, InitError, PeerLostError
-from hetcoll.rendezvous import decisions, exchanges, probe, relay, store, tree, uplink
+from hetcoll.rendezvous import decisions, relay, uplink
 from hetcoll.rendezvous.bootstrap import get_unique_id
+from hetcoll.rendezvous.connections import probe
 from hetcoll.rendezvous.control import WORLD, ControlClient
-from hetcoll.rendezvous.news import Event, Left, Lost, Query, StoreLost, Verdict
 from hetcoll.rendezvous.observing import Told, survey
+from hetcoll.rendezvous.protocol import exchanges
+from hetcoll.rendezvous.protocol.news import Event, Left, Lost, Query, StoreLost, Verdict
+from hetcoll.rendezvous.protocol.routes import Entry, extend_up, pack_down, pack_up, unpack_down, unpack_up
+from hetcoll.rendezvous.protocol.streams import Sent, Stream
+from hetcoll.rendezvous.protocol.unique_id import UniqueId
+from hetcoll.rendezvous.protocol.wire import Frame, Op
 from hetcoll.rendezvous.relay import Relay
-from hetcoll.rendezvous.routes import Entry, extend_up, pack_down, pack_up, unpack_down, unpack_up
-from hetcoll.rendezvous.streams import Sent, Stream
-from hetcoll.rendezvous.unique_id import UniqueId
-from hetcoll.rendezvous.wire import Frame, Op
+from hetcoll.rendezvous.store import server as store
+from hetcoll.rendezvous.store import tree
 
 T = TypeVar("T")
 SIZE = 16

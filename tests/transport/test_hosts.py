@@ -17,9 +17,9 @@ RANK = """
 import socket, sys, time
 from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.links.descriptors import host_identity
-from hetcoll.rendezvous.edges import EdgeKey, Request, pack_addresses, unpack_addresses
+from hetcoll.links.edges import EdgeKey, Request, pack_addresses, unpack_addresses
 from hetcoll.config.env import environment
-from hetcoll.rendezvous.listener import Listener
+from hetcoll.links.listener import Listener
 from hetcoll.rendezvous.bootstrap import bootstrap
 
 launch, config = environment().launch, environment().config
@@ -114,10 +114,10 @@ def test_a_network_that_does_not_carry_is_passed_over(hosts: list[str]) -> None:
 
 WATCH = """
 import sys, threading
-from hetcoll.rendezvous import sockets
+from hetcoll.rendezvous.connections import sockets
 sockets._KEEP_ALIVE, sockets._USER_TIMEOUT = 1, 3  # instead of 5 and 30 s
 from hetcoll.rendezvous.control import WORLD, ControlClient
-from hetcoll.rendezvous.news import Lost
+from hetcoll.rendezvous.protocol.news import Lost
 from hetcoll.config.env import environment
 from hetcoll.rendezvous.bootstrap import bootstrap
 

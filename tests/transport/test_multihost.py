@@ -17,7 +17,7 @@ from reference import Case
 import hetcoll
 from hetcoll.errors import CollectiveTimeoutError, CommunicationError
 from hetcoll.plan.algorithms import ALGORITHMS
-from hetcoll.rendezvous import store
+from hetcoll.rendezvous.store import server as store
 from hetcoll.types import REDUCING, ROOTED, Collective
 
 Launch = Callable[..., Ranks]

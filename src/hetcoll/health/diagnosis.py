@@ -29,7 +29,7 @@ from ..errors import (
     PeerLostError,
     spell_ranks,
 )
-from ..rendezvous.news import Event, Left, Lost, Query, StoreLost, Verdict
+from ..rendezvous.protocol.news import Event, Left, Lost, Query, StoreLost, Verdict
 from .desync_report import (
     Answer,
     Answers,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection
 
 from ..errors import AuthenticationError, InitError, spell_ranks
-from ..rendezvous.auth import (
+from ..rendezvous.connections.auth import (
     CLAIM,
     GREETING,
     HANDSHAKE_SECONDS,
@@ -25,7 +25,7 @@ from ..rendezvous.auth import (
     Service,
     greeting_context,
 )
-from ..rendezvous.sockets import peer_is_us, receive_exactly, send_all, spell_error, wait_ready
+from ..rendezvous.connections.sockets import peer_is_us, receive_exactly, send_all, spell_error, wait_ready
 
 log = logging.getLogger("hetcoll.descriptors")
 

@@ -1,6 +1,6 @@
 """What the ranks of a communicator tell each other before anything else, and where each is reached.
 
-Both are exchanged in columns (`rendezvous.columns`), cut so that what ranks have in common stands by itself. What
+Both are exchanged in columns (`protocol/columns.py`), cut so that what ranks have in common stands by itself. What
 differs from rank to rank (a process's number, a random name, a port) only those are told who ask: ranks of one host,
 and those that make a link. So what a rank is told hardly grows with their number. What is read here is read once for
 each different content, and everything else a rank does at the start takes time that grows with the number of ranks, and
@@ -24,11 +24,11 @@ from ..config.limits import address_space_left
 from ..errors import InitError
 from ..plan.rails import Nic
 from ..plan.topology import RankInfo, spell_islands
-from ..rendezvous.columns import Column, Telling
-from ..rendezvous.edges import Address, pack_addresses
+from ..rendezvous.protocol.columns import Column, Telling
 from ..version import __version__
 from . import tuned
 from .descriptors import host_identity
+from .edges import Address, pack_addresses
 from .facts import Gpu, decode, encode, visible
 
 if TYPE_CHECKING:

@@ -26,11 +26,11 @@ from ..errors import ArgumentError, InitError
 from ..plan.rails import Nic
 from ..plan.topology import Topology
 from ..rendezvous.control import ControlClient
-from ..rendezvous.edges import Address, EdgeKey, Request, unpack_addresses
-from ..rendezvous.listener import Listener
 from .descriptors import receive_fd, share_fd
+from .edges import Address, EdgeKey, Request, unpack_addresses
 from .facts import Facts, check_digests
 from .introduction import Introduction, Introductions, Process, Reach, read_nics
+from .listener import Listener
 from .making import Making
 from .verbs.report import by_peer, describe, fell_back
 

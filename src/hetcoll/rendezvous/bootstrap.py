@@ -31,13 +31,13 @@ from collections.abc import Sequence
 
 from ..config.env import Config, Launch, environment
 from ..errors import HetcollError, InitError
-from .announcing import announce, fetch_locally, find_announced, listen_locally, read_id
-from .auth import HANDSHAKE_SECONDS, Response, Service, Verb
+from .connections.announcing import announce, fetch_locally, find_announced, listen_locally, read_id
+from .connections.auth import HANDSHAKE_SECONDS, Response, Service, Verb
+from .connections.interfaces import own_hosts
+from .connections.probe import Search
+from .connections.sockets import BACKLOG, bind_all, spell_address, spell_error
 from .control import ControlClient
-from .interfaces import own_hosts
-from .probe import Search
-from .sockets import BACKLOG, bind_all, spell_address, spell_error
-from .unique_id import UniqueId, hosted_here, job_secret
+from .protocol.unique_id import UniqueId, hosted_here, job_secret
 
 PORTS = 33  # the master port and the next 32
 _RETRY = 0.02  # seconds between attempts to reach rank 0's Unix socket
@@ -307,7 +307,7 @@ def _start_store(listeners: list[socket.socket], config: Config, key: bytes | No
     unique_id = UniqueId(tuple(addresses), job_id, job_secret(config.secret, job_id))
     context = job_id + (key or bytes(16))
     open_fetch = key is not None and config.secret is None
-    from .store import StoreServer  # only rank 0 needs it, and imports count
+    from .store.server import StoreServer  # only rank 0 needs it, and imports count
 
     told = unique_id.to_bytes()
     listeners = [*listeners, *announce(job_id)]

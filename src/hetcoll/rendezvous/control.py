@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 from .. import lifetime
 from ..config.limits import Held, reserve_descriptors
 from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError, spell_gone
-from .columns import Column, Telling, unpack_columns
+from .connections.sockets import spell_address, spell_error
 from .membership import Call, Membership
-from .news import Event, Handler, Left, Lost, Query, StoreLost, Verdict
-from .sockets import spell_address, spell_error
+from .protocol.columns import Column, Telling, unpack_columns
+from .protocol.news import Event, Handler, Left, Lost, Query, StoreLost, Verdict
+from .protocol.unique_id import UniqueId, hosted_here
+from .protocol.wire import F64, NOBODY, U32, WORLD, Frame, Op, pack
 from .succession import SECONDS, Succession
-from .unique_id import UniqueId, hosted_here
 from .uplink import Uplink
-from .wire import F64, NOBODY, U32, WORLD, Frame, Op, pack
 
 if TYPE_CHECKING:
     from .relay import Relay

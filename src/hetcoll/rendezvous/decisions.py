@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .control import ControlClient
-from .wire import I64, U32, Op
+from .protocol.wire import I64, U32, Op
 
 
 class Place(NamedTuple):

@@ -6,9 +6,9 @@ import threading
 from dataclasses import dataclass, field
 
 from ..errors import HetcollError, InitError, PeerLostError
-from .news import Handler
-from .past import JOINT, Answered, Past
-from .wire import NOBODY, U32, Frame, Op, Status, unpack
+from .protocol.news import Handler
+from .protocol.past import JOINT, Answered, Past
+from .protocol.wire import NOBODY, U32, Frame, Op, Status, unpack
 
 _SHORT = 16 << 10  # bytes
 

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from ..config.env import Config
 from ..errors import ArgumentError, AuthenticationError, HetcollError, InitError
-from .announcing import Announced, announced, fetch_locally
-from .auth import HANDSHAKE_SECONDS
 from .bootstrap import PORTS, find_store
+from .connections.announcing import Announced, announced, fetch_locally
+from .connections.auth import HANDSHAKE_SECONDS
+from .connections.sockets import spell_error
 from .control import ControlClient
-from .sockets import spell_error
-from .unique_id import UniqueId
-from .wire import U32, Op, unpack
+from .protocol.unique_id import UniqueId
+from .protocol.wire import U32, Op, unpack
 
 _FIND_SECONDS = 5.0
 _FOLLOW_SECONDS, _PAUSE = 10.0, 0.1

@@ -22,13 +22,13 @@ from .. import lifetime
 from ..config.limits import Held
 from ..errors import CommunicationError, HetcollError
 from . import uplink
-from .acceptor import Acceptor, choose_wait
-from .auth import Service
-from .members import Connection
-from .routes import Entry, extend_up, pack_down, pack_up, unpack_down
-from .sockets import BACKLOG, receive, spell_error
-from .unique_id import UniqueId
-from .wire import Frame, FrameReader, Op
+from .connections.acceptor import Acceptor, choose_wait
+from .connections.auth import Service
+from .connections.members import Connection
+from .connections.sockets import BACKLOG, receive, spell_error
+from .protocol.routes import Entry, extend_up, pack_down, pack_up, unpack_down
+from .protocol.unique_id import UniqueId
+from .protocol.wire import Frame, FrameReader, Op
 
 log = logging.getLogger("hetcoll.relay")
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from ..errors import HetcollError, InitError
 from .control import ControlClient
-from .news import Event, Handler
-from .unique_id import UniqueId
-from .wire import WORLD
+from .protocol.news import Event, Handler
+from .protocol.unique_id import UniqueId
+from .protocol.wire import WORLD
 
 
 class Session:

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from ..config.env import environment
 from ..errors import HetcollError, InitError
-from .interfaces import own_hosts
-from .probe import connect_store
-from .sockets import bind_all, is_itself, spell_address, spell_error
-from .unique_id import UniqueId
+from .connections.interfaces import own_hosts
+from .connections.probe import connect_store
+from .connections.sockets import bind_all, is_itself, spell_address, spell_error
+from .protocol.unique_id import UniqueId
+from .protocol.wire import F64, U32, unpack
 from .uplink import GRACE, pack_places, read_places
-from .wire import F64, U32, unpack
 
 log = logging.getLogger("hetcoll.succession")
 
@@ -103,8 +103,8 @@ class Succession:
 
     def _take_over(self, lost: UniqueId) -> UniqueId:
         """Serve the job, also where it was served before if that is here: newcomers look there."""
-        from .announcing import announce  # few processes need these, and imports count
-        from .store import StoreServer
+        from .connections.announcing import announce  # few processes need these, and imports count
+        from .store.server import StoreServer
 
         listeners, self._listeners = self._listeners, []
         taken = replace(lost, addresses=self._mine)

@@ -19,12 +19,12 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from ..errors import CommunicationError, HetcollError, InitError
-from .exchanges import FEW
-from .probe import connect_relay, connect_store
-from .sockets import receive, send_all, spell_error, wait_ready
-from .streams import Stream
-from .unique_id import UniqueId, hosted_here
-from .wire import U32, U64, Frame, FrameReader, Op, Status, header, pack, unpack
+from .connections.probe import connect_relay, connect_store
+from .connections.sockets import receive, send_all, spell_error, wait_ready
+from .protocol.exchanges import FEW
+from .protocol.streams import Stream
+from .protocol.unique_id import UniqueId, hosted_here
+from .protocol.wire import U32, U64, Frame, FrameReader, Op, Status, header, pack, unpack
 
 log = logging.getLogger("hetcoll.uplink")
 

@@ -26,9 +26,9 @@ from ..health.diagnosis import Diagnosis, Kind
 from ..health.flight_recorder import FlightRecorder, listen
 from ..health.stall_detector import PATIENCE
 from ..links.wiring import Wiring
+from ..rendezvous.protocol.unique_id import hosted_here
+from ..rendezvous.protocol.wire import WORLD
 from ..rendezvous.session import Session
-from ..rendezvous.unique_id import hosted_here
-from ..rendezvous.wire import WORLD
 from ..work import DONE, Waiter, Work
 from .compression import Compression
 from .executor import Executor, FastPath, OpenGpus

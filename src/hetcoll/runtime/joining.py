@@ -14,9 +14,9 @@ from ..config.process import configure
 from ..config.variables import parse_format
 from ..errors import ArgumentError, PeerLostError
 from ..rendezvous import decisions
+from ..rendezvous.protocol.unique_id import UniqueId
+from ..rendezvous.protocol.wire import WORLD
 from ..rendezvous.session import Session, coming_together
-from ..rendezvous.unique_id import UniqueId
-from ..rendezvous.wire import WORLD
 from .regroup import Made, confirm
 
 C = TypeVar("C", bound=Made)

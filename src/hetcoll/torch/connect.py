@@ -18,9 +18,9 @@ from .. import Communicator, InitError
 from ..config.env import Config, configuration
 from ..config.process import configure
 from ..rendezvous.bootstrap import get_unique_id
+from ..rendezvous.protocol.unique_id import UniqueId
+from ..rendezvous.protocol.wire import WORLD
 from ..rendezvous.session import Session
-from ..rendezvous.unique_id import UniqueId
-from ..rendezvous.wire import WORLD
 from ..types import Format
 
 _NAME_BYTES = 16

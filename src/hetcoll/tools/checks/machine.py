@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...config.env import environment
 from ...errors import HetcollError
-from ...rendezvous.interfaces import choose_interfaces
+from ...rendezvous.connections.interfaces import choose_interfaces
 from .finding import Finding, Level
 
 _SHM = Path("/dev/shm")

@@ -7,8 +7,8 @@ import socket
 from collections import deque
 from itertools import islice
 
-from .routes import Entry, pack_down
-from .wire import FrameReader, Op, Status, header
+from ..protocol.routes import Entry, pack_down
+from ..protocol.wire import FrameReader, Op, Status, header
 
 _MAX_UNSENT = 256 << 20  # bytes queued for who does not read
 

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..errors import CommunicationError
+from ...errors import CommunicationError
 from .wire import HEADER, Frame, header
 
 _DEPTH = struct.Struct("<B")

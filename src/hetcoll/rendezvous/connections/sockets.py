@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Iterable
 
-from ..errors import InitError
+from ...errors import InitError
 
 log = logging.getLogger("hetcoll.sockets")
 

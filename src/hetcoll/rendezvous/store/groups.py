@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from ..errors import spell_gone, spell_ranks
-from .exchanges import Exchange
+from ...errors import spell_gone, spell_ranks
+from ..protocol.exchanges import Exchange
+from ..protocol.keys import Keys, Member, RefusedError
+from ..protocol.wire import F64, MAX_ID, U32, WORLD, Frame, Op, Status, pack
 from .group import Group
-from .keys import Keys, Member, RefusedError
 from .questions import Questions
 from .rolls import Rolls
 from .successors import Returns, Successors
-from .wire import F64, MAX_ID, U32, WORLD, Frame, Op, Status, pack
 
 log = logging.getLogger("hetcoll.groups")
 

@@ -11,8 +11,8 @@ import struct
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..config.limits import Held
-from ..errors import ArgumentError
+from ...config.limits import Held
+from ...errors import ArgumentError
 
 _HEAD = struct.Struct("<4s16s32sB")
 _ADDRESS = struct.Struct("<HB")

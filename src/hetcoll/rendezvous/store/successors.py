@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ..errors import CommunicationError
-from .exchanges import FEW
+from ...errors import CommunicationError
+from ..protocol.exchanges import FEW
+from ..protocol.keys import Member, RefusedError
+from ..protocol.past import JOINT, Answered, Past
+from ..protocol.wire import F64, MAX_ID, NOBODY, U32, Frame, Op, Status, pack, unpack
+from ..uplink import ABSENCE
 from .group import Group
-from .keys import Member, RefusedError
-from .past import JOINT, Answered, Past
 from .rolls import tell_left_behind
-from .uplink import ABSENCE
-from .wire import F64, MAX_ID, NOBODY, U32, Frame, Op, Status, pack, unpack
 
 log = logging.getLogger("hetcoll.successors")
 

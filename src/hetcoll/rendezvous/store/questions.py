@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from ..protocol.keys import Member
+from ..protocol.wire import NOBODY, U32, U64, Op, pack
 from .group import Group
-from .keys import Member
-from .wire import NOBODY, U32, U64, Op, pack
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..errors import ArgumentError
-from .wire import pack, unpack
+from ..rendezvous.protocol.wire import pack, unpack
 
 _KEY = struct.Struct("<16sIIHH4x")
 assert _KEY.size == 32  # it is the context of the connection's claim

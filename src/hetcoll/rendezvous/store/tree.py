@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..errors import CommunicationError
+from ...errors import CommunicationError
+from ..connections.members import Connection
+from ..protocol.routes import Entry as Way
+from ..protocol.routes import Route, unpack_up
+from ..protocol.streams import Stream
+from ..protocol.wire import U64, Frame, Op, Status, pack
+from ..uplink import ABSENCE, Entry, Kind, pack_places
 from .groups import Groups
-from .members import Connection
-from .routes import Entry as Way
-from .routes import Route, unpack_up
-from .streams import Stream
-from .uplink import ABSENCE, Entry, Kind, pack_places
-from .wire import U64, Frame, Op, Status, pack
 
 log = logging.getLogger("hetcoll.tree")
 

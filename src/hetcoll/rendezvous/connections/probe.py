@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import AuthenticationError, InitError
+from ...errors import AuthenticationError, InitError
+from ..protocol.unique_id import UniqueId
 from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, greeting_context
 from .sockets import is_itself, spell_address, spell_error, tune
-from .unique_id import UniqueId
 
 log = logging.getLogger("hetcoll.probe")
 

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from ..errors import CommunicationError
+from ...errors import CommunicationError
 from .wire import pack, unpack
 
 T = TypeVar("T")

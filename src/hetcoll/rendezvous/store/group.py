@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from .exchanges import Exchange
-from .keys import Member
-from .past import Answered
-from .wire import NOBODY, Op, Status
+from ..protocol.exchanges import Exchange
+from ..protocol.keys import Member
+from ..protocol.past import Answered
+from ..protocol.wire import NOBODY, Op, Status
 
 
 @dataclass(slots=True)

@@ -11,11 +11,11 @@ import os
 import socket
 from typing import NamedTuple
 
-from ..errors import InitError
+from ...errors import InitError
+from ..protocol.unique_id import UniqueId
+from ..protocol.wire import HEADER, unpack
 from .auth import GREETING, VERDICT, Response, Service, Verb, greeting_context
 from .sockets import BACKLOG, peer_is_us, receive_exactly, send_all, spell_error
-from .unique_id import UniqueId
-from .wire import HEADER, unpack
 
 log = logging.getLogger("hetcoll.announcing")
 

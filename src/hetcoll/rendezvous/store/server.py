@@ -15,18 +15,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from .. import lifetime
-from ..config.limits import Held, reserve_descriptors
-from ..errors import CommunicationError
-from .acceptor import Acceptor, Fetch, choose_wait
-from .auth import Service
-from .exchanges import FEW
+from ... import lifetime
+from ...config.limits import Held, reserve_descriptors
+from ...errors import CommunicationError
+from ..connections.acceptor import Acceptor, Fetch, choose_wait
+from ..connections.auth import Service
+from ..connections.members import Connection
+from ..connections.sockets import receive, spell_error
+from ..protocol.exchanges import FEW
+from ..protocol.unique_id import HOSTED
+from ..protocol.wire import F64, FrameReader, Op, Status, header, pack
 from .groups import Groups
-from .members import Connection
-from .sockets import receive, spell_error
 from .tree import Tree
-from .unique_id import HOSTED
-from .wire import F64, FrameReader, Op, Status, header, pack
 
 log = logging.getLogger("hetcoll.store")
 

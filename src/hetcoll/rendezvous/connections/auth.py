@@ -20,7 +20,7 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-from ..errors import AuthenticationError
+from ...errors import AuthenticationError
 
 GREETING = struct.Struct("<4sB3x32s32s")
 CLAIM = struct.Struct("<B7x32s32s32s")

@@ -8,8 +8,8 @@ import socket
 import struct
 from typing import NamedTuple
 
-from ..config.variables import InterfaceFilter
-from ..errors import InitError
+from ...config.variables import InterfaceFilter
+from ...errors import InitError
 
 # ioctls and flags of linux/sockios.h and linux/if.h
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import CommunicationError
+from ...errors import CommunicationError
 from .columns import pack_columns
 from .keys import Member, RefusedError
 from .wire import MAX_BODY, Op, Status, pack, unpack

@@ -16,12 +16,12 @@ from .. import lifetime
 from ..config.env import Config
 from ..config.limits import Held
 from ..errors import ClosedError, InitError, spell_ranks
-from .acceptor import Acceptor
-from .auth import Service
+from ..rendezvous.connections.acceptor import Acceptor
+from ..rendezvous.connections.auth import Service
+from ..rendezvous.connections.interfaces import choose_interfaces
+from ..rendezvous.connections.sockets import BACKLOG, settle, spell_error, unpace
 from .connector import connect_all
 from .edges import ADMITTED, CONFIRMED, YIELD, Address, EdgeKey, Request
-from .interfaces import choose_interfaces
-from .sockets import BACKLOG, settle, spell_error, unpace
 
 log = logging.getLogger("hetcoll.listener")
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ..errors import spell_gone, spell_ranks
+from ...errors import spell_gone, spell_ranks
+from ..protocol.keys import Member, RefusedError
+from ..protocol.wire import F64, I64, U32, Op, Status, pack
 from .group import Group, Roll
-from .keys import Member, RefusedError
-from .wire import F64, I64, U32, Op, Status, pack
 
 log = logging.getLogger("hetcoll.rolls")
 

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import AuthenticationError, InitError
-from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, greeting_context
+from ..rendezvous.connections.auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, greeting_context
+from ..rendezvous.connections.interfaces import Interface
+from ..rendezvous.connections.sockets import settle, spell_address, spell_error, tune, unpace
 from .edges import ADMITTED, CONFIRMED, Address, EdgeKey, Request
-from .interfaces import Interface
-from .sockets import settle, spell_address, spell_error, tune, unpace
 
 log = logging.getLogger("hetcoll.connector")
 

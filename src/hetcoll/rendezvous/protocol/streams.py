@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..errors import CommunicationError
+from ...errors import CommunicationError
 from .wire import Op, Status
 
 _NUMBERS = 1 << 16

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-from ..errors import CommunicationError
+from ...errors import CommunicationError
 
 HEADER = struct.Struct("<BBHIQ")
 MAX_BODY = 64 << 20
