@@ -298,9 +298,9 @@ def test_all_hear_of_the_end_of_the_store(job: Job, orderly: bool) -> None:
     else:
         for listener in job.store._acceptor._listeners:
             listener.close()
+        socks = [each.sock for each in list(job.store._connections.values())]
         job.store._connections.clear()
         job.store._say_farewell = lambda: None  # type: ignore[method-assign]
-        socks = [node.connection.sock for node in job.store._tree._nodes.values() if node.connection is not None]
         job.store._closing = True
         job.store._wake_write.send(b"\0")
         job.store._thread.join(10)

@@ -48,8 +48,29 @@ def preload(*modules: str) -> None:
 VENDORS = ("cuda.bindings.driver", "cuda.bindings.nvrtc", "rocm.bindings.hip", "rocm.bindings.hiprtc")
 """What ranks with GPUs load, a third of what their start takes: where they are installed, without looking for a GPU."""
 
-preload("hetcoll", "hetcoll.runtime.host", "hetcoll.gpu.executor", "hetcoll.cli.patterns", "ml_dtypes", "numpy.random",
-        "hypothesis", "pytest", *VENDORS)  # fmt: skip
+# Also what only some ranks load (rank 0 its store), and most of what tests' modules import.
+preload("hetcoll", "hetcoll.runtime.host", "hetcoll.gpu.executor", "hetcoll.rendezvous.store.server",
+        "hetcoll.vendors.devices.cuda", "hetcoll.vendors.devices.hip", "hetcoll.gpu.device_of", "hetcoll.cli.patterns",
+        "ml_dtypes", "numpy.random", "hypothesis", "pytest", "unittest.mock", *VENDORS,
+        "ranks", "cases", "gpu_calls", "gpu_places", "reference", "verdicts")  # fmt: skip
+_OURS = [str(folder) for folder in (Path(__file__).parent, Path(__file__).parents[1])]
+
+
+def _start_server() -> None:
+    """Start what ranks are forked from, where it does not run yet. It finds modules by PYTHONPATH alone."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*_OURS, *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        _set_variable("PYTHONPATH", before)
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 @dataclass
@@ -106,10 +127,11 @@ class Ranks:
         self._pipes: list[Connection] = []
         self._processes = []
         self._stopped: set[int] = set()
+        _start_server()
         for rank in range(size):
             ours, theirs = _context.Pipe()
             own = {name: value if isinstance(value, str) else value[rank] for name, value in (env or {}).items()}
-            arguments = (theirs, rank, size, own, self._output(rank), tidy)
+            arguments = (theirs, rank, size, own, os.environ.get("PYTHONPATH"), self._output(rank), tidy)
             process = _context.Process(target=_main, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -360,7 +382,9 @@ def _die_with_pytest() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _main(pipe: Connection, rank: int, size: int, env: Mapping[str, str], output: str, tidy: bool) -> None:
+def _main(
+    pipe: Connection, rank: int, size: int, env: Mapping[str, str], path: str | None, output: str, tidy: bool
+) -> None:
     _die_with_pytest()
     gc.freeze()  # what the server loaded is nobody's garbage, and 256 ranks would each look through it
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -370,7 +394,7 @@ def _main(pipe: Connection, rank: int, size: int, env: Mapping[str, str], output
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
+    _set_variable("PYTHONPATH", path)
     os.environ.update({"HETCOLL_LINGER": "0", **env})
     fakes.load()
     if rank == 0:

@@ -35,7 +35,7 @@ from .connections.announcing import announce, fetch_locally, find_announced, lis
 from .connections.auth import HANDSHAKE_SECONDS, Response, Service, Verb
 from .connections.interfaces import own_hosts
 from .connections.probe import Search
-from .connections.sockets import BACKLOG, bind_all, spell_address, spell_error
+from .connections.sockets import BACKLOG, bind_all, resolve, spell_address, spell_error
 from .control import ControlClient
 from .protocol.unique_id import UniqueId, hosted_here, job_secret
 
@@ -157,11 +157,11 @@ def _spell_taken(launch: Launch, taken: Sequence[tuple[str, int]]) -> str:
 def _resolve_local(host: str) -> list[str]:
     """The addresses of `host` that are this host's."""
     try:
-        answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        answers = resolve(host)
     except OSError as error:
         raise InitError(f"MASTER_ADDR {host!r}: {spell_error(error)}") from error
     local = []
-    for family, _, _, _, address in answers:
+    for family, address in answers:
         with socket.socket(family, socket.SOCK_STREAM) as sock:
             if _can_bind(sock, address):
                 local.append(str(address[0]))

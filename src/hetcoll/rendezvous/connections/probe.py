@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ...errors import AuthenticationError, InitError
 from ..protocol.unique_id import UniqueId
 from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, greeting_context
-from .sockets import is_itself, spell_address, spell_error, tune
+from .sockets import is_itself, resolve, spell_address, spell_error, tune
 
 log = logging.getLogger("hetcoll.probe")
 
@@ -123,12 +123,12 @@ class Search:
             lasts[0 if self.one else place.address[1]] = place
         for host in dict.fromkeys(host for host, _ in self.endpoints):
             try:
-                answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+                answers = resolve(host)
             except OSError as error:
                 self._unresolved[host] = spell_error(error)
                 continue
             ports = [port for name, port in self.endpoints if name == host]
-            for family, _, _, _, address in answers:
+            for family, address in answers:
                 for index, port in enumerate(ports):
                     at = (address[0], port, *address[2:])
                     if at in self._places:

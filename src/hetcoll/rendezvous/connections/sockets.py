@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from ...errors import InitError
 
@@ -94,6 +95,14 @@ def spell_error(error: Exception) -> str:
     """What went wrong, in lower case and without the number."""
     text = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
     return text[:1].lower() + text[1:]
+
+
+def resolve(host: str) -> list[tuple[socket.AddressFamily, Any]]:
+    """The addresses of a host, each with its family."""
+    # Given a str, Python loads its codec for international names, which takes longer than finding rank 0.
+    name = host.encode() if host.isascii() else host
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return [(family, address) for family, _, _, _, address in found]
 
 
 def receive(sock: socket.socket) -> bytes | None:
