@@ -111,6 +111,7 @@ def test_who_loses_its_connection_alone_is_lost(launch: Launch) -> None:
 
 def stop_the_first(comm: hetcoll.Communicator, who: Path) -> int:
     """The first successor is stopped when rank 0 dies."""
+    pids = comm.allgather(np.array([os.getpid()]))
     succession._GREETS = succession._UNSURE_GRACE = 1.0
     known = comm._session.control._succession
     wait_until(lambda: len(known._order) == 3)
@@ -119,8 +120,9 @@ def stop_the_first(comm: hetcoll.Communicator, who: Path) -> int:
         who.write_text(str(comm.rank))
         os.kill(os.getpid(), signal.SIGSTOP)
     if comm.rank == 0:
-        wait_until(who.exists)
-        time.sleep(0.3)  # it is stopped by then
+        wait_until(lambda: who.exists() and who.read_text())
+        stat = Path(f"/proc/{pids[int(who.read_text()), 0]}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")  # proc(5): it is stopped
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(hetcoll.PeerLostError):
         work(comm)
@@ -132,7 +134,7 @@ def stop_the_first(comm: hetcoll.Communicator, who: Path) -> int:
 def test_a_successor_that_is_stopped_is_passed_over_by_more_than_half(launch: Launch, tmp_path: Path) -> None:
     ranks = launch(5)
     ranks.start(stop_the_first, tmp_path / "first")
-    wait_until((tmp_path / "first").exists, 20)
+    wait_until(lambda: (tmp_path / "first").exists() and (tmp_path / "first").read_text(), 20)
     assert set(found(ranks, 0, int((tmp_path / "first").read_text())).values()) == {3}
 
 

@@ -135,22 +135,26 @@ client.close()
 """
 
 
-def test_a_host_that_vanishes_is_noticed_on_both_sides(hosts: list[str]) -> None:
-    """Nobody says goodbye and no packet comes back: the link is cut."""
-    ranks = start_ranks(hosts, WATCH)
+def outputs_after_a_cut(ranks: list[subprocess.Popen[str]], host: str) -> list[str]:
+    """What ranks print after "ready", where the links of `host` are cut once all are."""
     try:
         for rank in ranks:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n"
         for net in range(2):
-            ip("-n", hosts[1], "link", "set", f"eth{net}", "down")
-        outputs = [rank.communicate(timeout=60) for rank in ranks]
+            ip("-n", host, "link", "set", f"eth{net}", "down")
+        return [rank.communicate(timeout=90)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
+
+
+def test_a_host_that_vanishes_is_noticed_on_both_sides(hosts: list[str]) -> None:
+    """Nobody says goodbye and no packet comes back: the link is cut."""
+    outputs = outputs_after_a_cut(start_ranks(hosts, WATCH), hosts[1])
     # Which of the two the kernel says depends on whether it looked for the neighbour's address meanwhile.
-    assert outputs[0][0].startswith(("0 1 connection timed out", "0 1 no route to host")), outputs
-    assert outputs[1][0].startswith("1 0 its process hosted the job's store: "), outputs
+    assert outputs[0].startswith(("0 1 connection timed out", "0 1 no route to host")), outputs
+    assert outputs[1].startswith("1 0 its process hosted the job's store: "), outputs
 
 
 GO_ON = """
@@ -178,17 +182,7 @@ except hetcoll.HetcollError as error:
 
 def test_when_rank_0s_host_vanishes_more_than_half_of_the_job_goes_on(hosts: list[str]) -> None:
     """And nobody else does: rank 0 cannot know which half it is."""
-    ranks = start_ranks([hosts[0], hosts[1], hosts[1]], GO_ON)
-    try:
-        for rank in ranks:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == "ready\n"
-        for net in range(2):
-            ip("-n", hosts[0], "link", "set", f"eth{net}", "down")
-        (alone, _), *outputs = [rank.communicate(timeout=90) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [out for out, _ in outputs] == ["PeerLostError 0 2 8.0\n"] * 2, outputs
+    alone, *outputs = outputs_after_a_cut(start_ranks([hosts[0], hosts[1], hosts[1]], GO_ON), hosts[0])
+    assert outputs == ["PeerLostError 0 2 8.0\n"] * 2, outputs
     assert alone.startswith("PeerLostError "), alone
     assert alone.endswith(" PeerLostError\n"), alone
