@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 PERF ?= allreduce -n 2 -b 8 -e 64M
 TESTS ?=
 WHEELS ?=
+ALL ?=
+BUT := $(if $(ALL),, and not thorough)
 BENCH ?= --write-docs
 SANITIZERS := address,undefined thread
 NATIVE_TESTS := hetcoll_engine_test hetcoll_verbs_test
@@ -35,7 +37,7 @@ help:
 	@echo "make perf          measure all-reduce with two ranks here (PERF=\"...\": other arguments of hetcoll perf)"
 	@echo "make test          run the tests, those of GPU code on fakes of the drivers (TESTS=\"...\": arguments for pytest)"
 	@echo "make test-lanes    of these what needs no calm, some files at a time; make test-calm: the others, one by one"
-	@echo "make test-all      the same with what others make: make launchers jax guest, then make test"
+	@echo "make test-all      the same with more cases (ALL=1) and what others make: make launchers jax guest"
 	@echo "make launchers     install Open MPI, MPICH, Intel MPI and PyTorch for the tests that run them"
 	@echo "make jax           install JAX for the tests that need it"
 	@echo "make guest         fetch what boots virtual machines with RDMA devices for the tests in them (as root)"
@@ -65,14 +67,14 @@ endif
 # LANES files run at a time, three more than there are processors: most tests wait rather than compute. What takes long
 # begins first (tests/conftest.py), above all the virtual machines. LANES=0 runs all one by one.
 test-lanes: $(TESTED)
-	$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder -m "not calm"
+	$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder -m "not calm$(BUT)"
 
 # What counts time, one by one.
 test-calm: $(TESTED)
-	$(BIN)/python -m pytest -m calm
+	$(BIN)/python -m pytest -m "calm$(BUT)"
 
 test-all: launchers jax guest
-	+$(MAKE) test
+	+$(MAKE) test ALL=1
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ranks import Ranks
 from reference import Case, blank_output, interpret, make_input
 from sweep import KINDS, NAMES, cases_of, check, collectives_of, counts_for
+from thorough import parametrize
 
 from hetcoll.plan import ir
 from hetcoll.plan.algorithms import ALGORITHMS, find
@@ -31,10 +32,13 @@ LINKS: dict[str, dict[str, Any]] = {
 
 
 SUPPORTED = [(name, size) for name in NAMES for size in SIZES[1:] if collectives_of(name, size)]
+MOST = [(name, size) for name, size in SUPPORTED if (name, size + 1) not in SUPPORTED]  # ranks
 
 
-@pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize(("name", "size"), SUPPORTED)
+@parametrize("link", LINKS, first=2)
+@parametrize(
+    ("name", "size"), sorted(SUPPORTED, key=lambda case: case[1] == 4), first=sum(n != 4 for _, n in SUPPORTED)
+)
 def test_every_algorithm_over_every_link(pool: Pool, name: str, size: int, link: str) -> None:
     """All counts among the most ranks over one link: plans know no sizes, and each link cuts them in its own way."""
     kinds = collectives_of(name, size)
@@ -44,15 +48,15 @@ def test_every_algorithm_over_every_link(pool: Pool, name: str, size: int, link:
     check(pool(size), [case for kind in kinds for case in cases_of(kind, size, counts)], config)
 
 
-@pytest.mark.parametrize("size", [6, 7, 8])
+@parametrize("size", [7, 6, 8], first=1)
 def test_every_algorithm_on_more_ranks(pool: Pool, size: int) -> None:
     for name in NAMES:
         cases = [case for kind in collectives_of(name, size) for case in cases_of(kind, size, [0, size + 1])]
         check(pool(size), cases, {"algo": name})
 
 
-@pytest.mark.parametrize("link", ["shm", "tcp"])
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@parametrize("link", ["shm", "tcp"], first=1)
+@parametrize("size", [2, 3, 4, 5], first=2)
 def test_every_algorithm_in_place_on_some_ranks(pool: Pool, size: int, link: str) -> None:
     for name in NAMES:
         cases = [
@@ -70,7 +74,7 @@ def test_what_the_library_chooses(pool: Pool, size: int) -> None:
     check(pool(size), [case for kind in KINDS for case in cases_of(kind, size, counts)], {})
 
 
-@pytest.mark.parametrize("stores", ["cached", "streaming", "claimed"])
+@parametrize("stores", ["claimed", "cached", "streaming"], first=1)
 def test_slots_written_either_way(pool: Pool, stores: str) -> None:
     counts = [1009, 100_003]
     cases = [case for kind in KINDS for case in cases_of(kind, 3, counts)]

@@ -9,6 +9,7 @@ import kernel_checks as checks
 import pytest
 from elements import AVERAGED, NARROW, PAIRS, pair_id
 from plain_kernels import PlainMachine
+from thorough import parametrize
 
 from hetcoll.types import DType, ReduceOp
 from hetcoll.vendors.devices.kernels import KernelTable, modules, source
@@ -46,7 +47,7 @@ def test_every_code_of_narrow_types(operands: checks.Operands, dtype: DType) -> 
     checks.check_every_code(operands, dtype, shape)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@parametrize("size", [3, 2, 5], first=1)
 @pytest.mark.parametrize("dtype", list(DType), ids=pair_id)
 def test_oneshot_all_reduces(machine: PlainMachine, dtype: DType, size: int) -> None:
     checks.check_oneshot(machine, dtype, size)

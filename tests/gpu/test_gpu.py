@@ -24,6 +24,7 @@ from gpu_places import STAND_INS
 from on_gpu import KINDS, Copies, OnGpu
 from ranks import Ranks, close_all
 from reference import Case
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.cli.on_device import Mirror, Stream
@@ -33,10 +34,11 @@ from hetcoll.runtime import messages
 from hetcoll.runtime.core import Core
 from hetcoll.types import DType, ReduceOp, supports
 
+SOME = ("bfloat16", "int32")  # of the types
 ODD = (0, 1, 5, 1009, 70_001)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@parametrize("size", [3, 2], first=1)
 def test_every_collective(gpus: Any, size: int) -> None:
     check(gpus(size), list(cases_of(size, ODD)))
 
@@ -227,7 +229,7 @@ def test_messages_larger_than_all_slots(gpus: Any) -> None:
     check(gpus(2), [*kinds, Case("alltoall", count=count, seed=3)])
 
 
-@pytest.mark.parametrize("dtype", [d.label for d in DType])
+@parametrize("dtype", sorted((d.label for d in DType), key=SOME.__contains__, reverse=True), first=len(SOME))
 def test_every_type_with_every_reduction(gpus: Any, dtype: str) -> None:
     ops = [op.label for op in ReduceOp if supports(DType[dtype.upper()], op)]
     check(gpus(2), [Case("allreduce", dtype, n, op, seed=n) for op in ops for n in (7, 40_001)])
@@ -246,7 +248,7 @@ def test_parts_of_unequal_size(gpus: Any) -> None:
     check(gpus(3), cases)
 
 
-@pytest.mark.parametrize("queues", ["1", "2"])
+@parametrize("queues", ["1", "2"], first=1)
 def test_streams_that_share_hardware_queues(gpus: Any, queues: str) -> None:
     ranks = gpus(3, env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, jitter=f"{queues}:100", timeout=120)
     check(ranks, [*cases_of(3, (1009, 200_001)), Case("allreduce", count=3_000_001), Case("alltoall", count=2_300_001)])
@@ -303,7 +305,7 @@ def test_messages_of_a_group_cross_over(gpus: Any, islands: str | None) -> None:
     gpus(3, islands).run(cross_over, timeout=120)
 
 
-@pytest.mark.parametrize("islands", ["", "0,1|2,3", "0,1,2|3", "0|1|2,3", "0,2|1,3"])
+@parametrize("islands", ["0,1|2,3", "0,1,2|3", "", "0|1|2,3", "0,2|1,3"], first=2)
 def test_islands(gpus: Any, islands: str) -> None:
     check(gpus(4, islands, timeout=120), list(cases_of(4, (1, 1009, 100_003))))
 

@@ -11,6 +11,7 @@ from gpu_calls import check, device_of_rank
 from gpu_kinds import start_gpus
 from ranks import Job, Ranks
 from reference import Case
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.errors import ArgumentError
@@ -33,7 +34,7 @@ def cases(size: int, count: int) -> list[Case]:
 
 
 @pytest.mark.fakes
-@pytest.mark.parametrize(
+@parametrize(
     ("gpus", "islands", "algo"),
     [
         ("nnaa", "0,1|2,3", "ring"),
@@ -42,6 +43,7 @@ def cases(size: int, count: int) -> list[Case]:
         ("nana", "0,2|1|3", "direct"),
         ("nnaa", "0|1|2|3", "tree"),
     ],
+    first=2,
 )
 def test_by_name(gpus: str, islands: str, algo: str) -> None:
     with start_gpus(gpus, HETCOLL_ISLANDS=islands, HETCOLL_ALGO=algo) as ranks:
@@ -65,7 +67,7 @@ def test_between_hosts_of_unequal_islands() -> None:
 
 
 @pytest.mark.fakes
-@pytest.mark.parametrize("queues", ["1", "2"])
+@parametrize("queues", ["1", "2"], first=1)
 def test_streams_that_are_late_and_share_hardware_queues(queues: str) -> None:
     few = {"CUDA_DEVICE_MAX_CONNECTIONS": queues, "GPU_MAX_HW_QUEUES": queues}
     with start_gpus("nnaa", jitter=f"{queues}:100", HETCOLL_ISLANDS="0|1|2,3", HETCOLL_ALGO="ring", **few) as ranks:

@@ -11,6 +11,7 @@ from compressed_calls import COLLECTIVES, KINDS, Calls, make, summed, wanted
 from gpu_calls import device_of_rank
 from gpu_kinds import start
 from ranks import Ranks, kept
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.calls.buffers import Buffer
@@ -28,8 +29,8 @@ def calls_of(dtype: DType) -> list[tuple[int, str, bool]]:
     return [*calls, (900_002, "sum", True)] if dtype is DType.FLOAT32 else calls
 
 
-@pytest.mark.parametrize("kind", COLLECTIVES)
-@pytest.mark.parametrize(("dtype", "form"), KINDS)
+@parametrize("kind", COLLECTIVES, first=1)
+@parametrize(("dtype", "form"), KINDS, first=3)
 def test_two_gpus_of_two_vendors(mixed: Any, dtype: DType, form: Format, kind: Collective) -> None:
     """Several calls, with what they lost; the sum has the bits that NumPy's formats give."""
     ranks: Ranks = mixed("na", HETCOLL_ISLANDS="0|1")
@@ -100,11 +101,11 @@ def with_cpus() -> Iterator[Any]:
         yield get
 
 
-@pytest.mark.parametrize("kind", COLLECTIVES)
-@pytest.mark.parametrize(("dtype", "form", "settings"), [
-    *((dtype, form, {"HETCOLL_ISLANDS": "0|1"}) for dtype, form in KINDS),
+@parametrize("kind", COLLECTIVES, first=1)
+@parametrize(("dtype", "form", "settings"), [
     (DType.FLOAT32, Format.INT8, {"HETCOLL_HOST_ID": ("a", "b")}),
-])  # fmt: skip
+    *((dtype, form, {"HETCOLL_ISLANDS": "0|1"}) for dtype, form in KINDS),
+], first=3)  # fmt: skip
 def test_a_gpu_and_a_rank_without_one(
     with_cpus: Any, dtype: DType, form: Format, settings: dict[str, Any], kind: Collective
 ) -> None:

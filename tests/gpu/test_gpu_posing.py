@@ -14,6 +14,7 @@ from gpu_kinds import device_of, run_on_own
 from gpu_places import PLACES, ranks_on
 from ranks import Ranks, kept
 from reference import Case
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.errors import AbortedError, CollectiveMismatchError
@@ -39,7 +40,7 @@ def posed(request: pytest.FixtureRequest) -> Iterator[Posed]:
         yield get
 
 
-@pytest.mark.parametrize("kinds", ["np", "npp", "nnpp", "nnnp"])
+@parametrize("kinds", ["np", "nnpp", "npp", "nnnp"], first=2)
 def test_every_collective(posed: Posed, kinds: str) -> None:
     check(posed(kinds), list(cases_of(len(kinds), (5, 1009, 70_001) if len(kinds) < 4 else (5, 70_001))))
 
@@ -48,7 +49,7 @@ def test_every_type_with_every_reduction(posed: Posed) -> None:
     check(posed("np"), every_reduction())
 
 
-@pytest.mark.parametrize("kinds", ["npc", "nppc"])
+@parametrize("kinds", ["npc", "nppc"], first=1)
 def test_every_collective_beside_a_cpu(posed: Posed, kinds: str) -> None:
     check(posed(kinds), list(cases_of(len(kinds), (5, 70_001))), run_on_own)
 

@@ -21,10 +21,14 @@ _FAR = {"veth0": "10.77.0.2", "veth1": "10.77.0.1", "veth2": "10.77.1.2", "veth3
 PRELOADED = (
     "hetcoll",
     "hetcoll.cli.patterns",
-    "hetcoll.plan.tuner",
     "hetcoll.links.verbs.local_nics",
+    "hetcoll.plan.algorithms.among",
+    "hetcoll.rendezvous.store.server",
+    "hetcoll.runtime.host",
+    "loaded_pyverbs",
     "ml_dtypes",
     "pytest",
+    "sweep",
 )
 ranks.preload(*PRELOADED)
 
