@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from thorough import parametrize
 
 from hetcoll.cli import cases, patterns, perf, report, terminal, timing
 from hetcoll.types import DType, ReduceOp, supports
@@ -229,7 +230,7 @@ def test_jobs_leave_out_what_a_type_has_not() -> None:
 
 
 @pytest.mark.parametrize("dtype", list(DType))
-@pytest.mark.parametrize("size", [2, 7, 20])
+@parametrize("size", [7, 2, 20], first=1)
 def test_every_partial_result_is_exact_in_the_element_type(dtype: DType, size: int) -> None:
     """A reduction in the element type, in any order, gives what integers give; else equality proves nothing."""
     kind = patterns.numpy_dtype(dtype)

@@ -110,7 +110,7 @@ def test_every_type_with_every_reduction(pool: Pool, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "complex64", "float8_e4m3fn"])
-@pytest.mark.parametrize("size", [3, 5])
+@parametrize("size", [3, 5], first=1)
 def test_rounded_sums_are_the_same_bits_on_all_ranks(pool: Pool, size: int, dtype: str) -> None:
     cases = [
         Case("allreduce", dtype, n, op, seed=n, exact=False) for n in (1, 6, 1000, 30_011) for op in ("sum", "avg")
@@ -168,8 +168,8 @@ def test_large_messages(pool: Pool, size: int) -> None:
 
 
 @pytest.mark.calm
-@pytest.mark.parametrize("name", ["staged", "chained"])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@parametrize("name", ["staged", "chained"], first=1)
+@parametrize("size", [4, 2, 3], first=1)
 def test_large_messages_by_stretches(pool: Pool, size: int, name: str) -> None:
     """One stretch, two, some and as many as there may be, of which the last is longer."""
     counts = [(1 << 19) - 1, (1 << 20) + 1, (5 << 19) + 4999]

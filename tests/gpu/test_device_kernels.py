@@ -14,6 +14,9 @@ from thorough import parametrize
 from hetcoll.types import DType, ReduceOp
 from hetcoll.vendors.devices.kernels import KernelTable, modules, source
 
+# Each type's kernels are compiled by themselves.
+FEW = [(dtype, op) for dtype, op in PAIRS if dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT8_E5M2, DType.UINT8)]
+
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainMachine]:
@@ -32,7 +35,7 @@ def shape(count: int, itemsize: int) -> tuple[int, int]:
     return 3, 16
 
 
-@pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=pair_id)
+@parametrize(("dtype", "op"), [*FEW, *(pair for pair in PAIRS if pair not in FEW)], first=len(FEW), ids=pair_id)
 def test_reductions_match_the_hosts(operands: checks.Operands, dtype: DType, op: ReduceOp) -> None:
     checks.check_reduce(operands, dtype, op, shape)
 

@@ -16,6 +16,7 @@ from gpu_calls import cases_of, check, every_reduction
 from gpu_kinds import Own, has_gpu, run_on_own, start
 from ranks import Job, Outcome, Ranks, kept, wait_until
 from reference import Case
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.calls.buffers import element_type
@@ -36,7 +37,7 @@ def mixed() -> Iterator[Any]:
         yield get
 
 
-@pytest.mark.parametrize("kinds", ["nc", "ca", "nnc", "nac", "cnc"])
+@parametrize("kinds", ["nc", "nac", "cnc", "ca", "nnc"], first=3)
 def test_every_collective(mixed: Any, kinds: str) -> None:
     check(
         mixed(kinds), list(cases_of(len(kinds), (0, 5, 1009, 70_001) if len(kinds) == 2 else (5, 70_001))), run_on_own

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from gpu_kinds import Own, start
 from ranks import Outcome
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.errors import InitError
@@ -188,7 +189,7 @@ def reduce_and_explain(comm: hetcoll.Communicator, hows: tuple[str, ...]) -> tup
         ("signal", "rank 0: nothing came from rank 1 in 5 s"),
     ],
 )
-@pytest.mark.parametrize("kinds", ["na", "naa"])
+@parametrize("kinds", ["naa", "na"], first=1)
 def test_a_way_that_fails_is_given_up(kinds: str, how: str, why: str) -> None:
     with start(kinds) as ranks:
         found = ranks.run(reduce_and_explain, ("nothing", how, "nothing")[: len(kinds)], timeout=120)
@@ -201,8 +202,18 @@ def test_a_way_that_fails_is_given_up(kinds: str, how: str, why: str) -> None:
 
 
 @pytest.mark.fakes
-@pytest.mark.parametrize(
-    ("kinds", "how"), [*itertools.product(("nc", "ca"), ("bytes", "sent", "signal")), ("ncn", "sent")]
+@parametrize(
+    ("kinds", "how"),
+    [
+        ("nc", "bytes"),
+        ("ca", "signal"),
+        ("ncn", "sent"),
+        ("nc", "sent"),
+        ("nc", "signal"),
+        ("ca", "bytes"),
+        ("ca", "sent"),
+    ],
+    first=3,
 )
 def test_a_way_between_a_gpu_and_a_cpu_that_fails_is_given_up(kinds: str, how: str) -> None:
     """Whichever of the two finds out. Others keep theirs."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gpu_calls import device_of_rank, overlap
 from gpu_places import REAL
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.errors import DeviceError
@@ -49,7 +50,7 @@ def out_of_turn(comm: hetcoll.Communicator, own: bool, more: bool) -> None:
     assert all((copy.get() == array.get()).all() for copy, array in zip(copies, results, strict=True))
 
 
-@pytest.mark.parametrize("queues", ["8", "32"])  # a message that waits holds up what shares its hardware queue
+@parametrize("queues", ["8", "32"], first=1)  # a message that waits holds up what shares its hardware queue
 @pytest.mark.parametrize("own", [True, False])
 def test_peers_that_are_late_hold_up_nobody_else(
     gpus: Any, own: bool, queues: str, request: pytest.FixtureRequest
@@ -193,7 +194,7 @@ def beside_others(comm: hetcoll.Communicator) -> None:
         device.destroy_stream(stream)
 
 
-@pytest.mark.parametrize("queues", ["1", "2"])
+@parametrize("queues", ["1", "2"], first=1)
 def test_beside_kernels_and_libraries_of_the_user(gpus: Any, queues: str) -> None:
     ranks = gpus(4, "0,1|2,3", env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, jitter="7:100", timeout=120)
     ranks.run(beside_others, timeout=100)

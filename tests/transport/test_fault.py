@@ -13,6 +13,7 @@ import pytest
 from cases import run_cases
 from ranks import Job, Ranks
 from reference import Case
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.errors import ArgumentError, CollectiveTimeoutError, CommunicationError, PeerLostError
@@ -47,7 +48,7 @@ def cases_for(size: int) -> list[Case]:
 
 @pytest.mark.parametrize("fault", HARMLESS)
 @pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@parametrize("size", [3, 2, 4], first=1)
 def test_results_do_not_depend_on_timing_or_on_pieces(pool: Pool, size: int, link: str, fault: str) -> None:
     cases = cases_for(size)
     rows = pool(size).run(run_cases, cases, {"fault": fault, **LINKS[link]}, size == 3)
