@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import dlpack_arrays
 import numpy as np
 import pytest
 from ranks import Ranks
@@ -136,6 +137,10 @@ MISTAKES: dict[str, Mistake] = {
     "not an array": (BufferTypeError, "sendbuf: wanted an array", lambda c: c.allreduce([1.0, 2.0])),
     "a dictionary": (BufferTypeError, "buf: wanted an array", lambda c: c.broadcast({"weight": [1.0]})),
     "a meta tensor": (BufferTypeError, "buf: this Meta has no memory that DLPack knows", lambda c: c.broadcast(Meta())),
+    "a tensor without memory": (
+        BufferTypeError, "buf: this Array has no memory: its address is 0",
+        lambda c: c.broadcast(dlpack_arrays.Array(kind=1, address=8)),  # of which 8 are the offset
+    ),
     "allreduce op where recvbuf is": (
         BufferTypeError, "got 'max'; write op='max'", lambda c: c.allreduce(new(), "max")
     ),

@@ -245,6 +245,8 @@ def _from_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
     if writable and (read_only or type(obj).__module__.startswith("jax")):
         raise BufferTypeError(f"{name}: wanted a writable array, got a read-only {type(obj).__name__}")
     count = int(np.prod(shape, dtype=np.int64))
+    if not tensor.data and count:  # PyTorch's fake tensors say that they are on a CPU
+        raise BufferTypeError(f"{name}: this {type(obj).__name__} has no memory: its address is 0")
     if type(obj).__module__ in ("torch", "torch.nn.parameter"):  # what else exports may be read-only
         _native.know_tensor_type(type(obj))
     return Buffer((tensor.data or 0) + tensor.byte_offset, count, dtype, obj, device, 0 if device == "cpu" else index)

@@ -21,7 +21,7 @@ from .failures import CollectiveTimeoutError, translate
 from .futures import Level
 from .records import Records
 from .streams import Lane, capturing, current, on_device
-from .tensors import seconds
+from .tensors import gpu_of, seconds
 from .work import HostWork, StreamWork
 
 LaneName = tuple[str, int]  # a kind of call, and the peer of messages that have a lane of their own
@@ -150,7 +150,7 @@ class Launcher(dist.ProcessGroup):
         source: int | None,
     ) -> dist.Work:
         """A blocking call goes to the current stream, another one to a stream of the group that waits for it."""
-        device = tensors[0].device
+        device = gpu_of(tensors[0])
 
         def run() -> None:
             start({})

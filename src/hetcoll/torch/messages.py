@@ -19,7 +19,7 @@ from ..types import Format
 from .failures import translated
 from .launch import BATCHES, LaneName, Launcher, Start
 from .sources import Sources
-from .tensors import flat
+from .tensors import flat, gpu_of
 from .work import Bundle, ToSelf
 
 Tensors = Sequence[torch.Tensor]
@@ -106,7 +106,8 @@ class Messages(Launcher):
     def _receive_later(self, comm: Communicator, tensor: torch.Tensor, source: int | None) -> dist.Work:
         """A receive from any source, or one from `source` after such ones."""
         memory, sources, limit = flat(tensor), self._sources_of(comm), self._timeout
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
+            gpu_of(tensor)
             with translated:
                 found = sources.now(source, limit)
             return self._one(comm, tensor, memory, "recv", found)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import OpName
+from .. import BufferTypeError, OpName
+from .names import DEVICES
 
 _NAMES: tuple[tuple[Any, OpName], ...] = (
     (dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "avg"), (dist.ReduceOp.PRODUCT, "prod"),
@@ -38,6 +39,13 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
             f"{tensor.stride()}"
         )
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def gpu_of(tensor: torch.Tensor) -> torch.device:
+    """Where a tensor lies that is not on the CPU. BufferTypeError where that is no GPU, as for "meta"."""
+    if not tensor.is_cuda:
+        raise BufferTypeError(f"tensor: wanted one on {' or '.join(DEVICES)}, got one on {tensor.device}")
+    return tensor.device
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:

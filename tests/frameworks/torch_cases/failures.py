@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 
 import hetcoll
 
@@ -37,6 +39,21 @@ def mismatch(store: dist.Store, rank: int, size: int) -> None:
     assert "distributed_c10d" not in str(caught.value)
     with pytest.raises(RuntimeError):
         dist.barrier()
+    _end()
+
+
+def no_memory(store: dist.Store, rank: int, size: int) -> None:
+    """Of tensors that only describe one nothing is sent; later calls work."""
+    _init(store, rank, size)
+    meta, other = torch.empty(4, device="meta"), (rank + 1) % size
+    with FakeTensorMode():
+        fake = torch.empty(4)
+    for tensor, words in ((meta, "got one on meta"), (fake, "FakeTensor has no memory")):
+        for call in (dist.all_reduce, partial(dist.recv, src=other), partial(dist.send, dst=other)):
+            with pytest.raises(hetcoll.BufferTypeError, match=words):
+                call(tensor)
+    dist.all_reduce(x := torch.ones(4))
+    assert x.tolist() == [size] * 4
     _end()
 
 
