@@ -6,9 +6,11 @@ import argparse
 import io
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ import numpy as np
 import pytest
 from thorough import parametrize
 
-from hetcoll.cli import cases, patterns, perf, report, terminal, timing
+from hetcoll.cli import bench, cases, patterns, perf, report, sweeps, terminal, timing
 from hetcoll.types import DType, ReduceOp, supports
 
 SUM = ReduceOp.SUM
@@ -30,6 +32,7 @@ class World:
         self.size, self.fault = size, fault
         self.meeting = threading.Barrier(size, timeout=30)
         self.shared: list[Any] = [None] * size
+        self.mail: defaultdict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
 
     def run(self, work: Callable[[FakeComm], Any]) -> list[Any]:
         results: list[Any] = [None] * self.size
@@ -132,6 +135,12 @@ class FakeComm:
         assert to == self.rank
         self._deliver(recvbuf, data)
 
+    def send(self, buf, dest):
+        self.world.mail[self.rank, dest].put(buf.copy())
+
+    def recv(self, buf, source):
+        self._deliver(buf, self.world.mail[source, self.rank].get(timeout=60))
+
     def barrier(self):
         self.world.meeting.wait()
 
@@ -142,7 +151,7 @@ class FakeComm:
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    perf.add_arguments(parser)
+    sweeps.add_arguments(parser)
     return parser.parse_args(words)
 
 
@@ -154,7 +163,7 @@ def arguments(*words: str) -> argparse.Namespace:
     [
         ("allreduce", 1.5), ("allgather", 0.75), ("reduce_scatter", 0.75), ("broadcast", 1.0), ("reduce", 1.0),
         ("gather", 0.75), ("scatter", 0.75), ("alltoall", 0.75), ("sendrecv", 1.0), ("alltoallv", 0.75),
-        ("allgatherv", 0.75), ("reduce_scatterv", 0.75),
+        ("allgatherv", 0.75), ("reduce_scatterv", 0.75), ("oneway", 1.0), ("pingpong", 1.0),
     ],
 )  # fmt: skip
 def test_busbw_is_that_of_nccl_tests(op: str, factor_of_4: float) -> None:
@@ -174,6 +183,7 @@ def test_one_rank_has_no_bus() -> None:
         ("allreduce", 100, 100, 100, 100), ("allgather", 25, 100, 25, 100), ("reduce_scatter", 100, 25, 25, 100),
         ("broadcast", None, 100, 100, 100), ("alltoall", 100, 100, 25, 100), ("gather", 25, 100, 25, 100),
         ("scatter", 100, 25, 25, 100), ("sendrecv", 100, 100, 100, 100), ("reduce", 100, 100, 100, 100),
+        ("oneway", 100, None, 100, 100), ("pingpong", 100, 100, 100, 100),
     ],
 )  # fmt: skip
 def test_sizes_and_counts_are_those_of_nccl_tests(op: str, send: int, recv: int, count: int, total: int) -> None:
@@ -194,36 +204,38 @@ def test_uneven_counts_are_uneven_and_complete() -> None:
     ("text", "nbytes"), [("8", 8), ("4K", 4096), ("4k", 4096), ("64M", 64 << 20), ("1G", 1 << 30), ("2MiB", 2 << 20)]
 )
 def test_sizes_have_suffixes(text: str, nbytes: int) -> None:
-    assert perf.parse_size(text) == nbytes
+    assert sweeps.parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "K", "-1", "1.5M", "8X", "M8"])
 def test_a_bad_size_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="wanted a size"):
-        perf.parse_size(text)
+        sweeps.parse_size(text)
 
 
 def test_sweep_steps_by_factor_or_bytes_and_measures_nothing_twice() -> None:
-    assert perf.sizes(arguments("allreduce", "-b", "8", "-e", "64", "-f", "2"), "allreduce", 2, DType.FLOAT32) == [
+    assert sweeps.sizes(arguments("allreduce", "-b", "8", "-e", "64", "-f", "2"), "allreduce", 2, DType.FLOAT32) == [
         2, 4, 8, 16,
     ]  # fmt: skip
-    assert perf.sizes(arguments("allreduce", "-b", "8", "-e", "32", "-i", "8"), "allreduce", 2, DType.FLOAT32) == [
+    assert sweeps.sizes(arguments("allreduce", "-b", "8", "-e", "32", "-i", "8"), "allreduce", 2, DType.FLOAT32) == [
         2, 4, 6, 8,
     ]  # fmt: skip
-    counts = perf.sizes(arguments("allgather", "-b", "1", "-e", "64", "-f", "2"), "allgather", 4, DType.FLOAT32)
+    counts = sweeps.sizes(arguments("allgather", "-b", "1", "-e", "64", "-f", "2"), "allgather", 4, DType.FLOAT32)
     totals = [cases.shape("allgather", 4, 0, count, 0).total for count in counts]
     assert totals == [4, 8, 16]
 
 
 def test_jobs_leave_out_what_a_type_has_not() -> None:
-    jobs = perf.expand(arguments("allreduce", "-d", "complex64", "-o", "all"), 2)
+    jobs = sweeps.expand(arguments("allreduce", "-d", "complex64", "-o", "all"), 2)
     assert {job.redop for job in jobs} == {ReduceOp.SUM, ReduceOp.PROD, ReduceOp.AVG}
-    assert [job.root for job in perf.expand(arguments("broadcast", "-r", "-1"), 3)] == [0, 1, 2]
-    assert {job.op for job in perf.expand(arguments("all"), 2)} == set(cases.OPS)
+    assert [job.root for job in sweeps.expand(arguments("broadcast", "-r", "-1"), 3)] == [0, 1, 2]
+    assert {job.op for job in sweeps.expand(arguments("all"), 2)} == set(cases.OPS)
     with pytest.raises(SystemExit, match="from 0 to 1"):
-        perf.expand(arguments("broadcast", "-r", "2"), 2)
+        sweeps.expand(arguments("broadcast", "-r", "2"), 2)
     with pytest.raises(SystemExit, match="nothing to measure"):
-        perf.expand(arguments("sendrecv", "--inplace"), 2)
+        sweeps.expand(arguments("sendrecv", "--inplace"), 2)
+    with pytest.raises(SystemExit, match="nothing to measure"):
+        sweeps.expand(arguments("pingpong"), 1)
 
 
 # The patterns -------------------------------------------------------------------------------------------------------
@@ -395,6 +407,30 @@ def test_the_slowest_rank_is_reported() -> None:
         return timing.slowest(comm, own, comm.rank)
 
     assert World(3).run(work) == [(timing.Timing(10.0, 1.0, 2.0), 3)] * 3
+
+
+@pytest.mark.parametrize(("op", "time_us"), [("pingpong", 5.0), ("oneway", 10.0)])
+def test_a_pingpong_is_timed_one_way(monkeypatch: pytest.MonkeyPatch, op: str, time_us: float) -> None:
+    """As osu_latency does: half of a call, which is a message there and one back."""
+    monkeypatch.setattr(bench, "take_samples", lambda call, schedule: np.full(schedule.samples, 10.0))
+
+    def work(comm: FakeComm) -> float:
+        measured = bench.Bench(comm, arguments(op, "-e", "8"))
+        return measured.measure(measured.sweeps[0][0], 2, "out").time_us
+
+    assert World(2).run(work) == [time_us, time_us]
+
+
+def test_nothing_is_verified_where_nobody_wants_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["allreduce", "-e", "8", "--iters", "2"]
+    assert run_measure(2, words, _one_element) == [1, 1]
+    assert "Every element of every buffer is verified" in capsys.readouterr().out
+    assert run_measure(2, [*words, "-c", "0"], _one_element) == [0, 0]
+    out = capsys.readouterr().out
+    assert "Nothing is verified" in out
+    assert "Out of bounds" not in out
+    (line,) = (line.split() for line in out.splitlines() if not line.startswith("#"))
+    assert (line[8], line[12]) == ("N/A", "N/A")
 
 
 # The report ---------------------------------------------------------------------------------------------------------

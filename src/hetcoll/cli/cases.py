@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
 OPS = (
     "allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "alltoall",
-    "allgatherv", "reduce_scatterv", "alltoallv", "sendrecv", "barrier",
+    "allgatherv", "reduce_scatterv", "alltoallv", "sendrecv", "oneway", "pingpong", "barrier",
 )  # fmt: skip
+PAIRED = frozenset({"oneway", "pingpong"})
+MESSAGES = PAIRED | {"sendrecv"}
 REDUCING = frozenset({"allreduce", "reduce_scatter", "reduce", "reduce_scatterv"})
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 ONLY_IN_PLACE = frozenset({"broadcast"})
-ONLY_OUT_OF_PLACE = frozenset({"alltoallv", "sendrecv", "barrier"})
+ONLY_OUT_OF_PLACE = MESSAGES | {"alltoallv", "barrier"}
 # In place these overwrite their own input, so a repeated call starts from other values.
 CONSUMES_INPUT = REDUCING | {"alltoall"}
 
@@ -43,7 +45,7 @@ def busbw_factor(op: str, size: int) -> float:
     """
     if op == "allreduce":
         return 2 * (size - 1) / size
-    if op in ("broadcast", "reduce", "sendrecv", "barrier"):
+    if op in ("broadcast", "reduce", "barrier") or op in MESSAGES:
         return 1.0
     return (size - 1) / size
 
@@ -113,6 +115,8 @@ def shape(op: str, size: int, rank: int, elements: int, root: int) -> Shape:
         return Shape(total, total, None, total, (Source(0, total, root),))
     if op == "sendrecv":
         return Shape(total, total, total, total, (Source(0, total, (rank - 1) % size),))
+    if op in PAIRED:
+        return _pair(op, size, rank, total)
     if op == "alltoallv":
         return _alltoallv(size, rank, total)
     if op in ("allgatherv", "reduce_scatterv"):
@@ -138,6 +142,17 @@ def shape(op: str, size: int, rank: int, elements: int, root: int) -> Shape:
             blocks = tuple(Source(i * share, share, i, rank * share) for i in range(size))
             return Shape(total, share, total, total, blocks)
     raise ValueError(f"unknown operation {op!r}: expected one of {', '.join(OPS)}")
+
+
+def _pair(op: str, size: int, rank: int, total: int) -> Shape:
+    """Ranks 0 and 1, 2 and 3, ... are pairs, whose first one sends. The last one of an odd number does nothing."""
+    peer = rank ^ 1
+    if peer >= size:
+        return Shape(total, total, None, None)
+    source = (Source(0, total, peer),)
+    if op == "pingpong":
+        return Shape(total, total, total, total, source)
+    return Shape(total, total, None, total, source) if rank % 2 else Shape(total, total, total, None)
 
 
 def _alltoallv(size: int, rank: int, total: int) -> Shape:
@@ -178,10 +193,19 @@ class Guarded:
         return sum(int(np.count_nonzero(guard != _POISON)) for guard in guards)
 
 
+class Library(Protocol):
+    """What is measured in the place of hetcoll."""
+
+    def bind(self, case: Case, send: Any, recv: Any) -> Callable[[], object]:
+        """The call of a case on its buffers."""
+        ...
+
+
 class Case:
     """One operation at one size on this rank: `fill`, then `call`, then `wrong` says how many elements are wrong.
 
-    With a `stream` the buffers lie on its GPU, calls are enqueued on it, and the values are checked in host memory.
+    With a `stream` the buffers lie on its GPU, calls are enqueued on it, and the values are checked in host memory. The
+    calls are those of `comm`, or of another `library`.
     """
 
     def __init__(
@@ -194,6 +218,7 @@ class Case:
         root: int,
         inplace: bool,
         stream: Stream | None = None,
+        library: Library | None = None,
     ) -> None:
         self.op, self.dtype, self.redop, self.root, self.inplace = op, dtype, redop, root, inplace
         self.size: int = comm.size
@@ -206,7 +231,7 @@ class Case:
         self._pattern = Pattern(dtype, self.size, 0, redop)
         memories = [owner.memory for owner in self._owners]
         self._mirror = None if stream is None else Mirror(stream, memories)
-        self.call = _bind(comm, self, self._mirror)
+        self.call = _bind(comm, self, *self._ends()) if library is None else library.bind(self, *self._ends())
 
     def _buffers(self, kind: np.dtype[Any]) -> tuple[Array | None, Array | None]:
         def new(count: int) -> Array:
@@ -224,6 +249,18 @@ class Case:
     def buffers(self) -> tuple[Array | None, Array | None]:
         """(send, receive) buffer of this rank."""
         return self._send, self._recv
+
+    def _ends(self) -> tuple[Any, Any]:
+        """What the call is given: arrays, or memory of the GPU."""
+        if self._mirror is None:
+            return self._send, self._recv
+        send, recv = (None if array is None else self._mirror.buffer(array) for array in self.buffers)
+        return send, recv
+
+    @property
+    def messages(self) -> int:
+        """One after another in a call: a pingpong's time is half of its call's, as in osu_latency."""
+        return 2 if self.op == "pingpong" else 1
 
     def fill(self, seed: int) -> None:
         """New input, and nothing but poison where output belongs. Every rank uses the same seed."""
@@ -271,14 +308,9 @@ class Case:
         return pieces
 
 
-def _bind(comm: Any, case: Case, mirror: Mirror | None) -> Callable[[], object]:
+def _bind(comm: Any, case: Case, send: Any, recv: Any) -> Callable[[], object]:
     """The call with all its arguments bound, so that a timed loop pays for nothing but the call."""
     redop = None if case.redop is None else sys.intern(case.redop.label)  # as a literal is
-    send: Any
-    recv: Any
-    send, recv = case.buffers
-    if mirror is not None:
-        send, recv = (None if array is None else mirror.buffer(array) for array in (send, recv))
     match case.op:
         case "allreduce":
             return partial(comm.allreduce, send, None if case.inplace else recv, redop)
@@ -302,6 +334,24 @@ def _bind(comm: Any, case: Case, mirror: Mirror | None) -> Callable[[], object]:
         case "sendrecv":
             following, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
             return partial(comm.sendrecv, send, following, recv, before)
+        case "oneway" | "pingpong":
+            peer = case.rank ^ 1
+            return in_turn(case, partial(comm.send, send, peer), partial(comm.recv, recv, peer))
         case "barrier":
             return partial(comm.barrier)
     raise ValueError(f"unknown operation {case.op!r}: expected one of {', '.join(OPS)}")
+
+
+def in_turn(case: Case, send: Callable[[], object], recv: Callable[[], object]) -> Callable[[], object]:
+    """This rank's part of a message one way, or of one there and one back: the first rank of a pair sends first."""
+    if case.shape.send is None:
+        return recv if case.shape.recv is not None else lambda: None
+    if case.shape.recv is None:
+        return send
+    first, second = (recv, send) if case.rank % 2 else (send, recv)
+
+    def call() -> None:
+        first()
+        second()
+
+    return call

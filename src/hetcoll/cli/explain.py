@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .. import Communicator
 from ..types import Collective
 from . import in_job
-from .perf import parse_size
+from .sweeps import parse_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

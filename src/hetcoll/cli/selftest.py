@@ -212,7 +212,7 @@ def _be_rank(devices: Sequence[str], islands: str, folder: str, *, quick: bool) 
 def check(comm: Communicator, device: str, quick: bool, result: Result) -> None:
     """Run all cases and the timed all-reduces on `comm`; what is found goes to `result`."""
     from .on_device import Stream
-    from .perf import have_ml_dtypes
+    from .sweeps import have_ml_dtypes
 
     stream = Stream.of(device)
     if not have_ml_dtypes():

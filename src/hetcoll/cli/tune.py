@@ -22,7 +22,7 @@ from ..links import tuned as files
 from ..plan import tuned, tuner
 from ..runtime.regroup import name_of
 from ..types import Collective
-from .perf import parse_size
+from .sweeps import parse_size
 from .timing import Schedule, Timing, agree_on_estimate, slowest, take_samples
 
 SIZES = (8, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
