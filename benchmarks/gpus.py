@@ -5,13 +5,14 @@
     python benchmarks/gpus.py --gpus 1          # beside a rank without a GPU, which --gpus 2 has as well
     python benchmarks/gpus.py --gpus 2 --only messages
 
-Each library has processes of its own, a rank a GPU, which wait while another one is measured (gpu_worker.py). NCCL is
-called through its C interface; "without P2P" is NCCL_P2P_DISABLE=1, the way of GPUs that no NVLink joins; "sockets" has
-NCCL_SHM_DISABLE=1 as well. `us` is the time of a call in a row of them on one stream, `sync` that of one call with a
-wait of the host behind it, `cost` the host's part of a call: the best of all turns, of the slowest rank. GB/s are those
-of the larger buffer over `us` (nccl-tests' algbw). A ratio above 1 means that hetcoll is faster. "only the copies" is
-the limit: what crosses between islands, copied to slots and back without signals, sums or NCCL (gpu_limits.py); there
-the ratio is the part of the limit that hetcoll reaches.
+Every measurement is one of `hetcoll perf`, which gpu_worker.py also makes of NCCL, by its C interface, and of PyTorch.
+Each library has processes of its own, a rank a GPU, which wait while another one is measured. "Without P2P" is
+NCCL_P2P_DISABLE=1, the way of GPUs that no NVLink joins; "sockets" has NCCL_SHM_DISABLE=1 as well. `us` is the time
+of a call in a row of them on one stream, `sync` that of one with a wait of the host behind it (-z), `cost` the host's
+part (-C): the best of all turns, of the slowest rank. GB/s are those of the larger buffer over `us` (nccl-tests' algbw). A
+ratio above 1 means that hetcoll is faster. All-reduces are in place where a peer has no other. "only the copies" is the
+limit: what crosses between islands, copied to slots and back without signals, sums or NCCL (gpu_limits.py); there the
+ratio is the part of the limit that hetcoll reaches.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import results
 from staying import StayingRanks
@@ -40,7 +42,7 @@ SMALL, LARGE = (8, 4 * K, 16 * K, 64 * K), (1 * M, 16 * M, 64 * M, 256 * M)
 COPIES = "only the copies"  # gpu_limits.py
 GPUS = (1, 2, 4)
 TURNS, SMALL_TURNS = 3, 15  # a host's calls take two thirds as long in one second as in the next
-ROW_SECONDS = 0.2  # of a row of calls, once it is known how long one takes
+ALONE, QUEUED = 20, 100  # calls with a wait each, and calls whose cost to the host is measured
 SECONDS = 120.0  # for one answer
 NO_P2P = {"NCCL_P2P_DISABLE": "1"}
 SOCKETS = NO_P2P | {"NCCL_SHM_DISABLE": "1"}
@@ -68,6 +70,10 @@ class Setting:
     points: tuple[tuple[str, int], ...]
     hosts: bool = False
     cpus: int = 0
+
+    def place(self, op: str) -> str:
+        """PyTorch has no all-reduce out of place."""
+        return "in" if op == "allreduce" and {"gloo", "torch"} & {peer.library for peer in self.peers} else "out"
 
 
 ALLREDUCE = tuple(("allreduce", nbytes) for nbytes in (*SMALL, *LARGE))
@@ -126,14 +132,14 @@ def by_algorithm(islands: str) -> Setting:
 class Job(StayingRanks):
     """The ranks of one library."""
 
-    def __init__(self, peer: Peer, setting: Setting, largest: int, errors: Path) -> None:
+    def __init__(self, peer: Peer, setting: Setting, errors: Path) -> None:
         self.peer, ranks = peer, setting.ranks
         hosts = setting.hosts and peer.library == "hetcoll"
         devices = {rank: "cpu" if rank >= ranks - setting.cpus else "cuda" for rank in range(ranks) if setting.cpus}
         ports = [free_port() for _ in range(2)]
         common = {**os.environ, **COMMON, **peer.env, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "GPUS_PORT": str(ports[1])}  # fmt: skip
-        words = [sys.executable, str(HERE / "gpu_worker.py"), peer.library, str(largest)]
+        words = [sys.executable, str(HERE / "gpu_worker.py"), peer.library]
         commands = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({"HETCOLL_HOST_ID": f"host{rank}"} if hosts else {})
@@ -141,10 +147,26 @@ class Job(StayingRanks):
             commands.append((words, common | own))
         super().__init__(peer.name, commands, errors, SECONDS)
 
-    def measure(self, op: str, nbytes: int, **more: int) -> dict[str, float]:
+    def most(self, **question: Any) -> dict[str, float]:
         """The most of each figure that a rank has."""
-        answers = self.ask({"op": op, "nbytes": nbytes, **more})
+        answers = self.ask(question)
         return {name: max(answer[name] for answer in answers) for name in answers[0]}
+
+    def perf(self, op: str, nbytes: int, place: str, *words: str) -> dict[str, float]:
+        """`hetcoll perf` of one size."""
+        size = ["-b", str(nbytes), "-e", str(nbytes)]
+        return self.most(do="measure", words=[op, *size, *words], place=place)
+
+    def measure(self, op: str, nbytes: int, place: str, verified: bool) -> dict[str, float]:
+        """One turn. Only a first one is `verified`."""
+        if op == "nothing":
+            return self.most(do="nothing") | {"wrong": 0.0}
+        if op == "product":
+            return self.most(do="product", nbytes=nbytes) | {"wrong": 0.0}
+        check = "1" if verified and self.peer.name != COPIES else "0"
+        found = self.perf(op, nbytes, place, "-c", check)
+        calls = {"sync": ("-z", "--iters", str(ALONE)), "cost": ("-C", "--iters", str(QUEUED if nbytes < M else ALONE))}
+        return found | {name: self.perf(op, nbytes, place, "-c", "0", *words)["us"] for name, words in calls.items()}
 
 
 def free_port() -> int:
@@ -158,22 +180,20 @@ Row = dict[str, dict[str, float]]  # figures by library
 
 def run(setting: Setting, points: Sequence[tuple[str, int]], home: Path) -> list[tuple[str, int, Row]]:
     """These points of a setting. Jobs are measured by turns; of each figure the least counts."""
-    largest = max(nbytes for _, nbytes in points)
     ours = Peer("hetcoll", "hetcoll", setting.env)
     found = []
     with contextlib.ExitStack() as stack:
         jobs = []
         for peer in (ours, *setting.peers):
             log = home / f"{setting.title} {peer.name}".replace("|", "-")
-            jobs.append(Job(peer, setting, largest, log))
+            jobs.append(Job(peer, setting, log))
             stack.callback(jobs[-1].close)
         for op, nbytes in points:
             row: Row = {}
             for _ in range(TURNS if nbytes >= M else SMALL_TURNS):
                 for job in (job for job in jobs if part_of(op, nbytes, job.peer)):
                     old = row.get(job.peer.name)
-                    rows = {} if old is None or "us" not in old else {"most": int(ROW_SECONDS * 1e6 / old["us"])}
-                    seen = job.measure(op, nbytes, **rows)
+                    seen = job.measure(op, nbytes, setting.place(op), verified=old is None)
                     row[job.peer.name] = seen if old is None else best(seen, old)
             found.append((op, nbytes, row))
             print(line(op, nbytes, row), flush=True)

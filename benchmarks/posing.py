@@ -41,12 +41,12 @@ def posing() -> dict[str, str]:
 class Job(StayingRanks):
     """So many GPUs in two halves, of which the second one poses."""
 
-    def __init__(self, gpus: int, poses: bool, largest: int, errors: Path) -> None:
+    def __init__(self, gpus: int, poses: bool, errors: Path) -> None:
         half = gpus // 2
         islands = "|".join(",".join(map(str, each)) for each in (range(half), range(half, gpus)))
         common = {**os.environ, **COMMON, "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus),
                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HETCOLL_ISLANDS": islands}  # fmt: skip
-        words = [sys.executable, str(HERE / "gpu_worker.py"), "plain", str(largest)]
+        words = [sys.executable, str(HERE / "gpu_worker.py"), "hetcoll"]
         commands = []
         for rank in range(gpus):
             device = posing() if poses and rank >= half else {"HETCOLL_DEVICE": "cuda"}
@@ -55,19 +55,24 @@ class Job(StayingRanks):
 
     def check(self, nbytes: int) -> int:
         """Elements that came wrong."""
-        return int(sum(found["wrong"] for found in self.ask({"op": "allreduce", "nbytes": nbytes})))
+        return int(self._perf(nbytes, "--iters", "1")["wrong"])
 
     def time(self, nbytes: int) -> float:
         """Microseconds of one call in a short row."""
-        told = {"op": "allreduce", "nbytes": nbytes, "calls": min(100, max(4, BYTES // nbytes))}
-        return float(max(found["us"] for found in self.ask(told)))
+        calls = min(100, max(4, BYTES // nbytes))
+        return float(self._perf(nbytes, "-c", "0", "-w", "1", "--iters", str(calls))["us"])
+
+    def _perf(self, nbytes: int, *words: str) -> dict[str, float]:
+        """`hetcoll perf allreduce` of one size, which tells all ranks the same."""
+        size = ["-b", str(nbytes), "-e", str(nbytes)]
+        return self.ask({"do": "measure", "words": ["allreduce", *size, *words], "place": "out"})[0]
 
 
 def compare(gpus: int, rounds: int, sizes: Sequence[int], home: Path) -> list[dict[str, object]]:
     """Prints a line for each size, and gives what stands there with all times."""
     found: list[dict[str, object]] = []
     with contextlib.ExitStack() as stack:
-        jobs = [Job(gpus, poses, max(sizes), home / f"{gpus} {poses}") for poses in (False, True)]
+        jobs = [Job(gpus, poses, home / f"{gpus} {poses}") for poses in (False, True)]
         for job in jobs:
             stack.callback(job.close)
         for nbytes in sizes:

@@ -413,15 +413,33 @@ def test_ranks_of_the_benchmark_on_gpus(library: str, tmp_path: Path) -> None:
     env = fakes.environment("cuda", devices=2) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     env |= {} if library == "nccl" else {"HETCOLL_ISLANDS": "0|1"}
     setting = gpus.Setting("two islands", 2, {}, (), ())
-    job = gpus.Job(gpus.Peer(library, library, env), setting, 1 << 20, tmp_path / "log")
+    job = gpus.Job(gpus.Peer(gpus.COPIES if library == "copies" else library, library, env), setting, tmp_path / "log")
+    points = [("allreduce", 65536), ("allgather", 1 << 20), ("reduce_scatter", 1 << 20)]
+    if library != "copies":
+        points += [("alltoall", 4096), ("sendrecv", 4096), ("oneway", 64), ("pingpong", 64)]
     try:
-        for op, nbytes in (("allreduce", 65536), ("allgather", 1 << 20), ("reduce_scatter", 1 << 20)):
-            found = job.measure(op, nbytes, most=3)
+        for op, nbytes in points:
+            found = job.perf(op, nbytes, "out", "-c", "0" if library == "copies" else "1", "--iters", "3")
             assert found["wrong"] == 0
             assert found["us"] > 0
-            assert found["cost"] <= found["us"]
         if library == "hetcoll":
-            assert job.measure("nothing", 0)["sync"] > 0
+            assert job.measure("nothing", 0, "out", True)["sync"] > 0
+    finally:
+        job.close()
+
+
+def test_ranks_of_the_benchmark_without_gpus(tmp_path: Path) -> None:
+    """What PyTorch's Gloo makes is right, in place as everywhere; a wrong element is told of."""
+    import_torch()
+    env = {"PYTHONPATH": os.pathsep.join(sys.path)}  # where PyTorch may be
+    setting = gpus.Setting("no GPUs", 2, {}, (gpus.Peer("Gloo", "gloo"),), (), cpus=2)
+    assert (setting.place("allreduce"), setting.place("allgather")) == ("in", "out")
+    job = gpus.Job(gpus.Peer("Gloo", "gloo", env), setting, tmp_path / "log")
+    try:
+        found = job.measure("allreduce", 4096, "in", verified=True)
+        assert found["wrong"] == 0
+        assert min(found[name] for name in ("us", "sync", "cost")) > 0
+        assert job.perf("allreduce", 4096, "out", "--iters", "3")["wrong"] > 0  # it reduces in place alone
     finally:
         job.close()
 
