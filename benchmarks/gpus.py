@@ -5,14 +5,14 @@
     python benchmarks/gpus.py --gpus 1          # beside a rank without a GPU, which --gpus 2 has as well
     python benchmarks/gpus.py --gpus 2 --only messages
 
-Every measurement is one of `hetcoll perf`, which gpu_worker.py also makes of NCCL, by its C interface, and of PyTorch.
-Each library has processes of its own, a rank a GPU, which wait while another one is measured. "Without P2P" is
-NCCL_P2P_DISABLE=1, the way of GPUs that no NVLink joins; "sockets" has NCCL_SHM_DISABLE=1 as well. `us` is the time
-of a call in a row of them on one stream, `sync` that of one with a wait of the host behind it (-z), `cost` the host's
-part (-C): the best of all turns, of the slowest rank. GB/s are those of the larger buffer over `us` (nccl-tests' algbw). A
-ratio above 1 means that hetcoll is faster. All-reduces are in place where a peer has no other. "only the copies" is the
-limit: what crosses between islands, copied to slots and back without signals, sums or NCCL (gpu_limits.py); there the
-ratio is the part of the limit that hetcoll reaches.
+Every measurement is one of `hetcoll perf`, which gpu_worker.py also makes of NCCL, by its C interface, and of
+PyTorch. Each library has processes of its own, a rank a GPU, which wait while another one is measured. "Without P2P"
+is NCCL_P2P_DISABLE=1, the way of GPUs that no NVLink joins; "sockets" has NCCL_SHM_DISABLE=1 as well. `us` is the
+time of a call in a row of them on one stream, `sync` that of one with a wait of the host behind it (-z), `cost` the
+host's part (-C): the best of all turns, of the slowest rank. GB/s are those of the larger buffer over `us` (nccl-
+tests' algbw). A ratio above 1 means that hetcoll is faster. All-reduces are in place where a peer has no other. "only
+the copies" is the limit: what crosses between islands, copied to slots and back without signals, sums or NCCL
+(gpu_limits.py); there the ratio is the part of the limit that hetcoll reaches.
 """
 
 from __future__ import annotations
