@@ -121,17 +121,29 @@ def row(op: str, nbytes: int, place: str, time_us: float) -> Row:
     return Row(op, "host", "shm", "ring", 2, nbytes, 2, "float32", "sum", -1, place, time_us, 1, 1, 1.0, 1.0, 0)
 
 
+# As they print: nccl-tests 2.17, osu-micro-benchmarks 7.4 and 5.6, and comms.py of PARAM.
 NCCL_TESTS = """\
-# Collective test starting: all_reduce_perf
-# nThread 1 nGpus 2 minBytes 8 maxBytes 1024 step: 2(factor) warmup iters: 1 iters: 20 agg iters: 1 validation: 1
+# nccl-tests version 2.17.6 nccl-headers=22809 nccl-library=22809
+# Collective test starting: alltoall_perf
+# nThread 1 nGpus 2 minBytes 8 maxBytes 1024 step: 128(factor) warmup iters: 1 iters: 20 agg iters: 1 validation: 1
+#
+# Using devices
+#  Rank  0 Group  0 Pid   1234 on     node1 device  0 [0000:07:00] NVIDIA H100 80GB HBM3
+#  Rank  1 Group  0 Pid   1234 on     node1 device  1 [0000:0a:00] NVIDIA H100 80GB HBM3
 #
 #                                                              out-of-place                       in-place
-#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
-#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
-           8             2     float     sum      -1    20.01    0.00    0.00      0    19.50    0.00    0.00      0
-        1024           256     float     sum      -1    22.30    0.05    0.05      0      N/A     N/A     N/A    N/A
+#       size         count      type   redop    root     time   algbw   busbw  #wrong     time   algbw   busbw  #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)             (us)  (GB/s)  (GB/s)
+           8             1     float    none      -1    20.01    0.00    0.00       0    19.50    0.00    0.00     N/A
+        1024           128     float    none      -1    22.30    0.05    0.02       0    21.17    0.05    0.02     N/A
 # Out of bounds values : 0 OK
+# Avg bus bandwidth    : 0.0123456
+#
+# Collective test concluded: alltoall_perf
 """
+OLD_NCCL_TESTS = NCCL_TESTS.replace(
+    "# Collective test starting: alltoall_perf", "# ./build/sendrecv_perf -b 8 -e 1024 -g 2"
+)
 OSU = """\
 
 # OSU MPI Allreduce Latency Test v7.4
@@ -139,12 +151,38 @@ OSU = """\
 # Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations
 4                       1.11              1.00              1.30        1000
 1024                    2.75              2.50              3.00        1000
+
+# OSU MPI-CUDA All-to-All Personalized Exchange Latency Test v5.6.3
+# Size       Avg Latency(us)
+1                      16.36
+512                    20.00
+
+# OSU MPI Latency Test v7.4
+# Datatype: MPI_CHAR.
+# Size       Avg Latency(us)        Validation
+8                       0.22              Pass
+
+# OSU NCCL Broadcast Latency Test v7.4
+# Datatype: ncclChar.
+# Size       Avg Latency(us)
+4096                   12.50
+
+# OSU MPI Bandwidth Test v7.4
+# Datatype: MPI_CHAR.
+# Size      Bandwidth (MB/s)
+8                      35.10
 """
 PARAM = """\
+\tMaster node: localhost, rank: 0, world_size: 2
 
-\tCOMMS-RES  total-size (B)  nElementsPerRank  Time(us):p50  p75  p95  Min  Max  AlgBW(GB/s)  BusBW(GB/s)
-\tCOMMS-RES-all_reduce-float32  1024  256  31.5  32.0  33.0  30.0  34.0  0.033  0.033  40.0
-"""
+\tCOMMS-RES                                size (B)   nElementsPerRank   Latency(us):p50         p75         p95         Min         Max    AlgBW(GB/s) BusBW(GB/s)TotalLatency(us):p50
+\tCOMMS-RES-all_reduce-float32              1024               256              31.5        32.0        33.0        30.0        34.0          0.033       0.033         0.0
+\tCOMMS-RES-all_gather_base-float32-tag     2048               256              41.5        42.0        43.0        40.0        44.0          0.049       0.025         0.0
+"""  # noqa: E501
+PAIRS = """\
+\tCOMMS-RES                          total-size (B)   nElementsPerRank   nElementsPairPerRank   Latency(us):p50         p75         p95         Min         Max
+\tCOMMS-RES-all_to_all-float32              1024               128                    64              51.5        52.0        53.0        50.0        54.0      0.020   0.010    0.0
+"""  # noqa: E501
 
 
 def test_all_four_formats_are_read(tmp_path: Path) -> None:
@@ -154,11 +192,15 @@ def test_all_four_formats_are_read(tmp_path: Path) -> None:
         return compare.read(str(path))
 
     K = compare.Known  # noqa: N806
-    assert read(NCCL_TESTS) == [
-        K("allreduce", 8, "out", 20.01), K("allreduce", 8, "in", 19.5), K("allreduce", 1024, "out", 22.3),
+    times = [(8, "out", 20.01), (8, "in", 19.5), (1024, "out", 22.3), (1024, "in", 21.17)]
+    assert read(NCCL_TESTS) == [K("alltoall", *each) for each in times]
+    assert read(OLD_NCCL_TESTS) == [K("sendrecv", *each) for each in times]
+    assert read(OSU) == [
+        K("allreduce", 4, "", 1.11), K("allreduce", 1024, "", 2.75), K("alltoall", 1, "", 16.36, True),
+        K("alltoall", 512, "", 20.0, True), K("pingpong", 8, "", 0.22), K("broadcast", 4096, "", 12.5),
     ]  # fmt: skip
-    assert read(OSU) == [K("allreduce", 4, "", 1.11), K("allreduce", 1024, "", 2.75)]
-    assert read(PARAM) == [K("allreduce", 1024, "", 31.5)]
+    assert read(PARAM) == [K("allreduce", 1024, "", 31.5), K("allgather", 2048, "", 41.5)]
+    assert read(PAIRS) == [K("alltoall", 1024, "", 51.5)]
     ours = {"schema": 1, "env": {}, "rows": [{"op": "allgather", "nbytes": 8, "place": "in", "time_us": 2.0}]}
     assert read(json.dumps(ours)) == [K("allgather", 8, "in", 2.0)]
 
@@ -185,6 +227,9 @@ def test_what_both_measured_is_compared(tmp_path: Path) -> None:
         "# allreduce 8 B in: 6.00 us, was 3.00 us: 0.50 times as fast",
     ]
     assert compare.lines(rows, []) == []
+    assert compare.lines([row("alltoall", 16, "out", 1.0)], [compare.Known("alltoall", 8, "", 3.0, True)])[1:] == [
+        "# alltoall 16 B out: 1.00 us, was 3.00 us: 3.00 times as fast"  # to OSU it is 8 bytes for each of two ranks
+    ]
 
 
 # Drawing ------------------------------------------------------------------------------------------------------------

@@ -13,22 +13,26 @@ from .report import Row, human_size
 
 
 class Known(NamedTuple):
-    """One measurement that somebody else made. `op` is "" where its file does not say it, `place` is "" for both."""
+    """One measurement that somebody else made. `op` is "" where its file does not say it, `place` is "" for both.
+    `share`: the bytes are those of one rank's part, or of one pair's."""
 
     op: str
     nbytes: int
     place: str
     time_us: float
+    share: bool = False
 
 
 _SPELLED = {
     "all_reduce": "allreduce", "all_gather": "allgather", "all_gather_base": "allgather", "bcast": "broadcast",
     "reduce_scatter_base": "reduce_scatter", "reducescatter": "reduce_scatter", "all_to_all": "alltoall",
-    "all_to_allv": "alltoallv", "all_to_all_single": "alltoall", "alltoallper": "alltoall", "ibcast": "broadcast",
+    "all_to_allv": "alltoallv", "all_to_all_single": "alltoall", "all-to-all": "alltoall", "all-to-allv": "alltoallv",
+    "ibcast": "broadcast", "latency": "pingpong",
 }  # fmt: skip
+_SHARES = frozenset({"allgather", "gather", "scatter", "alltoall", "allgatherv", "alltoallv"})  # to OSU
 # Its own name in the first lines, or in those of newer versions ("Collective test starting: all_reduce_perf").
 _NCCL_NAME = re.compile(r"\b(\w+?)_perf\b")
-_OSU_NAME = re.compile(r"^#\s*OSU MPI[\w-]* (.+?) (?:Latency )?Test\b")
+_OSU_NAME = re.compile(r"^#\s*OSU (?:MPI|NCCL|RCCL)[\w-]* (\S+) .*\bTest\b")
 
 
 def read(path: str) -> list[Known]:
@@ -92,20 +96,22 @@ def _of_osu(text: str) -> Iterator[Known]:
     for line in text.splitlines():
         named = _OSU_NAME.match(line)
         if named:
-            op, timed = _plain(named.group(1).split()[0] if named.group(1) != "Latency" else "p2p"), False
+            op, timed = _plain(named.group(1)), False
         elif line.startswith("# Size"):
             timed = "atency" in line
         words = line.split()
         if timed and len(words) >= 2 and words[0].isdecimal():
-            yield Known(op, int(words[0]), "", float(words[1]))
+            yield Known(op, int(words[0]), "", float(words[1]), op in _SHARES)
 
 
 def _of_param(text: str) -> Iterator[Known]:
-    """``COMMS-RES-<op>-<type><tag>  total size, elements a rank, time p50 p75 p95 min max, algbw, busbw``."""
+    """``COMMS-RES-<op>-<type><tag>  total size, elements a rank, time p50 p75 p95 min max, algbw, busbw``. With --pair
+    the elements of the other collective stand before the times."""
+    time = 4 if "nElementsPairPerRank" in text else 3
     for line in text.splitlines():
         words = line.split()
         if words and words[0].startswith("COMMS-RES-") and len(words) >= 9 and words[1].isdecimal():
-            yield Known(_plain(words[0].split("-")[2]), int(words[1]), "", float(words[3]))
+            yield Known(_plain(words[0].split("-")[2]), int(words[1]), "", float(words[time]))
 
 
 def _plain(name: str) -> str:
@@ -120,7 +126,8 @@ def lines(rows: Sequence[Row], known: Sequence[Known]) -> list[str]:
     found = []
     for row in rows:
         for other in known:
-            same = (other.op in ("", row.op), other.nbytes == row.nbytes, other.place in ("", row.place))
+            nbytes = other.nbytes * (row.ranks if other.share else 1)
+            same = (other.op in ("", row.op), nbytes == row.nbytes, other.place in ("", row.place))
             if all(same) and row.time_us > 0:
                 found.append(
                     f"# {row.op} {human_size(row.nbytes)} {row.place}: {row.time_us:.2f} us, was "

@@ -198,7 +198,8 @@ class Diagnosis:
             if number == Kind.PEER_GONE:
                 self._await_reason({peer})
                 what = "left while it was needed" if peer in self._left else "closed its connection"
-                text = f"rank {peer} {what}: {text}"
+                told = f"rank {peer} {what}"
+                text = text if text.startswith(told) else f"{told}: {text}"
             if self._report is None:
                 self.post(Kind(number), peer, f"{self._here()}: {text}")
         return self.known_error()
