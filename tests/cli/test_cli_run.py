@@ -35,6 +35,8 @@ def test_help_names_the_commands_and_the_version_is_the_packages() -> None:
     done = command("--help")
     assert done.returncode == 0
     assert all(f"\n    {name}" in done.stdout for name in ("perf", "run", "topo", "simulate"))
+    alone = command()
+    assert (alone.returncode, alone.stdout, alone.stderr) == (2, "", done.stdout)
     import hetcoll
 
     assert command("--version").stdout == f"hetcoll {hetcoll.__version__}\n"

@@ -48,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from .. import HetcollError
 
     words = list(sys.argv[1:] if argv is None else argv)
-    args, unknown = build_parser().parse_known_args(words)
+    parser = build_parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    args, unknown = parser.parse_known_args(words)
     if unknown:
         args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     try:
