@@ -6,7 +6,6 @@ import io
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -275,13 +274,24 @@ def test_what_cannot_be_started_is_not_started_again(tmp_path: Path) -> None:
     assert b"anew" not in err.getvalue()
 
 
-def test_the_port_is_free_on_all_addresses() -> None:
-    """Rank 0's store, or PyTorch's, may bind it on any of them."""
-    for _ in range(20):
-        port = launch._free_port()
-        for address in ("", "127.0.0.1"):
-            with socket.create_server((address, port)):
-                pass
+PORT = """
+import os, socket
+port = int(os.environ["MASTER_PORT"])
+for address in ("", "127.0.0.1"):
+    with socket.create_server((address, port)):
+        pass
+with socket.socket() as other:
+    try:
+        other.bind(("127.0.0.1", port))
+    except OSError as error:
+        print(error.strerror)
+"""
+
+
+def test_the_port_is_rank_0s_on_all_addresses_and_nobody_elses() -> None:
+    """Rank 0's store, or PyTorch's, may bind it on any of them, seconds after it was chosen."""
+    status, out, err = run_python(PORT, 1)
+    assert (status, out, err) == (0, ["[0] Address already in use"], [])
 
 
 def test_a_rank_that_dies_of_a_signal() -> None:

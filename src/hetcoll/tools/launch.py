@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -107,12 +108,19 @@ def run(
     cores = sorted(os.sched_getaffinity(0))
     bound = bind and nproc > len(cores)
 
+    held = contextlib.ExitStack()
+
     def commands(name: str) -> list[Command]:
-        common = _common(name, dict(env or {}), node or Node(0, (nproc,), ("127.0.0.1", _free_port())), node is None)
+        held.close()  # of the attempt before
+        where = node
+        if where is None:
+            where = Node(0, (nproc,), ("127.0.0.1", held.enter_context(_reserve_port()).getsockname()[1]))
+        common = _common(name, dict(env or {}), where, node is None)
         return [_rank(words, common, number, node, prefix, cores if bound else []) for number in range(nproc)]
 
     options = Options(prefix, grace, bind, keep_going, respawns, restarts)
-    return _attempts(commands, options, stdout, stderr, until_stdin_ends=until_stdin_ends)
+    with held:
+        return _attempts(commands, options, stdout, stderr, until_stdin_ends=until_stdin_ends)
 
 
 def run_hosts(
@@ -256,10 +264,18 @@ def _rank(
     )
 
 
-def _free_port() -> int:
-    """A port that is free now on all addresses, as some programs bind it there. If someone else takes it before rank 0
-    does, the ranks meet at one of the next."""
+def _reserve_port() -> socket.socket:
+    """Bound to a port that is free on all addresses, and not listening. As long as it is open the system gives the port
+    to nobody who asks for any. Who asks for this one, as rank 0's store or PyTorch's, gets it on any address, if it
+    sets SO_REUSEADDR, which servers do."""
     both = socket.has_dualstack_ipv6()
-    with socket.create_server(("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both) as sock:
-        port: int = sock.getsockname()[1]
-        return port
+    sock = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if both:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(("", 0))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
