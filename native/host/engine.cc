@@ -115,13 +115,13 @@ std::shared_ptr<Task> Engine::TakeTask(Shape& shape) {
   return shape.spare.use_count() == 1 ? shape.spare : std::make_shared<Task>(shape);
 }
 
-std::uint64_t Engine::Sign(int shape, std::uint64_t hash, bool p2p, std::uint64_t bytes, FlightRecorder::Mark& mark) {
+std::uint64_t Engine::Sign(int shape, std::uint64_t hash, bool p2p, FlightRecorder::Mark& mark) {
   // Point-to-point messages carry nothing of what was before: the channel's order is theirs.
   if (p2p) {
-    messages_.Begin(shape, bytes, mark);
+    messages_.Begin(shape, mark);
     return Mix(options_.identity ^ hash);
   }
-  history_.Begin(shape, bytes, mark);
+  history_.Begin(shape, mark);
   // A linear congruential generator, which as all constants are odd comes back after 2^64 calls at the earliest.
   called_ = called_ * kNumberStep + (hash | 1);
   return Mix(called_);
@@ -132,7 +132,7 @@ std::uint64_t Engine::Enter(int shape, std::uint64_t descriptor, bool p2p) {
   std::lock_guard lock(mutex_);
   contenders_.fetch_sub(1, std::memory_order_relaxed);
   FlightRecorder::Mark unused;  // a GPU does not say here when a call ends
-  return Sign(shape, Mix(descriptor), p2p, 0, unused);
+  return Sign(shape, Mix(descriptor), p2p, unused);
 }
 
 std::shared_ptr<Task> Engine::Submit(const std::shared_ptr<Shape>& shape, const void* send, void* recv,

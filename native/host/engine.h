@@ -206,9 +206,9 @@ class Engine {
   void Prepare(const Plan& plan);
   std::shared_ptr<Task> TakeTask(Shape& shape);
   std::uint64_t NextSignature(const Shape& shape, Task& task) {
-    return Sign(shape.id, shape.descriptor, shape.p2p, task.bytes(), task.mark);
+    return Sign(shape.id, shape.descriptor, shape.p2p, task.mark);
   }
-  std::uint64_t Sign(int shape, std::uint64_t hash, bool p2p, std::uint64_t bytes, FlightRecorder::Mark& mark);
+  std::uint64_t Sign(int shape, std::uint64_t hash, bool p2p, FlightRecorder::Mark& mark);
   void ServeLinks(std::vector<pollfd>& fds);
   void BeginTransfers();  // the eight below: under mutex_
   bool PassAll();

@@ -46,17 +46,15 @@ class TickClock {
 struct CallRecord {
   std::uint64_t number;
   int shape;
-  std::uint64_t bytes;
   std::int64_t begin_ns;  // of NowNs
   std::int64_t end_ns;
 };
 
 // Calls by number, from 1 on. Written by one thread at a time, read by any.
 class FlightRecorder {
-  struct Entry {
+  struct alignas(32) Entry {  // which makes its place a shift of its number
     std::atomic<std::uint64_t> begin{0};
     std::atomic<std::uint64_t> end{0};  // before `begin`: of the call that had this place before
-    std::atomic<std::uint64_t> bytes{0};
     std::atomic<int> shape{0};
   };
 
@@ -65,8 +63,9 @@ class FlightRecorder {
   class Mark {
    public:
     void End() const {
-      if (entry_->begin.load(std::memory_order_relaxed) == begin_) {
-        entry_->end.store(Ticks(), std::memory_order_relaxed);
+      Entry* const entry = entry_;
+      if (entry->begin.load(std::memory_order_relaxed) == begin_) [[likely]] {
+        entry->end.store(Ticks(), std::memory_order_relaxed);
       }
     }
 
@@ -77,14 +76,14 @@ class FlightRecorder {
   };
 
   std::uint64_t count() const { return count_.load(std::memory_order_acquire); }
-  void Begin(int shape, std::uint64_t bytes, Mark& mark) {
+  void Begin(int shape, Mark& mark) {
     const std::uint64_t number = count_.load(std::memory_order_relaxed) + 1;
     Entry& entry = entries_[number % kEntries];
+    const std::uint64_t begin = Ticks();
     mark.entry_ = &entry;
-    mark.begin_ = Ticks();
+    mark.begin_ = begin;
     entry.shape.store(shape, std::memory_order_relaxed);
-    entry.bytes.store(bytes, std::memory_order_relaxed);
-    entry.begin.store(mark.begin_, std::memory_order_relaxed);
+    entry.begin.store(begin, std::memory_order_relaxed);
     count_.store(number, std::memory_order_release);
   }
   int Find(std::uint64_t number) const {  // -1 where it is to come, or long ago
@@ -100,8 +99,7 @@ class FlightRecorder {
       const Entry& entry = entries_[number % kEntries];
       const std::uint64_t begin = entry.begin.load(std::memory_order_relaxed);
       const std::uint64_t end = entry.end.load(std::memory_order_relaxed);
-      const CallRecord record{number, entry.shape.load(std::memory_order_relaxed),
-                              entry.bytes.load(std::memory_order_relaxed), clock.Ns(begin),
+      const CallRecord record{number, entry.shape.load(std::memory_order_relaxed), clock.Ns(begin),
                               end < begin ? 0 : clock.Ns(end)};
       std::atomic_thread_fence(std::memory_order_acquire);
       if (count() - number < kEntries - 1) found.push_back(record);

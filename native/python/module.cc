@@ -354,7 +354,7 @@ NB_MODULE(_native, m) {
            [](PyEngine& e, bool messages, std::size_t most) {
              nb::list rows;
              for (const CallRecord& r : e.engine().Records(messages, most)) {
-               rows.append(nb::make_tuple(r.number, r.shape, r.bytes, r.begin_ns, r.end_ns));
+               rows.append(nb::make_tuple(r.number, r.shape, r.begin_ns, r.end_ns));
              }
              return rows;
            })

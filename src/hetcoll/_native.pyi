@@ -399,7 +399,7 @@ class Engine(_Verbs):
     def still_seconds(self) -> float:
         """For how long nothing has moved, of what this rank waits for."""
 
-    def records(self, messages: bool, most: int) -> list[tuple[int, int, int, int, int]]:
+    def records(self, messages: bool, most: int) -> list[tuple[int, int, int, int]]:
         """The last collectives, or sends and receives, the oldest first: number, shape, bytes (0: on a GPU), begin and
         end (0: it runs, or is on a GPU) in nanoseconds of time.monotonic_ns."""
 

@@ -80,7 +80,7 @@ class CpuRank:
 
         def bind() -> _native.Shape:
             shape = self._links.during(timeout, check, lambda: self._plans.compile(call))
-            self._planner.note(shape.id, call.describe())
+            self._planner.note(shape.id, call.describe(), call.nbytes)
             return shape
 
         return self._planner.bound("cpu rank", call.binding, bind)
@@ -95,7 +95,8 @@ class CpuRank:
 
         def bind() -> _native.Shape:
             shape = self._links.during(timeout, check, lambda: self._plans.messages(first.dtype, *ends, ()))
-            self._planner.note(shape.id, describe_message(send, dest, recv, source))
+            larger = max(buffer.nbytes for buffer in (send, recv) if buffer)
+            self._planner.note(shape.id, describe_message(send, dest, recv, source), larger)
             return shape
 
         return self._planner.bound("cpu rank message", (first.dtype, *ends), bind)

@@ -264,7 +264,7 @@ class GpuExecutor:
         if program is not None and program.scratch_bytes > self._scratch_bytes:
             self._grow_scratch(program.scratch_bytes)
         number = self._engine.new_shape()  # by which others ask for a call that is not the engine's to run
-        self._planner.note(number, what)
+        self._planner.note(number, what, 0)  # of several messages, or parts of a collective
         return _native.GpuCall(
             program=program,
             kernel=kernel,

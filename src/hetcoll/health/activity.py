@@ -38,7 +38,7 @@ class Activity:
         rank: int,
         size: int,
         engine: _native.Engine,
-        describe: Callable[[int], Called | None],
+        describe: Callable[[int], tuple[Called, int] | None],
     ) -> None:
         self._name = f"{job_id.hex()} {group.hex()}"
         self._rank, self._size, self._engine, self._describe = rank, size, engine, describe
@@ -69,7 +69,7 @@ class Activity:
         sent = engine.sent()
         busiest = sorted(range(self._size), key=lambda peer: self._before[peer] - sent[peer])[:EDGES]
         self._before, edges = sent, {str(peer): sent[peer] for peer in busiest if sent[peer]}
-        called = None if running is None else self._describe(running[1])
+        called, _ = (None if running is None else self._describe(running[1])) or (None, 0)
         calls = engine.collectives
         return {
             "name": self._name,
@@ -78,7 +78,7 @@ class Activity:
             "calls": calls,
             "messages": engine.messages,
             "spent": None if self._counted and not self._timed else self._spent,
-            "waits": 0.0 if running is None else (time.monotonic_ns() - running[3]) / 1e9,
+            "waits": 0.0 if running is None else (time.monotonic_ns() - running[2]) / 1e9,
             "what": "" if called is None else called.what[:_TEXT],
             "site": "" if called is None else called.site,
             "state": state[:_TEXT],
@@ -87,20 +87,24 @@ class Activity:
             "edges": edges,
         }
 
-    def _add_up(self, *, busy: bool) -> tuple[int, int, int, int, int] | None:
+    def _nbytes(self, shape: int) -> int:
+        found = self._describe(shape)
+        return found[1] if found else 0
+
+    def _add_up(self, *, busy: bool) -> tuple[int, int, int, int] | None:
         """Count the collectives that have ended since; the one that runs, where the host is `busy` with any."""
         engine = self._engine
         most = min(MOST, max(1, engine.collectives - self._counted))
         records = [record for record in engine.records(False, most) if record[0] > self._counted]
-        ended = [record for record in records if record[4]]
+        ended = [record for record in records if record[3]]
         last = records[-1][0] if records else self._counted
         running = None
-        if busy and records and not records[-1][4]:
-            first = next(i for i in range(len(records), 0, -1) if i == 1 or records[i - 2][4]) - 1
+        if busy and records and not records[-1][3]:
+            first = next(i for i in range(len(records), 0, -1) if i == 1 or records[i - 2][3]) - 1
             # What runs on a GPU has no end, too; but what has bytes runs here.
-            running = next((record for record in records[first:] if record[2]), records[-1])
+            running = next((record for record in records[first:] if self._nbytes(record[1])), records[-1])
             last = running[0] - 1
-        took = sum((end - begin) / 1e9 for number, _, _, begin, end in ended if number <= last)
+        took = sum((end - begin) / 1e9 for number, _, begin, end in ended if number <= last)
         if (known := sum(record[0] <= last for record in ended)) and self._counted:
             forgotten = max(0, last - self._counted - sum(record[0] <= last for record in records))
             took *= 1 + forgotten / known

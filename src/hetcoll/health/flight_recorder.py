@@ -47,7 +47,7 @@ class FlightRecorder:
         rank: int,
         size: int,
         engine: _native.Engine,
-        describe: Callable[[int], Called | None],
+        describe: Callable[[int], tuple[Called, int] | None],
         ask: Callable[[str, float], dict[int, Any]],
     ) -> None:
         self._rank, self._size, self._engine, self._describe, self._ask = rank, size, engine, describe, ask
@@ -61,8 +61,8 @@ class FlightRecorder:
         """The last calls in the order in which they began, at most so many of each kind."""
         found = []
         for kind, messages in (("collective", False), ("message", True)):
-            for number, shape, nbytes, begin, end in self._engine.records(messages, most):
-                called = self._describe(shape) or Called("a call that is forgotten")
+            for number, shape, begin, end in self._engine.records(messages, most):
+                called, nbytes = self._describe(shape) or (Called("a call that is forgotten"), 0)
                 found.append(Recorded(kind, number, called.what, called.site, nbytes, begin, end))
         return sorted(found, key=lambda call: call.begin)
 

@@ -148,8 +148,8 @@ class Core:
             )
             diagnosis.attach(self.engine, host.reporter)
             diagnosis.warn_after = config.warn_after
-            self.recorder = FlightRecorder(rank, size, self.engine, self.planner.describe, diagnosis.ask)
-            job_id, describe = session.control.unique_id.job_id, self.planner.describe
+            self.recorder = FlightRecorder(rank, size, self.engine, self.planner.described, diagnosis.ask)
+            job_id, describe = session.control.unique_id.job_id, self.planner.described
             self.activity = Activity(job_id, group, rank, size, self.engine, describe)
             undo.callback(self.activity.close)
             diagnosis.answers |= self.recorder.answers() | self.activity.answers()

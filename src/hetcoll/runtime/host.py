@@ -61,7 +61,7 @@ class HostPlans:
             p2p=False,
             format=call.compress,
         )
-        self._planner.note(shape.id, what)
+        self._planner.note(shape.id, what, call.nbytes)
         if (short := call.key) is not None:
             self._engine.remember(*short, shape)
         return shape
@@ -96,7 +96,8 @@ class HostPlans:
                 descriptor=descriptor(f"{word} {key[1].label}"),
                 p2p=True,
             )
-            self._planner.note(shape.id, describe_message(send, dest, recv, source))
+            larger = max(buffer.nbytes for buffer in (send, recv) if buffer)
+            self._planner.note(shape.id, describe_message(send, dest, recv, source), larger)
             if word == "p2p":
                 self._engine.remember(*key, shape)
             return shape

@@ -132,7 +132,7 @@ class Planner:
         self._tables: dict[Collective, list[tuple[int, str]]] = {}
         self._tables_among: dict[tuple[Collective, int], list[tuple[int, str]]] = {}  # and of how many islands
         self._bound: Kept[tuple[object, ...], object] = Kept()
-        self._described: Kept[int, Called] = Kept(2 * _KEEP)
+        self._described: Kept[int, tuple[Called, int]] = Kept(2 * _KEEP)
 
     # Keeping.
 
@@ -150,11 +150,16 @@ class Planner:
 
     def describe(self, number: int) -> Called | None:
         """The call that a shape was bound for, and where it was first made; None where that is forgotten."""
+        found = self.described(number)
+        return found and found[0]
+
+    def described(self, number: int) -> tuple[Called, int] | None:
+        """The same, and the bytes of the larger buffer."""
         return self._described.get(number)
 
-    def note(self, number: int, what: str) -> None:
-        """`describe` is to know the shape of this number."""
-        self._described.put(number, Called(what, call_site(), exactly=False))
+    def note(self, number: int, what: str, nbytes: int) -> None:
+        """`described` is to know the shape of this number."""
+        self._described.put(number, (Called(what, call_site(), exactly=False), nbytes))
 
     # Choosing.
 
