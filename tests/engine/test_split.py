@@ -229,3 +229,23 @@ def test_errors_name_the_ranks_of_the_communicator_that_is_split(launch: Pool, d
         ranks.kill(3)
     else:
         ranks.finish(only=[0, 2, 3])
+
+
+def _wait_in_vain(comm: hetcoll.Communicator, what: str) -> str:
+    """Rank 1 gives up when the others wait for it in the new communicator."""
+    comm.barrier()
+    if comm.rank == 1:
+
+        def give_up(*args: object) -> None:
+            comm.abort("enough")
+            raise RuntimeError
+
+        comm._make = give_up  # type: ignore[assignment,method-assign]
+    with pytest.raises(RuntimeError if comm.rank == 1 else hetcoll.AbortedError) as caught:
+        comm.split(0) if what == "split" else comm.window()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["split", "window"])
+def test_who_waits_for_a_part_hears_that_the_whole_has_failed(launch: Pool, what: str) -> None:
+    assert launch(3).run(_wait_in_vain, what) == ["rank 1 called abort(): enough", "", "rank 1 called abort(): enough"]

@@ -90,7 +90,7 @@ class Gpus:
             meet=self._meet_soon,
             prepare=self._prepare,
         )
-        self._diagnosis.on_failure = path.fail
+        self._diagnosis.on_failure.append(path.fail)
         self._prove(lambda: path.prove(self._meet_slow, self._config.timeout))
         return path
 

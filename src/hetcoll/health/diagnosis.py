@@ -13,8 +13,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import hetcoll._native as _native
@@ -102,7 +103,8 @@ class Diagnosis:
         """Of other questions than what this rank is in: what to answer which rank, as JSON."""
         self.warn_after = 0.0  # seconds; see `StallDetector`
         self._last_words: dict[tuple[str, int], Any] = {}  # of ranks that have left
-        self.on_failure: Callable[[], None] | None = None  # ends what the engine does not know of
+        self.on_failure: list[Callable[[], None]] = []
+        """What ends what the engine does not know of."""
 
     def attach(self, engine: _native.Engine, reporter: StatusReporter) -> None:
         """From now on there is something to fail: news that came earlier is delivered now."""
@@ -166,8 +168,26 @@ class Diagnosis:
                 self._report = (kind, peer, text)
             self._news.notify_all()
         engine.fail(kind, peer, text)
-        if self.on_failure is not None:
-            self.on_failure()
+        for end in tuple(self.on_failure):
+            end()
+
+    @contextlib.contextmanager
+    def while_whole(self, group: bytes) -> Iterator[None]:
+        """The block makes a group of ranks of this one, and ends when this communicator fails: others may never come to
+        it then. Raises what this one has failed with, where that is why."""
+        with self._session.control.while_wanted(group) as give_up:
+            end = partial(give_up, "the communicator that it was to come from has failed")
+            self.on_failure.append(end)
+            try:
+                if self._report is not None:
+                    end()
+                yield
+            except (PeerLostError, InitError) as error:
+                if self._engine is None or not self._engine.failed:
+                    raise
+                raise self.error() from error
+            finally:
+                self.on_failure.remove(end)
 
     # Verdicts.
 

@@ -7,12 +7,13 @@ not call back into the client.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import struct
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
 from .. import lifetime
@@ -57,7 +58,8 @@ class ControlClient:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._groups: dict[bytes, Membership] = {}
-        self._lock = threading.Lock()  # of the two tables and _end
+        self._given_up: dict[bytes, str] = {}  # why requests of a group are of no more use
+        self._lock = threading.Lock()  # of the tables and _end
         self._end: StoreLost | None = None
         self._closing = self._forked = False
         deadline = time.monotonic() + timeout
@@ -140,7 +142,7 @@ class ControlClient:
     ) -> dict[int, bytes]:
         """What each of `ranks` told as its own in the exchange `tag`, which must be over. Asks the store once for each
         rank, and never in groups of few ranks, where all were told."""
-        self._check_usable(group)
+        self._check_usable(group, Op.LOOK)
         membership = self._groups.get(group)
         known = {} if membership is None else membership.own
         missing = [rank for rank in dict.fromkeys(ranks) if (tag, rank) not in known]
@@ -245,12 +247,12 @@ class ControlClient:
     def _call(self, op: Op, fields: tuple[bytes, ...], timeout: float | None, group: bytes | None = None) -> Frame:
         seconds = self._timeout if timeout is None else timeout
         patience = seconds + _slack(seconds)
-        self._check_usable(group)
+        self._check_usable(group, op)
         number, call = next(self._numbers), Call(op, group, fields)
         with self._lock:
             self._calls[number] = call
         try:
-            self._check_usable(group)  # the thread may have ended before it could see this call
+            self._check_usable(group, op)  # the thread may have ended before it could see this call
             self._uplink.send(op, pack(fields), number, min(patience, _SEND_SECONDS))
             if not call.wait(patience):
                 raise InitError(f"the store at {spell_address(self.store_address)} did not answer in {seconds:.3g} s")
@@ -263,7 +265,27 @@ class ControlClient:
                 self._calls.pop(number, None)
         return call.reply(seconds)
 
-    def _check_usable(self, group: bytes | None) -> None:
+    @contextlib.contextmanager
+    def while_wanted(self, group: bytes) -> Iterator[Callable[[str], None]]:
+        """Gives what ends this block's requests of `group`, but that to leave it, with an InitError of these words: at
+        once, from any thread."""
+
+        def end(why: str) -> None:
+            with self._lock:
+                self._given_up[group] = why
+                calls = [call for call in self._calls.values() if call.group == group and call.op is not Op.LEAVE]
+            for call in calls:
+                call.finish(InitError(why))
+
+        try:
+            yield end
+        finally:
+            with self._lock:
+                self._given_up.pop(group, None)
+
+    def _check_usable(self, group: bytes | None, op: Op) -> None:
+        if group in self._given_up and op is not Op.LEAVE:
+            raise InitError(self._given_up[group])
         if self._forked:
             raise ClosedError("this control connection belongs to the parent of this forked process")
         if threading.current_thread() is self._thread:
@@ -400,7 +422,7 @@ class ControlClient:
         self._uplink.sock.close()
         for call in calls:
             error = ClosedError("the control connection was closed") if closing else self._store_error(None)
-            call.finish(None, error)
+            call.finish(error)
         if closing:
             return
         self._part_with_host(end)

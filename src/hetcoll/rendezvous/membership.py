@@ -20,24 +20,21 @@ class Call:
         self.op, self.group = op, group
         self.key = fields[1] if len(fields) > 1 else b""
         self._done = threading.Event()
-        self.frame: Frame | None = None
-        self.error: HetcollError | None = None
+        self._answers: list[Frame | HetcollError] = []
 
-    def finish(self, frame: Frame | None, error: HetcollError | None = None) -> None:
-        """The first answer counts. Only the reader thread calls this."""
-        if not self._done.is_set():
-            self.frame, self.error = frame, error
-            self._done.set()
+    def finish(self, answer: Frame | HetcollError) -> None:
+        """The first answer counts, whichever thread has it."""
+        self._answers.append(answer)
+        self._done.set()
 
     def wait(self, seconds: float) -> bool:
         return self._done.wait(seconds)
 
     def reply(self, seconds: float) -> Frame:
         """What the store answered, which had so many seconds, or the error that it stands for."""
-        if self.error is not None:
-            raise self.error
-        frame = self.frame
-        assert frame is not None, "it has not answered"
+        frame = self._answers[0]
+        if isinstance(frame, HetcollError):
+            raise frame
         if frame.status == Status.OK:
             return frame
         if frame.status == Status.LOST:

@@ -320,7 +320,9 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
     seconds = parent.seconds(timeout)
 
     def begin(_: object) -> OneSided:
-        carrier = make(name_of(parent.group, "windows"), list(range(parent.size)), parent.config.init_timeout)
+        name = name_of(parent.group, "windows")
+        with parent.diagnosis.while_whole(name):
+            carrier = make(name, list(range(parent.size)), parent.config.init_timeout)
         return OneSided(carrier._core, carrier.close)
 
     side = parent.rider(OneSided, begin)

@@ -54,14 +54,11 @@ def split(core: Core, color: int | None, key: int, compress: str | None, make: M
     core.splits += 1
     if color is None:
         return None
-    try:
-        part = make(name_of(core.group, f"split {core.splits} {color}"), members, core.config.init_timeout, form)
-        part._core.epoch = core.epoch
-        return part
-    except (PeerLostError, InitError) as error:
-        if core.engine.failed:  # where a rank is gone, that is what this communicator failed with
-            raise core.diagnosis.error() from error
-        raise
+    name = name_of(core.group, f"split {core.splits} {color}")
+    with core.diagnosis.while_whole(name):
+        part = make(name, members, core.config.init_timeout, form)
+    part._core.epoch = core.epoch
+    return part
 
 
 def _members(core: Core, color: int | None, key: int) -> list[int]:
