@@ -175,3 +175,11 @@ def test_a_store_that_is_gone_is_not_waited_for() -> None:
     assert took[0] < 10
     client.close()
     store._hosted[unique_id.job_id].close()
+
+
+def test_a_store_that_is_closed_while_it_begins_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the process ends just then."""
+    monkeypatch.setattr("hetcoll.lifetime.watch", lambda resource, *_: resource.close())
+    before = set(threading.enumerate())
+    get_unique_id(Config())
+    wait_until(lambda: not set(threading.enumerate()) - before)

@@ -37,12 +37,12 @@ Env = Mapping[str, str | tuple[str, ...]]
 
 SECONDS = 30.0  # for a call, where the test does not say
 _CLOSING = 10.0
-_context = mp.get_context("forkserver")
+context = mp.get_context("forkserver")
 
 
 def preload(*modules: str) -> None:
     """What the ranks' processes have from the start; to be called before there are any."""
-    _context.set_forkserver_preload(list(modules))
+    context.set_forkserver_preload(list(modules))
 
 
 VENDORS = ("cuda.bindings.driver", "cuda.bindings.nvrtc", "rocm.bindings.hip", "rocm.bindings.hiprtc")
@@ -129,10 +129,10 @@ class Ranks:
         self._stopped: set[int] = set()
         _start_server()
         for rank in range(size):
-            ours, theirs = _context.Pipe()
+            ours, theirs = context.Pipe()
             own = {name: value if isinstance(value, str) else value[rank] for name, value in (env or {}).items()}
             arguments = (theirs, rank, size, own, os.environ.get("PYTHONPATH"), self._output(rank), tidy)
-            process = _context.Process(target=_main, args=arguments, daemon=True)
+            process = context.Process(target=_main, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -373,7 +373,7 @@ def elapsed() -> Iterator[list[float]]:
         took.append(time.monotonic() - start)
 
 
-def _die_with_pytest() -> None:
+def die_with_parent() -> None:
     """The server that forked this process ends with the last user of a pipe, which would be us although pytest was
     killed; and the kernel kills us when the server ends (prctl(2))."""
     alive: int = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
@@ -385,7 +385,7 @@ def _die_with_pytest() -> None:
 def _main(
     pipe: Connection, rank: int, size: int, env: Mapping[str, str], path: str | None, output: str, tidy: bool
 ) -> None:
-    _die_with_pytest()
+    die_with_parent()
     gc.freeze()  # what the server loaded is nobody's garbage, and 256 ranks would each look through it
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)

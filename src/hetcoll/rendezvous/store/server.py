@@ -87,6 +87,8 @@ class StoreServer:
             self._closing = True
             with contextlib.suppress(OSError):  # the thread may have seen the flag, and ended
                 self._wake_write.send(b"\0")
+        if self._thread.ident is None:  # the process ends while a successor begins: it sees the flag
+            return
         if threading.current_thread() is not self._thread:
             self._thread.join(_FAREWELL + 5)
             self._wake_write.close()  # not by the thread: it may end between our flag and our byte

@@ -1,0 +1,232 @@
+"""Processes that stay for many programs: each rank's is forked from a lane, and plays a job of its own each time."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import multiprocessing as mp
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import fakes
+from ranks import Resources
+
+import hetcoll
+from hetcoll import lifetime
+from hetcoll.config.env import configuration, environment
+
+from .play import Player, Report
+from .program import Program
+from .verdict import judge
+
+ENOUGH = 60.0  # seconds for a program, far more than any error may take
+CLEAR = 10.0  # until nothing is left of it
+_VENDORS = {"c": None, "n": "cuda", "a": "hip"}
+_VARIABLES = {"HETCOLL_TUNED": "none", "HETCOLL_LINGER": "0", "HETCOLL_DEBUG": "none"}
+_PDEATHSIG, _SUBREAPER = 1, 36  # linux/prctl.h
+
+
+class Seat:
+    """A process that can be a rank. `device`: its GPU's letter, or c."""
+
+    def __init__(self, device: str, output: str, others: Iterable[Seat]) -> None:
+        self.device = device
+        self.pipe, theirs = mp.Pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                for each in (self, *others):
+                    each.pipe.close()
+                _sit(theirs, device, output)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        theirs.close()
+
+    def end(self) -> None:
+        """Nothing of it stays."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self.pipe.close()
+
+
+@dataclass
+class Orders:
+    program: Program
+    rank: int
+    pids: list[int]
+
+
+class Lane:
+    """Plays programs one after another."""
+
+    def __init__(self, output: str) -> None:
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # what ranks leave behind becomes this process's
+        self._output, self._read = output, 0
+        self._idle: list[Seat] = []
+        gc.collect()
+        gc.freeze()  # or each rank would look through what is here
+
+    def play(self, program: Program) -> list[str]:
+        """What was wrong."""
+        size = program.size + program.newcomers
+        devices = program.devices.ljust(size, program.devices[0])
+        seats = [self._seat(device) for device in devices]
+        for rank, seat in enumerate(seats):
+            seat.pipe.send(Orders(program, rank, [each.pid for each in seats]))
+        try:
+            unique_id = seats[0].pipe.recv()
+            for seat in seats[1:]:
+                seat.pipe.send(unique_id)
+        except (EOFError, OSError):
+            unique_id = None
+        reports = self._answers(seats, ENOUGH)
+        problems = judge(program, reports)
+        there = [seat for seat, report in zip(seats, reports, strict=True) if isinstance(report, Report)]
+        for seat in there:
+            seat.pipe.send("leave")  # the store's process last, but for what is left of it by then
+        problems += [left for left in self._answers(there, 2 * CLEAR) if left]
+        for seat in seats:
+            if problems or seat not in there or program.attack.kind in _SPOIL:
+                seat.end()
+            else:
+                self._idle.append(seat)
+        return problems + self._left_behind()
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().end()
+
+    def _seat(self, device: str) -> Seat:
+        for seat in self._idle:
+            if seat.device == device:
+                self._idle.remove(seat)
+                return seat
+        return Seat(device, self._output, self._idle)
+
+    def _answers(self, seats: list[Seat], seconds: float) -> list[Any]:
+        """Each one's, or why there is none."""
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + seconds
+        while len(found) < len(seats):
+            waiting = {seat.pipe: rank for rank, seat in enumerate(seats) if rank not in found}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                found |= {rank: f"did not end: {self._stacks(seats[rank])}" for rank in waiting.values()}
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                try:
+                    found[waiting[pipe]] = pipe.recv()
+                except (EOFError, ConnectionError):
+                    found[waiting[pipe]] = f"died: {self._said()}"
+        return [found[rank] for rank in range(len(seats))]
+
+    def _said(self) -> str:
+        """What ranks have printed since this was asked last."""
+        with open(self._output, "a+b") as file:
+            file.seek(self._read)
+            text = file.read()
+            self._read += len(text)
+        return text.decode(errors="replace")[-5000:]
+
+    def _stacks(self, seat: Seat) -> str:
+        """Where a rank's threads stand."""
+        os.kill(seat.pid, signal.SIGCONT)
+        os.kill(seat.pid, signal.SIGUSR2)
+        time.sleep(0.5)
+        return self._said()
+
+    def _left_behind(self) -> list[str]:
+        children = set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+        more = children - {seat.pid for seat in self._idle}
+        for pid in more:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        return [f"processes {sorted(more)} were left behind"] if more else []
+
+
+_SPOIL = ("files", "memory", "sizes")  # limits stay as they are
+
+
+# In a rank's process.
+
+
+def _sit(pipe: Connection, device: str, output: str) -> None:
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+    fd = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    if device != "c":
+        os.environ.update(fakes.environment(_VENDORS[device], 8, timeout=120))
+        fakes.load()
+    while True:
+        orders = pipe.recv()
+        before = Resources.now()
+        _dress(orders)
+        report = Player(orders.program, orders.rank, orders.pids).play(lambda o=orders: _enter(pipe, o))
+        _close(hetcoll.Communicator)
+        pipe.send(report)
+        pipe.recv()
+        _close(object)  # the store of the job
+        pipe.send(_left(before))
+
+
+def _dress(orders: Orders) -> None:
+    """The environment of this program's job, and of no other."""
+    for name in [name for name in os.environ if name.startswith("HETCOLL_")]:
+        del os.environ[name]
+    program = orders.program
+    host = program.hosts[orders.rank % program.size]
+    os.environ.update(_VARIABLES | program.env)
+    if len(set(program.hosts)) > 1:
+        os.environ["HETCOLL_HOST_ID"] = host
+    if set(program.devices) != {"c"}:
+        os.environ["HETCOLL_DEVICE"] = _VENDORS[program.devices[orders.rank % program.size]] or "cpu"
+    environment.cache_clear()  # it is read once a process
+    configuration.cache_clear()
+
+
+def _enter(pipe: Connection, orders: Orders) -> hetcoll.Communicator:
+    if orders.rank == 0:
+        unique_id = hetcoll.get_unique_id()
+        pipe.send(unique_id)
+    else:
+        unique_id = pipe.recv()
+    size = orders.program.size
+    if orders.rank >= size:
+        return hetcoll.Communicator.join(unique_id, timeout=30)
+    seconds = 3.0 if orders.program.attack.kind == "joining" else 30.0
+    return hetcoll.Communicator.init(size, orders.rank, unique_id, timeout=seconds)
+
+
+def _close(kind: type) -> None:
+    """All that is open of this kind."""
+    lifetime.await_drops()
+    for resource, _ in lifetime.opened():
+        if isinstance(resource, kind):
+            resource.close()
+            del resource
+
+
+def _left(before: Resources) -> str:
+    """What stays of a program, which is to be nothing."""
+    deadline = time.monotonic() + CLEAR
+    while left := Resources.now().left_over(before):
+        if time.monotonic() >= deadline:
+            return f"afterwards there are still {left}"
+        time.sleep(0.005)
+    return ""

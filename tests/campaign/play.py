@@ -1,0 +1,240 @@
+"""Plays a program on one rank: its steps, what is done to it, and how those that are left go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ranks import wait_until
+
+import hetcoll
+
+from .program import REGROUPS, Program, Step, other_case
+from .steps import SECONDS, run
+
+Comm = hetcoll.Communicator
+
+
+@dataclass
+class Phase:
+    """What a communicator came to on this rank. `lost` is the rank that a PeerLostError names, among its `size`."""
+
+    rank: int = -1
+    size: int = 0
+    error: str = ""
+    text: str = ""
+    lost: int = -1
+    agreed: int = -1
+    seconds: float = 0.0
+
+
+@dataclass
+class Report:
+    """What a program came to on a rank; `problem` is what no program may do."""
+
+    phases: list[Phase] = field(default_factory=list)
+    problem: str = ""
+
+
+def shorten(error: BaseException) -> str:
+    """Where it was raised, on one line, and what it says."""
+    frames = traceback.extract_tb(error.__traceback__)[-9:]
+    return f"{' '.join(f'{os.path.basename(each.filename)}:{each.lineno}' for each in frames)}: {error!r}"
+
+
+class Left(Exception):  # noqa: N818
+    """This rank has left the others, as the program says."""
+
+
+@dataclass
+class Player:
+    """A process that takes part as `rank`; those from the program's size on are newcomers."""
+
+    program: Program
+    rank: int
+    pids: Sequence[int]
+    report: Report = field(default_factory=Report)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    @property
+    def victim(self) -> bool:
+        return self.rank in self.program.attack.victims
+
+    def play(self, enter: Callable[[], Comm]) -> Report:
+        try:
+            self._play(enter)
+        except BaseException as error:
+            self.report.problem = shorten(error)
+        return self.report
+
+    def _play(self, enter: Callable[[], Comm]) -> None:
+        program, comm = self.program, None
+        with self._phase() as phase:
+            if self.victim and program.attack.kind == "joining":
+                self._later(self._die)
+            comm = enter()
+            if self.rank >= program.size:
+                return self._steps(comm, program.more(comm.size), phase)
+            try:
+                self._steps(comm, program.steps, phase, attacked=True)
+            except (MemoryError, RuntimeError, AssertionError) as error:
+                comm.__exit__(type(error), error, None)  # as a program that does not know what to do
+                raise
+        self._join()
+        if comm is None or comm.closed:
+            return None
+        if program.attack.kind in REGROUPS or program.newcomers:
+            self._go_on(comm, phase)
+        return comm.close()
+
+    @contextlib.contextmanager
+    def _phase(self) -> Iterator[Phase]:
+        """Notes the error that ends a communicator."""
+        self.report.phases.append(phase := Phase())
+        begin = time.monotonic()
+        try:
+            yield phase
+        except Left:
+            phase.error = "left"
+        except (hetcoll.HetcollError, KeyboardInterrupt, MemoryError) as error:
+            phase.error, phase.lost = type(error).__name__, getattr(error, "rank", -1)
+            phase.text = shorten(error)
+        except RuntimeError as error:
+            if "can't start new thread" not in str(error) or "hetcoll/" in str(
+                traceback.extract_tb(error.__traceback__)[-2]
+            ):
+                raise
+            phase.error, phase.text = "MemoryError", shorten(error)  # of this program's own threads
+        phase.seconds = time.monotonic() - begin
+
+    def _steps(self, comm: Comm, steps: Sequence[Step], phase: Phase, *, attacked: bool = False) -> None:
+        phase.rank, phase.size = comm.rank, comm.size
+        try:
+            for number, step in enumerate(steps):
+                if attacked and number == self.program.attack.at:
+                    self._attack(comm, step)
+                if attacked and step.what == "fence":
+                    self._await_attack()
+                run(comm, step)
+        except KeyboardInterrupt:
+            comm.abort("interrupted")  # where that was not in a call
+            raise
+
+    def _go_on(self, comm: Comm, before: Phase) -> None:
+        """As ULFM has it: agree whether all is well; if not, those that are left go on; and take newcomers in."""
+        if self.program.attack.kind == "stop" and not self.victim:
+            os.kill(self.pids[self.program.attack.victims[0]], signal.SIGCONT)
+        before.agreed = comm.agree(not before.error, timeout=SECONDS)
+        rest = comm if before.agreed else comm.shrink(timeout=SECONDS)
+        with self._phase() as phase:
+            if self.program.newcomers:
+                rest = rest.grow(self.program.newcomers, timeout=SECONDS)
+            comm.close()
+            self._steps(rest, self.program.more(rest.size), phase)
+        rest.close()
+
+    # What is done to a rank.
+
+    def _attack(self, comm: Comm, step: Step) -> None:
+        kind, rank = self.program.attack.kind, self.rank
+        if kind == "pause" and rank == (self.program.attack.victims[0] + 1) % self.program.size:
+            self._later(self._hold_up)
+        if self.victim and hasattr(self, f"_{kind}"):
+            getattr(self, f"_{kind}")(comm, step)
+
+    def _later(self, act: Callable[[], Any]) -> None:
+        """At once, or on a thread while this one goes on."""
+        delay = self.program.attack.delay
+        if delay is None:
+            return act()
+        self.threads.append(threading.Timer(delay, act))
+        return self.threads[-1].start()
+
+    def _join(self) -> None:
+        for thread in self.threads:
+            thread.join()
+
+    def _await_attack(self) -> None:
+        """Before the end of the steps what was to happen must have happened."""
+        self._join()
+        if self.victim and self.program.attack.kind == "interrupt":
+            time.sleep(SECONDS)
+
+    def _die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _kill(self, comm: Comm, step: Step) -> None:
+        self._later(self._die)
+
+    def _exit(self, comm: Comm, step: Step) -> None:
+        os._exit(3)
+
+    def _raise(self, comm: Comm, step: Step) -> None:
+        with contextlib.suppress(ArithmeticError), comm:
+            raise ArithmeticError("as the program says")
+        raise Left
+
+    def _close(self, comm: Comm, step: Step) -> None:
+        comm.close()
+        raise Left
+
+    def _abort(self, comm: Comm, step: Step) -> None:
+        self._later(lambda: comm.abort("as the program says"))
+
+    def _mismatch(self, comm: Comm, step: Step) -> None:
+        ((case, _),), *rest = step.args
+        other = other_case(case, random.Random(self.program.seed))
+        run(comm, Step("calls", ([(other, False)], *rest)))
+
+    def _interrupt(self, comm: Comm, step: Step) -> None:
+        self._later(lambda: os.kill(os.getpid(), signal.SIGINT))
+
+    def _late(self, comm: Comm, step: Step) -> None:
+        time.sleep(0.05)
+
+    def _signals(self, comm: Comm, step: Step) -> None:
+        def send() -> None:
+            for _ in range(20):
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0.0005)
+
+        self._later(send)
+
+    def _hold_up(self) -> None:
+        pid = self.pids[self.program.attack.victims[0]]
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.02)
+        os.kill(pid, signal.SIGCONT)
+
+    def _absent(self, comm: Comm, step: Step) -> None:
+        """Does not call, and comes when the others have given up."""
+        wait_until(lambda: comm.error is not None, SECONDS)
+
+    def _stop(self, comm: Comm, step: Step) -> None:
+        """Is stopped until the others have given up."""
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    # Limits, which the lane's processes do not keep: they end after such a program.
+
+    def _files(self, comm: Comm, step: Step) -> None:
+        held = len(os.listdir("/proc/self/fd")) + random.Random(self.program.seed).randrange(4)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held, held))
+
+    def _memory(self, comm: Comm, step: Step) -> None:
+        with open("/proc/self/statm") as file:
+            held = int(file.read().split()[0]) * resource.getpagesize()
+        more = random.Random(self.program.seed).choice((1, 100, 5000)) << 10
+        resource.setrlimit(resource.RLIMIT_AS, (held + more, held + more))
+
+    def _sizes(self, comm: Comm, step: Step) -> None:
+        """No file may grow, and shared memory is one: as if /dev/shm were full."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

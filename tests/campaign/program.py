@@ -1,0 +1,246 @@
+"""What a seed stands for: a job, what its ranks call, and what is done to them. A pure function, `draw`."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from reference import Case
+
+from hetcoll.plan.algorithms import ALGORITHMS
+from hetcoll.types import REDUCING, Collective, DType, ReduceOp, supports
+
+KINDS = [kind for kind in Collective if kind.label not in ("barrier", "p2p", "alltoallv")]
+ROOTED = (Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER)
+TYPES = [dtype.label for dtype in DType]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that all ranks of a communicator do: a function of `play` and its arguments."""
+
+    what: str
+    args: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.what}{self.args}"
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What is done to `victims` when they come to step `at`; `delay` is how many seconds later, on a thread."""
+
+    kind: str
+    victims: tuple[int, ...] = ()
+    at: int = 0
+    delay: float | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A job. `hosts` and `devices` have a letter for each rank; those in `env` hold for all.
+
+    Ranks run `steps`. After an attack that must be seen those that are left shrink, take `newcomers` in, and run other
+    steps, which `more` draws for their number.
+    """
+
+    seed: int
+    size: int
+    hosts: str
+    devices: str
+    env: dict[str, str]
+    steps: tuple[Step, ...]
+    attack: Attack
+    newcomers: int = 0
+
+    def more(self, size: int) -> tuple[Step, ...]:
+        """The steps of the communicator that comes after."""
+        return (*draw_steps(random.Random(f"{self.seed} goes on"), size, self.devices, 3), Step("fence"))
+
+    def __str__(self) -> str:
+        lines = [f"seed {self.seed}: {self.size} ranks on hosts {self.hosts}, devices {self.devices}, {self.env}"]
+        lines += [f"  {number}: {step}" for number, step in enumerate(self.steps)]
+        return "\n".join([*lines, f"  {self.attack}, then {self.newcomers} newcomers"])
+
+
+# What is done to a job. Weights: how often of a thousand seeds; those that wait for timeouts cost seconds.
+
+HARMLESS = {"nothing": 340, "links": 120, "pause": 70, "signals": 60, "late": 40}
+LOSING = {"kill": 70, "exit": 20, "raise": 60, "close": 40}  # victims are gone for the others
+FAILING = {"abort": 70, "mismatch": 55, "interrupt": 40}  # all ranks live, and all calls fail
+WAITING = {"absent": 3, "stop": 2}  # the same, when the timeout is over
+PERHAPS = {"spoil": 25, "files": 25, "memory": 20, "sizes": 20, "joining": 10}  # right results, or an error everywhere
+ATTACKS = HARMLESS | LOSING | FAILING | WAITING | PERHAPS
+REGROUPS = {*LOSING, *FAILING, *WAITING}
+TIMEOUT = 1.0  # seconds, of WAITING and of links that lose messages
+
+
+def draw(seed: int, only: str = "") -> Program:
+    """The program of a seed. `only`: with this attack."""
+    rng = random.Random(seed)
+    size = rng.choices(range(2, 9), (36, 30, 18, 6, 4, 3, 3))[0]
+    kind = rng.choices(list(ATTACKS), ATTACKS.values())[0]
+    kind = only or kind
+    devices = _devices(rng, size, kind)
+    hosts, env = _links(rng, size, kind, devices)
+    steps = draw_steps(rng, size, devices, rng.randint(2, 7))
+    attack = Attack(kind, _victims(rng, size, kind), rng.randrange(len(steps)), _delay(rng, kind))
+    if kind == "mismatch":
+        steps = (*steps[: attack.at], _comparable(rng, size), *steps[attack.at + 1 :])
+    newcomers = 0
+    if kind == "nothing" and rng.random() < 0.1:
+        newcomers = rng.randint(1, 2)
+    elif kind in LOSING and rng.random() < 0.4:
+        newcomers = len(attack.victims)
+    return Program(seed, size, hosts, devices, env, (*steps, Step("fence")), attack, newcomers)
+
+
+def _devices(rng: random.Random, size: int, kind: str) -> str:
+    """Mostly processors."""
+    if rng.random() >= 0.02 or size > 4 or kind in PERHAPS:
+        return "c" * size
+    return "".join(rng.choice("nnaac") for _ in range(size))
+
+
+def _victims(rng: random.Random, size: int, kind: str) -> tuple[int, ...]:
+    most = 2 if kind == "kill" and size > 3 and rng.random() < 0.3 else 1
+    return tuple(sorted(rng.sample(range(size), most)))
+
+
+def _delay(rng: random.Random, kind: str) -> float | None:
+    if kind in ("pause", "signals", "interrupt"):
+        return rng.random() * 0.01
+    return rng.random() * 0.01 if kind in ("kill", "abort", "joining") and rng.random() < 0.7 else None
+
+
+def _links(rng: random.Random, size: int, kind: str, devices: str) -> tuple[str, dict[str, str]]:
+    """Which ranks share a host, and how links are set up and misbehave."""
+    several = rng.random() < 0.35 and set(devices) == {"c"}
+    hosts = "".join(rng.choice("ab" if size < 5 else "abc") for _ in range(size)) if several else "a" * size
+    env = {}
+    if rng.random() < 0.3:
+        env["HETCOLL_TRANSPORT"] = "tcp"
+    may = {
+        "HETCOLL_SHM_BYTES": ("4096", "65536"),
+        "HETCOLL_SHM_READ": ("always", "never"),
+        "HETCOLL_SOCKET_STRIPES": ("2", "3"),
+        "HETCOLL_INTEGRITY": ("off", "all"),
+        "HETCOLL_REPRODUCIBLE": ("1",),
+        "HETCOLL_CHECK": ("1",),
+        "HETCOLL_ALGO": [
+            f"{kind.label}:{name}"
+            for kind, table in ALGORITHMS.items()
+            for name, each in table.items()
+            if each.supports is bool
+        ],
+    }
+    env |= {name: rng.choice(values) for name, values in may.items() if rng.random() < 0.12}
+    if "HETCOLL_REPRODUCIBLE" in env:
+        env.pop("HETCOLL_ALGO", None)
+    if kind == "links":
+        words = [f"delay={rng.random() * 0.3:.2f}", f"short={rng.random():.2f}", f"reorder={rng.random() * 0.5:.2f}"]
+        words += [f"stall={rng.randrange(100_000)},hold=0.05"]
+        env["HETCOLL_FAULT"] = ",".join([*rng.sample(words, rng.randint(1, 4)), f"seed={rng.randrange(1000)}"])
+    if kind == "spoil":
+        word = rng.choice(
+            (f"drop={rng.randint(1, 8)}",)
+            + (f"duplicate={rng.randint(1, 8)}", f"close={rng.randint(1, 8)}", f"corrupt={rng.randrange(20_000)}") * 4
+        )
+        env["HETCOLL_FAULT"] = f"{word},rank={rng.randrange(size)}"
+        if word.startswith("corrupt"):
+            env |= {"HETCOLL_INTEGRITY": "all", "HETCOLL_TRANSPORT": "tcp"}
+    if kind in WAITING or "drop" in env.get("HETCOLL_FAULT", ""):
+        env["HETCOLL_TIMEOUT"] = str(TIMEOUT)
+    return hosts, env
+
+
+# What ranks call.
+
+
+def draw_steps(rng: random.Random, size: int, devices: str, most: int, *, part: bool = False) -> tuple[Step, ...]:
+    """As many steps for `size` ranks. `part`: of a communicator that is one."""
+    kinds = ("calls",) if set(devices) != {"c"} else ("calls", "messages") if part else tuple(STEPS)
+    weights = [STEPS[kind] for kind in kinds]
+    return tuple(_step(rng, kind, size) for kind in rng.choices(kinds, weights, k=most))
+
+
+STEPS = {
+    "calls": 12, "messages": 5, "split": 2, "repeat": 1, "objects": 1, "mistake": 1, "fork": 0.3, "weigh": 0.5,
+    "agree": 0.7, "look": 0.5, "put": 0.5, "tagged": 0.5,
+}  # fmt: skip
+
+
+def _step(rng: random.Random, what: str, size: int) -> Step:
+    some = rng.randrange(size)
+    match what:
+        case "calls":
+            flight = rng.choice((1, 1, 1, 2, 4))
+            calls = [(draw_case(rng, size), flight > 1 and rng.random() < 0.7) for _ in range(flight)]
+            return Step(what, (calls, some, rng.choice((0.0, 0.0, 0.002))))
+        case "messages":
+            pairs = [rng.sample(range(size), 2) for _ in range(rng.randint(1, 2 * size))] if size > 1 else []
+            edges = [(a, b, rng.choice((0, 1, 30, 2000, 2000, 50_000))) for a, b in pairs]
+            return Step(what, (edges, rng.choice(("group", "async", "in turn", "threads"))))
+        case "tagged":
+            return Step(what, (some, rng.randint(1, 9), rng.choice((1, 3000))))
+        case "split":
+            colors = [rng.choice((0, 0, 1, 1, 2, None)) for _ in range(size)]
+            return Step(what, (colors, rng.random() < 0.5, rng.randrange(1 << 30)))
+        case "repeat":
+            kind = rng.choice((Collective.ALLREDUCE, Collective.ALLGATHER, Collective.BROADCAST))
+            return Step(what, (kind.label, rng.choice((1, 100, 5000)), some, rng.randint(1, 4)))
+        case "objects":
+            return Step(
+                what, (rng.choice(("broadcast", "allgather", "gather", "scatter")), some, rng.choice((3, 5000)))
+            )
+        case "agree":
+            return Step(what, ([rng.randrange(1 << 16) | 256 for _ in range(size)],))
+        case "put":
+            return Step(what, (rng.choice((1, 1000, 20_000)),))
+    return Step(what, (some,))
+
+
+def draw_case(rng: random.Random, size: int) -> Case:
+    """A collective call whose result is exact."""
+    kind = rng.choice(KINDS)
+    dtype = rng.choice(("float32", "float64", "int32", rng.choice(TYPES)))
+    ops = [op.label for op in ReduceOp if supports(DType[dtype.upper()], op)]
+    op = rng.choice(("sum", "sum", rng.choice(ops))) if kind in REDUCING else "sum"
+    if op not in ops:
+        op = ops[0]
+    count = rng.choice((0, 1, 2, size - 1, size + 1, 7, 64, 500, 500, 3001, 3001, rng.choice((20_000, 60_000))))
+    if size > 4:
+        count = min(count, 3001)
+    case = Case(kind.label, dtype, count, op, seed=rng.randrange(1 << 20), shift=rng.choice((0, 0, 0, 1, 5)))
+    if kind in ROOTED:
+        case = replace(case, root=rng.randrange(size))
+    case = replace(case, inplace=kind is not Collective.BROADCAST and rng.random() < 0.5)
+    if kind.plain is not kind:
+        case = replace(case, counts=tuple(rng.choice((0, 1, 5, 300, 2000)) for _ in range(size)))
+    elif kind is Collective.ALLTOALL and rng.random() < 0.3:
+        case = replace(case, collective="alltoallv", inplace=False)
+    return case
+
+
+def _comparable(rng: random.Random, size: int) -> Step:
+    """One call that shows all ranks what the victim calls."""
+    kind = rng.choice((Collective.ALLREDUCE, Collective.ALLGATHER))
+    return Step("calls", ([(Case(kind.label, "float32", rng.choice((1, 64, 3001))), False)], 0, 0.0))
+
+
+def other_case(case: Case, rng: random.Random) -> Case:
+    """What a rank that is mistaken calls in its place."""
+    kinds = [kind.label for kind in (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.BROADCAST)]
+    ways = (
+        replace(case, count=case.count + 1, counts=tuple(n + 1 for n in case.counts)),
+        replace(case, dtype="int16" if case.dtype != "int16" else "float32", op="sum"),
+        replace(case, collective=kinds[0] if case.collective != kinds[0] else kinds[1], counts=(), op="sum"),
+    )
+    return rng.choice(ways[: 2 if rng.random() < 0.9 else 3])
+
+
+def values(*key: int, count: int) -> np.ndarray[Any, Any]:
+    """Numbers that differ by key: what messages carry."""
+    return np.arange(count, dtype=np.int64) * 7 + hash(key) % 1_000_003

@@ -1,0 +1,226 @@
+"""What the steps of a program are on a rank. Every result is checked: integers, or floats whose sums are exact."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from cases import run_sequence
+from gpu_kinds import device_of
+from on_gpu import OnGpu
+from reference import Case
+
+import hetcoll
+from hetcoll import PeerLostError
+
+from .program import Step, draw_steps, values
+
+SECONDS = 20.0  # for what waits for ranks that hear of a failure later
+
+
+def calls(comm: Any, flight: list[tuple[Case, bool]], late: int, seconds: float) -> None:
+    if comm.rank == late:
+        time.sleep(seconds)
+    if comm.topology.ranks[comm.rank].wish in ("cuda", "hip"):
+        device = device_of(comm)
+        stream = device.stream()
+        try:
+            run_sequence(OnGpu(comm, device, stream), [(case, False) for case, _ in flight])  # type: ignore[arg-type]
+        finally:
+            device.destroy_stream(stream)
+    else:
+        run_sequence(comm, flight)
+
+
+def fence(comm: hetcoll.Communicator) -> None:
+    """Who got through a call that failed elsewhere hears of it here."""
+    comm.barrier()
+    comm.barrier()
+
+
+def messages(comm: hetcoll.Communicator, edges: list[tuple[int, int, int]], how: str) -> None:
+    mine = [(n, *edge) for n, edge in enumerate(edges) if comm.rank in edge[:2]]
+    sent = {n: values(n, src, dst, count=count) for n, src, dst, count in mine}
+    got = {n: np.zeros(count, np.int64) for n, _, dst, count in mine if dst == comm.rank}
+
+    def move(only: str = "", **how: Any) -> list[hetcoll.Work]:
+        works = []
+        for n, src, dst, _ in mine:
+            if src == comm.rank and only != "recv":
+                works.append(comm.send(sent[n], dst, **how))
+            elif dst == comm.rank and only != "send":
+                works.append(comm.recv(got[n], src, **how))
+        return works
+
+    if how == "group":
+        with comm.group():
+            move()
+    elif how == "async":
+        for work in reversed(move(async_op=True)):
+            work.wait()
+    elif how == "threads":
+        failed: list[BaseException] = []
+
+        def send() -> None:
+            try:
+                move("send")
+            except BaseException as error:
+                failed.append(error)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        try:
+            move("recv")
+        finally:
+            sender.join()
+        if failed:
+            raise failed[0]
+    else:
+        move()
+    for n, array in got.items():
+        assert (array == sent[n]).all(), f"message {n} of {edges} is wrong"
+
+
+def tagged(comm: hetcoll.Communicator, root: int, tag: int, count: int) -> None:
+    """All send to the root, which receives from whoever comes."""
+    if comm.rank != root:
+        comm.send(values(comm.rank, tag, count=count), root, tag=tag)
+        return
+    sources = set()
+    for _ in range(comm.size - 1):
+        source = comm.recv(got := np.zeros(count, np.int64), hetcoll.ANY_SOURCE, tag=tag).source
+        assert (got == values(source, tag, count=count)).all(), f"the message of rank {source} is wrong"
+        sources.add(source)
+    assert len(sources) == comm.size - 1
+
+
+def split(comm: hetcoll.Communicator, colors: list[int | None], backwards: bool, seed: int) -> None:
+    color = colors[comm.rank]
+    part = comm.split(color, -comm.rank if backwards else 0)
+    if part is None:
+        assert color is None
+        return
+    members = [rank for rank, each in enumerate(colors) if each == color]
+    members = members[::-1] if backwards else members
+    assert (part.size, members[part.rank]) == (len(members), comm.rank)
+    with part:
+        try:
+            for step in draw_steps(random.Random(f"{seed} {color}"), part.size, "c", 3, part=True):
+                run(part, step)
+        except PeerLostError as error:
+            error.rank = members[error.rank]
+            raise
+
+
+def repeat(comm: hetcoll.Communicator, kind: str, count: int, root: int, times: int) -> None:
+    x = np.zeros(count * (comm.size if kind == "allgather" else 1))
+    mine = x[comm.rank * count :][:count] if kind == "allgather" else x
+    again = {
+        "allreduce": lambda: comm.allreduce_init(x),
+        "allgather": lambda: comm.allgather_init(mine, x),
+        "broadcast": lambda: comm.broadcast_init(x, root),
+    }[kind]()
+    for turn in range(times):
+        mine[:] = comm.rank + turn
+        again.start()
+        again.wait()
+        each = np.arange(comm.size) + turn
+        want = {"allreduce": each.sum(), "allgather": np.repeat(each, count), "broadcast": root + turn}[kind]
+        assert (x == want).all(), f"{kind} started for the {turn + 1}. time"
+
+
+def objects(comm: hetcoll.Communicator, kind: str, root: int, length: int) -> None:
+    def of(rank: int) -> dict[str, Any]:
+        return {"rank": rank, "more": b"x" * length}
+
+    all_of, here = [of(rank) for rank in range(comm.size)], comm.rank == root
+    if kind == "broadcast":
+        assert comm.broadcast_object(of(root) if here else None, root) == of(root)
+    elif kind == "allgather":
+        assert comm.allgather_object(of(comm.rank)) == all_of
+    elif kind == "gather":
+        assert comm.gather_object(of(comm.rank), root) == (all_of if here else None)
+    else:
+        assert comm.scatter_object(all_of if here else None, root) == of(comm.rank)
+
+
+def mistake(comm: hetcoll.Communicator, who: int) -> None:
+    """Is refused on the line of the call, and nothing is sent."""
+    if comm.rank != who:
+        return
+    for wrong in (lambda: comm.broadcast(np.ones(3), comm.size), lambda: comm.allreduce(np.ones((4, 4))[:, 1])):
+        try:
+            wrong()
+        except (hetcoll.ArgumentError, hetcoll.BufferTypeError):
+            continue
+        raise AssertionError("a mistake was not refused")
+
+
+def fork(comm: hetcoll.Communicator, who: int) -> None:
+    """A child is refused, and the parent goes on, with a call in flight."""
+    work = comm.allreduce(x := np.full(3000, comm.rank + 1.0), async_op=True)
+    if comm.rank == who:
+        child = os.fork()
+        if child == 0:
+            try:
+                comm.barrier()
+            except hetcoll.ClosedError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0, "a forked child was not refused"
+    work.wait()
+    assert (x == comm.size * (comm.size + 1) / 2).all()
+
+
+def weigh(comm: hetcoll.Communicator, who: int) -> None:
+    mean = np.full(40, float(comm.rank))
+    comm.allreduce(mean, op="avg", weight=float(comm.rank == who))
+    assert (mean == who).all()
+    shards = comm.shards(100, weight=1.0 + comm.rank)
+    assert shards[0].start == 0
+    assert sum(each.stop - each.start for each in shards) == 100
+
+
+def agree(comm: hetcoll.Communicator, flags: Sequence[int]) -> None:
+    """All bits that all have; those of the dead may be missing."""
+    got, all_of = comm.agree(flags[comm.rank], timeout=SECONDS), int(np.bitwise_and.reduce(flags))
+    assert got & all_of == all_of
+    assert got & flags[comm.rank] == got
+
+
+def look(comm: hetcoll.Communicator, who: int) -> None:
+    assert comm.counters()["collectives"] >= 0
+    assert comm.memory()["descriptors"] >= 0
+    assert comm.explain("allreduce", 1 << who)
+    assert comm.dump() is not None
+
+
+def put(comm: hetcoll.Communicator, count: int) -> None:
+    """Into the window of the next rank, which is told."""
+    mine, right = np.zeros(count, np.int64), (comm.rank + 1) % comm.size
+    window = comm.window(mine)
+    try:
+        window.put(values(comm.rank, count=count), right, 0, signal=0)
+        window.wait_signal(0, 1)
+        assert (mine == values((comm.rank - 1) % comm.size, count=count)).all(), "what was put is wrong"
+        comm.barrier()
+    finally:
+        window.close()
+
+
+STEPS: dict[str, Callable[..., None]] = {
+    each.__name__: each
+    for each in (
+        calls, fence, messages, tagged, split, repeat, objects, mistake, fork, weigh, agree, look, put,
+    )
+}  # fmt: skip
+
+
+def run(comm: hetcoll.Communicator, step: Step) -> None:
+    STEPS[step.what](comm, *step.args)

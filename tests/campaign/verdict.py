@@ -1,0 +1,90 @@
+"""What every rank must have been told, by what was done to the job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .play import Phase, Report
+from .program import HARMLESS, LOSING, PERHAPS, REGROUPS, WAITING, Program
+
+SOON = 15.0  # seconds: many times what an error takes, and what ranks take that go on
+LOST, ABORTED = "PeerLostError", "AbortedError"
+ALLOWED = {
+    **dict.fromkeys(LOSING, (LOST,)),
+    "abort": (ABORTED,),
+    "interrupt": (ABORTED,),
+    "mismatch": ("CollectiveMismatchError",),
+    **dict.fromkeys(WAITING, ("CollectiveTimeoutError",)),
+    "spoil": ("CommunicationError", LOST, "CollectiveTimeoutError", "CollectiveMismatchError"),
+    **dict.fromkeys(("files", "memory", "sizes"), ("CommunicationError", LOST)),
+    "joining": ("InitError", LOST),
+}
+
+
+def judge(program: Program, reports: Sequence[Report | str]) -> list[str]:
+    """What was wrong, if anything."""
+    problems = []
+    kind, victims = program.attack.kind, program.attack.victims
+    alive = {}
+    for rank, report in enumerate(reports):
+        if isinstance(report, str):
+            if not (report.startswith("died") and rank in victims and kind in ("kill", "exit", "joining")):
+                problems.append(f"rank {rank} {report}")
+        elif report.problem:
+            problems.append(f"rank {rank}: {report.problem}")
+        else:
+            alive[rank] = report.phases
+    if problems:
+        return problems
+    told = {rank: phases[0] for rank, phases in alive.items() if rank < program.size}
+    problems = [problem for rank, phase in told.items() if (problem := _first(program, rank, phase))]
+    failed = {rank for rank, phase in told.items() if phase.error}
+    if kind in PERHAPS and failed and failed != set(told):
+        problems.append(f"only ranks {sorted(failed)} of {sorted(told)} were told: {told}")
+    if len({phase.agreed for phase in told.values() if phase.error != "left"}) > 1:
+        problems.append(f"they do not agree: {told}")
+    return problems or _second(program, alive)
+
+
+def _first(program: Program, rank: int, phase: Phase) -> str:
+    """What is wrong with what a rank was told in the first communicator."""
+    kind, victims = program.attack.kind, program.attack.victims
+    what = f"rank {rank}: {phase.error} {phase.text}"
+    if phase.seconds > SOON:
+        return f"{what} after {phase.seconds:.1f} s"
+    if kind in HARMLESS:
+        return what if phase.error else ""
+    if rank in victims:
+        own = {"raise": "left", "close": "left", "interrupt": "KeyboardInterrupt"}.get(kind)
+        if phase.error == own or (kind == "memory" and phase.error == "MemoryError"):
+            return ""
+        if own and not (kind == "interrupt" and phase.error == ABORTED):
+            return f"{what}, wanted {own}"
+    if not phase.error:
+        return "" if kind in PERHAPS else f"rank {rank} was told nothing"
+    closed = (
+        kind == "interrupt" and phase.error == LOST and phase.lost in victims
+    )  # in a part, while it was not in a call
+    if phase.error not in ALLOWED[kind] and not closed:
+        return f"{what}, wanted one of {ALLOWED[kind]}"
+    if kind in LOSING and phase.lost not in victims:
+        return f"{what} names {phase.lost}, wanted one of {victims}"
+    return ""
+
+
+def _second(program: Program, alive: dict[int, list[Phase]]) -> list[str]:
+    """What is wrong with the communicator that came after."""
+    kind, problems = program.attack.kind, []
+    if not (kind in REGROUPS or program.newcomers):
+        return []
+    gone = len(program.attack.victims) if kind in LOSING else 0
+    size = program.size - gone + program.newcomers
+    for rank, phases in alive.items():
+        if phases[0].error == "left":
+            continue
+        phase = phases[-1]
+        if len(phases) != (1 if rank >= program.size else 2) or phase.error or phase.size != size:
+            problems.append(f"rank {rank} in the second communicator, wanted {size} ranks: {phase}\n{phase.text}")
+        elif phase.seconds > 2 * SOON:
+            problems.append(f"rank {rank} took {phase.seconds:.1f} s to go on")
+    return problems
