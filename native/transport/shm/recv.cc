@@ -155,11 +155,10 @@ class ShmRecv final : public RecvEnd {
     return true;
   }
 
-  // Neither who sends nor who lent may have failed.
+  // Whose memory it is may not have failed. Who only lent it on may: that one's call may be over, and it may have left.
   [[gnu::noinline]] void CheckValid() {
     loans_.data = nullptr;
-    memory_.CheckValid();
-    if (place_ == ShmPlace::kLent) PrivateMemory(segment_.owner(lender_), peer_).CheckValid();
+    (place_ == ShmPlace::kLent ? PrivateMemory(segment_.owner(lender_), peer_) : memory_).CheckValid();
   }
 
   // What was read goes back to whose it is: by us, or by whoever it was sent or lent on to.
