@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <system_error>
 
 #include "base/clock.h"
 
@@ -31,7 +32,11 @@ Team::~Team() {
 void Team::Run(const Job& job) {
   if (threads_.empty()) {
     pid_ = getpid();
-    for (unsigned i = 1; i <= helpers_; ++i) threads_.emplace_back([this, i] { Help(i); });
+    try {
+      for (unsigned i = 1; i <= helpers_; ++i) threads_.emplace_back([this, i] { Help(i); });
+    } catch (const std::system_error&) {  // those that could be had do the work
+      helpers_ = static_cast<unsigned>(threads_.size());
+    }
   }
   job_ = job;
   busy_.store(helpers_, std::memory_order_relaxed);

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <new>
+#include <string>
+#include <system_error>
 
 #include "base/clock.h"
 #include "host/engine.h"
@@ -343,7 +345,13 @@ void Engine::DriveInBackground() {
   std::lock_guard lock(background_mutex_);
   if (background_stop_) return;
   background_work_ = true;
-  if (!background_.joinable()) background_ = std::thread([this] { BackgroundLoop(); });
+  if (!background_.joinable()) {
+    try {
+      background_ = std::thread([this] { BackgroundLoop(); });
+    } catch (const std::system_error& error) {  // what was begun would not move: it fails here, and so everywhere
+      return Fail(FaultKind::kSystem, options_.rank, std::string("no thread for calls in flight: ") + error.what());
+    }
+  }
   background_wake_.notify_one();
 }
 

@@ -10,9 +10,12 @@
 #include <pthread.h>
 
 #include <array>
+#include <cerrno>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -197,6 +200,14 @@ NB_MODULE(_native, m) {
 
   nb::exception<PlanError>(m, "PlanError", PyExc_ValueError);
   nb::exception<Fault>(m, "Fault", PyExc_OSError);
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const std::system_error& error) {  // no thread could be had, most often
+      errno = error.code().value();
+      PyErr_SetFromErrno(PyExc_OSError);
+    }
+  });
   nb::enum_<Status>(m, "Status", nb::is_arithmetic())
       .value("DONE", Status::kDone)
       .value("FAILED", Status::kFailed)

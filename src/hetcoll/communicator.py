@@ -24,7 +24,7 @@ from .errors import CommunicationError
 from .gpu.open import Gpus
 from .plan.topology import Topology
 from .rendezvous.protocol.unique_id import UniqueId
-from .rendezvous.session import Session
+from .rendezvous.session import Session, coming_together
 from .runtime import joining, messages, objects, registration, regroup, results, weights
 from .runtime.core import Core, refuse
 from .runtime.executor import FastPath
@@ -497,7 +497,7 @@ class Communicator:
     def _make(self, name: bytes, members: list[int], timeout: float, form: Format | None = None) -> Self:
         """The communicator called `name` of these ranks, this one among them."""
         config = regroup.configure(self._config, members, form)
-        with regroup.in_ranks_of_parent(members):
+        with regroup.in_ranks_of_parent(members), coming_together():
             return type(self)(self._session, name, members.index(self._rank), len(members), config, timeout)
 
     # Memory.

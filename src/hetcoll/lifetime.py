@@ -7,6 +7,7 @@ notice the death of the parent; if it used them, it would speak in the parent's 
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import sys
@@ -41,6 +42,16 @@ def watch(resource: Resource, at_exit: Callable[[], None] | None = None, *, weak
     does not keep it alive."""
     _watch_multiprocessing()
     _open[id(resource)] = (weakref.ref(resource) if weakly else lambda: resource, at_exit)
+
+
+def start(thread: threading.Thread, resource: Resource, at_exit: Callable[[], None] | None = None) -> None:
+    """Start the thread of `resource`, and `watch` that. OSError where no thread can be had: then it is let go of."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        resource.abandon()
+        raise OSError(errno.EAGAIN, f"{thread.name}: {error}") from error
+    watch(resource, at_exit)  # now, since what is watched may be closed on another thread, which waits for this one's
 
 
 def forget(resource: Resource) -> None:

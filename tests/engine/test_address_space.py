@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ranks import Job, Ranks
 
+import hetcoll
 from hetcoll.config.limits import address_space_left
 
 Launch = Callable[..., Ranks]
@@ -75,3 +77,37 @@ def test_one_rank_of_a_host_is_limited(launch: Launch) -> None:
 def test_without_a_limit() -> None:
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         assert address_space_left() is None
+
+
+def no_threads() -> None:
+    """As much memory as there is, and no room for the stack of another thread."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (3 << 20), resource.RLIM_INFINITY))
+
+
+def lack_a_thread(comm: hetcoll.Communicator, what: str) -> str:
+    comm.allreduce(x := np.ones(4))
+    comm.barrier()
+    if comm.rank == 1:
+        no_threads()
+    with pytest.raises(hetcoll.CommunicationError if what == "call" else hetcoll.HetcollError) as caught:
+        if what == "call":
+            comm.allreduce(x, async_op=True).wait()
+            comm.barrier()
+        else:
+            comm.split(0)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return str(caught.value)
+
+
+def test_a_call_in_flight_for_which_there_is_no_thread(launch: Launch) -> None:
+    (said,) = set(launch(2).run(lack_a_thread, "call"))
+    assert said.startswith("rank 1")
+    assert "no thread for calls in flight: Resource temporarily unavailable" in said
+
+
+def test_a_part_for_which_there_is_no_memory(launch: Launch) -> None:
+    other, own = launch(2, HETCOLL_TRANSPORT="tcp").run(lack_a_thread, "part")
+    assert own.startswith("the ranks did not come together on this rank: ")
+    assert "can't start new thread" in own
+    assert other.startswith("rank 1 has left; ")

@@ -122,7 +122,10 @@ def reduced(op: str, parts: Sequence[Array]) -> Array:
         parts = [part.astype(np.complex128 if dtype.kind == "c" else np.float64) for part in parts]
     total: Array = reduce(_BINARY[op], parts)
     if op == "avg":
-        total = np.sign(total) * (np.abs(total) // len(parts)) if dtype.kind in "iu" else total / len(parts)
+        if dtype.kind in "iu":
+            total = np.sign(total) * (np.abs(total) // len(parts))
+        else:  # each part of a complex number by itself, since NumPy's quotient of two is rounded more often
+            total = (total.view(np.float64) / len(parts)).view(total.dtype)
     return total.astype(dtype)
 
 

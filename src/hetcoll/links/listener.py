@@ -85,8 +85,7 @@ class Listener:
         self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._wake_read.recv(64))
         self._acceptor = Acceptor(self._selector, listeners, secret, Service.DATA, token.ljust(32, b"\0"), self._admit)
         self._thread = threading.Thread(target=self._run, name="hetcoll-listener", daemon=True)
-        lifetime.watch(self)
-        self._thread.start()
+        lifetime.start(self._thread, self)
 
     def connect_many(
         self, requests: Iterable[Request], deadline: float, check: Callable[[], None] = _nothing

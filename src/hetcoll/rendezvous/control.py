@@ -69,8 +69,7 @@ class ControlClient:
         self._uplink = Uplink(unique_id, size, deadline, self._serve)
         self.store_address = unique_id.addresses[0]
         self._thread = threading.Thread(target=self._read, name="hetcoll-control", daemon=True)
-        lifetime.watch(self)
-        self._thread.start()
+        lifetime.start(self._thread, self)
         try:
             if group is not None:
                 self.join(group, rank, size, on_event, timeout=max(deadline - time.monotonic(), 0.1))

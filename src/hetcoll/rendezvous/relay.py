@@ -59,8 +59,7 @@ class Relay:
         context = self._token.ljust(32, b"\0")
         self._acceptor = Acceptor(self._selector, [listener], unique_id.secret, Service.RELAY, context, self._admit)
         self._thread = threading.Thread(target=self._run, name="hetcoll-relay", daemon=True)
-        lifetime.watch(self)
-        self._thread.start()
+        lifetime.start(self._thread, self)
 
     def holds(self) -> Held:
         """Its sockets, its selector and its thread."""

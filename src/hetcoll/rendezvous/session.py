@@ -70,4 +70,4 @@ def coming_together() -> Iterator[None]:
     except HetcollError:  # some of which are OSErrors too
         raise
     except OSError as error:
-        raise InitError(f"the job did not come together on this rank: {error}") from error
+        raise InitError(f"the ranks did not come together on this rank: {error}") from error

@@ -76,8 +76,7 @@ class StoreServer:
         self._acceptor = Acceptor(self._selector, listeners, secret, Service.STORE, context, self._admit, fetch)
         self._thread = threading.Thread(target=self._run, name="hetcoll-store", daemon=True)
         HOSTED[self._job_id] = _hosted[self._job_id] = self
-        lifetime.watch(self, self._end)
-        self._thread.start()
+        lifetime.start(self._thread, self, self._end)
 
     def close(self) -> None:
         """Tell the members that the store ends, and end it. Takes a few seconds at most; more than once is fine."""
@@ -87,8 +86,6 @@ class StoreServer:
             self._closing = True
             with contextlib.suppress(OSError):  # the thread may have seen the flag, and ended
                 self._wake_write.send(b"\0")
-        if self._thread.ident is None:  # the process ends while a successor begins: it sees the flag
-            return
         if threading.current_thread() is not self._thread:
             self._thread.join(_FAREWELL + 5)
             self._wake_write.close()  # not by the thread: it may end between our flag and our byte
