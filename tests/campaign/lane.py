@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -85,10 +86,11 @@ class Lane:
             seat.pipe.send(Orders(program, rank, [each.pid for each in seats]))
         try:
             unique_id = seats[0].pipe.recv()
-            for seat in seats[1:]:
-                seat.pipe.send(unique_id)
         except (EOFError, OSError):
             unique_id = None
+        for seat in seats[1:]:
+            with contextlib.suppress(OSError):  # it was killed meanwhile
+                seat.pipe.send(unique_id)
         reports = self._answers(seats, ENOUGH)
         problems = judge(program, reports)
         there = [seat for seat, report in zip(seats, reports, strict=True) if isinstance(report, Report)]

@@ -87,7 +87,7 @@ def draw(seed: int, only: str = "") -> Program:
     hosts, env = _links(rng, size, kind, devices)
     steps = draw_steps(rng, size, devices, rng.randint(2, 7))
     attack = Attack(kind, _victims(rng, size, kind), rng.randrange(len(steps)), _delay(rng, kind))
-    if kind == "mismatch":
+    if kind == "mismatch" or kind in WAITING:
         steps = (*steps[: attack.at], _comparable(rng, size), *steps[attack.at + 1 :])
     newcomers = 0
     if kind == "nothing" and rng.random() < 0.1:
@@ -99,7 +99,7 @@ def draw(seed: int, only: str = "") -> Program:
 
 def _devices(rng: random.Random, size: int, kind: str) -> str:
     """Mostly processors."""
-    if rng.random() >= 0.02 or size > 4 or kind in PERHAPS:
+    if rng.random() >= 0.02 or size > 4 or kind in PERHAPS or kind == "links":  # the proof of paths has no patience
         return "c" * size
     return "".join(rng.choice("nnaac") for _ in range(size))
 
@@ -168,7 +168,7 @@ def draw_steps(rng: random.Random, size: int, devices: str, most: int, *, part: 
 
 STEPS = {
     "calls": 12, "messages": 5, "split": 2, "repeat": 1, "objects": 1, "mistake": 1, "fork": 0.3, "weigh": 0.5,
-    "agree": 0.7, "look": 0.5, "put": 0.5, "tagged": 0.5,
+    "agree": 0.7, "look": 0.5, "put": 0.5, "tagged": 0.5, "near": 0.5,
 }  # fmt: skip
 
 
@@ -197,6 +197,8 @@ def _step(rng: random.Random, what: str, size: int) -> Step:
             )
         case "agree":
             return Step(what, ([rng.randrange(1 << 16) | 256 for _ in range(size)],))
+        case "near":
+            return Step(what, (rng.choice((100, 20_000, 200_000)), some))
         case "put":
             return Step(what, (rng.choice((1, 1000, 20_000)),))
     return Step(what, (some,))

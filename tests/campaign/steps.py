@@ -117,6 +117,21 @@ def split(comm: hetcoll.Communicator, colors: list[int | None], backwards: bool,
             raise
 
 
+def near(comm: hetcoll.Communicator, count: int, closes: int) -> None:
+    """In memory that is shared by a host; one rank leaves the communicator as soon as its call is over."""
+    part = comm.split(0)
+    assert part is not None
+    with part:
+        x = part.empty(count, np.float64)
+        x[:] = comm.rank + 1
+        part.allreduce(x)
+        assert (x == comm.size * (comm.size + 1) / 2).all()
+        if comm.rank != closes:
+            comm.barrier()
+    if comm.rank == closes:
+        comm.barrier()
+
+
 def repeat(comm: hetcoll.Communicator, kind: str, count: int, root: int, times: int) -> None:
     x = np.zeros(count * (comm.size if kind == "allgather" else 1))
     mine = x[comm.rank * count :][:count] if kind == "allgather" else x
@@ -217,7 +232,7 @@ def put(comm: hetcoll.Communicator, count: int) -> None:
 STEPS: dict[str, Callable[..., None]] = {
     each.__name__: each
     for each in (
-        calls, fence, messages, tagged, split, repeat, objects, mistake, fork, weigh, agree, look, put,
+        calls, fence, messages, tagged, split, near, repeat, objects, mistake, fork, weigh, agree, look, put,
     )
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ ALLOWED = {
     "mismatch": ("CollectiveMismatchError",),
     **dict.fromkeys(WAITING, ("CollectiveTimeoutError",)),
     "spoil": ("CommunicationError", LOST, "CollectiveTimeoutError", "CollectiveMismatchError"),
-    **dict.fromkeys(("files", "memory", "sizes"), ("CommunicationError", LOST)),
+    **dict.fromkeys(("files", "memory", "sizes"), ("CommunicationError", LOST, "InitError")),  # the last one in `split`
     "joining": ("InitError", LOST),
 }
 
