@@ -80,8 +80,7 @@ class Lane:
     def play(self, program: Program) -> list[str]:
         """What was wrong."""
         size = program.size + program.newcomers
-        devices = program.devices.ljust(size, program.devices[0])
-        seats = [self._seat(device) for device in devices]
+        seats = [self._seat(program.device(rank)) for rank in range(size)]
         for rank, seat in enumerate(seats):
             seat.pipe.send(Orders(program, rank, [each.pid for each in seats]))
         try:
@@ -197,7 +196,7 @@ def _dress(orders: Orders) -> None:
     if len(set(program.hosts)) > 1:
         os.environ["HETCOLL_HOST_ID"] = host
     if set(program.devices) != {"c"}:
-        os.environ["HETCOLL_DEVICE"] = _VENDORS[program.devices[orders.rank % program.size]] or "cpu"
+        os.environ["HETCOLL_DEVICE"] = _VENDORS[program.device(orders.rank)] or "cpu"
     environment.cache_clear()  # it is read once a process
     configuration.cache_clear()
 

@@ -55,6 +55,10 @@ class Program:
     attack: Attack
     newcomers: int = 0
 
+    def device(self, rank: int) -> str:
+        """A newcomer's is one of those that there are."""
+        return self.devices[rank % self.size]
+
     def more(self, size: int) -> tuple[Step, ...]:
         """The steps of the communicator that comes after."""
         return (*draw_steps(random.Random(f"{self.seed} goes on"), size, self.devices, 3), Step("fence"))
@@ -137,7 +141,7 @@ def _links(rng: random.Random, size: int, kind: str, devices: str) -> tuple[str,
         ],
     }
     env |= {name: rng.choice(values) for name, values in may.items() if rng.random() < 0.12}
-    if "HETCOLL_REPRODUCIBLE" in env:
+    if "HETCOLL_REPRODUCIBLE" in env or set(devices) != {"c"}:
         env.pop("HETCOLL_ALGO", None)
     if kind == "links":
         words = [f"delay={rng.random() * 0.3:.2f}", f"short={rng.random():.2f}", f"reorder={rng.random() * 0.5:.2f}"]

@@ -26,11 +26,14 @@ SECONDS = 20.0  # for what waits for ranks that hear of a failure later
 def calls(comm: Any, flight: list[tuple[Case, bool]], late: int, seconds: float) -> None:
     if comm.rank == late:
         time.sleep(seconds)
-    if comm.topology.ranks[comm.rank].wish in ("cuda", "hip"):
+    wishes = [rank.wish for rank in comm.topology.ranks]
+    if set(wishes) & {"cuda", "hip"}:
+        flight = [(case, False) for case, _ in flight]  # as on GPUs, where arrays are fetched after each
+    if wishes[comm.rank] in ("cuda", "hip"):
         device = device_of(comm)
         stream = device.stream()
         try:
-            run_sequence(OnGpu(comm, device, stream), [(case, False) for case, _ in flight])  # type: ignore[arg-type]
+            run_sequence(OnGpu(comm, device, stream), flight)  # type: ignore[arg-type]
         finally:
             device.destroy_stream(stream)
     else:

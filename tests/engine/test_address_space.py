@@ -90,12 +90,13 @@ def lack_a_thread(comm: hetcoll.Communicator, what: str) -> str:
     comm.barrier()
     if comm.rank == 1:
         no_threads()
-    with pytest.raises(hetcoll.CommunicationError if what == "call" else hetcoll.HetcollError) as caught:
-        if what == "call":
-            comm.allreduce(x, async_op=True).wait()
-            comm.barrier()
-        else:
-            comm.split(0)
+    call = (
+        (lambda: comm.split(0))
+        if what == "part"
+        else (lambda: (comm.allreduce(x, async_op=True).wait(), comm.barrier()))
+    )
+    with pytest.raises(hetcoll.HetcollError) as caught:
+        call()
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return str(caught.value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -86,3 +87,26 @@ def test_the_connection_to_the_store_counts_once(pool: Callable[..., Ranks]) -> 
         assert half["threads"] == 0
         assert whole["threads"] == 1 + (rank == 0 and whole["threads"] > 1), "the store may live elsewhere"
         assert half["descriptors"] < whole["descriptors"]
+
+
+def leave_before_a_link_is_made(comm: hetcoll.Communicator) -> str:
+    """Rank 1 does not listen any more; that it has left is heard a little later."""
+    meet = comm._session.control.exchange
+    meet(comm._group, b"both are here", b"", 10)
+    if comm.rank == 1:
+        assert comm._wiring._listener is not None
+        comm._wiring._listener.close()
+    meet(comm._group, b"it does not listen", b"", 10)
+    if comm.rank == 1:
+        time.sleep(0.2)
+        comm.close()
+        return ""
+    with pytest.raises(hetcoll.PeerLostError) as caught:
+        comm.send(np.ones(1), 1)
+    assert caught.value.rank == 1
+    return str(caught.value)
+
+
+def test_a_rank_that_leaves_before_it_is_connected_is_named(launch: Callable[..., Ranks]) -> None:
+    said, _ = launch(2, HETCOLL_TRANSPORT="tcp").run(leave_before_a_link_is_made)
+    assert "rank 1 left while it was needed" in said

@@ -232,12 +232,18 @@ class Diagnosis:
             PeerLostError(text, peer) if kind == Kind.PEER_GONE else _ERRORS.get(Kind(kind), CommunicationError)(text)
         )
 
-    def unconnected(self, problem: InitError, deadline: float, seconds: float) -> CommunicationError:
-        """For a call whose links could not be made by `deadline` (time.monotonic), or not at all."""
+    def unconnected(
+        self, problem: InitError, peers: Collection[int], deadline: float, seconds: float
+    ) -> CommunicationError:
+        """For a call whose links to `peers`, or to whom it is not known, could not be made by `deadline`
+        (time.monotonic), or not at all."""
+        peers = peers or range(self._size)
         if time.monotonic() >= deadline:
             return self.timeout(seconds, str(problem))
         if not isinstance(problem.__cause__, OSError):  # which is this rank's own
-            self._await_reason(range(self._size))
+            self._await_reason(peers)
+            if self._report is None and (gone := self._left.intersection(peers)):
+                return self._needed(gone)
         return self.unprepared(problem)
 
     def unprepared(self, problem: Exception) -> CommunicationError:
@@ -250,8 +256,12 @@ class Diagnosis:
         """Raise when one of the ranks that a call needs has left in order: it will not connect any more."""
         gone = self._left.intersection(peers)
         if gone:
-            self.post(Kind.PEER_GONE, min(gone), f"{self._here()}: {spell_ranks(gone)} left while it was needed")
-            raise self.error()
+            raise self._needed(gone)
+
+    def _needed(self, gone: Collection[int]) -> CommunicationError:
+        """For a call that needs ranks which have left."""
+        self.post(Kind.PEER_GONE, min(gone), f"{self._here()}: {spell_ranks(gone)} left while it was needed")
+        return self.error()
 
     def _await_reason(self, peers: Collection[int]) -> None:
         """A closed connection has a reason, and the control channel will tell it: a death, a goodbye, an abort."""

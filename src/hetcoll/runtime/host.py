@@ -310,7 +310,8 @@ class HostExecutor:
         try:
             return find(check)
         except InitError as error:
-            raise self._diagnosis.unconnected(error, deadline, seconds) from error
+            peers = self.reporter.connecting.get(thread, ())
+            raise self._diagnosis.unconnected(error, peers, deadline, seconds) from error
         except (HetcollError, _native.PlanError):
             self.check_usable()
             raise

@@ -320,6 +320,7 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
     seconds = parent.seconds(timeout)
 
     def begin(_: object) -> OneSided:
+        parent.meet("the first window()", b"", seconds)  # who has left will not come to what is made now
         name = name_of(parent.group, "windows")
         with parent.diagnosis.while_whole(name):
             carrier = make(name, list(range(parent.size)), parent.config.init_timeout)
