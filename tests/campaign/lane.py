@@ -207,6 +207,8 @@ def _enter(pipe: Connection, orders: Orders) -> hetcoll.Communicator:
         pipe.send(unique_id)
     else:
         unique_id = pipe.recv()
+        if unique_id is None:
+            raise hetcoll.InitError("rank 0 died before it could say where it is")
     size = orders.program.size
     if orders.rank >= size:
         return hetcoll.Communicator.join(unique_id, timeout=30)

@@ -30,6 +30,7 @@ class Phase:
 
     rank: int = -1
     size: int = 0
+    step: int = -1
     error: str = ""
     text: str = ""
     lost: int = -1
@@ -119,8 +120,8 @@ class Player:
     def _steps(self, comm: Comm, steps: Sequence[Step], phase: Phase, *, attacked: bool = False) -> None:
         phase.rank, phase.size = comm.rank, comm.size
         try:
-            for number, step in enumerate(steps):
-                if attacked and number == self.program.attack.at:
+            for phase.step, step in enumerate(steps):
+                if attacked and phase.step == self.program.attack.at:
                     self._attack(comm, step)
                 if attacked and step.what == "fence":
                     self._await_attack()

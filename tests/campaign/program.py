@@ -92,7 +92,10 @@ def draw(seed: int, only: str = "") -> Program:
     steps = draw_steps(rng, size, devices, rng.randint(2, 7))
     attack = Attack(kind, _victims(rng, size, kind), rng.randrange(len(steps)), _delay(rng, kind))
     if kind == "mismatch" or kind in WAITING:
-        steps = (*steps[: attack.at], _comparable(rng, size), *steps[attack.at + 1 :])
+        shown = _comparable(rng, size) if kind == "mismatch" else Step("hurry", (TIMEOUT,))
+        steps = (*steps[: attack.at], shown, *steps[attack.at + 1 :])
+    if kind in REGROUPS:  # who still agrees as a step would meet those that agree on what to do next
+        steps = tuple(Step("look", (0,)) if step.what == "agree" else step for step in steps)
     newcomers = 0
     if kind == "nothing" and rng.random() < 0.1:
         newcomers = rng.randint(1, 2)
@@ -155,7 +158,7 @@ def _links(rng: random.Random, size: int, kind: str, devices: str) -> tuple[str,
         env["HETCOLL_FAULT"] = f"{word},rank={rng.randrange(size)}"
         if word.startswith("corrupt"):
             env |= {"HETCOLL_INTEGRITY": "all", "HETCOLL_TRANSPORT": "tcp"}
-    if kind in WAITING or "drop" in env.get("HETCOLL_FAULT", ""):
+    if "drop" in env.get("HETCOLL_FAULT", ""):
         env["HETCOLL_TIMEOUT"] = str(TIMEOUT)
     return hosts, env
 

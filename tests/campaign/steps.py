@@ -120,6 +120,12 @@ def split(comm: hetcoll.Communicator, colors: list[int | None], backwards: bool,
             raise
 
 
+def hurry(comm: hetcoll.Communicator, seconds: float) -> None:
+    """Needs all ranks, and has little time."""
+    comm.allreduce(x := np.ones(3000), timeout=seconds)
+    assert (x == comm.size).all()
+
+
 def near(comm: hetcoll.Communicator, count: int, closes: int) -> None:
     """In memory that is shared by a host; one rank leaves the communicator as soon as its call is over."""
     part = comm.split(0)
@@ -235,7 +241,7 @@ def put(comm: hetcoll.Communicator, count: int) -> None:
 STEPS: dict[str, Callable[..., None]] = {
     each.__name__: each
     for each in (
-        calls, fence, messages, tagged, split, near, repeat, objects, mistake, fork, weigh, agree, look, put,
+        calls, fence, hurry, messages, tagged, split, near, repeat, objects, mistake, fork, weigh, agree, look, put,
     )
 }  # fmt: skip
 
