@@ -77,8 +77,10 @@ class Lane:
         gc.collect()
         gc.freeze()  # or each rank would look through what is here
 
-    def play(self, program: Program) -> list[str]:
-        """What was wrong."""
+    def play(self, program: Program) -> list[str] | None:
+        """What was wrong; None where there cannot be the fakes that the program wants."""
+        if any(fakes.why_not(_VENDORS[device]) for device in set(program.devices) - {"c"}):
+            return None
         size = program.size + program.newcomers
         seats = [self._seat(program.device(rank)) for rank in range(size)]
         for rank, seat in enumerate(seats):
@@ -174,9 +176,9 @@ def _sit(pipe: Connection, device: str, output: str) -> None:
     if device != "c":
         os.environ.update(fakes.environment(_VENDORS[device], 8, timeout=120))
         fakes.load()
+    before = Resources.now()
     while True:
         orders = pipe.recv()
-        before = Resources.now()
         _dress(orders)
         report = Player(orders.program, orders.rank, orders.pids).play(lambda o=orders: _enter(pipe, o))
         _close(hetcoll.Communicator)

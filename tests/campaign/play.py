@@ -26,7 +26,8 @@ Comm = hetcoll.Communicator
 
 @dataclass
 class Phase:
-    """What a communicator came to on this rank. `lost` is the rank that a PeerLostError names, among its `size`."""
+    """What a communicator came to on this rank. `lost` is the rank that a PeerLostError names, among its `size`;
+    `part`: the error is that of a part, which was made on some ranks before others failed, and left it."""
 
     rank: int = -1
     size: int = 0
@@ -34,6 +35,7 @@ class Phase:
     error: str = ""
     text: str = ""
     lost: int = -1
+    part: bool = False
     agreed: int = -1
     seconds: float = 0.0
 
@@ -108,7 +110,7 @@ class Player:
             phase.error = "left"
         except (hetcoll.HetcollError, KeyboardInterrupt, MemoryError) as error:
             phase.error, phase.lost = type(error).__name__, getattr(error, "rank", -1)
-            phase.text = shorten(error)
+            phase.text, phase.part = shorten(error), hasattr(error, "__notes__")
         except RuntimeError as error:
             if "can't start new thread" not in str(error) or "hetcoll/" in str(
                 traceback.extract_tb(error.__traceback__)[-2]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from on_gpu import OnGpu
 from reference import Case
 
 import hetcoll
-from hetcoll import PeerLostError
+from hetcoll import CommunicationError, PeerLostError
 
 from .program import Step, draw_steps, values
 
@@ -111,13 +112,21 @@ def split(comm: hetcoll.Communicator, colors: list[int | None], backwards: bool,
     members = [rank for rank, each in enumerate(colors) if each == color]
     members = members[::-1] if backwards else members
     assert (part.size, members[part.rank]) == (len(members), comm.rank)
-    with part:
-        try:
-            for step in draw_steps(random.Random(f"{seed} {color}"), part.size, "c", 3, part=True):
-                run(part, step)
-        except PeerLostError as error:
+    with of_part(members), part:
+        for step in draw_steps(random.Random(f"{seed} {color}"), part.size, "c", 3, part=True):
+            run(part, step)
+
+
+@contextlib.contextmanager
+def of_part(members: Sequence[int]) -> Iterator[None]:
+    """Notes on errors that they are those of a part, and names ranks as the whole does."""
+    try:
+        yield
+    except CommunicationError as error:
+        error.add_note("in a part")
+        if isinstance(error, PeerLostError):
             error.rank = members[error.rank]
-            raise
+        raise
 
 
 def hurry(comm: hetcoll.Communicator, seconds: float) -> None:
@@ -133,7 +142,8 @@ def near(comm: hetcoll.Communicator, count: int, closes: int) -> None:
     with part:
         x = part.empty(count, np.float64)
         x[:] = comm.rank + 1
-        part.allreduce(x)
+        with of_part(range(comm.size)):
+            part.allreduce(x)
         assert (x == comm.size * (comm.size + 1) / 2).all()
         if comm.rank != closes:
             comm.barrier()

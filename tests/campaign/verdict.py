@@ -63,10 +63,9 @@ def _first(program: Program, rank: int, phase: Phase) -> str:
             return f"{what}, wanted {own}"
     if not phase.error:
         return "" if kind in PERHAPS else f"rank {rank} was told nothing"
-    closed = (
-        kind == "interrupt" and phase.error == LOST and phase.lost in victims
-    )  # in a part, while it was not in a call
-    if phase.error not in ALLOWED[kind] and not closed:
+    if phase.part and phase.error == LOST:
+        return ""
+    if phase.error not in ALLOWED[kind]:
         return f"{what}, wanted one of {ALLOWED[kind]}"
     if kind in LOSING and phase.lost not in victims:
         return f"{what} names {phase.lost}, wanted one of {victims}"

@@ -189,3 +189,22 @@ def test_a_library_that_refuses_one_call_of_a_group_serves_other_communicators()
             assert value == 4.0
     finally:
         ranks.kill_all()
+
+
+def abort_as_others_begin(comm: hetcoll.Communicator) -> float:
+    """Rank 1 does not come for the memory that ranks of a host share: it aborts, as Ctrl-C does."""
+    start = time.monotonic()
+
+    def give_up(*args: Any) -> int:
+        comm.abort("enough")
+        raise comm._diagnosis.error()
+
+    if comm.rank == 1:
+        unittest.mock.patch("hetcoll.gpu.shared.receive_fd", give_up).start()
+    with pytest.raises(AbortedError, match=r"rank 1 called abort\(\): enough"):
+        comm.allreduce(array(comm, 100).buffer())
+    return time.monotonic() - start
+
+
+def test_who_waits_for_memory_of_the_host_hears_of_a_failure(gpus: Launch) -> None:
+    assert max(gpus(APART).run(abort_as_others_begin, timeout=60)) < 30

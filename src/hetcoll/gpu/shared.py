@@ -88,14 +88,20 @@ class GpuShare:
     def _segment(self, device: Device | None, timeout: float) -> SlotSegment:
         wiring, locals_ = self._wiring, self._wiring.locals
         name, secret = self.gpus[locals_[0]].doorbell, wiring.secret
+
+        def check(peers: Collection[int]) -> None:
+            if wiring.engine.failed:
+                raise self._diagnosis.error()
+            self._diagnosis.check_present(peers)
+
         if wiring.rank == locals_[0]:
             fd = os.memfd_create("hetcoll-slots", os.MFD_CLOEXEC)
         else:
-            fd = receive_fd(name, wiring.rank, secret, timeout)
+            fd = receive_fd(name, wiring.rank, secret, timeout, locals_[0], check)
         try:
             if wiring.rank == locals_[0]:
                 os.ftruncate(fd, SlotSegment.nbytes(len(locals_), self.slot_bytes))
-                share_fd(name, fd, locals_[1:], secret, timeout)
+                share_fd(name, fd, locals_[1:], secret, timeout, check)
             return SlotSegment(fd, len(locals_), self.slot_bytes, device)
         finally:
             os.close(fd)
