@@ -9,6 +9,7 @@ import gc
 import multiprocessing as mp
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Iterable
@@ -232,6 +233,6 @@ def _left(before: Resources) -> str:
     deadline = time.monotonic() + CLEAR
     while left := Resources.now().left_over(before):
         if time.monotonic() >= deadline:
-            return f"afterwards there are still {left}"
+            return f"afterwards there are still {left}; Python's threads are {threading.enumerate()}"
         time.sleep(0.005)
     return ""

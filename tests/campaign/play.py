@@ -93,6 +93,8 @@ class Player:
                 comm.__exit__(type(error), error, None)  # as a program that does not know what to do
                 raise
         self._join()
+        if self.victim and program.attack.kind == "kill":  # another victim was faster
+            self._die()
         if comm is None or comm.closed:
             return None
         if program.attack.kind in REGROUPS or program.newcomers:

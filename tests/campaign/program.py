@@ -105,8 +105,8 @@ def draw(seed: int, only: str = "") -> Program:
 
 
 def _devices(rng: random.Random, size: int, kind: str) -> str:
-    """Mostly processors."""
-    if rng.random() >= 0.02 or size > 4 or kind in PERHAPS or kind == "links":  # the proof of paths has no patience
+    """Mostly processors. Slow links exceed the patience of the proof of paths; Ctrl-C may hit the copies of `OnGpu`."""
+    if rng.random() >= 0.02 or size > 4 or kind in PERHAPS or kind in ("links", "interrupt"):
         return "c" * size
     return "".join(rng.choice("nnaac") for _ in range(size))
 
