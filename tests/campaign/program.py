@@ -94,8 +94,10 @@ def draw(seed: int, only: str = "") -> Program:
     if kind == "mismatch" or kind in WAITING:
         shown = _comparable(rng, size) if kind == "mismatch" else Step("hurry", (TIMEOUT,))
         steps = (*steps[: attack.at], shown, *steps[attack.at + 1 :])
-    if kind in REGROUPS:  # who still agrees as a step would meet those that agree on what to do next
-        steps = tuple(Step("look", (0,)) if step.what == "agree" else step for step in steps)
+    if kind in REGROUPS:
+        # Who still agrees as a step would meet those that agree on what to do next; and all are to have a communicator.
+        steps = (Step("fence"), *(Step("look", (0,)) if step.what == "agree" else step for step in steps))
+        attack = replace(attack, at=attack.at + 1)
     newcomers = 0
     if kind == "nothing" and rng.random() < 0.1:
         newcomers = rng.randint(1, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from ranks import Ranks
 
 import hetcoll
+from hetcoll.runtime import tags
 
 CLOSED = "rank 0 has left|left while it was needed|closed its connection|was lost"
 
@@ -157,3 +160,22 @@ def _closed(comm: hetcoll.Communicator) -> None:
 
 def test_closing_ends_what_waits(launch: Callable[..., Ranks]) -> None:
     launch(2).run(_closed)
+
+
+def _read_late(comm: hetcoll.Communicator) -> list[str]:
+    """What looks for messages of any rank begins to read one while the communicator is closed."""
+    comm.recv(np.zeros(1), hetcoll.ANY_SOURCE, tag=1, async_op=True)
+    box = comm._core._riders[tags.Mailbox]
+    assert isinstance(box, tags.Mailbox)
+
+    def read() -> None:
+        time.sleep(0.3)
+        box._line(1 - comm.rank).reader.put(lambda: None)
+
+    box._finder.put(read)
+    comm.close()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hetcoll-tags")]
+
+
+def test_no_reader_begins_after_the_end(launch: Callable[..., Ranks]) -> None:
+    assert launch(2).run(_read_late) == [[], []]

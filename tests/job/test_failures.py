@@ -235,6 +235,10 @@ def call_with_timeout(comm: hetcoll.Communicator, how: str, seconds: float, sile
         comm.allreduce(x)
 
 
+def hear_of_a_failure(comm: hetcoll.Communicator) -> str:
+    return type(wait_until(lambda: comm.error, 10)).__name__
+
+
 HOWS = ("timeout=", "wait(timeout)", "recv", "first use", "HETCOLL_TIMEOUT")
 
 
@@ -271,6 +275,10 @@ def test_a_stopped_rank_is_named_when_the_time_is_over(launch: Launch, silent: i
         except AssertionError as error:
             raise AssertionError(f"{how}: {error}") from error
         ranks.signal(silent, signal.SIGCONT)
+    for ranks in jobs.values():  # when it runs again it hears of it, also if it hosts the store
+        ranks.start(hear_of_a_failure, only=[silent])
+    for ranks in jobs.values():
+        assert ranks.finish(15, only=[silent])[0].value == "CollectiveTimeoutError"
 
 
 @pytest.mark.calm

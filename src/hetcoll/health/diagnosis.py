@@ -203,6 +203,12 @@ class Diagnosis:
         except HetcollError:
             self._keep(kind, peer, text)
 
+    def _leave_word(self, kind: Kind, peer: int, text: str) -> None:
+        """The store does not answer. This rank goes by its own verdict; the others hear of it when the store runs."""
+        blob = json.dumps([kind, peer, text]).encode()
+        self._session.control.leave_verdict(self._group, b"failed", blob)
+        self._keep(kind, peer, text)
+
     def _keep(self, kind: Kind, peer: int, text: str) -> None:
         """The verdict of this rank alone."""
         assert self._engine is not None
@@ -319,7 +325,7 @@ class Diagnosis:
         if not silent and (edges := unsure(answers)):
             answers = self._ask(edges) or answers
         missing, parts = self._missing(inside, answers)
-        tell = self.post if answers else self._keep  # whom, if nobody hears us
+        tell = self.post if answers else self._leave_word
         tell(Kind.TIMEOUT, [*missing, -1][0], "; ".join([head, *parts]))
         return self.error()
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hetcoll.control")
 
 _SEND_SECONDS = 30.0
+_LITTLE = 0.2  # seconds to send to a store that does not answer, whose socket may be full
 _GOODBYE_SECONDS, _GOODBYE_BEHIND = 1.0, 5.0  # the latter behind a relay
 _RELAY_DESCRIPTORS = 170  # of its children, and of those who have yet to prove the secret
 
@@ -154,6 +155,11 @@ class ControlClient:
         """Tell all members, this one too, what became of the group. The first verdict wins, and is returned."""
         _, kind, blob, rank = self._call(Op.POST, (group, kind, blob), timeout, group).fields
         return Verdict(kind, blob, U32.unpack(rank)[0])
+
+    def leave_verdict(self, group: bytes, kind: bytes, blob: bytes) -> None:
+        """As `post_verdict`, for a store that does not answer now: its reply is not waited for."""
+        with contextlib.suppress(OSError):
+            self._uplink.send(Op.POST, pack((group, kind, blob)), next(self._numbers), _LITTLE)
 
     def query(self, group: bytes, blob: bytes, timeout: float) -> dict[int, bytes | None]:
         """Ask all members, this one too; each rank's answer, or None from one that did not give any in `timeout`."""

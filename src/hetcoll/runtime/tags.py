@@ -375,10 +375,10 @@ class Mailbox:
                     line.pair.close()
 
     def close(self) -> None:
+        self._finder.close()  # first, since it may begin to read
         for line in self._lines.values():
             line.writer.close()
             line.reader.close()
-        self._finder.close()
 
 
 def tagged(
