@@ -127,7 +127,7 @@ class Player:
             for phase.step, step in enumerate(steps):
                 if attacked and phase.step == self.program.attack.at:
                     self._attack(comm, step)
-                if attacked and step.what == "fence":
+                if attacked and phase.step > self.program.attack.at and step.what == "fence":
                     self._await_attack()
                 run(comm, step)
         except KeyboardInterrupt:
