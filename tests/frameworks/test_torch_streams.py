@@ -85,7 +85,7 @@ class Comm:
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A group on such streams: its notes, its current streams, and itself."""
     torch = import_torch()
-    from hetcoll.torch import streams
+    from hetcoll.torch import launch, messages, streams
     from hetcoll.torch.collectives import Collectives
     from hetcoll.torch.messages import Messages
 
@@ -112,6 +112,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(notes))
     monkeypatch.setattr(streams, "_known", {})
+    for module in (launch, messages):  # which refuse tensors that lie nowhere
+        monkeypatch.setattr(module, "gpu_of", lambda tensor: tensor.device)
     group = Group(Comm(notes, here), None, 10.0)
     return SimpleNamespace(torch=torch, notes=notes, here=here, group=group)
 
