@@ -94,7 +94,8 @@ def have_ml_dtypes() -> bool:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags, which mean what they mean in nccl-tests where they are the same letter; -n is the ranks here."""
-    parser.add_argument("ops", nargs="+", choices=(*OPS, "all"), metavar="OP", help=f"{', '.join(OPS)} or all")
+    listed = f"{', '.join(OPS)} or all; {' and '.join(sorted(PAIRED))} are between ranks 0 and 1, 2 and 3, ..."
+    parser.add_argument("ops", nargs="+", choices=(*OPS, "all"), metavar="OP", help=listed)
     add = parser.add_argument
     add("-n", "--ranks", type=_at_least(1), help="ranks to start on this host (default: those of -g, or 2)")
     add("-b", "--minbytes", type=parse_size, default=8, metavar="SIZE", help="smallest size (default 8)")
