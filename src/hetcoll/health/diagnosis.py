@@ -13,9 +13,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import hetcoll._native as _native
@@ -170,24 +169,6 @@ class Diagnosis:
         engine.fail(kind, peer, text)
         for end in tuple(self.on_failure):
             end()
-
-    @contextlib.contextmanager
-    def while_whole(self, group: bytes) -> Iterator[None]:
-        """The block makes a group of ranks of this one, and ends when this communicator fails: others may never come to
-        it then. Raises what this one has failed with, where that is why."""
-        with self._session.control.while_wanted(group) as give_up:
-            end = partial(give_up, "the communicator that it was to come from has failed")
-            self.on_failure.append(end)
-            try:
-                if self._report is not None:
-                    end()
-                yield
-            except (PeerLostError, InitError) as error:
-                if self._engine is None or not self._engine.failed:
-                    raise
-                raise self.error() from error
-            finally:
-                self.on_failure.remove(end)
 
     # Verdicts.
 

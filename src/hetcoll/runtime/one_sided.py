@@ -16,7 +16,7 @@ from ..health.diagnosis import Kind
 from ..types import DType
 from ..work import DONE, Work
 from .core import Core
-from .regroup import Make, name_of
+from .regroup import Make, name_of, while_whole
 
 if TYPE_CHECKING:
     import hetcoll._native as _native
@@ -322,7 +322,7 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
     def begin(_: object) -> OneSided:
         parent.meet("the first window()", b"", seconds)  # who has left will not come to what is made now
         name = name_of(parent.group, "windows")
-        with parent.diagnosis.while_whole(name):
+        with while_whole(parent, name):
             carrier = make(name, list(range(parent.size)), parent.config.init_timeout)
         return OneSided(carrier._core, carrier.close)
 

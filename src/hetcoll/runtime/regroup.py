@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -55,7 +56,7 @@ def split(core: Core, color: int | None, key: int, compress: str | None, make: M
     if color is None:
         return None
     name = name_of(core.group, f"split {core.splits} {color}")
-    with core.diagnosis.while_whole(name):
+    with while_whole(core, name):
         part = make(name, members, core.config.init_timeout, form)
     part._core.epoch = core.epoch
     return part
@@ -68,6 +69,25 @@ def _members(core: Core, color: int | None, key: int) -> list[int]:
     core.launch(calls.meeting(core.rank, "split()", np.array([*mine, check_int(key, "key")]), rows), False, None)
     same = [(row[2], rank) for rank, row in enumerate(rows.tolist()) if color is not None and row[:2] == mine]
     return [rank for _, rank in sorted(same)]
+
+
+@contextlib.contextmanager
+def while_whole(core: Core, group: bytes) -> Iterator[None]:
+    """The block makes a group of ranks of `core`, and ends when that fails, since others may never come to it then.
+    Raises what `core` has failed with, where that is why."""
+    with core.session.control.while_wanted(group) as give_up:
+        end = partial(give_up, "the communicator that it was to come from has failed")
+        core.diagnosis.on_failure.append(end)
+        try:
+            if core.engine.failed:
+                end()
+            yield
+        except (PeerLostError, InitError) as error:
+            if core.engine.failed:
+                raise core.diagnosis.error() from error
+            raise
+        finally:
+            core.diagnosis.on_failure.remove(end)
 
 
 def name_of(parent: bytes, what: str) -> bytes:
