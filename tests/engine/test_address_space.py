@@ -90,13 +90,13 @@ def lack_a_thread(comm: hetcoll.Communicator, what: str) -> str:
     comm.barrier()
     if comm.rank == 1:
         no_threads()
-    call = (
-        (lambda: comm.split(0))
-        if what == "part"
-        else (lambda: (comm.allreduce(x, async_op=True).wait(), comm.barrier()))
-    )
+    calls: dict[str, Callable[[], object]] = {
+        "part": lambda: comm.split(0),
+        "call": lambda: [comm.allreduce(x, async_op=True).wait(), comm.barrier()],
+        "tag": lambda: comm.send(x, 0, tag=1) if comm.rank == 1 else comm.recv(x, 1, tag=1),
+    }
     with pytest.raises(hetcoll.HetcollError) as caught:
-        call()
+        calls[what]()
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return str(caught.value)
 
@@ -105,6 +105,12 @@ def test_a_call_in_flight_for_which_there_is_no_thread(launch: Launch) -> None:
     (said,) = set(launch(2).run(lack_a_thread, "call"))
     assert said.startswith("rank 1")
     assert "no thread for calls in flight: Resource temporarily unavailable" in said
+
+
+def test_a_message_with_a_tag_for_which_there_is_no_thread(launch: Launch) -> None:
+    (said,) = set(launch(2).run(lack_a_thread, "tag"))
+    assert said.startswith("rank 1")
+    assert "hetcoll-tags-to-0: can't start new thread" in said
 
 
 def test_a_part_for_which_there_is_no_memory(launch: Launch) -> None:

@@ -406,11 +406,16 @@ def tagged(
     if other == core.rank:
         raise ArgumentError(f"peer: rank {other} is this rank; a message to oneself needs both halves in a group()")
     box, seconds = core.rider(Mailbox, lambda owner: Mailbox(core, owner)), core.seconds(timeout)
-    if kind == SEND:
-        assert other is not None
-        work = box.send(buffer, other, number, seconds)
-    else:
-        work = box.receive(buffer, other, number, seconds)
+    try:
+        if kind == SEND:
+            assert other is not None
+            work = box.send(buffer, other, number, seconds)
+        else:
+            work = box.receive(buffer, other, number, seconds)
+    except OSError as error:  # no thread
+        if isinstance(error, HetcollError):
+            raise
+        raise core.diagnosis.unprepared(error) from error
     if not async_op:
         work.wait()
     return work

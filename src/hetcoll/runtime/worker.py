@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 from collections.abc import Callable
@@ -20,11 +21,15 @@ class Worker:
         self.thread: threading.Thread | None = None
 
     def put(self, task: Callable[[], None]) -> None:
-        """Run `task` after all that came before it."""
+        """Run `task` after all that came before it. OSError where no thread can be had."""
         with self._lock:
             if self.thread is None and not self._closed:
-                self.thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self.thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise OSError(errno.EAGAIN, f"{self._name}: {error}") from error
+                self.thread = thread
         self._queue.put(task)
 
     def _run(self) -> None:
