@@ -146,7 +146,15 @@ def _peer_leaves(comm: hetcoll.Communicator) -> None:
         comm.recv(np.zeros(4), 0, tag=3)
 
 
-@pytest.mark.parametrize("case", [_other_sizes, _nobody_sends, _aborted, _peer_leaves])
+def _peer_never_comes(comm: hetcoll.Communicator) -> None:
+    if comm.rank == 0:
+        comm.close()  # without a message with a tag
+        return
+    with pytest.raises(hetcoll.PeerLostError, match="rank 0 left while it was needed"):
+        comm.send(np.zeros(4), 0, tag=3)
+
+
+@pytest.mark.parametrize("case", [_other_sizes, _nobody_sends, _aborted, _peer_leaves, _peer_never_comes])
 def test_tags_that_fail(launch: Callable[..., Ranks], case: Callable[[hetcoll.Communicator], None]) -> None:
     launch(2).run(case)
 

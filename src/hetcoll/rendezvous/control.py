@@ -175,6 +175,11 @@ class ControlClient:
         membership = self._groups.get(group)
         return 0 if membership is None else membership.rolls
 
+    def formed(self, group: bytes) -> bool:
+        """Whether all ranks of a group that this process is in have met."""
+        membership = self._groups.get(group)
+        return membership is not None and membership.formed
+
     def check_present(self, group: bytes, ranks: Collection[int]) -> None:
         """PeerLostError where the store has told that one of `ranks` died or left."""
         membership = self._groups.get(group)

@@ -97,6 +97,7 @@ class Parcel(Work):
                 self._box.fail_all(Kind.TIMEOUT, -1, f"{self._what} did not finish in {seconds:g} s on {self._box}")
             elif not self._begun.is_set():
                 self._begun.wait(min(left, _SLICE))
+                self._box.check_coming(self.wanted)
             elif self._inner is not None:
                 pair, inner = self._inner
                 if (ticket := inner._ticket) is not None:
@@ -311,6 +312,12 @@ class Mailbox:
     def _check(self) -> None:
         if (error := self.failure()) is not None:
             raise error
+
+    def check_coming(self, peer: int | None) -> None:
+        """Raise where `peer` has left without the communicator of this rank and that one."""
+        line = None if peer is None else self._lines.get(peer)
+        if line is not None and line.pair is None and not self._core.session.control.formed(self._name(line.peer)[0]):
+            self._core.diagnosis.check_present([line.peer])
 
     def failure(self) -> Exception | None:
         """What the group has failed with; then nothing touches the memory of messages any more."""
