@@ -118,8 +118,11 @@ void Reduce(void* dst, const void* a, const void* b, std::size_t count, Sweep sw
   auto* d = static_cast<char*>(dst);
   const auto *x = static_cast<const char*>(a), *y = static_cast<const char*>(b);
   const std::size_t nbytes = count * kSize;
-  if (sweep == Sweep::kPlain || nbytes < kStreamBytes) return Plain<E>(One{d}, x, y, nbytes);
-  sweep == Sweep::kPages ? Pages<E>(One{d}, x, y, nbytes) : Stream<E, false>(d, nullptr, x, y, nbytes);
+  if constexpr (!E::kSlow) {  // sweeps are for those that wait for memory
+    if (sweep == Sweep::kPages && nbytes >= kStreamBytes) return Pages<E>(One{d}, x, y, nbytes);
+    if (sweep == Sweep::kAround && nbytes >= kStreamBytes) return Stream<E, false>(d, nullptr, x, y, nbytes);
+  }
+  Plain<E>(One{d}, x, y, nbytes);
 }
 
 template <class E, std::size_t kSize>
@@ -127,8 +130,11 @@ void Reduce2(void* dst, void* dst2, const void* a, const void* b, std::size_t co
   auto *d = static_cast<char*>(dst), *d2 = static_cast<char*>(dst2);
   const auto *x = static_cast<const char*>(a), *y = static_cast<const char*>(b);
   const std::size_t nbytes = count * kSize;
-  if (sweep == Sweep::kPlain || nbytes < kStreamBytes) return Plain<E>(Both{d, d2}, x, y, nbytes);
-  sweep == Sweep::kPages ? Pages<E>(Both{d, d2}, x, y, nbytes) : Stream<E, true>(d, d2, x, y, nbytes);
+  if constexpr (!E::kSlow) {
+    if (sweep == Sweep::kPages && nbytes >= kStreamBytes) return Pages<E>(Both{d, d2}, x, y, nbytes);
+    if (sweep == Sweep::kAround && nbytes >= kStreamBytes) return Stream<E, true>(d, d2, x, y, nbytes);
+  }
+  Plain<E>(Both{d, d2}, x, y, nbytes);
 }
 
 // ---- Division by a small integer ----

@@ -1,6 +1,6 @@
 // The element-wise operations, on whole vectors. Each has `Element`, the type its vectors hold; `kStep`, the bytes it
-// takes at a time; `kUnit`, the bytes that must stay together; and Apply. Internal linkage throughout: floats.h says
-// why.
+// takes at a time; `kUnit`, the bytes that must stay together; `kSlow`, whether it takes longer than memory does; and
+// Apply. Internal linkage throughout: floats.h says why.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +18,7 @@ template <class T>
 struct Operation {
   using Element = T;
   static constexpr std::size_t kStep = kWidth, kUnit = sizeof(T);
+  static constexpr bool kSlow = false;
 };
 
 // ---- Integers, and float and double where the operators mean the same ----
@@ -208,6 +209,7 @@ template <class Format>
 struct InFloat32 {
   using Element = typename Format::Storage;
   static constexpr std::size_t kStep = kWidth, kUnit = sizeof(Element);
+  static constexpr bool kSlow = kWidth < 64;  // AVX-512 looks up
 
   template <class Function, class... Vs>
   static HETCOLL_INLINE auto Call(Function f, Vs... x) {
@@ -233,6 +235,7 @@ template <>
 struct InFloat32<Bfloat16> {
   using Element = std::uint16_t;
   static constexpr std::size_t kStep = kWidth, kUnit = 2;
+  static constexpr bool kSlow = false;
 
   template <class Function, class V, class... Vs>
   static HETCOLL_INLINE V Call(Function f, V first, Vs... rest) {
@@ -254,6 +257,7 @@ template <>
 struct InFloat32<Float16> {
   using Element = std::uint16_t;
   static constexpr std::size_t kUnit = 2, kStep = kWidth / 2;  // the instructions widen to a whole vector
+  static constexpr bool kSlow = false;
 
   template <class Function, class... Vs>
   static HETCOLL_INLINE auto Call(Function f, Vector<std::uint16_t, 16> first, Vs... rest) {
@@ -273,6 +277,7 @@ template <>
 struct InFloat32<Float16> {
   using Element = std::uint16_t;
   static constexpr std::size_t kUnit = 2, kStep = kWidth;
+  static constexpr bool kSlow = false;
 
   template <class Function, class V, class... Vs>
   static HETCOLL_INLINE V Call(Function f, V first, Vs... rest) {
