@@ -3,6 +3,8 @@
 #include <array>
 #include <cstring>
 
+#include "base/cpu.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -86,7 +88,7 @@ __attribute__((target("sse4.2,crc32,pclmul"))) std::uint32_t Instructions(std::u
   return ~rest;
 }
 
-bool HasInstructions() { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul"); }
+bool HasInstructions() { return cpu::HasSse42AndPclmul(); }
 
 #elif defined(__aarch64__)
 

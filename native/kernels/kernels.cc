@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "base/cpu.h"
 #include "kernels/kernel_table.h"
 #include "kernels/vectors.h"
 
@@ -22,21 +23,13 @@ struct Isa {
 // Best first. What counts as present is what CMakeLists.txt compiles the files with.
 constexpr Isa kIsas[] = {
 #ifdef HETCOLL_AVX
-    {"avx512", avx512::Table,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-              __builtin_cpu_supports("f16c");
-     }},
-    {"avx2", avx2::Table, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }},
+    {"avx512", avx512::Table, cpu::HasAvx512},
+    {"avx2", avx2::Table, cpu::HasAvx2},
 #endif
     {"baseline", baseline::Table, [] { return true; }},
 };
 
 const KernelTable* BestTable() {
-#ifdef __x86_64__
-  __builtin_cpu_init();
-#endif
   for (const Isa& isa : kIsas) {
     if (isa.present()) return &isa.table();
   }

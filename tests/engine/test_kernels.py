@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,6 +99,16 @@ def reference_scale(dtype: DType, x: Array, divisor: int) -> Array:
         if dtype in FLOATS | COMPLEX:
             return x / x.dtype.type(divisor)
         return np.array([(abs(v) // divisor) * (-1 if v < 0 else 1) for v in x.tolist()], dtype=x.dtype)
+
+
+def test_the_widest_instruction_set_of_the_processor_is_chosen() -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip("other processors have one set of kernels")
+    text = Path("/proc/cpuinfo").read_text()
+    flags = set(text.partition("\nflags")[2].partition("\n")[0].split())
+    avx2 = {"avx2", "f16c"} <= flags
+    avx512 = avx2 and {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags
+    assert _native.kernel_isa() == ("avx512" if avx512 else "avx2" if avx2 else "baseline")
 
 
 @pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=pair_id)

@@ -150,6 +150,33 @@ def test_collectives_that_threads_begin_in_one_order(launch: Launch, transport: 
     assert launch(3, HETCOLL_TRANSPORT=transport).run(collectives_in_order, 20) == [0, 0, 0]
 
 
+def communicators_of_their_own(comm: hetcoll.Communicator, threads: int, times: int) -> int:
+    """Each thread hammers a communicator of its own, by calls that wait and by asynchronous ones."""
+    parts = [comm.split(0) for _ in range(threads)]
+
+    def run(mine: int) -> int:
+        part, wrong = parts[mine], 0
+        assert part is not None
+        for i in range(times):
+            x = np.full(1 + 97 * (i % 40), comm.rank + float(i + mine))
+            y = x.copy()
+            work = part.allreduce(x, async_op=True)
+            part.allreduce(y, op=hetcoll.ReduceOp.MAX)
+            work.wait()
+            total = comm.size * (comm.size - 1) / 2 + comm.size * (i + mine)
+            wrong += not (x == total).all() or not (y == comm.size - 1 + i + mine).all()
+        return wrong
+
+    wrong = sum(together(*(functools.partial(run, mine) for mine in range(threads))))
+    comm.barrier()
+    return wrong
+
+
+@TRANSPORTS
+def test_threads_that_hammer_communicators_of_their_own(launch: Launch, transport: str) -> None:
+    assert launch(2, HETCOLL_TRANSPORT=transport).run(communicators_of_their_own, 3, 150) == [0, 0]
+
+
 def collectives_in_another_order(comm: hetcoll.Communicator) -> str:
     """Two threads, two collectives: ranks that begin them in different orders are told so, none gets wrong data."""
     first, second = np.ones(10), np.ones((comm.size, 10))

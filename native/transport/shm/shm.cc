@@ -10,6 +10,7 @@
 #include <string>
 
 #include "base/clock.h"
+#include "base/cpu.h"
 #include "kernels/kernels.h"
 #include "transport/shm/edge.h"
 #include "transport/shm/private.h"
@@ -22,18 +23,8 @@ constexpr std::size_t kHeapBytes = std::size_t{24} << 30;
 constexpr std::size_t kLeastHeapBytes = std::size_t{1} << 30;
 constexpr std::size_t kMostHandBytes = std::size_t{256} << 10;
 
-// Whether the processor is one of those for which slots are claimed.
-bool IsAmd() {
-#ifdef __x86_64__
-  __builtin_cpu_init();
-  return __builtin_cpu_is("amd") != 0;
-#else
-  return false;
-#endif
-}
-
 SlotStores Settle(SlotStores stores) {
-  static const bool amd = IsAmd();
+  static const bool amd = cpu::IsAmd();
   return stores == SlotStores::kAuto && amd ? SlotStores::kClaimed : stores;
 }
 
