@@ -171,8 +171,9 @@ class Player:
     def _await_attack(self) -> None:
         """Before the end of the steps what was to happen must have happened."""
         self._join()
-        if self.victim and self.program.attack.kind == "interrupt":
-            time.sleep(SECONDS)
+        while self.victim and self.program.attack.kind == "interrupt":  # Python ignores what is raised in a finalizer
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGINT)
 
     def _die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

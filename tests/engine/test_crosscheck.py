@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import run_cases
-from ranks import Ranks
+from ranks import Ranks, wait_until
 from reference import Case
 
 import hetcoll
@@ -149,3 +149,16 @@ def test_results_that_differ(launch: Launch) -> None:
         r"HETCOLL_CHECK: the result of allreduce\(.*\) is not the same everywhere: ranks 0-1: \w{16}; rank 2: \w{16}"
     )
     assert re.fullmatch(wanted, text), text
+
+
+def call_in_time(comm: hetcoll.Communicator) -> None:
+    comm.barrier()
+    if comm.rank > 0:
+        with pytest.raises(hetcoll.CollectiveTimeoutError, match=r"did not finish in 0\.5 s"):
+            comm.allreduce(np.ones(4), timeout=0.5)
+    else:
+        wait_until(lambda: comm.error, 20)
+
+
+def test_the_check_has_no_more_time_than_the_call(launch: Launch) -> None:
+    launch(SIZE, HETCOLL_CHECK="1").run(call_in_time)

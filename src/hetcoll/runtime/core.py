@@ -96,11 +96,11 @@ R = TypeVar("R", bound=Rider)
 
 class Inspector(Protocol):
     """Looks at the data of blocking collectives, which is on the host then: HETCOLL_CHECK, HETCOLL_DIGEST. `converts`:
-    ranks may have other kinds of 8-bit floats."""
+    ranks may have other kinds of 8-bit floats. `seconds` is what the call has."""
 
-    def before(self, call: Call, converts: bool) -> None: ...
+    def before(self, call: Call, converts: bool, seconds: float) -> None: ...
 
-    def after(self, call: Call, converts: bool) -> None: ...
+    def after(self, call: Call, converts: bool, seconds: float) -> None: ...
 
 
 class Core:
@@ -195,11 +195,11 @@ class Core:
         converts = self.gpus.converts(call, stream)
         seen = self._seen(call, stream)
         for inspector in self._inspectors:
-            inspector.before(seen, converts)
+            inspector.before(seen, converts, seconds)
         work = self.start(call, async_op, seconds, stream)
         seen = self._seen(call, stream)
         for inspector in self._inspectors:
-            inspector.after(seen, converts)
+            inspector.after(seen, converts, seconds)
         return work
 
     def _seen(self, call: Call, stream: object) -> Call:

@@ -26,7 +26,7 @@ from ..errors import ArgumentError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..types import COMPLEX, FLOATS, OCP_OF, ROOTED, SAME, Collective
 
-Meet = Callable[[str, bytes], list[bytes]]
+Meet = Callable[[str, bytes, float], list[bytes]]
 _EMPTY: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
 
 
@@ -36,24 +36,24 @@ class CrossCheck:
     def __init__(self, rank: int, meet: Meet, diagnosis: Diagnosis) -> None:
         self._rank, self._meet, self._diagnosis = rank, meet, diagnosis
 
-    def before(self, call: Call, converts: bool) -> None:
+    def before(self, call: Call, converts: bool, seconds: float) -> None:
         """ArgumentError on every rank where the input of one is not finite. `converts`: ranks may have other kinds of
         8-bit floats."""
         source = given(call, self._rank)
         found = "" if source is None else find_odd(source)
-        told = self._tell(f"HETCOLL_CHECK before {_common(call, converts)}", found)
+        told = self._tell(f"HETCOLL_CHECK before {_common(call, converts)}", found, seconds)
         problems = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
         if problems:
             raise ArgumentError(f"HETCOLL_CHECK: the input of {call.describe()} is not finite: {'; '.join(problems)}")
 
-    def after(self, call: Call, converts: bool) -> None:
+    def after(self, call: Call, converts: bool, seconds: float) -> None:
         """CommunicationError on every rank where ranks hold different results."""
         if call.collective not in SAME:
             return
         result = call.recv or call.send
         mine = "" if result is None else hash_of(result, converts)
         holders: dict[str, list[int]] = {}
-        for rank, told in enumerate(self._tell(f"HETCOLL_CHECK after {_common(call, converts)}", mine)):
+        for rank, told in enumerate(self._tell(f"HETCOLL_CHECK after {_common(call, converts)}", mine, seconds)):
             if told:
                 holders.setdefault(told, []).append(rank)
         if len(holders) > 1:
@@ -62,8 +62,8 @@ class CrossCheck:
             self._diagnosis.post(Kind.CORRUPT, -1, text)
             raise self._diagnosis.error()
 
-    def _tell(self, label: str, mine: str) -> list[str]:
-        return [json.loads(blob) for blob in self._meet(label, json.dumps(mine).encode())]
+    def _tell(self, label: str, mine: str, seconds: float) -> list[str]:
+        return [json.loads(blob) for blob in self._meet(label, json.dumps(mine).encode(), seconds)]
 
 
 def given(call: Call, rank: int) -> Buffer | None:
