@@ -51,6 +51,9 @@ def start(thread: threading.Thread, resource: Resource, at_exit: Callable[[], No
     except RuntimeError as error:
         resource.abandon()
         raise OSError(errno.EAGAIN, f"{thread.name}: {error}") from error
+    except KeyboardInterrupt:  # while it was waited for: it runs
+        resource.close()
+        raise
     watch(resource, at_exit)  # now, since what is watched may be closed on another thread, which waits for this one's
 
 

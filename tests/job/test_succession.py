@@ -184,3 +184,17 @@ def test_a_store_that_is_closed_while_it_begins_ends(monkeypatch: pytest.MonkeyP
     before = set(threading.enumerate())
     get_unique_id(Config())
     wait_until(lambda: not set(threading.enumerate()) - before)
+
+
+def test_ctrl_c_while_a_store_begins_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, before = threading.Thread.start, set(threading.enumerate())
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            get_unique_id(Config())
+    wait_until(lambda: not set(threading.enumerate()) - before)
