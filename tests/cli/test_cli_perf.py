@@ -552,6 +552,7 @@ def test_every_operation_is_right_between_two_ranks(transport: str, tmp_path: An
     assert all(list(row) == ROW_KEYS for row in document["rows"])
 
 
+@pytest.mark.thorough
 def test_every_type_and_reduction_is_right_among_three_ranks(tmp_path: Any) -> None:
     json_file = tmp_path / "perf.json"
     words = ["perf", "allreduce", "-n", "3", "-b", "1000", "-e", "1000", "--iters", "2", "-w", "0"]

@@ -97,6 +97,7 @@ def test_a_gpu_and_what_is_wrong_with_it(tmp_path: Path, cache: dict[str, str]) 
 
 @pytest.mark.fakes
 @pytest.mark.timeout(400)
+@pytest.mark.thorough
 def test_gpus_of_both_vendors(tmp_path: Path, cache: dict[str, str]) -> None:
     """Each rank sees both, and uses the one that it is told to."""
     both = fakes.environment("both", timeout=60)
@@ -109,6 +110,7 @@ def test_gpus_of_both_vendors(tmp_path: Path, cache: dict[str, str]) -> None:
 
 @pytest.mark.fakes
 @pytest.mark.timeout(400)
+@pytest.mark.thorough
 def test_amds_gpus(tmp_path: Path, cache: dict[str, str]) -> None:
     """What somebody with such a machine is asked to run."""
     amd = fakes.environment("hip", devices=2, timeout=60)

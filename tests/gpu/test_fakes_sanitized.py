@@ -9,7 +9,7 @@ from pathlib import Path
 import fakes
 import pytest
 
-pytestmark = [pytest.mark.fakes, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.fakes, pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(400)]
 
 SOURCE = Path(fakes.__file__).parent / "native" / "driver_test.cc"
 

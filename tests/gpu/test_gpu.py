@@ -248,7 +248,7 @@ def test_parts_of_unequal_size(gpus: Any) -> None:
     check(gpus(3), cases)
 
 
-@parametrize("queues", ["1", "2"], first=1)
+@parametrize("queues", ["1", "2"], first=0)
 def test_streams_that_share_hardware_queues(gpus: Any, queues: str) -> None:
     ranks = gpus(3, env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, jitter=f"{queues}:100", timeout=120)
     check(ranks, [*cases_of(3, (1009, 200_001)), Case("allreduce", count=3_000_001), Case("alltoall", count=2_300_001)])

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from thorough import parametrize
 
 from hetcoll.errors import DeviceError
 from hetcoll.vendors.devices import cuda
@@ -47,7 +48,7 @@ def nvrtc(arch: str) -> cuda.Nvrtc:
 
 
 @pytest.mark.timeout(6 * SECONDS)  # a minute of all processors, which others may want, too
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@parametrize("arch", ["sm_80", "sm_90"], first=1)
 def test_nvrtc_compiles_kernels(arch: str) -> None:
     compiler = nvrtc(arch)
 

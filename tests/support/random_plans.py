@@ -242,7 +242,7 @@ def shape(comm: hetcoll.Communicator, plan: Plan, count: int) -> _native.Shape:
             recv_count=count, send_table=(), recv_table=(), descriptor=descriptor(f"{plan.algorithm} {count}"),
             p2p=False,
         )  # fmt: skip
-        comm._planner.note(found.id, plan.algorithm)
+        comm._planner.note(found.id, plan.algorithm, 0)
         return found
 
     return comm._host.prepare(bind, SECONDS)
