@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from hetcoll.config.env import Config
 from hetcoll.rendezvous import succession
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.control import ControlClient
+from hetcoll.rendezvous.protocol.unique_id import UniqueId
 from hetcoll.rendezvous.store import server as store
 
 Launch = Callable[..., Ranks]
@@ -198,3 +200,15 @@ def test_ctrl_c_while_a_store_begins_ends_it(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(KeyboardInterrupt):
             get_unique_id(Config())
     wait_until(lambda: not set(threading.enumerate()) - before)
+
+
+def test_a_successor_that_listens_where_the_store_died_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked first while the store's process ends, those addresses never refuse again: the next store has them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        lost = UniqueId((listener.getsockname(),), bytes(16), bytes(32))
+        answers = iter([False, True])
+        monkeypatch.setattr(succession, "_serves", lambda *_: next(answers))
+        member = succession.Succession(hosts=False)
+        member._order = [(("127.0.0.1", 1),)]
+        assert member.find(lost, False, lambda: False) is lost
+        assert member.certain

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..config.env import environment
@@ -83,9 +84,10 @@ class Succession:
         if not self._order:
             return None
         if not orderly:
-            if _serves(lost, _GREETS):
+            found = _look(lost)
+            if found is _Found.SERVES:
                 return lost
-            self._certain = self._certain and _refuses(lost.addresses)
+            self._certain = self._certain and found is _Found.DEAD
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline and not stopped():
             silent = False
@@ -93,10 +95,10 @@ class Succession:
                 if places == self._mine:
                     return self._take_over(lost)
                 there = replace(lost, addresses=places)
-                if _serves(there, _GREETS):
+                found = _look(there)
+                if found is _Found.SERVES:
                     return there
-                refused = _refuses(places)
-                silent, self._certain = silent or not refused, self._certain and refused
+                silent, self._certain = silent or found is _Found.SILENT, self._certain and found is _Found.DEAD
             if not silent:
                 return None
         return None
@@ -136,6 +138,31 @@ class Succession:
         self._listeners = []
 
 
+class _Found(enum.Enum):
+    SERVES = enum.auto()
+    DEAD = enum.auto()
+    """Nobody listens at any of the addresses any more, as far as their host says so."""
+    SILENT = enum.auto()
+
+
+def _look(unique_id: UniqueId) -> _Found:
+    """What is there of the job's store.
+
+    A process that ends closes its listeners last or first, but soon; and the next store may listen where one died.
+    """
+    seconds, until = _GREETS, 0.0
+    while True:
+        if _serves(unique_id, seconds):
+            return _Found.SERVES
+        until = until or time.monotonic() + _REFUSES
+        if all(_refused(address, until) for address in unique_id.addresses):
+            return _Found.DEAD
+        seconds = until - time.monotonic()
+        if seconds <= 0:
+            return _Found.SILENT
+        time.sleep(0.01)
+
+
 def _serves(unique_id: UniqueId, seconds: float) -> bool:
     """Whether the job's store is there."""
     try:
@@ -145,18 +172,6 @@ def _serves(unique_id: UniqueId, seconds: float) -> bool:
         return False
     sock.close()
     return True
-
-
-def _refuses(addresses: Sequence[tuple[str, int]]) -> bool:
-    """Whether nobody listens at any of these addresses any more, as far as their host says so. A process that ends
-    closes its listeners last or first, but soon."""
-    until = time.monotonic() + _REFUSES
-    while True:
-        if all(_refused(address, until) for address in addresses):
-            return True
-        if time.monotonic() >= until:
-            return False
-        time.sleep(0.01)
 
 
 def _refused(address: tuple[str, int], until: float) -> bool:
