@@ -450,6 +450,7 @@ class Communicator:
         """A communicator for each `color`: this rank's, with ranks ordered by `key` and then by rank here.
 
         Collective over this communicator. A rank with `color` None belongs to none and gets None. Both are 64-bit.
+        Where a rank dies meanwhile, whatever its color, it is a PeerLostError on all that have not returned.
         `compress`: as `hetcoll.init` has it; by default as here.
         """
         return regroup.split(self._core, color, key, compress, self._make)
