@@ -33,7 +33,6 @@ def lose_the_first(comm: hetcoll.Communicator, times: int) -> tuple[list[int], f
     """Rank 0 of what is left dies, so many times. The sizes from then on, and how long it took to go on."""
     sizes, longest = [], 0.0
     for _ in range(times):
-        comm.agree()  # all are here, and nobody is in a call that the death of rank 0 breaks
         with elapsed() as took:
             lose(comm, 0)
             comm = comm.shrink()

@@ -42,17 +42,13 @@ def work(comm: hetcoll.Communicator) -> None:
         comm.allreduce(np.ones(4))
 
 
-def _die_or_work(comm: hetcoll.Communicator, victim: int) -> None:
-    comm.barrier()
-    if comm.rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    work(comm)
-
-
 def lose(comm: hetcoll.Communicator, victim: int) -> None:
     """Wait in a call until rank `victim` is killed, which no call before this one has to do with."""
+    comm.agree()  # all have come so far
+    if comm.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(hetcoll.PeerLostError) as caught:
-        _die_or_work(comm, victim)
+        work(comm)
     assert caught.value.rank == victim
 
 
