@@ -44,13 +44,21 @@ def watch(resource: Resource, at_exit: Callable[[], None] | None = None, *, weak
     _open[id(resource)] = (weakref.ref(resource) if weakly else lambda: resource, at_exit)
 
 
-def start(thread: threading.Thread, resource: Resource, at_exit: Callable[[], None] | None = None) -> None:
-    """Start the thread of `resource`, and `watch` that. OSError where no thread can be had: then it is let go of."""
+def begin(thread: threading.Thread) -> None:
+    """Start a thread. OSError where none can be had."""
     try:
         thread.start()
     except RuntimeError as error:
-        resource.abandon()
         raise OSError(errno.EAGAIN, f"{thread.name}: {error}") from error
+
+
+def start(thread: threading.Thread, resource: Resource, at_exit: Callable[[], None] | None = None) -> None:
+    """`begin` the thread of `resource`, and `watch` that. Where no thread can be had it is let go of."""
+    try:
+        begin(thread)
+    except OSError:
+        resource.abandon()
+        raise
     except KeyboardInterrupt:  # while it was waited for: it runs
         resource.close()
         raise

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import queue
 import threading
 from collections.abc import Callable
+
+from .. import lifetime
 
 _CLOSING = 10.0  # seconds for a thread to end
 
@@ -25,10 +26,7 @@ class Worker:
         with self._lock:
             if self.thread is None and not self._closed:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    raise OSError(errno.EAGAIN, f"{self._name}: {error}") from error
+                lifetime.begin(thread)
                 self.thread = thread
         self._queue.put(task)
 
