@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
-from ranks import context, die_with_parent
+from ranks import context, die_with_parent, start_server
 
 from .program import draw
 
@@ -20,6 +20,7 @@ def campaign(work: Sequence[Work], lanes: int) -> Iterator[tuple[int, list[str] 
     pending = list(reversed(work))
     with tempfile.TemporaryDirectory(prefix="hetcoll-campaign-") as folder:
         pipes, processes = [], []
+        start_server()
         for number in range(min(lanes, len(work))):
             ours, theirs = context.Pipe()
             process = context.Process(target=_lane, args=(theirs, os.path.join(folder, str(number))))

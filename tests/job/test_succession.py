@@ -114,7 +114,7 @@ def test_who_loses_its_connection_alone_is_lost(launch: Launch) -> None:
 def stop_the_first(comm: hetcoll.Communicator, who: Path) -> int:
     """The first successor is stopped when rank 0 dies."""
     pids = comm.allgather(np.array([os.getpid()]))
-    succession._GREETS = succession._UNSURE_GRACE = 1.0
+    succession._GREETS, succession._UNSURE_GRACE = 1.0, 4.0  # of 2 and 15 s
     known = comm._session.control._succession
     wait_until(lambda: len(known._order) == 3)
     comm.barrier()

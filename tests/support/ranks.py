@@ -56,7 +56,7 @@ preload("hetcoll", "hetcoll.runtime.host", "hetcoll.gpu.executor", "hetcoll.rend
 _OURS = [str(folder) for folder in (Path(__file__).parent, Path(__file__).parents[1])]
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Start what ranks are forked from, where it does not run yet. It finds modules by PYTHONPATH alone."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*_OURS, *([before] if before else [])])
@@ -127,7 +127,7 @@ class Ranks:
         self._pipes: list[Connection] = []
         self._processes = []
         self._stopped: set[int] = set()
-        _start_server()
+        start_server()
         for rank in range(size):
             ours, theirs = context.Pipe()
             own = {name: value if isinstance(value, str) else value[rank] for name, value in (env or {}).items()}
