@@ -24,7 +24,7 @@ class Client:
         self.name = f"rank {rank}"
         self.ranks: dict[bytes, int] = {}
         self.inbox: list[Frame] = []
-        self.membership = Membership(rank, size, None)
+        self.membership = Membership(WORLD, rank, size, None)
         self.pending: dict[int, tuple[Call, bytes]] = {}
         self.numbers: dict[Op, int] = defaultdict(int)
         self.got: dict[tuple[Op, bytes], tuple[Status, bytes]] = {}
@@ -46,15 +46,8 @@ class Client:
                 self.got[call.op, call.key] = Status(frame.status), frame.body
                 continue
             fields = unpack(frame.body)
-            if frame.op == Op.LOST:
-                (rank,) = U32.unpack(fields[1])
-                member.gone[rank] = member.gone.get(rank) or fields[2].decode()
-                self.behind = self.behind or rank == member.rank
-            elif frame.op == Op.LEFT:
-                for (rank,) in map(U32.unpack, fields[1:]):
-                    member.gone.setdefault(rank, "")
-            elif frame.op == Op.VERDICT:
-                member.verdict = member.verdict or frame.body
+            member.hear(frame.op, fields[1:], frame.body)
+            self.behind = self.behind or (frame.op == Op.LOST and U32.unpack(fields[1])[0] == member.rank)
         del self.inbox[:count]
 
 
@@ -157,7 +150,7 @@ class Returning(RuleBasedStateMachine):
             client.cut = False
             if late and client is coming[-1] and len(coming) > 1:
                 self.time_passes(3.0)
-            past = client.membership.spell(WORLD)
+            past = client.membership.spell()
             self.groups.handle(client, Frame(Op.RETURN, 0, 0, pack([b"\0", b"", b"", pack([past])])))
             for request, (call, body) in list(client.pending.items()):
                 self.groups.handle(client, Frame(call.op, Status.AGAIN, request, body))
@@ -199,7 +192,7 @@ TestReturning.settings = settings(max_examples=200, stateful_step_count=30, dead
 
 
 def return_to(groups: Groups, client: Client) -> None:
-    groups.handle(client, Frame(Op.RETURN, 0, 0, pack([b"\0", b"", b"", pack([client.membership.spell(WORLD)])])))
+    groups.handle(client, Frame(Op.RETURN, 0, 0, pack([b"\0", b"", b"", pack([client.membership.spell()])])))
 
 
 def test_a_store_that_is_not_sure_waits_for_more_than_half() -> None:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from .. import lifetime
 from ..config.limits import Held, reserve_descriptors
-from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError, spell_gone
+from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError
 from .connections.sockets import spell_address, spell_error
 from .membership import Call, Membership
 from .protocol.columns import Column, Telling, unpack_columns
-from .protocol.news import Event, Handler, Left, Lost, Query, StoreLost, Verdict
+from .protocol.news import Handler, StoreLost, Verdict
 from .protocol.unique_id import UniqueId, hosted_here
 from .protocol.wire import F64, NOBODY, U32, WORLD, Frame, Op, pack
 from .succession import SECONDS, Succession
@@ -68,7 +68,6 @@ class ControlClient:
         self._relay: Relay | None = None
         self._succession = Succession(hosts=hosted_here(unique_id.job_id) is not None)
         self._uplink = Uplink(unique_id, size, deadline, self._serve)
-        self.store_address = unique_id.addresses[0]
         self._thread = threading.Thread(target=self._read, name="hetcoll-control", daemon=True)
         lifetime.start(self._thread, self)
         try:
@@ -93,7 +92,7 @@ class ControlClient:
         with self._lock:
             if group in self._groups:
                 raise InitError(f"this process is already rank {self._groups[group].rank} of the group {group!r}")
-            self._groups[group] = membership = Membership(rank, size, on_event)
+            self._groups[group] = membership = Membership(group, rank, size, on_event)
         hosts = b"\1" if hosted_here(self.unique_id.job_id) else b"\0"
         try:
             seconds = self._timeout if timeout is None else timeout
@@ -158,7 +157,7 @@ class ControlClient:
 
     def leave_verdict(self, group: bytes, kind: bytes, blob: bytes) -> None:
         """As `post_verdict`, for a store that does not answer now: its reply is not waited for."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the store is lost, then, which everybody hears
             self._uplink.send(Op.POST, pack((group, kind, blob)), next(self._numbers), _LITTLE)
 
     def query(self, group: bytes, blob: bytes, timeout: float) -> dict[int, bytes | None]:
@@ -182,11 +181,8 @@ class ControlClient:
 
     def check_present(self, group: bytes, ranks: Collection[int]) -> None:
         """PeerLostError where the store has told that one of `ranks` died or left."""
-        membership = self._groups.get(group)
-        gone = {} if membership is None else membership.gone
-        for rank in ranks:
-            if rank in gone:
-                raise PeerLostError(spell_gone(rank, gone[rank]), rank)
+        if (membership := self._groups.get(group)) is not None:
+            membership.check_present(ranks)
 
     def put(self, key: bytes, value: bytes, timeout: float | None = None) -> None:
         """Set a key of the whole job."""
@@ -256,7 +252,7 @@ class ControlClient:
 
     def _call(self, op: Op, fields: tuple[bytes, ...], timeout: float | None, group: bytes | None = None) -> Frame:
         seconds = self._timeout if timeout is None else timeout
-        patience = seconds + _slack(seconds)
+        patience = seconds + min(5.0, max(0.5, seconds / 10))  # the answer, when it is time, says who was missing
         self._check_usable(group, op)
         number, call = next(self._numbers), Call(op, group, fields)
         with self._lock:
@@ -265,7 +261,8 @@ class ControlClient:
             self._check_usable(group, op)  # the thread may have ended before it could see this call
             self._uplink.send(op, pack(fields), number, min(patience, _SEND_SECONDS))
             if not call.wait(patience):
-                raise InitError(f"the store at {spell_address(self.store_address)} did not answer in {seconds:.3g} s")
+                store = spell_address(self.unique_id.addresses[0])
+                raise InitError(f"the store at {store} did not answer in {seconds:.3g} s")
         except OSError as error:
             self._uplink.shut_down()
             raise CommunicationError(f"the store could not be told: {spell_error(error)}") from error
@@ -355,24 +352,18 @@ class ControlClient:
                     membership.host = NOBODY
             mine = b"\1" if self._succession.hosts else b"\0", self._succession.places, self._succession.told
             whole = self._succession.hosts or bool(self._succession.places)
-            pasts = pack(each.spell(name, whole=whole) for name, each in list(self._groups.items()) if each.joined)
+            pasts = pack(each.spell(whole=whole) for each in list(self._groups.values()) if each.joined)
             self._relay = None  # it ends with the way to the store that it had
             try:
                 self._uplink.move(home, pack((*mine, pasts)), deadline)
-                self.store_address = home.addresses[0]
                 return True
             except (OSError, HetcollError) as error:
                 end = StoreLost(spell_error(error), False)
         return False
 
     def _part_with_host(self, end: StoreLost) -> None:
-        """Tell groups what became of the rank whose process hosted the store."""
-        for group, membership in list(self._groups.items()):
-            host = membership.host
-            if host not in (NOBODY, membership.rank) and host not in membership.gone:
-                reason = f"its process hosted the job's store: {end.reason}"
-                membership.gone[host] = "" if end.orderly else reason
-                self._tell(group, membership, Left(host) if end.orderly else Lost(host, reason))
+        for membership in list(self._groups.values()):
+            membership.part_with_host(end)
 
     def _dispatch(self, frame: Frame) -> None:
         if frame.op == Op.REPLY:
@@ -384,46 +375,16 @@ class ControlClient:
                 if membership is not None:
                     membership.keep(call, frame)
                 call.finish(frame)
-            return
-        if frame.op == Op.STAND:
+        elif frame.op == Op.STAND:
             self._uplink.send(Op.STANDING, pack((b"", self._succession.stand(frame.body))), 0, _SEND_SECONDS)
-            return
-        if frame.op == Op.SUCCESSORS:
+        elif frame.op == Op.SUCCESSORS:
             self._succession.hear(frame.body)
-            return
-        group, *rest = frame.fields
-        membership = self._groups.get(group)
-        if membership is None:
-            return
-        if frame.op == Op.HOST:
-            (membership.host,) = U32.unpack(rest[0])
-        elif frame.op == Op.LOST:
-            (rank,), reason = U32.unpack(rest[0]), rest[1].decode()
-            if not membership.gone.get(rank):  # a new store may tell what the one before has told
-                membership.gone[rank] = reason
-                self._tell(group, membership, Lost(rank, reason))
-        elif frame.op == Op.LEFT:
-            for (rank,) in map(U32.unpack, rest):
-                if rank not in membership.gone:
-                    membership.gone[rank] = ""
-                    self._tell(group, membership, Left(rank))
-        elif frame.op == Op.VERDICT:
-            if not membership.verdict:
-                membership.verdict = frame.body
-                self._tell(group, membership, Verdict(rest[0], rest[1], U32.unpack(rest[2])[0]))
-        elif frame.op == Op.ASK:
-            answer = self._tell(group, membership, Query(U32.unpack(rest[0])[0], rest[1]))
+        else:
+            group, *fields = frame.fields
+            membership = self._groups.get(group)
+            answer = None if membership is None else membership.hear(frame.op, fields, frame.body)
             if answer is not None:
-                self._uplink.send(Op.ANSWER, pack((rest[2], answer)), 0, _SEND_SECONDS)
-
-    def _tell(self, group: bytes, membership: Membership, event: Event) -> bytes | None:
-        if membership.handler is None:
-            return None
-        try:
-            return membership.handler(group, event)
-        except Exception:
-            log.exception("the event handler of %r failed on %r", group, event)
-            return None
+                self._uplink.send(Op.ANSWER, pack((fields[2], answer)), 0, _SEND_SECONDS)
 
     def _finish(self, end: StoreLost) -> None:
         with self._lock:
@@ -436,10 +397,5 @@ class ControlClient:
         if closing:
             return
         self._part_with_host(end)
-        for group, membership in list(self._groups.items()):
-            self._tell(group, membership, end)
-
-
-def _slack(seconds: float) -> float:
-    """How much later than the deadline that the store was given its answer may come: it says who was missing."""
-    return min(5.0, max(0.5, seconds / 10))
+        for membership in list(self._groups.values()):
+            membership.tell(end)

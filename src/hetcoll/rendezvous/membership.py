@@ -1,14 +1,18 @@
-"""What a member keeps of a group that it is in, and of its requests."""
+"""What a member keeps of a group that it is in, and of its requests, and whom it tells the news of that group."""
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from ..errors import HetcollError, InitError, PeerLostError
-from .protocol.news import Handler
+from ..errors import HetcollError, InitError, PeerLostError, spell_gone
+from .protocol.news import Event, Handler, Left, Lost, Query, StoreLost, Verdict
 from .protocol.past import JOINT, Answered, Past
 from .protocol.wire import NOBODY, U32, Frame, Op, Status, unpack
+
+log = logging.getLogger("hetcoll.control")
 
 _SHORT = 16 << 10  # bytes
 
@@ -46,8 +50,9 @@ class Call:
 
 @dataclass(slots=True)
 class Membership:
-    """Of this process in a group."""
+    """Of this process in the group of this name."""
 
+    name: bytes
     rank: int
     size: int
     handler: Handler | None
@@ -70,9 +75,55 @@ class Membership:
         if call.op in JOINT and frame.status != Status.REFUSED:
             self.answered[call.op] = Answered(call.key, Status(frame.status), frame.body)
 
-    def spell(self, name: bytes, *, whole: bool = True) -> bytes:
+    def hear(self, op: int, fields: list[bytes], body: bytes) -> bytes | None:
+        """News from the store, each told once: a new store may tell what the one before has told. The answer to a
+        question."""
+        if op == Op.HOST:
+            (self.host,) = U32.unpack(fields[0])
+        elif op == Op.LOST:
+            (rank,), reason = U32.unpack(fields[0]), fields[1].decode()
+            if not self.gone.get(rank):
+                self.gone[rank] = reason
+                self.tell(Lost(rank, reason))
+        elif op == Op.LEFT:
+            for (rank,) in map(U32.unpack, fields):
+                if rank not in self.gone:
+                    self.gone[rank] = ""
+                    self.tell(Left(rank))
+        elif op == Op.VERDICT:
+            if not self.verdict:
+                self.verdict = body
+                self.tell(Verdict(fields[0], fields[1], U32.unpack(fields[2])[0]))
+        elif op == Op.ASK:
+            return self.tell(Query(U32.unpack(fields[0])[0], fields[1]))
+        return None
+
+    def check_present(self, ranks: Collection[int]) -> None:
+        """PeerLostError where one of `ranks` died or left."""
+        for rank in ranks:
+            if rank in self.gone:
+                raise PeerLostError(spell_gone(rank, self.gone[rank]), rank)
+
+    def part_with_host(self, end: StoreLost) -> None:
+        """The store has ended, and with it most often the rank whose process hosted it."""
+        if self.host not in (NOBODY, self.rank) and self.host not in self.gone:
+            reason = f"its process hosted the job's store: {end.reason}"
+            self.gone[self.host] = "" if end.orderly else reason
+            self.tell(Left(self.host) if end.orderly else Lost(self.host, reason))
+
+    def tell(self, event: Event) -> bytes | None:
+        """The handler's answer."""
+        if self.handler is None:
+            return None
+        try:
+            return self.handler(self.name, event)
+        except Exception:
+            log.exception("the event handler of %r failed on %r", self.name, event)
+            return None
+
+    def spell(self, *, whole: bool = True) -> bytes:
         """For a new store. Answers that are long are the same for all: not all have to tell the `whole` of them."""
         told = {tag: value for (tag, rank), value in self.own.items() if rank == self.rank}
         answered = {op: each for op, each in self.answered.items() if whole or len(each.body) <= _SHORT}
-        past = Past(name, self.rank, self.size, self.formed, self.rolls, self.gone, self.verdict, told, answered)
+        past = Past(self.name, self.rank, self.size, self.formed, self.rolls, self.gone, self.verdict, told, answered)
         return past.pack()
