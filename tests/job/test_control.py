@@ -291,7 +291,8 @@ def test_the_death_of_the_stores_host_is_the_loss_of_its_rank() -> None:
         gone = events.wait_for(lambda e: isinstance(e, StoreLost))
     assert isinstance(lost, Lost)
     assert lost.rank == 0
-    assert gone == StoreLost("the connection ended", False)
+    # The kernel says the latter where the process had not read all that it was sent, such as where a successor listens.
+    assert gone in [StoreLost(why, False) for why in ("the connection ended", "connection reset by peer")]
     with pytest.raises(PeerLostError, match="rank 0, which hosts the job's store, was lost") as caught:
         client.exchange(WORLD, b"t", b"")
     assert caught.value.rank == 0
