@@ -7,7 +7,13 @@ meets: they name ranks, operations and edges, and leave the communicator unusabl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import struct
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class HetcollError(Exception):
@@ -82,6 +88,23 @@ class CollectiveTimeoutError(CommunicationError, TimeoutError):
 
 class AbortedError(CommunicationError):
     """`abort()` was called here or on a peer."""
+
+
+def parser(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function that reads what other processes told. Where it fails, `what` they told came garbled: that is a
+    CommunicationError, whatever went wrong."""
+
+    def wrap(read: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(read)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return read(*args, **kwargs)
+            except (struct.error, ValueError, LookupError, TypeError, RecursionError) as error:
+                raise CommunicationError(f"{what} came garbled: {error}") from error
+
+        return checked
+
+    return wrap
 
 
 def spell_gone(rank: int, reason: str) -> str:

@@ -13,7 +13,7 @@ from .program import draw
 pytestmark = pytest.mark.fakes  # one seed of fifty wants them
 
 SEEDS = 2000
-PARTS = 16
+PARTS = 50
 
 
 @parametrize("part", range(PARTS), first=1)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..errors import spell_ranks
+from ..errors import parser, spell_ranks
 
 WINDOW = 64  # calls that an answer covers
 _LOOKS = 2  # the first may have begun before the others came to rest
@@ -89,6 +89,7 @@ class Answer(NamedTuple):
         return json.dumps(self).encode()
 
     @classmethod
+    @parser("a status report")
     def decode(cls, blob: bytes) -> Answer:
         """What `encode` made."""
         found = cls(*json.loads(blob))

@@ -378,9 +378,9 @@ class Diagnosis:
         try:
             blob = json.dumps((self._reporter.since(), edges)).encode()
             answers = self._session.control.query(self._group, blob, seconds)
+            return {rank: Answer.decode(blob) if blob else None for rank, blob in answers.items()}
         except HetcollError:
             return {}
-        return {rank: Answer.decode(blob) if blob else None for rank, blob in answers.items()}
 
     def _explain_mismatch(self, peer: int, text: str) -> str:
         answers = self._ask()

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, parser
 from ..rendezvous.protocol.wire import pack, unpack
 
 _KEY = struct.Struct("<16sIIHH4x")
@@ -78,6 +78,7 @@ def pack_addresses(addresses: Sequence[Address]) -> bytes:
     return pack([addresses[0].token if addresses else b"", *itertools.chain(*rows)])
 
 
+@parser("where a rank listens")
 def unpack_addresses(told: bytes) -> tuple[Address, ...]:
     """What `pack_addresses` made."""
     token, *rows = unpack(told)

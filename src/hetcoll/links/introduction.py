@@ -21,7 +21,7 @@ import hetcoll._native as _native
 
 from ..config.env import SHM_STORES, Config
 from ..config.limits import address_space_left
-from ..errors import InitError
+from ..errors import InitError, parser
 from ..plan.rails import Nic
 from ..plan.topology import RankInfo, spell_islands
 from ..rendezvous.protocol.columns import Column, Telling
@@ -98,6 +98,7 @@ class Process(NamedTuple):
     host: str
 
     @classmethod
+    @parser("what a rank tells of its process")
     def read(cls, own: bytes) -> Self:
         """That of another rank's `Introduction`."""
         pid, name = _PROCESS.unpack_from(own)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-from ..errors import CommunicationError, HetcollError, InitError
+from ..errors import CommunicationError, HetcollError, InitError, parser
 from .connections.probe import connect_relay, connect_store
 from .connections.sockets import receive, send_all, spell_error, wait_ready
 from .protocol.exchanges import FEW
@@ -66,6 +66,7 @@ class Entry(NamedTuple):
         return pack((self.token, *head, b"".join(self.failed), pack_places(self.addresses)))
 
     @classmethod
+    @parser("what a process says when it enters")
     def read(cls, body: bytes) -> Entry:
         """What `pack` made."""
         token, (kind, hosts), size, received, attempt, failed, addresses = unpack(body)
@@ -88,6 +89,7 @@ def pack_places(addresses: tuple[tuple[str, int], ...]) -> bytes:
     return pack(part for host, port in addresses for part in (host.encode(), U32.pack(port)))
 
 
+@parser("where a process listens")
 def read_places(body: bytes) -> tuple[tuple[str, int], ...]:
     """What `pack_places` made."""
     parts = iter(unpack(body))

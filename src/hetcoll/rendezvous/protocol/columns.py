@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from ...errors import CommunicationError
+from ...errors import parser
 from .wire import pack, unpack
 
 T = TypeVar("T")
@@ -100,12 +100,10 @@ def _pack(column: Column, size: int, told: bool) -> bytes:
     return b"".join((*parts, numbers))
 
 
+@parser("what ranks told each other")
 def unpack_columns(body: bytes, size: int) -> list[Column]:
     """What `pack_columns` made for `size` ranks; CommunicationError for anything else."""
-    try:
-        return [_unpack(field, size) for field in unpack(body)]
-    except (struct.error, ValueError, IndexError, zlib.error) as error:
-        raise CommunicationError(f"what ranks told each other came garbled: {error}") from error
+    return [_unpack(field, size) for field in unpack(body)]
 
 
 def _unpack(data: bytes, size: int) -> Column:
@@ -129,7 +127,10 @@ def _unpack(data: bytes, size: int) -> Column:
         numbers, at = data[at:], len(data)
         if small:
             unpacker = zlib.decompressobj()
-            numbers = unpacker.decompress(numbers, width * size)
+            try:
+                numbers = unpacker.decompress(numbers, width * size)
+            except zlib.error as error:
+                raise ValueError(str(error)) from error
             if not unpacker.eof or unpacker.unused_data:
                 raise ValueError("numbers of ranks that are compressed in another way")
         if len(numbers) != width * size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...errors import parser
 from .wire import U32, Op, Status, pack, unpack
 
 JOINT = frozenset({Op.EXCHANGE, Op.SHRINK, Op.AGREE, Op.GROW})
@@ -44,6 +45,7 @@ class Past(NamedTuple):
         return pack((*head, gone, self.verdict, told, answered))
 
     @classmethod
+    @parser("what a member tells of its group")
     def read(cls, body: bytes) -> Past:
         """What `pack` made."""
         name, rank, size, formed, rolls, gone, verdict, told, answered = unpack(body)

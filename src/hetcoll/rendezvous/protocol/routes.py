@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ...errors import CommunicationError
+from ...errors import CommunicationError, parser
 from .wire import HEADER, Frame, header
 
 _DEPTH = struct.Struct("<B")
@@ -48,6 +48,7 @@ def pack_up(child: int, frame: Frame) -> bytes:
     return b"".join((_DEPTH.pack(1), struct.pack("<I", child), inner, frame.body))
 
 
+@parser("a frame through relays")
 def extend_up(child: int, body: bytes) -> bytes:
     """The same, of what `child` sends on."""
     (depth,) = _DEPTH.unpack_from(body)
@@ -56,6 +57,7 @@ def extend_up(child: int, body: bytes) -> bytes:
     return b"".join((_DEPTH.pack(depth + 1), struct.pack("<I", child), body[1:]))
 
 
+@parser("a frame through relays")
 def unpack_up(body: bytes) -> tuple[Route, Frame]:
     """The way that a frame came, and the frame."""
     (depth,) = _DEPTH.unpack_from(body)
@@ -76,6 +78,7 @@ def pack_down(op: int, status: int, entries: Iterable[Entry], body: bytes) -> by
     return b"".join((_DOWN.pack(op, status, len(parts)), *parts, body))
 
 
+@parser("a frame through relays")
 def unpack_down(body: bytes) -> Down:
     """What `pack_down` made."""
     op, status, count = _DOWN.unpack_from(body)
