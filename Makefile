@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 PERF ?= allreduce -n 2 -b 8 -e 64M
 TESTS ?=
 SEEDS ?= 50000
+FUZZ ?=
 WHEELS ?=
 ALL ?=
 BUT := $(if $(ALL),, and not thorough)
@@ -32,13 +33,14 @@ EXTRA = $(BIN)/python -c "import tomllib; \
 	print(*(r for r in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'] \
 	if not r.startswith('hetcoll')), sep='\n')" | $(PIP) -r /dev/stdin
 
-.PHONY: help perf campaign test test-all test-lanes test-calm jax vendors launchers guest lint types format sanitize sanitizers site bench instructions wheels clean tools
+.PHONY: help perf campaign fuzz test test-all test-lanes test-calm jax vendors launchers guest lint types format sanitize sanitizers site bench instructions wheels clean tools
 
 help:
 	@echo "make perf          measure all-reduce with two ranks here (PERF=\"...\": other arguments of hetcoll perf)"
 	@echo "make test          run the tests, those of GPU code on fakes of the drivers (TESTS=\"...\": arguments for pytest)"
 	@echo "make test-lanes    of these what needs no calm, some files at a time; make test-calm: the others, one by one"
 	@echo "make campaign      random programs, attacked, against a model (SEEDS=\"...\": how many, or --seed N to play one again)"
+	@echo "make fuzz          every parser and listener under any bytes (FUZZ=\"--seconds 600\", or --strangers 1000000)"
 	@echo "make test-all      the same with more cases (ALL=1) and what others make: make launchers jax guest"
 	@echo "make launchers     install Open MPI, MPICH, Intel MPI and PyTorch for the tests that run them"
 	@echo "make jax           install JAX for the tests that need it"
@@ -77,6 +79,11 @@ test-calm: $(TESTED)
 
 campaign: $(TESTED)
 	PYTHONPATH=tests:tests/support $(BIN)/python -m campaign $(SEEDS)
+
+# Where new code is reached atheris goes on, which only this needs.
+fuzz: $(TESTED)
+	$(PIP) atheris
+	PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz $(FUZZ)
 
 test-all: launchers jax guest
 	+$(MAKE) test ALL=1

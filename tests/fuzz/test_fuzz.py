@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ports import free_port
 
+from .listening import LISTENERS, quiet
+from .strangers import besiege
 from .targets import TARGETS
 
 
@@ -42,3 +49,36 @@ def test_a_parser_takes_what_is_right_and_refuses_the_rest(name: str) -> None:
         target(data)
 
     fuzz()
+
+
+@pytest.mark.parametrize("name", LISTENERS)
+def test_a_listener_serves_the_others_whatever_one_says(name: str) -> None:
+    with quiet(), LISTENERS[name]() as take:
+        take(b"")
+
+        @settings(max_examples=100, deadline=None)
+        @given(st.one_of(st.binary(max_size=200), st.lists(st.integers(0, 255), max_size=40).map(bytes)))
+        def fuzz(data: bytes) -> None:
+            take(data)
+
+        fuzz()
+
+
+def test_what_failed_can_be_given_again(tmp_path: Path) -> None:
+    found = tmp_path / "crash"
+    found.write_bytes(b"\xff" * 9)
+    command = [sys.executable, "-m", "fuzz", "--only", "fields", "--again", str(found)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("fields: ok")
+
+
+@pytest.mark.thorough
+def test_jobs_with_a_secret_start_and_run_through_a_siege(tmp_path: Path) -> None:
+    outcome = besiege(1500, tmp_path, free_port())
+    assert outcome.problems == []
+    assert outcome.connections >= 1500
+    assert outcome.rounds >= 15
+    bytes_more, descriptors_more = outcome.grown
+    assert bytes_more < 32 << 20, outcome  # what they have to prove, at most, and not a byte for each
+    assert descriptors_more <= 128 + 64, outcome  # connections that have yet to prove anything, and links under way

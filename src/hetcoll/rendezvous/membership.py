@@ -7,7 +7,7 @@ import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from ..errors import HetcollError, InitError, PeerLostError, spell_gone
+from ..errors import HetcollError, InitError, PeerLostError, parser, spell_gone
 from .protocol.news import Event, Handler, Left, Lost, Query, StoreLost, Verdict
 from .protocol.past import JOINT, Answered, Past
 from .protocol.wire import NOBODY, U32, Frame, Op, Status, unpack
@@ -75,6 +75,7 @@ class Membership:
         if call.op in JOINT and frame.status != Status.REFUSED:
             self.answered[call.op] = Answered(call.key, Status(frame.status), frame.body)
 
+    @parser("news from the store")
     def hear(self, op: int, fields: list[bytes], body: bytes) -> bytes | None:
         """News from the store, each told once: a new store may tell what the one before has told. The answer to a
         question."""

@@ -13,7 +13,6 @@ import logging
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -100,7 +99,7 @@ class Relay:
             self._come(self._timeout, again=False)
             while not self._closing and not (self._retired and not self._children):
                 self._turn()
-        except (OSError, HetcollError, struct.error, ValueError) as error:
+        except (OSError, HetcollError) as error:
             log.info("a relay ends: %s", spell_error(error))
         finally:
             self._end()
@@ -181,7 +180,7 @@ class Relay:
             return
         try:
             action(child, mask)
-        except (OSError, CommunicationError, struct.error) as error:
+        except (OSError, CommunicationError) as error:
             self._lose(child, _DIED if isinstance(error, ConnectionResetError) else spell_error(error).encode())
 
     def _lose(self, child: Connection, reason: bytes) -> None:

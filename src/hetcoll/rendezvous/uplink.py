@@ -24,7 +24,7 @@ from .connections.sockets import receive, send_all, spell_error, wait_ready
 from .protocol.exchanges import FEW
 from .protocol.streams import Stream
 from .protocol.unique_id import UniqueId, hosted_here
-from .protocol.wire import U32, U64, Frame, FrameReader, Op, Status, header, pack, unpack
+from .protocol.wire import U32, U64, Frame, FrameReader, Op, Status, header, pack, read_count, unpack
 
 log = logging.getLogger("hetcoll.uplink")
 
@@ -103,7 +103,7 @@ def enter(unique_id: UniqueId, entry: Entry, deadline: float, *, again: bool = F
         sock, _ = connect_store(unique_id, deadline, there=again)
         answer, reader = _knock(sock, entry, deadline)
         if answer.op == Op.WELCOME:
-            return Place(sock, reader, False, U64.unpack(answer.body)[0])
+            return Place(sock, reader, False, read_count(answer.body))
         sock.close()
         if not answer.body:  # many wait for the first relays
             time.sleep(max(0.0, min(deadline - time.monotonic(), pause * (0.5 + os.urandom(1)[0] / 255))))
@@ -115,7 +115,7 @@ def enter(unique_id: UniqueId, entry: Entry, deadline: float, *, again: bool = F
             sock = connect_relay(unique_id, token, read_places(places), soon)
             answer, reader = _knock(sock, entry, soon)
             if answer.op == Op.WELCOME:
-                return Place(sock, reader, True, U64.unpack(answer.body)[0])
+                return Place(sock, reader, True, read_count(answer.body))
             sock.close()
         except (OSError, HetcollError) as error:
             log.info("a relay at %s: %s", read_places(places), spell_error(error))
@@ -283,10 +283,10 @@ class Uplink:
                 self._tell(Op.SYNC)
             elif frame.op == Op.SYNCED:
                 with self._lock:
-                    self._resend(U64.unpack(frame.body)[0])
+                    self._resend(read_count(frame.body))
             elif frame.op == Op.ACK:
                 with self._lock:
-                    self._stream.acknowledge(U64.unpack(frame.body)[0])
+                    self._stream.acknowledge(read_count(frame.body))
             elif self._stream.accept(frame.number):
                 if self._stream.owes():
                     self._tell(Op.ACK)

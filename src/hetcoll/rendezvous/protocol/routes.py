@@ -50,11 +50,11 @@ def pack_up(child: int, frame: Frame) -> bytes:
 
 @parser("a frame through relays")
 def extend_up(child: int, body: bytes) -> bytes:
-    """The same, of what `child` sends on."""
-    (depth,) = _DEPTH.unpack_from(body)
-    if depth >= MAX_DEPTH:
-        raise CommunicationError(f"a frame came through {depth} relays")
-    return b"".join((_DEPTH.pack(depth + 1), struct.pack("<I", child), body[1:]))
+    """The same, of what `child` sends on. What is wrong in it is found here, or its relay would answer for it."""
+    route, _ = unpack_up(body)
+    if len(route) >= MAX_DEPTH:
+        raise CommunicationError(f"a frame came through {len(route)} relays")
+    return b"".join((_DEPTH.pack(len(route) + 1), struct.pack("<I", child), body[1:]))
 
 
 @parser("a frame through relays")

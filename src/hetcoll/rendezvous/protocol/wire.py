@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-from ...errors import CommunicationError
+from ...errors import CommunicationError, parser
 
 HEADER = struct.Struct("<BBHIQ")
 MAX_BODY = 64 << 20
@@ -124,6 +124,13 @@ def unpack(body: bytes) -> list[bytes]:
         fields.append(body[at : at + length])
         at += length
     return fields
+
+
+@parser("a count of frames")
+def read_count(body: bytes) -> int:
+    """The body of WELCOME, ACK, SYNC and SYNCED."""
+    (count,) = U64.unpack(body)
+    return int(count)
 
 
 def header(op: int, body: bytes, request: int = 0, status: int = Status.OK, number: int = 0) -> bytes:

@@ -18,7 +18,7 @@ from ..connections.members import Connection
 from ..protocol.routes import Entry as Way
 from ..protocol.routes import Route, unpack_up
 from ..protocol.streams import Stream
-from ..protocol.wire import U64, Frame, Op, Status, pack
+from ..protocol.wire import U64, Frame, Op, Status, pack, read_count
 from ..uplink import ABSENCE, Entry, Kind, pack_places
 from .groups import Groups
 
@@ -145,22 +145,28 @@ class Tree:
             if found is None:
                 return  # of a way that is no more
             node = found
-        child = node.children.get(route[-1])
-        if inner.op == Op.ENTER:
-            self._enter_behind(node, route[-1], Entry.read(inner.body))
-        elif child is not None and inner.op == Op.GONE:
-            self._lose(child, inner.body.decode(errors="replace"))
-        elif child is not None:
-            try:
-                self._frame(child, inner)
-            except CommunicationError as error:  # not the relay's fault
+        try:
+            self._frame_behind(node, route[-1], inner)
+        except CommunicationError as error:  # not the relay's fault
+            log.info("%s: %s", node.name, error)
+            self._tell_behind(node, route[-1], Op.CUT, b"", Status.OK)
+            if (child := node.children.get(route[-1])) is not None:
                 self._lose(child, str(error))
+
+    def _frame_behind(self, relay: Node, number: int, frame: Frame) -> None:
+        child = relay.children.get(number)
+        if frame.op == Op.ENTER:
+            self._enter_behind(relay, number, Entry.read(frame.body))
+        elif child is not None and frame.op == Op.GONE:
+            self._lose(child, frame.body.decode(errors="replace"))
+        elif child is not None:
+            self._frame(child, frame)
 
     def _frame(self, node: Node, frame: Frame) -> None:
         if frame.op == Op.SYNC:
-            node.sync(U64.unpack(frame.body)[0], Op.SYNCED)
+            node.sync(read_count(frame.body), Op.SYNCED)
         elif frame.op == Op.ACK:
-            node.stream.acknowledge(U64.unpack(frame.body)[0])
+            node.stream.acknowledge(read_count(frame.body))
         elif node.entry.kind is Kind.MEMBER and node.stream.accept(frame.number):
             if node.stream.owes():
                 node.emit(Op.ACK, U64.pack(node.stream.received))
@@ -204,15 +210,20 @@ class Tree:
         if number in relay.children or (node is not None and entry.attempt <= node.entry.attempt):
             return  # it has gone elsewhere since
         if entry.token not in self._nodes and entry.received:
-            way = relay.way()
-            if way is not None:
-                text = b"the job has gone on without this process"
-                way[0].cast(Op.REPLY, text, Status.REFUSED, Way((*way[1], number), 0, 0))
+            text = b"the job has gone on without this process"
+            self._tell_behind(relay, number, Op.REPLY, text, Status.REFUSED)
             return
         kept = next((each for each in relay.granted if each[1] is entry.kind), None)
         if kept is not None:
             relay.granted.remove(kept)
         self._attach(None, relay, number, entry)
+
+    @staticmethod
+    def _tell_behind(relay: Node, number: int, op: Op, body: bytes, status: Status) -> None:
+        """To a child of a relay that is nobody yet."""
+        way = relay.way()
+        if way is not None:
+            way[0].cast(op, body, status, Way((*way[1], number), 0, 0))
 
     def _attach(self, connection: Connection | None, parent: Node | None, number: int, entry: Entry) -> None:
         node = self._nodes.get(entry.token)
