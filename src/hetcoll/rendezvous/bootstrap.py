@@ -21,8 +21,10 @@ mixing and stray connections out; it does not keep out somebody on the same netw
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import importlib
+import logging
 import os
 import socket
 import struct
@@ -35,9 +37,11 @@ from .connections.announcing import announce, fetch_locally, find_announced, lis
 from .connections.auth import HANDSHAKE_SECONDS, Response, Service, Verb
 from .connections.interfaces import own_hosts
 from .connections.probe import Search
-from .connections.sockets import BACKLOG, bind_all, resolve, spell_address, spell_error
+from .connections.sockets import BACKLOG, bind_all, is_loopback, resolve, spell_address, spell_error
 from .control import ControlClient
 from .protocol.unique_id import UniqueId, hosted_here, job_secret
+
+log = logging.getLogger("hetcoll.bootstrap")
 
 PORTS = 33  # the master port and the next 32
 _RETRY = 0.02  # seconds between attempts to reach rank 0's Unix socket
@@ -101,12 +105,22 @@ def _by_master(launch: Launch, config: Config, master: tuple[str, int], deadline
                 _check_alone(launch, config, key, taken, deadline)
             if not listeners:
                 raise InitError(_spell_taken(launch, taken))
+            if config.secret is None and not all(map(is_loopback, listeners)):
+                _warn_of_open_port()
             return _start_store(listeners, config, key)
         except BaseException:
             for listener in listeners:
                 listener.close()
             raise
     return find_store(endpoints, config, deadline, key)
+
+
+@functools.cache  # once is enough
+def _warn_of_open_port() -> None:
+    log.warning(
+        "rank 0 gives the job's key to anyone who reaches its port: on a network that others share, set HETCOLL_SECRET "
+        "or HETCOLL_SECRET_FILE for all ranks"
+    )
 
 
 def _bind_first_free(

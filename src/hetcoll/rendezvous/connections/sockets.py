@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import select
@@ -69,6 +70,11 @@ def settle(sock: socket.socket) -> None:
 
 def _control(sock: socket.socket) -> bytes:
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME)
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether only this host can reach it."""
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def is_itself(sock: socket.socket) -> bool:
