@@ -382,6 +382,10 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+_HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+"""Of ranks that leave nothing: real GPUs, whose drivers do. Who wants fakes says which of these to see."""
+
+
 def _main(
     pipe: Connection, rank: int, size: int, env: Mapping[str, str], path: str | None, output: str, tidy: bool
 ) -> None:
@@ -395,7 +399,7 @@ def _main(
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     _set_variable("PYTHONPATH", path)
-    os.environ.update({"HETCOLL_LINGER": "0", **env})
+    os.environ.update({"HETCOLL_LINGER": "0", **(_HIDDEN if tidy else {}), **env})
     fakes.load()
     if rank == 0:
         _answer(pipe, Outcome(0), hetcoll.get_unique_id)
