@@ -99,7 +99,7 @@ def parser(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             try:
                 return read(*args, **kwargs)
-            except (struct.error, ValueError, LookupError, TypeError, RecursionError) as error:
+            except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 raise CommunicationError(f"{what} came garbled: {error}") from error
 
         return checked

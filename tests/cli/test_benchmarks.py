@@ -15,6 +15,7 @@ import fakes
 import numpy as np
 import pytest
 from installed import import_torch
+from thorough import parametrize
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -205,7 +206,7 @@ def test_what_benchmarks_write_has_marks_in_the_documents() -> None:
             assert page.count(results.MARK.format(which=f"{name} begins: output", script=f"benchmarks/{script}")) == 1
 
 
-@pytest.mark.parametrize("words", [[], ["--gpus", "2", "--small"]])
+@parametrize("words", [[], ["--gpus", "2", "--small"]], first=1)
 def test_training_writes_no_table_of_what_is_not_on_gpus(words: list[str]) -> None:
     import_torch()
     command = [sys.executable, str(BENCHMARKS / "training.py"), "--write-docs", *words]
@@ -292,7 +293,7 @@ class Alone:
 
 
 @pytest.mark.parametrize("op", worker.OPS)
-@pytest.mark.parametrize("nbytes", [8, 4096, 1 << 20])
+@parametrize("nbytes", [8, 4096, 1 << 20], first=1)
 def test_the_worker_verifies_what_it_times(op: str, nbytes: int) -> None:
     row = worker.measure(Alone(), worker.Case(Alone(), op, nbytes, False), 2000.0)
     assert (row["op"], row["nbytes"], row["wrong"]) == (op, nbytes, 0)
@@ -407,7 +408,7 @@ def test_ranks_that_do_not_answer_are_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.fakes
-@pytest.mark.parametrize("library", ["hetcoll", "nccl", "copies"])
+@parametrize("library", ["hetcoll", "nccl", "copies"], first=1)
 def test_ranks_of_the_benchmark_on_gpus(library: str, tmp_path: Path) -> None:
     """What they measure is right, or at least there; times of fakes mean nothing."""
     env = fakes.environment("cuda", devices=2) | {"PYTHONPATH": os.pathsep.join(sys.path)}

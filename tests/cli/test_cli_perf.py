@@ -307,7 +307,7 @@ def all_cases(size: int, elements: int, root: int = 0) -> list[tuple[str, bool]]
     return [(op, place == "in") for op in cases.OPS for place in cases.places(op)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@parametrize("size", [1, 2, 3, 5], first=2)
 @pytest.mark.parametrize("elements", [1, 7, 1000, 70000])
 def test_right_collectives_verify(size: int, elements: int) -> None:
     root = size - 1
@@ -538,7 +538,7 @@ def command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@parametrize("transport", ["shm", "tcp"], first=1)
 def test_every_operation_is_right_between_two_ranks(transport: str, tmp_path: Any) -> None:
     json_file = tmp_path / "perf.json"
     words = ["perf", "all", "-n", "2", "-b", "64", "-e", "256K", "-f", "64", "--iters", "3", "--transport", transport]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import fakes
 import pytest
+from thorough import parametrize
 
 from hetcoll.cli import compare, plot
 from hetcoll.cli.on_device import check_devices, choose_device
@@ -80,7 +81,7 @@ def test_a_gpu_where_there_is_none_is_an_error_in_one_line() -> None:
 
 @pytest.mark.fakes
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("vendor", ["cuda", "hip"])
+@parametrize("vendor", ["cuda", "hip"], first=1)
 def test_two_gpus_and_a_cpu(vendor: str, cache: dict[str, str]) -> None:
     words = ["allreduce", "alltoall", "-n", "3", "-g", "2", "-b", "8", "-e", "4K", "-f", "512", "--iters", "3"]
     status, out, said = perf(*words, "--json", "-", **fakes.environment(vendor, devices=2, timeout=60), **cache)
@@ -95,7 +96,7 @@ def test_two_gpus_and_a_cpu(vendor: str, cache: dict[str, str]) -> None:
 
 @pytest.mark.fakes
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("vendor", ["cuda", "hip"])
+@parametrize("vendor", ["cuda", "hip"], first=1)
 def test_a_graph_is_captured_and_run(vendor: str, cache: dict[str, str]) -> None:
     own = fakes.environment(vendor, devices=2, timeout=60) | cache
     words = ["allreduce", "-g", "2", "-b", "4K", "-e", "4K", "--iters", "3"]

@@ -82,7 +82,7 @@ def test_slots_written_either_way(pool: Pool, stores: str) -> None:
 
 
 @pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("size", SIZES)
+@parametrize("size", SIZES, first=2)
 def test_unequal_parts(pool: Pool, size: int, link: str) -> None:
     """The v-collectives: parts of 0, all the parts on one rank, parts that differ; AVG and MAX as well."""
     rows = [[0] * size, [5] * size, [0, *[3] * (size - 1)], [*[0] * (size - 1), 1000], list(range(size))]
@@ -127,7 +127,7 @@ def collectives_names(label: str, size: int) -> list[str]:
 HOSTS = {"2+1": "aab", "2+2": "abab", "1+3": "abbb", "2+1+2": "aabcc"}
 
 
-@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+@parametrize("hosts", HOSTS.values(), ids=HOSTS, first=2)
 def test_shared_memory_and_tcp_in_one_communicator(pool: Pool, hosts: str) -> None:
     """Ranks that say that they are on different hosts are linked by TCP, the others by shared memory."""
     size = len(hosts)
@@ -158,7 +158,7 @@ def crowded(comm: Any) -> bool:
     return find(Collective.ALLREDUCE, "hierarchical").build(5, comm.rank, hosts=comm.topology.hosts).crowded
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@parametrize("size", [2, 3], first=1)
 def test_large_messages(pool: Pool, size: int) -> None:
     """Beyond the cache, where results are stored around it, and beyond the ring many times over."""
     count = (13 << 20) // 4

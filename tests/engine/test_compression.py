@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutants import edited, field_mutants, passes, structural_mutants
 from ranks import Ranks
+from thorough import parametrize
 
 import hetcoll
 from hetcoll import ArgumentError, CollectiveMismatchError, PeerLostError, _native
@@ -144,7 +145,7 @@ def test_plans_are_proved(kind: Collective, hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
-@pytest.mark.parametrize("hosts", SHAPES[:3], ids=str)
+@parametrize("hosts", SHAPES[:3], ids=str, first=1)
 def test_every_single_mistake_is_caught(kind: Collective, hosts: Hosts) -> None:
     plans = build(kind, hosts)
     for rank, plan in enumerate(plans):
@@ -251,7 +252,7 @@ def reduce_much(comm: hetcoll.Communicator, form: str, count: int) -> tuple[byte
     return x.tobytes(), float(np.abs(x - whole).max() / np.abs(whole).max()), comm.counters()
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@parametrize("form", FORMATS, first=1)
 def test_large_sums(launch: Launch, form: Format) -> None:
     count = 3_000_001
     size, _, env = LINKS["hosts"]
@@ -511,7 +512,7 @@ def disagree(comm: hetcoll.Communicator, forms: tuple[str, str, str], count: int
 
 
 @pytest.mark.parametrize("forms", [("int8", "fp8", "int8"), ("int8", "int8", "none"), ("none", "bf16", "bf16")])
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@parametrize("transport", ["auto", "tcp"], first=1)
 def test_ranks_that_disagree(launch: Launch, forms: tuple[str, str, str], transport: str) -> None:
     ranks = launch(3, HETCOLL_ISLANDS="0|1|2", HETCOLL_TRANSPORT=transport)
     texts = set()
@@ -540,7 +541,7 @@ def go_on(comm: hetcoll.Communicator) -> None:
         comm.allreduce(x, compress="int8")
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@parametrize("transport", ["auto", "tcp"], first=1)
 def test_a_rank_that_dies(launch: Launch, transport: str) -> None:
     ranks = launch(3, HETCOLL_ISLANDS="0|1|2", HETCOLL_TRANSPORT=transport)
     ranks.start(go_on)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import run_cases, truths, variant
 from ranks import Ranks
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.plan.algorithms import ALGORITHMS
@@ -69,7 +70,7 @@ def _forced(comm: hetcoll.Communicator, counts: tuple[int, ...]) -> None:
                 del vars(comm)["variants"]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@parametrize("size", [1, 2, 3, 4, 5], first=3)
 def test_every_algorithm(launch: Launch, size: int) -> None:
     launch(size).run(_forced, COUNTS if size < 3 else COUNTS[:3], timeout=100)
 
@@ -94,7 +95,7 @@ def _shrunk_alone(comm: hetcoll.Communicator, counts: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("how", [_split_alone, _shrunk_alone])
-@pytest.mark.parametrize("algorithm", ["allreduce:chained", "allreduce:staged", "hierarchical,allreduce:tree"])
+@parametrize("algorithm", ["allreduce:chained", "allreduce:staged", "hierarchical,allreduce:tree"], first=1)
 def test_one_rank_that_is_left(launch: Launch, algorithm: str, how: Callable[..., None]) -> None:
     launch(2, HETCOLL_ALGO=algorithm).run(how, COUNTS)
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from plan_executor import execute
 from random_plans import Scene, inputs, play, prove, scene, shape
 from ranks import Ranks
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.plan import simulator
@@ -46,7 +47,7 @@ def _scene(comm: hetcoll.Communicator, played: Scene, counts: tuple[int, ...], r
             np.testing.assert_array_equal(got, wanted, f"{count} elements, in place {inplace}")
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp"])
+@parametrize("way", ["shm", "tcp"], first=1)
 def test_random_plans(pool: Pool, way: str) -> None:
     """Deps are left out as far as the checker accepts it: so what it proves must be what the engine does."""
     env = {"HETCOLL_TRANSPORT": way, "HETCOLL_SHM_READ": "always"}

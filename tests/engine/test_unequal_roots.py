@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import Ranks
+from thorough import parametrize
 
 import hetcoll
 
@@ -39,7 +40,7 @@ def _roots(size: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize(("size", "warm"), [(2, False), (3, True), (4, False), (4, True)])
+@parametrize(("size", "warm"), [(2, False), (3, True), (4, False), (4, True)], first=1)
 def test_unequal_roots_are_found_by_the_next_barrier(launch: Launch, size: int, warm: bool, transport: str) -> None:
     """All at a time, each in a job of its own, since some wait until the ranks ask each other. The barrier has no
     message over a distance of 3, where those of the wrong calls among 4 ranks then lie."""

@@ -51,7 +51,7 @@ def test_every_code_of_narrow_types(operands: checks.Operands, dtype: DType) -> 
 
 
 @parametrize("size", [3, 2, 5], first=1)
-@pytest.mark.parametrize("dtype", list(DType), ids=pair_id)
+@parametrize("dtype", list(DType), ids=pair_id, first=6)
 def test_oneshot_all_reduces(machine: PlainMachine, dtype: DType, size: int) -> None:
     checks.check_oneshot(machine, dtype, size)
 

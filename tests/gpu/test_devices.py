@@ -24,7 +24,10 @@ OLDER_HIP = Path(sys.prefix) / "hip7"
 SOME = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT8_E4M3FN, DType.INT16, DType.COMPLEX128, DType.BOOL)
 
 
-@pytest.fixture(scope="module", params=["cuda", "hip", "hip7", "posing"])
+@pytest.fixture(
+    scope="module",
+    params=["cuda", "hip", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("hip7", "posing"))],
+)
 def on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """Calls ``f(vendor, ...)`` in a process that has two fake devices of the vendor; of CUDA, posing as HIP's."""
     kind, older = request.param.removesuffix("7"), request.param == "hip7"

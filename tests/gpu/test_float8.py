@@ -15,6 +15,7 @@ from gpu_kinds import Own, device_of, has_gpu, start
 from on_gpu import OnGpu
 from plain_kernels import PlainMachine
 from ranks import kept
+from thorough import parametrize
 
 import hetcoll
 from hetcoll import _native
@@ -259,8 +260,10 @@ def run_large(comm: hetcoll.Communicator, kinds: str) -> None:
 
 
 @pytest.mark.fakes
-@pytest.mark.parametrize(
-    ("gpus", "kinds"), [("na", "of"), ("an", "fo"), ("na", "fo"), ("nac", "off"), ("acn", "foo"), ("nnaac", "ooffo")]
+@parametrize(
+    ("gpus", "kinds"),
+    [("na", "of"), ("an", "fo"), ("na", "fo"), ("nac", "off"), ("acn", "foo"), ("nnaac", "ooffo")],
+    first=1,
 )
 def test_calls_with_both_kinds(mixed: Any, gpus: str, kinds: str) -> None:
     """The letter o passes OCP's, f the older one; a GPU's rank may pass either."""

@@ -67,7 +67,7 @@ def run_again(comm: hetcoll.Communicator, cases: list[Case]) -> list[int]:
         device.destroy_stream(stream)
 
 
-@pytest.mark.parametrize("islands", [None, "0,1|2"])
+@parametrize("islands", [None, "0,1|2"], first=1)
 def test_what_was_called_before_takes_the_fast_path(gpus: Any, islands: str | None) -> None:
     again = cases_of(3, (70_001,))
     cases = [case for case in again if not (case.collective == "alltoall" and case.inplace)]  # another program: long
@@ -300,7 +300,7 @@ def cross_over(comm: hetcoll.Communicator) -> None:
             assert (array.get() == values(peer, rank, k)).all(), (peer, k)
 
 
-@pytest.mark.parametrize("islands", [None, ""])
+@parametrize("islands", [None, ""], first=1)
 def test_messages_of_a_group_cross_over(gpus: Any, islands: str | None) -> None:
     gpus(3, islands).run(cross_over, timeout=120)
 
@@ -393,7 +393,7 @@ def capture(comm: hetcoll.Communicator) -> tuple[list[float], float]:
     return found, float(large.get()[-1])
 
 
-@pytest.mark.parametrize("islands", [None, ""])
+@parametrize("islands", [None, ""], first=1)
 def test_calls_in_a_graph(gpus: Any, islands: str | None) -> None:
     for found, large in gpus(2, islands).run(capture):
         assert found == [3.0, 6.0, 12.0, 24.0, 48.0]

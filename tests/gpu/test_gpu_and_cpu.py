@@ -53,7 +53,7 @@ def test_every_collective_between_hosts(mixed: Any) -> None:
     check(mixed("nacc", HETCOLL_HOST_ID=("a", "b", "a", "c")), list(cases_of(4, (5, 70_001))), run_on_own)
 
 
-@pytest.mark.parametrize("kinds", ["nc", "nac"])
+@parametrize("kinds", ["nc", "nac"], first=1)
 def test_every_type_with_every_reduction(mixed: Any, kinds: str) -> None:
     check(mixed(kinds), every_reduction(older_float8=kinds == "nc"), run_on_own)
 
@@ -249,7 +249,7 @@ def outcomes_of(kinds: str, function: Callable[..., None], *args: Any) -> list[O
         ranks.kill_all()
 
 
-@pytest.mark.parametrize("kinds", ["nc", "cac"])
+@parametrize("kinds", ["nc", "cac"], first=1)
 def test_calls_that_differ(kinds: str) -> None:
     for outcome in outcomes_of(kinds, reduce_until_told, (1009,) * (len(kinds) - 1) + (1010,)):
         assert isinstance(outcome.error, CollectiveMismatchError), outcome.trace
@@ -263,7 +263,7 @@ def send_differently(comm: hetcoll.Communicator) -> None:
     comm.barrier()
 
 
-@pytest.mark.parametrize("kinds", ["nc", "ca"])
+@parametrize("kinds", ["nc", "ca"], first=1)
 def test_messages_that_differ(kinds: str) -> None:
     for outcome in outcomes_of(kinds, send_differently):
         assert isinstance(outcome.error, CollectiveMismatchError), outcome.trace
@@ -271,7 +271,7 @@ def test_messages_that_differ(kinds: str) -> None:
         assert "rank 1 called recv(int16, count=10) from rank 0" in str(outcome.error)
 
 
-@pytest.mark.parametrize("killed", [0, 2])
+@parametrize("killed", [0, 2], first=1)
 def test_a_killed_rank_is_named(killed: int, tmp_path: Path) -> None:
     """A GPU's rank, and one without."""
     ranks = start("nac")
@@ -295,7 +295,7 @@ def reduce_unless(comm: hetcoll.Communicator, absent: int) -> None:
     comm.allreduce(own.array).wait(60)
 
 
-@pytest.mark.parametrize("absent", [0, 1])
+@parametrize("absent", [0, 1], first=1)
 def test_a_rank_that_does_not_come_is_named(absent: int) -> None:
     ranks = start("nc", HETCOLL_TIMEOUT="2")
     try:
@@ -322,7 +322,7 @@ def exchange_two_types(comm: hetcoll.Communicator) -> None:
         assert not got.get()[count:].any(), "memory behind the message was written"
 
 
-@pytest.mark.parametrize("kinds", ["na", "nc"])
+@parametrize("kinds", ["na", "nc"], first=1)
 def test_a_group_of_two_types(mixed: Any, kinds: str) -> None:
     mixed(kinds).run(exchange_two_types, timeout=60)
 

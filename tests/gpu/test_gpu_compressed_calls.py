@@ -40,7 +40,7 @@ def test_two_gpus_of_two_vendors(mixed: Any, dtype: DType, form: Format, kind: C
         assert [results for results, _ in said] == want, (count, op)
 
 
-@pytest.mark.parametrize("kind", COLLECTIVES)
+@parametrize("kind", COLLECTIVES, first=1)
 @pytest.mark.parametrize("form", [Format.BF16, Format.INT8])
 def test_islands_of_two(mixed: Any, form: Format, kind: Collective) -> None:
     """Inside, the vendors' libraries add up what is not compressed."""
@@ -57,9 +57,9 @@ def test_islands_of_two(mixed: Any, form: Format, kind: Collective) -> None:
     assert counters["residual_bytes"] > 0
 
 
-@pytest.mark.parametrize(("gpus", "islands"), [
+@parametrize(("gpus", "islands"), [
     ("naa", ((0,), (1,), (2,))), ("nnaa", ((0, 1), (2,), (3,))), ("nna", ((0, 1), (2,))),
-])  # fmt: skip
+], first=1)  # fmt: skip
 def test_reduce_scatters_of_other_islands(mixed: Any, gpus: str, islands: Hosts) -> None:
     """What several islands send, a share in pieces where its owner's island is a different size, averages."""
     ranks: Ranks = mixed(gpus, HETCOLL_ISLANDS=spell_islands(islands))
@@ -69,15 +69,15 @@ def test_reduce_scatters_of_other_islands(mixed: Any, gpus: str, islands: Hosts)
         assert [results for results, _ in said] == want, (count, op)
 
 
-@pytest.mark.parametrize(("gpus", "settings", "lossy"), [
+@parametrize(("gpus", "settings", "lossy"), [
     ("naa", {"HETCOLL_ISLANDS": "0|1|2"}, True),
     ("nnaa", {"HETCOLL_ISLANDS": "0,1|2|3"}, True),
     ("naaa", {"HETCOLL_ISLANDS": "0|1,2,3"}, True),
     # Islands of several hosts, whose members exchange with one of their own host or of another:
     ("nana", {"HETCOLL_HOST_ID": ("a", "a", "b", "c")}, True),
     ("nana", {"HETCOLL_HOST_ID": ("a", "a", "b", "b")}, False),
-])  # fmt: skip
-@pytest.mark.parametrize("kind", COLLECTIVES)
+], first=1)  # fmt: skip
+@parametrize("kind", COLLECTIVES, first=1)
 def test_other_islands(mixed: Any, gpus: str, settings: dict[str, Any], lossy: bool, kind: Collective) -> None:
     """Roundings take something where an edge is slow, and no more; all ranks hold the same bits of an all-reduce."""
     size, count = len(gpus), 70_008
@@ -117,12 +117,12 @@ def test_a_gpu_and_a_rank_without_one(
     assert all(0 < counters["compressed_after"] < counters["compressed_before"] for _, counters in said)
 
 
-@pytest.mark.parametrize(("kinds", "settings"), [
+@parametrize(("kinds", "settings"), [
     ("nac", {"HETCOLL_ISLANDS": "0|1|2"}),
     ("nnac", {"HETCOLL_HOST_ID": ("a", "a", "b", "b")}),  # slots inside the hosts, exact
     ("ccaa", {"HETCOLL_ISLANDS": "0,1|2,3"}),
-])  # fmt: skip
-@pytest.mark.parametrize("kind", COLLECTIVES)
+], first=1)  # fmt: skip
+@parametrize("kind", COLLECTIVES, first=1)
 def test_several_with_and_without_a_gpu(with_cpus: Any, kinds: str, settings: dict[str, Any], kind: Collective) -> None:
     size, count = len(kinds), 300_012
     said = with_cpus(kinds, **settings).run(summed, Calls(kind, count, DType.FLOAT32, "int8", 2, "sum", False))

@@ -14,6 +14,7 @@ import pytest
 from gpu_calls import device_of_rank
 from gpu_places import PLACES, STAND_INS, ranks_on
 from ranks import Ranks, close_all
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.errors import (
@@ -30,7 +31,7 @@ from hetcoll.gpu.watchdog import GpuWatch
 Launch = Callable[..., Ranks]
 APART, TOGETHER = "0|1|2", ""
 LARGE = 3_000_001  # elements: copies through slots
-WAYS = pytest.mark.parametrize(("islands", "count"), [(APART, 100), (APART, LARGE), (TOGETHER, LARGE)])
+WAYS = parametrize(("islands", "count"), [(APART, LARGE), (APART, 100), (TOGETHER, LARGE)], first=1)
 
 
 @pytest.fixture(params=PLACES)

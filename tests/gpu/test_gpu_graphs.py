@@ -169,7 +169,7 @@ def train(comm: hetcoll.Communicator) -> None:
         device.destroy_stream(each)
 
 
-@pytest.mark.parametrize("kinds", ["nn", "ana"])
+@parametrize("kinds", ["nn", "ana"], first=1)
 def test_graphs_by_turns_with_other_calls(gpus: Any, kinds: str) -> None:
     gpus(kinds, queues=2).run(train, timeout=200)
 
@@ -285,7 +285,7 @@ def capture_at_once(comm: hetcoll.Communicator) -> tuple[str, float]:
     return str(raised.value), float(array.get()[-1])
 
 
-@pytest.mark.parametrize("islands", ["0,1,2,3", "0,1,2|3"])
+@parametrize("islands", ["0,1,2,3", "0,1,2|3"], first=1)
 def test_libraries_are_not_set_up_during_a_capture(gpus: Any, islands: str) -> None:
     for said, value in gpus("nnnn", islands, 1).run(capture_at_once):
         assert said.endswith("wanted a call of this communicator before")
@@ -423,7 +423,7 @@ def close_before_the_graph(comm: hetcoll.Communicator, failed: bool) -> tuple[fl
     return took, said.getvalue()
 
 
-@pytest.mark.parametrize("failed", [False, True])
+@parametrize("failed", [False, True], first=1)
 def test_close_does_not_wait_for_graphs_for_ever(fresh: Any, failed: bool) -> None:
     ranks = fresh(HETCOLL_ISLANDS="0,1")
     took, said = ranks.run(close_before_the_graph, failed, timeout=60)[0]
@@ -480,7 +480,7 @@ def capture_something_else(comm: hetcoll.Communicator, eager: bool) -> str:
     return said
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@parametrize("eager", [False, True], first=1)
 def test_ranks_that_capture_different_calls(fresh: Any, eager: bool) -> None:
     for said in fresh(HETCOLL_TIMEOUT="20").run(capture_something_else, eager, timeout=60):
         assert said.startswith(CollectiveMismatchError.__name__), said

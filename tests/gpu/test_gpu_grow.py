@@ -10,6 +10,7 @@ import pytest
 from gpu_calls import device_of_rank
 from gpu_places import PLACES, ranks_on
 from ranks import Job
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.gpu.array import DeviceArray
@@ -62,7 +63,7 @@ def regain(job: Job, victim: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("kinds", "victim"), CASES.values(), ids=CASES)
+@parametrize(("kinds", "victim"), CASES.values(), ids=CASES, first=3)
 def test_a_rank_with_a_gpu_is_replaced(kinds: list[str | None], victim: int, place: str) -> None:
     ranks = ranks_on(place, kinds, {"HETCOLL_DEVICE": tuple(kind or "cpu" for kind in kinds)}, join=False)
     try:

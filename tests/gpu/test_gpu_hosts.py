@@ -156,7 +156,7 @@ def start(gpus: Any) -> Iterator[Any]:
         ranks.kill_all()
 
 
-@pytest.mark.parametrize("count", [1000, 4_000_000])
+@parametrize("count", [1000, 4_000_000], first=1)
 def test_a_killed_rank_is_named_at_once(start: Any, count: int, tmp_path: Path) -> None:
     ranks = start("aab")
     ranks.start(reduce_until_told, count, tmp_path)
@@ -219,7 +219,7 @@ def call_differently(comm: hetcoll.Communicator, how: str) -> None:
     comm.barrier()
 
 
-@pytest.mark.parametrize("how", ["op", "collective", "message", "late message"])
+@parametrize("how", ["op", "collective", "message", "late message"], first=2)
 def test_different_calls_are_found_on_the_first_frame(start: Any, how: str) -> None:
     ranks = start("ab")
     ranks.start(call_differently, how)

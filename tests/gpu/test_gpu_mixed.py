@@ -134,7 +134,7 @@ def test_errors_of_a_vendor_end_the_call_everywhere(failing: dict[str, str], nam
         assert named in str(outcome.error)
 
 
-@pytest.mark.parametrize("killed", [0, 3])
+@parametrize("killed", [0, 3], first=1)
 def test_a_killed_rank_is_named(killed: int, tmp_path: Path) -> None:
     ranks = start_gpus("nnaa")
     try:
@@ -232,7 +232,7 @@ def move_sealed(comm: hetcoll.Communicator) -> None:
         assert (mine.get() == size - 1).all()
 
 
-@pytest.mark.parametrize("hosts", ["aa", "ab"])
+@parametrize("hosts", ["aa", "ab"], first=1)
 def test_no_processor_touches_memory_of_a_gpu(mixed: Any, hosts: str) -> None:
     """Nothing is said to be loaded or stored by its address, so a BAR may be small."""
     mixed("na", HETCOLL_HOST_ID=tuple(hosts), large_bar=0).run(move_sealed, timeout=100)

@@ -72,8 +72,8 @@ def test_order_on_streams(posed: Posed) -> None:
     posed("np", jitter="3:200").run(overlap, timeout=200)
 
 
-@pytest.mark.parametrize("kinds", ["np", "nc"])
-@pytest.mark.parametrize("kind", COLLECTIVES)
+@parametrize("kinds", ["np", "nc"], first=1)
+@parametrize("kind", COLLECTIVES, first=1)
 @pytest.mark.parametrize(("dtype", "form"), KINDS)
 def test_compressed_calls(posed: Posed, kinds: str, dtype: DType, form: Format, kind: Collective) -> None:
     """With what the calls before lost, bit by bit."""

@@ -243,7 +243,7 @@ def outcomes_of(kinds: str, hows: tuple[str, ...], **settings: Any) -> list[Outc
 
 @pytest.mark.fakes
 @pytest.mark.parametrize("how", ["bytes", "signal"])
-@pytest.mark.parametrize("kinds", ["na", "nc", "cn"])
+@parametrize("kinds", ["na", "nc", "cn"], first=1)
 def test_the_way_that_was_asked_for_and_fails_is_an_error_on_all_ranks(kinds: str, how: str) -> None:
     for outcome in outcomes_of(kinds, ("nothing", how), HETCOLL_CROSS="mapped"):
         assert isinstance(outcome.error, InitError), outcome.trace
@@ -260,7 +260,7 @@ def break_everything(comm: hetcoll.Communicator) -> tuple[str, ...]:
 
 
 @pytest.mark.fakes
-@pytest.mark.parametrize("kinds", ["na", "nc", "ca"])
+@parametrize("kinds", ["na", "nc", "ca"], first=1)
 def test_two_ways_that_fail_are_an_error_on_all_ranks(kinds: str) -> None:
     ranks = start(kinds)
     try:
@@ -380,7 +380,7 @@ def reduce_between_hosts(comm: hetcoll.Communicator, broken: int, how: str) -> t
 
 @pytest.mark.fakes
 @pytest.mark.parametrize(("how", "why"), [("bytes", "came wrong"), ("signal", "nothing came from rank 2 in 5 s")])
-@pytest.mark.parametrize("kinds", ["nan", "ncn"])
+@parametrize("kinds", ["nan", "ncn"], first=1)
 def test_the_last_way_between_hosts_that_fails_is_an_error_on_all_ranks(kinds: str, how: str, why: str) -> None:
     ranks = start(kinds, HETCOLL_HOST_ID=("a", "a", "b"))
     try:
@@ -394,7 +394,7 @@ def test_the_last_way_between_hosts_that_fails_is_an_error_on_all_ranks(kinds: s
 
 
 @pytest.mark.fakes
-@pytest.mark.parametrize("kinds", ["nan", "ncn"])
+@parametrize("kinds", ["nan", "ncn"], first=1)
 def test_ways_between_hosts_that_work_are_used(kinds: str) -> None:
     with start(kinds, HETCOLL_HOST_ID=("a", "a", "b")) as ranks:
         found = ranks.run(reduce_between_hosts, -1, "", timeout=120)

@@ -100,7 +100,7 @@ def clang() -> str:
 
 
 @pytest.mark.timeout(6 * SECONDS)  # a minute of all processors, which others may want, too
-@pytest.mark.parametrize("arch", AMD)
+@parametrize("arch", AMD, first=1)
 def test_clang_compiles_kernels_for_amd(arch: str, tmp_path: Path) -> None:
     def compile_one(module: str) -> None:
         to = tmp_path / f"{module}.s"
@@ -139,6 +139,7 @@ print("compiled by", compiler.key)
 """
 
 
+@pytest.mark.thorough
 def test_hiprtc_compiles_kernels(tmp_path: Path) -> None:
     """The real hip-python calls the real hipRTC: Debian's, of ROCm 5.2, is old and small and needs no GPU."""
     pytest.importorskip("rocm.bindings.hiprtc", reason="hip-python is not installed")

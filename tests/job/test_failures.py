@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import Outcome, Ranks, elapsed, wait_until
+from thorough import parametrize
 from verdicts import check_lost
 
 import hetcoll
 from hetcoll import AbortedError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 
 Launch = Callable[..., Ranks]
-TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])
+TRANSPORTS = parametrize("transport", ["auto", "tcp"], first=1)
 FOUND_WITHIN = 8.0  # seconds; what needs two looks at the others takes about four
 
 
@@ -101,8 +102,10 @@ def check_mismatch(outcomes: list[Outcome]) -> None:
 COLLECTIVES_ONLY = [name for name in MISTAKES if not re.match("message|everybody|split", name)]
 
 
-@pytest.mark.parametrize(
-    ("size", "warm", "transport"), [(2, False, "auto"), (3, False, "tcp"), (3, True, "auto"), (2, True, "tcp")]
+@parametrize(
+    ("size", "warm", "transport"),
+    [(2, False, "auto"), (3, True, "auto"), (3, False, "tcp"), (2, True, "tcp")],
+    first=2,
 )
 def test_mismatch(launch: Launch, size: int, warm: bool, transport: str) -> None:
     """All mistakes at a time, each in a job of its own, since most of the time is spent waiting."""
@@ -191,8 +194,8 @@ def wait_in_a_call(comm: hetcoll.Communicator, rank: int, how: str) -> None:
 
 
 @pytest.mark.calm
-@TRANSPORTS
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@parametrize("victim", [1, 0], first=1)
 def test_a_killed_rank_is_named_at_once(launch: Launch, victim: int, transport: str) -> None:
     """Rank 0 hosts the store as well. Within 1 s where memory is shared, within 5 s over TCP."""
     hows = ("working", "working on long ones", "idle", *WAYS_TO_WAIT)
@@ -258,7 +261,7 @@ def check_timeout(outcomes: list[Outcome], silent: int, seconds: float, says: st
     assert re.search(r"\d+ of \d+ steps done|did not connect|no answer", text), text
 
 
-@pytest.mark.parametrize(("silent", "transport"), [(0, "auto"), (0, "tcp"), (2, "tcp")])
+@parametrize(("silent", "transport"), [(0, "auto"), (0, "tcp"), (2, "tcp")], first=1)
 def test_a_stopped_rank_is_named_when_the_time_is_over(launch: Launch, silent: int, transport: str) -> None:
     env = {"HETCOLL_TRANSPORT": transport, "HETCOLL_TIMEOUT": "1.5"}
     jobs = {how: launch(3, **env) for how in HOWS}

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from losing import found, lose, works
 from ranks import Job, Ranks, elapsed, wait_until
+from thorough import parametrize
 
 import hetcoll
 from hetcoll import communicator
@@ -27,7 +28,7 @@ from hetcoll.rendezvous.protocol.wire import Op
 from hetcoll.rendezvous.store import server as store
 
 Launch = Callable[..., Ranks]
-TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])
+TRANSPORTS = parametrize("transport", ["auto", "tcp"], first=1)
 
 
 # Ranks 0 to `first` - 1 begin the job; the others are processes that come later.
@@ -51,7 +52,7 @@ def lose_and_regain(job: Job, first: int, victim: int, newcomers: int) -> tuple[
 
 
 @TRANSPORTS
-@pytest.mark.parametrize("newcomers", [1, 2])
+@parametrize("newcomers", [1, 2], first=1)
 def test_a_rank_that_died_is_replaced(launch: Launch, newcomers: int, transport: str) -> None:
     ranks = launch(3 + newcomers, join=False, HETCOLL_TRANSPORT=transport)
     ranks.start(lose_and_regain, 3, 1, newcomers)
@@ -119,7 +120,7 @@ def one_dies_joining(job: Job, moment: str, taken: Path) -> tuple[int, int, floa
     return comm.rank, comm.size, took[0]
 
 
-@pytest.mark.parametrize("moment", ["at once", "introduce", "epoch"])
+@parametrize("moment", ["at once", "introduce", "epoch"], first=1)
 def test_a_newcomer_dies_while_it_joins(launch: Launch, moment: str, tmp_path: Path) -> None:
     ranks = launch(4, join=False)
     ranks.start(one_dies_joining, moment, tmp_path / "taken")

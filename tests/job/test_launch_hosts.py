@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from thorough import parametrize
 
 from hetcoll.errors import ArgumentError
 from hetcoll.tools.hosts import read_hostfile, read_hosts
@@ -93,7 +94,7 @@ def test_the_first_that_fails_ends_all_hosts(ssh: str) -> None:
     ]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+@parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], first=1)
 def test_no_rank_outlives_the_launcher(ssh: str, number: int, status: int) -> None:
     """Told to end or killed: the launchers on the hosts see the end of their stdin."""
     code = SHOW.format(["HETCOLL_RUN"]) + "; import time; time.sleep(100)"

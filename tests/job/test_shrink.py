@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from losing import found, lose, works
 from ranks import Ranks, elapsed, wait_until
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.links import wiring
 
 Launch = Callable[..., Ranks]
-TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])
+TRANSPORTS = parametrize("transport", ["auto", "tcp"], first=1)
 
 
 def survivors(ranks: Ranks, *victims: int) -> list[Any]:
@@ -102,7 +103,7 @@ def lose_two(comm: hetcoll.Communicator, first: int, second: int, moment: str) -
     return rest.rank, rest.size, took[0]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@parametrize("moment", MOMENTS, first=2)
 def test_another_one_dies_meanwhile(launch: Launch, moment: str) -> None:
     """Two hosts, so to speak; rank 2 hands out the memory of its own."""
     ranks = launch(5, HETCOLL_HOST_ID=("a", "a", "b", "b", "b"))

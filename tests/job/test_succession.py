@@ -16,6 +16,7 @@ import pytest
 from losing import found, lose, work, works
 from ports import free_port
 from ranks import Ranks, elapsed, wait_until
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.config.env import Config
@@ -26,7 +27,7 @@ from hetcoll.rendezvous.protocol.unique_id import UniqueId
 from hetcoll.rendezvous.store import server as store
 
 Launch = Callable[..., Ranks]
-TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])
+TRANSPORTS = parametrize("transport", ["auto", "tcp"], first=1)
 
 
 def lose_the_first(comm: hetcoll.Communicator, times: int) -> tuple[list[int], float]:

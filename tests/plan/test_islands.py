@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import field_mutants, passes, structural_mutants
 from plan_executor import execute
+from thorough import parametrize
 
 from hetcoll.plan.algorithms import Algorithm, Hosts
 from hetcoll.plan.algorithms.islands import ISLANDS
@@ -226,7 +227,7 @@ def test_bytes_inside_an_island_take_time() -> None:
 # ------------------------------------------------------------------------------------------------------- wrong plans
 
 
-@pytest.mark.parametrize("mutants", [structural_mutants, field_mutants])
+@parametrize("mutants", [structural_mutants, field_mutants], first=1)
 @pytest.mark.parametrize("a", ALL)
 def test_every_single_edit_is_caught(a: Algorithm, mutants: Callable[[Plan], Iterator[tuple[str, Plan]]]) -> None:
     seen, missed = 0, []

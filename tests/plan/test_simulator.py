@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import edited, field_mutants, passes, reordered, structural_mutants
+from thorough import parametrize
 
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Hosts, find, p2p
 from hetcoll.plan.ir import Buf, Op, Plan, Span, Step
@@ -130,7 +131,7 @@ def test_every_single_edit_is_caught(
     assert seen > 10
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2), (1, 1, 1)])
+@parametrize("shape", [(2, 1), (2, 2), (1, 1, 1)], first=1)
 @pytest.mark.parametrize("algorithm", TWO_LEVELS)
 def test_every_single_edit_of_two_levels_is_caught(algorithm: Algorithm, shape: tuple[int, ...]) -> None:
     n, scale = sum(shape), algorithm.collective in REDUCING

@@ -75,7 +75,7 @@ def exchange(comm: hetcoll.Communicator, rounds: int) -> None:
         assert all((x == sum(range(n)) + n * i).all() for x in sums)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@parametrize("transport", ["shm", "tcp"], first=1)
 def test_messages_and_calls_in_flight(launch: Pool, transport: str) -> None:
     ranks = launch(
         3, HETCOLL_TRANSPORT=transport, HETCOLL_DEBUG="info", HETCOLL_FAULT="delay=0.2,short=0.5,reorder=0.3"
@@ -96,7 +96,7 @@ def add_up(comm: hetcoll.Communicator, rounds: int) -> int:
 
 @pytest.mark.parametrize(("algo", "message"), [("ring", 1), ("ring", 3), ("ring", 6), ("oneshot", 2)])
 @pytest.mark.parametrize("kind", ["duplicate", "drop", "close"])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@parametrize("transport", ["shm", "tcp"], first=1)
 def test_what_no_transport_may_do_is_an_error_on_every_rank(
     launch: Pool, transport: str, kind: str, algo: str, message: int
 ) -> None:
@@ -121,7 +121,7 @@ def deliver(comm: hetcoll.Communicator, rounds: int) -> None:
 
 
 @pytest.mark.parametrize("fault", ["duplicate=2", "drop=2", "drop=6"])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@parametrize("transport", ["shm", "tcp"], first=1)
 def test_messages_lost_or_doubled(launch: Pool, transport: str, fault: str) -> None:
     ranks = launch(2, HETCOLL_TRANSPORT=transport, HETCOLL_FAULT=fault, HETCOLL_TIMEOUT="1")
     receiver = ranks.outcomes(deliver, 6)[1]
