@@ -1,0 +1,277 @@
+"""Any algorithm among hosts: inside each, messages bring its ranks together, and some of them run it among the hosts.
+
+There are two forms. Where the buffer is *split*, every rank of a host owns a part of it, adds up its mates' terms of
+that, and runs the algorithm on it with the owners of the other hosts (`atoms`): so all ranks work, and each byte enters
+and leaves a host once in each direction. The idea of aligned parts is that of hierarchical all-reduce (Jia et al.,
+"Highly scalable deep learning training system with mixed-precision", 2018), made independent of equal host sizes. Where
+a host is *led*, its first rank, or the root, does so for the whole buffer: fewer messages cross, and none is empty.
+
+What the algorithm reads or writes in one step is one message inside, in the order in which it first reads or last
+writes it. Mates run the same steps, so they agree on that order; and as the spans are the same, what arrives inside is
+sent on between hosts, and the other way round, at the pace of elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
+from itertools import groupby
+from math import lcm
+
+from ...errors import ArgumentError
+from ...types import WHOLE, Collective
+from ..ir import Buf, Plan, Span, Step
+from .atoms import Atom, Make, Shares, Steps, Whole, atoms_of
+from .base import Algorithm, Draft, inp, out, tmp
+
+
+@lru_cache(maxsize=256)
+def among_hosts(entry: Algorithm, *, led: bool) -> Algorithm:
+    """`entry` among the `hosts` of `Algorithm.build`, all of which it must support.
+
+    `build` raises ArgumentError where it does not.
+    """
+    return Algorithm(entry.name, entry.collective, partial(_draw, entry, led))
+
+
+def _draw(entry: Algorithm, led: bool, p: Draft) -> None:
+    if len(p.hosts) == 1:
+        entry.draw(p)
+        return
+    if not entry.supports(len(p.hosts)):
+        raise ArgumentError(f"{entry.collective.label} by {entry.name} does not support {len(p.hosts)} hosts")
+    home = next(i for i, host in enumerate(p.hosts) if p.root in host)
+    here = next(i for i, host in enumerate(p.hosts) if p.rank in host)
+    flat = entry.build(len(p.hosts), here, root=home, scale=p.average)
+    p.credits, p.redundant = flat.credits, flat.redundant
+    p.scratch_like, p.scratch_copies = flat.scratch_like, flat.scratch_copies
+    leaders = tuple(p.root if i == home else host[0] for i, host in enumerate(p.hosts))
+    common = 1 if led else lcm(*map(len, p.hosts))
+    everyone = (Atom(0, 1, leaders),) if led else atoms_of(p.hosts)
+    if p.collective in WHOLE:
+        _Buffers(p, flat, everyone, common).draw()
+    else:
+        (_Led if led else _Split)(p, flat, everyone, common).draw()
+
+
+class _Inside(Steps):
+    """Messages inside the host bring its atoms together, in the four lanes behind those of the flat plan."""
+
+    def __init__(self, p: Draft, flat: Plan, everyone: tuple[Atom, ...], common: int) -> None:
+        super().__init__(p, flat, everyone, common)
+        k, j = len(self.mates), self.mates.index(p.rank)
+        self.after = [self.mates[(j + d) % k] for d in range(1, k)]  # whom to send to
+        self.earlier = [self.mates[(j - d) % k] for d in range(1, k)]  # whose messages come in that order
+        self.of = {mate: [atom for atom in everyone if atom.owners[self.here] == mate] for mate in self.mates}
+        self.came: dict[int, list[int]] = {}  # by unit of SEND in the flat plan: what brings it together, by atom
+
+    def given(self, atom: Atom, span: Span) -> list[Span]:
+        """Those of this rank's own input that a span of SEND stands for."""
+        raise NotImplementedError
+
+    def name(self, span: Span) -> range:
+        """The units of SEND that a span of SEND or RECV is in place."""
+        return range(span.start, span.start + span.count)
+
+    def before(self, i: int, step: Step) -> Iterator[int]:
+        for span in (step.src, step.dst):
+            if self.came and span is not None and span.buf is not Buf.SCRATCH:
+                yield from {self.came[unit][i] for unit in self.name(span) if unit in self.came}
+
+    def read(self) -> list[Span]:
+        """The spans of SEND in the order in which the flat plan first touches them, each unit once."""
+        return _once(step.src for step in self.flat.steps if step.src is not None and step.src.buf is Buf.SEND)
+
+    def written(self, taken: Iterable[int] = ()) -> list[tuple[Span, int]]:
+        """The spans of RECV, and which step wrote each last, in that order; without units that are `taken`."""
+        seen, found = set(taken), list[tuple[Span, int]]()
+        for index, step in reversed([*enumerate(self.flat.steps)]):
+            if step.dst is not None and step.dst.buf is Buf.RECV:
+                found += [(span, index) for span in reversed(_fresh(step.dst, seen))]
+        return found[::-1]
+
+    def reduce(self) -> None:
+        """Each atom's owner adds up what its mates give."""
+        p, lane, spans = self.p, self.lane, self.read()
+        for span in spans:
+            for mate in self.after:
+                for term in (term for atom in self.of[mate] for term in self.given(atom, span)):
+                    p.send(lane, term, mate)
+        for span in spans:
+            total = [self.given(atom, span) for atom in self.atoms]
+            grown = [self.spans(atom, span) for atom in self.atoms]
+            for mate in self.earlier if self.atoms else ():
+                last = [
+                    [p.recv_reduce(lane + 1, dst, src, mate) for dst, src in zip(*row, strict=True)][-1]
+                    for row in zip(grown, total, strict=True)
+                ]
+                total = grown
+                self.came |= dict.fromkeys(self.name(span), last)
+
+    def spread(self, rows: Sequence[tuple[Span, list[list[int]] | None]], to: Collection[int]) -> None:
+        """Each atom's owner sends the mates in `to` the spans of these rows, which come after their steps."""
+        p, lane = self.p, self.lane + 2
+        for span, steps in rows:
+            for mate in (mate for mate in self.after if mate in to):
+                for i, atom in enumerate(self.atoms):
+                    for part, each in enumerate(self.spans(atom, span)):
+                        p.send(lane, each, mate, channel=1, after=[steps[i][part]] if steps else [])
+        for span, _ in rows if p.rank in to else ():
+            for mate in self.earlier:
+                for each in (each for atom in self.of[mate] for each in self.taken(atom, span)):
+                    p.recv(lane + 1, each, mate, channel=1)
+
+    def taken(self, atom: Atom, span: Span) -> list[Span]:
+        """Where another's atom belongs here."""
+        raise NotImplementedError
+
+
+def _fresh(span: Span, seen: set[int]) -> list[Span]:
+    """The runs of units in `span` that are not yet among the `seen`, to which they are added."""
+    units = [unit for unit in range(span.start, span.start + span.count) if unit not in seen]
+    seen.update(units)
+    runs = [[unit for _, unit in run] for _, run in groupby(enumerate(units), key=lambda pair: pair[1] - pair[0])]
+    return [Span(span.buf, run[0], len(run)) for run in runs]
+
+
+def _once(spans: Iterable[Span]) -> list[Span]:
+    seen = set[int]()
+    return [run for span in spans for run in _fresh(span, seen)]
+
+
+class _Buffers(_Inside, Whole):
+    """All-reduce, broadcast and reduce, in both forms."""
+
+    def given(self, atom: Atom, span: Span) -> list[Span]:
+        return [self.stretch(inp, atom, span)]
+
+    def taken(self, atom: Atom, span: Span) -> list[Span]:
+        return [self.stretch(out, atom, span)]
+
+    def draw(self) -> None:
+        p, several = self.p, len(self.mates) > 1
+        if p.collective is Collective.BROADCAST:
+            self._broadcast()
+            return
+        if several:
+            self.held = out
+        if several and p.collective is Collective.REDUCE and p.rank != p.root:
+            self.held = self.into = tmp
+            self.shift = 1
+            p.scratch_copies += 1
+        self.reduce()
+        self.run()
+        rows = [(span, self.done[index]) for span, index in self.written()]
+        self.spread(rows, self.mates if p.collective is Collective.ALLREDUCE else [p.root])
+
+    def _broadcast(self) -> None:
+        """The root scatters; owners of all hosts then send their mates what they have, but not the root."""
+        p, lane = self.p, self.lane
+        if p.root not in self.mates:
+            self.run()
+            self.spread([(span, self.done[index]) for span, index in self.written()], self.mates)
+            return
+        spans = self.read()
+        if p.rank != p.root:
+            self.held = out
+        for span in spans:
+            if p.rank == p.root:
+                for mate in self.after:
+                    for atom in self.of[mate]:
+                        p.send(lane, self.stretch(inp, atom, span), mate)
+            else:
+                last = [p.recv(lane + 1, self.stretch(out, atom, span), p.root) for atom in self.atoms]
+                self.came |= dict.fromkeys(self.name(span), last)
+        self.run()
+        rows = [(span, [[step] for step in self.came.get(span.start, [])] or None) for span in spans]
+        self.spread(rows, [mate for mate in self.mates if mate != p.root])
+
+
+class _Split(_Inside, Shares):
+    """All-gather and reduce-scatter, split."""
+
+    def given(self, atom: Atom, span: Span) -> list[Span]:
+        return [inp(*self.wide(atom, u, units)) for u, units in self.parts(span)[2]]
+
+    def taken(self, atom: Atom, span: Span) -> list[Span]:
+        return [out(*self.wide(atom, u, units)) for u, units in self.parts(span)[2]]
+
+    def name(self, span: Span) -> range:
+        start = span.start + (self.here * self.flat.pieces if span.buf is not self.larger else 0)
+        return range(start, start + span.count)
+
+    def draw(self) -> None:
+        p = self.p
+        if p.collective is Collective.REDUCE_SCATTER:
+            if self.scatters:
+                p.scratch_copies, p.scratch_like = p.scratch_copies + 1, Buf.SEND
+            self.reduce()
+            self.run()
+            return
+        for mate in self.after:
+            p.send(self.lane + 2, inp(0, self.pieces), mate, channel=1)
+        for mate in self.earlier:
+            p.recv(self.lane + 3, out(mate * self.pieces, self.pieces), mate, channel=1)
+        self.run()
+        own = range(self.here * self.flat.pieces, (self.here + 1) * self.flat.pieces)
+        self.spread([(span, self.done[index]) for span, index in self.written(own)], self.mates)
+
+
+class _Led(_Split):
+    """All-gather and reduce-scatter, led: a leader that has mates holds whole regions, in RECV or SCRATCH."""
+
+    def given(self, atom: Atom, span: Span) -> list[Span]:
+        return [run for u, units in self.parts(span)[2] for run in self.runs(inp, u, units)]
+
+    def taken(self, atom: Atom, span: Span) -> list[Span]:
+        return [run for u, units in self.parts(span)[2] for run in self.runs(out, u, units)]
+
+    def runs(self, make: Make, u: int, units: range) -> list[Span]:
+        """Units of each share in a region, in a buffer of all shares; as one where shares lie side by side."""
+        each, members = self.pieces, self.p.hosts[u]
+        if len(units) == each and members == tuple(range(members[0], members[0] + len(members))):
+            return [make(members[0] * each, len(members) * each)]
+        return [make(member * each + units.start, len(units)) for member in members]
+
+    def spans(self, atom: Atom, span: Span | None) -> list[Span]:
+        if span is None:
+            return []
+        copy, large, rows = self.parts(span)
+        alone, scratch = len(self.mates) == 1, span.buf is Buf.SCRATCH
+        if alone and not large:
+            return [Span(span.buf, copy * self.pieces + units.start, len(units)) for _, units in rows]
+        buf = span.buf if alone or scratch else Buf.RECV if self.larger is Buf.RECV else Buf.SCRATCH
+        shift = (copy + (scratch and self.scatters)) * self.p.size * self.pieces
+        found = [run for u, units in rows for run in self.runs(out, u, units)]
+        return [Span(buf, run.start + shift, run.count) for run in found]
+
+    def draw(self) -> None:
+        p, leader, lane = self.p, self.everyone[0].owners[self.here], self.lane
+        if len(self.mates) == 1:
+            self.run()
+            return
+        p.scratch_like = self.larger
+        own = Span(self.larger, self.here * self.flat.pieces, self.flat.pieces)
+        if p.collective is Collective.REDUCE_SCATTER:
+            p.scratch_copies += 1
+            self.reduce()
+            self.run()
+            if p.rank != leader:
+                p.recv(lane + 3, out(0, self.pieces), leader, channel=1)
+                return
+            final = [step for _, index in self.written() for steps in self.done[index] for step in steps]
+            p.copy(lane + 2, out(0, self.pieces), tmp(p.rank * self.pieces, self.pieces), after=final)
+            for mate in self.after:
+                p.send(lane + 2, tmp(mate * self.pieces, self.pieces), mate, channel=1)
+            return
+        if p.rank != leader:
+            p.send(lane, inp(0, self.pieces), leader)
+            self.spread([(own, None), *((span, None) for span, _ in self.written(self.name(own)))], self.mates)
+            return
+        last = p.copy(lane + 1, out(p.rank * self.pieces, self.pieces), inp(0, self.pieces))
+        for mate in self.earlier:
+            last = p.recv(lane + 1, out(mate * self.pieces, self.pieces), mate)
+        self.came = dict.fromkeys(self.name(own), [last])
+        self.run(skip=last)
+        rows = [(span, self.done[index]) for span, index in self.written(self.name(own))]
+        self.spread([(own, [[last] * len(self.mates)]), *rows], self.mates)
