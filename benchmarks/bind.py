@@ -4,8 +4,8 @@
     python benchmarks/bind.py --op allgather --ranks 64 1024 --stretches 64
 
 Of each plan: the time to draw it and to encode it (Python), the bytes that it is encoded in, its steps, and the time to
-decode and bind it (C++). Each is the best of a few turns. `hierarchical` has hosts of 8 ranks. An algorithm that cuts
-a buffer into stretches has as many as `--stretches` says; `-` stands for what is refused, and the last column says why.
+decode and bind it (C++). Each is the best of a few turns. With `--hosts` ranks are on hosts of 8, among
+which algorithms run. An algorithm that cuts a buffer into stretches has as many as `--stretches` says; `-` stands for what is refused, and the last column says why.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import TypeVar
 
 from hetcoll import _native
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Hosts
+from hetcoll.plan.algorithms.atoms import AMONG
+from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.types import Collective, DType
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -36,11 +38,12 @@ def best(make: Callable[[], T], turns: int) -> tuple[T, float]:
             return made, 1e3 * min(times)
 
 
-def row(entry: Algorithm, size: int, stretches: int, turns: int) -> str:
+def row(entry: Algorithm, size: int, stretches: int, turns: int, among: bool) -> str:
     """A row of the table: the plan of the rank in the middle."""
     name, rank = entry.name, size // 2
     hosts: Hosts | None = None
-    if entry.name == "hierarchical":
+    if among and entry.stretches is None and entry.collective in AMONG:
+        entry = among_hosts(entry, led=False)
         hosts = tuple(tuple(range(first, first + HOST)) for first in range(0, size, HOST))
     cut = stretches if entry.stretches is not None else 1
     if cut > 1:
@@ -63,6 +66,7 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS, help="how many (default: 8 to 1024)")
     parser.add_argument("--stretches", nargs="+", type=int, default=(1, 64), help="of those cut so (default: 1 64)")
+    parser.add_argument("--hosts", action="store_true", help="ranks are on hosts of 8")
     parser.add_argument("--turns", type=int, default=3, help="how often each is done (default: 3)")
     args = parser.parse_args()
     print("| algorithm | ranks | steps | bytes | draw ms | encode ms | bind ms | refused |")
@@ -72,7 +76,7 @@ def main() -> None:
             continue
         for stretches in args.stretches if entry.stretches is not None else (1,):
             for size in args.ranks:
-                print(row(entry, size, stretches, args.turns), flush=True)
+                print(row(entry, size, stretches, args.turns, args.hosts), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python benchmarks/hosts.py                                     # 4 and 8 hosts at 1 and 10 Gbit/s, all-reduce
     python benchmarks/hosts.py --hosts 4 --rates 1gbit --ops allreduce allgather --algos "" ring tree
     python benchmarks/hosts.py --each 2                            # two ranks a host: shared memory inside
+    python benchmarks/hosts.py --rates 1gbit+1gbit 1gbit+250mbit   # two cards a host; one of two is slow
 
 Every library runs the same worker (worker.py), a launch each in turn; every result is verified. Of its launches the
 best counts, and of a launch the slowest rank. `bound` is the least that the links allow: for large messages the bytes
@@ -36,7 +37,7 @@ from shaped import FRAMES, bits, shaped  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 LARGE = 1 << 20  # bytes from which on the rate of the links bounds a call
-OPS = ("allreduce", "allgather", "reduce_scatter", "broadcast")
+OPS = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce")
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,15 @@ class Library:
     words: tuple[str, ...] = ()
 
 
-def libraries(algos: Sequence[str]) -> list[Library]:
-    ours = [Library(f"hetcoll {algo}".strip(), "hetcoll", "", {"HETCOLL_ALGO": algo} if algo else {}) for algo in algos]
-    tcp = ("--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self", "--mca", "btl_tcp_if_include", "eth0")
+def libraries(algos: Sequence[str], cards: int) -> list[Library]:
+    """Where hosts have two cards, those libraries use both that can."""
+    stripes = {"HETCOLL_SOCKET_STRIPES": str(cards)}
+    ours = [
+        Library(f"hetcoll {algo}".strip(), "hetcoll", "", stripes | ({"HETCOLL_ALGO": algo} if algo else {}))
+        for algo in algos
+    ]
+    names = ",".join(f"eth{card}" for card in range(cards))
+    tcp = ("--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self", "--mca", "btl_tcp_if_include", names)
     return [
         *ours,
         Library("Gloo", "gloo", "gloo", {"GLOO_SOCKET_IFNAME": "eth0"}),
@@ -129,7 +136,7 @@ def bound(op: str, nbytes: int, hosts: int, rate: float, half_way: float) -> flo
     """Microseconds: see this file's docstring."""
     if nbytes < LARGE:
         return math.ceil(math.log2(hosts)) * half_way
-    passes = {"allreduce": 2 * (hosts - 1) / hosts, "broadcast": 1.0}.get(op, (hosts - 1) / hosts)
+    passes = {"allreduce": 2 * (hosts - 1) / hosts, "broadcast": 1.0, "reduce": 1.0}.get(op, (hosts - 1) / hosts)
     return 1e6 * passes * nbytes / (rate * FRAMES)
 
 
@@ -137,7 +144,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8], help="numbers of namespaces (default 4 8)")
     parser.add_argument("--each", type=int, default=1, help="ranks of a host (default 1)")
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"], help="of each link, in tc's words")
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"], help="of each link, in tc's words; A+B: of two")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=["allreduce"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16 << 20], metavar="BYTES")
     parser.add_argument("--algos", nargs="+", default=["", "ring", "tree"], help="of HETCOLL_ALGO; empty: the choice")
@@ -149,7 +156,8 @@ def main(words: Sequence[str] | None = None) -> int:
     wrong = 0
     for n in args.hosts:
         for rate in args.rates:
-            with shaped(n, rate, burst="256kb") as net:
+            first, _, second = rate.partition("+")
+            with shaped(n, first, burst="256kb", second=second) as net:
                 half = half_way(net, args)
                 print(f"{n} hosts of {args.each}, {rate}: a message of 8 B takes {half:.1f} us one way", flush=True)
                 wrong += compare(net, n, rate, half, args)
@@ -166,7 +174,7 @@ def compare(net: netns.Network, hosts: int, rate: str, half: float, args: Any) -
     """Print a row for each library, operation and size; how many elements were wrong."""
     best: dict[tuple[str, str, int], float] = {}
     wrong, failed = 0, dict[str, str]()
-    everyone = [lib for lib in libraries(args.algos) if lib.worker == "hetcoll" or lib.name in args.peers]
+    everyone = [lib for lib in libraries(args.algos, rate.count("+") + 1) if lib.worker == "hetcoll" or lib.name in args.peers]
     for _ in range(args.rounds):
         for lib in everyone:
             try:
@@ -178,7 +186,7 @@ def compare(net: netns.Network, hosts: int, rate: str, half: float, args: Any) -
                 last = str(getattr(error, "stderr", "") or error).strip().splitlines()[-1:]
                 failed[lib.name] = last[0][:200] if last else type(error).__name__
     for (name, op, nbytes), us in sorted(best.items(), key=lambda item: (item[0][1:], item[1])):
-        least = bound(op, nbytes, hosts, bits(rate), half)
+        least = bound(op, nbytes, hosts, sum(map(bits, rate.split("+"))), half)
         part = f"{us / least:6.2f} times" if nbytes < LARGE else f"{least / us:6.2f} of it"
         print(f"  {op:<15}{nbytes:>10}  {name:<20}{us:>12.1f} us  bound {least:>10.1f}  {part}", flush=True)
     for name, why in failed.items():

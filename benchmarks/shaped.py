@@ -11,12 +11,16 @@ FRAMES = 1448 / 1514  # of what tc counts, so much is data: a segment of TCP in 
 
 
 @contextmanager
-def shaped(hosts: int, rate: str, burst: str) -> Iterator[netns.Network]:
-    """So many namespaces; of their two networks the first, at `rate` in tc's words beyond a burst."""
+def shaped(hosts: int, rate: str, burst: str, second: str = "") -> Iterator[netns.Network]:
+    """So many namespaces; of their two networks the first, at `rate` in tc's words beyond a burst, and the other one at
+    `second`, where that says one."""
     with netns.network(hosts, rate) as net:
         for host in range(hosts):
-            net.cut(host, 1)
             net.set_rate(host, 0, rate, burst=burst)
+            if second:
+                net.set_rate(host, 1, second, burst=burst)
+            else:
+                net.cut(host, 1)
         yield net
 
 

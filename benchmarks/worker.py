@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-OPS = ("allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall", "sendrecv")
+OPS = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "alltoall", "sendrecv")
+IN_PLACE = ("allreduce", "reduce")  # Gloo's
 PERIOD = 65521  # prime: a chunk in the wrong place does not look right
 SAMPLE_US = 100.0  # calls are timed in batches that take about this long, of at most 100
 MOST_SAMPLES, FEWEST_SAMPLES = 400, 5
@@ -62,6 +63,8 @@ class Hetcoll:
             return partial(comm.sendrecv, send, (self.rank + 1) % self.size, recv, (self.rank - 1) % self.size)
         if op == "broadcast":
             return partial(comm.broadcast, recv)
+        if op == "reduce":
+            return partial(comm.reduce, send, recv if self.rank == 0 else None)
         return partial(getattr(comm, op), send, recv)
 
     def close(self) -> None:
@@ -95,6 +98,8 @@ class Mpi:
                 return partial(comm.Reduce_scatter_block, (send, recv.size, kind), into, self.mpi.SUM)
             case "broadcast":
                 return partial(comm.Bcast, into)
+            case "reduce":
+                return partial(comm.Reduce, out if self.rank == 0 else (send, send.size, kind), into, self.mpi.SUM, 0)
             case "alltoall":
                 block = send.size // self.size
                 return partial(comm.Alltoall, (send, block, kind), (recv, block, kind))
@@ -106,7 +111,7 @@ class Mpi:
 
 
 class Gloo:
-    """PyTorch's Gloo. It has no out-of-place all-reduce: that one is in place."""
+    """PyTorch's Gloo. It has no out-of-place all-reduce or reduce: these are in place."""
 
     def __init__(self) -> None:
         import torch
@@ -131,6 +136,8 @@ class Gloo:
                 return partial(dist.reduce_scatter_single, into, out)
             case "broadcast":
                 return partial(dist.broadcast, into, 0)
+            case "reduce":
+                return partial(dist.reduce, into, 0)
             case "alltoall":
                 return partial(dist.all_to_all_single, into, out)
         return partial(self._exchange, out, into, (self.rank + 1) % self.size, (self.rank - 1) % self.size)
@@ -204,7 +211,9 @@ class Case:
     def wrong(self, seed: int) -> int:
         """How many elements of the output differ from what they must be; sums of small integers are exact."""
         op, part, count = self.op, self.part, self.recv.size
-        if op in ("allreduce", "reduce_scatter"):
+        if op == "reduce" and self.rank != 0:
+            return 0
+        if op in ("allreduce", "reduce_scatter", "reduce"):
             start = self.rank * part if op == "reduce_scatter" else 0
             want = sum(self.stream(rank, seed, start, count) for rank in range(self.size))
         elif op in ("allgather", "alltoall"):
@@ -285,7 +294,7 @@ def main() -> None:
     rows = []
     for op in args.ops:
         for nbytes in args.sizes:
-            inplace = op == "allreduce" and (args.inplace or args.library == "gloo")
+            inplace = (op == "allreduce" and args.inplace) or (op in IN_PLACE and args.library == "gloo")
             case = Case(library, op, nbytes, inplace, args.pages)
             rows.append(measure(library, case, args.budget_ms * 1e3, args.written))
     document = {"version": library.version, "rank": library.rank, "size": library.size, "rows": rows}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import find
+from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.plan.ir import Buf, Op, Plan, Span
 from hetcoll.plan.simulator import RECEIVES, check
 from hetcoll.plan.simulator.network import network
@@ -45,8 +46,10 @@ def schedule(collective: str, algorithm: str, ranks: str) -> Schedule:
     counts = [int(word) for word in ranks.split("+")]
     size, ends = sum(counts), [sum(counts[: i + 1]) for i in range(len(counts))]
     hosts = tuple(tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True))
-    build = find(Collective[collective.upper()], algorithm).build
-    plans = [build(size, rank, hosts=hosts if len(hosts) > 1 else None) for rank in range(size)]
+    entry = find(Collective[collective.upper()], algorithm)
+    if len(hosts) > 1:
+        entry = among_hosts(entry, led=False)
+    plans = [entry.build(size, rank, hosts=hosts) for rank in range(size)]
     check(plans)
     nodes = network(plans, plans[0].apart)
     slots = 0 if plans[0].apart else max(plan.credits for plan in plans)

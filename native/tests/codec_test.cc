@@ -8,7 +8,7 @@ namespace {
 constexpr Format kFormatList[] = {Format::kBf16, Format::kFp8, Format::kInt8};
 constexpr DType kTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBfloat16};
 
-// algorithms/hierarchical.py with a rank a host: what leaves a rank is rounded first.
+// algorithms/direct.py with a rank a host: what leaves a rank is rounded first.
 Encoded Compressed(int n, int r) {
   Draft p(n, r, static_cast<std::uint32_t>(n), static_cast<std::uint32_t>(n));
   p.Compress();

@@ -137,7 +137,7 @@ def test_a_schedule_shows_all_messages_and_ends_with_the_result(
 
 
 def test_the_documents_draw_a_ring_a_tree_and_two_levels() -> None:
-    assert {"ring", "tree", "hierarchical"} <= {algorithm for _, algorithm, _ in MARKS}
+    assert {("ring", "4"), ("tree", "4"), ("direct", "2+2")} <= {(algorithm, ranks) for _, algorithm, ranks in MARKS}
 
 
 def test_drawing_imports_no_mkdocs() -> None:

@@ -17,6 +17,7 @@ from thorough import parametrize
 
 from hetcoll.plan import ir
 from hetcoll.plan.algorithms import ALGORITHMS, find
+from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.types import REDUCING, ROOTED, Collective, DType, ReduceOp, supports
 
 Pool = Callable[..., Ranks]
@@ -143,7 +144,7 @@ def transports(comm: Any) -> tuple[str, ...]:
 
 def test_plans_of_more_units_than_the_engine_numbers(pool: Pool) -> None:
     """They are encoded by the points at which spans begin and end, and bound to offsets. Here 8 units are many."""
-    ranks = pool(5, HETCOLL_HOST_ID=tuple("vvwww"), HETCOLL_ALGO="hierarchical")
+    ranks = pool(5, HETCOLL_HOST_ID=tuple("vvwww"), HETCOLL_ALGO="direct")
     ranks.run(number_at_most, 8)
     cases = list(cases_of(Collective.ALLREDUCE, 5, [0, 1, 4, 7, 31, 5003]))
     check(ranks, cases, {})
@@ -155,7 +156,7 @@ def number_at_most(comm: Any, units: int) -> None:
 
 
 def crowded(comm: Any) -> bool:
-    return find(Collective.ALLREDUCE, "hierarchical").build(5, comm.rank, hosts=comm.topology.hosts).crowded
+    return among_hosts(find(Collective.ALLREDUCE, "direct"), led=False).build(5, comm.rank, hosts=comm.topology.hosts).crowded
 
 
 @parametrize("size", [2, 3], first=1)

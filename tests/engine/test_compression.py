@@ -21,6 +21,7 @@ import hetcoll
 from hetcoll import ArgumentError, CollectiveMismatchError, PeerLostError, _native
 from hetcoll.config.env import read_config
 from hetcoll.plan.algorithms import ALGORITHMS, Hosts, find
+from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.plan.ir import Op, Plan
 from hetcoll.plan.simulator import PlanError, check
 from hetcoll.runtime.compression import LEAST_BYTES
@@ -128,7 +129,7 @@ COLLECTIVES = (Collective.ALLREDUCE, Collective.REDUCE_SCATTER)
 
 def build(kind: Collective, hosts: Hosts, *, scale: bool = False) -> list[Plan]:
     n = sum(map(len, hosts))
-    algorithm = find(kind, "hierarchical")
+    algorithm = among_hosts(find(kind, "direct"), led=False)
     return [algorithm.build(n, r, scale=scale, hosts=hosts, compress=True) for r in range(n)]
 
 
@@ -479,7 +480,7 @@ def choose_another(comm: hetcoll.Communicator) -> str:
 
 def test_another_algorithm_was_asked_for(pool: Pool) -> None:
     said = pool(2, HETCOLL_ISLANDS="0|1", HETCOLL_ALGO="ring").run(choose_another)
-    assert set(said) == {"compress: allreduce is compressed by hierarchical, but HETCOLL_ALGO asks for ring"}
+    assert set(said) == {"compress: allreduce is compressed by direct, but HETCOLL_ALGO asks for ring"}
 
 
 def test_the_environment() -> None:

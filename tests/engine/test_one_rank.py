@@ -95,7 +95,7 @@ def _shrunk_alone(comm: hetcoll.Communicator, counts: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("how", [_split_alone, _shrunk_alone])
-@parametrize("algorithm", ["allreduce:chained", "allreduce:staged", "hierarchical,allreduce:tree"], first=1)
+@parametrize("algorithm", ["allreduce:chained", "allreduce:staged", "direct,allreduce:tree"], first=1)
 def test_one_rank_that_is_left(launch: Launch, algorithm: str, how: Callable[..., None]) -> None:
     launch(2, HETCOLL_ALGO=algorithm).run(how, COUNTS)
 

@@ -245,23 +245,6 @@ def _depth(families: Sequence[tree.Family], rank: int) -> int:
     return depth
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 2), (8, 3), (1, 7), (2, 2, 1), (3, 5, 2, 1)])
-def test_hierarchical_crosses_hosts_once_each_way(shape: tuple[int, ...]) -> None:
-    """2(m-1)/m of the buffer leaves each of m hosts and no less can; in four hops, in parts of one span each."""
-    n, m = sum(shape), len(shape)
-    host = [i for i, k in enumerate(shape) for _ in range(k)]
-    hosts = tuple(tuple(r for r in range(n) if host[r] == i) for i in range(m))
-    plans = [find(Collective.ALLREDUCE, "hierarchical").build(n, r, hosts=hosts) for r in range(n)]
-    assert check(plans).hops == 4
-    leaving = [0] * m
-    for plan in plans:
-        leaving[host[plan.rank]] += sum(
-            s.src.count for s in plan.steps if s.op is Op.SEND and s.src and host[s.peer] != host[plan.rank]
-        )
-        assert all(follows(plan, plan.steps[d], s) for s in plan.steps for d in s.deps)
-    assert leaving == [2 * (m - 1) * plans[0].recv_units // m] * m
-
-
 @pytest.mark.parametrize("n", SIZES)
 def test_trees_load_nobody_more_than_the_buffer(n: int) -> None:
     for root in (0, n - 1):

@@ -14,13 +14,14 @@ from plan_executor import execute
 from hetcoll import _native
 from hetcoll.plan import ir
 from hetcoll.plan.algorithms import Algorithm, Hosts, find
+from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import HEADER, SPAN, STEP, Buf, Plan, Span, offsets
 from hetcoll.plan.pipeline import parts, pipelined, ramp, share_units
 from hetcoll.plan.simulator import PlanError, check
 from hetcoll.types import REDUCING, ROOTED, Collective, DType
 
-HIERARCHICAL = find(Collective.ALLREDUCE, "hierarchical")
+DIRECT = among_hosts(find(Collective.ALLREDUCE, "direct"), led=False)
 GRAIN = 64  # elements
 SLOT, SMALLEST = 1 << 20, 1 << 18  # elements, too
 
@@ -55,17 +56,17 @@ def test_the_engine_takes_plans_of_hosts_of_any_sizes(sizes: tuple[int, ...]) ->
     """40 ranks on hosts of 7, 9, 11 and 13: 36,036 units, of which each rank names far fewer."""
     hosts, n = side_by_side(*sizes), sum(sizes)
     for rank in (0, n // 2, n - 1):
-        plan = HIERARCHICAL.build(n, rank, hosts=hosts)
+        plan = DIRECT.build(n, rank, hosts=hosts)
         steps, _ = _native.bind_plan(plan.encode(), n, DType.FLOAT32, 1 << 18, 1 << 18)
         assert steps == len(plan.steps)
-    check(build(HIERARCHICAL, side_by_side(2, 3, 5, 7)), inplace=True)
+    check(build(DIRECT, side_by_side(2, 3, 5, 7)), inplace=True)
 
 
 def test_units_without_number_are_encoded_by_their_points() -> None:
     """Hosts of 1 to 23 ranks: more units than 32 bits count, and more than the engine numbers."""
     hosts = side_by_side(*range(1, 24))
     n = sum(map(len, hosts))
-    plan = HIERARCHICAL.build(n, n - 1, hosts=hosts)
+    plan = DIRECT.build(n, n - 1, hosts=hosts)
     assert plan.crowded
     assert plan.send_units > 1 << 32
     send, recv = plan.points()
@@ -195,7 +196,7 @@ def test_a_span_that_its_receiver_cuts_otherwise_is_refused() -> None:
 
 
 def test_crowded_depends_on_what_the_engine_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = HIERARCHICAL.build(5, 0, hosts=side_by_side(2, 3))
+    plan = DIRECT.build(5, 0, hosts=side_by_side(2, 3))
     assert not plan.crowded
     monkeypatch.setattr(ir, "MOST_UNITS", 11)
     assert plan.crowded

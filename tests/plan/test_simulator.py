@@ -21,9 +21,6 @@ from hetcoll.types import REDUCING, ROOTED, Collective
 SHIPPED = [pytest.param(a, id=f"{k.label}-{a.name}") for k, table in ALGORITHMS.items() for a in table.values()]
 
 
-TWO_LEVELS = [pytest.param(a, id=k.label) for k, table in ALGORITHMS.items() for a in table.values() if a.levels]
-
-
 def build(
     algorithm: Algorithm, n: int, *, root: int = 0, scale: bool = False, hosts: Hosts | None = None
 ) -> list[Plan]:
@@ -55,19 +52,6 @@ def test_every_shipped_plan_is_proved(algorithm: Algorithm) -> None:
         for plans, scale in variants(algorithm, n):
             for inplace in (False, True):
                 check(plans, inplace=inplace, scale=scale)
-
-
-SHAPES = [(1, 1), (2, 2), (4, 2), (8, 3), (1, 7), (2, 2, 1), (3, 5, 2, 1), (1, 1, 1, 1), (4, 4, 4, 4)]
-
-
-@pytest.mark.parametrize("algorithm", TWO_LEVELS)
-def test_two_levels_are_proved_for_hosts_of_any_sizes(algorithm: Algorithm) -> None:
-    shapes = [side_by_side(*shape) for shape in SHAPES] + [((0, 2, 4), (1, 3)), ((3, 1), (0,), (2, 4, 5))]
-    for hosts in shapes:
-        n = sum(map(len, hosts))
-        for scale in (False, True) if algorithm.collective in REDUCING else (False,):
-            for inplace in (False, True):
-                check(build(algorithm, n, scale=scale, hosts=hosts), credits=0, inplace=inplace, scale=scale)
 
 
 @pytest.mark.parametrize("algorithm", SHIPPED)
@@ -129,21 +113,6 @@ def test_every_single_edit_is_caught(
                         missed.append(f"{n} ranks, rank {rank}: {what}")
     assert not missed
     assert seen > 10
-
-
-@parametrize("shape", [(2, 1), (2, 2), (1, 1, 1)], first=1)
-@pytest.mark.parametrize("algorithm", TWO_LEVELS)
-def test_every_single_edit_of_two_levels_is_caught(algorithm: Algorithm, shape: tuple[int, ...]) -> None:
-    n, scale = sum(shape), algorithm.collective in REDUCING
-    plans = build(algorithm, n, scale=scale, hosts=side_by_side(*shape))
-    missed = [
-        f"rank {rank}: {what}"
-        for rank, plan in enumerate(plans)
-        for mutants in (structural_mutants, field_mutants)
-        for what, mutant in mutants(plan)
-        if passes([*plans[:rank], mutant, *plans[rank + 1 :]], scale)
-    ]
-    assert not missed
 
 
 def test_every_single_edit_of_a_group_is_caught() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from .. import ArgumentError
 from ..plan.algorithms import find
 from ..plan.cluster import Cluster, read
-from ..plan.forecast import Forecast, candidates, events, forecast
+from ..plan.forecast import Forecast, candidates, events, forecasts
 from ..plan.simulator.graph import Outcome
 from ..types import Collective
 
@@ -21,10 +21,11 @@ _HALF = 0.5
 
 
 class Row(NamedTuple):
-    """What the algorithms take at one size."""
+    """What the algorithms take at one size, and in which of their forms."""
 
     nbytes: int
     outcomes: dict[str, Outcome]
+    forecasts: dict[str, Forecast]
 
     @property
     def best(self) -> str:
@@ -34,12 +35,17 @@ class Row(NamedTuple):
     def seconds(self) -> float:
         return self.outcomes[self.best].seconds
 
+    @property
+    def found(self) -> tuple[Forecast, Outcome]:
+        """Of the best one."""
+        return self.forecasts[self.best], self.outcomes[self.best]
+
 
 class Table(NamedTuple):
     """All sizes in one cluster."""
 
     cluster: Cluster
-    forecasts: dict[str, Forecast]
+    forecasts: dict[str, list[Forecast]]
     rows: list[Row]
 
 
@@ -116,9 +122,16 @@ def _table(cluster: Cluster, collective: Collective, sizes: list[int], args: arg
     for name in names:
         if name != "islands":
             find(collective, name)
-    forecasts = {name: forecast(cluster, collective, name, args.root) for name in names}
-    rows = [Row(n, {name: found.tasks.run(n) for name, found in forecasts.items()}) for n in sizes]
-    return Table(cluster, forecasts, rows)
+    found = {name: forecasts(cluster, collective, name, args.root) for name in names}
+    return Table(cluster, found, [_row(n, found) for n in sizes])
+
+
+def _row(nbytes: int, found: dict[str, list[Forecast]]) -> Row:
+    best = {
+        name: min(((form.tasks.run(nbytes), form) for form in forms), key=lambda pair: pair[0].seconds)
+        for name, forms in found.items()
+    }
+    return Row(nbytes, {n: outcome for n, (outcome, _) in best.items()}, {n: form for n, (_, form) in best.items()})
 
 
 def _text(base: Table, other: Table | None, collective: Collective, change: str) -> list[str]:
@@ -138,9 +151,9 @@ def _text(base: Table, other: Table | None, collective: Collective, change: str)
 def _curve(table: Table, collective: Collective) -> list[str]:
     cluster, names = table.cluster, list(table.forecasts)
     lines = [f"{collective.label} among {cluster.size} ranks, hosts x ranks: {cluster.text}"]
-    for name, found in table.forecasts.items():
-        if found.standing < cluster.size:
-            lines.append(f"{name}: {found.standing} ranks stand for all, which fare alike")
+    for name, forms in table.forecasts.items():
+        if (standing := forms[-1].standing) < cluster.size:
+            lines.append(f"{name}: {standing} ranks stand for all, which fare alike")
     lines.append("  ".join([f"{'bytes':>10}", *(f"{name:>10}" for name in names), "fastest"]))
     for row in table.rows:
         times = (f"{_time(row.outcomes[name].seconds):>{max(10, len(name))}}" for name in names)
@@ -151,7 +164,8 @@ def _curve(table: Table, collective: Collective) -> list[str]:
 def _busy(table: Table) -> list[str]:
     """By kind of link, how busy the busiest and the average one are at the last size."""
     row = table.rows[-1]
-    links = table.forecasts[row.best].links(row.outcomes[row.best])
+    forecast, outcome = row.found
+    links = forecast.links(outcome)
     kinds: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for name, part in links:
         kinds[re.split(r" \d", name)[0]].append((name, part))
@@ -171,7 +185,7 @@ def _training(table: Table) -> list[str]:
     cluster, plan = table.cluster, table.cluster.training
     if plan is None:
         return []
-    found = table.forecasts[table.rows[-1].best]
+    found = table.rows[-1].found[0]
     speed = sum(kind.count * kind.ranks * kind.speed for kind in cluster.kinds)
     computes, reduces = plan.samples / speed, found.tasks.run(plan.gradients).seconds
     room = plan.hidden * computes
@@ -190,23 +204,21 @@ def _training(table: Table) -> list[str]:
 
 def _document(base: Table, other: Table | None) -> dict[str, Any]:
     def curve(table: Table) -> dict[str, Any]:
-        last = table.rows[-1]
+        forecast, outcome = table.rows[-1].found
         return {
             "ranks": table.cluster.size,
-            "standing": {name: found.standing for name, found in table.forecasts.items()},
+            "standing": {name: forms[-1].standing for name, forms in table.forecasts.items()},
             "seconds": [
                 {"bytes": row.nbytes} | {name: one.seconds for name, one in row.outcomes.items()} for row in table.rows
             ],
-            "links": dict(table.forecasts[last.best].links(last.outcomes[last.best])),
+            "links": dict(forecast.links(outcome)),
         }
 
     return {"schema": 1, "cluster": curve(base), "what_if": None if other is None else curve(other)}
 
 
 def _write_trace(path: Path, table: Table) -> None:
-    row = table.rows[-1]
-    found = table.forecasts[row.best]
-    document = {"displayTimeUnit": "ns", "traceEvents": list(events(found, row.outcomes[row.best]))}
+    document = {"displayTimeUnit": "ns", "traceEvents": list(events(*table.rows[-1].found))}
     try:
         path.write_text(json.dumps(document))
     except OSError as error:

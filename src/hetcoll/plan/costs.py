@@ -11,12 +11,12 @@ Examples
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import Enum
 from math import lcm
 from typing import NamedTuple
 
-from ..types import Collective
+from ..types import ROOTED, WHOLE, Collective
 
 Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host: `Topology.hosts`
 
@@ -161,49 +161,63 @@ COSTS: dict[Collective, dict[str, Callable[[int], Cost]]] = {
 """By the number of ranks."""
 
 
-def _allreduce_levels(hosts: Hosts) -> Levels:
-    m, k = len(hosts), max(map(len, hosts))
-    fewest = min(hosts, key=len)
-    sizes = set(map(len, hosts))
-    common = lcm(*sizes)
-    atoms = len({common * j // size for size in sizes for j in range(size)})
-    each = -(-atoms // len(fewest))  # atoms of the largest interval
-    parts = -(-atoms // k) * m
-    inside = Cost(2, 4 * (k - 1) * parts, 2 * (k - 1) / k, 2 * (k - 1) / k, (k - 1) / k)
-    once = (m - 1) / m
-    return inside, Cost(2, 4 * (m - 1) * each, 2 * once, 2 * once, once / len(fewest))
+def levels(collective: Collective, cost: Cost, hosts: Hosts, *, led: bool) -> Levels:
+    """What an algorithm takes among `hosts` (`algorithms.hosts`) whose `cost` is that of as many ranks.
+
+    Of hosts that are not alike, the largest one's ranks are taken for the busiest inside, the smallest one's between.
+    """
+    n, m, k, least = sum(map(len, hosts)), len(hosts), max(map(len, hosts)), min(map(len, hosts))
+    common = lcm(*map(len, hosts))
+    atoms = len({common * j // size for size in set(map(len, hosts)) for j in range(size)})
+    inside = _led(collective, cost, n, m, k) if led else _split(collective, cost, m, k, -(-atoms // k))
+    if not led:
+        cost = cost._replace(messages=cost.messages * -(-atoms // least), reduced=cost.reduced / least)
+    if collective in WHOLE:
+        return inside, cost
+    if not led:  # each region is a message
+        cost = cost._replace(messages=max(cost.messages, 2 * (m - 1) * -(-atoms // least)))
+    region = m * k / n  # of the largest host, in multiples of a mean one
+    bytes_ = {"sent": cost.sent, "received": cost.received, "reduced": cost.reduced}
+    return inside, cost._replace(**{name: each * region for name, each in bytes_.items()})
 
 
-def _allgather_levels(hosts: Hosts) -> Levels:
-    n, m, k = sum(map(len, hosts)), len(hosts), max(map(len, hosts))
-    passing = 1 + -(-(n - k) // k)  # units that pass through one rank of the largest host
-    inside = Cost(1, (k - 1) * passing + n - passing, (k - 1) * passing / n, (n - passing) / n)
-    return inside, Cost(1, m - 1 + passing - 1, k * (m - 1) / n, (n - k) / n)
+def _spans(collective: Collective, cost: Cost, m: int) -> int:
+    """In how many pieces a host's ranks exchange a buffer, about: as many as the algorithm names."""
+    if collective in ROOTED:
+        return 1 + cost.stepwise
+    return min(m, 1 + cost.messages // (4 if collective in WHOLE else 2))
 
 
-def _reduce_scatter_levels(hosts: Hosts) -> Levels:
-    """The same the other way round: what was given is added."""
-    (inside, between), n, m = _allgather_levels(hosts), sum(map(len, hosts)), len(hosts)
-    inside = Cost(1, inside.messages, inside.received, inside.sent, inside.sent)
-    return inside, Cost(1, between.messages, between.received, between.sent, (m - 1) / n)
+def _split(collective: Collective, cost: Cost, m: int, k: int, atoms: int) -> Cost:
+    spans, once = _spans(collective, cost, m) * atoms, (k - 1) / k
+    match collective:
+        case Collective.ALLREDUCE:
+            return Cost(2, 4 * (k - 1) * spans, 2 * once, 2 * once, once)
+        case Collective.BROADCAST:
+            return Cost(2, 2 * (k - 1) * spans, 2 * once, 0)
+        case Collective.REDUCE:
+            return Cost(2, 3 * (k - 1) * spans, once, 2 * once, once)
+        case Collective.ALLGATHER:
+            return Cost(1, 2 * (k - 1) * (1 + (m - 1) * atoms), once, once)
+        case _:
+            return Cost(1, 2 * (k - 1) * m * atoms, once, once, once)
 
 
-LEVELS: dict[Collective, dict[str, Callable[[Hosts], Levels]]] = {
-    Collective.ALLREDUCE: {"hierarchical": _allreduce_levels},
-    Collective.ALLGATHER: {"hierarchical": _allgather_levels},
-    Collective.REDUCE_SCATTER: {"hierarchical": _reduce_scatter_levels},
-}
-"""By the ranks of each host, where some have several and there are several hosts."""
+def _led(collective: Collective, cost: Cost, n: int, m: int, k: int) -> Cost:
+    spans = _spans(collective, cost, m)
+    match collective:
+        case Collective.ALLREDUCE:
+            return Cost(2, 2 * (k - 1) * spans, k - 1, k - 1, k - 1)
+        case Collective.BROADCAST:
+            return Cost(1, (k - 1) * spans, k - 1, 0)
+        case Collective.REDUCE:
+            return Cost(1, (k - 1) * spans, 0, k - 1, k - 1)
+        case Collective.ALLGATHER:
+            return Cost(2, (k - 1) * (1 + m), k - 1, (k - 1) / n)
+        case _:
+            return Cost(2, (k - 1) * (1 + m), (k - 1) / n, k - 1, k - 1)
 
 
-def stated(collective: Collective, names: Iterable[str], size: int, hosts: Hosts) -> dict[str, Cost | Levels]:
-    """What these algorithms take; without those that state nothing for `size` ranks on these `hosts`."""
-    found: dict[str, Cost | Levels] = {}
-    flat = COSTS.get(collective, {})
-    levels = LEVELS.get(collective, {}) if 1 < len(hosts) < size else {}
-    for name in names:
-        if name in flat:
-            found[name] = flat[name](size)
-        elif name in levels:
-            found[name] = levels[name](hosts)
-    return found
+LEVELS: dict[Collective, dict[str, Callable[[Hosts], Levels]]] = {}
+"""Of algorithms that draw several levels themselves, by the ranks of each host, where some have several and there are
+several hosts."""

@@ -10,7 +10,9 @@ import numpy as np
 from ..errors import ArgumentError
 from ..types import Collective
 from .algorithms import ALGORITHMS, Algorithm, find
-from .algorithms.among import AMONG, among
+from .algorithms.among import among
+from .algorithms.atoms import AMONG
+from .algorithms.hosts import among_hosts
 from .algorithms.islands import ISLANDS
 from .cluster import Cluster, Wiring
 from .ir import Plan
@@ -40,25 +42,35 @@ class Forecast(NamedTuple):
 
 def candidates(cluster: Cluster, collective: Collective) -> list[str]:
     """The names of algorithms that the ranks may choose from, in order; with GPUs `islands` comes first, and others run
-    among islands.
+    among islands, as without GPUs among hosts.
 
     Among more than `MANY` ranks only those that are made for so many.
     """
-    apart, m = len(cluster.hosts) > 1, cluster.size
-    if inside := _inside(cluster):
-        m = len(cluster.islands)
+    apart, inside = len(cluster.hosts) > 1, _inside(cluster)
     names = []
     for name, entry in (
         ALGORITHMS.get(collective.plain, {}).items() if not inside or _among(cluster, collective) else ()
     ):
+        m = _runners(cluster, entry)
         cost = entry.cost(m) if entry.cost and entry.supports(m) and not (inside and entry.stretches) else None
-        flat = cost is not None and not cost.turns and not (cost.copied and apart)
-        if flat or (entry.levels is not None and not inside and 1 < len(cluster.hosts) < cluster.size):
+        if cost is not None and not cost.turns and not (cost.copied and apart):
+            names.append(name)
+        elif entry.levels is not None and _of_cpus(cluster):
             names.append(name)
     if collective.plain in ISLANDS and any(kind.vendor for kind in cluster.kinds if kind.count):
         names.insert(0, "islands")
-    many = ("islands", "ring", "tree", "hierarchical")
+    many = ("islands", "ring", "tree", *(["direct"] if _of_cpus(cluster) else []))
     return [name for name in names if name in many] or names if cluster.size > MANY else names
+
+
+def among_hosts_there(cluster: Cluster, entry: Algorithm) -> bool:
+    """Whether an algorithm runs among the hosts there: see `tuner.among_hosts_of`."""
+    return _of_cpus(cluster) and entry.collective in AMONG and not (entry.stretches or entry.levels)
+
+
+def _of_cpus(cluster: Cluster) -> bool:
+    """Whether it is of several hosts, some of several ranks, none of which has a GPU."""
+    return 1 < len(cluster.hosts) < cluster.size and not any(kind.vendor for kind in cluster.kinds if kind.count)
 
 
 def _inside(cluster: Cluster) -> bool:
@@ -71,8 +83,21 @@ def _among(cluster: Cluster, collective: Collective) -> bool:
     return _inside(cluster) and len(cluster.islands) > 1 and collective.plain in AMONG
 
 
-def forecast(cluster: Cluster, collective: Collective, name: str, root: int = 0) -> Forecast:
-    """The tasks of an algorithm in a cluster.
+def _runners(cluster: Cluster, entry: Algorithm) -> int:
+    """How many islands, hosts or ranks run an algorithm there."""
+    if _among(cluster, entry.collective):
+        return len(cluster.islands)
+    return len(cluster.hosts) if among_hosts_there(cluster, entry) else cluster.size
+
+
+def forecasts(cluster: Cluster, collective: Collective, name: str, root: int = 0) -> list[Forecast]:
+    """Of each form that an algorithm has in a cluster: see `forecast`."""
+    forms = name != "islands" and among_hosts_there(cluster, find(collective, name))
+    return [forecast(cluster, collective, name, root, led=led) for led in ((True, False) if forms else (False,))]
+
+
+def forecast(cluster: Cluster, collective: Collective, name: str, root: int = 0, *, led: bool = False) -> Forecast:
+    """The tasks of an algorithm in a cluster; `led`: of its form in which one rank leads each host, if it has one.
 
     Where the cluster has hosts that are alike (`Cluster.symmetry`) and the plans of the first ones are, rank by rank,
     those of the next and of the last ones with other peers, only these first ones are simulated, once for all.
@@ -88,10 +113,14 @@ def forecast(cluster: Cluster, collective: Collective, name: str, root: int = 0)
     if entry is None:
         raise ArgumentError(f"there is no {collective.label} by islands")
     between = name != "islands" and _among(cluster, collective)
-    if not entry.supports(len(cluster.islands) if between else cluster.size):
-        who = f"{len(cluster.islands)} islands" if between else f"{cluster.size} ranks"
-        raise ArgumentError(f"{collective.label} by {name} does not support {who}")
-    draw = _Drawing(cluster, among(entry) if between else entry, root, between or name == "islands")
+    if name != "islands" and not entry.supports(many := _runners(cluster, entry)):
+        kind = "islands" if between else "hosts" if many < cluster.size else "ranks"
+        raise ArgumentError(f"{collective.label} by {name} does not support {many} {kind}")
+    if between:
+        entry = among(entry)
+    elif name != "islands" and among_hosts_there(cluster, entry):
+        entry = among_hosts(entry, led=led)
+    draw = _Drawing(cluster, entry, root, between or name == "islands")
     symmetry = cluster.symmetry
     if symmetry is not None and draw.fits(symmetry):
         standing = symmetry.standing()

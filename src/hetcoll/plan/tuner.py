@@ -19,20 +19,28 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..errors import ArgumentError
 from ..types import REDUCING, ROOTED, Collective
 from .algorithms import ALGORITHMS, Algorithm, find
-from .costs import Cost, Levels, Reach, stated
+from .algorithms.atoms import AMONG
+from .costs import COSTS, Cost, Levels, Reach, levels
 from .machine import GPUS, Link, Machine
 from .topology import Islands, Topology
 
 UNLIMITED = (1 << 63) - 1
+K = TypeVar("K")
+_TOLD = 3  # others that a reason names
+
+Line = tuple[float, float]
+"""Seconds of an empty message, and a byte's."""
+Forms = dict[str, tuple[Line, ...]]
+"""Of each algorithm, one line, or two where it runs among hosts: led, and split (`algorithms.hosts`)."""
 
 
 class Choice(NamedTuple):
@@ -59,11 +67,13 @@ def choose(
         `forced` does not exist, cannot serve this many ranks, or has another order.
     """
     found = lines(collective, topology, machine, forced, ordered)
-    times = {name: fixed + nbytes * slope for name, (fixed, slope) in found.items()}
+    times = {name: min(fixed + nbytes * slope for fixed, slope in forms) for name, forms in found.items()}
     if forced is not None:
         entry = find(collective, forced)
-        if not entry.supports(topology.size):
-            raise ArgumentError(f"{collective.label} by {forced} does not support {topology.size} ranks")
+        hosts = among_hosts_of(entry, topology, ordered)
+        if not entry.supports(len(topology.hosts) if hosts else topology.size):
+            who = f"{len(topology.hosts)} hosts" if hosts else f"{topology.size} ranks"
+            raise ArgumentError(f"{collective.label} by {forced} does not support {who}")
         if ordered and collective in REDUCING and not entry.ordered:
             able = ", ".join(name for name, each in ALGORITHMS[collective.plain].items() if each.ordered)
             raise ArgumentError(
@@ -73,8 +83,8 @@ def choose(
         return Choice(forced, times.get(forced, math.nan), "asked for")
     name = look_up(table(collective, topology, machine=machine, ordered=ordered), nbytes)
     others = sorted((t, other) for other, t in times.items() if other != name)
-    reason = f"before {others[0][1]} ({others[0][0] * 1e6:.1f} us)" if others else "the only one"
-    return Choice(name, times[name], reason)
+    told = ", ".join(f"{other} ({t * 1e6:.1f} us)" for t, other in others[:_TOLD])
+    return Choice(name, times[name], f"before {told}" if told else "the only one")
 
 
 def table(
@@ -84,30 +94,41 @@ def table(
     machine: Machine | None = None,
     ordered: bool = False,
     able: Callable[[Algorithm], bool] | None = None,
+    hosts: bool = True,
 ) -> list[tuple[int, str]]:
     """(largest nbytes, algorithm) in rising order, up to `UNLIMITED`: what `choose` answers, for all sizes. `able`:
-    only of such algorithms."""
+    only of such algorithms. `hosts`: they may run among hosts."""
     if forced is not None:
         return [(UNLIMITED, choose(collective, 0, topology, forced, machine, ordered).name)]
-    found = lines(collective, topology, machine, ordered=ordered)
+    found = lines(collective, topology, machine, ordered=ordered, hosts=hosts)
     if able is not None:
         found = {name: line for name, line in found.items() if able(find(collective, name))}
     if not found:
         raise ArgumentError(f"no algorithm for {collective.label} among {topology.size} ranks states its cost")
-    name = min(found, key=found.__getitem__)  # of equals, the first in the table
     rows: list[tuple[int, str]] = []
+    for upper, (name, _) in _envelope({(name, i): line for name, forms in found.items() for i, line in enumerate(forms)}):
+        if rows and rows[-1][1] == name:  # the other form
+            rows.pop()
+        rows.append((upper, name))
+    return rows
+
+
+def _envelope(found: Mapping[K, Line]) -> list[tuple[int, K]]:
+    """(largest nbytes, which line is the lowest) in rising order, up to `UNLIMITED`."""
+    key = min(found, key=found.__getitem__)  # of equals, the first in the table
+    rows: list[tuple[int, K]] = []
     while True:
-        fixed, slope = found[name]
+        fixed, slope = found[key]
         crossings = [
             ((other_fixed - fixed) / (slope - other_slope), other_slope, other)
             for other, (other_fixed, other_slope) in found.items()
             if other_slope < slope
         ]
-        where, _, following = min(crossings, key=itemgetter(0, 1), default=(math.inf, 0.0, ""))
+        where, _, following = min(crossings, key=itemgetter(0, 1), default=(math.inf, 0.0, key))
         if where >= UNLIMITED:
-            return [*rows, (UNLIMITED, name)]
-        rows.append((math.floor(where), name))
-        name = following
+            return [*rows, (UNLIMITED, key)]
+        rows.append((math.floor(where), key))
+        key = following
 
 
 def table_among(
@@ -121,7 +142,7 @@ def table_among(
     cores = len(firsts)  # a GPU moves data without them
     among = Topology(tuple(replace(info, rank=i, cores=cores) for i, info in enumerate(firsts)), topology.setting)
     fewest = min(map(len, islands))
-    rows = table(collective, among, machine=GPUS, able=able)
+    rows = table(collective, among, machine=GPUS, able=able, hosts=False)
     return [(upper if upper == UNLIMITED else upper * fewest, name) for upper, name in rows]
 
 
@@ -157,32 +178,63 @@ def named(setting: str) -> dict[Collective, str]:
     return asked
 
 
+def among_hosts_of(entry: Algorithm, topology: Topology, ordered: bool = False) -> bool:
+    """Whether an algorithm runs among the hosts: where there are several, some of several ranks, unless it is made for
+    several levels itself, or for the ranks of one, or is to reduce in the order of ranks (`ordered`)."""
+    several = 1 < len(topology.hosts) < topology.size and entry.collective in AMONG
+    return several and not (entry.stretches or entry.levels or (ordered and entry.collective in REDUCING))
+
+
+def led(collective: Collective, name: str, topology: Topology) -> int:
+    """The largest nbytes for which hosts are led where an algorithm runs among them; from there on they are split. One
+    that states no cost is taken for `direct`."""
+    known = COSTS[collective.plain]
+    one, both = _forms(_Place(collective, topology, Machine()), known.get(name, known["direct"]))
+    return _envelope({True: one, False: both})[0][0] if one <= both else -1
+
+
 def lines(
     collective: Collective,
     topology: Topology,
     machine: Machine | None = None,
     forced: str | None = None,
     ordered: bool = False,
-) -> dict[str, tuple[float, float]]:
-    """For each algorithm that can be chosen, or the one that is `forced`: seconds of an empty message, and a byte's."""
+    hosts: bool = True,
+) -> Forms:
+    """For each algorithm that can be chosen, or the one that is `forced`: what it takes, in each of its forms."""
     plain, size, ordered = collective.plain, topology.size, ordered and collective in REDUCING
     known = {forced: find(collective, forced)} if forced else ALGORITHMS.get(plain, {})
-    able = [name for name, each in known.items() if each.supports(size) and (each.ordered or not ordered)]
-    place, found = _Place(collective, topology, machine or Machine()), {}
-    for name, cost in stated(plain, able, size, topology.hosts).items():
-        if not isinstance(cost, Cost):
-            found[name] = place.levels(cost)
-        elif name == forced or not cost.turns or (place.crowding > 1 and topology.cores <= cost.turns):
-            found[name] = place.line(cost)
+    place, found = _Place(collective, topology, machine or Machine()), dict[str, tuple[Line, ...]]()
+    several = hosts and 1 < len(topology.hosts) < size
+    for name, each in known.items():
+        among = hosts and among_hosts_of(each, topology, ordered)
+        if not each.supports(len(topology.hosts) if among else size) or (ordered and not each.ordered):
+            continue
+        if among and each.cost:
+            found[name] = _forms(place, each.cost)
+        elif each.levels:
+            found |= {name: (place.levels(each.levels(topology.hosts)),)} if several else {}
+        elif each.cost:
+            cost = each.cost(size)
+            if name == forced or not cost.turns or (place.crowding > 1 and topology.cores <= cost.turns):
+                found[name] = (place.line(cost),)
     return found
+
+
+def _forms(place: _Place, cost: Callable[[int], Cost]) -> tuple[Line, Line]:
+    """Led, and split."""
+    hosts = place.hosts
+    one, both = (levels(place.collective, cost(len(hosts)), hosts, led=led) for led in (True, False))
+    return place.levels(one), place.levels(both)
 
 
 class _Place:
     """Where a collective runs, and how long there is what an algorithm takes."""
 
     def __init__(self, collective: Collective, topology: Topology, machine: Machine) -> None:
-        self.machine, self.crowding = machine, topology.crowding
-        hosts, self.size = topology.hosts, topology.size
+        self.machine, self.crowding, self.collective = machine, topology.crowding, collective.plain
+        self.hosts = hosts = topology.hosts
+        self.size = topology.size
         self.inside, self.between = _links(topology, machine)
         self.several, self.claims = len(hosts) > 1, topology.claims
         # How many ranks have the next one on another host; and how many ranks' whole traffic the busiest host's network
@@ -221,14 +273,14 @@ class _Place:
         return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * senders)
 
     def levels(self, levels: Levels) -> tuple[float, float]:
-        """The work inside a host, then that between hosts: some of it overlaps, which is not counted on."""
+        """The work inside a host, then that between hosts, as if nothing overlapped."""
         (inside, between), near, far = levels, self.inside, self.between
         machine, crowding = self.machine, self.crowding
         fixed = inside.hops * near.latency + between.hops * far.latency
         fixed += (inside.hops + between.hops) * machine.switch * (crowding - 1)
         fixed += (inside.messages * near.overhead + between.messages * far.overhead) * crowding
         slope = (inside.sent + inside.received - inside.reduced) / near.bandwidth * crowding
-        slope += max(between.sent, between.received) / far.bandwidth
+        slope += max(between.sent, between.received) / far.bandwidth * (machine.stall if between.stepwise else 1)
         return fixed, slope + (inside.reduced + between.reduced) / machine.reduce * crowding
 
 

@@ -20,7 +20,9 @@ from ..health.desync_report import Called
 from ..health.status_report import call_site
 from ..plan import tuned, tuner
 from ..plan.algorithms import ALGORITHMS, Algorithm, find, installed
-from ..plan.algorithms.among import AMONG, among
+from ..plan.algorithms.among import among
+from ..plan.algorithms.atoms import AMONG
+from ..plan.algorithms.hosts import among_hosts
 from ..plan.algorithms.islands import ISLANDS
 from ..plan.ir import Plan
 from ..plan.topology import Islands, Topology, spell_islands
@@ -130,6 +132,7 @@ class Planner:
         installed.load()  # before anything chooses
         self._forced = {} if algo is None else tuner.named(algo)
         self._tables: dict[Collective, list[tuple[int, str]]] = {}
+        self._led: dict[tuple[Collective, str], int] = {}  # up to how many bytes hosts are led
         self._tables_among: dict[tuple[Collective, int], list[tuple[int, str]]] = {}  # and of how many islands
         self._bound: Kept[tuple[object, ...], object] = Kept()
         self._described: Kept[int, tuple[Called, int]] = Kept(2 * _KEEP)
@@ -178,7 +181,7 @@ class Planner:
                     table = tuner.table(collective, topology, forced, ordered=self.ordered)
                 self._tables[collective] = table
             name = tuner.look_up(table, call.nbytes)
-        algorithm = find(collective, name)
+        algorithm, _ = self._placed(collective, name, call.nbytes, compress=bool(call.compress))
         return Drawing(
             algorithm,
             algorithm.cut(call.nbytes, topology.cores, topology.size),
@@ -187,6 +190,18 @@ class Planner:
             logical=call.op in LOGICAL and topology.size == 1,
             compress=bool(call.compress),
         )
+
+    def _placed(self, collective: Collective, name: str, nbytes: int, *, compress: bool) -> tuple[Algorithm, str]:
+        """The algorithm of that name, and in words how it runs where it does so among hosts."""
+        entry, topology = find(collective, name), self._wiring.topology
+        if compress:
+            return among_hosts(entry, led=False), "among hosts"
+        if not tuner.among_hosts_of(entry, topology, self.ordered):
+            return entry, ""
+        if (collective, name) not in self._led:
+            self._led[collective, name] = tuner.led(collective, name, topology)
+        led = nbytes <= self._led[collective, name]
+        return among_hosts(entry, led=led), f"among {len(topology.hosts)} hosts, each {'led by one rank' if led else 'split over its ranks'}"
 
     def _measured(self, collective: Collective) -> tuned.Measured | None:
         """What `hetcoll tune` measured for ranks that are placed so, where HETCOLL_ALGO leaves the choice open."""
@@ -298,7 +313,9 @@ class Planner:
             choice = choice._replace(reason=f"{choice.reason}; reproducible: reduces in the order of ranks")
         if form:
             choice = choice._replace(seconds=math.nan, reason="the one that compresses")
-        algorithm = find(collective, choice.name)
+        algorithm, placed = self._placed(collective, choice.name, nbytes, compress=bool(form))
+        if placed:
+            choice = choice._replace(reason=f"{placed}; {choice.reason}")
         stretches = algorithm.cut(nbytes, topology.cores, topology.size)
         plan = self.draw(Drawing(algorithm, stretches, compress=bool(form)))
         if form:

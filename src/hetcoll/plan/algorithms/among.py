@@ -13,14 +13,9 @@ from math import lcm
 from ...errors import ArgumentError
 from ...types import WHOLE, Collective
 from ..ir import Buf, Plan, Step
-from .atoms import Make, Shares, Steps, Whole, atoms_of
+from .atoms import AMONG, Shares, Steps, Whole, atoms_of
 from .base import Algorithm, Draft, inp, out, tmp
 from .islands import ISLANDS, Regions, Split
-
-AMONG = (
-    Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER, Collective.BROADCAST, Collective.REDUCE,
-)  # fmt: skip
-"""The collectives whose algorithms run among islands; others have one way there, that of `islands`."""
 
 
 @lru_cache(maxsize=256)

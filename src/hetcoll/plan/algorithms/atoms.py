@@ -21,6 +21,11 @@ from ..costs import Hosts
 from ..ir import Buf, Op, Plan, Span, Step
 from .base import Draft, inp, out, tmp
 
+AMONG = (
+    Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER, Collective.BROADCAST, Collective.REDUCE,
+)  # fmt: skip
+"""The collectives whose algorithms run among islands or hosts; others have one way there."""
+
 Make = Callable[[int, int], Span]  # inp, out or tmp
 
 
@@ -86,8 +91,11 @@ class Steps:
                 peer = atom.owners[step.peer] if step.peer >= 0 else -1
                 deps = [first, *self.before(i, step), *(d for dep in step.deps for d in self.done[dep][i])]
                 done[i].append(
-                    self.p.add(step.op, step.lane, src=src, dst=dst, peer=peer, channel=step.channel, deps=deps)
-                )
+                    self.p.add(
+                        step.op, step.lane, src=src, dst=dst, peer=peer, channel=step.channel, deps=deps,
+                        compressed=step.compressed,
+                    )
+                )  # fmt: skip
         self.done.append(done)
 
     def writers(self, region: int) -> list[int]:
@@ -174,8 +182,8 @@ class Shares(Steps):
         whole = self.p.size * self.pieces
         wide, count = self.wide(atom, u, units)
         begin = wide % self.pieces
-        if buf is Buf.SCRATCH and self.scatters:  # the first copy has what is added up inside
-            return tmp((copy + 1) * whole + wide, count)
+        if buf is Buf.SCRATCH and self.scatters:  # the first copy has what is added up inside, and may be rounded there
+            return tmp((copy + (not self.p.compress)) * whole + wide, count)
         if buf is Buf.SCRATCH:
             return tmp(copy * whole + wide, count) if large else tmp(copy * self.pieces + begin, count)
         if buf is Buf.SEND and self.scatters:

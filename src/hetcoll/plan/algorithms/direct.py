@@ -53,9 +53,11 @@ def _in_rank_order(p: Draft, lane: int, result: Span, own: Span, held: Span, sen
 
 
 def _reduce_own(p: Draft, result: Span, own: Span) -> int | None:
-    """Channel 0, lanes 0 and 1: everyone sends unit q of its input to q; `result` gets the sum of my unit `own`."""
+    """Channel 0, lanes 0, 1 and 5: everyone sends unit q of its input to q; `result` gets the sum of my unit `own`."""
+    p.scratch_copies = int(p.compress and p.collective is Collective.REDUCE_SCATTER)
     for peer in p.after_me():
-        p.send(0, inp(peer), peer)
+        sent, ready = p.rounded(5, tmp(peer) if p.scratch_copies else out(peer), inp(peer), None, [peer])
+        p.send(0, sent, peer, after=[ready])
     if p.ordered:
         p.scratch_copies = int(p.size > 2)
         return _in_rank_order(p, 1, result, own, result if p.rank < 2 else tmp(p.rank))
@@ -66,12 +68,13 @@ def _reduce_own(p: Draft, result: Span, own: Span) -> int | None:
     return reduced
 
 
-@register(Collective.ALLREDUCE, "direct", ordered=True, turns=True)
+@register(Collective.ALLREDUCE, "direct", compresses=True, ordered=True, turns=True)
 def allreduce(p: Draft) -> None:
     """Reduce-scatter and all-gather, each in one hop: 2(n-1) messages a rank, each a share of 1/n."""
     p.units = p.size
     mine = out(p.rank)
     ready = p.scaled(4, mine, _reduce_own(p, mine, inp(p.rank)))
+    _, ready = p.rounded(6, mine, mine, ready, p.others())
     for peer in p.after_me():
         p.send(2, mine, peer, channel=1, after=[ready])
         ready = None
@@ -79,7 +82,7 @@ def allreduce(p: Draft) -> None:
         p.recv(3, out(peer), peer, channel=1)
 
 
-@register(Collective.REDUCE_SCATTER, "direct", ordered=True, turns=True)
+@register(Collective.REDUCE_SCATTER, "direct", compresses=True, ordered=True, turns=True)
 def reduce_scatter(p: Draft) -> None:
     """1 hop, n-1 messages a rank, each a share of 1/n."""
     p.scaled(2, out(), _reduce_own(p, out(), inp(p.rank)))

@@ -21,7 +21,7 @@ from math import lcm
 from ...errors import ArgumentError
 from ...types import WHOLE, Collective
 from ..ir import Buf, Plan, Span, Step
-from .atoms import Atom, Make, Shares, Steps, Whole, atoms_of
+from .atoms import Atom, Shares, Steps, Whole, atoms_of
 from .base import Algorithm, Draft, inp, out, tmp
 
 
@@ -31,7 +31,7 @@ def among_hosts(entry: Algorithm, *, led: bool) -> Algorithm:
 
     `build` raises ArgumentError where it does not.
     """
-    return Algorithm(entry.name, entry.collective, partial(_draw, entry, led))
+    return Algorithm(entry.name, entry.collective, partial(_draw, entry, led), compresses=entry.compresses)
 
 
 def _draw(entry: Algorithm, led: bool, p: Draft) -> None:
@@ -42,7 +42,8 @@ def _draw(entry: Algorithm, led: bool, p: Draft) -> None:
         raise ArgumentError(f"{entry.collective.label} by {entry.name} does not support {len(p.hosts)} hosts")
     home = next(i for i, host in enumerate(p.hosts) if p.root in host)
     here = next(i for i, host in enumerate(p.hosts) if p.rank in host)
-    flat = entry.build(len(p.hosts), here, root=home, scale=p.average)
+    alone = tuple((i,) for i in range(len(p.hosts)))
+    flat = entry.build(len(p.hosts), here, root=home, scale=p.average, hosts=alone, compress=p.compress)
     p.credits, p.redundant = flat.credits, flat.redundant
     p.scratch_like, p.scratch_copies = flat.scratch_like, flat.scratch_copies
     leaders = tuple(p.root if i == home else host[0] for i, host in enumerate(p.hosts))
@@ -69,14 +70,11 @@ class _Inside(Steps):
         """Those of this rank's own input that a span of SEND stands for."""
         raise NotImplementedError
 
-    def name(self, span: Span) -> range:
-        """The units of SEND that a span of SEND or RECV is in place."""
-        return range(span.start, span.start + span.count)
-
-    def before(self, i: int, step: Step) -> Iterator[int]:
-        for span in (step.src, step.dst):
-            if self.came and span is not None and span.buf is not Buf.SCRATCH:
-                yield from {self.came[unit][i] for unit in self.name(span) if unit in self.came}
+    def before(self, i: int, step: Step) -> Iterable[int]:
+        """What writes RECV comes after what reads the same of SEND anyway, as in place they are the same memory."""
+        if step.src is None or step.src.buf is not Buf.SEND:
+            return ()
+        return {self.came[unit][i] for unit in units(step.src) if unit in self.came}
 
     def read(self) -> list[Span]:
         """The spans of SEND in the order in which the flat plan first touches them, each unit once."""
@@ -106,16 +104,18 @@ class _Inside(Steps):
                     for row in zip(grown, total, strict=True)
                 ]
                 total = grown
-                self.came |= dict.fromkeys(self.name(span), last)
+                self.came |= dict.fromkeys(units(span), last)
 
-    def spread(self, rows: Sequence[tuple[Span, list[list[int]] | None]], to: Collection[int]) -> None:
+    def spread(self, rows: Sequence[tuple[Span, Sequence[Sequence[int | None]]]], to: Collection[int]) -> None:
         """Each atom's owner sends the mates in `to` the spans of these rows, which come after their steps."""
         p, lane = self.p, self.lane + 2
         for span, steps in rows:
             for mate in (mate for mate in self.after if mate in to):
                 for i, atom in enumerate(self.atoms):
-                    for part, each in enumerate(self.spans(atom, span)):
-                        p.send(lane, each, mate, channel=1, after=[steps[i][part]] if steps else [])
+                    parts = self.spans(atom, span)
+                    for part, each in enumerate(parts):
+                        after = steps[i][part : part + 1] if len(parts) == len(steps[i]) else steps[i]
+                        p.send(lane, each, mate, channel=1, after=after)
         for span, _ in rows if p.rank in to else ():
             for mate in self.earlier:
                 for each in (each for atom in self.of[mate] for each in self.taken(atom, span)):
@@ -126,11 +126,15 @@ class _Inside(Steps):
         raise NotImplementedError
 
 
+def units(span: Span) -> range:
+    return range(span.start, span.start + span.count)
+
+
 def _fresh(span: Span, seen: set[int]) -> list[Span]:
     """The runs of units in `span` that are not yet among the `seen`, to which they are added."""
-    units = [unit for unit in range(span.start, span.start + span.count) if unit not in seen]
-    seen.update(units)
-    runs = [[unit for _, unit in run] for _, run in groupby(enumerate(units), key=lambda pair: pair[1] - pair[0])]
+    new = [unit for unit in units(span) if unit not in seen]
+    seen.update(new)
+    runs = [[unit for _, unit in run] for _, run in groupby(enumerate(new), key=lambda pair: pair[1] - pair[0])]
     return [Span(span.buf, run[0], len(run)) for run in runs]
 
 
@@ -181,9 +185,9 @@ class _Buffers(_Inside, Whole):
                         p.send(lane, self.stretch(inp, atom, span), mate)
             else:
                 last = [p.recv(lane + 1, self.stretch(out, atom, span), p.root) for atom in self.atoms]
-                self.came |= dict.fromkeys(self.name(span), last)
+                self.came |= dict.fromkeys(units(span), last)
         self.run()
-        rows = [(span, [[step] for step in self.came.get(span.start, [])] or None) for span in spans]
+        rows = [(span, [[step] for step in self.came.get(span.start, [None] * len(self.atoms))]) for span in spans]
         self.spread(rows, [mate for mate in self.mates if mate != p.root])
 
 
@@ -196,15 +200,11 @@ class _Split(_Inside, Shares):
     def taken(self, atom: Atom, span: Span) -> list[Span]:
         return [out(*self.wide(atom, u, units)) for u, units in self.parts(span)[2]]
 
-    def name(self, span: Span) -> range:
-        start = span.start + (self.here * self.flat.pieces if span.buf is not self.larger else 0)
-        return range(start, start + span.count)
-
     def draw(self) -> None:
         p = self.p
         if p.collective is Collective.REDUCE_SCATTER:
             if self.scatters:
-                p.scratch_copies, p.scratch_like = p.scratch_copies + 1, Buf.SEND
+                p.scratch_copies, p.scratch_like = p.scratch_copies + (not p.compress), Buf.SEND
             self.reduce()
             self.run()
             return
@@ -221,17 +221,21 @@ class _Led(_Split):
     """All-gather and reduce-scatter, led: a leader that has mates holds whole regions, in RECV or SCRATCH."""
 
     def given(self, atom: Atom, span: Span) -> list[Span]:
-        return [run for u, units in self.parts(span)[2] for run in self.runs(inp, u, units)]
+        return self.runs(Buf.SEND, span)
 
     def taken(self, atom: Atom, span: Span) -> list[Span]:
-        return [run for u, units in self.parts(span)[2] for run in self.runs(out, u, units)]
+        return self.runs(Buf.RECV, span)
 
-    def runs(self, make: Make, u: int, units: range) -> list[Span]:
-        """Units of each share in a region, in a buffer of all shares; as one where shares lie side by side."""
-        each, members = self.pieces, self.p.hosts[u]
-        if len(units) == each and members == tuple(range(members[0], members[0] + len(members))):
-            return [make(members[0] * each, len(members) * each)]
-        return [make(member * each + units.start, len(units)) for member in members]
+    def runs(self, buf: Buf, span: Span, copy: int = 0) -> list[Span]:
+        """Its units of each share in `copy` of a buffer of all shares; as one where they lie side by side."""
+        each, found = self.pieces, list[Span]()
+        for u, units in self.parts(span)[2]:
+            for start in (member * each + units.start for member in self.p.hosts[u]):
+                if found and found[-1].start + found[-1].count == start + copy * self.p.size * each:
+                    found[-1] = Span(buf, found[-1].start, found[-1].count + len(units))
+                else:
+                    found.append(Span(buf, start + copy * self.p.size * each, len(units)))
+        return found
 
     def spans(self, atom: Atom, span: Span | None) -> list[Span]:
         if span is None:
@@ -240,38 +244,43 @@ class _Led(_Split):
         alone, scratch = len(self.mates) == 1, span.buf is Buf.SCRATCH
         if alone and not large:
             return [Span(span.buf, copy * self.pieces + units.start, len(units)) for _, units in rows]
-        buf = span.buf if alone or scratch else Buf.RECV if self.larger is Buf.RECV else Buf.SCRATCH
-        shift = (copy + (scratch and self.scatters)) * self.p.size * self.pieces
-        found = [run for u, units in rows for run in self.runs(out, u, units)]
-        return [Span(buf, run.start + shift, run.count) for run in found]
+        held = Buf.RECV if self.larger is Buf.RECV else Buf.SCRATCH
+        return self.runs(span.buf if alone or scratch else held, span, copy + (scratch and self.scatters))
 
     def draw(self) -> None:
-        p, leader, lane = self.p, self.everyone[0].owners[self.here], self.lane
+        leader = self.everyone[0].owners[self.here]
         if len(self.mates) == 1:
             self.run()
+        elif self.p.collective is Collective.ALLGATHER:
+            self._gather(leader)
+        else:
+            self._scatter(leader)
+
+    def _scatter(self, leader: int) -> None:
+        p, lane = self.p, self.lane + 2
+        p.scratch_like, p.scratch_copies = self.larger, p.scratch_copies + 1
+        self.reduce()
+        self.run()
+        if p.rank != leader:
+            p.recv(lane + 1, out(0, self.pieces), leader, channel=1)
             return
+        final = [step for _, index in self.written() for steps in self.done[index] for step in steps]
+        p.copy(lane, out(0, self.pieces), tmp(p.rank * self.pieces, self.pieces), after=final)
+        for mate in self.after:
+            p.send(lane, tmp(mate * self.pieces, self.pieces), mate, channel=1)
+
+    def _gather(self, leader: int) -> None:
+        p, lane, shares = self.p, self.lane, {mate: out(mate * self.pieces, self.pieces) for mate in self.mates}
         p.scratch_like = self.larger
         own = Span(self.larger, self.here * self.flat.pieces, self.flat.pieces)
-        if p.collective is Collective.REDUCE_SCATTER:
-            p.scratch_copies += 1
-            self.reduce()
-            self.run()
-            if p.rank != leader:
-                p.recv(lane + 3, out(0, self.pieces), leader, channel=1)
-                return
-            final = [step for _, index in self.written() for steps in self.done[index] for step in steps]
-            p.copy(lane + 2, out(0, self.pieces), tmp(p.rank * self.pieces, self.pieces), after=final)
-            for mate in self.after:
-                p.send(lane + 2, tmp(mate * self.pieces, self.pieces), mate, channel=1)
-            return
+        last = None
         if p.rank != leader:
             p.send(lane, inp(0, self.pieces), leader)
-            self.spread([(own, None), *((span, None) for span, _ in self.written(self.name(own)))], self.mates)
-            return
-        last = p.copy(lane + 1, out(p.rank * self.pieces, self.pieces), inp(0, self.pieces))
-        for mate in self.earlier:
-            last = p.recv(lane + 1, out(mate * self.pieces, self.pieces), mate)
-        self.came = dict.fromkeys(self.name(own), [last])
+        else:
+            last = p.copy(lane + 1, shares[p.rank], inp(0, self.pieces))
+            for mate in self.earlier:
+                last = p.recv(lane + 1, shares[mate], mate)
+            self.came = dict.fromkeys(range(self.flat.pieces), [last])
         self.run(skip=last)
-        rows = [(span, self.done[index]) for span, index in self.written(self.name(own))]
-        self.spread([(own, [[last] * len(self.mates)]), *rows], self.mates)
+        rows = [(span, self.done[index]) for span, index in self.written(units(own))]
+        self.spread([(own, [[last]]), *rows], self.mates)

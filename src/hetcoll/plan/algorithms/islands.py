@@ -3,7 +3,7 @@
 A buffer is split over the members of an island: member j of k has the interval [j/k, (j+1)/k). What goes from one
 island to another goes from the owner of an interval there to the owner here, piece by piece where their intervals do
 not agree: so each byte crosses once, through all members' links at a time, and a rank talks to few others. Inside,
-LOCAL steps bring the intervals together. All-reduce shares its middle with `hierarchical`, where it is described.
+LOCAL steps bring the intervals together. `between` describes the middle of all-reduce.
 
 Collectives whose buffers consist of shares treat an island's shares, in its members' order, as one such buffer: its
 *region*. Messages between two islands are in the order of the region at both ends, and rank i's islands in the order of
@@ -20,9 +20,9 @@ from math import lcm
 from ...types import Collective
 from ..ir import Buf, Span
 from .base import Algorithm, Draft, inp, out, tmp
-from .hierarchical import Place, gather_between, reduce_between
+from .between import Place, gather_between, reduce_between
 
-LOCAL, SEND, RECV, LAST, ROUND = 0, 1, 2, 3, 4  # lanes; all-reduce has those of `hierarchical`
+LOCAL, SEND, RECV, LAST, ROUND = 0, 1, 2, 3, 4  # lanes; all-reduce has those of `between`
 Make = Callable[[int, int], Span]  # inp, out or tmp
 
 ISLANDS: dict[Collective, Algorithm] = {}

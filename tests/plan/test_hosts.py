@@ -1,0 +1,231 @@
+"""Any algorithm among hosts: proved for hosts of any sizes, in both forms; what it costs; and which form is chosen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import accumulate, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mutants import field_mutants, passes, structural_mutants
+from plan_executor import execute
+from topologies import cluster
+
+from hetcoll.errors import ArgumentError
+from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Hosts, find
+from hetcoll.plan.algorithms.atoms import AMONG
+from hetcoll.plan.algorithms.hosts import among_hosts
+from hetcoll.plan.costs import levels
+from hetcoll.plan.ir import Op, Plan
+from hetcoll.plan.simulator import check, follows, predict
+from hetcoll.plan.tuner import UNLIMITED, among_hosts_of, choose, led, table
+from hetcoll.types import REDUCING, ROOTED, Collective
+
+FLAT = [entry for kind in AMONG for entry in ALGORITHMS[kind].values() if entry.stretches is None]
+ALL = [pytest.param(entry, id=f"{entry.collective.label}-{entry.name}") for entry in FLAT]
+FORMS = pytest.mark.parametrize("form", [False, True], ids=["split", "led"])
+
+
+def side_by_side(*sizes: int) -> Hosts:
+    ends = list(accumulate(sizes))
+    return tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
+
+
+SHAPES = [
+    side_by_side(*s) for s in [(2, 2), (3, 1), (1, 3), (1, 1, 2), (2, 2, 2), (2, 2, 2, 2), (2, 3, 5), (1, 2, 1, 3, 1), (1, 7)]
+]  # fmt: skip
+SHAPES += [((0, 2, 4), (1, 3)), ((3, 1), (0,), (2, 4, 5), (6,))]
+
+
+def build(
+    entry: Algorithm, hosts: Hosts, form: bool, *, root: int = 0, scale: bool = False, compress: bool = False
+) -> list[Plan]:
+    n, placed = sum(map(len, hosts)), among_hosts(entry, led=form)
+    return [placed.build(n, r, root=root, scale=scale, hosts=hosts, compress=compress) for r in range(n)]
+
+
+@FORMS
+@pytest.mark.parametrize("entry", ALL)
+def test_they_are_proved_for_hosts_of_any_sizes(entry: Algorithm, form: bool) -> None:
+    for hosts in (hosts for hosts in SHAPES if entry.supports(len(hosts))):
+        n = sum(map(len, hosts))
+        for root in sorted({0, n // 2, n - 1}) if entry.collective in ROOTED else [0]:
+            for scale in (False, True) if entry.collective in REDUCING else (False,):
+                plans = build(entry, hosts, form, root=root, scale=scale)
+                for inplace in (False, True):
+                    check(plans, inplace=inplace, scale=scale)
+
+
+@FORMS
+@pytest.mark.parametrize("sizes", [(7, 9, 11, 13), (5, 11), (1, 15), (2,) * 8, (1,) * 5 + (3,)])
+def test_the_shapes_of_many_ranks_are_proved(sizes: tuple[int, ...], form: bool) -> None:
+    hosts, n = side_by_side(*sizes), sum(sizes)
+    for entry in (e for e in FLAT if e.name in ("ring", "tree", "direct", "halving", "doubling") and e.supports(len(sizes))):
+        check(build(entry, hosts, form, root=n - 1 if entry.collective in ROOTED else 0), inplace=True)
+
+
+@pytest.mark.parametrize("kind", [Collective.ALLREDUCE, Collective.REDUCE_SCATTER])
+def test_compressed_plans_are_proved(kind: Collective) -> None:
+    for hosts, scale, inplace in product(SHAPES, (False, True), (False, True)):
+        check(build(find(kind, "direct"), hosts, False, scale=scale, compress=True), scale=scale, inplace=inplace)
+
+
+@st.composite
+def any_hosts(draw: st.DrawFn) -> Hosts:
+    """2 to 5 hosts of 1 to 5 ranks, which lie anywhere."""
+    sizes = draw(st.lists(st.sampled_from([1, 1, 2, 3, 5]), min_size=2, max_size=5))
+    ranks = draw(st.permutations(range(sum(sizes))))
+    return tuple(tuple(ranks[i] for i in host) for host in side_by_side(*sizes))
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_hosts_give_numpys_result_in_any_order(data: st.DataObject) -> None:
+    hosts = data.draw(any_hosts())
+    n = sum(map(len, hosts))
+    entry = data.draw(st.sampled_from([e for e in FLAT if e.supports(len(hosts))]))
+    scale = data.draw(st.booleans()) and entry.collective in REDUCING
+    root = data.draw(st.integers(0, n - 1)) if entry.collective in ROOTED else 0
+    plans = build(entry, hosts, data.draw(st.booleans()), root=root, scale=scale)
+    counts = [data.draw(st.integers(0, 40))] * n
+    if entry.collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER):  # the v forms
+        counts = data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
+    inplace = data.draw(st.booleans())
+    check(plans, inplace=inplace, scale=scale)
+    rng = random.Random(data.draw(st.integers(0, 1 << 30)))
+    execute(plans, counts, inplace, rng, max(plans[0].credits, data.draw(st.integers(1, 3))))
+
+
+@FORMS
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["ring", "tree", "direct"])
+def test_every_single_edit_is_caught(name: str, shape: tuple[int, ...], form: bool) -> None:
+    for kind in (kind for kind in AMONG if name in ALGORITHMS[kind]):
+        scale, root = kind in REDUCING, 1 if kind in ROOTED else 0
+        plans = build(find(kind, name), side_by_side(*shape), form, root=root, scale=scale)
+        missed = [
+            f"{kind.label}, rank {rank}: {what}"
+            for rank, plan in enumerate(plans)
+            for mutants in (structural_mutants, field_mutants)
+            for what, mutant in mutants(plan)
+            if passes([*plans[:rank], mutant, *plans[rank + 1 :]], scale)
+        ]
+        assert not missed
+
+
+# ------------------------------------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (8, 3), (1, 7), (2, 2, 1), (3, 5, 2, 1)])
+@pytest.mark.parametrize("name", ["direct", "ring"])
+def test_an_allreduce_crosses_hosts_once_each_way(name: str, sizes: tuple[int, ...]) -> None:
+    """2(m-1)/m of the buffer leaves each of m hosts and no less can, and all that waits follows element by element."""
+    m, hosts = len(sizes), side_by_side(*sizes)
+    plans = build(find(Collective.ALLREDUCE, name), hosts, False)
+    assert check(plans, credits=0).hops == 2 + (2 if name == "direct" else 2 * (m - 1))
+    assert leaving(plans, hosts) == [2 * (m - 1) * plans[0].recv_units // m] * m
+    for plan in plans:
+        assert all(follows(plan, plan.steps[d], s) for s in plan.steps for d in s.deps)
+
+
+def leaving(plans: list[Plan], hosts: Hosts) -> list[int]:
+    """Units that leave each host."""
+    return [sum(count for a, _, count in crossing(plans, hosts) if a == i) for i in range(len(hosts))]
+
+
+def coming(plans: list[Plan], hosts: Hosts) -> list[int]:
+    return [sum(count for _, b, count in crossing(plans, hosts) if b == i) for i in range(len(hosts))]
+
+
+def crossing(plans: list[Plan], hosts: Hosts) -> list[tuple[int, int, int]]:
+    """(from which host, to which, units) of messages between hosts."""
+    home = {rank: i for i, host in enumerate(hosts) for rank in host}
+    sends = [(plan.rank, s) for plan in plans for s in plan.steps if s.op is Op.SEND]
+    return [(home[r], home[s.peer], s.src.count) for r, s in sends if s.src and home[r] != home[s.peer]]
+
+
+@pytest.mark.parametrize("entry", ALL)
+def test_where_hosts_are_led_one_rank_of_each_crosses(entry: Algorithm) -> None:
+    hosts, root = side_by_side(3, 1, 2, 4), 5 if entry.collective in ROOTED else 0
+    leaders = {0, 3, 5 if root == 5 else 4, 6}
+    for plan in build(entry, hosts, True, root=root) if entry.supports(4) else ():
+        mates = next(host for host in hosts if plan.rank in host)
+        peers = {peer for peer, _ in plan.edges}
+        assert peers <= (leaders | set(mates) if plan.rank in leaders else leaders & set(mates))
+
+
+def test_all_ranks_of_one_a_host_run_the_algorithm_itself() -> None:
+    hosts = side_by_side(1, 1, 1, 1)
+    for entry, form in product(FLAT, (False, True)):
+        if not form and entry.name in ("doubling", "halving") and entry.collective is not Collective.ALLREDUCE:
+            continue  # split, each region is a message
+        flat = [entry.build(4, r) for r in range(4)]
+        assert [plan.steps for plan in build(entry, hosts, form)] == [plan.steps for plan in flat]
+
+
+def test_what_cannot_be_had_is_said() -> None:
+    with pytest.raises(ArgumentError, match="allgather by doubling does not support 3 hosts"):
+        build(find(Collective.ALLGATHER, "doubling"), side_by_side(1, 1, 2), False)
+
+
+# ------------------------------------------------------------------------------------------------------------- costs
+
+
+@FORMS
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 4), (8, 8), (3, 3, 3), (2, 2, 2, 2), (4, 2), (1, 5)])
+@pytest.mark.parametrize("entry", ALL)
+def test_costs_are_those_of_the_plans(entry: Algorithm, sizes: tuple[int, ...], form: bool) -> None:
+    if not entry.supports(len(sizes)) or entry.cost is None:
+        return
+    hosts = side_by_side(*sizes)
+    plans = build(entry, hosts, form)
+    report = check(plans)
+    inside, between = levels(entry.collective, entry.cost(len(sizes)), hosts, led=form)
+    whole = max(plans[0].send_units, plans[0].recv_units)
+    assert report.hops <= inside.hops + between.hops <= report.hops + 2
+    if len(set(sizes)) == 1:
+        most = max(sum(s.peer >= 0 for s in plan.steps) for plan in plans)
+        assert most <= 1.01 * (inside.messages + between.messages)
+        both = zip(leaving(plans, hosts), coming(plans, hosts), strict=True)
+        assert max(map(sum, both)) <= (between.sent + between.received + 1e-9) * whole
+        loads = zip(report.sent, report.received, strict=True)
+        stated = inside.sent + inside.received + between.sent + between.received
+        assert max(map(sum, loads)) <= (stated + 1e-9) * whole
+    topology = cluster(*sizes)
+    upper = led(entry.collective, entry.name, topology)
+    for nbytes in (8, 1 << 26):
+        if (nbytes <= upper) == form:
+            stated = choose(entry.collective, nbytes, topology, entry.name).seconds
+            assert 1 / 3 < stated / predict(plans, nbytes, topology) < 3
+
+
+def forms(*sizes: int) -> Iterator[tuple[str, int]]:
+    for kind in AMONG:
+        for _, name in table(kind, cluster(*sizes)):
+            yield name, led(kind, name, cluster(*sizes))
+
+
+def test_short_messages_lead_and_long_ones_split() -> None:
+    for sizes in ((4, 4), (2,) * 8, (7, 9, 11, 13), (16,) * 16):
+        assert all(upper < 1 << 20 for name, upper in forms(*sizes) if name != "x") or sizes == (2,) * 8
+    shape = cluster(16, 16, 16, 16)
+    assert 8 < led(Collective.ALLREDUCE, "doubling", shape) < 1 << 16
+
+
+def test_which_algorithms_run_among_hosts() -> None:
+    ring = find(Collective.ALLREDUCE, "ring")
+    assert among_hosts_of(ring, cluster(2, 1))
+    assert not among_hosts_of(ring, cluster(2, 1), ordered=True)
+    assert not among_hosts_of(ring, cluster(3))
+    assert not among_hosts_of(ring, cluster(1, 1, 1))
+    assert not among_hosts_of(find(Collective.ALLREDUCE, "staged"), cluster(2, 1))
+    assert not among_hosts_of(find(Collective.ALLTOALL, "pairwise"), cluster(2, 1))
+
+
+def test_what_is_asked_for_runs_among_as_many_hosts() -> None:
+    assert choose(Collective.ALLGATHER, 8, cluster(3, 3), "doubling").name == "doubling"
+    with pytest.raises(ArgumentError, match="allgather by doubling does not support 3 hosts"):
+        choose(Collective.ALLGATHER, 8, cluster(2, 3, 3), "doubling")
+    assert table(Collective.ALLREDUCE, cluster(2, 2), "ring") == [(UNLIMITED, "ring")]
