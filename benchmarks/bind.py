@@ -4,8 +4,9 @@
     python benchmarks/bind.py --op allgather --ranks 64 1024 --stretches 64
 
 Of each plan: the time to draw it and to encode it (Python), the bytes that it is encoded in, its steps, and the time to
-decode and bind it (C++). Each is the best of a few turns. With `--hosts` ranks are on hosts of 8, among
-which algorithms run. An algorithm that cuts a buffer into stretches has as many as `--stretches` says; `-` stands for what is refused, and the last column says why.
+decode and bind it (C++). Each is the best of a few turns. With `--hosts` ranks are on hosts of 8, among which
+algorithms run. An algorithm that cuts a buffer into stretches has as many as `--stretches` says; `-` stands for what is
+refused, and the last column says why.
 """
 
 from __future__ import annotations

@@ -144,7 +144,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8], help="numbers of namespaces (default 4 8)")
     parser.add_argument("--each", type=int, default=1, help="ranks of a host (default 1)")
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"], help="of each link, in tc's words; A+B: of two")
+    parser.add_argument(
+        "--rates", nargs="+", default=["1gbit", "10gbit"], help="of each link, in tc's words; A+B: of two"
+    )
     parser.add_argument("--ops", nargs="+", choices=OPS, default=["allreduce"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16 << 20], metavar="BYTES")
     parser.add_argument("--algos", nargs="+", default=["", "ring", "tree"], help="of HETCOLL_ALGO; empty: the choice")
@@ -174,7 +176,9 @@ def compare(net: netns.Network, hosts: int, rate: str, half: float, args: Any) -
     """Print a row for each library, operation and size; how many elements were wrong."""
     best: dict[tuple[str, str, int], float] = {}
     wrong, failed = 0, dict[str, str]()
-    everyone = [lib for lib in libraries(args.algos, rate.count("+") + 1) if lib.worker == "hetcoll" or lib.name in args.peers]
+    everyone = [
+        lib for lib in libraries(args.algos, rate.count("+") + 1) if lib.worker == "hetcoll" or lib.name in args.peers
+    ]
     for _ in range(args.rounds):
         for lib in everyone:
             try:

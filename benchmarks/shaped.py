@@ -12,15 +12,16 @@ FRAMES = 1448 / 1514  # of what tc counts, so much is data: a segment of TCP in 
 
 @contextmanager
 def shaped(hosts: int, rate: str, burst: str, second: str = "") -> Iterator[netns.Network]:
-    """So many namespaces; of their two networks the first, at `rate` in tc's words beyond a burst, and the other one at
-    `second`, where that says one."""
+    """So many namespaces; of their two networks the first, at `rate` in tc's words beyond a burst, each way, and the
+    other one at `second`, where that says one."""
     with netns.network(hosts, rate) as net:
         for host in range(hosts):
-            net.set_rate(host, 0, rate, burst=burst)
-            if second:
-                net.set_rate(host, 1, second, burst=burst)
-            else:
-                net.cut(host, 1)
+            for card, each in enumerate((rate, second)):
+                if each:
+                    net.set_rate(host, card, each, burst=burst)
+                    net.set_rate_into(host, card, each, burst=burst)
+                else:
+                    net.cut(host, card)
         yield net
 
 

@@ -17,6 +17,7 @@ from thorough import parametrize
 
 from hetcoll.plan import ir
 from hetcoll.plan.algorithms import ALGORITHMS, find
+from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.types import REDUCING, ROOTED, Collective, DType, ReduceOp, supports
 
@@ -138,6 +139,25 @@ def test_shared_memory_and_tcp_in_one_communicator(pool: Pool, hosts: str) -> No
     assert set(ranks.run(transports)) <= {("shm", "tcp"), ("tcp",)}
 
 
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+def test_every_algorithm_among_hosts(pool: Pool, hosts: str) -> None:
+    """By name, with few bytes, for which hosts are led, and with many."""
+    size, ranks = len(hosts), pool(len(hosts), HETCOLL_HOST_ID=tuple(hosts))
+    for kind in AMONG:
+        for name, entry in ALGORITHMS[kind].items():
+            if entry.stretches is None and entry.supports(len(set(hosts))):
+                cases = list(cases_of(kind, size, [0, 1, size + 1, 1009, 60_013]))
+                check(ranks, cases, {"algo": name})
+                forms = ranks.run(placed, kind.label, name)[0]
+                assert forms == [f"among {len(set(hosts))} hosts"] * 2
+
+
+def placed(comm: Any, label: str, name: str) -> list[str]:
+    said = [variant(comm, algo=name).explain(label, nbytes) for nbytes in (8, 1 << 30)]
+    assert {one.algorithm for one in said} == {name}
+    return [one.reason.split(",")[0] for one in said]
+
+
 def transports(comm: Any) -> tuple[str, ...]:
     return tuple(comm.explain("alltoall", 8).transport.split("+"))
 
@@ -156,7 +176,11 @@ def number_at_most(comm: Any, units: int) -> None:
 
 
 def crowded(comm: Any) -> bool:
-    return among_hosts(find(Collective.ALLREDUCE, "direct"), led=False).build(5, comm.rank, hosts=comm.topology.hosts).crowded
+    return (
+        among_hosts(find(Collective.ALLREDUCE, "direct"), led=False)
+        .build(5, comm.rank, hosts=comm.topology.hosts)
+        .crowded
+    )
 
 
 @parametrize("size", [2, 3], first=1)

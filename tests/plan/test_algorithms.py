@@ -307,7 +307,7 @@ def test_alone_everything_is_one_copy_or_nothing() -> None:
 
 
 def test_errors_name_what_there_is() -> None:
-    with pytest.raises(ArgumentError, match="no algorithm 'rng' for allgatherv: there are direct, doubling, hier"):
+    with pytest.raises(ArgumentError, match="no algorithm 'rng' for allgatherv: there are direct, doubling, ring"):
         find(Collective.ALLGATHERV, "rng")
     with pytest.raises(ArgumentError, match="reduce_scatter by halving does not support 6 ranks"):
         find(Collective.REDUCE_SCATTER, "halving").build(6, 0)

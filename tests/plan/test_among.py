@@ -14,7 +14,8 @@ from plan_executor import execute
 
 from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, Hosts, find, inp, out
-from hetcoll.plan.algorithms.among import AMONG, among
+from hetcoll.plan.algorithms.among import among
+from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.islands import ISLANDS
 from hetcoll.plan.ir import Op, Plan
 from hetcoll.plan.order import Alike, enqueue_order, levels

@@ -70,7 +70,9 @@ def test_ranks_that_stand_for_others_take_as_long(name: str, nbytes: int, switch
     cluster = plain(*switches)
     found = forecast(cluster, AR, name)
     full = whole(cluster, name)
-    exact = name not in ("direct", "oneshot") or switches  # there several ranks' messages come to a card at the same instant
+    exact = (
+        name not in ("direct", "oneshot") or switches
+    )  # there several ranks' messages come to a card at the same instant
     tolerance = 1e-9 if exact or nbytes == 0 else 1e-3
     assert found.tasks.run(nbytes).seconds == pytest.approx(full.run(nbytes).seconds, rel=tolerance)
     if name in ("ring", "direct"):
@@ -111,16 +113,16 @@ def test_stragglers_lost_cards_and_narrow_switches_hold_back() -> None:
     assert ring("lost.node/3=1") >= usual
     assert ring("hosts.node.nic=500 MB/s") == pytest.approx(2 * usual, rel=0.05)
     narrow = ring("network.hosts_per_switch=3", "network.uplink=250 MB/s")
-    assert narrow == pytest.approx(4 * usual, rel=0.05)
+    assert narrow == pytest.approx(8 * usual, rel=0.05)  # both cards of a host, each of 1 GB/s, work otherwise
     found = forecast(plain("network.hosts_per_switch=3", "network.uplink=250 MB/s"), AR, "ring")
     assert found.links(found.tasks.run(nbytes))[0][0].startswith("switch")
 
 
 def test_cards_that_ranks_share_are_shared() -> None:
-    """Direct: of all bytes of a host those to other hosts cross its one card."""
+    """Direct among hosts: of all bytes of a host those for other hosts cross its one card."""
     cluster = plain()
     seconds = forecast(cluster, AR, "direct").tasks.run(1 << 28).seconds
-    crossing = 2 * 2 * 10 / 12 * (1 << 28)  # two phases, two ranks, ten of twelve shares
+    crossing = 2 * 5 / 6 * (1 << 28)  # two phases, five of six shares
     assert crossing / 1e9 <= seconds <= 1.6 * crossing / 1e9
 
 

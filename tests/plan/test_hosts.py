@@ -14,10 +14,10 @@ from plan_executor import execute
 from topologies import cluster
 
 from hetcoll.errors import ArgumentError
-from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Hosts, find
+from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Cost, Draft, Hosts, find, register
 from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.hosts import among_hosts
-from hetcoll.plan.costs import levels
+from hetcoll.plan.costs import LEVELS, levels
 from hetcoll.plan.ir import Op, Plan
 from hetcoll.plan.simulator import check, follows, predict
 from hetcoll.plan.tuner import UNLIMITED, among_hosts_of, choose, led, table
@@ -33,10 +33,8 @@ def side_by_side(*sizes: int) -> Hosts:
     return tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
 
 
-SHAPES = [
-    side_by_side(*s) for s in [(2, 2), (3, 1), (1, 3), (1, 1, 2), (2, 2, 2), (2, 2, 2, 2), (2, 3, 5), (1, 2, 1, 3, 1), (1, 7)]
-]  # fmt: skip
-SHAPES += [((0, 2, 4), (1, 3)), ((3, 1), (0,), (2, 4, 5), (6,))]
+SIZES = [(2, 2), (3, 1), (1, 3), (1, 1, 2), (2, 2, 2), (2, 2, 2, 2), (2, 3, 5), (1, 2, 1, 3, 1), (1, 7)]
+SHAPES = [*(side_by_side(*sizes) for sizes in SIZES), ((0, 2, 4), (1, 3)), ((3, 1), (0,), (2, 4, 5), (6,))]
 
 
 def build(
@@ -62,7 +60,9 @@ def test_they_are_proved_for_hosts_of_any_sizes(entry: Algorithm, form: bool) ->
 @pytest.mark.parametrize("sizes", [(7, 9, 11, 13), (5, 11), (1, 15), (2,) * 8, (1,) * 5 + (3,)])
 def test_the_shapes_of_many_ranks_are_proved(sizes: tuple[int, ...], form: bool) -> None:
     hosts, n = side_by_side(*sizes), sum(sizes)
-    for entry in (e for e in FLAT if e.name in ("ring", "tree", "direct", "halving", "doubling") and e.supports(len(sizes))):
+    for entry in (
+        e for e in FLAT if e.name in ("ring", "tree", "direct", "halving", "doubling") and e.supports(len(sizes))
+    ):
         check(build(entry, hosts, form, root=n - 1 if entry.collective in ROOTED else 0), inplace=True)
 
 
@@ -222,6 +222,19 @@ def test_which_algorithms_run_among_hosts() -> None:
     assert not among_hosts_of(ring, cluster(1, 1, 1))
     assert not among_hosts_of(find(Collective.ALLREDUCE, "staged"), cluster(2, 1))
     assert not among_hosts_of(find(Collective.ALLTOALL, "pairwise"), cluster(2, 1))
+
+
+def test_an_algorithm_with_levels_draws_them_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, Collective.ALLREDUCE, dict(ALGORITHMS[Collective.ALLREDUCE]))
+    monkeypatch.setitem(LEVELS, Collective.ALLREDUCE, {})
+
+    @register(Collective.ALLREDUCE, "own", levels=lambda hosts: (Cost(1, 1, 0, 0), Cost(1, len(hosts), 0, 0)))
+    def own(p: Draft) -> None:
+        raise NotImplementedError
+
+    assert not among_hosts_of(find(Collective.ALLREDUCE, "own"), cluster(2, 2))
+    assert choose(Collective.ALLREDUCE, 1 << 20, cluster(2, 2)).name == "own"
+    assert choose(Collective.ALLREDUCE, 1 << 20, cluster(4)).name != "own"
 
 
 def test_what_is_asked_for_runs_among_as_many_hosts() -> None:

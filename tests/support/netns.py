@@ -60,6 +60,11 @@ class Network:
         shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
         _tool("tc", "-n", self.hosts[host], "qdisc", "replace", "dev", f"eth{net}", *shape)
 
+    def set_rate_into(self, host: int, net: int, rate: str, burst: str = "256kb") -> None:
+        """How fast it may receive there: what more comes at once waits in the switch, and is lost beyond 50 ms."""
+        shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
+        _tool("tc", "-n", self._switch, "qdisc", "replace", "dev", f"port{host}.{net}", *shape)
+
     def cut(self, host: int, *nets: int) -> None:
         """Take the interfaces down at the switch's end: the host sees no carrier and nobody says goodbye."""
         for net in nets:

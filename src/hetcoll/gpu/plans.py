@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 import hetcoll._native as _native
 
 from ..calls import Call
-from ..plan.algorithms.among import AMONG
+from ..plan.algorithms.atoms import AMONG
 from ..plan.algorithms.base import Algorithm
 from ..plan.algorithms.islands import ISLANDS
 from ..plan.algorithms.p2p import CHANNEL

@@ -42,7 +42,7 @@ class Cost(NamedTuple):
     where that was found to count: ranks that share cores are held up by all that is sent. `copied`: so much of the
     buffer is copied first, to scratch memory that ranks of a host have mapped; what is sent is read there. `turns`: for
     ranks that share at most so many cores, fewer than there are ranks; hops go from one to the next on its core.
-    Elsewhere it is taken only by name.
+    Elsewhere it is taken only by name. `senders`: so many send to one rank at a time.
     """
 
     hops: int
@@ -56,6 +56,7 @@ class Cost(NamedTuple):
     mean: float = 1.0
     copied: float = 0.0
     turns: int = 0
+    senders: int = 1
 
 
 Levels = tuple[Cost, Cost]
@@ -116,24 +117,28 @@ def _tree_reduce(n: int) -> Cost:
 
 COSTS: dict[Collective, dict[str, Callable[[int], Cost]]] = {
     Collective.ALLREDUCE: {
-        "oneshot": lambda n: Cost(1, 2 * (n - 1), n - 1, n - 1, n - 1),
-        "direct": lambda n: Cost(2, 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, answered=1 / n),
+        "oneshot": lambda n: Cost(1, 2 * (n - 1), n - 1, n - 1, n - 1, senders=n - 1),
+        "direct": lambda n: Cost(
+            2, 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, answered=1 / n, senders=n - 1
+        ),
         "chained": _chained,
         "doubling": _doubling,
         "halving_doubling": _halving_doubling,
         "ring": lambda n: Cost(2 * (n - 1), 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, NEAR),
-        "staged": lambda n: Cost(2, 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, copied=1),
+        "staged": lambda n: Cost(
+            2, 4 * (n - 1), 2 * (n - 1) / n, 2 * (n - 1) / n, (n - 1) / n, copied=1, senders=n - 1
+        ),
         "tree": _tree_allreduce,
     },
     Collective.REDUCE_SCATTER: {
-        "direct": lambda n: Cost(1, 2 * (n - 1), (n - 1) / n, (n - 1) / n, (n - 1) / n),
+        "direct": lambda n: Cost(1, 2 * (n - 1), (n - 1) / n, (n - 1) / n, (n - 1) / n, senders=n - 1),
         "halving": lambda n: Cost(
             floor_log2(n), 2 * floor_log2(n), (n - 1) / n, (n - 1) / n, (n - 1) / n, stepwise=True
         ),
         "ring": lambda n: Cost(n - 1, 2 * (n - 1), (n - 1) / n, (n - 1) / n, (n - 1) / n, NEAR),
     },
     Collective.ALLGATHER: {
-        "direct": lambda n: Cost(1, 2 * (n - 1), (n - 1) / n, (n - 1) / n),
+        "direct": lambda n: Cost(1, 2 * (n - 1), (n - 1) / n, (n - 1) / n, senders=n - 1),
         "doubling": lambda n: Cost(floor_log2(n), 2 * floor_log2(n), (n - 1) / n, (n - 1) / n, stepwise=True),
         "ring": lambda n: Cost(n - 1, 2 * (n - 1), (n - 1) / n, (n - 1) / n, 0, NEAR),
     },
@@ -144,7 +149,7 @@ COSTS: dict[Collective, dict[str, Callable[[int], Cost]]] = {
         "tree": lambda n: Cost(ceil_log2(n), min(n, 4), _below(n), 1, 0, NEAR, stepwise=True),
     },
     Collective.REDUCE: {
-        "direct": lambda n: Cost(1, n - 1, 0, n - 1, n - 1),
+        "direct": lambda n: Cost(1, n - 1, 0, n - 1, n - 1, senders=n - 1),
         "binomial": lambda n: Cost(floor_log2(n), ceil_log2(n), 0, ceil_log2(n), ceil_log2(n), NEAR),
         "ring": lambda n: Cost(n - 1, min(n - 1, 2), int(n > 2), 1, 1, NEAR),
         "chain": lambda n: Cost(n, 2, 1, 1, 1, NEAR),
@@ -177,8 +182,8 @@ def levels(collective: Collective, cost: Cost, hosts: Hosts, *, led: bool) -> Le
     if not led:  # each region is a message
         cost = cost._replace(messages=max(cost.messages, 2 * (m - 1) * -(-atoms // least)))
     region = m * k / n  # of the largest host, in multiples of a mean one
-    bytes_ = {"sent": cost.sent, "received": cost.received, "reduced": cost.reduced}
-    return inside, cost._replace(**{name: each * region for name, each in bytes_.items()})
+    sent, received, reduced = cost.sent * region, cost.received * region, cost.reduced * region
+    return inside, cost._replace(sent=sent, received=received, reduced=reduced)
 
 
 def _spans(collective: Collective, cost: Cost, m: int) -> int:

@@ -48,14 +48,13 @@ def candidates(cluster: Cluster, collective: Collective) -> list[str]:
     """
     apart, inside = len(cluster.hosts) > 1, _inside(cluster)
     names = []
-    for name, entry in (
-        ALGORITHMS.get(collective.plain, {}).items() if not inside or _among(cluster, collective) else ()
-    ):
+    known = ALGORITHMS.get(collective.plain, {}) if not inside or _among(cluster, collective) else {}
+    for name, entry in known.items():
         m = _runners(cluster, entry)
         cost = entry.cost(m) if entry.cost and entry.supports(m) and not (inside and entry.stretches) else None
-        if cost is not None and not cost.turns and not (cost.copied and apart):
-            names.append(name)
-        elif entry.levels is not None and _of_cpus(cluster):
+        if (cost is not None and not cost.turns and not (cost.copied and apart)) or (
+            entry.levels is not None and _of_cpus(cluster)
+        ):
             names.append(name)
     if collective.plain in ISLANDS and any(kind.vendor for kind in cluster.kinds if kind.count):
         names.insert(0, "islands")

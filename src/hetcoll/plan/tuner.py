@@ -106,7 +106,9 @@ def table(
     if not found:
         raise ArgumentError(f"no algorithm for {collective.label} among {topology.size} ranks states its cost")
     rows: list[tuple[int, str]] = []
-    for upper, (name, _) in _envelope({(name, i): line for name, forms in found.items() for i, line in enumerate(forms)}):
+    for upper, (name, _) in _envelope(
+        {(name, i): line for name, forms in found.items() for i, line in enumerate(forms)}
+    ):
         if rows and rows[-1][1] == name:  # the other form
             rows.pop()
         rows.append((upper, name))
@@ -247,7 +249,7 @@ class _Place:
             rooted = collective in ROOTED
             self.senders = max((1 if rooted else len(h)) * (self.size - len(h)) / (self.size - 1) for h in hosts)
 
-    def line(self, cost: Cost) -> tuple[float, float]:
+    def line(self, cost: Cost) -> Line:
         """Hops one after another, and the busiest rank's work, which the ranks of a core share; or its host's card."""
         machine, inside, between, crowding = self.machine, self.inside, self.between, self.crowding
         near, far = cost.reach is Reach.NEAR, float(self.several)
@@ -264,7 +266,7 @@ class _Place:
         if cost.copied > 0:
             copied += cost.copied - (cost.sent if link is machine.shm and not self.claims else 0)
             fixed += machine.staging * cost.copied / crowding**2
-        moved = max(cost.sent, cost.received) if link.duplex else copied
+        moved = (max(cost.sent, cost.received) if link.duplex else copied) * self.incast(cost)
         work = (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * mean
         # Who waits for one other leaves a shared core to the rest; where several streams meet (near), all wait.
         if cost.stepwise and (near or crowding <= 1 or link is not machine.loopback):
@@ -272,7 +274,13 @@ class _Place:
         senders = self.next_senders if near else self.senders
         return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * senders)
 
-    def levels(self, levels: Levels) -> tuple[float, float]:
+    def incast(self, cost: Cost) -> float:
+        """How much longer bytes take where several send to one host at a time."""
+        if not self.several or self.between is not self.machine.tcp:
+            return 1.0
+        return 1 + self.machine.incast * (min(cost.senders, self.machine.incast_most) - 1)
+
+    def levels(self, levels: Levels) -> Line:
         """The work inside a host, then that between hosts, as if nothing overlapped."""
         (inside, between), near, far = levels, self.inside, self.between
         machine, crowding = self.machine, self.crowding
@@ -280,7 +288,8 @@ class _Place:
         fixed += (inside.hops + between.hops) * machine.switch * (crowding - 1)
         fixed += (inside.messages * near.overhead + between.messages * far.overhead) * crowding
         slope = (inside.sent + inside.received - inside.reduced) / near.bandwidth * crowding
-        slope += max(between.sent, between.received) / far.bandwidth * (machine.stall if between.stepwise else 1)
+        slowed = machine.stall if between.stepwise else self.incast(between)
+        slope += max(between.sent, between.received) / far.bandwidth * slowed
         return fixed, slope + (inside.reduced + between.reduced) / machine.reduce * crowding
 
 

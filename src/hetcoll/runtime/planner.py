@@ -201,7 +201,9 @@ class Planner:
         if (collective, name) not in self._led:
             self._led[collective, name] = tuner.led(collective, name, topology)
         led = nbytes <= self._led[collective, name]
-        return among_hosts(entry, led=led), f"among {len(topology.hosts)} hosts, each {'led by one rank' if led else 'split over its ranks'}"
+        return among_hosts(
+            entry, led=led
+        ), f"among {len(topology.hosts)} hosts, each {'led by one rank' if led else 'split over its ranks'}"
 
     def _measured(self, collective: Collective) -> tuned.Measured | None:
         """What `hetcoll tune` measured for ranks that are placed so, where HETCOLL_ALGO leaves the choice open."""

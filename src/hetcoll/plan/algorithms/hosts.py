@@ -13,7 +13,7 @@ sent on between hosts, and the other way round, at the pace of elements.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
 from math import lcm
@@ -280,7 +280,7 @@ class _Led(_Split):
             last = p.copy(lane + 1, shares[p.rank], inp(0, self.pieces))
             for mate in self.earlier:
                 last = p.recv(lane + 1, shares[mate], mate)
-            self.came = dict.fromkeys(range(self.flat.pieces), [last])
+            self.came = {unit: [last] for unit in range(self.flat.pieces)}
         self.run(skip=last)
         rows = [(span, self.done[index]) for span, index in self.written(units(own))]
         self.spread([(own, [[last]]), *rows], self.mates)
