@@ -35,6 +35,7 @@ import netns  # noqa: E402
 from libraries import prepare, run_group  # noqa: E402
 from shaped import FRAMES, bits, shaped  # noqa: E402
 
+INTEL = {"I_MPI_FABRICS": "shm:ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "eth0", "I_MPI_THREAD_YIELD": "2"}
 HERE = Path(__file__).resolve().parent
 LARGE = 1 << 20  # bytes from which on the rate of the links bounds a call
 OPS = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce")
@@ -64,7 +65,7 @@ def libraries(algos: Sequence[str], cards: int) -> list[Library]:
         *ours,
         Library("Gloo", "gloo", "gloo", {"GLOO_SOCKET_IFNAME": "eth0"}),
         Library("Open MPI", "mpi", "openmpi", {}, tcp),
-        Library("Intel MPI", "mpi", "impi", {"I_MPI_FABRICS": "shm:ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "eth0"}),
+        Library("Intel MPI", "mpi", "impi", INTEL),
     ]
 
 
@@ -78,25 +79,32 @@ def launch(lib: Library, hosts: Sequence[str], each: int, words: Sequence[str], 
         command = [sys.executable, __file__, "--start", ",".join(hosts), str(each), *command]
     elif folder is not None:
         env |= {"PATH": f"{folder / 'bin'}:{env['PATH']}", "I_MPI_ROOT": str(folder)}
-        agent, at = enterer(hosts, home), [f"10.78.0.{host + 1}" for host in range(len(hosts))]
+        own = lib.environment == "openmpi"
+        agent, at = enterer(hosts, home, own_names=own), [f"10.78.0.{host + 1}" for host in range(len(hosts))]
         count = ("-n", str(len(hosts) * each))
-        if lib.environment == "openmpi":
+        if own:
             places = ",".join(f"{one}:{each}" for one in at)
             how = ["--host", places, "--prtemca", "plm_ssh_agent", str(agent), "--allow-run-as-root", "--bind-to",
-                   "none", "--mca", "mpi_yield_when_idle", "1", "-x", "PATH", "-x", "OMP_NUM_THREADS"]  # fmt: skip
+                   "none", "--leave-session-attached", "--mca", "mpi_yield_when_idle", "1", "-x", "PATH",
+                   "-x", "OMP_NUM_THREADS"]  # fmt: skip
         else:
             how = ["-hosts", ",".join(at), "-ppn", str(each), "-launcher", "ssh", "-launcher-exec", str(agent)]
-        command = ["ip", "netns", "exec", hosts[0], str(folder / "bin/mpirun"), *count, *how, *lib.words, *command]
+        named = ["unshare", "--uts", "sh", "-c", 'hostname h0; exec "$@"', "sh"] if own else []
+        mpirun = [str(folder / "bin/mpirun"), *count, *how, *lib.words, *command]
+        command = ["ip", "netns", "exec", hosts[0], *named, *mpirun]
     run_group(command, env, timeout)
 
 
-def enterer(hosts: Sequence[str], home: Path) -> Path:
-    """A program in the place of ssh(1), which runs a command in the namespace of an address."""
-    path = home / "enter"
-    cases = "\n".join(f'10.78.0.{i + 1}) exec ip netns exec {name} /bin/sh -c "$*";;' for i, name in enumerate(hosts))
+def enterer(hosts: Sequence[str], home: Path, *, own_names: bool) -> Path:
+    """A program in the place of ssh(1), which runs a command in the namespace of an address; `own_names`: each under a
+    name of its own. Open MPI takes ranks on hosts of one name for ranks of one host; Intel MPI connects to names."""
+    path, cases = home / "enter", ""
+    for i, host in enumerate(hosts):
+        shell, named = ("unshare --uts /bin/sh", f"hostname h{i}; ") if own_names else ("/bin/sh", "")
+        cases += f'10.78.0.{i + 1}) exec ip netns exec {host} {shell} -c "{named}$*";;\n'
     path.write_text(
         f'#!/bin/sh\nwhile case "$1" in -*) true;; *) false;; esac; do shift; done\n'
-        f'at="$1"; shift\ncase "$at" in\n{cases}\nesac\nexit 9\n'
+        f'at="$1"; shift\ncase "$at" in\n{cases}esac\nexit 9\n'
     )
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from itertools import accumulate, product
 
 import pytest
@@ -201,17 +200,20 @@ def test_costs_are_those_of_the_plans(entry: Algorithm, sizes: tuple[int, ...], 
             assert 1 / 3 < stated / predict(plans, nbytes, topology) < 3
 
 
-def forms(*sizes: int) -> Iterator[tuple[str, int]]:
-    for kind in AMONG:
-        for _, name in table(kind, cluster(*sizes)):
-            yield name, led(kind, name, cluster(*sizes))
-
-
 def test_short_messages_lead_and_long_ones_split() -> None:
-    for sizes in ((4, 4), (2,) * 8, (7, 9, 11, 13), (16,) * 16):
-        assert all(upper < 1 << 20 for name, upper in forms(*sizes) if name != "x") or sizes == (2,) * 8
-    shape = cluster(16, 16, 16, 16)
-    assert 8 < led(Collective.ALLREDUCE, "doubling", shape) < 1 << 16
+    for sizes in ((4, 4), (7, 9, 11, 13), (16,) * 16):
+        for name in ("oneshot", "doubling", "direct", "ring", "tree"):
+            assert 8 < led(Collective.ALLREDUCE, name, cluster(*sizes)) < 1 << 18
+    assert led(Collective.BROADCAST, "ring", cluster(2, 2)) == UNLIMITED  # the root sends as much to its only mate
+    assert led(Collective.ALLREDUCE, "ring", cluster(2, 2)) == led(Collective.ALLREDUCE, "direct", cluster(2, 2))
+
+
+def test_long_messages_of_many_hosts_go_round_a_ring() -> None:
+    """Of several that send to one host at a time some wait, so that links are not full."""
+    for kind in (Collective.ALLREDUCE, Collective.ALLGATHER, Collective.REDUCE_SCATTER):
+        for sizes in ((1,) * 4, (1,) * 8, (2,) * 8, (7, 9, 11, 13)):
+            assert table(kind, cluster(*sizes))[-1] == (UNLIMITED, "ring")
+        assert table(kind, cluster(4, 4))[-1][1] == "direct"
 
 
 def test_which_algorithms_run_among_hosts() -> None:
