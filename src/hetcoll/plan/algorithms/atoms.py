@@ -145,6 +145,7 @@ class Shares(Steps):
         self.pieces = p.pieces = common * flat.pieces
         self.larger = Buf.RECV if p.collective is Collective.ALLGATHER else Buf.SEND
         self.scatters = self.larger is Buf.SEND and len(self.mates) > 1  # what is added up inside is in scratch
+        self.shift = int(self.scatters)  # copies of SCRATCH that are in use here
 
     def regions(self, span: Span) -> Iterable[int]:
         if span.buf is not self.larger:
@@ -182,8 +183,8 @@ class Shares(Steps):
         whole = self.p.size * self.pieces
         wide, count = self.wide(atom, u, units)
         begin = wide % self.pieces
-        if buf is Buf.SCRATCH and self.scatters:  # the first copy has what is added up inside, and may be rounded there
-            return tmp((copy + (not self.p.compress)) * whole + wide, count)
+        if buf is Buf.SCRATCH and self.scatters:
+            return tmp((copy + self.shift) * whole + wide, count)
         if buf is Buf.SCRATCH:
             return tmp(copy * whole + wide, count) if large else tmp(copy * self.pieces + begin, count)
         if buf is Buf.SEND and self.scatters:

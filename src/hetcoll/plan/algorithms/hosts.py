@@ -13,6 +13,7 @@ sent on between hosts, and the other way round, at the pace of elements.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
@@ -65,6 +66,11 @@ class _Inside(Steps):
         self.earlier = [self.mates[(j - d) % k] for d in range(1, k)]  # whose messages come in that order
         self.of = {mate: [atom for atom in everyone if atom.owners[self.here] == mate] for mate in self.mates}
         self.came: dict[int, list[int]] = {}  # by unit of SEND in the flat plan: what brings it together, by atom
+
+    def hold(self) -> None:
+        """A copy of SCRATCH has what is added up inside: the first one of the flat plan, where sums grow in place."""
+        self.shift = 0 if _grows(self.flat) else 1
+        self.p.scratch_copies = max(1, self.flat.scratch_copies + self.shift)
 
     def given(self, atom: Atom, span: Span) -> list[Span]:
         """Those of this rank's own input that a span of SEND stands for."""
@@ -126,6 +132,19 @@ class _Inside(Steps):
         raise NotImplementedError
 
 
+def _grows(flat: Plan) -> bool:
+    """Whether SCRATCH may be where SEND is: a unit of SCRATCH is written by the one step that reads it of SEND."""
+    reads, written = Counter[int](), set[int]()
+    for step in flat.steps:
+        if step.src is not None and step.src.buf is Buf.SEND:
+            reads.update(units(step.src))
+        if step.dst is not None and step.dst.buf is Buf.SCRATCH:
+            if step.src is None or units(step.src) != units(step.dst) or step.src.buf is Buf.RECV:
+                return False
+            written.update(units(step.dst))
+    return flat.scratch_like is Buf.SEND and all(reads[unit] <= 1 for unit in written)
+
+
 def units(span: Span) -> range:
     return range(span.start, span.start + span.count)
 
@@ -161,8 +180,7 @@ class _Buffers(_Inside, Whole):
             self.held = out
         if several and p.collective is Collective.REDUCE and p.rank != p.root:
             self.held = self.into = tmp
-            self.shift = 1
-            p.scratch_copies += 1
+            self.hold()
         self.reduce()
         self.run()
         rows = [(span, self.done[index]) for span, index in self.written()]
@@ -204,7 +222,8 @@ class _Split(_Inside, Shares):
         p = self.p
         if p.collective is Collective.REDUCE_SCATTER:
             if self.scatters:
-                p.scratch_copies, p.scratch_like = p.scratch_copies + (not p.compress), Buf.SEND
+                self.hold()
+                p.scratch_like = Buf.SEND
             self.reduce()
             self.run()
             return
@@ -245,7 +264,7 @@ class _Led(_Split):
         if alone and not large:
             return [Span(span.buf, copy * self.pieces + units.start, len(units)) for _, units in rows]
         held = Buf.RECV if self.larger is Buf.RECV else Buf.SCRATCH
-        return self.runs(span.buf if alone or scratch else held, span, copy + (scratch and self.scatters))
+        return self.runs(span.buf if alone or scratch else held, span, copy + (self.shift if scratch else 0))
 
     def draw(self) -> None:
         leader = self.everyone[0].owners[self.here]
@@ -258,7 +277,8 @@ class _Led(_Split):
 
     def _scatter(self, leader: int) -> None:
         p, lane = self.p, self.lane + 2
-        p.scratch_like, p.scratch_copies = self.larger, p.scratch_copies + 1
+        p.scratch_like = self.larger
+        self.hold()
         self.reduce()
         self.run()
         if p.rank != leader:
