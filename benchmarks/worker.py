@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-OPS = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "alltoall", "sendrecv")
+OPS = ("allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall", "sendrecv")
+MORE = ("reduce",)  # that only some sweeps have
 IN_PLACE = ("allreduce", "reduce")  # Gloo's
 PERIOD = 65521  # prime: a chunk in the wrong place does not look right
 SAMPLE_US = 100.0  # calls are timed in batches that take about this long, of at most 100
@@ -282,7 +283,7 @@ def measure(library: Library, case: Case, budget_us: float, written: bool = Fals
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--library", choices=LIBRARIES, required=True)
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
+    parser.add_argument("--ops", nargs="+", choices=[*OPS, *MORE], default=OPS)
     parser.add_argument("--sizes", nargs="+", type=int, required=True)
     parser.add_argument("--budget-ms", type=float, default=60.0, help="time for the samples of one size")
     parser.add_argument("--pages", choices=PAGES, default="numpy", help="of the buffers; see `aligned`")

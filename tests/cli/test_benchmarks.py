@@ -317,7 +317,7 @@ def test_the_worker_reduces_in_one_buffer() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("op", worker.OPS)
+@pytest.mark.parametrize("op", [*worker.OPS, *worker.MORE])
 def test_the_worker_knows_what_every_rank_must_get(op: str, size: int) -> None:
     nothing = {"bind": lambda *_: None}
     ranks = [worker.Case(SimpleNamespace(rank=r, size=size, **nothing), op, 12 * 1000, False) for r in range(size)]
@@ -326,8 +326,8 @@ def test_the_worker_knows_what_every_rank_must_get(op: str, size: int) -> None:
     total = sum(case.send for case in ranks)
     for case in ranks:
         mine = slice(case.rank * case.part, (case.rank + 1) * case.part)
-        if op in ("allreduce", "reduce_scatter"):
-            right = total if op == "allreduce" else total[mine]
+        if op in ("allreduce", "reduce_scatter", "reduce"):
+            right = total[mine] if op == "reduce_scatter" else total
         elif op in ("allgather", "alltoall"):
             right = np.concatenate([other.send if op == "allgather" else other.send[mine] for other in ranks])
         else:

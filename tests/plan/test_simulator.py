@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import edited, field_mutants, passes, reordered, structural_mutants
-from thorough import parametrize
 
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Hosts, find, p2p
 from hetcoll.plan.ir import Buf, Op, Plan, Span, Step
