@@ -13,7 +13,7 @@ from plan_executor import execute
 from topologies import cluster
 
 from hetcoll.errors import ArgumentError
-from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Cost, Draft, Hosts, find, register
+from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Cost, Draft, Hosts, find, inp, out, register, tmp
 from hetcoll.plan.algorithms.atoms import AMONG
 from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.plan.costs import LEVELS, levels
@@ -153,6 +153,32 @@ def test_where_hosts_are_led_one_rank_of_each_crosses(entry: Algorithm) -> None:
         mates = next(host for host in hosts if plan.rank in host)
         peers = {peer for peer, _ in plan.edges}
         assert peers <= (leaders | set(mates) if plan.rank in leaders else leaders & set(mates))
+
+
+def test_sums_grow_in_one_copy_of_scratch() -> None:
+    """And in one more where the algorithm needs its own: here it receives where it will read what was added up."""
+
+    def aside(p: Draft) -> None:
+        p.scratch_copies = 1
+        if p.rank != p.root:
+            p.send(0, inp(), p.root)
+            return
+        total = inp()
+        for peer in p.others():
+            p.recv(0, tmp(), peer)
+            p.copy(0, out(), total)
+            p.reduce(0, out(), tmp())
+            total = out()
+
+    hosts = side_by_side(2, 2, 2, 2)
+    for kind in (Collective.REDUCE_SCATTER, Collective.REDUCE):
+        for entry, form in product((e for e in FLAT if e.collective is kind), (False, True)):
+            assert {plan.scratch_copies for plan in build(entry, hosts, form)} <= {0, 1}
+    own = Algorithm("aside", Collective.REDUCE, aside)
+    for form, inplace in product((False, True), (False, True)):
+        plans = build(own, hosts, form, root=1)
+        check(plans, inplace=inplace)
+        assert form or plans[0].scratch_copies == 2
 
 
 def test_all_ranks_of_one_a_host_run_the_algorithm_itself() -> None:

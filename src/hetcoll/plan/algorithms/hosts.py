@@ -21,7 +21,7 @@ from math import lcm
 
 from ...errors import ArgumentError
 from ...types import WHOLE, Collective
-from ..ir import Buf, Plan, Span, Step
+from ..ir import Buf, Op, Plan, Span, Step
 from .atoms import Atom, Shares, Steps, Whole, atoms_of
 from .base import Algorithm, Draft, inp, out, tmp
 
@@ -69,7 +69,8 @@ class _Inside(Steps):
 
     def hold(self) -> None:
         """A copy of SCRATCH has what is added up inside: the first one of the flat plan, where sums grow in place."""
-        self.shift = 0 if _grows(self.flat) else 1
+        shares = self.flat.send_units != self.flat.recv_units
+        self.shift = 0 if _grows(self.flat, self.here * self.flat.pieces if shares else 0) else 1
         self.p.scratch_copies = max(1, self.flat.scratch_copies + self.shift)
 
     def given(self, atom: Atom, span: Span) -> list[Span]:
@@ -132,17 +133,27 @@ class _Inside(Steps):
         raise NotImplementedError
 
 
-def _grows(flat: Plan) -> bool:
-    """Whether SCRATCH may be where SEND is: a unit of SCRATCH is written by the one step that reads it of SEND."""
-    reads, written = Counter[int](), set[int]()
+def _grows(flat: Plan, begin: int) -> bool:
+    """Whether SCRATCH may be where SEND is, and RECV, which is there from unit `begin` on.
+
+    What writes a unit of SCRATCH alone reads it of SEND; what writes it to RECV then alone reads it of SCRATCH.
+    """
+    scratch = {u for s in flat.steps if s.dst is not None and s.dst.buf is Buf.SCRATCH for u in units(s.dst)}
+    reads, both = Counter[tuple[Buf, int]](), set[int]()
     for step in flat.steps:
-        if step.src is not None and step.src.buf is Buf.SEND:
-            reads.update(units(step.src))
-        if step.dst is not None and step.dst.buf is Buf.SCRATCH:
-            if step.src is None or units(step.src) != units(step.dst) or step.src.buf is Buf.RECV:
-                return False
-            written.update(units(step.dst))
-    return flat.scratch_like is Buf.SEND and all(reads[unit] <= 1 for unit in written)
+        if step.src is not None:
+            reads.update((step.src.buf, unit) for unit in units(step.src))
+        if step.dst is None or step.op is Op.SCALE:
+            continue
+        at = begin if step.dst.buf is Buf.RECV else 0
+        there = {at + unit for unit in units(step.dst)}
+        if scratch.isdisjoint(there):
+            continue
+        if step.src is None or step.src.buf is Buf.RECV or set(units(step.src)) != there:
+            return False
+        both |= there if step.dst.buf is Buf.RECV else set()
+    twice = any(reads[Buf.SEND, u] > 1 for u in scratch) or any(reads[Buf.SCRATCH, u] > 1 for u in both)
+    return flat.scratch_like is Buf.SEND and not twice
 
 
 def units(span: Span) -> range:
