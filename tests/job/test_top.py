@@ -24,8 +24,8 @@ from hetcoll.cli.top import text
 from hetcoll.config.env import Config
 from hetcoll.errors import ArgumentError, AuthenticationError, InitError
 from hetcoll.health.activity import QUESTION
-from hetcoll.rendezvous.control import WORLD, ControlClient
-from hetcoll.rendezvous.observing import Told, observe, survey
+from hetcoll.rendezvous.control import WORLD
+from hetcoll.rendezvous.observing import Observer, Told, observe
 from hetcoll.tools.rates import WINDOW, Rates, Watch
 
 Launch = Callable[..., Ranks]
@@ -33,12 +33,12 @@ COUNT, ROUNDS = 1000, 50
 
 
 @contextlib.contextmanager
-def looking_on(ranks: Ranks) -> Iterator[ControlClient]:
-    control = observe(str(ranks.pid(0)), Config())
+def looking_on(ranks: Ranks) -> Iterator[Observer]:
+    observer = observe(str(ranks.pid(0)), Config())
     try:
-        yield control
+        yield observer
     finally:
-        control.close()
+        observer.close()
 
 
 TOP = """
@@ -77,13 +77,13 @@ def only_group(told: Told) -> dict[str, Any]:
 
 def test_counts_are_those_of_what_was_called(launch: Launch) -> None:
     ranks = launch(3)
-    with looking_on(ranks) as control:
+    with looking_on(ranks) as observer:
         ranks.run(reductions)
-        before = [only_group(each) for each in survey(control, QUESTION, 10)]
+        before = [only_group(each) for each in observer.survey(QUESTION, 10)]
         assert [group["calls"] for group in before] == [ROUNDS] * 3
         assert all(group["spent"] > 0 and group["waits"] == 0 and group["what"] == "" for group in before)
         ranks.run(to_the_next)
-        after = survey(control, QUESTION, 10)
+        after = observer.survey(QUESTION, 10)
         assert [each.rank for each in after] == [0, 1, 2]
         assert [each.answer["pid"] for each in after] == [ranks.pid(rank) for rank in range(3)]
         for rank, (then, each) in enumerate(zip(before, after, strict=True)):
@@ -107,12 +107,12 @@ def close_part(comm: hetcoll.Communicator) -> None:
 
 def test_parts_of_the_job_are_told_while_they_are_open(launch: Launch) -> None:
     ranks = launch(4)
-    with looking_on(ranks) as control:
+    with looking_on(ranks) as observer:
         ranks.run(part)
-        told = survey(control, QUESTION, 10)
+        told = observer.survey(QUESTION, 10)
         assert [len(each.answer["groups"]) for each in told] == [2] * 4
         ranks.run(close_part)
-        assert [len(each.answer["groups"]) for each in survey(control, QUESTION, 10)] == [1] * 4
+        assert [len(each.answer["groups"]) for each in observer.survey(QUESTION, 10)] == [1] * 4
 
 
 # Who is slow, or silent.
@@ -127,10 +127,10 @@ def with_a_late_rank(comm: hetcoll.Communicator, at: str) -> None:
         comm.allreduce(more, op="min")
 
 
-def look_until(control: ControlClient, watch: Watch, found: Callable[[Rates], object]) -> Rates:
+def look_until(observer: Observer, watch: Watch, found: Callable[[Rates], object]) -> Rates:
     def look() -> Rates | None:
         time.sleep(0.05)
-        watch.add(survey(control, QUESTION, 1.0))
+        watch.add(observer.survey(QUESTION, 1.0))
         rates = watch.rates()
         return rates if found(rates) else None
 
@@ -142,9 +142,9 @@ def look_until(control: ControlClient, watch: Watch, found: Callable[[Rates], ob
 def test_the_slowest_rank_and_one_that_is_stopped_are_named(launch: Launch, tmp_path: Path) -> None:
     ranks, at = launch(3), tmp_path / "enough"
     ranks.start(with_a_late_rank, str(at))
-    with looking_on(ranks) as control:
+    with looking_on(ranks) as observer:
         watch = Watch()
-        rates = look_until(control, watch, lambda rates: rates.slowest and rates.slowest.window > 0.5)
+        rates = look_until(observer, watch, lambda rates: rates.slowest and rates.slowest.window > 0.5)
         assert rates.slowest is not None
         assert rates.slowest.rank == "1"
         assert rates.slowest.own is not None
@@ -153,14 +153,14 @@ def test_the_slowest_rank_and_one_that_is_stopped_are_named(launch: Launch, tmp_
         assert "slowest of the last" in text(rates)
         ranks.signal(2, signal.SIGSTOP)
         started = time.monotonic()
-        stopped = look_until(control, watch, lambda rates: rates.ranks[2].silent)
+        stopped = look_until(observer, watch, lambda rates: rates.ranks[2].silent)
         assert time.monotonic() - started < 20  # a look waits for one second, however many are stopped
         assert [rank.silent for rank in stopped.ranks] == [False, False, True]
         assert re.search(rf"\n +2 \S+ +{ranks.pid(2)} .* does not answer: stopped", text(stopped))
         call = "in allreduce(int32, count=1, op=min), test_top.py:"
-        look_until(control, watch, lambda rates: call in rates.ranks[0].state)
+        look_until(observer, watch, lambda rates: call in rates.ranks[0].state)
         ranks.signal(2, signal.SIGCONT)
-        look_until(control, watch, lambda rates: not rates.ranks[2].silent)
+        look_until(observer, watch, lambda rates: not rates.ranks[2].silent)
     at.touch()
     assert not any(outcome.problem() for outcome in ranks.finish())
 
@@ -236,8 +236,8 @@ def end(ranks: Ranks) -> None:
 
 
 def survey_of(ranks: Ranks) -> list[int]:
-    with looking_on(ranks) as control:
-        return [only_group(each)["calls"] for each in survey(control, QUESTION, 10)]
+    with looking_on(ranks) as observer:
+        return [only_group(each)["calls"] for each in observer.survey(QUESTION, 10)]
 
 
 def test_it_ends_with_the_job(launch: Launch) -> None:
@@ -293,9 +293,9 @@ def test_a_job_is_found_by_its_port_with_its_secret(launch: Launch, secret: str)
     port = ranks.run(free_port)[0]
     assert ranks.run(by_hand, port) == ["2", "2"]
     place = f"127.0.0.1:{port}"
-    control = observe(place, Config(secret=secret.encode() or None))
-    assert [(each.group, each.rank) for each in survey(control, QUESTION, 10)] == [(WORLD, 0), (WORLD, 1)]
-    control.close()
+    observer = observe(place, Config(secret=secret.encode() or None))
+    assert [(each.group, each.rank) for each in observer.survey(QUESTION, 10)] == [(WORLD, 0), (WORLD, 1)]
+    observer.close()
     if secret:
         with pytest.raises(AuthenticationError, match="different secrets"):
             observe(place, Config(secret=b"another"))
@@ -313,7 +313,7 @@ def test_a_job_is_found_by_its_port_with_its_secret(launch: Launch, secret: str)
 
 def told(rank: int, clock: float, **values: Any) -> Told:
     group = {"name": "j g", "rank": rank, "size": 3, "calls": 0, "messages": 0, "spent": 0.0, "waits": 0.0, "what": "",
-             "site": "", "state": "", "failed": "", "sent": 0, "edges": {}} | values  # fmt: skip
+             "site": "", "state": "", "failed": "", "sent": 0, "edges": {}, "on": "h"} | values  # fmt: skip
     return Told(WORLD, rank, {"clock": clock, "pid": 100 + rank, "host": "h", "program": "x.py", "groups": [group]})
 
 

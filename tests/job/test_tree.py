@@ -21,7 +21,7 @@ from hetcoll.rendezvous import decisions, relay, uplink
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.connections import probe
 from hetcoll.rendezvous.control import WORLD, ControlClient
-from hetcoll.rendezvous.observing import Told, survey
+from hetcoll.rendezvous.observing import Observer, Told
 from hetcoll.rendezvous.protocol import exchanges
 from hetcoll.rendezvous.protocol.news import Event, Left, Lost, Query, StoreLost, Verdict
 from hetcoll.rendezvous.protocol.routes import Entry, extend_up, pack_down, pack_up, unpack_down, unpack_up
@@ -141,14 +141,14 @@ def test_everything_goes_through_relays_as_it_goes_without(job: Job) -> None:
 
 
 def test_who_looks_on_asks_through_relays_too(job: Job) -> None:
-    looker = ControlClient(job.unique_id, 0, 1, 30, group=None)
+    looker = Observer(job.unique_id)
     try:
-        told = survey(looker, "?", 20)
+        told = looker.survey("?", 20)
         assert told == [Told(WORLD, rank, rank) for rank in range(SIZE)]
         a_relay = job.a_relay()
         a_relay.die()
         job.ranks[-1 if a_relay is not job.ranks[-1] else 0].wait_for(lambda event: isinstance(event, Lost))
-        told = survey(looker, "?", 20)
+        told = looker.survey("?", 20)
         assert [each.rank for each in told] == [rank for rank in range(SIZE) if rank != a_relay.rank]
     finally:
         looker.close()

@@ -15,7 +15,7 @@ from typing import TextIO
 from .. import ArgumentError, CommunicationError, InitError
 from ..config.env import configuration
 from ..health.activity import QUESTION
-from ..rendezvous.observing import follow, observe, survey
+from ..rendezvous.observing import observe
 from ..tools.rates import RankRates, Rates, Slowest, Watch
 
 _PATIENCE = 1.0  # seconds that a rank has to answer, at most half of the interval
@@ -70,12 +70,12 @@ def _output(path: str | None) -> Iterator[TextIO]:
 
 
 def _look(args: argparse.Namespace, out: TextIO) -> int:
-    control, watch, problem = observe(args.job, configuration()), Watch(), ""
+    observer, watch, problem = observe(args.job, configuration()), Watch(), ""
     patience = min(_PATIENCE, args.interval / 2)
     due = time.monotonic()
     for number in range(sys.maxsize):
         try:
-            watch.add(survey(control, QUESTION, patience))
+            watch.add(observer.survey(QUESTION, patience))
             problem = ""
         except InitError as error:  # it is there, and says nothing
             problem = f"{error}: the process of rank 0 is stopped, cut off or busy"
@@ -85,7 +85,7 @@ def _look(args: argparse.Namespace, out: TextIO) -> int:
                     print("the job has ended", file=out, flush=True)
                 return 0
             try:
-                control = follow(control.unique_id)
+                observer.follow()
             except InitError:
                 raise error from None
             continue

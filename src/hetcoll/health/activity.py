@@ -29,7 +29,8 @@ _open: list[Activity] = []  # of this process, in the order in which they came t
 
 
 class Activity:
-    """Of one communicator, the one of `job_id` that is called `group`. `describe` as for `FlightRecorder`."""
+    """Of one communicator, the one of `job_id` that is called `group`. `host`: what its ranks of this host have in
+    common. `describe` as for `FlightRecorder`."""
 
     def __init__(
         self,
@@ -37,11 +38,12 @@ class Activity:
         group: bytes,
         rank: int,
         size: int,
+        host: str,
         engine: _native.Engine,
         describe: Callable[[int], tuple[Called, int] | None],
     ) -> None:
         self._name = f"{job_id.hex()} {group.hex()}"
-        self._rank, self._size, self._engine, self._describe = rank, size, engine, describe
+        self._rank, self._size, self._host, self._engine, self._describe = rank, size, host, engine, describe
         self._counted = 0  # collectives up to this one are in what follows
         self._spent = 0.0
         self._timed = 0
@@ -75,6 +77,7 @@ class Activity:
             "name": self._name,
             "rank": self._rank,
             "size": self._size,
+            "on": self._host,
             "calls": calls,
             "messages": engine.messages,
             "spent": None if self._counted and not self._timed else self._spent,

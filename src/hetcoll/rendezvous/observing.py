@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..config.env import Config
@@ -20,6 +21,7 @@ from .connections.sockets import spell_error
 from .control import ControlClient
 from .protocol.unique_id import UniqueId
 from .protocol.wire import U32, Op, unpack
+from .uplink import read_places
 
 _FIND_SECONDS = 5.0
 _FOLLOW_SECONDS, _PAUSE = 10.0, 0.1
@@ -35,8 +37,53 @@ class Told(NamedTuple):
     answer: Any
 
 
-def observe(job: str | None, config: Config) -> ControlClient:
-    """A connection to the store of a job that runs, which makes this process no rank of it.
+class Observer:
+    """A connection to a job's store, which makes this process no rank of it. InitError where there is none."""
+
+    def __init__(self, unique_id: UniqueId) -> None:
+        self._control = _connect(unique_id, _FIND_SECONDS)
+        self._successors: list[UniqueId] = []  # as the store told last
+
+    def survey(self, question: str, seconds: float) -> list[Told]:
+        """What all processes of the job answer to `question` (`Diagnosis.answers`) within so many seconds.
+
+        InitError where the store does not answer, PeerLostError where it has ended or was lost.
+        """
+        successors, *rows = self._control.decide(Op.SURVEY, (json.dumps(question).encode(),), seconds)
+        unique_id = self._control.unique_id
+        self._successors = [replace(unique_id, addresses=read_places(each)) for each in unpack(successors)[1:]]
+        told = []
+        for group, rank, answer in map(unpack, rows):
+            told.append(Told(group, U32.unpack(rank)[0], json.loads(answer[1:]) if answer else None))
+        return sorted(told, key=lambda each: each[:2])
+
+    def follow(self) -> None:
+        """Go to the store that has taken the place of the one that was lost. InitError where none does in time."""
+        deadline = time.monotonic() + _FOLLOW_SECONDS
+        lost, problem = self._control.unique_id, InitError("")
+        while time.monotonic() < deadline:
+            here = [each for each in announced() if each.name.endswith(lost.job_id[:8].hex())]
+            for number, place in enumerate((lost, *self._successors)):
+                try:
+                    self._control = _connect(_here(here[-1]) if here and number == 0 else place, _GLANCE)
+                    return
+                except InitError as error:
+                    problem = error
+            time.sleep(_PAUSE)
+        raise problem
+
+    def close(self) -> None:
+        """End the connection."""
+        self._control.close()
+
+
+def _connect(unique_id: UniqueId, seconds: float) -> ControlClient:
+    """A size of 1: straight to the store, whatever the job's size is."""
+    return ControlClient(unique_id, 0, 1, seconds, group=None)
+
+
+def observe(job: str | None, config: Config) -> Observer:
+    """Look on at a job that runs.
 
     `job` is ``HOST:PORT``, where its rank 0 listens (MASTER_ADDR and MASTER_PORT), or the number of a process on this
     host: rank 0's, or that of its launcher. None: the one job of this user whose rank 0 is on this host. InitError
@@ -52,30 +99,7 @@ def observe(job: str | None, config: Config) -> ControlClient:
         raise ArgumentError(
             f"JOB: wanted HOST:PORT of rank 0, such as gpu07:29500, or the number of its process here, got {job!r}"
         )
-    # A size of 1: straight to the store, whatever the job's size is.
-    return ControlClient(unique_id, 0, 1, _FIND_SECONDS, group=None)
-
-
-def follow(lost: UniqueId) -> ControlClient:
-    """The same to the store that has taken the place of `lost` (`succession`). InitError where none does in time."""
-    deadline = time.monotonic() + _FOLLOW_SECONDS
-    while True:
-        here = [each for each in announced() if each.name.endswith(lost.job_id[:8].hex())]
-        try:
-            return ControlClient(_here(here[-1]) if here else lost, 0, 1, _GLANCE, group=None)
-        except InitError:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(_PAUSE)
-
-
-def survey(control: ControlClient, question: str, seconds: float) -> list[Told]:
-    """What all processes of the job answer to `question` (`Diagnosis.answers`) within so many seconds."""
-    rows = control.decide(Op.SURVEY, (json.dumps(question).encode(),), seconds)
-    told = []
-    for group, rank, answer in map(unpack, rows):
-        told.append(Told(group, U32.unpack(rank)[0], json.loads(answer[1:]) if answer else None))
-    return sorted(told, key=lambda each: each[:2])
+    return Observer(unique_id)
 
 
 def _at(host: str, port: int, config: Config) -> UniqueId:

@@ -25,6 +25,7 @@ from ..health.activity import Activity
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.flight_recorder import FlightRecorder, listen
 from ..health.stall_detector import PATIENCE
+from ..links.descriptors import host_identity
 from ..links.wiring import Wiring
 from ..rendezvous.protocol.unique_id import hosted_here
 from ..rendezvous.protocol.wire import WORLD
@@ -150,7 +151,8 @@ class Core:
             diagnosis.warn_after = config.warn_after
             self.recorder = FlightRecorder(rank, size, self.engine, self.planner.described, diagnosis.ask)
             job_id, describe = session.control.unique_id.job_id, self.planner.described
-            self.activity = Activity(job_id, group, rank, size, self.engine, describe)
+            on = host_identity(config.host_id)
+            self.activity = Activity(job_id, group, rank, size, on, self.engine, describe)
             undo.callback(self.activity.close)
             diagnosis.answers |= self.recorder.answers() | self.activity.answers()
             if config.sigusr2:

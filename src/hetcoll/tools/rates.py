@@ -165,7 +165,7 @@ class Watch:
             collectives=sum(map(median, by_name.values())) if by_name else None,
             messages=_sum(rank.messages for rank in ranks),
             sent=_sum(rank.sent for rank in ranks),
-            hosts=len({history.host for history in self._processes.values() if history.host}),
+            hosts=len({seen[-1].told["on"] for _, _, seen in self._groups()}),
             program=programs[0] if programs else "",
         )
 

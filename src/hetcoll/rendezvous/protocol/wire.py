@@ -53,7 +53,8 @@ class Op(IntEnum):
     STANDING = 20  # nothing, where this process listens as a successor of the store; has no reply
     RETURN = 21  # 1 where this process hosts the store, where it listens as a successor, the last SUCCESSORS, what it
     # knows of its groups (`past`); a member's first frame to a store that has taken the place of another; has no reply
-    SURVEY = 22  # blob, seconds -> of each process of the job a group, its rank there, and empty or 1 and the answer
+    SURVEY = 22  # blob, seconds -> the last SUCCESSORS; of each process of the job a group, its rank there, and empty
+    # or 1 and the answer
     REPLY = 64
     LOST = 65  # group, rank, reason
     LEFT = 66  # group, ranks

@@ -30,15 +30,17 @@ class _Question:
 
 class Questions:
     """All of a store. `find_current` gives a member's group and rank; `groups` are all groups; `after` calls a function
-    once so many seconds (a packed double) are over."""
+    once so many seconds (a packed double) are over; `told_successors` gives the last SUCCESSORS."""
 
     def __init__(
         self,
         find_current: Callable[[Member, bytes], tuple[Group, int]],
         groups: Mapping[bytes, Group],
         after: Callable[[bytes, Callable[[], None]], None],
+        told_successors: Callable[[], bytes],
     ) -> None:
         self._find_current, self._groups, self._after = find_current, groups, after
+        self._told_successors = told_successors
         self._open: dict[int, _Question] = {}
         self._numbers = itertools.count(1)
         self._onlookers: set[Member] = set()
@@ -63,7 +65,8 @@ class Questions:
                 found.setdefault(other, (name, U32.pack(rank)))
 
         def spell(answers: Iterable[bytes]) -> bytes:
-            return pack(pack((*who, answer)) for who, answer in zip(found.values(), answers, strict=True))
+            rows = (pack((*who, answer)) for who, answer in zip(found.values(), answers, strict=True))
+            return pack((self._told_successors(), *rows))
 
         waiting = {other: position for position, other in enumerate(found)}
         question = _Question(member, request, waiting, [b""] * len(found), spell)

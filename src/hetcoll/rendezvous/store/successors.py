@@ -39,7 +39,8 @@ class Successors:
         self._places: dict[Member, bytes] = {}  # of successors; nothing: asked
         self._unsure: list[Member] = []  # who came before this store was sure to serve
         self._begun = self._due = False
-        self._told = b""  # to all, last
+        self.told = b""
+        """The last SUCCESSORS, which all members heard."""
         self._silent: list[float] = []  # when members fell silent, of late
         self.cut_off = ""
         """Why this store gives up, if it does: it may be in the smaller part of a job whose network is cut."""
@@ -50,7 +51,7 @@ class Successors:
         known = member in self._members
         self._members[member] = hosts or self._members.get(member, False)
         if self._begun and not known:
-            member.send(Op.SUCCESSORS, self._told)
+            member.send(Op.SUCCESSORS, self.told)
         elif not self._begun and self._charge:
             self._ask()
 
@@ -58,7 +59,7 @@ class Successors:
         """A member of the store before this one, which may be a successor already. It was `told` a list there, as all
         were, and nobody is told another until most have come: two that went by different lists might both serve."""
         self._members[member] = hosts
-        self._told = self._told or told
+        self.told = self.told or told
         self._unsure.append(member)
         if places:
             self._places[member] = places
@@ -124,9 +125,9 @@ class Successors:
 
     def _tell(self) -> None:
         self._due = False
-        self._told = pack((U32.pack(len(self._members)), *filter(None, self._places.values())))
+        self.told = pack((U32.pack(len(self._members)), *filter(None, self._places.values())))
         for member in self._members:
-            member.send(Op.SUCCESSORS, self._told)
+            member.send(Op.SUCCESSORS, self.told)
 
 
 class Absent:
