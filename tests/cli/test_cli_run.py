@@ -256,6 +256,13 @@ def test_a_wrong_option_gets_the_usage_of_its_command(name: str) -> None:
     assert done.stderr.endswith("error: unrecognized arguments: --no-such-option\n")
 
 
+@pytest.mark.parametrize("words", ["topo -n 0", "selftest -n 0", "explain allreduce 8 -n -1", "perf allreduce -n none"])
+def test_no_ranks_are_too_few(words: str) -> None:
+    done = command(*words.split())
+    assert done.returncode == 2
+    assert f"-n/--ranks: wanted a whole number from 1, got '{words.split()[-1]}'" in done.stderr
+
+
 def test_nobody_reads_to_the_end_of_simulate() -> None:
     words = [sys.executable, "-m", "hetcoll", "simulate", "allreduce", "ring", "-n", "40"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

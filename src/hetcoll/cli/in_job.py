@@ -12,9 +12,24 @@ if TYPE_CHECKING:
     from .. import Communicator
 
 
+def at_least(low: int) -> Callable[[str], int]:
+    """What reads an option's whole number, which is `low` or more."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low:
+            raise argparse.ArgumentTypeError(f"wanted a whole number from {low}, got {text!r}")
+        return value
+
+    return parse
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many ranks to start, where no launcher did."""
-    parser.add_argument("-n", "--ranks", type=int, default=2, help="ranks to start on this host (default 2)")
+    parser.add_argument("-n", "--ranks", type=at_least(1), default=2, help="ranks to start on this host (default 2)")
     parser.add_argument("--transport", choices=("auto", "shm", "tcp", "verbs"), help="how ranks reach each other")
 
 

@@ -26,6 +26,7 @@ from .. import DType, ReduceOp
 from ..config.env import child_environment, shown_variables
 from ..types import supports
 from .cases import OPS, REDUCING, Case, places
+from .in_job import at_least
 from .terminal import MARK, Progress, Screen
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Result:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How much is run, and where the report goes."""
     parser.add_argument("-o", "--output", default=REPORT, metavar="FILE", help=f"the report (default {REPORT})")
-    parser.add_argument("-n", "--ranks", type=int, default=2, help="ranks of the job on CPUs alone (default 2)")
+    parser.add_argument("-n", "--ranks", type=at_least(1), default=2, help="ranks of the job on CPUs alone (default 2)")
     parser.add_argument("--quick", action="store_true", help="few types and sizes")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # for the ranks: devices, islands, folder of the results
     parser.epilog = "The exit status is 1 where anything is wrong. The report is one text file to attach to a bug."

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from .. import DType, ReduceOp
 from ..types import supports
 from .cases import OPS, PAIRED, REDUCING, ROOTED, places, shape
+from .in_job import at_least
 from .on_device import check_devices
 from .own import add_import
 from .patterns import numpy_dtype
@@ -44,19 +44,6 @@ def parse_size(text: str) -> int:
     if unit not in _UNITS or not number.isdecimal():
         raise argparse.ArgumentTypeError(f"wanted a size such as 8, 64K, 4M or 1G, got {text!r}")
     return int(number) << _UNITS[unit]
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low:
-            raise argparse.ArgumentTypeError(f"wanted a whole number from {low}, got {text!r}")
-        return value
-
-    return parse
 
 
 def _dtypes(text: str) -> tuple[DType, ...]:
@@ -97,18 +84,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed = f"{', '.join(OPS)} or all; {' and '.join(sorted(PAIRED))} are between ranks 0 and 1, 2 and 3, ..."
     parser.add_argument("ops", nargs="+", choices=(*OPS, "all"), metavar="OP", help=listed)
     add = parser.add_argument
-    add("-n", "--ranks", type=_at_least(1), help="ranks to start on this host (default: those of -g, or 2)")
+    add("-n", "--ranks", type=at_least(1), help="ranks to start on this host (default: those of -g, or 2)")
     add("-b", "--minbytes", type=parse_size, default=8, metavar="SIZE", help="smallest size (default 8)")
     add("-e", "--maxbytes", type=parse_size, default=64 << 20, metavar="SIZE", help="largest size (default 64M)")
-    add("-f", "--stepfactor", type=_at_least(2), default=2, metavar="N", help="factor between sizes (default 2)")
+    add("-f", "--stepfactor", type=at_least(2), default=2, metavar="N", help="factor between sizes (default 2)")
     add("-i", "--stepbytes", type=parse_size, metavar="SIZE", help="difference between sizes, instead of -f")
-    add("--iters", type=_at_least(1), metavar="N", help="timed calls (default: as many as take 0.2 s, 5 to 5000)")
-    add("-w", "--warmup", type=_at_least(0), default=3, metavar="N", help="calls before the timed ones (default 3)")
+    add("--iters", type=at_least(1), metavar="N", help="timed calls (default: as many as take 0.2 s, 5 to 5000)")
+    add("-w", "--warmup", type=at_least(0), default=3, metavar="N", help="calls before the timed ones (default 3)")
     add("-d", "--datatype", type=_dtypes, default=(DType.FLOAT32,), metavar="TYPE", help="float32 (default), ..., all")
     add("-o", "--op", type=_redops, default=(ReduceOp.SUM,), metavar="OP", help="sum (default), ..., all")
-    add("-r", "--root", type=_at_least(-1), default=0, help="the root (default 0); -1 means each in turn")
+    add("-r", "--root", type=at_least(-1), default=0, help="the root (default 0); -1 means each in turn")
     add(
-        "-c", "--check", type=_at_least(0), default=1, metavar="N",
+        "-c", "--check", type=at_least(0), default=1, metavar="N",
         help="verified calls before and after (default 1); 0: nothing is verified",
     )  # fmt: skip
     add("--inplace", action="store_true", help="measure in place only")
@@ -119,8 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", type=_device, metavar="DEVICE",
         help="where buffers are: cpu (default), cuda, hip, auto, or one for each rank, such as cuda,hip,cpu",
     )  # fmt: skip
-    add("-g", "--ngpus", type=_at_least(1), metavar="N", help="so many ranks of the host have a GPU, one each")
-    add("-G", "--graph", type=_at_least(1), nargs="?", const=10, metavar="N", help="run a captured graph N times (10)")
+    add("-g", "--ngpus", type=at_least(1), metavar="N", help="so many ranks of the host have a GPU, one each")
+    add("-G", "--graph", type=at_least(1), nargs="?", const=10, metavar="N", help="run a captured graph N times (10)")
     add("-z", "--blocking", action="store_true", help="wait for each call on a GPU before the next")
     add(
         "-C",
