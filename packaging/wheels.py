@@ -176,8 +176,17 @@ def compiler(arch: str) -> Path:
     return folder
 
 
+def unpack(source: Path) -> Path:
+    """The folder that an sdist holds."""
+    with tarfile.open(source) as archive:
+        archive.extractall(WORK / "source", filter="data")
+    return WORK / "source" / source.name.removesuffix(".tar.gz")
+
+
 def build(source: Path, python: str, arch: str) -> Path:
-    """A wheel, cross-compiled, audited and with its tag of manylinux."""
+    """A wheel, cross-compiled, audited and with its tag of manylinux.
+
+    Both of a processor are built in one folder, since all but the bindings is the same."""
     env = environment(python, "x86_64", f"build-{arch}")
     pip(env, "install", "scikit-build-core", "nanobind", "cmake", "ninja")
     headers = env / "include"  # Debian's pyconfig.h includes that of the processor
@@ -199,7 +208,8 @@ def build(source: Path, python: str, arch: str) -> Path:
     }
     raw = WORK / "raw" / f"{python}-{arch}"
     shutil.rmtree(raw, ignore_errors=True)
-    pip(env, "wheel", "--no-build-isolation", "--no-deps", "-w", raw, source, variables=variables)
+    words = ("--no-build-isolation", "--no-deps", "-C", f"build-dir={WORK / 'objects' / arch}", "-w", raw)
+    pip(env, "wheel", *words, source, variables=variables)
     (built,) = raw.glob("*.whl")
     before = set(DIST.glob("*.whl"))
     # The oldest tag that fits: others than "auto" are known for this machine's processor alone.
@@ -249,13 +259,15 @@ def main() -> int:
     for needed in ("apt-get", "dpkg-deb", "unshare", *(f"qemu-{a}" for a in ARCHS if a != "x86_64")):
         if shutil.which(needed) is None:
             raise SystemExit(f"{needed} is missing (Debian: apt install qemu-user)")
-    shutil.rmtree(DIST, ignore_errors=True)
+    for old in (DIST, WORK / "source", WORK / "objects"):
+        shutil.rmtree(old, ignore_errors=True)
     run(sys.executable, "-m", "pip", "-q", "install", *TOOLS)
     source = sdist()
     run(sys.executable, "-m", "twine", "check", "--strict", source)
     build_offline(source)
+    unpacked = unpack(source)
     for arch in args.arch or ARCHS:
-        wheels = {python: build(source, python, arch) for python in (OLD, STABLE)}
+        wheels = {python: build(unpacked, python, arch) for python in (OLD, STABLE)}
         run(sys.executable, "-m", "twine", "check", "--strict", *wheels.values())
         for python in SUITES:
             test_debian(wheels[OLD if python == OLD else STABLE], python, arch)

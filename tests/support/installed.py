@@ -27,6 +27,16 @@ def find_program(program: str, environment: str, accept: Callable[[str], bool] =
     pytest.skip(f"{program} of {environment} is not installed; `make launchers` does it")
 
 
+def find_mpi4py(launcher: str) -> str:
+    """The Python beside this launcher, which has mpi4py and loads what is installed for this one; skips the test where
+    there is none."""
+    python, wanted = str(Path(launcher).parent / "python"), sys.version_info[:2]
+    script = f"import mpi4py, sys; sys.exit(sys.version_info[:2] != {wanted})"
+    if subprocess.run([python, "-c", script], capture_output=True, timeout=60).returncode:
+        pytest.skip(f"{python} has no mpi4py, or is not Python {'.'.join(map(str, wanted))}")
+    return python
+
+
 def import_torch() -> Any:
     """PyTorch, here or in its environment; skips the test where it is in neither."""
     if importlib.util.find_spec("torch") is None:
