@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from installed import find_mpi4py, find_program
 from ranks import Job, Ranks
 
