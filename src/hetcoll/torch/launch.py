@@ -85,7 +85,7 @@ class Launcher(dist.ProcessGroup):
         """
         name = lane[0] if lane is not COLLECTIVES else sys._getframe(1).f_code.co_name.lstrip("_")  # of the caller
         call = self._records.begin(name, tensors)
-        span = profiling.begin(self, name)
+        span = profiling.begin(self, name, tensors)
         try:
             if tensors and not tensors[0].is_cpu:
                 work = self._enqueue(opts, tensors, start, outputs, after, lane, source)
@@ -95,6 +95,7 @@ class Launcher(dist.ProcessGroup):
             found = translate(error) if isinstance(error, Exception) else error
             call.raised = str(found) or type(found).__name__
             if span is not None:
+                span.leave()
                 span.end()
             if found is error:
                 raise
@@ -106,6 +107,7 @@ class Launcher(dist.ProcessGroup):
 
     def _profile(self, work: dist.Work, span: profiling.Span) -> None:
         """See to it that the event of a call that has returned ends: with the operation, on another thread."""
+        span.leave()
         if isinstance(work, HostWork) and not work.is_completed():
             work.span = span
             self._futures.complete(work.end_span, alone=True)

@@ -311,7 +311,7 @@ def monitored_barrier_passes() -> None:
 
 
 def profiled() -> None:
-    """An event a call, which ends with the operation, and that the profiler takes for asynchronous."""
+    """Two events a call: one ends with the operation, and is asynchronous for the profiler; one has shapes."""
     rank, n = dist.get_rank(), dist.get_world_size()
     cpu, mark = torch.profiler.ProfilerActivity.CPU, torch.profiler.record_function
     for profile in (torch.profiler.profile(activities=[cpu]), torch.autograd.profiler.profile(record_shapes=True)):
@@ -335,6 +335,14 @@ def profiled() -> None:
         recv, send = ([name] * (rank == wanted) for name, wanted in (("recv", 1), ("send", 0)))
         assert names == ["all_reduce", "all_reduce", "all_gather_into_tensor", *recv, "barrier", *send]
         assert all(each.is_async and each.count == 1 for each in found)
+        shaped = isinstance(profile, torch.autograd.profiler.profile)  # and not both, or record_shapes would do nothing
+        shapes = [(each.name, each.input_shapes) for each in every if each.name.startswith("c10d::")]
+        wanted = [("allreduce_", [[3]]), ("allreduce_", [[100_000]]),
+                  ("allgather_into_tensor_coalesced_", [[1], [n]])]  # fmt: skip
+        assert shapes[:3] == [(f"c10d::{name}", which if shaped else []) for name, which in wanted]
+        recv, send = ([(name, [[1]] if shaped else [])] * (rank == who) for name, who in (("recv_", 1), ("send", 0)))
+        assert shapes[3:] == [(f"c10d::{name}", which) for name, which in (*recv, ("barrier", []), *send)]
+        assert not any(each.is_async for each in every if each.name.startswith("c10d::"))
         (meanwhile,), (after,) = (
             [each.time_range for each in every if each.name == name] for name in ("meanwhile", "after")
         )
