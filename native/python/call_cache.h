@@ -34,7 +34,8 @@ struct CallKeyHash {
 };
 
 // Least recently inserted entries go first once there are `kCapacity`: a job that calls with ever new sizes must not
-// grow. A small direct-mapped table in front makes a hit cost a few nanoseconds.
+// grow. A small direct-mapped table in front makes a hit cost a few nanoseconds. The GIL is its lock: what Find returns
+// holds until another thread may run Python.
 template <class Value>
 class CallCache {
  public:
