@@ -498,7 +498,9 @@ def test_a_broadcast_through_mpi4py(tmp_path: Path, name: str) -> None:
 
 def test_torchrun_itself(tmp_path: Path) -> None:
     torchrun = find_program("torchrun", "gloo")
-    command = [torchrun, "--standalone", "--nproc-per-node", "3", "--no-python", sys.executable]
+    # It may be another Python's, which must not find this one's packages.
+    launcher = ["env", "-u", "PYTHONPATH", torchrun]
+    command = [*launcher, "--standalone", "--nproc-per-node", "3", "--no-python", sys.executable]
     assert run_ranks(command, tmp_path) == [f"torchrun {rank} sees 0 1 2" for rank in range(3)]
 
 
