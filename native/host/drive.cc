@@ -278,6 +278,7 @@ void Engine::DriveUntil(Done&& done, std::int64_t until) {
     }
   }
   RingDoorbells();
+  if (windows_ != nullptr && failed()) DropTasks();  // streams wait for them, and need not ask again
 }
 
 void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::int64_t idle) {
@@ -306,7 +307,10 @@ void Engine::Sleep(std::unique_lock<std::mutex>& lock, std::int64_t until, std::
   };
   if (!collectives_.empty()) add(collectives_.front());
   std::for_each(p2p_.begin(), p2p_.end(), add);
-  if (windows_ != nullptr) windows_->AddPoll(links_, fds);
+  if (windows_ != nullptr) {
+    windows_->AddPoll(links_, fds);
+    silent |= windows_->Silent();
+  }
   // Who begins a transfer rings, and so does who leaves while the engine's own thread sleeps.
   const bool serves = windows_ != nullptr && NoTasks() && drivers_.load() == 0;
   const bool shared = !serves && (drivers_.load() > 1 || background_driving_);

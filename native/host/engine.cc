@@ -253,7 +253,7 @@ void Engine::BeginTransfers() {
   PassWindows();
   RingDoorbells();
   // The engine's own thread may sleep until there is something to receive.
-  if (windows_->Unsent() || failed()) doorbell_.Ring(options_.local_rank);
+  if (windows_->Unsent() || windows_->Silent() || failed()) doorbell_.Ring(options_.local_rank);
 }
 
 void Engine::PeerLeft(int peer) {

@@ -1,6 +1,7 @@
 #include "host/windows.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 
@@ -9,24 +10,25 @@ namespace {
 
 constexpr std::size_t kSinkBytes = std::size_t{64} << 10;
 
-void End(Transfer& transfer, Refusal refusal) {
-  transfer.refused = static_cast<int>(refusal);
-  transfer.state.store(refusal == Refusal::kNone ? Pending::State::kDone : Pending::State::kFailed,
-                       std::memory_order_release);
-}
-
 bool Inside(std::uint64_t offset, std::uint64_t nbytes, std::size_t size) {
   return offset <= size && nbytes <= size - offset;
 }
 
 }  // namespace
 
+void End(Transfer& transfer, Refusal refusal) {
+  transfer.refused = static_cast<int>(refusal);
+  transfer.state.store(refusal == Refusal::kNone ? Pending::State::kDone : Pending::State::kFailed,
+                       std::memory_order_release);
+}
+
 Windows::Windows(int rank, int size, std::uint64_t identity)
     : rank_(rank), identity_(identity), peers_(static_cast<std::size_t>(size)) {}
 
-void Windows::Add(std::uint32_t id, std::byte* base, std::size_t nbytes, std::size_t signals) {
+void Windows::Add(std::uint32_t id, std::byte* base, std::size_t nbytes, std::size_t signals, bool device) {
   Window& window = windows_[id];
   window.base = base;
+  window.device = device;
   window.nbytes = nbytes;
   window.signals.assign(signals, 0);
 }
@@ -43,24 +45,16 @@ void Windows::Close(std::uint32_t id) {
   window->base = nullptr;
   for (const Window::Expected& e : window->expected) End(*e.transfer, Refusal::kClosed);
   window->expected.clear();
-  for (Peer& peer : peers_) {
-    for (Item& item : peer.out[kAnswers].items) {
-      if (item.window != static_cast<std::int64_t>(id)) continue;
-      std::size_t bytes = 0;
-      const std::size_t first = std::max<std::size_t>(item.next, 1);  // the head of the answer is its own
-      for (std::size_t i = first; i < item.parts.size(); ++i) bytes += item.parts[i].nbytes;
-      std::vector<std::byte> kept(item.own.size() + bytes);
-      std::copy(item.own.begin(), item.own.end(), kept.begin());
-      item.parts[0].data = kept.data();
-      std::byte* to = kept.data() + item.own.size();
-      for (std::size_t i = first; i < item.parts.size(); ++i) {
-        Part& part = item.parts[i];
-        std::memcpy(to, part.data, part.nbytes);
-        part.data = to;
-        to += part.nbytes;
-      }
-      item.own = std::move(kept);
-      item.window = -1;
+  Release(*window);
+  if (window->device) return CloseDevice(id, *window);
+  KeepAnswers(id);
+}
+
+void Windows::KeepAnswers(std::uint32_t id) {
+  for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
+    const std::deque<Item>& items = peers_[peer].out[kAnswers].items;
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      if (items[i].window == static_cast<std::int64_t>(id)) KeepRest(static_cast<int>(peer), i);
     }
   }
 }
@@ -90,6 +84,7 @@ void Windows::Raise(std::uint32_t id, int signal) {
   if (window == nullptr || signal < 0) return;
   const auto index = static_cast<std::size_t>(signal);
   const std::uint64_t now = ++window->signals[index];
+  if (window->shown != nullptr) std::atomic_ref(window->shown[index]).store(now, std::memory_order_release);
   std::erase_if(window->expected, [&](const Window::Expected& e) {
     if (e.index != index || e.value > now) return false;
     End(*e.transfer, Refusal::kNone);
@@ -109,8 +104,13 @@ Refusal Windows::Check(std::uint32_t id, std::span<const Run> runs, int signal) 
 // Requests of this rank.
 
 std::shared_ptr<Transfer> Windows::ToSelf(std::uint32_t id, std::byte* memory, std::span<const Piece> pieces,
-                                          int signal, bool gets) {
+                                          int signal, bool gets, const Where& where) {
   auto transfer = std::make_shared<Transfer>();
+  const Window* window = Find(id);
+  if (where.device || Copies() || (window != nullptr && window->device)) {
+    device_->own.push_back({transfer, id, signal, gets, memory, {pieces.begin(), pieces.end()}, where});
+    return transfer;
+  }
   std::vector<Run> runs;
   runs.reserve(pieces.size());
   for (const Piece& p : pieces) runs.push_back({p.there, p.nbytes});
@@ -128,49 +128,39 @@ std::shared_ptr<Transfer> Windows::ToSelf(std::uint32_t id, std::byte* memory, s
 }
 
 std::shared_ptr<Transfer> Windows::Put(std::uint32_t id, int peer, const std::byte* src, std::span<const Piece> pieces,
-                                       int signal) {
-  if (peer == rank_) return ToSelf(id, const_cast<std::byte*>(src), pieces, signal, false);  // it is only read
+                                       int signal, const Where& where) {
+  if (peer == rank_) return ToSelf(id, const_cast<std::byte*>(src), pieces, signal, false, where);  // it is only read
   auto transfer = std::make_shared<Transfer>();
   transfer->peer = peer;
-  Request(peer, {.id = id, .gets = 0, .signal = signal}, pieces, src);
+  Request(peer, {.id = id, .gets = 0, .signal = signal}, pieces, src, where);
   peers_[static_cast<std::size_t>(peer)].awaiting.push_back(transfer);
   return transfer;
 }
 
-std::shared_ptr<Transfer> Windows::Get(std::uint32_t id, int peer, std::byte* dst, std::span<const Piece> pieces) {
-  if (peer == rank_) return ToSelf(id, dst, pieces, -1, true);
+std::shared_ptr<Transfer> Windows::Get(std::uint32_t id, int peer, std::byte* dst, std::span<const Piece> pieces,
+                                       const Where& where) {
+  if (peer == rank_) return ToSelf(id, dst, pieces, -1, true, where);
   auto transfer = std::make_shared<Transfer>();
   transfer->peer = peer;
   transfer->base = dst;
+  transfer->device = where.device;
   transfer->pieces.assign(pieces.begin(), pieces.end());
-  Request(peer, {.id = id, .gets = 1, .signal = -1}, pieces, nullptr);
+  Request(peer, {.id = id, .gets = 1, .signal = -1}, pieces, nullptr, where);
   peers_[static_cast<std::size_t>(peer)].awaiting.push_back(transfer);
   return transfer;
 }
 
-// Takes more of the message that is due; whether that was all of it.
 bool Windows::Take(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* dst, std::size_t total, bool& moved) {
-  const Message m = MessageOf(in.number, total, false);
-  for (;;) {
-    std::byte* to = dst + in.at;
-    std::size_t most = total - in.at;
-    if (dst == nullptr) {
-      sink_.resize(kSinkBytes);
-      to = sink_.data();
-      most = std::min(most, kSinkBytes);
-    }
-    const std::ptrdiff_t n = port.end->Pull(m, in.at, to, most, false);
-    if (n == kWouldBlock) return false;
-    moved = true;
-    in.at += static_cast<std::size_t>(n);
-    port.taken += static_cast<std::uint64_t>(n);
-    links.Touch(port);
-    if (in.at == total) break;
-  }
-  in.at = 0;
-  ++in.number;
-  ++port.through;
-  return true;
+  return TakeTo(
+      links, port, in, total, moved, [&](std::size_t left) { return std::span(dst + in.at, left); },
+      [](std::size_t) {});
+}
+
+bool Windows::Sink(Links& links, Port<RecvEnd>& port, Inbound& in, std::size_t total, bool& moved) {
+  sink_.resize(kSinkBytes);
+  return TakeTo(
+      links, port, in, total, moved, [&](std::size_t left) { return std::span(sink_).first(std::min(left, kSinkBytes)); },
+      [](std::size_t) {});
 }
 
 // Requests of others.
@@ -208,6 +198,10 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
         Admit(peer);
       }
       return true;
+    case Phase::kLanding:
+      if (!in.landing.empty()) return false;
+      Admit(peer);
+      return true;
     case Phase::kTable:
       if (!Take(links, port, in, reinterpret_cast<std::byte*>(in.runs.data()), in.runs.size() * sizeof(Run), moved)) {
         return false;
@@ -221,14 +215,24 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
   const Window* window = Find(in.head.id);
   if (window == nullptr && in.refusal == Refusal::kNone) in.refusal = Refusal::kClosed;  // meanwhile
   const bool sinks = in.refusal != Refusal::kNone;
-  if (!Take(links, port, in, sinks ? nullptr : window->base + run.offset, run.nbytes, moved)) return false;
+  if (sinks) {
+    if (!Sink(links, port, in, run.nbytes, moved)) return false;
+  } else if (window->device) {
+    if (!Land(links, port, in, window->base + run.offset, run.nbytes, moved)) return false;
+  } else {
+    if (!Take(links, port, in, window->base + run.offset, run.nbytes, moved)) return false;
+  }
   counts_.refused += sinks;
   counts_.pieces += !sinks;
   counts_.bytes += sinks ? 0 : run.nbytes;
   if (++in.run == in.runs.size()) {
-    if (!sinks) Raise(in.head.id, in.head.signal);
-    Answer(peer, in.refusal, {}, in.head.id);
     in.phase = Phase::kHead;
+    if (device_ != nullptr) {
+      PutIsThere(peer, in);
+    } else {
+      if (!sinks) Raise(in.head.id, in.head.signal);
+      Answer(peer, in.refusal, {}, in.head.id);
+    }
   }
   return true;
 }
@@ -236,6 +240,10 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
 // All that a request says is there.
 void Windows::Admit(int peer) {
   Inbound& in = peers_[static_cast<std::size_t>(peer)].in[kRequests];
+  if ((in.head.gets != 0 || in.runs.empty()) && !in.landing.empty()) {  // what was put before comes first
+    in.phase = Phase::kLanding;
+    return;
+  }
   in.refusal = Check(in.head.id, in.runs, in.head.signal);
   in.run = 0;
   in.phase = Phase::kHead;
@@ -281,17 +289,23 @@ bool Windows::CollectStep(Links& links, int peer, bool& moved) {
     }
   } else {
     const Piece& piece = transfer.pieces[in.run];
-    if (!Take(links, port, in, transfer.base + piece.here, piece.nbytes, moved)) return false;
+    const bool whole = transfer.device ? Land(links, port, in, transfer.base + piece.here, piece.nbytes, moved)
+                                       : Take(links, port, in, transfer.base + piece.here, piece.nbytes, moved);
+    if (!whole) return false;
     if (++in.run < transfer.pieces.size()) return true;
   }
   in.phase = Phase::kHead;
-  End(transfer, static_cast<Refusal>(p.status));
+  if (transfer.device && p.status == 0) {
+    device_->landed.emplace_back(device_->inlet.Mark(), p.awaiting.front());
+  } else {
+    End(transfer, static_cast<Refusal>(p.status));
+  }
   p.awaiting.pop_front();
   return true;
 }
 
 bool Windows::Pass(Links& links) {
-  bool moved = false;
+  bool moved = device_ != nullptr && PassCopies();
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
     if (peer == rank_ || links.rx(peer, kRequests).end == nullptr) continue;
     if (Unsent()) {
@@ -322,6 +336,8 @@ void Windows::AddPoll(Links& links, std::vector<pollfd>& fds) const {
 }
 
 void Windows::Drop() {
+  for (auto& [id, window] : windows_) Release(window);
+  if (device_ != nullptr) Drain();
   for (auto& [id, window] : windows_) {
     for (const Window::Expected& e : window.expected) e.transfer->state.store(Pending::State::kFailed);
     window.expected.clear();
@@ -330,6 +346,7 @@ void Windows::Drop() {
     for (const auto& transfer : peer.awaiting) transfer->state.store(Pending::State::kFailed);
     peer.awaiting.clear();
     for (Outbound& out : peer.out) out.items.clear();
+    for (Inbound& in : peer.in) in.landing.clear();
   }
   unsent_ = 0;
 }
@@ -343,6 +360,7 @@ std::string Windows::Describe() const {
     out += (out.empty() ? "" : "; ") + std::to_string(p.awaiting.size()) + " puts and gets wait for rank " +
            std::to_string(i);
     if (!requests.items.empty()) out += ", " + std::to_string(requests.items.size()) + " of them not sent yet";
+    if (!requests.items.empty() && requests.items.front().after) out += ", since the stream is not there yet";
   }
   return out;
 }

@@ -4,6 +4,9 @@
 // got. All of one request is answered before the next one of the same rank is looked at, so a rank's requests to a
 // window are done in their order. A window is written by its owner's engine alone, under the engine's lock: one that
 // was closed is not touched again, however late a piece for it comes.
+//
+// Memory may be a device's: then pieces pass through pinned memory (staging.h), and a request is answered when the last
+// copy of it has ended.
 #pragma once
 
 #include <poll.h>
@@ -14,10 +17,12 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "host/staging.h"
 #include "host/task.h"
 
 namespace hetcoll {
@@ -53,30 +58,49 @@ struct WindowCounts {
 struct Transfer : Pending {
   int peer = -1;
   std::byte* base = nullptr;  // of a get: where its pieces go
+  bool device = false;        // that is not the host's memory
   std::vector<Piece> pieces;  // of a get
 };
+
+// Of a put's source, or of what a get fills.
+struct Where {
+  bool device = false;
+  Gate after = nullptr;  // neither is touched before this is true; empty: it is
+};
+
+void End(Transfer& transfer, Refusal refusal);
 
 // All of it under the engine's lock.
 class Windows {
  public:
   Windows(int rank, int size, std::uint64_t identity);
 
-  void Add(std::uint32_t id, std::byte* base, std::size_t nbytes, std::size_t signals);
-  // When it returns, nothing here touches the window any more. Gets that are being answered have what was in it.
+  // From here on memory may be that of a device, which does these copies, through this pinned memory.
+  void UseCopier(std::shared_ptr<Copier> copier, std::span<std::byte> pinned);
+
+  void Add(std::uint32_t id, std::byte* base, std::size_t nbytes, std::size_t signals, bool device = false);
+  // When it returns, nothing here touches the window any more; a device's, once it is `Settled`. Gets that are being
+  // answered have what was in it.
   void Close(std::uint32_t id);
+  bool Settled(std::uint32_t id);
+  // Keeps its signals in these words, too: of a window that is closed, or where the engine has failed, kReleased.
+  void Show(std::uint32_t id, std::uint64_t* words);
   std::uint64_t Signal(std::uint32_t id, std::size_t index) const;
   // Done when the signal is `value` or more.
   std::shared_ptr<Transfer> Expect(std::uint32_t id, std::size_t index, std::uint64_t value);
 
   // Pieces of this memory to or from a window of `peer`; at the end of a put the signal grows by one, if it is one.
   std::shared_ptr<Transfer> Put(std::uint32_t id, int peer, const std::byte* src, std::span<const Piece> pieces,
-                                int signal);
-  std::shared_ptr<Transfer> Get(std::uint32_t id, int peer, std::byte* dst, std::span<const Piece> pieces);
+                                int signal, const Where& where = {});
+  std::shared_ptr<Transfer> Get(std::uint32_t id, int peer, std::byte* dst, std::span<const Piece> pieces,
+                                const Where& where = {});
 
   // Moves what can be moved without waiting; whether anything did. Throws Fault.
   bool Pass(Links& links);
-  // Whether something is to be sent.
-  bool Unsent() const { return unsent_ > 0; }
+  // Whether something is to be sent, or copied here.
+  bool Unsent() const { return unsent_ > 0 || Copies(); }
+  // Whether a device does something that it will not tell of: it must be looked at.
+  bool Silent() const { return device_ != nullptr && device_->Busy(); }
   // Whether something of this rank's waits for `peer`.
   bool Needs(int peer) const;
   void AddPoll(Links& links, std::vector<pollfd>& fds) const;
@@ -101,8 +125,11 @@ class Windows {
   struct Window {
     std::byte* base = nullptr;
     std::size_t nbytes = 0;
+    bool device = false;
     bool open = true;
+    std::array<std::uint64_t, 2> last{};  // marks, by way: of what touched it before it was closed
     std::vector<std::uint64_t> signals;
+    std::uint64_t* shown = nullptr;  // the same for a device's streams
     struct Expected {
       std::size_t index;
       std::uint64_t value;
@@ -114,19 +141,34 @@ class Windows {
     const std::byte* data;
     std::size_t nbytes;
     bool lends;  // it lies still until it was read
+    bool device = false;
   };
   struct Item {
     std::vector<std::byte> own;  // what is nobody else's
+    std::vector<std::byte> kept;  // of a window that was closed meanwhile
     std::vector<Part> parts;
     std::size_t next = 0;
     std::int64_t window = -1;  // whose memory the parts after the first are
+    bool device = false;       // some parts are
+    Gate after = nullptr;      // it is not looked at before this is true
   };
   struct Outbound {
     std::deque<Item> items;
     std::uint64_t number = 0;  // messages before this one
     std::size_t at = 0;        // in the message
+    // Up to where its Outlet was told to copy: an item, a part of it, a byte of that.
+    std::size_t staged_item = 0;
+    std::size_t staged_part = 0;
+    std::size_t staged_at = 0;
   };
-  enum class Phase { kHead, kTable, kRuns };
+  // A put that waits for the device to copy what came last.
+  struct Landing {
+    std::uint64_t mark;
+    std::uint32_t id;
+    std::int32_t signal;
+    Refusal refusal;
+  };
+  enum class Phase { kHead, kTable, kLanding, kRuns };
   struct Inbound {
     Phase phase = Phase::kHead;
     std::uint64_t number = 0;
@@ -136,6 +178,30 @@ class Windows {
     Head head{};
     std::vector<Run> runs;
     Refusal refusal = Refusal::kNone;
+    std::deque<Landing> landing;
+  };
+  // What this rank puts to its own window or gets from there, and a device must copy.
+  struct Own {
+    std::shared_ptr<Transfer> transfer;
+    std::uint32_t id;
+    int signal;
+    bool gets;
+    std::byte* memory;
+    std::vector<Piece> pieces;
+    Where where;
+    std::uint64_t mark = 0;
+  };
+  struct Device {
+    Device(std::shared_ptr<Copier> copier, std::span<std::byte> pinned, std::size_t fifos);
+    bool Busy() const;
+
+    std::shared_ptr<Copier> copier;
+    Inlet inlet;
+    std::deque<Outlet> outlets;  // by peer and channel
+    std::deque<Own> own;
+    std::deque<std::pair<std::uint64_t, std::shared_ptr<Transfer>>> landed;  // gets, and their marks
+    std::size_t gated = 0;                                                   // items that are not looked at yet
+    std::optional<Fault> fault;                                              // of what no Pass has begun
   };
   struct Peer {
     std::array<Outbound, 2> out;  // by channel
@@ -151,17 +217,38 @@ class Windows {
   Refusal Check(std::uint32_t id, std::span<const Run> runs, int signal);
   void Raise(std::uint32_t id, int signal);
   std::shared_ptr<Transfer> ToSelf(std::uint32_t id, std::byte* memory, std::span<const Piece> pieces, int signal,
-                                   bool gets);
-  void Request(int peer, const Head& head, std::span<const Piece> pieces, const std::byte* src);
+                                   bool gets, const Where& where);
+  void Request(int peer, const Head& head, std::span<const Piece> pieces, const std::byte* src, const Where& where);
   void Answer(int peer, Refusal refusal, std::span<const Run> runs, std::uint32_t id);
   void Queue(int peer, int channel, Item item);
   bool Send(Links& links, int peer, int channel);
+  // More of the message that is due, to memory that `room` gives for at most so many bytes of it; `took` is told how
+  // many came. Whether that was all of it.
+  template <class Room, class Took>
+  bool TakeTo(Links& links, Port<RecvEnd>& port, Inbound& in, std::size_t total, bool& moved, Room&& room, Took&& took);
   bool Take(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* dst, std::size_t total, bool& moved);
+  bool Sink(Links& links, Port<RecvEnd>& port, Inbound& in, std::size_t total, bool& moved);
+  bool Land(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* dst, std::size_t total, bool& moved);
   bool Serve(Links& links, int peer);
   bool ServeStep(Links& links, int peer, bool& moved);
   void Admit(int peer);
   bool Collect(Links& links, int peer);
   bool CollectStep(Links& links, int peer, bool& moved);
+  // Of what a device copies.
+  bool Copies() const { return device_ != nullptr && !device_->own.empty(); }
+  Outlet& OutletOf(int peer, int channel) {
+    return device_->outlets[2 * static_cast<std::size_t>(peer) + static_cast<std::size_t>(channel)];
+  }
+  bool Ready(Item& item);
+  void Stage(int peer, int channel);
+  void KeepRest(int peer, std::size_t index);
+  void PutIsThere(int peer, Inbound& in);
+  bool PassCopies();
+  bool PassOwn();
+  void Release(Window& window);
+  void KeepAnswers(std::uint32_t id);
+  void CloseDevice(std::uint32_t id, Window& window);
+  void Drain();
 
   int rank_;
   std::uint64_t identity_;
@@ -170,6 +257,29 @@ class Windows {
   std::size_t unsent_ = 0;  // items
   std::vector<std::byte> sink_;
   WindowCounts counts_;
+  std::unique_ptr<Device> device_;
 };
+
+template <class Room, class Took>
+bool Windows::TakeTo(Links& links, Port<RecvEnd>& port, Inbound& in, std::size_t total, bool& moved, Room&& room,
+                     Took&& took) {
+  const Message m = MessageOf(in.number, total, false);
+  for (;;) {
+    const std::span<std::byte> to = room(total - in.at);
+    if (to.empty() && total > 0) return false;
+    const std::ptrdiff_t n = port.end->Pull(m, in.at, to.data(), to.size(), false);
+    if (n == kWouldBlock) return false;
+    moved = true;
+    took(static_cast<std::size_t>(n));
+    in.at += static_cast<std::size_t>(n);
+    port.taken += static_cast<std::uint64_t>(n);
+    links.Touch(port);
+    if (in.at == total) break;
+  }
+  in.at = 0;
+  ++in.number;
+  ++port.through;
+  return true;
+}
 
 }  // namespace hetcoll

@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -16,8 +17,10 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "gpu/copier.h"
 #include "gpu/ledger.h"
 #include "gpu/queue.h"
+#include "python/copies.h"
 #include "python/gpu_calls.h"
 #include "python/py_device_queue.h"
 #include "python/verbs.h"
@@ -27,7 +30,37 @@ using namespace nb::literals;
 
 namespace hetcoll {
 
+namespace {
+
+std::optional<PyGate> Closed(Gate gate) {
+  if (!gate) return std::nullopt;
+  return PyGate{std::move(gate)};
+}
+
+void BindCopies(nb::module_& m) {
+  nb::class_<PyGate>(m, "Gate").def_prop_ro("open", [](const PyGate& g) { return g.gate(); });
+  nb::class_<PyCopier>(m, "Copier")
+      .def(nb::new_([](const std::string& vendor, const DriverFunctions& functions, Address in, Address out) {
+             const std::array streams{As<DeviceStream>(in), As<DeviceStream>(out)};
+             auto device = std::make_shared<DeviceCopier>(MakeDriver(vendor, functions), streams);
+             return PyCopier{device, device};
+           }),
+           nb::kw_only(), "vendor"_a, "functions"_a, "into"_a, "out"_a)
+      .def(
+          "after", [](const PyCopier& c, Address stream) { return Closed(c.device->After(As<DeviceStream>(stream))); },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "wait",
+          [](const PyCopier& c, Address word, std::uint64_t value, Address stream) {
+            return Closed(c.device->Wait(As<std::uint64_t*>(word), value, As<DeviceStream>(stream)));
+          },
+          nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace
+
 void BindDevices(nb::module_& m) {
+  BindCopies(m);
   nb::class_<ProxyEdge>(m, "ProxyEdge");
   nb::class_<Proxy> proxy(m, "Proxy");
   BindVerbs(proxy, [](Proxy& r) -> Proxy& { return r; });

@@ -253,13 +253,38 @@ NB_MODULE(_native, m) {
       .def("serve_windows", [](PyEngine& e) { e.engine().ServeWindows(); })
       .def(
           "add_window",
-          [](PyEngine& e, std::uint32_t id, std::uintptr_t address, std::size_t nbytes, std::size_t signals) {
+          [](PyEngine& e, std::uint32_t id, std::uintptr_t address, std::size_t nbytes, std::size_t signals,
+             bool device) {
             return e.engine().AskWindows([&](Windows& windows) {
-              windows.Add(id, reinterpret_cast<std::byte*>(address), nbytes, signals);
+              windows.Add(id, reinterpret_cast<std::byte*>(address), nbytes, signals, device);
               return true;
             });
           },
-          "window"_a, "address"_a, "nbytes"_a, "signals"_a, nb::call_guard<nb::gil_scoped_release>())
+          "window"_a, "address"_a, "nbytes"_a, "signals"_a, "device"_a = false,
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "use_copier",
+          [](PyEngine& e, const PyCopier& copier, std::uintptr_t pinned, std::size_t nbytes) {
+            return e.engine().AskWindows([&](Windows& windows) {
+              windows.UseCopier(copier.copier, {reinterpret_cast<std::byte*>(pinned), nbytes});
+              return true;
+            });
+          },
+          "copier"_a, "pinned"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "show_signals",
+          [](PyEngine& e, std::uint32_t id, std::uintptr_t words) {
+            return e.engine().AskWindows([&](Windows& windows) {
+              windows.Show(id, reinterpret_cast<std::uint64_t*>(words));
+              return true;
+            });
+          },
+          "window"_a, "words"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("window_settled",
+           [](PyEngine& e, std::uint32_t id) {
+             return e.engine().AskWindows([&](Windows& windows) { return windows.Settled(id); });
+           },
+           nb::call_guard<nb::gil_scoped_release>())
       .def(
           "close_window",
           [](PyEngine& e, std::uint32_t id) {
@@ -269,7 +294,8 @@ NB_MODULE(_native, m) {
             });
           },
           nb::call_guard<nb::gil_scoped_release>())
-      .def("transfer", &PyEngine::Transfer, "gets"_a, "window"_a, "peer"_a, "address"_a, "pieces"_a, "signal"_a)
+      .def("transfer", &PyEngine::Transfer, "gets"_a, "window"_a, "peer"_a, "address"_a, "pieces"_a, "signal"_a,
+           "device"_a = false, "after"_a = nb::none())
       .def("expect",
            [](PyEngine& e, std::uint32_t id, std::size_t index, std::uint64_t value) {
              return Ticket{e.engine().AskWindows([&](Windows& windows) { return windows.Expect(id, index, value); })};

@@ -21,6 +21,7 @@
 #include "host/engine.h"
 #include "python/call_cache.h"
 #include "python/call_words.h"
+#include "python/copies.h"
 #include "python/host_buffer.h"
 
 namespace hetcoll {
@@ -212,8 +213,10 @@ class PyEngine {
     return status;
   }
 
-  // Pieces of memory from `address` on to (or, `gets`, from) a peer's window; `pieces` is rows of Piece.
-  Ticket Transfer(bool gets, std::uint32_t window, int peer, std::uintptr_t address, nb::handle pieces, int signal) {
+  // Pieces of memory from `address` on to (or, `gets`, from) a peer's window; `pieces` is rows of Piece. `device`: it
+  // is not the host's, and not touched before `after`.
+  Ticket Transfer(bool gets, std::uint32_t window, int peer, std::uintptr_t address, nb::handle pieces, int signal,
+                  bool device, const std::optional<PyGate>& after) {
     HostBuffer rows;
     if (!rows.Read(pieces.ptr(), false) || ItemSize(rows.dtype()) != 8 || rows.count() % 3 != 0) {
       throw nb::value_error("rows of three 64-bit integers were wanted");
@@ -221,8 +224,10 @@ class PyEngine {
     const std::span<const Piece> span(reinterpret_cast<const Piece*>(rows.data()), rows.count() / 3);
     nb::gil_scoped_release release;
     auto* memory = reinterpret_cast<std::byte*>(address);
+    const Where where{device, after ? after->gate : nullptr};
     return {engine_.AskWindows([&](Windows& windows) -> std::shared_ptr<Pending> {
-      return gets ? windows.Get(window, peer, memory, span) : windows.Put(window, peer, memory, span, signal);
+      return gets ? windows.Get(window, peer, memory, span, where)
+                  : windows.Put(window, peer, memory, span, signal, where);
     })};
   }
 

@@ -163,6 +163,22 @@ class Proxy(_Verbs):
     @property
     def moves(self) -> int: ...
 
+class Gate:
+    """Something that ends on a stream."""
+
+    @property
+    def open(self) -> bool: ...
+
+class Copier:
+    """Copies to and from a GPU on two streams, of which it is the only user; see native/gpu/copier.h."""
+
+    def __init__(self, *, vendor: str, functions: Mapping[str, int], into: int, out: int) -> None: ...
+    def after(self, stream: int) -> Gate | None:
+        """What is on `stream` now; None where that is done. Fault where it is captured."""
+
+    def wait(self, word: int, value: int, stream: int) -> Gate | None:
+        """What comes on `stream` from now on waits for the word. Its end; None where it has ended."""
+
 class DeviceQueue:
     """Runs plans on a GPU. Streams, memory and functions are addresses; see native/gpu/queue.h."""
 
@@ -308,12 +324,30 @@ class Engine(_Verbs):
     def serve_windows(self) -> None:
         """Before all that follows: a thread serves other ranks from here on, and no plan runs any more."""
 
-    def add_window(self, window: int, address: int, nbytes: int, signals: int) -> None: ...
-    def close_window(self, window: int) -> None:
-        """When it returns, nothing touches the window's memory any more."""
+    def use_copier(self, copier: Copier, pinned: int, nbytes: int) -> None:
+        """Before memory of a GPU: what copies it, through this pinned memory."""
 
-    def transfer(self, gets: bool, window: int, peer: int, address: int, pieces: Any, signal: int) -> Ticket:
-        """`pieces` is rows of three 64-bit integers, in bytes: offset here, offset in the window, length."""
+    def add_window(self, window: int, address: int, nbytes: int, signals: int, device: bool = False) -> None: ...
+    def close_window(self, window: int) -> None:
+        """When it returns, nothing touches the window's memory any more; a GPU's, once it is settled."""
+
+    def window_settled(self, window: int) -> bool: ...
+    def show_signals(self, window: int, words: int) -> None:
+        """Keep the window's signals in 64-bit words, too. From its end on, or a failure, they are 1 << 62."""
+
+    def transfer(
+        self,
+        gets: bool,
+        window: int,
+        peer: int,
+        address: int,
+        pieces: Any,
+        signal: int,
+        device: bool = False,
+        after: Gate | None = None,
+    ) -> Ticket:
+        """`pieces` is rows of three 64-bit integers, in bytes: offset here, offset in the window, length. `device`: what
+        is at `address` is a GPU's, and not touched before `after`."""
 
     def expect(self, window: int, signal: int, value: int) -> Ticket: ...
     def signal(self, window: int, signal: int) -> int: ...

@@ -24,6 +24,7 @@ from . import streams
 if TYPE_CHECKING:
     from ..runtime.planner import Planner
     from ..vendors.devices.base import Device
+    from .copies import Copies
     from .cpu_rank import CpuRank
     from .executor import GpuExecutor
 
@@ -117,6 +118,12 @@ class Gpus:
         from .device_of import device_of
 
         return device_of(buffer)
+
+    def copies(self, buffer: Buffer) -> Copies:
+        """See `runtime.executor.Gpus`."""
+        from .copies import Copies
+
+        return Copies(self.device_of(buffer), self._wiring.engine, self._wiring.size)
 
     def on_host(self, buffer: Buffer | None, stream: object) -> Buffer | None:
         """See `runtime.executor.Gpus`."""

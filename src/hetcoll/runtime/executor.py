@@ -95,6 +95,24 @@ class CpuRank(Protocol):
     def close(self) -> None: ...
 
 
+class Copies(Protocol):
+    """What copies pieces of one-sided messages to and from this rank's GPU (`gpu.copies.Copies`)."""
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of pinned memory."""
+
+    def check(self, buffer: Buffer, name: str) -> None: ...
+
+    def after(self, stream: object, buffer: Buffer) -> _native.Gate | None: ...
+
+    def signals(self, count: int) -> int: ...
+
+    def wait(self, word: int, value: int, stream: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Gpus(Protocol):
     """One communicator's GPU side, set up by the first call that needs it, collectively (`gpu.open.Gpus`)."""
 
@@ -121,6 +139,9 @@ class Gpus(Protocol):
 
     def device_of(self, buffer: Buffer) -> Any:
         """The GPU that holds a buffer."""
+
+    def copies(self, buffer: Buffer) -> Copies:
+        """For the windows of this communicator, where memory is a GPU's such as `buffer`. Local."""
 
     def on_host(self, buffer: Buffer | None, stream: object) -> Buffer | None:
         """The buffer itself, or a copy on the host of one on a GPU, after what is on `stream`; none of one whose stream

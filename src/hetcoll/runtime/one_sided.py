@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, SupportsIndex
 
@@ -11,7 +12,14 @@ import numpy as np
 
 from ..calls import check_int, check_rank
 from ..calls.buffers import Buffer, read_buffer
-from ..errors import ArgumentError, BufferTypeError, ClosedError, CollectiveTimeoutError, CommunicationError
+from ..errors import (
+    ArgumentError,
+    BufferTypeError,
+    ClosedError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    DeviceError,
+)
 from ..health.diagnosis import Kind
 from ..types import DType
 from ..work import DONE, Work
@@ -21,9 +29,14 @@ from .regroup import Make, name_of, while_whole
 if TYPE_CHECKING:
     import hetcoll._native as _native
 
+    from .executor import Copies
+
 _DONE, _FAILED = 1, 2  # states of tickets
 _CLOSED = 1  # native/host/windows.h, Refusal
 _MOST_PIECES = 1 << 20
+_MOST_SIGNAL = 1 << 62  # native/host/windows.h, Show
+_MOST_TEXT = 400  # of a problem
+_PAUSE = 50e-6  # seconds between looks at a GPU
 _CHANNELS = (0, 1)
 _COUNTERS = ("puts", "gets", "pieces", "bytes", "refused")
 
@@ -100,6 +113,7 @@ class Window:
         signal: int | None = None,
         async_op: bool = False,
         timeout: float | None = None,
+        stream: Any = None,
     ) -> Work:
         """Copy `count` elements of `src`, from `src_offset` on, to `offset` of the window of `peer`, which may be this
         rank. By default all that `src` has from there on.
@@ -108,12 +122,15 @@ class Window:
         peer's grows by one when all of them are in place. The call returns when they are, or at once with
         ``async_op=True``; then `src` belongs to the operation until its `Work` is over.
 
-        Raises ArgumentError where a piece is not inside `src` or the window, BufferTypeError for other memory than the
-        window's dtype on the host, before anything is sent; `ClosedError` where the peer has closed its window,
+        A `src` on a GPU is read after what is now on `stream`, by default the current one of its library. Streams do
+        not wait for the end: `Work.wait` is the host's.
+
+        Raises ArgumentError where a piece is not inside `src` or the window, BufferTypeError for another dtype than the
+        window's or another GPU than this rank's, before anything is sent; `ClosedError` where the peer has closed its window,
         `PeerLostError` where it is gone, `CollectiveTimeoutError` after `timeout` seconds (default: the
         communicator's).
         """
-        return self._start(False, src, "src", peer, offset, src_offset, count, signal, async_op, timeout)
+        return self._start(False, src, "src", peer, offset, src_offset, count, signal, async_op, timeout, stream)
 
     def get(
         self,
@@ -125,29 +142,49 @@ class Window:
         count: Offsets | None = None,
         async_op: bool = False,
         timeout: float | None = None,
+        stream: Any = None,
     ) -> Work:
-        """Copy `count` elements of the window of `peer`, from `offset` on, to `dst_offset` of `dst`. As `put`."""
-        return self._start(True, dst, "dst", peer, offset, dst_offset, count, None, async_op, timeout)
+        """Copy `count` elements of the window of `peer`, from `offset` on, to `dst_offset` of `dst`. As `put`: a `dst`
+        on a GPU is written after what is now on `stream`, and is ready for all streams when the call is over."""
+        return self._start(True, dst, "dst", peer, offset, dst_offset, count, None, async_op, timeout, stream)
 
     def signal(self, index: int = 0) -> int:
         """How many puts that name this signal have arrived here."""
         return self._side.core.engine.signal(self._number, self._check_signal(index, self._side.core.rank))
 
     def wait_signal(
-        self, index: int = 0, value: int = 1, *, async_op: bool = False, timeout: float | None = None
+        self,
+        index: int = 0,
+        value: int = 1,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+        stream: Any = None,
     ) -> Work:
         """Wait until `signal` is `value` or more. `timeout` in seconds raises `CollectiveTimeoutError`; the
-        communicator stays usable."""
+        communicator stays usable.
+
+        `stream`, of this rank's GPU: what comes on it later waits, and the call returns at once. Where the window is
+        closed here or the communicator fails, streams go on without the data, and the `Work` has the error.
+        """
         side, at = self._side, self._check_signal(index, self._side.core.rank)
-        if (least := check_int(value, "value")) < 0:
-            raise ArgumentError(f"value: wanted 0 or more, got {least}")
+        if not 0 <= (least := check_int(value, "value")) < _MOST_SIGNAL:
+            raise ArgumentError(f"value: wanted 0 or more, below 2**62, got {least}")
         self._check_open()
+        what = f"wait_signal({at}, {least})"
+        if stream is not None:
+            side.wait_on(stream, self._number, self._exposed[side.core.rank].signals, at, least)
+            return Transfer(side, side.core.engine.expect(self._number, at, least), None, what)
         ticket = side.core.engine.expect(self._number, at, least)
-        return side.begun(ticket, None, f"wait_signal({at}, {least})", async_op, timeout)
+        return side.begun(ticket, None, what, async_op, timeout)
 
     def close(self) -> None:
         """Take this rank's memory back. Local. When it returns nothing touches the memory any more: what comes later is
-        refused, counted, and a `ClosedError` for who sent it. More than once is fine."""
+        refused, counted, and a `ClosedError` for who sent it. More than once is fine.
+
+        On a GPU it waits for the copies under way; `CollectiveTimeoutError` after the communicator's timeout, where
+        other streams hold them up.
+        """
         if not self.closed:
             self.closed = True
             self._side.close_window(self._number)
@@ -184,11 +221,12 @@ class Window:
         signal: int | None,
         async_op: bool,
         timeout: float | None,
+        stream: Any,
     ) -> Work:
         self._check_open()
         side = self._side
         other = check_rank(peer, side.core.size, "peer")
-        buffer = _host_buffer(obj, name, writable=gets)
+        buffer = read_buffer(obj, name, writable=gets)
         if buffer.dtype is not self.dtype:
             raise BufferTypeError(f"{name}: wanted the window's dtype, {self.dtype.label}, got {buffer.dtype.label}")
         at = -1 if signal is None else self._check_signal(signal, other)
@@ -197,7 +235,8 @@ class Window:
         if len(rows) == 0 and at < 0:
             return DONE
         rows *= self.dtype.itemsize
-        ticket = side.core.engine.transfer(gets, self._number, other, buffer.ptr, rows, at)
+        device, after = side.reach(buffer, name, stream)
+        ticket = side.core.engine.transfer(gets, self._number, other, buffer.ptr, rows, at, device, after)
         what = f"{'get from' if gets else 'put to'} rank {other} of {int(rows[:, 2].sum())} bytes in {len(rows)} pieces"
         return side.begun(ticket, (buffer, self), what, async_op, seconds)
 
@@ -209,6 +248,8 @@ class OneSided:
     def __init__(self, core: Core, close: Callable[[], None]) -> None:
         self.core, self._close = core, close
         self._windows: dict[int, Buffer | None] = {}  # keeps their memory
+        self._copies: Copies | None = None
+        self._shown: dict[int, int] = {}  # windows' signals for streams: addresses
         self._opened = 0
         self._pending: list[tuple[_native.Ticket, Any]] = []  # and that of what is in flight
         self._lock = threading.Lock()
@@ -222,15 +263,53 @@ class OneSided:
         """Its number, which is the same on all ranks."""
         number, self._opened = self._opened, self._opened + 1
         ptr, nbytes = (0, 0) if buffer is None else (buffer.ptr, buffer.nbytes)
-        self.core.engine.add_window(number, ptr, nbytes, signals)
+        self.core.engine.add_window(number, ptr, nbytes, signals, buffer is not None and buffer.device != "cpu")
         self._windows[number] = buffer
         return number
 
     def close_window(self, number: int) -> None:
         """Fence its memory."""
-        if not self.core.engine.forked:
-            self.core.engine.close_window(number)
-            self._windows.pop(number, None)
+        engine, core = self.core.engine, self.core
+        if engine.forked:
+            return
+        engine.close_window(number)
+        deadline = time.monotonic() + core.config.timeout
+        while not engine.window_settled(number):
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(
+                    f"close: the GPU of rank {core.rank} has not ended copies of the window after "
+                    f"{core.config.timeout:g} s; other streams may hold them up"
+                )
+            time.sleep(_PAUSE)
+        self._windows.pop(number, None)
+
+    def copies(self, buffer: Buffer, name: str) -> Copies:
+        """What copies memory such as `buffer`, which is a GPU's. DeviceError where the driver has no room for it."""
+        self.core.gpus.check_place(buffer)
+        with self._lock:
+            if self._copies is None:
+                self._copies = self.core.gpus.copies(buffer)
+        self._copies.check(buffer, name)
+        return self._copies
+
+    def reach(self, buffer: Buffer, name: str, stream: Any) -> tuple[bool, _native.Gate | None]:
+        """Whether memory is a GPU's, and what is on the stream before it may be touched."""
+        if buffer.device != "cpu":
+            return True, self.copies(buffer, name).after(stream, buffer)
+        if stream is not None:
+            raise ArgumentError(f"stream: wanted {name} on a GPU, got host memory, which has no stream")
+        return False, None
+
+    def wait_on(self, stream: Any, number: int, signals: int, at: int, least: int) -> None:
+        """Let a stream wait for a signal of a window here."""
+        copies = self._copies
+        if copies is None:
+            raise ArgumentError("stream: wanted a rank whose windows or puts had memory of its GPU, got none so far")
+        with self._lock:
+            if number not in self._shown:
+                self._shown[number] = copies.signals(signals)
+                self.core.engine.show_signals(number, self._shown[number])
+        copies.wait(self._shown[number] + 8 * at, least, stream)
 
     def begun(self, ticket: _native.Ticket, keep: Any, what: str, async_op: bool, seconds: float | None) -> Work:
         """The Work of what was started; over, unless it is asynchronous."""
@@ -280,7 +359,8 @@ class OneSided:
 
     def memory(self) -> dict[str, int]:
         """Of what carries the messages."""
-        return self.core.memory()
+        found = self.core.memory()
+        return found if self._copies is None else found | {"pinned": found["pinned"] + self._copies.pinned}
 
     def fail(self, kind: Kind, text: str) -> None:
         """See `core.Rider`."""
@@ -292,6 +372,8 @@ class OneSided:
 
     def close(self) -> None:
         """See `core.Rider`."""
+        if self._copies is not None:
+            self._copies.close()
         self._windows.clear()
         self._pending.clear()
 
@@ -314,7 +396,7 @@ class OneSided:
 def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeout: float | None) -> Window:
     """See `Communicator.window`. `make` gives the communicator that is to carry the messages."""
     parent.host.check_usable()
-    buffer = None if buf is None else _host_buffer(buf, "buf", writable=True)
+    buffer = None if buf is None else read_buffer(buf, "buf", writable=True)
     if not 0 <= (own := check_int(signals, "signals")) <= _MOST_PIECES:
         raise ArgumentError(f"signals: wanted 0 to {_MOST_PIECES}, got {own}")
     seconds = parent.seconds(timeout)
@@ -328,23 +410,27 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
 
     side = parent.rider(OneSided, begin)
     side.core.host.check_usable()
+    problem = ""
+    if buffer is not None and buffer.device != "cpu":
+        try:
+            side.copies(buffer, "buf")
+        except (DeviceError, BufferTypeError) as error:  # which all ranks hear of
+            problem, buffer = f"{type(error).__name__}: {error}"[:_MOST_TEXT], None
     number = side.add_window(buffer, own)
-    mine = [-1 if buffer is None else buffer.dtype.value, 0 if buffer is None else buffer.count, own]
+    mine = [-1 if buffer is None else buffer.dtype.value, 0 if buffer is None else buffer.count, own, problem]
     told = [json.loads(blob) for blob in parent.meet("window()", json.dumps(mine).encode(), seconds)]
-    kinds = {rank: DType(kind) for rank, (kind, _, _) in enumerate(told) if kind >= 0}
+    for rank, (_, _, _, text) in enumerate(told):
+        if text:
+            side.close_window(number)
+            kind = DeviceError if text.startswith(DeviceError.__name__) else BufferTypeError
+            raise kind(f"buf: that of rank {rank} cannot be a window: {text}")
+    kinds = {rank: DType(kind) for rank, (kind, _, _, _) in enumerate(told) if kind >= 0}
     if len(set(kinds.values())) > 1:
         side.close_window(number)
         what = ", ".join(f"rank {rank} {kind.label}" for rank, kind in kinds.items())
         raise BufferTypeError(f"buf: wanted one dtype on all ranks, got {what}")
     dtype = next(iter(kinds.values()), DType.UINT8)
-    return Window(side, number, dtype, [_Exposed(count, there) for _, count, there in told])
-
-
-def _host_buffer(obj: Any, name: str, *, writable: bool) -> Buffer:
-    buffer = read_buffer(obj, name, writable=writable)
-    if buffer.device != "cpu":
-        raise BufferTypeError(f"{name}: one-sided messages wanted host memory, got {buffer.place}")
-    return buffer
+    return Window(side, number, dtype, [_Exposed(count, there) for _, count, there, _ in told])
 
 
 def _pieces(

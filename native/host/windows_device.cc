@@ -1,0 +1,195 @@
+// One-sided messages of a device's memory: what is copied on the way from links and to them, and when that is over.
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <utility>
+
+#include "base/clock.h"
+#include "host/windows.h"
+#include "transport/shm/pages.h"
+#include "transport/shm/slots.h"
+
+namespace hetcoll {
+namespace {
+
+constexpr std::int64_t kDrainNs = 5'000'000'000;  // a device that takes longer does not come back
+
+}  // namespace
+
+Windows::Device::Device(std::shared_ptr<Copier> of, std::span<std::byte> pinned, std::size_t fifos)
+    : copier(std::move(of)), inlet(*copier, pinned.first(pinned.size() / 2)) {
+  const std::span<std::byte> rest = pinned.subspan(pinned.size() / 2);
+  const std::size_t each = rest.size() / fifos / kPage * kPage;
+  if (each == 0) throw Fault(FaultKind::kSystem, -1, "too little pinned memory for one-sided messages");
+  for (std::size_t i = 0; i < fifos; ++i) outlets.emplace_back(*copier, rest.subspan(i * each, each));
+}
+
+bool Windows::Device::Busy() const {
+  return inlet.Busy() || gated > 0 || !own.empty() || !landed.empty() ||
+         std::any_of(outlets.begin(), outlets.end(), [](const Outlet& outlet) { return outlet.Busy(); });
+}
+
+void Windows::UseCopier(std::shared_ptr<Copier> copier, std::span<std::byte> pinned) {
+  device_ = std::make_unique<Device>(std::move(copier), pinned, 2 * peers_.size());
+}
+
+void Windows::Show(std::uint32_t id, std::uint64_t* words) {
+  const auto found = windows_.find(id);
+  if (found == windows_.end()) return;
+  Window& window = found->second;
+  window.shown = words;
+  for (std::size_t i = 0; i < window.signals.size(); ++i) {
+    std::atomic_ref(words[i]).store(window.open ? window.signals[i] : kReleased, std::memory_order_release);
+  }
+}
+
+// Whatever stream waits for its signals goes on.
+void Windows::Release(Window& window) {
+  for (std::size_t i = 0; window.shown != nullptr && i < window.signals.size(); ++i) {
+    std::atomic_ref(window.shown[i]).store(kReleased, std::memory_order_release);
+  }
+}
+
+bool Windows::Ready(Item& item) {
+  if (!item.after) return true;
+  if (!item.after()) return false;
+  item.after = nullptr;
+  --device_->gated;
+  return true;
+}
+
+// Begins to copy what is to be sent from the device's memory, as far ahead as there is room.
+void Windows::Stage(int peer, int channel) {
+  Outbound& out = peers_[static_cast<std::size_t>(peer)].out[static_cast<std::size_t>(channel)];
+  Outlet& outlet = OutletOf(peer, channel);
+  while (out.staged_item < out.items.size()) {
+    Item& item = out.items[out.staged_item];
+    if (!Ready(item)) break;
+    for (; item.device && out.staged_part < item.parts.size(); ++out.staged_part, out.staged_at = 0) {
+      const Part& part = item.parts[out.staged_part];
+      while (part.device && out.staged_at < part.nbytes) {
+        const std::size_t n = outlet.Begin(part.data + out.staged_at, part.nbytes - out.staged_at);
+        if (n == 0) return outlet.Mark();
+        out.staged_at += n;
+      }
+    }
+    ++out.staged_item;
+    out.staged_part = 0;
+  }
+  outlet.Mark();
+}
+
+// Takes more of the message that is due to the device's memory, as `Take` does to the host's.
+bool Windows::Land(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* dst, std::size_t total, bool& moved) {
+  return TakeTo(
+      links, port, in, total, moved, [&](std::size_t left) { return device_->inlet.Room(left); },
+      [&](std::size_t n) { device_->inlet.Land(dst + in.at, n); });
+}
+
+// All pieces of a put have come; some may wait for the device.
+void Windows::PutIsThere(int peer, Inbound& in) {
+  const Window* window = in.refusal == Refusal::kNone ? Find(in.head.id) : nullptr;
+  const std::uint64_t mark = window != nullptr && window->device ? device_->inlet.Mark() : 0;
+  if (mark > 0 || !in.landing.empty()) {
+    in.landing.push_back({mark, in.head.id, in.head.signal, in.refusal});
+    return;
+  }
+  if (in.refusal == Refusal::kNone) Raise(in.head.id, in.head.signal);
+  Answer(peer, in.refusal, {}, in.head.id);
+}
+
+bool Windows::PassCopies() {
+  if (device_->fault) throw Fault(*device_->fault);
+  Inlet& inlet = device_->inlet;
+  bool moved = inlet.Poll();
+  for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
+    std::deque<Landing>& landing = peers_[peer].in[kRequests].landing;
+    for (; !landing.empty() && inlet.Passed(landing.front().mark); landing.pop_front(), moved = true) {
+      const Landing& put = landing.front();
+      if (put.refusal == Refusal::kNone) Raise(put.id, put.signal);
+      Answer(static_cast<int>(peer), put.refusal, {}, put.id);
+    }
+  }
+  auto& landed = device_->landed;
+  for (; !landed.empty() && inlet.Passed(landed.front().first); landed.pop_front(), moved = true) {
+    End(*landed.front().second, Refusal::kNone);
+  }
+  return PassOwn() || moved;
+}
+
+// One after the other.
+bool Windows::PassOwn() {
+  bool moved = false;
+  for (std::deque<Own>& queue = device_->own; !queue.empty(); queue.pop_front(), moved = true) {
+    Own& own = queue.front();
+    if (own.mark == 0) {
+      if (own.where.after && !own.where.after()) break;
+      std::vector<Run> runs;
+      for (const Piece& p : own.pieces) runs.push_back({p.there, p.nbytes});
+      const Refusal refusal = Check(own.id, runs, own.signal);
+      if (refusal != Refusal::kNone) {
+        End(*own.transfer, refusal);
+        continue;
+      }
+      const Window& window = *Find(own.id);
+      for (const Piece& p : own.pieces) {
+        std::byte *here = own.memory + p.here, *there = window.base + p.there;
+        std::byte *to = own.gets ? here : there, *from = own.gets ? there : here;
+        if (own.where.device || window.device) {
+          device_->copier->Copy(Way::kIn, to, from, p.nbytes);
+        } else {
+          std::memmove(to, from, p.nbytes);
+        }
+      }
+      own.mark = device_->copier->Mark(Way::kIn);
+    }
+    if (!device_->copier->Passed(Way::kIn, own.mark)) break;
+    Raise(own.id, own.signal);
+    End(*own.transfer, Refusal::kNone);
+  }
+  return moved;
+}
+
+// What touches its memory was begun before. A device that has failed does nothing more, and the next Pass says so.
+void Windows::CloseDevice(std::uint32_t id, Window& window) {
+  try {
+    KeepAnswers(id);
+    device_->inlet.Mark();
+    window.last = {device_->copier->Mark(Way::kIn), device_->copier->Mark(Way::kOut)};
+  } catch (const Fault& fault) {
+    device_->fault = fault;
+  }
+}
+
+bool Windows::Settled(std::uint32_t id) {
+  const auto found = windows_.find(id);
+  if (found == windows_.end() || !found->second.device) return true;
+  try {
+    const auto [in, out] = found->second.last;
+    return device_->copier->Passed(Way::kIn, in) && device_->copier->Passed(Way::kOut, out);
+  } catch (const Fault&) {
+    return true;
+  }
+}
+
+// The engine has failed: when it returns, no copy touches memory of callers.
+void Windows::Drain() {
+  Copier& copier = *device_->copier;
+  try {
+    const std::int64_t until = NowNs() + kDrainNs;
+    const std::uint64_t in = copier.Mark(Way::kIn), out = copier.Mark(Way::kOut);
+    while (!(copier.Passed(Way::kIn, in) && copier.Passed(Way::kOut, out)) && NowNs() < until) sched_yield();
+  } catch (const Fault&) {
+  }
+  for (Own& own : device_->own) own.transfer->state.store(Pending::State::kFailed);
+  for (auto& [mark, transfer] : device_->landed) transfer->state.store(Pending::State::kFailed);
+  device_->own.clear();
+  device_->landed.clear();
+  device_->inlet.Clear();
+  for (Outlet& outlet : device_->outlets) outlet.Clear();
+  device_->gated = 0;
+}
+
+}  // namespace hetcoll
