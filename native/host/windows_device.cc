@@ -45,11 +45,12 @@ void Windows::Show(std::uint32_t id, std::uint64_t* words) {
   }
 }
 
-// Whatever stream waits for its signals goes on.
+// Whatever stream waits for its signals goes on. The words may be gone afterwards.
 void Windows::Release(Window& window) {
   for (std::size_t i = 0; window.shown != nullptr && i < window.signals.size(); ++i) {
     std::atomic_ref(window.shown[i]).store(kReleased, std::memory_order_release);
   }
+  window.shown = nullptr;
 }
 
 bool Windows::Ready(Item& item) {

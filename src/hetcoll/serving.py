@@ -249,10 +249,11 @@ class Sending:
         """Whether a receiver has given this request up."""
         return bool(self._handoff._cancelled[self._slot] >= self._use)
 
-    def layer(self, layer: int, src_blocks: Numbers, dst_blocks: Numbers) -> bool:
+    def layer(self, layer: int, src_blocks: Numbers, dst_blocks: Numbers, *, stream: Any = None) -> bool:
         """Begin to send one layer of these blocks, each layer once; False, and nothing is sent, once it is cancelled.
 
-        The blocks must stay as they are until `close`. ArgumentError for what is not there, before anything is sent.
+        The blocks must stay as they are until `close`. Those of a cache on a GPU are read after what is now on
+        `stream`: see `Window.put`. ArgumentError for what is not there, before anything is sent.
         """
         handoff = self._handoff
         if self._closed:
@@ -264,9 +265,8 @@ class Sending:
         for cut, (here, there, count) in zip(self._cuts, parts, strict=True):
             peer = handoff.receivers[cut.target]
             window = handoff._window
-            self._works.append(
-                window.put(handoff.cache, peer, there, src_offset=here, count=count, signal=signal, async_op=True)
-            )
+            put = {"src_offset": here, "count": count, "signal": signal, "stream": stream}
+            self._works.append(window.put(handoff.cache, peer, there, **put, async_op=True))
         return True
 
     def close(self, timeout: float | None = None) -> None:
@@ -304,13 +304,18 @@ class Receiving:
         at = self._handoff._signal(self._slot, self._check(layer))
         return self._handoff._window.signal(at) >= self._wanted(at)
 
-    def wait(self, layer: int, timeout: float | None = None) -> None:
-        """Wait until all of a layer is there.
+    def wait(self, layer: int, timeout: float | None = None, *, stream: Any = None) -> None:
+        """Wait until all of a layer is there; or let `stream`, of the GPU that the cache is on, wait, and return at once.
+        Such a stream goes on without the data where the communicator fails or `Handoff.close` is called: see
+        `Window.wait_signal`.
 
         `CollectiveTimeoutError` after `timeout` seconds (default: the communicator's), `CommunicationError` where a
         sender has ended the request without it, `PeerLostError` where a rank is gone.
         """
         handoff, at = self._handoff, self._handoff._signal(self._slot, self._check(layer))
+        if stream is not None:
+            handoff._window.wait_signal(at, self._wanted(at), stream=stream)
+            return
         end = handoff._signal(self._slot, handoff.dst.layers)
         for slice_ in _slices(timeout):
             with contextlib.suppress(CollectiveTimeoutError) if slice_.more else contextlib.nullcontext():
