@@ -1,15 +1,21 @@
 """Scattered pieces from one rank to another: puts beside torch's `batch_isend_irecv` over Gloo, in one run.
 
-    python benchmarks/serving.py [--pieces 16384 65536] [--count 512] [--rounds 5]
+    python benchmarks/serving.py [--pieces 16384 65536] [--count 512] [--rounds 5] [--device auto]
 
 Two processes of this machine. One sends `count` pieces of its cache to other places of the other's, as a hand-off of KV
 blocks does, over loopback TCP and over shared memory (Gloo has TCP alone). The receiver compares every byte. The link's
 rate is that of one TCP socket that sends as many bytes at once. Libraries take turns; the medians are printed.
+
+With `--device cuda`, `hip` or `auto` each process has a GPU, the same where there is one only, and the caches lie
+there: on both, on the sender's, on the receiver's. The limit is then what the sender's GPU copies to pinned memory in
+one piece, which every way through the host needs. Gloo, where this Python has torch, is given pinned memory, to which the
+sender copies its cache, and out of which the receiver does.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import socket
@@ -28,6 +34,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 WAYS = ("socket", "gloo", "hetcoll tcp", "hetcoll shm")
+GPU_WAYS = ("pinned copy", "gloo gpu>gpu", *(
+    f"hetcoll {link} {places}" for link in ("tcp", "shm") for places in ("gpu>gpu", "gpu>cpu", "cpu>gpu")
+))  # fmt: skip
 _SECONDS = 300
 
 
@@ -45,7 +54,7 @@ def content(piece: int, count: int, turn: int) -> Any:
 
 def check(cache: Any, piece: int, count: int, turn: int) -> None:
     source, target = places(count)
-    rows = cache.reshape(count, piece)
+    rows = (cache.get() if isinstance(cache, Cache) else cache).reshape(count, piece)
     assert (rows[target] == content(piece, count, turn).reshape(count, piece)[source]).all(), "wrong bytes"
 
 
@@ -66,49 +75,116 @@ def measure(
     return found[1:]
 
 
-def with_hetcoll(rank: int, piece: int, count: int, rounds: int) -> list[float]:
+def gpu(rank: int) -> Any:
+    """This process's, as `--device` says."""
+    from hetcoll.vendors.devices import cuda, hip
+
+    wanted = os.environ["BENCH_DEVICE"]
+    driver = hip if wanted == "hip" or (wanted == "auto" and cuda.why_not()) else cuda
+    if reason := driver.why_not():
+        raise SystemExit(f"--device {wanted}: {reason}")
+    found = driver.devices()
+    return found[rank % len(found)]
+
+
+class Cache:
+    """Bytes on the host, or on this process's GPU."""
+
+    def __init__(self, rank: int, nbytes: int, on_gpu: bool) -> None:
+        from hetcoll.gpu.array import DeviceArray
+
+        zeros = np.zeros(nbytes, np.uint8)
+        self.array: Any = DeviceArray.of(gpu(rank), zeros) if on_gpu else zeros
+        self._on_gpu = on_gpu
+
+    def set(self, values: Any) -> None:
+        if self._on_gpu:
+            self.array.set(values)
+        else:
+            self.array[:] = values
+
+    def get(self) -> Any:
+        return self.array.get() if self._on_gpu else self.array
+
+
+def with_hetcoll(rank: int, piece: int, count: int, rounds: int, way: str) -> list[float]:
     import hetcoll
 
     source, target = places(count)
-    cache, calls = np.zeros(piece * count, np.uint8), [0]
-    with hetcoll.init() as comm, comm.window(cache if rank == 1 else None) as window:
+    lies = way.split()[-1].split(">") if ">" in way else ["cpu", "cpu"]
+    cache, calls = Cache(rank, piece * count, lies[rank] == "gpu"), [0]
+    with hetcoll.init() as comm, comm.window(cache.array if rank == 1 else None) as window:
+
+        def begin() -> None:
+            if rank == 0:
+                cache.set(content(piece, count, calls[0]))
+            comm.barrier()
 
         def move(mine: Any) -> Any:
             calls[0] += 1
             if rank == 0:
-                window.put(mine, 1, target * piece, src_offset=source * piece, count=piece, signal=0)
+                window.put(cache.array, 1, target * piece, src_offset=source * piece, count=piece, signal=0)
             else:
                 window.wait_signal(0, calls[0])
             return cache
 
-        found = measure(rank, piece, count, rounds, comm.barrier, move)
+        found = measure(rank, piece, count, rounds, begin, move)
         comm.barrier()
         return found
 
 
-def with_gloo(rank: int, piece: int, count: int, rounds: int) -> list[float]:
+def with_gloo(rank: int, piece: int, count: int, rounds: int, way: str) -> list[float]:
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     source, target = places(count)
-    cache = torch.zeros(count, piece, dtype=torch.uint8)
+    on_gpu = ">" in way
+    cache = torch.zeros(count, piece, dtype=torch.uint8, pin_memory=on_gpu)
+    device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpu else "cpu"
+    mine_there, turn = torch.zeros_like(cache, device=device), [0]
+
+    def begin() -> None:
+        if rank == 0:
+            mine_there.copy_(torch.from_numpy(content(piece, count, turn[0])).view(count, piece))
+        turn[0] += 1
+        dist.barrier()
 
     def move(mine: Any) -> Any:
-        rows = cache if mine is None else torch.from_numpy(mine).view(count, piece)
+        rows = cache
+        if rank == 0:
+            rows = cache.copy_(mine_there) if on_gpu else mine_there
         order, call = (source, dist.isend) if rank == 0 else (target, dist.irecv)
         for work in dist.batch_isend_irecv([dist.P2POp(call, rows[i], 1 - rank) for i in order]):
             work.wait()
         done = torch.zeros(1)  # as a put is over when its data is there
+        if on_gpu and rank == 1:
+            mine_there.copy_(cache)
+            torch.cuda.synchronize(device)
         dist.recv(done, 1) if rank == 0 else dist.send(done, 0)
-        return cache.numpy().reshape(-1)
+        return (mine_there if on_gpu else cache).cpu().numpy().reshape(-1)
 
-    found = measure(rank, piece, count, rounds, dist.barrier, move)
+    found = measure(rank, piece, count, rounds, begin, move)
     dist.destroy_process_group()
     return found
 
 
-def with_socket(rank: int, piece: int, count: int, rounds: int) -> list[float]:
+def with_pinned_copies(rank: int, piece: int, count: int, rounds: int, way: str) -> list[float]:
+    """What the sender's GPU copies to pinned memory in one piece."""
+    found: list[float] = []
+    if rank == 1:
+        return found
+    cache, device = Cache(rank, piece * count, True), gpu(rank)
+    stream, pinned = device.stream(), device.allocate_host(piece * count)
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        device.copy(pinned, cache.array.ptr, piece * count, stream)
+        device.synchronize(stream)
+        found.append(time.perf_counter() - start)
+    return found[1:]
+
+
+def with_socket(rank: int, piece: int, count: int, rounds: int, way: str) -> list[float]:
     """What the link can do: the bytes as they lie, in one stream."""
     path = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     if rank == 0:
@@ -140,7 +216,7 @@ def with_socket(rank: int, piece: int, count: int, rounds: int) -> list[float]:
     return found[1:]
 
 
-RUNS = {"socket": with_socket, "gloo": with_gloo, "hetcoll tcp": with_hetcoll, "hetcoll shm": with_hetcoll}
+RUNS = {"socket": with_socket, "gloo": with_gloo, "hetcoll": with_hetcoll, "pinned": with_pinned_copies}
 
 
 def end(ranks: list[subprocess.Popen[bytes]]) -> None:
@@ -154,7 +230,7 @@ def launch(way: str, python: str, piece: int, count: int, rounds: int) -> list[f
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    env |= {"GLOO_SOCKET_IFNAME": "lo", "HETCOLL_TRANSPORT": "shm" if way.endswith("shm") else "tcp"}
+    env |= {"GLOO_SOCKET_IFNAME": "lo", "HETCOLL_TRANSPORT": "shm" if "shm" in way else "tcp"}
     words = [python, __file__, "--way", way, "--pieces", str(piece), "--count", str(count), "--rounds", str(rounds)]
     with tempfile.TemporaryFile("w+") as out:
         ranks = [
@@ -185,24 +261,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/hetcoll-bench")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--device", choices=["cuda", "hip", "auto"], help="caches on GPUs")
+    parser.add_argument("--way", choices=WAYS + GPU_WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
         rank = int(os.environ["RANK"])
-        print(json.dumps(RUNS[options.way](rank, options.pieces[0], options.count, options.rounds)))
+        run = RUNS[options.way.split()[0]]
+        print(json.dumps(run(rank, options.pieces[0], options.count, options.rounds, options.way)))
         return
-    from libraries import prepare
+    ways: tuple[str, ...] = WAYS
+    limit, gloo = "socket", sys.executable
+    if options.device:
+        os.environ["BENCH_DEVICE"] = options.device
+        torch = importlib.util.find_spec("torch") is not None and options.device != "hip"
+        ways, limit = tuple(way for way in GPU_WAYS if torch or "gloo" not in way), "pinned copy"
+        print(f"{gpu(0).name}; {'with' if torch else 'without'} torch", flush=True)
+    else:
+        from libraries import prepare
 
-    gloo = str(prepare("gloo", options.cache) / "bin/python")
-    print("| Piece | Way | Pieces/s | MB/s | Share of the socket's rate |\n| --- | --- | --- | --- | --- |")
+        gloo = str(prepare("gloo", options.cache) / "bin/python")
+    print(f"| Piece | Way | Pieces/s | MB/s | Share of the {limit}'s rate |\n| --- | --- | --- | --- | --- |")
     for piece in options.pieces:
-        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(options.launches):
-            for way in WAYS:
+            for way in ways:
                 python = gloo if way == "gloo" else sys.executable
                 seconds[way] += launch(way, python, piece, options.count, options.rounds)
-        link = statistics.median(seconds["socket"])
-        for way in WAYS:
+        link = statistics.median(seconds[limit])
+        for way in ways:
             took = statistics.median(seconds[way])
             rate = options.count / took
             print(f"| {piece} | {way} | {rate:.0f} | {rate * piece / 1e6:.0f} | {link / took:.2f} |", flush=True)

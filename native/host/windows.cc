@@ -159,8 +159,8 @@ bool Windows::Take(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* ds
 bool Windows::Sink(Links& links, Port<RecvEnd>& port, Inbound& in, std::size_t total, bool& moved) {
   sink_.resize(kSinkBytes);
   return TakeTo(
-      links, port, in, total, moved, [&](std::size_t left) { return std::span(sink_).first(std::min(left, kSinkBytes)); },
-      [](std::size_t) {});
+      links, port, in, total, moved,
+      [&](std::size_t left) { return std::span(sink_).first(std::min(left, kSinkBytes)); }, [](std::size_t) {});
 }
 
 // Requests of others.

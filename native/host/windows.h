@@ -144,7 +144,7 @@ class Windows {
     bool device = false;
   };
   struct Item {
-    std::vector<std::byte> own;  // what is nobody else's
+    std::vector<std::byte> own;   // what is nobody else's
     std::vector<std::byte> kept;  // of a window that was closed meanwhile
     std::vector<Part> parts;
     std::size_t next = 0;

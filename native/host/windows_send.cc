@@ -30,7 +30,8 @@ void Windows::Request(int peer, const Head& form, std::span<const Piece> pieces,
     }
   }
   if (src != nullptr) {
-    for (const Piece& p : pieces) item.parts.push_back({src + p.here, p.nbytes, !where.device, where.device && p.nbytes > 0});
+    for (const Piece& p : pieces)
+      item.parts.push_back({src + p.here, p.nbytes, !where.device, where.device && p.nbytes > 0});
     item.device = where.device;
   }
   if (where.after) {

@@ -280,11 +280,12 @@ NB_MODULE(_native, m) {
             });
           },
           "window"_a, "words"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("window_settled",
-           [](PyEngine& e, std::uint32_t id) {
-             return e.engine().AskWindows([&](Windows& windows) { return windows.Settled(id); });
-           },
-           nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "window_settled",
+          [](PyEngine& e, std::uint32_t id) {
+            return e.engine().AskWindows([&](Windows& windows) { return windows.Settled(id); });
+          },
+          nb::call_guard<nb::gil_scoped_release>())
       .def(
           "close_window",
           [](PyEngine& e, std::uint32_t id) {

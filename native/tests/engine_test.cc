@@ -80,6 +80,10 @@ void GpusAndHosts();
 void OneSided();
 void OrderedRequests();
 void ClosingWindows();
+void OneSidedOfDevices();
+void ClosingDevices();
+void GatedTransfers();
+void FailingDevices();
 void LeavingWindows();
 
 namespace {
@@ -453,6 +457,10 @@ constexpr Scenario kScenarios[] = {
     {"windows", OneSided},
     {"windows: ordered", OrderedRequests},
     {"windows: closed", ClosingWindows},
+    {"windows of devices", OneSidedOfDevices},
+    {"windows of devices: closed", ClosingDevices},
+    {"windows of devices: streams", GatedTransfers},
+    {"windows of devices: failed", FailingDevices},
     {"windows: left", LeavingWindows},
 };
 

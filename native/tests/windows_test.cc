@@ -1,8 +1,11 @@
-// One-sided messages: random pieces against a model, windows that close under way, and peers that leave.
+// One-sided messages: random pieces against a model, windows that close under way, and peers that leave; of memory that
+// a device alone may touch, too.
 
 #include <algorithm>
+#include <memory>
 #include <random>
 
+#include "fake_copier.h"
 #include "harness.h"
 
 namespace hetcoll::testing {
@@ -28,30 +31,67 @@ bool Wait(Engine& e, const std::shared_ptr<Transfer>& transfer) {
   return e.Drive(*transfer, DeadlineNs(kPatience)) == Outcome::kDone;
 }
 
-void Serve(Engine& e, Bytes& window, std::size_t signals = 1) {
+// A rank's device, and the pinned memory that it has.
+struct Device {
+  std::shared_ptr<FakeCopier> copier;
+  Bytes pinned;
+};
+
+Device UseDevice(Engine& e, std::size_t pinned, std::uint64_t fails = 0) {
+  Device device{std::make_shared<FakeCopier>(fails), Bytes(pinned)};
   e.ServeWindows();
   e.AskWindows([&](auto& windows) {
-    windows.Add(kWindow, window.data(), window.size(), signals);
+    windows.UseCopier(device.copier, device.pinned);
+    return true;
+  });
+  return device;
+}
+
+void Serve(Engine& e, Bytes& window, std::size_t signals = 1, bool device = false) {
+  e.ServeWindows();
+  e.AskWindows([&](auto& windows) {
+    windows.Add(kWindow, device ? FakeCopier::Far(window.data()) : window.data(), window.size(), signals, device);
     return true;
   });
 }
 
-auto Put(Engine& e, int peer, const Bytes& src, const std::vector<Piece>& pieces, int signal) {
-  return e.AskWindows([&](auto& windows) { return windows.Put(kWindow, peer, src.data(), pieces, signal); });
+auto Put(Engine& e, int peer, const Bytes& src, const std::vector<Piece>& pieces, int signal, const Where& where = {}) {
+  const std::byte* at = where.device ? FakeCopier::Far(src.data()) : src.data();
+  return e.AskWindows([&](auto& windows) { return windows.Put(kWindow, peer, at, pieces, signal, where); });
 }
 
-auto Get(Engine& e, int peer, Bytes& dst, const std::vector<Piece>& pieces) {
-  return e.AskWindows([&](auto& windows) { return windows.Get(kWindow, peer, dst.data(), pieces); });
+auto Get(Engine& e, int peer, Bytes& dst, const std::vector<Piece>& pieces, const Where& where = {}) {
+  std::byte* at = where.device ? FakeCopier::Far(dst.data()) : dst.data();
+  return e.AskWindows([&](auto& windows) { return windows.Get(kWindow, peer, at, pieces, where); });
+}
+
+bool Close(Engine& e) {
+  e.AskWindows([&](auto& windows) {
+    windows.Close(kWindow);
+    return true;
+  });
+  const std::int64_t until = DeadlineNs(kPatience);
+  while (NowNs() < until) {
+    if (e.AskWindows([](auto& windows) { return windows.Settled(kWindow); })) return true;
+    std::this_thread::yield();
+  }
+  return false;
 }
 
 // Every rank puts into its own part of every window and gets it back, several at once.
-void Exchange(const JobOptions& options, const char* what) {
+// The ranks of bits in `devices` have a device: its memory are their windows, and what they put or get in turn.
+void Exchange(const JobOptions& options, const char* what, unsigned devices = 0) {
+  std::vector<Device> made;  // outlive the engines
   Job job(options);
   const int size = job.size();
   constexpr std::size_t kPart = 400'000;
   constexpr int kRounds = 4;
   std::vector<Bytes> windows(static_cast<std::size_t>(size), Bytes(kPart * static_cast<std::size_t>(size)));
-  for (int r = 0; r < size; ++r) Serve(job.engine(r), windows[static_cast<std::size_t>(r)]);
+  const auto has = [&](int rank) { return (devices >> rank & 1) != 0; };
+  for (int r = 0; r < size; ++r) {
+    if (has(r)) made.push_back(UseDevice(job.engine(r), std::size_t{32768} * static_cast<std::size_t>(size)));
+    Serve(job.engine(r), windows[static_cast<std::size_t>(r)], 1, has(r));
+  }
   std::vector<std::vector<Bytes>> model(static_cast<std::size_t>(size));  // by owner and writer
   for (auto& parts : model) parts.assign(static_cast<std::size_t>(size), Bytes(kPart));
   job.Run([&](int rank, Engine& e) {
@@ -70,11 +110,11 @@ void Exchange(const JobOptions& options, const char* what) {
           std::memcpy(mine.data() + piece.there, sources[p].data() + piece.here, piece.nbytes);
           piece.there += kPart * static_cast<std::size_t>(rank);
         }
-        works.push_back(Put(e, peer, sources[p], pieces, 0));
+        works.push_back(Put(e, peer, sources[p], pieces, 0, {has(rank) && (round + peer) % 2 == 0, nullptr}));
         std::vector<Piece> back;  // of what was put just now: requests are done in their order
         for (const Piece& piece : pieces) back.push_back({piece.there % kPart, piece.there, piece.nbytes});
         asked.push_back(back);
-        works.push_back(Get(e, peer, got[p], back));
+        works.push_back(Get(e, peer, got[p], back, {has(rank) && (round + peer) % 3 != 0, nullptr}));
       }
       for (auto& work : works) CHECK(Wait(e, work), "%s: %s", what, e.failure().text.c_str());
       for (std::size_t p = 0; p < asked.size(); ++p) {
@@ -164,6 +204,111 @@ void ClosingWindows() {
     const auto put_outside = Put(owner, 1, src, {{0, 0, 4}, {0, ~std::uint64_t{0}, 2}}, 0);
     CHECK(!Wait(owner, put_outside) && put_outside->refused == static_cast<int>(Refusal::kOutside), "overflow");
     CHECK(Wait(owner, Put(owner, 1, src, {{0, 0, 16}}, 0)), "inside");
+  }
+}
+
+void OneSidedOfDevices() {
+  Exchange({.size = 3}, "shm, devices", 7);
+  Exchange({.size = 3}, "shm, a device beside others", 2);
+  Exchange({.size = 2, .ring_bytes = 4096}, "shm, small, a device", 1);
+  Exchange({.size = 3, .over = Over::kTcp}, "tcp, devices", 5);
+  Exchange({.size = 2, .over = Over::kTcp, .stripes = 3, .integrity = Integrity::kAll}, "tcp, checked, devices", 3);
+  Exchange({.size = 2, .over = Over::kVerbs}, "verbs, devices", 3);
+  Exchange({.size = 2, .over = Over::kTcp, .fault = "delay=0.2,short=0.5"}, "tcp, delayed, devices", 3);
+}
+
+// As ClosingWindows, of a device's memory: what is got may be on its way from there.
+void ClosingDevices() {
+  for (const Over over : {Over::kShm, Over::kTcp}) {
+    Device device, peers;
+    Job job({.size = 2, .over = over});
+    constexpr std::size_t kBytes = std::size_t{8} << 20;
+    Bytes window = Pattern(kBytes, 1), unused(16);
+    Engine &owner = job.engine(0), &other = job.engine(1);
+    device = UseDevice(owner, std::size_t{256} << 10);
+    peers = UseDevice(other, std::size_t{256} << 10);
+    std::vector<std::uint64_t> words(2, 5);
+    Serve(owner, window, 2, true);
+    Serve(other, unused);
+    owner.AskWindows([&](auto& w) {
+      w.Show(kWindow, words.data());
+      return true;
+    });
+    CHECK(std::atomic_ref(words[1]).load() == 0, "a word");
+    const Bytes before = window, src = Pattern(kBytes, 2);
+    Bytes got(kBytes);
+    std::vector<Piece> pieces;
+    for (std::size_t at = 0; at < kBytes; at += 16384) pieces.push_back({at, at, 16384});
+    const auto get = Get(other, 0, got, pieces, {true, nullptr});
+    const auto put = Put(other, 0, src, pieces, 1, {true, nullptr});
+    CHECK(Close(owner), "settled");
+    CHECK(std::atomic_ref(words[0]).load() > 1000 && std::atomic_ref(words[1]).load() > 1000, "streams wait");
+    const Bytes closed = window;
+    const bool whole = Wait(other, get);
+    CHECK(whole ? Same(got, before) : get->refused == static_cast<int>(Refusal::kClosed), "what was got");
+    const bool through = Wait(other, put);
+    CHECK(through || put->refused == static_cast<int>(Refusal::kClosed), "refused %d", put->refused);
+    CHECK(Same(window, closed), "written after it was closed");
+    CHECK(!owner.failed() && !other.failed(), "%s", owner.failure().text.c_str());
+  }
+}
+
+// What is not to be touched yet holds up what comes after it to the same rank, and nothing else.
+void GatedTransfers() {
+  std::vector<Device> devices;
+  Job job({.size = 3});
+  constexpr std::size_t kBytes = 100'000;
+  std::vector<Bytes> windows(3, Bytes(kBytes));
+  for (int r = 0; r < 3; ++r) {
+    devices.push_back(UseDevice(job.engine(r), std::size_t{256} << 10));
+    Serve(job.engine(r), windows[static_cast<std::size_t>(r)], 1, true);
+  }
+  Bytes src(kBytes);
+  const Bytes later = Pattern(kBytes, 4), data = Pattern(kBytes, 5);
+  Engine& e = job.engine(0);
+  std::atomic<bool> open = false;
+  const std::vector<Piece> all{{0, 0, kBytes}};
+  const Where gated{true, [&] { return open.load(); }};
+  const std::vector works{Put(e, 1, src, all, 0, gated), Put(e, 0, src, all, 0, gated)};
+  Bytes got(kBytes), own(kBytes);
+  const std::vector gets{Get(e, 1, got, all, {true, nullptr}), Get(e, 0, own, all)};
+  CHECK(Wait(e, Put(e, 2, data, all, 0, {true, nullptr})), "to another rank");
+  CHECK(Wait(job.engine(2), Put(job.engine(2), 0, data, all, 0)), "of another rank");
+  for (const auto& work : works) CHECK(work->state == Pending::State::kRunning, "begun too early");
+  for (const auto& work : gets) CHECK(work->state == Pending::State::kRunning, "out of order");
+  src = later;
+  open = true;
+  for (const auto& work : works) CHECK(Wait(e, work), "put: %s", e.failure().text.c_str());
+  for (const auto& work : gets) CHECK(Wait(e, work), "got: %s", e.failure().text.c_str());
+  CHECK(Same(got, later) && Same(own, later) && Same(windows[1], later), "what the stream made of it");
+}
+
+// A copy that fails ends the engine, and who waits is told once nothing is copied any more.
+void FailingDevices() {
+  for (const std::uint64_t fails : {1, 2, 17}) {
+    Device device;
+    Job job({.size = 2});
+    constexpr std::size_t kBytes = std::size_t{1} << 20;
+    Bytes window(kBytes), unused(16);
+    device = UseDevice(job.engine(0), std::size_t{64} << 10, fails);
+    Serve(job.engine(0), window, 1, true);
+    Serve(job.engine(1), unused);
+    std::vector<std::uint64_t> words(1);
+    job.engine(0).AskWindows([&](auto& w) {
+      w.Show(kWindow, words.data());
+      return true;
+    });
+    Bytes got(kBytes);
+    static_cast<void>(Put(job.engine(1), 0, got, {{0, 0, kBytes / 2}}, -1));
+    const auto put = Put(job.engine(0), 1, got, {{0, 0, 16}}, -1, {true, nullptr});
+    const auto get = Get(job.engine(0), 0, got, {{0, 0, kBytes}});
+    CHECK(!Wait(job.engine(0), get), "it failed");
+    CHECK(!Wait(job.engine(0), put) || put->state == Pending::State::kDone, "this may have been before");
+    const std::int64_t until = DeadlineNs(kPatience);
+    while (std::atomic_ref(words[0]).load() < 1000 && NowNs() < until) std::this_thread::yield();
+    CHECK(std::atomic_ref(words[0]).load() > 1000, "streams wait");
+    CHECK(job.engine(0).failure().kind == FaultKind::kSystem, "%s", job.engine(0).failure().text.c_str());
+    CHECK(job.engine(0).failure().text.find("the copy failed") != std::string::npos, "named");
   }
 }
 

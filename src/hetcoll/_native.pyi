@@ -346,8 +346,8 @@ class Engine(_Verbs):
         device: bool = False,
         after: Gate | None = None,
     ) -> Ticket:
-        """`pieces` is rows of three 64-bit integers, in bytes: offset here, offset in the window, length. `device`: what
-        is at `address` is a GPU's, and not touched before `after`."""
+        """`pieces` is rows of three 64-bit integers, in bytes: offset here, offset in the window, length. `device`:
+        what is at `address` is a GPU's, and not touched before `after`."""
 
     def expect(self, window: int, signal: int, value: int) -> Ticket: ...
     def signal(self, window: int, signal: int) -> int: ...

@@ -305,8 +305,8 @@ class Receiving:
         return self._handoff._window.signal(at) >= self._wanted(at)
 
     def wait(self, layer: int, timeout: float | None = None, *, stream: Any = None) -> None:
-        """Wait until all of a layer is there; or let `stream`, of the GPU that the cache is on, wait, and return at once.
-        Such a stream goes on without the data where the communicator fails or `Handoff.close` is called: see
+        """Wait until all of a layer is there; or let `stream`, of the cache's GPU, wait, and return at once. Such a
+        stream goes on without the data where the communicator fails or `Handoff.close` is called: see
         `Window.wait_signal`.
 
         `CollectiveTimeoutError` after `timeout` seconds (default: the communicator's), `CommunicationError` where a

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from device_checks import Capture
 from gpu_kinds import Own, device_of, has_gpu, start
-from gpu_places import PLACES, STAND_INS
+from gpu_places import PLACES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks, close_all, kept, wait_until
@@ -446,7 +446,7 @@ def test_a_copy_that_fails(kinds: str, name: str, code: str) -> None:
 
 def no_room(comm: hetcoll.Communicator) -> str:
     mine = Own(comm, np.zeros(10, np.uint8))
-    with pytest.raises(DeviceError, match="buf: that of rank 0 cannot be a window: DeviceError: .*Host") as caught:
+    with pytest.raises(DeviceError, match=r"buf: that of rank 0 cannot be a window: DeviceError: .*Host") as caught:
         comm.window(mine.array)
     comm.barrier()
     if comm.rank == 0:
@@ -482,7 +482,7 @@ def bad_calls(comm: hetcoll.Communicator) -> None:
             lambda: window.get(src, 1, stream=stream),
             lambda: window.wait_signal(stream=stream),
         ):
-            with pytest.raises(ArgumentError, match="stream: .* captured into a graph, and no graph takes one-sided"):
+            with pytest.raises(ArgumentError, match=r"stream: .* captured into a graph, and no graph takes one-sided"):
                 call()
     captured.close()
     other = DeviceArray.of(other_device(comm), x)

@@ -1,9 +1,9 @@
 """One-sided messages of a GPU's memory: the copies between it and pinned memory, beside the engine, and how they are
 ordered with streams.
 
-Pieces pass through pinned memory of a fixed size (``native/host/staging.h``), which links fill and empty. The copies have
-streams of their own, on which nothing waits. So what waits for a stream of the user's is not begun before: the engine
-looks at an event (`after`).
+Pieces pass through pinned memory of a fixed size (``native/host/staging.h``), which links fill and empty. The copies
+have streams of their own, on which nothing waits. So what waits for a stream of the user's is not begun before: the
+engine looks at an event (`after`).
 """
 
 from __future__ import annotations

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, SupportsIndex
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from ..calls import check_int, check_rank
 from ..calls.buffers import Buffer, read_buffer
@@ -24,24 +21,19 @@ from ..health.diagnosis import Kind
 from ..types import DType
 from ..work import DONE, Work
 from .core import Core
+from .device_memory import DeviceMemory
+from .offsets import MOST_PIECES, Offsets, pieces
 from .regroup import Make, name_of, while_whole
 
 if TYPE_CHECKING:
     import hetcoll._native as _native
 
-    from .executor import Copies
-
 _DONE, _FAILED = 1, 2  # states of tickets
 _CLOSED = 1  # native/host/windows.h, Refusal
-_MOST_PIECES = 1 << 20
 _MOST_SIGNAL = 1 << 62  # native/host/windows.h, Show
 _MOST_TEXT = 400  # of a problem
-_PAUSE = 50e-6  # seconds between looks at a GPU
 _CHANNELS = (0, 1)
 _COUNTERS = ("puts", "gets", "pieces", "bytes", "refused")
-
-Offsets = SupportsIndex | Sequence[int] | np.ndarray[Any, Any]
-"""Elements: one number, or one for each piece."""
 
 
 class Transfer(Work):
@@ -126,8 +118,8 @@ class Window:
         not wait for the end: `Work.wait` is the host's.
 
         Raises ArgumentError where a piece is not inside `src` or the window, BufferTypeError for another dtype than the
-        window's or another GPU than this rank's, before anything is sent; `ClosedError` where the peer has closed its window,
-        `PeerLostError` where it is gone, `CollectiveTimeoutError` after `timeout` seconds (default: the
+        window's or another GPU than this rank's, before anything is sent; `ClosedError` where the peer has closed its
+        window, `PeerLostError` where it is gone, `CollectiveTimeoutError` after `timeout` seconds (default: the
         communicator's).
         """
         return self._start(False, src, "src", peer, offset, src_offset, count, signal, async_op, timeout, stream)
@@ -173,7 +165,7 @@ class Window:
         self._check_open()
         what = f"wait_signal({at}, {least})"
         if stream is not None:
-            side.wait_on(stream, self._number, self._exposed[side.core.rank].signals, at, least)
+            side.devices.wait_on(stream, self._number, self._exposed[side.core.rank].signals, at, least)
             return Transfer(side, side.core.engine.expect(self._number, at, least), None, what)
         ticket = side.core.engine.expect(self._number, at, least)
         return side.begun(ticket, None, what, async_op, timeout)
@@ -231,11 +223,11 @@ class Window:
             raise BufferTypeError(f"{name}: wanted the window's dtype, {self.dtype.label}, got {buffer.dtype.label}")
         at = -1 if signal is None else self._check_signal(signal, other)
         seconds = side.core.seconds(timeout)
-        rows = _pieces(buffer.count, self._exposed[other].elements, own_offset, offset, count, name, other)
+        rows = pieces(buffer.count, self._exposed[other].elements, own_offset, offset, count, name, other)
         if len(rows) == 0 and at < 0:
             return DONE
         rows *= self.dtype.itemsize
-        device, after = side.reach(buffer, name, stream)
+        device, after = side.devices.reach(buffer, name, stream)
         ticket = side.core.engine.transfer(gets, self._number, other, buffer.ptr, rows, at, device, after)
         what = f"{'get from' if gets else 'put to'} rank {other} of {int(rows[:, 2].sum())} bytes in {len(rows)} pieces"
         return side.begun(ticket, (buffer, self), what, async_op, seconds)
@@ -248,8 +240,6 @@ class OneSided:
     def __init__(self, core: Core, close: Callable[[], None]) -> None:
         self.core, self._close = core, close
         self._windows: dict[int, Buffer | None] = {}  # keeps their memory
-        self._copies: Copies | None = None
-        self._shown: dict[int, int] = {}  # windows' signals for streams: addresses
         self._opened = 0
         self._pending: list[tuple[_native.Ticket, Any]] = []  # and that of what is in flight
         self._lock = threading.Lock()
@@ -258,6 +248,7 @@ class OneSided:
         seconds = core.config.timeout
         core.host.prepare(lambda check: core.wiring.ensure(edges, seconds, check), seconds)
         core.engine.serve_windows()
+        self.devices = DeviceMemory(core)
 
     def add_window(self, buffer: Buffer | None, signals: int) -> int:
         """Its number, which is the same on all ranks."""
@@ -269,47 +260,10 @@ class OneSided:
 
     def close_window(self, number: int) -> None:
         """Fence its memory."""
-        engine, core = self.core.engine, self.core
-        if engine.forked:
-            return
-        engine.close_window(number)
-        deadline = time.monotonic() + core.config.timeout
-        while not engine.window_settled(number):
-            if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(
-                    f"close: the GPU of rank {core.rank} has not ended copies of the window after "
-                    f"{core.config.timeout:g} s; other streams may hold them up"
-                )
-            time.sleep(_PAUSE)
-        self._windows.pop(number, None)
-
-    def copies(self, buffer: Buffer, name: str) -> Copies:
-        """What copies memory such as `buffer`, which is a GPU's. DeviceError where the driver has no room for it."""
-        self.core.gpus.check_place(buffer)
-        with self._lock:
-            if self._copies is None:
-                self._copies = self.core.gpus.copies(buffer)
-        self._copies.check(buffer, name)
-        return self._copies
-
-    def reach(self, buffer: Buffer, name: str, stream: Any) -> tuple[bool, _native.Gate | None]:
-        """Whether memory is a GPU's, and what is on the stream before it may be touched."""
-        if buffer.device != "cpu":
-            return True, self.copies(buffer, name).after(stream, buffer)
-        if stream is not None:
-            raise ArgumentError(f"stream: wanted {name} on a GPU, got host memory, which has no stream")
-        return False, None
-
-    def wait_on(self, stream: Any, number: int, signals: int, at: int, least: int) -> None:
-        """Let a stream wait for a signal of a window here."""
-        copies = self._copies
-        if copies is None:
-            raise ArgumentError("stream: wanted a rank whose windows or puts had memory of its GPU, got none so far")
-        with self._lock:
-            if number not in self._shown:
-                self._shown[number] = copies.signals(signals)
-                self.core.engine.show_signals(number, self._shown[number])
-        copies.wait(self._shown[number] + 8 * at, least, stream)
+        if not self.core.engine.forked:
+            self.core.engine.close_window(number)
+            self.devices.settle(number)
+            self._windows.pop(number, None)
 
     def begun(self, ticket: _native.Ticket, keep: Any, what: str, async_op: bool, seconds: float | None) -> Work:
         """The Work of what was started; over, unless it is asynchronous."""
@@ -360,7 +314,7 @@ class OneSided:
     def memory(self) -> dict[str, int]:
         """Of what carries the messages."""
         found = self.core.memory()
-        return found if self._copies is None else found | {"pinned": found["pinned"] + self._copies.pinned}
+        return found | {"pinned": found["pinned"] + self.devices.pinned}
 
     def fail(self, kind: Kind, text: str) -> None:
         """See `core.Rider`."""
@@ -372,8 +326,7 @@ class OneSided:
 
     def close(self) -> None:
         """See `core.Rider`."""
-        if self._copies is not None:
-            self._copies.close()
+        self.devices.close()
         self._windows.clear()
         self._pending.clear()
 
@@ -397,8 +350,8 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
     """See `Communicator.window`. `make` gives the communicator that is to carry the messages."""
     parent.host.check_usable()
     buffer = None if buf is None else read_buffer(buf, "buf", writable=True)
-    if not 0 <= (own := check_int(signals, "signals")) <= _MOST_PIECES:
-        raise ArgumentError(f"signals: wanted 0 to {_MOST_PIECES}, got {own}")
+    if not 0 <= (own := check_int(signals, "signals")) <= MOST_PIECES:
+        raise ArgumentError(f"signals: wanted 0 to {MOST_PIECES}, got {own}")
     seconds = parent.seconds(timeout)
 
     def begin(_: object) -> OneSided:
@@ -413,7 +366,7 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
     problem = ""
     if buffer is not None and buffer.device != "cpu":
         try:
-            side.copies(buffer, "buf")
+            side.devices.copies(buffer, "buf")
         except (DeviceError, BufferTypeError) as error:  # which all ranks hear of
             problem, buffer = f"{type(error).__name__}: {error}"[:_MOST_TEXT], None
     number = side.add_window(buffer, own)
@@ -431,47 +384,3 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         raise BufferTypeError(f"buf: wanted one dtype on all ranks, got {what}")
     dtype = next(iter(kinds.values()), DType.UINT8)
     return Window(side, number, dtype, [_Exposed(count, there) for _, count, there, _ in told])
-
-
-def _pieces(
-    here_count: int, there_count: int, here: Offsets, there: Offsets, count: Offsets | None, name: str, peer: int
-) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Rows of elements: offset here, offset in the window, length. What is empty is left out."""
-    own = f"{name}_offset"
-    if count is None:
-        if not (_is_single(here) and _is_single(there)):
-            raise ArgumentError("count: wanted one a piece, where there are several")
-        count = here_count - check_int(here, own)
-    columns = [_column(here, own), _column(there, "offset"), _column(count, "count")]
-    try:
-        rows = np.stack(np.broadcast_arrays(*columns), axis=-1)
-    except ValueError:
-        lengths = ", ".join(str(len(column)) for column in columns)
-        raise ArgumentError(f"{own}, offset, count: wanted as many of each, or one, got {lengths}") from None
-    if len(rows) > _MOST_PIECES:
-        raise ArgumentError(f"offset: wanted at most {_MOST_PIECES} pieces a call, got {len(rows)}")
-    length = rows[:, 2]
-    for at, most, what in ((0, here_count, name), (1, there_count, f"rank {peer}'s window")):
-        wrong = (rows[:, at] < 0) | (length < 0) | (length > most) | (rows[:, at] > most - length)
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise ArgumentError(
-                f"{(own, 'offset')[at]}: piece {i}, {length[i]} elements from {rows[i, at]} on, is not inside {what}, "
-                f"which has {most}"
-            )
-    return np.ascontiguousarray(rows[length > 0])
-
-
-def _is_single(values: Offsets) -> bool:
-    return not hasattr(values, "__len__") or (isinstance(values, np.ndarray) and values.ndim == 0)
-
-
-def _column(values: Offsets, name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
-    if _is_single(values):
-        return np.array([check_int(values, name)], np.int64)
-    column = np.atleast_1d(np.asarray(values))
-    if column.ndim != 1 or (column.size and column.dtype.kind not in "iu"):
-        raise BufferTypeError(f"{name}: wanted whole numbers, one a piece, got {column.dtype} of shape {column.shape}")
-    if column.dtype == np.uint64 and column.size and int(column.max()) >= 1 << 63:
-        raise ArgumentError(f"{name}: wanted 64 bits, got {column.max()}")
-    return column.astype(np.int64)

@@ -1,0 +1,79 @@
+"""Windows' part on this rank's GPU, where its memory takes part in one-sided messages."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..calls.buffers import Buffer
+from ..errors import ArgumentError, CollectiveTimeoutError
+from .core import Core
+
+if TYPE_CHECKING:
+    import hetcoll._native as _native
+
+    from .executor import Copies
+
+_PAUSE = 50e-6  # seconds between looks at a GPU
+
+
+class DeviceMemory:
+    """Of the communicator that carries the messages of windows. Nothing is made before memory of a GPU is used."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._copies: Copies | None = None
+        self._shown: dict[int, int] = {}  # windows' signals for streams: addresses
+        self._lock = threading.Lock()
+
+    def copies(self, buffer: Buffer, name: str) -> Copies:
+        """What copies memory such as `buffer`, which is a GPU's. BufferTypeError for that of another GPU than before,
+        DeviceError where the driver has no room."""
+        self._core.gpus.check_place(buffer)
+        with self._lock:
+            if self._copies is None:
+                self._copies = self._core.gpus.copies(buffer)
+        self._copies.check(buffer, name)
+        return self._copies
+
+    def reach(self, buffer: Buffer, name: str, stream: Any) -> tuple[bool, _native.Gate | None]:
+        """Whether memory is a GPU's, and what is on the stream before it may be touched."""
+        if buffer.device != "cpu":
+            return True, self.copies(buffer, name).after(stream, buffer)
+        if stream is not None:
+            raise ArgumentError(f"stream: wanted {name} on a GPU, got host memory, which has no stream")
+        return False, None
+
+    def wait_on(self, stream: Any, window: int, signals: int, at: int, least: int) -> None:
+        """Let a stream wait for a signal of a window here, one of so many."""
+        copies = self._copies
+        if copies is None:
+            raise ArgumentError("stream: wanted a rank whose windows or puts had memory of its GPU, got none so far")
+        with self._lock:
+            if window not in self._shown:
+                self._shown[window] = copies.signals(signals)
+                self._core.engine.show_signals(window, self._shown[window])
+        copies.wait(self._shown[window] + 8 * at, least, stream)
+
+    def settle(self, window: int) -> None:
+        """Wait for the last copies of a closed window."""
+        core = self._core
+        deadline = time.monotonic() + core.config.timeout
+        while not core.engine.window_settled(window):
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(
+                    f"close: the GPU of rank {core.rank} has not ended copies of the window after "
+                    f"{core.config.timeout:g} s; other streams may hold them up"
+                )
+            time.sleep(_PAUSE)
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of pinned memory."""
+        return 0 if self._copies is None else self._copies.pinned
+
+    def close(self) -> None:
+        """Give all back. The engine is closed."""
+        if self._copies is not None:
+            self._copies.close()
