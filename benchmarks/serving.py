@@ -8,8 +8,8 @@ rate is that of one TCP socket that sends as many bytes at once. Libraries take 
 
 With `--device cuda`, `hip` or `auto` each process has a GPU, the same where there is one only, and the caches lie
 there: on both, on the sender's, on the receiver's. The limit is then what the sender's GPU copies to pinned memory in
-one piece, which every way through the host needs. Gloo, where this Python has torch, is given pinned memory, to which the
-sender copies its cache, and out of which the receiver does.
+one piece, which every way through the host needs. Gloo, where this Python has torch, is given pinned memory, to which
+the sender copies its cache, and out of which the receiver does.
 """
 
 from __future__ import annotations
