@@ -288,6 +288,36 @@ def test_streams_wait_for_signals(launch: Start, kinds: str, waits: int) -> None
     launch(kinds, stream_waits=waits).run(wait_on_streams)
 
 
+def behind_a_stream(comm: hetcoll.Communicator) -> None:
+    """A put whose stream is not there yet does not end in time, stays in flight, and holds up nobody else's."""
+    device, peer = device_of(comm), 1 - comm.rank
+    mine = DeviceArray.of(device, np.zeros(4, np.int32))
+    stream = device.stream()
+    with comm.window(mine, signals=3) as window:
+        src = DeviceArray.of(device, np.full(4, comm.rank, np.int32))
+        window.wait_signal(1, stream=stream)
+        with pytest.raises(CollectiveTimeoutError, match="not sent yet, since the stream is not there yet"):
+            window.put(src, peer, signal=0, stream=stream, timeout=0.1)
+        assert window.signal(0) == 0
+        comm.barrier()
+        window.put(src, comm.rank, signal=2)
+        window.wait_signal(2)
+        if comm.rank == 0:  # one after the other: puts of a rank to another are done in their order
+            window.put(np.zeros(0, np.int32), comm.rank, signal=1)
+            window.put(np.zeros(0, np.int32), peer, signal=1)
+        window.wait_signal(0)
+        device.synchronize(stream)
+        comm.barrier()
+        assert (mine.get() == peer).all()
+        comm.barrier()
+    device.destroy_stream(stream)
+
+
+@pytest.mark.parametrize("kinds", ["nn", "an"])
+def test_a_stream_that_is_late(launch: Start, kinds: str) -> None:
+    launch(kinds).run(behind_a_stream)
+
+
 def let_go(comm: hetcoll.Communicator, how: str) -> float:
     """A stream waits for what does not come any more."""
     if comm.rank == 1:
@@ -434,6 +464,7 @@ def go_on_putting(comm: hetcoll.Communicator) -> None:
         window.put(src.array, 1 - comm.rank)
 
 
+@pytest.mark.fakes
 @pytest.mark.parametrize("code", ["719", "late719"])
 @pytest.mark.parametrize(("kinds", "name"), [("nc", "cuMemcpyAsync"), ("ac", "hipMemcpyAsync")])
 def test_a_copy_that_fails(kinds: str, name: str, code: str) -> None:
@@ -459,6 +490,7 @@ def no_room(comm: hetcoll.Communicator) -> str:
     return str(caught.value)
 
 
+@pytest.mark.fakes
 @pytest.mark.parametrize(("kinds", "name"), [("nc", "cuMemHostAlloc"), ("ac", "hipHostMalloc")])
 def test_no_memory_for_what_is_on_its_way(kinds: str, name: str) -> None:
     with start(kinds, fail=f"{name}:1:2") as ranks:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING
 
 import hetcoll._native as _native
 
 from ..calls.buffers import Buffer
-from ..errors import ArgumentError, BufferTypeError
+from ..errors import ArgumentError, BufferTypeError, DeviceError
 from ..vendors.devices.base import URGENT
 from ..vendors.devices.signals import signal_kernels
 from . import streams
@@ -37,7 +38,8 @@ class Copies:
     """Of one rank's GPU. `size`: ranks of the communicator."""
 
     def __init__(self, device: Device, engine: _native.Engine, size: int) -> None:
-        self._device, self._waits = device, list[_native.Gate]()
+        self._device, self._waits = device, list[_native.Gate]()  # what may still read words
+        self._lock = threading.Lock()
         staged = 2 * max(_STAGED, 2 * size * _LEAST_STAGED)
         self._undo = contextlib.ExitStack()
         with device.active(), contextlib.ExitStack() as undo:
@@ -81,13 +83,12 @@ class Copies:
     def wait(self, word: int, value: int, stream: object) -> None:
         """What comes on `stream` from now on waits until the word holds `value` or more."""
         handle = streams.handle(stream, None)
-        self._waits = [gate for gate in self._waits if not gate.open]
         try:
             gate = self._copier.wait(word, value, handle)
         except _native.Fault as error:
             raise ArgumentError(f"stream: wanted one of this rank's GPU: {error}") from error
-        if gate is not None:
-            self._waits.append(gate)
+        with self._lock:
+            self._waits = [each for each in (*self._waits, gate) if each is not None and not each.open]
 
     def close(self, timeout: float = 5.0) -> None:
         """Give everything back. The engine is closed: so the words let streams go, which may take a moment."""
@@ -98,7 +99,7 @@ class Copies:
                     log.warning("streams still wait for signals of windows: their pinned memory is not given back")
                     return
                 time.sleep(_PAUSE)
-        except _native.Fault as error:
+            self._waits.clear()
+            self._undo.close()
+        except (_native.Fault, DeviceError) as error:  # there is nothing to give back to
             log.warning("the GPU has failed: %s", error)
-        self._waits.clear()
-        self._undo.close()
