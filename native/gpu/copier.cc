@@ -61,6 +61,16 @@ Gate DeviceCopier::After(DeviceStream user) {
   return Recorded(user);
 }
 
+std::string DeviceCopier::Failure() {
+  try {
+    const Current current(*driver_);
+    driver_->Idle(LineOf(Way::kIn).stream);
+    return "";
+  } catch (const Fault& fault) {
+    return fault.what();
+  }
+}
+
 Gate DeviceCopier::Wait(std::uint64_t* word, std::uint64_t value, DeviceStream user) {
   const Current current(*driver_);
   CheckFree(user);

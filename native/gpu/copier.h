@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -28,6 +29,8 @@ class DeviceCopier final : public Copier {
   // What comes on `user` from now on waits until this word of pinned memory holds `value` or more; when it does not any
   // more.
   Gate Wait(std::uint64_t* word, std::uint64_t value, DeviceStream user);
+  // What the device has failed with, or nothing.
+  std::string Failure();
 
  private:
   struct Line {

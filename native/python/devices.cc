@@ -50,6 +50,8 @@ void BindCopies(nb::module_& m) {
           "after", [](const PyCopier& c, Address stream) { return Closed(c.device->After(As<DeviceStream>(stream))); },
           nb::call_guard<nb::gil_scoped_release>())
       .def(
+          "failure", [](const PyCopier& c) { return c.device->Failure(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def(
           "wait",
           [](const PyCopier& c, Address word, std::uint64_t value, Address stream) {
             return Closed(c.device->Wait(As<std::uint64_t*>(word), value, As<DeviceStream>(stream)));

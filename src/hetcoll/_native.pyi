@@ -176,6 +176,9 @@ class Copier:
     def after(self, stream: int) -> Gate | None:
         """What is on `stream` now; None where that is done. Fault where it is captured."""
 
+    def failure(self) -> str:
+        """What the device has failed with, or nothing."""
+
     def wait(self, word: int, value: int, stream: int) -> Gate | None:
         """What comes on `stream` from now on waits for the word. Its end; None where it has ended."""
 

@@ -65,12 +65,13 @@ class Copies:
             raise BufferTypeError(f"{name}: wanted {wanted}, or the host's, got some of {buffer.place}")
 
     def after(self, stream: object, buffer: Buffer) -> _native.Gate | None:
-        """What is on `stream` now, or on the current one of the buffer's library; None where that is done."""
+        """What is on `stream` now, or on the current one of the buffer's library; None where that is done.
+        ArgumentError where the driver does not take it, DeviceError where the GPU has failed."""
         handle = streams.handle(stream, buffer)
         try:
             return self._copier.after(handle)
         except _native.Fault as error:
-            raise ArgumentError(f"stream: wanted one of {buffer.place}: {error}") from error
+            raise self._refused(error) from error
 
     def signals(self, count: int) -> int:
         """Pinned memory for so many signals, of 8 bytes each, until `close`."""
@@ -81,14 +82,19 @@ class Copies:
         return words
 
     def wait(self, word: int, value: int, stream: object) -> None:
-        """What comes on `stream` from now on waits until the word holds `value` or more."""
+        """What comes on `stream` from now on waits until the word holds `value` or more. Errors: as `after`."""
         handle = streams.handle(stream, None)
         try:
             gate = self._copier.wait(word, value, handle)
         except _native.Fault as error:
-            raise ArgumentError(f"stream: wanted one of this rank's GPU: {error}") from error
+            raise self._refused(error) from error
         with self._lock:
             self._waits = [each for each in (*self._waits, gate) if each is not None and not each.open]
+
+    def _refused(self, fault: _native.Fault) -> ArgumentError | DeviceError:
+        if problem := self._copier.failure():
+            return DeviceError(problem)
+        return ArgumentError(f"stream: wanted one of {self._device.vendor}:{self._device.index}: {fault}")
 
     def close(self, timeout: float = 5.0) -> None:
         """Give everything back. The engine is closed: so the words let streams go, which may take a moment."""

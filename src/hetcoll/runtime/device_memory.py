@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..calls.buffers import Buffer
-from ..errors import ArgumentError, CollectiveTimeoutError
+from ..errors import ArgumentError, CollectiveTimeoutError, DeviceError
+from ..health.diagnosis import Kind
 from .core import Core
 
 if TYPE_CHECKING:
@@ -40,7 +43,9 @@ class DeviceMemory:
     def reach(self, buffer: Buffer, name: str, stream: Any) -> tuple[bool, _native.Gate | None]:
         """Whether memory is a GPU's, and what is on the stream before it may be touched."""
         if buffer.device != "cpu":
-            return True, self.copies(buffer, name).after(stream, buffer)
+            copies = self.copies(buffer, name)
+            with self._failing():
+                return True, copies.after(stream, buffer)
         if stream is not None:
             raise ArgumentError(f"stream: wanted {name} on a GPU, got host memory, which has no stream")
         return False, None
@@ -54,7 +59,18 @@ class DeviceMemory:
             if window not in self._shown:
                 self._shown[window] = copies.signals(signals)
                 self._core.engine.show_signals(window, self._shown[window])
-        copies.wait(self._shown[window] + 8 * at, least, stream)
+        with self._failing():
+            copies.wait(self._shown[window] + 8 * at, least, stream)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A GPU that has failed ends the communicator, whoever finds out first."""
+        try:
+            yield
+        except DeviceError as error:
+            core = self._core
+            core.fail(Kind.SYSTEM, f"rank {core.rank}: {error}")
+            raise core.diagnosis.error() from error
 
     def settle(self, window: int) -> None:
         """Wait for the last copies of a closed window."""
