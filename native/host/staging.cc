@@ -9,11 +9,17 @@ constexpr std::size_t kMarkBytes = std::size_t{128} << 10;
 }  // namespace
 
 std::span<std::byte> Inlet::Room(std::size_t most) {
-  while (!under_way_.empty() && Passed(under_way_.front().mark)) {
+  const std::size_t wanted = std::min({most, kMostCopy, ring_.size() / 2});
+  const std::span<std::byte> room = ring_.Room(wanted);
+  if (room.size() == wanted) return room;  // to ask the driver takes half as long as to copy
+  Free();
+  return ring_.Room(wanted);
+}
+
+void Inlet::Free() {
+  for (; !under_way_.empty() && Passed(under_way_.front().mark); under_way_.pop_front()) {
     ring_.Return(under_way_.front().nbytes);
-    under_way_.pop_front();
   }
-  return ring_.Room(std::min({most, kMostCopy, ring_.size() / 2}));
 }
 
 void Inlet::Land(std::byte* dst, std::size_t n) {
@@ -49,7 +55,7 @@ std::uint64_t Inlet::Mark() {
 bool Inlet::Poll() {
   Mark();
   const std::size_t before = under_way_.size();
-  Room(0);
+  Free();
   return under_way_.size() < before;
 }
 

@@ -55,6 +55,7 @@ class Inlet {
 
  private:
   void Begin();
+  void Free();
 
   struct Stretch {
     std::uint64_t mark;
