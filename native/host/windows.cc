@@ -285,6 +285,7 @@ bool Windows::CollectStep(Links& links, int peer, bool& moved) {
     if (++in.run < transfer.pieces.size()) return true;
   }
   in.phase = Phase::kHead;
+  links.tx(peer, kRequests).end->Keep();  // what was put is its owner's again
   End(transfer, static_cast<Refusal>(p.status));
   p.awaiting.pop_front();
   return true;

@@ -66,6 +66,7 @@ bool Windows::Send(Links& links, int peer, int channel) {
     const std::ptrdiff_t n = port.end->Push(m, out.at, part.data + out.at, part.nbytes - out.at);
     if (n == kWouldBlock) break;
     moved = true;
+    if (!part.lends) port.end->Keep();
     out.at += static_cast<std::size_t>(n);
     port.taken += static_cast<std::uint64_t>(n);
     links.Touch(port);
