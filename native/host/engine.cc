@@ -28,7 +28,7 @@ Engine::Engine(const EngineOptions& options)
     : options_(options),
       doorbell_(options.doorbell_name, options.local_rank),
       injector_(FaultSpec::Parse(options.fault), options.rank),
-      tcp_(std::make_shared<TcpShared>(options.integrity, injector_.spoil())),
+      tcp_(std::make_shared<TcpShared>(options.integrity, injector_.tcp())),
       links_(options.size),
       called_(options.identity),
       scratch_(nullptr, [](std::byte* p) { std::free(p); }),
@@ -219,6 +219,7 @@ void Engine::Close() {
     port.end.reset();
   }
   for (Port<RecvEnd>& port : links_.recv) port.end.reset();
+  if (tcp_->mending != nullptr) tcp_->mending->Close();
   team_.reset();
   verbs_.reset();
   own_bell_ = nullptr;

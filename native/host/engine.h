@@ -92,6 +92,16 @@ class Engine {
   // `helpers`: threads that help with all such links, as many as the first one says.
   void AttachSlots(int peer, int channel, const Slots& out, const Slots& in, unsigned helpers);
   bool Linked(int peer, int channel) const;
+
+  // TCP sockets that broke: see Mending. Of links that are attached once `MendTcp` gave the descriptor that is readable
+  // while `TakeLost` has something. Callable from any thread; an engine that has failed refuses all.
+  int MendTcp();
+  std::vector<LostSocket> TakeLost();
+  bool IsLost(const SocketId& id);
+  std::optional<std::uint64_t> HoldSocket(const SocketId& id, std::uint32_t number, bool first);
+  bool ResumeSocket(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came);
+  void GiveUpSocket(const SocketId& id, const std::string& why);
+  std::uint64_t reconnects() const { return tcp_->mending == nullptr ? 0 : tcp_->mending->made.load(); }
   // What it holds now. Callable from any thread.
   EngineMemory Memory();
 
@@ -203,6 +213,13 @@ class Engine {
   void Abandon();
 
  private:
+  template <class Fn, class Result>
+  Result AskMending(Fn&& ask, Result none) {
+    contenders_.fetch_add(1);
+    std::lock_guard lock(mutex_);
+    contenders_.fetch_sub(1);
+    return tcp_->mending == nullptr || failed() ? none : ask(*tcp_->mending);
+  }
   void Prepare(const Plan& plan);
   std::shared_ptr<Task> TakeTask(Shape& shape);
   std::uint64_t NextSignature(const Shape& shape, Task& task) {
@@ -247,6 +264,7 @@ class Engine {
   BorrowedBuffers* loans_ = nullptr;  // the segment's
   std::shared_ptr<Heap> heap_;
   std::shared_ptr<TcpShared> tcp_;
+  Mending::Resumed resumed_;  // under mutex_
   ShmDoorbell* own_bell_ = nullptr;
   std::atomic<bool> link_events_{false};
   bool draining_ = false;  // under mutex_: closing, and what was sent is still on its way

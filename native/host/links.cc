@@ -42,9 +42,10 @@ void Engine::AttachShm(std::shared_ptr<ShmSegment> segment, std::span<const int>
 }
 
 void Engine::AttachTcp(int peer, int channel, std::span<const int> fds) {
-  LinkEnds ends = injector_.Wrap(MakeTcp(fds, peer, tcp_), 1, peer, channel);
+  LinkEnds ends = injector_.Wrap(MakeTcp(fds, {peer, channel, 0}, tcp_), 1, peer, channel);
   std::lock_guard lock(mutex_);
   if (failed()) return;  // perhaps closed: then nobody would close them
+  links_.tx(peer, channel).keeps = tcp_->mending != nullptr;
   links_.tx(peer, channel).end = std::move(ends.send);
   links_.rx(peer, channel).end = std::move(ends.recv);
 }
@@ -80,11 +81,54 @@ void Engine::ServeLinks(std::vector<pollfd>& fds) {
   contenders_.fetch_sub(1);
   if (failed()) return;
   try {
+    Mending::Flush(resumed_, fds);
+    if (verbs_ == nullptr) return;
     if (verbs_->Service()) doorbell_.Ring(options_.local_rank);
     verbs_->AddWatch(fds);
   } catch (const Fault& fault) {
     Fail(fault.kind, fault.peer, fault.what());
   }
+}
+
+int Engine::MendTcp() {
+  std::lock_guard lock(mutex_);
+  if (tcp_->mending == nullptr) tcp_->mending = std::make_shared<Mending>();
+  return tcp_->mending->fd();
+}
+
+std::vector<LostSocket> Engine::TakeLost() {
+  return tcp_->mending == nullptr ? std::vector<LostSocket>{} : tcp_->mending->TakeLost();
+}
+
+bool Engine::IsLost(const SocketId& id) {
+  return AskMending([&](Mending& mending) { return mending.IsLost(id); }, false);
+}
+
+std::optional<std::uint64_t> Engine::HoldSocket(const SocketId& id, std::uint32_t number, bool first) {
+  return AskMending([&](Mending& mending) { return mending.Hold(id, number, first); }, std::optional<std::uint64_t>{});
+}
+
+bool Engine::ResumeSocket(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came) {
+  const bool resumed = AskMending(
+      [&](Mending& mending) {
+        try {
+          const bool taken = mending.Resume(id, number, socket, came, resumed_);
+          if (taken && keeper_ == nullptr) keeper_ = std::make_unique<Keeper>([this](auto& fds) { ServeLinks(fds); });
+          if (taken) keeper_->Wake();
+          return taken;
+        } catch (const Fault& fault) {
+          Fail(fault.kind, fault.peer, fault.what());
+          return true;
+        }
+      },
+      false);
+  doorbell_.Ring(options_.local_rank);
+  return resumed;
+}
+
+void Engine::GiveUpSocket(const SocketId& id, const std::string& why) {
+  AskMending([&](Mending& mending) { return mending.GiveUp(id, why), true; }, false);
+  doorbell_.Ring(options_.local_rank);
 }
 
 int Engine::RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,
@@ -116,6 +160,7 @@ EngineMemory Engine::Memory() {
   for (const auto& port : links_.send) {
     if (port.end != nullptr) port.end->Count(held.links);
   }
+  if (tcp_->mending != nullptr && tcp_->mending->fd() >= 0) held.links.descriptors += 1;
   if (keeper_ != nullptr) {
     held.links.descriptors += 1;
     held.threads += 1;

@@ -44,7 +44,7 @@ void Task::Prepare(Links& links, const void* send, void* recv, std::uint64_t sig
   signature_ = signature;
   residual_ = residual;
   apart_ = bound_.apart && Apart();
-  begun = false;
+  begun = lends_ = false;
   state.store(State::kRunning, std::memory_order_relaxed);
   for (BoundStep& s : steps_) {
     s.done = s.posted = s.coded = 0;
@@ -75,7 +75,7 @@ bool Task::Apart() const {
 bool Task::Pass(Links& links) {
   bool moved = false;
   for (std::size_t lane = 0; lane + 1 < bound_.lane_begin.size(); ++lane) moved |= AdvanceLane(links, lane);
-  return moved;
+  return moved || (lends_ && TakeBack(links));
 }
 
 bool Task::AdvanceLane(Links& links, std::size_t lane) {
@@ -146,6 +146,7 @@ bool Task::MoveSend(Links& links, BoundStep& s, std::size_t limit) {
   const bool moved = free > s.done || posted;
   s.done = free;
   s.complete = s.done == s.len;
+  lends_ |= port.keeps && free < s.posted;
   return moved;
 }
 
@@ -299,6 +300,7 @@ bool Task::SendCodes(Links& links, BoundStep& s, std::size_t limit) {
   moved |= done > s.done || free == s.wire;
   s.done = done;
   s.complete = free == s.wire;
+  lends_ |= port.keeps && free < s.posted;
   return moved;
 }
 

@@ -25,6 +25,7 @@ struct Port {
   std::unique_ptr<End> end;
   ShmDoorbell* doorbell = nullptr;
   int local_peer = -1;
+  bool keeps = false;         // its end may lend what it can also copy: SendEnd::Keep
   bool touched = false;       // since doorbells were last looked at
   std::uint64_t taken = 0;    // bytes that went through this end so far
   std::uint64_t through = 0;  // messages that went through it to their end
@@ -145,6 +146,8 @@ class Task : public Pending {
   bool MoveRecv(Links& links, BoundStep& s, std::size_t limit);
   bool MoveRecvReduce(Links& links, BoundStep& s, std::uint32_t index, std::size_t limit);
   bool MoveLocal(BoundStep& s, std::size_t limit);
+  bool TakeBack(Links& links);
+  bool WaitsForLent(const BoundStep& s) const;
   bool SendCodes(Links& links, BoundStep& s, std::size_t limit);
   bool RecvCodes(Links& links, BoundStep& s, std::size_t limit);
   void ReduceCodes(std::byte* dst, const std::byte* src, const std::byte* codes, std::size_t count);
@@ -179,6 +182,7 @@ class Task : public Pending {
   std::size_t lanes_left_ = 0;
   std::uint64_t signature_ = 0;
   bool apart_ = false;
+  bool lends_ = false;  // to a link that could copy it: TakeBack
 };
 
 }  // namespace hetcoll

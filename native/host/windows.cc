@@ -295,6 +295,7 @@ bool Windows::CollectStep(Links& links, int peer, bool& moved) {
     if (++in.run < transfer.pieces.size()) return true;
   }
   in.phase = Phase::kHead;
+  links.tx(peer, kRequests).end->Keep();  // what was put is its owner's again
   if (transfer.device && p.status == 0) {
     device_->landed.emplace_back(device_->inlet.Mark(), p.awaiting.front());
   } else {

@@ -82,6 +82,7 @@ bool Windows::Send(Links& links, int peer, int channel) {
     if (n == kWouldBlock) break;
     if (part.device) OutletOf(peer, channel).Pop(static_cast<std::size_t>(n));
     moved = true;
+    if (!part.lends) port.end->Keep();
     out.at += static_cast<std::size_t>(n);
     port.taken += static_cast<std::uint64_t>(n);
     links.Touch(port);

@@ -111,6 +111,7 @@ class ProxyLane {
   bool MoveOut() {
     bool moved = !queue_.empty() && Ours(queue_.front()) && Push();
     if (lent_.empty()) return moved;
+    if (!moved) end_.send->Keep();  // the slot is worth more than the copy
     const std::uint64_t back = pushed_ - end_.send->Lent();
     for (; !lent_.empty() && lent_.front().end <= back; lent_.pop_front(), moved = true) {
       const ProxyPart& first = lent_.front().part;

@@ -52,15 +52,70 @@ Proxy::~Proxy() {
 
 void Proxy::Connect(int peer, int channel, std::span<const int> fds) {
   Links& links = links_[{peer, channel}];
-  for (const int fd : fds) {
-    links.ends.push_back(injector_.Wrap(MakeTcp(std::span(&fd, 1), peer, Share()), 1, peer, channel));
+  for (std::uint32_t i = 0; i < fds.size(); ++i) {
+    const SocketId id{peer, channel, i};
+    ProxyWorker* worker = workers_[turn_++ % options_.threads].get();
+    links.ends.push_back(injector_.Wrap(MakeTcp(fds.subspan(i, 1), id, Share()), 1, peer, channel));
+    links.workers.push_back(worker);
+    std::lock_guard lock(mutex_);
+    menders_[id] = worker;
   }
+}
+
+int Proxy::MendTcp() {
+  std::lock_guard lock(mutex_);
+  if (mending_ == nullptr) mending_ = std::make_shared<Mending>();
+  return mending_->fd();
+}
+
+std::vector<LostSocket> Proxy::TakeLost() { return mending_->TakeLost(); }
+
+// On the thread of that socket.
+template <class Fn, class Result>
+Result Proxy::AskMending(const SocketId& id, Fn&& ask, Result none) {
+  ProxyWorker* worker = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    const auto found = menders_.find(id);
+    if (!stopped_ && found != menders_.end()) worker = found->second;
+  }
+  return worker == nullptr ? none : worker->AskResumed([&](Mending::Resumed& resumed) { return ask(resumed); });
+}
+
+bool Proxy::IsLost(const SocketId& id) {
+  return AskMending(id, [&](Mending::Resumed&) { return mending_->IsLost(id); }, false);
+}
+
+std::optional<std::uint64_t> Proxy::HoldSocket(const SocketId& id, std::uint32_t number, bool first) {
+  return AskMending(
+      id, [&](Mending::Resumed&) { return mending_->Hold(id, number, first); }, std::optional<std::uint64_t>{});
+}
+
+bool Proxy::ResumeSocket(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came) {
+  try {
+    return AskMending(
+        id, [&](Mending::Resumed& resumed) { return mending_->Resume(id, number, socket, came, resumed); }, false);
+  } catch (const Fault& fault) {
+    Fail(fault.kind, fault.peer, fault.what());
+    return true;
+  }
+}
+
+void Proxy::GiveUpSocket(const SocketId& id, const std::string& why) {
+  AskMending(id, [&](Mending::Resumed&) { return mending_->GiveUp(id, why), true; }, false);
+}
+
+std::uint64_t Proxy::reconnects() {
+  std::lock_guard lock(mutex_);
+  return mending_ == nullptr ? 0 : mending_->made.load();
 }
 
 // For one link, since each worker has links of its own.
 std::shared_ptr<TcpShared> Proxy::Share() {
   std::lock_guard lock(mutex_);
-  return tcp_.emplace_back(std::make_shared<TcpShared>(options_.integrity, injector_.spoil()));
+  tcp_.push_back(std::make_shared<TcpShared>(options_.integrity, injector_.tcp()));
+  tcp_.back()->mending = mending_;
+  return tcp_.back();
 }
 
 ProxyWorker& Proxy::VerbsWorker() {
@@ -163,7 +218,8 @@ std::shared_ptr<ProxyEdge> Proxy::AddEdge(int peer, int channel, bool out, const
     throw Fault(FaultKind::kSystem, peer,
                 "at most " + std::to_string(kClearToSends) + " slots were wanted, got " + std::to_string(slots.count));
   }
-  for (LinkEnds& link : links.ends) {
+  for (std::size_t i = 0; i < links.ends.size(); ++i) {
+    LinkEnds& link = links.ends[i];
     LinkEnds end;
     if (out) {
       end.send = std::move(link.send);
@@ -171,7 +227,7 @@ std::shared_ptr<ProxyEdge> Proxy::AddEdge(int peer, int channel, bool out, const
       end.recv = std::move(link.recv);
     }
     auto lane = std::make_unique<ProxyLane>(peer, channel, slots, ended, std::move(end), links.verbs);
-    ProxyWorker* worker = links.verbs ? verbs_ : workers_[turn_++ % options_.threads].get();
+    ProxyWorker* worker = links.verbs ? verbs_ : links.workers[i];
     worker->Own(lane.get());
     edge->lanes_.emplace_back(worker, lane.get());
     std::lock_guard lock(mutex_);
@@ -235,6 +291,7 @@ void Proxy::Close(std::int64_t until) {
   {
     std::lock_guard lock(mutex_);
     for (auto& lane : lanes_) lane->Close();
+    if (mending_ != nullptr) mending_->Close();
     links_.clear();
   }
   if (verbs_ != nullptr) {

@@ -31,6 +31,7 @@
 #include "transport/fault.h"
 #include "transport/integrity.h"
 #include "transport/shm/slots.h"
+#include "transport/tcp_mending.h"
 #include "transport/transport.h"
 #include "transport/verbs/nic.h"
 
@@ -84,6 +85,15 @@ class Proxy : public std::enable_shared_from_this<Proxy> {
   // Takes over the connected sockets to the same channel of a peer's proxy, which has as many.
   void Connect(int peer, int channel, std::span<const int> fds);
 
+  // TCP sockets that broke, as Engine's.
+  int MendTcp();
+  std::vector<LostSocket> TakeLost();
+  bool IsLost(const SocketId& id);
+  std::optional<std::uint64_t> HoldSocket(const SocketId& id, std::uint32_t number, bool first);
+  bool ResumeSocket(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came);
+  void GiveUpSocket(const SocketId& id, const std::string& why);
+  std::uint64_t reconnects();
+
   // The same for one link over RDMA. A socket that goes with it is wanted, for the handshake, and for what comes after
   // the last rail where the slots are the host's. `api` stands for the system's libibverbs in tests.
   int AddNic(NicInfo info, const VerbsApi& api);
@@ -130,12 +140,15 @@ class Proxy : public std::enable_shared_from_this<Proxy> {
   friend class ProxyEdge;
   struct Links {
     bool verbs = false;
-    std::vector<LinkEnds> ends{};  // an end leaves with its edge
+    std::vector<LinkEnds> ends{};         // an end leaves with its edge
+    std::vector<ProxyWorker*> workers{};  // of each link: both directions have one thread
   };
 
   ProxyWorker& AddWorker();
   ProxyWorker& VerbsWorker();
   std::shared_ptr<TcpShared> Share();
+  template <class Fn, class Result>
+  Result AskMending(const SocketId& id, Fn&& ask, Result none);
   bool Stopped() const;
   void Stop();
 
@@ -145,10 +158,12 @@ class Proxy : public std::enable_shared_from_this<Proxy> {
   std::map<std::pair<int, int>, Links> links_;  // by peer and channel
   std::vector<std::unique_ptr<ProxyWorker>> workers_;
   ProxyWorker* verbs_ = nullptr;  // the one with RDMA links
-  std::size_t turn_ = 0;          // whose the next lane is
+  std::size_t turn_ = 0;          // whose the next link is
 
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<TcpShared>> tcp_;  // of each link
+  std::shared_ptr<Mending> mending_;             // of TCP links
+  std::map<SocketId, ProxyWorker*> menders_;     // whose sockets they are
   std::vector<std::unique_ptr<ProxyLane>> lanes_;
   std::vector<std::string> events_;
   bool trying_ = false;

@@ -201,6 +201,7 @@ void ProxyWorker::Sleep(const std::vector<ProxyLane*>& active, std::int64_t nap)
   bool short_nap = false;
   for (const ProxyLane* lane : active) short_nap |= lane->AddPoll(fds_);
   if (verbs_ != nullptr) verbs_->AddWatch(fds_);
+  Mending::Flush(resumed_, fds_);
   {
     std::lock_guard lock(mutex_);
     if (news_.load(std::memory_order_relaxed)) return;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "proxy/proxy.h"
+#include "transport/tcp_mending.h"
 #include "transport/verbs/verbs.h"
 
 namespace hetcoll {
@@ -49,6 +50,13 @@ class ProxyWorker {
     return task.get_future().get();
   }
   std::atomic<bool>& has_events() { return has_events_; }
+  // The same for TCP sockets that were made again.
+  template <class Ask>
+  auto AskResumed(Ask&& ask) -> decltype(ask(std::declval<Mending::Resumed&>())) {
+    std::packaged_task<decltype(ask(resumed_))()> task([&] { return ask(resumed_); });
+    Do([&] { task(); });
+    return task.get_future().get();
+  }
 
  private:
   template <class Change>
@@ -69,6 +77,7 @@ class ProxyWorker {
   std::atomic<bool> has_events_{false};
   std::unique_ptr<VerbsHost> verbs_;
   std::int64_t serve_at_ = 0;
+  Mending::Resumed resumed_;
 
   std::mutex late_;  // over `verbs_`, once the thread has ended
   std::mutex mutex_;

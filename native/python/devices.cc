@@ -22,6 +22,7 @@
 #include "gpu/queue.h"
 #include "python/copies.h"
 #include "python/gpu_calls.h"
+#include "python/mending.h"
 #include "python/py_device_queue.h"
 #include "python/verbs.h"
 
@@ -66,6 +67,7 @@ void BindDevices(nb::module_& m) {
   nb::class_<ProxyEdge>(m, "ProxyEdge");
   nb::class_<Proxy> proxy(m, "Proxy");
   BindVerbs(proxy, [](Proxy& r) -> Proxy& { return r; });
+  BindMending(proxy, [](Proxy& r) -> Proxy& { return r; });
   proxy
       .def(nb::new_([](unsigned threads, bool oversubscribed, int rank, const std::string& fault, int integrity) {
              return std::make_shared<Proxy>(ProxyOptions{.threads = threads,

@@ -25,6 +25,7 @@
 #include "python/devices.h"
 #include "python/fast_path.h"
 #include "python/host_buffer.h"
+#include "python/mending.h"
 #include "python/persistent.h"
 #include "python/py_engine.h"
 #include "python/verbs.h"
@@ -224,7 +225,9 @@ NB_MODULE(_native, m) {
       .def_prop_ro("refused", [](const Ticket& t) { return t.task ? t.task->refused : 0; });
 
   nb::class_<PyEngine> engine(m, "Engine");
-  BindVerbs(engine, [](PyEngine& e) -> Engine& { return e.engine(); });
+  const auto inner = [](PyEngine& e) -> Engine& { return e.engine(); };
+  BindVerbs(engine, inner);
+  BindMending(engine, inner);
   engine
       .def(
           "__init__",

@@ -60,6 +60,12 @@ void HarmfulFaults();
 
 // integrity_test.cc
 void Checksums();
+void SentStreams();
+void AcknowledgedBytes();
+void ResetSockets();
+void ResetAfterTheCall();
+void ResetForGood();
+void LyingAcknowledgements();
 void SpoiledBytes();
 void CheckedLinks();
 
@@ -437,6 +443,12 @@ constexpr Scenario kScenarios[] = {
     {"ways: false bands", FalseBands},
     {"harmless", HarmlessFaults},
     {"harmful", HarmfulFaults},
+    {"mending: what was sent", SentStreams},
+    {"mending: the kernel's word", AcknowledgedBytes},
+    {"mending: resets", ResetSockets},
+    {"mending: after the call", ResetAfterTheCall},
+    {"mending: for good", ResetForGood},
+    {"mending: tries", LyingAcknowledgements},
     {"checksums", Checksums},
     {"integrity: spoiled", SpoiledBytes},
     {"integrity: sound", CheckedLinks},

@@ -1,6 +1,7 @@
 // For the engine's tests: checks, plans, numbers in every type, and ranks as threads of one process.
 #pragma once
 
+#include <netinet/in.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -294,6 +295,35 @@ inline std::pair<std::vector<int>, std::vector<int>> SocketPairs(int count) {
   return {std::move(mine), std::move(theirs)};
 }
 
+// A connection over loopback.
+inline std::pair<int, int> TcpPair() {
+  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int mine = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  auto* at = reinterpret_cast<sockaddr*>(&address);
+  if (bind(listener, at, length) != 0 || listen(listener, 1) != 0 || getsockname(listener, at, &length) != 0 ||
+      connect(mine, at, length) != 0) {
+    std::abort();
+  }
+  const int theirs = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+  if (theirs < 0) std::abort();
+  close(listener);
+  return {mine, theirs};
+}
+
+inline std::pair<std::vector<int>, std::vector<int>> TcpPairs(int count) {
+  std::vector<int> mine, theirs;
+  for (int s = 0; s < count; ++s) {
+    const auto [one, other] = TcpPair();
+    mine.push_back(one);
+    theirs.push_back(other);
+  }
+  return {std::move(mine), std::move(theirs)};
+}
+
 inline void SleepMs(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 // Between two looks at what others do. Who yields on a busy machine runs again last of all; who slept runs next.
 inline void Nap() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
@@ -312,6 +342,8 @@ struct JobOptions {
   std::function<void(Fabric&)> prepare = {};  // its devices, before links are made
   ShmOptions shm = {};
   Integrity integrity = Integrity::kOff;
+  bool loopback = false;  // TCP: real sockets, which a Mender may make again
+  bool sockets = false;   // TCP: real sockets in any case
 };
 
 class Job {
@@ -328,6 +360,7 @@ class Job {
       MapAll(o);
     } else {
       if (o.over == Over::kVerbs) AddNics(o);
+      for (int r = 0; o.loopback && r < size_; ++r) engine(r).MendTcp();
       ConnectAll(o);
     }
   }
@@ -373,7 +406,7 @@ class Job {
     for (int a = 0; a < size_; ++a) {
       for (int b = a + 1; b < size_; ++b) {
         for (int channel = 0; channel < kChannels; ++channel) {
-          const auto [mine, theirs] = SocketPairs(o.stripes);
+          const auto [mine, theirs] = o.loopback || o.sockets ? TcpPairs(o.stripes) : SocketPairs(o.stripes);
           Attach(o, a, b, channel, mine);
           Attach(o, b, a, channel, theirs);
         }

@@ -163,6 +163,7 @@ class FaultySend final : public SendEnd {
     return !mood_.resting() && link_->ends.send != nullptr && link_->ends.send->FinalWithoutPeer();
   }
   std::size_t Lent() override { return link_->ends.send != nullptr ? link_->ends.send->Lent() : 0; }
+  bool Keep() override { return link_->ends.send != nullptr && link_->ends.send->Keep(); }
   void Finish() override {
     if (link_->ends.send != nullptr) link_->ends.send->Finish();
   }
@@ -257,6 +258,7 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
                            : name == "close"   ? &spec.close
                            : name == "stall"   ? &spec.stall
                            : name == "corrupt" ? &spec.corrupt
+                           : name == "reset"   ? &spec.reset
                                                : nullptr;
     if (often != nullptr) {
       const auto number = Number<double>(value);
@@ -266,7 +268,7 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
     } else if (which != nullptr) {
       const auto number = Number<std::uint64_t>(value);
       if (!number || *number == 0) {
-        Refuse(item, "duplicate, drop or close = a message's number from 1, or stall or corrupt = a byte's");
+        Refuse(item, "duplicate, drop or close = a message's number from 1, or stall, corrupt or reset = a byte's");
       }
       *which = *number;
     } else if (name == "hold") {
@@ -282,8 +284,9 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
       if (!number || *number < 0) Refuse(item, "rank = a rank");
       spec.rank = *number;
     } else {
-      Refuse(item,
-             "delay, short, reorder, duplicate, drop, close, stall, hold, corrupt, rank or seed, each = a number");
+      Refuse(
+          item,
+          "delay, short, reorder, duplicate, drop, close, stall, hold, corrupt, reset, rank or seed, each = a number");
     }
   }
   return spec;

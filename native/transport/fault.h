@@ -2,7 +2,8 @@
 //
 // `delay`, `short` and `reorder` are what any transport may do; they must never change a result. `duplicate`, `drop`
 // and `close` are what none may do; they must end in an error that names the peer, in bounded time, and never in wrong
-// data. `corrupt` spoils a byte on the way, beneath the checksums of HETCOLL_INTEGRITY, over TCP.
+// data. Over TCP `corrupt` spoils a byte on the way, beneath the checksums of HETCOLL_INTEGRITY, and `reset` has the
+// kernel reset sockets again and again, which must not change a result either.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +11,7 @@
 #include <memory>
 #include <string>
 
+#include "transport/tcp.h"
 #include "transport/transport.h"
 
 namespace hetcoll {
@@ -34,6 +36,7 @@ struct FaultSpec {
   std::uint64_t drop = 0;       // the message that is not sent
   std::uint64_t close = 0;      // the message before which the link is closed
   std::uint64_t corrupt = 0;    // the byte of what each link sends, counted from 1, of which a bit is turned; 0: none
+  std::uint64_t reset = 0;      // bytes of what goes over a TCP socket, on average, until it is reset; 0: never
   int rank = -1;                // the rank whose links misbehave; -1: every rank's
   std::uint64_t seed = 1;
 };
@@ -49,8 +52,8 @@ class FaultInjector {
   // the transport joins the pieces again, the largest element's size where the receiver sees them as they are.
   LinkEnds Wrap(LinkEnds ends, std::size_t grain, int peer, int channel);
 
-  // For transports that spoil bytes themselves, since a wrapper's lie above their checksums: FaultSpec::corrupt.
-  std::uint64_t spoil() const { return Applies() ? spec_.corrupt : 0; }
+  // For TCP links, whose bytes a wrapper does not see: FaultSpec::corrupt and FaultSpec::reset.
+  TcpFaults tcp() const { return Applies() ? TcpFaults{spec_.corrupt, spec_.reset, spec_.seed} : TcpFaults{}; }
 
  private:
   bool Applies() const { return spec_.rank < 0 || spec_.rank == rank_; }

@@ -31,11 +31,22 @@ class TcpSend final : public SendEnd {
       const std::ptrdiff_t r = PushBlock(m, at + taken, data + taken, n - taken);
       if (r == kWouldBlock) return taken > 0 ? static_cast<std::ptrdiff_t>(taken) : kWouldBlock;
       taken += static_cast<std::size_t>(r);
+      if (sockets_->lends()) lent_ += static_cast<std::size_t>(r);
     } while (taken < n);
     return static_cast<std::ptrdiff_t>(taken);
   }
 
+  std::size_t Lent() override { return lent_; }
+  bool Keep() override {
+    if (lent_ == 0) return false;
+    sockets_->Keep();
+    lent_ = 0;
+    return true;
+  }
+
   void AddPoll(std::vector<pollfd>& fds) const override { fds.push_back({sockets_->fd(course_.stripe), POLLOUT, 0}); }
+  // A peer that has left acknowledges what is lent, as long as the connection stands.
+  bool FinalWithoutPeer() const override { return lent_ == 0; }
   void Count(Holdings& held) const override { sockets_->Count(held); }
   void Finish() override { sockets_->Shutdown(); }
   void Abandon() override { sockets_->Close(); }
@@ -48,8 +59,8 @@ class TcpSend final : public SendEnd {
     const std::size_t header = c.header_left;
     const ssize_t sent = sockets_->Send(c.stripe, {c.HeaderRest(), header, data, std::min(n, c.end - at)});
     if (sent < 0) {
-      if (Again(errno)) return kWouldBlock;
-      sockets_->Fail("send");
+      if (!Again(errno)) sockets_->Lost(c.stripe, "send");
+      return kWouldBlock;
     }
     const std::size_t head = std::min<std::size_t>(header, static_cast<std::size_t>(sent));
     c.header_left -= head;
@@ -84,8 +95,8 @@ class TcpSend final : public SendEnd {
     }
     const ssize_t sent = sockets_->Send(c.stripe, parts);
     if (sent < 0) {
-      if (Again(errno)) return kWouldBlock;
-      sockets_->Fail("send");
+      if (!Again(errno)) sockets_->Lost(c.stripe, "send");
+      return kWouldBlock;
     }
     auto left = static_cast<std::size_t>(sent);
     const auto take = [&left](std::size_t most) {
@@ -104,6 +115,7 @@ class TcpSend final : public SendEnd {
 
   std::shared_ptr<Sockets> sockets_;
   Course course_;
+  std::size_t lent_ = 0;
   // Of a checked block:
   BlockCheck check_ = 0;        // of what is before checked_to_
   std::size_t checked_to_ = 0;  // in the message
@@ -191,8 +203,8 @@ class TcpRecv final : public RecvEnd {
     const std::size_t header = c.header_left;
     const ssize_t got = sockets_->Receive(c.stripe, c.HeaderRest(), header, to, n);
     if (got < 0) {
-      if (Again(errno)) return kWouldBlock;
-      sockets_->Fail("receive");
+      if (!Again(errno)) sockets_->Lost(c.stripe, "receive");
+      return kWouldBlock;
     }
     if (got == 0) throw Fault(FaultKind::kPeerGone, sockets_->peer(), "TCP: the peer closed the connection");
     const std::size_t head = std::min<std::size_t>(header, static_cast<std::size_t>(got));
@@ -243,10 +255,10 @@ class TcpRecv final : public RecvEnd {
 
 }  // namespace
 
-LinkEnds MakeTcp(std::span<const int> fds, int peer, std::shared_ptr<TcpShared> shared) {
-  auto sockets = std::make_shared<Sockets>(fds, peer, shared->spoil);
-  const Integrity integrity = shared->integrity;
-  return {std::make_unique<TcpSend>(sockets, integrity), std::make_unique<TcpRecv>(sockets, std::move(shared))};
+LinkEnds MakeTcp(std::span<const int> fds, const SocketId& first, const std::shared_ptr<TcpShared>& shared) {
+  auto sockets = std::make_shared<Sockets>(fds, first, shared);
+  if (shared->mending != nullptr && first.channel != kNotMended) shared->mending->Add(first, sockets);
+  return {std::make_unique<TcpSend>(sockets, shared->integrity), std::make_unique<TcpRecv>(sockets, shared)};
 }
 
 }  // namespace hetcoll

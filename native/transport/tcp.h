@@ -4,6 +4,10 @@
 // one, so the sender is free to choose and the receiver never searches. Payload goes straight from the sender's memory
 // into the socket and from the socket into the destination; only reductions pass through a staging buffer.
 //
+// A socket that breaks is made again, and the stream goes on where the peer's ended (tcp_mending.h). For that the link
+// keeps what the peer's kernel has not acknowledged (tcp_sent.h): data that is sent from the caller's memory is lent
+// (SendEnd::Lent) until `Keep`.
+//
 // A checked block (tcp_block.h) is a piece that its receiver keeps to itself until its checksum was found right: what
 // was spoiled on the way is neither used nor passed on. It cannot be sent again, since the sender may have given the
 // memory back: it is a Fault.
@@ -15,21 +19,34 @@
 #include <vector>
 
 #include "transport/integrity.h"
+#include "transport/tcp_mending.h"
 #include "transport/transport.h"
 
 namespace hetcoll {
 
+// HETCOLL_FAULT: what links do beneath the checksums; 0: never.
+struct TcpFaults {
+  std::uint64_t spoil = 0;  // the byte that each link spoils
+  std::uint64_t reset = 0;  // so many bytes, on average, go over a socket until it is reset
+  std::uint64_t seed = 1;
+};
+
 // What the TCP links of an engine share.
 struct TcpShared {
-  explicit TcpShared(Integrity checks = Integrity::kOff, std::uint64_t fault = 0) : integrity(checks), spoil(fault) {}
+  explicit TcpShared(Integrity checks = Integrity::kOff, const TcpFaults& made = {})
+      : integrity(checks), faults(made), dice(made.seed) {}
 
-  Integrity integrity;             // the same at both ends of each link
-  std::uint64_t spoil;             // HETCOLL_FAULT: the byte that each link spoils; 0: none
-  std::vector<std::byte> staging;  // what is received to be reduced: one link's, between Peek and Consume
+  Integrity integrity;  // the same at both ends of each link
+  TcpFaults faults;
+  std::uint64_t dice;                // of the faults
+  std::shared_ptr<Mending> mending;  // null: whoever owns the links cannot make sockets again
+  std::vector<std::byte> staging;    // what is received to be reduced: one link's, between Peek and Consume
   IntegrityCounts counts;
 };
 
-// Takes over the descriptors: they are set non-blocking and closed with the last of the two ends.
-LinkEnds MakeTcp(std::span<const int> fds, int peer, std::shared_ptr<TcpShared> shared);
+// Takes over the descriptors: they are set non-blocking and closed with the last of the two ends. `first` is by what
+// `Mending` knows the first of them; on channel kNotMended they are not mended.
+inline constexpr int kNotMended = -1;
+LinkEnds MakeTcp(std::span<const int> fds, const SocketId& first, const std::shared_ptr<TcpShared>& shared);
 
 }  // namespace hetcoll

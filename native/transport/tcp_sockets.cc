@@ -14,6 +14,7 @@
 #include <cstring>
 #include <string>
 
+#include "transport/tcp.h"
 #include "transport/tcp_block.h"
 #include "transport/transport.h"
 
@@ -24,6 +25,55 @@ constexpr int kFlags = MSG_NOSIGNAL | MSG_DONTWAIT;
 constexpr std::size_t kWeighed = std::size_t{64} << 10;  // blocks from here on go where the queue is shortest
 // Up to here it costs less to copy a message to and from its header than to have the kernel deal with two places.
 constexpr std::size_t kJoined = std::size_t{4} << 10;
+
+ssize_t SendApart(int fd, const Parts& parts) {
+  if (parts.head == 0 && parts.tail_size == 0) return send(fd, parts.data, parts.n, kFlags);
+  iovec iov[3] = {{const_cast<std::byte*>(parts.header), parts.head},
+                  {const_cast<std::byte*>(parts.data), parts.n},
+                  {const_cast<std::byte*>(parts.tail), parts.tail_size}};
+  msghdr msg{};
+  msg.msg_iov = iov;
+  msg.msg_iovlen = parts.tail_size > 0 ? 3 : 2;
+  return sendmsg(fd, &msg, kFlags);
+}
+
+// Without keeping anything.
+ssize_t SendPlain(int fd, const Parts& parts) {
+  if (parts.n > kJoined || (parts.head == 0 && parts.tail_size == 0)) return SendApart(fd, parts);
+  std::byte joined[BlockHeader::kChecked + kJoined + sizeof(BlockCheck)];
+  parts.CopyTo(joined);
+  return send(fd, joined, parts.size(), kFlags);
+}
+
+ssize_t ReceiveFrom(int fd, std::byte* header, std::size_t head, std::byte* data, std::size_t n) {
+  if (head == 0) return recv(fd, data, n, MSG_DONTWAIT);
+  if (n <= kJoined) {
+    std::byte joined[BlockHeader::kChecked + kJoined];
+    const ssize_t got = recv(fd, joined, head + n, MSG_DONTWAIT);
+    if (got <= 0) return got;
+    const auto size = static_cast<std::size_t>(got);
+    std::memcpy(header, joined, std::min(head, size));
+    if (size > head) std::memcpy(data, joined + head, size - head);
+    return got;
+  }
+  iovec iov[2] = {{header, head}, {data, n}};
+  msghdr msg{};
+  msg.msg_iov = iov;
+  msg.msg_iovlen = 2;
+  return recvmsg(fd, &msg, MSG_DONTWAIT);
+}
+
+// Bytes that the peer's kernel has not acknowledged. A socket that was reset keeps to what it said last.
+std::uint64_t Unacknowledged(int fd) {
+  int nbytes = 0;
+  return ioctl(fd, SIOCOUTQ, &nbytes) < 0 ? UINT64_MAX : static_cast<std::uint64_t>(nbytes);
+}
+
+// The connection is no more, though the peer has not ended it.
+bool Broken(int err) {
+  return err == ECONNRESET || err == ECONNABORTED || err == ETIMEDOUT || err == EHOSTUNREACH || err == EHOSTDOWN ||
+         err == ENETUNREACH || err == ENETDOWN;
+}
 
 }  // namespace
 
@@ -44,72 +94,147 @@ void Parts::CopyTo(std::byte* to) const {
   if (tail_size > 0) std::memcpy(to + head + n, tail, tail_size);
 }
 
-Sockets::Sockets(std::span<const int> fds, int peer, std::uint64_t spoil)
-    : fds_(fds.begin(), fds.end()), peer_(peer), spoil_(spoil) {
-  for (int fd : fds_) {
-    const int flags = fcntl(fd, F_GETFL);
-    const int on = 1;
-    if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) Fail("fcntl");
-    // Unix sockets serve as links in tests: they have no Nagle delay to turn off.
-    if (setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) < 0 && errno != EOPNOTSUPP) Fail("TCP_NODELAY");
+Parts Parts::Cut(std::size_t most) const {
+  Parts cut = *this;
+  cut.head = std::min(head, most);
+  cut.n = std::min(n, most - cut.head);
+  cut.tail_size = std::min(tail_size, most - cut.head - cut.n);
+  return cut;
+}
+
+Sockets::Sockets(std::span<const int> fds, const SocketId& first, std::shared_ptr<TcpShared> shared)
+    : first_(first),
+      shared_(std::move(shared)),
+      mends_(shared_->mending != nullptr && first.channel != kNotMended),
+      spoil_(shared_->faults.spoil) {
+  for (const int fd : fds) {
+    stripes_.emplace_back();
+    stripes_.back().fd = fd;
+    Ready(fd);
+    ArmReset(stripes_.back());
   }
+  NoteOdd();
+}
+
+void Sockets::Ready(int fd) const {
+  const int flags = fcntl(fd, F_GETFL);
+  const int on = 1;
+  if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) Fail("fcntl");
+  // Unix sockets serve as links in tests: they have no Nagle delay to turn off.
+  if (setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) < 0 && errno != EOPNOTSUPP) Fail("TCP_NODELAY");
+}
+
+void Sockets::NoteOdd() {
+  odd_ = !mends_ || spoil_ > 0 || shared_->faults.reset > 0;
+  for (const Stripe& s : stripes_) odd_ |= s.fd < 0 || s.behind > 0 || s.unproved || !s.saved.empty();
 }
 
 void Sockets::Count(Holdings& held) const {
-  for (const int fd : fds_) CountSocket(fd, held);
+  for (const Stripe& s : stripes_) {
+    if (s.fd >= 0) CountSocket(s.fd, held);
+  }
 }
 
 ssize_t Sockets::Send(std::uint32_t stripe, const Parts& parts) {
-  if (spoil_ > 0) return SendSpoiled(stripe, parts);
-  if (parts.head == 0 && parts.tail_size == 0) return send(fd(stripe), parts.data, parts.n, kFlags);
-  if (parts.n <= kJoined) {
-    std::byte joined[BlockHeader::kChecked + kJoined + sizeof(BlockCheck)];
-    parts.CopyTo(joined);
-    return send(fd(stripe), joined, parts.size(), kFlags);
-  }
-  iovec iov[3] = {{const_cast<std::byte*>(parts.header), parts.head},
-                  {const_cast<std::byte*>(parts.data), parts.n},
-                  {const_cast<std::byte*>(parts.tail), parts.tail_size}};
-  msghdr msg{};
-  msg.msg_iov = iov;
-  msg.msg_iovlen = parts.tail_size > 0 ? 3 : 2;
-  return sendmsg(fd(stripe), &msg, kFlags);
+  if (odd_) [[unlikely]]
+    return SendOddly(stripe, parts);
+  return SendKept(stripes_[stripe], parts);
 }
 
-ssize_t Sockets::SendSpoiled(std::uint32_t stripe, const Parts& parts) {
-  std::vector<std::byte> bytes(parts.size());
-  parts.CopyTo(bytes.data());
-  if (spoil_ <= bytes.size()) bytes[spoil_ - 1] ^= std::byte{0x10};
-  const ssize_t sent = send(fd(stripe), bytes.data(), bytes.size(), kFlags);
-  if (sent > 0) spoil_ -= std::min(spoil_, static_cast<std::uint64_t>(sent));
+ssize_t Sockets::SendOddly(std::uint32_t stripe, const Parts& parts) {
+  Stripe& s = stripes_[stripe];
+  if (s.unproved) Prove(stripe);
+  if (s.behind > 0) Flush(stripe);
+  if (Blocks(s)) return -1;
+  if (spoil_ > 0) return SendSpoiled(s, parts);
+  const bool resets = shared_->faults.reset > 0;
+  const Parts now = resets ? parts.Cut(s.until_reset) : parts;
+  const ssize_t sent = mends_ ? SendKept(s, now) : SendPlain(s.fd, now);
+  if (!resets) return sent;
+  if (sent > 0 && (s.until_reset -= static_cast<std::uint64_t>(sent)) == 0) {
+    ArmReset(s);
+    ResetConnection(s.fd);
+  }
   return sent;
 }
 
-ssize_t Sockets::Receive(std::uint32_t stripe, std::byte* header, std::size_t head, std::byte* data,
-                         std::size_t n) const {
-  if (head == 0) return recv(fd(stripe), data, n, MSG_DONTWAIT);
-  if (n <= kJoined) {
-    std::byte joined[BlockHeader::kChecked + kJoined];
-    const ssize_t got = recv(fd(stripe), joined, head + n, MSG_DONTWAIT);
-    if (got <= 0) return got;
-    const auto size = static_cast<std::size_t>(got);
-    std::memcpy(header, joined, std::min(head, size));
-    if (size > head) std::memcpy(data, joined + head, size - head);
-    return got;
+ssize_t Sockets::SendSpoiled(Stripe& s, const Parts& parts) {
+  std::vector<std::byte> bytes(parts.size());
+  parts.CopyTo(bytes.data());
+  if (spoil_ <= bytes.size()) bytes[spoil_ - 1] ^= std::byte{0x10};
+  const ssize_t sent = send(s.fd, bytes.data(), bytes.size(), kFlags);
+  if (sent <= 0) return sent;
+  if (mends_) s.sent.Copy(bytes.data(), static_cast<std::size_t>(sent));
+  spoil_ -= std::min(spoil_, static_cast<std::uint64_t>(sent));
+  NoteOdd();
+  return sent;
+}
+
+// Sends, so that it can be sent again.
+ssize_t Sockets::SendKept(Stripe& s, const Parts& parts) {
+  if (parts.n <= kJoined) {
+    const std::size_t size = parts.size();
+    std::byte* joined = s.sent.Place(size);
+    if (joined == nullptr) [[unlikely]]
+      joined = MakeRoom(s, size);
+    parts.CopyTo(joined);
+    const ssize_t sent = send(s.fd, joined, size, kFlags);
+    if (sent > 0) s.sent.Took(static_cast<std::size_t>(sent));
+    return sent;
   }
-  iovec iov[2] = {{header, head}, {data, n}};
-  msghdr msg{};
-  msg.msg_iov = iov;
-  msg.msg_iovlen = 2;
-  return recvmsg(fd(stripe), &msg, MSG_DONTWAIT);
+  const ssize_t sent = SendApart(s.fd, parts);
+  if (sent <= 0) return sent;
+  const Parts went = parts.Cut(static_cast<std::size_t>(sent));
+  s.sent.Copy(went.header, went.head);
+  s.sent.Lend(went.data, went.n);
+  s.sent.Copy(went.tail, went.tail_size);
+  lends_ |= went.n > 0;
+  return sent;
+}
+
+std::byte* Sockets::MakeRoom(Stripe& s, std::size_t n) {
+  s.sent.Forget(Acknowledged(s));
+  s.sent.MakeRoom(n);
+  return s.sent.Place(n);
+}
+
+// How much of what was sent the peer's kernel has, for all that is known.
+std::uint64_t Sockets::Acknowledged(const Stripe& s) {
+  const std::uint64_t over = s.behind + Unacknowledged(s.fd);
+  return s.fd < 0 || s.unproved || over > s.sent.total() || over < s.behind ? s.sent.base() : s.sent.total() - over;
+}
+
+void Sockets::Keep() {
+  if (!lends_) return;
+  lends_ = false;
+  for (std::uint32_t stripe = 0; stripe < count(); ++stripe) {
+    Stripe& s = stripes_[stripe];
+    if (!s.sent.lends()) continue;
+    if (s.unproved) Prove(stripe);
+    s.sent.Forget(Acknowledged(s));
+    s.sent.Keep();
+  }
+}
+
+ssize_t Sockets::Receive(std::uint32_t stripe, std::byte* header, std::size_t head, std::byte* data, std::size_t n) {
+  Stripe& s = stripes_[stripe];
+  if (odd_) [[unlikely]] {
+    if (s.unproved) Prove(stripe);
+    if (s.fd < 0 || s.unproved || !s.saved.empty()) return ReceiveOddly(s, header, head, data, n);
+  }
+  const ssize_t got = ReceiveFrom(s.fd, header, head, data, n);
+  if (got > 0) s.received += static_cast<std::uint64_t>(got);
+  return got;
 }
 
 void Sockets::Close() const {
-  for (int fd : fds_) close(fd);
+  for (const Stripe& s : stripes_) {
+    if (s.fd >= 0) close(s.fd);
+  }
 }
 
 void Sockets::Shutdown() const {
-  for (int fd : fds_) shutdown(fd, SHUT_WR);
+  for (const Stripe& s : stripes_) shutdown(s.fd, SHUT_WR);
 }
 
 std::uint32_t Sockets::After(std::uint32_t stripe, std::size_t nbytes) const {
@@ -127,17 +252,23 @@ std::uint32_t Sockets::After(std::uint32_t stripe, std::size_t nbytes) const {
   return best;
 }
 
-// Bytes that the peer has not acknowledged.
+// What has to go before anything new does; a socket that broke comes last.
 std::size_t Sockets::Queued(std::uint32_t stripe) const {
-  int nbytes = 0;
-  return ioctl(fds_[stripe], SIOCOUTQ, &nbytes) < 0 ? 0 : static_cast<std::size_t>(nbytes);
+  const Stripe& s = stripes_[stripe];
+  if (s.fd < 0) return SIZE_MAX / 2;
+  const std::uint64_t waiting = Unacknowledged(s.fd);
+  return s.behind + (waiting == UINT64_MAX ? 0 : waiting);
+}
+
+void Sockets::Lost(std::uint32_t stripe, const char* what) {
+  if (!mends_ || !Broken(errno)) Fail(what);
+  const std::string why = std::strerror(errno);
+  Break(stripe, false, why);
 }
 
 void Sockets::Fail(const char* what) const {
   const int err = errno;
-  const bool gone = err == EPIPE || err == ECONNRESET || err == ECONNABORTED || err == ETIMEDOUT ||
-                    err == EHOSTUNREACH || err == EHOSTDOWN || err == ENETUNREACH || err == ENETDOWN;
-  throw Fault(gone ? FaultKind::kPeerGone : FaultKind::kSystem, peer_,
+  throw Fault(Broken(err) || err == EPIPE ? FaultKind::kPeerGone : FaultKind::kSystem, peer(),
               std::string("TCP ") + what + ": " + std::strerror(err));
 }
 

@@ -5,12 +5,19 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <span>
+#include <string>
 #include <vector>
+
+#include "transport/tcp_mending.h"
+#include "transport/tcp_sent.h"
 
 namespace hetcoll {
 
 struct Holdings;
+struct TcpShared;
 
 // Adds a connected socket, and the most that the kernel keeps in it: its buffers grow up to that by themselves.
 void CountSocket(int fd, Holdings& held);
@@ -26,22 +33,25 @@ struct Parts {
 
   std::size_t size() const { return head + n + tail_size; }
   void CopyTo(std::byte* to) const;
+  Parts Cut(std::size_t most) const;  // the first bytes
 };
 
 class Sockets {
  public:
-  // `spoil`: the byte of all that is sent, from 1 on, of which a bit is turned; 0: none.
-  Sockets(std::span<const int> fds, int peer, std::uint64_t spoil);
+  Sockets(std::span<const int> fds, const SocketId& first, std::shared_ptr<TcpShared> shared);
   ~Sockets() { Close(); }
   Sockets(const Sockets&) = delete;
   Sockets& operator=(const Sockets&) = delete;
 
-  std::uint32_t count() const { return static_cast<std::uint32_t>(fds_.size()); }
-  int fd(std::uint32_t stripe) const { return fds_[stripe]; }
-  int peer() const { return peer_; }
+  std::uint32_t count() const { return static_cast<std::uint32_t>(stripes_.size()); }
+  int fd(std::uint32_t stripe) const { return stripes_[stripe].fd; }  // -1: it is being made again
+  int peer() const { return first_.peer; }
 
+  // As send(2) and recv(2) do.
   ssize_t Send(std::uint32_t stripe, const Parts& parts);
-  ssize_t Receive(std::uint32_t stripe, std::byte* header, std::size_t head, std::byte* data, std::size_t n) const;
+  ssize_t Receive(std::uint32_t stripe, std::byte* header, std::size_t head, std::byte* data, std::size_t n);
+  // After such a call that failed: throws, unless the socket will be made again.
+  void Lost(std::uint32_t stripe, const char* what);
 
   void Count(Holdings& held) const;
   void Close() const;
@@ -51,15 +61,56 @@ class Sockets {
   // with the least to do, so that a slow network gets less.
   std::uint32_t After(std::uint32_t stripe, std::size_t nbytes) const;
 
-  [[noreturn]] void Fail(const char* what) const;
+  // Whether data that was sent must stay where it lies; until `Keep`.
+  bool lends() const { return lends_; }
+  void Keep();
+
+  // What `Mending` asks for one of them.
+  bool down(std::uint32_t stripe) const { return stripes_[stripe].fd < 0; }
+  void GiveUp(std::uint32_t stripe, std::string why) { stripes_[stripe].given_up = std::move(why); }
+  std::optional<std::uint64_t> Hold(std::uint32_t stripe, std::uint32_t number, bool first);
+  bool Resume(std::uint32_t stripe, std::uint32_t number, int socket, std::uint64_t came);
+  int Flush(std::uint32_t stripe);  // the descriptor to wait for until it can go on, or -1
 
  private:
-  ssize_t SendSpoiled(std::uint32_t stripe, const Parts& parts);
-  std::size_t Queued(std::uint32_t stripe) const;
+  struct Stripe {
+    int fd = -1;
+    SentBytes sent;
+    std::uint64_t behind = 0;      // of them, those at the end that have yet to be sent again
+    std::uint64_t received = 0;    // bytes that ever came
+    std::vector<std::byte> saved;  // of them, what nobody has taken: it came before the socket broke
+    std::size_t taken = 0;         // of `saved`
+    std::uint32_t tries = 0;       // at making it again
+    // Its first byte has yet to come, with which the peer says that it has taken a new socket over. What the peer's
+    // kernel acknowledges before is lost where the peer drops the socket instead.
+    bool unproved = false;
+    std::string given_up;  // why it will not be made again
+    std::uint64_t until_reset = 0;
+  };
 
-  std::vector<int> fds_;
-  int peer_;
-  std::uint64_t spoil_;
+  ssize_t SendKept(Stripe& s, const Parts& parts);
+  ssize_t SendOddly(std::uint32_t stripe, const Parts& parts);
+  ssize_t SendSpoiled(Stripe& s, const Parts& parts);
+  ssize_t ReceiveOddly(Stripe& s, std::byte* header, std::size_t head, std::byte* data, std::size_t n);
+  std::byte* MakeRoom(Stripe& s, std::size_t n);
+  static bool TakeProof(Stripe& s);
+  void Prove(std::uint32_t stripe);
+  static std::uint64_t Acknowledged(const Stripe& s);
+  std::size_t Queued(std::uint32_t stripe) const;
+  void Ready(int fd) const;
+  void Break(std::uint32_t stripe, bool held, const std::string& why);
+  bool Blocks(const Stripe& s) const;
+  void NoteOdd();
+  void ArmReset(Stripe& s);
+  [[noreturn]] void Fail(const char* what) const;
+
+  std::vector<Stripe> stripes_;
+  SocketId first_;
+  std::shared_ptr<TcpShared> shared_;
+  bool mends_;
+  bool odd_ = true;  // a call takes a longer way: something is to be sent again, nothing is kept, or faults are made
+  bool lends_ = false;
+  std::uint64_t spoil_;  // the byte of all that is sent, from 1 on, of which a bit is turned; 0: none
 };
 
 }  // namespace hetcoll

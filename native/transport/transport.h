@@ -87,6 +87,9 @@ class SendEnd {
   // How many of the bytes taken last, from the first that is still read where it lies: memory that the peer can reach
   // is lent, not copied, and must not be written until it is given back.
   virtual std::size_t Lent() { return 0; }
+  // Where the link can copy what is lent it does so now, and nothing is lent any more; whether that changed anything.
+  // For when somebody waits for the memory, who is not to wait for the peer.
+  virtual bool Keep() { return false; }
 
   // A place for exactly n further bytes, which will also be at `data`, that the caller fills before Commit; or null (no
   // room now, or no need or no such place in this transport). It lets a reduction write its result straight into a

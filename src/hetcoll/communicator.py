@@ -549,9 +549,9 @@ class Communicator:
         same of what GPUs send to other hosts; with compression
         ``compressed_before`` and ``compressed_after``, bytes of the messages that it made smaller, ``residual_bytes``
         kept for error feedback and ``residuals_dropped`` for want of room. ``checked_bytes`` came over TCP with a
-        checksum, and ``spoiled_pieces`` with a wrong one (HETCOLL_INTEGRITY). ``stale_refused``, on the rank that hosts
-        the job's store: what ranks asked of their group after the others had gone on without them. Also after a
-        failure.
+        checksum, and ``spoiled_pieces`` with a wrong one (HETCOLL_INTEGRITY). ``tcp_reconnects``: TCP sockets that were
+        reset and made again. ``stale_refused``, on the rank that hosts the job's store: what ranks asked of their group
+        after the others had gone on without them. Also after a failure.
         """
         return self._core.counters()
 

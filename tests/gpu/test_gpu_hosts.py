@@ -106,6 +106,12 @@ def test_links_that_are_slow_and_cut_what_they_carry(gpus: Any) -> None:
     check(ranks, list(cases_of(2, (5, 70_001))))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="it takes CAP_NET_ADMIN to reset a connection")
+def test_connections_that_are_reset(gpus: Any) -> None:
+    ranks = gpus("ab", env={"HETCOLL_FAULT": "reset=150000", "HETCOLL_SOCKET_STRIPES": "2"})
+    check(ranks, list(cases_of(2, (5, 70_001))))
+
+
 def test_messages(gpus: Any) -> None:
     gpus("aab").run(exchange, timeout=200)
 

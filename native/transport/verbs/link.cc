@@ -261,7 +261,7 @@ void VerbsLink::GrantRest() {
 
 void VerbsLink::GoOverTcp() {
   const std::vector<int> fds = control_socket_.Release();
-  tcp_ = MakeTcp(fds, options_.peer, shared_.tcp);
+  tcp_ = MakeTcp(fds, {options_.peer, kNotMended, 0}, shared_.tcp);
   state_ = State::kTcp;
   ++news_;
 }

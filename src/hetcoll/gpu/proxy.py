@@ -168,11 +168,13 @@ class Proxies:
                     integrity=wiring.integrity,
                 )
                 self._proxy.try_links(self._trying)
+                if wiring.mending is not None:
+                    wiring.mending.add(self._proxy, CHANNELS)
                 if self._failed is not None:
                     self._proxy.fail(Kind.ABORTED, wiring.rank, self._failed)
                 self._thread = threading.Thread(target=self._watch, name="hetcoll-proxies", daemon=True)
                 self._thread.start()
-                self._hold(threads=threads + 1)
+                self._hold(descriptors=1, threads=threads + 1)
             return self._proxy
 
     def _watch(self) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..errors import ArgumentError, parser
 from ..rendezvous.protocol.wire import pack, unpack
 
-_KEY = struct.Struct("<16sIIHH4x")
+_KEY = struct.Struct("<16sIIHHI")
 assert _KEY.size == 32  # it is the context of the connection's claim
 _HURRIED = 1 << 15  # of the stripe's bits
 _PORT = struct.Struct("<H")
@@ -23,30 +23,36 @@ CONFIRMED = b"\2"
 """What the connector answers to ADMITTED. Until then it may have given the connection up, and the link is none."""
 
 
+CAME = struct.Struct("<Q")
+"""What both tell right after that of a socket that is made again: how many bytes ever came."""
+
+
 class EdgeKey(NamedTuple):
     """One socket between two ranks. `src` connects, or `dst` where it is in a hurry; bytes go both ways. `comm` is 16
-    bytes."""
+    bytes. `life` is above 0 for a socket that is made again: which try it is."""
 
     comm: bytes
     src: int
     dst: int
     channel: int = 0
     stripe: int = 0
+    life: int = 0
 
     def encode(self, *, hurried: bool = False) -> bytes:
         """32 bytes. `hurried` says that `dst` connects."""
         if len(self.comm) != 16:
             raise ArgumentError(f"a communicator's id: wanted 16 bytes, got {len(self.comm)}")
-        return _KEY.pack(*self[:4], self.stripe | (_HURRIED if hurried else 0))
+        return _KEY.pack(*self[:4], self.stripe | (_HURRIED if hurried else 0), self.life)
 
     @classmethod
     def decode(cls, data: bytes) -> tuple[EdgeKey, bool]:
         """What `encode` made: the key, and whether `dst` connects."""
-        comm, src, dst, channel, stripe = _KEY.unpack(data)
-        return cls(comm, src, dst, channel, stripe & ~_HURRIED), bool(stripe & _HURRIED)
+        comm, src, dst, channel, stripe, life = _KEY.unpack(data)
+        return cls(comm, src, dst, channel, stripe & ~_HURRIED, life), bool(stripe & _HURRIED)
 
     def __str__(self) -> str:
-        return f"{self.src} to {self.dst}, channel {self.channel}, stripe {self.stripe}"
+        again = f", try {self.life}" if self.life else ""
+        return f"{self.src} to {self.dst}, channel {self.channel}, stripe {self.stripe}{again}"
 
 
 class Address(NamedTuple):

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .. import lifetime
 from ..config.env import Config
@@ -21,7 +21,7 @@ from ..rendezvous.connections.auth import Service
 from ..rendezvous.connections.interfaces import choose_interfaces
 from ..rendezvous.connections.sockets import BACKLOG, settle, spell_error, unpace
 from .connector import connect_all
-from .edges import ADMITTED, CONFIRMED, YIELD, Address, EdgeKey, Request
+from .edges import ADMITTED, CAME, CONFIRMED, YIELD, Address, EdgeKey, Request
 
 log = logging.getLogger("hetcoll.listener")
 
@@ -31,6 +31,14 @@ _GRACE = 0.1  # seconds until `dst` connects by itself
 
 def _nothing() -> None:
     return None
+
+
+class Resumes(Protocol):
+    """Who takes the connections that replace others: `mending.Mending`."""
+
+    def admit(self, key: EdgeKey, *, hurried: bool) -> int | None: ...
+
+    def resume(self, key: EdgeKey, sock: socket.socket, came: int) -> None: ...
 
 
 class _Promise(NamedTuple):
@@ -80,9 +88,12 @@ class Listener:
         self._connecting: set[socket.socket] = set()
         self._news = threading.Condition()
         self._closing = False
+        self.mending: Resumes | None = None
+        self._watches: list[tuple[int, Callable[[], None]]] = []
+        self._watched = 0  # of these, in the selector
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._wake_read.recv(64))
+        self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._wake())
         self._acceptor = Acceptor(self._selector, listeners, secret, Service.DATA, token.ljust(32, b"\0"), self._admit)
         self._thread = threading.Thread(target=self._run, name="hetcoll-listener", daemon=True)
         lifetime.start(self._thread, self)
@@ -160,10 +171,24 @@ class Listener:
             check()
             self._news.wait(_POLL)
 
+    def watch(self, fd: int, news: Callable[[], None]) -> None:
+        """Call `news` on the listener's thread whenever `fd` is readable. It may be closed: this is of a copy."""
+        with self._news:
+            self._watches.append((os.dup(fd), news))
+        with contextlib.suppress(OSError):  # the thread has ended
+            self._wake_write.send(b"\0")
+
+    def _wake(self) -> None:
+        self._wake_read.recv(64)
+        with self._news:
+            new, self._watched = self._watches[self._watched :], len(self._watches)
+        for fd, news in new:
+            self._selector.register(fd, selectors.EVENT_READ, lambda _, news=news: news())
+
     def holds(self) -> Held:
         """Its sockets, its selector and its thread."""
         with self._news:
-            waiting = len(self._arrived) + len(self._promises) + len(self._connecting)
+            waiting = len(self._arrived) + len(self._promises) + len(self._connecting) + len(self._watches)
             return Held(0 if self._closing else 3 + self._acceptor.descriptors + waiting, self._thread.is_alive())
 
     def close(self) -> None:
@@ -188,6 +213,8 @@ class Listener:
         promised = [each.sock for each in list(self._promises)]
         for sock in (*self._arrived.values(), *promised, *self._connecting, self._wake_read, self._wake_write):
             sock.close()
+        for fd, _ in self._watches:
+            os.close(fd)
 
     def _check_open(self) -> None:
         if self._closing:
@@ -204,8 +231,11 @@ class Listener:
                 self._acceptor.close()
                 for sock in (*self._arrived.values(), *(each.sock for each in self._promises)):
                     sock.close()
+                for fd, _ in self._watches:
+                    os.close(fd)
                 self._arrived.clear()
                 self._promises.clear()
+                self._watches.clear()
                 self._news.notify_all()
             self._selector.close()
             self._wake_read.close()
@@ -217,11 +247,15 @@ class Listener:
     def _admit(self, sock: socket.socket, name: str, context: bytes) -> None:
         key, hurried = EdgeKey.decode(context)
         log.debug("%s: %s", key, name)
+        came = None
+        if key.life > 0 and self.mending is not None:
+            came = self.mending.admit(key, hurried=hurried)
         with self._news:
-            yields = hurried and key in self._outgoing
+            yields = came is None if key.life > 0 else hurried and key in self._outgoing
+            told = b"" if came is None else CAME.pack(came)
             try:
                 settle(sock)
-                sock.send(YIELD if yields else ADMITTED, socket.MSG_NOSIGNAL)
+                sock.send(YIELD if yields else ADMITTED + told, socket.MSG_NOSIGNAL)
             except OSError as error:
                 log.debug("%s: %s", name, spell_error(error))
                 yields = True
@@ -236,14 +270,26 @@ class Listener:
     def _confirm(self, promise: _Promise) -> None:
         """The connector of an admitted connection has answered, or given it up."""
         sock, key, _ = promise
+        wanted, data = 1 + (CAME.size if key.life > 0 else 0), b""
         try:
-            confirmed = sock.recv(1) == CONFIRMED
+            if 0 < len(sock.recv(wanted, socket.MSG_PEEK)) < wanted:
+                return
+            data = sock.recv(wanted)
+            confirmed = data[:1] == CONFIRMED
         except BlockingIOError:
             return
         except OSError as error:
             log.debug("%s: %s", key, spell_error(error))
             confirmed = False
         self._selector.unregister(sock)
+        if key.life > 0:
+            with self._news:
+                self._promises.discard(promise)
+            if confirmed and self.mending is not None:
+                self.mending.resume(key, sock, *CAME.unpack(data[1:]))
+            else:
+                sock.close()
+            return
         with self._news:
             self._promises.discard(promise)
             older = self._arrived.pop(key, None) if confirmed else sock

@@ -22,7 +22,7 @@ import hetcoll._native as _native
 
 from ..config.env import INTEGRITY, SHM_READ, SHM_STORES, Config
 from ..config.limits import Held, reserve_descriptors
-from ..errors import ArgumentError, InitError
+from ..errors import ArgumentError, ClosedError, InitError
 from ..plan.rails import Nic
 from ..plan.topology import Topology
 from ..rendezvous.control import ControlClient
@@ -32,6 +32,7 @@ from .facts import Facts, check_digests
 from .introduction import Introduction, Introductions, Process, Reach, read_nics
 from .listener import Listener
 from .making import Making
+from .mending import Mending
 from .verbs.report import by_peer, describe, fell_back
 
 if TYPE_CHECKING:
@@ -87,8 +88,11 @@ class Wiring:
     ) -> None:
         self._control, self._config = control, config
         self.group, self.rank, self.size = group, rank, size
+        self._comm = hashlib.blake2b(group, digest_size=16).digest()
         self._deadline = time.monotonic() + timeout
         self._listener: Listener | None = None
+        self.mending: Mending | None = None
+        self._places: dict[int, Sequence[Address]] = {}  # where those listen that there are sockets to
         intros = self._introduce()
         self.topology = Topology(intros.infos, config.transport, config.islands, config.cross)
         self.measured = intros.measured
@@ -187,6 +191,9 @@ class Wiring:
     def _listen(self) -> None:
         loopback = len(self.topology.hosts) == 1
         self._listener = Listener(self._config, self._control.unique_id.secret, loopback=loopback)
+        timeout, check = self._config.timeout, self._check_mending
+        self.mending = Mending(self.rank, self._comm, self._listener, self._places, timeout, check)
+        self.mending.add(self.engine)
         no_nics = self._open_nics(self._listener.addresses)
         mine = Reach(self._listener.addresses, self.nics, no_nics).telling()
         (told,) = self._control.exchange_columns(self.group, _ADDRESSES, mine, self._left())
@@ -196,6 +203,11 @@ class Wiring:
         )
         self.topology = replace(self.topology, ranks=tuple(infos))
         self.topology.check_rails()
+
+    def _check_mending(self, peer: int) -> None:
+        if self.engine.failed:
+            raise ClosedError("the communicator has ended")
+        self._control.check_present(self.group, [peer])
 
     def _open_nics(self, addresses: Sequence[Address]) -> str:
         """Open this rank's RDMA devices, unless they cannot be needed; why there are none."""
@@ -266,14 +278,13 @@ class Wiring:
             return {}
         if self._listener is None:
             raise InitError(f"no transport links rank {self.rank} to {sorted({p for p, _ in edges})}")
-        comm = hashlib.blake2b(self.group, digest_size=16).digest()
         keys = {
-            (p, c): [EdgeKey(comm, min(self.rank, p), max(self.rank, p), c, s) for s in range(stripes)]
+            (p, c): [EdgeKey(self._comm, min(self.rank, p), max(self.rank, p), c, s) for s in range(stripes)]
             for (p, c), stripes in edges.items()
         }
         peers = {p for p, _ in edges}
         told = self._control.look_up(self.group, _ADDRESSES, peers, timeout)
-        places = {p: unpack_addresses(own) for p, own in told.items()}
+        self._places |= (places := {p: unpack_addresses(own) for p, own in told.items()})
         requests = [Request(key, places[p]) for (p, _), each in keys.items() for key in each]
         if problem := reserve_descriptors(len(requests)):
             raise InitError(f"{len(requests)} sockets to {len(peers)} ranks do not fit rank {self.rank}: {problem}")
@@ -323,6 +334,8 @@ class Wiring:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        if self.mending is not None:
+            self.mending.close()
         if self.local_nics is not None:
             self.local_nics.close()
             self.local_nics = None

@@ -1,0 +1,291 @@
+#include "transport/tcp_mending.h"
+
+#include <linux/inet_diag.h>
+#include <linux/netlink.h>
+#include <linux/sock_diag.h>
+#include <netinet/in.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "transport/tcp.h"
+#include "transport/tcp_sockets.h"
+#include "transport/transport.h"
+
+namespace hetcoll {
+namespace {
+
+constexpr std::size_t kReadBytes = std::size_t{64} << 10;
+
+// With a reset: the end of the stream would say that this rank ends it.
+void CloseHard(int fd) {
+  const linger none{1, 0};
+  setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof none);
+  close(fd);
+}
+
+Fault System(const std::string& what) { return {FaultKind::kSystem, -1, what + ": " + std::strerror(errno)}; }
+
+}  // namespace
+
+// ---- All links ----
+
+Mending::Mending() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (fd_ < 0) throw System("eventfd");
+}
+
+Mending::~Mending() { Close(); }
+
+void Mending::Close() {
+  std::lock_guard lock(mutex_);
+  if (fd_ >= 0) close(fd_);
+  fd_ = -1;
+}
+
+void Mending::Lose(LostSocket lost) {
+  std::lock_guard lock(mutex_);
+  lost_.push_back(std::move(lost));
+  if (fd_ >= 0) static_cast<void>(eventfd_write(fd_, 1));
+}
+
+std::vector<LostSocket> Mending::TakeLost() {
+  std::lock_guard lock(mutex_);
+  eventfd_t count;
+  if (fd_ >= 0) static_cast<void>(eventfd_read(fd_, &count));
+  return std::exchange(lost_, {});
+}
+
+void Mending::Add(const SocketId& first, const std::shared_ptr<Sockets>& sockets) {
+  std::lock_guard lock(mutex_);
+  for (std::uint32_t i = 0; i < sockets->count(); ++i) {
+    sockets_[{first.peer, first.channel, first.stripe + i}] = {sockets, i};
+  }
+}
+
+Mending::Place Mending::Find(const SocketId& id) const {
+  std::lock_guard lock(mutex_);
+  const auto found = sockets_.find(id);
+  return found == sockets_.end() ? Place{} : found->second;
+}
+
+bool Mending::IsLost(const SocketId& id) const {
+  const Place place = Find(id);
+  const auto sockets = place.sockets.lock();
+  return sockets != nullptr && sockets->down(place.stripe);
+}
+
+std::optional<std::uint64_t> Mending::Hold(const SocketId& id, std::uint32_t number, bool first) const {
+  const Place place = Find(id);
+  const auto sockets = place.sockets.lock();
+  return sockets == nullptr ? std::nullopt : sockets->Hold(place.stripe, number, first);
+}
+
+bool Mending::Resume(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came, Resumed& resumed) {
+  const Place place = Find(id);
+  const auto sockets = place.sockets.lock();
+  if (sockets == nullptr || !sockets->Resume(place.stripe, number, socket, came)) return false;
+  made.fetch_add(1, std::memory_order_relaxed);
+  resumed.push_back(place);
+  return true;
+}
+
+void Mending::GiveUp(const SocketId& id, const std::string& why) const {
+  const Place place = Find(id);
+  const auto sockets = place.sockets.lock();
+  if (sockets != nullptr && sockets->down(place.stripe)) sockets->GiveUp(place.stripe, why);
+}
+
+void Mending::Flush(Resumed& resumed, std::vector<pollfd>& fds) {
+  std::erase_if(resumed, [&](const Place& place) {
+    const auto sockets = place.sockets.lock();
+    const int fd = sockets == nullptr ? -1 : sockets->Flush(place.stripe);
+    if (fd >= 0) fds.push_back({fd, POLLOUT, 0});
+    return fd < 0;
+  });
+}
+
+// ---- One socket ----
+
+// Gives a socket up, whatever state it is in: nothing comes or goes over it from here on. What the peer was told that
+// came is read first.
+void Sockets::Break(std::uint32_t stripe, bool held, const std::string& why) {
+  Stripe& s = stripes_[stripe];
+  if (s.fd < 0) return;
+  s.saved.erase(s.saved.begin(), s.saved.begin() + static_cast<std::ptrdiff_t>(s.taken));
+  s.taken = 0;
+  static_cast<void>(TakeProof(s));
+  for (ssize_t got = s.unproved ? 0 : 1; got > 0;) {
+    const std::size_t had = s.saved.size();
+    s.saved.resize(had + kReadBytes);
+    do got = recv(s.fd, s.saved.data() + had, kReadBytes, MSG_DONTWAIT);
+    while (got < 0 && errno == EINTR);
+    s.saved.resize(had + static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
+    s.received += s.saved.size() - had;
+  }
+  s.sent.Forget(Acknowledged(s));
+  CloseHard(s.fd);
+  s.fd = -1;
+  s.unproved = false;
+  s.behind = 0;
+  NoteOdd();
+  shared_->mending->Lose({{first_.peer, first_.channel, first_.stripe + stripe}, s.tries, held, why});
+}
+
+std::optional<std::uint64_t> Sockets::Hold(std::uint32_t stripe, std::uint32_t number, bool first) {
+  Stripe& s = stripes_[stripe];
+  if (number < s.tries || (number == s.tries && !(first && s.fd < 0))) return std::nullopt;
+  s.tries = number;
+  Break(stripe, true, "the peer makes it again");
+  return s.received;
+}
+
+bool Sockets::Resume(std::uint32_t stripe, std::uint32_t number, int socket, std::uint64_t came) {
+  Stripe& s = stripes_[stripe];
+  if (number != s.tries || s.fd >= 0) return false;
+  if (came < s.sent.base() || came > s.sent.total()) {
+    CloseHard(socket);
+    throw Fault(FaultKind::kCorrupt, first_.peer,
+                "TCP: rank " + std::to_string(first_.peer) + " has " + std::to_string(came) +
+                    " bytes of a stream of which bytes " + std::to_string(s.sent.base()) + " to " +
+                    std::to_string(s.sent.total()) +
+                    " can be sent again: something between the two hosts acknowledged what it did not deliver");
+  }
+  s.fd = socket;
+  s.given_up.clear();
+  Ready(socket);
+  s.sent.Forget(came);
+  s.behind = s.sent.total() - came;
+  s.unproved = true;
+  ArmReset(s);
+  NoteOdd();
+  constexpr std::byte kTaken{1};
+  if (send(socket, &kTaken, 1, MSG_NOSIGNAL | MSG_DONTWAIT) == 1) {
+    Flush(stripe);
+  } else {
+    Lost(stripe, "send");
+  }
+  return true;
+}
+
+// Reads the byte with which the peer takes a new socket over, if it has to; false where it will not come.
+bool Sockets::TakeProof(Stripe& s) {
+  if (!s.unproved) return true;
+  std::byte taken;
+  const ssize_t got = recv(s.fd, &taken, 1, MSG_DONTWAIT);
+  s.unproved = got != 1;
+  return got == 1 || (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR));
+}
+
+void Sockets::Prove(std::uint32_t stripe) {
+  if (TakeProof(stripes_[stripe])) {
+    NoteOdd();
+  } else {
+    Break(stripe, false, "it broke before the peer had taken it over");
+  }
+}
+
+int Sockets::Flush(std::uint32_t stripe) {
+  Stripe& s = stripes_[stripe];
+  if (s.behind == 0 || s.fd < 0) return -1;
+  while (s.behind > 0) {
+    const std::span<const std::byte> next = s.sent.From(s.sent.total() - s.behind);
+    const ssize_t sent = send(s.fd, next.data(), next.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return s.fd;
+    if (sent < 0) {
+      Lost(stripe, "send again");
+      return -1;
+    }
+    s.behind -= static_cast<std::uint64_t>(sent);
+  }
+  NoteOdd();
+  return -1;
+}
+
+// Whether a call cannot do anything now; errno says EAGAIN then. Throws where it never will.
+bool Sockets::Blocks(const Stripe& s) const {
+  if (s.fd < 0 && !s.given_up.empty()) throw Fault(FaultKind::kPeerGone, first_.peer, "TCP: " + s.given_up);
+  errno = EAGAIN;
+  return s.behind > 0 || s.fd < 0;
+}
+
+ssize_t Sockets::ReceiveOddly(Stripe& s, std::byte* header, std::size_t head, std::byte* data, std::size_t n) {
+  const std::size_t got = std::min(s.saved.size() - s.taken, head + n);
+  if (got == 0) {
+    static_cast<void>(Blocks(s));
+    return -1;
+  }
+  const std::byte* from = s.saved.data() + s.taken;
+  const std::size_t first = std::min(head, got);
+  if (first > 0) std::memcpy(header, from, first);
+  if (got > first) std::memcpy(data, from + first, got - first);
+  s.taken += got;
+  if (s.taken == s.saved.size()) {
+    s.saved = {};
+    s.taken = 0;
+    NoteOdd();
+  }
+  return static_cast<ssize_t>(got);
+}
+
+// HETCOLL_FAULT's reset=B: anywhere in the next 2 B - 1 bytes.
+void Sockets::ArmReset(Stripe& s) {
+  if (shared_->faults.reset == 0) return;
+  shared_->dice = shared_->dice * 6364136223846793005u + 1442695040888963407u;
+  s.until_reset = 1 + (shared_->dice >> 33) % (2 * shared_->faults.reset - 1);
+}
+
+void ResetConnection(int fd) {
+  sockaddr_storage here{};
+  sockaddr_storage there{};
+  socklen_t length = sizeof here;
+  socklen_t other = sizeof there;
+  if (getsockname(fd, reinterpret_cast<sockaddr*>(&here), &length) != 0) throw System("getsockname");
+  if (getpeername(fd, reinterpret_cast<sockaddr*>(&there), &other) != 0) return;  // it is broken already
+  struct {
+    nlmsghdr head;
+    inet_diag_req_v2 ask;
+  } request{};
+  request.head = {sizeof request, SOCK_DESTROY, NLM_F_REQUEST | NLM_F_ACK, 0, 0};
+  request.ask.sdiag_family = static_cast<std::uint8_t>(here.ss_family);
+  request.ask.sdiag_protocol = IPPROTO_TCP;
+  request.ask.idiag_states = UINT32_MAX;
+  // Without its number the kernel would take the socket that listens at this port, where the connection is no more.
+  std::uint64_t cookie = 0;
+  socklen_t size = sizeof cookie;
+  if (getsockopt(fd, SOL_SOCKET, SO_COOKIE, &cookie, &size) != 0) throw System("SO_COOKIE");
+  request.ask.id.idiag_cookie[0] = static_cast<std::uint32_t>(cookie);
+  request.ask.id.idiag_cookie[1] = static_cast<std::uint32_t>(cookie >> 32);
+  const auto fill = [](const sockaddr_storage& address, auto& port, auto& host) {
+    if (address.ss_family == AF_INET) {
+      const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);
+      port = v4.sin_port;
+      std::memcpy(host, &v4.sin_addr, sizeof v4.sin_addr);
+    } else {
+      const auto& v6 = reinterpret_cast<const sockaddr_in6&>(address);
+      port = v6.sin6_port;
+      std::memcpy(host, &v6.sin6_addr, sizeof v6.sin6_addr);
+    }
+  };
+  fill(here, request.ask.id.idiag_sport, request.ask.id.idiag_src);
+  fill(there, request.ask.id.idiag_dport, request.ask.id.idiag_dst);
+  const int diag = socket(AF_NETLINK, SOCK_DGRAM | SOCK_CLOEXEC, NETLINK_SOCK_DIAG);
+  if (diag < 0) throw System("sock_diag");
+  struct {
+    nlmsghdr head;
+    nlmsgerr error;
+    std::byte more[256];
+  } reply{};
+  const bool told = send(diag, &request, sizeof request, 0) == static_cast<ssize_t>(sizeof request) &&
+                    recv(diag, &reply, sizeof reply, 0) > 0;
+  const int err = told ? -reply.error.error : errno;
+  close(diag);
+  errno = err;
+  if (err != 0 && err != ENOENT && err != ESTALE) throw System("reset of a TCP connection (it takes CAP_NET_ADMIN)");
+}
+
+}  // namespace hetcoll

@@ -1,0 +1,95 @@
+// TCP sockets that broke and are made again: what the transport tells of them, and what it is told.
+//
+// A socket that was reset (by a firewall, a NAT that forgot it, a path that was down for too long) between two ranks
+// that live is mended; one that was closed in order is the peer's end, as ever. What was reset loses what its sender's
+// kernel still held, and nothing else: what the receiver's kernel has acknowledged can be read after a reset, too
+// (Linux keeps it; native/tests/tcp_mending_test.cc). So each end reads all of that, counts the bytes that ever came,
+// and closes its end for good before it tells that count; the other end sends the rest again. Making the connection,
+// with the job's proofs, is src/hetcoll/links/mending.py's affair; both ends number the tries.
+#pragma once
+
+#include <poll.h>
+
+#include <atomic>
+#include <compare>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace hetcoll {
+
+class Sockets;
+
+// One socket between two ranks.
+struct SocketId {
+  int peer;
+  int channel;
+  std::uint32_t stripe;
+  auto operator<=>(const SocketId&) const = default;
+};
+
+struct LostSocket {
+  SocketId id;
+  std::uint32_t tries;  // at making it again, so far
+  bool held;            // the peer makes it again, and does so perhaps in vain
+  std::string why;
+};
+
+// The sockets of one owner that are mended. What concerns one of them is called under the lock, or on the thread, that
+// is over its link; the rest from any.
+class Mending {
+ public:
+  struct Place {
+    std::weak_ptr<Sockets> sockets;
+    std::uint32_t stripe = 0;  // of them
+  };
+  // Sockets that were made again, and have perhaps something to send again: a list of one lock, or thread.
+  using Resumed = std::vector<Place>;
+
+  Mending();
+  ~Mending();
+  Mending(const Mending&) = delete;
+  Mending& operator=(const Mending&) = delete;
+
+  int fd() const { return fd_; }  // readable while there are lost ones to take
+  void Close();                   // it is no more
+  void Add(const SocketId& first, const std::shared_ptr<Sockets>& sockets);
+  void Lose(LostSocket lost);
+  std::vector<LostSocket> TakeLost();
+  bool IsLost(const SocketId& id) const;
+
+  // A try at making it again begins, the `number`th: how many bytes ever came, or nothing if that try is to be refused,
+  // since there was a later one. `first` of two tries with the same number counts: the lower rank's. Whatever there was
+  // of the socket is closed.
+  std::optional<std::uint64_t> Hold(const SocketId& id, std::uint32_t number, bool first) const;
+  // That try came through; so many bytes came to the peer. Takes the socket over, unless it is false: there was a later
+  // try. Throws Fault where the peer lacks what cannot be sent again.
+  bool Resume(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came, Resumed& resumed);
+
+  // It will not be made again: calls that need it fail with that.
+  void GiveUp(const SocketId& id, const std::string& why) const;
+
+  // Sends again what it can, and adds what to wait for.
+  static void Flush(Resumed& resumed, std::vector<pollfd>& fds);
+
+  std::atomic<std::uint64_t> made{0};  // again, so far
+
+ private:
+  Place Find(const SocketId& id) const;
+
+  int fd_;
+  mutable std::mutex mutex_;
+  std::map<SocketId, Place> sockets_;
+  std::vector<LostSocket> lost_;
+};
+
+// Has the kernel reset a connection, as a firewall would: both ends lose what was under way. For HETCOLL_FAULT and
+// tests; it takes CAP_NET_ADMIN. Throws Fault.
+void ResetConnection(int fd);
+
+}  // namespace hetcoll
