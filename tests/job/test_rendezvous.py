@@ -111,13 +111,23 @@ def test_ranks_meet_at_the_master_port() -> None:
     assert meet(torch_style(3, free_port()), [Config()] * 3) == [[b"0", b"1", b"2"]] * 3
 
 
-@pytest.mark.parametrize(("alone", "secret", "said"), [(True, None, 0), (False, None, 1), (False, b"sesame", 0)])
+@pytest.mark.parametrize(
+    ("alone", "host", "secret", "said"),
+    [
+        (True, "localhost", None, 0),
+        (False, "localhost", None, 1),  # a name may be another address elsewhere
+        (False, "127.0.0.1", None, 0),
+        (False, "localhost", b"sesame", 0),
+    ],
+)
 def test_who_gives_the_key_to_the_network_is_told_once(
-    alone: bool, secret: bytes | None, said: int, caplog: pytest.LogCaptureFixture
+    alone: bool, host: str, secret: bytes | None, said: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     rendezvous._warn_of_open_port.cache_clear()
     for _ in range(2):  # two jobs
-        launches = [launch._replace(local_size=2 if alone else 1) for launch in torch_style(2, free_port())]
+        found = torch_style(2, free_port())
+        master = (host, found[0].master[1]) if found[0].master else None
+        launches = [launch._replace(local_size=2 if alone else 1, master=master) for launch in found]
         assert meet(launches, [Config(secret=secret)] * 2) == [[b"0", b"1"]] * 2
     assert caplog.text.count("rank 0 gives the job's key to anyone who reaches its port") == said
 

@@ -37,7 +37,7 @@ from .connections.announcing import announce, fetch_locally, find_announced, lis
 from .connections.auth import HANDSHAKE_SECONDS, Response, Service, Verb
 from .connections.interfaces import own_hosts
 from .connections.probe import Search
-from .connections.sockets import BACKLOG, bind_all, is_loopback, resolve, spell_address, spell_error
+from .connections.sockets import BACKLOG, bind_all, resolve, spell_address, spell_error, spells_loopback
 from .control import ControlClient
 from .protocol.unique_id import UniqueId, hosted_here, job_secret
 
@@ -105,7 +105,7 @@ def _by_master(launch: Launch, config: Config, master: tuple[str, int], deadline
                 _check_alone(launch, config, key, taken, deadline)
             if not listeners:
                 raise InitError(_spell_taken(launch, taken))
-            if config.secret is None and not all(map(is_loopback, listeners)):
+            if config.secret is None and not all(spells_loopback(each.getsockname()[0]) for each in listeners):
                 _warn_of_open_port()
             return _start_store(listeners, config, key)
         except BaseException:
@@ -129,8 +129,9 @@ def _bind_first_free(
     """Listen at the first of the ports, where the others will look, that is free; and which were taken.
 
     Where all ranks are on this host that is only what the master's name means here, most often loopback; else all
-    interfaces, because the name may stand for another address elsewhere."""
-    hosts = _resolve_local(endpoints[0][0]) if one_host and endpoints else []
+    interfaces, because the name may stand for another address elsewhere. Loopback's address does not."""
+    here = bool(endpoints) and (one_host or spells_loopback(endpoints[0][0]))
+    hosts = _resolve_local(endpoints[0][0]) if here else []
     taken: list[tuple[str, int]] = []
     for host, port in endpoints:
         try:

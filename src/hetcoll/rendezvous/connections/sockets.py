@@ -72,9 +72,12 @@ def _control(sock: socket.socket) -> bytes:
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME)
 
 
-def is_loopback(listener: socket.socket) -> bool:
-    """Whether only this host can reach it."""
-    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+def spells_loopback(host: str) -> bool:
+    """Whether it is an address, not a name, that only this host can reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def is_itself(sock: socket.socket) -> bool:
