@@ -114,21 +114,22 @@ class HostPlans:
         if stretches > 1:
             table = stretched(call.send_count, self._wiring.size, stretches)
             return table, table
-        if plan is None:
+        if plan is None or not (plan.crowded or call.send_table or call.recv_table):
             return call.send_table, call.recv_table
-        cut = zip(call.shares(self._wiring.size), (plan.send_units, plan.recv_units), plan.points(), strict=True)
-        send, recv = (offsets(shares, units // len(shares), points) for shares, units, points in cut)
+        units = plan.send_units, plan.recv_units
+        points = plan.points() if plan.crowded else [range(each + 1) for each in units]
+        cut = zip(call.shares(self._wiring.size), units, points, strict=True)
+        send, recv = (offsets(shares, each // len(shares), at) for shares, each, at in cut)
         return send, recv
 
     def _plan(self, drawing: object, draw: Callable[[], Plan], timeout: float, check: Check) -> tuple[int, Plan | None]:
-        """The engine's number of a plan, and the plan if its calls need offsets of its points."""
+        """The engine's number of a plan, and the plan if calls may need offsets inside their shares."""
         found = self._plans.get(drawing)
         if found is None:
             plan = draw()
             self._wiring.ensure(sorted(plan.edges), timeout, check)
-            crowded = plan.crowded
-            number = self._engine.add_plan(plan.encode(plan.points() if crowded else None))
-            found = self._plans[drawing] = number, plan if crowded else None
+            number = self._engine.add_plan(plan.encode(plan.points() if plan.crowded else None))
+            found = self._plans[drawing] = number, plan if plan.crowded or plan.pieces > 1 else None
         return found
 
 
