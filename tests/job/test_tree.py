@@ -14,6 +14,7 @@ from typing import TypeVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import wait_until
 
 from hetcoll.config.env import Config
 from hetcoll.errors import AuthenticationError, CommunicationError, InitError, PeerLostError
@@ -242,6 +243,34 @@ def test_a_relay_that_ends_in_order_costs_nobody_anything(job: Job) -> None:
     for each in others:
         each.wait_for(lambda event: event == Left(left.rank))
         assert not [event for event in each.seen if isinstance(event, Lost)]
+
+
+def test_who_leaves_a_relay_that_is_slow_is_not_lost(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay sees that connection end before the store hears where its child is now."""
+    held = job.a_relay().client._relay
+    assert held is not None
+    (address,) = held._entry.addresses
+    leaver, other, *_ = (each for each in job.ranks if each.client._uplink.sock.getpeername() == address)
+    way, go_on, silent = leaver.client._uplink, threading.Event(), [True]
+    come, read, children = way._come, way._read, len(held._children)
+
+    def come_late(deadline: float, *, again: bool) -> None:
+        go_on.wait(60)
+        come(deadline, again=again)
+
+    def hear_nothing() -> bytes | None:
+        if silent.pop() if silent else False:
+            raise TimeoutError("a relay said nothing")
+        return read()
+
+    monkeypatch.setattr(way, "_come", come_late)
+    monkeypatch.setattr(way, "_read", hear_nothing)  # the next time: a beat of the relay ends this one
+    wait_until(lambda: len(held._children) < children, 30)
+    other.client.put(b"key", b"through the same relay, behind what it has to say")
+    go_on.set()
+    answers = job.ranks[0].client.query(WORLD, b"?", 30)
+    assert answers == {rank: b"%d" % rank for rank in range(SIZE)}
+    assert not [event for event in job.ranks[0].seen if isinstance(event, Lost)]
 
 
 def test_a_relay_that_is_stopped_is_left(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

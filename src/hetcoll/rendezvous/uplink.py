@@ -8,6 +8,7 @@ lost, or says nothing for SILENCE seconds, its children come to the store again;
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -258,9 +259,15 @@ class Uplink:
                     raise
                 log.info("the way to the store is lost (%s): looking for another", spell_error(error))
                 with self._lock:
+                    self._take_leave()
                     self.sock.close()
                     self._come(time.monotonic() + RETURN, again=True)
                 yield from self._whole(b"")
+
+    def _take_leave(self) -> None:
+        """Tell the relay, which may live, that who goes elsewhere has not died. In vain where a frame was cut short."""
+        with contextlib.suppress(OSError):
+            self.sock.send(header(Op.GONE, b""), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def _read(self) -> bytes | None:
         poll = select.poll()
