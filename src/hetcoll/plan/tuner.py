@@ -207,17 +207,18 @@ def lines(
     plain, size, ordered = collective.plain, topology.size, ordered and collective in REDUCING
     known = {forced: find(collective, forced)} if forced else ALGORITHMS.get(plain, {})
     place, found = _Place(collective, topology, machine or Machine()), dict[str, tuple[Line, ...]]()
-    several = hosts and 1 < len(topology.hosts) < size
+    several, costs = hosts and 1 < len(topology.hosts) < size, COSTS.get(plain, {})
     for name, each in known.items():
-        among = hosts and among_hosts_of(each, topology, ordered)
+        among = several and among_hosts_of(each, topology, ordered)
         if not each.supports(len(topology.hosts) if among else size) or (ordered and not each.ordered):
             continue
-        if among and each.cost:
-            found[name] = _forms(place, each.cost)
-        elif each.levels:
-            found |= {name: (place.levels(each.levels(topology.hosts)),)} if several else {}
-        elif each.cost:
-            cost = each.cost(size)
+        stated = costs.get(name)
+        if among and stated:
+            found[name] = _forms(place, stated)
+        elif several and each.levels:
+            found[name] = (place.levels(each.levels(topology.hosts)),)
+        elif stated:
+            cost = stated(size)
             if name == forced or not cost.turns or (place.crowding > 1 and topology.cores <= cost.turns):
                 found[name] = (place.line(cost),)
     return found
@@ -266,7 +267,7 @@ class _Place:
         if cost.copied > 0:
             copied += cost.copied - (cost.sent if link is machine.shm and not self.claims else 0)
             fixed += machine.staging * cost.copied / crowding**2
-        moved = (max(cost.sent, cost.received) if link.duplex else copied) * self.incast(cost)
+        moved = (max(cost.sent, cost.received) if link.duplex else copied) * (self.incast(cost) if self.several else 1)
         work = (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * mean
         # Who waits for one other leaves a shared core to the rest; where several streams meet (near), all wait.
         if cost.stepwise and (near or crowding <= 1 or link is not machine.loopback):
@@ -276,7 +277,7 @@ class _Place:
 
     def incast(self, cost: Cost) -> float:
         """How much longer bytes take where several send to one host at a time."""
-        if not self.several or self.between is not self.machine.tcp:
+        if self.between is not self.machine.tcp:
             return 1.0
         return 1 + self.machine.incast * (min(cost.senders, self.machine.incast_most) - 1)
 
