@@ -12,6 +12,7 @@ from cases import variant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks, wait_until
+from scattered import PART, pieces
 from verdicts import check_lost
 
 import hetcoll
@@ -26,19 +27,7 @@ LINKS: dict[str, dict[str, Any]] = {
     "tcp-checked": {"transport": "tcp", "integrity": "all"},
 }
 TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "tcp"])
-PART = 30_000  # elements of each rank's window that one rank writes
 FOUND_WITHIN = 8.0  # seconds
-Piece = tuple[int, int, int]  # in the source, in the part of the window, length
-
-
-@st.composite
-def pieces(draw: st.DrawFn) -> list[Piece]:
-    """Some that touch, some that overlap, some empty."""
-    found = []
-    for _ in range(draw(st.integers(1, 12))):
-        n = draw(st.sampled_from([0, 1, 3, 10, 11, 500, 9000]))
-        found.append((draw(st.integers(0, PART - n)), draw(st.integers(0, PART - n)), n))
-    return found
 
 
 CALLS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans(), pieces()), min_size=1, max_size=8)

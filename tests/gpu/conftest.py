@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from gpu_kinds import start_gpus
+from gpu_kinds import start, start_gpus
 from gpu_places import PLACES, ranks_on
-from ranks import Ranks, kept
+from ranks import Ranks, close_all, kept
 
 
 @pytest.fixture(scope="module", params=PLACES)
@@ -32,3 +32,28 @@ def mixed() -> Iterator[Any]:
     """`start_gpus`, for ranks that stay whole: they are kept for later tests."""
     with kept(start_gpus) as get:
         yield get
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def whole(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
+    """`start`, for ranks that stay whole; "real" GPUs are NVIDIA's."""
+
+    def begin(kinds: str, **more: Any) -> Ranks:
+        words = {name: value[: len(kinds)] if isinstance(value, tuple) else value for name, value in more.items()}
+        return start(kinds, place=request.param, **words)
+
+    with kept(begin) as get:
+        yield get
+
+
+@pytest.fixture(params=PLACES)
+def placed(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
+    """The same, for one test."""
+    made: list[Ranks] = []
+
+    def begin(kinds: str, **more: Any) -> Ranks:
+        made.append(start(kinds, place=request.param, **more))
+        return made[-1]
+
+    yield begin
+    close_all(made)
