@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import passes, structural_mutants
 from plan_executor import execute
+from topologies import any_groups, side_by_side
 
 from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, Hosts, find, inp, out
@@ -27,11 +27,6 @@ from hetcoll.types import REDUCING, ROOTED, Collective
 
 FLAT = [entry for kind in AMONG for entry in ALGORITHMS[kind].values() if entry.stretches is None]
 ALL = [pytest.param(entry, id=f"{entry.collective.label}-{entry.name}") for entry in FLAT]
-
-
-def side_by_side(*sizes: int) -> Hosts:
-    ends = list(accumulate(sizes))
-    return tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
 
 
 SHAPES = [side_by_side(*s) for s in [(2, 2), (3, 1), (1, 1, 2), (2, 2, 2, 2), (2, 3, 5), (1, 1, 1, 2), (2, 1, 1, 3, 1)]]
@@ -58,18 +53,10 @@ def test_they_are_proved_whole_and_in_pieces(entry: Algorithm) -> None:
         prove(pipelined(plans, (0, 1, 3)), inplace=turn % 2 == 1, scale=scale, credits=2)
 
 
-@st.composite
-def any_islands(draw: st.DrawFn) -> Hosts:
-    """2 to 5 islands of 1 to 5 ranks, whose ranks lie anywhere."""
-    sizes = draw(st.lists(st.sampled_from([1, 1, 2, 3, 5]), min_size=2, max_size=5))
-    ranks = draw(st.permutations(range(sum(sizes))))
-    return tuple(tuple(ranks[i] for i in island) for island in side_by_side(*sizes))
-
-
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_any_islands_give_numpys_result_in_any_order(data: st.DataObject) -> None:
-    islands = data.draw(any_islands())
+    islands = data.draw(any_groups())
     n, m = sum(map(len, islands)), len(islands)
     entry = data.draw(st.sampled_from([e for e in FLAT if e.supports(m)]))
     scale = data.draw(st.booleans()) and entry.collective in REDUCING

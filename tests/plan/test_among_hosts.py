@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate, product
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mutants import field_mutants, passes, structural_mutants
 from plan_executor import execute
 from thorough import parametrize
-from topologies import cluster
+from topologies import any_groups, cluster, side_by_side
 
 from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Cost, Draft, Hosts, find, inp, out, register, tmp
@@ -26,11 +26,6 @@ from hetcoll.types import REDUCING, ROOTED, Collective
 FLAT = [entry for kind in AMONG for entry in ALGORITHMS[kind].values() if entry.stretches is None]
 ALL = [pytest.param(entry, id=f"{entry.collective.label}-{entry.name}") for entry in FLAT]
 FORMS = pytest.mark.parametrize("form", [False, True], ids=["split", "led"])
-
-
-def side_by_side(*sizes: int) -> Hosts:
-    ends = list(accumulate(sizes))
-    return tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
 
 
 SIZES = [(2, 2), (3, 1), (1, 3), (1, 1, 2), (2, 2, 2), (2, 2, 2, 2), (2, 3, 5), (1, 2, 1, 3, 1), (1, 7)]
@@ -72,18 +67,10 @@ def test_compressed_plans_are_proved(kind: Collective) -> None:
         check(build(find(kind, "direct"), hosts, False, scale=scale, compress=True), scale=scale, inplace=inplace)
 
 
-@st.composite
-def any_hosts(draw: st.DrawFn) -> Hosts:
-    """2 to 5 hosts of 1 to 5 ranks, which lie anywhere."""
-    sizes = draw(st.lists(st.sampled_from([1, 1, 2, 3, 5]), min_size=2, max_size=5))
-    ranks = draw(st.permutations(range(sum(sizes))))
-    return tuple(tuple(ranks[i] for i in host) for host in side_by_side(*sizes))
-
-
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_hosts_give_numpys_result_in_any_order(data: st.DataObject) -> None:
-    hosts = data.draw(any_hosts())
+    hosts = data.draw(any_groups())
     n = sum(map(len, hosts))
     entry = data.draw(st.sampled_from([e for e in FLAT if e.supports(len(hosts))]))
     scale = data.draw(st.booleans()) and entry.collective in REDUCING

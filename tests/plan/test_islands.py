@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from mutants import field_mutants, passes, structural_mutants
 from plan_executor import execute
 from thorough import parametrize
+from topologies import side_by_side
 
 from hetcoll.plan.algorithms import Algorithm, Hosts
 from hetcoll.plan.algorithms.islands import ISLANDS
@@ -25,11 +25,6 @@ from hetcoll.types import REDUCING, ROOTED, Collective
 
 ALL = [pytest.param(a, id=kind.label) for kind, a in ISLANDS.items()]
 Builder = Callable[..., list[Plan]]
-
-
-def side_by_side(*sizes: int) -> Hosts:
-    ends = list(accumulate(sizes))
-    return tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
 
 
 SIZES = [

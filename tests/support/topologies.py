@@ -1,7 +1,12 @@
-"""Topologies that nobody has."""
+"""Topologies that nobody has, and groups of ranks."""
 
 from __future__ import annotations
 
+from itertools import accumulate
+
+from hypothesis import strategies as st
+
+from hetcoll.plan.costs import Hosts
 from hetcoll.plan.topology import RankInfo, Topology
 
 
@@ -9,3 +14,17 @@ def cluster(*hosts: int, cores: int = 64, setting: str = "auto") -> Topology:
     """Hosts with these numbers of ranks, one host's ranks after the other's."""
     names = [f"host{h}" for h, n in enumerate(hosts) for _ in range(n)]
     return Topology(tuple(RankInfo(r, name, cores=cores) for r, name in enumerate(names)), setting)  # type: ignore[arg-type]
+
+
+def side_by_side(*sizes: int) -> Hosts:
+    """Groups of these sizes, one's ranks after the other's."""
+    ends = list(accumulate(sizes))
+    return tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
+
+
+@st.composite
+def any_groups(draw: st.DrawFn) -> Hosts:
+    """2 to 5 groups of 1 to 5 ranks, which lie anywhere."""
+    sizes = draw(st.lists(st.sampled_from([1, 1, 2, 3, 5]), min_size=2, max_size=5))
+    ranks = draw(st.permutations(range(sum(sizes))))
+    return tuple(tuple(ranks[i] for i in group) for group in side_by_side(*sizes))
