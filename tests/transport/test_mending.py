@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import netns
@@ -98,14 +99,17 @@ def test_messages_puts_and_parts_over_sockets_that_are_reset(launch: Pool) -> No
     assert len(told) > 0, ranks.output(0)
 
 
-def sums(comm: hetcoll.Communicator, seconds: float) -> tuple[int, int]:
-    """Exact sums for so long, over memory that is written over in between; how many, and how many reconnects."""
+def sums(comm: hetcoll.Communicator, seconds: float, reached: Path | None = None) -> tuple[int, int]:
+    """Exact sums for so long, over memory that is written over in between; how many, and how many reconnects. The file
+    `reached` comes to be with the first of these."""
     calls, until = 0, time.monotonic() + seconds
     while True:
         x = np.full(30_000, comm.rank + calls, np.float32)
         comm.allreduce(x)
         assert (x == sum(range(comm.size)) + comm.size * calls).all(), calls
         calls += 1
+        if reached is not None and comm.counters()["tcp_reconnects"] > 0:
+            reached.touch()
         on = np.array([time.monotonic() < until])
         comm.broadcast(on, 0)
         if not on[0]:
@@ -118,10 +122,10 @@ def kill_connections(where: list[str] | None = None, *words: str) -> None:
 
 
 @reset
-def test_a_rank_that_is_killed_while_it_is_reset_is_lost_at_once(launch: Pool) -> None:
+def test_a_rank_that_is_killed_while_it_is_reset_is_lost_at_once(launch: Pool, tmp_path: Path) -> None:
     ranks = launch(3, HETCOLL_TRANSPORT="tcp", HETCOLL_FAULT="reset=150000")
-    ranks.start(sums, 30.0)
-    time.sleep(1.0)  # let it run
+    ranks.start(sums, 60.0, tmp_path / "reached")
+    wait_until((tmp_path / "reached").exists, 30)
     ranks.kill(1)
     start = time.monotonic()
     outcomes = ranks.finish(20.0, only=[0, 2])
