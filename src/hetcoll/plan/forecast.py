@@ -12,7 +12,7 @@ from ..types import Collective
 from .algorithms import ALGORITHMS, Algorithm, find
 from .algorithms.among import among
 from .algorithms.atoms import AMONG
-from .algorithms.hosts import among_hosts
+from .algorithms.hosts import among_hosts, runs_among
 from .algorithms.islands import ISLANDS
 from .cluster import Cluster, Wiring
 from .ir import Plan
@@ -64,7 +64,7 @@ def candidates(cluster: Cluster, collective: Collective) -> list[str]:
 
 def among_hosts_there(cluster: Cluster, entry: Algorithm) -> bool:
     """Whether an algorithm runs among the hosts there: see `tuner.among_hosts_of`."""
-    return _of_cpus(cluster) and entry.collective in AMONG and not (entry.stretches or entry.levels)
+    return _of_cpus(cluster) and runs_among(entry)
 
 
 def _of_cpus(cluster: Cluster) -> bool:

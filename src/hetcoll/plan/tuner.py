@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeVar
 from ..errors import ArgumentError
 from ..types import REDUCING, ROOTED, Collective
 from .algorithms import ALGORITHMS, Algorithm, find
-from .algorithms.atoms import AMONG
+from .algorithms.hosts import runs_among
 from .costs import COSTS, Cost, Levels, Reach, levels
 from .machine import GPUS, Link, Machine
 from .topology import Islands, Topology
@@ -181,10 +181,10 @@ def named(setting: str) -> dict[Collective, str]:
 
 
 def among_hosts_of(entry: Algorithm, topology: Topology, ordered: bool = False) -> bool:
-    """Whether an algorithm runs among the hosts: where there are several, some of several ranks, unless it is made for
-    several levels itself, or for the ranks of one, or is to reduce in the order of ranks (`ordered`)."""
-    several = 1 < len(topology.hosts) < topology.size and entry.collective in AMONG
-    return several and not (entry.stretches or entry.levels or (ordered and entry.collective in REDUCING))
+    """Whether an algorithm runs among the hosts: where there are several, some of several ranks, unless it is to reduce
+    in the order of ranks (`ordered`)."""
+    several = 1 < len(topology.hosts) < topology.size
+    return several and runs_among(entry) and not (ordered and entry.collective in REDUCING)
 
 
 def led(collective: Collective, name: str, topology: Topology) -> int:

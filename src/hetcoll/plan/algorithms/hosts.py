@@ -22,8 +22,14 @@ from math import lcm
 from ...errors import ArgumentError
 from ...types import WHOLE, Collective
 from ..ir import Buf, Op, Plan, Span, Step
-from .atoms import Atom, Shares, Steps, Whole, atoms_of
+from .atoms import AMONG, Atom, Shares, Steps, Whole, atoms_of
 from .base import Algorithm, Draft, inp, out, tmp
+
+
+def runs_among(entry: Algorithm) -> bool:
+    """Whether an algorithm is one that runs among hosts: not where it is made for several levels itself, or for the
+    ranks of one host."""
+    return entry.collective in AMONG and not (entry.stretches or entry.levels)
 
 
 @lru_cache(maxsize=256)
