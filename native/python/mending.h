@@ -4,13 +4,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
-#include "host/engine.h"
-#include "proxy/proxy.h"
+#include "transport/tcp_mending.h"
 
 namespace hetcoll {
 

@@ -19,7 +19,6 @@ class SentBytes {
   std::uint64_t base() const { return base_; }
   std::uint64_t total() const { return total_; }
   bool lends() const { return lends_ > 0; }
-  std::size_t capacity() const { return size_; }
 
   // Where n bytes may be put together, if there is room; `Took` says how many of them were sent.
   std::byte* Place(std::size_t n) { return used_ + n <= size_ ? bytes_.get() + used_ : nullptr; }
