@@ -71,7 +71,7 @@ endif
 # LANES files run at a time, three more than there are processors: most tests wait rather than compute. What takes long
 # begins first (tests/conftest.py), above all the virtual machines. LANES=0 runs all one by one.
 test-lanes: $(TESTED)
-	$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder -m "not calm$(BUT)"
+	$(BIN)/python -m pytest -n $(LANES) --no-loadscope-reorder -m "not calm$(BUT)"
 
 # What counts time, one by one.
 test-calm: $(TESTED)

@@ -42,6 +42,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (-cost[item.path], item.path))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A lane takes a file at a time, and all of `verbs`: two virtual machines at once would starve each other."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Lanes(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/verbs" if nodeid.startswith("tests/verbs/") else super()._split_scope(nodeid)
+
+    return Lanes(config, log)
+
+
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[Any, Ranks]]:
     pools: dict[Any, Ranks] = {}

@@ -35,8 +35,9 @@ from hetcoll import UniqueId, lifetime
 P = ParamSpec("P")
 Env = Mapping[str, str | tuple[str, ...]]
 
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))  # all deadlines are longer by it, where processors are emulated
 SECONDS = 30.0  # for a call, where the test does not say
-_CLOSING = 10.0
+_CLOSING = 10.0 * PATIENCE
 context = mp.get_context("forkserver")
 
 
@@ -83,7 +84,7 @@ class Job:
     comm: hetcoll.Communicator | None = None
 
     def join(self, timeout: float = SECONDS) -> hetcoll.Communicator:
-        self.comm = hetcoll.Communicator.init(self.size, self.rank, self.unique_id, timeout=timeout)
+        self.comm = hetcoll.Communicator.init(self.size, self.rank, self.unique_id, timeout=PATIENCE * timeout)
         return self.comm
 
 
@@ -138,11 +139,11 @@ class Ranks:
             self._pipes.append(ours)
             self._processes.append(process)
         try:
-            found = self._receive([0], time.monotonic() + SECONDS)[0]
+            found = self._receive([0], SECONDS)[0]
             self._raise([found])
             for pipe in self._pipes:
                 pipe.send((found.value, join))
-            self._raise(self._receive(range(size), time.monotonic() + 2 * SECONDS))
+            self._raise(self._receive(range(size), 2 * SECONDS))
         except BaseException:
             self.kill_all()
             raise
@@ -169,7 +170,7 @@ class Ranks:
 
     def finish(self, timeout: float = SECONDS, only: Sequence[int] | None = None) -> list[Outcome]:
         """What the call came to, rank by rank; RankError when a rank does not end in time."""
-        return self._receive(range(self.size) if only is None else only, time.monotonic() + timeout)
+        return self._receive(range(self.size) if only is None else only, timeout)
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = SECONDS) -> list[Outcome]:
         """`start` and `finish`."""
@@ -179,12 +180,13 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = SECONDS) -> list[Any]:
         """The function's results; RankError with every rank's traceback where one failed."""
         self.start(function, *args)
-        outcomes = self._receive(range(self.size), time.monotonic() + timeout, grace=3.0)
+        outcomes = self._receive(range(self.size), timeout, grace=3.0)
         self._raise(outcomes)
         return [outcome.value for outcome in outcomes]
 
-    def _receive(self, ranks: Sequence[int] | range, deadline: float, *, grace: float | None = None) -> list[Outcome]:
+    def _receive(self, ranks: Sequence[int] | range, seconds: float, *, grace: float | None = None) -> list[Outcome]:
         """One outcome a rank. After the first failure the others have `grace` seconds."""
+        deadline = time.monotonic() + PATIENCE * seconds
         found: dict[int, Outcome] = {}
         while len(found) < len(ranks):
             waiting = {self._pipes[rank]: rank for rank in ranks if rank not in found}
@@ -201,7 +203,7 @@ class Ranks:
                     self._processes[rank].join(_CLOSING)
                     found[rank] = Outcome(rank, died=self._processes[rank].exitcode)
                 if grace is not None and found[rank].problem():
-                    deadline = min(deadline, time.monotonic() + grace)
+                    deadline = min(deadline, time.monotonic() + PATIENCE * grace)
         return [found[rank] for rank in ranks]
 
     def _raise(self, outcomes: Sequence[Outcome]) -> None:
@@ -250,7 +252,7 @@ class Ranks:
             for rank in alive:
                 with contextlib.suppress(OSError):
                     self._pipes[rank].send(None)
-            self._raise(self._receive(alive, time.monotonic() + _CLOSING + 0.2 * self.size))
+            self._raise(self._receive(alive, 10.0 + 0.2 * self.size))
             for rank in alive:
                 self._processes[rank].join(_CLOSING)
             codes = {rank: self._processes[rank].exitcode for rank in alive}
@@ -354,10 +356,10 @@ class Resources:
 
 def wait_until(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
     """The condition's value once it is true; RankError when that takes too long."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE * seconds
     while not (value := condition()):
         if time.monotonic() >= deadline:
-            raise RankError(f"not so after {seconds} s: {condition}")
+            raise RankError(f"not so after {PATIENCE * seconds:g} s: {condition}")
         time.sleep(0.002)
     return value
 
@@ -437,7 +439,7 @@ def _leave(job: Job, before: Resources | None) -> None:
         if isinstance(resource, hetcoll.Communicator):
             resource.close()
             del resource
-    deadline = time.monotonic() + 5.0 + 0.1 * job.size
+    deadline = time.monotonic() + PATIENCE * (5.0 + 0.1 * job.size)
     if before is None:
         return
     while left := Resources.now().left_over(before):  # rank 0's store lets go of the others when they have left

@@ -41,7 +41,7 @@ def verbs(pool: Pool, size: int, **env: Any) -> Ranks:
 
 
 def tool(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, f"{words}: {done.stderr}"
     return done.stdout
 

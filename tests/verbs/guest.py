@@ -284,8 +284,8 @@ def _machine(
     words += ["-machine", "pc", "-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max"]
     words += ["-smp", str(cpus), "-m", str(memory), "-kernel", f"{cache}/vmlinux", "-initrd", f"{cache}/initramfs"]
     # Where other work delays this process, the kernel would take its timer for broken, and stop.
-    # Where the kernel stands still for a minute it dies, and says where.
-    options = "panic=-1 softlockup_panic=1 watchdog_thresh=30 mitigations=off tsc=unstable no_timer_check"
+    # Where the kernel stands still for two minutes it dies, and says where.
+    options = "panic=-1 softlockup_panic=1 watchdog_thresh=60 mitigations=off tsc=unstable no_timer_check"
     words += ["-append", f"console=ttyS0 quiet {options}"]
     words += ["-chardev", f"file,id=console,path={console}", "-serial", "chardev:console"]
     words += ["-device", "virtio-serial-pci", "-chardev", "stdio,id=out,signal=off"]

@@ -28,8 +28,6 @@ from hetcoll.gpu.slots import CHANNELS
 
 BIG = 300_001
 
-pytestmark = pytest.mark.timeout(300)  # processors are emulated
-
 
 def messages(comm: hetcoll.Communicator) -> None:
     """Both ways at once, of all sizes; the last is more than all slots of an edge hold."""

@@ -18,8 +18,6 @@ import hetcoll
 from hetcoll.errors import CommunicationError
 from hetcoll.gpu.array import DeviceArray
 
-pytestmark = pytest.mark.timeout(300)  # processors are emulated
-
 BIG = 100_001  # many frames, and soon reduced by an emulated processor
 
 
