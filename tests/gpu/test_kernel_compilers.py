@@ -27,16 +27,16 @@ SECONDS = 100
 CLANGS = ("clang", "clang-21", "clang-20", "clang-19", "clang-18", "clang-17")
 FLAGS = "-x hip -std=c++17 -O3 -ffp-contract=off --cuda-device-only -nogpuinc -nogpulib -Wall -Wextra -Werror"
 AMD = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}  # and the width of their wavefronts
-# Of the older of two that differ little: each kind of module, and of number.
+# Of these alone another than a vendor's main one gets modules: each kind of them, and of number.
 SOME = ("signals", "float8", "float8_e4m3fn", "float8_e5m2fnuz_exchange", "bfloat16", "float16_codecs", "float32",
         "int64", "complex64", "bool_exchange")  # fmt: skip
-OLDER = ("sm_80", "gfx90a")
+MAIN = ("sm_90", "gfx942")
 DEBIAN_HIP = Path("/usr/lib/x86_64-linux-gnu/libamdhip64.so.5")
 
 
 def for_all(arch: str, compile_one: Callable[[str], object]) -> None:
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, SOME if arch in OLDER else modules()))
+        list(pool.map(compile_one, modules() if arch in MAIN else SOME))
 
 
 @functools.cache

@@ -52,7 +52,7 @@ VENDORS = ("cuda.bindings.driver", "cuda.bindings.nvrtc", "rocm.bindings.hip", "
 # Also what only some ranks load (rank 0 its store), and most of what tests' modules import.
 preload("hetcoll", "hetcoll.runtime.host", "hetcoll.gpu.executor", "hetcoll.rendezvous.store.server",
         "hetcoll.vendors.devices.cuda", "hetcoll.vendors.devices.hip", "hetcoll.gpu.device_of", "hetcoll.cli.patterns",
-        "ml_dtypes", "numpy.random", "hypothesis", "pytest", "unittest.mock", *VENDORS,
+        "ml_dtypes", "numpy.random", "pytest", "unittest.mock", *VENDORS, *(("hypothesis",) if PATIENCE == 1 else ()),
         "ranks", "cases", "gpu_calls", "gpu_places", "reference", "verdicts")  # fmt: skip
 _OURS = [str(folder) for folder in (Path(__file__).parent, Path(__file__).parents[1])]
 
