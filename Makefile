@@ -115,7 +115,7 @@ sanitizers: $(SANITIZERS:%=sanitize-build-%)
 
 sanitize-build-%: $(VENV)/dev
 	$(BIN)/cmake -S native -B build/$* -DHETCOLL_BUILD_TESTS=ON -DHETCOLL_SANITIZE=$* -DHETCOLL_WERROR=ON \
-	  -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=0
 	$(BIN)/cmake --build build/$* --target $(call tests_under,$*)
 
 sanitize-run-%:

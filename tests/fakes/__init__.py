@@ -35,6 +35,7 @@ import fcntl
 import functools
 import hashlib
 import importlib.util
+import itertools
 import os
 import shutil
 import subprocess
@@ -46,7 +47,6 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _FLAGS = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden", "-pthread")
-_FOLDERS = ("runtime", "compiler", "cuda", "hip", "nccl", "posing")
 # Each library: its path, the folders whose objects it is made of, further objects, and the map of what it exports.
 _LIBRARIES = (
     ("lib/libcuda.so.1", ("runtime", "cuda"), (), "cuda/libcuda.map"),
@@ -97,7 +97,8 @@ def require(vendor: str | None) -> None:
 
 @functools.cache
 def build(sanitize: str = "") -> Path:
-    """The directory of the libraries, made if need be (some seconds). `sanitize` is for ``-fsanitize=``."""
+    """The directory of the libraries, made if need be (some seconds). `sanitize` is for ``-fsanitize=``, and
+    gives those of CUDA alone."""
     sources = sorted(path for path in _HERE.rglob("*") if path.suffix in (".cc", ".h", ".map"))
     compiler = os.environ.get("CXX") or "g++"
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=20).stdout
@@ -114,7 +115,7 @@ def build(sanitize: str = "") -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not made.is_dir():
                 _forget_old(root)
-                _compile(compiler, made, ("-g", f"-fsanitize={sanitize}") if sanitize else ())
+                _compile(compiler, made, ("-g1", f"-fsanitize={sanitize}") if sanitize else ())
     os.utime(made)
     return made
 
@@ -150,18 +151,21 @@ def _compile_into(out: Path, compiler: str, sanitize: tuple[str, ...]) -> None:
         target = out / "objects" / source.parent.name / f"{source.stem}.o"
         run(*_FLAGS, *includes, "-c", str(source), "-o", str(target))
 
-    for folder in _FOLDERS:
+    libraries = [library for library in _LIBRARIES if not sanitize or library[0] in _CUDA]
+    wanted = sorted({each.split("/")[0] for _, *named, _ in libraries for each in itertools.chain(*named)})
+    for folder in wanted:
         (out / "objects" / folder).mkdir(parents=True)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(compile_one, [path for folder in _FOLDERS for path in (_HERE / folder).glob("*.cc")]))
-    for name, folders, more, exports in _LIBRARIES:
+        list(threads.map(compile_one, [path for folder in wanted for path in (_HERE / folder).glob("*.cc")]))
+    for name, folders, more, exports in libraries:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         objects = [str(path) for folder in folders for path in sorted((out / "objects" / folder).glob("*.o"))]
         objects += [str(out / "objects" / f"{each}.o") for each in more]
         script = [f"-Wl,--version-script={_HERE / exports}"] if exports else []
         linker = ["-shared", "-pthread", f"-Wl,-soname,{Path(name).name}", "-Wl,-z,defs", *script]
         run(*linker, *objects, "-o", str(out / name))
-    (out / "posing/lib/librccl.so").symlink_to("../../lib/libnccl.so.2")
+    if not sanitize:
+        (out / "posing/lib/librccl.so").symlink_to("../../lib/libnccl.so.2")
     for header in _HEADERS:
         shutil.copy(_HERE / header, out / "lib")
     shutil.rmtree(out / "objects")

@@ -23,7 +23,7 @@ def test_clean(sanitizer: str, tmp_path: Path) -> None:
     words = [
         "-std=c++20",
         "-O1",
-        "-g",
+        "-g1",
         "-pthread",
         f"-fsanitize={sanitizer}",
         str(SOURCE),
