@@ -9,6 +9,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -101,6 +102,7 @@ class Engine {
   std::optional<std::uint64_t> HoldSocket(const SocketId& id, std::uint32_t number, bool first);
   bool ResumeSocket(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came);
   void GiveUpSocket(const SocketId& id, const std::string& why);
+  std::map<int, std::uint64_t> Undelivered();  // bytes, by peer
   std::uint64_t reconnects() const { return tcp_->mending == nullptr ? 0 : tcp_->mending->made.load(); }
   // What it holds now. Callable from any thread.
   EngineMemory Memory();

@@ -131,6 +131,18 @@ void Engine::GiveUpSocket(const SocketId& id, const std::string& why) {
   doorbell_.Ring(options_.local_rank);
 }
 
+std::map<int, std::uint64_t> Engine::Undelivered() {
+  const auto count = [](Mending& mending) {
+    std::map<int, std::uint64_t> found;
+    for (const SocketId& id : mending.ids()) {
+      const std::uint64_t nbytes = mending.Undelivered(id);
+      if (nbytes > 0) found[id.peer] += nbytes;
+    }
+    return found;
+  };
+  return AskMending(count, std::map<int, std::uint64_t>{});
+}
+
 int Engine::RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,
                            std::optional<std::uintptr_t> seen_at) {
   return AskVerbs([&](VerbsHost& verbs) { return verbs.regions().Add(address, nbytes, keys, seen_at); }, 0);

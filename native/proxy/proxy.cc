@@ -105,6 +105,16 @@ void Proxy::GiveUpSocket(const SocketId& id, const std::string& why) {
   AskMending(id, [&](Mending::Resumed&) { return mending_->GiveUp(id, why), true; }, false);
 }
 
+std::map<int, std::uint64_t> Proxy::Undelivered() {
+  std::map<int, std::uint64_t> found;
+  for (const SocketId& id : mending_->ids()) {
+    const std::uint64_t nbytes =
+        AskMending(id, [&](Mending::Resumed&) { return mending_->Undelivered(id); }, std::uint64_t{0});
+    if (nbytes > 0) found[id.peer] += nbytes;
+  }
+  return found;
+}
+
 std::uint64_t Proxy::reconnects() {
   std::lock_guard lock(mutex_);
   return mending_ == nullptr ? 0 : mending_->made.load();

@@ -92,6 +92,7 @@ class Proxy : public std::enable_shared_from_this<Proxy> {
   std::optional<std::uint64_t> HoldSocket(const SocketId& id, std::uint32_t number, bool first);
   bool ResumeSocket(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came);
   void GiveUpSocket(const SocketId& id, const std::string& why);
+  std::map<int, std::uint64_t> Undelivered();
   std::uint64_t reconnects();
 
   // The same for one link over RDMA. A socket that goes with it is wanted, for the handshake, and for what comes after

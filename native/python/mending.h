@@ -2,6 +2,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
@@ -57,7 +58,8 @@ void BindMending(Class& c, Of of) {
           [of](Self& self, int peer, int channel, std::uint32_t stripe, const std::string& why) {
             of(self).GiveUpSocket({peer, channel, stripe}, why);
           },
-          "peer"_a, "channel"_a, "stripe"_a, "why"_a, Free());
+          "peer"_a, "channel"_a, "stripe"_a, "why"_a, Free())
+      .def("undelivered", [of](Self& self) { return of(self).Undelivered(); }, Free());
 }
 
 }  // namespace hetcoll

@@ -93,6 +93,19 @@ bool Mending::Resume(const SocketId& id, std::uint32_t number, int socket, std::
   return true;
 }
 
+std::uint64_t Mending::Undelivered(const SocketId& id) const {
+  const Place place = Find(id);
+  const auto sockets = place.sockets.lock();
+  return sockets == nullptr ? 0 : sockets->Undelivered(place.stripe);
+}
+
+std::vector<SocketId> Mending::ids() const {
+  std::lock_guard lock(mutex_);
+  std::vector<SocketId> found;
+  for (const auto& [id, place] : sockets_) found.push_back(id);
+  return found;
+}
+
 void Mending::GiveUp(const SocketId& id, const std::string& why) const {
   const Place place = Find(id);
   const auto sockets = place.sockets.lock();

@@ -71,6 +71,11 @@ class Mending {
   // try. Throws Fault where the peer lacks what cannot be sent again.
   bool Resume(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came, Resumed& resumed);
 
+  // How many bytes that were sent over it the peer's kernel may lack: what is lost when this end is no more and the
+  // connection breaks.
+  std::uint64_t Undelivered(const SocketId& id) const;
+  std::vector<SocketId> ids() const;
+
   // It will not be made again: calls that need it fail with that.
   void GiveUp(const SocketId& id, const std::string& why) const;
 

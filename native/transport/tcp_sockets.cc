@@ -204,6 +204,13 @@ std::uint64_t Sockets::Acknowledged(const Stripe& s) {
   return s.fd < 0 || s.unproved || over > s.sent.total() || over < s.behind ? s.sent.base() : s.sent.total() - over;
 }
 
+std::uint64_t Sockets::Undelivered(std::uint32_t stripe) {
+  Stripe& s = stripes_[stripe];
+  if (!s.given_up.empty()) return 0;
+  if (s.unproved) Prove(stripe);
+  return s.sent.total() - Acknowledged(s);
+}
+
 void Sockets::Keep() {
   if (!lends_) return;
   lends_ = false;

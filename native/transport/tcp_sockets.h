@@ -70,6 +70,7 @@ class Sockets {
   void GiveUp(std::uint32_t stripe, std::string why) { stripes_[stripe].given_up = std::move(why); }
   std::optional<std::uint64_t> Hold(std::uint32_t stripe, std::uint32_t number, bool first);
   bool Resume(std::uint32_t stripe, std::uint32_t number, int socket, std::uint64_t came);
+  std::uint64_t Undelivered(std::uint32_t stripe);
   int Flush(std::uint32_t stripe);  // the descriptor to wait for until it can go on, or -1
 
  private:

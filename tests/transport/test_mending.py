@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -135,6 +139,42 @@ def test_a_rank_that_is_killed_while_it_is_reset_is_lost_at_once(launch: Pool, t
         assert outcome.error.rank == 1
 
 
+def last_words(comm: hetcoll.Communicator, sent: Path) -> int:
+    """Rank 0 leaves when it has sent; what it sent is under way then, over a connection that is reset."""
+    data = np.arange(200_000, dtype=np.int32)  # more than the kernel of who does not receive takes
+    if comm.rank == 0:
+        comm.send(data, 1)
+        sent.touch()
+        comm.close()
+        return 0
+    wait_until(sent.exists, 20)
+    time.sleep(0.2)  # it would have left by now
+    for here, there in waiting():
+        kill_connections(None, "sport", "=", f":{here}", "dport", "=", f":{there}")
+    got = np.zeros_like(data)
+    comm.recv(got, 0)
+    assert (got == data).all()
+    return comm.counters()["tcp_reconnects"]
+
+
+def waiting() -> Iterator[tuple[int, int]]:
+    """The ports of this process's connections with data that was not received."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of those that are something else, or not connected
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(fd))) as sock:
+                    (unread,) = struct.unpack("i", fcntl.ioctl(sock, termios.FIONREAD, bytes(4)))
+                    if sock.family == socket.AF_INET and unread > 0:
+                        yield sock.getsockname()[1], sock.getpeername()[1]
+
+
+@reset
+@pytest.mark.skipif(shutil.which("ss") is None, reason="needs ss(8)")
+def test_who_leaves_waits_until_its_last_message_is_there(launch: Pool, tmp_path: Path) -> None:
+    _, reconnects = launch(2, HETCOLL_TRANSPORT="tcp").run(last_words, tmp_path / "sent")
+    assert reconnects > 0
+
+
 class Sockets:
     """An owner of one socket, of whose bytes so many came."""
 
@@ -144,6 +184,7 @@ class Sockets:
         self.tries, self.lost = 0, False
         self.resumed: list[tuple[int, int]] = []
         self.given_up = ""
+        self.left: list[dict[int, int]] = [{}]
         self.news: list[tuple[int, int, int, int, bool, str]] = []
 
     def mend_tcp(self) -> int:
@@ -181,6 +222,9 @@ class Sockets:
 
     def give_up_socket(self, peer: int, channel: int, stripe: int, why: str) -> None:
         self.given_up = why
+
+    def undelivered(self) -> dict[int, int]:
+        return self.left.pop(0) if len(self.left) > 1 else self.left[0]
 
 
 class End:
@@ -292,6 +336,21 @@ def test_the_control_planes_word_counts_at_once(ends: list[End]) -> None:
     ends[0].gone = True
     wait_until(lambda: ends[0].sockets.given_up, 2)
     assert "rank 1 was lost" in ends[0].sockets.given_up
+
+
+def test_who_leaves_waits_for_bytes_that_arrive_and_for_no_others(
+    ends: list[End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mending, "_SETTLING_SECONDS", 0.3)
+    sockets, settle = ends[0].sockets, ends[0].mending.settle
+    sockets.left = [*({1: n} for n in range(60, 0, -1)), {}]  # half a second
+    settle()
+    assert sockets.left == [{}]
+    sockets.left = [{1: 7}]
+    settle()  # nothing arrives
+    monkeypatch.setattr(mending, "_SETTLING_SECONDS", 60.0)
+    ends[0].gone = True
+    settle()  # and nobody is there
 
 
 RANK = """

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ _GRACE = 0.1  # seconds until the higher rank connects itself
 _HELD_SECONDS = 1.0  # the same for whom the peer has reached already: that connection may have broken, too
 _PAUSE = 0.1  # seconds between tries
 _TELLING_SECONDS = 5.0
+_SETTLING_SECONDS = 5.0  # in which some byte has to arrive
 _HARD = struct.pack("ii", 1, 0)
 
 
@@ -56,6 +58,9 @@ class Owner(Protocol):
         """That try came through. Takes `fd` over, or it is False."""
 
     def give_up_socket(self, peer: int, channel: int, stripe: int, why: str) -> None: ...
+
+    def undelivered(self) -> dict[int, int]:
+        """By peer, bytes that were sent and that the peer's kernel may lack."""
 
 
 @dataclass(eq=False, slots=True)
@@ -131,6 +136,31 @@ class Mending:
                 lifetime.begin(thread)
             except OSError as error:
                 self._give_up(peer, str(error))
+
+    def settle(self) -> None:
+        """Before this rank leaves: wait until what it sent has come to those who are there, since nobody could send it
+        again. A peer that takes nothing for seconds ends the wait."""
+        gone: set[int] = set()
+        least, until, pause = sys.maxsize, 0.0, 0.0005
+        while True:
+            left = {peer: n for owner, _ in self._owners for peer, n in owner.undelivered().items() if peer not in gone}
+            if not left:
+                return
+            for peer in left:
+                try:
+                    self._check(peer)
+                except ClosedError:
+                    return
+                except HetcollError:
+                    gone.add(peer)
+            now = time.monotonic()
+            if sum(left.values()) < least:
+                least, until = sum(left.values()), now + min(self._seconds, _SETTLING_SECONDS)
+            if now >= until:
+                log.debug("rank %d leaves before these ranks have all bytes (rank: bytes): %s", self._rank, left)
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
 
     def close(self) -> None:
         """The listener is closed: wait for the threads, which see that."""

@@ -329,6 +329,11 @@ class Wiring:
         """What the listener holds; the rest is the engine's."""
         return Held() if self._listener is None else self._listener.holds()
 
+    def settle(self) -> None:
+        """Before the engine is closed: what was sent over TCP has come to those who are there."""
+        if self.mending is not None:
+            self.mending.settle()
+
     def close(self) -> None:
         """Close the listener and give RDMA's devices and memory back. The engine must be closed."""
         if self._listener is not None:

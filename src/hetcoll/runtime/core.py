@@ -369,6 +369,7 @@ class Core:
         self.engine.set_starts(False)
         for rider in self._riders.values():
             rider.leave()
+        self.wiring.settle()
         if self.gpus.executor is not None:
             self.gpus.executor.close()
         self.host.close()
