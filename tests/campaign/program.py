@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -153,6 +154,8 @@ def _links(rng: random.Random, size: int, kind: str, devices: str) -> tuple[str,
     if kind == "links":
         words = [f"delay={rng.random() * 0.3:.2f}", f"short={rng.random():.2f}", f"reorder={rng.random() * 0.5:.2f}"]
         words += [f"stall={rng.randrange(100_000)},hold=0.05"]
+        if os.geteuid() == 0:  # it takes CAP_NET_ADMIN
+            words.append(f"reset={rng.randrange(100_000, 2_000_000)}")
         env["HETCOLL_FAULT"] = ",".join([*rng.sample(words, rng.randint(1, 4)), f"seed={rng.randrange(1000)}"])
     if kind == "spoil":
         word = rng.choice(
