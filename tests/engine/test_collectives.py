@@ -33,18 +33,25 @@ LINKS: dict[str, dict[str, Any]] = {
 }
 
 
-SUPPORTED = [(name, size) for name in NAMES for size in SIZES[1:] if collectives_of(name, size)]
-MOST = [(name, size) for name, size in SUPPORTED if (name, size + 1) not in SUPPORTED]  # ranks
+SUPPORTED = {name: [size for size in SIZES[1:] if collectives_of(name, size)] for name in NAMES}
+LINKED = [  # links whose slots or sockets are others, among the most ranks alone
+    (name, size, link)
+    for name, sizes in SUPPORTED.items()
+    for size in sizes
+    for link in LINKS
+    if link in ("shm", "tcp") or size == max(sizes)
+]
 
 
-@parametrize("link", LINKS, first=2)
-@parametrize(
-    ("name", "size"), sorted(SUPPORTED, key=lambda case: case[1] == 4), first=sum(n != 4 for _, n in SUPPORTED)
-)
+def of_more(row: tuple[str, int, str]) -> bool:
+    return row[1] == 4 or row[2] not in ("shm", "shm-small")
+
+
+@parametrize(("name", "size", "link"), sorted(LINKED, key=of_more), first=sum(not of_more(row) for row in LINKED))
 def test_every_algorithm_over_every_link(pool: Pool, name: str, size: int, link: str) -> None:
     """All counts among the most ranks over one link: plans know no sizes, and each link cuts them in its own way."""
     kinds = collectives_of(name, size)
-    most = size == max(n for each, n in SUPPORTED if each == name)
+    most = size == max(SUPPORTED[name])
     counts = counts_for(size, large=20011) if link == "shm" and most else [0, 1, size + 1, 4099]
     config = {"algo": name, **LINKS[link]}
     check(pool(size), [case for kind in kinds for case in cases_of(kind, size, counts)], config)
