@@ -20,7 +20,7 @@ __all__ = ["on", "vendor"]
 os.environ["HETCOLL_TUNED"] = "none"  # not what somebody has measured here
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # each process would have threads that spin for work
 _LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-_COSTS = {"verbs": 1000, "fakes": 10}  # of a test with this mark, in tests without one
+_COSTS = {"verbs": 1000, "slow": 50, "fakes": 10}  # of a test with this mark, in tests without one
 _MOST = 32 // _LANES  # idle processes kept for later tests, by each lane
 
 

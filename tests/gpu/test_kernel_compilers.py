@@ -49,6 +49,7 @@ def nvrtc(arch: str) -> cuda.Nvrtc:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(6 * SECONDS)  # a minute of all processors, which others may want, too
 @parametrize("arch", NVIDIA, first=1)
 def test_nvrtc_compiles_kernels(arch: str) -> None:
@@ -101,6 +102,7 @@ def clang() -> str:
     pytest.skip("there is no Clang 17 or later, which knows AMD's gfx942 (apt install clang-19)")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(6 * SECONDS)  # a minute of all processors, which others may want, too
 @parametrize("arch", AMD, first=1)
 def test_clang_compiles_kernels_for_amd(arch: str, tmp_path: Path) -> None:
