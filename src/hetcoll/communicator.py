@@ -605,8 +605,8 @@ class Communicator:
     def close(self) -> None:
         """Give everything back: links, threads, shared memory. More than once is fine.
 
-        Does not wait for other ranks' calls. Over TCP it waits until what this rank sent has come to their hosts, as long
-        as any of it arrives within 5 s.
+        Does not wait for other ranks' calls. Over TCP it waits until what this rank sent has come to their hosts, as
+        long as any of it arrives within 5 s.
 
         Operations still in flight here fail with `AbortedError`; ranks that need this one get a `PeerLostError`.
         A communicator whose last reference goes is closed soon after, with a ResourceWarning. A `Work` refers to its
