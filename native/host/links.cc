@@ -132,15 +132,11 @@ void Engine::GiveUpSocket(const SocketId& id, const std::string& why) {
 }
 
 std::map<int, std::uint64_t> Engine::Undelivered() {
-  const auto count = [](Mending& mending) {
-    std::map<int, std::uint64_t> found;
-    for (const SocketId& id : mending.ids()) {
-      const std::uint64_t nbytes = mending.Undelivered(id);
-      if (nbytes > 0) found[id.peer] += nbytes;
-    }
-    return found;
-  };
-  return AskMending(count, std::map<int, std::uint64_t>{});
+  return AskMending(
+      [](const Mending& mending) {
+        return mending.ByPeer([&](const SocketId& id) { return mending.Undelivered(id); });
+      },
+      std::map<int, std::uint64_t>{});
 }
 
 int Engine::RegisterMemory(std::uintptr_t address, std::size_t nbytes, const std::vector<RegionKey>& keys,

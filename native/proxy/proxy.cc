@@ -106,13 +106,9 @@ void Proxy::GiveUpSocket(const SocketId& id, const std::string& why) {
 }
 
 std::map<int, std::uint64_t> Proxy::Undelivered() {
-  std::map<int, std::uint64_t> found;
-  for (const SocketId& id : mending_->ids()) {
-    const std::uint64_t nbytes =
-        AskMending(id, [&](Mending::Resumed&) { return mending_->Undelivered(id); }, std::uint64_t{0});
-    if (nbytes > 0) found[id.peer] += nbytes;
-  }
-  return found;
+  return mending_->ByPeer([&](const SocketId& id) {
+    return AskMending(id, [&](Mending::Resumed&) { return mending_->Undelivered(id); }, std::uint64_t{0});
+  });
 }
 
 std::uint64_t Proxy::reconnects() {

@@ -99,7 +99,7 @@ std::uint64_t Mending::Undelivered(const SocketId& id) const {
   return sockets == nullptr ? 0 : sockets->Undelivered(place.stripe);
 }
 
-std::vector<SocketId> Mending::ids() const {
+std::vector<SocketId> Mending::Ids() const {
   std::lock_guard lock(mutex_);
   std::vector<SocketId> found;
   for (const auto& [id, place] : sockets_) found.push_back(id);

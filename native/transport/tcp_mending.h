@@ -74,7 +74,16 @@ class Mending {
   // How many bytes that were sent over it the peer's kernel may lack: what is lost when this end is no more and the
   // connection breaks.
   std::uint64_t Undelivered(const SocketId& id) const;
-  std::vector<SocketId> ids() const;
+  // What `count` says of each socket, summed by peer.
+  template <class Count>
+  std::map<int, std::uint64_t> ByPeer(Count&& count) const {
+    std::map<int, std::uint64_t> sums;
+    for (const SocketId& id : Ids()) {
+      const std::uint64_t n = count(id);
+      if (n > 0) sums[id.peer] += n;
+    }
+    return sums;
+  }
 
   // It will not be made again: calls that need it fail with that.
   void GiveUp(const SocketId& id, const std::string& why) const;
@@ -86,6 +95,7 @@ class Mending {
 
  private:
   Place Find(const SocketId& id) const;
+  std::vector<SocketId> Ids() const;
 
   int fd_;
   mutable std::mutex mutex_;
