@@ -27,18 +27,24 @@ SECONDS = 100
 CLANGS = ("clang", "clang-21", "clang-20", "clang-19", "clang-18", "clang-17")
 FLAGS = "-x hip -std=c++17 -O3 -ffp-contract=off --cuda-device-only -nogpuinc -nogpulib -Wall -Wextra -Werror"
 AMD = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}  # and the width of their wavefronts
-# Each kind of module, and of number: every architecture compiles these. The others differ from them in a type, and each
-# is compiled for one architecture of each vendor, in turn.
+# Each kind of module, and of number. The others differ from them in a type.
 SOME = ("signals", "float8", "float8_e4m3fn", "float8_e5m2fnuz_exchange", "bfloat16", "float16_codecs", "float32",
         "int64", "complex64", "bool_exchange")  # fmt: skip
 NVIDIA = ("sm_80", "sm_90")
 DEBIAN_HIP = Path("/usr/lib/x86_64-linux-gnu/libamdhip64.so.5")
 
 
-def for_all(arch: str, archs: Sequence[str], compile_one: Callable[[str], object]) -> None:
+def each_for(archs: Sequence[str]) -> pytest.MarkDecorator:
+    """Each kind of module for every architecture, the other modules for one of them each."""
     others = [module for module in modules() if module not in SOME]
+    rows = [(arch, SOME) for arch in archs] + [(arch, tuple(others[i :: len(archs)])) for i, arch in enumerate(archs)]
+    names = [f"{arch}-{'kinds' if wanted is SOME else 'others'}" for arch, wanted in rows]
+    return parametrize(("arch", "wanted"), rows, first=1, ids=names)
+
+
+def for_all(wanted: Sequence[str], compile_one: Callable[[str], object]) -> None:
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, [*SOME, *others[archs.index(arch) :: len(archs)]]))
+        list(pool.map(compile_one, wanted))
 
 
 @functools.cache
@@ -51,8 +57,8 @@ def nvrtc(arch: str) -> cuda.Nvrtc:
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * SECONDS)  # a minute of all processors, which others may want, too
-@parametrize("arch", NVIDIA, first=1)
-def test_nvrtc_compiles_kernels(arch: str) -> None:
+@each_for(NVIDIA)
+def test_nvrtc_compiles_kernels(arch: str, wanted: Sequence[str]) -> None:
     compiler = nvrtc(arch)
 
     def compile_one(module: str) -> None:
@@ -61,7 +67,7 @@ def test_nvrtc_compiles_kernels(arch: str) -> None:
         for name in modules()[module]:
             assert f".text.{name}\0".encode() in image, f"{name} is not among the kernels"
 
-    for_all(arch, NVIDIA, compile_one)
+    for_all(wanted, compile_one)
 
 
 def test_nvrtc_makes_ptx_for_a_gpu_that_it_does_not_know() -> None:
@@ -104,8 +110,8 @@ def clang() -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * SECONDS)  # a minute of all processors, which others may want, too
-@parametrize("arch", AMD, first=1)
-def test_clang_compiles_kernels_for_amd(arch: str, tmp_path: Path) -> None:
+@each_for(tuple(AMD))
+def test_clang_compiles_kernels_for_amd(arch: str, wanted: Sequence[str], tmp_path: Path) -> None:
     def compile_one(module: str) -> None:
         to = tmp_path / f"{module}.s"
         command = [clang(), *FLAGS.split(), f"--offload-arch={arch}", "-S", "-", "-o", str(to)]
@@ -118,7 +124,7 @@ def test_clang_compiles_kernels_for_amd(arch: str, tmp_path: Path) -> None:
         assert set(re.findall(r"\.vgpr_spill_count: *(\d+)", text)) == {"0"}, "registers were spilled"
 
     clang()
-    for_all(arch, list(AMD), compile_one)
+    for_all(wanted, compile_one)
 
 
 HIPRTC = """
