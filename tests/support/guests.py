@@ -15,7 +15,7 @@ FOLDER = TESTS / "verbs"
 PATHS = [str(TESTS), str(TESTS / "support"), str(FOLDER)]  # where programs in guests find what they import
 GUEST = FOLDER / "guest.py"
 SECONDS = 1200  # on an idle machine no guest needs a quarter of it
-EACH = 600  # for a test in it
+PATIENCE = 5  # its processors are emulated: so many times as long as elsewhere, for a test and all in it
 CRASHED = 123  # guest.py's status where QEMU died of a signal, or the guest's kernel of itself
 
 
@@ -26,7 +26,7 @@ def start_guest(words: Sequence[str], group: str, pyverbs: Path | None) -> subpr
     """
     options = ["--timeout", str(SECONDS), *(["--group", group] if group else [])]
     paths = [*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TEST_PATIENCE": "5"}
+    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TEST_PATIENCE": str(PATIENCE)}
     if pyverbs is not None:
         paths.append(str(pyverbs / "python"))
         environ["LD_LIBRARY_PATH"] = str(pyverbs / "lib")
@@ -66,7 +66,7 @@ def run_guests(*programs: Sequence[str], pyverbs: Path | None = None) -> None:
 
 def run_suites(*names: str, pyverbs: Path | None = None) -> None:
     """pytest on files of tests/verbs, in a guest."""
-    options = f"-q -p no:cacheprovider -p pytest_timeout --timeout={EACH} --color=no --durations=5".split()
+    options = f"-q -p no:cacheprovider -p pytest_timeout --timeout={PATIENCE * 120} --color=no --durations=5".split()
     run_guests(["-m", "pytest", *options, *(str(FOLDER / name) for name in names)], pyverbs=pyverbs)
 
 

@@ -37,7 +37,7 @@ Env = Mapping[str, str | tuple[str, ...]]
 
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))  # all deadlines are longer by it, where processors are emulated
 SECONDS = 30.0  # for a call, where the test does not say
-_CLOSING = 10.0 * PATIENCE
+_CLOSING = 10.0
 context = mp.get_context("forkserver")
 
 
@@ -200,7 +200,7 @@ class Ranks:
                 try:
                     found[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionError):
-                    self._processes[rank].join(_CLOSING)
+                    self._processes[rank].join(PATIENCE * _CLOSING)
                     found[rank] = Outcome(rank, died=self._processes[rank].exitcode)
                 if grace is not None and found[rank].problem():
                     deadline = min(deadline, time.monotonic() + PATIENCE * grace)
@@ -234,13 +234,13 @@ class Ranks:
     def kill(self, rank: int) -> None:
         """SIGKILL, and wait until the process is gone."""
         self.signal(rank, signal.SIGKILL)
-        self._processes[rank].join(_CLOSING)
+        self._processes[rank].join(PATIENCE * _CLOSING)
         self._stopped.add(rank)
 
     def end(self, rank: int) -> None:
         """Let a rank that is in no call come to its end as a program does, without closing anything itself."""
         self._pipes[rank].send("end")
-        self._processes[rank].join(_CLOSING)
+        self._processes[rank].join(PATIENCE * _CLOSING)
         self._stopped.add(rank)
         if self._processes[rank].exitcode != 0:
             raise RankError(f"rank {rank}: exit status {self._processes[rank].exitcode}\n{self.output(rank)}")
@@ -252,9 +252,9 @@ class Ranks:
             for rank in alive:
                 with contextlib.suppress(OSError):
                     self._pipes[rank].send(None)
-            self._raise(self._receive(alive, 10.0 + 0.2 * self.size))
+            self._raise(self._receive(alive, _CLOSING + 0.2 * self.size))
             for rank in alive:
-                self._processes[rank].join(_CLOSING)
+                self._processes[rank].join(PATIENCE * _CLOSING)
             codes = {rank: self._processes[rank].exitcode for rank in alive}
             if any(codes.values()) or None in codes.values():
                 raise RankError("\n".join([f"exit statuses {codes}", *self._outputs()]))

@@ -10,7 +10,7 @@ from typing import Any
 
 import ranks
 from guest import kernel_module
-from ranks import Ranks, wait_until
+from ranks import PATIENCE, Ranks, wait_until
 
 Pool = Callable[..., Ranks]
 
@@ -41,7 +41,7 @@ def verbs(pool: Pool, size: int, **env: Any) -> Ranks:
 
 
 def tool(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=20 * PATIENCE)
     assert done.returncode == 0, f"{words}: {done.stderr}"
     return done.stdout
 

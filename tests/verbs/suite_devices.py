@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from cables import all_plugged, unplug
+from ranks import PATIENCE
 
 from hetcoll.config.variables import DeviceFilter
 from hetcoll.links.verbs.library import DISTRIBUTION, load
@@ -84,7 +85,7 @@ def test_a_link_that_is_down_is_passed_over(down: str) -> None:
 
 def doctor() -> tuple[int, dict[str, Any]]:
     words = [sys.executable, "-m", "hetcoll", "doctor", "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)  # 12 s where the host has time
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60 * PATIENCE)  # 12 s where the host has time
     return done.returncode, json.loads(done.stdout)
 
 
@@ -109,5 +110,5 @@ def test_too_little_memory_to_lock_is_a_problem() -> None:
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536)); os.setuid(65534); "
         "(finding,) = rdma.locked_memory(); print(finding.level, finding.text)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60 * PATIENCE)
     assert done.stdout == "problem 64 KiB: too little to register memory for RDMA\n", done.stderr
