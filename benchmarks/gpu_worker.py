@@ -36,6 +36,7 @@ FLOAT, SUM = int(DType.FLOAT32), int(ReduceOp.SUM)
 EMPTY_CALLS = Schedule(samples=20, batch=10)
 _P = ctypes.c_void_p
 _REDUCES = ctypes.CFUNCTYPE(ctypes.c_int, _P, _P, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _P, _P)
+_ROOTED = ctypes.CFUNCTYPE(ctypes.c_int, _P, _P, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, _P, _P)
 _GATHERS = ctypes.CFUNCTYPE(ctypes.c_int, _P, _P, ctypes.c_size_t, ctypes.c_int, _P, _P)
 _MOVES = ctypes.CFUNCTYPE(ctypes.c_int, _P, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _P, _P)
 _GROUPS = ctypes.CFUNCTYPE(ctypes.c_int)
@@ -63,6 +64,10 @@ class Nccl:
         if case.op in ("allreduce", "reduce_scatter"):
             reduce = _REDUCES(self._functions["ncclAllReduce" if case.op == "allreduce" else "ncclReduceScatter"])
             return partial(reduce, send.address, recv.address, recv.count, FLOAT, SUM, *self._tail)
+        if case.op == "reduce":
+            into = None if recv is None else recv.address  # at the root alone
+            reduce = _ROOTED(self._functions["ncclReduce"])
+            return partial(reduce, send.address, into, send.count, FLOAT, SUM, case.root, *self._tail)
         if case.op in ("oneway", "pingpong"):
             peer = case.rank ^ 1
             return in_turn(case, self._move("ncclSend", send, peer), self._move("ncclRecv", recv, peer))

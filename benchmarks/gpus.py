@@ -87,7 +87,7 @@ SMALL_MESSAGES = tuple(
 BY_COPIES = Peer("hetcoll by copies", "by copies", {"HETCOLL_ISLANDS": "0|1"})
 EACH = tuple(("alltoall", nbytes) for nbytes in (64 * K, M, 16 * M, 256 * M))
 BIG = tuple(("allreduce", nbytes) for nbytes in LARGE)
-AMONG = (*(("allreduce", n) for n in (256 * K, M, 4 * M, 16 * M, 64 * M)),
+AMONG = (*(("allreduce", n) for n in (M, 4 * M, 16 * M, 64 * M, 256 * M)),
          *((op, 64 * M) for op in ("allgather", "reduce_scatter", "reduce")))  # fmt: skip
 ALGORITHMS = {
     "direct": "direct", "ring": "ring", "tree": "allreduce:tree,reduce:tree",
@@ -112,8 +112,8 @@ def settings(gpus: int) -> Iterator[Setting]:
     if gpus == 2:
         asked = {"HETCOLL_ISLANDS": "0|1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         yield Setting("islands 0|1, one hardware queue", 2, asked, (), tuple(("allreduce", n) for n in (K, *LARGE)))
-        for islands in ("0|1|2|3", "0,1|2,3", "0|1|2,3"):
-            yield by_algorithm(islands)
+    for islands in ("0|1|2|3", "0|1|2,3", "0,1|2,3"):
+        yield by_algorithm(gpus, islands, without)
     plain = (Peer("NCCL", "nccl"), Peer("PyTorch's NCCL", "torch"))
     yield Setting("one island", gpus, {}, plain, (*ALLREDUCE, *HALVES, *MESSAGES, *EACH))
     if gpus == 2:
@@ -121,12 +121,14 @@ def settings(gpus: int) -> Iterator[Setting]:
         yield Setting("two hosts, by TCP on loopback", 2, {"HETCOLL_ISLANDS": "0|1"}, peers, BIG, hosts=True)
 
 
-def by_algorithm(islands: str) -> Setting:
-    """Four ranks on two GPUs, which each two share; what is chosen beside each algorithm."""
+def by_algorithm(gpus: int, islands: str, without: Peer) -> Setting:
+    """Four ranks, on two GPUs two to each; what is chosen beside each algorithm. NCCL wants a GPU for each rank."""
     asked, m = {"HETCOLL_ISLANDS": islands}, islands.count("|") + 1
     able = [name for name in ALGORITHMS if name != "halving" or m & (m - 1) == 0]
-    peers = (Peer(name, "hetcoll", asked | {"HETCOLL_ALGO": ALGORITHMS[name]}) for name in able)
-    return Setting(f"four ranks on two GPUs, islands {islands}, by algorithm", 4, asked, tuple(peers), AMONG)
+    peers = [Peer(name, "hetcoll", asked | {"HETCOLL_ALGO": ALGORITHMS[name]}) for name in able]
+    where = "" if gpus == 4 else "four ranks on two GPUs, "
+    more = (without,) if gpus == 4 else ()
+    return Setting(f"{where}islands {islands}, by algorithm", 4, asked, (*peers, *more), AMONG)
 
 
 class Job(StayingRanks):
