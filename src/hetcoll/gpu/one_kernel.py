@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SMALL = 64 << 10  # bytes up to which a kernel of words beats copies
 _MEDIUM = 2 << 20  # bytes that a rank reads up to which one with rings does
+_ONE_SHOT = 2  # ranks up to which each reduces all, since two shots read no less then
 _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
 _ONESHOT_STATE = 256
 ZERO = _ONESHOT_STATE + 8 * BLOCKS  # where in the state lie 8 bytes that stay 0
@@ -39,7 +40,14 @@ class OneKernel:
         """Which kernel does it; None where copies are faster, or none can."""
         if collective is not Collective.ALLREDUCE or nbytes == 0 or not 1 < self._size <= ONESHOT_RANKS:
             return None
-        return "oneshot" if nbytes <= _SMALL else "exchange" if nbytes * (self._size - 1) <= _MEDIUM else None
+        if nbytes <= _SMALL:
+            return "oneshot"
+        return "exchange" if self._read(nbytes) <= _MEDIUM else None
+
+    def _read(self, nbytes: int) -> int:
+        """Bytes that a rank reads of its peers in an exchange."""
+        others, two_shot = self._size - 1, self._size > _ONE_SHOT
+        return 2 * others * nbytes // self._size if two_shot else others * nbytes
 
     def bind(self, call: Call) -> _native.KernelShape | None:
         """None where copies are faster, or no kernel does it."""
@@ -58,6 +66,7 @@ class OneKernel:
             chunk = max(_LEAST_CHUNK, min(RING_SLOT_BYTES, -(-call.nbytes // (BLOCKS * _PACK)) * _PACK))
             blocks, threads = min(BLOCKS, -(-call.nbytes // chunk)), _THREADS
             arguments = Exchange(slots=RING_SLOTS, slot_bytes=RING_SLOT_BYTES, chunk_bytes=chunk)
+            arguments.two_shot = size > _ONE_SHOT
             arguments.state = self._state + _ONESHOT_STATE
             arguments.rings[:size], arguments.words[:size] = segment.rings, segment.ring_words
         arguments.count, arguments.rank, arguments.size = call.count, self._rank, size
