@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .shared import GpuShare
 
 _SMALL = 64 << 10  # bytes up to which a kernel of words beats copies
-_MEDIUM = 2 << 20  # bytes that a rank reads up to which one with rings does
-_ONE_SHOT = 2  # ranks up to which each reduces all, since two shots read no less then
+_ONE_SHOT, _MOST_ONE_SHOT = 1 << 20, 4 << 20  # bytes that a rank reads up to which each reduces all; of two or three
+_MOST_TWO_SHOT = 6 << 20  # of four and more, which each reduce a part beyond _ONE_SHOT
 _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
 _ONESHOT_STATE = 256
 ZERO = _ONESHOT_STATE + 8 * BLOCKS  # where in the state lie 8 bytes that stay 0
@@ -42,12 +42,17 @@ class OneKernel:
             return None
         if nbytes <= _SMALL:
             return "oneshot"
-        return "exchange" if self._read(nbytes) <= _MEDIUM else None
+        reads, most = self._reads(nbytes)
+        return "exchange" if reads <= most else None
 
-    def _read(self, nbytes: int) -> int:
-        """Bytes that a rank reads of its peers in an exchange."""
-        others, two_shot = self._size - 1, self._size > _ONE_SHOT
-        return 2 * others * nbytes // self._size if two_shot else others * nbytes
+    def _two_shot(self, nbytes: int) -> bool:
+        """Whether each rank reduces a part. Three read a third less then, and wait once more: that takes as long."""
+        return self._size > 3 and (self._size - 1) * nbytes > _ONE_SHOT
+
+    def _reads(self, nbytes: int) -> tuple[int, int]:
+        """How many bytes a rank reads of its peers in an exchange, and up to how many that beats copies."""
+        others = (self._size - 1) * nbytes
+        return (2 * others // self._size, _MOST_TWO_SHOT) if self._two_shot(nbytes) else (others, _MOST_ONE_SHOT)
 
     def bind(self, call: Call) -> _native.KernelShape | None:
         """None where copies are faster, or no kernel does it."""
@@ -66,7 +71,7 @@ class OneKernel:
             chunk = max(_LEAST_CHUNK, min(RING_SLOT_BYTES, -(-call.nbytes // (BLOCKS * _PACK)) * _PACK))
             blocks, threads = min(BLOCKS, -(-call.nbytes // chunk)), _THREADS
             arguments = Exchange(slots=RING_SLOTS, slot_bytes=RING_SLOT_BYTES, chunk_bytes=chunk)
-            arguments.two_shot = size > _ONE_SHOT
+            arguments.two_shot = self._two_shot(call.nbytes)
             arguments.state = self._state + _ONESHOT_STATE
             arguments.rings[:size], arguments.words[:size] = segment.rings, segment.ring_words
         arguments.count, arguments.rank, arguments.size = call.count, self._rank, size

@@ -98,9 +98,11 @@ HETCOLL_DEVICE Chunk ChunkAt(const Exchange& x, const Share& share, U64 t) {
   return {begin, end, static_cast<unsigned>((end - begin + Pack<T>::kElements - 1) / Pack<T>::kElements)};
 }
 
+// A chunk into a message, but for the packs [from, to).
 template <class T>
-HETCOLL_DEVICE void Put(const Exchange& x, U64 number, const Chunk& chunk) {
+HETCOLL_DEVICE void Put(const Exchange& x, U64 number, const Chunk& chunk, unsigned from, unsigned to) {
   for (unsigned i = ThreadInBlock(); i < chunk.packs; i += BlockSize()) {
+    if (i >= from && i < to) continue;
     Store<kPack>(Slot(x, x.rank, number) + U64{i} * kPack, ReadPack<T>(x.src, chunk.begin, chunk.end, i));
   }
 }
@@ -178,7 +180,7 @@ HETCOLL_DEVICE bool OneShot(const Exchange& x, const Share& share, U64 before) {
   for (U64 taken = 0; taken < share.chunks; ++taken) {
     for (; sent < share.chunks && sent < taken + x.slots; ++sent) {
       if (!AwaitEmpty(x, before + sent + 1)) return false;
-      Put<T>(x, before + sent + 1, ChunkAt<T>(x, share, sent));
+      Put<T>(x, before + sent + 1, ChunkAt<T>(x, share, sent), 0, 0);
       Publish(x, before + sent + 1);
     }
     if (!AwaitReady(x, before + taken + 1)) return false;
@@ -189,30 +191,36 @@ HETCOLL_DEVICE bool OneShot(const Exchange& x, const Share& share, U64 before) {
   return true;
 }
 
-// Chunks go one ahead of results: the messages are chunk 0, chunk 1, result 0, chunk 2, result 1, and so on. A slot was
-// used four messages before, or more: every peer has taken that one, or will before it waits again, since its result
-// of the chunk before has come. So nobody waits in a circle. False: the call was aborted.
+// Chunks go one ahead of what is reduced, and that goes one ahead of what is collected. The messages are chunk 0,
+// chunk 1, result 0, chunk 2, result 1, and so on. A slot was used four messages before, or more: every peer takes that
+// one before it needs anything of this step. So nobody waits in a circle. False: the call was aborted.
 template <class Type, class Op>
 HETCOLL_DEVICE bool TwoShot(const Exchange& x, const Share& share, U64 before) {
   using T = typename Type::Storage;
   const auto chunk_number = [&](U64 t) { return before + (t == 0 ? 1 : 2 * t); };
   const auto result_number = [&](U64 t) { return before + (t + 1 < share.chunks ? 2 * t + 3 : 2 * t + 2); };
   U64 sent = 0;
-  for (U64 t = 0; t < share.chunks; ++t) {
+  for (U64 t = 0; t <= share.chunks; ++t) {
     for (; sent < share.chunks && sent < t + 2; ++sent) {
       if (!AwaitEmpty(x, chunk_number(sent))) return false;
-      Put<T>(x, chunk_number(sent), ChunkAt<T>(x, share, sent));
+      const Chunk chunk = ChunkAt<T>(x, share, sent);
+      Put<T>(x, chunk_number(sent), chunk, PartOf(chunk, x.rank, x.size), PartOf(chunk, x.rank + 1, x.size));
       Publish(x, chunk_number(sent));
     }
-    const U64 number = chunk_number(t), result = result_number(t);
-    if (!AwaitReady(x, number) || !AwaitEmpty(x, result)) return false;
-    const Chunk chunk = ChunkAt<T>(x, share, t);
-    Combine<Type, Op>(x, number, chunk, PartOf(chunk, x.rank, x.size), PartOf(chunk, x.rank + 1, x.size), result);
-    Publish(x, result);
-    GiveBack(x, number);
-    if (!AwaitReady(x, result)) return false;
-    Collect<T>(x, result, chunk);
-    GiveBack(x, result);
+    if (t < share.chunks) {
+      const U64 number = chunk_number(t), result = result_number(t);
+      if (!AwaitReady(x, number) || !AwaitEmpty(x, result)) return false;
+      const Chunk chunk = ChunkAt<T>(x, share, t);
+      const unsigned from = PartOf(chunk, x.rank, x.size), to = PartOf(chunk, x.rank + 1, x.size);
+      Combine<Type, Op>(x, number, chunk, from, to, result);
+      Publish(x, result);
+      GiveBack(x, number);
+    }
+    if (t > 0) {
+      if (!AwaitReady(x, result_number(t - 1))) return false;
+      Collect<T>(x, result_number(t - 1), ChunkAt<T>(x, share, t - 1));
+      GiveBack(x, result_number(t - 1));
+    }
   }
   return true;
 }
