@@ -48,6 +48,15 @@ def test_every_type_with_every_reduction(mixed: Any, gpus: str) -> None:
     check(mixed(gpus), every_reduction(older_float8=False))
 
 
+def test_chunks_that_each_rank_reduces_a_part_of(mixed: Any) -> None:
+    """Two shots in one kernel beside one shot: odd parts, several chunks to a block, calls one after another."""
+    sizes = [("float32", 16_385), ("int8", 350_001), ("bfloat16", 300_001), ("float64", 120_000), ("uint8", 3_000_007)]
+    cases = [Case("allreduce", dtype, count, "avg" if dtype == "bfloat16" else "sum", inplace=at % 2 == 1, seed=at)
+             for at, (dtype, count) in enumerate([*sizes, *sizes[::-1]])]  # fmt: skip
+    check(mixed("nnaa"), cases)
+    check(mixed("naaaa"), cases[:5])
+
+
 def test_parts_of_unequal_size(mixed: Any) -> None:
     counts = (70_001, 0, 3, 5)
     cases = [Case("allgatherv", "int16", counts=counts), Case("reduce_scatterv", op="avg", counts=counts)]
@@ -269,7 +278,7 @@ def plans(comm: hetcoll.Communicator) -> list[str]:
     ("gpus", "first"),
     [
         ("na", ("oneshot, one kernel a rank", "exchange, one kernel a rank", "oneshot, in pieces of up to 4194304 b")),
-        ("nnaa", ("oneshot, one kernel", "islands 0,1|2,3, their libraries inside", "islands 0,1|2,3, their")),
+        ("nnaa", ("oneshot, one kernel", "exchange, one kernel a rank", "islands 0,1|2,3, their libraries inside")),
         ("aa", ("one call of ", "one call of ", "one call of ")),
     ],
 )

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .shared import GpuShare
 
 _SMALL = 64 << 10  # bytes up to which a kernel of words beats copies
-_MEDIUM = 2 << 20  # bytes that a rank reads up to which one with rings does
+_ONE_SHOT, _MOST_ONE_SHOT = 1 << 20, 4 << 20  # bytes that a rank reads up to which each reduces all; of two or three
+_MOST_TWO_SHOT = 6 << 20  # of four and more, which each reduce a part beyond _ONE_SHOT
 _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
 _ONESHOT_STATE = 256
 ZERO = _ONESHOT_STATE + 8 * BLOCKS  # where in the state lie 8 bytes that stay 0
@@ -39,7 +40,19 @@ class OneKernel:
         """Which kernel does it; None where copies are faster, or none can."""
         if collective is not Collective.ALLREDUCE or nbytes == 0 or not 1 < self._size <= ONESHOT_RANKS:
             return None
-        return "oneshot" if nbytes <= _SMALL else "exchange" if nbytes * (self._size - 1) <= _MEDIUM else None
+        if nbytes <= _SMALL:
+            return "oneshot"
+        reads, most = self._reads(nbytes)
+        return "exchange" if reads <= most else None
+
+    def _two_shot(self, nbytes: int) -> bool:
+        """Whether each rank reduces a part. Three read a third less then, and wait once more: that takes as long."""
+        return self._size > 3 and (self._size - 1) * nbytes > _ONE_SHOT
+
+    def _reads(self, nbytes: int) -> tuple[int, int]:
+        """How many bytes a rank reads of its peers in an exchange, and up to how many that beats copies."""
+        others = (self._size - 1) * nbytes
+        return (2 * others // self._size, _MOST_TWO_SHOT) if self._two_shot(nbytes) else (others, _MOST_ONE_SHOT)
 
     def bind(self, call: Call) -> _native.KernelShape | None:
         """None where copies are faster, or no kernel does it."""
@@ -58,6 +71,7 @@ class OneKernel:
             chunk = max(_LEAST_CHUNK, min(RING_SLOT_BYTES, -(-call.nbytes // (BLOCKS * _PACK)) * _PACK))
             blocks, threads = min(BLOCKS, -(-call.nbytes // chunk)), _THREADS
             arguments = Exchange(slots=RING_SLOTS, slot_bytes=RING_SLOT_BYTES, chunk_bytes=chunk)
+            arguments.two_shot = self._two_shot(call.nbytes)
             arguments.state = self._state + _ONESHOT_STATE
             arguments.rings[:size], arguments.words[:size] = segment.rings, segment.ring_words
         arguments.count, arguments.rank, arguments.size = call.count, self._rank, size

@@ -267,7 +267,7 @@ class _Place:
         if cost.copied > 0:
             copied += cost.copied - (cost.sent if link is machine.shm and not self.claims else 0)
             fixed += machine.staging * cost.copied / crowding**2
-        moved = (max(cost.sent, cost.received) if link.duplex else copied) * (self.incast(cost) if self.several else 1)
+        moved = (max(cost.sent, cost.received) if link.duplex else copied) * self.incast(cost)
         work = (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * mean
         # Who waits for one other leaves a shared core to the rest; where several streams meet (near), all wait.
         if cost.stepwise and (near or crowding <= 1 or link is not machine.loopback):
@@ -276,10 +276,13 @@ class _Place:
         return fixed, max(work, max(cost.sent, cost.received) / link.bandwidth * senders)
 
     def incast(self, cost: Cost) -> float:
-        """How much longer bytes take where several send to one host at a time."""
-        if self.between is not self.machine.tcp:
+        """How much longer bytes take where several send to one host at a time, or several GPUs to one."""
+        machine = self.machine
+        if not self.several:
+            return 1 + machine.slots_incast * max(0, min(cost.senders, machine.slots_incast_most) - 2)
+        if self.between is not machine.tcp:
             return 1.0
-        return 1 + self.machine.incast * (min(cost.senders, self.machine.incast_most) - 1)
+        return 1 + machine.incast * (min(cost.senders, machine.incast_most) - 1)
 
     def levels(self, levels: Levels) -> Line:
         """The work inside a host, then that between hosts, as if nothing overlapped."""

@@ -29,15 +29,17 @@ struct Exchange {
   unsigned long long count;
   char* rings[kOneshotRanks];
   unsigned long long* words[kOneshotRanks];
-  unsigned long long* state;  // a word for each block, in this device's memory, zeroed at first: its chunks so far
+  unsigned long long* state;  // a word for each block, in this device's memory, zeroed at first: its messages so far
   const unsigned* abort;      // as above
   int rank, size;
   unsigned divisor;
-  unsigned slots;
+  unsigned slots;        // at least 4
   unsigned slot_bytes;   // from one slot to the next
   unsigned chunk_bytes;  // at most slot_bytes; of the size of the message alone
+  unsigned two_shot;     // 1: each rank reduces a part of a chunk and hands it out, instead of the whole
+  unsigned unused;
 };
-static_assert(sizeof(Exchange) == 24 + 16 * kOneshotRanks + 40,
+static_assert(sizeof(Exchange) == 24 + 16 * kOneshotRanks + 48,
               "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
 constexpr unsigned kMessages = 2 * (kOneshotRanks - 1);  // of a kernel: one each way with every other rank

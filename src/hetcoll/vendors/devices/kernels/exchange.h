@@ -1,12 +1,15 @@
 // The all-reduce of medium messages among GPUs of one host, in one kernel a rank: for what is too large for words that
 // carry their own number (oneshot.h) and too small for copy engines, which take some ten microseconds to get going.
 //
-// Every rank has a ring of slots for each block, in memory that all devices have mapped. A block puts its chunks into
-// its own slots, as far ahead as there are slots, and takes the chunks of the same block of every peer; block b of one
-// rank waits for block b of the others and for nothing else. A slot has a `ready` word, which its owner writes, and an
-// `empty` word for each reader. The words are numbers of the block's chunks, which go on from call to call.
+// Every rank has a ring of slots for each block, in memory that all devices have mapped. A block puts its messages into
+// its own slots and takes the messages of the same block of every peer; block b of one rank waits for block b of the
+// others and for nothing else. A slot has a `ready` word, which its owner writes, and an `empty` word for each reader.
+// The words are numbers of the block's messages, which go on from call to call.
 //
-// Operands are combined in rank order on every rank, so all get the same bits.
+// One shot: a message is a chunk of the data, and each rank reduces all of it. Two shots: each rank reduces its part of
+// a chunk, and its next message is the result. With n ranks of N bytes one reads (n - 1) N, or 2 (n - 1) N / n.
+//
+// Operands are combined in rank order, so all ranks get the same bits.
 #pragma once
 
 #include "devices/kernels/arguments.h"
@@ -23,8 +26,10 @@ HETCOLL_DEVICE U64* ReadyWord(const Exchange& x, int owner, unsigned slot) {
 HETCOLL_DEVICE U64* EmptyWord(const Exchange& x, int owner, unsigned slot, int reader) {
   return ReadyWord(x, owner, slot) + (1 + reader) * kWord;
 }
-HETCOLL_DEVICE char* Slot(const Exchange& x, int owner, unsigned slot) {
-  return x.rings[owner] + (U64{BlockIndex()} * x.slots + slot) * x.slot_bytes;
+// Where message `number` of a rank's block lies.
+HETCOLL_DEVICE unsigned SlotOf(const Exchange& x, U64 number) { return static_cast<unsigned>((number - 1) % x.slots); }
+HETCOLL_DEVICE char* Slot(const Exchange& x, int owner, U64 number) {
+  return x.rings[owner] + (U64{BlockIndex()} * x.slots + SlotOf(x, number)) * x.slot_bytes;
 }
 
 // One thread for each peer waits for that peer's word, and the block for all of them. `at` names a peer's word.
@@ -42,25 +47,85 @@ HETCOLL_DEVICE bool AwaitPeers(const Exchange& x, U64 number, At at) {
   return go;
 }
 
-// The chunk [begin, end) of all ranks into dst, from the slots of the peers.
+// The steps of a message: its slot is free; it lies there; all peers' are there; theirs were taken. False: the call was
+// aborted.
+HETCOLL_DEVICE bool AwaitEmpty(const Exchange& x, U64 number) {
+  return number <= x.slots ||
+         AwaitPeers(x, number - x.slots, [&](int peer) { return EmptyWord(x, x.rank, SlotOf(x, number), peer); });
+}
+HETCOLL_DEVICE void Publish(const Exchange& x, U64 number) {
+  Barrier();
+  if (ThreadInBlock() == 0) PublishRelease(ReadyWord(x, x.rank, SlotOf(x, number)), number);
+}
+HETCOLL_DEVICE bool AwaitReady(const Exchange& x, U64 number) {
+  return AwaitPeers(x, number, [&](int peer) { return ReadyWord(x, peer, SlotOf(x, number)); });
+}
+HETCOLL_DEVICE void GiveBack(const Exchange& x, U64 number) {
+  Barrier();
+  for (int peer = static_cast<int>(ThreadInBlock()); peer < x.size; peer += static_cast<int>(BlockSize())) {
+    if (peer != x.rank) PublishRelease(EmptyWord(x, peer, SlotOf(x, number), x.rank), number);
+  }
+}
+
+// The elements [begin, end) of the data, in packs.
+struct Chunk {
+  U64 begin, end;
+  unsigned packs;
+};
+
+// Part r of n parts begins with this pack.
+HETCOLL_DEVICE unsigned PartOf(const Chunk& chunk, int r, int n) {
+  return chunk.packs * static_cast<unsigned>(r) / static_cast<unsigned>(n);
+}
+HETCOLL_DEVICE int OwnerOf(const Chunk& chunk, unsigned pack, int n) {
+  return static_cast<int>(((pack + 1) * static_cast<unsigned>(n) - 1) / chunk.packs);
+}
+
+// What a block does: its chunks are every Blocks()th of the data.
+struct Share {
+  U64 elements, step, chunks;
+};
+
+template <class T>
+HETCOLL_DEVICE Share ShareOf(const Exchange& x) {
+  const U64 elements = x.chunk_bytes / sizeof(T), step = elements * Blocks(), first = elements * BlockIndex();
+  return {elements, step, x.count <= first ? 0 : (x.count - first + step - 1) / step};
+}
+template <class T>
+HETCOLL_DEVICE Chunk ChunkAt(const Exchange& x, const Share& share, U64 t) {
+  const U64 begin = share.elements * BlockIndex() + t * share.step;
+  const U64 end = begin + share.elements < x.count ? begin + share.elements : x.count;
+  return {begin, end, static_cast<unsigned>((end - begin + Pack<T>::kElements - 1) / Pack<T>::kElements)};
+}
+
+// A chunk into a message, but for the packs [from, to).
+template <class T>
+HETCOLL_DEVICE void Put(const Exchange& x, U64 number, const Chunk& chunk, unsigned from, unsigned to) {
+  for (unsigned i = ThreadInBlock(); i < chunk.packs; i += BlockSize()) {
+    if (i >= from && i < to) continue;
+    Store<kPack>(Slot(x, x.rank, number) + U64{i} * kPack, ReadPack<T>(x.src, chunk.begin, chunk.end, i));
+  }
+}
+
+// The packs [from, to) of all ranks into dst, from the peers' messages, and into message `result`, unless it is 0.
 template <class Type, class Op>
-HETCOLL_DEVICE void Combine(const Exchange& x, unsigned slot, U64 begin, U64 end) {
+HETCOLL_DEVICE void Combine(const Exchange& x, U64 number, const Chunk& chunk, unsigned from, unsigned to, U64 result) {
   using T = typename Type::Storage;
   constexpr unsigned kElements = Pack<T>::kElements, kDeep = kElements > 8 ? 1 : kElements == 8 ? 2 : 4;
-  const U64 packs = (end - begin + kElements - 1) / kElements;
-  for (U64 first = ThreadInBlock(); first < packs; first += kDeep * BlockSize()) {
+  for (unsigned first = from + ThreadInBlock(); first < to; first += kDeep * BlockSize()) {
     typename Type::Value total[kDeep][kElements] = {};
     for (int rank = 0; rank < x.size; ++rank) {
       Pack<T> pack[kDeep];
       HETCOLL_UNROLL
       for (unsigned d = 0; d < kDeep; ++d) {
-        const U64 i = first + d * BlockSize();
-        if (i >= packs) continue;
-        pack[d] = rank == x.rank ? ReadPack<T>(x.src, begin, end, i) : LoadPeers<T>(Slot(x, rank, slot) + i * kPack);
+        const unsigned i = first + d * BlockSize();
+        if (i >= to) continue;
+        pack[d] = rank == x.rank ? ReadPack<T>(x.src, chunk.begin, chunk.end, i)
+                                 : LoadPeers<T>(Slot(x, rank, number) + U64{i} * kPack);
       }
       HETCOLL_UNROLL
       for (unsigned d = 0; d < kDeep; ++d) {
-        if (first + d * BlockSize() >= packs) continue;
+        if (first + d * BlockSize() >= to) continue;
         HETCOLL_UNROLL
         for (unsigned e = 0; e < kElements; ++e) {
           const auto value = Type::Widen(pack[d].element[e]);
@@ -70,53 +135,104 @@ HETCOLL_DEVICE void Combine(const Exchange& x, unsigned slot, U64 begin, U64 end
     }
     HETCOLL_UNROLL
     for (unsigned d = 0; d < kDeep; ++d) {
-      const U64 i = first + d * BlockSize();
-      if (i >= packs) continue;
-      Pack<T> result;
+      const unsigned i = first + d * BlockSize();
+      if (i >= to) continue;
+      Pack<T> pack;
       HETCOLL_UNROLL
       for (unsigned e = 0; e < kElements; ++e) {
         if constexpr (Op::kAverages) {
           if (x.divisor > 1) total[d][e] = Type::Divide(total[d][e], x.divisor);
         }
-        result.element[e] = Type::Settle(total[d][e]);
+        pack.element[e] = Type::Settle(total[d][e]);
       }
-      WritePack<T>(x.dst, begin, end, i, result);
+      WritePack<T>(x.dst, chunk.begin, chunk.end, i, pack);
+      if (result != 0) Store<kPack>(Slot(x, x.rank, result) + U64{i} * kPack, pack);
     }
   }
 }
 
-template <class Type, class Op>
-HETCOLL_DEVICE void ExchangeAll(const Exchange& x) {
-  using T = typename Type::Storage;
-  const U64 elements = x.chunk_bytes / sizeof(T), step = elements * Blocks();
-  const U64 chunks = x.count <= elements * BlockIndex() ? 0 : (x.count - elements * BlockIndex() + step - 1) / step;
-  const U64 before = x.state[BlockIndex()];
-  const auto end_of = [&](U64 begin) { return begin + elements < x.count ? begin + elements : x.count; };
-  Barrier();  // all have read the state that one will write
-  U64 sent = 0;
-  for (U64 taken = 0; taken < chunks; ++taken) {
-    for (; sent < chunks && sent < taken + x.slots; ++sent) {
-      const U64 number = before + sent + 1, begin = elements * BlockIndex() + sent * step, end = end_of(begin);
-      const auto slot = static_cast<unsigned>((number - 1) % x.slots);
-      const auto empty = [&](int peer) { return EmptyWord(x, x.rank, slot, peer); };
-      if (number > x.slots && !AwaitPeers(x, number - x.slots, empty)) return;
-      const U64 packs = (end - begin + Pack<T>::kElements - 1) / Pack<T>::kElements;
-      for (U64 i = ThreadInBlock(); i < packs; i += BlockSize()) {
-        Store<kPack>(Slot(x, x.rank, slot) + i * kPack, ReadPack<T>(x.src, begin, end, i));
-      }
-      Barrier();
-      if (ThreadInBlock() == 0) PublishRelease(ReadyWord(x, x.rank, slot), number);
+// The peers' parts of a chunk into dst, from their results.
+template <class T>
+HETCOLL_DEVICE void Collect(const Exchange& x, U64 result, const Chunk& chunk) {
+  constexpr unsigned kDeep = 4;
+  for (unsigned first = ThreadInBlock(); first < chunk.packs; first += kDeep * BlockSize()) {
+    Pack<T> pack[kDeep];
+    int owner[kDeep];
+    HETCOLL_UNROLL
+    for (unsigned d = 0; d < kDeep; ++d) {
+      const unsigned i = first + d * BlockSize();
+      owner[d] = i < chunk.packs ? OwnerOf(chunk, i, x.size) : x.rank;
+      if (owner[d] != x.rank) pack[d] = LoadPeers<T>(Slot(x, owner[d], result) + U64{i} * kPack);
     }
-    const U64 number = before + taken + 1, begin = elements * BlockIndex() + taken * step;
-    const auto slot = static_cast<unsigned>((number - 1) % x.slots);
-    if (!AwaitPeers(x, number, [&](int peer) { return ReadyWord(x, peer, slot); })) return;
-    Combine<Type, Op>(x, slot, begin, end_of(begin));
-    Barrier();
-    for (int peer = static_cast<int>(ThreadInBlock()); peer < x.size; peer += static_cast<int>(BlockSize())) {
-      if (peer != x.rank) PublishRelease(EmptyWord(x, peer, slot, x.rank), number);
+    HETCOLL_UNROLL
+    for (unsigned d = 0; d < kDeep; ++d) {
+      const unsigned i = first + d * BlockSize();
+      if (owner[d] != x.rank) WritePack<T>(x.dst, chunk.begin, chunk.end, i, pack[d]);
     }
   }
-  if (ThreadInBlock() == 0) x.state[BlockIndex()] = before + chunks;
+}
+
+// Chunks go as far ahead as there are slots. False: the call was aborted.
+template <class Type, class Op>
+HETCOLL_DEVICE bool OneShot(const Exchange& x, const Share& share, U64 before) {
+  using T = typename Type::Storage;
+  U64 sent = 0;
+  for (U64 taken = 0; taken < share.chunks; ++taken) {
+    for (; sent < share.chunks && sent < taken + x.slots; ++sent) {
+      if (!AwaitEmpty(x, before + sent + 1)) return false;
+      Put<T>(x, before + sent + 1, ChunkAt<T>(x, share, sent), 0, 0);
+      Publish(x, before + sent + 1);
+    }
+    if (!AwaitReady(x, before + taken + 1)) return false;
+    const Chunk chunk = ChunkAt<T>(x, share, taken);
+    Combine<Type, Op>(x, before + taken + 1, chunk, 0, chunk.packs, 0);
+    GiveBack(x, before + taken + 1);
+  }
+  return true;
+}
+
+// Chunks go one ahead of what is reduced, and that goes one ahead of what is collected. The messages are chunk 0,
+// chunk 1, result 0, chunk 2, result 1, and so on. A slot was used four messages before, or more: every peer takes that
+// one before it needs anything of this step. So nobody waits in a circle. False: the call was aborted.
+template <class Type, class Op>
+HETCOLL_DEVICE bool TwoShot(const Exchange& x, const Share& share, U64 before) {
+  using T = typename Type::Storage;
+  const auto chunk_number = [&](U64 t) { return before + (t == 0 ? 1 : 2 * t); };
+  const auto result_number = [&](U64 t) { return before + (t + 1 < share.chunks ? 2 * t + 3 : 2 * t + 2); };
+  U64 sent = 0;
+  for (U64 t = 0; t <= share.chunks; ++t) {
+    for (; sent < share.chunks && sent < t + 2; ++sent) {
+      if (!AwaitEmpty(x, chunk_number(sent))) return false;
+      const Chunk chunk = ChunkAt<T>(x, share, sent);
+      Put<T>(x, chunk_number(sent), chunk, PartOf(chunk, x.rank, x.size), PartOf(chunk, x.rank + 1, x.size));
+      Publish(x, chunk_number(sent));
+    }
+    if (t < share.chunks) {
+      const U64 number = chunk_number(t), result = result_number(t);
+      if (!AwaitReady(x, number) || !AwaitEmpty(x, result)) return false;
+      const Chunk chunk = ChunkAt<T>(x, share, t);
+      const unsigned from = PartOf(chunk, x.rank, x.size), to = PartOf(chunk, x.rank + 1, x.size);
+      Combine<Type, Op>(x, number, chunk, from, to, result);
+      Publish(x, result);
+      GiveBack(x, number);
+    }
+    if (t > 0) {
+      if (!AwaitReady(x, result_number(t - 1))) return false;
+      Collect<T>(x, result_number(t - 1), ChunkAt<T>(x, share, t - 1));
+      GiveBack(x, result_number(t - 1));
+    }
+  }
+  return true;
+}
+
+template <class Type, class Op>
+HETCOLL_DEVICE void ExchangeAll(const Exchange& x) {
+  const Share share = ShareOf<typename Type::Storage>(x);
+  const U64 before = x.state[BlockIndex()];
+  Barrier();  // all have read the state that one will write
+  const bool two = x.two_shot != 0;
+  if (!(two ? TwoShot<Type, Op>(x, share, before) : OneShot<Type, Op>(x, share, before))) return;
+  if (ThreadInBlock() == 0) x.state[BlockIndex()] = before + (two ? 2 : 1) * share.chunks;
 }
 
 }  // namespace hetcoll

@@ -62,6 +62,8 @@ class Exchange(ctypes.Structure):
         ("slots", ctypes.c_uint32),
         ("slot_bytes", ctypes.c_uint32),
         ("chunk_bytes", ctypes.c_uint32),
+        ("two_shot", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
     )
 
 
