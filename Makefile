@@ -11,7 +11,9 @@ SEEDS ?= 50000
 FUZZ ?=
 WHEELS ?=
 ALL ?=
-BUT := $(if $(ALL),, and not thorough)
+SLICE ?=
+BUT := $(if $(ALL)$(SLICE),, and not thorough)
+export TEST_SLICE := $(SLICE)
 BENCH ?= --write-docs
 SANITIZERS := address,undefined thread
 NATIVE_TESTS := hetcoll_engine_test hetcoll_verbs_test
@@ -41,7 +43,8 @@ help:
 	@echo "make test-lanes    of these what needs no calm, some files at a time; make test-calm: the others, one by one"
 	@echo "make campaign      random programs, attacked, against a model (SEEDS=\"...\": how many, or --seed N to play one again)"
 	@echo "make fuzz          every parser and listener under any bytes (FUZZ=\"--seconds 600\", or --strangers 1000000)"
-	@echo "make test-all      the same with more cases (ALL=1) and what others make: make launchers jax guest"
+	@echo "make test-all      the same with more cases (ALL=1; SLICE=2/4: a quarter of them) and what others make:"
+	@echo "                   make launchers jax guest"
 	@echo "make launchers     install Open MPI, MPICH, Intel MPI and PyTorch for the tests that run them"
 	@echo "make jax           install JAX for the tests that need it"
 	@echo "make guest         fetch what boots virtual machines with RDMA devices for the tests in them (as root)"
