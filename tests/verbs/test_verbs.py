@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.thorough
 def test_the_pyverbs_of_the_package_index() -> None:
     command = [sys.executable, FOLDER / "index_pyverbs.py", "--where"]
     pyverbs = Path(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip())

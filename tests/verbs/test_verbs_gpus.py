@@ -31,9 +31,11 @@ def test_from_device_to_device() -> None:
     run_suites("suite_gpus.py")
 
 
+@pytest.mark.thorough
 def test_cables_between_devices_fail() -> None:
     run_suites("suite_gpus_cables.py")
 
 
+@pytest.mark.thorough
 def test_two_guests_as_two_hosts_with_two_gpus_each() -> None:
     run_hosts("gpus_two_hosts.py")
