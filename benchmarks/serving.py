@@ -8,8 +8,9 @@ rate is that of one TCP socket that sends as many bytes at once. Libraries take 
 
 With `--device cuda`, `hip` or `auto` each process has a GPU, the same where there is one only, and the caches lie
 there: on both, on the sender's, on the receiver's. The limit is then what the sender's GPU copies to pinned memory in
-one piece, which every way through the host needs. Gloo, where this Python has torch, is given pinned memory, to which
-the sender copies its cache, and out of which the receiver does.
+one piece, which every way through the host needs; and where the receiver's GPU reads the sender's cache ("direct"),
+what one GPU copies to the other. Gloo, where this Python has torch, is given pinned memory, to which the sender copies
+its cache, and out of which the receiver does; NCCL takes the pieces where they lie.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 WAYS = ("socket", "gloo", "hetcoll tcp", "hetcoll shm")
-GPU_WAYS = ("pinned copy", "gloo gpu>gpu", *(
+GPU_WAYS = ("pinned copy", "gpu copy", "gloo gpu>gpu", "nccl gpu>gpu", "hetcoll shm direct gpu>gpu", *(
     f"hetcoll {link} {places}" for link in ("tcp", "shm") for places in ("gpu>gpu", "gpu>cpu", "cpu>gpu")
 ))  # fmt: skip
 _SECONDS = 300
@@ -113,7 +114,8 @@ def with_hetcoll(rank: int, piece: int, count: int, rounds: int, way: str) -> li
     source, target = places(count)
     lies = way.split()[-1].split(">") if ">" in way else ["cpu", "cpu"]
     cache, calls = Cache(rank, piece * count, lies[rank] == "gpu"), [0]
-    with hetcoll.init() as comm, comm.window(cache.array if rank == 1 else None) as window:
+    offers = rank == 1 or "direct" in way
+    with hetcoll.init() as comm, comm.window(cache.array if offers else None) as window:
 
         def begin() -> None:
             if rank == 0:
@@ -130,7 +132,39 @@ def with_hetcoll(rank: int, piece: int, count: int, rounds: int, way: str) -> li
 
         found = measure(rank, piece, count, rounds, begin, move)
         comm.barrier()
+        direct = comm.counters()["window_direct"]
+        assert direct == ((rounds + 1) * piece * count if rank == 1 and "direct" in way else 0), "another way"
         return found
+
+
+def with_nccl(rank: int, piece: int, count: int, rounds: int, way: str) -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    dist.init_process_group("nccl", device_id=device)
+    source, target = places(count)
+    cache, turn = torch.zeros(count, piece, dtype=torch.uint8, device=device), [0]
+    done = torch.zeros(1, device=device)
+
+    def begin() -> None:
+        if rank == 0:
+            cache.copy_(torch.from_numpy(content(piece, count, turn[0])).view(count, piece))
+        turn[0] += 1
+        dist.barrier()
+        torch.cuda.synchronize(device)
+
+    def move(mine: Any) -> Any:
+        order, call = (source, dist.isend) if rank == 0 else (target, dist.irecv)
+        for work in dist.batch_isend_irecv([dist.P2POp(call, cache[i], 1 - rank) for i in order]):
+            work.wait()
+        dist.recv(done, 1) if rank == 0 else dist.send(done, 0)  # as a put is over when its data is there
+        torch.cuda.synchronize(device)
+        return cache.cpu().numpy().reshape(-1)
+
+    found = measure(rank, piece, count, rounds, begin, move)
+    dist.destroy_process_group()
+    return found
 
 
 def with_gloo(rank: int, piece: int, count: int, rounds: int, way: str) -> list[float]:
@@ -184,6 +218,22 @@ def with_pinned_copies(rank: int, piece: int, count: int, rounds: int, way: str)
     return found[1:]
 
 
+def with_gpu_copy(rank: int, piece: int, count: int, rounds: int, way: str) -> list[float]:
+    """What one GPU copies to the other in one piece, or to itself where there is one."""
+    found: list[float] = []
+    if rank == 1:
+        return found
+    mine, theirs = Cache(0, piece * count, True), Cache(1, piece * count, True)
+    device = gpu(1)
+    stream = device.stream()
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        device.copy(theirs.array.ptr, mine.array.ptr, piece * count, stream)
+        device.synchronize(stream)
+        found.append(time.perf_counter() - start)
+    return found[1:]
+
+
 def with_socket(rank: int, piece: int, count: int, rounds: int, way: str) -> list[float]:
     """What the link can do: the bytes as they lie, in one stream."""
     path = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -216,7 +266,10 @@ def with_socket(rank: int, piece: int, count: int, rounds: int, way: str) -> lis
     return found[1:]
 
 
-RUNS = {"socket": with_socket, "gloo": with_gloo, "hetcoll": with_hetcoll, "pinned": with_pinned_copies}
+RUNS = {
+    "socket": with_socket, "gloo": with_gloo, "nccl": with_nccl, "hetcoll": with_hetcoll,
+    "pinned": with_pinned_copies, "gpu": with_gpu_copy,
+}  # fmt: skip
 
 
 def end(ranks: list[subprocess.Popen[bytes]]) -> None:
@@ -274,7 +327,8 @@ def main() -> None:
     if options.device:
         os.environ["BENCH_DEVICE"] = options.device
         torch = importlib.util.find_spec("torch") is not None and options.device != "hip"
-        ways, limit = tuple(way for way in GPU_WAYS if torch or "gloo" not in way), "pinned copy"
+        ways = tuple(way for way in GPU_WAYS if torch or way.split()[0] not in ("gloo", "nccl"))
+        limit = "pinned copy"
         print(f"{gpu(0).name}; {'with' if torch else 'without'} torch", flush=True)
     else:
         from libraries import prepare

@@ -130,9 +130,10 @@ std::shared_ptr<Transfer> Windows::ToSelf(std::uint32_t id, std::byte* memory, s
 std::shared_ptr<Transfer> Windows::Put(std::uint32_t id, int peer, const std::byte* src, std::span<const Piece> pieces,
                                        int signal, const Where& where) {
   if (peer == rank_) return ToSelf(id, const_cast<std::byte*>(src), pieces, signal, false, where);  // it is only read
+  if (auto seen = PutSeen(id, peer, src, pieces, signal, where)) return seen;
   auto transfer = std::make_shared<Transfer>();
   transfer->peer = peer;
-  Request(peer, {.id = id, .gets = 0, .signal = signal}, pieces, src, where);
+  Request(peer, {.id = id, .signal = signal}, pieces, src, where);
   peers_[static_cast<std::size_t>(peer)].awaiting.push_back(transfer);
   return transfer;
 }
@@ -145,7 +146,7 @@ std::shared_ptr<Transfer> Windows::Get(std::uint32_t id, int peer, std::byte* ds
   transfer->base = dst;
   transfer->device = where.device;
   transfer->pieces.assign(pieces.begin(), pieces.end());
-  Request(peer, {.id = id, .gets = 1, .signal = -1}, pieces, nullptr, where);
+  Request(peer, {.id = id, .ask = Ask::kGet}, pieces, nullptr, where);
   peers_[static_cast<std::size_t>(peer)].awaiting.push_back(transfer);
   return transfer;
 }
@@ -192,7 +193,7 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
       if (!Take(links, port, in, reinterpret_cast<std::byte*>(&in.head), sizeof in.head, moved)) return false;
       if (in.head.pieces > kMostPieces) throw Fault(FaultKind::kCorrupt, peer, "a request has too many pieces");
       in.runs.assign(in.head.pieces, {in.head.offset, in.head.nbytes});
-      if (in.head.pieces > 1) {
+      if (in.head.pieces > 1 || in.head.ask == Ask::kPull) {
         in.phase = Phase::kTable;
       } else {
         Admit(peer);
@@ -214,6 +215,10 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
   const Run& run = in.runs[in.run];
   const Window* window = Find(in.head.id);
   if (window == nullptr && in.refusal == Refusal::kNone) in.refusal = Refusal::kClosed;  // meanwhile
+  if (in.head.ask == Ask::kPull) {
+    Pull(peer, in);
+    return moved = true;
+  }
   const bool sinks = in.refusal != Refusal::kNone;
   if (sinks) {
     if (!Sink(links, port, in, run.nbytes, moved)) return false;
@@ -240,26 +245,27 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
 // All that a request says is there.
 void Windows::Admit(int peer) {
   Inbound& in = peers_[static_cast<std::size_t>(peer)].in[kRequests];
-  if ((in.head.gets != 0 || in.runs.empty()) && !in.landing.empty()) {  // what was put before comes first
+  const bool gets = in.head.ask == Ask::kGet;
+  if ((gets || in.runs.empty()) && !in.landing.empty()) {  // what was put before comes first
     in.phase = Phase::kLanding;
     return;
   }
   in.refusal = Check(in.head.id, in.runs, in.head.signal);
+  if (in.refusal == Refusal::kNone && in.head.ask == Ask::kPull && !Readable(peer, in)) in.refusal = Refusal::kOutside;
   in.run = 0;
   in.phase = Phase::kHead;
   const bool fine = in.refusal == Refusal::kNone;
-  (in.head.gets != 0 ? counts_.gets : counts_.puts) += fine;
-  if (in.head.gets == 0 && !in.runs.empty()) {
+  (gets ? counts_.gets : counts_.puts) += fine;
+  if (!gets && !in.runs.empty()) {
     in.phase = Phase::kRuns;
     return;
   }
-  if (in.head.gets != 0) {
+  if (gets) {
     (fine ? counts_.pieces : counts_.refused) += in.runs.size();
     for (const Run& run : in.runs) counts_.bytes += fine ? run.nbytes : 0;
   }
   if (fine) Raise(in.head.id, in.head.signal);
-  Answer(peer, in.refusal, fine && in.head.gets != 0 ? std::span<const Run>(in.runs) : std::span<const Run>{},
-         in.head.id);
+  Answer(peer, in.refusal, fine && gets ? std::span<const Run>(in.runs) : std::span<const Run>{}, in.head.id);
 }
 
 // Answers to this rank.

@@ -52,6 +52,7 @@ struct WindowCounts {
   std::uint64_t pieces = 0;   // of both
   std::uint64_t bytes = 0;    // that were read and written where they lie in a window
   std::uint64_t refused = 0;  // pieces that came for a closed window, or would not have been inside
+  std::uint64_t direct = 0;   // of the bytes: copied by a device from the memory of the rank that put them
 };
 
 // A put or a get of this rank, or its waiting for a signal.
@@ -60,6 +61,7 @@ struct Transfer : Pending {
   std::byte* base = nullptr;  // of a get: where its pieces go
   bool device = false;        // that is not the host's memory
   std::vector<Piece> pieces;  // of a get
+  std::int64_t source = -1;   // of a put that its owner reads: the window here that holds it
 };
 
 // Of a put's source, or of what a get fills.
@@ -79,6 +81,9 @@ class Windows {
   void UseCopier(std::shared_ptr<Copier> copier, std::span<std::byte> pinned);
 
   void Add(std::uint32_t id, std::byte* base, std::size_t nbytes, std::size_t signals, bool device = false);
+  // Of a device's window: what of the peer's memory this rank's device sees, or nothing, and whether the peer's sees
+  // this one's. What a peer sees it reads by itself when it is put there.
+  void See(std::uint32_t id, int peer, std::span<const std::byte> theirs, bool seen);
   // When it returns, nothing here touches the window any more; a device's, once it is `Settled`. Gets that are being
   // answered have what was in it.
   void Close(std::uint32_t id);
@@ -110,9 +115,11 @@ class Windows {
   const WindowCounts& counts() const { return counts_; }
 
  private:
+  // kPull: a put whose owner reads it from the asker's window `offset`; a table of runs follows.
+  enum class Ask : std::uint32_t { kPut = 0, kGet = 1, kPull = 2 };
   struct Head {  // of a request
     std::uint32_t id = 0;
-    std::uint32_t gets = 0;
+    Ask ask = Ask::kPut;
     std::int32_t signal = -1;  // or none
     std::uint32_t pieces = 0;  // of several, a table of runs follows; of one, it is here
     std::uint64_t offset = 0;
@@ -121,13 +128,16 @@ class Windows {
   struct Run {
     std::uint64_t offset;  // in the window
     std::uint64_t nbytes;
+    std::uint64_t from = 0;  // of kPull: in the window that holds it
   };
   struct Window {
     std::byte* base = nullptr;
     std::size_t nbytes = 0;
     bool device = false;
     bool open = true;
-    std::array<std::uint64_t, 2> last{};  // marks, by way: of what touched it before it was closed
+    std::array<std::uint64_t, 2> last{};             // marks, by way: of what touched it before it was closed
+    std::vector<std::span<const std::byte>> theirs;  // by peer: what this rank's device sees of it
+    std::vector<bool> seen;                          // by whose device
     std::vector<std::uint64_t> signals;
     std::uint64_t* shown = nullptr;  // the same for a device's streams
     struct Expected {
@@ -218,7 +228,9 @@ class Windows {
   void Raise(std::uint32_t id, int signal);
   std::shared_ptr<Transfer> ToSelf(std::uint32_t id, std::byte* memory, std::span<const Piece> pieces, int signal,
                                    bool gets, const Where& where);
-  void Request(int peer, const Head& head, std::span<const Piece> pieces, const std::byte* src, const Where& where);
+  // `src`: of a put, but for one that its owner reads from `source`.
+  void Request(int peer, const Head& head, std::span<const Piece> pieces, const std::byte* src, const Where& where,
+               std::uint64_t source = 0);
   void Answer(int peer, Refusal refusal, std::span<const Run> runs, std::uint32_t id);
   void Queue(int peer, int channel, Item item);
   bool Send(Links& links, int peer, int channel);
@@ -242,6 +254,10 @@ class Windows {
   bool Ready(Item& item);
   void Stage(int peer, int channel);
   void KeepRest(int peer, std::size_t index);
+  std::shared_ptr<Transfer> PutSeen(std::uint32_t id, int peer, const std::byte* src, std::span<const Piece> pieces,
+                                    int signal, const Where& where);
+  bool Readable(int peer, const Inbound& in) const;
+  void Pull(int peer, Inbound& in);
   void PutIsThere(int peer, Inbound& in);
   bool PassCopies();
   bool PassOwn();

@@ -89,10 +89,79 @@ bool Windows::Land(Links& links, Port<RecvEnd>& port, Inbound& in, std::byte* ds
       [&](std::size_t n) { device_->inlet.Land(dst + in.at, n); });
 }
 
+void Windows::See(std::uint32_t id, int peer, std::span<const std::byte> theirs, bool seen) {
+  Window& window = windows_.at(id);
+  window.theirs.resize(peers_.size());
+  window.seen.resize(peers_.size());
+  window.theirs[static_cast<std::size_t>(peer)] = theirs;
+  window.seen[static_cast<std::size_t>(peer)] = seen;
+}
+
+// A put out of a window that the peer's device sees: the peer is told where, and copies. Nothing where there is none.
+std::shared_ptr<Transfer> Windows::PutSeen(std::uint32_t id, int peer, const std::byte* src,
+                                           std::span<const Piece> pieces, int signal, const Where& where) {
+  if (!where.device || pieces.empty()) return nullptr;
+  std::uint64_t first = pieces[0].here, end = 0;
+  for (const Piece& p : pieces) {
+    first = std::min(first, p.here);
+    end = std::max(end, p.here + p.nbytes);
+  }
+  const auto holds = std::find_if(windows_.begin(), windows_.end(), [&](const auto& each) {
+    const Window& w = each.second;
+    return w.open && !w.seen.empty() && w.seen[static_cast<std::size_t>(peer)] && src + first >= w.base &&
+           src + end <= w.base + w.nbytes;
+  });
+  if (holds == windows_.end()) return nullptr;
+  auto transfer = std::make_shared<Transfer>();
+  transfer->peer = peer;
+  transfer->source = holds->first;
+  Request(peer, {.id = id, .ask = Ask::kPull, .signal = signal, .offset = holds->first}, pieces, nullptr, where,
+          static_cast<std::uint64_t>(src - holds->second.base));
+  peers_[static_cast<std::size_t>(peer)].awaiting.push_back(transfer);
+  return transfer;
+}
+
+// Whether this rank's device sees all that it is to read.
+bool Windows::Readable(int peer, const Inbound& in) const {
+  const auto found = windows_.find(static_cast<std::uint32_t>(in.head.offset));
+  if (found == windows_.end() || found->second.theirs.empty()) return false;
+  const std::size_t size = found->second.theirs[static_cast<std::size_t>(peer)].size();
+  return std::all_of(in.runs.begin(), in.runs.end(),
+                     [&](const Run& run) { return run.from <= size && run.nbytes <= size - run.from; });
+}
+
+// Begins the next copy of a put that this rank reads. What follows on both sides is one copy.
+void Windows::Pull(int peer, Inbound& in) {
+  const Run& first = in.runs[in.run];
+  std::uint64_t nbytes = 0;
+  const std::size_t begun = in.run;
+  for (; in.run < in.runs.size(); ++in.run) {
+    const Run& run = in.runs[in.run];
+    if (run.offset != first.offset + nbytes || run.from != first.from + nbytes) break;
+    nbytes += run.nbytes;
+  }
+  if (in.refusal == Refusal::kNone) {
+    const Window& window = *Find(in.head.id);
+    const Window& source = windows_.at(static_cast<std::uint32_t>(in.head.offset));
+    device_->inlet.Mark();  // what came before is begun before
+    const std::byte* from = source.theirs[static_cast<std::size_t>(peer)].data() + first.from;
+    if (nbytes > 0) device_->copier->Copy(Way::kIn, window.base + first.offset, from, nbytes);
+    counts_.pieces += in.run - begun;
+    counts_.bytes += nbytes;
+    counts_.direct += nbytes;
+  } else {
+    counts_.refused += in.run - begun;
+  }
+  if (in.run < in.runs.size()) return;
+  in.phase = Phase::kHead;
+  PutIsThere(peer, in);
+}
+
 // All pieces of a put have come; some may wait for the device.
 void Windows::PutIsThere(int peer, Inbound& in) {
   const Window* window = in.refusal == Refusal::kNone ? Find(in.head.id) : nullptr;
-  const std::uint64_t mark = window != nullptr && window->device ? device_->inlet.Mark() : 0;
+  std::uint64_t mark = window != nullptr && window->device ? device_->inlet.Mark() : 0;
+  if (mark > 0 || in.head.ask == Ask::kPull) mark = device_->copier->Mark(Way::kIn);
   if (mark > 0 || !in.landing.empty()) {
     in.landing.push_back({mark, in.head.id, in.head.signal, in.refusal});
     return;
@@ -167,6 +236,11 @@ void Windows::CloseDevice(std::uint32_t id, Window& window) {
 bool Windows::Settled(std::uint32_t id) {
   const auto found = windows_.find(id);
   if (found == windows_.end() || !found->second.device) return true;
+  for (const Peer& peer : peers_) {  // who was told to read it
+    if (std::any_of(peer.awaiting.begin(), peer.awaiting.end(), [&](const auto& t) { return t->source == id; })) {
+      return false;
+    }
+  }
   try {
     const auto [in, out] = found->second.last;
     return device_->copier->Passed(Way::kIn, in) && device_->copier->Passed(Way::kOut, out);

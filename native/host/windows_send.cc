@@ -7,11 +7,11 @@
 
 namespace hetcoll {
 void Windows::Request(int peer, const Head& form, std::span<const Piece> pieces, const std::byte* src,
-                      const Where& where) {
+                      const Where& where, std::uint64_t source) {
   Head head = form;
   head.pieces = static_cast<std::uint32_t>(pieces.size());
-  const bool table = pieces.size() > 1;
-  if (pieces.size() == 1) {
+  const bool pull = head.ask == Ask::kPull, table = pieces.size() > 1 || pull;
+  if (!table && pieces.size() == 1) {
     head.offset = pieces[0].there;
     head.nbytes = pieces[0].nbytes;
   }
@@ -24,7 +24,7 @@ void Windows::Request(int peer, const Head& form, std::span<const Piece> pieces,
     std::byte* to = item.own.data() + sizeof head;
     item.parts.push_back({to, pieces.size() * sizeof(Run), false});
     for (const Piece& p : pieces) {
-      const Run run{p.there, p.nbytes};
+      const Run run{p.there, p.nbytes, pull ? source + p.here : 0};
       std::memcpy(to, &run, sizeof run);
       to += sizeof run;
     }

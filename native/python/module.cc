@@ -266,6 +266,15 @@ NB_MODULE(_native, m) {
           "window"_a, "address"_a, "nbytes"_a, "signals"_a, "device"_a = false,
           nb::call_guard<nb::gil_scoped_release>())
       .def(
+          "see_window",
+          [](PyEngine& e, std::uint32_t id, int peer, std::uintptr_t address, std::size_t nbytes, bool seen) {
+            return e.engine().AskWindows([&](Windows& windows) {
+              windows.See(id, peer, {reinterpret_cast<const std::byte*>(address), nbytes}, seen);
+              return true;
+            });
+          },
+          "window"_a, "peer"_a, "address"_a, "nbytes"_a, "seen"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
           "use_copier",
           [](PyEngine& e, const PyCopier& copier, std::uintptr_t pinned, std::size_t nbytes) {
             return e.engine().AskWindows([&](Windows& windows) {
@@ -311,7 +320,7 @@ NB_MODULE(_native, m) {
       .def("window_counts",
            [](PyEngine& e) {
              const WindowCounts c = e.engine().AskWindows([](Windows& windows) { return windows.counts(); });
-             return nb::make_tuple(c.puts, c.gets, c.pieces, c.bytes, c.refused);
+             return nb::make_tuple(c.puts, c.gets, c.pieces, c.bytes, c.refused, c.direct);
            })
       .def("set_starts", &PyEngine::SetStarts, "starts"_a)
       .def("new_shape", [](PyEngine& e) { return e.engine().NewShape(); })

@@ -88,6 +88,7 @@ void OrderedRequests();
 void ClosingWindows();
 void OneSidedOfDevices();
 void ClosingDevices();
+void ClosingSeenWindows();
 void GatedTransfers();
 void FailingDevices();
 void LeavingWindows();
@@ -471,6 +472,7 @@ constexpr Scenario kScenarios[] = {
     {"windows: closed", ClosingWindows},
     {"windows of devices", OneSidedOfDevices},
     {"windows of devices: closed", ClosingDevices},
+    {"windows of devices that see each other: closed", ClosingSeenWindows},
     {"windows of devices: streams", GatedTransfers},
     {"windows of devices: failed", FailingDevices},
     {"windows: left", LeavingWindows},

@@ -60,6 +60,11 @@ auto Put(Engine& e, int peer, const Bytes& src, const std::vector<Piece>& pieces
   return e.AskWindows([&](auto& windows) { return windows.Put(kWindow, peer, at, pieces, signal, where); });
 }
 
+auto PutFrom(Engine& e, int peer, const std::byte* device, const std::vector<Piece>& pieces, int signal) {
+  return e.AskWindows(
+      [&](auto& windows) { return windows.Put(kWindow, peer, device, pieces, signal, {true, nullptr}); });
+}
+
 auto Get(Engine& e, int peer, Bytes& dst, const std::vector<Piece>& pieces, const Where& where = {}) {
   std::byte* at = where.device ? FakeCopier::Far(dst.data()) : dst.data();
   return e.AskWindows([&](auto& windows) { return windows.Get(kWindow, peer, at, pieces, where); });
@@ -78,20 +83,39 @@ bool Close(Engine& e) {
   return false;
 }
 
+// Devices see each other's windows.
+void SeeEachOther(Job& job, std::vector<Bytes>& windows, const std::vector<int>& ranks) {
+  for (const int rank : ranks) {
+    for (const int peer : ranks) {
+      if (peer == rank) continue;
+      const Bytes& theirs = windows[static_cast<std::size_t>(peer)];
+      job.engine(rank).AskWindows([&](auto& w) {
+        w.See(kWindow, peer, {FakeCopier::Far(theirs.data()), theirs.size()}, true);
+        return true;
+      });
+    }
+  }
+}
+
 // Every rank puts into its own part of every window and gets it back, several at once.
-// The ranks of bits in `devices` have a device: its memory are their windows, and what they put or get in turn.
-void Exchange(const JobOptions& options, const char* what, unsigned devices = 0) {
+// The ranks of bits in `devices` have a device: its memory are their windows, and what they put or get in turn. Where
+// they `see` each other's, they put out of their own, whose second half nobody writes.
+void Exchange(const JobOptions& options, const char* what, unsigned devices = 0, bool see = false) {
   std::vector<Device> made;  // outlive the engines
   Job job(options);
   const int size = job.size();
   constexpr std::size_t kPart = 400'000;
   constexpr int kRounds = 4;
-  std::vector<Bytes> windows(static_cast<std::size_t>(size), Bytes(kPart * static_cast<std::size_t>(size)));
+  const std::size_t half = kPart * static_cast<std::size_t>(size);
+  std::vector<Bytes> windows(static_cast<std::size_t>(size), Bytes(see ? 2 * half : half));
+  std::vector<int> seeing;
   const auto has = [&](int rank) { return (devices >> rank & 1) != 0; };
   for (int r = 0; r < size; ++r) {
     if (has(r)) made.push_back(UseDevice(job.engine(r), std::size_t{32768} * static_cast<std::size_t>(size)));
     Serve(job.engine(r), windows[static_cast<std::size_t>(r)], 1, has(r));
+    if (has(r) && see) seeing.push_back(r);
   }
+  SeeEachOther(job, windows, seeing);
   std::vector<std::vector<Bytes>> model(static_cast<std::size_t>(size));  // by owner and writer
   for (auto& parts : model) parts.assign(static_cast<std::size_t>(size), Bytes(kPart));
   job.Run([&](int rank, Engine& e) {
@@ -110,7 +134,14 @@ void Exchange(const JobOptions& options, const char* what, unsigned devices = 0)
           std::memcpy(mine.data() + piece.there, sources[p].data() + piece.here, piece.nbytes);
           piece.there += kPart * static_cast<std::size_t>(rank);
         }
-        works.push_back(Put(e, peer, sources[p], pieces, 0, {has(rank) && (round + peer) % 2 == 0, nullptr}));
+        const bool on_device = has(rank) && (round + peer) % 2 == 0;
+        if (on_device && see) {
+          std::byte* own = windows[static_cast<std::size_t>(rank)].data() + half + kPart * p;
+          std::memcpy(own, sources[p].data(), kPart);
+          works.push_back(PutFrom(e, peer, FakeCopier::Far(own), pieces, 0));
+        } else {
+          works.push_back(Put(e, peer, sources[p], pieces, 0, {on_device, nullptr}));
+        }
         std::vector<Piece> back;  // of what was put just now: requests are done in their order
         for (const Piece& piece : pieces) back.push_back({piece.there % kPart, piece.there, piece.nbytes});
         asked.push_back(back);
@@ -127,6 +158,8 @@ void Exchange(const JobOptions& options, const char* what, unsigned devices = 0)
     const auto all = static_cast<std::uint64_t>(kRounds * size);
     const auto arrived = e.AskWindows([&](auto& w) { return w.Expect(kWindow, 0, all); });
     CHECK(Wait(e, arrived), "%s: signals: %s", what, e.failure().text.c_str());
+    const auto direct = e.AskWindows([](auto& w) { return w.counts().direct; });
+    CHECK((direct > 0) == (see && has(rank)), "%s: %zu bytes from device to device", what, std::size_t{direct});
   });
   for (std::size_t r = 0; r < windows.size(); ++r) {
     for (std::size_t writer = 0; writer < windows.size(); ++writer) {
@@ -211,10 +244,40 @@ void OneSidedOfDevices() {
   Exchange({.size = 3}, "shm, devices", 7);
   Exchange({.size = 3}, "shm, a device beside others", 2);
   Exchange({.size = 2, .ring_bytes = 4096}, "shm, small, a device", 1);
+  Exchange({.size = 3}, "shm, devices that see each other", 7, true);
+  Exchange({.size = 3, .over = Over::kTcp}, "tcp, two devices that see each other", 5, true);
   Exchange({.size = 3, .over = Over::kTcp}, "tcp, devices", 5);
   Exchange({.size = 2, .over = Over::kTcp, .stripes = 3, .integrity = Integrity::kAll}, "tcp, checked, devices", 3);
   Exchange({.size = 2, .over = Over::kVerbs}, "verbs, devices", 3);
   Exchange({.size = 2, .over = Over::kTcp, .fault = "delay=0.2,short=0.5"}, "tcp, delayed, devices", 3);
+}
+
+// A window is closed while a peer's device writes it, and the peer's while it is read.
+void ClosingSeenWindows() {
+  constexpr std::size_t kBytes = std::size_t{4} << 20, kPiece = 4096;
+  for (const bool owner_closes : {true, false}) {
+    std::vector<Device> made;  // outlive the engines
+    Job job({.size = 2});
+    std::vector<Bytes> windows{Pattern(kBytes, 1), Pattern(kBytes, 2)};
+    for (int r = 0; r < 2; ++r) {
+      made.push_back(UseDevice(job.engine(r), std::size_t{256} << 10));
+      Serve(job.engine(r), windows[static_cast<std::size_t>(r)], 1, true);
+    }
+    SeeEachOther(job, windows, {0, 1});
+    std::vector<Piece> pieces;  // none follows the one before
+    for (std::size_t at = kBytes; at > 0; at -= kPiece) pieces.push_back({at - kPiece, at - kPiece, kPiece});
+    const auto put = PutFrom(job.engine(1), 0, FakeCopier::Far(windows[1].data()), pieces, 0);
+    const auto outside = PutFrom(job.engine(1), 0, FakeCopier::Far(windows[1].data()), {{0, kBytes - 1, 2}}, 0);
+    CHECK(Close(job.engine(owner_closes ? 0 : 1)), "settled");
+    const Bytes closed = windows[0];
+    if (!owner_closes) std::fill(windows[1].begin(), windows[1].end(), std::byte{7});  // whose it is again
+    const bool whole = Wait(job.engine(1), put);
+    CHECK(whole || put->refused == static_cast<int>(Refusal::kClosed), "refused %d", put->refused);
+    CHECK(!owner_closes || Same(windows[0], closed), "written after it was closed");
+    CHECK(owner_closes || (whole && Same(windows[0], Pattern(kBytes, 2))), "read after it was closed");
+    CHECK(!Wait(job.engine(1), outside) && outside->refused > 0, "outside");
+    CHECK(!job.engine(0).failed() && !job.engine(1).failed(), "both go on");
+  }
 }
 
 // As ClosingWindows, of a device's memory: what is got may be on its way from there.

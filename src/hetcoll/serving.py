@@ -184,15 +184,16 @@ class Handoff:
         self._source = self.senders.index(comm.rank) if comm.rank in self.senders else -1
         self._target = self.receivers.index(comm.rank) if comm.rank in self.receivers else -1
         self.cache = cache
+        receives = offers = self._target >= 0
         if comm.rank in everybody:
             wanted = (src if self._source >= 0 else dst).shape
-            got = read_buffer(cache, "cache", writable=self._target >= 0).count
-            if got != math.prod(wanted):
-                raise ArgumentError(f"cache: wanted {math.prod(wanted)} elements, of shape {wanted}, got {got}")
-        receives = self._target >= 0
+            buffer = read_buffer(cache, "cache", writable=receives)
+            if buffer.count != math.prod(wanted):
+                raise ArgumentError(f"cache: wanted {math.prod(wanted)} elements, of shape {wanted}, got {buffer.count}")
+            offers = receives or buffer.device != "cpu"  # a receiver's GPU may read it by itself
         # Of each slot a signal a layer, and one for the end.
         signals = slots * (dst.layers + 1) if receives else 0
-        self._window = comm.window(cache if receives else None, signals=signals)
+        self._window = comm.window(cache if offers else None, signals=signals)
         self._cancelled = np.zeros(slots if self._source >= 0 else 0, np.int64)  # by slot: the last use given up
         self._flags = comm.window(self._cancelled if self._source >= 0 else None, signals=0)
         self._uses = [0] * slots

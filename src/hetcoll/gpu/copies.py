@@ -1,9 +1,10 @@
 """One-sided messages of a GPU's memory: the copies between it and pinned memory, beside the engine, and how they are
 ordered with streams.
 
-Pieces pass through pinned memory of a fixed size (``native/host/staging.h``), which links fill and empty. The copies
-have streams of their own, on which nothing waits. So what waits for a stream of the user's is not begun before: the
-engine looks at an event (`after`).
+Pieces pass through pinned memory of a fixed size (``native/host/staging.h``), which links fill and empty; or a GPU
+reads them from the memory of another one of the host, which it has opened (`open`). The copies have streams of their
+own, on which nothing waits. So what waits for a stream of the user's is not begun before: the engine looks at an event
+(`after`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import hetcoll._native as _native
 
 from ..calls.buffers import Buffer
 from ..errors import ArgumentError, BufferTypeError, DeviceError
+from ..runtime.executor import Shared
 from ..vendors.devices.base import URGENT
 from ..vendors.devices.signals import signal_kernels
 from . import streams
@@ -32,6 +34,12 @@ _PAGE = 4096
 _STAGED = 4 << 20  # bytes each way: they stay in the last-level cache
 _LEAST_STAGED = 128 << 10  # of a FIFO, of which there are two for each rank
 _PAUSE = 100e-6  # seconds between looks at streams
+_SAMPLE = 4096  # bytes that who opens memory reads first
+
+
+def _sample(rank: int) -> bytes:
+    """What that of a rank holds."""
+    return bytes((rank + 7 * i) % 251 for i in range(_SAMPLE))
 
 
 class Copies:
@@ -39,6 +47,8 @@ class Copies:
 
     def __init__(self, device: Device, engine: _native.Engine, size: int) -> None:
         self._device, self._waits = device, list[_native.Gate]()  # what may still read words
+        self._opened: dict[str, list[int]] = {}  # address here and how often, by handle
+        self._sample = 0  # this rank's own
         self._lock = threading.Lock()
         staged = 2 * max(_STAGED, 2 * size * _LEAST_STAGED)
         self._undo = contextlib.ExitStack()
@@ -73,6 +83,62 @@ class Copies:
         except _native.Fault as error:
             raise self._refused(error) from error
 
+    def share(self, buffer: Buffer, rank: int) -> Shared | None:
+        """How others open this memory; None where the driver does not let them, as of memory mapped by pages."""
+        device = self._device
+        try:
+            with device.active():
+                if not self._sample:
+                    self._sample = device.allocate(_SAMPLE)
+                    self._undo.callback(device.free, self._sample)
+                    words = ctypes.create_string_buffer(_sample(rank), _SAMPLE)
+                    device.copy(self._sample, ctypes.addressof(words), _SAMPLE)
+                base = device.pointer(buffer.ptr).base
+                sample = device.ipc_handle(device.pointer(self._sample).base)
+                found = device.ipc_handle(base)
+                return Shared(device.vendor, found.hex(), buffer.ptr - base, sample.hex())
+        except DeviceError as error:
+            log.debug("memory of %s cannot be shared: %s", device.name, error)
+            return None
+
+    def open(self, shared: Shared, rank: int) -> int | None:
+        """Where this GPU sees memory of `rank`; None where it cannot, or reads something else there."""
+        device = self._device
+        with device.active():
+            try:
+                sample = self._mapped(shared.sample)
+                words = ctypes.create_string_buffer(_SAMPLE)
+                here = device.allocate(_SAMPLE)
+                try:  # as pieces go: from one GPU to the other
+                    device.copy(here, sample, _SAMPLE)
+                    device.copy(ctypes.addressof(words), here, _SAMPLE)
+                finally:
+                    device.free(here)
+                    self.close_shared(shared.sample)
+                if words.raw != _sample(rank):
+                    log.warning(
+                        "%s reads wrong bytes from rank %d's: what is put goes through the host", device.name, rank
+                    )
+                    return None
+                return self._mapped(shared.memory) + shared.offset
+            except DeviceError as error:
+                log.debug("%s cannot open the memory of rank %d: %s", device.name, rank, error)
+                return None
+
+    def _mapped(self, handle: str) -> int:
+        if handle not in self._opened:
+            self._opened[handle] = [self._device.open_ipc(bytes.fromhex(handle)), 0]
+        entry = self._opened[handle]
+        entry[1] += 1
+        return entry[0]
+
+    def close_shared(self, handle: str) -> None:
+        """Undo one `open`."""
+        entry = self._opened[handle]
+        entry[1] -= 1
+        if entry[1] == 0:
+            self._device.close_ipc(self._opened.pop(handle)[0])
+
     def signals(self, count: int) -> int:
         """Pinned memory for so many signals, of 8 bytes each, until `close`."""
         nbytes = 8 * count
@@ -106,6 +172,9 @@ class Copies:
                     return
                 time.sleep(_PAUSE)
             self._waits.clear()
+            for address, _ in self._opened.values():
+                self._device.close_ipc(address)
+            self._opened.clear()
             self._undo.close()
         except (_native.Fault, DeviceError) as error:  # there is nothing to give back to
             log.warning("the GPU has failed: %s", error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..calls.buffers import Buffer
@@ -16,7 +16,7 @@ from .core import Core
 if TYPE_CHECKING:
     import hetcoll._native as _native
 
-    from .executor import Copies
+    from .executor import Copies, Shared
 
 _PAUSE = 50e-6  # seconds between looks at a GPU
 
@@ -28,6 +28,7 @@ class DeviceMemory:
         self._core = core
         self._copies: Copies | None = None
         self._shown: dict[int, int] = {}  # windows' signals for streams: addresses
+        self._opened: dict[int, list[str]] = {}  # windows' memory of other ranks: handles
         self._lock = threading.Lock()
 
     def copies(self, buffer: Buffer, name: str) -> Copies:
@@ -62,6 +63,26 @@ class DeviceMemory:
         with self._failing():
             copies.wait(self._shown[window] + 8 * at, least, stream)
 
+    def share(self, buffer: Buffer | None) -> Shared | None:
+        """How other ranks of the host open a window's memory; None where it is the host's, or they cannot."""
+        if buffer is None or buffer.device == "cpu" or self._copies is None:
+            return None
+        return self._copies.share(buffer, self._core.rank)
+
+    def open(self, window: int, told: Sequence[Shared | None]) -> dict[int, int]:
+        """Where this rank's GPU sees that window of others: the addresses, by rank."""
+        ranks, me = self._core.wiring.topology.ranks, self._core.rank
+        mine, seen = told[me], {}
+        for rank, shared in enumerate(told):
+            near = rank != me and ranks[rank].host == ranks[me].host
+            if mine is None or shared is None or not near or shared.vendor != mine.vendor or self._copies is None:
+                continue
+            address = self._copies.open(shared, rank)
+            if address is not None:
+                seen[rank] = address
+                self._opened.setdefault(window, []).append(shared.memory)
+        return seen
+
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         """A GPU that has failed ends the communicator, whoever finds out first."""
@@ -83,6 +104,9 @@ class DeviceMemory:
                     f"{core.config.timeout:g} s; other streams may hold them up"
                 )
             time.sleep(_PAUSE)
+        for handle in self._opened.pop(window, ()):
+            assert self._copies is not None
+            self._copies.close_shared(handle)
 
     @property
     def pinned(self) -> int:
@@ -91,5 +115,6 @@ class DeviceMemory:
 
     def close(self) -> None:
         """Give all back. The engine is closed."""
+        self._opened.clear()
         if self._copies is not None:
             self._copies.close()

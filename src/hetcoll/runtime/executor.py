@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import hetcoll._native as _native
 
@@ -95,6 +95,16 @@ class CpuRank(Protocol):
     def close(self) -> None: ...
 
 
+class Shared(NamedTuple):
+    """By what other processes of the host open a rank's memory of its GPU: the allocation, where in it the memory
+    begins, and the allocation of a sample of bytes. Handles are hexadecimal."""
+
+    vendor: str
+    memory: str
+    offset: int
+    sample: str
+
+
 class Copies(Protocol):
     """What copies pieces of one-sided messages to and from this rank's GPU (`gpu.copies.Copies`)."""
 
@@ -105,6 +115,12 @@ class Copies(Protocol):
     def check(self, buffer: Buffer, name: str) -> None: ...
 
     def after(self, stream: object, buffer: Buffer) -> _native.Gate | None: ...
+
+    def share(self, buffer: Buffer, rank: int) -> Shared | None: ...
+
+    def open(self, shared: Shared, rank: int) -> int | None: ...
+
+    def close_shared(self, handle: str) -> None: ...
 
     def signals(self, count: int) -> int: ...
 

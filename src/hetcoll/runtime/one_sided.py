@@ -22,6 +22,7 @@ from ..types import DType
 from ..work import DONE, Work
 from .core import Core
 from .device_memory import DeviceMemory
+from .executor import Shared
 from .offsets import MOST_PIECES, Offsets, pieces
 from .regroup import Make, name_of, while_whole
 
@@ -33,7 +34,7 @@ _CLOSED = 1  # native/host/windows.h, Refusal
 _MOST_SIGNAL = 1 << 62  # native/host/windows.h, Show
 _MOST_TEXT = 400  # of a problem
 _CHANNELS = (0, 1)
-_COUNTERS = ("puts", "gets", "pieces", "bytes", "refused")
+_COUNTERS = ("puts", "gets", "pieces", "bytes", "refused", "direct")
 
 
 class Transfer(Work):
@@ -258,6 +259,14 @@ class OneSided:
         self._windows[number] = buffer
         return number
 
+    def see_window(
+        self, number: int, seen: dict[int, int], sees: list[bool], exposed: Sequence[_Exposed], dtype: DType
+    ) -> None:
+        """What this rank's GPU sees of the others' memory, and whose sees that of this rank."""
+        for rank in range(self.core.size):
+            nbytes = exposed[rank].elements * dtype.itemsize if rank in seen else 0
+            self.core.engine.see_window(number, rank, seen.get(rank, 0), nbytes, sees[rank])
+
     def close_window(self, number: int) -> None:
         """Fence its memory."""
         if not self.core.engine.forked:
@@ -370,17 +379,24 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         except (DeviceError, BufferTypeError) as error:  # which all ranks hear of
             problem, buffer = f"{type(error).__name__}: {error}"[:_MOST_TEXT], None
     number = side.add_window(buffer, own)
-    mine = [-1 if buffer is None else buffer.dtype.value, 0 if buffer is None else buffer.count, own, problem]
+    shared = side.devices.share(buffer)
+    mine = [-1 if buffer is None else buffer.dtype.value, 0 if buffer is None else buffer.count, own, problem, shared]
     told = [json.loads(blob) for blob in parent.meet("window()", json.dumps(mine).encode(), seconds)]
-    for rank, (_, _, _, text) in enumerate(told):
+    for rank, (_, _, _, text, _) in enumerate(told):
         if text:
             side.close_window(number)
             kind = DeviceError if text.startswith(DeviceError.__name__) else BufferTypeError
             raise kind(f"buf: that of rank {rank} cannot be a window: {text}")
-    kinds = {rank: DType(kind) for rank, (kind, _, _, _) in enumerate(told) if kind >= 0}
+    kinds = {rank: DType(kind) for rank, (kind, *_) in enumerate(told) if kind >= 0}
     if len(set(kinds.values())) > 1:
         side.close_window(number)
         what = ", ".join(f"rank {rank} {kind.label}" for rank, kind in kinds.items())
         raise BufferTypeError(f"buf: wanted one dtype on all ranks, got {what}")
     dtype = next(iter(kinds.values()), DType.UINT8)
-    return Window(side, number, dtype, [_Exposed(count, there) for _, count, there, _ in told])
+    exposed = [_Exposed(count, there) for _, count, there, _, _ in told]
+    found = [None if each is None else Shared(*each) for *_, each in told]
+    if sum(each is not None for each in found) > 1:
+        seen = side.devices.open(number, found)
+        theirs = [json.loads(blob) for blob in parent.meet("window()", json.dumps(sorted(seen)).encode(), seconds)]
+        side.see_window(number, seen, [side.core.rank in each for each in theirs], exposed, dtype)
+    return Window(side, number, dtype, exposed)

@@ -1,0 +1,124 @@
+"""Puts between GPUs of one vendor in one host: the receiving GPU reads the other one's memory, without the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_kinds import Own, device_of, has_gpu
+from ranks import Ranks
+
+import hetcoll
+from hetcoll.gpu.array import DeviceArray
+
+BLOCK, BLOCKS = 1000, 64
+
+
+def put_blocks(comm: hetcoll.Communicator, turns: int) -> int:
+    """Each rank puts blocks of its own half of the window into its part of every other rank's other half, scattered,
+    and gets them back. How many bytes came here from GPU to GPU."""
+    size, rank = comm.size, comm.rank
+    half = BLOCK * BLOCKS
+    mine = Own(comm, np.zeros(half * (1 + size), np.float32))
+    with comm.window(mine.array, signals=size) as window:
+        for turn in range(1, turns + 1):
+            random = np.random.default_rng(100 * turn + rank)
+            own = random.random(half, np.float32)
+            values = mine.get()
+            values[:half] = own
+            if has_gpu(comm):
+                mine.array.set(values)
+            else:
+                mine.array[:] = values
+            comm.barrier()
+            into = random.permutation(BLOCKS)
+            works = [
+                window.put(mine.array, peer, half * (1 + rank) + into * BLOCK, src_offset=np.arange(BLOCKS) * BLOCK,
+                           count=BLOCK, signal=rank, async_op=True)
+                for peer in range(size) if peer != rank
+            ]  # fmt: skip
+            back = np.zeros(half, np.float32)
+            window.get(back, (rank + 1) % size, half * (1 + rank), count=half)
+            assert (back.reshape(BLOCKS, BLOCK)[into] == own.reshape(BLOCKS, BLOCK)).all()
+            for work in works:
+                work.wait()
+            for peer in range(size):
+                if peer != rank:
+                    window.wait_signal(peer, turn)
+                    theirs = np.random.default_rng(100 * turn + peer)
+                    sent, there = theirs.random(half, np.float32), theirs.permutation(BLOCKS)
+                    got = mine.get()[half * (1 + peer) : half * (2 + peer)]
+                    assert (got.reshape(BLOCKS, BLOCK)[there] == sent.reshape(BLOCKS, BLOCK)).all()
+            comm.barrier()
+        direct = comm.counters()["window_direct"]
+        comm.barrier()
+    return direct
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sees"),
+    [("nn", {0: 1, 1: 1}), ("nac", {}), ("aca", {0: 1, 2: 1}), ("nna", {0: 1, 1: 1})],
+)
+def test_scattered_blocks(whole: Any, kinds: str, sees: dict[int, int]) -> None:
+    """Those of one vendor see each other, and nobody else does."""
+    ranks: Ranks = whole(kinds)
+    before = ranks.run(direct_so_far)
+    found = ranks.run(put_blocks, 3)
+    nbytes = 3 * 4 * BLOCK * BLOCKS
+    assert [n - b for n, b in zip(found, before, strict=True)] == [nbytes * sees.get(r, 0) for r in range(len(kinds))]
+
+
+def direct_so_far(comm: hetcoll.Communicator) -> int:
+    return comm.counters().get("window_direct", 0)
+
+
+def test_other_hosts_see_nothing(whole: Any) -> None:
+    ranks: Ranks = whole("nn", HETCOLL_HOST_ID=("a", "b"))
+    assert ranks.run(put_blocks, 2) == [0, 0]
+
+
+def of_one_allocation(comm: hetcoll.Communicator) -> None:
+    """Two windows of parts of one allocation, of which one is closed first; the source is in the other one."""
+    device = device_of(comm)
+    whole = DeviceArray.of(device, np.arange(4000, dtype=np.int32) + 10_000 * comm.rank)
+    first, second = whole.buffer(0, 1000), whole.buffer(1000, 3000)
+    a, b = comm.window(first), comm.window(second)
+    before = comm.counters()["window_direct"]
+    peer = 1 - comm.rank
+    a.put(second, peer, 0, src_offset=500, count=1000, signal=0)
+    a.wait_signal()
+    comm.barrier()
+    a.close()
+    b.put(second, peer, 2000, src_offset=0, count=500, signal=0)
+    b.wait_signal()
+    values = whole.get()
+    assert (values[:1000] == np.arange(1500, 2500) + 10_000 * peer).all()
+    assert (values[3000:3500] == np.arange(1000, 1500) + 10_000 * peer).all()
+    assert comm.counters()["window_direct"] - before == 4 * 1500
+    comm.barrier()
+    b.close()
+
+
+@pytest.mark.parametrize("kinds", ["nn", "aa"])
+def test_windows_of_one_allocation(whole: Any, kinds: str) -> None:
+    whole(kinds).run(of_one_allocation)
+
+
+def refused(comm: hetcoll.Communicator) -> int:
+    mine = Own(comm, np.full(BLOCK, comm.rank, np.int32))
+    before = comm.counters().get("window_direct", 0)
+    with comm.window(mine.array) as window:
+        window.put(mine.array, 1 - comm.rank, BLOCK // 2, count=BLOCK // 2, signal=0)
+        window.wait_signal()
+        assert (mine.get()[BLOCK // 2 :] == 1 - comm.rank).all()
+        comm.barrier()
+    return comm.counters()["window_direct"] - before
+
+
+@pytest.mark.parametrize("kinds", ["nn", "aa"])
+def test_memory_that_cannot_be_opened_goes_through_the_host(mixed: Any, kinds: str) -> None:
+    """As where one GPU has no way to the other's memory: on rank 0 alone, so rank 1 still reads."""
+    name, call = ("CUDA", "cuIpcOpenMemHandle") if kinds == "nn" else ("HIP", "hipIpcOpenMemHandle")
+    settings = {"HETCOLL_DEVICE": name.lower(), f"FAKE_{name}_FAIL": (f"{call}:1:217", "")}
+    assert mixed(kinds, **settings).run(refused) == [0, 4 * (BLOCK // 2)]
