@@ -219,18 +219,26 @@ def with_pinned_copies(rank: int, piece: int, count: int, rounds: int, way: str)
 
 
 def with_gpu_copy(rank: int, piece: int, count: int, rounds: int, way: str) -> list[float]:
-    """What one GPU copies to the other in one piece, or to itself where there is one."""
+    """What the receiver's GPU reads of the sender's cache in one piece, mapped as a put's is."""
+    handle = Path(os.environ["BENCH_FOLDER"]) / "handle"
+    cache, device = Cache(rank, piece * count, True), gpu(rank)
     found: list[float] = []
     if rank == 1:
+        handle.with_suffix(".new").write_bytes(device.ipc_handle(device.pointer(cache.array.ptr).base))
+        handle.with_suffix(".new").rename(handle)
+        while handle.exists():
+            time.sleep(0.01)
         return found
-    mine, theirs = Cache(0, piece * count, True), Cache(1, piece * count, True)
-    device = gpu(1)
-    stream = device.stream()
+    while not handle.exists():
+        time.sleep(0.01)
+    theirs, stream = device.open_ipc(handle.read_bytes()), device.stream()
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        device.copy(theirs.array.ptr, mine.array.ptr, piece * count, stream)
+        device.copy(cache.array.ptr, theirs, piece * count, stream)
         device.synchronize(stream)
         found.append(time.perf_counter() - start)
+    device.close_ipc(theirs)
+    handle.unlink()
     return found[1:]
 
 
@@ -285,11 +293,11 @@ def launch(way: str, python: str, piece: int, count: int, rounds: int) -> list[f
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     env |= {"GLOO_SOCKET_IFNAME": "lo", "HETCOLL_TRANSPORT": "shm" if "shm" in way else "tcp"}
     words = [python, __file__, "--way", way, "--pieces", str(piece), "--count", str(count), "--rounds", str(rounds)]
-    with tempfile.TemporaryFile("w+") as out:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
                 words,
-                env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "BENCH_FOLDER": folder},
                 stdout=out if rank == 0 else subprocess.DEVNULL,
             )
             for rank in range(2)

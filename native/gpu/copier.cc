@@ -1,8 +1,27 @@
 #include "gpu/copier.h"
 
+#include <algorithm>
+
 #include "transport/transport.h"
 
 namespace hetcoll {
+namespace {
+
+// As devices/kernels/arguments.h has it.
+struct Pieces {
+  static constexpr std::size_t kMost = 128;
+
+  Move piece[kMost];
+  unsigned count;
+  unsigned blocks;
+};
+static_assert(sizeof(Pieces) == 24 * Pieces::kMost + 8);
+
+constexpr std::size_t kLong = std::size_t{1} << 20;  // what a copy engine moves as fast
+constexpr std::size_t kFew = 3;                      // moves that it begins as fast
+constexpr unsigned kThreads = 512, kBlocks = 64;     // of a launch: half of a GPU
+
+}  // namespace
 
 DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver, const std::array<DeviceStream, 2>& streams)
     : driver_(std::move(driver)) {
@@ -14,6 +33,33 @@ void DeviceCopier::Copy(Way way, void* dst, const void* src, std::size_t n) {
   Line& line = LineOf(way);
   line.begun = true;
   driver_->Copy(dst, src, n, line.stream);
+}
+
+void DeviceCopier::CopyEach(Way way, std::span<const Move> moves) {
+  const DeviceFunction kernel = kernel_.load(std::memory_order_acquire);
+  if (kernel == nullptr || moves.size() <= kFew) return Copier::CopyEach(way, moves);
+  const Current current(*driver_);
+  Line& line = LineOf(way);
+  line.begun = true;
+  Pieces pieces;
+  const auto launch = [&] {
+    if (pieces.count == 0) return;
+    pieces.blocks = std::max(1u, kBlocks / pieces.count);
+    void* params[] = {&pieces};
+    driver_->Launch(kernel, pieces.blocks * std::min(pieces.count, kBlocks), kThreads, params, line.stream);
+    pieces.count = 0;
+  };
+  pieces.count = 0;
+  for (const Move& move : moves) {
+    if (move.n == 0) continue;
+    if (move.n >= kLong) {
+      driver_->Copy(move.dst, move.src, move.n, line.stream);
+      continue;
+    }
+    pieces.piece[pieces.count++] = move;
+    if (pieces.count == Pieces::kMost) launch();
+  }
+  launch();
 }
 
 std::uint64_t DeviceCopier::Mark(Way way) {

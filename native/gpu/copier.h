@@ -2,9 +2,11 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,8 +22,12 @@ class DeviceCopier final : public Copier {
   DeviceCopier(std::shared_ptr<Driver> driver, const std::array<DeviceStream, 2>& streams);
 
   void Copy(Way way, void* dst, const void* src, std::size_t n) override;
+  void CopyEach(Way way, std::span<const Move> moves) override;
   std::uint64_t Mark(Way way) override;
   bool Passed(Way way, std::uint64_t mark) override;
+
+  // From now on this kernel (devices/kernels/pieces.h) makes the shorter ones of CopyEach.
+  void UseKernel(DeviceFunction kernel) { kernel_.store(kernel, std::memory_order_release); }
 
   // For any thread, beside the above. What is on `user` now, or nothing where that is done; a Fault where `user` is
   // captured into a graph, which would not do it again.
@@ -46,6 +52,7 @@ class DeviceCopier final : public Copier {
   Gate Recorded(DeviceStream user);
 
   std::shared_ptr<Driver> driver_;
+  std::atomic<DeviceFunction> kernel_ = nullptr;
   std::array<Line, 2> lines_;
 };
 

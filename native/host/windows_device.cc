@@ -14,6 +14,7 @@
 namespace hetcoll {
 namespace {
 
+constexpr std::size_t kMostMoves = 1024;          // begun under the engine's lock at a time
 constexpr std::int64_t kDrainNs = 5'000'000'000;  // a device that takes longer does not come back
 
 }  // namespace
@@ -130,28 +131,31 @@ bool Windows::Readable(int peer, const Inbound& in) const {
                      [&](const Run& run) { return run.from <= size && run.nbytes <= size - run.from; });
 }
 
-// Begins the next copy of a put that this rank reads. What follows on both sides is one copy.
+// Begins more copies of a put that this rank reads. What follows on both sides is one.
 void Windows::Pull(int peer, Inbound& in) {
-  const Run& first = in.runs[in.run];
-  std::uint64_t nbytes = 0;
-  const std::size_t begun = in.run;
-  for (; in.run < in.runs.size(); ++in.run) {
-    const Run& run = in.runs[in.run];
-    if (run.offset != first.offset + nbytes || run.from != first.from + nbytes) break;
-    nbytes += run.nbytes;
-  }
-  if (in.refusal == Refusal::kNone) {
+  const bool reads = in.refusal == Refusal::kNone;
+  const std::size_t end = reads ? std::min(in.runs.size(), in.run + kMostMoves) : in.runs.size();
+  counts_.refused += reads ? 0 : end - in.run;
+  if (reads) {
     const Window& window = *Find(in.head.id);
     const Window& source = windows_.at(static_cast<std::uint32_t>(in.head.offset));
+    const std::byte* theirs = source.theirs[static_cast<std::size_t>(peer)].data();
+    std::vector<Move> moves;
+    for (const Run& run : std::span(in.runs).subspan(in.run, end - in.run)) {
+      std::byte* to = window.base + run.offset;
+      const std::byte* from = theirs + run.from;
+      const bool follows = !moves.empty() && static_cast<std::byte*>(moves.back().dst) + moves.back().n == to &&
+                           static_cast<const std::byte*>(moves.back().src) + moves.back().n == from;
+      if (!follows) moves.push_back({to, from, 0});
+      moves.back().n += run.nbytes;
+      counts_.bytes += run.nbytes;
+      counts_.direct += run.nbytes;
+    }
     device_->inlet.Mark();  // what came before is begun before
-    const std::byte* from = source.theirs[static_cast<std::size_t>(peer)].data() + first.from;
-    if (nbytes > 0) device_->copier->Copy(Way::kIn, window.base + first.offset, from, nbytes);
-    counts_.pieces += in.run - begun;
-    counts_.bytes += nbytes;
-    counts_.direct += nbytes;
-  } else {
-    counts_.refused += in.run - begun;
+    device_->copier->CopyEach(Way::kIn, moves);
+    counts_.pieces += end - in.run;
   }
+  in.run = end;
   if (in.run < in.runs.size()) return;
   in.phase = Phase::kHead;
   PutIsThere(peer, in);

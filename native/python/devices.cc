@@ -50,6 +50,7 @@ void BindCopies(nb::module_& m) {
       .def(
           "after", [](const PyCopier& c, Address stream) { return Closed(c.device->After(As<DeviceStream>(stream))); },
           nb::call_guard<nb::gil_scoped_release>())
+      .def("use_kernel", [](const PyCopier& c, Address kernel) { c.device->UseKernel(As<DeviceFunction>(kernel)); })
       .def(
           "failure", [](const PyCopier& c) { return c.device->Failure(); }, nb::call_guard<nb::gil_scoped_release>())
       .def(

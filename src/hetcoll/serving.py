@@ -189,7 +189,9 @@ class Handoff:
             wanted = (src if self._source >= 0 else dst).shape
             buffer = read_buffer(cache, "cache", writable=receives)
             if buffer.count != math.prod(wanted):
-                raise ArgumentError(f"cache: wanted {math.prod(wanted)} elements, of shape {wanted}, got {buffer.count}")
+                raise ArgumentError(
+                    f"cache: wanted {math.prod(wanted)} elements, of shape {wanted}, got {buffer.count}"
+                )
             offers = receives or buffer.device != "cpu"  # a receiver's GPU may read it by itself
         # Of each slot a signal a layer, and one for the end.
         signals = slots * (dst.layers + 1) if receives else 0

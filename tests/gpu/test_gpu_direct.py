@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_kinds import Own, device_of, has_gpu
-from ranks import Ranks
+from ranks import Ranks, wait_until
 
 import hetcoll
+from hetcoll import PeerLostError
 from hetcoll.gpu.array import DeviceArray
 
 BLOCK, BLOCKS = 1000, 64
@@ -105,6 +106,37 @@ def test_windows_of_one_allocation(whole: Any, kinds: str) -> None:
     whole(kinds).run(of_one_allocation)
 
 
+def odd_pieces(comm: hetcoll.Communicator) -> int:
+    """Lengths and places of any alignment, few and many, from one byte to more than a copy engine's share."""
+    room = 5 << 20
+    mine = Own(comm, np.random.default_rng(comm.rank).integers(0, 256, 2 * room, np.uint8))
+    theirs = np.random.default_rng(1 - comm.rank).integers(0, 256, 2 * room, np.uint8)
+    with comm.window(mine.array) as window:
+        before = comm.counters()["window_direct"]
+        for turn, most in enumerate((1, 3, 4, 300), start=1):
+            want = mine.get()
+            for rank in range(2):  # what this rank puts, and what the other does
+                random = np.random.default_rng([turn, rank])
+                count = np.minimum(2 ** random.integers(0, 22, most), room // (2 * most))
+                starts = np.cumsum(count + random.integers(0, 9, most)) - count
+                into, sources = room + starts, random.permutation(starts)
+                if rank == comm.rank:
+                    window.put(mine.array, 1 - rank, into, src_offset=sources, count=count, signal=0, async_op=True)
+                else:
+                    for to, at, n in zip(into, sources, count, strict=True):
+                        want[to : to + n] = theirs[at : at + n]
+            window.wait_signal(0, turn)
+            assert (mine.get() == want).all()
+            comm.barrier()
+        return comm.counters()["window_direct"] - before
+
+
+@pytest.mark.parametrize("kinds", ["nn", "aa"])
+def test_pieces_of_any_length(whole: Any, kinds: str) -> None:
+    found = whole(kinds).run(odd_pieces, timeout=100)
+    assert min(found) > 1 << 20
+
+
 def refused(comm: hetcoll.Communicator) -> int:
     mine = Own(comm, np.full(BLOCK, comm.rank, np.int32))
     before = comm.counters().get("window_direct", 0)
@@ -122,3 +154,35 @@ def test_memory_that_cannot_be_opened_goes_through_the_host(mixed: Any, kinds: s
     name, call = ("CUDA", "cuIpcOpenMemHandle") if kinds == "nn" else ("HIP", "hipIpcOpenMemHandle")
     settings = {"HETCOLL_DEVICE": name.lower(), f"FAKE_{name}_FAIL": (f"{call}:1:217", "")}
     assert mixed(kinds, **settings).run(refused) == [0, 4 * (BLOCK // 2)]
+
+
+def read_the_dead(comm: hetcoll.Communicator) -> str:
+    """Rank 1 is killed while the GPU of rank 0 reads from its memory; that GPU must work on."""
+    device = device_of(comm)
+    mine = DeviceArray.of(device, np.full(1 << 24, 1 + comm.rank, np.uint8))
+    window = comm.window(mine)
+    comm.barrier()
+    at = np.arange(1 << 8) << 15
+    while comm.rank == 1:
+        works = [window.put(mine, 0, at[::-1], src_offset=at, count=1 << 15, async_op=True) for _ in range(8)]
+        print("moved", flush=True)
+        for work in works:
+            work.wait()
+    try:
+        window.wait_signal(timeout=60)
+    except PeerLostError as error:
+        told = str(error)
+    device.synchronize()
+    assert set(np.unique(mine.get())) <= {1, 2}
+    assert (DeviceArray.of(device, np.arange(1000, dtype=np.int64)).get() == np.arange(1000)).all()
+    return told
+
+
+@pytest.mark.parametrize("kinds", ["nn", "aa"])
+def test_a_rank_that_dies_while_its_memory_is_read(placed: Any, kinds: str) -> None:
+    ranks: Ranks = placed(kinds)
+    ranks.start(read_the_dead)
+    wait_until(lambda: ranks.output(1).count("moved") > 3, 60)
+    ranks.kill(1)
+    outcome = ranks.finish(only=[0])[0]
+    assert "rank 1" in (outcome.value or ""), outcome.trace

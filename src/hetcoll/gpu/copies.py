@@ -22,6 +22,7 @@ from ..calls.buffers import Buffer
 from ..errors import ArgumentError, BufferTypeError, DeviceError
 from ..runtime.executor import Shared
 from ..vendors.devices.base import URGENT
+from ..vendors.devices.kernels.source import PIECES
 from ..vendors.devices.signals import signal_kernels
 from . import streams
 
@@ -120,10 +121,19 @@ class Copies:
                         "%s reads wrong bytes from rank %d's: what is put goes through the host", device.name, rank
                     )
                     return None
-                return self._mapped(shared.memory) + shared.offset
+                address = self._mapped(shared.memory) + shared.offset
+                self._use_kernel()
+                return address
             except DeviceError as error:
                 log.debug("%s cannot open the memory of rank %d: %s", device.name, rank, error)
                 return None
+
+    def _use_kernel(self) -> None:
+        """Copy engines take some microseconds for each piece: where the device can compile it, a kernel has many."""
+        try:
+            self._copier.use_kernel(self._device.kernels().function(PIECES))
+        except DeviceError as error:
+            log.info("%s has no kernel for pieces, copy engines move them: %s", self._device.name, error)
 
     def _mapped(self, handle: str) -> int:
         if handle not in self._opened:

@@ -61,4 +61,19 @@ struct Messages {
 };
 static_assert(sizeof(Messages) == 48 * kMessages + 16, "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
+constexpr unsigned kPieces = 128;  // of a launch: what it takes is 4 KiB at most
+
+// What the kernel of copies takes (pieces.h).
+struct Piece {
+  char* to;
+  const char* from;
+  unsigned long long nbytes;
+};
+struct Pieces {
+  Piece piece[kPieces];
+  unsigned count;
+  unsigned blocks;  // of a piece; those of the launch are a multiple
+};
+static_assert(sizeof(Pieces) == 24 * kPieces + 8, "native/gpu/copier.cc has the same layout");
+
 }  // namespace hetcoll

@@ -11,7 +11,7 @@ from ....types import FNUZ_OF, DType, Format, ReduceOp, supports
 
 SIGNALS = "signals"
 FLOAT8 = "float8"
-MESSAGES = "messages"  # a module, and its only kernel
+MESSAGES, PIECES = "messages", "pieces"  # modules, and their only kernels
 _EXCHANGE, _CODECS = "_exchange", "_codecs"  # modules of their own, as few programs need them
 _CODED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _CODINGS = ("round", "encode", "decode", "add")
@@ -80,7 +80,7 @@ def reductions(dtype: DType) -> list[ReduceOp]:
 def modules() -> dict[str, tuple[str, ...]]:
     """The kernels of every module."""
     table: dict[str, tuple[str, ...]] = {SIGNALS: _SIGNAL_KERNELS, FLOAT8: tuple(_conversions())}
-    table[MESSAGES] = (MESSAGES,)
+    table |= {MESSAGES: (MESSAGES,), PIECES: (PIECES,)}
     for dtype in DType:
         names = [name(dtype, op) for op in reductions(dtype) for name in (reduce_name, oneshot_name)]
         if supports(dtype, ReduceOp.AVG):
@@ -104,7 +104,7 @@ _INCLUDE = re.compile(r'#include "(.*)"\n')
 
 def source(module: str) -> str:
     """One module's whole source: no compiler needs a path to our headers."""
-    if module in (SIGNALS, MESSAGES):
+    if module in (SIGNALS, MESSAGES, PIECES):
         return _expand(f"devices/kernels/{module}.h", set())
     if module == FLOAT8:
         lines = [_expand("devices/kernels/float8.h", set()), f'#line 1 "{module}"\n']
