@@ -60,19 +60,26 @@ def check(cache: Any, piece: int, count: int, turn: int) -> None:
 
 
 def measure(
-    rank: int, piece: int, count: int, rounds: int, begin: Callable[[], object], move: Callable[[Any], Any]
+    rank: int,
+    piece: int,
+    count: int,
+    rounds: int,
+    begin: Callable[[], object],
+    move: Callable[[], object],
+    meet: Callable[[], object],
+    came: Callable[[], Any],
 ) -> list[float]:
-    """Seconds of each round on the sender, until all is there. `move` takes the sender's cache, or gives what came."""
+    """Seconds of each round on the sender, until all is there. Both `begin` together, and `meet` before the receiver
+    looks at what `came`."""
     found = []
     for turn in range(rounds + 1):
-        mine = content(piece, count, turn) if rank == 0 else None
         begin()
         start = time.perf_counter()
-        came = move(mine)
-        if rank == 0:
-            found.append(time.perf_counter() - start)
-        else:
-            check(came, piece, count, turn)
+        move()
+        found.append(time.perf_counter() - start)
+        meet()
+        if rank == 1:
+            check(came(), piece, count, turn)
     return found[1:]
 
 
@@ -122,15 +129,14 @@ def with_hetcoll(rank: int, piece: int, count: int, rounds: int, way: str) -> li
                 cache.set(content(piece, count, calls[0]))
             comm.barrier()
 
-        def move(mine: Any) -> Any:
+        def move() -> None:
             calls[0] += 1
             if rank == 0:
                 window.put(cache.array, 1, target * piece, src_offset=source * piece, count=piece, signal=0)
             else:
                 window.wait_signal(0, calls[0])
-            return cache
 
-        found = measure(rank, piece, count, rounds, begin, move)
+        found = measure(rank, piece, count, rounds, begin, move, comm.barrier, lambda: cache)
         comm.barrier()
         direct = comm.counters()["window_direct"]
         assert direct == ((rounds + 1) * piece * count if rank == 1 and "direct" in way else 0), "another way"
@@ -154,15 +160,14 @@ def with_nccl(rank: int, piece: int, count: int, rounds: int, way: str) -> list[
         dist.barrier()
         torch.cuda.synchronize(device)
 
-    def move(mine: Any) -> Any:
+    def move() -> None:
         order, call = (source, dist.isend) if rank == 0 else (target, dist.irecv)
         for work in dist.batch_isend_irecv([dist.P2POp(call, cache[i], 1 - rank) for i in order]):
             work.wait()
         dist.recv(done, 1) if rank == 0 else dist.send(done, 0)  # as a put is over when its data is there
         torch.cuda.synchronize(device)
-        return cache.cpu().numpy().reshape(-1)
 
-    found = measure(rank, piece, count, rounds, begin, move)
+    found = measure(rank, piece, count, rounds, begin, move, dist.barrier, lambda: cache.cpu().numpy().reshape(-1))
     dist.destroy_process_group()
     return found
 
@@ -184,7 +189,7 @@ def with_gloo(rank: int, piece: int, count: int, rounds: int, way: str) -> list[
         turn[0] += 1
         dist.barrier()
 
-    def move(mine: Any) -> Any:
+    def move() -> None:
         rows = cache
         if rank == 0:
             rows = cache.copy_(mine_there) if on_gpu else mine_there
@@ -196,9 +201,11 @@ def with_gloo(rank: int, piece: int, count: int, rounds: int, way: str) -> list[
             mine_there.copy_(cache)
             torch.cuda.synchronize(device)
         dist.recv(done, 1) if rank == 0 else dist.send(done, 0)
+
+    def came() -> Any:
         return (mine_there if on_gpu else cache).cpu().numpy().reshape(-1)
 
-    found = measure(rank, piece, count, rounds, begin, move)
+    found = measure(rank, piece, count, rounds, begin, move, dist.barrier, came)
     dist.destroy_process_group()
     return found
 
