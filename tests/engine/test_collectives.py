@@ -146,7 +146,7 @@ def test_shared_memory_and_tcp_in_one_communicator(pool: Pool, hosts: str) -> No
     assert set(ranks.run(transports)) <= {("shm", "tcp"), ("tcp",)}
 
 
-@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+@parametrize("hosts", HOSTS.values(), ids=HOSTS, first=2)
 def test_every_algorithm_among_hosts(pool: Pool, hosts: str) -> None:
     """By name, with few bytes, for which hosts are led, and with many."""
     size, ranks = len(hosts), pool(len(hosts), HETCOLL_HOST_ID=tuple(hosts))

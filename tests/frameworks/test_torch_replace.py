@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from installed import find_program, import_torch
+from thorough import parametrize
 
 import hetcoll
 
@@ -67,7 +68,7 @@ def test_a_wrong_name_is_told_to_who_makes_a_group(environment: dict[str, str]) 
         assert "HETCOLL_REPLACE: wanted nccl, gloo or both: nccl,gloo, got 'mpi'" in done.stderr
 
 
-@pytest.mark.parametrize("how", ["destroy", "leave"])
+@parametrize("how", ["leave", "destroy"], first=1)
 def test_sharded_models_end_without_a_word(environment: dict[str, str], how: str) -> None:
     """torch keeps groups until the interpreter is gone; nothing of the engine's may be among what it finds then."""
     program = str(Path(PROGRAM).with_name("end.py"))

@@ -45,6 +45,7 @@ def test_losses_over_two_vendors(ranks: TorchRanks, way: str) -> None:
         assert mixed[0][0] == wanted
 
 
+@pytest.mark.thorough
 def test_losses_beside_ranks_without_a_gpu() -> None:
     """A GPU of each vendor and two CPUs: the losses of one process, and the same parameters on all ranks."""
     ranks = start(HETCOLL_ISLANDS="auto", HETCOLL_DEVICE=("cuda:0", "hip:1", "cpu", "cpu"))
@@ -61,6 +62,7 @@ def test_losses_beside_ranks_without_a_gpu() -> None:
         ranks.close()
 
 
+@pytest.mark.thorough
 def test_compressed_gradients_over_two_vendors() -> None:
     """Between the vendors gradients travel as int8; the losses stay those of one process."""
     ranks = start(HETCOLL_COMPRESS="int8")

@@ -30,7 +30,7 @@ def calls_of(dtype: DType) -> list[tuple[int, str, bool]]:
 
 
 @parametrize("kind", COLLECTIVES, first=1)
-@parametrize(("dtype", "form"), KINDS, first=3)
+@parametrize(("dtype", "form"), KINDS, first=1)
 def test_two_gpus_of_two_vendors(mixed: Any, dtype: DType, form: Format, kind: Collective) -> None:
     """Several calls, with what they lost; the sum has the bits that NumPy's formats give."""
     ranks: Ranks = mixed("na", HETCOLL_ISLANDS="0|1")
@@ -105,7 +105,7 @@ def with_cpus() -> Iterator[Any]:
 @parametrize(("dtype", "form", "settings"), [
     (DType.FLOAT32, Format.INT8, {"HETCOLL_HOST_ID": ("a", "b")}),
     *((dtype, form, {"HETCOLL_ISLANDS": "0|1"}) for dtype, form in KINDS),
-], first=3)  # fmt: skip
+], first=2)  # fmt: skip
 def test_a_gpu_and_a_rank_without_one(
     with_cpus: Any, dtype: DType, form: Format, settings: dict[str, Any], kind: Collective
 ) -> None:

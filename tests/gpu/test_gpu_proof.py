@@ -242,7 +242,7 @@ def outcomes_of(kinds: str, hows: tuple[str, ...], **settings: Any) -> list[Outc
 
 
 @pytest.mark.fakes
-@pytest.mark.parametrize("how", ["bytes", "signal"])
+@parametrize("how", ["bytes", "signal"], first=1)
 @parametrize("kinds", ["na", "nc", "cn"], first=1)
 def test_the_way_that_was_asked_for_and_fails_is_an_error_on_all_ranks(kinds: str, how: str) -> None:
     for outcome in outcomes_of(kinds, ("nothing", how), HETCOLL_CROSS="mapped"):
@@ -379,7 +379,7 @@ def reduce_between_hosts(comm: hetcoll.Communicator, broken: int, how: str) -> t
 
 
 @pytest.mark.fakes
-@pytest.mark.parametrize(("how", "why"), [("bytes", "came wrong"), ("signal", "nothing came from rank 2 in 5 s")])
+@parametrize(("how", "why"), [("bytes", "came wrong"), ("signal", "nothing came from rank 2 in 5 s")], first=1)
 @parametrize("kinds", ["nan", "ncn"], first=1)
 def test_the_last_way_between_hosts_that_fails_is_an_error_on_all_ranks(kinds: str, how: str, why: str) -> None:
     ranks = start(kinds, HETCOLL_HOST_ID=("a", "a", "b"))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks, wait_until
 from scattered import PART, pieces
+from thorough import parametrize
 
 import hetcoll
 from hetcoll import (
@@ -87,7 +88,7 @@ def put_and_get(comm: hetcoll.Communicator, calls: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("kinds", ["nn", "nc", "nac", "aca"])
+@parametrize("kinds", ["nac", "aca", "nn", "nc"], first=1)
 def test_random_pieces(whole: Start, kinds: str, link: str) -> None:
     ranks = whole(kinds, **LINKS[link])
 
@@ -133,7 +134,7 @@ def sizes(comm: hetcoll.Communicator) -> None:
 
 
 @pytest.mark.parametrize("link", ["shm", "tcp"])
-@pytest.mark.parametrize("kinds", ["nn", "na", "nc", "cn", "ac", "ca"])
+@parametrize("kinds", ["na", "nc", "ca", "nn", "cn", "ac"], first=3)
 def test_sizes(whole: Start, kinds: str, link: str) -> None:
     whole(kinds, **LINKS[link]).run(sizes)
 
@@ -192,7 +193,7 @@ def in_order(comm: hetcoll.Communicator) -> None:
 
 
 @pytest.mark.parametrize("jitter", ["1:3000", "2:500"])
-@pytest.mark.parametrize("kinds", ["nn", "na", "aa"])
+@parametrize("kinds", ["na", "nn", "aa"], first=1)
 def test_the_order_of_streams(placed: Start, kinds: str, jitter: str) -> None:
     placed(kinds, jitter=jitter).run(in_order)
 

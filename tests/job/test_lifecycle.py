@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from calls import LINKS, add, use_everything
 from ranks import Job, Ranks, Resources, elapsed, wait_until
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.rendezvous.control import ControlClient
@@ -357,7 +358,7 @@ def close_under_a_call(comm: hetcoll.Communicator, how: str) -> str:
 
 
 @LINKS
-@pytest.mark.parametrize("how", ["hot", "long", "wait", "first use"])
+@parametrize("how", ["first use", "hot", "wait", "long"], first=2)
 def test_close_while_another_thread_is_in_a_call(launch: Launch, how: str, transport: str) -> None:
     said = launch(2, HETCOLL_TRANSPORT=transport).run(close_under_a_call, how)
     assert re.fullmatch("(the|this) communicator was closed", said[1])

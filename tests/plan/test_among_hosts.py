@@ -86,7 +86,7 @@ def test_any_hosts_give_numpys_result_in_any_order(data: st.DataObject) -> None:
 
 
 @FORMS
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+@parametrize("shape", [(2, 1), (2, 2)], first=1)
 @pytest.mark.parametrize("name", ["ring", "tree", "direct"])
 def test_every_single_edit_is_caught(name: str, shape: tuple[int, ...], form: bool) -> None:
     for kind in (kind for kind in AMONG if name in ALGORITHMS[kind]):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import edited, field_mutants, passes, reordered, structural_mutants
+from thorough import parametrize
 
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Hosts, find, p2p
 from hetcoll.plan.ir import Buf, Op, Plan, Span, Step
@@ -93,7 +94,7 @@ def test_a_group_with_more_peers_than_lanes_is_proved() -> None:
 # ---------------------------------------------------------------------------------------------------- wrong plans
 
 
-@pytest.mark.parametrize("mutants", [structural_mutants, field_mutants])
+@parametrize("mutants", [structural_mutants, field_mutants], first=1)
 @pytest.mark.parametrize("algorithm", SHIPPED)
 def test_every_single_edit_is_caught(
     algorithm: Algorithm, mutants: Callable[[Plan], Iterator[tuple[str, Plan]]]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import parametrize
 from topologies import cluster
 
 from hetcoll import _native
@@ -249,7 +250,7 @@ def test_predictions_refuse_plans_that_do_not_fit_together() -> None:
         predict([broken, plans[1]], 8, cluster(2))
 
 
-@pytest.mark.parametrize("hosts", [1, 128])
+@parametrize("hosts", [128, 1], first=1)
 def test_the_choice_for_a_thousand_ranks_binds(hosts: int) -> None:
     """However long the buffer is, and whichever algorithm is asked for that cuts it into stretches."""
     n, seen = 1024, set()

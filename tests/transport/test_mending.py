@@ -23,6 +23,7 @@ import pytest
 from cases import run_cases
 from ranks import Ranks, elapsed, wait_until
 from reference import Case
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.config.env import Config
@@ -54,13 +55,14 @@ def cases_of(size: int) -> list[Case]:
 
 
 @reset
-@pytest.mark.parametrize(
+@parametrize(
     ("fault", "settings"),
     [
-        ("reset=60000", {}),
         ("reset=30000,seed=5", {"socket_stripes": 3}),
+        ("reset=60000", {}),
         ("reset=50000,short=0.2,seed=6", {"integrity": "all"}),
     ],
+    first=1,
 )
 def test_every_collective_over_sockets_that_are_reset(pool: Pool, fault: str, settings: dict[str, Any]) -> None:
     pool(3).run(run_cases, cases_of(3), {"fault": fault, "transport": "tcp", **settings}, True)
