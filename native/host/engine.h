@@ -15,6 +15,7 @@
 #include <span>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "base/forks.h"
@@ -150,9 +151,14 @@ class Engine {
     contenders_.fetch_add(1);
     std::lock_guard lock(mutex_);
     contenders_.fetch_sub(1);
-    auto result = ask(*windows_);
-    BeginTransfers();
-    return result;
+    if constexpr (std::is_void_v<std::invoke_result_t<Fn, Windows&>>) {
+      ask(*windows_);
+      BeginTransfers();
+    } else {
+      auto result = ask(*windows_);
+      BeginTransfers();
+      return result;
+    }
   }
 
   // For a call whose bytes others move: gives it the number that it has on every rank, and returns the signature of its

@@ -29,6 +29,7 @@
 #include "python/persistent.h"
 #include "python/py_engine.h"
 #include "python/verbs.h"
+#include "python/windows.h"
 #include "python/xla.h"
 
 namespace nb = nanobind;
@@ -228,6 +229,7 @@ NB_MODULE(_native, m) {
   const auto inner = [](PyEngine& e) -> Engine& { return e.engine(); };
   BindVerbs(engine, inner);
   BindMending(engine, inner);
+  BindWindows(engine);
   engine
       .def(
           "__init__",
@@ -253,75 +255,6 @@ NB_MODULE(_native, m) {
       .def("run", &PyEngine::RunShape, "shape"_a, "send"_a, "recv"_a, "timeout"_a, "residual"_a = 0)
       .def("submit", &PyEngine::Submit, "shape"_a, "send"_a, "recv"_a, "background"_a, "residual"_a = 0)
       .def("wait", &PyEngine::Wait, "ticket"_a, "timeout"_a)
-      .def("serve_windows", [](PyEngine& e) { e.engine().ServeWindows(); })
-      .def(
-          "add_window",
-          [](PyEngine& e, std::uint32_t id, std::uintptr_t address, std::size_t nbytes, std::size_t signals,
-             bool device) {
-            return e.engine().AskWindows([&](Windows& windows) {
-              windows.Add(id, reinterpret_cast<std::byte*>(address), nbytes, signals, device);
-              return true;
-            });
-          },
-          "window"_a, "address"_a, "nbytes"_a, "signals"_a, "device"_a = false,
-          nb::call_guard<nb::gil_scoped_release>())
-      .def(
-          "see_window",
-          [](PyEngine& e, std::uint32_t id, int peer, std::uintptr_t address, std::size_t nbytes, bool seen) {
-            return e.engine().AskWindows([&](Windows& windows) {
-              windows.See(id, peer, {reinterpret_cast<const std::byte*>(address), nbytes}, seen);
-              return true;
-            });
-          },
-          "window"_a, "peer"_a, "address"_a, "nbytes"_a, "seen"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def(
-          "use_copier",
-          [](PyEngine& e, const PyCopier& copier, std::uintptr_t pinned, std::size_t nbytes) {
-            return e.engine().AskWindows([&](Windows& windows) {
-              windows.UseCopier(copier.copier, {reinterpret_cast<std::byte*>(pinned), nbytes});
-              return true;
-            });
-          },
-          "copier"_a, "pinned"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def(
-          "show_signals",
-          [](PyEngine& e, std::uint32_t id, std::uintptr_t words) {
-            return e.engine().AskWindows([&](Windows& windows) {
-              windows.Show(id, reinterpret_cast<std::uint64_t*>(words));
-              return true;
-            });
-          },
-          "window"_a, "words"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def(
-          "window_settled",
-          [](PyEngine& e, std::uint32_t id) {
-            return e.engine().AskWindows([&](Windows& windows) { return windows.Settled(id); });
-          },
-          nb::call_guard<nb::gil_scoped_release>())
-      .def(
-          "close_window",
-          [](PyEngine& e, std::uint32_t id) {
-            return e.engine().AskWindows([&](Windows& windows) {
-              windows.Close(id);
-              return true;
-            });
-          },
-          nb::call_guard<nb::gil_scoped_release>())
-      .def("transfer", &PyEngine::Transfer, "gets"_a, "window"_a, "peer"_a, "address"_a, "pieces"_a, "signal"_a,
-           "device"_a = false, "after"_a = nb::none())
-      .def("expect",
-           [](PyEngine& e, std::uint32_t id, std::size_t index, std::uint64_t value) {
-             return Ticket{e.engine().AskWindows([&](Windows& windows) { return windows.Expect(id, index, value); })};
-           })
-      .def("signal",
-           [](PyEngine& e, std::uint32_t id, std::size_t index) {
-             return e.engine().AskWindows([&](Windows& windows) { return windows.Signal(id, index); });
-           })
-      .def("window_counts",
-           [](PyEngine& e) {
-             const WindowCounts c = e.engine().AskWindows([](Windows& windows) { return windows.counts(); });
-             return nb::make_tuple(c.puts, c.gets, c.pieces, c.bytes, c.refused, c.direct);
-           })
       .def("set_starts", &PyEngine::SetStarts, "starts"_a)
       .def("new_shape", [](PyEngine& e) { return e.engine().NewShape(); })
       .def("remember", &PyEngine::Remember)

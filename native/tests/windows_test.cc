@@ -40,10 +40,7 @@ struct Device {
 Device UseDevice(Engine& e, std::size_t pinned, std::uint64_t fails = 0) {
   Device device{std::make_shared<FakeCopier>(fails), Bytes(pinned)};
   e.ServeWindows();
-  e.AskWindows([&](auto& windows) {
-    windows.UseCopier(device.copier, device.pinned);
-    return true;
-  });
+  e.AskWindows([&](auto& windows) { windows.UseCopier(device.copier, device.pinned); });
   return device;
 }
 
@@ -51,7 +48,6 @@ void Serve(Engine& e, Bytes& window, std::size_t signals = 1, bool device = fals
   e.ServeWindows();
   e.AskWindows([&](auto& windows) {
     windows.Add(kWindow, device ? FakeCopier::Far(window.data()) : window.data(), window.size(), signals, device);
-    return true;
   });
 }
 
@@ -71,10 +67,7 @@ auto Get(Engine& e, int peer, Bytes& dst, const std::vector<Piece>& pieces, cons
 }
 
 bool Close(Engine& e) {
-  e.AskWindows([&](auto& windows) {
-    windows.Close(kWindow);
-    return true;
-  });
+  e.AskWindows([&](auto& windows) { windows.Close(kWindow); });
   const std::int64_t until = DeadlineNs(kPatience);
   while (NowNs() < until) {
     if (e.AskWindows([](auto& windows) { return windows.Settled(kWindow); })) return true;
@@ -216,10 +209,7 @@ void ClosingWindows() {
     const auto get = Get(other, 0, got, pieces);
     const auto put = Put(other, 0, src, pieces, 0);
     const auto expected = owner.AskWindows([&](auto& w) { return w.Expect(kWindow, 0, 1); });
-    owner.AskWindows([&](auto& w) {
-      w.Close(kWindow);
-      return true;
-    });
+    owner.AskWindows([&](auto& w) { w.Close(kWindow); });
     const Bytes closed = window;
     CHECK(owner.Drive(*expected, DeadlineNs(kPatience)) == Outcome::kFailed || expected->refused == 0, "expected");
     const bool whole = Wait(other, get);
@@ -293,10 +283,7 @@ void ClosingDevices() {
     std::vector<std::uint64_t> words(2, 5);
     Serve(owner, window, 2, true);
     Serve(other, unused);
-    owner.AskWindows([&](auto& w) {
-      w.Show(kWindow, words.data());
-      return true;
-    });
+    owner.AskWindows([&](auto& w) { w.Show(kWindow, words.data()); });
     CHECK(std::atomic_ref(words[1]).load() == 0, "a word");
     const Bytes before = window, src = Pattern(kBytes, 2);
     Bytes got(kBytes);
@@ -357,10 +344,7 @@ void FailingDevices() {
     device = UseDevice(job.engine(0), std::size_t{64} << 10, fails);
     Serve(job.engine(0), window, 1, true);
     Serve(job.engine(1), unused);
-    job.engine(0).AskWindows([&](auto& w) {
-      w.Show(kWindow, words.data());
-      return true;
-    });
+    job.engine(0).AskWindows([&](auto& w) { w.Show(kWindow, words.data()); });
     static_cast<void>(Put(job.engine(1), 0, src, {{0, 0, kBytes / 2}}, 0));  // more copies than go well
     const auto put = Put(job.engine(0), 1, src, {{0, 0, 16}}, -1, {true, nullptr});
     const auto get = Get(job.engine(0), 0, got, {{0, 0, kBytes}});
