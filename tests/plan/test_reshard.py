@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from blocks import MESHES, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,8 +21,6 @@ from hetcoll.plan.layout import Box, Layout, contiguous, extents, volume, within
 from hetcoll.plan.reshard import GRAIN, Message, Move, Piece, Round
 from hetcoll.plan.simulator import check
 from hetcoll.types import DType
-
-MESHES = [(1,), (2,), (3,), (4,), (5,), (6,), (1, 3), (2, 2), (3, 2), (2, 3), (2, 1, 3), ()]
 
 
 @st.composite
@@ -41,24 +40,6 @@ def exchanges(draw: Any) -> tuple[int, tuple[Move, ...]]:
         dtype = draw(st.sampled_from([DType.INT32, DType.UINT8]))
         moves.append(Move(draw(layouts(shape, size)), draw(layouts(shape, size)), dtype))
     return size, tuple(moves)
-
-
-def block(whole: np.ndarray[Any, Any], layout: Layout, at: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """What the rank at this place of the mesh holds: `torch.chunk`, one dimension of the mesh after another."""
-    for number in layout.order or range(len(layout.mesh)):
-        dim, parts = layout.cuts[number], layout.mesh[number]
-        if dim is not None:
-            longest = -(-whole.shape[dim] // parts)
-            points = [min(longest * (part + 1), whole.shape[dim]) for part in range(parts - 1)]
-            whole = np.split(whole, points, axis=dim)[at[number]]
-    return whole
-
-
-def values(array: int, layout: Layout) -> dict[int, np.ndarray[Any, Any]]:
-    """Each rank's block of numbers that are all different."""
-    whole = np.arange(math.prod(layout.shape)).reshape(layout.shape) + 10_000 * array
-    places = product(*map(range, layout.mesh))
-    return {rank: block(whole, layout, at) for rank, at in zip(layout.ranks, places, strict=True)}
 
 
 def where(box: Box, whole: Box) -> Any:
