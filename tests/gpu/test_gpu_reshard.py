@@ -1,9 +1,8 @@
-"""Arrays on GPUs of both vendors and on a CPU that change their layout, on fakes, whose device memory NumPy can view."""
+"""Arrays on fake GPUs of both vendors and on a CPU that change their layout; NumPy can view the fakes' memory."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +13,11 @@ from gpu_kinds import device_of, has_gpu, start
 
 import hetcoll
 from hetcoll.calls.buffers import Buffer
+from hetcoll.errors import ArgumentError
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.plan.layout import Layout
 from hetcoll.runtime.reshard import Item, reshard
+from hetcoll.vendors.devices import cuda
 
 pytestmark = pytest.mark.fakes
 
@@ -84,6 +85,8 @@ def move_all(comm: hetcoll.Communicator) -> None:
     last, others = comm.size - 1, tuple(range(comm.size - 1))
     few = (len(others),)
     shape = (700, 500)
+    ends = Layout(shape, (0,), (), ()), Layout(shape, (last,), (), ())
+    move(comm, [ends], ["float32"], False)  # the first call on GPUs, which all ranks make, whoever has a part in it
     pairs = [
         (Layout(shape, others, few, (0,)), Layout(shape, (last,), (), ())),  # as it lies
         (Layout(shape, others, few, (1,)), Layout(shape, (last, *others), (comm.size,), (0,))),  # packed
@@ -97,12 +100,29 @@ def move_all(comm: hetcoll.Communicator) -> None:
 
 @pytest.mark.parametrize("kinds", ["na", "nac", "nnaa"])
 def test_between_gpus_and_a_cpu(kinds: str) -> None:
-    with_gpus(kinds, move_all)
-
-
-def with_gpus(kinds: str, function: Callable[..., Any]) -> None:
     ranks = start(kinds)
     try:
-        ranks.run(function, timeout=90)
+        ranks.run(move_all, timeout=90)
+    finally:
+        (ranks.kill_all if ranks.broken else ranks.close)()
+
+
+def move_from_cpus_and_gpus(comm: hetcoll.Communicator) -> str:
+    """Rank 1 has a GPU, but gives host memory."""
+    layout = Layout((2,), (0, 1), (2,), (0,))
+    mine = np.zeros(1, np.float32)
+    on_gpu = DeviceArray.of(cuda.devices()[0], mine)
+    try:
+        reshard(comm._core, lambda: [Item(mine if comm.rank else on_gpu, layout, layout)])
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_host_memory_on_a_rank_with_a_gpu() -> None:
+    ranks = start("nn", HETCOLL_DEVICE="auto")
+    try:
+        wanted = "reshard: wanted arrays on GPUs, as on rank 0, on all ranks without HETCOLL_DEVICE=cpu"
+        assert ranks.run(move_from_cpus_and_gpus) == [wanted] * 2
     finally:
         (ranks.kill_all if ranks.broken else ranks.close)()

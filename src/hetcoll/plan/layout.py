@@ -1,4 +1,4 @@
-"""How an array is cut over ranks: which block of it each one holds. The words and the cuts are those of PyTorch's DTensor.
+"""How an array is cut over ranks: which block of it each one holds. Words and cuts are those of PyTorch's DTensor.
 
 Examples
 --------

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from ..types import DType
@@ -124,9 +125,7 @@ def _parts(box: Box, parts: int) -> list[Box]:
     dim = long[0] if long else lengths.index(max(lengths))
     begin, _ = box[dim]
     points = cut(lengths[dim], min(parts, lengths[dim]))
-    return [
-        (*box[:dim], (begin + a, begin + b), *box[dim + 1 :]) for a, b in zip(points[:-1], points[1:], strict=True)
-    ]
+    return [(*box[:dim], (begin + a, begin + b), *box[dim + 1 :]) for a, b in pairwise(points)]
 
 
 def _round(moves: tuple[Move, ...], pieces: list[Piece]) -> Round:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..calls import RECV, SEND
 from ..calls.buffers import Buffer, read_buffer
-from ..errors import ArgumentError, BufferTypeError
+from ..errors import ArgumentError, BufferTypeError, spell_ranks
 from ..plan.layout import Box, Layout, contiguous, extents, volume, within
 from ..plan.reshard import Message, Move, Piece, schedule
 from ..types import OCP_OF
@@ -47,16 +47,17 @@ def reshard(core: Core, asked: Callable[[], Sequence[Item]]) -> list[Any]:
     """
     problem: Exception | None = None
     items: Sequence[Item] = ()
-    moves: tuple[Move, ...] = ()
+    buffers: list[Buffer] = []
     try:
         items = asked()
-        moves = tuple(_checked(core, number, item) for number, item in enumerate(items))
+        buffers = [_checked(core, number, item) for number, item in enumerate(items)]
+        if len(places := {buffer.place for buffer in buffers}) > 1:
+            raise ArgumentError(f"wanted arrays of one device on a rank, got some of {' and '.join(sorted(places))}")
     except Exception as error:  # whatever it is: the others are not to wait for this rank
         problem = error
-    _agree(core, moves, problem)
-    outs = [
-        like(item.array, item.target.shape_on(core.rank)) if item.out is None else item.out for item in items
-    ]
+    moves = tuple(map(_move, items, buffers))
+    _agree(core, moves, buffers, problem)
+    outs = [like(item.array, item.target.shape_on(core.rank)) if item.out is None else item.out for item in items]
     first, second = schedule(moves, core.rank)
     held = [_Blocks(item.array, item.source.boxes.get(core.rank)) for item in items]
     wanted = [_Blocks(out, item.target.boxes.get(core.rank)) for out, item in zip(outs, items, strict=True)]
@@ -132,8 +133,13 @@ def _parts(blocks: list[_Blocks], message: Message, memory: Any) -> list[tuple[A
 # Checking.
 
 
-def _checked(core: Core, number: int, item: Item) -> Move:
-    """What is asked for one array, on this rank. ArgumentError or BufferTypeError where it cannot be."""
+def _move(item: Item, buffer: Buffer) -> Move:
+    """As all ranks have it: where GPUs have other 8-bit floats, these are converted on the way."""
+    return Move(item.source, item.target, OCP_OF.get(buffer.dtype, buffer.dtype))
+
+
+def _checked(core: Core, number: int, item: Item) -> Buffer:
+    """The array, if this rank can do what is asked. ArgumentError or BufferTypeError where not."""
     name = f"array {number}"
     if item.source.shape != item.target.shape:
         raise ArgumentError(f"{name}: wanted one shape, got {item.source.shape} and {item.target.shape}")
@@ -148,22 +154,27 @@ def _checked(core: Core, number: int, item: Item) -> Move:
             raise BufferTypeError(f"{name}: out: wanted {wanted}, got {got}")
         if out.overlaps(buffer):
             raise ArgumentError(f"{name}: out: wanted other memory than the source's")
-    return Move(item.source, item.target, OCP_OF.get(buffer.dtype, buffer.dtype))
+    return buffer
 
 
 def _block(core: Core, name: str, array: Any, layout: Layout, *, writable: bool) -> Buffer:
     buffer = read_buffer(array, name, writable=writable)
+    core.gpus.check_place(buffer)
     wanted, got = layout.shape_on(core.rank), tuple(getattr(array, "shape", (buffer.count,)))
     if got != wanted and (buffer.count or 0 not in wanted):
         raise ArgumentError(f"{name}: wanted shape {wanted} of {layout} on rank {core.rank}, got {got}")
     return buffer
 
 
-def _agree(core: Core, moves: tuple[Move, ...], problem: Exception | None) -> None:
-    """Raise on every rank where one has found a problem, or has other moves than rank 0."""
+def _agree(core: Core, moves: tuple[Move, ...], buffers: Sequence[Buffer], problem: Exception | None) -> None:
+    """Raise on every rank where one has found a problem, or was asked for something else than rank 0.
+
+    GPUs are set up by all ranks together, also by those that no message will go to or come from.
+    """
     hashes = [_hash(repr(move)) for move in moves]
     text = "" if problem is None else str(problem).encode("ascii", "replace").decode()[:_TEXT]
-    mine = {"problem": text, "arrays": len(moves), "all": _hash("".join(hashes)), "each": hashes[:_NAMED]}
+    on_gpu = any(buffer.device != "cpu" for buffer in buffers)
+    mine = {"problem": text, "gpu": on_gpu, "count": len(moves), "all": _hash("".join(hashes)), "each": hashes[:_NAMED]}
     told = [json.loads(blob) for blob in core.meet("reshard", json.dumps(mine).encode())]
     if problem is not None:
         raise problem
@@ -171,14 +182,36 @@ def _agree(core: Core, moves: tuple[Move, ...], problem: Exception | None) -> No
         if theirs["problem"]:
             raise ArgumentError(f"reshard: rank {rank}: {theirs['problem']}")
     for rank, theirs in enumerate(told):
-        if theirs["arrays"] != told[0]["arrays"]:
-            wanted, got = told[0]["arrays"], theirs["arrays"]
-            raise ArgumentError(f"reshard: wanted {wanted} arrays on all ranks, as on rank 0, got {got} on rank {rank}")
-        if theirs["all"] != told[0]["all"]:
-            pairs = zip(told[0]["each"], theirs["each"], strict=True)
-            number = next((at for at, (a, b) in enumerate(pairs) if a != b), _NAMED)
-            here = f"array {number}, which is {moves[number]} here" if number < _NAMED else "a later array"
-            raise ArgumentError(f"reshard: wanted one dtype and layout on all ranks: rank {rank} has another for {here}")
+        if (difference := _difference(moves, told[0], theirs)) is not None:
+            raise ArgumentError(f"reshard: wanted the same on all ranks: rank {rank} has {difference}")
+    if gpus := [rank for rank, theirs in enumerate(told) if theirs["gpu"]]:
+        if len(gpus) < core.size and not core.wiring.topology.some_without_gpu:
+            raise ArgumentError(
+                f"reshard: wanted arrays on GPUs, as on {spell_ranks(gpus)}, on all ranks without HETCOLL_DEVICE=cpu"
+            )
+        _set_up(core, buffers[0])
+
+
+def _difference(moves: tuple[Move, ...], first: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    """In what a rank has something else than rank 0."""
+    if theirs["count"] != first["count"]:
+        return f"{theirs['count']} arrays, rank 0 {first['count']}"
+    if theirs["all"] == first["all"]:
+        return None
+    pairs = zip(first["each"], theirs["each"], strict=True)
+    number = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+    return "another dtype or layout for " + (
+        f"one of the arrays from {_NAMED} on" if number is None else f"array {number}, which is {moves[number]} here"
+    )
+
+
+def _set_up(core: Core, buffer: Buffer) -> None:
+    """See `_agree`. Nothing where that was done before."""
+    if buffer.device == "cpu":
+        core.gpus.among_gpus()
+    else:
+        with core.executor(buffer, None):
+            pass
 
 
 def _hash(text: str) -> str:

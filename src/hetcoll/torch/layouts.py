@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,19 @@ from .process_group import HetcollProcessGroup
 
 __all__ = ["Layout", "layout", "reshard", "reshard_all"]
 
-Mesh = DeviceMesh | Sequence[Any] | torch.Tensor
-Target = Layout | tuple[DeviceMesh, Sequence[Placement]]
-Item = tuple[torch.Tensor, Layout | None, Target] | tuple[torch.Tensor, Layout | None, Target, torch.Tensor | None]
+Mesh: TypeAlias = DeviceMesh | Sequence[Any] | torch.Tensor
+Target: TypeAlias = Layout | tuple[DeviceMesh, Sequence[Placement]]
+Item: TypeAlias = (
+    tuple[torch.Tensor, Layout | None, Target] | tuple[torch.Tensor, Layout | None, Target, torch.Tensor | None]
+)
 
 
 def layout(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> Layout:
     """A tensor of this global shape over a mesh: torch's DeviceMesh, or ranks in nested lists.
 
-    Placements are torch's ``Shard`` and ``Replicate``, one for each dimension of the mesh, with the meaning that DTensor
-    gives them: uneven and empty shards, and those of FSDP2 over tensor parallel. ArgumentError for ``Partial``, for
-    other kinds, and for a mesh that has a rank twice.
+    Placements are torch's ``Shard`` and ``Replicate``, one for each dimension of the mesh, and mean what they mean for
+    DTensor, also where shards are uneven or empty, or those of FSDP2 over tensor parallel. ArgumentError for
+    ``Partial``, for other kinds, and for a mesh that has a rank twice.
     """
     extent = tuple(int(each) for each in shape)
     ranks = (mesh.mesh if isinstance(mesh, DeviceMesh) else torch.as_tensor(mesh)).cpu()
@@ -72,13 +74,13 @@ def reshard(
     """A tensor in another layout: every rank of the group calls it, and gets its part.
 
     `tensor` is this rank's part, contiguous, or a DTensor, whose layout is known (`source` None). A rank that holds
-    nothing of the source gives an empty tensor of the right dtype, where its part of the result is to lie. `target` is a
-    `layout`, or a DeviceMesh with placements: then the result is a DTensor. Its local part is `out`, where that is given,
-    and else new; a rank outside the target's mesh gets an empty one. Meshes need not have ranks in common.
+    nothing of the source gives an empty tensor of the right dtype, on the device where its part of the result is to
+    lie. `target` is a `layout`, or a DeviceMesh with placements: then the result is a DTensor. Its local part is `out`,
+    where that is given, else new; a rank outside the target's mesh gets an empty one. Meshes need no rank in common.
 
     `group` is one of the backend hetcoll (default: the one of all ranks), or a communicator. Ranks in a `layout` are
-    numbered as in the group, those of a DeviceMesh as in the job. Nothing is differentiated. On a GPU the result is there
-    once the current stream has come so far.
+    numbered as in the group, those of a DeviceMesh as in the job. Nothing is differentiated. On a GPU the result is
+    there once the current stream has come so far.
 
     Raises
     ------
