@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from blocks import values
@@ -124,5 +125,25 @@ def test_host_memory_on_a_rank_with_a_gpu() -> None:
     try:
         wanted = "reshard: wanted arrays on GPUs, as on rank 0, on all ranks without HETCOLL_DEVICE=cpu"
         assert ranks.run(move_from_cpus_and_gpus) == [wanted] * 2
+    finally:
+        (ranks.kill_all if ranks.broken else ranks.close)()
+
+
+def move_float8(comm: hetcoll.Communicator, kinds: str) -> None:
+    """AMD's GPUs have the older kind, and the same values."""
+    kind = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz][kinds[comm.rank] == "a"]
+    every = tuple(range(comm.size))
+    for rows in (10, 1500):
+        source, target = (Layout((rows, 700), every, (comm.size,), (dim,)) for dim in (0, 1))
+        mine, right = ((values(0, each)[comm.rank] % 16).astype(np.float32).astype(kind) for each in (source, target))
+        found = reshard(comm._core, lambda each=Item(own(comm, mine), source, target): [each])[0]
+        np.testing.assert_array_equal(found.get() if has_gpu(comm) else found, right)
+
+
+@pytest.mark.parametrize("kinds", ["nnaa", "nac"])
+def test_8_bit_floats_are_converted(kinds: str) -> None:
+    ranks = start(kinds)
+    try:
+        ranks.run(move_float8, kinds, timeout=90)
     finally:
         (ranks.kill_all if ranks.broken else ranks.close)()
