@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from definitions import defines, python_names
-from installed import need_jax, need_ray
+from installed import need_jax, need_ray, torch_folder
 
 import hetcoll
 from hetcoll import errors
@@ -90,8 +90,11 @@ def run(words: list[str], **variables: str) -> list[str]:
 def test_every_python_snippet_runs(fence: Fence, tmp_path: Path) -> None:
     if "import jax" in fence.text:
         need_jax()
+    text = fence.text
+    if re.search("^import torch", text, re.M):  # which may be in an environment of its own
+        text = f"import sys\n\nsys.path.append({str(torch_folder())!r})\n{text}"
     script = tmp_path / "snippet.py"
-    script.write_text(fence.text)
+    script.write_text(text)
     ranks = re.match(r"# ranks: (\d+)\n", fence.text)
     run(["hetcoll", "run", "-n", ranks[1], str(script)] if ranks else ["python", str(script)])
 

@@ -10,7 +10,7 @@ from installed import import_torch
 from ranks import Ranks
 
 import hetcoll
-from hetcoll.runtime.results import _like
+from hetcoll.runtime.results import like
 
 
 def _results(comm: hetcoll.Communicator) -> None:
@@ -69,5 +69,5 @@ def test_what_has_no_result_like_it(pool: Callable[..., Ranks]) -> None:
 def test_tensors_have_tensors_like_them() -> None:
     torch = import_torch()
     for kind in (torch.bfloat16, torch.int64):
-        made = _like(torch.ones(3, dtype=kind), (2, 3))
+        made = like(torch.ones(3, dtype=kind), (2, 3))
         assert (made.dtype, tuple(made.shape), made.device.type) == (kind, (2, 3), "cpu")

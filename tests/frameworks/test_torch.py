@@ -24,6 +24,11 @@ def test_tags(torch_ranks: TorchRanks, case: str) -> None:
     torch_ranks.run("tags", case)
 
 
+@pytest.mark.parametrize("case", names("layouts"))
+def test_layouts(torch_ranks: TorchRanks, case: str) -> None:
+    torch_ranks.run("layouts", case)
+
+
 @pytest.mark.parametrize("case", names("training"))
 def test_training(torch_ranks: TorchRanks, case: str) -> None:
     torch_ranks.run("training", case)

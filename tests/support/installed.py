@@ -37,14 +37,21 @@ def find_mpi4py(launcher: str) -> str:
     return python
 
 
+def torch_folder() -> Path:
+    """Where PyTorch is installed, here or in its environment; skips the test where it is in neither."""
+    if (found := importlib.util.find_spec("torch")) is not None and found.origin is not None:
+        return Path(found.origin).parents[1]
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    folder = PEERS / "gloo/lib" / version / "site-packages"
+    if not (folder / "torch").exists():
+        pytest.skip("PyTorch is not installed; `make launchers` does it")
+    return folder
+
+
 def import_torch() -> Any:
     """PyTorch, here or in its environment; skips the test where it is in neither."""
-    if importlib.util.find_spec("torch") is None:
-        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        folder = PEERS / "gloo/lib" / version / "site-packages"
-        if not (folder / "torch").exists():
-            pytest.skip("PyTorch is not installed; `make launchers` does it")
-        sys.path.append(str(folder))
+    if (folder := str(torch_folder())) not in sys.path:
+        sys.path.append(folder)
     import torch
 
     return torch

@@ -38,7 +38,7 @@ class ExchangeOptions(Options, total=False):
 
 def gathered(core: Core, call: Callable[..., object], array: A, async_op: bool, **options: Any) -> A:
     """What `call` gathers: every rank's `array`, by rank along a new leading axis."""
-    return _filled(call, array, _like(array, (core.size, *_shape(array))), async_op, **options)
+    return _filled(call, array, like(array, (core.size, *_shape(array))), async_op, **options)
 
 
 def scattered(core: Core, call: Callable[..., object], array: A, async_op: bool, op: object, **options: Any) -> A:
@@ -49,14 +49,14 @@ def scattered(core: Core, call: Callable[..., object], array: A, async_op: bool,
             f"sendbuf: wanted a leading axis of {core.size}, a part for each rank, where no recvbuf says how it is cut;"
             f" got the shape {shape}"
         )
-    return _filled(call, array, _like(array, shape[1:]), async_op, op, **options)
+    return _filled(call, array, like(array, shape[1:]), async_op, op, **options)
 
 
 def exchanged(core: Core, call: Callable[..., object], array: A, async_op: bool, **options: Any) -> A:
     """What `call` receives from all ranks: shaped as `array` where parts are equal, else flat."""
     counts = options["recvcounts"]
     return _filled(
-        call, array, _like(array, _shape(array) if counts is None else (_total(counts),)), async_op, **options
+        call, array, like(array, _shape(array) if counts is None else (_total(counts),)), async_op, **options
     )
 
 
@@ -79,7 +79,7 @@ def _shape(array: Any) -> tuple[int, ...]:
     return tuple(array.shape) if hasattr(array, "shape") else ()
 
 
-def _like(array: A, shape: tuple[int, ...]) -> A:
+def like(array: A, shape: tuple[int, ...]) -> A:
     """An array of this shape, of the kind, type and device of `array`, uninitialised."""
     source = read_buffer(array, "sendbuf", writable=False)
     given: Any = array

@@ -5,7 +5,8 @@ Where both packages are installed, ``import torch`` registers the backend ``hetc
     torch.distributed.init_process_group("hetcoll")
 
 A job that says "nccl" or "gloo" runs on hetcoll unchanged under ``HETCOLL_REPLACE=nccl,gloo`` or
-``hetcoll run --torch``. `docs/torch.md` says what is supported, `hetcoll.torch.balance` serves ranks of unequal speed.
+``hetcoll run --torch``. `docs/torch.md` says what is supported, `hetcoll.torch.balance` serves ranks of unequal speed,
+`reshard` moves tensors from one layout to another.
 
 This module itself imports neither torch nor the rest of the package: it is loaded by every ``import torch``.
 """
@@ -15,10 +16,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .layouts import layout, reshard, reshard_all
     from .options import Options
     from .process_group import HetcollProcessGroup
 
-__all__ = ["HetcollProcessGroup", "Options", "register"]
+__all__ = ["HetcollProcessGroup", "Options", "layout", "register", "reshard", "reshard_all"]
 
 
 def register() -> None:
@@ -40,4 +42,8 @@ def __getattr__(name: str) -> object:
         from .options import Options
 
         return Options
+    if name in ("layout", "reshard", "reshard_all"):
+        from . import layouts
+
+        return getattr(layouts, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,115 @@
+"""How an array is cut over ranks: which block of it each one holds. Words and cuts are those of PyTorch's DTensor.
+
+Examples
+--------
+>>> Layout((5, 4), ranks=(0, 1, 2, 3), mesh=(2, 2), cuts=(0, None)).boxes  # [Shard(0), Replicate()]
+{0: ((0, 3), (0, 4)), 1: ((0, 3), (0, 4)), 2: ((3, 5), (0, 4)), 3: ((3, 5), (0, 4))}
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from ..errors import ArgumentError
+
+Box = tuple[tuple[int, int], ...]
+"""A block of an array: where it begins and ends in each dimension."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An array of `shape` over the ranks of a mesh.
+
+    `mesh` has the extent of each of the mesh's dimensions, `ranks` its ranks row by row. `cuts` has for each dimension
+    of the mesh that of the array which it cuts (``Shard``), or None where its ranks hold the same (``Replicate``). A
+    dimension is cut as by `torch.chunk`: all blocks are as long as the first one, but the last ones may be shorter or
+    empty. `order` says which dimension of the mesh cuts first, by default one after another; it matters where several
+    cut the same dimension.
+
+    Raises
+    ------
+    ArgumentError
+        There is no such mesh, or no such dimension of the array.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    mesh: tuple[int, ...]
+    cuts: tuple[int | None, ...]
+    order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if min(self.shape, default=0) < 0:
+            raise ArgumentError(f"shape: wanted extents of 0 or more, got {self.shape}")
+        if min(self.mesh, default=1) < 1 or math.prod(self.mesh) != len(self.ranks):
+            raise ArgumentError(f"mesh: wanted {math.prod(self.mesh)} ranks for {self.mesh}, got {len(self.ranks)}")
+        if min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
+            raise ArgumentError(f"mesh: wanted each rank once, got {self.ranks}")
+        if len(self.cuts) != len(self.mesh):
+            raise ArgumentError(
+                f"placements: wanted {len(self.mesh)}, one for each dimension of the mesh, got {len(self.cuts)}"
+            )
+        for dim in self.cuts:
+            if dim is not None and not 0 <= dim < len(self.shape):
+                raise ArgumentError(f"placements: wanted a dimension of an array of shape {self.shape}, got {dim}")
+        if self.order and sorted(self.order) != list(range(len(self.mesh))):
+            raise ArgumentError(f"order: wanted each dimension of the mesh once, got {self.order}")
+
+    @cached_property
+    def boxes(self) -> dict[int, Box]:
+        """What each rank of the mesh holds."""
+        return {rank: self._box(at) for rank, at in zip(self.ranks, product(*map(range, self.mesh)), strict=True)}
+
+    def _box(self, at: tuple[int, ...]) -> Box:
+        box = [(0, extent) for extent in self.shape]
+        for number in self.order or range(len(self.mesh)):
+            if (dim := self.cuts[number]) is not None:
+                box[dim] = _chunk(*box[dim], self.mesh[number], at[number])
+        return tuple(box)
+
+    def shape_on(self, rank: int) -> tuple[int, ...]:
+        """Of the block that `rank` holds; (0,) where it is not in the mesh."""
+        return extents(self.boxes[rank]) if rank in self.boxes else (0,)
+
+    def __str__(self) -> str:
+        cuts = ", ".join("Replicate()" if dim is None else f"Shard({dim})" for dim in self.cuts)
+        order = f" in the order {self.order}" if self.order else ""
+        return f"{self.shape} over ranks {self.ranks} as {self.mesh}: [{cuts}]{order}"
+
+
+def _chunk(begin: int, end: int, parts: int, part: int) -> tuple[int, int]:
+    longest = -(-(end - begin) // parts)
+    return min(begin + longest * part, end), min(begin + longest * (part + 1), end)
+
+
+def extents(box: Box) -> tuple[int, ...]:
+    """The shape of a block."""
+    return tuple(end - begin for begin, end in box)
+
+
+def volume(box: Box) -> int:
+    """The number of elements in a block."""
+    return math.prod(extents(box))
+
+
+def common(a: Box, b: Box) -> Box | None:
+    """What two blocks of an array share, or None."""
+    both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return None if any(begin >= end for begin, end in both) else both
+
+
+def within(box: Box, whole: Box) -> Box:
+    """`box` in the coordinates of a block that it is a part of."""
+    return tuple((begin - at, end - at) for (begin, end), (at, _) in zip(box, whole, strict=True))
+
+
+def contiguous(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether a block of an array of `shape` in C order lies in one piece."""
+    lengths = extents(box)
+    for dim in range(len(shape) - 1, -1, -1):
+        if lengths[dim] != shape[dim]:
+            return all(length == 1 for length in lengths[:dim])
+    return True

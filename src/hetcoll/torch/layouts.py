@@ -1,0 +1,158 @@
+"""Tensors that change their layout: from the ranks that train to those that serve, for example."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from .. import ArgumentError, Communicator
+from ..plan.layout import Layout
+from ..runtime import reshard as runtime
+from .process_group import HetcollProcessGroup
+
+__all__ = ["Layout", "layout", "reshard", "reshard_all"]
+
+Mesh: TypeAlias = DeviceMesh | Sequence[Any] | torch.Tensor
+Target: TypeAlias = Layout | tuple[DeviceMesh, Sequence[Placement]]
+Item: TypeAlias = (
+    tuple[torch.Tensor, Layout | None, Target] | tuple[torch.Tensor, Layout | None, Target, torch.Tensor | None]
+)
+
+
+def layout(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> Layout:
+    """A tensor of this global shape over a mesh: torch's DeviceMesh, or ranks in nested lists.
+
+    Placements are torch's ``Shard`` and ``Replicate``, one for each dimension of the mesh, and mean what they mean for
+    DTensor, also where shards are uneven or empty, or those of FSDP2 over tensor parallel. ArgumentError for
+    ``Partial``, for other kinds, and for a mesh that has a rank twice.
+    """
+    extent = tuple(int(each) for each in shape)
+    ranks = (mesh.mesh if isinstance(mesh, DeviceMesh) else torch.as_tensor(mesh)).cpu()
+    cuts: list[int | None] = []
+    for placement in placements:
+        if placement.is_replicate():
+            cuts.append(None)
+        elif hasattr(placement, "dim") and type(placement).__name__ in ("Shard", "_StridedShard"):
+            cuts.append(placement.dim + len(extent) * (placement.dim < 0))
+        else:
+            raise ArgumentError(f"placements: wanted Shard and Replicate, got {placement}")
+    grid = tuple(ranks.shape)
+    order = _order(placements, cuts, grid) if len(cuts) == len(grid) else ()
+    return Layout(extent, tuple(ranks.flatten().tolist()), grid, tuple(cuts), order)
+
+
+def _order(placements: Sequence[Any], cuts: list[int | None], grid: tuple[int, ...]) -> tuple[int, ...]:
+    """In which the dimensions of the mesh cut: one that strides does so after later ones that cut its dimension into
+    `split_factor` before."""
+    order: list[int] = []
+    for number in reversed(range(len(grid))):
+        factor, done, at = getattr(placements[number], "split_factor", 1), 1, 0
+        while done < factor and at < len(order):
+            if cuts[order[at]] == cuts[number]:
+                done *= grid[order[at]]
+            at += 1
+        if done != factor:
+            raise ArgumentError(f"placements: {placements[number]} does not follow from later dimensions of the mesh")
+        order.insert(at, number)
+    return () if order == sorted(order) else tuple(order)
+
+
+def reshard(
+    tensor: torch.Tensor,
+    source: Layout | None,
+    target: Target,
+    group: dist.ProcessGroup | Communicator | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A tensor in another layout: every rank of the group calls it, and gets its part.
+
+    `tensor` is this rank's part, contiguous, or a DTensor, whose layout is known (`source` None). A rank that holds
+    nothing of the source gives an empty tensor of the right dtype, on the device where its part of the result is to
+    lie. `target` is a `layout`, or a DeviceMesh with placements: then the result is a DTensor. Its local part is `out`,
+    where that is given, else new; a rank outside the target's mesh gets an empty one. Meshes need no rank in common.
+
+    `group` is one of the backend hetcoll (default: the one of all ranks), or a communicator. Ranks in a `layout` are
+    numbered as in the group, those of a DeviceMesh as in the job. Nothing is differentiated. On a GPU the result is
+    there once the current stream has come so far.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Before anything is sent, on every rank, where one of them gives another shape, dtype or layout, a mesh with
+        a rank outside the group, a tensor that is not its part, or ``Partial``. Of these hetcoll's `ArgumentError` and
+        `BufferTypeError`.
+    """
+    return reshard_all([(tensor, source, target, out)], group)[0]
+
+
+def reshard_all(items: Sequence[Item], group: dist.ProcessGroup | Communicator | None = None) -> list[torch.Tensor]:
+    """As `reshard`, of several tensors at once, such as those of a state dict: ``(tensor, source, target)`` each, or
+    ``(tensor, source, target, out)``, in the same order on all ranks. All travel in one exchange."""
+    comm = _communicator(group)
+    results: list[_Result] = []
+
+    def asked() -> list[runtime.Item]:
+        results.extend(_Result(group, *item) for item in items)
+        return [result.item for result in results]
+
+    locals_ = runtime.reshard(comm._core, asked)
+    return [result.wrapped(local) for result, local in zip(results, locals_, strict=True)]
+
+
+def _communicator(group: dist.ProcessGroup | Communicator | None) -> Communicator:
+    if isinstance(group, Communicator):
+        return group
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, HetcollProcessGroup):
+        raise ArgumentError(f"group: wanted a Communicator or a process group of the backend hetcoll, got {found!r}")
+    return found.comm
+
+
+class _Result:
+    """What is asked for one tensor, and what becomes of its local part."""
+
+    def __init__(
+        self, group: Any, tensor: torch.Tensor, source: Layout | None, target: Target, out: torch.Tensor | None = None
+    ) -> None:
+        if isinstance(tensor, DTensor):
+            if source is not None:
+                raise ArgumentError("source: wanted None with a DTensor, which has its own")
+            source = _layout_in(group, tensor.shape, tensor.device_mesh, tensor.placements)
+            tensor = tensor.to_local()
+        if not isinstance(source, Layout):
+            raise ArgumentError(f"source: wanted a layout with a tensor that is no DTensor, got {source!r}")
+        self._placed = None if isinstance(target, Layout) else target
+        if isinstance(target, Layout):
+            to = target
+        else:
+            mesh, placements = target
+            to = _layout_in(group, source.shape, mesh, placements)
+        self._shape = to.shape
+        into = out.to_local() if isinstance(out, DTensor) else out
+        self.item = runtime.Item(tensor.detach(), source, to, None if into is None else into.detach())
+
+    def wrapped(self, local: torch.Tensor) -> torch.Tensor:
+        if self._placed is None:
+            return local
+        mesh, placements = self._placed
+        strides = tuple(math.prod(max(1, each) for each in self._shape[dim + 1 :]) for dim in range(len(self._shape)))
+        shape = torch.Size(self._shape)
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides)
+
+
+def _layout_in(group: Any, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
+    """Of torch's mesh, whose ranks are the job's; as a group numbers them."""
+    ranks = mesh.mesh
+    if isinstance(group, dist.ProcessGroup):
+        known = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}
+        if outside := [rank for rank in ranks.flatten().tolist() if rank not in known]:
+            raise ArgumentError(f"mesh: wanted ranks of the group, got {outside}")
+        ranks = ranks.clone().apply_(known.__getitem__)
+    return layout(shape, ranks, placements)

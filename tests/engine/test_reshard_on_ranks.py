@@ -1,0 +1,217 @@
+"""Arrays that change their layout on real ranks: over shared memory and TCP, and what is refused on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from blocks import random_layout, values
+from cases import variant
+from ranks import Ranks
+
+import hetcoll
+from hetcoll.errors import ArgumentError, BufferTypeError, HetcollError
+from hetcoll.plan.layout import Layout
+from hetcoll.runtime.reshard import Item, reshard
+
+Pool = Callable[..., Ranks]
+SIZE = 5
+TRAINERS, SERVERS = (0, 1, 2), (3, 4)
+
+
+def move(comm: hetcoll.Communicator, pairs: list[tuple[Layout, Layout]], dtypes: list[str], into: bool) -> None:
+    """All at once; twice, since a second call takes another way. `into`: arrays for the results are given."""
+    kinds = [np.dtype(getattr(ml_dtypes, dtype, None) or dtype) for dtype in dtypes]
+    rank, items, wanted = comm.rank, [], []
+    for number, ((source, target), kind) in enumerate(zip(pairs, kinds, strict=True)):
+        held = values(number, source, kind.name)
+        mine = held[rank].copy() if rank in held else np.empty(0, kind)
+        right = values(number, target, kind.name).get(rank, np.empty(0, kind))
+        items.append(Item(mine, source, target, np.zeros_like(right, order="C") if into else None))
+        wanted.append(right)
+    before = [item.array.copy() for item in items]
+    for _ in range(2):
+        for found, right, item in zip(reshard(comm._core, lambda: items), wanted, items, strict=True):
+            assert found is item.out or not into
+            assert (found.dtype, found.shape) == (right.dtype, right.shape)
+            assert found.tobytes() == right.tobytes()
+    assert all(old.tobytes() == item.array.tobytes() for old, item in zip(before, items, strict=True))
+
+
+def move_all(comm: hetcoll.Communicator, config: dict[str, Any]) -> None:
+    comm, rng = variant(comm, **config), np.random.default_rng(7)
+    for turn in range(12):
+        shapes = [tuple(map(int, rng.integers(0, 9, rng.integers(0, 4)))) for _ in range(4)]
+        pairs = [(random_layout(rng, shape, SIZE), random_layout(rng, shape, SIZE)) for shape in shapes]
+        move(comm, pairs, ["float32", "bfloat16", "float32", "bool"], turn % 2 == 0)
+    grown = [
+        (Layout((1000, 700), TRAINERS, (3,), (0,)), Layout((1000, 700), SERVERS, (2,), (1,))),  # packed here, or there
+        (Layout((1000, 700), TRAINERS, (3,), (0,)), Layout((1000, 700), (1, 4), (2,), (0,))),  # as it lies
+        (Layout((700, 1000), TRAINERS, (3,), (None,)), Layout((700, 1000), SERVERS, (2,), (None,))),
+        (Layout((1000, 700), (4,), (), ()), Layout((1000, 700), (0, 1, 2, 3), (4,), (None,))),  # passed on
+        (Layout((9, 7), TRAINERS, (3,), (1,)), Layout((9, 7), (3, 1, 0, 2), (2, 2), (None, 0))),
+    ]
+    for into in (False, True):
+        move(comm, grown, ["float32", "float32", "int16", "float32", "float64"], into)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_from_any_layout_to_any(pool: Pool, transport: str) -> None:
+    pool(SIZE).run(move_all, {} if transport == "auto" else {"transport": transport}, timeout=60)
+
+
+def nothing(comm: hetcoll.Communicator) -> list[Any]:
+    return reshard(comm._core, list)
+
+
+def test_nothing_to_move(pool: Pool) -> None:
+    assert pool(SIZE).run(nothing) == [[]] * SIZE
+
+
+ROWS, COLUMNS = Layout((6, 4), TRAINERS, (3,), (0,)), Layout((6, 4), SERVERS, (2,), (1,))
+
+
+def right(rank: int) -> Item:
+    return Item(np.ones(ROWS.shape_on(rank), np.float32), ROWS, COLUMNS)
+
+
+def another_shape(rank: int) -> Item:
+    return right(rank)._replace(target=Layout((4, 6), SERVERS, (2,), (1,)))
+
+
+def a_stranger(rank: int) -> Item:
+    return right(rank)._replace(target=Layout((6, 4), (3, SIZE), (2,), (1,)))
+
+
+def a_rank_twice(rank: int) -> Item:
+    return right(rank)._replace(target=Layout((6, 4), (3, 3), (2,), (1,)))
+
+
+def one_wrong_block(rank: int) -> Item:
+    return right(rank)._replace(array=np.ones((3, 4), np.float32)) if rank == 1 else right(rank)
+
+
+def one_that_holds_nothing_gives_some(rank: int) -> Item:
+    return right(rank)._replace(array=np.ones(2, np.float32)) if rank == 4 else right(rank)
+
+
+def one_strided(rank: int) -> Item:
+    return right(rank)._replace(array=np.ones((4, 2), np.float32).T) if rank == 0 else right(rank)
+
+
+def one_other_type(rank: int) -> Item:
+    return right(rank)._replace(array=right(rank).array.astype(np.int32)) if rank == 2 else right(rank)
+
+
+def one_other_layout(rank: int) -> Item:
+    return right(rank)._replace(target=Layout((6, 4), (4, 3), (2,), (1,))) if rank == 3 else right(rank)
+
+
+def another_out(rank: int) -> Item:
+    return right(rank)._replace(out=np.ones((6, 3) if rank == 3 else COLUMNS.shape_on(rank), np.float32))
+
+
+def another_type_of_out(rank: int) -> Item:
+    return right(rank)._replace(out=np.ones(COLUMNS.shape_on(rank), np.float64))
+
+
+def out_over_the_source(rank: int) -> Item:
+    array = np.ones(ROWS.shape_on(rank), np.float32)
+    return Item(array, ROWS, ROWS, array)
+
+
+def one_that_raises(rank: int) -> Item:
+    return right(rank) if rank != 2 else right(rank)._replace(source={}["rows"])
+
+
+def attempt(comm: hetcoll.Communicator, make: Callable[[int], Item]) -> tuple[type, str]:
+    """The error of what `make` gives for the second of two arrays. The communicator stays whole; nothing was sent."""
+    before = comm.counters()["messages"]
+    try:
+        reshard(comm._core, lambda: [right(comm.rank), make(comm.rank)])
+    except (HetcollError, KeyError) as error:
+        assert comm.counters()["messages"] - before <= 2 * SIZE, "more than ranks tell each other was sent"
+        found = reshard(comm._core, lambda: [right(comm.rank)])[0]
+        assert found.shape == COLUMNS.shape_on(comm.rank)
+        assert (found == 1).all()
+        return type(error), str(error)
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "own", "others"),
+    [
+        (another_shape, ArgumentError, r"array 1: wanted one shape, got \(6, 4\) and \(4, 6\)", None),
+        (a_stranger, ArgumentError, r"array 1: wanted meshes of ranks below 5, got \(3, 5\)", None),
+        (a_rank_twice, ArgumentError, r"mesh: wanted each rank once, got \(3, 3\)", None),
+        (one_wrong_block, ArgumentError, r"array 1: wanted shape \(2, 4\) of .* on rank 1, got \(3, 4\)", 1),
+        (one_that_holds_nothing_gives_some, ArgumentError, r"wanted shape \(0,\) of .* on rank 4, got \(2,\)", 4),
+        (one_strided, BufferTypeError, "array 1: wanted a C-contiguous array", 0),
+        (another_out, ArgumentError, r"array 1: out: wanted shape \(6, 2\) of .* on rank 3, got \(6, 3\)", 3),
+        (another_type_of_out, BufferTypeError, "out: wanted float32 on cpu, got float64 on cpu", None),
+        (out_over_the_source, ArgumentError, "out: wanted other memory than the source's", -1),
+        (one_that_raises, KeyError, "rows", 2),
+    ],
+)
+def test_what_cannot_be_is_refused_on_all_ranks(
+    pool: Pool, make: Callable[[int], Item], kind: type, own: str, others: int | None
+) -> None:
+    """`others`: the only rank that gives what is wrong, which the others name; -1 for some, the first of them."""
+    for rank, (got, text) in enumerate(pool(SIZE).run(attempt, make)):
+        if others is None or rank == others or (others == -1 and rank in ROWS.ranks):
+            assert issubclass(got, kind)
+            assert_found(own, text)
+        else:
+            assert got is ArgumentError
+            assert_found(f"reshard: rank {max(others, 0)}: .*{own}", text)
+
+
+def assert_found(pattern: str, text: str) -> None:
+    with pytest.raises(ArgumentError, match=pattern):
+        raise ArgumentError(text)
+
+
+@pytest.mark.parametrize(("make", "rank"), [(one_other_type, 2), (one_other_layout, 3)])
+def test_layouts_that_differ_between_ranks(pool: Pool, make: Callable[[int], Item], rank: int) -> None:
+    for kind, text in pool(SIZE).run(attempt, make):
+        assert kind is ArgumentError
+        assert_found(
+            f"wanted the same on all ranks: rank {rank} has another dtype or layout for array 1, which is", text
+        )
+
+
+def too_few(comm: hetcoll.Communicator) -> str:
+    try:
+        reshard(comm._core, lambda: [right(comm.rank)] * (1 + (comm.rank == 3)))
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_other_numbers_of_arrays(pool: Pool) -> None:
+    assert pool(SIZE).run(too_few) == ["reshard: wanted the same on all ranks: rank 3 has 2 arrays, rank 0 1"] * SIZE
+
+
+def many(comm: hetcoll.Communicator, number: int) -> str:
+    """40 arrays, of which rank 3 has another layout for one, or the last of which nobody can name."""
+    items = [right(comm.rank)] * 40
+    items[number] = one_other_layout(comm.rank)
+    if number < 0:
+        items[number] = right(comm.rank)._replace(source=Layout((6, 4), tuple(range(1000)), (1000,), (0,)))
+    try:
+        reshard(comm._core, lambda: items)
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_many_arrays_and_long_errors(pool: Pool) -> None:
+    """What ranks tell each other has little room."""
+    wanted = "reshard: wanted the same on all ranks: rank 3 has another dtype or layout for"
+    late, early, long = (pool(SIZE).run(many, number) for number in (35, 31, -1))
+    assert late == [f"{wanted} one of the arrays from 32 on"] * SIZE
+    assert all(each.startswith(f"{wanted} array 31, which is float32 (6, 4) over ranks") for each in early)
+    assert all(each.startswith("array 39: wanted meshes of ranks below 5, got (0, 1, 2") for each in long)

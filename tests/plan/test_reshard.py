@@ -1,0 +1,184 @@
+"""Layouts, and the rounds of messages from one to another: against NumPy, and proved by the simulator."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from blocks import MESHES, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetcoll.errors import ArgumentError
+from hetcoll.plan import reshard
+from hetcoll.plan.algorithms.p2p import p2p
+from hetcoll.plan.layout import Box, Layout, contiguous, extents, volume, within
+from hetcoll.plan.reshard import GRAIN, Message, Move, Piece, Round
+from hetcoll.plan.simulator import check
+from hetcoll.types import DType
+
+
+@st.composite
+def layouts(draw: Any, shape: tuple[int, ...], size: int) -> Layout:
+    mesh = draw(st.sampled_from([mesh for mesh in MESHES if math.prod(mesh) <= size]))
+    ranks = draw(st.permutations(range(size)))[: math.prod(mesh)]
+    dims = st.sampled_from([None, *range(len(shape))])
+    cuts = tuple(draw(dims) for _ in mesh)
+    return Layout(shape, tuple(ranks), mesh, cuts, draw(st.sampled_from([(), tuple(reversed(range(len(mesh))))])))
+
+
+@st.composite
+def exchanges(draw: Any) -> tuple[int, tuple[Move, ...]]:
+    size, moves = draw(st.integers(1, 6)), []
+    for _ in range(draw(st.integers(1, 3))):
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        dtype = draw(st.sampled_from([DType.INT32, DType.UINT8]))
+        moves.append(Move(draw(layouts(shape, size)), draw(layouts(shape, size)), dtype))
+    return size, tuple(moves)
+
+
+def where(box: Box, whole: Box) -> Any:
+    """The index of a part in the block `whole`."""
+    return (..., *(slice(begin, end) for begin, end in within(box, whole)))
+
+
+def plans_of(rounds: list[Round]) -> list[Any]:
+    """A round's messages as the group of each rank, in the order in which it is told to send and receive them."""
+    return [
+        p2p(
+            len(rounds),
+            rank,
+            [message.target for message in mine.messages if message.source == rank],
+            [message.source for message in mine.messages if message.target == rank],
+        )
+        for rank, mine in enumerate(rounds)
+    ]
+
+
+def between(mine: Round, source: int, target: int) -> list[Message]:
+    return [each for each in mine.messages if (each.source, each.target) == (source, target)]
+
+
+@settings(max_examples=250, deadline=None)
+@given(exchanges(), st.sampled_from([1, 20, GRAIN]))
+def test_every_element_comes_once_and_from_where_it_was(exchange: tuple[int, tuple[Move, ...]], grain: int) -> None:
+    size, moves = exchange
+    held = [values(number, move.source) for number, move in enumerate(moves)]
+    wanted = [values(number, move.target) for number, move in enumerate(moves)]
+    got = [{rank: np.full(each.shape, -1) for rank, each in blocks.items()} for blocks in wanted]
+
+    def deliver(piece: Piece, reads: list[Any], there: str) -> None:
+        number, source, target, box = piece
+        move = moves[number]
+        whole = getattr(move, there).boxes[source]
+        taken = reads[number][source][where(box, whole)]
+        into = got[number][target][where(box, move.target.boxes[target])]
+        assert (into == -1).all(), "written twice"
+        into[...] = taken
+
+    reshard.schedule.cache_clear()
+    with patch.object(reshard, "GRAIN", grain):
+        every = [reshard.schedule(moves, rank) for rank in range(size)]
+    for number, (reads, there) in enumerate([(held, "source"), (got, "target")]):
+        rounds = [each[number] for each in every]
+        plans = plans_of(rounds)
+        check(plans)
+        sent = [message for rank, mine in enumerate(rounds) for message in mine.messages if message.source == rank]
+        for source, target in product(range(size), repeat=2):
+            assert between(rounds[source], source, target) == between(rounds[target], source, target)
+        for message in sent:
+            assert len({moves[piece.array].dtype for piece in message.pieces}) == 1
+        pieces = [piece for message in sent for piece in message.pieces]
+        # What is passed on was there when the round began.
+        before = [{rank: each.copy() for rank, each in blocks.items()} for blocks in reads]
+        for piece in [*pieces, *(piece for mine in rounds for piece in mine.copies)]:
+            deliver(piece, before, there)
+    for found, right in zip(got, wanted, strict=True):
+        for rank, each in right.items():
+            np.testing.assert_array_equal(found[rank], each)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_what_lies_in_one_piece(data: Any) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))
+    box = tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape)
+    box = tuple((a, max(b, a + 1)) if a < n else (n - 1, n) for (a, b), n in zip(box, shape, strict=True))
+    view = np.zeros(shape)[where(box, tuple((0, n) for n in shape))]
+    assert contiguous(box, shape) == view.flags.c_contiguous
+
+
+def sent_by(moves: tuple[Move, ...], size: int, number: int) -> Counter[tuple[int, int]]:
+    """Bytes that go over each edge in a round."""
+    found: Counter[tuple[int, int]] = Counter()
+    for rank in range(size):
+        for message in reshard.schedule(moves, rank)[number].messages:
+            if message.source == rank:
+                for piece in message.pieces:
+                    found[rank, message.target] += volume(piece.box) * moves[piece.array].dtype.itemsize
+    return found
+
+
+def test_whoever_holds_a_block_sends_a_part_of_it() -> None:
+    """Four trainers in two replicas, two servers with half each: all eight links carry as much."""
+    trainers = Layout((512, 1024), (0, 1, 2, 3), (2, 2), (None, 0))
+    servers = Layout((512, 1024), (4, 5), (2,), (1,))
+    assert sent_by((Move(trainers, servers, DType.FLOAT32),), 6, 0) == {
+        (source, target): 512 * 1024 * 4 // 8 for source in range(4) for target in (4, 5)
+    }
+
+
+def test_small_arrays_come_from_whoever_has_least_to_send() -> None:
+    replicas, one = Layout((100,), (0, 1, 2, 3), (4,), (None,)), Layout((100,), (4,), (1,), (0,))
+    edges = sent_by((Move(replicas, one, DType.FLOAT32),) * 8, 5, 0)
+    assert edges == {(source, 4): 2 * 400 for source in range(4)}
+
+
+def test_more_ranks_than_hold_a_block_pass_it_on() -> None:
+    """One trainer, four servers that want all: it sends all once, and they give each other their parts."""
+    trainer, servers = Layout((4096, 256), (0,), (1,), (0,)), Layout((4096, 256), (1, 2, 3, 4), (4,), (None,))
+    moves, part = (Move(trainer, servers, DType.FLOAT32),), 4096 * 256
+    assert sent_by(moves, 5, 0) == {(0, target): part for target in range(1, 5)}
+    assert sent_by(moves, 5, 1) == {(a, b): part for a, b in product(range(1, 5), repeat=2) if a != b}
+
+
+def test_what_is_there_already_is_not_sent() -> None:
+    ranks = Layout((64, 64), (0, 1, 2, 3), (4,), (0,))
+    whole = Layout((64, 64), (0, 1, 2, 3), (4,), (None,))
+    assert not sent_by((Move(ranks, ranks, DType.FLOAT32), Move(whole, ranks, DType.FLOAT32)), 4, 0)
+
+
+def test_long_pieces_travel_as_they_are_and_short_ones_together() -> None:
+    one, other = Layout((1024, 1024), (0,), (), ()), Layout((1024, 1024), (1,), (), ())
+    small = [Layout((7,), (rank,), (), ()) for rank in (0, 1)]
+    moves = (Move(one, other, DType.INT8), Move(*small, DType.INT8), Move(*small, DType.INT8))
+    messages = reshard.schedule(moves, 1)[0].messages
+    assert [[piece.array for piece in message.pieces] for message in messages] == [[0], [1, 2]]
+
+
+def test_shapes() -> None:
+    layout = Layout((5, 3), (4, 1, 0), (3,), (0,))
+    assert [layout.shape_on(rank) for rank in range(5)] == [(1, 3), (2, 3), (0,), (0,), (2, 3)]
+    assert [extents(box) for box in Layout((2,), (0, 1, 2, 3), (4,), (0,)).boxes.values()] == [(1,), (1,), (0,), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "cuts", "error"),
+    [
+        ((0, 1, 1), (3,), (0,), "wanted each rank once"),
+        ((0, -1), (2,), (0,), "wanted each rank once"),
+        ((0, 1), (3,), (0,), "wanted 3 ranks"),
+        ((), (0,), (0,), "wanted 0 ranks"),
+        ((0, 1), (2,), (0, None), "wanted 1, one for each dimension of the mesh, got 2"),
+        ((0, 1), (2,), (2,), r"of shape \(5, 3\), got 2"),
+        ((0, 1), (2,), (-1,), "got -1"),
+    ],
+)
+def test_layouts_that_there_are_not(ranks: Any, mesh: Any, cuts: Any, error: str) -> None:
+    with pytest.raises(ArgumentError, match=error):
+        Layout((5, 3), ranks, mesh, cuts)
