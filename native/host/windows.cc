@@ -141,6 +141,7 @@ std::shared_ptr<Transfer> Windows::Put(std::uint32_t id, int peer, const std::by
 std::shared_ptr<Transfer> Windows::Get(std::uint32_t id, int peer, std::byte* dst, std::span<const Piece> pieces,
                                        const Where& where) {
   if (peer == rank_) return ToSelf(id, dst, pieces, -1, true, where);
+  if (auto seen = GetSeen(id, peer, dst, pieces, where)) return seen;
   auto transfer = std::make_shared<Transfer>();
   transfer->peer = peer;
   transfer->base = dst;
@@ -191,6 +192,13 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
       // What the one before gets is read first: a put that follows would write over it.
       if (!peers_[static_cast<std::size_t>(peer)].out[kAnswers].items.empty()) return false;
       if (!Take(links, port, in, reinterpret_cast<std::byte*>(&in.head), sizeof in.head, moved)) return false;
+      if (in.head.ask == Ask::kDone) {
+        const auto read = windows_.find(in.head.id);
+        if (read == windows_.end() || --read->second.readers < 0) {
+          throw Fault(FaultKind::kCorrupt, peer, "it has read what nobody allowed");
+        }
+        return true;
+      }
       if (in.head.pieces > kMostPieces) throw Fault(FaultKind::kCorrupt, peer, "a request has too many pieces");
       in.runs.assign(in.head.pieces, {in.head.offset, in.head.nbytes});
       if (in.head.pieces > 1 || in.head.ask == Ask::kPull) {
@@ -245,7 +253,7 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
 // All that a request says is there.
 void Windows::Admit(int peer) {
   Inbound& in = peers_[static_cast<std::size_t>(peer)].in[kRequests];
-  const bool gets = in.head.ask == Ask::kGet;
+  const bool reads = in.head.ask == Ask::kRead, gets = in.head.ask == Ask::kGet || reads;
   if ((gets || in.runs.empty()) && !in.landing.empty()) {  // what was put before comes first
     in.phase = Phase::kLanding;
     return;
@@ -262,10 +270,14 @@ void Windows::Admit(int peer) {
   }
   if (gets) {
     (fine ? counts_.pieces : counts_.refused) += in.runs.size();
-    for (const Run& run : in.runs) counts_.bytes += fine ? run.nbytes : 0;
+    for (const Run& run : in.runs) {
+      counts_.bytes += fine ? run.nbytes : 0;
+      counts_.direct += fine && reads ? run.nbytes : 0;
+    }
+    if (fine && reads) ++windows_.at(in.head.id).readers;
   }
   if (fine) Raise(in.head.id, in.head.signal);
-  Answer(peer, in.refusal, fine && gets ? std::span<const Run>(in.runs) : std::span<const Run>{}, in.head.id);
+  Answer(peer, in.refusal, fine && gets && !reads ? std::span<const Run>(in.runs) : std::span<const Run>{}, in.head.id);
 }
 
 // Answers to this rank.
@@ -289,7 +301,7 @@ bool Windows::CollectStep(Links& links, int peer, bool& moved) {
       throw Fault(FaultKind::kCorrupt, peer, "an answer is none");
     }
     in.run = 0;
-    if (p.status == 0 && !transfer.pieces.empty()) {
+    if (p.status == 0 && transfer.window < 0 && !transfer.pieces.empty()) {
       in.phase = Phase::kRuns;
       return true;
     }
@@ -302,9 +314,13 @@ bool Windows::CollectStep(Links& links, int peer, bool& moved) {
   }
   in.phase = Phase::kHead;
   links.tx(peer, kRequests).end->Keep();  // what was put is its owner's again
-  if (transfer.device && p.status == 0) {
+  const bool reads = transfer.window >= 0 && transfer.device;
+  if (reads && p.status == 0) {
+    Read(p.awaiting.front());
+  } else if (transfer.device && p.status == 0) {
     device_->landed.emplace_back(device_->inlet.Mark(), p.awaiting.front());
   } else {
+    if (reads) p.out[kRequests].held = false;
     End(transfer, static_cast<Refusal>(p.status));
   }
   p.awaiting.pop_front();
@@ -348,11 +364,15 @@ void Windows::Drop() {
   for (auto& [id, window] : windows_) {
     for (const Window::Expected& e : window.expected) e.transfer->state.store(Pending::State::kFailed);
     window.expected.clear();
+    window.readers = 0;
   }
   for (Peer& peer : peers_) {
     for (const auto& transfer : peer.awaiting) transfer->state.store(Pending::State::kFailed);
     peer.awaiting.clear();
-    for (Outbound& out : peer.out) out.items.clear();
+    for (Outbound& out : peer.out) {
+      out.items.clear();
+      out.held = false;
+    }
     for (Inbound& in : peer.in) in.landing.clear();
   }
   unsent_ = 0;

@@ -61,7 +61,7 @@ struct Transfer : Pending {
   std::byte* base = nullptr;  // of a get: where its pieces go
   bool device = false;        // that is not the host's memory
   std::vector<Piece> pieces;  // of a get
-  std::int64_t source = -1;   // of a put that its owner reads: the window here that holds it
+  std::int64_t window = -1;   // of what a device reads of the other rank's part of it
 };
 
 // Of a put's source, or of what a get fills.
@@ -81,8 +81,9 @@ class Windows {
   void UseCopier(std::shared_ptr<Copier> copier, std::span<std::byte> pinned);
 
   void Add(std::uint32_t id, std::byte* base, std::size_t nbytes, std::size_t signals, bool device = false);
-  // Of a device's window: what of the peer's memory this rank's device sees, or nothing, and whether the peer's sees
-  // this one's. What a peer sees it reads by itself when it is put there.
+  // Of a device's window: what of the peer's part this rank's device sees, or nothing, and whether the peer's sees this
+  // one's. What a device sees it reads by itself, when it is put to its rank and when its rank gets it; until its rank
+  // has closed its own part, and that is `Settled`.
   void See(std::uint32_t id, int peer, std::span<const std::byte> theirs, bool seen);
   // When it returns, nothing here touches the window any more; a device's, once it is `Settled`. Gets that are being
   // answered have what was in it.
@@ -115,8 +116,9 @@ class Windows {
   const WindowCounts& counts() const { return counts_; }
 
  private:
-  // kPull: a put whose owner reads it from the asker's window `offset`; a table of runs follows.
-  enum class Ask : std::uint32_t { kPut = 0, kGet = 1, kPull = 2 };
+  // kPull: a put whose owner reads it from the asker's part of the window; a table of runs follows. kRead: a get that
+  // the asker reads when it is allowed to; kDone, which nobody answers, is the next of its requests, when it has.
+  enum class Ask : std::uint32_t { kPut = 0, kGet = 1, kPull = 2, kRead = 3, kDone = 4 };
   struct Head {  // of a request
     std::uint32_t id = 0;
     Ask ask = Ask::kPut;
@@ -128,7 +130,7 @@ class Windows {
   struct Run {
     std::uint64_t offset;  // in the window
     std::uint64_t nbytes;
-    std::uint64_t from = 0;  // of kPull: in the window that holds it
+    std::uint64_t from = 0;  // of kPull: in the asker's part of the window
   };
   struct Window {
     std::byte* base = nullptr;
@@ -138,6 +140,7 @@ class Windows {
     std::array<std::uint64_t, 2> last{};             // marks, by way: of what touched it before it was closed
     std::vector<std::span<const std::byte>> theirs;  // by peer: what this rank's device sees of it
     std::vector<bool> seen;                          // by whose device
+    int readers = 0;                                 // ranks that were allowed to, and have not done it yet
     std::vector<std::uint64_t> signals;
     std::uint64_t* shown = nullptr;  // the same for a device's streams
     struct Expected {
@@ -160,12 +163,14 @@ class Windows {
     std::size_t next = 0;
     std::int64_t window = -1;  // whose memory the parts after the first are
     bool device = false;       // some parts are
+    bool holds = false;        // what comes behind it waits until what it gets was read
     Gate after = nullptr;      // it is not looked at before this is true
   };
   struct Outbound {
     std::deque<Item> items;
     std::uint64_t number = 0;  // messages before this one
     std::size_t at = 0;        // in the message
+    bool held = false;         // by a get that was sent
     // Up to where its Outlet was told to copy: an item, a part of it, a byte of that.
     std::size_t staged_item = 0;
     std::size_t staged_part = 0;
@@ -211,6 +216,7 @@ class Windows {
     std::deque<Own> own;
     std::deque<std::pair<std::uint64_t, std::shared_ptr<Transfer>>> landed;  // gets, and their marks
     std::size_t gated = 0;                                                   // items that are not looked at yet
+    std::size_t landing = 0;                                                 // puts that wait for a copy
     std::optional<Fault> fault;                                              // of what no Pass has begun
   };
   struct Peer {
@@ -228,7 +234,7 @@ class Windows {
   void Raise(std::uint32_t id, int signal);
   std::shared_ptr<Transfer> ToSelf(std::uint32_t id, std::byte* memory, std::span<const Piece> pieces, int signal,
                                    bool gets, const Where& where);
-  // `src`: of a put, but for one that its owner reads from `source`.
+  // `src`: of a put, but for one that its owner reads, from `source` of this rank's part on.
   void Request(int peer, const Head& head, std::span<const Piece> pieces, const std::byte* src, const Where& where,
                std::uint64_t source = 0);
   void Answer(int peer, Refusal refusal, std::span<const Run> runs, std::uint32_t id);
@@ -256,7 +262,11 @@ class Windows {
   void KeepRest(int peer, std::size_t index);
   std::shared_ptr<Transfer> PutSeen(std::uint32_t id, int peer, const std::byte* src, std::span<const Piece> pieces,
                                     int signal, const Where& where);
+  std::shared_ptr<Transfer> GetSeen(std::uint32_t id, int peer, std::byte* dst, std::span<const Piece> pieces,
+                                    const Where& where);
   bool Readable(int peer, const Inbound& in) const;
+  void Read(const std::shared_ptr<Transfer>& transfer);
+  void HasRead(const Transfer& transfer);
   void Pull(int peer, Inbound& in);
   void PutIsThere(int peer, Inbound& in);
   bool PassCopies();

@@ -17,6 +17,14 @@ namespace {
 constexpr std::size_t kMostMoves = 1024;          // begun under the engine's lock at a time
 constexpr std::int64_t kDrainNs = 5'000'000'000;  // a device that takes longer does not come back
 
+// One copy for what follows on both sides.
+void AddMove(std::vector<Move>& moves, std::byte* to, const std::byte* from, std::size_t n) {
+  const bool follows = !moves.empty() && static_cast<std::byte*>(moves.back().dst) + moves.back().n == to &&
+                       static_cast<const std::byte*>(moves.back().src) + moves.back().n == from;
+  if (!follows) moves.push_back({to, from, 0});
+  moves.back().n += n;
+}
+
 }  // namespace
 
 Windows::Device::Device(std::shared_ptr<Copier> of, std::span<std::byte> pinned, std::size_t fifos)
@@ -28,7 +36,7 @@ Windows::Device::Device(std::shared_ptr<Copier> of, std::span<std::byte> pinned,
 }
 
 bool Windows::Device::Busy() const {
-  return inlet.Busy() || gated > 0 || !own.empty() || !landed.empty() ||
+  return inlet.Busy() || gated > 0 || landing > 0 || !own.empty() || !landed.empty() ||
          std::any_of(outlets.begin(), outlets.end(), [](const Outlet& outlet) { return outlet.Busy(); });
 }
 
@@ -98,7 +106,8 @@ void Windows::See(std::uint32_t id, int peer, std::span<const std::byte> theirs,
   window.seen[static_cast<std::size_t>(peer)] = seen;
 }
 
-// A put out of a window that the peer's device sees: the peer is told where, and copies. Nothing where there is none.
+// A put out of this rank's part of the window, which the peer's device sees: the peer is told where, and copies.
+// Nothing where there is none.
 std::shared_ptr<Transfer> Windows::PutSeen(std::uint32_t id, int peer, const std::byte* src,
                                            std::span<const Piece> pieces, int signal, const Where& where) {
   if (!where.device || pieces.empty()) return nullptr;
@@ -107,47 +116,86 @@ std::shared_ptr<Transfer> Windows::PutSeen(std::uint32_t id, int peer, const std
     first = std::min(first, p.here);
     end = std::max(end, p.here + p.nbytes);
   }
-  const auto holds = std::find_if(windows_.begin(), windows_.end(), [&](const auto& each) {
-    const Window& w = each.second;
-    return w.open && !w.seen.empty() && w.seen[static_cast<std::size_t>(peer)] && src + first >= w.base &&
-           src + end <= w.base + w.nbytes;
-  });
-  if (holds == windows_.end()) return nullptr;
+  const auto found = windows_.find(id);
+  if (found == windows_.end() || found->second.seen.empty() || !found->second.seen[static_cast<std::size_t>(peer)]) {
+    return nullptr;
+  }
+  const Window& window = found->second;
+  if (!window.open || src + first < window.base || src + end > window.base + window.nbytes) return nullptr;
   auto transfer = std::make_shared<Transfer>();
   transfer->peer = peer;
-  transfer->source = holds->first;
-  Request(peer, {.id = id, .ask = Ask::kPull, .signal = signal, .offset = holds->first}, pieces, nullptr, where,
-          static_cast<std::uint64_t>(src - holds->second.base));
+  transfer->window = id;
+  Request(peer, {.id = id, .ask = Ask::kPull, .signal = signal}, pieces, nullptr, where,
+          static_cast<std::uint64_t>(src - window.base));
   peers_[static_cast<std::size_t>(peer)].awaiting.push_back(transfer);
   return transfer;
 }
 
+// A get of what this rank's device sees: it copies when the owner allows it. Nothing where there is none.
+std::shared_ptr<Transfer> Windows::GetSeen(std::uint32_t id, int peer, std::byte* dst, std::span<const Piece> pieces,
+                                           const Where& where) {
+  const auto found = windows_.find(id);
+  if (!where.device || pieces.empty() || found == windows_.end() || found->second.theirs.empty()) return nullptr;
+  const std::size_t size = found->second.theirs[static_cast<std::size_t>(peer)].size();
+  const bool inside = std::all_of(pieces.begin(), pieces.end(),
+                                  [&](const Piece& p) { return p.there <= size && p.nbytes <= size - p.there; });
+  if (size == 0 || !inside) return nullptr;
+  auto transfer = std::make_shared<Transfer>();
+  transfer->peer = peer;
+  transfer->base = dst;
+  transfer->device = true;
+  transfer->window = id;
+  transfer->pieces.assign(pieces.begin(), pieces.end());
+  Request(peer, {.id = id, .ask = Ask::kRead}, pieces, nullptr, where);
+  peers_[static_cast<std::size_t>(peer)].awaiting.push_back(transfer);
+  return transfer;
+}
+
+// The owner allows it, and leaves its memory as it is until it hears that it was done.
+void Windows::Read(const std::shared_ptr<Transfer>& transfer) {
+  const Window& window = windows_.at(static_cast<std::uint32_t>(transfer->window));
+  const std::byte* theirs = window.theirs[static_cast<std::size_t>(transfer->peer)].data();
+  std::vector<Move> moves;
+  for (const Piece& p : transfer->pieces) AddMove(moves, transfer->base + p.here, theirs + p.there, p.nbytes);
+  device_->inlet.Mark();  // what came before is begun before
+  device_->copier->CopyEach(Way::kIn, moves);
+  device_->landed.emplace_back(device_->copier->Mark(Way::kIn), transfer);
+}
+
+// Before anything else that is asked of the peer.
+void Windows::HasRead(const Transfer& transfer) {
+  Outbound& out = peers_[static_cast<std::size_t>(transfer.peer)].out[kRequests];
+  const Head head{.id = static_cast<std::uint32_t>(transfer.window), .ask = Ask::kDone};
+  Item item;
+  item.own.resize(sizeof head);
+  std::memcpy(item.own.data(), &head, sizeof head);
+  item.parts.push_back({item.own.data(), sizeof head, false});
+  out.items.push_front(std::move(item));
+  ++unsent_;
+  ++out.staged_item;
+  out.held = false;
+}
+
 // Whether this rank's device sees all that it is to read.
 bool Windows::Readable(int peer, const Inbound& in) const {
-  const auto found = windows_.find(static_cast<std::uint32_t>(in.head.offset));
+  const auto found = windows_.find(in.head.id);
   if (found == windows_.end() || found->second.theirs.empty()) return false;
   const std::size_t size = found->second.theirs[static_cast<std::size_t>(peer)].size();
   return std::all_of(in.runs.begin(), in.runs.end(),
                      [&](const Run& run) { return run.from <= size && run.nbytes <= size - run.from; });
 }
 
-// Begins more copies of a put that this rank reads. What follows on both sides is one.
+// Begins more copies of a put that this rank reads.
 void Windows::Pull(int peer, Inbound& in) {
   const bool reads = in.refusal == Refusal::kNone;
   const std::size_t end = reads ? std::min(in.runs.size(), in.run + kMostMoves) : in.runs.size();
   counts_.refused += reads ? 0 : end - in.run;
   if (reads) {
     const Window& window = *Find(in.head.id);
-    const Window& source = windows_.at(static_cast<std::uint32_t>(in.head.offset));
-    const std::byte* theirs = source.theirs[static_cast<std::size_t>(peer)].data();
+    const std::byte* theirs = window.theirs[static_cast<std::size_t>(peer)].data();
     std::vector<Move> moves;
     for (const Run& run : std::span(in.runs).subspan(in.run, end - in.run)) {
-      std::byte* to = window.base + run.offset;
-      const std::byte* from = theirs + run.from;
-      const bool follows = !moves.empty() && static_cast<std::byte*>(moves.back().dst) + moves.back().n == to &&
-                           static_cast<const std::byte*>(moves.back().src) + moves.back().n == from;
-      if (!follows) moves.push_back({to, from, 0});
-      moves.back().n += run.nbytes;
+      AddMove(moves, window.base + run.offset, theirs + run.from, run.nbytes);
       counts_.bytes += run.nbytes;
       counts_.direct += run.nbytes;
     }
@@ -168,6 +216,7 @@ void Windows::PutIsThere(int peer, Inbound& in) {
   if (mark > 0 || in.head.ask == Ask::kPull) mark = device_->copier->Mark(Way::kIn);
   if (mark > 0 || !in.landing.empty()) {
     in.landing.push_back({mark, in.head.id, in.head.signal, in.refusal});
+    ++device_->landing;
     return;
   }
   if (in.refusal == Refusal::kNone) Raise(in.head.id, in.head.signal);
@@ -181,6 +230,7 @@ bool Windows::PassCopies() {
   for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
     std::deque<Landing>& landing = peers_[peer].in[kRequests].landing;
     for (; !landing.empty() && inlet.Passed(landing.front().mark); landing.pop_front(), moved = true) {
+      --device_->landing;
       const Landing& put = landing.front();
       if (put.refusal == Refusal::kNone) Raise(put.id, put.signal);
       Answer(static_cast<int>(peer), put.refusal, {}, put.id);
@@ -188,6 +238,8 @@ bool Windows::PassCopies() {
   }
   auto& landed = device_->landed;
   for (; !landed.empty() && inlet.Passed(landed.front().first); landed.pop_front(), moved = true) {
+    const Transfer& got = *landed.front().second;
+    if (got.window >= 0) HasRead(got);
     End(*landed.front().second, Refusal::kNone);
   }
   return PassOwn() || moved;
@@ -240,10 +292,13 @@ void Windows::CloseDevice(std::uint32_t id, Window& window) {
 bool Windows::Settled(std::uint32_t id) {
   const auto found = windows_.find(id);
   if (found == windows_.end() || !found->second.device) return true;
-  for (const Peer& peer : peers_) {  // who was told to read it
-    if (std::any_of(peer.awaiting.begin(), peer.awaiting.end(), [&](const auto& t) { return t->source == id; })) {
-      return false;
-    }
+  // Whoever was told to read it, or is allowed to; and what this rank reads of the others' parts.
+  const auto of_it = [&](const auto& transfer) { return transfer->window == id; };
+  if (found->second.readers > 0 ||
+      std::any_of(device_->landed.begin(), device_->landed.end(), [&](const auto& got) { return of_it(got.second); }) ||
+      std::any_of(peers_.begin(), peers_.end(),
+                  [&](const Peer& peer) { return std::any_of(peer.awaiting.begin(), peer.awaiting.end(), of_it); })) {
+    return false;
   }
   try {
     const auto [in, out] = found->second.last;
@@ -268,7 +323,7 @@ void Windows::Drain() {
   device_->landed.clear();
   device_->inlet.Clear();
   for (Outlet& outlet : device_->outlets) outlet.Clear();
-  device_->gated = 0;
+  device_->gated = device_->landing = 0;
 }
 
 }  // namespace hetcoll

@@ -34,6 +34,7 @@ void Windows::Request(int peer, const Head& form, std::span<const Piece> pieces,
       item.parts.push_back({src + p.here, p.nbytes, !where.device, where.device && p.nbytes > 0});
     item.device = where.device;
   }
+  item.holds = head.ask == Ask::kRead;
   if (where.after) {
     item.after = where.after;
     ++device_->gated;
@@ -71,7 +72,7 @@ bool Windows::Send(Links& links, int peer, int channel) {
   Port<SendEnd>& port = links.tx(peer, channel);
   bool moved = false;
   if (device_ != nullptr) Stage(peer, channel);
-  for (int turn = 0; turn < kTurn && !out.items.empty();) {
+  for (int turn = 0; turn < kTurn && !out.items.empty() && !out.held;) {
     Item& item = out.items.front();
     if (item.after) break;
     const Part& part = item.parts[item.next];
@@ -92,6 +93,7 @@ bool Windows::Send(Links& links, int peer, int channel) {
     ++out.number;
     ++port.through;
     if (++item.next < item.parts.size()) continue;
+    out.held = item.holds;
     out.items.pop_front();
     --unsent_;
     if (out.staged_item > 0) --out.staged_item;

@@ -89,6 +89,7 @@ void ClosingWindows();
 void OneSidedOfDevices();
 void ClosingDevices();
 void ClosingSeenWindows();
+void SlowDevices();
 void GatedTransfers();
 void FailingDevices();
 void LeavingWindows();
@@ -473,6 +474,7 @@ constexpr Scenario kScenarios[] = {
     {"windows of devices", OneSidedOfDevices},
     {"windows of devices: closed", ClosingDevices},
     {"windows of devices that see each other: closed", ClosingSeenWindows},
+    {"windows of slow devices", SlowDevices},
     {"windows of devices: streams", GatedTransfers},
     {"windows of devices: failed", FailingDevices},
     {"windows: left", LeavingWindows},

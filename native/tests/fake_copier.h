@@ -18,8 +18,9 @@ class FakeCopier final : public Copier {
  public:
   static constexpr std::uintptr_t kFar = std::uintptr_t{1} << 62;
 
-  // `fails`: the copy of this number does; 0: none.
-  explicit FakeCopier(std::uint64_t fails = 0) : fails_(fails), thread_([this] { Run(); }) {}
+  // `fails`: the copy of this number does; 0: none. Each takes `slow` longer.
+  explicit FakeCopier(std::uint64_t fails = 0, std::chrono::milliseconds slow = {})
+      : fails_(fails), slow_(slow), thread_([this] { Run(); }) {}
   ~FakeCopier() override {
     {
       std::lock_guard lock(mutex_);
@@ -87,12 +88,14 @@ class FakeCopier final : public Copier {
       }
       lock.unlock();
       if (random() % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
+      std::this_thread::sleep_for(slow_);
       std::memcpy(Near(job.dst), Near(job.src), job.n);
       lock.lock();
     }
   }
 
   std::uint64_t fails_;
+  std::chrono::milliseconds slow_;
   std::uint64_t copies_ = 0;  // these three: under the engine's lock
   std::uint64_t marks_[2] = {};
   bool begun_[2] = {};

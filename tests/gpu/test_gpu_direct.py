@@ -1,4 +1,4 @@
-"""Puts between GPUs of one vendor in one host: the receiving GPU reads the other one's memory, without the host."""
+"""Puts and gets between GPUs of one vendor in one host: the receiving GPU reads the other one's memory by itself."""
 
 from __future__ import annotations
 
@@ -80,23 +80,28 @@ def test_other_hosts_see_nothing(whole: Any) -> None:
 
 
 def of_one_allocation(comm: hetcoll.Communicator) -> None:
-    """Two windows of parts of one allocation, of which one is closed first; the source is in the other one."""
+    """Two windows of parts of one allocation, of which one is closed first. What lies in another window than that it
+    is put to goes through the host."""
     device = device_of(comm)
     whole = DeviceArray.of(device, np.arange(4000, dtype=np.int32) + 10_000 * comm.rank)
     first, second = whole.buffer(0, 1000), whole.buffer(1000, 3000)
     a, b = comm.window(first), comm.window(second)
     before = comm.counters()["window_direct"]
     peer = 1 - comm.rank
-    a.put(second, peer, 0, src_offset=500, count=1000, signal=0)
+    a.put(first, peer, 500, src_offset=0, count=500, signal=0)
     a.wait_signal()
+    comm.barrier()
+    a.put(second, peer, 0, src_offset=500, count=500, signal=0)
+    a.wait_signal(0, 2)
     comm.barrier()
     a.close()
     b.put(second, peer, 2000, src_offset=0, count=500, signal=0)
     b.wait_signal()
     values = whole.get()
-    assert (values[:1000] == np.arange(1500, 2500) + 10_000 * peer).all()
+    assert (values[:500] == np.arange(1500, 2000) + 10_000 * peer).all()
+    assert (values[500:1000] == np.arange(500) + 10_000 * peer).all()
     assert (values[3000:3500] == np.arange(1000, 1500) + 10_000 * peer).all()
-    assert comm.counters()["window_direct"] - before == 4 * 1500
+    assert comm.counters()["window_direct"] - before == 4 * 1000
     comm.barrier()
     b.close()
 
@@ -104,6 +109,44 @@ def of_one_allocation(comm: hetcoll.Communicator) -> None:
 @pytest.mark.parametrize("kinds", ["nn", "aa"])
 def test_windows_of_one_allocation(whole: Any, kinds: str) -> None:
     whole(kinds).run(of_one_allocation)
+
+
+def get_blocks(comm: hetcoll.Communicator, turns: int) -> int:
+    """Each rank gets scattered blocks of the next one's window, which then writes over them, and gets those again."""
+    size, rank = comm.size, comm.rank
+    mine, got = Own(comm, np.zeros(BLOCK * BLOCKS, np.float32)), Own(comm, np.zeros(BLOCK * BLOCKS, np.float32))
+    other = Own(comm, np.full(BLOCK, -1, np.float32))
+    with comm.window(mine.array) as window:
+        before = comm.counters()["window_direct"]
+        for turn in range(turns):
+            values = [np.random.default_rng([turn, each]).random(BLOCK * BLOCKS, np.float32) for each in range(size)]
+            if has_gpu(comm):
+                mine.array.set(values[rank])
+            else:
+                mine.array[:] = values[rank]
+            comm.barrier()
+            peer, at = (rank + 1) % size, np.random.default_rng(turn).permutation(BLOCKS) * BLOCK
+            works = [window.get(got.array, peer, at, dst_offset=np.arange(BLOCKS) * BLOCK, count=BLOCK, async_op=True)]
+            works.append(window.put(other.array, peer, at[0], async_op=True))  # what is got is what was there before
+            works.append(window.get(other.array, peer, at[1], count=1, dst_offset=5, async_op=True))
+            for work in works:
+                work.wait()
+            want = values[peer].reshape(BLOCKS, BLOCK)[at // BLOCK]
+            assert (got.get().reshape(BLOCKS, BLOCK) == want).all()
+            assert other.get()[5] == values[peer][at[1]]
+            comm.barrier()
+            assert (mine.get()[at[0] : at[0] + BLOCK][:5] == -1).all()
+            comm.barrier()
+        direct = comm.counters()["window_direct"] - before
+        comm.barrier()
+    return direct
+
+
+@pytest.mark.parametrize(("kinds", "seen"), [("nn", (0, 1)), ("nac", ()), ("aca", (0,)), ("aa", (0, 1))])
+def test_scattered_gets(whole: Any, kinds: str, seen: tuple[int, ...]) -> None:
+    """`seen`: whose window is read by the GPU of the rank before."""
+    found = whole(kinds).run(get_blocks, 3)
+    assert found == [3 * 4 * (BLOCK * BLOCKS + 1) * (rank in seen) for rank in range(len(kinds))]
 
 
 def odd_pieces(comm: hetcoll.Communicator) -> int:
