@@ -212,7 +212,9 @@ void Engine::CheckDeparted() {
   if (!collectives_.empty()) check(collectives_.front());
   std::for_each(p2p_.begin(), p2p_.end(), check);
   for (int peer = 0; windows_ != nullptr && peer < options_.size; ++peer) {
-    if (!departed_[static_cast<std::size_t>(peer)].load() || !windows_->Needs(peer)) continue;
+    if (!departed_[static_cast<std::size_t>(peer)].load()) continue;
+    windows_->Left(peer);
+    if (!windows_->Needs(peer)) continue;
     if (!links_.rx(peer, kAnswers).end->FinalWithoutPeer()) continue;
     Fail(FaultKind::kPeerGone, peer,
          "rank " + std::to_string(peer) + " left while it was needed (" + windows_->Describe() + ")");

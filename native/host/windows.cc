@@ -193,10 +193,8 @@ bool Windows::ServeStep(Links& links, int peer, bool& moved) {
       if (!peers_[static_cast<std::size_t>(peer)].out[kAnswers].items.empty()) return false;
       if (!Take(links, port, in, reinterpret_cast<std::byte*>(&in.head), sizeof in.head, moved)) return false;
       if (in.head.ask == Ask::kDone) {
-        const auto read = windows_.find(in.head.id);
-        if (read == windows_.end() || --read->second.readers < 0) {
-          throw Fault(FaultKind::kCorrupt, peer, "it has read what nobody allowed");
-        }
+        if (in.reading != in.head.id) throw Fault(FaultKind::kCorrupt, peer, "it has read what nobody allowed");
+        in.reading = -1;
         return true;
       }
       if (in.head.pieces > kMostPieces) throw Fault(FaultKind::kCorrupt, peer, "a request has too many pieces");
@@ -274,7 +272,7 @@ void Windows::Admit(int peer) {
       counts_.bytes += fine ? run.nbytes : 0;
       counts_.direct += fine && reads ? run.nbytes : 0;
     }
-    if (fine && reads) ++windows_.at(in.head.id).readers;
+    if (fine && reads) in.reading = in.head.id;
   }
   if (fine) Raise(in.head.id, in.head.signal);
   Answer(peer, in.refusal, fine && gets && !reads ? std::span<const Run>(in.runs) : std::span<const Run>{}, in.head.id);
@@ -364,7 +362,6 @@ void Windows::Drop() {
   for (auto& [id, window] : windows_) {
     for (const Window::Expected& e : window.expected) e.transfer->state.store(Pending::State::kFailed);
     window.expected.clear();
-    window.readers = 0;
   }
   for (Peer& peer : peers_) {
     for (const auto& transfer : peer.awaiting) transfer->state.store(Pending::State::kFailed);
@@ -373,7 +370,10 @@ void Windows::Drop() {
       out.items.clear();
       out.held = false;
     }
-    for (Inbound& in : peer.in) in.landing.clear();
+    for (Inbound& in : peer.in) {
+      in.landing.clear();
+      in.reading = -1;
+    }
   }
   unsent_ = 0;
 }

@@ -110,6 +110,8 @@ class Windows {
   // Whether something of this rank's waits for `peer`.
   bool Needs(int peer) const;
   void AddPoll(Links& links, std::vector<pollfd>& fds) const;
+  // That rank has closed its engine: it reads nothing any more.
+  void Left(int peer) { peers_[static_cast<std::size_t>(peer)].in[kRequests].reading = -1; }
   // The engine has failed: ends all that waits.
   void Drop();
   std::string Describe() const;
@@ -140,7 +142,6 @@ class Windows {
     std::array<std::uint64_t, 2> last{};             // marks, by way: of what touched it before it was closed
     std::vector<std::span<const std::byte>> theirs;  // by peer: what this rank's device sees of it
     std::vector<bool> seen;                          // by whose device
-    int readers = 0;                                 // ranks that were allowed to, and have not done it yet
     std::vector<std::uint64_t> signals;
     std::uint64_t* shown = nullptr;  // the same for a device's streams
     struct Expected {
@@ -189,7 +190,8 @@ class Windows {
     std::uint64_t number = 0;
     std::size_t at = 0;
     std::size_t run = 0;
-    bool ended = false;  // the peer will ask nothing more
+    bool ended = false;         // the peer will ask nothing more
+    std::int64_t reading = -1;  // the window that it was allowed to read, until it has
     Head head{};
     std::vector<Run> runs;
     Refusal refusal = Refusal::kNone;

@@ -19,6 +19,7 @@ constexpr std::int64_t kDrainNs = 5'000'000'000;  // a device that takes longer 
 
 // One copy for what follows on both sides.
 void AddMove(std::vector<Move>& moves, std::byte* to, const std::byte* from, std::size_t n) {
+  if (n == 0) return;
   const bool follows = !moves.empty() && static_cast<std::byte*>(moves.back().dst) + moves.back().n == to &&
                        static_cast<const std::byte*>(moves.back().src) + moves.back().n == from;
   if (!follows) moves.push_back({to, from, 0});
@@ -294,10 +295,10 @@ bool Windows::Settled(std::uint32_t id) {
   if (found == windows_.end() || !found->second.device) return true;
   // Whoever was told to read it, or is allowed to; and what this rank reads of the others' parts.
   const auto of_it = [&](const auto& transfer) { return transfer->window == id; };
-  if (found->second.readers > 0 ||
-      std::any_of(device_->landed.begin(), device_->landed.end(), [&](const auto& got) { return of_it(got.second); }) ||
-      std::any_of(peers_.begin(), peers_.end(),
-                  [&](const Peer& peer) { return std::any_of(peer.awaiting.begin(), peer.awaiting.end(), of_it); })) {
+  if (std::any_of(device_->landed.begin(), device_->landed.end(), [&](const auto& got) { return of_it(got.second); }) ||
+      std::any_of(peers_.begin(), peers_.end(), [&](const Peer& peer) {
+        return peer.in[kRequests].reading == id || std::any_of(peer.awaiting.begin(), peer.awaiting.end(), of_it);
+      })) {
     return false;
   }
   try {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -229,3 +230,26 @@ def test_a_rank_that_dies_while_its_memory_is_read(placed: Any, kinds: str) -> N
     ranks.kill(1)
     outcome = ranks.finish(only=[0])[0]
     assert "rank 1" in (outcome.value or ""), outcome.trace
+
+
+def leave_while_reading(comm: hetcoll.Communicator) -> float:
+    """Rank 1 closes its communicator with gets under way; rank 0 has its memory back at once."""
+    mine = DeviceArray.of(device_of(comm), np.zeros(1 << 22, np.uint8))
+    got = DeviceArray.of(device_of(comm), np.zeros(1 << 22, np.uint8))
+    window = comm.window(mine)
+    comm.barrier()
+    at = np.arange(1 << 10) << 12
+    if comm.rank == 1:
+        for _ in range(4):
+            window.get(got, 0, at[::-1], dst_offset=at, count=1 << 12, async_op=True)
+        comm.close()
+        return 0.0
+    wait_until(lambda: comm.counters()["window_gets"] > 0, 60)
+    begun = time.monotonic()
+    window.close()
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize("kinds", ["nn", "aa"])
+def test_a_rank_that_leaves_while_it_reads(placed: Any, kinds: str) -> None:
+    assert placed(kinds, HETCOLL_TIMEOUT="60").run(leave_while_reading, timeout=90)[0] < 30
