@@ -34,7 +34,7 @@ from hetcoll.errors import ArgumentError, CollectiveMismatchError, CollectiveTim
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.vendors.devices.base import Device
 
-LARGE = 600_001  # float32s: more than one kernel does, in some pieces, in slots that come again
+LARGE = 1_100_001  # float32s: more than one kernel does, in some pieces, in slots that come again
 MIB = (1 << 20) // 4
 
 

@@ -15,7 +15,7 @@ from thorough import parametrize
 import hetcoll
 from hetcoll.gpu.array import DeviceArray
 
-LARGE = 1_000_001  # elements: copies through slots
+LARGE = 1_100_001  # elements: copies through slots
 CASES: dict[str, tuple[list[str | None], int]] = {  # of each rank its kind of GPU, if any; and which rank dies
     "one island": (["cuda", "cuda", "cuda", "cuda"], 1),
     "both vendors": (["cuda", "hip", "hip", "cuda"], 1),

@@ -50,11 +50,11 @@ def test_every_type_with_every_reduction(mixed: Any, gpus: str) -> None:
 
 def test_chunks_that_each_rank_reduces_a_part_of(mixed: Any) -> None:
     """Two shots in one kernel beside one shot: odd parts, several chunks to a block, calls one after another."""
-    sizes = [("float32", 16_385), ("int8", 350_001), ("bfloat16", 300_001), ("float64", 120_000), ("uint8", 3_000_007)]
+    sizes = [("float32", 16_385), ("int8", 350_001), ("bfloat16", 190_001), ("float64", 50_003), ("uint8", 1_300_007)]
     cases = [Case("allreduce", dtype, count, "avg" if dtype == "bfloat16" else "sum", inplace=at % 2 == 1, seed=at)
              for at, (dtype, count) in enumerate([*sizes, *sizes[::-1]])]  # fmt: skip
     check(mixed("nnaa"), cases)
-    check(mixed("naaaa"), cases[:5])
+    check(mixed("naaaa"), cases[:3])
 
 
 def test_parts_of_unequal_size(mixed: Any) -> None:

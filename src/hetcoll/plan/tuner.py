@@ -267,7 +267,9 @@ class _Place:
         if cost.copied > 0:
             copied += cost.copied - (cost.sent if link is machine.shm and not self.claims else 0)
             fixed += machine.staging * cost.copied / crowding**2
-        moved = (max(cost.sent, cost.received) if link.duplex else copied) * self.incast(cost)
+        moved = max(cost.sent, cost.received) if link.duplex else copied
+        if self.several or machine.slots_incast > 0:
+            moved *= self.incast(cost)
         work = (moved / link.bandwidth + cost.reduced / machine.reduce) * crowding * mean
         # Who waits for one other leaves a shared core to the rest; where several streams meet (near), all wait.
         if cost.stepwise and (near or crowding <= 1 or link is not machine.loopback):
