@@ -21,6 +21,8 @@ from .core import Core
 from .messages import Group, end_group, one_way
 from .results import like
 
+__all__ = ["Item", "Layout", "reshard"]
+
 _NAMED, _TEXT = 32, 400  # arrays whose difference is named, and characters of an error: what `Core.meet` has room for
 
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from .. import ArgumentError, Communicator
-from ..plan.layout import Layout
 from ..runtime import reshard as runtime
+from ..runtime.reshard import Layout
 from .process_group import HetcollProcessGroup
 
 __all__ = ["Layout", "layout", "reshard", "reshard_all"]
