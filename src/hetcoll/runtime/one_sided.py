@@ -263,7 +263,7 @@ class OneSided:
         self, number: int, seen: dict[int, int], sees: list[bool], exposed: Sequence[_Exposed], dtype: DType
     ) -> None:
         """What this rank's GPU sees of the others' memory, and whose sees that of this rank."""
-        for rank in range(self.core.size):
+        for rank in {*seen, *(rank for rank, each in enumerate(sees) if each)}:
             nbytes = exposed[rank].elements * dtype.itemsize if rank in seen else 0
             self.core.engine.see_window(number, rank, seen.get(rank, 0), nbytes, sees[rank])
 
