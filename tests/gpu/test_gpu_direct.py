@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import unittest.mock
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from gpu_kinds import Own, device_of, has_gpu
 from ranks import Ranks, wait_until
 
 import hetcoll
-from hetcoll import PeerLostError
+from hetcoll import DeviceError, PeerLostError
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.vendors.devices.kernels.source import PIECES
+from hetcoll.vendors.devices.kernels.table import KernelTable
 
 BLOCK, BLOCKS = 1000, 64
 
@@ -86,8 +89,8 @@ def of_one_allocation(comm: hetcoll.Communicator) -> None:
     device = device_of(comm)
     whole = DeviceArray.of(device, np.arange(4000, dtype=np.int32) + 10_000 * comm.rank)
     first, second = whole.buffer(0, 1000), whole.buffer(1000, 3000)
+    before = direct_so_far(comm)  # the other one may be ahead once the windows are made
     a, b = comm.window(first), comm.window(second)
-    before = comm.counters()["window_direct"]
     peer = 1 - comm.rank
     a.put(first, peer, 500, src_offset=0, count=500, signal=0)
     a.wait_signal()
@@ -155,8 +158,8 @@ def odd_pieces(comm: hetcoll.Communicator) -> int:
     room = 5 << 20
     mine = Own(comm, np.random.default_rng(comm.rank).integers(0, 256, 2 * room, np.uint8))
     theirs = np.random.default_rng(1 - comm.rank).integers(0, 256, 2 * room, np.uint8)
+    before = direct_so_far(comm)
     with comm.window(mine.array) as window:
-        before = comm.counters()["window_direct"]
         for turn, most in enumerate((1, 3, 4, 300), start=1):
             want = mine.get()
             for rank in range(2):  # what this rank puts, and what the other does
@@ -177,8 +180,29 @@ def odd_pieces(comm: hetcoll.Communicator) -> int:
 
 @pytest.mark.parametrize("kinds", ["nn", "aa"])
 def test_pieces_of_any_length(whole: Any, kinds: str) -> None:
-    found = whole(kinds).run(odd_pieces, timeout=100)
-    assert min(found) > 1 << 20
+    ranks: Ranks = whole(kinds)
+    assert min(ranks.run(odd_pieces, timeout=100)) > 1 << 20
+    assert not [rank for rank in range(2) if "no kernel for pieces" in ranks.output(rank)]
+
+
+def without_a_kernel(comm: hetcoll.Communicator) -> int:
+    found = KernelTable.function
+
+    def function(table: KernelTable, name: str) -> int:
+        if name == PIECES:
+            raise DeviceError("nothing compiles it")
+        return found(table, name)
+
+    with unittest.mock.patch.object(KernelTable, "function", function):
+        return odd_pieces(comm)
+
+
+@pytest.mark.parametrize("kinds", ["nn", "aa"])
+def test_pieces_without_a_kernel(mixed: Any, kinds: str) -> None:
+    """As where nothing can compile it: copy engines take its place, and it is said."""
+    ranks: Ranks = mixed(kinds, HETCOLL_DEVICE="cuda" if kinds == "nn" else "hip")
+    assert min(ranks.run(without_a_kernel, timeout=100)) > 1 << 20
+    assert all("no kernel for pieces" in ranks.output(rank) for rank in range(2))
 
 
 def refused(comm: hetcoll.Communicator) -> int:

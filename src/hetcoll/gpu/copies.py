@@ -50,6 +50,7 @@ class Copies:
         self._device, self._waits = device, list[_native.Gate]()  # what may still read words
         self._opened: dict[str, list[int]] = {}  # address here and how often, by handle
         self._sample = 0  # this rank's own
+        self._right: dict[int, bool] = {}  # whether that of a rank was read right
         self._lock = threading.Lock()
         staged = 2 * max(_STAGED, 2 * size * _LEAST_STAGED)
         self._undo = contextlib.ExitStack()
@@ -99,7 +100,7 @@ class Copies:
                 found = device.ipc_handle(base)
                 return Shared(device.vendor, found.hex(), buffer.ptr - base, sample.hex())
         except DeviceError as error:
-            log.debug("memory of %s cannot be shared: %s", device.name, error)
+            log.info("memory of %s cannot be shared: %s", device.name, error)
             return None
 
     def open(self, shared: Shared, rank: int) -> int | None:
@@ -107,33 +108,34 @@ class Copies:
         device = self._device
         with device.active():
             try:
-                sample = self._mapped(shared.sample)
-                words = ctypes.create_string_buffer(_SAMPLE)
-                here = device.allocate(_SAMPLE)
-                try:  # as pieces go: from one GPU to the other
-                    device.copy(here, sample, _SAMPLE)
-                    device.copy(ctypes.addressof(words), here, _SAMPLE)
-                finally:
-                    device.free(here)
-                    self.close_shared(shared.sample)
-                if words.raw != _sample(rank):
-                    log.warning(
-                        "%s reads wrong bytes from rank %d's: what is put goes through the host", device.name, rank
-                    )
-                    return None
-                address = self._mapped(shared.memory) + shared.offset
-                self._use_kernel()
-                return address
+                if rank not in self._right:
+                    self._right[rank] = self._reads(shared.sample, _sample(rank))
+                    self._use_kernel()
+                if self._right[rank]:
+                    return self._mapped(shared.memory) + shared.offset
+                log.warning("%s reads wrong bytes from rank %d's: pieces go through the host", device.name, rank)
             except DeviceError as error:
-                log.debug("%s cannot open the memory of rank %d: %s", device.name, rank, error)
-                return None
+                log.info("%s cannot open the memory of rank %d: %s", device.name, rank, error)
+            return None
+
+    def _reads(self, handle: str, wanted: bytes) -> bool:
+        """Whether this GPU reads that from the beginning of another one's allocation."""
+        device, words = self._device, ctypes.create_string_buffer(_SAMPLE)
+        with contextlib.ExitStack() as undo:
+            sample = self._mapped(handle)
+            undo.callback(self.close_shared, handle)
+            here = device.allocate(_SAMPLE)
+            undo.callback(device.free, here)
+            device.copy(here, sample, _SAMPLE)  # as pieces go: from one GPU to the other
+            device.copy(ctypes.addressof(words), here, _SAMPLE)
+        return words.raw == wanted
 
     def _use_kernel(self) -> None:
         """Copy engines take some microseconds for each piece: where the device can compile it, a kernel has many."""
         try:
             self._copier.use_kernel(self._device.kernels().function(PIECES))
         except DeviceError as error:
-            log.info("%s has no kernel for pieces, copy engines move them: %s", self._device.name, error)
+            log.warning("%s has no kernel for pieces, copy engines move them: %s", self._device.name, error)
 
     def _mapped(self, handle: str) -> int:
         if handle not in self._opened:
