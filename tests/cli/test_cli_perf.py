@@ -241,7 +241,7 @@ def test_jobs_leave_out_what_a_type_has_not() -> None:
 # The patterns -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", list(DType))
+@parametrize("dtype", list(DType), first=4)
 @parametrize("size", [7, 2, 20], first=1)
 def test_every_partial_result_is_exact_in_the_element_type(dtype: DType, size: int) -> None:
     """A reduction in the element type, in any order, gives what integers give; else equality proves nothing."""

@@ -223,6 +223,7 @@ def test_algorithms_of_ones_own(tmp_path: Path) -> None:
     assert "--import: wanted a module or a file NAME.py, got 'no_such_module'" in done.stderr
 
 
+@pytest.mark.thorough
 def test_algorithms_of_a_package(tmp_path: Path) -> None:
     """By its entry point, without a word on the command line."""
     (tmp_path / "stars.py").write_text(STAR)

@@ -81,6 +81,7 @@ def test_cpus_alone(tmp_path: Path) -> None:
 
 @pytest.mark.fakes
 @pytest.mark.timeout(400)
+@pytest.mark.thorough
 def test_a_gpu_and_what_is_wrong_with_it(tmp_path: Path, cache: dict[str, str]) -> None:
     gpu = fakes.environment("cuda", timeout=60)
     status, said, report = run(tmp_path, **gpu, **cache)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thorough import parametrize
 
 from hetcoll.cli import main
 
@@ -63,7 +64,7 @@ def strict(schema: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize(("engine", "variable"), [("volcano", "VC_TASK_INDEX"), ("jobset", "JOB_COMPLETION_INDEX")])
+@parametrize(("engine", "variable"), [("volcano", "VC_TASK_INDEX"), ("jobset", "JOB_COMPLETION_INDEX")], first=1)
 def test_every_pod_starts_its_ranks(engine: str, variable: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The pods' own command lines run here, with an environment as the engine makes it."""
     document = manifest(

@@ -81,7 +81,7 @@ def test_a_gpu_where_there_is_none_is_an_error_in_one_line() -> None:
 
 @pytest.mark.fakes
 @pytest.mark.timeout(200)
-@parametrize("vendor", ["cuda", "hip"], first=1)
+@parametrize("vendor", ["cuda", "hip"], first=0)
 def test_two_gpus_and_a_cpu(vendor: str, cache: dict[str, str]) -> None:
     words = ["allreduce", "alltoall", "-n", "3", "-g", "2", "-b", "8", "-e", "4K", "-f", "512", "--iters", "3"]
     status, out, said = perf(*words, "--json", "-", **fakes.environment(vendor, devices=2, timeout=60), **cache)
@@ -107,6 +107,7 @@ def test_a_graph_is_captured_and_run(vendor: str, cache: dict[str, str]) -> None
 
 
 @pytest.mark.fakes
+@pytest.mark.thorough
 def test_a_graph_needs_a_gpu_on_every_rank(cache: dict[str, str]) -> None:
     status, _, said = perf(
         "allreduce", "-n", "2", "-g", "1", "-e", "8", "--graph", **fakes.environment("cuda", timeout=60), **cache
@@ -247,6 +248,7 @@ def test_a_figure_that_cannot_be_drawn_is_refused_first(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
+@pytest.mark.thorough
 def test_a_figure_for_light_and_for_dark_pages(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     env = {"ranks": 2, "device": "host", "transport": "shm"}

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import Ranks
+from thorough import parametrize
 
 import hetcoll
 from hetcoll import calls
@@ -38,7 +39,7 @@ def measure(comm: hetcoll.Communicator) -> list[tuned.Measured]:
         return tune._measure(comm, tune.SIZES)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@parametrize("transport", ["shm", "tcp"], first=1)
 def test_every_algorithm_that_may_be_chosen_is_measured(pool: Callable[..., Ranks], transport: str) -> None:
     found = pool(3, HETCOLL_TRANSPORT=transport, HETCOLL_TUNED="none").run(measure)
     assert found[0] == found[1] == found[2]

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from definitions import defines, python_names
 from installed import need_jax, need_ray, torch_folder
+from thorough import parametrize
 
 import hetcoll
 from hetcoll import errors
@@ -71,6 +72,14 @@ FENCES = [fence for page in PAGES for fence in fences(page)]
 PROGRAMS = [f for f in FENCES if f.language == "python" and not f.mark.startswith("from ")]
 EXCERPTS = [f for f in FENCES if f.mark.startswith("from ")]
 CONSOLE = [f for f in FENCES if f.language == "console"]
+READ_FIRST = (ROOT / "README.md", ROOT / "docs/start.md")
+
+
+def each(found: list[Fence]) -> pytest.MarkDecorator:
+    """Those of the pages that are read first before the others, which are thorough."""
+    first = [fence for fence in found if fence.page in READ_FIRST]
+    others = [fence for fence in found if fence.page not in READ_FIRST]
+    return parametrize("fence", [*first, *others], first=len(first), ids=str)
 
 
 def run(words: list[str], **variables: str) -> list[str]:
@@ -86,7 +95,7 @@ def run(words: list[str], **variables: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("fence", PROGRAMS, ids=str)
+@each(PROGRAMS)
 def test_every_python_snippet_runs(fence: Fence, tmp_path: Path) -> None:
     if "import jax" in fence.text:
         need_jax()
@@ -99,7 +108,7 @@ def test_every_python_snippet_runs(fence: Fence, tmp_path: Path) -> None:
     run(["hetcoll", "run", "-n", ranks[1], str(script)] if ranks else ["python", str(script)])
 
 
-@pytest.mark.parametrize("fence", [f for f in CONSOLE if f.mark.startswith("run")], ids=str)
+@each([fence for fence in CONSOLE if fence.mark.startswith("run")])
 def test_marked_console_blocks_print_what_they_say(fence: Fence) -> None:
     first, *wanted = fence.text.splitlines()
     assert first.startswith("$ ")

@@ -26,7 +26,7 @@ from hetcoll.plan.simulator import PlanError, check
 from hetcoll.types import Collective
 
 Pool = Callable[..., Ranks]
-EXAMPLES = int(os.environ.get("HETCOLL_RANDOM_PLANS", "40"))  # of each transport; more of them make a campaign
+EXAMPLES = int(os.environ.get("HETCOLL_RANDOM_PLANS", "16"))  # of each transport; more of them make a campaign
 COUNTS = (3, 40_000)  # of int64: the second is long enough to be lent
 
 

@@ -78,6 +78,7 @@ def test_the_same_bits_whatever_the_layout(pool: Any, layout: str) -> None:
     holds()
 
 
+@pytest.mark.thorough
 def test_large_messages(pool: Any) -> None:
     """Beyond the rings and slots, where slots, stretches and single copies take turns."""
     for name in NAMES:

@@ -14,6 +14,7 @@ import fakes
 import pytest
 from elements import pair_id
 from ranks import Job, Ranks
+from thorough import parametrize
 
 from hetcoll.types import DType
 
@@ -102,7 +103,7 @@ def _kernels(job: Job, vendor: str, dtype: DType) -> None:
     device_checks.check_kernels(device_checks.open_device(vendor), dtype)
 
 
-@pytest.mark.parametrize("dtype", SOME, ids=pair_id)
+@parametrize("dtype", SOME, ids=pair_id, first=1)
 def test_kernels(on: Callable[..., Any], dtype: DType) -> None:
     """Some types: test_device_kernels.py has them all, and here every access is checked."""
     on(_kernels, dtype, timeout=100)

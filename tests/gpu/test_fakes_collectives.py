@@ -29,6 +29,7 @@ from fakes.collectives import (
 from fakes.drivers import Driver
 from fakes.harness import LAUNCH_FAILED, TIMED_OUT, Array, call, download, finish, refused, upload, words
 from ranks import Job, Ranks, wait_until
+from thorough import parametrize
 
 pytestmark = pytest.mark.fakes
 
@@ -133,7 +134,7 @@ def reductions(driver: Driver, job: Job, comm: Comm, stream: int, dtype: str, co
     assert (download(driver, recv, own).astype(np.float64) == wanted).all()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@parametrize("dtype", TYPES, first=3)
 def test_reductions(joined: Callable[..., Any], dtype: str) -> None:
     joined(reductions, dtype, 101)
 

@@ -13,6 +13,7 @@ import pytest
 from fakes.drivers import Cuda
 from fakes.harness import download, finish, upload
 from ranks import Job, Ranks
+from thorough import parametrize
 
 pytestmark = pytest.mark.fakes
 
@@ -133,9 +134,10 @@ def rccl_sum(job: Job, identity: bytes) -> float:
     return float(array[0])
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("vendor", "module", "make", "function"),
     [("cuda", "nccl.core", nccl_id, nccl_sum), ("hip", "rocm.bindings.rccl", rccl_id, rccl_sum)],
+    first=1,
 )
 def test_collectives(vendor: str, module: str, make: Callable[..., Any], function: Callable[..., Any]) -> None:
     needs(vendor, *(["nccl"] if vendor == "cuda" else []), module)

@@ -271,16 +271,19 @@ def test_calls_with_both_kinds(mixed: Any, gpus: str, kinds: str) -> None:
 
 
 @pytest.mark.fakes
+@pytest.mark.thorough
 def test_large_calls_with_both_kinds(mixed: Any) -> None:
     mixed("na").run(run_large, "of", timeout=100)
 
 
 @pytest.mark.fakes
+@pytest.mark.thorough
 def test_calls_with_both_kinds_between_hosts(mixed: Any) -> None:
     mixed("nacc", HETCOLL_HOST_ID=("a", "b", "a", "c")).run(run_all, "offo", (1009,), timeout=300)
 
 
 @pytest.mark.fakes
+@pytest.mark.thorough
 def test_streams_that_are_late(mixed: Any) -> None:
     few = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "GPU_MAX_HW_QUEUES": "1"}
     mixed("nac", jitter="3:100", **few).run(run_all, "off", (1009,), timeout=300)

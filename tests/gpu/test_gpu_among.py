@@ -43,7 +43,7 @@ def cases(size: int, count: int) -> list[Case]:
         ("nana", "0,2|1|3", "direct"),
         ("nnaa", "0|1|2|3", "tree"),
     ],
-    first=2,
+    first=1,
 )
 def test_by_name(gpus: str, islands: str, algo: str) -> None:
     with start_gpus(gpus, HETCOLL_ISLANDS=islands, HETCOLL_ALGO=algo) as ranks:
@@ -51,6 +51,7 @@ def test_by_name(gpus: str, islands: str, algo: str) -> None:
 
 
 @pytest.mark.fakes
+@pytest.mark.thorough
 def test_halving_where_islands_are_a_power_of_two() -> None:
     algo = "allreduce:halving_doubling,reduce_scatter:halving,allgather:doubling"
     with start_gpus("nnaa", HETCOLL_ISLANDS="0,1|2,3", HETCOLL_ALGO=algo) as ranks:
@@ -58,6 +59,7 @@ def test_halving_where_islands_are_a_power_of_two() -> None:
 
 
 @pytest.mark.fakes
+@pytest.mark.thorough
 def test_between_hosts_of_unequal_islands() -> None:
     """Three and one on two hosts, by a ring: through sockets, with parts of unequal size."""
     counts = (70_001, 0, 3, 5)
@@ -67,7 +69,7 @@ def test_between_hosts_of_unequal_islands() -> None:
 
 
 @pytest.mark.fakes
-@parametrize("queues", ["1", "2"], first=1)
+@parametrize("queues", ["1", "2"], first=0)
 def test_streams_that_are_late_and_share_hardware_queues(queues: str) -> None:
     few = {"CUDA_DEVICE_MAX_CONNECTIONS": queues, "GPU_MAX_HW_QUEUES": queues}
     with start_gpus("nnaa", jitter=f"{queues}:100", HETCOLL_ISLANDS="0|1|2,3", HETCOLL_ALGO="ring", **few) as ranks:
@@ -110,6 +112,7 @@ def test_what_a_user_writes() -> None:
 
 
 @pytest.mark.fakes
+@pytest.mark.thorough
 def test_costs_choose() -> None:
     """Four islands on two hosts: a ring, where each host's card carries the bytes of one."""
     hosts = ("a", "a", "b", "b")
@@ -145,7 +148,7 @@ def test_what_cannot_be_had_is_said_on_the_line_of_the_call(islands: str, algo: 
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("algo", ["ring", "tree"])
+@parametrize("algo", ["ring", "tree"], first=1)
 def test_two_islands_of_one(gpus: Any, algo: str) -> None:
     check(gpus(2, env={"HETCOLL_ALGO": algo}), [*cases(2, 70_001), Case("allreduce", count=3_000_001)])
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gpu_kinds import Own, device_of, has_gpu
 from ranks import Ranks, wait_until
+from thorough import parametrize
 
 import hetcoll
 from hetcoll import DeviceError, PeerLostError
@@ -246,7 +247,7 @@ def read_the_dead(comm: hetcoll.Communicator) -> str:
     return told
 
 
-@pytest.mark.parametrize("kinds", ["nn", "aa"])
+@parametrize("kinds", ["nn", "aa"], first=1)
 def test_a_rank_that_dies_while_its_memory_is_read(placed: Any, kinds: str) -> None:
     ranks: Ranks = placed(kinds)
     ranks.start(read_the_dead)

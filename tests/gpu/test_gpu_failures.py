@@ -105,7 +105,7 @@ def wait_in_vain(comm: hetcoll.Communicator, count: int, absent: int, then: str)
 
 
 @WAYS
-@pytest.mark.parametrize(("then", "wanted"), [("die", PeerLostError), ("abort", AbortedError)])
+@parametrize(("then", "wanted"), [("die", PeerLostError), ("abort", AbortedError)], first=1)
 def test_a_rank_that_is_gone(gpus: Launch, islands: str, count: int, then: str, wanted: type[Exception]) -> None:
     ranks = gpus(islands)
     ranks.run(warm_up_only, count, timeout=100)

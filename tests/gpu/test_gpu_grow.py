@@ -63,7 +63,7 @@ def regain(job: Job, victim: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@parametrize(("kinds", "victim"), CASES.values(), ids=CASES, first=2)
+@parametrize(("kinds", "victim"), CASES.values(), ids=CASES, first=1)
 def test_a_rank_with_a_gpu_is_replaced(kinds: list[str | None], victim: int, place: str) -> None:
     ranks = ranks_on(place, kinds, {"HETCOLL_DEVICE": tuple(kind or "cpu" for kind in kinds)}, join=False)
     try:

@@ -45,20 +45,23 @@ def test_every_collective(posed: Posed, kinds: str) -> None:
     check(posed(kinds), list(cases_of(len(kinds), (5, 1009, 70_001) if len(kinds) < 4 else (5, 70_001))))
 
 
+@pytest.mark.thorough
 def test_every_type_with_every_reduction(posed: Posed) -> None:
     check(posed("np"), every_reduction())
 
 
-@parametrize("kinds", ["npc", "nppc"], first=1)
+@parametrize("kinds", ["npc", "nppc"], first=0)
 def test_every_collective_beside_a_cpu(posed: Posed, kinds: str) -> None:
     check(posed(kinds), list(cases_of(len(kinds), (5, 70_001))), run_on_own)
 
 
+@pytest.mark.thorough
 def test_every_collective_between_hosts(posed: Posed) -> None:
     """Ranks of one machine that say they are on two: pinned slots and sockets."""
     check(posed("npc", HETCOLL_HOST_ID=("a", "b", "b")), list(cases_of(3, (5, 70_001))), run_on_own)
 
 
+@pytest.mark.thorough
 def test_messages_in_many_pieces(posed: Posed) -> None:
     count = (17 << 20) // 4 + 3
     check(posed("np"), [Case("allgather", count=count), Case("allreduce", "int64", 300_003, inplace=True)])
@@ -68,6 +71,7 @@ def test_messages(posed: Posed) -> None:
     posed("np").run(exchange, timeout=200)
 
 
+@pytest.mark.thorough
 def test_order_on_streams(posed: Posed) -> None:
     posed("np", jitter="3:200").run(overlap, timeout=200)
 
@@ -108,7 +112,7 @@ def fail(comm: hetcoll.Communicator, how: str) -> None:
     assert (array.get() == comm.size).all()
 
 
-@pytest.mark.parametrize("how", ["mismatch", "abort"])
+@parametrize("how", ["mismatch", "abort"], first=1)
 def test_failures(posed: Posed, how: str) -> None:
     """What waits on streams of either side is let go, and both are told."""
     posed("np").run(fail, how, timeout=100)

@@ -181,13 +181,14 @@ def reduce_and_explain(comm: hetcoll.Communicator, hows: tuple[str, ...]) -> tup
 
 
 @pytest.mark.fakes
-@pytest.mark.parametrize(
+@parametrize(
     ("how", "why"),
     [
         ("bytes", "bytes came wrong, the first at 0"),
         ("sent", "bytes came wrong, the first at 0"),
         ("signal", "rank 0: nothing came from rank 1 in 5 s"),
     ],
+    first=1,
 )
 @parametrize("kinds", ["naa", "na"], first=1)
 def test_a_way_that_fails_is_given_up(kinds: str, how: str, why: str) -> None:
@@ -213,7 +214,7 @@ def test_a_way_that_fails_is_given_up(kinds: str, how: str, why: str) -> None:
         ("ca", "bytes"),
         ("ca", "sent"),
     ],
-    first=3,
+    first=2,
 )
 def test_a_way_between_a_gpu_and_a_cpu_that_fails_is_given_up(kinds: str, how: str) -> None:
     """Whichever of the two finds out. Others keep theirs."""
@@ -304,12 +305,13 @@ def exchange(comm: hetcoll.Communicator) -> dict[int, bool]:
 
 
 @pytest.mark.fakes
-@pytest.mark.parametrize(
+@parametrize(
     ("islands", "through_slots"),
     [
         ("0,1,2", [{1: False, 2: False}, {0: False, 2: False}, {0: False, 1: False}]),
         ("0|1,2", [{1: True, 2: True}, {0: True, 2: False}, {0: True, 1: False}]),
     ],
+    first=1,
 )
 def test_messages_inside_an_island_are_the_librarys(islands: str, through_slots: list[dict[int, bool]]) -> None:
     with start("nnn", HETCOLL_ISLANDS=islands) as ranks:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gpu_kinds import Own, start
 from rank_order import in_rank_order, same, terms
+from thorough import parametrize
 
 import hetcoll
 
@@ -39,12 +40,13 @@ def sums(comm: hetcoll.Communicator, dtypes: list[str], counts: list[int]) -> st
 DTYPES, COUNTS = ["float32", "bfloat16"], [1009, 170_001]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("gpus", "env"),
     [
         ("nnaa", {"HETCOLL_ISLANDS": "0,1|2,3"}),
         ("nan", {"HETCOLL_HOST_ID": ("a", "a", "b")}),
     ],
+    first=1,
 )
 def test_gpus_give_the_bits_of_cpus(gpus: str, env: dict[str, Any]) -> None:
     """Also those that one vendor's library would serve, which promises no order."""
@@ -53,6 +55,7 @@ def test_gpus_give_the_bits_of_cpus(gpus: str, env: dict[str, Any]) -> None:
     assert all("in the order of ranks" in each for each in told)
 
 
+@pytest.mark.thorough
 def test_gpus_beside_ranks_without() -> None:
     with start("nca", HETCOLL_REPRODUCIBLE="1") as ranks:
         ranks.run(sums, DTYPES, COUNTS)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from blocks import values
 from gpu_kinds import device_of, has_gpu, start
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.calls.buffers import Buffer
@@ -100,7 +101,7 @@ def move_all(comm: hetcoll.Communicator) -> None:
         move(comm, pairs, ["float32", "int16", "float32", "float32", "int16"], kept)
 
 
-@pytest.mark.parametrize("kinds", ["na", "nca", "nnaa"])
+@parametrize("kinds", ["nca", "na", "nnaa"], first=1)
 def test_between_gpus_and_a_cpu(kinds: str) -> None:
     ranks = start(kinds)
     try:
@@ -143,6 +144,7 @@ def move_float8(comm: hetcoll.Communicator, kinds: str) -> None:
 
 
 @pytest.mark.parametrize("kinds", ["nnaa", "nac"])
+@pytest.mark.thorough
 def test_8_bit_floats_are_converted(kinds: str) -> None:
     ranks = start(kinds)
     try:

@@ -51,7 +51,7 @@ def out_of_turn(comm: hetcoll.Communicator, own: bool, more: bool) -> None:
 
 
 @parametrize("queues", ["8", "32"], first=1)  # a message that waits holds up what shares its hardware queue
-@pytest.mark.parametrize("own", [True, False])
+@parametrize("own", [True, False], first=1)
 def test_peers_that_are_late_hold_up_nobody_else(
     gpus: Any, own: bool, queues: str, request: pytest.FixtureRequest
 ) -> None:
@@ -194,7 +194,7 @@ def beside_others(comm: hetcoll.Communicator) -> None:
         device.destroy_stream(stream)
 
 
-@parametrize("queues", ["1", "2"], first=1)
+@parametrize("queues", ["1", "2"], first=0)
 def test_beside_kernels_and_libraries_of_the_user(gpus: Any, queues: str) -> None:
     ranks = gpus(4, "0,1|2,3", env={"CUDA_DEVICE_MAX_CONNECTIONS": queues}, jitter="7:100", timeout=120)
     ranks.run(beside_others, timeout=100)

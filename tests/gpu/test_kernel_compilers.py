@@ -30,15 +30,17 @@ AMD = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}  # and the width of their wave
 # Each kind of module, and of number. The others differ from them in a type.
 SOME = ("signals", "float8", "float8_e4m3fn", "float8_e5m2fnuz_exchange", "bfloat16", "float16_codecs", "float32",
         "int64", "complex64", "bool_exchange")  # fmt: skip
+FEW = ("signals", "float8_e5m2fnuz_exchange", "bfloat16")
 NVIDIA = ("sm_80", "sm_90")
 DEBIAN_HIP = Path("/usr/lib/x86_64-linux-gnu/libamdhip64.so.5")
 
 
 def each_for(archs: Sequence[str]) -> pytest.MarkDecorator:
-    """Each kind of module for every architecture, the other modules for one of them each."""
+    """Few modules for one architecture, each kind for every one, the other modules for one of them each."""
     others = [module for module in modules() if module not in SOME]
-    rows = [(arch, SOME) for arch in archs] + [(arch, tuple(others[i :: len(archs)])) for i, arch in enumerate(archs)]
-    names = [f"{arch}-{'kinds' if wanted is SOME else 'others'}" for arch, wanted in rows]
+    rows = [(archs[0], FEW), *((arch, SOME) for arch in archs)]
+    rows += [(arch, tuple(others[i :: len(archs)])) for i, arch in enumerate(archs)]
+    names = [f"{arch}-{'few' if wanted is FEW else 'kinds' if wanted is SOME else 'others'}" for arch, wanted in rows]
     return parametrize(("arch", "wanted"), rows, first=1, ids=names)
 
 

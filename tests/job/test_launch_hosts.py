@@ -150,6 +150,7 @@ def test_hosts_must_have_the_directory_and_the_version(ssh: str) -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.thorough
 def test_the_same_command_on_each_host(tmp_path: Path) -> None:
     """--node-rank: no secret and no name of the job's is made, since no other node would have them."""
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HETCOLL_SECRET"]

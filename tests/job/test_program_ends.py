@@ -13,6 +13,7 @@ import pytest
 from calls import LINKS
 from ports import free_port
 from ranks import Job, wait_until
+from thorough import parametrize
 
 PROGRAM = """
 import sys, threading, atexit
@@ -67,7 +68,7 @@ def run_program(text: str, size: int = 2, **env: str) -> list[subprocess.Complet
 
 
 @LINKS
-@pytest.mark.parametrize("ending", ENDINGS)
+@parametrize("ending", ENDINGS, first=4)
 def test_a_program_may_end(ending: str, transport: str) -> None:
     """Without close(), with whatever is in flight: both ranks end with status 0 and say nothing."""
     for done in run_program(PROGRAM.format(ENDINGS[ending]), HETCOLL_TRANSPORT=transport):

@@ -60,6 +60,7 @@ def test_the_last_one_goes_on_alone(launch: Launch) -> None:
     assert found(ranks, 0)[1][0] == [1]
 
 
+@pytest.mark.thorough
 def test_rank_0_of_a_large_job_may_die(launch: Launch) -> None:
     """Whose ranks reach the store through relays."""
     ranks = launch(36)

@@ -83,6 +83,7 @@ def looks(host: str) -> Iterator[Callable[[], dict[str, Any]]]:
         process.communicate(timeout=30)
 
 
+@pytest.mark.thorough
 def test_hosts_edges_and_the_slowest_are_seen_from_another_host(
     launch: Launch, net: netns.Network, tmp_path: Path
 ) -> None:
@@ -106,6 +107,7 @@ def test_hosts_edges_and_the_slowest_are_seen_from_another_host(
     ranks.kill_all()
 
 
+@pytest.mark.thorough
 def test_it_follows_the_store_to_another_host(launch: Launch, net: netns.Network, tmp_path: Path) -> None:
     ranks, at = launch(SIZE, join=False), tmp_path / "enough"
     pids = ranks.run(meet, net.hosts)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import passes, structural_mutants
 from plan_executor import execute
+from thorough import parametrize
 from topologies import any_groups, side_by_side
 
 from hetcoll.errors import ArgumentError
@@ -43,7 +44,7 @@ def prove(plans: list[Plan], *, inplace: bool, scale: bool, credits: int) -> Non
     serialisable(plans, enqueue_order(plans, credits), credits)
 
 
-@pytest.mark.parametrize("entry", ALL)
+@parametrize("entry", ALL, first=7)
 def test_they_are_proved_whole_and_in_pieces(entry: Algorithm) -> None:
     for turn, islands in enumerate(shape for shape in SHAPES if entry.supports(len(shape))):
         n = sum(map(len, islands))

@@ -40,7 +40,7 @@ def build(
 
 
 @FORMS
-@pytest.mark.parametrize("entry", ALL)
+@parametrize("entry", ALL, first=7)
 def test_they_are_proved_for_hosts_of_any_sizes(entry: Algorithm, form: bool) -> None:
     for hosts in (hosts for hosts in SHAPES if entry.supports(len(hosts))):
         n = sum(map(len, hosts))
@@ -187,7 +187,7 @@ def test_what_cannot_be_had_is_said() -> None:
 
 
 @FORMS
-@pytest.mark.parametrize("sizes", [(2, 2), (4, 4), (8, 8), (3, 3, 3), (2, 2, 2, 2), (4, 2), (1, 5)])
+@parametrize("sizes", [(4, 2), (3, 3, 3), (2, 2), (4, 4), (8, 8), (2, 2, 2, 2), (1, 5)], first=2)
 @pytest.mark.parametrize("entry", ALL)
 def test_costs_are_those_of_the_plans(entry: Algorithm, sizes: tuple[int, ...], form: bool) -> None:
     if not entry.supports(len(sizes)) or entry.cost is None:

@@ -69,7 +69,7 @@ def test_every_collective_has_a_plan_over_islands() -> None:
     assert set(ISLANDS) == every_collective_but_the_barrier()
 
 
-@pytest.mark.parametrize("a", ALL)
+@parametrize("a", ALL, first=3)
 def test_plans_are_proved_for_islands_of_any_sizes(a: Algorithm) -> None:
     for islands in SHAPES:
         for plans, scale in variants(a, islands):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_executor import execute
+from thorough import parametrize
 
 from hetcoll.errors import ArgumentError
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, find, p2p
@@ -97,7 +98,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
 # ----------------------------------------------------------------------------------------------------------- pieces
 
 
-@pytest.mark.parametrize("algorithm", SHIPPED)
+@parametrize("algorithm", SHIPPED, first=8)
 def test_pieces_of_every_shipped_plan_are_proved(algorithm: Algorithm) -> None:
     for n in (1, 2, 3, 4, 5, 8):
         if not algorithm.supports(n):
@@ -201,7 +202,7 @@ def test_pieces_give_numpys_result_in_any_order(data: st.DataObject) -> None:
 # ------------------------------------------------------------------------------------------------------------ order
 
 
-@pytest.mark.parametrize("algorithm", SHIPPED)
+@parametrize("algorithm", SHIPPED, first=8)
 def test_orders_of_every_shipped_plan_can_run_one_after_another(algorithm: Algorithm) -> None:
     for n in (1, 2, 3, 4, 5, 8):
         if not algorithm.supports(n):

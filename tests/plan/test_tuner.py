@@ -36,7 +36,7 @@ def test_what_is_taken_only_by_name() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("algorithm", SHIPPED)
+@parametrize("algorithm", SHIPPED, first=8)
 def test_stated_costs_are_those_of_the_plans(algorithm: Algorithm) -> None:
     assert algorithm.cost
     for n in (n for n in range(2, 18) if algorithm.supports(n)):

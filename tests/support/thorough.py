@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 
 def parametrize(
@@ -13,9 +14,11 @@ def parametrize(
 ) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize`, whose cases from number `first` on are marked "thorough"."""
     one = isinstance(names, str)
-    rows = [pytest.param(*([case] if one else case)) for case in cases]
+    rows = [case if isinstance(case, ParameterSet) else pytest.param(*([case] if one else case)) for case in cases]
     assert 0 <= first < len(rows), "then it is no other than parametrize"
+    more = pytest.mark.thorough
     marked = [
-        row if at < first else pytest.param(*row.values, marks=pytest.mark.thorough) for at, row in enumerate(rows)
+        row if at < first else pytest.param(*row.values, id=row.id, marks=[*row.marks, more])
+        for at, row in enumerate(rows)
     ]
     return pytest.mark.parametrize(names, marked, **options)

@@ -383,6 +383,7 @@ comm.close()
 @reset
 @pytest.mark.skipif(shutil.which("ss") is None, reason="needs ss(8)")
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_connections_between_hosts_that_an_administrator_kills(tmp_path: Any) -> None:
     with netns.network(2, "1gbit") as net:
         env = {name: value for name, value in os.environ.items() if not name.startswith("HETCOLL_")}

@@ -13,6 +13,7 @@ import pytest
 from cases import run_cases
 from ranks import Job, Ranks
 from reference import Case
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.errors import CollectiveTimeoutError, CommunicationError
@@ -139,7 +140,7 @@ def add_up(comm: hetcoll.Communicator, seconds: float) -> None:
         assert (x == comm.size).all()
 
 
-@pytest.mark.parametrize("nets", [(1,), (0, 1)])
+@parametrize("nets", [(1,), (0, 1)], first=1)
 def test_a_network_that_is_cut_is_an_error_on_every_rank(
     launch: Launch, net: netns.Network, nets: tuple[int, ...]
 ) -> None:
