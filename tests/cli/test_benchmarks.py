@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -462,3 +463,14 @@ def test_ranks_of_the_benchmark_without_gpus(tmp_path: Path) -> None:
 )
 def test_what_must_cross_between_islands(islands: list[list[int]], rank: int, op: str, bytes_: tuple[int, int]) -> None:
     assert gpu_limits.crossing(op, islands, rank, 240) == bytes_
+
+
+@pytest.mark.thorough
+def test_nothing_grows_under_load() -> None:
+    """In small. It says so itself, by its status, where anything does; all calls are checked."""
+    words = [sys.executable, "-m", "hetcoll", "run", "-n", "4", str(BENCHMARKS / "load.py"), "--calls", "50000"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line for line in done.stdout.splitlines() if re.match(r"\[0\] +[0-9,]+ +[0-9.]+ ", line)]
+    assert len(rows) == 11
+    assert int(rows[-1].split()[1].replace(",", "")) > 50_000
