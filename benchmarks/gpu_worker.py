@@ -154,10 +154,10 @@ class Rank:
     def __init__(self, library: str) -> None:
         if library == "by copies":
             message_kernel._MOST = 0
-        vendor = os.environ.get("HETCOLL_DEVICE", "cuda")
+        vendor, _, index = os.environ.get("HETCOLL_DEVICE", "cuda").partition(":")
         self.stream: Stream | None = None
         if vendor != "cpu":
-            self.stream = Stream.of(f"{vendor}:{int(os.environ['LOCAL_RANK']) % visible_gpus()[vendor]}")
+            self.stream = Stream.of(f"{vendor}:{int(index or os.environ['LOCAL_RANK']) % visible_gpus()[vendor]}")
         self.comm, self._name = hetcoll.init(), library
         self._parser = argparse.ArgumentParser()
         add_arguments(self._parser)

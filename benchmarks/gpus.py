@@ -22,7 +22,6 @@ import contextlib
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import results
+from places import free_port
 from staying import StayingRanks
 
 HERE = Path(__file__).resolve().parent
@@ -131,7 +131,21 @@ def by_algorithm(gpus: int, islands: str, without: Peer) -> Setting:
     return Setting(f"{where}islands {islands}, by algorithm", 4, asked, (*peers, *more), AMONG)
 
 
-class Job(StayingRanks):
+class PerfRanks(StayingRanks):
+    """Of gpu_worker.py, which measure as `hetcoll perf` does."""
+
+    def most(self, **question: Any) -> dict[str, float]:
+        """The most of each figure that a rank has."""
+        answers = self.ask(question)
+        return {name: max(answer[name] for answer in answers) for name in answers[0]}
+
+    def perf(self, op: str, nbytes: int, place: str, *words: str) -> dict[str, float]:
+        """`hetcoll perf` of one size."""
+        size = ["-b", str(nbytes), "-e", str(nbytes)]
+        return self.most(do="measure", words=[op, *size, *words], place=place)
+
+
+class Job(PerfRanks):
     """The ranks of one library."""
 
     def __init__(self, peer: Peer, setting: Setting, errors: Path) -> None:
@@ -149,16 +163,6 @@ class Job(StayingRanks):
             commands.append((words, common | own))
         super().__init__(peer.name, commands, errors, SECONDS)
 
-    def most(self, **question: Any) -> dict[str, float]:
-        """The most of each figure that a rank has."""
-        answers = self.ask(question)
-        return {name: max(answer[name] for answer in answers) for name in answers[0]}
-
-    def perf(self, op: str, nbytes: int, place: str, *words: str) -> dict[str, float]:
-        """`hetcoll perf` of one size."""
-        size = ["-b", str(nbytes), "-e", str(nbytes)]
-        return self.most(do="measure", words=[op, *size, *words], place=place)
-
     def measure(self, op: str, nbytes: int, place: str, verified: bool) -> dict[str, float]:
         """One turn. Only a first one is `verified`."""
         if op == "nothing":
@@ -169,12 +173,6 @@ class Job(StayingRanks):
         found = self.perf(op, nbytes, place, "-c", check)
         calls = {"sync": ("-z", "--iters", str(ALONE)), "cost": ("-C", "--iters", str(QUEUED if nbytes < M else ALONE))}
         return found | {name: self.perf(op, nbytes, place, "-c", "0", *words)["us"] for name, words in calls.items()}
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 Row = dict[str, dict[str, float]]  # figures by library
@@ -277,14 +275,18 @@ def heading(setting: Setting) -> str:
     return f"{section(gpus)}, {setting.title}"
 
 
-def about() -> str:
-    """The machine and what runs on it."""
+def device() -> str:
+    """The first GPU and its driver, or nothing."""
     words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        gpu = subprocess.run(words, capture_output=True, text=True, timeout=30).stdout.splitlines()[:1]
+        return "".join(subprocess.run(words, capture_output=True, text=True, timeout=30).stdout.splitlines()[:1])
     except OSError:
-        gpu = []
-    return f"{time.strftime('%Y-%m-%d')}, {' '.join(gpu) or 'GPU unknown'}, Python {platform.python_version()}"
+        return ""
+
+
+def about() -> str:
+    """The machine and what runs on it."""
+    return f"{time.strftime('%Y-%m-%d')}, {device() or 'GPU unknown'}, Python {platform.python_version()}"
 
 
 def main() -> int:

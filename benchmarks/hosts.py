@@ -32,7 +32,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests"), str(Path(__file__).parents[1] / "tests/support")]
 
 import netns  # noqa: E402
-from libraries import prepare, run_group  # noqa: E402
+from libraries import UCX, prepare, run_group  # noqa: E402
 from shaped import FRAMES, bits, shaped  # noqa: E402
 
 INTEL = {"I_MPI_FABRICS": "shm:ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "eth0", "I_MPI_THREAD_YIELD": "2"}
@@ -61,10 +61,12 @@ def libraries(algos: Sequence[str], cards: int) -> list[Library]:
     ]
     names = ",".join(f"eth{card}" for card in range(cards))
     tcp = ("--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self", "--mca", "btl_tcp_if_include", names)
+    ucx = (*UCX.split(), "-x", f"UCX_NET_DEVICES={names}", "-x", "UCX_TLS=tcp,sm,self")
     return [
         *ours,
         Library("Gloo", "gloo", "gloo", {"GLOO_SOCKET_IFNAME": "eth0"}),
         Library("Open MPI", "mpi", "openmpi", {}, tcp),
+        Library("Open MPI UCX", "mpi", "openmpi", {}, ucx),
         Library("Intel MPI", "mpi", "impi", INTEL),
     ]
 

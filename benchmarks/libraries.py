@@ -70,7 +70,7 @@ def _hetcoll(home: Path, ranks: int, words: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "hetcoll", "run", "-n", str(ranks), *words]
 
 
-_UCX = "--mca pml ucx --mca pml_ucx_tls any --mca pml_ucx_devices any --mca opal_common_ucx_opal_mem_hooks 0"
+UCX = "--mca pml ucx --mca pml_ucx_tls any --mca pml_ucx_devices any --mca opal_common_ucx_opal_mem_hooks 0"
 _OB1_TCP = "--mca pml ob1 --mca btl tcp,self --mca coll ^sm"
 
 VARIANTS = (
@@ -78,7 +78,7 @@ VARIANTS = (
     Variant("hetcoll", "hetcoll", ("tcp",), "", _hetcoll, {"HETCOLL_TRANSPORT": "tcp"}),
     Variant("Gloo", "gloo", ("shm", "tcp"), "gloo", _processes, {"GLOO_SOCKET_IFNAME": "lo"}),
     Variant("Open MPI", "mpi", ("shm",), "openmpi", _open_mpi()),
-    Variant("Open MPI UCX", "mpi", ("shm",), "openmpi", _open_mpi(*_UCX.split())),
+    Variant("Open MPI UCX", "mpi", ("shm",), "openmpi", _open_mpi(*UCX.split())),
     Variant("Open MPI", "mpi", ("tcp",), "openmpi", _open_mpi(*_OB1_TCP.split())),
     Variant("MPICH", "mpi", ("shm",), "mpich", _hydra),
     Variant(

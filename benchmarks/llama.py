@@ -1,31 +1,34 @@
-"""A decoder in LLaMA's shape, a text to train it on, and how it is cut up, for benchmarks/training*.py."""
+"""A decoder in LLaMA's shape, a text for it, and how it is cut up, for benchmarks/training.py and decoding.py."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from shapes import Shape
 from torch import Tensor, nn
 
-VOCABULARY = 256  # bytes
 
+class Kept:
+    """The keys and values of what a block has seen."""
 
-@dataclass(frozen=True)
-class Shape:
-    """About 3.1 million parameters."""
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
 
-    width: int = 256
-    layers: int = 4
-    heads: int = 8
-    shared_heads: int = 4  # keys and values: grouped-query attention
-    hidden: int = 688
-    length: int = 64
-    batch: int = 8
+    @property
+    def length(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+        self.keys, self.values = keys, values
+        return keys, values
 
 
 class Block(nn.Module):
@@ -41,10 +44,15 @@ class Block(nn.Module):
         self.gate, self.up = nn.Linear(s.width, s.hidden, bias=False), nn.Linear(s.width, s.hidden, bias=False)
         self.down = nn.Linear(s.hidden, s.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, kept: Kept | None = None) -> Tensor:
+        """`kept` has what came before `x`: nothing, or `x` is one position."""
         y = self.norm1(x)
         q, k, v = (self._split(each(y)) for each in (self.query, self.key, self.value))
-        y = F.scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True, enable_gqa=True)
+        before = 0 if kept is None else kept.length
+        q, k = _rotate(q, before), _rotate(k, before)
+        if kept is not None:
+            k, v = kept.add(k, v)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=before == 0, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         y = self.norm2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
@@ -53,9 +61,10 @@ class Block(nn.Module):
         return x.unflatten(2, (-1, self.head)).transpose(1, 2)
 
 
-def _rotate(x: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al., 2021) on (batch, heads, length, head)."""
-    cos, sin = _angles(x.shape[-2], x.shape[-1] // 2, x.device, x.dtype)
+def _rotate(x: Tensor, first: int) -> Tensor:
+    """Rotary position embedding (Su et al., 2021) on (batch, heads, length, head), from position `first` on."""
+    most = 1 << (first + x.shape[-2] - 1).bit_length()  # so that few tables are made
+    cos, sin = (each[first : first + x.shape[-2]] for each in _angles(most, x.shape[-1] // 2, x.device, x.dtype))
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
@@ -66,11 +75,20 @@ def _angles(length: int, half: int, device: torch.device, dtype: torch.dtype) ->
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
-def layers(s: Shape) -> list[nn.Module]:
-    """The whole model, in order: embedding, blocks, and the way back to bytes; the same on every rank."""
+def whole(part: nn.Module, _at: int) -> nn.Module:
+    return part
+
+
+def layers(s: Shape, cut: Callable[[nn.Module, int], nn.Module] = whole) -> list[nn.Module]:
+    """The whole model, in order: embedding, blocks, and the way back to bytes; the same on every rank.
+
+    `cut` gets each part and its place in that order as soon as it is made, and gives what the rank keeps of it.
+    """
     torch.manual_seed(0)
-    head = nn.Sequential(nn.RMSNorm(s.width), nn.Linear(s.width, VOCABULARY, bias=False))
-    return [nn.Embedding(VOCABULARY, s.width), *(Block(s) for _ in range(s.layers)), head]
+    head = nn.Sequential(nn.RMSNorm(s.width), nn.Linear(s.width, s.vocabulary, bias=False))
+    last = cut(head, s.layers + 1)
+    first = cut(nn.Embedding(s.vocabulary, s.width), 0)
+    return [first, *(cut(Block(s), 1 + at) for at in range(s.layers)), last]
 
 
 def text() -> Tensor:
@@ -90,4 +108,4 @@ def batches(s: Shape, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def loss_of(logits: Tensor, wanted: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float().reshape(-1, VOCABULARY), wanted.reshape(-1))
+    return F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())

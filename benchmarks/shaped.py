@@ -1,9 +1,14 @@
-"""Namespaces on one network of links with a known rate, for predict.py and hosts.py."""
+"""Namespaces on one network of links with a known rate."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 import netns
 
@@ -13,8 +18,14 @@ FRAMES = 1448 / 1514  # of what tc counts, so much is data: a segment of TCP in 
 @contextmanager
 def shaped(hosts: int, rate: str, burst: str, second: str = "") -> Iterator[netns.Network]:
     """So many namespaces; of their two networks the first, at `rate` in tc's words beyond a burst, each way, and the
-    other one at `second`, where that says one."""
-    with netns.network(hosts, rate) as net:
+    other one at `second`, where that says one. SystemExit says why they cannot be made."""
+    net = netns.Network(hosts, rate)
+    try:
+        try:
+            net.make()
+        except (OSError, subprocess.CalledProcessError) as error:
+            why = (getattr(error, "stderr", None) or str(error)).strip()
+            raise SystemExit(f"{hosts} hosts cannot be made here, so that nothing is measured: {why}") from error
         for host in range(hosts):
             for card, each in enumerate((rate, second)):
                 if each:
@@ -23,6 +34,8 @@ def shaped(hosts: int, rate: str, burst: str, second: str = "") -> Iterator[netn
                 else:
                     net.cut(host, card)
         yield net
+    finally:
+        net.close()
 
 
 def bits(rate: str) -> float:

@@ -1,7 +1,7 @@
-"""One rank of `benchmarks/training.py --gpus`: does what it is told to by lines of JSON on stdin, answers on stdout.
+"""One rank of a model that is trained or decodes: does what it is told to by lines of JSON on stdin, answers on stdout.
 
-Its process group is hetcoll, as it is or with this rank's GPU posing as AMD's; PyTorch's NCCL; or NCCL inside an island
-with Gloo between two of them (gloo_boundary.py).
+Its process group is hetcoll, as it is, with this rank's GPU posing as AMD's, or through a fake GPU; PyTorch's NCCL or
+Gloo; or NCCL inside an island with Gloo between two of them (gloo_boundary.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from llama import Shape, batches, loss_of
+from decoding import Decoder
+from llama import batches, loss_of
+from shapes import Shape
 from torch import Tensor, nn
 from training_ways import PIPELINES, DataParallel, Pipeline
 
@@ -41,27 +43,39 @@ class Twice(nn.Module):
         return torch.stack([self.inner(x) for _ in range(self.times)]).mean(0)
 
 
+def carried(kind: str) -> contextlib.AbstractContextManager[None]:
+    """Process groups made within show tensors to hetcoll as memory of an AMD GPU, or carry them over a fake one."""
+    from torch_substitutes import Posing, ThroughGpu, substitute
+
+    if kind == "posing":
+        return substitute(Posing)
+    from hetcoll.vendors.devices import cuda, hip
+
+    device = {"fake cuda": cuda, "fake hip": hip}[kind].devices()[int(os.environ["HETCOLL_DEVICE"].partition(":")[2])]
+    return substitute(lambda comm: ThroughGpu(comm, device))
+
+
 class Rank:
-    """This rank's trainer. `how` is nccl, hetcoll, posing or boundary, or alone: no group at all."""
+    """This rank's trainer. `how` is nccl, gloo, hetcoll or boundary, or alone: no group at all. `kind` is the place's
+    (places.py)."""
 
-    def __init__(self, how: str, device: str, dtype: str, rate: float) -> None:
-        self.rank, self.rate = int(os.environ["RANK"]), rate
-        self.dtype = getattr(torch, dtype)
-        self.device = torch.device(device, self.rank) if device == "cuda" else torch.device(device)
-        if device == "cuda":
+    def __init__(self, how: str, kind: str, device: str, dtype: str, rate: float) -> None:
+        self.rate, self.dtype, self.device = rate, getattr(torch, dtype), torch.device(device)
+        if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        else:
+            torch.set_num_threads(1)
         self.undo = contextlib.ExitStack()
-        if how == "posing":
-            from torch_substitutes import Posing, substitute
-
-            self.undo.enter_context(substitute(Posing))
+        if how == "hetcoll" and (kind == "posing" or kind.startswith("fake")):
+            self.undo.enter_context(carried(kind))
         elif how == "boundary":
             import gloo_boundary
 
             gloo_boundary.register()
         hetcoll.torch.register()  # as its entry point does where hetcoll is installed
         if how != "alone":
-            dist.init_process_group("hetcoll" if how == "posing" else how)
+            dist.init_process_group(how)
+        self.rank = dist.get_rank() if how != "alone" else 0
         self.trainer: DataParallel | Pipeline | None = None
         self.data: list[tuple[Tensor, Tensor]] = []
 
@@ -72,14 +86,15 @@ class Rank:
             dist.barrier()
 
     def make(
-        self, way: str, shape: dict[str, int], steps: int, pieces: int, bucket: int = 25, samples: int = 1
-    ) -> Answer:
+        self, way: str, shape: dict[str, int], steps: int, pieces: int = 1, bucket: int = 25, samples: int = 1,
+        stages: int = 0,
+    ) -> Answer:  # fmt: skip
         """The model, and the batches of all steps. `bucket` is DistributedDataParallel's in MiB, `samples` how many a
-        micro-batch of a pipeline has."""
+        micro-batch of a pipeline has, `stages` its own, if not one a rank."""
         s = Shape(**shape)
         self.data = [(x.to(self.device), y.to(self.device)) for x, y in batches(s, steps)]
         if way in PIPELINES:
-            self.trainer = Pipeline(s, way, self.device, self.dtype, rate=self.rate, samples=samples)
+            self.trainer = Pipeline(s, way, self.device, self.dtype, rate=self.rate, samples=samples, stages=stages)
         else:
             self.trainer = DataParallel(s, way, self.device, self.dtype, rate=self.rate, bucket=bucket, pieces=pieces)
         self.settle()
@@ -137,6 +152,29 @@ class Rank:
             found[phase] = (time.perf_counter() - start) / (len(data) - len(data) // 2)
         found["shares"] = balancer.shares
         return found
+
+    def counters(self) -> Answer:
+        """hetcoll's."""
+        group: Any = dist.group.WORLD
+        found: Answer = group.comm.counters()
+        return found
+
+    def decode(self, way: str, shape: dict[str, int], prompt: int, count: int) -> Answer:
+        """Tokens behind prompts of so many bytes of the text, seconds for each but the first, and the least gap between
+        the best logit and the second best."""
+        s, begun = Shape(**shape | {"length": prompt}), 0.0
+        decoder = Decoder(s, way, self.device, self.dtype)
+        prompts, _ = next(batches(s, 1))
+
+        def begin() -> None:
+            nonlocal begun
+            self.settle()
+            begun = time.perf_counter()
+
+        decoder.decode(prompts, 2, begin)  # the first time takes memory and connects
+        tokens = decoder.decode(prompts, count, begin)
+        self.settle()
+        return {"tokens": tokens, "seconds": (time.perf_counter() - begun) / (count - 1), "gap": decoder.gap}
 
     def drop(self) -> Answer:
         self.trainer, self.data = None, []

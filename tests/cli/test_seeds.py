@@ -1,0 +1,230 @@
+"""The experiments of published systems (benchmarks/seeds.py): each runs to its end in its small form, verified."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import fakes
+import netns
+import pytest
+from installed import import_torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import places
+import seeds
+import seeds_models
+
+TINY = ("--models", "tiny", "--turns", "1", "--steps", "2")
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Runs an experiment: its status, its heading, its table as rows by column, and its figures."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where PyTorch may be
+
+    def one(*words: str) -> SimpleNamespace:
+        file = tmp_path / "figures.json"
+        status = seeds.main([*words, "--json", str(file)])
+        said = capsys.readouterr().out.split("\n\n")
+        head, dashes, *rows = (line.strip("| ").split(" | ") for line in said[2].splitlines())
+        assert len(dashes) == len(head)
+        kept = json.loads(file.read_text())
+        table = [dict(zip(head, row, strict=True)) for row in rows]
+        assert len(table) == len(kept["figures"])
+        return SimpleNamespace(status=status, heading=said[1], table=table, told=said[3], **kept)
+
+    return one
+
+
+def test_every_experiment_is_listed_with_what_was_published(capsys: pytest.CaptureFixture[str]) -> None:
+    assert seeds.main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    for name, each in seeds.EXPERIMENTS.items():
+        assert f"| {name} | {each.title} |" in listed
+    for source in ("2601.22585", "2602.18007", "2605.31000", "ucc"):
+        assert source.lower() in listed.lower()
+    for name, halves in places.DEVICES.items():
+        assert f"| {name} | {halves.proof} |" in listed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [([], "wanted an experiment"), (["halves", "--list"], "wanted an experiment"), (["x"], "choice")]
+)
+def test_words_that_are_none(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        seeds.main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_where_the_halves_are() -> None:
+    kinds = {name: [(each.kind, each.index) for each in halves.places(4)] for name, halves in places.DEVICES.items()}
+    assert kinds["vendors"] == [("cuda", 0), ("cuda", 1), ("hip", 0), ("hip", 1)]
+    assert kinds["posing"] == [("cuda", 0), ("cuda", 1), ("posing", 2), ("posing", 3)]
+    assert [places.DEVICES[name].islands for name in ("cpu", "cuda", "posing", "mixed")] == [False, True, False, False]
+    assert places.islands_of(2) == {"HETCOLL_ISLANDS": "0|1"}
+    assert places.islands_of(4) == {"HETCOLL_ISLANDS": "0-1|2-3"}
+    where = [places.Place(host=host) for host in ("a", "a", "b")]
+    (words, _), *_, (last, env) = places.commands([["x"], ["y"], ["z"]], {"OURS": "1"}, where)
+    assert (words, last) == (["ip", "netns", "exec", "a", "x"], ["ip", "netns", "exec", "b", "z"])
+    assert [env[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OURS")] == ["2", "0", "1", "1"]
+
+
+def test_collectives_of_cpus(run: Any) -> None:
+    found = run("collectives", "--sizes", "8", "4096", "--rounds", "1", "--peers")
+    assert found.status == 0
+    assert "GPUs' figures are still to come" in found.heading
+    assert [(row["operation"], row["bytes"]) for row in found.table[:2]] == [
+        ("allreduce", "8 B"),
+        ("allreduce", "4 KiB"),
+    ]
+    assert len(found.table) == 6
+    assert all(float(row["hetcoll, µs"]) > 0 for row in found.table)
+    assert "Every result was verified." in found.told
+
+
+@pytest.mark.fakes
+def test_collectives_over_fakes_of_two_vendors(run: Any) -> None:
+    fakes.require("both")
+    found = run("collectives", "--device", "fakes", "--sizes", "4096", "--rounds", "1", "--ops", "allgather", "--peers")
+    assert (found.status, len(found.table)) == (0, 1)
+    assert "fakes of both vendors' GPUs, whose times mean nothing" in found.heading
+
+
+def test_what_comes_wrong_fails(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spoiled:
+        def __init__(self, *_: object) -> None: ...
+        def close(self) -> None: ...
+        def perf(self, *_: object) -> dict[str, float]:
+            return {"us": 5.0, "wrong": 3.0}
+
+    monkeypatch.setattr(seeds, "perf_ranks", Spoiled)
+    found = run("collectives", "--sizes", "4096", "--rounds", "1", "--ops", "allgather")
+    assert found.status == 1
+    assert "WRONG: hetcoll, allgather of 4096 B: 3 elements" in found.told
+
+
+def test_latency_over_slow_links(run: Any) -> None:
+    with netns.network(2):  # or the test is skipped
+        pass
+    found = run("latency", "--rounds", "1", "--peers", "--sizes", "8", "1048576", "--budget-ms", "20")
+    assert found.status == 0
+    assert [(row["bytes"], row["published, µs"]) for row in found.table] == [("8 B", "175"), ("1 MiB", "3370")]
+    assert (
+        float(found.table[1]["hetcoll, µs"]) > (1 << 20) / 1.25e3 / 2
+    )  # half of what the links need, as a burst passes
+
+
+class Told:
+    """In the place of a job that trains or decodes: a step takes as long as the job's name says; losses are `loss`."""
+
+    seconds: ClassVar = {"first": 1.0, "second": 2.0, "both": 1.25}
+    loss = 2.0
+
+    def __init__(self, name: str, how: str, those: list[places.Place], *_: object, **__: object) -> None:
+        self.name, self.how, self.ranks = name, how, len(those)
+
+    def close(self) -> None: ...
+
+    def ask(self, question: dict[str, Any]) -> list[dict[str, Any]]:
+        if question["do"] == "decode":
+            tokens = [[1, 2, 3]] if question["way"] != "stages" else [[1, 2, 4]]
+            return [{"tokens": tokens, "seconds": 0.5, "gap": 0.1}] * self.ranks
+        losses = [self.loss] * question.get("steps", 0)
+        return [{"seconds": self.seconds.get(self.name, 1.0), "losses": losses}] * self.ranks
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeds_models, "Job", Told)
+    monkeypatch.setattr(seeds_models, "losses_of_one", lambda shapes, *_, steps, **__: [[2.0] * steps for _ in shapes])
+
+
+@pytest.mark.usefixtures("told")
+def test_table_of_halves(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the ranks train 128 tokens a step in one second and in two, both train 256 in 1.25."""
+    found = run("halves", "--device", "posing", *TINY)
+    (row,) = found.table
+    assert [row[name] for name in ("first half alone", "second half alone", "their sum")] == ["128", "64", "192"]
+    assert [row[f"times the {which}"] for which in ("first", "second")] == ["1.60", "3.20"]
+    assert (found.status, row["of the sum"]) == (0, "1.07")
+    assert "(2 ranks: NVIDIA GPUs, half of which pose as AMD's)" in found.heading
+    assert "1.48 times NVIDIA's half and 2.97 times AMD's" in found.told
+    monkeypatch.setattr(Told, "loss", 2.1)
+    assert run("halves", *TINY).status == 1
+
+
+@pytest.mark.usefixtures("told")
+def test_table_of_forwarding(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = SimpleNamespace(hosts=list("abcd"))
+    monkeypatch.setattr(seeds_models, "shaped", lambda *_, **__: contextlib.nullcontext(names))
+    found = run("forwarding", "--device", "posing", *TINY)
+    published = [row["published, TFLOPS a GPU"] for row in found.table]
+    assert published == ["11.1", "160.8", "236.5", "539.6"]
+    assert [row["part of one vendor's 549.7"] for row in found.table] == ["0.02", "0.29", "0.43", "0.98"]
+    with pytest.raises(SystemExit, match="so that stages have several, got 2"):
+        run("forwarding", "--ranks", "2")
+
+
+def test_what_goes_through_which_cards() -> None:
+    four = [places.Place() for _ in range(4)]
+    each, half, none = (seeds_models.FORWARDING[at] for at in (1, 3, 4))
+    assert [place.host for place in each.places(four, "abcd")] == list("abcd")
+    assert [place.host for place in half.places(four, "abcd")] == list("aabb")
+    assert [place.host for place in none.places(four, "abcd")] == [""] * 4
+    assert each.environment["HETCOLL_SOCKET_IFNAME"] == "=eth0"
+    assert half.environment["HETCOLL_SOCKET_STRIPES"] == "2"
+    assert none.environment == {}
+
+
+@pytest.mark.usefixtures("told")
+def test_a_token_that_differs_fails(run: Any) -> None:
+    found = run("inference", "--models", "tiny")
+    assert found.status == 1
+    assert [row["same tokens"] for row in found.table] == ["yes", "yes", "NO"]
+    assert "WRONG: tiny, pipeline parallel: the tokens are not one process's" in found.told
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("fakes", marks=pytest.mark.fakes)])
+def test_decoding_in_parts_gives_the_tokens_of_one_process(run: Any, device: str) -> None:
+    import_torch()
+    if device == "fakes":
+        fakes.require("both")
+    found = run("inference", "--device", device, "--models", "tiny", "--tokens", "8")
+    assert found.status == 0
+    assert [row["how"] for row in found.table] == ["one process", "tensor parallel", "pipeline parallel"]
+    tokens = [each["tokens"] for each in found.figures]
+    assert [[len(row) for row in each] for each in tokens] == [[8] * 4] * 3
+    assert len({token for row in tokens[0] for token in row}) > 4, "a model that says one thing proves little"
+    assert all(float(row["least gap of logits"]) > 1e-4 for row in found.table)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ["ddp", "balanced"])
+def test_halves_of_cpus(run: Any, way: str) -> None:
+    import_torch()
+    found = run("halves", "--way", way, "--models", "tiny", "--turns", "2", "--steps", "3")
+    assert found.status == 0
+    assert min(float(row["of the sum"]) for row in found.table) > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_a_pipeline_whose_stages_are_wide_between_hosts(run: Any) -> None:
+    import_torch()
+    with netns.network(2):  # or the test is skipped
+        pass
+    found = run("forwarding", "--only", "3", "--rate", "1gbit", *TINY)
+    assert found.status == 0
+    assert found.table[0]["how"] == "by the CPU for the pipeline only, all cards"
