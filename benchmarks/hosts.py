@@ -61,7 +61,7 @@ def libraries(algos: Sequence[str], cards: int) -> list[Library]:
     ]
     names = ",".join(f"eth{card}" for card in range(cards))
     tcp = ("--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self", "--mca", "btl_tcp_if_include", names)
-    ucx = (*UCX.split(), "-x", f"UCX_NET_DEVICES={names}", "-x", "UCX_TLS=tcp,sm,self")
+    ucx = (*UCX.split(), "-x", f"UCX_NET_DEVICES={names}", "-x", "UCX_TLS=tcp,self")
     return [
         *ours,
         Library("Gloo", "gloo", "gloo", {"GLOO_SOCKET_IFNAME": "eth0"}),

@@ -28,6 +28,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -135,13 +136,20 @@ def latency(args: argparse.Namespace, home: Path) -> Found:
     with shaped(2, args.rate, "256kb") as net:
         for turn in range(args.rounds):
             for each in peers:
-                for nbytes, (us, bad) in launched(each, net.hosts, args, home / str(turn)).items():
+                try:
+                    measured = launched(each, net.hosts, args, home / str(turn))
+                except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                    if each.worker == "hetcoll":
+                        raise
+                    found.notes.append(f"A launch of {each.name} failed ({type(error).__name__}).")
+                    continue
+                for nbytes, (us, bad) in measured.items():
                     times.setdefault((each.name, nbytes), []).append(us)
                     if bad:
                         found.wrong.append(f"{each.name}, {nbytes} B: {bad} elements")
     for nbytes in args.sizes:
-        each_of = {peer.name: times[peer.name, nbytes] for peer in peers}
-        cells = [f"{statistics.median(those):.0f}" for those in each_of.values()]
+        each_of = {peer.name: times.get((peer.name, nbytes), []) for peer in peers}
+        cells = [f"{statistics.median(those):.0f}" if those else "-" for those in each_of.values()]
         known = f"{told[nbytes]:.0f}" if nbytes in told else ""
         found.add([results.human(nbytes), *cells, known], {"nbytes": nbytes, "us": each_of})
     return found

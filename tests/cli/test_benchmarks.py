@@ -341,7 +341,7 @@ def test_table_of_training() -> None:
     }
     told = t.judge("ddp", found, [5.0, 2.0], 1000, t.PEERS)
     assert [round(each.error, 6) for each in found.values()] == [0, 0.001, 0.05]
-    assert "hetcoll, two islands                            800 tokens/s, of NCCL 0.800, of NCCL inside" in told
+    assert "800 tokens/s, of NCCL 0.800, of NCCL inside, Gloo between the halves 1.600" in told
     text = t.markdown({"ddp": found}, {}, 1000, 4)
     assert text.splitlines()[2:] == [
         "| carried by | ddp |",

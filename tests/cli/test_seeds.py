@@ -28,9 +28,9 @@ TINY = ("--models", "tiny", "--turns", "1", "--steps", "2")
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Runs an experiment: its status, its heading, its table as rows by column, and its figures."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where PyTorch may be
 
     def one(*words: str) -> SimpleNamespace:
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where PyTorch may be
         file = tmp_path / "figures.json"
         status = seeds.main([*words, "--json", str(file)])
         said = capsys.readouterr().out.split("\n\n")
@@ -194,7 +194,7 @@ def test_a_token_that_differs_fails(run: Any) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("fakes", marks=pytest.mark.fakes)])
 def test_decoding_in_parts_gives_the_tokens_of_one_process(run: Any, device: str) -> None:
     import_torch()
@@ -210,7 +210,7 @@ def test_decoding_in_parts_gives_the_tokens_of_one_process(run: Any, device: str
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", ["ddp", "balanced"])
 def test_halves_of_cpus(run: Any, way: str) -> None:
     import_torch()
@@ -220,7 +220,7 @@ def test_halves_of_cpus(run: Any, way: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_pipeline_whose_stages_are_wide_between_hosts(run: Any) -> None:
     import_torch()
     with netns.network(2):  # or the test is skipped
