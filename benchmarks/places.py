@@ -17,6 +17,7 @@ import fakes
 @dataclass(frozen=True)
 class Place:
     """Of one rank: what `kind` of device with which number, and in which network namespace ("": where this runs).
+    A PyTorch is built for one vendor, so AMD's places may have a `python` of their own.
 
     Kinds are cuda, hip, cpu; posing, a GPU of NVIDIA's as AMD's; and fakes of the drivers, "fake cuda" and "fake hip".
     """
@@ -24,6 +25,7 @@ class Place:
     kind: str = "cpu"
     index: int = 0
     host: str = ""
+    python: str = sys.executable
 
     @property
     def torch(self) -> str:
@@ -47,11 +49,13 @@ class Halves:
     second: str
     proof: str
 
-    def places(self, ranks: int) -> list[Place]:
+    def places(self, ranks: int, hip_python: str = sys.executable) -> list[Place]:
         """GPUs are numbered through, whatever their vendor, unless only half of the ranks have one."""
         kinds = [self.first] * (ranks // 2) + [self.second] * (ranks - ranks // 2)
         shared = {self.first, self.second} != {"cuda", "hip"}
-        return [Place(kind, rank if shared else rank % (ranks // 2)) for rank, kind in enumerate(kinds)]
+        numbers = range(ranks) if shared else [rank % (ranks // 2) for rank in range(ranks)]
+        pythons = [hip_python if kind == "hip" else sys.executable for kind in kinds]
+        return [Place(kind, at, python=python) for kind, at, python in zip(kinds, numbers, pythons, strict=True)]
 
     @property
     def alike(self) -> bool:

@@ -62,7 +62,7 @@ vendor-lock-in-distributed-mlops-across-mixed-amd-and-nvidia-clusters)"
 
 
 def perf_ranks(name: str, library: str, places: Sequence[Place], env: Mapping[str, str], home: Path) -> gpus.PerfRanks:
-    words = [[sys.executable, str(HERE / "gpu_worker.py"), library]] * len(places)
+    words = [[each.python, str(HERE / "gpu_worker.py"), library] for each in places]
     own = {"GPUS_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     told = commands(words, {**gpus.COMMON, **own, **env}, places)
     return gpus.PerfRanks(name, told, home / name.replace(" ", "-"), gpus.SECONDS)
@@ -71,7 +71,7 @@ def perf_ranks(name: str, library: str, places: Sequence[Place], env: Mapping[st
 def collectives(args: argparse.Namespace, home: Path) -> Found:
     """Libraries by turns; of each the median round, and of the ratios the median."""
     kinds, islands = DEVICES[args.device], islands_of(args.ranks)
-    places = kinds.places(args.ranks)
+    places = kinds.places(args.ranks, args.hip_python)
     plain = [replace(each, kind={"posing": "cuda"}.get(each.kind, each.kind.split()[0])) for each in places]
     plain = [replace(each, kind="cpu") if each.kind == "fake" else each for each in plain]
     asked = {"hetcoll": ("hetcoll", places, islands if kinds.islands else {})}
@@ -164,7 +164,10 @@ def launched(
         slept = replace(peer, variables={**SLEEP, **peer.variables})
         return {nbytes: each for (_, nbytes), each in hosts.measured(slept, names, 1, asked).items()}
     log.mkdir()
-    places = [replace(each, host=name) for each, name in zip(DEVICES[args.device].places(2), names, strict=True)]
+    places = [
+        replace(each, host=name)
+        for each, name in zip(DEVICES[args.device].places(2, args.hip_python), names, strict=True)
+    ]
     ranks = perf_ranks(peer.name, peer.worker, places, SLEEP, log)
     try:
         seen = {nbytes: ranks.perf("allreduce", nbytes, "out") for nbytes in args.sizes}
@@ -233,7 +236,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("experiment", nargs="?", choices=EXPERIMENTS)
     parser.add_argument("--list", action="store_true", help="the experiments, and what was published")
     parser.add_argument("--device", choices=DEVICES, default="cpu")
-    parser.add_argument("--ranks", type=int, help="an even number")
+    parser.add_argument("--hip-python", default=sys.executable, help="for AMD's half, whose PyTorch is another build")
+    parser.add_argument("--ranks", type=int, help="an even number, on this host")
     parser.add_argument("--models", nargs="+", choices=SHAPES)
     parser.add_argument("--sizes", type=int, nargs="+", metavar="BYTES")
     parser.add_argument("--ops", nargs="+", default=["allreduce", "allgather", "reduce_scatter"])
@@ -260,6 +264,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         chosen = EXPERIMENTS[args.experiment]
         args.ranks, args.models = args.ranks or chosen.ranks, args.models or chosen.models
         args.sizes = args.sizes or chosen.sizes
+        if args.ranks < 2 or args.ranks % 2:
+            parser.error(f"--ranks: wanted an even number, got {args.ranks}")
         if args.plot:
             plot.check(args.plot)
     return args

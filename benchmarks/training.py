@@ -74,7 +74,8 @@ class Job(StayingRanks):
     ) -> None:  # fmt: skip
         dtype = dtype or ("bfloat16" if all(place.torch != "cpu" for place in places) else "float32")
         told = [{"how": how, "kind": each.kind, "device": each.torch, "dtype": dtype, "rate": rate} for each in places]
-        words = [[sys.executable, str(HERE / "training_rank.py"), json.dumps(each)] for each in told]
+        script = str(HERE / "training_rank.py")
+        words = [[each.python, script, json.dumps(one)] for each, one in zip(places, told, strict=True)]
         super().__init__(name, commands(words, {**COMMON, **env}, places), log, seconds)
 
 

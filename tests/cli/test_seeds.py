@@ -56,7 +56,13 @@ def test_every_experiment_is_listed_with_what_was_published(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [([], "wanted an experiment"), (["halves", "--list"], "wanted an experiment"), (["x"], "choice")]
+    ("words", "said"),
+    [
+        ([], "wanted an experiment"),
+        (["halves", "--list"], "wanted an experiment"),
+        (["x"], "choice"),
+        (["halves", "--ranks", "3"], "--ranks: wanted an even number, got 3"),
+    ],
 )
 def test_words_that_are_none(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -68,6 +74,7 @@ def test_words_that_are_none(words: list[str], said: str, capsys: pytest.Capture
 def test_where_the_halves_are() -> None:
     kinds = {name: [(each.kind, each.index) for each in halves.places(4)] for name, halves in places.DEVICES.items()}
     assert kinds["vendors"] == [("cuda", 0), ("cuda", 1), ("hip", 0), ("hip", 1)]
+    assert [each.python for each in places.DEVICES["vendors"].places(2, "a/python")] == [sys.executable, "a/python"]
     assert kinds["posing"] == [("cuda", 0), ("cuda", 1), ("posing", 2), ("posing", 3)]
     assert [places.DEVICES[name].islands for name in ("cpu", "cuda", "posing", "mixed")] == [False, True, False, False]
     assert places.islands_of(2) == {"HETCOLL_ISLANDS": "0|1"}
