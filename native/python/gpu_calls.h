@@ -40,7 +40,8 @@ struct GpuCall {
 struct GpuHooks {
   nb::callable differs;   // the rank at this place of this ledger called something else
   nb::callable refused;   // the driver does not take the stream, and why
-  nb::callable captured;  // this program of copies is to be captured on this stream: sees to what it needs, or raises
+  nb::callable captured;  // this program is to be captured on this stream: sees to what it needs, or raises. None: one
+                          // kernel, which needs nothing
   nb::callable broken;    // a driver or a library refused to go on, with its words
   nb::callable started;   // something is or will be under way
   nb::callable work;      // a handle of calls, by a function that gives the current stream of their tensors' library
@@ -152,8 +153,13 @@ class GpuCalls {
     } catch (const Fault& fault) {
       hooks_.refused(fault.what());
     }
-    if (capturing && call.program && !call.program->program.all_local) hooks_.captured(call.program, stream);
-    return capturing;
+    if (!capturing) return false;
+    if (call.program && !call.program->program.all_local) {
+      hooks_.captured(call.program, stream);
+    } else if (call.kernel || !call.program->messages.empty()) {
+      hooks_.captured(nb::none(), stream);
+    }
+    return true;
   }
 
   // The handle of calls on tensors of this type that were enqueued on their library's current stream. It says when all

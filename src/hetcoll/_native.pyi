@@ -271,7 +271,7 @@ class GpuCalls:
         device_id: int,
         differs: Callable[[Ledger, int], NoReturn],
         refused: Callable[[str], NoReturn],
-        captured: Callable[[DeviceShape, int], None],
+        captured: Callable[[DeviceShape | None, int], None],
         broken: Callable[[str], NoReturn],
         started: Callable[[], None],
         work: Callable[[Callable[[], int]], object],

@@ -27,6 +27,7 @@ from hetcoll.vendors.devices.kernels import (
     scale_name,
 )
 from hetcoll.vendors.devices.kernels.table import (
+    AWAITED,
     MESSAGE_COUNTERS,
     MESSAGE_MOST,
     MESSAGE_RING,
@@ -37,6 +38,7 @@ from hetcoll.vendors.devices.kernels.table import (
 )
 
 GUARD = 32  # bytes before and after a result that must stay as they were
+LINE = 64  # bytes of the cache line that an abort word begins
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
@@ -215,12 +217,12 @@ class Ring:
         self.words = KernelTable.oneshot_words(nbytes)
         self.areas = [machine.allocate(16 * self.words, shared=True) for _ in range(size)]
         self.states = [machine.allocate(8) for _ in range(size)]
-        self.abort = machine.allocate(4, shared=True)
+        self.abort = machine.allocate(LINE, shared=True)
         self.buffers = [(machine.allocate(nbytes + 512), machine.allocate(nbytes + 512)) for _ in range(size)]
         for area in self.areas:
             machine.write(area, np.zeros(16 * self.words, np.uint8))
         self.set_calls(0)
-        machine.write(self.abort, np.zeros(4, np.uint8))
+        machine.write(self.abort, np.zeros(LINE, np.uint8))
 
     def set_calls(self, number: int) -> None:
         for state in self.states:
@@ -303,7 +305,7 @@ class MessageRings:
         self.machine = machine
         self.rings = [machine.allocate(MESSAGE_RING, shared=True) for _ in range(2)]  # by sender
         self.states = {(rank, sends): machine.allocate(MESSAGE_STATE) for rank in (0, 1) for sends in (0, 1)}
-        self.abort = machine.allocate(4, shared=True)
+        self.abort = machine.allocate(LINE, shared=True)
         self.buffers = [(machine.allocate(MESSAGE_MOST + 512), machine.allocate(MESSAGE_MOST + 512)) for _ in (0, 1)]
         blank = np.zeros(MESSAGE_RING, np.uint8)
         blank[MESSAGE_COUNTERS:].view(np.uint64)[:] = number
@@ -312,7 +314,7 @@ class MessageRings:
             machine.write(ring, blank)
         for state in self.states.values():
             machine.write(state, np.full(MESSAGE_STATE // 8, number, np.uint64).view(np.uint8))
-        machine.write(self.abort, np.zeros(4, np.uint8))
+        machine.write(self.abort, np.zeros(LINE, np.uint8))
         self.sent = 0
 
     def launch(self, rank: int, sends: Sequence[tuple[int, int]], recvs: Sequence[tuple[int, int]]) -> Launch:
@@ -321,7 +323,7 @@ class MessageRings:
         for out, half in ((True, sends), (False, recvs)):
             for at, nbytes in half:
                 ring, state = self.rings[rank if out else 1 - rank], self.states[rank, out]
-                made = KernelTable.message(nbytes, ring, state, blocks, sends=out)
+                made = KernelTable.message(nbytes, ring, state, blocks, 1 - rank, sends=out)
                 made.at = at
                 arguments.message[arguments.count] = made
                 arguments.count += 1
@@ -388,12 +390,15 @@ def read_integer(machine: Machine, address: int) -> int:
     return int(machine.read(address, 8).view(np.uint64)[0])
 
 
-def check_abort(machine: Machine, launch: Launch, abort: int) -> None:
-    """A kernel that waits in vain ends when the abort word is set."""
+def check_abort(machine: Machine, launch: Launch, abort: int, *, says: bool = True) -> None:
+    """A kernel that waits in vain ends when the abort word is set, and `says` meanwhile that it waits for rank 1."""
     running = threading.Thread(target=machine.run, args=([launch],))
     running.start()
     time.sleep(0.1)
     assert running.is_alive()
+    while says and not ctypes.c_uint8.from_address(abort + AWAITED + 1).value:
+        assert running.is_alive()
+        time.sleep(0.001)
     ctypes.c_uint32.from_address(abort).value = 1
     running.join(20)
     assert not running.is_alive()
@@ -411,7 +416,7 @@ def check_aborts(machine: Machine) -> None:
             machine.run([rings.launch(0, [(rings.buffers[0][0], nbytes)], [])])
         check_abort(machine, rings.launch(0, [(rings.buffers[0][0], nbytes)], []), rings.abort)
     counter, base, abort = integers(machine, 0, 0, 0)
-    check_abort(machine, Launch("await", 1, 1, counter, base, 1, abort), abort)
+    check_abort(machine, Launch("await", 1, 1, counter, base, 1, abort), abort, says=False)
 
 
 def check_signals(machine: Machine) -> None:

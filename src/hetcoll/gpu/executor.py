@@ -127,6 +127,7 @@ class GpuExecutor:
                 self._one_kernel = OneKernel(self._queue, device, share, self._state, wiring.rank, wiring.size)
             self._watch = GpuWatch(
                 self._settled,
+                share.awaited,
                 self._edges.progress,
                 self._islands.error,
                 self._stuck,
@@ -289,11 +290,11 @@ class GpuExecutor:
         """Nothing was enqueued: the driver does not take the stream."""
         raise ArgumentError(f"stream: wanted one of {self._kind}:{self._device.index}: {problem}")
 
-    def _captured(self, shape: _native.DeviceShape, stream: int) -> None:
-        """A call by copies is about to become a part of a graph."""
-        if shape.compressed[0]:
+    def _captured(self, shape: _native.DeviceShape | None, stream: int) -> None:
+        """A call by copies is about to become a part of a graph; None: one by kernels alone."""
+        if shape is not None and shape.compressed[0]:
             raise ArgumentError("compress: wanted a call that no graph captures: what it loses is kept elsewhere then")
-        scratch = self._graphs.prepare(shape, stream)
+        scratch = None if shape is None else self._graphs.prepare(shape, stream)
         if scratch is not None:
             self._calls.set_capture_scratch(scratch)
         self._watch.look_for_replays()
@@ -306,7 +307,7 @@ class GpuExecutor:
 
     def _stuck(self, seconds: float) -> None:
         """Nothing has moved for so long: the verdict says where everyone stands."""
-        behind, where = self._share.standing()
+        behind, where = self._share.standing(self._watch.waits())
         text = f"GPU calls of rank {self._wiring.rank} have not moved for {seconds:.3g} s; {where}"
         waits, text = self.messages.awaited, "; ".join(filter(None, (text, self._proxies.describe())))
         if module := self.messages.loading:
@@ -389,10 +390,11 @@ class GpuExecutor:
     def close(self, timeout: float = 5.0) -> None:
         """Give everything back, once the device is done or, after `timeout` seconds, made to be."""
         deadline = time.monotonic() + timeout
-        while not self._settled():
+        while not self._watch.quiet():
             if time.monotonic() > deadline:
                 self._release()
             time.sleep(0.001)
+        self._segment.release_kernels(self._share.here)  # of a replay that began just now: drivers wait for it below
         self._compression.forget()
         self._proxies.close(deadline)
         self._watch.close()

@@ -86,7 +86,7 @@ class MessageKernel:
         for i, (out, (_, peer, nbytes)) in enumerate(messages):
             number, ring = self._rings[peer, out]
             state = self._state + MESSAGE_STATE * number
-            made = arguments.message[i] = KernelTable.message(nbytes, ring, state, blocks, sends=out)
+            made = arguments.message[i] = KernelTable.message(nbytes, ring, state, blocks, number // 2, sends=out)
             rings.append(number)
             blocks += made.blocks
         function = self._device.kernels().function(MESSAGES)

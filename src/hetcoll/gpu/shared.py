@@ -16,7 +16,7 @@ import hetcoll._native as _native
 
 from ..calls import describe_message, descriptor
 from ..calls.buffers import Buffer
-from ..errors import DeviceError
+from ..errors import DeviceError, spell_ranks
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.status_report import call_site
 from ..links.descriptors import new_name, receive_fd, share_fd
@@ -156,8 +156,13 @@ class GpuShare:
     def _text(self, rank: int, number: int) -> str:
         return self.ledger.text(self._wiring.locals.index(rank), number) or "something else"
 
-    def standing(self) -> tuple[int, str]:
-        """The rank of this host that is furthest behind, and where each of them is, for people."""
+    def awaited(self) -> list[int]:
+        """The ranks for which a kernel of this one has been seen to wait since the last look."""
+        return [self.locals[place] for place in self.segment.awaited(self.here)]
+
+    def standing(self, awaited: Collection[int]) -> tuple[int, str]:
+        """The rank of this host that is furthest behind, and where each of them is, for people. A kernel that may be a
+        replay's waits for those `awaited`."""
         where = [(rank, self.ledger.calls(i)) for i, rank in enumerate(self._wiring.locals)]
         parts = [f"rank {rank} is at GPU call {n}: {self._text(rank, n)}" if n else f"rank {rank} has called nothing"
                  for rank, n in where]  # fmt: skip
@@ -165,7 +170,9 @@ class GpuShare:
         if len({n for _, n in replays}) > 1:  # of calls that were captured, and so written down when that was done
             parts += [f"rank {rank} has begun {n} captured calls" for rank, n in replays]
             where = replays
-        return min(where, key=lambda pair: pair[1])[0], "; ".join(parts)
+        if awaited:
+            parts.append(f"a kernel waits for {spell_ranks(awaited)}")
+        return min(awaited or (min(where, key=lambda pair: pair[1])[0],)), "; ".join(parts)
 
     def close(self) -> None:
         """Unmap the slots."""

@@ -23,7 +23,7 @@ import numpy as np
 import hetcoll._native as _native
 
 from ..errors import InitError
-from ..vendors.devices.kernels.table import MESSAGE_COUNTERS, MESSAGE_RING, ONESHOT_RANKS
+from ..vendors.devices.kernels.table import AWAITED, MESSAGE_COUNTERS, MESSAGE_RING, ONESHOT_RANKS
 
 if TYPE_CHECKING:
     from ..plan.topology import Topology
@@ -47,6 +47,7 @@ AREA_WORDS = 16 << 10  # of 4 bytes of data each, in a half of a rank's area
 _AREA = 2 * 8 * AREA_WORDS
 
 assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
+assert _CAPTURED + 16 <= AWAITED <= WORD_BYTES - ONESHOT_RANKS
 
 
 def slot_bytes(topology: Topology) -> int:
@@ -166,6 +167,14 @@ class SlotSegment:
         """How many captured calls `rank` has begun."""
         return int(self._bytes.view(np.uint64)[(WORD_BYTES * rank + _CAPTURED) // 8])
 
+    def awaited(self, rank: int) -> list[int]:
+        """The ranks for which a kernel of `rank` has been seen to wait since the last look."""
+        at = WORD_BYTES * rank + AWAITED
+        found = [peer for peer, waits in enumerate(self._bytes[at : at + ONESHOT_RANKS].tolist()) if waits]
+        for peer in found:
+            self._bytes[at + peer] = 0
+        return found
+
     def progress(self, rank: int) -> int:
         """A number that grows while messages of `rank` move."""
         words = self._bytes.view(np.uint64)
@@ -183,10 +192,14 @@ class SlotSegment:
         area = (self._areas + _AREA * rank) // 8
         return moved + sum(int(words[area + half * AREA_WORDS] >> np.uint64(32)) for half in (0, 1))
 
+    def release_kernels(self, rank: int) -> None:
+        """Let every kernel of `rank` go that waits for a peer, now and from now on."""
+        self._bytes.view(np.uint64)[rank * WORD_BYTES // 8] = 1
+
     def release(self, rank: int) -> None:
         """Let every stream and kernel of `rank` go that waits for a peer: nothing of value comes any more."""
+        self.release_kernels(rank)
         words = self._bytes.view(np.uint64)
-        words[rank * WORD_BYTES // 8] = 1
         for edge in self._edges:
             first = self._offset(*edge) // 8
             words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8] = _RELEASED

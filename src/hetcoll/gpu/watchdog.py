@@ -1,9 +1,9 @@
 """Over what runs on a GPU: streams cannot raise errors or know the time, so a thread looks after them.
 
-It sleeps while nothing is in flight, and looks now and then where calls were captured into graphs. What does not move
-for the communicator's timeout is ended on every rank, by a verdict that says who called what; what failed elsewhere
-lets the streams here go, again and again until they are idle, since a peer's stream may still write a word after we
-did.
+It sleeps while nothing is in flight, and looks now and then where calls were captured into graphs: a replayed kernel
+that waits says for whom, again and again (``devices/kernels/waits.h``). What does not move for the communicator's timeout
+is ended on every rank, by a verdict that says who called what; what failed elsewhere lets the streams here go, again and
+again until they are idle, since a peer's stream may still write a word after we did.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 _PAUSE = 0.25  # seconds between looks while something is in flight
 _RELEASE_PAUSE = 0.01
 _REPLAYS_PAUSE = 1.0  # seconds between looks for replays of graphs, which begin without a word to the host
+_SAID = 0.5  # seconds for which it holds that a kernel waits: it says so every few milliseconds
 
 
 class GpuWatch:
     """`idle`, `progress` and `problem` (what a library failed with, or None) are asked while something is in flight.
 
+    `awaited`, asked where calls were captured, says for whom kernels have been seen to wait since the last time.
     `stuck` is told the seconds that nothing moved, `broken` the problem; `release` lets go of streams.
     """
 
     def __init__(
         self,
         idle: Callable[[], bool],
+        awaited: Callable[[], Collection[int]],
         progress: Callable[[], int],
         problem: Callable[[], str | None],
         stuck: Callable[[float], None],
@@ -35,13 +38,15 @@ class GpuWatch:
         release: Callable[[], None],
         timeout: float,
     ) -> None:
-        self._idle, self._progress, self._problem = idle, progress, problem
+        self._idle, self._awaited, self._progress, self._problem = idle, awaited, progress, problem
         self._stuck, self._broken, self._release = stuck, broken, release
         self._timeout = timeout
         self._wake = threading.Event()
         self._failed = threading.Event()
         self._ended = False
         self._pause: float | None = None  # between looks while nothing is known to be in flight; None: there are none
+        self._waits: Collection[int] = ()
+        self._until = 0.0  # when that no longer holds
         self._thread = threading.Thread(target=self._run, name="hetcoll-gpu-watch", daemon=True)
         self._thread.start()
 
@@ -63,6 +68,21 @@ class GpuWatch:
         """From now on something may be in flight at any time."""
         self._pause = _REPLAYS_PAUSE
         self._wake.set()
+
+    def waits(self) -> Collection[int]:
+        """For whom kernels wait. Empty where nothing was captured: other calls are seen to be in flight."""
+        if self._pause is not None:
+            now = time.monotonic()
+            if said := self._awaited():
+                self._waits, self._until = said, now + _SAID
+            elif now > self._until:
+                self._waits = ()
+        return self._waits
+
+    def quiet(self) -> bool:
+        """Whether nothing is in flight, replays that wait for a peer included."""
+        waits = self.waits()  # at every look, so that it is news
+        return self._idle() and not waits
 
     def fail(self) -> None:
         """The communicator has failed: from now on nothing here waits for a peer."""
@@ -87,7 +107,7 @@ class GpuWatch:
 
     def _look_after(self) -> None:
         moved, since = -1, time.monotonic()
-        while not self._ended and not self._idle():
+        while not self._ended and not self.quiet():
             if self._failed.is_set():
                 self._release()
                 time.sleep(_RELEASE_PAUSE)

@@ -4,6 +4,7 @@
 namespace hetcoll {
 
 constexpr unsigned kOneshotRanks = 16;
+constexpr unsigned kAwaited = 32;  // bytes from a rank's abort word to a byte for each rank for which its kernels wait
 
 // The ranks of one host that reduce small messages among themselves. Every rank has an area of 2 * `words` words in
 // memory that all devices have mapped, zeroed at first; `areas` lists them in rank order, in the same way everywhere.
@@ -13,7 +14,7 @@ struct Oneshot {
   unsigned long long count;
   unsigned long long* areas[kOneshotRanks];
   unsigned* state;        // two words of this device's memory, zeroed at first: calls made, blocks done in this call
-  const unsigned* abort;  // a word of mapped memory: when it is not 0, the kernel gives up
+  unsigned* abort;        // a word of mapped memory: when it is not 0, the kernel gives up; see kAwaited
   int rank, size;         // 2 <= size <= kOneshotRanks
   unsigned divisor;       // of sums; 1: none
   unsigned words;         // in a half of an area: at least count * itemsize / 4, rounded up to whole elements
@@ -30,7 +31,7 @@ struct Exchange {
   char* rings[kOneshotRanks];
   unsigned long long* words[kOneshotRanks];
   unsigned long long* state;  // a word for each block, in this device's memory, zeroed at first: its messages so far
-  const unsigned* abort;      // as above
+  unsigned* abort;            // as above
   int rank, size;
   unsigned divisor;
   unsigned slots;        // at least 4
@@ -48,15 +49,16 @@ constexpr unsigned kMessages = 2 * (kOneshotRanks - 1);  // of a kernel: one eac
 struct Message {
   void* at;  // nbytes, at any address: read by the sender, written by the receiver
   unsigned long long nbytes;
-  char* ring;                   // in memory that both devices have mapped, zeroed at first
-  unsigned long long* state;    // of this end of the ring, in this device's memory, zeroed at first
-  unsigned first, blocks;       // whose blocks it has
-  unsigned chunk;               // bytes that a block takes at a time: of nbytes alone
-  unsigned short sends, words;  // 1: it is sent, by words that carry their number
+  char* ring;                  // in memory that both devices have mapped, zeroed at first
+  unsigned long long* state;   // of this end of the ring, in this device's memory, zeroed at first
+  unsigned first, blocks;      // whose blocks it has
+  unsigned chunk;              // bytes that a block takes at a time: of nbytes alone
+  unsigned char sends, words;  // 1: it is sent, by words that carry their number
+  unsigned short peer;         // the other rank, by its place on the host
 };
 struct Messages {
   Message message[kMessages];
-  const unsigned* abort;  // as above
+  unsigned* abort;  // as above
   unsigned count, unused;
 };
 static_assert(sizeof(Messages) == 48 * kMessages + 16, "hetcoll/vendors/devices/kernels/table.py has the same layout");

@@ -39,7 +39,7 @@ HETCOLL_DEVICE bool AwaitPeers(const Exchange& x, U64 number, At at) {
   if (ThreadInBlock() == 0) stop = 0;
   Barrier();
   for (int peer = static_cast<int>(ThreadInBlock()); peer < x.size; peer += static_cast<int>(BlockSize())) {
-    if (peer != x.rank && !AwaitWord(x.abort, at(peer), number)) stop = 1;
+    if (peer != x.rank && !AwaitWord(x.abort, peer, at(peer), number)) stop = 1;
   }
   Barrier();
   const bool go = stop == 0;

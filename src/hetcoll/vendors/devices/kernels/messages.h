@@ -42,9 +42,9 @@ struct Lane {
 };
 
 // Waits until the word has reached `number`, one thread for the block; the word. Less: the call was aborted.
-HETCOLL_DEVICE U64 AwaitForBlock(const Messages& x, const U64* word, U64 number) {
+HETCOLL_DEVICE U64 AwaitForBlock(const Messages& x, const Message& m, const U64* word, U64 number) {
   HETCOLL_SHARED U64 found;
-  if (ThreadInBlock() == 0) found = AwaitWord(x.abort, word, number) ? LoadRelaxed(word) : 0;
+  if (ThreadInBlock() == 0) found = AwaitWord(x.abort, m.peer, word, number) ? LoadRelaxed(word) : 0;
   Barrier();
   const U64 value = found;
   Barrier();  // before `found` is used again
@@ -80,13 +80,13 @@ HETCOLL_DEVICE void PutWords(char* slot, const char* from, U64 n, U64 number) {
 }
 
 // Takes them. Where the call is aborted, what is in `to` is undefined.
-HETCOLL_DEVICE void TakeWords(const unsigned* abort, const char* slot, char* to, U64 n, U64 number) {
+HETCOLL_DEVICE void TakeWords(unsigned* abort, int peer, const char* slot, char* to, U64 n, U64 number) {
   const U64 items = (n + 7) / 8, low = number & 0xffffffffu;
   for (U64 i = ThreadInBlock(); i < items; i += BlockSize()) {
     U64 word[2];
     LoadRelaxedPair(slot + 16 * i, word);
     for (unsigned looks = 1; word[0] >> 32 != low || word[1] >> 32 != low; ++looks) {
-      if (looks % kAbortEvery == 0 && LoadRelaxed(abort) != 0) return;
+      if (GivesUp(abort, peer, looks)) return;
       Relax();
       LoadRelaxedPair(slot + 16 * i, word);
     }
@@ -103,7 +103,7 @@ HETCOLL_DEVICE void Send(const Messages& x, const Message& m, unsigned block) {
   for (U64 begin = U64{block} * m.chunk; begin < m.nbytes; begin += U64{m.blocks} * m.chunk) {
     const U64 n = m.nbytes - begin < m.chunk ? m.nbytes - begin : m.chunk;
     if (++number > taken + kRingSlots) {
-      taken = AwaitForBlock(x, lane.taken, number - kRingSlots);
+      taken = AwaitForBlock(x, m, lane.taken, number - kRingSlots);
       if (number > taken + kRingSlots) return;
     }
     char* slot = Lane::At(lane, number);
@@ -131,9 +131,9 @@ HETCOLL_DEVICE void Receive(const Messages& x, const Message& m, unsigned block)
     const U64 n = m.nbytes - begin < m.chunk ? m.nbytes - begin : m.chunk;
     const char* slot = Lane::At(lane, ++number);
     if (m.words) {
-      TakeWords(x.abort, slot, to + begin, n, number);
+      TakeWords(x.abort, m.peer, slot, to + begin, n, number);
     } else {
-      if (AwaitForBlock(x, lane.ready, number) < number) return;
+      if (AwaitForBlock(x, m, lane.ready, number) < number) return;
       for (U64 i = ThreadInBlock(); i < (n + kPack - 1) / kPack; i += BlockSize()) {
         WritePack<Byte>(to, begin, begin + n, i, LoadPeers<Byte>(slot + i * kPack));
       }

@@ -11,6 +11,7 @@
 
 #include "devices/kernels/arguments.h"
 #include "devices/kernels/reduce.h"
+#include "devices/kernels/waits.h"
 
 namespace hetcoll {
 
@@ -39,9 +40,9 @@ HETCOLL_DEVICE void ReadItem(const Oneshot& x, U64 i, Item<T>& item) {
 }
 
 // Waits until the word, which was `word` when last looked at, bears the number. False: the call was aborted.
-HETCOLL_DEVICE bool Await(const Oneshot& x, const U64* at, unsigned number, U64& word) {
+HETCOLL_DEVICE bool Await(const Oneshot& x, int rank, const U64* at, unsigned number, U64& word) {
   for (unsigned looks = 1; static_cast<unsigned>(word >> 32) != number; ++looks) {
-    if (looks % kAbortEvery == 0 && LoadRelaxed(x.abort) != 0) return false;
+    if (GivesUp(x.abort, rank, looks)) return false;
     Relax();
     word = LoadRelaxed(at);
   }
@@ -104,7 +105,7 @@ HETCOLL_DEVICE bool Gather(const Oneshot& x, unsigned number, U64 half, U64 i) {
       } else {
         HETCOLL_UNROLL
         for (unsigned w = 0; w < kWords; ++w) {
-          if (!Await(x, x.areas[rank] + half + i * kWords + w, number, word[k][w])) return false;
+          if (!Await(x, rank, x.areas[rank] + half + i * kWords + w, number, word[k][w])) return false;
           item.word[w] = static_cast<unsigned>(word[k][w]);
         }
       }

@@ -2,13 +2,14 @@
 #pragma once
 
 #include "devices/kernels/reduce.h"
+#include "devices/kernels/waits.h"
 
 namespace hetcoll {
 
-// Waits until the word has reached `number`. False: the call was aborted.
-HETCOLL_DEVICE bool AwaitWord(const unsigned* abort, const U64* word, U64 number) {
+// Waits until the word of `peer` has reached `number`. False: the call was aborted.
+HETCOLL_DEVICE bool AwaitWord(unsigned* abort, int peer, const U64* word, U64 number) {
   for (unsigned looks = 1; LoadAcquire(word) < number; ++looks) {
-    if (looks % kAbortEvery == 0 && LoadRelaxed(abort) != 0) return false;
+    if (GivesUp(abort, peer, looks)) return false;
     Relax();
   }
   return true;

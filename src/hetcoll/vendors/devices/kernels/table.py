@@ -14,7 +14,7 @@ from .source import module_of, source
 
 log = logging.getLogger("hetcoll")
 
-ONESHOT_RANKS = 16  # kOneshotRanks of arguments.h
+ONESHOT_RANKS, AWAITED = 16, 32  # kOneshotRanks, kAwaited of arguments.h
 MESSAGES, MESSAGE_BLOCKS, MESSAGE_THREADS = 2 * (ONESHOT_RANKS - 1), 32, 256  # kMessages, kMessageBlocks
 _WORD_SLOT, _PACK_SLOT, _RING_SLOTS = 4096, 8192, 8  # of messages.h
 MESSAGE_WORDS = MESSAGE_BLOCKS * _WORD_SLOT // 2  # bytes of a message up to which it is words
@@ -78,8 +78,9 @@ class Message(ctypes.Structure):
         ("first", ctypes.c_uint32),
         ("blocks", ctypes.c_uint32),
         ("chunk", ctypes.c_uint32),
-        ("sends", ctypes.c_uint16),
-        ("words", ctypes.c_uint16),
+        ("sends", ctypes.c_uint8),
+        ("words", ctypes.c_uint8),
+        ("peer", ctypes.c_uint16),
     )
 
 
@@ -183,15 +184,16 @@ class KernelTable:
         return -(-nbytes // 16) * 4
 
     @staticmethod
-    def message(nbytes: int, ring: int, state: int, first: int, *, sends: bool) -> Message:
-        """One of 1 to MESSAGE_MOST bytes, but for its buffer, whose first block has this number."""
+    def message(nbytes: int, ring: int, state: int, first: int, peer: int, *, sends: bool) -> Message:
+        """One of 1 to MESSAGE_MOST bytes, but for its buffer, whose first block has this number. `peer`: the other
+        rank's place on the host."""
         words = nbytes <= MESSAGE_WORDS
         chunk = _WORD_SLOT // 2
         if not words:
             share = -(-nbytes // (MESSAGE_BLOCKS * _CHUNKS))
             chunk = max(_LEAST_CHUNK, -(-share // _PACK) * _PACK)
         blocks = min(MESSAGE_BLOCKS, -(-nbytes // chunk))
-        return Message(0, nbytes, ring, state, first, blocks, chunk, sends, words)
+        return Message(0, nbytes, ring, state, first, blocks, chunk, sends, words, peer)
 
     def _find(self, name: str, module: str) -> int:
         found = self._functions[name] = self._device.function(self._modules[module], name)
