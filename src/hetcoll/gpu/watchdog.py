@@ -1,9 +1,9 @@
 """Over what runs on a GPU: streams cannot raise errors or know the time, so a thread looks after them.
 
 It sleeps while nothing is in flight, and looks now and then where calls were captured into graphs: a replayed kernel
-that waits says for whom, again and again (``devices/kernels/waits.h``). What does not move for the communicator's timeout
-is ended on every rank, by a verdict that says who called what; what failed elsewhere lets the streams here go, again and
-again until they are idle, since a peer's stream may still write a word after we did.
+that waits says for whom, again and again (``devices/kernels/waits.h``). What does not move for the communicator's
+timeout is ended on every rank, by a verdict that says who called what; what failed elsewhere lets the streams here go,
+again and again until they are idle, since a peer's stream may still write a word after we did.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ struct Oneshot {
   const void* src;  // count elements, at any address
   unsigned long long count;
   unsigned long long* areas[kOneshotRanks];
-  unsigned* state;        // two words of this device's memory, zeroed at first: calls made, blocks done in this call
-  unsigned* abort;        // a word of mapped memory: when it is not 0, the kernel gives up; see kAwaited
-  int rank, size;         // 2 <= size <= kOneshotRanks
-  unsigned divisor;       // of sums; 1: none
-  unsigned words;         // in a half of an area: at least count * itemsize / 4, rounded up to whole elements
+  unsigned* state;   // two words of this device's memory, zeroed at first: calls made, blocks done in this call
+  unsigned* abort;   // a word of mapped memory: when it is not 0, the kernel gives up; see kAwaited
+  int rank, size;    // 2 <= size <= kOneshotRanks
+  unsigned divisor;  // of sums; 1: none
+  unsigned words;    // in a half of an area: at least count * itemsize / 4, rounded up to whole elements
 };
 static_assert(sizeof(Oneshot) == 24 + 8 * kOneshotRanks + 32,
               "hetcoll/vendors/devices/kernels/table.py has the same layout");
