@@ -24,7 +24,7 @@ from hetcoll.vendors.devices.kernels.table import AWAITED, ONESHOT_RANKS
 
 Launch = Callable[..., Ranks]
 KINDS = {"nn": ["cuda"] * 2, "aa": ["hip"] * 2, "na": ["cuda", "hip"], "nnn": ["cuda"] * 3, "nana": ["cuda", "hip"] * 2}
-ONESHOT, EXCHANGE = 100, 300_001  # float32s
+ONESHOT, EXCHANGE = 100, 100_003  # float32s; of four ranks the latter goes in two shots
 CALLS = {"oneshot": ONESHOT, "exchange": EXCHANGE, "recv": 100, "recv packs": 50_001, "send": 100}
 RING = 30  # messages: more than a ring takes without a receiver
 
@@ -114,7 +114,7 @@ def test_a_replay_that_others_do_not_make_is_found(gpus: Launch, kinds: str, wha
     for error, took in gpus(kinds, HETCOLL_TIMEOUT="2").run(replay_alone, what, timeout=100):
         assert isinstance(error, CollectiveTimeoutError), error
         assert "a kernel waits for rank 1" in str(error)
-        assert took < 10
+        assert took < 20
 
 
 def late(comm: hetcoll.Communicator, what: str, seconds: float) -> list[float]:
@@ -135,8 +135,8 @@ def late(comm: hetcoll.Communicator, what: str, seconds: float) -> list[float]:
 
 @pytest.mark.parametrize(("kinds", "what"), [("na", "oneshot"), ("nnn", "exchange"), ("nana", "exchange")])
 def test_a_replay_that_is_late_is_waited_for(gpus: Launch, kinds: str, what: str) -> None:
-    ranks, size = gpus(kinds, HETCOLL_TIMEOUT="6"), len(kinds)
-    for found in ranks.run(late, what, 2.0, timeout=100):
+    ranks, size = gpus(kinds, HETCOLL_TIMEOUT="8"), len(kinds)
+    for found in ranks.run(late, what, 2.5, timeout=100):
         assert found == [size**n for n in range(2, 7)]
 
 
