@@ -15,6 +15,7 @@ from device_checks import Capture
 from gpu_calls import device_of_rank
 from gpu_places import PLACES, ranks_on
 from ranks import Ranks, close_all, wait_until
+from thorough import parametrize
 
 import hetcoll
 from hetcoll.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
@@ -108,8 +109,11 @@ def replay_alone(comm: hetcoll.Communicator, what: str) -> tuple[CommunicationEr
     return error, took
 
 
-@pytest.mark.parametrize("kinds", ["nn", "aa"])
-@pytest.mark.parametrize("what", CALLS)
+ALONE = [("nn", "oneshot"), ("aa", "exchange"), ("nn", "recv"), ("aa", "oneshot"), ("nn", "exchange"), ("aa", "recv"),
+         ("nn", "recv packs"), ("aa", "recv packs"), ("nn", "send"), ("aa", "send")]  # fmt: skip
+
+
+@parametrize(("kinds", "what"), ALONE, first=3)
 def test_a_replay_that_others_do_not_make_is_found(gpus: Launch, kinds: str, what: str) -> None:
     for error, took in gpus(kinds, HETCOLL_TIMEOUT="2").run(replay_alone, what, timeout=100):
         assert isinstance(error, CollectiveTimeoutError), error
@@ -133,7 +137,7 @@ def late(comm: hetcoll.Communicator, what: str, seconds: float) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("kinds", "what"), [("na", "oneshot"), ("nnn", "exchange"), ("nana", "exchange")])
+@parametrize(("kinds", "what"), [("na", "oneshot"), ("nnn", "exchange"), ("nana", "exchange")], first=1)
 def test_a_replay_that_is_late_is_waited_for(gpus: Launch, kinds: str, what: str) -> None:
     ranks, size = gpus(kinds, HETCOLL_TIMEOUT="8"), len(kinds)
     for found in ranks.run(late, what, 2.5, timeout=100):
@@ -157,7 +161,7 @@ def die_in_a_replay(comm: hetcoll.Communicator, what: str) -> Any:
     return error, took
 
 
-@pytest.mark.parametrize("what", ["oneshot", "exchange"])
+@parametrize("what", ["exchange", "oneshot"], first=1)
 def test_a_death_ends_replays(gpus: Launch, what: str) -> None:
     ranks = gpus("nnn")
     ranks.start(die_in_a_replay, what)
@@ -183,7 +187,7 @@ def close_with_one_stuck(comm: hetcoll.Communicator, what: str) -> float:
     return took
 
 
-@pytest.mark.parametrize("what", ["oneshot", "exchange", "recv"])
+@parametrize("what", ["oneshot", "exchange", "recv"], first=1)
 def test_close_ends_what_is_stuck(gpus: Launch, what: str) -> None:
     assert max(gpus("na").run(close_with_one_stuck, what, timeout=100)) < 20
 
