@@ -17,7 +17,7 @@ from hetcoll.config.env import Config
 from hetcoll.errors import CommunicationError, InitError
 from hetcoll.links.edges import Address, unpack_addresses
 from hetcoll.links.facts import Facts, Gpu
-from hetcoll.links.introduction import Introduction, Introductions, Process, Reach, read_nics
+from hetcoll.links.introduction import Introduction, Introductions, Process, Reach, read_cards
 from hetcoll.plan.topology import RankInfo, Topology
 from hetcoll.rendezvous.protocol.columns import pack_columns, unpack_columns
 
@@ -85,7 +85,7 @@ def introduced(size: int) -> tuple[list[list[bytes]], list[list[bytes]], list[by
         rows.append([*one.shared, *one.alike])
         host = rank // 8
         address = Address(f"10.1.{host >> 8}.{host & 255}", 20000 + rank % 40000, "eth0", b"%016d" % rank)
-        reach = Reach([address], [], "no RDMA here").telling()
+        reach = Reach([address], [], "no RDMA here", (25000, 0)).telling()
         reaches.append(reach.shared)
         places.append(reach.own)
     return [list(column) for column in zip(*rows, strict=True)], [list(c) for c in zip(*reaches, strict=True)], places
@@ -101,17 +101,17 @@ def test_what_a_rank_does_with_16384_introductions_takes_little_time_and_memory(
     started = time.process_time()
     intros = Introductions(unpack_columns(body, size))
     topology = Topology(intros.infos)
-    nics = read_nics(*unpack_columns(more, size))
+    cards = read_cards(*unpack_columns(more, size))
     facts = Facts(topology, intros.gpus, intros.no_gpu)
     islands = topology.equipped([("cuda", gpus[0].bus) for gpus in facts.gpus]).islands
     seconds = time.process_time() - started
     assert len(topology.hosts) == size // 8
     assert [len(island) for island in islands] == [size]
-    assert nics == [((), "no RDMA here")] * size
+    assert cards == [((), "no RDMA here", (25000, 0))] * size
     assert unpack_addresses(places[9]) == (Address("10.1.0.1", 20009, "eth0", b"%016d" % 9),)
     assert seconds < 1.2, seconds  # 0.3 where nothing else runs
     tracemalloc.start()
-    kept = Introductions(unpack_columns(body, size)), read_nics(*unpack_columns(more, size))
+    kept = Introductions(unpack_columns(body, size)), read_cards(*unpack_columns(more, size))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 50 << 20, peak

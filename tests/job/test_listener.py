@@ -22,7 +22,7 @@ from hetcoll.links.descriptors import host_identity, new_name, receive_fd, share
 from hetcoll.links.edges import ADMITTED, CONFIRMED, Address, EdgeKey, Request, pack_addresses, unpack_addresses
 from hetcoll.links.listener import Listener
 from hetcoll.rendezvous.connections import auth
-from hetcoll.rendezvous.connections.interfaces import Interface, choose_interfaces
+from hetcoll.rendezvous.connections.interfaces import Interface, choose_interfaces, total_rate
 from hetcoll.rendezvous.connections.sockets import receive_exactly, unpace
 
 SECRET = b"s" * 32
@@ -376,6 +376,26 @@ def test_nothing_is_left_behind() -> None:
         listener.close()
     assert threading.active_count() == threads
     assert set(os.listdir("/proc/self/fd")) == fds
+
+
+def test_the_rate_of_interfaces_is_what_the_system_says_of_all(tmp_path: Path) -> None:
+    says = {"eth0": "10000\n", "eth1": "2500\n", "tap0": "-1\n", "old0": "4294967295\n", "off0": "0\n"}
+    for name, told in says.items():
+        (tmp_path / "class/net" / name).mkdir(parents=True)
+        (tmp_path / "class/net" / name / "speed").write_text(told)
+    (tmp_path / "class/net/lo/speed").mkdir(parents=True)  # where the kernel says no number, reading fails
+    assert total_rate(["eth0"], tmp_path) == 10_000
+    assert total_rate(["eth0", "eth1"], tmp_path) == 12_500
+    for unknown in ("tap0", "old0", "off0", "lo", "gone0"):
+        assert total_rate(["eth0", unknown], tmp_path) == 0
+
+
+def test_stripes_have_the_rates_of_their_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Listener.__new__(Listener)
+    one.addresses = tuple(Address(host, 1, name, b"") for host, name in (("1", "a"), ("::1", "a"), ("2", "b")))
+    rates = {"a": 1000, "b": 200}
+    monkeypatch.setattr("hetcoll.links.listener.total_rate", lambda names: sum(rates[name] for name in names))
+    assert [one.rate(stripes) for stripes in (1, 2, 5)] == [1000, 1200, 1200]
 
 
 def test_interfaces_are_chosen_by_name() -> None:

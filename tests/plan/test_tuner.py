@@ -16,6 +16,7 @@ from hetcoll.errors import ArgumentError, InitError
 from hetcoll.plan.algorithms import ALGORITHMS, Algorithm, Draft, find, register
 from hetcoll.plan.algorithms.hosts import among_hosts
 from hetcoll.plan.ir import Op, Plan
+from hetcoll.plan.rails import Nic
 from hetcoll.plan.simulator import Link, Machine, check, predict
 from hetcoll.plan.topology import RankInfo, Topology
 from hetcoll.plan.tuner import UNLIMITED, among_hosts_of, choose, led, named, table
@@ -172,6 +173,55 @@ def test_a_slower_network_moves_the_thresholds() -> None:
     topology = cluster(1, 1, 1, 1)
     first = table(Collective.ALLREDUCE, topology)[0]
     assert table(Collective.ALLREDUCE, topology, machine=slow)[0][0] > first[0]
+
+
+def rated(*rates: tuple[int, int], topology: Topology | None = None) -> Topology:
+    ranks = (topology or cluster(*(1 for _ in rates))).ranks
+    return Topology(tuple(replace(info, rates=each) for info, each in zip(ranks, rates, strict=True)))
+
+
+def test_the_slowest_cards_that_say_their_rate_are_taken_for_the_network() -> None:
+    some = rated((0, 0), (10_000, 0), (1000, 200_000), (25_000, 0))
+    assert some.rate == (1000, 2)
+    assert Machine().on(some) == Machine().on(rated(*[(1000, 0)] * 4))
+    assert 0.11e9 < Machine().on(some).tcp.bandwidth < 0.125e9
+    told = Machine().network(some)
+    assert told == "network between hosts: 1 Gbit/s, as the system of rank 2 says of its cards"
+    for kind in ALGORITHMS:  # nothing follows from which rank it is that looks: all hold the same
+        assert table(kind, some) == table(kind, rated(*[(1000, 0)] * 4))
+
+
+def test_a_network_of_no_known_rate_is_taken_for_the_machines() -> None:
+    assert Machine().on(cluster(2, 2)) == Machine()
+    assert "taken for 28 Gbit/s: no system says its cards' rate" in Machine().network(cluster(2, 2))
+    within = rated((1000, 0), (1000, 0), topology=cluster(2))  # one host has no network
+    assert Machine().on(within) == Machine()
+    assert Machine().network(within) == ""
+
+
+def test_a_rank_fills_no_more_of_a_fast_card_than_it_can() -> None:
+    fast = rated(*[(100_000, 0)] * 4)
+    assert Machine().on(fast) == Machine()
+    assert Machine().network(fast).endswith("100 Gbit/s, as the system of rank 0 says of its cards; of which a rank"
+                                            " fills 28 by TCP")  # fmt: skip
+
+
+def test_rdma_has_the_rate_of_its_own_ports() -> None:
+    ranks = (RankInfo(r, "ab"[r], nics=(Nic("mlx5_0:1", "Ethernet", f"10.0.0.{r + 1}", ""),)) for r in range(2))
+    both = Topology(
+        tuple(replace(info, rates=(1000, rate)) for info, rate in zip(ranks, (400_000, 200_000), strict=True))
+    )
+    assert both.rate == (200_000, 1)
+    assert Machine().on(both) == Machine()._replace(verbs=Machine().verbs._replace(bandwidth=22e9))
+    assert Machine().network(both) == "network between hosts: 200 Gbit/s, as the system of rank 1 says of its cards"
+
+
+def test_a_network_of_a_lower_rate_asks_for_fewer_bytes() -> None:
+    """Sizes from which on a share goes to each rank in the place of the whole; and from which on rings gain."""
+    four = cluster(1, 1, 1, 1), rated(*[(1000, 0)] * 4)
+    before, after = ({name: upper for upper, name in table(Collective.ALLREDUCE, t)} for t in four)
+    assert after["oneshot"] < before["oneshot"] / 20
+    assert after["direct"] == before["direct"] < UNLIMITED
 
 
 def test_v_forms_choose_among_their_plain_forms() -> None:

@@ -112,6 +112,25 @@ def test_a_network_that_does_not_carry_is_passed_over(hosts: list[str]) -> None:
     assert first[2:] == ["10.77.0.1>10.77.0.2"] * 4
 
 
+EXPLAIN = """
+import hetcoll
+with hetcoll.init() as comm:
+    print(comm.explain("allreduce", 1 << 20).network, flush=True)
+"""
+
+
+@pytest.mark.parametrize("stripes", [1, 2])
+def test_ranks_know_the_rate_of_the_cards_that_they_use(hosts: list[str], stripes: int) -> None:
+    """veth(4) says 10 Gbit/s of each."""
+    ranks = start_ranks(hosts, EXPLAIN, HETCOLL_SOCKET_STRIPES=str(stripes), HETCOLL_SECRET="s" * 16)
+    try:
+        told = {rank.communicate(timeout=60) for rank in ranks}
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert told == {(f"network between hosts: {10 * stripes} Gbit/s, as the system of rank 0 says of its cards\n", "")}
+
+
 WATCH = """
 import sys, threading
 from hetcoll.rendezvous.connections import sockets

@@ -299,6 +299,10 @@ def test_ports_near_the_ranks_gpu_come_first(
     assert wiring.ports_near("0000:bb:00.0") == (0, 1, 2)
     assert wiring.ports_near("0000:99:00.0") == (0, 1, 2)  # which nobody knows: as they are
     assert [opened.number(nic) for nic in opened.nics[::-1]] == [6, 5, 4]
+    opened._ports = [{"gbps": 100.0}, {"gbps": 2.5}]
+    assert opened.rate == 102_500
+    opened._ports.append({"gbps": 0.0})  # a speed that this library does not know
+    assert opened.rate == 0
 
     def offer(*given: Any) -> None:
         raise RecordedError(given[-1])

@@ -157,23 +157,32 @@ def _check_settings(settings: Column) -> None:
 
 
 class Reach(NamedTuple):
-    """Where a rank listens, its RDMA ports, and why it has none."""
+    """Where a rank listens, its RDMA ports, why it has none, and its cards' `RankInfo.rates`."""
 
     addresses: Sequence[Address]
     nics: Sequence[Nic]
     no_nics: str
+    rates: tuple[int, int]
 
     def telling(self) -> Telling:
-        """For `read_nics`; the addresses for `unpack_addresses`, of those who ask."""
-        nics = json.dumps([[asdict(nic) for nic in self.nics], self.no_nics]).encode()
-        return Telling([nics], own=pack_addresses(self.addresses))
+        """For `read_cards`; the addresses for `unpack_addresses`, of those who ask."""
+        cards = json.dumps([[asdict(nic) for nic in self.nics], self.no_nics, *self.rates]).encode()
+        return Telling([cards], own=pack_addresses(self.addresses))
 
 
-def read_nics(column: Column) -> list[tuple[tuple[Nic, ...], str]]:
-    """The RDMA ports of all ranks, and why those have none that have none."""
-    return column.each(_read_nics)
+class Cards(NamedTuple):
+    """A rank's RDMA ports, why it has none, and its cards' rates: fields of `RankInfo`."""
+
+    nics: tuple[Nic, ...]
+    no_nics: str
+    rates: tuple[int, int]
 
 
-def _read_nics(value: bytes) -> tuple[tuple[Nic, ...], str]:
-    nics, no_nics = json.loads(value)
-    return tuple(Nic(**nic) for nic in nics), no_nics
+def read_cards(column: Column) -> list[Cards]:
+    """Those of all ranks."""
+    return column.each(_read_cards)
+
+
+def _read_cards(value: bytes) -> Cards:
+    nics, no_nics, tcp, rdma = json.loads(value)
+    return Cards(tuple(Nic(**nic) for nic in nics), no_nics, (tcp, rdma))

@@ -29,7 +29,7 @@ from ..rendezvous.control import ControlClient
 from .descriptors import receive_fd, share_fd
 from .edges import Address, EdgeKey, Request, unpack_addresses
 from .facts import Facts, check_digests
-from .introduction import Introduction, Introductions, Process, Reach, read_nics
+from .introduction import Introduction, Introductions, Process, Reach, read_cards
 from .listener import Listener
 from .making import Making
 from .mending import Mending
@@ -195,12 +195,11 @@ class Wiring:
         self.mending = Mending(self.rank, self._comm, self._listener, self._places, timeout, check)
         self.mending.add(self.engine)
         no_nics = self._open_nics(self._listener.addresses)
-        mine = Reach(self._listener.addresses, self.nics, no_nics).telling()
+        rates = self._listener.rate(self.stripes or 1), 0 if self.local_nics is None else self.local_nics.rate
+        mine = Reach(self._listener.addresses, self.nics, no_nics, rates).telling()
         (told,) = self._control.exchange_columns(self.group, _ADDRESSES, mine, self._left())
-        infos = (
-            replace(info, nics=nics, no_nics=no_nics)
-            for info, (nics, no_nics) in zip(self.topology.ranks, read_nics(told), strict=True)
-        )
+        cards = zip(self.topology.ranks, read_cards(told), strict=True)
+        infos = (replace(info, **each._asdict()) for info, each in cards)
         self.topology = replace(self.topology, ranks=tuple(infos))
         self.topology.check_rails()
 

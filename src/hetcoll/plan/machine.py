@@ -5,6 +5,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from .topology import Topology
+
+_MBIT = 125e3  # bytes per second
+_FRAMES = 1448 / 1514  # of what a card carries, the part that is data
+_VERBS = 0.88  # the same for RDMA: what cards of 100 Gb/s are said to do
+
 
 class Link(NamedTuple):
     """An edge: seconds until a message is seen, seconds of work for one at either end, bytes per second.
@@ -40,7 +46,7 @@ class Machine(NamedTuple):
     `slots_incast` is the same for each GPU of a host beyond the second that sends to the same one, through slots in the
     host's memory: among four, direct all-reduces of 16 MiB took 1.15 to 1.3 times as long as rings, of 256 MiB as long.
     `island` is a vendor's collective among its GPUs: what NCCL takes over NVLink. `verbs` is what a card of 100 Gb/s is
-    said to do, not measured.
+    said to do, not measured. `on` has the network's rate in the place of these where the system says it.
     """
 
     shm: Link = Link(latency=0.25e-6, overhead=0.06e-6, bandwidth=22e9, duplex=False)
@@ -56,6 +62,36 @@ class Machine(NamedTuple):
     incast_most: int = 7
     slots_incast: float = 0.0
     slots_incast_most: int = 3
+
+    def on(self, topology: Topology) -> Machine:
+        """The same with the rate of the network between hosts, where ranks say it: of the slowest cards.
+
+        A rank moves no more over TCP than it did, however fast its cards are. What incast takes stays as it is: that
+        was measured at 200 Mbit/s, and rings gained from the same sizes on at 1 Gbit/s.
+        """
+        mbits, _ = topology.rate
+        if mbits == 0:
+            return self
+        if topology.between_hosts == "verbs":
+            return self._replace(verbs=self.verbs._replace(bandwidth=mbits * _MBIT * _VERBS))
+        rate = min(self.tcp.bandwidth, mbits * _MBIT * _FRAMES)
+        slower = rate / self.tcp.bandwidth
+        return self._replace(tcp=self.tcp._replace(bandwidth=rate), incast=self.incast * slower)
+
+    def network(self, topology: Topology) -> str:
+        """What `on` makes of the network between hosts, for people; nothing of one host."""
+        if len(topology.hosts) == 1:
+            return ""
+        mbits, rank = topology.rate
+        if mbits == 0:
+            link = self.verbs if topology.between_hosts == "verbs" else self.tcp
+            return (
+                f"network between hosts: taken for {8e-9 * link.bandwidth:.3g} Gbit/s: no system says its cards' rate"
+            )
+        told = f"network between hosts: {mbits / 1000:.6g} Gbit/s, as the system of rank {rank} says of its cards"
+        ours = self.on(topology).tcp.bandwidth
+        bound = topology.between_hosts == "tcp" and ours == self.tcp.bandwidth
+        return told + (f"; of which a rank fills {8e-9 * ours:.3g} by TCP" if bound else "")
 
 
 GPUS = Machine(

@@ -50,7 +50,8 @@ class RankInfo:
     devices that it has opened, and `no_nics` says why there are none. `wish` is the device that it was told to use:
     ``cpu``, ``cuda`` or ``hip``, or nothing. `no_direct` says why its RDMA devices do not reach its GPU's memory;
     nothing where they do, or nobody has looked. `claims`: its processor is slow to write where others have only read,
-    so slots are claimed (native/transport/shm/shm.h).
+    so slots are claimed (native/transport/shm/shm.h). `rates`, in Mbit/s, are those of the cards that it uses for TCP
+    and for RDMA, as its system says; 0 where it does not.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class RankInfo:
     wish: str = ""
     no_direct: str = ""
     claims: bool = False
+    rates: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -341,6 +343,13 @@ class Topology:
         firsts = [rank for ranks in kinds.values() for rank in ranks[:2]]  # hosts with the same devices are alike
         pairs = itertools.combinations(firsts, 2)
         return "verbs" if all(self.transport(a, b) == "verbs" for a, b in pairs) else "tcp"
+
+    @cached_property
+    def rate(self) -> tuple[int, int]:
+        """Mbit/s between hosts, by the slowest cards of which a system says it, and the rank that has them; or 0s."""
+        which = self.between_hosts == "verbs"
+        told = ((info.rates[which], info.rank) for info in self.ranks if info.rates[which] > 0)
+        return min(told, default=(0, 0)) if len(self.hosts) > 1 else (0, 0)
 
     def without_rails(self, a: int, b: int) -> str:
         """Why two ranks have no RDMA path to each other."""

@@ -235,7 +235,8 @@ class _Place:
     """Where a collective runs, and how long there is what an algorithm takes."""
 
     def __init__(self, collective: Collective, topology: Topology, machine: Machine) -> None:
-        self.machine, self.crowding, self.collective = machine, topology.crowding, collective.plain
+        self.machine = machine = machine.on(topology)
+        self.crowding, self.collective = topology.crowding, collective.plain
         self.hosts = hosts = topology.hosts
         self.size = topology.size
         self.inside, self.between = _links(topology, machine)

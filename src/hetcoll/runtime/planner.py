@@ -25,6 +25,7 @@ from ..plan.algorithms.atoms import AMONG
 from ..plan.algorithms.hosts import among_hosts
 from ..plan.algorithms.islands import ISLANDS
 from ..plan.ir import Plan
+from ..plan.machine import Machine
 from ..plan.topology import Islands, Topology, spell_islands
 from ..types import LOGICAL, REDUCING, Collective, ReduceOp
 from .compression import Compression
@@ -72,7 +73,7 @@ class Explanation(NamedTuple):
     it is reached, what they did so far, and what is wrong with those that are not used; and of each other rank's GPU,
     once there were calls on GPUs, how data goes there. `compress` says which edges are compressed, and how much that
     makes of float32's bytes, or why none are. `gpus` says what arrays on GPUs would have it do, as float32 and sums,
-    once there were calls on GPUs.
+    once there were calls on GPUs. `network` says what is taken for the rate of the network between hosts.
     """
 
     collective: str
@@ -85,12 +86,14 @@ class Explanation(NamedTuple):
     paths: tuple[str, ...] = ()
     compress: str = ""
     gpus: str = ""
+    network: str = ""
 
     def __str__(self) -> str:
         time = "" if math.isnan(self.seconds) else f", about {self.seconds * 1e6:.1f} us"
         return (
             f"{self.collective} of {self.nbytes} bytes: {self.algorithm} over {self.transport},"
             f" {self.channels} channel{'s' * (self.channels != 1)}{time} ({self.reason})"
+            + (f"\n  {self.network}" if self.network else "")
             + (f"\n  {self.compress}" if self.compress else "")
             + (f"\n  on GPUs: {self.gpus}" if self.gpus else "")
             + "".join(f"\n  {path}" for path in self.paths)
@@ -325,5 +328,6 @@ class Planner:
         channels = len({channel for _, channel in plan.edges})
         carried, paths = over({peer for peer, _ in plan.edges})
         return Explanation(
-            collective.label, nbytes, choice.name, carried, channels, choice.seconds, choice.reason, paths, told
-        )
+            collective.label, nbytes, choice.name, carried, channels, choice.seconds, choice.reason, paths, told,
+            network=Machine().network(topology),
+        )  # fmt: skip

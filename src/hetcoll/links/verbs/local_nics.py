@@ -103,6 +103,12 @@ class LocalNics:
         """The engine's number of a port."""
         return self._numbers[self.nics.index(nic)]
 
+    @property
+    def rate(self) -> int:
+        """Mbit/s of all its ports together, as they say; 0 where one does not."""
+        each = [int(1000 * told["gbps"]) for told in self._ports]
+        return sum(each) if all(each) else 0
+
     def near(self, gpu: Path | None) -> tuple[int, ...]:
         """Places in `nics`, those nearest to a PCI function first, others in the order that they have."""
         return tuple(sorted(range(len(self.nics)), key=lambda i: between(device_folder(self.nics[i].device), gpu)))

@@ -34,7 +34,7 @@ class _Hosts:
     """A topology with the numbers of a machine."""
 
     def __init__(self, topology: Topology, machine: Machine) -> None:
-        self._topology, self._machine = topology, machine
+        self._topology, self._machine = topology, machine.on(topology)
         self._host = {rank: i for i, host in enumerate(topology.hosts) for rank in host}
 
     def route(self, a: int, b: int, reduces: bool) -> Route:
