@@ -33,7 +33,7 @@ from typing import NamedTuple
 from hetcoll.config.env import Config
 from hetcoll.config.limits import reserve_descriptors
 from hetcoll.links.edges import Address, unpack_addresses
-from hetcoll.links.introduction import Introduction, Introductions, Reach, read_nics
+from hetcoll.links.introduction import Introduction, Introductions, Reach, read_cards
 from hetcoll.plan.topology import Topology
 from hetcoll.rendezvous import decisions
 from hetcoll.rendezvous.bootstrap import get_unique_id
@@ -64,7 +64,7 @@ def _tellings(rank: int) -> tuple[Telling, Telling]:
         Introduction.here(Config(), 0), host=f"host {host}", pid=1000 + rank, cores=list(range(64)), name=os.urandom(16)
     )
     address = Address(f"10.1.{host >> 8}.{host & 255}", 20000 + rank % 40000, "eth0", os.urandom(16))
-    return mine.telling(), Reach([address], [], "no RDMA here").telling()
+    return mine.telling(), Reach([address], [], "no RDMA here", (25000, 0)).telling()
 
 
 def _in_threads(calls: Iterable[Callable[[], None]]) -> None:
@@ -78,7 +78,7 @@ def _in_threads(calls: Iterable[Callable[[], None]]) -> None:
 def _read(intros: list[Column], reaches: list[Column], size: int) -> None:
     topology = Topology(Introductions(intros).infos)
     assert len(topology.hosts) == -(-size // A_HOST)
-    assert len(read_nics(*reaches)) == size
+    assert len(read_cards(*reaches)) == size
 
 
 def _light_ranks(ranks: range, size: int, pipe: Connection) -> None:

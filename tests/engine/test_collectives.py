@@ -159,6 +159,18 @@ def test_every_algorithm_among_hosts(pool: Pool, hosts: str) -> None:
                 assert forms == [f"among {len(set(hosts))} hosts"] * 2
 
 
+@parametrize("hosts", HOSTS.values(), ids=HOSTS, first=2)
+def test_gather_and_scatter_are_led_where_bytes_are_few(pool: Pool, hosts: str) -> None:
+    size, ranks = len(hosts), pool(len(hosts), HETCOLL_HOST_ID=tuple(hosts))
+    for kind in (Collective.GATHER, Collective.SCATTER):
+        check(ranks, list(cases_of(kind, size, [0, 1, size + 1, 1009, 60_013])), {"algo": "led"})
+        assert ranks.run(chosen, kind.label)[0] == ["led", "direct"]
+
+
+def chosen(comm: Any, label: str) -> list[str]:
+    return [comm.explain(label, nbytes).algorithm for nbytes in (8, 1 << 30)]
+
+
 def placed(comm: Any, label: str, name: str) -> list[str]:
     said = [variant(comm, algo=name).explain(label, nbytes) for nbytes in (8, 1 << 30)]
     assert {one.algorithm for one in said} == {name}

@@ -208,9 +208,7 @@ def test_a_rank_fills_no_more_of_a_fast_card_than_it_can() -> None:
 
 def test_rdma_has_the_rate_of_its_own_ports() -> None:
     ranks = (RankInfo(r, "ab"[r], nics=(Nic("mlx5_0:1", "Ethernet", f"10.0.0.{r + 1}", ""),)) for r in range(2))
-    both = Topology(
-        tuple(replace(info, rates=(1000, rate)) for info, rate in zip(ranks, (400_000, 200_000), strict=True))
-    )
+    both = rated((1000, 400_000), (1000, 200_000), topology=Topology(tuple(ranks)))
     assert both.rate == (200_000, 1)
     assert Machine().on(both) == Machine()._replace(verbs=Machine().verbs._replace(bandwidth=22e9))
     assert Machine().network(both) == "network between hosts: 200 Gbit/s, as the system of rank 1 says of its cards"
