@@ -164,10 +164,10 @@ def test_gather_and_scatter_are_led_where_bytes_are_few(pool: Pool, hosts: str) 
     size, ranks = len(hosts), pool(len(hosts), HETCOLL_HOST_ID=tuple(hosts))
     for kind in (Collective.GATHER, Collective.SCATTER):
         check(ranks, list(cases_of(kind, size, [0, 1, size + 1, 1009, 60_013])), {"algo": "led"})
-        assert ranks.run(chosen, kind.label)[0] == ["led", "direct"]
+        assert ranks.run(led_or_not, kind.label)[0] == ["led", "direct"]
 
 
-def chosen(comm: Any, label: str) -> list[str]:
+def led_or_not(comm: Any, label: str) -> list[str]:
     return [comm.explain(label, nbytes).algorithm for nbytes in (8, 1 << 30)]
 
 

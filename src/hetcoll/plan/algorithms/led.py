@@ -31,7 +31,7 @@ def _runs(host: tuple[int, ...]) -> list[Run]:
 
 
 def _hosts(p: Draft) -> tuple[tuple[int, ...], list[tuple[int, Run]]]:
-    """The ranks of this host in order, and what the root exchanges with whom: its mates' parts, then a run at a time."""
+    """The ranks of this host in order, and what the root exchanges with whom: mates' parts, then a run at a time."""
     mine = tuple(sorted(next(host for host in p.hosts if p.rank in host)))
     home = next(host for host in p.hosts if p.root in host)
     rows = [(mate, (mate, 1)) for mate in sorted(home) if mate != p.root]
