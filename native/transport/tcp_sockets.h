@@ -36,6 +36,20 @@ struct Parts {
   Parts Cut(std::size_t most) const;  // the first bytes
 };
 
+// How fast a socket carries what waits in it: by what the peer acknowledged while something waited that it had room
+// for.
+class Pace {
+ public:
+  // In bytes per microsecond, after a look at the socket; 0: not known.
+  double Look(int fd);
+  double rate() const { return rate_; }
+
+ private:
+  std::uint64_t acknowledged_ = 0;
+  std::uint64_t busy_ = 0;  // microseconds
+  double rate_ = 0;
+};
+
 class Sockets {
  public:
   Sockets(std::span<const int> fds, const SocketId& first, std::shared_ptr<TcpShared> shared);
@@ -58,8 +72,8 @@ class Sockets {
   void Shutdown() const;
 
   // Which stripe to use after `stripe`, which is about to carry `nbytes`: each in turn, and for large blocks the one
-  // with the least to do, so that a slow network gets less.
-  std::uint32_t After(std::uint32_t stripe, std::size_t nbytes) const;
+  // that would be through with as much the soonest, so that a slow network gets less.
+  std::uint32_t After(std::uint32_t stripe, std::size_t nbytes);
 
   // Whether data that was sent must stay where it lies; until `Keep`.
   bool lends() const { return lends_; }
@@ -87,6 +101,7 @@ class Sockets {
     bool unproved = false;
     std::string given_up;  // why it will not be made again
     std::uint64_t until_reset = 0;
+    Pace pace;
   };
 
   ssize_t SendKept(Stripe& s, const Parts& parts);

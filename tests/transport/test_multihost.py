@@ -130,6 +130,19 @@ def test_a_slower_network_gets_less(launch: Launch, net: netns.Network) -> None:
     assert sent["eth1"] > 1.25 * sent["eth0"], sent
 
 
+def test_messages_that_fit_both_sockets_are_dealt_by_what_each_network_carried(
+    launch: Launch, net: netns.Network
+) -> None:
+    """The kernel takes all of a message at once, so what waits in the sockets says nothing of their pace."""
+    for host in (0, 1):
+        net.set_rate(host, 0, "20mbit", burst="64kb")
+        net.set_rate(host, 1, "80mbit", burst="64kb")
+    with joined(launch, net) as (ranks, _):
+        for _ in range(3):  # the first shows the pace
+            sent = ranks.run(with_comm, exchange, 0, 2, 4 << 20)[0]
+    assert sent["eth1"] > 2 * sent["eth0"], sent
+
+
 def add_up(comm: hetcoll.Communicator, seconds: float) -> None:
     """All-reduces until one fails."""
     end = time.monotonic() + seconds
