@@ -32,7 +32,7 @@ KINDS = list(ALGORITHMS)
 
 
 def test_what_is_taken_only_by_name() -> None:
-    assert {(k.label, a.name) for k, a in ALL if not a.cost} == {
+    assert {(k.label, a.name) for k, a in ALL if not (a.cost or a.levels)} == {
         ("gather", "binomial"), ("scatter", "binomial"),
     }  # fmt: skip
 
@@ -114,7 +114,9 @@ def test_the_choice_is_the_fastest_for_every_size(
     choice = choose(kind, nbytes, topology)
     assert choice.name == next(name for upper, name in rows if nbytes <= upper)
     entries = ALGORITHMS[kind].values()
-    usable = [a for a in entries if a.supports(len(hosts) if among_hosts_of(a, topology) else topology.size) and a.cost]
+    levels = 1 < len(hosts) < topology.size
+    usable = [a for a in entries if a.supports(len(hosts) if among_hosts_of(a, topology) else topology.size)]
+    usable = [a for a in usable if a.cost or (levels and a.levels)]
     if topology.crowding <= 1 or topology.cores > 8:
         usable = [a for a in usable if not (a.cost and a.cost(topology.size).turns)]
     times = [choose(kind, nbytes, topology, a.name).seconds for a in usable]
