@@ -100,8 +100,8 @@ class Engine {
   int MendTcp();
   std::vector<LostSocket> TakeLost();
   bool IsLost(const SocketId& id);
-  std::optional<std::uint64_t> HoldSocket(const SocketId& id, std::uint32_t number, bool first);
-  bool ResumeSocket(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came);
+  std::optional<Came> HoldSocket(const SocketId& id, std::uint32_t number, bool first);
+  bool ResumeSocket(const SocketId& id, std::uint32_t number, int socket, const Came& came);
   void GiveUpSocket(const SocketId& id, const std::string& why);
   std::map<int, std::uint64_t> Undelivered();  // bytes, by peer
   std::uint64_t reconnects() const { return tcp_->mending == nullptr ? 0 : tcp_->mending->made.load(); }

@@ -104,11 +104,11 @@ bool Engine::IsLost(const SocketId& id) {
   return AskMending([&](Mending& mending) { return mending.IsLost(id); }, false);
 }
 
-std::optional<std::uint64_t> Engine::HoldSocket(const SocketId& id, std::uint32_t number, bool first) {
-  return AskMending([&](Mending& mending) { return mending.Hold(id, number, first); }, std::optional<std::uint64_t>{});
+std::optional<Came> Engine::HoldSocket(const SocketId& id, std::uint32_t number, bool first) {
+  return AskMending([&](Mending& mending) { return mending.Hold(id, number, first); }, std::optional<Came>{});
 }
 
-bool Engine::ResumeSocket(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came) {
+bool Engine::ResumeSocket(const SocketId& id, std::uint32_t number, int socket, const Came& came) {
   const bool resumed = AskMending(
       [&](Mending& mending) {
         try {

@@ -86,12 +86,11 @@ bool Proxy::IsLost(const SocketId& id) {
   return AskMending(id, [&](Mending::Resumed&) { return mending_->IsLost(id); }, false);
 }
 
-std::optional<std::uint64_t> Proxy::HoldSocket(const SocketId& id, std::uint32_t number, bool first) {
-  return AskMending(
-      id, [&](Mending::Resumed&) { return mending_->Hold(id, number, first); }, std::optional<std::uint64_t>{});
+std::optional<Came> Proxy::HoldSocket(const SocketId& id, std::uint32_t number, bool first) {
+  return AskMending(id, [&](Mending::Resumed&) { return mending_->Hold(id, number, first); }, std::optional<Came>{});
 }
 
-bool Proxy::ResumeSocket(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came) {
+bool Proxy::ResumeSocket(const SocketId& id, std::uint32_t number, int socket, const Came& came) {
   try {
     return AskMending(
         id, [&](Mending::Resumed& resumed) { return mending_->Resume(id, number, socket, came, resumed); }, false);

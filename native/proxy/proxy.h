@@ -89,8 +89,8 @@ class Proxy : public std::enable_shared_from_this<Proxy> {
   int MendTcp();
   std::vector<LostSocket> TakeLost();
   bool IsLost(const SocketId& id);
-  std::optional<std::uint64_t> HoldSocket(const SocketId& id, std::uint32_t number, bool first);
-  bool ResumeSocket(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came);
+  std::optional<Came> HoldSocket(const SocketId& id, std::uint32_t number, bool first);
+  bool ResumeSocket(const SocketId& id, std::uint32_t number, int socket, const Came& came);
   void GiveUpSocket(const SocketId& id, const std::string& why);
   std::map<int, std::uint64_t> Undelivered();
   std::uint64_t reconnects();

@@ -5,9 +5,12 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "transport/tcp_mending.h"
@@ -15,6 +18,8 @@
 namespace hetcoll {
 
 namespace nb = nanobind;
+
+using CameTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint32_t>;
 
 // `of` gives the owner in an object of the class.
 template <class Class, class Of>
@@ -32,7 +37,7 @@ void BindMending(Class& c, Of of) {
              }
              nb::list out;
              for (const LostSocket& l : lost) {
-               out.append(nb::make_tuple(l.id.peer, l.id.channel, l.id.stripe, l.tries, l.held, l.why));
+               out.append(nb::make_tuple(l.id.peer, l.id.channel, l.id.stripe, l.tries, l.held, l.spoiled, l.why));
              }
              return out;
            })
@@ -45,13 +50,17 @@ void BindMending(Class& c, Of of) {
       .def(
           "hold_socket",
           [of](Self& self, int peer, int channel, std::uint32_t stripe, std::uint32_t number, bool first) {
-            return of(self).HoldSocket({peer, channel, stripe}, number, first);
+            const std::optional<Came> came = of(self).HoldSocket({peer, channel, stripe}, number, first);
+            return came ? std::optional(CameTuple{came->total, came->spoiled_at, came->spoiled}) : std::nullopt;
           },
           "peer"_a, "channel"_a, "stripe"_a, "number"_a, "first"_a, Free())
       .def(
           "resume_socket",
           [of](Self& self, int peer, int channel, std::uint32_t stripe, std::uint32_t number, int fd,
-               std::uint64_t came) { return of(self).ResumeSocket({peer, channel, stripe}, number, fd, came); },
+               const CameTuple& came) {
+            const auto [total, spoiled_at, spoiled] = came;
+            return of(self).ResumeSocket({peer, channel, stripe}, number, fd, {total, spoiled_at, spoiled});
+          },
           "peer"_a, "channel"_a, "stripe"_a, "number"_a, "fd"_a, "came"_a, Free())
       .def(
           "give_up_socket",

@@ -98,6 +98,7 @@ void BindVerbs(Class& c, Of of) {
              const IntegrityCounts& integrity = of(self).integrity();
              out["checked_bytes"] = integrity.checked_bytes.get();
              out["spoiled_pieces"] = integrity.spoiled.get();
+             out["resent_pieces"] = integrity.resent.get();
              out["tcp_reconnects"] = of(self).reconnects();
              return out;
            })

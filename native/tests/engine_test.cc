@@ -67,6 +67,10 @@ void ResetAfterTheCall();
 void ResetForGood();
 void LyingAcknowledgements();
 void SpoiledBytes();
+void SpoiledAndSentAgain();
+void SpoiledAfterTheCall();
+void SpoiledForEver();
+void SpoiledAndReset();
 void CheckedLinks();
 
 void GpusOfOneHost();
@@ -453,6 +457,10 @@ constexpr Scenario kScenarios[] = {
     {"mending: tries", LyingAcknowledgements},
     {"checksums", Checksums},
     {"integrity: spoiled", SpoiledBytes},
+    {"integrity: sent again", SpoiledAndSentAgain},
+    {"integrity: sent again after the call", SpoiledAfterTheCall},
+    {"integrity: spoiled for ever", SpoiledForEver},
+    {"integrity: spoiled and reset", SpoiledAndReset},
     {"integrity: sound", CheckedLinks},
     {"gpus", GpusOfOneHost},
     {"signals", SignalsOfPrograms},

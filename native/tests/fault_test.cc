@@ -122,10 +122,11 @@ void HarmfulFaults() {
 }
 
 void FaultSpecs() {
-  const FaultSpec spec =
-      FaultSpec::Parse("delay=0.25,short=1,reorder=1e-3,duplicate=2,drop=3,close=4,corrupt=7,rank=5,seed=6");
+  const FaultSpec spec = FaultSpec::Parse(
+      "delay=0.25,short=1,reorder=1e-3,duplicate=2,drop=3,close=4,corrupt=7,corrupt_every=8,rank=5,seed=6");
   CHECK(spec.delay == 0.25 && spec.cut == 1 && spec.reorder == 1e-3 && spec.duplicate == 2 && spec.drop == 3 &&
-            spec.close == 4 && spec.corrupt == 7 && spec.rank == 5 && spec.seed == 6 && spec.any(),
+            spec.close == 4 && spec.corrupt == 7 && spec.corrupt_every == 8 && spec.rank == 5 && spec.seed == 6 &&
+            spec.any(),
         "all fields");
   CHECK(!FaultSpec::Parse("").any() && !FaultSpec::Parse("seed=3,rank=0").any(), "nothing goes wrong");
   for (const char* text : {"delay", "delay=", "delay=2", "delay=-0.1", "delay=nan", "delay=x", "short=0.1x", "drop=0",

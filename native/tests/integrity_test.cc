@@ -4,7 +4,7 @@
 #include <random>
 
 #include "base/crc32c.h"
-#include "harness.h"
+#include "mender.h"
 
 namespace hetcoll::testing {
 
@@ -43,6 +43,9 @@ void Checksums() {
 namespace {
 
 constexpr std::size_t kCount = 100'003;  // float32: messages of several checked pieces
+// Of a header, which has 44, of the piece behind it, of its checksum, of the next header, and so on.
+constexpr int kBytes[] = {1, 8, 20, 33, 41, 44, 45, 1000, 65536, 65581, 65584, 65585, 65600, 200000};
+constexpr int kSmallBytes[] = {1, 33, 44, 45, 50, 84, 85, 92, 93, 100, 300};
 
 // All-reduces of 3 ranks, `big` and small, until one fails. How many ranks saw an error, each of which names the edge.
 int Spoiled(const std::string& fault, Integrity integrity, int stripes, std::size_t count) {
@@ -75,21 +78,162 @@ int Spoiled(const std::string& fault, Integrity integrity, int stripes, std::siz
 
 }  // namespace
 
-// Whichever byte it is: of a header, of data or of a checksum. Large messages are found by Integrity::kAll, and small
-// ones, whose every byte is checked, by Integrity::kSampled as well.
+// Without anybody who mends sockets. Whichever byte it is: of a header, of data or of a checksum. Large messages are
+// found by Integrity::kAll, and small ones, whose every byte is checked, by Integrity::kSampled as well.
 void SpoiledBytes() {
   for (const int stripes : {1, 3}) {
-    for (const int byte : {1, 8, 20, 33, 36, 41, 1000, 65536, 65577, 65580, 65581, 65600, 200000}) {
+    for (const int byte : kBytes) {
       const std::string fault = "corrupt=" + std::to_string(byte) + ",rank=1";
       CHECK(Spoiled(fault, Integrity::kAll, stripes, kCount) == 3, "%s over %d stripes", fault.c_str(), stripes);
     }
-    for (const int byte : {1, 33, 41, 50, 84, 85, 100, 300}) {
+    for (const int byte : kSmallBytes) {
       const std::string fault = "corrupt=" + std::to_string(byte) + ",rank=1";
       CHECK(Spoiled(fault, Integrity::kSampled, stripes, 32) == 3, "%s over %d stripes", fault.c_str(), stripes);
     }
   }
   const std::string torn = "corrupt=70000,rank=1,short=0.8,delay=0.05";
   CHECK(Spoiled(torn, Integrity::kAll, 2, kCount) == 3, "%s", torn.c_str());
+}
+
+namespace {
+
+// Pieces that were spoiled on all ranks, of which each came right then.
+std::uint64_t Resent(Job& job, const char* what) {
+  std::uint64_t found = 0, resent = 0;
+  for (int r = 0; r < job.size(); ++r) {
+    found += job.engine(r).integrity().spoiled.get();
+    resent += job.engine(r).integrity().resent.get();
+  }
+  CHECK(resent == found, "%s: %zu pieces were spoiled, %zu came right", what, std::size_t{found}, std::size_t{resent});
+  return found;
+}
+
+// All-reduces of 3 ranks over sockets that are mended, where rank 1 spoils one byte on each link that it uses.
+void SentAgain(const std::string& fault, Integrity integrity, int stripes, std::size_t count, bool alone) {
+  Job job(
+      {.size = 3, .over = Over::kTcp, .stripes = stripes, .fault = fault, .integrity = integrity, .loopback = true});
+  Mender mender(job, 0, 1);
+  const std::string what = fault + " over " + std::to_string(stripes);
+  for (int i = 0; i < 3; ++i) Allreduce(job, RingAllreduce, DType::kFloat32, count, what.c_str());
+  CHECK(Resent(job, what.c_str()) > 0, "%s: nothing was spoiled", what.c_str());
+  if (alone) return;
+  Allreduce(job, DirectAllreduce, DType::kBfloat16, count, what.c_str());
+  Allreduce(job, ScratchAllreduce, DType::kInt8, 3001, what.c_str());
+}
+
+}  // namespace
+
+// The same bytes where sockets are mended: the result is right, since nothing was added before it was checked.
+void SpoiledAndSentAgain() {
+  for (const int stripes : {1, 3}) {
+    for (const int byte : kBytes) {
+      SentAgain("corrupt=" + std::to_string(byte) + ",rank=1", Integrity::kAll, stripes, kCount, false);
+    }
+    for (const int byte : kSmallBytes) {
+      SentAgain("corrupt=" + std::to_string(byte) + ",rank=1", Integrity::kSampled, stripes, 32, true);
+    }
+    SentAgain("corrupt=70000,rank=1,short=0.8,delay=0.05", Integrity::kAll, stripes, kCount, true);
+  }
+}
+
+// A sender that has returned and writes over its memory, and a receiver that comes late, perhaps over sockets that are
+// reset besides.
+void SpoiledAfterTheCall() {
+  struct Kind {
+    std::size_t nbytes;
+    std::uint64_t byte;
+    Integrity integrity;
+  };
+  // Two messages go by, 3 headers, and the third one begins with a piece that is checked.
+  constexpr std::uint64_t kSampledAt = 2 * 3000000 + 3 * 44;
+  for (const Kind k :
+       {Kind{100, 60, Integrity::kAll}, Kind{4000, 3000, Integrity::kAll}, Kind{300000, 200000, Integrity::kAll},
+        Kind{1500000, 1000000, Integrity::kAll}, Kind{700, 2000, Integrity::kSampled},
+        Kind{3000000, 3000060, Integrity::kSampled}, Kind{3000000, kSampledAt + 400, Integrity::kSampled}}) {
+    for (const int stripes : {1, 2}) {
+      // The sample of a link of several stripes falls elsewhere.
+      if (stripes > 1 && k.nbytes == 3000000) continue;
+      const std::string fault = "rank=0,corrupt=" + std::to_string(k.byte);
+      Job job({.size = 2,
+               .over = Over::kTcp,
+               .stripes = stripes,
+               .fault = fault,
+               .integrity = k.integrity,
+               .loopback = true});
+      Mender mender(job, 0, 1);
+      job.Run([&](int rank, Engine& e) {
+        const auto shape = BindMessage(e, 2, rank, 1 - rank, rank == 0, k.nbytes);
+        for (int round = 0; round < 4; ++round) {
+          Bytes data(k.nbytes, static_cast<std::byte>(round + 1));
+          if (rank == 0) {
+            CHECK(RunToEnd(e, shape, data.data(), nullptr) == Outcome::kDone, "%s", e.failure().text.c_str());
+            std::fill(data.begin(), data.end(), std::byte{0xee});
+          } else {
+            SleepMs(round == 0 ? 20 : 0);
+            Bytes came(k.nbytes);
+            CHECK(RunToEnd(e, shape, nullptr, came.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
+            CHECK(came == data, "%s, %zu bytes, round %d", fault.c_str(), k.nbytes, round);
+          }
+        }
+      });
+      CHECK(Resent(job, fault.c_str()) > 0, "%s: nothing was spoiled", fault.c_str());
+    }
+  }
+}
+
+// An edge that spoils again and again, also what is sent again.
+void SpoiledForEver() {
+  for (const char* fault :
+       {"corrupt_every=3000,rank=1", "corrupt_every=40,rank=1", "corrupt=7,corrupt_every=70000,rank=1"}) {
+    for (const int stripes : {1, 3}) {
+      Job job({.size = 2,
+               .over = Over::kTcp,
+               .stripes = stripes,
+               .fault = fault,
+               .integrity = Integrity::kAll,
+               .loopback = true});
+      Mender mender(job, 0, 1);
+      job.Run([&](int rank, Engine& e) {
+        const auto shape = BindAllreduce(e, 2, rank, RingAllreduce, DType::kFloat32, kCount);
+        Outcome outcome = Outcome::kDone;
+        for (int i = 0; i < 20 && outcome == Outcome::kDone; ++i) {
+          Bytes buffer = Input(rank, kCount, DType::kFloat32);
+          outcome = RunToEnd(e, shape, buffer.data(), buffer.data(), 20);
+          if (outcome == Outcome::kDone) {
+            CHECK(buffer == Sum(2, kCount, DType::kFloat32), "%s: wrong data", fault);
+          }
+        }
+        CHECK(outcome == Outcome::kFailed, "%s goes on", fault);
+        const Failure failure = e.failure();
+        if (rank == 0) {
+          CHECK(failure.kind == FaultKind::kCorrupt && failure.peer == 1, "%s: %s", fault, failure.text.c_str());
+          CHECK(failure.text.find("for the 9th time") != std::string::npos, "%s", failure.text.c_str());
+          CHECK(e.integrity().spoiled.get() >= 9, "%zu", std::size_t{e.integrity().spoiled.get()});
+          job.engine(1).Halt(FaultKind::kAborted, 0, "told");
+        }
+      });
+    }
+  }
+}
+
+// Sockets that are reset, while bytes are spoiled: also one that came before a reset and was not looked at until then.
+void SpoiledAndReset() {
+  if (!MayReset()) return;
+  std::uint64_t spoiled = 0;  // what the reset took with it was not
+  for (unsigned seed = 1; seed <= 12; ++seed) {
+    const std::string fault =
+        "reset=60000,rank=1,corrupt=" + std::to_string(40'000 * seed) + ",seed=" + std::to_string(seed);
+    Job job({.size = 2,
+             .over = Over::kTcp,
+             .stripes = seed % 2 == 0 ? 1 : 2,
+             .fault = fault,
+             .integrity = Integrity::kAll,
+             .loopback = true});
+    Mender mender(job, seed % 3 == 0 ? 0 : 4, seed);
+    for (int i = 0; i < 6; ++i) Allreduce(job, RingAllreduce, DType::kFloat32, kCount, fault.c_str());
+    spoiled += Resent(job, fault.c_str());
+  }
+  CHECK(spoiled > 0, "nothing was spoiled");
 }
 
 // Sound links bring the same with checks as without, and the sample is what was said.

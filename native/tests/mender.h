@@ -21,6 +21,13 @@ inline bool MayReset() {
   return may;
 }
 
+// With a reset: the end of the stream would say that this rank ends it.
+inline void CloseHard(int fd) {
+  const linger none{1, 0};
+  setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof none);
+  close(fd);
+}
+
 class Mender {
  public:
   // `breaks`: of the connections that it makes, one of so many is reset before both ends have it.
@@ -68,15 +75,16 @@ class Mender {
     if (!answer) return false;
     const auto [mine, other] = TcpPair();
     if (breaks_ > 0 && random_() % breaks_ == 0) {  // the other end gives it up
-      if (!ours.ResumeSocket(l.id, l.tries, mine, *answer)) close(mine);
+      if (!ours.ResumeSocket(l.id, l.tries, mine, *answer)) CloseHard(mine);
       ResetConnection(other);
       close(other);
       return false;
     }
     if (breaks_ > 0 && random_() % breaks_ == 0) ResetConnection(mine);
-    if (!ours.ResumeSocket(l.id, l.tries, mine, *answer)) close(mine);
-    if (!theirs.ResumeSocket(there, l.tries, other, *came)) close(other);
-    return true;
+    const bool taken = ours.ResumeSocket(l.id, l.tries, mine, *answer);
+    if (!taken) CloseHard(mine);
+    if (!theirs.ResumeSocket(there, l.tries, other, *came)) CloseHard(other);
+    return taken;
   }
 
   Job& job_;

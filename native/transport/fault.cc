@@ -253,13 +253,14 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
                     : name == "short"   ? &spec.cut
                     : name == "reorder" ? &spec.reorder
                                         : nullptr;
-    std::uint64_t* which = name == "duplicate" ? &spec.duplicate
-                           : name == "drop"    ? &spec.drop
-                           : name == "close"   ? &spec.close
-                           : name == "stall"   ? &spec.stall
-                           : name == "corrupt" ? &spec.corrupt
-                           : name == "reset"   ? &spec.reset
-                                               : nullptr;
+    std::uint64_t* which = name == "duplicate"       ? &spec.duplicate
+                           : name == "drop"          ? &spec.drop
+                           : name == "close"         ? &spec.close
+                           : name == "stall"         ? &spec.stall
+                           : name == "corrupt"       ? &spec.corrupt
+                           : name == "corrupt_every" ? &spec.corrupt_every
+                           : name == "reset"         ? &spec.reset
+                                                     : nullptr;
     if (often != nullptr) {
       const auto number = Number<double>(value);
       if (!number || !(*number >= 0 && *number <= 1))
@@ -268,7 +269,9 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
     } else if (which != nullptr) {
       const auto number = Number<std::uint64_t>(value);
       if (!number || *number == 0) {
-        Refuse(item, "duplicate, drop or close = a message's number from 1, or stall, corrupt or reset = a byte's");
+        Refuse(item,
+               "duplicate, drop or close = a message's number from 1, or stall, corrupt, corrupt_every or reset = a "
+               "byte's");
       }
       *which = *number;
     } else if (name == "hold") {
@@ -284,9 +287,10 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
       if (!number || *number < 0) Refuse(item, "rank = a rank");
       spec.rank = *number;
     } else {
-      Refuse(
-          item,
-          "delay, short, reorder, duplicate, drop, close, stall, hold, corrupt, reset, rank or seed, each = a number");
+      Refuse(item,
+             "delay, short, reorder, duplicate, drop, close, stall, hold, corrupt, corrupt_every, reset, rank or seed, "
+             "each = a "
+             "number");
     }
   }
   return spec;

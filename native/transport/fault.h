@@ -3,7 +3,8 @@
 // `delay`, `short` and `reorder` are what any transport may do; they must never change a result. `duplicate`, `drop`
 // and `close` are what none may do; they must end in an error that names the peer, in bounded time, and never in wrong
 // data. Over TCP `corrupt` spoils a byte on the way, beneath the checksums of HETCOLL_INTEGRITY, and `reset` has the
-// kernel reset sockets again and again, which must not change a result either.
+// kernel reset sockets again and again, which must not change a result either; `corrupt_every` never ends, and must end
+// in an error.
 #pragma once
 
 #include <cstddef>
@@ -36,8 +37,9 @@ struct FaultSpec {
   std::uint64_t drop = 0;       // the message that is not sent
   std::uint64_t close = 0;      // the message before which the link is closed
   std::uint64_t corrupt = 0;    // the byte of what each link sends, counted from 1, of which a bit is turned; 0: none
-  std::uint64_t reset = 0;      // bytes of what goes over a TCP socket, on average, until it is reset; 0: never
-  int rank = -1;                // the rank whose links misbehave; -1: every rank's
+  std::uint64_t corrupt_every = 0;  // so many bytes behind that, and so on, another one, also of what is sent again
+  std::uint64_t reset = 0;          // bytes of what goes over a TCP socket, on average, until it is reset; 0: never
+  int rank = -1;                    // the rank whose links misbehave; -1: every rank's
   std::uint64_t seed = 1;
 };
 
@@ -52,8 +54,11 @@ class FaultInjector {
   // the transport joins the pieces again, the largest element's size where the receiver sees them as they are.
   LinkEnds Wrap(LinkEnds ends, std::size_t grain, int peer, int channel);
 
-  // For TCP links, whose bytes a wrapper does not see: FaultSpec::corrupt and FaultSpec::reset.
-  TcpFaults tcp() const { return Applies() ? TcpFaults{spec_.corrupt, spec_.reset, spec_.seed} : TcpFaults{}; }
+  // For TCP links, whose bytes a wrapper does not see: FaultSpec::corrupt to FaultSpec::reset.
+  TcpFaults tcp() const {
+    if (!Applies()) return {};
+    return {spec_.corrupt > 0 ? spec_.corrupt : spec_.corrupt_every, spec_.corrupt_every, spec_.reset, spec_.seed};
+  }
 
  private:
   bool Applies() const { return spec_.rank < 0 || spec_.rank == rank_; }

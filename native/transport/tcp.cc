@@ -5,6 +5,7 @@
 #include <cstring>
 #include <string>
 
+#include "base/clock.h"
 #include "transport/tcp_block.h"
 #include "transport/tcp_sockets.h"
 
@@ -73,8 +74,9 @@ class TcpSend final : public SendEnd {
   void Begin(const Message& m, std::size_t at) {
     Course& c = course_;
     c.Begin(m, at);
-    c.header = {m.signature, m.total, at, c.stamp, sockets_->After(c.stripe, c.end - c.begin), 0};
+    c.header = {m.signature, m.total, at, c.stamp, sockets_->After(c.stripe, c.end - c.begin), 0, 0};
     if (c.size == BlockHeader::kPlain) return;
+    c.header.right = sockets_->right(c.stripe);
     check_ = c.header.check = c.header.Sum();
     checked_to_ = sent_to_ = at;
     check_left_ = sizeof check_;
@@ -89,6 +91,7 @@ class TcpSend final : public SendEnd {
       checked_to_ = to;
     }
     Parts parts{c.HeaderRest(), c.header_left, data + (sent_to_ - at), to - sent_to_};
+    parts.checked = true;
     if (to == c.end) {
       parts.tail = reinterpret_cast<const std::byte*>(&check_) + (sizeof check_ - check_left_);
       parts.tail_size = check_left_;
@@ -186,7 +189,7 @@ class TcpRecv final : public RecvEnd {
       const std::ptrdiff_t got = Receive(m, piece_.data() + came_, whole - came_);
       if (got == kWouldBlock) return kWouldBlock;
       came_ += static_cast<std::size_t>(got);
-      if (came_ == whole) Check(m, length);
+      if (came_ == whole && !Check(m, length)) return kWouldBlock;
     }
     const std::size_t taken = std::min(n, c.end - at);
     std::memcpy(dst, piece_.data() + (at - c.begin), taken);
@@ -210,38 +213,71 @@ class TcpRecv final : public RecvEnd {
     const std::size_t head = std::min<std::size_t>(header, static_cast<std::size_t>(got));
     c.header_left -= head;
     if (c.header_left > 0) return kWouldBlock;
-    if (header > 0) Verify(m);
-    return static_cast<std::ptrdiff_t>(static_cast<std::size_t>(got) - head);
+    const std::size_t body = static_cast<std::size_t>(got) - head;
+    if (header > 0 && !Verify(m, {to, body})) return kWouldBlock;
+    return static_cast<std::ptrdiff_t>(body);
   }
 
-  void Verify(const Message& m) const {
-    const BlockHeader& h = course_.header;
-    if (course_.size == BlockHeader::kChecked && h.check != h.Sum()) Spoiled(m, "the header of the bytes");
-    if (h.stamp != course_.stamp) {
+  // False where it comes again, and `behind` after it.
+  bool Verify(const Message& m, std::span<const std::byte> behind) {
+    Course& c = course_;
+    const BlockHeader& h = c.header;
+    if (c.size == BlockHeader::kChecked) {
+      if (h.check != h.Sum()) {
+        Spoiled(m, "the header of the bytes", c.size, behind);
+        c.header_left = c.size;
+        return false;
+      }
+      Right(behind.size());
+      sockets_->NoteTheirs(c.stripe, h.right);
+    }
+    if (h.stamp != c.stamp) {
       throw Fault(FaultKind::kCorrupt, sockets_->peer(),
-                  "TCP: block " + std::to_string(h.stamp) + " came, " + std::to_string(course_.stamp) + " was due");
+                  "TCP: block " + std::to_string(h.stamp) + " came, " + std::to_string(c.stamp) + " was due");
     }
     if (h.signature != m.signature || h.total != m.total) {
       throw WrongFrame(m, h.signature, h.total, sockets_->peer());
     }
-    if (h.offset != course_.begin || h.next >= sockets_->count()) {
+    if (h.offset != c.begin || h.next >= sockets_->count()) {
       throw Fault(FaultKind::kCorrupt, sockets_->peer(), "TCP: a block is out of place");
     }
+    return true;
   }
 
-  void Check(const Message& m, std::size_t length) const {
+  // False where it comes again.
+  bool Check(const Message& m, std::size_t length) {
     BlockCheck sent;
     std::memcpy(&sent, piece_.data() + length, sizeof sent);
-    if (Crc32c(course_.header.check, piece_.data(), length) != sent) Spoiled(m, "bytes");
+    if (Crc32c(course_.header.check, piece_.data(), length) != sent) {
+      came_ = 0;
+      Spoiled(m, "bytes", length + sizeof sent, {});
+      return false;
+    }
     shared_->counts.checked_bytes += length;
+    Right(0);
+    return true;
   }
 
-  [[noreturn]] void Spoiled(const Message& m, const std::string& what) const {
+  // All that came but the last bytes, so many.
+  void Right(std::size_t but) {
+    sockets_->NoteRight(course_.stripe, but);
+    if (!again_) return;
+    again_ = false;
+    shared_->counts.resent += 1;
+  }
+
+  // Asks for the n bytes before `behind` once more. Throws where that is of no use.
+  void Spoiled(const Message& m, const std::string& what, std::size_t n, std::span<const std::byte> behind) {
     shared_->counts.spoiled += 1;
-    throw Fault(FaultKind::kCorrupt, sockets_->peer(),
-                "TCP: what rank " + std::to_string(sockets_->peer()) + " sent was spoiled on the way: " + what + " " +
-                    std::to_string(course_.begin) + " to " + std::to_string(course_.end) + " of " +
-                    std::to_string(m.total) + " came with a wrong checksum (CRC32C)");
+    const std::string why = "what rank " + std::to_string(sockets_->peer()) + " sent was spoiled on the way: " + what +
+                            " " + std::to_string(course_.begin) + " to " + std::to_string(course_.end) + " of " +
+                            std::to_string(m.total) + " came with a wrong checksum (CRC32C)";
+    const bool too_many = spoils_.Add(NowNs());
+    if (too_many || !sockets_->mends()) {
+      throw Fault(FaultKind::kCorrupt, sockets_->peer(), "TCP: " + why + (too_many ? spoils_.Times() : ""));
+    }
+    again_ = true;
+    sockets_->AskAgain(course_.stripe, n, behind, why);
   }
 
   std::shared_ptr<Sockets> sockets_;
@@ -251,6 +287,8 @@ class TcpRecv final : public RecvEnd {
   std::vector<std::byte> left_;   // what was not consumed: most often nothing, else a part of an element
   std::vector<std::byte> piece_;  // a checked block and its checksum
   std::size_t came_ = 0;          // of it
+  bool again_ = false;            // what was spoiled last has yet to come right
+  Spoils spoils_;
 };
 
 }  // namespace

@@ -9,8 +9,9 @@
 // (SendEnd::Lent) until `Keep`.
 //
 // A checked block (tcp_block.h) is a piece that its receiver keeps to itself until its checksum was found right: what
-// was spoiled on the way is neither used nor passed on. It cannot be sent again, since the sender may have given the
-// memory back: it is a Fault.
+// was spoiled on the way is neither used nor passed on. The receiver breaks the socket, and the piece comes first over
+// the new one: the link keeps what is checked until the receiver said that it was right. Where sockets are not mended,
+// or an edge spoils too much, it is a Fault.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +27,9 @@ namespace hetcoll {
 
 // HETCOLL_FAULT: what links do beneath the checksums; 0: never.
 struct TcpFaults {
-  std::uint64_t spoil = 0;  // the byte that each link spoils
-  std::uint64_t reset = 0;  // so many bytes, on average, go over a socket until it is reset
+  std::uint64_t spoil = 0;        // the byte that each link spoils, the first time
+  std::uint64_t spoil_every = 0;  // and so many bytes later the next one, and so on; 0: no further one
+  std::uint64_t reset = 0;        // so many bytes, on average, go over a socket until it is reset
   std::uint64_t seed = 1;
 };
 

@@ -18,13 +18,16 @@ struct BlockHeader {
   std::uint64_t offset;  // of this block in it
   std::uint32_t stamp;   // index of the block on this link
   std::uint32_t next;    // the stripe that will carry the block after this one
-  std::uint32_t check;   // of what is before; not sent where the link checks nothing
+  // What follows is not sent where the link checks nothing.
+  std::uint64_t right;  // so many bytes came right the other way, over this stripe, and are not asked for again
+  std::uint32_t check;  // of what is before
 
-  std::uint32_t Sum() const { return Crc32c(0, this, kPlain); }
+  std::uint32_t Sum() const { return Crc32c(0, this, offsetof(BlockHeader, check)); }
   static constexpr std::size_t kPlain = 32;
-  static constexpr std::size_t kChecked = 36;
+  static constexpr std::size_t kChecked = 44;
 };
-static_assert(offsetof(BlockHeader, check) == BlockHeader::kPlain);
+static_assert(offsetof(BlockHeader, right) == BlockHeader::kPlain);
+static_assert(offsetof(BlockHeader, check) + sizeof(BlockHeader::check) == BlockHeader::kChecked);
 
 // Behind a checked block: of its header's check and its bytes.
 using BlockCheck = std::uint32_t;
@@ -59,9 +62,6 @@ class Cutter {
   static constexpr std::size_t kStripeBlock = std::size_t{256} << 10;  // then it is another stripe's turn
   static constexpr std::size_t kWholeBlock = std::size_t{1} << 30;     // with one stripe there is no turn to take
   static constexpr std::size_t kSampledBlock = std::size_t{4} << 20;
-  static constexpr std::size_t kSmall = std::size_t{1}
-                                        << 10;  // such messages are always checked: it costs next to nothing
-  static constexpr std::size_t kSampleOf = 64;  // one byte of so many is, of others
 
   Integrity integrity_;
   bool single_;

@@ -1,5 +1,6 @@
 #include "transport/tcp_mending.h"
 
+#include <linux/filter.h>
 #include <linux/inet_diag.h>
 #include <linux/netlink.h>
 #include <linux/sock_diag.h>
@@ -26,6 +27,14 @@ void CloseHard(int fd) {
   const linger none{1, 0};
   setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof none);
   close(fd);
+}
+
+// What comes from here on the kernel neither takes nor acknowledges: the peer may be sending still. Where it cannot be
+// had, that is an error of the peer's when it is asked for such bytes.
+void StopReceiving(int fd) {
+  sock_filter none = BPF_STMT(BPF_RET | BPF_K, 0);
+  const sock_fprog program{1, &none};
+  static_cast<void>(setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program));
 }
 
 Fault System(const std::string& what) { return {FaultKind::kSystem, -1, what + ": " + std::strerror(errno)}; }
@@ -78,13 +87,13 @@ bool Mending::IsLost(const SocketId& id) const {
   return sockets != nullptr && sockets->down(place.stripe);
 }
 
-std::optional<std::uint64_t> Mending::Hold(const SocketId& id, std::uint32_t number, bool first) const {
+std::optional<Came> Mending::Hold(const SocketId& id, std::uint32_t number, bool first) const {
   const Place place = Find(id);
   const auto sockets = place.sockets.lock();
-  return sockets == nullptr ? std::nullopt : sockets->Hold(place.stripe, number, first);
+  return sockets == nullptr ? std::optional<Came>{} : sockets->Hold(place.stripe, number, first);
 }
 
-bool Mending::Resume(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came, Resumed& resumed) {
+bool Mending::Resume(const SocketId& id, std::uint32_t number, int socket, const Came& came, Resumed& resumed) {
   const Place place = Find(id);
   const auto sockets = place.sockets.lock();
   if (sockets == nullptr || !sockets->Resume(place.stripe, number, socket, came)) return false;
@@ -128,10 +137,17 @@ void Mending::Flush(Resumed& resumed, std::vector<pollfd>& fds) {
 void Sockets::Break(std::uint32_t stripe, bool held, const std::string& why) {
   Stripe& s = stripes_[stripe];
   if (s.fd < 0) return;
-  s.saved.erase(s.saved.begin(), s.saved.begin() + static_cast<std::ptrdiff_t>(s.taken));
-  s.taken = 0;
+  Drop(s);
+  shared_->mending->Lose({Id(stripe), s.tries, held, false, why});
+}
+
+void Sockets::Drop(Stripe& s) {
+  StopReceiving(s.fd);
+  Unread(s, {});
   static_cast<void>(TakeProof(s));
-  for (ssize_t got = s.unproved ? 0 : 1; got > 0;) {
+  if (!s.unproved && s.asks > 0) static_cast<void>(ReceiveAgain(s));
+  s.again.clear();  // the next socket brings all of it
+  for (ssize_t got = s.unproved || s.asks > 0 ? 0 : 1; got > 0;) {
     const std::size_t had = s.saved.size();
     s.saved.resize(had + kReadBytes);
     do got = recv(s.fd, s.saved.data() + had, kReadBytes, MSG_DONTWAIT);
@@ -139,39 +155,57 @@ void Sockets::Break(std::uint32_t stripe, bool held, const std::string& why) {
     s.saved.resize(had + static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
     s.received += s.saved.size() - had;
   }
-  s.sent.Forget(Acknowledged(s));
+  Forget(s);
   CloseHard(s.fd);
   s.fd = -1;
   s.unproved = false;
   s.behind = 0;
+  s.owes = 0;
   NoteOdd();
-  shared_->mending->Lose({{first_.peer, first_.channel, first_.stripe + stripe}, s.tries, held, why});
 }
 
-std::optional<std::uint64_t> Sockets::Hold(std::uint32_t stripe, std::uint32_t number, bool first) {
+// What comes next is `front`, and then what has come already.
+void Sockets::Unread(Stripe& s, std::span<const std::byte> front) {
+  s.saved.erase(s.saved.begin(), s.saved.begin() + static_cast<std::ptrdiff_t>(s.taken));
+  s.saved.insert(s.saved.begin(), front.begin(), front.end());
+  s.taken = 0;
+}
+
+void Sockets::AskAgain(std::uint32_t stripe, std::size_t n, std::span<const std::byte> behind, const std::string& why) {
+  Stripe& s = stripes_[stripe];
+  Unread(s, behind);
+  const std::uint64_t at = s.received - s.saved.size() - n;
+  if (s.fd >= 0) Drop(s);
+  s.asks_at = at;
+  s.asks = static_cast<std::uint32_t>(n);
+  NoteOdd();
+  shared_->mending->Lose({Id(stripe), s.tries, false, true, why});
+}
+
+std::optional<Came> Sockets::Hold(std::uint32_t stripe, std::uint32_t number, bool first) {
   Stripe& s = stripes_[stripe];
   if (number < s.tries || (number == s.tries && !(first && s.fd < 0))) return std::nullopt;
   s.tries = number;
   Break(stripe, true, "the peer makes it again");
-  return s.received;
+  s.told = {s.received, s.asks_at, s.asks};
+  return s.told;
 }
 
-bool Sockets::Resume(std::uint32_t stripe, std::uint32_t number, int socket, std::uint64_t came) {
+bool Sockets::Resume(std::uint32_t stripe, std::uint32_t number, int socket, const Came& came) {
   Stripe& s = stripes_[stripe];
-  if (number != s.tries || s.fd >= 0) return false;
-  if (came < s.sent.base() || came > s.sent.total()) {
-    CloseHard(socket);
-    throw Fault(FaultKind::kCorrupt, first_.peer,
-                "TCP: rank " + std::to_string(first_.peer) + " has " + std::to_string(came) +
-                    " bytes of a stream of which bytes " + std::to_string(s.sent.base()) + " to " +
-                    std::to_string(s.sent.total()) +
-                    " can be sent again: something between the two hosts acknowledged what it did not deliver");
-  }
+  if (number != s.tries || s.fd >= 0 || s.told != Came{s.received, s.asks_at, s.asks}) return false;
+  CheckSent(s, socket, came);
   s.fd = socket;
   s.given_up.clear();
   Ready(socket);
-  s.sent.Forget(came);
-  s.behind = s.sent.total() - came;
+  if (checks()) {
+    s.sent.Drop(came.total);
+  } else {
+    s.sent.Forget(came.total);
+  }
+  s.behind = s.sent.total() - came.total;
+  s.owes_at = came.spoiled_at;
+  s.owes = came.spoiled;
   s.unproved = true;
   ArmReset(s);
   NoteOdd();
@@ -182,6 +216,24 @@ bool Sockets::Resume(std::uint32_t stripe, std::uint32_t number, int socket, std
     Lost(stripe, "send");
   }
   return true;
+}
+
+// Throws where the peer lacks what is not kept.
+void Sockets::CheckSent(const Stripe& s, int socket, const Came& came) const {
+  const bool whole = came.spoiled == 0 || s.sent.Holds(came.spoiled_at, came.spoiled_at + came.spoiled);
+  if (whole && s.sent.Holds(came.total, s.sent.total())) return;
+  CloseHard(socket);
+  const std::string peer = "rank " + std::to_string(first_.peer);
+  if (!whole) {
+    throw Fault(
+        FaultKind::kCorrupt, first_.peer,
+        "TCP: bytes that went to " + peer +
+            " were spoiled on the way, and cannot be sent again: so much was sent since that they are not kept");
+  }
+  throw Fault(FaultKind::kCorrupt, first_.peer,
+              "TCP: " + peer + " has " + std::to_string(came.total) + " bytes of a stream of which bytes " +
+                  std::to_string(s.sent.base()) + " to " + std::to_string(s.sent.total()) +
+                  " can be sent again: something between the two hosts acknowledged what it did not deliver");
 }
 
 // Reads the byte with which the peer takes a new socket over, if it has to; false where it will not come.
@@ -201,19 +253,26 @@ void Sockets::Prove(std::uint32_t stripe) {
   }
 }
 
+// What was spoiled first: the peer reads nothing else before it.
 int Sockets::Flush(std::uint32_t stripe) {
   Stripe& s = stripes_[stripe];
-  if (s.behind == 0 || s.fd < 0) return -1;
-  while (s.behind > 0) {
-    const std::span<const std::byte> next = s.sent.From(s.sent.total() - s.behind);
-    const ssize_t sent = send(s.fd, next.data(), next.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (s.fd < 0) return -1;
+  while (s.owes + s.behind > 0) {
+    std::span<const std::byte> next = s.sent.From(s.owes > 0 ? s.owes_at : s.sent.total() - s.behind);
+    if (s.owes > 0) next = next.first(std::min<std::size_t>(s.owes, next.size()));
+    const ssize_t sent = SendBytes(s.fd, next.data(), next.size());
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return s.fd;
     if (sent < 0) {
       Lost(stripe, "send again");
       return -1;
     }
-    s.behind -= static_cast<std::uint64_t>(sent);
+    if (s.owes > 0) {
+      s.owes -= static_cast<std::uint32_t>(sent);
+      s.owes_at += static_cast<std::uint64_t>(sent);
+    } else {
+      s.behind -= static_cast<std::uint64_t>(sent);
+    }
   }
   NoteOdd();
   return -1;
@@ -223,11 +282,30 @@ int Sockets::Flush(std::uint32_t stripe) {
 bool Sockets::Blocks(const Stripe& s) const {
   if (s.fd < 0 && !s.given_up.empty()) throw Fault(FaultKind::kPeerGone, first_.peer, "TCP: " + s.given_up);
   errno = EAGAIN;
-  return s.behind > 0 || s.fd < 0;
+  return s.owes + s.behind > 0 || s.fd < 0;
+}
+
+// Reads what was asked for again, up to its end; as recv(2). It comes where it was.
+ssize_t Sockets::ReceiveAgain(Stripe& s) {
+  while (s.again.size() < s.asks) {
+    const std::size_t had = s.again.size();
+    s.again.resize(s.asks);
+    const ssize_t got = recv(s.fd, s.again.data() + had, s.asks - had, MSG_DONTWAIT);
+    s.again.resize(had + static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
+    if (got <= 0) return got;
+  }
+  Unread(s, s.again);
+  s.again = {};
+  s.asks = 0;
+  return 1;
 }
 
 ssize_t Sockets::ReceiveOddly(Stripe& s, std::byte* header, std::size_t head, std::byte* data, std::size_t n) {
-  const std::size_t got = std::min(s.saved.size() - s.taken, head + n);
+  if (s.asks > 0 && s.fd >= 0 && !s.unproved) {
+    const ssize_t got = ReceiveAgain(s);
+    if (got <= 0) return got;
+  }
+  const std::size_t got = s.asks > 0 ? 0 : std::min(s.saved.size() - s.taken, head + n);
   if (got == 0) {
     static_cast<void>(Blocks(s));
     return -1;

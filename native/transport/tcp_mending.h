@@ -6,6 +6,9 @@
 // (Linux keeps it; native/tests/tcp_mending_test.cc). So each end reads all of that, counts the bytes that ever came,
 // and closes its end for good before it tells that count; the other end sends the rest again. Making the connection,
 // with the job's proofs, is src/hetcoll/links/mending.py's affair; both ends number the tries.
+//
+// A receiver that finds a piece spoiled (HETCOLL_INTEGRITY) breaks the socket itself, and names that piece beside the
+// count: it comes first over the new one.
 #pragma once
 
 #include <poll.h>
@@ -37,7 +40,16 @@ struct LostSocket {
   SocketId id;
   std::uint32_t tries;  // at making it again, so far
   bool held;            // the peer makes it again, and does so perhaps in vain
+  bool spoiled;         // this end broke it, for what came over it
   std::string why;
+};
+
+// What an end says of the stream that comes to it, when a socket is made again.
+struct Came {
+  std::uint64_t total;       // bytes that ever came
+  std::uint64_t spoiled_at;  // of them, the first of those that were spoiled
+  std::uint32_t spoiled;     // how many these are; 0: none
+  bool operator==(const Came&) const = default;
 };
 
 // The sockets of one owner that are mended. What concerns one of them is called under the lock, or on the thread, that
@@ -63,13 +75,13 @@ class Mending {
   std::vector<LostSocket> TakeLost();
   bool IsLost(const SocketId& id) const;
 
-  // A try at making it again begins, the `number`th: how many bytes ever came, or nothing if that try is to be refused,
-  // since there was a later one. `first` of two tries with the same number counts: the lower rank's. Whatever there was
-  // of the socket is closed.
-  std::optional<std::uint64_t> Hold(const SocketId& id, std::uint32_t number, bool first) const;
-  // That try came through; so many bytes came to the peer. Takes the socket over, unless it is false: there was a later
-  // try. Throws Fault where the peer lacks what cannot be sent again.
-  bool Resume(const SocketId& id, std::uint32_t number, int socket, std::uint64_t came, Resumed& resumed);
+  // A try at making it again begins, the `number`th: what came, or nothing if that try is to be refused, since there
+  // was a later one. `first` of two tries with the same number counts: the lower rank's. Whatever there was of the
+  // socket is closed.
+  std::optional<Came> Hold(const SocketId& id, std::uint32_t number, bool first) const;
+  // That try came through; this came to the peer. Takes the socket over, unless it is false: there was a later try, or
+  // more was found spoiled meanwhile. Throws Fault where the peer lacks what cannot be sent again.
+  bool Resume(const SocketId& id, std::uint32_t number, int socket, const Came& came, Resumed& resumed);
 
   // How many bytes that were sent over it the peer's kernel may lack: what is lost when this end is no more and the
   // connection breaks.

@@ -12,8 +12,10 @@ namespace hetcoll {
 // The end of one direction's stream: bytes [base, total) of it, counted from the first that was ever sent.
 //
 // Short messages are put together here and sent from here, which costs no copy more. Longer ones are only lent: they
-// lie in their owner's memory until `Keep` copies what is not acknowledged by then, which most often is next to
-// nothing. What the kernel has acknowledged is forgotten (`Forget`), at the latest when there is no room left.
+// lie in their owner's memory until `Keep` copies what may still be asked for, which without checksums most often is
+// next to nothing. What nobody can ask for is forgotten (`Forget`), at the latest when there is no room left. Where the
+// receiver looks at checksums, it may ask for what they cover long after its kernel has acknowledged it, but not for
+// the rest, which may be dropped out of the midst (`Drop`).
 class SentBytes {
  public:
   std::uint64_t base() const { return base_; }
@@ -28,38 +30,53 @@ class SentBytes {
     total_ += n;
   }
   // n bytes were sent from `data`, which stays as it is until `Keep`.
-  void Lend(const std::byte* data, std::size_t n);
+  void Lend(const std::byte* data, std::size_t n, bool checked = false);
   // n bytes were sent from `data`, which is copied.
   void Copy(const std::byte* data, std::size_t n);
 
-  // Bytes up to `acked` will never be asked for again.
-  void Forget(std::uint64_t acked);
+  // Bytes up to `to` will never be asked for again.
+  void Forget(std::uint64_t to);
+  // Of what is lent and not checked, neither will bytes up to `acked`.
+  void Drop(std::uint64_t acked);
   // Makes room for n bytes more.
   void MakeRoom(std::size_t n);
   // Nothing is lent any more.
   void Keep();
 
-  // Bytes from `at` on that lie side by side; none at the end of the stream.
+  // Whether all bytes [from, to) are there.
+  bool Holds(std::uint64_t from, std::uint64_t to) const;
+  // Bytes from `at` on that lie side by side; none at the end of the stream, or where they were dropped.
   std::span<const std::byte> From(std::uint64_t at) const;
 
  private:
+  enum class Where : std::uint8_t { kOwn, kLent, kChecked, kBlock, kNowhere };  // kChecked is lent, too
+
   // From `at` up to the next one's, or to the end of the stream.
   struct Extent {
     std::uint64_t at;
-    const std::byte* lent;  // null: it is in `bytes_`
-    std::size_t place;      // there
+    const std::byte* data;  // null: it is in `bytes_`, or nowhere
+    std::size_t place;      // in `bytes_`
+    Where where;
+
+    bool lent() const { return where == Where::kLent || where == Where::kChecked; }
   };
   std::uint64_t End(std::size_t i) const { return i + 1 < extents_.size() ? extents_[i + 1].at : total_; }
+  const std::byte* Bytes(const Extent& e) const { return e.where == Where::kOwn ? bytes_.get() + e.place : e.data; }
   void BeginOwn();
   void Compact();
   void Grow(std::size_t size);
+  void Pass(std::size_t gone);
+  void KeepExtent(const Extent& e, std::uint64_t end, std::vector<Extent>& kept);
 
   std::unique_ptr<std::byte[]> bytes_;
   std::size_t size_ = 0;
   std::size_t used_ = 0;
   std::vector<Extent> extents_;
+  std::size_t first_ = 0;                             // of them; those before are gone
+  std::vector<std::unique_ptr<std::byte[]>> blocks_;  // of kBlock, in the order of the stream
+  std::vector<std::unique_ptr<std::byte[]>> spare_;
   std::size_t lends_ = 0;  // extents that are lent
-  bool ends_lent_ = true;  // the last extent is; or there is none
+  bool ends_lent_ = true;  // the last extent is not in `bytes_`; or there is none
   std::uint64_t base_ = 0;
   std::uint64_t total_ = 0;
 };

@@ -32,6 +32,8 @@ constexpr double kAlike = 2;                                // times; what diffe
 // for a while is tried again.
 constexpr double kHope = 1 + 1.0 / 64;
 constexpr std::size_t kTellsPace = offsetof(tcp_info, tcpi_rwnd_limited) + sizeof(tcp_info::tcpi_rwnd_limited);
+// What a receiver's kernel may hold unread: Linux gives a socket 6 MiB, if nobody says otherwise.
+constexpr std::uint64_t kMostUnread = std::uint64_t{8} << 20;
 // Up to here it costs less to copy a message to and from its header than to have the kernel deal with two places.
 constexpr std::size_t kJoined = std::size_t{4} << 10;
 
@@ -135,7 +137,9 @@ void Sockets::Ready(int fd) const {
 
 void Sockets::NoteOdd() {
   odd_ = !mends_ || spoil_ > 0 || shared_->faults.reset > 0;
-  for (const Stripe& s : stripes_) odd_ |= s.fd < 0 || s.behind > 0 || s.unproved || !s.saved.empty();
+  for (const Stripe& s : stripes_) {
+    odd_ |= s.fd < 0 || s.behind > 0 || s.owes > 0 || s.asks > 0 || s.unproved || !s.saved.empty();
+  }
 }
 
 void Sockets::Count(Holdings& held) const {
@@ -153,7 +157,7 @@ ssize_t Sockets::Send(std::uint32_t stripe, const Parts& parts) {
 ssize_t Sockets::SendOddly(std::uint32_t stripe, const Parts& parts) {
   Stripe& s = stripes_[stripe];
   if (s.unproved) Prove(stripe);
-  if (s.behind > 0) Flush(stripe);
+  if (s.owes + s.behind > 0) Flush(stripe);
   if (Blocks(s)) return -1;
   if (spoil_ > 0) return SendSpoiled(s, parts);
   const bool resets = shared_->faults.reset > 0;
@@ -170,11 +174,24 @@ ssize_t Sockets::SendOddly(std::uint32_t stripe, const Parts& parts) {
 ssize_t Sockets::SendSpoiled(Stripe& s, const Parts& parts) {
   std::vector<std::byte> bytes(parts.size());
   parts.CopyTo(bytes.data());
-  if (spoil_ <= bytes.size()) bytes[spoil_ - 1] ^= std::byte{0x10};
-  const ssize_t sent = send(s.fd, bytes.data(), bytes.size(), kFlags);
+  const ssize_t sent = SendBytes(s.fd, bytes.data(), bytes.size());
+  if (sent > 0 && mends_) Went(s, parts.Cut(static_cast<std::size_t>(sent)));
+  return sent;
+}
+
+// As send(2), but for HETCOLL_FAULT's corrupt=B and corrupt_every=B.
+ssize_t Sockets::SendBytes(int fd, const std::byte* bytes, std::size_t n) {
+  if (spoil_ == 0 || spoil_ > n) {
+    const ssize_t sent = send(fd, bytes, n, kFlags);
+    if (spoil_ > 0 && sent > 0) spoil_ -= static_cast<std::uint64_t>(sent);
+    return sent;
+  }
+  std::vector<std::byte> spoiled(bytes, bytes + spoil_);
+  spoiled.back() ^= std::byte{0x10};
+  const ssize_t sent = send(fd, spoiled.data(), spoiled.size(), kFlags);
   if (sent <= 0) return sent;
-  if (mends_) s.sent.Copy(bytes.data(), static_cast<std::size_t>(sent));
-  spoil_ -= std::min(spoil_, static_cast<std::uint64_t>(sent));
+  spoil_ -= static_cast<std::uint64_t>(sent);
+  if (spoil_ == 0) spoil_ = shared_->faults.spoil_every;
   NoteOdd();
   return sent;
 }
@@ -193,24 +210,39 @@ ssize_t Sockets::SendKept(Stripe& s, const Parts& parts) {
   }
   const ssize_t sent = SendApart(s.fd, parts);
   if (sent <= 0) return sent;
-  const Parts went = parts.Cut(static_cast<std::size_t>(sent));
-  s.sent.Copy(went.header, went.head);
-  s.sent.Lend(went.data, went.n);
-  s.sent.Copy(went.tail, went.tail_size);
-  lends_ |= went.n > 0;
+  Went(s, parts.Cut(static_cast<std::size_t>(sent)));
   return sent;
 }
 
+void Sockets::Went(Stripe& s, const Parts& parts) {
+  s.sent.Copy(parts.header, parts.head);
+  s.sent.Lend(parts.data, parts.n, parts.checked);
+  s.sent.Copy(parts.tail, parts.tail_size);
+  lends_ |= parts.n > 0;
+}
+
 std::byte* Sockets::MakeRoom(Stripe& s, std::size_t n) {
-  s.sent.Forget(Acknowledged(s));
+  Forget(s);
   s.sent.MakeRoom(n);
   return s.sent.Place(n);
 }
 
+bool Sockets::checks() const { return shared_->integrity != Integrity::kOff; }
+
+// What the peer will never ask for. Where it checks what comes, that is what it has found right, which headers that it
+// sends say, or else what its kernel can no longer hold unread; and at once what no checksum covers.
+void Sockets::Forget(Stripe& s) {
+  const std::uint64_t acked = Acknowledged(s);
+  if (!checks()) return s.sent.Forget(acked);
+  s.sent.Drop(acked);
+  const std::uint64_t unread = acked - std::min(acked, kMostUnread);
+  s.sent.Forget(std::max(s.theirs, s.owes > 0 ? std::min(unread, s.owes_at) : unread));
+}
+
 // How much of what was sent the peer's kernel has, for all that is known.
 std::uint64_t Sockets::Acknowledged(const Stripe& s) {
-  const std::uint64_t over = s.behind + Unacknowledged(s.fd);
-  return s.fd < 0 || s.unproved || over > s.sent.total() || over < s.behind ? s.sent.base() : s.sent.total() - over;
+  const std::uint64_t left = s.owes + s.behind, over = left + Unacknowledged(s.fd);
+  return s.fd < 0 || s.unproved || over > s.sent.total() || over < left ? s.sent.base() : s.sent.total() - over;
 }
 
 std::uint64_t Sockets::Undelivered(std::uint32_t stripe) {
@@ -227,7 +259,7 @@ void Sockets::Keep() {
     Stripe& s = stripes_[stripe];
     if (!s.sent.lends()) continue;
     if (s.unproved) Prove(stripe);
-    s.sent.Forget(Acknowledged(s));
+    Forget(s);
     s.sent.Keep();
   }
 }
@@ -236,7 +268,7 @@ ssize_t Sockets::Receive(std::uint32_t stripe, std::byte* header, std::size_t he
   Stripe& s = stripes_[stripe];
   if (odd_) [[unlikely]] {
     if (s.unproved) Prove(stripe);
-    if (s.fd < 0 || s.unproved || !s.saved.empty()) return ReceiveOddly(s, header, head, data, n);
+    if (s.fd < 0 || s.unproved || s.asks > 0 || !s.saved.empty()) return ReceiveOddly(s, header, head, data, n);
   }
   const ssize_t got = ReceiveFrom(s.fd, header, head, data, n);
   if (got > 0) s.received += static_cast<std::uint64_t>(got);
@@ -301,7 +333,7 @@ std::size_t Sockets::Queued(std::uint32_t stripe) const {
   const Stripe& s = stripes_[stripe];
   if (s.fd < 0) return SIZE_MAX / 2;
   const std::uint64_t waiting = Unacknowledged(s.fd);
-  return s.behind + (waiting == UINT64_MAX ? 0 : waiting);
+  return s.owes + s.behind + (waiting == UINT64_MAX ? 0 : waiting);
 }
 
 void Sockets::Lost(std::uint32_t stripe, const char* what) {

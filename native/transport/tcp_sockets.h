@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -30,6 +31,7 @@ struct Parts {
   std::size_t n;
   const std::byte* tail = nullptr;
   std::size_t tail_size = 0;
+  bool checked = false;  // there is a checksum, here or in a later call
 
   std::size_t size() const { return head + n + tail_size; }
   void CopyTo(std::byte* to) const;
@@ -67,6 +69,21 @@ class Sockets {
   // After such a call that failed: throws, unless the socket will be made again.
   void Lost(std::uint32_t stripe, const char* what);
 
+  // Where the link checks what it carries. The n bytes that came before `behind`, the last ones received, were spoiled:
+  // they come once more, and `behind` after them. Only where sockets are mended.
+  void AskAgain(std::uint32_t stripe, std::size_t n, std::span<const std::byte> behind, const std::string& why);
+  bool mends() const { return mends_; }
+  // All that was received but the last bytes, so many, is right; how much that is; and what the peer says of it.
+  void NoteRight(std::uint32_t stripe, std::size_t but) {
+    Stripe& s = stripes_[stripe];
+    s.right = s.received - (s.saved.size() - s.taken) - but;
+  }
+  std::uint64_t right(std::uint32_t stripe) const { return stripes_[stripe].right; }
+  void NoteTheirs(std::uint32_t stripe, std::uint64_t right) {
+    Stripe& s = stripes_[stripe];
+    s.theirs = std::min(std::max(s.theirs, right), s.sent.total());
+  }
+
   void Count(Holdings& held) const;
   void Close() const;
   void Shutdown() const;
@@ -82,8 +99,8 @@ class Sockets {
   // What `Mending` asks for one of them.
   bool down(std::uint32_t stripe) const { return stripes_[stripe].fd < 0; }
   void GiveUp(std::uint32_t stripe, std::string why) { stripes_[stripe].given_up = std::move(why); }
-  std::optional<std::uint64_t> Hold(std::uint32_t stripe, std::uint32_t number, bool first);
-  bool Resume(std::uint32_t stripe, std::uint32_t number, int socket, std::uint64_t came);
+  std::optional<Came> Hold(std::uint32_t stripe, std::uint32_t number, bool first);
+  bool Resume(std::uint32_t stripe, std::uint32_t number, int socket, const Came& came);
   std::uint64_t Undelivered(std::uint32_t stripe);
   int Flush(std::uint32_t stripe);  // the descriptor to wait for until it can go on, or -1
 
@@ -91,10 +108,19 @@ class Sockets {
   struct Stripe {
     int fd = -1;
     SentBytes sent;
-    std::uint64_t behind = 0;      // of them, those at the end that have yet to be sent again
+    std::uint64_t behind = 0;   // of them, those at the end that have yet to be sent again
+    std::uint64_t theirs = 0;   // of them, those that came right, as the peer said last
+    std::uint64_t owes_at = 0;  // of them, those that were spoiled and have yet to be sent again
+    std::uint32_t owes = 0;
     std::uint64_t received = 0;    // bytes that ever came
+    std::uint64_t right = 0;       // of them, those that need not come again
     std::vector<std::byte> saved;  // of them, what nobody has taken: it came before the socket broke
     std::size_t taken = 0;         // of `saved`
+    // Those that were spoiled: nothing is taken before they have come again, and into `saved`.
+    std::uint64_t asks_at = 0;
+    std::uint32_t asks = 0;
+    std::vector<std::byte> again;  // what has come of them
+    Came told{};                   // for the last try
     std::uint32_t tries = 0;       // at making it again
     // Its first byte has yet to come, with which the peer says that it has taken a new socket over. What the peer's
     // kernel acknowledges before is lost where the peer drops the socket instead.
@@ -107,6 +133,14 @@ class Sockets {
   ssize_t SendKept(Stripe& s, const Parts& parts);
   ssize_t SendOddly(std::uint32_t stripe, const Parts& parts);
   ssize_t SendSpoiled(Stripe& s, const Parts& parts);
+  ssize_t SendBytes(int fd, const std::byte* bytes, std::size_t n);
+  void Went(Stripe& s, const Parts& parts);
+  ssize_t ReceiveAgain(Stripe& s);
+  void CheckSent(const Stripe& s, int socket, const Came& came) const;
+  static void Unread(Stripe& s, std::span<const std::byte> front);
+  bool checks() const;
+  void Forget(Stripe& s);
+  SocketId Id(std::uint32_t stripe) const { return {first_.peer, first_.channel, first_.stripe + stripe}; }
   ssize_t ReceiveOddly(Stripe& s, std::byte* header, std::size_t head, std::byte* data, std::size_t n);
   std::byte* MakeRoom(Stripe& s, std::size_t n);
   static bool TakeProof(Stripe& s);
@@ -115,6 +149,7 @@ class Sockets {
   std::size_t Queued(std::uint32_t stripe) const;
   void Ready(int fd) const;
   void Break(std::uint32_t stripe, bool held, const std::string& why);
+  void Drop(Stripe& s);
   bool Blocks(const Stripe& s) const;
   void NoteOdd();
   void ArmReset(Stripe& s);
@@ -126,7 +161,7 @@ class Sockets {
   bool mends_;
   bool odd_ = true;  // a call takes a longer way: something is to be sent again, nothing is kept, or faults are made
   bool lends_ = false;
-  std::uint64_t spoil_;  // the byte of all that is sent, from 1 on, of which a bit is turned; 0: none
+  std::uint64_t spoil_;  // the byte of what is sent next, from 1 on, of which a bit is turned; 0: none
 };
 
 }  // namespace hetcoll

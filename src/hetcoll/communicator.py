@@ -548,9 +548,10 @@ class Communicator:
         pieces that were sent again, rails lost, under ``memory_`` what is registered, under ``gpu_`` the
         same of what GPUs send to other hosts; with compression
         ``compressed_before`` and ``compressed_after``, bytes of the messages that it made smaller, ``residual_bytes``
-        kept for error feedback and ``residuals_dropped`` for want of room. ``checked_bytes`` came over TCP with a
-        checksum, and ``spoiled_pieces`` with a wrong one (HETCOLL_INTEGRITY). ``tcp_reconnects``: TCP sockets that were
-        reset and made again. ``stale_refused``, on the rank that hosts the job's store: what ranks asked of their group
+        kept for error feedback and ``residuals_dropped`` for want of room. ``checked_bytes`` came over TCP or
+        RDMA with a checksum, and ``spoiled_pieces`` with a wrong one, of which ``resent_pieces`` came right when they
+        were sent again (HETCOLL_INTEGRITY). ``tcp_reconnects``: TCP sockets that were reset, or dropped for that, and
+        made again. ``stale_refused``, on the rank that hosts the job's store: what ranks asked of their group
         after the others had gone on without them. Also after a failure.
         """
         return self._core.counters()

@@ -29,7 +29,7 @@ import hetcoll
 from hetcoll.config.env import Config
 from hetcoll.errors import InitError, PeerLostError
 from hetcoll.links import mending
-from hetcoll.links.edges import EdgeKey, Request
+from hetcoll.links.edges import Came, EdgeKey, Request
 from hetcoll.links.listener import Listener
 from hetcoll.links.mending import Mending
 from hetcoll.plan.algorithms import ALGORITHMS
@@ -181,23 +181,23 @@ class Sockets:
     """An owner of one socket, of whose bytes so many came."""
 
     def __init__(self, peer: int, came: int) -> None:
-        self.peer, self.came = peer, came
+        self.peer, self.came = peer, Came(came, came - 7, 5)
         self.news_read, self.news_write = socket.socketpair()
         self.tries, self.lost = 0, False
-        self.resumed: list[tuple[int, int]] = []
+        self.resumed: list[tuple[int, Came]] = []
         self.given_up = ""
         self.left: list[dict[int, int]] = [{}]
-        self.news: list[tuple[int, int, int, int, bool, str]] = []
+        self.news: list[tuple[int, int, int, int, bool, bool, str]] = []
 
     def mend_tcp(self) -> int:
         return self.news_read.fileno()
 
     def lose(self) -> None:
         self.lost = True
-        self.news.append((self.peer, 0, 0, self.tries, False, "it was reset"))
+        self.news.append((self.peer, 0, 0, self.tries, False, False, "it was reset"))
         self.news_write.send(b"!")
 
-    def take_lost(self) -> list[tuple[int, int, int, int, bool, str]]:
+    def take_lost(self) -> list[tuple[int, int, int, int, bool, bool, str]]:
         self.news_read.recv(64)
         found, self.news = self.news, []
         return found
@@ -205,17 +205,17 @@ class Sockets:
     def is_lost(self, peer: int, channel: int, stripe: int) -> bool:
         return self.lost and (peer, channel, stripe) == (self.peer, 0, 0)
 
-    def hold_socket(self, peer: int, channel: int, stripe: int, number: int, first: bool) -> int | None:
+    def hold_socket(self, peer: int, channel: int, stripe: int, number: int, first: bool) -> Came | None:
         known = (peer, channel, stripe) == (self.peer, 0, 0)
         if not known or number < self.tries or (number == self.tries and not (first and self.lost)):
             return None
         if not self.lost:
-            self.news.append((peer, channel, stripe, number, True, "the peer makes it again"))
+            self.news.append((peer, channel, stripe, number, True, False, "the peer makes it again"))
             self.news_write.send(b"!")
         self.tries, self.lost = number, True
         return self.came
 
-    def resume_socket(self, peer: int, channel: int, stripe: int, number: int, fd: int, came: int) -> bool:
+    def resume_socket(self, peer: int, channel: int, stripe: int, number: int, fd: int, came: Came) -> bool:
         if number != self.tries or not self.lost:
             return False
         self.resumed.append((fd, came))
@@ -268,7 +268,8 @@ def test_whoever_notices_both_have_the_same_new_socket(ends: list[End], losers: 
         for rank in losers:
             ends[rank].sockets.lose()
         wait_until(lambda turn=turn: all(len(end.sockets.resumed) >= turn and not end.sockets.lost for end in ends), 10)
-        assert [end.sockets.resumed[-1][1] for end in ends] == [101, 100]  # what came to the other one
+        # What came to the other one, and what was spoiled.
+        assert [end.sockets.resumed[-1][1] for end in ends] == [(101, 94, 5), (100, 93, 5)]
         with socket.socket(fileno=os.dup(ends[0].sockets.resumed[-1][0])) as one:
             one.send(b"from here on")
         with socket.socket(fileno=os.dup(ends[1].sockets.resumed[-1][0])) as other:

@@ -23,8 +23,16 @@ CONFIRMED = b"\2"
 """What the connector answers to ADMITTED. Until then it may have given the connection up, and the link is none."""
 
 
-CAME = struct.Struct("<Q")
-"""What both tell right after that of a socket that is made again: how many bytes ever came."""
+CAME = struct.Struct("<QQI")
+"""What both tell right after that of a socket that is made again: a `Came`."""
+
+
+class Came(NamedTuple):
+    """Of a stream: how many bytes ever came; of them, where those begin that were spoiled, and how many these are."""
+
+    total: int
+    spoiled_at: int = 0
+    spoiled: int = 0
 
 
 class EdgeKey(NamedTuple):

@@ -21,7 +21,7 @@ from ..rendezvous.connections.auth import Service
 from ..rendezvous.connections.interfaces import choose_interfaces, total_rate
 from ..rendezvous.connections.sockets import BACKLOG, settle, spell_error, unpace
 from .connector import connect_all
-from .edges import ADMITTED, CAME, CONFIRMED, YIELD, Address, EdgeKey, Request
+from .edges import ADMITTED, CAME, CONFIRMED, YIELD, Address, Came, EdgeKey, Request
 
 log = logging.getLogger("hetcoll.listener")
 
@@ -36,9 +36,9 @@ def _nothing() -> None:
 class Resumes(Protocol):
     """Who takes the connections that replace others: `mending.Mending`."""
 
-    def admit(self, key: EdgeKey, *, hurried: bool) -> int | None: ...
+    def admit(self, key: EdgeKey, *, hurried: bool) -> Came | None: ...
 
-    def resume(self, key: EdgeKey, sock: socket.socket, came: int) -> None: ...
+    def resume(self, key: EdgeKey, sock: socket.socket, came: Came) -> None: ...
 
 
 class _Promise(NamedTuple):
@@ -256,7 +256,7 @@ class Listener:
             came = self.mending.admit(key, hurried=hurried)
         with self._news:
             yields = came is None if key.life > 0 else hurried and key in self._outgoing
-            told = b"" if came is None else CAME.pack(came)
+            told = b"" if came is None else CAME.pack(*came)
             try:
                 settle(sock)
                 sock.send(YIELD if yields else ADMITTED + told, socket.MSG_NOSIGNAL)
@@ -290,7 +290,7 @@ class Listener:
             with self._news:
                 self._promises.discard(promise)
             if confirmed and self.mending is not None:
-                self.mending.resume(key, sock, *CAME.unpack(data[1:]))
+                self.mending.resume(key, sock, Came(*CAME.unpack(data[1:])))
             else:
                 sock.close()
             return

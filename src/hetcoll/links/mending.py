@@ -3,9 +3,9 @@
 A connection that is reset (by a firewall, by a NAT that forgot it) is no death: of that the control connections tell.
 The lower rank connects again, by the same handshake that made the link, with the job's proofs; the key says that it is
 a further try for that socket, and which. Where the lower rank has not noticed, the other one connects after a moment.
-Behind the handshake each end tells how many bytes ever came to it over the link's socket, and the other goes on from
-there (``native/transport/tcp_mending.h``). A try that is no later than what the other end knows of is refused, so an
-old connection that turns up late is of no account.
+Behind the handshake each end tells how many bytes ever came to it over the link's socket, and which were spoiled; the
+other sends those again and goes on from there (``native/transport/tcp_mending.h``). A try that is no later than what
+the other end knows of is refused, so an old connection that turns up late is of no account.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Protocol
 from .. import lifetime
 from ..errors import ClosedError, HetcollError, InitError
 from ..rendezvous.connections.sockets import receive_exactly, send_all, spell_error
-from .edges import CAME, Address, EdgeKey, Request
+from .edges import CAME, Address, Came, EdgeKey, Request
 from .listener import Listener
 
 log = logging.getLogger("hetcoll")
@@ -45,16 +45,18 @@ class Owner(Protocol):
     def mend_tcp(self) -> int:
         """From now on links are mended; the descriptor that is readable while `take_lost` has something."""
 
-    def take_lost(self) -> list[tuple[int, int, int, int, bool, str]]:
-        """Sockets that broke, each with how often it was tried to make it again, whether the peer is about to, and why
-        it broke."""
+    def take_lost(self) -> list[tuple[int, int, int, int, bool, bool, str]]:
+        """Sockets that broke, each with how often it was tried to make it again, whether the peer is about to, whether
+        what came over it was spoiled, and why it broke."""
 
     def is_lost(self, peer: int, channel: int, stripe: int) -> bool: ...
 
-    def hold_socket(self, peer: int, channel: int, stripe: int, number: int, first: bool) -> int | None:
-        """That try begins: how many bytes ever came; None where it is to be refused."""
+    def hold_socket(
+        self, peer: int, channel: int, stripe: int, number: int, first: bool
+    ) -> tuple[int, int, int] | None:
+        """That try begins: a `Came`; None where it is to be refused."""
 
-    def resume_socket(self, peer: int, channel: int, stripe: int, number: int, fd: int, came: int) -> bool:
+    def resume_socket(self, peer: int, channel: int, stripe: int, number: int, fd: int, came: Came) -> bool:
         """That try came through. Takes `fd` over, or it is False."""
 
     def give_up_socket(self, peer: int, channel: int, stripe: int, why: str) -> None: ...
@@ -107,8 +109,8 @@ class Mending:
         self._lock = threading.Lock()
         self._lost: dict[int, list[_Lost]] = {}  # by peer, each of which has a thread
         self._threads: set[threading.Thread] = set()
-        self._warned: set[int] = set()
-        self._why: dict[int, str] = {}
+        self._warned: set[tuple[int, bool]] = set()  # by peer, whether of spoiled bytes
+        self._why: dict[int, tuple[str, bool]] = {}
         listener.mending = self
 
     def add(self, owner: Owner, shift: int = 0) -> None:
@@ -119,11 +121,12 @@ class Mending:
 
     def _take(self, owner: Owner, shift: int) -> None:
         """On the listener's thread: sockets broke."""
-        for peer, channel, stripe, tries, held, why in owner.take_lost():
+        for peer, channel, stripe, tries, held, spoiled, why in owner.take_lost():
             lost = _Lost(owner, shift, peer, channel, stripe, tries, why)
             log.debug("rank %d: the connection to rank %d broke: %s", self._rank, peer, lost)
             with self._lock:
-                self._why.setdefault(peer, why)
+                if spoiled or peer not in self._why:
+                    self._why[peer] = why, spoiled
                 waiting = self._lost.get(peer)
                 if waiting is not None:
                     waiting.append(lost)
@@ -207,22 +210,22 @@ class Mending:
     def _connect(self, peer: int, deadline: float) -> bool:
         """One try for all that is lost; whether it made some. InitError where nobody listens there, or answers."""
         hurried = self._rank > peer
-        tries: dict[EdgeKey, tuple[_Lost, int]] = {}
+        tries: dict[EdgeKey, tuple[_Lost, Came]] = {}
         for lost in list(self._lost[peer]):
             lost.tries += 1
             came = lost.owner.hold_socket(*lost.place, lost.tries, False)
             if came is not None:
                 src, dst = sorted((self._rank, peer))
                 key = EdgeKey(self._comm, src, dst, lost.channel + lost.shift, lost.stripe, lost.tries)
-                tries[key] = lost, came
+                tries[key] = lost, Came(*came)
         requests = [Request(key, self._places[peer], hurried) for key in tries]
         made = self._listener.connect_many(requests, deadline, lambda: self._check(peer))
         resumed = False
         for key, sock in made.items():
             lost, came = tries[key]
             try:
-                send_all(sock, CAME.pack(came), deadline)
-                (theirs,) = CAME.unpack(receive_exactly(sock, CAME.size, deadline))
+                send_all(sock, CAME.pack(*came), deadline)
+                theirs = Came(*CAME.unpack(receive_exactly(sock, CAME.size, deadline)))
             except OSError as error:
                 log.debug("rank %d: %s: %s", self._rank, key, spell_error(error))
                 _close_hard(sock)
@@ -240,19 +243,19 @@ class Mending:
 
     # The end that is connected to; on the listener's thread.
 
-    def admit(self, key: EdgeKey, *, hurried: bool) -> int | None:
-        """A peer makes a socket again: how many bytes ever came over it; None: that is refused."""
+    def admit(self, key: EdgeKey, *, hurried: bool) -> Came | None:
+        """A peer makes a socket again: what came over it; None: that is refused."""
         peer = key.dst if hurried else key.src
         if key.comm != self._comm or {self._rank, peer} != {key.src, key.dst} or not key.src < key.dst:
             return None
         for owner, shift in self._owners:
             came = owner.hold_socket(peer, key.channel - shift, key.stripe, key.life, not hurried)
             if came is not None:
-                return came
+                return Came(*came)
         return None
 
-    def resume(self, key: EdgeKey, sock: socket.socket, came: int) -> None:
-        """The peer has confirmed an admitted socket, and told how many bytes came to it."""
+    def resume(self, key: EdgeKey, sock: socket.socket, came: Came) -> None:
+        """The peer has confirmed an admitted socket, and told what came to it."""
         peer = key.dst if key.src == self._rank else key.src
         for owner, shift in self._owners:
             place = peer, key.channel - shift, key.stripe
@@ -261,22 +264,25 @@ class Mending:
                 return
         _close_hard(sock)
 
-    def _resume(self, owner: Owner, place: tuple[int, int, int], number: int, sock: socket.socket, came: int) -> None:
+    def _resume(self, owner: Owner, place: tuple[int, int, int], number: int, sock: socket.socket, came: Came) -> None:
         peer, fd = place[0], sock.detach()
         if not owner.resume_socket(*place, number, fd, came):
             _close_hard(socket.socket(fileno=fd))
             return
-        why = self._why.pop(peer, "")
         with self._lock:
-            first = peer not in self._warned
-            self._warned.add(peer)
+            why, spoiled = self._why.pop(peer, ("", False))
+            first = (peer, spoiled) not in self._warned
+            self._warned.add((peer, spoiled))
         if first:
             log.warning(
-                "rank %d: a connection to rank %d broke (%s) and was made again. Nothing is lost; further ones are"
-                " counted only: tcp_reconnects of counters()",
+                "rank %d: a connection to rank %d, on host %s, %s (%s) and was made again. Nothing is lost; further"
+                " ones are counted only: %s of counters()",
                 self._rank,
                 peer,
+                self._places[peer][0].host,
+                "was dropped" if spoiled else "broke",
                 why,
+                "spoiled_pieces and resent_pieces" if spoiled else "tcp_reconnects",
             )
 
 
