@@ -488,6 +488,9 @@ ibv::WcStatus Fabric::Write(FakeQp& qp, const Op& op) {
       bytes.insert(bytes.end(), from, from + n);
     }
   }
+  if (op.immediate && total > 0 && qp.nic->corrupt_after >= 0 && qp.nic->corrupt_after-- == 0) {
+    bytes[total - 1 - std::min(total - 1, qp.nic->corrupt_byte)] ^= std::byte{1};
+  }
   if (qp.nic->corrupt && total > sizeof(std::uint64_t) * 8) bytes[total - 1] ^= std::byte{1};
   const auto device = device_memory_.upper_bound(at);
   if (device != device_memory_.begin() && at < std::prev(device)->second) {

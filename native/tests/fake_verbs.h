@@ -46,6 +46,8 @@ struct FakeNic : ibv::Context {
   std::uint64_t down_from = ~std::uint64_t{0};  // bytes sent, from which on it is down
   bool stalled = false;                         // it does not even say so
   bool corrupt = false;                         // a byte of what it sends changes on the way
+  std::int64_t corrupt_after = -1;              // frames until one is sent of which a byte changes
+  std::size_t corrupt_byte = 0;                 // which, from the end; a shorter frame's first
   std::int64_t fail_after = -1;                 // requests until one fails
   bool fail_delivered = false;                  // though it was delivered
   std::int64_t skip_after = -1;                 // requests until one is not delivered, and said to be

@@ -505,7 +505,8 @@ constexpr Scenario kScenarios[] = {
 
 int Main(std::string_view prefix) {
   std::vector<Scenario> all(std::begin(kScenarios), std::end(kScenarios));
-  for (const auto& more : {RecoveryScenarios(), CauseScenarios()}) all.insert(all.end(), more.begin(), more.end());
+  for (const auto& more : {RecoveryScenarios(), CauseScenarios(), IntegrityScenarios()})
+    all.insert(all.end(), more.begin(), more.end());
   for (const Scenario& scenario : all) {
     if (!std::string_view(scenario.name).starts_with(prefix)) continue;
     const std::int64_t start = NowNs();

@@ -20,9 +20,17 @@ Inbox::Arrival* Inbox::Take(const Frame& frame) {
     return nullptr;
   }
   end_ = std::max(end_, frame.seq + 1);
+  if (!awaited_.empty()) counts_.resent += std::erase(awaited_, frame.seq);
   a.present = true;
   a.frame = frame;
   return &a;
+}
+
+void Inbox::Await(std::uint64_t seq) {
+  if (seq == kNoSeq) {
+    for (seq = due_; seq < end_ && At(seq).present;) ++seq;
+  }
+  if (seq >= due_ && !At(seq).present) awaited_.push_back(seq);  // else it had come before
 }
 
 void Inbox::Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) {

@@ -16,7 +16,7 @@ namespace hetcoll {
 class Inbox {
  public:
   // `device`: frames lie in a GPU's memory.
-  Inbox(int peer, bool device) : peer_(peer), device_(device) {}
+  Inbox(int peer, bool device, IntegrityCounts& counts) : peer_(peer), device_(device), counts_(counts) {}
 
   void Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload);
   void Arrived(const Frame& frame, std::unique_ptr<std::byte[]> payload);  // over TCP
@@ -43,6 +43,9 @@ class Inbox {
   bool owes() const { return !again_.empty(); }
   // What this NIC brought and is not known to be there has not arrived: it must come again.
   void Forget(const Nic& nic);
+
+  // This frame was spoiled, and comes again; kNoSeq: one of which nothing is known, but that it is not here.
+  void Await(std::uint64_t seq);
 
   std::uint64_t due() const { return due_; }
   // Behind the last frame that came over TCP.
@@ -85,6 +88,8 @@ class Inbox {
 
   int peer_;
   bool device_;
+  IntegrityCounts& counts_;
+  std::vector<std::uint64_t> awaited_;  // what was spoiled
   std::array<Arrival, kWindow> arrivals_;
   std::vector<Again> again_;
   std::uint64_t due_ = 0;

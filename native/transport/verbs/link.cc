@@ -31,8 +31,9 @@ VerbsLink::VerbsLink(const VerbsLinkOptions& options, std::span<const std::pair<
       control_socket_(fds, options.peer),
       memory_(Map(2 * rails.size() * options.ring_bytes, options.peer)),
       rails_(MakeRails(rails)),
-      outbox_(rails_, control_socket_, shared.regions, options.ring_bytes, options.peer, options.device),
-      inbox_(options.peer, options.device),
+      outbox_(rails_, control_socket_, shared.regions, options.ring_bytes, options.peer, options.device,
+              shared.tcp->integrity),
+      inbox_(options.peer, options.device, shared.tcp->counts),
       recoveries_(rails.size()) {
   SendHello();
 }
@@ -46,7 +47,7 @@ Rails VerbsLink::MakeRails(std::span<const std::pair<Nic*, std::string>> peers) 
   Rails rails;
   for (const auto& [nic, device] : peers) {
     const auto number = static_cast<int>(rails.size());
-    rails.push_back(std::make_unique<Rail>(*nic, MemoryOf(rails.size()), number, options_.peer, device));
+    rails.push_back(std::make_unique<Rail>(*nic, MemoryOf(rails.size()), number, options_.peer, device, checks()));
   }
   return rails;
 }
@@ -114,6 +115,7 @@ void VerbsLink::CheckWord(WordKind kind, const Word& word) const {
 
 void VerbsLink::OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) {
   ++news_;
+  if ((frame.flags & kFrameChecked) != 0) NoteRight(frame);
   if ((frame.flags & (kFrameProbe | kFrameInvite | kFrameProved)) == 0) {
     return inbox_.Arrived(rail, index, frame, payload);
   }
@@ -126,6 +128,23 @@ void VerbsLink::OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, con
   if ((frame.flags & kFrameProved) != 0) TakeUp(rail);
   rail.Release(index, false);
 }
+
+// As a rail that fails: what it brought and what is not confirmed comes again, by another way. One that is still being
+// tried has nothing to lose.
+void VerbsLink::OnSpoiled(Rail& rail, const Frame* frame) {
+  const std::string what =
+      frame == nullptr ? "a frame's header"
+                       : std::to_string(frame->nbytes) + " bytes of a message of " + std::to_string(frame->total);
+  const std::string why = "what rank " + std::to_string(options_.peer) + " sent was spoiled on the way: " + what +
+                          " came with a wrong checksum (CRC32C)";
+  rail.Kill(rail.Name() + ": " + why);
+  if (state_ != State::kUp || rails_[static_cast<std::size_t>(rail.number())].get() != &rail) return;
+  shared_.tcp->counts.spoiled += 1;
+  if (spoils_.Add(NowNs())) throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: " + why + spoils_.Times());
+  inbox_.Await(frame == nullptr ? kNoSeq : frame->seq);
+}
+
+void VerbsLink::NoteRight(const Frame& frame) const { shared_.tcp->counts.checked_bytes += frame.nbytes; }
 
 void VerbsLink::OnDelivered(std::uint64_t seq) {
   ++news_;
@@ -235,17 +254,32 @@ bool VerbsLink::TakeFrame() {
   if (!incoming_) {
     Frame frame{};
     if (!control_socket_.Receive(frame)) return false;
+    if (checks() && frame.check != frame.Sum()) SpoiledOverTcp();
     if (frame.nbytes > options_.ring_bytes || options_.device) {
       throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: a frame that may not come over TCP");
     }
     incoming_ = {frame, std::make_unique_for_overwrite<std::byte[]>(frame.nbytes), 0};
   }
   if (!control_socket_.ReceiveBytes(incoming_->payload.get(), incoming_->frame.nbytes, incoming_->have)) return false;
+  if ((incoming_->frame.flags & kFrameChecked) != 0) {
+    if (Crc32c(0, incoming_->payload.get(), incoming_->frame.nbytes) != incoming_->frame.body) SpoiledOverTcp();
+    NoteRight(incoming_->frame);
+  }
   inbox_.Arrived(incoming_->frame, std::move(incoming_->payload));
   incoming_.reset();
   in_frame_ = false;
   ++news_;
   return true;
+}
+
+// There is no further way.
+void VerbsLink::SpoiledOverTcp() const {
+  shared_.tcp->counts.spoiled += 1;
+  throw Fault(
+      FaultKind::kCorrupt, options_.peer,
+      "verbs: what rank " + std::to_string(options_.peer) +
+          " sent over TCP in the place of lost rails was spoiled on the way: a frame came with a wrong checksum "
+          "(CRC32C)");
 }
 
 void VerbsLink::SendTaken() {

@@ -136,6 +136,7 @@ class VerbsLink final : private RailListener {
   };
 
   void OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) override;
+  void OnSpoiled(Rail& rail, const Frame* frame) override;
   void OnDelivered(std::uint64_t seq) override;
   void OnLost(int rail, std::uint32_t life) override;
 
@@ -171,6 +172,9 @@ class VerbsLink final : private RailListener {
   bool PostClearToSend(ClearToSend& clear_to_send);
 
   [[noreturn]] void LostLast() const;
+  [[noreturn]] void SpoiledOverTcp() const;
+  void NoteRight(const Frame& frame) const;
+  bool checks() const { return shared_.tcp->integrity != Integrity::kOff; }
   void PollRails();
   void Bury(Rail& rail);
   void ReadWords();
@@ -220,6 +224,7 @@ class VerbsLink final : private RailListener {
   std::int64_t wait_until_ = 0;  // for a rail, where none is left
   std::uint32_t lost_ = 0;       // of those, what was in use
   int lost_rails_ = 0;
+  Spoils spoils_;
   bool leaving_ = false;    // nothing more is sent over the control socket
   std::uint64_t news_ = 0;  // grows with whatever a sleeper would want to know
   std::optional<Fault> fault_;

@@ -19,12 +19,14 @@ constexpr std::size_t kTcpFrames = 32;  // that the peer may have to keep
 }  // namespace
 
 Outbox::Outbox(const Rails& rails, ControlSocket& control_socket, Regions& regions, std::size_t ring_bytes, int peer,
-               bool device)
+               bool device, Integrity integrity)
     : rails_(rails),
       control_socket_(control_socket),
       regions_(regions),
       peer_(peer),
       device_(device),
+      checks_(integrity != Integrity::kOff),
+      sample_(integrity),
       fragment_(std::min(kFragment, ring_bytes / 4)),
       kept_(device ? kWindow : 0) {
   for (const auto& rail : rails_) nics_ |= 1u << rail->nic().index();
@@ -122,6 +124,7 @@ Rail* Outbox::Pick(std::size_t n, Frame*& frame) {
 void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,
                   std::size_t n) {
   *frame = {m.signature, m.total, next_, static_cast<std::uint32_t>(n), region != nullptr ? kFrameLent : 0};
+  const bool checked = checks_ && Check(*frame, payload, region);
   Target target{};
   const auto write_to = [&](const ClearToSend& clear_to_send) {
     target = {clear_to_send.address + at, clear_to_send.rkeys[rail.number()]};
@@ -129,7 +132,7 @@ void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* re
   };
   if (device_) {
     write_to(*Wanted(m));
-  } else if (m.total >= kInviteBytes && counters_.clear_to_sends > 0) {
+  } else if (m.total >= kInviteBytes && counters_.clear_to_sends > 0 && !checked) {
     for (std::size_t i = 1; i <= kClearToSends; ++i) {  // it is the latest one, most often
       const ClearToSend& clear_to_send = clear_to_sends_[(counters_.clear_to_sends - i) % kClearToSends];
       if (clear_to_send.signature != m.signature || clear_to_send.total != m.total) continue;
@@ -153,9 +156,21 @@ void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* re
   rail.Post(frame, region != nullptr ? region->Seen(payload) : payload, lkey, target.address != 0 ? &target : nullptr);
 }
 
+// Gives a frame a checksum of its payload, if it is to have one. Such a frame is not written straight to its
+// destination: what was spoiled is not to get there. A device's memory is not the processor's to read.
+bool Outbox::Check(Frame& frame, const std::byte* payload, const Region* region) {
+  if (device_ || (region != nullptr && !region->on_host) || !sample_.Take(frame.total, frame.nbytes)) return false;
+  frame.flags |= kFrameChecked;
+  frame.body = Crc32c(0, payload, frame.nbytes);
+  return true;
+}
+
 std::ptrdiff_t Outbox::PushOverTcp(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
   if (device_ || next_ - oldest_ == kWindow || !TcpHasRoom()) return kWouldBlock;
-  SendOverTcp({m.signature, m.total, next_, static_cast<std::uint32_t>(n), 0}, data, regions_.Find(data, n, nics_));
+  Frame frame{m.signature, m.total, next_, static_cast<std::uint32_t>(n), 0};
+  const Region* region = regions_.Find(data, n, nics_);
+  if (checks_) static_cast<void>(Check(frame, data, region));
+  SendOverTcp(frame, data, region);
   At(next_) = {nullptr, nullptr, nullptr, pushed_, at, messages_, kOverTcp, false, false, false};
   ++next_;
   pushed_ += n;
@@ -171,12 +186,13 @@ bool Outbox::TcpHasRoom() const {
   return over_tcp_ < kTcpFrames && control_socket_.Flush() && !control_socket_.ended();
 }
 
-void Outbox::SendOverTcp(const Frame& frame, const std::byte* payload, const Region* region) {
+void Outbox::SendOverTcp(Frame frame, const std::byte* payload, const Region* region) {
   if (region != nullptr && !region->on_host) {
     throw Fault(
         FaultKind::kSystem, peer_,
         "verbs: the last rail is lost, and what it carried lies in memory of a device, where TCP cannot get it");
   }
+  if (checks_) frame.check = frame.Sum();
   control_socket_.SendFrame(frame, payload);
   ++over_tcp_;
   counters_.tcp_bytes += frame.nbytes;
@@ -258,7 +274,7 @@ void Outbox::Resend() {
 bool Outbox::ResendOverTcp(Sent& sent) {
   if (device_ || !TcpHasRoom()) return false;
   Frame frame = *sent.frame;
-  frame.flags = 0;
+  frame.flags &= kFrameChecked;
   SendOverTcp(frame, sent.payload, sent.region);
   if (sent.region != nullptr) --sent.region->uses;
   sent.frame = nullptr;

@@ -43,7 +43,7 @@ class Outbox {
   // `device`: all memory, here and there, is a GPU's. Then messages wait until they are invited, every one is, and the
   // processor touches none of them.
   Outbox(const Rails& rails, ControlSocket& control_socket, Regions& regions, std::size_t ring_bytes, int peer,
-         bool device);
+         bool device, Integrity integrity);
   ~Outbox();
 
   // As SendEnd's. kWouldBlock: no rail has room.
@@ -106,7 +106,8 @@ class Outbox {
   Rail* Pick(std::size_t n, Frame*& frame);
   std::ptrdiff_t PushOverTcp(const Message& m, std::size_t at, const std::byte* data, std::size_t n);
   bool TcpHasRoom() const;
-  void SendOverTcp(const Frame& frame, const std::byte* payload, const Region* region);
+  bool Check(Frame& frame, const std::byte* payload, const Region* region);
+  void SendOverTcp(Frame frame, const std::byte* payload, const Region* region);
   bool ResendOverTcp(Sent& sent);
   bool NoRails() const;
   void Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,
@@ -117,6 +118,8 @@ class Outbox {
   Regions& regions_;
   int peer_;
   bool device_;
+  bool checks_;
+  FrameSample sample_;
   std::uint32_t nics_ = 0;  // bit mask of those that the rails use
   std::size_t fragment_;
   std::array<Sent, kWindow> sent_;

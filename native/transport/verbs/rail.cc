@@ -32,12 +32,13 @@ std::size_t SlotBytes(std::size_t n) { return kAlign + (n + kAlign - 1) / kAlign
 
 }  // namespace
 
-Rail::Rail(Nic& nic, const RailMemory& memory, int number, int peer, std::string peer_device)
+Rail::Rail(Nic& nic, const RailMemory& memory, int number, int peer, std::string peer_device, bool checks)
     : nic_(nic),
       memory_(memory),
       number_(number),
       peer_(peer),
       peer_device_(std::move(peer_device)),
+      checks_(checks),
       psn_(std::random_device{}() & 0xffffff),
       bytes_per_ns_(nic.info().gbps / 8) {
   try {
@@ -166,6 +167,7 @@ Frame* Rail::Slot(std::size_t n) {
 void Rail::Post(Frame* frame, const std::byte* payload, std::uint32_t lkey, const Target* target) {
   const std::size_t offset = place_ % memory_.ring_bytes;
   const std::uint32_t nbytes = frame->nbytes;
+  if (checks_) frame->check = frame->Sum();
   pos_ = place_ + SlotBytes(nbytes);
   flights_[posted_ % kRailDepth] = {frame->seq, pos_};
   ibv::Sge sge[2] = {{reinterpret_cast<std::uintptr_t>(frame), sizeof(Frame), staging_mr_->lkey},
@@ -347,6 +349,7 @@ void Rail::PollRecv(RailListener& listener) {
         PostRecvs();
       }
       Receive(ntohl(wcs[i].imm_data), listener);
+      if (!alive()) return;
     }
   } while (n == kBatch);
   if (grant_due_ && n >= 0) Grant();
@@ -371,7 +374,11 @@ void Rail::Receive(std::uint32_t imm, RailListener& listener) {
   const std::byte* payload = memory_.ring + offset + kAlign;
   Frame frame;
   std::memcpy(&frame, payload - sizeof frame, sizeof frame);
+  if (checks_ && frame.check != frame.Sum()) return listener.OnSpoiled(*this, nullptr);
   if (frame.nbytes > memory_.ring_bytes - offset - kAlign) Corrupt("a frame outside of the ring");
+  if ((frame.flags & kFrameChecked) != 0 && Crc32c(0, payload, frame.nbytes) != frame.body) {
+    return listener.OnSpoiled(*this, &frame);
+  }
   sizes_[arrived_ % kRailDepth] = static_cast<std::uint32_t>(SlotBytes(frame.nbytes));
   ++counters_.received;
   listener.OnFrame(*this, arrived_++, frame, payload);

@@ -61,6 +61,8 @@ class RailListener {
  public:
   virtual ~RailListener() = default;
   virtual void OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) = 0;
+  // What came has a wrong checksum: of the header, or of that frame's payload. The rail must not go on.
+  virtual void OnSpoiled(Rail& rail, const Frame* frame) = 0;
   virtual void OnDelivered(std::uint64_t seq) = 0;  // the peer is done with this frame
   // The peer found this rail dead, that was in use for the `life`th time.
   virtual void OnLost(int rail, std::uint32_t life) = 0;
@@ -69,7 +71,8 @@ class RailListener {
 class Rail {
  public:
   // Where the queue pair cannot be made, the rail is born dead.
-  Rail(Nic& nic, const RailMemory& memory, int number, int peer, std::string peer_device);
+  // `checks`: frames bear checksums, and those that do not fit theirs are reported.
+  Rail(Nic& nic, const RailMemory& memory, int number, int peer, std::string peer_device, bool checks);
   ~Rail();
   Rail(const Rail&) = delete;
   Rail& operator=(const Rail&) = delete;
@@ -185,6 +188,7 @@ class Rail {
   int number_;
   int peer_;
   std::string peer_device_;
+  bool checks_;
   bool armed_ = false;
   std::string error_;
   std::uint32_t psn_;
