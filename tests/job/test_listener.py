@@ -381,13 +381,13 @@ def test_nothing_is_left_behind() -> None:
 def test_the_rate_of_interfaces_is_what_the_system_says_of_all(tmp_path: Path) -> None:
     says = {"eth0": "10000\n", "eth1": "2500\n", "tap0": "-1\n", "old0": "4294967295\n", "off0": "0\n"}
     for name, told in says.items():
-        (tmp_path / "class/net" / name).mkdir(parents=True)
-        (tmp_path / "class/net" / name / "speed").write_text(told)
-    (tmp_path / "class/net/lo/speed").mkdir(parents=True)  # where the kernel says no number, reading fails
-    assert total_rate(["eth0"], tmp_path) == 10_000
-    assert total_rate(["eth0", "eth1"], tmp_path) == 12_500
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "speed").write_text(told)
+    (tmp_path / "lo/speed").mkdir(parents=True)  # where the kernel says no number, reading fails
+    assert total_rate(["eth0"], str(tmp_path)) == 10_000
+    assert total_rate(["eth0", "eth1"], str(tmp_path)) == 12_500
     for unknown in ("tap0", "old0", "off0", "lo", "gone0"):
-        assert total_rate(["eth0", unknown], tmp_path) == 0
+        assert total_rate(["eth0", unknown], str(tmp_path)) == 0
 
 
 def test_stripes_have_the_rates_of_their_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,7 +235,7 @@ class _Place:
     """Where a collective runs, and how long there is what an algorithm takes."""
 
     def __init__(self, collective: Collective, topology: Topology, machine: Machine) -> None:
-        self.machine = machine = machine.on(topology)
+        self.machine = machine = machine.on(topology) if len(topology.hosts) > 1 else machine
         self.crowding, self.collective = topology.crowding, collective.plain
         self.hosts = hosts = topology.hosts
         self.size = topology.size

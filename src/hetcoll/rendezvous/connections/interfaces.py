@@ -7,7 +7,6 @@ import ipaddress
 import socket
 import struct
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 from ...config.variables import InterfaceFilter
@@ -17,7 +16,7 @@ from ...errors import InitError
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
 _IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40
 _IFREQ = struct.Struct("16s24x")
-_SYSFS = Path("/sys")
+_NET = "/sys/class/net"
 _NOT_SAID = (1 << 32) - 1  # -1 of older kernels
 _VIRTUAL = ("docker", "virbr")  # bridges to this host's own guests: a last resort, as in NCCL
 
@@ -81,13 +80,14 @@ def _ipv6_addresses() -> dict[str, list[str]]:
     return found
 
 
-def total_rate(names: Iterable[str], sysfs: Path = _SYSFS) -> int:
+def total_rate(names: Iterable[str], folder: str = _NET) -> int:
     """The sum of what the system says of these interfaces, in Mbit/s; 0 where it does not say it of each: of some
     virtual ones, and where there is no carrier. veth(4) says 10000, whatever carries it on."""
     total = 0
     for name in names:
         try:
-            rate = int((sysfs / "class/net" / name / "speed").read_text())
+            with open(f"{folder}/{name}/speed") as file:
+                rate = int(file.read())
         except (OSError, ValueError):  # loopback has a file that cannot be read
             return 0
         if not 0 < rate < _NOT_SAID:

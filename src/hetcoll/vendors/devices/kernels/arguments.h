@@ -4,7 +4,6 @@
 namespace hetcoll {
 
 constexpr unsigned kOneshotRanks = 16;
-constexpr unsigned kAwaited = 32;  // bytes from a rank's abort word to a byte for each rank for which its kernels wait
 
 // The ranks of one host that reduce small messages among themselves. Every rank has an area of 2 * `words` words in
 // memory that all devices have mapped, zeroed at first; `areas` lists them in rank order, in the same way everywhere.
@@ -14,7 +13,7 @@ struct Oneshot {
   unsigned long long count;
   unsigned long long* areas[kOneshotRanks];
   unsigned* state;   // two words of this device's memory, zeroed at first: calls made, blocks done in this call
-  unsigned* abort;   // a word of mapped memory: when it is not 0, the kernel gives up; see kAwaited
+  unsigned* abort;   // a word of mapped memory: when it is not 0, the kernel gives up; see waits.h
   int rank, size;    // 2 <= size <= kOneshotRanks
   unsigned divisor;  // of sums; 1: none
   unsigned words;    // in a half of an area: at least count * itemsize / 4, rounded up to whole elements

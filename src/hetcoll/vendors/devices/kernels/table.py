@@ -14,7 +14,7 @@ from .source import module_of, source
 
 log = logging.getLogger("hetcoll")
 
-ONESHOT_RANKS, AWAITED = 16, 32  # kOneshotRanks, kAwaited of arguments.h
+ONESHOT_RANKS, AWAITED = 16, 32  # kOneshotRanks of arguments.h, kAwaited of waits.h
 MESSAGES, MESSAGE_BLOCKS, MESSAGE_THREADS = 2 * (ONESHOT_RANKS - 1), 32, 256  # kMessages, kMessageBlocks
 _WORD_SLOT, _PACK_SLOT, _RING_SLOTS = 4096, 8192, 8  # of messages.h
 MESSAGE_WORDS = MESSAGE_BLOCKS * _WORD_SLOT // 2  # bytes of a message up to which it is words
