@@ -58,7 +58,7 @@ bool VerbsLink::PostClearToSend(ClearToSend& clear_to_send) {
     if (frame == nullptr) continue;
     *frame = {0, 0, kNoSeq, sizeof(ClearToSend), kFrameInvite};
     clear_to_send.taken = inbox_.due();
-    std::memcpy(frame + 1, &clear_to_send, sizeof clear_to_send);
+    std::memcpy(static_cast<void*>(frame + 1), &clear_to_send, sizeof clear_to_send);
     if (checks()) {
       frame->flags |= kFrameChecked;
       frame->body = Crc32c(0, frame + 1, sizeof clear_to_send);
