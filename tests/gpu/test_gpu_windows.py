@@ -256,6 +256,7 @@ def behind_a_stream(comm: hetcoll.Communicator) -> None:
         comm.barrier()
         window.put(src, comm.rank, signal=2)
         window.wait_signal(2)
+        comm.barrier()  # both have put into their own windows, before what waits for the streams comes there
         if comm.rank == 0:  # one after the other: puts of a rank to another are done in their order
             window.put(np.zeros(0, np.int32), comm.rank, signal=1)
             window.put(np.zeros(0, np.int32), peer, signal=1)
