@@ -270,8 +270,8 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
       const auto number = Number<std::uint64_t>(value);
       if (!number || *number == 0) {
         Refuse(item,
-               "duplicate, drop or close = a message's number from 1, or stall, corrupt, corrupt_every or reset = a "
-               "byte's");
+               "duplicate, drop or close = a message's number from 1, or "
+               "stall, corrupt, corrupt_every or reset = a byte's");
       }
       *which = *number;
     } else if (name == "hold") {
@@ -289,8 +289,7 @@ FaultSpec FaultSpec::Parse(const std::string& text) {
     } else {
       Refuse(item,
              "delay, short, reorder, duplicate, drop, close, stall, hold, corrupt, corrupt_every, reset, rank or seed, "
-             "each = a "
-             "number");
+             "each = a number");
     }
   }
   return spec;

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
+
+
+_Row = type(pytest.param())
 
 
 def parametrize(
@@ -14,7 +16,7 @@ def parametrize(
 ) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize`, whose cases from number `first` on are marked "thorough"."""
     one = isinstance(names, str)
-    rows = [case if isinstance(case, ParameterSet) else pytest.param(*([case] if one else case)) for case in cases]
+    rows = [case if isinstance(case, _Row) else pytest.param(*([case] if one else case)) for case in cases]
     assert 0 <= first < len(rows), "then it is no other than parametrize"
     more = pytest.mark.thorough
     marked = [

@@ -172,7 +172,8 @@ class GpuShare:
             where = replays
         if awaited:
             parts.append(f"a kernel waits for {spell_ranks(awaited)}")
-        return min(awaited or (min(where, key=lambda pair: pair[1])[0],)), "; ".join(parts)
+        behind = min(awaited) if awaited else min(where, key=lambda pair: pair[1])[0]
+        return behind, "; ".join(parts)
 
     def close(self) -> None:
         """Unmap the slots."""
