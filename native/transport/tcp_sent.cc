@@ -6,27 +6,24 @@
 namespace hetcoll {
 namespace {
 
-constexpr std::size_t kFirstSize = std::size_t{16} << 10;  // stays in the L1 cache
-constexpr std::size_t kLargeSize = std::size_t{1} << 20;   // what is larger is given back once it is empty
-constexpr std::size_t kBlock = std::size_t{64} << 10;      // holds what was lent: a checked piece fits
-constexpr std::size_t kSpareBlocks = kLargeSize / kBlock;
+constexpr std::size_t kBlock = std::size_t{16} << 10;  // stays in the L1 cache
 
 }  // namespace
 
 void SentBytes::BeginOwn() {
-  extents_.push_back({total_, nullptr, used_, Where::kOwn});
-  ends_lent_ = false;
+  extents_.push_back({total_, block_->bytes.get() + block_->used, block_, Where::kOwn});
+  goes_on_ = true;
 }
 
 // Between what is checked and what is not lies a header: an extent is one or the other.
 void SentBytes::Lend(const std::byte* data, std::size_t n, bool checked) {
   if (n == 0) return;
-  const bool goes_on = ends_lent_ && !extents_.empty() && extents_.back().lent() &&
-                       extents_.back().data + (total_ - extents_.back().at) == data;
-  if (!goes_on) {
-    extents_.push_back({total_, data, 0, checked ? Where::kChecked : Where::kLent});
+  const bool follows =
+      !extents_.empty() && extents_.back().lent() && extents_.back().data + (total_ - extents_.back().at) == data;
+  if (!follows) {
+    extents_.push_back({total_, data, nullptr, checked ? Where::kChecked : Where::kLent});
     ++lends_;
-    ends_lent_ = true;
+    goes_on_ = false;
   }
   total_ += n;
 }
@@ -40,13 +37,10 @@ void SentBytes::Copy(const std::byte* data, std::size_t n) {
 
 // The first extents are gone. They are taken out once they are many, since that moves those that are left.
 void SentBytes::Pass(std::size_t gone) {
-  std::size_t blocks = 0;
   for (; first_ < gone; ++first_) {
     lends_ -= extents_[first_].lent();
-    blocks += extents_[first_].where == Where::kBlock;
+    extents_[first_].block = nullptr;
   }
-  for (std::size_t i = 0; i < blocks && spare_.size() < kSpareBlocks; ++i) spare_.push_back(std::move(blocks_[i]));
-  blocks_.erase(blocks_.begin(), blocks_.begin() + static_cast<std::ptrdiff_t>(blocks));
   if (first_ * 2 < extents_.size()) return;
   extents_.erase(extents_.begin(), extents_.begin() + static_cast<std::ptrdiff_t>(first_));
   first_ = 0;
@@ -59,23 +53,13 @@ void SentBytes::Forget(std::uint64_t to) {
   while (gone < extents_.size() && End(gone) <= to) ++gone;
   Pass(gone);
   if (extents_.empty()) {
-    used_ = 0;
-    ends_lent_ = true;
-    if (size_ > kLargeSize) {
-      bytes_.reset();
-      size_ = 0;
-    }
+    goes_on_ = false;
     return;
   }
   Extent& first = extents_[first_];
   if (first.at >= to) return;
-  const std::size_t cut = to - first.at;
+  if (first.data != nullptr) first.data += to - first.at;
   first.at = to;
-  if (first.data != nullptr) {
-    first.data += cut;
-  } else {
-    first.place += cut;
-  }
 }
 
 void SentBytes::Drop(std::uint64_t acked) {
@@ -92,46 +76,28 @@ void SentBytes::Drop(std::uint64_t acked) {
     } else {
       --lends_;
     }
-    extents_[i] = {extents_[i].at, nullptr, 0, Where::kNowhere};
+    extents_[i] = {extents_[i].at, nullptr, nullptr, Where::kNowhere};
   }
-}
-
-// Moves what is kept here to the front, in its order.
-void SentBytes::Compact() {
-  std::size_t used = 0;
-  for (std::size_t i = first_; i < extents_.size(); ++i) {
-    Extent& e = extents_[i];
-    if (e.where != Where::kOwn) continue;
-    const std::size_t n = End(i) - e.at;
-    if (e.place != used) std::memmove(bytes_.get() + used, bytes_.get() + e.place, n);
-    e.place = used;
-    used += n;
-  }
-  used_ = used;
-}
-
-void SentBytes::Grow(std::size_t size) {
-  if (size <= size_) return;
-  std::unique_ptr<std::byte[]> larger(new std::byte[size]);
-  if (used_ > 0) std::memcpy(larger.get(), bytes_.get(), used_);
-  bytes_ = std::move(larger);
-  size_ = size;
 }
 
 void SentBytes::MakeRoom(std::size_t n) {
-  Compact();
-  // Twice as much as is needed, or the next message would move all of it again.
-  if (used_ + n > size_ / 2) Grow(std::max({kFirstSize, 2 * size_, 2 * (used_ + n)}));
+  goes_on_ = false;
+  if (block_.use_count() == 1 && block_->size >= n) {  // nobody needs what is in it any more
+    block_->used = 0;
+    return;
+  }
+  const std::size_t size = std::max(kBlock, n);
+  block_ = std::make_shared<Block>(std::unique_ptr<std::byte[]>(new std::byte[size]), size);
 }
 
 void SentBytes::KeepExtent(const Extent& e, std::uint64_t end, std::vector<Extent>& kept) {
   for (std::uint64_t at = e.at; at < end;) {
-    const std::size_t n = std::min<std::size_t>(kBlock, end - at);
-    if (spare_.empty()) spare_.emplace_back(new std::byte[kBlock]);
-    blocks_.push_back(std::move(spare_.back()));
-    spare_.pop_back();
-    std::memcpy(blocks_.back().get(), e.data + (at - e.at), n);
-    kept.push_back({at, blocks_.back().get(), 0, Where::kBlock});
+    if (Place(1) == nullptr) MakeRoom(1);
+    const std::size_t n = std::min<std::size_t>(block_->size - block_->used, end - at);
+    std::byte* to = Place(n);
+    std::memcpy(to, e.data + (at - e.at), n);
+    block_->used += n;
+    kept.push_back({at, to, block_, Where::kOwn});
     at += n;
   }
 }
@@ -151,6 +117,15 @@ void SentBytes::Keep() {
   extents_.resize(from);
   extents_.insert(extents_.end(), kept.begin(), kept.end());
   lends_ = 0;
+  goes_on_ = false;
+}
+
+std::size_t SentBytes::kept() const {
+  std::size_t n = 0;
+  for (std::size_t i = first_; i < extents_.size(); ++i) {
+    if (extents_[i].where == Where::kOwn) n += End(i) - extents_[i].at;
+  }
+  return n;
 }
 
 bool SentBytes::Holds(std::uint64_t from, std::uint64_t to) const {
@@ -166,7 +141,7 @@ std::span<const std::byte> SentBytes::From(std::uint64_t at) const {
     const Extent& e = extents_[i];
     if (at < e.at || at >= End(i)) continue;
     if (e.where == Where::kNowhere) return {};
-    return {Bytes(e) + (at - e.at), static_cast<std::size_t>(End(i) - at)};
+    return {e.data + (at - e.at), static_cast<std::size_t>(End(i) - at)};
   }
   return {};
 }

@@ -23,10 +23,12 @@ class SentBytes {
   bool lends() const { return lends_ > 0; }
 
   // Where n bytes may be put together, if there is room; `Took` says how many of them were sent.
-  std::byte* Place(std::size_t n) { return used_ + n <= size_ ? bytes_.get() + used_ : nullptr; }
+  std::byte* Place(std::size_t n) {
+    return block_ != nullptr && block_->used + n <= block_->size ? block_->bytes.get() + block_->used : nullptr;
+  }
   void Took(std::size_t n) {
-    if (ends_lent_) BeginOwn();
-    used_ += n;
+    if (!goes_on_) BeginOwn();
+    block_->used += n;
     total_ += n;
   }
   // n bytes were sent from `data`, which stays as it is until `Keep`.
@@ -43,40 +45,42 @@ class SentBytes {
   // Nothing is lent any more.
   void Keep();
 
+  // How many bytes of memory of its own hold what may be asked for.
+  std::size_t kept() const;
   // Whether all bytes [from, to) are there.
   bool Holds(std::uint64_t from, std::uint64_t to) const;
   // Bytes from `at` on that lie side by side; none at the end of the stream, or where they were dropped.
   std::span<const std::byte> From(std::uint64_t at) const;
 
  private:
-  enum class Where : std::uint8_t { kOwn, kLent, kChecked, kBlock, kNowhere };  // kChecked is lent, too
+  // Holds bytes of one or more extents, and is given back with the last of them.
+  struct Block {
+    std::unique_ptr<std::byte[]> bytes;
+    std::size_t size;
+    std::size_t used = 0;
+  };
+
+  enum class Where : std::uint8_t { kOwn, kLent, kChecked, kNowhere };  // kChecked is lent, too
 
   // From `at` up to the next one's, or to the end of the stream.
   struct Extent {
     std::uint64_t at;
-    const std::byte* data;  // null: it is in `bytes_`, or nowhere
-    std::size_t place;      // in `bytes_`
+    const std::byte* data;         // null: nowhere
+    std::shared_ptr<Block> block;  // in which it is, where it is kOwn
     Where where;
 
     bool lent() const { return where == Where::kLent || where == Where::kChecked; }
   };
   std::uint64_t End(std::size_t i) const { return i + 1 < extents_.size() ? extents_[i + 1].at : total_; }
-  const std::byte* Bytes(const Extent& e) const { return e.where == Where::kOwn ? bytes_.get() + e.place : e.data; }
   void BeginOwn();
-  void Compact();
-  void Grow(std::size_t size);
   void Pass(std::size_t gone);
   void KeepExtent(const Extent& e, std::uint64_t end, std::vector<Extent>& kept);
 
-  std::unique_ptr<std::byte[]> bytes_;
-  std::size_t size_ = 0;
-  std::size_t used_ = 0;
+  std::shared_ptr<Block> block_;  // the one that is filled now
+  bool goes_on_ = false;          // the last extent ends where that is filled to
   std::vector<Extent> extents_;
-  std::size_t first_ = 0;                             // of them; those before are gone
-  std::vector<std::unique_ptr<std::byte[]>> blocks_;  // of kBlock, in the order of the stream
-  std::vector<std::unique_ptr<std::byte[]>> spare_;
+  std::size_t first_ = 0;  // of them; those before are gone
   std::size_t lends_ = 0;  // extents that are lent
-  bool ends_lent_ = true;  // the last extent is not in `bytes_`; or there is none
   std::uint64_t base_ = 0;
   std::uint64_t total_ = 0;
 };

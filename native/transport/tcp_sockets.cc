@@ -145,6 +145,7 @@ void Sockets::NoteOdd() {
 void Sockets::Count(Holdings& held) const {
   for (const Stripe& s : stripes_) {
     if (s.fd >= 0) CountSocket(s.fd, held);
+    held.socket_bytes += s.sent.kept();
   }
 }
 

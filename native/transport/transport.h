@@ -63,7 +63,7 @@ inline Fault WrongFrame(const Message& due, std::uint64_t signature, std::size_t
 class Team;
 
 // What a link holds beside the memory of its users. Of sockets, `socket_bytes` is what the kernel may keep in them, in
-// both directions.
+// both directions, and copies of what may have to be sent again.
 struct Holdings {
   std::size_t descriptors = 0;
   std::size_t socket_bytes = 0;
