@@ -14,11 +14,11 @@ from hetcoll.config.variables import DeviceChoice, DeviceFilter, InterfaceFilter
 from hetcoll.errors import ArgumentError, CommunicationError
 from hetcoll.health.desync_report import Answer, Called, Wait
 from hetcoll.links.edges import Address, pack_addresses, unpack_addresses
-from hetcoll.links.introduction import Process
+from hetcoll.links.introduction import Process, Reach, read_cards
 from hetcoll.plan import cluster, tuned
 from hetcoll.plan.algorithms import find
 from hetcoll.rendezvous.connections.auth import CLAIM, Challenge, Response, Service, greeting_context
-from hetcoll.rendezvous.protocol.columns import pack_columns, unpack_columns
+from hetcoll.rendezvous.protocol.columns import Column, pack_columns, unpack_columns
 from hetcoll.rendezvous.protocol.past import Answered, Past
 from hetcoll.rendezvous.protocol.routes import Entry as Way
 from hetcoll.rendezvous.protocol.routes import extend_up, pack_down, pack_up, unpack_down, unpack_up
@@ -126,6 +126,11 @@ TARGETS: dict[str, Target] = {
     "a greeting": Target(_greet, (_GREETING,), ()),
     "addresses": Target(
         unpack_addresses, (pack_addresses([Address("127.0.0.1", 4000, "lo", b"t" * 16)]),), (CommunicationError,)
+    ),
+    "cards": Target(
+        lambda data: read_cards(Column([data], [0])),
+        (Reach((), (), "none", (1000, 0)).telling().shared[0],),
+        (CommunicationError,),
     ),
     "a process": Target(Process.read, (bytes(24) + b"host",), (CommunicationError,)),
     "a status report": Target(Answer.decode, (_ANSWER.encode(),), (CommunicationError,)),

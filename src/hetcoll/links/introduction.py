@@ -183,6 +183,9 @@ def read_cards(column: Column) -> list[Cards]:
     return column.each(_read_cards)
 
 
+@parser("what a rank tells of its cards")
 def _read_cards(value: bytes) -> Cards:
     nics, no_nics, tcp, rdma = json.loads(value)
+    if not (isinstance(tcp, int) and isinstance(rdma, int)):
+        raise TypeError(f"rates: wanted whole numbers, got {tcp} and {rdma}")
     return Cards(tuple(Nic(**nic) for nic in nics), no_nics, (tcp, rdma))
