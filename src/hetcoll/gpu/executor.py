@@ -126,7 +126,7 @@ class GpuExecutor:
             if self._edges.one_host and not self._islands.whole and all(gpu.vendor for gpu in share.gpus):
                 self._one_kernel = OneKernel(self._queue, device, share, self._state, wiring.rank, wiring.size)
             self._watch = GpuWatch(
-                self._settled,
+                lambda: self.idle,
                 share.awaited,
                 self._edges.progress,
                 self._islands.error,
@@ -222,7 +222,7 @@ class GpuExecutor:
 
         def make(count: int) -> Residual | None:
             try:
-                made = Residual(self._device, 4 * count, self._settled)
+                made = Residual(self._device, 4 * count, lambda: self.idle)
             except DeviceError:  # the GPU is full; the call goes on, since other ranks may be in it
                 return None
             clear(self._device, made.address, made.nbytes)
@@ -334,11 +334,7 @@ class GpuExecutor:
 
     @property
     def idle(self) -> bool:
-        """Whether everything enqueued so far is done."""
-        return self._settled()
-
-    def _settled(self) -> bool:
-        """Whether nothing is under way. A device that has failed ends the communicator, and does nothing more."""
+        """Whether everything enqueued so far is done. A device that has failed ends the communicator, and is idle."""
         if self._engine.forked:
             raise ClosedError("this communicator belongs to the parent of this forked process")
         try:
