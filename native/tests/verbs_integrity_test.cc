@@ -93,6 +93,7 @@ void SpoiledDirectly() {
       CHECK(direct == 0, "%zu bytes were not checked", std::size_t{direct});
       CHECK(counted.spoiled > 0 && counted.spoiled == counted.resent, "%zu and %zu", std::size_t{counted.spoiled},
             std::size_t{counted.resent});
+      CHECK(counted.spoiled <= 4, "%zu of 4", std::size_t{counted.spoiled});
     } else {
       CHECK(direct > 0, "nothing was written straight");
     }
@@ -104,6 +105,41 @@ void SpoiledDirectly() {
       CHECK(counted.checked == 0, "nothing is checked");
     }
   }
+}
+
+// What a lost rail had brought comes twice, from memory that its sender has written to meanwhile: in place a rank
+// writes what it is sent back where it sent from, and may not have heard yet that the first came. That is nothing
+// spoiled.
+void SpoiledInPlace() {
+  Job job({.size = 2, .over = Over::kVerbs, .rails = 2, .recovery_ns = 1'000'000, .integrity = Integrity::kAll});
+  Settle(job);
+  constexpr std::size_t kCount = (1 << 20) / 8;
+  const Bytes want = Sum(2, kCount, DType::kInt64);
+  std::uint64_t spoiled = 0;
+  job.Run([&](int rank, Engine& e) {
+    Bytes buffer = Input(rank, kCount, DType::kInt64);
+    const Bytes in = buffer;
+    Registered memory(job, rank, 2, buffer);
+    const auto shape = BindAllreduce(e, 2, rank, RingAllreduce, DType::kInt64, kCount);
+    for (int round = 0; round < 7; ++round) {
+      if (rank == 0) {
+        job.fabric().Change(round % 4, [&](FakeNic& nic) {
+          spoiled += nic.corrupt_after < 0;
+          nic.corrupt_after = 1 + round % 3;
+        });
+      }
+      for (int again = 0; again < 4; ++again) {
+        std::copy(in.begin(), in.end(), buffer.begin());
+        CHECK(RunToEnd(e, shape, buffer.data(), buffer.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
+        CHECK(Same(buffer, want), "round %d", round);
+      }
+    }
+    memory.End();
+  });
+  for (int k = 0; k < 4; ++k) job.fabric().Change(k, [&](FakeNic& nic) { spoiled -= nic.corrupt_after >= 0; });
+  const Counted counted = CountedBy(job);
+  CHECK(counted.spoiled == spoiled && counted.resent == spoiled, "%zu were, %zu are said to be, %zu came again",
+        std::size_t{spoiled}, std::size_t{counted.spoiled}, std::size_t{counted.resent});
 }
 
 // A device that always spoils is an error that names the edge.
@@ -150,6 +186,7 @@ void SpoilingForEver() {
 constexpr Scenario kScenarios[] = {
     {"spoiled", SpoiledFrames},
     {"directly", SpoiledDirectly},
+    {"in place", SpoiledInPlace},
     {"forever", SpoilingForEver},
 };
 

@@ -21,6 +21,8 @@ class Inbox {
   void Arrived(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload);
   void Arrived(const Frame& frame, std::unique_ptr<std::byte[]> payload);  // over TCP
 
+  // Whether this frame came, and is here or was consumed.
+  bool Has(std::uint64_t seq) const { return seq < due_ || (seq < due_ + kWindow && At(seq).present); }
   // Whether the frame that is due is here.
   bool ready() const { return At(due_).present; }
   // Up to n bytes of the message that is due: its frame must be here. Throws Fault where it is of another one.

@@ -262,8 +262,11 @@ bool VerbsLink::TakeFrame() {
   }
   if (!control_socket_.ReceiveBytes(incoming_->payload.get(), incoming_->frame.nbytes, incoming_->have)) return false;
   if ((incoming_->frame.flags & kFrameChecked) != 0) {
-    if (Crc32c(0, incoming_->payload.get(), incoming_->frame.nbytes) != incoming_->frame.body) SpoiledOverTcp();
-    NoteRight(incoming_->frame);
+    if (Crc32c(0, incoming_->payload.get(), incoming_->frame.nbytes) == incoming_->frame.body) {
+      NoteRight(incoming_->frame);
+    } else if (!Has(incoming_->frame)) {  // else as in Rail::Receive
+      SpoiledOverTcp();
+    }
   }
   inbox_.Arrived(incoming_->frame, std::move(incoming_->payload));
   incoming_.reset();

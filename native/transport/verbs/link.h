@@ -136,6 +136,7 @@ class VerbsLink final : private RailListener {
   };
 
   void OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) override;
+  bool Has(const Frame& frame) const override { return inbox_.Has(frame.seq); }
   void OnSpoiled(Rail& rail, const Frame* frame) override;
   void OnDelivered(std::uint64_t seq) override;
   void OnLost(int rail, std::uint32_t life) override;

@@ -61,6 +61,8 @@ class RailListener {
  public:
   virtual ~RailListener() = default;
   virtual void OnFrame(Rail& rail, std::uint64_t index, const Frame& frame, const std::byte* payload) = 0;
+  // Whether this frame came before, whichever way.
+  virtual bool Has(const Frame& frame) const = 0;
   // What came has a wrong checksum: of the header, or of that frame's payload. The rail must not go on.
   virtual void OnSpoiled(Rail& rail, const Frame* frame) = 0;
   virtual void OnDelivered(std::uint64_t seq) = 0;  // the peer is done with this frame
