@@ -314,7 +314,7 @@ def planned_cases(draw: st.DrawFn) -> tuple[int, Case, str, dict[str, Any]]:
 
 
 @given(planned_cases())
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_engine_does_what_the_plans_say(pool: Pool, drawn: tuple[int, Case, str, dict[str, Any]]) -> None:
     size, case, name, link = drawn
     got = pool(size).run(run_planned, case, {"algo": name, **link})
