@@ -18,15 +18,20 @@ inline std::uint32_t Hash(std::uint64_t x) {
 
 // Each seed has its own, and no two words of one are likely to be the same.
 inline Bytes Pattern(std::size_t n, unsigned seed) {
+  const auto word = [seed](std::size_t i) { return Hash(i * 31 + seed) * std::uint64_t{0x9e3779b97f4a7c15u}; };
   Bytes out(n);
-  for (std::size_t i = 0; i < n; i += sizeof(std::uint64_t)) {
-    const std::uint64_t word = Hash(i * 31 + seed) * std::uint64_t{0x9e3779b97f4a7c15u};
-    std::memcpy(out.data() + i, &word, n - i < sizeof word ? n - i : sizeof word);
+  std::size_t i = 0;
+  for (; n - i >= sizeof(std::uint64_t); i += sizeof(std::uint64_t)) {
+    const std::uint64_t whole = word(i);
+    std::memcpy(out.data() + i, &whole, sizeof whole);  // a store: of a length that is known
   }
+  const std::uint64_t rest = word(i);
+  if (i < n) std::memcpy(out.data() + i, &rest, n - i);
   return out;
 }
 
-inline bool Same(const Bytes& a, const Bytes& b) {
+// The library's compares byte by byte.
+inline bool operator==(const Bytes& a, const Bytes& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size()) == 0);
 }
 

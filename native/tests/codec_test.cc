@@ -39,7 +39,7 @@ void Sums(Job& job, DType dtype, Format format, std::size_t count) {
       std::shared_ptr<Task> task = e.Submit(shape, in.data(), out.data(), feedback ? residual.data() : nullptr);
       CHECK(e.Drive(*task, DeadlineNs(kPatience)) == Outcome::kDone, "%s", e.failure().text.c_str());
       CHECK(out == want, "type %d, format %d, count %zu, rank %d", int(dtype), int(format), count, rank);
-      CHECK(residual == std::vector<float>(count), "nothing is lost of these numbers");
+      CHECK(std::ranges::all_of(residual, [](float lost) { return lost == 0; }), "nothing is lost of these numbers");
     }
   });
 }
@@ -77,7 +77,7 @@ void CompressedSums() {
                               {.over = Over::kVerbs, .rails = 2}};
   for (const JobOptions& options : links) {
     Job job(options);
-    for (const std::size_t count : {0, 1, 2, 63, 64, 65, 1009, 300007}) {
+    for (const std::size_t count : {0, 1, 2, 63, 64, 65, 1009, 100003}) {
       Sums(job, DType::kFloat32, Format::kBf16, count);
       Sums(job, DType::kFloat32, Format::kInt8, count);  // sums of two ranks are below 127
       Sums(job, DType::kFloat16, Format::kInt8, count);

@@ -1,6 +1,9 @@
 // Makes the TCP sockets of a job's engines again, as src/hetcoll/links/mending.py does between processes.
 #pragma once
 
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <random>
 
 #include "harness.h"

@@ -1,5 +1,7 @@
 // Ranks without a GPU among those with one: engines at one end of a slot or of a proxy, streams at the other.
 
+#include <unistd.h>
+
 #include "gpus.h"
 
 namespace hetcoll::testing {
@@ -117,12 +119,11 @@ void SlotsWithHelpers() {
     const auto send = MakeSlotSend(slots, team);
     const auto recv = MakeSlotRecv(slots, team);
     CHECK(recv->team() == team.get(), "its reductions are shared as well");
-    for (std::size_t turn = 0; turn < 200; ++turn) {
+    for (std::size_t turn = 0; turn < 60; ++turn) {
       const std::size_t total = turn % 5 == 0 ? kBytes : 1 + turn * 7919 % kBytes;
       const hetcoll::Message message{turn, total};
-      Bytes from(total);
+      const Bytes from = Pattern(total, static_cast<unsigned>(turn));
       Bytes to(total);
-      for (std::size_t i = 0; i < total; ++i) from[i] = static_cast<std::byte>(i * 31 / 7 + turn);
       for (std::size_t at = 0; at < total;) {
         at += static_cast<std::size_t>(send->Push(message, at, from.data() + at, total - at));
       }

@@ -87,10 +87,10 @@ void TimedMessages() {
       CHECK(pair.a[0].send->Push(m, 0, data.data(), m.total) == std::ptrdiff_t(m.total), "message %d", i);
       CHECK((pair.a[0].send->Lent() > 0) == read, "message %d goes another way than was asked for", i);
       lent += read;
-      CHECK(Same(ReceiveAll(*pair.b[0].recv, m), data) && pair.a[0].send->Lent() == 0, "message %d", i);
+      CHECK(ReceiveAll(*pair.b[0].recv, m) == data && pair.a[0].send->Lent() == 0, "message %d", i);
       if (!m.mutual) continue;
       CHECK(pair.b[0].send->Push(m, 0, data.data(), m.total) == std::ptrdiff_t(m.total), "answer %d", i);
-      CHECK(Same(ReceiveAll(*pair.a[0].recv, m), data), "answer %d", i);
+      CHECK(ReceiveAll(*pair.a[0].recv, m) == data, "answer %d", i);
     }
     CHECK(lent >= trial - 1 && lent <= trial + 4, "%d were read", lent);  // all but the first
   }
@@ -104,7 +104,7 @@ void FalseBands() {
     Pair pair(std::size_t{2} << 20, {SlotStores::kCached, PrivateReads::kAuto, true});
     pair.a[0].send->Push(m, 0, data.data(), m.total);
     pair.line(0, 0).where.band = static_cast<std::int8_t>(band);
-    CHECK(Same(ReceiveAll(*pair.b[0].recv, m), data), "band %d", band);
+    CHECK(ReceiveAll(*pair.b[0].recv, m) == data, "band %d", band);
   }
 }
 

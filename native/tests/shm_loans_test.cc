@@ -55,7 +55,7 @@ void LendOn(Three& three, const Frame& m) {
   CHECK(on.Lent() == 0, "it is not this one's memory");
   CHECK(from.Lent() == kBytes, "its owner has it back when all have read it");
   CHECK(three.third->loans().returned.empty() && !from.FinalWithoutPeer(), "not before");
-  CHECK(Same(ReceiveAll(*three.got[0].recv, m), sum), "the sum");
+  CHECK(ReceiveAll(*three.got[0].recv, m) == sum, "the sum");
   CHECK(three.third->loans().returned == std::vector{0}, "its owner is to be told");
   CHECK(from.Lent() == 0 && from.FinalWithoutPeer() && on.Lent() == 0, "it is home");
   three.third->loans().returned.clear();

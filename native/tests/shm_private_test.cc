@@ -41,7 +41,7 @@ void Carry(Pair& pair, unsigned seed) {
   std::size_t at = 0;
   Send(*pair.a[0].send, kLoan, data, [&] { at = Receive(*pair.b[0].recv, kLoan, got, at); });
   at = Receive(*pair.b[0].recv, kLoan, got, at);
-  CHECK(at == kLarge && Same(got, data) && pair.a[0].send->Lent() == 0, "message %u: %zu bytes", seed, at);
+  CHECK(at == kLarge && got == data && pair.a[0].send->Lent() == 0, "message %u: %zu bytes", seed, at);
 }
 
 Pair Introduced(PrivateReads reads, SlotStores stores = SlotStores::kClaimed) {
@@ -62,7 +62,7 @@ void Private() {
   Send(*pair.a[0].send, kLoan, data, [] { CHECK(false, "what is lent needs no slots"); });
   CHECK(pair.a[0].send->Lent() == kLarge, "%zu are lent", pair.a[0].send->Lent());
   for (char& byte : std::span(reinterpret_cast<char*>(data.data()), data.size())) ++byte;  // it was not copied
-  CHECK(Receive(*pair.b[0].recv, kLoan, got, 0) == kLarge && Same(got, data), "the bytes as they are now");
+  CHECK(Receive(*pair.b[0].recv, kLoan, got, 0) == kLarge && got == data, "the bytes as they are now");
   CHECK(pair.a[0].send->Lent() == 0, "given back");
 
   Send(*pair.a[0].send, kLoan, data, [] {});
@@ -88,7 +88,7 @@ void Private() {
       taken = Receive(*pair.b[0].recv, m, got, taken);
     });
     CHECK((pair.a[0].send->Lent() == kLarge) == lent, "message %d", int(m.signature));
-    CHECK(Receive(*pair.b[0].recv, m, got, taken) == kLarge && Same(got, data), "message %d", int(m.signature));
+    CHECK(Receive(*pair.b[0].recv, m, got, taken) == kLarge && got == data, "message %d", int(m.signature));
   }
 }
 
@@ -128,7 +128,7 @@ void NotPrivate() {
     std::size_t taken = 0;
     Send(*either.a[0].send, m, data, [&] { taken = Receive(*either.b[0].recv, m, got, taken); });
     CHECK((either.a[0].send->Lent() > 0) == lent, "%zu bytes", m.total);
-    CHECK(Receive(*either.b[0].recv, m, got, taken) == m.total && Same(got, data), "%zu bytes arrive", m.total);
+    CHECK(Receive(*either.b[0].recv, m, got, taken) == m.total && got == data, "%zu bytes arrive", m.total);
   }
 }
 
@@ -231,7 +231,7 @@ void DeadSender() {
   std::size_t at = 0;
   const std::int64_t start = NowNs();
   while (at < kLarge && Seconds(start) < kPatience) at = Receive(*pair.b[0].recv, kLoan, got, at);
-  CHECK(Same(got, data), "the first message");
+  CHECK(got == data, "the first message");
   int status = -1;
   CHECK(waitpid(child, &status, 0) == child && status == 0, "the second one was lent: status %d", status);
   const FaultKind kind = KindOf([&] { Receive(*pair.b[0].recv, kLoan, got, 0); });
@@ -253,7 +253,7 @@ void PrivateMessages() {
         const auto sent = e.Submit(send, out.data(), nullptr);
         CHECK(RunToEnd(e, recv, nullptr, in.data()) == Outcome::kDone, "%s", e.failure().text.c_str());
         CHECK(e.Drive(*sent, DeadlineNs(kPatience)) == Outcome::kDone, "%s", e.failure().text.c_str());
-        CHECK(Same(in, Pattern(kBytes, round * 3 + static_cast<unsigned>(before))), "%s: round %u", fault, round);
+        CHECK(in == Pattern(kBytes, round * 3 + static_cast<unsigned>(before)), "%s: round %u", fault, round);
       }
     });
   }

@@ -8,10 +8,6 @@
 
 namespace hetcoll::testing {
 
-struct Scenario {
-  const char* name;
-  void (*run)();
-};
 std::span<const Scenario> RecoveryScenarios();   // verbs_recovery_test.cc
 std::span<const Scenario> CauseScenarios();      // verbs_causes_test.cc
 std::span<const Scenario> IntegrityScenarios();  // verbs_integrity_test.cc
@@ -61,7 +57,7 @@ inline void Rounds(Job& job, int rounds, std::size_t count, const std::string& w
       const Outcome outcome = RunToEnd(e, shape, buffer.data(), buffer.data());
       CHECK(outcome == Outcome::kDone, "%s: round %d on rank %d: %s", what.c_str(), i, rank, e.failure().text.c_str());
       if (outcome != Outcome::kDone) return;
-      CHECK(Same(buffer, want), "%s: round %d, wrong numbers on rank %d", what.c_str(), i, rank);
+      CHECK(buffer == want, "%s: round %d, wrong numbers on rank %d", what.c_str(), i, rank);
     }
   });
 }

@@ -188,8 +188,8 @@ void OrderedRequests() {
     std::reverse(pieces.begin(), pieces.end());
     const auto put = Put(job.engine(1), 0, src, pieces, 0);
     CHECK(Wait(job.engine(1), get) && Wait(job.engine(1), put), "in time");
-    CHECK(Same(got, before), "got what was put later");
-    CHECK(Same(window, src), "put");
+    CHECK(got == before, "got what was put later");
+    CHECK(window == src, "put");
   }
 }
 
@@ -213,10 +213,10 @@ void ClosingWindows() {
     const Bytes closed = window;
     CHECK(owner.Drive(*expected, DeadlineNs(kPatience)) == Outcome::kFailed || expected->refused == 0, "expected");
     const bool whole = Wait(other, get);
-    CHECK(whole ? Same(got, before) : get->refused == static_cast<int>(Refusal::kClosed), "what was got");
+    CHECK(whole ? got == before : get->refused == static_cast<int>(Refusal::kClosed), "what was got");
     const bool through = Wait(other, put);
     CHECK(through || put->refused == static_cast<int>(Refusal::kClosed), "refused %d", put->refused);
-    CHECK(Same(window, closed), "written after it was closed");
+    CHECK(window == closed, "written after it was closed");
     const auto late = Put(other, 0, src, {{0, 0, 100}}, 0);
     CHECK(!Wait(other, late) && late->refused == static_cast<int>(Refusal::kClosed), "late: %d", late->refused);
     const auto counts = owner.AskWindows([](auto& w) { return w.counts(); });
@@ -266,7 +266,7 @@ void SlowDevices() {
   }
   CHECK(looks > 0 && Wait(job.engine(1), put), "a put that the owner reads");
   CHECK(Wait(job.engine(1), Get(job.engine(1), 0, got, {{0, 0, 4096}}, {true, nullptr})), "a get that is read");
-  CHECK(Same(got, windows[0]), "what was got");
+  CHECK(got == windows[0], "what was got");
 }
 
 // A window is closed while a device reads it or writes it, by either rank.
@@ -296,9 +296,9 @@ void ClosingSeenWindows() {
     const bool read = Wait(other, get), whole = Wait(other, put);
     CHECK(read || get->refused == static_cast<int>(Refusal::kClosed), "get: refused %d", get->refused);
     CHECK(whole || put->refused == static_cast<int>(Refusal::kClosed), "put: refused %d", put->refused);
-    CHECK(!read || Same(got, before[0]), "what was got is not what was there before");
-    CHECK(closes == 1 || Same(windows[0], closed), "written after it was closed");
-    CHECK(closes == 0 || (read && whole && Same(windows[0], before[1])), "read after it was closed");
+    CHECK(!read || got == before[0], "what was got is not what was there before");
+    CHECK(closes == 1 || windows[0] == closed, "written after it was closed");
+    CHECK(closes == 0 || (read && whole && windows[0] == before[1]), "read after it was closed");
     CHECK(!Wait(other, outside) && outside->refused > 0, "outside");
     CHECK(!job.engine(0).failed() && !other.failed(), "both go on");
   }
@@ -329,10 +329,10 @@ void ClosingDevices() {
     CHECK(std::atomic_ref(words[0]).load() > 1000 && std::atomic_ref(words[1]).load() > 1000, "streams wait");
     const Bytes closed = window;
     const bool whole = Wait(other, get);
-    CHECK(whole ? Same(got, before) : get->refused == static_cast<int>(Refusal::kClosed), "what was got");
+    CHECK(whole ? got == before : get->refused == static_cast<int>(Refusal::kClosed), "what was got");
     const bool through = Wait(other, put);
     CHECK(through || put->refused == static_cast<int>(Refusal::kClosed), "refused %d", put->refused);
-    CHECK(Same(window, closed), "written after it was closed");
+    CHECK(window == closed, "written after it was closed");
     CHECK(!owner.failed() && !other.failed(), "%s", owner.failure().text.c_str());
   }
 }
@@ -364,7 +364,7 @@ void GatedTransfers() {
   open = true;
   for (const auto& work : works) CHECK(Wait(e, work), "put: %s", e.failure().text.c_str());
   for (const auto& work : gets) CHECK(Wait(e, work), "got: %s", e.failure().text.c_str());
-  CHECK(Same(got, later) && Same(own, later) && Same(windows[1], later), "what the stream made of it");
+  CHECK(got == later && own == later && windows[1] == later, "what the stream made of it");
 }
 
 // A copy that fails ends the engine, and who waits is told once nothing is copied any more.
