@@ -111,7 +111,7 @@ site: $(VENV)/installed $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # These tests mostly wait: they run beside each other. TSan notes what `send` reads after the call, when an answer may have
-# come and been written there: it must not note that.
+# come and been written there: it must not note that. A signal is what GCC's UBSan says: see native/CMakeLists.txt.
 sanitize: sanitizers
 	+$(MAKE) -j --output-sync=target $(foreach each,$(SANITIZERS),$(patsubst %,sanitize-run-$(each)@%,$(call tests_under,$(each))))
 
@@ -123,7 +123,7 @@ sanitize-build-%: $(VENV)/dev
 	$(BIN)/cmake --build build/$* --target $(call tests_under,$*)
 
 sanitize-run-%:
-	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:intercept_send=0 \
+	ASAN_OPTIONS=handle_sigill=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:intercept_send=0 \
 	  "$$(find build/$(firstword $(subst @, ,$*)) -type f -name $(lastword $(subst @, ,$*)) -perm -u+x)"
 
 bench: $(VENV)/installed

@@ -138,7 +138,7 @@ void ResetSockets() {
     const char* fault;
     std::vector<std::size_t> counts;  // the more, the rarer resets are
   };
-  const Kind kinds[] = {{"reset=23", {0, 1, 60}},
+  const Kind kinds[] = {{"reset=23", {0, 1, 30}},
                         {"reset=700", {1, 500, 4001}},
                         {"reset=40000", {1, 500, 40001}},
                         {"reset=150000", {1, 500, 40001}},
