@@ -354,10 +354,13 @@ Fabric::~Fabric() {
   stop_ = true;
   if (thread_.joinable()) thread_.join();
   if (!qps_.empty()) Complain(std::to_string(qps_.size()) + " queue pairs are left");
-  if (!mrs_.empty()) Complain(std::to_string(mrs_.size()) + " registrations are left");
+  for (const auto& [key, mr] : mrs_) {
+    Complain(std::to_string(mr->length) + " bytes of device " + std::to_string(Of(mr->context).number) +
+             " are left registered");
+  }
   if (!cqs_.empty()) Complain(std::to_string(cqs_.size()) + " completion queues are left");
   if (channels_ != 0) Complain(std::to_string(channels_) + " channels are left");
-  for (const std::string& complaint : complaints_) std::printf("fake verbs: %s\n", complaint.c_str());
+  for (const std::string& complaint : complaints_) std::fprintf(stderr, "fake verbs: %s\n", complaint.c_str());
   if (!complaints_.empty()) std::abort();
 }
 
