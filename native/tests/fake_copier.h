@@ -8,6 +8,7 @@
 #include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "base/copier.h"
 #include "transport/transport.h"
