@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "transport/tcp_mending.h"
+#include "transport/tls.h"
 
 namespace hetcoll {
 
@@ -59,7 +60,9 @@ void BindMending(Class& c, Of of) {
           [of](Self& self, int peer, int channel, std::uint32_t stripe, std::uint32_t number, int fd,
                const CameTuple& came) {
             const auto [total, spoiled_at, spoiled] = came;
-            return of(self).ResumeSocket({peer, channel, stripe}, number, fd, {total, spoiled_at, spoiled});
+            const bool taken = of(self).ResumeSocket({peer, channel, stripe}, number, fd, {total, spoiled_at, spoiled});
+            if (!taken) static_cast<void>(Tls::Claim(fd));  // nobody else will
+            return taken;
           },
           "peer"_a, "channel"_a, "stripe"_a, "number"_a, "fd"_a, "came"_a, Free())
       .def(

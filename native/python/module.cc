@@ -28,6 +28,7 @@
 #include "python/mending.h"
 #include "python/persistent.h"
 #include "python/py_engine.h"
+#include "python/tls.h"
 #include "python/verbs.h"
 #include "python/windows.h"
 #include "python/xla.h"
@@ -409,6 +410,7 @@ NB_MODULE(_native, m) {
   });
   m.def("convert_float8", &ConvertAt, nb::call_guard<nb::gil_scoped_release>());
   m.def("wire", &Wire);
+  BindTls(m);
   BindDevices(m);
   BindFastPath(m);
   BindXla(m);

@@ -63,6 +63,12 @@ void Checksums();
 void SentStreams();
 void AcknowledgedBytes();
 void ResetSockets();
+void EncryptedStreams();
+void WrongKeys();
+void ChangedRecords();
+void EncryptedLinks();
+void EncryptedAndReset();
+void ChangedLinks();
 void ResetAfterTheCall();
 void ResetForGood();
 void LyingAcknowledgements();
@@ -447,6 +453,12 @@ constexpr Scenario kScenarios[] = {
     {"mending: what was sent", SentStreams, kAlone},
     {"mending: the kernel's word", AcknowledgedBytes},
     {"mending: resets", ResetSockets},
+    {"tls: streams", EncryptedStreams, kAlone},
+    {"tls: keys", WrongKeys, kAlone},
+    {"tls: changed", ChangedRecords, kAlone},
+    {"tls: links", EncryptedLinks},
+    {"tls: resets", EncryptedAndReset},
+    {"tls: changed links", ChangedLinks},
     {"mending: after the call", ResetAfterTheCall},
     {"mending: for good", ResetForGood},
     {"mending: tries", LyingAcknowledgements},

@@ -1,5 +1,6 @@
 #include "harness.h"
 
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -12,6 +13,8 @@
 #include <cstring>
 #include <numeric>
 #include <thread>
+
+#include "transport/tls.h"
 
 namespace hetcoll::testing {
 
@@ -141,6 +144,27 @@ std::pair<int, int> TcpPair() {
   return {mine, theirs};
 }
 
+void Encrypt(int a, int b) {
+  const TlsKey key{std::byte{42}};
+  std::shared_ptr<Tls> ends[2];
+  for (const int end : {0, 1}) {
+    const int fd = end == 0 ? a : b;
+    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+    ends[end] = std::make_shared<Tls>(fd, key, end == 1, false);
+  }
+  bool sent[2] = {}, came[2] = {};
+  std::byte word{1};
+  const iovec piece{&word, 1};
+  while (!came[0] || !came[1]) {
+    for (const int end : {0, 1}) {
+      sent[end] = sent[end] || ends[end]->Send({&piece, 1}) == 1;
+      came[end] = came[end] || ends[end]->Receive(&word, 1) == 1;
+    }
+  }
+  Tls::Hand(a, std::move(ends[0]));
+  Tls::Hand(b, std::move(ends[1]));
+}
+
 namespace {
 
 std::pair<std::vector<int>, std::vector<int>> TcpPairs(int count) {
@@ -155,7 +179,7 @@ std::pair<std::vector<int>, std::vector<int>> TcpPairs(int count) {
 
 }  // namespace
 
-Job::Job(const JobOptions& o) : size_(o.size) {
+Job::Job(const JobOptions& o) : size_(o.size), tls_(o.tls) {
   static std::atomic<int> jobs{0};
   const std::string name = "hetcoll-test-" + std::to_string(getpid()) + "-" + std::to_string(jobs++);
   const bool crowded = o.size > static_cast<int>(std::thread::hardware_concurrency());
@@ -209,6 +233,7 @@ void Job::ConnectAll(const JobOptions& o) {
     for (int b = a + 1; b < size_; ++b) {
       for (int channel = 0; channel < kChannels; ++channel) {
         const auto [mine, theirs] = o.loopback || o.sockets ? TcpPairs(o.stripes) : SocketPairs(o.stripes);
+        for (std::size_t s = 0; tls_ && s < mine.size(); ++s) Encrypt(mine[s], theirs[s]);
         Attach(o, a, b, channel, mine);
         Attach(o, b, a, channel, theirs);
       }

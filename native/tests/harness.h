@@ -121,6 +121,8 @@ inline constexpr Over kAllLinks[] = {Over::kShm, Over::kTcp, Over::kVerbs};
 std::pair<std::vector<int>, std::vector<int>> SocketPairs(int count);
 // A connection over loopback.
 std::pair<int, int> TcpPair();
+// From here on what goes between the two is encrypted, by whoever takes them over.
+void Encrypt(int a, int b);
 
 inline void SleepMs(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 // Between two looks at what others do. Who yields on a busy machine runs again last of all; who slept runs next.
@@ -142,6 +144,7 @@ struct JobOptions {
   Integrity integrity = Integrity::kOff;
   bool loopback = false;  // TCP: real sockets, which a Mender may make again
   bool sockets = false;   // TCP: real sockets in any case
+  bool tls = false;       // TCP: encrypted
 };
 
 class Job {
@@ -152,6 +155,7 @@ class Job {
   Job& operator=(const Job&) = delete;
 
   int size() const { return size_; }
+  bool tls() const { return tls_; }
   Engine& engine(int rank) { return *engines_[static_cast<std::size_t>(rank)]; }
   Fabric& fabric() { return *fabric_; }
 
@@ -166,6 +170,7 @@ class Job {
   void Attach(const JobOptions& o, int rank, int peer, int channel, const std::vector<int>& fds);
 
   int size_;
+  bool tls_;
   std::unique_ptr<Fabric> fabric_;
   std::vector<std::unique_ptr<Engine>> engines_;
 };

@@ -77,6 +77,7 @@ class Mender {
     const auto answer = theirs.HoldSocket(there, l.tries, l.rank < l.id.peer);
     if (!answer) return false;
     const auto [mine, other] = TcpPair();
+    if (job_.tls()) Encrypt(mine, other);
     if (breaks_ > 0 && random_() % breaks_ == 0) {  // the other end gives it up
       if (!ours.ResumeSocket(l.id, l.tries, mine, *answer)) CloseHard(mine);
       ResetConnection(other);

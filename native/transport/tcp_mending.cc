@@ -150,7 +150,7 @@ void Sockets::Drop(Stripe& s) {
   for (ssize_t got = s.unproved || s.asks > 0 ? 0 : 1; got > 0;) {
     const std::size_t had = s.saved.size();
     s.saved.resize(had + kReadBytes);
-    do got = recv(s.fd, s.saved.data() + had, kReadBytes, MSG_DONTWAIT);
+    do got = s.Get(s.saved.data() + had, kReadBytes);
     while (got < 0 && errno == EINTR);
     s.saved.resize(had + static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
     s.received += s.saved.size() - had;
@@ -158,6 +158,7 @@ void Sockets::Drop(Stripe& s) {
   Forget(s);
   CloseHard(s.fd);
   s.fd = -1;
+  s.tls.reset();
   s.unproved = false;
   s.behind = 0;
   s.owes = 0;
@@ -194,8 +195,10 @@ std::optional<Came> Sockets::Hold(std::uint32_t stripe, std::uint32_t number, bo
 bool Sockets::Resume(std::uint32_t stripe, std::uint32_t number, int socket, const Came& came) {
   Stripe& s = stripes_[stripe];
   if (number != s.tries || s.fd >= 0 || s.told != Came{s.received, s.asks_at, s.asks}) return false;
+  std::shared_ptr<Tls> tls = Tls::Claim(socket);
   CheckSent(s, socket, came);
   s.fd = socket;
+  s.tls = std::move(tls);
   s.given_up.clear();
   Ready(socket);
   if (checks()) {
@@ -210,7 +213,7 @@ bool Sockets::Resume(std::uint32_t stripe, std::uint32_t number, int socket, con
   ArmReset(s);
   NoteOdd();
   constexpr std::byte kTaken{1};
-  if (send(socket, &kTaken, 1, MSG_NOSIGNAL | MSG_DONTWAIT) == 1) {
+  if (s.Put(&kTaken, 1) == 1) {
     Flush(stripe);
   } else {
     Lost(stripe, "send");
@@ -240,7 +243,7 @@ void Sockets::CheckSent(const Stripe& s, int socket, const Came& came) const {
 bool Sockets::TakeProof(Stripe& s) {
   if (!s.unproved) return true;
   std::byte taken;
-  const ssize_t got = recv(s.fd, &taken, 1, MSG_DONTWAIT);
+  const ssize_t got = s.Get(&taken, 1);
   s.unproved = got != 1;
   return got == 1 || (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR));
 }
@@ -260,7 +263,7 @@ int Sockets::Flush(std::uint32_t stripe) {
   while (s.owes + s.behind > 0) {
     std::span<const std::byte> next = s.sent.From(s.owes > 0 ? s.owes_at : s.sent.total() - s.behind);
     if (s.owes > 0) next = next.first(std::min<std::size_t>(s.owes, next.size()));
-    const ssize_t sent = SendBytes(s.fd, next.data(), next.size());
+    const ssize_t sent = SendBytes(s, next.data(), next.size());
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return s.fd;
     if (sent < 0) {
@@ -290,7 +293,7 @@ ssize_t Sockets::ReceiveAgain(Stripe& s) {
   while (s.again.size() < s.asks) {
     const std::size_t had = s.again.size();
     s.again.resize(s.asks);
-    const ssize_t got = recv(s.fd, s.again.data() + had, s.asks - had, MSG_DONTWAIT);
+    const ssize_t got = s.Get(s.again.data() + had, s.asks - had);
     s.again.resize(had + static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
     if (got <= 0) return got;
   }

@@ -37,43 +37,6 @@ constexpr std::uint64_t kMostUnread = std::uint64_t{8} << 20;
 // Up to here it costs less to copy a message to and from its header than to have the kernel deal with two places.
 constexpr std::size_t kJoined = std::size_t{4} << 10;
 
-ssize_t SendApart(int fd, const Parts& parts) {
-  if (parts.head == 0 && parts.tail_size == 0) return send(fd, parts.data, parts.n, kFlags);
-  iovec iov[3] = {{const_cast<std::byte*>(parts.header), parts.head},
-                  {const_cast<std::byte*>(parts.data), parts.n},
-                  {const_cast<std::byte*>(parts.tail), parts.tail_size}};
-  msghdr msg{};
-  msg.msg_iov = iov;
-  msg.msg_iovlen = parts.tail_size > 0 ? 3 : 2;
-  return sendmsg(fd, &msg, kFlags);
-}
-
-// Without keeping anything.
-ssize_t SendPlain(int fd, const Parts& parts) {
-  if (parts.n > kJoined || (parts.head == 0 && parts.tail_size == 0)) return SendApart(fd, parts);
-  std::byte joined[BlockHeader::kChecked + kJoined + sizeof(BlockCheck)];
-  parts.CopyTo(joined);
-  return send(fd, joined, parts.size(), kFlags);
-}
-
-ssize_t ReceiveFrom(int fd, std::byte* header, std::size_t head, std::byte* data, std::size_t n) {
-  if (head == 0) return recv(fd, data, n, MSG_DONTWAIT);
-  if (n <= kJoined) {
-    std::byte joined[BlockHeader::kChecked + kJoined];
-    const ssize_t got = recv(fd, joined, head + n, MSG_DONTWAIT);
-    if (got <= 0) return got;
-    const auto size = static_cast<std::size_t>(got);
-    std::memcpy(header, joined, std::min(head, size));
-    if (size > head) std::memcpy(data, joined + head, size - head);
-    return got;
-  }
-  iovec iov[2] = {{header, head}, {data, n}};
-  msghdr msg{};
-  msg.msg_iov = iov;
-  msg.msg_iovlen = 2;
-  return recvmsg(fd, &msg, MSG_DONTWAIT);
-}
-
 // Bytes that the peer's kernel has not acknowledged. A socket that was reset keeps to what it said last.
 std::uint64_t Unacknowledged(int fd) {
   int nbytes = 0;
@@ -83,7 +46,11 @@ std::uint64_t Unacknowledged(int fd) {
 // The connection is no more, though the peer has not ended it.
 bool Broken(int err) {
   return err == ECONNRESET || err == ECONNABORTED || err == ETIMEDOUT || err == EHOSTUNREACH || err == EHOSTDOWN ||
-         err == ENETUNREACH || err == ENETDOWN;
+         err == ENETUNREACH || err == ENETDOWN || err == EBADMSG;
+}
+
+std::string Spell(int err) {
+  return err == EBADMSG ? "what came was changed on the way, so it cannot be decrypted (TLS)" : std::strerror(err);
 }
 
 }  // namespace
@@ -121,6 +88,7 @@ Sockets::Sockets(std::span<const int> fds, const SocketId& first, std::shared_pt
   for (const int fd : fds) {
     stripes_.emplace_back();
     stripes_.back().fd = fd;
+    stripes_.back().tls = Tls::Claim(fd);
     Ready(fd);
     ArmReset(stripes_.back());
   }
@@ -163,7 +131,7 @@ ssize_t Sockets::SendOddly(std::uint32_t stripe, const Parts& parts) {
   if (spoil_ > 0) return SendSpoiled(s, parts);
   const bool resets = shared_->faults.reset > 0;
   const Parts now = resets ? parts.Cut(s.until_reset) : parts;
-  const ssize_t sent = mends_ ? SendKept(s, now) : SendPlain(s.fd, now);
+  const ssize_t sent = mends_ ? SendKept(s, now) : SendPlain(s, now);
   if (!resets) return sent;
   if (sent > 0 && (s.until_reset -= static_cast<std::uint64_t>(sent)) == 0) {
     ArmReset(s);
@@ -175,26 +143,69 @@ ssize_t Sockets::SendOddly(std::uint32_t stripe, const Parts& parts) {
 ssize_t Sockets::SendSpoiled(Stripe& s, const Parts& parts) {
   std::vector<std::byte> bytes(parts.size());
   parts.CopyTo(bytes.data());
-  const ssize_t sent = SendBytes(s.fd, bytes.data(), bytes.size());
+  const ssize_t sent = SendBytes(s, bytes.data(), bytes.size());
   if (sent > 0 && mends_) Went(s, parts.Cut(static_cast<std::size_t>(sent)));
   return sent;
 }
 
 // As send(2), but for HETCOLL_FAULT's corrupt=B and corrupt_every=B.
-ssize_t Sockets::SendBytes(int fd, const std::byte* bytes, std::size_t n) {
+ssize_t Sockets::SendBytes(Stripe& s, const std::byte* bytes, std::size_t n) {
+  if (s.tls != nullptr && spoil_ > 1) n = std::min(n, std::size_t{spoil_} - 1);  // the byte has a record of its own
   if (spoil_ == 0 || spoil_ > n) {
-    const ssize_t sent = send(fd, bytes, n, kFlags);
+    const ssize_t sent = s.Put(bytes, n);
     if (spoil_ > 0 && sent > 0) spoil_ -= static_cast<std::uint64_t>(sent);
     return sent;
   }
   std::vector<std::byte> spoiled(bytes, bytes + spoil_);
-  spoiled.back() ^= std::byte{0x10};
-  const ssize_t sent = send(fd, spoiled.data(), spoiled.size(), kFlags);
+  if (s.tls != nullptr) {
+    s.tls->SpoilNext();  // as the network would: behind the encryption
+  } else {
+    spoiled.back() ^= std::byte{0x10};
+  }
+  const ssize_t sent = s.Put(spoiled.data(), spoiled.size());
   if (sent <= 0) return sent;
   spoil_ -= static_cast<std::uint64_t>(sent);
   if (spoil_ == 0) spoil_ = shared_->faults.spoil_every;
   NoteOdd();
   return sent;
+}
+
+ssize_t Sockets::Stripe::Put(const std::byte* bytes, std::size_t n) const {
+  if (tls == nullptr) [[likely]]
+    return send(fd, bytes, n, kFlags);
+  const iovec piece{const_cast<std::byte*>(bytes), n};
+  return tls->Send({&piece, 1});
+}
+
+ssize_t Sockets::Stripe::Get(std::byte* to, std::size_t n) const {
+  return tls == nullptr ? recv(fd, to, n, MSG_DONTWAIT) : tls->Receive(to, n);
+}
+
+// What the peer cannot read yet: of a record that lacks a byte, nothing.
+std::uint64_t Sockets::Stripe::Unread() const {
+  const std::uint64_t nbytes = Unacknowledged(fd);
+  return tls == nullptr || nbytes == 0 || nbytes == UINT64_MAX ? nbytes : nbytes + Tls::kRecord;
+}
+
+ssize_t Sockets::SendApart(const Stripe& s, const Parts& parts) {
+  if (parts.head == 0 && parts.tail_size == 0) return s.Put(parts.data, parts.n);
+  iovec iov[3] = {{const_cast<std::byte*>(parts.header), parts.head},
+                  {const_cast<std::byte*>(parts.data), parts.n},
+                  {const_cast<std::byte*>(parts.tail), parts.tail_size}};
+  const std::size_t count = parts.tail_size > 0 ? 3 : 2;
+  if (s.tls != nullptr) return s.tls->Send({iov, count});
+  msghdr msg{};
+  msg.msg_iov = iov;
+  msg.msg_iovlen = count;
+  return sendmsg(s.fd, &msg, kFlags);
+}
+
+// Without keeping anything.
+ssize_t Sockets::SendPlain(const Stripe& s, const Parts& parts) {
+  if (parts.n > kJoined || (parts.head == 0 && parts.tail_size == 0)) return SendApart(s, parts);
+  std::byte joined[BlockHeader::kChecked + kJoined + sizeof(BlockCheck)];
+  parts.CopyTo(joined);
+  return s.Put(joined, parts.size());
 }
 
 // Sends, so that it can be sent again.
@@ -205,11 +216,11 @@ ssize_t Sockets::SendKept(Stripe& s, const Parts& parts) {
     if (joined == nullptr) [[unlikely]]
       joined = MakeRoom(s, size);
     parts.CopyTo(joined);
-    const ssize_t sent = send(s.fd, joined, size, kFlags);
+    const ssize_t sent = s.Put(joined, size);
     if (sent > 0) s.sent.Took(static_cast<std::size_t>(sent));
     return sent;
   }
-  const ssize_t sent = SendApart(s.fd, parts);
+  const ssize_t sent = SendApart(s, parts);
   if (sent <= 0) return sent;
   Went(s, parts.Cut(static_cast<std::size_t>(sent)));
   return sent;
@@ -242,7 +253,7 @@ void Sockets::Forget(Stripe& s) {
 
 // How much of what was sent the peer's kernel has, for all that is known.
 std::uint64_t Sockets::Acknowledged(const Stripe& s) {
-  const std::uint64_t left = s.owes + s.behind, over = left + Unacknowledged(s.fd);
+  const std::uint64_t left = s.owes + s.behind, over = left + s.Unread();
   return s.fd < 0 || s.unproved || over > s.sent.total() || over < left ? s.sent.base() : s.sent.total() - over;
 }
 
@@ -271,9 +282,28 @@ ssize_t Sockets::Receive(std::uint32_t stripe, std::byte* header, std::size_t he
     if (s.unproved) Prove(stripe);
     if (s.fd < 0 || s.unproved || s.asks > 0 || !s.saved.empty()) return ReceiveOddly(s, header, head, data, n);
   }
-  const ssize_t got = ReceiveFrom(s.fd, header, head, data, n);
+  const ssize_t got = s.ReceiveInto(header, head, data, n);
   if (got > 0) s.received += static_cast<std::uint64_t>(got);
   return got;
+}
+
+ssize_t Sockets::Stripe::ReceiveInto(std::byte* header, std::size_t head, std::byte* data, std::size_t n) const {
+  if (head == 0) return Get(data, n);
+  if (n <= kJoined) {
+    std::byte joined[BlockHeader::kChecked + kJoined];
+    const ssize_t got = Get(joined, head + n);
+    if (got <= 0) return got;
+    const auto size = static_cast<std::size_t>(got);
+    std::memcpy(header, joined, std::min(head, size));
+    if (size > head) std::memcpy(data, joined + head, size - head);
+    return got;
+  }
+  if (tls != nullptr) return Get(header, head);
+  iovec iov[2] = {{header, head}, {data, n}};
+  msghdr msg{};
+  msg.msg_iov = iov;
+  msg.msg_iovlen = 2;
+  return recvmsg(fd, &msg, MSG_DONTWAIT);
 }
 
 void Sockets::Close() const {
@@ -338,15 +368,19 @@ std::size_t Sockets::Queued(std::uint32_t stripe) const {
 }
 
 void Sockets::Lost(std::uint32_t stripe, const char* what) {
-  if (!mends_ || !Broken(errno)) Fail(what);
-  const std::string why = std::strerror(errno);
+  // What is changed on the way the kernel has acknowledged: it is kept where all of it has a checksum.
+  if (!mends_ || !Broken(errno) || (errno == EBADMSG && shared_->integrity != Integrity::kAll)) Fail(what);
+  const std::string why = Spell(errno);
   Break(stripe, false, why);
 }
 
 void Sockets::Fail(const char* what) const {
   const int err = errno;
-  throw Fault(Broken(err) || err == EPIPE ? FaultKind::kPeerGone : FaultKind::kSystem, peer(),
-              std::string("TCP ") + what + ": " + std::strerror(err));
+  const bool gone = Broken(err) || err == EPIPE;
+  throw Fault(err == EBADMSG ? FaultKind::kCorrupt
+              : gone         ? FaultKind::kPeerGone
+                             : FaultKind::kSystem,
+              peer(), std::string("TCP ") + what + ": " + Spell(err));
 }
 
 }  // namespace hetcoll

@@ -14,6 +14,7 @@
 
 #include "transport/tcp_mending.h"
 #include "transport/tcp_sent.h"
+#include "transport/tls.h"
 
 namespace hetcoll {
 
@@ -107,6 +108,7 @@ class Sockets {
  private:
   struct Stripe {
     int fd = -1;
+    std::shared_ptr<Tls> tls;  // null: nothing is encrypted
     SentBytes sent;
     std::uint64_t behind = 0;   // of them, those at the end that have yet to be sent again
     std::uint64_t theirs = 0;   // of them, those that came right, as the peer said last
@@ -128,12 +130,20 @@ class Sockets {
     std::string given_up;  // why it will not be made again
     std::uint64_t until_reset = 0;
     Pace pace;
+
+    // As send(2), recv(2) and recvmsg(2).
+    ssize_t Put(const std::byte* bytes, std::size_t n) const;
+    ssize_t Get(std::byte* to, std::size_t n) const;
+    ssize_t ReceiveInto(std::byte* header, std::size_t head, std::byte* data, std::size_t n) const;
+    std::uint64_t Unread() const;
   };
 
   ssize_t SendKept(Stripe& s, const Parts& parts);
   ssize_t SendOddly(std::uint32_t stripe, const Parts& parts);
   ssize_t SendSpoiled(Stripe& s, const Parts& parts);
-  ssize_t SendBytes(int fd, const std::byte* bytes, std::size_t n);
+  ssize_t SendBytes(Stripe& s, const std::byte* bytes, std::size_t n);
+  static ssize_t SendApart(const Stripe& s, const Parts& parts);
+  static ssize_t SendPlain(const Stripe& s, const Parts& parts);
   void Went(Stripe& s, const Parts& parts);
   ssize_t ReceiveAgain(Stripe& s);
   void CheckSent(const Stripe& s, int socket, const Came& came) const;

@@ -1,0 +1,57 @@
+// An encrypted connection, for the sockets of Python's: what goes over it before an engine or a proxy takes it over.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "transport/tls.h"
+
+namespace hetcoll {
+
+namespace nb = nanobind;
+
+inline ssize_t OrOsError(ssize_t n) {
+  if (n >= 0) return n;
+  PyErr_SetFromErrno(PyExc_OSError);
+  throw nb::python_error();
+}
+
+inline void BindTls(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<Tls>(m, "Tls")
+      .def(
+          "__init__",
+          [](Tls* self, int fd, const nb::bytes& secret, bool server) {
+            TlsKey key{};
+            if (secret.size() != key.size()) throw nb::value_error("a key has 32 bytes");
+            std::memcpy(key.data(), secret.c_str(), key.size());
+            new (self) Tls(fd, key, server, false);
+          },
+          "fd"_a, "key"_a, "server"_a)
+      .def("send",
+           [](Tls& self, nb::handle data) {
+             Py_buffer view;
+             if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+             const iovec piece{view.buf, static_cast<std::size_t>(view.len)};
+             const ssize_t sent = self.Send({&piece, 1});
+             const int why = errno;
+             PyBuffer_Release(&view);
+             errno = why;
+             return OrOsError(sent);
+           })
+      .def("recv",
+           [](Tls& self, std::size_t n) {
+             const auto bytes = std::make_unique_for_overwrite<std::byte[]>(std::min(n, Tls::kRecord));
+             const ssize_t got = OrOsError(self.Receive(bytes.get(), std::min(n, Tls::kRecord)));
+             return nb::bytes(reinterpret_cast<const char*>(bytes.get()), static_cast<std::size_t>(got));
+           })
+      .def("hand", [](const std::shared_ptr<Tls>& self, int fd) { Tls::Hand(fd, self); });
+  m.def("tls_library", &Tls::Library);
+}
+
+}  // namespace hetcoll
