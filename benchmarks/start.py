@@ -105,7 +105,7 @@ def _light_ranks(ranks: range, size: int, pipe: Connection) -> None:
     _in_threads([lambda rank=rank: start(rank) for rank in ranks])  # type: ignore[misc]
     pipe.send("started")
     relays = [client._relay for client in clients.values() if client._relay is not None]
-    socks = [client._uplink.sock for client in clients.values()]
+    socks: list[socket.socket] = [client._uplink.sock for client in clients.values()]
     socks += [relay._up.sock for relay in relays if relay._up is not None]
     infos = [sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) for sock in socks]
     most = max(client.holds().descriptors for client in clients.values())

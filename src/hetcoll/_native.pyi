@@ -543,3 +543,19 @@ class Memory:
 
 def xla_handler(runner: Callable[[bytes, Memory | None, Memory | None, int], tuple[int, str] | None]) -> Any:
     """A capsule with XLA's FFI handler, which calls `runner` (see `hetcoll.jax.handler.run`)."""
+
+class Tls:
+    """TLS 1.3 over a connected, non-blocking socket: native/transport/tls.h. RuntimeError where there is no OpenSSL."""
+
+    def __init__(self, fd: int, key: bytes, server: bool) -> None: ...
+    def send(self, data: Any) -> int:
+        """As `socket.send`: after less than `data`, or BlockingIOError, what follows must be sent next."""
+
+    def recv(self, n: int) -> bytes:
+        """As `socket.recv`: at most 16 KiB."""
+
+    def hand(self, fd: int) -> None:
+        """Whoever takes over this descriptor, of the same socket, goes on from here."""
+
+def tls_library() -> str:
+    """OpenSSL and its version. RuntimeError where there is none."""

@@ -75,7 +75,7 @@ class Config:
     `warn_after` is how long a call waits before a warning says for whom, 0: there is none. `sigusr2`: that signal
     prints the last calls. `objects`: whether calls may move pickled objects, None: in jobs that have a secret.
     `nvtx`: calls are ranges in a profiler's timeline. `tuned` is the file with times by which algorithms are chosen,
-    None: the one that `hetcoll tune` kept for such hosts, if it did.
+    None: the one that `hetcoll tune` kept for such hosts, if it did. `tls`: what goes over TCP is encrypted.
     """
 
     debug: Debug = "warn"
@@ -102,6 +102,7 @@ class Config:
     check: bool = False
     digest: str | None = None
     integrity: str = "sampled"
+    tls: bool = False
     spin_us: int | None = None
     master: tuple[str, int] | None = None
     cache: str | None = None
@@ -179,6 +180,7 @@ def read_config(environ: Environ) -> Config:
         check=read(environ, "HETCOLL_CHECK", "0 or 1", flag, False),
         digest=word("HETCOLL_DIGEST", "a directory"),
         integrity=read(environ, "HETCOLL_INTEGRITY", "off, sampled or all", choice(*INTEGRITY), "sampled"),
+        tls=_tls(environ),
         spin_us=read(environ, "HETCOLL_SPIN_US", "whole microseconds, 0 or more", auto(whole(0, 10**9)), None),
         master=read(environ, "HETCOLL_MASTER", "host:port", endpoint, None),
         cache=_cache(environ),
@@ -200,6 +202,13 @@ def read_config(environ: Environ) -> Config:
 def _nvtx(environ: Environ) -> bool:
     found = read(environ, "HETCOLL_NVTX", "auto, 0 or 1", auto(flag), None)
     return "NVTX_INJECTION64_PATH" in environ if found is None else found  # a profiler of NVIDIA's sets it
+
+
+def _tls(environ: Environ) -> bool:
+    asked = read(environ, "HETCOLL_TLS", "0 or 1", flag, False)
+    if asked and environ.get("HETCOLL_TRANSPORT", "").strip().lower() == "verbs":
+        raise ArgumentError("HETCOLL_TLS: wanted another HETCOLL_TRANSPORT than verbs: RDMA is not encrypted")
+    return asked
 
 
 def _feedback(text: str) -> int:
@@ -246,7 +255,7 @@ _NAMES = """
     DEBUG ALGO TRANSPORT SOCKET_IFNAME SOCKET_STRIPES TIMEOUT INIT_TIMEOUT LINGER SECRET SECRET_FILE ISLANDS DEVICE
     CROSS COMPRESS COMPRESS_FEEDBACK REPRODUCIBLE FAULT SHM_BYTES SHM_STORES SHM_READ HOST_ID ISA CHECK DIGEST INTEGRITY
     SPIN_US MASTER JOB JOIN RUN REPLACE CACHE IB_HCA IB_GID_INDEX IB_TIMEOUT IB_RETRY_CNT IB_SL IB_TC IB_BYTES
-    WARN_AFTER SIGUSR2 OBJECTS NVTX TUNED
+    WARN_AFTER SIGUSR2 OBJECTS NVTX TUNED TLS
 """
 _VARIABLES = frozenset(f"HETCOLL_{name}" for name in _NAMES.split())
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ..errors import AuthenticationError, InitError
 from ..rendezvous.connections.auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, greeting_context
 from ..rendezvous.connections.interfaces import Interface
+from ..rendezvous.connections.secure import Socket
 from ..rendezvous.connections.sockets import settle, spell_address, spell_error, tune, unpace
 from .edges import ADMITTED, CONFIRMED, Address, EdgeKey, Request
 
@@ -69,7 +70,7 @@ class _Attempt:
         self._address: Address | None = None
         self._response: Response | None = None
         self._data = b""
-        self.sock: socket.socket | None = None
+        self.sock: Socket | None = None
         self.due = 0.0  # when to start, or when to give the address up
         if not self._places:
             raise InitError(f"rank {request.peer} published no address to connect to")
@@ -78,10 +79,10 @@ class _Attempt:
         """Begin to connect to the next address."""
         self._address = address = self._places[self._next % len(self._places)]
         self._next += 1
-        self._response, self._data, self._proven = None, b"", False
+        self._response, self._data, self._proven, self._claimed = None, b"", False, False
         self.due = time.monotonic() + HANDSHAKE_SECONDS
         try:
-            self.sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
+            self.sock = Socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
             tune(self.sock)
             unpace(self.sock)
             source = choose_source(address.host, self._local, self.key.stripe)
@@ -103,6 +104,8 @@ class _Attempt:
             code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, os.strerror(code))
+        if self._response is not None and not self._claimed:
+            return self._claim()
         wanted = 1 if self._proven else GREETING.size if self._response is None else VERDICT.size
         part = self.sock.recv(wanted - len(self._data))
         if not part:
@@ -124,7 +127,15 @@ class _Attempt:
         if greeting_context(data, Service.DATA) != self._address.token.ljust(32, b"\0"):
             raise ConnectionResetError("another process listens there")
         self._response = Response(self._secret, data, self.key.encode(hurried=self._request.hurried))
+        self._response.secure(self.sock)
+        return self._claim()
+
+    def _claim(self) -> bool:
+        """BlockingIOError until TLS has shaken hands."""
+        assert self.sock is not None
+        assert self._response is not None
         self.sock.send(self._response.claim, socket.MSG_NOSIGNAL)
+        self._claimed = True
         return False
 
     def fail(self, error: Exception) -> None:

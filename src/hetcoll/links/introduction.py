@@ -35,7 +35,18 @@ if TYPE_CHECKING:
     from ..plan.tuned import Measured
 
 _AGREED = (
-    *("algo", "transport", "cross", "shm_bytes", "socket_stripes", "check", "integrity", "objects", "reproducible"),
+    *(
+        "algo",
+        "transport",
+        "cross",
+        "shm_bytes",
+        "socket_stripes",
+        "check",
+        "integrity",
+        "tls",
+        "objects",
+        "reproducible",
+    ),
     *("ib_bytes", "ib_retry_cnt", "ib_sl", "ib_tc", "ib_timeout"),
 )
 """What must be the same in the configurations of all ranks; islands as well."""

@@ -94,7 +94,8 @@ class Listener:
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._wake())
-        self._acceptor = Acceptor(self._selector, listeners, secret, Service.DATA, token.ljust(32, b"\0"), self._admit)
+        context = token.ljust(32, b"\0")
+        self._acceptor = Acceptor(self._selector, listeners, secret, Service.DATA, context, self._admit, tls=config.tls)
         self._thread = threading.Thread(target=self._run, name="hetcoll-listener", daemon=True)
         lifetime.start(self._thread, self)
 
@@ -269,17 +270,19 @@ class Listener:
         if yields:
             sock.close()
         else:
-            self._selector.register(sock, selectors.EVENT_READ, lambda _: self._confirm(promise))
+            answer = bytearray()
+            self._selector.register(sock, selectors.EVENT_READ, lambda _: self._confirm(promise, answer))
 
-    def _confirm(self, promise: _Promise) -> None:
+    def _confirm(self, promise: _Promise, answer: bytearray) -> None:
         """The connector of an admitted connection has answered, or given it up."""
         sock, key, _ = promise
-        wanted, data = 1 + (CAME.size if key.life > 0 else 0), b""
+        wanted = 1 + (CAME.size if key.life > 0 else 0)
         try:
-            if 0 < len(sock.recv(wanted, socket.MSG_PEEK)) < wanted:
+            part = sock.recv(wanted - len(answer))
+            answer += part
+            if part and len(answer) < wanted:
                 return
-            data = sock.recv(wanted)
-            confirmed = data[:1] == CONFIRMED
+            confirmed = len(answer) == wanted and answer[:1] == CONFIRMED
         except BlockingIOError:
             return
         except OSError as error:
@@ -290,7 +293,7 @@ class Listener:
             with self._news:
                 self._promises.discard(promise)
             if confirmed and self.mending is not None:
-                self.mending.resume(key, sock, Came(*CAME.unpack(data[1:])))
+                self.mending.resume(key, sock, Came(*CAME.unpack(answer[1:])))
             else:
                 sock.close()
             return

@@ -210,6 +210,8 @@ class Wiring:
 
     def _open_nics(self, addresses: Sequence[Address]) -> str:
         """Open this rank's RDMA devices, unless they cannot be needed; why there are none."""
+        if self._config.tls:
+            return "HETCOLL_TLS is set, and RDMA is not encrypted"
         if self._config.transport not in ("auto", "verbs"):
             return f"HETCOLL_TRANSPORT is {self._config.transport}"
         if self._config.transport == "auto" and len(self.topology.hosts) == 1:

@@ -32,7 +32,7 @@ import time
 from collections.abc import Sequence
 
 from ..config.env import Config, Launch, environment
-from ..errors import HetcollError, InitError
+from ..errors import ArgumentError, HetcollError, InitError
 from .connections.announcing import announce, fetch_locally, find_announced, listen_locally, read_id
 from .connections.auth import HANDSHAKE_SECONDS, Response, Service, Verb
 from .connections.interfaces import own_hosts
@@ -93,6 +93,11 @@ def bootstrap(launch: Launch, config: Config) -> UniqueId:
 
 
 def _by_master(launch: Launch, config: Config, master: tuple[str, int], deadline: float) -> UniqueId:
+    if config.secret is None and config.tls:
+        raise ArgumentError(
+            "HETCOLL_TLS: wanted HETCOLL_SECRET or HETCOLL_SECRET_FILE on all ranks: without it rank 0 gives the job's"
+            " key to whoever asks"
+        )
     # A job without a name has one port, where a wrong number of ranks is to be named: its size is not in the key.
     key = _key(launch.job, launch.size if launch.job else 0)
     first = master[1] + launch.agent_store
@@ -326,5 +331,5 @@ def _start_store(listeners: list[socket.socket], config: Config, key: bytes | No
 
     told = unique_id.to_bytes()
     listeners = [*listeners, *announce(job_id)]
-    StoreServer(listeners, unique_id.secret, context, told, open_fetch=open_fetch, linger=config.linger)
+    StoreServer(listeners, unique_id.secret, context, told, open_fetch=open_fetch, linger=config.linger, tls=config.tls)
     return unique_id

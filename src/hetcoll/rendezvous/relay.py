@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from .. import lifetime
+from ..config.env import configuration
 from ..config.limits import Held
 from ..errors import CommunicationError, HetcollError
 from . import uplink
@@ -56,7 +57,9 @@ class Relay:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._wake_read.recv(64))
         context = self._token.ljust(32, b"\0")
-        self._acceptor = Acceptor(self._selector, [listener], unique_id.secret, Service.RELAY, context, self._admit)
+        self._acceptor = Acceptor(
+            self._selector, [listener], unique_id.secret, Service.RELAY, context, self._admit, tls=configuration().tls
+        )
         self._thread = threading.Thread(target=self._run, name="hetcoll-relay", daemon=True)
         lifetime.start(self._thread, self)
 

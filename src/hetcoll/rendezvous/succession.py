@@ -127,6 +127,7 @@ class Succession:
             open_fetch=opened == b"\1",
             linger=F64.unpack(linger)[0],
             succeeds=(quorum, GRACE if self._certain else _UNSURE_GRACE),
+            tls=environment().config.tls,
         )
         self._mine, self.hosts = (), True
         return taken

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from ..errors import CommunicationError, HetcollError, InitError, parser
 from .connections.probe import connect_relay, connect_store
+from .connections.secure import Socket
 from .connections.sockets import receive, send_all, spell_error, wait_ready
 from .protocol.exchanges import FEW
 from .protocol.streams import Stream
@@ -79,7 +80,7 @@ class Entry(NamedTuple):
 class Place(NamedTuple):
     """Where who entered has come to. `behind`: a relay. `came`: frames of it that the store has."""
 
-    sock: socket.socket
+    sock: Socket
     reader: FrameReader
     behind: bool
     came: int

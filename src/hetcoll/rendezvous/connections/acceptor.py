@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...errors import AuthenticationError
 from .auth import CLAIM, HANDSHAKE_SECONDS, MAX_PENDING, PATIENCE, Challenge, Service
+from .secure import Socket
 from .sockets import peer_is_us, spell_address, spell_error, tune
 
 log = logging.getLogger("hetcoll.acceptor")
@@ -36,7 +38,7 @@ class Fetch(NamedTuple):
 
 @dataclass(slots=True)
 class _Pending:
-    sock: socket.socket
+    sock: Socket
     name: str
     local: bool
     challenge: Challenge
@@ -47,7 +49,8 @@ class _Pending:
 class Acceptor:
     """Guards the `listeners` (bound, listening), which it owns.
 
-    `admit` is called with a non-blocking socket, the peer's address for people and the claim's context.
+    `admit` is called with a non-blocking socket, the peer's address for people and the claim's context. `tls`: what
+    goes over TCP is encrypted behind the greeting.
     """
 
     def __init__(
@@ -59,10 +62,12 @@ class Acceptor:
         context: bytes,
         admit: Admit,
         fetch: Fetch | None = None,
+        *,
+        tls: bool = False,
     ) -> None:
         self._selector, self._listeners = selector, listeners
         self._secret, self._service, self._context = secret, service, context
-        self._admit, self._fetch = admit, fetch
+        self._admit, self._fetch, self._tls = admit, fetch, tls
         self._pending: dict[int, _Pending] = {}  # oldest first
         self._open = False
         self._open_at = 0.0
@@ -125,7 +130,7 @@ class Acceptor:
             if not self._open or self._full(now):
                 return
             try:
-                sock, address = listener.accept()
+                accepted, address = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:  # out of descriptors, or the peer has gone already
@@ -135,11 +140,14 @@ class Acceptor:
                 return
             if len(self._pending) >= MAX_PENDING:
                 self._part_with(self._oldest(), "others wait, and it has proven nothing")
-            challenge = Challenge(self._secret, self._service, self._context)
-            pending = _Pending(sock, spell_address(address), listener.family == socket.AF_UNIX, challenge, now)
+            local = listener.family == socket.AF_UNIX
+            challenge = Challenge(self._secret, self._service, self._context, tls=self._tls and not local)
+            sock = Socket.adopt(accepted)
+            pending = _Pending(sock, spell_address(address), local, challenge, now)
             try:
                 tune(sock)
                 sock.send(challenge.greeting, socket.MSG_NOSIGNAL)
+                challenge.secure(sock)
             except OSError as error:
                 log.debug("%s: %s", pending.name, spell_error(error))
                 sock.close()
@@ -159,7 +167,7 @@ class Acceptor:
                 self._judge(pending)
         except BlockingIOError:
             return
-        except OSError as error:
+        except (OSError, AuthenticationError) as error:
             self._turn_away(pending, spell_error(error))
 
     def _judge(self, pending: _Pending) -> None:

@@ -8,7 +8,8 @@ Proofs are HMAC-SHA256 (RFC 2104) under the job's secret over a label of the sid
 contexts and both nonces are bound to them, and neither side's proof is of use to the other. The secret itself never
 travels. The listener speaks first, so whoever reaches a foreign service by mistake has sent it nothing.
 
-This keeps strangers out of a job. It does not encrypt: who can read or change the job's packets is not kept out.
+This keeps strangers out of a job. Where the greeting says so (HETCOLL_TLS), all that follows it is encrypted. The
+proofs cover the greeting, so nobody on the way can take that word out of it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from ...errors import AuthenticationError
+from .secure import Socket
 
-GREETING = struct.Struct("<4sB3x32s32s")
+GREETING = struct.Struct("<4sB?2x32s32s")
 CLAIM = struct.Struct("<B7x32s32s32s")
 VERDICT = struct.Struct("<B7x32s")
 assert (GREETING.size, CLAIM.size, VERDICT.size) == (72, 104, 40)
@@ -55,6 +57,10 @@ def _proof(secret: bytes, side: bytes, greeting: bytes, claim: bytes) -> bytes:
     return hmac.digest(secret, b"hetcoll 1 " + side + greeting + claim, hashlib.sha256)
 
 
+def _tls_key(secret: bytes) -> bytes:
+    return hmac.digest(secret, b"hetcoll 1 tls", hashlib.sha256)
+
+
 class Judgement(NamedTuple):
     """A listener's answer to a claim. `context` is trustworthy only when the secret was `proven`."""
 
@@ -67,9 +73,14 @@ class Judgement(NamedTuple):
 class Challenge:
     """The listener's side of one connection: send `greeting`, read CLAIM.size bytes, `judge` them, send the verdict."""
 
-    def __init__(self, secret: bytes, service: Service, context: bytes = b"") -> None:
-        self._secret = secret
-        self.greeting = GREETING.pack(_MAGIC, service, context.ljust(CONTEXT_BYTES, b"\0"), os.urandom(32))
+    def __init__(self, secret: bytes, service: Service, context: bytes = b"", *, tls: bool = False) -> None:
+        self._secret, self._tls = secret, tls
+        self.greeting = GREETING.pack(_MAGIC, service, tls, context.ljust(CONTEXT_BYTES, b"\0"), os.urandom(32))
+
+    def secure(self, sock: Socket) -> None:
+        """Encrypt what follows the greeting, which was sent, if that says so."""
+        if self._tls:
+            sock.secure(_tls_key(self._secret), server=True)
 
     def judge(self, claim: bytes, *, open_fetch: bool = False) -> Judgement:
         """Whether `claim` proves the secret. With `open_fetch` a FETCH is accepted without a proof."""
@@ -83,18 +94,26 @@ class Challenge:
 
 def greeting_context(greeting: bytes, service: Service) -> bytes | None:
     """The context of a greeting of `service`; `None` when these bytes are something else's."""
-    magic, kind, context, _ = GREETING.unpack(greeting)
+    magic, kind, _, context, _ = GREETING.unpack(greeting)
     return context if magic == _MAGIC and kind == service else None
 
 
 class Response:
-    """The connector's side: made from the greeting; send `claim`, then `check` the verdict."""
+    """The connector's side: made from the greeting; `secure` the socket, send `claim`, then `check` the verdict."""
 
     def __init__(self, secret: bytes, greeting: bytes, context: bytes = b"", verb: Verb = Verb.PROVE) -> None:
         self._secret, self._greeting = secret, greeting
         head = CLAIM.pack(verb, context.ljust(CONTEXT_BYTES, b"\0"), os.urandom(32), _NOTHING)[:-32]
         proof = _NOTHING if verb is Verb.FETCH else _proof(secret, b"connector", greeting, head)
         self.claim = head + proof
+
+    def secure(self, sock: Socket) -> None:
+        """Encrypt what follows the greeting, if that says so."""
+        if not GREETING.unpack(self._greeting)[2]:
+            return
+        if not self._secret:
+            raise AuthenticationError("rank 0 has a HETCOLL_SECRET and this process has none")
+        sock.secure(_tls_key(self._secret), server=False)
 
     def check(self, verdict: bytes) -> None:
         """AuthenticationError when the listener refused us, or does not know the secret itself."""

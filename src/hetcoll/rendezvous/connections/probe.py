@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from ...errors import AuthenticationError, InitError
 from ..protocol.unique_id import UniqueId
 from .auth import GREETING, HANDSHAKE_SECONDS, VERDICT, Response, Service, greeting_context
+from .secure import Socket
 from .sockets import is_itself, resolve, spell_address, spell_error, tune
 
 log = logging.getLogger("hetcoll.probe")
@@ -39,7 +40,7 @@ GREETS = 2.0
 class Found(NamedTuple):
     """A connected, non-blocking socket whose listener greeted with `context` and accepted our claim."""
 
-    sock: socket.socket
+    sock: Socket
     context: bytes
     address: tuple[str, int]
 
@@ -53,12 +54,13 @@ class _Place:
     due: float
     pause: float = _FIRST_RETRY
     outcome: str = _NOT_TRIED
-    sock: socket.socket | None = None
+    sock: Socket | None = None
     deadline: float = 0.0
     connected: bool = False
     data: bytes = b""
     context: bytes = b""
     response: Response | None = None  # to its greeting
+    claimed: bool = False  # that was sent
     answers: int = 0  # how many attempts have ended
     after: _Place | None = None  # the next address of the same listener
     denied: str = ""  # why it did not pass for the store, which it greets as
@@ -158,7 +160,7 @@ class Search:
 
     def _start(self, place: _Place) -> None:
         try:
-            sock = socket.socket(place.family, socket.SOCK_STREAM)
+            sock = Socket(place.family, socket.SOCK_STREAM)
         except OSError as error:
             self._retry(place, spell_error(error))
             return
@@ -190,6 +192,9 @@ class Search:
                 _let_next(place, GREETS)
                 self._selector.modify(sock, selectors.EVENT_READ, place)
                 return None
+            if place.response is not None and not place.claimed:
+                self._claim(place, sock)
+                return None
             wanted = GREETING.size if place.response is None else VERDICT.size
             part = sock.recv(wanted - len(place.data))
             if not part:
@@ -208,7 +213,7 @@ class Search:
             self._retry(place, spell_error(error))
         return None
 
-    def _judge(self, place: _Place, sock: socket.socket) -> Found | None:
+    def _judge(self, place: _Place, sock: Socket) -> Found | None:
         """Go on after a whole greeting or verdict."""
         data, place.data = place.data, b""
         if place.response is not None:
@@ -220,9 +225,17 @@ class Search:
         if context is None or not self.matches(context):
             self._retry(place, "another job's store" if context else "something else", _FOREIGN_RETRY)
             return None
-        place.context, place.response = context, self.respond(data, context)
-        sock.send(place.response.claim, socket.MSG_NOSIGNAL)
+        place.context, place.response, place.claimed = context, self.respond(data, context), False
+        place.response.secure(sock)
+        self._claim(place, sock)
         return None
+
+    @staticmethod
+    def _claim(place: _Place, sock: Socket) -> None:
+        """BlockingIOError until TLS has shaken hands."""
+        assert place.response is not None
+        sock.send(place.response.claim, socket.MSG_NOSIGNAL)
+        place.claimed = True
 
     @staticmethod
     def _spell_silence(place: _Place) -> str:
@@ -269,9 +282,7 @@ def _first_few(items: Iterable[str]) -> str:
     return ", ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
 
 
-def connect_store(
-    unique_id: UniqueId, deadline: float, *, there: bool = False
-) -> tuple[socket.socket, tuple[str, int]]:
+def connect_store(unique_id: UniqueId, deadline: float, *, there: bool = False) -> tuple[Socket, tuple[str, int]]:
     """A connection to the job's store that has proven the secret, and the address it goes to. `there` as `Search`."""
     found = Search(
         Service.STORE,
@@ -285,9 +296,7 @@ def connect_store(
     return found.sock, found.address
 
 
-def connect_relay(
-    unique_id: UniqueId, token: bytes, addresses: Sequence[tuple[str, int]], deadline: float
-) -> socket.socket:
+def connect_relay(unique_id: UniqueId, token: bytes, addresses: Sequence[tuple[str, int]], deadline: float) -> Socket:
     """A connection to the relay with this token that has proven the secret."""
     search = Search(
         Service.RELAY,

@@ -43,7 +43,7 @@ class StoreServer:
     `context` is the 32 bytes by which probes recognise the store: the job's id, 16 bytes, and the key of its launch.
     `unique_id` is what FETCH hands out: to processes of this user over a Unix listener, and with `open_fetch` to
     whoever asks for this job. When this process ends the store waits up to `linger` seconds for those who still use it.
-    `succeeds`: see `Groups`; such a store ends when all who came to it have gone.
+    `succeeds`: see `Groups`; such a store ends when all who came to it have gone. `tls`: see `Acceptor`.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class StoreServer:
         open_fetch: bool = False,
         linger: float = 0.0,
         succeeds: tuple[int, float] = (0, 0.0),
+        tls: bool = False,
     ) -> None:
         self._linger = linger
         self._idle = threading.Event()  # nobody is connected
@@ -73,7 +74,9 @@ class StoreServer:
         self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._wake_read.recv(64))
         body = pack([unique_id])
         fetch = Fetch(header(Op.REPLY, body) + body, open_fetch)
-        self._acceptor = Acceptor(self._selector, listeners, secret, Service.STORE, context, self._admit, fetch)
+        self._acceptor = Acceptor(
+            self._selector, listeners, secret, Service.STORE, context, self._admit, fetch, tls=tls
+        )
         self._thread = threading.Thread(target=self._run, name="hetcoll-store", daemon=True)
         HOSTED[self._job_id] = _hosted[self._job_id] = self
         lifetime.start(self._thread, self, self._end)
