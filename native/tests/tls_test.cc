@@ -18,15 +18,15 @@ constexpr TlsKey kKey{std::byte{7}};
 
 // Two ends of a connection, and what the kernel carries between them.
 struct Ends {
-  explicit Ends(const TlsKey& key = kKey, bool ahead = true) {
+  explicit Ends(const TlsKey& key = kKey, bool ahead = true, std::uint64_t rekey = Tls::kRecords) {
     std::tie(fds[0], fds[1]) = TcpPair();
     const int on = 1;
     for (const int fd : fds) {
       fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
       setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     }
-    tls[0] = std::make_unique<Tls>(fds[0], kKey, false, ahead);
-    tls[1] = std::make_unique<Tls>(fds[1], key, true, ahead);
+    tls[0] = std::make_unique<Tls>(fds[0], kKey, false, ahead, rekey);
+    tls[1] = std::make_unique<Tls>(fds[1], key, true, ahead, rekey);
   }
   ~Ends() {
     for (const int fd : fds) close(fd);
@@ -45,10 +45,10 @@ ssize_t SendOne(Tls& tls, const Bytes& data) {
 
 }  // namespace
 
-// Both directions at once, in pieces of any size, through buffers that are often full.
+// Both directions at once, in pieces of any size, through buffers that are often full, with new keys now and then.
 void EncryptedStreams() {
   for (const bool ahead : {false, true}) {
-    Ends ends(kKey, ahead);
+    Ends ends(kKey, ahead, ahead ? 7 : Tls::kRecords);
     for (const int fd : ends.fds) {
       const int small = 20000;
       setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &small, sizeof small);

@@ -15,7 +15,6 @@ namespace {
 
 constexpr std::size_t kGather = std::size_t{64} << 10;  // bytes that are encrypted for one call of the kernel
 constexpr std::size_t kAhead = std::size_t{64} << 10;
-constexpr std::uint64_t kRecords = std::uint64_t{1} << 23;  // of AES-GCM under one key: RFC 8446, 5.5, allows 2^24.5
 constexpr unsigned char kIdentity[] = {'h', 'e', 't', 'c', 'o', 'l', 'l'};
 
 // What openssl/ssl.h and openssl/bio.h define, the same in 1.1.1 and 3.
@@ -23,6 +22,7 @@ constexpr int kTls13 = 0x0304;
 constexpr unsigned char kAes128GcmSha256[] = {0x13, 0x01};
 constexpr int kCtrlMode = 33, kCtrlSessionCache = 44, kCtrlMinProtocol = 123;
 constexpr long kMode = 0x01 | 0x02 | 0x10;  // partial writes, from memory that moves, and no buffers while idle
+constexpr int kUpdateNotRequested = 0;
 constexpr int kErrorWantRead = 2, kErrorWantWrite = 3, kErrorZeroReturn = 6;
 constexpr int kBioFlags = 0x0f, kBioRetryRead = 0x09, kBioRetryWrite = 0x0a, kBioFlush = 11;
 
@@ -196,8 +196,8 @@ std::uint64_t Cookie(int fd) {
 
 }  // namespace
 
-Tls::Tls(int fd, const TlsKey& key, bool server, bool ahead)
-    : fd_(fd), ahead_(ahead), key_(key), ssl_(nullptr, SslContext::Get().SSL_free) {
+Tls::Tls(int fd, const TlsKey& key, bool server, bool ahead, std::uint64_t rekey)
+    : fd_(fd), ahead_(ahead), key_(key), ssl_(nullptr, SslContext::Get().SSL_free), rekey_(rekey) {
   const SslContext& api = SslContext::Get();
   ssl_.reset(api.SSL_new(api.context));
   void* bio = ssl_ == nullptr ? nullptr : api.BIO_new(api.method);
@@ -286,7 +286,6 @@ bool Tls::Seal(std::span<const iovec> pieces, std::size_t skip) {
   const SslContext& api = SslContext::Get();
   api.ERR_clear_error();
   errno_ = 0;
-  if (++records_ % kRecords == 0) api.SSL_key_update(ssl_.get(), 0);
   const int sealed = api.SSL_write(ssl_.get(), from, static_cast<int>(n));
   if (sealed <= 0) {
     failed_ = sealed;
@@ -294,6 +293,7 @@ bool Tls::Seal(std::span<const iovec> pieces, std::size_t skip) {
   }
   proven_ = true;
   if (std::exchange(spoil_, false)) out_.back() ^= std::byte{0x10};
+  if (++records_ % rekey_ == 0) api.SSL_key_update(ssl_.get(), kUpdateNotRequested);  // before the next one
   sealed_.push_back({static_cast<std::size_t>(sealed), out_.size()});
   return true;
 }

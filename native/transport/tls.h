@@ -28,12 +28,13 @@ using TlsKey = std::array<std::byte, 32>;
 // One connection. The handshake is done by whatever is called first, and goes on with every call. Thread-safe.
 class Tls {
  public:
-  static constexpr std::size_t kRecord = std::size_t{16} << 10;  // the most bytes that are encrypted as one
+  static constexpr std::size_t kRecord = std::size_t{16} << 10;      // the most bytes that are encrypted as one
+  static constexpr std::uint64_t kRecords = std::uint64_t{1} << 23;  // under one key: RFC 8446, 5.5, allows 2^24.5
 
   // The socket must be non-blocking, and stays its owner's. `ahead`: what the kernel has is read before it is asked
-  // for, so that the socket may not be readable while this has data. Throws std::runtime_error where there is no
-  // OpenSSL.
-  Tls(int fd, const TlsKey& key, bool server, bool ahead);
+  // for, so that the socket may not be readable while this has data. After `rekey` records comes a new key. Throws
+  // std::runtime_error where there is no OpenSSL.
+  Tls(int fd, const TlsKey& key, bool server, bool ahead, std::uint64_t rekey = kRecords);
   ~Tls();
   Tls(const Tls&) = delete;
   Tls& operator=(const Tls&) = delete;
@@ -82,7 +83,8 @@ class Tls {
   std::unique_ptr<std::byte[]> in_;  // read ahead
   std::size_t ahead_bytes_ = 0;      // that it has
   std::size_t read_ = 0;             // of them
-  std::uint64_t records_ = 0;        // under this key
+  std::uint64_t records_ = 0;        // sent
+  const std::uint64_t rekey_;
   friend struct SslContext;
 };
 

@@ -92,6 +92,8 @@ def draw(seed: int, only: str = "") -> Program:
     kind = only or kind
     devices = _devices(rng, size, kind)
     hosts, env = _links(rng, size, kind, devices)
+    if random.Random(f"{seed} in secret").random() < 0.12:
+        env["HETCOLL_TLS"] = "1"
     steps = draw_steps(rng, size, devices, rng.randint(1, 5))
     attack = Attack(kind, _victims(rng, size, kind), rng.randrange(len(steps)), _delay(rng, kind))
     if kind == "mismatch" or kind in WAITING:

@@ -265,8 +265,8 @@ def leave_while_reading(comm: hetcoll.Communicator) -> float:
     comm.barrier()
     at = np.arange(1 << 10) << 12
     if comm.rank == 1:
-        for _ in range(4):
-            window.get(got, 0, at[::-1], dst_offset=at, count=1 << 12, async_op=True)
+        works = [window.get(got, 0, at[::-1], dst_offset=at, count=1 << 12, async_op=True) for _ in range(4)]
+        works[0].wait()  # else rank 0 might never have heard of any
         comm.close()
         return 0.0
     wait_until(lambda: comm.counters()["window_gets"] > 0, 60)
