@@ -1,4 +1,5 @@
-"""In a guest: what becomes of calls when cables, devices and ranks fail."""
+"""In a guest: what becomes of calls when cables, devices and ranks fail. A commit's gate runs an eighth of what is
+thorough: tests/conftest.py slices here, too."""
 
 from __future__ import annotations
 
@@ -104,6 +105,7 @@ def split(comm: hetcoll.Communicator) -> tuple[dict[str, int], str]:
     return told(part)
 
 
+@pytest.mark.thorough
 def test_a_port_that_is_down_for_a_moment(launch: Launch) -> None:
     """Its rail is lost, not for communicators that come later, and in its own until it was tried again."""
 
@@ -141,6 +143,7 @@ def patient(pool: Launch) -> Ranks:
     return verbs(pool, 2, HETCOLL_IB_TIMEOUT="17")  # 0.5 s until a packet is sent again, and eight times that
 
 
+@pytest.mark.thorough
 def test_a_silence_costs_nothing_but_time(pool: Launch) -> None:
     """What happens when a switch learns a new way: for a moment nothing arrives, and nobody is told."""
 
@@ -167,6 +170,7 @@ def test_packets_are_lost(pool: Launch) -> None:
         assert counters["lost_rails"] == 0, text
 
 
+@pytest.mark.thorough
 def test_packets_are_late_and_out_of_order(pool: Launch) -> None:
     ranks = patient(pool)
     with netem("veth1", "delay", "2ms", "reorder", "25%"):
@@ -184,6 +188,7 @@ def carried(comm: hetcoll.Communicator) -> Counter[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_slow_cable_carries_less(pool: Launch) -> None:
     ranks = patient(pool)
     ranks.run(add_up, 1)
@@ -206,6 +211,7 @@ def test_a_rank_is_killed(launch: Launch, tmp_path: Path) -> None:
         assert outcome.error.rank == 1
 
 
+@pytest.mark.thorough
 def test_a_rank_is_killed_in_its_sleep(launch: Launch) -> None:
     """Nobody is in a call: the next one fails."""
     ranks = verbs(launch, 2)
@@ -226,6 +232,7 @@ def test_what_does_not_carry_bytes_is_not_used(launch: Launch) -> None:
         assert "rxe" in text
 
 
+@pytest.mark.thorough
 def test_of_two_rails_the_one_that_works_is_used(launch: Launch) -> None:
     """rxe0 and rxe1 have a cable, rxe2 has lost its own."""
     unplug("veth3")
@@ -287,6 +294,7 @@ def flood(comm: hetcoll.Communicator, messages: int, full: Path) -> None:
         work.wait()
 
 
+@pytest.mark.thorough
 def test_queues_are_filled_to_the_brim(launch: Launch, tmp_path: Path) -> None:
     ranks = patient(launch)
     ranks.run(flood, 400, tmp_path / "full", timeout=60)
@@ -295,6 +303,7 @@ def test_queues_are_filled_to_the_brim(launch: Launch, tmp_path: Path) -> None:
         assert counters["waits"] > 0
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_stopped_for_a_while(pool: Launch) -> None:
     """The device works on without its process: what it owes, it does when it goes on."""
     ranks = patient(pool)
