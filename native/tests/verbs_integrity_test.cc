@@ -144,8 +144,8 @@ void OverwrittenFrames() {
     });
     const Counted counted = CountedBy(job);
     CHECK(counted.spoiled == 0, "%zu were spoiled: %s", std::size_t{counted.spoiled}, Events(job.engine(1)).c_str());
-    CHECK(Counter(job.engine(0), "resent") == 1, "%s", Links(job.engine(0)).c_str());
-    CHECK((Counter(job.engine(0), "tcp_bytes") > 0) == over_tcp, "%s", Links(job.engine(0)).c_str());
+    CHECK(Counter(job.engine(0), "resent") > 0, "%s", Links(job.engine(0)).c_str());
+    CHECK(!over_tcp || Counter(job.engine(0), "tcp_bytes") > 0, "%s", Links(job.engine(0)).c_str());
   }
 }
 
