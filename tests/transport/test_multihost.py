@@ -134,16 +134,15 @@ def test_messages_that_fit_both_sockets_are_dealt_by_what_each_network_carried(
     launch: Launch, net: netns.Network
 ) -> None:
     """The kernel takes all of a message at once, so what waits in the sockets says nothing of their pace."""
-    for host in (0, 1):
-        net.set_rate(host, 0, "20mbit", burst="64kb")
-        net.set_rate(host, 1, "80mbit", burst="64kb")
+    for host in (0, 1):  # so slow that what a busy machine takes for it is little beside it
+        net.set_rate(host, 0, "10mbit", burst="64kb")
+        net.set_rate(host, 1, "40mbit", burst="64kb")
     with joined(launch, net) as (ranks, _):
         shares = list[float]()  # the first shows the pace
-        while len(shares) < 8 and max(shares, default=0.0) < 1.75:
+        while len(shares) < 8 and max(shares, default=0.0) < 2.5:
             sent = ranks.run(with_comm, exchange, 0, 2, 4 << 20)[0]
             shares.append(sent["eth1"] / sent["eth0"])
-    # Four times as fast, of which a busy machine shows less; dealt out in turn, both would carry the same.
-    assert max(shares) >= 1.75, shares
+    assert max(shares) >= 2.5, shares
 
 
 def add_up(comm: hetcoll.Communicator, seconds: float) -> None:
