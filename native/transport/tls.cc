@@ -244,8 +244,9 @@ ssize_t Tls::Send(std::span<const iovec> pieces) {
     out_.reserve(std::min(total, kGather) + 2 * kRecord);
     for (std::size_t at = 0; at < total && out_.size() < kGather; at += sealed_.back().plain) {
       if (Seal(pieces, at)) continue;
-      if (sealed_.empty()) return Failed() == 0 ? (errno = EPIPE, -1) : -1;
-      break;
+      if (!sealed_.empty()) break;
+      if (Failed() == 0) errno = EPIPE;
+      return -1;
     }
     Flush();
   }

@@ -244,7 +244,7 @@ class ControlClient:
                 log.warning("this process cannot be a relay: %s", problem)
                 return
             try:
-                self._relay = Relay(self.unique_id, host, self._size, self._timeout)
+                self._relay = Relay(self.unique_id, host, self._size, self._timeout, tls=self._uplink.sock.secured)
             except OSError as error:
                 log.warning("this process cannot be a relay at %s: %s", host, spell_error(error))
 

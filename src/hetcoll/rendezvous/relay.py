@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 
 from .. import lifetime
-from ..config.env import configuration
 from ..config.limits import Held
 from ..errors import CommunicationError, HetcollError
 from . import uplink
@@ -38,9 +37,10 @@ _DIED = b"its process died: the connection ended without a goodbye"
 
 
 class Relay:
-    """Serves children at `host` until its way up is lost for good, `close`, or (`retire`) the last child is gone."""
+    """Serves children at `host` until its way up is lost for good, `close`, or (`retire`) the last child is gone.
+    `tls`: see `Acceptor`."""
 
-    def __init__(self, unique_id: UniqueId, host: str, size: int, timeout: float) -> None:
+    def __init__(self, unique_id: UniqueId, host: str, size: int, timeout: float, *, tls: bool = False) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         self._id, self._token, self._timeout = unique_id, os.urandom(uplink.TOKEN_BYTES), timeout
@@ -58,7 +58,7 @@ class Relay:
         self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._wake_read.recv(64))
         context = self._token.ljust(32, b"\0")
         self._acceptor = Acceptor(
-            self._selector, [listener], unique_id.secret, Service.RELAY, context, self._admit, tls=configuration().tls
+            self._selector, [listener], unique_id.secret, Service.RELAY, context, self._admit, tls=tls
         )
         self._thread = threading.Thread(target=self._run, name="hetcoll-relay", daemon=True)
         lifetime.start(self._thread, self)

@@ -115,7 +115,7 @@ class Succession:
                 listeners += bind_all(address[:1], address[1])
             except InitError as error:
                 log.info("newcomers will not find the store at %s: %s", spell_address(address), error)
-        context, opened, linger = self._charge
+        context, (opened, tls), linger = self._charge
         listeners += announce(lost.job_id)
         quorum = 1 if self._certain else self._count // 2 + 1
         log.info("this process serves the job's store from now on, at %s", spell_address(self._mine[0]))
@@ -124,10 +124,10 @@ class Succession:
             lost.secret,
             context,
             taken.to_bytes(),
-            open_fetch=opened == b"\1",
+            open_fetch=bool(opened),
             linger=F64.unpack(linger)[0],
             succeeds=(quorum, GRACE if self._certain else _UNSURE_GRACE),
-            tls=environment().config.tls,
+            tls=bool(tls),
         )
         self._mine, self.hosts = (), True
         return taken

@@ -35,6 +35,11 @@ class Socket(socket.socket):
         other end does not have the key."""
         self._tls = _native.Tls(self.fileno(), key, server)
 
+    @property
+    def secured(self) -> bool:
+        """Whether it is encrypted by now."""
+        return self._tls is not None
+
     def send(self, data: Any, flags: int = 0, /) -> int:
         return super().send(data, flags) if self._tls is None else _explained(self._tls.send, data)
 

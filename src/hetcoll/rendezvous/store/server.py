@@ -62,7 +62,7 @@ class StoreServer:
         self._idle = threading.Event()  # nobody is connected
         self._idle.set()
         self._job_id = context[:16]
-        charge = pack((context, b"\1" if open_fetch else b"\0", F64.pack(linger)))
+        charge = pack((context, bytes([open_fetch, tls]), F64.pack(linger)))
         launched = any(context[16:]) and not succeeds[0]
         self._groups = Groups(launched=launched, reserve=_reserve, charge=charge, succeeds=succeeds)
         self._tree = Tree(self._groups, self._part_with)
