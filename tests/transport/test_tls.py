@@ -24,7 +24,7 @@ import hetcoll._native as _native
 from hetcoll.config import env
 from hetcoll.config.env import Config, read_config
 from hetcoll.config.process import configure
-from hetcoll.errors import ArgumentError, AuthenticationError, InitError
+from hetcoll.errors import ArgumentError, AuthenticationError, CommunicationError, InitError
 from hetcoll.links.edges import EdgeKey, Request
 from hetcoll.links.listener import Listener
 from hetcoll.rendezvous.bootstrap import get_unique_id
@@ -75,6 +75,31 @@ def test_everything_is_as_ever(launch: Launch, size: int) -> None:
 def test_connections_that_are_reset_are_made_again(launch: Launch) -> None:
     settings = {"HETCOLL_FAULT": "reset=250000,seed=3", "HETCOLL_SOCKET_STRIPES": "2"}
     assert sum(launch(3, **ON, **settings).run(everything)) > 2
+
+
+def spoiled(comm: hetcoll.Communicator) -> str:
+    """What a sum over a link that spoils a byte says; nothing: it is right."""
+    x = np.full(40_000, comm.rank + 1, np.float32)
+    try:
+        comm.allreduce(x, timeout=20)
+        comm.barrier(timeout=20)  # who had all that it needed hears of it here
+    except CommunicationError as error:
+        return str(error)
+    assert (x == sum(range(comm.size + 1))).all()
+    return ""
+
+
+def test_a_record_that_is_changed_is_an_error_that_names_the_edge(launch: Launch) -> None:
+    told = launch(2, **ON, HETCOLL_FAULT="corrupt=5000,rank=1").run(spoiled)
+    assert "TCP receive: what came was changed on the way, so it cannot be decrypted (TLS)" in told[0], told
+    assert "rank 1" in told[0], told
+    assert told[1], told
+
+
+def test_where_all_is_kept_it_comes_again(launch: Launch) -> None:
+    ranks = launch(2, **ON, HETCOLL_FAULT="corrupt=5000,rank=1", HETCOLL_INTEGRITY="all")
+    assert ranks.run(spoiled) == ["", ""]
+    assert sum(ranks.run(everything)) > 0
 
 
 def lose_one(comm: hetcoll.Communicator) -> int:
