@@ -204,6 +204,7 @@ FAKE_API int ncclCommGetAsyncError(const Comm* handle, int* result) {
   std::shared_ptr<Comm> comm = find(handle);
   if (!comm) return refuse(kInvalidArgument, "not a communicator");
   *result = comm->state();
+  comm->ask();
   return kSuccess;
 }
 

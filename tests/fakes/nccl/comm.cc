@@ -61,6 +61,7 @@ Comm::Comm(Device& device, int size, int rank, bool blocking)
 Comm::~Comm() { join_background(); }
 
 void Comm::join_background() {
+  ask();
   std::vector<std::thread> threads;
   {
     std::lock_guard lock(mutex_);
@@ -72,6 +73,13 @@ void Comm::join_background() {
     } else {
       thread.join();
     }
+  }
+}
+
+void Comm::wait_until_asked() const {
+  while (!asked_) {
+    timespec nap{0, 200'000};
+    nanosleep(&nap, nullptr);
   }
 }
 

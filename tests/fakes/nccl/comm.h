@@ -80,11 +80,14 @@ class Comm : public std::enable_shared_from_this<Comm> {
   template <class Job>
   void in_background(Job job) {
     join_background();
+    asked_ = false;
     state_ = kInProgress;
     std::lock_guard lock(mutex_);
     threads_.emplace_back([this, job] { state_ = job(); });
   }
   void join_background();
+  void ask() { asked_ = true; }
+  void wait_until_asked() const;
 
   int add_operator(double factor, int dtype);
   bool remove_operator(int op);
@@ -103,6 +106,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   const bool blocking_;
   std::atomic<int> state_{kSuccess};
   std::atomic<bool> aborted_{false};
+  std::atomic<bool> asked_{false};  // for what runs in the background, or it is waited for
   std::shared_ptr<Segment> segment_;
   std::uint64_t rounds_ = 0;  // of the exchange
   std::mutex mutex_;          // of what follows

@@ -48,7 +48,8 @@ Result pending_of(const std::shared_ptr<Comm>& comm, void* handle, Pending** out
 }
 
 // A communicator that does not block launches from a thread of its own, after the call has returned (as NCCL's
-// ncclGroupEnd does): here always noticeably later, so that whoever does not wait for it is found out.
+// ncclGroupEnd does): here only once somebody asks for its state or ends it, and noticeably later than that, so that
+// whoever does not wait for it is found out, however slow the machine.
 Result launch(Pending& pending) {
   std::shared_ptr<Comm> comm = pending.comm;
   if (comm->blocking()) {
@@ -56,6 +57,7 @@ Result launch(Pending& pending) {
     return comm->enqueue(pending.work, pending.streams);
   }
   comm->in_background([comm, work = pending.work, streams = pending.streams] {
+    comm->wait_until_asked();
     timespec nap{0, 2'000'000};
     nanosleep(&nap, nullptr);
     return comm->enqueue(work, streams);
