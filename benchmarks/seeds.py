@@ -244,6 +244,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="of each library")
     parser.add_argument("--turns", type=int, default=3, help="of each job in training")
     parser.add_argument("--steps", type=int, default=4, help="of a turn; the first one is not timed")
+    parser.add_argument("--batch", type=int, help="of halves: samples of a rank in a step (default: the model's)")
+    parser.add_argument("--pieces", type=int, default=1, help="of halves: into how many a rank's samples are cut")
     parser.add_argument("--only", type=int, nargs="+", help="rows of forwarding, from 0")
     parser.add_argument("--way", help="of training: ddp, fsdp2, balanced")
     parser.add_argument("--rate", default="10gbit", help="of each card, in tc's words (default 10gbit)")

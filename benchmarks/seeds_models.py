@@ -14,7 +14,7 @@ from typing import Any
 from places import DEVICES, Place, islands_of
 from shaped import shaped
 from shapes import SHAPES, Shape
-from training import TOLERANCE, Job, losses_of_one
+from training import FEW, TOLERANCE, Job, losses_of_one
 
 SLEEP = {"HETCOLL_SPIN_US": os.environ.get("HETCOLL_SPIN_US", "0")}  # hosts that are namespaces share the cores
 
@@ -60,7 +60,7 @@ def error(losses: Sequence[float], wanted: Sequence[float], what: str, wrong: li
 def references(shapes: Sequence[Shape], place: Place, args: argparse.Namespace, home: Path) -> list[list[float]]:
     alone = replace(place, kind="cpu") if place.torch == "cpu" else place
     steps = args.turns * args.steps
-    return losses_of_one(shapes, alone, home, steps=steps, pieces=args.ranks, seconds=args.seconds)
+    return losses_of_one(shapes, alone, home, steps=steps, pieces=args.ranks * args.pieces, seconds=args.seconds)
 
 
 def halves(args: argparse.Namespace, home: Path) -> Found:
@@ -72,17 +72,17 @@ def halves(args: argparse.Namespace, home: Path) -> Found:
     half = args.ranks // 2
     parts = {"first": places[:half], "second": places[half:], "both": places}
     for model in args.models:
-        shape = SHAPES[model]
+        shape = replace(SHAPES[model], batch=args.batch or SHAPES[model].batch)
         shapes = {name: replace(shape, batch=shape.batch * len(those)) for name, those in parts.items()}
         small, large = references([shapes["first"], shapes["both"]], places[0], args, home)
         with contextlib.ExitStack() as stack:
             jobs = {}
             for name, those in parts.items():
-                env = islands_of(args.ranks) if name == "both" and kinds.islands else {}
+                env = (islands_of(args.ranks) if kinds.islands else {}) | FEW if name == "both" else {}
                 job = Job(name, "hetcoll", those, home / f"{model}-{name}", env, seconds=args.seconds)
                 stack.callback(job.close)
                 jobs[name] = job, shapes[name]
-            seconds, losses = train(jobs, way, args)
+            seconds, losses = train(jobs, way, args, pieces=args.pieces)
         rate = {name: shapes[name].batch * shape.length / each for name, each in seconds.items()}
         total = rate["first"] + rate["second"]
         off = max(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from llama import layers, loss_of
 from shapes import Shape
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hetcoll.torch.balance import Balancer
 
@@ -39,7 +40,8 @@ def made_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 class DataParallel:
     """One process, DistributedDataParallel or FSDP2: each rank has the model, or a shard of it, and part of a batch.
 
-    `bucket` is DistributedDataParallel's, in MiB; `pieces` into how many a rank's part is cut, one after the other.
+    `bucket` is DistributedDataParallel's, in MiB; `pieces` into how many a rank's part is cut, one after the other, for
+    all of which ranks exchange once.
     "balanced" is DistributedDataParallel whose ranks get as much of a batch as they are fast (`hetcoll.torch.balance`).
     """
 
@@ -50,11 +52,9 @@ class DataParallel:
             self.parts = layers(s)
         self.model: nn.Module = nn.Sequential(*self.parts)
         if way == "fsdp2":
-            from torch.distributed.fsdp import fully_shard
-
             mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
             for part in self.parts:
-                fully_shard(part, mesh=mesh)
+                fully_shard(part, mesh=mesh, reshard_after_forward=pieces == 1)
             fully_shard(self.model, mesh=mesh)
         elif way in ("ddp", "balanced"):
             self.model = nn.parallel.DistributedDataParallel(
@@ -71,13 +71,23 @@ class DataParallel:
             return self._uneven(self.balancer, x, y)
         mine = zip(*(part.chunk(self.size)[self.rank].chunk(self.pieces) for part in (x, y)), strict=True)
         losses = []
-        for inputs, wanted in mine:
-            loss = loss_of(self.model(inputs), wanted)
-            (loss / self.pieces).backward()
+        for at, (inputs, wanted) in enumerate(mine):
+            with self._exchanging(at == self.pieces - 1):
+                loss = loss_of(self.model(inputs), wanted)
+                (loss / self.pieces).backward()
             losses.append(loss.detach())
         self.optimizer.step()
         self.optimizer.zero_grad()
         return torch.stack(losses).mean()
+
+    def _exchanging(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Whether what is computed now is the last piece, behind which the gradients are exchanged."""
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            return contextlib.nullcontext() if last else self.model.no_sync()
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_reshard_after_backward(last)
+        return contextlib.nullcontext()
 
     def _uneven(self, balancer: Balancer, x: Tensor, y: Tensor) -> Tensor:
         with balancer.measure(self.device):

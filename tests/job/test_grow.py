@@ -85,6 +85,35 @@ def test_a_part_grows(launch: Launch) -> None:
     assert launch(4, join=False).run(grow_a_part) == [(0, 1, 3.0), (0, 3, 3.0), (1, 3, 3.0), (2, 3, 0.0)]
 
 
+def slow_to_follow(job: Job) -> tuple[int, int]:
+    """Two ranks look again and again whether somebody is there. The third takes longer to come in than they look."""
+    if job.rank < 2:
+        comm = hetcoll.Communicator.init(2, job.rank, job.unique_id, timeout=60)
+        while comm.size == 2:
+            try:
+                comm, old = comm.grow(timeout=0.1), comm
+                old.close()
+            except hetcoll.InitError as error:
+                assert "grow(1) found 0 newcomers" in str(error) or "never came to grow()" in str(error)
+    else:
+        come = decisions.come
+
+        def slowly(*args: Any) -> Any:
+            place = come(*args)
+            time.sleep(1)
+            return place
+
+        decisions.come = slowly  # type: ignore[assignment]
+        comm = hetcoll.Communicator.join(job.unique_id, timeout=60)
+    works(comm)
+    comm.barrier()
+    return comm.rank, comm.size
+
+
+def test_who_only_looks_for_newcomers_gives_them_time(launch: Launch) -> None:
+    assert launch(3, join=False).run(slow_to_follow) == [(0, 3), (1, 3), (2, 3)]
+
+
 def die(*args: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -324,11 +353,11 @@ def test_all_agree(launch: Launch) -> None:
 def agree_though_one_dies(comm: hetcoll.Communicator) -> list[int]:
     """Rank 2 dies before, in and after an agreement, as it happens; the others always agree."""
     flags = []
-    if comm.rank == 2:
-        threading.Timer(0.3, die).start()
     try:
         while True:
             flags.append(comm.agree(3 if comm.rank else 5))
+            if comm.rank == 2 and len(flags) == 2:  # so that all have called it twice
+                threading.Timer(0.3, die).start()
             comm.allreduce(np.ones(4))
     except hetcoll.PeerLostError:
         pass

@@ -144,8 +144,9 @@ def grow(core: Core, newcomers: int, timeout: float | None, make: Make[C]) -> C:
         core.growths += 1
         left = max(deadline - time.monotonic(), 0.0)
         place = decisions.grow(core.session.control, core.group, core.growths, count, told, left)
+        making = time.monotonic() + core.config.init_timeout  # whoever only looked for newcomers has some now
         try:
-            return _follow(core, place.group, list(range(place.size)), deadline, make)
+            return _follow(core, place.group, list(range(place.size)), max(making, deadline), make)
         except PeerLostError as error:
             if core.engine.failed:  # a rank of this one is gone, too
                 raise core.diagnosis.error() from error
