@@ -14,6 +14,7 @@ from typing import Any
 import fakes
 import pytest
 from fakes.harness import on, vendor
+from patience import PATIENCE
 from ranks import Ranks, close_all
 
 __all__ = ["on", "vendor"]
@@ -45,6 +46,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 and zlib.crc32(item.nodeid.encode()) % slices != number % slices}  # fmt: skip
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
+    for item in items:
+        own = item.get_closest_marker("timeout")
+        seconds = float(own.args[0] if own else config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(PATIENCE * seconds), append=False)
     if hasattr(config, "workerinput"):
         cost: Counter[Path] = Counter()
         for item in items:

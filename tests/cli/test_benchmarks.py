@@ -16,6 +16,7 @@ import fakes
 import numpy as np
 import pytest
 from installed import import_torch
+from patience import DEADLINE
 from thorough import parametrize
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -103,7 +104,7 @@ def test_a_sweep_may_be_joined_from_parts(tmp_path: Path) -> None:
         points = [point("hetcoll", us), point("MPICH", 2 * us)]
         path.write_text(json.dumps(results.document({}, LIMITS | {"flag_us": flag}, points, [], ["a failure"])))
     words = [sys.executable, str(BENCHMARKS / "peers.py"), "--rounds", "0", "--json", str(whole)]
-    ended = subprocess.run([*words, "--join", part, other, tmp_path / "absent"], timeout=60, check=False)
+    ended = subprocess.run([*words, "--join", part, other, tmp_path / "absent"], timeout=DEADLINE, check=False)
     assert ended.returncode == 1  # the parts' failures stay failures
     joined = json.loads(whole.read_text())
     assert [p["median_us"] for p in joined["points"]] == [0.5, 1.0, 0.4, 0.8]
@@ -207,7 +208,7 @@ def test_what_benchmarks_write_has_marks_in_the_documents() -> None:
 
 def test_training_writes_no_table_of_what_is_not_on_gpus() -> None:
     command = [sys.executable, str(BENCHMARKS / "training.py"), "--write-docs"]
-    ended = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+    ended = subprocess.run(command, timeout=DEADLINE, check=False, capture_output=True, text=True)
     assert ended.returncode == 2
     assert "--write-docs: wanted with --gpus" in ended.stderr
 
@@ -462,7 +463,7 @@ def test_what_must_cross_between_islands(islands: list[list[int]], rank: int, op
 def test_nothing_grows_under_load() -> None:
     """In small. It says so itself, by its status, where anything does; all calls are checked."""
     words = [sys.executable, "-m", "hetcoll", "run", "-n", "4", str(BENCHMARKS / "load.py"), "--calls", "50000"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines() if re.match(r"\[0\] +[0-9,]+ +[0-9.]+ ", line)]
     assert len(rows) == 11

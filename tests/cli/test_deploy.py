@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import DEADLINE
 from thorough import parametrize
 
 from hetcoll.cli import main
@@ -81,7 +82,7 @@ def test_every_pod_starts_its_ranks(engine: str, variable: str, capsys: pytest.C
             words = container["command"]
             assert f"--master {master}:29500" in words[2]
             done = subprocess.run(words, env=env | {variable: str(index)}, capture_output=True, text=True,
-                                  timeout=120)  # fmt: skip
+                                  timeout=DEADLINE)  # fmt: skip
             assert done.returncode == 0, done.stderr
             ranks += [line.partition("] ")[2] for line in done.stdout.splitlines()]
     assert sorted(ranks) == sorted(f"{rank} of 20" for rank in range(20))

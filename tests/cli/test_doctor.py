@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from patience import DEADLINE
 
 from hetcoll.cli import doctor
 from hetcoll.links.verbs.library import UnavailableError
@@ -116,10 +117,10 @@ def test_the_checks_of_this_machine_end_and_say_what_to_do() -> None:
 
 def test_the_command() -> None:
     words = [sys.executable, "-m", "hetcoll", "doctor"]
-    done = subprocess.run([*words, "--json"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*words, "--json"], capture_output=True, text=True, timeout=DEADLINE)
     told = json.loads(done.stdout)
     assert told["schema"] == 1
     assert done.returncode == (told["problems"] > 0)
-    text = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
+    text = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE).stdout
     for finding in told["findings"]:
         assert any(line.startswith(f"{finding['level']:<8} {finding['about']}") for line in text.splitlines()), finding

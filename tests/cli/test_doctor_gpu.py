@@ -12,6 +12,7 @@ from pathlib import Path
 
 import fakes
 import pytest
+from patience import DEADLINE
 
 from hetcoll.tools.checks import Finding, Level, gpu
 from hetcoll.vendors.devices import cuda, hip
@@ -92,7 +93,7 @@ def doctor(tmp_path: Path, **settings: object) -> dict[str, Finding]:
     """What it says about a machine with fake GPUs."""
     env = {**os.environ, **fakes.environment("cuda", **settings), "HETCOLL_CACHE": str(tmp_path / "cache")}
     words = [sys.executable, "-m", "hetcoll", "doctor", "--json"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=DEADLINE)
     told = json.loads(done.stdout)
     assert done.returncode == (told["problems"] > 0)
     found = {each["about"]: Finding(**{**each, "level": Level(each["level"])}) for each in told["findings"]}

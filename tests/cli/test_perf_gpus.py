@@ -10,6 +10,7 @@ from pathlib import Path
 
 import fakes
 import pytest
+from patience import DEADLINE
 from thorough import parametrize
 
 from hetcoll.cli import compare, plot
@@ -29,7 +30,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def perf(*words: str, **env: str) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "hetcoll", "perf", *words]
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
     return done.returncode, done.stdout, done.stderr
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import DEADLINE
 from ranks import Ranks
 from thorough import parametrize
 
@@ -23,7 +24,7 @@ from hetcoll.types import Collective
 
 def _hetcoll(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hetcoll", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=os.environ | env, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, env=os.environ | env, check=False)
 
 
 def measure(comm: hetcoll.Communicator) -> list[tuned.Measured]:

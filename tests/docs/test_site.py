@@ -14,6 +14,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from patience import DEADLINE
 
 import hetcoll
 from hetcoll.plan.algorithms import ALGORITHMS
@@ -142,4 +143,4 @@ def test_the_documents_draw_a_ring_a_tree_and_two_levels() -> None:
 
 def test_drawing_imports_no_mkdocs() -> None:
     code = "import sys; sys.path.insert(0, 'docs/site'); import hook; sys.exit('mkdocs' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=DEADLINE).returncode == 0

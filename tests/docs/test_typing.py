@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import DEADLINE
 
 import hetcoll
 
@@ -18,7 +19,7 @@ WRONG = {n for n, line in enumerate(PROGRAM.read_text().splitlines(), 1) if line
 
 def check(*words: str, cwd: Path) -> str:
     """What a checker prints. It sees the package where this Python finds it."""
-    done = subprocess.run([sys.executable, "-m", *words], cwd=cwd, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-m", *words], cwd=cwd, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 1, f"status {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import DEADLINE
 from ranks import Job, Ranks
 
 import hetcoll
@@ -38,7 +39,7 @@ def test_a_job_under_ulimit_v(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
     command = f"ulimit -v {4 << 20}; exec {sys.executable} -m hetcoll run -n 3 {tmp_path / 'job.py'}"
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("right shm") == 3
 

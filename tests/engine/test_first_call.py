@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import DEADLINE
 
 JOB = """
 import json, os, sys
@@ -58,7 +59,7 @@ def test_a_first_call_takes_a_short_way(algorithm: str, tmp_path: Path, monkeypa
     script = tmp_path / "job.py"
     script.write_text(JOB)
     words = [sys.executable, "-m", "hetcoll", "run", "--no-prefix", "-n", "2", str(script)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=DEADLINE)
     chosen, entered, calls, changes = json.loads(done.stdout.partition("traced: ")[2].partition("\n")[0])
     told = f"{len(entered)} files, {len(calls)} calls, {changes} changes of file"
     print(f"a first all-reduce by {chosen}: {told}")

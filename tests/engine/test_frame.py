@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import DEADLINE
 from ranks import Job, Ranks
 
 import hetcoll
@@ -146,7 +147,7 @@ def _cpu_seconds(code: str) -> float:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     run = [sys.executable, "-c", code]
     return min(
-        float(subprocess.run(run, env=env, capture_output=True, text=True, check=True, timeout=30).stdout)
+        float(subprocess.run(run, env=env, capture_output=True, text=True, check=True, timeout=DEADLINE).stdout)
         for _ in range(3)
     )
 

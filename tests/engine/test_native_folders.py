@@ -12,6 +12,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from patience import DEADLINE
 
 ROOT = Path(__file__).resolve().parents[2]
 CMAKE = shutil.which("cmake") or shutil.which("cmake", path=Path(sys.executable).parent) or ""
@@ -36,7 +37,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engine")
     shutil.copytree(ROOT / "native", folder / "native")
     command = [CMAKE, "-S", str(folder / "native"), "-B", str(folder / "build"), f"-DCMAKE_CXX_COMPILER={COMPILER}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -55,7 +56,7 @@ def seen(copy: Path, folder: str) -> set[str]:
     source.write_text("".join(f'#if __has_include("{h}")\nsees {name}\n#endif\n' for name, h in PROBES.items()))
     words = shlex.split(entry["command"])
     command = [*words[: words.index("-o")], "-E", "-P", str(source)]
-    done = subprocess.run(command, cwd=entry["directory"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=entry["directory"], capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     return set(re.findall(r"sees (\w+)", done.stdout))
 
@@ -74,11 +75,11 @@ def test_each_folder_sees_itself_and_none_above(copy: Path) -> None:
 def test_a_wrong_include_does_not_compile(copy: Path) -> None:
     source = copy / "native" / "base" / "team.cc"
     build = [CMAKE, "--build", str(copy / "build"), "--target", "hetcoll_base"]
-    assert subprocess.run(build, capture_output=True, timeout=100).returncode == 0
+    assert subprocess.run(build, capture_output=True, timeout=DEADLINE).returncode == 0
     right = source.read_text()
     try:
         source.write_text('#include "plan/plan.h"\n' + right)
-        done = subprocess.run(build, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(build, capture_output=True, text=True, timeout=DEADLINE)
     finally:
         source.write_text(right)
     assert done.returncode != 0

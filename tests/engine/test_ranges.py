@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import DEADLINE
 
 LIBRARY = """
 #include <stdio.h>
@@ -33,7 +34,7 @@ with hetcoll.init() as comm:
 def run(**env: str) -> list[str]:
     words = [sys.executable, "-c", PROGRAM]
     clean = {name: value for name, value in os.environ.items() if name not in ("HETCOLL_NVTX", "NVTX_INJECTION64_PATH")}
-    done = subprocess.run(words, env=clean | env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=clean | env, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stderr.splitlines() if line]
 

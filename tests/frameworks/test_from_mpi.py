@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from installed import find_mpi4py, find_program
+from patience import DEADLINE
 from ranks import Job, Ranks
 
 import hetcoll
@@ -43,7 +44,7 @@ def test_with_mpi4py(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("HETCOLL_")}
     env |= {"PYTHONPATH": str(Path(hetcoll.__file__).parents[1]), "HETCOLL_LINGER": "0"}
     words = [mpirun, "--allow-run-as-root", "-n", "3", "--map-by", ":OVERSUBSCRIBE", python, str(script)]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == ["fine"] * 3
 

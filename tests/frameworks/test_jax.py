@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from installed import need_jax, why_no_jax_gpus
+from patience import DEADLINE
 from ranks import Ranks, kept
 
 import hetcoll
@@ -99,7 +100,7 @@ def test_on_gpus(islands: str) -> None:
 
 def compile_check(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [COMPILER, "-std=c++20", "-fsyntax-only", *flags, "-I", str(ROOT / "native"), "-I", str(ROOT / "tests")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
 
 
 @pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from installed import find_program, import_torch
+from patience import PATIENCE
 from thorough import parametrize
 
 import hetcoll
@@ -35,7 +36,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def run(words: list[str], environment: dict[str, str]) -> list[str]:
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE * 250)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(line for line in done.stdout.splitlines() if " is " in line)
 
@@ -57,13 +58,13 @@ def test_a_wrong_name_is_told_to_who_makes_a_group(environment: dict[str, str]) 
     """Other programs import torch, too, and the environment may be somebody else's."""
     wrong = environment | {"HETCOLL_REPLACE": "mpi"}
     done = subprocess.run(
-        [sys.executable, "-c", "import torch"], env=wrong, capture_output=True, text=True, timeout=250
+        [sys.executable, "-c", "import torch"], env=wrong, capture_output=True, text=True, timeout=PATIENCE * 250
     )
     assert (done.returncode, done.stderr) == (0, "")
     for backend in ("gloo", "hetcoll"):
         program = f"import torch.distributed as d; d.init_process_group('{backend}', init_method='tcp://127.0.0.1:0', "
         words = [sys.executable, "-c", f"{program} rank=0, world_size=1)"]
-        done = subprocess.run(words, env=wrong, capture_output=True, text=True, timeout=250)
+        done = subprocess.run(words, env=wrong, capture_output=True, text=True, timeout=PATIENCE * 250)
         assert done.returncode != 0
         assert "HETCOLL_REPLACE: wanted nccl, gloo or both: nccl,gloo, got 'mpi'" in done.stderr
 
@@ -73,5 +74,5 @@ def test_sharded_models_end_without_a_word(environment: dict[str, str], how: str
     """torch keeps groups until the interpreter is gone; nothing of the engine's may be among what it finds then."""
     program = str(Path(PROGRAM).with_name("end.py"))
     words = [sys.executable, "-m", "hetcoll", "run", "-n", "2", "--no-prefix", program, how]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE * 250)
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n" * 2, "")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import DEADLINE
 from ports import free_port
 
 from .listening import LISTENERS, quiet
@@ -68,7 +69,7 @@ def test_what_failed_can_be_given_again(tmp_path: Path) -> None:
     found = tmp_path / "crash"
     found.write_bytes(b"\xff" * 9)
     command = [sys.executable, "-m", "fuzz", "--only", "fields", "--again", str(found)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("fields: ok")
 

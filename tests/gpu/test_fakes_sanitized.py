@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fakes
 import pytest
+from patience import DEADLINE, PATIENCE
 
 pytestmark = [pytest.mark.fakes, pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(400)]
 
@@ -30,11 +31,15 @@ def test_clean(sanitizer: str, tmp_path: Path) -> None:
         f"-L{lib}",
         f"-Wl,-rpath,{lib}",
     ]
-    subprocess.run([os.environ.get("CXX") or "g++", *words, *names, "-o", str(program)], check=True, timeout=120)
+    subprocess.run([os.environ.get("CXX") or "g++", *words, *names, "-o", str(program)], check=True, timeout=DEADLINE)
     settings = {"FAKE_DEVICES": "3", "FAKE_JITTER": "1:200", "FAKE_TIMEOUT": "60"}
     options = {"UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1", "TSAN_OPTIONS": "halt_on_error=1"}
     done = subprocess.run(
-        [str(program)], env={**os.environ, **settings, **options}, capture_output=True, text=True, timeout=200
+        [str(program)],
+        env={**os.environ, **settings, **options},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE * 200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout

@@ -25,6 +25,7 @@ from gpu_calls import cases_of, check, device_of_rank
 from gpu_kinds import start
 from gpu_places import PLACES, ranks_on
 from on_gpu import Copies
+from patience import DEADLINE
 from ranks import Ranks, close_all, kept, wait_until
 from reference import Case
 from thorough import parametrize
@@ -458,7 +459,7 @@ def test_an_interpreter_ends_with_graphs(tmp_path: Path) -> None:
     env = {**os.environ, **fakes.environment("cuda", 2), "HETCOLL_TIMEOUT": "5", "HETCOLL_ISLANDS": "0,1"}
     env["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-m", "hetcoll", "run", "-n", "2", sys.executable, str(tmp_path / "leaves.py")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("leaves 2.0") == 2
     assert (done.stdout + done.stderr).count("has not ended its communicator of ranks 0-1 within 5 s") == 2

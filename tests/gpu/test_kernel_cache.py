@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from patience import DEADLINE
 
 from hetcoll.config.env import read_config
 from hetcoll.vendors.devices.kernels import Cache
@@ -95,5 +96,5 @@ def test_it_needs_no_launcher() -> None:
     """A job that starts its ranks itself may leave what launchers set half there."""
     env = {name: value for name, value in os.environ.items() if name != "RANK"} | {"WORLD_SIZE": "2"}
     words = [sys.executable, "-c", "from hetcoll.vendors.devices.kernels.cache import kept; kept()"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr

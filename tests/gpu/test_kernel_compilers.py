@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from patience import DEADLINE, PATIENCE
 from thorough import parametrize
 
 from hetcoll.errors import DeviceError
@@ -103,7 +104,7 @@ def test_an_error_in_a_source_is_the_compilers_own_words() -> None:
 def clang() -> str:
     for name in CLANGS:
         if shutil.which(name):
-            version = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=20).stdout
+            version = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=DEADLINE).stdout
             found = re.search(r"version (\d+)", version)
             if found and int(found[1]) >= 17:
                 return name
@@ -117,7 +118,7 @@ def test_clang_compiles_kernels_for_amd(arch: str, wanted: Sequence[str], tmp_pa
     def compile_one(module: str) -> None:
         to = tmp_path / f"{module}.s"
         command = [clang(), *FLAGS.split(), f"--offload-arch={arch}", "-S", "-", "-o", str(to)]
-        done = subprocess.run(command, input=source(module), capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(command, input=source(module), capture_output=True, text=True, timeout=PATIENCE * SECONDS)
         assert done.returncode == 0, done.stderr
         text = to.read_text()
         for name in modules()[module]:
@@ -161,6 +162,8 @@ def test_hiprtc_compiles_kernels(tmp_path: Path) -> None:
     for name in ("libamdhip64.so", "libhiprtc.so"):  # hipRTC was a part of the runtime then
         (tmp_path / "lib" / name).symlink_to(DEBIAN_HIP)
     env = {**os.environ, "ROCM_PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", HIPRTC], env=env, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(
+        [sys.executable, "-c", HIPRTC], env=env, capture_output=True, text=True, timeout=PATIENCE * SECONDS
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "compiled by hiprtc" in done.stdout

@@ -18,6 +18,7 @@ import fakes
 import ml_dtypes
 import numpy as np
 import pytest
+from patience import DEADLINE
 from ranks import Job, Ranks, close_all, elapsed, wait_until
 
 from hetcoll.errors import ArgumentError, CommunicationError, DeviceError, InitError
@@ -133,7 +134,7 @@ def test_old_libraries_are_refused(tmp_path: Path, version: int, result: int, pr
         pytest.skip("g++ makes the library")
     library = tmp_path / "librccl.so.1"
     words = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
-    subprocess.run(words, input=OLD % (version, result), text=True, check=True, timeout=60)
+    subprocess.run(words, input=OLD % (version, result), text=True, check=True, timeout=DEADLINE)
     with pytest.raises(DeviceError, match=problem):
         Library("RCCL", str(library))
 

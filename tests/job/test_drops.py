@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from calls import LINKS, add, use_everything
+from patience import DEADLINE
 from ranks import Job, RankError, Ranks, Resources, wait_until
 
 import hetcoll
@@ -139,7 +140,7 @@ kept = hetcoll.init()
 def test_init_anew_after_a_drop_and_an_exit_without_close() -> None:
     """What is open at exit is closed in order, without a word."""
     command = [sys.executable, "-W", "always::ResourceWarning", "-c", INIT_TWICE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "was not closed" in line]
     assert len(said) == 2

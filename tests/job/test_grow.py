@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -90,11 +91,9 @@ def slow_to_follow(job: Job) -> tuple[int, int]:
     if job.rank < 2:
         comm = hetcoll.Communicator.init(2, job.rank, job.unique_id, timeout=60)
         while comm.size == 2:
-            try:
+            with contextlib.suppress(hetcoll.InitError):
                 comm, old = comm.grow(timeout=0.1), comm
                 old.close()
-            except hetcoll.InitError as error:
-                assert "grow(1) found 0 newcomers" in str(error) or "never came to grow()" in str(error)
     else:
         come = decisions.come
 

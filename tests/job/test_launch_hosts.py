@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import DEADLINE
 from thorough import parametrize
 
 from hetcoll.errors import ArgumentError
@@ -40,7 +41,7 @@ def ssh(tmp_path: Path) -> str:
 def command(*words: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("HETCOLL_")} | variables
     words = (sys.executable, "-m", "hetcoll", "run", *words)
-    return subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=DEADLINE)
 
 
 def python(code: str) -> tuple[str, ...]:
@@ -144,7 +145,7 @@ def test_hosts_must_have_the_directory_and_the_version(ssh: str) -> None:
         ('{"version": "0.0.0"}', "wanted the same on all hosts"),
         (f'{{"version": "{__version__}", "directory": "/no/such"}}', "wanted the directory '/no/such'"),
     ):
-        done = subprocess.run(agent, input=task + "\n", capture_output=True, text=True, timeout=60)
+        done = subprocess.run(agent, input=task + "\n", capture_output=True, text=True, timeout=DEADLINE)
         assert done.returncode == 1
         assert complaint in done.stderr
         assert len(done.stderr.splitlines()) == 1

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from calls import LINKS, add, use_everything
+from patience import DEADLINE
 from ranks import Job, Ranks, Resources, elapsed, wait_until
 from thorough import parametrize
 
@@ -129,7 +130,7 @@ def of_ours(names: Iterable[str], later: Sequence[str]) -> list[str]:
 
 
 def test_import_loads_nothing_that_is_not_needed() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, timeout=DEADLINE)
     loaded = done.stdout.split()
     assert {name.partition(".")[0] for name in loaded} <= STANDARD | {"hetcoll"}
     assert "hetcoll.communicator" in loaded
@@ -150,7 +151,7 @@ def test_calls_on_cpus_load_nothing_of_gpus(tmp_path: Path) -> None:
     script.write_text(CPU_JOB)
     words = [sys.executable, "-m", "hetcoll", "run", "-n", "2", str(script)]
     env = os.environ | {"HETCOLL_DEVICE": "cpu"}
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60, env=env)
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=DEADLINE, env=env)
     loaded = [line.split() for line in done.stdout.splitlines() if "loaded:" in line]
     assert len(loaded) == 2
     for names in loaded:

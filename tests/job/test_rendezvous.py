@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from installed import find_mpi4py, find_program
+from patience import DEADLINE
 from ports import free_port
 
 from hetcoll import _native
@@ -173,7 +174,11 @@ def by_hand(rank: int, size: int, port: int, **variables: str) -> str:
     env |= {"PYTHONPATH": str(Path(rendezvous.__file__).parents[2]), "RANK": str(rank), "WORLD_SIZE": str(size)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HETCOLL_INIT_TIMEOUT": "20"} | variables
     done = subprocess.run(
-        [sys.executable, "-c", "import hetcoll; hetcoll.init()"], env=env, capture_output=True, timeout=60, text=True
+        [sys.executable, "-c", "import hetcoll; hetcoll.init()"],
+        env=env,
+        capture_output=True,
+        timeout=DEADLINE,
+        text=True,
     )
     assert done.returncode == 1
     return done.stderr.strip().rpartition("\n")[2]
@@ -464,7 +469,7 @@ def run_ranks(command: list[str], tmp_path: Path, **variables: str) -> list[str]
         [*command, str(script)],
         env=env | {"PYTHONPATH": source} | variables,
         capture_output=True,
-        timeout=60,
+        timeout=DEADLINE,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from patience import DEADLINE
 from ranks import Ranks, wait_until
 
 import hetcoll
@@ -138,7 +139,7 @@ with hetcoll.init() as comm:
 @pytest.mark.parametrize("asked", ["0", "1"])
 def test_a_signal_prints_the_last_calls_where_that_is_asked_for(asked: str) -> None:
     env = {**os.environ, "HETCOLL_SIGUSR2": asked}
-    done = subprocess.run([sys.executable, "-c", SIGNALLED], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], env=env, capture_output=True, text=True, timeout=DEADLINE)
     if asked == "1":
         assert done.returncode == 0, done.stderr
         assert (
@@ -184,7 +185,9 @@ with hetcoll.init() as comm:
 def test_no_line_is_logged_twice() -> None:
     for program, expected in ((LOGS, "own "), (LOGS.replace("logging.basicConfig", "dict"), " hetcoll INFO ")):
         env = {**os.environ, "HETCOLL_DEBUG": "info"}
-        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=DEADLINE
+        )
         lines = [line for line in done.stderr.splitlines() if "communicator world: 1 rank on 1 host" in line]
         assert len(lines) == 1, done.stderr
         assert expected in lines[0]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import DEADLINE
+
 import hetcoll
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +33,6 @@ def test_the_batch_script_runs_its_ranks(tmp_path: Path) -> None:
     env |= {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{env['PATH']}"}
     env |= {"PYTHONPATH": str(Path(hetcoll.__file__).parents[1])}
     script = ROOT / "docs/examples/five_lines.sbatch"
-    done = subprocess.run(["bash", str(script)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(["bash", str(script)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 4: [10. 10. 10. 10.]" for rank in range(4)]

@@ -16,6 +16,7 @@ import netns
 import numpy as np
 import pytest
 from losing import found
+from patience import DEADLINE
 from ranks import Job, Ranks, wait_until
 
 import hetcoll
@@ -71,7 +72,7 @@ def looks(host: str) -> Iterator[Callable[[], dict[str, Any]]]:
     def look() -> dict[str, Any]:
         assert process.stdout is not None
         line = process.stdout.readline()
-        assert line, process.communicate(timeout=30)[1]
+        assert line, process.communicate(timeout=DEADLINE)[1]
         found = json.loads(line)
         assert isinstance(found, dict)
         return found
@@ -80,7 +81,7 @@ def looks(host: str) -> Iterator[Callable[[], dict[str, Any]]]:
         yield look
     finally:
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=DEADLINE)
 
 
 @pytest.mark.thorough

@@ -66,7 +66,7 @@ def run_guests(*programs: Sequence[str], pyverbs: Path | None = None) -> None:
 
 def run_suites(*names: str, pyverbs: Path | None = None) -> None:
     """pytest on files of tests/verbs, in a guest."""
-    options = f"-q -p no:cacheprovider -p pytest_timeout --timeout={PATIENCE * 120} --color=no --durations=5".split()
+    options = ["-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "--color=no", "--durations=5"]
     run_guests(["-m", "pytest", *options, *(str(FOLDER / name) for name in names)], pyverbs=pyverbs)
 
 

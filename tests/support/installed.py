@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import DEADLINE
 
 PEERS = Path(os.environ.get("PEERS_CACHE", Path.home() / ".cache/hetcoll-bench"))
 
@@ -21,7 +22,9 @@ def find_program(program: str, environment: str, accept: Callable[[str], bool] =
     for path in (PEERS / environment / "bin" / program, Path(shutil.which(program) or "/nonexistent")):
         if path.exists():
             env = os.environ | {"PATH": f"{path.parent}:{os.environ['PATH']}"}
-            version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, env=env).stdout
+            version = subprocess.run(
+                [path, "--version"], capture_output=True, text=True, timeout=DEADLINE, env=env
+            ).stdout
             if accept(version):
                 return str(path)
     pytest.skip(f"{program} of {environment} is not installed; `make launchers` does it")
@@ -32,7 +35,7 @@ def find_mpi4py(launcher: str) -> str:
     there is none."""
     python, wanted = str(Path(launcher).parent / "python"), sys.version_info[:2]
     script = f"import mpi4py, sys; sys.exit(sys.version_info[:2] != {wanted})"
-    if subprocess.run([python, "-c", script], capture_output=True, timeout=60).returncode:
+    if subprocess.run([python, "-c", script], capture_output=True, timeout=DEADLINE).returncode:
         pytest.skip(f"{python} has no mpi4py, or is not Python {'.'.join(map(str, wanted))}")
     return python
 

@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from patience import DEADLINE
 
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 _serial = itertools.count()
 
 
 def _tool(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=20).stdout
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=DEADLINE).stdout
 
 
 class Network:
@@ -72,7 +73,7 @@ class Network:
 
     def close(self) -> None:
         for name in self._made:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=20)
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=DEADLINE)
 
 
 @contextmanager

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import numpy as np
 from kernel_checks import Bytes, Launch
+from patience import DEADLINE
 
 from hetcoll.vendors.devices.kernels import modules, source
 from hetcoll.vendors.devices.kernels.source import module_of
 
 FLAGS = "-std=c++20 -ffp-contract=off -Wall -Wextra -fPIC -shared -x c++"
-SECONDS = 100.0
 
 
 def _compile(module: str, options: str, directory: Path) -> ctypes.CDLL:
     path = directory / f"{module}.so"
     words = [*shlex.split(os.environ.get("CXX", "g++")), *FLAGS.split(), *options.split(), "-", "-o", str(path)]
-    done = subprocess.run(words, input=source(module), capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(words, input=source(module), capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(path))
 
@@ -60,11 +60,11 @@ class PlainMachine:
         if len(calls) == 1:
             return calls[0]()
         for future in [self._streams.submit(call) for call in calls]:
-            future.result(SECONDS)
+            future.result(DEADLINE)
         return None
 
     def _prepare(self, launch: Launch) -> Callable[[], None]:
-        entry = getattr(self._libraries[module_of()[launch.name]].result(SECONDS), f"launch_{launch.name}")
+        entry = getattr(self._libraries[module_of()[launch.name]].result(DEADLINE), f"launch_{launch.name}")
         storage = [ctypes.create_string_buffer(x, len(x)) for x in launch.arguments]
         params = (ctypes.c_void_p * len(storage))(*map(ctypes.addressof, storage))
         grid, block = ((ctypes.c_uint * 3)(n, 1, 1) for n in (launch.grid, launch.block))

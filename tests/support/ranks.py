@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, Self
 
 import fakes
+from patience import PATIENCE
 
 import hetcoll
 from hetcoll import UniqueId, lifetime
@@ -35,7 +36,6 @@ from hetcoll import UniqueId, lifetime
 P = ParamSpec("P")
 Env = Mapping[str, str | tuple[str, ...]]
 
-PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))  # all deadlines are longer by it, where processors are emulated
 SECONDS = 30.0  # for a call, where the test does not say
 _CLOSING = 10.0
 context = mp.get_context("forkserver")
@@ -52,7 +52,7 @@ VENDORS = ("cuda.bindings.driver", "cuda.bindings.nvrtc", "rocm.bindings.hip", "
 # Also what only some ranks load (rank 0 its store), and most of what tests' modules import.
 preload("hetcoll", "hetcoll.runtime.host", "hetcoll.gpu.executor", "hetcoll.rendezvous.store.server",
         "hetcoll.vendors.devices.cuda", "hetcoll.vendors.devices.hip", "hetcoll.gpu.device_of", "hetcoll.cli.patterns",
-        "ml_dtypes", "numpy.random", "pytest", "unittest.mock", *VENDORS, *(("hypothesis",) if PATIENCE == 1 else ()),
+        "ml_dtypes", "numpy.random", "pytest", "unittest.mock", *VENDORS, *(() if "TEST_PATIENCE" in os.environ else ("hypothesis",)),
         "ranks", "cases", "gpu_calls", "gpu_places", "reference", "verdicts")  # fmt: skip
 _OURS = [str(folder) for folder in (Path(__file__).parent, Path(__file__).parents[1])]
 

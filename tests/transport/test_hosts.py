@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import DEADLINE
 
 from hetcoll.rendezvous import control
 
@@ -40,7 +41,7 @@ listener.close()
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=DEADLINE)
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def run_ranks(hosts: list[str], **variables: str) -> list[list[str]]:
     """The words that each rank of RANK prints."""
     ranks = start_ranks(hosts, RANK, **variables)
     try:
-        outputs = [rank.communicate(timeout=60) for rank in ranks]
+        outputs = [rank.communicate(timeout=DEADLINE) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -124,7 +125,7 @@ def test_ranks_know_the_rate_of_the_cards_that_they_use(hosts: list[str], stripe
     """veth(4) says 10 Gbit/s of each."""
     ranks = start_ranks(hosts, EXPLAIN, HETCOLL_SOCKET_STRIPES=str(stripes), HETCOLL_SECRET="s" * 16)
     try:
-        told = {rank.communicate(timeout=60) for rank in ranks}
+        told = {rank.communicate(timeout=DEADLINE) for rank in ranks}
     finally:
         for rank in ranks:
             rank.kill()
@@ -162,7 +163,7 @@ def outputs_after_a_cut(ranks: list[subprocess.Popen[str]], host: str) -> list[s
             assert rank.stdout.readline() == "ready\n"
         for net in range(2):
             ip("-n", host, "link", "set", f"eth{net}", "down")
-        return [rank.communicate(timeout=90)[0] for rank in ranks]
+        return [rank.communicate(timeout=DEADLINE)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -21,6 +21,7 @@ import netns
 import numpy as np
 import pytest
 from cases import run_cases
+from patience import DEADLINE
 from ranks import Ranks, elapsed, wait_until
 from reference import Case
 from thorough import parametrize
@@ -124,7 +125,7 @@ def sums(comm: hetcoll.Communicator, seconds: float, reached: Path | None = None
 
 def kill_connections(where: list[str] | None = None, *words: str) -> None:
     """What an administrator does: every TCP connection that `words` (of ss(8)) choose."""
-    subprocess.run([*(where or []), "ss", "-K", *words], check=False, capture_output=True, timeout=20)
+    subprocess.run([*(where or []), "ss", "-K", *words], check=False, capture_output=True, timeout=DEADLINE)
 
 
 @reset
@@ -406,7 +407,7 @@ def test_connections_between_hosts_that_an_administrator_kills(tmp_path: Any) ->
                 # All but those to the store, which are the control plane's.
                 words = ("sport", "!=", ":29500", "and", "dport", "!=", ":29500")
                 kill_connections(["ip", "netns", "exec", net.hosts[turn % 2]], "state", "established", *words)
-            outputs = [rank.communicate(timeout=60) for rank in ranks]
+            outputs = [rank.communicate(timeout=DEADLINE) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()

@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from losing import found, lose, works
+from patience import DEADLINE
 from ports import free_port
 from ranks import RankError, Ranks
 from thorough import parametrize
@@ -270,5 +271,5 @@ with hetcoll.init() as comm:
 @pytest.mark.thorough
 def test_a_large_job_goes_through_relays() -> None:
     command = [sys.executable, "-m", "hetcoll", "run", "-n", "34", "--", sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, env={**os.environ, **ON}, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env={**os.environ, **ON}, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr

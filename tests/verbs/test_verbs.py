@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from guests import FOLDER, GUEST, SECONDS, run_guests, run_hosts, run_suites
+from patience import DEADLINE
 from ranks import wait_until
 
 pytestmark = [
@@ -23,7 +24,7 @@ pytestmark = [
 @pytest.mark.thorough
 def test_the_pyverbs_of_the_package_index() -> None:
     command = [sys.executable, FOLDER / "index_pyverbs.py", "--where"]
-    pyverbs = Path(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip())
+    pyverbs = Path(subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True).stdout.strip())
     if not pyverbs.exists():
         pytest.skip(f"no {pyverbs}: tests/verbs/index_pyverbs.py makes it")
     run_suites("suite_devices.py", "suite_memory.py", pyverbs=pyverbs)

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from patience import DEADLINE
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or ""
@@ -15,7 +16,7 @@ COMPILER = os.environ.get("CXX") or shutil.which("c++") or ""
 
 def compile_check(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [COMPILER, "-std=c++20", "-fsyntax-only", *flags, "-I", str(ROOT / "native"), "-I", str(ROOT / "tests")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
 
 
 @pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler")
