@@ -52,7 +52,8 @@ VENDORS = ("cuda.bindings.driver", "cuda.bindings.nvrtc", "rocm.bindings.hip", "
 # Also what only some ranks load (rank 0 its store), and most of what tests' modules import.
 preload("hetcoll", "hetcoll.runtime.host", "hetcoll.gpu.executor", "hetcoll.rendezvous.store.server",
         "hetcoll.vendors.devices.cuda", "hetcoll.vendors.devices.hip", "hetcoll.gpu.device_of", "hetcoll.cli.patterns",
-        "ml_dtypes", "numpy.random", "pytest", "unittest.mock", *VENDORS, *(() if "TEST_PATIENCE" in os.environ else ("hypothesis",)),
+        "ml_dtypes", "numpy.random", "pytest", "unittest.mock", *VENDORS,
+        *(() if "TEST_PATIENCE" in os.environ else ("hypothesis",)),
         "ranks", "cases", "gpu_calls", "gpu_places", "reference", "verdicts")  # fmt: skip
 _OURS = [str(folder) for folder in (Path(__file__).parent, Path(__file__).parents[1])]
 
