@@ -211,11 +211,11 @@ def alone(args: argparse.Namespace, steps: int) -> list[float]:
     return losses
 
 
-def job(args: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:
+def job(args: argparse.Namespace, told: Sequence[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What the processes of a job marked, by process; seat first."""
     words = [sys.executable, "-m", "hetcoll", "run", "-n", str(args.ranks), "--respawn", "1", "--no-bind"]
-    told = [str(Path(__file__)), *sys.argv[1:], "--rank", str(folder)]
-    subprocess.run([*words, sys.executable, *told], env={**os.environ, **ENVIRONMENT}, check=True, timeout=args.seconds)
+    rank = [sys.executable, str(Path(__file__)), *told, "--rank", str(folder)]
+    subprocess.run([*words, *rank], env={**os.environ, **ENVIRONMENT}, check=True, timeout=args.seconds)
     return {each.name: [json.loads(line) for line in each.read_text().splitlines()] for each in folder.iterdir()}
 
 
@@ -287,12 +287,13 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
     args = parse(words)
     if args.rank:
         rank(args)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        marks = job(args, Path(folder))
+        marks = job(args, words, Path(folder))
     ends = [line["losses"] for lines in marks.values() for line in lines if line["what"] == "end"]
     wanted = alone(args, len(ends[0]))
     off = max(abs(a - b) / b for each in ends for a, b in zip(each, wanted, strict=True))

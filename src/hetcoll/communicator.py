@@ -481,8 +481,8 @@ class Communicator:
 
         All ranks have the new one, or all get the same error, and newcomers an `InitError` or `PeerLostError`:
         `InitError` where a rank or newcomers do not come within `timeout` seconds (default: HETCOLL_INIT_TIMEOUT), or
-        settings differ; PeerLostError where a rank of this communicator is lost. Once they are there, they all have
-        HETCOLL_INIT_TIMEOUT for the new communicator. In the place of a newcomer that dies meanwhile the next is awaited.
+        settings differ; PeerLostError where a rank of this communicator is lost. Once all are there they have
+        HETCOLL_INIT_TIMEOUT to become one. In the place of a newcomer that dies meanwhile the next is awaited.
         """
         return regroup.grow(self._core, newcomers, timeout, self._make)
 

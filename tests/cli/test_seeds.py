@@ -22,6 +22,7 @@ import places
 import seeds
 import seeds_models
 
+PIECES = ("--batch", "4", "--pieces", "2")
 TINY = ("--models", "tiny", "--turns", "1", "--steps", "2")
 
 
@@ -218,10 +219,13 @@ def test_decoding_in_parts_gives_the_tokens_of_one_process(run: Any, device: str
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("way", ["ddp", "balanced"])
-def test_halves_of_cpus(run: Any, way: str) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [["ddp"], ["balanced"], ["ddp", "--batch", "4", "--pieces", "2"], ["fsdp2", "--batch", "4", "--pieces", "2"]],
+)
+def test_halves_of_cpus(run: Any, words: list[str]) -> None:
     import_torch()
-    found = run("halves", "--way", way, "--models", "tiny", "--turns", "2", "--steps", "3")
+    found = run("halves", "--models", "tiny", "--turns", "2", "--steps", "3", "--way", *words)
     assert found.status == 0
     assert min(float(row["of the sum"]) for row in found.table) > 0
 
