@@ -17,8 +17,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from patience import PATIENCE
-
 VERSION = "59.0"
 
 
@@ -40,9 +38,7 @@ def main() -> int:
         constraint.write_text("cython<3.1\n")
         words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-cache-dir", "--no-binary", "pyverbs"]
         words += ["--target", f"{work}/made/python", "-C", f"build-dir={work}/build", f"pyverbs=={VERSION}"]
-        subprocess.run(
-            words, check=True, env={**os.environ, "PIP_CONSTRAINT": str(constraint)}, timeout=PATIENCE * 1800
-        )
+        subprocess.run(words, check=True, env={**os.environ, "PIP_CONSTRAINT": str(constraint)}, timeout=1800)
         shutil.copytree(f"{work}/build/lib", f"{work}/made/lib", symlinks=True)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(f"{work}/made", target)
