@@ -318,7 +318,8 @@ class Diagnosis:
         if _receives(inside) or min([*waiting, self._rank]) != self._rank:
             return
         _, parts = self._missing(inside, answers)
-        log.warning("rank %d has waited %.0f s in %s: %s", self._rank, seconds, inside, "; ".join(parts))
+        for_whom = f": {'; '.join(parts)}" if parts else ""
+        log.warning("rank %d has waited %.0f s in %s%s", self._rank, seconds, inside, for_whom)
 
     def _missing(self, inside: Called, answers: Answers) -> tuple[list[int], list[str]]:
         """The ranks that keep a call from ending, as far as that is known, and what the answers say, for people."""
