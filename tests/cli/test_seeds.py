@@ -219,10 +219,7 @@ def test_decoding_in_parts_gives_the_tokens_of_one_process(run: Any, device: str
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "words",
-    [["ddp"], ["balanced"], ["ddp", "--batch", "4", "--pieces", "2"], ["fsdp2", "--batch", "4", "--pieces", "2"]],
-)
+@pytest.mark.parametrize("words", [["ddp"], ["balanced"], ["ddp", *PIECES], ["fsdp2", *PIECES]])
 def test_halves_of_cpus(run: Any, words: list[str]) -> None:
     import_torch()
     found = run("halves", "--models", "tiny", "--turns", "2", "--steps", "3", "--way", *words)

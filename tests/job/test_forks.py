@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from calls import LINKS, add
-from patience import DEADLINE
+from patience import PATIENCE
 from ranks import Ranks, wait_until
 
 import hetcoll
@@ -94,7 +94,7 @@ def test_a_child_forked_amid_asynchronous_calls_ends_in_order(transport: str) ->
     """The child's interpreter runs to its end, with the threads gone that its objects think they have."""
     env = {**os.environ, "HETCOLL_TRANSPORT": transport}
     words = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK_AND_END]  # Python 3.12 warns of threads
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=DEADLINE)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=PATIENCE * 30)
     assert (done.returncode, done.stderr, done.stdout.split()) == (0, "", ["child", "parent"])
 
 

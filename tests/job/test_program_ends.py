@@ -11,7 +11,7 @@ import time
 
 import pytest
 from calls import LINKS
-from patience import DEADLINE
+from patience import PATIENCE
 from ports import free_port
 from ranks import Job, wait_until
 from thorough import parametrize
@@ -59,7 +59,7 @@ def run_program(text: str, size: int = 2, **env: str) -> list[subprocess.Complet
     done = []
     try:
         for process in processes:
-            out, err = process.communicate(timeout=DEADLINE)
+            out, err = process.communicate(timeout=PATIENCE * 30)
             done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
     finally:
         for process in processes:
@@ -143,7 +143,7 @@ def test_the_store_does_not_wait_after(end: str) -> None:
             assert processes[0].stdout is not None
             assert processes[0].stdout.readline() == b"at its end\n"
             press_until_it_ends(processes[0])
-        _, errors = processes[0].communicate(timeout=DEADLINE)
+        _, errors = processes[0].communicate(timeout=PATIENCE * 20)
         assert processes[1].poll() is None
         assert (b"KeyError: 'mine'" in errors) == (end == "exception"), errors
     finally:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from losing import found, lose
-from patience import DEADLINE
+from patience import PATIENCE
 from ranks import Ranks, wait_until
 
 import hetcoll
@@ -180,7 +180,7 @@ def test_a_stopped_store_is_told_and_waited_for(launch: Launch) -> None:
     finally:
         ranks.signal(0, signal.SIGCONT)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=DEADLINE)
+        _, errors = process.communicate(timeout=PATIENCE * 30)
     assert (process.returncode, errors) == (0, "")  # Ctrl-C is how one ends it
 
 
@@ -207,7 +207,7 @@ def test_it_follows_the_store_where_rank_0_dies(launch: Launch, tmp_path: Path) 
     finally:
         at.touch()
         process.kill()
-        process.communicate(timeout=DEADLINE)
+        process.communicate(timeout=PATIENCE * 30)
     assert set(found(ranks, 0)) == {1, 2}
 
 
@@ -227,7 +227,7 @@ def test_a_job_goes_on_and_ends_without_its_observer(launch: Launch, number: sig
         end(ranks)  # within seconds: rank 0 does not linger for who looks on
     finally:
         process.kill()
-        process.communicate(timeout=DEADLINE)
+        process.communicate(timeout=PATIENCE * 30)
 
 
 def end(ranks: Ranks) -> None:
@@ -248,7 +248,7 @@ def test_it_ends_with_the_job(launch: Launch) -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("2 ranks on 1 host")
         end(ranks)
-        out, errors = process.communicate(timeout=DEADLINE)
+        out, errors = process.communicate(timeout=PATIENCE * 30)
     finally:
         process.kill()
     assert out.endswith("the job has ended\n"), (out, errors)
@@ -303,7 +303,7 @@ def test_a_job_is_found_by_its_port_with_its_secret(launch: Launch, secret: str)
         with pytest.raises(AuthenticationError, match="rank 0 has a HETCOLL_SECRET and this process has none"):
             observe(place, Config())
         process = command(place, "--once", HETCOLL_SECRET="another")
-        _, errors = process.communicate(timeout=DEADLINE)
+        _, errors = process.communicate(timeout=PATIENCE * 30)
         assert process.returncode == 1
         assert "hetcoll top: AuthenticationError: the store of rank 0 at 127.0.0.1" in errors
     end(ranks)  # rank 0 has a store more than the test's other jobs

@@ -16,7 +16,7 @@ import netns
 import numpy as np
 import pytest
 from losing import found
-from patience import DEADLINE
+from patience import PATIENCE
 from ranks import Job, Ranks, wait_until
 
 import hetcoll
@@ -72,7 +72,7 @@ def looks(host: str) -> Iterator[Callable[[], dict[str, Any]]]:
     def look() -> dict[str, Any]:
         assert process.stdout is not None
         line = process.stdout.readline()
-        assert line, process.communicate(timeout=DEADLINE)[1]
+        assert line, process.communicate(timeout=PATIENCE * 30)[1]
         found = json.loads(line)
         assert isinstance(found, dict)
         return found
@@ -81,7 +81,7 @@ def looks(host: str) -> Iterator[Callable[[], dict[str, Any]]]:
         yield look
     finally:
         process.kill()
-        process.communicate(timeout=DEADLINE)
+        process.communicate(timeout=PATIENCE * 30)
 
 
 @pytest.mark.thorough

@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from patience import DEADLINE
+from patience import PATIENCE
 
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 _serial = itertools.count()
 
 
 def _tool(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=DEADLINE).stdout
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=PATIENCE * 20).stdout
 
 
 class Network:
@@ -73,7 +73,7 @@ class Network:
 
     def close(self) -> None:
         for name in self._made:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=DEADLINE)
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=PATIENCE * 20)
 
 
 @contextmanager

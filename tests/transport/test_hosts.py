@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from patience import DEADLINE
+from patience import DEADLINE, PATIENCE
 
 from hetcoll.rendezvous import control
 
@@ -41,7 +41,7 @@ listener.close()
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=DEADLINE)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=PATIENCE * 20)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import netns
 import numpy as np
 import pytest
 from cases import run_cases
-from patience import DEADLINE
+from patience import DEADLINE, PATIENCE
 from ranks import Ranks, elapsed, wait_until
 from reference import Case
 from thorough import parametrize
@@ -125,7 +125,7 @@ def sums(comm: hetcoll.Communicator, seconds: float, reached: Path | None = None
 
 def kill_connections(where: list[str] | None = None, *words: str) -> None:
     """What an administrator does: every TCP connection that `words` (of ss(8)) choose."""
-    subprocess.run([*(where or []), "ss", "-K", *words], check=False, capture_output=True, timeout=DEADLINE)
+    subprocess.run([*(where or []), "ss", "-K", *words], check=False, capture_output=True, timeout=PATIENCE * 20)
 
 
 @reset

@@ -106,7 +106,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   const bool blocking_;
   std::atomic<int> state_{kSuccess};
   std::atomic<bool> aborted_{false};
-  std::atomic<bool> asked_{false};  // for what runs in the background, or it is waited for
+  std::atomic<bool> asked_{false};  // whether what runs in the background is done, or waited for
   std::shared_ptr<Segment> segment_;
   std::uint64_t rounds_ = 0;  // of the exchange
   std::mutex mutex_;          // of what follows
