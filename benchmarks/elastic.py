@@ -212,14 +212,14 @@ def alone(args: argparse.Namespace, steps: int) -> list[float]:
 
 
 def job(args: argparse.Namespace, told: Sequence[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the processes of a job marked, by process; seat first."""
+    """What each process of a job marked."""
     words = [sys.executable, "-m", "hetcoll", "run", "-n", str(args.ranks), "--respawn", "1", "--no-bind"]
     rank = [sys.executable, str(Path(__file__)), *told, "--rank", str(folder)]
     subprocess.run([*words, *rank], env={**os.environ, **ENVIRONMENT}, check=True, timeout=args.seconds)
     return {each.name: [json.loads(line) for line in each.read_text().splitlines()] for each in folder.iterdir()}
 
 
-def phases(marks: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> list[tuple[str, float]]:
+def phases(marks: dict[str, list[dict[str, Any]]]) -> list[tuple[str, float]]:
     """Each phase and its seconds."""
     by_what: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for lines in marks.values():
@@ -297,7 +297,7 @@ def main(words: Sequence[str] | None = None) -> int:
     ends = [line["losses"] for lines in marks.values() for line in lines if line["what"] == "end"]
     wanted = alone(args, len(ends[0]))
     off = max(abs(a - b) / b for each in ends for a, b in zip(each, wanted, strict=True))
-    found = phases(marks, args)
+    found = phases(marks)
     print("| phase | seconds |", "| --- | ---: |", *(f"| {name} | {each:.3f} |" for name, each in found), sep="\n")
     print(f"\n{len(wanted)} steps, on {len(ends)} ranks in the end. Losses from {wanted[0]:.3f} to {wanted[-1]:.3f}; "
           f"of one process's they are off by {off:.1e} at most.")  # fmt: skip
