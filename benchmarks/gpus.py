@@ -32,8 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import results
-from places import free_port
 from staying import StayingRanks
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
+
+from ports import free_port
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs/measurements/gpu-tables.md"

@@ -18,12 +18,15 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
+
+from ports import free_port
 
 BASELINE = Path(__file__).resolve().with_name("instructions.json")
 MOST_RISE = 0.03
@@ -65,11 +68,8 @@ def rank_body(counter: str, op: str, nbytes: int, short: int, long: int) -> None
 
 def count(counter: Path, op: str, nbytes: int, batches: tuple[int, int]) -> float:
     """Instructions of rank 1 for one call."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {
-        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "PYTHONHASHSEED": "0", "HETCOLL_SPIN_US": "100000000",
         "HETCOLL_SHM_STORES": "cached", "HETCOLL_SHM_READ": "never",  # the kernel's copying would not be counted
         "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",

@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
+
+from ports import free_port
 
 TRANSPORTS = ("shm", "tcp")
 MARK = "BENCHMARK_RUN"  # in the environment of every process of a launch
@@ -149,10 +152,7 @@ def kill_marked(mark: str) -> None:
 def main(words: Sequence[str]) -> int:
     """Start RANKS processes of a command with torchrun's variables: `libraries.py RANKS COMMAND...`."""
     ranks, command = int(words[0]), words[1:]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
     ]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 import fakes
+from ports import free_port
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,6 @@ DEVICES = {
 def islands_of(ranks: int) -> dict[str, str]:
     half = ranks // 2
     return {"HETCOLL_ISLANDS": f"0-{half - 1}|{half}-{ranks - 1}" if half > 1 else "0|1"}
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def commands(

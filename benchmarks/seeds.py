@@ -39,7 +39,8 @@ from pathlib import Path
 import gpus
 import hosts
 import results
-from places import DEVICES, Place, commands, free_port, islands_of
+from places import DEVICES, Place, commands, islands_of
+from ports import free_port
 from seeds_models import SLEEP, Found, forwarding, halves, inference
 from shaped import shaped
 from shapes import SHAPES

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from losing import found, lose
 from patience import PATIENCE
+from ports import free_port
 from ranks import Ranks, wait_until
 
 import hetcoll
@@ -260,7 +261,7 @@ def test_it_ends_with_the_job(launch: Launch) -> None:
 
 def test_a_job_that_is_not_there_is_said(launch: Launch) -> None:
     ranks = launch(2, join=False)
-    port = int(ranks.run(free_port)[0])
+    port = free_port()
     with pytest.raises(InitError, match=rf"127\.0\.0\.1:{port}: connection refused"):
         observe(f"127.0.0.1:{port}", Config())
     with pytest.raises(InitError, match=f"process {ranks.pid(1)} is no rank 0 of a job here"):
@@ -268,14 +269,6 @@ def test_a_job_that_is_not_there_is_said(launch: Launch) -> None:
     for wrong in ("gpu07", "host:0", "host:99999", ":1"):
         with pytest.raises(ArgumentError, match="JOB: wanted HOST:PORT of rank 0"):
             observe(wrong, Config())
-
-
-def free_port(_job: Any) -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def by_hand(job: Any, port: int) -> str:
@@ -291,7 +284,7 @@ def by_hand(job: Any, port: int) -> str:
 def test_a_job_is_found_by_its_port_with_its_secret(launch: Launch, secret: str) -> None:
     variables = {"HETCOLL_SECRET": secret} if secret else {}
     ranks = launch(2, join=False, **variables)
-    port = ranks.run(free_port)[0]
+    port = free_port()
     assert ranks.run(by_hand, port) == ["2", "2"]
     place = f"127.0.0.1:{port}"
     observer = observe(place, Config(secret=secret.encode() or None))
