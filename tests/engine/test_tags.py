@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import Ranks
+from ranks import Ranks, wait_until
 
 import hetcoll
+from hetcoll.links import wiring
 from hetcoll.runtime import tags
 
 CLOSED = "rank 0 has left|left while it was needed|closed its connection|was lost"
@@ -174,6 +176,37 @@ def test_closing_ends_what_waits(launch: Callable[..., Ranks]) -> None:
     launch(2).run(_closed)
 
 
+def _half_made(comm: hetcoll.Communicator, offered: str) -> list[str]:
+    """Rank 1 fetches the memory of the communicator for tags, which rank 0 does not offer until both have left."""
+
+    def share(*args: object) -> None:
+        (folder / "asked").touch()
+        wait_until((folder / "left").exists)
+        raise hetcoll.InitError("it came too late")
+
+    folder = Path(offered)
+    wiring.share_fd = share  # type: ignore[assignment]
+    work = comm.recv(np.zeros(4), 1 - comm.rank, tag=3, async_op=True)
+    wait_until((folder / "asked").exists)
+    comm.abort("enough")
+    with pytest.raises(hetcoll.AbortedError, match="enough"):
+        work.wait()
+    if comm.rank == 1:
+        comm.close()
+        (folder / "left").touch()
+    wait_until((folder / "left").exists)
+    comm.close()
+    return _threads()
+
+
+def test_a_failure_ends_the_making_of_what_tags_need(launch: Callable[..., Ranks], tmp_path: Path) -> None:
+    assert launch(2).run(_half_made, str(tmp_path)) == [[], []]
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hetcoll-tags")]
+
+
 def _read_late(comm: hetcoll.Communicator) -> list[str]:
     """What looks for messages of any rank begins to read one while the communicator is closed."""
     comm.recv(np.zeros(1), hetcoll.ANY_SOURCE, tag=1, async_op=True)
@@ -186,7 +219,7 @@ def _read_late(comm: hetcoll.Communicator) -> list[str]:
 
     box._finder.put(read)
     comm.close()
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hetcoll-tags")]
+    return _threads()
 
 
 def test_no_reader_begins_after_the_end(launch: Callable[..., Ranks]) -> None:

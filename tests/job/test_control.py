@@ -189,6 +189,21 @@ def test_a_goodbye_is_seen_and_ends_exchanges(unique_id: UniqueId) -> None:
         client.close()
 
 
+def test_who_left_a_group_waits_for_no_rank_of_it(unique_id: UniqueId) -> None:
+    client = ControlClient(unique_id, 0, 1, 5.0)
+    client.join(b"part", 0, 2)
+    client.check_present(b"part", [1])
+    with client.while_wanted(b"part") as give_up:
+        give_up("enough")
+        with pytest.raises(InitError, match="enough"):
+            client.check_present(b"part", [1])
+    client.check_present(b"part", [1])
+    client.leave(b"part")
+    with pytest.raises(ClosedError, match="has left the group"):
+        client.check_present(b"part", [1])
+    client.close()
+
+
 def test_ranks_that_all_left_may_come_back(unique_id: UniqueId) -> None:
     clients, _ = join_all(unique_id, 2)
     clients[0].close()

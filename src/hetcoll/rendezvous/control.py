@@ -180,9 +180,13 @@ class ControlClient:
         return membership is not None and membership.formed
 
     def check_present(self, group: bytes, ranks: Collection[int]) -> None:
-        """PeerLostError where the store has told that one of `ranks` died or left."""
-        if (membership := self._groups.get(group)) is not None:
-            membership.check_present(ranks)
+        """PeerLostError where the store has told that one of `ranks` died or left. InitError where the group's requests
+        are of no more use; ClosedError where this process has left it, and hears nothing of it any more."""
+        if (why := self._given_up.get(group)) is not None:
+            raise InitError(why)
+        if (membership := self._groups.get(group)) is None:
+            raise ClosedError("this process has left the group")
+        membership.check_present(ranks)
 
     def put(self, key: bytes, value: bytes, timeout: float | None = None) -> None:
         """Set a key of the whole job."""
@@ -274,8 +278,8 @@ class ControlClient:
 
     @contextlib.contextmanager
     def while_wanted(self, group: bytes) -> Iterator[Callable[[str], None]]:
-        """Gives what ends this block's requests of `group`, but that to leave it, with an InitError of these words: at
-        once, from any thread."""
+        """Gives what ends this block's requests of `group`, but that to leave it, and its waits for ranks of it
+        (`check_present`), with an InitError of these words: at once, from any thread."""
 
         def end(why: str) -> None:
             with self._lock:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -72,16 +72,17 @@ def _members(core: Core, color: int | None, key: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def while_whole(core: Core, group: bytes) -> Iterator[None]:
+def while_whole(core: Core, group: bytes) -> Iterator[Callable[[str], None]]:
     """The block makes a group of ranks of `core`, and ends when that fails, since others may never come to it then.
-    Raises what `core` has failed with, where that is why."""
+    Raises what `core` has failed with, where that is why. Gives what ends it for another reason, from any thread, with
+    an InitError of these words."""
     with core.session.control.while_wanted(group) as give_up:
         end = partial(give_up, "the communicator that it was to come from has failed")
         core.diagnosis.on_failure.append(end)
         try:
             if core.engine.failed:
                 end()
-            yield
+            yield give_up
         except (PeerLostError, InitError) as error:
             if core.engine.failed:
                 raise core.diagnosis.error() from error

@@ -31,7 +31,7 @@ from ..health.status_report import call_site
 from ..types import ANY_SOURCE, DType
 from ..work import Work
 from .core import Core, Owner, Pair
-from .regroup import name_of
+from .regroup import name_of, while_whole
 from .worker import Worker
 
 _QUESTION = "tagged messages to you"
@@ -134,6 +134,7 @@ class Line:
     def __init__(self, peer: int) -> None:
         self.peer = peer
         self.connecting = threading.Lock()
+        self.give_up: Callable[[str], None] | None = None  # ends the making of `pair`
         self.pair: Pair | None = None
         self.writer, self.reader = Worker(f"hetcoll-tags-to-{peer}"), Worker(f"hetcoll-tags-from-{peer}")
         self.sent = self.read = self.awaited = 0  # messages; `awaited` are those that are known to come
@@ -291,10 +292,12 @@ class Mailbox:
         """The communicator of this rank and that one, and that one's rank there."""
         with line.connecting:
             if line.pair is None:
-                self._check()
                 if (owner := self._owner()) is None:
                     raise self._gone()
-                line.pair = pair = owner._make(*self._name(line.peer), _EVER)
+                name, ranks = self._name(line.peer)
+                with while_whole(self._core, name) as line.give_up:
+                    self._check()  # only now, since `leave` ends what it sees
+                    line.pair = pair = owner._make(name, ranks, _EVER)
                 if self._closed:  # `leave` has been here, and saw none
                     pair.close()
                 self._check()  # nobody else could halt this one
@@ -375,11 +378,11 @@ class Mailbox:
             self._core.diagnosis.leave_answers(_QUESTION, sent)
         self._closed = True
         for line in self._lines.values():
-            with contextlib.suppress(HetcollError):  # the other rank has not used tags: ends the wait for it
-                if line.pair is None:
-                    self._core.session.control.leave(self._name(line.peer)[0], timeout=1.0)
-                else:
+            if line.pair is not None:
+                with contextlib.suppress(HetcollError):
                     line.pair.close()
+            elif line.give_up is not None:  # the other rank has not used tags: ends the wait for it
+                line.give_up(_CLOSED)
 
     def close(self) -> None:
         self._finder.close()  # first, since it may begin to read
