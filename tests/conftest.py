@@ -69,6 +69,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Lanes(config, log)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What failed and was run once more: why it failed, which pytest-rerunfailures does not tell."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"RERUN {report.nodeid} ({report.when})")
+        terminalreporter.line(report.longreprtext)
+
+
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[Any, Ranks]]:
     pools: dict[Any, Ranks] = {}
