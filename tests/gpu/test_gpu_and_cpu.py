@@ -160,6 +160,28 @@ def test_parts_of_a_communicator_and_how_their_data_goes(mixed: Any) -> None:
     ]
 
 
+def receive_late(comm: hetcoll.Communicator) -> None:
+    """What a GPU sent before it left in order is there."""
+    part = comm.split(0)
+    assert part is not None
+    for turn in range(2):
+        own = Own(part, np.arange(5, dtype=np.float32) + turn * (1 - part.rank))
+        if part.rank == 0:
+            part.send(own.array, 1).wait(60)
+            own.get()
+        else:
+            if turn == 1:
+                wait_until(lambda: 0 in part._diagnosis._left, 30)
+            part.recv(own.array, 0).wait(60)
+            assert (own.get() == np.arange(5) + turn).all()
+    part.close()
+
+
+@pytest.mark.parametrize("kind", "na")
+def test_what_a_gpu_sent_before_it_left(mixed: Any, kind: str) -> None:
+    mixed(kind + "c").run(receive_late, timeout=60)
+
+
 def get_help(comm: hetcoll.Communicator) -> int:
     """Calls while three threads help the rank without a GPU; how many there are in the end."""
     cpu_rank.helpers = lambda wiring: 3

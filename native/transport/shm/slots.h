@@ -14,6 +14,7 @@
 namespace hetcoll {
 
 inline constexpr std::size_t kWordStride = 64 / sizeof(std::uint64_t);
+inline constexpr std::uint64_t kStreamsGone = 2;  // in a rank's word of `aborts`; kernels look for any bit
 inline constexpr std::uint64_t kReleased = std::uint64_t{1} << 62;  // above the number of any message
 
 struct Slots {
@@ -26,11 +27,12 @@ struct Slots {
   unsigned ranks = 0;
 
   // Whether a rank of the host has let go of streams that wait: what these move from then on is not the data. It says
-  // so before it does, so whoever sees a word that such a stream wrote sees this as well.
+  // so before it does, so whoever sees a word that such a stream wrote sees this as well. Who leaves in order lets only
+  // kernels go: what its streams have moved is the data.
   bool Aborted() const {
     for (unsigned rank = 0; rank < ranks; ++rank) {
-      if (std::atomic_ref(const_cast<std::uint64_t&>(aborts[rank * kWordStride])).load(std::memory_order_acquire) !=
-          0) {
+      if (std::atomic_ref(const_cast<std::uint64_t&>(aborts[rank * kWordStride])).load(std::memory_order_acquire) &
+          kStreamsGone) {
         return true;
       }
     }

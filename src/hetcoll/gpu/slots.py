@@ -35,6 +35,7 @@ WORD_BYTES = 64  # bytes from one slot's word to the next: native/gpu/queue.h
 WORDS_BYTES = 4096  # bytes in front of an edge's slots
 _EDGES = 2 * CHANNELS  # between two ranks in a direction: captured calls have their own
 _CAPTURED = 16  # bytes from a rank's abort word to its words about captured calls
+_KERNELS, _STREAMS = 1, 2  # bits of a rank's abort word: those that wait have been let go; native/transport/shm/slots.h
 _RELEASED = 1 << 62  # above the number of any message
 _PAGE = 4096
 # Bytes of slots in use at once: with half as much again all-reduces of four H200s take a tenth longer.
@@ -194,15 +195,18 @@ class SlotSegment:
 
     def release_kernels(self, rank: int) -> None:
         """Let every kernel of `rank` go that waits for a peer, now and from now on."""
-        self._bytes.view(np.uint64)[rank * WORD_BYTES // 8] = 1
+        self._let_go(rank, _KERNELS)
 
     def release(self, rank: int) -> None:
         """Let every stream and kernel of `rank` go that waits for a peer: nothing of value comes any more."""
-        self.release_kernels(rank)
+        self._let_go(rank, _KERNELS | _STREAMS)
         words = self._bytes.view(np.uint64)
         for edge in self._edges:
             first = self._offset(*edge) // 8
             words[first : first + 2 * SLOTS * WORD_BYTES // 8 : WORD_BYTES // 8] = _RELEASED
+
+    def _let_go(self, rank: int, what: int) -> None:
+        self._bytes.view(np.uint64)[rank * WORD_BYTES // 8] |= np.uint64(what)
 
     def release_edges(self, rank: int, peer: int) -> None:
         """The same for the edges between two ranks, which are never used again."""
