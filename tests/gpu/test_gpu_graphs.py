@@ -25,7 +25,7 @@ from gpu_calls import cases_of, check, device_of_rank
 from gpu_kinds import start
 from gpu_places import PLACES, ranks_on
 from on_gpu import Copies
-from patience import DEADLINE
+from patience import DEADLINE, PATIENCE
 from ranks import Ranks, close_all, kept, wait_until
 from reference import Case
 from thorough import parametrize
@@ -355,7 +355,7 @@ def replay_alone(comm: hetcoll.Communicator, then: str) -> tuple[str, float]:
         device.synchronize(stream)
     took = time.monotonic() - begun
     if then != "abort" or comm.rank == 0:
-        limit = time.monotonic() + 20
+        limit = time.monotonic() + PATIENCE * 20
         while not said and time.monotonic() < limit:
             try:
                 comm._gpus.executor.check()  # type: ignore[union-attr]
@@ -370,10 +370,10 @@ def replay_alone(comm: hetcoll.Communicator, then: str) -> tuple[str, float]:
 
 
 def test_a_replay_that_others_do_not_make_is_found(fresh: Any) -> None:
-    for said, took in fresh(HETCOLL_TIMEOUT="2").run(replay_alone, "nothing", timeout=60):
+    for said, took in fresh(HETCOLL_TIMEOUT=str(2 * PATIENCE)).run(replay_alone, "nothing", timeout=60):
         assert said.startswith(CollectiveTimeoutError.__name__), said
         assert "rank 0 has begun 2 captured calls; rank 1 has begun 1 captured calls" in said
-        assert took < 10
+        assert took < PATIENCE * 10
 
 
 def test_abort_lets_replays_go(fresh: Any) -> None:

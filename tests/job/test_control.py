@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from ranks import wait_until
 
 from hetcoll.config.env import Config
 from hetcoll.errors import AuthenticationError, ClosedError, InitError, PeerLostError
@@ -202,6 +203,19 @@ def test_who_left_a_group_waits_for_no_rank_of_it(unique_id: UniqueId) -> None:
     with pytest.raises(ClosedError, match="has left the group"):
         client.check_present(b"part", [1])
     client.close()
+
+
+def test_a_store_to_which_nobody_else_will_come_ends_with_the_last() -> None:
+    made = get_unique_id(Config(linger=0))
+    server = store._hosted[made.job_id]
+    clients = in_parallel([lambda rank=rank: ControlClient(made, rank, 2, 5.0) for rank in range(2)])  # type: ignore[misc]
+    server.retire()
+    clients[0].close()
+    clients[1].put(b"key", b"value")
+    assert server.holds().threads
+    clients[1].close()
+    wait_until(lambda: not server.holds().threads)
+    assert made.job_id not in store._hosted
 
 
 def test_ranks_that_all_left_may_come_back(unique_id: UniqueId) -> None:

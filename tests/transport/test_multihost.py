@@ -114,8 +114,9 @@ def test_three_hosts_with_two_networks(launch: Launch, net: netns.Network) -> No
 
         nbytes = 8 << 20
         far = ranks.run(with_comm, exchange, 0, 2, nbytes)[0]
-        for name in ("eth0", "eth1"):  # each carried its half, and little else
-            assert 0.4 * nbytes < far[name] < 0.7 * nbytes, far
+        for name in ("eth0", "eth1"):  # each carried its part, and both little else
+            assert 0.1 * nbytes < far[name], far
+        assert nbytes <= far["eth0"] + far["eth1"] < 1.2 * nbytes, far
         near = ranks.run(with_comm, exchange, 0, 1, nbytes)[0]
         assert near["eth0"] + near["eth1"] + near["lo"] < 0.1 * nbytes, near
 
@@ -130,6 +131,7 @@ def test_a_slower_network_gets_less(launch: Launch, net: netns.Network) -> None:
     assert sent["eth1"] > 1.25 * sent["eth0"], sent
 
 
+@pytest.mark.calm
 def test_messages_that_fit_both_sockets_are_dealt_by_what_each_network_carried(
     launch: Launch, net: netns.Network
 ) -> None:

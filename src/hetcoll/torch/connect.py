@@ -18,7 +18,7 @@ from .. import Communicator, InitError
 from ..config.env import Config, configuration
 from ..config.process import configure
 from ..rendezvous.bootstrap import get_unique_id
-from ..rendezvous.protocol.unique_id import UniqueId
+from ..rendezvous.protocol.unique_id import UniqueId, hosted_here
 from ..rendezvous.protocol.wire import WORLD
 from ..rendezvous.session import Session
 from ..types import Format
@@ -45,10 +45,14 @@ def connect(
         return Communicator(session, name, rank, size, config, deadline - time.monotonic())
     session = Session(unique_id, rank, size, deadline - time.monotonic())
     try:
-        return Communicator(session, WORLD, rank, size, config, deadline - time.monotonic())
+        comm = Communicator(session, WORLD, rank, size, config, deadline - time.monotonic())
     except BaseException:
         session.control.close()
         raise
+    finally:
+        if (here := hosted_here(unique_id.job_id)) is not None:  # who is not there by now does not know it
+            here.retire()
+    return comm
 
 
 def _agree(store: dist.Store, rank: int, session: Session | None, config: Config) -> bytes:

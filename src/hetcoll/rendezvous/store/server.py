@@ -68,7 +68,7 @@ class StoreServer:
         self._tree = Tree(self._groups, self._part_with)
         self._connections: dict[int, Connection] = {}
         self._dirty: set[Connection] = set()  # have something queued since the last flush
-        self._closing = False
+        self._closing = self._retiring = False
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._wake_read.recv(64))
@@ -92,6 +92,12 @@ class StoreServer:
         if threading.current_thread() is not self._thread:
             self._thread.join(_FAREWELL + 5)
             self._wake_write.close()  # not by the thread: it may end between our flag and our byte
+
+    def retire(self) -> None:
+        """All have come who ever will: end when they have gone."""
+        self._retiring = True
+        with contextlib.suppress(OSError):  # it has ended
+            self._wake_write.send(b"\0")
 
     def holds(self) -> Held:
         """Its sockets, its selector and its thread."""
@@ -145,8 +151,8 @@ class StoreServer:
         HOSTED.pop(self._job_id, None)
 
     def _left(self) -> bool:
-        """Whether all have gone who came to this store when the one before it was lost."""
-        return self._idle.is_set() and self._groups.returns.over
+        """Whether all have gone, and nobody else will come: as to a store after the one before it was lost."""
+        return self._idle.is_set() and (self._retiring or self._groups.returns.over)
 
     def _turn(self, wait: float | None) -> None:
         """Send what is queued, sleep, and serve what came."""
