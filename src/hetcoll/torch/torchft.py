@@ -26,8 +26,8 @@ __all__ = ["ProcessGroupHetcoll"]
 
 
 class _AllReduce(dist.Work):
-    """As the manager and torchft's DistributedDataParallel need it: `wait` does not raise, and the future that is asked for
-    is complete, since callbacks must run while they are attached."""
+    """As the manager and torchft's DistributedDataParallel need it: `wait` does not raise, and `get_future` gives a
+    complete future, since callbacks must run while they are attached."""
 
     def __init__(self, inner: dist.Work) -> None:
         super().__init__()
