@@ -71,6 +71,18 @@ def test_an_exporter_that_cannot_is_named() -> None:
         read(Busy())
 
 
+def test_what_pytorch_wants_of_another_gpu_is_said() -> None:
+    class Tensor(Array):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 1
+
+        def __dlpack__(self, **options: Any) -> Any:
+            raise BufferError("Can't export tensors on a different CUDA device index. Expected: 1. Current device: 0.")
+
+    with pytest.raises(BufferTypeError, match=r"Current device: 0\. Call torch\.cuda\.set_device\(1\) first$"):
+        read(Tensor())
+
+
 def test_jax_is_made_to_order_its_work_before_the_default_stream() -> None:
     for kind, stream in ((2, 1), (10, 0)):
         array = type("ArrayImpl", (Array,), {"__module__": "jaxlib._jax"})(kind)

@@ -228,7 +228,10 @@ def _from_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
         except TypeError:  # written before DLPack had versions
             capsule = obj.__dlpack__(**options)
     except (BufferError, RuntimeError) as error:
-        raise BufferTypeError(f"{name}: this {type(obj).__name__} cannot be exported by DLPack: {error}") from error
+        problem = f"{name}: this {type(obj).__name__} cannot be exported by DLPack: {error}"
+        if "Current device" in str(error):  # PyTorch 2.11 and later
+            problem += f" Call torch.cuda.set_device({index}) first"
+        raise BufferTypeError(problem) from error
     read_only = False
     if _capsule_valid(capsule, b"dltensor_versioned"):
         versioned = _VersionedTensor.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
