@@ -15,6 +15,7 @@ from thorough import parametrize
 import hetcoll
 from hetcoll import DeviceError, PeerLostError
 from hetcoll.gpu.array import DeviceArray
+from hetcoll.runtime.one_sided import OneSided
 from hetcoll.vendors.devices.kernels.source import PIECES
 from hetcoll.vendors.devices.kernels.table import KernelTable
 
@@ -206,7 +207,7 @@ def test_pieces_without_a_kernel(mixed: Any, kinds: str) -> None:
     assert all("no kernel for pieces" in ranks.output(rank) for rank in range(2))
 
 
-def refused(comm: hetcoll.Communicator) -> int:
+def put_and_look(comm: hetcoll.Communicator) -> int:
     mine = Own(comm, np.full(BLOCK, comm.rank, np.int32))
     before = comm.counters().get("window_direct", 0)
     with comm.window(mine.array) as window:
@@ -222,7 +223,25 @@ def test_memory_that_cannot_be_opened_goes_through_the_host(mixed: Any, kinds: s
     """As where one GPU has no way to the other's memory: on rank 0 alone, so rank 1 still reads."""
     name, call = ("CUDA", "cuIpcOpenMemHandle") if kinds == "nn" else ("HIP", "hipIpcOpenMemHandle")
     settings = {"HETCOLL_DEVICE": name.lower(), f"FAKE_{name}_FAIL": (f"{call}:1:217", "")}
-    assert mixed(kinds, **settings).run(refused) == [0, 4 * (BLOCK // 2)]
+    assert mixed(kinds, **settings).run(put_and_look) == [0, 4 * (BLOCK // 2)]
+
+
+def put_at_once(comm: hetcoll.Communicator) -> int:
+    """Rank 1 is slow to come out of `window`, and rank 0 puts."""
+    see = OneSided.see_window
+
+    def late(side: OneSided, number: int, seen: dict[int, int], sees: list[bool], *rest: Any) -> None:
+        if comm.rank == 1 and any(sees):
+            time.sleep(0.5)
+        see(side, number, seen, sees, *rest)
+
+    with unittest.mock.patch.object(OneSided, "see_window", late):
+        return put_and_look(comm)
+
+
+@pytest.mark.parametrize("kinds", ["nn", "aa"])
+def test_a_put_to_who_is_late_out_of_window(mixed: Any, kinds: str) -> None:
+    assert mixed(kinds, HETCOLL_DEVICE="cuda" if kinds == "nn" else "hip").run(put_at_once) == [4 * (BLOCK // 2)] * 2
 
 
 def read_the_dead(comm: hetcoll.Communicator) -> str:

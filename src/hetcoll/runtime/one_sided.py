@@ -397,6 +397,8 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
     found = [None if each is None else Shared(*each) for *_, each in told]
     if sum(each is not None for each in found) > 1:
         seen = side.devices.open(number, found)
+        # Before the others hear of it: they may put at once.
+        side.see_window(number, seen, [False] * parent.size, exposed, dtype)
         theirs = [json.loads(blob) for blob in parent.meet("window()", json.dumps(sorted(seen)).encode(), seconds)]
         side.see_window(number, seen, [side.core.rank in each for each in theirs], exposed, dtype)
     return Window(side, number, dtype, exposed)
