@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -44,6 +45,10 @@ def alone(steps: int) -> None:
         optimizer.step()
         losses.append(loss.item())
     print(json.dumps(losses))
+
+
+def threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("hetcoll"))
 
 
 def train(lighthouse: str, replica: str, stop: Path) -> None:
@@ -87,7 +92,10 @@ def train(lighthouse: str, replica: str, stop: Path) -> None:
             print(json.dumps([step, loss, rank, size]), flush=True)
     group.shutdown()
     manager.shutdown()
-    print(json.dumps(sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("hetcoll"))))
+    limit = time.monotonic() + 60
+    while (left := threads()) and time.monotonic() < limit:  # a store is there until the other replicas have left, too
+        time.sleep(0.01)
+    print(json.dumps(left))
 
 
 if __name__ == "__main__":
