@@ -135,7 +135,8 @@ void SlotsWithHelpers() {
   }
 }
 
-// A stream that was let go of writes a slot's word like any other; its bytes must not pass for data.
+// A stream that was let go of writes a slot's word like any other; its bytes must not pass for data. Kernels that were
+// let go of, as by who leaves in order, wrote none: what is there is the data.
 void SlotsAfterAnAbort() {
   std::vector<std::byte> bytes(2 * 64);
   std::vector<std::uint64_t> words(5 * kWordStride);
@@ -145,15 +146,16 @@ void SlotsAfterAnAbort() {
   const auto recv = MakeSlotRecv(slots, nullptr);
   const hetcoll::Message message{1, 64};
   std::array<std::byte, 64> out{};
-  for (int turn = 0; turn < 2; ++turn) {
-    const bool aborted = turn == 1;
-    words[4 * kWordStride] = aborted;
+  constexpr std::uint64_t kKernelsGone = 1;
+  for (const std::uint64_t gone : {std::uint64_t{0}, kKernelsGone, kKernelsGone | hetcoll::kStreamsGone}) {
+    const bool aborted = (gone & hetcoll::kStreamsGone) != 0;
+    words[4 * kWordStride] = gone;
     const std::ptrdiff_t moved = aborted ? kWouldBlock : 64;
     if (aborted)
-      slots.Publish(1);
+      slots.Publish(2);
     else
       CHECK(send->Push(message, 0, out.data(), 64) == 64, "a free slot");
-    CHECK(recv->Pull(message, 0, out.data(), 64, false) == moved, "turn %d: a full slot", turn);
+    CHECK(recv->Pull(message, 0, out.data(), 64, false) == moved, "gone %d: a full slot", static_cast<int>(gone));
   }
   CHECK(send->Push(message, 0, out.data(), 64) == kWouldBlock, "a free slot after an abort");
 }
