@@ -59,7 +59,7 @@ class ControlClient:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._groups: dict[bytes, Membership] = {}
-        self._given_up: dict[bytes, str] = {}  # why requests of a group are of no more use
+        self._given_up: dict[bytes, str] = {}  # of `while_wanted` groups: why requests are of no more use, if they are
         self._lock = threading.Lock()  # of the tables and _end
         self._end: StoreLost | None = None
         self._closing = self._forked = False
@@ -169,20 +169,14 @@ class ControlClient:
         """What the store answers to all that wait for one decision: see `decisions`."""
         return self._call(op, (*fields, F64.pack(timeout)), timeout, fields[0] if fields else None).fields
 
-    def count_rolls(self, group: bytes) -> int:
-        """How many times the ranks of `group` shrank."""
-        membership = self._groups.get(group)
-        return 0 if membership is None else membership.rolls
-
-    def formed(self, group: bytes) -> bool:
-        """Whether all ranks of a group that this process is in have met."""
-        membership = self._groups.get(group)
-        return membership is not None and membership.formed
+    def membership(self, group: bytes) -> Membership | None:
+        """What the store has told of a group, where this process is in it."""
+        return self._groups.get(group)
 
     def check_present(self, group: bytes, ranks: Collection[int]) -> None:
         """PeerLostError where the store has told that one of `ranks` died or left. InitError where the group's requests
         are of no more use; ClosedError where this process has left it, and hears nothing of it any more."""
-        if (why := self._given_up.get(group)) is not None:
+        if why := self._given_up.get(group):
             raise InitError(why)
         if (membership := self._groups.get(group)) is None:
             raise ClosedError("this process has left the group")
@@ -199,12 +193,9 @@ class ControlClient:
 
     def holds(self) -> Held:
         """The connection and its thread, and the store where this process hosts it."""
-        mine = Held(self._end is None, self._thread.is_alive())
-        if self._relay is not None:
-            mine = Held(*map(sum, zip(mine, self._relay.holds(), strict=True)))
-        mine = Held(mine.descriptors + self._succession.descriptors, mine.threads)
-        store = hosted_here(self.unique_id.job_id)
-        return mine if store is None else Held(*map(sum, zip(mine, store.holds(), strict=True)))
+        mine = Held((self._end is None) + self._succession.descriptors, self._thread.is_alive())
+        others = [each.holds() for each in (self._relay, hosted_here(self.unique_id.job_id)) if each is not None]
+        return Held(*map(sum, zip(mine, *others, strict=True)))
 
     def close(self) -> None:
         """Leave all groups in order and end the thread. Takes a few seconds at most; more than once is fine."""
@@ -283,11 +274,14 @@ class ControlClient:
 
         def end(why: str) -> None:
             with self._lock:
+                if group not in self._given_up:  # the block is over
+                    return
                 self._given_up[group] = why
                 calls = [call for call in self._calls.values() if call.group == group and call.op is not Op.LEAVE]
             for call in calls:
                 call.finish(InitError(why))
 
+        self._given_up[group] = ""
         try:
             yield end
         finally:
@@ -295,8 +289,8 @@ class ControlClient:
                 self._given_up.pop(group, None)
 
     def _check_usable(self, group: bytes | None, op: Op) -> None:
-        if group in self._given_up and op is not Op.LEAVE:
-            raise InitError(self._given_up[group])
+        if group is not None and op is not Op.LEAVE and (why := self._given_up.get(group)):
+            raise InitError(why)
         if self._forked:
             raise ClosedError("this control connection belongs to the parent of this forked process")
         if threading.current_thread() is self._thread:

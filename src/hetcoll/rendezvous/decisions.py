@@ -23,7 +23,8 @@ def shrink(control: ControlClient, group: bytes, timeout: float) -> tuple[int, l
     All get the same answer: the number of this roll call, and the ranks in rising order. InitError where the others
     have gone on already.
     """
-    fields = group, U32.pack(control.count_rolls(group) + 1)
+    membership = control.membership(group)
+    fields = group, U32.pack((membership.rolls if membership else 0) + 1)
     number, *ranks = (U32.unpack(field)[0] for field in control.decide(Op.SHRINK, fields, timeout))
     return number, ranks
 

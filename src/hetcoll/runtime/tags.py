@@ -319,7 +319,10 @@ class Mailbox:
     def check_coming(self, peer: int | None) -> None:
         """Raise where `peer` has left without the communicator of this rank and that one."""
         line = None if peer is None else self._lines.get(peer)
-        if line is not None and line.pair is None and not self._core.session.control.formed(self._name(line.peer)[0]):
+        if line is None or line.pair is not None:
+            return
+        pair = self._core.session.control.membership(self._name(line.peer)[0])
+        if pair is None or not pair.formed:
             self._core.diagnosis.check_present([line.peer])
 
     def failure(self) -> Exception | None:
