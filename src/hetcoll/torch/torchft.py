@@ -20,23 +20,19 @@ from torchft.process_group import ProcessGroupWrapper
 
 from .connect import connect
 from .process_group import HetcollProcessGroup
-from .work import NO_TIME, StreamWork
+from .work import NO_TIME, StreamWork, Waited
 
 __all__ = ["ProcessGroupHetcoll"]
 
 
-class _AllReduce(dist.Work):
+class _AllReduce(Waited):
     """As the manager and torchft's DistributedDataParallel need it: `wait` does not raise, and `get_future` gives a
     complete future, since callbacks must run while they are attached."""
-
-    def __init__(self, inner: dist.Work) -> None:
-        super().__init__()
-        self._inner = inner
 
     def wait(self, timeout: timedelta = NO_TIME) -> bool:
         """Whether it went well."""
         with contextlib.suppress(dist.DistBackendError):
-            return self._inner.wait(timeout)
+            return super().wait(timeout)
         return False
 
     def block_current_stream(self) -> None:
@@ -45,12 +41,12 @@ class _AllReduce(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         if isinstance(self._inner, StreamWork):
             return self._inner.get_future()
-        future: torch.futures.Future[Any] = torch.futures.Future()
         try:
-            future.set_result(self._inner.result())
+            return super().get_future()
         except dist.DistBackendError as error:
+            future: torch.futures.Future[Any] = torch.futures.Future()
             future.set_exception(error)
-        return future
+            return future
 
 
 class ProcessGroupHetcoll(ProcessGroupWrapper):

@@ -139,20 +139,20 @@ class HostWork(Handle):
 
 
 class Waited(dist.Work):
-    """An operation on host memory whose future is complete as soon as there is one: `get_future` waits."""
+    """An operation whose future is complete as soon as there is one: `get_future` waits."""
 
-    def __init__(self, inner: HostWork) -> None:
+    def __init__(self, inner: dist.Work) -> None:
         super().__init__()
         self._inner = inner
 
     def wait(self, timeout: timedelta = NO_TIME) -> bool:
-        return self._inner.wait(timeout)
+        return bool(self._inner.wait(timeout))
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> Any:
         return self._inner.result()
 
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._inner.result())
         return future
 
