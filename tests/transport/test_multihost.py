@@ -121,6 +121,15 @@ def test_three_hosts_with_two_networks(launch: Launch, net: netns.Network) -> No
         assert near["eth0"] + near["eth1"] + near["lo"] < 0.1 * nbytes, near
 
 
+@pytest.mark.calm
+def test_two_networks_alike_carry_a_half_each(launch: Launch, net: netns.Network) -> None:
+    nbytes = 8 << 20
+    with joined(launch, net) as (ranks, _):
+        far = ranks.run(with_comm, exchange, 0, 2, nbytes)[0]
+    for name in ("eth0", "eth1"):
+        assert 0.4 * nbytes < far[name] < 0.7 * nbytes, far
+
+
 def test_a_slower_network_gets_less(launch: Launch, net: netns.Network) -> None:
     net.set_rate(0, 0, "40mbit")
     nbytes = 48 << 20
