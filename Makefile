@@ -15,6 +15,8 @@ SLICE ?=
 BUT := $(if $(ALL)$(SLICE),, and not thorough)
 export TEST_SLICE := $(SLICE)
 BENCH ?= --write-docs
+# Of thousands of tests on a machine that others use, too, one is late now and then. What passes when it is run once more is
+# told at the end with what it said (tests/conftest.py): a defect to be mended. RERUNS= finds them.
 RERUNS ?= --reruns 1
 SANITIZERS := address,undefined thread
 NATIVE_TESTS := hetcoll_engine_test hetcoll_verbs_test
@@ -75,8 +77,6 @@ endif
 # LANES files run at a time, two more than there are processors: with one more a tenth of these was idle, with three more
 # what has deadlines waited. What takes long begins first (tests/conftest.py), above all the virtual machines. LANES=0
 # runs all one by one.
-# What fails is run once more, since of thousands of tests on a machine that others use, too, one is late now and then. What
-# passes then is told at the end with what it said (tests/conftest.py): a defect to be mended. RERUNS= finds them.
 test-lanes: $(TESTED)
 	$(BIN)/python -m pytest -n $(LANES) --no-loadscope-reorder $(RERUNS) -m "not calm$(BUT)"
 
