@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import queue
 import subprocess
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,10 @@ class World:
         self.size, self.fault = size, fault
         self.meeting = threading.Barrier(size, timeout=30)
         self.shared: list[Any] = [None] * size
-        self.mail: defaultdict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+        self.mail: dict[tuple[int, int], queue.Queue[Any]] = {
+            edge: queue.Queue()
+            for edge in itertools.product(range(size), repeat=2)  # here, since two ranks may meet at one
+        }
 
     def run(self, work: Callable[[FakeComm], Any]) -> list[Any]:
         results: list[Any] = [None] * self.size

@@ -369,7 +369,7 @@ def test_a_killed_launcher_leaves_nothing_behind() -> None:
 def test_a_killed_watchdog_does_not_fail_the_job() -> None:
     """Whoever kills it leaves the job as it was; the launcher says that nothing watches over it any more."""
     code = """
-import os, pathlib, signal
+import os, pathlib, signal, time
 watchdogs = []
 for entry in pathlib.Path("/proc").glob("[0-9]*"):
     try:
@@ -381,6 +381,9 @@ for entry in pathlib.Path("/proc").glob("[0-9]*"):
 watchdogs.remove(os.getpid())  # whose program has that word in it
 assert len(watchdogs) == 1
 os.kill(watchdogs[0], signal.SIGKILL)
+stat = pathlib.Path(f"/proc/{watchdogs[0]}/stat")
+while stat.read_text().rpartition(")")[2].split()[0] != "Z":  # until then it may hold its pipe open
+    time.sleep(0.01)
 """
     status, _, err = run_python(code, 1)
     assert status == 0, err
