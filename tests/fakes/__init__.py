@@ -188,6 +188,7 @@ def environment(vendor: str | None, devices: int = 1, **settings: object) -> dic
         "HIP_VISIBLE_DEVICES": everything if vendor in ("hip", "both", "posing") else "",
         "ROCM_PATH": {"hip": str(made), "both": str(made), "posing": str(made / "posing")}.get(vendor or "", ""),
         "FAKE_DEVICES": str(devices),
+        "HETCOLL_SPIN_US": "0",  # the devices are threads of the same processors: who spins holds them up
         **{f"FAKE_{name.upper()}": str(value) for name, value in settings.items()},
     }
 

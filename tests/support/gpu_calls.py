@@ -18,6 +18,11 @@ from hetcoll.types import OCP_OF, DType, ReduceOp, supports
 from hetcoll.vendors.devices.base import Device
 
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "alltoall")
+BY_KERNEL = (
+    "allgather",
+    "reduce_scatter",
+    "alltoall",
+)  # of these and all-reduces the short ones are, where ranks share a host
 
 
 def device_of_rank(rank: int) -> Device:
@@ -53,7 +58,26 @@ def cases_of(size: int, counts: tuple[int, ...]) -> Iterator[Case]:
             continue
         turn += 1
         op = ("sum", "max", "avg")[turn % 3] if "reduce" in kind else "sum"
-        yield Case(kind, ("float32", "bfloat16", "int64")[turn % 3], count, op, turn % size, inplace, seed=turn)
+        many = 8 * count if kind in BY_KERNEL and count > 1000 else count  # more than one kernel does
+        yield Case(kind, ("float32", "bfloat16", "int64")[turn % 3], many, op, turn % size, inplace, seed=turn)
+
+
+def by_kernel() -> list[Case]:
+    """Chunks that end within a pack, several to a block; in place and not; of every width."""
+    counts = {"float32": 5, "bfloat16": 30_001, "float64": 12_345, "int8": 100_003, "complex128": 777}
+    cases = [(kind, inplace, *each) for kind in BY_KERNEL for inplace in (False, True) for each in counts.items()]
+    return [
+        Case(
+            kind,
+            dtype,
+            count,
+            "avg" if dtype == "bfloat16" and kind == "reduce_scatter" else "sum",
+            0,
+            inplace,
+            seed=at,
+        )
+        for at, (kind, inplace, dtype, count) in enumerate(cases)
+    ]
 
 
 def every_reduction(*, older_float8: bool = True) -> list[Case]:

@@ -28,7 +28,7 @@ from ..health.diagnosis import Diagnosis, Kind
 from ..links.wiring import Wiring
 from ..runtime.executor import FastPath
 from ..runtime.planner import Planner
-from ..types import FLOATS, OCP_OF, Collective, DType
+from ..types import FLOATS, OCP_OF, REDUCING, Collective, DType
 from ..vendors.devices.base import URGENT
 from ..vendors.devices.signals import signal_kernels
 from . import float8, path_probe, streams
@@ -247,7 +247,8 @@ class GpuExecutor:
 
     def _rounds_late(self, call: Call) -> bool:
         """Whether the kernels' sums, which they round once, would not have the bits of one addition after another."""
-        return self._planner.ordered and call.dtype in FLOATS and call.dtype.itemsize < 4
+        narrow = call.dtype in FLOATS and call.dtype.itemsize < 4
+        return narrow and self._planner.ordered and call.collective in REDUCING
 
     def bound(
         self,

@@ -1,4 +1,4 @@
-"""All-reduces among the GPUs of one host as one kernel a rank, where that is faster than copies."""
+"""Collectives among the GPUs of one host as one kernel a rank, where that is faster than copies."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import hetcoll._native as _native
 
 from ..calls import Call
-from ..types import Collective, ReduceOp
-from ..vendors.devices.kernels.source import exchange_name, oneshot_name
-from ..vendors.devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot
+from ..types import REDUCING, Collective, ReduceOp
+from ..vendors.devices.kernels.source import exchange_name, gather_bytes, gather_name, oneshot_name
+from ..vendors.devices.kernels.table import ONESHOT_RANKS, Exchange, Oneshot, Way
 from .message_kernel import STATE_BYTES as MESSAGE_STATE_BYTES
 from .slots import AREA_WORDS, BLOCKS, RING_SLOT_BYTES, RING_SLOTS
 
@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 _SMALL = 64 << 10  # bytes up to which a kernel of words beats copies
 _ONE_SHOT, _MOST_ONE_SHOT = 1 << 20, 4 << 20  # bytes that a rank reads up to which each reduces all; of two or three
+_MOST_CUT = 1 << 20  # bytes that a rank reads where buffers are cut by rank
 _MOST_TWO_SHOT = 6 << 20  # of four and more, which each reduce a part beyond _ONE_SHOT
+_CUT = {
+    Collective.REDUCE_SCATTER: Way.REDUCE_SCATTER,
+    Collective.ALLGATHER: Way.ALLGATHER,
+    Collective.ALLTOALL: Way.ALLTOALL,
+}
 _LEAST_CHUNK, _PACK, _THREADS = 4 << 10, 16, 512
 _ONESHOT_STATE = 256
 ZERO = _ONESHOT_STATE + 8 * BLOCKS  # where in the state lie 8 bytes that stay 0
@@ -37,8 +43,13 @@ class OneKernel:
         self._rank, self._size = rank, size
 
     def choose(self, collective: Collective, nbytes: int) -> str | None:
-        """Which kernel does it; None where copies are faster, or none can."""
-        if collective is not Collective.ALLREDUCE or nbytes == 0 or not 1 < self._size <= ONESHOT_RANKS:
+        """Which kernel does it; None where copies are faster, or none can. `nbytes` are those of all ranks' parts."""
+        if nbytes == 0 or not 1 < self._size <= ONESHOT_RANKS:
+            return None
+        if collective in _CUT:
+            name = "exchange" if collective in REDUCING else "gather"
+            return name if nbytes - nbytes // self._size <= _MOST_CUT else None
+        if collective is not Collective.ALLREDUCE:
             return None
         if nbytes <= _SMALL:
             return "oneshot"
@@ -56,27 +67,34 @@ class OneKernel:
 
     def bind(self, call: Call) -> _native.KernelShape | None:
         """None where copies are faster, or no kernel does it."""
-        size, kernel = self._size, self.choose(call.collective, call.nbytes)
+        kernel = self.choose(call.collective, call.nbytes)
         if kernel is None:
             return None
-        arguments: Oneshot | Exchange
-        table, segment, item = self._device.kernels(), self._share.segment, call.dtype.itemsize
-        if kernel == "oneshot":
-            name = oneshot_name(call.dtype, call.op)
-            blocks, threads = table.oneshot_launch(call.count, item)
-            arguments = Oneshot(state=self._state, words=AREA_WORDS)
-            arguments.areas[:size] = segment.areas
-        else:
-            name = exchange_name(call.dtype, call.op)
-            chunk = max(_LEAST_CHUNK, min(RING_SLOT_BYTES, -(-call.nbytes // (BLOCKS * _PACK)) * _PACK))
-            blocks, threads = min(BLOCKS, -(-call.nbytes // chunk)), _THREADS
-            arguments = Exchange(slots=RING_SLOTS, slot_bytes=RING_SLOT_BYTES, chunk_bytes=chunk)
-            arguments.two_shot = self._two_shot(call.nbytes)
-            arguments.state = self._state + _ONESHOT_STATE
-            arguments.rings[:size], arguments.words[:size] = segment.rings, segment.ring_words
-        arguments.count, arguments.rank, arguments.size = call.count, self._rank, size
-        arguments.divisor = size if call.op is ReduceOp.AVG else 1
-        arguments.abort = segment.aborts[self._share.here]
-        return self._queue.bind_kernel(
-            function=table.function(name), arguments=bytes(arguments), blocks=blocks, threads=threads
-        )
+        name, arguments, blocks, threads = self._oneshot(call) if kernel == "oneshot" else self._exchange(call)
+        arguments.rank, arguments.size = self._rank, self._size
+        arguments.divisor = self._size if call.op is ReduceOp.AVG else 1
+        arguments.abort = self._share.segment.aborts[self._share.here]
+        function = self._device.kernels().function(name)
+        return self._queue.bind_kernel(function=function, arguments=bytes(arguments), blocks=blocks, threads=threads)
+
+    def _oneshot(self, call: Call) -> tuple[str, Oneshot, int, int]:
+        """Kernel, argument, blocks and threads."""
+        launch = self._device.kernels().oneshot_launch(call.count, call.dtype.itemsize)
+        arguments = Oneshot(count=call.count, state=self._state, words=AREA_WORDS)
+        arguments.areas[: self._size] = self._share.segment.areas
+        return oneshot_name(call.dtype, call.op), arguments, *launch
+
+    def _exchange(self, call: Call) -> tuple[str, Exchange, int, int]:
+        """Likewise."""
+        size, segment, item = self._size, self._share.segment, call.dtype.itemsize
+        way = _CUT.get(call.collective) or (Way.TWO_SHOT if self._two_shot(call.nbytes) else Way.ONE_SHOT)
+        each = call.nbytes // size if call.collective in _CUT else call.nbytes
+        most = RING_SLOT_BYTES // (size if way in (Way.REDUCE_SCATTER, Way.ALLTOALL) else 1) // _PACK * _PACK
+        chunk = min(most, max(_LEAST_CHUNK, -(-each // (BLOCKS * _PACK)) * _PACK))
+        reduces = call.collective in REDUCING
+        name = exchange_name(call.dtype, call.op) if reduces else gather_name(call.dtype)
+        arguments = Exchange(count=each // (item if reduces else gather_bytes(call.dtype)), way=way)
+        arguments.slots, arguments.slot_bytes, arguments.chunk_bytes = RING_SLOTS, RING_SLOT_BYTES, chunk
+        arguments.state = self._state + _ONESHOT_STATE
+        arguments.rings[:size], arguments.words[:size] = segment.rings, segment.ring_words
+        return name, arguments, min(BLOCKS, -(-each // chunk)), _THREADS

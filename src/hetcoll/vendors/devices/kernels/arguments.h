@@ -21,11 +21,15 @@ struct Oneshot {
 static_assert(sizeof(Oneshot) == 24 + 8 * kOneshotRanks + 32,
               "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
+// What the exchange kernels do with `count` elements for each rank: all-reduces by one shot and by two, and what has a
+// buffer that is cut by rank.
+enum Way : unsigned { kOneShot, kTwoShot, kReduceScatter, kAllGather, kAllToAll };
+
 // What the exchange kernels take (exchange.h). Every rank has a ring of `slots` slots for each block, and their words,
 // zeroed at first, in memory that all devices have mapped.
 struct Exchange {
-  void* dst;        // count elements; may be src
-  const void* src;  // count elements, at any address
+  void* dst;        // count elements, or size * count; may be src, and where one is a part of the other, this rank's
+  const void* src;  // likewise, at any address
   unsigned long long count;
   char* rings[kOneshotRanks];
   unsigned long long* words[kOneshotRanks];
@@ -35,8 +39,8 @@ struct Exchange {
   unsigned divisor;
   unsigned slots;        // at least 4
   unsigned slot_bytes;   // from one slot to the next
-  unsigned chunk_bytes;  // at most slot_bytes; of the size of the message alone
-  unsigned two_shot;     // 1: each rank reduces a part of a chunk and hands it out, instead of the whole
+  unsigned chunk_bytes;  // at most slot_bytes, where src is cut by rank size-th of it; of the size of the message alone
+  Way way;
   unsigned unused;
 };
 static_assert(sizeof(Exchange) == 24 + 16 * kOneshotRanks + 48,

@@ -1,4 +1,4 @@
-// The all-reduce of medium messages among GPUs of one host, in one kernel a rank: for what is too large for words that
+// Collectives of medium messages among GPUs of one host, in one kernel a rank: for what is too large for words that
 // carry their own number (oneshot.h) and too small for copy engines, which take some ten microseconds to get going.
 //
 // Every rank has a ring of slots for each block, in memory that all devices have mapped. A block puts its messages into
@@ -6,8 +6,9 @@
 // others and for nothing else. A slot has a `ready` word, which its owner writes, and an `empty` word for each reader.
 // The words are numbers of the block's messages, which go on from call to call.
 //
-// One shot: a message is a chunk of the data, and each rank reduces all of it. Two shots: each rank reduces its part of
-// a chunk, and its next message is the result. With n ranks of N bytes one reads (n - 1) N, or 2 (n - 1) N / n.
+// A message is a chunk of the data. All-reduces by one shot: each rank reduces all of it. By two: each rank reduces its
+// part of a chunk, and its next message is the result. With n ranks of N bytes one reads (n - 1) N, or 2 (n - 1) N / n.
+// Where src is cut by rank (reduce-scatter, all-to-all), a message has a chunk for each rank, who takes its own.
 //
 // Operands are combined in rank order, so all ranks get the same bits.
 #pragma once
@@ -107,9 +108,33 @@ HETCOLL_DEVICE void Put(const Exchange& x, U64 number, const Chunk& chunk, unsig
   }
 }
 
+// Where src is cut by rank: which element of it begins what this rank keeps, and where in a message that lies.
+struct Cut {
+  U64 own;
+  unsigned part;
+};
+
+HETCOLL_DEVICE Cut CutOf(const Exchange& x) {
+  if (x.way != kReduceScatter && x.way != kAllToAll) return {0, 0};
+  return {x.rank * x.count, x.rank * x.chunk_bytes};
+}
+
+// A chunk for each peer into a message.
+template <class T>
+HETCOLL_DEVICE void PutParts(const Exchange& x, U64 number, const Chunk& chunk) {
+  for (unsigned at = ThreadInBlock(); at < chunk.packs * static_cast<unsigned>(x.size); at += BlockSize()) {
+    const unsigned peer = at / chunk.packs, i = at % chunk.packs;
+    if (static_cast<int>(peer) == x.rank) continue;
+    const U64 first = peer * x.count;
+    Store<kPack>(Slot(x, x.rank, number) + U64{peer} * x.chunk_bytes + U64{i} * kPack,
+                 ReadPack<T>(x.src, first + chunk.begin, first + chunk.end, i));
+  }
+}
+
 // The packs [from, to) of all ranks into dst, from the peers' messages, and into message `result`, unless it is 0.
 template <class Type, class Op>
-HETCOLL_DEVICE void Combine(const Exchange& x, U64 number, const Chunk& chunk, unsigned from, unsigned to, U64 result) {
+HETCOLL_DEVICE void Combine(const Exchange& x, U64 number, const Chunk& chunk, const Cut& cut, unsigned from,
+                            unsigned to, U64 result) {
   using T = typename Type::Storage;
   constexpr unsigned kElements = Pack<T>::kElements, kDeep = kElements > 8 ? 1 : kElements == 8 ? 2 : 4;
   for (unsigned first = from + ThreadInBlock(); first < to; first += kDeep * BlockSize()) {
@@ -120,8 +145,8 @@ HETCOLL_DEVICE void Combine(const Exchange& x, U64 number, const Chunk& chunk, u
       for (unsigned d = 0; d < kDeep; ++d) {
         const unsigned i = first + d * BlockSize();
         if (i >= to) continue;
-        pack[d] = rank == x.rank ? ReadPack<T>(x.src, chunk.begin, chunk.end, i)
-                                 : LoadPeers<T>(Slot(x, rank, number) + U64{i} * kPack);
+        pack[d] = rank == x.rank ? ReadPack<T>(x.src, cut.own + chunk.begin, cut.own + chunk.end, i)
+                                 : LoadPeers<T>(Slot(x, rank, number) + cut.part + U64{i} * kPack);
       }
       HETCOLL_UNROLL
       for (unsigned d = 0; d < kDeep; ++d) {
@@ -172,20 +197,46 @@ HETCOLL_DEVICE void Collect(const Exchange& x, U64 result, const Chunk& chunk) {
   }
 }
 
-// Chunks go as far ahead as there are slots. False: the call was aborted.
-template <class Type, class Op>
-HETCOLL_DEVICE bool OneShot(const Exchange& x, const Share& share, U64 before) {
-  using T = typename Type::Storage;
+// A chunk of every rank into its place in dst, from the peers' messages.
+template <class T>
+HETCOLL_DEVICE void Gather(const Exchange& x, U64 number, const Chunk& chunk, const Cut& cut) {
+  constexpr unsigned kDeep = 4;
+  const unsigned packs = chunk.packs * static_cast<unsigned>(x.size);
+  for (unsigned first = ThreadInBlock(); first < packs; first += kDeep * BlockSize()) {
+    Pack<T> pack[kDeep];
+    HETCOLL_UNROLL
+    for (unsigned d = 0; d < kDeep; ++d) {
+      const unsigned at = first + d * BlockSize(), i = at % chunk.packs;
+      if (at >= packs) continue;
+      const int rank = static_cast<int>(at / chunk.packs);
+      pack[d] = rank == x.rank ? ReadPack<T>(x.src, cut.own + chunk.begin, cut.own + chunk.end, i)
+                               : LoadPeers<T>(Slot(x, rank, number) + cut.part + U64{i} * kPack);
+    }
+    HETCOLL_UNROLL
+    for (unsigned d = 0; d < kDeep; ++d) {
+      const unsigned at = first + d * BlockSize();
+      if (at >= packs) continue;
+      const U64 begin = at / chunk.packs * x.count;
+      WritePack<T>(x.dst, begin + chunk.begin, begin + chunk.end, at % chunk.packs, pack[d]);
+    }
+  }
+}
+
+// All chunks through messages of their own, which `take` takes; they go as far ahead as there are slots. False: the
+// call was aborted.
+template <class T, class Take>
+HETCOLL_DEVICE bool Pass(const Exchange& x, const Share& share, U64 before, Take take) {
+  const bool parts = x.way == kReduceScatter || x.way == kAllToAll;
   U64 sent = 0;
   for (U64 taken = 0; taken < share.chunks; ++taken) {
     for (; sent < share.chunks && sent < taken + x.slots; ++sent) {
       if (!AwaitEmpty(x, before + sent + 1)) return false;
-      Put<T>(x, before + sent + 1, ChunkAt<T>(x, share, sent), 0, 0);
+      const Chunk chunk = ChunkAt<T>(x, share, sent);
+      parts ? PutParts<T>(x, before + sent + 1, chunk) : Put<T>(x, before + sent + 1, chunk, 0, 0);
       Publish(x, before + sent + 1);
     }
     if (!AwaitReady(x, before + taken + 1)) return false;
-    const Chunk chunk = ChunkAt<T>(x, share, taken);
-    Combine<Type, Op>(x, before + taken + 1, chunk, 0, chunk.packs, 0);
+    take(before + taken + 1, ChunkAt<T>(x, share, taken));
     GiveBack(x, before + taken + 1);
   }
   return true;
@@ -212,7 +263,7 @@ HETCOLL_DEVICE bool TwoShot(const Exchange& x, const Share& share, U64 before) {
       if (!AwaitReady(x, number) || !AwaitEmpty(x, result)) return false;
       const Chunk chunk = ChunkAt<T>(x, share, t);
       const unsigned from = PartOf(chunk, x.rank, x.size), to = PartOf(chunk, x.rank + 1, x.size);
-      Combine<Type, Op>(x, number, chunk, from, to, result);
+      Combine<Type, Op>(x, number, chunk, Cut{0, 0}, from, to, result);
       Publish(x, result);
       GiveBack(x, number);
     }
@@ -225,14 +276,34 @@ HETCOLL_DEVICE bool TwoShot(const Exchange& x, const Share& share, U64 before) {
   return true;
 }
 
-template <class Type, class Op>
-HETCOLL_DEVICE void ExchangeAll(const Exchange& x) {
-  const Share share = ShareOf<typename Type::Storage>(x);
+// `pass` does a block's share behind its messages so far, and says whether it was not aborted.
+template <class T, class Do>
+HETCOLL_DEVICE void DoShare(const Exchange& x, Do pass) {
+  const Share share = ShareOf<T>(x);
   const U64 before = x.state[BlockIndex()];
   Barrier();  // all have read the state that one will write
-  const bool two = x.two_shot != 0;
-  if (!(two ? TwoShot<Type, Op>(x, share, before) : OneShot<Type, Op>(x, share, before))) return;
-  if (ThreadInBlock() == 0) x.state[BlockIndex()] = before + (two ? 2 : 1) * share.chunks;
+  if (!pass(share, before)) return;
+  if (ThreadInBlock() == 0) x.state[BlockIndex()] = before + (x.way == kTwoShot ? 2 : 1) * share.chunks;
+}
+
+template <class Type, class Op>
+HETCOLL_DEVICE void ExchangeAll(const Exchange& x) {
+  using T = typename Type::Storage;
+  DoShare<T>(x, [&](const Share& share, U64 before) {
+    if (x.way == kTwoShot) return TwoShot<Type, Op>(x, share, before);
+    const Cut cut = CutOf(x);
+    return Pass<T>(x, share, before, [&](U64 number, const Chunk& chunk) {
+      Combine<Type, Op>(x, number, chunk, cut, 0, chunk.packs, 0);
+    });
+  });
+}
+
+template <class T>
+HETCOLL_DEVICE void GatherAll(const Exchange& x) {
+  DoShare<T>(x, [&](const Share& share, U64 before) {
+    const Cut cut = CutOf(x);
+    return Pass<T>(x, share, before, [&](U64 number, const Chunk& chunk) { Gather<T>(x, number, chunk, cut); });
+  });
 }
 
 }  // namespace hetcoll
@@ -243,3 +314,7 @@ HETCOLL_DEVICE void ExchangeAll(const Exchange& x) {
     hetcoll::ExchangeAll<Type, Type::op>(arguments);                                     \
   }                                                                                      \
   HETCOLL_ENTRY(exchange_##dtype##_##op)
+
+#define HETCOLL_GATHER(bytes, type)                                                                                    \
+  HETCOLL_KERNEL gather_##bytes(HETCOLL_CONSTANT hetcoll::Exchange arguments) { hetcoll::GatherAll<type>(arguments); } \
+  HETCOLL_ENTRY(gather_##bytes)

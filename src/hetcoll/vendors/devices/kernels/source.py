@@ -12,6 +12,13 @@ from ....types import FNUZ_OF, DType, Format, ReduceOp, supports
 SIGNALS = "signals"
 FLOAT8 = "float8"
 MESSAGES, PIECES = "messages", "pieces"  # modules, and their only kernels
+GATHER = "gather"
+_WORDS = {
+    1: "unsigned char",
+    2: "unsigned short",
+    4: "unsigned",
+    8: "hetcoll::U64",
+}  # by bytes: what is copied at least
 _EXCHANGE, _CODECS = "_exchange", "_codecs"  # modules of their own, as few programs need them
 _CODED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _CODINGS = ("round", "encode", "decode", "add")
@@ -29,8 +36,18 @@ def oneshot_name(dtype: DType, op: ReduceOp) -> str:
 
 
 def exchange_name(dtype: DType, op: ReduceOp) -> str:
-    """The kernel that all-reduces medium messages."""
+    """The kernel that all-reduces and reduce-scatters medium messages."""
     return _name("exchange", dtype, op)
+
+
+def gather_name(dtype: DType) -> str:
+    """The kernel of all-gathers and all-to-alls."""
+    return f"{GATHER}_{gather_bytes(dtype)}"
+
+
+def gather_bytes(dtype: DType) -> int:
+    """What that kernel counts in."""
+    return min(dtype.itemsize, max(_WORDS))
 
 
 def scale_name(dtype: DType) -> str:
@@ -80,7 +97,7 @@ def reductions(dtype: DType) -> list[ReduceOp]:
 def modules() -> dict[str, tuple[str, ...]]:
     """The kernels of every module."""
     table: dict[str, tuple[str, ...]] = {SIGNALS: _SIGNAL_KERNELS, FLOAT8: tuple(_conversions())}
-    table |= {MESSAGES: (MESSAGES,), PIECES: (PIECES,)}
+    table |= {MESSAGES: (MESSAGES,), PIECES: (PIECES,), GATHER: tuple(f"{GATHER}_{nbytes}" for nbytes in _WORDS)}
     for dtype in DType:
         names = [name(dtype, op) for op in reductions(dtype) for name in (reduce_name, oneshot_name)]
         if supports(dtype, ReduceOp.AVG):
@@ -109,6 +126,9 @@ def source(module: str) -> str:
     if module == FLOAT8:
         lines = [_expand("devices/kernels/float8.h", set()), f'#line 1 "{module}"\n']
         return "".join([*lines, *(f"HETCOLL_CONVERT({name}, {rest})\n" for name, rest in _conversions().items())])
+    if module == GATHER:
+        lines = [_expand("devices/kernels/exchange.h", set()), f'#line 1 "{module}"\n']
+        return "".join([*lines, *(f"HETCOLL_GATHER({nbytes}, {word})\n" for nbytes, word in _WORDS.items())])
     dtype = DType[module.removesuffix(_EXCHANGE).removesuffix(_CODECS).upper()]
     if module.endswith(_CODECS):
         lines = [_expand("devices/kernels/codecs.h", set()), f'#line 1 "{module}"\n']

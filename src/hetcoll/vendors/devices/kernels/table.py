@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import hashlib
 import logging
 import threading
@@ -45,6 +46,16 @@ class Oneshot(ctypes.Structure):
     )
 
 
+class Way(enum.IntEnum):
+    """What the exchange kernels do: Way of ``arguments.h``."""
+
+    ONE_SHOT = 0
+    TWO_SHOT = 1
+    REDUCE_SCATTER = 2
+    ALLGATHER = 3
+    ALLTOALL = 4
+
+
 class Exchange(ctypes.Structure):
     """The argument of the exchange kernels: ``arguments.h`` says what each field is."""
 
@@ -62,7 +73,7 @@ class Exchange(ctypes.Structure):
         ("slots", ctypes.c_uint32),
         ("slot_bytes", ctypes.c_uint32),
         ("chunk_bytes", ctypes.c_uint32),
-        ("two_shot", ctypes.c_uint32),
+        ("way", ctypes.c_uint32),
         ("unused", ctypes.c_uint32),
     )
 
