@@ -105,7 +105,8 @@ def test_every_kernel_stands_in_one_module() -> None:
     assert set(modules()) == of_types | {
         "signals",
         "messages",
-        "pieces", "gather",
+        "pieces",
+        "gather",
         "float8",
         "float32_codecs",
         "float16_codecs",
