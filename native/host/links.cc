@@ -65,9 +65,9 @@ void Engine::AttachVerbs(int peer, int channel, std::span<const std::pair<int, s
     for (const int fd : fds) close(fd);
     return;
   }
-  LinkEnds ends = injector_.Wrap(
-      verbs_->Attach({options_.rank, peer, channel, ring_bytes, false, options_.recovery_ns}, rails, fds), kLargestItem,
-      peer, channel);
+  LinkEnds ends =
+      injector_.Wrap(verbs_->Attach({options_.rank, peer, channel, ring_bytes, options_.recovery_ns}, rails, fds),
+                     kLargestItem, peer, channel);
   links_.tx(peer, channel).end = std::move(ends.send);
   links_.rx(peer, channel).end = std::move(ends.recv);
   if (keeper_ == nullptr) keeper_ = std::make_unique<Keeper>([this](auto& fds) { ServeLinks(fds); });

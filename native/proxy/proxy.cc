@@ -152,8 +152,8 @@ void Proxy::ConnectVerbs(int peer, int channel, const ProxyVerbs& link, std::spa
       for (const int fd : fds) close(fd);
       throw Fault(FaultKind::kSystem, peer, "verbs: the proxy has no NICs");
     }
-    return host->Attach({options_.rank, peer, channel, link.ring_bytes, link.device, link.recovery_ns}, link.rails,
-                        fds);
+    return host->Attach({options_.rank, peer, channel, link.ring_bytes, link.recovery_ns, link.copier, link.pinned},
+                        link.rails, fds);
   });
   Links& links = links_[{peer, channel}];
   links.verbs = true;

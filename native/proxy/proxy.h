@@ -12,8 +12,8 @@
 // through one. Its number and its length say which, at both ends alike.
 //
 // A link is a TCP socket, or one over RDMA (transport/verbs/verbs.h), which stripes over NICs by itself. Slots that are
-// registered are sent from and written to where they lie. They may be a GPU's own memory: then NICs alone touch it.
-// All RDMA links belong to one thread.
+// registered are sent from and written to where they lie. They may be a GPU's own memory: then NICs alone touch it, or
+// the GPU's copier where they fail. All RDMA links belong to one thread.
 #pragma once
 
 #include <condition_variable>
@@ -28,6 +28,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/copier.h"
 #include "transport/fault.h"
 #include "transport/integrity.h"
 #include "transport/shm/slots.h"
@@ -64,9 +65,11 @@ struct ProxyOptions {
 // A link over RDMA: as VerbsLinkOptions. Rails are a NIC's number and the name of the peer's device.
 struct ProxyVerbs {
   std::size_t ring_bytes;
-  bool device;  // the slots lie in memory of GPUs, at both ends
   std::vector<std::pair<int, std::string>> rails;
   std::int64_t recovery_ns = 1'000'000'000;
+  // Where the slots lie in memory of GPUs, at both ends.
+  std::shared_ptr<Copier> copier = nullptr;
+  std::span<std::byte> pinned = {};
 };
 
 struct TcpShared;
@@ -96,7 +99,7 @@ class Proxy : public std::enable_shared_from_this<Proxy> {
   std::uint64_t reconnects();
 
   // The same for one link over RDMA. A socket that goes with it is wanted, for the handshake, and for what comes after
-  // the last rail where the slots are the host's. `api` stands for the system's libibverbs in tests.
+  // the last rail. `api` stands for the system's libibverbs in tests.
   int AddNic(NicInfo info, const VerbsApi& api);
   void ConnectVerbs(int peer, int channel, const ProxyVerbs& link, std::span<const int> fds);
   // As Engine's.

@@ -85,9 +85,15 @@ void BindDevices(nb::module_& m) {
       .def(
           "connect_verbs",
           [](Proxy& r, int peer, int channel, const std::vector<int>& fds,
-             const std::vector<std::pair<int, std::string>>& rails, std::size_t ring_bytes,
-             bool device) { r.ConnectVerbs(peer, channel, {ring_bytes, device, rails}, fds); },
-          "peer"_a, "channel"_a, "fds"_a, "rails"_a, "ring_bytes"_a, "device"_a)
+             const std::vector<std::pair<int, std::string>>& rails, std::size_t ring_bytes, const PyCopier* copier,
+             Address pinned, std::size_t pinned_bytes) {
+            ProxyVerbs link{.ring_bytes = ring_bytes, .rails = rails};
+            if (copier != nullptr) link.copier = copier->copier;
+            link.pinned = {As<std::byte*>(pinned), pinned_bytes};
+            r.ConnectVerbs(peer, channel, link, fds);
+          },
+          "peer"_a, "channel"_a, "fds"_a, "rails"_a, "ring_bytes"_a, "copier"_a = nb::none(), "pinned"_a = 0,
+          "pinned_bytes"_a = 0)
       .def(
           "add_edge",
           [](Proxy& r, int peer, int channel, bool out, Address slots, Address ready, Address credit,

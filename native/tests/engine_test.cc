@@ -86,6 +86,8 @@ void BrokenProxies();
 void ProxiesOverVerbs();
 void ProxiesThatLoseRails();
 void ProxiesThatLoseAllRails();
+void ProxiesWhoseCopiesFail();
+void ProxiesThatNeverHadARail();
 void ProxiesThatDiffer();
 void ProxiesThatAreTried();
 void ProxiesThatCannotReadBack();
@@ -476,6 +478,8 @@ constexpr Scenario kScenarios[] = {
     {"rdma: all is well", ProxiesOverVerbs},
     {"rdma: a rail is lost", ProxiesThatLoseRails},
     {"rdma: all rails are lost", ProxiesThatLoseAllRails},
+    {"rdma: a copy beside TCP fails", ProxiesWhoseCopiesFail},
+    {"rdma: there never was a rail", ProxiesThatNeverHadARail},
     {"rdma: different calls", ProxiesThatDiffer},
     {"rdma: tried", ProxiesThatAreTried},
     {"rdma: no reading back", ProxiesThatCannotReadBack},

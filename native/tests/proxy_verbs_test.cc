@@ -1,9 +1,8 @@
 // Proxies over fake RDMA devices: slots in memory that no processor may touch, and in the host's.
 
-#include <sys/mman.h>
-
 #include <random>
 
+#include "fake_copier.h"
 #include "harness.h"
 #include "proxy/proxy.h"
 
@@ -17,20 +16,11 @@ constexpr std::size_t kWords = 4096;
 // What NICs, and this test in the place of a GPU, see of a device's memory lies at `seen`. At `at` nobody may touch it.
 class Memory {
  public:
-  Memory(bool device, std::size_t n) : n_(n), seen_(n) {
-    at_ = device ? static_cast<std::byte*>(mmap(nullptr, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))
-                 : seen_.data();
-  }
-  ~Memory() {
-    if (at_ != seen_.data()) munmap(at_, n_);
-  }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
+  Memory(bool device, std::size_t n) : seen_(n), at_(device ? FakeCopier::Far(seen_.data()) : seen_.data()) {}
   std::byte* at() const { return at_; }
   std::byte* seen() { return seen_.data(); }
 
  private:
-  std::size_t n_;
   Bytes seen_;
   std::byte* at_;
 };
@@ -43,6 +33,10 @@ struct Setting {
   std::int64_t recovery_ns = 1'000'000'000'000;
   std::function<void(Fabric&)> prepare = nullptr;
   bool tried = false;
+  std::string fault = {};
+  Integrity integrity = Integrity::kOff;
+  std::uint64_t copy_fails = 0;         // the number of it, of rank 0; 0: none
+  std::size_t pinned = 2 * (16 << 10);  // of a link
 };
 
 // Two ranks with an edge in each direction. NIC k of rank r is the fabric's number r * rails + k.
@@ -54,7 +48,9 @@ class Pair {
     }
     if (s.prepare) s.prepare(fabric);
     for (int rank = 0; rank < 2; ++rank) {
-      auto& proxy = proxies.emplace_back(std::make_shared<Proxy>(ProxyOptions{1, true, rank}));
+      auto& proxy = proxies.emplace_back(std::make_shared<Proxy>(ProxyOptions{
+          .threads = 1, .oversubscribed = true, .rank = rank, .fault = s.fault, .integrity = s.integrity}));
+      copiers_.push_back(std::make_shared<FakeCopier>(rank == 0 ? s.copy_fails : 0));
       proxy->Try(s.tried);
       for (int k = 0; k < s.rails; ++k) proxy->AddNic(Nic(rank, k), Fabric::Api());
     }
@@ -66,9 +62,12 @@ class Pair {
     for (int rank = 0; rank < 2; ++rank) {
       std::vector<std::pair<int, std::string>> rails;
       for (int k = 0; k < setting.rails; ++k) rails.emplace_back(k, Nic(1 - rank, k).device);
-      proxies[static_cast<std::size_t>(rank)]->ConnectVerbs(
-          1 - rank, channel, {setting.ring_bytes, setting.device, rails, setting.recovery_ns},
-          rank == 0 ? mine : theirs);
+      ProxyVerbs link{.ring_bytes = setting.ring_bytes, .rails = rails, .recovery_ns = setting.recovery_ns};
+      if (setting.device) {
+        link.copier = copiers_[static_cast<std::size_t>(rank)];
+        link.pinned = pinned_.emplace_back(setting.pinned);
+      }
+      proxies[static_cast<std::size_t>(rank)]->ConnectVerbs(1 - rank, channel, link, rank == 0 ? mine : theirs);
       for (const bool out : {true, false}) AddEdge(rank, channel, out);
     }
   }
@@ -136,6 +135,8 @@ class Pair {
   std::vector<NicInfo> nics_;
   std::vector<ibv::Mr*> mrs_;
   std::vector<std::unique_ptr<Memory>> kept_;
+  std::vector<std::shared_ptr<FakeCopier>> copiers_;  // by rank
+  std::deque<Bytes> pinned_;
   std::array<std::vector<std::uint64_t>, 4> words_;
   std::array<End, 4> ends_;
 };
@@ -213,18 +214,19 @@ void Well(const Setting& setting, const char* what) {
   CHECK(pair.fabric.complaints().empty(), "%s", what);
 }
 
+const std::function<void(FakeNic&)> kDeaths[] = {
+    [](FakeNic& nic) { nic.down_from = nic.bytes + (std::uint64_t{1} << 20); },
+    [](FakeNic& nic) { nic.fail_after = 40; },
+    [](FakeNic& nic) {
+      nic.fail_after = 40;
+      nic.fail_delivered = true;
+    },
+    [](FakeNic& nic) { nic.refuse_after = 50; },
+};
+
 // A rail dies while messages are under way; the others go on with what it carried.
 void Rails(const Setting& base, const char* what) {
-  const std::function<void(FakeNic&)> deaths[] = {
-      [](FakeNic& nic) { nic.down_from = nic.bytes + (std::uint64_t{1} << 20); },
-      [](FakeNic& nic) { nic.fail_after = 40; },
-      [](FakeNic& nic) {
-        nic.fail_after = 40;
-        nic.fail_delivered = true;
-      },
-      [](FakeNic& nic) { nic.refuse_after = 50; },
-  };
-  for (const auto& die : deaths) {
+  for (const auto& die : kDeaths) {
     for (const int victim : {0, base.rails}) {  // at either end
       Pair pair(base);
       CHECK(Exchange(pair, 0, 5), "%s", what);
@@ -261,38 +263,71 @@ void ProxiesThatLoseRails() {
   Rails({.device = false, .rails = 2, .fabric = {.threaded = true}}, "staged");
 }
 
+// All rails die while messages are under way. TCP goes on with what they carried, and with what comes, which a GPU's
+// copier brings to the host's memory and back.
+void GoesOn(const Setting& setting, const std::function<void(FakeNic&)>& die, const char* what) {
+  Pair pair(setting);
+  CHECK(Exchange(pair, 0, 5), "%s: before", what);
+  for (int nic = 0; nic < 2 * setting.rails; ++nic) pair.fabric.Change(nic, die);
+  CHECK(Exchange(pair, 5, 60), "%s: it stands: %s %s %s", what, pair.proxies[0]->AwaitFailure(NowNs()).text.c_str(),
+        pair.proxies[0]->DescribeLinks().c_str(), pair.proxies[1]->DescribeLinks().c_str());
+  for (int rank = 0; rank < 2; ++rank) {
+    Proxy& proxy = *pair.proxies[static_cast<std::size_t>(rank)];
+    const std::string links = proxy.DescribeLinks();
+    CHECK(pair.Counter(rank, "links_over_tcp") == 1 && pair.Counter(rank, "tcp_bytes") > 0, "%s: %s", what,
+          links.c_str());
+    CHECK(links.find("\"path\":\"tcp\"") != std::string::npos, "%s: %s", what, links.c_str());
+    CHECK(!setting.device || pair.Counter(rank, "staged_bytes") == 0, "%s: %s", what, links.c_str());
+    const bool checked = setting.integrity == Integrity::kAll;
+    const std::uint64_t found = proxy.integrity().checked_bytes.get();
+    CHECK(checked ? found >= pair.Counter(1 - rank, "tcp_bytes") : found == 0, "%s: %d bytes were checked", what,
+          int(found));
+    std::string events;
+    for (const std::string& event : proxy.TakeEvents()) events += event;
+    CHECK(events.find("0 left, going on over TCP") != std::string::npos, "%s: %s", what, events.c_str());
+  }
+  CHECK(pair.fabric.complaints().empty(), "%s", what);
+}
+
 void ProxiesThatLoseAllRails() {
-  {  // the host's memory can go over TCP
-    Pair pair({.device = false});
-    CHECK(Exchange(pair, 0, 5), "before");
-    KillAll(pair);
-    CHECK(Exchange(pair, 5, 60), "it stands: %s", pair.proxies[0]->DescribeLinks().c_str());
-    CHECK(pair.Counter(0, "links_over_tcp") == 1, "%s", pair.proxies[0]->DescribeLinks().c_str());
-    CHECK(!pair.proxies[0]->TakeEvents().empty(), "it is told");
+  for (const auto& die : kDeaths) {
+    GoesOn({.device = false}, die, "the host's");
+    GoesOn({.device = true}, die, "a GPU's");
+    GoesOn({.device = true, .rails = 3, .fabric = {.threaded = true, .overtake = true, .seed = 7}}, die, "overtaking");
   }
-  {  // a GPU's cannot, and waits only so long
-    Pair pair({.device = true, .recovery_ns = 10'000'000});
-    CHECK(Exchange(pair, 0, 5), "before");
-    KillAll(pair);
-    std::thread streams([&] { CHECK(!Exchange(pair, 5, 60), "it ends"); });
-    const Failure f = pair.AwaitFailure();
-    for (auto& proxy : pair.proxies) proxy->Fail(FaultKind::kAborted, -1, "a rank failed");
-    streams.join();
-    CHECK(f.kind == FaultKind::kSystem && f.text.find("HETCOLL_CROSS=staged") != std::string::npos, "%s",
-          f.text.c_str());
-    CHECK(f.text.find("no rail to rank") != std::string::npos && f.text.find("fake") != std::string::npos, "%s",
-          f.text.c_str());
-  }
-  {  // from the start
-    Pair pair({.device = true, .prepare = [](Fabric& fabric) {
-                 for (int nic = 0; nic < 2; ++nic) fabric.nic(nic).down = true;
-               }});
-    std::thread streams([&] { CHECK(!Exchange(pair, 0, 5), "it ends"); });
-    const Failure f = pair.AwaitFailure();
-    for (auto& proxy : pair.proxies) proxy->Fail(FaultKind::kAborted, -1, "a rank failed");
-    streams.join();
-    CHECK(f.text.find("no rail to rank") != std::string::npos, "%s", f.text.c_str());
-  }
+  const auto& down = kDeaths[0];
+  GoesOn({.device = true, .rails = 1, .integrity = Integrity::kAll}, down, "checked");
+  GoesOn({.device = true, .fault = "short=0.5,delay=0.2,reorder=0.2,seed=3"}, down, "short");
+  GoesOn({.device = true, .pinned = 2 * 5000}, down, "little pinned memory");
+}
+
+// A driver that refuses a copy ends it: where, for what, and the driver's words.
+void ProxiesWhoseCopiesFail() {
+  Pair pair({.device = true, .copy_fails = 3});
+  CHECK(Exchange(pair, 0, 5), "before");
+  KillAll(pair);
+  std::thread streams([&] { CHECK(!Exchange(pair, 5, 60), "it ends"); });
+  const Failure f = pair.AwaitFailure();
+  for (auto& proxy : pair.proxies) proxy->Fail(FaultKind::kAborted, -1, "a rank failed");
+  streams.join();
+  CHECK(f.kind == FaultKind::kSystem && f.peer == 1, "%d: %s", f.peer, f.text.c_str());
+  CHECK(f.text.find("no rail to rank 1 is left, and to go on over TCP a copy ") != std::string::npos &&
+            f.text.find("the GPU's memory failed: the copy failed") != std::string::npos,
+        "%s", f.text.c_str());
+}
+
+// A link between GPUs' memory that never had a rail is none: the way through host memory has more sockets.
+void ProxiesThatNeverHadARail() {
+  Pair pair({.device = true, .prepare = [](Fabric& fabric) {
+               for (int nic = 0; nic < 2; ++nic) fabric.nic(nic).down = true;
+             }});
+  std::thread streams([&] { CHECK(!Exchange(pair, 0, 5), "it ends"); });
+  const Failure f = pair.AwaitFailure();
+  for (auto& proxy : pair.proxies) proxy->Fail(FaultKind::kAborted, -1, "a rank failed");
+  streams.join();
+  CHECK(f.kind == FaultKind::kSystem && f.text.find("HETCOLL_CROSS=staged") != std::string::npos, "%s", f.text.c_str());
+  CHECK(f.text.find("no rail to rank") != std::string::npos && f.text.find("fake") != std::string::npos, "%s",
+        f.text.c_str());
 }
 
 // A link that fails while ways are tried ends nothing else: it is left, and another one takes its place.
@@ -387,39 +422,62 @@ void ProxiesWhoseRailsComeBack() {
   CHECK(pair.fabric.complaints().empty(), "queues held");
 }
 
-// All rails of a GPU's link are lost in the middle of messages, and one of them comes back, or all.
+// All rails of a GPU's link are lost in the middle of messages, which TCP goes on with, and come back. Then they carry
+// everything again, as often as that happens.
 void ProxiesWhoseLastRailComesBack() {
   for (int turn = 0; turn < 6; ++turn) {
     const int rails = 1 + turn % 3;
     Pair pair({.device = true,
                .rails = rails,
                .fabric = {.threaded = turn % 2 == 1, .overtake = turn >= 3, .seed = static_cast<std::uint32_t>(turn)},
-               .recovery_ns = 300'000'000});
-    CHECK(Exchange(pair, 0, 5), "before");
-    for (int round = 0; round < 2; ++round) {
-      const auto all = [&](const char* name) {
-        return pair.Counter(0, name) >= static_cast<std::uint64_t>((round + 1) * rails) &&
-               pair.Counter(1, name) >= static_cast<std::uint64_t>((round + 1) * rails);
-      };
+               .recovery_ns = 30'000'000});
+    std::uint64_t from = 0;
+    const auto exchange = [&](std::uint64_t messages) {
+      const bool good = Exchange(pair, from, messages);
+      CHECK(good, "turn %d: it stands: %s %s %s", turn, pair.proxies[0]->AwaitFailure(NowNs()).text.c_str(),
+            pair.proxies[0]->DescribeLinks().c_str(), pair.proxies[1]->DescribeLinks().c_str());
+      from += messages;
+      return good;
+    };
+    const auto until = [&](const std::function<bool(int rank)>& so) {
+      for (const std::int64_t start = NowNs(); !so(0) || !so(1);) {
+        if (Seconds(start) > kPatience || !exchange(2)) {
+          CHECK(false, "turn %d: %s", turn, pair.proxies[0]->DescribeLinks().c_str());
+          return false;
+        }
+      }
+      return true;
+    };
+    exchange(5);
+    for (int round = 0; round < 3; ++round) {
+      std::uint64_t before[2];
+      for (int rank = 0; rank < 2; ++rank) before[rank] = pair.Counter(rank, "tcp_bytes");
       KillAll(pair, 200'000);
-      std::thread streams([&] {
-        CHECK(Exchange(pair, 5 + 30 * static_cast<std::uint64_t>(round), 30), "turn %d, round %d: it stands: %s %s %s",
-              turn, round, pair.proxies[0]->AwaitFailure(NowNs()).text.c_str(),
-              pair.proxies[0]->DescribeLinks().c_str(), pair.proxies[1]->DescribeLinks().c_str());
-      });
-      CHECK(Within(kPatience, [&] { return all("lost_rails"); }), "%s", pair.proxies[0]->DescribeLinks().c_str());
-      CHECK(pair.proxies[0]->DescribeLinks().find("waiting for a rail") != std::string::npos, "%s",
-            pair.proxies[0]->DescribeLinks().c_str());
+      const auto over_tcp = [&](int rank) {
+        return pair.Counter(rank, "links_over_tcp") == 1 && pair.Counter(rank, "tcp_bytes") > before[rank] + kSlotBytes;
+      };
+      if (!until(over_tcp)) return;
       for (int nic = 0; nic < 2 * rails; ++nic) {
         pair.fabric.Change(nic, [](FakeNic& n) {
           n.down_from = ~std::uint64_t{0};
           n.down = false;
         });
       }
-      streams.join();
-      CHECK(Within(kPatience, [&] { return all("recovered_rails"); }), "%s", pair.proxies[0]->DescribeLinks().c_str());
+      const auto back = static_cast<std::uint64_t>((round + 1) * rails);
+      if (!until([&](int rank) { return pair.Counter(rank, "recovered_rails") >= back; })) return;
+      if (!until([&](int rank) { return pair.Counter(rank, "links_over_tcp") == 0; })) return;
+      std::uint64_t tcp[2], direct[2];
+      for (int rank = 0; rank < 2; ++rank) {
+        tcp[rank] = pair.Counter(rank, "tcp_bytes");
+        direct[rank] = pair.Counter(rank, "direct_bytes");
+      }
+      exchange(7);
+      for (int rank = 0; rank < 2; ++rank) {
+        CHECK(pair.Counter(rank, "tcp_bytes") == tcp[rank], "turn %d, round %d: TCP goes on", turn, round);
+        CHECK(pair.Counter(rank, "direct_bytes") > direct[rank], "turn %d, round %d: no rail is used", turn, round);
+      }
     }
-    CHECK(pair.Counter(0, "links_over_tcp") == 0 && pair.Counter(0, "staged_bytes") == 0, "direct");
+    CHECK(pair.Counter(0, "staged_bytes") == 0, "direct");
     CHECK(pair.fabric.complaints().empty(), "queues held");
   }
 }

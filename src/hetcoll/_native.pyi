@@ -147,9 +147,12 @@ class Proxy(_Verbs):
         fds: Sequence[int],
         rails: Sequence[tuple[int, str]],
         ring_bytes: int,
-        device: bool,
+        copier: Copier | None,
+        pinned: int = 0,
+        pinned_bytes: int = 0,
     ) -> None:
-        """As `Engine.attach_verbs`. `device`: the slots at both ends lie in memory of GPUs."""
+        """As `Engine.attach_verbs`. With a copier the slots at both ends lie in memory of GPUs, and while no rail is
+        left their bytes go through the `pinned_bytes` of pinned memory, which are this link's."""
 
     def add_edge(
         self, *, peer: int, channel: int, out: bool, slots: int, ready: int, credit: int, slot_bytes: int, count: int

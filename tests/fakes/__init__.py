@@ -24,7 +24,8 @@ LOG             a file that gets one line a call: process, thread, name
 Devices that pose (``posing/``) are CUDA's, fakes or real ones, behind a libamdhip64 that calls the CUDA driver.
 
 Streams share CUDA_DEVICE_MAX_CONNECTIONS (8) or GPU_MAX_HW_QUEUES (4) hardware queues, round robin: what waits in one
-stream holds up whatever shares its queue. With GPU_STREAMOPS_CP_WAIT=1 a HIP stream waits for signal memory alone.
+stream holds up whatever shares its queue. HIP has so many for each priority, as ROCclr does. With
+GPU_STREAMOPS_CP_WAIT=1 a HIP stream waits for signal memory alone.
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ from ranks import Outcome, Ranks, wait_until
 from reference import Case
 
 import hetcoll
-from hetcoll.errors import CommunicationError
 from hetcoll.gpu.array import DeviceArray
 
 BIG = 100_001  # many frames, and soon reduced by an emulated processor
+# A fake of NVIDIA's holds up a copy where a stream that waits shares its queue; an H200 was not seen to, with one.
+APART = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 @pytest.fixture(autouse=True)
@@ -75,24 +76,21 @@ def test_one_cable_is_cut(launch: Launch) -> None:
 
 @pytest.mark.parametrize("cross", ["auto", "staged"])
 def test_both_cables_are_cut(launch: Launch, cross: str) -> None:
-    """Pinned memory goes on over TCP, a device's cannot: after a while that is said on all ranks, which may go on."""
+    """TCP goes on, with pinned memory and with a device's, and ranks that meet again find no port that is up."""
 
-    def cut(_: Progress) -> None:
+    def cut(progress: Progress) -> None:
         unplug("veth1")
         unplug("veth2")
+        progress.until(lambda counters: counters["gpu_tcp_bytes"] > 4 * BIG)
 
-    ranks = direct(launch, "na", HETCOLL_CROSS=cross, **PROMPT)
-    outcomes = run_while(ranks, cut)
-    if cross == "staged":
-        for outcome in outcomes:
-            assert outcome.error is None, outcome.trace
-        for counters, paths in ranks.run(told):
-            assert counters["gpu_links_over_tcp"] > 0, paths
-        return
-    for outcome in outcomes:
-        assert isinstance(outcome.error, CommunicationError), f"{outcome.value!r} {outcome.trace}"
-        assert "no rail to rank" in str(outcome.error)
-        assert "HETCOLL_CROSS=staged" in str(outcome.error)
+    ranks = direct(launch, "na", HETCOLL_CROSS=cross, **APART, **PROMPT)
+    if cross == "auto":
+        ranks.run(sealed)
+    for outcome in run_while(ranks, cut):
+        assert outcome.error is None, outcome.trace
+    for counters, paths in ranks.run(told):
+        assert counters["gpu_links_over_tcp"] > 0, paths
+        assert cross == "staged" or counters["gpu_staged_bytes"] == 0, counters
     for paths in ranks.run(go_on, timeout=60):
         assert re.search(r"through pinned slots and \d+ sockets", "".join(paths)), paths
 
@@ -105,22 +103,28 @@ def go_on(comm: hetcoll.Communicator) -> tuple[str, ...]:
 
 
 def test_both_cables_are_back(launch: Launch) -> None:
-    """In the middle of calls, which have waited for them."""
+    """TCP goes on with messages between GPUs, every byte of which is checked, until a device takes them again."""
 
-    def cut_and_mend(_: Progress) -> None:
+    def cut_and_mend(progress: Progress) -> None:
         unplug("veth1")
         unplug("veth2")
-        wait_until(lambda: all("0 left, waiting for one" in ranks.output(rank) for rank in range(2)), 60)
+        progress.until(lambda counters: counters["gpu_tcp_bytes"] > 4 * BIG)
         all_plugged()
+        progress.until(lambda counters: counters["gpu_recovered_rails"] > 0)
 
-    ranks = direct(launch, "na", **PROMPT)
+    ranks = direct(launch, "na", HETCOLL_INTEGRITY="all", **APART, **PROMPT)
     ranks.run(sealed)
     for outcome in run_while(ranks, cut_and_mend):
         assert outcome.error is None, outcome.trace
-    for counters, paths in ranks.run(told):
-        assert counters["gpu_lost_rails"] >= 2, paths
-        assert counters["gpu_recovered_rails"] > 0, paths
-        assert counters["gpu_staged_bytes"] == counters["gpu_links_over_tcp"] == 0, counters
+    before = ranks.run(told)
+    ranks.run(add_up, 3, timeout=60)
+    after = ranks.run(told)
+    for rank, ((was, _), (now, paths)) in enumerate(zip(before, after, strict=True)):
+        assert now["gpu_lost_rails"] >= 2, paths
+        assert now["gpu_checked_bytes"] >= after[1 - rank][0]["gpu_tcp_bytes"], paths
+        assert now["gpu_tcp_bytes"] == was["gpu_tcp_bytes"], paths
+        assert now["gpu_direct_bytes"] > was["gpu_direct_bytes"], paths
+        assert now["gpu_staged_bytes"] == now["gpu_links_over_tcp"] == 0, now
 
 
 def test_links_that_fail_while_they_are_tried(launch: Launch) -> None:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/kernels.h"
 #include "transport/verbs/link.h"
 #include "transport/verbs/read_back.h"
 
@@ -11,11 +12,11 @@ namespace hetcoll {
 // Only where all of the rest may be written now. Whether the peer takes it up is its affair, and it may come too late;
 // but not where the memory is a GPU's: there the peer waits for it.
 void VerbsLink::Invite(const Message& m, std::size_t at, std::byte* dst, std::size_t n) {
-  if (!options_.device && !open()) return;  // who waits until it is comes here again
+  if (!options_.device() && !open()) return;  // who waits until it is comes here again
   expected_ = m.signature;
-  if (!options_.device && (at + n != m.total || n < kInviteBytes)) return;
+  if (!options_.device() && (at + n != m.total || n < kInviteBytes)) return;
   Region* region = shared_.regions.Find(dst, n, outbox_.nics());
-  if (region == nullptr && options_.device) {
+  if (region == nullptr && options_.device()) {
     throw Fault(FaultKind::kSystem, options_.rank, "verbs: a GPU's memory is not registered");
   }
   if (region == nullptr) return;
@@ -69,8 +70,16 @@ bool VerbsLink::PostClearToSend(ClearToSend& clear_to_send) {
   return false;
 }
 
+std::ptrdiff_t VerbsLink::Place(std::byte* dst, const View& bytes, bool stream) {
+  if (bytes.data == dst) return bytes.n;  // a NIC wrote it there
+  auto n = static_cast<std::size_t>(bytes.n);
+  if (bounce_ != nullptr) return bounce_->In(dst, bytes.data, n) ? static_cast<std::ptrdiff_t>(n) : kWouldBlock;
+  CopyBytes(dst, bytes.data, n, stream ? Sweep::kAround : Sweep::kPlain);
+  return bytes.n;
+}
+
 bool VerbsLink::Landed() {
-  if (!options_.device || (inbox_.ready() && inbox_.landed())) return true;
+  if (!options_.device() || (inbox_.ready() && inbox_.landed())) return true;
   landing_ = false;
   if (invited_.empty()) return false;
   const Region& region = *invited_.front().region;

@@ -117,7 +117,13 @@ void VerbsLink::FinishProbe(std::uint32_t mask) {
   if (!why.empty())
     Tell(std::to_string(std::popcount(mask)) + " of " + std::to_string(rails_.size()) + " rails in use" + why);
   if (mask != 0) return PostClearToSends();
-  if (options_.device) LostLast();
+  if (options_.device()) {
+    throw Fault(FaultKind::kSystem, options_.peer,
+                "verbs: no rail to rank " + std::to_string(options_.peer) +
+                    " works, and a link between GPUs' memory begins with one (HETCOLL_CROSS=staged goes through host "
+                    "memory, over TCP where there is no RDMA)" +
+                    why);
+  }
   state_ = State::kSwitch;
 }
 

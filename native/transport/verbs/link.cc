@@ -31,9 +31,11 @@ VerbsLink::VerbsLink(const VerbsLinkOptions& options, std::span<const std::pair<
       control_socket_(fds, options.peer),
       memory_(Map(2 * rails.size() * options.ring_bytes, options.peer)),
       rails_(MakeRails(rails)),
-      outbox_(rails_, control_socket_, shared.regions, options.ring_bytes, options.peer, options.device,
+      bounce_(options.device() ? std::make_unique<BounceBuffer>(options.copier, options.pinned, options.peer)
+                               : nullptr),
+      outbox_(rails_, control_socket_, shared.regions, options.ring_bytes, options.peer, bounce_.get(),
               shared.tcp->integrity),
-      inbox_(options.peer, options.device, shared.tcp->counts),
+      inbox_(options.peer, options.device(), shared.tcp->counts),
       recoveries_(rails.size()) {
   SendHello();
 }
@@ -176,7 +178,6 @@ void VerbsLink::PollRails() {
   for (const auto& rail : rails_) {
     if (!rail->alive() && (buried_ & 1u << rail->number()) == 0) Bury(*rail);
   }
-  if (options_.device && AllBuried() && !control_socket_.ended() && NowNs() >= wait_until_) LostLast();
 }
 
 void VerbsLink::Bury(Rail& rail) {
@@ -187,12 +188,11 @@ void VerbsLink::Bury(Rail& rail) {
   ++lost_rails_;
   lost_ |= 1u << rail.number();
   outbox_.Lost(rail);
-  if (options_.device) unposted_ = invited_.size();  // it may have carried some
+  if (options_.device()) unposted_ = invited_.size();  // it may have carried some
   AwaitRecovery(rail);
   const std::uint32_t left = Alive();
-  wait_until_ = NowNs() + kWaitForRail * options_.recovery_ns;
-  const char* then = options_.device ? ", waiting for one to come back" : ", going on over TCP";
-  Tell("lost a rail, " + std::to_string(std::popcount(left)) + " left" + (left == 0 ? then : "") + ": " + rail.error());
+  Tell("lost a rail, " + std::to_string(std::popcount(left)) + " left" + (left == 0 ? ", going on over TCP" : "") +
+       ": " + rail.error());
   for (const auto& other : rails_) {
     if (other->alive()) other->PostLost(rail.number(), recoveries_[static_cast<std::size_t>(rail.number())].life);
   }
@@ -201,16 +201,6 @@ void VerbsLink::Bury(Rail& rail) {
     const Recovery& r = recoveries_[static_cast<std::size_t>(other->number())];
     if (IsLost(*other)) control_socket_.Send(Word{kLostWord, static_cast<std::uint32_t>(other->number()), r.life});
   }
-}
-
-void VerbsLink::LostLast() const {
-  std::string why;
-  for (const auto& rail : rails_) why += "; " + rail->error();
-  throw Fault(FaultKind::kSystem, options_.peer,
-              "verbs: no rail to rank " + std::to_string(options_.peer) +
-                  " is left, none came back in time, and no processor can read a GPU's memory to send it over TCP "
-                  "(HETCOLL_CROSS=staged goes through host memory and survives that)" +
-                  why);
 }
 
 // What the control socket brings while the link is up.
@@ -255,7 +245,7 @@ bool VerbsLink::TakeFrame() {
     Frame frame{};
     if (!control_socket_.Receive(frame)) return false;
     if (checks() && frame.check != frame.Sum()) SpoiledOverTcp();
-    if (frame.nbytes > options_.ring_bytes || options_.device) {
+    if (frame.nbytes > options_.ring_bytes) {
       throw Fault(FaultKind::kCorrupt, options_.peer, "verbs: a frame that may not come over TCP");
     }
     incoming_ = {frame, std::make_unique_for_overwrite<std::byte[]>(frame.nbytes), 0};
@@ -356,7 +346,8 @@ void VerbsLink::AddPoll(std::vector<pollfd>& fds) {
   } catch (const Fault&) {
     awake = true;  // it is thrown again where it can be caught
   }
-  if (awake || landing_ || news != news_) fds.push_back(shared_.ready.Poll());
+  if (awake || landing_ || (bounce_ != nullptr && bounce_->busy()) || news != news_)
+    fds.push_back(shared_.ready.Poll());
   if (state_ != State::kUp || Alive() == 0) AddWatch(fds);
 }
 

@@ -8,7 +8,7 @@
 // when both ends verified it. Where none is, the link is a plain TCP link from the start. Whoever finds a rail dead
 // tells the other end over those that are left, or over the control socket after the last (Lost). From then on until a
 // rail is back (recovery.cc) the control socket carries the frames (Frame), and the receiver confirms them (Taken).
-// Where the memory is a GPU's it cannot: then they wait for that, but not for ever.
+// Where the memory is a GPU's its copier brings them to host memory and back. Such a link begins with a rail, or fails.
 #pragma once
 
 #include <atomic>
@@ -25,6 +25,7 @@
 #include "transport/ready.h"
 #include "transport/tcp.h"
 #include "transport/transport.h"
+#include "transport/verbs/bounce_buffer.h"
 #include "transport/verbs/control_socket.h"
 #include "transport/verbs/inbox.h"
 #include "transport/verbs/outbox.h"
@@ -46,13 +47,17 @@ struct VerbsLinkOptions {
   int rank;
   int peer;
   int channel;
-  std::size_t ring_bytes;  // of each rail, in each direction: a power of two
-  bool device = false;     // all memory that is sent from and to is a GPU's: no processor touches it, and TCP neither
+  std::size_t ring_bytes;                    // of each rail, in each direction: a power of two
   std::int64_t recovery_ns = 1'000'000'000;  // from the loss of a rail until it is tried again for the first time
+  // Where all memory that is sent from and to is a GPU's, which no processor touches: what copies it to `pinned` and
+  // back while there is no rail.
+  std::shared_ptr<Copier> copier = nullptr;
+  std::span<std::byte> pinned = {};
+
+  bool device() const { return copier != nullptr; }
 };
 
 inline constexpr std::uint64_t kConfirmEvery = 8;  // frames over TCP
-inline constexpr std::int64_t kWaitForRail = 30;   // where the memory is a GPU's: times `recovery_ns`
 inline constexpr double kProbeSeconds = 10;  // more than a queue pair tries by itself, unless it was told to be patient
 
 class VerbsLink final : private RailListener {
@@ -76,8 +81,7 @@ class VerbsLink final : private RailListener {
 
   // Whether messages go through the outbox: not while the link is being made or mended.
   bool open() const { return state_ == State::kUp && !outbox_.resending() && !control_socket_.ended(); }
-  bool over_tcp() const { return state_ == State::kTcp || (without_rails() && !options_.device); }
-  bool without_rails() const { return state_ == State::kUp && Alive() == 0; }
+  bool over_tcp() const { return state_ == State::kTcp || (state_ == State::kUp && Alive() == 0); }
   SendEnd* tcp_send() const { return tcp_.send.get(); }  // null but for plain TCP links
   RecvEnd* tcp_recv() const { return tcp_.recv.get(); }
   // The receiver is about to take bytes [at, at + n) of a message to dst.
@@ -86,13 +90,15 @@ class VerbsLink final : private RailListener {
   }
   // The receiver will take all of this message to dst, after those announced before.
   void Announce(const Message& m, std::byte* dst) {
-    if (options_.device || m.total >= kInviteBytes) Invite(m, 0, dst, m.total);
+    if (options_.device() || m.total >= kInviteBytes) Invite(m, 0, dst, m.total);
   }
   void Taken(const Message& m, std::size_t end) {
     if (end == m.total && !invited_.empty() && invited_.front().what.signature == m.signature) Uninvite();
   }
   // Whether the frame that is due, which is here, is also where the GPU sees it, if it is to be there.
   bool Landed();
+  // Sees to it that these bytes of that frame, which are here, are at dst: how many are; kWouldBlock, ask again.
+  std::ptrdiff_t Place(std::byte* dst, const View& bytes, bool stream);
   // From here on no NIC touches the users' memory, and nothing works any more.
   void Fence();
 
@@ -172,7 +178,6 @@ class VerbsLink final : private RailListener {
   void PostClearToSends();
   bool PostClearToSend(ClearToSend& clear_to_send);
 
-  [[noreturn]] void LostLast() const;
   [[noreturn]] void SpoiledOverTcp() const;
   void NoteRight(const Frame& frame) const;
   bool checks() const { return shared_.tcp->integrity != Integrity::kOff; }
@@ -197,6 +202,7 @@ class VerbsLink final : private RailListener {
   ControlSocket control_socket_;
   std::shared_ptr<std::byte> memory_;  // of each rail: its ring, then its staging
   Rails rails_;
+  std::unique_ptr<BounceBuffer> bounce_;  // where the memory is a GPU's
   Outbox outbox_;
   Inbox inbox_;
   LinkEnds tcp_;
@@ -222,8 +228,7 @@ class VerbsLink final : private RailListener {
   std::uint64_t granted_ = 0;         // all frames before this, if rails brought them
   std::uint64_t confirmed_ = 0;       // the peer was told that frames before this are used up
   std::uint32_t buried_ = 0;
-  std::int64_t wait_until_ = 0;  // for a rail, where none is left
-  std::uint32_t lost_ = 0;       // of those, what was in use
+  std::uint32_t lost_ = 0;  // of those, what was in use
   int lost_rails_ = 0;
   Spoils spoils_;
   bool leaving_ = false;    // nothing more is sent over the control socket

@@ -19,16 +19,17 @@ constexpr std::size_t kTcpFrames = 32;  // that the peer may have to keep
 }  // namespace
 
 Outbox::Outbox(const Rails& rails, ControlSocket& control_socket, Regions& regions, std::size_t ring_bytes, int peer,
-               bool device, Integrity integrity)
+               BounceBuffer* bounce, Integrity integrity)
     : rails_(rails),
       control_socket_(control_socket),
       regions_(regions),
       peer_(peer),
-      device_(device),
+      bounce_(bounce),
+      device_(bounce != nullptr),
       checks_(integrity != Integrity::kOff),
       sample_(integrity),
-      fragment_(std::min(kFragment, ring_bytes / 4)),
-      kept_(device ? kWindow : 0) {
+      fragment_(std::min({kFragment, ring_bytes / 4, device_ ? bounce->most() : kFragment})),
+      kept_(device_ ? kWindow : 0) {
   for (const auto& rail : rails_) nics_ |= 1u << rail->nic().index();
 }
 
@@ -62,7 +63,7 @@ void Outbox::Invited(const ClearToSend& clear_to_send) {
 }
 
 std::ptrdiff_t Outbox::Push(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
-  if (device_ && Wanted(m) == nullptr) return kWouldBlock;
+  if (device_ && !NoRails() && Wanted(m) == nullptr) return kWouldBlock;
   n = std::min(n, fragment_);
   Frame* frame = nullptr;
   Rail* rail = Pick(n, frame);
@@ -124,7 +125,7 @@ Rail* Outbox::Pick(std::size_t n, Frame*& frame) {
 void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* region, const Message& m, std::size_t at,
                   std::size_t n) {
   *frame = {m.signature, m.total, next_, static_cast<std::uint32_t>(n), region != nullptr ? kFrameLent : 0};
-  const bool checked = checks_ && Check(*frame, payload, region);
+  const bool checked = checks_ && !device_ && Check(*frame, payload, region);
   Target target{};
   const auto write_to = [&](const ClearToSend& clear_to_send) {
     target = {clear_to_send.address + at, clear_to_send.rkeys[rail.number()]};
@@ -157,18 +158,20 @@ void Outbox::Send(Rail& rail, Frame* frame, const std::byte* payload, Region* re
 }
 
 // Gives a frame a checksum of its payload, if it is to have one. Such a frame is not written straight to its
-// destination: what was spoiled is not to get there. A device's memory is not the processor's to read.
+// destination: what was spoiled is not to get there. A device's memory is not the processor's to read; what a bounce
+// buffer has of it is.
 bool Outbox::Check(Frame& frame, const std::byte* payload, const Region* region) {
-  if (device_ || (region != nullptr && !region->on_host) || !sample_.Take(frame.total, frame.nbytes)) return false;
+  if ((region != nullptr && !region->on_host) || !sample_.Take(frame.total, frame.nbytes)) return false;
   frame.flags |= kFrameChecked;
   frame.body = Crc32c(0, payload, frame.nbytes);
   return true;
 }
 
 std::ptrdiff_t Outbox::PushOverTcp(const Message& m, std::size_t at, const std::byte* data, std::size_t n) {
-  if (device_ || next_ - oldest_ == kWindow || !TcpHasRoom()) return kWouldBlock;
+  if (next_ - oldest_ == kWindow || !TcpHasRoom()) return kWouldBlock;
+  if (device_ && (data = bounce_->Out(next_, data, n)) == nullptr) return kWouldBlock;
   Frame frame{m.signature, m.total, next_, static_cast<std::uint32_t>(n), 0};
-  const Region* region = regions_.Find(data, n, nics_);
+  const Region* region = device_ ? nullptr : regions_.Find(data, n, nics_);
   if (checks_) static_cast<void>(Check(frame, data, region));
   SendOverTcp(frame, data, region);
   At(next_) = {nullptr, nullptr, nullptr, pushed_, at, messages_, kOverTcp, false, false, false};
@@ -272,10 +275,18 @@ void Outbox::Resend() {
 }
 
 bool Outbox::ResendOverTcp(Sent& sent) {
-  if (device_ || !TcpHasRoom()) return false;
+  if (!TcpHasRoom()) return false;
   Frame frame = *sent.frame;
   frame.flags &= kFrameChecked;
-  SendOverTcp(frame, sent.payload, sent.region);
+  if (device_) {
+    std::size_t n = frame.nbytes;
+    const std::byte* payload = bounce_->Out(frame.seq, sent.payload, n);
+    if (payload == nullptr) return false;
+    if (checks_) static_cast<void>(Check(frame, payload, nullptr));
+    SendOverTcp(frame, payload, nullptr);
+  } else {
+    SendOverTcp(frame, sent.payload, sent.region);
+  }
   if (sent.region != nullptr) --sent.region->uses;
   sent.frame = nullptr;
   sent.payload = nullptr;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "transport/transport.h"
+#include "transport/verbs/bounce_buffer.h"
 #include "transport/verbs/control_socket.h"
 #include "transport/verbs/rail.h"
 
@@ -40,10 +41,10 @@ using Rails = std::vector<std::unique_ptr<Rail>>;
 
 class Outbox {
  public:
-  // `device`: all memory, here and there, is a GPU's. Then messages wait until they are invited, every one is, and the
-  // processor touches none of them.
+  // `bounce`: all memory, here and there, is a GPU's. Then rails take messages that are invited, as every one is, and
+  // the processor touches none of them. Over the control socket they go through that buffer. Else null.
   Outbox(const Rails& rails, ControlSocket& control_socket, Regions& regions, std::size_t ring_bytes, int peer,
-         bool device, Integrity integrity);
+         BounceBuffer* bounce, Integrity integrity);
   ~Outbox();
 
   // As SendEnd's. kWouldBlock: no rail has room.
@@ -117,6 +118,7 @@ class Outbox {
   ControlSocket& control_socket_;
   Regions& regions_;
   int peer_;
+  BounceBuffer* bounce_;
   bool device_;
   bool checks_;
   FrameSample sample_;

@@ -125,7 +125,7 @@ void VerbsLink::Make(Recovery& r, int number, bool connect) {
   }
   auto make = [made = std::move(r.made), &nic = lost.nic(), memory = MemoryOf(n), number, peer = options_.peer,
                device = lost.peer_device(), checks = checks(), connect, address = r.peer,
-               reads = options_.device]() mutable {
+               reads = options_.device()]() mutable {
     if (made.rail == nullptr) made.rail = std::make_unique<Rail>(nic, memory, number, peer, device, checks);
     if (reads && made.read_back == nullptr) made.read_back = std::make_unique<ReadBack>(nic);
     Rail& rail = *made.rail;
@@ -198,6 +198,7 @@ void VerbsLink::TakeUp(Rail& rail) {
   r.up_ns = NowNs();
   r.why.clear();
   ++r.successes;
+  if (bounce_ != nullptr) bounce_->Forget();
   ++news_;
   for (std::size_t other = 0; other < rails_.size(); ++other) {
     if ((lost_ & 1u << other) != 0) rail.PostLost(static_cast<int>(other), recoveries_[other].life);

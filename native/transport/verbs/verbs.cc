@@ -7,7 +7,6 @@
 #include <bit>
 
 #include "base/clock.h"
-#include "kernels/kernels.h"
 
 namespace hetcoll {
 namespace {
@@ -70,9 +69,9 @@ class VerbsRecv final : public RecvEnd {
       link_->Expect(m, at, dst, n);
       if (!Ready() || !link_->Landed()) return kWouldBlock;
       const View v = link_->inbox().Peek(m, at, n);
-      taken = v.n;
-      if (v.data != dst) CopyBytes(dst, v.data, static_cast<std::size_t>(v.n), stream ? Sweep::kAround : Sweep::kPlain);
-      link_->inbox().Consume(static_cast<std::size_t>(v.n));
+      taken = link_->Place(dst, v, stream);
+      if (taken == kWouldBlock) return kWouldBlock;
+      link_->inbox().Consume(static_cast<std::size_t>(taken));
       link_->Confirm();
     }
     if (taken != kWouldBlock) link_->Taken(m, at + static_cast<std::size_t>(taken));
@@ -117,7 +116,7 @@ const char* PathOf(const VerbsLink& link) {
   if (link.over_tcp()) return "tcp";
   switch (link.state()) {
     case VerbsLink::State::kUp:
-      return link.without_rails() ? "waiting for a rail" : "verbs";
+      return "verbs";
     case VerbsLink::State::kSwitch:
       return "switching to tcp";
     default:

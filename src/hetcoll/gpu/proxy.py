@@ -3,7 +3,8 @@
 An edge looks to the GPU like one inside a host (`slots`); threads of a native proxy carry what lies in its slots
 (``native/proxy/proxy.h``). By the way between the two ranks (`topology.Topology.way`):
 
-direct        the slots are the GPU's own memory, and RDMA goes from there to the peer's. No processor touches them.
+direct        the slots are the GPU's own memory, and RDMA goes from there to the peer's. No processor touches them:
+              when the last device fails, the GPU copies what goes over TCP to pinned host memory and back.
 staged-rdma   the slots are pinned host memory, which RDMA devices read and write; they end on TCP when the last fails.
 staged-tcp    the slots are pinned host memory, and an edge has several sockets: one cannot fill a fast network, nor one
               processor core its end of it. A thread moves both directions of a socket.
@@ -23,10 +24,11 @@ from typing import TYPE_CHECKING
 import hetcoll._native as _native
 
 from ..config.limits import Held
-from ..errors import RegistrationError
+from ..errors import DeviceError, RegistrationError
 from ..health.diagnosis import Diagnosis, Kind
 from ..links.verbs.report import describe_link, planned
 from ..links.wiring import Check, Wiring
+from ..vendors.devices.base import PATIENT
 from .shared import GpuShare
 from .slots import CHANNELS, WORD_BYTES, WORDS_BYTES
 
@@ -38,6 +40,7 @@ log = logging.getLogger("hetcoll")
 
 SLOTS = 8  # of an edge: more than orders count on, so that the GPU fills some while others are on their way
 LEAST_STRIPES, MOST_STRIPES = 4, 20
+_BOUNCE_BYTES = 256 << 10  # of a link, half of them each way: a frame has no more
 
 assert 2 * SLOTS * WORD_BYTES <= WORDS_BYTES
 
@@ -53,6 +56,8 @@ class Proxies:
         self._connected: set[tuple[int, int]] = set()
         self._edges: dict[tuple[bool, int, int], int] = {}
         self._undo = contextlib.ExitStack()  # memory
+        self._copier: _native.Copier | None = None
+        self._ways: list[int] = []  # its streams
         self._failed: str | None = None
         self._trying = False
         self._lock = threading.Lock()  # over `_proxy` and `_failed`
@@ -86,9 +91,10 @@ class Proxies:
         for (peer, shifted), fds in self._wiring.sockets(apart, timeout, check).items():
             proxy, channel = self._start(), shifted - CHANNELS
             if self._rdma(peer):
-                rails, direct = self._wiring.rails(peer, self._share.topology), self._direct(peer)
+                rails = self._wiring.rails(peer, self._share.topology)
+                bounce = self._bounce() if self._direct(peer) else (None, 0, 0)
                 self._share_nics(proxy)
-                proxy.connect_verbs(peer, channel, fds, rails, self._wiring.rail_bytes, direct)
+                proxy.connect_verbs(peer, channel, fds, rails, self._wiring.rail_bytes, *bounce)
             else:
                 proxy.connect(peer, channel, fds)
             self._connected.add((peer, channel))
@@ -144,6 +150,20 @@ class Proxies:
                     raise
                 log.warning("rank %d: slots that are copied before they are sent: %s", self._wiring.rank, error)
         return words, slots
+
+    def _bounce(self) -> tuple[_native.Copier, int, int]:
+        """What copies this GPU's memory while a link has no rail, and pinned memory for one link."""
+        device = self._device
+        if self._copier is None:
+            for _ in range(2):
+                self._ways.append(device.stream(PATIENT))
+                self._undo.callback(device.destroy_stream, self._ways[-1])
+            into, out = self._ways
+            self._copier = _native.Copier(vendor=device.vendor, functions=device.functions(), into=into, out=out)
+        pinned = device.allocate_host(_BOUNCE_BYTES)
+        self._undo.callback(device.free_host, pinned)
+        self._hold(pinned=_BOUNCE_BYTES)
+        return self._copier, pinned, _BOUNCE_BYTES
 
     def _register(self, address: int, nbytes: int, gpu: Device | None) -> Lease:
         assert self._registered is not None
@@ -258,4 +278,8 @@ class Proxies:
             self._thread.join()
         if self._registered is not None:
             self._registered.close()  # before the memory goes
+        self._copier = None
+        with contextlib.suppress(DeviceError):  # a GPU that has failed copies nothing more
+            for way in self._ways:
+                self._device.synchronize(way)
         self._undo.close()

@@ -25,7 +25,12 @@ std::unique_ptr<Device> new_device(int ordinal, int physical) {
   auto device = std::make_unique<Device>();
   device->ordinal = ordinal;
   device->physical = physical;
-  for (int i = 0; i < settings().queues; ++i) device->queues.push_back(std::make_unique<Queue>(*device, i));
+  const int most = kVendor.pools ? 1 : 0;
+  for (int priority = -most; priority <= most; ++priority) {
+    for (int i = 0; i < settings().queues; ++i) {
+      device->queues[priority].push_back(std::make_unique<Queue>(*device, i));
+    }
+  }
   auto legacy = new_stream(*device, kStreamBlocking, 0);
   legacy->id = 0;
   legacy->legacy = true;
@@ -36,11 +41,11 @@ std::unique_ptr<Device> new_device(int ordinal, int physical) {
 
 // The queue that the fewest streams share, as the drivers choose: as long as there are no more streams than queues,
 // none holds up another.
-Queue* least_shared(Device& device) {
+Queue* least_shared(Device& device, int priority) {
   std::map<Queue*, int> users;
   for (Stream* stream : device.streams) ++users[stream->queue];
   Queue* best = nullptr;
-  for (auto& queue : device.queues) {
+  for (auto& queue : device.queues[kVendor.pools ? priority : 0]) {
     if (!best || users[queue.get()] < users[best]) best = queue.get();
   }
   return best;
@@ -109,7 +114,7 @@ void fail(Device& device, Error error, const char* operation, int stream) {
 Error create_stream(Device& device, unsigned flags, int priority, Stream** stream) {
   std::lock_guard lock(state_mutex());
   *stream = new_stream(device, flags, priority).release();
-  (*stream)->queue = least_shared(device);
+  (*stream)->queue = least_shared(device, priority);
   device.streams.insert(*stream);
   return kOk;
 }
@@ -189,7 +194,7 @@ Error enqueue(Stream* stream, const char* name, Body body, std::vector<Completio
   if (stream->legacy) {
     if (Error error = refuse_default_stream(device)) return error;
   }
-  if (!stream->queue) stream->queue = least_shared(device);
+  if (!stream->queue) stream->queue = least_shared(device, stream->priority);
   order_with_default(stream, &after);
   Operation operation{name, stream->id, std::move(body), std::move(after), std::make_shared<Completion>()};
   stream->last = operation.done;

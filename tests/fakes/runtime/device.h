@@ -30,10 +30,10 @@ struct Stream {
 };
 
 struct Device {
-  int ordinal = 0;            // as this process counts
-  int physical = 0;           // as the machine does
-  std::atomic<int> fault{0};  // sticky: a kernel's fault fails everything after it
-  std::vector<std::unique_ptr<Queue>> queues;
+  int ordinal = 0;                                            // as this process counts
+  int physical = 0;                                           // as the machine does
+  std::atomic<int> fault{0};                                  // sticky: a kernel's fault fails everything after it
+  std::map<int, std::vector<std::unique_ptr<Queue>>> queues;  // by priority, where the vendor has a pool for each
   std::set<Stream*> streams;
   Stream* legacy = nullptr;  // the default stream, which orders itself with every blocking stream
   CompletionPtr legacy_last;

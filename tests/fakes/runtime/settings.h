@@ -22,6 +22,7 @@ struct Vendor {
   unsigned warp;                 // threads that run in lock step
   unsigned bus;                  // PCI bus of device 0
   bool cyclic;                   // wait-values compare as counters that wrap around
+  bool pools;                    // streams of different priorities share no queue
 };
 extern const Vendor kVendor;
 

@@ -67,6 +67,11 @@ class DmaBuf:
 URGENT = -(1 << 10)
 """The highest priority of a stream that there is: our kernels are short, and a piece goes on only after them."""
 
+PATIENT = 1 << 10
+"""The lowest one, for copies that streams may wait for which got their work before. On AMD GPUs hardware queues are
+shared by streams of the same priority alone, so ours of the highest hold none up; NVIDIA's copies are held up by no
+other stream that waits."""
+
 
 def check_handle(handle: bytes) -> None:
     """ArgumentError unless `handle` can be one that `Device.ipc_handle` gave."""
