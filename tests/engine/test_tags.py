@@ -160,7 +160,22 @@ def _peer_never_comes(comm: hetcoll.Communicator) -> None:
         comm.send(np.zeros(4), 0, tag=3)
 
 
-@pytest.mark.parametrize("case", [_other_sizes, _nobody_sends, _aborted, _peer_leaves, _peer_never_comes])
+def _all_others_leave(comm: hetcoll.Communicator) -> None:
+    """What they sent before is received from any rank; then nothing comes any more."""
+    if comm.rank == 0:
+        comm.send(np.arange(3), 1, tag=1)
+        comm.close()
+        return
+    comm.recv(got := np.zeros(3, int), hetcoll.ANY_SOURCE, tag=1)
+    assert (got == np.arange(3)).all()
+    with pytest.raises(hetcoll.PeerLostError, match="rank 0 left while it was needed") as caught:
+        comm.recv(got, hetcoll.ANY_SOURCE, tag=1, timeout=20.0)
+    assert caught.value.rank == 0
+
+
+@pytest.mark.parametrize(
+    "case", [_other_sizes, _nobody_sends, _aborted, _peer_leaves, _peer_never_comes, _all_others_leave]
+)
 def test_tags_that_fail(launch: Callable[..., Ranks], case: Callable[[hetcoll.Communicator], None]) -> None:
     launch(2).run(case)
 

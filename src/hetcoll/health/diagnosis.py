@@ -245,6 +245,10 @@ class Diagnosis:
         if gone:
             raise self._needed(gone)
 
+    def deserted(self) -> bool:
+        """Whether all other ranks have left in order."""
+        return 0 < len(self._left) == self._size - 1
+
     def _needed(self, gone: Collection[int]) -> CommunicationError:
         """For a call that needs ranks which have left."""
         self.post(Kind.PEER_GONE, min(gone), f"{self._here()}: {spell_ranks(gone)} left while it was needed")

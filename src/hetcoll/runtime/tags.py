@@ -264,6 +264,7 @@ class Mailbox:
         """Read what ranks say that they have sent until one message was for this receive from any."""
         pause = _PAUSES[0]
         while not parcel.done:
+            deserted = self._core.diagnosis.deserted()  # then these are the last answers
             for rank, sent in self._core.diagnosis.ask(_QUESTION, _ASKING).items():
                 with self._mutex:
                     line = self._line(rank) if isinstance(sent, int) and sent else None
@@ -271,8 +272,16 @@ class Mailbox:
                         continue
                     line.awaited = sent
                 self._read_until(line, sent, parcel)
+            with self._mutex:
+                deserted = deserted and parcel in self._posted and not self._coming()
+            if deserted:
+                self._core.diagnosis.check_present(range(self._core.size))
             time.sleep(pause)
             pause = min(1.5 * pause, _PAUSES[1])
+
+    def _coming(self) -> bool:
+        """Whether a message is known of that is not read yet. Under the mutex."""
+        return any(line.read < line.awaited for line in self._lines.values())
 
     def _read_until(self, line: Line, sent: int, parcel: Parcel) -> None:
         """On the line's thread; what goes wrong there ends the receive that asked for it."""
