@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 
 from .lanes import campaign
 from .program import ATTACKS, draw
@@ -24,17 +25,18 @@ def main() -> int:
     if asked.seed is not None:
         print(draw(asked.seed, asked.only))
     work = [(seed, asked.only) for seed in seeds for _ in range(asked.times)]
-    failed = absent = 0
+    failed, absent = 0, Counter[str]()
     for done, (seed, problems) in enumerate(campaign(work, asked.lanes), 1):
-        absent += problems is None
-        if problems:
+        if isinstance(problems, str):
+            absent[problems] += 1
+        elif problems:
             failed += 1
             print(f"{draw(seed, asked.only)}\n" + "\n".join(problems) + "\n", flush=True)
             if failed == asked.most:
                 break
         if done % 500 == 0:
             print(f"{done} of {len(work)} played, {failed} failed", flush=True)
-    print(f"{failed} failed, {absent} want fakes of GPUs' drivers that cannot be had here")
+    print(f"{failed} failed", *(f"{n} were skipped: {why}" for why, n in absent.items()), sep=", ")
     return failed > 0
 
 

@@ -9,6 +9,7 @@ import gc
 import multiprocessing as mp
 import os
 import signal
+import subprocess
 import threading
 import time
 import traceback
@@ -19,20 +20,24 @@ from pathlib import Path
 from typing import Any
 
 import fakes
+import netns
 from ranks import Resources
 
 import hetcoll
 from hetcoll import lifetime
 from hetcoll.config.env import configuration, environment
+from hetcoll.rendezvous import succession
+from hetcoll.rendezvous.connections import sockets
 
 from .play import Player, Report
-from .program import Program
+from .program import CUT, NETWORK, Program
 from .verdict import judge
 
-ENOUGH = 60.0  # seconds for a program, far more than any error may take
+ENOUGH = 90.0  # seconds for a program, far more than any error may take
 CLEAR = 10.0  # until nothing is left of it
 _VENDORS = {"c": None, "n": "cuda", "a": "hip"}
 _VARIABLES = {"HETCOLL_TUNED": "none", "HETCOLL_LINGER": "0", "HETCOLL_DEBUG": "none"}
+_PATIENCES = (sockets._KEEP_ALIVE, sockets._USER_TIMEOUT, succession._UNSURE_GRACE), (1, 3, 5.0)  # of a cut: shorter
 _PDEATHSIG, _SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -66,6 +71,7 @@ class Orders:
     program: Program
     rank: int
     pids: list[int]
+    network: netns.Network | None
 
 
 class Lane:
@@ -78,14 +84,28 @@ class Lane:
         gc.collect()
         gc.freeze()  # or each rank would look through what is here
 
-    def play(self, program: Program) -> list[str] | None:
-        """What was wrong; None where there cannot be the fakes that the program wants."""
+    def play(self, program: Program) -> list[str] | str:
+        """What was wrong; or what the program wants and cannot be had here."""
         if any(fakes.why_not(_VENDORS[device]) for device in set(program.devices) - {"c"}):
-            return None
+            return "fakes of GPUs' drivers"
+        if program.attack.kind not in NETWORK:
+            return self._play(program, None)
+        if netns.why_not():
+            return netns.why_not()
+        network = netns.Network(len(set(program.hosts)), "400mbit", named=False)
+        try:
+            network.make()
+            return self._play(program, network)
+        except subprocess.CalledProcessError as error:
+            return f"network namespaces, or {error}: {error.stderr}"
+        finally:
+            network.close()
+
+    def _play(self, program: Program, network: netns.Network | None) -> list[str]:
         size = program.size + program.newcomers
         seats = [self._seat(program.device(rank)) for rank in range(size)]
         for rank, seat in enumerate(seats):
-            seat.pipe.send(Orders(program, rank, [each.pid for each in seats]))
+            seat.pipe.send(Orders(program, rank, [each.pid for each in seats], network))
         try:
             unique_id = seats[0].pipe.recv()
         except (EOFError, OSError):
@@ -183,15 +203,17 @@ def _sit(pipe: Connection, device: str, output: str) -> None:
     if device != "c":
         os.environ.update(fakes.environment(_VENDORS[device], 8, timeout=120))
         fakes.load()
-    before = Resources.now()
+    before, home = Resources.now(), f"/proc/{os.getppid()}/ns/net"
     while True:
         orders = pipe.recv()
         _dress(orders)
-        report = Player(orders.program, orders.rank, orders.pids).play(lambda o=orders: _enter(pipe, o))
+        report = Player(orders.program, orders.rank, orders.pids, orders.network).play(lambda o=orders: _enter(pipe, o))
         _close(hetcoll.Communicator)
         pipe.send(report)
         pipe.recv()
         _close(object)  # the store of the job
+        if orders.network is not None:
+            netns.enter(home)
         pipe.send(_left(before))
 
 
@@ -202,7 +224,10 @@ def _dress(orders: Orders) -> None:
     program = orders.program
     host = program.hosts[orders.rank % program.size]
     os.environ.update(_VARIABLES | program.env)
-    if len(set(program.hosts)) > 1:
+    sockets._KEEP_ALIVE, sockets._USER_TIMEOUT, succession._UNSURE_GRACE = _PATIENCES[program.attack.kind in CUT]
+    if orders.network is not None:
+        netns.enter(orders.network.hosts["abcd".index(host)])
+    elif len(set(program.hosts)) > 1:
         os.environ["HETCOLL_HOST_ID"] = host
     if set(program.devices) != {"c"}:
         os.environ["HETCOLL_DEVICE"] = _VENDORS[program.device(orders.rank)] or "cpu"

@@ -15,8 +15,8 @@ Work = tuple[int, str]
 """A seed, and the attack that is made in place of the one drawn, or nothing."""
 
 
-def campaign(work: Sequence[Work], lanes: int) -> Iterator[tuple[int, list[str] | None]]:
-    """Each seed with what was wrong, as they end; with None what could not be played."""
+def campaign(work: Sequence[Work], lanes: int) -> Iterator[tuple[int, list[str] | str]]:
+    """Each seed with what was wrong, as they end; or with what it wants and cannot be had here."""
     pending = list(reversed(work))
     with tempfile.TemporaryDirectory(prefix="hetcoll-campaign-") as folder:
         pipes, processes = [], []

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from netns import Network
 from ranks import wait_until
 
 import hetcoll
 
-from .program import REGROUPS, Program, Step, other_case
+from .program import NETWORK, REGROUPS, Program, Step, other_case
 from .steps import SECONDS, run
 
 Comm = hetcoll.Communicator
@@ -65,6 +66,7 @@ class Player:
     program: Program
     rank: int
     pids: Sequence[int]
+    network: Network | None = None
     report: Report = field(default_factory=Report)
     threads: list[threading.Thread] = field(default_factory=list)
 
@@ -138,14 +140,14 @@ class Player:
         """As ULFM has it: agree whether all is well; if not, those that are left go on; and take newcomers in."""
         if self.program.attack.kind == "stop" and not self.victim:
             os.kill(self.pids[self.program.attack.victims[0]], signal.SIGCONT)
-        before.agreed = comm.agree(not before.error, timeout=SECONDS)
-        rest = comm if before.agreed else comm.shrink(timeout=SECONDS)
         with self._phase() as phase:
+            before.agreed = comm.agree(not before.error, timeout=SECONDS)
+            rest = comm if before.agreed else comm.shrink(timeout=SECONDS)
             if self.program.newcomers:
                 rest = rest.grow(self.program.newcomers, timeout=SECONDS)
             comm.close()
             self._steps(rest, self.program.more(rest.size), phase)
-        rest.close()
+            rest.close()
 
     # What is done to a rank.
 
@@ -153,7 +155,8 @@ class Player:
         kind, rank = self.program.attack.kind, self.rank
         if kind == "pause" and rank == (self.program.attack.victims[0] + 1) % self.program.size:
             self._later(self._hold_up)
-        if self.victim and hasattr(self, f"_{kind}"):
+        acts = rank == self.program.attack.victims[0] if kind in NETWORK else self.victim
+        if acts and hasattr(self, f"_{kind}"):
             getattr(self, f"_{kind}")(comm, step)
 
     def _later(self, act: Callable[[], Any]) -> None:
@@ -228,6 +231,33 @@ class Player:
     def _stop(self, comm: Comm, step: Step) -> None:
         """Is stopped until the others have given up."""
         os.kill(os.getpid(), signal.SIGSTOP)
+
+    # What is done to the network between hosts, by one of the ranks there.
+
+    def _shape(self, comm: Comm, step: Step) -> None:
+        for host in self._hosts():
+            for net in range(2):
+                self._net().set_rate(host, net, *self.program.attack.how.split())
+
+    def _sever(self, comm: Comm, step: Step) -> None:
+        way, *nets = self.program.attack.how.split()
+        if way == "part":
+            self._net().part(self._hosts(), *map(int, nets))
+        else:
+            for host in self._hosts():
+                self._net().cut(host, *map(int, nets))
+        if self.program.attack.delay is not None:
+            self._later(self._net().mend)
+
+    def _hosts(self) -> list[int]:
+        return sorted({"abcd".index(self.program.hosts[rank]) for rank in self.program.attack.victims})
+
+    def _net(self) -> Network:
+        assert self.network is not None
+        return self.network
+
+    _slow = _lossy = _shape
+    _blink = _half = _rejoin = _partition = _sever
 
     # Limits, which the lane's processes do not keep: they end after such a program.
 

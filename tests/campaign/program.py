@@ -33,12 +33,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Attack:
-    """What is done to `victims` when they come to step `at`; `delay` is how many seconds later, on a thread."""
+    """What is done to `victims` when they come to step `at`; `delay` is how many seconds later, on a thread.
+
+    What is done to a network concerns the hosts of the victims, and `how` says how; a cut ends after `delay`, if ever.
+    """
 
     kind: str
     victims: tuple[int, ...] = ()
     at: int = 0
     delay: float | None = None
+    how: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,15 @@ class Program:
 
 # What is done to a job. Weights: how often of a thousand seeds; those that wait for timeouts cost seconds.
 
-HARMLESS = {"nothing": 300, "links": 110, "pause": 60, "signals": 60, "late": 40}
+CUT = {"half": 2, "rejoin": 2, "partition": 4}  # a network is cut: one of two; both, for longer than the timeout; for ever
+HARMLESS = {"slow": 4, "lossy": 4, "blink": 4, "nothing": 280, "links": 110, "pause": 60, "signals": 60, "late": 40}
 LOSING = {"kill": 70, "exit": 20, "raise": 60, "close": 40}  # victims are gone for the others
 FAILING = {"abort": 65, "mismatch": 55, "interrupt": 45}  # all ranks live, and all calls fail
 WAITING = {"absent": 3, "stop": 2}  # the same, when the timeout is over
 PERHAPS = {"spoil": 25, "files": 15, "memory": 12, "sizes": 10, "joining": 8}  # right results, or an error everywhere
-ATTACKS = HARMLESS | LOSING | FAILING | WAITING | PERHAPS
-REGROUPS = {*LOSING, *FAILING, *WAITING}
+ATTACKS = CUT | HARMLESS | LOSING | FAILING | WAITING | PERHAPS
+NETWORK = {*CUT, "slow", "lossy", "blink"}  # hosts are network namespaces, joined by two networks
+REGROUPS = {*CUT, *LOSING, *FAILING, *WAITING}
 TIMEOUT = 1.0  # seconds, of WAITING and of links that lose messages
 
 
@@ -96,6 +102,8 @@ def draw(seed: int, only: str = "") -> Program:
         env["HETCOLL_TLS"] = "1"
     steps = draw_steps(rng, size, devices, rng.randint(1, 5))
     attack = Attack(kind, _victims(rng, size, kind), rng.randrange(len(steps)), _delay(rng, kind))
+    if kind in NETWORK:
+        attack = _network_attack(rng, hosts, attack)
     if kind == "mismatch" or kind in WAITING:
         shown = _comparable(rng, size) if kind == "mismatch" else Step("hurry", (TIMEOUT,))
         steps = (*steps[: attack.at], shown, *steps[attack.at + 1 :])
@@ -113,7 +121,7 @@ def draw(seed: int, only: str = "") -> Program:
 
 def _devices(rng: random.Random, size: int, kind: str) -> str:
     """Mostly processors. Slow links exceed the patience of the proof of paths; Ctrl-C may hit the copies of `OnGpu`."""
-    if rng.random() >= 0.02 or size > 4 or kind in PERHAPS or kind in ("links", "interrupt"):
+    if rng.random() >= 0.02 or size > 4 or kind in {"links", "interrupt", *PERHAPS, *NETWORK}:
         return "c" * size
     return "".join(rng.choice("nnaac") for _ in range(size))
 
@@ -131,8 +139,11 @@ def _delay(rng: random.Random, kind: str) -> float | None:
 
 def _links(rng: random.Random, size: int, kind: str, devices: str) -> tuple[str, dict[str, str]]:
     """Which ranks share a host, and how links are set up and misbehave."""
-    several = rng.random() < 0.35 and set(devices) == {"c"}
+    several = kind in NETWORK or (rng.random() < 0.35 and set(devices) == {"c"})
     hosts = "".join(rng.choice("ab" if size < 5 else "abc") for _ in range(size)) if several else "a" * size
+    if kind in NETWORK:  # two at least
+        there = "abcd"[: rng.randint(2, min(4, size))]
+        hosts = "".join(rng.sample([*there, *(rng.choice(there) for _ in range(size - len(there)))], size))
     env = {}
     if rng.random() < 0.3:
         env["HETCOLL_TRANSPORT"] = "tcp"
@@ -169,7 +180,28 @@ def _links(rng: random.Random, size: int, kind: str, devices: str) -> tuple[str,
             env |= {"HETCOLL_INTEGRITY": "all", "HETCOLL_TRANSPORT": "tcp"}
     if "drop" in env.get("HETCOLL_FAULT", ""):
         env["HETCOLL_TIMEOUT"] = str(TIMEOUT)
+    if kind in CUT:
+        env["HETCOLL_INIT_TIMEOUT"] = "8"  # what is made in the midst of it
+        if kind != "partition" or rng.random() < 0.7:  # else TCP notices
+            env["HETCOLL_TIMEOUT"] = str(rng.choice((1, 2)) * TIMEOUT)
     return hosts, env
+
+
+def _network_attack(rng: random.Random, hosts: str, attack: Attack) -> Attack:
+    """What is done to the network between `hosts`, and to whom."""
+    there = sorted(set(hosts))
+    some = rng.sample(there, rng.randint(1, len(there) - 1))
+    delay = {"blink": 0.8 * rng.random(), "rejoin": 2.5 + 4 * rng.random()}.get(attack.kind)
+    match attack.kind:
+        case "slow":
+            how = f"{rng.choice((20, 60, 200))}mbit 256kb 50ms"
+        case "lossy":  # what does not leave at once is lost
+            how = f"{rng.choice((50, 200))}mbit {rng.choice((3, 8))}kb 1ms"
+        case "half":
+            how = rng.choice(("part 0", "part 1", "cut 0", "cut 1"))
+        case _:
+            how = rng.choice(("part 0 1", "cut 0 1") if len(some) == 1 else ("part 0 1",))
+    return replace(attack, victims=tuple(r for r, host in enumerate(hosts) if host in some), delay=delay, how=how)
 
 
 # What ranks call.

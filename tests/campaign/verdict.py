@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .play import Phase, Report
-from .program import HARMLESS, LOSING, PERHAPS, REGROUPS, WAITING, Program
+from .program import CUT, HARMLESS, LOSING, PERHAPS, REGROUPS, WAITING, Program
 
 SOON = 15.0  # seconds: many times what an error takes, and what ranks take that go on
-LOST, ABORTED = "PeerLostError", "AbortedError"
+CUT_OFF = 25.0  # the same, where it takes seconds to know that a network is cut
+LOST, ABORTED, LATE = "PeerLostError", "AbortedError", "CollectiveTimeoutError"
 ALLOWED = {
+    **dict.fromkeys(CUT, (LOST, LATE, "InitError")),
     **dict.fromkeys(LOSING, (LOST,)),
     "abort": (ABORTED,),
     "interrupt": (ABORTED,),
     "mismatch": ("CollectiveMismatchError",),
-    **dict.fromkeys(WAITING, ("CollectiveTimeoutError",)),
-    "spoil": ("CommunicationError", LOST, "CollectiveTimeoutError", "CollectiveMismatchError"),
+    **dict.fromkeys(WAITING, (LATE,)),
+    "spoil": ("CommunicationError", LOST, LATE, "CollectiveMismatchError"),
     **dict.fromkeys(("files", "memory", "sizes"), ("CommunicationError", LOST, "InitError")),  # the last one in `split`
     "joining": ("InitError", LOST),
 }
@@ -40,18 +42,18 @@ def judge(program: Program, reports: Sequence[Report | str]) -> list[str]:
     problems = [problem for rank, phase in told.items() if (problem := _first(program, rank, phase))]
     failed = {rank for rank, phase in told.items() if phase.error}
     last = all(told[rank].step == len(program.steps) - 1 for rank in failed)  # who is through has no next call
-    if kind in PERHAPS and failed and failed != set(told) and not last:
+    if kind in {*PERHAPS, "half"} and failed and failed != set(told) and not last:
         problems.append(f"only ranks {sorted(failed)} of {sorted(told)} were told: {told}")
-    if len({phase.agreed for phase in told.values() if phase.error != "left"}) > 1:
+    if len({phase.agreed for phase in told.values() if phase.error != "left"}) > 1 and kind not in CUT:
         problems.append(f"they do not agree: {told}")
-    return problems or _second(program, alive)
+    return problems or (_parts if kind in CUT else _second)(program, alive)
 
 
 def _first(program: Program, rank: int, phase: Phase) -> str:
     """What is wrong with what a rank was told in the first communicator."""
     kind, victims = program.attack.kind, program.attack.victims
     what = f"rank {rank}: {phase.error} {phase.text}"
-    if phase.seconds > SOON:
+    if phase.seconds > (CUT_OFF if kind in CUT else SOON):
         return f"{what} after {phase.seconds:.1f} s"
     if kind in HARMLESS:
         return what if phase.error else ""
@@ -62,11 +64,14 @@ def _first(program: Program, rank: int, phase: Phase) -> str:
         if own and not (kind == "interrupt" and phase.error == ABORTED):
             return f"{what}, wanted {own}"
     if not phase.error:
-        return "" if kind in PERHAPS else f"rank {rank} was told nothing"
+        return "" if kind in {*PERHAPS, "half"} else f"rank {rank} was told nothing"
     if phase.part and phase.error == LOST:
         return ""
     if phase.error not in ALLOWED[kind]:
         return f"{what}, wanted one of {ALLOWED[kind]}"
+    here = victims if rank in victims else set(range(program.size)) - set(victims)
+    if kind in CUT and phase.error == LOST and phase.lost in here and phase.lost != rank:
+        return f"{what} names {phase.lost}, which is not cut off from it"
     if kind in LOSING and phase.lost not in victims:
         return f"{what} names {phase.lost}, wanted one of {victims}"
     return ""
@@ -88,3 +93,22 @@ def _second(program: Program, alive: dict[int, list[Phase]]) -> list[str]:
         elif phase.seconds > 2 * SOON:
             problems.append(f"rank {rank} took {phase.seconds:.1f} s to go on")
     return problems
+
+
+def _parts(program: Program, alive: dict[int, list[Phase]]) -> list[str]:
+    """What is wrong with how the parts of a network that was cut went on."""
+    kind, victims, size = program.attack.kind, set(program.attack.victims), program.size
+    off = victims if 0 not in victims else set(range(size)) - victims  # who is cut off from rank 0
+    most = off if 2 * len(off) > size else set(range(size)) - off
+    last = {rank: phases[-1] for rank, phases in alive.items()}
+    on = {rank for rank, phases in alive.items() if len(phases) == 2 and not phases[-1].error}
+    problems = [f"rank {rank}: {phase} in the end" for rank, phase in last.items() if phase.seconds > 2 * CUT_OFF]
+    allowed = (LOST, "InitError", LATE) if kind == "half" else (LOST, "InitError")
+    for rank in set(last) - on:
+        if len(alive[rank]) < 2 or last[rank].error not in allowed:
+            problems.append(f"rank {rank}: {last[rank].error} {last[rank].text}, wanted one of {allowed}")
+    if any(last[rank].size != len(on) for rank in on):
+        problems.append(f"ranks {sorted(on)} went on, in more communicators than one")
+    if (kind == "partition" and on != most) or (kind == "rejoin" and not most <= on):
+        problems.append(f"ranks {sorted(on)} went on, wanted {sorted(most)}")
+    return [*problems, *map(str, last.values())] if problems else []

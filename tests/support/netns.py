@@ -1,7 +1,7 @@
 """Several hosts on this machine: network namespaces, each with two interfaces, joined by two bridges.
 
 Host h reaches the others as ``10.78.0.h+1`` over eth0 and as ``10.78.1.h+1`` over eth1. Ranks of one namespace count
-as one host (`links.descriptors.host_identity`). Needs root, ip(8) and tc(8): `requires` says what is missing.
+as one host (`links.descriptors.host_identity`). Needs root, ip(8), tc(8) and nsenter(1): `why_not` says what is missing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,69 +19,115 @@ import pytest
 from patience import PATIENCE
 
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
+_OWN = "/proc/thread-self/ns/net"
 _serial = itertools.count()
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _tool(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=PATIENCE * 20).stdout
+def _within(host: str, *words: str, lines: Sequence[str] = ()) -> None:
+    """Run a command at a host; ip(8) or tc(8) with these `lines`."""
+    command = ["nsenter", f"--net={_place(host)}", *words, *(["-batch", "-"] if lines else [])]
+    seconds = PATIENCE * 20
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=seconds, input="\n".join(lines))
+
+
+def _place(host: str) -> str:
+    """The file that stands for a host's namespace."""
+    return host if "/" in host else f"/run/netns/{host}"
+
+
+def why_not() -> str:
+    """What this machine lacks for hosts; nothing where they may be had."""
+    missing = [tool for tool in ("ip", "tc", "nsenter") if shutil.which(tool) is None]
+    if os.geteuid() == 0 and not missing:
+        return ""
+    return f"network namespaces need root{''.join(f' and {tool}(8)' for tool in missing)}"
 
 
 class Network:
-    """`hosts` namespaces; `rate` is each interface's, in tc's words (``200mbit``)."""
+    """`hosts` namespaces; `rate` is each interface's, in tc's words (``200mbit``).
 
-    def __init__(self, hosts: int, rate: str) -> None:
+    Those that are not `named` are gone with this process, however it ends, and the processes that are there.
+    """
+
+    def __init__(self, hosts: int, rate: str, *, named: bool = True) -> None:
         tag = f"hetcoll-{os.getpid()}-{next(_serial)}"
         self.hosts = [f"{tag}-{i}" for i in range(hosts)]
         self._switch = f"{tag}-switch"
+        self._named, self._rate = named, rate
         self._made: list[str] = []
-        self._rate = rate
+        self._held: list[int] = []
 
     def make(self) -> None:
-        for name in (self._switch, *self.hosts):
-            _tool("ip", "netns", "add", name)
+        if not self._named:
+            self._held = [_nameless() for _ in (self._switch, *self.hosts)]
+            self._switch, *self.hosts = (f"/proc/{os.getpid()}/fd/{fd}" for fd in self._held)
+        for name in (self._switch, *self.hosts) if self._named else ():
+            subprocess.run(["ip", "netns", "add", name], check=True, capture_output=True, timeout=PATIENCE * 20)
             self._made.append(name)
-        for net in range(2):
-            _tool("ip", "-n", self._switch, "link", "add", f"br{net}", "type", "bridge")
-            _tool("ip", "-n", self._switch, "link", "set", f"br{net}", "up")
+        bridges = [f"{kind}{net}" for kind in ("br", "cut") for net in range(2)]
+        lines = [line for name in bridges for line in (f"link add {name} type bridge", f"link set {name} up")]
         for host, name in enumerate(self.hosts):
-            _tool("ip", "-n", name, "link", "set", "lo", "up")
             for net in range(2):
-                self._join(host, name, net)
+                lines.append(f"link add port{host}.{net} type veth peer name eth{net} netns {name}")
+                lines.append(f"link set port{host}.{net} master br{net} up")
+        _within(self._switch, "ip", lines=lines)
+        for host, name in enumerate(self.hosts):
+            lines = ["link set lo up"]
+            for net in range(2):
+                lines += [f"addr add 10.78.{net}.{host + 1}/24 dev eth{net}", f"link set eth{net} up"]
+            _within(name, "ip", lines=lines)
+            shape = f"root tbf rate {self._rate} burst 256kb latency 50ms"
+            _within(name, "tc", lines=[f"qdisc replace dev eth{net} {shape}" for net in range(2)])
 
-    def _join(self, host: int, name: str, net: int) -> None:
-        near, far = f"eth{net}", f"port{host}.{net}"
-        _tool("ip", "-n", self._switch, "link", "add", far, "type", "veth", "peer", "name", near, "netns", name)
-        _tool("ip", "-n", self._switch, "link", "set", far, "master", f"br{net}", "up")
-        _tool("ip", "-n", name, "addr", "add", f"10.78.{net}.{host + 1}/24", "dev", near)
-        _tool("ip", "-n", name, "link", "set", near, "up")
-        self.set_rate(host, net, self._rate)
-
-    def set_rate(self, host: int, net: int, rate: str, burst: str = "256kb") -> None:
-        """How fast a host may send over one of its interfaces, beyond a burst."""
-        shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
-        _tool("tc", "-n", self.hosts[host], "qdisc", "replace", "dev", f"eth{net}", *shape)
+    def set_rate(self, host: int, net: int, rate: str, burst: str = "256kb", latency: str = "50ms") -> None:
+        """How fast a host may send over one of its interfaces, beyond a burst; what would wait longer is lost."""
+        shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", latency)
+        _within(self.hosts[host], "tc", "qdisc", "replace", "dev", f"eth{net}", *shape)
 
     def set_rate_into(self, host: int, net: int, rate: str, burst: str = "256kb") -> None:
         """How fast it may receive there: what more comes at once waits in the switch, and is lost beyond 50 ms."""
         shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
-        _tool("tc", "-n", self._switch, "qdisc", "replace", "dev", f"port{host}.{net}", *shape)
+        _within(self._switch, "tc", "qdisc", "replace", "dev", f"port{host}.{net}", *shape)
 
     def cut(self, host: int, *nets: int) -> None:
         """Take the interfaces down at the switch's end: the host sees no carrier and nobody says goodbye."""
-        for net in nets:
-            _tool("ip", "-n", self._switch, "link", "set", f"port{host}.{net}", "down")
+        _within(self._switch, "ip", lines=[f"link set port{host}.{net} down" for net in nets])
+
+    def part(self, hosts: Iterable[int], *nets: int) -> None:
+        """These hosts and the others reach each other no more, and no host sees anything of it."""
+        _within(self._switch, "ip", lines=[f"link set port{host}.{net} master cut{net}" for host in hosts for net in nets])
+
+    def mend(self) -> None:
+        """All hosts reach each other again."""
+        ports = [f"port{host}.{net} master br{net} up" for host in range(len(self.hosts)) for net in range(2)]
+        _within(self._switch, "ip", lines=[f"link set {port}" for port in ports])
 
     def close(self) -> None:
         for name in self._made:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=PATIENCE * 20)
+        for fd in self._held:
+            os.close(fd)
+
+
+def _nameless() -> int:
+    """A new namespace, as long as this descriptor is open."""
+    home = os.open(_OWN, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if _libc.unshare(_CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWNET)")
+        made = os.open(_OWN, os.O_RDONLY | os.O_CLOEXEC)
+        enter(f"/proc/self/fd/{home}")
+        return made
+    finally:
+        os.close(home)
 
 
 @contextmanager
 def network(hosts: int, rate: str = "400mbit") -> Iterator[Network]:
     """A network that is gone afterwards. Skips the test where it cannot be made."""
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if os.geteuid() != 0 or missing:
-        pytest.skip(f"network namespaces need root{''.join(f' and {tool}(8)' for tool in missing)}")
+    if reason := why_not():
+        pytest.skip(reason)
     made = Network(hosts, rate)
     try:
         try:
@@ -95,10 +141,9 @@ def network(hosts: int, rate: str = "400mbit") -> Iterator[Network]:
 
 def enter(host: str) -> None:
     """Move the calling thread, and the threads that it starts from now on, to a host."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    fd = os.open(f"/run/netns/{host}", os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(_place(host), os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if libc.setns(fd, _CLONE_NEWNET) != 0:
+        if _libc.setns(fd, _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"setns {host}")
     finally:
         os.close(fd)
