@@ -78,7 +78,11 @@ class Program:
 
 # What is done to a job. Weights: how often of a thousand seeds; those that wait for timeouts cost seconds.
 
-CUT = {"half": 2, "rejoin": 2, "partition": 4}  # a network is cut: one of two; both, for longer than the timeout; for ever
+CUT = {
+    "half": 2,
+    "rejoin": 2,
+    "partition": 4,
+}  # a network is cut: one of two; both, for longer than the timeout; for ever
 HARMLESS = {"slow": 4, "lossy": 4, "blink": 4, "nothing": 280, "links": 110, "pause": 60, "signals": 60, "late": 40}
 LOSING = {"kill": 70, "exit": 20, "raise": 60, "close": 40}  # victims are gone for the others
 FAILING = {"abort": 65, "mismatch": 55, "interrupt": 45}  # all ranks live, and all calls fail

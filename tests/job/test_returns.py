@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -232,6 +233,32 @@ def test_who_was_left_behind_hears_it_from_the_next_store() -> None:
     for client in job.alive:
         client.read(len(client.inbox))
     assert [client.behind for client in job.alive] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("succeeds", [(0, 0.0), (1, 2.0)])
+def test_who_comes_when_the_others_have_gone_on_and_closed_is_left_behind(succeeds: tuple[int, float]) -> None:
+    """A store that forgot a group because all had left it does not begin it anew for one that was cut off meanwhile."""
+    now = [0.0]
+    groups = Groups(lambda: now[0], succeeds=succeeds)
+    stays, late = (Client(rank, 2) for rank in range(2))
+    for client in (stays, late):
+        client.membership.formed = client.membership.joined = True
+    if succeeds[0]:
+        return_to(groups, stays)  # this one alone, in time
+        now[0] = 3.0
+        groups.tick()
+    else:
+        for client in (stays, late):
+            fields = (WORLD, U32.pack(client.membership.rank), U32.pack(2), b"\0", F64.pack(9.0))
+            groups.handle(client, Frame(Op.JOIN, 0, 1, pack(fields)))
+        groups.drop(late, "timed out", silent=True)
+    groups.handle(stays, Frame(Op.LEAVE, 0, 2, pack([WORLD])))
+    late.inbox.clear()  # it was cut off
+    return_to(groups, late)
+    late.read(len(late.inbox))
+    assert late.behind
+    groups.handle(late, Frame(Op.SHRINK, 0, 3, pack([WORLD, U32.pack(1), F64.pack(1.0)])))
+    assert [frame.status for frame in late.inbox if frame.op == Op.REPLY] == [Status.REFUSED]
 
 
 def test_a_store_that_most_members_fall_silent_to_gives_up() -> None:

@@ -96,7 +96,9 @@ class Network:
 
     def part(self, hosts: Iterable[int], *nets: int) -> None:
         """These hosts and the others reach each other no more, and no host sees anything of it."""
-        _within(self._switch, "ip", lines=[f"link set port{host}.{net} master cut{net}" for host in hosts for net in nets])
+        _within(
+            self._switch, "ip", lines=[f"link set port{host}.{net} master cut{net}" for host in hosts for net in nets]
+        )
 
     def mend(self) -> None:
         """All hosts reach each other again."""

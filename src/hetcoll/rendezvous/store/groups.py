@@ -186,8 +186,8 @@ class Groups:
         if not self.returns.waits:
             self._successors.confirm()
 
-    def _find(self, name: bytes, size: int) -> Group:
-        return self._groups.get(name) or self._create(name, size)
+    def _find(self, name: bytes, size: int, *, new: bool) -> Group | None:
+        return self._groups.get(name) or (self._create(name, size) if new else None)
 
     def _create(self, name: bytes, size: int) -> Group:
         if len(self._groups) >= MAX_GROUPS:

@@ -9,7 +9,10 @@ members that say nothing. So long it decides nothing either: one of these may ha
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 from ...errors import CommunicationError
 from ..protocol.exchanges import FEW
@@ -28,6 +31,12 @@ _SILENCES = 60.0  # seconds in which all notice that a network is cut
 
 After = Callable[[bytes, Callable[[], None]], None]
 Waiting = tuple[Member, Frame]
+
+
+class Find(Protocol):
+    """Gives the group of a name and a size, if there is one or it may be new."""
+
+    def __call__(self, name: bytes, size: int, *, new: bool) -> Group | None: ...
 
 
 class Successors:
@@ -144,13 +153,13 @@ class Absent:
 class Returns:
     """How members of a lost store come to this one, which serves nobody until `quorum` of them have.
 
-    `find` gives the group of a name, made where there is none, `part` takes a member out of a group for a reason,
+    `find` gives the group of a name, made where there is none if it may be `new`, `part` takes a member out of a group for a reason,
     `catch_up` tells a member what others of a group were told, `handle` serves a frame.
     """
 
     def __init__(
         self,
-        find: Callable[[bytes, int], Group],
+        find: Find,
         part: Callable[[Member, bytes, str], None],
         catch_up: Callable[[Member, Group], None],
         handle: Callable[[Member, Frame], None],
@@ -160,6 +169,7 @@ class Returns:
     ) -> None:
         self._find, self._part, self._catch_up, self._handle, self._after = find, part, catch_up, handle, after
         self._quorum, self._grace = quorum, grace
+        self._complete = 0.0 if grace else math.inf  # all groups of up to so many ranks are, or were, known here
         self._came: set[Member] = set()
         self._begun = False
         self._held: list[Waiting] = []  # until the quorum is there
@@ -204,11 +214,22 @@ class Returns:
                 past = Past.read(body)
             except (CommunicationError, ValueError, IndexError) as error:
                 raise RefusedError(f"what {member.name} tells of its groups came garbled: {error}") from error
-            self._settle(self._resume(member, past))
+            if (group := self._resume(member, past)) is not None:
+                self._settle(group)
+        if self._complete == 0 and not self._came:
+            for most in (float(FEW), math.inf):
+                self._after(F64.pack(self._patience(most)), partial(self._know, most))
         self._came.add(member)
         if self.waits and len(self._came) >= self._quorum:
             self._quorum, held, self._held = 0, self._held, []
             self._serve(held)
+
+    def _patience(self, size: float) -> float:
+        """Seconds in which all ranks of a group of so many come."""
+        return self._grace if size <= FEW else max(self._grace, ABSENCE)
+
+    def _know(self, most: float) -> None:
+        self._complete = most
 
     def _serve(self, held: list[Waiting]) -> None:
         for member, frame in held:
@@ -219,15 +240,19 @@ class Returns:
         if now or (group.formed and not any(isinstance(each, Absent) for each in reversed(group.members.values()))):
             self._serve(self._settling.pop(group.name, []))
 
-    def _resume(self, member: Member, past: Past) -> Group:
+    def _resume(self, member: Member, past: Past) -> Group | None:
+        """The group that a member was in; none where the others have left it since they lost this one."""
         if len(past.name) > MAX_ID or past.rank >= past.size:
             raise RefusedError(f"rank {past.rank} of {past.size} of a group: wanted a rank below the size")
         self._begun = True
-        group = self._find(past.name, past.size)
+        group = self._find(past.name, past.size, new=past.size == 1 or past.size > self._complete)
+        if group is None:
+            self._leave_behind(member, past.name, past.rank)
+            return None
         if not group.resumed:
             group.resumed = True
             self._settling[past.name] = []
-            seconds = self._grace if group.size <= FEW else max(self._grace, ABSENCE)
+            seconds = self._patience(group.size)
             self._after(F64.pack(seconds), lambda: self._miss(group, seconds))
         present = group.members.get(past.rank)
         if group.gone.get(past.rank) or group.size != past.size or not isinstance(present, Absent | None):
