@@ -145,7 +145,8 @@ class Player:
             rest = comm if before.agreed else comm.shrink(timeout=SECONDS)
             if self.program.newcomers:
                 rest = rest.grow(self.program.newcomers, timeout=SECONDS)
-            comm.close()
+            if rest is not comm:
+                comm.close()
             self._steps(rest, self.program.more(rest.size), phase)
             rest.close()
 

@@ -70,7 +70,7 @@ def _first(program: Program, rank: int, phase: Phase) -> str:
     if phase.error not in ALLOWED[kind]:
         return f"{what}, wanted one of {ALLOWED[kind]}"
     here = victims if rank in victims else set(range(program.size)) - set(victims)
-    if kind in CUT and phase.error == LOST and phase.lost in here and phase.lost != rank:
+    if kind == "partition" and phase.error == LOST and phase.lost in here and phase.lost != rank:
         return f"{what} names {phase.lost}, which is not cut off from it"
     if kind in LOSING and phase.lost not in victims:
         return f"{what} names {phase.lost}, wanted one of {victims}"
@@ -98,17 +98,20 @@ def _second(program: Program, alive: dict[int, list[Phase]]) -> list[str]:
 def _parts(program: Program, alive: dict[int, list[Phase]]) -> list[str]:
     """What is wrong with how the parts of a network that was cut went on."""
     kind, victims, size = program.attack.kind, set(program.attack.victims), program.size
-    off = victims if 0 not in victims else set(range(size)) - victims  # who is cut off from rank 0
-    most = off if 2 * len(off) > size else set(range(size)) - off
+    parts = victims, set(range(size)) - victims
+    with_store, off = parts if 0 in victims else parts[::-1]
+    most = off if 2 * len(off) > size else with_store
     last = {rank: phases[-1] for rank, phases in alive.items()}
     on = {rank for rank, phases in alive.items() if len(phases) == 2 and not phases[-1].error}
     problems = [f"rank {rank}: {phase} in the end" for rank, phase in last.items() if phase.seconds > 2 * CUT_OFF]
     allowed = (LOST, "InitError", LATE) if kind == "half" else (LOST, "InitError")
-    for rank in set(last) - on:
-        if len(alive[rank]) < 2 or last[rank].error not in allowed:
-            problems.append(f"rank {rank}: {last[rank].error} {last[rank].text}, wanted one of {allowed}")
+    problems += [
+        f"rank {rank}: {last[rank].error} {last[rank].text}, wanted one of {allowed}"
+        for rank in set(last) - on
+        if len(alive[rank]) < 2 or last[rank].error not in allowed
+    ]
     if any(last[rank].size != len(on) for rank in on):
         problems.append(f"ranks {sorted(on)} went on, in more communicators than one")
-    if (kind == "partition" and on != most) or (kind == "rejoin" and not most <= on):
+    if (kind == "partition" and on != most) or (kind == "rejoin" and not (most <= on or with_store <= on)):
         problems.append(f"ranks {sorted(on)} went on, wanted {sorted(most)}")
     return [*problems, *map(str, last.values())] if problems else []

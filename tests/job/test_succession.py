@@ -23,6 +23,7 @@ from hetcoll.config.env import Config
 from hetcoll.rendezvous import succession
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.control import ControlClient
+from hetcoll.rendezvous.protocol.news import Event, StoreLost
 from hetcoll.rendezvous.protocol.unique_id import UniqueId
 from hetcoll.rendezvous.store import server as store
 
@@ -169,6 +170,18 @@ def test_who_comes_late_to_a_store_that_others_have_left_may_close(launch: Launc
     assert outcomes[-1].seconds < 10
 
 
+def test_a_store_that_gives_up_has_not_died() -> None:
+    """Those that it served do not take its place for that: most of the job may go on elsewhere."""
+    seen = list[Event]()
+    unique_id = get_unique_id(Config(linger=0), loopback=True)
+    client = ControlClient(unique_id, 0, 1, 10, lambda _, event: seen.append(event))
+    store._hosted[unique_id.job_id]._groups._successors.cut_off = "3 of 4 processes fell silent"
+    with pytest.raises(hetcoll.HetcollError):
+        client.get(b"nothing", 10)  # the frame wakes it
+    assert wait_until(lambda: seen)[0] == StoreLost("3 of 4 processes fell silent", False, sure=False)
+    client.close()
+
+
 def test_a_store_that_is_gone_is_not_waited_for() -> None:
     """Between the look whether a successor serves and the way to it, that may have ended: then there is another."""
     unique_id = get_unique_id(Config(linger=0), loopback=True)
@@ -211,5 +224,15 @@ def test_a_successor_that_listens_where_the_store_died_is_found(monkeypatch: pyt
         monkeypatch.setattr(succession, "_serves", lambda *_: next(answers))
         member = succession.Succession(hosts=False)
         member._order = [(("127.0.0.1", 1),)]
-        assert member.find(lost, False, lambda: False) is lost
+        assert member.find(lost, StoreLost("reset", False), lambda: False) is lost
         assert member.certain
+
+
+@pytest.mark.parametrize("sure", [True, False])
+def test_a_store_that_fell_silent_may_have_gone_on_before_it_died(sure: bool) -> None:
+    """That nobody listens there by now does not say that others have not gone on without this process."""
+    lost = UniqueId((("127.0.0.1", free_port()),), bytes(16), bytes(32))
+    member = succession.Succession(hosts=False)
+    member._order = [(("127.0.0.1", free_port()),)]
+    assert member.find(lost, StoreLost("connection timed out", False, sure), lambda: False) is None
+    assert member.certain is sure

@@ -1,7 +1,7 @@
 """Several hosts on this machine: network namespaces, each with two interfaces, joined by two bridges.
 
 Host h reaches the others as ``10.78.0.h+1`` over eth0 and as ``10.78.1.h+1`` over eth1. Ranks of one namespace count
-as one host (`links.descriptors.host_identity`). Needs root, ip(8), tc(8) and nsenter(1): `why_not` says what is missing.
+as one host (`links.descriptors.host_identity`). Needs root, ip(8), tc(8), nsenter(1): `why_not` says what is missing.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from .. import lifetime
 from ..config.limits import Held, reserve_descriptors
 from ..errors import ClosedError, CommunicationError, HetcollError, InitError, PeerLostError
-from .connections.sockets import spell_address, spell_error
+from .connections.sockets import SILENT, spell_address, spell_error
 from .membership import Call, Membership
 from .protocol.columns import Column, Telling, unpack_columns
 from .protocol.news import Handler, StoreLost, Verdict
@@ -330,7 +330,8 @@ class ControlClient:
                     return StoreLost("its process ended in order", True)
                 self._dispatch(frame)
         except (OSError, HetcollError, struct.error, ValueError) as error:
-            return StoreLost(spell_error(error), False)
+            unsure = isinstance(error, CommunicationError) or (isinstance(error, OSError) and error.errno in SILENT)
+            return StoreLost(spell_error(error), False, not unsure)
         return StoreLost("the connection ended", False)
 
     def _go_on(self, end: StoreLost) -> bool:
@@ -341,7 +342,7 @@ class ControlClient:
         deadline = time.monotonic() + SECONDS
         while not (self._closing or self._succession.hosts or time.monotonic() >= deadline):
             lost = self.unique_id
-            home = self._succession.find(lost, end.orderly, lambda: self._closing)
+            home = self._succession.find(lost, end, lambda: self._closing)
             if home is None:
                 return False
             if home is not lost:

@@ -15,6 +15,7 @@ from ..errors import HetcollError, InitError
 from .connections.interfaces import own_hosts
 from .connections.probe import connect_store
 from .connections.sockets import bind_all, is_itself, spell_address, spell_error
+from .protocol.news import StoreLost
 from .protocol.unique_id import UniqueId
 from .protocol.wire import F64, U32, unpack
 from .uplink import GRACE, pack_places, read_places
@@ -76,18 +77,18 @@ class Succession:
             self.told, (count, *places) = body, unpack(body)
             (self._count,), self._order = U32.unpack(count), [read_places(each) for each in places]
 
-    def find(self, lost: UniqueId, orderly: bool, stopped: Callable[[], bool]) -> UniqueId | None:
-        """Where the job's store is from now on; None where there is none. `orderly`: the lost one said that it ends.
+    def find(self, lost: UniqueId, end: StoreLost, stopped: Callable[[], bool]) -> UniqueId | None:
+        """Where the job's store is from now on; None where there is none.
 
         Where the job is still served at the addresses of the lost one, a successor has those by now; or only this
         connection was lost, and what serves there has gone on without this process, as it will say."""
         if not self._order:
             return None
-        if not orderly:
+        if not end.orderly:
             found = _look(lost)
             if found is _Found.SERVES:
                 return lost
-            self._certain = self._certain and found is _Found.DEAD
+            self._certain = self._certain and end.sure and found is _Found.DEAD
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline and not stopped():
             silent = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import os
@@ -20,6 +21,8 @@ BACKLOG = 4096
 _CHUNK = 256 << 10
 _KEEP_ALIVE = 5  # seconds: between probes of an idle connection
 _USER_TIMEOUT = 30  # seconds without an acknowledgement until the peer's host counts as lost
+SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
+"""What ends a connection to a peer that may live."""
 _NAME = 16  # bytes of a congestion control's name
 _UCRED = struct.Struct("3i")
 _PACING = b"bbr"  # how those begin that pace

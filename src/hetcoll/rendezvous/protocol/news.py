@@ -35,10 +35,12 @@ class Query(NamedTuple):
 
 
 class StoreLost(NamedTuple):
-    """The store is gone. Calls that need it fail from now on; `orderly` when its process ended in order."""
+    """The store is gone. Calls that need it fail from now on; `orderly` when its process ended in order. `sure`: or
+    else died, as far as can be seen. Where it fell silent, or gave up, others may have gone on without this process."""
 
     reason: str
     orderly: bool
+    sure: bool = True
 
 
 Event = Lost | Left | Verdict | Query | StoreLost

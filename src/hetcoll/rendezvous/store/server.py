@@ -6,7 +6,6 @@ Who proves the job's secret (`acceptor`) becomes a member. What members can ask 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import selectors
 import socket
@@ -21,7 +20,7 @@ from ...errors import CommunicationError
 from ..connections.acceptor import Acceptor, Fetch, choose_wait
 from ..connections.auth import Service
 from ..connections.members import Connection
-from ..connections.sockets import receive, spell_error
+from ..connections.sockets import SILENT, receive, spell_error
 from ..protocol.exchanges import FEW
 from ..protocol.unique_id import HOSTED
 from ..protocol.wire import F64, FrameReader, Op, Status, header, pack
@@ -31,7 +30,6 @@ from .tree import Tree
 log = logging.getLogger("hetcoll.store")
 
 _ITSELF = 256  # descriptors that the store of a large job takes, whatever its size
-_SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 _FAREWELL = 1.0  # seconds that the last messages may take
 
 _hosted: dict[bytes, StoreServer] = {}
@@ -181,7 +179,7 @@ class StoreServer:
         try:
             action(connection)
         except (OSError, CommunicationError) as error:
-            silent = isinstance(error, OSError) and error.errno in _SILENT
+            silent = isinstance(error, OSError) and error.errno in SILENT
             self._disconnect(connection, spell_error(error), silent=silent)
         except Exception as error:
             log.exception("serving %s", connection.name)
