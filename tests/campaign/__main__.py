@@ -17,7 +17,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first one (%(default)s)")
     parser.add_argument("--seed", type=int, help="this one alone")
     parser.add_argument("--times", type=int, default=1, help="how often each is played (%(default)s)")
-    parser.add_argument("--only", default="", choices=["", *ATTACKS], help="with this attack in place of the drawn one")
+    parser.add_argument(
+        "--only", default="", choices=["", *ATTACKS, "rdma"], help="with this attack in place of the drawn one"
+    )
     parser.add_argument("--lanes", type=int, default=(os.cpu_count() or 1) + 1, help="at a time (%(default)s)")
     parser.add_argument("--most", type=int, default=10, help="end after so many failures (%(default)s)")
     asked = parser.parse_args()
@@ -26,7 +28,8 @@ def main() -> int:
         print(draw(asked.seed, asked.only))
     work = [(seed, asked.only) for seed in seeds for _ in range(asked.times)]
     failed, absent = 0, Counter[str]()
-    for done, (seed, problems) in enumerate(campaign(work, asked.lanes), 1):
+    lanes = 1 if asked.only == "rdma" else asked.lanes  # there is one pair of cables
+    for done, (seed, problems) in enumerate(campaign(work, lanes), 1):
         if isinstance(problems, str):
             absent[problems] += 1
         elif problems:

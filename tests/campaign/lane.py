@@ -21,6 +21,7 @@ from typing import Any
 
 import fakes
 import netns
+from patience import PATIENCE
 from ranks import Resources
 
 import hetcoll
@@ -88,6 +89,8 @@ class Lane:
         """What was wrong; or what the program wants and cannot be had here."""
         if any(fakes.why_not(_VENDORS[device]) for device in set(program.devices) - {"c"}):
             return "fakes of GPUs' drivers"
+        if program.rdma and not Path("/sys/class/infiniband/rxe3").exists():
+            return "RDMA devices, as tests/verbs/guest.py has them"
         if program.attack.kind not in NETWORK:
             return self._play(program, None)
         if netns.why_not():
@@ -113,12 +116,12 @@ class Lane:
         for seat in seats[1:]:
             with contextlib.suppress(OSError):  # it was killed meanwhile
                 seat.pipe.send(unique_id)
-        reports = self._answers(seats, ENOUGH)
+        reports = self._answers(seats, PATIENCE * ENOUGH)
         problems = judge(program, reports)
         there = [seat for seat, report in zip(seats, reports, strict=True) if isinstance(report, Report)]
         for seat in there:
             seat.pipe.send("leave")  # the store's process last, but for what is left of it by then
-        problems += [left for left in self._answers(there, 2 * CLEAR) if left]
+        problems += [left for left in self._answers(there, 2 * PATIENCE * CLEAR) if left]
         for seat in seats:
             if problems or seat not in there or program.attack.kind in _SPOIL:
                 seat.end()
@@ -171,7 +174,7 @@ class Lane:
 
     def _left_behind(self) -> list[str]:
         """Processes that do not end: a child that was forked when its parent was killed does so by itself."""
-        seats, deadline = {seat.pid for seat in self._idle}, time.monotonic() + CLEAR
+        seats, deadline = {seat.pid for seat in self._idle}, time.monotonic() + PATIENCE * CLEAR
         while more := set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())) - seats:
             late = time.monotonic() >= deadline
             for pid in more:
@@ -208,9 +211,11 @@ def _sit(pipe: Connection, device: str, output: str) -> None:
         orders = pipe.recv()
         _dress(orders)
         report = Player(orders.program, orders.rank, orders.pids, orders.network).play(lambda o=orders: _enter(pipe, o))
-        _close(hetcoll.Communicator)
+        if orders.program.attack.kind not in CUT:  # else who was cut off meets those that went on, not what they left
+            _close(hetcoll.Communicator)
         pipe.send(report)
         pipe.recv()
+        _close(hetcoll.Communicator)
         _close(object)  # the store of the job
         if orders.network is not None:
             netns.enter(home)
@@ -231,6 +236,8 @@ def _dress(orders: Orders) -> None:
         os.environ["HETCOLL_HOST_ID"] = host
     if set(program.devices) != {"c"}:
         os.environ["HETCOLL_DEVICE"] = _VENDORS[program.device(orders.rank)] or "cpu"
+    if program.rdma:
+        os.environ["HETCOLL_IB_HCA"] = ("=rxe0,rxe2", "=rxe1,rxe3")[orders.rank % 2]  # the ends of two cables
     environment.cache_clear()  # it is read once a process
     configuration.cache_clear()
 
@@ -261,7 +268,7 @@ def _close(kind: type) -> None:
 
 def _left(before: Resources) -> str:
     """What stays of a program, which is to be nothing."""
-    deadline = time.monotonic() + CLEAR
+    deadline = time.monotonic() + PATIENCE * CLEAR
     while left := Resources.now().left_over(before):
         if time.monotonic() >= deadline:
             return f"afterwards there are still {left}; Python's threads are {threading.enumerate()}"

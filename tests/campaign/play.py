@@ -19,7 +19,7 @@ from ranks import wait_until
 
 import hetcoll
 
-from .program import NETWORK, REGROUPS, Program, Step, other_case
+from .program import CUT, NETWORK, REGROUPS, Program, Step, other_case
 from .steps import SECONDS, run
 
 Comm = hetcoll.Communicator
@@ -148,7 +148,8 @@ class Player:
             if rest is not comm:
                 comm.close()
             self._steps(rest, self.program.more(rest.size), phase)
-            rest.close()
+            if self.program.attack.kind not in CUT:
+                rest.close()
 
     # What is done to a rank.
 
@@ -256,6 +257,14 @@ class Player:
     def _net(self) -> Network:
         assert self.network is not None
         return self.network
+
+    def _cables(self, comm: Comm, step: Step) -> None:
+        import cables  # which there are in guests
+
+        if self.rank == self.program.attack.victims[0]:
+            for end in self.program.attack.how.split():
+                cables.unplug(end)
+            self._later(cables.all_plugged)
 
     _slow = _lossy = _shape
     _blink = _half = _rejoin = _partition = _sever

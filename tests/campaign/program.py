@@ -61,6 +61,7 @@ class Program:
     steps: tuple[Step, ...]
     attack: Attack
     newcomers: int = 0
+    rdma: bool = False
 
     def device(self, rank: int) -> str:
         """A newcomer's is one of those that there are."""
@@ -89,25 +90,31 @@ FAILING = {"abort": 65, "mismatch": 55, "interrupt": 45}  # all ranks live, and 
 WAITING = {"absent": 3, "stop": 2}  # the same, when the timeout is over
 PERHAPS = {"spoil": 25, "files": 15, "memory": 12, "sizes": 10, "joining": 8}  # right results, or an error everywhere
 ATTACKS = CUT | HARMLESS | LOSING | FAILING | WAITING | PERHAPS
+RDMA = ("cables", "cables", "nothing", "links", "kill", "raise", "close", "abort", "mismatch", "interrupt", "absent")
 NETWORK = {*CUT, "slow", "lossy", "blink"}  # hosts are network namespaces, joined by two networks
 REGROUPS = {*CUT, *LOSING, *FAILING, *WAITING}
 TIMEOUT = 1.0  # seconds, of WAITING and of links that lose messages
 
 
 def draw(seed: int, only: str = "") -> Program:
-    """The program of a seed. `only`: with this attack."""
-    rng = random.Random(seed)
+    """The program of a seed. `only`: with this attack, or "rdma": over devices whose cables may be pulled."""
+    rng, rdma = random.Random(seed), only == "rdma"
     size = rng.choices(range(2, 9), (40, 33, 15, 5, 3, 2, 2))[0]
+    size = min(size, 4) if rdma else size
     kind = rng.choices(list(ATTACKS), ATTACKS.values())[0]
-    kind = only or kind
+    kind = random.Random(f"{seed} over RDMA").choice(RDMA) if rdma else only or kind
     devices = _devices(rng, size, kind)
     hosts, env = _links(rng, size, kind, devices)
-    if random.Random(f"{seed} in secret").random() < 0.12:
+    if rdma:
+        hosts, env = "a" * size, env | _RDMA
+    elif random.Random(f"{seed} in secret").random() < 0.12:
         env["HETCOLL_TLS"] = "1"
     steps = draw_steps(rng, size, devices, rng.randint(1, 5))
     attack = Attack(kind, _victims(rng, size, kind), rng.randrange(len(steps)), _delay(rng, kind))
     if kind in NETWORK:
         attack = _network_attack(rng, hosts, attack)
+    if kind == "cables":
+        attack = replace(attack, how=" ".join(rng.sample(("veth0", "veth1", "veth2", "veth3"), rng.randint(1, 3))))
     if kind == "mismatch" or kind in WAITING:
         shown = _comparable(rng, size) if kind == "mismatch" else Step("hurry", (TIMEOUT,))
         steps = (*steps[: attack.at], shown, *steps[attack.at + 1 :])
@@ -120,12 +127,15 @@ def draw(seed: int, only: str = "") -> Program:
         newcomers = rng.randint(1, 2)
     elif kind in LOSING and rng.random() < 0.4:
         newcomers = len(attack.victims)
-    return Program(seed, size, hosts, devices, env, (*steps, Step("fence")), attack, newcomers)
+    return Program(seed, size, hosts, devices, env, (*steps, Step("fence")), attack, newcomers, rdma)
+
+
+_RDMA = {"HETCOLL_TRANSPORT": "verbs", "HETCOLL_IB_BYTES": "128K", "HETCOLL_IB_TIMEOUT": "15"}
 
 
 def _devices(rng: random.Random, size: int, kind: str) -> str:
     """Mostly processors. Slow links exceed the patience of the proof of paths; Ctrl-C may hit the copies of `OnGpu`."""
-    if rng.random() >= 0.02 or size > 4 or kind in {"links", "interrupt", *PERHAPS, *NETWORK}:
+    if rng.random() >= 0.02 or size > 4 or kind in {"links", "interrupt", "cables", *PERHAPS, *NETWORK}:
         return "c" * size
     return "".join(rng.choice("nnaac") for _ in range(size))
 
@@ -138,6 +148,8 @@ def _victims(rng: random.Random, size: int, kind: str) -> tuple[int, ...]:
 def _delay(rng: random.Random, kind: str) -> float | None:
     if kind in ("pause", "signals", "interrupt"):
         return rng.random() * 0.01
+    if kind == "cables":
+        return rng.choice((0.0, 3.0)) * rng.random()
     return rng.random() * 0.01 if kind in ("kill", "abort", "joining") and rng.random() < 0.7 else None
 
 

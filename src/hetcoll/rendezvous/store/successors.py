@@ -153,7 +153,7 @@ class Absent:
 class Returns:
     """How members of a lost store come to this one, which serves nobody until `quorum` of them have.
 
-    `find` gives the group of a name, made where there is none if it may be `new`, `part` takes a member out of a group for a reason,
+    `find` gives a group, made where there is none if it may be new, `part` takes a member out of one for a reason,
     `catch_up` tells a member what others of a group were told, `handle` serves a frame.
     """
 
