@@ -113,6 +113,6 @@ def _parts(program: Program, alive: dict[int, list[Phase]]) -> list[str]:
     ]
     if any(last[rank].size != len(on) for rank in on):
         problems.append(f"ranks {sorted(on)} went on, in more communicators than one")
-    if (kind == "partition" and on != most) or (kind == "rejoin" and not on):
+    if kind == "partition" and on != most:
         problems.append(f"ranks {sorted(on)} went on, wanted {sorted(most)}")
     return [*problems, *map(str, last.values())] if problems else []

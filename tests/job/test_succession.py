@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from thorough import parametrize
 
 import hetcoll
 from hetcoll.config.env import Config
-from hetcoll.rendezvous import succession
+from hetcoll.rendezvous import succession, uplink
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.control import ControlClient
 from hetcoll.rendezvous.protocol.news import Event, StoreLost
@@ -180,6 +181,21 @@ def test_a_store_that_gives_up_has_not_died() -> None:
         client.get(b"nothing", 10)  # the frame wakes it
     assert wait_until(lambda: seen)[0] == StoreLost("3 of 4 processes fell silent", False, sure=False)
     client.close()
+
+
+def test_a_way_to_the_store_that_timed_out_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system gave it up, whatever patience the call had; the thread that reads looks for another one."""
+
+    def timed_out(*_: object) -> None:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    unique_id = get_unique_id(Config(linger=0), loopback=True)
+    client = ControlClient(unique_id, 0, 1, 10)
+    monkeypatch.setattr(uplink, "send_all", timed_out)
+    with pytest.raises(hetcoll.PeerLostError, match="hosts the job's store"):
+        client.get(b"nothing", 10)
+    client.close()
+    store._hosted[unique_id.job_id].close()
 
 
 def test_a_store_that_is_gone_is_not_waited_for() -> None:

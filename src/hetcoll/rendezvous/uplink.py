@@ -213,7 +213,8 @@ class Uplink:
             try:
                 self._put(op, body, request, time.monotonic() + seconds)
             except OSError as error:
-                if self.closing or self._over or (isinstance(error, TimeoutError) and not self._behind):
+                patient = isinstance(error, TimeoutError) and error.errno is None  # not the system's, which gave it up
+                if self.closing or self._over or (patient and not self._behind):
                     raise
                 self.shut_down()  # who reads notices, and finds another way
 
