@@ -1,4 +1,4 @@
-"""What becomes of calls over kernel verbs when cables, devices and ranks fail (tests/verbs/suite_faults.py)."""
+"""What becomes of calls over kernel verbs when cables, devices and ranks fail: suites of tests/verbs, in a guest."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ pytestmark = [
 
 
 def test_faults() -> None:
-    run_suites("suite_faults.py", "suite_mtu.py")
+    run_suites("suite_faults.py", "suite_mtu.py", "suite_campaign.py")
