@@ -7,6 +7,7 @@ failure of the listener.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import struct
 import threading
@@ -24,9 +25,10 @@ from hetcoll.rendezvous.connections.auth import CLAIM, GREETING, Challenge, Resp
 from hetcoll.rendezvous.connections.sockets import receive_exactly
 from hetcoll.rendezvous.control import WORLD, ControlClient
 from hetcoll.rendezvous.protocol.unique_id import UniqueId
-from hetcoll.rendezvous.protocol.wire import F64, U32, FrameReader, Op, Status, header, pack
+from hetcoll.rendezvous.protocol.wire import F64, U32, U64, FrameReader, Op, Status, header, pack
 from hetcoll.rendezvous.relay import Relay
 from hetcoll.rendezvous.store import server
+from hetcoll.rendezvous.uplink import TOKEN_BYTES, Entry, Kind
 
 from .targets import SECRET
 
@@ -41,14 +43,19 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def frames(data: bytes) -> bytes:
-    """Bytes for people who speak the protocol: whole frames of known fields, as `data` says, then its rest."""
+_PAST_THE_STREAM = {Op.ENTER, Op.ACK, Op.SYNC, Op.BEAT, Op.CUT, Op.RESYNC, Op.SYNCED}
+
+
+def frames(data: bytes, number: int = 0) -> bytes:
+    """Bytes for people who speak the protocol: whole frames of known fields, as `data` says, then its rest. The first
+    has this number in its stream."""
     parts, at = [], 0
     while at + 2 <= len(data) and len(parts) < 40:
         op, count = _OPS[data[at] % len(_OPS)], data[at + 1] % 8
         chosen = data[at + 2 : at + 2 + count]
         body = pack(_FIELDS[each % len(_FIELDS)] for each in chosen)
-        parts += [header(op, body, request=data[at + 1], status=data[at + 1] >> 6), body]
+        parts += [header(op, body, data[at + 1], data[at + 1] >> 6, number), body]
+        number += op not in _PAST_THE_STREAM
         at += 2 + count
     return b"".join(parts) + data[at:]
 
@@ -67,6 +74,12 @@ def quiet() -> Iterator[None]:
         logging.getLogger("hetcoll").removeHandler(handler)
         threading.excepthook = before
     assert not said, "\n".join(said)
+
+
+def _entry() -> bytes:
+    """The first frame of a member."""
+    body = Entry(Kind.MEMBER, os.urandom(TOKEN_BYTES), 1, attempt=time.monotonic_ns()).pack()
+    return header(Op.ENTER, body) + body
 
 
 def _give(sock: socket.socket, data: bytes) -> None:
@@ -103,7 +116,7 @@ def store_and_members() -> Iterator[Take]:
 
         def take(data: bytes) -> None:
             sock, _ = probe.connect_store(unique_id, time.monotonic() + SECONDS)
-            _give(sock, frames(data))
+            _give(sock, _entry() + frames(data))
             served()
             sock.close()
             served()
@@ -134,7 +147,7 @@ def relay_and_children() -> Iterator[Take]:
         def take(data: bytes) -> None:
             where = (relay._token, relay._entry.addresses, time.monotonic() + SECONDS)
             sock = probe.connect_relay(unique_id, *where)
-            _give(sock, frames(data))
+            _give(sock, _entry() + frames(data))
             probe.connect_relay(unique_id, *where).close()  # it serves the next one after what came before
             sock.close()
             served()
@@ -176,36 +189,39 @@ def links_and_strangers() -> Iterator[Take]:
 @contextmanager
 def member_and_store() -> Iterator[Take]:
     """A member, and a store that says anything once it has let it in: the member's calls end with errors of ours."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def serve(data: bytes) -> None:
-            sock, _ = listener.accept()
-            with sock:
-                sock.settimeout(SECONDS)
-                challenge = Challenge(SECRET, Service.STORE, bytes(16))
-                sock.sendall(challenge.greeting)
-                sock.sendall(challenge.judge(sock.recv(CLAIM.size, socket.MSG_WAITALL)).verdict)
-                join = next(FrameReader().feed(sock.recv(1 << 16)))
-                answer = pack([U32.pack(0)])
-                with suppress(OSError):
-                    sock.sendall(header(Op.REPLY, answer, join.request, Status.OK) + answer + frames(data))
-                    sock.shutdown(socket.SHUT_WR)
-                    while sock.recv(1 << 16):
-                        pass
+    def serve(listener: socket.socket, data: bytes) -> None:
+        with listener:
+            sock, _ = listener.accept()  # who comes again finds nobody
+        with sock:
+            sock.settimeout(SECONDS)
+            challenge = Challenge(SECRET, Service.STORE, bytes(16))
+            sock.sendall(challenge.greeting)
+            sock.sendall(challenge.judge(sock.recv(CLAIM.size, socket.MSG_WAITALL)).verdict)
+            reader, answer = FrameReader(), pack([U32.pack(0)])
+            next(reader.feed(sock.recv(1 << 16)))  # it enters
+            sock.sendall(header(Op.WELCOME, U64.pack(0)) + U64.pack(0))
+            join = next(reader.feed(sock.recv(1 << 16)))
+            with suppress(OSError):
+                sock.sendall(header(Op.REPLY, answer, join.request, Status.OK) + answer + frames(data, 1))
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1 << 16):
+                    pass
 
-        def take(data: bytes) -> None:
-            thread = threading.Thread(target=serve, args=(data,))
-            thread.start()
-            unique_id = UniqueId((listener.getsockname(),), bytes(16), SECRET)
-            client = ControlClient(unique_id, 0, 1, SECONDS, lambda group, event: b"here")
-            with suppress(HetcollError):
-                client.exchange(WORLD, b"tag", b"blob", SECONDS)
-            client.close()
-            thread.join(SECONDS)
-            assert not thread.is_alive()
-            assert not client._thread.is_alive()
+    def take(data: bytes) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        unique_id = UniqueId((listener.getsockname(),), bytes(16), SECRET)
+        thread = threading.Thread(target=serve, args=(listener, data))
+        thread.start()
+        client = ControlClient(unique_id, 0, 1, SECONDS, lambda group, event: b"here")
+        with suppress(HetcollError):
+            client.exchange(WORLD, b"tag", b"blob", SECONDS)
+        client.close()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+        assert not client._thread.is_alive()
 
-        yield take
+    yield take
 
 
 LISTENERS = {

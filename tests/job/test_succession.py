@@ -96,25 +96,6 @@ def test_others_do_not_notice(launch: Launch) -> None:
     assert set(found(ranks, 0).values()) == {3}
 
 
-def cut_off(comm: hetcoll.Communicator) -> str:
-    """The connection of rank 1 to the store breaks, and the store lives."""
-    if comm.rank == 1:
-        comm._session.control._uplink.shut_down()
-    with pytest.raises(hetcoll.PeerLostError) as caught:
-        work(comm)
-    assert caught.value.rank == 1
-    if comm.rank != 1:
-        works(comm.shrink())
-    return str(caught.value)
-
-
-def test_who_loses_its_connection_alone_is_lost(launch: Launch) -> None:
-    zero, one, two = launch(3).run(cut_off)
-    assert "its connection to the job's store was lost, and the others went on without it" in one
-    for other in (zero, two):
-        assert "rank 1 was lost: its process died: the connection ended" in other
-
-
 def stop_the_first(comm: hetcoll.Communicator, who: Path) -> int:
     """The first successor is stopped when rank 0 dies."""
     pids = comm.allgather(np.array([os.getpid()]))

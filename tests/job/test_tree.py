@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import wait_until
+from resetting import resets
 
 from hetcoll.config.env import Config
 from hetcoll.errors import AuthenticationError, CommunicationError, InitError, PeerLostError
@@ -105,7 +107,7 @@ class Job:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs of more than two ranks have trees, of four children a relay, and the ranks here are no rank 0's."""
-    for module in (uplink, exchanges, store):
+    for module in (tree, exchanges, store):
         monkeypatch.setattr(module, "FEW", 2)
     monkeypatch.setattr(tree, "FAN", 4)
     monkeypatch.setattr(tree, "_PATIENCE", 0.1)
@@ -175,7 +177,7 @@ def test_newcomers_come_through_relays_or_straight(job: Job) -> None:
         found = [*zip(members, places, strict=True), *(each.result(30) for each in coming)]
         assert {place.rank for _, place in found} == set(range(SIZE + 2))
         assert {(place.group, place.size, place.told) for _, place in found} == {(places[0].group, SIZE + 2, b"told")}
-        assert {client._uplink._stream is None for client, _ in found[-2:]} == {True, False}
+        assert {client._uplink.behind for client, _ in found[-2:]} == {True, False}
         told = [b"%d" % rank for rank in range(SIZE + 2)]
         assert job.all([lambda f=f: enter(*f) for f in found]) == [told] * (SIZE + 2)  # type: ignore[misc]
         flags = [lambda r=r, c=c: decisions.agree(c, WORLD, 1, 1 << r, 30) for r, c in enumerate(members)]  # type: ignore[misc]
@@ -254,9 +256,9 @@ def test_who_leaves_a_relay_that_is_slow_is_not_lost(job: Job, monkeypatch: pyte
     way, go_on, silent = leaver.client._uplink, threading.Event(), [True]
     come, read, children = way._come, way._read, len(held._children)
 
-    def come_late(deadline: float, *, again: bool) -> None:
+    def come_late(deadline: float, *, again: bool) -> uplink.Place:
         go_on.wait(60)
-        come(deadline, again=again)
+        return come(deadline, again=again)
 
     def hear_nothing() -> bytes | None:
         if silent.pop() if silent else False:
@@ -339,6 +341,35 @@ def test_all_hear_of_the_end_of_the_store(job: Job, orderly: bool) -> None:
         each.wait_for(lambda event: isinstance(event, StoreLost) and event.orderly is orderly)
 
 
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 1 << 30))
+def test_nobody_is_lost_where_connections_are_reset(seed: int) -> None:
+    """To the store, to relays, and of relays."""
+    job = Job()
+    with ExitStack() as stack:
+        stack.callback(job.close)
+        job.enter()
+
+        def connections() -> list[socket.socket]:
+            relays = [each.client._relay for each in job.ranks if each.client._relay is not None]
+            ways = [each._up.sock for each in relays if each._up is not None]
+            return ways + [each.client._uplink.sock for each in job.ranks]
+
+        told = [b"%d" % rank for rank in range(SIZE)]
+        with resets(connections, 0.02, seed) as count:
+            for turn in range(5):
+                assert [each.result(60) for each in job.exchange(b"%d" % turn, job.ranks)] == [told] * SIZE
+                who = job.ranks[turn].client
+                assert who.query(WORLD, b"?", 30) == dict(enumerate(told))
+                who.put(b"key", b"%d" % turn)
+                assert job.ranks[-1].client.get(b"key", 30) == b"%d" % turn
+            wait_until(lambda: count[0] > 20, 20)
+        verdict = job.ranks[3].client.post_verdict(WORLD, b"kind", b"why")
+        for each in job.ranks:
+            each.wait_for(lambda event: event == verdict)
+            assert [event for event in each.seen if not isinstance(event, Query)] == [verdict]
+
+
 def test_a_relay_lets_in_who_knows_the_secret_and_nobody_else(job: Job) -> None:
     served = job.a_relay().client._relay
     assert served is not None
@@ -367,7 +398,7 @@ def test_who_cannot_reach_a_relay_is_sent_to_another(job: Job) -> None:
     node.entry = node.entry._replace(addresses=(("127.0.0.1", 9),))
     for each in job.ranks:
         if each.client._uplink.behind:
-            each.client._uplink.shut_down()  # its connection is lost, and so is it
+            each.client._uplink.end()  # its connection is lost, and so is it
     late = Relay(job.unique_id, "127.0.0.1", SIZE, 20)
     deadline = time.monotonic() + 20
     while late._up is None and time.monotonic() < deadline:

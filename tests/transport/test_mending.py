@@ -34,7 +34,7 @@ from hetcoll.links.edges import Came, EdgeKey, Request
 from hetcoll.links.listener import Listener
 from hetcoll.links.mending import Mending
 from hetcoll.plan.algorithms import ALGORITHMS
-from hetcoll.rendezvous.connections.sockets import receive_exactly
+from hetcoll.rendezvous.connections.sockets import close_hard, receive_exactly
 from hetcoll.types import Collective
 
 Pool = Callable[..., Ranks]
@@ -313,7 +313,7 @@ def test_a_connection_that_breaks_in_the_handshake_is_made_once_more(ends: list[
         if not held.is_set():
             held.set()
             for sock in made.values():
-                mending._close_hard(sock.dup())
+                close_hard(sock.dup())
                 sock.shutdown(socket.SHUT_RDWR)
         return made
 

@@ -206,6 +206,24 @@ def test_who_does_not_know_the_secret_is_not_let_in() -> None:
         connect_store(replace(unique_id, secret=bytes(32)), time.monotonic() + 10)
 
 
+def test_a_socket_that_is_closed_says_nothing_over_another() -> None:
+    """Whose descriptor has the same number."""
+    unique_id = get_unique_id(Config(secret=b"ours", tls=True), loopback=True)
+    sock, _ = connect_store(unique_id, time.monotonic() + 10)
+    here, there = socket.socketpair()
+    with here, there:
+        number = sock.fileno()
+        sock.close()
+        os.dup2(here.fileno(), number)
+        try:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                sock.send(b"what another socket is to carry")
+            with pytest.raises(BlockingIOError):
+                there.recv(1, socket.MSG_DONTWAIT)
+        finally:
+            os.close(number)
+
+
 def pairs(*, tls: bool) -> tuple[Listener, Listener]:
     return tuple(Listener(Config(tls=tls), SECRET, loopback=True) for _ in range(2))  # type: ignore[return-value]
 

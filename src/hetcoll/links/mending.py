@@ -10,10 +10,8 @@ the other end knows of is refused, so an old connection that turns up late is of
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
-import struct
 import sys
 import threading
 import time
@@ -23,7 +21,7 @@ from typing import Protocol
 
 from .. import lifetime
 from ..errors import ClosedError, HetcollError, InitError
-from ..rendezvous.connections.sockets import receive_exactly, send_all, spell_error
+from ..rendezvous.connections.sockets import close_hard, receive_exactly, send_all, spell_error
 from .edges import CAME, Address, Came, EdgeKey, Request
 from .listener import Listener
 
@@ -36,7 +34,6 @@ _HELD_SECONDS = 1.0  # the same for whom the peer has reached already: that conn
 _PAUSE = 0.1  # seconds between tries
 _TELLING_SECONDS = 5.0
 _SETTLING_SECONDS = 5.0  # in which some byte has to arrive
-_HARD = struct.pack("ii", 1, 0)
 
 
 class Owner(Protocol):
@@ -228,7 +225,7 @@ class Mending:
                 theirs = Came(*CAME.unpack(receive_exactly(sock, CAME.size, deadline)))
             except OSError as error:
                 log.debug("rank %d: %s: %s", self._rank, key, spell_error(error))
-                _close_hard(sock)
+                close_hard(sock)
             else:
                 self._resume(lost.owner, lost.place, lost.tries, sock, theirs)
                 resumed = True
@@ -262,12 +259,12 @@ class Mending:
             if owner.is_lost(*place):
                 self._resume(owner, place, key.life, sock, came)
                 return
-        _close_hard(sock)
+        close_hard(sock)
 
     def _resume(self, owner: Owner, place: tuple[int, int, int], number: int, sock: socket.socket, came: Came) -> None:
         peer, fd = place[0], sock.detach()
         if not owner.resume_socket(*place, number, fd, came):
-            _close_hard(socket.socket(fileno=fd))
+            close_hard(socket.socket(fileno=fd))
             return
         with self._lock:
             why, spoiled = self._why.pop(peer, ("", False))
@@ -284,10 +281,3 @@ class Mending:
                 why,
                 "spoiled_pieces and resent_pieces" if spoiled else "tcp_reconnects",
             )
-
-
-def _close_hard(sock: socket.socket) -> None:
-    """With a reset: the end of the stream would say that this rank ends it."""
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _HARD)
-    sock.close()

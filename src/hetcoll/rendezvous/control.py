@@ -193,7 +193,8 @@ class ControlClient:
 
     def holds(self) -> Held:
         """The connection and its thread, and the store where this process hosts it."""
-        mine = Held((self._end is None) + self._succession.descriptors, self._thread.is_alive())
+        connected = self._uplink.descriptors if self._end is None else 0
+        mine = Held(connected + self._succession.descriptors, self._thread.is_alive())
         others = [each.holds() for each in (self._relay, hosted_here(self.unique_id.job_id)) if each is not None]
         return Held(*map(sum, zip(mine, *others, strict=True)))
 
@@ -224,7 +225,7 @@ class ControlClient:
     def abandon(self) -> None:
         """In a forked child: close the inherited socket; every call raises ClosedError."""
         self._forked = self._closing = True
-        self._uplink.sock.close()
+        self._uplink.close()
         self._succession.close()
 
     def _serve(self) -> None:
@@ -259,7 +260,6 @@ class ControlClient:
                 store = spell_address(self.unique_id.addresses[0])
                 raise InitError(f"the store at {store} did not answer in {seconds:.3g} s")
         except OSError as error:
-            self._uplink.shut_down()
             raise CommunicationError(f"the store could not be told: {spell_error(error)}") from error
         finally:
             self._uplink.forget(number)
@@ -389,7 +389,7 @@ class ControlClient:
         with self._lock:
             self._end = end
             calls, closing = list(self._calls.values()), self._closing
-        self._uplink.sock.close()
+        self._uplink.close()
         for call in calls:
             error = ClosedError("the control connection was closed") if closing else self._store_error(None)
             call.finish(error)

@@ -23,17 +23,16 @@ from ..errors import CommunicationError, HetcollError
 from . import uplink
 from .connections.acceptor import Acceptor, choose_wait
 from .connections.auth import Service
-from .connections.members import Connection
-from .connections.sockets import BACKLOG, receive, spell_error
+from .connections.members import ENDED, Connection
+from .connections.sockets import BACKLOG, broke, receive, spell_error
 from .protocol.routes import Entry, extend_up, pack_down, pack_up, unpack_down
 from .protocol.unique_id import UniqueId
-from .protocol.wire import Frame, FrameReader, Op
+from .protocol.wire import Frame, FrameReader, Op, Status
 
 log = logging.getLogger("hetcoll.relay")
 
 BEAT = 1.0  # seconds
 _FAREWELL = 1.0
-_DIED = b"its process died: the connection ended without a goodbye"
 
 
 class Relay:
@@ -138,8 +137,7 @@ class Relay:
         self._selector.unregister(self._up.sock)
         self._up.sock.close()
         self._dirty.discard(self._up)
-        if not self._behind:  # that was the store itself
-            raise error
+        log.info("a relay's way up is lost: %s", spell_error(error))
         self._come(uplink.RETURN, again=True)
         for child in self._children.values():
             child.send(Op.RESYNC, b"")
@@ -184,15 +182,15 @@ class Relay:
         try:
             action(child, mask)
         except (OSError, CommunicationError) as error:
-            self._lose(child, _DIED if isinstance(error, ConnectionResetError) else spell_error(error).encode())
+            self._lose(child, spell_error(error).encode(), Status.AGAIN if broke(error) else Status.OK)
 
-    def _lose(self, child: Connection, reason: bytes) -> None:
-        """A child is gone, in order where there is no reason."""
+    def _lose(self, child: Connection, reason: bytes, status: Status = Status.OK) -> None:
+        """A child is gone, in order where there is no reason. AGAIN: its connection broke, and it may come again."""
         del self._children[child.child]
         self._selector.unregister(child.sock)
         child.sock.close()
         if reason and self._up is not None:
-            self._up.send(Op.UP, pack_up(child.child, Frame(Op.GONE, 0, 0, reason)))
+            self._up.send(Op.UP, pack_up(child.child, Frame(Op.GONE, status, 0, reason)))
 
     def _admit(self, sock: socket.socket, name: str, context: bytes) -> None:
         child = Connection(sock, name, self._dirty, FrameReader())
@@ -207,7 +205,7 @@ class Relay:
             return
         data = receive(child.sock)
         if data == b"":
-            raise ConnectionResetError
+            raise ConnectionResetError(ENDED)
         assert self._up is not None
         for frame in child.reader.feed(data or b""):
             if frame.op == Op.GONE:

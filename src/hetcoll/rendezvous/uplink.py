@@ -1,9 +1,9 @@
 """The way to the store: straight in small jobs, through a tree of relays in large ones.
 
-Who comes to the store of a job of more than FEW ranks says so in its first frame (`Entry`). The store keeps it, or
-sends it on to a relay: the same handshake there, and the same first frame, which the relay passes on. Where a relay is
-lost, or says nothing for SILENCE seconds, its children come to the store again; what was under way is sent again
-(`streams`). The process with the store is nobody's child; when it is lost, `succession` says where to go.
+Who comes to the store says so in its first frame (`Entry`). The store keeps it, or sends it on to a relay: the same
+handshake there, and the same first frame, which the relay passes on. Where a connection breaks, or a relay says nothing
+for SILENCE seconds, who was connected comes to the store again, and proves the job's secret again; what was under way
+is sent again (`streams`). Where the store is lost itself, `succession` says where to go.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from ..errors import CommunicationError, HetcollError, InitError, parser
 from .connections.probe import connect_relay, connect_store
+from .connections.pulse import Places, Pulse
 from .connections.secure import Socket
-from .connections.sockets import receive, send_all, spell_error, wait_ready
-from .protocol.exchanges import FEW
+from .connections.sockets import broke, close_hard, receive, send_all, spell_error, wait_ready
 from .protocol.streams import Stream
 from .protocol.unique_id import UniqueId, hosted_here
 from .protocol.wire import U32, U64, Frame, FrameReader, Op, Status, header, pack, read_count, unpack
@@ -33,9 +33,10 @@ log = logging.getLogger("hetcoll.uplink")
 SILENCE = 10.0  # seconds without a word from a relay until it is given up
 RETURN = 20.0  # seconds in which whoever lost its relay finds another
 GRACE = 2.0  # seconds in which the members of a small job come to a new store
-ABSENCE = 30.0  # seconds until who has not come back to the store of a large job is lost
+ABSENCE = 30.0  # seconds until who lives and has not come back to the store is lost; of large jobs, who may live
 _RELAY_SECONDS = 10.0  # that a relay has to answer
 _FIRST_PAUSE, _LAST_PAUSE = 0.05, 8.0  # seconds until who was not let in comes again, doubling: many wait at once
+_FAREWELL = 1.0  # seconds that who leaves looks for another way, to say so
 TOKEN_BYTES = 16
 
 
@@ -49,8 +50,8 @@ class Kind(IntEnum):
 class Entry(NamedTuple):
     """Who enters: `token`, random, is the same when it comes again; `received` says how many of the store's frames it
     has by then (a relay: 1). `hosts`: the store lives in this process. `failed` are tokens of relays that did not
-    answer it. A relay says where it listens. `attempt` grows each time: an entry that was given up may arrive after the
-    next one.
+    answer it. `addresses` are where it listens: a relay for its children, a member as `pulse` says. `attempt` grows
+    each time: an entry that was given up may arrive after the next one.
     """
 
     kind: Kind
@@ -59,7 +60,7 @@ class Entry(NamedTuple):
     hosts: bool = False
     received: int = 0
     failed: tuple[bytes, ...] = ()
-    addresses: tuple[tuple[str, int], ...] = ()
+    addresses: Places = ()
     attempt: int = 0
 
     def pack(self) -> bytes:
@@ -86,24 +87,34 @@ class Place(NamedTuple):
     came: int
 
 
-def pack_places(addresses: tuple[tuple[str, int], ...]) -> bytes:
+def pack_places(addresses: Places) -> bytes:
     """Hosts and ports."""
     return pack(part for host, port in addresses for part in (host.encode(), U32.pack(port)))
 
 
 @parser("where a process listens")
-def read_places(body: bytes) -> tuple[tuple[str, int], ...]:
+def read_places(body: bytes) -> Places:
     """What `pack_places` made."""
     parts = iter(unpack(body))
     return tuple((host.decode(), U32.unpack(port)[0]) for host, port in zip(parts, parts, strict=True))
 
 
-def enter(unique_id: UniqueId, entry: Entry, deadline: float, *, again: bool = False) -> Place:
+def enter(
+    unique_id: UniqueId, entry: Entry, deadline: float, *, again: bool = False, pulse: Pulse | None = None
+) -> Place:
     """Come to the store, and to where it sends us. InitError where that cannot be had, or the store refuses."""
     pause = _FIRST_PAUSE
     while True:
         sock, _ = connect_store(unique_id, deadline, there=again)
-        answer, reader = _knock(sock, entry, deadline)
+        again = True  # from here on it is there, or gone
+        if pulse is not None:
+            entry = entry._replace(addresses=pulse.begin(sock))
+        try:
+            answer, reader = _knock(sock, entry, deadline)
+        except OSError as error:
+            if broke(error) and time.monotonic() < deadline:
+                continue
+            raise InitError(f"the way to the job's store: {spell_error(error)}") from error
         if answer.op == Op.WELCOME:
             return Place(sock, reader, False, read_count(answer.body))
         sock.close()
@@ -128,11 +139,13 @@ def enter(unique_id: UniqueId, entry: Entry, deadline: float, *, again: bool = F
 
 def _knock(sock: socket.socket, entry: Entry, deadline: float) -> tuple[Frame, FrameReader]:
     """Say who we are, and take the answer."""
-    reader = FrameReader()
+    reader, again = FrameReader(), True
     try:
-        body = entry._replace(attempt=time.monotonic_ns()).pack()
-        send_all(sock, header(Op.ENTER, body) + body, deadline)
         while True:
+            if again:
+                body = entry._replace(attempt=time.monotonic_ns()).pack()
+                send_all(sock, header(Op.ENTER, body) + body, deadline)
+                again = False
             wait_ready(sock, select.POLLIN, deadline)
             data = receive(sock)
             if data == b"":
@@ -142,10 +155,9 @@ def _knock(sock: socket.socket, entry: Entry, deadline: float) -> tuple[Frame, F
                     raise InitError(frame.body.decode())
                 if frame.op in (Op.WELCOME, Op.GO):
                     return frame, reader
-    except BaseException as error:
-        sock.close()
-        if isinstance(error, OSError) and not isinstance(error, HetcollError):
-            raise InitError(f"the way to the job's store: {spell_error(error)}") from error
+                again = again or frame.op == Op.RESYNC  # it may have been lost with the relay's way to the store
+    except BaseException:
+        close_hard(sock)  # it may have entered
         raise
 
 
@@ -158,16 +170,18 @@ class Uplink:
         self._lock = threading.Lock()
         self._asked: dict[int, tuple[Op, bytes]] = {}  # requests without a reply
         self._behind = self.closing = self._over = False
-        self._connect(deadline, there=False)
+        self._pulse = Pulse()
+        self._heard = 0.0
+        try:
+            self._connect(deadline, there=False)
+        except BaseException:
+            self._pulse.close()
+            raise
 
     def _connect(self, deadline: float, *, there: bool) -> None:
         """To the store, which has never heard of this process. `there`: where nobody answers for it, it is gone."""
-        self._token = os.urandom(TOKEN_BYTES)
-        self._stream = Stream() if self._size > FEW else None
-        if self._stream is None:
-            self.sock, self._reader = connect_store(self._id, deadline, there=there)[0], FrameReader()
-        else:
-            self._come(deadline, again=there)
+        self._token, self._stream = os.urandom(TOKEN_BYTES), Stream()
+        self._go(self._come(deadline, again=there))
 
     @property
     def unique_id(self) -> UniqueId:
@@ -180,25 +194,31 @@ class Uplink:
             self.sock.close()
             self._id, self._behind = unique_id, False
             self._connect(deadline, there=True)
-            self._put(Op.RETURN, report, 0, deadline)
-            for request, (op, body) in list(self._asked.items()):
-                self._put(op, body, request, deadline, Status.AGAIN)
+            again = [(op, body, request, Status.AGAIN) for request, (op, body) in self._asked.items()]
+            for frame in [(Op.RETURN, report, 0, Status.OK), *again]:
+                try:
+                    self._put(*frame, deadline)
+                except OSError:
+                    self._leave_way()  # it is sent again over the next one
 
     @property
     def behind(self) -> bool:
         """Whether it goes through a relay."""
         return self._behind
 
-    def _come(self, deadline: float, *, again: bool) -> None:
-        """Enter, and send again what the store does not have."""
-        assert self._stream is not None
+    def _come(self, deadline: float, *, again: bool) -> Place:
         hosts = hosted_here(self._id.job_id) is not None
         entry = Entry(Kind.MEMBER, self._token, self._size, hosts, self._stream.received)
-        self.sock, self._reader, self._behind, count = enter(self._id, entry, deadline, again=again)
+        pulse = None if hosts else self._pulse  # the store dies with its own process
+        return enter(self._id, entry, deadline, again=again, pulse=pulse)
+
+    def _go(self, place: Place) -> None:
+        """Send again over this way what the store does not have."""
+        self.sock, self._reader, self._behind, count = place
+        self._heard = time.monotonic()
         self._resend(count)
 
     def _resend(self, count: int) -> None:
-        assert self._stream is not None
         self._stream.acknowledge(count)
         for sent in self._stream.again():
             data = header(sent.op, sent.body, sent.request, sent.status, sent.number) + sent.body
@@ -211,24 +231,23 @@ class Uplink:
             if request:
                 self._asked[request] = op, body
             try:
-                self._put(op, body, request, time.monotonic() + seconds)
+                self._put(op, body, request, Status.OK, time.monotonic() + seconds)
             except OSError as error:
-                patient = isinstance(error, TimeoutError) and error.errno is None  # not the system's, which gave it up
+                self._leave_way()
+                patient = isinstance(error, TimeoutError) and not broke(error)  # not the system's, which gave it up
                 if self.closing or self._over or (patient and not self._behind):
                     raise
-                self.shut_down()  # who reads notices, and finds another way
 
     def forget(self, request: int) -> None:
         """Nobody waits for this reply any more."""
         self._asked.pop(request, None)
 
-    def _put(self, op: Op, body: bytes, request: int, deadline: float, status: Status = Status.OK) -> None:
-        number = 0 if self._stream is None else self._stream.put(op, body, request, status).number
+    def _put(self, op: Op, body: bytes, request: int, status: Status, deadline: float) -> None:
+        number = self._stream.put(op, body, request, status).number
         send_all(self.sock, header(op, body, request, status, number) + body, deadline)
 
     def _tell(self, op: Op) -> None:
         """How much has come, past the stream."""
-        assert self._stream is not None
         body = U64.pack(self._stream.received)
         with self._lock:
             send_all(self.sock, header(op, body) + body, time.monotonic() + RETURN)
@@ -236,57 +255,88 @@ class Uplink:
     def end(self) -> None:
         """Shut down for good, whether or not the goodbye has come to the store."""
         self._over = True
-        self.shut_down()
-
-    def shut_down(self) -> None:
-        """Who reads sees the end."""
-        try:
+        with contextlib.suppress(OSError):  # it has ended
             self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            log.debug("shutting the connection to the store down: %s", spell_error(error))
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        self.sock.close()
+        self._pulse.close()
+
+    @property
+    def descriptors(self) -> int:
+        """How many it has open."""
+        return 1 + self._pulse.descriptors
+
+    def _leave_way(self) -> None:
+        """Who reads sees an end, and finds another way. The other end does not: that would be this process's death."""
+        with contextlib.suppress(OSError):  # it broke
+            self.sock.shutdown(socket.SHUT_RD)
 
     def frames(self) -> Iterator[Frame]:
-        """What comes, until the store ends, is lost or cannot be reached: then it ends, or raises."""
-        yield from self._whole(b"")  # that came with the welcome
+        """What comes; raises where the store ends, is lost or cannot be reached."""
+        came = b""  # some came with the welcome
         while True:
             try:
-                data = self._read()
-                if data == b"":
-                    raise ConnectionResetError("the connection ended")
-                yield from self._whole(data or b"")
+                yield from self._whole(came)
+                came = self._read() or b""
             except OSError as error:
-                if not self._behind or self._over or isinstance(error, HetcollError):  # a goodbye is sent again, too
-                    if isinstance(error, ConnectionResetError) and str(error) == "the connection ended":
-                        return
+                if self._over or not self._come_again(error):  # a goodbye is sent again, too
                     raise
-                log.info("the way to the store is lost (%s): looking for another", spell_error(error))
+                came = b""
+
+    def _come_again(self, error: OSError) -> bool:
+        """Find another way to the store; False where there is none."""
+        log.info("the way to the store is lost (%s): looking for another", spell_error(error))
+        deadline = time.monotonic() + (_FAREWELL if self.closing else RETURN)
+        while True:
+            with self._lock:  # nobody sends to a descriptor that is another's by then
+                self._take_leave()
+            try:
+                place = self._come(deadline, again=True)
                 with self._lock:
-                    self._take_leave()
-                    self.sock.close()
-                    self._come(time.monotonic() + RETURN, again=True)
-                yield from self._whole(b"")
+                    self._go(place)
+            except HetcollError as failure:
+                log.info("there is no other way to the store: %s", spell_error(failure))
+                return False
+            except OSError as failure:
+                log.debug("that way broke, too: %s", spell_error(failure))
+            else:
+                return not self._over
 
     def _take_leave(self) -> None:
         """Tell the relay, which may live, that who goes elsewhere has not died. In vain where a frame was cut short."""
-        with contextlib.suppress(OSError):
-            self.sock.send(header(Op.GONE, b""), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        if self._behind:
+            with contextlib.suppress(OSError):
+                self.sock.send(header(Op.GONE, b""), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        close_hard(self.sock)
 
     def _read(self) -> bytes | None:
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
-        if not poll.poll(SILENCE * 1000 if self._behind else None):
-            raise TimeoutError(f"a relay said nothing for {SILENCE:g} s")
-        return receive(self.sock)
+        rest = self._pulse.watch(poll)
+        silence = self._heard + SILENCE - time.monotonic() if self._behind else None
+        waits = [max(0.0, wait) for wait in (rest, silence) if wait is not None]
+        ready = poll.poll(1000 * min(waits) if waits else None)
+        if self._pulse.is_felt(ready):
+            self._tell(Op.ACK)  # where the connection broke, the system says so now
+        if all(fd != self.sock.fileno() for fd, _ in ready):
+            if silence is not None and time.monotonic() >= self._heard + SILENCE:
+                raise TimeoutError(f"a relay said nothing for {SILENCE:g} s")
+            return None
+        self._heard = time.monotonic()
+        data = receive(self.sock)
+        if data == b"":
+            raise ConnectionResetError("the connection ended")
+        return data
 
     def _whole(self, data: bytes) -> Iterator[Frame]:
         for frame in self._reader.feed(data):
             if frame.op == Op.REPLY and frame.status == Status.REFUSED and frame.request == 0:
                 raise CommunicationError(frame.body.decode())
-            if self._stream is None:
-                yield frame
-            elif frame.op == Op.BEAT:
+            if frame.op == Op.BEAT:
                 continue
-            elif frame.op == Op.CUT:
+            if frame.op == Op.CUT:
                 self._over = True
             elif frame.op == Op.RESYNC:
                 self._tell(Op.SYNC)
@@ -296,10 +346,10 @@ class Uplink:
             elif frame.op == Op.ACK:
                 with self._lock:
                     self._stream.acknowledge(read_count(frame.body))
-            elif self._stream.accept(frame.number):
-                if self._stream.owes():
-                    self._tell(Op.ACK)
+            elif self._stream.accept(frame.number, len(frame.body)):
                 if frame.op == Op.SERVE:
                     self._serve()
                 else:
                     yield frame
+                if self._stream.owes():  # not before: where the way broke that raises, and this frame counts as here
+                    self._tell(Op.ACK)

@@ -10,16 +10,15 @@ from itertools import islice
 from ..protocol.routes import Entry, pack_down
 from ..protocol.wire import FrameReader, Op, Status, header
 
+ENDED = "its process died: the connection ended without a goodbye"
 _MAX_UNSENT = 256 << 20  # bytes queued for who does not read
 
 
 class Connection:
-    """A socket and its queue. A `groups.Member` of a small job; in large ones who is at its other end has entered with
-    its `token`, or is the `child` of a relay."""
+    """A socket and its queue. Who is at its other end has entered with its `token`, or is the `child` of a relay."""
 
     def __init__(self, sock: socket.socket, name: str, dirty: set[Connection], reader: FrameReader) -> None:
         self.sock, self.name, self.reader = sock, name, reader
-        self.ranks: dict[bytes, int] = {}
         self.token = b""
         self.child = 0
         self.queue: deque[memoryview] = deque()

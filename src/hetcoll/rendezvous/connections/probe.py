@@ -32,6 +32,7 @@ log = logging.getLogger("hetcoll.probe")
 
 _FIRST_RETRY, _LAST_RETRY = 0.02, 0.5  # seconds between attempts, doubling
 _FOREIGN_RETRY = 2.0  # where something else answered
+_BROKEN = 6  # attempts that broke in the handshake until that counts as an answer
 _NOT_TRIED = "not tried"
 STAGGER = 0.25
 GREETS = 2.0
@@ -62,6 +63,7 @@ class _Place:
     response: Response | None = None  # to its greeting
     claimed: bool = False  # that was sent
     answers: int = 0  # how many attempts have ended
+    broken: int = 0  # by a reset, which says nothing of who listens
     after: _Place | None = None  # the next address of the same listener
     denied: str = ""  # why it did not pass for the store, which it greets as
 
@@ -210,7 +212,8 @@ class Search:
             place.denied = str(error)
             self._retry(place, place.denied, _FOREIGN_RETRY)
         except OSError as error:
-            self._retry(place, spell_error(error))
+            place.broken += place.connected
+            self._retry(place, spell_error(error), answered=not place.connected or place.broken >= _BROKEN)
         return None
 
     def _judge(self, place: _Place, sock: Socket) -> Found | None:
@@ -243,13 +246,13 @@ class Search:
             return "it greets as this job's store but does not answer"
         return "it accepts but does not greet" if place.connected else "no answer"
 
-    def _retry(self, place: _Place, outcome: str, pause: float = 0.0) -> None:
+    def _retry(self, place: _Place, outcome: str, pause: float = 0.0, *, answered: bool = True) -> None:
         if place.sock is not None:
             if place.sock in self._selector.get_map():
                 self._selector.unregister(place.sock)
             place.sock.close()
         place.sock, place.outcome = None, outcome
-        place.answers += 1
+        place.answers += answered
         _let_next(place, 0.0)
         place.due = time.monotonic() + (pause or place.pause)
         place.pause = min(2 * place.pause, _LAST_RETRY)

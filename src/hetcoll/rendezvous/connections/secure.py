@@ -49,6 +49,10 @@ class Socket(socket.socket):
     def sendmsg(self, buffers: Iterable[Any], *rest: Any) -> int:
         return super().sendmsg(buffers, *rest) if self._tls is None else self.send(b"".join(buffers))
 
+    def close(self) -> None:
+        self._tls = None  # which knows the descriptor, and that may soon be another's
+        super().close()
+
     def detach(self) -> int:
         """The descriptor; an engine or a proxy that takes it over goes on encrypted."""
         fd = super().detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -25,6 +26,7 @@ SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOW
 """What ends a connection to a peer that may live."""
 _NAME = 16  # bytes of a congestion control's name
 _UCRED = struct.Struct("3i")
+_HARD = struct.pack("ii", 1, 0)  # of SO_LINGER
 _PACING = b"bbr"  # how those begin that pace
 
 
@@ -39,6 +41,18 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_ALIVE)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT * 1000)
+
+
+def close_hard(sock: socket.socket) -> None:
+    """With a reset: the end of the stream would say that this process ends it."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _HARD)
+    sock.close()
+
+
+def broke(error: Exception) -> bool:
+    """Whether the system says that a connection broke, which both of its ends may survive; else one ended it."""
+    return isinstance(error, OSError) and error.errno is not None
 
 
 def peer_is_us(sock: socket.socket) -> bool:
@@ -91,7 +105,7 @@ def is_itself(sock: socket.socket) -> bool:
     """
     if sock.getsockname() != sock.getpeername():
         return False
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _HARD)
     return True
 
 

@@ -12,7 +12,7 @@ MAX_KEYS = 1 << 20
 
 
 class Member(Protocol):
-    """A connection that has proven the secret. `ranks` says which rank it is in each of its groups."""
+    """A process that has proven the secret. `ranks` says which rank it is in each of its groups."""
 
     name: str
     ranks: dict[bytes, int]

@@ -1,8 +1,8 @@
-"""Frames that are numbered, for who is reached through others: what is lost with one of these is sent again.
+"""Frames that are numbered: what is lost with a connection, or with a relay, is sent again.
 
-A member of a large job reaches the store through relays. When one dies, frames are lost on both sides, always the last
-ones of those that went that way. So each side keeps what the other has not acknowledged, and says how much has come
-when there is a new way. A frame's number is the low 16 bits of its place in the stream; what does not come in its turn
+Where a way between a member and the store breaks, frames are lost on both sides, always the last ones of those that
+went that way. So each side keeps what the other has not acknowledged, and says how much has come when there is a new
+way. A frame's number is the low 16 bits of its place in the stream; what does not come in its turn
 is dropped, since it comes again.
 """
 
@@ -17,6 +17,7 @@ from .wire import Op, Status
 
 _NUMBERS = 1 << 16
 _ACKNOWLEDGE = 64  # frames that came since the last acknowledgement
+_ACKNOWLEDGE_BYTES = 256 << 10  # of these, which the other end keeps so long
 MAX_KEPT = _NUMBERS - 1  # frames that nobody has acknowledged
 
 
@@ -38,6 +39,7 @@ class Stream:
         self._acknowledged = 0  # frames sent that the other end has
         self.received = 0  # frames
         self._told = 0  # of these, of how many the other end knows
+        self._nbytes = 0  # of those of which it does not
 
     def put(self, op: Op, body: bytes, request: int = 0, status: Status = Status.OK) -> Sent:
         """The next frame to send."""
@@ -47,18 +49,19 @@ class Stream:
         self._kept.append(frame)
         return frame
 
-    def accept(self, number: int) -> bool:
-        """Whether the frame that came with this number is the one that is due."""
+    def accept(self, number: int, nbytes: int = 0) -> bool:
+        """Whether the frame that came with this number, and so many bytes, is the one that is due."""
         if number != self.received % _NUMBERS:
             return False
         self.received += 1
+        self._nbytes += nbytes
         return True
 
     def owes(self) -> bool:
         """Whether it is time to acknowledge what was `received`; then it counts as done."""
-        if self.received - self._told < _ACKNOWLEDGE:
+        if self.received - self._told < _ACKNOWLEDGE and self._nbytes < _ACKNOWLEDGE_BYTES:
             return False
-        self._told = self.received
+        self._told, self._nbytes = self.received, 0
         return True
 
     def acknowledge(self, count: int) -> None:

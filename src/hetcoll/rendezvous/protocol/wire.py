@@ -1,8 +1,8 @@
 """Frames of the control plane: a fixed header, then fields with their lengths. Nothing is ever unpickled.
 
 Header, little-endian, 16 bytes: operation u8, status u8, number u16, body bytes u32, request u64. The number is that of
-the frame among those of its member in large jobs (`streams`), else 0. The body of most
-frames is a list of fields, each u32 length and that many bytes. Replies carry the request they answer; pushes carry 0.
+the frame among those of its member (`streams`). The body of most frames is a list of fields, each u32 length and that
+many bytes. Replies carry the request they answer; pushes carry 0.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Op(IntEnum):
     SHRINK = 10  # group, number of the roll call, seconds -> that number, and who answered it: a field a rank, in
     # rising order
     LOOK = 11  # group, tag of an exchange that is over, ranks -> the own value of each
-    ENTER = 12  # a large job's first frame: see `uplink.Entry` -> WELCOME or GO
+    ENTER = 12  # the first frame: see `uplink.Entry` -> WELCOME or GO
     ACK = 13  # how many frames have come, u64; both ways
     SYNC = 14  # the same, after the way has changed -> SYNCED
-    GONE = 15  # of a relay: its child is gone, and why; to a relay: this child goes elsewhere
+    GONE = 15  # of a relay: its child is gone, and why (AGAIN: its connection broke); to a relay: it goes elsewhere
     UP = 16  # of a relay: see `routes`
     AGREE = 17  # group, number, flag i64, seconds -> the bits that the flags of all have who are alive
     GROW = 18  # group, number, how many newcomers, what they are told, seconds -> the new group, rank, size, that
@@ -66,7 +66,7 @@ class Op(IntEnum):
     GO = 72  # the token of a relay and where it listens: see `uplink`; nothing: come again
     SERVE = 73  # this process is to be a relay
     DOWN = 74  # to a relay: see `routes`
-    CUT = 75  # to a relay: a child of its has said goodbye, and its connection is to be closed
+    CUT = 75  # to who has said goodbye: that has come, and the connection is closed
     RESYNC = 76  # from a relay: the way to the store has changed
     SYNCED = 77  # how many frames of this member came, u64
     BEAT = 78  # from a relay, now and then: it is there

@@ -1,7 +1,7 @@
 """What the store does, without its sockets: groups of ranks, exchanges and verdicts; keys are in `keys`, questions
 in `questions`, what ranks decide together in `rolls`.
 
-A member is one connection; it may be a rank of several groups. Everything a member waits for has a deadline, and is
+A member is one process; it may be a rank of several groups. Everything a member waits for has a deadline, and is
 answered sooner when a rank it waits for is gone. A group is forgotten when all of its ranks have come and gone, or when
 those that came have gone and one of them is back: then it begins anew, for ranks that close and start again.
 """

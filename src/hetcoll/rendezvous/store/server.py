@@ -19,8 +19,8 @@ from ...config.limits import Held, reserve_descriptors
 from ...errors import CommunicationError
 from ..connections.acceptor import Acceptor, Fetch, choose_wait
 from ..connections.auth import Service
-from ..connections.members import Connection
-from ..connections.sockets import SILENT, receive, spell_error
+from ..connections.members import ENDED, Connection
+from ..connections.sockets import broke, receive, spell_error
 from ..protocol.exchanges import FEW
 from ..protocol.unique_id import HOSTED
 from ..protocol.wire import F64, FrameReader, Op, Status, header, pack
@@ -63,12 +63,12 @@ class StoreServer:
         charge = pack((context, bytes([open_fetch, tls]), F64.pack(linger)))
         launched = any(context[16:]) and not succeeds[0]
         self._groups = Groups(launched=launched, reserve=_reserve, charge=charge, succeeds=succeeds)
-        self._tree = Tree(self._groups, self._part_with)
         self._connections: dict[int, Connection] = {}
         self._dirty: set[Connection] = set()  # have something queued since the last flush
         self._closing = self._retiring = False
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
+        self._tree = Tree(self._groups, self._part_with, self._selector)
         self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._wake_read.recv(64))
         body = pack([unique_id])
         fetch = Fetch(header(Op.REPLY, body) + body, open_fetch)
@@ -99,7 +99,8 @@ class StoreServer:
 
     def holds(self) -> Held:
         """Its sockets, its selector and its thread."""
-        return Held(3 + self._acceptor.descriptors + len(self._connections), self._thread.is_alive())
+        others = self._acceptor.descriptors + self._tree.pulses.descriptors
+        return Held(3 + others + len(self._connections), self._thread.is_alive())
 
     @property
     def refused(self) -> int:
@@ -120,6 +121,7 @@ class StoreServer:
         self._forget()
         self._selector.close()  # never unregister: the epoll set is shared with the parent
         self._acceptor.abandon()
+        self._tree.pulses.abandon()
         for sock in (self._wake_read, self._wake_write, *(each.sock for each in list(self._connections.values()))):
             sock.close()
 
@@ -127,6 +129,7 @@ class StoreServer:
         try:
             while True:
                 wait = choose_wait(self._groups.tick(), self._tree.tick(), self._acceptor.prepare())
+                self._look_who_is_left()
                 if self._closing or self._groups.alone or self._left():
                     break
                 self._turn(wait)
@@ -135,6 +138,7 @@ class StoreServer:
             log.exception("the store failed")  # members see that it is lost
         finally:
             self._acceptor.close()
+            self._tree.pulses.abandon()
             for connection in list(self._connections.values()):
                 connection.sock.close()
             self._selector.close()
@@ -147,6 +151,11 @@ class StoreServer:
     def _forget(self) -> None:
         _hosted.pop(self._job_id, None)
         HOSTED.pop(self._job_id, None)
+
+    def _look_who_is_left(self) -> None:
+        """Set `_idle` where that is nobody: some have not entered yet, others are missing."""
+        if not self._idle.is_set() and not self._tree.keeps and all(each.token for each in self._connections.values()):
+            self._idle.set()
 
     def _left(self) -> bool:
         """Whether all have gone, and nobody else will come: as to a store after the one before it was lost."""
@@ -179,8 +188,7 @@ class StoreServer:
         try:
             action(connection)
         except (OSError, CommunicationError) as error:
-            silent = isinstance(error, OSError) and error.errno in SILENT
-            self._disconnect(connection, spell_error(error), silent=silent)
+            self._disconnect(connection, spell_error(error), broke=broke(error))
         except Exception as error:
             log.exception("serving %s", connection.name)
             self._disconnect(connection, f"the store failed: {error!r}")
@@ -188,33 +196,23 @@ class StoreServer:
     def _read(self, connection: Connection) -> None:
         data = receive(connection.sock)
         if data == b"":
-            raise ConnectionResetError("its process died: the connection ended without a goodbye")
+            raise ConnectionResetError(ENDED)
         for frame in connection.reader.feed(data or b""):
-            if frame.op == Op.ENTER or connection.token:
-                self._tree.handle(connection, frame)
-                if self._connections.get(connection.sock.fileno()) is not connection:
-                    return
-            elif frame.op == Op.BYE:
-                self._disconnect(connection, "")
+            self._tree.handle(connection, frame)
+            if self._connections.get(connection.sock.fileno()) is not connection:
                 return
-            else:
-                self._groups.handle(connection, frame)
 
     def _flush(self, connection: Connection) -> None:
         connection.flush_with(self._selector)
 
-    def _disconnect(self, connection: Connection, reason: str, *, silent: bool = False) -> None:
-        """Close a connection and tell its groups. An empty reason is a goodbye."""
+    def _disconnect(self, connection: Connection, reason: str, *, broke: bool = False) -> None:
+        """Close a connection that has ended, or only `broke`. An empty reason is a goodbye."""
         del self._connections[connection.sock.fileno()]
         self._selector.unregister(connection.sock)
         connection.sock.close()
         self._dirty.discard(connection)
         log.debug("%s is gone: %s", connection.name, reason or "goodbye")
-        self._groups.drop(connection, reason, silent=silent)
-        self._tree.lost(connection, reason, silent=silent)
-        others = (each for each in self._connections.values() if not self._tree.relays(each))
-        if not self._tree.members and not any(map(self._groups.keeps, others)):
-            self._idle.set()
+        self._tree.lost(connection, reason, broke=broke)
 
     def _part_with(self, connection: Connection) -> None:
         """The tree has no more use for a connection."""

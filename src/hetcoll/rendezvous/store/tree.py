@@ -1,20 +1,24 @@
-"""The store's side of a large job's tree: who is connected to whom, and who is told to go where.
+"""The store's side of all members: who is connected to whom, and in large jobs who is told to go where.
 
-The first members stay with the store, and each that is asked to becomes a relay beside its own membership. Later ones
-are sent to the relay nearest to the store that has room; while there is none, they wait. A member is lost when its own
-connection ends. When a relay's ends, those behind it are missing and not lost: they come back elsewhere, each with what
-it has of the frames that were sent to it. Who has not come back after ABSENCE seconds is lost.
+The members of small jobs stay with the store. So do the first ones of a large job, and each that is asked to becomes a
+relay beside its own membership. Later ones are sent to the relay nearest to the store that has room; while there is
+none, they wait. A member is lost when its own connection ends. Where that breaks, it is missing until its `pulse` says
+that it is dead; and where a relay is lost, those behind it are. Who is missing comes back elsewhere, with what it has
+of the frames that were sent to it. Who has not come back after ABSENCE seconds is lost.
 """
 
 from __future__ import annotations
 
 import logging
+import selectors
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ...errors import CommunicationError
 from ..connections.members import Connection
+from ..connections.pulse import Pulses
+from ..protocol.exchanges import FEW
 from ..protocol.routes import Entry as Way
 from ..protocol.routes import Route, unpack_up
 from ..protocol.streams import Stream
@@ -93,26 +97,29 @@ class _Waiting(NamedTuple):
 
 
 class Tree:
-    """All nodes. `end` closes a connection of the store's own, once what is queued is sent. One thread calls it."""
+    """All nodes. `end` closes a connection of the store's own, once what is queued is sent. One thread calls it, and
+    what it is told by `selector`."""
 
-    def __init__(self, groups: Groups, end: Callable[[Connection], None]) -> None:
+    def __init__(self, groups: Groups, end: Callable[[Connection], None], selector: selectors.BaseSelector) -> None:
         self._groups, self._end = groups, end
+        self.pulses = Pulses(selector, self._hear_of_death)
         self._nodes: dict[bytes, Node] = {}
         self._relays: list[Node] = []  # in the order in which they came
         self._waiting: list[_Waiting] = []
-        self._missing: dict[bytes, float] = {}  # relays that were lost, and until when their children may come back
-        self._members = self._asked = 0
+        self._missing: dict[bytes, float] = {}  # until when members, or children of lost relays, may come back
+        self._asked = 0
         self._own = dict.fromkeys(Kind, 0)  # how many are connected to the store itself
         self._recruit_at = 0.0
 
     @property
-    def members(self) -> int:
-        """How many there are."""
-        return self._members
+    def keeps(self) -> bool:
+        """Whether the store is to go on for somebody."""
+        return any(each.entry.kind is Kind.MEMBER and self._groups.keeps(each) for each in self._nodes.values())
 
     def tick(self) -> float | None:
         """Do what is due; the seconds until the next deadline."""
-        now, waits = time.monotonic(), list[float]()
+        pulse = self.pulses.tick()
+        now, waits = time.monotonic(), [] if pulse is None else [pulse]
         for token, until in list(self._missing.items()):
             if until <= now and self._missing.pop(token, None) is not None:
                 self._give_up(self._nodes[token])
@@ -158,7 +165,8 @@ class Tree:
         if frame.op == Op.ENTER:
             self._enter_behind(relay, number, Entry.read(frame.body))
         elif child is not None and frame.op == Op.GONE:
-            self._lose(child, frame.body.decode(errors="replace"))
+            lose = self._miss if frame.status == Status.AGAIN else self._lose
+            lose(child, frame.body.decode(errors="replace"))
         elif child is not None:
             self._frame(child, frame)
 
@@ -167,7 +175,7 @@ class Tree:
             node.sync(read_count(frame.body), Op.SYNCED)
         elif frame.op == Op.ACK:
             node.stream.acknowledge(read_count(frame.body))
-        elif node.entry.kind is Kind.MEMBER and node.stream.accept(frame.number):
+        elif node.entry.kind is Kind.MEMBER and node.stream.accept(frame.number, len(frame.body)):
             if node.stream.owes():
                 node.emit(Op.ACK, U64.pack(node.stream.received))
             if frame.op == Op.BYE:
@@ -175,17 +183,12 @@ class Tree:
             else:
                 self._groups.handle(node, frame)
 
-    def lost(self, connection: Connection, reason: str, *, silent: bool) -> None:
-        """A connection of the store's own has ended, or is `silent`."""
+    def lost(self, connection: Connection, reason: str, *, broke: bool) -> None:
+        """A connection of the store's own has ended, or only `broke`."""
         self._waiting = [each for each in self._waiting if each.connection is not connection]
         node = self._nodes.get(connection.token)
         if node is not None and node.connection is connection:
-            self._lose(node, reason, silent=silent)
-
-    def relays(self, connection: Connection) -> bool:
-        """Whether a relay is at its other end, not a member."""
-        node = self._nodes.get(connection.token)
-        return node is not None and node.entry.kind is Kind.RELAY
+            (self._miss if broke else self._lose)(node, reason)
 
     # Entering.
 
@@ -197,7 +200,7 @@ class Tree:
             connection.send(Op.REPLY, b"the job has gone on without this process", 0, Status.REFUSED)
             return
         most = FAN if len(entry.failed) < _TRIES else 2 * FAN
-        if entry.hosts or self._own[entry.kind] < most:
+        if entry.hosts or entry.size <= FEW or self._own[entry.kind] < most:
             self._attach(connection, None, 0, entry)
         elif entry.kind is Kind.RELAY or len(self._waiting) < MAX_WAITING:
             self._waiting.insert(0 if entry.kind is Kind.RELAY else len(self._waiting), _Waiting(connection, entry))
@@ -207,7 +210,7 @@ class Tree:
 
     def _enter_behind(self, relay: Node, number: int, entry: Entry) -> None:
         node = self._nodes.get(entry.token)
-        if number in relay.children or (node is not None and entry.attempt <= node.entry.attempt):
+        if relay.children.get(number) not in (None, node) or (node is not None and entry.attempt <= node.entry.attempt):
             return  # it has gone elsewhere since
         if entry.token not in self._nodes and entry.received:
             text = b"the job has gone on without this process"
@@ -232,11 +235,9 @@ class Tree:
             node = self._nodes[entry.token] = Node(self, entry, name)
             if entry.kind is Kind.RELAY:
                 self._relays.append(node)
-            else:
-                self._members += 1
         self._detach(node)
         node.entry = entry
-        self._missing.pop(entry.token, None)
+        self._find(entry.token)
         node.parent, node.connection, node.number = parent, connection, number
         if connection is not None:
             connection.token = entry.token
@@ -297,16 +298,39 @@ class Tree:
             self._detach(node)
             self._missing[node.entry.token] = time.monotonic() + ABSENCE
             return
-        way = node.way()
-        if not reason and way is not None and way[1]:
+        log.info("%s is lost: %s", node.name, reason or "goodbye")
+        if not reason:
             node.emit(Op.CUT, b"")
         del self._nodes[node.entry.token]
-        self._members -= 1
+        self._find(node.entry.token)
         self._detach(node)
         self._groups.drop(node, reason, silent=silent)
 
+    def _miss(self, node: Node, reason: str) -> None:
+        """Its own connection broke, which is no death as yet."""
+        entry = node.entry
+        if entry.kind is Kind.RELAY or not (entry.addresses or entry.hosts):
+            self._lose(node, reason)
+            return
+        log.info("%s is missing: %s", node.name, reason)
+        self._detach(node)
+        self._missing[entry.token] = time.monotonic() + ABSENCE
+        if not entry.hosts:
+            self.pulses.feel(entry.token, entry.addresses[0], reason)
+
+    def _find(self, token: bytes) -> None:
+        """It is missing no more."""
+        self._missing.pop(token, None)
+        self.pulses.forget(token)
+
+    def _hear_of_death(self, token: bytes, reason: str, silent: bool) -> None:
+        self._lose(self._nodes[token], reason, silent=silent)
+
     def _give_up(self, relay: Node) -> None:
-        """A relay has not come back, nor have those that are still behind it."""
+        """Who is missing has not come back; nor have those that are still behind it, where that is a relay."""
+        if relay.entry.kind is Kind.MEMBER:
+            self._lose(relay, f"its connection broke, and it did not come back within {ABSENCE:g} s", silent=True)
+            return
         del self._nodes[relay.entry.token]
         self._relays.remove(relay)
         for child in list(relay.children.values()):

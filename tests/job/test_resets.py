@@ -1,0 +1,396 @@
+"""Connections to the store that break though both ends live: made again, and nothing is lost or comes twice."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from losing import lose, work, works
+from ranks import Job, Ranks, wait_until
+from resetting import reset, resets, vanish
+from test_control import Events, first_line, in_parallel, join_all, member
+from thorough import parametrize
+
+import hetcoll
+from hetcoll.config.env import Config
+from hetcoll.errors import AuthenticationError, InitError, PeerLostError
+from hetcoll.rendezvous import uplink
+from hetcoll.rendezvous.bootstrap import get_unique_id
+from hetcoll.rendezvous.connections import pulse
+from hetcoll.rendezvous.control import WORLD, ControlClient
+from hetcoll.rendezvous.protocol.news import Left, Lost, StoreLost
+from hetcoll.rendezvous.protocol.unique_id import UniqueId
+from hetcoll.rendezvous.protocol.wire import Op
+from hetcoll.rendezvous.store import server as store
+from hetcoll.rendezvous.store import tree
+
+Launch = Callable[..., Ranks]
+TLS = {"HETCOLL_TLS": "1", "HETCOLL_SECRET": "of this job"}
+KINDS = parametrize("env", [{}, TLS, {"HETCOLL_TRANSPORT": "tcp"}], ids=["plain", "tls", "tcp"], first=2)
+may_vanish = pytest.mark.skipif(os.geteuid() != 0, reason="it takes CAP_NET_ADMIN")
+
+
+@pytest.fixture
+def unique_id() -> Iterator[UniqueId]:
+    made = get_unique_id(Config(linger=0), loopback=True)
+    yield made
+    store._hosted[made.job_id].close()
+
+
+def to_the_store(job_id: bytes) -> list[socket.socket]:
+    """The store's ends; none where it lives elsewhere."""
+    hosted = store._hosted.get(job_id)
+    return [] if hosted is None else [each.sock for each in list(hosted._connections.values())]
+
+
+def resetting(comm: hetcoll.Communicator, seconds: float = 0.004) -> contextlib.AbstractContextManager[list[int]]:
+    job_id = comm._session.control.unique_id.job_id
+    return resets(lambda: to_the_store(job_id), seconds)
+
+
+# Jobs whose connections are reset all the time, the one of rank 0 to its own store too.
+
+
+def all_calls(comm: hetcoll.Communicator, rounds: int) -> int:
+    control, name, n = comm._session.control, comm._group, comm.size
+    with resetting(comm) as count:
+        for turn in range(rounds):
+            told = control.exchange(name, b"turn %d" % turn, b"%d of %d" % (comm.rank, turn), 30)
+            assert told == [b"%d of %d" % (rank, turn) for rank in range(n)]
+            works(comm)  # a part of the communicator as well
+            assert comm.agree(0b1000 | 1 << comm.rank) == 0b1000
+            control.put(b"%d %d" % (turn, comm.rank), b"value" * 1000)
+            assert control.get(b"%d %d" % (turn, (comm.rank + 1) % n), 30) == b"value" * 1000
+            answers = control.query(name, b'"state"', 30)
+            assert None not in answers.values()
+        until = time.monotonic() + 30
+        while count[0] < 50 and comm.rank == 0:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    comm.barrier()
+    assert not comm._session.control.membership(name).gone  # type: ignore[union-attr]
+    return count[0]
+
+
+@KINDS
+def test_a_job_goes_on_while_its_connections_to_the_store_are_reset(launch: Launch, env: dict[str, str]) -> None:
+    ranks = launch(3, **env)
+    counts = ranks.run(all_calls, 10, timeout=90)
+    assert counts[0] >= 50
+    ranks.close()  # in order, or it says what stayed
+
+
+def shrink_and_grow(job: Job) -> tuple[int, int, int]:
+    """Three ranks, of which one dies, and one that comes later."""
+    with contextlib.ExitStack() as stack:
+        if job.rank == 3:
+            comm = hetcoll.Communicator.join(job.unique_id, timeout=30)
+        else:
+            whole = hetcoll.Communicator.init(3, job.rank, job.unique_id, timeout=30)
+            stack.enter_context(resetting(whole))
+            lose(whole, 1)
+            rest = whole.shrink()
+            works(rest)
+            comm = rest.grow(1, timeout=30)
+            works(rest)
+            rest.close()
+            whole.close()
+        works(comm)
+        comm.barrier()
+    return comm.rank, comm.size, comm.epoch
+
+
+@KINDS
+def test_ranks_are_lost_and_found_while_connections_are_reset(launch: Launch, env: dict[str, str]) -> None:
+    ranks = launch(4, join=False, **env)
+    ranks.start(shrink_and_grow)
+    outcomes = ranks.finish(60, only=[0, 2, 3])
+    assert not [outcome.problem() for outcome in outcomes if outcome.problem()]
+    assert [outcome.value for outcome in outcomes] == [(0, 3, 2), (1, 3, 2), (2, 3, 2)]
+    ranks.kill(1)
+
+
+def go_on(comm: hetcoll.Communicator, reached: Path) -> None:
+    with resetting(comm) as count:
+        while True:
+            works(comm)
+            comm._session.control.exchange(comm._group, os.urandom(0) + b"again", b"", 30)
+            if count[0] > 20:
+                reached.touch()
+
+
+def test_a_rank_that_is_killed_meanwhile_is_named_at_once(launch: Launch, tmp_path: Path) -> None:
+    ranks = launch(3)
+    ranks.start(go_on, tmp_path / "reached")
+    wait_until((tmp_path / "reached").exists, 30)
+    start = time.monotonic()
+    ranks.kill(1)
+    for outcome in ranks.finish(20, only=[0, 2]):
+        assert isinstance(outcome.error, PeerLostError), outcome
+        assert outcome.error.rank == 1
+        assert outcome.ended - start < 3
+
+
+def lose_the_host(comm: hetcoll.Communicator) -> int:
+    """Rank 0 dies in the midst of it; connections to the next store are reset as well."""
+    with resetting(comm, 0.01):
+        works(comm)
+        lose(comm, 0)
+        rest = comm.shrink()
+        with resetting(rest, 0.01) as count:
+            until = time.monotonic() + 20
+            more = np.ones(1)
+            while more[0]:
+                works(rest)
+                more[:] = (count[0] < 10 and store._hosted != {}) and time.monotonic() < until
+                rest.allreduce(more, op="max")
+        rest.barrier()
+    return rest.size
+
+
+def test_the_connections_to_a_successor_are_made_again_too(launch: Launch) -> None:
+    ranks = launch(4)
+    ranks.start(lose_the_host)
+    outcomes = ranks.finish(60, only=[1, 2, 3])
+    assert not [outcome.problem() for outcome in outcomes if outcome.problem()]
+    assert [outcome.value for outcome in outcomes] == [3, 3, 3]
+    ranks.kill(0)
+
+
+# One connection.
+
+
+def node_of(unique_id: UniqueId, rank: int) -> tree.Node:
+    nodes = store._hosted[unique_id.job_id]._tree._nodes.values()
+    return next(each for each in nodes if each.ranks.get(WORLD) == rank)
+
+
+def end_of(unique_id: UniqueId, rank: int) -> socket.socket:
+    """The store's end of its connection."""
+    connection = node_of(unique_id, rank).connection
+    assert connection is not None
+    return connection.sock
+
+
+@pytest.mark.parametrize("break_it", [reset, pytest.param(vanish, marks=may_vanish)])
+@pytest.mark.parametrize("side", ["the store's", "the member's", "both"])
+def test_whoever_notices_it_is_made_again_soon(
+    unique_id: UniqueId, break_it: Callable[[socket.socket], None], side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only one end is left it hears of it by the next word: of the store's pulse, at the latest."""
+    monkeypatch.setattr(uplink, "hosted_here", lambda _: None)  # each rank a process of its own
+    clients, events = join_all(unique_id, 3)
+    for turn in range(5):
+        before = end_of(unique_id, 1)
+        if side != "the member's":
+            break_it(before)
+        if side != "the store's":
+            break_it(clients[1]._uplink.sock)
+        start = time.monotonic()
+        if side == "the member's":  # as it has something to say; else keep-alive tells it, after seconds
+            clients[1].put(b"key", b"%d" % turn)
+        assert clients[0].query(WORLD, b"?", 20) == {rank: b"answer of %d" % rank for rank in range(3)}
+        wait_until(lambda before=before: end_of(unique_id, 1) is not before)  # type: ignore[misc]
+        assert time.monotonic() - start < 3  # and no keep-alive, which comes after 5 s
+        told = in_parallel([lambda c=c, t=turn: c.exchange(WORLD, b"%d" % t, b"x", 20) for c in clients])  # type: ignore[misc]
+        assert told == [[b"x"] * 3] * 3
+    assert not [event for each in events for event in each.seen if isinstance(event, Lost | StoreLost)]
+    in_parallel([client.close for client in clients])
+
+
+def test_what_is_told_meanwhile_comes_afterwards(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
+    """News and replies, once each and in order."""
+    monkeypatch.setattr(uplink, "hosted_here", lambda _: None)
+    clients, events = join_all(unique_id, 3)
+    come = clients[1]._uplink._come
+    gate = threading.Event()
+
+    def late(deadline: float, *, again: bool) -> uplink.Place:
+        gate.wait(20)
+        return come(deadline, again=again)
+
+    monkeypatch.setattr(clients[1]._uplink, "_come", late)
+    reset(end_of(unique_id, 1))
+    wait_until(lambda: node_of(unique_id, 1).connection is None)
+    for number in range(200):
+        clients[0].put(b"%d" % number, b"value")
+    clients[2].close()
+    verdict = clients[0].post_verdict(WORLD, b"kind", b"why")
+    gate.set()
+    events[1].wait_for(lambda event: event == verdict)
+    events[1].wait_for(lambda event: event == Left(2))
+    assert clients[1].get(b"199") == b"value"
+    assert sorted(type(event).__name__ for event in events[1].seen) == ["Left", "Verdict"]
+    in_parallel([client.close for client in clients])
+
+
+def test_what_came_counts_once_where_the_word_for_it_breaks(
+    unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has come to this process, so the store does not send it again."""
+    client = ControlClient(unique_id, 0, 1, 20)
+    tell, broken = client._uplink._tell, list[Op]()
+
+    def break_first(op: Op) -> None:
+        if op == Op.ACK:
+            reset(client._uplink.sock)
+            broken.append(op)
+        tell(op)
+
+    monkeypatch.setattr(client._uplink, "_tell", break_first)
+    for number in range(200):
+        client.put(b"%d" % number, b"value", 10)
+    assert len(broken) >= 3
+    client.close()
+
+
+def test_who_is_killed_with_news_unread_is_named_at_once(unique_id: UniqueId) -> None:
+    """The kernel resets the connection then, as a firewall would."""
+    events = Events(0)
+    client = ControlClient(unique_id, 0, 2, 20, events)
+    with member(1, 2, unique_id) as process:
+        first_line(process)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        client.post_verdict(WORLD, b"kind", b"it does not read this")
+        wait_until(lambda: not node_of(unique_id, 1).connection.queue)  # type: ignore[union-attr]
+        process.kill()
+        killed = time.monotonic()
+        lost = events.wait_for(lambda e: isinstance(e, Lost))
+        assert time.monotonic() - killed < 2
+    assert isinstance(lost, Lost)
+    assert lost.rank == 1
+    assert "its process died: connection reset by peer, and nobody listens at 127.0.0.1:" in lost.reason
+    client.close()
+
+
+def test_who_dies_after_its_connection_broke_is_named_soon(unique_id: UniqueId) -> None:
+    events = Events(0)
+    client = ControlClient(unique_id, 0, 2, 20, events)
+    with member(1, 2, unique_id) as process:
+        first_line(process)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        reset(end_of(unique_id, 1))
+        node = node_of(unique_id, 1)
+        wait_until(lambda: node.connection is None)
+        assert not [event for event in events.seen if isinstance(event, Lost)]
+        process.kill()
+        killed = time.monotonic()
+        events.wait_for(lambda e: isinstance(e, Lost))
+        assert time.monotonic() - killed < 2
+    client.close()
+
+
+def test_who_does_not_come_back_is_lost(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "ABSENCE", 1.0)
+    events = Events(0)
+    client = ControlClient(unique_id, 0, 2, 20, events)
+    with member(1, 2, unique_id) as process:
+        first_line(process)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        reset(end_of(unique_id, 1))
+        lost = events.wait_for(lambda e: isinstance(e, Lost))
+        assert lost == Lost(1, "its connection broke, and it did not come back within 1 s")
+        process.send_signal(signal.SIGCONT)
+    client.close()
+
+
+def test_whose_host_does_not_answer_is_lost(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "_ANSWER", 0.5)
+    monkeypatch.setattr(uplink, "hosted_here", lambda _: None)
+    clients, events = join_all(unique_id, 2)
+    come, over = clients[1]._uplink._come, threading.Event()
+
+    def late(deadline: float, *, again: bool) -> uplink.Place:
+        over.wait(20)
+        return come(deadline, again=again)
+
+    monkeypatch.setattr(clients[1]._uplink, "_come", late)
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.socket())  # which takes no connection any more, and says nothing
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(2):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        node = node_of(unique_id, 1)
+        node.entry = node.entry._replace(addresses=(full.getsockname(),))
+        reset(end_of(unique_id, 1))
+        lost = events[0].wait_for(lambda e: isinstance(e, Lost))
+        assert isinstance(lost, Lost)
+        assert "and its host does not answer" in lost.reason
+    over.set()
+    in_parallel([client.close for client in clients])
+
+
+def test_a_goodbye_over_a_connection_that_is_reset_is_one(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uplink, "hosted_here", lambda _: None)
+    for _ in range(5):
+        clients, events = join_all(unique_id, 2)
+        reset(end_of(unique_id, 1))
+        clients[1].close()
+        events[0].wait_for(lambda event: event == Left(1))
+        assert not [event for event in events[0].seen if isinstance(event, Lost)]
+        clients[0].close()
+
+
+def test_a_stranger_does_not_take_a_stream_over(unique_id: UniqueId) -> None:
+    """Who knows its token has to prove the secret, and to come later than whom it belongs to."""
+    client = ControlClient(unique_id, 0, 1, 20)
+    token = client._uplink._token
+    entry = uplink.Entry(uplink.Kind.MEMBER, token, 1, received=2)
+    with pytest.raises(AuthenticationError):
+        uplink.enter(replace(unique_id, secret=bytes(32)), entry, time.monotonic() + 10)
+    assert client.exchange(WORLD, b"t", b"x", 10) == [b"x"]
+    with pytest.raises(InitError, match="gone on without this process"):
+        uplink.enter(unique_id, entry._replace(token=bytes(16)), time.monotonic() + 10)
+    assert client.exchange(WORLD, b"u", b"x", 10) == [b"x"]
+    client.close()
+
+
+def cut_off(comm: hetcoll.Communicator) -> str:
+    """The connection of rank 1 ends, and no process does: something between the hosts has closed it."""
+    if comm.rank == 1:
+        comm._session.control._uplink.sock.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(hetcoll.PeerLostError) as caught:
+        work(comm)
+    assert caught.value.rank == 1
+    if comm.rank != 1:
+        works(comm.shrink())
+    return str(caught.value)
+
+
+def test_whose_connection_to_the_store_is_closed_is_lost(launch: Launch) -> None:
+    zero, one, two = launch(3).run(cut_off)
+    assert "its connection to the job's store was lost, and the others went on without it" in one
+    for other in (zero, two):
+        assert "rank 1 was lost: its process died: the connection ended" in other
+
+
+def test_strangers_at_the_pulse_cost_little(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uplink, "hosted_here", lambda _: None)
+    clients, _ = join_all(unique_id, 2)
+    (place,) = node_of(unique_id, 1).entry.addresses
+    told: list[Any] = []
+    tell = clients[1]._uplink._tell
+    monkeypatch.setattr(clients[1]._uplink, "_tell", lambda op: (told.append(op), tell(op)))
+    start = time.monotonic()
+    for _ in range(500):
+        socket.create_connection(place, 5).close()
+    took = time.monotonic() - start
+    assert clients[0].query(WORLD, b"?", 20) == {0: b"answer of 0", 1: b"answer of 1"}
+    assert len(told) <= 2 + took / pulse._REST
+    in_parallel([client.close for client in clients])
