@@ -21,4 +21,5 @@ def test_right_results_or_the_right_errors_and_nothing_left() -> None:
         played += 1
         if time.monotonic() >= end:
             break
+    print(f"{played} seeds")
     assert played >= 3
