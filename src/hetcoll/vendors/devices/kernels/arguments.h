@@ -81,4 +81,15 @@ struct Pieces {
 };
 static_assert(sizeof(Pieces) == 24 * kPieces + 8, "native/gpu/copier.cc has the same layout");
 
+// What the kernels of rows take (rows.h).
+struct Rows {
+  char* to;  // row r at r * to_stride
+  const char* from;
+  const long long* offsets;                    // bytes behind `from`, `columns` for each row; below 0: none
+  const float* weights;                        // as many; null: each is 1
+  unsigned long long rows, hidden, to_stride;  // hidden: elements of a row
+  unsigned columns, itemsize;
+};
+static_assert(sizeof(Rows) == 64, "hetcoll/vendors/devices/kernels/table.py has the same layout");
+
 }  // namespace hetcoll

@@ -19,10 +19,12 @@ _WORDS = {
     4: "unsigned",
     8: "hetcoll::U64",
 }  # by bytes: what is copied at least
+ROWS, GATHER_ROWS = "rows", "gather_rows"
 _EXCHANGE, _CODECS = "_exchange", "_codecs"  # modules of their own, as few programs need them
 _CODED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _CODINGS = ("round", "encode", "decode", "add")
 _SIGNAL_KERNELS = ("bump", "await")
+_ROWS_DO = ("combine", "encode", "decode")
 
 
 def reduce_name(dtype: DType, op: ReduceOp) -> str:
@@ -67,6 +69,13 @@ def codec_names(dtype: DType, form: Format) -> tuple[str, ...]:
     return tuple(f"{what}_{dtype.label}_{form.label}" for what in _CODINGS)
 
 
+def rows_names(dtype: DType) -> tuple[str, ...]:
+    """The kernels that sum rows of tokens, and make them 8-bit floats and back."""
+    if dtype not in _CODED:
+        raise ArgumentError(f"wanted {', '.join(each.label for each in _CODED)}, got {dtype.label}")
+    return tuple(f"{what}_rows_{dtype.label}" for what in _ROWS_DO)
+
+
 def _formats(dtype: DType) -> list[Format]:
     """Those that are narrower than the type."""
     return [form for form in Format if form.factor(dtype.itemsize) < 1]
@@ -98,6 +107,7 @@ def modules() -> dict[str, tuple[str, ...]]:
     """The kernels of every module."""
     table: dict[str, tuple[str, ...]] = {SIGNALS: _SIGNAL_KERNELS, FLOAT8: tuple(_conversions())}
     table |= {MESSAGES: (MESSAGES,), PIECES: (PIECES,), GATHER: tuple(f"{GATHER}_{nbytes}" for nbytes in _WORDS)}
+    table[ROWS] = (GATHER_ROWS, *(name for dtype in _CODED for name in rows_names(dtype)))
     for dtype in DType:
         names = [name(dtype, op) for op in reductions(dtype) for name in (reduce_name, oneshot_name)]
         if supports(dtype, ReduceOp.AVG):
@@ -121,7 +131,7 @@ _INCLUDE = re.compile(r'#include "(.*)"\n')
 
 def source(module: str) -> str:
     """One module's whole source: no compiler needs a path to our headers."""
-    if module in (SIGNALS, MESSAGES, PIECES):
+    if module in (SIGNALS, MESSAGES, PIECES, ROWS):
         return _expand(f"devices/kernels/{module}.h", set())
     if module == FLOAT8:
         lines = [_expand("devices/kernels/float8.h", set()), f'#line 1 "{module}"\n']

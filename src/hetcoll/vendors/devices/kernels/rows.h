@@ -1,0 +1,130 @@
+// Rows of tokens (hetcoll.experts): gathered, summed by weights, as 8-bit floats and back. Blocks take rows in turn.
+#pragma once
+
+#include "devices/kernels/copy.h"
+
+namespace hetcoll {
+
+constexpr unsigned kGroup = 128;                      // elements with a scale in common
+constexpr float kLargestE4m3 = 448;                   // of type_float8_e4m3fn
+constexpr float kLeastTop = 7.8886090522101181e-31f;  // 2^-100: so a scale is a normal number, and 448 / top is finite
+
+HETCOLL_DEVICE bool Packed(const Rows& rows, unsigned itemsize) {
+  const U64 all = reinterpret_cast<U64>(rows.to) | reinterpret_cast<U64>(rows.from) | rows.to_stride;
+  return (all | rows.hidden * itemsize) % kPack == 0;
+}
+
+// The sum of what `columns` places hold, each times its weight, from 0 on in the order of the columns, in float32.
+template <class Type, unsigned kElements, unsigned kAlign>
+HETCOLL_DEVICE void CombineRow(const Rows& rows, U64 row) {
+  using T = typename Type::Storage;
+  struct Unit {
+    T element[kElements];
+  };
+  const long long* offsets = rows.offsets + row * rows.columns;
+  const float* weights = rows.weights == nullptr ? nullptr : rows.weights + row * rows.columns;
+  for (U64 i = ThreadInBlock(); i < rows.hidden / kElements; i += BlockSize()) {
+    const U64 at = i * sizeof(Unit);
+    float sum[kElements] = {};
+    for (unsigned column = 0; column < rows.columns; ++column) {
+      if (offsets[column] < 0) continue;
+      const auto unit = Load<Unit, kAlign>(rows.from + offsets[column] + at);
+      const float weight = weights == nullptr ? 1.0f : weights[column];
+      HETCOLL_UNROLL
+      for (unsigned e = 0; e < kElements; ++e) sum[e] = sum[e] + weight * Type::Widen(unit.element[e]);
+    }
+    Unit result;
+    HETCOLL_UNROLL
+    for (unsigned e = 0; e < kElements; ++e) result.element[e] = Type::Narrow(sum[e]);
+    Store<kAlign>(rows.to + row * rows.to_stride + at, result);
+  }
+}
+
+template <class Type>
+HETCOLL_DEVICE void Combine(const Rows& rows) {
+  using T = typename Type::Storage;
+  const bool packed = Packed(rows, sizeof(T));
+  for (U64 row = BlockIndex(); row < rows.rows; row += Blocks()) {
+    packed ? CombineRow<Type, kPack / sizeof(T), kPack>(rows, row) : CombineRow<Type, 1, 1>(rows, row);
+  }
+}
+
+// A group as codes and what they are to be multiplied by. One that holds an infinity or a NaN is all NaN.
+template <class Type>
+HETCOLL_DEVICE float EncodeGroup(char* codes, const char* from) {
+  using T = typename Type::Storage;
+  unsigned top = 0;
+  for (unsigned i = 0; i < kGroup; ++i) {
+    const unsigned magnitude = BitCast<unsigned>(Type::Widen(Load<T, 1>(from + i * sizeof(T)))) & 0x7fffffffu;
+    top = magnitude > top ? magnitude : top;
+  }
+  const bool finite = top < 0x7f800000u;
+  const float most = BitCast<float>(top) < kLeastTop ? kLeastTop : BitCast<float>(top);
+  const float factor = kLargestE4m3 / most;
+  for (unsigned i = 0; i < kGroup; ++i) {
+    const float x = Type::Widen(Load<T, 1>(from + i * sizeof(T))) * factor;
+    const float low = x < -kLargestE4m3 ? -kLargestE4m3 : x;
+    const float y = low > kLargestE4m3 ? kLargestE4m3 : low;
+    codes[i] = finite ? static_cast<char>(type_float8_e4m3fn::Narrow(y)) : '\0';
+  }
+  return finite ? most / kLargestE4m3 : Nan<float>();
+}
+
+// Rows of `hidden` elements, one behind the other, as codes with their scales behind them.
+template <class Type>
+HETCOLL_DEVICE void Encode(const Rows& rows) {
+  const U64 groups = rows.hidden / kGroup, nbytes = kGroup * sizeof(typename Type::Storage);
+  for (U64 i = ThreadIndex(); i < rows.rows * groups; i += ThreadCount()) {
+    const U64 group = i % groups;
+    char* to = rows.to + i / groups * rows.to_stride;
+    Store<4>(to + rows.hidden + 4 * group, EncodeGroup<Type>(to + group * kGroup, rows.from + i * nbytes));
+  }
+}
+
+template <class Type>
+HETCOLL_DEVICE void Decode(const Rows& rows) {
+  using T = typename Type::Storage;
+  constexpr unsigned kCodes = 8;  // of a thread at a time
+  const U64 units = rows.hidden / kCodes;
+  for (U64 row = BlockIndex(); row < rows.rows; row += Blocks()) {
+    const char* from = rows.from + rows.offsets[row];
+    for (U64 i = ThreadInBlock(); i < units; i += BlockSize()) {
+      const float scale = Load<float, 4>(from + rows.hidden + i * kCodes / kGroup * 4);
+      const auto codes = Load<U64, 8>(from + i * kCodes);
+      HETCOLL_UNROLL
+      for (unsigned e = 0; e < kCodes; ++e) {
+        const auto code = static_cast<type_float8_e4m3fn::Storage>(codes >> (8 * e));
+        const T value = Type::Narrow(type_float8_e4m3fn::Widen(code) * scale);
+        Store<1>(rows.to + row * rows.to_stride + (i * kCodes + e) * sizeof(T), value);
+      }
+    }
+  }
+}
+
+}  // namespace hetcoll
+
+HETCOLL_KERNEL gather_rows(HETCOLL_CONSTANT hetcoll::Rows rows) {
+  using namespace hetcoll;
+  for (U64 row = BlockIndex(); row < rows.rows; row += Blocks()) {
+    const Piece piece{rows.to + row * rows.to_stride, rows.from + rows.offsets[row], rows.hidden * rows.itemsize};
+    CopyPiece(piece, ThreadInBlock(), BlockSize());
+  }
+}
+HETCOLL_ENTRY(gather_rows)
+
+#define HETCOLL_ROWS(dtype)                                                  \
+  HETCOLL_KERNEL combine_rows_##dtype(HETCOLL_CONSTANT hetcoll::Rows rows) { \
+    hetcoll::Combine<hetcoll::type_##dtype>(rows);                           \
+  }                                                                          \
+  HETCOLL_ENTRY(combine_rows_##dtype)                                        \
+  HETCOLL_KERNEL encode_rows_##dtype(HETCOLL_CONSTANT hetcoll::Rows rows) {  \
+    hetcoll::Encode<hetcoll::type_##dtype>(rows);                            \
+  }                                                                          \
+  HETCOLL_ENTRY(encode_rows_##dtype)                                         \
+  HETCOLL_KERNEL decode_rows_##dtype(HETCOLL_CONSTANT hetcoll::Rows rows) {  \
+    hetcoll::Decode<hetcoll::type_##dtype>(rows);                            \
+  }                                                                          \
+  HETCOLL_ENTRY(decode_rows_##dtype)
+HETCOLL_ROWS(float32)
+HETCOLL_ROWS(float16)
+HETCOLL_ROWS(bfloat16)

@@ -1,0 +1,136 @@
+"""Tokens of a mixture of experts on GPUs of both vendors and beside CPUs: any routing, against plain loops; streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from device_checks import Capture
+from expert_calls import HIDDEN, MOST, PER_RANK, TOPK, Case, check, shared
+from gpu_kinds import device_of, has_gpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Ranks
+from thorough import parametrize
+
+import hetcoll
+from hetcoll import ArgumentError, BufferTypeError
+from hetcoll.gpu.array import DeviceArray
+
+Start = Callable[..., Ranks]
+LINKS: dict[str, dict[str, Any]] = {
+    "shm": {},
+    "hosts": {"HETCOLL_HOST_ID": ("a", "b", "a", "b")},
+}
+
+
+def cases(size: int) -> st.SearchStrategy[Case]:
+    token = st.lists(st.integers(-1, PER_RANK * size - 1), min_size=TOPK, max_size=TOPK)
+    tokens = st.one_of(
+        st.lists(token, max_size=MOST),
+        st.tuples(token, st.integers(0, MOST)).map(lambda pair: [pair[0]] * pair[1]),  # all to one
+    )
+    return st.builds(Case, st.lists(tokens, min_size=size, max_size=size), st.integers(0, 1 << 30), st.booleans())
+
+
+def on_own(comm: hetcoll.Communicator, case: Case, dtype: str, fp8: bool, hidden: int = HIDDEN) -> int:
+    """The case where this rank's tokens are. How many bytes came from GPU to GPU."""
+    check(comm, case, dtype, fp8, device_of(comm) if has_gpu(comm) else None, hidden)
+    return comm.counters()["window_direct"]
+
+
+@pytest.mark.parametrize(("dtype", "fp8"), [("bfloat16", True), ("float32", False)])
+@parametrize(
+    ("kinds", "link"), [("nac", "shm"), ("nna", "shm"), ("aca", "shm"), ("cnan", "hosts"), ("aa", "shm")], first=2
+)
+def test_any_routing(whole: Start, kinds: str, link: str, dtype: str, fp8: bool) -> None:
+    ranks = whole(kinds, **LINKS[link])
+
+    @settings(max_examples=6, deadline=None)
+    @given(cases(len(kinds)))
+    def run(case: Case) -> None:
+        ranks.run(on_own, case, dtype, fp8)
+
+    run()
+
+
+@parametrize(
+    ("dtype", "fp8", "hidden"),
+    [("float16", True, 128), ("bfloat16", False, 5), ("float16", False, 9), ("float32", True, 256)],
+    first=2,
+)
+def test_other_types_and_lengths(whole: Start, dtype: str, fp8: bool, hidden: int) -> None:
+    ids = [[[0, 3, 1], [5, 5, -1]], [], [[-1, -1, -1], [2, 0, 4], [4, 2, 0]]]
+    for seed in range(2):
+        whole("nac").run(on_own, Case(ids, seed, True), dtype, fp8, hidden)
+
+
+def test_gpus_of_one_vendor_read_each_others_tokens(whole: Start) -> None:
+    ids = [[[0, 3, 1], [5, 5, -1]], [[2, 0, -1]], [[-1, 1, 3]]]
+    ranks = whole("nna")
+    before = ranks.run(on_own, Case(ids, 0, True), "float32", False)
+    after = ranks.run(on_own, Case(ids, 0, True), "float32", False)
+    assert [b - a for a, b in zip(before, after, strict=True)] == [2 * 4 * HIDDEN, 2 * 4 * HIDDEN, 0]
+
+
+def on_streams(comm: hetcoll.Communicator) -> None:
+    """`x`, ids and weights are what the stream's work before the call makes of them; what comes on it later sees the
+    result. Two streams by turns."""
+    device, experts = device_of(comm), shared(comm, "float32", False)
+    ids = np.tile(np.array([0, PER_RANK, -1], np.int32), (MOST, 1))
+    streams, n = [device.stream() for _ in range(2)], MOST * HIDDEN
+    x, named, weights = (
+        DeviceArray(device, (MOST, HIDDEN)),
+        DeviceArray(device, (MOST, TOPK), "int32"),
+        DeviceArray(device, (MOST, TOPK)),
+    )
+    for turn in range(4):
+        stream = streams[turn % 2]
+        later = [
+            DeviceArray.of(device, each)
+            for each in (
+                np.full((MOST, HIDDEN), turn + 1 + comm.rank, np.float32), ids, np.full((MOST, TOPK), 2, np.float32)
+            )
+        ]  # fmt: skip
+        for array, source in zip((x, named, weights), later, strict=True):
+            device.copy(array.ptr, source.ptr, array.nbytes, stream)
+        received, layout = experts.dispatch(x, named, stream=stream)
+        result = experts.combine(received, layout, weights, stream=stream)
+        seen = DeviceArray(device, (MOST, HIDDEN))
+        device.copy(seen.ptr, result.ptr, 4 * n, stream)
+        device.synchronize(stream)
+        assert (seen.get() == 4 * (turn + 1 + comm.rank)).all()
+    comm.barrier()
+    for stream in streams:
+        device.destroy_stream(stream)
+
+
+@parametrize("kinds", ["na", "nn", "aa"], first=1)
+def test_the_order_of_streams(placed: Start, kinds: str) -> None:
+    placed(kinds, jitter="1:3000").run(on_streams)
+
+
+def mistakes(comm: hetcoll.Communicator) -> None:
+    device, experts = device_of(comm), shared(comm, "float32", False)
+    x, ids = DeviceArray(device, (2, HIDDEN)), DeviceArray.of(device, np.zeros((2, TOPK), np.int32))
+    experts.dispatch(x, ids)
+    with pytest.raises(BufferTypeError, match=r"x: wanted memory of \w+:\d+, as before, got some of cpu"):
+        experts.dispatch(np.ones((2, HIDDEN), np.float32), ids)
+    stream = device.stream()
+    device.activate()
+    with (
+        pytest.raises(ArgumentError, match="stream: a graph is being captured"),
+        Capture(device, stream) as captured,
+    ):
+        experts.dispatch(x, ids, stream=stream)
+    captured.close()
+    device.destroy_stream(stream)
+    experts.dispatch(x, ids)
+    comm.barrier()
+
+
+@parametrize("kinds", ["na", "nn"], first=1)
+def test_mistakes(whole: Start, kinds: str) -> None:
+    whole(kinds).run(mistakes)
