@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from expert_calls import MOST, PER_RANK, TOPK, Case, check, eighths
+from expert_calls import MOST, PER_RANK, TOPK, Case, check, check_few, eighths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
@@ -36,19 +36,22 @@ def cases(size: int) -> st.SearchStrategy[Case]:
     return st.builds(Case, st.lists(tokens, min_size=size, max_size=size), st.integers(0, 1 << 30), st.booleans())
 
 
+@pytest.mark.parametrize("form", [check, check_few])
 @pytest.mark.parametrize(("dtype", "fp8"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 @parametrize(
     ("size", "link"),
     [(3, {}), (2, {"HETCOLL_TRANSPORT": "tcp"}), (1, {}), (4, {"HETCOLL_HOST_ID": ("a", "a", "b", "b")})],
     first=2,
 )
-def test_any_routing(pool: Pool, size: int, link: dict[str, Any], dtype: str, fp8: bool) -> None:
+def test_any_routing(
+    pool: Pool, size: int, link: dict[str, Any], dtype: str, fp8: bool, form: Callable[..., None]
+) -> None:
     ranks = pool(size, **link)
 
     @settings(max_examples=15, deadline=None)
     @given(cases(size))
     def run(case: Case) -> None:
-        ranks.run(check, case, dtype, fp8)
+        ranks.run(form, case, dtype, fp8)
 
     run()
 
@@ -62,6 +65,7 @@ def test_other_types_and_lengths(pool: Pool, dtype: str, fp8: bool, hidden: int)
     ids = [[[0, 3, 1], [5, 5, -1]], [], [[-1, -1, -1], [2, 0, 4], [4, 2, 0]]]
     for seed in range(2):
         pool(3).run(check, Case(ids, seed, True), dtype, fp8, None, hidden)
+        pool(3).run(check_few, Case(ids, seed, True), dtype, fp8, None, hidden)
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_checks import Capture
-from expert_calls import HIDDEN, MOST, PER_RANK, TOPK, Case, check, shared
+from expert_calls import HIDDEN, MOST, PER_RANK, TOPK, Case, check, check_few, plain, shared, shared_few
 from gpu_kinds import device_of, has_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +20,7 @@ from hetcoll import ArgumentError, BufferTypeError
 from hetcoll.gpu.array import DeviceArray
 
 Start = Callable[..., Ranks]
+SECONDS = 90.0  # kernels are compiled
 LINKS: dict[str, dict[str, Any]] = {
     "shm": {},
     "hosts": {"HETCOLL_HOST_ID": ("a", "b", "a", "b")},
@@ -35,9 +36,11 @@ def cases(size: int) -> st.SearchStrategy[Case]:
     return st.builds(Case, st.lists(tokens, min_size=size, max_size=size), st.integers(0, 1 << 30), st.booleans())
 
 
-def on_own(comm: hetcoll.Communicator, case: Case, dtype: str, fp8: bool, hidden: int = HIDDEN) -> int:
+def on_own(
+    comm: hetcoll.Communicator, case: Case, dtype: str, fp8: bool, hidden: int = HIDDEN, form: Any = check
+) -> int:
     """The case where this rank's tokens are. How many bytes came from GPU to GPU."""
-    check(comm, case, dtype, fp8, device_of(comm) if has_gpu(comm) else None, hidden)
+    form(comm, case, dtype, fp8, device_of(comm) if has_gpu(comm) else None, hidden)
     return comm.counters()["window_direct"]
 
 
@@ -45,13 +48,14 @@ def on_own(comm: hetcoll.Communicator, case: Case, dtype: str, fp8: bool, hidden
 @parametrize(
     ("kinds", "link"), [("nac", "shm"), ("nna", "shm"), ("aca", "shm"), ("cnan", "hosts"), ("aa", "shm")], first=2
 )
-def test_any_routing(whole: Start, kinds: str, link: str, dtype: str, fp8: bool) -> None:
+@pytest.mark.parametrize("form", [check, check_few])
+def test_any_routing(whole: Start, kinds: str, link: str, dtype: str, fp8: bool, form: Any) -> None:
     ranks = whole(kinds, **LINKS[link])
 
     @settings(max_examples=6, deadline=None)
     @given(cases(len(kinds)))
     def run(case: Case) -> None:
-        ranks.run(on_own, case, dtype, fp8)
+        ranks.run(on_own, case, dtype, fp8, HIDDEN, form, timeout=SECONDS)
 
     run()
 
@@ -64,7 +68,8 @@ def test_any_routing(whole: Start, kinds: str, link: str, dtype: str, fp8: bool)
 def test_other_types_and_lengths(whole: Start, dtype: str, fp8: bool, hidden: int) -> None:
     ids = [[[0, 3, 1], [5, 5, -1]], [], [[-1, -1, -1], [2, 0, 4], [4, 2, 0]]]
     for seed in range(2):
-        whole("nac").run(on_own, Case(ids, seed, True), dtype, fp8, hidden)
+        whole("nac").run(on_own, Case(ids, seed, True), dtype, fp8, hidden, timeout=SECONDS)
+        whole("nac").run(on_own, Case(ids, seed, True), dtype, fp8, hidden, check_few, timeout=SECONDS)
 
 
 def test_gpus_of_one_vendor_read_each_others_tokens(whole: Start) -> None:
@@ -134,3 +139,63 @@ def mistakes(comm: hetcoll.Communicator) -> None:
 @parametrize("kinds", ["na", "nn"], first=1)
 def test_mistakes(whole: Start, kinds: str) -> None:
     whole(kinds).run(mistakes)
+
+
+def in_graphs(comm: hetcoll.Communicator, turns: int, fp8: bool) -> None:
+    """One graph of a dispatch and a combine, replayed with other tokens, ids and weights; calls outside of it between.
+    Then one of a dispatch alone, again and again, whose last replay is combined."""
+    device, experts = device_of(comm), shared_few(comm, "float32", fp8)
+    device.activate()
+    stream, size, rank = device.stream(), comm.size, comm.rank
+    x, result, weights = (DeviceArray(device, shape) for shape in ((MOST, HIDDEN), (MOST, HIDDEN), (MOST, TOPK)))
+    ids = DeviceArray.of(device, np.full((MOST, TOPK), -1, np.int32))
+    with (
+        pytest.raises(ArgumentError, match="wanted one on which the host may wait at the first dispatch"),
+        Capture(device, stream) as captured,
+    ):
+        experts.dispatch(x, ids, stream=stream)
+    comm.barrier()
+    experts.dispatch(x, ids, stream=stream)
+    assert experts._few is not None
+    assert experts._few.direct  # type: ignore[attr-defined]
+
+    def fill(turn: int) -> tuple[Any, Any]:
+        random = np.random.default_rng(turn)
+        named = random.integers(-1, PER_RANK * size, (size, MOST, TOPK)) if turn % 3 else np.full((size, MOST, TOPK), 1)
+        case = Case(named.tolist(), turn, True)
+        wanted = plain(case, rank, size, PER_RANK, HIDDEN, np.dtype(np.float32), fp8, alike=True)
+        for array, values in ((x, wanted.x), (weights, wanted.weights), (ids, named[rank].astype(np.int32))):
+            array.set(values)
+        return wanted, case
+
+    with Capture(device, stream) as captured:
+        received, layout = experts.dispatch(x, ids, stream=stream)
+        experts.combine(received, layout, weights, out=result, stream=stream)
+    for turn in range(turns):
+        wanted, _ = fill(turn)
+        if turn % 4 == 3:
+            received, layout = experts.dispatch(x, ids, stream=stream)
+            experts.combine(received, layout, weights, out=result, stream=stream)
+        else:
+            captured.replay(stream)
+        device.synchronize(stream)
+        assert layout.counts.get().tolist() == wanted.counts, turn
+        assert (result.get() == wanted.result).all(), turn
+    captured.close()
+    with Capture(device, stream) as captured:
+        received, layout = experts.dispatch(x, ids, stream=stream)
+    wanted, _ = fill(1)
+    for _ in range(5):
+        captured.replay(stream)
+    got = experts.combine(received, layout, weights, stream=stream)
+    device.synchronize(stream)
+    assert (got.get() == wanted.result).all()
+    comm.barrier()
+    captured.close()
+    device.destroy_stream(stream)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@parametrize("kinds", ["nn", "aa", "nnn"], first=1)
+def test_few_tokens_in_graphs(placed: Start, kinds: str, fp8: bool) -> None:
+    placed(kinds, jitter="3:300").run(in_graphs, 9, fp8, timeout=SECONDS)

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 import hetcoll
-from hetcoll.experts import Experts
+from hetcoll.experts import Experts, LowLatencyExperts
 from hetcoll.gpu.array import DeviceArray
 from hetcoll.vendors.devices.base import Device
 
@@ -52,20 +52,22 @@ def tokens_of(case: Case, rank: int, hidden: int, dtype: Any) -> tuple[Array, Ar
     return x, weights if case.weighted else None
 
 
-def plain(case: Case, rank: int, size: int, per_rank: int, hidden: int, dtype: Any, fp8: bool) -> Plain:
-    """By loops. Expert `e` multiplies by ``e + 1``."""
+def plain(
+    case: Case, rank: int, size: int, per_rank: int, hidden: int, dtype: Any, fp8: bool, *, alike: bool = False
+) -> Plain:
+    """By loops. Expert `e` multiplies by ``e + 1``, or by 1 if all are `alike`."""
     everybody = [tokens_of(case, each, hidden, dtype) for each in range(size)]
     seen = [eighths(x) if fp8 else x for x, _ in everybody]
 
     def made(token: Array, expert: int) -> Array:
-        return token * np.asarray(expert + 1, dtype)
+        return token * np.asarray(1 if alike else expert + 1, dtype)
 
     first, received, counts, out = rank * per_rank, [], [], []
     for expert in range(first, first + per_rank):
         counts.append(0)
         for source in range(size):
             for token, ids in zip(seen[source], case.ids[source], strict=True):
-                for _ in range(ids.count(expert)):
+                if expert in ids:
                     received.append(token)
                     out.append(made(token, expert))
                     counts[-1] += 1
@@ -94,6 +96,14 @@ def shared(comm: hetcoll.Communicator, dtype: str, fp8: bool, hidden: int = HIDD
     return kept[dtype, fp8, hidden]
 
 
+def shared_few(comm: hetcoll.Communicator, dtype: str, fp8: bool, hidden: int = HIDDEN) -> LowLatencyExperts:
+    """The same of the low-latency form."""
+    kept: dict[Any, LowLatencyExperts] = vars(comm).setdefault("kept for test_experts, of few tokens", {})
+    if (dtype, fp8, hidden) not in kept:
+        kept[dtype, fp8, hidden] = LowLatencyExperts(comm, PER_RANK * comm.size, hidden, dtype, MOST, TOPK, fp8=fp8)
+    return kept[dtype, fp8, hidden]
+
+
 def here(values: Array, device: Device | None) -> Any:
     return values if device is None else DeviceArray.of(device, values)
 
@@ -119,5 +129,37 @@ def check(
     weights = None if wanted.weights is None else here(wanted.weights, device)
     for _ in range(1 + case.seed % 2):  # a layout may be used again
         result = there(experts.combine(out, layout, weights))
+        assert result.shape == wanted.x.shape
+        assert result.tobytes() == wanted.result.tobytes(), "another sum"
+
+
+def in_rooms(array: Array, counts: list[int], room: int) -> Array:
+    """By expert, each with so much room."""
+    found = np.zeros((len(counts), room, array.shape[1]), array.dtype)
+    for expert, count in enumerate(counts):
+        first = sum(counts[:expert])
+        found[expert, :count] = array[first : first + count]
+    return found
+
+
+def check_few(
+    comm: hetcoll.Communicator, case: Case, dtype: str, fp8: bool, device: Device | None = None, hidden: int = HIDDEN
+) -> None:
+    """The same of the low-latency form."""
+    experts, kind = shared_few(comm, dtype, fp8, hidden), np.dtype(getattr(ml_dtypes, dtype, dtype))
+    wanted = plain(case, comm.rank, comm.size, PER_RANK, hidden, kind, fp8)
+    ids = np.array(case.ids[comm.rank], np.int32).reshape(-1, TOPK)
+    for _ in range(1 + case.seed // 2 % 3):  # several dispatches, of which the last is combined
+        received, layout = experts.dispatch(here(wanted.x, device), here(ids, device))
+    counts, got = there(layout.counts).tolist(), there(received)
+    assert counts == wanted.counts
+    assert got.shape == (PER_RANK, comm.size * MOST, hidden)
+    rows = [got[expert, :count] for expert, count in enumerate(counts)]
+    assert np.concatenate(rows).tobytes() == wanted.received.tobytes(), "other tokens came"
+    out = here(in_rooms(wanted.out, counts, comm.size * MOST), device)
+    weights = None if wanted.weights is None else here(wanted.weights, device)
+    for turn in range(1 + case.seed % 2):
+        into = here(np.zeros_like(wanted.x), device) if turn else None
+        result = there(experts.combine(out, layout, weights, out=into))
         assert result.shape == wanted.x.shape
         assert result.tobytes() == wanted.result.tobytes(), "another sum"

@@ -42,12 +42,14 @@ class Grouped(NamedTuple):
 
 def grouped(ids: Column, first: int, experts: int) -> Grouped:
     """Of the `ids` of what came, [tokens, k]; this rank's experts are `experts` from `first` on."""
-    own = ids - first
-    rows, slots = np.nonzero((own >= 0) & (own < experts))
+    own, here = ids - first, np.arange(ids.shape[1])
+    before = (ids[:, :, None] == ids[:, None, :]).argmax(axis=2)  # an expert that is named again: where it was first
+    rows, slots = np.nonzero((own >= 0) & (own < experts) & (before == here))
     found = own[rows, slots]
     order = np.argsort(found, kind="stable")
     places = np.full(ids.shape, -1, np.int64)
     places[rows[order], slots[order]] = np.arange(len(order))
+    places = np.take_along_axis(places, before, axis=1)
     return Grouped(rows[order], np.bincount(found, minlength=experts), places)
 
 

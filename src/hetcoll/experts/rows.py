@@ -7,6 +7,7 @@ itself is packed behind that, where `offsets` find it like what came: in bytes f
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -88,7 +89,7 @@ class HostRows:
     def __init__(self, wire: Wire, most: int) -> None:
         self._wire, self._memory = wire, np.empty(most * wire.stride, np.uint8)
         self._table, self._packed = self._memory.reshape(-1, wire.stride), np.empty((0, wire.stride), np.uint8)
-        self.window = _as_bytes(self._memory)
+        self.window = as_bytes(self._memory)
 
     def settle(self) -> None:
         """Nothing goes on behind the caller's back."""
@@ -101,7 +102,7 @@ class HostRows:
                 self._packed[at : at + _CHUNK, : wire.sent] = encode(widen(rows[at : at + _CHUNK], wire.dtype))
         else:
             self._packed = rows if wire.row == wire.stride else np.pad(rows, ((0, 0), (0, wire.stride - wire.row)))
-        return _as_bytes(self._packed)
+        return as_bytes(self._packed)
 
     def unpack(self, offsets: Column, to: Buffer, stream: int | None) -> None:
         wire, out = self._wire, bytes_of(to).reshape(len(offsets), self._wire.row)
@@ -112,11 +113,11 @@ class HostRows:
     def weigh(self, source: Buffer, offsets: Column, weights: Floats | None, stream: int | None) -> Buffer:
         wire, rows = self._wire, bytes_of(source).reshape(-1, self._wire.row)
         self._packed = np.empty((len(offsets), wire.stride), np.uint8)
-        self._sum(lambda at: rows[at // wire.row], offsets, weights, self._packed)
-        return _as_bytes(self._packed)
+        sum_rows(wire, lambda at: rows[at // wire.row], offsets, weights, self._packed)
+        return as_bytes(self._packed)
 
     def add(self, offsets: Column, to: Buffer, stream: int | None) -> None:
-        self._sum(self._rows, offsets, None, bytes_of(to).reshape(len(offsets), self._wire.row))
+        sum_rows(self._wire, self._rows, offsets, None, bytes_of(to).reshape(len(offsets), self._wire.row))
 
     def write(self, to: Buffer, values: np.ndarray[Any, Any], stream: int | None) -> None:
         bytes_of(to)[:] = values.view(np.uint8)
@@ -131,21 +132,23 @@ class HostRows:
         found[here] = self._packed[numbers[here] - len(self._table)]
         return found
 
-    def _sum(self, read: Any, offsets: Column, weights: Floats | None, to: Bytes) -> None:
-        wire = self._wire
-        for at in range(0, len(offsets), _CHUNK):
-            part = offsets[at : at + _CHUNK]
-            sums = np.zeros((len(part), wire.hidden), np.float32)
-            for column in range(part.shape[1]):
-                there = np.flatnonzero(part[:, column] >= 0)
-                if len(there):
-                    values = widen(read(part[there, column])[:, : wire.row], wire.dtype)
-                    with np.errstate(over="ignore", invalid="ignore"):
-                        sums[there] += values if weights is None else values * weights[at + there, column][:, None]
-            to[at : at + _CHUNK, : wire.row] = narrow(sums, wire.dtype)
+
+def sum_rows(wire: Wire, read: Callable[[Column], Bytes], offsets: Column, weights: Floats | None, to: Bytes) -> None:
+    """Of each row of `to` the sum of those that `read` gives for its `offsets` of 0 and more, in float32."""
+    for at in range(0, len(offsets), _CHUNK):
+        part = offsets[at : at + _CHUNK]
+        sums = np.zeros((len(part), wire.hidden), np.float32)
+        for column in range(part.shape[1]):
+            there = np.flatnonzero(part[:, column] >= 0)
+            if len(there):
+                values = widen(read(part[there, column])[:, : wire.row], wire.dtype)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    sums[there] += values if weights is None else values * weights[at + there, column][:, None]
+        to[at : at + _CHUNK, : wire.row] = narrow(sums, wire.dtype)
 
 
-def _as_bytes(array: Bytes) -> Buffer:
+def as_bytes(array: Bytes) -> Buffer:
+    """As calls take it."""
     return Buffer(int(array.ctypes.data), array.nbytes, DType.UINT8, array)
 
 
@@ -172,7 +175,7 @@ def narrow(rows: Floats, dtype: DType) -> Bytes:
 def encode(rows: Floats) -> Bytes:
     """Codes (e4m3) of each row and its scales behind them: a group's largest magnitude becomes 448. A group with an
     infinity or a NaN is all NaN."""
-    groups = rows.reshape(len(rows), -1, GROUP)
+    groups = rows.reshape(len(rows), rows.shape[1] // GROUP, GROUP)
     top = np.abs(groups).max(axis=2)
     finite = np.isfinite(top)
     most = np.where(finite, np.maximum(top, _LEAST_TOP), np.float32(1))
@@ -186,7 +189,7 @@ def encode(rows: Floats) -> Bytes:
 def decode(rows: Bytes, hidden: int) -> Floats:
     """What `encode` has made of rows."""
     scales = np.ascontiguousarray(rows[:, hidden : hidden + 4 * hidden // GROUP]).view(np.float32)
-    values = _VALUES[rows[:, :hidden]].reshape(len(rows), -1, GROUP) * scales[:, :, None]
+    values = _VALUES[rows[:, :hidden]].reshape(len(rows), hidden // GROUP, GROUP) * scales[:, :, None]
     return values.reshape(len(rows), hidden)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from ..calls import check_int, check_rank
@@ -83,11 +83,16 @@ class Window:
     Offsets and counts are in elements of `dtype`. A rank's puts and gets of one peer are done in the order of the
     calls. When a put is over its data is in the window, and `src` may be written again. Where two ranks write the same
     elements, or a rank writes what it lends, either may win; nothing else is torn.
+
+    `mapped`: where this rank's GPU sees the other ranks' memory, by rank, where all GPUs see that of all others; else
+    empty. For kernels, until `close`.
     """
 
-    def __init__(self, side: OneSided, number: int, dtype: DType, exposed: Sequence[_Exposed]) -> None:
+    def __init__(
+        self, side: OneSided, number: int, dtype: DType, exposed: Sequence[_Exposed], mapped: Mapping[int, int]
+    ) -> None:
         self._side, self._number, self._exposed = side, number, exposed
-        self.dtype = dtype
+        self.dtype, self.mapped = dtype, mapped
         self.closed = False
 
     @property
@@ -394,6 +399,7 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         raise BufferTypeError(f"buf: wanted one dtype on all ranks, got {what}")
     dtype = next(iter(kinds.values()), DType.UINT8)
     exposed = [_Exposed(count, there) for _, count, there, _, _ in told]
+    mapped: dict[int, int] = {}
     found = [None if each is None else Shared(*each) for *_, each in told]
     if sum(each is not None for each in found) > 1:
         seen = side.devices.open(number, found)
@@ -401,4 +407,6 @@ def open_window(parent: Core, make: Make[Carrier], buf: Any, signals: int, timeo
         side.see_window(number, seen, [False] * parent.size, exposed, dtype)
         theirs = [json.loads(blob) for blob in parent.meet("window()", json.dumps(sorted(seen)).encode(), seconds)]
         side.see_window(number, seen, [side.core.rank in each for each in theirs], exposed, dtype)
-    return Window(side, number, dtype, exposed)
+        if all(len(each) == parent.size - 1 for each in theirs):
+            mapped = seen
+    return Window(side, number, dtype, exposed, mapped)

@@ -2,12 +2,9 @@
 #pragma once
 
 #include "devices/kernels/copy.h"
+#include "devices/kernels/eighths.h"
 
 namespace hetcoll {
-
-constexpr unsigned kGroup = 128;                      // elements with a scale in common
-constexpr float kLargestE4m3 = 448;                   // of type_float8_e4m3fn
-constexpr float kLeastTop = 7.8886090522101181e-31f;  // 2^-100: so a scale is a normal number, and 448 / top is finite
 
 HETCOLL_DEVICE bool Packed(const Rows& rows, unsigned itemsize) {
   const U64 all = reinterpret_cast<U64>(rows.to) | reinterpret_cast<U64>(rows.from) | rows.to_stride;
@@ -49,27 +46,6 @@ HETCOLL_DEVICE void Combine(const Rows& rows) {
   }
 }
 
-// A group as codes and what they are to be multiplied by. One that holds an infinity or a NaN is all NaN.
-template <class Type>
-HETCOLL_DEVICE float EncodeGroup(char* codes, const char* from) {
-  using T = typename Type::Storage;
-  unsigned top = 0;
-  for (unsigned i = 0; i < kGroup; ++i) {
-    const unsigned magnitude = BitCast<unsigned>(Type::Widen(Load<T, 1>(from + i * sizeof(T)))) & 0x7fffffffu;
-    top = magnitude > top ? magnitude : top;
-  }
-  const bool finite = top < 0x7f800000u;
-  const float most = BitCast<float>(top) < kLeastTop ? kLeastTop : BitCast<float>(top);
-  const float factor = kLargestE4m3 / most;
-  for (unsigned i = 0; i < kGroup; ++i) {
-    const float x = Type::Widen(Load<T, 1>(from + i * sizeof(T))) * factor;
-    const float low = x < -kLargestE4m3 ? -kLargestE4m3 : x;
-    const float y = low > kLargestE4m3 ? kLargestE4m3 : low;
-    codes[i] = finite ? static_cast<char>(type_float8_e4m3fn::Narrow(y)) : '\0';
-  }
-  return finite ? most / kLargestE4m3 : Nan<float>();
-}
-
 // Rows of `hidden` elements, one behind the other, as codes with their scales behind them.
 template <class Type>
 HETCOLL_DEVICE void Encode(const Rows& rows) {
@@ -83,20 +59,13 @@ HETCOLL_DEVICE void Encode(const Rows& rows) {
 
 template <class Type>
 HETCOLL_DEVICE void Decode(const Rows& rows) {
-  using T = typename Type::Storage;
-  constexpr unsigned kCodes = 8;  // of a thread at a time
-  const U64 units = rows.hidden / kCodes;
+  const bool aligned = (reinterpret_cast<U64>(rows.to) | rows.to_stride) % kPack == 0;
   for (U64 row = BlockIndex(); row < rows.rows; row += Blocks()) {
     const char* from = rows.from + rows.offsets[row];
-    for (U64 i = ThreadInBlock(); i < units; i += BlockSize()) {
-      const float scale = Load<float, 4>(from + rows.hidden + i * kCodes / kGroup * 4);
-      const auto codes = Load<U64, 8>(from + i * kCodes);
-      HETCOLL_UNROLL
-      for (unsigned e = 0; e < kCodes; ++e) {
-        const auto code = static_cast<type_float8_e4m3fn::Storage>(codes >> (8 * e));
-        const T value = Type::Narrow(type_float8_e4m3fn::Widen(code) * scale);
-        Store<1>(rows.to + row * rows.to_stride + (i * kCodes + e) * sizeof(T), value);
-      }
+    for (U64 i = ThreadInBlock(); i < rows.hidden / kCodes; i += BlockSize()) {
+      const auto values = DecodeUnit<Type>(from, rows.hidden, i);
+      char* to = rows.to + row * rows.to_stride + i * sizeof(values);
+      aligned ? Store<kPack>(to, values) : Store<1>(to, values);
     }
   }
 }

@@ -20,11 +20,13 @@ _WORDS = {
     8: "hetcoll::U64",
 }  # by bytes: what is copied at least
 ROWS, GATHER_ROWS = "rows", "gather_rows"
+TOKENS, PLACE_TOKENS = "tokens", "place_tokens"
 _EXCHANGE, _CODECS = "_exchange", "_codecs"  # modules of their own, as few programs need them
 _CODED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _CODINGS = ("round", "encode", "decode", "add")
 _SIGNAL_KERNELS = ("bump", "await")
 _ROWS_DO = ("combine", "encode", "decode")
+_TOKENS_DO = ("pack", "spread", "weigh", "sum")
 
 
 def reduce_name(dtype: DType, op: ReduceOp) -> str:
@@ -76,6 +78,11 @@ def rows_names(dtype: DType) -> tuple[str, ...]:
     return tuple(f"{what}_rows_{dtype.label}" for what in _ROWS_DO)
 
 
+def tokens_names(dtype: DType) -> tuple[str, ...]:
+    """The kernels that carry few tokens to experts and what these make of them back, but for `PLACE_TOKENS`."""
+    return tuple(f"{what}_tokens_{dtype.label}" for what in _TOKENS_DO)
+
+
 def _formats(dtype: DType) -> list[Format]:
     """Those that are narrower than the type."""
     return [form for form in Format if form.factor(dtype.itemsize) < 1]
@@ -108,6 +115,7 @@ def modules() -> dict[str, tuple[str, ...]]:
     table: dict[str, tuple[str, ...]] = {SIGNALS: _SIGNAL_KERNELS, FLOAT8: tuple(_conversions())}
     table |= {MESSAGES: (MESSAGES,), PIECES: (PIECES,), GATHER: tuple(f"{GATHER}_{nbytes}" for nbytes in _WORDS)}
     table[ROWS] = (GATHER_ROWS, *(name for dtype in _CODED for name in rows_names(dtype)))
+    table[TOKENS] = (PLACE_TOKENS, *(name for dtype in _CODED for name in tokens_names(dtype)))
     for dtype in DType:
         names = [name(dtype, op) for op in reductions(dtype) for name in (reduce_name, oneshot_name)]
         if supports(dtype, ReduceOp.AVG):
@@ -131,7 +139,7 @@ _INCLUDE = re.compile(r'#include "(.*)"\n')
 
 def source(module: str) -> str:
     """One module's whole source: no compiler needs a path to our headers."""
-    if module in (SIGNALS, MESSAGES, PIECES, ROWS):
+    if module in (SIGNALS, MESSAGES, PIECES, ROWS, TOKENS):
         return _expand(f"devices/kernels/{module}.h", set())
     if module == FLOAT8:
         lines = [_expand("devices/kernels/float8.h", set()), f'#line 1 "{module}"\n']

@@ -122,6 +122,37 @@ class Rows(ctypes.Structure):
     )
 
 
+class Tokens(ctypes.Structure):
+    """The argument of the kernels of few tokens: ``arguments.h`` says what each field is."""
+
+    _fields_ = (
+        ("x", ctypes.c_uint64),
+        ("ids", ctypes.c_uint64),
+        ("own", ctypes.c_uint64),
+        ("to", ctypes.c_uint64),
+        ("from_", ctypes.c_uint64),
+        ("places", ctypes.c_uint64),
+        ("counts", ctypes.c_uint64),
+        ("received", ctypes.c_uint64),
+        ("weights", ctypes.c_uint64),
+        ("parts", ctypes.c_uint64),
+        ("came", ctypes.c_uint64),
+        ("result", ctypes.c_uint64),
+        ("state", ctypes.c_uint64),
+        ("odd", ctypes.c_uint64),
+        ("stride", ctypes.c_uint64),
+        ("hidden", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint32),
+        ("most", ctypes.c_uint32),
+        ("columns", ctypes.c_uint32),
+        ("size", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
+        ("experts", ctypes.c_uint32),
+        ("id_bytes", ctypes.c_uint32),
+        ("fp8", ctypes.c_uint32),
+    )
+
+
 class Compiler(Protocol):
     """A vendor's run-time compiler, set up for one architecture."""
 

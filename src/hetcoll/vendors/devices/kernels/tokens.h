@@ -1,0 +1,234 @@
+// Few tokens of a mixture of experts, by counts that only devices know (hetcoll.experts, the low-latency form). A call
+// is some of these kernels one after another, with a barrier of all ranks or an all-to-all between them: nothing here
+// waits. Where ranks read each other's blocks there are two by turns, since a rank may dispatch again while another
+// one still reads what it has dispatched before.
+#pragma once
+
+#include "devices/kernels/copy.h"
+#include "devices/kernels/eighths.h"
+
+namespace hetcoll {
+
+HETCOLL_DEVICE U64 BlockHead(const Tokens& a) { return (U64{4} * a.most * a.columns + kPack - 1) / kPack * kPack; }
+
+HETCOLL_DEVICE U64 Odd(const Tokens& a) { return a.state[0] % 2 != 0 ? a.odd : 0; }
+
+// An id of a token of this rank: its expert, or -1.
+HETCOLL_DEVICE int OwnId(const Tokens& a, U64 at) {
+  if (at >= U64{a.tokens} * a.columns) return -1;
+  const long long id = a.id_bytes == 8 ? Load<long long, 8>(a.ids + 8 * at) : Load<int, 4>(a.ids + 4 * at);
+  return id >= 0 && id < static_cast<long long>(a.size) * a.experts ? static_cast<int>(id) : -1;
+}
+
+// The lowest rank above `last` that has an expert of the token; `size`: there is none.
+template <class Ids>
+HETCOLL_DEVICE unsigned NextRank(const Tokens& a, const Ids& id, int last) {
+  unsigned next = a.size;
+  for (unsigned j = 0; j < a.columns; ++j) {
+    const int expert = id(j), owner = expert < 0 ? -1 : expert / static_cast<int>(a.experts);
+    if (owner > last && static_cast<unsigned>(owner) < next) next = owner;
+  }
+  return next;
+}
+
+// A token as it travels.
+template <class Type>
+HETCOLL_DEVICE void PackRow(const Tokens& a, char* to, const char* from) {
+  constexpr U64 kItem = sizeof(typename Type::Storage);
+  if (a.fp8 == 0) return CopyPiece(Piece{to, from, a.hidden * kItem}, ThreadInBlock(), BlockSize());
+  for (U64 group = ThreadInBlock(); group < a.hidden / kGroup; group += BlockSize()) {
+    const float scale = EncodeGroup<Type>(to + group * kGroup, from + group * kGroup * kItem);
+    Store<4>(to + a.hidden + 4 * group, scale);
+  }
+}
+
+template <class Type>
+HETCOLL_DEVICE void PackTokens(const Tokens& a) {
+  const U64 odd = Odd(a), row = a.hidden * sizeof(typename Type::Storage), head = BlockHead(a);
+  const bool same = a.size == 1 || a.to[0] == a.to[1];
+  for (U64 t = BlockIndex(); t < a.tokens; t += Blocks()) {
+    const auto id = [&](unsigned j) { return OwnId(a, t * a.columns + j); };
+    for (unsigned p = NextRank(a, id, -1); p < a.size; p = same ? a.size : NextRank(a, id, static_cast<int>(p))) {
+      PackRow<Type>(a, a.to[p] + odd + head + t * a.stride, a.x + t * row);
+    }
+  }
+  for (U64 i = ThreadIndex(); i < U64{a.most} * a.columns; i += ThreadCount()) {
+    a.own[i] = OwnId(a, i);
+    for (unsigned p = 0; p < (same ? 1 : a.size); ++p) Store<4>(a.to[p] + odd + 4 * i, a.own[i]);
+  }
+}
+
+// A block of threads for each expert: it counts its tokens, by rank and row, and numbers them. A thread has some rows,
+// and needs to know what those before it have found.
+HETCOLL_DEVICE void PlaceTokens(const Tokens& a) {
+  HETCOLL_SHARED unsigned found[kMaxThreads];
+  const U64 odd = Odd(a), rows = U64{a.size} * a.most, each = (rows + BlockSize() - 1) / BlockSize();
+  const U64 first = ThreadInBlock() * each, end = first + each < rows ? first + each : rows;
+  const int lowest = static_cast<int>(a.rank * a.experts), mine = lowest + static_cast<int>(BlockIndex());
+  const auto id = [&](U64 row, unsigned j) {
+    return Load<int, 4>(a.from[row / a.most] + odd + 4 * (row % a.most * a.columns + j));
+  };
+  unsigned count = 0;
+  for (U64 row = first; row < end; ++row) {
+    bool named = false;  // again, it is the same token
+    for (unsigned j = 0; j < a.columns; ++j) named |= id(row, j) == mine;
+    count += named ? 1 : 0;
+  }
+  found[ThreadInBlock()] = count;
+  Barrier();
+  unsigned number = 0;
+  for (unsigned i = 0; i < ThreadInBlock(); ++i) number += found[i];
+  for (U64 row = first; row < end; ++row) {
+    bool named = false;
+    for (unsigned j = 0; j < a.columns; ++j) {
+      const int expert = id(row, j);
+      int* place = a.places + row * a.columns + j;
+      if (expert == mine) *place = static_cast<int>(BlockIndex() * rows + number);
+      named |= expert == mine;
+      const bool local = expert >= lowest && expert < lowest + static_cast<int>(a.experts);
+      if (BlockIndex() == 0 && !local) *place = -1;
+    }
+    number += named ? 1 : 0;
+  }
+  if (!LastInBlock()) return;
+  if (a.id_bytes == 8) {
+    Store<8>(a.counts + U64{8} * BlockIndex(), static_cast<U64>(number));
+  } else {
+    Store<4>(a.counts + U64{4} * BlockIndex(), number);
+  }
+}
+
+// What a unit of a row is, to all places of its token.
+template <unsigned kAlign, class Unit>
+HETCOLL_DEVICE void ToPlaces(const Tokens& a, const int* places, U64 row, U64 at, const Unit& unit) {
+  for (unsigned j = 0; j < a.columns; ++j) {
+    if (places[j] >= 0) Store<kAlign>(a.received + static_cast<U64>(places[j]) * row + at, unit);
+  }
+}
+
+template <class Type>
+HETCOLL_DEVICE void SpreadRow(const Tokens& a, const int* places, const char* from) {
+  using T = typename Type::Storage;
+  const U64 row = a.hidden * sizeof(T);
+  if (a.fp8 != 0) {
+    for (U64 i = ThreadInBlock(); i < a.hidden / kCodes; i += BlockSize()) {
+      ToPlaces<kPack>(a, places, row, i * sizeof(Eight<Type>), DecodeUnit<Type>(from, a.hidden, i));
+    }
+  } else if (row % kPack == 0) {
+    for (U64 i = ThreadInBlock(); i < row / kPack; i += BlockSize()) {
+      ToPlaces<kPack>(a, places, row, i * kPack, Load<Pack<T>, kPack>(from + i * kPack));
+    }
+  } else {
+    for (U64 i = ThreadInBlock(); i < a.hidden; i += BlockSize()) {
+      ToPlaces<sizeof(T)>(a, places, row, i * sizeof(T), Load<T, sizeof(T)>(from + i * sizeof(T)));
+    }
+  }
+}
+
+HETCOLL_DEVICE bool AnyPlace(const Tokens& a, const int* places) {
+  bool any = false;
+  for (unsigned j = 0; j < a.columns; ++j) any |= places[j] >= 0;
+  return any;
+}
+
+// Each token is read once, whatever the number of its experts here. The last block ends the dispatch.
+template <class Type>
+HETCOLL_DEVICE void SpreadTokens(const Tokens& a) {
+  const U64 odd = Odd(a), rows = U64{a.size} * a.most, head = BlockHead(a);
+  for (U64 row = BlockIndex(); row < rows; row += Blocks()) {
+    const int* places = a.places + row * a.columns;
+    if (!AnyPlace(a, places)) continue;
+    SpreadRow<Type>(a, places, a.from[row / a.most] + odd + head + row % a.most * a.stride);
+  }
+  Barrier();
+  if (!LastInBlock() || FetchAdd(a.state + 1, 1) != Blocks() - 1) return;
+  a.state[1] = 0;
+  a.state[0] = a.state[0] + 1;
+}
+
+template <class Type, unsigned kElements, unsigned kAlign, class Terms>
+HETCOLL_DEVICE void SumRow(char* to, U64 hidden, const Terms& terms) {
+  using T = typename Type::Storage;
+  struct Unit {
+    T element[kElements];
+  };
+  for (U64 i = ThreadInBlock(); i < hidden / kElements; i += BlockSize()) {
+    float sum[kElements] = {};
+    terms([&](const char* row, float weight) {
+      const auto unit = Load<Unit, kAlign>(row + i * sizeof(Unit));
+      HETCOLL_UNROLL
+      for (unsigned e = 0; e < kElements; ++e) sum[e] = sum[e] + weight * Type::Widen(unit.element[e]);
+    });
+    Unit result;
+    HETCOLL_UNROLL
+    for (unsigned e = 0; e < kElements; ++e) result.element[e] = Type::Narrow(sum[e]);
+    Store<kAlign>(to + i * sizeof(Unit), result);
+  }
+}
+
+template <class Type, class Terms>
+HETCOLL_DEVICE void Sum(const Tokens& a, const char* array, char* to, const Terms& terms) {
+  using T = typename Type::Storage;
+  if ((reinterpret_cast<U64>(array) | a.hidden * sizeof(T)) % kPack == 0) {
+    SumRow<Type, kPack / sizeof(T), kPack>(to, a.hidden, terms);
+  } else {
+    SumRow<Type, 1, 1>(to, a.hidden, terms);
+  }
+}
+
+// What this rank's experts have made of each token that came, by weights, in the order of its ids.
+template <class Type>
+HETCOLL_DEVICE void WeighTokens(const Tokens& a) {
+  const U64 rows = U64{a.size} * a.most, nbytes = a.hidden * sizeof(typename Type::Storage);
+  for (U64 row = BlockIndex(); row < rows; row += Blocks()) {
+    const int* places = a.places + row * a.columns;
+    if (!AnyPlace(a, places)) continue;
+    const char* weights = a.weights == nullptr ? nullptr : a.weights[row / a.most] + row % a.most * a.columns * 4;
+    Sum<Type>(a, a.received, a.parts + row * a.stride, [&](const auto& add) {
+      for (unsigned j = 0; j < a.columns; ++j) {
+        const float weight = weights == nullptr ? 1.0f : Load<float, 4>(weights + 4 * j);
+        if (places[j] >= 0) add(a.received + static_cast<U64>(places[j]) * nbytes, weight);
+      }
+    });
+  }
+}
+
+// What all ranks have made of this one's tokens, in the order of ranks.
+template <class Type>
+HETCOLL_DEVICE void SumTokens(const Tokens& a) {
+  const U64 nbytes = a.hidden * sizeof(typename Type::Storage);
+  for (U64 t = BlockIndex(); t < a.tokens; t += Blocks()) {
+    const auto id = [&](unsigned j) { return a.own[t * a.columns + j]; };
+    Sum<Type>(a, a.result, a.result + t * nbytes, [&](const auto& add) {
+      for (unsigned p = NextRank(a, id, -1); p < a.size; p = NextRank(a, id, static_cast<int>(p))) {
+        add(a.came[p] + t * a.stride, 1.0f);
+      }
+    });
+  }
+}
+
+}  // namespace hetcoll
+
+HETCOLL_KERNEL place_tokens(HETCOLL_CONSTANT hetcoll::Tokens arguments) { hetcoll::PlaceTokens(arguments); }
+HETCOLL_ENTRY(place_tokens)
+
+#define HETCOLL_TOKENS(dtype)                                                        \
+  HETCOLL_KERNEL pack_tokens_##dtype(HETCOLL_CONSTANT hetcoll::Tokens arguments) {   \
+    hetcoll::PackTokens<hetcoll::type_##dtype>(arguments);                           \
+  }                                                                                  \
+  HETCOLL_ENTRY(pack_tokens_##dtype)                                                 \
+  HETCOLL_KERNEL spread_tokens_##dtype(HETCOLL_CONSTANT hetcoll::Tokens arguments) { \
+    hetcoll::SpreadTokens<hetcoll::type_##dtype>(arguments);                         \
+  }                                                                                  \
+  HETCOLL_ENTRY(spread_tokens_##dtype)                                               \
+  HETCOLL_KERNEL weigh_tokens_##dtype(HETCOLL_CONSTANT hetcoll::Tokens arguments) {  \
+    hetcoll::WeighTokens<hetcoll::type_##dtype>(arguments);                          \
+  }                                                                                  \
+  HETCOLL_ENTRY(weigh_tokens_##dtype)                                                \
+  HETCOLL_KERNEL sum_tokens_##dtype(HETCOLL_CONSTANT hetcoll::Tokens arguments) {    \
+    hetcoll::SumTokens<hetcoll::type_##dtype>(arguments);                            \
+  }                                                                                  \
+  HETCOLL_ENTRY(sum_tokens_##dtype)
+HETCOLL_TOKENS(float32)
+HETCOLL_TOKENS(float16)
+HETCOLL_TOKENS(bfloat16)
