@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from ranks import Ranks
 from thorough import parametrize
 
 import hetcoll
-from hetcoll import ArgumentError, BufferTypeError
+from hetcoll import ArgumentError, BufferTypeError, PeerLostError
 from hetcoll.gpu.array import DeviceArray
 
 Start = Callable[..., Ranks]
@@ -41,7 +42,7 @@ def on_own(
 ) -> int:
     """The case where this rank's tokens are. How many bytes came from GPU to GPU."""
     form(comm, case, dtype, fp8, device_of(comm) if has_gpu(comm) else None, hidden)
-    return comm.counters()["window_direct"]
+    return comm.counters().get("window_direct", 0)
 
 
 @pytest.mark.parametrize(("dtype", "fp8"), [("bfloat16", True), ("float32", False)])
@@ -141,7 +142,7 @@ def test_mistakes(whole: Start, kinds: str) -> None:
     whole(kinds).run(mistakes)
 
 
-def in_graphs(comm: hetcoll.Communicator, turns: int, fp8: bool) -> None:
+def in_graphs(comm: hetcoll.Communicator, turns: int, fp8: bool, direct: bool) -> None:
     """One graph of a dispatch and a combine, replayed with other tokens, ids and weights; calls outside of it between.
     Then one of a dispatch alone, again and again, whose last replay is combined."""
     device, experts = device_of(comm), shared_few(comm, "float32", fp8)
@@ -157,7 +158,7 @@ def in_graphs(comm: hetcoll.Communicator, turns: int, fp8: bool) -> None:
     comm.barrier()
     experts.dispatch(x, ids, stream=stream)
     assert experts._few is not None
-    assert experts._few.direct  # type: ignore[attr-defined]
+    assert experts._few.direct is direct  # type: ignore[attr-defined]
 
     def fill(turn: int) -> tuple[Any, Any]:
         random = np.random.default_rng(turn)
@@ -196,6 +197,33 @@ def in_graphs(comm: hetcoll.Communicator, turns: int, fp8: bool) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@parametrize("kinds", ["nn", "aa", "nnn"], first=1)
+@parametrize("kinds", ["nn", "na", "aa", "nnn"], first=2)
 def test_few_tokens_in_graphs(placed: Start, kinds: str, fp8: bool) -> None:
-    placed(kinds, jitter="3:300").run(in_graphs, 9, fp8, timeout=SECONDS)
+    placed(kinds, jitter="3:300").run(in_graphs, 9, fp8, len(set(kinds)) == 1, timeout=SECONDS)
+
+
+def lose(comm: hetcoll.Communicator) -> None:
+    device, experts = device_of(comm), shared_few(comm, "float32", False)
+    x, ids = DeviceArray(device, (2, HIDDEN)), DeviceArray.of(device, np.zeros((2, TOPK), np.int32))
+    experts.dispatch(x, ids)
+    device.synchronize()
+    if comm.rank == 1:
+        os._exit(3)
+
+    def dispatch() -> None:
+        while True:
+            experts.dispatch(x, ids)
+            device.synchronize()
+
+    with pytest.raises(PeerLostError) as caught:
+        dispatch()
+    assert caught.value.rank == 1
+
+
+def test_a_rank_dies_and_no_gpu_waits_for_it(placed: Start) -> None:
+    ranks = placed("nn")
+    ranks.start(lose)
+    found = ranks.finish(SECONDS)
+    ranks.kill(1)
+    assert found[1].died == 3
+    assert found[0].problem() == ""

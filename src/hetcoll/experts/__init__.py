@@ -9,6 +9,6 @@ prefill and training: only the tokens that are routed travel, each once to a ran
 from __future__ import annotations
 
 from .low_latency import LowLatencyExperts, LowLatencyLayout
-from .throughput import Experts, Layout
+from .throughput import ExpertLayout, Experts
 
-__all__ = ["Experts", "Layout", "LowLatencyExperts", "LowLatencyLayout"]
+__all__ = ["ExpertLayout", "Experts", "LowLatencyExperts", "LowLatencyLayout"]

@@ -112,10 +112,14 @@ class Common:
         return handle
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        """Other ranks are in the same call: what goes wrong from here on cannot be made good."""
+    def _running(self, refuses: bool = False) -> Iterator[None]:
+        """Other ranks are in the same call: what goes wrong from here on cannot be made good. `refuses`: but for what
+        is refused before it begins, as by a graph that cannot capture it."""
         try:
             yield
+        except (ArgumentError, BufferTypeError) as error:
+            self._closed = "" if refuses else f"these experts have failed before: {error}"
+            raise
         except BaseException as error:
             self._closed = f"these experts have failed before: {error}"
             if not isinstance(error, DeviceError):

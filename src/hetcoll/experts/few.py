@@ -54,11 +54,8 @@ class Few(Protocol):
 class HostFew:
     """Those of a rank with its tokens in the host's memory; others may be GPUs."""
 
-    def __init__(
-        self, comm: Communicator, sizes: Sizes, received: Buffer, counts: Buffer, timeout: float | None
-    ) -> None:
+    def __init__(self, comm: Communicator, sizes: Sizes, received: Buffer, counts: Buffer) -> None:
         self._comm, self._sizes = comm, sizes
-        comm.window(None, signals=0, timeout=timeout).close()  # others have GPUs, perhaps, that look for each other's
         size = comm.size
         self._sent, self._came = np.zeros((2, size, sizes.block), np.uint8)
         self._parts, self._sums = np.zeros((2, size, sizes.rows), np.uint8)

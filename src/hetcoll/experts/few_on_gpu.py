@@ -7,7 +7,7 @@ small all-reduce before that is the barrier. Elsewhere an all-to-all carries blo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,56 +31,60 @@ class GpuFew:
 
     def __init__(
         self, comm: Communicator, device: Device, sizes: Sizes, received: Buffer, counts: Buffer, stream: int,
-        timeout: float | None,
+        alike: bool, timeout: float | None,
     ) -> None:  # fmt: skip
+        """`alike`: all ranks have GPUs of one vendor."""
         self._comm, self._device, self._sizes, self._received = comm, device, sizes, received
-        table, size = device.kernels(), comm.size
+        table, size, wire = device.kernels(), comm.size, sizes.wire
         self._place = table.function(PLACE_TOKENS)
-        self._pack, self._spread, self._weigh, self._sum = map(table.function, tokens_names(sizes.wire.dtype))
-        block, head, rows = sizes.block, sizes.head, sizes.rows
-        # Two blocks by turns, weights, and sums of each rank's tokens.
-        memory = DeviceArray(device, 2 * block + head + size * rows, "uint8")
-        self._window: Window = comm.window(memory.buffer(), signals=0, timeout=timeout)
-        self.direct = size == 1 or bool(self._window.mapped)
+        self._pack, self._spread, self._weigh, self._sum = map(table.function, tokens_names(wire.dtype))
+        self._window: Window | None = None
+        places = self._offer(timeout) if alike else None
+        self.direct = places is not None
         """Whether GPUs read each other's memory."""
-        ranks = np.arange(size)
-        if self.direct:
-            seen = {**self._window.mapped, comm.rank: memory.ptr}
-            bases = np.array([seen[rank] for rank in range(size)], np.int64)
-            to, weights, came = (
-                np.full(size, memory.ptr),
-                bases + 2 * block,
-                bases + 2 * block + head + comm.rank * rows,
-            )
-            self._given, self._parts, odd = memory.buffer(2 * block, head), memory.buffer(2 * block + head), block
-            self._kept: tuple[Any, ...] = (memory,)
-        else:
-            self._window.close()
-            self._sent, self._blocks = (DeviceArray.of(device, np.zeros(size * block, np.uint8)) for _ in range(2))
-            self._packed, self._sums = (DeviceArray.of(device, np.zeros(size * rows, np.uint8)) for _ in range(2))
-            self._own, self._factors = DeviceArray(device, head, "uint8"), DeviceArray(device, size * head, "uint8")
-            to, bases = self._sent.ptr + ranks * block, self._blocks.ptr + ranks * block
-            weights, came = self._factors.ptr + ranks * head, self._sums.ptr + ranks * rows
-            self._given, self._parts, odd = self._own.buffer(), self._packed.buffer(), 0
-            self._kept = ()
-        self._lists = DeviceArray.of(device, np.stack([to, bases, weights, came]).astype(np.int64))
-        self._ids, self._places = (
-            DeviceArray(device, n * sizes.most * sizes.topk, "int32") for n in (1, size)
-        )  # fmt: skip
+        self._lists = DeviceArray.of(device, np.array(places or self._rooms(), np.int64))
+        self._ids, self._places = (DeviceArray(device, n * sizes.most * sizes.topk, "int32") for n in (1, size))
         self._state = DeviceArray.of(device, np.zeros(2, np.uint32))
         self._ones = DeviceArray.of(device, np.ones(sizes.most * sizes.topk, np.float32))
         self._token = DeviceArray.of(device, np.zeros(1, np.int32))
         self._common = {
             "own": self._ids.ptr, "places": self._places.ptr, "counts": counts.ptr, "parts": self._parts.ptr,
-            "state": self._state.ptr, "odd": odd, "stride": sizes.wire.stride, "hidden": sizes.wire.hidden,
-            "most": sizes.most, "columns": sizes.topk, "size": size, "rank": comm.rank, "experts": sizes.experts,
-            "id_bytes": counts.dtype.itemsize, "fp8": int(sizes.wire.fp8),
+            "state": self._state.ptr, "odd": sizes.block if self.direct else 0, "stride": wire.stride,
+            "hidden": wire.hidden, "most": sizes.most, "columns": sizes.topk, "size": size, "rank": comm.rank,
+            "experts": sizes.experts, "id_bytes": counts.dtype.itemsize, "fp8": int(wire.fp8),
             **{name: self._lists.ptr + 8 * size * i for i, name in enumerate(("to", "from_", "weights", "came"))},
         }  # fmt: skip
         self._last: int | None = None
         self._done = device.event()
         if self.direct:
             self._barrier(stream, timeout)  # a graph may capture it once it was made
+
+    def _offer(self, timeout: float | None) -> list[list[int]] | None:
+        """A window of two blocks by turns, weights, and sums of each rank's tokens. Returns the lists of `Tokens`: to
+        where this rank writes, from where it reads; None where some GPU does not see all others' windows."""
+        comm, sizes = self._comm, self._sizes
+        weights, parts = 2 * sizes.block, 2 * sizes.block + sizes.head
+        memory = DeviceArray(self._device, parts + comm.size * sizes.rows, "uint8")
+        self._window = comm.window(memory.buffer(), signals=0, timeout=timeout)
+        if len(self._window.mapped) < comm.size - 1:
+            self._window.close()
+            return None
+        seen = {**self._window.mapped, comm.rank: memory.ptr}
+        bases = [seen[rank] for rank in range(comm.size)]
+        self._given, self._parts = memory.buffer(weights, sizes.head), memory.buffer(parts)
+        mine = parts + comm.rank * sizes.rows
+        return [[memory.ptr] * comm.size, bases, [at + weights for at in bases], [at + mine for at in bases]]
+
+    def _rooms(self) -> list[list[int]]:
+        """The same where all-to-alls carry it: what is sent, and what came."""
+        device, size, sizes = self._device, self._comm.size, self._sizes
+        self._sent, self._blocks = (DeviceArray.of(device, np.zeros(size * sizes.block, np.uint8)) for _ in range(2))
+        self._packed, self._sums = (DeviceArray.of(device, np.zeros(size * sizes.rows, np.uint8)) for _ in range(2))
+        self._own, self._factors = (DeviceArray(device, n * sizes.head, "uint8") for n in (1, size))
+        self._given, self._parts = self._own.buffer(), self._packed.buffer()
+        rows = ((self._sent, sizes.block), (self._blocks, sizes.block), (self._factors, sizes.head),
+                (self._sums, sizes.rows))  # fmt: skip
+        return [[array.ptr + rank * nbytes for rank in range(size)] for array, nbytes in rows]
 
     def dispatch(self, x: Buffer, ids: Buffer, tokens: int, stream: int | None, timeout: float | None) -> None:
         on, sizes = self._follow(stream), self._sizes
@@ -116,7 +120,8 @@ class GpuFew:
 
     def close(self) -> None:
         self._device.synchronize_event(self._done)
-        self._window.close()
+        if self._window is not None:
+            self._window.close()
         self._device.destroy_event(self._done)
 
     def _barrier(self, stream: int, timeout: float | None) -> None:

@@ -64,7 +64,7 @@ class LowLatencyExperts(Common):
         if source.device == "cpu":
             numbers = bytes_of(ids).view(np.int32 if ids.dtype is DType.INT32 else np.int64)
             check_ids(numbers.astype(np.int64).reshape(tokens, self.topk), self.num_experts)
-        with self._running():
+        with self._running(refuses=few is not None):
             if few is None:
                 few = self._open(x, topk_ids, source, handle, timeout)
             few.dispatch(source, ids, tokens, handle, timeout)
@@ -93,7 +93,7 @@ class LowLatencyExperts(Common):
         if (into.dtype, into.place, into.count) != (self.dtype, source.place, layout._tokens * self.hidden):
             wanted = f"{layout._tokens * self.hidden} elements of {self.dtype.label} on {source.place}"
             raise BufferTypeError(f"out: wanted {wanted}, got {into.count} of {into.dtype.label} on {into.place}")
-        with self._running():
+        with self._running(refuses=True):
             few.combine(source, weights, into, layout._tokens, handle, timeout)
         return result
 
@@ -110,12 +110,15 @@ class LowLatencyExperts(Common):
         received, counts = like(x, (own, room, self.hidden)), like(topk_ids, (own,))
         into, numbers = (read_buffer(each, "received", writable=True) for each in (received, counts))
         sizes = Sizes(self._wire, self.max_tokens, self.topk, own)
+        kinds = self._comm._core.meet("the first dispatch()", source.device.encode(), timeout)
         if source.device == "cpu":
-            few: Few = HostFew(self._comm, sizes, into, numbers, timeout)
+            few: Few = HostFew(self._comm, sizes, into, numbers)
         else:
             from ..gpu.device_of import device_of
             from .few_on_gpu import GpuFew
 
-            few = GpuFew(self._comm, device_of(source), sizes, into, numbers, stream or 0, timeout)
+            few = GpuFew(
+                self._comm, device_of(source), sizes, into, numbers, stream or 0, len(set(kinds)) == 1, timeout
+            )
         self._few, self._received, self._counts, self._place = few, received, counts, source.place
         return few

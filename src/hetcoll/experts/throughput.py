@@ -23,7 +23,7 @@ _NUMPY = {DType.INT32: np.int32, DType.INT64: np.int64, DType.FLOAT32: np.float3
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExpertLayout:
     """Where the tokens of one `Experts.dispatch` went, and where those that came are from."""
 
     counts: Any
@@ -68,7 +68,7 @@ class Experts(Common):
 
     def dispatch(
         self, x: Any, topk_ids: Any, *, stream: Any = None, timeout: float | None = None
-    ) -> tuple[Any, Layout]:
+    ) -> tuple[Any, ExpertLayout]:
         """Send each row of `x`, [tokens, hidden], to the ranks of its experts: `topk_ids`, [tokens, topk] of int32 or
         int64, -1 for none. An expert that is named twice gets the token once; what it makes of it counts twice.
 
@@ -90,7 +90,7 @@ class Experts(Common):
 
     def _dispatch(
         self, x: Any, source: Buffer, ids: Column, like_ids: Any, stream: int | None, timeout: float | None
-    ) -> tuple[Any, Layout]:
+    ) -> tuple[Any, ExpertLayout]:
         size, rank, wire, own = self._comm.size, self._comm.rank, self._wire, self.num_local_experts
         rows = self._rows or self._open(source, timeout)
         rows.settle()
@@ -110,12 +110,12 @@ class Experts(Common):
         counts = like(like_ids, (own,))
         into = read_buffer(counts, "counts", writable=True)
         rows.write(into, found.counts.astype(_NUMPY[into.dtype]), stream)
-        layout = Layout(counts, found.counts.tolist(), self._dispatched, len(ids), goes, found, came)
+        layout = ExpertLayout(counts, found.counts.tolist(), self._dispatched, len(ids), goes, found, came)
         self._dispatched += 1
         return received, layout
 
     def combine(
-        self, expert_out: Any, layout: Layout, topk_weights: Any = None, *, stream: Any = None,
+        self, expert_out: Any, layout: ExpertLayout, topk_weights: Any = None, *, stream: Any = None,
         timeout: float | None = None,
     ) -> Any:  # fmt: skip
         """Bring back what the experts made of the tokens of `layout`: `expert_out`, as `dispatch` returned them.
@@ -137,7 +137,7 @@ class Experts(Common):
             return self._combine(rows, expert_out, source, layout, weights, handle, timeout)
 
     def _combine(
-        self, rows: Rows, expert_out: Any, source: Buffer, layout: Layout, weights: Any, stream: int | None,
+        self, rows: Rows, expert_out: Any, source: Buffer, layout: ExpertLayout, weights: Any, stream: int | None,
         timeout: float | None,
     ) -> Any:  # fmt: skip
         rank, wire, goes, came = self._comm.rank, self._wire, layout._sent, layout._came
