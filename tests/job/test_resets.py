@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from losing import lose, work, works
+from members import Events, first_line, in_parallel, join_all, member
 from ranks import Job, Ranks, wait_until
 from resetting import reset, resets, vanish
-from test_control import Events, first_line, in_parallel, join_all, member
 from thorough import parametrize
 
 import hetcoll

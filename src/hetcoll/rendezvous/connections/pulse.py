@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .sockets import BACKLOG, SILENT, close_hard, is_itself, spell_address, spell_error
+from .sockets import BACKLOG, SILENT, close_hard, is_itself, spell_address, spell_error, unpace
 
 log = logging.getLogger("hetcoll.pulse")
 
@@ -146,6 +146,7 @@ class Pulses:
             log.debug("%s: %s", patient.address, spell_error(error))
             return
         patient.sock, patient.due = sock, time.monotonic() + _ANSWER
+        unpace(sock)
         sock.setblocking(False)
         try:
             ipaddress.ip_address(host)  # or a name would be looked up
