@@ -694,6 +694,36 @@ def interrupt_while_asking(comm: hetcoll.Communicator) -> tuple[str, bool]:
     return "nothing", comm._engine.failed
 
 
+def interrupt_while_splitting(comm: hetcoll.Communicator) -> str:
+    """Rank 2 is interrupted once all have met in the new group, which others may have in the end or not."""
+    control = comm._session.control
+    exchange = control.exchange_columns
+
+    def interrupted(group: bytes, tag: bytes, *rest: Any) -> Any:
+        told = exchange(group, tag, *rest)
+        if group != comm._group:
+            raise KeyboardInterrupt
+        return told
+
+    if comm.rank == 2:
+        control.exchange_columns = interrupted  # type: ignore[method-assign]
+    try:
+        comm.split(0)
+        comm.barrier()
+    except KeyboardInterrupt:
+        return f"interrupted, {comm._engine.failed}"
+    except hetcoll.HetcollError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@TRANSPORTS
+def test_ctrl_c_while_a_split_is_made(launch: Launch, transport: str) -> None:
+    *others, two = launch(3, HETCOLL_TRANSPORT=transport).run(interrupt_while_splitting)
+    assert two == "interrupted, True"
+    assert others == ["AbortedError: rank 2 was interrupted"] * 2
+
+
 @TRANSPORTS
 def test_ctrl_c_while_a_call_asks_the_others(launch: Launch, transport: str) -> None:
     zero, one = launch(2, HETCOLL_TRANSPORT=transport).run(interrupt_while_asking)

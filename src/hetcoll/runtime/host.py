@@ -319,7 +319,7 @@ class HostExecutor:
         except BaseException as error:
             if isinstance(error, OSError) and error.errno is not None:  # not raised by a signal handler
                 raise self._diagnosis.unprepared(error) from error
-            self._give_up()
+            self.give_up()
             raise
         finally:
             self.reporter.connecting.pop(thread, None)
@@ -374,10 +374,10 @@ class HostExecutor:
         except HetcollError:
             raise
         except BaseException:
-            self._give_up()
+            self.give_up()
             raise
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """A signal handler raised while a call was under way: nothing may touch its memory any more, nobody wait."""
         self._engine.fail(Kind.ABORTED, self._rank, f"rank {self._rank} was interrupted")
         self.interrupted()

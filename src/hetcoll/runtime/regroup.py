@@ -6,10 +6,10 @@ import contextlib
 import hashlib
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -26,6 +26,7 @@ from ..rendezvous.session import Session
 from ..types import Format
 from .core import Core
 
+_REASON = 1.0  # seconds: who leaves a group in the making ends that first, and only then says why
 _ROUNDS = 4  # times the timeout of `shrink`: after so long it tries no more
 
 
@@ -76,16 +77,24 @@ def while_whole(core: Core, group: bytes) -> Iterator[Callable[[str], None]]:
     """The block makes a group of ranks of `core`, and ends when that fails, since others may never come to it then.
     Raises what `core` has failed with, where that is why. Gives what ends it for another reason, from any thread, with
     an InitError of these words."""
+    failed = threading.Event()
     with core.session.control.while_wanted(group) as give_up:
-        end = partial(give_up, "the communicator that it was to come from has failed")
+
+        def end() -> None:
+            failed.set()
+            give_up("the communicator that it was to come from has failed")
+
         core.diagnosis.on_failure.append(end)
         try:
             if core.engine.failed:
                 end()
             yield give_up
         except (PeerLostError, InitError) as error:
-            if core.engine.failed:
+            if failed.wait(_REASON):
                 raise core.diagnosis.error() from error
+            raise
+        except (KeyboardInterrupt, SystemExit):
+            core.host.give_up()  # others wait for this rank in the group
             raise
         finally:
             core.diagnosis.on_failure.remove(end)
