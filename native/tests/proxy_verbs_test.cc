@@ -74,6 +74,8 @@ class Pair {
   ~Pair() {
     for (auto& proxy : proxies) proxy->Close(DeadlineNs(kPatience));
     for (ibv::Mr* mr : mrs_) Fabric::Api().dereg_mr(mr);
+    proxies.clear();
+    copiers_.clear();  // what they were told to copy, which nobody may want any more, ends before its memory
   }
   Pair(const Pair&) = delete;
   Pair& operator=(const Pair&) = delete;
