@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -77,20 +78,22 @@ def while_whole(core: Core, group: bytes) -> Iterator[Callable[[str], None]]:
     """The block makes a group of ranks of `core`, and ends when that fails, since others may never come to it then.
     Raises what `core` has failed with, where that is why. Gives what ends it for another reason, from any thread, with
     an InitError of these words."""
-    failed = threading.Event()
+    told = threading.Event()  # why it ends, where this rank is to know
     with core.session.control.while_wanted(group) as give_up:
 
-        def end() -> None:
-            failed.set()
-            give_up("the communicator that it was to come from has failed")
+        def stop(words: str) -> None:
+            give_up(words)
+            told.set()
 
+        end = partial(stop, "the communicator that it was to come from has failed")
         core.diagnosis.on_failure.append(end)
         try:
             if core.engine.failed:
                 end()
-            yield give_up
+            yield stop
         except (PeerLostError, InitError) as error:
-            if failed.wait(_REASON):
+            told.wait(_REASON)
+            if core.engine.failed:
                 raise core.diagnosis.error() from error
             raise
         except (KeyboardInterrupt, SystemExit):
