@@ -114,9 +114,10 @@ struct Cut {
   unsigned part;
 };
 
+HETCOLL_DEVICE bool IsCut(const Exchange& x) { return x.way == kReduceScatter || x.way == kAllToAll; }
+
 HETCOLL_DEVICE Cut CutOf(const Exchange& x) {
-  if (x.way != kReduceScatter && x.way != kAllToAll) return {0, 0};
-  return {x.rank * x.count, x.rank * x.chunk_bytes};
+  return IsCut(x) ? Cut{x.rank * x.count, x.rank * x.chunk_bytes} : Cut{0, 0};
 }
 
 // A chunk for each peer into a message.
@@ -226,13 +227,12 @@ HETCOLL_DEVICE void Gather(const Exchange& x, U64 number, const Chunk& chunk, co
 // call was aborted.
 template <class T, class Take>
 HETCOLL_DEVICE bool Pass(const Exchange& x, const Share& share, U64 before, Take take) {
-  const bool parts = x.way == kReduceScatter || x.way == kAllToAll;
   U64 sent = 0;
   for (U64 taken = 0; taken < share.chunks; ++taken) {
     for (; sent < share.chunks && sent < taken + x.slots; ++sent) {
       if (!AwaitEmpty(x, before + sent + 1)) return false;
       const Chunk chunk = ChunkAt<T>(x, share, sent);
-      parts ? PutParts<T>(x, before + sent + 1, chunk) : Put<T>(x, before + sent + 1, chunk, 0, 0);
+      IsCut(x) ? PutParts<T>(x, before + sent + 1, chunk) : Put<T>(x, before + sent + 1, chunk, 0, 0);
       Publish(x, before + sent + 1);
     }
     if (!AwaitReady(x, before + taken + 1)) return false;

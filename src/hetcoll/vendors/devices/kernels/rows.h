@@ -3,6 +3,7 @@
 
 #include "devices/kernels/copy.h"
 #include "devices/kernels/eighths.h"
+#include "devices/kernels/sums.h"
 
 namespace hetcoll {
 
@@ -11,38 +12,22 @@ HETCOLL_DEVICE bool Packed(const Rows& rows, unsigned itemsize) {
   return (all | rows.hidden * itemsize) % kPack == 0;
 }
 
-// The sum of what `columns` places hold, each times its weight, from 0 on in the order of the columns, in float32.
-template <class Type, unsigned kElements, unsigned kAlign>
-HETCOLL_DEVICE void CombineRow(const Rows& rows, U64 row) {
-  using T = typename Type::Storage;
-  struct Unit {
-    T element[kElements];
-  };
-  const long long* offsets = rows.offsets + row * rows.columns;
-  const float* weights = rows.weights == nullptr ? nullptr : rows.weights + row * rows.columns;
-  for (U64 i = ThreadInBlock(); i < rows.hidden / kElements; i += BlockSize()) {
-    const U64 at = i * sizeof(Unit);
-    float sum[kElements] = {};
-    for (unsigned column = 0; column < rows.columns; ++column) {
-      if (offsets[column] < 0) continue;
-      const auto unit = Load<Unit, kAlign>(rows.from + offsets[column] + at);
-      const float weight = weights == nullptr ? 1.0f : weights[column];
-      HETCOLL_UNROLL
-      for (unsigned e = 0; e < kElements; ++e) sum[e] = sum[e] + weight * Type::Widen(unit.element[e]);
-    }
-    Unit result;
-    HETCOLL_UNROLL
-    for (unsigned e = 0; e < kElements; ++e) result.element[e] = Type::Narrow(sum[e]);
-    Store<kAlign>(rows.to + row * rows.to_stride + at, result);
-  }
-}
-
+// The sum of what `columns` places hold, each times its weight, in the order of the columns.
 template <class Type>
 HETCOLL_DEVICE void Combine(const Rows& rows) {
   using T = typename Type::Storage;
   const bool packed = Packed(rows, sizeof(T));
   for (U64 row = BlockIndex(); row < rows.rows; row += Blocks()) {
-    packed ? CombineRow<Type, kPack / sizeof(T), kPack>(rows, row) : CombineRow<Type, 1, 1>(rows, row);
+    const long long* offsets = rows.offsets + row * rows.columns;
+    const float* weights = rows.weights == nullptr ? nullptr : rows.weights + row * rows.columns;
+    const auto terms = [&](const auto& add) {
+      for (unsigned column = 0; column < rows.columns; ++column) {
+        if (offsets[column] >= 0) add(rows.from + offsets[column], weights == nullptr ? 1.0f : weights[column]);
+      }
+    };
+    char* to = rows.to + row * rows.to_stride;
+    packed ? SumRow<Type, kPack / sizeof(T), kPack>(to, rows.hidden, terms)
+           : SumRow<Type, 1, 1>(to, rows.hidden, terms);
   }
 }
 

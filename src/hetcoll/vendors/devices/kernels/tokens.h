@@ -6,6 +6,7 @@
 
 #include "devices/kernels/copy.h"
 #include "devices/kernels/eighths.h"
+#include "devices/kernels/sums.h"
 
 namespace hetcoll {
 
@@ -144,26 +145,6 @@ HETCOLL_DEVICE void SpreadTokens(const Tokens& a) {
   if (!LastInBlock() || FetchAdd(a.state + 1, 1) != Blocks() - 1) return;
   a.state[1] = 0;
   a.state[0] = a.state[0] + 1;
-}
-
-template <class Type, unsigned kElements, unsigned kAlign, class Terms>
-HETCOLL_DEVICE void SumRow(char* to, U64 hidden, const Terms& terms) {
-  using T = typename Type::Storage;
-  struct Unit {
-    T element[kElements];
-  };
-  for (U64 i = ThreadInBlock(); i < hidden / kElements; i += BlockSize()) {
-    float sum[kElements] = {};
-    terms([&](const char* row, float weight) {
-      const auto unit = Load<Unit, kAlign>(row + i * sizeof(Unit));
-      HETCOLL_UNROLL
-      for (unsigned e = 0; e < kElements; ++e) sum[e] = sum[e] + weight * Type::Widen(unit.element[e]);
-    });
-    Unit result;
-    HETCOLL_UNROLL
-    for (unsigned e = 0; e < kElements; ++e) result.element[e] = Type::Narrow(sum[e]);
-    Store<kAlign>(to + i * sizeof(Unit), result);
-  }
 }
 
 template <class Type, class Terms>
