@@ -25,11 +25,11 @@ class Headers:
     A rank may be one call ahead of another, and no more: so there is room for two of each.
     """
 
-    def __init__(self, comm: Communicator, most: int, width: int) -> None:
+    def __init__(self, comm: Communicator, most: int, width: int, timeout: float | None) -> None:
         self._comm, self._width = comm, width
         self._each = _WORDS + most * width
         self._memory = np.zeros((comm.size, 2, self._each), np.int32)
-        self._window = comm.window(self._memory, signals=comm.size)
+        self._window = comm.window(self._memory, signals=comm.size, timeout=timeout)
         self._calls = 0
 
     def exchange(self, call: str, layout: int, rows: Sequence[Words], timeout: float | None) -> list[Words]:

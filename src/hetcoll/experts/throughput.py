@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import ArgumentError, Communicator
+from .. import ArgumentError
 from ..calls.buffers import Buffer, read_buffer
 from ..runtime.results import like
 from ..types import DType
@@ -48,23 +48,9 @@ class Experts(Common):
     After an error that is no `ArgumentError` or `BufferTypeError` the object is good for `close` only.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        num_experts: int,
-        hidden: int,
-        dtype: Any,
-        max_tokens: int,
-        topk: int,
-        *,
-        fp8: bool = False,
-        timeout: float | None = None,
-    ) -> None:
-        super().__init__(comm, num_experts, hidden, dtype, max_tokens, topk, fp8=fp8, timeout=timeout)
-        self._headers = Headers(comm, max_tokens, topk)
-        self._rows: Rows | None = None
-        self._window: Window | None = None
-        self._arrived = [0] * comm.size  # puts of tokens, by rank
+    _rows: Rows | None = None
+    _window: Window | None = None
+    _headers: Headers | None = None
 
     def dispatch(
         self, x: Any, topk_ids: Any, *, stream: Any = None, timeout: float | None = None
@@ -96,9 +82,9 @@ class Experts(Common):
         rows.settle()
         goes = sent(ids, size, own)
         packed = rows.pack(source, len(ids), stream)
-        told = self._headers.exchange(
-            "dispatch", self._dispatched, [ids[at].astype(np.int32) for at in goes.tokens], timeout
-        )
+        headers = self._headers
+        assert headers is not None, "it is there with the rows"
+        told = headers.exchange("dispatch", self._dispatched, [ids[at].astype(np.int32) for at in goes.tokens], timeout)
         came = [len(each) for each in told]
         self._move(packed, [at * wire.stride for at in goes.tokens], wire.sent, came, stream, timeout)
         found = grouped(np.concatenate(told).astype(np.int64), rank * own, own)
@@ -144,7 +130,9 @@ class Experts(Common):
         rows.settle()
         empty = np.empty((0, self.topk), np.int32)
         given = [empty if weights is None else weights[at].view(np.int32) for at in goes.tokens]
-        told = self._headers.exchange("combine", layout._number, given, timeout)
+        headers = self._headers
+        assert headers is not None, "it is there with the rows"
+        told = headers.exchange("combine", layout._number, given, timeout)
         ones = np.float32(1).view(np.int32)
         factors = [each if len(each) else np.full((n, self.topk), ones) for n, each in zip(came, told, strict=True)]
         places = layout._grouped.places
@@ -164,15 +152,14 @@ class Experts(Common):
     def close(self) -> None:
         """Give the memory back. Local: other ranks' calls must be over. On a GPU it waits for what was begun here."""
         super().close()
-        self._headers.close()
-        if self._window is not None:
-            self._window.close()
-        if self._rows is not None:
-            self._rows.close()
-        self._window = self._rows = None
+        for each in (self._headers, self._window, self._rows):
+            if each is not None:
+                each.close()
+        self._headers = self._window = self._rows = None
 
     def _open(self, source: Buffer, timeout: float | None) -> Rows:
-        """At the first dispatch, on all ranks together: the window, where this rank's tokens are."""
+        """At the first dispatch, on all ranks together: windows of what ranks tell each other, and where this rank's
+        tokens are."""
         most = self._comm.size * self.max_tokens
         if source.device == "cpu":
             self._rows = HostRows(self._wire, most)
@@ -182,6 +169,8 @@ class Experts(Common):
 
             self._rows = GpuRows(device_of(source), self._wire, most)
         self._place = source.place
+        self._headers = Headers(self._comm, self.max_tokens, self.topk, timeout)
+        self._arrived = [0] * self._comm.size  # puts of tokens, by rank
         self._window = self._comm.window(self._rows.window, signals=self._comm.size, timeout=timeout)
         return self._rows
 
