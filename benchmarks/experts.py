@@ -17,12 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +27,8 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from launched import launched
 
 WAYS = {
     "cpu": ("gloo", "hetcoll", "hetcoll fp8", "hetcoll low-latency"),
@@ -171,39 +169,12 @@ def run_rank(options: argparse.Namespace) -> None:
     print(json.dumps(run(options, options.tokens[0])))
 
 
-def end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """They took too long."""
-    for rank in ranks:
-        rank.kill()
-
-
 def launch(options: argparse.Namespace, way: str, python: str, tokens: int) -> list[float]:
     """The seconds of one library's rounds."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(options.ranks)}
-    env |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     words = [python, __file__, "--way", way, "--tokens", str(tokens), "--device", options.device]
     for name in ("ranks", "hidden", "experts", "topk", "rounds"):
         words += [f"--{name}", str(getattr(options, name))]
-    with tempfile.TemporaryFile("w+") as out:
-        ranks = [
-            subprocess.Popen(
-                words,
-                env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=out if rank == 0 else subprocess.DEVNULL,
-            )
-            for rank in range(options.ranks)
-        ]
-        alarm = threading.Timer(_SECONDS, end, [ranks])
-        alarm.start()
-        codes = [rank.wait() for rank in ranks]
-        alarm.cancel()
-        if any(codes):
-            raise SystemExit(f"{way}: exit statuses {codes}")
-        out.seek(0)
-        found: list[float] = json.loads(out.read().splitlines()[-1])
-        return found
+    return launched(way, words, options.ranks, os.environ, _SECONDS)
 
 
 def main() -> None:

@@ -21,10 +21,8 @@ import json
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +31,8 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from launched import launched
 
 WAYS = ("socket", "gloo", "hetcoll tcp", "hetcoll shm")
 GPU_WAYS = ("pinned copy", "gpu copy", "gloo gpu>gpu", "nccl gpu>gpu", "hetcoll shm direct gpu>gpu", *(
@@ -287,37 +287,12 @@ RUNS = {
 }  # fmt: skip
 
 
-def end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """They took too long."""
-    for rank in ranks:
-        rank.kill()
-
-
 def launch(way: str, python: str, piece: int, count: int, rounds: int) -> list[float]:
     """The seconds of one library's rounds."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    env |= {"GLOO_SOCKET_IFNAME": "lo", "HETCOLL_TRANSPORT": "shm" if "shm" in way else "tcp"}
     words = [python, __file__, "--way", way, "--pieces", str(piece), "--count", str(count), "--rounds", str(rounds)]
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            subprocess.Popen(
-                words,
-                env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "BENCH_FOLDER": folder},
-                stdout=out if rank == 0 else subprocess.DEVNULL,
-            )
-            for rank in range(2)
-        ]
-        alarm = threading.Timer(_SECONDS, end, [ranks])
-        alarm.start()
-        codes = [rank.wait() for rank in ranks]
-        alarm.cancel()
-        if any(codes):
-            raise SystemExit(f"{way}: exit statuses {codes}")
-        out.seek(0)
-        found: list[float] = json.loads(out.read().splitlines()[-1])
-        return found
+    with tempfile.TemporaryDirectory() as folder:
+        own = {"HETCOLL_TRANSPORT": "shm" if "shm" in way else "tcp", "BENCH_FOLDER": folder}
+        return launched(way, words, 2, os.environ | own, _SECONDS)
 
 
 def main() -> None:
