@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -182,6 +183,19 @@ def end_of(unique_id: UniqueId, rank: int) -> socket.socket:
     return connection.sock
 
 
+@contextlib.contextmanager
+def beside_stopped(unique_id: UniqueId) -> Iterator[tuple[ControlClient, Events, subprocess.Popen[str]]]:
+    """Rank 0 here, and rank 1 as a process that is stopped."""
+    events = Events(0)
+    client = ControlClient(unique_id, 0, 2, 20, events)
+    with member(1, 2, unique_id) as process:
+        first_line(process)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        yield client, events, process
+    client.close()
+
+
 @pytest.mark.parametrize("break_it", [reset, pytest.param(vanish, marks=may_vanish)])
 @pytest.mark.parametrize("side", ["the store's", "the member's", "both"])
 def test_whoever_notices_it_is_made_again_soon(
@@ -256,12 +270,7 @@ def test_what_came_counts_once_where_the_word_for_it_breaks(
 
 def test_who_is_killed_with_news_unread_is_named_at_once(unique_id: UniqueId) -> None:
     """The kernel resets the connection then, as a firewall would."""
-    events = Events(0)
-    client = ControlClient(unique_id, 0, 2, 20, events)
-    with member(1, 2, unique_id) as process:
-        first_line(process)
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    with beside_stopped(unique_id) as (client, events, process):
         client.post_verdict(WORLD, b"kind", b"it does not read this")
         wait_until(lambda: not node_of(unique_id, 1).connection.queue)  # type: ignore[union-attr]
         process.kill()
@@ -271,16 +280,10 @@ def test_who_is_killed_with_news_unread_is_named_at_once(unique_id: UniqueId) ->
     assert isinstance(lost, Lost)
     assert lost.rank == 1
     assert "its process died: connection reset by peer, and nobody listens at 127.0.0.1:" in lost.reason
-    client.close()
 
 
 def test_who_dies_after_its_connection_broke_is_named_soon(unique_id: UniqueId) -> None:
-    events = Events(0)
-    client = ControlClient(unique_id, 0, 2, 20, events)
-    with member(1, 2, unique_id) as process:
-        first_line(process)
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    with beside_stopped(unique_id) as (_, events, process):
         reset(end_of(unique_id, 1))
         node = node_of(unique_id, 1)
         wait_until(lambda: node.connection is None)
@@ -289,22 +292,15 @@ def test_who_dies_after_its_connection_broke_is_named_soon(unique_id: UniqueId) 
         killed = time.monotonic()
         events.wait_for(lambda e: isinstance(e, Lost))
         assert time.monotonic() - killed < 2
-    client.close()
 
 
 def test_who_does_not_come_back_is_lost(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "ABSENCE", 1.0)
-    events = Events(0)
-    client = ControlClient(unique_id, 0, 2, 20, events)
-    with member(1, 2, unique_id) as process:
-        first_line(process)
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    with beside_stopped(unique_id) as (_, events, process):
         reset(end_of(unique_id, 1))
         lost = events.wait_for(lambda e: isinstance(e, Lost))
         assert lost == Lost(1, "its connection broke, and it did not come back within 1 s")
         process.send_signal(signal.SIGCONT)
-    client.close()
 
 
 def test_whose_host_does_not_answer_is_lost(unique_id: UniqueId, monkeypatch: pytest.MonkeyPatch) -> None:
