@@ -9,11 +9,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from .. import ArgumentError, BufferTypeError, ClosedError, Communicator, DeviceError
+from .. import ArgumentError, BufferTypeError, ClosedError, Communicator, DeviceError, DType
 from ..calls import check_int
 from ..calls.buffers import Buffer, read_buffer
 from ..health.diagnosis import Kind
-from ..types import DType
 from .routing import check_dtype, check_shape
 from .rows import GROUP, Wire
 

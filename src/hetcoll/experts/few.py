@@ -6,9 +6,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from .. import Communicator
+from .. import Communicator, DType
 from ..calls.buffers import Buffer
-from ..types import DType
 from .routing import Grouped, grouped, sent
 from .rows import Wire, bytes_of, decode, encode, narrow, sum_rows, widen
 

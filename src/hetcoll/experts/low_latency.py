@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import ArgumentError, BufferTypeError
+from .. import ArgumentError, BufferTypeError, DType
 from ..calls.buffers import Buffer, read_buffer
 from ..runtime.results import like
-from ..types import DType
 from .common import Common
 from .few import Few, HostFew, Sizes
 from .routing import check_ids

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import DType
 from ..calls.buffers import Buffer
 from ..gpu.array import DeviceArray
-from ..types import DType
 from ..vendors.devices.kernels.source import GATHER_ROWS, rows_names
 from ..vendors.devices.kernels.table import Rows as Arguments
 from .routing import Column

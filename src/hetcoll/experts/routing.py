@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import ArgumentError, BufferTypeError, DType
 from ..calls.buffers import Buffer
-from ..errors import ArgumentError, BufferTypeError
-from ..types import DType
 
 Column = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .. import DType
 from ..calls.buffers import Buffer
-from ..types import DType
 from .routing import Column
 
 GROUP = 128  # elements of 8-bit floats with a scale in common; kGroup of rows.h

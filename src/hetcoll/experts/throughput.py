@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import ArgumentError
+from .. import ArgumentError, DType
 from ..calls.buffers import Buffer, read_buffer
 from ..runtime.results import like
-from ..types import DType
 from .common import Common
 from .headers import Headers
 from .routing import Column, Grouped, Sent, check_ids, grouped, sent
