@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,9 @@ from ranks import Ranks
 from thorough import parametrize
 
 import hetcoll
-from hetcoll import ArgumentError, BufferTypeError, PeerLostError
+from hetcoll import ArgumentError, BufferTypeError, CollectiveMismatchError, PeerLostError
+from hetcoll.experts.by_kernels import ByKernels
+from hetcoll.experts.by_windows import ByWindows
 from hetcoll.gpu.array import DeviceArray
 
 Start = Callable[..., Ranks]
@@ -73,12 +76,57 @@ def test_other_types_and_lengths(whole: Start, dtype: str, fp8: bool, hidden: in
         whole("nac").run(on_own, Case(ids, seed, True), dtype, fp8, hidden, check_few, timeout=SECONDS)
 
 
-def test_gpus_of_one_vendor_read_each_others_tokens(whole: Start) -> None:
+def test_gpus_of_one_vendor_put_into_each_others_windows(whole: Start) -> None:
     ids = [[[0, 3, 1], [5, 5, -1]], [[2, 0, -1]], [[-1, 1, 3]]]
     ranks = whole("nna")
     before = ranks.run(on_own, Case(ids, 0, True), "float32", False)
     after = ranks.run(on_own, Case(ids, 0, True), "float32", False)
     assert [b - a for a, b in zip(before, after, strict=True)] == [2 * 4 * HIDDEN, 2 * 4 * HIDDEN, 0]
+
+
+def layered(comm: hetcoll.Communicator) -> type[object]:
+    """Dispatches of several layers, each with other tokens, combined in the other order and twice. How they travel."""
+    device, experts, kind = device_of(comm), shared(comm, "float32", False), np.dtype(np.float32)
+    kept = []
+    for layer in range(5):
+        random = np.random.default_rng((layer, 7))
+        counts = random.integers(0, MOST + 1, comm.size)
+        ids = [random.integers(-1, PER_RANK * comm.size, (n, TOPK)).tolist() for n in counts]
+        wanted = plain(Case(ids, layer, True), comm.rank, comm.size, PER_RANK, HIDDEN, kind, False)
+        named = np.array(ids[comm.rank], np.int32 if layer % 2 else np.int64).reshape(-1, TOPK)
+        received, layout = experts.dispatch(DeviceArray.of(device, wanted.x), DeviceArray.of(device, named))
+        assert received.get().tobytes() == wanted.received.tobytes()
+        kept.append((wanted, layout))
+    for wanted, layout in [*kept[::-1], *kept]:
+        out, weights = DeviceArray.of(device, wanted.out), DeviceArray.of(device, wanted.weights)
+        assert experts.combine(out, layout, weights).get().tobytes() == wanted.result.tobytes()
+    return type(experts._way)
+
+
+@parametrize(("kinds", "way"), [("nn", ByKernels), ("na", ByWindows), ("aaa", ByKernels)], first=2)
+def test_layouts_stay(whole: Start, kinds: str, way: type[object]) -> None:
+    assert set(whole(kinds).run(layered)) == {way}
+
+
+def other_calls(comm: hetcoll.Communicator, same: bool) -> None:
+    """Ranks that combine different layouts, or of which one combines while the others dispatch."""
+    device, experts = device_of(comm), shared(comm, "float32", False)
+    x, ids = DeviceArray(device, (2, HIDDEN)), DeviceArray.of(device, np.zeros((2, TOPK), np.int32))
+    given = [experts.dispatch(x, ids) for _ in range(2)]
+    with pytest.raises(CollectiveMismatchError):  # noqa: PT012 (it may be the next call that says so)
+        for _ in range(50):
+            if same or comm.rank == 0:
+                experts.combine(*given[comm.rank % 2])
+            else:
+                experts.dispatch(x, ids)
+            device.synchronize()
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("same", [False, True])
+@parametrize("kinds", ["nn", "na"], first=1)
+def test_ranks_in_different_calls(placed: Start, kinds: str, same: bool) -> None:
+    placed(kinds).run(other_calls, same, timeout=SECONDS)
 
 
 def on_streams(comm: hetcoll.Communicator) -> None:
@@ -202,8 +250,8 @@ def test_few_tokens_in_graphs(placed: Start, kinds: str, fp8: bool) -> None:
     placed(kinds, jitter="3:300").run(in_graphs, 9, fp8, len(set(kinds)) == 1, timeout=SECONDS)
 
 
-def lose(comm: hetcoll.Communicator) -> None:
-    device, experts = device_of(comm), shared_few(comm, "float32", False)
+def lose(comm: hetcoll.Communicator, form: Any) -> None:
+    device, experts = device_of(comm), form(comm, "float32", False)
     x, ids = DeviceArray(device, (2, HIDDEN)), DeviceArray.of(device, np.zeros((2, TOPK), np.int32))
     experts.dispatch(x, ids)
     device.synchronize()
@@ -220,9 +268,10 @@ def lose(comm: hetcoll.Communicator) -> None:
     assert caught.value.rank == 1
 
 
-def test_a_rank_dies_and_no_gpu_waits_for_it(placed: Start) -> None:
+@pytest.mark.parametrize("form", [shared, shared_few])
+def test_a_rank_dies_and_no_gpu_waits_for_it(placed: Start, form: Any) -> None:
     ranks = placed("nn")
-    ranks.start(lose)
+    ranks.start(lose, form)
     found = ranks.finish(SECONDS)
     ranks.kill(1)
     assert found[1].died == 3

@@ -102,7 +102,7 @@ struct Tokens {
   char* const* from;       // those for this rank
   int* places;             // [size, most, columns]: which row of `received`; -1: none
   char* counts;            // [experts] of id_bytes each
-  char* received;          // [experts, size * most, hidden]: what came, at a multiple of 16; or what was made of it
+  char* received;          // rows by expert: what came, at a multiple of 16; or what was made of it
   char* const* weights;    // [most, columns] of float; no list: each is 1
   char* parts;             // [size, most] rows: what this rank's experts make of each rank's tokens
   char* const* came;       // [most] rows: what each rank's made of this one's
@@ -111,7 +111,8 @@ struct Tokens {
   unsigned long long odd;  // bytes behind a block to that of odd dispatches
   unsigned long long stride, hidden;  // bytes from row to row of blocks and parts; elements
   unsigned tokens, most, columns, size, rank, experts, id_bytes, fp8;  // experts: of a rank
+  unsigned dense;  // whether an expert's rows follow those of the one before it, and not size * most for each
 };
-static_assert(sizeof(Tokens) == 160, "hetcoll/vendors/devices/kernels/table.py has the same layout");
+static_assert(sizeof(Tokens) == 168, "hetcoll/vendors/devices/kernels/table.py has the same layout");
 
 }  // namespace hetcoll

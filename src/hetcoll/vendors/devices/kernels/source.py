@@ -79,7 +79,7 @@ def rows_names(dtype: DType) -> tuple[str, ...]:
 
 
 def tokens_names(dtype: DType) -> tuple[str, ...]:
-    """The kernels that carry few tokens to experts and what these make of them back, but for `PLACE_TOKENS`."""
+    """The kernels that carry tokens to experts and what these make of them back, but for `PLACE_TOKENS`."""
     return tuple(f"{what}_tokens_{dtype.label}" for what in _TOKENS_DO)
 
 

@@ -123,7 +123,7 @@ class Rows(ctypes.Structure):
 
 
 class Tokens(ctypes.Structure):
-    """The argument of the kernels of few tokens: ``arguments.h`` says what each field is."""
+    """The argument of the kernels that carry tokens: ``arguments.h`` says what each field is."""
 
     _fields_ = (
         ("x", ctypes.c_uint64),
@@ -150,6 +150,7 @@ class Tokens(ctypes.Structure):
         ("experts", ctypes.c_uint32),
         ("id_bytes", ctypes.c_uint32),
         ("fp8", ctypes.c_uint32),
+        ("dense", ctypes.c_uint32),
     )
 
 

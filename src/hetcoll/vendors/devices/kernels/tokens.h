@@ -1,6 +1,5 @@
-// Few tokens of a mixture of experts, by counts that only devices know (hetcoll.experts, the low-latency form). A call
-// is some of these kernels one after another, with a barrier of all ranks or an all-to-all between them: nothing here
-// waits. Where ranks read each other's blocks there are two by turns, since a rank may dispatch again while another
+// Tokens of a mixture of experts, by counts that devices find (hetcoll.experts). A call is some of these kernels one after
+// another, with a barrier of all ranks or an all-to-all between them: nothing here waits. Where ranks read each other's blocks there are two by turns, since a rank may dispatch again while another
 // one still reads what it has dispatched before.
 #pragma once
 
@@ -59,32 +58,48 @@ HETCOLL_DEVICE void PackTokens(const Tokens& a) {
   }
 }
 
+// How many of the ids of a row, which may name one again, are in [lowest, end).
+template <class Ids>
+HETCOLL_DEVICE unsigned CountNamed(const Tokens& a, const Ids& id, int lowest, int end) {
+  unsigned count = 0;
+  for (unsigned j = 0; j < a.columns; ++j) {
+    const int expert = id(j);
+    bool again = expert < lowest || expert >= end;
+    for (unsigned i = 0; i < j && !again; ++i) again = id(i) == expert;
+    count += again ? 0 : 1;
+  }
+  return count;
+}
+
 // A block of threads for each expert: it counts its tokens, by rank and row, and numbers them. A thread has some rows,
-// and needs to know what those before it have found.
+// and needs to know what those before it have found. Where rows are dense a block counts those of lower experts, too.
 HETCOLL_DEVICE void PlaceTokens(const Tokens& a) {
-  HETCOLL_SHARED unsigned found[kMaxThreads];
+  HETCOLL_SHARED unsigned found[kMaxThreads], lower[kMaxThreads];
   const U64 odd = Odd(a), rows = U64{a.size} * a.most, each = (rows + BlockSize() - 1) / BlockSize();
   const U64 first = ThreadInBlock() * each, end = first + each < rows ? first + each : rows;
   const int lowest = static_cast<int>(a.rank * a.experts), mine = lowest + static_cast<int>(BlockIndex());
   const auto id = [&](U64 row, unsigned j) {
     return Load<int, 4>(a.from[row / a.most] + odd + 4 * (row % a.most * a.columns + j));
   };
-  unsigned count = 0;
+  unsigned count = 0, below = 0;
   for (U64 row = first; row < end; ++row) {
-    bool named = false;  // again, it is the same token
-    for (unsigned j = 0; j < a.columns; ++j) named |= id(row, j) == mine;
-    count += named ? 1 : 0;
+    const auto ids = [&](unsigned j) { return id(row, j); };
+    count += CountNamed(a, ids, mine, mine + 1);
+    if (a.dense != 0) below += CountNamed(a, ids, lowest, mine);
   }
   found[ThreadInBlock()] = count;
+  lower[ThreadInBlock()] = below;
   Barrier();
   unsigned number = 0;
+  U64 base = a.dense != 0 ? 0 : BlockIndex() * rows;
   for (unsigned i = 0; i < ThreadInBlock(); ++i) number += found[i];
+  for (unsigned i = 0; i < BlockSize(); ++i) base += lower[i];
   for (U64 row = first; row < end; ++row) {
-    bool named = false;
+    bool named = false;  // again, it is the same token
     for (unsigned j = 0; j < a.columns; ++j) {
       const int expert = id(row, j);
       int* place = a.places + row * a.columns + j;
-      if (expert == mine) *place = static_cast<int>(BlockIndex() * rows + number);
+      if (expert == mine) *place = static_cast<int>(base + number);
       named |= expert == mine;
       const bool local = expert >= lowest && expert < lowest + static_cast<int>(a.experts);
       if (BlockIndex() == 0 && !local) *place = -1;

@@ -1,0 +1,54 @@
+"""The throughput form among GPUs that see each other's memory: kernels find the routes, the host waits for counts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import Communicator
+from ..calls.buffers import Buffer, read_buffer
+from ..runtime.results import like
+from .few import Sizes
+from .rows import bytes_of
+from .token_blocks import SeenBlocks
+from .token_kernels import Table, TokenKernels
+from .way import Dispatched
+
+if TYPE_CHECKING:
+    from ..vendors.devices.base import Device
+
+
+class ByKernels:
+    """See `way.Way`."""
+
+    def __init__(self, comm: Communicator, device: Device, sizes: Sizes, blocks: SeenBlocks) -> None:
+        self._comm, self._sizes = comm, sizes
+        self._kernels = TokenKernels(comm, device, sizes, blocks)
+
+    def dispatch(self, call: Dispatched, timeout: float | None) -> tuple[Any, Any, list[int], Any]:
+        own, places = Table.words(self._sizes, self._comm.size)
+        kind, on = call.named.dtype, call.stream or 0
+        counts = like(call.like_ids, (self._sizes.experts,))
+        kept = like(call.like_ids, (-(-4 * (own + places) // kind.itemsize),))
+        at = read_buffer(kept, "kept", writable=True).ptr
+        numbers = read_buffer(counts, "counts", writable=True)
+        table = Table(at, at + 4 * own, numbers, dense=True)
+        self._kernels.place(call.source, call.named, len(call.ids), table, call.number, on, timeout)
+        here = self._comm._core.gpus.on_host(numbers, on)
+        self._comm._core.host.check_usable()  # what ends the wait may be a failure
+        assert here is not None, "the stream is not captured"
+        found = bytes_of(here).view(np.int32 if kind.itemsize == 4 else np.int64).tolist()
+        received = like(call.x, (sum(found), self._sizes.wire.hidden))
+        self._kernels.spread(read_buffer(received, "received", writable=True), table, on)
+        return received, counts, found, (kept, table)
+
+    def combine(
+        self, source: Buffer, weights: Buffer | None, into: Buffer, tokens: int, number: int, route: Any,
+        stream: int | None, timeout: float | None,
+    ) -> None:  # fmt: skip
+        _, table = route
+        self._kernels.combine(source, weights, into, tokens, table, number, stream or 0, timeout)
+
+    def close(self) -> None:
+        self._kernels.close()

@@ -1,0 +1,114 @@
+"""Tokens between ranks by the kernels of ``vendors/devices/kernels/tokens.h``: all of a call is on one stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from .. import Communicator
+from ..calls.buffers import Buffer
+from ..gpu.array import DeviceArray
+from ..vendors.devices.kernels.source import PLACE_TOKENS, tokens_names
+from ..vendors.devices.kernels.table import Tokens
+from .few import Sizes
+from .token_blocks import Blocks
+
+if TYPE_CHECKING:
+    from ..vendors.devices.base import Device
+
+_THREADS, _PLACING = 256, 512
+_BLOCKS = 8  # of a multiprocessor
+
+
+class Table(NamedTuple):
+    """What a dispatch finds out of its tokens, in memory of the GPU, and its combines need. See ``arguments.h``."""
+
+    own: int
+    places: int
+    counts: Buffer
+    dense: bool
+
+    @classmethod
+    def words(cls, sizes: Sizes, ranks: int) -> tuple[int, int]:
+        """Of 32 bits each: how many there are of `own` and of `places`."""
+        own = sizes.most * sizes.topk
+        return own, own * ranks
+
+
+class TokenKernels:
+    """Those of a rank with its tokens on `device`."""
+
+    def __init__(self, comm: Communicator, device: Device, sizes: Sizes, blocks: Blocks) -> None:
+        self._device, self._sizes, self._blocks = device, sizes, blocks
+        table, size, wire = device.kernels(), comm.size, sizes.wire
+        self._place = table.function(PLACE_TOKENS)
+        self._pack, self._spread, self._weigh, self._sum = map(table.function, tokens_names(wire.dtype))
+        self._rows = size * sizes.most
+        self._lists = DeviceArray.of(device, np.array(blocks.lists, np.int64))
+        self._state = DeviceArray.of(device, np.zeros(2, np.uint32))
+        self._ones = DeviceArray.of(device, np.ones(sizes.most * sizes.topk, np.float32))
+        self._common = {
+            "parts": blocks.parts, "state": self._state.ptr, "odd": blocks.odd, "stride": wire.stride,
+            "hidden": wire.hidden, "most": sizes.most, "columns": sizes.topk, "size": size, "rank": comm.rank,
+            "experts": sizes.experts, "fp8": int(wire.fp8),
+            **{name: self._lists.ptr + 8 * size * i for i, name in enumerate(("to", "from_", "weights", "came"))},
+        }  # fmt: skip
+        self._last: int | None = None
+        self._done = device.event()
+
+    def place(
+        self, x: Buffer, ids: Buffer, tokens: int, table: Table, call: int, stream: int, timeout: float | None
+    ) -> None:
+        """All ranks see this one's tokens, and where those of its experts belong: `table`."""
+        self._follow(stream)
+        words = {"x": x.ptr, "ids": ids.ptr, "tokens": tokens}
+        self._run(self._pack, max(1, tokens), _THREADS, stream, table, words)
+        self._blocks.tokens(2 * call, stream, timeout)
+        self._run(self._place, self._sizes.experts, _PLACING, stream, table, {})
+
+    def spread(self, received: Buffer, table: Table, stream: int) -> None:
+        """The tokens to their places: the end of a dispatch."""
+        words = {"received": received.ptr}
+        self._run(self._spread, self._some(self._rows), _THREADS, stream, table, words)
+        self._end(stream)
+
+    def combine(
+        self, made: Buffer, weights: Buffer | None, to: Buffer, tokens: int, table: Table, call: int, stream: int,
+        timeout: float | None,
+    ) -> None:  # fmt: skip
+        self._follow(stream)
+        words = {"tokens": tokens, "received": made.ptr, "result": to.ptr}
+        given = self._ones.buffer() if weights is None else weights
+        if given.nbytes:
+            self._device.copy(self._blocks.given.ptr, given.ptr, given.nbytes, stream)
+        self._blocks.weights(2 * call + 1, stream, timeout)
+        self._run(self._weigh, self._some(self._rows), _THREADS, stream, table, words)
+        self._blocks.sums(2 * call + 1, stream, timeout)
+        self._run(self._sum, self._some(tokens), _THREADS, stream, table, words)
+        self._end(stream)
+
+    def close(self) -> None:
+        self._device.synchronize_event(self._done)
+        self._blocks.close()
+        self._device.destroy_event(self._done)
+
+    def _some(self, rows: int) -> int:
+        return min(max(rows, 1), _BLOCKS * self._device.multiprocessors)
+
+    def _run(self, function: int, blocks: int, threads: int, stream: int, table: Table, words: dict[str, int]) -> None:
+        found = {
+            "own": table.own, "places": table.places, "counts": table.counts.ptr, "dense": int(table.dense),
+            "id_bytes": table.counts.dtype.itemsize,
+        }  # fmt: skip
+        self._device.launch(function, blocks, threads, [bytes(Tokens(**self._common, **found, **words))], stream)
+
+    def _follow(self, stream: int) -> None:
+        """Calls on several streams are one after another, too; a graph's are as the graph has them."""
+        if self._last not in (None, stream) and not self._device.capturing(stream):
+            self._device.wait(stream, self._done)
+
+    def _end(self, stream: int) -> None:
+        if not self._device.capturing(stream):
+            self._device.record(self._done, stream)
+            self._last = stream
