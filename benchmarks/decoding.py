@@ -3,6 +3,7 @@
 Each rank makes the same weights and keeps its part. By tensor parallel the products of a block are cut by heads and
 hidden units, and an all-reduce adds what the ranks have; the logits are gathered. By pipeline the prompts are dealt
 to as many groups as there are stages, so that each stage has one at work; the last stage sends the tokens to the first.
+In graphs, a rank's part of a step is captured once, with its collectives, and replayed for each token.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from llama import Block, Kept, layers, whole
+from llama import Block, Kept, Position, layers, whole
 from shapes import Shape
 from torch import Tensor, nn
 from training_ways import made_on, stage_of
 
 WAYS = ("one", "tensor", "stages")
+WARM = 2  # tokens before time counts
 
 
 class Summed(nn.Module):
@@ -84,31 +86,40 @@ class Decoder:
         cut: dict[str, Callable[[nn.Module, int], nn.Module]] = {"one": whole, "tensor": sliced, "stages": mine}
         with made_on(device, dtype):
             self.parts = layers(s, cut[way])[begin:end]
-        self.gap = float("inf")  # the least between the best logit and the second best
+        self._gap = torch.full((), torch.inf, device=device)
 
-    def decode(self, prompts: Tensor, count: int, begun: Callable[[], None]) -> list[list[int]]:
+    @property
+    def gap(self) -> float:
+        """The least between the best logit and the second best."""
+        return float(self._gap)
+
+    def decode(self, prompts: Tensor, count: int, begun: Callable[[], None], graphs: bool = False) -> list[list[int]]:
         """`count` tokens behind each prompt (rows of one length), the same on all ranks but that a stage before the
-        last has none; `begun` is called behind the first one."""
+        last has none; `begun` is called behind the first WARM ones, when all that is captured is."""
         with torch.inference_mode():
-            return self._decode(prompts, count, begun)
+            return self._decode(prompts, count, begun, graphs)
 
-    def _decode(self, prompts: Tensor, count: int, begun: Callable[[], None]) -> list[list[int]]:
+    def _decode(self, prompts: Tensor, count: int, begun: Callable[[], None], graphs: bool) -> list[list[int]]:
         groups = prompts.to(self.device).chunk(self.stages)
-        kept = [[Kept() for _ in self.parts] for _ in groups]
+        most = prompts.shape[1] + count
+        steps = [Step(self, most) for _ in groups]
         tokens: list[list[Tensor]] = [[] for _ in groups]
         sent: list[dist.Work | None] = []
-        for step in range(count):
-            if step == 1:
+        for number in range(count):
+            if number == WARM:
+                if graphs:
+                    for step in steps:
+                        step.capture()
                 begun()
             for group, prompt in enumerate(groups):
-                fresh = prompt if step == 0 else self._back(tokens[group], len(prompt))
-                x = self._run(self._before(fresh), kept[group])
+                fresh = prompt if number == 0 else self._back(tokens[group], len(prompt))
+                x = steps[group](self._before(fresh))
                 if not self.last:
-                    sent.append(dist.isend(x.contiguous(), self.rank + 1))
+                    sent.append(dist.isend(x, self.rank + 1))
                     continue
-                tokens[group].append(self._best(x))
-                if self.stages > 1 and step < count - 1:
-                    sent.append(dist.isend(tokens[group][-1], 0))
+                tokens[group].append(x)
+                if self.stages > 1 and number < count - 1:
+                    sent.append(dist.isend(x, 0))
         for work in sent:
             if work is not None:
                 work.wait()
@@ -132,14 +143,47 @@ class Decoder:
         dist.recv(came, self.rank - 1)
         return came
 
-    def _run(self, x: Tensor, kept: list[Kept]) -> Tensor:
+    def run(self, x: Tensor, kept: list[Kept]) -> Tensor:
+        """What the last stage makes of it are tokens."""
         for part, own in zip(self.parts, kept, strict=True):
             last = isinstance(part, nn.Sequential)  # whose logits are wanted of the last position alone
             x = part(x, own) if isinstance(part, Block) else part(x[:, -1:] if last else x)
-        return x
+        return self._best(x) if self.last else x.contiguous()
 
     def _best(self, logits: Tensor) -> Tensor:
         """Of the last position."""
         two = logits[:, -1].float().topk(2)
-        self.gap = min(self.gap, float((two.values[:, 0] - two.values[:, 1]).min()))
+        torch.minimum(self._gap, (two.values[:, 0] - two.values[:, 1]).min(), out=self._gap)
         return two.indices[:, 0].contiguous()
+
+
+class Step:
+    """One token of a group of prompts: what comes in, and what the rank makes of it."""
+
+    def __init__(self, decoder: Decoder, most: int) -> None:
+        self._decoder, self._position = decoder, Position(most, decoder.device)
+        self._kept = [Kept(self._position) for _ in decoder.parts]
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._input = self._output = torch.empty(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._graph is None:
+            self._input, self._output = x, self._run(x)
+            return self._output
+        self._input.copy_(x)
+        self._graph.replay()
+        return self._output.clone()  # the next replay writes it again, and this may still be sent then
+
+    def capture(self) -> None:
+        """From now on what was done with the last input. Nothing is done yet."""
+        self._input = self._input.clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads call the driver, too
+            self._output = self._run(self._input)
+        self._graph = graph
+
+    def _run(self, x: Tensor) -> Tensor:
+        found = self._decoder.run(x, self._kept)
+        self._position.move(x.shape[1])
+        return found

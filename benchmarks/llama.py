@@ -13,22 +13,37 @@ from shapes import Shape
 from torch import Tensor, nn
 
 
-class Kept:
-    """The keys and values of what a block has seen."""
+class Position:
+    """Where the next token belongs, and which of `most` places it sees. It is on the device, so that a step that a
+    graph has captured once is good for every token."""
 
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+    def __init__(self, most: int, device: torch.device) -> None:
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        self._places = torch.arange(most, device=device)
+        self.seen = (self._places <= self.at)[None, None, None]
+
+    def move(self, tokens: int) -> None:
+        self.at.add_(tokens)
+        self.seen.copy_(self._places <= self.at)
+
+
+class Kept:
+    """The keys and values of what a block has seen, which is as many as `position` says."""
+
+    def __init__(self, position: Position) -> None:
+        self.position = position
+        self._both: list[Tensor] = []
 
     @property
-    def length(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
+    def most(self) -> int:
+        return self.position.seen.shape[-1]
 
-    def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if self.keys is not None and self.values is not None:
-            keys, values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
-        self.keys, self.values = keys, values
-        return keys, values
+    def add(self, at: Tensor, *both: Tensor) -> list[Tensor]:
+        """Of so many positions from `at[0]` on. Returns all there is room for."""
+        self._both = self._both or [each.new_zeros(*each.shape[:2], self.most, each.shape[3]) for each in both]
+        for whole, fresh in zip(self._both, both, strict=True):
+            whole.index_copy_(2, at, fresh)
+        return self._both
 
 
 class Block(nn.Module):
@@ -46,13 +61,18 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, kept: Kept | None = None) -> Tensor:
         """`kept` has what came before `x`: nothing, or `x` is one position."""
-        y = self.norm1(x)
+        y, length = self.norm1(x), x.shape[1]
         q, k, v = (self._split(each(y)) for each in (self.query, self.key, self.value))
-        before = 0 if kept is None else kept.length
-        q, k = _rotate(q, before), _rotate(k, before)
-        if kept is not None:
-            k, v = kept.add(k, v)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=before == 0, enable_gqa=True)
+        alone = kept is None or length > 1
+        at = kept.position.at if kept is not None and length == 1 else torch.arange(length, device=x.device)
+        tables = _angles(length if kept is None else kept.most, self.head // 2, x.device, x.dtype)
+        cos, sin = (each[at] for each in tables)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        everything = (k, v) if kept is None else kept.add(at, k, v)
+        mask = None
+        if kept is not None and not alone:
+            (k, v), mask = everything, kept.position.seen
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=alone, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         y = self.norm2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
@@ -61,10 +81,8 @@ class Block(nn.Module):
         return x.unflatten(2, (-1, self.head)).transpose(1, 2)
 
 
-def _rotate(x: Tensor, first: int) -> Tensor:
-    """Rotary position embedding (Su et al., 2021) on (batch, heads, length, head), from position `first` on."""
-    most = 1 << (first + x.shape[-2] - 1).bit_length()  # so that few tables are made
-    cos, sin = (each[first : first + x.shape[-2]] for each in _angles(most, x.shape[-1] // 2, x.device, x.dtype))
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al., 2021) on (batch, heads, length, head)."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 

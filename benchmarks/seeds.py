@@ -257,6 +257,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=32, help="bytes")
     parser.add_argument("--tokens", type=int, default=32, help="to decode")
+    parser.add_argument("--graph", action="store_true", help="of inference: a rank's part of a step as a CUDA graph")
     parser.add_argument("--seconds", type=float, default=600.0, help="for one answer of a rank")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     parser.add_argument("--plot", help="of collectives: draw them, as .png or .svg")
@@ -271,6 +272,10 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--ranks: wanted an even number, got {args.ranks}")
         if args.plot:
             plot.check(args.plot)
+        if args.tokens < 4:
+            parser.error(f"--tokens: wanted 4 or more, so that some are timed, got {args.tokens}")
+        if args.graph and args.device not in ("cuda", "hip", "posing", "vendors"):
+            parser.error(f"--graph: wanted a --device whose ranks all have a GPU, got {args.device}")
     return args
 
 

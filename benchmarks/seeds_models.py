@@ -165,7 +165,8 @@ def inference(args: argparse.Namespace, home: Path) -> Found:
     places = kinds.places(args.ranks, args.hip_python)
     alone = replace(places[0], kind="cpu") if places[0].torch == "cpu" else places[0]
     found = Found([["model", "how", "ranks", "tokens/s", "of one process", "same tokens", "least gap of logits"]])
-    found.notes.append(f"{args.prompts} prompts of {args.prompt} bytes, {args.tokens} tokens each, float32, greedy.")
+    found.notes.append(f"{args.prompts} prompts of {args.prompt} bytes, {args.tokens} tokens each, float32, greedy"
+                       f"{', in graphs' if args.graph else ''}.")  # fmt: skip
     names = {"one": "one process", "tensor": "tensor parallel", "stages": "pipeline parallel"}
     for model in args.models:
         shape, answers = replace(SHAPES[model], batch=args.prompts), dict[str, dict[str, Any]]()
@@ -174,7 +175,13 @@ def inference(args: argparse.Namespace, home: Path) -> Found:
             job = Job(how, how, those, home / f"{model}-{how}", env, dtype="float32", seconds=args.seconds)
             try:
                 for way in ways:
-                    asked = {"do": "decode", "way": way, "shape": asdict(shape), "prompt": args.prompt}
+                    asked = {
+                        "do": "decode",
+                        "way": way,
+                        "shape": asdict(shape),
+                        "prompt": args.prompt,
+                        "graphs": args.graph,
+                    }
                     every = job.ask({**asked, "count": args.tokens})
                     answers[way] = {**every[-1], "seconds": max(each["seconds"] for each in every)}
                     if way == "tensor" and any(each["tokens"] != every[0]["tokens"] for each in every):

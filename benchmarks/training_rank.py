@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from decoding import Decoder
+from decoding import WARM, Decoder
 from llama import batches, loss_of
 from shapes import Shape
 from torch import Tensor, nn
@@ -159,9 +159,9 @@ class Rank:
         found: Answer = group.comm.counters()
         return found
 
-    def decode(self, way: str, shape: dict[str, int], prompt: int, count: int) -> Answer:
-        """Tokens behind prompts of so many bytes of the text, seconds for each but the first, and the least gap between
-        the best logit and the second best."""
+    def decode(self, way: str, shape: dict[str, int], prompt: int, count: int, graphs: bool) -> Answer:
+        """Tokens behind prompts of so many bytes of the text, seconds for each but the first ones, and the least gap
+        between the best logit and the second best."""
         s, begun = Shape(**shape | {"length": prompt}), 0.0
         decoder = Decoder(s, way, self.device, self.dtype)
         prompts, _ = next(batches(s, 1))
@@ -171,10 +171,10 @@ class Rank:
             self.settle()
             begun = time.perf_counter()
 
-        decoder.decode(prompts, 2, begin)  # the first time takes memory and connects
-        tokens = decoder.decode(prompts, count, begin)
+        decoder.decode(prompts, WARM, begin)  # the first time takes memory and connects
+        tokens = decoder.decode(prompts, count, begin, graphs)
         self.settle()
-        return {"tokens": tokens, "seconds": (time.perf_counter() - begun) / (count - 1), "gap": decoder.gap}
+        return {"tokens": tokens, "seconds": (time.perf_counter() - begun) / (count - WARM), "gap": decoder.gap}
 
     def drop(self) -> Answer:
         self.trainer, self.data = None, []

@@ -19,6 +19,7 @@ from thorough import parametrize
 
 import hetcoll
 from hetcoll import ArgumentError, BufferTypeError, CollectiveMismatchError, PeerLostError
+from hetcoll.experts import Experts
 from hetcoll.experts.by_kernels import ByKernels
 from hetcoll.experts.by_windows import ByWindows
 from hetcoll.gpu.array import DeviceArray
@@ -98,6 +99,7 @@ def layered(comm: hetcoll.Communicator) -> type[object]:
         assert received.get().tobytes() == wanted.received.tobytes()
         kept.append((wanted, layout))
     for wanted, layout in [*kept[::-1], *kept]:
+        assert wanted.weights is not None
         out, weights = DeviceArray.of(device, wanted.out), DeviceArray.of(device, wanted.weights)
         assert experts.combine(out, layout, weights).get().tobytes() == wanted.result.tobytes()
     return type(experts._way)
@@ -106,6 +108,26 @@ def layered(comm: hetcoll.Communicator) -> type[object]:
 @parametrize(("kinds", "way"), [("nn", ByKernels), ("na", ByWindows), ("aaa", ByKernels)], first=2)
 def test_layouts_stay(whole: Start, kinds: str, way: type[object]) -> None:
     assert set(whole(kinds).run(layered)) == {way}
+
+
+def many_of_a_token(comm: hetcoll.Communicator, topk: int) -> None:
+    """More experts of a token than a thread reads at a time, of which some are named again."""
+    device, random, kind = device_of(comm), np.random.default_rng(topk), np.dtype(np.float32)
+    case = Case(random.integers(-1, PER_RANK * comm.size, (comm.size, 4, topk)).tolist(), topk, True)
+    wanted = plain(case, comm.rank, comm.size, PER_RANK, HIDDEN, kind, False)
+    with Experts(comm, PER_RANK * comm.size, HIDDEN, "float32", 4, topk) as experts:
+        ids = DeviceArray.of(device, np.array(case.ids[comm.rank], np.int32))
+        received, layout = experts.dispatch(DeviceArray.of(device, wanted.x), ids)
+        assert received.get().tobytes() == wanted.received.tobytes()
+        assert wanted.weights is not None
+        out, weights = DeviceArray.of(device, wanted.out), DeviceArray.of(device, wanted.weights)
+        assert experts.combine(out, layout, weights).get().tobytes() == wanted.result.tobytes()
+        comm.barrier()
+
+
+@pytest.mark.parametrize("topk", [8, 19])
+def test_many_experts_of_a_token(whole: Start, topk: int) -> None:
+    whole("nn").run(many_of_a_token, topk, timeout=SECONDS)
 
 
 def other_calls(comm: hetcoll.Communicator, same: bool) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..runtime.one_sided import Window
     from ..vendors.devices.base import Device
 
-_CALLS = 16  # that a barrier tells from each other
+_CALLS = 8  # that a barrier tells from each other
 
 
 class Blocks(Protocol):
@@ -61,7 +61,7 @@ class SeenBlocks:
         mine = parts + comm.rank * sizes.rows
         self.lists = [[memory.ptr] * comm.size, bases, [at + weights for at in bases], [at + mine for at in bases]]
         self._words = DeviceArray.of(device, np.zeros(_CALLS, np.int32))
-        for call in range(2):  # those of the low-latency form, which a graph may capture once they were made
+        for call in range(_CALLS):  # no call draws a plan, which no graph could capture
             self._barrier(call, stream, timeout)
 
     @classmethod

@@ -1,6 +1,7 @@
-// Tokens of a mixture of experts, by counts that devices find (hetcoll.experts). A call is some of these kernels one after
-// another, with a barrier of all ranks or an all-to-all between them: nothing here waits. Where ranks read each other's blocks there are two by turns, since a rank may dispatch again while another
-// one still reads what it has dispatched before.
+// Tokens of a mixture of experts, by counts that devices find (hetcoll.experts). A call is some of these kernels one
+// after another, with a barrier of all ranks or an all-to-all between them: nothing here waits. Where ranks read each
+// other's blocks there are two by turns, since a rank may dispatch again while another one still reads what it has
+// dispatched before.
 #pragma once
 
 #include "devices/kernels/copy.h"
@@ -58,51 +59,76 @@ HETCOLL_DEVICE void PackTokens(const Tokens& a) {
   }
 }
 
-// How many of the ids of a row, which may name one again, are in [lowest, end).
-template <class Ids>
-HETCOLL_DEVICE unsigned CountNamed(const Tokens& a, const Ids& id, int lowest, int end) {
-  unsigned count = 0;
-  for (unsigned j = 0; j < a.columns; ++j) {
-    const int expert = id(j);
-    bool again = expert < lowest || expert >= end;
-    for (unsigned i = 0; i < j && !again; ++i) again = id(i) == expert;
-    count += again ? 0 : 1;
+constexpr unsigned kIds = 8;  // that a thread reads at a time: each is a way to a peer's memory and back
+
+struct Ids {
+  int id[kIds];
+};
+
+// Some of the ids of a row, from one on; -1 behind the last.
+HETCOLL_DEVICE Ids LoadIds(const Tokens& a, U64 row, unsigned first) {
+  const char* at = a.from[row / a.most] + Odd(a) + 4 * (row % a.most * a.columns + first);
+  Ids ids;
+  HETCOLL_UNROLL
+  for (unsigned i = 0; i < kIds; ++i) ids.id[i] = first + i < a.columns ? Load<int, 4>(at + 4 * i) : -1;
+  return ids;
+}
+
+// Calls `each` with every expert from `lowest` on that a row names, once.
+template <class Each>
+HETCOLL_DEVICE void ForNamed(const Tokens& a, U64 row, int lowest, const Each& each) {
+  for (unsigned first = 0; first < a.columns; first += kIds) {
+    const Ids ids = LoadIds(a, row, first);
+    HETCOLL_UNROLL
+    for (unsigned i = 0; i < kIds; ++i) {
+      bool again = ids.id[i] < lowest;
+      HETCOLL_UNROLL
+      for (unsigned k = 0; k < i; ++k) again |= ids.id[k] == ids.id[i];
+      for (unsigned before = 0; before < first && !again; before += kIds) {
+        const Ids earlier = LoadIds(a, row, before);
+        HETCOLL_UNROLL
+        for (unsigned k = 0; k < kIds; ++k) again |= earlier.id[k] == ids.id[i];
+      }
+      if (!again) each(ids.id[i]);
+    }
   }
-  return count;
 }
 
 // A block of threads for each expert: it counts its tokens, by rank and row, and numbers them. A thread has some rows,
 // and needs to know what those before it have found. Where rows are dense a block counts those of lower experts, too.
 HETCOLL_DEVICE void PlaceTokens(const Tokens& a) {
   HETCOLL_SHARED unsigned found[kMaxThreads], lower[kMaxThreads];
-  const U64 odd = Odd(a), rows = U64{a.size} * a.most, each = (rows + BlockSize() - 1) / BlockSize();
+  const U64 rows = U64{a.size} * a.most, each = (rows + BlockSize() - 1) / BlockSize();
   const U64 first = ThreadInBlock() * each, end = first + each < rows ? first + each : rows;
   const int lowest = static_cast<int>(a.rank * a.experts), mine = lowest + static_cast<int>(BlockIndex());
-  const auto id = [&](U64 row, unsigned j) {
-    return Load<int, 4>(a.from[row / a.most] + odd + 4 * (row % a.most * a.columns + j));
-  };
   unsigned count = 0, below = 0;
   for (U64 row = first; row < end; ++row) {
-    const auto ids = [&](unsigned j) { return id(row, j); };
-    count += CountNamed(a, ids, mine, mine + 1);
-    if (a.dense != 0) below += CountNamed(a, ids, lowest, mine);
+    ForNamed(a, row, lowest, [&](int expert) {
+      count += expert == mine ? 1 : 0;
+      below += expert < mine ? 1 : 0;
+    });
   }
   found[ThreadInBlock()] = count;
   lower[ThreadInBlock()] = below;
   Barrier();
   unsigned number = 0;
-  U64 base = a.dense != 0 ? 0 : BlockIndex() * rows;
   for (unsigned i = 0; i < ThreadInBlock(); ++i) number += found[i];
-  for (unsigned i = 0; i < BlockSize(); ++i) base += lower[i];
+  U64 base = BlockIndex() * rows;
+  if (a.dense != 0) {
+    base = 0;
+    for (unsigned i = 0; i < BlockSize(); ++i) base += lower[i];
+  }
   for (U64 row = first; row < end; ++row) {
     bool named = false;  // again, it is the same token
-    for (unsigned j = 0; j < a.columns; ++j) {
-      const int expert = id(row, j);
-      int* place = a.places + row * a.columns + j;
-      if (expert == mine) *place = static_cast<int>(base + number);
-      named |= expert == mine;
-      const bool local = expert >= lowest && expert < lowest + static_cast<int>(a.experts);
-      if (BlockIndex() == 0 && !local) *place = -1;
+    for (unsigned from = 0; from < a.columns; from += kIds) {
+      const Ids ids = LoadIds(a, row, from);
+      HETCOLL_UNROLL
+      for (unsigned i = 0; i < kIds; ++i) {
+        const bool local = ids.id[i] >= lowest && ids.id[i] < lowest + static_cast<int>(a.experts);
+        if (from + i >= a.columns || (ids.id[i] != mine && (BlockIndex() != 0 || local))) continue;
+        a.places[row * a.columns + from + i] = ids.id[i] == mine ? static_cast<int>(base + number) : -1;
+        named |= ids.id[i] == mine;
+      }
     }
     number += named ? 1 : 0;
   }
