@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from ._native import Persistent
 from .calls.buffers import Array
 from .communicator import Communicator
+from .config.version import __version__
 from .errors import (
     AbortedError,
     ArgumentError,
@@ -33,7 +34,6 @@ from .job import from_mpi, init
 from .rendezvous.bootstrap import get_unique_id
 from .rendezvous.protocol.unique_id import UniqueId
 from .types import ANY_SOURCE, DType, OpName, ReduceOp
-from .version import __version__
 from .work import Work
 
 __all__ = [

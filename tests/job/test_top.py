@@ -27,7 +27,7 @@ from hetcoll.config.env import Config
 from hetcoll.errors import ArgumentError, AuthenticationError, InitError
 from hetcoll.health.activity import QUESTION
 from hetcoll.rendezvous.control import WORLD
-from hetcoll.rendezvous.observing import Observer, Told, observe
+from hetcoll.tools.observing import Observer, Told, observe
 from hetcoll.tools.rates import WINDOW, Rates, Watch
 
 Launch = Callable[..., Ranks]

@@ -24,7 +24,6 @@ from hetcoll.rendezvous import decisions, relay, uplink
 from hetcoll.rendezvous.bootstrap import get_unique_id
 from hetcoll.rendezvous.connections import probe
 from hetcoll.rendezvous.control import WORLD, ControlClient
-from hetcoll.rendezvous.observing import Observer, Told
 from hetcoll.rendezvous.protocol import exchanges
 from hetcoll.rendezvous.protocol.news import Event, Left, Lost, Query, StoreLost, Verdict
 from hetcoll.rendezvous.protocol.routes import Entry, extend_up, pack_down, pack_up, unpack_down, unpack_up
@@ -34,6 +33,7 @@ from hetcoll.rendezvous.protocol.wire import Frame, Op
 from hetcoll.rendezvous.relay import Relay
 from hetcoll.rendezvous.store import server as store
 from hetcoll.rendezvous.store import tree
+from hetcoll.tools.observing import Observer, Told
 
 T = TypeVar("T")
 SIZE = 16

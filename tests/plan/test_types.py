@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hetcoll import _native
 from hetcoll.calls import OP_LABELS
 from hetcoll.plan import ir
-from hetcoll.plan.algorithms.p2p import CHANNEL as P2P_CHANNEL
 from hetcoll.plan.algorithms.p2p import LANES as P2P_LANES
+from hetcoll.plan.ir import P2P_CHANNEL
 from hetcoll.plan.simulator.network import CHANNELS as PROVED_CHANNELS
 from hetcoll.plan.simulator.network import LANES as PROVED_LANES
 from hetcoll.types import COMPLEX, FLOATS, REDUCING, ROOTED, Collective, DType, ReduceOp, supports

@@ -31,7 +31,7 @@ from .terminal import MARK, Progress, Screen
 
 if TYPE_CHECKING:
     from .. import Communicator
-    from ..vendors.devices.base import Device
+    from .on_device import Stream
 
 REPORT = "hetcoll-selftest.txt"
 PART_SECONDS, CALL_SECONDS = 900.0, 60.0
@@ -230,7 +230,7 @@ def check(comm: Communicator, device: str, quick: bool, result: Result) -> None:
             result.wrong.append(f"{op} {dtype.label}{how}, {elements} elements, root {root}, {place}: {wrong} wrong")
     result.paths = list(comm.explain("allreduce", SIZES[-1]).paths)
     for nbytes in SIZES[:2] if quick else SIZES:
-        result.microseconds[str(nbytes)] = _time(comm, None if stream is None else stream.device, nbytes)
+        result.microseconds[str(nbytes)] = _time(comm, stream, nbytes)
 
 
 def listed(size: int, quick: bool, narrow: bool) -> Iterator[tuple[str, DType, ReduceOp | None, int, int, bool]]:
@@ -265,14 +265,20 @@ def wrong_elements(case: Case) -> int:
     return wrong
 
 
-def _time(comm: Communicator, gpu: Device | None, nbytes: int) -> float:
+def _time(comm: Communicator, stream: Stream | None, nbytes: int) -> float:
     """Microseconds of an all-reduce in a row of them, the best of three rows."""
     import numpy as np
 
-    from ..gpu.array import DeviceArray
+    from .on_device import Mirror
 
-    values = np.ones(nbytes // 4, np.float32)
-    array: Any = values if gpu is None else DeviceArray.of(gpu, values)
+    memory = np.empty(nbytes, np.uint8)
+    values = memory.view(np.float32)
+    values[:] = 1
+    array: Any = values
+    if stream is not None:
+        mirror = Mirror(stream, [memory])
+        mirror.upload()
+        array = mirror.buffer(values)
     calls = max(3, min(100, (256 << 20) // nbytes))
     comm.allreduce(array, op="max").wait()
     best = float("inf")

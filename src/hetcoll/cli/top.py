@@ -15,7 +15,7 @@ from typing import TextIO
 from .. import ArgumentError, CommunicationError, InitError
 from ..config.env import configuration
 from ..health.activity import QUESTION
-from ..rendezvous.observing import observe
+from ..tools.observing import observe
 from ..tools.rates import RankRates, Rates, Slowest, Watch
 
 _PATIENCE = 1.0  # seconds that a rank has to answer, at most half of the interval

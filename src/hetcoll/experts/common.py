@@ -12,7 +12,6 @@ import numpy as np
 from .. import ArgumentError, BufferTypeError, ClosedError, Communicator, DeviceError, DType
 from ..calls import check_int
 from ..calls.buffers import Buffer, read_buffer
-from ..health.diagnosis import Kind
 from .routing import check_dtype, check_shape
 from .rows import GROUP, Wire
 
@@ -123,9 +122,7 @@ class Common:
             self._closed = f"these experts have failed before: {error}"
             if not isinstance(error, DeviceError):
                 raise
-            core = self._comm._core
-            core.fail(Kind.SYSTEM, f"rank {core.rank}: {error}")
-            raise core.diagnosis.error() from error
+            raise self._comm._core.device_failed(error) from error
 
 
 def _dtype(dtype: Any) -> DType:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from .. import Communicator, Work
-from ..health.diagnosis import Kind
 
 _WORDS = 4  # in front of the rows: which call, of which layout, how many rows, and one that is 0
 _CALLS = ("dispatch", "combine")
@@ -65,8 +64,7 @@ class Headers:
             f"rank {rank} called {_CALLS[call]} of layout {layout}"
             for rank, (call, layout) in sorted([(core.rank, mine), (peer, theirs)])
         ]
-        core.fail(Kind.MISMATCH, f"experts: {', and '.join(words)}")
-        raise core.diagnosis.error()
+        raise core.differ(f"experts: {', and '.join(words)}")
 
     def close(self) -> None:
         """Local."""

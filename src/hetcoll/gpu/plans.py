@@ -17,8 +17,7 @@ from ..calls import Call
 from ..plan.algorithms.atoms import AMONG
 from ..plan.algorithms.base import Algorithm
 from ..plan.algorithms.islands import ISLANDS
-from ..plan.algorithms.p2p import CHANNEL
-from ..plan.ir import Buf, Local, Op, Plan, Points, Span, Step, offsets
+from ..plan.ir import P2P_CHANNEL, Buf, Local, Op, Plan, Points, Span, Step, offsets
 from ..plan.order import Alike, enqueue_order, levels
 from ..plan.pipeline import parts, pipelined, ramp
 from ..plan.topology import Islands, spell_islands
@@ -174,7 +173,7 @@ class GpuPlans(Generic[S]):
         What the library does comes last. Small messages between two ranks are a kernel's, which comes first.
         """
         kernel = self.kernel if call is None else None
-        channel = CHANNEL if call is None else 0  # messages of two ranks are numbered along the edge
+        channel = P2P_CHANNEL if call is None else 0  # messages of two ranks are numbered along the edge
         out = self._half(Op.SEND, channel, dtype.itemsize, sends, mates, kernel)
         into = self._half(Op.RECV, channel, dtype.itemsize, recvs, mates, kernel)
         numbered = sorted((*out.pieces, *into.pieces), key=lambda piece: (piece[0], piece[1].op))

@@ -392,10 +392,8 @@ class Diagnosis:
         found = find_mismatch(answers)
         if found:
             return found
-        from ..plan.simulator.network import P2P_CHANNEL  # imports count, and few calls fail
-
-        # A proxy names its lane: on that of messages it was a receive, whatever call the host is in by now.
-        gone_on = f"receive from rank {peer} on channel {P2P_CHANNEL}" in text
+        # A proxy names its lane: on the last channel, that of messages, it was a receive, whatever call the host is in.
+        gone_on = f"receive from rank {peer} on channel {_native.wire()[2] - 1}" in text
         mine = None if gone_on else self._reporter.inside(threading.get_ident())
         mine = mine or self._reporter.received_from(peer) or Called("an asynchronous call")
         return f"{find_wrong_message(answers, self._rank, peer, mine)} ({text})"

@@ -21,11 +21,11 @@ import hetcoll._native as _native
 
 from ..config.env import SHM_STORES, Config
 from ..config.limits import address_space_left
+from ..config.version import __version__
 from ..errors import InitError, parser
 from ..plan.rails import Nic
 from ..plan.topology import RankInfo, spell_islands
 from ..rendezvous.protocol.columns import Column, Telling
-from ..version import __version__
 from . import tuned
 from .descriptors import host_identity
 from .edges import Address, pack_addresses

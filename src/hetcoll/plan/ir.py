@@ -34,6 +34,7 @@ from itertools import accumulate
 from ..types import Collective
 
 MAGIC = 0x48435033  # "HCP3"
+P2P_CHANNEL = 2  # of messages, which no collective has
 HEADER = struct.Struct("<IHHIIIIIBBHII")
 STEP = struct.Struct("<BBBBiiiiiiiIIII")
 SPAN = struct.Struct("<iii")

@@ -20,7 +20,7 @@ from .. import calls
 from ..calls import OP_LABELS, Call
 from ..calls.buffers import Buffer
 from ..config.env import Config
-from ..errors import ArgumentError, InitError
+from ..errors import ArgumentError, DeviceError, InitError
 from ..health.activity import Activity
 from ..health.diagnosis import Diagnosis, Kind
 from ..health.flight_recorder import FlightRecorder, listen
@@ -342,6 +342,16 @@ class Core:
         for rider in list(self._riders.values()):
             rider.fail(kind, text)
         self.diagnosis.post(kind, self.rank, text)
+
+    def device_failed(self, error: DeviceError) -> Exception:
+        """A GPU that has failed ends the communicator, whoever finds out first. What to raise."""
+        self.fail(Kind.SYSTEM, f"rank {self.rank}: {error}")
+        return self.diagnosis.error()
+
+    def differ(self, what: str) -> Exception:
+        """Ranks have called different things. What to raise."""
+        self.fail(Kind.MISMATCH, what)
+        return self.diagnosis.error()
 
     def abort(self, reason: str) -> None:
         """See `Communicator.abort`."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..calls.buffers import Buffer
 from ..errors import ArgumentError, CollectiveTimeoutError, DeviceError
-from ..health.diagnosis import Kind
 from .core import Core
 
 if TYPE_CHECKING:
@@ -85,13 +84,10 @@ class DeviceMemory:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """A GPU that has failed ends the communicator, whoever finds out first."""
         try:
             yield
         except DeviceError as error:
-            core = self._core
-            core.fail(Kind.SYSTEM, f"rank {core.rank}: {error}")
-            raise core.diagnosis.error() from error
+            raise self._core.device_failed(error) from error
 
     def settle(self, window: int) -> None:
         """Wait for the last copies of a closed window."""

@@ -16,8 +16,8 @@ from zlib import crc32
 
 from ..config.env import child_environment
 from ..config.launchers import NAMED_PORTS
+from ..config.version import __version__
 from ..errors import ArgumentError
-from ..version import __version__
 from .processes import Command, Job, Printer
 
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15"

@@ -10,23 +10,40 @@ start_http_server(9400)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..communicator import Communicator
-
 # What can fall again; all others only rise.
 _GAUGES = ("residual_bytes", "memory_intervals", "memory_bytes", "memory_idle_bytes")
+
+
+class Counting(Protocol):
+    """A `Communicator`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def error(self) -> Exception | None: ...
+
+    def counters(self) -> Mapping[str, int]: ...
 
 
 class CommunicatorCollector(Collector):
     """Gives `Communicator.counters` as ``hetcoll_<name>`` with the labels ``rank`` and ``size``, read when Prometheus
     asks; nothing once the communicator is closed. It does not keep the communicator alive."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Counting) -> None:
         self._comm = weakref.ref(comm)
 
     def collect(self) -> Iterator[Metric]:
@@ -41,7 +58,7 @@ class CommunicatorCollector(Collector):
             yield family
 
 
-def register(comm: Communicator, registry: CollectorRegistry = REGISTRY) -> CommunicatorCollector:
+def register(comm: Counting, registry: CollectorRegistry = REGISTRY) -> CommunicatorCollector:
     """From now on `registry` shows the counters of `comm`, this rank's. The result can be unregistered there."""
     collector = CommunicatorCollector(comm)
     registry.register(collector)

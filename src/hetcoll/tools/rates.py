@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from ..rendezvous.observing import Told
 from ..rendezvous.protocol.wire import WORLD
+from .observing import Told
 
 WINDOW = 60.0  # seconds over which the slowest rank is found
 _LEAST = 0.01  # of the window: a rank that is later than that by less is not the slowest

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from ...errors import ArgumentError
 from ...types import Collective
-from ..ir import Buf, Builder, Op, Plan, Span
+from ..ir import P2P_CHANNEL, Buf, Builder, Op, Plan, Span
 
-CHANNEL = 2
 LANES = 15  # for each direction; one more for copies to oneself
 
 
@@ -33,9 +32,9 @@ def p2p(size: int, rank: int, sends: Sequence[int], recvs: Sequence[int]) -> Pla
     used = [*sorted({_lane(d) for d, _ in out}), *sorted({LANES + _lane(d) for d, _ in into})]
     number = {lane: i for i, lane in enumerate(used)}  # the engine passes all lanes up to the last
     for distance, i in out:
-        plan.add(Op.SEND, number[_lane(distance)], src=Span(Buf.SEND, i), peer=sends[i], channel=CHANNEL)
+        plan.add(Op.SEND, number[_lane(distance)], src=Span(Buf.SEND, i), peer=sends[i], channel=P2P_CHANNEL)
     for distance, j in into:
-        plan.add(Op.RECV, number[LANES + _lane(distance)], dst=Span(Buf.RECV, j), peer=recvs[j], channel=CHANNEL)
+        plan.add(Op.RECV, number[LANES + _lane(distance)], dst=Span(Buf.RECV, j), peer=recvs[j], channel=P2P_CHANNEL)
     given = [i for i, peer in enumerate(sends) if peer == rank]
     taken = [j for j, peer in enumerate(recvs) if peer == rank]
     if len(given) != len(taken):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...types import Collective
-from ..ir import Buf, Op, Plan, Span
+from ..ir import P2P_CHANNEL, Buf, Op, Plan, Span
 from .loans import join_loans
 from .local import check_local, join, writes
 from .node import RECEIVES, Node, follows, lengths, only_in_place, wrong
 
 LANES = 32
 CHANNELS = 3
-P2P_CHANNEL = 2
 NEEDS = {  # op -> (has src, has dst, has peer)
     Op.SEND: (True, False, True),
     Op.RECV: (False, True, True),

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 from ..config.env import Config
 from ..errors import ArgumentError, AuthenticationError, HetcollError, InitError
-from .bootstrap import PORTS, find_store
-from .connections.announcing import Announced, announced, fetch_locally
-from .connections.auth import HANDSHAKE_SECONDS
-from .connections.sockets import spell_error
-from .control import ControlClient
-from .protocol.unique_id import UniqueId
-from .protocol.wire import U32, Op, unpack
-from .uplink import read_places
+from ..rendezvous.bootstrap import PORTS, find_store
+from ..rendezvous.connections.announcing import Announced, announced, fetch_locally
+from ..rendezvous.connections.auth import HANDSHAKE_SECONDS
+from ..rendezvous.connections.sockets import spell_error
+from ..rendezvous.control import ControlClient
+from ..rendezvous.protocol.unique_id import UniqueId
+from ..rendezvous.protocol.wire import U32, Op, unpack
+from ..rendezvous.uplink import read_places
 
 _FIND_SECONDS = 5.0
 _FOLLOW_SECONDS, _PAUSE = 10.0, 0.1
