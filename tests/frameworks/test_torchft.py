@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from gpu_places import need_gpus
 from installed import torch_folder
 from patience import DEADLINE
 from ranks import wait_until
@@ -63,7 +65,7 @@ class Replica:
 @pytest.fixture
 def environment() -> dict[str, str]:
     folder = torch_folder()
-    if not (folder / "torchft").exists():
+    if not (folder / "torchft").exists() and importlib.util.find_spec("torchft") is None:
         pytest.skip("torchft is not installed; `make launchers` does it")
     paths = [str(Path(hetcoll.__file__).parents[1]), str(folder)]
     ours = {name: value for name, value in os.environ.items() if not name.startswith("HETCOLL_")}
@@ -84,14 +86,17 @@ def lighthouse(env: dict[str, str]) -> Iterator[str]:
         process.stdin.close()
 
 
-def test_a_replica_dies_and_comes_back(environment: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_replica_dies_and_comes_back(environment: dict[str, str], tmp_path: Path, device: str) -> None:
+    """On GPUs, of which several replicas may share one."""
+    gpus = need_gpus(1) if device == "cuda" else 0
     stop = tmp_path / "stop"
     with ExitStack() as stack:
-        words = [stack.enter_context(lighthouse(environment)), "", str(stop)]
+        where = stack.enter_context(lighthouse(environment))
 
         def start(name: str) -> Replica:
-            words[1] = name
-            replica = Replica(words, environment, tmp_path, name)
+            place = f"cuda:{'abcd'.index(name) % gpus}" if gpus else "cpu"
+            replica = Replica([where, name, str(stop), place], environment, tmp_path, name)
             stack.callback(replica.process.wait)
             stack.callback(replica.process.kill)
             return replica

@@ -22,6 +22,14 @@ def _found() -> tuple[int, str]:
     return (0, str(why_not)) if why_not else (len(cuda.devices()), "")
 
 
+def need_gpus(wanted: int) -> int:
+    """How many of NVIDIA's GPUs there are; skips the test where they are less."""
+    count, why_not = _found()
+    if count < wanted:
+        pytest.skip(why_not or f"needs {wanted} GPUs, found {count}")
+    return count
+
+
 def ranks_on(
     place: str, vendors: Sequence[str | None], more: Env | None = None, *, join: bool = True, **settings: object
 ) -> Ranks:
@@ -30,11 +38,9 @@ def ranks_on(
     if place == STAND_INS:
         env = fakes.environments(vendors, len(vendors), **settings)
         return Ranks(len(vendors), {**env, **(more or {})}, join=join)
-    (count, why_not), wanted = _found(), sum(vendor in ("cuda", "posing") for vendor in vendors)
     if "hip" in vendors:
         pytest.skip("no AMD GPU")
-    if count < wanted:
-        pytest.skip(why_not or f"needs {wanted} GPUs, found {count}")
+    need_gpus(sum(vendor in ("cuda", "posing") for vendor in vendors))
     if "posing" in vendors:
         fakes.require("posing")
         more = {**fakes.posing(), **(more or {})}

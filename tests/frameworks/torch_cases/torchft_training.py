@@ -1,6 +1,6 @@
 """One replica of a training under torchft: it trains until the file STOP is there, and prints each step that counts.
 
-torchft_training.py LIGHTHOUSE REPLICA STOP    lines "step loss rank size" in JSON
+torchft_training.py LIGHTHOUSE REPLICA STOP DEVICE    lines "step loss rank size" in JSON
 torchft_training.py STEPS                      the losses of one process alone
 """
 
@@ -19,24 +19,24 @@ import torch.distributed as dist
 BATCH, INPUTS, RATE = 96, 8, 0.05  # a batch is divided among 1, 2 or 3 replicas
 
 
-def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs = torch.randn(BATCH, INPUTS, generator=torch.Generator().manual_seed(step))
+def data(step: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(BATCH, INPUTS, generator=torch.Generator().manual_seed(step)).to(device)
     return inputs, inputs.sum(1, keepdim=True).tanh()
 
 
-def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def make(device: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = torch.nn.Linear(INPUTS, 1)
+    model = torch.nn.Linear(INPUTS, 1).to(device)
     return model, torch.optim.SGD(model.parameters(), lr=RATE)
 
 
 def loss_of(model: torch.nn.Module, step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
-    inputs, wanted = data(step)
+    inputs, wanted = data(step, str(next(model.parameters()).device))
     return (model(inputs[rank::size]) - wanted[rank::size]).square().mean()
 
 
 def alone(steps: int) -> None:
-    model, optimizer = make()
+    model, optimizer = make("cpu")
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -51,12 +51,14 @@ def threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("hetcoll"))
 
 
-def train(lighthouse: str, replica: str, stop: Path) -> None:
+def train(lighthouse: str, replica: str, stop: Path, device: str) -> None:
     from torchft import DistributedDataParallel, Manager, Optimizer
 
     from hetcoll.torch.torchft import ProcessGroupHetcoll
 
-    model, plain = make()
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    model, plain = make(device)
 
     def load(state: dict[str, dict[str, object]]) -> None:
         model.load_state_dict(state["model"])
@@ -102,4 +104,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 2:
         alone(int(sys.argv[1]))
     else:
-        train(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+        train(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4])
